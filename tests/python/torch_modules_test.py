@@ -265,20 +265,47 @@ class DotProductAttentionTest(Modules):
                     seen=allowed(self.S, self.K, True, True, window=(3, 0)))
 
     def test_windows_of_another_length(self):
-        """Transformer Engine's window ends in the corner at the bottom right unless bottom_right_diagonal is False: that, or a refusal."""
-        self.attend(window_size=(2, 1), keys=self.K, seen=allowed(self.S, self.K, window=(2, 1)),
-                    call=lambda m, *x: m(*x, bottom_right_diagonal=False))
-        module = te.DotProductAttention(self.H, self.D, attn_mask_type="no_mask", qkv_format="bshd")
-        q, k, v = (randn(self.B, n, self.H, self.D, seed=n) for n in (self.S, self.K, self.K))
-        for given in ({}, {"bottom_right_diagonal": True}):
-            with self.subTest(**given):
-                try:
-                    y = module(q, k, v, window_size=(2, 1), **given)
-                except Unsupported as error:
-                    self.assertIn("bottom_right_diagonal", str(error))
-                    continue
-                want = oracle.attention(q.double(), k.double(), v.double(), allowed(self.S, self.K, False, True, (2, 1)))
-                near(self, y, want, 1e-5, "output")
+        """They end in the corner at the bottom right unless bottom_right_diagonal is False; with padding, in that of each sequence."""
+        of_q, of_k = self.padding((7, 10), self.S), self.padding((14, 5), self.K)
+        arbitrary = randn(self.B, 1, self.S, self.K, seed=5) > 0.5
+        behind = torch.arange(self.K) - torch.arange(self.S)[:, None]
+        each = torch.tensor([14 - 7, 5 - 10])[:, None, None, None]
+        where = [(d, F32) for d in DEVICES]
+        for bottom_right in (None, True, False):
+            seen = allowed(self.S, self.K, False, bottom_right is not False, (2, 1))
+            by_sequence = behind - (0 if bottom_right is False else each)
+            for mask, given, wanted in (("no_mask", None, seen), ("arbitrary", arbitrary, seen & ~arbitrary),
+                                        ("padding", (of_q, of_k), ~of_k & ~of_q.transpose(2, 3) & (by_sequence >= -2) & (by_sequence <= 1))):
+                def call(m, *x):
+                    on = [t.to(x[0].device) for t in (given if isinstance(given, tuple) else (given,))] if given is not None else [None]
+                    return m(*x, attention_mask=on[0] if len(on) == 1 else tuple(on), window_size=(2, 1))
+                with self.subTest(mask=mask, bottom_right=bottom_right):
+                    self.attend(attn_mask_type=mask, bottom_right_diagonal=bottom_right, keys=self.K, seen=wanted, call=call, where=where)
+
+    def test_padding_of_one_mask_with_a_window(self):
+        mask = self.padding((7, 10), self.S)
+        self.attend(attn_mask_type="padding", window_size=(2, 1), where=[(d, F32) for d in DEVICES],
+                    seen=~mask & ~mask.transpose(2, 3) & allowed(self.S, self.S, window=(2, 1)),
+                    call=lambda m, *x: m(*x, attention_mask=(mask.to(x[0].device), mask.clone().to(x[0].device))))
+
+    def test_what_transformer_engine_takes_for_another_window(self):
+        """(-1, 0) is none with a mask that is not causal, and a causal mask has no keys to the right of its own."""
+        where = [(d, F32) for d in DEVICES]
+        with self.assertWarnsRegex(UserWarning, r"\(-1, 0\) with mask 'no_mask'"):
+            self.attend(window_size=(-1, 0), where=where)
+        with self.assertWarnsRegex(UserWarning, r"\(3, 0\) is taken"):
+            self.attend(attn_mask_type="causal", window_size=(3, 2), seen=allowed(self.S, self.S, True, window=(3, 0)), where=where)
+
+    def test_a_mask_beside_the_causal_one(self):
+        mask = randn(self.B, 1, self.S, self.K, seed=5) > 0.5
+        mask[..., 0] = False
+        where = [(d, F32) for d in DEVICES]
+        for name in ("no_mask", "causal", "causal_bottom_right"):
+            seen = allowed(self.S, self.K, "causal" in name, name != "causal", (4, 0))
+            for given in (mask, ~seen[None, None]):
+                with self.subTest(mask=name):
+                    self.attend(attn_mask_type=name, window_size=(4, 0), keys=self.K, seen=seen & ~given,
+                                call=lambda m, *x: m(*x, attention_mask=given.to(x[0].device)), where=where)
 
     def padding(self, lengths, length):
         """bool [batch, 1, 1, length], true in the padding."""
@@ -315,8 +342,9 @@ class DotProductAttentionTest(Modules):
                 module = te.DotProductAttention(self.H, self.D, attn_mask_type="causal", qkv_format="bshd").to(device)
                 q, k, v = (grown(self.B, self.S, self.H, self.D, device=device, dtype=dtype, seed=i) for i in range(3))
                 bias = grown(1, self.H, self.S, self.S, device=device, dtype=dtype, seed=4)
-                compare(self, lambda q, k, v, b: module(q, k, v, core_attention_bias_type="post_scale_bias", core_attention_bias=b), module,
-                        lambda p, q, k, v, b: oracle.attention(q, k, v, allowed(self.S, self.S, True), b), [q, k, v, bias])
+                for kind, factor in (("post_scale_bias", 1), ("pre_scale_bias", self.D ** -0.5)):
+                    compare(self, lambda q, k, v, b: module(q, k, v, core_attention_bias_type=kind, core_attention_bias=b), module,
+                            lambda p, q, k, v, b: oracle.attention(q, k, v, allowed(self.S, self.S, True), b * factor), [q, k, v, bias])
 
     def test_alibi(self):
         # Six heads: those of four, then every other one of eight.
@@ -328,6 +356,31 @@ class DotProductAttentionTest(Modules):
         given = torch.linspace(0.1, 0.9, self.H)
         self.attend(attn_mask_type="causal", seen=allowed(self.S, self.S, True), bias=given.double()[:, None, None] * distance, where=where,
                     call=lambda m, *x: m(*x, core_attention_bias_type="alibi", alibi_slopes=given.to(x[0].device)))
+
+    def test_alibi_counts_from_the_masks_diagonal(self):
+        slopes = torch.linspace(0.1, 0.9, self.H)
+        distance = torch.arange(self.K) - torch.arange(self.S)[:, None]
+        where = [(d, F32) for d in DEVICES]
+        for name, softmax in (("causal", "off-by-one"), ("causal_bottom_right", "off-by-one"), ("causal", "vanilla"), ("no_mask", "vanilla")):
+            shift = 0 if name == "causal" else self.K - self.S
+            bias = -(distance - shift).abs() * slopes.double()[:, None, None]
+            seen = allowed(self.S, self.K, "causal" in name, name != "causal")
+
+            def wanted(p, q, k, v):
+                sink = torch.zeros(self.H, dtype=torch.float64, device=q.device) if softmax == "off-by-one" else None
+                return oracle.attention(q, k, v, seen, bias, sink=sink)
+            with self.subTest(mask=name, softmax=softmax):
+                self.attend(wanted, attn_mask_type=name, softmax_type=softmax, keys=self.K, fmt="bshd", where=where,
+                            call=lambda m, *x: m(*x, core_attention_bias_type="alibi", alibi_slopes=slopes.to(x[0].device)))
+
+    def test_arguments_that_say_nothing_are_refused(self):
+        module = te.DotProductAttention(self.H, self.D)
+        q = randn(self.S, self.B, self.H, self.D, device=DEVICES[-1])
+        for message, given in (("alibi_slopes are given", {"alibi_slopes": torch.ones(self.H)}),
+                               ("core_attention_bias is given", {"core_attention_bias": torch.zeros(1, 1, self.S, self.S)}),
+                               ("attention_mask is torch.float32", {"attention_mask": torch.zeros(1, 1, self.S, self.S)})):
+            with self.assertRaisesRegex(ValueError, message):
+                module(q, q, q, **given)
 
     def test_sinks(self):
         def off_by_one(p, q, k, v):

@@ -31,6 +31,12 @@ def mask_type(where: str, name: str) -> str:
     return name
 
 
+def checked_mask(where: str, mask: str, size: Optional[Tuple[int, int]], softcap: Optional[float] = None) -> None:
+    """Refuses a module's own mask, window and cap where they are given, as a call would."""
+    window(where, size, mask_type(where, mask))
+    score_cap(where, softcap)
+
+
 def score_cap(where: str, softcap: Optional[float], default: float = 0.0) -> float:
     """The bound of the scaled products, x -> softcap tanh(x / softcap); 0: none. None: the default."""
     softcap = float(default if softcap is None else softcap)
@@ -39,26 +45,55 @@ def score_cap(where: str, softcap: Optional[float], default: float = 0.0) -> flo
     return softcap
 
 
-def windowed(size: Tuple[int, int], queries: int, keys: int, given: Optional[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Which keys a query does not see, bool [.., queries, keys]: those outside the window on the diagonal that ends at the bottom right."""
-    at = torch.arange(queries, device=device)[:, None] + (keys - queries)
-    key = torch.arange(keys, device=device)
-    hidden = torch.zeros(queries, keys, dtype=torch.bool, device=device)
+def distances(queries: int, keys: int, device: torch.device, lengths: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
+              bottom_right: bool = False) -> torch.Tensor:
+    """How far each key is behind the one that its query is level with, [1 or batch, 1, queries, keys]. lengths: cumulative ones of queries
+    and of keys, where sequences have lengths of their own. bottom_right: the last query is level with the last key, else the first with the first."""
+    behind = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
+    if not bottom_right:
+        return behind[None, None]
+    if lengths is None:
+        return behind[None, None] - (keys - queries)
+    return behind[None, None] - (lengths[1].diff() - lengths[0].diff())[:, None, None, None]
+
+
+def windowed(size: Tuple[int, int], behind: torch.Tensor) -> torch.Tensor:
+    """Which keys are outside the window, bool of the shape of distances()."""
+    hidden = torch.zeros_like(behind, dtype=torch.bool)
     if size[0] >= 0:
-        hidden |= key < at - size[0]
+        hidden = hidden | (behind < -size[0])
     if size[1] >= 0:
-        hidden |= key > at + size[1]
-    return hidden[None, None] if given is None else hidden | given.bool()
+        hidden = hidden | (behind > size[1])
+    return hidden
+
+
+def padded(cumulative: torch.Tensor, length: int) -> torch.Tensor:
+    """Which places of sequences of these cumulative lengths are padding, bool [batch, length]."""
+    return torch.arange(length, device=cumulative.device) >= cumulative.diff()[:, None]
 
 
 def window(where: str, size: Optional[Tuple[int, int]], mask: str) -> Tuple[int, int]:
-    """How many keys before and after its own a query sees; -1: all. A causal mask has none after."""
+    """How many keys before and after its own a query sees; -1: all. A causal mask has none after, and (-1, 0) with another mask is what
+    Transformer Engine takes for no window."""
     left, right = (-1, -1) if size is None else (int(size[0]), int(size[1]))
     if left < -1 or right < -1:
         raise ValueError(f"{where}: window_size is {size}; its numbers are -1 (no bound) or more")
-    if "causal" in mask and right not in (-1, 0):
-        raise ValueError(f"{where}: window_size is {size} with mask {mask!r}, which shows no keys after a query's own; give 0 or -1 there")
-    return left, (-1 if "causal" in mask else right)
+    if "causal" in mask:
+        if right not in (-1, 0):
+            if left < 0:
+                raise ValueError(f"{where}: window_size is {size} with mask {mask!r}, which shows no keys after a query's own; give 0 or -1 there")
+            _warn(f"{where}: window_size is {size} with mask {mask!r}, which shows no keys after a query's own; ({left}, 0) is taken")
+        return left, -1
+    if (left, right) == (-1, 0):
+        _warn(f"{where}: window_size is (-1, 0) with mask {mask!r}, which is no window; (-1, -1) is taken. For a causal mask give "
+              "attn_mask_type='causal', for keys up to the query's own (n, 0) with n the number of keys")
+        return -1, -1
+    return left, right
+
+
+def _warn(text: str) -> None:
+    if not torch.compiler.is_compiling():
+        warnings.warn(text, stacklevel=4)
 
 
 _lengths = WeakIdKeyDictionary()
@@ -141,10 +176,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.num_gqa_groups = int(num_attention_heads if num_gqa_groups is None else num_gqa_groups)
         if self.num_gqa_groups < 1 or self.num_attention_heads % self.num_gqa_groups != 0:
             raise ValueError(f"{where}: {num_attention_heads} attention heads do not divide into {num_gqa_groups} groups")
-        self.attention_dropout, self.qkv_format, self.attn_mask_type = float(attention_dropout), qkv_format, attn_mask_type
-        self.window_size, self.bottom_right_diagonal = window_size, bottom_right_diagonal
+        self.attention_dropout, self.qkv_format, self.attn_mask_type = float(attention_dropout), qkv_format, mask_type(where, attn_mask_type)
         self.softcap = score_cap(where, softcap)
-        window(where, window_size, mask_type(where, attn_mask_type))
+        left, right = window(where, window_size, self.attn_mask_type)
+        self.window_size = None if window_size is None else (left, 0 if "causal" in self.attn_mask_type else right)
+        self.bottom_right_diagonal = bottom_right_diagonal
         self.attention_type, self.layer_number = attention_type, layer_number
         self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
         self.get_rng_state_tracker = get_rng_state_tracker
@@ -220,9 +256,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         """q [.., heads, channels], k and v [.., groups, channels] in qkv_format -> [.., heads * channels], those of v.
 
         attention_mask: true where masked out; with the padding masks bool [batch, 1, 1, length], for cross-attention a pair; with
-        'arbitrary' [1 or batch, 1 or heads, queries, keys]. cu_seqlens: int32 [batch + 1]. core_attention_bias_type: 'no_bias',
-        'post_scale_bias' with core_attention_bias, or 'alibi' (causal masks only). fast_zero_fill: taken for compatibility, te-fl writes
-        the rows of padding anyway. max_seqlen: at least the longest sequence, for 'thd'.
+        'arbitrary' [1 or batch, 1 or heads, queries, keys], which broadcasts with the other masks too. cu_seqlens: int32 [batch + 1].
+        window_size: keys before and after the one that a query is level with. bottom_right_diagonal: with masks that are not causal, whether
+        the last query is level with the last key (None and True) or the first with the first. core_attention_bias_type: 'no_bias',
+        'pre_scale_bias' or 'post_scale_bias' with core_attention_bias, or 'alibi', with alibi_slopes [heads] or [batch, heads] of one's own.
+        fast_zero_fill: taken for compatibility, te-fl writes the rows of padding anyway. max_seqlen: at least the longest sequence, for 'thd'.
         """
         where = "DotProductAttention"
         if pad_between_seqs is False:  # the tokens of all sequences follow one another, whatever lengths with padding are given
@@ -243,23 +281,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         layout = qkv_format or self.qkv_format
         rules.choice(where, "qkv_format", layout, FORMATS)
         bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
-        mask = mask_type(where, attn_mask_type or self.attn_mask_type)
-        size = window(where, self.window_size if window_size is None else window_size, mask)
-        inputs = self._masked(where, layout, mask, query_layer, key_layer, attention_mask, cu_seqlens_q, cu_seqlens_kv,
-                              cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
-        if size != (-1, -1) and "causal" not in mask and bottom_right is not False:
-            # te-fl counts such a window from the first query and key, which is the same diagonal where lengths are the same.
-            lengths = None if layout == "thd" else (self._length(query_layer, layout), self._length(key_layer, layout))
-            if "cu_seqlens_q" in inputs:
-                if inputs["cu_seqlens_q"] is not inputs["cu_seqlens_kv"]:
-                    raise refuse(where, "bottom_right_diagonal", bottom_right, f"a window with mask {mask!r} and sequences of several lengths "
-                                 "counts from their first query and key; give bottom_right_diagonal=False")
-            elif lengths is not None and lengths[0] != lengths[1]:
-                inputs = {"attn_mask": windowed(size, *lengths, inputs.get("attn_mask"), query_layer.device)}
-                mask, size = "arbitrary", (-1, -1)
-        extras = self._biased(where, mask, core_attention_bias_type, core_attention_bias, alibi_slopes, query_layer.device, inputs)
-        if layout == "thd":
-            mask = THD_MASKS.get(mask, mask)
+        lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
+        mask, size, inputs, extras = self._prepared(
+            where, layout, attn_mask_type or self.attn_mask_type, self.window_size if window_size is None else window_size, bottom_right, cap,
+            query_layer, key_layer, attention_mask, lengths, core_attention_bias_type, core_attention_bias, alibi_slopes)
 
         def compute(q, k, v, *biases):
             layer = self._layer_for(q.device, layout, mask, size, cap)
@@ -274,12 +299,63 @@ class DotProductAttention(TransformerEngineBaseModule):
             out = compute(query_layer, key_layer, value_layer, *extras)
         return out.flatten(-2)
 
+    def _prepared(self, where, layout, mask, size, bottom_right, cap, q, k, given, lengths, bias_kind, bias,
+                  slopes) -> Tuple[str, Tuple[int, int], dict, Tuple[torch.Tensor, ...]]:
+        """What a forward's arguments come to: the layer's mask and window, its inputs, and those of them that may need a gradient.
+
+        q and k: for their extents and their device. lengths: the cumulative ones, those with padding, and the longest, each of q and of k.
+        """
+        mask = mask_type(where, mask)
+        size = window(where, size, mask)
+        causal = "causal" in mask
+        bottom_right = mask.endswith("bottom_right") if causal else bottom_right is not False
+        inputs = self._masked(where, layout, mask, q, k, given, *lengths)
+        sums = (inputs["cu_seqlens_q"], inputs["cu_seqlens_kv"]) if "cu_seqlens_q" in inputs else None
+        dense = layout != "thd"
+        extents = (self._length(q, layout), self._length(k, layout)) if dense else (0, 0)
+        level = sums[0] is sums[1] if sums else extents[0] == extents[1]  # each sequence has as many queries as keys
+
+        def behind(from_bottom_right: bool) -> torch.Tensor:
+            return distances(*extents, q.device, sums, from_bottom_right)
+
+        mask_or_none = given if mask in ("no_mask", "causal", "causal_bottom_right") and given is not None else None
+        if mask_or_none is not None and not dense:
+            raise ValueError(f"{where}: attention_mask is given with qkv_format='thd', whose cu_seqlens say what a query sees; leave it out")
+        own = mask
+        if mask_or_none is not None and _hides_more(where, mask_or_none, behind(bottom_right) if causal else None, (mask, *extents)):
+            hidden = windowed((size[0], 0) if causal else size, behind(bottom_right)) | mask_or_none.bool()
+            inputs, mask, size = {"attn_mask": hidden}, "arbitrary", (-1, -1)
+        elif size != (-1, -1) and not causal and not bottom_right and not level:
+            # The window of such a mask counts from the bottom right.
+            if not dense:
+                raise refuse(where, "bottom_right_diagonal", False, f"with qkv_format='thd' the window of mask {mask!r} ends at the last query and "
+                             "key of a sequence; give bottom_right_diagonal=None, or the same cu_seqlens for queries and keys")
+            hidden = windowed(size, behind(False))
+            if sums:
+                hidden = hidden | padded(sums[0], extents[0])[:, None, :, None] | padded(sums[1], extents[1])[:, None, None]
+            if "attn_mask" in inputs:
+                hidden = hidden | inputs["attn_mask"].bool()
+            inputs, mask, size = {"attn_mask": hidden}, "arbitrary", (-1, -1)
+        extras = self._biased(where, bias_kind, bias, slopes, cap, inputs)
+        if bias_kind == "alibi":
+            chosen = _slopes(self.num_attention_heads, q.device) if slopes is None else slopes
+            # The layer's addend is slope * distance from the bottom right, not made absolute. Under a causal mask no key is ahead, and another
+            # diagonal adds one number to each row, which a sink alone can tell.
+            if causal and (bottom_right or level or self.softmax_type == "vanilla"):
+                inputs["alibi_slopes"] = chosen
+            elif not dense:
+                raise refuse(where, "core_attention_bias_type", bias_kind, f"with qkv_format='thd', mask {own!r} and softmax_type "
+                             f"{self.softmax_type!r} te-fl has no such addend; take a padded format, or a causal mask and the vanilla softmax")
+            else:
+                inputs["bias"] = -behind(bottom_right).abs() * chosen.float().view(-1, self.num_attention_heads, 1, 1)
+        return (THD_MASKS.get(mask, mask) if not dense else mask), size, inputs, extras
+
     def _masked(self, where, layout, mask, q, k, given, cu_q, cu_kv, cu_q_padded, cu_kv_padded, max_q, max_kv) -> dict:
         """The layer's inputs that say which keys a query sees."""
         inputs: dict = {}
         if mask == "arbitrary":
-            if given is None:
-                raise ValueError(f"{where}: attn_mask_type is 'arbitrary'; give attention_mask")
+            if not isinstance(given, torch.Tensor):
+                raise ValueError(f"{where}: attn_mask_type is 'arbitrary'; give attention_mask, one tensor")
             inputs["attn_mask"] = given.contiguous()
             return inputs
         if layout == "thd":
@@ -303,22 +379,45 @@ class DotProductAttention(TransformerEngineBaseModule):
     def _length(t: torch.Tensor, layout: str) -> int:
         return t.shape[0 if layout == "sbhd" else 1]
 
-    def _biased(self, where, mask, kind, bias, slopes, device, inputs) -> Tuple[torch.Tensor, ...]:
-        """Adds the scores' addend to the inputs; what of it may need a gradient."""
+    def _biased(self, where, kind, bias, slopes, cap, inputs) -> Tuple[torch.Tensor, ...]:
+        """Adds a given addend of the scores to the inputs; what of it may need a gradient."""
         rules.choice(where, "core_attention_bias_type", kind, ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi"))
+        if slopes is not None and kind != "alibi":
+            raise ValueError(f"{where}: alibi_slopes are given with core_attention_bias_type {kind!r}; give 'alibi', or leave them out")
+        if kind not in ("pre_scale_bias", "post_scale_bias"):
+            if bias is not None:
+                raise ValueError(f"{where}: core_attention_bias is given with core_attention_bias_type {kind!r}; give 'post_scale_bias', or leave "
+                                 "it out")
+            return ()
+        if bias is None:
+            raise ValueError(f"{where}: core_attention_bias_type is {kind!r}; give core_attention_bias")
         if kind == "pre_scale_bias":
-            raise refuse(where, "core_attention_bias_type", kind, "without softcap, multiply the bias by the scale, which comes after it, "
-                         "and give 'post_scale_bias'")
-        if kind == "alibi":
-            if "causal" not in mask:
-                raise refuse(where, "core_attention_bias_type", kind, f"mask {mask!r} shows keys on both sides; give the distances as a bias")
-            inputs["alibi_slopes"] = _slopes(self.num_attention_heads, device) if slopes is None else slopes
-        elif kind == "post_scale_bias":
-            if bias is None:
-                raise ValueError(f"{where}: core_attention_bias_type is 'post_scale_bias'; give core_attention_bias")
-            inputs["bias"] = bias
-            return (bias,)
-        return ()
+            if cap:
+                raise refuse(where, "core_attention_bias_type", kind, "with softcap te-fl adds a bias after the cap; give 'post_scale_bias'")
+            bias = bias * (1 / math.sqrt(self.kv_channels) if self.softmax_scale is None else self.softmax_scale)
+        inputs["bias"] = bias
+        return (bias,)
+
+
+_hiding = WeakIdKeyDictionary()
+
+
+def _hides_more(where: str, mask: Any, behind: Optional[torch.Tensor], rule: tuple) -> bool:
+    """Whether a mask hides more keys than those ahead of their query; behind: distances(), or None where no key is hidden otherwise. That is
+    looked at once for each mask, since it waits for the device; `rule` names what it is held against."""
+    if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.uint8):
+        raise ValueError(f"{where}: attention_mask is {mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__}; it is one tensor of "
+                         "bool or uint8, true where masked out")
+    if torch.compiler.is_compiling():
+        return True
+    counted = not mask.is_inference()
+    known = _hiding.get(mask) if counted else None
+    if known is not None and known[0] == (mask._version, rule):
+        return known[1]
+    more = bool((mask.bool() if behind is None else mask.bool() & (behind <= 0)).any())
+    if counted:
+        _hiding[mask] = ((mask._version, rule), more)
+    return more
 
 
 _known_slopes: Dict[Tuple[int, torch.device], torch.Tensor] = {}

@@ -9,7 +9,7 @@ import torch
 from te_fl import _native
 from te_fl.pytorch import quantization
 from te_fl.pytorch import random as generator
-from te_fl.pytorch.attention import THD_MASKS, DotProductAttention, mask_type, score_cap, window
+from te_fl.pytorch.attention import DotProductAttention, score_cap
 from te_fl.pytorch.base import TransformerEngineBaseModule, native_device
 from te_fl.pytorch.call import DTYPE_NAMES, Call, run, use_torch_memory
 from te_fl.pytorch.linear import LayerNormLinear, Linear
@@ -152,15 +152,11 @@ class FusedLayer:
             cu_seqlens_padded, max_seqlen) -> torch.Tensor:
         where = "TransformerLayer"
         core = owner.self_attention.core_attention
-        mask = mask_type(where, mask)
-        size = window(where, size, mask)
-        cap = score_cap(where, softcap).hex()  # a word, as a graph's names of layers are words and integers
-        layout = owner.attn_input_format
-        inputs = core._masked(where, layout, mask, x, x, attention_mask, cu_seqlens, cu_seqlens, cu_seqlens_padded, cu_seqlens_padded,
-                              max_seqlen, max_seqlen)
-        extras = core._biased(where, mask, bias_kind, bias, slopes, x.device, inputs)
-        if layout == "thd":
-            mask = THD_MASKS.get(mask, mask)
+        cap = score_cap(where, softcap)
+        lengths = (cu_seqlens, cu_seqlens, cu_seqlens_padded, cu_seqlens_padded, max_seqlen, max_seqlen)
+        mask, size, inputs, extras = core._prepared(where, owner.attn_input_format, mask, size, None, cap, x, x, attention_mask, lengths, bias_kind,
+                                                    bias, slopes)
+        cap = cap.hex()  # a word, as a graph's names of layers are words and integers
         if angles is not None:
             inputs["rotary_angles"] = angles if angles.dtype == torch.float32 else angles.float()
         drops = owner.training and (owner.hidden_dropout > 0 or core.attention_dropout > 0)
