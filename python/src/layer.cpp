@@ -1,7 +1,6 @@
 #include "layer.hpp"
 
 #include <array>
-#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -49,8 +48,8 @@ struct Layer {
   DType newest = DType::kF32;  // that of the last forward, whose FP8 state counts
   std::vector<std::pair<std::string, Shape>> parameters;
   std::vector<Seen> seen;
-  uint64_t numbers = 0;  // the last number that was given
-  std::atomic<bool> changed{false};
+  uint64_t numbers = 0;   // the last number that was given
+  long long caching = 0;  // the last scope in which quantised weights were kept
   bool delays_wgrad = false;
   std::deque<DelayedGradients> delayed;  // in the order of their backwards
 };
@@ -179,7 +178,9 @@ std::vector<LentParameter> parameters_of(const Layer& layer, const std::vector<P
   return lent;
 }
 
-enum class Mode { kTraining = 0, kServing = 1, kUncached = 2 };
+// The mode of a forward: whether it keeps what a backward needs, and else the number of the scope
+// in which quantised weights are kept.
+constexpr long long kTraining = 0, kUncached = 1;
 
 // PyTorch's count of writes to the tensor; -1 of one that has none, as those made in its inference
 // mode.
@@ -199,18 +200,20 @@ long version_of(PyObject* tensor) {
 
 // The parameters' contents now. Under the interpreter's lock.
 Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
-                         const std::vector<LentParameter>& lent, Mode mode, bool reused) {
-  // Some frameworks write parameters without counting it (FSDP2 gathers them so), so only what
-  // serves, and a caller who says that they are unchanged, goes by the counters.
-  const bool counted = mode == Mode::kServing || reused;
-  const bool changed = layer.changed.exchange(false) || !counted;
+                         const std::vector<LentParameter>& lent, long long mode, bool reused) {
+  // Parameters are written in ways that PyTorch does not count (`data`, views of NumPy's, FSDP2's
+  // gathering), and a new one may lie where the last one was. So contents are the same only where
+  // the caller says that they are: by is_first_microbatch, or by a scope.
+  const bool caching = mode > kUncached;
+  const bool changed = caching ? layer.caching != mode : !reused;
+  if (caching) layer.caching = mode;
   Contents contents{std::vector<uint64_t>(objects.size()), std::vector<long>(objects.size())};
   for (size_t i = 0; i < objects.size(); ++i) {
     const long now = version_of(objects[i]);
     Seen& seen = layer.seen[i];
     const void* data = lent[i].value.raw_data();
-    const bool moved = mode == Mode::kServing && data != seen.data;
-    if (changed || moved || now < 0 || seen.object != objects[i] || seen.version != now) {
+    const bool moved = caching && data != seen.data;
+    if (changed || moved || seen.object != objects[i] || seen.version != now) {
       seen.number = ++layer.numbers;
     }
     seen.object = objects[i], seen.version = now, seen.data = data;
@@ -317,13 +320,13 @@ struct Forward {
   Tensor random;
   DType activation = DType::kF32;
   void* stream = nullptr;
-  Mode mode = Mode::kTraining;
+  long long mode = kTraining;
 };
 
 Result<Tensor> run(Layer& layer, Forward& f, std::shared_ptr<Record>& record) {
   const std::lock_guard lock(layer.mutex);
   TE_FL_ASSIGN_OR_RETURN(auto runner, runner_for(layer, f.activation));
-  const bool training = f.mode == Mode::kTraining;
+  const bool training = f.mode == kTraining;
   TE_FL_RETURN_IF_ERROR(lend(*runner, f.parameters, f.numbers, training ? &f.trained : nullptr));
   std::optional<nn::ContextScope> random;
   if (f.random.defined()) {
@@ -505,8 +508,8 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
     check_count("layer_forward", count, 8);
     const std::shared_ptr<Layer>& layer = layer_of(args[0]);
     Forward f;
-    f.mode = static_cast<Mode>(integer_of(args[2]));
-    const bool training = f.mode == Mode::kTraining;
+    f.mode = integer_of(args[2]);
+    const bool training = f.mode == kTraining;
     for (PyObject* input : items_of(args[4], "inputs")) {
       f.inputs.push_back(input_of(input, "input", training, f.lent));
     }
@@ -605,13 +608,6 @@ PyObject* end_backward(PyObject*, PyObject* token) noexcept {
       status = nn::backward_end();
     }
     check(status);
-    return Ref::share(Py_None);
-  });
-}
-
-PyObject* layer_changed(PyObject*, PyObject* layer) noexcept {
-  return guarded([&] {
-    layer_of(layer)->changed = true;
     return Ref::share(Py_None);
   });
 }

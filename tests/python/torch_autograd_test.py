@@ -12,6 +12,7 @@ from torch_cases import BF16, F32, MODULES, PRODUCTS, RECIPES, Each, each, gradi
 import torch_oracle as oracle  # noqa: E402
 from torch_oracle import DEVICES, near, randn, randomise  # noqa: E402
 
+import te_fl  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import Float8BlockScaling, Float8CurrentScaling  # noqa: E402
 
@@ -262,47 +263,102 @@ class Writes(Each):
         module(x).sum().backward()
         self.assertTrue(torch.equal(x.grad, want))
 
-    @each(recipes=RECIPES)
-    def test_serving_notices_changes_of_weights(self, module, device, recipe):
-        module.eval()
-        x = input_of(device).detach()
+    def writes(self, module):
+        """Ways to write or replace the parameters, most of which PyTorch does not count; each multiplies them by 1.25."""
+        parameters = list(module.parameters())
 
-        def fresh():
-            other = MODULES[type(module).__name__](device=device).eval()
-            other.load_state_dict(module.state_dict())
-            with torch.no_grad(), scope(recipe):
-                return other(x)
+        def each_one(write):
+            for p in parameters:
+                write(p)
+
+        def storage(p):
+            p.untyped_storage().copy_((p.detach() * 1.25).untyped_storage())
+
+        def replaced(p):
+            owner, name = next((m, n) for m in module.modules() for n, q in m._parameters.items() if q is p)
+            value = p.detach() * 1.25
+            delattr(owner, name)
+            setattr(owner, name, torch.nn.Parameter(value))
+
+        def shared(p):
+            import numpy
+            array = numpy.from_dlpack(p.detach())
+            array *= 1.25
+
+        yield "copy_", lambda: [p.detach().copy_(p * 1.25) for p in parameters]
+        yield "data", lambda: each_one(lambda p: p.data.mul_(1.25))
+        yield "another data", lambda: each_one(lambda p: setattr(p, "data", p.data * 1.25))
+        yield "storage", lambda: each_one(storage)
+        yield "NumPy", lambda: each_one(lambda p: p.detach().numpy().__imul__(1.25)) if parameters[0].is_cpu else each_one(lambda p: p.data.mul_(1.25))
+        yield "DLPack", lambda: each_one(shared) if parameters[0].is_cpu else each_one(lambda p: p.data.mul_(1.25))
+        for _ in range(4):  # which may lie where the last one was
+            yield "del", lambda: [replaced(p) for p in list(module.parameters())]
+
+    @each(recipes=RECIPES)
+    def test_serving_sees_every_write_to_weights(self, module, device, recipe):
+        x = input_of(device).detach()
+        with scope(recipe):
+            module(input_of(device)).square().mean().backward()  # delayed scaling has scales only after a step
+        module.eval()
 
         def served():
             with torch.no_grad(), scope(recipe):
-                module(x)
                 return module(x)
 
-        with scope(recipe):
-            module(input_of(device)).square().mean().backward()  # delayed scaling has scales only after a step
-        before = served()
-        with torch.no_grad():
-            for p in module.parameters():
-                p.copy_(p * 1.5 + 0.25)
-        self.assertFalse(torch.equal(served(), before))
-        self.assertTrue(torch.equal(served(), fresh()), "copy_")
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        optimizer.zero_grad()
-        module.train()
-        with scope(recipe):
-            module(x).square().mean().backward()
-        before = served()
-        optimizer.step()
-        self.assertFalse(torch.equal(served(), before))
+        for name, write in self.writes(module):
+            before = served()
+            write()
+            other = MODULES[type(module).__name__](device=device).eval()
+            other.load_state_dict(module.state_dict())
+            with torch.no_grad(), scope(recipe):
+                want = other(x)
+            got = served()
+            self.assertTrue(torch.equal(got, want), name)
+            self.assertFalse(torch.equal(got, before), name)
+
+    @each(PRODUCTS, recipes=(Float8CurrentScaling(), Float8BlockScaling()))
+    def test_a_scope_quantises_weights_once(self, module, device, recipe):
+        x = input_of(device).detach()
         module.eval()
-        self.assertTrue(torch.equal(served(), fresh()), "step")
+
+        def quantised():
+            return sum(row["calls"] for row in te_fl.usage() if "quantize" in row["op"])
+
+        def served():
+            before = quantised()
+            with torch.no_grad(), scope(recipe):
+                y = module(x)
+            return y, quantised() - before
+
+        want, each_call = served()
+        cached = te.cache_quantized_weights()
+        with cached:
+            for _ in range(2):
+                served()
+            got, fewer = served()
+            self.assertTrue(torch.equal(got, want))
+            self.assertLess(fewer, each_call)
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.mul_(1.25)
+            changed, _ = served()
+            self.assertFalse(torch.equal(changed, got), "a write that PyTorch counts")
+            found = []
+            thread = threading.Thread(target=lambda: found.append(served()))
+            thread.start()
+            thread.join()
+            self.assertTrue(torch.equal(found[0][0], changed))
+            self.assertEqual(found[0][1], each_call, "another thread is not in the scope")
         for p in module.parameters():
-            p.data.mul_(0.5)  # which PyTorch does not count
-        module.eval()
-        self.assertTrue(torch.equal(served(), fresh()), "data, then eval()")
+            p.data.mul_(1.25)
+        with cached:
+            self.assertFalse(torch.equal(served()[0], changed), "the scope was entered again")
         for p in module.parameters():
-            p.data = p.data * 1.25
-        self.assertTrue(torch.equal(served(), fresh()), "another data")
+            p.data.mul_(1.25)
+        self.assertEqual(served()[1], each_call)
+        with cached, scope(recipe):  # a forward with gradients keeps nothing
+            y = module(input_of(device))
+        y.sum().backward()
 
 
 class Precision(Each):

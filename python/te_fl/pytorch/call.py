@@ -17,7 +17,7 @@ _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 DTYPE_CODES = {dtype: DTYPES.index(name) for dtype, name in
                ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16"), (torch.float64, "f64"))}
 DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-TRAINING, SERVING, UNCACHED = 0, 1, 2
+TRAINING, UNCACHED = 0, 1  # modes of _native.layer_forward(); others are the numbers of scopes (te_fl.pytorch.weight_cache)
 
 _devices = set()  # those whose memory comes from PyTorch
 
@@ -154,14 +154,14 @@ def _backward_of(call: Call, saved: Tuple[torch.Tensor, ...], needed: Tuple[bool
     return _guarded_backward(_Saved(call, saved, needed), grad)
 
 
-def counted(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether writes to each are counted for as long as the module lives. What is computed for each call, as by parametrisations, is a new
-    tensor each time, perhaps where the last one was."""
+def lasting(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether each may stay as it is over several calls. What is computed for each call, as by parametrisations, is a new tensor each time,
+    perhaps where the last one was."""
     return {*map(type, parameters)} <= _KEPT
 
 
-def python_run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
-    """The layer's output. training: whether parameters may change otherwise than by operations that their version counters count."""
+def python_run(call: Call, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
+    """The layer's output. caching: te_fl.pytorch.weight_cache.number()."""
     if torch.is_grad_enabled():
         for t in tensors:
             if t.requires_grad:
@@ -170,7 +170,7 @@ def python_run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tens
                 return LayerFunction.apply(call, *tensors)
     n = call.inputs
     parameters = tensors[n + call.extras:]
-    return _native.layer_forward(call.layer, call.activation, UNCACHED if training or not counted(parameters) else SERVING, call.first,
+    return _native.layer_forward(call.layer, call.activation, UNCACHED if caching == UNCACHED or not lasting(parameters) else caching, call.first,
                                  tensors[:n], parameters, call.attention, call.random)[0]
 
 

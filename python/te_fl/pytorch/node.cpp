@@ -40,7 +40,7 @@ enum Field {
 };
 PyObject* field(PyObject* call, Field f) { return PyTuple_GET_ITEM(call, f); }
 // Modes of _native.layer_forward().
-constexpr long kTraining = 0, kServing = 1, kUncached = 2;
+constexpr long kTraining = 0, kUncached = 1;
 
 // What bind() is given. Owned until the process ends.
 PyObject* layer_forward = nullptr;
@@ -281,12 +281,12 @@ Ref forward(PyObject* call, long mode, PyObject* const* tensors, Py_ssize_t inpu
   return checked(PyObject_Vectorcall(layer_forward, args, 8, nullptr));
 }
 
-// run(call, training, *tensors) -> the layer's output, as call.run().
+// run(call, caching, *tensors) -> the layer's output, as call.run().
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(layer_forward != nullptr && count >= 3 && PyTuple_Check(args[0]) &&
                        PyTuple_GET_SIZE(args[0]) == kFields,
-                   "run() takes a Call, whether the module trains, and tensors, after bind()");
+                   "run() takes a Call, the number of a scope, and tensors, after bind()");
   PyObject* const call = args[0];
   PyObject* const* const tensors = args + 2;
   const Py_ssize_t all = count - 2, inputs = PyLong_AsSsize_t(field(call, kInputs));
@@ -300,9 +300,8 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   follows = follows && at::GradMode::is_enabled();
   if (!follows) {
-    const int training = PyObject_IsTrue(args[1]);
-    if (training < 0) return nullptr;
-    long mode = training != 0 ? kUncached : kServing;
+    long mode = PyLong_AsLong(args[1]);
+    if (mode == -1 && PyErr_Occurred() != nullptr) return nullptr;
     for (Py_ssize_t i = followed; i < all; ++i) {
       if (reinterpret_cast<PyObject*>(Py_TYPE(tensors[i])) != parameter_type) mode = kUncached;
     }
@@ -352,7 +351,7 @@ PyObject* bind(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {{"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)),
-                          METH_FASTCALL, "run(call, training, *tensors) -> output"},
+                          METH_FASTCALL, "run(call, caching, *tensors) -> output"},
                          {"bind", bind, METH_VARARGS,
                           "bind(layer_forward, layer_backward, ends, run, backward, Parameter)"},
                          {nullptr, nullptr, 0, nullptr}};
