@@ -39,6 +39,7 @@ struct DelayedGradients {
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
   std::vector<Lent> lent;  // what it is computed of, among others
+  bool first = false;      // as Record's
 };
 
 struct Layer {
@@ -63,6 +64,7 @@ struct Record {
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
   std::vector<Lent> lent;
+  bool first = false;  // is_first_microbatch: gradients overwrite main_grad
 };
 
 // The forwards that wait, by number. A token that was copied elsewhere names one that has gone.
@@ -347,7 +349,8 @@ Result<Tensor> run(Layer& layer, Forward& f, std::shared_ptr<Record>& record) {
                                            .scopes = nn::CapturedContext::capture(),
                                            .numbers = std::move(f.numbers),
                                            .trained = std::move(f.trained),
-                                           .lent = std::move(f.lent)});
+                                           .lent = std::move(f.lent),
+                                           .first = f.options.is_first_microbatch == true});
   return y;
 }
 
@@ -355,28 +358,36 @@ struct Gradients {
   std::vector<Tensor> inputs, parameters;
 };
 
-// Says where gradients go: into main_grads, or new memory of the parameters' dtypes.
+// Where a weight's gradient goes instead of being returned; undefined: it is returned.
+struct MainGrad {
+  Tensor tensor;
+  bool overwrites = false;
+};
+
+// Says where gradients go: into main_grads, or new memory of the parameters' dtypes. `first`: in
+// main_grads they overwrite what is there.
 Status open_gradients(Runner& runner, const std::vector<DType>& dtypes,
-                      const std::vector<Tensor>& main_grads) {
+                      const std::vector<MainGrad>& main_grads, bool first) {
   const auto& own = runner.parameters();
   for (size_t i = 0; i < own.size(); ++i) {
     nn::Parameter& p = *own[i].parameter;
     p.take_grad();  // what an earlier backward, which failed, may have left
     p.grad_dtype = dtypes[i];
-    if (main_grads[i].defined() && p.requires_grad) {
-      TE_FL_RETURN_IF_ERROR(p.give_grad(main_grads[i], true));
+    const MainGrad& main = main_grads[i];
+    if (main.tensor.defined() && p.requires_grad) {
+      TE_FL_RETURN_IF_ERROR(p.give_grad(main.tensor, !main.overwrites && !first));
     }
   }
   return {};
 }
 
 // Those that did not go into main_grads.
-std::vector<Tensor> take_gradients(Runner& runner, const std::vector<Tensor>& main_grads) {
+std::vector<Tensor> take_gradients(Runner& runner, const std::vector<MainGrad>& main_grads) {
   const auto& own = runner.parameters();
   std::vector<Tensor> gradients;
   for (size_t i = 0; i < own.size(); ++i) {
     Tensor grad = own[i].parameter->take_grad();
-    gradients.push_back(main_grads[i].defined() ? Tensor() : std::move(grad));
+    gradients.push_back(main_grads[i].tensor.defined() ? Tensor() : std::move(grad));
   }
   return gradients;
 }
@@ -390,13 +401,14 @@ std::vector<DType> dtypes_of(const std::vector<LentParameter>& parameters) {
 // `kept`: the gradient, if what is delayed is computed of it.
 Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Lent> kept,
                                std::vector<LentParameter>& parameters,
-                               std::vector<Tensor>& main_grads, void* stream, bool keep) {
+                               const std::vector<MainGrad>& main_grads, void* stream, bool keep) {
   Layer& layer = *record.layer;
   const std::lock_guard lock(layer.mutex);
   TE_FL_RETURN_IF_ERROR(lend(*record.runner, parameters, record.numbers, &record.trained));
   const auto scopes = record.scopes.enter();
   const StreamScope on(dy.device(), stream);
-  TE_FL_RETURN_IF_ERROR(open_gradients(*record.runner, dtypes_of(parameters), main_grads));
+  TE_FL_RETURN_IF_ERROR(
+      open_gradients(*record.runner, dtypes_of(parameters), main_grads, record.first));
   Gradients gradients;
   if (keep) {
     nn::Ctx copy = record.ctx;
@@ -408,7 +420,7 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Len
   if (layer.delays_wgrad) {
     kept.insert(kept.end(), record.lent.begin(), record.lent.end());
     layer.delayed.push_back({record.runner, record.runner->module().take_delayed_wgrad(),
-                             record.numbers, record.trained, std::move(kept)});
+                             record.numbers, record.trained, std::move(kept), record.first});
   }
   return gradients;
 }
@@ -429,23 +441,28 @@ Result<DelayedGradients> take_delayed(Layer& layer) {
 
 Result<std::vector<Tensor>> run_backward_dw(Layer& layer, const DelayedGradients& left,
                                             std::vector<LentParameter>& parameters,
-                                            const std::vector<Tensor>& main_grads, void* stream) {
+                                            const std::vector<MainGrad>& main_grads, void* stream) {
   const std::lock_guard lock(layer.mutex);
   const Device device = parameters.at(0).value.device();
   TE_FL_RETURN_IF_ERROR(lend(*left.runner, parameters, left.numbers, &left.trained));
-  TE_FL_RETURN_IF_ERROR(open_gradients(*left.runner, dtypes_of(parameters), main_grads));
+  TE_FL_RETURN_IF_ERROR(
+      open_gradients(*left.runner, dtypes_of(parameters), main_grads, left.first));
   const StreamScope on(device, stream);
   TE_FL_RETURN_IF_ERROR(left.compute());
   return take_gradients(*left.runner, main_grads);
 }
 
 // main_grads as Python gives them, one for each parameter.
-std::vector<Tensor> main_grads_of(PyObject* tuple, size_t parameters) {
-  std::vector<Tensor> grads(parameters);
+std::vector<MainGrad> main_grads_of(PyObject* tuple, size_t parameters) {
+  std::vector<MainGrad> grads(parameters);
   if (tuple == Py_None) return grads;
   const auto given = items_of(tuple, "main_grads");
   for (size_t i = 0; i < grads.size() && i < given.size(); ++i) {
-    if (given[i] != Py_None) grads[i] = tensor_of(given[i], "main_grad", false);
+    if (given[i] == Py_None) continue;
+    PyObject* tensor = nullptr;
+    int overwrites = 0;
+    if (PyArg_ParseTuple(given[i], "Op", &tensor, &overwrites) == 0) throw PythonError();
+    grads[i] = {tensor_of(tensor, "main_grad", false), overwrites != 0};
   }
   return grads;
 }
@@ -553,7 +570,7 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     const Tensor dy =
         delays ? tensor_of(args[1], "gradient", kept) : tensor_of(args[1], "gradient", false);
     auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"), true);
-    std::vector<Tensor> main_grads = main_grads_of(args[3], parameters.size());
+    const auto main_grads = main_grads_of(args[3], parameters.size());
     void* const stream = current_stream_of(args[1], dy.device());
     std::optional<Result<Gradients>> gradients;
     {

@@ -1,9 +1,14 @@
 """te_fl.pytorch's modules under autograd in all its ways: gradients, writes in place, autocast, functional calls, main_grad."""
 
+import contextlib
+import copy
+import gc
 import os
 import sys
+import tempfile
 import threading
 import unittest
+import weakref
 
 import torch
 
@@ -361,6 +366,60 @@ class Writes(Each):
         y.sum().backward()
 
 
+class Saved(Each):
+    """Hooks that give the backward copies of what was saved."""
+
+    @each(recipes=RECIPES[:2])
+    def test_copies(self, module, device, recipe):
+        with tempfile.TemporaryDirectory() as folder:
+            def to_disk(t):
+                path = os.path.join(folder, str(len(os.listdir(folder))))
+                torch.save(t, path)
+                return path
+
+            hooks = torch.autograd.graph.saved_tensors_hooks
+            ways = {"none": contextlib.nullcontext(), "clone": hooks(lambda t: t.detach().clone(), lambda t: t),
+                    "disk": hooks(to_disk, torch.load), "save_on_cpu": torch.autograd.graph.save_on_cpu(),
+                    "pinned": torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())}
+            found = {}
+            for name, way in ways.items():
+                own = copy.deepcopy(module)
+                x = input_of(device)
+                with way, scope(recipe):
+                    y = own(x)
+                loss = y.square().sum()
+                loss.backward(retain_graph=True)
+                x.grad = None
+                own.zero_grad()
+                loss.backward()
+                found[name] = gradients(own, x)
+                with self.assertRaisesRegex(RuntimeError, "second time"):
+                    loss.backward()
+            for name, got in found.items():
+                for a, b in zip(got, found["none"]):
+                    self.assertTrue(torch.equal(a, b), name)
+
+    def test_what_a_forward_kept_goes_with_its_backward(self):
+        """Also where hooks made copies; and with the graph, where none was run."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
+        for backward in (True, False):
+            module = randomise(te.Linear(32, 32, device="cpu"))
+            with hooks:
+                x = input_of()
+                inside = x * 1  # which te-fl keeps for the backward, and nobody else
+                known = weakref.ref(inside)
+                y = module(inside)
+            del inside
+            loss = y.sum()
+            self.assertIsNotNone(known())
+            if backward:
+                loss.backward()
+            else:
+                del loss, y
+            gc.collect()
+            self.assertIsNone(known())
+
+
 class Precision(Each):
     @each(PRODUCTS, recipes=(None, Float8CurrentScaling()))
     def test_inside_autocast(self, module, device, recipe):
@@ -480,6 +539,67 @@ class MainGrad(Each):
                                     fused += 1
                                     oracle.near_by_norm(self, p.main_grad - 3, 2 * q.grad.float(), 0.1, n, 1e-2)
                             self.assertGreater(fused, 0)
+
+    def test_who_overwrites_main_grad(self):
+        for delays in (False, True):
+            for flag, first in ((False, None), (True, None), (False, True), (False, False)):
+                with self.subTest(delays=delays, overwrite_main_grad=flag, is_first_microbatch=first):
+                    module = randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=True, delay_wgrad_compute=delays))
+                    plain = randomise(te.Linear(32, 32, device="cpu"))
+                    plain(input_of()).square().sum().backward()
+                    module.weight.main_grad = torch.full((32, 32), 3.0)
+                    if flag:
+                        module.weight.overwrite_main_grad = True
+                    module(input_of(), is_first_microbatch=first).square().sum().backward()
+                    module.backward_dw()
+                    before = 0.0 if flag or first else 3.0
+                    near(self, module.weight.main_grad - before, plain.weight.grad, 1e-5, "main_grad", 1e-5)
+
+    def test_the_gradient_beside_main_grad(self):
+        module = randomise(te.Linear(512, 512, device="cpu", fuse_wgrad_accumulation=True))
+        weight = module.weight
+        weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros(512, 512), False, True
+        used = [torch.full((512, 512), 7.0) for _ in range(4)]  # what new memory may be
+        del used
+        module(torch.ones(2, 512)).sum().backward()
+        self.assertIs(weight.grad_added_to_main_grad, True)
+        self.assertTrue(torch.equal(weight.grad, torch.zeros(512, 512)))
+
+    def test_main_grad_that_is_made_when_asked_for(self):
+        module, plain = randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=True)), randomise(te.Linear(32, 32, device="cpu"))
+        module.weight.__fsdp_param__ = True
+        module.weight.get_main_grad = lambda: torch.zeros(32, 32)
+        for m in (module, plain):
+            m(input_of()).sum().backward()
+        near(self, module.weight.main_grad, plain.weight.grad, 1e-6, "main_grad", 1e-6)
+
+    def test_main_grad_under_hooks_and_recomputation(self):
+        class Copies(torch.autograd.graph.saved_tensors_hooks):
+            def __init__(self):
+                super().__init__(lambda t: t.detach().clone(), lambda t: t)
+
+        checkpoint = torch.utils.checkpoint.checkpoint
+        ways = {"save_on_cpu": lambda m, x: self.inside(torch.autograd.graph.save_on_cpu(), m, x),
+                "copies": lambda m, x: self.inside(Copies(), m, x), "te.checkpoint": lambda m, x: te.checkpoint(m, x),
+                "checkpoint": lambda m, x: checkpoint(m, x, use_reentrant=False),
+                "reentrant": lambda m, x: checkpoint(m, x, use_reentrant=True)}
+        for name, call in ways.items():
+            for delays in (False, True):
+                with self.subTest(name, delays=delays):
+                    module = randomise(te.LayerNormLinear(32, 32, device="cpu", fuse_wgrad_accumulation=True, delay_wgrad_compute=delays))
+                    plain, x, own = randomise(te.LayerNormLinear(32, 32, device="cpu")), input_of(), input_of()
+                    module.weight.main_grad = torch.zeros(32, 32)
+                    call(module, x).square().sum().backward()
+                    module.backward_dw()
+                    plain(own).square().sum().backward()
+                    for got, want in ((module.weight.main_grad, plain.weight.grad), (x.grad, own.grad),
+                                      (module.layer_norm_weight.grad, plain.layer_norm_weight.grad)):
+                        near(self, got, want, 1e-6, name, 1e-6)
+
+    @staticmethod
+    def inside(scope, module, x):
+        with scope:
+            return module(x)
 
     def test_without_main_grad(self):
         """The gradient is not lost: it is raised about, or in grad."""

@@ -2,9 +2,11 @@
 // does is the same, without the interpreter's time for it in a forward and in the thread that runs
 // backwards. It is compiled against one version of PyTorch, by `python -m te_fl build-node`
 // (torch_node.py); without it LayerFunction serves.
+#include <ATen/SavedTensorHooks.h>
 #include <Python.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -94,6 +96,18 @@ bool interpreter_ends() {
 
 Ref wrapped(const Variable& v) { return checked(THPVariable_Wrap(v)); }
 
+// As call.hooks_may_copy().
+bool hooks_may_copy() {
+  const auto hooks = at::SavedTensorDefaultHooks::get_hooks();
+  if (!hooks.has_value()) return false;
+  PyObject* const module =
+      PyObject_GetAttrString(hooks->first.ptr(getPyInterpreter()), "__module__");
+  const Ref owner(module);
+  if (module == nullptr) PyErr_Clear();
+  return module == nullptr || !PyUnicode_Check(module) ||
+         PyUnicode_CompareWithASCIIString(module, "torch.utils.checkpoint") != 0;
+}
+
 // Keeps what LayerFunction.forward() saves, in its order: the token, the tensors that autograd
 // follows (inputs, extras, parameters), the tensors of `attention`, and the output where it is read
 // again.
@@ -113,12 +127,14 @@ class LayerNode final : public torch::autograd::Node {
   void release_variables() override {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     for (SavedVariable& s : saved_) s.reset_data();
+    token_.reset();
   }
   // Of the output, once it has this node.
   void save(const Variable& token, PyObject* const* tensors, Py_ssize_t count,
             const Variable& output, bool reads_output) {
     saved_.reserve(static_cast<size_t>(count) + 2);
     saved_.emplace_back(token, false);
+    if (hooks_may_copy()) token_ = token;
     for (Py_ssize_t i = 0; i < count; ++i)
       saved_.emplace_back(THPVariable_Unpack(tensors[i]), false);
     PyObject* attention = field(call_, kAttention);
@@ -150,7 +166,8 @@ class LayerNode final : public torch::autograd::Node {
     saved.reserve(saved_.size());
     for (size_t i = 0; i < saved_.size(); ++i) {
       const bool own = output_saved_ && i + 1 == saved_.size();
-      saved.push_back(wrapped(saved_[i].unpack(own ? getptr() : decltype(getptr())())));
+      Variable unpacked = saved_[i].unpack(own ? getptr() : decltype(getptr())());
+      saved.push_back(wrapped(i == 0 && token_.defined() ? token_ : unpacked));
     }
     return at::GradMode::is_enabled() ? guarded(saved, gradient) : compute(saved, gradient);
   }
@@ -227,6 +244,7 @@ class LayerNode final : public torch::autograd::Node {
 
   PyObject* call_;
   std::vector<SavedVariable> saved_;
+  Variable token_;  // defined where hooks may replace the saved one by a copy, which owns no record
   bool output_saved_ = false;
   std::recursive_mutex mutex_;  // hides the base's
 };
