@@ -216,9 +216,12 @@ Result<Tensor> GemmUnit::inference_weight(const Use& use) {
       serving_.fits(use) && serving_.version == weight_->version && serving_.stream == stream &&
       (use.mode.delayed() == nullptr || serving_.generation == forward_->generation());
   if (fresh) return serving_.weight;
+  // Who lends a weight under another number for each call would have memory for nothing, so a
+  // borrowed one is kept from its second reading on.
+  const bool keeps = !weight_->owners_version.has_value() || serving_.version == weight_->version;
   serving_ = {};  // its memory may serve the next
   TE_FL_ASSIGN_OR_RETURN(Tensor weight, make_weight(use, false));
-  serving_.weight = weight;
+  if (keeps) serving_.weight = weight;
   serving_.version = weight_->version;
   serving_.recipe = use.mode.recipe;
   serving_.generation = forward_->generation();

@@ -4,11 +4,12 @@
 usage: serving.py [--device DEVICE] [--layers N] [--hidden N] [--heads N] [--tokens N] [--json FILE]
   --tokens  timed after three others; the figure is their median
 
-In eval() and without gradients a weight is quantised once for each change of it. In train() a parameter may change unseen, so that each
-call quantises; dropout is 0, and the results are the same. The last column has how often a token quantised.
+Inside te.cache_quantized_weights() a weight is quantised once; outside, a parameter may change unseen, so each call quantises. The results
+are the same. The last column has how often a token quantised.
 """
 
 import argparse
+import contextlib
 import json
 import pathlib
 import statistics
@@ -60,7 +61,7 @@ def main(arguments=None) -> int:
     torch.manual_seed(1)
     layers = torch.nn.ModuleList(
         te.TransformerLayer(options.hidden, 4 * options.hidden, options.heads, hidden_dropout=0.0, attention_dropout=0.0, params_dtype=dtype,
-                            device=options.device) for _ in range(options.layers))
+                            device=options.device) for _ in range(options.layers)).eval()
     x = torch.randn(1, 1, options.hidden, device=options.device, dtype=dtype)
     print(f"a token through {options.layers} layers of {options.hidden} on {options.device}, {str(dtype).removeprefix('torch.')} weights")
     print(f"{'recipe':8} {'weights':10} {'ms a token':>10} {'quantisations':>14}")
@@ -71,8 +72,8 @@ def main(arguments=None) -> int:
             with torch.no_grad(), te.autocast(enabled=False, calibrating=True, recipe=recipe):
                 run(layers, x)
         for weights in ("each call", "once"):
-            layers.train(weights == "each call")
-            y, ms, count = measure(layers, x, recipe, options.tokens)
+            with te.cache_quantized_weights() if weights == "once" else contextlib.nullcontext():
+                y, ms, count = measure(layers, x, recipe, options.tokens)
             outputs.append(y)
             rows.append({"recipe": name, "weights": weights, "ms": ms, "quantisations": count})
             print(f"{name:8} {weights:10} {ms:10.1f} {count:14.1f}", flush=True)

@@ -1,7 +1,6 @@
 #include "layer.hpp"
 
 #include <array>
-#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -40,6 +39,7 @@ struct DelayedGradients {
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
   std::vector<Lent> lent;  // what it is computed of, among others
+  bool first = false;      // as Record's
 };
 
 struct Layer {
@@ -49,8 +49,8 @@ struct Layer {
   DType newest = DType::kF32;  // that of the last forward, whose FP8 state counts
   std::vector<std::pair<std::string, Shape>> parameters;
   std::vector<Seen> seen;
-  uint64_t numbers = 0;  // the last number that was given
-  std::atomic<bool> changed{false};
+  uint64_t numbers = 0;   // the last number that was given
+  long long caching = 0;  // the last scope in which quantised weights were kept
   bool delays_wgrad = false;
   std::deque<DelayedGradients> delayed;  // in the order of their backwards
 };
@@ -64,6 +64,7 @@ struct Record {
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
   std::vector<Lent> lent;
+  bool first = false;  // is_first_microbatch: gradients overwrite main_grad
 };
 
 // The forwards that wait, by number. A token that was copied elsewhere names one that has gone.
@@ -179,7 +180,9 @@ std::vector<LentParameter> parameters_of(const Layer& layer, const std::vector<P
   return lent;
 }
 
-enum class Mode { kTraining = 0, kServing = 1, kUncached = 2 };
+// The mode of a forward: whether it keeps what a backward needs, and else the number of the scope
+// in which quantised weights are kept.
+constexpr long long kTraining = 0, kUncached = 1;
 
 // PyTorch's count of writes to the tensor; -1 of one that has none, as those made in its inference
 // mode.
@@ -199,18 +202,20 @@ long version_of(PyObject* tensor) {
 
 // The parameters' contents now. Under the interpreter's lock.
 Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
-                         const std::vector<LentParameter>& lent, Mode mode, bool reused) {
-  // Some frameworks write parameters without counting it (FSDP2 gathers them so), so only what
-  // serves, and a caller who says that they are unchanged, goes by the counters.
-  const bool counted = mode == Mode::kServing || reused;
-  const bool changed = layer.changed.exchange(false) || !counted;
+                         const std::vector<LentParameter>& lent, long long mode, bool reused) {
+  // Parameters are written in ways that PyTorch does not count (`data`, views of NumPy's, FSDP2's
+  // gathering), and a new one may lie where the last one was. So contents are the same only where
+  // the caller says that they are: by is_first_microbatch, or by a scope.
+  const bool caching = mode > kUncached;
+  const bool changed = caching ? layer.caching != mode : !reused;
+  if (caching) layer.caching = mode;
   Contents contents{std::vector<uint64_t>(objects.size()), std::vector<long>(objects.size())};
   for (size_t i = 0; i < objects.size(); ++i) {
     const long now = version_of(objects[i]);
     Seen& seen = layer.seen[i];
     const void* data = lent[i].value.raw_data();
-    const bool moved = mode == Mode::kServing && data != seen.data;
-    if (changed || moved || now < 0 || seen.object != objects[i] || seen.version != now) {
+    const bool moved = caching && data != seen.data;
+    if (changed || moved || seen.object != objects[i] || seen.version != now) {
       seen.number = ++layer.numbers;
     }
     seen.object = objects[i], seen.version = now, seen.data = data;
@@ -317,13 +322,13 @@ struct Forward {
   Tensor random;
   DType activation = DType::kF32;
   void* stream = nullptr;
-  Mode mode = Mode::kTraining;
+  long long mode = kTraining;
 };
 
 Result<Tensor> run(Layer& layer, Forward& f, std::shared_ptr<Record>& record) {
   const std::lock_guard lock(layer.mutex);
   TE_FL_ASSIGN_OR_RETURN(auto runner, runner_for(layer, f.activation));
-  const bool training = f.mode == Mode::kTraining;
+  const bool training = f.mode == kTraining;
   TE_FL_RETURN_IF_ERROR(lend(*runner, f.parameters, f.numbers, training ? &f.trained : nullptr));
   std::optional<nn::ContextScope> random;
   if (f.random.defined()) {
@@ -344,7 +349,8 @@ Result<Tensor> run(Layer& layer, Forward& f, std::shared_ptr<Record>& record) {
                                            .scopes = nn::CapturedContext::capture(),
                                            .numbers = std::move(f.numbers),
                                            .trained = std::move(f.trained),
-                                           .lent = std::move(f.lent)});
+                                           .lent = std::move(f.lent),
+                                           .first = f.options.is_first_microbatch == true});
   return y;
 }
 
@@ -352,28 +358,36 @@ struct Gradients {
   std::vector<Tensor> inputs, parameters;
 };
 
-// Says where gradients go: into main_grads, or new memory of the parameters' dtypes.
+// Where a weight's gradient goes instead of being returned; undefined: it is returned.
+struct MainGrad {
+  Tensor tensor;
+  bool overwrites = false;
+};
+
+// Says where gradients go: into main_grads, or new memory of the parameters' dtypes. `first`: in
+// main_grads they overwrite what is there.
 Status open_gradients(Runner& runner, const std::vector<DType>& dtypes,
-                      const std::vector<Tensor>& main_grads) {
+                      const std::vector<MainGrad>& main_grads, bool first) {
   const auto& own = runner.parameters();
   for (size_t i = 0; i < own.size(); ++i) {
     nn::Parameter& p = *own[i].parameter;
     p.take_grad();  // what an earlier backward, which failed, may have left
     p.grad_dtype = dtypes[i];
-    if (main_grads[i].defined() && p.requires_grad) {
-      TE_FL_RETURN_IF_ERROR(p.give_grad(main_grads[i], true));
+    const MainGrad& main = main_grads[i];
+    if (main.tensor.defined() && p.requires_grad) {
+      TE_FL_RETURN_IF_ERROR(p.give_grad(main.tensor, !main.overwrites && !first));
     }
   }
   return {};
 }
 
 // Those that did not go into main_grads.
-std::vector<Tensor> take_gradients(Runner& runner, const std::vector<Tensor>& main_grads) {
+std::vector<Tensor> take_gradients(Runner& runner, const std::vector<MainGrad>& main_grads) {
   const auto& own = runner.parameters();
   std::vector<Tensor> gradients;
   for (size_t i = 0; i < own.size(); ++i) {
     Tensor grad = own[i].parameter->take_grad();
-    gradients.push_back(main_grads[i].defined() ? Tensor() : std::move(grad));
+    gradients.push_back(main_grads[i].tensor.defined() ? Tensor() : std::move(grad));
   }
   return gradients;
 }
@@ -387,13 +401,14 @@ std::vector<DType> dtypes_of(const std::vector<LentParameter>& parameters) {
 // `kept`: the gradient, if what is delayed is computed of it.
 Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Lent> kept,
                                std::vector<LentParameter>& parameters,
-                               std::vector<Tensor>& main_grads, void* stream, bool keep) {
+                               const std::vector<MainGrad>& main_grads, void* stream, bool keep) {
   Layer& layer = *record.layer;
   const std::lock_guard lock(layer.mutex);
   TE_FL_RETURN_IF_ERROR(lend(*record.runner, parameters, record.numbers, &record.trained));
   const auto scopes = record.scopes.enter();
   const StreamScope on(dy.device(), stream);
-  TE_FL_RETURN_IF_ERROR(open_gradients(*record.runner, dtypes_of(parameters), main_grads));
+  TE_FL_RETURN_IF_ERROR(
+      open_gradients(*record.runner, dtypes_of(parameters), main_grads, record.first));
   Gradients gradients;
   if (keep) {
     nn::Ctx copy = record.ctx;
@@ -405,7 +420,7 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Len
   if (layer.delays_wgrad) {
     kept.insert(kept.end(), record.lent.begin(), record.lent.end());
     layer.delayed.push_back({record.runner, record.runner->module().take_delayed_wgrad(),
-                             record.numbers, record.trained, std::move(kept)});
+                             record.numbers, record.trained, std::move(kept), record.first});
   }
   return gradients;
 }
@@ -426,23 +441,28 @@ Result<DelayedGradients> take_delayed(Layer& layer) {
 
 Result<std::vector<Tensor>> run_backward_dw(Layer& layer, const DelayedGradients& left,
                                             std::vector<LentParameter>& parameters,
-                                            const std::vector<Tensor>& main_grads, void* stream) {
+                                            const std::vector<MainGrad>& main_grads, void* stream) {
   const std::lock_guard lock(layer.mutex);
   const Device device = parameters.at(0).value.device();
   TE_FL_RETURN_IF_ERROR(lend(*left.runner, parameters, left.numbers, &left.trained));
-  TE_FL_RETURN_IF_ERROR(open_gradients(*left.runner, dtypes_of(parameters), main_grads));
+  TE_FL_RETURN_IF_ERROR(
+      open_gradients(*left.runner, dtypes_of(parameters), main_grads, left.first));
   const StreamScope on(device, stream);
   TE_FL_RETURN_IF_ERROR(left.compute());
   return take_gradients(*left.runner, main_grads);
 }
 
 // main_grads as Python gives them, one for each parameter.
-std::vector<Tensor> main_grads_of(PyObject* tuple, size_t parameters) {
-  std::vector<Tensor> grads(parameters);
+std::vector<MainGrad> main_grads_of(PyObject* tuple, size_t parameters) {
+  std::vector<MainGrad> grads(parameters);
   if (tuple == Py_None) return grads;
   const auto given = items_of(tuple, "main_grads");
   for (size_t i = 0; i < grads.size() && i < given.size(); ++i) {
-    if (given[i] != Py_None) grads[i] = tensor_of(given[i], "main_grad", false);
+    if (given[i] == Py_None) continue;
+    PyObject* tensor = nullptr;
+    int overwrites = 0;
+    if (PyArg_ParseTuple(given[i], "Op", &tensor, &overwrites) == 0) throw PythonError();
+    grads[i] = {tensor_of(tensor, "main_grad", false), overwrites != 0};
   }
   return grads;
 }
@@ -505,8 +525,8 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
     check_count("layer_forward", count, 8);
     const std::shared_ptr<Layer>& layer = layer_of(args[0]);
     Forward f;
-    f.mode = static_cast<Mode>(integer_of(args[2]));
-    const bool training = f.mode == Mode::kTraining;
+    f.mode = integer_of(args[2]);
+    const bool training = f.mode == kTraining;
     for (PyObject* input : items_of(args[4], "inputs")) {
       f.inputs.push_back(input_of(input, "input", training, f.lent));
     }
@@ -550,7 +570,7 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     const Tensor dy =
         delays ? tensor_of(args[1], "gradient", kept) : tensor_of(args[1], "gradient", false);
     auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"), true);
-    std::vector<Tensor> main_grads = main_grads_of(args[3], parameters.size());
+    const auto main_grads = main_grads_of(args[3], parameters.size());
     void* const stream = current_stream_of(args[1], dy.device());
     std::optional<Result<Gradients>> gradients;
     {
@@ -605,13 +625,6 @@ PyObject* end_backward(PyObject*, PyObject* token) noexcept {
       status = nn::backward_end();
     }
     check(status);
-    return Ref::share(Py_None);
-  });
-}
-
-PyObject* layer_changed(PyObject*, PyObject* layer) noexcept {
-  return guarded([&] {
-    layer_of(layer)->changed = true;
     return Ref::share(Py_None);
   });
 }

@@ -15,15 +15,17 @@ PyObject* layer_parameters(PyObject*, PyObject* layer) noexcept;
 // random)
 // -> (output, token). activation: the output's dtype as an index in te_fl.tensors.DTYPES, -1: the
 // first input's. mode: 0 keeps what a backward needs, which the token holds, an int64 tensor whose
-// memory owns it; 1 and 2 keep nothing, token is None; 1 says that parameters change only as their
-// version counters say, so that quantised copies may be kept. is_first_microbatch: None, a bool, or
-// a F32 tensor [1] as ForwardOptions::reuse_weights. attention: a dict of AttentionInputs' fields,
-// or None. random: an int64 tensor [2] on the device, seed and offset, or None.
+// memory owns it; others keep nothing, token is None: 1, or the number of a scope inside which the
+// caller leaves parameters as they are, so that quantised copies are kept. is_first_microbatch:
+// None, a bool, or a F32 tensor [1] as ForwardOptions::reuse_weights. attention: a dict of
+// AttentionInputs' fields, or None. random: an int64 tensor [2] on the device, seed and offset, or
+// None.
 PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept;
 // layer_backward(token, gradient, parameters, main_grads, keep) -> (gradients of the inputs and of
 // the attention's bias, gradients of the parameters), None where there is none. main_grads: None,
-// or for each parameter None or a tensor that the gradient is added to in place of being returned.
-// keep: the token may be given again.
+// or for each parameter None or (a tensor that the gradient is added to in place of being returned,
+// whether it overwrites what is there); with is_first_microbatch = True in the forward it always
+// overwrites. keep: the token may be given again.
 PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept;
 // delay_layer_wgrad(layer): from now on backwards leave the gradients of weights (without FP8 also
 // of biases) to layer_backward_dw(), and return None for them.
@@ -34,8 +36,6 @@ PyObject* delay_layer_wgrad(PyObject*, PyObject* layer) noexcept;
 PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept;
 // end_backward(token): updates the gradients' scales of the thread that ran the token's forward.
 PyObject* end_backward(PyObject*, PyObject* token) noexcept;
-// layer_changed(layer): parameters may have changed without their version counters.
-PyObject* layer_changed(PyObject*, PyObject* layer) noexcept;
 // layer_state(layer, like) -> list of (name, tensor): FP8 state by te_fl::nn's names, sharing
 // memory.
 PyObject* layer_state(PyObject*, PyObject* args) noexcept;

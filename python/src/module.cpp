@@ -92,7 +92,6 @@ PyMethodDef g_methods[] = {
     {"delay_layer_wgrad", delay_layer_wgrad, METH_O, "delay_layer_wgrad(layer)"},
     {"layer_backward_dw", layer_backward_dw, METH_VARARGS,
      "layer_backward_dw(layer, parameters, main_grads, like)"},
-    {"layer_changed", layer_changed, METH_O, "layer_changed(layer)"},
     {"layer_state", layer_state, METH_VARARGS,
      "layer_state(layer, like) -> list of (name, tensor)"},
     {"set_layer_state", set_layer_state, METH_VARARGS, "set_layer_state(layer, state)"},

@@ -1,9 +1,14 @@
 """te_fl.pytorch's modules under autograd in all its ways: gradients, writes in place, autocast, functional calls, main_grad."""
 
+import contextlib
+import copy
+import gc
 import os
 import sys
+import tempfile
 import threading
 import unittest
+import weakref
 
 import torch
 
@@ -12,6 +17,7 @@ from torch_cases import BF16, F32, MODULES, PRODUCTS, RECIPES, Each, each, gradi
 import torch_oracle as oracle  # noqa: E402
 from torch_oracle import DEVICES, near, randn, randomise  # noqa: E402
 
+import te_fl  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import Float8BlockScaling, Float8CurrentScaling  # noqa: E402
 
@@ -262,47 +268,156 @@ class Writes(Each):
         module(x).sum().backward()
         self.assertTrue(torch.equal(x.grad, want))
 
-    @each(recipes=RECIPES)
-    def test_serving_notices_changes_of_weights(self, module, device, recipe):
-        module.eval()
-        x = input_of(device).detach()
+    def writes(self, module):
+        """Ways to write or replace the parameters, most of which PyTorch does not count; each multiplies them by 1.25."""
+        parameters = list(module.parameters())
 
-        def fresh():
-            other = MODULES[type(module).__name__](device=device).eval()
-            other.load_state_dict(module.state_dict())
-            with torch.no_grad(), scope(recipe):
-                return other(x)
+        def each_one(write):
+            for p in parameters:
+                write(p)
+
+        def storage(p):
+            p.untyped_storage().copy_((p.detach() * 1.25).untyped_storage())
+
+        def replaced(p):
+            owner, name = next((m, n) for m in module.modules() for n, q in m._parameters.items() if q is p)
+            value = p.detach() * 1.25
+            delattr(owner, name)
+            setattr(owner, name, torch.nn.Parameter(value))
+
+        def shared(p):
+            import numpy
+            array = numpy.from_dlpack(p.detach())
+            array *= 1.25
+
+        yield "copy_", lambda: [p.detach().copy_(p * 1.25) for p in parameters]
+        yield "data", lambda: each_one(lambda p: p.data.mul_(1.25))
+        yield "another data", lambda: each_one(lambda p: setattr(p, "data", p.data * 1.25))
+        yield "storage", lambda: each_one(storage)
+        yield "NumPy", lambda: each_one(lambda p: p.detach().numpy().__imul__(1.25)) if parameters[0].is_cpu else each_one(lambda p: p.data.mul_(1.25))
+        yield "DLPack", lambda: each_one(shared) if parameters[0].is_cpu else each_one(lambda p: p.data.mul_(1.25))
+        for _ in range(4):  # which may lie where the last one was
+            yield "del", lambda: [replaced(p) for p in list(module.parameters())]
+
+    @each(recipes=RECIPES)
+    def test_serving_sees_every_write_to_weights(self, module, device, recipe):
+        x = input_of(device).detach()
+        with scope(recipe):
+            module(input_of(device)).square().mean().backward()  # delayed scaling has scales only after a step
+        module.eval()
 
         def served():
             with torch.no_grad(), scope(recipe):
-                module(x)
                 return module(x)
 
-        with scope(recipe):
-            module(input_of(device)).square().mean().backward()  # delayed scaling has scales only after a step
-        before = served()
-        with torch.no_grad():
-            for p in module.parameters():
-                p.copy_(p * 1.5 + 0.25)
-        self.assertFalse(torch.equal(served(), before))
-        self.assertTrue(torch.equal(served(), fresh()), "copy_")
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        optimizer.zero_grad()
-        module.train()
-        with scope(recipe):
-            module(x).square().mean().backward()
-        before = served()
-        optimizer.step()
-        self.assertFalse(torch.equal(served(), before))
+        for name, write in self.writes(module):
+            before = served()
+            write()
+            other = MODULES[type(module).__name__](device=device).eval()
+            other.load_state_dict(module.state_dict())
+            with torch.no_grad(), scope(recipe):
+                want = other(x)
+            got = served()
+            self.assertTrue(torch.equal(got, want), name)
+            self.assertFalse(torch.equal(got, before), name)
+
+    @each(PRODUCTS, recipes=(Float8CurrentScaling(), Float8BlockScaling()))
+    def test_a_scope_quantises_weights_once(self, module, device, recipe):
+        x = input_of(device).detach()
         module.eval()
-        self.assertTrue(torch.equal(served(), fresh()), "step")
+
+        def quantised():
+            return sum(row["calls"] for row in te_fl.usage() if "quantize" in row["op"])
+
+        def served():
+            before = quantised()
+            with torch.no_grad(), scope(recipe):
+                y = module(x)
+            return y, quantised() - before
+
+        want, each_call = served()
+        cached = te.cache_quantized_weights()
+        with cached:
+            for _ in range(2):
+                served()
+            got, fewer = served()
+            self.assertTrue(torch.equal(got, want))
+            self.assertLess(fewer, each_call)
+            with torch.no_grad():
+                for p in module.parameters():
+                    p.mul_(1.25)
+            changed, _ = served()
+            self.assertFalse(torch.equal(changed, got), "a write that PyTorch counts")
+            found = []
+            thread = threading.Thread(target=lambda: found.append(served()))
+            thread.start()
+            thread.join()
+            self.assertTrue(torch.equal(found[0][0], changed))
+            self.assertEqual(found[0][1], each_call, "another thread is not in the scope")
         for p in module.parameters():
-            p.data.mul_(0.5)  # which PyTorch does not count
-        module.eval()
-        self.assertTrue(torch.equal(served(), fresh()), "data, then eval()")
+            p.data.mul_(1.25)
+        with cached:
+            self.assertFalse(torch.equal(served()[0], changed), "the scope was entered again")
         for p in module.parameters():
-            p.data = p.data * 1.25
-        self.assertTrue(torch.equal(served(), fresh()), "another data")
+            p.data.mul_(1.25)
+        self.assertEqual(served()[1], each_call)
+        with cached, scope(recipe):  # a forward with gradients keeps nothing
+            y = module(input_of(device))
+        y.sum().backward()
+
+
+class Saved(Each):
+    """Hooks that give the backward copies of what was saved."""
+
+    @each(recipes=RECIPES[:2])
+    def test_copies(self, module, device, recipe):
+        with tempfile.TemporaryDirectory() as folder:
+            def to_disk(t):
+                path = os.path.join(folder, str(len(os.listdir(folder))))
+                torch.save(t, path)
+                return path
+
+            hooks = torch.autograd.graph.saved_tensors_hooks
+            ways = {"none": contextlib.nullcontext(), "clone": hooks(lambda t: t.detach().clone(), lambda t: t),
+                    "disk": hooks(to_disk, torch.load), "save_on_cpu": torch.autograd.graph.save_on_cpu(),
+                    "pinned": torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())}
+            found = {}
+            for name, way in ways.items():
+                own = copy.deepcopy(module)
+                x = input_of(device)
+                with way, scope(recipe):
+                    y = own(x)
+                loss = y.square().sum()
+                loss.backward(retain_graph=True)
+                x.grad = None
+                own.zero_grad()
+                loss.backward()
+                found[name] = gradients(own, x)
+                with self.assertRaisesRegex(RuntimeError, "second time"):
+                    loss.backward()
+            for name, got in found.items():
+                for a, b in zip(got, found["none"]):
+                    self.assertTrue(torch.equal(a, b), name)
+
+    def test_what_a_forward_kept_goes_with_its_backward(self):
+        """Also where hooks made copies; and with the graph, where none was run."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t)
+        for backward in (True, False):
+            module = randomise(te.Linear(32, 32, device="cpu"))
+            with hooks:
+                x = input_of()
+                inside = x * 1  # which te-fl keeps for the backward, and nobody else
+                known = weakref.ref(inside)
+                y = module(inside)
+            del inside
+            loss = y.sum()
+            self.assertIsNotNone(known())
+            if backward:
+                loss.backward()
+            else:
+                del loss, y
+            gc.collect()
+            self.assertIsNone(known())
 
 
 class Precision(Each):
@@ -424,6 +539,67 @@ class MainGrad(Each):
                                     fused += 1
                                     oracle.near_by_norm(self, p.main_grad - 3, 2 * q.grad.float(), 0.1, n, 1e-2)
                             self.assertGreater(fused, 0)
+
+    def test_who_overwrites_main_grad(self):
+        for delays in (False, True):
+            for flag, first in ((False, None), (True, None), (False, True), (False, False)):
+                with self.subTest(delays=delays, overwrite_main_grad=flag, is_first_microbatch=first):
+                    module = randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=True, delay_wgrad_compute=delays))
+                    plain = randomise(te.Linear(32, 32, device="cpu"))
+                    plain(input_of()).square().sum().backward()
+                    module.weight.main_grad = torch.full((32, 32), 3.0)
+                    if flag:
+                        module.weight.overwrite_main_grad = True
+                    module(input_of(), is_first_microbatch=first).square().sum().backward()
+                    module.backward_dw()
+                    before = 0.0 if flag or first else 3.0
+                    near(self, module.weight.main_grad - before, plain.weight.grad, 1e-5, "main_grad", 1e-5)
+
+    def test_the_gradient_beside_main_grad(self):
+        module = randomise(te.Linear(512, 512, device="cpu", fuse_wgrad_accumulation=True))
+        weight = module.weight
+        weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros(512, 512), False, True
+        used = [torch.full((512, 512), 7.0) for _ in range(4)]  # what new memory may be
+        del used
+        module(torch.ones(2, 512)).sum().backward()
+        self.assertIs(weight.grad_added_to_main_grad, True)
+        self.assertTrue(torch.equal(weight.grad, torch.zeros(512, 512)))
+
+    def test_main_grad_that_is_made_when_asked_for(self):
+        module, plain = randomise(te.Linear(32, 32, device="cpu", fuse_wgrad_accumulation=True)), randomise(te.Linear(32, 32, device="cpu"))
+        module.weight.__fsdp_param__ = True
+        module.weight.get_main_grad = lambda: torch.zeros(32, 32)
+        for m in (module, plain):
+            m(input_of()).sum().backward()
+        near(self, module.weight.main_grad, plain.weight.grad, 1e-6, "main_grad", 1e-6)
+
+    def test_main_grad_under_hooks_and_recomputation(self):
+        class Copies(torch.autograd.graph.saved_tensors_hooks):
+            def __init__(self):
+                super().__init__(lambda t: t.detach().clone(), lambda t: t)
+
+        checkpoint = torch.utils.checkpoint.checkpoint
+        ways = {"save_on_cpu": lambda m, x: self.inside(torch.autograd.graph.save_on_cpu(), m, x),
+                "copies": lambda m, x: self.inside(Copies(), m, x), "te.checkpoint": lambda m, x: te.checkpoint(m, x),
+                "checkpoint": lambda m, x: checkpoint(m, x, use_reentrant=False),
+                "reentrant": lambda m, x: checkpoint(m, x, use_reentrant=True)}
+        for name, call in ways.items():
+            for delays in (False, True):
+                with self.subTest(name, delays=delays):
+                    module = randomise(te.LayerNormLinear(32, 32, device="cpu", fuse_wgrad_accumulation=True, delay_wgrad_compute=delays))
+                    plain, x, own = randomise(te.LayerNormLinear(32, 32, device="cpu")), input_of(), input_of()
+                    module.weight.main_grad = torch.zeros(32, 32)
+                    call(module, x).square().sum().backward()
+                    module.backward_dw()
+                    plain(own).square().sum().backward()
+                    for got, want in ((module.weight.main_grad, plain.weight.grad), (x.grad, own.grad),
+                                      (module.layer_norm_weight.grad, plain.layer_norm_weight.grad)):
+                        near(self, got, want, 1e-6, name, 1e-6)
+
+    @staticmethod
+    def inside(scope, module, x):
+        with scope:
+            return module(x)
 
     def test_without_main_grad(self):
         """The gradient is not lost: it is raised about, or in grad."""

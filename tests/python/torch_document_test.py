@@ -1,4 +1,4 @@
-"""docs/pytorch.md's program prints what the page says, and examples/pytorch/quickstart.py learns."""
+"""docs/pytorch.md's programs print what the page says, and examples/pytorch/quickstart.py learns."""
 
 import contextlib
 import io
@@ -16,11 +16,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 class Document(unittest.TestCase):
     def test_the_page(self):
         page = (ROOT / "docs" / "pytorch.md").read_text()
-        program = re.search(r"```python\n(.*?)```", page, re.S).group(1)
+        programs = re.findall(r"```python\n(.*?)```", page, re.S)
         printed = re.search(r"```text\n(\(16, 2.*?)```", page, re.S).group(1)
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            exec(compile(program, "docs/pytorch.md", "exec"), {})
+            for program in programs:
+                exec(compile(program, "docs/pytorch.md", "exec"), {})
         self.assertEqual(out.getvalue(), printed)
 
     def test_the_readme(self):

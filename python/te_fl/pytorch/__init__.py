@@ -17,6 +17,7 @@ from te_fl.pytorch.mlp import LayerNormMLP  # noqa: E402
 from te_fl.pytorch.multihead_attention import MultiheadAttention  # noqa: E402
 from te_fl.pytorch.norm import LayerNorm, RMSNorm  # noqa: E402
 from te_fl.pytorch.transformer import TransformerLayer  # noqa: E402
+from te_fl.pytorch.weight_cache import cache_quantized_weights  # noqa: E402
 from te_fl.compat import table as _table  # noqa: E402
 from te_fl.compat.variables import warn_of_variables as _warn_of_variables  # noqa: E402
 

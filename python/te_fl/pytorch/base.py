@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 
 from te_fl import _native
-from te_fl.pytorch import extra_state, quantization, registry
+from te_fl.pytorch import extra_state, quantization, registry, weight_cache
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_memory
 from te_fl.pytorch.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.device import default_device, native_device
@@ -205,14 +205,14 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
             first = quantization.reused_weights()
         if attention is not None:
             call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delay_wgrad_compute)
-            return run(call, self.training, *inputs, *extras, *parameters)
+            return run(call, weight_cache.number(), *inputs, *extras, *parameters)
         if not x.is_contiguous():
             x = x.contiguous()
         call = self._call  # that of the last forward, which the next one is mostly like
         if (call is None or call.layer is not layer or call.first is not first or call.activation != activation
                 or call.updates != updates):
             call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
-        return run(call, self.training, x, *parameters)
+        return run(call, weight_cache.number(), x, *parameters)
 
     # A graph asks this of the module whose number it has: see te_fl.pytorch.compiled.
 
@@ -227,19 +227,10 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     def _notice(self) -> int:
         return quantization.notice(self)
 
-    def _changed(self) -> None:
-        for layer in self._layers.values():
-            _native.layer_changed(layer)
-
     def _alone(self) -> None:
         """This module runs by itself from now on, with its FP8 state."""
         if self._fused_in is not None:
             self._fused_in[0].leave()
-
-    def train(self, mode: bool = True):
-        # What serves keeps quantised weights while parameters change as PyTorch counts only; in between anything may happen to them.
-        self._changed()
-        return super().train(mode)
 
     def _apply(self, fn, recurse: bool = True):
         self._alone()

@@ -17,7 +17,7 @@ _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 DTYPE_CODES = {dtype: DTYPES.index(name) for dtype, name in
                ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16"), (torch.float64, "f64"))}
 DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-TRAINING, SERVING, UNCACHED = 0, 1, 2
+TRAINING, UNCACHED = 0, 1  # modes of _native.layer_forward(); others are the numbers of scopes (te_fl.pytorch.weight_cache)
 
 _devices = set()  # those whose memory comes from PyTorch
 
@@ -78,28 +78,55 @@ _ending = set()
 _KEPT = {torch.nn.Parameter}
 
 
-def main_grads_of(parameters: Sequence[torch.Tensor]) -> Tuple[Optional[torch.Tensor], ...]:
-    """For each parameter the tensor that its gradient is added to; None: there is none."""
-    return tuple(p.main_grad if p.dim() == 2 and p.requires_grad else None for p in parameters)
+def _main_grad(p: torch.Tensor) -> Tuple[torch.Tensor, bool]:
+    if hasattr(p, "__fsdp_param__"):  # Megatron's FSDP makes it when it is asked for
+        p.main_grad = p.get_main_grad()
+    return p.main_grad, bool(getattr(p, "overwrite_main_grad", False))
+
+
+def main_grads_of(parameters: Sequence[torch.Tensor]) -> Tuple[Optional[Tuple[torch.Tensor, bool]], ...]:
+    """For each parameter the tensor that its gradient goes to, and whether it overwrites what is there; None: there is none."""
+    return tuple(_main_grad(p) if p.dim() == 2 and p.requires_grad else None for p in parameters)
 
 
 def _check_main_grads(parameters: Sequence[torch.Tensor]) -> None:
     for p in parameters:
-        if p.dim() == 2 and p.requires_grad and not isinstance(getattr(p, "main_grad", None), torch.Tensor):
+        if p.dim() != 2 or not p.requires_grad or hasattr(p, "__fsdp_param__"):
+            continue
+        if not isinstance(getattr(p, "main_grad", None), torch.Tensor):
             raise AttributeError(f"fuse_wgrad_accumulation adds the gradient of a weight {tuple(p.shape)} to its main_grad, and it has none; "
                                  "set weight.main_grad to a tensor of its shape before the forward")
 
 
 def _placeholder(parameter: torch.Tensor) -> Optional[torch.Tensor]:
-    """The gradient of a parameter whose main_grad took it, so that hooks that wait for one run."""
+    """The gradient of a parameter whose main_grad took it, so that hooks that wait for one run. Its values mean nothing, unless the program
+    asks for zeros."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
-    return torch.empty_like(parameter)
+    return torch.zeros_like(parameter) if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)
+
+
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def hooks_may_copy() -> bool:
+    """Whether hooks of the program get the tensors that are saved now, and may give a backward copies of them. Those of
+    torch.utils.checkpoint give it what the second run saves."""
+    hooks = _hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
+
+
+class _Kept(NamedTuple):
+    """What a backward needs besides saved tensors, which hooks may replace by copies."""
+
+    token: Optional[torch.Tensor]  # in memory that owns the forward's record
+    weights: Tuple[torch.Tensor, ...]  # the parameters themselves, with the attributes of gradients that go to main_grad
 
 
 class LayerFunction(torch.autograd.Function):
-    """A forward that keeps what its backward reads in C++, owned by the memory of a saved tensor, the token."""
+    """A forward that keeps what its backward reads in C++, owned by the memory of a saved tensor, the token. Where hooks may copy the token,
+    the node keeps it as well, until its backward has run."""
 
     @staticmethod
     def forward(ctx, call: Call, *tensors: torch.Tensor) -> torch.Tensor:
@@ -113,6 +140,8 @@ class LayerFunction(torch.autograd.Function):
             kept = [t for t in call.attention.values() if isinstance(t, torch.Tensor) and not t.is_inference()]
             ctx.save_for_backward(token, *tensors, *kept, *((output,) if n == 3 else ()))
         ctx.call = call
+        copied = hooks_may_copy()
+        ctx.kept = _Kept(token if copied else None, tensors[n + call.extras:]) if copied or call.accumulates else None
         return output
 
     @staticmethod
@@ -125,13 +154,18 @@ def _backward(ctx, grad: torch.Tensor):
     call = ctx.call
     token, *tensors = ctx.saved_tensors
     n = call.inputs + call.extras
-    parameters = tuple(tensors[n:len(ctx.needs_input_grad) - 1])
-    main_grads = main_grads_of(parameters) if call.accumulates else None
-    inputs, own = _native.layer_backward(token, grad.contiguous(), parameters, None if call.delays else main_grads, _keeps_graph())
+    parameters, keep = tuple(tensors[n:len(ctx.needs_input_grad) - 1]), _keeps_graph()
+    if ctx.kept is not None and ctx.kept.token is not None:
+        token = ctx.kept.token
+    weights = ctx.kept.weights if call.accumulates else ()
+    main_grads = main_grads_of(weights) if call.accumulates else None
+    inputs, own = _native.layer_backward(token, grad.contiguous(), parameters, None if call.delays else main_grads, keep)
     if call.updates:
         _ends(token, call.updates)
     if main_grads is not None:
-        own = tuple(_placeholder(p) if m is not None else g for p, m, g in zip(parameters, main_grads, own))
+        own = tuple(_placeholder(p) if m is not None else g for p, m, g in zip(weights, main_grads, own))
+    if ctx.kept is not None and not keep:
+        ctx.kept = None
     needed = ctx.needs_input_grad
     if n == 1:
         return (None, inputs[0] if needed[1] else None, *own)
@@ -147,6 +181,7 @@ class _Saved(NamedTuple):
     call: Call
     saved_tensors: Tuple[torch.Tensor, ...]
     needs_input_grad: Tuple[bool, ...]
+    kept: None = None  # the node in C++ keeps the token itself, and leaves main_grad to LayerFunction
 
 
 def _backward_of(call: Call, saved: Tuple[torch.Tensor, ...], needed: Tuple[bool, ...], grad: torch.Tensor):
@@ -154,14 +189,14 @@ def _backward_of(call: Call, saved: Tuple[torch.Tensor, ...], needed: Tuple[bool
     return _guarded_backward(_Saved(call, saved, needed), grad)
 
 
-def counted(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether writes to each are counted for as long as the module lives. What is computed for each call, as by parametrisations, is a new
-    tensor each time, perhaps where the last one was."""
+def lasting(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether each may stay as it is over several calls. What is computed for each call, as by parametrisations, is a new tensor each time,
+    perhaps where the last one was."""
     return {*map(type, parameters)} <= _KEPT
 
 
-def python_run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tensor:
-    """The layer's output. training: whether parameters may change otherwise than by operations that their version counters count."""
+def python_run(call: Call, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
+    """The layer's output. caching: te_fl.pytorch.weight_cache.number()."""
     if torch.is_grad_enabled():
         for t in tensors:
             if t.requires_grad:
@@ -170,7 +205,7 @@ def python_run(call: Call, training: bool, *tensors: torch.Tensor) -> torch.Tens
                 return LayerFunction.apply(call, *tensors)
     n = call.inputs
     parameters = tensors[n + call.extras:]
-    return _native.layer_forward(call.layer, call.activation, UNCACHED if training or not counted(parameters) else SERVING, call.first,
+    return _native.layer_forward(call.layer, call.activation, UNCACHED if caching == UNCACHED or not lasting(parameters) else caching, call.first,
                                  tensors[:n], parameters, call.attention, call.random)[0]
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from te_fl import _native
 from te_fl.errors import FailedPrecondition
-from te_fl.pytorch import call, quantization, registry
+from te_fl.pytorch import call, quantization, registry, weight_cache
 from te_fl.pytorch import random as generator
 from te_fl.pytorch.refuse import refuse
 
@@ -102,7 +102,7 @@ _again: dict = {}  # by number
 _again_numbers = itertools.count(1)
 
 
-def _forward(number, kind, words, numbers, training, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters,
+def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters,
              names, others, lengths, random, after):
     module = registry.module_of(number)
     layer, order = module._in_graph(inputs[0].device, kind, (*words, *numbers))
@@ -116,7 +116,7 @@ def _forward(number, kind, words, numbers, training, keeps, recomputes, trained,
         mode = call.TRAINING
     else:
         inputs = [t.contiguous() for t in inputs]
-        mode = call.UNCACHED if training or not call.counted(own) else call.SERVING
+        mode = weight_cache.number() if call.lasting(own) else call.UNCACHED
     microbatch = when if when is not None else quantization.reused_weights() if first < 0 else bool(first)
     before = (activation, mode, microbatch, tuple(inputs))
     attention = _attention(names, others, lengths, extras) or None
@@ -135,7 +135,7 @@ def _forward(number, kind, words, numbers, training, keeps, recomputes, trained,
     return output, torch.zeros(1, dtype=torch.int64), about
 
 
-def _forward_fake(number, kind, words, numbers, training, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters,
+def _forward_fake(number, kind, words, numbers, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters,
                   names, others, lengths, random, after):
     if torch.compiler.is_exporting():
         raise refuse("torch.export", "mod", f"a model with a {kind} of te_fl.pytorch", "an exported program would name a module of this "
@@ -150,7 +150,7 @@ def _forward_fake(number, kind, words, numbers, training, keeps, recomputes, tra
 
 
 # keeps: whether a backward may follow; trained: which parameters it is for. first, when: is_first_microbatch as -1, 0 or 1, or as a tensor.
-_forward_op = define("layer_forward(Tensor module, str kind, str[] words, SymInt[] numbers, bool training, bool keeps, bool recomputes, "
+_forward_op = define("layer_forward(Tensor module, str kind, str[] words, SymInt[] numbers, bool keeps, bool recomputes, "
                      "bool[] trained, int first, Tensor? when, int activation, int width, Tensor[] inputs, Tensor[] extras, "
                      "Tensor[] parameters, str[] names, Tensor[] others, SymInt[] lengths, Tensor? random, Tensor? after) "
                      "-> (Tensor output, Tensor token, Tensor about)", _forward, _forward_fake)
@@ -202,7 +202,7 @@ def _backward_fake(token, about, grad, parameters, needed, trained, sizes, ranks
 # needed: which of the inputs, whose extents follow one another in `sizes`, want a gradient; the result has those, then the parameters'.
 _backward_op = define("layer_backward(Tensor token, Tensor about, Tensor grad, Tensor[] parameters, bool[] needed, "
                       "bool[] trained, SymInt[] sizes, int[] ranks, int[] dtypes) -> Tensor[]", _backward, _backward_fake, effect=False)
-_TRAINED, _INPUTS = 7, 12  # places among the op's arguments; extras and parameters follow the inputs
+_TRAINED, _INPUTS = 6, 11  # places among the op's arguments; extras and parameters follow the inputs
 
 
 def _save(ctx, inputs, output) -> None:
@@ -256,7 +256,7 @@ def forward(module: Any, layer: Tuple[str, tuple], width: int, activation: int, 
             names.append(name)
             others.append(value)
     output, _, about = _forward_op(module._number, layer[0], [k for k in layer[1] if isinstance(k, str)],
-                                   [int(k) for k in layer[1] if not isinstance(k, str)], module.training, keeps, bool(recomputing), trained,
+                                   [int(k) for k in layer[1] if not isinstance(k, str)], keeps, bool(recomputing), trained,
                                    -1 if first is None or when is not None else int(first), when, activation, width, list(inputs),
                                    list(extras), list(parameters), names, others, lengths, random, chain[-1] if chain else None)
     if chain:

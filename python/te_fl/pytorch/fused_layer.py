@@ -7,7 +7,7 @@ from typing import Any, Callable, List, Optional, Tuple
 import torch
 
 from te_fl import _native
-from te_fl.pytorch import quantization
+from te_fl.pytorch import quantization, weight_cache
 from te_fl.pytorch import random as generator
 from te_fl.pytorch.attention import DotProductAttention, score_cap
 from te_fl.pytorch.base import TransformerEngineBaseModule, native_device
@@ -89,10 +89,6 @@ class FusedLayer:
             for _, part in self._parts:
                 part.__dict__["_recipe"] = owner._recipe
         return updates
-
-    def changed(self) -> None:
-        for layer in self._layers.values():
-            _native.layer_changed(layer)
 
     def layer(self, owner, device: torch.device, name: Tuple[str, str, int, int, bool]):
         """The layer for a mask, the cap of scores in hexadecimal, the two bounds of a window, and whether it drops."""
@@ -176,4 +172,4 @@ class FusedLayer:
         # What PyTorch's parametrisations make of a parameter is an attribute of another kind.
         parameters = [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
         x = x if x.is_contiguous() else x.contiguous()
-        return run(Call(layer, 1, len(extras), -1, first, inputs or None, random, updates, False), owner.training, x, *extras, *parameters)
+        return run(Call(layer, 1, len(extras), -1, first, inputs or None, random, updates, False), weight_cache.number(), x, *extras, *parameters)

@@ -2,9 +2,11 @@
 // does is the same, without the interpreter's time for it in a forward and in the thread that runs
 // backwards. It is compiled against one version of PyTorch, by `python -m te_fl build-node`
 // (torch_node.py); without it LayerFunction serves.
+#include <ATen/SavedTensorHooks.h>
 #include <Python.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -40,7 +42,7 @@ enum Field {
 };
 PyObject* field(PyObject* call, Field f) { return PyTuple_GET_ITEM(call, f); }
 // Modes of _native.layer_forward().
-constexpr long kTraining = 0, kServing = 1, kUncached = 2;
+constexpr long kTraining = 0, kUncached = 1;
 
 // What bind() is given. Owned until the process ends.
 PyObject* layer_forward = nullptr;
@@ -94,6 +96,18 @@ bool interpreter_ends() {
 
 Ref wrapped(const Variable& v) { return checked(THPVariable_Wrap(v)); }
 
+// As call.hooks_may_copy().
+bool hooks_may_copy() {
+  const auto hooks = at::SavedTensorDefaultHooks::get_hooks();
+  if (!hooks.has_value()) return false;
+  PyObject* const module =
+      PyObject_GetAttrString(hooks->first.ptr(getPyInterpreter()), "__module__");
+  const Ref owner(module);
+  if (module == nullptr) PyErr_Clear();
+  return module == nullptr || !PyUnicode_Check(module) ||
+         PyUnicode_CompareWithASCIIString(module, "torch.utils.checkpoint") != 0;
+}
+
 // Keeps what LayerFunction.forward() saves, in its order: the token, the tensors that autograd
 // follows (inputs, extras, parameters), the tensors of `attention`, and the output where it is read
 // again.
@@ -113,12 +127,14 @@ class LayerNode final : public torch::autograd::Node {
   void release_variables() override {
     const std::lock_guard<std::recursive_mutex> lock(mutex_);
     for (SavedVariable& s : saved_) s.reset_data();
+    token_.reset();
   }
   // Of the output, once it has this node.
   void save(const Variable& token, PyObject* const* tensors, Py_ssize_t count,
             const Variable& output, bool reads_output) {
     saved_.reserve(static_cast<size_t>(count) + 2);
     saved_.emplace_back(token, false);
+    if (hooks_may_copy()) token_ = token;
     for (Py_ssize_t i = 0; i < count; ++i)
       saved_.emplace_back(THPVariable_Unpack(tensors[i]), false);
     PyObject* attention = field(call_, kAttention);
@@ -150,7 +166,8 @@ class LayerNode final : public torch::autograd::Node {
     saved.reserve(saved_.size());
     for (size_t i = 0; i < saved_.size(); ++i) {
       const bool own = output_saved_ && i + 1 == saved_.size();
-      saved.push_back(wrapped(saved_[i].unpack(own ? getptr() : decltype(getptr())())));
+      Variable unpacked = saved_[i].unpack(own ? getptr() : decltype(getptr())());
+      saved.push_back(wrapped(i == 0 && token_.defined() ? token_ : unpacked));
     }
     return at::GradMode::is_enabled() ? guarded(saved, gradient) : compute(saved, gradient);
   }
@@ -227,6 +244,7 @@ class LayerNode final : public torch::autograd::Node {
 
   PyObject* call_;
   std::vector<SavedVariable> saved_;
+  Variable token_;  // defined where hooks may replace the saved one by a copy, which owns no record
   bool output_saved_ = false;
   std::recursive_mutex mutex_;  // hides the base's
 };
@@ -281,12 +299,12 @@ Ref forward(PyObject* call, long mode, PyObject* const* tensors, Py_ssize_t inpu
   return checked(PyObject_Vectorcall(layer_forward, args, 8, nullptr));
 }
 
-// run(call, training, *tensors) -> the layer's output, as call.run().
+// run(call, caching, *tensors) -> the layer's output, as call.run().
 PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(layer_forward != nullptr && count >= 3 && PyTuple_Check(args[0]) &&
                        PyTuple_GET_SIZE(args[0]) == kFields,
-                   "run() takes a Call, whether the module trains, and tensors, after bind()");
+                   "run() takes a Call, the number of a scope, and tensors, after bind()");
   PyObject* const call = args[0];
   PyObject* const* const tensors = args + 2;
   const Py_ssize_t all = count - 2, inputs = PyLong_AsSsize_t(field(call, kInputs));
@@ -300,9 +318,8 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   follows = follows && at::GradMode::is_enabled();
   if (!follows) {
-    const int training = PyObject_IsTrue(args[1]);
-    if (training < 0) return nullptr;
-    long mode = training != 0 ? kUncached : kServing;
+    long mode = PyLong_AsLong(args[1]);
+    if (mode == -1 && PyErr_Occurred() != nullptr) return nullptr;
     for (Py_ssize_t i = followed; i < all; ++i) {
       if (reinterpret_cast<PyObject*>(Py_TYPE(tensors[i])) != parameter_type) mode = kUncached;
     }
@@ -352,7 +369,7 @@ PyObject* bind(PyObject*, PyObject* args) {
 }
 
 PyMethodDef methods[] = {{"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)),
-                          METH_FASTCALL, "run(call, training, *tensors) -> output"},
+                          METH_FASTCALL, "run(call, caching, *tensors) -> output"},
                          {"bind", bind, METH_VARARGS,
                           "bind(layer_forward, layer_backward, ends, run, backward, Parameter)"},
                          {nullptr, nullptr, 0, nullptr}};

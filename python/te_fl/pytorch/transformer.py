@@ -124,11 +124,6 @@ class TransformerLayer(torch.nn.Module):
         self._recipe, self._in_fp8 = None, False  # see quantization.notice()
         self._number = registry.enter(self)
 
-    def train(self, mode: bool = True):
-        if self._fused is not None:
-            self._fused.changed()
-        return super().train(mode)
-
     def __getstate__(self) -> dict:
         if self._fused is not None:
             self._fused.leave()
