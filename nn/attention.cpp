@@ -89,13 +89,13 @@ struct DotProductAttention::Impl {
   Shape output_shape(const Tensor& q) const { return detail::with_last(q.shape(), value_dim); }
   Result<detail::Fp8Mode> begin(bool training);
   Result<Tensor> quantized(const detail::Fp8Mode& mode, detail::Role role,
-                           std::span<const int64_t> shape, int64_t slot, bool record,
+                           std::span<const int64_t> shape, int64_t slot,
                            bool columns = false) const;
   // Codes of heads [.., H, D] as what the product after it takes, [.., H D].
   Result<Tensor> merged_codes(const detail::Fp8Mode& mode, std::span<const int64_t> shape,
-                              bool columns, bool record) const;
+                              bool columns) const;
   Result<Tensor> quantize(const detail::Fp8Mode& mode, const Tensor& x, detail::Role role,
-                          int64_t slot, bool record) const;
+                          int64_t slot) const;
   Result<Tensor> dequantize(const Tensor& x, DType dtype) const;
   // The output, FP8: merged_codes().
   Result<Tensor> run_forward(AttentionRecord& record, const Extents& extents, bool training,
@@ -176,25 +176,24 @@ Result<detail::Fp8Mode> DotProductAttention::Impl::begin(bool training) {
 
 Result<Tensor> DotProductAttention::Impl::quantized(const detail::Fp8Mode& mode, detail::Role role,
                                                     std::span<const int64_t> shape, int64_t slot,
-                                                    bool record, bool columns) const {
+                                                    bool columns) const {
   const auto& state = role == detail::Role::kGradient ? *backward_state : *forward_state;
   return detail::empty_quantized(*mode.recipe, role, shape,
                                  {.rowwise = true, .columnwise = columns}, options.device, state,
-                                 slot, record);
+                                 slot);
 }
 
 Result<Tensor> DotProductAttention::Impl::merged_codes(const detail::Fp8Mode& mode,
-                                                       std::span<const int64_t> shape, bool columns,
-                                                       bool record) const {
+                                                       std::span<const int64_t> shape,
+                                                       bool columns) const {
   Shape merged(shape.begin(), shape.end() - 1);
   merged.back() *= shape.back();
-  return quantized(mode, detail::Role::kInput, merged, kOSlot, record, columns);
+  return quantized(mode, detail::Role::kInput, merged, kOSlot, columns);
 }
 
 Result<Tensor> DotProductAttention::Impl::quantize(const detail::Fp8Mode& mode, const Tensor& x,
-                                                   detail::Role role, int64_t slot,
-                                                   bool record) const {
-  TE_FL_ASSIGN_OR_RETURN(Tensor q, quantized(mode, role, x.shape(), slot, record));
+                                                   detail::Role role, int64_t slot) const {
+  TE_FL_ASSIGN_OR_RETURN(Tensor q, quantized(mode, role, x.shape(), slot));
   // Not every implementation quantises what is not compact.
   TE_FL_ASSIGN_OR_RETURN(const Tensor rows, detail::compact(x));
   TE_FL_RETURN_IF_ERROR(detail::quantize(rows, q));
@@ -217,11 +216,11 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
   const Shape shape_of_o = output_shape(record.q);
   Tensor merged;
   if (fp8) {
-    TE_FL_ASSIGN_OR_RETURN(merged, merged_codes(record.mode, shape_of_o, columns, training));
+    TE_FL_ASSIGN_OR_RETURN(merged, merged_codes(record.mode, shape_of_o, columns));
     TE_FL_ASSIGN_OR_RETURN(record.o, merged.rowwise_only().view(shape_of_o));
     const Shape one = {1};
     TE_FL_ASSIGN_OR_RETURN(record.s_quant,
-                           quantized(record.mode, detail::Role::kInput, one, kSSlot, training));
+                           quantized(record.mode, detail::Role::kInput, one, kSSlot));
     if (training) {  // an update of the scales may come before the backward, which reads this one
       TE_FL_ASSIGN_OR_RETURN(record.s_quant, detail::with_own_scale(record.s_quant));
     }
@@ -273,17 +272,16 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
                            Tensor Gradients::*given) -> Result<Tensor> {
     if (into != nullptr && (into->*given).quantized() == fp8) return into->*given;
     if (!fp8) return detail::empty_like(x, dtype);
-    return quantized(record.mode, detail::Role::kGradient, x.shape(), kDqkvSlot, true);
+    return quantized(record.mode, detail::Role::kGradient, x.shape(), kDqkvSlot);
   };
   if (fp8) {
     TE_FL_RETURN_IF_ERROR(detail::begin_delayed_backward(record.mode, backward_state));
     if (!d_o.quantized()) {
       TE_FL_ASSIGN_OR_RETURN(grad_out,
-                             quantize(record.mode, d_o, detail::Role::kGradient, kDoSlot, true));
+                             quantize(record.mode, d_o, detail::Role::kGradient, kDoSlot));
     }
     const Shape one = {1};
-    TE_FL_ASSIGN_OR_RETURN(dp_quant,
-                           quantized(record.mode, detail::Role::kGradient, one, kDpSlot, true));
+    TE_FL_ASSIGN_OR_RETURN(dp_quant, quantized(record.mode, detail::Role::kGradient, one, kDpSlot));
   }
   TE_FL_ASSIGN_OR_RETURN(grads.dq, gradient_like(record.q, record.q_dtype, &Gradients::dq));
   TE_FL_ASSIGN_OR_RETURN(grads.dk, gradient_like(record.k, record.k_dtype, &Gradients::dk));
@@ -367,13 +365,12 @@ Result<std::unique_ptr<DotProductAttention>> DotProductAttention::create(
 Result<detail::Fp8Mode> DotProductAttention::begin(bool training) { return impl_->begin(training); }
 
 Result<Tensor> DotProductAttention::codes(const detail::Fp8Mode& mode, Codes what,
-                                          std::span<const int64_t> shape, bool training) {
+                                          std::span<const int64_t> shape) {
   if (what == Codes::kQkv) {
-    return impl_->quantized(mode, detail::Role::kInput, shape, kQkvSlot, training);
+    return impl_->quantized(mode, detail::Role::kInput, shape, kQkvSlot);
   }
   const bool qkv = what == Codes::kQkvGrad;  // which products read both ways
-  return impl_->quantized(mode, detail::Role::kGradient, shape, qkv ? kDqkvSlot : kDoSlot, true,
-                          qkv);
+  return impl_->quantized(mode, detail::Role::kGradient, shape, qkv ? kDqkvSlot : kDoSlot, qkv);
 }
 
 Result<Tensor> DotProductAttention::forward(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -426,11 +423,17 @@ Result<Tensor> DotProductAttention::forward_codes(const Tensor& q, const Tensor&
   if (record->mode.fp8) {
     const auto input = [&](const Tensor& x) -> Result<Tensor> {
       if (x.quantized()) return x;
-      return impl_->quantize(record->mode, x, detail::Role::kInput, kQkvSlot, training);
+      return impl_->quantize(record->mode, x, detail::Role::kInput, kQkvSlot);
     };
     TE_FL_ASSIGN_OR_RETURN(record->q, input(q));
     TE_FL_ASSIGN_OR_RETURN(record->k, input(k));
     TE_FL_ASSIGN_OR_RETURN(record->v, input(v));
+    if (!training && !impl_->forward_state->calibrated()) {
+      for (const Tensor& x : {record->q, record->k, record->v}) {
+        TE_FL_RETURN_IF_ERROR(detail::warn_if_saturated(*impl_->forward_state, kQkvSlot, x,
+                                                        "queries, keys and values", "attention"));
+      }
+    }
   } else {
     record->q = q;
     record->k = k;

@@ -1,12 +1,15 @@
 #include "nn/fp8_state.hpp"
 
 #include <algorithm>
+#include <cstdio>
 #include <string>
 #include <utility>
 
 #include "nn/gradients.hpp"
 #include "nn/recompute.hpp"
 #include "nn/tensor_ops.hpp"
+#include "te_fl/log.hpp"
+#include "te_fl/nn/module.hpp"
 
 namespace te_fl::nn::detail {
 
@@ -21,6 +24,14 @@ Status graph_error(const std::string& wish) {
 
 }  // namespace
 
+std::shared_ptr<Fp8State> Fp8State::Weak::lock() const {
+  auto shared = shared_.lock();
+  if (shared == nullptr) return nullptr;
+  auto state = std::make_shared<Fp8State>(slots_, device_);
+  state->shared_ = std::move(shared);
+  return state;
+}
+
 Status Fp8State::adopt(Tensor history, Tensor scale) {
   auto tensors = std::make_shared<Tensors>();
   TE_FL_ASSIGN_OR_RETURN(Tensor row, history.slice(0, 0, 1));
@@ -33,8 +44,9 @@ Status Fp8State::adopt(Tensor history, Tensor scale) {
   }
   tensors->history = std::move(history);
   tensors->scale = std::move(scale);
-  tensors_ = std::move(tensors);
-  ++generation_;
+  tensors->amaxes = std::move(amaxes);
+  shared_->tensors = std::move(tensors);
+  ++shared_->generation;
   return {};
 }
 
@@ -77,15 +89,15 @@ Status Fp8State::ensure(int64_t history_len) {
 }
 
 Status Fp8State::retype(DType dtype) {
-  const DType before = std::exchange(dtype_, dtype);
-  if (before == dtype || before == DType::kF32 || !calibrated_) return {};
+  const DType before = std::exchange(shared_->dtype, dtype);
+  if (before == dtype || before == DType::kF32 || !calibrated()) return {};
   if (held()) {
-    dtype_ = before;
+    shared_->dtype = before;
     return graph_error("gradients in " + std::string(name(dtype)) +
                        " are asked for, but a captured graph uses the scales for " +
                        std::string(name(before)));
   }
-  ++generation_;
+  ++shared_->generation;
   TE_FL_ASSIGN_OR_RETURN(Tensor noop, Tensor::zeros({1}, DType::kI32, device_));
   const te_fl_tensor* scales[] = {scale()};
   te_fl_multi_tensor_scale_args args{};
@@ -107,24 +119,24 @@ Status Fp8State::load(const Tensor& from_history, const Tensor& from_scale, bool
     TE_FL_RETURN_IF_ERROR(copy(from_history, history()));
     TE_FL_RETURN_IF_ERROR(copy(from_scale, scale()));
   }
-  ++generation_;
-  calibrated_ = calibrated;
-  dtype_ = DType::kF32;
+  ++shared_->generation;
+  shared_->calibrated = calibrated;
+  shared_->dtype = DType::kF32;
   return {};
 }
 
 Status Fp8State::reset() {
   if (!defined()) return {};
-  ++generation_;
-  calibrated_ = false;
-  dtype_ = DType::kF32;
+  ++shared_->generation;
+  shared_->calibrated = false;
+  shared_->dtype = DType::kF32;
   TE_FL_RETURN_IF_ERROR(fill(history(), 0));
   return fill(scale(), 1);
 }
 
 void Fp8State::use(bool foreign) {
-  keep_for_graph(tensors_);
-  foreign_graph_ = foreign_graph_ || foreign;
+  keep_for_graph(shared_->tensors);
+  if (foreign) shared_->foreign_graph = true;
 }
 
 DType fp8_dtype(const Recipe& recipe, Role role) {
@@ -136,7 +148,7 @@ DType fp8_dtype(const Recipe& recipe, Role role) {
 
 Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const int64_t> shape,
                                Copies copies, const Device& device, const Fp8State& state,
-                               int64_t slot, bool record) {
+                               int64_t slot) {
   QuantSpec spec;
   spec.dtype = fp8_dtype(recipe, role);
   spec.rowwise = copies.rowwise;
@@ -144,10 +156,10 @@ Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const 
   spec.clear_scales = false;
   if (std::holds_alternative<DelayedScaling>(recipe)) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor replayed, replayed_scale(state, slot));
-    spec.amax = record && !replayed.defined();  // what nobody reads is neither cleared nor computed
+    spec.amax = !replayed.defined();  // what nobody reads is neither cleared nor computed
     if (replayed.defined()) return Tensor::empty_quantized(shape, spec, device, &replayed);
     return Tensor::empty_quantized(shape, spec, device, &state.scale_slot(slot),
-                                   record ? &state.amax_slot(slot) : nullptr);
+                                   &state.amax_slot(slot));
   }
   if (const auto* current = std::get_if<Float8CurrentScaling>(&recipe)) {
     spec.compute_scale = true;
@@ -162,6 +174,32 @@ Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const 
   spec.pow2_scale = block.pow2_scale;
   spec.amax_epsilon = block.amax_epsilon;
   return Tensor::empty_quantized(shape, spec, device);
+}
+
+Status warn_if_saturated(Fp8State& state, int64_t slot, const Tensor& codes, const char* what,
+                         const std::string& owner) {
+  if (!codes.quantized() || !codes.has_rowwise() || state.warned()) return {};
+  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(state.device()));
+  if (captured) return {};
+  TE_FL_ASSIGN_OR_RETURN(const float amax, item(state.amax_slot(slot)));
+  TE_FL_ASSIGN_OR_RETURN(const float scale, item(state.scale_slot(slot)));
+  constexpr float kLargest = 448;  // of E4M3
+  if (!(amax * scale > kLargest) || !state.warns_now()) return {};
+  TE_FL_ASSIGN_OR_RETURN(const Tensor bytes, codes.rowwise_codes().to(Device()));
+  constexpr uint8_t kMagnitude = 0x7F, kLargestCode = 0x7E;
+  const auto* first = bytes.data<uint8_t>();
+  const auto at_bound = std::count_if(first, first + bytes.numel(), [](uint8_t code) {
+    return (code & kMagnitude) == kLargestCode;
+  });
+  char share[32];
+  std::snprintf(share, sizeof share, "%.2g",
+                100.0 * static_cast<double>(at_bound) / static_cast<double>(bytes.numel()));
+  log::warning(
+      "delayed scaling: a forward without gradients came before any update of the scales of " +
+      owner + ", so it computes with the initial scale 1: " + share + " % of its " + what +
+      " saturate at 448. Train a step, calibrate or load FP8 state before, or use "
+      "Float8CurrentScaling");
+  return {};
 }
 
 Result<Tensor> with_own_scale(const Tensor& tensor) {

@@ -1,7 +1,9 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "te_fl/nn/recipe.hpp"
@@ -14,29 +16,48 @@ enum class Role : uint8_t { kInput, kWeight, kGradient };
 
 // Delayed-scaling state of one direction of one site: amax history F32 [length, slots] and scale
 // F32 [slots]. Undefined until delayed scaling is first used there, and never undefined again.
-// Loading and resetting write into the same memory, which captured graphs may use. Not thread-safe.
+// Loading and resetting write into the same memory, which captured graphs may use. Several objects
+// may share one state (share()), which then lives as long as the last of them. Not thread-safe.
 class Fp8State {
  public:
-  Fp8State(int64_t slots, const Device& device) : slots_(slots), device_(device) {}
+  Fp8State(int64_t slots, const Device& device)
+      : shared_(std::make_shared<Shared>()), slots_(slots), device_(device) {}
   int64_t slots() const noexcept { return slots_; }
   const Device& device() const noexcept { return device_; }
-  bool defined() const noexcept { return tensors_ != nullptr; }
+  // From now on this object stands for `other`'s state, which has as many slots and the same
+  // device. What this one's was is dropped.
+  void share(const Fp8State& other) { shared_ = other.shared_; }
+  // Names the state without keeping it. lock(): another object for it; null if it has gone.
+  class Weak;
+  // Whether the two stand for one state.
+  bool same(const Fp8State& other) const noexcept { return shared_ == other.shared_; }
+  bool defined() const noexcept { return shared_->tensors != nullptr; }
   // These need defined().
-  const Tensor& history() const noexcept { return tensors_->history; }
-  const Tensor& scale() const noexcept { return tensors_->scale; }
+  const Tensor& history() const noexcept { return shared_->tensors->history; }
+  const Tensor& scale() const noexcept { return shared_->tensors->scale; }
   // Whether the scales come from amaxes: an update has set them, or they were loaded with a history
   // that is not all zero. Otherwise they are the initial 1.
-  bool calibrated() const noexcept { return calibrated_; }
+  bool calibrated() const noexcept { return shared_->calibrated; }
   // Counts the changes of the scales: what was quantised in another generation may have had another
   // scale.
-  uint64_t generation() const noexcept { return generation_; }
+  uint64_t generation() const noexcept { return shared_->generation; }
   // Whether amaxes were collected whose update is still to come; of gradients' states only.
-  bool pending() const noexcept { return pending_; }
-  void set_pending(bool pending) noexcept { pending_ = pending; }
+  bool pending() const noexcept { return shared_->pending; }
+  void set_pending(bool pending) noexcept { shared_->pending = pending; }
+  // True the first time: one warning for a state says enough.
+  bool warns_now() noexcept { return !shared_->warned.exchange(true); }
+  bool warned() const noexcept { return shared_->warned; }
+  // Numbers of nn/runtime.cpp's: of the thread on which inferences' amaxes wait for an update, and
+  // of the AmaxReduction that knows the state; 0: none.
+  std::atomic<uint64_t>& waits_on() noexcept { return shared_->waits_on; }
+  std::atomic<uint64_t>& reduced_by() noexcept { return shared_->reduced_by; }
+  // Its module has another state from now on: an AmaxReduction leaves this one out.
+  void retire() noexcept { shared_->retired = true; }
+  bool retired() const noexcept { return shared_->retired; }
   // An update of the scales was enqueued.
   void scales_changed() noexcept {
-    ++generation_;
-    calibrated_ = true;
+    ++shared_->generation;
+    shared_->calibrated = true;
   }
   // Allocates (scale 1, history 0) or, if the history has another length, keeps its newest rows.
   // FAILED_PRECONDITION while a graph is captured, which would repeat that, and for another length
@@ -55,27 +76,49 @@ class Fp8State {
   // graph and stays the state's. `foreign`: in_foreign_capture() of its device. Needs defined().
   void use(bool foreign);
   // F32 [1] views: the slot's scale and its entry in history row 0.
-  const Tensor& scale_slot(int64_t slot) const { return tensors_->scale_slots[slot]; }
-  const Tensor& amax_slot(int64_t slot) const { return tensors_->amax_slots[slot]; }
+  const Tensor& scale_slot(int64_t slot) const { return shared_->tensors->scale_slots[slot]; }
+  const Tensor& amax_slot(int64_t slot) const { return shared_->tensors->amax_slots[slot]; }
+  // F32 [slots], a view: history row 0.
+  const Tensor& amaxes() const { return shared_->tensors->amaxes; }
 
  private:
   struct Tensors {
-    Tensor history, scale;
+    Tensor history, scale, amaxes;
     std::vector<Tensor> scale_slots, amax_slots;
+  };
+  // Flags are atomic since the end of an autocast sets them on whatever thread it runs.
+  struct Shared {
+    std::atomic<uint64_t> generation = 0;
+    std::atomic<bool> calibrated = false;
+    std::atomic<bool> pending = false;
+    std::atomic<bool> warned = false;
+    std::atomic<bool> retired = false;
+    std::atomic<uint64_t> waits_on = 0;
+    std::atomic<uint64_t> reduced_by = 0;
+    bool foreign_graph = false;
+    DType dtype = DType::kF32;         // that the scales are for; F32: not known
+    std::shared_ptr<Tensors> tensors;  // shared with the graphs that use them
   };
   Status adopt(Tensor history, Tensor scale);
   // Whether a captured graph uses the memory. Of a graph that nn did not capture the end is not
   // known, so it counts for ever.
-  bool held() const noexcept { return foreign_graph_ || tensors_.use_count() > 1; }
+  bool held() const noexcept { return shared_->foreign_graph || shared_->tensors.use_count() > 1; }
 
+  std::shared_ptr<Shared> shared_;
   int64_t slots_;
   Device device_;
-  uint64_t generation_ = 0;
-  bool calibrated_ = false;
-  bool pending_ = false;
-  bool foreign_graph_ = false;
-  DType dtype_ = DType::kF32;         // that the scales are for; F32: not known
-  std::shared_ptr<Tensors> tensors_;  // shared with the graphs that use them
+};
+
+class Fp8State::Weak {
+ public:
+  explicit Weak(const Fp8State& state)
+      : shared_(state.shared_), slots_(state.slots_), device_(state.device_) {}
+  std::shared_ptr<Fp8State> lock() const;
+
+ private:
+  std::weak_ptr<Shared> shared_;
+  int64_t slots_;
+  Device device_;
 };
 
 struct Copies {
@@ -87,11 +130,18 @@ struct Copies {
 DType fp8_dtype(const Recipe& recipe, Role role);
 
 // A new quantised tensor for values of this role. Delayed scaling reads state's scale at `slot`
-// and, if `record`, collects the amax there (in a second run of a recomputed piece it reads the
-// first run's scale and collects none); other recipes ignore state.
+// and collects the amax there (in a second run of a recomputed piece it reads the first run's scale
+// and collects none); other recipes ignore state.
 Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const int64_t> shape,
                                Copies copies, const Device& device, const Fp8State& state,
-                               int64_t slot, bool record);
+                               int64_t slot);
+
+// Logs a warning, once for a state, if `codes`, E4M3 quantised by the state's scale at `slot`,
+// saturate: with the share of them that have the largest value. `what` of `owner` they are. For
+// forwards that compute with the initial scale; reads the amax on the host, and nothing while a
+// graph is captured.
+Status warn_if_saturated(Fp8State& state, int64_t slot, const Tensor& codes, const char* what,
+                         const std::string& owner);
 
 // A new tensor like `tensor`, scaled by tensor, with a copy of its scale as it is now; it collects
 // the amax where `tensor` does.

@@ -55,7 +55,8 @@ Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   }
   if (delayed == nullptr || !(use.mode.fp8 || use.mode.calibrating)) return use;
   TE_FL_RETURN_IF_ERROR(begin_delayed(use.mode, training, forward_, backward_));
-  if (weight_->value.quantized() && (training || use.mode.calibrating) && !replaying()) {
+  use.unscaled = use.mode.fp8 && !training && !forward_->calibrated() && !forward_->warned();
+  if (weight_->value.quantized() && !replaying()) {
     // No forward quantises the weight; its amax was found when its codes were written. Those scaled
     // by blocks have none.
     const Tensor amax = weight_->value.amax();
@@ -71,7 +72,7 @@ Result<Tensor> GemmUnit::input_buffer(const Use& use, int64_t rows) {
   if (!use.mode.fp8) return Tensor::empty(shape, spec_.activation_dtype, spec_.device);
   return empty_quantized(*use.mode.recipe, Role::kInput, shape,
                          {.rowwise = true, .columnwise = use.wgrad}, spec_.device, *forward_,
-                         kInputSlot, use.training);
+                         kInputSlot);
 }
 
 namespace {
@@ -115,7 +116,7 @@ Result<Tensor> GemmUnit::quantised_weight(const Use& use, bool columnwise) {
   TE_FL_ASSIGN_OR_RETURN(Tensor weight,
                          empty_quantized(*use.mode.recipe, Role::kWeight, weight_->value.shape(),
                                          {.rowwise = true, .columnwise = columnwise}, spec_.device,
-                                         *forward_, kWeightSlot, use.training));
+                                         *forward_, kWeightSlot));
   TE_FL_RETURN_IF_ERROR(quantize(weight_->value, weight));
   return weight;
 }
@@ -269,6 +270,12 @@ Result<te_fl_generic_gemm_args> GemmUnit::product(const Use& use, const Tensor& 
     }
   }
   TE_FL_ASSIGN_OR_RETURN(weight, replaying() ? repeated_weight(use) : gemm_weight(use, options));
+  if (use.unscaled) {
+    const std::string owner = "the linear map of the weight [" + std::to_string(spec_.out) + "," +
+                              std::to_string(spec_.in) + "]";
+    TE_FL_RETURN_IF_ERROR(warn_if_saturated(*forward_, kInputSlot, input, "inputs", owner));
+    TE_FL_RETURN_IF_ERROR(warn_if_saturated(*forward_, kWeightSlot, weight, "weights", owner));
+  }
   if (noting() && !replaying()) {
     const auto keeps = [&](const Tensor& t) { return t.raw_data() == weight.raw_data(); };
     const bool kept = keeps(cached_.weight) || keeps(flagged_.weight);
@@ -358,10 +365,10 @@ Status GemmUnit::check_unchanged(const Use& use) const {
 Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
   if (use.mode.delayed() != nullptr) {
     // The gradient has been cleared since amaxes were collected: another step has begun, and nobody
-    // ended that one's backward. Of a frozen weight that cannot be told.
+    // ended that one's backward. Of a frozen weight that cannot be told, and a gradient that was
+    // taken out (a framework's) says nothing: its step may go on with this module.
     const std::shared_ptr<GradientUpdates> earlier = weight_->gradient_updates;
-    const bool cleared =
-        weight_->requires_grad && !weight_->grad_written && weight_->delayed_wgrads == 0;
+    const bool cleared = weight_->grad_cleared && weight_->delayed_wgrads == 0;
     if (backward_->pending() && cleared && earlier != nullptr) {
       TE_FL_RETURN_IF_ERROR(earlier->end());
     }
@@ -371,7 +378,7 @@ Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
   const std::array<int64_t, 2> shape = {rows, spec_.out};
   return empty_quantized(*use.mode.recipe, Role::kGradient, shape,
                          {.rowwise = true, .columnwise = wants_wgrad(use)}, spec_.device,
-                         *backward_, kGradSlot, true);
+                         *backward_, kGradSlot);
 }
 
 Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& dy) {

@@ -30,6 +30,7 @@ class GemmUnit {
     Fp8Mode mode;
     bool training = false;
     bool wgrad = false;            // the weight's gradient is wanted
+    bool unscaled = false;         // no amax has set the scales, which may saturate
     Tensor input;                  // quantised or of the activation dtype; with wgrad only
     Tensor weight;                 // likewise; undefined if it is the parameter's own value
     uint64_t version = 0;          // of the parameter at the forward

@@ -53,7 +53,7 @@ Status allocate_grad(Parameter& parameter) {
 
 void drop_grad(Parameter& parameter) noexcept {
   parameter.grad = Tensor();
-  parameter.grad_written = parameter.grad_stale = false;
+  parameter.grad_written = parameter.grad_stale = parameter.grad_cleared = false;
 }
 
 Result<bool> adds(Parameter& parameter) {
@@ -66,7 +66,7 @@ Result<bool> adds(Parameter& parameter) {
 void wrote(Parameter& parameter) {
   if (t_capture != nullptr) t_capture->touch(parameter, true);
   parameter.grad_written = true;
-  parameter.grad_stale = false;
+  parameter.grad_stale = parameter.grad_cleared = false;
 }
 
 Result<bool> capturing(const Device& device) {
@@ -147,7 +147,7 @@ Status Parameter::clear_grad() {
   TE_FL_ASSIGN_OR_RETURN(grad_cleared_in, detail::capture_of(value.device()));
   if (detail::t_capture != nullptr) detail::t_capture->touch(*this, false);
   grad_written = false;
-  grad_stale = true;
+  grad_stale = grad_cleared = true;
   return {};
 }
 
@@ -218,6 +218,7 @@ Status Parameter::give_grad(Tensor gradient, bool written) {
   grad = std::move(gradient);
   grad_written = written;
   grad_stale = !written;
+  grad_cleared = false;
   grad_cleared_in = 0;
   return {};
 }

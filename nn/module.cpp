@@ -15,6 +15,11 @@
 
 namespace te_fl::nn {
 
+// In the order of the module that named them first.
+struct detail::SharedStates {
+  std::vector<std::pair<std::string, std::shared_ptr<Fp8State>>> states;
+};
+
 Ctx::Record::~Record() = default;
 Ctx::Ctx() = default;
 Ctx::~Ctx() = default;
@@ -215,6 +220,47 @@ std::vector<NamedTensor> Module::state() const {
   return result;
 }
 
+Fp8States::Fp8States() : shared_(std::make_unique<detail::SharedStates>()) {}
+Fp8States::~Fp8States() = default;
+
+std::vector<NamedTensor> Fp8States::state() const {
+  std::vector<NamedTensor> result;
+  for (const auto& [name, state] : shared_->states) {
+    if (!state->defined()) continue;
+    result.push_back({name + ".scale", state->scale()});
+    result.push_back({name + ".amax_history", state->history()});
+  }
+  return result;
+}
+
+bool Fp8States::empty() const { return shared_->states.empty(); }
+
+void Fp8States::retire() {
+  for (const auto& [name, state] : shared_->states) state->retire();
+}
+
+Status Module::share_fp8_states(Fp8States& states, std::string_view prefix) {
+  Status status;
+  tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
+    if (!status.ok() || entry.fp8 == nullptr || !path.starts_with(prefix)) return;
+    auto& known = states.shared_->states;
+    const std::string name = path.substr(prefix.size());
+    const auto found = std::ranges::find(known, name, [](const auto& s) { return s.first; });
+    if (found == known.end()) {
+      known.emplace_back(name, entry.fp8);
+    } else if (found->second->slots() != entry.fp8->slots() ||
+               found->second->device() != entry.fp8->device()) {
+      status = invalid_argument(
+          "share_fp8_states: the site " + path + " has " + std::to_string(entry.fp8->slots()) +
+          " scales on " + to_string(entry.fp8->device()) + ", and the shared state " +
+          std::to_string(found->second->slots()) + " on " + to_string(found->second->device()));
+    } else {
+      entry.fp8->share(*found->second);
+    }
+  });
+  return status;
+}
+
 namespace {
 
 std::string shape_text(std::span<const int64_t> shape) {
@@ -387,6 +433,34 @@ Status load_parameter(const Tensor& tensor, const Tensor& scale_inv, const Tenso
 }
 
 }  // namespace
+
+Status Fp8States::load(const std::vector<NamedTensor>& tensors, std::string_view source) {
+  StateChecker checker(tensors, source, nullptr);
+  for (const auto& [name, state] : shared_->states) {
+    TE_FL_RETURN_IF_ERROR(checker.check_fp8(name, *state));
+  }
+  TE_FL_RETURN_IF_ERROR(checker.check_names());
+  const std::vector<NamedTensor> own = state();
+  std::map<std::string, std::pair<Tensor, Tensor>> ready;  // histories and scales
+  for (const auto& [name, state] : shared_->states) {
+    const Tensor *history = checker.find(name + ".amax_history"),
+                 *scale = checker.find(name + ".scale");
+    if (scale == nullptr) continue;
+    TE_FL_ASSIGN_OR_RETURN(ready[name].first, staged(*history, state->device(), own));
+    TE_FL_ASSIGN_OR_RETURN(ready[name].second, staged(*scale, state->device(), own));
+  }
+  for (const auto& [name, state] : shared_->states) {
+    const auto found = ready.find(name);
+    if (found == ready.end()) {
+      TE_FL_RETURN_IF_ERROR(state->reset());
+      continue;
+    }
+    const auto& [history, scale] = found->second;
+    TE_FL_ASSIGN_OR_RETURN(const bool set, calibrated(history, scale));
+    TE_FL_RETURN_IF_ERROR(state->load(history, scale, set));
+  }
+  return {};
+}
 
 Status Module::check_state(const std::vector<NamedTensor>& tensors, std::string_view source,
                            const Skip& skip) const {

@@ -259,9 +259,9 @@ Result<detail::PackedHeads> MultiheadAttention::Impl::project(const Tensor& x,
   detail::PackedHeads packed;
   Tensor codes;  // of q, k and v, which share a scale
   if (record.fp8.fp8 && !cross() && transform.direct(record.heads.rotation)) {
-    TE_FL_ASSIGN_OR_RETURN(
-        codes, core->codes(record.fp8, DotProductAttention::Codes::kQkv,
-                           with_tail(record.heads.q_lead, {transform.qkv_width()}), training));
+    TE_FL_ASSIGN_OR_RETURN(codes,
+                           core->codes(record.fp8, DotProductAttention::Codes::kQkv,
+                                       with_tail(record.heads.q_lead, {transform.qkv_width()})));
   }
   Ctx* q_ctx = training ? &record.q : nullptr;
   Tensor& made = cross() ? packed.q : packed.qkv;
@@ -325,8 +325,8 @@ Result<detail::PackedHeads> MultiheadAttention::Impl::attention_backward(const T
     detail::PackedHeads rows;
     if (record.fp8.fp8 && !cross()) {
       const Shape merged = with_tail(record.heads.q_lead, {transform.qkv_width()});
-      TE_FL_ASSIGN_OR_RETURN(
-          packed.qkv, core->codes(record.fp8, DotProductAttention::Codes::kQkvGrad, merged, true));
+      TE_FL_ASSIGN_OR_RETURN(packed.qkv,
+                             core->codes(record.fp8, DotProductAttention::Codes::kQkvGrad, merged));
       rows.qkv = packed.qkv.rowwise_only();
     } else {
       TE_FL_ASSIGN_OR_RETURN(packed, transform.empty(record.heads, options.activation_dtype));
@@ -363,7 +363,7 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
   if (record.fp8.fp8) {
     TE_FL_ASSIGN_OR_RETURN(
         d_codes, impl.core->codes(record.fp8, DotProductAttention::Codes::kOutputGrad,
-                                  with_tail(record.heads.q_lead, {impl.heads * impl.dim}), true));
+                                  with_tail(record.heads.q_lead, {impl.heads * impl.dim})));
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor d_merged, impl.proj->backward(dy, record.proj, given(d_codes)));
   TE_FL_ASSIGN_OR_RETURN(Tensor d_o,

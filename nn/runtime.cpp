@@ -1,6 +1,8 @@
 #include "nn/runtime.hpp"
 
 #include <algorithm>
+#include <atomic>
+#include <iterator>
 #include <span>
 
 #include "nn/fp8_state.hpp"
@@ -64,6 +66,94 @@ Status update_by_function(const PendingUpdate& update) {
   return run_update(update, histories, unread_scales);
 }
 
+// The updates that inferences left to the thread's next one.
+struct Waiting {
+  Fp8State::Weak state;
+  PendingUpdate update;  // without its state
+};
+struct ThreadWaiting {
+  const uint64_t number = next_number();
+  std::vector<Waiting> updates;
+};
+ThreadWaiting& thread_waiting() {
+  thread_local ThreadWaiting waiting;
+  return waiting;
+}
+
+void wait_for_update(std::vector<PendingUpdate> updates) {
+  ThreadWaiting& waiting = thread_waiting();
+  for (PendingUpdate& update : updates) {
+    if (update.state->waits_on().exchange(waiting.number) == waiting.number) continue;
+    const std::shared_ptr<Fp8State> state = std::exchange(update.state, nullptr);
+    waiting.updates.push_back({Fp8State::Weak(*state), std::move(update)});
+  }
+}
+
+// Adds what waits to `updates`, but for devices that capture: an update in a graph is repeated.
+Status add_waiting(PendingUpdates& updates) {
+  ThreadWaiting& waiting = thread_waiting();
+  for (Waiting& w : std::exchange(waiting.updates, {})) {
+    w.update.state = w.state.lock();
+    if (w.update.state == nullptr) continue;
+    TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(w.update.state->device()));
+    if (captured) {
+      w.update.state = nullptr;
+      waiting.updates.push_back(std::move(w));
+      continue;
+    }
+    w.update.state->waits_on() = 0;
+    updates.add_new(std::move(w.update));
+  }
+  return {};
+}
+
+// One call of `reduction` for each device, in the order of its first site.
+Status reduce_amaxes(const AmaxReduction& reduction, const std::vector<PendingUpdate>& updates) {
+  std::vector<std::pair<Device, std::vector<Tensor>>> by_device;
+  for (const PendingUpdate& update : updates) {
+    const Device device = update.state->device();
+    auto found = std::find_if(by_device.begin(), by_device.end(),
+                              [&](const auto& d) { return d.first == device; });
+    if (found == by_device.end()) found = by_device.insert(found, {device, {}});
+    found->second.push_back(update.state->amaxes());
+  }
+  for (const auto& [device, amaxes] : by_device) {
+    if (Status status = reduction.reduce(amaxes); !status) {
+      return status.wrap("delayed scaling: the ranks' amaxes were not reduced");
+    }
+  }
+  return {};
+}
+
+// Makes the amaxes those of all ranks, and adds the sites that other ranks may have used.
+Status reduce_all(PendingUpdates& updates, Direction direction,
+                  std::vector<std::shared_ptr<AmaxReduction>> reductions) {
+  for (const PendingUpdate& update : updates.all()) {
+    if (update.reduction != nullptr &&
+        std::ranges::find(reductions, update.reduction) == reductions.end()) {
+      reductions.push_back(update.reduction);
+    }
+  }
+  for (const std::shared_ptr<AmaxReduction>& reduction : reductions) {
+    const std::vector<PendingUpdate> sites = reduction->sites().all(direction);
+    bool captured = false;
+    for (const PendingUpdate& site : sites) {
+      TE_FL_ASSIGN_OR_RETURN(const bool here, capturing(site.state->device()));
+      captured = captured || here;
+    }
+    if (captured) {  // a launch repeats what this step updates, and nothing of other steps
+      std::vector<PendingUpdate> own;
+      std::ranges::copy_if(updates.all(), std::back_inserter(own),
+                           [&](const PendingUpdate& u) { return u.reduction == reduction; });
+      TE_FL_RETURN_IF_ERROR(reduce_amaxes(*reduction, own));
+      continue;
+    }
+    TE_FL_RETURN_IF_ERROR(reduce_amaxes(*reduction, sites));
+    for (const PendingUpdate& site : sites) updates.add_new(site);
+  }
+  return {};
+}
+
 Status update_group(const std::vector<const PendingUpdate*>& group) {
   if (group.front()->recipe.amax_function != nullptr) return update_by_function(*group.front());
   TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(group.front()->state->device()));
@@ -80,14 +170,42 @@ Status update_group(const std::vector<const PendingUpdate*>& group) {
 
 }  // namespace
 
-void PendingUpdates::add(PendingUpdate update) {
+PendingUpdate* PendingUpdates::find(const Fp8State& state) {
   auto found = std::find_if(updates_.begin(), updates_.end(),
-                            [&](const PendingUpdate& u) { return u.state == update.state; });
-  if (found != updates_.end()) {
+                            [&](const PendingUpdate& u) { return u.state->same(state); });
+  return found == updates_.end() ? nullptr : &*found;
+}
+
+void PendingUpdates::add(PendingUpdate update) {
+  if (PendingUpdate* found = find(*update.state)) {
     *found = std::move(update);
   } else {
     updates_.push_back(std::move(update));
   }
+}
+
+void PendingUpdates::add_new(PendingUpdate update) {
+  if (find(*update.state) == nullptr) updates_.push_back(std::move(update));
+}
+
+void ReducedSites::add(const PendingUpdate& forward, const PendingUpdate& backward) {
+  if (forward.state->reduced_by().exchange(number_) == number_) return;
+  const std::lock_guard lock(mutex_);
+  forward_.push_back({forward.state, forward.recipe, forward.dtype});
+  backward_.push_back({backward.state, backward.recipe, backward.dtype});
+}
+
+std::vector<PendingUpdate> ReducedSites::all(Direction direction) {
+  const std::lock_guard lock(mutex_);
+  for (auto* sites : {&forward_, &backward_}) {
+    std::erase_if(*sites, [](const PendingUpdate& site) { return site.state->retired(); });
+  }
+  return direction == Direction::kForward ? forward_ : backward_;
+}
+
+uint64_t next_number() noexcept {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
 }
 
 void GradientUpdates::add(PendingUpdate update) {
@@ -118,7 +236,7 @@ Status GradientUpdates::end() {
     std::lock_guard lock(mutex_);
     deferred = std::exchange(deferred_, Status());
   }
-  Status status = update_scales(take());
+  Status status = update_scales(take(), Direction::kBackward);
   return deferred.ok() ? status : deferred;
 }
 
@@ -129,7 +247,13 @@ std::shared_ptr<GradientUpdates> exchange_gradient_updates(
   return std::exchange(thread_updates(), std::move(updates));
 }
 
-Status update_scales(const std::vector<PendingUpdate>& updates) {
+Status update_scales(std::vector<PendingUpdate> given, Direction direction,
+                     std::vector<std::shared_ptr<AmaxReduction>> reductions) {
+  PendingUpdates all;
+  for (PendingUpdate& update : given) all.add(std::move(update));
+  if (direction == Direction::kForward) TE_FL_RETURN_IF_ERROR(add_waiting(all));
+  TE_FL_RETURN_IF_ERROR(reduce_all(all, direction, std::move(reductions)));
+  const std::vector<PendingUpdate>& updates = all.all();
   std::vector<bool> done(updates.size(), false);
   for (size_t i = 0; i < updates.size(); ++i) {
     if (done[i] || !updates[i].state->defined()) continue;
@@ -157,24 +281,36 @@ std::shared_ptr<AutocastFrame> current_frame() {
 void push_frame(const std::shared_ptr<AutocastFrame>& frame) {
   frame->previous = current_frame();
   {
-    std::lock_guard lock(frame->session->mutex);
-    ++frame->session->scopes;
+    Session& session = *frame->session;
+    std::lock_guard lock(session.mutex);
+    ++session.scopes;
+    const auto& reduction = frame->options.amax_reduction;
+    if (reduction != nullptr &&
+        std::ranges::find(session.reductions, reduction) == session.reductions.end()) {
+      session.reductions.push_back(reduction);
+    }
   }
   tls_frame = frame;
 }
 
-Status pop_frame(const std::shared_ptr<AutocastFrame>& frame) {
+Status pop_frame(const std::shared_ptr<AutocastFrame>& frame, bool updates) {
   // The thread whose list has it, which need not be this one, drops it when it looks next; so
   // scopes may also end in another order than the reverse.
   frame->ended.store(true, std::memory_order_release);
   (void)current_frame();
-  std::vector<PendingUpdate> updates;
+  std::vector<PendingUpdate> pending;
+  std::vector<std::shared_ptr<AmaxReduction>> reductions;
   {
-    std::lock_guard lock(frame->session->mutex);
-    if (--frame->session->scopes > 0) return {};
-    updates = frame->session->forward.take();
+    Session& session = *frame->session;
+    std::lock_guard lock(session.mutex);
+    if (--session.scopes > 0) return {};
+    pending = session.forward.take();
+    reductions = std::exchange(session.reductions, {});
+    updates = std::exchange(session.trained, false) || updates;
   }
-  return update_scales(updates);
+  if (updates) return update_scales(std::move(pending), Direction::kForward, std::move(reductions));
+  if (!pending.empty()) wait_for_update(std::move(pending));
+  return {};
 }
 
 std::shared_ptr<AutocastFrame> frame_like(const std::shared_ptr<AutocastFrame>& captured) {
@@ -202,6 +338,7 @@ Result<Fp8Mode> current_mode() {
   mode.recipe = frame->recipe;
   mode.session = frame->session;
   mode.gradients = current_gradient_updates();
+  if (mode.fp8) mode.reduction = frame->options.amax_reduction;
   return mode;
 }
 
@@ -212,23 +349,24 @@ Status begin_first(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8
                    const std::shared_ptr<Fp8State>& backward) {
   const DelayedScaling& recipe = *mode.delayed();
   TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(forward->device()));
-  if (!training && !mode.calibrating) {
-    if (forward->defined() && forward->calibrated()) {
-      forward->use(foreign);
-      return {};
-    }
-    return failed_precondition(
-        "delayed scaling: an inference (no ctx, no gradients) has no scales to read: no amax was "
-        "ever collected for this module, and scale 1 would saturate what exceeds 448. Train a "
-        "step, calibrate (calibrating = true; not for FP8 attention) or load FP8 state before, "
-        "or use Float8CurrentScaling");
+  const bool infers = !training && !mode.calibrating;
+  if (!infers || !forward->defined() || !backward->defined()) {
+    TE_FL_RETURN_IF_ERROR(forward->ensure(recipe.amax_history_len));
+    TE_FL_RETURN_IF_ERROR(backward->ensure(recipe.amax_history_len));
   }
-  TE_FL_RETURN_IF_ERROR(forward->ensure(recipe.amax_history_len));
-  TE_FL_RETURN_IF_ERROR(backward->ensure(recipe.amax_history_len));
   forward->use(foreign);
-  backward->use(foreign);
+  if (!infers) backward->use(foreign);
+  const PendingUpdate update{forward, recipe, fp8_dtype(*mode.recipe, Role::kInput),
+                             mode.reduction};
+  if (mode.reduction != nullptr) {
+    mode.reduction->sites().add(update,
+                                {backward, recipe, fp8_dtype(*mode.recipe, Role::kGradient)});
+  } else if (infers && forward->waits_on() == thread_waiting().number) {
+    return {};
+  }
   std::lock_guard lock(mode.session->mutex);
-  mode.session->forward.add({forward, recipe, fp8_dtype(*mode.recipe, Role::kInput)});
+  mode.session->trained = mode.session->trained || !infers;
+  mode.session->forward.add(update);
   return {};
 }
 
@@ -246,7 +384,7 @@ Status begin_delayed_backward(const Fp8Mode& mode, const std::shared_ptr<Fp8Stat
   TE_FL_RETURN_IF_ERROR(backward->retype(dtype));
   TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(backward->device()));
   backward->use(foreign);
-  mode.gradients->add({backward, *mode.delayed(), dtype});
+  mode.gradients->add({backward, *mode.delayed(), dtype, mode.reduction});
   return {};
 }
 
@@ -283,10 +421,14 @@ autocast::~autocast() {
   detail::current_gradient_updates()->defer(status);
 }
 
-Status autocast::exit() {
+Status autocast::exit(bool updates) {
   if (frame_ == nullptr) return {};
-  return detail::pop_frame(std::exchange(frame_, nullptr));
+  return detail::pop_frame(std::exchange(frame_, nullptr), updates);
 }
+
+AmaxReduction::AmaxReduction(Reduce reduce)
+    : reduce_(std::move(reduce)), sites_(std::make_unique<detail::ReducedSites>()) {}
+AmaxReduction::~AmaxReduction() = default;
 
 bool fp8_enabled() {
   auto frame = detail::current_frame();

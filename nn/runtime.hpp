@@ -19,21 +19,45 @@ namespace te_fl::nn::detail {
 
 class Fp8State;
 
+// Numbers that are never used again, from 1.
+uint64_t next_number() noexcept;
+
 // FP8 state used since the last update, with the recipe and the FP8 type it was used with.
 struct PendingUpdate {
   std::shared_ptr<Fp8State> state;
   DelayedScaling recipe;
   DType dtype = DType::kF8E4M3;
+  std::shared_ptr<AmaxReduction> reduction = nullptr;
 };
+
+enum class Direction : uint8_t { kForward, kBackward };
 
 // Each state once, in order of first use; a later use's recipe wins. Not thread-safe.
 class PendingUpdates {
  public:
   void add(PendingUpdate update);
+  // As add(), unless the state is there already.
+  void add_new(PendingUpdate update);
+  const std::vector<PendingUpdate>& all() const noexcept { return updates_; }
   std::vector<PendingUpdate> take() { return std::exchange(updates_, {}); }
 
  private:
+  PendingUpdate* find(const Fp8State& state);
   std::vector<PendingUpdate> updates_;
+};
+
+// The sites that were used under an AmaxReduction, in the order of their first use. Thread-safe.
+class ReducedSites {
+ public:
+  // Adds a site with its two states unless it is there.
+  void add(const PendingUpdate& forward, const PendingUpdate& backward);
+  // Without those that are retired.
+  std::vector<PendingUpdate> all(Direction direction);
+
+ private:
+  const uint64_t number_ = next_number();
+  core::Mutex mutex_{core::LockLevel::kReducedSites};
+  std::vector<PendingUpdate> forward_, backward_;  // which do not keep the reduction
 };
 
 // The gradient scales that wait for the end of a step's backward. Each thread has one, which
@@ -76,7 +100,9 @@ struct RandomState {
 struct Session {
   core::Mutex mutex{core::LockLevel::kFp8Session};
   int scopes = 0;
+  bool trained = false;  // whether a forward in it was no inference
   PendingUpdates forward;
+  std::vector<std::shared_ptr<AmaxReduction>> reductions;  // of its scopes
 };
 
 struct AutocastFrame {
@@ -90,8 +116,9 @@ struct AutocastFrame {
 
 // Makes `frame` the thread's innermost and counts it in its session.
 void push_frame(const std::shared_ptr<AutocastFrame>& frame);
-// Ends it, on whatever thread; updates the forward scales if it was its session's last.
-Status pop_frame(const std::shared_ptr<AutocastFrame>& frame);
+// Ends it, on whatever thread. If it was its session's last, updates the forward scales; those of
+// inferences alone only if `updates`, else they wait for the thread's next update.
+Status pop_frame(const std::shared_ptr<AutocastFrame>& frame, bool updates = false);
 std::shared_ptr<AutocastFrame> current_frame();
 // A frame for another thread or a later time that does what `captured` does (null: no autocast) and
 // counts in its session.
@@ -109,9 +136,10 @@ class WithoutPolicyScope {
   uint32_t previous_;
 };
 
-// Runs the delayed-scaling update of all of them: one op call per device, FP8 type, margin and
-// algorithm.
-Status update_scales(const std::vector<PendingUpdate>& updates);
+// Runs the delayed-scaling update of all of them, and of all sites of their reductions and of
+// `reductions`: one op call per device, FP8 type, margin and algorithm.
+Status update_scales(std::vector<PendingUpdate> updates, Direction direction,
+                     std::vector<std::shared_ptr<AmaxReduction>> reductions = {});
 
 // How a forward is to compute.
 struct Fp8Mode {
@@ -120,6 +148,7 @@ struct Fp8Mode {
   std::shared_ptr<const Recipe> recipe;
   std::shared_ptr<Session> session;
   std::shared_ptr<GradientUpdates> gradients;
+  std::shared_ptr<AmaxReduction> reduction;
 
   // The delayed-scaling recipe, or null.
   const DelayedScaling* delayed() const {
@@ -129,9 +158,9 @@ struct Fp8Mode {
 // Of the calling thread now; the innermost autocast's error if its recipe is invalid.
 Result<Fp8Mode> current_mode();
 
-// Prepares the delayed-scaling states of a site for a forward in `mode`, which uses them. One that
-// is trained or calibrates makes them if need be, and the session updates the forward scales; any
-// other only reads those, and is FAILED_PRECONDITION if no amax has set them yet.
+// Prepares the delayed-scaling states of a site for a forward in `mode`, which uses them and
+// collects amaxes; makes them if need be. The session updates the forward scales. An inference
+// takes a history of another length as it is.
 Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
                      const std::shared_ptr<Fp8State>& backward);
 // A backward of that forward is about to use the gradients' state.

@@ -8,7 +8,7 @@ Result<Tensor> WeightCopy::open(const Tensor& value) {
   if (recipe_ == nullptr || !state_->defined()) return Tensor();
   TE_FL_ASSIGN_OR_RETURN(tensor_, empty_quantized(*recipe_, Role::kWeight, value.shape(),
                                                   {.rowwise = true, .columnwise = true},
-                                                  value.device(), *state_, slot_, true));
+                                                  value.device(), *state_, slot_));
   return tensor_;
 }
 

@@ -24,6 +24,8 @@ const char* name(LockLevel level) noexcept {
   switch (level) {
     case LockLevel::kFp8Session:
       return "FP8 session";
+    case LockLevel::kReducedSites:
+      return "sites of an amax reduction";
     case LockLevel::kGradientUpdates:
       return "gradient updates";
     case LockLevel::kRandomPosition:

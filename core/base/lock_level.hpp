@@ -13,6 +13,7 @@ namespace te_fl::core {
 // Earliest first. A new mutex gets a level of its own here.
 enum class LockLevel : int {
   kFp8Session,       // nn: the pending updates of an autocast session
+  kReducedSites,     // nn: the sites of an AmaxReduction
   kGradientUpdates,  // nn: the gradient scales that wait for the end of a backward
   kRandomPosition,   // nn: the random position of a Context
   kServing,          // held while an implementation runs: see LockRank

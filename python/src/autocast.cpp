@@ -5,6 +5,7 @@
 
 #include "errors.hpp"
 #include "framework_tensor.hpp"
+#include "interpreter.hpp"
 #include "layer.hpp"
 #include "te_fl/nn/autocast.hpp"
 
@@ -12,6 +13,21 @@ namespace te_fl::python {
 namespace {
 
 constexpr const char* kScopeName = "te_fl.autocast";
+constexpr const char* kReductionName = "te_fl.amax_reduction";
+
+// The interpreter's error as te-fl's, for callers that know no Python.
+Status python_error(const char* call) {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  const Ref kind = Ref::take(type == nullptr ? Py_NewRef(Py_None) : type);
+  const Ref owned = Ref::take(value == nullptr ? Py_NewRef(Py_None) : value);
+  Py_XDECREF(trace);
+  PyObject* const text = PyObject_Str(owned.get());
+  if (text == nullptr) PyErr_Clear();
+  const Ref keeps = Ref::take(text == nullptr ? Py_NewRef(Py_None) : text);
+  const std::string words = text == nullptr ? "an error" : std::string(text_of(text, "error"));
+  return Status(StatusCode::kInternal, std::string(call) + ": " + words);
+}
 
 PyObject* get(PyObject* dict, const char* key) {
   PyObject* value = PyDict_GetItemString(dict, key);
@@ -82,12 +98,65 @@ const nn::Recipe& checked_recipe_of(PyObject* dict) {
   return *recipe;
 }
 
+// Whether PyTorch computes gradients on this thread.
+bool gradients_wanted() {
+  static PyObject* const wanted = [] {
+    const Ref torch = Ref::take(PyImport_ImportModule("torch"));
+    return Ref::take(PyObject_GetAttrString(torch.get(), "is_grad_enabled")).release();
+  }();
+  return truth(Ref::take(PyObject_CallNoArgs(wanted)).get());
+}
+
+// What find(group) returns; null for None.
+std::shared_ptr<nn::AmaxReduction> reduction_of(PyObject* find, PyObject* group) {
+  if (find == Py_None) return nullptr;
+  const Ref found = Ref::take(PyObject_CallFunctionObjArgs(find, group, nullptr));
+  if (found.get() == Py_None) return nullptr;
+  auto* own = static_cast<std::shared_ptr<nn::AmaxReduction>*>(
+      PyCapsule_GetPointer(found.get(), kReductionName));
+  if (own == nullptr) throw PythonError();
+  return *own;
+}
+
 }  // namespace
+
+PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *reduce = nullptr, *like = nullptr;
+    if (PyArg_ParseTuple(args, "OO", &reduce, &like) == 0) throw PythonError();
+    Py_INCREF(reduce);  // for as long as the process lives, as the group that it is of
+    Py_INCREF(like);
+    const auto call = [reduce, like](std::span<const Tensor> amaxes) -> Status {
+      const InterpreterLock lock;
+      if (!lock.held()) return {};
+      try {
+        const Ref rows =
+            list_of(amaxes, [&](const Tensor& row) { return to_framework(row, like); });
+        PyObject* const done = PyObject_CallFunctionObjArgs(reduce, rows.get(), nullptr);
+        if (done == nullptr) return python_error("torch.distributed.all_reduce");
+        Py_DECREF(done);
+      } catch (const PythonError&) {
+        return python_error("amaxes as tensors");
+      }
+      return {};
+    };
+    auto reduction = std::make_unique<std::shared_ptr<nn::AmaxReduction>>(
+        std::make_shared<nn::AmaxReduction>(call));
+    Ref capsule = Ref::take(PyCapsule_New(reduction.get(), kReductionName, [](PyObject* c) {
+      delete static_cast<std::shared_ptr<nn::AmaxReduction>*>(
+          PyCapsule_GetPointer(c, kReductionName));
+    }));
+    reduction.release();
+    return capsule;
+  });
+}
 
 PyObject* begin_autocast(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
   return guarded([&] {
-    check_count("begin_autocast", count, 3);
-    const nn::AutocastOptions options{.enabled = truth(args[0]), .calibrating = truth(args[1])};
+    check_count("begin_autocast", count, 5);
+    const nn::AutocastOptions options{.enabled = truth(args[0]),
+                                      .calibrating = truth(args[1]),
+                                      .amax_reduction = reduction_of(args[3], args[4])};
     // Without a recipe nothing computes in FP8, and none is asked for.
     auto scope = args[2] == Py_None
                      ? std::make_unique<nn::autocast>(options)
@@ -105,10 +174,11 @@ PyObject* end_autocast(PyObject*, PyObject* capsule) noexcept {
     auto* scope = static_cast<nn::autocast*>(PyCapsule_GetPointer(capsule, kScopeName));
     if (scope == nullptr) throw PythonError();
     Status status;
+    const bool updates = gradients_wanted();
     const FrameworkStreams streams;  // where the forwards have left their amaxes
     {
       const WithoutLock unlocked;
-      status = scope->exit();
+      status = scope->exit(updates);
     }
     check(status);
     return Ref::share(Py_None);

@@ -1,5 +1,6 @@
 #include "layer.hpp"
 
+#include <algorithm>
 #include <array>
 #include <deque>
 #include <functional>
@@ -23,6 +24,13 @@ namespace te_fl::python {
 namespace {
 
 constexpr const char* kLayerName = "te_fl.layer";
+constexpr const char* kStatesName = "te_fl.fp8_states";
+
+// What the layers of one module have in common.
+struct ModuleStates {
+  nn::Fp8States fp8;
+  std::mutex mutex;  // taken without the interpreter's lock, which others wait for inside
+};
 
 // A framework's parameter as the last forward saw it.
 struct Seen {
@@ -44,15 +52,31 @@ struct DelayedGradients {
 
 struct Layer {
   MakeRunner make;
-  std::mutex mutex;  // taken without the interpreter's lock, which others wait for inside
   std::map<DType, std::shared_ptr<Runner>> runners;  // by the activations' dtype
-  DType newest = DType::kF32;  // that of the last forward, whose FP8 state counts
+  std::vector<std::pair<std::string, std::shared_ptr<ModuleStates>>> states;  // by prefix
+  std::vector<std::mutex*> mutexes;  // of the states, in the order in which they are taken
   std::vector<std::pair<std::string, Shape>> parameters;
   std::vector<Seen> seen;
   uint64_t numbers = 0;   // the last number that was given
   long long caching = 0;  // the last scope in which quantised weights were kept
   bool delays_wgrad = false;
   std::deque<DelayedGradients> delayed;  // in the order of their backwards
+};
+
+// One layer's call at a time, of all layers that share states with it.
+class LayerLock {
+ public:
+  explicit LayerLock(const Layer& layer) : mutexes_(layer.mutexes) {
+    for (std::mutex* mutex : mutexes_) mutex->lock();
+  }
+  ~LayerLock() {
+    for (std::mutex* mutex : mutexes_) mutex->unlock();
+  }
+  LayerLock(const LayerLock&) = delete;
+  LayerLock& operator=(const LayerLock&) = delete;
+
+ private:
+  const std::vector<std::mutex*>& mutexes_;
 };
 
 // One forward that waits for its backward.
@@ -117,34 +141,28 @@ const std::shared_ptr<Layer>& layer_of(PyObject* capsule) {
   return *layer;
 }
 
+const std::shared_ptr<ModuleStates>& states_of(PyObject* capsule) {
+  auto* states =
+      static_cast<std::shared_ptr<ModuleStates>*>(PyCapsule_GetPointer(capsule, kStatesName));
+  if (states == nullptr) throw PythonError();
+  return *states;
+}
+
 Result<std::shared_ptr<Runner>> new_runner(const Layer& layer, DType activation) {
   const nn::init::WithoutValues borrowed;
   TE_FL_ASSIGN_OR_RETURN(auto made, layer.make(activation));
   made->module().set_delay_wgrad(layer.delays_wgrad);
+  for (const auto& [prefix, states] : layer.states) {
+    TE_FL_RETURN_IF_ERROR(made->module().share_fp8_states(states->fp8, prefix));
+  }
   return std::shared_ptr<Runner>(std::move(made));
 }
 
-// The FP8 state alone.
-std::vector<nn::NamedTensor> fp8_state(Runner& runner) {
-  auto state = runner.module().state();
-  std::erase_if(state, [](const nn::NamedTensor& t) {
-    return !t.name.ends_with(".scale") && !t.name.ends_with(".amax_history");
-  });
-  return state;
-}
-
-// The module for activations of `dtype`, with the FP8 state of the one that ran last.
+// The module for activations of `dtype`.
 Result<std::shared_ptr<Runner>> runner_for(Layer& layer, DType dtype) {
   std::shared_ptr<Runner>& runner = layer.runners[dtype];
   if (runner == nullptr) {
     TE_FL_ASSIGN_OR_RETURN(runner, new_runner(layer, dtype));
-  }
-  if (dtype != layer.newest) {
-    const auto state = fp8_state(*layer.runners.at(layer.newest));
-    if (!state.empty()) {
-      TE_FL_RETURN_IF_ERROR(runner->module().load_fp8_state(state, "another activation dtype"));
-    }
-    layer.newest = dtype;
   }
   return runner;
 }
@@ -326,7 +344,7 @@ struct Forward {
 };
 
 Result<Tensor> run(Layer& layer, Forward& f, std::shared_ptr<Record>& record) {
-  const std::lock_guard lock(layer.mutex);
+  const LayerLock lock(layer);
   TE_FL_ASSIGN_OR_RETURN(auto runner, runner_for(layer, f.activation));
   const bool training = f.mode == kTraining;
   TE_FL_RETURN_IF_ERROR(lend(*runner, f.parameters, f.numbers, training ? &f.trained : nullptr));
@@ -403,7 +421,7 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Len
                                std::vector<LentParameter>& parameters,
                                const std::vector<MainGrad>& main_grads, void* stream, bool keep) {
   Layer& layer = *record.layer;
-  const std::lock_guard lock(layer.mutex);
+  const LayerLock lock(layer);
   TE_FL_RETURN_IF_ERROR(lend(*record.runner, parameters, record.numbers, &record.trained));
   const auto scopes = record.scopes.enter();
   const StreamScope on(dy.device(), stream);
@@ -428,7 +446,7 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Len
 // Takes what the earliest of the backwards has left.
 Result<DelayedGradients> take_delayed(Layer& layer) {
   const WithoutLock unlocked;
-  const std::lock_guard lock(layer.mutex);
+  const LayerLock lock(layer);
   if (layer.delayed.empty()) {
     return Status(StatusCode::kFailedPrecondition,
                   "backward_dw(): no backward has left gradients of weights; it is called once "
@@ -442,7 +460,7 @@ Result<DelayedGradients> take_delayed(Layer& layer) {
 Result<std::vector<Tensor>> run_backward_dw(Layer& layer, const DelayedGradients& left,
                                             std::vector<LentParameter>& parameters,
                                             const std::vector<MainGrad>& main_grads, void* stream) {
-  const std::lock_guard lock(layer.mutex);
+  const LayerLock lock(layer);
   const Device device = parameters.at(0).value.device();
   TE_FL_RETURN_IF_ERROR(lend(*left.runner, parameters, left.numbers, &left.trained));
   TE_FL_RETURN_IF_ERROR(
@@ -487,14 +505,39 @@ std::vector<bool> trained_of(const std::vector<PyObject*>& parameters) {
 
 }  // namespace
 
+PyObject* make_fp8_states(PyObject*, PyObject*) noexcept {
+  return guarded([&] {
+    auto states = std::make_unique<std::shared_ptr<ModuleStates>>(std::make_shared<ModuleStates>());
+    Ref capsule = Ref::take(PyCapsule_New(states.get(), kStatesName, [](PyObject* c) {
+      delete static_cast<std::shared_ptr<ModuleStates>*>(PyCapsule_GetPointer(c, kStatesName));
+    }));
+    states.release();
+    return capsule;
+  });
+}
+
 PyObject* make_layer(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
-    PyObject *kind = nullptr, *options = nullptr;
-    if (PyArg_ParseTuple(args, "OO", &kind, &options) == 0) throw PythonError();
+    PyObject *kind = nullptr, *options = nullptr, *states = nullptr;
+    if (PyArg_ParseTuple(args, "OOO", &kind, &options, &states) == 0) throw PythonError();
     without_lock([] { OpManager::instance(); });  // the first use loads plugins, perhaps Python's
     auto layer = std::make_shared<Layer>();
     layer->make = runner_of(text_of(kind, "the kind of layer"), options);
-    auto runner = value_of(new_runner(*layer, DType::kF32));
+    for (PyObject* given : items_of(states, "states")) {
+      PyObject *prefix = nullptr, *capsule = nullptr;
+      if (PyArg_ParseTuple(given, "OO", &prefix, &capsule) == 0) throw PythonError();
+      layer->states.emplace_back(text_of(prefix, "a prefix"), states_of(capsule));
+    }
+    if (layer->states.empty()) layer->states.emplace_back("", std::make_shared<ModuleStates>());
+    for (const auto& [prefix, shared] : layer->states) layer->mutexes.push_back(&shared->mutex);
+    std::ranges::sort(layer->mutexes, std::less<>());
+    const auto same = std::ranges::unique(layer->mutexes);
+    layer->mutexes.erase(same.begin(), same.end());
+    auto runner = value_of([&]() -> Result<std::shared_ptr<Runner>> {
+      const WithoutLock unlocked;
+      const LayerLock lock(*layer);
+      return new_runner(*layer, DType::kF32);
+    }());
     for (const nn::NamedParameter& p : runner->module().parameters()) {
       const auto shape = p.value().shape();
       layer->parameters.emplace_back(p.name, Shape(shape.begin(), shape.end()));
@@ -589,7 +632,7 @@ PyObject* delay_layer_wgrad(PyObject*, PyObject* capsule) noexcept {
   return guarded([&] {
     Layer& layer = *layer_of(capsule);
     const WithoutLock unlocked;
-    const std::lock_guard lock(layer.mutex);
+    const LayerLock lock(layer);
     layer.delays_wgrad = true;
     for (const auto& [dtype, runner] : layer.runners) runner->module().set_delay_wgrad(true);
     return Ref::share(Py_None);
@@ -629,16 +672,16 @@ PyObject* end_backward(PyObject*, PyObject* token) noexcept {
   });
 }
 
-PyObject* layer_state(PyObject*, PyObject* args) noexcept {
+PyObject* fp8_state(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     PyObject *capsule = nullptr, *like = nullptr;
     if (PyArg_ParseTuple(args, "OO", &capsule, &like) == 0) throw PythonError();
-    Layer& layer = *layer_of(capsule);
+    ModuleStates& states = *states_of(capsule);
     std::vector<nn::NamedTensor> state;
     {
       const WithoutLock unlocked;
-      const std::lock_guard lock(layer.mutex);
-      state = fp8_state(*layer.runners.at(layer.newest));
+      const std::lock_guard lock(states.mutex);
+      state = states.fp8.state();
     }
     return list_of(state, [&](const nn::NamedTensor& t) {
       const Ref name = to_python(std::string_view(t.name));
@@ -648,11 +691,11 @@ PyObject* layer_state(PyObject*, PyObject* args) noexcept {
   });
 }
 
-PyObject* set_layer_state(PyObject*, PyObject* args) noexcept {
+PyObject* load_fp8_state(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     PyObject *capsule = nullptr, *given = nullptr;
     if (PyArg_ParseTuple(args, "OO", &capsule, &given) == 0) throw PythonError();
-    Layer& layer = *layer_of(capsule);
+    ModuleStates& states = *states_of(capsule);
     std::vector<nn::NamedTensor> state;
     const Ref items = Ref::take(PySequence_List(given));
     for (Py_ssize_t i = 0; i < PyList_Size(items.get()); ++i) {
@@ -663,13 +706,25 @@ PyObject* set_layer_state(PyObject*, PyObject* args) noexcept {
       state.push_back({std::string(text_of(name, "a name")), tensor_of(tensor, "state", true)});
     }
     Status status;
+    bool sites = false;
     const FrameworkStreams streams;
     {
       const WithoutLock unlocked;
-      const std::lock_guard lock(layer.mutex);
-      status = layer.runners.at(layer.newest)->module().load_fp8_state(state, "FP8 state");
+      const std::lock_guard lock(states.mutex);
+      sites = !states.fp8.empty();
+      if (sites) status = states.fp8.load(state, "FP8 state");
     }
     check(status);
+    return Ref::share(sites ? Py_True : Py_False);
+  });
+}
+
+PyObject* retire_fp8_states(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    ModuleStates& states = *states_of(capsule);
+    const WithoutLock unlocked;
+    const std::lock_guard lock(states.mutex);
+    states.fp8.retire();
     return Ref::share(Py_None);
   });
 }

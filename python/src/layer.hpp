@@ -6,8 +6,12 @@
 
 namespace te_fl::python {
 
-// layer(kind, options) -> a layer, whose parameters have no memory. Its calls may come from any
-// thread; they run one after the other.
+// fp8_states() -> what holds the FP8 state of one module of the framework, whatever layers the
+// module needs.
+PyObject* make_fp8_states(PyObject*, PyObject*) noexcept;
+// layer(kind, options, states) -> a layer, whose parameters have no memory. states: a tuple of
+// (prefix, FP8 states): the sites below the prefix use these, and the others the layer's own. Calls
+// may come from any thread; those of layers that share states run one after the other.
 PyObject* make_layer(PyObject*, PyObject* args) noexcept;
 // layer_parameters(layer) -> list of (name, shape), in the order that the calls take them.
 PyObject* layer_parameters(PyObject*, PyObject* layer) noexcept;
@@ -36,17 +40,23 @@ PyObject* delay_layer_wgrad(PyObject*, PyObject* layer) noexcept;
 PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept;
 // end_backward(token): updates the gradients' scales of the thread that ran the token's forward.
 PyObject* end_backward(PyObject*, PyObject* token) noexcept;
-// layer_state(layer, like) -> list of (name, tensor): FP8 state by te_fl::nn's names, sharing
-// memory.
-PyObject* layer_state(PyObject*, PyObject* args) noexcept;
-// set_layer_state(layer, [(name, tensor)]): copies.
-PyObject* set_layer_state(PyObject*, PyObject* args) noexcept;
+// fp8_state(states, like) -> list of (name, tensor): by te_fl::nn's names, sharing memory.
+PyObject* fp8_state(PyObject*, PyObject* args) noexcept;
+// load_fp8_state(states, [(name, tensor)]) -> whether a layer has brought sites, without which
+// nothing is loaded. Copies; what is not given is reset.
+PyObject* load_fp8_state(PyObject*, PyObject* args) noexcept;
+// retire_fp8_states(states): the module takes others from now on.
+PyObject* retire_fp8_states(PyObject*, PyObject* states) noexcept;
 
-// begin_autocast(enabled, calibrating, recipe) -> scope. recipe: a dict that
+// amax_reduction(reduce, like) -> a reduction: reduce([tensor]) writes into each of the tensors,
+// F32 [n] of the framework that `like` is of, the largest of what all ranks have there.
+PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept;
+// begin_autocast(enabled, calibrating, recipe, find, group) -> scope. recipe: a dict that
 // te_fl.common.recipe.native_of() made and nobody has written since, or None if the scope neither
-// is enabled nor calibrates.
+// is enabled nor calibrates. find: None, or a function; find(group) -> a reduction or None.
 PyObject* begin_autocast(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept;
-// end_autocast(scope): updates the scales of what was used in it.
+// end_autocast(scope): updates the scales of what was used in it, those of inferences alone if
+// PyTorch computes gradients now.
 PyObject* end_autocast(PyObject*, PyObject* scope) noexcept;
 // use_allocator(device, allocate, free, trim): te-fl's memory of the device comes from
 // allocate(bytes, stream) -> address, and free(address) takes it; trim() gives back what is unused.

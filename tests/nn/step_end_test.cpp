@@ -1,5 +1,7 @@
 // What ends a step's FP8 bookkeeping, and what a step that is put together wrongly says: scale
 // updates that nobody asked for, contexts that are full, gradients that were cleared.
+#include <algorithm>
+#include <cmath>
 #include <functional>
 #include <optional>
 #include <thread>
@@ -26,7 +28,7 @@ std::unique_ptr<LayerNormMLP> make_module() {
 std::map<std::string, Values> fp8_state(const Module& module) {
   std::map<std::string, Values> result;
   for (const NamedTensor& t : module.state()) {
-    if (t.name.find("_fp8.") != std::string::npos) result[t.name] = values_of(t.tensor);
+    if (t.name.find("fp8.") != std::string::npos) result[t.name] = values_of(t.tensor);
   }
   return result;
 }
@@ -135,6 +137,114 @@ TEST(StepEnd, AnErrorOfAScopesEndIsReturnedByBackwardEnd) {
   }).join();
   EXPECT_HAS(message(backward_end()), "the scale update failed");
   ASSERT_OK(backward_end());
+}
+
+// ---- amaxes of several ranks
+
+// The other rank is a function that has an amax of 7 everywhere.
+TEST(StepEnd, OneReductionForEachDirectionOverAllSitesThatWereEverUsed) {
+  struct Rank {
+    std::vector<std::vector<float>> reduced;  // of each call, the other rank's amaxes being 7
+    std::shared_ptr<AmaxReduction> reduction =
+        std::make_shared<AmaxReduction>([this](std::span<const Tensor> amaxes) -> Status {
+          reduced.emplace_back();
+          for (const Tensor& row : amaxes) {
+            for (int64_t i = 0; i < row.numel(); ++i) {
+              reduced.back().push_back(row.data<float>()[i]);
+              const_cast<float*>(row.data<float>())[i] = std::max(row.data<float>()[i], 7.0f);
+            }
+          }
+          return {};
+        });
+  } rank;
+  auto a = take(Linear::create({.in_features = kSize, .out_features = kSize, .seed = 1}));
+  auto b = take(Linear::create({.in_features = kSize, .out_features = kSize, .seed = 2}));
+  const auto scales = [](const Module& module) {
+    std::vector<float> found;
+    for (const NamedTensor& t : module.state()) {
+      if (!t.name.ends_with(".scale")) continue;
+      for (double v : values_of(t.tensor)) found.push_back(static_cast<float>(v));
+    }
+    return found;
+  };
+  const auto step = [&](bool leaves_out) {
+    Ctx of_a, of_b;
+    autocast fp8({.amax_reduction = rank.reduction}, DelayedScaling{.amax_history_len = 1});
+    (void)take(a->forward(values(1), &of_a));
+    if (!leaves_out) (void)take(b->forward(values(1), &of_b));
+    check(fp8.exit());
+    (void)take(a->backward(values(2), of_a));
+    if (!leaves_out) (void)take(b->backward(values(2), of_b));
+    check(backward_end());
+  };
+  step(false);
+  ASSERT_EQ(rank.reduced.size(), 2u);
+  EXPECT_EQ(rank.reduced[0].size(), 4u);
+  EXPECT_EQ(rank.reduced[1].size(), 2u);
+  const std::vector<float> of_sevens = {448 / 7.0f, 448 / 7.0f, 57344 / 7.0f};
+  EXPECT_EQ(scales(*a), of_sevens);
+  EXPECT_EQ(scales(*b), of_sevens);
+  step(true);
+  ASSERT_EQ(rank.reduced.size(), 4u);
+  EXPECT_EQ(rank.reduced[2].size(), 4u);
+  EXPECT_EQ(rank.reduced[3], (std::vector<float>{rank.reduced[1][0], 0}));
+  EXPECT_EQ(scales(*b), of_sevens) << "what the other rank had";
+  {  // inferences wait for an update, and for its reduction
+    autocast fp8({.amax_reduction = rank.reduction}, DelayedScaling{.amax_history_len = 1});
+    (void)take(a->forward(values(1), nullptr));
+  }
+  EXPECT_EQ(rank.reduced.size(), 4u);
+}
+
+TEST(StepEnd, AFailedReductionIsTheScopesError) {
+  auto module = make_module();
+  const auto reduction = std::make_shared<AmaxReduction>(
+      [](std::span<const Tensor>) { return Status(StatusCode::kInternal, "a rank is gone"); });
+  Ctx ctx;
+  autocast fp8({.amax_reduction = reduction}, kRecipe);
+  (void)take(module->forward(values(1), &ctx));
+  const Status status = fp8.exit();
+  EXPECT_HAS(message(status), "the ranks' amaxes were not reduced");
+  EXPECT_HAS(message(status), "a rank is gone");
+}
+
+// ---- modules that stand for one
+
+TEST(SharedFp8States, AreOneStateOfSeveralModules) {
+  const DelayedScaling recipe{.amax_history_len = 1};
+  Fp8States states;
+  std::vector<std::unique_ptr<Linear>> modules;
+  for (DType dtype : {DType::kF32, DType::kBF16}) {
+    modules.push_back(take(Linear::create(
+        {.in_features = kSize, .out_features = kSize, .activation_dtype = dtype, .seed = 1})));
+    ASSERT_OK(modules.back()->share_fp8_states(states));
+  }
+  std::vector<Ctx> ctxs(2);
+  autocast fp8(true, recipe);
+  for (size_t i = 0; i < 2; ++i) (void)take(modules[i]->forward(values(1, i + 1.0), &ctxs[i]));
+  check(fp8.exit());
+  const auto largest = [](const Tensor& t) {
+    const Values all = values_of(t);
+    return static_cast<float>(
+        std::abs(*std::ranges::max_element(all, {}, [](double v) { return std::abs(v); })));
+  };
+  for (size_t i = 0; i < 2; ++i) {
+    (void)take(modules[i]->backward(values(2, i + 1.0), ctxs[i]));
+  }
+  check(backward_end());
+  std::map<std::string, Values> found;
+  for (const NamedTensor& t : states.state()) found[t.name] = values_of(t.tensor);
+  EXPECT_EQ(found.at("fp8.fwd.scale")[0], 448 / largest(values(1, 2)));
+  EXPECT_EQ(found.at("fp8.bwd.scale")[0], 57344 / largest(values(2, 2)));
+  EXPECT_EQ(found, fp8_state(*modules[0]));
+  // Loading is seen by all; a site of another size is refused.
+  ASSERT_OK(states.load({}, "nothing"));
+  EXPECT_EQ(fp8_state(*modules[1]).at("fp8.fwd.scale")[0], 1);
+  const Tensor other = tensor({1}, {1});
+  EXPECT_HAS(message(states.load({{"fp8.fwd.scale", other}}, "a file")),
+             "a file: tensor fp8.fwd.amax_history is missing");
+  auto core = take(DotProductAttention::create({.num_attention_heads = 2, .head_dim = 16}));
+  EXPECT_HAS(message(core->share_fp8_states(states)), "share_fp8_states: the site fp8.fwd has 3");
 }
 
 // ---- contexts

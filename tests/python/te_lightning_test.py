@@ -66,7 +66,7 @@ class Lightning(unittest.TestCase):
         generator = torch.Generator().manual_seed(2)
         target_map = torch.randn(32, 16, generator=generator) / 32**0.5
         x = torch.randn(64 * 40, 32, generator=generator)
-        losses = []
+        losses, validated = [], []
 
         class Task(lightning.LightningModule):
             def __init__(self):
@@ -77,6 +77,9 @@ class Lightning(unittest.TestCase):
                 loss = torch.nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float())
                 losses.append(float(loss.detach()))
                 return loss
+
+            def validation_step(self, batch, index):  # first in the Trainer's sanity check, before any training step
+                validated.append(float(torch.nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float())))
 
             def configure_optimizers(self):
                 return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -89,9 +92,10 @@ class Lightning(unittest.TestCase):
                                         enable_progress_bar=False, enable_model_summary=False)
             task = Task()
             te_fl.reset_usage()
-            trainer.fit(task, data)
+            trainer.fit(task, data, torch.utils.data.DataLoader(data.dataset, batch_size=512))
         self.assertIsInstance(task.net.layers[0], te.Linear)
         self.assertEqual(task.net.layers[0].weight.dtype, torch.bfloat16)
         self.assertTrue(any("quantize" in row["op"] for row in te_fl.usage()))
-        self.assertEqual(len(losses), 40)
+        self.assertEqual((len(losses), len(validated)), (40, 2 + 5))
+        self.assertLess(validated[-1], 0.5 * validated[0])
         self.assertLess(losses[-1], 0.5 * losses[0])

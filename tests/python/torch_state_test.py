@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import pickle
+import subprocess
 import sys
 import tempfile
 import types
@@ -573,6 +574,248 @@ class Distributed(State):
                 dcp.load(state, checkpoint_id=folder, no_dist=True)
                 other.load_state_dict(state["model"])
                 self.same(step(other, recipe=DELAYED, seed=7), step(module, recipe=DELAYED, seed=7))
+
+
+class Recording(unittest.TestCase):
+    """Which amaxes set the scales: those of a module, whichever of its layers in C++ a call needed."""
+
+    LATEST = DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")
+
+    def of(self, module, name):
+        return dict(module._fp8_state())[name]
+
+    def each_twice(self, first, second, of_state):
+        """Asserts what steps of two forwards and one backward make of_state(), whichever output has gradients of 100; the other's are 1."""
+        for factors in ((1, 100), (100, 1)):
+            for _ in range(2):
+                with scope(self.LATEST):
+                    a, b = first(), second()
+                (factors[0] * a.float().sum() + factors[1] * b.float().sum()).backward()
+            self.assertEqual(of_state().item(), torch.tensor(573.44).item(), factors)
+
+    def test_a_layer_used_twice_in_one_backward(self):
+        for recipe in (self.LATEST, DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=3)):
+            for order in (1, -1):
+                module, exact = randomise(te.Linear(32, 32)), torch.nn.Linear(32, 32)
+                exact.load_state_dict({n: t for n, t in module.state_dict().items() if n != "_extra_state"})
+                x, history = randn(64, 32), []
+                for step in range(3):
+                    for m, chosen in ((module, recipe), (exact, None)):
+                        m.zero_grad()
+                        with scope(chosen):
+                            parts = [m(x), m(x)][::order]
+                        (parts[0].sum() + 1e4 * parts[1].sum()).backward()
+                    history.append(self.of(module, "fp8.bwd.amax_history"))
+                self.assertEqual(self.of(module, "fp8.bwd.scale").item(), torch.tensor(57344 / 1e4).item())
+                near(self, module.weight.grad, exact.weight.grad, 0.05, "the weight's gradient")
+                if recipe.amax_history_len == 3:  # one row for each step
+                    self.assertEqual(history[1].flatten().tolist(), [0, 0, 1e4] if step == 0 else [0, 1e4, 1e4])
+
+    def test_two_dtypes_in_one_step(self):
+        x = randn(64, 32)
+        for first, second in ((F32, BF16), (BF16, F32)):
+            module = randomise(te.Linear(32, 32))
+            self.each_twice(lambda: module(x.to(first)), lambda: module(4 * x.to(second)), lambda: self.of(module, "fp8.bwd.scale"))
+            self.assertAlmostEqual(self.of(module, "fp8.fwd.scale")[0].item(), 448 / (4 * x.to(second).abs().max().item()), 3)
+
+    def test_two_masks_in_one_step(self):
+        recipe = DelayedScaling(amax_history_len=1, fp8_dpa=True)
+        for masks in (("causal", "no_mask"), ("no_mask", "causal")):
+            module = te.DotProductAttention(2, 16)
+            q, k, v = (randn(16, 2, 2, 16, seed=i).requires_grad_() for i in range(3))
+            for _ in range(2):
+                with te.autocast(recipe=recipe):
+                    a, b = (module(q * n, k, v, attn_mask_type=mask) for n, mask in zip((1, 3), masks))
+                (a.sum() + 50 * b.sum()).backward()
+            self.assertEqual(self.of(module, "fp8.bwd.scale")[0].item(), torch.tensor(57344 / 50).item())
+            self.assertAlmostEqual(self.of(module, "fp8.fwd.scale")[0].item(), 448 / (3 * q.abs().max().item()), 3)
+            layer = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0))
+            x = randn(16, 2, 32).requires_grad_()
+            self.each_twice(lambda: layer(x, self_attn_mask_type=masks[0]), lambda: layer(x, self_attn_mask_type=masks[1]),
+                            lambda: self.of(layer.layernorm_mlp, "fc2_fp8.bwd.scale"))
+
+    def test_an_evaluation_with_gradients_before_the_backward(self):
+        layer = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0.1, attention_dropout=0.1))
+        x = randn(16, 2, 32)
+        for _ in range(2):
+            with scope(self.LATEST):
+                y = layer.train()(x)
+                evaluated = layer.eval()(x)
+            (evaluated.sum() + 100 * y.sum()).backward()
+            self.assertIsNone(x.grad)
+        self.assertLess(self.of(layer.layernorm_mlp, "fc2_fp8.bwd.scale").item(), 574)  # dropout's factor makes gradients larger
+
+    def test_parts_and_the_whole_layer_in_one_step(self):
+        layer = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0))
+        x = randn(16, 2, 32)
+        self.each_twice(lambda: layer(x), lambda: layer(x, checkpoint_core_attention=True),
+                        lambda: self.of(layer.layernorm_mlp, "fc2_fp8.bwd.scale"))
+
+    def test_a_frozen_layer_follows_its_data(self):
+        x = randn(64, 32)
+        for training in (True, False):
+            module = randomise(te.Linear(32, 32))
+            for _ in range(2):
+                with scope(self.LATEST):
+                    y = module(x)
+                y.sum().backward()
+            module.requires_grad_(False).train(training)
+            want = torch.nn.functional.linear(100 * x, module.weight, module.bias)
+            for _ in range(2):
+                with scope(self.LATEST):
+                    y = module(100 * x)
+            near(self, y, want, 0.1, "the output")
+            before = self.of(module, "fp8.fwd.scale")
+            for _ in range(2):  # as in Transformer Engine: no gradients when the autocast ends, no update
+                with torch.no_grad(), scope(self.LATEST):
+                    module(x)
+            self.assertEqual(self.of(module, "fp8.fwd.scale").tolist(), before.tolist())
+            with scope(self.LATEST):
+                module(x / 10)  # whose update sees what the evaluations saw
+            self.assertAlmostEqual(self.of(module, "fp8.fwd.scale")[0].item(), 448 / x.abs().max().item(), 3)
+
+    def test_an_evaluation_before_the_first_step(self):
+        x, recipe = randn(64, 32), DelayedScaling()
+        module = randomise(te.Linear(32, 32))
+        codes = lambda t: t.to(torch.float8_e4m3fn).float()  # with scale 1
+        want = codes(x) @ codes(module.weight).T + module.bias
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode(), te.autocast(recipe=recipe):
+                y = module.eval()(x)
+            near(self, y, want, 1e-5, "the output")
+        self.assertEqual(self.of(module, "fp8.fwd.scale").tolist(), [1, 1])
+        self.assertEqual(self.of(module, "fp8.fwd.amax_history")[0].tolist(), [x.abs().max().item(), module.weight.abs().max().item()])
+        # A teacher whose own autocasts all end without gradients gets its scales at the end of the student's.
+        student = randomise(te.Linear(32, 32))
+        with te.autocast(recipe=recipe):
+            student(x).sum().backward()
+        self.assertAlmostEqual(self.of(module, "fp8.fwd.scale")[0].item(), 448 / x.abs().max().item(), 3)
+
+    def test_saturation_is_said_once(self):
+        big = torch.full((16, 32), 1000.0)
+        big[:, 8:] = 1.0
+        said = []
+        for module, inputs in ((te.Linear(32, 32), (big,)), (te.TransformerLayer(32, 64, 4, attn_input_format="bshd"), (randn(2, 8, 32),)),
+                               (te.DotProductAttention(2, 16), [big.view(16, 1, 2, 16)] * 3)):
+            with tempfile.TemporaryFile() as file:
+                kept = os.dup(2)
+                os.dup2(file.fileno(), 2)
+                try:
+                    for _ in range(3):
+                        with torch.no_grad(), te.autocast(recipe=DelayedScaling(fp8_dpa=True)):
+                            module.eval()(*inputs)
+                finally:
+                    os.dup2(kept, 2)
+                    os.close(kept)
+                file.seek(0)
+                said.append(file.read().decode())
+        self.assertEqual([text.count("saturate") for text in said], [1, 0, 1], said)
+        self.assertIn("25 % of its inputs saturate", said[0])
+        self.assertIn("[32,32]", said[0])
+        self.assertIn("attention", said[2])
+
+    def test_a_discriminator_learns_as_in_fp32(self):
+        def train(recipe):
+            torch.manual_seed(5)
+            make = (lambda a, b: torch.nn.Linear(a, b)) if recipe is None else te.Linear
+            discriminator = torch.nn.Sequential(make(32, 64), torch.nn.GELU(), make(64, 16))
+            generator = torch.nn.Sequential(make(16, 64), torch.nn.GELU(), make(64, 32))
+            for i, net in enumerate((discriminator, generator)):
+                randomise(net, 9 + i)
+            steps = [torch.optim.Adam(net.parameters(), lr=2e-3) for net in (discriminator, generator)]
+            losses = []
+            for step in range(40):
+                real, noise = 2 + 0.5 * randn(64, 32, seed=2 * step), randn(64, 16, seed=2 * step + 1)
+                with scope(recipe):
+                    fake = generator(noise)
+                    a, b = discriminator(real), discriminator(fake.detach())
+                loss = torch.nn.functional.softplus(-a.mean(-1)).mean() + torch.nn.functional.softplus(b.mean(-1)).mean()
+                steps[0].zero_grad()
+                loss.backward()
+                steps[0].step()
+                with scope(recipe):
+                    judged = discriminator(fake)
+                steps[1].zero_grad()
+                torch.nn.functional.softplus(-judged.mean(-1)).mean().backward()
+                steps[1].step()
+                losses.append(loss.item())
+            return losses
+
+        exact, quantised = train(None), train(DelayedScaling(amax_history_len=4))
+        self.assertLess(exact[15], 0.7 * exact[0])
+        for step in (5, 15, 25):
+            self.assertLess(abs(quantised[step] - exact[step]), 0.1 * exact[0], (step, quantised, exact))
+
+    def test_low_rank_adapters_on_a_frozen_base(self):
+        def train(recipe):
+            base, down, up = (randomise(te.Linear(i, o, bias=False), 3 + n) for n, (i, o) in enumerate(((32, 32), (32, 16), (16, 32))))
+            base.requires_grad_(False)
+            with torch.no_grad():
+                up.weight.zero_()
+            adam, losses, wanted = torch.optim.Adam([down.weight, up.weight], lr=5e-3), [], randn(32, 32, seed=4) / 6
+            for step in range(30):
+                x = 30 * randn(64, 32, seed=step)
+                with scope(recipe):
+                    y = base(x) + up(down(x))
+                loss = (y - x @ wanted).square().mean() / 900
+                adam.zero_grad()
+                loss.backward()
+                adam.step()
+                losses.append(loss.item())
+            return losses
+
+        exact, quantised = train(None), train(DelayedScaling(amax_history_len=4))
+        self.assertLess(quantised[-1], 0.8 * quantised[1])
+        self.assertLess(abs(quantised[-1] - exact[-1]), 0.05 * exact[-1], (quantised, exact))
+
+
+# Two ranks whose inputs differ: what they print are the scales, forward and backward, and how many collectives a step took.
+RANK = r"""
+import sys, datetime, torch, torch.distributed as dist
+import te_fl.pytorch as te
+from te_fl.common.recipe import DelayedScaling
+rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=60))
+pair, alone = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(ranks)][rank]
+count, reduce = 0, dist.all_reduce
+def counted(*args, **kwargs):
+    global count
+    count += 1
+    return reduce(*args, **kwargs)
+dist.all_reduce = counted
+for group, reduces in ((None, True), (pair, True), (alone, True), (None, False)):
+    torch.manual_seed(1)
+    a, b = te.Linear(32, 32, bias=False), te.Linear(32, 32, bias=False)
+    for step in range(2):
+        before = count
+        x = torch.full((16, 32), float(rank + 1))
+        with te.autocast(recipe=DelayedScaling(amax_history_len=2, reduce_amax=reduces), amax_reduction_group=group):
+            y = a(x)
+            y = b(y) if step == 0 or rank == 0 else y  # a rank may leave out a layer
+        ((rank + 1) * y.sum()).backward()
+        print(count - before, end=" ")
+    state = dict(a._fp8_state()), dict(b._fp8_state())
+    print(*(f"{s[n].tolist()[0]:.6g}" for s in state for n in ("fp8.fwd.scale", "fp8.bwd.scale")), sep=" ")
+dist.destroy_process_group()
+"""
+
+
+class Ranks(unittest.TestCase):
+    def test_scales_are_those_of_the_largest_amax_of_the_group(self):
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(rank), "2", os.path.join(folder, "store")], stdout=subprocess.PIPE,
+                                      stderr=subprocess.PIPE, text=True) for rank in range(2)]
+            said = [rank.communicate(timeout=300) for rank in ranks]
+        for rank, (_, errors) in zip(ranks, said):
+            self.assertEqual(rank.returncode, 0, errors)
+        world, pair, alone, off = zip(*([line.split() for line in out.splitlines()] for out, _ in said))
+        for each in (world, pair):
+            self.assertEqual(each[0], each[1])
+            self.assertEqual(each[0][:3], ["2", "2", "224"], "two collectives a step; the input's scale is 448 / 2")
+            self.assertEqual(each[0][5], "28672", "that of the last gradients is 57344 / 2")
+        for each in (alone, off):
+            self.assertEqual([rank[:3] for rank in each], [["0", "0", "448"], ["0", "0", "224"]])
+            self.assertNotEqual(each[0], each[1])
 
 
 if __name__ == "__main__":

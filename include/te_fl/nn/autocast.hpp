@@ -1,26 +1,61 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 
 #include "te_fl/export.hpp"
 #include "te_fl/nn/context.hpp"
 #include "te_fl/nn/recipe.hpp"
 #include "te_fl/status.hpp"
+#include "te_fl/tensor.hpp"
 
 namespace te_fl::nn {
+
+namespace detail {
+class ReducedSites;
+}
+
+// Amaxes of several ranks (delayed scaling): scales are computed from the largest that any rank
+// has. `reduce` writes that into each of the tensors, F32 [n] on one device, on the thread's
+// current stream; it is one collective, called once for each device when an autocast's end or
+// backward_end() updates scales. All sites that were ever used under this object take part,
+// in the order of their first use, whether this step used them or not, so ranks that leave out a
+// layer in a step agree on the sizes: ranks need only use their modules for the first time in one
+// order. In a capture those take part whose update is captured. Keeps the FP8 state of the sites,
+// some KiB each, while it lives. Thread-safe.
+class TE_FL_API AmaxReduction {
+ public:
+  using Reduce = std::function<Status(std::span<const Tensor> amaxes)>;
+  explicit AmaxReduction(Reduce reduce);
+  ~AmaxReduction();
+  AmaxReduction(const AmaxReduction&) = delete;
+  AmaxReduction& operator=(const AmaxReduction&) = delete;
+
+  Status reduce(std::span<const Tensor> amaxes) const { return reduce_(amaxes); }
+  detail::ReducedSites& sites() const noexcept { return *sites_; }
+
+ private:
+  Reduce reduce_;
+  std::unique_ptr<detail::ReducedSites> sites_;
+};
 
 struct AutocastOptions {
   bool enabled = true;
   // With enabled = false and DelayedScaling: compute in high precision, but collect amaxes and
   // update scales, so that FP8 can start (or be exported) with good scales.
   bool calibrating = false;
+  // With DelayedScaling: the ranks whose amaxes the scales come from. Null: this one alone.
+  std::shared_ptr<AmaxReduction> amax_reduction = nullptr;
 };
 
 // Module forwards on this thread use FP8 by `recipe` until the scope ends, on whatever thread that
 // is. Scopes nest, the innermost that has not ended counts. When the outermost ends, the scales of
-// the forward tensors used inside it are updated (delayed scaling). Backward calls need no scope:
-// they follow their forward.
+// the forward tensors used inside it are updated (delayed scaling). If all forwards inside were
+// inferences (no ctx), scales stay as they are: their amaxes count in the next update on this
+// thread. Before the first update scales are 1; an inference that saturates then says so in the
+// log. Backward calls need no scope: they follow their forward.
 //   { nn::autocast fp8(true, nn::DelayedScaling{}); y = layer->forward(x, &ctx); }
 //   layer->backward(dy, ctx);  nn::backward_end();
 // An invalid recipe makes every forward inside the scope fail with its message.
@@ -35,7 +70,8 @@ class [[nodiscard]] TE_FL_API autocast {
   autocast& operator=(const autocast&) = delete;
 
   // Ends the scope now and returns the outcome of the scale update. Does nothing the second time.
-  Status exit();
+  // `updates`: scales are updated after inferences, too, if this scope is the outermost.
+  Status exit(bool updates = false);
 
  private:
   std::shared_ptr<detail::AutocastFrame> frame_;

@@ -20,6 +20,7 @@ namespace detail {
 class DelayedWgrad;
 class Fp8State;
 class Fp8Values;
+struct SharedStates;
 class GradientUpdates;
 class WeightCopy;
 }  // namespace detail
@@ -54,6 +55,9 @@ struct TE_FL_API Parameter {
   int64_t delayed_wgrads = 0;
   // True between clear_grad() and what writes grad. Who writes it without a backward sets false.
   bool grad_stale = false;
+  // True between clear_grad() or zero_grad() and what writes grad: a backward that finds it so
+  // begins another step. False after take_grad().
+  bool grad_cleared = false;
   uint64_t grad_cleared_in = 0;  // the capture that cleared it; 0: none
 
   // Borrowing: `lent`, compact, F32, BF16 or F16, of value's shape and on its device, becomes the
@@ -99,16 +103,38 @@ struct TE_FL_API Parameter {
   std::shared_ptr<detail::GradientUpdates> gradient_updates;
 };
 
+struct NamedTensor {
+  std::string name;
+  Tensor tensor;
+};
+
+// The FP8 state of sites by name, for modules that stand for one: those that a framework's module
+// has for other dtypes or masks, or a whole layer and its parts. See Module::share_fp8_states().
+class TE_FL_API Fp8States {
+ public:
+  Fp8States();
+  ~Fp8States();
+  Fp8States(const Fp8States&) = delete;
+  Fp8States& operator=(const Fp8States&) = delete;
+  // Whether modules have brought sites.
+  bool empty() const;
+  // As Module::state() names them, for those that delayed scaling was used at.
+  std::vector<NamedTensor> state() const;
+  // As Module::load_fp8_state().
+  Status load(const std::vector<NamedTensor>& tensors, std::string_view source);
+  // The modules have other states from now on: an AmaxReduction leaves these out.
+  void retire();
+
+ private:
+  friend class Module;
+  std::unique_ptr<detail::SharedStates> shared_;
+};
+
 struct NamedParameter {
   std::string name;  // dotted path, e.g. "self_attention.layernorm_qkv.weight"
   std::shared_ptr<Parameter> parameter;
   const Tensor& value() const { return parameter->value; }
   const Tensor& grad() const { return parameter->grad; }
-};
-
-struct NamedTensor {
-  std::string name;
-  Tensor tensor;
 };
 
 // What a forward keeps for its backward. Give each forward its own, as many at once as microbatches
@@ -214,6 +240,11 @@ class TE_FL_API Module {
                     const std::function<bool(std::string_view)>& skip = nullptr);
   // The same of FP8 state alone: `tensors` names no parameters, and those stay.
   Status load_fp8_state(const std::vector<NamedTensor>& tensors, std::string_view source);
+  // From now on the FP8 sites below `prefix` ("" or "self_attention.proj.") use the states that
+  // `states` has under the rest of their names, and it has those that it lacks: what one of the
+  // modules collects and updates is the state of all. Before any forward; the modules are on one
+  // device, and their calls must not run at the same time. INVALID_ARGUMENT if a site does not fit.
+  Status share_fp8_states(Fp8States& states, std::string_view prefix = {});
   // The checks of load_state() alone.
   Status check_state(const std::vector<NamedTensor>& tensors, std::string_view source,
                      const std::function<bool(std::string_view)>& skip = nullptr) const;

@@ -95,7 +95,6 @@ PARTLY = {
     "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True, "master_weight_dtype": "torch.float16", "exp_avg_dtype": "torch.bfloat16",
                                            "exp_avg_sq_dtype": "torch.bfloat16", "store_param_remainders": True},
     "te_fl.pytorch.optimizers.FusedSGD": {"materialize_master_grads": False},
-    "te_fl.pytorch.quantization.autocast": {"amax_reduction_group": "a group"},
     "te_fl.pytorch.softmax.FusedScaleMaskSoftmax": {"softmax_in_fp32": False},
     "te_fl.pytorch.transformer.TransformerLayer": _RANKS,
     "te_fl.pytorch.transformer.TransformerLayer.forward": {"inference_params": "a cache"},

@@ -9,7 +9,6 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from te_fl import _native
 from te_fl.pytorch import extra_state
 from te_fl.pytorch import random as generator
 from te_fl.pytorch import refuse as rules
@@ -150,7 +149,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     _kind = "attention"
     _sites = ("fp8",)  # of FP8 attention: a recipe with fp8_dpa
     _places = extra_state.ATTENTION
-    _newest: Any = None  # the layer of the last forward, which has the FP8 state
+    _device: Optional[torch.device] = None  # of the layers
 
     def __init__(self, num_attention_heads: int, kv_channels: Union[int, Tuple[int, int]], num_gqa_groups: Optional[int] = None,
                  attention_dropout: float = 0.0, qkv_format: str = "sbhd", attn_mask_type: str = "causal",
@@ -196,14 +195,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         return self._dropping(device, layout, mask, size, softcap, drops)
 
     def _dropping(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float, drops: bool):
-        layer = self._layer(device, key=(device, layout, mask, size, softcap, self.attention_dropout if drops else 0.0))
-        if layer is not self._newest:
-            before, self._newest = self._newest, layer
-            if before is not None:
-                state = _native.layer_state(before, torch.empty(0))
-                if state:
-                    _native.set_layer_state(layer, state)
-        return layer
+        if device != self._device:  # without parameters no .to() says that it changes
+            if self._device is not None:
+                self._forget(self._fp8_state())
+            self._device = device
+        return self._layer(device, key=(device, layout, mask, size, softcap, self.attention_dropout if drops else 0.0))
 
     def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[Any, None]:
         layout, mask, softcap, left, right, drops = key
@@ -215,16 +211,6 @@ class DotProductAttention(TransformerEngineBaseModule):
                   "num_gqa_groups": self.num_gqa_groups, "layout": layout, "mask_type": mask, "window_left": size[0], "window_right": size[1],
                   "softmax_type": self.softmax_type, "attention_dropout": dropout, "softcap": softcap}
         return chosen if self.softmax_scale is None else {**chosen, "softmax_scale": float(self.softmax_scale)}
-
-    def _state_layer(self):
-        return self._newest
-
-    def _forget(self, state: List[Tuple[str, torch.Tensor]]) -> None:
-        super()._forget(state)
-        self._newest = None
-
-    def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "_newest": None}
 
     def set_extra_state(self, state: Any) -> None:
         # Transformer Engine saves places for attention under any FP8 recipe, and others under several recipes at a time.

@@ -20,6 +20,16 @@ def default_init(weight: torch.Tensor) -> None:
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
+class States:
+    """A module's FP8 state in C++, for all layers that it needs. A copy is another one, empty."""
+
+    def __init__(self):
+        self.native = _native.fp8_states()
+
+    def __reduce__(self):
+        return States, ()
+
+
 class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     """Base of modules with one layer of te_fl::nn.
 
@@ -34,11 +44,12 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         super().__init__()
         self.name = name
         self._layers: Dict[str, Any] = {}  # by kind
-        self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the layer
+        self._states = States()  # of all layers, and of the FusedLayer that this module is a part of
+        self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the first of them
         self._recipe = None  # of the last forward in an autocast
         self._in_fp8 = False  # whether the last forward outside of a backward computed in FP8
         self._call: Any = None
-        self._fused_in: Any = None  # the FusedLayer that this module is a part of, and its path there
+        self._fused_in: Any = None  # the FusedLayer that this module is a part of
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
         self._number = registry.enter(self)
         self.wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]] = []
@@ -162,13 +173,12 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         layer = self._layers.get(name)
         if layer is None:
             use_torch_memory(device)
-            layer = _native.layer(kind, {**self._options_of(kind, key), "device": native_device(device)})
+            states = (("", self._states.native),) if self._owns_state(kind) else ()
+            layer = _native.layer(kind, {**self._options_of(kind, key), "device": native_device(device)}, states)
             if self.delay_wgrad_compute and kind == self._kind:
                 _native.delay_layer_wgrad(layer)
             self._layers[name] = layer
-            if self._loaded and self._owns_state(kind):
-                _native.set_layer_state(layer, self._loaded)
-                self._loaded = []
+            self._load_waiting()
         return layer
 
     def _check_compiled(self) -> None:
@@ -181,10 +191,6 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
 
     def _owns_state(self, kind: str) -> bool:
         return bool(self._sites) and kind == self._kind
-
-    def _state_layer(self):
-        """The layer that has the FP8 state; None if none has been made."""
-        return next((layer for (kind, _), layer in self._layers.items() if self._owns_state(kind)), None)
 
     def _run(self, layer, inputs: Tuple[torch.Tensor, ...], parameters: Tuple[torch.Tensor, ...], first=None, attention=None, random=None,
              accumulates: bool = False, extras: Tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
@@ -227,13 +233,10 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     def _notice(self) -> int:
         return quantization.notice(self)
 
-    def _alone(self) -> None:
-        """This module runs by itself from now on, with its FP8 state."""
-        if self._fused_in is not None:
-            self._fused_in[0].leave()
 
     def _apply(self, fn, recurse: bool = True):
-        self._alone()
+        if self._fused_in is not None:
+            self._fused_in.forget()
         state = self._fp8_state()
         with keeping_codes():
             result = super()._apply(fn, recurse)
@@ -242,35 +245,29 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
 
     def _forget(self, state: List[Tuple[str, torch.Tensor]]) -> None:
         """Makes new layers when they are next needed, with this FP8 state."""
-        self._layers, self._call = {}, None
+        _native.retire_fp8_states(self._states.native)
+        self._layers, self._call, self._states = {}, None, States()
         device = next((p.device for p in self.parameters(recurse=False)), None)
         self._loaded = [(n, t if device is None or device.type == "meta" else t.to(device)) for n, t in state]
 
     # -- FP8 state
 
     def _fp8_state(self) -> List[Tuple[str, torch.Tensor]]:
-        if self._fused_in is not None:
-            state = self._fused_in[0].state_of(self._fused_in[1])
-            if state is not None:
-                return state
-        return self._own_fp8_state()
+        state = [(n, t.clone()) for n, t in _native.fp8_state(self._states.native, torch.empty(0))]
+        return state or list(self._loaded)
 
-    def _own_fp8_state(self) -> List[Tuple[str, torch.Tensor]]:
-        layer = self._state_layer()
-        if layer is None:
-            return list(self._loaded)
-        return [(n, t.clone()) for n, t in _native.layer_state(layer, torch.empty(0))]
+    def _load(self, state: List[Tuple[str, torch.Tensor]]) -> None:
+        """The FP8 state from now on, in the memory that there is; what it lacks is reset."""
+        self._loaded = [] if _native.load_fp8_state(self._states.native, state) else state
+
+    def _load_waiting(self) -> None:
+        if self._loaded:
+            self._load(self._loaded)
 
     def _saved(self) -> Callable[[], None]:
-        """What gives the module the FP8 state of now again, in the memory that the layer has then."""
-        state = self._own_fp8_state()
-
-        def restore() -> None:
-            layer = self._state_layer()
-            if layer is not None:
-                _native.set_layer_state(layer, state)
-
-        return restore
+        """What gives the module the FP8 state of now again, in the memory that it has then."""
+        state = self._fp8_state()
+        return lambda: self._load(state)
 
     def get_extra_state(self) -> torch.Tensor:
         state = self._fp8_state()
@@ -290,24 +287,18 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         if not read or not self._sites:
             return
         own = extra_state.from_theirs(read, self._sites, where, self._places)
-        self._alone()
         self._recipe = read.get("recipe", self._recipe)
         device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
         if device.type != "meta":
             own = [(n, t.to(device)) for n, t in own]
-        layer = self._state_layer()
-        if own and layer is not None:
-            _native.set_layer_state(layer, own)
+        if own:
+            self._load(own)
         else:
-            self._loaded = own
+            self._loaded = []
 
     def reset_fp8_meta_tensors(self) -> None:
         """Scales 1 and empty histories."""
-        self._alone()
-        self._loaded = []
-        for (kind, _), layer in self._layers.items():
-            if self._owns_state(kind):
-                _native.set_layer_state(layer, [])
+        self._load([])
 
     # -- copies
 
@@ -315,12 +306,12 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         state = self.__dict__.copy()
         state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
         state["_layers"], state["_fused_in"], state["_call"] = {}, None, None
-        del state["_number"]
+        del state["_number"], state["_states"]
         return state
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._number = registry.enter(self)
+        self._number, self._states = registry.enter(self), States()
         device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
         if device.type != "meta":
             self._loaded = [(n, t.to(device)) for n, t in self._loaded]

@@ -293,18 +293,6 @@ def draw(number: torch.Tensor, device: torch.device) -> torch.Tensor:
     return _draw_op(number, device)
 
 
-def _leave(number):
-    registry.module_of(number)._fused.leave()
-
-
-_leave_op = define("leave(Tensor module) -> ()", _leave, lambda number: None)
-
-
-def leave(number: torch.Tensor) -> None:
-    """FusedLayer.leave() in a graph."""
-    _leave_op(number)
-
-
 def _lengths(mask):
     from te_fl.pytorch.attention import sums_of_lengths
     return sums_of_lengths("DotProductAttention", mask)

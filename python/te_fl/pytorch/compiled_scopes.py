@@ -52,8 +52,9 @@ def _leave(number: int) -> None:
     scope.__exit__()
 
 
-def _end(scope, after):
-    _leave(int(scope))
+def _end(scope, differentiates, after):
+    with torch.set_grad_enabled(differentiates):  # as where the function was traced: an op runs without
+        _leave(int(scope))
     return torch.zeros(1, dtype=torch.int64)
 
 
@@ -62,7 +63,7 @@ def _token(*_):
 
 
 _begin_op = define("begin_autocast(bool enabled, bool calibrating, str recipe, Tensor? after) -> Tensor", _begin, _token)
-_end_op = define("end_autocast(Tensor scope, Tensor after) -> Tensor", _end, _token)
+_end_op = define("end_autocast(Tensor scope, bool differentiates, Tensor after) -> Tensor", _end, _token)
 
 
 def begin(enabled: bool, calibrating: bool, recipe: dict) -> torch.Tensor:
@@ -73,6 +74,6 @@ def begin(enabled: bool, calibrating: bool, recipe: dict) -> torch.Tensor:
 
 
 def end(scope: torch.Tensor) -> None:
-    token = _end_op(scope, chain.pop())
+    token = _end_op(scope, torch.is_grad_enabled(), chain.pop())
     if chain:
         chain[-1] = token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 
@@ -28,21 +28,18 @@ def _find(module: torch.nn.Module, path: str) -> torch.nn.Module:
 
 
 class FusedLayer:
-    """The layers in C++ of one TransformerLayer, one for each mask, cap, window and dropout that it is called with.
-
-    While one of them is used, the FP8 state of the parts is there; leave() gives it back to them.
-    """
+    """The layers in C++ of one TransformerLayer, one for each mask, cap, window and dropout that it is called with. Their FP8 state is the
+    parts'."""
 
     def __init__(self, owner: torch.nn.Module):
         self._layers: dict = {}
-        self._current: Any = None  # the key of the layer with the FP8 state; None: the parts have it
         self._places: List[Tuple[torch.nn.Module, str, dict]] = []
         self._tree = [(path, part) for path, part in owner.named_modules() if path]
         # The modules' own tables of children, which show that one was replaced or added.
         self._children = [(m._modules, dict(m._modules)) for m in (owner, owner.self_attention)]
         self._parts = [(path, part) for path, part in self._tree if isinstance(part, TransformerEngineBaseModule)]
-        for path, part in self._parts:
-            part.__dict__["_fused_in"] = (self, path)
+        for _, part in self._parts:
+            part.__dict__["_fused_in"] = self
 
     def usable(self, owner) -> bool:
         """Whether the parts are what the one call stands for: of their own classes, and without hooks, which would not run."""
@@ -54,24 +51,8 @@ class FusedLayer:
                 return False
         return True
 
-    def state(self) -> Optional[List[Tuple[str, torch.Tensor]]]:
-        """The FP8 state by te_fl::nn's names; None if the parts have it."""
-        if self._current is None:
-            return None
-        return [(n, t.clone()) for n, t in _native.layer_state(self._layers[self._current], torch.empty(0))]
-
-    def state_of(self, path: str) -> Optional[List[Tuple[str, torch.Tensor]]]:
-        """That of one part, by its own names."""
-        state = self.state()
-        return None if state is None else [(n[len(path) + 1:], t) for n, t in state if n.startswith(path + ".")]
-
-    def leave(self) -> None:
-        """The parts run by themselves from now on, with the FP8 state."""
-        if self._current is not None:
-            states = [(part, self.state_of(path)) for path, part in self._parts]
-            self._current = None
-            for part, state in states:
-                part._forget(state)
+    def forget(self) -> None:
+        """Makes new layers when they are next needed, since a part has other memory or FP8 state."""
         self._layers = {}
 
     def parameters(self) -> List[Tuple[torch.nn.Module, str]]:
@@ -116,33 +97,14 @@ class FusedLayer:
                                qk_norm_before_rope=attention.qk_norm_before_rope)
             if core.softmax_scale is not None:
                 options["softmax_scale"] = float(core.softmax_scale)
-            layer = self._layers[key] = _native.layer("transformer_layer", options)
+            layer = self._layers[key] = _native.layer("transformer_layer", options,
+                                                       tuple((path + ".", part._states.native) for path, part in self._parts if part._sites))
+            for _, part in self._parts:
+                part._load_waiting()
             names = [name for name, _ in _native.layer_parameters(layer)]
             modules = [(_find(owner, path), name) for path, _, name in (n.rpartition(".") for n in names)]
             self._places = [(module, name, module._parameters) for module, name in modules]
-        if key != self._current:
-            self._take_state(layer)
-            self._current = key
         return layer
-
-    def _all_state(self) -> List[Tuple[str, torch.Tensor]]:
-        state = self.state()
-        return state if state is not None else [(f"{path}.{n}", t) for path, part in self._parts for n, t in part._own_fp8_state()]
-
-    def _take_state(self, layer) -> None:
-        state = self._all_state()
-        if state:
-            _native.set_layer_state(layer, state)
-
-    def saved(self) -> Callable[[], None]:
-        """What gives the layer the FP8 state of now again, in the memory that it has then. The parts' own state is not this one's."""
-        state = self._all_state()
-
-        def restore() -> None:
-            if self._current is not None:
-                _native.set_layer_state(self._layers[self._current], state)
-
-        return restore
 
     def run(self, owner, x: torch.Tensor, mask: str, size, softcap, first, angles, attention_mask, bias_kind, bias, slopes, cu_seqlens,
             cu_seqlens_padded, max_seqlen) -> torch.Tensor:

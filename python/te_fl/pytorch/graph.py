@@ -11,7 +11,6 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from te_fl.errors import FailedPrecondition, InvalidArgument
-from te_fl.pytorch.fused_layer import FusedLayer
 from te_fl.pytorch.quantization import autocast, reusing_weights
 from te_fl.pytorch.base import TransformerEngineBaseModule
 from te_fl.pytorch.refuse import only, refuse
@@ -73,7 +72,8 @@ class _Piece:
 
     def compute(self) -> Any:
         args, kwargs = tree_unflatten(list(self.inputs), self.spec)
-        with self.scope(), torch.set_grad_enabled(self.training):
+        # A graph of inferences updates no scales, so gradients are off at the scope's end as well.
+        with torch.set_grad_enabled(self.training), self.scope():
             return self.function(*args, **kwargs)
 
     def differentiate(self, outputs, grads):
@@ -198,15 +198,8 @@ class _Replay(torch.autograd.Function):
 
 def _saved_states(modules) -> List[Callable[[], None]]:
     """What sets the FP8 state of each part of the modules back to what it is now."""
-    restores = []
-    for function in modules:
-        for m in function.modules() if isinstance(function, torch.nn.Module) else ():
-            fused = getattr(m, "_fused", None)
-            if isinstance(fused, FusedLayer):
-                restores.append(fused.saved())
-            elif isinstance(m, TransformerEngineBaseModule):
-                restores.append(m._saved())
-    return restores
+    parts = [m for function in modules if isinstance(function, torch.nn.Module) for m in function.modules()]
+    return [m._saved() for m in parts if isinstance(m, TransformerEngineBaseModule)]
 
 
 def _renamed(old: str, given: Any, name: str, value: Any) -> Any:
@@ -313,7 +306,7 @@ def make_graphed_callables(modules: Any, sample_args: Any, num_warmup_iters: int
 
 
 def _capture_all(pieces: List[_Piece], warmups: int, pool: Any, before: Optional[Callable], after: Optional[Callable]) -> None:
-    restores = _saved_states([p.function for p in pieces if p.training])
+    restores = _saved_states([p.function for p in pieces])
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         if before is not None:

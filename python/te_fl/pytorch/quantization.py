@@ -12,6 +12,7 @@ import torch
 from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, Recipe, describe_natively, native_of
 from te_fl.errors import FailedPrecondition
+from te_fl.pytorch import amax_reduction
 from te_fl.pytorch.availability import get_default_recipe
 from te_fl.pytorch.refuse import refuse
 
@@ -83,6 +84,11 @@ def calibrating() -> bool:
     return bool(_state.scopes) and _state.scopes[-1].calibrating
 
 
+def group() -> Optional[Any]:
+    """What the innermost autocast was given as amax_reduction_group."""
+    return _state.scopes[-1].group if _state.scopes else None
+
+
 def active_recipe() -> Optional[Recipe]:
     """That of the innermost autocast, the object that it was given."""
     recipe = _state.scopes[-1].recipe if _state.scopes else None
@@ -95,10 +101,11 @@ class _Scope(_native.Scope):
     reuse_weights: Optional[torch.Tensor] = None  # see reusing_weights
     _open, _close, _thread = _native.begin_autocast, _native.end_autocast, _state
 
-    def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe, native: Optional[dict]):
-        self.enabled, self.calibrating, self.recipe = enabled, calibrating, recipe
+    def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe, native: Optional[dict], group: Optional[Any] = None):
+        self.enabled, self.calibrating, self.recipe, self.group = enabled, calibrating, recipe, group
         self.delayed = native is not None and native["kind"] == "delayed"
-        self._arguments, self._entered = (enabled, calibrating, native), []
+        reduces = self.delayed and enabled and native["reduce_amax"]
+        self._arguments, self._entered = (enabled, calibrating, native, amax_reduction.reduction_of if reduces else None, group), []
 
     def __call__(self, function):
         """As a decorator: each call runs in a scope of its own."""
@@ -121,7 +128,10 @@ class _GraphScope:
     def __enter__(self) -> "_GraphScope":
         if torch.compiler.is_compiling():
             from te_fl.pytorch import compiled_scopes
-            enabled, calibrating, _, native = self._given
+            enabled, calibrating, _, native, group = self._given
+            if group is not None and enabled and native.get("reduce_amax") and amax_reduction.reduction_of(group) is not None:
+                raise refuse("autocast", "amax_reduction_group", group, "graphs of torch.compile reduce over the default group; leave it out, or "
+                             "leave fullgraph=True out")
             self._entered.append(compiled_scopes.begin(enabled, calibrating, native))
         else:
             self._entered.append(_Scope(*self._given).__enter__())
@@ -142,25 +152,21 @@ def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[R
 
     enabled: False computes in high precision. calibrating: with enabled=False and delayed scaling, collects amaxes and sets scales.
     recipe: of te_fl.common.recipe; None: that of get_default_recipe(). A recipe that te-fl does not serve is te_fl.errors.Unsupported
-    here, naming the field. amax_reduction_group: refused until there are several ranks. Backward needs no scope. The result is a context
-    manager, which may be entered again, and a decorator.
+    here, naming the field. amax_reduction_group: the process group whose ranks have the same scales, those of their largest amaxes, by
+    delayed scaling with reduce_amax; None: torch.distributed's default group, if that is initialised. Its ranks reduce at the end of the
+    outermost autocast and of each backward, so they all come there; see docs/pytorch.md. Backward needs no scope. The result is a context
+    manager, which may be entered again and by several threads at a time, and a decorator.
     """
-    if amax_reduction_group is not None and _size_of(amax_reduction_group) > 1:
-        raise refuse("autocast", "amax_reduction_group", amax_reduction_group, "te_fl.pytorch runs on one rank so far; leave it out")
     enabled, calibrating = bool(enabled), bool(calibrating)
     if torch.compiler.is_compiling():
         chosen = get_default_recipe() if recipe is None else recipe
-        return _GraphScope(enabled, calibrating, chosen, describe_natively(chosen if enabled or calibrating else DelayedScaling()))
+        native = describe_natively(chosen if enabled or calibrating else DelayedScaling())
+        return _GraphScope(enabled, calibrating, chosen, native, amax_reduction_group)
     chosen = _default_recipe if recipe is None else recipe
-    return _Scope(enabled, calibrating, chosen, native_of(chosen) if enabled or calibrating else None)
+    return _Scope(enabled, calibrating, chosen, native_of(chosen) if enabled or calibrating else None, amax_reduction_group)
 
 
 _default_recipe = get_default_recipe()
-
-
-def _size_of(group: Any) -> int:
-    import torch.distributed as dist
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 2
 
 
 _warned = False

@@ -125,8 +125,6 @@ class TransformerLayer(torch.nn.Module):
         self._number = registry.enter(self)
 
     def __getstate__(self) -> dict:
-        if self._fused is not None:
-            self._fused.leave()
         state = {**self.__dict__, "_fused": self._fused is not None}
         del state["_number"]
         return state
@@ -153,8 +151,6 @@ class TransformerLayer(torch.nn.Module):
 
     def reset_fp8_meta_tensors(self) -> None:
         """Scales 1 and empty histories in all parts."""
-        if self._fused is not None:
-            self._fused.leave()
         for child in self.modules():
             if child is not self and hasattr(child, "reset_fp8_meta_tensors"):
                 child.reset_fp8_meta_tensors()
@@ -195,11 +191,6 @@ class TransformerLayer(torch.nn.Module):
                     and not isinstance(rotary_pos_emb, (tuple, list)) and fused.usable(self)):
                 return fused.run(self, hidden_states, mask, size, softcap, is_first_microbatch, rotary_pos_emb, attention_mask, core_attention_bias_type,
                                  core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
-            if torch.compiler.is_compiling():
-                from te_fl.pytorch import compiled
-                compiled.leave(self._number)
-            else:
-                fused.leave()
         given = dict(is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
                      rotary_pos_emb=rotary_pos_emb, core_attention_bias_type=core_attention_bias_type,
                      core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q,

@@ -1,0 +1,41 @@
+"""Amaxes of all ranks of a process group, for delayed scaling with reduce_amax."""
+
+from __future__ import annotations
+
+from typing import Any, List, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+
+from te_fl import _native
+
+
+class _Reduction(NamedTuple):
+    group: Any
+    native: Any  # of _native.amax_reduction()
+
+
+_reductions: dict = {}  # by the group's id
+
+
+def reduction_of(group: Optional[Any]) -> Optional[Any]:
+    """What an autocast reduces amaxes by; None: this rank's are all. group: None is the default group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = dist.group.WORLD if group is None else group
+    known = _reductions.get(id(group))
+    if known is None or known.group is not group:
+        several = dist.get_world_size(group) > 1
+        known = _Reduction(group, _native.amax_reduction(_largest_in(group), torch.empty(0)) if several else None)
+        _reductions[id(group)] = known
+    return known.native
+
+
+def _largest_in(group: Any):
+    def reduce(rows: List[torch.Tensor]) -> None:
+        with torch.no_grad():
+            largest = torch.cat(rows)
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            torch._foreach_copy_(rows, list(largest.split([row.numel() for row in rows])))
+
+    return reduce
