@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 #include <link.h>
 
+#include "core/base/file.hpp"
+
 namespace te_fl::plugins {
 namespace {
 
@@ -35,6 +37,7 @@ void* Library::symbol(const char* name) const {
 }
 
 bool is_mapped(const std::string& path) {
+  if (!core::check_regular(path).ok()) return false;  // dlopen() opens it to see
   void* handle = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);
   if (handle == nullptr) {
     dlerror();  // forget it

@@ -172,7 +172,8 @@ std::chrono::milliseconds time_limit() {
 
 // Opened here, and closed again on return unless the instance, or a create() that hangs, keeps it.
 Status open_and_activate(Attempt& attempt) {
-  TE_FL_RETURN_IF_ERROR(core::check_regular(attempt.request.path));
+  if (const Status regular = core::check_regular(attempt.request.path); !regular.ok())
+    return incompatible(regular.message());
   attempt.was_mapped = is_mapped(attempt.request.path);
   Result<std::shared_ptr<Library>> opened = Library::open(attempt.request.path);
   if (!opened.ok()) return explain(attempt.request.path, opened.status().message());

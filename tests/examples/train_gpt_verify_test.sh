@@ -49,7 +49,7 @@ that logged "list(calls) == ['$wrong']" && grep -q "op 'gelu': '$wrong' (slightl
 export TE_FL_VERIFY_DIR=$work/cases
 TE_FL_VERIFY=0.05 TE_FL_VERIFY_ACTION=quarantine run watched
 that watched "0 < calls.get('$wrong', 0) < 40 and len(calls) == 1 and abs(loss[-1] - clean[-1]) < 0.01 * clean[-1]" &&
-  ok "under quarantine another one serves from the next step on" || fail "watched: $(tail -n 30 "$work/watched.out")"
+  ok "under quarantine another one serves from the next call on" || fail "watched: $(tail -n 30 "$work/watched.out")"
 grep -q "'$wrong' does not serve op 'gelu' with f32 (scaling none) any more" "$work/watched.out" &&
   grep -q 'in quarantine: vendor.slightly_wrong for gelu' "$work/watched.out" && ok "which is said" || fail "not said: $(cat "$work/watched.out")"
 
