@@ -18,7 +18,7 @@ PUBLIC = {
     "plugin.h": "abi", "export.hpp": "abi", "version.hpp": "abi", "ops/": "abi",
     "status.hpp": "core/base", "dtype.hpp": "core/base", "environment.hpp": "core/base", "log.hpp": "core/base",
     "numeric.hpp": "core/base", "numeric/": "core/base",
-    "device.hpp": "core/device", "memory.hpp": "core/device", "tensor.hpp": "core/tensor",
+    "device.hpp": "core/device", "memory.hpp": "core/device", "result_memory.hpp": "core/tensor", "tensor.hpp": "core/tensor",
     "policy.hpp": "policy", "op_registry.hpp": "registry", "plugins.hpp": "plugins",
     "op_manager.hpp": "dispatch", "ops.hpp": "dispatch", "watch.hpp": "dispatch/watch", "wrap_quantized.hpp": "core/tensor",
     "nn.hpp": "nn", "nn/": "nn",

@@ -9,6 +9,7 @@
 #include "core/device/allocations.hpp"
 #include "core/tensor/memory_streams.hpp"
 #include "core/tensor/tensor_access.hpp"
+#include "te_fl/result_memory.hpp"
 
 namespace te_fl {
 namespace core {
@@ -235,6 +236,12 @@ std::string Tensor::describe() const { return te_fl::describe(c()); }
 
 Result<Tensor> Tensor::empty(std::span<const int64_t> shape, DType dtype, Device device) {
   TE_FL_ASSIGN_OR_RETURN(const int64_t bytes, core::checked_bytes(shape, dtype));
+  if (const ResultMemory* results = ResultMemory::innermost(); results != nullptr) [[unlikely]] {
+    TE_FL_ASSIGN_OR_RETURN(auto lent, results->make()(shape, dtype, device));
+    if (void* data = lent.get(); data != nullptr) {
+      return Access::make({data, shape, {}, dtype, device, std::move(lent)});
+    }
+  }
   const core::AllocationUse use(dtype, shape);
   TE_FL_ASSIGN_OR_RETURN(auto storage, core::shared_memory(device, bytes));
   void* data = storage.get();

@@ -11,6 +11,7 @@
 #include "te_fl/ops.hpp"
 #include "te_fl/plugins.hpp"
 #include "te_fl/policy.hpp"
+#include "te_fl/result_memory.hpp"
 #include "te_fl/status.hpp"
 #include "te_fl/tensor.hpp"
 #include "te_fl/version.hpp"

@@ -76,6 +76,7 @@ te_fl_status refuse(const te_fl_error_sink* sink, const std::string& text, te_fl
 te_fl_status report(const te_fl_error_sink* sink, te_fl_status status) {
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
   std::string text = "the framework's allocator failed";
   if (PyObject* said = value != nullptr ? PyObject_Str(value) : nullptr) {
     Py_ssize_t size = 0;
@@ -83,6 +84,7 @@ te_fl_status report(const te_fl_error_sink* sink, te_fl_status status) {
       text.assign(utf8, static_cast<size_t>(size));
     }
     Py_DECREF(said);
+    note_cause(value, text);
   }
   PyErr_Clear();
   Py_XDECREF(type);

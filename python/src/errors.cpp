@@ -50,7 +50,11 @@ void set_error_classes(PyObject* classes) {
 void throw_status(const Status& status) {
   const std::string code(to_string(status.code())), text = status.to_string();
   Ref cause = take_cause(text);
-  if (cause && PyObject_IsInstance(cause.get(), PyExc_Exception) == 0) {
+  // An interrupt stays one, and memory that a framework lacks is the framework's error, for which
+  // programs look.
+  const bool own = cause && (status.code() == StatusCode::kOutOfMemory ||
+                             PyObject_IsInstance(cause.get(), PyExc_Exception) == 0);
+  if (own) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(cause.get())), cause.get());
     throw PythonError();
   }

@@ -15,6 +15,7 @@
 #include "layer_kinds.hpp"
 #include "lent_parameter.hpp"
 #include "recompute.hpp"
+#include "result_tensors.hpp"
 #include "te_fl/nn/autocast.hpp"
 #include "te_fl/nn/context.hpp"
 #include "te_fl/nn/init.hpp"
@@ -56,6 +57,8 @@ struct Layer {
   std::vector<std::pair<std::string, std::shared_ptr<ModuleStates>>> states;  // by prefix
   std::vector<std::mutex*> mutexes;  // of the states, in the order in which they are taken
   std::vector<std::pair<std::string, Shape>> parameters;
+  // What the gradients of parameters may be parts of, each with one of those parameters.
+  std::vector<std::pair<size_t, Shape>> joined;
   std::vector<Seen> seen;
   uint64_t numbers = 0;   // the last number that was given
   long long caching = 0;  // the last scope in which quantised weights were kept
@@ -89,6 +92,7 @@ struct Record {
   std::vector<bool> trained;
   std::vector<Lent> lent;
   bool first = false;  // is_first_microbatch: gradients overwrite main_grad
+  std::vector<std::pair<Shape, DType>> inputs;  // whose gradients the backward returns
 };
 
 // The forwards that wait, by number. A token that was copied elsewhere names one that has gone.
@@ -343,7 +347,18 @@ struct Forward {
   long long mode = kTraining;
 };
 
-Result<Tensor> run(Layer& layer, Forward& f, std::shared_ptr<Record>& record) {
+std::vector<std::pair<Shape, DType>> kinds_of(const Forward& f) {
+  std::vector<std::pair<Shape, DType>> kinds;
+  const auto add = [&](const Tensor& t) {
+    kinds.emplace_back(Shape(t.shape().begin(), t.shape().end()), t.dtype());
+  };
+  for (const Tensor& input : f.inputs) add(input);
+  if (f.attention.bias.defined()) add(f.attention.bias);
+  return kinds;
+}
+
+Result<Tensor> run(Layer& layer, Forward& f, ResultTensors& results,
+                   std::shared_ptr<Record>& record) {
   const LayerLock lock(layer);
   TE_FL_ASSIGN_OR_RETURN(auto runner, runner_for(layer, f.activation));
   const bool training = f.mode == kTraining;
@@ -358,6 +373,8 @@ Result<Tensor> run(Layer& layer, Forward& f, std::shared_ptr<Record>& record) {
   // draw none.
   const bool keeps = training || f.random.defined();
   nn::Ctx ctx;
+  results.expect(runner->output_shape(f.inputs), f.activation);
+  const ResultScope framework(results);
   TE_FL_ASSIGN_OR_RETURN(Tensor y,
                          runner->forward(f.inputs, keeps ? &ctx : nullptr, f.attention, f.options));
   if (!training) return y;
@@ -368,7 +385,8 @@ Result<Tensor> run(Layer& layer, Forward& f, std::shared_ptr<Record>& record) {
                                            .numbers = std::move(f.numbers),
                                            .trained = std::move(f.trained),
                                            .lent = std::move(f.lent),
-                                           .first = f.options.is_first_microbatch == true});
+                                           .first = f.options.is_first_microbatch == true,
+                                           .inputs = kinds_of(f)});
   return y;
 }
 
@@ -399,6 +417,42 @@ Status open_gradients(Runner& runner, const std::vector<DType>& dtypes,
   return {};
 }
 
+// Parameters of one module and one kind may be parts of one array (parameters_split), and then so
+// are their gradients: the sums of neighbours, of which some are such arrays.
+std::vector<std::pair<size_t, Shape>> joined_of(
+    const std::vector<std::pair<std::string, Shape>>& parameters) {
+  std::map<std::pair<std::string, Shape>, std::vector<size_t>> groups;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& [name, shape] = parameters[i];
+    const std::string key = name.substr(0, name.rfind('.') + 1) + name.substr(name.rfind('_') + 1);
+    groups[{key, Shape(shape.begin() + (shape.empty() ? 0 : 1), shape.end())}].push_back(i);
+  }
+  std::vector<std::pair<size_t, Shape>> joined;
+  for (const auto& [key, members] : groups) {
+    for (size_t first = 0; first < members.size(); ++first) {
+      Shape sum = parameters[members[first]].second;
+      for (size_t next = first + 1; next < members.size() && !sum.empty(); ++next) {
+        sum[0] += parameters[members[next]].second[0];
+        joined.emplace_back(members[first], sum);
+      }
+    }
+  }
+  return joined;
+}
+
+// The gradients of parameters that are returned.
+void expect_gradients(ResultTensors& results, const Layer& layer,
+                      const std::vector<LentParameter>& parameters,
+                      const std::vector<bool>& trained, const std::vector<MainGrad>& main_grads) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto shape = parameters[i].value.shape();
+    if (trained[i] && !main_grads[i].tensor.defined()) {
+      results.expect(Shape(shape.begin(), shape.end()), parameters[i].dtype);
+    }
+  }
+  for (const auto& [of, shape] : layer.joined) results.expect(shape, parameters[of].dtype);
+}
+
 // Those that did not go into main_grads.
 std::vector<Tensor> take_gradients(Runner& runner, const std::vector<MainGrad>& main_grads) {
   const auto& own = runner.parameters();
@@ -419,7 +473,8 @@ std::vector<DType> dtypes_of(const std::vector<LentParameter>& parameters) {
 // `kept`: the gradient, if what is delayed is computed of it.
 Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Lent> kept,
                                std::vector<LentParameter>& parameters,
-                               const std::vector<MainGrad>& main_grads, void* stream, bool keep) {
+                               const std::vector<MainGrad>& main_grads, ResultTensors& results,
+                               void* stream, bool keep) {
   Layer& layer = *record.layer;
   const LayerLock lock(layer);
   TE_FL_RETURN_IF_ERROR(lend(*record.runner, parameters, record.numbers, &record.trained));
@@ -427,6 +482,7 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Len
   const StreamScope on(dy.device(), stream);
   TE_FL_RETURN_IF_ERROR(
       open_gradients(*record.runner, dtypes_of(parameters), main_grads, record.first));
+  const ResultScope framework(results);
   Gradients gradients;
   if (keep) {
     nn::Ctx copy = record.ctx;
@@ -459,13 +515,15 @@ Result<DelayedGradients> take_delayed(Layer& layer) {
 
 Result<std::vector<Tensor>> run_backward_dw(Layer& layer, const DelayedGradients& left,
                                             std::vector<LentParameter>& parameters,
-                                            const std::vector<MainGrad>& main_grads, void* stream) {
+                                            const std::vector<MainGrad>& main_grads,
+                                            ResultTensors& results, void* stream) {
   const LayerLock lock(layer);
   const Device device = parameters.at(0).value.device();
   TE_FL_RETURN_IF_ERROR(lend(*left.runner, parameters, left.numbers, &left.trained));
   TE_FL_RETURN_IF_ERROR(
       open_gradients(*left.runner, dtypes_of(parameters), main_grads, left.first));
   const StreamScope on(device, stream);
+  const ResultScope framework(results);
   TE_FL_RETURN_IF_ERROR(left.compute());
   return take_gradients(*left.runner, main_grads);
 }
@@ -485,10 +543,11 @@ std::vector<MainGrad> main_grads_of(PyObject* tuple, size_t parameters) {
   return grads;
 }
 
-Ref tuple_of(const std::vector<Tensor>& tensors, PyObject* like) {
+Ref tuple_of(std::vector<Tensor> tensors, ResultTensors& results, PyObject* like) {
   Ref tuple = Ref::take(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
   for (size_t i = 0; i < tensors.size(); ++i) {
-    Ref item = tensors[i].defined() ? to_framework(tensors[i], like) : Ref::share(Py_None);
+    Ref item =
+        tensors[i].defined() ? results.take(std::move(tensors[i]), like) : Ref::share(Py_None);
     check(PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), item.release()));
   }
   return tuple;
@@ -542,6 +601,7 @@ PyObject* make_layer(PyObject*, PyObject* args) noexcept {
       const auto shape = p.value().shape();
       layer->parameters.emplace_back(p.name, Shape(shape.begin(), shape.end()));
     }
+    layer->joined = joined_of(layer->parameters);
     layer->runners.emplace(DType::kF32, std::move(runner));
     layer->seen.resize(layer->parameters.size());
     auto owner = std::make_unique<std::shared_ptr<Layer>>(std::move(layer));
@@ -587,13 +647,16 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
     f.activation = activation < 0 ? f.inputs[0].dtype() : static_cast<DType>(activation);
     PyObject* like = PyTuple_GetItem(args[4], 0);
     f.stream = current_stream_of(like, f.inputs[0].device());
+    ResultTensors results(like, f.inputs[0].device());
     std::shared_ptr<Record> record;
     std::optional<Result<Tensor>> y;
     {
       const WithoutLock unlocked;
-      y.emplace(run(*layer, f, record));
+      y.emplace(run(*layer, f, results, record));
     }
-    const Ref output = to_framework(value_of(*std::move(y)), like);
+    Tensor made = value_of(*std::move(y));
+    y.reset();
+    const Ref output = results.take(std::move(made), like);
     Ref token = Ref::share(Py_None);
     if (record != nullptr) {
       record->layer = layer;
@@ -615,15 +678,19 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"), true);
     const auto main_grads = main_grads_of(args[3], parameters.size());
     void* const stream = current_stream_of(args[1], dy.device());
+    ResultTensors results(args[1], dy.device());
+    for (const auto& [shape, dtype] : record->inputs) results.expect(shape, dtype);
+    expect_gradients(results, *record->layer, parameters, record->trained, main_grads);
     std::optional<Result<Gradients>> gradients;
     {
       const WithoutLock unlocked;
-      gradients.emplace(run_backward(*record, dy, std::move(kept), parameters, main_grads, stream,
-                                     args[4] == Py_True));
+      gradients.emplace(run_backward(*record, dy, std::move(kept), parameters, main_grads, results,
+                                     stream, args[4] == Py_True));
     }
-    const Gradients made = value_of(*std::move(gradients));
-    const Ref inputs = tuple_of(made.inputs, args[1]);
-    const Ref own = tuple_of(made.parameters, args[1]);
+    Gradients made = value_of(*std::move(gradients));
+    gradients.reset();
+    const Ref inputs = tuple_of(std::move(made.inputs), results, args[1]);
+    const Ref own = tuple_of(std::move(made.parameters), results, args[1]);
     return Ref::take(PyTuple_Pack(2, inputs.get(), own.get()));
   });
 }
@@ -644,17 +711,23 @@ PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept {
     PyObject *capsule = nullptr, *objects = nullptr, *given = nullptr, *like = nullptr;
     if (PyArg_ParseTuple(args, "OOOO", &capsule, &objects, &given, &like) == 0) throw PythonError();
     const std::shared_ptr<Layer> layer = layer_of(capsule);
-    auto parameters = parameters_of(*layer, items_of(objects, "parameters"), true);
+    const auto items = items_of(objects, "parameters");
+    auto parameters = parameters_of(*layer, items, true);
     const auto main_grads = main_grads_of(given, parameters.size());
     const DelayedGradients left = value_of(take_delayed(*layer));
     for (const Lent& lent : left.lent) lent.check();
-    void* const stream = current_stream_of(like, parameters.at(0).value.device());
+    const Device device = parameters.at(0).value.device();
+    void* const stream = current_stream_of(like, device);
+    ResultTensors results(items.front(), device);
+    expect_gradients(results, *layer, parameters, left.trained, main_grads);
     std::optional<Result<std::vector<Tensor>>> gradients;
     {
       const WithoutLock unlocked;
-      gradients.emplace(run_backward_dw(*layer, left, parameters, main_grads, stream));
+      gradients.emplace(run_backward_dw(*layer, left, parameters, main_grads, results, stream));
     }
-    return tuple_of(value_of(*std::move(gradients)), like);
+    auto made = value_of(*std::move(gradients));
+    gradients.reset();
+    return tuple_of(std::move(made), results, like);
   });
 }
 

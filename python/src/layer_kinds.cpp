@@ -216,11 +216,25 @@ struct Call<nn::DotProductAttention> {
   }
 };
 
+// The output's last extent; none: that of the last input, which for one input is the input's own.
+template <class Options>
+std::optional<int64_t> width_of(const Options& options) {
+  if constexpr (requires { options.out_features; }) return options.out_features;
+  return std::nullopt;
+}
+
 template <class M>
 class RunnerOf final : public Runner {
  public:
-  explicit RunnerOf(std::unique_ptr<M> module) : module_(std::move(module)) {}
+  RunnerOf(std::unique_ptr<M> module, std::optional<int64_t> width)
+      : module_(std::move(module)), width_(width) {}
   nn::Module& module() override { return *module_; }
+  Shape output_shape(const std::vector<Tensor>& inputs) const override {
+    Shape shape(inputs.front().shape().begin(), inputs.front().shape().end());
+    const auto last = inputs.back().shape();
+    if (!shape.empty() && !last.empty()) shape.back() = width_.value_or(last.back());
+    return shape;
+  }
   Result<Tensor> forward(const std::vector<Tensor>& inputs, nn::Ctx* ctx,
                          const nn::AttentionInputs& attention,
                          const nn::ForwardOptions& options) override {
@@ -232,6 +246,7 @@ class RunnerOf final : public Runner {
 
  private:
   std::unique_ptr<M> module_;
+  std::optional<int64_t> width_;
 };
 
 template <class M, class Options>
@@ -244,7 +259,7 @@ MakeRunner make(std::string_view kind, PyObject* dict) {
     Options with = options;
     with.activation_dtype = activation_dtype;
     TE_FL_ASSIGN_OR_RETURN(auto module, M::create(with));
-    return std::unique_ptr<Runner>(new RunnerOf<M>(std::move(module)));
+    return std::unique_ptr<Runner>(new RunnerOf<M>(std::move(module), width_of(with)));
   };
 }
 

@@ -10,6 +10,7 @@
 #include "recompute.hpp"
 #include "registration.hpp"
 #include "report.hpp"
+#include "result_tensors.hpp"
 #include "scope.hpp"
 
 namespace te_fl::python {
@@ -89,6 +90,7 @@ PyMethodDef g_methods[] = {
     {"layer_backward", fast(layer_backward), METH_FASTCALL,
      "layer_backward(token, gradient, parameters, main_grads, keep) -> (gradients, gradients)"},
     {"end_backward", end_backward, METH_O, "end_backward(token)"},
+    {"set_empty", set_empty, METH_O, "set_empty(function(like, shape, dtype) -> tensor)"},
     {"set_codes_class", set_codes_class, METH_O, "set_codes_class(type)"},
     {"delay_layer_wgrad", delay_layer_wgrad, METH_O, "delay_layer_wgrad(layer)"},
     {"layer_backward_dw", layer_backward_dw, METH_VARARGS,

@@ -16,6 +16,7 @@ import warnings
 import zlib
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from types import ModuleType
 from typing import Callable, Optional, Tuple
 
 from te_fl import frameworks
@@ -52,8 +53,9 @@ def path(torch_version: str) -> str:
     return os.path.join(FOLDER, f"_node-{source:08x}-torch{torch_version}{sysconfig.get_config_var('EXT_SUFFIX')}")
 
 
-def load(torch_version: str, *functions: Callable) -> Optional[Callable]:
-    """The node's run(), which stands for call.run() and calls `functions`; None: it is not built, or not wanted."""
+def load(torch_version: str, *functions: Callable) -> Optional[ModuleType]:
+    """The node: its run() stands for call.run() and calls `functions`, its empty() for call.python_empty(). None: it is not built, or not
+    wanted."""
     try:
         file = path(torch_version)
     except OSError:  # a package without the source has no node either
@@ -69,7 +71,7 @@ def load(torch_version: str, *functions: Callable) -> Optional[Callable]:
                       RuntimeWarning, stacklevel=2)
         return None
     module.bind(*functions)
-    return module.run
+    return module
 
 
 def _command(root: str, file: str) -> list:

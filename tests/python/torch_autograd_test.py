@@ -9,6 +9,7 @@ import tempfile
 import threading
 import unittest
 import weakref
+from unittest import mock
 
 import torch
 
@@ -18,6 +19,8 @@ import torch_oracle as oracle  # noqa: E402
 from torch_oracle import DEVICES, near, randn, randomise  # noqa: E402
 
 import te_fl  # noqa: E402
+from te_fl import _native  # noqa: E402
+from te_fl.pytorch import base, call, fused_layer  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import Float8BlockScaling, Float8CurrentScaling  # noqa: E402
 
@@ -364,6 +367,94 @@ class Writes(Each):
         with cached, scope(recipe):  # a forward with gradients keeps nothing
             y = module(input_of(device))
         y.sum().backward()
+
+
+class Storages(Each):
+    """Outputs and gradients are PyTorch's own memory, which its allocator knows: record_stream() holds for them."""
+
+    @each(recipes=RECIPES)
+    def test_pytorch_allocates(self, module, device, recipe):
+        for run in (call.run, call.python_run):
+            with mock.patch.object(base, "run", run), mock.patch.object(fused_layer, "run", run):
+                module.zero_grad()
+                x = input_of(device)
+                with scope(recipe):
+                    y = module(x)
+                y.square().sum().backward()
+                with scope(recipe), torch.no_grad():
+                    served = module(x)
+                for name, t in (("output", y), ("output without gradients", served), ("x", x.grad),
+                                *((n, p.grad) for n, p in module.named_parameters())):
+                    self.assertTrue(t.untyped_storage().resizable(), name)
+
+    def test_attention_and_compiled_graphs(self):
+        attention, found = te.DotProductAttention(4, 16, qkv_format="bshd"), []
+        q, k, v = (randn(2, 6, 4, 16).requires_grad_() for _ in range(3))
+        bias = randn(1, 4, 6, 6).requires_grad_()
+        y = attention(q, k, v, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+        known = weakref.ref(y)
+        y.sum().backward()
+        found += [y, q.grad, k.grad, v.grad, bias.grad]
+        module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), input_of()
+        y = torch.compile(module, backend="aot_eager")(x)
+        y.sum().backward()
+        found += [y, *gradients(module, x)]
+        for i, t in enumerate(found):
+            self.assertTrue(t.untyped_storage().resizable(), i)
+        del y, t, found
+        y = attention(q, k, v)  # whose output the backward reads
+        known = weakref.ref(y)
+        del y
+        gc.collect()
+        self.assertIsNone(known())
+
+    def test_memory_that_pytorch_does_not_have(self):
+        class Full(torch.OutOfMemoryError):
+            pass
+
+        def full(like, shape, dtype):
+            raise Full("CUDA out of memory. Tried to allocate 1 GiB")
+
+        module, x = te.Linear(32, 32, device="cpu"), input_of()
+        y = module(x)
+        try:
+            _native.set_empty(full)
+            for fails in (lambda: module(x), lambda: y.sum().backward()):
+                with self.assertRaises(Full) as caught:
+                    fails()
+                self.assertEqual(caught.exception.args, ("CUDA out of memory. Tried to allocate 1 GiB",))
+        finally:
+            _native.set_empty(call.python_empty if call._node is None else call._node.empty)
+        module(x).sum().backward()
+        self.assertTrue(x.grad.isfinite().all())
+
+    @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
+    def test_record_stream(self):
+        """What is used on a side stream that is late, and freed meanwhile, is not given to somebody else."""
+        side = torch.cuda.Stream()
+        for name in ("Linear", "LayerNormMLP", "TransformerLayer"):
+            module = randomise(MODULES[name](device="cuda"))
+            for _ in range(10):
+                x = input_of("cuda")
+                y = module(x)
+                y.square().sum().backward()
+                for t in (y.detach(), x.grad, *(p.grad for p in module.parameters())):
+                    want = t.clone()
+                    side.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(side):
+                        torch.cuda._sleep(20_000_000)
+                        late = t.clone()
+                    t.record_stream(side)
+                    shape, dtype = t.shape, t.dtype
+                    x.grad = None
+                    del t
+                    for p in module.parameters():
+                        p.grad = None
+                    others = [torch.full(shape, 7.0, dtype=dtype, device="cuda") for _ in range(8)]
+                    torch.cuda.synchronize()
+                    self.assertTrue(torch.equal(late, want), name)
+                    del others
+                    y = None
 
 
 class Saved(Each):

@@ -209,5 +209,15 @@ def python_run(call: Call, caching: int, *tensors: torch.Tensor) -> torch.Tensor
                                  tensors[:n], parameters, call.attention, call.random)[0]
 
 
-run = torch_node.load(torch.__version__, _native.layer_forward, _native.layer_backward, _ends, python_run, _backward_of,
-                torch.nn.Parameter) or python_run
+_empty = torch.empty
+
+
+def python_empty(like: torch.Tensor, shape: Tuple[int, ...], dtype: int) -> torch.Tensor:
+    """Memory for a result of a layer. dtype: an index in DTYPES."""
+    return _empty(shape, dtype=_BY_CODE[dtype], device=like.device)
+
+
+_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
+_node = torch_node.load(torch.__version__, _native.layer_forward, _native.layer_backward, _ends, python_run, _backward_of, torch.nn.Parameter)
+run = python_run if _node is None else _node.run
+_native.set_empty(python_empty if _node is None else _node.empty)

@@ -351,6 +351,24 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// empty(like, shape, dtype) -> a new tensor on like's device, as call.python_empty().
+PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  static constexpr at::ScalarType dtypes[] = {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16};
+  TORCH_CHECK_TYPE(count == 3 && THPVariable_Check(args[0]) && PyTuple_Check(args[1]),
+                   "empty() takes a tensor, a tuple and the number of a dtype");
+  c10::SmallVector<int64_t, 5> sizes;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[1]); ++i) {
+    sizes.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(args[1], i)));
+  }
+  const size_t code = PyLong_AsSize_t(args[2]);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  TORCH_CHECK_VALUE(code < std::size(dtypes), "empty(): there is no dtype ", code);
+  const auto options = at::TensorOptions(THPVariable_Unpack(args[0]).device()).dtype(dtypes[code]);
+  return THPVariable_Wrap(at::empty(sizes, options));
+  END_HANDLE_TH_ERRORS
+}
+
 // bind(layer_forward, layer_backward, ends, run, backward, Parameter): what run() calls.
 PyObject* bind(PyObject*, PyObject* args) {
   PyObject** const places[] = {&layer_forward, &layer_backward,  &ends,
@@ -368,11 +386,14 @@ PyObject* bind(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-PyMethodDef methods[] = {{"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)),
-                          METH_FASTCALL, "run(call, caching, *tensors) -> output"},
-                         {"bind", bind, METH_VARARGS,
-                          "bind(layer_forward, layer_backward, ends, run, backward, Parameter)"},
-                         {nullptr, nullptr, 0, nullptr}};
+PyMethodDef methods[] = {
+    {"run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(run)), METH_FASTCALL,
+     "run(call, caching, *tensors) -> output"},
+    {"empty", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(empty)), METH_FASTCALL,
+     "empty(like, shape, dtype) -> tensor"},
+    {"bind", bind, METH_VARARGS,
+     "bind(layer_forward, layer_backward, ends, run, backward, Parameter)"},
+    {nullptr, nullptr, 0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT,
                           "_node",
                           "te_fl.pytorch's node of autograd.",
