@@ -70,11 +70,11 @@ struct AttentionInputs {
 };
 
 // `inputs` without padding masks, which become what the attention ops take: cu_seqlens where all
-// padding is at the ends of the sequences, else mask_type kArbitrary with an attn_mask that takes in
-// the causal bound and the window of `inputs`, if it has one (a module's own window then counts as
-// with any arbitrary mask). `mask_type` is the module's, if `inputs` has none of its own.
-// Reads the masks on the host, so it waits for the device, and is FAILED_PRECONDITION in a capture.
-// A forward does it by itself; call it once where several layers share the masks.
+// padding is at the ends of the sequences, else mask_type kArbitrary with an attn_mask that takes
+// in the causal bound and the window of `inputs`, if it has one (a module's own window then counts
+// as with any arbitrary mask). `mask_type` is the module's, if `inputs` has none of its own. Reads
+// the masks on the host, so it waits for the device, and is FAILED_PRECONDITION in a capture. A
+// forward does it by itself; call it once where several layers share the masks.
 TE_FL_API Result<AttentionInputs> resolve_padding_masks(const AttentionInputs& inputs,
                                                         MaskType mask_type);
 
@@ -84,8 +84,8 @@ struct DotProductAttentionOptions {
   int64_t num_gqa_groups = 0;  // heads of K and V; 0: num_attention_heads
   Layout layout = Layout::kSBHD;
   MaskType mask_type = MaskType::kCausal;
-  // Sliding window; -1: no bound. It counts from the mask type's diagonal: top left with kCausal and
-  // kPaddingCausal, else bottom right, where the last query is level with the last key.
+  // Sliding window; -1: no bound. It counts from the mask type's diagonal: top left with kCausal
+  // and kPaddingCausal, else bottom right, where the last query is level with the last key.
   int64_t window_left = -1;
   int64_t window_right = -1;
   SoftmaxType softmax_type = SoftmaxType::kVanilla;
