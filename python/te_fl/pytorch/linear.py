@@ -64,7 +64,8 @@ class _Product(TransformerEngineBaseModule):
             return output
         if not self.use_bias:
             return output, None
-        return output, torch.cat([getattr(self, n) for n in self.bias_names]) if len(self.bias_names) > 1 else getattr(self, self.bias_names[0])
+        bias = torch.cat([getattr(self, n) for n in self.bias_names]) if len(self.bias_names) > 1 else getattr(self, self.bias_names[0])
+        return output, bias.to(output.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
@@ -78,7 +79,7 @@ class Linear(_Product):
     bias are registered as. params_dtype: None is torch's default dtype. device: None is cuda where there is one, else cpu.
     fuse_wgrad_accumulation: the weight's gradient is added to weight.main_grad. delay_wgrad_compute: the weight's gradient, and without
     FP8 the bias's, is computed by backward_dw(), to be called after each backward. get_rng_state_tracker: a function whose result's fork()
-    the initialisation runs in. sequence_parallel, tp_group and tp_size are refused unless they say one rank; the ub_ arguments and
+    the initialisation runs in. tp_group and tp_size are refused unless they say one rank; sequence_parallel, the ub_ arguments and
     parallel_mode then have no effect, as in Transformer Engine.
     """
 
@@ -94,7 +95,7 @@ class Linear(_Product):
                  ub_name: Optional[str] = None, delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
                  save_original_input: bool = False, name: Optional[str] = None) -> None:
         super().__init__(name)
-        rules.one_rank("Linear", tp_group, tp_size, sequence_parallel)
+        rules.one_rank("Linear", tp_group, tp_size)
         self._set_up(in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
                      return_bias, params_dtype, parallel_mode, parameters_split, device_of(device), symmetric_ar_type)
         # Backward reads what it needs of the input, quantised or not; keeping the original as well would change no result.
@@ -129,6 +130,7 @@ class LayerNormLinear(_Product):
     """
 
     _kind = "layernorm_linear"
+    _remade = frozenset(("eps", "zero_centered_gamma"))
 
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, sequence_parallel: bool = False,
                  fuse_wgrad_accumulation: bool = False, tp_group: Optional[Any] = None, tp_size: int = 1,
@@ -141,7 +143,7 @@ class LayerNormLinear(_Product):
                  ub_name: Optional[str] = None, delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
                  name: Optional[str] = None) -> None:
         super().__init__(name)
-        rules.one_rank("LayerNormLinear", tp_group, tp_size, sequence_parallel)
+        rules.one_rank("LayerNormLinear", tp_group, tp_size)
         rules.choice("LayerNormLinear", "normalization", normalization, ("LayerNorm", "RMSNorm"))
         device = device_of(device)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, bool(zero_centered_gamma)

@@ -7,20 +7,21 @@ from typing import Any, Iterable, Optional, Tuple, Union
 import torch
 
 from te_fl.pytorch.base import TransformerEngineBaseModule, parameter_dtype
-from te_fl.pytorch.call import DTYPE_NAMES
+from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.device import device_of
 from te_fl.pytorch.refuse import refuse
 
 
 class _Norm(TransformerEngineBaseModule):
+    _remade = frozenset(("eps", "zero_centered_gamma"))
+
     def _set_up(self, normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, hidden_size, kwargs, biased) -> None:
         where = type(self).__name__
         if (normalized_shape is None) == (hidden_size is None):
             raise ValueError(f"{where}: give normalized_shape, or hidden_size, which is its older name")
         shape = hidden_size if normalized_shape is None else normalized_shape
         self.normalized_shape: Tuple[int, ...] = (int(shape),) if isinstance(shape, int) else tuple(int(n) for n in shape)
-        if sequence_parallel:
-            raise refuse(where, "sequence_parallel", sequence_parallel, "te_fl.pytorch runs on one rank so far; leave it out")
+        self.sequence_parallel = sequence_parallel
         device, dtype, margin = kwargs.pop("device", None), kwargs.pop("dtype", None), kwargs.pop("sm_margin", 0)
         if kwargs:
             raise TypeError(f"{where}() has no argument {sorted(kwargs)[0]!r}")
@@ -39,6 +40,9 @@ class _Norm(TransformerEngineBaseModule):
 
     def reset_parameters(self, defer_init: Optional[bool] = None) -> None:
         super().reset_parameters(bool(defer_init))
+        if self.sequence_parallel is not None:  # Megatron finds by it the parameters whose gradients it sums over its ranks
+            for parameter in self.parameters(recurse=False):
+                parameter.sequence_parallel = self.sequence_parallel
 
     def _options(self) -> dict:
         return {"hidden_size": self.weight.numel(), "epsilon": self.eps, "zero_centered_gamma": self.zero_centered_gamma,
@@ -54,8 +58,12 @@ class _Norm(TransformerEngineBaseModule):
         shape, last = input.shape, len(self.normalized_shape)
         if shape[len(shape) - last:] != self.normalized_shape:
             raise ValueError(f"{type(self).__name__}: the input is {tuple(shape)}; it must end with {self.normalized_shape}")
-        flat = input if last == 1 else input.reshape(*shape[:len(shape) - last], -1)
-        return self._run(layer, (flat,), self._parameters_flat()).view(shape)
+        flat = input if last == 1 else input.reshape(*shape[:len(shape) - last], self.weight.numel())
+        return self._run(layer, (flat,), self._parameters_flat(), activation=self._output_dtype()).view(shape)
+
+    def _output_dtype(self) -> int:
+        """The weight's, as Transformer Engine's has it."""
+        return DTYPE_CODES[self.weight.dtype]
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
@@ -65,7 +73,7 @@ class LayerNorm(_Norm):
     """(x - mean) / sqrt(variance + eps) * weight + bias.
 
     normalized_shape: the last dimensions, which are normalised together; hidden_size is its older name. zero_centered_gamma: the weight is
-    stored minus 1. Keywords device (None: cuda where there is one, else cpu), dtype (params_dtype's other name).
+    stored minus 1. sequence_parallel: True or False becomes an attribute of the parameters. Keywords device (None: cuda where there is one, else cpu), dtype (params_dtype's other name).
     """
 
     _kind = "layernorm"
