@@ -185,8 +185,8 @@ TEST_F(DeactivationSoak, WhilePrioritiesChange) {
     threads.emplace_back([&, t] {
       OpRegistry& registry = OpRegistry::instance();
       for (int priority = 0; goes_on(); ++priority) {
-        const Status set = registry.set_priority("relu", t % 2 == 0 ? "default.cpu" : "reference.host",
-                                                 100 + priority % 40);
+        const Status set = registry.set_priority(
+            "relu", t % 2 == 0 ? "default.cpu" : "reference.host", 100 + priority % 40);
         note(set.ok() ? "" : set.to_string());
         if (priority % 16 == 0 && registry.snapshot().empty()) note("nothing is registered");
         tables.fetch_add(1);
@@ -195,7 +195,8 @@ TEST_F(DeactivationSoak, WhilePrioritiesChange) {
   }
   for (std::thread& t : threads) t.join();
   ASSERT_OK(OpRegistry::instance().set_priority("relu", "default.cpu", TE_FL_PRIORITY_DEFAULT));
-  ASSERT_OK(OpRegistry::instance().set_priority("relu", "reference.host", TE_FL_PRIORITY_REFERENCE));
+  ASSERT_OK(
+      OpRegistry::instance().set_priority("relu", "reference.host", TE_FL_PRIORITY_REFERENCE));
   EXPECT_EQ(wrong, 0u) << first_wrong;
   std::printf("%llu calls, %llu tables\n", static_cast<unsigned long long>(calls),
               static_cast<unsigned long long>(tables));
