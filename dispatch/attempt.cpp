@@ -50,15 +50,29 @@ struct Attempt {
   bool serial = false;
 
   ~Attempt() {
-    if (serial) impl.serial.unlock();
+    if (!serial) return;
+    --call.thread.serial_locks;
+    impl.serial.unlock();
   }
 
   te_fl_status lock() {
     if ((impl.desc.flags & TE_FL_OP_THREAD_SAFE) != 0) return TE_FL_OK;
-    serial = impl.serial.lock(&call.thread, call.thread.slot.depth - 1);
-    if (serial) return TE_FL_OK;
+    using Taken = registry::SerialLock::Taken;
+    registry::ThreadRecord& thread = call.thread;
+    const Taken taken = impl.serial.lock(&thread, thread.slot.depth - 1, thread.serial_locks != 0);
+    serial = taken == Taken::kYes;
+    if (serial) {
+      ++thread.serial_locks;
+      return TE_FL_OK;
+    }
     return own_failure(
-        Status(StatusCode::kBusy, "it is not thread-safe and this thread is inside it already"),
+        Status(StatusCode::kBusy,
+               taken == Taken::kOwn
+                   ? "it is not thread-safe and this thread is inside it already"
+                   : "it is not thread-safe, and the thread that is inside it waits for an "
+                     "implementation that this thread is inside: two that are not thread-safe run "
+                     "each other's ops, and would wait for ever (rule R13); make one of them "
+                     "thread-safe (TE_FL_OP_THREAD_SAFE), or run such calls on one thread"),
         errors);
   }
 

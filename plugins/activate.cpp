@@ -12,6 +12,7 @@
 #include "core/device/allocations.hpp"
 #include "core/device/device_list.hpp"
 #include "core/device/inside.hpp"
+#include "plugins/records.hpp"
 #include "registry/implementation.hpp"
 #include "registry/registry_impl.hpp"
 #include "te_fl/log.hpp"
@@ -150,10 +151,16 @@ struct Instance::Host {
         self->live.fetch_add(1, std::memory_order_relaxed);
         return TE_FL_OK;
       }
-      if (sink != nullptr && sink->write != nullptr) {
-        sink->write(sink->host, made.status().message().c_str());
+      std::string text = made.status().message();
+      if (made.status().code() == StatusCode::kNotFound && LoadTurn::mine()) {
+        text +=
+            "; while it is created, a plugin has the devices of plugins that were loaded before "
+            "it: allocate at the first use (rule R28)";
       }
-      return made.status().to_c();
+      if (sink != nullptr && sink->write != nullptr) sink->write(sink->host, text.c_str());
+      // Without the mark of R6, which is the plugin's to give: free memory differs between ranks,
+      // so who passes this on must not fall back by it.
+      return TE_FL_STATUS_CODE(made.status().to_c());
     } catch (...) {
       return TE_FL_OUT_OF_MEMORY;
     }
@@ -228,6 +235,8 @@ Status Instance::create() {
   // Owns all it touches: if it outlives its time limit, it outlives this object.
   std::function<te_fl_status()> run = [host = host_, create = header_.api.create,
                                        library = options_.library] {
+    const LoadTurn::Lent
+        turn;  // it may be a thread of its own, for which the one with the turn waits
     return guarded(host->errors, "create",
                    [&] { return create(&host->api, &host->instance, host->errors.sink()); });
   };

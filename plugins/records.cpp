@@ -4,6 +4,7 @@
 #include <atomic>
 #include <filesystem>
 #include <mutex>
+#include <utility>
 
 #include "core/base/fork.hpp"
 
@@ -186,5 +187,8 @@ LoadTurn::~LoadTurn() {
 }
 
 bool LoadTurn::mine() noexcept { return t_turn; }
+
+LoadTurn::Lent::Lent() noexcept : before_(std::exchange(t_turn, true)) {}
+LoadTurn::Lent::~Lent() { t_turn = before_; }
 
 }  // namespace te_fl::plugins

@@ -54,6 +54,19 @@ class LoadTurn {
   LoadTurn(const LoadTurn&) = delete;
   LoadTurn& operator=(const LoadTurn&) = delete;
   static bool mine() noexcept;
+
+  // The calling thread has the turn of another, which waits for it: it loads nothing and waits for
+  // no load.
+  class Lent {
+   public:
+    Lent() noexcept;
+    ~Lent();
+    Lent(const Lent&) = delete;
+    Lent& operator=(const Lent&) = delete;
+
+   private:
+    const bool before_;
+  };
 };
 
 }  // namespace te_fl::plugins

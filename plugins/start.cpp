@@ -63,7 +63,7 @@ void log_remarks() {
 }
 
 void start() {
-  if (started() || t_starting) return;
+  if (started() || t_starting || LoadTurn::mine()) return;
   int expected = kCutShort;
   if (g_start.compare_exchange_strong(expected, kStarted, std::memory_order_acq_rel)) {
     log::warning(

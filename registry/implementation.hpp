@@ -3,54 +3,16 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <new>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "core/base/lock_level.hpp"
 #include "registry/plan_cache.hpp"
+#include "registry/serial_lock.hpp"
 #include "te_fl/op_registry.hpp"
 #include "te_fl/plugin.h"
 
 namespace te_fl::registry {
-
-struct ThreadRecord;
-
-// Serialises the run() of an implementation that is not thread-safe. Knows its owner, so that a
-// recursion is an error rather than a deadlock, and so that a forked child can tell a dead owner.
-class SerialLock {
- public:
-  // False if the calling thread holds it already. `depth`: of the op, among those that the thread
-  // is inside.
-  bool lock(const ThreadRecord* self, uint32_t depth) {
-    if (owner_.load(std::memory_order_relaxed) == self) return false;
-    const core::LockRank rank{core::LockLevel::kServing,
-                              core::serving_order(depth, core::Serving::kSerial)};
-    core::check_lock(rank);
-    mutex_.lock();
-    rank_ = rank;
-    owner_.store(self, std::memory_order_relaxed);
-    return true;
-  }
-  void unlock() {
-    core::check_unlock(rank_);
-    owner_.store(nullptr, std::memory_order_relaxed);
-    mutex_.unlock();
-  }
-  // In a forked child: free it unless the surviving thread holds it.
-  void reset_after_fork(const ThreadRecord* self) {
-    if (owner_.load(std::memory_order_relaxed) == self && self != nullptr) return;
-    owner_.store(nullptr, std::memory_order_relaxed);
-    new (&mutex_) std::mutex;
-  }
-
- private:
-  std::mutex mutex_;
-  core::LockRank rank_{core::LockLevel::kServing};  // of the owner's taking
-  std::atomic<const ThreadRecord*> owner_{nullptr};
-};
 
 // What serving calls on copies in host memory has cost; any thread adds to it.
 struct StagedFigures {

@@ -40,6 +40,7 @@ class CallCounters {
 // What dispatch keeps per thread. Made by the thread's first call, reclaimed when the thread ends.
 struct ThreadRecord {
   EpochSlot slot;
+  uint32_t serial_locks = 0;  // held by the thread
   core::CallMemo<KnownCall> calls;
   RouteCache routes;
   HandleCache handles;

@@ -5,9 +5,12 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <mutex>
 #include <new>
 #include <stdexcept>
+#include <string>
+#include <thread>
 
 // The soname of the library whose headers these are. The build sets it from the file itself,
 // because distributions differ: libdnnl.so.2 on Debian 12, libdnnl.so.3 or .3.x on later ones.
@@ -31,8 +34,76 @@ void check(dnnl_status_t status, const char* what) {
 // Held while the library is opened and generates its code. A fork waits for it, so that a child
 // never inherits a half-opened library or the dynamic linker's lock.
 std::mutex opening;
-[[maybe_unused]] const int opening_registered =
-    pthread_atfork([] { opening.lock(); }, [] { opening.unlock(); }, [] { opening.unlock(); });
+
+// Who is inside the library. A fork and the end of the process wait until nobody is: a child would
+// inherit locks of the library whose owners are not there, and its static objects are destroyed at
+// exit, under a product that is being made. Who comes during a fork waits for its end; who comes
+// after the exit began is refused.
+constinit std::atomic<int> inside{0};
+constinit thread_local int t_inside = 0;  // 1 only where a signal's handler forks or exits
+enum Gate : int { kOpen, kForking, kEnded };
+constinit std::atomic<int> gate{kOpen};
+
+void close_gate(Gate why) {
+  int open = kOpen;
+  if (!gate.compare_exchange_strong(open, why) && why == kEnded) gate.store(kEnded);
+  while (inside.load() != t_inside) std::this_thread::yield();
+}
+void open_gate() {
+  int forking = kForking;
+  gate.compare_exchange_strong(forking, kOpen);
+}
+
+class Inside {
+ public:
+  Inside() {
+    for (;; std::this_thread::yield()) {
+      inside.fetch_add(1);
+      const int now = gate.load();
+      if (now == kOpen) break;
+      inside.fetch_sub(1);
+      if (now == kEnded) {
+        throw std::runtime_error("the process is ending: oneDNN makes no product any more");
+      }
+    }
+    ++t_inside;
+  }
+  ~Inside() {
+    --t_inside;
+    inside.fetch_sub(1);
+  }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+};
+
+void before_fork() {
+  opening.lock();
+  close_gate(kForking);
+}
+void after_fork() {
+  open_gate();
+  opening.unlock();
+}
+[[maybe_unused]] const int forks_registered = pthread_atfork(&before_fork, &after_fork, [] {
+  inside.store(t_inside);  // who was about to look at the gate is not here
+  after_fork();
+});
+
+// Registered after the library has made its static objects, so it runs before they are destroyed.
+void before_exit() {
+  const std::lock_guard<std::mutex> lock(opening);
+  close_gate(kEnded);
+}
+
+// The library makes the objects of a kind of product at its first use: registers after each.
+void made(bool bf16, bool trans_a, bool trans_b, bool vector, float beta) {
+  static constinit std::atomic<uint64_t> kinds{0};
+  const int scaled = beta == 0.0f ? 0 : beta == 1.0f ? 1 : 2;
+  const int kind = ((scaled * 2 + bf16) * 2 + trans_a) * 4 + trans_b * 2 + vector;
+  const uint64_t bit = uint64_t{1} << kind;
+  if ((kinds.load(std::memory_order_relaxed) & bit) != 0) return;
+  if ((kinds.fetch_or(bit) & bit) == 0) std::atexit(&before_exit);
+}
 
 // Not a function-local static: a fork between its guard and the lock would stop the child for ever.
 std::atomic<const OneDnn*> opened{nullptr};
@@ -311,14 +382,17 @@ bool OneDnn::available(std::string* reason) {
 void OneDnn::sgemm(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                    const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* c,
                    int64_t ldc) const {
+  const Inside in_library;
   const OneThread<Api> one_thread(*api_);
   check(api_->sgemm(trans_a ? 'T' : 'N', trans_b ? 'T' : 'N', m, n, k, alpha, a, lda, b, ldb, beta,
                     c, ldc),
         "sgemm");
+  made(false, trans_a, trans_b, m == 1 || n == 1, beta);
 }
 
 void OneDnn::bf16(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, const uint16_t* a,
                   int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc) const {
+  const Inside in_library;
   const OneThread<Api> one_thread(*api_);
   const Layout<Api> layout_a(*api_, dnnl_bf16, m, k, trans_a ? 1 : lda, trans_a ? lda : 1);
   const Layout<Api> layout_b(*api_, dnnl_bf16, k, n, trans_b ? 1 : ldb, trans_b ? ldb : 1);
@@ -336,6 +410,7 @@ void OneDnn::bf16(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, c
       api_->primitive_execute(bf16_->product[trans_a][trans_b], stream, 3, arguments);
   api_->stream_destroy(stream);
   check(status, "a BF16 product");
+  made(true, trans_a, trans_b, m == 1 || n == 1, 0.0f);
 }
 
 }  // namespace te_fl::cpu

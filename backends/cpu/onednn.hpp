@@ -25,7 +25,8 @@ class OneDnn {
   bool has_bf16() const { return has_bf16_; }
 
   // C = alpha op(A) op(B) + beta C, row-major, on the calling thread. Dimensions are positive and
-  // leading dimensions valid. C is not read if beta is 0. Any thread may call.
+  // leading dimensions valid. C is not read if beta is 0. Any thread may call; a fork, and the end
+  // of the process, wait for the call. Throws std::runtime_error once the process is ending.
   void sgemm(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
              const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* c,
              int64_t ldc) const;

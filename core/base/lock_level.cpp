@@ -32,6 +32,8 @@ const char* name(LockLevel level) noexcept {
       return "random position";
     case LockLevel::kServing:
       return "serving implementation";
+    case LockLevel::kSerialWaits:
+      return "serial waits";
     case LockLevel::kEnvironment:
       return "environment";
     case LockLevel::kDeviceList:

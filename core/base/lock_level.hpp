@@ -17,6 +17,7 @@ enum class LockLevel : int {
   kGradientUpdates,  // nn: the gradient scales that wait for the end of a backward
   kRandomPosition,   // nn: the random position of a Context
   kServing,          // held while an implementation runs: see LockRank
+  kSerialWaits,      // who waits for which implementation that is not thread-safe
   kEnvironment,      // the settings
   kDeviceList,       // the devices
   kStreams,          // the records of streams

@@ -6,6 +6,7 @@
 #include "core/device/allocator.hpp"
 #include "core/device/current_stream.hpp"
 #include "core/device/device_use.hpp"
+#include "core/device/in_flight.hpp"
 #include "core/device/recent_ops.hpp"
 
 namespace te_fl {
@@ -48,11 +49,14 @@ Status copy_by(const DeviceEntry& entry, void* dst, const void* src, size_t byte
 Status copy_by_host(const DeviceEntry& to, void* dst, void* dst_stream, const DeviceEntry& from,
                     const void* src, void* src_stream, size_t bytes) {
   TE_FL_ASSIGN_OR_RETURN(void* bounce, allocate(Device{}, bytes));
-  const std::unique_ptr<void, void (*)(void*)> owner(bounce, [](void* p) { free(Device{}, p); });
-  TE_FL_RETURN_IF_ERROR(copy_by(from, bounce, src, bytes, 1, src_stream));
-  TE_FL_RETURN_IF_ERROR(synchronize(from.device, src_stream));
-  TE_FL_RETURN_IF_ERROR(copy_by(to, dst, bounce, bytes, 2, dst_stream));
-  return synchronize(to.device, dst_stream);
+  const std::shared_ptr<void> owner(bounce, [](void* p) { free(Device{}, p); });
+  // A copy that says that it failed may have begun.
+  Status copied = copy_by(from, bounce, src, bytes, 1, src_stream);
+  Status waited = core::wait_for_copies(from.device, src_stream, owner);
+  TE_FL_RETURN_IF_ERROR(copied.ok() ? waited : copied);
+  copied = copy_by(to, dst, bounce, bytes, 2, dst_stream);
+  waited = core::wait_for_copies(to.device, dst_stream, owner);
+  return copied.ok() ? waited : copied;
 }
 
 bool captures(const Device& device, void* stream) {

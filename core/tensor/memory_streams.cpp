@@ -47,8 +47,7 @@ Status order_streams(const Device& device, void* first, void* then) {
   TE_FL_ASSIGN_OR_RETURN(const bool then_captured, captured(device, then));
   if (first_captured || then_captured) return {};
   Result<Event> event = Event::create(device);
-  if (event.status().code() == StatusCode::kUnsupported) return devices::synchronize(device, first);
-  TE_FL_RETURN_IF_ERROR(event.status());
+  if (!event.ok()) return devices::synchronize(device, first);
   TE_FL_RETURN_IF_ERROR(event->record(first));
   return devices::wait_event(device, event->get(), then);
 }

@@ -35,8 +35,8 @@ struct FreeQuantStorage {
 std::vector<void*> memory_streams(const Tensor& tensor);
 
 // What is enqueued on `then` from now on comes after what is on `first` now: by an event, or, where
-// the device has none, by waiting for `first` here. Nothing happens if either is being captured: a
-// graph has no order with work outside it.
+// none can be had, as on a device that was withdrawn, by waiting for `first` here. Nothing happens
+// if either is being captured: a graph has no order with work outside it.
 Status order_streams(const Device& device, void* first, void* then);
 
 }  // namespace te_fl::core

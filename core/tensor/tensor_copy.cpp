@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/base/text.hpp"
+#include "core/device/in_flight.hpp"
 #include "core/tensor/memory_streams.hpp"
 #include "core/tensor/tensor_access.hpp"
 #include "te_fl/numeric.hpp"
@@ -60,10 +61,12 @@ Status copy_strided(const Tensor& from, const Tensor& to, CopyStreams streams) {
   if (!from.device().is_host()) {
     const int64_t bytes = (e.high - e.low + 1) * width;
     TE_FL_ASSIGN_OR_RETURN(host_source, Tensor::empty({bytes}, DType::kU8));
-    TE_FL_RETURN_IF_ERROR(devices::copy(Device{}, host_source.raw_data(), from.device(),
-                                        first + e.low * width, static_cast<size_t>(bytes),
-                                        streams.from));
-    TE_FL_RETURN_IF_ERROR(devices::synchronize(from.device(), streams.from));
+    const Status copied =
+        devices::copy(Device{}, host_source.raw_data(), from.device(), first + e.low * width,
+                      static_cast<size_t>(bytes), streams.from);
+    const Status waited =
+        core::wait_for_copies(from.device(), streams.from, Tensor::Access::storage(host_source));
+    TE_FL_RETURN_IF_ERROR(copied.ok() ? waited : copied);
     first = host_source.data<char>() - e.low * width;
   }
   if (to.device().is_host()) {
@@ -73,9 +76,11 @@ Status copy_strided(const Tensor& from, const Tensor& to, CopyStreams streams) {
   TE_FL_ASSIGN_OR_RETURN(Tensor compact, Tensor::empty(from.shape(), from.dtype()));
   gather(from, first, compact.data<char>());
   const auto bytes = static_cast<size_t>(from.numel() * width);
-  TE_FL_RETURN_IF_ERROR(
-      devices::copy(to.device(), to.raw_data(), Device{}, compact.raw_data(), bytes, streams.to));
-  return devices::synchronize(to.device(), streams.to);
+  const Status copied =
+      devices::copy(to.device(), to.raw_data(), Device{}, compact.raw_data(), bytes, streams.to);
+  const Status waited =
+      core::wait_for_copies(to.device(), streams.to, Tensor::Access::storage(compact));
+  return copied.ok() ? waited : copied;
 }
 
 Status copy_part(const Tensor& from, const Tensor& to, CopyStreams streams) {
@@ -256,7 +261,8 @@ Result<Tensor> Tensor::to(Device device, void* stream) const {
     if (status.ok()) status = std::move(next);
   };
   if (device.is_host() && !device_.is_host()) {
-    if (numel() > 0 || quantized()) keep_first(devices::synchronize(device_, stream));
+    const auto kept = std::make_shared<Tensor>(*t);
+    if (numel() > 0 || quantized()) keep_first(core::wait_for_copies(device_, stream, kept));
   } else {
     for (void* later : own) keep_first(core::order_streams(device_, streams.from, later));
   }

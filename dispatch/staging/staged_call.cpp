@@ -1,8 +1,10 @@
 #include "dispatch/staging/staged_call.hpp"
 
 #include <chrono>
+#include <memory>
 #include <string>
 
+#include "core/device/in_flight.hpp"
 #include "dispatch/manager_impl.hpp"
 #include "te_fl/log.hpp"
 
@@ -25,8 +27,13 @@ std::string bytes_text(uint64_t bytes) {
 }  // namespace
 
 StagedCall::~StagedCall() {
+  if (!copying_) return;
   // The buffer goes back to the pool: nothing may be writing into it any more.
-  if (copying_) (void)devices::synchronize(call_.signature.device, call_.options.stream);
+  try {
+    const auto kept = std::make_shared<StagingPool::Block>(std::move(buffer_));
+    (void)core::wait_for_copies(call_.signature.device, call_.options.stream, kept);
+  } catch (...) {  // no memory to remember it: it stays out of the pool
+  }
 }
 
 te_fl_status StagedCall::refused(const Status& status) {

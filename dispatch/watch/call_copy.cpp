@@ -4,6 +4,8 @@
 #include <cstring>
 #include <string>
 
+#include "core/device/in_flight.hpp"
+
 namespace te_fl::dispatch {
 namespace {
 
@@ -18,7 +20,7 @@ Status no_memory(size_t bytes) {
 
 CopyBuffer::CopyBuffer(size_t bytes) : size_(bytes) {
   const size_t whole = (bytes + kAlignment) / kAlignment * kAlignment;
-  data_.reset(static_cast<char*>(std::aligned_alloc(kAlignment, whole)));
+  data_.reset(static_cast<char*>(std::aligned_alloc(kAlignment, whole)), &std::free);
   if (data_ != nullptr) std::memset(data_.get(), 0, whole);
 }
 
@@ -26,9 +28,8 @@ CopyBuffer::CopyBuffer(const CopyBuffer& other) : CopyBuffer(other.size_) {
   if (data_ != nullptr && other.data_ != nullptr) std::memcpy(data(), other.data(), size_);
 }
 
-void CopyBuffer::Free::operator()(char* data) const noexcept { std::free(data); }
-
-Status CallCopy::move(const std::vector<StagedCopy>& copies, char* to) {
+Status CallCopy::move(const std::vector<StagedCopy>& copies, CopyBuffer& buffer) {
+  char* const to = buffer.data();
   const Device& device = call_.signature.device;
   bool waits = false;
   Status status;
@@ -45,7 +46,7 @@ Status CallCopy::move(const std::vector<StagedCopy>& copies, char* to) {
   }
   // Also after an error: nothing may be writing into the buffer when it goes.
   if (waits) {
-    waited_ = devices::synchronize(device, call_.options.stream);
+    waited_ = core::wait_for_copies(device, call_.options.stream, buffer.shared());
     if (status.ok()) status = waited_;
   }
   if (!status.ok() || !waits) return status;
@@ -61,13 +62,13 @@ Status CallCopy::before() {
   before_ = CopyBuffer(plan_.buffer_bytes());
   if (before_.data() == nullptr) return no_memory(plan_.buffer_bytes());
   plan_.bind(before_.data());
-  return move(plan_.in(), before_.data());
+  return move(plan_.in(), before_);
 }
 
 Status CallCopy::after() {
   after_ = CopyBuffer(before_);
   if (after_.data() == nullptr) return no_memory(before_.size());
-  return move(plan_.out(), after_.data());
+  return move(plan_.out(), after_);
 }
 
 Status CallCopy::rerun() {

@@ -19,12 +19,11 @@ class CopyBuffer {
   CopyBuffer& operator=(CopyBuffer&&) noexcept = default;
   char* data() const noexcept { return data_.get(); }
   size_t size() const noexcept { return size_; }
+  // The memory, for copies that may outlive this.
+  std::shared_ptr<void> shared() const noexcept { return data_; }
 
  private:
-  struct Free {
-    void operator()(char* data) const noexcept;
-  };
-  std::unique_ptr<char, Free> data_;
+  std::shared_ptr<char> data_;
   size_t size_ = 0;
 };
 
@@ -51,7 +50,7 @@ class CallCopy {
   const CopyBuffer& again() const noexcept { return again_; }
 
  private:
-  Status move(const std::vector<StagedCopy>& copies, char* to);
+  Status move(const std::vector<StagedCopy>& copies, CopyBuffer& buffer);
 
   const Call& call_;
   StagingPlan plan_;

@@ -61,7 +61,7 @@
  *      once, naming the op too. A call with TE_FL_CALL_VALIDATE looks at them before it writes.
  *  R13 Functions are called from any thread. run() of one implementation may be entered by
  *      several threads at once unless TE_FL_OP_THREAD_SAFE is absent; then the host serialises
- *      it.
+ *      it. Where two such run each other's ops, a call that would wait for itself is TE_FL_BUSY.
  *  R14 create() has a time limit (TE_FL_PLUGIN_TIMEOUT_MS). A plugin that exceeds it is
  *      abandoned: it is reported, stays mapped and is never called again.
  *  R15 After quiesce() returns, no work of the plugin is running or enqueued. The host calls it

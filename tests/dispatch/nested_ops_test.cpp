@@ -113,6 +113,51 @@ TEST_F(NestedOps, ScratchAndAnImplementationAreNotWaitedForCrosswise) {
       << "both ops were enqueueing with it at once";
 }
 
+// Two implementations that are not thread-safe, each of which runs the other inside, on two threads
+// at once. Who comes last would wait for ever, and is told; the other call goes on.
+TEST(SerialOps, ThatRunEachOthersAreAnErrorAndNoDeadlock) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  te_fl_op_schema schema = testing::five_schema();
+  schema.name = "test::other";
+  Fake first("vendor.first"), second("vendor.second", schema);
+  std::atomic<int> inside{0};
+  const auto both = [&](const char* other) {
+    return [&, other](const te_fl_context& ctx, const void*) -> te_fl_status {
+      thread_local bool nested = false;
+      if (nested) return TE_FL_OK;
+      ++inside;
+      while (inside < 2) std::this_thread::yield();
+      nested = true;
+      testing::FiveCall call;
+      const Status status = manager.call(other, &call.args);
+      nested = false;
+      if (!status.ok()) ctx.errors->write(ctx.errors->host, status.to_string().c_str());
+      return status.to_c();
+    };
+  };
+  first.run_body = both("test::other");
+  second.run_body = both("test::five");
+  for (Fake* fake : {&first, &second}) {
+    fake->desc.flags &= ~uint32_t{TE_FL_OP_THREAD_SAFE};
+    ASSERT_OK(registry.register_op(fake->desc, "test", "acme"));
+  }
+  for (int round = 0; round < 20; ++round) {
+    inside = 0;
+    Status status[2];
+    std::thread threads[2];
+    for (int t = 0; t < 2; ++t) {
+      threads[t] = std::thread([&, t] {
+        testing::FiveCall call;
+        status[t] = manager.call(t == 0 ? "test::five" : "test::other", &call.args);
+      });
+    }
+    for (std::thread& t : threads) t.join();
+    ASSERT_NE(status[0].ok(), status[1].ok()) << "one goes on, and one is refused";
+    EXPECT_FAILS(status[status[0].ok() ? 1 : 0], kBusy, "rule R13");
+  }
+}
+
 // A spare is there only for who would otherwise wait: ops one after the other share one scratch.
 TEST_F(NestedOps, OpsOneAfterTheOtherHaveOneScratch) {
   std::atomic<const void*> seen{nullptr};

@@ -6,6 +6,7 @@
 #include <functional>
 #include <vector>
 
+#include "core/device/device_list.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
 #include "support/far_device.hpp"
@@ -50,6 +51,78 @@ class TwoDevices : public ::testing::Test {
   FarDevice far_a{0}, far_b{1};
   Device a, b;
 };
+
+// ---- copies to the host
+
+// Its device makes no objects any more, events among them, and its tensors are on two streams.
+TEST_F(TwoDevices, ATensorOfAWithdrawnDeviceIsCopiedHome) {
+  const Stream stream = Stream::create(a).value();
+  Tensor x, y;
+  {
+    const StreamScope scope(stream);
+    x = Tensor::zeros({4}, DType::kF32, a).value();
+    y = Tensor::zeros({4, 4}, DType::kF32, a).value();
+  }
+  write_later(x, 7, stream.get());
+  write_later(y, 5, stream.get());
+  core::bar_device(a);
+  const Result<Tensor> home = x.to(Device());
+  ASSERT_OK(home);
+  EXPECT_EQ(home->data<float>()[0], 7);
+  const Result<Tensor> part = y.slice(1, 1, 3).value().to(Device());
+  ASSERT_OK(part);
+  EXPECT_EQ(part->data<float>()[0], 5);
+  const Result<Tensor> away = x.to(b);
+  ASSERT_OK(away);
+  EXPECT_EQ(read(*away), 7);
+}
+
+// synchronize() fails, and the copy is still on its way: at first (the error is an earlier op's,
+// told once), or for good.
+class FailedWaits : public TwoDevices, public ::testing::WithParamInterface<int> {
+ protected:
+  void SetUp() override {
+    of = this;
+    synchronize = far_a.api.synchronize;
+    far_a.api.synchronize = [](void* self, void* on, const te_fl_error_sink* e) -> te_fl_status {
+      if (of->failing > 0) {
+        --of->failing;
+        e->write(e->host, "an earlier op has failed");
+        return TE_FL_INTERNAL;
+      }
+      return of->synchronize(self, on, e);
+    };
+    far_a.api.struct_size = offsetof(te_fl_device_api, copy_between);
+    TwoDevices::SetUp();
+  }
+  void TearDown() override {
+    failing = 0;
+    far_a.queues.finish();  // writes into the memory that was kept
+    TwoDevices::TearDown();
+  }
+  // Of copies that were not waited for, while their memory may have been freed.
+  void expect_none_under_way() {
+    if (GetParam() == 1) {
+      EXPECT_EQ(far_a.queues.pending(nullptr), 0u);
+    }
+  }
+  static inline FailedWaits* of = nullptr;
+  decltype(te_fl_device_api::synchronize) synchronize = nullptr;
+  int failing = 0;
+};
+INSTANTIATE_TEST_SUITE_P(Times, FailedWaits, ::testing::Values(1, 100));
+
+TEST_P(FailedWaits, FreeNoMemoryUnderACopy) {
+  const Tensor x = Tensor::zeros({4, 4}, DType::kF32, a).value();
+  for (const Tensor& t : {x, x.slice(1, 1, 3).value()}) {
+    for (const Device& to : {Device(), b}) {
+      failing = GetParam();
+      const Result<Tensor> copy = t.to(to);
+      EXPECT_FAILS(copy.status(), kInternal, "an earlier op has failed");
+      expect_none_under_way();
+    }
+  }
+}
 
 // ---- copies between devices
 

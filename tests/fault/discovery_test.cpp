@@ -114,6 +114,16 @@ TEST_F(DiscoveryTest, ModulesAreLoadedBeforeManifests) {
   EXPECT_LT(run.output.find("good|active"), run.output.find("custom_op|failed")) << run.output;
 }
 
+// Its create() runs on a thread of its own, which must not wait for the one that loads the plugins.
+TEST_F(DiscoveryTest, ACreateThatWantsADeviceOfALaterPluginIsToldSoAtOnce) {
+  const ProbeRun run =
+      probe({{"TE_FL_PLUGIN_MODULES", fault_path("early_create") + "," + fault_path("good")}});
+  EXPECT_HAS(run.line("early_create"), "|failed|TE_FL_PLUGIN_MODULES|") << run.output;
+  EXPECT_HAS(run.line("early_create"), "there is no device cuda:3") << run.output;
+  EXPECT_HAS(run.line("early_create"), "plugins that were loaded before it") << run.output;
+  EXPECT_HAS(run.line("good"), "|active|") << run.output;
+}
+
 TEST_F(DiscoveryTest, ModulesThatDoNotResolveAreWarnings) {
   manifest("path", "good", fault_path("good"));
   const ProbeRun run =

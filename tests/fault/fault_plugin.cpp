@@ -270,6 +270,14 @@ te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_err
     say(errors, "the fault device is on fire");
     return TE_FL_FAILED_PRECONDITION;
   }
+  if (is("early_create")) {  // wants memory of a device whose plugin comes later
+    void* data = nullptr;
+    te_fl_memory_desc memory;
+    memory.bytes = 64;
+    const te_fl_status code =
+        host->allocate(host->host, {TE_FL_DEVICE_CUDA, 3}, 0, &memory, &data, errors);
+    return code == TE_FL_OK ? TE_FL_INTERNAL : code;
+  }
   if (is("create_garbage_status")) return 0x7fffffff;
   if (is("hanging_create") || is("slow_create")) {
     const timespec t{is("hanging_create") ? 2 : 0, is("hanging_create") ? 0 : 20'000'000};

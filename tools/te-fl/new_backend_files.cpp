@@ -212,7 +212,7 @@ te_fl_status allocate(void*, const te_fl_memory_desc* memory, void** out, const 
   *out = std::aligned_alloc(alignment, (std::max<size_t>(memory->bytes, 1) + alignment - 1) / alignment * alignment);
   if (*out != nullptr) return TE_FL_OK;
   errors->write(errors->host, "no memory");
-  return TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN;
+  return TE_FL_OUT_OF_MEMORY;
 }
 te_fl_status release(void*, void* data, uint32_t, void*, const te_fl_error_sink*) {
   std::free(data);

@@ -308,6 +308,28 @@ TEST_F(Gemm, ChildForkedDuringAGemmMultipliesWithinASecond) {
   for (std::thread& thread : busy) thread.join();
 }
 
+// The library's static objects are destroyed at exit, which waits for products that are being made.
+TEST_F(Gemm, AProgramThatEndsDuringAGemmEndsWell) {
+  TE_FL_SKIP_FORK_THEN_THREADS();
+  const ForkedGemm gemm;
+  for (int i = 0; i < 6; ++i) {
+    EXPECT_TRUE(child_succeeds([&]() -> bool {
+      std::atomic<int> busy{0};
+      for (int t = 0; t < 3; ++t) {
+        std::thread([&] {
+          try {
+            for (;; ++busy) run_sgemm(gemm.t, gemm.x), run_bf16(gemm.t, gemm.x);
+          } catch (const std::exception&) {  // refused from then on
+          }
+          for (;;) pause();
+        }).detach();
+      }
+      while (busy < 3) std::this_thread::yield();
+      std::exit(0);
+    }));
+  }
+}
+
 TEST(GemmPartition, BlocksCoverTheProductOnce) {
   for (const int threads : {1, 2, 3, 4, 7, 16, 64}) {
     for (const int64_t m : {1, 8, 9, 100, 4096}) {

@@ -20,7 +20,7 @@ te_fl_status allocate(void*, const te_fl_memory_desc* memory, void** out,
   *out = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   if (*out != nullptr) return TE_FL_OK;
   b::report(errors, "the device is full");
-  return TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN;
+  return TE_FL_OUT_OF_MEMORY;
 }
 te_fl_status release(void*, void* data, uint32_t, void*, const te_fl_error_sink*) {
   std::free(data);

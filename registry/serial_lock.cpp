@@ -1,0 +1,91 @@
+#include "registry/serial_lock.hpp"
+
+#include <algorithm>
+#include <new>
+#include <vector>
+
+#include "core/base/fork.hpp"
+
+namespace te_fl::registry {
+namespace {
+
+// Guards the list of threads that wait for a SerialLock while they hold another.
+constinit core::ForkMutex mutex(core::LockLevel::kSerialWaits);
+const core::ForkMutex::Registration registration(mutex);
+
+struct Wait {
+  const ThreadRecord* thread;  // compared only: it may have ended
+  const SerialLock* lock;
+};
+std::vector<Wait>& waits() {
+  static auto* const all = new std::vector<Wait>;
+  return *all;
+}
+[[maybe_unused]] const std::vector<Wait>& made_at_load = waits();
+
+// No other thread waits in a forked child.
+void forget_waits() {
+  const std::lock_guard lock(mutex);
+  waits().clear();
+}
+const core::ForkedChild forked_child(core::LockLevel::kSerialWaits, &forget_waits);
+
+// What a thread waits for; null if for nothing, or if it holds nothing. The lock is held.
+const SerialLock* awaited(const ThreadRecord* thread) {
+  const auto at = std::ranges::find(waits(), thread, &Wait::thread);
+  return at != waits().end() ? at->lock : nullptr;
+}
+
+}  // namespace
+
+// A thread notes what it waits for before it waits, and has noted itself as the owner of what it
+// holds before that. So of threads that would wait for each other in a ring, the last to come sees
+// the whole of it.
+bool SerialLock::wait(const ThreadRecord* self) {
+  {
+    const std::lock_guard lock(mutex);
+    const SerialLock* next = this;
+    while (next != nullptr) {
+      const ThreadRecord* owner = next->owner_.load(std::memory_order_acquire);
+      if (owner == self) return false;
+      next = owner != nullptr ? awaited(owner) : nullptr;
+    }
+    waits().push_back({self, this});
+  }
+  mutex_.lock();
+  const std::lock_guard lock(mutex);
+  std::erase_if(waits(), [&](const Wait& w) { return w.thread == self; });
+  return true;
+}
+
+SerialLock::Taken SerialLock::lock(const ThreadRecord* self, uint32_t depth, bool holds) {
+  if (owner_.load(std::memory_order_relaxed) == self) return Taken::kOwn;
+  const core::LockRank rank{core::LockLevel::kServing,
+                            core::serving_order(depth, core::Serving::kSerial)};
+  core::check_lock(rank);
+  if (!mutex_.try_lock()) {
+    if (!holds) {
+      mutex_.lock();
+    } else if (!wait(self)) {
+      core::check_unlock(rank);
+      return Taken::kCrosswise;
+    }
+  }
+  rank_ = rank;
+  owner_.store(self, std::memory_order_release);
+  return Taken::kYes;
+}
+
+void SerialLock::unlock() {
+  core::check_unlock(rank_);
+  owner_.store(nullptr, std::memory_order_relaxed);
+  mutex_.unlock();
+}
+
+void SerialLock::reset_after_fork(const ThreadRecord* self) {
+  if (owner_.load(std::memory_order_relaxed) == self && self != nullptr) return;
+  owner_.store(nullptr, std::memory_order_relaxed);
+  new (&mutex_) std::mutex;
+}
+
+}  // namespace te_fl::registry
