@@ -184,6 +184,14 @@ class State(unittest.TestCase):
         with te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()):
             self.assertEqual(set(tf.DenseGeneral(8).init(jax.random.key(0), x)), {"params"})
 
+    def test_a_history_of_another_length_is_refused(self):
+        x, dense = normal(4, 16), tf.DenseGeneral(8)
+        with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=3)):
+            variables = dense.init(jax.random.key(0), x)
+        with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=5)):
+            with self.assertRaisesRegex(ValueError, r"amax_history_len=5, and the variable x_amax_history of the collection 'fp8_metas' has shape \(3,\)"):
+                dense.apply(variables, x)
+
     def test_nn_scan_over_layers(self):
         """Layers by nn.scan: parameters and FP8 state are stacked."""
         class Block(nn.Module):

@@ -1,5 +1,6 @@
 """te_fl.jax under FP8 against the quantised computation in NumPy, and the state that goes in and comes out."""
 
+import threading
 import unittest
 
 import jax
@@ -192,10 +193,56 @@ class Recipes(unittest.TestCase):
         outer, inner = recipe.DelayedScaling(), recipe.MXFP8BlockScaling()
         with te.autocast(enabled=True, recipe=outer):
             with self.assertWarns(DeprecationWarning), te.fp8_autocast(enabled=True, fp8_recipe=inner):
-                self.assertIs(te.quantize.get_global_quantize_recipe(), inner)
+                self.assertEqual(te.quantize.get_global_quantize_recipe(), inner)
             with te.autocast(enabled=False):
                 self.assertIsNone(te.quantize.get_global_quantize_recipe())
-            self.assertIs(te.quantize.get_global_quantize_recipe(), outer)
+            self.assertEqual(te.quantize.get_global_quantize_recipe(), outer)
+        self.assertIsNone(te.quantize.get_global_quantize_recipe())
+
+    def test_what_was_traced_under_another_recipe_is_traced_again(self):
+        """JAX keeps what it traced of scans, checkpointed functions and inner jits, and would take it again under any recipe."""
+        x, kernel = normal(16, 16), normal(16, 16)
+
+        def step(h, _=None):
+            return te.dense.dense(h, kernel, quantizer_set=create_set(te.quantize.get_global_quantize_recipe())), None
+
+        again, inner, whole = jax.checkpoint(lambda h: step(h)[0]), jax.jit(lambda h: step(h)[0]), jax.jit(lambda h: step(h)[0])
+        for name, f in (("scan", lambda x: jax.lax.scan(step, x, None, 2)[0]), ("checkpoint", jax.grad(lambda x: again(x).sum())),
+                        ("jit", lambda x: inner(x) + 1), ("cond", lambda x: jax.lax.cond(x[0, 0] > 0, lambda: step(x)[0], lambda: x))):
+            found = []
+            for enabled, given in ((False, None), (True, recipe.Float8CurrentScaling()), (False, None), (True, recipe.MXFP8BlockScaling())):
+                with te.autocast(enabled=enabled, recipe=given):
+                    text = str(jax.make_jaxpr(f)(x))
+                found.append("mxfp8" if "mxfp8" in text else "te_fl.quantize" in text)
+            self.assertEqual(found, [False, True, False, "mxfp8"], name)
+        full = whole(x)
+        with te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()):
+            self.assertFalse(np.array_equal(full, whole(x)))
+            count = whole._cache_size()
+        given = recipe.Float8CurrentScaling()
+        with te.autocast(enabled=True, recipe=given):
+            whole(x)
+            given.fp8_format = recipe.Format.E4M3  # after autocast has read it
+            whole(x)
+            self.assertEqual(whole._cache_size(), count)  # an equal recipe is the same key
+        np.testing.assert_array_equal(full, whole(x))
+
+    def test_autocast_is_the_thread_s(self):
+        entered, left = threading.Event(), threading.Event()
+
+        def other():
+            with te.autocast(enabled=True, mesh_resource=te.MeshResource(dp_resource="dp")):
+                entered.set()
+                left.wait(60)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait(60)
+        with te.autocast(enabled=True, recipe=recipe.MXFP8BlockScaling()):
+            left.set()
+            thread.join()
+            self.assertEqual(te.quantize.get_global_quantize_recipe(), recipe.MXFP8BlockScaling())
+            self.assertIsNone(te.sharding.global_mesh_resource().dp_resource)
         self.assertIsNone(te.quantize.get_global_quantize_recipe())
 
     def test_update_collections(self):

@@ -19,6 +19,7 @@ import te_fl.jax as te  # noqa: E402
 from te_fl.common import recipe  # noqa: E402
 from te_fl.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, fused_attn  # noqa: E402
 from te_fl.jax.quantize import create_set  # noqa: E402
+from te_fl.jax.rope import rotary_pos_emb  # noqa: E402
 
 RNG = np.random.default_rng(3)
 
@@ -177,6 +178,19 @@ class FourDevices(unittest.TestCase):
         self.assertEqual(cut[1]["params"]["attention"]["qkv"]["kernel"].sharding.spec, P(None, None, "tp"))
         self.assertNotIn(" all-gather(", compiled.as_text())
 
+    def test_state_that_would_differ_by_device_is_refused(self):
+        """Without check_vma, JAX would add a state up over the devices, or let each have its own."""
+        x, kernel, sets = normal(8, 32), normal(32, 16), create_set(recipe.DelayedScaling(amax_history_len=2))
+        state = lambda x, q: jax.grad(lambda q: te.dense.dense(x, kernel, quantizer_set=q).sum())(q)  # noqa: E731
+        shard = functools.partial(jax.shard_map, mesh=self.mesh, in_specs=(P("dp"), P()), out_specs=P())
+        close(self, shard(state)(x, sets), state(x, sets))
+        for wrong in (shard(state, check_vma=False), lambda x, q: jax.pmap(state, in_axes=(0, None))(x.reshape(4, 2, 32), q)):
+            with self.assertRaisesRegex(NotImplementedError, r"delayed scaling under pmap or shard_map\(check_vma=False\) is not served"):
+                wrong(x, sets)
+        current = create_set(recipe.Float8CurrentScaling())
+        both = [shard(lambda x, q: te.dense.dense(x, kernel, quantizer_set=q), out_specs=P("dp"), check_vma=c)(x, current) for c in (True, False)]
+        np.testing.assert_array_equal(*both)
+
     def test_logical_axes_follow_the_mesh_resource(self):
         names = (te.sharding.BATCH_AXES, None, te.sharding.HIDDEN_TP_AXES)
         with jax.set_mesh(self.mesh), te.autocast(mesh_resource=te.MeshResource(dp_resource="dp", tp_resource="tp")):
@@ -184,6 +198,79 @@ class FourDevices(unittest.TestCase):
             self.assertEqual(y.sharding.spec, P("dp", None, "tp"))
             self.assertEqual(te.sharding.get_sharding_map_logic_axis_to_mesh_axis()[te.sharding.W_TP_AXES], "tp")
         self.assertEqual(te.sharding.get_sharding_map_logic_axis_to_mesh_axis(), {})
+
+
+class ExplicitAxes(unittest.TestCase):
+    """Meshes of jax.make_mesh, where an array's type says how it lies: results, gradients and their types, and nothing runs whole on each device."""
+
+    def setUp(self):
+        self.mesh = jax.make_mesh((2, 2), ("dp", "tp"))
+
+    def compare(self, f, arguments, axes, parts=None):
+        """axes: of each argument. parts: shapes that calls of products have on a device."""
+        placed = tuple(jax.tree.map(lambda a, axes=axes: jax.device_put(a, NamedSharding(self.mesh, P(*axes))), argument)
+                       for argument, axes in zip(arguments, axes, strict=True))
+        both = jax.jit(jax.value_and_grad(f, tuple(range(len(arguments)))))
+        wanted = both(*arguments)
+        close(self, both(*placed), wanted, 1e-5)  # without jax.set_mesh the types alone say it
+        with jax.set_mesh(self.mesh):
+            compiled = both.lower(*placed).compile()
+            cut = compiled(*placed)
+        close(self, cut, wanted, 1e-5)
+        for gradient, argument in zip(jax.tree.leaves(cut[1]), jax.tree.leaves(placed), strict=True):
+            self.assertEqual(jax.typeof(gradient).sharding, jax.typeof(argument).sharding)
+        if parts is not None:
+            self.assertEqual(sorted(re.findall(r"= f32\[([0-9,]+)\]\S* custom-call.*te_fl.generic_gemm", compiled.as_text())), sorted(parts))
+
+    def test_dense(self):
+        x, kernel, bias = normal(8, 4, 32), normal(32, 64), normal(64)
+        dense = lambda x, k, b: (te.dense.dense(x, k, b, contracting_dims=((2,), (0,))) ** 2).mean()  # noqa: E731
+        self.compare(dense, (x, kernel, bias), (("dp",), (None, "tp"), ()), ["16,32", "16,32", "32,32"])
+        self.compare(dense, (x, kernel, bias), (("dp", None, "tp"), ("tp", None), ()), ["16,64", "16,16", "16,64"])
+        self.compare(dense, (x, kernel, bias), ((None, "dp"), ("dp", "tp"), ("tp",)))
+        self.compare(dense, (x, kernel, bias), ((("dp", "tp"),), (), ()))
+
+    def test_mlp_with_every_kind_of_scaling(self):
+        arguments = (normal(8, 4, 32), normal(32), normal(32, 2, 64) / 6, normal(64, 32) / 8, normal(2, 64), normal(32))
+        axes = (("dp",), (), (None, None, "tp"), ("tp", None), (None, "tp"), (), ())
+
+        def mlp(x, gamma, k1, k2, b1, b2, sets):
+            return (te.layernorm_mlp.layernorm_mlp(x, gamma, None, [k1, k2], [b1, b2], "rmsnorm", activation_type=("silu", "linear"),
+                                                   quantizer_sets=sets) ** 2).mean()
+
+        for given in (None, recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling(), recipe.Float8BlockScaling()):
+            self.compare(mlp, (*arguments, tuple(create_set(given) for _ in range(2))), axes)
+
+    def test_attention_rope_softmax_activation(self):
+        q = normal(4, 8, 4, 8)
+
+        def f(q, x):
+            y = attend(rotary_pos_emb(q, (1, 10000), False))
+            return (y**2).sum() + (te.softmax.softmax(x) ** 2).sum() + te.activation.activation(x, ("gelu",)).sum()
+
+        self.compare(f, (q, normal(4, 4, 1, 8)), (("dp", None, "tp"), ("dp", "tp")))
+
+    def test_a_transformer_layer(self):
+        try:
+            from flax import linen as nn
+        except ModuleNotFoundError as error:
+            self.skipTest(str(error))
+        from te_fl.jax.flax import TransformerLayer, extend_logical_axis_rules
+
+        x, given = normal(4, 8, 32), recipe.DelayedScaling(amax_history_len=2)
+        layer = TransformerLayer(hidden_size=32, mlp_hidden_size=64, num_attention_heads=4, enable_relative_embedding=False, attention_dropout=0.0)
+        rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        step = jax.jit(jax.value_and_grad(lambda v, x: (layer.apply(v, x, rngs=rngs) ** 2).mean()))
+        with te.autocast(enabled=True, recipe=given):
+            boxed = layer.init(rngs, x)
+            whole = step(nn.unbox(boxed), x)
+        with jax.set_mesh(self.mesh), te.autocast(enabled=True, recipe=given, mesh_resource=te.MeshResource(dp_resource="dp", tp_resource="tp")):
+            places = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), self.mesh, extend_logical_axis_rules(()))
+            arguments = (jax.tree.map(jax.device_put, nn.unbox(boxed), places), jax.device_put(x, NamedSharding(self.mesh, P("dp"))))
+            compiled = step.lower(*arguments).compile()
+            cut = compiled(*arguments)
+        close(self, cut, whole, 1e-4)
+        self.assertNotIn(" all-gather(", compiled.as_text())
 
 
 if __name__ == "__main__":

@@ -8,13 +8,15 @@ shard_map nothing of this applies: there each device calls the op on its part.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Set, Tuple
 
 import jax
 from jax.custom_batching import sequential_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from te_fl import _native
 
@@ -166,28 +168,93 @@ class _Plan:
         over = _flat([axes.get("k")]) if self.op == "generic_gemm" and name == "d" else everywhere if name in _SUMMED else ()
         return jax.lax.psum(value, over) if over else value
 
+    def of_a_device(self, run: Callable, mesh: Any, axes: Mapping[str, Any]) -> Tuple[Callable, List[NamedSharding], List[NamedSharding]]:
+        """What one device does with its parts, and how operands and results lie."""
+        shardings, count = self.shardings(mesh, axes), len(self.operands)
+        local = [sharding.shard_shape(struct.shape) for sharding, (_, struct) in zip(shardings[count:], self.results)]
+
+        def lower(*arrays):
+            return tuple(self.whole(name, value, axes) for (name, _), value in zip(self.results, run(local, *arrays)))
+
+        return lower, shardings[:count], shardings[count:]
+
     def partition(self, run: Callable) -> Callable:
         def partition(mesh, arg_infos, result_infos):
             axes = _chosen(list(arg_infos) + list(result_infos), self.factors, self.cut)
-            shardings, count = self.shardings(mesh, axes), len(self.operands)
-            local = [sharding.shard_shape(struct.shape) for sharding, (_, struct) in zip(shardings[count:], self.results)]
-
-            def lower(*arrays):
-                return tuple(self.whole(name, value, axes) for (name, _), value in zip(self.results, run(local, *arrays)))
-
-            return mesh, lower, tuple(shardings[count:]), tuple(shardings[:count])
+            lower, operands, results = self.of_a_device(run, mesh, axes)
+            return mesh, lower, tuple(results), tuple(operands)
 
         return partition
+
+    def by_types(self, run: Callable, mesh: Any, arrays: Sequence[jax.Array]) -> List[jax.Array]:
+        """The call on a mesh of explicit axes, where types say how arrays lie and XLA's partitioner decides nothing."""
+        axes = _chosen([jax.typeof(array) for array in arrays], self.factors, self.cut)
+        lower, operands, results = self.of_a_device(run, mesh, axes)
+        arrays = [jax.sharding.reshard(array, sharding) for array, sharding in zip(arrays, operands)]
+        cut = jax.shard_map(lower, mesh=mesh, in_specs=tuple(s.spec for s in operands), out_specs=tuple(s.spec for s in results),
+                            axis_names=set(_explicit_axes(mesh)), check_vma=False)
+        return list(cut(*arrays))
+
+
+def _explicit_axes(mesh: Any) -> List[str]:
+    return [name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind is AxisType.Explicit]
+
+
+def _mesh_of_types(arrays: Sequence[jax.Array]) -> Any:
+    """The mesh over whose explicit axes any of these is cut; None if there is none."""
+    for array in arrays:
+        sharding = jax.typeof(array).sharding
+        if any(axis is not None for axis in sharding.spec):
+            return sharding.mesh
+    return None
+
+
+def in_one(x: jax.Array, first: int, count: int) -> jax.Array:
+    """x with `count` dimensions from `first` on made one. Over explicit axes JAX does that only where the first of them alone is cut, so the
+    others are gathered."""
+    last = first + count
+    shape = (*x.shape[:first], math.prod(x.shape[first:last]), *x.shape[last:])
+    sharding = jax.typeof(x).sharding
+    spec = list(sharding.spec) + [None] * (x.ndim - len(sharding.spec))
+    leading = [d for d in range(first, last) if x.shape[d] != 1][:1]
+    whole = [axis if d in leading or not first <= d < last else None for d, axis in enumerate(spec)]
+    return (x if spec == whole else jax.sharding.reshard(x, sharding.update(spec=PartitionSpec(*whole)))).reshape(shape)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the arrays of a tree lie over explicit axes. It may be kept among what a forward keeps for its backward."""
+
+    shardings: Tuple[Any, ...]
+
+    @classmethod
+    def of(cls, tree: Any) -> "Layout":
+        return cls(tuple(jax.typeof(array).sharding for array in jax.tree.leaves(tree)))
+
+    def put(self, tree: Any) -> Any:
+        """The arrays of a like tree, laid out so: JAX asks for gradients that lie as what they are the gradients of."""
+        def put(array, wanted):
+            now = jax.typeof(array).sharding
+            to = now.update(spec=wanted.spec) if wanted.mesh.empty else wanted  # an array from before the mesh was set has none
+            return array if now == to else jax.sharding.reshard(array, to)
+
+        leaves, structure = jax.tree.flatten(tree)
+        return jax.tree.unflatten(structure, [put(array, wanted) for array, wanted in zip(leaves, self.shardings, strict=True)])
 
 
 def call(run: Callable, op: str, operands: Sequence, results: Sequence, settings: Mapping[str, Any],
          packed: FrozenSet[str]) -> List[jax.Array]:
     """run(result shapes, *arrays), cut by XLA's partitioner where the program is one for several devices."""
     plan = _Plan(op, operands, results, settings, packed)
+    arrays = [array for _, array in operands]
+    mesh = _mesh_of_types(arrays)
+    if mesh is not None:
+        return plan.by_types(run, mesh, arrays)
     shapes = [struct.shape for _, struct in results]
     wrapped = custom_partitioning(lambda *arrays: tuple(run(shapes, *arrays)))
     wrapped.def_partition(plan.partition(run), **plan.rule())
-    return list(sequential_vmap(wrapped)(*[array for _, array in operands]))
+    return list(sequential_vmap(wrapped)(*arrays))
 
 
 def may_cut_programs() -> bool:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from te_fl.jax import _partition, activation, layernorm, ops
+from te_fl.jax._partition import Layout
 from te_fl.jax._varying import align
 from te_fl.jax.quantize import QuantizerSet
 
@@ -78,6 +79,7 @@ def _product(x, kernel, bias, params, quantizers: QuantizerSet, prologue: Any):
 
 
 def _forward(x, kernel, bias, params, quantizers, prologue):
+    layout = Layout.of((x, kernel, bias, params, quantizers))
     z, x_amax, saved = _input(x, prologue, params, quantizers)
     # A product that is cut along K is a sum over devices, to which the bias belongs once.
     inside, after = (None, bias) if _partition.may_cut_programs() else (bias, None)
@@ -85,16 +87,17 @@ def _forward(x, kernel, bias, params, quantizers, prologue):
     names = "b d bias" if packed else ""
     if not quantizers.active:
         y = _gemm(z, kernel, False, False, shape, x.dtype, names, bias=inside)
-        return _add(y, after), (x, z, kernel, bias, params, saved, quantizers, None)
+        return _add(y, after), (x, z, kernel, bias, params, saved, quantizers, None, layout)
     k = quantizers.kernel.quantize(kernel, packed=packed)
     y = _gemm(z.only(columnwise=False), k.only(columnwise=True), False, False, shape, x.dtype, names, quantizers.split_accumulator[0], inside)
     kept_x = x if prologue is not None else jnp.zeros((0,), x.dtype)
     kept_kernel = jnp.zeros((0,), kernel.dtype)
-    return _add(y, after), (kept_x, z.only(columnwise=True), (k.only(columnwise=False), kept_kernel), bias, params, saved, quantizers, (x_amax, k.amax))
+    return _add(y, after), (kept_x, z.only(columnwise=True), (k.only(columnwise=False), kept_kernel), bias, params, saved, quantizers, (x_amax, k.amax),
+                            layout)
 
 
 def _backward(prologue, kept, dy):
-    x, z, kernel, bias, params, saved, quantizers, amaxes = kept
+    x, z, kernel, bias, params, saved, quantizers, amaxes, layout = kept
     split = quantizers.split_accumulator
     dbias = None if bias is None else jnp.sum(dy, axis=0, dtype=jnp.float32).astype(bias.dtype)
     rows, width, packed = dy.shape[0], z.shape[1], dy.ndim == 3
@@ -110,9 +113,9 @@ def _backward(prologue, kept, dy):
     dz = _gemm(across, kernel, False, True, (rows, width), x.dtype, "a b" if packed else "", split[1])
     dkernel = _gemm(z, down, True, False, (width, *dy.shape[1:]), kernel_dtype, "b d" if packed else "", split[2])
     if prologue is None:
-        return dz, dkernel, dbias, params, after
+        return layout.put((dz, dkernel, dbias, params, after))
     dx, dparams = prologue.backward(dz, x, params, saved)
-    return dx, dkernel, dbias, dparams, after
+    return layout.put((dx, dkernel, dbias, dparams, after))
 
 
 _product.defvjp(_forward, _backward)

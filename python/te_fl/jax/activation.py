@@ -8,6 +8,7 @@ from typing import Mapping, Optional, Sequence, Tuple
 import jax
 
 from te_fl.jax import ops
+from te_fl.jax._partition import Layout, in_one
 
 _OPS = {
     ("gelu",): "gelu", ("silu",): "silu", ("relu",): "relu", ("quick_gelu",): "qgelu", ("squared_relu",): "srelu",
@@ -59,7 +60,7 @@ def activation(x: jax.Array, activation_type: Sequence[str], quantizer=None, act
     names = canonicalize_activation(activation_type)
     if x.ndim < 2 or x.shape[-2] != len(names):
         raise ValueError(f"x has shape {x.shape}; for the activations {names} the last dimension but one is {len(names)}")
-    rows = x.reshape(-1, *x.shape[-2:]) if len(names) == 2 else x.reshape(-1, x.shape[-1])
+    rows = in_one(x, 0, x.ndim - len(names))
     return _activation(rows, names, canonicalize_params(names, act_params)).reshape(*x.shape[:-2], x.shape[-1])
 
 
@@ -68,4 +69,5 @@ def _activation(x, names, params):
     return forward(x, names, params)
 
 
-_activation.defvjp(lambda x, names, params: (forward(x, names, params), x), lambda names, params, x, grad: (backward(grad, x, names, params),))
+_activation.defvjp(lambda x, names, params: (forward(x, names, params), x),
+                   lambda names, params, x, grad: Layout.of((x,)).put((backward(grad, x, names, params),)))

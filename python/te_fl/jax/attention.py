@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from te_fl.jax import ops
+from te_fl.jax._partition import Layout
 from te_fl.jax._varying import align
 
 
@@ -248,7 +249,8 @@ def _attention_bwd(settings, kept, grad):
     dbias = None if given.bias is None else next(rest)
     dsink = None if given.softmax_sink is None else next(rest)
     extras = given._replace(bias=None, softmax_sink=None)
-    return (*made[:3], dbias, dsink, jax.tree.map(_no_gradient, extras))
+    grads = Layout.of((q, k, v, given.bias, given.softmax_sink)).put((*made[:3], dbias, dsink))
+    return (*grads, jax.tree.map(_no_gradient, extras))
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

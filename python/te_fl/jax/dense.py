@@ -6,6 +6,7 @@ from typing import Optional, Sequence, Tuple
 
 import jax
 
+from te_fl.jax._partition import in_one
 from te_fl.jax._product import product
 from te_fl.jax.quantize import QuantizerSet, noop_quantizer_set
 from te_fl.jax.sharding import with_sharding_constraint_by_logical_axes
@@ -22,12 +23,11 @@ def as_matrices(x: jax.Array, kernel: jax.Array, contracting_dims) -> Tuple[jax.
     rows = [d for d in range(x.ndim) if d not in of_x]
     columns = [d for d in range(kernel.ndim) if d not in of_kernel]
     result = tuple(x.shape[d] for d in rows) + tuple(kernel.shape[d] for d in columns)
-    size = 1
-    for extent in shared:
-        size *= extent
     wide = [kernel.shape[d] for d in columns if kernel.shape[d] != 1]
-    matrix = kernel.transpose(*of_kernel, *columns).reshape(size, *(wide if len(wide) == 2 else (-1,)))
-    return x.transpose(*rows, *of_x).reshape(-1, size), matrix, result
+    matrix = in_one(kernel.transpose(*of_kernel, *columns), 0, len(shared))
+    matrix = matrix.reshape(matrix.shape[0], *wide) if len(wide) == 2 else in_one(matrix, 1, len(columns))
+    flat = in_one(in_one(x.transpose(*rows, *of_x), 0, len(rows)), 1, len(shared))
+    return flat, matrix, result
 
 
 def kernel_for(x: jax.Array, kernel: jax.Array, quantizer_set: QuantizerSet) -> jax.Array:

@@ -8,6 +8,7 @@ from typing import Optional
 import jax
 
 from te_fl.jax import ops
+from te_fl.jax._partition import Layout, in_one
 from te_fl.jax._varying import align
 
 _NORMS = ("layernorm", "rmsnorm")
@@ -56,7 +57,7 @@ def layernorm(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], norm_ty
         raise NotImplementedError("te_fl.jax: layernorm(quantizer=..) is not served; layernorm_dense quantises what its product reads")
     norm_type = canonicalize_norm_type(norm_type)
     check_beta(norm_type, beta, zero_centered_gamma)
-    rows, gamma, beta = align((x.reshape(-1, x.shape[-1]), gamma, beta))
+    rows, gamma, beta = align((in_one(x, 0, x.ndim - 1), gamma, beta))
     return _layernorm(rows, gamma, beta, norm_type, zero_centered_gamma, epsilon).reshape(x.shape)
 
 
@@ -72,7 +73,7 @@ def _layernorm_fwd(x, gamma, beta, norm_type, zero_centered_gamma, epsilon):
 
 def _layernorm_bwd(norm_type, zero_centered_gamma, epsilon, kept, dz):
     x, gamma, beta, saved = kept
-    return backward(dz, x, gamma, beta, saved, norm_type, zero_centered_gamma)
+    return Layout.of((x, gamma, beta)).put(backward(dz, x, gamma, beta, saved, norm_type, zero_centered_gamma))
 
 
 _layernorm.defvjp(_layernorm_fwd, _layernorm_bwd)

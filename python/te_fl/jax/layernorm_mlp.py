@@ -7,6 +7,7 @@ from typing import Mapping, Optional, Sequence, Tuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
+from te_fl.jax._partition import in_one
 from te_fl.jax._product import Activation, product
 from te_fl.jax.activation import canonicalize_activation, canonicalize_params
 from te_fl.jax.dense import kernel_for
@@ -34,7 +35,7 @@ def layernorm_mlp(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], ker
     if dot_2_input_axes:  # those of the activation's result, which lies as what it is made from
         hidden = with_sharding_constraint_by_logical_axes(hidden, (*dot_2_input_axes[:-1], None, dot_2_input_axes[-1]))
     hidden = checkpoint_name(hidden, ffn1_ckpt_name)
-    rows = hidden.reshape(-1, *(hidden.shape[-2:] if len(names) == 2 else hidden.shape[-1:]))
+    rows = in_one(hidden, 0, hidden.ndim - len(names))
     bias = None if biases[1] is None else biases[1].astype(x.dtype)
     last = kernel_for(x, kernels[1], quantizer_sets[1])
     y = product(rows, last, bias, (), quantizer_sets[1], Activation(names, canonicalize_params(names, activation_params)))

@@ -8,6 +8,7 @@ place of the old one (update_collections). State that is used twice in one step 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import warnings
 from typing import Any, Callable, Iterator, Mapping, Optional, Tuple
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 from te_fl.common import recipe as recipes
 from te_fl.jax import _partition, ops, sharding
-from te_fl.jax._varying import largest
+from te_fl.jax._varying import is_told, largest
 from te_fl.jax._tensors import Quantized, QuantizedOutput
 
 __all__ = ["NVTE_FP8_COLLECTION_NAME", "Quantized", "QuantizedOutput", "Quantizer", "QuantizerSet", "autocast", "create_set", "fp8_autocast",
@@ -82,6 +83,11 @@ class Quantizer:
         """The state after a step in which the tensor's amax was this; docs/numerics.md, "Delayed scaling"."""
         if not self.delayed:
             return self
+        if not is_told():
+            raise NotImplementedError(
+                "te_fl.jax: delayed scaling under pmap or shard_map(check_vma=False) is not served: JAX does not say there which arrays differ by "
+                "device, so the state would differ too, or be added up over the devices; leave check_vma on, take jit with sharded arrays, or a "
+                "recipe without state such as Float8CurrentScaling")
         amax = largest(amax, self.scale)  # inside shard_map the parts of a tensor share one scale
         last = jnp.where(amax != 0, amax, self.amax_history[:1])
         rows = jnp.concatenate([last, self.amax_history[1:]])
@@ -171,28 +177,43 @@ def create_set(recipe: Optional[recipes.Recipe], state: Optional[Callable[[str],
     return QuantizerSet(*made, split_accumulator=tuple(p.use_split_accumulator for p in products))
 
 
-_global_recipe: Optional[recipes.Recipe] = None
+class _Entered:
+    """A recipe as it was when its autocast was entered; two of equal fields are equal, as they lead to the same programs."""
+
+    def __init__(self, recipe: recipes.Recipe):
+        self.recipe = copy.copy(recipe)
+        self._key = (type(recipe), tuple(sorted(vars(recipe).items())))
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Entered) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+# Of the calling thread, and a part of the keys under which JAX caches what it traced: without that, a scan's body, a checkpointed function or
+# a jitted one that was traced under another recipe would be taken again as it is.
+_entered = jax.make_user_context(None)
 
 
 def get_global_quantize_recipe() -> Optional[recipes.Recipe]:
-    """The recipe of the innermost autocast; None: high precision."""
-    return _global_recipe
+    """The recipe of the calling thread's innermost autocast, as it was on entering; None: high precision."""
+    entered = _entered.value
+    return None if entered is None else entered.recipe
 
 
 @contextlib.contextmanager
 def autocast(enabled: bool = False, recipe: Optional[recipes.Recipe] = None,
              mesh_resource: Optional[sharding.MeshResource] = None) -> Iterator[None]:
-    """Modules that are traced inside quantise by the recipe (None: DelayedScaling()), on the mesh axes that mesh_resource names."""
-    global _global_recipe
+    """Modules that this thread traces inside quantise by the recipe (None: DelayedScaling()), on the mesh axes that mesh_resource names.
+
+    A function that is already compiled is traced again when it is called under another recipe or mesh resource.
+    """
     chosen = (recipe if recipe is not None else recipes.DelayedScaling()) if enabled else None
     if chosen is not None:
         _check(chosen)
-    outer, _global_recipe = _global_recipe, chosen
-    try:
-        with sharding.global_shard_guard(mesh_resource if mesh_resource is not None else sharding.MeshResource()):
-            yield
-    finally:
-        _global_recipe = outer
+    with _entered(None if chosen is None else _Entered(chosen)), sharding.global_shard_guard(mesh_resource):
+        yield
 
 
 def fp8_autocast(enabled: bool = False, fp8_recipe: Optional[recipes.Recipe] = None,

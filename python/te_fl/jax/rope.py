@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from te_fl.jax import ops
+from te_fl.jax._partition import Layout
 
 _METHODS = {"consecutive": True, "alternate": False}  # whether pairs are (2i, 2i + 1)
 
@@ -33,8 +34,9 @@ def _rope(x, freqs, layout, interleaved):
     return ops.fused_rope_forward(input=x, freqs=freqs, layout=layout, interleaved=interleaved)
 
 
-def _rope_bwd(layout, interleaved, freqs, grad):
-    return ops.fused_rope_backward(input=grad, freqs=freqs, layout=layout, interleaved=interleaved), jnp.zeros_like(freqs)
+def _rope_bwd(layout, interleaved, kept, grad):
+    freqs, lies = kept
+    return lies.put((ops.fused_rope_backward(input=grad, freqs=freqs, layout=layout, interleaved=interleaved), jnp.zeros_like(freqs)))
 
 
-_rope.defvjp(lambda x, freqs, layout, interleaved: (_rope(x, freqs, layout, interleaved), freqs), _rope_bwd)
+_rope.defvjp(lambda x, freqs, layout, interleaved: (_rope(x, freqs, layout, interleaved), (freqs, Layout.of((x, freqs)))), _rope_bwd)

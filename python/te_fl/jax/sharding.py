@@ -8,7 +8,7 @@ from typing import Dict, Iterator, Optional, Sequence
 
 import jax
 from jax.interpreters import pxla
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
@@ -23,7 +23,7 @@ W_TP_AXES = "nvte_w_tp"
 W_JOINED_AXES = "nvte_w_joined"
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(unsafe_hash=True)
 class MeshResource:
     """Names of mesh axes: of data (dp), tensor (tp), tensor with sequence (tpsp) and fully sharded data parallelism (fsdp)."""
 
@@ -44,22 +44,20 @@ class MeshResource:
             raise ValueError("MeshResource: give tp_resource or tpsp_resource, not both")
 
 
-_resource = MeshResource()
+# Of the calling thread, and a part of the keys under which JAX caches what it traced.
+_resource = jax.make_user_context(MeshResource())
 
 
 def global_mesh_resource() -> MeshResource:
-    return _resource
+    """The calling thread's; an empty one outside of autocast and global_shard_guard."""
+    return _resource.value
 
 
 @contextlib.contextmanager
-def global_shard_guard(resource: MeshResource) -> Iterator[None]:
-    """What is traced inside is laid out on these axes."""
-    global _resource
-    outer, _resource = _resource, resource
-    try:
+def global_shard_guard(resource: Optional[MeshResource]) -> Iterator[None]:
+    """What this thread traces inside is laid out on these axes, as they are now; None: on none."""
+    with _resource(MeshResource() if resource is None else dataclasses.replace(resource)):
         yield
-    finally:
-        _resource = outer
 
 
 def _mesh():
@@ -99,8 +97,15 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, logical_axis_names: O
         return x
     if len(logical_axis_names) != x.ndim:
         raise ValueError(f"{tuple(logical_axis_names)} names {len(logical_axis_names)} axes of an array that has {x.ndim}")
-    rules = get_sharding_map_logic_axis_to_mesh_axis()
+    rules, mesh = get_sharding_map_logic_axis_to_mesh_axis(), _mesh()
+    kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types))
     spec = [rules.get(name) for name in logical_axis_names]
-    if all(axis is None for axis in spec):
-        return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+    def of_kind(kind: AxisType) -> Optional[PartitionSpec]:
+        wanted = [axis if kinds.get(axis) is kind else None for axis in spec]
+        return PartitionSpec(*wanted) if any(wanted) else None
+
+    explicit, automatic = of_kind(AxisType.Explicit), of_kind(AxisType.Auto)  # manual axes lie as shard_map has cut them
+    if explicit is not None:
+        x = jax.sharding.reshard(x, NamedSharding(mesh, explicit))
+    return x if automatic is None else jax.lax.with_sharding_constraint(x, automatic)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from te_fl.jax import ops
+from te_fl.jax._partition import Layout
 
 
 class SoftmaxFusionType(Enum):
@@ -59,7 +60,8 @@ def _softmax_bwd(scale, kind, kept, grad):
     result, mask = kept
     dmask = None if mask is None else jnp.zeros(mask.shape, jax.dtypes.float0)
     # The gradient follows from the probabilities alone, which are zero where a mask was.
-    return ops.scaled_softmax_backward(output_grad=grad, softmax_results=result, scale=scale), dmask
+    (dlogits,) = Layout.of((result,)).put((ops.scaled_softmax_backward(output_grad=grad, softmax_results=result, scale=scale),))
+    return dlogits, dmask
 
 
 _softmax.defvjp(_softmax_fwd, _softmax_bwd)

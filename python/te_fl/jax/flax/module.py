@@ -70,6 +70,14 @@ def low_rank(module: nn.Module, prefix: str, x: jax.Array, axis: Tuple[int, ...]
     return y if alpha is None else y * (alpha / rank)
 
 
+def dropout(x: jax.Array, rate: float, dims: Sequence[int], rng_name: str, deterministic: bool) -> jax.Array:
+    """Flax's Dropout, inside of a compact module. Over explicit axes Flax's own takes no array that is cut, so there it drops from ones."""
+    module = nn.Dropout(rate, broadcast_dims=dims, rng_collection=rng_name)
+    if deterministic or rate == 0 or all(axis is None for axis in jax.typeof(x).sharding.spec):
+        return module(x, deterministic=deterministic)
+    return (x * module(jnp.ones(x.shape, jnp.float32), deterministic=False)).astype(x.dtype)
+
+
 class Softmax(nn.Module):
     """Scaled softmax of scores [batch, heads, queries, keys]."""
 
@@ -120,6 +128,10 @@ class TransformerEngineBase(nn.Module):
         def state(name: str) -> Tuple[jax.Array, jax.Array]:
             scale = self.variable(collection, f"{name}{postfix}_scale", jnp.ones, (1,), jnp.float32)
             history = self.variable(collection, f"{name}{postfix}_amax_history", jnp.zeros, (recipe.amax_history_len,), jnp.float32)
+            if history.value.shape != (recipe.amax_history_len,):
+                raise ValueError(f"{type(self).__name__}: the recipe has amax_history_len={recipe.amax_history_len}, and the variable "
+                                 f"{name}{postfix}_amax_history of the collection {collection!r} has shape {history.value.shape}; state keeps its "
+                                 "shape from step to step: give the recipe that length, or initialise the collection under this recipe")
             return scale.value, history.value
 
         return create_set(recipe, state)
@@ -292,8 +304,7 @@ class LayerNormMLP(TransformerEngineBase):
         if self.enable_low_rank_adaptation:
             y = y + low_rank(self, "wi_", x, (-1,), features, init)
         z = self._activate(checkpoint_name(y, self.ffn1_ckpt_name))
-        z = nn.Dropout(self.intermediate_dropout_rate, broadcast_dims=self.intermediate_hidden_dropout_dims,
-                       rng_collection=self.intermediate_dropout_rng_name)(z, deterministic=deterministic)
+        z = dropout(z, self.intermediate_dropout_rate, self.intermediate_hidden_dropout_dims, self.intermediate_dropout_rng_name, deterministic)
         out = dense(z, kernels[1], biases[1], input_axes=self.dot_2_input_axes, kernel_axes=self.kernel_axes_2, quantizer_set=quantizers[1], **shared)
         if self.enable_low_rank_adaptation:
             out = out + low_rank(self, "wo_", z, (-1,), (x.shape[-1],), init)

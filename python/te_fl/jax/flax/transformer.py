@@ -13,7 +13,7 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from te_fl.jax.attention import (AttnBiasType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, canonicalize_attn_mask_type, fused_attn)
-from te_fl.jax.flax.module import DenseGeneral, Initializer, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, default_kernel_init, refuse
+from te_fl.jax.flax.module import DenseGeneral, Initializer, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, default_kernel_init, dropout, refuse
 from te_fl.jax.quantize import random_state
 from te_fl.jax.rope import rotary_pos_emb
 from te_fl.jax.sharding import (BATCH_AXES, HEAD_AXES, HIDDEN_AXES, HIDDEN_TP_AXES, SEQLEN_AXES, SEQLEN_TP_AXES, W_FSDP_AXES, W_JOINED_AXES,
@@ -341,12 +341,11 @@ class TransformerLayer(nn.Module):
         return embedding(length, length, self.layer_type is TransformerLayerType.ENCODER)
 
     def _dropout(self, x: jax.Array, deterministic: bool, path: bool = True) -> jax.Array:
-        x = nn.Dropout(self.hidden_dropout, broadcast_dims=self.hidden_dropout_dims, rng_collection=self.dropout_rng_name)(
-            x, deterministic=deterministic)
+        x = dropout(x, self.hidden_dropout, self.hidden_dropout_dims, self.dropout_rng_name, deterministic)
         if path and self.drop_path > 0:
             batch = 1 if self.transpose_batch_sequence else 0
             others = [d for d in range(x.ndim) if d != batch]
-            x = nn.Dropout(self.drop_path, broadcast_dims=others, rng_collection=self.dropout_rng_name)(x, deterministic=deterministic)
+            x = dropout(x, self.drop_path, others, self.dropout_rng_name, deterministic)
         return x
 
     def _check(self, inputs: jax.Array, encoded: Optional[jax.Array]) -> None:
