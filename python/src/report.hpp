@@ -7,8 +7,8 @@
 namespace te_fl::python {
 
 PyObject* op_names(PyObject*, PyObject*) noexcept;     // () -> list of str
-PyObject* usage(PyObject*, PyObject*) noexcept;        // () -> list of dict, most calls first
-PyObject* reset_usage(PyObject*, PyObject*) noexcept;  // () -> None
+PyObject* usage(PyObject*, PyObject*) noexcept;        // (manager=None) -> list of dict
+PyObject* reset_usage(PyObject*, PyObject*) noexcept;  // (manager=None) -> None
 PyObject* reload(PyObject*, PyObject*) noexcept;       // () -> None: reads the environment again
 PyObject* info(PyObject*, PyObject*) noexcept;         // () -> dict: version, devices, plugins
 PyObject* load_plugin(PyObject*, PyObject* path) noexcept;  // (path or name) -> name

@@ -51,13 +51,15 @@ __all__ = ["BackendImplKind", "Error", "LentTensor", "OpImpl", "OpManager", "OpR
            "saved_bytes", "schema", "usage", "verify_counts", "write_trace"]
 
 
-def explain(op: str, *, device: str = "cpu", dtypes: Sequence[str] = (), scalings: Sequence[str] = (), **arguments: Any) -> dict:
+def explain(op: str, /, *positional: Any, device: str = "cpu", dtypes: Sequence[str] = (), scalings: Sequence[str] = (),
+            **arguments: Any) -> dict:
     """How a call would be routed: every candidate with its reason, what was chosen, and what that would run.
 
-    With the op's arguments, of that very call; else of one that is described by its device, dtypes and scaling modes.
+    With the op's arguments, of that very call; else of one that is described by its device, dtypes and scaling modes. An op of Python
+    functions may have arguments by position.
     """
-    if arguments:
-        return _native.resolve(op, arguments)
+    if arguments or positional:
+        return _native.resolve(op, arguments, None, positional)
     for given, known, what in ((dtypes, DTYPES, "dtype"), (scalings, SCALINGS, "scaling")):
         for name in given:
             if name not in known:
