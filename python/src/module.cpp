@@ -64,6 +64,7 @@ PyMethodDef g_methods[] = {
     {"info", info, METH_NOARGS, "info() -> dict"},
     {"load_plugin", load_plugin, METH_O, "load_plugin(path_or_name) -> name"},
     {"verify_counts", verify_counts, METH_NOARGS, "verify_counts() -> dict"},
+    {"fingerprint", fingerprint, METH_NOARGS, "fingerprint() -> str"},
     {"write_trace", write_trace, METH_NOARGS, "write_trace()"},
     {"check_policy", check_policy, METH_O, "check_policy(settings)"},
     {"enter_policy", enter_policy, METH_O, "enter_policy(settings) -> scope"},

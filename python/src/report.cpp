@@ -113,6 +113,15 @@ PyObject* verify_counts(PyObject*, PyObject*) noexcept {
   });
 }
 
+PyObject* fingerprint(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    return to_python(without_lock([] {
+      (void)OpManager::instance();  // discovers plugins
+      return te_fl::fingerprint();
+    }));
+  });
+}
+
 PyObject* write_trace(PyObject*, PyObject*) noexcept {
   return guarded([] {
     check(without_lock([] { return te_fl::write_trace(); }));

@@ -13,6 +13,7 @@ PyObject* reload(PyObject*, PyObject*) noexcept;       // () -> None: reads the 
 PyObject* info(PyObject*, PyObject*) noexcept;         // () -> dict: version, devices, plugins
 PyObject* load_plugin(PyObject*, PyObject* path) noexcept;  // (path or name) -> name
 PyObject* verify_counts(PyObject*, PyObject*) noexcept;     // () -> dict
+PyObject* fingerprint(PyObject*, PyObject*) noexcept;       // () -> str
 PyObject* write_trace(PyObject*, PyObject*) noexcept;       // () -> None
 
 }  // namespace te_fl::python
