@@ -2,6 +2,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "core/base/settings.hpp"
 #include "te_fl/policy.hpp"
@@ -36,8 +38,14 @@ inline uint32_t current_id() {
 // Settings of an interned policy; valid forever.
 const PolicySettings& settings_of(uint32_t id);
 
-// What is wrong with settings made in code, which passed no parser: a list for an op that is not in
-// the catalogue. Calls under them fail with it.
+// The ops that a policy may name besides "vendor::op": the catalogue's, and those that a program
+// has declared in any registry. Thread-safe, as the next.
+std::vector<std::string> known_ops();
+// Makes a declared op's name known from the next call on, to the environment's policy too.
+void know_op(const std::string& name);
+
+// What is wrong with settings made in code, which passed no parser: a list for an op that is not
+// known. Calls under them fail with it.
 Status settings_error(const PolicySettings& settings);
 
 }  // namespace te_fl::policy

@@ -22,7 +22,8 @@ constinit thread_local uint32_t t_scope = 0;
 std::atomic<uint32_t> g_global{0};
 // No generation has these low bits before the first read: generation() counts up from a small
 // number.
-std::atomic<uint64_t> g_environment{uint64_t{UINT32_MAX} << 32 | kInvalidPolicy};
+constexpr uint64_t kNeverRead = uint64_t{UINT32_MAX} << 32 | kInvalidPolicy;
+std::atomic<uint64_t> g_environment{kNeverRead};
 
 namespace {
 
@@ -81,7 +82,8 @@ const core::ForkMutex::Registration registration(mutex);
 struct Interned {
   std::deque<PolicySettings> by_id;  // addresses stay
   std::unordered_map<std::string, uint32_t> ids;
-  Status environment_error;  // of the word in g_environment
+  Status environment_error;           // of the word in g_environment
+  std::vector<std::string> declared;  // names of ops that programs declared; it only grows
 };
 
 // Requires the lock.
@@ -103,13 +105,23 @@ void normalise(std::vector<std::string>& vendors) {
   vendors.erase(std::unique(vendors.begin(), vendors.end()), vendors.end());
 }
 
-std::vector<std::string> catalogue_names() {
+}  // namespace
+
+std::vector<std::string> known_ops() {
   std::vector<std::string> names;
   for (const te_fl_op_schema* schema : core::catalogue()) names.emplace_back(schema->name);
+  std::lock_guard lock(mutex);
+  names.insert(names.end(), interned().declared.begin(), interned().declared.end());
   return names;
 }
 
-}  // namespace
+void know_op(const std::string& name) {
+  std::vector<std::string> known = known_ops();
+  if (std::find(known.begin(), known.end(), name) != known.end()) return;
+  std::lock_guard lock(mutex);
+  interned().declared.push_back(name);
+  g_environment.store(kNeverRead, std::memory_order_release);  // the next call reads it again
+}
 
 const PolicySettings& settings_of(uint32_t id) {
   std::lock_guard lock(mutex);
@@ -120,30 +132,33 @@ Status settings_error(const PolicySettings& settings) {
   std::vector<std::string> named;
   for (const auto& [op, tokens] : settings.per_op) named.push_back(op);
   for (const SignatureList& list : settings.per_signature) named.push_back(list.op);
+  if (named.empty()) return {};
+  const std::vector<std::string> known = known_ops();
   for (const std::string& op : named) {
     if (op.find("::") != std::string::npos) continue;  // a custom op may be registered later
-    const auto is_named = [&name = op](const te_fl_op_schema* schema) {
-      return name == schema->name;
-    };
-    const auto catalogue = core::catalogue();
-    if (std::any_of(catalogue.begin(), catalogue.end(), is_named)) continue;
+    if (std::find(known.begin(), known.end(), op) != known.end()) continue;
     return invalid_argument("the policy has a list for op " + quoted(op) +
-                            ", which does not exist" + did_you_mean(op, catalogue_names()));
+                            ", which does not exist" + did_you_mean(op, known));
   }
   return {};
 }
 
 uint32_t refresh_environment() {
   // Core is asked outside our lock. A generation that moves on meanwhile is read by the next call.
-  const uint64_t generation = environment::generation();
-  // Custom ops need not be known here: a "vendor::op" name always passes.
-  const Result<SelectionPolicy> policy = SelectionPolicy::from_environment(catalogue_names());
-  const uint32_t id = policy.ok() ? policy->id() : kInvalidPolicy;
-  std::lock_guard lock(mutex);
-  interned().environment_error = policy.status();
-  g_environment.store(static_cast<uint64_t>(static_cast<uint32_t>(generation)) << 32 | id,
-                      std::memory_order_release);
-  return id;
+  // What is declared meanwhile would not be known to the policy that was read: it is read again.
+  while (true) {
+    const uint64_t generation = environment::generation();
+    const std::vector<std::string> known = known_ops();
+    // Custom ops need not be known here: a "vendor::op" name always passes.
+    const Result<SelectionPolicy> policy = SelectionPolicy::from_environment(known);
+    const uint32_t id = policy.ok() ? policy->id() : kInvalidPolicy;
+    std::lock_guard lock(mutex);
+    if (core::catalogue().size() + interned().declared.size() != known.size()) continue;
+    interned().environment_error = policy.status();
+    g_environment.store(static_cast<uint64_t>(static_cast<uint32_t>(generation)) << 32 | id,
+                        std::memory_order_release);
+    return id;
+  }
 }
 
 }  // namespace policy

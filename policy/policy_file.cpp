@@ -6,7 +6,7 @@
 
 #include "core/base/file.hpp"
 #include "core/base/text.hpp"
-#include "core/op/op_table.hpp"
+#include "policy/current.hpp"
 #include "policy/text.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/policy.hpp"
@@ -18,12 +18,6 @@ using nlohmann::json;
 using policy::did_you_mean;
 
 constexpr uint64_t kMaxBytes = uint64_t{64} << 20;
-
-std::vector<std::string> op_names() {
-  std::vector<std::string> names;
-  for (const te_fl_op_schema* schema : core::catalogue()) names.emplace_back(schema->name);
-  return names;
-}
 
 // Every key of an object must be one of these.
 Status check_keys(const json& object, const std::vector<std::string>& known,
@@ -60,7 +54,7 @@ Result<std::vector<PolicyToken>> tokens(const std::string& op, const json& value
     list += (list.empty() ? "" : "|") + word;
   }
   const Result<std::map<std::string, std::vector<PolicyToken>, std::less<>>> parsed =
-      parse_per_op(op + "=" + list, op_names());
+      parse_per_op(op + "=" + list, policy::known_ops());
   if (!parsed.ok()) return policy::in_setting(where, parsed.status());
   if (parsed->size() != 1)
     return invalid_argument(where + ": " + policy::quoted(op) + " is not an op");

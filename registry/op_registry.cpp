@@ -9,6 +9,7 @@
 #include "core/base/fork.hpp"
 #include "core/base/settings.hpp"
 #include "core/device/device_list.hpp"
+#include "policy/current.hpp"
 #include "registry/registration.hpp"
 #include "registry/registry_impl.hpp"
 #include "registry/thread_record.hpp"
@@ -202,10 +203,11 @@ Result<OpId> OpRegistry::Impl::declare(const te_fl_op_schema& schema) {
     std::lock_guard lock(mutex);
     std::unique_ptr<Table> next = copy_table();
     const size_t before = next->ops.size();
-    row = registry::add_op(*next, schema);
+    row = registry::add_op(*next, schema, registry::Naming::kAny);
     if (!row.ok()) return row.status();
     if (next->ops.size() != before) publish(std::move(next));
   }
+  policy::know_op(schema.name);
   reclaim();
   return OpId{*row};
 }

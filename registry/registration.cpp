@@ -173,7 +173,7 @@ Result<uint32_t> row_for(Table& table, const Implementation& impl) {
       return invalid_argument(who(impl.desc, impl.owner) + ": its schema is that of op '" +
                               (schema->name == nullptr ? "?" : schema->name) + "' (rule R17)");
     }
-    return add_op(table, *schema);
+    return add_op(table, *schema, Naming::kOfPlugins);
   }
   const Result<uint32_t> found = find_op(table, impl.op);
   if (found.ok()) return found;
@@ -215,7 +215,7 @@ void add_catalogue(Table& table) {
   table.names = std::move(names);
 }
 
-Result<uint32_t> add_op(Table& table, const te_fl_op_schema& schema) {
+Result<uint32_t> add_op(Table& table, const te_fl_op_schema& schema, Naming naming) {
   if (!core::plausible_size(schema.struct_size, core::kLeastSchema)) {
     return invalid_argument("an op schema has " +
                             core::size_text(schema.struct_size, core::kLeastSchema));
@@ -229,7 +229,7 @@ Result<uint32_t> add_op(Table& table, const te_fl_op_schema& schema) {
                   "op '" + name + "' is known with a different description, in which " +
                       difference + " (rule R17): rename the op, or make the descriptions equal");
   }
-  if (!is_custom(name)) {
+  if (naming == Naming::kOfPlugins && !is_custom(name)) {
     return invalid_argument("op '" + name + "' is not in the catalogue" +
                             core::did_you_mean(name, op_names(table)) +
                             "; a custom op is named 'vendor::op' (rule R17)");

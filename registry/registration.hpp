@@ -15,8 +15,11 @@ namespace te_fl::registry {
 void add_catalogue(Table& table);
 // Adds an op under an id that is greater than those of the table; ids in between stay without one.
 void add_with_id(Table& table, uint32_t id, std::shared_ptr<const core::CompiledOp> compiled);
+// Plugins name their custom ops "vendor::op" (R17); a program that declares one names it as it
+// likes.
+enum class Naming { kOfPlugins, kAny };
 // Adds a custom op, or finds the one that is there if the description is the same (R17).
-Result<uint32_t> add_op(Table& table, const te_fl_op_schema& schema);
+Result<uint32_t> add_op(Table& table, const te_fl_op_schema& schema, Naming naming);
 // Checks and copies a descriptor.
 Result<std::shared_ptr<Implementation>> make_implementation(
     const te_fl_op_desc* desc, const std::string& owner, const std::string& vendor,

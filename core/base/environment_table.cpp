@@ -79,6 +79,8 @@ constexpr VariableSpec kSpecs[] = {
      true},
     {"TE_FL_VERIFY_CASES", "", kInt, "16", "0 1000000",
      "Most calls that TE_FL_VERIFY_DIR is to hold."},
+    {"TE_FL_USAGE", "", kBool, "0", "",
+     "1: at the program's end stderr has who served which op, and what TE_FL_VERIFY found."},
     {"TE_FL_TRACE", "", kString, "", "",
      "File into which calls, implementations, staging and fallbacks are written at the end, per "
      "thread and stream, for Perfetto and `te-fl tune`; %p in it becomes the process's number, "

@@ -1,9 +1,11 @@
-// What the run did, said at its end under TEFL_LOG_LEVEL=DEBUG.
+// What the run did, said at its end under TE_FL_USAGE or TEFL_LOG_LEVEL=DEBUG.
 
+#include <cstdio>
 #include <cstdlib>
 #include <string>
 
 #include "dispatch/watch/watch.hpp"
+#include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/op_manager.hpp"
 #include "te_fl/watch.hpp"
@@ -12,7 +14,9 @@ namespace te_fl::dispatch {
 namespace {
 
 void say() {
-  if (!log::enabled(log::Level::kDebug)) return;
+  const Result<bool> wanted = environment::get_bool("TE_FL_USAGE");
+  const bool asked = wanted.ok() && *wanted;
+  if (!asked && !log::enabled(log::Level::kDebug)) return;
   std::string text = "summary of the run:";
   for (const OpUsage& u : OpManager::instance().usage()) {
     text += "\n  " + u.op + " by " + u.impl_id + ": " + std::to_string(u.calls) + " calls";
@@ -29,7 +33,11 @@ void say() {
             std::to_string(v.captured) + " in captures, " + std::to_string(v.skipped) +
             " left out, " + std::to_string(v.failed) + " failed";
   }
-  log::debug(text);
+  if (asked) {
+    std::fprintf(stderr, "te-fl %s\n", text.c_str());
+  } else {
+    log::debug(text);
+  }
 }
 
 }  // namespace

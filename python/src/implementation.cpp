@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "errors.hpp"
+#include "function_op.hpp"
 #include "interpreter.hpp"
 #include "te_fl/backend.hpp"
 
@@ -108,6 +109,20 @@ te_fl_status check_result(PyObject* result, const te_fl_error_sink* sink) {
   return TE_FL_INTERNAL;
 }
 
+te_fl_status check_answer(PyObject* answer, const te_fl_error_sink* sink) {
+  if (answer == Py_True) return TE_FL_OK;
+  if (answer == Py_False || PyUnicode_Check(answer) != 0) {
+    const std::string why(answer == Py_False ? "its supports() says no"
+                                             : text_of(answer, "supports"));
+    backend::report(sink, why.c_str());
+    return TE_FL_UNSUPPORTED;
+  }
+  backend::report(sink, ("supports() returned a " + type_name(answer) +
+                         "; it returns True, or False, or the reason as a str")
+                            .c_str());
+  return TE_FL_INTERNAL;
+}
+
 PyObject* member(PyObject* dict, const char* key) {
   PyObject* found = PyDict_GetItemString(dict, key);
   if (found == nullptr) throw_type_error(std::string("an implementation lacks '") + key + "'");
@@ -148,12 +163,15 @@ Implementation::~Implementation() {
 
 std::shared_ptr<Implementation> Implementation::make(PyObject* given) {
   std::shared_ptr<Implementation> made(new Implementation());
-  made->op_ = &bind(member(given, "op_name"));
+  const bool typed = PyDict_GetItemString(given, "arguments") != nullptr;
+  if (typed) made->op_ = &bind(member(given, "op_name"));
   made->fn_ = optional_object(given, "fn");
   made->supports_ = optional_object(given, "supports");
   made->convert_ = optional_object(given, "convert");
-  made->arguments_ = wanted_of(*made->op_, member(given, "arguments"));
-  made->supports_arguments_ = wanted_of(*made->op_, member(given, "supports_arguments"));
+  if (typed) {
+    made->arguments_ = wanted_of(*made->op_, member(given, "arguments"));
+    made->supports_arguments_ = wanted_of(*made->op_, member(given, "supports_arguments"));
+  }
   te_fl_op_desc& desc = made->desc_;
   desc.op_name = optional_text(given, "op_name", made->op_name_);
   desc.impl_id = optional_text(given, "impl_id", made->impl_id_);
@@ -174,8 +192,8 @@ std::shared_ptr<Implementation> Implementation::make(PyObject* given) {
   desc.scalings = static_cast<uint32_t>(number(given, "scalings"));
   desc.device_types = number(given, "device_types");
   desc.self = made.get();
-  desc.run = run;
-  if (made->supports_ != nullptr) desc.supports = supports;
+  desc.run = typed ? run : run_function;
+  if (made->supports_ != nullptr) desc.supports = typed ? supports : supports_function;
   desc.describe = describe;
   return made;
 }
@@ -212,17 +230,29 @@ te_fl_status Implementation::supports(void* self, const te_fl_context* ctx,
         call_arguments(*impl.op_, impl.supports_arguments_, *ctx, args, lending, nullptr);
     const Ref none = Ref::take(PyTuple_New(0));
     const Ref answer = Ref::take(PyObject_Call(impl.supports_, none.get(), arguments.get()));
-    if (answer.get() == Py_True) return TE_FL_OK;
-    if (answer.get() == Py_False || PyUnicode_Check(answer.get()) != 0) {
-      const std::string why(answer.get() == Py_False ? "its supports() says no"
-                                                     : text_of(answer.get(), "supports"));
-      backend::report(ctx->errors, why.c_str());
-      return TE_FL_UNSUPPORTED;
-    }
-    backend::report(ctx->errors, ("supports() returned a " + type_name(answer.get()) +
-                                  "; it returns True, or False, or the reason as a str")
-                                     .c_str());
-    return TE_FL_INTERNAL;
+    return check_answer(answer.get(), ctx->errors);
+  });
+}
+
+te_fl_status Implementation::run_function(void* self, const te_fl_context* ctx,
+                                          const void*) noexcept {
+  const auto& impl = *static_cast<const Implementation*>(self);
+  return entered(ctx->errors, [&]() -> te_fl_status {
+    FunctionCall& call = current_function_call();
+    Ref result = Ref::take(PyObject_Call(impl.fn_, call.positional, call.keywords));
+    if (result.get() == Py_NotImplemented) return check_result(result.get(), ctx->errors);
+    call.result = std::move(result);
+    return TE_FL_OK;
+  });
+}
+
+te_fl_status Implementation::supports_function(void* self, const te_fl_context* ctx,
+                                               const void*) noexcept {
+  const auto& impl = *static_cast<const Implementation*>(self);
+  return entered(ctx->errors, [&]() -> te_fl_status {
+    const FunctionCall& call = current_function_call();
+    const Ref answer = Ref::take(PyObject_Call(impl.supports_, call.positional, call.keywords));
+    return check_answer(answer.get(), ctx->errors);
   });
 }
 

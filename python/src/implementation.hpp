@@ -17,7 +17,8 @@ void set_helpers(PyObject* told, PyObject* on_stream);
 
 class Implementation {
  public:
-  // From the dict that te_fl.registration makes of an OpImpl. Throws PythonError.
+  // From the dict that te_fl.registration makes of an OpImpl; one of a function op's
+  // (function_op.hpp) has no "arguments". Throws PythonError.
   static std::shared_ptr<Implementation> make(PyObject* given);
   ~Implementation();
   Implementation(const Implementation&) = delete;
@@ -32,8 +33,10 @@ class Implementation {
   static te_fl_status supports(void* self, const te_fl_context* ctx, const void* args) noexcept;
   static te_fl_status describe(void* self, const te_fl_context* ctx, const void* args,
                                const te_fl_error_sink* text) noexcept;
+  static te_fl_status run_function(void* self, const te_fl_context* ctx, const void*) noexcept;
+  static te_fl_status supports_function(void* self, const te_fl_context* ctx, const void*) noexcept;
 
-  const OpBinding* op_ = nullptr;
+  const OpBinding* op_ = nullptr;  // null: a function op
   PyObject *fn_ = nullptr, *supports_ = nullptr,
            *convert_ = nullptr;  // owned; the last may be null
   Wanted arguments_, supports_arguments_;

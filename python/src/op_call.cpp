@@ -7,6 +7,7 @@
 #include "dlpack.hpp"
 #include "errors.hpp"
 #include "exchange.hpp"
+#include "function_op.hpp"
 #include "manager.hpp"
 #include "op_binding.hpp"
 #include "te_fl/op_manager.hpp"
@@ -360,6 +361,16 @@ PyObject* run_op(PyObject* self, PyObject* const* args, Py_ssize_t count,
 PyMethodDef g_run = {"op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_op)),
                      METH_FASTCALL | METH_KEYWORDS, "Runs an op of te-fl."};
 
+PyObject* run_function_op(PyObject* self, PyObject* positional, PyObject* keywords) noexcept {
+  return guarded([&] {
+    return call_function_op(OpManager::instance(), binding_of(self).id, positional, keywords);
+  });
+}
+
+PyMethodDef g_run_function = {
+    "op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_function_op)),
+    METH_VARARGS | METH_KEYWORDS, "Runs an op of Python functions."};
+
 Ref to_dict(const Decision& decision) {
   Ref dict = Ref::take(PyDict_New());
   put(dict, "op", to_python(decision.op));
@@ -383,13 +394,24 @@ Ref to_dict(const Decision& decision) {
   return dict;
 }
 
-// f(manager, op, arguments, options) of a Python call f(op, dict, manager=None).
-template <class F>
-Ref with_arguments(PyObject* args, F&& f) {
-  PyObject *name = nullptr, *given = nullptr, *manager = Py_None;
-  if (PyArg_ParseTuple(args, "OO!|O", &name, &PyDict_Type, &given, &manager) == 0)
+// f(manager, op, arguments, options) of a Python call f(op, dict, manager=None, tuple=()), or
+// g(manager, op, tuple, dict) where the op is of Python functions.
+template <class F, class G>
+Ref with_arguments(PyObject* args, F&& f, G&& g) {
+  PyObject *name = nullptr, *given = nullptr, *manager = Py_None, *positional = nullptr;
+  if (PyArg_ParseTuple(args, "OO!|OO!", &name, &PyDict_Type, &given, &manager, &PyTuple_Type,
+                       &positional) == 0)
     throw PythonError();
+  const Ref none = Ref::take(PyTuple_New(0));
+  if (positional == nullptr) positional = none.get();
+  if (const auto id = find_function_op(manager_of(manager), name))
+    return g(manager_of(manager), *id, positional, given);
   const OpBinding& op = bind(name);
+  if (PyTuple_Size(positional) != 0) {
+    throw_type_error(std::string("op '") + op.schema->name +
+                     "' is in the catalogue: it takes keyword arguments only, those of te_fl.ops." +
+                     op.schema->name);
+  }
   Arguments arguments(op);
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(given, &at, &key, &value) != 0;) arguments.set(key, value);
@@ -444,7 +466,8 @@ PyObject* make_op(PyObject*, PyObject* name) noexcept {
   return guarded([&] {
     const OpBinding& op = bind(name);
     const Ref self = Ref::take(PyCapsule_New(const_cast<OpBinding*>(&op), kOpName, nullptr));
-    return Ref::take(PyCFunction_NewEx(&g_run, self.get(), nullptr));
+    PyMethodDef* const run = is_function_op(*op.schema) ? &g_run_function : &g_run;
+    return Ref::take(PyCFunction_NewEx(run, self.get(), nullptr));
   });
 }
 
@@ -452,46 +475,57 @@ PyObject* quantized_class() noexcept { return g_quantized; }
 
 PyObject* call_by(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
-    return with_arguments(args, [](OpManager& manager, const OpBinding& op, const Arguments& a,
-                                   const CallOptions& o) {
-      check(without_lock([&] { return manager.call(op.id, a.raw(), o); }));
-      return Ref::share(Py_None);
-    });
+    return with_arguments(
+        args,
+        [](OpManager& manager, const OpBinding& op, const Arguments& a, const CallOptions& o) {
+          check(without_lock([&] { return manager.call(op.id, a.raw(), o); }));
+          return Ref::share(Py_None);
+        },
+        call_function_op);
   });
 }
 
 PyObject* resolve(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
-    return with_arguments(args, [](OpManager& manager, const OpBinding& op, const Arguments& a,
-                                   const CallOptions& o) {
-      return to_dict(value_of(without_lock([&] { return manager.resolve(op.id, a.raw(), o); })));
-    });
+    return with_arguments(
+        args,
+        [](OpManager& manager, const OpBinding& op, const Arguments& a, const CallOptions& o) {
+          return to_dict(
+              value_of(without_lock([&] { return manager.resolve(op.id, a.raw(), o); })));
+        },
+        [](OpManager& manager, OpId op, PyObject* positional, PyObject* keywords) {
+          return to_dict(value_of(resolve_function_op(manager, op, positional, keywords)));
+        });
   });
 }
 
 PyObject* saved_bytes(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
-    return with_arguments(args, [](OpManager& manager, const OpBinding& op, const Arguments& a,
-                                   const CallOptions& o) {
-      return to_python(
-          uint64_t{value_of(without_lock([&] { return manager.saved_bytes(op.id, a.raw(), o); }))});
-    });
+    return with_arguments(
+        args,
+        [](OpManager& manager, const OpBinding& op, const Arguments& a, const CallOptions& o) {
+          return to_python(uint64_t{
+              value_of(without_lock([&] { return manager.saved_bytes(op.id, a.raw(), o); }))});
+        },
+        [](OpManager&, OpId, PyObject*, PyObject*) { return to_python(uint64_t{0}); });
   });
 }
 
 PyObject* explain(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
-    PyObject *name = nullptr, *device = nullptr, *dtypes = nullptr, *scalings = nullptr;
-    if (PyArg_ParseTuple(args, "OOOO", &name, &device, &dtypes, &scalings) == 0)
+    PyObject *name = nullptr, *device = nullptr, *dtypes = nullptr, *scalings = nullptr,
+             *capsule = Py_None;
+    if (PyArg_ParseTuple(args, "OOOO|O", &name, &device, &dtypes, &scalings, &capsule) == 0)
       throw PythonError();
-    const OpBinding& op = bind(name);
+    OpManager& manager = manager_of(capsule);
+    const std::string op(text_of(name, "the op's name"));
+    const OpId id = value_of(without_lock([&] { return manager.registry().find(op); }));
     CallProfile profile;
     const std::string where(text_of(device, "device"));
     profile.device = value_of(without_lock([&] { return parse_device(where); }));
     profile.dtypes = numbers_of<DType>(dtypes);
     profile.scalings = numbers_of<Scaling>(scalings);
-    return to_dict(
-        value_of(without_lock([&] { return OpManager::instance().explain(op.id, profile); })));
+    return to_dict(value_of(without_lock([&] { return manager.explain(id, profile); })));
   });
 }
 
@@ -505,7 +539,9 @@ PyObject* schema(PyObject*, PyObject* name) noexcept {
     put(dict, "formula", text(op.schema->formula));
     put(dict, "rules", text(op.schema->rules));
     put(dict, "random", to_python((op.schema->flags & TE_FL_SCHEMA_USES_RNG) != 0));
-    put(dict, "args", list_of(op.args, [&](const BoundArg& arg) {
+    const std::vector<BoundArg> none;
+    put(dict, "args",
+        list_of(is_function_op(*op.schema) ? none : op.args, [&](const BoundArg& arg) {
           Ref one = Ref::take(PyDict_New());
           put(one, "name", text(arg.desc->name));
           put(one, "type", to_python(int64_t{arg.desc->type}));

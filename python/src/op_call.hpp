@@ -13,12 +13,13 @@ PyObject* quantized_class() noexcept;  // borrowed
 // op(name) -> a callable of keyword arguments that runs the op. KeyError-like te_fl.NotFound names
 // the nearest op.
 PyObject* make_op(PyObject*, PyObject* name) noexcept;
-// call(op, arguments, manager=None) -> None: runs the op, by the process's manager or another.
+// call(op, arguments, manager=None, positional=()): runs the op, by the process's manager or
+// another; None, or what a function in Python returned where the op is of such (function_op.hpp).
 PyObject* call_by(PyObject*, PyObject* args) noexcept;
-// resolve(op, arguments, manager=None) -> dict: how the call would be routed, with every
-// candidate's reason.
+// resolve(op, arguments, manager=None, positional=()) -> dict: how the call would be routed, with
+// every candidate's reason.
 PyObject* resolve(PyObject*, PyObject* args) noexcept;
-// explain(op, device, dtypes, scalings) -> the same of a call that is only described.
+// explain(op, device, dtypes, scalings, manager=None) -> the same of a call that is only described.
 PyObject* explain(PyObject*, PyObject* args) noexcept;
 // saved_bytes(op, arguments) -> bytes of storage that the forward op's implementation wants.
 PyObject* saved_bytes(PyObject*, PyObject* args) noexcept;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "errors.hpp"
+#include "function_op.hpp"
 #include "te_fl/op_manager.hpp"
 #include "te_fl/policy.hpp"
 
@@ -46,7 +47,8 @@ void set(PolicySettings& settings, std::string_view key, PyObject* value) {
   } else if (key == "deny_vendors") {
     settings.deny_vendors = value_of(parse_vendor_list(text_of(value, "deny_vendors")));
   } else if (key == "per_op") {
-    const auto names = without_lock([] { return OpManager::instance().registry().op_names(); });
+    auto names = without_lock([] { return OpManager::instance().registry().op_names(); });
+    names.insert(names.end(), function_op_names().begin(), function_op_names().end());
     settings.per_op = value_of(parse_per_op(text_of(value, "per_op"), names));
   } else if (key == "max_staged_bytes") {
     settings.max_staged_bytes = PyLong_AsUnsignedLongLong(value);

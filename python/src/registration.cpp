@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "errors.hpp"
+#include "function_op.hpp"
 #include "implementation.hpp"
 #include "interpreter.hpp"
 #include "manager.hpp"
@@ -99,6 +100,21 @@ PyObject* new_manager(PyObject*, PyObject* capsule) noexcept {
     if (manager->registry.get() != &OpRegistry::instance())
       manager->own = std::make_unique<OpManager>(*manager->registry);
     return capsule_of(std::move(manager), kManager);
+  });
+}
+
+PyObject* declare(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject* capsule = nullptr;
+    const char* op = nullptr;
+    if (PyArg_ParseTuple(args, "Os", &capsule, &op) == 0) throw PythonError();
+    OpRegistry& registry = registry_of(capsule);
+    const bool of_functions = value_of(without_lock([&] {
+      if (&registry == &OpRegistry::instance()) OpManager::instance();  // plugins' ops come first
+      return declare_function_op(registry, op);
+    }));
+    if (of_functions) function_op_names().insert(op);
+    return to_python(of_functions);
   });
 }
 

@@ -11,6 +11,9 @@ PyObject* set_registration_helpers(PyObject*, PyObject* args) noexcept;
 // registry() -> the process's registry; new_registry() -> an empty one. Opaque.
 PyObject* process_registry(PyObject*, PyObject*) noexcept;
 PyObject* new_registry(PyObject*, PyObject*) noexcept;
+// declare(registry, op) -> bool: True if the op's arguments and results are Python objects, which
+// an op becomes that the registry does not have yet.
+PyObject* declare(PyObject*, PyObject* args) noexcept;
 // register(registry, implementations, owner) -> None: all or none of a list of dicts, whose keys
 // te_fl.registration writes.
 PyObject* register_implementations(PyObject*, PyObject* args) noexcept;

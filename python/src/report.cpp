@@ -2,6 +2,7 @@
 #include "report.hpp"
 
 #include "errors.hpp"
+#include "manager.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/op_manager.hpp"
@@ -16,6 +17,13 @@ Ref names_of(const std::vector<std::string>& names) {
   return list_of(names, [](const std::string& name) { return to_python(std::string_view(name)); });
 }
 
+// Of a function's only argument, which may be left out.
+OpManager& manager_argument(PyObject* args) {
+  PyObject* manager = Py_None;
+  if (PyArg_ParseTuple(args, "|O", &manager) == 0) throw PythonError();
+  return manager_of(manager);
+}
+
 }  // namespace
 
 PyObject* op_names(PyObject*, PyObject*) noexcept {
@@ -24,9 +32,10 @@ PyObject* op_names(PyObject*, PyObject*) noexcept {
   });
 }
 
-PyObject* usage(PyObject*, PyObject*) noexcept {
-  return guarded([] {
-    const auto rows = without_lock([] { return OpManager::instance().usage(); });
+PyObject* usage(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    OpManager& manager = manager_argument(args);
+    const auto rows = without_lock([&] { return manager.usage(); });
     return list_of(rows, [](const OpUsage& u) {
       Ref one = Ref::take(PyDict_New());
       put(one, "op", to_python(u.op));
@@ -39,9 +48,10 @@ PyObject* usage(PyObject*, PyObject*) noexcept {
   });
 }
 
-PyObject* reset_usage(PyObject*, PyObject*) noexcept {
-  return guarded([] {
-    without_lock([] { OpManager::instance().reset_usage(); });
+PyObject* reset_usage(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    OpManager& manager = manager_argument(args);
+    without_lock([&] { manager.reset_usage(); });
     return Ref::share(Py_None);
   });
 }
@@ -100,6 +110,15 @@ PyObject* verify_counts(PyObject*, PyObject*) noexcept {
     put(dict, "skipped", to_python(counts.skipped));
     put(dict, "failed", to_python(counts.failed));
     return dict;
+  });
+}
+
+PyObject* fingerprint(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    return to_python(without_lock([] {
+      (void)OpManager::instance();  // discovers plugins
+      return te_fl::fingerprint();
+    }));
   });
 }
 

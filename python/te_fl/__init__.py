@@ -39,7 +39,7 @@ _native.set_module_loader(_load_modules)
 
 def __getattr__(name: str) -> Any:
     if name not in _REGISTRATION:
-        raise AttributeError(f"module 'te_fl' has no attribute {name!r}")
+        raise AttributeError(f"module 'te_fl' has no attribute {name!r}{errors.did_you_mean(name, __all__)}")
     from te_fl import registration
     globals().update((n, getattr(registration, n)) for n in _REGISTRATION)
     return globals()[name]
@@ -47,17 +47,19 @@ def __getattr__(name: str) -> Any:
 
 __version__ = "0.1.0"
 __all__ = ["BackendImplKind", "Error", "LentTensor", "OpImpl", "OpManager", "OpRegistry", "Quantized", "Saved", "Tensor",
-           "as_transformer_engine", "errors", "explain", "info", "load_plugin", "ops", "policy", "policy_text", "reload", "reset_usage",
+           "as_transformer_engine", "errors", "explain", "fingerprint", "info", "load_plugin", "ops", "policy", "policy_text", "reload", "reset_usage",
            "saved_bytes", "schema", "usage", "verify_counts", "write_trace"]
 
 
-def explain(op: str, *, device: str = "cpu", dtypes: Sequence[str] = (), scalings: Sequence[str] = (), **arguments: Any) -> dict:
+def explain(op: str, /, *positional: Any, device: str = "cpu", dtypes: Sequence[str] = (), scalings: Sequence[str] = (),
+            **arguments: Any) -> dict:
     """How a call would be routed: every candidate with its reason, what was chosen, and what that would run.
 
-    With the op's arguments, of that very call; else of one that is described by its device, dtypes and scaling modes.
+    With the op's arguments, of that very call; else of one that is described by its device, dtypes and scaling modes. An op of Python
+    functions may have arguments by position.
     """
-    if arguments:
-        return _native.resolve(op, arguments)
+    if arguments or positional:
+        return _native.resolve(op, arguments, None, positional)
     for given, known, what in ((dtypes, DTYPES, "dtype"), (scalings, SCALINGS, "scaling")):
         for name in given:
             if name not in known:
@@ -80,9 +82,24 @@ def info() -> dict:
     return _native.info()
 
 
-def usage() -> list:
+class Usage(list):
+    """Rows of usage(), dicts; printed, they are a table."""
+
+    def __str__(self) -> str:
+        rows = [("op", "implementation", "calls", "staged"), *((u["op"], u["impl_id"], str(u["calls"]), str(u["staged_calls"])) for u in self)]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join(f"{op:{widths[0]}}  {impl:{widths[1]}}  {calls:>{widths[2]}}  {staged:>6}" for op, impl, calls, staged in rows)
+
+
+def usage() -> Usage:
     """Who served calls since reset_usage(), most calls first."""
-    return _native.usage()
+    return Usage(_native.usage())
+
+
+def fingerprint() -> str:
+    """A word for all that decides which implementation serves a call: version, plugins, devices, settings. Ranks that agree on it choose
+    alike; `te-fl fingerprint diff` tells what two differ in."""
+    return _native.fingerprint()
 
 
 def reset_usage() -> None:

@@ -3,6 +3,7 @@ Python, its frameworks, and what is around them; build-node compiles te_fl.pytor
 
 import os
 import signal
+import subprocess
 import sys
 
 
@@ -17,6 +18,10 @@ def main() -> int:
         return torch_node.build()
     from te_fl.program import program
     try:
+        if words in (["--help"], ["-h"]):
+            status = subprocess.run([program(), *words]).returncode
+            print("\nWith the Python package also:\n  build-node                  Compiles te_fl.pytorch's node of autograd for the installed PyTorch")
+            return status
         os.execv(program(), ["te-fl", *words])
     except FileNotFoundError as error:
         print(f"te-fl: {error}", file=sys.stderr)

@@ -53,7 +53,7 @@ def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> d
         report.update(path=getattr(module, "__file__", None) or name, build_id=_build_id(module, report["version"]),
                       version=report["version"] or str(getattr(module, "__version__", "")))
         with owned_by(name):
-            _bring(name, module, entry.load() if entry is not None and entry.attr else getattr(module, "register", None), registry)
+            _bring(name, module, entry.load() if entry is not None and entry.attr else _register_of(module), registry)
     except (Exception, SystemExit) as error:
         registry.unregister_owner(name)  # of what it registered before
         refused = isinstance(error, NotImplementedError)
@@ -63,6 +63,11 @@ def _load(name: str, entry: Optional[importlib.metadata.EntryPoint] = None) -> d
     report["ops"] = [f"{row['op_name']}: {row['impl_id']}" for row in mine]
     report["vendor"] = ", ".join(sorted({row["vendor"] for row in mine}))
     return report
+
+
+def _register_of(module: ModuleType) -> Optional[Callable]:
+    """register(), or te_fl_register(), as older modules for TransformerEngine-FL call it."""
+    return getattr(module, "register", None) or getattr(module, "te_fl_register", None)
 
 
 def _is_there(name: str) -> bool:

@@ -1,6 +1,13 @@
 """Exceptions of te-fl. Each carries te-fl's text: the value, the rule and the way out."""
 
 
+def did_you_mean(name: str, known) -> str:
+    """"; did you mean 'x'?", or nothing where no known name is near."""
+    import difflib  # here, since `import te_fl` needs none of it
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
 class Error(RuntimeError):
     """Any failure that te-fl reports."""
 

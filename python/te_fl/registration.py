@@ -10,10 +10,11 @@ import os
 import sys
 import threading
 import traceback
-from typing import Any, Callable, Collection, Iterable, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Collection, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 from te_fl import _native
 from te_fl.errors import BY_CODE, Unsupported
+from te_fl.policy import policy
 from te_fl.tensors import DTYPES, SCALINGS
 
 # DLPack's device types by te-fl's names, and those of them that an implementation serves which names none.
@@ -24,6 +25,11 @@ _DTYPE_NAMES = {**{name: name for name in DTYPES}, "float64": "f64", "float32": 
                 "fp32": "f32", "fp16": "f16", "float8_e4m3fn": "f8e4m3", "float8_e5m2": "f8e5m2"}
 
 _INTEGERS = tuple(name for name in DTYPES if name[0] in "iu" or name == "bool")  # of masks, indices and the like; always served
+
+
+# Fields of OpImpl that describe a catalogue op's tensors, and the values that leave them out.
+_TYPED_ALONE = {"min_arch": (None,), "max_arch": (None,), "scalings": (("none",),), "tensors": ("te_fl",), "in_place": (False,),
+                "graph_safe": (False,)}
 
 
 class BackendImplKind(str, enum.Enum):
@@ -45,7 +51,9 @@ class BackendImplKind(str, enum.Enum):
 class OpImpl:
     """An implementation of an op.
 
-    op_name, impl_id: the op, and "<kind>.<name>" (rule R16).
+    op_name, impl_id: the op, and "<kind>.<name>" (rule R16). An op that the catalogue has not is one of Python functions: what is said below
+        of arguments holds for the catalogue's ops; fn and supports of another are called with the objects of the call, as they are, and
+        what fn returns is the call's result. Its supported_dtypes and devices speak of the tensors among those objects.
     fn: called with the op's arguments as keywords; writes the outputs in place and returns None. NotImplementedError (te_fl.errors.Unsupported
         is one) or NotImplemented, before anything is written: the next candidate is tried. It names every argument of the op's first form,
         or takes **arguments; those that the op gained later (te_fl.schema) are handed to it if it names them, and calls that use others go
@@ -106,60 +114,155 @@ class OpImpl:
         return bool(available()) if callable(available) else True
 
 
+class Snapshot(List[dict]):
+    """What is registered: op_name, impl_id, kind, vendor, priority and owner of each."""
+
+    def __init__(self, registry: "OpRegistry", rows: Iterable[dict]) -> None:
+        super().__init__(rows)
+        self._registry = registry
+
+    @property
+    def impls_by_op(self) -> Dict[str, List[OpImpl]]:
+        """The implementations of each op that has any."""
+        found: Dict[str, List[OpImpl]] = {}
+        for row in self:
+            found.setdefault(row["op_name"], []).append(self._registry._implementation(row))
+        return found
+
+
 class OpRegistry:
     """The implementations of all ops. OpRegistry.instance() is that of te_fl.ops; OpRegistry() is empty, for an OpManager of its own."""
 
+    _process: Optional["OpRegistry"] = None
+
     def __init__(self) -> None:
         self._handle = _native.new_registry()
+        self._mine: Dict[Tuple[str, str], OpImpl] = {}  # as they were registered
 
     @classmethod
     def instance(cls) -> "OpRegistry":
-        made = cls.__new__(cls)
-        made._handle = _native.process_registry()
-        return made
+        if OpRegistry._process is None:
+            made = OpRegistry.__new__(OpRegistry)
+            made._handle, made._mine = _native.process_registry(), {}
+            OpRegistry._process = made
+        return OpRegistry._process
 
     def register_impl(self, impl: OpImpl) -> None:
         """Adds an implementation, for calls from now on. te_fl.errors.AlreadyExists: the op has one of that impl_id."""
         self.register_many([impl])
 
+    register = register_impl
+
     def register_many(self, impls: Iterable[OpImpl]) -> None:
         """Adds all of them, or none."""
-        _native.register(self._handle, [_described(impl) for impl in impls], owner())
+        impls = list(impls)
+        _native.register(self._handle, [_described(impl, self) for impl in impls], owner())
+        self._mine.update({(impl.op_name, impl.impl_id): impl for impl in impls})
+
+    def get_implementations(self, op_name: str) -> List[OpImpl]:
+        """Those of an op, C++'s as well: the fn of such a one runs it. Empty if there is none."""
+        return [self._implementation(row) for row in self.snapshot() if row["op_name"] == op_name]
+
+    def get_implementation(self, op_name: str, impl_id: str) -> Optional[OpImpl]:
+        return next((impl for impl in self.get_implementations(op_name) if impl.impl_id == impl_id), None)
+
+    def list_operators(self) -> List[str]:
+        """The ops that have an implementation."""
+        return list(dict.fromkeys(row["op_name"] for row in self.snapshot()))
+
+    def clear(self) -> None:
+        """Removes what was registered from Python; of OpRegistry() that is everything."""
+        for op_name, impl_id in [(row["op_name"], row["impl_id"]) for row in self.snapshot() if self._is_mine(row)]:
+            self.unregister(op_name, impl_id)
+
+    def _is_mine(self, row: dict) -> bool:
+        return (row["op_name"], row["impl_id"]) in self._mine
+
+    def _implementation(self, row: dict) -> OpImpl:
+        op_name, impl_id = row["op_name"], row["impl_id"]
+        if self._is_mine(row):
+            return self._mine[op_name, impl_id]
+
+        def run(**arguments: Any) -> None:
+            with policy(per_op={op_name: [f"impl:{impl_id}"]}):
+                OpManager(self).call(op_name, **arguments)
+        run.__name__ = run.__qualname__ = impl_id
+        return OpImpl(op_name, impl_id, BackendImplKind(row["kind"]), run, vendor=row["vendor"] or None, priority=row["priority"])
 
     def unregister(self, op_name: str, impl_id: str) -> None:
         """Removes one; returns when no call is inside it. te_fl.errors.Busy from inside an op."""
         _native.unregister(self._handle, op_name, impl_id)
+        self._mine.pop((op_name, impl_id), None)
 
     def unregister_owner(self, name: str) -> None:
         """Removes all that `name` registered: a plugin, a module, or "python" for a program itself."""
+        theirs = [(row["op_name"], row["impl_id"]) for row in _native.snapshot(self._handle) if row["owner"] == name]
         _native.unregister_owner(self._handle, name)
+        for key in theirs:
+            self._mine.pop(key, None)
 
     def set_priority(self, op_name: str, impl_id: str, priority: int) -> None:
         _native.set_priority(self._handle, op_name, impl_id, priority)
 
-    def snapshot(self) -> List[dict]:
-        """What is registered, C++'s as well: op_name, impl_id, kind, vendor, priority and owner of each."""
-        return _native.snapshot(self._handle)
+    def snapshot(self) -> Snapshot:
+        """What is registered, C++'s as well: a list of dicts, and `impls_by_op`."""
+        return Snapshot(self, _native.snapshot(self._handle))
 
 
 class OpManager:
     """Runs ops by the implementations of a registry. OpManager.instance() is the process's, which te_fl.ops uses."""
 
-    def __init__(self, registry: OpRegistry) -> None:
-        self.registry = registry
-        self._handle = _native.new_manager(registry._handle)
+    def __init__(self, registry: Optional[OpRegistry] = None) -> None:
+        self.registry = OpRegistry() if registry is None else registry
+        self._handle = _native.new_manager(self.registry._handle)
 
     @classmethod
     def instance(cls) -> "OpManager":
         return cls(OpRegistry.instance())
 
-    def call(self, op_name: str, **arguments: Any) -> None:
-        """Runs an op; the keywords are those of te_fl.ops."""
-        _native.call(op_name, arguments, self._handle)
+    def call(self, op_name: str, /, *positional: Any, **arguments: Any) -> Any:
+        """Runs an op. The keywords of a catalogue op are those of te_fl.ops, and None is returned; an op of Python functions takes and
+        returns what they do."""
+        return _native.call(op_name, arguments, self._handle, positional)
 
-    def explain(self, op_name: str, **arguments: Any) -> dict:
-        """How the call would be routed, as te_fl.explain."""
-        return _native.resolve(op_name, arguments, self._handle)
+    def explain(self, op_name: str, /, *positional: Any, **arguments: Any) -> dict:
+        """How the call would be routed, as te_fl.explain; without arguments, of a call on the host of which nothing more is known."""
+        if not positional and not arguments:
+            return _native.explain(op_name, "cpu", [], [], self._handle)
+        return _native.resolve(op_name, arguments, self._handle, positional)
+
+    def resolve(self, op_name: str) -> Callable[..., Any]:
+        """The function that the policy in force puts first, before anything is known of a call: `fn` of the first of
+        resolve_candidates(). call() asks `supports` and goes on to the next where one refuses; the function itself does not."""
+        return self.resolve_candidates(op_name)[0].fn
+
+    def resolve_candidates(self, op_name: str) -> List[OpImpl]:
+        """The implementations that the policy in force would try, in that order. te_fl.errors.Unsupported if there is none."""
+        found = [c["impl_id"] for c in self.explain(op_name)["candidates"] if c["accepted"]]
+        known = {impl.impl_id: impl for impl in self.registry.get_implementations(op_name)}
+        impls = [known[impl_id] for impl_id in found if impl_id in known and known[impl_id].is_available()]
+        if not impls:
+            raise Unsupported(f"op {op_name!r} has no implementation that the policy allows; registered: {', '.join(known) or 'none'}")
+        return impls
+
+    def get_selected_impl_id(self, op_name: str) -> str:
+        """The impl_id of what resolve() gives."""
+        return self.resolve_candidates(op_name)[0].impl_id
+
+    def ensure_initialized(self) -> None:
+        """Loads plugins now, and not at the first op."""
+        _native.op_names()
+
+    def bump_policy_epoch(self) -> None:
+        """Reads TE_FL_ variables again, as te_fl.reload()."""
+        _native.reload()
+
+    def usage(self) -> List[dict]:
+        """Who served this manager's calls, as te_fl.usage()."""
+        return _native.usage(self._handle)
+
+    def reset_usage(self) -> None:
+        _native.reset_usage(self._handle)
 
 
 _owner = threading.local()
@@ -213,10 +316,12 @@ def _mask(impl: OpImpl, what: str, names: Iterable[str], numbers: dict) -> int:
     return mask
 
 
-def _described(impl: OpImpl) -> dict:
+def _described(impl: OpImpl, registry: OpRegistry) -> dict:
     """An OpImpl in the words of te_fl_op_desc."""
     if not isinstance(impl, OpImpl):
         raise TypeError(f"an implementation is a te_fl.OpImpl, not a {type(impl).__name__}")
+    if _native.declare(registry._handle, impl.op_name):
+        return _described_function(impl)
     args = _native.schema(impl.op_name)["args"]
     if any(a["type"] == 10 for a in args):
         raise Unsupported(f"{impl}: collectives are implemented in C++ alone: Python is not handed a communicator")
@@ -229,17 +334,60 @@ def _described(impl: OpImpl) -> dict:
     declared = [name for name in taken if name in later]
     arguments = taken + (missing if open_ended else [])
     supports, supports_arguments = _supports(impl, [name for name in handed if name not in later or name in declared])
+    return {
+        **_common(impl), "arguments": arguments, "supports": supports, "supports_arguments": supports_arguments,
+        "convert": {"te_fl": None, "torch": _as_torch, "numpy": _as_numpy}[impl.tensors],
+        "later_args": " ".join(declared) or None, **_constraints(impl),
+    }
+
+
+def _common(impl: OpImpl) -> dict:
     flags = (impl.thread_safe, impl.graph_safe, impl.deterministic, impl.in_place)
     return {
         "op_name": impl.op_name, "impl_id": impl.impl_id, "kind": ["default", "vendor", "reference"].index(impl.kind.value),
-        "priority": impl.priority, "vendor": impl.vendor, "fn": impl.fn, "arguments": arguments,
-        "supports": supports, "supports_arguments": supports_arguments,
-        "convert": {"te_fl": None, "torch": _as_torch, "numpy": _as_numpy}[impl.tensors],
-        "later_args": " ".join(declared) or None,
+        "priority": impl.priority, "vendor": impl.vendor, "fn": impl.fn, "convert": None, "later_args": None,
         "words": f"Python function {getattr(impl.fn, '__module__', '?')}.{getattr(impl.fn, '__qualname__', type(impl.fn).__name__)}",
         "flags": sum(1 << bit for bit, on in enumerate(flags) if on), "min_arch": impl.min_arch or 0, "max_arch": impl.max_arch or 0,
-        **_constraints(impl),
     }
+
+
+def _described_function(impl: OpImpl) -> dict:
+    """The same of an op of Python functions: nothing in C++ looks at its arguments, so that constraints on them are part of supports()."""
+    for name, left_out in _TYPED_ALONE.items():
+        value = getattr(impl, name)
+        if (tuple(value) if name == "scalings" else value) not in left_out:
+            raise ValueError(f"{impl}: {name} describes tensors of the catalogue's ops, and {impl.op_name!r} is none of them; look at the "
+                             "arguments in supports(), or correct the op's name")
+    dtypes, devices = impl.supported_dtypes, impl.devices
+    _constraints(impl)  # names that are not known
+    here = None if devices is None else {DEVICE_TYPES["ext" if d.startswith("ext:") else d] for d in devices}
+    served = None if dtypes is None else {_DTYPE_NAMES[d] for d in dtypes}
+
+    def supports(*positional: Any, **arguments: Any) -> Union[bool, str]:
+        if not impl.is_available():
+            return "its _is_available() says no"
+        for tensor in _tensors((*positional, *arguments.values())):
+            dtype = str(tensor.dtype).rpartition(".")[2]
+            if served is not None and "float" in dtype and _DTYPE_NAMES.get(dtype, dtype) not in served:
+                return f"dtype {dtype} is not served (supported_dtypes: {', '.join(dtypes)})"
+            if here is not None and tensor.__dlpack_device__()[0] not in here:
+                return f"a tensor's device is not served (devices: {', '.join(devices)})"
+        return True if impl.supports is None else impl.supports(*positional, **arguments)
+    asks = impl.supports or dtypes is not None or devices is not None or callable(getattr(impl.fn, "_is_available", None))
+    every = {"dtypes": (1 << len(DTYPES)) - 1, "scalings": 1, "provider": None,
+             "device_types": sum(1 << number for name, number in DEVICE_TYPES.items() if name != "ext")}
+    return {**_common(impl), "supports": supports if asks else None, **every}
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Any]:
+    """The tensors among a call's objects, and in their lists, tuples and dicts."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+        elif hasattr(value, "dtype") and hasattr(value, "__dlpack_device__"):
+            yield value
 
 
 def _constraints(impl: OpImpl) -> dict:

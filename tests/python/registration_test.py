@@ -365,7 +365,6 @@ class Failures(Registered):
         ok = lambda input, output: None  # noqa: E731
         refused(ValueError, "names its vendor", "relu", "vendor.x", VENDOR, ok)
         refused(te_fl.errors.InvalidArgument, "R16", "relu", "acme", VENDOR, ok, "acme")
-        refused(te_fl.errors.NotFound, "did you mean 'relu'", "rleu", "vendor.x", VENDOR, ok, "acme")
         refused(TypeError, "cannot be called", "relu", "vendor.x", VENDOR, 3, "acme")
         refused(TypeError, "does not take 'output'", "relu", "vendor.x", VENDOR, lambda input: None, "acme")
         refused(TypeError, "takes 'inptu', which the op has not", "relu", "vendor.x", VENDOR, lambda inptu, output: None, "acme")
@@ -417,7 +416,163 @@ class Registries(unittest.TestCase):
         self.assertEqual(REFERENCE, "reference")
 
 
+class OwnArguments(unittest.TestCase):
+    """An op that the catalogue has not: its arguments and results are its functions'."""
+
+    def setUp(self):
+        self.registry = OpRegistry()
+        self.manager = OpManager(self.registry)
+
+    def add(self, impl_id, fn, op="my_op", **options):
+        kind = impl_id.partition(".")[0]
+        self.registry.register(OpImpl(op, impl_id, kind, fn, "acme" if kind == "vendor" else None, **options))
+
+    def test_objects_go_in_and_come_out(self):
+        self.add("vendor.acme", lambda *args, **options: (args, options))
+        token = object()
+        self.assertEqual(self.manager.call("my_op", token, 2, op_name="x"), ((token, 2), {"op_name": "x"}))
+        self.assertEqual(self.manager.call("my_op"), ((), {}))
+        self.assertEqual([(row["impl_id"], row["calls"]) for row in self.manager.usage()], [("vendor.acme", 2)])
+        with self.assertRaisesRegex(te_fl.errors.NotFound, "did you mean 'my_op'"):
+            self.manager.call("my_opp")
+
+    def test_the_policy_chooses(self):
+        for kind in ("default", "vendor", "reference"):
+            self.add(f"{kind}.acme", lambda kind=kind: kind)
+        self.assertEqual(self.manager.call("my_op"), "default")
+        for settings, expected in (({"prefer": "vendor"}, "vendor"), ({"prefer": "vendor", "deny_vendors": ["acme"]}, "default"),
+                                   ({"per_op": {"my_op": ["reference"]}}, "reference"),
+                                   ({"per_op": "my_op=vendor:acme|default"}, "vendor")):
+            with self.subTest(settings=settings), te_fl.policy(**settings):
+                self.assertEqual(self.manager.call("my_op"), expected)
+                self.assertEqual(self.manager.resolve("my_op")(), expected)
+                self.assertEqual(self.manager.get_selected_impl_id("my_op"), f"{expected}.acme")
+        with te_fl.policy(deterministic=True), self.assertRaisesRegex(te_fl.errors.Unsupported, "deterministic"):
+            self.manager.call("my_op")
+        with self.assertRaisesRegex(te_fl.errors.InvalidArgument, "did you mean 'my_op'"):
+            te_fl.policy(per_op={"my_pop": ["reference"]})
+        self.registry.set_priority("my_op", "reference.acme", 900)
+        self.assertEqual(self.manager.call("my_op"), "reference")
+        self.assertEqual([impl.impl_id for impl in self.manager.resolve_candidates("my_op")],
+                         ["reference.acme", "default.acme", "vendor.acme"])
+
+    def test_refusals_go_on_and_failures_do_not(self):
+        def fail(x):
+            raise {0: NotImplementedError("not 0"), 1: KeyError("one")}[x]
+        self.add("default.acme", fail)
+        self.add("vendor.acme", lambda x: NotImplemented)
+        self.add("reference.acme", lambda x: x + 10)
+        self.assertEqual(self.manager.call("my_op", 0), 10)
+        with te_fl.policy(strict=True), self.assertRaisesRegex(te_fl.errors.Unsupported, "not 0"):
+            self.manager.call("my_op", 0)
+        with self.assertRaisesRegex(te_fl.errors.Internal, "KeyError: 'one'") as caught:
+            self.manager.call("my_op", 1)
+        self.assertIsInstance(caught.exception.__cause__, KeyError)
+
+    def test_supports_is_asked_of_every_call(self):
+        self.add("default.acme", lambda x: "large", supports=lambda x: x > 3 or f"{x} is small")
+        self.add("reference.acme", lambda x: "any")
+        self.assertEqual([self.manager.call("my_op", x) for x in (5, 2, 5, 3, 4)], ["large", "any", "large", "any", "large"])
+        candidates = {c["impl_id"]: c for c in self.manager.explain("my_op", 2)["candidates"]}
+        self.assertEqual(candidates["default.acme"]["reason"], "2 is small")
+        self.assertTrue(candidates["reference.acme"]["chosen"])
+
+    def test_tensors_among_the_objects(self):
+        self.add("default.acme", lambda x: "f32 on the host", supported_dtypes=("float32",), devices=("cpu",))
+        self.add("reference.acme", lambda x: "any")
+        for x, expected in ((X, "f32 on the host"), ([X, X.astype(np.int32)], "f32 on the host"), (X.astype(np.float16), "any"),
+                            ({"x": (X, X.astype(np.float64))}, "any"), (3, "f32 on the host")):
+            self.assertEqual(self.manager.call("my_op", x), expected)
+        self.add("vendor.acme", lambda x: "gpu", devices=("cuda",), priority=900)
+        self.assertEqual(self.manager.call("my_op", X), "f32 on the host")
+        for field, value in (("min_arch", 90), ("tensors", "torch"), ("scalings", ("none", "tensor")), ("in_place", True)):
+            with self.assertRaisesRegex(ValueError, f"{field} describes tensors of the catalogue's ops"):
+                self.add("vendor.other", lambda x: x, **{field: value})
+
+    def test_calls_inside_calls_and_threads(self):
+        def count(n):
+            return 0 if n == 0 else 1 + self.manager.call("my_op", n - 1)
+        self.add("default.acme", count)
+        found = []
+        threads = [threading.Thread(target=lambda n=n: found.extend((n, self.manager.call("my_op", n)) for _ in range(50))) for n in range(6)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        self.assertEqual(len(found), 300)
+        self.assertTrue(all(n == result for n, result in found))
+
+    def test_what_is_registered_can_be_looked_up(self):
+        def fn():
+            pass
+        self.add("default.acme", fn)
+        self.add("vendor.acme", fn, op="other_op")
+        self.assertEqual(self.registry.list_operators(), ["my_op", "other_op"])
+        self.assertIs(self.registry.get_implementation("my_op", "default.acme").fn, fn)
+        self.assertIsNone(self.registry.get_implementation("my_op", "default.none"))
+        self.assertEqual([i.impl_id for i in self.registry.snapshot().impls_by_op["other_op"]], ["vendor.acme"])
+        self.registry.clear()
+        self.assertEqual((self.registry.snapshot(), self.registry.get_implementations("my_op")), ([], []))
+        with self.assertRaisesRegex(te_fl.errors.Unsupported, "registered: none"):
+            self.manager.resolve("my_op")
+        cpu = OpRegistry.instance().get_implementation("relu", "reference.cpu") or OpRegistry.instance().get_implementations("relu")[-1]
+        y = np.zeros_like(X)
+        te_fl.reset_usage()
+        cpu.fn(input=X, output=y)  # one in C++ is run by its own function
+        self.assertEqual([row["impl_id"] for row in te_fl.usage()], [cpu.impl_id])
+        np.testing.assert_array_equal(y, np.maximum(X, 0))
+
+    def test_the_catalogue_s_ops_stay_typed(self):
+        self.add("vendor.acme", relu, op="relu", tensors="numpy")
+        with self.assertRaisesRegex(TypeError, "'relu' is in the catalogue: it takes keyword arguments only"):
+            self.manager.call("relu", X)
+
+    def test_by_name_in_the_process(self):
+        registry = OpRegistry.instance()
+        registry.register(OpImpl("my_process_op", "default.acme", DEFAULT, lambda x: x * 2))
+        self.addCleanup(registry.unregister, "my_process_op", "default.acme")
+        self.assertEqual(te_fl.ops.my_process_op(4), 8)
+        self.assertEqual(te_fl.explain("my_process_op", 4)["impl_id"], "default.acme")
+        self.assertEqual(te_fl.explain("my_process_op")["impl_id"], "default.acme")
+        self.assertEqual(te_fl.schema("my_process_op")["args"], [])
+        with self.assertRaisesRegex(te_fl.errors.InvalidArgument, "is not a name"):
+            self.add("default.acme", relu, op="my op")
+
+
 class Processes(Registered):
+    def test_a_vendor_s_package_for_transformer_engine_fl(self):
+        plugin = """
+from transformer_engine.plugin.core import BackendImplKind, OpImpl
+
+def my_implementation(x):
+    return x + 1
+
+def register(registry):
+    for op_name in ("my_op", "rleu"):
+        registry.register(OpImpl(op_name=op_name, impl_id="vendor.my_vendor", kind=BackendImplKind.VENDOR, fn=my_implementation,
+                                 vendor="my_vendor"))
+    registry.register_impl(OpImpl(op_name="my_op", impl_id="reference.torch", kind=BackendImplKind.REFERENCE, fn=lambda x: -x))
+"""
+        code = ("import te_fl; te_fl.as_transformer_engine()\nfrom transformer_engine.plugin.core import OpManager\n"
+                "print(OpManager.instance().call('my_op', 41)); te_fl.write_trace()")
+        with tempfile.TemporaryDirectory() as folder:
+            with open(os.path.join(folder, "my_plugin_module.py"), "w") as file:
+                file.write(plugin)
+            path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+            trace = os.path.join(folder, "trace.json")
+
+            def said(**variables):
+                done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                                      env={**os.environ, "PYTHONPATH": path, "TE_FL_PLUGIN_MODULES": "my_plugin_module", **variables})
+                return done.stdout.strip() or done.stderr, done.stderr
+            printed, warned = said(TE_FL_TRACE=trace)
+            self.assertEqual(printed, "42", warned)
+            self.assertIn("if it was to be 'relu', correct its name", warned)
+            with open(trace) as file:
+                self.assertIn("vendor.my_vendor", json.dumps(json.load(file)))
+            self.assertEqual(said(TE_FL_PER_OP="my_op=reference")[0], "-41")
+            self.assertIn("did you mean 'my_op'", said(TE_FL_PER_OP="my_oop=reference")[0])
+
     def test_calls_of_threads(self):
         self.add("relu", relu)
         failures = []

@@ -54,6 +54,16 @@ class Import(unittest.TestCase):
         run(ALIAS + "from transformer_engine.plugin.core import OpRegistry, OpImpl, BackendImplKind, OpManager; "
             "from transformer_engine.plugin.core.types import OpImpl as same; assert same is OpImpl is te_fl.OpImpl")
 
+    def test_a_misspelt_name(self):
+        said = run(ALIAS + "import transformer_engine.common.recipe as r; r.DelayedScalling", expect=1)
+        self.assertIn("did you mean 'DelayedScaling'?", said)
+        self.assertIn("did you mean 'OpRegistry'?", run("import te_fl; te_fl.OpRegisty", expect=1))
+        self.assertIn("build-node", run("import sys, te_fl.__main__ as m; sys.argv = ['te_fl', '--help']; m.main()"))
+        self.assertIn("gelu by default.cpu: 1 calls", run("import te_fl, numpy as np; x = np.ones(4, 'f'); te_fl.ops.gelu(input=x, output=x); "
+                                                          "assert te_fl.fingerprint() == te_fl.fingerprint() != ''", TE_FL_USAGE="1"))
+        if torch is not None:
+            self.assertIn("did you mean 'Linear'?", run("import te_fl.pytorch as te; te.Linaer", expect=1))
+
     def test_a_name_that_neither_has(self):
         said = run(ALIAS + "import transformer_engine.common.recipe as r; assert not hasattr(r, 'Delayed'); r.Delayed", expect=1)
         self.assertIn("AttributeError: module 'transformer_engine.common.recipe' of te-fl has no attribute 'Delayed'", said)

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "core/base/abi_struct.hpp"
+#include "policy/current.hpp"
 #include "registry/epoch.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
@@ -208,10 +209,19 @@ TEST(Registry, TwoDescriptionsUnderOneNameAreRefused) {
   backward.gradient = "test::five_backward a=d_a";
   EXPECT_FAILS(registry.declare_op(backward).status(), kAlreadyExists,
                "in which gradient is none, not 'test::five_backward a=d_a'");
+  // A plugin's op has its vendor's name; a program's, which is declared first, has any, and
+  // policies may list it from then on.
   te_fl_op_schema plain = five_schema();
   plain.name = "five";
-  EXPECT_FAILS(registry.declare_op(plain).status(), kInvalidArgument,
+  const Fake fake("default.five", plain);
+  EXPECT_FAILS(registry.register_op(fake.desc), kInvalidArgument,
                "op 'five' is not in the catalogue; a custom op is named 'vendor::op' (rule R17)");
+  PolicySettings settings;
+  settings.per_op["five"];
+  EXPECT_FAILS(policy::settings_error(settings), kInvalidArgument, "op 'five'");
+  ASSERT_OK(registry.declare_op(plain));
+  EXPECT_OK(policy::settings_error(settings));
+  EXPECT_OK(registry.register_op(fake.desc));
 }
 
 TEST(Registry, HoldsKeepAliveUntilRemoved) {

@@ -19,7 +19,7 @@ from typing import Optional
 
 from te_fl.compat import known_names, table
 from te_fl.compat.variables import warn_of_variables
-from te_fl.errors import FailedPrecondition, Unsupported
+from te_fl.errors import FailedPrecondition, Unsupported, did_you_mean
 
 __all__ = ["as_transformer_engine", "status"]
 
@@ -92,7 +92,8 @@ class _Facade(types.ModuleType):
             return value
         if f"{module}.{name}" in _NAMES:
             return importlib.import_module(f"{module}.{name}")
-        raise AttributeError(f"module {module!r} of te-fl has no attribute {name!r}, nor has Transformer Engine {table.VERSION}")
+        near = did_you_mean(name, _NAMES[module])
+        raise AttributeError(f"module {module!r} of te-fl has no attribute {name!r}, nor has Transformer Engine {table.VERSION}{near}")
 
     def __dir__(self) -> list:
         return sorted({*super().__dir__(), *_NAMES[self.__name__]})

@@ -9,6 +9,7 @@ from te_fl.frameworks import require
 require("torch")
 
 from te_fl.common import recipe  # noqa: E402
+from te_fl.errors import did_you_mean  # noqa: E402
 from te_fl.pytorch.attention import DotProductAttention  # noqa: E402
 from te_fl.pytorch.checkpoint import checkpoint, recompute_contexts  # noqa: E402
 from te_fl.pytorch.quantization import autocast, fp8_autocast, fp8_model_init, quantized_model_init  # noqa: E402
@@ -32,7 +33,8 @@ def __getattr__(name: str):
         return importlib.import_module(f"te_fl.pytorch.{name}")
     home = None if name.startswith("_") else _table.home("transformer_engine.pytorch", name)
     if home is None:
-        raise AttributeError(f"te_fl.pytorch has no {name!r}; docs/transformer-engine.md lists what there is")
+        near = "" if name.startswith("_") else did_you_mean(name, __dir__())
+        raise AttributeError(f"te_fl.pytorch has no {name!r}{near}; docs/transformer-engine.md lists what there is")
     value = globals()[name] = getattr(importlib.import_module(home), name)
     return value
 
