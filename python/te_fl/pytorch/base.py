@@ -239,10 +239,10 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in self._remade and "_layers" in self.__dict__ and (self._layers or self._fused_in is not None):
+        if name in self._remade and "_layers" in self.__dict__:
             if self._fused_in is not None:
                 self._fused_in.forget()
-            self._forget(self._fp8_state())
+            self._layers, self._call = {}, None
 
     def _apply(self, fn, recurse: bool = True):
         if self._fused_in is not None:
