@@ -28,6 +28,7 @@ SERVED = {
         "NVFP4_BLOCK_SCALING_SIZE TE_DType TE_DType_To_Torch dist_group_type",
     "te_fl.pytorch.cross_entropy": "parallel_cross_entropy",
     "te_fl.pytorch.graph": "make_graphed_callables",
+    "te_fl.pytorch.offload": "get_cpu_offload_context",
     "te_fl.pytorch.optimizers":
         "FusedAdam FusedSGD MultiTensorApply multi_tensor_adam multi_tensor_applier multi_tensor_l2norm multi_tensor_scale "
         "multi_tensor_sgd multi_tensor_unscale_l2norm",
@@ -59,7 +60,7 @@ SERVED = {
     "te_fl.jax.softmax": "SoftmaxFusionType softmax",
 }
 
-_RANKS = {"tp_group": "a group", "tp_size": 2, "sequence_parallel": True}
+_RANKS = {"tp_group": "a group", "tp_size": 2}
 _REDUCE = {"symmetric_ar_type": "two_shot"}
 
 # Arguments of served names that take one value only, each with another value, which is refused by an error that names the argument.
@@ -90,8 +91,9 @@ PARTLY = {
     "te_fl.pytorch.mlp.LayerNormMLP": {**_RANKS, **_REDUCE},
     "te_fl.pytorch.multihead_attention.MultiheadAttention": _RANKS,
     "te_fl.pytorch.multihead_attention.MultiheadAttention.forward": {"inference_params": "a cache"},
-    "te_fl.pytorch.norm.LayerNorm": {"sequence_parallel": True, "sm_margin": 4},
-    "te_fl.pytorch.norm.RMSNorm": {"sequence_parallel": True, "sm_margin": 4},
+    "te_fl.pytorch.norm.LayerNorm": {"sm_margin": 4},
+    "te_fl.pytorch.norm.RMSNorm": {"sm_margin": 4},
+    "te_fl.pytorch.offload.get_cpu_offload_context": {"enabled": True},
     "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True, "master_weight_dtype": "torch.float16", "exp_avg_dtype": "torch.bfloat16",
                                            "exp_avg_sq_dtype": "torch.bfloat16", "store_param_remainders": True},
     "te_fl.pytorch.optimizers.FusedSGD": {"materialize_master_grads": False},

@@ -23,7 +23,7 @@ from te_fl.compat.variables import warn_of_variables as _warn_of_variables  # no
 
 _warn_of_variables()
 
-_LATER = ("availability", "constants", "cross_entropy", "global_state", "optimizers", "rng", "rope", "softmax", "weights")
+_LATER = ("availability", "constants", "cross_entropy", "global_state", "offload", "optimizers", "rng", "rope", "softmax", "weights")
 
 
 def __getattr__(name: str):

@@ -142,8 +142,8 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     num_attention_heads, num_gqa_groups: heads of q and of k and v. kv_channels: the head size, or a pair, of q and k and of v. qkv_format: 'sbhd', 'bshd' or 'thd'.
     attn_mask_type, window_size, bottom_right_diagonal, softcap: also per call. softmax_type: 'vanilla', 'off-by-one' or 'learnable'.
-    layer_number and attention_type are taken for compatibility: the mask and the extents of a call say all that te-fl needs. The other
-    cp_ arguments say how the ranks of cp_group work together, and have no effect without it.
+    layer_number and attention_type are taken for compatibility: the mask and the extents of a call say all that te-fl needs. tp_group and
+    cp_group have one rank; the other cp_ arguments and sequence_parallel say how several work together, and have no effect.
     """
 
     _kind = "attention"
@@ -161,12 +161,12 @@ class DotProductAttention(TransformerEngineBaseModule):
                  return_max_logit: Optional[bool] = False, name: Optional[str] = None) -> None:
         super().__init__(name)
         where = "DotProductAttention"
-        rules.one_rank(where, tp_group, tp_size, sequence_parallel)
+        rules.one_rank(where, tp_group, tp_size)
         rules.choice(where, "qkv_format", qkv_format, FORMATS)
         rules.choice(where, "softmax_type", softmax_type, ("vanilla", "off-by-one", "learnable"))
         rules.choice(where, "attention_type", attention_type, ("self", "cross"))
-        only(where, ("return_max_logit", bool(return_max_logit), False, _OWN_KERNEL),
-             ("cp_group", cp_group, None, "te_fl.pytorch runs on one rank so far; leave it out"))
+        only(where, ("return_max_logit", bool(return_max_logit), False, _OWN_KERNEL))
+        rules.group_of_one(where, "cp_group", cp_group)
         channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
         if len(channels) != 2:
             raise ValueError(f"{where}: kv_channels is {kv_channels!r}; it is the head size, or a pair: that of q and k, and that of v")
@@ -186,6 +186,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         if softmax_type == "learnable":
             self._add_parameter("softmax_offset", torch.empty(self.num_attention_heads, device=default_device()), torch.nn.init.zeros_)
             self.reset_parameters()
+
+    def set_context_parallel_group(self, cp_group: Any, cp_global_ranks: Optional[List[int]] = None, cp_stream: Optional[Any] = None,
+                                   cp_comm_type: str = "p2p", **load_balancing: Any) -> None:
+        """Takes a group of one rank, for which the other arguments say nothing, and refuses a larger one."""
+        rules.group_of_one("DotProductAttention", "cp_group", cp_group)
 
     def _layer_for(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float):
         # A forward without gradients drops nothing by itself, so only one in eval() whose backward follows needs a layer of its own.

@@ -13,7 +13,7 @@ from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_me
 from te_fl.pytorch.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.device import default_device, native_device
 from te_fl.pytorch.float8_tensor import Float8Tensor, keeping_codes, rules_of
-from te_fl.pytorch.refuse import refuse
+from te_fl.pytorch.refuse import group_of_one, refuse
 
 
 def default_init(weight: torch.Tensor) -> None:
@@ -317,8 +317,8 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
             self._loaded = [(n, t.to(device)) for n, t in self._loaded]
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        if tp_group is not None:
-            raise refuse(type(self).__name__, "tp_group", tp_group, "te_fl.pytorch runs on one rank so far")
+        """Takes a group of one rank, and refuses a larger one."""
+        group_of_one(type(self).__name__, "tp_group", tp_group)
 
     def fast_setattr(self, name: str, value: Any) -> None:
         self.__dict__[name] = value

@@ -78,7 +78,7 @@ class Linear(_Product):
     bias are registered as. params_dtype: None is torch's default dtype. device: None is cuda where there is one, else cpu.
     fuse_wgrad_accumulation: the weight's gradient is added to weight.main_grad. delay_wgrad_compute: the weight's gradient, and without
     FP8 the bias's, is computed by backward_dw(), to be called after each backward. get_rng_state_tracker: a function whose result's fork()
-    the initialisation runs in. sequence_parallel, tp_group and tp_size are refused unless they say one rank; the ub_ arguments and
+    the initialisation runs in. tp_group and tp_size are refused unless they say one rank; sequence_parallel, the ub_ arguments and
     parallel_mode then have no effect, as in Transformer Engine.
     """
 
@@ -94,7 +94,7 @@ class Linear(_Product):
                  ub_name: Optional[str] = None, delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
                  save_original_input: bool = False, name: Optional[str] = None) -> None:
         super().__init__(name)
-        rules.one_rank("Linear", tp_group, tp_size, sequence_parallel)
+        rules.one_rank("Linear", tp_group, tp_size)
         self._set_up(in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
                      return_bias, params_dtype, parallel_mode, parameters_split, device_of(device), symmetric_ar_type)
         # Backward reads what it needs of the input, quantised or not; keeping the original as well would change no result.
@@ -141,7 +141,7 @@ class LayerNormLinear(_Product):
                  ub_name: Optional[str] = None, delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
                  name: Optional[str] = None) -> None:
         super().__init__(name)
-        rules.one_rank("LayerNormLinear", tp_group, tp_size, sequence_parallel)
+        rules.one_rank("LayerNormLinear", tp_group, tp_size)
         rules.choice("LayerNormLinear", "normalization", normalization, ("LayerNorm", "RMSNorm"))
         device = device_of(device)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, bool(zero_centered_gamma)

@@ -40,7 +40,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
                  symmetric_ar_type: Optional[str] = None, checkpoint: bool = False) -> None:
         super().__init__(name)
         where = "LayerNormMLP"
-        rules.one_rank(where, tp_group, tp_size, sequence_parallel)
+        rules.one_rank(where, tp_group, tp_size)
         rules.symmetric(where, symmetric_ar_type)
         rules.choice(where, "normalization", normalization, ("LayerNorm", "RMSNorm"))
         rules.choice(where, "activation", activation, ACTIVATIONS)

@@ -85,7 +85,7 @@ class MultiheadAttention(torch.nn.Module):
                  softmax_type: str = "vanilla") -> None:
         super().__init__()
         where = "MultiheadAttention"
-        rules.one_rank(where, tp_group, tp_size, sequence_parallel)
+        rules.one_rank(where, tp_group, tp_size)
         rules.choice(where, "attention_type", attention_type, ("self", "cross"))
         rules.choice(where, "qkv_format", qkv_format, FORMATS)
         rules.choice(where, "qk_norm_type", qk_norm_type, (None, "L2Normalization", "RMSNorm", "LayerNorm"))
@@ -141,6 +141,10 @@ class MultiheadAttention(torch.nn.Module):
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         self.proj.set_tensor_parallel_group(tp_group)
+
+    def set_context_parallel_group(self, cp_group: Any, *how: Any, **more: Any) -> None:
+        """Takes a group of one rank, for which the other arguments say nothing, and refuses a larger one."""
+        rules.group_of_one("MultiheadAttention", "cp_group", cp_group)
 
     def _projected(self, x: torch.Tensor, encoder_output: Optional[torch.Tensor], first) -> Tuple[torch.Tensor, ...]:
         """q, k and v [.., heads, channels], and the normalised input if it is wanted."""

@@ -19,8 +19,7 @@ class _Norm(TransformerEngineBaseModule):
             raise ValueError(f"{where}: give normalized_shape, or hidden_size, which is its older name")
         shape = hidden_size if normalized_shape is None else normalized_shape
         self.normalized_shape: Tuple[int, ...] = (int(shape),) if isinstance(shape, int) else tuple(int(n) for n in shape)
-        if sequence_parallel:
-            raise refuse(where, "sequence_parallel", sequence_parallel, "te_fl.pytorch runs on one rank so far; leave it out")
+        self.sequence_parallel = sequence_parallel
         device, dtype, margin = kwargs.pop("device", None), kwargs.pop("dtype", None), kwargs.pop("sm_margin", 0)
         if kwargs:
             raise TypeError(f"{where}() has no argument {sorted(kwargs)[0]!r}")
@@ -39,6 +38,9 @@ class _Norm(TransformerEngineBaseModule):
 
     def reset_parameters(self, defer_init: Optional[bool] = None) -> None:
         super().reset_parameters(bool(defer_init))
+        if self.sequence_parallel is not None:  # Megatron finds by it the parameters whose gradients it sums over its ranks
+            for parameter in self.parameters(recurse=False):
+                parameter.sequence_parallel = self.sequence_parallel
 
     def _options(self) -> dict:
         return {"hidden_size": self.weight.numel(), "epsilon": self.eps, "zero_centered_gamma": self.zero_centered_gamma,
@@ -65,7 +67,7 @@ class LayerNorm(_Norm):
     """(x - mean) / sqrt(variance + eps) * weight + bias.
 
     normalized_shape: the last dimensions, which are normalised together; hidden_size is its older name. zero_centered_gamma: the weight is
-    stored minus 1. Keywords device (None: cuda where there is one, else cpu), dtype (params_dtype's other name).
+    stored minus 1. sequence_parallel: True or False becomes an attribute of the parameters. Keywords device (None: cuda where there is one, else cpu), dtype (params_dtype's other name).
     """
 
     _kind = "layernorm"

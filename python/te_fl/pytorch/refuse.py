@@ -20,13 +20,24 @@ def only(where: str, *rules: Tuple[str, Any, Any, str]) -> None:
             raise refuse(where, argument, value, way_out)
 
 
-def one_rank(where: str, tp_group: Any, tp_size: int, sequence_parallel: Any) -> None:
-    if tp_group is not None:
-        raise refuse(where, "tp_group", tp_group, _ONE_RANK)
-    if tp_size != 1:
+def group_of_one(where: str, argument: str, group: Any) -> None:
+    """Refuses a process group, or a list of them, of several ranks. None is no group."""
+    if group is None:
+        return
+    import torch.distributed as dist
+    kind = getattr(dist, "ProcessGroup", ())  # missing from a build of PyTorch without torch.distributed
+    for one in group if isinstance(group, (list, tuple)) else (group,):
+        if not isinstance(one, kind):
+            raise refuse(where, argument, group, "give a torch.distributed.ProcessGroup of one rank, or leave it out")
+        if one.size() != 1:
+            raise refuse(where, argument, group, f"it has {one.size()} ranks, and {_ONE_RANK}")
+
+
+def one_rank(where: str, tp_group: Any, tp_size: int) -> None:
+    """As Transformer Engine does, this takes the size of a given group for tp_size. sequence_parallel has no effect on one rank."""
+    group_of_one(where, "tp_group", tp_group)
+    if tp_group is None and tp_size != 1:
         raise refuse(where, "tp_size", tp_size, _ONE_RANK)
-    if sequence_parallel:
-        raise refuse(where, "sequence_parallel", sequence_parallel, _ONE_RANK)
 
 
 def parallel_mode(where: str, mode: Any) -> None:

@@ -77,7 +77,7 @@ class TransformerLayer(torch.nn.Module):
                  qk_norm_before_rope: bool = False, softmax_type: str = "vanilla") -> None:
         super().__init__()
         where = "TransformerLayer"
-        rules.one_rank(where, tp_group, tp_size, sequence_parallel)
+        rules.one_rank(where, tp_group, tp_size)
         rules.choice(where, "layer_type", layer_type, ("encoder", "decoder"))
         rules.choice(where, "attn_input_format", attn_input_format, FORMATS)
         if parallel_attention_mlp:
@@ -148,6 +148,10 @@ class TransformerLayer(torch.nn.Module):
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         self.self_attention.set_tensor_parallel_group(tp_group)
+
+    def set_context_parallel_group(self, cp_group: Any, *how: Any, **more: Any) -> None:
+        """Takes a group of one rank, for which the other arguments say nothing, and refuses a larger one."""
+        rules.group_of_one("TransformerLayer", "cp_group", cp_group)
 
     def reset_fp8_meta_tensors(self) -> None:
         """Scales 1 and empty histories in all parts."""
