@@ -90,6 +90,17 @@ class State(unittest.TestCase):
         without.load_state_dict({k: v for k, v in state.items() if not k.endswith(KEY)}, strict=False)
         self.assertFalse(torch.equal(step(without, device, 7)[1], want[0][1]), "the scales of attention make no difference")
 
+    def test_older_checkpoints(self):
+        """Strict loading takes a state without attention's, and one where it has the name of Transformer Engine 1.6 and 1.7."""
+        for device in DEVICES:
+            module = trained("MultiheadAttention", device)
+            state = module.state_dict()
+            without = {k: v for k, v in state.items() if not k.endswith(KEY)}
+            MODULES["MultiheadAttention"](device=device).load_state_dict(without)
+            other = MODULES["MultiheadAttention"](device=device)
+            other.load_state_dict({**without, "core_attention.fused_attention._extra_state": state[KEY]})
+            self.same(step(other, device, 7), step(module, device, 7))
+
     @each
     def test_copies_have_it(self, name, device, module):
         pickled = copy.deepcopy(module)

@@ -1,6 +1,7 @@
 """te_fl.pytorch's modules against plain PyTorch in FP64, over their arguments; FP8 against operands quantised by NumPy."""
 
 import math
+import tempfile
 import os
 import sys
 import unittest
@@ -813,6 +814,76 @@ class Fp8(Modules):
         g = randn(16, 16, seed=3)
         y.backward(g)
         near(self, x.grad, oracle.per_tensor(g, "e5m2") @ oracle.per_tensor(module.weight, "e4m3"), 1e-5, "gradient")
+
+
+class Arguments(unittest.TestCase):
+    """What is wrong is refused where it is given, and what says nothing on one rank is taken."""
+
+    def test_wrong_values(self):
+        for message, make in (("num_attention_heads 3, which does not divide it", lambda: te.MultiheadAttention(100, 3)),
+                              ("attn_mask_type is 'casual'", lambda: te.MultiheadAttention(32, 4, attn_mask_type="casual")),
+                              ("TransformerLayer: attn_mask_type is 'casual'", lambda: te.TransformerLayer(32, 32, 4, self_attn_mask_type="casual"))):
+            with self.assertRaisesRegex(ValueError, message):
+                make()
+        for module in (te.Linear(8, 8, device="cpu"), te.LayerNorm(8, device="cpu"), te.TransformerLayer(8, 8, 1, device="cpu")):
+            with self.assertRaisesRegex(Unsupported, type(module).__name__ + ".*torch.float64"):
+                module(torch.zeros(2, 1, 8, dtype=torch.float64))
+
+    def test_dtypes_of_outputs(self):
+        """A bias has the output's, and a normalisation's is the weight's."""
+        for device in DEVICES:
+            x = randn(4, 32, dtype=BF16, device=device).requires_grad_()
+            for make in (te.LayerNorm, te.RMSNorm):
+                module = randomise(make(32, device=device))
+                compare(self, module, module, lambda p, x: oracle.norm(x, p, "", make.__name__), [x])
+                self.assertEqual(module(x).dtype, F32)
+                with torch.autocast(device, dtype=BF16):
+                    self.assertEqual(module(x.float()).dtype, BF16)
+            for module in (te.Linear(32, 32, return_bias=True, device=device), te.LayerNormMLP(32, 32, return_bias=True, device=device)):
+                with torch.autocast(device, dtype=BF16):
+                    self.assertEqual([t.dtype for t in module(x.float())], [BF16, BF16])
+
+    def test_attributes_set_after_a_forward(self):
+        x = randn(4, 32)
+        for make, name, value in ((lambda **k: te.LayerNorm(32, device="cpu", **k), "eps", 1.0),
+                                  (lambda **k: te.LayerNormLinear(32, 32, device="cpu", **k), "eps", 1.0),
+                                  (lambda **k: te.LayerNormMLP(32, 32, device="cpu", **k), "activation", "relu")):
+            module, other = randomise(make()), randomise(make(**{name: value}))
+            before = module(x)
+            setattr(module, name, value)
+            self.assertTrue(torch.equal(module(x), other(x)))
+            self.assertFalse(torch.equal(module(x), before))
+        layers = [randomise(te.TransformerLayer(32, 32, 4, device="cpu", hidden_dropout=0, attention_dropout=0, activation=a)) for a in ("gelu", "relu")]
+        layers[0](x[:, None])
+        layers[0].layernorm_mlp.activation = "relu"
+        self.assertTrue(torch.equal(layers[0](x[:, None]), layers[1](x[:, None])))
+
+    def test_a_group_of_one_rank(self):
+        import torch.distributed as dist
+        with tempfile.TemporaryDirectory() as folder:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+            try:
+                group = dist.group.WORLD
+                for make in (lambda **k: te.Linear(32, 32, **k), lambda **k: te.LayerNormMLP(32, 32, **k), lambda **k: te.DotProductAttention(4, 8, **k),
+                             lambda **k: te.TransformerLayer(32, 32, 4, **k)):
+                    make(tp_group=group, tp_size=1, sequence_parallel=True).set_tensor_parallel_group(group)
+                attention = te.DotProductAttention(4, 8, cp_group=group, cp_global_ranks=[0])
+                attention.set_context_parallel_group(group, [0], None, "p2p")
+                attention.set_context_parallel_group([group, group], [0], None, "a2a+p2p")
+            finally:
+                dist.destroy_process_group()
+        with self.assertRaisesRegex(Unsupported, "tp_group"):
+            te.Linear(32, 32, tp_group="a group")
+        norm = te.LayerNorm(32, sequence_parallel=True)
+        self.assertTrue(norm.weight.sequence_parallel and norm.bias.sequence_parallel)
+
+    def test_no_offload(self):
+        context, same = te.get_cpu_offload_context()
+        with context:
+            self.assertEqual(same(3), 3)
+        self.assertIsNone(te.get_cpu_offload_context(manual_synchronization=True)[2])
+        with self.assertRaisesRegex(Unsupported, "enabled = True"):
+            te.get_cpu_offload_context(enabled=True)
 
 
 class NothingOfTorchs(unittest.TestCase):

@@ -137,7 +137,7 @@ class RefusalTest(unittest.TestCase):
             (grad,) = torch.autograd.grad(self.module(self.x).square().sum(), self.x, create_graph=True)
             self.assertTrue(grad.requires_grad)
             grad.sum().backward()
-        self.assertIn("once_differentiable", self.both(use))
+        self.assertIn("no second derivative", self.both(use))
 
     def test_backward_twice(self):
         def use():
@@ -160,7 +160,7 @@ class RefusalTest(unittest.TestCase):
 
     def test_transforms_of_functions(self):
         weight = self.module.weight.detach()
-        self.assertIn("setup_context", self.both(lambda: torch.func.grad(lambda x: self.module(x).sum())(self.x.detach())))
+        self.assertIn("inside torch.func", self.both(lambda: torch.func.grad(lambda x: self.module(x).sum())(self.x.detach())))
 
         def tangent():
             with torch.autograd.forward_ad.dual_level():

@@ -217,6 +217,18 @@ class DotProductAttention(TransformerEngineBaseModule):
                   "softmax_type": self.softmax_type, "attention_dropout": dropout, "softcap": softcap}
         return chosen if self.softmax_scale is None else {**chosen, "softmax_scale": float(self.softmax_scale)}
 
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs) -> None:
+        # Checkpoints of Transformer Engine before 1.6 have no state of attention, those of 1.6 and 1.7 have it under another name.
+        own, older = prefix + "_extra_state", prefix + "fused_attention._extra_state"
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        if own in missing_keys:
+            missing_keys.remove(own)
+        if older in state_dict:
+            if older in unexpected_keys:
+                unexpected_keys.remove(older)
+            if own not in state_dict:
+                self.set_extra_state(state_dict[older])
+
     def set_extra_state(self, state: Any) -> None:
         # Transformer Engine saves places for attention under any FP8 recipe, and others under several recipes at a time.
         read = extra_state.read(state, "DotProductAttention")

@@ -193,11 +193,13 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         return bool(self._sites) and kind == self._kind
 
     def _run(self, layer, inputs: Tuple[torch.Tensor, ...], parameters: Tuple[torch.Tensor, ...], first=None, attention=None, random=None,
-             accumulates: bool = False, extras: Tuple[torch.Tensor, ...] = ()) -> torch.Tensor:
+             accumulates: bool = False, extras: Tuple[torch.Tensor, ...] = (), activation: int = -1) -> torch.Tensor:
+        """activation: the output's dtype outside of torch.autocast, an index in te_fl.tensors.DTYPES; -1: the input's."""
         x = inputs[0]
+        if x.dtype not in DTYPE_NAMES:
+            raise refuse(type(self).__name__, "input", f"a tensor of {x.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
         if x.layout is not torch.strided or x.is_meta:
             raise refuse(type(self).__name__, "input", f"a tensor of layout {x.layout} on {x.device}", "give a dense tensor with memory")
-        activation = -1
         kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # which makes a new string at each look
         if torch.is_autocast_enabled(kind):
             activation = DTYPE_CODES[torch.get_autocast_dtype(kind)]
@@ -233,6 +235,14 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     def _notice(self) -> int:
         return quantization.notice(self)
 
+    _remade: frozenset = frozenset()  # the attributes that a layer is made from, and that a program may set
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self._remade and "_layers" in self.__dict__:
+            if self._fused_in is not None:
+                self._fused_in.forget()
+            self._layers, self._call = {}, None
 
     def _apply(self, fn, recurse: bool = True):
         if self._fused_in is not None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple, Optional, Sequence, Tuple
+from weakref import WeakValueDictionary
 
 import torch
 
 from te_fl import _native, torch_node
+from te_fl.errors import Unsupported
 from te_fl.pytorch import private_device
+from te_fl.pytorch.once import once_differentiable
 from te_fl.tensors import DTYPES
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
 _task = torch._C._current_graph_task_id
+_transforms = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 DTYPE_CODES = {dtype: DTYPES.index(name) for dtype, name in
@@ -65,16 +69,15 @@ def _ends(token: torch.Tensor, thread: int) -> None:
     key = (_task(), thread)
     if key in _ending:
         return
-    _ending.add(key)
 
     def end() -> None:
-        _ending.discard(key)
         _native.end_backward(token)
 
+    _ending[key] = end
     _queue(end)
 
 
-_ending = set()
+_ending: WeakValueDictionary = WeakValueDictionary()  # what PyTorch will call, which it drops with a backward that raises
 _KEPT = {torch.nn.Parameter}
 
 
@@ -159,7 +162,7 @@ def _backward(ctx, grad: torch.Tensor):
         token = ctx.kept.token
     weights = ctx.kept.weights if call.accumulates else ()
     main_grads = main_grads_of(weights) if call.accumulates else None
-    inputs, own = _native.layer_backward(token, grad.contiguous(), parameters, None if call.delays else main_grads, keep)
+    inputs, own = _native.layer_backward(token, grad.contiguous() if grad.numel() else grad.new_empty(grad.shape), parameters, None if call.delays else main_grads, keep)
     if call.updates:
         _ends(token, call.updates)
     if main_grads is not None:
@@ -172,7 +175,7 @@ def _backward(ctx, grad: torch.Tensor):
     return (None, *(g if needed[i + 1] else None for i, g in enumerate(inputs[:n])), *own)
 
 
-_guarded_backward = torch.autograd.function.once_differentiable(_backward)
+_guarded_backward = once_differentiable(_backward)
 
 
 class _Saved(NamedTuple):
@@ -197,6 +200,9 @@ def lasting(parameters: Sequence[torch.Tensor]) -> bool:
 
 def python_run(call: Call, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
     """The layer's output. caching: te_fl.pytorch.weight_cache.number()."""
+    if _transforms() is not None:
+        raise Unsupported("te_fl.pytorch's layers do not run inside torch.func's transforms (grad, vmap, jvp and their like); take gradients with "
+                          "torch.autograd.grad, and give batches as dimensions of the input")
     if torch.is_grad_enabled():
         for t in tensors:
             if t.requires_grad:

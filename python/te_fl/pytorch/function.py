@@ -10,7 +10,8 @@ import inspect
 from typing import Callable
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from te_fl.pytorch.once import once_differentiable
 
 _library = torch.library.Library("te_fl", "FRAGMENT")
 

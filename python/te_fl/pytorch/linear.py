@@ -64,7 +64,8 @@ class _Product(TransformerEngineBaseModule):
             return output
         if not self.use_bias:
             return output, None
-        return output, torch.cat([getattr(self, n) for n in self.bias_names]) if len(self.bias_names) > 1 else getattr(self, self.bias_names[0])
+        bias = torch.cat([getattr(self, n) for n in self.bias_names]) if len(self.bias_names) > 1 else getattr(self, self.bias_names[0])
+        return output, bias.to(output.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
@@ -129,6 +130,7 @@ class LayerNormLinear(_Product):
     """
 
     _kind = "layernorm_linear"
+    _remade = frozenset(("eps", "zero_centered_gamma"))
 
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, sequence_parallel: bool = False,
                  fuse_wgrad_accumulation: bool = False, tp_group: Optional[Any] = None, tp_size: int = 1,

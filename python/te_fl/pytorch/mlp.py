@@ -27,6 +27,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     _kind = "layernorm_mlp"
     _sites = ("fc1_fp8", "fc2_fp8")
+    _remade = frozenset(("eps", "zero_centered_gamma", "activation", "activation_params"))
 
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False, return_bias: bool = False,
                  get_rng_state_tracker: Optional[Callable] = None, tp_group: Optional[Any] = None, tp_size: int = 1,
@@ -44,8 +45,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         rules.symmetric(where, symmetric_ar_type)
         rules.choice(where, "normalization", normalization, ("LayerNorm", "RMSNorm"))
         rules.choice(where, "activation", activation, ACTIVATIONS)
-        self.activation, self._clamp = activation, _clamp(where, activation, activation_params)
-        self.activation_params = activation_params
+        self.activation, self.activation_params = activation, activation_params
+        _clamp(where, activation, activation_params)
         self.hidden_size, self.ffn_hidden_size = int(hidden_size), int(ffn_hidden_size)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, bool(zero_centered_gamma)
         self.use_bias, self.return_bias = bool(bias), bool(return_bias)
@@ -66,6 +67,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=device.type == "meta")
         biases = ["fc1_bias", "fc2_bias"] if self.use_bias else []
         self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, ["fc1_weight", "fc2_weight", *biases])
+
+    @property
+    def _clamp(self) -> dict:
+        return _clamp("LayerNormMLP", self.activation, self.activation_params)
 
     def _add_bias(self, name: str, rows: int, device, dtype) -> None:
         if self.use_bias:
@@ -100,7 +105,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
             return out
         result = (out,)
         if self.return_bias:
-            result += (self.fc2_bias if self.use_bias else None,)
+            result += (self.fc2_bias.to(out.dtype) if self.use_bias else None,)
         if self.return_layernorm_output:
             result += (normalise(self, inp),)
         return result

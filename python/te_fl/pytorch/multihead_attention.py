@@ -8,11 +8,18 @@ import torch
 
 from te_fl.pytorch import refuse as rules
 from te_fl.pytorch import registry
-from te_fl.pytorch.attention import FORMATS, DotProductAttention
+from te_fl.pytorch.attention import FORMATS, DotProductAttention, checked_mask
 from te_fl.pytorch.linear import LayerNormLinear, Linear
 from te_fl.pytorch.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.refuse import only
 from te_fl.pytorch.rope import apply_rotary_pos_emb
+
+
+class _NormOfItsInput(RMSNorm):
+    """One whose output has the input's dtype."""
+
+    def _output_dtype(self) -> int:
+        return -1
 
 
 class L2Normalization(torch.nn.Module):
@@ -27,7 +34,7 @@ class L2Normalization(torch.nn.Module):
     def _norm(self, n: int, device: torch.device) -> RMSNorm:
         norm = self._norms.get((n, device))
         if norm is None:
-            norm = RMSNorm(n, eps=self.eps / n, device=device, dtype=torch.float32)
+            norm = _NormOfItsInput(n, eps=self.eps / n, device=device, dtype=torch.float32)
             norm.weight.requires_grad_(False).fill_(n ** -0.5)
             self._norms[n, device] = norm
         return norm
@@ -91,6 +98,10 @@ class MultiheadAttention(torch.nn.Module):
         rules.choice(where, "qk_norm_type", qk_norm_type, (None, "L2Normalization", "RMSNorm", "LayerNorm"))
         if layer_number is not None and layer_number < 1:
             raise ValueError(f"{where}: layer_number is {layer_number}; layers count from 1")
+        if num_attention_heads < 1 or not kv_channels and hidden_size % num_attention_heads != 0:
+            raise ValueError(f"{where}: hidden_size is {hidden_size} and num_attention_heads {num_attention_heads}, which does not divide it; give "
+                             "kv_channels, the size of a head")
+        checked_mask(where, attn_mask_type, window_size, softcap)
         self.hidden_size, self.num_attention_heads = int(hidden_size), int(num_attention_heads)
         self.kv_channels = int(kv_channels or hidden_size // num_attention_heads)
         self.num_gqa_groups = int(num_gqa_groups or num_attention_heads)
@@ -157,9 +168,9 @@ class MultiheadAttention(torch.nn.Module):
             lead = mixed.shape[:-1]
             if self.qkv_weight_interleaved:
                 q, k, v = mixed.view(*lead, self.num_gqa_groups, per_group + 2, self.kv_channels).split((per_group, 1, 1), -2)
-                return q.reshape(*lead, -1, self.kv_channels), k.squeeze(-2), v.squeeze(-2), normed
+                return q.reshape(*lead, self.num_attention_heads, self.kv_channels), k.squeeze(-2), v.squeeze(-2), normed
             groups = self.num_gqa_groups
-            q, k, v = mixed.view(*lead, -1, self.kv_channels).split((self.num_attention_heads, groups, groups), -2)
+            q, k, v = mixed.view(*lead, self.num_attention_heads + 2 * groups, self.kv_channels).split((self.num_attention_heads, groups, groups), -2)
             return q, k, v, normed
         if encoder_output is None:
             raise ValueError("MultiheadAttention: attention_type is 'cross'; give encoder_output")

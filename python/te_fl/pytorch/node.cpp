@@ -194,7 +194,10 @@ class LayerNode final : public torch::autograd::Node {
       Py_INCREF(p);
       PyTuple_SET_ITEM(parameters.get(), static_cast<Py_ssize_t>(i - followed), p);
     }
-    const Ref dense = wrapped(gradient.contiguous());
+    // An empty expanded tensor counts as contiguous, strides of 0 and all.
+    const Ref dense =
+        wrapped(gradient.numel() != 0 ? gradient.contiguous()
+                                      : at::empty(gradient.sizes(), gradient.options()));
     PyObject* const keep =
         torch::autograd::get_current_graph_task_keep_graph() ? Py_True : Py_False;
     PyObject* const args[] = {saved[0].get(), dense.get(), parameters.get(), Py_None, keep};

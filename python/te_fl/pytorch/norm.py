@@ -7,12 +7,14 @@ from typing import Any, Iterable, Optional, Tuple, Union
 import torch
 
 from te_fl.pytorch.base import TransformerEngineBaseModule, parameter_dtype
-from te_fl.pytorch.call import DTYPE_NAMES
+from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.device import device_of
 from te_fl.pytorch.refuse import refuse
 
 
 class _Norm(TransformerEngineBaseModule):
+    _remade = frozenset(("eps", "zero_centered_gamma"))
+
     def _set_up(self, normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, hidden_size, kwargs, biased) -> None:
         where = type(self).__name__
         if (normalized_shape is None) == (hidden_size is None):
@@ -56,8 +58,12 @@ class _Norm(TransformerEngineBaseModule):
         shape, last = input.shape, len(self.normalized_shape)
         if shape[len(shape) - last:] != self.normalized_shape:
             raise ValueError(f"{type(self).__name__}: the input is {tuple(shape)}; it must end with {self.normalized_shape}")
-        flat = input if last == 1 else input.reshape(*shape[:len(shape) - last], -1)
-        return self._run(layer, (flat,), self._parameters_flat()).view(shape)
+        flat = input if last == 1 else input.reshape(*shape[:len(shape) - last], self.weight.numel())
+        return self._run(layer, (flat,), self._parameters_flat(), activation=self._output_dtype()).view(shape)
+
+    def _output_dtype(self) -> int:
+        """The weight's, as Transformer Engine's has it."""
+        return DTYPE_CODES[self.weight.dtype]
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

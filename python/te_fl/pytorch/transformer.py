@@ -9,7 +9,8 @@ import torch
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch import registry
 from te_fl.pytorch import refuse as rules
-from te_fl.pytorch.attention import FORMATS
+from te_fl.pytorch.attention import FORMATS, checked_mask
+from te_fl.pytorch.call import DTYPE_NAMES
 from te_fl.pytorch.fused_layer import FusedLayer
 from te_fl.pytorch.mlp import LayerNormMLP
 from te_fl.pytorch.multihead_attention import MultiheadAttention
@@ -80,6 +81,8 @@ class TransformerLayer(torch.nn.Module):
         rules.one_rank(where, tp_group, tp_size)
         rules.choice(where, "layer_type", layer_type, ("encoder", "decoder"))
         rules.choice(where, "attn_input_format", attn_input_format, FORMATS)
+        checked_mask(where, self_attn_mask_type, window_size, softcap)
+        checked_mask(where, enc_dec_attn_mask_type, enc_dec_window_size)
         if parallel_attention_mlp:
             for other, value in (("layer_type='decoder'", layer_type == "decoder"), ("output_layernorm", output_layernorm),
                                  ("apply_residual_connection_post_layernorm", apply_residual_connection_post_layernorm)):
@@ -189,6 +192,9 @@ class TransformerLayer(torch.nn.Module):
             raise TypeError(f"TransformerLayer: hidden_states is {given}; it must be a torch.Tensor with memory")
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+        if hidden_states.dtype not in DTYPE_NAMES:
+            raise rules.refuse("TransformerLayer", "hidden_states", f"a tensor of {hidden_states.dtype}",
+                               "give torch.float32, torch.bfloat16 or torch.float16")
         fused = self._fused
         if fused is not None:
             if (not checkpoint_core_attention and thd_attention_policies is None
