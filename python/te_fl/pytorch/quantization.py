@@ -51,7 +51,8 @@ def notice(module: Any) -> int:
             raise FailedPrecondition(
                 f"FAILED_PRECONDITION: {type(module).__name__}: the backward runs this forward again outside of its autocast, so in another "
                 "precision; use te_fl.pytorch.checkpoint(), or give torch.utils.checkpoint.checkpoint() use_reentrant=False and "
-                "context_fn=te_fl.pytorch.recompute_contexts")
+                "context_fn=te_fl.pytorch.recompute_contexts (Transformers: model.gradient_checkpointing_enable({\"use_reentrant\": False, "
+                "\"context_fn\": te_fl.pytorch.recompute_contexts}))")
         module.__dict__["_in_fp8"] = False
     return 0
 
