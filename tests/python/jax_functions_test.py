@@ -153,6 +153,15 @@ class Attention(Against64):
         self.compare(lambda *a: jnp.stack([self.call(*a, kind, descriptor=one) * rows for kind, _ in kinds for one in given]),
                      lambda *a: jnp.stack([attention64(*a, out=out) * rows for _, out in kinds for _ in given]), self.q, self.k, self.v)
 
+    def test_windows_of_a_mask_line_up_at_the_bottom_right(self):
+        q, lengths = self.q[:, :3], jnp.array([6, 5])
+        padding = jnp.broadcast_to((jnp.arange(6) >= lengths[:, None])[:, None, None, :], (2, 1, 3, 6))
+        for kind, shift in ((AttnMaskType.PADDING_MASK, 3), (AttnMaskType.PADDING_CAUSAL_MASK, 0), (AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, 3)):
+            where = np.arange(6)[None] - np.arange(3)[:, None] - shift  # of a key beside its query
+            out = padding | (where < -1) | (where > (0 if kind.is_causal() else 1))
+            self.compare(lambda *a: self.call(*a, kind, descriptor=padding, window_size=(1, 1)),  # noqa: B023
+                         lambda *a: attention64(*a, out=out), q, self.k, self.v)  # noqa: B023
+
     def test_bias_and_sink(self):
         self.compare(lambda q, k, v, b, s: jnp.stack([self.call(q, k, v, bias=b),
                                                       self.call(q, k, v, sink=s, softmax=AttnSoftmaxType.LEARNABLE_SOFTMAX),
@@ -247,8 +256,14 @@ class Programs(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, r"pair \[8\] of x \(3, 8\) with \[4\] of kernel"):
             te.dense.dense(normal(3, 8), normal(4, 2))
 
+    def test_every_op_is_known_to_xla_from_the_import_on(self):
+        """A program that another process has exported names targets that this one never traced."""
+        out = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+        # An op that nothing in this file traces.
+        y = jax.ffi.ffi_call("te_fl.strided_copy", out)(jnp.ones((2, 3), jnp.float32), call="strided_copy input -> output |")
+        np.testing.assert_array_equal(y, 1)
+
     def test_a_text_that_is_no_call_is_refused(self):
-        te.ops.relu(input=normal(2))  # so that the target is there
         x, out = jnp.ones((2, 2), jnp.float32), jax.ShapeDtypeStruct((2, 2), jnp.float32)
         for text, reason in (
                 ("", "it is not OP OPERANDS"), ("relu input -> output", "it is not OP OPERANDS"), ("| relu input -> output", "it is not OP"),

@@ -24,6 +24,12 @@ def _target(op: str) -> str:
     return name
 
 
+def register_targets() -> None:
+    """Makes the calls of all ops known to XLA, so that a program that another process has exported finds those that this one never traced."""
+    for op in _native.op_names():
+        _target(op)
+
+
 def _word(value: Any) -> str:
     if isinstance(value, str):
         return value
