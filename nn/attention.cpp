@@ -428,7 +428,7 @@ Result<Tensor> DotProductAttention::forward_codes(const Tensor& q, const Tensor&
     TE_FL_ASSIGN_OR_RETURN(record->q, input(q));
     TE_FL_ASSIGN_OR_RETURN(record->k, input(k));
     TE_FL_ASSIGN_OR_RETURN(record->v, input(v));
-    if (!training && !impl_->forward_state->calibrated()) {
+    if (!training && !impl_->forward_state->calibrated() && impl_->forward_state->looks_on()) {
       for (const Tensor& x : {record->q, record->k, record->v}) {
         TE_FL_RETURN_IF_ERROR(detail::warn_if_saturated(*impl_->forward_state, kQkvSlot, x,
                                                         "queries, keys and values", "attention"));

@@ -44,9 +44,11 @@ class Fp8State {
   // Whether amaxes were collected whose update is still to come; of gradients' states only.
   bool pending() const noexcept { return shared_->pending; }
   void set_pending(bool pending) noexcept { shared_->pending = pending; }
+  // Whether a forward with the initial scales still looks for saturation: the first some do, since
+  // a look waits for the device, and none after a warning.
+  bool looks_on() noexcept { return shared_->looks < kLooks && ++shared_->looks <= kLooks; }
   // True the first time: one warning for a state says enough.
-  bool warns_now() noexcept { return !shared_->warned.exchange(true); }
-  bool warned() const noexcept { return shared_->warned; }
+  bool warns_now() noexcept { return shared_->looks.exchange(kLooks + 1) <= kLooks; }
   // Numbers of nn/runtime.cpp's: of the thread on which inferences' amaxes wait for an update, and
   // of the AmaxReduction that knows the state; 0: none.
   std::atomic<uint64_t>& waits_on() noexcept { return shared_->waits_on; }
@@ -82,6 +84,7 @@ class Fp8State {
   const Tensor& amaxes() const { return shared_->tensors->amaxes; }
 
  private:
+  static constexpr int kLooks = 16;
   struct Tensors {
     Tensor history, scale, amaxes;
     std::vector<Tensor> scale_slots, amax_slots;
@@ -91,7 +94,7 @@ class Fp8State {
     std::atomic<uint64_t> generation = 0;
     std::atomic<bool> calibrated = false;
     std::atomic<bool> pending = false;
-    std::atomic<bool> warned = false;
+    std::atomic<int> looks = 0;  // kLooks + 1: it has been warned
     std::atomic<bool> retired = false;
     std::atomic<uint64_t> waits_on = 0;
     std::atomic<uint64_t> reduced_by = 0;
@@ -136,10 +139,10 @@ Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const 
                                Copies copies, const Device& device, const Fp8State& state,
                                int64_t slot);
 
-// Logs a warning, once for a state, if `codes`, E4M3 quantised by the state's scale at `slot`,
-// saturate: with the share of them that have the largest value. `what` of `owner` they are. For
-// forwards that compute with the initial scale; reads the amax on the host, and nothing while a
-// graph is captured.
+// Logs a warning, once for a state, if `codes`, E4M3 quantised with the initial scale 1, saturate:
+// with the share of them that have the largest value. `what` of `owner` they are. For forwards that
+// compute with the initial scale; reads the amax on the host, and nothing while a graph is
+// captured.
 Status warn_if_saturated(Fp8State& state, int64_t slot, const Tensor& codes, const char* what,
                          const std::string& owner);
 

@@ -55,8 +55,8 @@ Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   }
   if (delayed == nullptr || !(use.mode.fp8 || use.mode.calibrating)) return use;
   TE_FL_RETURN_IF_ERROR(begin_delayed(use.mode, training, forward_, backward_));
-  use.unscaled = use.mode.fp8 && !training && !forward_->calibrated() && !forward_->warned();
-  if (weight_->value.quantized() && !replaying()) {
+  use.unscaled = use.mode.fp8 && !training && !forward_->calibrated() && forward_->looks_on();
+  if (weight_->value.quantized() && (training || use.mode.calibrating) && !replaying()) {
     // No forward quantises the weight; its amax was found when its codes were written. Those scaled
     // by blocks have none.
     const Tensor amax = weight_->value.amax();

@@ -293,7 +293,7 @@ void push_frame(const std::shared_ptr<AutocastFrame>& frame) {
   tls_frame = frame;
 }
 
-Status pop_frame(const std::shared_ptr<AutocastFrame>& frame, bool updates) {
+Status pop_frame(const std::shared_ptr<AutocastFrame>& frame, std::optional<bool> updates) {
   // The thread whose list has it, which need not be this one, drops it when it looks next; so
   // scopes may also end in another order than the reverse.
   frame->ended.store(true, std::memory_order_release);
@@ -306,9 +306,11 @@ Status pop_frame(const std::shared_ptr<AutocastFrame>& frame, bool updates) {
     if (--session.scopes > 0) return {};
     pending = session.forward.take();
     reductions = std::exchange(session.reductions, {});
-    updates = std::exchange(session.trained, false) || updates;
+    const bool trained = std::exchange(session.trained, false);
+    updates = updates.value_or(trained) || std::exchange(session.calibrated, false);
   }
-  if (updates) return update_scales(std::move(pending), Direction::kForward, std::move(reductions));
+  if (*updates)
+    return update_scales(std::move(pending), Direction::kForward, std::move(reductions));
   if (!pending.empty()) wait_for_update(std::move(pending));
   return {};
 }
@@ -366,6 +368,7 @@ Status begin_first(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8
   }
   std::lock_guard lock(mode.session->mutex);
   mode.session->trained = mode.session->trained || !infers;
+  mode.session->calibrated = mode.session->calibrated || mode.calibrating;
   mode.session->forward.add(update);
   return {};
 }
@@ -421,7 +424,7 @@ autocast::~autocast() {
   detail::current_gradient_updates()->defer(status);
 }
 
-Status autocast::exit(bool updates) {
+Status autocast::exit(std::optional<bool> updates) {
   if (frame_ == nullptr) return {};
   return detail::pop_frame(std::exchange(frame_, nullptr), updates);
 }

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -100,7 +101,8 @@ struct RandomState {
 struct Session {
   core::Mutex mutex{core::LockLevel::kFp8Session};
   int scopes = 0;
-  bool trained = false;  // whether a forward in it was no inference
+  bool trained = false;     // whether a forward in it was no inference
+  bool calibrated = false;  // whether one calibrated
   PendingUpdates forward;
   std::vector<std::shared_ptr<AmaxReduction>> reductions;  // of its scopes
 };
@@ -116,9 +118,10 @@ struct AutocastFrame {
 
 // Makes `frame` the thread's innermost and counts it in its session.
 void push_frame(const std::shared_ptr<AutocastFrame>& frame);
-// Ends it, on whatever thread. If it was its session's last, updates the forward scales; those of
-// inferences alone only if `updates`, else they wait for the thread's next update.
-Status pop_frame(const std::shared_ptr<AutocastFrame>& frame, bool updates = false);
+// Ends it, on whatever thread. If it was its session's last, updates the forward scales, if
+// `updates` as autocast::exit() has it; else they wait for the thread's next update.
+Status pop_frame(const std::shared_ptr<AutocastFrame>& frame,
+                 std::optional<bool> updates = std::nullopt);
 std::shared_ptr<AutocastFrame> current_frame();
 // A frame for another thread or a later time that does what `captured` does (null: no autocast) and
 // counts in its session.

@@ -1,5 +1,6 @@
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -7,6 +8,7 @@
 #include "framework_tensor.hpp"
 #include "interpreter.hpp"
 #include "layer.hpp"
+#include "te_fl/device.hpp"
 #include "te_fl/nn/autocast.hpp"
 
 namespace te_fl::python {
@@ -132,7 +134,10 @@ PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept {
       try {
         const Ref rows =
             list_of(amaxes, [&](const Tensor& row) { return to_framework(row, like); });
-        PyObject* const done = PyObject_CallFunctionObjArgs(reduce, rows.get(), nullptr);
+        const Ref stream =
+            Ref::take(PyLong_FromVoidPtr(devices::current_stream(amaxes.front().device())));
+        PyObject* const done =
+            PyObject_CallFunctionObjArgs(reduce, rows.get(), stream.get(), nullptr);
         if (done == nullptr) return python_error("torch.distributed.all_reduce");
         Py_DECREF(done);
       } catch (const PythonError&) {

@@ -48,15 +48,15 @@ PyObject* load_fp8_state(PyObject*, PyObject* args) noexcept;
 // retire_fp8_states(states): the module takes others from now on.
 PyObject* retire_fp8_states(PyObject*, PyObject* states) noexcept;
 
-// amax_reduction(reduce, like) -> a reduction: reduce([tensor]) writes into each of the tensors,
-// F32 [n] of the framework that `like` is of, the largest of what all ranks have there.
+// amax_reduction(reduce, like) -> a reduction: reduce([tensor], stream) writes into each of the
+// tensors, F32 [n] of the framework that `like` is of, the largest of what all ranks have there, on
+// the stream of that handle.
 PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept;
 // begin_autocast(enabled, calibrating, recipe, find, group) -> scope. recipe: a dict that
 // te_fl.common.recipe.native_of() made and nobody has written since, or None if the scope neither
 // is enabled nor calibrates. find: None, or a function; find(group) -> a reduction or None.
 PyObject* begin_autocast(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept;
-// end_autocast(scope): updates the scales of what was used in it, those of inferences alone if
-// PyTorch computes gradients now.
+// end_autocast(scope): updates the scales of what was used in it if PyTorch computes gradients now.
 PyObject* end_autocast(PyObject*, PyObject* scope) noexcept;
 // use_allocator(device, allocate, free, trim): te-fl's memory of the device comes from
 // allocate(bytes, stream) -> address, and free(address) takes it; trim() gives back what is unused.

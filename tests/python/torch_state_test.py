@@ -1,5 +1,6 @@
 """State of te_fl.pytorch's modules: copies, files, state_dict, devices and dtypes, and the FP8 state of checkpoints that others wrote."""
 
+import concurrent.futures
 import copy
 import io
 import os
@@ -651,6 +652,21 @@ class Recording(unittest.TestCase):
         self.each_twice(lambda: layer(x), lambda: layer(x, checkpoint_core_attention=True),
                         lambda: self.of(layer.layernorm_mlp, "fc2_fp8.bwd.scale"))
 
+    def test_several_threads(self):
+        module, x = randomise(te.Linear(32, 32)), randn(64, 32)
+
+        def train(dtype, factor):
+            for _ in range(20):
+                with te.autocast(recipe=DelayedScaling(amax_history_len=64)):
+                    y = module(x.to(dtype))
+                torch.autograd.grad(factor * y.float().sum(), module.weight)
+
+        with concurrent.futures.ThreadPoolExecutor(4) as threads:
+            for done in [threads.submit(train, dtype, n) for n, dtype in enumerate((F32, BF16, F32, BF16), 1)]:
+                done.result()
+        self.assertEqual(self.of(module, "fp8.bwd.scale").item(), 57344 / 4)
+        self.assertAlmostEqual(self.of(module, "fp8.fwd.scale")[0].item(), 448 / max(x.abs().max(), x.to(BF16).abs().max()).item(), 3)
+
     def test_a_frozen_layer_follows_its_data(self):
         x = randn(64, 32)
         for training in (True, False):
@@ -775,7 +791,11 @@ import sys, datetime, torch, torch.distributed as dist
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling
 rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=60))
+gpus = torch.cuda.device_count() >= ranks
+device = f"cuda:{rank}" if gpus else "cpu"
+if gpus:
+    torch.cuda.set_device(device)
+dist.init_process_group("nccl" if gpus else "gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=60))
 pair, alone = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(ranks)][rank]
 count, reduce = 0, dist.all_reduce
 def counted(*args, **kwargs):
@@ -785,11 +805,16 @@ def counted(*args, **kwargs):
 dist.all_reduce = counted
 for group, reduces in ((None, True), (pair, True), (alone, True), (None, False)):
     torch.manual_seed(1)
-    a, b = te.Linear(32, 32, bias=False), te.Linear(32, 32, bias=False)
+    a, b = (te.Linear(32, 32, bias=False, device=device) for _ in range(2))
+    drops = te.TransformerLayer(32, 32, 2, device=device)  # which draws random numbers
     for step in range(2):
         before = count
-        x = torch.full((16, 32), float(rank + 1))
-        with te.autocast(recipe=DelayedScaling(amax_history_len=2, reduce_amax=reduces), amax_reduction_group=group):
+        x = torch.full((16, 32), float(rank + 1), device=device)
+        scope = te.autocast(recipe=DelayedScaling(amax_history_len=2, reduce_amax=reduces), amax_reduction_group=group)
+        for _ in range(2 - rank):  # no update, so no collective, though what drops in training counts as training in C++
+            with torch.no_grad(), scope:
+                drops(x[None])
+        with scope:
             y = a(x)
             y = b(y) if step == 0 or rank == 0 else y  # a rank may leave out a layer
         ((rank + 1) * y.sum()).backward()

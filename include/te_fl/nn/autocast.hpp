@@ -70,8 +70,10 @@ class [[nodiscard]] TE_FL_API autocast {
   autocast& operator=(const autocast&) = delete;
 
   // Ends the scope now and returns the outcome of the scale update. Does nothing the second time.
-  // `updates`: scales are updated after inferences, too, if this scope is the outermost.
-  Status exit(bool updates = false);
+  // `updates`: whether the outermost scope's end updates scales; nullopt: if a forward inside was
+  // no inference. Calibration updates them in any case. What is not updated now counts in the
+  // thread's next update.
+  Status exit(std::optional<bool> updates = std::nullopt);
 
  private:
   std::shared_ptr<detail::AutocastFrame> frame_;
