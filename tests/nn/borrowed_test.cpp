@@ -94,7 +94,9 @@ TEST(Borrowed, TheOwnersVersionSaysWhetherCopiesHold) {
     return count() - before;
   };
   const Tensor first = infer();
-  const uint64_t inputs = quantised();  // weights are there
+  const uint64_t both = quantised();  // copies are kept from a weight's second reading on
+  const uint64_t inputs = quantised();
+  EXPECT_EQ(both, inputs + 2);
   owner.move();
   owner.lend(*module, 7);
   EXPECT_EQ(quantised(), inputs);
