@@ -110,7 +110,7 @@ TEST(OpIds, WhatLiesBetweenThemIsNoOp) {
   EXPECT_EQ(registry::find_op(table, "third").value(), 2u);
   EXPECT_EQ(registry::op_names(table), (std::vector<std::string>{"first", "third"}));
   // A custom op never gets the number of one that left.
-  EXPECT_EQ(registry::add_op(table, five_schema()).value(), 3u);
+  EXPECT_EQ(registry::add_op(table, five_schema(), registry::Naming::kOfPlugins).value(), 3u);
   const Fake fake("default.x");
   const auto impl = registry::make_implementation(&fake.desc, "test", "acme", nullptr).value();
   EXPECT_FALSE(registry::lists(table, *impl));
