@@ -211,11 +211,11 @@ void DeviceArenas::release_state(uint64_t implementation) {
   }
   // A stream may be let go meanwhile. Its use comes first, and is looked at before anything is
   // taken out: who lets a stream go finds there what is to be freed on it.
-  for (const auto& [device, stream] : streams) {
-    const core::StreamUse use(device, stream);
+  for (const std::pair<Device, void*>& at : streams) {
+    const core::StreamUse use(at.first, at.second);
     if (use.goes()) continue;
     const auto matches = [&](const Device& d, void* s, uint64_t i) {
-      return i == implementation && d == device && s == stream;
+      return i == implementation && d == at.first && s == at.second;
     };
     release_if(matches, false);
   }
