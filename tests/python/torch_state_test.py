@@ -577,6 +577,11 @@ class Distributed(State):
                 self.same(step(other, recipe=DELAYED, seed=7), step(module, recipe=DELAYED, seed=7))
 
 
+def on_device(*shape, **options):
+    """Where te-fl's modules are if nobody says a device."""
+    return randn(*shape, **options).to(DEVICES[-1])
+
+
 class Recording(unittest.TestCase):
     """Which amaxes set the scales: those of a module, whichever of its layers in C++ a call needed."""
 
@@ -597,9 +602,9 @@ class Recording(unittest.TestCase):
     def test_a_layer_used_twice_in_one_backward(self):
         for recipe in (self.LATEST, DelayedScaling(amax_history_len=1), DelayedScaling(amax_history_len=3)):
             for order in (1, -1):
-                module, exact = randomise(te.Linear(32, 32)), torch.nn.Linear(32, 32)
+                module, exact = randomise(te.Linear(32, 32)), torch.nn.Linear(32, 32, device=DEVICES[-1])
                 exact.load_state_dict({n: t for n, t in module.state_dict().items() if n != "_extra_state"})
-                x, history = randn(64, 32), []
+                x, history = on_device(64, 32), []
                 for step in range(3):
                     for m, chosen in ((module, recipe), (exact, None)):
                         m.zero_grad()
@@ -613,7 +618,7 @@ class Recording(unittest.TestCase):
                     self.assertEqual(history[1].flatten().tolist(), [0, 0, 1e4] if step == 0 else [0, 1e4, 1e4])
 
     def test_two_dtypes_in_one_step(self):
-        x = randn(64, 32)
+        x = on_device(64, 32)
         for first, second in ((F32, BF16), (BF16, F32)):
             module = randomise(te.Linear(32, 32))
             self.each_twice(lambda: module(x.to(first)), lambda: module(4 * x.to(second)), lambda: self.of(module, "fp8.bwd.scale"))
@@ -623,7 +628,7 @@ class Recording(unittest.TestCase):
         recipe = DelayedScaling(amax_history_len=1, fp8_dpa=True)
         for masks in (("causal", "no_mask"), ("no_mask", "causal")):
             module = te.DotProductAttention(2, 16)
-            q, k, v = (randn(16, 2, 2, 16, seed=i).requires_grad_() for i in range(3))
+            q, k, v = (on_device(16, 2, 2, 16, seed=i).requires_grad_() for i in range(3))
             for _ in range(2):
                 with te.autocast(recipe=recipe):
                     a, b = (module(q * n, k, v, attn_mask_type=mask) for n, mask in zip((1, 3), masks))
@@ -631,13 +636,13 @@ class Recording(unittest.TestCase):
             self.assertEqual(self.of(module, "fp8.bwd.scale")[0].item(), torch.tensor(57344 / 50).item())
             self.assertAlmostEqual(self.of(module, "fp8.fwd.scale")[0].item(), 448 / (3 * q.abs().max().item()), 3)
             layer = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0))
-            x = randn(16, 2, 32).requires_grad_()
+            x = on_device(16, 2, 32).requires_grad_()
             self.each_twice(lambda: layer(x, self_attn_mask_type=masks[0]), lambda: layer(x, self_attn_mask_type=masks[1]),
                             lambda: self.of(layer.layernorm_mlp, "fc2_fp8.bwd.scale"))
 
     def test_an_evaluation_with_gradients_before_the_backward(self):
         layer = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0.1, attention_dropout=0.1))
-        x = randn(16, 2, 32)
+        x = on_device(16, 2, 32)
         for _ in range(2):
             with scope(self.LATEST):
                 y = layer.train()(x)
@@ -648,12 +653,12 @@ class Recording(unittest.TestCase):
 
     def test_parts_and_the_whole_layer_in_one_step(self):
         layer = randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0))
-        x = randn(16, 2, 32)
+        x = on_device(16, 2, 32)
         self.each_twice(lambda: layer(x), lambda: layer(x, checkpoint_core_attention=True),
                         lambda: self.of(layer.layernorm_mlp, "fc2_fp8.bwd.scale"))
 
     def test_several_threads(self):
-        module, x = randomise(te.Linear(32, 32)), randn(64, 32)
+        module, x = randomise(te.Linear(32, 32)), on_device(64, 32)
 
         def train(dtype, factor):
             for _ in range(20):
@@ -668,7 +673,7 @@ class Recording(unittest.TestCase):
         self.assertAlmostEqual(self.of(module, "fp8.fwd.scale")[0].item(), 448 / max(x.abs().max(), x.to(BF16).abs().max()).item(), 3)
 
     def test_a_frozen_layer_follows_its_data(self):
-        x = randn(64, 32)
+        x = on_device(64, 32)
         for training in (True, False):
             module = randomise(te.Linear(32, 32))
             for _ in range(2):
@@ -691,7 +696,7 @@ class Recording(unittest.TestCase):
             self.assertAlmostEqual(self.of(module, "fp8.fwd.scale")[0].item(), 448 / x.abs().max().item(), 3)
 
     def test_an_evaluation_before_the_first_step(self):
-        x, recipe = randn(64, 32), DelayedScaling()
+        x, recipe = on_device(64, 32), DelayedScaling()
         module = randomise(te.Linear(32, 32))
         codes = lambda t: t.to(torch.float8_e4m3fn).float()  # with scale 1
         want = codes(x) @ codes(module.weight).T + module.bias
@@ -711,7 +716,7 @@ class Recording(unittest.TestCase):
         big = torch.full((16, 32), 1000.0)
         big[:, 8:] = 1.0
         said = []
-        for module, inputs in ((te.Linear(32, 32), (big,)), (te.TransformerLayer(32, 64, 4, attn_input_format="bshd"), (randn(2, 8, 32),)),
+        for module, inputs in ((te.Linear(32, 32), (big,)), (te.TransformerLayer(32, 64, 4, attn_input_format="bshd"), (on_device(2, 8, 32),)),
                                (te.DotProductAttention(2, 16), [big.view(16, 1, 2, 16)] * 3)):
             with tempfile.TemporaryFile() as file:
                 kept = os.dup(2)
@@ -733,7 +738,7 @@ class Recording(unittest.TestCase):
     def test_a_discriminator_learns_as_in_fp32(self):
         def train(recipe):
             torch.manual_seed(5)
-            make = (lambda a, b: torch.nn.Linear(a, b)) if recipe is None else te.Linear
+            make = (lambda a, b: torch.nn.Linear(a, b, device=DEVICES[-1])) if recipe is None else te.Linear
             discriminator = torch.nn.Sequential(make(32, 64), torch.nn.GELU(), make(64, 16))
             generator = torch.nn.Sequential(make(16, 64), torch.nn.GELU(), make(64, 32))
             for i, net in enumerate((discriminator, generator)):
@@ -741,7 +746,7 @@ class Recording(unittest.TestCase):
             steps = [torch.optim.Adam(net.parameters(), lr=2e-3) for net in (discriminator, generator)]
             losses = []
             for step in range(40):
-                real, noise = 2 + 0.5 * randn(64, 32, seed=2 * step), randn(64, 16, seed=2 * step + 1)
+                real, noise = 2 + 0.5 * on_device(64, 32, seed=2 * step), on_device(64, 16, seed=2 * step + 1)
                 with scope(recipe):
                     fake = generator(noise)
                     a, b = discriminator(real), discriminator(fake.detach())
@@ -768,9 +773,9 @@ class Recording(unittest.TestCase):
             base.requires_grad_(False)
             with torch.no_grad():
                 up.weight.zero_()
-            adam, losses, wanted = torch.optim.Adam([down.weight, up.weight], lr=5e-3), [], randn(32, 32, seed=4) / 6
+            adam, losses, wanted = torch.optim.Adam([down.weight, up.weight], lr=5e-3), [], on_device(32, 32, seed=4) / 6
             for step in range(30):
-                x = 30 * randn(64, 32, seed=step)
+                x = 30 * on_device(64, 32, seed=step)
                 with scope(recipe):
                     y = base(x) + up(down(x))
                 loss = (y - x @ wanted).square().mean() / 900

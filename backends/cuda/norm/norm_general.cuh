@@ -21,6 +21,9 @@ __device__ inline float block_sum(float v, float* shared) {
   return v;
 }
 
+// 0 for what rounding made negative; NaN stays.
+__device__ inline float not_negative(float v) { return v < 0.0f ? 0.0f : v; }
+
 // One block a row. mu NULL: no centring. rest: what mu, rounded to FP32, leaves out.
 __global__ void __launch_bounds__(kThreads)
     statistics_kernel(Source x, int64_t rows, int64_t cols, float epsilon, float* mu, float* rest,
@@ -63,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
         mu[row] = centre + shift;
         rest[row] = (centre - mu[row]) + shift;
       }
-      rsigma[row] = 1.0f / sqrtf(fmaxf(squares, 0.0f) + epsilon);
+      rsigma[row] = 1.0f / sqrtf(not_negative(squares) + epsilon);
     }
   }
 }
@@ -127,7 +130,7 @@ __global__ void __launch_bounds__(kThreads)
     shift = block_sum(sum, shared) * inverse;
     squares -= shift * shift;
   }
-  const float r = 1.0f / sqrtf(fmaxf(squares, 0.0f) + epsilon);
+  const float r = 1.0f / sqrtf(not_negative(squares) + epsilon);
   if (threadIdx.x == 0) {
     if (mu != nullptr) mu[row] = centre + shift;
     rsigma[row] = r;
