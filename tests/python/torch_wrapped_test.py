@@ -222,6 +222,26 @@ class Uses(Each):
             mask[..., length:] = True
             near(self, module(q, q, q, attention_mask=mask)[0, :length], oracle.attention(*[q[:, :length].double()] * 3)[0], 1e-5, "output")
 
+    def test_a_mask_written_unseen(self):
+        # As a loader fills it through NumPy, or a program through .data: PyTorch counts neither.
+        writes = (lambda mask: mask.numpy()[..., 3:].fill(True), lambda mask: mask.data[..., 3:].fill_(True))
+        for device in DEVICES:
+            q = randn(1, 6, 4, 8, device=device)
+            for write in writes[device == "cuda":]:
+                for kind in ("padding", "no_mask", "causal"):
+                    if device == "cuda" and kind != "padding":
+                        continue  # there the device holds against a mask that hides more than before
+                    module = te.DotProductAttention(4, 8, attn_mask_type=kind, qkv_format="bshd")
+                    mask = torch.zeros(1, 1, 1, 6, dtype=torch.bool, device=device)
+                    module(q, q, q, attention_mask=mask)
+                    write(mask)
+                    want = te.DotProductAttention(4, 8, attn_mask_type=kind, qkv_format="bshd")(q, q, q, attention_mask=mask.clone())
+                    with self.subTest(device=device, kind=kind):
+                        got, length = module(q, q, q, attention_mask=mask), 3 if kind == "padding" else 6
+                        near(self, got[0, :length], want[0, :length], 1e-6, "output")
+                        if kind != "causal":
+                            near(self, got[0, :3], oracle.attention(*[q[:, :3].double()] * 3)[0], 1e-5, "output")
+
     def test_anomaly_mode(self):
         with torch.autograd.detect_anomaly(check_nan=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
