@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 
 from te_fl import _native
+from te_fl.compat.variables import read_determinism
 from te_fl.pytorch import extra_state, quantization, registry, weight_cache
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_memory
 from te_fl.pytorch.delayed_wgrad import DelaysWgrad
@@ -42,6 +43,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
 
     def __init__(self, name: Optional[str] = None):
         super().__init__()
+        read_determinism()
         self.name = name
         self._layers: Dict[str, Any] = {}  # by kind
         self._states = States()  # of all layers, and of the FusedLayer that this module is a part of
