@@ -1,5 +1,6 @@
 """te_fl.pytorch's modules in PyTorch's wrappers and programs, and errors' texts."""
 
+import copy
 import os
 import sys
 import tempfile
@@ -352,14 +353,27 @@ class Errors(unittest.TestCase):
         for name, make in MODULES.items():
             with self.subTest(module=name), self.refused("meta"):
                 make(device="cpu")(torch.empty(8, 2, 32, device="meta"))
-            with self.subTest(module=name), self.refused("meta"):
+            with self.subTest(module=name), self.refused("the parameter '.*weight' is on the meta device", "reset_parameters"):
                 make(device="meta")(randn(8, 2, 32))
+            module = randomise(make(device="cpu"))
+            module(input_of())
+            with self.subTest(module=name, after="a forward"), self.refused("the parameter '.*weight' is on the meta device"):
+                # as something else than .to() moves them
+                for part in module.modules():
+                    for own, p in part.named_parameters(recurse=False):
+                        setattr(part, own, torch.nn.Parameter(torch.empty_like(p, device="meta")))
+                module(input_of())
 
     @unittest.skipUnless("cuda" in DEVICES, "a GPU")
     def test_two_devices(self):
         for name, make in MODULES.items():
-            with self.subTest(module=name), self.refused("cuda", "cpu"):
-                make(device="cuda")(randn(8, 2, 32))
+            module = randomise(make(device="cuda"))
+            want = module(input_of("cuda"))
+            for used in (False, True):
+                module = module if used else copy.deepcopy(module)
+                with self.subTest(module=name, used=used), self.refused("the input is on cpu and the parameter '.*weight' on cuda:0", "to.'cuda:0'"):
+                    module(randn(8, 2, 32))
+                self.assertTrue(torch.equal(module(input_of("cuda")), want))
 
     def test_numbers_of_dimensions(self):
         for name in ("MultiheadAttention", "TransformerLayer"):
