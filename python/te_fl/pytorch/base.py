@@ -180,8 +180,8 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
             layer = _native.layer(kind, {**self._options_of(kind, key), "device": native_device(device)}, states)
             if self.delay_wgrad_compute and kind == self._kind:
                 _native.delay_layer_wgrad(layer)
-            self._layers[name] = layer
             self._load_waiting()
+            self._layers[name] = layer  # last: an interrupt leaves a layer that is whole, or none
         return layer
 
     def _check_compiled(self) -> None:

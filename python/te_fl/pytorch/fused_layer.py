@@ -99,13 +99,13 @@ class FusedLayer:
                                qk_norm_before_rope=attention.qk_norm_before_rope)
             if core.softmax_scale is not None:
                 options["softmax_scale"] = float(core.softmax_scale)
-            layer = self._layers[key] = _native.layer("transformer_layer", options,
-                                                       tuple((path + ".", part._states.native) for path, part in self._parts if part._sites))
+            layer = _native.layer("transformer_layer", options, tuple((path + ".", part._states.native) for path, part in self._parts if part._sites))
             for _, part in self._parts:
                 part._load_waiting()
             names = [name for name, _ in _native.layer_parameters(layer)]
             modules = [(_find(owner, path), name) for path, _, name in (n.rpartition(".") for n in names)]
             self._places = [(module, name, module._parameters) for module, name in modules]
+            self._layers[key] = layer  # last: an interrupt leaves a layer that is whole, or none
         return layer
 
     def run(self, owner, x: torch.Tensor, mask: str, size, softcap, first, angles, attention_mask, bias_kind, bias, slopes, cu_seqlens,
