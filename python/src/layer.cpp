@@ -14,6 +14,7 @@
 #include "framework_tensor.hpp"
 #include "layer_kinds.hpp"
 #include "lent_parameter.hpp"
+#include "policy.hpp"
 #include "recompute.hpp"
 #include "result_tensors.hpp"
 #include "te_fl/nn/autocast.hpp"
@@ -470,15 +471,17 @@ std::vector<DType> dtypes_of(const std::vector<LentParameter>& parameters) {
   return dtypes;
 }
 
-// `kept`: the gradient, if what is delayed is computed of it.
+// `kept`: the gradient, if what is delayed is computed of it. `deterministic`: asked for now,
+// whatever the forward had.
 Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Lent> kept,
                                std::vector<LentParameter>& parameters,
                                const std::vector<MainGrad>& main_grads, ResultTensors& results,
-                               void* stream, bool keep) {
+                               void* stream, bool keep, bool deterministic) {
   Layer& layer = *record.layer;
   const LayerLock lock(layer);
   TE_FL_RETURN_IF_ERROR(lend(*record.runner, parameters, record.numbers, &record.trained));
   const auto scopes = record.scopes.enter();
+  const DeterministicScope policy(deterministic);
   const StreamScope on(dy.device(), stream);
   TE_FL_RETURN_IF_ERROR(
       open_gradients(*record.runner, dtypes_of(parameters), main_grads, record.first));
@@ -648,6 +651,7 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
     PyObject* like = PyTuple_GetItem(args[4], 0);
     f.stream = current_stream_of(like, f.inputs[0].device());
     ResultTensors results(like, f.inputs[0].device());
+    const DeterministicScope deterministic;
     std::shared_ptr<Record> record;
     std::optional<Result<Tensor>> y;
     {
@@ -681,11 +685,12 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     ResultTensors results(args[1], dy.device());
     for (const auto& [shape, dtype] : record->inputs) results.expect(shape, dtype);
     expect_gradients(results, *record->layer, parameters, record->trained, main_grads);
+    const bool deterministic = wants_deterministic();
     std::optional<Result<Gradients>> gradients;
     {
       const WithoutLock unlocked;
       gradients.emplace(run_backward(*record, dy, std::move(kept), parameters, main_grads, results,
-                                     stream, args[4] == Py_True));
+                                     stream, args[4] == Py_True, deterministic));
     }
     Gradients made = value_of(*std::move(gradients));
     gradients.reset();
@@ -720,6 +725,7 @@ PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept {
     void* const stream = current_stream_of(like, device);
     ResultTensors results(items.front(), device);
     expect_gradients(results, *layer, parameters, left.trained, main_grads);
+    const DeterministicScope deterministic;
     std::optional<Result<std::vector<Tensor>>> gradients;
     {
       const WithoutLock unlocked;

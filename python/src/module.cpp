@@ -83,6 +83,7 @@ PyMethodDef g_methods[] = {
     {"unregister_owner", unregister_owner, METH_VARARGS, "unregister_owner(registry, owner)"},
     {"set_priority", set_priority, METH_VARARGS, "set_priority(registry, op, impl_id, priority)"},
     {"snapshot", snapshot, METH_O, "snapshot(registry) -> list of dict"},
+    {"set_deterministic", set_deterministic, METH_O, "set_deterministic(function() -> bool)"},
     {"policy_text", policy_text, METH_NOARGS, "policy_text() -> str"},
     {"fp8_states", make_fp8_states, METH_NOARGS, "fp8_states() -> states"},
     {"layer", make_layer, METH_VARARGS, "layer(kind, options, states) -> layer"},

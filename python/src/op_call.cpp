@@ -10,6 +10,7 @@
 #include "function_op.hpp"
 #include "manager.hpp"
 #include "op_binding.hpp"
+#include "policy.hpp"
 #include "te_fl/op_manager.hpp"
 
 namespace te_fl::python {
@@ -348,6 +349,7 @@ PyObject* run_op(PyObject* self, PyObject* const* args, Py_ssize_t count,
     const Py_ssize_t keywords = names != nullptr ? PyTuple_Size(names) : 0;
     for (Py_ssize_t i = 0; i < keywords; ++i) arguments.set(PyTuple_GetItem(names, i), args[i]);
     const CallOptions options = arguments.options();
+    const DeterministicScope deterministic;
     Status status;
     {
       const WithoutLock unlocked;
@@ -363,6 +365,7 @@ PyMethodDef g_run = {"op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>
 
 PyObject* run_function_op(PyObject* self, PyObject* positional, PyObject* keywords) noexcept {
   return guarded([&] {
+    const DeterministicScope deterministic;
     return call_function_op(OpManager::instance(), binding_of(self).id, positional, keywords);
   });
 }
@@ -402,6 +405,7 @@ Ref with_arguments(PyObject* args, F&& f, G&& g) {
   if (PyArg_ParseTuple(args, "OO!|OO!", &name, &PyDict_Type, &given, &manager, &PyTuple_Type,
                        &positional) == 0)
     throw PythonError();
+  const DeterministicScope deterministic;
   const Ref none = Ref::take(PyTuple_New(0));
   if (positional == nullptr) positional = none.get();
   if (const auto id = find_function_op(manager_of(manager), name))
@@ -518,6 +522,7 @@ PyObject* explain(PyObject*, PyObject* args) noexcept {
     if (PyArg_ParseTuple(args, "OOOO|O", &name, &device, &dtypes, &scalings, &capsule) == 0)
       throw PythonError();
     OpManager& manager = manager_of(capsule);
+    const DeterministicScope deterministic;
     const std::string op(text_of(name, "the op's name"));
     const OpId id = value_of(without_lock([&] { return manager.registry().find(op); }));
     CallProfile profile;

@@ -7,7 +7,6 @@
 #include "errors.hpp"
 #include "function_op.hpp"
 #include "te_fl/op_manager.hpp"
-#include "te_fl/policy.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -19,6 +18,8 @@ struct Scope {
   std::unique_ptr<PolicyScope> entered;
   Scope* outer = nullptr;  // while it is entered
 };
+
+PyObject* g_wants = nullptr;  // kept until the process ends
 
 // Of this thread. Python code may leave scopes in any order; C++ scopes must not be.
 thread_local Scope* t_innermost = nullptr;
@@ -109,9 +110,34 @@ PyObject* leave_policy(PyObject*, PyObject* capsule) noexcept {
   });
 }
 
+PyObject* set_deterministic(PyObject*, PyObject* function) noexcept {
+  return guarded([&] {
+    Py_INCREF(function);
+    std::swap(g_wants, function);
+    Py_XDECREF(function);
+    return Ref::share(Py_None);
+  });
+}
+
+bool wants_deterministic() {
+  if (g_wants == nullptr) return false;
+  return truth_of(Ref::take(PyObject_CallNoArgs(g_wants)).get());
+}
+
+DeterministicScope::DeterministicScope(bool wanted) {
+  if (!wanted) return;
+  const Result<SelectionPolicy> now = current_policy();
+  if (!now.ok() || now->settings().deterministic) return;  // the call says what is wrong
+  PolicySettings settings = now->settings();
+  settings.deterministic = true;
+  scope_.emplace(std::move(settings));
+}
+
 PyObject* policy_text(PyObject*, PyObject*) noexcept {
-  return guarded(
-      [] { return to_python(value_of(without_lock([] { return current_policy(); })).describe()); });
+  return guarded([] {
+    const DeterministicScope deterministic;
+    return to_python(value_of(without_lock([] { return current_policy(); })).describe());
+  });
 }
 
 }  // namespace te_fl::python

@@ -1,7 +1,10 @@
 // Policies from Python.
 #pragma once
 
+#include <optional>
+
 #include "py.hpp"
+#include "te_fl/policy.hpp"
 
 namespace te_fl::python {
 
@@ -13,6 +16,22 @@ PyObject* check_policy(PyObject*, PyObject* settings) noexcept;
 // the scope on the same thread, the innermost first; otherwise te_fl.FailedPrecondition.
 PyObject* enter_policy(PyObject*, PyObject* settings) noexcept;
 PyObject* leave_policy(PyObject*, PyObject* scope) noexcept;
+// set_deterministic(function): function() -> bool is asked at each call of an op or a layer whether
+// a framework's program wants the same bits in every run.
+PyObject* set_deterministic(PyObject*, PyObject* function) noexcept;
+// What that function says; false without one. Under the interpreter's lock.
+bool wants_deterministic();
+
+// While it lives, the calling thread's policy is the one in force with `deterministic`, where that
+// is wanted. Destroyed in reverse order, as te_fl::PolicyScope.
+class DeterministicScope {
+ public:
+  explicit DeterministicScope(bool wanted = wants_deterministic());
+
+ private:
+  std::optional<PolicyScope> scope_;
+};
+
 // policy_text() -> the policy in force on this thread, in words.
 PyObject* policy_text(PyObject*, PyObject*) noexcept;
 

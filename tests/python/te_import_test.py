@@ -87,6 +87,14 @@ class OtherPackage(unittest.TestCase):
         (package / "__init__.py").write_text("__version__ = 'other'\n")
         self.path = self.folder.name + os.pathsep + os.environ.get("PYTHONPATH", "")
 
+    def test_only_deterministic_algorithms(self):
+        said = "import te_fl, te_fl.pytorch as te; print(te_fl.policy_text()); import os; os.environ.update(later); te.Linear(8, 8, device='cpu'); " \
+               "print(te_fl.policy_text())"
+        asked = dict(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0")
+        self.assertEqual(run("later = {}; " + said, **asked).split(), ["deterministic=1"] * 2)
+        self.assertEqual(run(f"later = {asked}; " + said).splitlines(), ["pure priority", "deterministic=1"])
+        self.assertEqual(run("later = {}; " + said, TE_FL_DETERMINISTIC="0", **asked).splitlines(), ["pure priority"] * 2)
+
     def test_an_installed_one_is_passed_over(self):
         said = run(ALIAS + "import transformer_engine; from te_fl.compat.finder import status; "
                    "print(transformer_engine.__version__, status()['other'])", PYTHONPATH=self.path)

@@ -1,13 +1,17 @@
 """Implementations of ops in PyTorch: tensors on the caller's memory, on the call's stream."""
 
 import gc
+import itertools
 import unittest
+import unittest.mock
 import weakref
 
 import torch
 
 import te_fl
+import te_fl.pytorch as te
 from te_fl import BackendImplKind, OpImpl, OpRegistry
+from te_fl.pytorch import base, call, softmax
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -103,6 +107,47 @@ class Torch(unittest.TestCase):
             Relu.apply(x).sum().backward()
             self.assertTrue(torch.equal(x.grad, (x > 0).float()))
             self.assertEqual([(u["impl_id"], u["calls"]) for u in te_fl.usage()], [("vendor.acme", 1)])
+
+    def test_torch_use_deterministic_algorithms(self):
+        seen = {}
+
+        def add(op, promises):
+            def fn(deterministic, **_):
+                seen[op] = deterministic
+                raise NotImplementedError("the next one computes it")
+            self.add(op, fn, deterministic=promises)
+        for op in ("rmsnorm_fwd", "relu", "dbias_drelu", "multi_tensor_scale", "scaled_softmax_forward", "scaled_softmax_backward"):
+            add(op, True)
+        add("rmsnorm_bwd", False)  # which promises nothing, and is passed over
+        self.addCleanup(torch.use_deterministic_algorithms, False)
+        runs = [call.python_run] + ([call._node.run] if call._node is not None else [])
+        module = te.LayerNormMLP(8, 16, activation="relu", normalization="RMSNorm", device="cpu")
+        want, flag = None, torch.zeros(1, dtype=torch.int32)
+        for run, forward, backward, warns in itertools.product(runs, (False, True), (False, True), (False, True)):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            seen.clear()
+            torch.use_deterministic_algorithms(forward, warn_only=warns)
+            with unittest.mock.patch.object(base, "run", run):
+                y = module(x)
+            p = softmax.scaled_softmax_forward(y[None, None], 0.5)
+            te_fl.ops.multi_tensor_scale(inputs=[torch.ones(3)], outputs=[torch.ones(3)], noop_flag=flag, scale=2.0)
+            torch.use_deterministic_algorithms(backward, warn_only=warns)
+            p.square().sum().backward()
+            kept = forward or backward  # a forward's policy is its backward's too
+            expected = {"rmsnorm_fwd": forward, "relu": forward, "scaled_softmax_forward": forward, "multi_tensor_scale": forward,
+                        "scaled_softmax_backward": backward, "dbias_drelu": kept, **({} if kept else {"rmsnorm_bwd": False})}
+            with self.subTest(run=run, forward=forward, backward=backward, warns=warns):
+                self.assertEqual(seen, expected)
+                want = x.grad if want is None else want
+                self.assertTrue(torch.equal(x.grad, want))
+        torch.use_deterministic_algorithms(True)
+        self.add("relu", lambda input, output: None, impl_id="vendor.loose")
+        with te_fl.policy(per_op={"relu": ["impl:vendor.loose"]}), self.assertRaisesRegex(te_fl.errors.Unsupported, "not deterministic"):
+            module(x)
+        self.assertTrue(te_fl.OpManager.instance().explain("relu", input=x.detach(), output=torch.empty(4, 8))["policy"].startswith("deterministic=1"))
+        self.assertEqual(te_fl.policy_text(), "deterministic=1")
+        torch.use_deterministic_algorithms(False)
+        self.assertEqual(te_fl.policy_text(), "pure priority")
 
     @unittest.skipUnless(torch.cuda.is_available(), "there is no CUDA device")
     def test_work_goes_to_the_call_s_stream(self):

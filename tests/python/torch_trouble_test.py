@@ -221,6 +221,34 @@ class Interrupts(Each):
             self.same([y.detach(), x.grad], high, where)
             self.same(step(), want, where)
 
+    def test_at_every_line_of_a_first_forward(self):
+        # What is made then is there whole, or not at all: the FP8 state that was loaded too.
+        recipe = Float8CurrentScaling()
+        for make in (lambda: te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu"),
+                     lambda: te.LayerNormLinear(32, 32, device="cpu", delay_wgrad_compute=True)):
+            trained, x = randomise(make()), input_of().detach()
+            with scope(DelayedScaling(amax_history_len=2)):
+                trained(x)
+            state, modules = trained.state_dict(), []
+
+            def first():
+                with scope(recipe):
+                    return modules[-1](x)
+
+            def fresh():
+                modules[:] = [make()]
+                modules[-1].load_state_dict(state)
+            fresh()
+            want = first()
+            fresh()
+            for where in self.points(first):
+                for part in modules[-1].modules():
+                    fused = getattr(part, "_fused", None) or getattr(part, "_fused_in", None)
+                    if hasattr(part, "_loaded") and (part._layers or fused is not None and fused._layers):
+                        self.assertEqual(part._loaded, [], where)
+                self.same([first()], [want], where)
+                fresh()
+
     def test_at_every_instruction_of_the_scopes(self):
         module, x = randomise(te.Linear(32, 32, device="cpu")).requires_grad_(False), input_of().detach()
         want, text = module(x), te_fl.policy_text()

@@ -1,5 +1,6 @@
 """te_fl.pytorch's modules in PyTorch's wrappers and programs, and errors' texts."""
 
+import copy
 import os
 import sys
 import tempfile
@@ -222,6 +223,26 @@ class Uses(Each):
             mask[..., length:] = True
             near(self, module(q, q, q, attention_mask=mask)[0, :length], oracle.attention(*[q[:, :length].double()] * 3)[0], 1e-5, "output")
 
+    def test_a_mask_written_unseen(self):
+        # As a loader fills it through NumPy, or a program through .data: PyTorch counts neither.
+        writes = (lambda mask: mask.numpy()[..., 3:].fill(True), lambda mask: mask.data[..., 3:].fill_(True))
+        for device in DEVICES:
+            q = randn(1, 6, 4, 8, device=device)
+            for write in writes[device == "cuda":]:
+                for kind in ("padding", "no_mask", "causal"):
+                    if device == "cuda" and kind != "padding":
+                        continue  # there the device holds against a mask that hides more than before
+                    module = te.DotProductAttention(4, 8, attn_mask_type=kind, qkv_format="bshd")
+                    mask = torch.zeros(1, 1, 1, 6, dtype=torch.bool, device=device)
+                    module(q, q, q, attention_mask=mask)
+                    write(mask)
+                    want = te.DotProductAttention(4, 8, attn_mask_type=kind, qkv_format="bshd")(q, q, q, attention_mask=mask.clone())
+                    with self.subTest(device=device, kind=kind):
+                        got, length = module(q, q, q, attention_mask=mask), 3 if kind == "padding" else 6
+                        near(self, got[0, :length], want[0, :length], 1e-6, "output")
+                        if kind != "causal":
+                            near(self, got[0, :3], oracle.attention(*[q[:, :3].double()] * 3)[0], 1e-5, "output")
+
     def test_anomaly_mode(self):
         with torch.autograd.detect_anomaly(check_nan=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -332,14 +353,27 @@ class Errors(unittest.TestCase):
         for name, make in MODULES.items():
             with self.subTest(module=name), self.refused("meta"):
                 make(device="cpu")(torch.empty(8, 2, 32, device="meta"))
-            with self.subTest(module=name), self.refused("meta"):
+            with self.subTest(module=name), self.refused("the parameter '.*weight' is on the meta device", "reset_parameters"):
                 make(device="meta")(randn(8, 2, 32))
+            module = randomise(make(device="cpu"))
+            module(input_of())
+            with self.subTest(module=name, after="a forward"), self.refused("the parameter '.*weight' is on the meta device"):
+                # as something else than .to() moves them
+                for part in module.modules():
+                    for own, p in part.named_parameters(recurse=False):
+                        setattr(part, own, torch.nn.Parameter(torch.empty_like(p, device="meta")))
+                module(input_of())
 
     @unittest.skipUnless("cuda" in DEVICES, "a GPU")
     def test_two_devices(self):
         for name, make in MODULES.items():
-            with self.subTest(module=name), self.refused("cuda", "cpu"):
-                make(device="cuda")(randn(8, 2, 32))
+            module = randomise(make(device="cuda"))
+            want = module(input_of("cuda"))
+            for used in (False, True):
+                module = module if used else copy.deepcopy(module)
+                with self.subTest(module=name, used=used), self.refused("the input is on cpu and the parameter '.*weight' on cuda:0", "to.'cuda:0'"):
+                    module(randn(8, 2, 32))
+                self.assertTrue(torch.equal(module(input_of("cuda")), want))
 
     def test_numbers_of_dimensions(self):
         for name in ("MultiheadAttention", "TransformerLayer"):

@@ -18,7 +18,7 @@ import types
 from typing import Optional
 
 from te_fl.compat import known_names, table
-from te_fl.compat.variables import warn_of_variables
+from te_fl.compat.variables import read_variables
 from te_fl.errors import FailedPrecondition, Unsupported, did_you_mean
 
 __all__ = ["as_transformer_engine", "status"]
@@ -182,4 +182,4 @@ def as_transformer_engine() -> None:
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
         importlib.invalidate_caches()
-    warn_of_variables()
+    read_variables()

@@ -1,19 +1,39 @@
-"""Transformer Engine's environment variables. The recipes honour some; of the others a program is told that they do nothing."""
+"""Transformer Engine's environment variables. The recipes honour some, one is te-fl's own by another name; of the others a program is told
+that they do nothing."""
 
+import contextlib
 import os
+import sys
 import warnings
 
-HONOURED = ("NVTE_BACKWARD_OVERRIDE", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # 0: TE_FL_DETERMINISTIC=1
+
+HONOURED = (DETERMINISM, "NVTE_BACKWARD_OVERRIDE", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
             "NVTE_NVFP4_4OVER6", "NVTE_NVFP4_4OVER6_E4M3_USE_256", "NVTE_NVFP4_4OVER6_ERR_MODE", "NVTE_NVFP4_DISABLE_2D_QUANTIZATION",
             "NVTE_NVFP4_DISABLE_RHT", "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "NVTE_NVFP4_ROW_SCALED_ACTIVATION")
-_INSTEAD = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "TE_FL_DETERMINISTIC=1", "NVTE_FLASH_ATTN": "TE_FL_PER_OP",
-            "NVTE_FUSED_ATTN": "TE_FL_PER_OP", "NVTE_UNFUSED_ATTN": "TE_FL_PER_OP",
+_INSTEAD = {"NVTE_FLASH_ATTN": "TE_FL_PER_OP", "NVTE_FUSED_ATTN": "TE_FL_PER_OP", "NVTE_UNFUSED_ATTN": "TE_FL_PER_OP",
             "NVTE_DEBUG": "TE_FL_LOG_LEVEL", "NVTE_DEBUG_LEVEL": "TE_FL_LOG_LEVEL"}
 _warned: set = set()
 
 
-def warn_of_variables() -> None:
-    """Warns of variables NVTE_.. that are set and that te-fl does not honour, of each once."""
+def read_determinism() -> None:
+    """Sets TE_FL_DETERMINISTIC where NVTE_ALLOW_NONDETERMINISTIC_ALGO asks for it and nothing says otherwise."""
+    value = os.environ.get(DETERMINISM)
+    if value is None or value == "1" or "TE_FL_DETERMINISTIC" in os.environ or "TEFL_DETERMINISTIC" in os.environ:
+        return
+    if value != "0":
+        raise ValueError(f"{DETERMINISM} is {value!r}; it is 0 (only what gives the same bits in every run) or 1")
+    os.environ["TE_FL_DETERMINISTIC"] = "1"
+    native = sys.modules.get("te_fl._native")
+    if native is not None:
+        from te_fl.errors import InvalidArgument
+        with contextlib.suppress(InvalidArgument):  # of other variables, which calls name
+            native.reload()
+
+
+def read_variables() -> None:
+    """Honours NVTE_ALLOW_NONDETERMINISTIC_ALGO, and warns of variables NVTE_.. that are set and that te-fl does not honour, of each once."""
+    read_determinism()
     ignored = sorted(n for n in os.environ if n.startswith("NVTE_") and n not in HONOURED and n not in _warned)
     if ignored:
         _warned.update(ignored)

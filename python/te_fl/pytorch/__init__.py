@@ -20,9 +20,9 @@ from te_fl.pytorch.norm import LayerNorm, RMSNorm  # noqa: E402
 from te_fl.pytorch.transformer import TransformerLayer  # noqa: E402
 from te_fl.pytorch.weight_cache import cache_quantized_weights  # noqa: E402
 from te_fl.compat import table as _table  # noqa: E402
-from te_fl.compat.variables import warn_of_variables as _warn_of_variables  # noqa: E402
+from te_fl.compat.variables import read_variables as _read_variables  # noqa: E402
 
-_warn_of_variables()
+_read_variables()
 
 _LATER = ("availability", "constants", "cross_entropy", "global_state", "offload", "optimizers", "rng", "rope", "softmax", "weights")
 

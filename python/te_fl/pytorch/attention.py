@@ -95,38 +95,50 @@ def _warn(text: str) -> None:
         warnings.warn(text, stacklevel=4)
 
 
-_lengths = WeakIdKeyDictionary()
+_found = WeakIdKeyDictionary()  # masks on CUDA devices -> (the count of writes to it, what was asked) -> whether it was so
+
+
+def _is_so(mask: torch.Tensor, asked: Any, so: torch.Tensor) -> bool:
+    """Whether `so`, of one element, which is computed of the mask, is true. asked: names what is asked of the mask.
+
+    Masks are written in ways that PyTorch does not count (`data`, views of NumPy's), so each call looks anew. On a CUDA device that waits for
+    the device the first time alone, and capturing a CUDA graph allows none of it: while PyTorch counts no write to a mask that was as asked,
+    the device holds against it.
+    """
+    if not mask.is_cuda or mask.is_inference():  # a tensor made in PyTorch's inference mode does not count writes to it
+        return bool(so)
+    known = _found.get(mask)
+    if known is None or known[0] != (mask._version, asked):
+        known = _found[mask] = ((mask._version, asked), bool(so))
+    elif known[1]:
+        torch._assert_async(so, "an attention mask of te_fl.pytorch was written in a way that PyTorch does not count, as through .data, and is of "
+                            "another form now; write it with PyTorch's functions in place, or give a new tensor")
+    return known[1]
 
 
 def cumulative_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
     """Prefix sums of the sequences' lengths, int32 [batch + 1], of a mask [batch, 1, 1, length] that is true in the padding.
 
-    The padding is at the end: any other mask would attend to the wrong keys, so it is refused. That is looked at once for each mask.
+    The padding is at the end: any other mask would attend to the wrong keys, so it is refused.
     """
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
         raise ValueError(f"{where}: the padding mask is {mask.dtype} {tuple(mask.shape)}; it must be bool [batch, 1, 1, length]")
     if torch.compiler.is_compiling():
         from te_fl.pytorch import compiled
         return compiled.cumulative_lengths(mask)
-    counted = not mask.is_inference()  # a tensor made in PyTorch's inference mode does not count writes to it
-    known = _lengths.get(mask) if counted else None
-    if known is not None and known[0] == mask._version:
-        return known[1]
-    sums = sums_of_lengths(where, mask)
-    if counted:
-        _lengths[mask] = (mask._version, sums)
-    return sums
+    return sums_of_lengths(where, mask)
 
 
 def sums_of_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
-    """What cumulative_lengths() says, each time anew."""
-    kept = ~mask[:, 0, 0, :]
-    lengths = kept.sum(1, dtype=torch.int32)
-    expected = torch.arange(mask.shape[-1], device=mask.device) < lengths[:, None]
-    if not torch.equal(kept, expected):
+    """What cumulative_lengths() says, outside of a graph."""
+    hidden = mask[:, 0, 0, :]
+    # No token is seen after one that is hidden.
+    if not _is_so(mask, "padding at the end", (hidden[:, 1:] >= hidden[:, :-1]).all()):
         raise ValueError(f"{where}: the padding mask hides tokens that are not at the end of their sequence; give that as "
                          "attn_mask_type='arbitrary' with a mask [batch, 1, queries, keys]")
-    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    sums = torch.zeros(mask.shape[0] + 1, dtype=torch.int32, device=mask.device)
+    torch.cumsum((~hidden).sum(1, dtype=torch.int32), 0, dtype=torch.int32, out=sums[1:])
+    return sums
 
 
 def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
@@ -374,7 +386,9 @@ class DotProductAttention(TransformerEngineBaseModule):
                 masks = (given, given) if isinstance(given, torch.Tensor) else tuple(given)
                 if isinstance(given, torch.Tensor) and self._length(q, layout) != self._length(k, layout):
                     raise ValueError(f"{where}: queries and keys differ in length; give attention_mask as a pair, of queries and of keys")
-                cu_q, cu_kv = (cumulative_lengths(where, m) for m in masks)
+                of_q, of_kv = masks
+                cu_q = cumulative_lengths(where, of_q)
+                cu_kv = cu_q if of_kv is of_q else cumulative_lengths(where, of_kv)
             inputs.update(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)
         return inputs
 
@@ -402,25 +416,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         return (bias,)
 
 
-_hiding = WeakIdKeyDictionary()
-
-
 def _hides_more(where: str, mask: Any, behind: Optional[torch.Tensor], rule: tuple) -> bool:
-    """Whether a mask hides more keys than those ahead of their query; behind: distances(), or None where no key is hidden otherwise. That is
-    looked at once for each mask, since it waits for the device; `rule` names what it is held against."""
+    """Whether a mask hides more keys than those ahead of their query; behind: distances(), or None where no key is hidden otherwise. `rule`
+    names what it is held against."""
     if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.uint8):
         raise ValueError(f"{where}: attention_mask is {mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__}; it is one tensor of "
                          "bool or uint8, true where masked out")
     if torch.compiler.is_compiling():
         return True
-    counted = not mask.is_inference()
-    known = _hiding.get(mask) if counted else None
-    if known is not None and known[0] == (mask._version, rule):
-        return known[1]
-    more = bool((mask.bool() if behind is None else mask.bool() & (behind <= 0)).any())
-    if counted:
-        _hiding[mask] = ((mask._version, rule), more)
-    return more
+    return not _is_so(mask, rule, ~(mask.bool() if behind is None else mask.bool() & (behind <= 0)).any())
 
 
 _known_slopes: Dict[Tuple[int, torch.device], torch.Tensor] = {}

@@ -8,10 +8,11 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 
 from te_fl import _native
+from te_fl.compat.variables import read_determinism
 from te_fl.pytorch import extra_state, quantization, registry, weight_cache
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_memory
 from te_fl.pytorch.delayed_wgrad import DelaysWgrad
-from te_fl.pytorch.device import default_device, native_device
+from te_fl.pytorch.device import check_devices, default_device, native_device
 from te_fl.pytorch.float8_tensor import Float8Tensor, keeping_codes, rules_of
 from te_fl.pytorch.refuse import group_of_one, refuse
 
@@ -42,6 +43,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
 
     def __init__(self, name: Optional[str] = None):
         super().__init__()
+        read_determinism()
         self.name = name
         self._layers: Dict[str, Any] = {}  # by kind
         self._states = States()  # of all layers, and of the FusedLayer that this module is a part of
@@ -172,13 +174,14 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
             return kind, () if key is None else key  # a graph names the layer, which te_fl.pytorch.compiled looks up at each call
         layer = self._layers.get(name)
         if layer is None:
+            self._check_devices(device)  # a layer of another device than the parameters' would stay
             use_torch_memory(device)
             states = (("", self._states.native),) if self._owns_state(kind) else ()
             layer = _native.layer(kind, {**self._options_of(kind, key), "device": native_device(device)}, states)
             if self.delay_wgrad_compute and kind == self._kind:
                 _native.delay_layer_wgrad(layer)
-            self._layers[name] = layer
             self._load_waiting()
+            self._layers[name] = layer  # last: an interrupt leaves a layer that is whole, or none
         return layer
 
     def _check_compiled(self) -> None:
@@ -188,6 +191,11 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
             if given:
                 raise refuse(type(self).__name__, argument, True, "graphs of torch.compile hold no weights of FP8 codes alone, and compute the "
                              "gradients of weights in the backward, as gradients; leave fullgraph=True out, or this")
+
+    def _check_devices(self, device: torch.device, others: Sequence[torch.Tensor] = ()) -> None:
+        """Refuses a first input on `device` where the parameters or other inputs are on another."""
+        named = [(f"its input {2 + i}", t) for i, t in enumerate(others)]
+        check_devices(type(self).__name__, device, named + [(f"the parameter {n!r}", p) for n, p in self._parameters.items()])
 
     def _owns_state(self, kind: str) -> bool:
         return bool(self._sites) and kind == self._kind
@@ -213,14 +221,22 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
             first = quantization.reused_weights()
         if attention is not None:
             call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delay_wgrad_compute)
-            return run(call, weight_cache.number(), *inputs, *extras, *parameters)
+            try:
+                return run(call, weight_cache.number(), *inputs, *extras, *parameters)
+            except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory
+                self._check_devices(x.device, inputs[1:])
+                raise
         if not x.is_contiguous():
             x = x.contiguous()
         call = self._call  # that of the last forward, which the next one is mostly like
         if (call is None or call.layer is not layer or call.first is not first or call.activation != activation
                 or call.updates != updates):
             call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
-        return run(call, weight_cache.number(), x, *parameters)
+        try:
+            return run(call, weight_cache.number(), x, *parameters)
+        except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory
+            self._check_devices(x.device)
+            raise
 
     # A graph asks this of the module whose number it has: see te_fl.pytorch.compiled.
 

@@ -226,4 +226,6 @@ def python_empty(like: torch.Tensor, shape: Tuple[int, ...], dtype: int) -> torc
 _BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
 _node = torch_node.load(torch.__version__, _native.layer_forward, _native.layer_backward, _ends, python_run, _backward_of, torch.nn.Parameter)
 run = python_run if _node is None else _node.run
+# With warn_only=True too, as in Transformer Engine: what has no deterministic form is refused.
+_native.set_deterministic(torch._C._get_deterministic_algorithms)
 _native.set_empty(python_empty if _node is None else _node.empty)

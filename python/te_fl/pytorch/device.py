@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Union
+from typing import Iterable, Optional, Tuple, Union
 
 import torch
 
+from te_fl.errors import InvalidArgument
 from te_fl.pytorch import private_device
 
 
@@ -28,3 +29,15 @@ def native_device(device: torch.device) -> str:
     if device.type == "cuda":
         return f"cuda:{device.index or 0}"
     return private_device.native_name(device)
+
+
+def check_devices(where: str, device: torch.device, tensors: Iterable[Tuple[str, Optional[torch.Tensor]]]) -> None:
+    """Refuses a first input on `device` where one of these tensors, by what they are called, is on another."""
+    for name, t in tensors:
+        if t is None or t.device == device:
+            continue
+        if t.is_meta:
+            raise InvalidArgument(f"{where}: {name} is on the meta device, without memory; give it some with the module's reset_parameters(), or with "
+                                  f"to_empty(device={str(device)!r}) and values")
+        raise InvalidArgument(f"{where}: the input is on {device} and {name} on {t.device}; give the input as input.to({str(t.device)!r}), or move "
+                              f"the module with module.to({str(device)!r})")

@@ -12,6 +12,7 @@ from te_fl.pytorch import random as generator
 from te_fl.pytorch.attention import DotProductAttention, score_cap
 from te_fl.pytorch.base import TransformerEngineBaseModule, native_device
 from te_fl.pytorch.call import DTYPE_NAMES, Call, run, use_torch_memory
+from te_fl.pytorch.device import check_devices
 from te_fl.pytorch.linear import LayerNormLinear, Linear
 from te_fl.pytorch.mlp import LayerNormMLP
 from te_fl.pytorch.multihead_attention import L2Normalization, MultiheadAttention
@@ -80,6 +81,7 @@ class FusedLayer:
         if layer is None:
             attention, mlp = owner.self_attention, owner.layernorm_mlp
             core = attention.core_attention
+            self._check_devices(device)
             use_torch_memory(device)
             options = {"hidden_size": attention.hidden_size, "ffn_hidden_size": mlp.ffn_hidden_size, "activation": mlp.activation,
                        "num_attention_heads": attention.num_attention_heads, "num_gqa_groups": attention.num_gqa_groups,
@@ -97,13 +99,13 @@ class FusedLayer:
                                qk_norm_before_rope=attention.qk_norm_before_rope)
             if core.softmax_scale is not None:
                 options["softmax_scale"] = float(core.softmax_scale)
-            layer = self._layers[key] = _native.layer("transformer_layer", options,
-                                                       tuple((path + ".", part._states.native) for path, part in self._parts if part._sites))
+            layer = _native.layer("transformer_layer", options, tuple((path + ".", part._states.native) for path, part in self._parts if part._sites))
             for _, part in self._parts:
                 part._load_waiting()
             names = [name for name, _ in _native.layer_parameters(layer)]
             modules = [(_find(owner, path), name) for path, _, name in (n.rpartition(".") for n in names)]
             self._places = [(module, name, module._parameters) for module, name in modules]
+            self._layers[key] = layer  # last: an interrupt leaves a layer that is whole, or none
         return layer
 
     def run(self, owner, x: torch.Tensor, mask: str, size, softcap, first, angles, attention_mask, bias_kind, bias, slopes, cu_seqlens,
@@ -134,4 +136,12 @@ class FusedLayer:
         # What PyTorch's parametrisations make of a parameter is an attribute of another kind.
         parameters = [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
         x = x if x.is_contiguous() else x.contiguous()
-        return run(Call(layer, 1, len(extras), -1, first, inputs or None, random, updates, False), weight_cache.number(), x, *extras, *parameters)
+        try:
+            return run(Call(layer, 1, len(extras), -1, first, inputs or None, random, updates, False), weight_cache.number(), x, *extras, *parameters)
+        except RuntimeError:
+            self._check_devices(x.device)
+            raise
+
+    def _check_devices(self, device: torch.device) -> None:
+        for path, part in self._parts:
+            check_devices("TransformerLayer", device, ((f"the parameter '{path}.{name}'", p) for name, p in part._parameters.items()))
