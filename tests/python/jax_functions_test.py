@@ -1,5 +1,6 @@
 """te_fl.jax's functions against the same in FP64 by jnp: values and gradients; what the program contains; how errors arrive."""
 
+import concurrent.futures
 import dataclasses
 import pathlib
 import tempfile
@@ -255,6 +256,38 @@ class Programs(unittest.TestCase):
             te.ops.fused_attn_fwd(q=normal(1, 2, 1, 8), k=normal(1, 2, 1, 8), v=normal(1, 2, 1, 8))
         with self.assertRaisesRegex(ValueError, r"pair \[8\] of x \(3, 8\) with \[4\] of kernel"):
             te.dense.dense(normal(3, 8), normal(4, 2))
+
+    def test_the_policy_is_that_of_the_trace(self):
+        """Whether a program was traced before, and whose thread XLA runs it on, make no difference; what was compiled keeps its policy."""
+        x = normal(8, 1, 4)
+        f = jax.jit(lambda x: jax.lax.scan(lambda c, _: (te.activation.activation(c[:, None], ("gelu",)), None), x[:, 0], None, 2)[0])
+
+        def servers(run, *arguments):
+            te_fl.reset_usage()
+            jax.block_until_ready(run(*arguments))
+            return {row["impl_id"] for row in te_fl.usage()}
+
+        plain = f.lower(x).compile()
+        self.assertEqual(servers(f, x), {"default.cpu"})
+        with te_fl.policy(per_op={"gelu": ["vendor:nobody", "reference"]}):
+            self.assertEqual(servers(f, x), {"reference.host"})
+            with te_fl.policy(strict=True):  # settings left out are as outside
+                self.assertIn("| per_op=gelu=vendor:nobody|reference strict=1", f.lower(x).as_text())
+                with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "strict"):
+                    jax.block_until_ready(f(x))
+            compiled = f.lower(x).compile()
+            self.assertEqual(servers(f, x), {"reference.host"})
+            self.assertEqual(servers(plain, x), {"default.cpu"})
+            self.assertIn("nobody", te_fl.policy_text())  # a run takes nothing from the thread's own scopes
+            with concurrent.futures.ThreadPoolExecutor(1) as other:
+                self.assertEqual(other.submit(servers, f, x).result(), {"default.cpu"})
+        self.assertEqual(servers(compiled, x), {"reference.host"})
+        self.assertEqual(servers(f, x), {"default.cpu"})
+        for text, reason in (("prefer=vendr", "did you mean 'vendor'"), ("colour=red", "a policy has no setting 'colour'"), ("strict", "is no policy"),
+                             ("max_staged_bytes=-1", "no number of bytes")):
+            with self.assertRaisesRegex(jax.errors.JaxRuntimeError, reason):
+                jax.block_until_ready(jax.ffi.ffi_call("te_fl.relu", jax.ShapeDtypeStruct((2,), jnp.float32))(
+                    jnp.ones(2, jnp.float32), call=f"relu input -> output | | {text}"))
 
     def test_every_op_is_known_to_xla_from_the_import_on(self):
         """A program that another process has exported names targets that this one never traced."""
