@@ -12,8 +12,8 @@ namespace te_fl::python {
 // What the scopes that are open on a thread ask for, as one line: NAME=VALUE for each setting that
 // any of them gave, the innermost's where several did. Values have no blanks.
 //
-// follow_policy(f): f(line) is called on a thread whenever a scope begins or ends on it. Returns the
-// calling thread's line.
+// follow_policy(f): f(line) is called on a thread whenever a scope begins or ends on it. Returns
+// the calling thread's line.
 PyObject* follow_policy(PyObject*, PyObject* function) noexcept;
 
 // The process's policy, that of no scope, with what such a line asks for in its place.
