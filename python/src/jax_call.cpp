@@ -60,7 +60,7 @@ Status OpCall::read(std::string_view text) {
   const size_t arrow = text.find(" ->");
   const size_t bar = text.find(" |");
   if (arrow == std::string_view::npos || bar == std::string_view::npos || bar < arrow) {
-    return invalid_argument("it is not OP OPERANDS -> RESULTS | SETTINGS");
+    return invalid_argument("it is not OP OPERANDS -> RESULTS | SETTINGS [| POLICY]");
   }
   std::string_view operands = text.substr(0, arrow);
   Result<OpId> op = OpManager::instance().registry().find(next_word(operands));
@@ -72,6 +72,12 @@ Status OpCall::read(std::string_view text) {
   const std::string_view results = text.substr(arrow + 3, bar - arrow - 3);
   if (Status status = read_arrays(results, true); !status.ok()) return status;
   std::string_view settings = text.substr(bar + 2);
+  if (const size_t second = settings.find(" | "); second != std::string_view::npos) {
+    Result<python::LinePolicy> policy = python::LinePolicy::parse(settings.substr(second + 3));
+    if (!policy.ok()) return policy.status();
+    policy_ = std::move(policy).value();
+    settings = settings.substr(0, second);
+  }
   for (std::string_view word; !(word = next_word(settings)).empty();) {
     const size_t equals = word.find('=');
     if (equals == std::string_view::npos) return invalid_argument(quoted(word) + " has no value");
@@ -316,6 +322,13 @@ Status OpCall::run(const Array* operands, const Array* results, const Device& de
     options.rng.seed_address = random_;
     options.rng.offset_address = random_ + 1;
   }
+  // Whether XLA runs a program on the caller's thread is its own choice, so that thread's scopes
+  // have no say; the program carries its policy.
+  const python::WithoutPolicyScopes none;
+  if (!policy_.has_value()) return OpManager::instance().call(op_, args_.data(), options);
+  Result<SelectionPolicy> policy = policy_->now();
+  if (!policy.ok()) return policy.status();
+  const PolicyScope scope(policy.value());
   return OpManager::instance().call(op_, args_.data(), options);
 }
 

@@ -5,8 +5,9 @@
 // The words before the arrow name what each operand of XLA's is, those after it each result: an
 // argument, an element of a list (inputs[0]), a part of a quantised tensor (z.scale_inv), or `rng`,
 // uint32 [4]: the seed and the offset, low words first. Then come scalars, and how quantised
-// tensors are scaled (NAME.scaling, .compute_scale, .pow2_scale, .amax_epsilon). The text says
-// everything that a process needs, so compiled programs can be kept and exported.
+// tensors are scaled (NAME.scaling, .compute_scale, .pow2_scale, .amax_epsilon); after a second bar
+// what te_fl.policy asked for where the program was traced. The text says everything that a process
+// needs, so compiled programs can be kept and exported.
 #pragma once
 
 #include <array>
@@ -14,10 +15,12 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "policy.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/op_manager.hpp"
 #include "te_fl/status.hpp"
@@ -39,7 +42,8 @@ class OpCall {
   static Result<std::unique_ptr<OpCall>> parse(std::string_view text);
   size_t operands() const noexcept { return operands_.size(); }
   size_t results() const noexcept { return results_.size(); }
-  // Runs the op on these arrays, all in memory of `device`.
+  // Runs the op on these arrays, all in memory of `device`, under the process's policy and the
+  // text's; scopes that Python opened on the calling thread do not apply.
   Status run(const Array* operands, const Array* results, const Device& device, void* stream);
 
  private:
@@ -75,6 +79,7 @@ class OpCall {
   std::map<std::string, std::vector<const te_fl_tensor*>, std::less<>> lists_;
   std::deque<std::vector<int64_t>> integers_;
   std::vector<std::string> operand_names_, result_names_;
+  std::optional<python::LinePolicy> policy_;
   const uint64_t* random_ = nullptr;
 };
 

@@ -70,6 +70,7 @@ PyMethodDef g_methods[] = {
     {"check_policy", check_policy, METH_O, "check_policy(settings)"},
     {"enter_policy", enter_policy, METH_O, "enter_policy(settings) -> scope"},
     {"leave_policy", leave_policy, METH_O, "leave_policy(scope)"},
+    {"follow_policy", follow_policy, METH_O, "follow_policy(function) -> str"},
     {"set_registration_helpers", set_registration_helpers, METH_VARARGS,
      "set_registration_helpers(told, on_stream)"},
     {"set_module_loader", set_module_loader, METH_O, "set_module_loader(load)"},

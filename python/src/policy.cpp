@@ -1,8 +1,13 @@
 #include "policy.hpp"
 
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <map>
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "errors.hpp"
 #include "function_op.hpp"
@@ -16,8 +21,10 @@ constexpr const char* kName = "te_fl.policy_scope";
 struct Scope {
   SelectionPolicy policy;
   std::unique_ptr<PolicyScope> entered;
-  Scope* outer = nullptr;  // while it is entered
+  std::map<std::string, std::string> asked;  // what it and those around it give, as text
+  Scope* outer = nullptr;                    // while it is entered
 };
+PyObject* g_follower = nullptr;  // told of the thread's line; never freed
 
 PyObject* g_wants = nullptr;  // kept until the process ends
 
@@ -61,6 +68,42 @@ void set(PolicySettings& settings, std::string_view key, PyObject* value) {
   }
 }
 
+// The value of a setting that set() has taken, without blanks.
+std::string word_of(std::string_view key, PyObject* value) {
+  if (key == "strict" || key == "deterministic") return truth_of(value) ? "1" : "0";
+  if (key == "max_staged_bytes") return std::to_string(PyLong_AsUnsignedLongLong(value));
+  std::string text(text_of(value, "a setting"));
+  std::erase_if(text, [](unsigned char c) { return std::isspace(c) != 0; });
+  return text;
+}
+
+std::map<std::string, std::string> asked_of(PyObject* dict) {
+  std::map<std::string, std::string> made;
+  if (t_innermost != nullptr) made = t_innermost->asked;
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
+    if (value == Py_None) continue;
+    const std::string name(text_of(key, "a setting's name"));
+    made[name] = word_of(name, value);
+  }
+  return made;
+}
+
+std::string line_of_thread() {
+  std::string line;
+  if (t_innermost == nullptr) return line;
+  for (const auto& [name, value] : t_innermost->asked) {
+    line += (line.empty() ? "" : " ") + name + "=" + value;
+  }
+  return line;
+}
+
+void tell_follower() {
+  if (g_follower == nullptr) return;
+  const Ref line = to_python(line_of_thread());
+  Ref::take(PyObject_CallFunctionObjArgs(g_follower, line.get(), nullptr));
+}
+
 PolicySettings settings_of(PyObject* dict) {
   if (!PyDict_Check(dict)) throw_type_error("the settings of a policy must be a dict");
   PolicySettings made = value_of(without_lock([] { return current_policy(); })).settings();
@@ -84,6 +127,7 @@ PyObject* enter_policy(PyObject*, PyObject* settings) noexcept {
   return guarded([&] {
     auto scope = std::make_unique<Scope>();
     scope->policy = SelectionPolicy::intern(settings_of(settings));
+    scope->asked = asked_of(settings);
     Ref capsule = Ref::take(PyCapsule_New(scope.get(), kName, [](PyObject* c) {
       auto* dropped = static_cast<Scope*>(PyCapsule_GetPointer(c, kName));
       // One that was never left stays in force on its thread, as a C++ scope would.
@@ -92,6 +136,13 @@ PyObject* enter_policy(PyObject*, PyObject* settings) noexcept {
     Scope* const made = scope.release();
     made->entered = std::make_unique<PolicyScope>(made->policy);
     made->outer = std::exchange(t_innermost, made);
+    try {
+      tell_follower();
+    } catch (...) {
+      t_innermost = made->outer;
+      made->entered.reset();
+      throw;
+    }
     return capsule;
   });
 }
@@ -106,6 +157,7 @@ PyObject* leave_policy(PyObject*, PyObject* capsule) noexcept {
     }
     t_innermost = scope.outer;
     scope.entered.reset();
+    tell_follower();
     return Ref::share(Py_None);
   });
 }
@@ -131,6 +183,96 @@ DeterministicScope::DeterministicScope(bool wanted) {
   PolicySettings settings = now->settings();
   settings.deterministic = true;
   scope_.emplace(std::move(settings));
+}
+
+PyObject* follow_policy(PyObject*, PyObject* function) noexcept {
+  return guarded([&] {
+    g_follower = Ref::share(function).release();
+    return to_python(line_of_thread());
+  });
+}
+
+Result<LinePolicy> LinePolicy::parse(std::string_view line) {
+  LinePolicy made;
+  while (!line.empty()) {
+    const size_t end = std::min(line.find(' '), line.size()), equals = line.find('=');
+    if (equals >= end) return invalid_argument("'" + std::string(line) + "' is no policy");
+    const std::string_view name = line.substr(0, equals);
+    const std::string_view value = line.substr(equals + 1, end - equals - 1);
+    line.remove_prefix(std::min(end + 1, line.size()));
+    if (name == "prefer") {
+      Result<Kind> kind = parse_kind(value);
+      if (!kind.ok()) return kind.status();
+      made.asked_.prefer = kind.value();
+    } else if (name == "strict") {
+      made.strict_ = true;
+      made.asked_.strict = value == "1";
+    } else if (name == "deterministic") {
+      made.deterministic_ = true;
+      made.asked_.deterministic = value == "1";
+    } else if (name == "max_staged_bytes") {
+      uint64_t bytes = 0;
+      const auto [rest, error] = std::from_chars(value.data(), value.data() + value.size(), bytes);
+      if (error != std::errc() || rest != value.data() + value.size()) {
+        return invalid_argument("'" + std::string(value) + "' is no number of bytes");
+      }
+      made.asked_.max_staged_bytes = bytes;
+    } else if (name == "allow_vendors" || name == "deny_vendors") {
+      Result<std::vector<std::string>> vendors = parse_vendor_list(value);
+      if (!vendors.ok()) return vendors.status();
+      const bool allow = name == "allow_vendors";
+      (allow ? made.allow_ : made.deny_) = true;
+      (allow ? made.asked_.allow_vendors : made.asked_.deny_vendors) = std::move(vendors).value();
+    } else if (name == "per_op") {
+      // Ops of other processes' Python may be among them, of which this one need not know.
+      const std::vector<std::string> here = OpManager::instance().registry().op_names();
+      std::vector<std::string> known = here;
+      for (std::string_view rest = value; !rest.empty();) {
+        const std::string_view list = rest.substr(0, rest.find(';'));
+        known.emplace_back(list.substr(0, list.find('=')));
+        rest.remove_prefix(std::min(list.size() + 1, rest.size()));
+      }
+      auto lists = parse_per_op(value, known);
+      if (!lists.ok()) return lists.status();
+      made.per_op_ = true;
+      made.asked_.per_op = std::move(lists).value();
+      std::erase_if(made.asked_.per_op, [&](const auto& list) {
+        return std::find(here.begin(), here.end(), list.first) == here.end();
+      });
+    } else {
+      return invalid_argument("a policy has no setting '" + std::string(name) + "'");
+    }
+  }
+  return made;
+}
+
+Result<SelectionPolicy> LinePolicy::now() const {
+  const Result<SelectionPolicy> around = current_policy();
+  if (!around.ok()) return around.status();
+  PolicySettings made = around.value().settings();
+  if (asked_.prefer) made.prefer = asked_.prefer;
+  if (asked_.max_staged_bytes) made.max_staged_bytes = asked_.max_staged_bytes;
+  if (strict_) made.strict = asked_.strict;
+  if (deterministic_) made.deterministic = asked_.deterministic;
+  if (allow_) made.allow_vendors = asked_.allow_vendors;
+  if (deny_) made.deny_vendors = asked_.deny_vendors;
+  if (per_op_) made.per_op = asked_.per_op;
+  return SelectionPolicy::intern(std::move(made));
+}
+
+WithoutPolicyScopes::WithoutPolicyScopes() : innermost_(std::exchange(t_innermost, nullptr)) {
+  for (auto* scope = static_cast<Scope*>(innermost_); scope != nullptr; scope = scope->outer) {
+    scope->entered.reset();
+  }
+}
+
+WithoutPolicyScopes::~WithoutPolicyScopes() {
+  t_innermost = static_cast<Scope*>(innermost_);
+  std::vector<Scope*> scopes;  // the innermost first
+  for (Scope* scope = t_innermost; scope != nullptr; scope = scope->outer) scopes.push_back(scope);
+  for (auto at = scopes.rbegin(); at != scopes.rend(); ++at) {
+    (*at)->entered = std::make_unique<PolicyScope>((*at)->policy);
+  }
 }
 
 PyObject* policy_text(PyObject*, PyObject*) noexcept {

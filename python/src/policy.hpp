@@ -2,11 +2,43 @@
 #pragma once
 
 #include <optional>
+#include <string>
+#include <string_view>
 
 #include "py.hpp"
 #include "te_fl/policy.hpp"
 
 namespace te_fl::python {
+
+// What the scopes that are open on a thread ask for, as one line: NAME=VALUE for each setting that
+// any of them gave, the innermost's where several did. Values have no blanks.
+//
+// follow_policy(f): f(line) is called on a thread whenever a scope begins or ends on it. Returns
+// the calling thread's line.
+PyObject* follow_policy(PyObject*, PyObject* function) noexcept;
+
+// The process's policy, that of no scope, with what such a line asks for in its place.
+class LinePolicy {
+ public:
+  static Result<LinePolicy> parse(std::string_view line);
+  Result<SelectionPolicy> now() const;
+
+ private:
+  PolicySettings asked_;
+  bool strict_ = false, deterministic_ = false, allow_ = false, deny_ = false, per_op_ = false;
+};
+
+// While it exists, no scope that Python opened on the calling thread applies.
+class WithoutPolicyScopes {
+ public:
+  WithoutPolicyScopes();
+  ~WithoutPolicyScopes();
+  WithoutPolicyScopes(const WithoutPolicyScopes&) = delete;
+  WithoutPolicyScopes& operator=(const WithoutPolicyScopes&) = delete;
+
+ private:
+  void* innermost_;
+};
 
 // check_policy(settings): `settings` is a dict of prefer, strict, deterministic, allow_vendors,
 // deny_vendors, per_op, max_staged_bytes, each as the TE_FL_ variable of that name takes it; None:

@@ -143,6 +143,26 @@ class Modules(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, "attn_mask_type is 'casual'"):
             tf.DotProductAttention(8, 2, attn_mask_type="casual").init(jax.random.key(0), *[normal(1, 4, 2, 8)] * 3)
 
+    def test_wrong_values_are_refused_where_they_are_given(self):
+        for make, text in (
+                (lambda: tf.LayerNormMLP(8, activations=("gellu",)), "LayerNormMLP.*'gellu' is no activation.*did you mean 'gelu'"),
+                (lambda: tf.LayerNormMLP(8, activations=("tahn", "linear")), "did you mean 'tanh'"),
+                (lambda: tf.LayerNormMLP(8, activations="gelu"), r"it is a tuple of one or two activations, as \('gelu',\)"),
+                (lambda: tf.LayerNormMLP(0), r"LayerNormMLP\(intermediate_dim=0\)"),
+                (lambda: tf.DenseGeneral((3, -1)), r"DenseGeneral\(features=\(3, -1\)\)"), (lambda: tf.DenseGeneral(2.5), "features=2.5"),
+                (lambda: tf.LayerNormDenseGeneral(0), r"LayerNormDenseGeneral\(features=0\)"),
+                (lambda: tf.MultiHeadAttention(8, 0), r"MultiHeadAttention\(num_attention_heads=0\)"),
+                (lambda: tf.MultiHeadAttention(8, 4, num_gqa_groups=3), "num_attention_heads 4 is not a multiple of num_gqa_groups 3"),
+                (lambda: tf.TransformerLayer(16, 32, 4, mlp_activations=("silu", "linaer")), "TransformerLayer.*did you mean 'linear'"),
+                (lambda: tf.TransformerLayer(18, 32, 4), "hidden_size 18 is not a multiple of num_attention_heads 4"),
+                (lambda: tf.TransformerLayer(16, 0, 4), r"TransformerLayer\(mlp_hidden_size=0\)"),
+                (lambda: tf.TransformerLayer(32, 64, 4).init(jax.random.key(0), normal(2, 3, 16)), r"give TransformerLayer\(hidden_size=16\)"),
+                (lambda: te.activation.activation(normal(3, 1, 4), ("gellu",)), "activation_type is .*did you mean 'gelu'")):
+            with self.subTest(text), self.assertRaisesRegex(ValueError, text):
+                make()
+        own = tf.LayerNormMLP(8, activations=(jnp.tanh, "elu"))
+        self.assertEqual(own.init(jax.random.key(0), normal(2, 4))["params"]["wi_kernel"].value.shape, (4, 2, 8))
+
     def test_every_field_is_read(self):
         """A field that no line of its class reads would be accepted and ignored. Some are read by functions that get the module, and
         float32_logits is what the op does anyway."""

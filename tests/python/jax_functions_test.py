@@ -1,6 +1,8 @@
 """te_fl.jax's functions against the same in FP64 by jnp: values and gradients; what the program contains; how errors arrive."""
 
+import concurrent.futures
 import dataclasses
+import functools
 import pathlib
 import tempfile
 import unittest
@@ -42,6 +44,11 @@ def attention64(q, k, v, bias=None, sink=None, out=None, scale=0.3):
     if sink is not None:
         s = jnp.concatenate([s, jnp.broadcast_to(sink[None, :, None, None], (*s.shape[:3], 1))], -1)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(s, -1)[..., :k.shape[1]], v)
+
+
+def attend64(q):
+    return fused_attn((q, q, q), None, None, None, AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK, QKVLayout.BSHD_BSHD_BSHD,
+                      AttnSoftmaxType.VANILLA_SOFTMAX, 0.3, 0.0, True)
 
 
 class Against64(unittest.TestCase):
@@ -236,15 +243,58 @@ class Programs(unittest.TestCase):
         kept, mask = te.ops.dropout_fwd(input=jnp.ones(256, jnp.float32), mask=jax.ShapeDtypeStruct((32,), jnp.uint8), p=0.25,
                                         rng=random_state(jax.random.key(0)))
         self.assertEqual(int(np.unpackbits(np.asarray(mask)).sum()), int((kept != 0).sum()))
-        scales, = [te.ops.fused_amax_and_scale_update_after_reduction(amax_histories=[jnp.full((2, 1), 2.0, jnp.float32)],
-                                                                      scales=[jnp.ones((1,), jnp.float32)], fp8_dtype="e4m3")[1]]
-        self.assertEqual(float(scales[0]), 224.0)
+        _, (scale,) = te.ops.fused_amax_and_scale_update_after_reduction(amax_histories=[jnp.full((2, 1), 2.0, jnp.float32)],
+                                                                         scales=[jnp.ones((1,), jnp.float32)], fp8_dtype="e4m3")
+        self.assertEqual(float(scale[0]), 224.0)
+
+    def test_ops_that_write_lists(self):
+        shapes = ((4,), (2, 3))
+        g, p, m = ([normal(*s) for s in shapes] for _ in range(3))
+        v = [jnp.abs(normal(*s)) for s in shapes]
+        adam = jax.jit(lambda lr, step, p, m, v: te.ops.multi_tensor_adam(
+            grads=g, params=p, exp_avgs=m, exp_avg_sqs=v, lr_tensor=lr, step_tensor=step, beta1=0.8, beta2=0.9,
+            fp8_params=te.quantize.QuantizedOutput(jnp.float8_e4m3fn, scale=jnp.full((1,), 2.0, jnp.float32))))
+        params, first, second, codes = adam(jnp.full((1,), 0.1, jnp.float32), jnp.full((1,), 3), p, m, v)
+        for i in range(2):
+            wide = [np.asarray(a[i], np.float64) for a in (g, p, m, v)]
+            a, b = 0.8 * wide[2] + 0.2 * wide[0], 0.9 * wide[3] + 0.1 * wide[0] ** 2
+            wanted = wide[1] - 0.1 * (a / (1 - 0.8**3)) / (np.sqrt(b / (1 - 0.9**3)) + 1e-8)
+            for found, want in ((params[i], wanted), (first[i], a), (second[i], b)):
+                np.testing.assert_allclose(found, want, atol=1e-5)
+            np.testing.assert_allclose(codes[i].data.astype(jnp.float32) * codes[i].scale_inv, params[i], rtol=0.07, atol=1e-2)
+        sgd = functools.partial(te.ops.multi_tensor_sgd, grads=g, params=p, momentums=m, lr=0.1, momentum=0.5)
+        params, momentums, copies = sgd(param_copies=jnp.bfloat16)
+        np.testing.assert_allclose(momentums[1], 0.5 * m[1] + g[1], atol=1e-6)
+        np.testing.assert_allclose(params[1], p[1] - 0.1 * momentums[1], atol=1e-6)
+        np.testing.assert_array_equal(copies[0], params[0].astype(jnp.bfloat16))
+        held = [jnp.full(s, 7, jnp.bfloat16) for s in shapes]
+        _, _, copies = sgd(param_copies=held, noop_flag=jnp.ones((1,), jnp.int32))
+        np.testing.assert_array_equal(copies[1], held[1])
+        with self.assertRaisesRegex(ValueError, "what 'param_copies' holds stays where noop_flag says so: give arrays"):
+            sgd(param_copies=jnp.bfloat16, noop_flag=jnp.ones((1,), jnp.int32))
+        scaled, flag = te.ops.multi_tensor_scale(inputs=g, noop_flag=jnp.zeros((1,), jnp.int32), scale=2.0)
+        np.testing.assert_array_equal(scaled[1], 2 * g[1])
+        for wrong in ([], g[0], None):
+            with self.assertRaisesRegex(TypeError, "'grads'.*list of"):
+                te.ops.multi_tensor_sgd(grads=wrong, params=p, momentums=m)
+
+    def test_float64_is_refused_while_it_is_traced_and_an_empty_sum_is_0(self):
+        x = normal(4, 4, dtype=np.float64)
+        for f in (lambda x: te.dense.dense(x, x), lambda x: te.layernorm.layernorm(x, x[0], None, "rmsnorm"),
+                  lambda x: te.activation.activation(x[:, None], ("gelu",)), lambda x: te.softmax.softmax(x[None, None]),
+                  lambda x: attend64(x.reshape(1, 4, 2, 2)), lambda x: rotary_pos_emb(x.reshape(1, 4, 2, 2), (1, 10000), False)):
+            with self.assertRaisesRegex(te_fl.errors.InvalidArgument, r"is float64\[.*its dtype must be float32 or float16 or bfloat16.*convert it first"):
+                jax.eval_shape(f, x)
+        loss = lambda x, k, b: (te.dense.dense(x, k, b) ** 2).sum()  # noqa: E731
+        empty = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(normal(4, 0), normal(0, 3), jnp.ones(3, jnp.float32))
+        self.assertEqual(float(empty[0]), 12.0)
+        self.assertEqual([g.shape for g in empty[1]], [(4, 0), (0, 3), (3,)])
 
     def test_errors_have_te_fl_s_text(self):
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, r"argument 'output' has shape \[4\], must be \[5\]"):
             jax.block_until_ready(te.ops.gelu(input=normal(5), output=jax.ShapeDtypeStruct((4,), jnp.float32)))
-        with self.assertRaisesRegex(jax.errors.JaxRuntimeError, r"'input' is i32\[5\] .*, its dtype must be f32\|f16\|bf16"):
-            jax.block_until_ready(te.ops.gelu(input=jnp.ones(5, jnp.int32), output=jax.ShapeDtypeStruct((5,), jnp.float32)))
+        with self.assertRaisesRegex(te_fl.errors.InvalidArgument, r"'input' is int32\[5\], its dtype must be float32 or float16 or bfloat16"):
+            te.ops.gelu(input=jnp.ones(5, jnp.int32), output=jax.ShapeDtypeStruct((5,), jnp.float32))
         with self.assertRaisesRegex(TypeError, r"gelu\(\) has no argument 'inputs'; gelu\(\) takes input, output"):
             te.ops.gelu(inputs=normal(5))
         with self.assertRaisesRegex(TypeError, r"gelu\(\) needs 'input'"):
@@ -255,6 +305,38 @@ class Programs(unittest.TestCase):
             te.ops.fused_attn_fwd(q=normal(1, 2, 1, 8), k=normal(1, 2, 1, 8), v=normal(1, 2, 1, 8))
         with self.assertRaisesRegex(ValueError, r"pair \[8\] of x \(3, 8\) with \[4\] of kernel"):
             te.dense.dense(normal(3, 8), normal(4, 2))
+
+    def test_the_policy_is_that_of_the_trace(self):
+        """Whether a program was traced before, and whose thread XLA runs it on, make no difference; what was compiled keeps its policy."""
+        x = normal(8, 1, 4)
+        f = jax.jit(lambda x: jax.lax.scan(lambda c, _: (te.activation.activation(c[:, None], ("gelu",)), None), x[:, 0], None, 2)[0])
+
+        def servers(run, *arguments):
+            te_fl.reset_usage()
+            jax.block_until_ready(run(*arguments))
+            return {row["impl_id"] for row in te_fl.usage()}
+
+        plain = f.lower(x).compile()
+        self.assertEqual(servers(f, x), {"default.cpu"})
+        with te_fl.policy(per_op={"gelu": ["vendor:nobody", "reference"]}):
+            self.assertEqual(servers(f, x), {"reference.host"})
+            with te_fl.policy(strict=True):  # settings left out are as outside
+                self.assertIn("| per_op=gelu=vendor:nobody|reference strict=1", f.lower(x).as_text())
+                with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "strict"):
+                    jax.block_until_ready(f(x))
+            compiled = f.lower(x).compile()
+            self.assertEqual(servers(f, x), {"reference.host"})
+            self.assertEqual(servers(plain, x), {"default.cpu"})
+            self.assertIn("nobody", te_fl.policy_text())  # a run takes nothing from the thread's own scopes
+            with concurrent.futures.ThreadPoolExecutor(1) as other:
+                self.assertEqual(other.submit(servers, f, x).result(), {"default.cpu"})
+        self.assertEqual(servers(compiled, x), {"reference.host"})
+        self.assertEqual(servers(f, x), {"default.cpu"})
+        for text, reason in (("prefer=vendr", "did you mean 'vendor'"), ("colour=red", "a policy has no setting 'colour'"), ("strict", "is no policy"),
+                             ("max_staged_bytes=-1", "no number of bytes")):
+            with self.assertRaisesRegex(jax.errors.JaxRuntimeError, reason):
+                jax.block_until_ready(jax.ffi.ffi_call("te_fl.relu", jax.ShapeDtypeStruct((2,), jnp.float32))(
+                    jnp.ones(2, jnp.float32), call=f"relu input -> output | | {text}"))
 
     def test_every_op_is_known_to_xla_from_the_import_on(self):
         """A program that another process has exported names targets that this one never traced."""

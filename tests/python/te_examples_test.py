@@ -196,28 +196,31 @@ assert 1e-4 < error < 0.06, error
 """
 
 README_JAX = """
-import flax
-import jax
-import jax.numpy as jnp
+import flax, jax, jax.numpy as jnp
 import transformer_engine.jax as te
 import transformer_engine.jax.flax as te_flax
 from transformer_engine.common import recipe
-
-HIDDEN = 256
-first, second = jax.random.split(jax.random.PRNGKey(0))
-inp = jax.random.normal(second, [8, 32, HIDDEN], jnp.float32)
+BATCH, SEQLEN, HIDDEN = 8, 32, 256
+init_rng, data_rng = jax.random.split(jax.random.PRNGKey(0))
+inp = jax.random.normal(data_rng, [BATCH, SEQLEN, HIDDEN], jnp.float32)
 with te.autocast(enabled=True, recipe=recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.HYBRID)):
     model = te_flax.DenseGeneral(features=HIDDEN)
-
-    def loss_of(params, others, inp):
-        return jnp.mean(model.apply({"params": params, **others}, inp))
-
-    variables = model.init(first, inp)
-    others, params = flax.core.pop(variables, "params")
-    step = jax.value_and_grad(loss_of, argnums=(0, 1))
+    def loss_fn(params, other_vars, inp):
+        return jnp.mean(model.apply({"params": params, **other_vars}, inp))
+    variables = model.init(init_rng, inp)
+    other_variables, params = flax.core.pop(variables, "params")
+    fwd_bwd_fn = jax.value_and_grad(loss_fn, argnums=(0, 1))
     for _ in range(10):
-        loss, (gradients, other_gradients) = step(params, others, inp)
-        others = other_gradients  # the FP8 state after the step
+        loss, (param_grads, other_grads) = fwd_bwd_fn(params, other_variables, inp)
+# What the lines above ran, checked; then training steps that keep the FP8 state.
+kernel = params["kernel"].unbox()
+want = jnp.mean(inp @ kernel)
+assert abs(loss - want) < 0.05 * jnp.std(inp @ kernel), (loss, want)
+assert jax.tree.structure(other_grads) == jax.tree.structure(other_variables)
+others = other_grads
+with te.autocast(enabled=True, recipe=recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.HYBRID)):
+    for _ in range(2):
+        loss, (gradients, others) = fwd_bwd_fn(params, others, inp)
 kernel, gradient = params["kernel"].unbox(), gradients["kernel"].unbox()
 want = jnp.mean(inp @ kernel)
 assert abs(loss - want) < 0.05 * jnp.std(inp @ kernel), (loss, want)

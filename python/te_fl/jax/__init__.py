@@ -32,11 +32,12 @@ _check_versions()
 
 from te_fl.compat.variables import read_variables  # noqa: E402
 from te_fl.jax import activation, attention, dense, layernorm, layernorm_dense, layernorm_mlp, ops, quantize, sharding, softmax  # noqa: E402
-from te_fl.jax._call import register_targets  # noqa: E402
+from te_fl.jax._call import follow_policy, register_targets  # noqa: E402
 from te_fl.jax.quantize import NVTE_FP8_COLLECTION_NAME, autocast, fp8_autocast, update_collections  # noqa: E402
 from te_fl.jax.sharding import MeshResource  # noqa: E402
 
 register_targets()
+follow_policy()
 read_variables()
 
 __all__ = ["NVTE_FP8_COLLECTION_NAME", "MeshResource", "activation", "attention", "autocast", "dense", "flax", "fp8_autocast", "layernorm",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import numbers
+import threading
 from typing import Any, Dict, FrozenSet, Mapping, Sequence, Tuple
 
 import jax
@@ -28,6 +29,27 @@ def register_targets() -> None:
     """Makes the calls of all ops known to XLA, so that a program that another process has exported finds those that this one never traced."""
     for op in _native.op_names():
         _target(op)
+
+
+# What te_fl.policy asks for on this thread, as a line of words: a part of the keys under which JAX keeps what it traced, and of every call's text.
+_policy = jax.make_user_context("")
+_held = threading.local()
+
+
+def _follow(line: str) -> None:
+    entered = getattr(_held, "entered", None)
+    if entered is not None:
+        _held.entered = None
+        entered.__exit__(None, None, None)
+    if line:
+        entered = _policy(line)
+        entered.__enter__()
+        _held.entered = entered
+
+
+def follow_policy() -> None:
+    """From now on this thread's policy scopes, those that are open included, are parts of what is traced in them."""
+    _follow(_native.follow_policy(_follow))
 
 
 def _word(value: Any) -> str:
@@ -62,6 +84,7 @@ def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], 
     outputs = [name for name, _ in results]
     words = " ".join(f"{name}={_word(value)}" for name, value in settings.items())
     text = f"{op} {' '.join(inputs)} -> {' '.join(outputs)} | {words}".rstrip()
+    text += f" | {_policy.value}" if _policy.value else ""
     aliases = {inputs.index(name): i for i, name in enumerate(outputs) if name in inputs}
 
     def run(shapes, *arrays):

@@ -106,8 +106,9 @@ def _spec(factors: Optional[Factors], rank: int, axes: Mapping[str, Any]) -> Par
     return PartitionSpec(*([None] * rank if factors is None else [axes.get(f) for f in factors]))
 
 
-def _chosen(infos: Sequence, factors: Sequence[Optional[Factors]], cut: Set[str]) -> Dict[str, Any]:
-    """Which mesh axes each dimension is cut over: those of the first array that is cut there, each axis once."""
+def _chosen(infos: Sequence, factors: Sequence[Optional[Factors]], cut: Set[str], fits: Callable[[str, Tuple[str, ...]], bool]) -> Dict[str, Any]:
+    """Which mesh axes each dimension is cut over: those of the first array that is cut there, each axis once. A dimension that these axes do not
+    divide stays whole."""
     axes: Dict[str, Any] = {}
     used: Set[str] = set()
     for info, names in zip(infos, factors):
@@ -116,7 +117,7 @@ def _chosen(infos: Sequence, factors: Sequence[Optional[Factors]], cut: Set[str]
             continue
         for name, axis in zip(names, tuple(spec)):
             flat = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-            if name in cut and name not in axes and flat and not used & set(flat):
+            if name in cut and name not in axes and flat and not used & set(flat) and fits(name, flat):
                 axes[name] = axis
                 used |= set(flat)
     return axes
@@ -178,9 +179,20 @@ class _Plan:
 
         return lower, shardings[:count], shardings[count:]
 
+    def chosen(self, mesh: Any, infos: Sequence) -> Dict[str, Any]:
+        extents: Dict[str, Set[int]] = {}
+        for names, (_, struct) in zip(self.factors, self.operands + self.results):
+            for name, extent in zip(names or (), struct.shape):
+                extents.setdefault(name, set()).add(extent)
+
+        def fits(name: str, axes: Tuple[str, ...]) -> bool:
+            return all(extent % math.prod(mesh.shape[axis] for axis in axes) == 0 for extent in extents[name])
+
+        return _chosen(infos, self.factors, self.cut, fits)
+
     def partition(self, run: Callable) -> Callable:
         def partition(mesh, arg_infos, result_infos):
-            axes = _chosen(list(arg_infos) + list(result_infos), self.factors, self.cut)
+            axes = self.chosen(mesh, list(arg_infos) + list(result_infos))
             lower, operands, results = self.of_a_device(run, mesh, axes)
             return mesh, lower, tuple(results), tuple(operands)
 
@@ -188,7 +200,7 @@ class _Plan:
 
     def by_types(self, run: Callable, mesh: Any, arrays: Sequence[jax.Array]) -> List[jax.Array]:
         """The call on a mesh of explicit axes, where types say how arrays lie and XLA's partitioner decides nothing."""
-        axes = _chosen([jax.typeof(array) for array in arrays], self.factors, self.cut)
+        axes = self.chosen(mesh, [jax.typeof(array) for array in arrays])
         lower, operands, results = self.of_a_device(run, mesh, axes)
         arrays = [jax.sharding.reshard(array, sharding) for array, sharding in zip(arrays, operands)]
         cut = jax.shard_map(lower, mesh=mesh, in_specs=tuple(s.spec for s in operands), out_specs=tuple(s.spec for s in results),

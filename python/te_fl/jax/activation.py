@@ -7,6 +7,7 @@ from typing import Mapping, Optional, Sequence, Tuple
 
 import jax
 
+from te_fl.errors import did_you_mean
 from te_fl.jax import ops
 from te_fl.jax._partition import Layout, in_one
 
@@ -25,7 +26,14 @@ def canonicalize_activation(activation_type) -> Tuple[str, ...]:
         names = names[::-1] if names[0] in ("linear", "clamped_linear") else names
         if names in _OPS:
             return names
-    raise ValueError(f"activation_type is {activation_type!r}; te_fl.jax has {', '.join(str(n) for n in _OPS)}")
+    raise ValueError(f"activation_type is {activation_type!r}{nearest(names)}; te_fl.jax has {', '.join(str(n) for n in _OPS)}")
+
+
+def nearest(names: Sequence, more: Sequence[str] = ()) -> str:
+    """"; did you mean 'gelu'?" for the first of these that is no activation's name, `more` included."""
+    known = {*more, *(word for words in _OPS for word in words)}
+    wrong = [name for name in names if isinstance(name, str) and name not in known]
+    return did_you_mean(wrong[0], sorted(known)) if wrong else ""
 
 
 def canonicalize_params(names: Tuple[str, ...], params: Optional[Mapping]) -> Tuple[Tuple[str, float], ...]:

@@ -3,6 +3,7 @@
 Outputs are returned in the order of the specification, a single one by itself. Their shapes follow from the inputs; where the specification's
 rule does not say one, and for an optional output, give jax.ShapeDtypeStruct under the output's name (True makes an optional one whose shape
 follows, a dtype one of this dtype, a QuantizedOutput a quantised one). An argument that is read and written is given as an array and returned.
+Lists of arrays are lists, and those that are written are returned as lists.
 Ops have no gradients here; te_fl.jax.dense and its kin do. Random numbers: rng=uint32[4], see te_fl.jax.quantize.random_state.
 """
 
@@ -13,8 +14,9 @@ from typing import Any, Dict, FrozenSet, List, Optional, Tuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from te_fl import _native
+from te_fl import _native, errors
 from te_fl.jax._call import call
 from te_fl.jax._tensors import Quantized, QuantizedOutput
 
@@ -114,6 +116,14 @@ def _output(op: str, arg: dict, given: Any, extents: _Extents, arguments: Dict[s
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def _check_dtype(op: str, arg: dict, name: str, array: Any) -> None:
+    """te_fl.errors.InvalidArgument where the specification does not have the array's dtype, while the program is traced."""
+    allowed = [t for i, t in enumerate(_DTYPES) if arg["dtypes"] >> i & 1]
+    if array.dtype not in allowed:
+        raise errors.InvalidArgument(f"{op}: argument '{name}' is {array.dtype}{list(array.shape)}, its dtype must be "
+                                     f"{' or '.join(jnp.dtype(t).name for t in allowed)}; convert it first, as by {name}.astype(..)")
+
+
 def _names(op: str, schema: dict) -> str:
     return f"{op}() takes {', '.join(schema['by_name'])}" + (", rng" if "rng" not in schema["by_name"] else "")
 
@@ -124,13 +134,14 @@ class _Call:
     def __init__(self, op: str):
         self.op, self.operands, self.results, self.settings = op, [], [], {}
 
-    def read(self, name: str, value: Any, written: bool) -> None:
+    def read(self, arg: dict, name: str, value: Any, written: bool) -> None:
         if isinstance(value, Quantized):
             for part, array in value.parts():
                 self.operands.append((name + part, array))
             self.settings[f"{name}.scaling"] = value.scaling
             return
         array = jnp.asarray(value)
+        _check_dtype(self.op, arg, name, array)
         self.operands.append((name, array))
         if written:
             self.results.append((name, jax.ShapeDtypeStruct(array.shape, array.dtype)))
@@ -161,6 +172,42 @@ def _given(op: str, schema: dict, arguments: Dict[str, Any]) -> Tuple[Dict[str, 
     return scalars, tensors
 
 
+def _list(op: str, schema: dict, arg: dict, made: _Call, tensors: Dict[str, Any]) -> Dict[str, List[Tuple[str, Any]]]:
+    """Adds a list of tensors to the call. What it writes of them, by the list's name: each one's name and kind; empty: nothing."""
+    given, name = tensors.get(arg["name"]), arg["name"]
+    if given is None and arg["role"] == _OUT and not arg["optional"]:
+        given = True
+    first = next(a["name"] for a in schema["args"] if a["type"] == _LIST)
+    alike = list(tensors.get(first) or ()) if first != name else []  # the other lists have one of its shape for each of these
+    if given is True or isinstance(given, QuantizedOutput) or arg["role"] == _OUT and isinstance(given, (type, np.dtype)):
+        given = [given] * len(alike)
+    if given is None or given is False or isinstance(given, (list, tuple)) and not given:
+        if not arg["optional"]:
+            raise TypeError(f"{op}() needs '{name}', a list of one array or more; {_names(op, schema)}")
+        return {}
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{op}: '{name}' is a list of arrays, not {type(given).__name__}")
+    written = []
+    for i, one in enumerate(given):
+        element, kind = f"{name}[{i}]", one
+        if arg["role"] != _OUT or isinstance(one, (jax.Array, np.ndarray)):
+            made.read(arg, element, one, arg["role"] != _IN)
+        else:
+            if arg["inout_if"] and tensors.get(arg["inout_if"]) is not None:
+                raise ValueError(f"{op}: what '{name}' holds stays where {arg['inout_if']} says so: give arrays, which are read and returned")
+            shaped = getattr(one, "shape", None) is not None
+            if not shaped and i >= len(alike):
+                raise ValueError(f"{op}: the shape of '{element}' does not follow from the inputs: give jax.ShapeDtypeStruct(shape, dtype) or "
+                                 "QuantizedOutput(shape=..)")
+            if isinstance(one, QuantizedOutput):
+                kind = one if shaped else one.of_shape(alike[i].shape)
+            elif not isinstance(one, jax.ShapeDtypeStruct):
+                kind = jax.ShapeDtypeStruct(alike[i].shape, alike[i].dtype if one is True else jnp.dtype(one))
+            made.write(element, kind)
+        written.append((element, kind))
+    return {name: written} if arg["role"] != _IN else {}
+
+
 def _run(op: str, **arguments: Any) -> Any:
     return run(op, frozenset(), **arguments)
 
@@ -173,20 +220,17 @@ def run(op: str, packed: FrozenSet[str], **arguments: Any) -> Any:
     extents = _Extents(scalars)
     outputs: List[str] = []
     wanted: Dict[str, Any] = {}
+    lists: Dict[str, List[Tuple[str, Any]]] = {}
     for arg in schema["args"]:
         value = tensors.get(arg["name"])
         if arg["type"] == _LIST:
-            if arg["role"] == _OUT:
-                raise TypeError(f"{op}: '{arg['name']}' is a list that is written, which te_fl.jax does not make: call the op for one tensor")
-            for i, one in enumerate(value or ()):
-                made.read(f"{arg['name']}[{i}]", one, arg["role"] == _INOUT)
-                outputs += [f"{arg['name']}[{i}]"] if arg["role"] == _INOUT else []
+            lists.update(_list(op, schema, arg, made, tensors))
         elif arg["type"] == _TENSOR and (arg["role"] == _IN or isinstance(value, jax.Array) or isinstance(value, Quantized)):
             if value is None:
                 if not arg["optional"]:
                     raise TypeError(f"{op}() needs '{arg['name']}'; {_names(op, schema)}")
                 continue
-            made.read(arg["name"], value, arg["role"] != _IN)
+            made.read(arg, arg["name"], value, arg["role"] != _IN)
             extents.learn(arg["shape"], made.operands[-1][1].shape if not isinstance(value, Quantized) else value.shape)
             outputs += [arg["name"]] if arg["role"] != _IN else []
     for arg in schema["args"]:
@@ -200,8 +244,11 @@ def run(op: str, packed: FrozenSet[str], **arguments: Any) -> Any:
     made.settings.update({name: value for name, value in scalars.items()})
     values = made.run(schema["elementwise"] and not any(isinstance(v, (Quantized, QuantizedOutput)) for v in tensors.values()), packed)
     order = [arg["name"] for arg in schema["args"]]
-    outputs.sort(key=lambda name: order.index(name.partition("[")[0]))
-    found = [wanted[name].value(name, values) if isinstance(wanted.get(name), QuantizedOutput) else values[name] for name in outputs]
+    def value_of(name: str, struct: Any) -> Any:
+        return struct.value(name, values) if isinstance(struct, QuantizedOutput) else values[name]
+
+    found = [[value_of(*one) for one in lists[name]] if name in lists else value_of(name, wanted.get(name))
+             for name in sorted([*outputs, *lists], key=order.index)]
     return found[0] if len(found) == 1 else tuple(found)
 
 

@@ -92,7 +92,8 @@ def get_sharding_map_logic_axis_to_mesh_axis() -> Dict[str, Optional[str]]:
 
 
 def with_sharding_constraint_by_logical_axes(x: jax.Array, logical_axis_names: Optional[Sequence[Optional[str]]]) -> jax.Array:
-    """x, laid out as these names say; the same x without names or without a mesh. Names that are not te-fl's are left to Flax's rules."""
+    """x, laid out as these names say; the same x without names or without a mesh. Names that are not te-fl's are left to Flax's rules. A
+    dimension that its axis does not divide stays as it is over an explicit axis, whose types cannot say it; XLA pads it over others."""
     if not logical_axis_names:
         return x
     if len(logical_axis_names) != x.ndim:
@@ -102,7 +103,8 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, logical_axis_names: O
     spec = [rules.get(name) for name in logical_axis_names]
 
     def of_kind(kind: AxisType) -> Optional[PartitionSpec]:
-        wanted = [axis if kinds.get(axis) is kind else None for axis in spec]
+        wanted = [axis if kinds.get(axis) is kind and (kind is not AxisType.Explicit or extent % mesh.shape[axis] == 0) else None
+                  for axis, extent in zip(spec, x.shape)]
         return PartitionSpec(*wanted) if any(wanted) else None
 
     explicit, automatic = of_kind(AxisType.Explicit), of_kind(AxisType.Auto)  # manual axes lie as shard_map has cut them

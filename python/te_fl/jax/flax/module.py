@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import numbers
 import operator
 from typing import Any, Callable, Iterable, Mapping, Optional, Sequence, Tuple, Union
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from te_fl.jax.activation import activation, canonicalize_activation
+from te_fl.jax.activation import activation, canonicalize_activation, nearest
 from te_fl.jax.attention import AttnSoftmaxType
 from te_fl.jax.dense import dense
 from te_fl.jax.layernorm import canonicalize_norm_type, layernorm
@@ -34,6 +35,32 @@ def refuse(module: nn.Module, way_out: str, **given: Any) -> None:
 
 def as_tuple(value: Union[int, Iterable[int]]) -> Tuple[int, ...]:
     return tuple(value) if isinstance(value, Iterable) else (value,)
+
+
+def check_sizes(module: nn.Module, **sizes: Any) -> None:
+    """ValueError for the first that is no number of elements from 1 on."""
+    for name, value in sizes.items():
+        for one in as_tuple(value):
+            if isinstance(one, bool) or not isinstance(one, numbers.Integral) or one < 1:
+                raise ValueError(f"{type(module).__name__}({name}={value!r}): it is a whole number of elements, 1 or more")
+
+
+_FLAX = tuple(n for n in dir(nn.activation) if n.islower() and not n.startswith("_") and callable(getattr(nn.activation, n)) and n != "compact")
+
+
+def check_activations(module: nn.Module, name: str) -> None:
+    """ValueError for names that are neither te-fl's nor Flax's."""
+    given = getattr(module, name)
+    what = f"{type(module).__name__}({name}={given!r})"
+    if isinstance(given, str) or not tuple(given):
+        raise ValueError(f"{what}: it is a tuple of one or two activations, as ('gelu',) or ('silu', 'linear')")
+    try:
+        canonicalize_activation(tuple(given))
+    except ValueError:
+        wrong = [a for a in given if not callable(a) and a not in (*_FLAX, "linear")]
+        if wrong:
+            raise ValueError(f"{what}: {wrong[0]!r} is no activation by itself{nearest(wrong[:1], _FLAX)}; it has the combinations of "
+                             "te_fl.jax.activation, and any of functions, names of flax.linen's, and 'linear'") from None
 
 
 def scale_init_of(scale_init: Optional[Initializer], zero_centered_gamma: bool) -> Initializer:
@@ -155,6 +182,10 @@ class DenseGeneral(TransformerEngineBase):
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: Optional[str] = None
 
+    def __post_init__(self):
+        check_sizes(self, features=self.features)
+        super().__post_init__()
+
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
         features = as_tuple(self.features)
@@ -201,6 +232,10 @@ class LayerNormDenseGeneral(TransformerEngineBase):
     depth_scaling: Optional[float] = None
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: Optional[str] = None
+
+    def __post_init__(self):
+        check_sizes(self, features=self.features)
+        super().__post_init__()
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> Tuple[jax.Array, Optional[jax.Array]]:
@@ -269,6 +304,11 @@ class LayerNormMLP(TransformerEngineBase):
     ffn2_ckpt_name: str = "ffn2"
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: Optional[str] = None
+
+    def __post_init__(self):
+        check_sizes(self, intermediate_dim=self.intermediate_dim)
+        check_activations(self, "activations")
+        super().__post_init__()
 
     def _parameters(self, width: int, dtype: Any):
         count, init = len(tuple(self.activations)), self.kernel_init or default_kernel_init(self.dtype)

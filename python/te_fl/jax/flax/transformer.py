@@ -13,7 +13,8 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from te_fl.jax.attention import (AttnBiasType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, canonicalize_attn_mask_type, fused_attn)
-from te_fl.jax.flax.module import DenseGeneral, Initializer, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, default_kernel_init, dropout, refuse
+from te_fl.jax.flax.module import (DenseGeneral, Initializer, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, check_activations,
+                                     check_sizes, default_kernel_init, dropout, refuse)
 from te_fl.jax.quantize import random_state
 from te_fl.jax.rope import rotary_pos_emb
 from te_fl.jax.sharding import (BATCH_AXES, HEAD_AXES, HIDDEN_AXES, HIDDEN_TP_AXES, SEQLEN_AXES, SEQLEN_TP_AXES, W_FSDP_AXES, W_JOINED_AXES,
@@ -51,6 +52,14 @@ def _leading(transposed: bool, sequence_parallel: bool = False) -> Tuple[str, st
     return (sequence, BATCH_AXES) if transposed else (BATCH_AXES, sequence)
 
 
+def check_heads(module: nn.Module) -> None:
+    """ValueError for numbers of heads and of their groups that do not go together."""
+    heads, groups = module.num_attention_heads, module.num_gqa_groups
+    check_sizes(module, num_attention_heads=heads, **({} if not groups else {"num_gqa_groups": groups}))
+    if groups and heads % groups != 0:
+        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_gqa_groups {groups}")
+
+
 class DotProductAttention(nn.Module):
     """softmax(q k^T scale + bias, masked) v. The softmax is always summed in FP32, whatever float32_logits says."""
 
@@ -77,6 +86,11 @@ class DotProductAttention(nn.Module):
     score_mod_bprop: Optional[Callable] = None
     return_max_logit: bool = False
 
+    def __post_init__(self):
+        check_sizes(self, head_dim=self.head_dim)
+        check_heads(self)
+        super().__post_init__()
+
     @nn.compact
     def __call__(self, query: jax.Array, key: Optional[jax.Array], value: Optional[jax.Array], sequence_descriptor: Mask = None,
                  bias: Optional[jax.Array] = None, *, deterministic: bool = False, mask: Mask = None,
@@ -90,8 +104,6 @@ class DotProductAttention(nn.Module):
             AttnBiasType.NO_BIAS if bias is None else AttnBiasType.POST_SCALE_BIAS)
         softmax_type = AttnSoftmaxType.from_str(self.softmax_type)
         groups = self.num_gqa_groups or self.num_attention_heads
-        if self.num_attention_heads % groups != 0:
-            raise ValueError(f"num_attention_heads {self.num_attention_heads} is not a multiple of num_gqa_groups {groups}")
         offset = None
         if softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX:
             offset = self.param("softmax_offset", nn.with_logical_partitioning(nn.initializers.zeros, (None, HEAD_AXES, None, None)),
@@ -152,6 +164,11 @@ class MultiHeadAttention(nn.Module):
     output_layernorm: Optional[bool] = None
     apply_residual_connection_post_layernorm: Optional[bool] = None
     fuse_qkv: Optional[bool] = None
+
+    def __post_init__(self):
+        check_sizes(self, head_dim=self.head_dim)
+        check_heads(self)
+        super().__post_init__()
 
     def _refuse_older_names(self) -> None:
         for old, new in (("num_heads", "num_attention_heads"), ("dropout_rate", "attention_dropout"), ("output_layernorm", "input_layernorm"),
@@ -320,6 +337,14 @@ class TransformerLayer(nn.Module):
     score_mod: Optional[Callable] = None
     score_mod_bprop: Optional[Callable] = None
 
+    def __post_init__(self):
+        check_sizes(self, hidden_size=self.hidden_size, mlp_hidden_size=self.mlp_hidden_size)
+        check_activations(self, "mlp_activations")
+        check_heads(self)
+        if self.hidden_size % self.num_attention_heads != 0:
+            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}")
+        super().__post_init__()
+
     def _attention(self, name: str, **own: Any) -> MultiHeadAttention:
         same = ("num_attention_heads", "dtype", "num_gqa_groups", "transpose_batch_sequence", "enable_sequence_parallel", "attention_dropout",
                 "dropout_rng_name", "scale_attn_logits", "scaled_query_init", "layernorm_type", "layernorm_epsilon", "zero_centered_gamma",
@@ -351,10 +376,11 @@ class TransformerLayer(nn.Module):
     def _check(self, inputs: jax.Array, encoded: Optional[jax.Array]) -> None:
         if self.layer_type not in TransformerLayerType:
             raise ValueError(f"layer_type is {self.layer_type!r}; it is one of {list(TransformerLayerType)}")
-        if self.hidden_size % self.num_attention_heads != 0:
-            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {self.num_attention_heads}")
         if inputs.ndim != 3:
             raise ValueError(f"inputs has shape {inputs.shape}, not [batch, sequence, hidden]")
+        if inputs.shape[-1] != self.hidden_size:
+            raise ValueError(f"inputs has shape {inputs.shape}, and its last dimension is hidden_size, {self.hidden_size}: give "
+                             f"TransformerLayer(hidden_size={inputs.shape[-1]})")
         if self.layer_type is TransformerLayerType.DECODER and encoded is None:
             raise ValueError("a decoder layer needs `encoded`, the encoder's result")
 
