@@ -50,7 +50,7 @@ PyObject* jax_version(PyObject*, PyObject*) noexcept {
 
 PyMethodDef g_methods[] = {
     {"set_classes", set_classes, METH_VARARGS, "set_classes(errors, Quantized, Saved)"},
-    {"op", make_op, METH_O, "op(name) -> a callable of keyword arguments that runs the op"},
+    {"op", make_op, METH_VARARGS, "op(name, doc) -> a callable that runs the op"},
     {"schema", schema, METH_O, "schema(op) -> dict"},
     {"call", call_by, METH_VARARGS, "call(op, arguments, manager=None, positional=())"},
     {"resolve", resolve, METH_VARARGS,

@@ -4,6 +4,7 @@ import ast
 import inspect
 import os
 import pathlib
+import pydoc
 import struct
 import typing
 import unittest
@@ -48,6 +49,21 @@ class Ops(unittest.TestCase):
                             for a, d in zip(stub.args.kwonlyargs, stub.args.kw_defaults)}
                 self.assertEqual(declared, expected)
                 self.assertEqual((stub.args.args, stub.args.vararg, stub.args.kwarg, ast.unparse(stub.returns)), ([], None, None, "None"))
+
+    def test_inspect_and_help_say_the_same(self):
+        for name, stub in self.stubs.items():
+            with self.subTest(op=name):
+                shown = inspect.signature(getattr(te_fl.ops, name)).parameters.values()
+                declared = [(a.arg, inspect.Parameter.empty if d is None and not ast.unparse(a.annotation).startswith("Optional")
+                             else ast.literal_eval(d)) for a, d in zip(stub.args.kwonlyargs, stub.args.kw_defaults)]
+                self.assertEqual([(p.name, p.default) for p in shown], declared)
+                self.assertTrue(all(p.kind is p.KEYWORD_ONLY for p in shown))
+                words, of_stub = getattr(te_fl.ops, name).__doc__, ast.get_docstring(stub)
+                self.assertTrue(words.startswith(of_stub), (words, of_stub))
+                self.assertEqual(getattr(te_fl.ops, name).__name__, name)
+        page = pydoc.render_doc(te_fl.ops.rmsnorm_fwd, renderer=pydoc.plaintext)
+        for part in ("rmsnorm_fwd(*, x, gamma, z, rsigma, epsilon=1e-05,", "    gamma: Tensor [H]\n", "    rsigma: Tensor [@...], written\n", "Raises:"):
+            self.assertIn(part, page)
 
     def test_its_names_exist(self):
         tree = ast.parse((PACKAGE / "ops.pyi").read_text())
