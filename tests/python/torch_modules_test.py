@@ -58,6 +58,17 @@ class Names(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, r"Derived\(\) has no argument 'biass'"):
             Derived(biass=False)
 
+    def test_a_profiler_shows_layers_under_their_modules_names(self):
+        layers = {"te_fl.pytorch.Linear qkv": te.Linear(8, 8, name="qkv", device="cpu"), "te_fl.pytorch.RMSNorm": te.RMSNorm(8, device="cpu"),
+                  "te_fl.pytorch.LayerNormMLP": te.LayerNormMLP(8, 8, device="cpu"),
+                  "te_fl.pytorch.TransformerLayer": te.TransformerLayer(8, 8, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")}
+        x = torch.randn(3, 1, 8, requires_grad=True)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for layer in layers.values():
+                layer(x).sum().backward()
+        seen = {event.key: event.count for event in profile.key_averages()}
+        self.assertEqual({name: seen.get(name) for name in layers}, dict.fromkeys(layers, 1))
+
     def test_a_module_that_is_not_served_tells_the_way_out(self):
         with self.assertRaisesRegex(AttributeError, "'GroupedLinear', which Transformer Engine has; use one Linear for each group"):
             te.GroupedLinear

@@ -9,7 +9,7 @@ import torch
 
 from te_fl import _native
 from te_fl.pytorch import extra_state, quantization, registry, weight_cache
-from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_memory
+from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, profiling, run, shown, use_torch_memory
 from te_fl.pytorch.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.device import default_device, native_device
 from te_fl.pytorch.float8_tensor import Float8Tensor, keeping_codes, rules_of
@@ -213,14 +213,14 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
             first = quantization.reused_weights()
         if attention is not None:
             call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delay_wgrad_compute)
-            return run(call, weight_cache.number(), *inputs, *extras, *parameters)
+            return (shown(self) if profiling() else run)(call, weight_cache.number(), *inputs, *extras, *parameters)
         if not x.is_contiguous():
             x = x.contiguous()
         call = self._call  # that of the last forward, which the next one is mostly like
         if (call is None or call.layer is not layer or call.first is not first or call.activation != activation
                 or call.updates != updates):
             call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
-        return run(call, weight_cache.number(), x, *parameters)
+        return (shown(self) if profiling() else run)(call, weight_cache.number(), x, *parameters)
 
     # A graph asks this of the module whose number it has: see te_fl.pytorch.compiled.
 
