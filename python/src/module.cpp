@@ -50,7 +50,7 @@ PyObject* jax_version(PyObject*, PyObject*) noexcept {
 
 PyMethodDef g_methods[] = {
     {"set_classes", set_classes, METH_VARARGS, "set_classes(errors, Quantized, Saved)"},
-    {"op", make_op, METH_O, "op(name) -> a callable of keyword arguments that runs the op"},
+    {"op", make_op, METH_VARARGS, "op(name, doc) -> a callable that runs the op"},
     {"schema", schema, METH_O, "schema(op) -> dict"},
     {"call", call_by, METH_VARARGS, "call(op, arguments, manager=None, positional=())"},
     {"resolve", resolve, METH_VARARGS,
@@ -85,7 +85,9 @@ PyMethodDef g_methods[] = {
     {"set_priority", set_priority, METH_VARARGS, "set_priority(registry, op, impl_id, priority)"},
     {"snapshot", snapshot, METH_O, "snapshot(registry) -> list of dict"},
     {"set_deterministic", set_deterministic, METH_O, "set_deterministic(function() -> bool)"},
+    {"policy_settings", policy_settings, METH_NOARGS, "policy_settings() -> dict"},
     {"policy_text", policy_text, METH_NOARGS, "policy_text() -> str"},
+    {"set_global_policy", set_global_policy, METH_O, "set_global_policy(settings or None)"},
     {"fp8_states", make_fp8_states, METH_NOARGS, "fp8_states() -> states"},
     {"layer", make_layer, METH_VARARGS, "layer(kind, options, states) -> layer"},
     {"layer_parameters", layer_parameters, METH_O,

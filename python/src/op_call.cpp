@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <deque>
+#include <map>
 #include <optional>
 
 #include "dlpack.hpp"
@@ -360,8 +361,8 @@ PyObject* run_op(PyObject* self, PyObject* const* args, Py_ssize_t count,
   });
 }
 
-PyMethodDef g_run = {"op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_op)),
-                     METH_FASTCALL | METH_KEYWORDS, "Runs an op of te-fl."};
+const PyMethodDef kRun = {"op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_op)),
+                          METH_FASTCALL | METH_KEYWORDS, "Runs an op of te-fl."};
 
 PyObject* run_function_op(PyObject* self, PyObject* positional, PyObject* keywords) noexcept {
   return guarded([&] {
@@ -370,9 +371,25 @@ PyObject* run_function_op(PyObject* self, PyObject* positional, PyObject* keywor
   });
 }
 
-PyMethodDef g_run_function = {
+const PyMethodDef kRunFunction = {
     "op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_function_op)),
     METH_VARARGS | METH_KEYWORDS, "Runs an op of Python functions."};
+
+// How Python shows an op: its name, signature and description, which live as long as its callables.
+struct MethodOfOp {
+  PyMethodDef definition;
+  std::string words;
+};
+
+MethodOfOp& method_of(const OpBinding& op) {
+  static auto* methods = new std::map<const OpBinding*, MethodOfOp>();
+  const auto [at, added] = methods->try_emplace(&op);
+  if (added) {
+    at->second.definition = is_function_op(*op.schema) ? kRunFunction : kRun;
+    at->second.definition.ml_name = op.schema->name;
+  }
+  return at->second;
+}
 
 Ref to_dict(const Decision& decision) {
   Ref dict = Ref::take(PyDict_New());
@@ -466,12 +483,17 @@ void set_argument_classes(PyObject* quantized, PyObject* saved) {
   g_saved = saved;
 }
 
-PyObject* make_op(PyObject*, PyObject* name) noexcept {
+PyObject* make_op(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
+    PyObject* name = nullptr;
+    const char* words = nullptr;
+    if (PyArg_ParseTuple(args, "Os", &name, &words) == 0) throw PythonError();
     const OpBinding& op = bind(name);
+    MethodOfOp& method = method_of(op);
+    if (method.words.empty()) method.words = words;
+    method.definition.ml_doc = method.words.c_str();
     const Ref self = Ref::take(PyCapsule_New(const_cast<OpBinding*>(&op), kOpName, nullptr));
-    PyMethodDef* const run = is_function_op(*op.schema) ? &g_run_function : &g_run;
-    return Ref::take(PyCFunction_NewEx(run, self.get(), nullptr));
+    return Ref::take(PyCFunction_NewEx(&method.definition, self.get(), nullptr));
   });
 }
 

@@ -10,9 +10,9 @@ namespace te_fl::python {
 void set_argument_classes(PyObject* quantized, PyObject* saved);
 PyObject* quantized_class() noexcept;  // borrowed
 
-// op(name) -> a callable of keyword arguments that runs the op. KeyError-like te_fl.NotFound names
-// the nearest op.
-PyObject* make_op(PyObject*, PyObject* name) noexcept;
+// op(name, doc) -> a callable of keyword arguments that runs the op; doc: its signature and
+// description, which help() shows. KeyError-like te_fl.NotFound names the nearest op.
+PyObject* make_op(PyObject*, PyObject* args) noexcept;
 // call(op, arguments, manager=None, positional=()): runs the op, by the process's manager or
 // another; None, or what a function in Python returned where the op is of such (function_op.hpp).
 PyObject* call_by(PyObject*, PyObject* args) noexcept;

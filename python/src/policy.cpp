@@ -79,11 +79,14 @@ std::string word_of(std::string_view key, PyObject* value) {
 
 std::map<std::string, std::string> asked_of(PyObject* dict) {
   std::map<std::string, std::string> made;
-  if (t_innermost != nullptr) made = t_innermost->asked;
+  // A whole policy takes nothing from those around it.
+  PyObject* const whole = PyDict_GetItemString(dict, "whole");
+  if (t_innermost != nullptr && (whole == nullptr || !truth_of(whole))) made = t_innermost->asked;
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
     if (value == Py_None) continue;
     const std::string name(text_of(key, "a setting's name"));
+    if (name == "whole") continue;
     made[name] = word_of(name, value);
   }
   return made;
@@ -104,14 +107,39 @@ void tell_follower() {
   Ref::take(PyObject_CallFunctionObjArgs(g_follower, line.get(), nullptr));
 }
 
+// What is in force with `dict` put over it. With its key "whole" true, what `dict` lacks is unset
+// instead, but for deterministic and max_staged_bytes, which a whole policy does not speak of.
 PolicySettings settings_of(PyObject* dict) {
   if (!PyDict_Check(dict)) throw_type_error("the settings of a policy must be a dict");
   PolicySettings made = value_of(without_lock([] { return current_policy(); })).settings();
+  if (PyObject* whole = PyDict_GetItemString(dict, "whole"); whole != nullptr && truth_of(whole)) {
+    PolicySettings cleared;
+    cleared.deterministic = made.deterministic;
+    cleared.max_staged_bytes = made.max_staged_bytes;
+    made = std::move(cleared);
+  }
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
-    if (value != Py_None) set(made, text_of(key, "a setting's name"), value);
+    const std::string_view name = text_of(key, "a setting's name");
+    if (value != Py_None && name != "whole") set(made, name, value);
   }
   return made;
+}
+
+std::string token_text(const PolicyToken& token) {
+  switch (token.type) {
+    case PolicyToken::Type::kKind:
+      return std::string(to_string(token.kind));
+    case PolicyToken::Type::kVendorName:
+      return "vendor:" + token.name;
+    case PolicyToken::Type::kImpl:
+      return "impl:" + token.name;
+  }
+  return "?";
+}
+
+Ref strings(const std::vector<std::string>& texts) {
+  return list_of(texts, [](const std::string& text) { return to_python(text); });
 }
 
 }  // namespace
@@ -279,6 +307,37 @@ PyObject* policy_text(PyObject*, PyObject*) noexcept {
   return guarded([] {
     const DeterministicScope deterministic;
     return to_python(value_of(without_lock([] { return current_policy(); })).describe());
+  });
+}
+
+PyObject* policy_settings(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    const PolicySettings settings =
+        value_of(without_lock([] { return current_policy(); })).settings();
+    Ref dict = Ref::take(PyDict_New());
+    put(dict, "prefer",
+        settings.prefer ? to_python(to_string(*settings.prefer)) : Ref::share(Py_None));
+    put(dict, "strict", to_python(settings.strict));
+    put(dict, "allow_vendors", strings(settings.allow_vendors));
+    put(dict, "deny_vendors", strings(settings.deny_vendors));
+    Ref lists = Ref::take(PyDict_New());
+    for (const auto& [op, tokens] : settings.per_op) {
+      put(lists, op.c_str(),
+          list_of(tokens, [](const PolicyToken& token) { return to_python(token_text(token)); }));
+    }
+    put(dict, "per_op", lists);
+    return dict;
+  });
+}
+
+PyObject* set_global_policy(PyObject*, PyObject* settings) noexcept {
+  return guarded([&] {
+    if (settings == Py_None) {
+      clear_global_policy();
+    } else {
+      te_fl::set_global_policy(SelectionPolicy::intern(settings_of(settings)));
+    }
+    return Ref::share(Py_None);
   });
 }
 

@@ -6,12 +6,41 @@ and ops with random numbers `seed` and `offset`.
 
 from te_fl import _native
 
+_TYPES = ("Tensor", "sequence of Tensor", "bool", "int", "int", "float", "float", "int or str", "Saved", "sequence of int", "Communicator")
+_F32 = 5
+_ROLES = ("", ", written", ", read and written")
+_RAISES = """Raises:
+    te_fl.errors.InvalidArgument: an argument breaks a rule of the op (docs/ops.md).
+    te_fl.errors.Unsupported: no implementation serves the call; te_fl.explain says why."""
+
+
+def _described(name: str) -> str:
+    """Signature and description of an op, as Python reads them from a function in C: what ops.pyi says, and the shapes."""
+    op = _native.schema(name)
+    if not op["args"]:
+        return "An op of Python functions; its arguments and results are theirs."
+    named, lines = [], []
+    for a in op["args"]:
+        default = a["default"]
+        if a["type"] == _F32:
+            default = float(f"{default:.7g}")  # as it was written, not as a float holds it
+        required = default is None and not a["optional"]
+        named.append((not required, a["name"] if required else f"{a['name']}={default!r}"))
+        shape = f" [{a['shape']}]" if a["shape"] else ""
+        choice = f", one of {', '.join(a['enum'])}" if a["enum"] else ""
+        lines.append(f"    {a['name']}: {_TYPES[a['type']]}{shape}{_ROLES[a['role']]}{', optional' if a['optional'] else ''}{choice}")
+    named = [text for _, text in sorted(named, key=lambda of: of[0])] + ["stream=None"] + (["seed=0", "offset=0"] if op["random"] else [])
+    rules = [f"Rules: {op['rules']}.", ""] if op["rules"] else []
+    return "\n".join([f"{name}($self, /, *, {', '.join(named)})\n--\n", op["summary"], "", op["formula"], "", "Args:", *lines,
+                      "    stream: a handle, or an object with cuda_stream or native_handle; None: the tensors' library's current one", "",
+                      *rules, _RAISES])
+
 
 def __getattr__(name: str):
     if name.startswith("_"):
         raise AttributeError(name)
     try:
-        op = _native.op(name)
+        op = _native.op(name, _described(name))
     except LookupError as error:
         raise AttributeError(str(error)) from None
     globals()[name] = op

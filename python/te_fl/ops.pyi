@@ -3,7 +3,10 @@
 
 from typing import Any, Optional, Sequence, Union
 
-from te_fl import Saved, Tensor
+from te_fl import Quantized, Saved
+from te_fl import Tensor as _Plain
+
+Tensor = Union[_Plain, Quantized]
 
 def gelu(*, input: Tensor, output: Tensor, stream: Any = None) -> None:
     """GELU activation.

@@ -10,9 +10,9 @@ DTYPES = ("f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2", "f4e2m1", "f8e8m0", "
 
 @runtime_checkable
 class Tensor(Protocol):
-    """Anything that lends its memory by DLPack: tensors of PyTorch, NumPy and JAX, a Quantized among them by its parts."""
+    """Anything that lends its memory by DLPack: tensors of PyTorch, NumPy and JAX. Ops take te_fl.Quantized too, by its parts."""
 
-    def __dlpack__(self, **options: Any) -> Any: ...
+    def __dlpack__(self) -> Any: ...
 
 
 class Quantized:

@@ -1,10 +1,16 @@
 """The types that te_fl declares are those that it has: signatures of ops against the op specification, annotations against the objects."""
 
 import ast
+import importlib.util
 import inspect
 import os
 import pathlib
+import pydoc
+import re
 import struct
+import subprocess
+import sys
+import tempfile
 import typing
 import unittest
 
@@ -49,9 +55,25 @@ class Ops(unittest.TestCase):
                 self.assertEqual(declared, expected)
                 self.assertEqual((stub.args.args, stub.args.vararg, stub.args.kwarg, ast.unparse(stub.returns)), ([], None, None, "None"))
 
+    def test_inspect_and_help_say_the_same(self):
+        for name, stub in self.stubs.items():
+            with self.subTest(op=name):
+                shown = inspect.signature(getattr(te_fl.ops, name)).parameters.values()
+                declared = [(a.arg, inspect.Parameter.empty if d is None and not ast.unparse(a.annotation).startswith("Optional")
+                             else ast.literal_eval(d)) for a, d in zip(stub.args.kwonlyargs, stub.args.kw_defaults)]
+                self.assertEqual([(p.name, p.default) for p in shown], declared)
+                self.assertTrue(all(p.kind is p.KEYWORD_ONLY for p in shown))
+                words, of_stub = getattr(te_fl.ops, name).__doc__, ast.get_docstring(stub)
+                self.assertTrue(words.startswith(of_stub), (words, of_stub))
+                self.assertEqual(getattr(te_fl.ops, name).__name__, name)
+        page = pydoc.render_doc(te_fl.ops.rmsnorm_fwd, renderer=pydoc.plaintext)
+        for part in ("rmsnorm_fwd(*, x, gamma, z, rsigma, epsilon=1e-05,", "    gamma: Tensor [H]\n", "    rsigma: Tensor [@...], written\n", "Raises:"):
+            self.assertIn(part, page)
+
     def test_its_names_exist(self):
         tree = ast.parse((PACKAGE / "ops.pyi").read_text())
         known = {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+        known |= {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets}
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         self.assertEqual(used - known - {"int", "float", "bool", "str"}, set())
         for node in tree.body:
@@ -110,6 +132,78 @@ class Package(unittest.TestCase):
         self.assertEqual(declared, own)
         with self.assertRaises(TypeError):
             te_fl.LentTensor()
+
+
+class Checkers(unittest.TestCase):
+    """What type checkers say of a program that uses te-fl as it is meant to be used, and of one that does not."""
+
+    RIGHT = """
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import te_fl
+import te_fl.jax as te_jax
+import te_fl.pytorch as te
+from te_fl.common import recipe
+
+layer = te.Linear(8, 8, bias=False)
+with te.autocast(enabled=True, recipe=recipe.DelayedScaling()):
+    layer(torch.zeros(2, 8))
+with te_jax.autocast(enabled=True):
+    pass
+t = torch.zeros(2, 8)
+te_fl.ops.gelu(input=t, output=t)
+a = np.zeros((2, 8), np.float32)
+te_fl.ops.gelu(input=a, output=a)
+j = jnp.zeros((2, 8))
+te_fl.ops.gelu(input=j, output=j)
+te_fl.ops.dequantize(input=te_fl.Quantized(t, scale_inv=t), output=a)
+te_fl.OpRegistry().list_operators()
+"""
+    WRONG = """
+import te_fl
+import te_fl.pytorch as te
+
+te_fl.ops.gelu(input=3, output=te_fl.Quantized(None))
+te_fl.ops.gelu(inputs=te_fl.Quantized(None), output=te_fl.Quantized(None))
+te.Linear(8, 8, biass=False)
+"""
+    LINES = [5, 6, 7]  # of WRONG's calls
+
+    def check(self, *command):
+        """Runs a checker on both programs in a folder of their own; it has to name the wrong lines, and them alone."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name, program in (("right", self.RIGHT), ("wrong", self.WRONG)):
+                pathlib.Path(folder, f"{name}.py").write_text(program)
+            pathlib.Path(folder, "mypy.ini").write_text(self.MYPY)
+            paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+            done = subprocess.run([sys.executable, "-m", *command, "right.py", "wrong.py"], cwd=folder, capture_output=True, text=True,
+                                  env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+        said = done.stdout + done.stderr
+        found = {(name, int(line)) for name, line in re.findall(r"(right|wrong)\.py:(\d+)(?::\d+)?\s*[:-] error", said)}
+        self.assertEqual(found, {("wrong", line) for line in self.LINES}, said)
+
+    # mypy takes half a minute to read PyTorch and JAX, which pyright reads in three seconds; without them it checks te-fl's own and NumPy.
+    MYPY = """
+[mypy]
+strict = True
+disable_error_code = no-untyped-call
+[mypy-torch.*,jax.*,flax.*]
+follow_imports = skip
+ignore_missing_imports = True
+[mypy-te_fl.*]
+ignore_errors = True
+"""
+
+    @unittest.skipUnless(all(importlib.util.find_spec(name) for name in ("mypy", "numpy", "torch", "jax")), "needs mypy, NumPy, PyTorch and JAX")
+    def test_mypy(self):
+        self.check("mypy", "--config-file=mypy.ini", "--cache-dir=/dev/null")
+
+    @unittest.skipUnless(all(importlib.util.find_spec(name) for name in ("basedpyright", "numpy", "torch", "jax")),
+                         "needs basedpyright, NumPy, PyTorch and JAX")
+    def test_pyright(self):
+        self.check("basedpyright", "--level=error", f"--pythonpath={sys.executable}")
 
 
 if __name__ == "__main__":

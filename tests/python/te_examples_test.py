@@ -172,27 +172,58 @@ import te_fl
 assert any(row["op"] == "quantize" for row in te_fl.usage())
 """
 
-README_PYTORCH = """
+# What the guides show, as it is pasted: nothing of it changes but the device, where there is no other than the host.
+GUIDE_PYTORCH = """
 import torch
 import transformer_engine.pytorch as te
 from transformer_engine.common import recipe
+in_features, out_features, hidden_size = 768, 3072, 2048
+model = te.Linear(in_features, out_features, bias=True)
+inp = torch.randn(hidden_size, in_features, device="cuda")
+fp8_recipe = recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.E4M3)
+with te.autocast(enabled=True, recipe=fp8_recipe):
+    out = model(inp)
+loss = out.sum()
+loss.backward()
+"""
 
-model = te.Linear(768, 3072, bias=True)
-inp = torch.randn(2048, 768, device="cuda" if torch.cuda.is_available() else "cpu")
-scaling = recipe.DelayedScaling(margin=0, fp8_format=recipe.Format.E4M3)
-for step in range(2):
-    model.zero_grad()
-    with te.autocast(enabled=True, recipe=scaling):
-        out = model(inp)
-    loss = out.sum()
-    loss.backward()
-want = inp.double() @ model.weight.detach().double().T + model.bias.detach().double()
-error = ((out.double() - want).norm() / want.norm()).item()
-assert 1e-3 < error < 0.06, error
-assert torch.equal(model.bias.grad, torch.full_like(model.bias, 2048))
-want = inp.double().sum(0).expand_as(model.weight)
-error = ((model.weight.grad.double() - want).norm() / want.norm()).item()
-assert 1e-4 < error < 0.06, error
+GUIDE_PYTORCH_CHECKS = """
+def error(got, want):
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def check():
+    want = inp.double() @ model.weight.detach().double().T + model.bias.detach().double()
+    assert 1e-3 < error(out, want) < 0.06, error(out, want)
+    assert torch.equal(model.bias.grad, torch.full_like(model.bias, hidden_size))
+    want = inp.double().sum(0).expand_as(model.weight)
+    assert 1e-4 < error(model.weight.grad, want) < 0.06, error(model.weight.grad, want)
+
+
+check()
+model.zero_grad()
+with te.autocast(enabled=True, recipe=fp8_recipe):
+    out = model(inp)
+out.sum().backward()
+check()
+"""
+
+GUIDE_VENDOR = """
+from transformer_engine.plugin.core import OpRegistry, OpManager, OpImpl, BackendImplKind
+registry = OpRegistry()
+registry.register(OpImpl(op_name="my_op", impl_id="vendor.my_vendor", kind=BackendImplKind.VENDOR, fn=my_implementation, vendor="my_vendor"))
+OpManager(registry).call("my_op", 41)
+"""
+
+# The same out of tree: the module that TE_FL_PLUGIN_MODULES names, and a program that knows nothing of it.
+GUIDE_VENDOR_MODULE = """
+from transformer_engine.plugin.core import OpImpl, BackendImplKind
+
+def my_implementation(x):
+    return x + 1
+
+def register(registry):
+    registry.register(OpImpl(op_name="my_op", impl_id="vendor.my_vendor", kind=BackendImplKind.VENDOR, fn=my_implementation, vendor="my_vendor"))
 """
 
 README_JAX = """
@@ -326,8 +357,8 @@ for model in (Unfused(own_attention=False), Unfused(own_attention=True), Fused()
 """
 
 
-def run(program, *arguments):
-    """What the program printed, as a user runs it with the variable set and nothing else changed."""
+def run(program, *arguments, **plugins):
+    """What the program printed, as a user runs it with the variable set and nothing else changed; plugins are modules' texts by name."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "program.py")
         path.write_text(textwrap.dedent(program))
@@ -335,6 +366,9 @@ def run(program, *arguments):
         pathlib.Path(folder, "te_fl.pth").write_text((ROOT / "python/te_fl_as_transformer_engine.pth").read_text())
         start = f"import runpy, site, sys; site.addsitedir({folder!r}); sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
         environment = {**{k: v for k, v in os.environ.items() if not k.startswith("NVTE_")}, "TE_FL_AS_TRANSFORMER_ENGINE": "1"}
+        for name, text in plugins.items():
+            pathlib.Path(folder, f"{name}.py").write_text(text)
+            environment["TE_FL_PLUGIN_MODULES"] = ",".join(plugins)
         done = subprocess.run([sys.executable, "-c", start, str(path), *arguments], capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise AssertionError(f"exit {done.returncode}\n{done.stdout}{done.stderr}")
@@ -349,8 +383,19 @@ class Examples(unittest.TestCase):
                 run(QUICKSTART, dtype)
 
     @unittest.skipUnless(HAS_TORCH, "needs PyTorch")
-    def test_readme_in_pytorch(self):
-        run(README_PYTORCH)
+    def test_guide_in_pytorch(self):
+        import torch
+        pasted = GUIDE_PYTORCH if torch.cuda.is_available() else GUIDE_PYTORCH.replace('device="cuda"', 'device="cpu"')
+        run(pasted + GUIDE_PYTORCH_CHECKS)
+
+    def test_guide_of_a_vendor(self):
+        *lines, call = GUIDE_VENDOR.strip().splitlines()
+        printed = run("\n".join(["my_implementation = lambda x: x + 1", *lines, f"print({call})", "import sys; print('torch' in sys.modules)"]))
+        self.assertEqual(printed.split(), ["42", "False"])
+
+    def test_guide_of_a_vendor_out_of_tree(self):
+        printed = run("import te_fl; print(te_fl.ops.my_op(41)); print(te_fl.usage()[0]['impl_id'])", my_plugin_module=GUIDE_VENDOR_MODULE)
+        self.assertEqual(printed.split(), ["42", "vendor.my_vendor"])
 
     @unittest.skipUnless(HAS_FLAX, "needs JAX and Flax")
     def test_readme_in_jax(self):

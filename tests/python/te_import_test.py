@@ -54,6 +54,54 @@ class Import(unittest.TestCase):
         run(ALIAS + "from transformer_engine.plugin.core import OpRegistry, OpImpl, BackendImplKind, OpManager; "
             "from transformer_engine.plugin.core.types import OpImpl as same; assert same is OpImpl is te_fl.OpImpl")
 
+    def test_policies_of_transformer_engine_fl(self):
+        run(ALIAS + """
+from transformer_engine.plugin.core import (BackendImplKind, OpImpl, SelectionPolicy, get_default_manager, get_manager, get_policy, policy_context,
+                                            reset_default_manager, reset_global_policy, set_global_policy, with_denied_vendors, with_strict_mode)
+from transformer_engine.plugin.core.policy import SelectionPolicy as same
+import threading
+assert same is SelectionPolicy and get_manager() is get_default_manager()
+manager = get_manager()
+for kind, vendor in (("default", None), ("vendor", "acme"), ("vendor", "other"), ("reference", None)):
+    impl_id = f"{kind}.{vendor or 'plain'}"
+    manager.registry.register_impl(OpImpl("my_op", impl_id, BackendImplKind(kind), lambda impl_id=impl_id: impl_id, vendor=vendor))
+assert manager.call("my_op") == "default.plain" and get_policy() == SelectionPolicy()
+
+def of_a_thread():
+    served = []
+    thread = threading.Thread(target=lambda: served.append(manager.call("my_op")))
+    thread.start(), thread.join()
+    return served[0]
+
+before = set_global_policy(SelectionPolicy(prefer="reference", deny_vendors=frozenset({"acme"})))
+assert before == SelectionPolicy() and te_fl.ops.my_op() == "reference.plain" == of_a_thread(), te_fl.policy_text()
+assert manager.get_selected_impl_id("my_op") == "reference.plain"
+with policy_context(SelectionPolicy(prefer="vendor", strict=True)) as _:
+    # A whole policy: nothing is denied in it any more.
+    assert manager.call("my_op") == "vendor.acme" and get_policy().strict and of_a_thread() == "reference.plain"
+with with_denied_vendors("other"), te_fl.policy(prefer="vendor"):
+    assert get_policy().deny_vendors == {"acme", "other"} and manager.call("my_op") == "default.plain"
+with with_strict_mode():
+    assert get_policy() == SelectionPolicy(prefer="reference", deny_vendors=frozenset({"acme"}), strict=True)
+orders = SelectionPolicy.from_dict(per_op_order={"my_op": ["vendor:other", "flagos"]})
+with policy_context(orders):
+    assert manager.call("my_op") == "vendor.other" and get_policy().per_op_order == (("my_op", ("vendor:other", "default")),)
+with policy_context(SelectionPolicy.from_dict(allow_vendors={"other"}, prefer="vendor")):
+    assert manager.call("my_op") == "vendor.other" and get_policy().allow_vendors == {"other"}
+for wrong in (lambda: SelectionPolicy(prefer="vendr"), lambda: set_global_policy(SelectionPolicy.from_dict(per_op_order={"my_opp": ["vendor"]})),
+              lambda: policy_context(SelectionPolicy(allow_vendors=frozenset()))):
+    try:
+        wrong()
+        raise SystemExit("nothing was raised")
+    except ValueError as error:
+        pass
+assert te_fl.ops.my_op() == "reference.plain"
+reset_global_policy()
+assert te_fl.ops.my_op() == "default.plain" and te_fl.usage()
+reset_default_manager()
+assert not manager.registry.get_implementations("my_op") and get_manager() is not manager and not te_fl.usage()
+""")
+
     def test_a_misspelt_name(self):
         said = run(ALIAS + "import transformer_engine.common.recipe as r; r.DelayedScalling", expect=1)
         self.assertIn("did you mean 'DelayedScaling'?", said)

@@ -38,6 +38,44 @@ class Modules(unittest.TestCase):
                     self.assertEqual((got.dtype, got.device.type), (dtype, device))
 
 
+class Names(unittest.TestCase):
+    def test_a_misspelt_keyword_names_the_nearest(self):
+        one = [torch.nn.Parameter(torch.zeros(2))]
+        for make, near in ((lambda: te.Linear(8, 8, biass=False), "bias"), (lambda: te.LayerNormLinear(8, 8, epss=1), "eps"),
+                           (lambda: te.LayerNorm(8, sm_margn=0), "sm_margin"), (lambda: te.RMSNorm(8, zero_centred_gamma=True), "zero_centered_gamma"),
+                           (lambda: te.LayerNormMLP(8, 8, activatoin="gelu"), "activation"),
+                           (lambda: te.DotProductAttention(2, 8, atention_dropout=0.0), "attention_dropout"),
+                           (lambda: te.MultiheadAttention(8, 2, atention_dropout=0.0), "attention_dropout"),
+                           (lambda: te.TransformerLayer(8, 8, 2, hiden_dropout=0.0), "hidden_dropout"),
+                           (lambda: te.optimizers.FusedAdam(one, weigth_decay=1), "weight_decay")):
+            with self.assertRaisesRegex(TypeError, rf"\(\) has no argument '\w+'; did you mean '{near}'\?"):
+                make()
+
+        class Derived(te.Linear):
+            def __init__(self, **options):
+                super().__init__(8, 8, device="cpu", **options)
+        self.assertFalse(Derived(bias=False).use_bias)
+        with self.assertRaisesRegex(TypeError, r"Derived\(\) has no argument 'biass'"):
+            Derived(biass=False)
+
+    def test_a_profiler_shows_layers_under_their_modules_names(self):
+        layers = {"te_fl.pytorch.Linear qkv": te.Linear(8, 8, name="qkv", device="cpu"), "te_fl.pytorch.RMSNorm": te.RMSNorm(8, device="cpu"),
+                  "te_fl.pytorch.LayerNormMLP": te.LayerNormMLP(8, 8, device="cpu"),
+                  "te_fl.pytorch.TransformerLayer": te.TransformerLayer(8, 8, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")}
+        x = torch.randn(3, 1, 8, requires_grad=True)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for layer in layers.values():
+                layer(x).sum().backward()
+        seen = {event.key: event.count for event in profile.key_averages()}
+        self.assertEqual({name: seen.get(name) for name in layers}, dict.fromkeys(layers, 1))
+
+    def test_a_module_that_is_not_served_tells_the_way_out(self):
+        with self.assertRaisesRegex(AttributeError, "'GroupedLinear', which Transformer Engine has; use one Linear for each group"):
+            te.GroupedLinear
+        with self.assertRaisesRegex(AttributeError, "did you mean 'Linear'"):
+            te.Linaer
+
+
 class LinearTest(Modules):
     def test_plain(self):
         for bias in (True, False):

@@ -25,9 +25,9 @@ __all__ = ["as_transformer_engine", "status"]
 
 _ROOT, _EXTENSIONS = "transformer_engine", ("transformer_engine_torch", "transformer_engine_jax")
 _NAMES = {module: frozenset(names.split()) for module, names in known_names.NAMES.items()}
-_PLUGIN = frozenset(table.PLUGINS[1].split())
+_PLUGIN = frozenset(" ".join(table.PLUGINS.values()).split())
 _NAMES.update({"transformer_engine.plugin": frozenset(), **{f"transformer_engine.plugin.core{part}": _PLUGIN
-                                                            for part in ("", ".types", ".registry", ".manager")}})
+                                                            for part in ("", ".types", ".registry", ".manager", ".policy")}})
 _PACKAGES = frozenset(module.rpartition(".")[0] for module in _NAMES)
 # Importing one of these is an ImportError if what is on the right is missing, which programs rely on that serve several frameworks.
 _NEEDS = {"transformer_engine.pytorch": ("torch", "te_fl.pytorch"), "transformer_engine.jax": ("jax", "te_fl.jax"),

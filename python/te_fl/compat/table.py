@@ -117,6 +117,14 @@ MORE = {"te_fl.jax.attention.fused_attn": ("transpose_batch_sequence",)}
 UNUSABLE = ("CustomRecipe", "MXFP8BlockScaling", "NVFP4BlockScaling")
 UNUSABLE_BECAUSE = "a program can name it; te_fl.pytorch's autocast refuses it"
 
+# TransformerEngine-FL's names of implementations in Python and of policies, in transformer_engine.plugin.core.
+PLUGINS = {
+    "te_fl": "BackendImplKind OpImpl OpManager OpRegistry",
+    "te_fl.compat.selection":
+        "SelectionPolicy get_default_manager get_manager get_policy get_registry policy_context reset_default_manager reset_global_policy "
+        "set_global_policy with_allowed_vendors with_denied_vendors with_preference with_strict_mode",
+}
+
 # Beginnings of modules in which te-fl serves names, and the beginning of te-fl's own modules that are asked.
 HOMES = (
     ("transformer_engine.pytorch.ops", None),  # its Linear and LayerNorm are other classes of the same names
@@ -124,7 +132,7 @@ HOMES = (
     ("transformer_engine.jax.flax", ("te_fl.jax.flax",)),
     ("transformer_engine.jax", ("te_fl.jax", "te_fl.common")),
     ("transformer_engine.common", ("te_fl.common",)),
-    ("transformer_engine.plugin", ("te_fl",)),
+    ("transformer_engine.plugin", tuple(PLUGINS)),
 )
 
 # What to do without a name, by what it begins with or contains; the first that fits.
@@ -165,10 +173,7 @@ by name, never ignored; the tables list those that take one value only. A variab
 a warning.
 """
 
-# TransformerEngine-FL's names of implementations in Python, in transformer_engine.plugin.core.
-PLUGINS = ("te_fl", "BackendImplKind OpImpl OpManager OpRegistry")
-
-_PLACES = [(home, frozenset(names.split())) for home, names in (*SERVED.items(), PLUGINS)]
+_PLACES = [(home, frozenset(names.split())) for home, names in (*SERVED.items(), *PLUGINS.items())]
 
 
 def home(module: str, name: str):

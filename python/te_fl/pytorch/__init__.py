@@ -8,17 +8,19 @@ from te_fl.frameworks import require
 
 require("torch")
 
-from te_fl.common import recipe  # noqa: E402
+# `as` says to type checkers that a name is the package's own.
+from te_fl.common import recipe as recipe  # noqa: E402
 from te_fl.errors import did_you_mean  # noqa: E402
-from te_fl.pytorch.attention import DotProductAttention  # noqa: E402
-from te_fl.pytorch.checkpoint import checkpoint, recompute_contexts  # noqa: E402
-from te_fl.pytorch.quantization import autocast, fp8_autocast, fp8_model_init, quantized_model_init  # noqa: E402
-from te_fl.pytorch.linear import LayerNormLinear, Linear  # noqa: E402
-from te_fl.pytorch.mlp import LayerNormMLP  # noqa: E402
-from te_fl.pytorch.multihead_attention import MultiheadAttention  # noqa: E402
-from te_fl.pytorch.norm import LayerNorm, RMSNorm  # noqa: E402
-from te_fl.pytorch.transformer import TransformerLayer  # noqa: E402
-from te_fl.pytorch.weight_cache import cache_quantized_weights  # noqa: E402
+from te_fl.pytorch.attention import DotProductAttention as DotProductAttention  # noqa: E402
+from te_fl.pytorch.checkpoint import checkpoint as checkpoint, recompute_contexts as recompute_contexts  # noqa: E402
+from te_fl.pytorch.quantization import autocast as autocast, fp8_autocast as fp8_autocast  # noqa: E402
+from te_fl.pytorch.quantization import fp8_model_init as fp8_model_init, quantized_model_init as quantized_model_init  # noqa: E402
+from te_fl.pytorch.linear import LayerNormLinear as LayerNormLinear, Linear as Linear  # noqa: E402
+from te_fl.pytorch.mlp import LayerNormMLP as LayerNormMLP  # noqa: E402
+from te_fl.pytorch.multihead_attention import MultiheadAttention as MultiheadAttention  # noqa: E402
+from te_fl.pytorch.norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm  # noqa: E402
+from te_fl.pytorch.transformer import TransformerLayer as TransformerLayer  # noqa: E402
+from te_fl.pytorch.weight_cache import cache_quantized_weights as cache_quantized_weights  # noqa: E402
 from te_fl.compat import table as _table  # noqa: E402
 from te_fl.compat.variables import read_variables as _read_variables  # noqa: E402
 
@@ -33,10 +35,17 @@ def __getattr__(name: str):
         return importlib.import_module(f"te_fl.pytorch.{name}")
     home = None if name.startswith("_") else _table.home("transformer_engine.pytorch", name)
     if home is None:
-        near = "" if name.startswith("_") else did_you_mean(name, __dir__())
-        raise AttributeError(f"te_fl.pytorch has no {name!r}{near}; docs/transformer-engine.md lists what there is")
+        raise AttributeError(f"te_fl.pytorch has no {name!r}{'' if name.startswith('_') else _instead_of(name)}; docs/transformer-engine.md lists "
+                             "what there is")
     value = globals()[name] = getattr(importlib.import_module(home), name)
     return value
+
+
+def _instead_of(name: str) -> str:
+    from te_fl.compat import known_names
+    if name in known_names.NAMES["transformer_engine.pytorch"].split():
+        return f", which Transformer Engine has; {_table.way_out('transformer_engine.pytorch', name)}"
+    return did_you_mean(name, __dir__())
 
 
 def __dir__():

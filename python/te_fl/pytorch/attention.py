@@ -14,7 +14,7 @@ from te_fl.pytorch import random as generator
 from te_fl.pytorch import refuse as rules
 from te_fl.pytorch.base import TransformerEngineBaseModule
 from te_fl.pytorch.device import default_device
-from te_fl.pytorch.refuse import only, refuse
+from te_fl.pytorch.refuse import checks_keywords, only, refuse
 
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary")
 FORMATS = ("sbhd", "bshd", "thd")
@@ -163,6 +163,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     _places = extra_state.ATTENTION
     _device: Optional[torch.device] = None  # of the layers
 
+    @checks_keywords()
     def __init__(self, num_attention_heads: int, kv_channels: Union[int, Tuple[int, int]], num_gqa_groups: Optional[int] = None,
                  attention_dropout: float = 0.0, qkv_format: str = "sbhd", attn_mask_type: str = "causal",
                  window_size: Optional[Tuple[int, int]] = None, bottom_right_diagonal: Optional[bool] = None, softcap: float = 0.0,

@@ -10,7 +10,7 @@ import torch
 from te_fl import _native
 from te_fl.compat.variables import read_determinism
 from te_fl.pytorch import extra_state, quantization, registry, weight_cache
-from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_memory
+from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, profiling, run, shown, use_torch_memory
 from te_fl.pytorch.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.device import check_devices, default_device, native_device
 from te_fl.pytorch.float8_tensor import Float8Tensor, keeping_codes, rules_of
@@ -222,7 +222,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         if attention is not None:
             call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delay_wgrad_compute)
             try:
-                return run(call, weight_cache.number(), *inputs, *extras, *parameters)
+                return (shown(self) if profiling() else run)(call, weight_cache.number(), *inputs, *extras, *parameters)
             except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory
                 self._check_devices(x.device, inputs[1:])
                 raise
@@ -233,7 +233,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
                 or call.updates != updates):
             call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
         try:
-            return run(call, weight_cache.number(), x, *parameters)
+            return (shown(self) if profiling() else run)(call, weight_cache.number(), x, *parameters)
         except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory
             self._check_devices(x.device)
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -221,6 +221,20 @@ _empty = torch.empty
 def python_empty(like: torch.Tensor, shape: Tuple[int, ...], dtype: int) -> torch.Tensor:
     """Memory for a result of a layer. dtype: an index in DTYPES."""
     return _empty(shape, dtype=_BY_CODE[dtype], device=like.device)
+
+
+profiling = torch.autograd._profiler_enabled
+
+
+def shown(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
+    """run(), in a range that a profiler shows under the module's class, and its `name` if it has one. For use while profiling() is true."""
+    name = getattr(module, "name", None)
+    title = f"te_fl.pytorch.{type(module).__name__}{f' {name}' if name else ''}"
+
+    def run_shown(*arguments: Any) -> torch.Tensor:
+        with torch.autograd.profiler.record_function(title):
+            return run(*arguments)
+    return run_shown
 
 
 _BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}

@@ -11,7 +11,7 @@ from te_fl.pytorch import quantization, weight_cache
 from te_fl.pytorch import random as generator
 from te_fl.pytorch.attention import DotProductAttention, score_cap
 from te_fl.pytorch.base import TransformerEngineBaseModule, native_device
-from te_fl.pytorch.call import DTYPE_NAMES, Call, run, use_torch_memory
+from te_fl.pytorch.call import DTYPE_NAMES, Call, profiling, run, shown, use_torch_memory
 from te_fl.pytorch.device import check_devices
 from te_fl.pytorch.linear import LayerNormLinear, Linear
 from te_fl.pytorch.mlp import LayerNormMLP
@@ -136,8 +136,9 @@ class FusedLayer:
         # What PyTorch's parametrisations make of a parameter is an attribute of another kind.
         parameters = [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
         x = x if x.is_contiguous() else x.contiguous()
+        call = Call(layer, 1, len(extras), -1, first, inputs or None, random, updates, False)
         try:
-            return run(Call(layer, 1, len(extras), -1, first, inputs or None, random, updates, False), weight_cache.number(), x, *extras, *parameters)
+            return (shown(owner) if profiling() else run)(call, weight_cache.number(), x, *extras, *parameters)
         except RuntimeError:
             self._check_devices(x.device)
             raise

@@ -10,7 +10,7 @@ from te_fl.pytorch import refuse as rules
 from te_fl.pytorch.base import TransformerEngineBaseModule, default_init, parameter_dtype
 from te_fl.pytorch.call import DTYPE_NAMES
 from te_fl.pytorch.device import device_of
-from te_fl.pytorch.refuse import only, refuse
+from te_fl.pytorch.refuse import checks_keywords, only, refuse
 
 
 def _check_forward(where: str, fp8_output: Any, fp8_grad: Any) -> None:
@@ -85,6 +85,7 @@ class Linear(_Product):
 
     _kind = "linear"
 
+    @checks_keywords()
     def __init__(self, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
                  tp_group: Optional[Any] = None, tp_size: int = 1, get_rng_state_tracker: Optional[Callable] = None,
                  rng_tracker_name: Optional[str] = None, init_method: Optional[Callable] = None, bias: bool = True,
@@ -132,6 +133,7 @@ class LayerNormLinear(_Product):
     _kind = "layernorm_linear"
     _remade = frozenset(("eps", "zero_centered_gamma"))
 
+    @checks_keywords()
     def __init__(self, in_features: int, out_features: int, eps: float = 1e-5, sequence_parallel: bool = False,
                  fuse_wgrad_accumulation: bool = False, tp_group: Optional[Any] = None, tp_size: int = 1,
                  get_rng_state_tracker: Optional[Callable] = None, init_method: Optional[Callable] = None, bias: bool = True,

@@ -29,6 +29,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     _sites = ("fc1_fp8", "fc2_fp8")
     _remade = frozenset(("eps", "zero_centered_gamma", "activation", "activation_params"))
 
+    @rules.checks_keywords()
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False, return_bias: bool = False,
                  get_rng_state_tracker: Optional[Callable] = None, tp_group: Optional[Any] = None, tp_size: int = 1,
                  init_method: Optional[Callable] = None, bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu",

@@ -11,7 +11,7 @@ from te_fl.pytorch import registry
 from te_fl.pytorch.attention import FORMATS, DotProductAttention, checked_mask
 from te_fl.pytorch.linear import LayerNormLinear, Linear
 from te_fl.pytorch.norm import LayerNorm, RMSNorm
-from te_fl.pytorch.refuse import only
+from te_fl.pytorch.refuse import checks_keywords, only
 from te_fl.pytorch.rope import apply_rotary_pos_emb
 
 
@@ -75,6 +75,7 @@ class MultiheadAttention(torch.nn.Module):
     taken for compatibility: they warm up a compiler that te-fl has none of. Others as DotProductAttention's and LayerNormLinear's.
     """
 
+    @checks_keywords()
     def __init__(self, hidden_size: int, num_attention_heads: int, kv_channels: Optional[int] = None, attention_dropout: float = 0.1,
                  layernorm_epsilon: float = 1e-5, init_method: Optional[Callable] = None, output_layer_init_method: Optional[Callable] = None,
                  layer_number: Optional[int] = None, attn_mask_type: str = "causal", window_size: Optional[Tuple[int, int]] = None,

@@ -9,7 +9,7 @@ import torch
 from te_fl.pytorch.base import TransformerEngineBaseModule, parameter_dtype
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.device import device_of
-from te_fl.pytorch.refuse import refuse
+from te_fl.pytorch.refuse import checks_keywords, refuse
 
 
 class _Norm(TransformerEngineBaseModule):
@@ -23,8 +23,6 @@ class _Norm(TransformerEngineBaseModule):
         self.normalized_shape: Tuple[int, ...] = (int(shape),) if isinstance(shape, int) else tuple(int(n) for n in shape)
         self.sequence_parallel = sequence_parallel
         device, dtype, margin = kwargs.pop("device", None), kwargs.pop("dtype", None), kwargs.pop("sm_margin", 0)
-        if kwargs:
-            raise TypeError(f"{where}() has no argument {sorted(kwargs)[0]!r}")
         if margin not in (0, None) and margin != {}:
             raise refuse(where, "sm_margin", margin, "te-fl's kernels take the whole device; leave it out")
         if params_dtype is not None and dtype is not None and params_dtype != dtype:
@@ -78,6 +76,7 @@ class LayerNorm(_Norm):
 
     _kind = "layernorm"
 
+    @checks_keywords("device", "dtype", "sm_margin")
     def __init__(self, normalized_shape: Union[Iterable[int], int, None] = None, eps: float = 1e-5, sequence_parallel: Optional[bool] = None,
                  params_dtype: Optional[torch.dtype] = None, zero_centered_gamma: bool = False, hidden_size: Optional[int] = None,
                  **kwargs: Any) -> None:
@@ -93,6 +92,7 @@ class RMSNorm(_Norm):
 
     _kind = "rmsnorm"
 
+    @checks_keywords("device", "dtype", "sm_margin")
     def __init__(self, normalized_shape: Union[Iterable[int], int, None] = None, eps: float = 1e-5, sequence_parallel: Optional[bool] = None,
                  params_dtype: Optional[torch.dtype] = None, zero_centered_gamma: bool = False, hidden_size: Optional[int] = None,
                  **kwargs: Any) -> None:

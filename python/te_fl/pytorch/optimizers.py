@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer, required
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.float8_tensor import Float8Tensor
+from te_fl.pytorch.refuse import checks_keywords
 
 __all__ = ["FusedAdam", "FusedSGD", "MultiTensorApply", "multi_tensor_adam", "multi_tensor_applier", "multi_tensor_l2norm",
            "multi_tensor_scale", "multi_tensor_sgd", "multi_tensor_unscale_l2norm"]
@@ -100,6 +101,7 @@ class FusedAdam(_Optimizer):
     are read from param.decoupled_grad. State is FP32 (exp_avg, exp_avg_sq, master_param); other dtypes of it are refused.
     """
 
+    @checks_keywords()
     def __init__(self, params: Iterable[torch.nn.Parameter | dict], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, *, bias_correction=True, adam_w_mode=True,
                  capturable=False, master_weights=False, master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
@@ -251,6 +253,7 @@ class FusedSGD(_Optimizer):
     wd_after_momentum: the weight decay joins after the momentum instead of before.
     """
 
+    @checks_keywords()
     def __init__(self, params: Iterable[torch.nn.Parameter | dict], lr: float | Any = required, momentum: float = 0.0,
                  dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *, wd_after_momentum=False,
                  materialize_master_grads=True, set_grad_none: Optional[bool] = None):

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Tuple
+import functools
+import inspect
+from typing import Any, Callable, Iterable, Tuple, TypeVar, cast
 
-from te_fl.errors import Unsupported
+from te_fl.errors import Unsupported, did_you_mean
 
 _ONE_RANK = "te_fl.pytorch runs on one rank so far; leave it out"
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def refuse(where: str, argument: str, value: Any, way_out: str) -> Unsupported:
     return Unsupported(f"{where}: {argument} = {value!r} is not served; {way_out}")
+
+
+def checks_keywords(*more: str) -> Callable[[_Init], _Init]:
+    """A decorator of constructors: TypeError for a keyword that it has not, naming the nearest. more: names that its **kwargs take."""
+    def decorate(init: _Init) -> _Init:
+        known = [name for name, p in inspect.signature(init).parameters.items() if p.kind is not p.VAR_KEYWORD][1:] + list(more)
+
+        @functools.wraps(init)
+        def checked(self: Any, *arguments: Any, **keywords: Any) -> None:
+            for name in keywords:
+                if name not in known:
+                    raise TypeError(f"{type(self).__name__}() has no argument {name!r}{did_you_mean(name, known)}")
+            init(self, *arguments, **keywords)
+
+        return cast(_Init, checked)
+    return decorate
 
 
 def only(where: str, *rules: Tuple[str, Any, Any, str]) -> None:

@@ -10,6 +10,7 @@ from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.device import default_device
 from te_fl.pytorch.function import Op, differentiable
+from te_fl.pytorch.refuse import checks_keywords
 
 __all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
 
@@ -21,6 +22,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
     than that allows, into the length that was trained (arXiv 2306.15595).
     """
 
+    @checks_keywords()
     def __init__(self, dim: int, rotary_percent: float = 1.0, seq_len_interpolation_factor: Optional[int] = None,
                  pretrained_max_position_embeddings: Optional[int] = None, rotary_base: float = 10000.0, interleaved: bool = False):
         super().__init__()

@@ -9,6 +9,7 @@ import torch
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.function import Op, differentiable
+from te_fl.pytorch.refuse import checks_keywords
 
 __all__ = ["FusedScaleMaskSoftmax", "attention_mask_func", "scaled_aligned_causal_masked_softmax_forward", "scaled_masked_softmax_forward",
            "scaled_softmax_forward", "scaled_upper_triang_masked_softmax_forward"]
@@ -85,6 +86,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     mask_func: attention_mask_func is done by the op itself, whose masked scores have weight 0; another is called on the scaled scores.
     """
 
+    @checks_keywords()
     def __init__(self, mask_func: Callable, softmax_in_fp32: bool = True) -> None:
         super().__init__()
         if not softmax_in_fp32:

@@ -15,12 +15,13 @@ from te_fl.pytorch.fused_layer import FusedLayer
 from te_fl.pytorch.mlp import LayerNormMLP
 from te_fl.pytorch.multihead_attention import MultiheadAttention
 from te_fl.pytorch.norm import LayerNorm, RMSNorm
-from te_fl.pytorch.refuse import only
+from te_fl.pytorch.refuse import checks_keywords, only
 
 
 class DropPath(torch.nn.Module):
     """Drops the residual branch of a whole sample with probability drop_prob, and scales the others."""
 
+    @checks_keywords()
     def __init__(self, drop_prob: float = 0.0) -> None:
         super().__init__()
         self.drop_prob = drop_prob
@@ -58,6 +59,7 @@ class TransformerLayer(torch.nn.Module):
     sums in another order do (the one call adds residuals before it rounds), and dropout draws other numbers.
     """
 
+    @checks_keywords()
     def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: Optional[int] = None,
                  layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.1, attention_dropout: float = 0.1,
                  init_method: Optional[Callable] = None, output_layer_init_method: Optional[Callable] = None,
