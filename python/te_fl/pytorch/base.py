@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 
 from te_fl import _native
-from te_fl.pytorch import extra_state, quantization, registry, weight_cache
+from te_fl.pytorch import extra_state, quantization, registry, torch_checkpoint, weight_cache
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, run, use_torch_memory
 from te_fl.pytorch.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.device import default_device, native_device
@@ -206,21 +206,23 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         if type(layer) is tuple:
             from te_fl.pytorch import compiled
             return compiled.forward(self, layer, self._width(layer[0]), activation, first, inputs, extras, parameters, attention, random)
-        updates = quantization.notice(self)
+        piece = torch_checkpoint.piece(self)
+        updates = quantization.notice(self) if piece is None else piece.updates
+        compute = run if piece is None else piece.run
         if self.delay_wgrad_compute and torch.is_grad_enabled():
             self._check_hooks()
         if first is None:
             first = quantization.reused_weights()
         if attention is not None:
             call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delay_wgrad_compute)
-            return run(call, weight_cache.number(), *inputs, *extras, *parameters)
+            return compute(call, weight_cache.number(), *inputs, *extras, *parameters)
         if not x.is_contiguous():
             x = x.contiguous()
         call = self._call  # that of the last forward, which the next one is mostly like
         if (call is None or call.layer is not layer or call.first is not first or call.activation != activation
                 or call.updates != updates):
             call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
-        return run(call, weight_cache.number(), x, *parameters)
+        return compute(call, weight_cache.number(), x, *parameters)
 
     # A graph asks this of the module whose number it has: see te_fl.pytorch.compiled.
 
