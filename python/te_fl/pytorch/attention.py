@@ -149,6 +149,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     _kind = "attention"
     _sites = ("fp8",)  # of FP8 attention: a recipe with fp8_dpa
     _places = extra_state.ATTENTION
+    _attends = True
     _device: Optional[torch.device] = None  # of the layers
 
     def __init__(self, num_attention_heads: int, kv_channels: Union[int, Tuple[int, int]], num_gqa_groups: Optional[int] = None,

@@ -281,11 +281,17 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         state = self._fp8_state()
         return lambda: self._load(state)
 
+    _attends = False  # whether the state is that of FP8 attention, which only some recipes have
+
     def get_extra_state(self) -> torch.Tensor:
-        state = self._fp8_state()
+        """FP8 state for checkpoints, uint8. Empty before the first forward by delayed scaling; inside an autocast of that, what the first
+        forward will begin with, so that tools which read a checkpoint into present tensors find one of its size."""
+        state, recipe = self._fp8_state(), self._recipe
+        if not state and self._sites and quantization.delays() and (not self._attends or quantization.active_recipe().fp8_dpa):
+            recipe = quantization.active_recipe()
+            state = extra_state.initial(self._sites, recipe.amax_history_len, self._places)
         if not state or not self._sites:
             return torch.empty(0, dtype=torch.uint8)
-        recipe = self._recipe
         if recipe is None:
             from te_fl.common.recipe import DelayedScaling
             recipe = DelayedScaling(amax_history_len=state[1][1].shape[0])
