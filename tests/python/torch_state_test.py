@@ -803,6 +803,14 @@ class Recording(unittest.TestCase):
                 loss.backward()
                 adam.step()
                 losses.append(loss.item())
+            with torch.no_grad():
+                with scope(recipe):
+                    alone, apart = base(x), base(x) + up(down(x))
+                    base.weight.data += up.weight @ down.weight  # the adapters become part of the base, as PEFT merges them
+                    merged = base(x)
+                self.assertGreater((apart - alone).norm(), 0.3 * apart.norm())
+                for y in (apart, x @ base.weight.T):
+                    self.assertLess((merged - y).norm(), 0.08 * y.norm())
             return losses
 
         exact, quantised = train(None), train(DelayedScaling(amax_history_len=4))
