@@ -8,6 +8,7 @@ te_fl.as_transformer_engine()
 
 import accelerate  # noqa: E402  (looks for transformer_engine)
 import torch  # noqa: E402
+import torch.utils.checkpoint  # noqa: E402
 from accelerate.utils import TERecipeKwargs, has_transformer_engine_layers  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
@@ -33,6 +34,18 @@ def train(net, optimizer, backward, device, steps=30):
     return losses
 
 
+class Checkpointed(torch.nn.Module):
+    """model() whose part after the first layer runs again in the backward. reentrant: None keeps activations."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.parts, self.reentrant = model(), reentrant
+
+    def forward(self, x):
+        first, rest = self.parts[0](x), lambda t: self.parts[1:](t)
+        return rest(first) if self.reentrant is None else torch.utils.checkpoint.checkpoint(rest, first, use_reentrant=self.reentrant)
+
+
 class Accelerate(unittest.TestCase):
     def test_a_model_trains_in_fp8(self):
         accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs(amax_history_len=16)])
@@ -50,3 +63,15 @@ class Accelerate(unittest.TestCase):
         wanted = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), torch.Tensor.backward, accelerator.device)
         self.assertLess(losses[-1], 0.5 * losses[0])
         self.assertLess(abs(losses[-1] - wanted[-1]), 0.1 * wanted[-1], (losses[-1], wanted[-1]))
+
+    def test_gradient_checkpointing(self):
+        """The autocast is around the model's forward alone, so that the second run is outside of it."""
+        results = []
+        for reentrant in (None, False, True):
+            accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs(amax_history_len=16)])
+            net = Checkpointed(reentrant)
+            net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+            self.assertIsInstance(net.parts[3], te.Linear)
+            results.append(train(net, optimizer, accelerator.backward, accelerator.device, steps=8))
+        self.assertEqual(results[1], results[0])
+        self.assertEqual(results[2], results[0])

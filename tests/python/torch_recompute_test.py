@@ -1,5 +1,6 @@
 """te_fl.pytorch's modules whose forward runs again in the backward."""
 
+import functools
 import os
 import sys
 import unittest
@@ -12,8 +13,11 @@ from torch_cases import BF16, MODULES, PRODUCTS, RECIPES, Each, each, gradients,
 from torch_oracle import DEVICES, near, randomise  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
-from te_fl.common.recipe import Float8CurrentScaling  # noqa: E402
+from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
 from te_fl.pytorch import extra_state  # noqa: E402
+
+
+PLAIN = tuple(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=r) for r in (False, True))  # without te-fl's context_fn
 
 
 class Recomputation(Each):
@@ -29,17 +33,35 @@ class Recomputation(Each):
             torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant).sum().backward()
             self.same(gradients(module, x), want)
 
-    def test_torch_checkpoint_outside_of_its_autocast(self):
+    def test_torch_checkpoint_where_the_first_run_is_not_known(self):
         """The second run would be in another precision, so it is refused; without FP8 the same module goes on as ever."""
         for name in PRODUCTS:
-            for reentrant in (False, True):
-                with self.subTest(module=name, reentrant=reentrant):
-                    module, x = randomise(MODULES[name](device="cpu")), input_of()
-                    with scope(Float8CurrentScaling()):
-                        y = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant)
-                    with self.assertRaisesRegex(RuntimeError, "outside of its autocast.*recompute_contexts"):
-                        y.sum().backward()
-                    torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant).sum().backward()
+            with self.subTest(module=name):
+                module, x = randomise(MODULES[name](device="cpu")).eval(), input_of()
+                with scope(Float8CurrentScaling()):
+                    y = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=True)
+                with self.assertRaisesRegex(RuntimeError, "outside of its autocast.*recompute_contexts"):
+                    y.sum().backward()
+                torch.utils.checkpoint.checkpoint(module, x, use_reentrant=True).sum().backward()
+
+    def test_torch_checkpoint_repeats_the_forward_that_it_belongs_to(self):
+        """Several autocasts before one backward, between them evaluations, with other scales each. Re-entrant backwards end one by one, and
+        update the scales of gradients then, so that with delayed scaling their gradients differ."""
+        for recipe in RECIPES[1:]:
+            results = []
+            for run in (lambda f, *a: f(*a), *PLAIN[:1 if isinstance(recipe, DelayedScaling) else 2]):
+                module = randomise(te.LayerNormMLP(32, 64, device="cpu"))
+                x, losses = input_of(), []
+                for factor in (1.0, 3.0, 0.1):
+                    with scope(recipe):
+                        losses.append(run(lambda t, factor: module(module(t) * factor), x, factor).square().sum())
+                    with torch.no_grad(), scope(Float8CurrentScaling()):
+                        module(x * 5)
+                sum(losses).backward()
+                results.append([*losses, *gradients(module, x)])
+            for got in results[1:]:
+                for a, b in zip(got, results[0]):  # gradients of the parts are added in another order
+                    self.assertLess(float((a - b).detach().norm()), 1e-5 * float(b.detach().norm()), type(recipe).__name__)
 
     def steps(self, name, device, recipe, call, **arguments):
         """Outputs, gradients and FP8 state of two steps whose forward is call(module, x)."""
@@ -70,6 +92,9 @@ class Recomputation(Each):
                         self.same(self.steps(name, device, recipe, lambda m, x: te.checkpoint(m, x, use_reentrant=False)), want)
                         self.same(self.steps(name, device, recipe, lambda m, x: torch.utils.checkpoint.checkpoint(
                             m, x, use_reentrant=False, context_fn=te.recompute_contexts)), want)
+                        for reentrant in (False, True):
+                            self.same(self.steps(name, device, recipe, lambda m, x: torch.utils.checkpoint.checkpoint(
+                                m, x, use_reentrant=reentrant)), want, f"reentrant {reentrant}")
 
     def test_checkpoint_with_dropout(self):
         for device in DEVICES:
@@ -80,13 +105,16 @@ class Recomputation(Each):
                         want = self.steps("", device, recipe, lambda m, x: m(x), **dropout)
                         self.assertFalse(torch.equal(want[0], self.steps("", device, recipe, lambda m, x: m.eval()(x), **dropout)[0]))
                         self.same(self.steps("", device, recipe, lambda m, x: te.checkpoint(m, x), **dropout), want)
+                    for reentrant in (False, True):
+                        self.same(self.steps("", device, recipe, lambda m, x: torch.utils.checkpoint.checkpoint(
+                            m, x, use_reentrant=reentrant), **dropout), want)
 
     def test_checkpoint_of_several_modules(self):
         for device in DEVICES:
             for recipe in RECIPES:
                 with self.subTest(device=device, recipe=type(recipe).__name__):
                     results = []
-                    for run in (lambda f, *a: f(*a), te.checkpoint):
+                    for run in (lambda f, *a: f(*a), te.checkpoint, *PLAIN):
                         torch.manual_seed(1)
                         one, two = (randomise(te.LayerNormMLP(32, 64, device=device), seed) for seed in (1, 2))
                         x = input_of(device)
@@ -94,7 +122,8 @@ class Recomputation(Each):
                             y = run(lambda t: two(torch.relu(one(t))) + one(t), x)
                         y.sum().backward()
                         results.append([y.detach(), *gradients(one, x), *gradients(two)])
-                    self.same(*results)
+                    for got in results[1:]:
+                        self.same(got, results[0])
 
     def test_checkpoint_of_checkpoints(self):
         for recipe in RECIPES:

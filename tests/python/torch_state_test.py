@@ -574,7 +574,32 @@ class Distributed(State):
                 state = {"model": other.state_dict()}
                 dcp.load(state, checkpoint_id=folder, no_dist=True)
                 other.load_state_dict(state["model"])
-                self.same(step(other, recipe=DELAYED, seed=7), step(module, recipe=DELAYED, seed=7))
+                want = step(copy.deepcopy(module), recipe=DELAYED, seed=7)
+                self.same(step(other, recipe=DELAYED, seed=7), want)
+
+                fresh = MODULES[name](device="cpu")  # which has no state of that size yet, except in the autocast
+                with te.autocast(recipe=DELAYED):
+                    state = {"model": fresh.state_dict()}
+                dcp.load(state, checkpoint_id=folder, no_dist=True)
+                fresh.load_state_dict(state["model"])
+                self.same(step(fresh, recipe=DELAYED, seed=7), want)
+
+    def test_state_before_the_first_forward(self):
+        for recipe in (DELAYED, DelayedScaling(amax_history_len=3, fp8_dpa=True)):
+            module = te.TransformerLayer(64, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu")
+            with te.autocast(recipe=recipe):
+                early = module.state_dict()
+            with te.autocast(enabled=False, recipe=recipe):
+                self.assertTrue(all(v.numel() == 0 for k, v in module.state_dict().items() if k.endswith("_extra_state")))
+            with te.autocast(recipe=recipe):
+                module(torch.ones(8, 2, 64)).sum().backward()
+            for key, value in module.state_dict().items():
+                self.assertEqual(early[key].shape, value.shape, key)
+            module.load_state_dict(early)
+            for key, value in module.state_dict().items():
+                if key.endswith("_extra_state") and value.numel():
+                    state = extra_state.read(value, key)
+                    self.assertTrue((state["scale_fwd"] == 1).all() and (state["amax_history_bwd"] == 0).all(), key)
 
 
 def on_device(*shape, **options):
@@ -783,6 +808,14 @@ class Recording(unittest.TestCase):
                 loss.backward()
                 adam.step()
                 losses.append(loss.item())
+            with torch.no_grad():
+                with scope(recipe):
+                    alone, apart = base(x), base(x) + up(down(x))
+                    base.weight.data += up.weight @ down.weight  # the adapters become part of the base, as PEFT merges them
+                    merged = base(x)
+                self.assertGreater((apart - alone).norm(), 0.3 * apart.norm())
+                for y in (apart, x @ base.weight.T):
+                    self.assertLess((merged - y).norm(), 0.08 * y.norm())
             return losses
 
         exact, quantised = train(None), train(DelayedScaling(amax_history_len=4))

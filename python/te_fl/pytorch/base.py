@@ -9,7 +9,7 @@ import torch
 
 from te_fl import _native
 from te_fl.compat.variables import read_determinism
-from te_fl.pytorch import extra_state, quantization, registry, weight_cache
+from te_fl.pytorch import extra_state, quantization, registry, torch_checkpoint, weight_cache
 from te_fl.pytorch.call import DTYPE_CODES, DTYPE_NAMES, Call, profiling, run, shown, use_torch_memory
 from te_fl.pytorch.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.device import check_devices, default_device, native_device
@@ -214,7 +214,11 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         if type(layer) is tuple:
             from te_fl.pytorch import compiled
             return compiled.forward(self, layer, self._width(layer[0]), activation, first, inputs, extras, parameters, attention, random)
-        updates = quantization.notice(self)
+        piece = torch_checkpoint.piece(self)
+        updates = quantization.notice(self) if piece is None else piece.updates
+        compute = run if piece is None else piece.run
+        if profiling():
+            compute = shown(self, compute)
         if self.delay_wgrad_compute and torch.is_grad_enabled():
             self._check_hooks()
         if first is None:
@@ -222,7 +226,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         if attention is not None:
             call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delay_wgrad_compute)
             try:
-                return (shown(self) if profiling() else run)(call, weight_cache.number(), *inputs, *extras, *parameters)
+                return compute(call, weight_cache.number(), *inputs, *extras, *parameters)
             except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory
                 self._check_devices(x.device, inputs[1:])
                 raise
@@ -233,7 +237,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
                 or call.updates != updates):
             call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
         try:
-            return (shown(self) if profiling() else run)(call, weight_cache.number(), x, *parameters)
+            return compute(call, weight_cache.number(), x, *parameters)
         except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory
             self._check_devices(x.device)
             raise
@@ -295,11 +299,17 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         state = self._fp8_state()
         return lambda: self._load(state)
 
+    _attends = False  # whether the state is that of FP8 attention, which only some recipes have
+
     def get_extra_state(self) -> torch.Tensor:
-        state = self._fp8_state()
+        """FP8 state for checkpoints, uint8. Empty before the first forward by delayed scaling; inside an autocast of that, what the first
+        forward will begin with, so that tools which read a checkpoint into present tensors find one of its size."""
+        state, recipe = self._fp8_state(), self._recipe
+        if not state and self._sites and quantization.delays() and (not self._attends or quantization.active_recipe().fp8_dpa):
+            recipe = quantization.active_recipe()
+            state = extra_state.initial(self._sites, recipe.amax_history_len, self._places)
         if not state or not self._sites:
             return torch.empty(0, dtype=torch.uint8)
-        recipe = self._recipe
         if recipe is None:
             from te_fl.common.recipe import DelayedScaling
             recipe = DelayedScaling(amax_history_len=state[1][1].shape[0])

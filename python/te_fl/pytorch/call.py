@@ -226,14 +226,15 @@ def python_empty(like: torch.Tensor, shape: Tuple[int, ...], dtype: int) -> torc
 profiling = torch.autograd._profiler_enabled
 
 
-def shown(module: torch.nn.Module) -> Callable[..., torch.Tensor]:
-    """run(), in a range that a profiler shows under the module's class, and its `name` if it has one. For use while profiling() is true."""
+def shown(module: torch.nn.Module, compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`compute`, which is run() or does the same, in a range that a profiler shows under the module's class, and its `name` if it has one. For
+    use while profiling() is true."""
     name = getattr(module, "name", None)
     title = f"te_fl.pytorch.{type(module).__name__}{f' {name}' if name else ''}"
 
     def run_shown(*arguments: Any) -> torch.Tensor:
         with torch.autograd.profiler.record_function(title):
-            return run(*arguments)
+            return compute(*arguments)
     return run_shown
 
 

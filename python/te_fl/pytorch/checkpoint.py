@@ -10,12 +10,13 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from te_fl import _native
 from te_fl.pytorch import quantization
 from te_fl.pytorch.refuse import refuse
+from te_fl.pytorch.torch_checkpoint import own_runs
 
 
 class _Run(_native.Scope):
     """One of the two runs: the second reads the scales and draws the numbers of the first, and collects nothing."""
 
-    _open, _close, _thread = _native.begin_recompute, _native.end_recompute, None
+    _open, _close, _thread = _native.begin_recompute, _native.end_recompute, own_runs
 
     def __init__(self, record: Any, second: bool):
         self._arguments, self._entered = (record, second, quantization._state), []

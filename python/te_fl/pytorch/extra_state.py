@@ -106,6 +106,15 @@ def _directions(places: Places):
     return ("fwd", places.forward, places.kept[0]), ("bwd", places.backward, places.kept[1])
 
 
+def initial(sites: Sequence[str], length: int, places: Places = PRODUCT) -> List[Tuple[str, torch.Tensor]]:
+    """What a module's first forward begins with, by a recipe whose histories have this length: scales 1 and no amaxes."""
+    state = []
+    for site in sites:
+        for direction, own, _ in _directions(places):
+            state += [(f"{site}.{direction}.scale", torch.ones(len(own))), (f"{site}.{direction}.amax_history", torch.zeros(length, len(own)))]
+    return state
+
+
 def to_theirs(state: Sequence[Tuple[str, torch.Tensor]], sites: Sequence[str], places: Places = PRODUCT) -> dict:
     by_name = dict(state)
     if not by_name:

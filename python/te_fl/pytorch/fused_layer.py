@@ -7,7 +7,7 @@ from typing import Any, List, Optional, Tuple
 import torch
 
 from te_fl import _native
-from te_fl.pytorch import quantization, weight_cache
+from te_fl.pytorch import quantization, torch_checkpoint, weight_cache
 from te_fl.pytorch import random as generator
 from te_fl.pytorch.attention import DotProductAttention, score_cap
 from te_fl.pytorch.base import TransformerEngineBaseModule, native_device
@@ -67,10 +67,13 @@ class FusedLayer:
 
     def notice(self, owner) -> int:
         updates = quantization.notice(owner)
+        self._tell_parts(owner)
+        return updates
+
+    def _tell_parts(self, owner) -> None:
         if quantization._state.scopes:
             for _, part in self._parts:
                 part.__dict__["_recipe"] = owner._recipe
-        return updates
 
     def layer(self, owner, device: torch.device, name: Tuple[str, str, int, int, bool]):
         """The layer for a mask, the cap of scores in hexadecimal, the two bounds of a window, and whether it drops."""
@@ -130,15 +133,22 @@ class FusedLayer:
                                     tuple(getattr(part, own) for part, own in self.parameters()), inputs, random)
         layer = self.layer(owner, x.device, name)
         random = generator.draw_for(owner, x.device) if drops else None
-        updates = self.notice(owner)
+        piece = torch_checkpoint.piece(owner)
+        if piece is None:
+            updates, compute = self.notice(owner), run
+        else:
+            self._tell_parts(owner)
+            updates, compute = piece.updates, piece.run
         if first is None:
             first = quantization.reused_weights()
         # What PyTorch's parametrisations make of a parameter is an attribute of another kind.
         parameters = [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
         x = x if x.is_contiguous() else x.contiguous()
         call = Call(layer, 1, len(extras), -1, first, inputs or None, random, updates, False)
+        if profiling():
+            compute = shown(owner, compute)
         try:
-            return (shown(owner) if profiling() else run)(call, weight_cache.number(), x, *extras, *parameters)
+            return compute(call, weight_cache.number(), x, *extras, *parameters)
         except RuntimeError:
             self._check_devices(x.device)
             raise

@@ -81,6 +81,11 @@ def enabled() -> bool:
     return bool(_state.scopes) and _state.scopes[-1].enabled
 
 
+def delays() -> bool:
+    """Whether modules have scales of delayed scaling here: in an autocast that computes or calibrates by it."""
+    return bool(_state.scopes) and _state.scopes[-1].delayed
+
+
 def calibrating() -> bool:
     return bool(_state.scopes) and _state.scopes[-1].calibrating
 
