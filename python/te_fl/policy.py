@@ -14,7 +14,7 @@ def _listed(value, separator):
 class policy(_native.Scope):
     """A scope: with te_fl.policy(prefer="vendor", per_op={"gelu": ["reference"]}): ...
 
-    Applies to ops called on this thread inside it; settings left out are as outside. prefer: flagos, default, vendor or reference. strict:
+    Applies to ops called on this thread inside it, of te_fl.jax to what is traced in it; settings left out are as outside. prefer: flagos, default, vendor or reference. strict:
     the first choice runs or the call is an error. per_op: for each op an exclusive list of tokens (kinds, vendor:NAME, impl:ID), or the
     text of TE_FL_PER_OP. A misspelt op or token is te_fl.errors.InvalidArgument naming the nearest, when the scope is made.
     """
