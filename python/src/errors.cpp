@@ -51,9 +51,10 @@ void throw_status(const Status& status) {
   const std::string code(to_string(status.code())), text = status.to_string();
   Ref cause = take_cause(text);
   // An interrupt stays one, and memory that a framework lacks is the framework's error, for which
-  // programs look.
-  const bool own = cause && (status.code() == StatusCode::kOutOfMemory ||
-                             PyObject_IsInstance(cause.get(), PyExc_Exception) == 0);
+  // programs look; Python's own MemoryError is what te_fl.errors.OutOfMemory is as well.
+  const bool lacks = status.code() == StatusCode::kOutOfMemory && cause &&
+                     PyObject_IsInstance(cause.get(), PyExc_MemoryError) == 0;
+  const bool own = cause && (lacks || PyObject_IsInstance(cause.get(), PyExc_Exception) == 0);
   if (own) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(cause.get())), cause.get());
     throw PythonError();
