@@ -306,6 +306,7 @@ class Programs(unittest.TestCase):
         with self.assertRaisesRegex(ValueError, r"pair \[8\] of x \(3, 8\) with \[4\] of kernel"):
             te.dense.dense(normal(3, 8), normal(4, 2))
 
+    @unittest.skipIf(jax.default_backend() != "cpu", "it names the CPU's implementations")
     def test_the_policy_is_that_of_the_trace(self):
         """Whether a program was traced before, and whose thread XLA runs it on, make no difference; what was compiled keeps its policy."""
         x = normal(8, 1, 4)

@@ -728,7 +728,7 @@ class Recording(unittest.TestCase):
         for mode in (torch.no_grad, torch.inference_mode):
             with mode(), te.autocast(recipe=recipe):
                 y = module.eval()(x)
-            near(self, y, want, 1e-5, "the output")
+            near(self, y, want, 1e-5 if DEVICES == ["cpu"] else 1e-4, "the output")
         self.assertEqual(self.of(module, "fp8.fwd.scale").tolist(), [1, 1])
         self.assertEqual(self.of(module, "fp8.fwd.amax_history")[0].tolist(), [x.abs().max().item(), module.weight.abs().max().item()])
         # A teacher whose own autocasts all end without gradients gets its scales at the end of the student's.
@@ -738,7 +738,7 @@ class Recording(unittest.TestCase):
         self.assertAlmostEqual(self.of(module, "fp8.fwd.scale")[0].item(), 448 / x.abs().max().item(), 3)
 
     def test_saturation_is_said_once(self):
-        big = torch.full((16, 32), 1000.0)
+        big = torch.full((16, 32), 1000.0, device=DEVICES[-1])
         big[:, 8:] = 1.0
         said = []
         for module, inputs in ((te.Linear(32, 32), (big,)), (te.TransformerLayer(32, 64, 4, attn_input_format="bshd"), (on_device(2, 8, 32),)),

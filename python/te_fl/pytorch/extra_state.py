@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 from collections import OrderedDict
 from typing import Any, List, NamedTuple, Sequence, Tuple
 
@@ -32,7 +33,16 @@ class _Writer(pickle._Pickler):
     def save_type(self, obj):
         return self.save_global(obj) if obj.__module__ == _OURS else super().save_type(obj)
 
-    dispatch = {**pickle._Pickler.dispatch, type: save_type}
+    def save_storage(self, storage):
+        """With a key of one length in place of the storage's address, so that the same state has the same size in every process: tools that
+        read a checkpoint into present tensors want one of its size."""
+        load, (data,) = storage.__reduce__()
+        address = str(storage._untyped_storage._cdata).encode()
+        key, fixed = (b"X" + struct.pack("<I", len(a)) + a for a in (address, address.rjust(20, b"0")))
+        head, *rest = data.split(key, 2)  # it is named twice, before the storage's own bytes
+        self.save_reduce(load, (fixed.join((head, *rest)),), obj=storage)
+
+    dispatch = {**pickle._Pickler.dispatch, type: save_type, torch.storage.TypedStorage: save_storage}
 
 
 def _format_of_name(owner: Any, name: str) -> recipes.Format:
