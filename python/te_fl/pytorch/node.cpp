@@ -316,7 +316,10 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
                    "run(): the Call has more inputs than there are tensors");
   bool follows = false;
   for (Py_ssize_t i = 0; i < all; ++i) {
-    TORCH_CHECK_TYPE(THPVariable_Check(tensors[i]), "run(): argument ", i + 2, " is no tensor");
+    // The numbers are text already: a stream of a libstdc++ that is linked in here, as some
+    // compilers have it, would not be that of PyTorch's libraries.
+    TORCH_CHECK_TYPE(THPVariable_Check(tensors[i]),
+                     "run(): argument " + std::to_string(i + 2) + " is no tensor");
     follows = follows || THPVariable_Unpack(tensors[i]).requires_grad();
   }
   follows = follows && at::GradMode::is_enabled();
@@ -366,7 +369,7 @@ PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   const size_t code = PyLong_AsSize_t(args[2]);
   if (PyErr_Occurred() != nullptr) return nullptr;
-  TORCH_CHECK_VALUE(code < std::size(dtypes), "empty(): there is no dtype ", code);
+  TORCH_CHECK_VALUE(code < std::size(dtypes), "empty(): there is no dtype " + std::to_string(code));
   const auto options = at::TensorOptions(THPVariable_Unpack(args[0]).device()).dtype(dtypes[code]);
   return THPVariable_Wrap(at::empty(sizes, options));
   END_HANDLE_TH_ERRORS
