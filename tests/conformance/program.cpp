@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <map>
@@ -355,6 +356,18 @@ int print_stale(const Table& table, const std::vector<Unsupported>& expected) {
   return stale;
 }
 
+// The name of the active plugin that is this file, or empty.
+std::string active_name(const std::string& file) {
+  for (const plugins::PluginInfo& info : plugins::list()) {
+    std::error_code absent;
+    if (info.state == plugins::State::kActive &&
+        std::filesystem::equivalent(info.path, file, absent)) {
+      return info.name;
+    }
+  }
+  return {};
+}
+
 int run(int argc, char** argv, const std::string& folder) {
   Options o;
   o.folder = folder;
@@ -369,9 +382,14 @@ int run(int argc, char** argv, const std::string& folder) {
     std::fprintf(stderr, "conformance: %s\n", error.c_str());
     return 2;
   }
-  OpManager::instance();  // registers the built-in backends
-  for (const OpImplInfo& info : OpRegistry::instance().snapshot()) o.built_in.insert(info.impl_id);
+  OpManager::instance();                // registers the built-in backends
+  std::set<std::string> found_already;  // a build tree's plugins are found without being named
+  for (const std::string& plugin : o.plugins) found_already.insert(active_name(plugin));
+  for (const OpImplInfo& info : OpRegistry::instance().snapshot()) {
+    if (found_already.count(info.owner) == 0) o.built_in.insert(info.impl_id);
+  }
   for (const std::string& plugin : o.plugins) {
+    if (!active_name(plugin).empty()) continue;
     const auto loaded = plugins::load(plugin);
     if (loaded.ok()) continue;
     std::fprintf(stderr, "conformance: %s\n", loaded.status().to_string().c_str());
