@@ -53,7 +53,7 @@ struct Account {
   size_t bytes = 0, peak = 0, record_at = SIZE_MAX;
   std::vector<devices::MemoryHolder> recorded;
 
-  // Whether a block is there whose memory begins there, reaches there or begins inside.
+  // True if a block is there whose memory begins there, reaches there or begins inside.
   bool overlaps(const void* data, size_t size) const {
     const auto begin = reinterpret_cast<uintptr_t>(data);
     const auto after = records.upper_bound(const_cast<void*>(data));

@@ -36,14 +36,14 @@ using StreamRef = std::shared_ptr<StreamRecord>;
 class StreamUse {
  public:
   explicit StreamUse(StreamRef record) noexcept;
-  // Of a handle that is kept without a record.
+  // Uses the stream of a handle that is kept without a record.
   StreamUse(const Device& device, void* handle);
   ~StreamUse();
   StreamUse(const StreamUse&) = delete;
   StreamUse& operator=(const StreamUse&) = delete;
   // The stream, or null, the default one, if it has been retired.
   void* get() const noexcept { return record_ != nullptr ? record_->handle : nullptr; }
-  // Whether somebody is letting the stream go, or has: who does frees what is kept for it
+  // True if somebody is letting the stream go, or has: who does frees what is kept for it
   // (g_stream_goes).
   bool goes() const noexcept { return goes_; }
 

@@ -47,7 +47,7 @@ bool belongs(CheckPointer check, void* self, const void* data, size_t bytes,
              const te_fl_error_sink& sink) noexcept {
   try {
     const te_fl_status code = known_status(check(self, data, bytes, &sink));
-    // Of a lost device nothing is known of the memory; who runs the call meets the same and says
+    // Nothing is known of a lost device's memory; who runs the call meets the same and says
     // so.
     return code == TE_FL_OK || TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST;
   } catch (const std::exception& e) {  // R5 forbids it

@@ -154,7 +154,7 @@ int ranks_of_job() {
   return 1;
 }
 
-// Whether one of them is being captured still: another choice in the middle of a graph would give
+// True while one of them is being captured: another choice in the middle of a graph would give
 // other bits than the eager run did. Those that are not are forgotten.
 bool any_captured() {
   std::vector<CapturingStream> seen;

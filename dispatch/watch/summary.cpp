@@ -1,4 +1,4 @@
-// What the run did, said at its end under TE_FL_USAGE or TEFL_LOG_LEVEL=DEBUG.
+// Prints what the run did, at its end, under TE_FL_USAGE or TEFL_LOG_LEVEL=DEBUG.
 
 #include <cstdio>
 #include <cstdlib>

@@ -22,7 +22,7 @@ struct TunedSize {
 };
 using TunedSizes = std::map<int, TunedSize>;  // by the logarithm of the bytes
 int size_class_of(size_t bytes);
-// Whether an implementation is no slower than what dispatch takes by itself, noise aside, for calls
+// True if an implementation is no slower than what dispatch takes by itself, noise aside, for calls
 // of any size: a list is for all of them. A reference is taken to be slow for sizes beyond those
 // that were timed, unless they reach 1 MiB.
 bool holds_for_all_sizes(const std::string& impl_id, bool is_reference, const TunedSizes& sizes);
