@@ -77,6 +77,7 @@ wheel() {
 stage format tools/check_format.sh
 stage layering python3 tools/check_layering.py
 stage one-definition python3 tools/check_odr.py
+stage comments python3 tools/check_comments.py
 stage generated python3 tools/opgen.py --check
 if [ "$mode" != quick ]; then
   stage asan-build sanitizer_build asan
