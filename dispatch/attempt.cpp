@@ -126,8 +126,8 @@ struct Attempt {
     const uint64_t generation = registry::g_plan_generation.load(std::memory_order_acquire);
     const uint64_t said = registry::PlanKey::context_word(context);
     registry::KnownCall* known = own ? call.still_known() : nullptr;
-    // What a graph is to hold is looked up where plans are dropped, so that it is not dropped
-    // after.
+    // A plan for a capture is looked up in the plan cache, where plans are dropped, so that the
+    // graph holds it and it stays.
     if (known != nullptr && known->plan != nullptr && known->plan_of == impl.number &&
         known->plan_generation == generation && known->plan_context == said && !call.capturing) {
       known->plan->use();
@@ -215,7 +215,8 @@ te_fl_status attempt_native(const Call& call, const Implementation& impl, bool d
   return code;
 }
 
-// The same on copies in host memory. Nothing of the device's is written unless run() succeeds.
+// Tries a host implementation on copies in host memory. Nothing of the device's is written unless
+// run() succeeds.
 te_fl_status attempt_staged(const Call& call, const Implementation& impl, bool deterministic,
                             core::ErrorText& errors) {
   StagedCall staged(call, errors);

@@ -39,7 +39,7 @@ struct Call {
   core::Signature signature{};
   uint32_t policy = 0;
   bool capturing = false;
-  // What the thread knows of the call; null where it remembers none like it. An op that runs inside
+  // The thread's record of the call; null where it remembers none like it. An op that runs inside
   // this one may make it that of another call, which its number tells.
   registry::KnownCall* known = nullptr;
   uint64_t known_number = 0;
@@ -78,7 +78,7 @@ inline bool may_follow(te_fl_status code) noexcept {
          reason != TE_FL_DEVICE_LOST;
 }
 
-// Who served a call, and who was tried before.
+// Tells which implementation served a call, and which ones failed before.
 struct Served {
   const Implementation* impl = nullptr;
   bool staged = false;
@@ -93,7 +93,7 @@ Result<const RouteEntry*> route_of(Call& call);
 // Runs a call along its route; the slow, complete way. `first`: the route's first implementation
 // has run and failed so.
 Status run_route(Call& call, const Failure* first);
-// The same, telling who served it.
+// As run_route(), and tells which implementation served the call.
 Status run_order(Call& call, const Failure* first, Served& served);
 // Runs a host implementation on copies of the call's arguments, which it is to find on the host;
 // not counted, and nobody follows.
@@ -129,7 +129,7 @@ Status ask_stream(Call& call);
 // supports() of an implementation that asks per call: OK, or why not.
 te_fl_status ask_support(const Implementation& impl, const te_fl_context& context, const void* args,
                          core::ErrorText& errors);
-// The same, of the call's own arguments: a yes is remembered for the very same call.
+// As ask_support(), for the call's own arguments: a yes is remembered for the very same call.
 [[gnu::always_inline]] inline te_fl_status support_of(const Call& call, const Implementation& impl,
                                                       const te_fl_context& context,
                                                       core::ErrorText& errors) {
@@ -152,8 +152,8 @@ te_fl_status ask_staged(const Call& call, const Implementation& impl, bool deter
                         core::ErrorText& errors);
 te_fl_status ask_staged_saved_bytes(const Call& call, const Implementation& impl,
                                     bool deterministic, size_t& bytes, core::ErrorText& errors);
-// What an implementation says that its run() would run for the call, as one line, or why it does
-// not say; one of the two is empty.
+// The line in which an implementation names the kernels that its run() would launch for the call,
+// or the reason for which it names none; one of the two is empty.
 struct Described {
   std::string text, silent;
 };
@@ -188,8 +188,8 @@ template <class F>
   core::note_op(call.signature.device, call.options.stream, impl.interned_op, impl.interned_id);
 }
 
-// What the choice depends on besides the signature. False: the policy is invalid, or the device did
-// not answer for the stream.
+// Reads the state on which the choice depends besides the signature. False: the policy is invalid,
+// or the device did not answer for the stream.
 [[gnu::always_inline]] inline bool read_state(Call& call) {
   call.policy = policy::current_id();
   if (!call.signature.device.is_host() && !read_stream(call)) [[unlikely]]
@@ -222,10 +222,10 @@ Status invalid_policy(const OpRow& row);
 // Wraps an implementation's own words.
 Status implementation_error(const Call& call, const Implementation& impl, te_fl_status code,
                             const std::string& text);
-// The same, of a call that ends with it: retires the device if it is lost.
+// As implementation_error(), for a failure that ends the call: retires the device if it is lost.
 Status after_failure(const Call& call, const Implementation& impl, te_fl_status code,
                      std::string text);
-// What an implementation that was moved on from said.
+// The failure of an implementation after which the next one was tried.
 std::string failure_text(const Failure& failure);
 // Every implementation with the reason why it does not serve the call, and a way out.
 Status no_candidate(const Call& call, const Decision& decision,

@@ -1,5 +1,5 @@
-// Whether what comes beside a call's arguments is the device's: asked of the device under
-// TE_FL_VALIDATE. The arguments themselves: core/op/op_memory.cpp.
+// Asks the device, under TE_FL_VALIDATE, if the stream and the seed that come beside a call's
+// arguments are its own. The arguments themselves: core/op/op_memory.cpp.
 
 #include "core/device/device_use.hpp"
 #include "dispatch/manager_impl.hpp"

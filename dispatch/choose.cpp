@@ -19,7 +19,7 @@ bool mentions_names(const PolicySettings& s) {
          !s.deny_vendors.empty();
 }
 
-// Whether copies to and from the device are possible, and to be made: not on one that is going.
+// True if copies to and from the device are possible: it is there and is not about to go.
 bool is_present(const Device& device) {
   const core::DeviceEntry* entry = core::find_device(device);
   return entry != nullptr && !entry->closed();

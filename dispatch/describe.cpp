@@ -1,4 +1,4 @@
-// What an implementation says that its run() would run for a call (rule R31).
+// Asks an implementation which kernels its run() would launch for a call (rule R31).
 
 #include "dispatch/call.hpp"
 #include "dispatch/staging/staged_call.hpp"

@@ -1,4 +1,5 @@
-// What a call would do, without running it: handles, resolve(), explain(), saved_bytes().
+// Tells how a call would be served, without running it: handles, resolve(), explain(),
+// saved_bytes().
 
 #include <algorithm>
 #include <atomic>

@@ -1,4 +1,4 @@
-// What dispatch says when it does not run an op.
+// The messages of a dispatch that does not run an op.
 
 #include <algorithm>
 
@@ -176,7 +176,8 @@ std::vector<Candidate> candidates_of(const OpRow& row, const Decision& decision,
     } else if (failed != failures.end()) {
       c.reason = failure_text(*failed);
     } else {
-      // Of a call that is only described: on a device that is not here nothing can be called.
+      // For a call that is only described, no implementation can be called on a device that is not
+      // here.
       c.accepted = args != nullptr || decision.call.present || decision.call.device.is_host();
       c.chosen = c.accepted && !taken;
       taken = taken || c.accepted;

@@ -59,8 +59,8 @@ Status check_device(const te_fl_device_desc& desc, uint32_t i) {
   return {};
 }
 
-// Of a newer plugin: those of its later arguments that this te-fl's op has. No call here sets any
-// other (R20, R23). The text lives as long as the process.
+// The later arguments of a newer plugin's implementation that this te-fl's op has. No call here
+// sets any other (R20, R23). The text lives as long as the process.
 const char* known_later_args(const te_fl_op_desc& desc, const OpRegistry& registry) {
   if (desc.later_args == nullptr || desc.schema != nullptr || desc.op_name == nullptr) {
     return desc.later_args;
@@ -98,8 +98,8 @@ Status broken_rule(const Status& status) {
   }
 }
 
-// What the plugin may call, and the error text of create(). Shared with a create() that may never
-// return.
+// The services that the plugin may call, and the error text of create(). Shared with a create()
+// that may never return.
 struct Instance::Host {
   explicit Host(std::string plugin)
       : name(std::move(plugin)), use(registry::intern_string("plugin " + name)) {
@@ -179,7 +179,7 @@ struct Instance::Host {
   }
 
   std::string name;
-  const char* use;               // what its memory is for, in the account of memory
+  const char* use;               // names its memory in the account of memory
   std::atomic<int64_t> live{0};  // blocks that it has of the host (R28)
   te_fl_host_api api{};
   std::deque<std::string> values;  // given out; kept until the plugin is destroyed
@@ -343,7 +343,7 @@ std::deque<te_fl_op_desc> Instance::completed(std::span<const te_fl_op_desc* con
   const Device* first = nullptr;
   for (const Device& device : devices_) {
     if (device.type != TE_FL_DEVICE_EXT) continue;
-    // Of two providers it could mean either: it stays without, which the registry refuses.
+    // With two providers the name could mean either, so it is left out, which the registry refuses.
     const bool another = first != nullptr && first->provider != device.provider;
     provider = another ? nullptr : (*te_fl::devices::find(device))->provider;
     if (another) break;

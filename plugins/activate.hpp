@@ -22,8 +22,9 @@ namespace te_fl::plugins {
 // A status and its causes on one line, for PluginInfo::reason.
 std::string reason_of(const Status& status);
 
-// What a registration says of a plugin's device, op or setting that breaks a rule, as the status of
-// its load: INCOMPATIBLE. NOT_FOUND is a plugin that is not there, ALREADY_EXISTS one that is.
+// Turns the error of a registration that breaks a rule, about a device, an op or a setting of the
+// plugin, into the status of its load: INCOMPATIBLE. NOT_FOUND is a plugin that is not there,
+// ALREADY_EXISTS one that is.
 Status broken_rule(const Status& status);
 
 // The answer of a query, checked and copied.
@@ -38,8 +39,8 @@ struct Header {
   std::vector<core::PluginSetting> settings;  // declared (R21)
 };
 
-// Why a plugin of this ABI version and this te-fl do not go together (R2), and what to do about it;
-// empty if they do.
+// The reason for which a plugin of this ABI version and this te-fl do not go together (R2), and the
+// way out; empty if they do.
 std::string version_problem(uint32_t major, uint32_t minor);
 
 // Calls the query and checks its answer (R1 to R4, R21). Touches no device.
@@ -68,13 +69,13 @@ class Instance {
   const std::vector<Device>& devices() const noexcept { return devices_; }
   // "op: impl_id"
   const std::vector<std::string>& ops() const noexcept { return ops_; }
-  // What was left out of it, and why; empty if nothing was.
+  // Names the parts of the plugin that were left out, and why; empty if there are none.
   const std::string& remark() const noexcept { return remark_; }
-  // What it says of its surroundings; nothing if it has no such entry.
+  // The plugin's findings about its surroundings; none if it has no such entry.
   Result<std::vector<Finding>> diagnose() const;
   // Memory, streams and events of its devices that are still alive.
   int64_t live_objects() const;
-  // Whether withdraw() has taken its ops out.
+  // True once withdraw() has taken its ops out.
   bool withdrawn() const noexcept { return withdrawn_; }
 
  private:
@@ -96,7 +97,7 @@ class Instance {
 
   Header header_;
   ActivateOptions options_;
-  std::shared_ptr<Host> host_;  // what create() was given; a hanging create() keeps it
+  std::shared_ptr<Host> host_;  // the argument of create(); a hanging create() keeps it
   void* instance_ = nullptr;
   bool created_ = false;
   bool withdrawn_ = false;

@@ -9,7 +9,7 @@
 
 namespace te_fl::plugins {
 
-// What a path was when it was opened. Only kRegular can be read.
+// The kind of file that a path led to when it was opened. Only kRegular can be read.
 enum class FileState { kRegular, kMissing, kUnreadable, kFolder, kSpecial };
 
 // Reads with pread instead of mapping the file: a file that somebody truncates while it is being

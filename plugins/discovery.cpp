@@ -25,7 +25,7 @@ namespace fs = std::filesystem;
 
 constexpr const char* kModules = "TE_FL_PLUGIN_MODULES";
 constexpr const char* kPluginPath = "TE_FL_PLUGIN_PATH";
-constexpr const char* kCudaPlugin = "cuda";  // what TE_FL_SKIP_CUDA leaves out
+constexpr const char* kCudaPlugin = "cuda";  // the plugin that TE_FL_SKIP_CUDA leaves out
 
 void leave_out(PluginInfo info, State state, std::string reason) {
   info.state = state;

@@ -1,4 +1,5 @@
-// Which plugins are loaded on first use, and where manifests are looked for.
+// Lists the plugins that are loaded on first use, and the folders in which manifests are looked
+// for.
 #pragma once
 
 #include <string>

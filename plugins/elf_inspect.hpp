@@ -32,8 +32,8 @@ enum class ElfKind {
   kCorrupt,
 };
 
-// How much inspect_elf reads. kHeaders leaves `undefined`, `defined` and `unique` empty and is many
-// times faster for a library that exports much.
+// The part of a library that inspect_elf reads. kHeaders leaves `undefined`, `defined` and `unique`
+// empty and is many times faster for a library that exports much.
 enum class ElfDepth { kHeaders, kSymbols };
 
 struct ElfSymbol {
@@ -84,7 +84,7 @@ struct ElfInfo {
   std::vector<std::string> warnings;  // oddities that do not prevent loading
 
   bool sound() const { return problem.empty(); }
-  // Whether a default-visible symbol of that name is defined. Needs ElfDepth::kSymbols.
+  // True if a default-visible symbol of that name is defined. Needs ElfDepth::kSymbols.
   bool exports(std::string_view name) const;
   // Same, for an importer that asks for `version` (empty: any). A definition without a version
   // satisfies every importer, as in the dynamic loader.

@@ -72,7 +72,8 @@ bool has_access_list(const std::string& path) {
   return ::lgetxattr(path.c_str(), "system.posix_acl_access", nullptr, 0) > 0;
 }
 
-// Who but root and this user may write, in words, and the option of chmod that takes it away.
+// The users besides root and this one who may write, in words, and the option of chmod that takes
+// the right away.
 struct Writers {
   std::string who, chmod;
 };

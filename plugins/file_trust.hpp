@@ -1,4 +1,5 @@
-// Whether a path may be trusted with code execution: who else could change what it leads to.
+// Decides if a path may be trusted with code execution, by asking who else could change what it
+// leads to.
 //
 // A path is followed from the root as the kernel does it, through every folder and every symbolic
 // link. Each of them must belong to root or to the (effective) user of this process and be writable
@@ -20,11 +21,11 @@ namespace te_fl::plugins {
 // set-group-ID or file capabilities). Then no path that the user controls may be followed.
 bool privileges_elevated();
 
-// Of a file. One that does not exist is judged by the folders that do.
+// Judges a file. One that does not exist is judged by the folders that do.
 std::string file_trust_problem(const std::string& path);
 
-// Of a folder in which the dynamic loader looks for a name: nobody else may add one, so the sticky
-// bit does not help, and neither may they create the folder where it does not exist.
+// Judges a folder in which the dynamic loader looks for a name: nobody else may add one, so the
+// sticky bit does not help, and neither may they create the folder where it does not exist.
 std::string folder_trust_problem(const std::string& path);
 
 }  // namespace te_fl::plugins

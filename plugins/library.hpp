@@ -29,7 +29,7 @@ class Library {
   std::atomic<bool> keep_{false};
 };
 
-// Whether the dynamic loader has the file mapped now.
+// True if the dynamic loader has the file mapped now.
 bool is_mapped(const std::string& path);
 
 }  // namespace te_fl::plugins

@@ -28,7 +28,8 @@ using LibraryCache = std::multimap<std::string, std::string, std::less<>>;
 // "ld.so-1.7.0" one. Damaged entries are left out; bytes of another format give an empty cache.
 LibraryCache parse_library_cache(std::span<const std::uint8_t> bytes);
 
-// Where to look. The defaults are this process'; tests put in their own.
+// The places in which libraries are looked for. The defaults are this process'; tests put in their
+// own.
 struct SearchRules {
   std::vector<std::string> library_path;  // LD_LIBRARY_PATH, as the loader read it at start
   // Folders that LD_LIBRARY_PATH holds now and did not at start. The loader does not see them; a

@@ -60,7 +60,7 @@ class Closure {
     return {};
   }
 
-  // Of a folder of a run path, and of those below it in which the loader looks first.
+  // Judges a folder of a run path, and those below it in which the loader looks first.
   std::string folder_problem(const std::string& folder) {
     if (!judged_.insert(folder).second) return {};
     const std::string which = "its RPATH or RUNPATH leads to " + folder + ": ";

@@ -1,4 +1,4 @@
-// Whether others could decide what the dynamic loader maps for a plugin.
+// Finds files that others could change among those that the dynamic loader maps for a plugin.
 #pragma once
 
 #include <string>

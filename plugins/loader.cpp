@@ -42,7 +42,7 @@ std::string version_text(unsigned major, unsigned minor) {
   return std::to_string(major) + "." + std::to_string(minor);
 }
 
-// What a manifest says before the library is touched.
+// Checks what a manifest promises before the library is touched.
 Status check_manifest(const Manifest& manifest) {
   const std::string host = host_architecture();
   if (!manifest.arch.empty() && manifest.arch != host) {

@@ -13,7 +13,7 @@ namespace te_fl::plugins {
 struct LoadRequest {
   std::string path;                    // of the library, absolute
   std::string origin;                  // PluginInfo::origin
-  const Manifest* manifest = nullptr;  // what it promises is checked; may be null
+  const Manifest* manifest = nullptr;  // its promises are checked; may be null
   std::string leave_out;               // a plugin of this name is skipped, not loaded
   // Asked when the turn to load has come: if it says no, nothing is done and nothing recorded.
   std::function<bool()> still_wanted = nullptr;

@@ -73,7 +73,7 @@ ManifestResult parse_manifest(std::string_view text, const std::string& path);
 // Reads and parses a file after checking who can write it (see file_trust.hpp).
 ManifestResult read_manifest(const std::string& path);
 
-// Whether the hardware is here. `sysroot` is put before /sys and /dev, for tests and containers.
+// True if the hardware is here. `sysroot` is put before /sys and /dev, for tests and containers.
 bool probe_matches(const Probe& probe, const std::string& sysroot = "");
 // "PCI vendor 0x10de", "device node /dev/nvidia0", "PCI vendor 0x10de or ...", "always".
 std::string describe(const Probe& probe);

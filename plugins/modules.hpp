@@ -8,7 +8,7 @@
 
 namespace te_fl::plugins::modules {
 
-// Whether a loader is set.
+// True if a loader is set.
 bool any() noexcept;
 // At start: the modules that TE_FL_PLUGIN_MODULES names, and those of installed packages unless
 // TE_FL_SKIP_MODULES says otherwise. Records and reports each. `manifests`: their names, one of

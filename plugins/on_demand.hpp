@@ -12,7 +12,7 @@ namespace te_fl::plugins::on_demand {
 void wait(const Manifest& manifest);
 // Takes the plugin of a name out, since it is loaded in another way.
 void forget(const std::string& name);
-// Whether any plugin waits. One atomic load.
+// True if any plugin waits. One atomic load.
 bool any() noexcept;
 // Loads those that serve a device of this one's type and provider, or all if `device` is null, and
 // waits for those that another thread is loading. A failure is recorded and logged. Does nothing on

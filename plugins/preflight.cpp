@@ -65,7 +65,7 @@ std::string highest_present(const ElfInfo& library, std::string_view wanted) {
   return best;
 }
 
-// Whether a mangled name belongs to namespace std (or is a guard or a local of one that does).
+// True if a mangled name belongs to namespace std (or is a guard or a local of one that does).
 bool in_namespace_std(std::string_view name) {
   if (!name.starts_with("_Z")) return false;
   name.remove_prefix(2);
@@ -80,7 +80,7 @@ struct Node {
   std::string name;  // as asked for
   std::string path;
   bool loaded = false;
-  std::size_t parent = 0;  // who asked first; the plugin is its own parent
+  std::size_t parent = 0;  // the library that asked for it first; the plugin is its own parent
   ElfInfo elf;             // symbols only once `full`
   bool full = false;
 };
@@ -289,7 +289,7 @@ class Preflight {
       for (const ElfSymbol& s : undefined) {
         const bool reported =
             missing_version_names_.count({s.version_file, s.version, nodes_[i].path}) > 0;
-        // What a missing library was to provide is not a second problem.
+        // Symbols that a missing library was to provide are not a second problem.
         const bool of_missing = missing_.count(s.version_file) > 0;
         if (s.weak || reported || of_missing || in_global_scope(s) || in_closure_scope(s)) continue;
         if (!seen.insert(s.name + '@' + s.version).second) continue;

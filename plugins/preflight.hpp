@@ -24,7 +24,7 @@ struct MissingLibrary {
   std::vector<std::string> needed_by;  // paths; the first is nearest to the plugin
   std::string chain;                   // "b.so, needed by a.so, needed by plugin.so"
   std::string rejected;                // files of that name that cannot serve, with reasons
-  std::string hint;                    // what to install
+  std::string hint;                    // the package to install, or another way out
 };
 
 struct MissingVersion {
@@ -65,7 +65,7 @@ struct PreflightReport {
   // False when a needed library could not be found or read, which leaves open what it provides.
   bool symbols_checked = true;
   std::vector<std::string> problems;  // anything else that stops the loader
-  std::vector<std::string> warnings;  // what does not: executable stack, text relocations, ...
+  std::vector<std::string> warnings;  // faults that do not: executable stack, text relocations, ...
   std::vector<ClosureLibrary> libraries;
 
   bool ok() const;

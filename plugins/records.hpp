@@ -31,13 +31,13 @@ void put(Record record);
 std::vector<PluginInfo> list();
 // The active (also built-in) plugin of a name; `instance` is null if there is none.
 Record active(const std::string& name);
-// Why the deactivated plugin of a name is kept for ever; empty if there is none.
+// The reason for which the deactivated plugin of a name is kept for ever; empty if there is none.
 std::string why_kept(const std::string& name);
 // Live objects of the retired plugin of a name that is not destroyed yet; -1 if there is none.
 int64_t retired_objects(const std::string& name);
 // "NAME: why" of the plugins of this origin that failed or were abandoned; empty if there is none.
 std::vector<std::string> failures_from(std::string_view origin);
-// Whether the file at `path` is an abandoned plugin's, which must not be entered again.
+// True if the file at `path` is an abandoned plugin's, which must not be entered again.
 bool is_abandoned(const std::string& path);
 // Marks the active plugin of a name as deactivated. `reason` not empty: it stays, for that reason.
 // `kept` stays open; null: nothing of an earlier deactivation is kept either.

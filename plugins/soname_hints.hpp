@@ -1,4 +1,4 @@
-// Which package has a library that is missing.
+// Names the package that has a missing library.
 #pragma once
 
 #include <string>
@@ -11,11 +11,11 @@ namespace te_fl::plugins {
 // gets the apt-file command that finds it. Never empty. Thread-safe.
 std::string soname_hint(std::string_view soname);
 
-// What to do about a version such as "GLIBC_2.99" or "CXXABI_1.3.15" that `library` lacks.
+// A way out where `library` lacks a version such as "GLIBC_2.99" or "CXXABI_1.3.15".
 std::string version_hint(std::string_view version, std::string_view library);
 
-// What an undefined symbol's name gives away ("__asan_" means built with AddressSanitizer); empty
-// when nothing.
+// The hint that lies in an undefined symbol's name ("__asan_" means built with AddressSanitizer);
+// empty if there is none.
 std::string symbol_hint(std::string_view symbol);
 
 }  // namespace te_fl::plugins

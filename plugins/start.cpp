@@ -1,4 +1,4 @@
-// What the first op, or the first look for a device that is not there, starts.
+// Loads the plugins at the first op, or at the first look for a device that is not there.
 
 #include "plugins/start.hpp"
 

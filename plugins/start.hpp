@@ -6,7 +6,7 @@ namespace te_fl::plugins {
 // in a process. Threads that call it meanwhile wait, but for the one that loads: what it loads may
 // call ops.
 void start();
-// Whether start() has come to its end, on whatever thread.
+// True once start() has come to its end, on whatever thread.
 bool started() noexcept;
 
 // Writes environment::remarks() as warnings, each once in a process. For when plugins have had

@@ -8,7 +8,7 @@
 #include "core/base/settings.hpp"
 #include "te_fl/policy.hpp"
 
-// Which policy is in force, as the hot path asks it: an id, no lock, no string.
+// Tells the hot path which policy is in force: an id, no lock, no string.
 namespace te_fl::policy {
 
 inline constexpr uint32_t kInvalidPolicy = UINT32_MAX;  // the environment's policy is in error
@@ -44,8 +44,8 @@ std::vector<std::string> known_ops();
 // Makes a declared op's name known from the next call on, to the environment's policy too.
 void know_op(const std::string& name);
 
-// What is wrong with settings made in code, which passed no parser: a list for an op that is not
-// known. Calls under them fail with it.
+// An error for settings made in code, which passed no parser, that list an unknown op. Calls under
+// them fail with it.
 Status settings_error(const PolicySettings& settings);
 
 }  // namespace te_fl::policy

@@ -63,7 +63,7 @@ bool on_device(const Implementation& impl, const Device& device) {
   return serves(impl, device.type) || (device.is_host() && serves(impl, TE_FL_DEVICE_CPU));
 }
 
-// Whether the impl could serve the call on copies in host memory, and not where the tensors are.
+// True if the impl could serve the call on copies in host memory, and not where the tensors are.
 bool on_copies(const Implementation& impl, const Call& call) {
   return call.present && !call.device.is_host() && !on_device(impl, call.device) &&
          serves(impl, TE_FL_DEVICE_CPU);

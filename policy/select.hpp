@@ -36,7 +36,7 @@ struct Barred {
   std::string reason;
 };
 
-// What static constraints read of a call.
+// The part of a call that static constraints read.
 struct Call {
   std::string_view op;
   Device device;
@@ -90,7 +90,7 @@ struct Candidate {
   bool named = false;
 };
 
-// Where all implementations stand for a call.
+// The standing of all implementations for a call.
 struct Decision {
   std::vector<Candidate> order;  // as they would be tried; refused ones where they stand
   // For STRICT: index into `order` of the top-ranked implementation on the call's device, or staged
@@ -114,15 +114,15 @@ class ArgumentNames {
   virtual std::string later_names(uint32_t mask) const = 0;
 };
 
-// Why `impl` was refused, e.g. "dtype f64 of input is not served (it serves f32|f16)". Empty for
-// kNone.
+// The reason for which `impl` was refused, such as "dtype f64 of input is not served (it serves
+// f32|f16)"; empty for kNone.
 std::string refusal_text(Refusal refusal, const Implementation& impl, const Call& call,
                          const PolicySettings& settings, const ArgumentNames* names);
 // SelectionPolicy::describe without the lists of other ops, which are only counted: a tuned policy
 // has hundreds.
 std::string describe_for(const PolicySettings& settings, std::string_view op);
-// What STRICT missed if Decision::first is -1, e.g. "no vendor implementation is registered for
-// cpu".
+// The implementation that STRICT missed if Decision::first is -1: "no vendor implementation is
+// registered for cpu".
 std::string missing_first_text(const Call& call, const PolicySettings& settings);
 // "cpu", "cuda", "ext:acme": a device without its number.
 std::string device_type_name(const Device& device);

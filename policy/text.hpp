@@ -29,7 +29,7 @@ inline std::vector<std::string_view> split(std::string_view s, char separator) {
 inline Status cause_first(const Status& cause, const std::string& effect) {
   return Status(cause.code(), cause.message() + "; " + effect, cause.cause());
 }
-// The same with the setting in front: "TE_FL_PER_OP=x: ..."
+// Puts the setting in front of its mistake: "TE_FL_PER_OP=x: ..."
 inline Status in_setting(const std::string& setting, const Status& cause) {
   return Status(cause.code(), setting + ": " + cause.message(), cause.cause());
 }

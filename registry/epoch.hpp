@@ -57,9 +57,9 @@ class EpochGuard {
 bool inside_op() noexcept;
 // Call after unpublishing something; returns the epoch at which it was retired.
 uint64_t retire();
-// What was retired at a lesser epoch can be seen by nobody, now and later: the least epoch at which
-// a thread that is inside entered, but at most the epoch at the time of the call. So the answer may
-// be kept while others retire and enter.
+// The epoch below which retired objects can be seen by no thread, now and later: the least epoch at
+// which a thread that is inside entered, but at most the epoch at the time of the call. So the
+// answer may be kept while others retire and enter.
 uint64_t oldest_inside();
 // Waits until nobody can see what was retired at `epoch`. The caller must not be inside an op.
 void wait_quiescent(uint64_t epoch);

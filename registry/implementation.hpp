@@ -14,7 +14,7 @@
 
 namespace te_fl::registry {
 
-// What serving calls on copies in host memory has cost; any thread adds to it.
+// The cost of serving calls on copies in host memory; any thread adds to it.
 struct StagedFigures {
   std::atomic<uint64_t> calls{0};
   std::atomic<uint64_t> bytes{0};    // copied, both ways
@@ -51,7 +51,7 @@ struct Implementation {
   mutable SerialLock serial;
   mutable std::unique_ptr<PlanCache> plans;  // null unless prepare() is present
   mutable StagedFigures staged;
-  // Whether its first refusal, and its first clean failure, has been looked at by the log.
+  // True once the log has looked at the first refusal, and at the first clean failure.
   mutable std::atomic<bool> refusal_said{false}, failure_said{false};
 };
 

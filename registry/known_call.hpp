@@ -8,10 +8,11 @@ namespace te_fl::registry {
 struct Implementation;
 struct Plan;
 
-// What a thread knows of a call that it has made before: who serves it and by which plan. Its
-// pointers are used only for the table, and while no plan has been dropped, since they were found.
+// A thread's record of a call that it has made before: the implementation that serves it, and the
+// plan. Its pointers are used only for the table, and while no plan has been dropped, since they
+// were found.
 struct KnownCall {
-  uint64_t filled = 0;  // which call this is; another number is another call
+  uint64_t filled = 0;  // identifies the call; another number is another call
   uint64_t table = 0;   // Table::id; 0: nothing is known of the route
   // Not in the order of Call's: compared with it as one word, they would wait for its stores.
   bool capturing = false;
@@ -25,9 +26,10 @@ struct KnownCall {
   const Plan* plan = nullptr;
   uint64_t plan_of = 0;          // Implementation::number
   uint64_t plan_generation = 0;  // g_plan_generation when it was found
-  uint64_t plan_context = 0;     // what the key says of the context besides the device
+  uint64_t plan_context = 0;     // the key's word for the context besides the device
 
-  // Whose supports() accepted these very arguments, addresses and numbers included (R10).
+  // The implementation whose supports() accepted these very arguments, addresses and numbers
+  // included (R10).
   uint64_t accepted_by = 0;       // Implementation::number; 0: nobody's
   uint64_t accepted_context = 0;  // PlanKey::whole_context_word()
 

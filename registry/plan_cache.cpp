@@ -126,7 +126,7 @@ void clear_cut_off(const te_fl_arg_desc& arg, const void* args, std::vector<std:
   if (list) clear(arg.count_offset, sizeof(int64_t));
 }
 
-// Of addresses a key has the alignment, and whether there is one.
+// A key has only the alignment of an address, and if there is one.
 struct KeySink {
   std::vector<uint64_t>& words;
   bool structure(uint64_t word) {
@@ -140,8 +140,8 @@ struct KeySink {
 
 }  // namespace
 
-// What prepare() may read of a record: of one that the op is to fill in, the storage alone; what
-// else stands there is left over from an earlier call.
+// The part of a record that prepare() may read: of one that the op is to fill in, the storage
+// alone; what else stands there is left over from an earlier call.
 void PlanKey::add_record(const te_fl_arg_desc& arg, const te_fl_saved* record) {
   if (record == nullptr) return add(0);
   const bool read = arg.role == TE_FL_IN;

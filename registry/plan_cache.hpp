@@ -43,7 +43,7 @@ struct Plan {
   const Device device;
   void* plan;
 
-  // Of a plan that owns device memory: a call is about to enqueue work on `stream`.
+  // Notes, for a plan that owns device memory, that a call is about to enqueue work on `stream`.
   void used_on(void* stream) const {
     for (const auto& known : recent) {
       if (known.load(std::memory_order_relaxed) == stream) [[likely]]
@@ -134,12 +134,13 @@ extern std::atomic<uint64_t> g_plan_generation;
 class PlanKey {
  public:
   void set(const core::CompiledOp& op, const void* args, const te_fl_context& context);
-  // What the key says of a context besides the device. A call that is captured gets the plan that
-  // was made before capture, when all is allowed; and what is looked at besides changes no plan.
+  // The word by which a key tells contexts apart, the device aside. A call that is captured gets
+  // the plan that was made before capture, when all is allowed; and what is looked at besides
+  // changes no plan.
   static uint64_t context_word(const te_fl_context& context) noexcept {
     return whole_context_word(context) & ~uint64_t{TE_FL_CALL_CAPTURING | TE_FL_CALL_VALIDATE};
   }
-  // The same, telling a call that is being captured or validated from one that is not.
+  // As context_word(), but tells a call that is being captured or validated from one that is not.
   static uint64_t whole_context_word(const te_fl_context& context) noexcept {
     return context.flags |
            (context.rng != nullptr && context.rng->seed_address != nullptr ? uint64_t{1} << 32
@@ -150,7 +151,7 @@ class PlanKey {
   std::string_view text() const noexcept {
     return {reinterpret_cast<const char*>(words_.data()), words_.size() * sizeof(uint64_t)};
   }
-  // Whether `key` is that of a call on `device`.
+  // True if `key` is that of a call on `device`.
   static bool is_of(std::string_view key, const Device& device);
 
  private:

@@ -14,7 +14,8 @@ namespace te_fl::registry {
 
 struct Implementation;
 
-// What the choice depends on besides the table: op, signature masks, device, policy. Never shapes.
+// The key of a route: op, signature masks, device and policy, on which the choice depends besides
+// the table. Never shapes.
 struct RouteKey {
   uint64_t w[4] = {0, 0, 0, 0};
   RouteKey() = default;

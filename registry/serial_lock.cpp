@@ -30,7 +30,7 @@ void forget_waits() {
 }
 const core::ForkedChild forked_child(core::LockLevel::kSerialWaits, &forget_waits);
 
-// What a thread waits for; null if for nothing, or if it holds nothing. The lock is held.
+// The lock that a thread waits for; null if it waits for none, or holds nothing. The lock is held.
 const SerialLock* awaited(const ThreadRecord* thread) {
   const auto at = std::ranges::find(waits(), thread, &Wait::thread);
   return at != waits().end() ? at->lock : nullptr;

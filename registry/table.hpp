@@ -25,13 +25,13 @@ struct OpRow {
 // A device that no op runs on: lost, or withdrawn with its plugin.
 struct BarredDevice {
   Device device;
-  Status why;  // what calls on it are answered
+  Status why;  // the answer to calls on it
 };
 
 using NameMap = std::map<std::string, uint32_t, std::less<>>;
 
-// What is registered at one moment. Immutable once published; tables share the rows that did not
-// change.
+// All that is registered at one moment. Immutable once published; tables share the rows that did
+// not change.
 struct Table {
   uint64_t id = 0;  // unique in the process; changes with every registration
   // By op id. Null where an id was retired: custom ops come after the catalogue's last.

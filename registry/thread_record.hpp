@@ -37,7 +37,8 @@ class CallCounters {
   std::array<std::atomic<Chunk*>, kChunks> chunks_{};
 };
 
-// What dispatch keeps per thread. Made by the thread's first call, reclaimed when the thread ends.
+// The state that dispatch keeps for one thread. Made by the thread's first call, reclaimed when the
+// thread ends.
 struct ThreadRecord {
   EpochSlot slot;
   uint32_t serial_locks = 0;  // held by the thread

@@ -67,7 +67,8 @@ DeviceArena* DeviceArenas::arena_of(const Key& key) {
     slot = std::make_unique<DeviceArena>(core::serving_order(
         std::get<4>(key), scratch ? core::Serving::kScratch : core::Serving::kState));
   }
-  // Of before the lock: an arena that goes meanwhile is not taken for one that stays.
+  // `generation` was read before the lock, so an arena that goes meanwhile is not taken for one
+  // that stays.
   last = {this, generation, key, slot.get()};
   return slot.get();
 }

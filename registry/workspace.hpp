@@ -43,8 +43,8 @@ struct DeviceArena {
   core::Mutex mutex;
   std::atomic<void*> data{nullptr};  // held() looks at it without the lock
   size_t bytes = 0;
-  // Of scratch: another one, for an op that finds this locked and must not wait. Once there is one,
-  // it stays as long as this.
+  // A second arena of scratch, for an op that finds this one locked and must not wait. Once there
+  // is one, it stays as long as this.
   std::unique_ptr<DeviceArena> spare;
 };
 

@@ -43,8 +43,8 @@ inline uint32_t struct_size_of(const void* raw) noexcept {
 // members that may be absent is cut by such a size: each lies in one word, or consists of them.
 inline constexpr uint32_t kStructWord = 8;
 
-// How much is copied of a struct of `size` into one of `ours` is whole members, so that of a size
-// that is no struct's the member is absent in which it ends.
+// Only whole members of a struct of `size` are copied into one of `ours`: where `size` is that of
+// no struct, the member in which it ends counts as absent.
 constexpr size_t copied_size(uint32_t size, size_t ours) noexcept {
   const size_t whole = size / kStructWord * kStructWord;
   return whole < ours ? whole : ours;

@@ -8,7 +8,7 @@
 // The host looks at what a plugin's function answered before it relies on that (R6, R20).
 namespace te_fl::core {
 
-// Whether it is a te_fl_code, marked clean or not. OK has nothing to mark.
+// True if `raw` is a te_fl_code, marked clean or not. OK has nothing to mark.
 constexpr bool is_status(te_fl_status raw) noexcept {
   const te_fl_status code = raw & ~te_fl_status{TE_FL_CLEAN};
   return raw == TE_FL_OK || (code > TE_FL_OK && code <= TE_FL_INTERNAL);

@@ -81,7 +81,7 @@ const Known* of_plugin(std::string_view name, std::string& near) {
 
 struct Findings {
   std::vector<std::string> mistakes, remarks;
-  // What is wrong with a variable of an active plugin or of te-fl's own is a mistake.
+  // A wrong variable of te-fl's own or of an active plugin is a mistake; anything else is a remark.
   void add(bool mistake, std::string text) {
     (mistake ? mistakes : remarks).push_back(std::move(text));
   }

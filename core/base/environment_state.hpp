@@ -34,7 +34,7 @@ struct Known {
   Value value;
   std::string plugin = {};      // empty: te-fl's own
   bool active = true;           // false: its plugin is not
-  PluginSetting declared = {};  // what `spec` points into, of a plugin's
+  PluginSetting declared = {};  // owns the text of a plugin's `spec`
 };
 
 struct State {

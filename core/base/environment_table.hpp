@@ -25,7 +25,7 @@ struct VariableSpec {
 
 std::span<const VariableSpec> variable_specs();
 std::string_view type_name(VariableType type);
-// What a value may be, in words: "0, 1, true, false, on, off, yes or no".
+// The values that are accepted, in words: "0, 1, true, false, on, off, yes or no".
 std::string accepted_values(const VariableSpec& spec);
 // The value in canonical form ("1" for "Yes"), or an error naming variable, value, what is accepted
 // and the nearest. `shown_name` is the name under which the user gave it.

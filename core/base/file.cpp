@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kBuffered = size_t{1} << 20;
 
-// What a path is, for those that are no regular file.
+// Names the kind of a path that is no regular file.
 const char* kind_of(mode_t mode) {
   return S_ISDIR(mode) ? "is a folder" : "is a device, a pipe or a socket";
 }

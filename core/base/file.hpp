@@ -29,7 +29,7 @@ class FileReplacement {
   FileReplacement(const FileReplacement&) = delete;
   FileReplacement& operator=(const FileReplacement&) = delete;
 
-  // What has failed so far: FAILED_PRECONDITION, why no file can be put there.
+  // FAILED_PRECONDITION, and why no file can be put there, once something has failed.
   Status status() const;
   // Errors are kept for commit().
   void write(std::string_view text);

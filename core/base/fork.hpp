@@ -55,9 +55,9 @@ class ForkedChild {
   ForkedChild* next_ = nullptr;
 };
 
-// What `at` points to, made by `make()` at first use and never freed. No caller waits for another,
-// so that a child does not wait for a thread of its parent: of two that are made at once, the
-// second is deleted.
+// The object that `at` points to, made by `make()` at first use and never freed. No caller waits
+// for another, so that a child does not wait for a thread of its parent: of two that are made at
+// once, the second is deleted.
 template <class T, class F>
 T& made_once(std::atomic<T*>& at, F&& make) {
   T* made = at.load(std::memory_order_acquire);

@@ -17,21 +17,21 @@ enum class LockLevel : int {
   kGradientUpdates,  // nn: the gradient scales that wait for the end of a backward
   kRandomPosition,   // nn: the random position of a Context
   kServing,          // held while an implementation runs: see LockRank
-  kSerialWaits,      // who waits for which implementation that is not thread-safe
+  kSerialWaits,      // waiters for implementations that are not thread-safe
   kEnvironment,      // the settings
   kDeviceList,       // the devices
   kStreams,          // the records of streams
-  kAllocations,      // what te-fl holds of each device's memory
+  kAllocations,      // memory that te-fl holds on each device
   kAllocators,       // the allocators that programs installed
   kPolicies,         // the interned policies
   kRegistry,         // the tables of implementations, and the list of registries
-  kThreadRecords,    // what dispatch keeps per thread
+  kThreadRecords,    // dispatch's records of each thread
   kPlans,            // every PlanCache
   kInternedStrings,  // the strings that outlive their implementations
   kScratch,          // the map of every DeviceArenas
   kStagingPool,      // the idle staging buffers
   kPluginSettings,   // the values of settings that plugins were given
-  kPluginRecords,    // what became of each plugin
+  kPluginRecords,    // the state of each plugin
   kWaitingPlugins,   // the plugins that are loaded on demand
   kTimeLimit,        // one call into a plugin that has a time limit
   kManagers,         // the list of managers and their usage bases
@@ -89,7 +89,7 @@ class HeldLocks {
   size_t count_ = 0;
 };
 
-// Of the calling thread; nothing where locks are not checked.
+// These check the calling thread; they do nothing where locks are not checked.
 void check_taken(LockRank rank) noexcept;
 void check_taken_free(LockRank rank) noexcept;
 void check_given_up(LockRank rank) noexcept;

@@ -24,8 +24,8 @@ struct PluginSetting {
 // "string", "bool", "int", "enum", "list" or "file", as a manifest says it; nullopt: none of them.
 std::optional<VariableType> plugin_setting_type(std::string_view word);
 
-// What is wrong with a declaration by itself: the name does not begin with TE_FL_<PLUGIN>_, its
-// default is not accepted, there is no sentence that explains it. OK: nothing.
+// An error if the declaration is wrong by itself: its name does not begin with TE_FL_<PLUGIN>_, its
+// default is not accepted, or no sentence explains it. OK: nothing.
 Status check_declaration(std::string_view plugin, const PluginSetting& setting);
 
 // Declares the settings of a plugin, in place of those that it declared before. `active`: what is

@@ -9,13 +9,14 @@
 #include "te_fl/device.hpp"
 #include "te_fl/dtype.hpp"
 
-// What te-fl holds of each device's memory (not of the host's), so that an allocation that fails
-// can say who has it.
+// Keeps account of the memory that te-fl holds on each device (not on the host), so that an
+// allocation that fails can say who has it.
 namespace te_fl::core {
 
 struct AllocationRecord;
 
-// What the calling thread's allocations are for, until it ends: a tensor, or something with a name.
+// Says, until it is destroyed, what the calling thread allocates for: a tensor, or something with a
+// name.
 class AllocationUse {
  public:
   static constexpr size_t kMaxRank = 8;  // extents of a shape beyond it are left out
@@ -35,15 +36,16 @@ class AllocationUse {
   const AllocationUse* outer_;
 };
 
-// Who gave a block of memory, and for which stream; null: the device itself.
+// The allocator that gave a block of memory, and the stream it gave it for; a null allocator stands
+// for the device itself.
 struct Giver {
   AllocatorRef allocator;
   void* stream = nullptr;
 };
 
 void note_allocation(const Device& device, void* data, size_t bytes) noexcept;
-// The same for memory that is to go back to its allocator: an error, and nothing noted, if the
-// memory is in use already or the host has none left for the note.
+// As note_allocation(), for memory that goes back to an allocator: an error, and nothing is noted,
+// if the memory is in use already or the host has none left for the note.
 Status note_given(const Device& device, void* data, size_t bytes, Giver giver);
 Giver forget_allocation(const Device& device, void* data) noexcept;
 

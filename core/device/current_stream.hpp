@@ -54,7 +54,7 @@ class StreamUse {
 
 // The record of a device's stream, made if there is none. Null for the default stream.
 StreamRef stream_record(const Device& device, void* handle);
-// Whether devices::create_stream made this stream on this device, and it is still there.
+// True if devices::create_stream made this stream on this device and it still exists.
 bool is_own_stream(const Device& device, void* handle);
 // INVALID_ARGUMENT if te-fl made `stream`, which is to be of `device`, on `other` instead.
 Status check_side(const Device& device, void* stream, const Device& other);

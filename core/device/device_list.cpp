@@ -139,8 +139,8 @@ bool is_listed(const DeviceEntry* entry) {
   return std::find(now.begin(), now.end(), entry) != now.end();
 }
 
-// Why devices were lost: few, and read without a lock, so they stay, in a chain that keeps them in
-// sight.
+// The reason for which a device was lost. Reasons are few and read without a lock, so they are
+// never freed; the chain keeps them reachable.
 struct KeptReason {
   std::string text;
   KeptReason* next;

@@ -27,7 +27,7 @@ struct DeviceEntry {
     const int64_t count = count_.load(std::memory_order_relaxed);
     return count < 0 ? count - kClosed : count;
   }
-  // Why the device does nothing any more; null while it works. Never freed.
+  // The reason for which the device does nothing any more; null while it works. Never freed.
   const std::string* lost() const noexcept { return lost_.load(std::memory_order_acquire); }
   // False if it is lost already.
   bool lose(const std::string& reason);
@@ -95,8 +95,8 @@ struct DeviceEntry {
 DeviceEntry* find_device(const Device& device) noexcept;
 // Those that are there now; loads nothing.
 std::vector<Device> present_devices();
-// The same once plugins have been looked for; one that waits until a device of its kind is named
-// (a manifest's "load_for") goes on waiting.
+// As present_devices(), once plugins have been looked for; one that waits until a device of its
+// kind is named (a manifest's "load_for") goes on waiting.
 std::vector<Device> ready_devices();
 // Set by the room plugins: loads the plugins that may bring this device, or any if it is null. Does
 // nothing on a thread that is inside an op or is loading a plugin.
@@ -107,13 +107,14 @@ inline constinit std::atomic<void (*)(const Device*) noexcept> g_bring_devices{n
 void lose_device(const Device& device, const std::string& reason);
 // The device is there again, perhaps another one.
 void find_device_again(const Device& device) noexcept;
-// What every later use says.
+// Every later use of the device answers with this status.
 Status lost_device(const Device& device, const std::string& reason);
 Status withdrawn_device(const Device& device);
 // NOT_FOUND, for a caller that found no such device: it may be there by now.
 Status absent_device(const Device& device);
 
-// What the rooms above do about devices; set by the registry, the last two by dispatch.
+// Calls into the rooms above when a device changes; the registry sets all but the last two,
+// dispatch those.
 struct DeviceHooks {
   // It came, perhaps again and as another one.
   std::atomic<void (*)(const Device&)> added{nullptr};
@@ -127,7 +128,7 @@ struct DeviceHooks {
   // Nobody is inside any more: what was made for it, as plans are, is to go. Its functions work
   // yet.
   std::atomic<void (*)(const Device&)> left{nullptr};
-  // How many of its objects are te-fl's own, kept for ops to come: scratch, and pinned memory.
+  // Counts the device's objects that te-fl keeps for ops to come: scratch and pinned memory.
   std::atomic<int64_t (*)(const Device&)> held{nullptr};
   // Frees those. Nothing may be running on the device.
   std::atomic<void (*)(const Device&)> release{nullptr};
@@ -142,7 +143,7 @@ Status check_leave(const Device& device);
 void bar_device(const Device& device);
 // Then what was made for it and what is kept on it goes,
 void leave_device(const Device& device);
-// How many objects of the device are te-fl's own, which leave_device() frees.
+// Counts the objects on the device that are te-fl's own, which leave_device() frees.
 int64_t held_on(const Device& device);
 // and, that included, it is taken out of service: it leaves the list when its last object goes, on
 // the thread that frees it, and then `gone` is called; at once if there is none. Calls on its

@@ -87,7 +87,7 @@ Status check_copy_between(const Device& to, void* to_stream, const Device& from,
                              "the capture, or after the launch");
 }
 
-// Who has the memory that was not there.
+// Adds to an out-of-memory error who holds the device's memory.
 Status out_of_memory(const Device& device, const Status& status) {
   const std::string holders = core::largest_allocations(device);
   if (holders.empty()) return status;
@@ -100,7 +100,7 @@ const char* kind_name(uint32_t kind) {
   return kNames[kind];
 }
 
-// Whether it fills the device, so that who runs out of memory is told who has it.
+// True for memory that fills the device, which an out-of-memory error then lists.
 bool is_counted(const Device& device, uint32_t kind) {
   return !device.is_host() && kind != TE_FL_MEMORY_PINNED;
 }
@@ -181,7 +181,8 @@ Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
 
 Result<void*> allocate(const Device& device, const te_fl_memory_desc& given) {
   TE_FL_RETURN_IF_ERROR(check_memory(device, given));
-  // Who is asked for nothing may return null, or one address to all. So nobody is.
+  // An allocator that is asked for no bytes may return null, or one address to all callers, so each
+  // call asks for one byte at least.
   te_fl_memory_desc memory = given;
   memory.bytes = std::max<uint64_t>(memory.bytes, 1);
   TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));

@@ -62,7 +62,7 @@ StreamRef record_in(Known& known, const Device& device, void* handle) {
   return record;
 }
 
-// The same, but null if create_stream made the stream and it is being destroyed.
+// The record of a stream; null if create_stream made the stream and it is being destroyed.
 StreamRef living_record(const Device& device, void* handle) {
   const std::lock_guard lock(streams_mutex);
   Known& known = known_streams()[key_of(device, handle)];
@@ -172,7 +172,7 @@ Status null_event(const Device& device) {
                           " is null; make it with devices::create_event");
 }
 
-// Why there is no time of this event; OK if there is, or will be once it is done.
+// An error if this event has no time; OK if it has one, or will have one once it is done.
 Status check_timed(const Device& device, void* event, const std::string& which) {
   if (event == nullptr) return null_event(device);
   const std::string text = "the " + which + " event of " + te_fl::to_string(device);
@@ -232,9 +232,10 @@ Status retire_stream(const Device& device, void* stream) {
                                ": the stream is being captured into a graph; end the capture "
                                "first");
   }
-  Status waited;  // what it owns goes on elsewhere, after the work that is here
+  Status waited;  // the wait for its work, since its memory goes on elsewhere after that
   if (core::find_record(device, stream) != nullptr) waited = synchronize(device, stream);
-  // Who wants to free on it from now on finds it retired; who has begun to is waited for.
+  // A thread that frees on the stream from now on finds it retired; this thread waits for those
+  // that have begun to.
   const core::StreamRef record = core::stream_record(device, stream);
   record->retired.store(true, std::memory_order_seq_cst);
   while (record->in_use.load(std::memory_order_seq_cst) != 0) std::this_thread::yield();

@@ -10,7 +10,7 @@
 #include "te_fl/device.hpp"
 #include "te_fl/log.hpp"
 
-// What every call of a device's function does around it.
+// Counts a call of a device's function in and out, and turns its answer into a status.
 namespace te_fl::core {
 
 // NOT_FOUND names the devices that exist, DEVICE_LOST says since when.
@@ -66,12 +66,13 @@ F slot(const te_fl_device_api& api, F te_fl_device_api::*member) noexcept {
   const auto end = static_cast<size_t>(at - reinterpret_cast<const char*>(&api)) + sizeof(F);
   return end <= api.struct_size ? api.*member : nullptr;
 }
-// What a device returned for work on `stream`. An error may come from any op enqueued before, which
-// is then named; after a sticky one the device is lost.
+// Turns into a status the code that a device returned for work on `stream`. An error may come from
+// any op enqueued before, which is then named; after a sticky one the device is lost.
 Status device_status(const Device& device, void* stream, const ErrorText& errors, te_fl_status code,
                      const std::string& what);
 
-// What a device returned for an object that was counted in; ends the count when it is an error.
+// Turns into a result the code and the object that a device returned, for an object that was
+// counted in; ends the count when it is an error.
 inline Result<void*> made_object(DeviceEntry* entry, const ErrorText& errors, te_fl_status code,
                                  void* object, const char* what) {
   if (code == TE_FL_OK && object != nullptr) return object;

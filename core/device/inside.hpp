@@ -5,8 +5,9 @@
 
 #include "te_fl/device.hpp"
 
-// Who is inside an op or a function of a device. What a thread may be using there is released only
-// after it has left, so a withdrawal first makes new calls stay out and then waits.
+// Keeps account of the threads that are inside an op or a function of a device. What a thread may
+// be using there is released only after it has left, so a withdrawal first makes new calls stay out
+// and then waits.
 namespace te_fl::core {
 
 // The registry's way to mark threads (registry/epoch.hpp). Without a registry nothing is withdrawn.
@@ -38,7 +39,7 @@ class Inside {
   const InsideHooks* hooks_;
 };
 
-// Whether the calling thread is inside anything.
+// True if the calling thread is inside an op or a function of a device.
 inline bool is_inside() noexcept {
   const InsideHooks* hooks = g_inside.load(std::memory_order_acquire);
   return hooks != nullptr && hooks->is_inside();

@@ -36,7 +36,7 @@ const Frame* frame_for(const Device& device) noexcept {
   return frame;
 }
 
-// Whether the device's plugin takes the stream for its own; true if it cannot tell.
+// True if the device's plugin takes the stream for its own, or cannot tell.
 bool may_have(const Device& device, void* stream) {
   const Result<core::DeviceUse> use = core::DeviceUse::of(device);
   if (!use.ok()) return false;
@@ -47,7 +47,7 @@ bool may_have(const Device& device, void* stream) {
   return errors.call([&] { return check(d.self, stream, errors.sink()); }) == TE_FL_OK;
 }
 
-// Whether one plugin provides them all.
+// True if one plugin provides all of the devices.
 bool one_provider(const std::vector<Device>& all) {
   const core::DeviceEntry* first = nullptr;
   for (const Device& d : all) {

@@ -52,7 +52,7 @@ struct Sharing {
   bool allowed = false;
 };
 
-// Whether an output begins where another tensor begins. `begins` are hashes of the addresses: two
+// Tells if an output begins where another tensor begins. `begins` are hashes of the addresses: two
 // tensors that agree in them by chance are left to the Finder.
 Sharing find_sharing(const CallLayout& layout, const uint32_t* begins) noexcept {
   Lanes forbidden{}, allowed{};

@@ -30,7 +30,7 @@ struct CallRecord {
 // Finds where a call is remembered. It returns false if the call cannot be, or is out of order.
 inline bool hash_call(const CallLayout& layout, const std::byte* args, uint64_t& hash) noexcept;
 
-// How a call differs from a record of the same words but for these.
+// The difference between a call and a record of the same words.
 enum class Changes : uint8_t {
   kNone,    // nothing that could matter to a plan
   kPlan,    // it is in order, and a plan for the record may not serve it
@@ -58,7 +58,8 @@ class CallMemo {
 
   struct Slot : CallRecord {
     Known known;
-    Slot* next = nullptr;  // which followed it when it was last made; never null in use
+    // The slot of the call that followed this one last time; never null in use.
+    Slot* next = nullptr;
   };
 
   CallMemo() {
@@ -127,8 +128,8 @@ class CallMemo {
     std::array<Slot, kWays> slots;
   };
 
-  // Whether a call of the slot's words but for addresses and numbers is in order; then it is the
-  // slot's.
+  // True if a call of the slot's words, other addresses and numbers aside, is in order; then the
+  // slot is the call's.
   bool takes_over(const CallLayout& layout, const void* raw, Slot& slot) noexcept {
     const Changes changes = take_over(layout, raw, slot);
     slot.known.forget_answer();
@@ -156,7 +157,7 @@ class CallMemo {
       CompareSink sink{slot.words.data()};
       if (!walk_call(layout, args, sink) || sink.differs != 0) continue;
       if (sink.changed == 0 || takes_over(layout, raw, slot)) return &slot;
-      set.next = way;  // the same call otherwise: put() replaces it
+      set.next = way;  // only the whole check can tell; put() replaces this slot
       return nullptr;
     }
     return nullptr;
@@ -195,7 +196,7 @@ class ExactMemo {
   static constexpr uint32_t kMaxTensors = 12;
   static constexpr uint32_t kMaxRank = 4;
 
-  // Whether this is the call. Nothing else needs to be checked then.
+  // True if this is the remembered call. Nothing else needs to be checked then.
   bool is(const void* raw) const noexcept {
     if (size_ == 0 || raw == nullptr || g_validate.load(std::memory_order_relaxed)) return false;
     const auto* args = static_cast<const char*>(raw);

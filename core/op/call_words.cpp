@@ -10,7 +10,7 @@ std::atomic<uint64_t> g_numbers{1};
 
 bool is_wide(const Arg& arg) { return arg.type == TE_FL_ARG_I64 || arg.type == TE_FL_ARG_F64; }
 
-// Whether what else is looked at depends on the scalar.
+// True for a scalar on whose value other checks depend.
 bool decides(const CompiledOp::Impl& op, size_t i) {
   const te_fl_arg_type type = op.args[i].type;
   if (type == TE_FL_ARG_BOOL || type == TE_FL_ARG_ENUM) return true;

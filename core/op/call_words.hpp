@@ -24,7 +24,7 @@ TE_FL_INLINE T load_as(const void* p) noexcept {
   return value;
 }
 
-// Where an op's argument struct has what; compiled once.
+// The offsets of an op's argument struct, compiled once.
 struct CallLayout {
   struct List {
     uint32_t offset, count_offset;

@@ -12,7 +12,7 @@
 #include "core/op/op_table.hpp"
 #include "core/op/shape_rule.hpp"
 
-// What CompiledOp holds. Private to the op table.
+// The members of CompiledOp. Private to the op table.
 namespace te_fl::core {
 
 inline constexpr uint32_t kMaxArgs = 64;
@@ -47,7 +47,7 @@ struct Arg {
   bool is_list() const noexcept { return type == TE_FL_ARG_TENSOR_LIST; }
   bool is_integers() const noexcept { return type == TE_FL_ARG_I64_LIST; }
   bool writes() const noexcept { return role != TE_FL_IN; }
-  // Whether its memory says where the op runs.
+  // True if the argument's memory says where the op runs.
   bool places() const noexcept { return !is(TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY); }
 };
 
@@ -94,7 +94,7 @@ class ArgsView {
     }
   }
   bool flag(const Arg& arg) const noexcept { return scalar(arg) != 0; }
-  // Whether the argument is there and says something.
+  // True if the argument is absent or at its neutral default.
   bool is_neutral(const Arg& arg) const noexcept;
 
  private:
@@ -129,12 +129,13 @@ struct CompiledOp::Impl {
   uint32_t later_count = 0;  // arguments that came after the op's first form
   std::unique_ptr<const CallLayout> layout;
 
-  // Whether the op reads the argument's present contents.
+  // True if the op reads the argument's present contents.
   bool reads(const Arg& arg, const ArgsView& view) const noexcept {
     if (arg.role != TE_FL_INOUT) return arg.role == TE_FL_IN;
     return arg.inout_if < 0 || view.flag(args[static_cast<size_t>(arg.inout_if)]);
   }
-  // Whether what the argument holds before the call matters: it is read, or may be left as it was.
+  // True if the contents of the argument before the call matter: the op reads them, or may leave
+  // them as they were.
   bool needs_contents(const Arg& arg, const ArgsView& view) const noexcept {
     if (arg.role != TE_FL_OUT) return reads(arg, view);
     return arg.inout_if >= 0 && view.tensor(args[static_cast<size_t>(arg.inout_if)]) != nullptr;
@@ -157,7 +158,7 @@ std::vector<std::string> words(std::string_view text);
 // the host and with its own chip.
 bool merge_devices(Device& into, const Device& next) noexcept;
 
-// Whether a condition of a rule holds, and whether a call breaks a rule of its op. For calls whose
+// These tell if a condition of a rule holds, and if a call breaks a rule of its op. For calls whose
 // struct, scalars and tensors are in order by themselves.
 bool holds(const CompiledOp::Impl& op, const Condition& condition, const ArgsView& view) noexcept;
 bool is_broken(const CompiledOp::Impl& op, const Constraint& rule, const ArgsView& view) noexcept;

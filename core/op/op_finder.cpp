@@ -15,7 +15,7 @@ uintptr_t element_bytes(int dtype) {
   return static_cast<uintptr_t>(std::max(bits(static_cast<DType>(dtype)) / 8, 1));
 }
 
-// Whether an int64 can count the bytes of a tensor, empty extents taken as one.
+// True if an int64 can count the bytes of a tensor, empty extents taken as one.
 bool fits(const te_fl_dltensor& dl) {
   int64_t bytes = 8;
   for (int i = 0; i < dl.ndim; ++i) {
@@ -208,7 +208,7 @@ Problem Finder::inspect(const Arg& arg, const te_fl_tensor& t) const noexcept {
     const Problem problem = inspect_quant(op_, arg, args_, t);
     if (problem != Problem::kNone) return problem;
   } else {
-    // What is missing comes before what is forbidden: it is the more useful thing to hear.
+    // A missing part is reported before a forbidden one, since that helps the caller more.
     const bool scaled = (kScaledDTypes >> dtype & 1) != 0;
     if (scaled && !arg.is(TE_FL_ARG_RAW_FP8)) return Problem::kMissingQuant;
     if ((arg.scalings & TE_FL_BIT(TE_FL_SCALING_NONE)) == 0) return Problem::kScaling;

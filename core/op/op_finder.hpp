@@ -100,8 +100,8 @@ class Finder {
   Finder(const CompiledOp::Impl& op, const void* args) noexcept;
   // True if the call is in order.
   bool run(Signature& out) noexcept;
-  // Of a call that was in order: whether it still is, now that some of its numbers are others.
-  // Fills the later arguments alone.
+  // Checks again a call that was in order and of which only some numbers have changed. Fills the
+  // later arguments alone.
   bool numbers(Signature& out) noexcept;
   // The signature without shapes, scalars, storage or aliasing.
   bool signature(Signature& out) noexcept;
@@ -115,7 +115,7 @@ class Finder {
   const te_fl_tensor* tensor() const noexcept;
   // The tensor that it does not go with; for kSameDType.
   const te_fl_tensor* other_tensor() const noexcept;
-  // Whether the op reads the argument's present contents.
+  // True if the op reads the argument's present contents.
   bool reads(const Arg& arg) const noexcept;
   // kNotItsMemory: which part of the tensor, and what the device says of it.
   const char* part() const noexcept { return part_; }
@@ -172,7 +172,8 @@ inline const te_fl_quant* quant_of(const te_fl_tensor& t) noexcept {
   const te_fl_quant* q = t.struct_size >= kLeastTensor ? t.quant : nullptr;
   return q != nullptr && q->scaling != TE_FL_SCALING_NONE ? q : nullptr;
 }
-// The same of the quantisation data of a tensor that has some, its extents checked.
+// Finds the first problem of the quantisation data of a tensor that has some and whose extents were
+// checked.
 Problem inspect_quant(const CompiledOp::Impl& op, const Arg& arg, const ArgsView& args,
                       const te_fl_tensor& t) noexcept;
 // Elements; extents must not be negative nor overflow.

@@ -1,4 +1,4 @@
-// Whether tensors are where they say they are; asked of the device under TE_FL_VALIDATE only.
+// Asks the devices if tensors are where they say they are; under TE_FL_VALIDATE only.
 #include <array>
 #include <cstdio>
 #include <exception>
@@ -71,7 +71,7 @@ bool Finder::check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexce
   if (t == nullptr || !op_.args[static_cast<size_t>(i)].places() || numel_of(*t) == 0) return true;
   if (Device{t->dl.device.type, 0, 0}.is_host()) return true;  // pinned memory beside a device's
   const DeviceEntry* entry = find_device(device_);
-  if (entry == nullptr || !entry->in_service()) return true;  // which dispatch says
+  if (entry == nullptr || !entry->in_service()) return true;  // dispatch reports that
   const auto check = slot(*entry->desc->api, &te_fl_device_api::check_pointer);
   if (check == nullptr) return true;
   const te_fl_error_sink sink{sizeof sink, 0, this, &keep_detail};

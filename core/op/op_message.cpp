@@ -155,7 +155,7 @@ std::string Words::value_text(const Condition& condition) const {
   }
 }
 
-// Who breaks the rule, the rule, and what to change.
+// Names the arguments that break the rule, the rule, and what to change.
 std::string Words::rule_text() const {
   const Constraint& rule = op_.rules[static_cast<size_t>(f_.dim)];
   std::string others;

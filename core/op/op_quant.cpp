@@ -1,4 +1,4 @@
-// What a quantised argument must bring: a dtype that goes with its scaling mode, a copy of the
+// Checks the parts of a quantised argument: a dtype that goes with its scaling mode, a copy of the
 // data, and the scales that the copies need.
 #include <algorithm>
 

@@ -18,14 +18,14 @@ std::span<const char* const> catalogue_families();
 // Their ids (ops/ids.txt), rising. Ids of ops that were retired are left out.
 std::span<const uint32_t> catalogue_ids();
 
-// Whether an op computes on tensors' data, only answers from metadata, or needs other ranks.
+// An op computes on tensors' data, only answers from metadata, or needs other ranks.
 enum class OpClass : uint8_t { kCompute, kEnquiry, kCollective };
 inline OpClass class_of(const te_fl_op_schema& schema) noexcept {
   if ((schema.flags & TE_FL_SCHEMA_ENQUIRY) != 0) return OpClass::kEnquiry;
   return (schema.flags & TE_FL_SCHEMA_COLLECTIVE) != 0 ? OpClass::kCollective : OpClass::kCompute;
 }
 
-// What static constraints read of a call.
+// The part of a call that static constraints read.
 struct Signature {
   uint64_t dtypes = 0;    // mask of te_fl_dtype_index over all tensor arguments present
   uint32_t scalings = 0;  // mask of te_fl_scaling
@@ -49,7 +49,7 @@ class CompiledOp {
   // Metadata only, no allocation. false: check_status() says why. Calls like earlier ones are known
   // to a CallMemo without it.
   bool check(const void* args, Signature& out) const noexcept;
-  // Where the argument struct has what.
+  // The offsets of the argument struct's members.
   const CallLayout& layout() const noexcept { return *layout_; }
   // The signature alone (no shape or scalar checks), for routing decisions.
   bool signature(const void* args, Signature& out) const noexcept;
@@ -64,8 +64,8 @@ class CompiledOp {
   // refusals.
   std::string dtype_outside(const void* args, uint64_t mask) const;
   std::string scaling_outside(const void* args, uint32_t mask) const;
-  // Whether what argument number `arg` holds before the call matters: the op reads it, or may leave
-  // it as it was.
+  // True if the contents of argument number `arg` before the call matter: the op reads them, or may
+  // leave them as they were.
   bool needs_contents(uint32_t arg, const void* args) const noexcept;
   // The te_fl_saved argument, null if the op has none or it is not given.
   te_fl_saved* saved(const void* args) const noexcept;

@@ -83,8 +83,7 @@ Result<Tensor> import(Managed* managed) {
   return Tensor::Access::make(parts);
 }
 
-// What an exported tensor's manager_ctx points to: the storage, and the arrays that dl_tensor
-// points into.
+// The manager_ctx of an exported tensor: its storage, and the arrays that dl_tensor points into.
 template <class Managed>
 struct Export {
   Managed managed{};

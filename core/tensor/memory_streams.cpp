@@ -16,7 +16,8 @@ void add(const std::shared_ptr<void>& storage, std::vector<void*>& streams) {
   if (std::ranges::find(streams, handle) == streams.end()) streams.push_back(handle);
 }
 
-// Of a storage, which may be a quantised tensor's parts, those of other tensors among them.
+// Adds the streams of a storage, which may be a quantised tensor's parts, and those of the other
+// tensors among its parts.
 void add_all(const std::shared_ptr<void>& storage, std::vector<void*>& streams) {
   add(storage, streams);
   if (std::get_deleter<FreeQuantStorage>(storage) == nullptr) return;

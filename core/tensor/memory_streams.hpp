@@ -9,7 +9,7 @@
 // On which streams the memory of tensors is allocated and freed.
 namespace te_fl::core {
 
-// What frees the memory of a tensor that te-fl allocated.
+// Frees the memory of a tensor that te-fl allocated.
 struct FreeOnStream {
   Device device;
   StreamRef stream;  // null: the default stream
@@ -34,7 +34,7 @@ struct FreeQuantStorage {
 // for host memory and for memory that somebody else allocated.
 std::vector<void*> memory_streams(const Tensor& tensor);
 
-// What is enqueued on `then` from now on comes after what is on `first` now: by an event, or, where
+// Puts all work enqueued on `then` from now on after what is on `first` now: by an event, or, where
 // none can be had, as on a device that was withdrawn, by waiting for `first` here. Nothing happens
 // if either is being captured: a graph has no order with work outside it.
 Status order_streams(const Device& device, void* first, void* then);

@@ -9,8 +9,9 @@
 #include "core/tensor/tensor_access.hpp"
 #include "te_fl/plugin.h"
 
-// What a quantised tensor has in memory beside its data. Whatever walks a tensor's memory (checks,
-// words, copies, saved calls) goes by this list, so a part that is added is added here.
+// Lists the parts that a quantised tensor has in memory beside its data. Whatever walks a tensor's
+// memory (checks, words, copies, saved calls) goes by this list, so a part that is added is added
+// here.
 namespace te_fl::core {
 
 struct QuantPart {
@@ -25,7 +26,7 @@ struct QuantPart {
   size_t offset;     // in te_fl_quant
   Holds holds;
 
-  // Where the part begins; null: absent.
+  // The address of the part; null if it is absent.
   const void* in(const te_fl_quant& q) const noexcept {
     const void* data;
     std::memcpy(&data, reinterpret_cast<const char*>(&q) + offset, sizeof data);
@@ -46,7 +47,7 @@ struct QuantPart {
         return sizeof(float);
     }
   }
-  // Of its elements, in a tensor of this dtype and scaling mode.
+  // The dtype of the part's elements in a tensor of this dtype and scaling mode.
   DType dtype(DType codes, Scaling scaling) const noexcept {
     if (holds == kCodes) return codes;
     return is_value() ? DType::kF32 : scale_inv_dtype(scaling);

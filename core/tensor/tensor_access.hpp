@@ -7,7 +7,7 @@
 
 namespace te_fl {
 
-// How the library makes tensors; the only way to a Tensor's members besides its own functions.
+// Makes tensors for the library; besides Tensor's own functions, nothing else reaches its members.
 struct Tensor::Access {
   struct Parts {
     void* data = nullptr;
@@ -46,7 +46,7 @@ struct QuantBytes {
 };
 QuantBytes quant_bytes(DType dtype, Scaling scaling, int64_t m, int64_t k);
 std::array<int64_t, 2> logical_matrix(std::span<const int64_t> shape);
-// Whether a quantised tensor needs no layout but its strides': one scale, no second copy.
+// True if a quantised tensor needs no layout but its strides': one scale, no second copy.
 inline bool may_be_strided(const te_fl_quant& q) noexcept {
   return q.scaling == TE_FL_SCALING_TENSOR && q.columnwise_data == nullptr;
 }

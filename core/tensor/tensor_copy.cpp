@@ -247,7 +247,8 @@ Result<Tensor> Tensor::to(Device device, void* stream) const {
   if (!copying.is_host() && stream != devices::current_stream(copying)) {
     scope.emplace(copying, stream);
   }
-  // What the tensor's own streams still write is waited for, and they do not free it too early.
+  // The copy waits for what the tensor's own streams still write, and they do not free it too
+  // early.
   const std::vector<void*> own = core::memory_streams(*this);
   for (void* first : own) {
     TE_FL_RETURN_IF_ERROR(core::order_streams(device_, first, streams.from));

@@ -12,7 +12,7 @@ namespace {
 int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0 ? 1 : 0); }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// How many factors there are along one extent.
+// The number of scale factors along one extent.
 int64_t factors(int64_t extent, uint32_t block, uint32_t pad) {
   return round_up(ceil_div(extent, block), pad);
 }

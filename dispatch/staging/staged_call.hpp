@@ -18,7 +18,7 @@ class StagedCall {
   StagedCall(const StagedCall&) = delete;
   StagedCall& operator=(const StagedCall&) = delete;
 
-  // What is to be copied. UNSUPPORTED: it cannot be, or is more than the policy allows.
+  // Finds what is to be copied. UNSUPPORTED: it cannot be, or is more than the policy allows.
   te_fl_status plan();
   // Memory for the copies.
   te_fl_status acquire();

@@ -102,7 +102,7 @@ Status StagingPlan::make(const core::CompiledOp& op, const void* args, const Dev
   return {};
 }
 
-// Whether the implementation is to see the caller's own tensor. Notes where its memory is.
+// True if the implementation is to see the caller's own tensor. Notes where its memory is.
 bool StagingPlan::stays(const te_fl_tensor& t, bool host_only) {
   on_host_ = host_only || Device{t.dl.device.type, t.dl.device.index, t.provider}.is_host();
   return on_host_ && scope_ == Scope::kDevice;
@@ -261,7 +261,7 @@ void StagingPlan::merge() {
   }
   size_t at = kAlignment;  // never empty, so that parts without bytes have an address
   for (Extent& e : extents_) {
-    // The same alignment as on the device.
+    // The copy gets the alignment that the original has on the device.
     at = (at + kAlignment - 1) / kAlignment * kAlignment;
     e.offset = at + e.begin % kAlignment;
     at = e.offset + (e.end - e.begin);

@@ -11,8 +11,9 @@
 #include "te_fl/plugin.h"
 #include "te_fl/status.hpp"
 
-// Which memory a host implementation needs of a call whose tensors are on another device. Read from
-// the op's description: arguments, their roles, the roles of a quantised tensor's parts.
+// Computes the memory that a host implementation needs for a call whose tensors are on another
+// device. Read from the op's description: arguments, their roles, the roles of a quantised tensor's
+// parts.
 namespace te_fl::dispatch {
 
 // One copy between the device and the buffer.
@@ -48,7 +49,7 @@ class StagingPlan {
   size_t buffer_bytes() const noexcept { return buffer_bytes_; }
   const std::vector<StagedCopy>& in() const noexcept { return in_; }
   const std::vector<StagedCopy>& out() const noexcept { return out_; }
-  // What the copies move, both ways.
+  // The bytes that the copies move, both ways.
   uint64_t bytes() const noexcept { return bytes_; }
   // Points args() into a buffer of buffer_bytes(), aligned to 256 bytes. May be called again.
   void bind(void* base) noexcept;
@@ -108,7 +109,7 @@ class StagingPlan {
   const void* caller_ = nullptr;  // the caller's arguments
   Device device_;
   Scope scope_ = Scope::kDevice;
-  bool on_host_ = false;  // what is being added
+  bool on_host_ = false;  // true while a host tensor is being added
   std::vector<uint64_t> args_;
   std::deque<Shadow> tensors_;
   std::deque<std::vector<const te_fl_tensor*>> lists_;

@@ -154,7 +154,7 @@ Result<std::unique_ptr<FiledCall>> FiledCall::read(const std::string& path) {
   if (!in) return broken("its description is cut off").wrap(path);
   const json description = json::parse(text, nullptr, false);
   TE_FL_ASSIGN_OR_RETURN(std::unique_ptr<FiledCall> call, make(description, path));
-  // Of what has a size (a pipe has none) no memory is asked for that it cannot fill.
+  // A file that has a size (a pipe has none) must be able to fill the memory that is asked for it.
   std::error_code unknown;
   const uintmax_t whole = std::filesystem::file_size(path, unknown);
   if (!unknown && call->bytes_ > whole / 2) return broken("its data is cut off").wrap(path);

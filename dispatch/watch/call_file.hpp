@@ -23,7 +23,7 @@
 // Pointers are offsets into those bytes, so overlapping arguments overlap again.
 namespace te_fl::dispatch {
 
-// Who made a saved case.
+// The maker of a saved case.
 struct CallOrigin {
   std::string impl_id, owner, build_id, device, chip, driver, note;
 };
@@ -54,7 +54,7 @@ class FiledCall {
   bool deterministic() const noexcept { return deterministic_; }
   const te_fl_rng& rng() const noexcept { return rng_; }
   size_t bytes() const noexcept { return bytes_; }
-  // Of a file; empty if the call was made from a description alone.
+  // The bytes that a file has; empty if the call was made from a description alone.
   const CopyBuffer& before() const noexcept { return before_; }
   const CopyBuffer& after() const noexcept { return after_; }
   // Bytes to run it on: those of the file, or numbers like a run's.

@@ -87,7 +87,7 @@ Walk walk_of(const te_fl_tensor& t) {
   return {std::move(shape), std::move(strides)};
 }
 
-// Of the finite ones among value(base, number, offset).
+// The root mean square of the finite ones among value(base, number, offset).
 template <class Value>
 double rms(const Walk& walk, const char* base, Value&& value) {
   double sum = 0;

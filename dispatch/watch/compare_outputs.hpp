@@ -7,7 +7,8 @@
 
 #include "core/op/op_table.hpp"
 
-// What two implementations made of one call, element by element. docs/numerics.md states the rule.
+// Compares the outputs of two implementations of one call, element by element. docs/numerics.md
+// states the rule.
 namespace te_fl::dispatch {
 
 // One output, or one part of a quantised output, in which elements are further apart than the rule
@@ -25,7 +26,7 @@ struct OutputDifference {
   std::string text() const;
 };
 
-// What the rule allows for a call, from its dtypes and extents.
+// The difference that the rule allows for a call, from its dtypes and extents.
 struct Tolerance {
   double of_rms = 0;  // share of the output's root mean square
   double floor = 0;   // for outputs whose terms cancel

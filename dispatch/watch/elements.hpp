@@ -19,7 +19,7 @@ struct Steps {
   double relative, least;
 };
 Steps steps_of(int dtype);
-// What rounding into this dtype adds to a result, relative to it, as Tolerance counts it.
+// The relative error that rounding into this dtype adds to a result, as Tolerance counts it.
 double unit_of(int dtype);
 
 }  // namespace te_fl::dispatch

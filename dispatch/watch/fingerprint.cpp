@@ -1,4 +1,4 @@
-// What decides which implementation runs, as lines of text, and their hash.
+// Lists as lines of text all that decides which implementation runs, and hashes it.
 
 #include <algorithm>
 #include <map>
@@ -88,7 +88,7 @@ void add_settings(Lines& lines) {
 }
 
 Lines resolved() {
-  OpManager::instance();  // what is built in, and plugins
+  OpManager::instance();  // brings the built-in implementations and the plugins
   Lines lines;
   lines["te-fl"] = TE_FL_VERSION;
   lines["abi"] = std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR);

@@ -296,7 +296,7 @@ Status step_boundary() {
     return {};
   List added;
   {
-    // What is held becomes what is in force in one step, so that two threads lose nothing.
+    // Held entries come into force in one step under the lock, so that two threads lose none.
     const std::unique_lock lock = lock_with_list();
     State& s = state();
     List all = *s.list;
@@ -329,7 +329,7 @@ Result<int> clear_quarantines(const std::string& op, const std::string& impl_id)
   List cleared = *entries();
   std::erase_if(cleared, std::not_fn(meant));
   if (cleared.empty()) return 0;
-  // What step_boundary() bars from here on stays barred, here and in the file.
+  // An entry that step_boundary() adds from here on stays in force, here and in the file.
   const auto goes = [&](const Quarantine& q) {
     return meant(q) && (contains(cleared, q) || !contains(*entries(), q));
   };

@@ -75,7 +75,7 @@ std::string text_of(const json& value) {
   return value.dump(2, ' ', false, json::error_handler_t::replace) + "\n";
 }
 
-// Whether what is read is what was written: an entry of another name would bar nobody.
+// True if reading gives back what is written: an entry of another name would bar no implementation.
 bool comes_back(const Quarantine& q) {
   const Result<Quarantine> again = from_json(json::parse(text_of(to_json(q))));
   return again.ok() && same(*again, q);
@@ -85,7 +85,7 @@ bool comes_back(const Quarantine& q) {
 struct Parsed {
   json object = {{kVersionKey, 1}, {"entries", json::array()}};
   std::string problem;      // behind "the quarantine file PATH "; empty: it is one, or is not there
-  bool replaceable = true;  // whether nothing is lost by writing another in its place
+  bool replaceable = true;  // false: another file in its place would lose something
 };
 
 Parsed parse(const std::string& path) {

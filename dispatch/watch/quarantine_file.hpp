@@ -9,15 +9,16 @@
 // The file in which quarantines outlive a run.
 namespace te_fl::dispatch {
 
-// What a quarantine file says. Nothing about the file is an error: an absent one has no entries,
-// and what cannot be understood (the file as a whole, or an entry of a newer te-fl) is passed over.
+// The content of a quarantine file. Nothing about the file is an error: an absent one has no
+// entries, and what cannot be understood (the file as a whole, or an entry of a newer te-fl) is
+// passed over.
 struct QuarantineFile {
   std::vector<Quarantine> entries;
   std::vector<std::string> passed_over;  // a sentence each, with the way out
 };
 QuarantineFile read_quarantine_file(const std::string& path);
 
-// Whether two entries are about the same implementation, signature and device.
+// True if two entries are about the same implementation, signature and device.
 bool same(const Quarantine& a, const Quarantine& b);
 bool contains(const std::vector<Quarantine>& list, const Quarantine& q);
 

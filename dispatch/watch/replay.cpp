@@ -100,7 +100,7 @@ std::vector<std::string> differences(const core::CompiledOp& op, FiledCall& call
 Result<Replay> replay(const std::string& file, const std::string& impl_id,
                       const std::string& device) {
   using namespace dispatch;
-  OpManager::instance();  // what is built in, and plugins
+  OpManager::instance();  // brings the built-in implementations and the plugins
   TE_FL_ASSIGN_OR_RETURN(const std::unique_ptr<FiledCall> call, FiledCall::read(file));
   Replay out;
   const CallOrigin& from = call->origin();

@@ -46,16 +46,17 @@ struct Event {
   Device device;
   uint32_t description;
   uint32_t text;    // of those who were tried before, or of the error; kNone: none
-  uint32_t kernel;  // what the implementation said that it runs; kNone: it did not say
+  uint32_t kernel;  // the kernels that the implementation named; kNone: it named none
   bool staged, failed;
 };
 
-// Who was asked what it runs: a description's number, the implementation, whether it was staged.
+// The key of an answer to "which kernels": a description's number, the implementation, and true if
+// it was staged.
 using Asked = std::tuple<uint32_t, uint64_t, bool>;
 
 struct State {
   std::string path;
-  Status error;  // why it cannot be written
+  Status error;  // the reason for which the file cannot be written
   pid_t process = 0;
   bool child = false;  // forked from one that traced
   size_t limit = 0;
@@ -64,7 +65,7 @@ struct State {
   std::unordered_map<std::string, uint32_t> known;  // descriptions by the call's signature
   std::vector<json> descriptions;
   std::map<std::string, uint32_t> texts;
-  std::map<Asked, uint32_t> kernels;  // what was said, as numbers of texts
+  std::map<Asked, uint32_t> kernels;  // the implementations' answers, as numbers of texts
 };
 
 constinit core::ForkMutex mutex(core::LockLevel::kTrace);
@@ -108,7 +109,7 @@ Status cannot_write(const std::string& path, const Status& why) {
                              " cannot be written (TE_FL_TRACE): " + why.message());
 }
 
-// Whether a file can be put there when the process ends.
+// OK if a file can be put there when the process ends.
 Status check_writable(const std::string& path) {
   if (path.empty()) return {};
   const Status good = core::FileReplacement(path).status();
@@ -214,8 +215,8 @@ uint32_t number_of(State& s, std::string text) {
   return s.texts.emplace(std::move(text), static_cast<uint32_t>(s.texts.size())).first->second;
 }
 
-// What the call ran inside its implementation, which is asked once for each description. Requires
-// no lock.
+// The kernels that the call ran inside its implementation, which is asked once for each
+// description. Requires no lock.
 uint32_t kernel_of(const Call& call, uint32_t description, const Served& served) {
   if (served.impl->desc.describe == nullptr || description == kNone) return kNone;
   const Asked asked(description, served.impl->number, served.staged);

@@ -10,7 +10,7 @@ namespace te_fl::dispatch {
 // Begins the trace that the settings ask for, if that has not been done. FAILED_PRECONDITION: its
 // file cannot be written, which the first call says, not the end of the run.
 Status begin_trace();
-// The same without beginning one: what is wrong with TE_FL_TRACE.
+// As begin_trace(), but begins nothing: only the mistake in TE_FL_TRACE is returned.
 Status trace_status();
 
 // One traced call, after begin_trace().

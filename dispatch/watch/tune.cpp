@@ -209,7 +209,7 @@ bool holds_for_all_sizes(const std::string& impl_id, bool is_reference, const Tu
 Result<std::vector<TunedSignature>> tune(const std::vector<std::string>& files, double seconds,
                                          std::vector<std::string>* left_out) {
   using namespace dispatch;
-  OpManager::instance();  // what is built in, and plugins
+  OpManager::instance();  // brings the built-in implementations and the plugins
   std::vector<TunedSignature> rows;
   std::vector<TunedSizes> sizes;  // of each row
   for (const std::string& file : files) {

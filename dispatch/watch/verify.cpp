@@ -42,7 +42,7 @@ struct Verification::State {
   std::map<std::string, std::atomic<uint64_t>, std::less<>> calls;
 };
 
-// What a thread has read of the state, so that calls that are not picked take no lock.
+// The state as a thread has last read it, so that calls that are not picked take no lock.
 struct Verification::Seen {
   std::shared_ptr<const Config> config;
   std::map<std::string, std::atomic<uint64_t>*, std::less<>> calls;
@@ -135,7 +135,7 @@ int64_t cases_in(const std::filesystem::path& folder) {
   return count;
 }
 
-// Whether the results mean anything to another implementation.
+// True if another implementation can understand the call's results.
 bool comparable(const Call& call) {
   if (core::class_of(call.row.compiled->schema()) != core::OpClass::kCompute) return false;
   const te_fl_saved* record = saved_record(call.row, call.args);

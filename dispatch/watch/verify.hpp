@@ -12,9 +12,9 @@ namespace te_fl::dispatch {
 // One call that is checked.
 class Verification {
  public:
-  // Whether this call is one of those that are checked, and copies what it reads if so. Null: it
-  // is not, or cannot be. Error: TE_FL_VERIFY is not as it must be, or work that was enqueued
-  // before the call has failed, which showed as the copies waited for it.
+  // Begins the check of a call if it is one of those that are picked, and copies what it reads.
+  // Null: it is not, or cannot be. Error: TE_FL_VERIFY is not as it must be, or work that was
+  // enqueued before the call has failed, which showed as the copies waited for it.
   static Result<std::unique_ptr<Verification>> begin(const Call& call);
   ~Verification();
   Verification(const Verification&) = delete;
@@ -39,7 +39,7 @@ class Verification {
   std::unique_ptr<Rep> rep_;
 };
 
-// What is wrong with TE_FL_VERIFY. OK: nothing, or it is not set.
+// The mistake in TE_FL_VERIFY. OK: nothing, or it is not set.
 Status verify_status();
 
 // The reference implementation that serves such a call on the host; null if there is none.
