@@ -5,6 +5,7 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "errors.hpp"
 #include "interpreter.hpp"
@@ -39,6 +40,44 @@ TorchCuda find_torch_cuda() {
   find(found.allocate, "aoti_torch_cuda_caching_allocator_raw_alloc");
   find(found.release, "aoti_torch_cuda_caching_allocator_raw_delete");
   return found;  // the library stays loaded as long as PyTorch is, so does this reference to it
+}
+
+// PyTorch's C functions log a failure, with a stack of forty lines, before they return it; Python's
+// way, which is tried next, raises it. So the log is quiet from where PyTorch knows that a direct
+// allocation of this thread fails (quiet_out_of_memory) until the allocation returns.
+constexpr int kFatalOnly = 3;  // of c10's severities
+thread_local bool t_direct = false, t_quiet = false;
+
+struct TorchLog {
+  std::mutex mutex;
+  int* level = nullptr;  // the least severity that is logged
+  int threads = 0;       // that want it quiet
+  int before = 0;
+};
+TorchLog& torch_log() {
+  static auto* log = [] {
+    auto* made = new TorchLog();
+    if (void* library = dlopen("libc10.so", RTLD_NOLOAD | RTLD_LAZY | RTLD_LOCAL)) {
+      made->level = static_cast<int*>(dlsym(library, "FLAGS_caffe2_log_level"));
+    }
+    return made;
+  }();
+  return *log;
+}
+
+void quieten() {
+  TorchLog& log = torch_log();
+  if (t_quiet || log.level == nullptr) return;
+  const std::lock_guard lock(log.mutex);
+  if (log.threads++ == 0) log.before = std::exchange(*log.level, kFatalOnly);
+  t_quiet = true;
+}
+void end_quiet() {
+  if (!t_quiet) return;
+  TorchLog& log = torch_log();
+  const std::lock_guard lock(log.mutex);
+  if (--log.threads == 0) *log.level = log.before;
+  t_quiet = false;
 }
 
 // A framework's functions as te-fl's allocator. Those of Python run under the interpreter's lock,
@@ -98,7 +137,10 @@ bool allocate_directly(const Allocator& allocator, const te_fl_memory_desc& memo
   TorchCuda::Guard guard = nullptr;
   if (!torch.complete() || !interpreter_alive()) return false;
   if (torch.enter(memory.stream, allocator.device.index, &guard) != 0) return false;
+  t_direct = true;
   const bool made = torch.allocate(memory.bytes, out) == 0;
+  t_direct = false;
+  end_quiet();
   torch.leave(guard);
   return made;
 }
@@ -199,6 +241,13 @@ te_fl_status retire_stream(void* self, void*, const te_fl_error_sink* sink) {
 }
 
 }  // namespace
+
+PyObject* quiet_out_of_memory(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    if (t_direct) quieten();
+    return Ref::share(Py_None);
+  });
+}
 
 PyObject* use_allocator(PyObject*, PyObject* args) noexcept {
   return guarded([&] {

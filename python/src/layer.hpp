@@ -61,5 +61,7 @@ PyObject* end_autocast(PyObject*, PyObject* scope) noexcept;
 // use_allocator(device, allocate, free, trim): te-fl's memory of the device comes from
 // allocate(bytes, stream) -> address, and free(address) takes it; trim() gives back what is unused.
 PyObject* use_allocator(PyObject*, PyObject* args) noexcept;
+// quiet_out_of_memory(...): what PyTorch calls when a device has no memory left, before it says so.
+PyObject* quiet_out_of_memory(PyObject*, PyObject* args) noexcept;
 
 }  // namespace te_fl::python

@@ -115,6 +115,7 @@ PyMethodDef g_methods[] = {
     {"begin_recompute", begin_recompute, METH_VARARGS,
      "begin_recompute(record, second, thread) -> scope"},
     {"end_recompute", end_recompute, METH_O, "end_recompute(scope)"},
+    {"quiet_out_of_memory", quiet_out_of_memory, METH_VARARGS, "quiet_out_of_memory(...)"},
     {"use_allocator", use_allocator, METH_VARARGS, "use_allocator(device, allocate, free, trim)"},
     {"jax_handlers", jax_handlers, METH_NOARGS, "jax_handlers() -> dict of platform to capsule"},
     {"jax_version", jax_version, METH_NOARGS,

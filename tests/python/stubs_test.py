@@ -168,8 +168,9 @@ import te_fl.pytorch as te
 te_fl.ops.gelu(input=3, output=te_fl.Quantized(None))
 te_fl.ops.gelu(inputs=te_fl.Quantized(None), output=te_fl.Quantized(None))
 te.Linear(8, 8, biass=False)
+te.autocast(recpie=None)
 """
-    LINES = [5, 6, 7]  # of WRONG's calls
+    LINES = [5, 6, 7, 8]  # of WRONG's calls
 
     def check(self, *command):
         """Runs a checker on both programs in a folder of their own; it has to name the wrong lines, and them alone."""

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -462,6 +463,51 @@ class Storages(Each):
             _native.set_empty(call.python_empty if call._node is None else call._node.empty)
         module(x).sum().backward()
         self.assertTrue(x.grad.isfinite().all())
+
+    def test_the_log_level_that_keeps_pytorch_s_c_functions_quiet(self):
+        """quiet_out_of_memory sets it while a direct allocation fails, and only then; it is a variable of PyTorch's, which may change."""
+        code = f"""import ctypes, os, sys, torch
+from te_fl import _native
+library = {os.path.join(os.path.dirname(torch.__file__), "lib")!r}
+level = ctypes.c_int.in_dll(ctypes.CDLL(os.path.join(library, "libc10.so")), "FLAGS_caffe2_log_level")
+allocate = ctypes.CDLL(os.path.join(library, "libtorch_cuda.so")).aoti_torch_cuda_caching_allocator_raw_alloc
+before = level.value
+_native.quiet_out_of_memory(0, 1, 2, 3)
+assert level.value == before < 3
+for level.value in (before, 3):
+    assert allocate(ctypes.c_uint64(1 << 60), ctypes.byref(ctypes.c_void_p())) != 0
+    print("tried", file=sys.stderr, flush=True)
+"""
+        if not os.path.exists(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cuda.so")):
+            self.skipTest("PyTorch has no CUDA")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        loud, quiet, _ = done.stderr.split("tried\n")
+        self.assertIn("Exception in aoti_torch", loud)
+        self.assertEqual(quiet, "")
+
+    @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
+    def test_memory_that_a_gpu_does_not_have_is_said_once(self):
+        code = """import torch
+import te_fl.pytorch as te
+layer = te.LayerNormMLP(512, 8192, device="cuda")
+layer(torch.ones(128, 512, device="cuda", requires_grad=True)).sum().backward()  # what te-fl and its libraries load
+x = torch.ones(16384, 512, device="cuda", requires_grad=True)
+total = torch.cuda.get_device_properties(0).total_memory
+torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (64 << 20)) / total)
+for _ in range(2):
+    try:
+        layer(x)
+        raise SystemExit("there was memory")
+    except torch.OutOfMemoryError as error:
+        print(str(error).count("Tried to allocate"), "Exception raised from" in str(error))
+torch.cuda.set_per_process_memory_fraction(1.0)
+layer(x).sum().backward()
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        self.assertEqual((done.returncode, done.stdout), (0, "1 False\n" * 2), done.stderr)
+        self.assertNotIn("Exception", done.stderr)
+        self.assertNotIn("frame #", done.stderr)
 
     @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
     def test_record_stream(self):

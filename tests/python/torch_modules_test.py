@@ -47,7 +47,9 @@ class Names(unittest.TestCase):
                            (lambda: te.DotProductAttention(2, 8, atention_dropout=0.0), "attention_dropout"),
                            (lambda: te.MultiheadAttention(8, 2, atention_dropout=0.0), "attention_dropout"),
                            (lambda: te.TransformerLayer(8, 8, 2, hiden_dropout=0.0), "hidden_dropout"),
-                           (lambda: te.optimizers.FusedAdam(one, weigth_decay=1), "weight_decay")):
+                           (lambda: te.optimizers.FusedAdam(one, weigth_decay=1), "weight_decay"),
+                           (lambda: te.autocast(enabeld=True), "enabled"), (lambda: te.fp8_autocast(fp8_recpie=None), "fp8_recipe"),
+                           (lambda: te.quantized_model_init(recpie=None).__enter__(), "recipe"), (lambda: te.fp8_model_init(enable=True), "enabled")):
             with self.assertRaisesRegex(TypeError, rf"\(\) has no argument '\w+'; did you mean '{near}'\?"):
                 make()
 

@@ -45,6 +45,8 @@ def use_torch_memory(device: torch.device) -> None:
             return allocate(size, stream)
 
     torch.cuda.init()
+    if not any(kind == "cuda" for kind, _ in _devices) and hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
+        torch._C._cuda_attach_out_of_memory_observer(_native.quiet_out_of_memory)
     _native.use_allocator(f"cuda:{index}", on_device, free, torch.cuda.empty_cache)
     _devices.add(key)
 

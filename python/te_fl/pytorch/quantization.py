@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from typing import Any, Iterator, NamedTuple, Optional
+from typing import Any, Iterator, NamedTuple, NoReturn, Optional
 
 import torch
 
@@ -14,7 +14,7 @@ from te_fl.common.recipe import DelayedScaling, Recipe, describe_natively, nativ
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch import amax_reduction
 from te_fl.pytorch.availability import get_default_recipe
-from te_fl.pytorch.refuse import refuse
+from te_fl.pytorch.refuse import hides_misspelt, misspelling, refuse
 
 
 class ModelInit(NamedTuple):
@@ -152,8 +152,9 @@ class _GraphScope:
             entered.__exit__(*error)
 
 
+@hides_misspelt
 def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[Recipe] = None, amax_reduction_group: Optional[Any] = None,
-             _graph: bool = False):
+             _graph: bool = False, **misspelt: NoReturn):
     """Module forwards on this thread compute in FP8 by `recipe` inside: with te.autocast(recipe=DelayedScaling()): ...
 
     enabled: False computes in high precision. calibrating: with enabled=False and delayed scaling, collects amaxes and sets scales.
@@ -163,6 +164,8 @@ def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[R
     outermost autocast and of each backward, so they all come there; see docs/pytorch.md. Backward needs no scope. The result is a context
     manager, which may be entered again and by several threads at a time, and a decorator.
     """
+    if misspelt:
+        raise misspelling(autocast, misspelt)
     enabled, calibrating = bool(enabled), bool(calibrating)
     if torch.compiler.is_compiling():
         chosen = get_default_recipe() if recipe is None else recipe
@@ -178,9 +181,12 @@ _default_recipe = get_default_recipe()
 _warned = False
 
 
+@hides_misspelt
 def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Optional[Recipe] = None, fp8_group: Optional[Any] = None,
-                 _graph: bool = False):
+                 _graph: bool = False, **misspelt: NoReturn):
     """The older name of autocast()."""
+    if misspelt:
+        raise misspelling(fp8_autocast, misspelt)
     global _warned
     if not _warned:
         _warned = True
@@ -194,15 +200,18 @@ def model_init() -> Optional[ModelInit]:
     return _state.model_init
 
 
+@hides_misspelt
 @contextlib.contextmanager
-def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None,
-                         preserve_high_precision_init_val: bool = False) -> Iterator[None]:
+def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False,
+                         **misspelt: NoReturn) -> Iterator[None]:
     """Modules made inside hold the weights of their products as FP8 codes alone (te_fl.pytorch.float8_tensor.Float8Tensor).
 
     enabled: False makes modules as outside of all such scopes. recipe: says how codes are scaled; None: that of get_default_recipe(). A
     recipe that te-fl does not serve is te_fl.errors.Unsupported. preserve_high_precision_init_val: a weight's get_high_precision_init_val()
     is what its codes were made from, on the host, until its clear_high_precision_init_val().
     """
+    if misspelt:
+        raise misspelling(quantized_model_init, misspelt)
     recipe = get_default_recipe() if recipe is None else recipe
     outer = _state.model_init
     _state.model_init = ModelInit(recipe, native_of(recipe), bool(preserve_high_precision_init_val)) if enabled else None
@@ -212,7 +221,11 @@ def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None,
         _state.model_init = outer
 
 
-def fp8_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False):
+@hides_misspelt
+def fp8_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False,
+                   **misspelt: NoReturn):
     """The older name of quantized_model_init()."""
+    if misspelt:
+        raise misspelling(fp8_model_init, misspelt)
     warnings.warn("fp8_model_init is the older name of quantized_model_init, which takes the same arguments", DeprecationWarning, stacklevel=2)
     return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)

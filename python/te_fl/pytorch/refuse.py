@@ -10,7 +10,7 @@ from te_fl.errors import Unsupported, did_you_mean
 
 _ONE_RANK = "te_fl.pytorch runs on one rank so far; leave it out"
 
-_Init = TypeVar("_Init", bound=Callable[..., None])
+_Init = TypeVar("_Init", bound=Callable[..., Any])
 
 
 def refuse(where: str, argument: str, value: Any, way_out: str) -> Unsupported:
@@ -31,6 +31,19 @@ def checks_keywords(*more: str) -> Callable[[_Init], _Init]:
 
         return cast(_Init, checked)
     return decorate
+
+
+def hides_misspelt(function: _Init) -> _Init:
+    """A decorator of functions whose last parameter, **misspelt, takes the keywords that they have not: signature() and help() leave it out."""
+    shown = inspect.signature(function)
+    setattr(function, "__signature__", shown.replace(parameters=list(shown.parameters.values())[:-1]))
+    return function
+
+
+def misspelling(function: Callable, names: Iterable[str]) -> TypeError:
+    """For a function that hides_misspelt() decorates: the error of keywords that it has not, which names the nearest that it has."""
+    name = next(iter(names))
+    return TypeError(f"{function.__name__}() has no argument {name!r}{did_you_mean(name, list(inspect.signature(function).parameters))}")
 
 
 def only(where: str, *rules: Tuple[str, Any, Any, str]) -> None:
