@@ -9,7 +9,7 @@
 #include "interpreter.hpp"
 #include "layer.hpp"
 #include "te_fl/device.hpp"
-#include "te_fl/nn/autocast.hpp"
+#include "te_fl/nn/fp8/autocast.hpp"
 
 namespace te_fl::python {
 namespace {

@@ -17,9 +17,9 @@
 #include "policy.hpp"
 #include "recompute.hpp"
 #include "result_tensors.hpp"
-#include "te_fl/nn/autocast.hpp"
-#include "te_fl/nn/context.hpp"
-#include "te_fl/nn/init.hpp"
+#include "te_fl/nn/autograd/context.hpp"
+#include "te_fl/nn/fp8/autocast.hpp"
+#include "te_fl/nn/modules/init.hpp"
 #include "te_fl/op_manager.hpp"
 
 namespace te_fl::python {

@@ -4,10 +4,10 @@
 #include <string>
 
 #include "errors.hpp"
-#include "te_fl/nn/linear.hpp"
-#include "te_fl/nn/mlp.hpp"
-#include "te_fl/nn/norm.hpp"
-#include "te_fl/nn/transformer.hpp"
+#include "te_fl/nn/modules/linear.hpp"
+#include "te_fl/nn/modules/mlp.hpp"
+#include "te_fl/nn/modules/norm.hpp"
+#include "te_fl/nn/modules/transformer.hpp"
 
 namespace te_fl::python {
 namespace {

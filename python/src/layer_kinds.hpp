@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "py.hpp"
-#include "te_fl/nn/attention.hpp"
-#include "te_fl/nn/module.hpp"
+#include "te_fl/nn/modules/attention.hpp"
+#include "te_fl/nn/modules/module.hpp"
 
 namespace te_fl::python {
 

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "errors.hpp"
-#include "te_fl/nn/recompute.hpp"
+#include "te_fl/nn/autograd/recompute.hpp"
 
 namespace te_fl::python {
 namespace {

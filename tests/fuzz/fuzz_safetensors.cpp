@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <span>
 
-#include "te_fl/nn/safetensors.hpp"
+#include "te_fl/nn/files/safetensors.hpp"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::span<const std::byte> bytes(reinterpret_cast<const std::byte*>(data), size);

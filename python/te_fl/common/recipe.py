@@ -326,7 +326,7 @@ def native_of(recipe: Recipe) -> dict:
 
 
 def describe_natively(recipe: Recipe) -> dict:
-    """The recipe as te-fl's layers take it (te_fl/nn/recipe.hpp): a new dict of plain values.
+    """The recipe as te-fl's layers take it (te_fl/nn/fp8/recipe.hpp): a new dict of plain values.
 
     Each has kind ('delayed', 'current' or 'block'), format ('hybrid' or 'e4m3') and fp8_dpa; delayed scaling margin, amax_history_len,
     amax_compute_algo ('max', 'most_recent' or the function) and reduce_amax; the others pow2_scale and amax_epsilon. What te-fl cannot

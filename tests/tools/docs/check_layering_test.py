@@ -26,7 +26,7 @@ class Layering(unittest.TestCase):
     def test_rooms_include_what_is_below(self):
         self.taken("core/tensor/tensor.cpp", "core/device/allocations.hpp")
         self.taken("plugins/activate.cpp", "registry/registry_impl.hpp")
-        self.taken("nn/runtime.cpp", "dispatch/call.hpp")
+        self.taken("nn/fp8/runtime.cpp", "dispatch/call.hpp")
         self.taken("dispatch/watch/verify.cpp", "dispatch/staging/staging_plan.hpp")
 
     def test_no_room_includes_what_is_above(self):
@@ -35,15 +35,15 @@ class Layering(unittest.TestCase):
         self.refused("registry/op_registry.cpp", "plugins/activate.hpp")
         self.refused("registry/op_registry.cpp", "dispatch/call.hpp")
         self.refused("plugins/plugins.cpp", "dispatch/manager_impl.hpp")
-        self.refused("dispatch/run.cpp", "nn/runtime.hpp")
+        self.refused("dispatch/run.cpp", "nn/fp8/runtime.hpp")
         self.refused("policy/select.cpp", "backends/cpu/gemm.hpp")
-        self.refused("nn/linear.cpp", "tests/support/expect.hpp")
+        self.refused("nn/modules/linear.cpp", "tests/support/expect.hpp")
 
     def test_a_public_header_is_an_arrow_to_its_room(self):
         self.taken("plugins/activate.cpp", "te_fl/op_registry.hpp")
         self.refused("plugins/plugins.cpp", "te_fl/op_manager.hpp", "plugins may include only")
         self.refused("core/device/allocations.cpp", "te_fl/tensor.hpp")
-        self.refused("nn/linear.cpp", "te_fl/te_fl.hpp")
+        self.refused("nn/modules/linear.cpp", "te_fl/te_fl.hpp")
         self.refused("include/te_fl/status.hpp", "te_fl/device.hpp")
         self.refused("include/te_fl/policy.hpp", "policy/select.hpp", "public headers only")
         self.taken("include/te_fl/te_fl.hpp", "te_fl/op_manager.hpp")
@@ -77,7 +77,7 @@ class Layering(unittest.TestCase):
         for text in ('find("gelu")', "op::layernorm_fwd", "te_fl_gelu_args a;", 'get("TE_FL_CUDA_GEMM_FILE")',
                      '"libte_fl_opencl.so"', '"cuda.json"', "// see backends/cuda"):
             self.assertEqual(len(self.problems("dispatch/run.cpp", text)), 1, text)
-            self.assertEqual(self.problems("nn/linear.cpp", text), [], text)
+            self.assertEqual(self.problems("nn/modules/linear.cpp", text), [], text)
         for text in ('get("TE_FL_SKIP_CUDA")', '"a gelu that is written"', '"policy.json"', "TE_FL_DEVICE_CUDA"):
             self.assertEqual(self.problems("plugins/discovery.cpp", text), [], text)
 

@@ -1,0 +1,136 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "te_fl/export.hpp"
+#include "te_fl/nn/autograd/tape.hpp"
+#include "te_fl/nn/modules/module.hpp"
+#include "te_fl/status.hpp"
+
+// Modules as functions of values on a tape.
+namespace te_fl::nn {
+
+namespace detail {
+
+template <class Create>
+struct OptionsOf;
+template <class Made, class Given>
+struct OptionsOf<Result<std::unique_ptr<Made>> (*)(const Given&)> {
+  using type = Given;
+};
+
+}  // namespace detail
+
+// A module and its creation in one, e.g. a member `nn::Layer<nn::Linear> fc1{{.in_features = 8,
+// .out_features = 8}}`, called as a function of values. If the creation fails, each call gives a
+// value with its error. Owns the module; movable.
+template <class M>
+class Layer {
+ public:
+  using Options = typename detail::OptionsOf<decltype(&M::create)>::type;
+  Layer(const Options& options) : Layer(M::create(options)) {}       // NOLINT: implicit on purpose
+  Layer(Result<std::unique_ptr<M>> made) : status_(made.status()) {  // NOLINT
+    if (made.ok()) module_ = std::move(*made);
+  }
+
+  const Status& status() const noexcept { return status_; }
+  // These need status().ok().
+  M& operator*() const noexcept { return *module_; }
+  M* operator->() const noexcept { return module_.get(); }
+  std::shared_ptr<M> module() const noexcept { return module_; }  // null after an error
+
+  // nn::call() of the module.
+  template <class First, class... Args>
+  Value operator()(First&& first, const Args&... args) const {
+    if (status_.ok()) return call(*module_, first, args...);
+    if constexpr (std::is_same_v<std::remove_cvref_t<First>, Value>) {
+      return first.ok() ? first.tape()->error(status_) : first;
+    } else {
+      return first.error(status_);  // a Tape
+    }
+  }
+  // Of an Embedding, which begins a tape's values.
+  Value operator()(Tape& tape, const Tensor& indices) const {
+    return status_.ok() ? call(tape, *module_, indices) : tape.error(status_);
+  }
+
+ private:
+  std::shared_ptr<M> module_;
+  Status status_;
+};
+
+// A module made of layers: derive from it, add() them in the constructor, and give it an
+// operator()(const Value&) or whatever its function is.
+class TE_FL_API Model : public Module {
+ public:
+  // The first error of a layer that was added.
+  const Status& status() const noexcept { return status_; }
+
+ protected:
+  // `layer` must live as long as this model: a member.
+  template <class M>
+  void add(std::string name, const Layer<M>& layer) {
+    if (layer.status().ok()) {
+      register_module(std::move(name), *layer);
+    } else if (status_.ok()) {
+      status_ = layer.status().wrap(name);
+    }
+  }
+
+ private:
+  Status status_;
+};
+
+// Layers one after the other: y = last(... first(x)). It has an explicit forward and backward like
+// every module, and on a tape each of its layers is a call of its own.
+class TE_FL_API Sequential : public Module {
+ public:
+  Sequential();
+  ~Sequential() override;
+  Sequential(Sequential&&) = delete;
+
+  // Appends a module of one input and one result; state() has it under `name`, or under its number.
+  template <class M>
+  Sequential& add(Layer<M> layer, std::string name = {}) {
+    if (!layer.status().ok()) return fail(layer.status());
+    std::shared_ptr<M> module = layer.module();
+    return append(std::move(name), module,
+                  {[module](const Tensor& x, Ctx* ctx, const ForwardOptions& options) {
+                     return detail::forward_with(*module, x, ctx, options);
+                   },
+                   [module](const Tensor& dy, Ctx& ctx) -> Result<Tensor> {
+                     return module->backward(dy, ctx);
+                   },
+                   [module](const Value& x) { return call(*module, x); }});
+  }
+  // The first error of a layer that was added, which every call returns.
+  const Status& status() const noexcept { return status_; }
+  size_t size() const noexcept { return entries_.size(); }
+
+  Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {});
+  Result<Tensor> backward(const Tensor& dy, Ctx& ctx);
+  Value operator()(const Value& x) const;
+
+ private:
+  struct Calls {
+    std::function<Result<Tensor>(const Tensor&, Ctx*, const ForwardOptions&)> forward;
+    std::function<Result<Tensor>(const Tensor&, Ctx&)> backward;
+    std::function<Value(const Value&)> on_tape;
+  };
+  struct Entry {
+    std::shared_ptr<Module> module;
+    Calls calls;
+  };
+  Sequential& append(std::string name, std::shared_ptr<Module> module, Calls calls);
+  Sequential& fail(const Status& status);
+
+  std::vector<Entry> entries_;
+  Status status_;
+};
+
+}  // namespace te_fl::nn

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string_view>
+
+#include "te_fl/nn/modules/linear.hpp"
+#include "te_fl/nn/modules/norm.hpp"
+
+namespace te_fl::nn {
+
+// The catalogue's activations. The gated ones (second line) take [a, b] of twice the width and
+// return act(a) * b.
+enum class Activation : uint8_t {
+  kGelu,
+  kQGelu,
+  kRelu,
+  kSRelu,
+  kSilu,
+  kGeglu,
+  kQGeglu,
+  kReglu,
+  kSReglu,
+  kSwiglu,
+  kGlu,
+  kClampedSwiglu,
+};
+TE_FL_API bool is_gated(Activation activation) noexcept;
+TE_FL_API std::string_view name(Activation activation) noexcept;  // the op's name, "gelu"
+TE_FL_API Result<Activation> parse_activation(std::string_view text);
+
+struct LayerNormMLPOptions {
+  int64_t hidden_size = 0;
+  int64_t ffn_hidden_size = 0;
+  Activation activation = Activation::kGelu;
+  float clamp_limit = 7.0f;    // kClampedSwiglu
+  float clamp_alpha = 1.702f;  // kClampedSwiglu
+  bool bias = true;
+  Normalization normalization = Normalization::kLayerNorm;
+  float epsilon = 1e-5f;
+  bool zero_centered_gamma = false;
+  DType param_dtype = DType::kF32;
+  DType activation_dtype = DType::kF32;
+  Device device = {};
+  uint64_t seed = 0;
+  float init_std = 0.023f;
+  float output_init_std = 0.023f;     // fc2
+  std::optional<bool> fc1_bias = {};  // in place of `bias`
+  std::optional<bool> fc2_bias = {};
+  bool return_bias = false;        // of fc2, as in Linear
+  float glu_linear_offset = 1.0f;  // kClampedSwiglu: added to the clamped linear half
+  // The features [ffn_begin, ffn_begin + ffn_hidden_size) of an MLP of ffn_whole (0: this is
+  // whole), whose initial weights this one has there: rows of fc1, of both halves if it is gated,
+  // and columns of fc2.
+  int64_t ffn_whole = 0;
+  int64_t ffn_begin = 0;
+};
+
+// y = act(norm(x) W1^T + b1) W2^T + b2. x [..., hidden] -> [..., hidden]. Parameters:
+// layer_norm_weight [hidden], layer_norm_bias [hidden] (LayerNorm), fc1_weight [ffn or 2 ffn if
+// gated, hidden], fc1_bias, fc2_weight [hidden, ffn], fc2_bias [hidden]. FP8 sites: fc1_fp8,
+// fc2_fp8.
+class TE_FL_API LayerNormMLP : public Module {
+ public:
+  static Result<std::unique_ptr<LayerNormMLP>> create(const LayerNormMLPOptions& options);
+  ~LayerNormMLP() override;
+  // residual (x's shape): added to the output; its gradient is dy itself. layernorm_output and its
+  // gradient are as in LayerNormLinear.
+  Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
+                         const Tensor* residual = nullptr, Tensor* layernorm_output = nullptr);
+  // residual_grad (x's shape): the gradient that reaches x past this module; added to dx.
+  Result<Tensor> backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad = nullptr,
+                          const Tensor* layernorm_output_grad = nullptr);
+
+ private:
+  struct Impl;
+  explicit LayerNormMLP(const LayerNormMLPOptions& options);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace te_fl::nn

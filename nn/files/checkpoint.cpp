@@ -1,0 +1,113 @@
+#include <algorithm>
+#include <charconv>
+
+#include "nn/base/tensor_ops.hpp"
+#include "te_fl/nn/autograd/context.hpp"
+#include "te_fl/nn/files/safetensors.hpp"
+
+namespace te_fl::nn {
+namespace {
+
+constexpr std::string_view kOptimizerPrefix = "optimizer.";
+constexpr const char* kSteps = "te_fl.optimizer_steps";
+constexpr const char* kSeed = "te_fl.rng_seed";
+constexpr const char* kOffset = "te_fl.rng_offset";
+
+bool of_optimizer(std::string_view name) { return name.starts_with(kOptimizerPrefix); }
+
+Result<uint64_t> number(const Metadata& metadata, const char* key, const std::string& path) {
+  auto found = metadata.find(key);
+  if (found == metadata.end()) {
+    return Status(StatusCode::kNotFound,
+                  path + ": metadata has no \"" + key + "\"; the file is not a te-fl checkpoint");
+  }
+  const std::string& text = found->second;
+  uint64_t value = 0;
+  auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) {
+    return Status(StatusCode::kDataLoss, path + ": metadata \"" + key + "\" is \"" + text +
+                                             "\"; it must be an integer of at least 0");
+  }
+  return value;
+}
+
+// Pairs of what the file has and where it goes.
+using Copies = std::vector<std::pair<Tensor, Tensor>>;
+
+Result<Copies> match_optimizer(const std::vector<NamedTensor>& tensors, const Optimizer& optimizer,
+                               const std::string& path) {
+  std::map<std::string, const Tensor*> in_file;
+  for (const NamedTensor& t : tensors) {
+    if (of_optimizer(t.name)) in_file.emplace(t.name, &t.tensor);
+  }
+  Copies copies;
+  for (const NamedTensor& target : optimizer.state()) {
+    auto found = in_file.find(target.name);
+    if (found == in_file.end()) {
+      return Status(StatusCode::kNotFound, path + ": tensor " + target.name +
+                                               " is missing; the optimizer needs it as " +
+                                               target.tensor.describe());
+    }
+    const Tensor& tensor = *found->second;
+    if (tensor.dtype() != target.tensor.dtype() ||
+        !std::ranges::equal(tensor.shape(), target.tensor.shape())) {
+      return invalid_argument(path + ": tensor " + target.name + " is " + tensor.describe() +
+                              "; it must be " + target.tensor.describe());
+    }
+    TE_FL_ASSIGN_OR_RETURN(Tensor staged, tensor.to(target.tensor.device()));
+    copies.emplace_back(std::move(staged), target.tensor);
+    in_file.erase(found);
+  }
+  if (!in_file.empty()) {
+    return Status(StatusCode::kNotFound,
+                  path + ": tensor " + in_file.begin()->first +
+                      " is not in the optimizer; it was written by another kind of optimizer or "
+                      "for other parameters");
+  }
+  return copies;
+}
+
+}  // namespace
+
+Status save_checkpoint(const std::string& path, const Module& module, const Optimizer* optimizer,
+                       const Metadata& metadata) {
+  std::vector<NamedTensor> tensors = module.state();
+  Metadata all = metadata;
+  for (const auto& [key, value] : metadata) {
+    if (key.starts_with("te_fl.")) {
+      return invalid_argument("save_checkpoint: metadata key \"" + key +
+                              "\" begins with \"te_fl.\", which is reserved");
+    }
+  }
+  if (optimizer != nullptr) {
+    std::vector<NamedTensor> state = optimizer->state();
+    tensors.insert(tensors.end(), state.begin(), state.end());
+    all[kSteps] = std::to_string(optimizer->steps());
+  }
+  const RandomPosition random = Context::current().random();
+  all[kSeed] = std::to_string(random.seed);
+  all[kOffset] = std::to_string(random.offset);
+  return save_safetensors(path, tensors, all);
+}
+
+Result<Metadata> load_checkpoint(const std::string& path, Module& module, Optimizer* optimizer) {
+  TE_FL_ASSIGN_OR_RETURN(SafetensorsFile file, load_safetensors(path));
+  TE_FL_RETURN_IF_ERROR(module.check_state(file.tensors, path, of_optimizer));
+  RandomPosition random;
+  TE_FL_ASSIGN_OR_RETURN(random.seed, number(file.metadata, kSeed, path));
+  TE_FL_ASSIGN_OR_RETURN(random.offset, number(file.metadata, kOffset, path));
+  uint64_t steps = 0;
+  Copies copies;
+  if (optimizer != nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(steps, number(file.metadata, kSteps, path));
+    TE_FL_ASSIGN_OR_RETURN(copies, match_optimizer(file.tensors, *optimizer, path));
+  }
+  TE_FL_RETURN_IF_ERROR(module.load_state(file.tensors, path, of_optimizer));
+  for (const auto& [from, to] : copies) TE_FL_RETURN_IF_ERROR(detail::copy(from, to));
+  if (optimizer != nullptr) optimizer->set_steps(static_cast<int64_t>(steps));
+  Context::current().set_random(random);
+  std::erase_if(file.metadata, [](const auto& item) { return item.first.starts_with("te_fl."); });
+  return file.metadata;
+}
+
+}  // namespace te_fl::nn

@@ -1,0 +1,521 @@
+#include "nn/modules/gemm_unit.hpp"
+
+#include <array>
+
+#include "nn/autograd/gradients.hpp"
+#include "nn/autograd/recompute.hpp"
+#include "nn/base/tensor_ops.hpp"
+#include "nn/fp8/fp8_values.hpp"
+
+namespace te_fl::nn::detail {
+namespace {
+
+constexpr int64_t kInputSlot = 0;
+constexpr int64_t kWeightSlot = 1;
+constexpr int64_t kGradSlot = 0;
+
+// Partial sums stay in full precision where it matters: always in gradients and with block scaling.
+bool split_accumulator(const Fp8Mode& mode, bool gradient) {
+  return gradient || (mode.fp8 && std::holds_alternative<Float8BlockScaling>(*mode.recipe));
+}
+
+}  // namespace
+
+GemmUnit::GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight,
+                   std::shared_ptr<Parameter> bias)
+    : spec_(spec),
+      weight_(std::move(weight)),
+      bias_(std::move(bias)),
+      forward_(std::make_shared<Fp8State>(2, spec.device)),
+      backward_(std::make_shared<Fp8State>(1, spec.device)) {
+  if (spec_.high_precision) return;
+  if (weight_->fp8_values != nullptr) {
+    weight_->fp8_values->bind(forward_, kWeightSlot);
+    return;
+  }
+  copy_ = std::make_shared<WeightCopy>(forward_, kWeightSlot);
+  // Of modules that share a weight the first gets its copy; the others quantise.
+  if (weight_->fp8_copy.expired()) weight_->fp8_copy = copy_;
+}
+
+Result<GemmUnit::Use> GemmUnit::begin(bool training) {
+  Use use;
+  use.training = training;
+  use.wgrad = training && weight_->requires_grad;
+  use.version = weight_->version;
+  use.dx_dtype = spec_.activation_dtype;
+  if (spec_.high_precision) return use;
+  TE_FL_ASSIGN_OR_RETURN(use.mode, current_mode());
+  const DelayedScaling* delayed = use.mode.delayed();
+  if (training) {
+    serving_ = {};
+    if (copy_ != nullptr) {
+      copy_->wanted_by(use.mode.fp8 && delayed != nullptr ? use.mode.recipe : nullptr);
+    }
+  }
+  if (delayed == nullptr || !(use.mode.fp8 || use.mode.calibrating)) return use;
+  TE_FL_RETURN_IF_ERROR(begin_delayed(use.mode, training, forward_, backward_));
+  use.unscaled = use.mode.fp8 && !training && !forward_->calibrated() && forward_->looks_on();
+  if (weight_->value.quantized() && (training || use.mode.calibrating) && !replaying()) {
+    // No forward quantises the weight; its amax was found when its codes were written. Those scaled
+    // by blocks have none.
+    const Tensor amax = weight_->value.amax();
+    if (amax.defined()) {
+      TE_FL_RETURN_IF_ERROR(running_amax(amax, forward_->amax_slot(kWeightSlot)));
+    }
+  }
+  return use;
+}
+
+Result<Tensor> GemmUnit::input_buffer(const Use& use, int64_t rows) {
+  const std::array<int64_t, 2> shape = {rows, spec_.in};
+  if (!use.mode.fp8) return Tensor::empty(shape, spec_.activation_dtype, spec_.device);
+  return empty_quantized(*use.mode.recipe, Role::kInput, shape,
+                         {.rowwise = true, .columnwise = use.wgrad}, spec_.device, *forward_,
+                         kInputSlot);
+}
+
+namespace {
+
+Status check_codes(const GemmUnit::Use& use, const Tensor& x, bool columns) {
+  const DelayedScaling* delayed = use.mode.delayed();
+  if (use.mode.fp8 && delayed != nullptr && (x.has_columnwise() || !columns)) return {};
+  return invalid_argument(
+      x.describe() +
+      " is quantised, which a linear map takes under delayed scaling with room for the copies that "
+      "its products read; dequantize it first");
+}
+
+}  // namespace
+
+Result<Tensor> GemmUnit::prepare_input(Use& use, const Tensor& x) {
+  if (!x.quantized()) use.dx_dtype = x.dtype();
+  if (x.quantized()) {
+    TE_FL_RETURN_IF_ERROR(check_codes(use, x, use.wgrad));
+    if (use.wgrad) TE_FL_RETURN_IF_ERROR(fill_columns(x));
+    return x;
+  }
+  if (!use.mode.fp8) return cast(x, spec_.activation_dtype);
+  TE_FL_ASSIGN_OR_RETURN(Tensor input, input_buffer(use, x.size(0)));
+  TE_FL_RETURN_IF_ERROR(quantize(x, input));
+  return input;
+}
+
+Result<Tensor> GemmUnit::written_copy(const Use& use) const {
+  if (copy_ == nullptr) return Tensor();
+  Tensor copy = copy_->fresh(weight_->version, *use.mode.recipe);
+  if (!copy.defined() || spec_.device.is_host()) return copy;
+  // A graph would go on reading this memory, which the next step replaces.
+  TE_FL_ASSIGN_OR_RETURN(
+      const bool capturing,
+      devices::is_capturing(spec_.device, devices::current_stream(spec_.device)));
+  return capturing ? Tensor() : copy;
+}
+
+Result<Tensor> GemmUnit::quantised_weight(const Use& use, bool columnwise) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor weight,
+                         empty_quantized(*use.mode.recipe, Role::kWeight, weight_->value.shape(),
+                                         {.rowwise = true, .columnwise = columnwise}, spec_.device,
+                                         *forward_, kWeightSlot));
+  TE_FL_RETURN_IF_ERROR(quantize(weight_->value, weight));
+  return weight;
+}
+
+Result<Tensor> GemmUnit::make_weight(const Use& use, bool columnwise) {
+  if (weight_->value.quantized()) return weight_->read(spec_.activation_dtype);
+  if (!use.mode.fp8) return cast(weight_->value, spec_.activation_dtype);
+  TE_FL_ASSIGN_OR_RETURN(Tensor copy, written_copy(use));
+  if (copy.defined()) return copy;
+  return quantised_weight(use, columnwise);
+}
+
+bool GemmUnit::Kept::fits(const Use& use) const {
+  return weight.defined() && weight.quantized() == use.mode.fp8 &&
+         (!use.mode.fp8 ||
+          (*recipe == *use.mode.recipe && (weight.has_columnwise() || !use.training)));
+}
+
+Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& options) {
+  const std::optional<bool> first = options.is_first_microbatch;
+  const bool flagged = options.reuse_weights.defined();
+  if (flagged && first.has_value()) {
+    return invalid_argument(
+        "is_first_microbatch and reuse_weights are both set, and say the same thing; set one of "
+        "them");
+  }
+  if (use.mode.fp8 && weight_->value.quantized()) return own_codes(use);
+  if (flagged) return flagged_weight(use, options.reuse_weights);
+  // The value itself, which may be borrowed: nothing is kept of it.
+  if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
+  if (!first.has_value()) {
+    // Of codes alone nothing is kept beside them: that would be more than what they save.
+    const bool keeps = !use.training && !weight_->value.quantized();
+    return keeps ? inference_weight(use) : make_weight(use, use.training);
+  }
+  TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, capture_of(spec_.device));
+  const bool stale = !cached_.fits(use) || cached_.version != weight_->version;
+  if (!*first && capture != 0 && !stale && cached_.capture != capture) {
+    return failed_precondition(
+        "a forward with is_first_microbatch = false is captured, and the weights that it reuses "
+        "were computed outside; every launch would read those of today. With is_first_microbatch a "
+        "graph holds all the microbatches of a step; for a graph of one use reuse_weights");
+  }
+  if (*first || stale) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor weight, make_weight(use, use.training));
+    cached_ = {std::move(weight), weight_->version, use.mode.recipe, capture};
+  }
+  return cached_.weight;
+}
+
+Result<Tensor> GemmUnit::own_codes(const Use& use) {
+  const bool blocks = weight_->value.scaling() != Scaling::kTensor;
+  if (std::holds_alternative<Float8BlockScaling>(*use.mode.recipe) != blocks) {
+    return failed_precondition("the weight " + weight_->value.describe() +
+                               " was created under quantized_model_init, and the autocast's recipe "
+                               "is " +
+                               describe(*use.mode.recipe) +
+                               (blocks ? "; codes scaled by blocks serve Float8BlockScaling"
+                                       : "; codes scaled by tensor serve DelayedScaling and "
+                                         "Float8CurrentScaling"));
+  }
+  if (!use.training || weight_->value.has_columnwise()) return weight_->value;
+  if (blocks) {
+    return failed_precondition("a training forward reads the weight " + weight_->value.describe() +
+                               ", which is borrowed without the column-wise copy that its backward "
+                               "reads; lend both copies");
+  }
+  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(spec_.device));
+  if (captured) {
+    return failed_precondition(
+        "a training forward is captured, and the FP8-only weight " + weight_->value.describe() +
+        " has no column-wise copy yet, whose memory would be the graph's; run a step before the "
+        "capture");
+  }
+  TE_FL_ASSIGN_OR_RETURN(Tensor both, with_columns(weight_->value));
+  // The codes of before are freed on the stream that made them, which need not be this one.
+  if (!spec_.device.is_host()) {
+    TE_FL_RETURN_IF_ERROR(
+        devices::synchronize(spec_.device, devices::current_stream(spec_.device)));
+  }
+  weight_->value = std::move(both);
+  return weight_->value;
+}
+
+Result<Tensor> GemmUnit::repeated_weight(const Use& use) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor kept, replay_weight(this, spec_.device));
+  if (kept.defined()) return kept;
+  if (use.mode.fp8 && weight_->value.quantized()) return own_codes(use);
+  if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
+  return make_weight(use, use.training);
+}
+
+Result<Tensor> GemmUnit::inference_weight(const Use& use) {
+  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(spec_.device));
+  if (captured) return make_weight(use, false);
+  void* stream = devices::current_stream(spec_.device);
+  const bool fresh =
+      serving_.fits(use) && serving_.version == weight_->version && serving_.stream == stream &&
+      (use.mode.delayed() == nullptr || serving_.generation == forward_->generation());
+  if (fresh) return serving_.weight;
+  // Who lends a weight under another number for each call would have memory for nothing, so a
+  // borrowed one is kept from its second reading on.
+  const bool keeps = !weight_->owners_version.has_value() || serving_.version == weight_->version;
+  serving_ = {};  // its memory may serve the next
+  TE_FL_ASSIGN_OR_RETURN(Tensor weight, make_weight(use, false));
+  if (keeps) serving_.weight = weight;
+  serving_.version = weight_->version;
+  serving_.recipe = use.mode.recipe;
+  serving_.generation = forward_->generation();
+  serving_.stream = stream;
+  return weight;
+}
+
+Result<Tensor> GemmUnit::flagged_weight(const Use& use, const Tensor& flag) {
+  if (flag.dtype() != DType::kF32 || flag.numel() != 1 || flag.device() != spec_.device) {
+    return invalid_argument("reuse_weights is " + flag.describe() + "; it must be f32[1] on " +
+                            to_string(spec_.device));
+  }
+  if (!use.mode.fp8) return make_weight(use, use.training);
+  bool capturing = false;
+  if (!spec_.device.is_host()) {
+    TE_FL_ASSIGN_OR_RETURN(
+        capturing, devices::is_capturing(spec_.device, devices::current_stream(spec_.device)));
+  }
+  if (!flagged_.fits(use)) {
+    if (capturing) {
+      return failed_precondition(
+          "a forward with reuse_weights is captured before its weights were ever quantised so; run "
+          "it once before the capture");
+    }
+    TE_FL_ASSIGN_OR_RETURN(Tensor weight, quantised_weight(use, use.training));
+    flagged_ = {std::move(weight), weight_->version, use.mode.recipe, 0};
+  } else if (capturing || flagged_.version == weight_->version) {
+    TE_FL_RETURN_IF_ERROR(quantize(weight_->value, flagged_.weight, flag));
+  } else {
+    TE_FL_RETURN_IF_ERROR(quantize(weight_->value, flagged_.weight));
+    flagged_.version = weight_->version;
+  }
+  keep_for_graph(std::make_shared<Tensor>(flagged_.weight));
+  return flagged_.weight;
+}
+
+Result<te_fl_generic_gemm_args> GemmUnit::product(const Use& use, const Tensor& input,
+                                                  const ForwardOptions& options, Tensor& weight) {
+  TE_FL_RETURN_IF_ERROR(same_parameter(weight_.get()));
+  TE_FL_RETURN_IF_ERROR(same_parameter(bias_.get()));
+  if (use.mode.calibrating && !replaying()) {
+    TE_FL_RETURN_IF_ERROR(running_amax(input, forward_->amax_slot(kInputSlot)));
+    if (!weight_->value.quantized()) {
+      TE_FL_RETURN_IF_ERROR(running_amax(weight_->value, forward_->amax_slot(kWeightSlot)));
+    }
+  }
+  TE_FL_ASSIGN_OR_RETURN(weight, replaying() ? repeated_weight(use) : gemm_weight(use, options));
+  if (use.unscaled) {
+    const std::string owner = "the linear map of the weight [" + std::to_string(spec_.out) + "," +
+                              std::to_string(spec_.in) + "]";
+    TE_FL_RETURN_IF_ERROR(warn_if_saturated(*forward_, kInputSlot, input, "inputs", owner));
+    TE_FL_RETURN_IF_ERROR(warn_if_saturated(*forward_, kWeightSlot, weight, "weights", owner));
+  }
+  if (noting() && !replaying()) {
+    const auto keeps = [&](const Tensor& t) { return t.raw_data() == weight.raw_data(); };
+    const bool kept = keeps(cached_.weight) || keeps(flagged_.weight);
+    TE_FL_RETURN_IF_ERROR(note_weight(this, spec_.device, kept ? weight : Tensor()));
+  }
+  te_fl_generic_gemm_args args{};
+  args.a = input;
+  args.b = weight;
+  args.trans_b = 1;
+  if (bias_ != nullptr && spec_.adds_bias) args.bias = bias_->value;
+  args.use_split_accumulator = split_accumulator(use.mode, false);
+  return args;
+}
+
+Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOptions& options,
+                                 const Tensor* residual, const Tensor* into) {
+  Tensor weight, output;
+  TE_FL_ASSIGN_OR_RETURN(te_fl_generic_gemm_args args, product(use, input, options, weight));
+  if (into != nullptr) {
+    output = *into;
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(
+        output, Tensor::empty({input.size(0), spec_.out}, spec_.activation_dtype, spec_.device));
+  }
+  args.d = output;
+  if (residual != nullptr) args.residual = *residual;
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
+  keep(use, input, weight);
+  return output;
+}
+
+void GemmUnit::keep(Use& use, const Tensor& input, const Tensor& weight) const {
+  if (!use.training) return;
+  const auto read = [](const Tensor& t) { return t.quantized() ? t.columnwise_only() : t; };
+  if (use.wgrad) use.input = read(input);
+  if (weight.raw_data() != weight_->value.raw_data()) use.weight = read(weight);
+}
+
+namespace {
+
+// Whether the product that ends with an activation goes to the implementation to which the product
+// alone and the activation's own call `op` would go, and costs no more there.
+Result<bool> joins(const te_fl_generic_gemm_args& joined, const te_fl_generic_gemm_args& product,
+                   OpId op, const void* separate, const CallOptions& options) {
+  OpManager& manager = OpManager::instance();
+  TE_FL_ASSIGN_OR_RETURN(const FirstChoice one,
+                         manager.first_choice(op::generic_gemm, &joined, options));
+  if ((one.flags & TE_FL_OP_CHEAP_EPILOGUES) == 0) return false;
+  TE_FL_ASSIGN_OR_RETURN(const FirstChoice other, manager.first_choice(op, separate, options));
+  TE_FL_ASSIGN_OR_RETURN(const FirstChoice alone,
+                         manager.first_choice(op::generic_gemm, &product, options));
+  return one.impl_id == other.impl_id && one.impl_id == alone.impl_id;
+}
+
+}  // namespace
+
+Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const ForwardOptions& options,
+                                      const Tensor& activated) {
+  Tensor weight;
+  TE_FL_ASSIGN_OR_RETURN(te_fl_generic_gemm_args args, product(use, input, options, weight));
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor pre, Tensor::empty({input.size(0), spec_.out}, spec_.activation_dtype, spec_.device));
+  te_fl_gelu_args gelu{};
+  gelu.input = pre;
+  gelu.output = activated;
+  te_fl_generic_gemm_args joined = args;
+  joined.gelu = 1;
+  joined.pre_gelu_out = pre;
+  joined.d = activated;
+  args.d = pre;
+  TE_FL_ASSIGN_OR_RETURN(const bool join,
+                         joins(joined, args, op::gelu, &gelu, call_options(spec_.device)));
+  if (join) {
+    TE_FL_RETURN_IF_ERROR(ops::generic_gemm(joined, call_options(spec_.device)));
+  } else {
+    TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
+    TE_FL_RETURN_IF_ERROR(ops::gelu(gelu, call_options(spec_.device)));
+  }
+  keep(use, input, weight);
+  return pre;
+}
+
+Status GemmUnit::check_unchanged(const Use& use) const {
+  return !use.weight.defined() ? nn::detail::check_unchanged(*weight_, use.version) : Status();
+}
+
+Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
+  if (use.mode.delayed() != nullptr) {
+    // The gradient has been cleared since amaxes were collected: another step has begun, and nobody
+    // ended that one's backward. Of a frozen weight that cannot be told, and a gradient that was
+    // taken out (a framework's) says nothing: its step may go on with this module.
+    const std::shared_ptr<GradientUpdates> earlier = weight_->gradient_updates;
+    const bool cleared = weight_->grad_cleared && weight_->delayed_wgrads == 0;
+    if (backward_->pending() && cleared && earlier != nullptr) {
+      TE_FL_RETURN_IF_ERROR(earlier->end());
+    }
+    TE_FL_RETURN_IF_ERROR(begin_delayed_backward(use.mode, backward_));
+    weight_->gradient_updates = use.mode.gradients;
+  }
+  const std::array<int64_t, 2> shape = {rows, spec_.out};
+  return empty_quantized(*use.mode.recipe, Role::kGradient, shape,
+                         {.rowwise = true, .columnwise = wants_wgrad(use)}, spec_.device,
+                         *backward_, kGradSlot);
+}
+
+Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& dy) {
+  Gradient grad;
+  if (dy.quantized()) {
+    const bool columns = wants_wgrad(use) || wants_bias_grad();  // which come with its sums
+    TE_FL_RETURN_IF_ERROR(check_codes(use, dy, columns));
+    TE_FL_ASSIGN_OR_RETURN(GradTarget dbias,
+                           GradTarget::open(wants_bias_grad() ? bias_.get() : nullptr));
+    if (columns) TE_FL_RETURN_IF_ERROR(fill_columns(dy, dbias.tensor()));
+    TE_FL_RETURN_IF_ERROR(dbias.commit());
+    grad.tensor = dy;
+    grad.bias_done = true;
+    return grad;
+  }
+  if (!use.mode.fp8) {
+    TE_FL_ASSIGN_OR_RETURN(grad.tensor, cast(dy, spec_.activation_dtype));
+    grad.bias_done = !wants_bias_grad();
+    return grad;
+  }
+  TE_FL_ASSIGN_OR_RETURN(grad.tensor, grad_buffer(use, dy.size(0)));
+  grad.bias_done = true;
+  if (!wants_bias_grad()) {
+    TE_FL_RETURN_IF_ERROR(quantize(dy, grad.tensor));
+    return grad;
+  }
+  TE_FL_ASSIGN_OR_RETURN(GradTarget dbias, GradTarget::open(bias_.get()));
+  te_fl_bgrad_quantize_args args{};
+  args.input = dy;
+  args.output = grad.tensor;
+  args.bias_grad = dbias.tensor();
+  TE_FL_RETURN_IF_ERROR(ops::bgrad_quantize(args, call_options(spec_.device)));
+  TE_FL_RETURN_IF_ERROR(dbias.commit());
+  return grad;
+}
+
+Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad, const Tensor* into) {
+  Tensor dx;
+  if (into != nullptr) {
+    dx = *into;
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(dx, Tensor::empty({grad.size(0), spec_.in}, use.dx_dtype, spec_.device));
+  }
+  te_fl_generic_gemm_args args{};
+  args.a = grad;
+  args.b = weight_of(use);
+  args.d = dx;
+  args.use_split_accumulator = split_accumulator(use.mode, true);
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
+  return dx;
+}
+
+Status GemmUnit::dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pre,
+                            const Tensor& into, const Tensor& sums) {
+  te_fl_generic_gemm_args joined{};
+  joined.a = grad;
+  joined.b = weight_of(use);
+  joined.pre_gelu_in = pre;
+  joined.d = into;
+  if (sums.defined()) joined.d_sum = sums;
+  joined.use_split_accumulator = split_accumulator(use.mode, true);
+  // Which implementations would take the separate calls shows on any tensor like what is between
+  // them.
+  te_fl_generic_gemm_args product = joined;
+  product.pre_gelu_in = product.d_sum = nullptr;
+  product.d = pre;
+  te_fl_dgelu_args plain{};
+  plain.grad = plain.input = pre;
+  plain.output = into;
+  te_fl_dbias_dgelu_args with_sums{};
+  with_sums.grad = with_sums.input = pre;
+  with_sums.output = into;
+  if (sums.defined()) with_sums.dbias = sums;
+  const CallOptions options = call_options(spec_.device);
+  TE_FL_ASSIGN_OR_RETURN(
+      const bool join, sums.defined() ? joins(joined, product, op::dbias_dgelu, &with_sums, options)
+                                      : joins(joined, product, op::dgelu, &plain, options));
+  if (join) return ops::generic_gemm(joined, options);
+  TE_FL_ASSIGN_OR_RETURN(const Tensor between, dgrad(use, grad));
+  plain.grad = with_sums.grad = between;
+  return sums.defined() ? ops::dbias_dgelu(with_sums, options) : ops::dgelu(plain, options);
+}
+
+Status GemmUnit::sum_bias_grad(const Tensor& dy) {
+  TE_FL_ASSIGN_OR_RETURN(const Tensor ones,
+                         Tensor::empty({1, dy.size(0)}, dy.dtype(), spec_.device));
+  TE_FL_RETURN_IF_ERROR(fill(ones, 1));
+  te_fl_generic_gemm_args args{};
+  args.a = ones;
+  args.b = dy;
+  TE_FL_ASSIGN_OR_RETURN(args.accumulate, adds(*bias_));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor sums, bias_->grad.view({1, spec_.out}));
+  args.d = sums;
+  args.use_split_accumulator = true;
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
+  wrote(*bias_);
+  return {};
+}
+
+Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {
+  if (!delayed_->enabled()) return run_wgrad(use, grad);
+  Use read = use;
+  read.weight = Tensor();
+  ++weight_->delayed_wgrads;
+  delayed_->add([this, read = std::move(read), grad] {
+    --weight_->delayed_wgrads;
+    return run_wgrad(read, grad);
+  });
+  return {};
+}
+
+Status GemmUnit::run_wgrad(const Use& use, const Gradient& grad) {
+  const bool with_bias = !grad.bias_done && wants_bias_grad();
+  if (!wants_wgrad(use)) return with_bias ? sum_bias_grad(grad.tensor) : Status();
+  te_fl_generic_gemm_args args{};
+  args.a = grad.tensor;
+  args.trans_a = 1;
+  args.b = use.input;
+  TE_FL_ASSIGN_OR_RETURN(args.accumulate, adds(*weight_));
+  args.d = weight_->grad;
+  if (with_bias) {
+    TE_FL_ASSIGN_OR_RETURN(args.accumulate_bias_grad, adds(*bias_));
+    args.bias_grad = bias_->grad;
+  }
+  args.use_split_accumulator = split_accumulator(use.mode, true);
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
+  wrote(*weight_);
+  if (with_bias) wrote(*bias_);
+  return {};
+}
+
+Result<Tensor> GemmUnit::backward(const Use& use, const Tensor& dy, const Tensor* into) {
+  TE_FL_RETURN_IF_ERROR(check_unchanged(use));
+  TE_FL_ASSIGN_OR_RETURN(Gradient grad, prepare_grad(use, dy));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad.tensor, into));
+  TE_FL_RETURN_IF_ERROR(wgrad(use, grad));
+  return dx;
+}
+
+}  // namespace te_fl::nn::detail

@@ -1,0 +1,147 @@
+#pragma once
+
+#include <memory>
+
+#include "nn/autograd/delayed_wgrad.hpp"
+#include "nn/fp8/fp8_state.hpp"
+#include "nn/fp8/runtime.hpp"
+#include "nn/fp8/weight_copy.hpp"
+#include "te_fl/nn/modules/module.hpp"
+#include "te_fl/ops/gemm.h"
+
+namespace te_fl::nn::detail {
+
+// One linear map with its weight, bias, FP8 state and cached weight copies: what Linear,
+// LayerNormLinear and the two halves of LayerNormMLP have in common. Works on matrices [rows,
+// features].
+class GemmUnit {
+ public:
+  struct Spec {
+    int64_t in = 0;
+    int64_t out = 0;
+    DType activation_dtype = DType::kF32;
+    Device device;
+    bool high_precision = false;
+    bool adds_bias = true;  // false: the bias is the caller's to add
+  };
+
+  // What one forward decided and kept.
+  struct Use {
+    Fp8Mode mode;
+    bool training = false;
+    bool wgrad = false;            // the weight's gradient is wanted
+    bool unscaled = false;         // no amax has set the scales, which may saturate
+    Tensor input;                  // quantised or of the activation dtype; with wgrad only
+    Tensor weight;                 // likewise; undefined if it is the parameter's own value
+    uint64_t version = 0;          // of the parameter at the forward
+    DType dx_dtype = DType::kF32;  // of the input's gradient: the dtype that the input came in
+  };
+
+  GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight, std::shared_ptr<Parameter> bias);
+
+  const Spec& spec() const noexcept { return spec_; }
+  const std::shared_ptr<Parameter>& weight() const noexcept { return weight_; }
+  const std::shared_ptr<Parameter>& bias() const noexcept { return bias_; }
+  const std::shared_ptr<Fp8State>& forward_state() const noexcept { return forward_; }
+  const std::shared_ptr<Fp8State>& backward_state() const noexcept { return backward_; }
+  const std::shared_ptr<DelayedWgrad>& delayed() const noexcept { return delayed_; }
+
+  // Decides how to compute; `training` if a backward will follow.
+  Result<Use> begin(bool training);
+  // A tensor [rows, in] for a producer to write the GEMM's input into: quantised under FP8, else
+  // high precision.
+  Result<Tensor> input_buffer(const Use& use, int64_t rows);
+  // `x` [rows, in] as the GEMM wants it: quantised, or cast to the activation dtype; its gradient
+  // will have x's dtype. Row-wise codes are taken as they are; for training they bring room for the
+  // column-wise copy.
+  Result<Tensor> prepare_input(Use& use, const Tensor& x);
+  // input W^T + b (+ residual, [rows, out]), [rows, out] in the activation dtype, or in `into`.
+  // `input` came from input_buffer() or prepare_input().
+  Result<Tensor> forward(Use& use, const Tensor& input, const ForwardOptions& options,
+                         const Tensor* residual = nullptr, const Tensor* into = nullptr);
+
+  // forward() without residual, and its GELU into `activated` [rows, out], quantised or not: in one
+  // call if the backend of both says that it costs no more, else in two.
+  Result<Tensor> forward_gelu(Use& use, const Tensor& input, const ForwardOptions& options,
+                              const Tensor& activated);
+
+  // The weight that the backward of `use` reads.
+  const Tensor& weight_of(const Use& use) const {
+    return use.weight.defined() ? use.weight : weight_->value;
+  }
+  // FAILED_PRECONDITION if the backward would read the weight in the parameter itself and that has
+  // changed since the forward. First in a backward, before anything is written.
+  Status check_unchanged(const Use& use) const;
+  // A quantised tensor [rows, out] for a producer of the output gradient; FP8 only.
+  Result<Tensor> grad_buffer(const Use& use, int64_t rows);
+  struct Gradient {
+    Tensor tensor;           // quantised or of the activation dtype
+    bool bias_done = false;  // the bias gradient is already accumulated, or not wanted
+  };
+  // dy [rows, out] as the backward GEMMs want it. Row-wise codes are taken as they are and
+  // bring room for the column-wise copy.
+  Result<Gradient> prepare_grad(const Use& use, const Tensor& dy);
+  // dy W, [rows, in] in Use::dx_dtype, or in `into`.
+  Result<Tensor> dgrad(const Use& use, const Tensor& grad, const Tensor* into = nullptr);
+  // The gradient behind GELU, gelu'(pre) * (dy W), of the map whose output `pre` [rows, in] was:
+  // into `into`, quantised or not, and the sums of its columns into `sums` [in] unless undefined.
+  // In one call or in two, as forward_gelu().
+  Status dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pre, const Tensor& into,
+                    const Tensor& sums);
+  // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done; neither
+  // for frozen parameters. Where they are delayed, leaves that to delayed().
+  Status wgrad(const Use& use, const Gradient& grad);
+  // prepare_grad, dgrad, wgrad. [rows, out] -> [rows, in].
+  Result<Tensor> backward(const Use& use, const Tensor& dy, const Tensor* into = nullptr);
+
+ private:
+  bool wants_wgrad(const Use& use) const { return use.wgrad && weight_->requires_grad; }
+  bool wants_bias_grad() const {
+    return bias_ != nullptr && spec_.adds_bias && bias_->requires_grad;
+  }
+  // What backward reads: of a quantised operand the column-wise copy.
+  void keep(Use& use, const Tensor& input, const Tensor& weight) const;
+  Status run_wgrad(const Use& use, const Gradient& grad);
+  // The bias gradient from dy alone, for a frozen weight.
+  Status sum_bias_grad(const Tensor& dy);
+  // The arguments of forward() but for D, whose weight `weight` keeps.
+  Result<te_fl_generic_gemm_args> product(const Use& use, const Tensor& input,
+                                          const ForwardOptions& options, Tensor& weight);
+  Result<Tensor> gemm_weight(const Use& use, const ForwardOptions& options);
+  Result<Tensor> make_weight(const Use& use, bool columnwise);
+  // The weight in new memory, quantised.
+  Result<Tensor> quantised_weight(const Use& use, bool columnwise);
+  // The weight for an inference that says nothing of microbatches.
+  Result<Tensor> inference_weight(const Use& use);
+  // The codes of an FP8-only weight; the first training forward makes their column-wise copy.
+  Result<Tensor> own_codes(const Use& use);
+  // That of the first run, in the second run of a recomputed piece.
+  Result<Tensor> repeated_weight(const Use& use);
+  // What ForwardOptions::reuse_weights asks for.
+  Result<Tensor> flagged_weight(const Use& use, const Tensor& flag);
+  // The optimizer's copy, if it is what quantising the weight now would make; else undefined.
+  Result<Tensor> written_copy(const Use& use) const;
+
+  Spec spec_;
+  std::shared_ptr<Parameter> weight_;
+  std::shared_ptr<Parameter> bias_;
+  std::shared_ptr<Fp8State> forward_;   // slots: input, weight
+  std::shared_ptr<Fp8State> backward_;  // slot: output gradient
+  std::shared_ptr<WeightCopy>
+      copy_;  // what an optimizer may write; null in high precision and of FP8-only weights
+  std::shared_ptr<DelayedWgrad> delayed_ = std::make_shared<DelayedWgrad>();
+  struct Kept {
+    Tensor weight;
+    uint64_t version = 0;  // of the parameter
+    std::shared_ptr<const Recipe> recipe;
+    uint64_t capture = 0;     // that made it; 0: none
+    uint64_t generation = 0;  // of the scales, for serving_ alone
+    void* stream = nullptr;   // that made it, likewise
+    bool fits(const Use& use) const;
+  };
+  Kept serving_;  // by inference
+  Kept cached_;   // by is_first_microbatch = true
+  Kept flagged_;  // by reuse_weights, whose graphs write and read this memory
+};
+
+}  // namespace te_fl::nn::detail

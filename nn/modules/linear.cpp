@@ -1,0 +1,231 @@
+#include "te_fl/nn/modules/linear.hpp"
+
+#include <algorithm>
+
+#include "nn/base/tensor_ops.hpp"
+#include "nn/modules/make_gemm.hpp"
+#include "nn/modules/norm_core.hpp"
+#include "nn/modules/split_parameters.hpp"
+
+namespace te_fl::nn {
+namespace {
+
+struct LinearRecord : Ctx::Record {
+  detail::GemmUnit::Use use;
+  Shape shape;  // of x
+};
+
+struct LayerNormLinearRecord : LinearRecord {
+  detail::NormCore::Saved norm;
+};
+
+// GemmUnit::backward() of a unit whose parameters may be in parts.
+Result<Tensor> backward_of(detail::GemmUnit& gemm, detail::SplitParameters* split,
+                           const detail::GemmUnit::Use& use, const Tensor& dy,
+                           const Tensor* into = nullptr) {
+  if (split == nullptr) return gemm.backward(use, dy, into);
+  TE_FL_RETURN_IF_ERROR(split->gather());
+  TE_FL_RETURN_IF_ERROR(gemm.check_unchanged(use));
+  TE_FL_RETURN_IF_ERROR(split->open_grad());
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, gemm.backward(use, dy, into));
+  TE_FL_RETURN_IF_ERROR(split->close_grad());
+  return dx;
+}
+
+}  // namespace
+
+namespace {
+
+// The unit's delayed gradients, which those of parts surround with theirs.
+std::shared_ptr<detail::DelayedWgrad> delayed_of(const detail::GemmUnit& gemm,
+                                                 detail::SplitParameters* split) {
+  if (split != nullptr) {
+    gemm.delayed()->surround([split](const detail::DelayedWgrad::Run& run) -> Status {
+      TE_FL_RETURN_IF_ERROR(split->open_grad());
+      TE_FL_RETURN_IF_ERROR(run());
+      return split->close_grad();
+    });
+  }
+  return gemm.delayed();
+}
+
+}  // namespace
+
+Linear::Linear() = default;
+Linear::~Linear() = default;
+
+Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
+  std::unique_ptr<Linear> linear(new Linear);
+  TE_FL_ASSIGN_OR_RETURN(linear->gemm_,
+                         detail::make_gemm({.module = "Linear",
+                                            .in = options.in_features,
+                                            .out = options.out_features,
+                                            .bias = options.bias,
+                                            .param_dtype = options.param_dtype,
+                                            .activation_dtype = options.activation_dtype,
+                                            .device = options.device,
+                                            .seed = options.seed,
+                                            .init_std = options.init_std,
+                                            .shard = options.shard,
+                                            .high_precision = options.high_precision,
+                                            .tied_weight = options.tied_weight,
+                                            .return_bias = options.return_bias}));
+  detail::GemmUnit& gemm = *linear->gemm_;
+  if (options.parameters_split.empty()) {
+    linear->register_parameter("weight", gemm.weight());
+    if (gemm.bias() != nullptr) linear->register_parameter("bias", gemm.bias());
+  } else if (options.tied_weight != nullptr) {
+    return invalid_argument(
+        "Linear: tied_weight and parameters_split are both given, and a shared weight is whole; "
+        "leave one of them out");
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(
+        linear->split_, detail::SplitParameters::create("Linear", gemm, options.parameters_split));
+    for (auto& part : linear->split_->named()) {
+      linear->register_parameter(std::move(part.name), std::move(part.parameter));
+    }
+  }
+  linear->register_fp8("fp8", gemm.forward_state(), gemm.backward_state());
+  linear->register_delayed(delayed_of(gemm, linear->split_.get()));
+  return linear;
+}
+
+namespace {
+
+// `into` as the matrix that a product writes to; undefined without one.
+Result<Tensor> result_matrix(const Tensor* into, std::span<const int64_t> like, int64_t last,
+                             const char* what) {
+  if (into == nullptr) return Tensor();
+  const Shape shape = detail::with_last(like, last);
+  if (!into->defined() || !into->contiguous() || !std::ranges::equal(into->shape(), shape)) {
+    return invalid_argument(std::string(what) + " is " +
+                            (into->defined() ? into->describe() : std::string("undefined")) +
+                            "; it must be compact and of the result's shape");
+  }
+  return into->view({-1, last});
+}
+const Tensor* given(const Tensor& t) { return t.defined() ? &t : nullptr; }
+
+}  // namespace
+
+Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
+                               const Tensor* residual, const Tensor* into) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(x, gemm_->spec().in, "Linear: x"));
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<LinearRecord>(ctx, "Linear"));
+  if (split_ != nullptr) TE_FL_RETURN_IF_ERROR(split_->gather());
+  TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
+  TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->prepare_input(record->use, flat));
+  TE_FL_ASSIGN_OR_RETURN(
+      const Tensor added,
+      detail::residual_matrix(residual, x.shape(), gemm_->spec().out, "Linear: residual"));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor out,
+                         result_matrix(into, x.shape(), gemm_->spec().out, "Linear: into"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                         gemm_->forward(record->use, input, options, given(added), given(out)));
+  record->shape.assign(x.shape().begin(), x.shape().end());
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
+  return y.view(detail::with_last(x.shape(), gemm_->spec().out));
+}
+
+Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx, const Tensor* into) {
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Linear"));
+  auto& record = static_cast<LinearRecord&>(*taken);
+  TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, gemm_->spec().out, "Linear"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(dy, gemm_->spec().out, "Linear: dy"));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor out,
+                         result_matrix(into, record.shape, gemm_->spec().in, "Linear: into"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx,
+                         backward_of(*gemm_, split_.get(), record.use, flat, given(out)));
+  return dx.view(record.shape);
+}
+
+LayerNormLinear::LayerNormLinear() = default;
+LayerNormLinear::~LayerNormLinear() = default;
+
+Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
+    const LayerNormLinearOptions& options) {
+  std::unique_ptr<LayerNormLinear> module(new LayerNormLinear);
+  TE_FL_ASSIGN_OR_RETURN(
+      module->norm_, detail::NormCore::create(options.normalization,
+                                              {.hidden_size = options.in_features,
+                                               .epsilon = options.epsilon,
+                                               .zero_centered_gamma = options.zero_centered_gamma,
+                                               .param_dtype = options.param_dtype,
+                                               .activation_dtype = options.activation_dtype,
+                                               .device = options.device}));
+  TE_FL_ASSIGN_OR_RETURN(module->gemm_,
+                         detail::make_gemm({.module = "LayerNormLinear",
+                                            .in = options.in_features,
+                                            .out = options.out_features,
+                                            .bias = options.bias,
+                                            .param_dtype = options.param_dtype,
+                                            .activation_dtype = options.activation_dtype,
+                                            .device = options.device,
+                                            .seed = options.seed,
+                                            .init_std = options.init_std,
+                                            .shard = options.shard,
+                                            .return_bias = options.return_bias}));
+  detail::GemmUnit& gemm = *module->gemm_;
+  module->register_parameter("layer_norm_weight", module->norm_->weight());
+  if (module->norm_->bias() != nullptr) {
+    module->register_parameter("layer_norm_bias", module->norm_->bias());
+  }
+  if (options.parameters_split.empty()) {
+    module->register_parameter("weight", gemm.weight());
+    if (gemm.bias() != nullptr) module->register_parameter("bias", gemm.bias());
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(module->split_, detail::SplitParameters::create(
+                                               "LayerNormLinear", gemm, options.parameters_split));
+    for (auto& part : module->split_->named()) {
+      module->register_parameter(std::move(part.name), std::move(part.parameter));
+    }
+  }
+  module->register_fp8("fp8", gemm.forward_state(), gemm.backward_state());
+  module->register_delayed(delayed_of(gemm, module->split_.get()));
+  return module;
+}
+
+Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
+                                        const Tensor* into, Tensor* layernorm_output) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, gemm_->spec().in, "LayerNormLinear: x"));
+  TE_FL_ASSIGN_OR_RETURN(auto record,
+                         detail::new_record<LayerNormLinearRecord>(ctx, "LayerNormLinear"));
+  if (split_ != nullptr) TE_FL_RETURN_IF_ERROR(split_->gather());
+  TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
+  TE_FL_ASSIGN_OR_RETURN(Tensor input, detail::normed_input(*norm_, *gemm_, record->use, flat,
+                                                            record->norm, layernorm_output));
+  if (layernorm_output != nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(*layernorm_output, layernorm_output->view(x.shape()));
+  }
+  TE_FL_ASSIGN_OR_RETURN(
+      const Tensor out, result_matrix(into, x.shape(), gemm_->spec().out, "LayerNormLinear: into"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                         gemm_->forward(record->use, input, options, nullptr, given(out)));
+  record->shape.assign(x.shape().begin(), x.shape().end());
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
+  return y.view(detail::with_last(x.shape(), gemm_->spec().out));
+}
+
+Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad,
+                                         const Tensor* layernorm_output_grad) {
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "LayerNormLinear"));
+  auto& record = static_cast<LayerNormLinearRecord&>(*taken);
+  TE_FL_RETURN_IF_ERROR(
+      detail::check_gradient(dy, record.shape, gemm_->spec().out, "LayerNormLinear"));
+  TE_FL_RETURN_IF_ERROR(norm_->check_unchanged(record.norm));
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat,
+                         detail::as_operand(dy, gemm_->spec().out, "LayerNormLinear: dy"));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor residual,
+                         detail::residual_matrix(residual_grad, record.shape, gemm_->spec().in,
+                                                 "LayerNormLinear: residual_grad"));
+  TE_FL_ASSIGN_OR_RETURN(
+      const Tensor past,
+      detail::residual_matrix(layernorm_output_grad, record.shape, gemm_->spec().in,
+                              "LayerNormLinear: layernorm_output_grad"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dz, backward_of(*gemm_, split_.get(), record.use, flat));
+  if (past.defined()) TE_FL_RETURN_IF_ERROR(detail::add(dz, past, dz));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, norm_->backward(dz, record.norm, given(residual)));
+  return dx.view(record.shape);
+}
+
+}  // namespace te_fl::nn

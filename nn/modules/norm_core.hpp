@@ -1,0 +1,46 @@
+#pragma once
+
+#include <memory>
+
+#include "nn/modules/gemm_unit.hpp"
+#include "te_fl/nn/modules/norm.hpp"
+
+namespace te_fl::nn::detail {
+
+// LayerNorm or RMSNorm on matrices [rows, hidden], with its parameters.
+class NormCore {
+ public:
+  struct Saved {
+    Tensor x, mu, rsigma;
+    uint64_t version = 0;  // of the weight
+  };
+
+  static Result<std::unique_ptr<NormCore>> create(Normalization kind, const NormOptions& options);
+  const NormOptions& options() const noexcept { return options_; }
+  const std::shared_ptr<Parameter>& weight() const noexcept { return weight_; }
+  const std::shared_ptr<Parameter>& bias() const noexcept { return bias_; }  // null for RMSNorm
+
+  // z = norm(x); z may be quantised. Fills `saved`.
+  Status forward(const Tensor& x, const Tensor& z, Saved& saved) const;
+  // FAILED_PRECONDITION if the weight has changed since that forward.
+  Status check_unchanged(const Saved& saved) const;
+  // dz [rows, hidden] -> dx in x's dtype, plus residual (same shape) if not null.
+  Result<Tensor> backward(const Tensor& dz, const Saved& saved, const Tensor* residual) const;
+
+ private:
+  NormCore(Normalization kind, const NormOptions& options) : kind_(kind), options_(options) {}
+  Status run_backward(const Tensor& dz, const Saved& saved, const Tensor* residual,
+                      const Tensor& dx, const Tensor& dgamma, const Tensor& dbeta) const;
+
+  Normalization kind_;
+  NormOptions options_;
+  std::shared_ptr<Parameter> weight_;
+  std::shared_ptr<Parameter> bias_;
+};
+
+// norm(x) as the input of `gemm`'s product, which in FP8 the norm writes itself; unless
+// `high_precision` is not null, which then receives norm(x) in the activation dtype.
+Result<Tensor> normed_input(const NormCore& norm, GemmUnit& gemm, GemmUnit::Use& use,
+                            const Tensor& x, NormCore::Saved& saved, Tensor* high_precision);
+
+}  // namespace te_fl::nn::detail
