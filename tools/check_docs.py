@@ -57,7 +57,7 @@ C_INCLUDES = """#include <stddef.h>
 DIRECTIVE = re.compile(r"^\s*<!--\s*(file|output-of|tested-by):\s*(.*?)\s*-->\s*$")
 FENCE = re.compile(r"^(\s*)(`{3,}|~{3,})\s*([A-Za-z0-9_+-]*)\s*$")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)#\s]*)(#[^)\s]*)?\)|!\[[^\]]*\]\(([^)\s]*)\)")
-# What an indented block (for formulas and diagrams) must not begin with.
+# An indented block (for formulas and diagrams) must not begin so.
 HIDDEN_CODE = re.compile(r"^ {4,}(\$ |#include|(cmake|ctest|g\+\+|gcc|clang|python3|apt-get|sudo|te-fl|tools/|build/|export|git) )")
 TIMEOUT_S = 120
 
@@ -118,7 +118,7 @@ def run(command, **options):
 
 
 def matches(expected, actual):
-    """Whether the output is as the document shows it."""
+    """True if the output is as the document shows it."""
     pattern = ""
     for line in expected.strip("\n").split("\n"):
         if line.strip() == "...":

@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The rooms of libte_fl from the lowest up; each may include those before it. "abi" is the C face, which everybody sees.
 ROOMS = ["abi", "core/base", "core/device", "core/tensor", "core/op", "policy", "registry", "plugins",
          "dispatch", "dispatch/staging", "dispatch/watch", "comm", "nn"]
-# What a room below may include of a room above it: the few points at which dispatch reaches its interceptors.
+# The headers of a room above that a room below may include: the few points at which dispatch reaches its interceptors.
 DOORS = {("dispatch", "dispatch/staging"): {"staged_call.hpp", "staging_pool.hpp"},
          ("dispatch", "dispatch/watch"): {"watch.hpp"}}
 # The room of each public header; a folder stands for all that it holds. "backends": what only they use; "all": for programs.
@@ -58,7 +58,7 @@ def room_of(path):
 
 
 def include_problem(path, target):
-    """Why the file at `path` may not include `target`; None if it may."""
+    """The reason for which the file at `path` may not include `target`; None if it may."""
     room, other = room_of(path), room_of(target)
     if "" in (room, other):
         return "a public header belongs to one room: give it one in PUBLIC (tools/check_layering.py)"
@@ -83,7 +83,7 @@ def include_problem(path, target):
 
 
 def names_known(text, ops, plugins):
-    """What a neutral room's file knows of ops and plugins by name."""
+    """The ops and plugins that a neutral room's file knows by name."""
     words = "|".join(map(re.escape, ops))
     for match in re.finditer(rf'"(?:{words})"|\bops?::(?:{words})\b|\bte_fl_(?:{words})_args\b', text):
         yield f"knows an op by name: {match.group(0)}"

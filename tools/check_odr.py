@@ -47,7 +47,7 @@ def without_text(source):
 
 
 def closing(text, at, pair):
-    """Where the bracket opened at `at` closes."""
+    """Finds the place at which the bracket opened at `at` closes."""
     depth = 0
     for i in range(at, len(text)):
         depth += (text[i] == pair[0]) - (text[i] == pair[1])
@@ -93,7 +93,7 @@ def parameter_type(text):
 
 
 def first_parenthesis(head):
-    """Where the first "(" stands that is not among template arguments; -1: there is none."""
+    """Finds the first "(" that is not among template arguments; -1: there is none."""
     depth = 0
     for i, c in enumerate(head):
         if re.search(r"operator\s*$", head[:i]) and c in "<>(":
@@ -180,7 +180,7 @@ def definitions(source):
                 end = closing(text, i, "{}")
                 line += text.count("\n", i, end)
                 i = end
-                # What follows a body up to ";" belongs to it, unless it was a function's: that ends here.
+                # The text from a body up to ";" belongs to it, unless it was a function's: that ends here.
                 rest = re.match(r"\s*(?=[;,({.=]|\w+\s*(?:\[[^\]]*\]\s*)?[;=])", text[end + 1:])
                 kind = TYPE.search(strip_templates(head)[0])
                 head = "\0" if kind or (rest and "=" in head) else ""

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Whether a wheel runs on other Linux machines: each library that its files need is in it, and found from there, or is one that
-every distribution has by the manylinux rules; and which manylinux tag its symbol versions allow.
+"""Checks that a wheel runs on other Linux machines: each library that its files need is in it, and found from there, or is one
+that every distribution has by the manylinux rules; and finds the manylinux tag that its symbol versions allow.
 
 usage: check_wheel.py WHEEL [--out FOLDER]
   --out FOLDER  writes a copy with that tag in its name and metadata, as PyPI wants it
@@ -40,7 +40,7 @@ def is_elf(path):
 
 
 def inspect(root):
-    """What is wrong with the unpacked wheel, and glibc's minor version that it asks for."""
+    """The mistakes of the unpacked wheel, and glibc's minor version that it asks for."""
     wrong, glibc, libstdcxx = [], 17, 0
     binaries = sorted(p for p in root.rglob("*") if p.is_file() and is_elf(p))
     if not binaries:

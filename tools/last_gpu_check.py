@@ -43,7 +43,7 @@ def commit_of(root, file):
 
 
 def code(name, text):
-    """What of a file's text decides how it works: of C and its kin, all but comments, includes and the breaks of lines."""
+    """The part of a file's text that decides how it works: of C and its kin, all but comments, includes and the breaks of lines."""
     if not name.endswith(C_LIKE):
         return text
     text = re.sub(r"^\s*#\s*include\b.*$", "", text, flags=re.M)

@@ -192,7 +192,7 @@ def gen_python(families):
 
 
 def gen_python_defaults(families):
-    """What Python's calls begin with: the argument structs as C++ makes them."""
+    """Writes the defaults of Python's calls: the argument structs as C++ makes them."""
     return "\n".join([f"// {NOTE}"] + [f'of<{o.struct}>("{o.name}"),' for _, _, ops in families for o in ops] + [""])
 
 

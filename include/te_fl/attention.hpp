@@ -1,6 +1,7 @@
-// What every implementation of fused_attn_fwd and fused_attn_bwd must agree on: how a layout is
-// decoded, which calls are refused and with what words, and which query sees which key.
-// Header-only; sees backend.hpp and the argument structs alone, so that any backend can use it.
+// Holds the rules on which every implementation of fused_attn_fwd and fused_attn_bwd must agree:
+// how a layout is decoded, which calls are refused and with what words, and which query sees which
+// key. Header-only; sees backend.hpp and the argument structs alone, so that any backend can use
+// it.
 //
 //   attention/mask.hpp     MaskRule: the keys that a query sees. constexpr.
 //   attention/problem.hpp  AttentionProblem: a call decoded and checked. Metadata only.

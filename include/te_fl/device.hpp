@@ -63,7 +63,7 @@ TE_FL_API void free(const Device& device, void* data, void* stream = nullptr) no
 TE_FL_API Result<void*> allocate(const Device& device, const te_fl_memory_desc& memory);
 TE_FL_API void free(const Device& device, void* data, te_fl_memory_kind kind,
                     void* stream = nullptr) noexcept;
-// The same for TE_FL_MEMORY_PINNED.
+// As allocate() and free(), for TE_FL_MEMORY_PINNED.
 TE_FL_API Result<void*> allocate_pinned(const Device& device, size_t bytes);
 TE_FL_API void free_pinned(const Device& device, void* data) noexcept;
 // Host to device, device to host, within a device, host to host. Ordered on `stream`. A source in
@@ -113,11 +113,11 @@ TE_FL_API void destroy_event(const Device& device, void* event) noexcept;
 TE_FL_API Status record_event(const Device& device, void* event, void* stream = nullptr);
 // `stream` goes on only after the mark; the calling thread does not wait.
 TE_FL_API Status wait_event(const Device& device, void* event, void* stream = nullptr);
-// The same for an event of another device of the same provider; INVALID_ARGUMENT for one of another
+// Waits for an event of another device of the same provider; INVALID_ARGUMENT for one of another
 // provider's, whose marks mean nothing to this one's streams (rule R24).
 TE_FL_API Status wait_event(const Device& device, const Device& event_device, void* event,
                             void* stream);
-// Whether the work before the mark is done; true for an event that marks nothing yet. Never waits.
+// True if the work before the mark is done, or if the event marks nothing yet. Never waits.
 TE_FL_API Result<bool> query_event(const Device& device, void* event);
 // Nanoseconds between the marks of two events, 0 if `end` came before `start`. INVALID_ARGUMENT
 // unless both were made with `timed`, FAILED_PRECONDITION unless both have been recorded and are
@@ -125,14 +125,14 @@ TE_FL_API Result<bool> query_event(const Device& device, void* event);
 TE_FL_API Result<uint64_t> elapsed_time(const Device& device, void* start, void* end);
 // The calling thread waits for the mark. Errors as of synchronize(), of ops on any stream.
 TE_FL_API Status synchronize_event(const Device& device, void* event);
-// Whether `stream` is being captured into a graph. False for a device that cannot capture.
+// True if `stream` is being captured into a graph. False for a device that cannot capture.
 TE_FL_API Result<bool> is_capturing(const Device& device, void* stream = nullptr);
 // OK, or UNSUPPORTED naming the function that the device's table lacks.
 TE_FL_API Status check_capture(const Device& device);
 // The calling thread's stream of a device: that of its innermost StreamScope for the device, else
 // null, the default stream.
 TE_FL_API void* current_stream(const Device& device) noexcept;
-// That of its innermost StreamScope, whatever its device; else null.
+// The stream of the calling thread's innermost StreamScope, whatever its device; null without one.
 TE_FL_API void* current_stream() noexcept;
 
 }  // namespace devices
@@ -201,12 +201,12 @@ class [[nodiscard]] StreamScope {
   TE_FL_API StreamScope(const Device& device, void* stream);
   TE_FL_API explicit StreamScope(const Stream& stream)
       : StreamScope(stream.device(), stream.get()) {}
-  // The same without the device: that on which te-fl made the stream, or the only one that is
-  // there, or, of devices of one plugin, the one that the plugin does not deny it. If that leaves
-  // several, as it does where two plugins have devices and te-fl did not make the stream, memory
-  // cannot be allocated in the scope (FAILED_PRECONDITION). A plugin that waits for a device of its
-  // kind to be named (a manifest's "load_for") goes on waiting. Null: the default stream of every
-  // device.
+  // Sets `stream` without naming its device: it is that on which te-fl made the stream, or the only
+  // one that is there, or, of devices of one plugin, the one that the plugin does not deny it. If
+  // that leaves several, as it does where two plugins have devices and te-fl did not make the
+  // stream, memory cannot be allocated in the scope (FAILED_PRECONDITION). A plugin that waits for
+  // a device of its kind to be named (a manifest's "load_for") goes on waiting. Null: the default
+  // stream of every device.
   TE_FL_API explicit StreamScope(void* stream);
   TE_FL_API ~StreamScope();
   StreamScope(const StreamScope&) = delete;

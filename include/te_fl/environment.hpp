@@ -34,7 +34,7 @@ TE_FL_API std::vector<Variable> table();
 // Value in effect; the default if unset. Bools are "0" or "1" and enums have the table's spelling,
 // however they were written. Unknown names are an error that names the nearest.
 TE_FL_API Result<std::string> get(std::string_view name);
-// The same as numbers; INVALID_ARGUMENT if the variable is of another type. A bool without a
+// As get(), as numbers; INVALID_ARGUMENT if the variable is of another type. A bool without a
 // default is false; an int that is unset and has none is FAILED_PRECONDITION.
 TE_FL_API Result<bool> get_bool(std::string_view name);
 TE_FL_API Result<int64_t> get_int(std::string_view name);
@@ -51,8 +51,8 @@ TE_FL_API Status unset(std::string_view name);
 // is returned by status() until the next reload or the next plugin that declares settings.
 TE_FL_API Status reload();
 TE_FL_API Status status();
-// What is odd and no error, one sentence each: variables that nobody knows and that are near to
-// none, and wrong values for plugins that are not active. OpManager logs them as warnings.
+// Findings that are no error, one sentence each: unknown variables that are near to no known one,
+// and wrong values for plugins that are not active. OpManager logs them as warnings.
 TE_FL_API std::vector<std::string> remarks();
 // Changes with every reload/set/unset.
 TE_FL_API uint64_t generation() noexcept;

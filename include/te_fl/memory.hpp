@@ -9,8 +9,9 @@
 #include "te_fl/export.hpp"
 #include "te_fl/status.hpp"
 
-// What te-fl holds of a device's memory. Memory that others hold (a framework's tensors that te-fl
-// wraps, a library's own) is not counted; neither is what the device's provider keeps for reuse.
+// The memory that te-fl holds on a device. Memory that others hold (a framework's tensors that
+// te-fl wraps, a library's own) is not counted; neither is what the device's provider keeps for
+// reuse.
 namespace te_fl::devices {
 
 // Allocations of one size and for one thing: "bf16[8192,4096]" for a tensor's, or a name such as
@@ -24,9 +25,10 @@ struct MemoryHolder {
 struct MemoryAccount {
   size_t bytes = 0;       // held now
   size_t peak_bytes = 0;  // most held at once since the start, or since watch_memory()
-  // Who holds the memory now, the largest first.
+  // The holders of the memory now, the largest first.
   std::vector<MemoryHolder> holders;
-  // Who held it when what is held first reached watch_memory()'s `record_at`; empty if it has not.
+  // The holders at the moment when the bytes held first reached watch_memory()'s `record_at`; empty
+  // if they have not.
   std::vector<MemoryHolder> recorded;
 };
 

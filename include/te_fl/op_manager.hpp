@@ -15,7 +15,7 @@
 
 namespace te_fl {
 
-// What a call needs besides its arguments.
+// The inputs of a call besides its arguments.
 struct CallOptions {
   void* stream = nullptr;  // of the op's device; null is its default stream
   te_fl_rng rng;           // for ops with random numbers
@@ -31,19 +31,20 @@ struct Candidate {
   bool accepted = false;
   bool chosen = false;
   bool staged = false;  // on the host, for tensors of another device: copied there and back
-  std::string reason;   // why it was taken or refused, e.g. "dtype f8e4m3 of input is not served"
+  // The reason it was taken or refused for: "dtype f8e4m3 of input is not served".
+  std::string reason;
 };
 
-// How a call would be routed.
+// The way that a call would be routed.
 struct Decision {
   std::string op;
   std::string impl_id;  // empty if no candidate remains
   std::vector<Candidate>
       candidates;  // in the order in which they would be tried, refused ones where they stand
   std::string policy;
-  // What the chosen implementation says that its run() would run for the call, and why: a kernel, a
-  // function of a library (rule R31). Empty if only a profile was given, or if it did not say, of
-  // which `silent` is the reason.
+  // The kernel or library function that the chosen implementation's run() would launch for the
+  // call, and why (rule R31). Empty if only a profile was given, or if it did not say, of which
+  // `silent` is the reason.
   std::string runs, silent;
 };
 
@@ -55,7 +56,8 @@ struct FirstChoice {
   uint32_t flags = 0;  // its te_fl_op_desc.flags; 0 if impl_id is null
 };
 
-// What `explain` knows of a call that is not there yet: every tensor argument is assumed to match.
+// The facts that `explain` has of a call that is not there yet: every tensor argument is assumed to
+// match.
 struct CallProfile {
   Device device;
   std::vector<DType> dtypes;      // of the tensor arguments, as a set; empty: any
@@ -116,16 +118,16 @@ class TE_FL_API OpManager {
   Result<PreparedOp> prepare(OpId op, const void* args, const CallOptions& options = {});
   // The choice that call() would make, with the reasons; runs nothing.
   Result<Decision> resolve(OpId op, const void* args, const CallOptions& options = {});
-  // The same in short, at about what dispatch costs: for a caller that has another way to the same
-  // result. Errors: as of call(), before anything runs.
+  // The first candidate alone, at about the cost of dispatch: for a caller that has another way to
+  // the same result. Errors: as of call(), before anything runs.
   Result<FirstChoice> first_choice(OpId op, const void* args, const CallOptions& options = {});
   // resolve() of a call that is only described.
   Result<Decision> explain(OpId op, const CallProfile& profile);
   // Bytes of te_fl_saved storage that the chosen implementation of a forward op wants; usually 0.
   Result<size_t> saved_bytes(OpId op, const void* args, const CallOptions& options = {});
 
-  // What served calls since the last reset, most calls first; of what is registered now. Counting
-  // is per thread and summed here.
+  // The implementations that served calls since the last reset and are still registered, most calls
+  // first. Counting is per thread and summed here.
   std::vector<OpUsage> usage() const;
   void reset_usage();
   // Reads the environment again: policy and log level. (Plugins are loaded once.)

@@ -196,7 +196,8 @@ typedef enum te_fl_code {
 #define TE_FL_STATUS_IS_CLEAN(status) \
   (((status)&TE_FL_CLEAN) != 0 || TE_FL_STATUS_CODE(status) == TE_FL_UNSUPPORTED)
 
-/* Where error text goes. The host owns it; `text` is copied. Later calls append as cause lines. */
+/* The sink for error text. The host owns it; `text` is copied. Later calls append as
+ * cause lines. */
 typedef struct te_fl_error_sink {
   uint32_t struct_size;
   uint32_t reserved;
@@ -295,8 +296,8 @@ typedef enum te_fl_scaling {
   TE_FL_SCALING_COUNT = 6
 } te_fl_scaling;
 
-/* Where the factors of a row-wise copy lie: one for each block of the matrix [M, K], in an array of
-   rank 2, row-major, whose extents are rounded up. */
+/* The place of the factors of a row-wise copy: one for each block of the matrix [M, K],
+ * in an array of rank 2, row-major, whose extents are rounded up. */
 typedef enum te_fl_scale_layout {
   TE_FL_SCALE_LAYOUT_ROWS = 0,   /* [blocks along M, blocks along K] */
   TE_FL_SCALE_LAYOUT_COLUMNS = 1 /* [blocks along K, blocks along M] */
@@ -375,8 +376,9 @@ typedef struct te_fl_tensor {
   const te_fl_quant* quant TE_FL_INIT(NULL); /* NULL: not quantised */
 } te_fl_tensor;
 
-/* What a forward op keeps for its backward beyond tensors of fixed format. The caller provides the
-   struct and, if the implementation's saved_bytes() asks for it, storage. */
+/* The record that a forward op keeps for its backward beyond tensors of fixed format. The
+ * caller provides the struct and, if the implementation's saved_bytes() asks for it,
+ * storage. */
 typedef struct te_fl_saved {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_saved));
   uint32_t opaque TE_FL_INIT(0);         /* forward sets 1: only its own backward can read it */
@@ -391,7 +393,7 @@ typedef struct te_fl_communicator {
   uint32_t device_provider TE_FL_INIT(0); /* as te_fl_tensor.provider */
   te_fl_device device TE_FL_INIT({});
   int32_t rank TE_FL_INIT(0);         /* from 0 to size - 1 */
-  int32_t size TE_FL_INIT(1);         /* how many processes, at least 1 */
+  int32_t size TE_FL_INIT(1);         /* the number of processes, at least 1 */
   uint64_t id TE_FL_INIT(0);          /* not 0; never given again */
   const char* maker TE_FL_INIT(NULL); /* name of the plugin that made it */
   void* self TE_FL_INIT(NULL);
@@ -436,7 +438,7 @@ typedef struct te_fl_context {
   void* stream;    /* borrowed; NULL is the device's default stream */
   void* workspace; /* workspace() bytes, 256-byte aligned; NULL if it asked for none */
   size_t workspace_bytes;
-  void* plan;                     /* what prepare() returned for this signature, or NULL */
+  void* plan;                     /* the result of prepare() for this signature, or NULL */
   const te_fl_rng* rng;           /* of ops with TE_FL_SCHEMA_USES_RNG never NULL */
   const te_fl_error_sink* errors; /* NULL: no text wanted */
   const te_fl_extension* extensions;
@@ -587,9 +589,10 @@ enum { /* te_fl_op_desc.flags */
           such calls go to another implementation. */
        TE_FL_OP_IN_PLACE_OK = 1u << 3,
        TE_FL_OP_STATIC_SUPPORT = 1u << 4,
-       /* Of generic_gemm: GELU with pre_gelu_out, and pre_gelu_in with or without d_sum, cost no
-          more than the ops that they stand for, so that callers may ask for them here; where D is
-          quantised or of the pre-activation's dtype, that is plain, and nothing is added to D. */
+       /* For generic_gemm: GELU with pre_gelu_out, and pre_gelu_in with or without d_sum,
+        * cost no more than the ops that they stand for, so that callers may ask for them
+        * here; where D is quantised or of the pre-activation's dtype, that is plain, and
+        * nothing is added to D. */
        TE_FL_OP_CHEAP_EPILOGUES = 1u << 5,
        TE_FL_OP_PLAN_MEMORY = 1u << 6 /* its plans own device memory (R26) */
 };
@@ -632,8 +635,8 @@ typedef struct te_fl_op_desc {
       TE_FL_INIT(NULL);                           /* required if prepare is present */
   const te_fl_op_schema* schema TE_FL_INIT(NULL); /* custom ops (R17); NULL for the catalogue's */
   const char* vendor TE_FL_INIT(NULL);            /* NULL: the plugin's vendor */
-  /* Whose kDLExtDev devices it serves (R18). NULL: those that its plugin enumerates, which must be
-     of one provider; the plugin is refused if they are of two. */
+  /* The provider whose kDLExtDev devices it serves (R18). NULL: those that its plugin
+   * enumerates, which must be of one provider; the plugin is refused if they are of two. */
   const char* provider TE_FL_INIT(NULL);
   /* The later arguments of the op that it knows, by name, with blanks between them (R23). NULL:
      none. A custom op's own schema is meant as well. */
@@ -660,8 +663,8 @@ typedef struct te_fl_device_props {
   char driver[64]; /* version of what runs the chip, "CUDA 13.0"; empty if there is none to name */
 } te_fl_device_props;
 
-/* What memory is asked for. Every device has DEVICE; one that lacks another kind, or cannot align
-   as asked, answers UNSUPPORTED and says which. */
+/* The kind of memory that is asked for. Every device has DEVICE; one that lacks another
+ * kind, or cannot align as asked, answers UNSUPPORTED and says which. */
 typedef enum te_fl_memory_kind {
   TE_FL_MEMORY_DEVICE = 0,
   TE_FL_MEMORY_PINNED = 1,  /* host memory that copies to and from the device need not wait for */
@@ -768,7 +771,7 @@ typedef struct te_fl_device_api {
                                const te_fl_error_sink*) TE_FL_INIT(NULL);
 } te_fl_device_api;
 
-/* Where a program has a device's memory come from (R25); not a plugin's to provide. */
+/* A source of a device's memory that a program installs (R25); not a plugin's to provide. */
 typedef struct te_fl_allocator {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_allocator));
   uint32_t reserved TE_FL_INIT(0);
@@ -815,7 +818,8 @@ typedef enum te_fl_log_level {
   TE_FL_LOG_ERROR = 4
 } te_fl_log_level;
 
-/* What the host tells before a plugin decides how to answer. Valid during the query only. */
+/* The facts that the host tells before a plugin decides how to answer. Valid during the
+ * query only. */
 typedef struct te_fl_host_info {
   uint32_t struct_size;
   uint32_t abi_major;
@@ -824,7 +828,8 @@ typedef struct te_fl_host_info {
   const char* version; /* te-fl's version, "0.1.0" */
 } te_fl_host_info;
 
-/* What a plugin may call. Valid from create() until destroy() returns; any thread. */
+/* The host's services that a plugin may call. Valid from create() until destroy()
+ * returns; any thread. */
 typedef struct te_fl_host_api {
   uint32_t struct_size;
   uint32_t reserved;
@@ -840,12 +845,12 @@ typedef struct te_fl_host_api {
                            const te_fl_memory_desc* memory, void** out, const te_fl_error_sink*);
   void (*free)(void* host, te_fl_device device, uint32_t provider, void* data, uint32_t kind,
                void* stream);
-  /* What a scaling mode means (R30); NULL for a number that the host does not know and for NONE.
-     Valid for ever. */
+  /* The meaning of a scaling mode (R30); NULL for a number that the host does not know
+   * and for NONE. Valid for ever. */
   const te_fl_scaling_desc* (*scaling)(void* host, uint32_t scaling);
 } te_fl_host_api;
 
-/* What a plugin has to say about its surroundings: a driver, a library that it opens, a chip. */
+/* A plugin's findings about its surroundings: a driver, a library that it opens, a chip. */
 typedef enum te_fl_finding_level {
   TE_FL_FINDING_OK = 0,
   TE_FL_FINDING_NOTE = 1,   /* something is missing that not everybody needs */
@@ -857,8 +862,8 @@ typedef struct te_fl_finding {
   int32_t level TE_FL_INIT(0);           /* te_fl_finding_level */
   const char* subject TE_FL_INIT(NULL);  /* "driver", "libacmeblas" */
   const char* state TE_FL_INIT(NULL);    /* version and path, or what is wrong */
-  const char* disables TE_FL_INIT(NULL); /* what does not work because of it; NULL: nothing */
-  const char* remedy TE_FL_INIT(NULL);   /* what to install or to set; NULL: none */
+  const char* disables TE_FL_INIT(NULL); /* features that do not work because of it; NULL: none */
+  const char* remedy TE_FL_INIT(NULL);   /* a package to install, a setting to change; NULL: none */
 } te_fl_finding;
 
 typedef struct te_fl_finding_sink {
@@ -887,7 +892,7 @@ typedef struct te_fl_plugin_api {
                            const te_fl_error_sink* errors) TE_FL_INIT(NULL);
 } te_fl_plugin_api;
 
-/* What a setting may be (R21). */
+/* The types of a setting (R21). */
 typedef enum te_fl_setting_type {
   TE_FL_SETTING_STRING = 0,
   TE_FL_SETTING_BOOL = 1, /* handed out as "0" or "1" */
@@ -916,9 +921,9 @@ typedef struct te_fl_plugin_header {
   uint32_t abi_major TE_FL_INIT(TE_FL_ABI_MAJOR);
   uint32_t abi_minor TE_FL_INIT(TE_FL_ABI_MINOR);
   uint32_t min_host_minor
-      TE_FL_INIT(0);                 /* the oldest host minor that the plugin can do with (R2) */
-  uint32_t features TE_FL_INIT(0);   /* what a host must know or refuse (R2); none defined yet: 0 */
-  const char* name TE_FL_INIT(NULL); /* lower case, [a-z0-9_]+ */
+      TE_FL_INIT(0);                   /* the oldest host minor that the plugin can do with (R2) */
+  uint32_t features TE_FL_INIT(0);     /* facts a host must know or refuse (R2); none yet: 0 */
+  const char* name TE_FL_INIT(NULL);   /* lower case, [a-z0-9_]+ */
   const char* vendor TE_FL_INIT(NULL); /* e.g. "nvidia"; "te-fl" for portable ones */
   const char* version TE_FL_INIT(NULL);
   const char* build_id

@@ -23,20 +23,21 @@ struct PluginInfo {
   std::string origin;  // "built-in", "TE_FL_PLUGIN_MODULES", the manifest's path, "load()"
   std::string abi;     // "0.9"
   State state = State::kFailed;
-  // Why it failed, was skipped, is still referenced; of an active one what was left out of it.
+  // The reason it failed, was skipped or is still referenced for; for an active one, the parts of
+  // it that were left out.
   std::string reason;
   double load_ms = 0;
   std::vector<std::string> devices;
   std::vector<std::string> ops;  // "op: impl_id"
 };
 
-// What a plugin says of its surroundings: a driver, a chip, a library that it opens.
+// A plugin's finding about its surroundings: a driver, a chip, a library that it opens.
 struct Finding {
   enum class Level { kOk, kNote, kProblem } level = Level::kOk;
   std::string subject;   // "NVIDIA driver", "cuda:0"
   std::string state;     // version and path, or what is wrong
-  std::string disables;  // what does not work because of it; empty: nothing
-  std::string remedy;    // what to install or to set; empty: none
+  std::string disables;  // the features that do not work because of it; empty: none
+  std::string remedy;    // the package to install or the setting to change; empty: none
 };
 
 // Every plugin met so far, built-ins first.
@@ -78,8 +79,8 @@ TE_FL_API std::string take_undeclared_setting();
 // Where manifests are looked for, in order, with what was found.
 TE_FL_API std::vector<std::string> search_path();
 
-// What loads plugins that are no shared libraries: modules of a language whose interpreter this
-// process has. The interpreter's package sets it when it is imported, before the first op.
+// Loads plugins that are no shared libraries: modules of a language whose interpreter this process
+// has. The interpreter's package sets it when it is imported, before the first op.
 struct ModuleLoader {
   // Loads the modules of these names, in order, and then, if `discover`, those that installed
   // packages offer, except what `skip` names. One entry for each: active; skipped, if there is no

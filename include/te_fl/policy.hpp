@@ -45,7 +45,7 @@ struct SignatureList {
   friend bool operator==(const SignatureList&, const SignatureList&) = default;
 };
 
-// What a user may ask for; everything unset means "pure priority".
+// The wishes of a user; everything unset means "pure priority".
 struct PolicySettings {
   std::optional<Kind> prefer;
   bool strict = false;

@@ -18,7 +18,7 @@ namespace te_fl {
 inline constexpr int kMaxRank = 8;
 using Shape = std::vector<int64_t>;
 
-// What a quantised tensor is to look like.
+// The form that a quantised tensor is to have.
 struct QuantSpec {
   DType dtype = DType::kF8E4M3;
   Scaling scaling = Scaling::kTensor;
@@ -106,7 +106,7 @@ class TE_FL_API Tensor {
   // stays the same; scaled by tensor without a column-wise copy, in any shape.
   Result<Tensor> view(std::span<const int64_t> shape) const;
   Result<Tensor> view(std::initializer_list<int64_t> shape) const;
-  // Of quantised tensors only those scaled by tensor without a column-wise copy.
+  // A quantised tensor can be sliced only if it is scaled by tensor and has no column-wise copy.
   Result<Tensor> slice(int dim, int64_t begin, int64_t end) const;
   Result<Tensor> transpose(int dim0, int dim1) const;  // unquantised only; swaps strides
 

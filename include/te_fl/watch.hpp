@@ -26,8 +26,8 @@ struct VerifyCounts {
 };
 TE_FL_API VerifyCounts verify_counts();
 
-// What is wrong with TE_FL_VERIFY or TE_FL_TRACE, the file that cannot be written included: every
-// call fails with it. OK if nothing is.
+// The mistake in TE_FL_VERIFY or TE_FL_TRACE, a file that cannot be written included: every call
+// fails with it. OK if nothing is.
 TE_FL_API Status watch_status();
 
 // Declares that a training step ended. What TE_FL_VERIFY_ACTION=quarantine holds against
@@ -48,7 +48,7 @@ struct Quarantine {
   std::string chip, driver;     // te_fl_device_props; of the device on which it went wrong
   uint64_t dtypes = 0;          // masks: the signature
   uint32_t scalings = 0;
-  std::string reason;     // what differed
+  std::string reason;     // the outputs that differed
   std::string case_file;  // the saved call; empty if none was saved
   std::string replay;     // the command that runs it again, with the plugins that it needs
 };
@@ -67,7 +67,7 @@ TE_FL_API Result<int> clear_quarantines(const std::string& op, const std::string
 struct Replay {
   std::string op, impl_id, device;
   std::string saved_by;  // implementation, build, chip and driver of the saved results
-  std::string note;      // what was found when it was saved
+  std::string note;      // the findings when it was saved
   // Outputs that differ by more than the tolerance (docs/numerics.md), in words.
   std::vector<std::string> from_saved, from_reference;
   int compared = 0;  // outputs and parts
@@ -82,7 +82,7 @@ TE_FL_API Result<Replay> replay(const std::string& file, const std::string& impl
 // too. OK if there is none. Error: FAILED_PRECONDITION, the file cannot be written.
 TE_FL_API Status write_trace();
 
-// What `te-fl tune` found for one op and signature.
+// The result of `te-fl tune` for one op and signature.
 struct TunedTime {
   std::string impl_id;
   double seconds = 0;  // of all the calls that the run made
@@ -105,12 +105,12 @@ TE_FL_API Result<std::vector<TunedSignature>> tune(const std::vector<std::string
                                                    double seconds = 0.1,
                                                    std::vector<std::string>* left_out = nullptr);
 
-// What decides which implementation runs, for ranks to compare before the first step: te-fl's
-// version, device types with chip and driver, ops, implementations with priorities, build ids, the
-// calling thread's policy (policy file included), tuning files and quarantines. 32 hex digits;
-// equal for equal tables. Loads plugins if that has not been done.
+// Identifies all that decides which implementation runs, for ranks to compare before the first
+// step: te-fl's version, device types with chip and driver, ops, implementations with priorities,
+// build ids, the calling thread's policy (policy file included), tuning files and quarantines. 32
+// hex digits; equal for equal tables. Loads plugins if that has not been done.
 TE_FL_API std::string fingerprint();
-// The same to read: "key = value" lines, the first being the fingerprint.
+// The fingerprint in a form to read: "key = value" lines, the first being the fingerprint.
 TE_FL_API std::string fingerprint_table();
 // One sentence for each line in which two such tables differ.
 TE_FL_API std::vector<std::string> fingerprint_difference(const std::string& a,

@@ -26,8 +26,8 @@ std::string fixed(double value, int digits) {
   return text;
 }
 
-// Which implementations are asked for: their ids, or one empty string for the dispatcher's choice.
-// "all" are those that serve ops on the device.
+// The implementations that are asked for: their ids, or one empty string for the dispatcher's
+// choice. "all" are those that serve ops on the device.
 Result<std::vector<std::string>> implementations_of(const BenchOptions& options,
                                                     const Device& device) {
   if (options.impls.empty()) return std::vector<std::string>{""};

@@ -98,7 +98,7 @@ class Run {
     follow(child, {}, std::max(options_.time_limit, kEndLimitS), last);
   }
 
-  // Why there is nothing to check: no plugin has the name. Empty: there is one.
+  // The reason for which there is nothing to check: no plugin has the name. Empty: there is one.
   const std::string& unknown() const { return unknown_; }
 
   void add(Finding f) {
@@ -109,8 +109,8 @@ class Run {
   }
 
  private:
-  // Of a sweep, of guarded runs and of what describe() said, what is no failure is one finding for
-  // all cases of a dtype that went alike.
+  // Findings of a sweep, of guarded runs and of what describe() said that are no failure are
+  // joined: one finding for all cases of a dtype that went alike.
   bool joined(const Finding& f) {
     if (f.outcome == Outcome::kFail ||
         (f.check != "sweep" && f.check != "guard" && f.check != "describe"))

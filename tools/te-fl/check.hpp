@@ -30,7 +30,7 @@ struct Finding {
 void to_json(nlohmann::json& out, const Finding& f);
 void from_json(const nlohmann::json& in, Finding& f);
 
-// How fast an implementation is on one benchmark case.
+// The speed of an implementation on one benchmark case.
 struct Speed {
   std::string op, impl, device, name;
   double microseconds = 0, gigabytes_per_second = 0, share_of_copy = 0;
@@ -54,8 +54,8 @@ struct Report {
   std::vector<DeviceFacts> devices;
   std::string date, host, te_fl, options;  // when, where, by which te-fl, and with which options
   std::vector<Target> targets;
-  // Why a run without a failure would be no certificate: options that choose a part, ops for which
-  // no device is here, no op case that ran.
+  // The reasons for which a run without a failure would be no certificate: options that choose a
+  // part, ops for which no device is here, no op case that ran.
   std::vector<std::string> left_out;
   // Parts of the check that did not run, with the reason: grey in the reports, and no fault.
   std::map<std::string, std::string> not_run;
@@ -71,12 +71,12 @@ struct Report {
 // "2026-11-22T10:00:00Z", the machine and its processor, te-fl's version and ABI.
 void describe_run(const CheckOptions& options, Report& report);
 
-// Where in a library the code at an offset from its base is: "relu(float const*, long)+0x1c
-// (libacme.so)", or "libacme.so+0x11c0" if it has no name for it.
+// The place of the code at an offset from a library's base: "relu(float const*, long)+0x1c
+// (libacme.so)", or "libacme.so+0x11c0" if the library has no name for it.
 std::string code_at(const std::string& library, uint64_t offset);
 
-// Why no bytes of a file can be had, by its path: it is not there, is a folder or a device, or may
-// not be read. Empty: they can.
+// The reason for which no bytes of the file at a path can be had: it is not there, is a folder or a
+// device, or may not be read. Empty: they can.
 std::string why_unreadable(const std::string& path);
 
 // The file, without opening it. `stop` is set if nothing that could be opened is there.
@@ -84,7 +84,7 @@ std::vector<Finding> lint(const std::string& path, bool& stop);
 
 // Loads the plugin and serves the parent's orders: JSON lines on two file descriptors.
 int serve(const CheckOptions& options);
-// The same in an interpreter's process, from the text that the parent gave it.
+// As serve(), in an interpreter's process, from the text that the parent gave it.
 int serve_text(const std::string& options);
 
 // Times every op of the report with `te-fl bench` and adds what it said. Returns what came of the

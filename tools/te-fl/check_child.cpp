@@ -29,7 +29,7 @@ std::vector<std::string> words_of(const CheckOptions& o) {
   return words;
 }
 
-// The same for the package's te_fl._check, which hands them to serve_text().
+// The words that start a worker in Python: the package's te_fl._check hands them to serve_text().
 std::vector<std::string> python_words_of(const CheckOptions& o) {
   const nlohmann::json options = {{"plugin", o.plugin}, {"op", o.op},        {"family", o.family},
                                   {"impl", o.impl},     {"case", o.name},    {"seed", o.seed},
@@ -53,7 +53,7 @@ std::vector<std::string> environment_of() {
   kept.push_back("TE_FL_PLUGIN_MODULES=");
   kept.push_back("TE_FL_SKIP_MODULES=*");
   kept.push_back("TEFL_LOG_LEVEL=ERROR");
-  kept.push_back("PYTHONUNBUFFERED=1");  // what a module prints is seen with the call that does it
+  kept.push_back("PYTHONUNBUFFERED=1");  // a module's prints are seen with the call that prints
   return kept;
 }
 

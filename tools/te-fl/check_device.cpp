@@ -388,8 +388,8 @@ Status streams(const Device& d) {
 
 // ---- events
 
-// What b copies after it waited for a's event has what a wrote before the event, and nothing else
-// was waited for. The second time the event marks another place.
+// Checks that b, once it has waited for a's event, copies what a wrote before the event, and that b
+// waited for nothing else. The second time the event marks another place.
 Status stream_waits_under(const Device& d, const te_fl::Stream& a, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream b, te_fl::Stream::create(d));
   TE_FL_ASSIGN_OR_RETURN(te_fl::Event event, te_fl::Event::create(d));
@@ -502,7 +502,7 @@ bool has(const te_fl_device_api& api, Slot te_fl_device_api::*slot) {
          api.*slot != nullptr;
 }
 
-// What the device says of itself, of its own memory, and of a stream that nobody captures.
+// Checks the device's answers about itself, its own memory, and a stream that nobody captures.
 Status questions(const Device& d) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl_device_props props, devices::properties(d));
   if (props.name[0] == '\0') return wrong("properties() left the name empty");

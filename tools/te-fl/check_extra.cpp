@@ -126,7 +126,7 @@ Holdings holdings(const te_fl::Device& device) {
   return h;
 }
 
-// What grows in each of four rounds.
+// The growth that each of four rounds has at least.
 template <class Round>
 Holdings growth_of(const te_fl::Device& device, const Round& round) {
   Holdings least{INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX}, before = holdings(device);
@@ -142,7 +142,8 @@ Holdings growth_of(const te_fl::Device& device, const Round& round) {
   return least;
 }
 
-// What grows with every call, round after round, is a leak; a cache that fills once is none.
+// Finds leaks: memory that grows with every call, round after round; a cache that fills once is
+// none.
 std::vector<Finding> leaks(const Subject& subject, const Table& cases) {
   const auto chosen = passing(subject, cases, 2);
   if (chosen.empty()) return {};
@@ -160,7 +161,8 @@ std::vector<Finding> leaks(const Subject& subject, const Table& cases) {
   calls(n);
   Holdings least = growth_of(subject.device, [&] { calls(n); });
   if (!subject.device.is_host() && least.device_used > 0) {
-    // The same tensors placed and copied back without a call: what grows then is the device's.
+    // Places the same tensors and copies them back without a call: growth without one is the
+    // device's.
     const Holdings device = growth_of(subject.device, [&] { calls(n, {.describe = true}); });
     if (device.device_used > 0)
       return {made("leak", Outcome::kUnsupported,

@@ -86,8 +86,8 @@ te_fl::Status end(const te_fl::plugins::PluginInfo& plugin) {
 std::vector<Finding> lifecycle_of(const te_fl::plugins::PluginInfo& plugin,
                                   const std::vector<std::pair<Subject, conformance::Table>>& work) {
   std::vector<Finding> found;
-  // What te-fl itself starts on first use counts as there before, and so does what a module's
-  // libraries start: an interpreter does not let go of them.
+  // Threads that te-fl itself starts on first use count as there before, and so do those of a
+  // module's libraries: an interpreter does not let go of them.
   const bool is_module = plugin.abi == "Python";
   const std::string path = is_module ? plugin.name : plugin.path;
   if (is_module) run_all(work);

@@ -57,7 +57,7 @@ std::string wrong_exports(const ElfInfo& elf) {
   for (const auto& symbol : elf.defined)
     if (symbol.name != TE_FL_PLUGIN_QUERY_SYMBOL) others.push_back(symbol.name);
   if (others.empty()) return {};
-  // What the author wrote by that name, before what templates of the library left.
+  // Names that the author wrote come before those that templates of the library left.
   std::stable_partition(others.begin(), others.end(),
                         [](const std::string& name) { return name.rfind("_Z", 0) != 0; });
   return "rule R1: exports " + listed(others) +

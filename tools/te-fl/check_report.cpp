@@ -90,13 +90,13 @@ std::string joined(const std::vector<std::string>& parts) {
   return text;
 }
 
-// Why nothing failed and there is no certificate all the same; else empty.
+// The reason for which nothing failed and there is no certificate all the same; else empty.
 std::string shortfall_of(const Report& r) {
   if (r.count(Outcome::kFail) > 0 || r.left_out.empty()) return {};
   return "nothing failed, but not everything was checked: " + joined(r.left_out);
 }
 
-// Why cases are not supported: the reason, of which op, and how often.
+// A reason for which cases are not supported, with its op, and how often it was met.
 struct Refusal {
   std::string op, impl, reason, example;
   int cases = 0;

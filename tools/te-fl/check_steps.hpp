@@ -22,8 +22,8 @@ struct Subject {
   bool describes = false;  // it has a describe()
 };
 
-// What a plugin has to leave as it was (rule R8): the floating-point environment and the handlers
-// of signals.
+// The state that a plugin has to leave as it was (rule R8): the floating-point environment and the
+// handlers of signals.
 class ProcessState {
  public:
   static ProcessState now();
@@ -38,8 +38,8 @@ class ProcessState {
   struct sigaction actions_[sizeof kSignals / sizeof kSignals[0]] = {};
 };
 
-// What is written to the process's stdout and stderr, which are one file. Lines of te-fl's own log,
-// in which a plugin may speak, are left out.
+// Collects the text that is written to the process's stdout and stderr, which are one file. Lines
+// of te-fl's own log, in which a plugin may speak, are left out.
 class PrintedText {
  public:
   // The first line since the last call; empty: there is none.
@@ -55,8 +55,8 @@ std::string undeclared_text(const std::string& setting);
 // "bf16", "f8e4m3 tensor": what a case is about, for the matrix.
 std::string dtype_of(const te_fl::conformance::Problem& problem);
 
-// Of dispatch's lines about a call that was refused, which name every candidate, what it says of
-// this one.
+// The reason that concerns `impl`, out of dispatch's message about a refused call, which names
+// every candidate.
 std::string reason_of(const std::string& message, const std::string& impl);
 
 // The outcome against the table's expectation, memory included.
@@ -65,14 +65,14 @@ Finding result_of(const Subject& subject, const te_fl::conformance::Case& c,
 // Two calls that ask for determinism leave the same bits.
 Finding determinism_of(const Subject& subject, const te_fl::conformance::Case& c,
                        te_fl::conformance::Prepared& prepared);
-// The same with tensors that end before pages which nobody may touch, aligned to their elements, or
-// to 256 bytes if that is refused. On the host only.
+// Repeats the call with tensors that end before pages which nobody may touch, aligned to their
+// elements, or to 256 bytes if that is refused. On the host only.
 Finding guard_of(const Subject& subject, const te_fl::conformance::Case& c,
                  te_fl::conformance::Prepared& prepared);
-// The same with tensors that begin behind such pages.
+// Repeats the call with tensors that begin behind such pages.
 Finding start_guard_of(const Subject& subject, const te_fl::conformance::Case& c,
                        te_fl::conformance::Prepared& prepared);
-// Of a call that it serves: it says what it runs, and touches nothing.
+// Checks describe() of a call that is served: it names what it runs, and touches nothing.
 Finding describe_of(const Subject& subject, const te_fl::conformance::Case& c,
                     te_fl::conformance::Prepared& prepared);
 // On a stream of its own, which alone is waited for. None if the device makes no streams.
@@ -99,7 +99,7 @@ struct ExtraStep {
 };
 const std::vector<ExtraStep>& extra_steps();
 
-// What rule R3 asks of the plugin's structs; it is active.
+// Checks what rule R3 asks of the plugin's structs; it is active.
 std::vector<Finding> structs_of(const te_fl::plugins::PluginInfo& plugin);
 
 // Remembers where the plugin's code lies, so that a crash can be placed in it. Returns the file

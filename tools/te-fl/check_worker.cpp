@@ -156,7 +156,8 @@ te_fl::Result<te_fl::plugins::PluginInfo> open_plugin(const CheckOptions& option
   te_fl::plugins::take_odd_status();  // of installed plugins
   te_fl::plugins::take_undeclared_setting();
   if (options.builtin.empty()) {
-    const ProcessState with_others = ProcessState::now();  // what installed plugins changed
+    // After installed plugins made their changes.
+    const ProcessState with_others = ProcessState::now();
     auto loaded = te_fl::plugins::load(options.plugin);
     if (loaded.ok()) state = with_others;
     const te_fl::StatusCode code = loaded.status().code();
@@ -221,7 +222,7 @@ class Worker {
            {"status", te_fl::plugins::take_odd_status()},
            {"setting", te_fl::plugins::take_undeclared_setting()},
            {"changed", environment_.changed()}}}});
-    printed_.take();  // what was said while it was loaded
+    printed_.take();  // drops the text that was printed while it was loaded
     std::string line;
     while (next_order(line)) {
       const json order = json::parse(line);

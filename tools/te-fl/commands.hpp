@@ -12,7 +12,7 @@ class App;
 
 namespace te_fl_tool {
 
-// What scripts can rely on; listed in --help.
+// The exit codes that scripts can rely on; listed in --help.
 enum ExitCode {
   kSuccess = 0,
   kProblem = 1,      // the command ran and found a problem: doctor's findings, an invalid policy
@@ -32,7 +32,7 @@ struct ExplainOptions {
   std::string shape;                  // of a case of te-fl bench, which is then asked about
   std::string variant;                // part of that case's name; empty: the first of the dtype
   std::vector<std::string> settings;  // VAR=VALUE
-  te_fl::Status watching;             // what is wrong with TE_FL_VERIFY and TE_FL_TRACE
+  te_fl::Status watching;             // the mistake in TE_FL_VERIFY or TE_FL_TRACE
   bool json = false;
 };
 
@@ -115,7 +115,7 @@ int bench(const BenchOptions& options);
 int replay(const ReplayOptions& options);
 int tune(const TuneOptions& options);
 int completion(const std::string& shell);
-// What the last of the words after "te-fl" may become, for the shells' scripts.
+// Lists the words that the last one after "te-fl" may become, for the shells' scripts.
 int complete(CLI::App& app, std::vector<std::string> words);
 int quarantine(const QuarantineOptions& options);
 

@@ -17,7 +17,7 @@ using Words = std::vector<std::string>;
 
 Words op_names() { return te_fl::OpManager::instance().registry().op_names(); }
 
-// Of one op, or of all.
+// The ids of one op's implementations, or of all.
 Words implementations(const std::string& op) {
   std::set<std::string> ids;
   te_fl::plugins::list();  // loads those that wait for their devices
@@ -46,8 +46,8 @@ Words settings() {
   return names;
 }
 
-// What an option or a positional argument takes. Those that are not here take what cannot be
-// listed.
+// The values that an option or a positional argument takes. Those that are not here take what
+// cannot be listed.
 struct Values {
   std::function<Words(const std::string& op)> list;
   bool several = false;  // joined by commas
@@ -153,7 +153,7 @@ class Completion {
     if (kFiles.count(name) != 0) kind_ = "files";
     const auto known = values_by_name().find(name);
     if (known == values_by_name().end()) return;
-    // Of a list, the words before the last comma stay.
+    // The last word of a list is completed; the words before the last comma stay.
     const size_t comma = known->second.several ? current_.rfind(',') : std::string::npos;
     const std::string before = comma == std::string::npos ? "" : current_.substr(0, comma + 1);
     Words words = known->second.list(first_);

@@ -18,7 +18,7 @@ enum class Level { kGood, kNote, kProblem };
 struct Finding {
   Level level;
   std::string what;
-  std::string disables;  // what does not work because of it
+  std::string disables;  // the features that do not work because of it
   std::string remedy;
 };
 
@@ -83,7 +83,7 @@ void check_environment(Report& report) {
                                " variables set; policy: " + policy->describe());
 }
 
-// What the plugin itself says: its driver, its devices, the libraries that it opens.
+// Reports the quarantines in force.
 void check_quarantines(Report& report) {
   const auto entries = te_fl::quarantines();
   if (!entries.ok()) return;
@@ -178,7 +178,7 @@ void check_gemm(Report& report) {
                                                          by + (right ? " is right" : " is WRONG"));
 }
 
-// Which implementations of attention an accelerator lacks, and why.
+// Names the implementations of attention that an accelerator lacks, and why.
 void check_attention(Report& report) {
   for (const te_fl::Device& device : te_fl::devices::list()) {
     if (device.is_host()) continue;

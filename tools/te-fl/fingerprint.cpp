@@ -19,7 +19,7 @@ te_fl::Result<std::string> read(const std::string& path) {
   errno = 0;
   std::ifstream in(path);
   std::string text(kMaxBytes, '\0');
-  // Of a folder, which can be opened, the first read fails.
+  // A folder can be opened, and its first read fails.
   if (in) in.read(text.data(), static_cast<std::streamsize>(text.size()));
   if (!in.is_open() || in.bad()) {
     return te_fl::not_found("cannot read " + path + ": " + std::strerror(errno) + kWayOut);

@@ -16,7 +16,7 @@ std::string gib(uint64_t bytes) {
   return text;
 }
 
-// What a device copies of its own memory, bytes/s read plus written; 0: not measured.
+// The rate at which a device copies its own memory, bytes/s read plus written; 0: not measured.
 std::string copy_text(double bandwidth) {
   if (!(bandwidth > 0)) return "-";
   char text[32];
@@ -37,8 +37,9 @@ Color color_of(te_fl::plugins::State state) {
   }
 }
 
-// What a plugin that has devices says of them and of the libraries it uses. Without a device the
-// libraries do not matter, and opening them takes its time: `te-fl doctor` does it all the same.
+// The findings of a plugin that has devices, about them and the libraries it uses. Without a device
+// the libraries do not matter, and opening them takes its time: `te-fl doctor` does it all the
+// same.
 std::vector<te_fl::plugins::Finding> findings_of(const te_fl::plugins::PluginInfo& p) {
   if (p.state != te_fl::plugins::State::kActive || p.devices.empty()) return {};
   auto found = te_fl::plugins::diagnose(p.name);

@@ -26,7 +26,7 @@ const char* const kExitCodes =
     "3 no implementation would serve the call,\n4 check: nothing failed, but not everything was "
     "checked, which is no certificate.";
 
-// What --help of a command shows below its options.
+// The examples that --help of a command shows below its options.
 struct Examples {
   const char* command;
   std::vector<std::pair<const char*, const char*>> lines;
@@ -374,7 +374,7 @@ int main(int argc, char** argv) {
   }
   // Those that show the settings show them as they are; doctor looks at them first.
   const std::string command = argc > 1 ? argv[1] : "";
-  // What explain says of a call is said of none if a setting makes every call fail.
+  // explain describes no call if a setting makes every call fail.
   if (command == "explain") explain_options.watching = te_fl::watch_status();
   if (command != "env" && command != "doctor") leave_watching_to_programs();
   try {

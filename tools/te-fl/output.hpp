@@ -22,9 +22,10 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-// What te-fl prints as JSON, and what a parent and a child of check tell each other; `indent` -1:
-// in one line. Paths, variables and a plugin's words may be any bytes: those that are not UTF-8,
-// which JSON has to be, become U+FFFD. Not for files that are read back under the names in them.
+// The text of a value that te-fl prints as JSON, or that a parent and a child of check exchange;
+// `indent` -1: in one line. Paths, variables and a plugin's words may be any bytes: those that are
+// not UTF-8, which JSON has to be, become U+FFFD. Not for files that are read back under the names
+// in them.
 std::string json_text(const nlohmann::json& value, int indent = 2);
 
 // "te-fl: text" to standard error.

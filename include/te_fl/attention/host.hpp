@@ -10,7 +10,7 @@
 
 namespace te_fl::backend {
 
-// Where a sequence lies and how long it is. begin: its first token for thd, else 0.
+// The place and the length of a sequence. begin: its first token for thd, else 0.
 struct SequenceSpan {
   int64_t q_begin = 0;
   int64_t q_len = 0;

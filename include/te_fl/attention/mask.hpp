@@ -1,4 +1,4 @@
-// Which keys a query sees; the semantics are in te_fl/attention.hpp.
+// The keys that a query sees; the semantics are in te_fl/attention.hpp.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ struct KeyRange {
   constexpr bool empty() const noexcept { return begin >= end; }
 };
 
-// Which keys of its sequence a query may see, the arbitrary mask tensor aside. constexpr, so that a
-// device compiler can take it as it is.
+// The keys of its sequence that a query may see, the arbitrary mask tensor aside. constexpr, so
+// that a device compiler can take it as it is.
 struct MaskRule {
   bool causal = false;
   bool bottom_right = false;  // else the diagonal is the top-left corner's

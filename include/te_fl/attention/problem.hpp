@@ -101,7 +101,7 @@ inline void expect_shape(const char* name, const te_fl_tensor& t,
           meaning);
 }
 
-// Of [1|B, 1|H, Sq, Sk].
+// Refuses a tensor that is not [1|B, 1|H, Sq, Sk].
 inline void expect_broadcast(const char* name, const te_fl_tensor& t, const AttentionProblem& p) {
   const int64_t* s = t.dl.shape;
   if (t.dl.ndim == 4 && (s[0] == 1 || s[0] == p.batch) && (s[1] == 1 || s[1] == p.heads) &&
@@ -150,7 +150,7 @@ inline void check_heads(const AttentionProblem& p) {
   if (v.batch != q.batch) disagree("v", "sequences", v.batch, std::to_string(q.batch) + " as q");
 }
 
-// What an enquiry knows: q, k, v and the scalars.
+// The problem as an enquiry knows it: from q, k, v and the scalars.
 template <class Args>
 AttentionProblem describe_qkv(const Args& a) {
   AttentionProblem p;
@@ -212,7 +212,7 @@ inline void check_score_args(const AttentionProblem& p) {
   }
 }
 
-// Of s_quant and dp_quant, which attention quantises tile by tile.
+// Refuses a scale to be computed for s_quant and dp_quant, which attention quantises tile by tile.
 inline void expect_given_scale(const te_fl_tensor* t, const char* name) {
   if (t == nullptr || (t->quant->flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) return;
   invalid(std::string(name) +
@@ -280,7 +280,7 @@ inline AttentionProblem attention_problem(const te_fl_fused_attn_bwd_args& a) {
   return p;
 }
 
-// Of an enquiry: batch, lengths (thd) and optional tensors are unknown.
+// The problem of an enquiry: batch, lengths (thd) and optional tensors are unknown.
 inline AttentionProblem attention_problem(const te_fl_get_fused_attn_backend_args& a) {
   return detail::describe_qkv(a);
 }

@@ -1,6 +1,6 @@
-// How scales follow from amaxes, and how a scaled value is quantised. Exact: every backend produces
-// these bits. Plain FP32 arithmetic whose only rounding steps are one division or one product per
-// result, so FMA contraction has nothing to contract.
+// Computes scales from amaxes, and quantises scaled values. Exact: every backend produces these
+// bits. Plain FP32 arithmetic whose only rounding steps are one division or one product per result,
+// so FMA contraction has nothing to contract.
 #pragma once
 
 #include <bit>

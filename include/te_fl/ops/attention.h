@@ -57,7 +57,7 @@ typedef struct te_fl_fused_attn_fwd_args {
   const te_fl_tensor* s_quant TE_FL_INIT(NULL);
   /* opaque record of implementations that need one */
   te_fl_saved* saved TE_FL_INIT(NULL);
-  /* of q, k, v, o: 0 sbhd, 1 bshd, 2 thd */
+  /* the layout of q, k, v and o: 0 sbhd, 1 bshd, 2 thd */
   int32_t layout TE_FL_INIT(0);
   /* causal aligns top-left, causal_bottom_right the other corner; padding_* use cu_seqlens per
   sequence: 0 none, 1 causal, 2 causal_bottom_right, 3 padding, 4 padding_causal, 5

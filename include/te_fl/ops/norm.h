@@ -34,8 +34,8 @@ typedef struct te_fl_layernorm_fwd_args {
   float epsilon TE_FL_INIT(1e-05f);
   /* the weight is stored minus 1 */
   int32_t zero_centered_gamma TE_FL_INIT(0);
-  /* what is added to x before the norm; goes with sum. in, optional; F32|F16|BF16; shape [... H]
-  (a later argument) */
+  /* tensor that is added to x before the norm; goes with sum. in, optional; F32|F16|BF16; shape
+  [... H] (a later argument) */
   const te_fl_tensor* residual TE_FL_INIT(NULL);
   /* x + residual in FP32, rounded to this dtype, which is what is normalised; goes with residual.
   out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (a later argument) */
@@ -98,8 +98,8 @@ typedef struct te_fl_rmsnorm_fwd_args {
   float epsilon TE_FL_INIT(1e-05f);
   /* the weight is stored minus 1 */
   int32_t zero_centered_gamma TE_FL_INIT(0);
-  /* what is added to x before the norm; goes with sum. in, optional; F32|F16|BF16; shape [... H]
-  (a later argument) */
+  /* tensor that is added to x before the norm; goes with sum. in, optional; F32|F16|BF16; shape
+  [... H] (a later argument) */
   const te_fl_tensor* residual TE_FL_INIT(NULL);
   /* x + residual in FP32, rounded to this dtype, which is what is normalised; goes with residual.
   out, optional; F32|F16|BF16; shape [... H]; may alias x, residual (a later argument) */

@@ -112,7 +112,7 @@ typedef struct te_fl_multi_tensor_adam_args {
   float weight_decay TE_FL_INIT(0.0f);
   /* t, from 1 */
   int64_t step TE_FL_INIT(1);
-  /* where the weight decay goes: 0 l2, 1 adamw */
+  /* the place of the weight decay: 0 l2, 1 adamw */
   int32_t mode TE_FL_INIT(0);
   /* divide m and v by 1 - beta^t */
   int32_t bias_correction TE_FL_INIT(1);

@@ -172,9 +172,9 @@ typedef struct te_fl_fused_amax_and_scale_update_after_reduction_args {
   /* one per history. inout; F32; shape [N] */
   const te_fl_tensor* const* scales TE_FL_INIT(NULL);
   int64_t scales_count TE_FL_INIT(0);
-  /* how the amax is taken from the history: 0 max, 1 most_recent */
+  /* the way the amax is taken from the history: 0 max, 1 most_recent */
   int32_t algo TE_FL_INIT(0);
-  /* whose largest value scales: 0 e4m3, 1 e5m2 */
+  /* the format whose largest value scales: 0 e4m3, 1 e5m2 */
   int32_t fp8_dtype TE_FL_INIT(0);
   /* scale is divided by 2^margin */
   float margin TE_FL_INIT(0.0f);

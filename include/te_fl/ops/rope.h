@@ -33,7 +33,7 @@ typedef struct te_fl_rope_rope_args {
   /* [B+1], thd; never decreasing, within the tokens, else an error as for start_positions. in,
   optional; I32; any shape */
   const te_fl_tensor* cu_seqlens TE_FL_INIT(NULL);
-  /* of input and output: 0 sbhd, 1 bshd, 2 thd */
+  /* the layout of input and output: 0 sbhd, 1 bshd, 2 thd */
   int32_t layout TE_FL_INIT(0);
   /* pairs are (2i, 2i+1) instead of (i, i + R/2) */
   int32_t interleaved TE_FL_INIT(0);

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Which check of te-fl check finds which mistake. usage: check_test.py TE_FL WRONG.so WRONG_FILE.so WRONG_DEVICE.so AUTHOR.so NULL.so"""
+"""te-fl check: each check finds the mistake that it is made for. usage: check_test.py TE_FL WRONG.so WRONG_FILE.so
+WRONG_DEVICE.so AUTHOR.so NULL.so"""
 import concurrent.futures
 import json
 import os
@@ -54,7 +55,7 @@ CAUGHT = {
     "far_leak": ("leak", "the device's used memory"),
     "far_late_failure": ("result", "a kernel that ran before has failed"),
 }
-# Of wrong_device.cpp, by the device's index: the step of the device section, words of its message.
+# The mistakes of wrong_device.cpp, by the device's index: the step of the device section, words of its message.
 DEVICES = {
     1: ("device/fill", "left other memory"),
     2: ("device/allocation", "64 bytes behind a multiple of 256"),
@@ -159,7 +160,7 @@ class Catches(unittest.TestCase):
         # Its ops are on no other device than this one.
         _, text, files = check(NULL, "--device", "cpu", "--quick")
         self.assertEqual(json.loads(files["json"])["left_out"], ["--quick"], text)
-        # What did not run is not green.
+        # A part that did not run is not shown green.
         self.assertIn("speed", json.loads(files["json"])["not_run"])
         self.assertIn('<td class="none">not run: --quick</td>', files["html"])
 

@@ -341,7 +341,7 @@ class Commands(unittest.TestCase):
                 self.assertNotIn("TE_FL_VERIFY checked", result.stderr)
             shown = {v["name"]: v for v in json.loads(self.ok("env", "--json", **watched))}["TE_FL_TRACE"]
             self.assertEqual([shown["value"], shown["origin"]], [trace, "environment (TE_FL_TRACE)"])
-            # What a program would trip over, the doctor still finds.
+            # The doctor finds each mistake at which a program would stop.
             self.fails(1, "is not a share of calls", "doctor", TE_FL_VERIFY="much")
             self.fails(1, os.path.join(folder, "none", "run.json"), "doctor", TE_FL_TRACE=os.path.join(folder, "none", "run.json"))
 
@@ -392,7 +392,7 @@ class Commands(unittest.TestCase):
             self.assertIn(why, strict.stderr)
             self.fails(1, "problem  plugin", "doctor", TE_FL_PLUGIN_MODULES=modules)
         self.fails(1, "is the name of no manifest", "doctor", TE_FL_PLUGIN_MODULES="acme")
-        # What looks like a Python module is a Python program's business.
+        # A word that looks like a Python module is left to Python programs.
         self.ok("doctor", TE_FL_PLUGIN_MODULES="acme.te_fl")
         for modules in ("acme.te_fl", "acme", FAR):
             result = program("gelu", TE_FL_PLUGIN_MODULES=modules, TE_FL_STRICT="1")

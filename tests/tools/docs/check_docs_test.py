@@ -52,7 +52,7 @@ CASES = [
 
 
 def index_of(pages):
-    """What check_docs.py says of an index that names a.md alone, in a folder with these pages."""
+    """The messages of check_docs.py about an index that names a.md alone, in a folder with these pages."""
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "docs").mkdir()
         pathlib.Path(folder, "docs/README.md").write_text("[a](a.md)\n")
