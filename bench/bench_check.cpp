@@ -56,7 +56,7 @@ void LayerNorm(benchmark::State& state) {
 }
 BENCHMARK(LayerNorm);
 
-// The same with beta left out: five tensors.
+// A layer norm of five tensors, with beta left out.
 void LayerNormFiveTensors(benchmark::State& state) {
   Norm n;
   n.args.beta = nullptr;

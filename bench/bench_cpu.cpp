@@ -45,8 +45,8 @@ int threads() {
   return n > 0 ? n : static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
 }
 
-// What the threads may have between them: they may run on as many core complexes, each with a cache
-// of its own; the C library adds up those of the whole socket.
+// The cache that the threads may have between them: they may run on as many core complexes, each
+// with a cache of its own; the C library adds up those of the whole socket.
 int64_t last_level_cache() {
   const int64_t one = cpu::last_level_cache_bytes();
   const int64_t socket = std::max<int64_t>(one, sysconf(_SC_LEVEL3_CACHE_SIZE));
@@ -76,7 +76,7 @@ class Copy {
     const double streaming = best_of(5, [&] { run(&streaming_copy); });
     best_ = best_of(5, [&] { run(&plain); }) < streaming ? &plain : &streaming_copy;
   }
-  // Of one copy: bytes read plus written per second.
+  // The rate of one copy: bytes read plus written per second.
   double bandwidth() {
     return 2.0 * static_cast<double>(half_) / seconds_of([&] { run(best_); });
   }
@@ -123,7 +123,7 @@ class Backend {
     }
     for (uint32_t i = 0; i < n; ++i) ops_[list[i]->op_name] = list[i];
   }
-  // Why the op is not run, "" if it was prepared; call() then runs it.
+  // The reason for which the op is not run, "" if it was prepared; call() then runs it.
   std::string prepare(const std::string& op, const Case& c) {
     const auto found = ops_.find(op);
     if (found == ops_.end()) return "not implemented";

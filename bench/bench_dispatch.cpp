@@ -1,4 +1,5 @@
-// What a call costs before the op itself: five tensors, an implementation that returns at once.
+// Times the cost of a call before the op itself: five tensors, an implementation that returns at
+// once.
 //   bench_dispatch --benchmark_format=json
 // "control" is arithmetic alone, run the same way: these machines slow down when all cores are
 // busy, so the cost at all threads is compared after dividing by it.
@@ -116,7 +117,7 @@ void call(benchmark::State& state) {
   }
 }
 
-// Of an implementation that is asked before each call.
+// The implementation here is asked before each call.
 void call_supported(benchmark::State& state) {
   static World* const asked = [] {
     auto* w = new World;

@@ -1,6 +1,6 @@
-// What serving a device's tensors on host copies costs beyond the copies themselves: a call with
-// one input and one output of N bytes whose implementation returns at once, against copying N bytes
-// out and N bytes in by hand, to pinned memory, on the same stream. Both take turns; medians.
+// Times the cost of serving a device's tensors on host copies beyond the copies themselves: a call
+// with one input and one output of N bytes whose implementation returns at once, against copying N
+// bytes out and N bytes in by hand, to pinned memory, on the same stream. Both take turns; medians.
 //   bench_staging [--device cuda:0]      (with TE_FL_PLUGIN_MODULES naming the plugin; default: the
 //                                         far device of the tests, whose copies are memcpy)
 #include <benchmark/benchmark.h>

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What starting costs: `te-fl info` with the built-in backends, and what libte_fl.so adds to a program that links with it.
+"""Times the start: `te-fl info` with the built-in backends, and the time that libte_fl.so adds to a program that links with it.
 
 usage: bench/bench_startup.py [--build build/release] [--repeat 40] [--json FILE]
 
@@ -32,7 +32,7 @@ def summary(times):
 
 
 def compile_pair(build, folder, cxx):
-    """The same empty program, without and with libte_fl.so among its needed libraries."""
+    """Compiles one empty program twice, without and with libte_fl.so among its needed libraries."""
     source = folder / "empty.cpp"
     source.write_text(EMPTY)
     lib = build / "lib"

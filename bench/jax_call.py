@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What one op of te-fl costs as a jitted JAX call beyond XLA's own smallest call, in one process.
+"""Times one op of te-fl as a jitted JAX call, beyond XLA's own smallest call, in one process.
 
 usage: PYTHONPATH=build/release/python python bench/jax_call.py [--blocks N]
 

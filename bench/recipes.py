@@ -28,7 +28,8 @@ def run(program, recipe, seed, arguments):
 
 
 def served_elsewhere(result):
-    """What a run on a CUDA device had served by others than the CUDA plugin, or on copies: one line each; [] on other devices."""
+    """The ops that implementations other than the CUDA plugin's served on a CUDA device, or that ran on copies: one line each; []
+    on other devices."""
     if not result["device"].startswith("cuda"):
         return []
     usage = result.get("usage", [])

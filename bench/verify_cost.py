@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What TE_FL_VERIFY costs the example's training: train_gpt without it and at several rates, in turns.
+"""Times the cost of TE_FL_VERIFY to the example's training: train_gpt without it and at several rates, in turns.
 usage: bench/verify_cost.py [--train-gpt PATH] [--data TEXT] [--rates 0.01,0.05] [--steps N] [--rounds N] [--json FILE]"""
 import argparse
 import json
@@ -23,7 +23,7 @@ options = parser.parse_args()
 
 
 def seconds(rate, folder):
-    """Of the training steps alone."""
+    """Seconds of the training steps alone."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TE_FL_")}
     environment.update(TE_FL_PLUGIN_PATH="", TE_FL_QUARANTINE_FILE="", TE_FL_VERIFY_DIR="", TEFL_LOG_LEVEL="WARNING")
     if rate:

@@ -7,7 +7,7 @@
 
 namespace {
 
-// Who would serve a BF16 softmax under the policy in force.
+// The implementation that would serve a BF16 softmax under the policy in force.
 std::string server() {
   te_fl::CallProfile profile;
   profile.dtypes = {te_fl::DType::kBF16};

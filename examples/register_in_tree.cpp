@@ -6,7 +6,7 @@
 
 namespace {
 
-// What the schema says (shapes, dtypes, devices) has been checked before this runs.
+// The call was checked against the schema (shapes, dtypes, devices) before this runs.
 void my_relu(const te_fl_context&, const te_fl_relu_args& args) {
   namespace b = te_fl::backend;
   if (!b::is_contiguous(*args.input) || !b::is_contiguous(*args.output))

@@ -65,7 +65,7 @@ class BenchTensor {
 class Case {
  public:
   explicit Case(Shape extents = {}) : extents_(std::move(extents)) {}
-  // What CaseSpec::axes names.
+  // Extent number i, in the order of CaseSpec::axes.
   int64_t extent(size_t i) const { return extents_.at(i); }
   int64_t cols() const { return extent(1); }
   // A new argument struct of the call; it lives as long as the case.
@@ -110,7 +110,7 @@ class Case {
   std::deque<std::vector<const te_fl_tensor*>> lists_;
 };
 
-// How an op is measured.
+// The shapes and tensors with which an op is measured.
 struct CaseSpec {
   std::string op;
   std::string variant;  // dtype and what else tells two rows of one op apart

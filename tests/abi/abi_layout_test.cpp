@@ -86,7 +86,7 @@ TEST(Abi, EveryEnumeratorIsListed) {
   EXPECT_GT(found, 100);
 }
 
-// The same for structs and their members.
+// Compares structs and their members in the same way.
 TEST(Abi, EveryMemberIsListed) {
   const auto listed = places(describe_layout());
   std::string text = text_of(std::string(TE_FL_SOURCE_DIR) + "/include/te_fl/plugin.h");
@@ -136,7 +136,7 @@ TEST(Abi, EveryStructBeginsWithItsSize) {
   }
 }
 
-// What tells versions apart stays where it is in every major (R2).
+// The members that tell versions apart stay where they are in every major (R2).
 TEST(Abi, TheHeadersBeginningNeverChanges) {
   EXPECT_EQ(offsetof(te_fl_plugin_header, magic), 0u);
   EXPECT_EQ(offsetof(te_fl_plugin_header, struct_size), 4u);

@@ -1,4 +1,4 @@
-"""What the tests of ABI versions share: the hosts of tests/abi/meet.cpp, and what they print."""
+"""Shared by the tests of ABI versions: the hosts of tests/abi/meet.cpp, and the lines that they print."""
 import hashlib
 import pathlib
 import platform

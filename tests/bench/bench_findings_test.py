@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What bench/gpu writes down of the plugin's libraries is what the plugin uses: here a stand-in NCCL that the process holds.
+"""bench/gpu writes down the libraries that the plugin uses: here a stand-in NCCL that the process holds.
 usage: bench_findings_test.py BENCH_LIBRARY PLUGIN NCCL"""
 import ctypes
 import json

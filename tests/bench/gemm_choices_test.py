@@ -1,4 +1,4 @@
-"""What the benchmark's tools read from a file of GEMM choices; needs neither a GPU nor PyTorch."""
+"""The benchmark's tools read files of GEMM choices; needs neither a GPU nor PyTorch."""
 
 import json
 import os

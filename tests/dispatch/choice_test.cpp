@@ -1,5 +1,5 @@
-// Which implementation a call takes: policy, supports(), scopes, and what resolve() and explain say
-// of it.
+// Tests which implementation a call takes, by policy, supports() and scopes, and that resolve() and
+// explain agree.
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -245,7 +245,8 @@ TEST_F(Dispatch, FirstChoiceIsTheImplementationThatCallTriesFirst) {
     EXPECT_STREQ(manager.first_choice(op, &five.args)->impl_id, "vendor.v");
     EXPECT_EQ(manager.first_choice(op, &five.args)->flags, vendor.desc.flags);
   }
-  EXPECT_EQ(manager.first_choice(op, &five.args)->impl_id, id);  // the same address
+  // The string itself, at the same address.
+  EXPECT_EQ(manager.first_choice(op, &five.args)->impl_id, id);
   EXPECT_EQ(ran(), "");
 }
 

@@ -1,5 +1,5 @@
-// What an implementation says that it would run (rule R31): resolve() asks the one that would serve
-// the call, and takes whatever it does for "it did not say".
+// Tests that resolve() asks the implementation that would serve a call for its kernels (rule R31),
+// and takes every bad answer for none.
 #include <gtest/gtest.h>
 
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// What te-fl says when a device or the use of one goes wrong: memory and streams of others, no
+// Tests the errors of a device that goes wrong or is used wrongly: memory and streams of others, no
 // memory, sticky errors and the ops suspected of them. The device is host memory under another
 // name.
 #include <gtest/gtest.h>
@@ -231,7 +231,7 @@ TEST_F(DeviceErrors, AStreamOfAnotherDeviceIsFound) {
 TEST_F(DeviceErrors, AStreamThatTheDeviceRefusesIsRefusedWithoutAsking) {
   int other = 0;
   chip.foreign = &other;
-  Fake scratch{"vendor.scratch"};  // what it asks for would be allocated on the stream
+  Fake scratch{"vendor.scratch"};  // its scratch would be allocated on the stream
   scratch.desc.device_types = native.desc.device_types;
   scratch.desc.priority = 200;
   scratch.desc.workspace = [](void*, const te_fl_context*, const void*, size_t* bytes) {

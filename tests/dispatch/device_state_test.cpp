@@ -39,7 +39,7 @@ class StreamState : public DeviceState {
       return TE_FL_OK;
     };
   }
-  // What is still queued writes into this object.
+  // Queued work still writes into this object.
   ~StreamState() override { far.queues.finish(); }
   // Bytes of states that te-fl holds.
   size_t held() const {

@@ -23,7 +23,7 @@ thread_local std::function<void()> t_after_unlock;
 
 }  // namespace
 
-// What pthread_mutex_unlock is for this program (the linker's --wrap).
+// The linker's --wrap makes these stand for pthread_mutex_unlock in this program.
 extern "C" int __real_pthread_mutex_unlock(pthread_mutex_t* mutex);
 extern "C" int __wrap_pthread_mutex_unlock(pthread_mutex_t* mutex) {
   const int result = __real_pthread_mutex_unlock(mutex);

@@ -1,6 +1,6 @@
-// When a second implementation may serve a call and when it may not: only "I cannot" moves on, or a
-// failure that the implementation itself marked clean. Whatever else goes wrong is the caller's to
-// hear, and a device that is lost is retired wherever that shows.
+// Tests when a second implementation may serve a call: after "I cannot", or after a failure that
+// the implementation itself marked clean. Whatever else goes wrong is the caller's to hear, and a
+// device that is lost is retired wherever that shows.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -23,7 +23,7 @@ namespace {
 using testing::Fake;
 using testing::FiveCall;
 
-// What the functions of `first` answer.
+// The answers of `first`'s functions.
 struct Answers {
   te_fl_status supports = TE_FL_OK, prepare = TE_FL_OK, workspace = TE_FL_OK;
   size_t scratch = 0;
@@ -112,7 +112,7 @@ TEST_F(Fallback, WhatThePluginMarkedCleanMovesOn) {
   }
 }
 
-// What a careless implementation returns: a negative number, whose bit 16 is set, or bits that mean
+// Answers of a careless implementation: a negative number, whose bit 16 is set, or bits that mean
 // nothing, below which stands TE_FL_OK.
 constexpr te_fl_status kNoStatus[] = {-1,       -12,     0x20000,
                                       0x100000, 0x30000, 0x20000 | TE_FL_UNSUPPORTED};
@@ -189,7 +189,7 @@ TEST_F(Fallback, TheWarmWayAgrees) {
   direct.supports_status = TE_FL_INTERNAL;
   direct.supports_text = "asking went wrong";
   Tensor elsewhere = Tensor::zeros({2, 3}, DType::kF32).value();
-  five.args.out = elsewhere;  // what supports() accepted is not asked again
+  five.args.out = elsewhere;  // arguments that supports() has accepted are not asked about again
   const int before = direct.runs;
   EXPECT_FAILS(call(), kInternal, "asking went wrong");
   EXPECT_EQ(direct.runs.load(), before);

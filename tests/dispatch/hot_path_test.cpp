@@ -17,7 +17,7 @@
 
 namespace {
 
-// Of this thread, while it asks for it.
+// Counts this thread's allocations while it asks for that.
 constinit thread_local bool t_counting = false;
 constinit thread_local int t_allocations = 0;
 constinit thread_local int t_locks = 0;

@@ -90,7 +90,7 @@ TEST_F(IntegerList, ReachesTheImplementationChecked) {
   EXPECT_EQ(refused.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(refused.to_string().find("'rows'[1] is -3, must be from 0"), std::string::npos)
       << refused.to_string();
-  rows[1] = 4;  // the same call with another list, which no memory of earlier ones may let through
+  rows[1] = 4;  // no memory of earlier calls may let this list through
   EXPECT_TRUE(manager.call(op, &args).ok());
   EXPECT_EQ(seen, rows);
 }

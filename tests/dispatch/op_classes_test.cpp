@@ -1,5 +1,5 @@
-// What dispatch does with an op's class and with the ids of ops that left: a collective is neither
-// staged nor verified nor handed on; numbers that were retired stay without an op.
+// Tests what an op's class does in dispatch: a collective is neither staged nor verified nor handed
+// on. Ids of ops that left stay without an op.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -121,7 +121,7 @@ TEST(OpIds, WhatLiesBetweenThemIsNoOp) {
 }
 
 TEST(OpIds, AreThoseOfTheTable) {
-  // What a program has inlined and what the registry says are one.
+  // The ids that programs have inlined are those of the registry.
   OpRegistry registry;
   const auto ids = core::catalogue_ids();
   for (size_t i = 0; i < ids.size(); ++i) {

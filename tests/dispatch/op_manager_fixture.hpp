@@ -44,7 +44,7 @@ class Dispatch : public ::testing::Test {
     op = *registry.find("test::five");
   }
   Status call() { return manager.call(op, &five.args); }
-  // Which ones ran since the last look: "default vendor", ...
+  // The implementations that ran since the last look: "default vendor", ...
   std::string ran() {
     std::string text;
     for (Fake* f : {&portable, &vendor, &reference}) {

@@ -84,7 +84,7 @@ TEST_F(PlanMemory, ADroppedPlanGoesBehindItsWork) {
   devices::destroy_stream(device, stream);
 }
 
-// What the tests above and below would find without the flag.
+// Without the flag, unregistering waits for nothing and destroys the plans of work under way.
 TEST_F(PlanMemory, APlanThatOwnsNoneDoesNotWait) {
   native.desc.flags &= ~uint32_t{TE_FL_OP_PLAN_MEMORY};
   add();
@@ -174,7 +174,7 @@ TEST_F(PlanMemory, ALaunchOnAnotherStreamIsWaitedFor) {
   ASSERT_OK(graph->launch(other));
   devices::destroy_stream(device, captured);
   ASSERT_OK(graph->launch(third));
-  devices::destroy_stream(device, third);  // which waits
+  devices::destroy_stream(device, third);  // destroy_stream waits for the launch
   void* const again = devices::create_stream(device).value();
   ASSERT_OK(graph->launch(again));
   ASSERT_OK(remove());
@@ -441,7 +441,7 @@ TEST_F(PlanMemory, AStreamGoesInAForkedChildWhateverTheParentAsks) {
   EXPECT_EQ(g_early, 0);
 }
 
-// What an event answers, if not what the device says: an error, or that it is not done.
+// The answer of an event: the device's, an error, or that it is not done.
 enum class Answer { kDevices, kError, kNotDone };
 std::atomic<Answer> g_answer{Answer::kDevices};
 te_fl_status (*g_query)(void*, void*, int32_t*, const te_fl_error_sink*) = nullptr;

@@ -100,7 +100,7 @@ class FailedWaits : public TwoDevices, public ::testing::WithParamInterface<int>
     far_a.queues.finish();  // writes into the memory that was kept
     TwoDevices::TearDown();
   }
-  // Of copies that were not waited for, while their memory may have been freed.
+  // Checks that no copy is still under way, as its memory may have been freed.
   void expect_none_under_way() {
     if (GetParam() == 1) {
       EXPECT_EQ(far_a.queues.pending(nullptr), 0u);

@@ -146,7 +146,7 @@ TEST_F(DeactivationSoak, OfAPluginOnTheHost) {
   EXPECT_LT(g_served, calls) << "the host serves while the plugin is gone";
   EXPECT_GT(g_plans_destroyed, 0u);
   const int64_t grown = settled == 0 ? 0 : resident_bytes() - settled;
-  if (!TE_FL_ASAN && !TE_FL_TSAN) {  // which keep what is freed, and books of it
+  if (!TE_FL_ASAN && !TE_FL_TSAN) {  // sanitizers keep freed memory and books of it
     EXPECT_LT(grown, int64_t{4} << 20) << "a life leaves memory behind";
   }
   std::printf(
@@ -256,7 +256,7 @@ core::DlpackVersioned* make_dlpack(int64_t n) {
   return &holder->managed;
 }
 
-// What one thread of a framework does: memory, streams, handles and calls of one batch.
+// The work of one thread of a framework: memory, streams, handles and calls of one batch.
 class ForeignCaller {
  public:
   struct Counts {

@@ -1,5 +1,5 @@
-// What a fresh process finds: TE_FL_PLUGIN_MODULES, manifests, the installation prefix, and what it
-// refuses.
+// Tests the plugins that a fresh process finds by TE_FL_PLUGIN_MODULES, manifests and the
+// installation prefix, and those that it refuses.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -38,7 +38,7 @@ class DiscoveryTest : public ::testing::Test {
     environment.try_emplace("XDG_DATA_HOME", folder_ / "xdg");
     environment.try_emplace("XDG_CACHE_HOME", folder_ / "cache");
     const ProbeRun run = run_probe(environment, FAULT_PROBE, "--path");
-    // Whatever is found, the host works.
+    // The host works with any plugins found.
     EXPECT_EQ(run.exit_code, 0) << run.output << run.log;
     EXPECT_HAS(run.output, "|0 2") << run.output << run.log;
     return run;

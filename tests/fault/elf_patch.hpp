@@ -20,7 +20,7 @@ inline Elf64_Shdr* section(std::string& bytes, uint32_t type) {
   return nullptr;
 }
 
-// Where the last byte that is mapped from the file ends.
+// The end of the last byte that is mapped from the file.
 inline size_t end_of_segments(std::string& bytes) {
   auto* header = reinterpret_cast<Elf64_Ehdr*>(bytes.data());
   auto* segments = reinterpret_cast<Elf64_Phdr*>(bytes.data() + header->e_phoff);

@@ -1,4 +1,4 @@
-// What the tests of broken plugins share: paths, events, a call that shows that the host still
+// Shared by the tests of broken plugins: paths, events, a call that shows that the host still
 // works.
 #pragma once
 
@@ -23,7 +23,7 @@ inline std::string fault_path(const std::string& name) {
   return std::string(FAULT_FOLDER) + "/" + name + ".so";
 }
 
-// Whether any part of the file is mapped, as the kernel sees it.
+// True if any part of the file is mapped, as the kernel sees it.
 inline bool in_maps(const std::string& path) {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
@@ -32,7 +32,7 @@ inline bool in_maps(const std::string& path) {
   return false;
 }
 
-// What the fault plugins said that they were entered for.
+// The functions that the fault plugins said they were entered by.
 class Events {
  public:
   static void install() {
@@ -105,7 +105,7 @@ class FaultTest : public ::testing::Test {
     Events::install();
     OpManager::instance();
   }
-  // Whatever a test left active.
+  // Unloads the plugins that a test left active.
   void TearDown() override {
     for (const plugins::PluginInfo& p : plugins::list()) {
       if (p.origin != "built-in" && p.state == plugins::State::kActive) {

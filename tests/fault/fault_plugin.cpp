@@ -178,7 +178,7 @@ struct Instance {
   te_fl_op_desc op[3];
   const te_fl_op_desc* ops[3] = {&op[0], &op[1], &op[2]};
   uint32_t op_count = 1;
-  // What a longer or shorter struct of another version looks like.
+  // A struct of another version, longer or shorter.
   alignas(8) unsigned char longer[sizeof(te_fl_op_desc) + 64];
 };
 

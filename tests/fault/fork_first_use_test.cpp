@@ -33,7 +33,7 @@ std::atomic<bool> g_inside{false}, g_forking{false}, g_forked{false};
 bool g_child = false;
 int g_chosen = 0, g_begun = 0;
 pid_t g_forking_thread = 0;
-// What the first thread is making, innermost last.
+// The objects that the first thread is making, innermost last.
 std::array<std::atomic<Guard*>, 32> g_making;
 std::atomic<size_t> g_depth{0};
 

@@ -14,12 +14,12 @@ namespace {
 
 using plugins::State;
 
-// What a fault plugin's load must end in.
+// A fault plugin, and the error in which its load must end.
 struct Case {
   const char* name;
   StatusCode code;
   std::vector<std::string> texts;   // all of them are in the message
-  std::vector<std::string> events;  // what was entered
+  std::vector<std::string> events;  // the functions that were entered
 };
 
 const std::vector<std::string> kCreated = {"create", "devices", "quiesce", "destroy"};

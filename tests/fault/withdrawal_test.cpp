@@ -61,7 +61,7 @@ class Stage {
     const std::lock_guard lock(mutex_);
     return static_cast<int>(std::count(heard_.begin(), heard_.end(), event));
   }
-  // Where `event` came first; the end if it never did.
+  // The position at which `event` came first; the end if it never did.
   size_t place(const std::string& event) const {
     const std::lock_guard lock(mutex_);
     return static_cast<size_t>(std::find(heard_.begin(), heard_.end(), event) - heard_.begin());

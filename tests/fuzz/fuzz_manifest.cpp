@@ -11,7 +11,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   const ManifestResult result =
       parse_manifest({reinterpret_cast<const char*>(data), size}, "/fuzz/manifest.json");
   if (result.ok()) {
-    // What is accepted obeys the rules that the loader relies on.
+    // An accepted manifest obeys the rules that the loader relies on.
     const Manifest& m = result.manifest;
     if (m.name.empty() || m.vendor.empty() || m.arch.empty()) std::abort();
     if (!m.library_path.starts_with('/') || m.library_path.find('\0') != std::string::npos)

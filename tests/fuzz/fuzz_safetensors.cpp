@@ -13,7 +13,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
     if (header.status().message().empty()) std::abort();
     return 0;
   }
-  // What is accepted lies within the file.
+  // Accepted tensors lie within the file.
   for (const auto& entry : header->entries) {
     if (entry.begin > entry.end || header->data_offset + entry.end > size) std::abort();
   }

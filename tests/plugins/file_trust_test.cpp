@@ -1,4 +1,4 @@
-// Who else could change what a path, or a plugin's libraries, lead to.
+// Tests who else could change what a path, or a plugin's libraries, lead to.
 #include "plugins/file_trust.hpp"
 
 #include <grp.h>

@@ -1,4 +1,5 @@
-// What a plugin says of its surroundings, on its way to `te-fl info` and `te-fl doctor`.
+// Tests a plugin's findings about its surroundings, on their way to `te-fl info` and `te-fl
+// doctor`.
 #include <gtest/gtest.h>
 
 #include <stdexcept>

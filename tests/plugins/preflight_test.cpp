@@ -117,7 +117,7 @@ TEST_F(PreflightTest, SearchFollowsTheLoadersOrder) {
   rules.default_folders.pop_back();
   EXPECT_EQ(found(old_style), "nowhere");
   rules.loaded.push_back({"/somewhere/else.so", "libdep.so.1"});
-  EXPECT_EQ(found(old_style), "somewhere");  // what is loaded already comes first
+  EXPECT_EQ(found(old_style), "somewhere");  // a loaded library comes first
 }
 
 TEST_F(PreflightTest, ALibraryPathSetTooLateIsExplained) {

@@ -138,7 +138,7 @@ TEST(Decide, ChecksEveryConstraint) {
   EXPECT_EQ(refusal_of({}, c, o), Refusal::kArch);
   o.max_arch = 2;
   EXPECT_EQ(refusal_of({}, c, o), Refusal::kNone);
-  // What it knows is a set: a newer argument does not stand for an older one.
+  // An implementation knows a set of arguments: a newer one does not stand for an older one.
   c.later = 0b01;
   o.later = 0b10;
   EXPECT_EQ(refusal_of({}, c, o), Refusal::kLaterArgument);

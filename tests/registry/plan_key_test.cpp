@@ -252,7 +252,7 @@ Changes changes_of_context() {
   };
 }
 
-// What differs between calls that share a plan, so that prepare() must not depend on it.
+// The changes between calls that share a plan, so that prepare() must not depend on them.
 Changes exempt(const te_fl_op_schema& schema) {
   Changes all = {
       // A captured call gets the plan of the call before it, when all was allowed.
@@ -279,7 +279,7 @@ Changes exempt(const te_fl_op_schema& schema) {
         q.scale_inv = moved(q.scale_inv, 1 << 26);
       });
     } else if (arg.type == TE_FL_ARG_SAVED && arg.role != TE_FL_IN) {
-      // What a forward finds in the record that it is to fill in is left over from earlier.
+      // The contents of a record that a forward is to fill in are left over from earlier.
       all.emplace_back(name + ": opaque", [](AnyCall& c) { c.record.opaque = 1; });
       all.emplace_back(name + ": producer", [](AnyCall& c) { c.record.producer = "vendor.b"; });
     }

@@ -247,8 +247,8 @@ TEST(Registry, FailedRegistrationReleasesKeepAlive) {
   EXPECT_TRUE(watch.expired());
 }
 
-// Who asks what may be freed and frees it later must not free what others retire in between: a
-// thread may have entered meanwhile and be reading it.
+// A thread that asks which objects may be freed, and frees them later, must not free what others
+// retire in between: another thread may have entered meanwhile and be reading it.
 TEST(Registry, WhatIsRetiredLaterIsNotTakenForGone) {
   ASSERT_FALSE(registry::inside_op());
   const uint64_t asked = registry::oldest_inside();

@@ -1,4 +1,4 @@
-// What tests expect of a Status, a Result, an op's Outcome or a text. A failure shows the
+// Macros for the expectations of a Status, a Result, an op's Outcome or a text. A failure shows the
 // expression, the code and the whole text, causes included; more can be added with <<.
 //
 //   ASSERT_OK(x), EXPECT_OK(x)          x.ok(), or an Outcome of TE_FL_OK
@@ -29,7 +29,8 @@ Status status_of(const Result<T>& result) {
   return result.status();
 }
 
-// What `answer` says: a Status, a Result, an Outcome, or what has ok() and to_string() or `error`.
+// The words of `answer`: a Status, a Result, an Outcome, or another type with ok() and to_string()
+// or `error`.
 template <class T>
 std::string words_of(const T& answer) {
   if constexpr (requires { status_of(answer); }) {

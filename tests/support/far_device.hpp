@@ -133,12 +133,13 @@ class FarDevice {
   te_fl_device_api api{};
   te_fl_device_desc desc{};
   std::atomic<bool> capturing{false};             // as if every stream were being captured
-  std::atomic<te_fl_status> next_copy{TE_FL_OK};  // what copies answer
+  std::atomic<te_fl_status> next_copy{TE_FL_OK};  // the answer of copies
   std::atomic<te_fl_status> next_pinned{TE_FL_OK};
-  std::atomic<te_fl_status> next_copy_between{TE_FL_OK};  // what copies from another device answer
-  std::atomic<int64_t> copies_between{0};                 // those that went
-  std::atomic<void*> retired{nullptr};                    // the stream that was retired last
-  std::atomic<int64_t> pinned{0};                         // buffers alive
+  // The answer of copies from another device.
+  std::atomic<te_fl_status> next_copy_between{TE_FL_OK};
+  std::atomic<int64_t> copies_between{0};  // those that went
+  std::atomic<void*> retired{nullptr};     // the stream that was retired last
+  std::atomic<int64_t> pinned{0};          // buffers alive
   // Copies since forget(): from the device, and to it.
   std::vector<Range> reads() const {
     const std::lock_guard lock(mutex_);
@@ -165,7 +166,7 @@ class FarDevice {
 
   te_fl_status allocate(size_t bytes, void* stream, void** out, const te_fl_error_sink* e) {
     const size_t wanted = (bytes + 2 * kAlignment) / kAlignment * kAlignment;  // and a gap
-    if (!take(wanted, out)) {  // what is freed is waited for before there is no memory
+    if (!take(wanted, out)) {  // freed memory is waited for before the device is full
       queues.finish();
       if (!take(wanted, out)) {
         return say(e, TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN, "the far device is full");

@@ -6,7 +6,7 @@
 
 namespace te_fl::testing {
 
-// What an op answered, and in which words.
+// The status that an op answered, and its words.
 struct Outcome {
   te_fl_status status = TE_FL_OK;
   std::string text;

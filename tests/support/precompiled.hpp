@@ -1,5 +1,5 @@
-// What most tests begin with, compiled once for all of them (tests/CMakeLists.txt). A test includes
-// what it uses all the same, so that it compiles without this.
+// The headers that most tests begin with, compiled once for all of them (tests/CMakeLists.txt). A
+// test includes what it uses all the same, so that it compiles without this.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -136,7 +136,7 @@ class RecordingDevice {
   static RecordingDevice& of(void* self) { return *static_cast<RecordingDevice*>(self); }
   void give_back(void* data) {
     const auto block = blocks_.find(data);
-    std::memset(data, kGone, block->second);  // what is read from now on shows
+    std::memset(data, kGone, block->second);  // later reads of freed memory show this
     gone_.push_back(*block);
     blocks_.erase(block);
   }

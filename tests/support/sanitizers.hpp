@@ -1,5 +1,5 @@
-// Which sanitizer a test is built with (g++ and clang say it differently), and what each cannot do
-// in a forked child.
+// Tells which sanitizer a test is built with (g++ and clang say it differently), and what each
+// cannot do in a forked child.
 #pragma once
 
 #if defined(__has_feature)

@@ -1,4 +1,4 @@
-"""What the three families share."""
+"""Shared by the three families of ops."""
 
 import os
 

@@ -92,7 +92,7 @@ struct Framework {
   std::vector<uint64_t> trimmed;
   std::vector<void*> retired;
   int destroyed = 0;
-  void* gives = nullptr;  // what allocate() returns, whatever it is
+  void* gives = nullptr;  // allocate() returns this, whatever it is
   std::ptrdiff_t shift = 0;
   std::function<void()> on_allocate;
 };

@@ -483,7 +483,7 @@ TEST(DeviceStreams, AnEventOfAnotherProviderIsRefused) {
   EXPECT_TRUE(devices::remove(device).ok());
 }
 
-// What memory is asked for is checked before a device sees it.
+// A descriptor of memory is checked before a device sees it.
 TEST(Memory, ADescriptorIsChecked) {
   const auto refused = [](auto change, const char* part) {
     te_fl_memory_desc memory;

@@ -269,7 +269,7 @@ TEST(MemoOverRandomCalls, OddSchemas) {
            TE_FL_ARG_STRIDED_CODES |
            (random() % 4 == 0 ? TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY | TE_FL_ARG_QUANT_ONLY : 0u));
       if (d.role != TE_FL_IN && name != names[0]) d.aliases = names[0];
-      // What a scalar of any type says may decide what is read.
+      // A scalar of any type may decide if an argument's contents are read.
       if (d.role == TE_FL_INOUT && random() % 2 == 0) d.inout_if = random() % 2 == 0 ? "g" : "f";
       if (name != names[0] && random() % 3 == 0)
         d.flags |= TE_FL_ARG_SAME_DTYPE, d.same_as = names[0];

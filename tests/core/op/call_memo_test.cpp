@@ -372,7 +372,7 @@ TEST(Memo, OpsOfOneAddressAreNotMixedUp) {
                        round % 2 == 0 ? std::vector<std::vector<int64_t>>{{2, 8}, {2, 8}}
                                       : std::vector<std::vector<int64_t>>{{2, 8}, {2, 4}});
     EXPECT_TRUE(check_by(memo, call.op(), call.args(), s));
-    call.items()[1].shape[1] = round % 2 == 0 ? 4 : 8;  // what the other op would want
+    call.items()[1].shape[1] = round % 2 == 0 ? 4 : 8;  // fits the other op alone
     EXPECT_FALSE(check_by(memo, call.op(), call.args(), s));
   }
 }

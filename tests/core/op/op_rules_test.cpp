@@ -265,7 +265,7 @@ class Broken {
     EXPECT_TRUE(has(text, "breaks the rule \"" + std::string(rule) + "\"")) << op << ": " << text;
     seen_.insert(std::string(op) + ": " + rule);
   }
-  // Which of the op's rules no call has broken.
+  // The op's rules that no call has broken.
   std::vector<std::string> left(const char* op) const {
     std::vector<std::string> result;
     std::string rules = catalogue_schema(op)->rules;

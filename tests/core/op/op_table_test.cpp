@@ -34,7 +34,8 @@ TEST(Catalogue, NullAndShortStructsAreRefusedByEveryOp) {
     Signature ignored;
     EXPECT_FALSE(op->signature(nullptr, ignored));
     EXPECT_FALSE(op->signature(&small, ignored));
-    // Of the right size and all zero: no crash, and refused unless nothing is required.
+    // A struct of the right size that is all zero must not crash, and is refused unless nothing is
+    // required.
     std::vector<uint64_t> zero(schema->args_size / 8 + 1);
     std::memcpy(zero.data(), &schema->args_size, 4);
     check(*op, zero.data());

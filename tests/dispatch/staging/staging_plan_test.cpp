@@ -1,5 +1,5 @@
-// What is copied for a host implementation, worked out from a call's description alone: the
-// addresses here have no memory behind them.
+// Tests the list of copies for a host implementation, worked out from a call's description alone:
+// the addresses here have no memory behind them.
 #include "dispatch/staging/staging_plan.hpp"
 
 #include <gtest/gtest.h>

@@ -84,7 +84,7 @@ TEST_F(Staging, TheGapsOfAStridedOutputAreNotWritten) {
     EXPECT_EQ(seen.out->dl.strides[0], 8);
     auto* y = static_cast<float*>(seen.out->dl.data);
     for (int row = 0; row < 2; ++row) {
-      // What is between in this copy is of no consequence.
+      // The bytes in between are of no consequence in this copy.
       for (int column = 0; column < 2; ++column) y[8 * row + column] = 5;
     }
     for (int column = 2; column < 8; ++column) y[column] = 77;

@@ -1,4 +1,4 @@
-// What ranks compare before the first step.
+// Tests the fingerprint that ranks compare before the first step.
 #include <gtest/gtest.h>
 
 #include "core/base/plugin_settings.hpp"

@@ -235,7 +235,8 @@ TEST_F(QuarantineFileTest, ThreadsThatEndTheirStepsAtOnceLoseNothing) {
   EXPECT_EQ(quarantines()->size(), static_cast<size_t>(kThreads) * kEach);
 }
 
-// What a step bars while another entry is being cleared stays barred, in memory and in the file.
+// An entry that a step adds while another one is being cleared stays in force, in memory and in the
+// file.
 TEST_F(QuarantineFileTest, ClearingOneLosesNoneThatIsBarredMeanwhile) {
   constexpr int kSteps = 40;
   std::atomic<bool> done{false};

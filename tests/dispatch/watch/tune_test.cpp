@@ -1,4 +1,4 @@
-// What te-fl tune pins: gains above the noise of timing only.
+// Tests that te-fl tune pins gains above the noise of timing only.
 #include "dispatch/watch/tune.hpp"
 
 #include <gtest/gtest.h>

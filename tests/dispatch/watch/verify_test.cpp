@@ -264,7 +264,7 @@ TEST_F(Verify, NoQuarantineBeginsWhileAStreamIsCaptured) {
   (void)devices::remove(device);
 }
 
-// What a process still holds at its end is in the file for later runs.
+// Entries that a process still holds at its end are in the file for later runs.
 TEST_F(Verify, WhatIsHeldAtTheEndIsWritten) {
   const auto run = [&] {
     setenv("WORLD_SIZE", "2", 1);
