@@ -253,7 +253,7 @@ def outputs():
     result["core/op/generated/op_table.cpp"] = gen_table(families)
     result["include/te_fl/ops.hpp"] = gen_cpp(families)
     result["python/te_fl/ops.pyi"] = gen_python(families)
-    result["python/src/op_defaults.inc"] = gen_python_defaults(families)
+    result["python/src/ops/op_defaults.inc"] = gen_python_defaults(families)
     result["docs/ops.md"] = gen_docs(families)
     return result
 

@@ -21,7 +21,8 @@ import torch
 
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fl.pytorch import base, call, fused_layer
+from te_fl.pytorch.autograd import call
+from te_fl.pytorch.modules import base, fused_layer
 
 ROWS, WIDTH = 64, 768
 TORCH = "torch.nn.Linear BF16"

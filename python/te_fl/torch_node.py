@@ -1,5 +1,5 @@
-"""te_fl.pytorch's autograd node in C++ (pytorch/node.cpp), which takes a good part of a small layer's host time away: `python -m te_fl build-node`
-compiles it for the installed PyTorch, which is not imported for that. It is optional; te_fl.pytorch.call's LayerFunction does the same,
+"""te_fl.pytorch's autograd node in C++ (pytorch/autograd/node.cpp), which takes a good part of a small layer's host time away: `python -m te_fl build-node`
+compiles it for the installed PyTorch, which is not imported for that. It is optional; te_fl.pytorch.autograd.call's LayerFunction does the same,
 more slowly."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Callable, Optional, Tuple
 
 from te_fl import frameworks
 
-FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pytorch")
+FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pytorch", "autograd")
 SOURCE = os.path.join(FOLDER, "node.cpp")
 COMMAND = f"{os.path.basename(sys.executable)} -m te_fl build-node"
 
@@ -88,7 +88,7 @@ def _command(root: str, file: str) -> list:
 
 _TRIAL = """
 import torch, te_fl.pytorch as te
-from te_fl.pytorch import call
+from te_fl.pytorch.autograd import call
 assert call.run is not call.python_run, "it was not loaded"
 module = te.Linear(16, 16, device="cpu")
 x = torch.randn(4, 16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""python/src/xla_ffi.hpp, which declares XLA's C ABI, against the headers of the jaxlib that is installed."""
+"""python/src/jax/xla_ffi.hpp, which declares XLA's C ABI, against the headers of the jaxlib that is installed."""
 
 import pathlib
 import re
@@ -9,7 +9,7 @@ import unittest
 
 import jax
 
-SOURCE = pathlib.Path(__file__).resolve().parents[2] / "python" / "src"
+SOURCE = pathlib.Path(__file__).resolve().parents[2] / "python" / "src" / "jax"
 MEMBERS = {  # ours, theirs: member pairs whose offsets and sizes must agree
     ("Extension", "XLA_FFI_Extension_Base"): {"type": "type", "next": "next"},
     ("ApiVersion", "XLA_FFI_Api_Version"): {"major": "major_version", "minor": "minor_version"},

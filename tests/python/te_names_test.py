@@ -45,12 +45,12 @@ def has(module):
 
 
 def served():
-    """(Transformer Engine's qualified name, te-fl's module, name) of what this interpreter's frameworks allow."""
+    """(Transformer Engine's qualified name, te-fl's module by its public name, that name, what it serves) of what this interpreter's frameworks allow."""
     for qualified in FACTS:
         module, _, name = qualified.rpartition(".")
         home = table.home(module, name)
         if has(home):
-            yield qualified, importlib.import_module(home), name
+            yield qualified, importlib.import_module(home), home, name
 
 
 def parameters(function):
@@ -95,9 +95,9 @@ class Names(unittest.TestCase):
 
     def test_parameters_and_defaults(self):
         checked = 0
-        for qualified, module, name in served():
+        for qualified, module, home, name in served():
             own, facts = getattr(module, name), FACTS[qualified]
-            if f"{module.__name__}.{name}" in table.MADE_BY:
+            if f"{home}.{name}" in table.MADE_BY:
                 continue
             if "fields" in facts:
                 with self.subTest(name=qualified):
@@ -113,7 +113,7 @@ class Names(unittest.TestCase):
                  if method in METHODS]
             for function, rows in pairs:
                 with self.subTest(name=qualified, function=getattr(function, "__qualname__", name)):
-                    besides = ("device", *table.MORE.get(f"{module.__name__}.{name}", ()))
+                    besides = ("device", *table.MORE.get(f"{home}.{name}", ()))
                     mine = [row for row in parameters(function) if row[0] not in besides]
                     theirs = [(n, default(text, module), kind) for n, text, kind in rows if n != "device"]
                     self.assertEqual(mine, theirs)

@@ -15,7 +15,7 @@ from torch_oracle import DEVICES, allowed, near_by_norm, randn, randomise  # noq
 
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import DelayedScaling  # noqa: E402
-from te_fl.pytorch import extra_state  # noqa: E402
+from te_fl.pytorch.fp8 import extra_state  # noqa: E402
 
 FP8 = DelayedScaling(amax_history_len=4, fp8_dpa=True)
 HEADS, CHANNELS = 2, 16

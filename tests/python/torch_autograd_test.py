@@ -21,7 +21,8 @@ from torch_oracle import DEVICES, near, randn, randomise  # noqa: E402
 
 import te_fl  # noqa: E402
 from te_fl import _native  # noqa: E402
-from te_fl.pytorch import base, call, fused_layer  # noqa: E402
+from te_fl.pytorch.autograd import call  # noqa: E402
+from te_fl.pytorch.modules import base, fused_layer  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling  # noqa: E402
 
@@ -121,7 +122,7 @@ class Gradients(Each):
             (y.sum() + (dx.norm() - 1) ** 2).backward()
 
     def test_a_backward_that_raises_leaves_nothing(self):
-        from te_fl.pytorch import call
+        from te_fl.pytorch.autograd import call
         class Fails(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x):

@@ -25,7 +25,8 @@ from torch_oracle import DEVICES, near, randn, randomise  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
 from te_fl.errors import FailedPrecondition  # noqa: E402
-from te_fl.pytorch import quantization, registry  # noqa: E402
+from te_fl.pytorch.fp8 import quantization  # noqa: E402
+from te_fl.pytorch.runtime import registry  # noqa: E402
 
 DEVICE = DEVICES[-1]
 DELAYED = DelayedScaling(amax_history_len=4)
@@ -526,7 +527,7 @@ class Training(Compiled):
                     torch._dynamo.reset()
                     with self.subTest(recipe=type(recipe).__name__, backend=backend):
                         self.both(make, lambda m, x: te.checkpoint(piece, m, x, preserve_rng_state=True) * 2, recipe, backend=backend)
-        from te_fl.pytorch import compiled
+        from te_fl.pytorch.compile import compiled
         gc.collect()
         self.assertFalse(compiled._again, "a forward that nobody repeats any more is kept")
 
@@ -658,7 +659,7 @@ class Lives(Compiled):
             self.close(got, want, "value")
 
     def test_a_module_goes(self):
-        from te_fl.pytorch import compiled  # noqa: F401
+        from te_fl.pytorch.compile import compiled  # noqa: F401
         torch._dynamo.reset()  # graphs of tests before this one hold their modules
         gc.collect()
         known = len(registry._modules)
@@ -685,7 +686,7 @@ class Lives(Compiled):
         self.close(x.grad, want, "gradient")
 
     def test_a_number_that_names_nothing(self):
-        from te_fl.pytorch import compiled  # noqa: F401
+        from te_fl.pytorch.compile import compiled  # noqa: F401
         module = te.Linear(32, 32, device=DEVICE)
         called = torch.compile(module, backend="aot_eager", fullgraph=True)
         called(input_of(DEVICE))

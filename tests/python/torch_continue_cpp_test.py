@@ -15,7 +15,7 @@ import torch
 import te_fl.pytorch as te
 from te_fl import ops
 from te_fl.common import recipe
-from te_fl.pytorch import extra_state
+from te_fl.pytorch.fp8 import extra_state
 from te_fl.pytorch.optimizers import FusedAdam, multi_tensor_l2norm, multi_tensor_scale
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -24,7 +24,7 @@ import te_fl  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling  # noqa: E402
 from te_fl.errors import FailedPrecondition, Unsupported  # noqa: E402
-from te_fl.pytorch.float8_tensor import Float8Tensor  # noqa: E402
+from te_fl.pytorch.fp8.float8_tensor import Float8Tensor  # noqa: E402
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DELAYED, CURRENT, BLOCK = DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling()

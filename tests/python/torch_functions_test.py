@@ -5,7 +5,7 @@ import unittest
 import torch
 
 from te_fl.errors import InvalidArgument, Unsupported
-from te_fl.pytorch import cross_entropy, rope, softmax
+from te_fl.pytorch.functions import cross_entropy, rope, softmax
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: dict(atol=2e-6, rtol=2e-6), torch.bfloat16: dict(atol=2e-2, rtol=2e-2)}

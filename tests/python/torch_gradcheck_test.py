@@ -16,7 +16,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from torch_oracle import DEVICES, randn, randomise  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
-from te_fl.pytorch import rope, softmax  # noqa: E402
+from te_fl.pytorch.functions import rope, softmax  # noqa: E402
 
 STEP = dict(eps=1e-2, atol=2e-3, rtol=1e-2, nondet_tol=0.0 if DEVICES == ["cpu"] else 1e-5)
 

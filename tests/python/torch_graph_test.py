@@ -10,9 +10,9 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from torch_oracle import randn, randomise  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
-from te_fl.pytorch import extra_state  # noqa: E402
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling  # noqa: E402
 from te_fl.errors import FailedPrecondition, InvalidArgument, Unsupported  # noqa: E402
+from te_fl.pytorch.fp8 import extra_state  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 RECIPES = (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling())

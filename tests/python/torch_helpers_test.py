@@ -9,7 +9,9 @@ import torch
 import te_fl
 from te_fl.common import recipe
 from te_fl.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
-from te_fl.pytorch import availability, constants, rng, weights
+from te_fl.pytorch.fp8 import availability
+from te_fl.pytorch.functions import weights
+from te_fl.pytorch.runtime import constants, rng
 
 
 class Availability(unittest.TestCase):
@@ -66,7 +68,20 @@ class Package(unittest.TestCase):
         self.assertIn("parallel_cross_entropy", dir(te))
         with self.assertRaisesRegex(AttributeError, "GroupedLinear.*transformer-engine.md"):
             te.GroupedLinear
-        code = "import sys, te_fl.pytorch; assert not {'te_fl.pytorch.cross_entropy', 'te_fl.pytorch.optimizers'} & set(sys.modules)"
+        code = "import sys, te_fl.pytorch; assert not {'te_fl.pytorch.functions.cross_entropy', 'te_fl.pytorch.optimizers'} & set(sys.modules)"
+        subprocess.run([sys.executable, "-c", code], check=True)
+
+    def test_a_module_has_its_public_name_whatever_room_it_lies_in(self):
+        code = ("import importlib, pickle, sys, te_fl.pytorch as te; from te_fl.pytorch.rooms import ROOMS; checkpoint = te.checkpoint\n"
+                "for room, names in ROOMS.items():\n"
+                "    for name in names.split():\n"
+                "        public, placed = (importlib.import_module(f'te_fl.pytorch.{n}') for n in (name, f'{room}.{name}'))\n"
+                "        assert public is placed and placed.__spec__.name == placed.__name__ == f'te_fl.pytorch.{room}.{name}', placed.__spec__\n"
+                "assert te.checkpoint is checkpoint and callable(checkpoint), te.checkpoint\n"
+                # what torch.save(module) wrote of a class, and of a weight of FP8 codes, when modules lay in no rooms
+                "assert pickle.loads(b'cte_fl.pytorch.linear\\nLinear\\n.') is te.Linear\n"
+                "rebuilt = pickle.loads(b'cte_fl.pytorch.float8_tensor\\n_rebuilt\\n.')\n"
+                "assert pickle.dumps(rebuilt, 0).startswith(b'cte_fl.pytorch.float8_tensor\\n_rebuilt\\n'), pickle.dumps(rebuilt, 0)")
         subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -19,7 +19,8 @@ from torch_oracle import DEVICES, randn, randomise
 
 import te_fl.pytorch as te
 from te_fl import torch_node
-from te_fl.pytorch import base, call, fused_layer
+from te_fl.pytorch.autograd import call
+from te_fl.pytorch.modules import base, fused_layer
 
 if call.run is call.python_run:
     raise unittest.SkipTest(f"the node is not built for this PyTorch: {torch_node.COMMAND}")

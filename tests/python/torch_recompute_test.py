@@ -14,7 +14,7 @@ from torch_oracle import DEVICES, near, randomise  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
-from te_fl.pytorch import extra_state  # noqa: E402
+from te_fl.pytorch.fp8 import extra_state  # noqa: E402
 
 
 PLAIN = tuple(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=r) for r in (False, True))  # without te-fl's context_fn

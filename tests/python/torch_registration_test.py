@@ -11,7 +11,9 @@ import torch
 import te_fl
 import te_fl.pytorch as te
 from te_fl import BackendImplKind, OpImpl, OpRegistry
-from te_fl.pytorch import base, call, softmax
+from te_fl.pytorch.autograd import call
+from te_fl.pytorch.functions import softmax
+from te_fl.pytorch.modules import base
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 

@@ -21,7 +21,7 @@ import te_fl.pytorch as te  # noqa: E402
 from te_fl import errors  # noqa: E402
 from te_fl.common import recipe  # noqa: E402
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling  # noqa: E402
-from te_fl.pytorch import extra_state  # noqa: E402
+from te_fl.pytorch.fp8 import extra_state  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
 DELAYED = DelayedScaling(amax_history_len=4)

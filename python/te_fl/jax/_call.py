@@ -1,4 +1,4 @@
-"""One op as one call of XLA's FFI. The call's text (python/src/jax_call.hpp) is its only attribute."""
+"""One op as one call of XLA's FFI. The call's text (python/src/jax/jax_call.hpp) is its only attribute."""
 
 from __future__ import annotations
 

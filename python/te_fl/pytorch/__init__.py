@@ -11,20 +11,22 @@ require("torch")
 # `as` says to type checkers that a name is the package's own.
 from te_fl.common import recipe as recipe  # noqa: E402
 from te_fl.errors import did_you_mean  # noqa: E402
-from te_fl.pytorch.attention import DotProductAttention as DotProductAttention  # noqa: E402
-from te_fl.pytorch.checkpoint import checkpoint as checkpoint, recompute_contexts as recompute_contexts  # noqa: E402
-from te_fl.pytorch.quantization import autocast as autocast, fp8_autocast as fp8_autocast  # noqa: E402
-from te_fl.pytorch.quantization import fp8_model_init as fp8_model_init, quantized_model_init as quantized_model_init  # noqa: E402
-from te_fl.pytorch.linear import LayerNormLinear as LayerNormLinear, Linear as Linear  # noqa: E402
-from te_fl.pytorch.mlp import LayerNormMLP as LayerNormMLP  # noqa: E402
-from te_fl.pytorch.multihead_attention import MultiheadAttention as MultiheadAttention  # noqa: E402
-from te_fl.pytorch.norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm  # noqa: E402
-from te_fl.pytorch.transformer import TransformerLayer as TransformerLayer  # noqa: E402
-from te_fl.pytorch.weight_cache import cache_quantized_weights as cache_quantized_weights  # noqa: E402
+from te_fl.pytorch.modules.attention import DotProductAttention as DotProductAttention  # noqa: E402
+from te_fl.pytorch.autograd.checkpoint import checkpoint as checkpoint, recompute_contexts as recompute_contexts  # noqa: E402
+from te_fl.pytorch.fp8.quantization import autocast as autocast, fp8_autocast as fp8_autocast  # noqa: E402
+from te_fl.pytorch.fp8.quantization import fp8_model_init as fp8_model_init, quantized_model_init as quantized_model_init  # noqa: E402
+from te_fl.pytorch.modules.linear import LayerNormLinear as LayerNormLinear, Linear as Linear  # noqa: E402
+from te_fl.pytorch.modules.mlp import LayerNormMLP as LayerNormMLP  # noqa: E402
+from te_fl.pytorch.modules.multihead_attention import MultiheadAttention as MultiheadAttention  # noqa: E402
+from te_fl.pytorch.modules.norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm  # noqa: E402
+from te_fl.pytorch.modules.transformer import TransformerLayer as TransformerLayer  # noqa: E402
+from te_fl.pytorch.fp8.weight_cache import cache_quantized_weights as cache_quantized_weights  # noqa: E402
 from te_fl.compat import table as _table  # noqa: E402
 from te_fl.compat.variables import read_variables as _read_variables  # noqa: E402
+from te_fl.pytorch.rooms import open_rooms as _open_rooms  # noqa: E402
 
 _read_variables()
+_open_rooms()
 
 _LATER = ("availability", "constants", "cross_entropy", "global_state", "offload", "optimizers", "rng", "rope", "softmax", "weights")
 

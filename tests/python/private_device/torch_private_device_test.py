@@ -19,8 +19,8 @@ import far  # noqa: E402
 
 import te_fl  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
-from te_fl.pytorch import private_device  # noqa: E402
 from te_fl.errors import Unsupported  # noqa: E402
+from te_fl.pytorch.runtime import private_device  # noqa: E402
 from torch_cases import MODULES, PRODUCTS, RECIPES, gradients, input_of, scope  # noqa: E402
 from torch_oracle import randn, randomise  # noqa: E402
 

@@ -1,0 +1,48 @@
+#include "ops/op_binding.hpp"
+
+#include <map>
+
+#include "ops/op_defaults.hpp"
+#include "py/errors.hpp"
+#include "te_fl/op_manager.hpp"
+
+namespace te_fl::python {
+namespace {
+
+std::unique_ptr<OpBinding> make_binding(OpId id) {
+  const te_fl_op_schema* schema = OpManager::instance().registry().schema(id);
+  auto binding = std::make_unique<OpBinding>(OpBinding{id, schema, {}, default_arguments(*schema)});
+  for (uint32_t i = 0; i < schema->arg_count; ++i) {
+    const te_fl_arg_desc& arg = *schema->args[i];
+    PyObject* name = Ref::take(PyUnicode_InternFromString(arg.name)).release();
+    binding->args.push_back({&arg, name, words_of(arg.enum_names)});
+  }
+  return binding;
+}
+
+}  // namespace
+
+int OpBinding::find(PyObject* name) const noexcept {
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (args[i].name == name) return static_cast<int>(i);  // keywords of calls are interned
+  }
+  for (size_t i = 0; i < args.size(); ++i) {
+    if (PyUnicode_Compare(args[i].name, name) == 0) return static_cast<int>(i);
+  }
+  return -1;
+}
+
+const OpBinding& bind(PyObject* name) {
+  static auto* bindings = new std::map<uint32_t, std::unique_ptr<OpBinding>>();
+  const std::string text(text_of(name, "the op's name"));
+  Result<OpId> found = [&] {
+    const WithoutLock unlocked;  // the first use discovers and loads plugins
+    return OpManager::instance().registry().find(text);
+  }();
+  const OpId id = value_of(std::move(found));
+  std::unique_ptr<OpBinding>& kept = (*bindings)[id.index];
+  if (kept == nullptr) kept = make_binding(id);
+  return *kept;
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,592 @@
+#include "ops/op_call.hpp"
+
+#include <cstring>
+#include <deque>
+#include <map>
+#include <optional>
+
+#include "ops/function_op.hpp"
+#include "ops/manager.hpp"
+#include "ops/op_binding.hpp"
+#include "ops/policy.hpp"
+#include "py/dlpack.hpp"
+#include "py/errors.hpp"
+#include "py/exchange.hpp"
+#include "te_fl/op_manager.hpp"
+
+namespace te_fl::python {
+namespace {
+
+PyObject* g_quantized = nullptr;
+PyObject* g_saved = nullptr;
+
+// The names of te_fl_quant's parts as te_fl.Quantized has them.
+struct Part {
+  const char* name;
+  size_t offset;
+};
+constexpr Part kParts[] = {
+    {"columnwise_data", offsetof(te_fl_quant, columnwise_data)},
+    {"scale_inv", offsetof(te_fl_quant, scale_inv)},
+    {"columnwise_scale_inv", offsetof(te_fl_quant, columnwise_scale_inv)},
+    {"amax", offsetof(te_fl_quant, amax)},
+    {"columnwise_amax", offsetof(te_fl_quant, columnwise_amax)},
+    {"scale", offsetof(te_fl_quant, scale)},
+};
+
+// A saved record outlives the call that fills it: the forward's is the backward's argument.
+struct SavedRecord {
+  te_fl_saved saved;
+  te_fl_tensor storage;
+  int64_t bytes = 0;
+};
+constexpr const char* kSavedName = "te_fl.saved";
+
+// The arguments of one call, and what they point to.
+class Arguments {
+ public:
+  explicit Arguments(const OpBinding& op) : op_(op), raw_(op.defaults) {
+    given_.resize(op.args.size());
+  }
+  void set(PyObject* name, PyObject* value) {
+    const int at = op_.find(name);
+    if (at >= 0) return set(op_.args[static_cast<size_t>(at)], static_cast<size_t>(at), value);
+    if (const std::string_view option = text_of(name, "a keyword"); option == "stream") {
+      stream_ = stream_of(value);
+    } else if (option == "seed") {
+      seed_ = PyLong_AsUnsignedLongLong(value);
+      if (PyErr_Occurred() != nullptr) throw PythonError();
+    } else if (option == "offset") {
+      offset_ = PyLong_AsUnsignedLongLong(value);
+      if (PyErr_Occurred() != nullptr) throw PythonError();
+    } else {
+      no_such_argument(option);
+    }
+  }
+  const void* raw() const noexcept { return raw_.data(); }
+  CallOptions options() const {
+    CallOptions options;
+    options.rng.seed = seed_;
+    options.rng.offset = offset_;
+    if (stream_.has_value()) {
+      options.stream = *stream_;
+    } else if (device_.has_value()) {
+      options.stream = borrowed_.stream(*device_);
+    }
+    return options;
+  }
+
+ private:
+  struct Quantised {
+    te_fl_tensor tensor;
+    te_fl_quant quant;
+    std::vector<int64_t> shape;
+  };
+
+  [[noreturn]] void no_such_argument(std::string_view name) const {
+    std::string text =
+        std::string(op_.schema->name) + "() has no argument '" + std::string(name) + "'; it takes";
+    for (const BoundArg& arg : op_.args) text += std::string(" ") + arg.desc->name + ",";
+    throw_type_error(text + " and stream" +
+                     ((op_.schema->flags & TE_FL_SCHEMA_USES_RNG) != 0 ? ", seed, offset" : ""));
+  }
+
+  static void* stream_of(PyObject* value) {
+    if (value == Py_None) return nullptr;
+    // torch.cuda.Stream and its kin, and torch.Stream.
+    PyObject* handle = nullptr;
+    for (const char* name : {"cuda_stream", "native_handle"}) {
+      if (handle == nullptr) handle = PyObject_GetAttrString(value, name);
+      if (handle == nullptr) PyErr_Clear();
+    }
+    const Ref number = handle != nullptr ? Ref::take(handle) : Ref::share(value);
+    void* stream = PyLong_AsVoidPtr(number.get());
+    if (stream == nullptr && PyErr_Occurred() != nullptr) throw PythonError();
+    return stream;
+  }
+
+  template <class T>
+  void write(uint32_t offset, const T& value) {
+    std::memcpy(raw_.data() + offset, &value, sizeof value);
+  }
+
+  void set(const BoundArg& arg, size_t at, PyObject* value) {
+    const te_fl_arg_desc& desc = *arg.desc;
+    if (given_[at]) {
+      throw_type_error(std::string(op_.schema->name) + "() got '" + desc.name + "' twice");
+    }
+    given_[at] = true;
+    switch (desc.type) {
+      case TE_FL_ARG_TENSOR:
+        if (value != Py_None) write(desc.offset, tensor(value, desc));
+        return;
+      case TE_FL_ARG_TENSOR_LIST:
+        return set_tensors(desc, value);
+      case TE_FL_ARG_I64_LIST:
+        return set_integers(desc, value);
+      case TE_FL_ARG_SAVED:
+        return set_saved(desc, value);
+      case TE_FL_ARG_COMMUNICATOR:
+        throw_type_error(std::string("'") + desc.name +
+                         "' is a communicator, which Python cannot make in this version");
+      default:
+        return set_scalar(arg, value);
+    }
+  }
+
+  void set_scalar(const BoundArg& arg, PyObject* value) {
+    const te_fl_arg_desc& desc = *arg.desc;
+    switch (desc.type) {
+      case TE_FL_ARG_BOOL: {
+        const int truth = PyObject_IsTrue(value);
+        check(truth);
+        return write(desc.offset, static_cast<int32_t>(truth));
+      }
+      case TE_FL_ARG_ENUM:
+        if (PyUnicode_Check(value)) return write(desc.offset, enumerator(arg, value));
+        [[fallthrough]];
+      case TE_FL_ARG_I32: {
+        const long number = PyLong_AsLong(value);
+        if (PyErr_Occurred() != nullptr) throw_wrong_scalar(desc, value, "an int");
+        if (number != static_cast<int32_t>(number)) {
+          throw_value_error(std::string("'") + desc.name + "' is " + std::to_string(number) +
+                            ", which does not fit in 32 bits");
+        }
+        return write(desc.offset, static_cast<int32_t>(number));
+      }
+      case TE_FL_ARG_I64: {
+        const int64_t number = PyLong_AsLongLong(value);
+        if (PyErr_Occurred() != nullptr) throw_wrong_scalar(desc, value, "an int");
+        return write(desc.offset, number);
+      }
+      default: {
+        const double number = PyFloat_AsDouble(value);
+        if (PyErr_Occurred() != nullptr) throw_wrong_scalar(desc, value, "a number");
+        if (desc.type == TE_FL_ARG_F32) return write(desc.offset, static_cast<float>(number));
+        return write(desc.offset, number);
+      }
+    }
+  }
+  [[noreturn]] static void throw_wrong_scalar(const te_fl_arg_desc& desc, PyObject* value,
+                                              const char* wanted) {
+    if (PyErr_ExceptionMatches(PyExc_TypeError) == 0) throw PythonError();
+    PyErr_Clear();
+    throw_type_error(std::string("'") + desc.name + "' is a " + type_name(value) + ", not " +
+                     wanted);
+  }
+  static int32_t enumerator(const BoundArg& arg, PyObject* value) {
+    const std::string_view word = text_of(value, arg.desc->name);
+    std::string all;
+    for (size_t i = 0; i < arg.enum_names.size(); ++i) {
+      if (arg.enum_names[i] == word) return static_cast<int32_t>(i);
+      all += (i == 0 ? "" : ", ") + arg.enum_names[i];
+    }
+    throw_value_error(std::string("'") + arg.desc->name + "' is '" + std::string(word) +
+                      "'; it is one of " + all);
+  }
+
+  static uint32_t provider_of(const te_fl_tensor& t, std::string_view name) {
+    if (t.dl.device.type != TE_FL_DEVICE_EXT) return 0;
+    const Result<Device> device = device_of(t.dl.device);
+    if (!device.ok()) throw_status(device.status().wrap(std::string(name)));
+    return device->provider;
+  }
+
+  void note(const te_fl_tensor& t, const te_fl_arg_desc& desc) {
+    const bool anywhere = (desc.flags & (TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY)) != 0;
+    if (!anywhere && !device_.has_value()) device_ = t.dl.device;
+  }
+
+  const te_fl_tensor* tensor(PyObject* value, const te_fl_arg_desc& desc) {
+    const int quantised = PyObject_IsInstance(value, g_quantized);
+    check(quantised);
+    if (quantised != 0) return quantised_tensor(value, desc);
+    te_fl_tensor& t = tensors_.emplace_back();
+    t = te_fl_tensor{};
+    t.dl = borrowed_.describe(value, desc.role != TE_FL_IN, desc.name);
+    t.provider = provider_of(t, desc.name);
+    note(t, desc);
+    return &t;
+  }
+
+  const te_fl_tensor* quantised_tensor(PyObject* value, const te_fl_arg_desc& desc) {
+    const bool written = desc.role != TE_FL_IN;
+    Quantised& q = quantised_.emplace_back();
+    q.tensor = te_fl_tensor{};
+    q.quant = te_fl_quant{};
+    q.quant.scaling = static_cast<uint32_t>(number(value, "_scaling"));
+    q.quant.flags = static_cast<uint32_t>(number(value, "_flags"));
+    q.quant.amax_epsilon = static_cast<float>(number(value, "amax_epsilon"));
+    for (const Part& part : kParts) {
+      const Ref given = Ref::take(PyObject_GetAttrString(value, part.name));
+      if (given.get() == Py_None) continue;
+      const std::string name = std::string(desc.name) + "." + part.name;
+      const te_fl_dltensor t = borrowed_.describe(given.get(), written, name.c_str());
+      if (t.strides != nullptr) throw_value_error("'" + name + "' is not contiguous");
+      void* data = static_cast<char*>(t.data) + t.byte_offset;
+      std::memcpy(reinterpret_cast<char*>(&q.quant) + part.offset, &data, sizeof data);
+      if (part.offset == offsetof(te_fl_quant, columnwise_data)) describe_columnwise(q, value, t);
+    }
+    const Ref data = Ref::take(PyObject_GetAttrString(value, "data"));
+    if (data.get() != Py_None) q.tensor.dl = borrowed_.describe(data.get(), written, desc.name);
+    if (q.tensor.dl.shape == nullptr && q.tensor.dl.ndim != 0) {
+      throw_value_error(std::string("'") + desc.name + "' has neither data nor columnwise_data");
+    }
+    q.tensor.quant = &q.quant;
+    q.tensor.provider = provider_of(q.tensor, desc.name);
+    note(q.tensor, desc);
+    return &q.tensor;
+  }
+  // Where there is no row-wise copy, the logical shape is that of the object.
+  static void describe_columnwise(Quantised& q, PyObject* value, const te_fl_dltensor& columns) {
+    const Ref shape = Ref::take(PyObject_GetAttrString(value, "shape"));
+    const Ref list = Ref::take(PySequence_List(shape.get()));
+    q.shape.resize(static_cast<size_t>(PyList_Size(list.get())));
+    for (size_t i = 0; i < q.shape.size(); ++i) {
+      q.shape[i] = PyLong_AsLongLong(PyList_GetItem(list.get(), static_cast<Py_ssize_t>(i)));
+    }
+    if (PyErr_Occurred() != nullptr) throw PythonError();
+    q.tensor.dl = columns;
+    q.tensor.dl.data = nullptr;
+    q.tensor.dl.byte_offset = 0;
+    q.tensor.dl.ndim = static_cast<int32_t>(q.shape.size());
+    q.tensor.dl.shape = q.shape.data();
+    q.tensor.dl.strides = nullptr;
+  }
+  static double number(PyObject* value, const char* name) {
+    const Ref member = Ref::take(PyObject_GetAttrString(value, name));
+    const double number = PyFloat_AsDouble(member.get());
+    if (PyErr_Occurred() != nullptr) throw PythonError();
+    return number;
+  }
+
+  void set_tensors(const te_fl_arg_desc& desc, PyObject* value) {
+    if (value == Py_None) return;
+    const Ref items = Ref::take(PySequence_List(value));
+    auto& list = lists_.emplace_back();
+    const Py_ssize_t count = PyList_Size(items.get());
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      list.push_back(tensor(PyList_GetItem(items.get(), i), desc));
+    }
+    const te_fl_tensor* const* data = list.data();
+    write(desc.offset, data);
+    write(desc.count_offset, static_cast<int64_t>(count));
+  }
+
+  void set_integers(const te_fl_arg_desc& desc, PyObject* value) {
+    if (value == Py_None) return;
+    const Ref items = Ref::take(PySequence_List(value));
+    auto& list = integers_.emplace_back();
+    const Py_ssize_t count = PyList_Size(items.get());
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      list.push_back(PyLong_AsLongLong(PyList_GetItem(items.get(), i)));
+      if (PyErr_Occurred() != nullptr) throw PythonError();
+    }
+    const int64_t* data = list.data();
+    write(desc.offset, data);
+    write(desc.count_offset, static_cast<int64_t>(count));
+  }
+
+  void set_saved(const te_fl_arg_desc& desc, PyObject* value) {
+    if (value == Py_None) return;
+    const int right = PyObject_IsInstance(value, g_saved);
+    check(right);
+    if (right == 0) {
+      throw_type_error(std::string("'") + desc.name + "' is a " + type_name(value) +
+                       ", not a te_fl.Saved");
+    }
+    Ref capsule = Ref::take(PyObject_GetAttrString(value, "_record"));
+    if (capsule.get() == Py_None) {
+      auto record = std::make_unique<SavedRecord>();
+      capsule = Ref::take(PyCapsule_New(record.get(), kSavedName, [](PyObject* c) {
+        delete static_cast<SavedRecord*>(PyCapsule_GetPointer(c, kSavedName));
+      }));
+      record.release();
+      check(PyObject_SetAttrString(value, "_record", capsule.get()));
+    }
+    auto* record = static_cast<SavedRecord*>(PyCapsule_GetPointer(capsule.get(), kSavedName));
+    if (record == nullptr) throw PythonError();
+    const Ref storage = Ref::take(PyObject_GetAttrString(value, "storage"));
+    record->saved.storage = nullptr;
+    if (storage.get() != Py_None) {
+      record->storage = te_fl_tensor{};
+      record->storage.dl =
+          borrowed_.describe(storage.get(), desc.role != TE_FL_IN, "saved.storage");
+      record->storage.provider = provider_of(record->storage, "saved.storage");
+      record->saved.storage = &record->storage;
+    }
+    write(desc.offset, &record->saved);
+  }
+
+  const OpBinding& op_;
+  std::vector<std::byte> raw_;
+  std::vector<bool> given_;
+  Borrowed borrowed_;
+  std::deque<te_fl_tensor> tensors_;  // addresses stay
+  std::deque<Quantised> quantised_;
+  std::deque<std::vector<const te_fl_tensor*>> lists_;
+  std::deque<std::vector<int64_t>> integers_;
+  std::optional<te_fl_device> device_;
+  std::optional<void*> stream_;
+  uint64_t seed_ = 0, offset_ = 0;
+};
+
+constexpr const char* kOpName = "te_fl.op";
+
+const OpBinding& binding_of(PyObject* self) {
+  const auto* op = static_cast<const OpBinding*>(PyCapsule_GetPointer(self, kOpName));
+  if (op == nullptr) throw PythonError();
+  return *op;
+}
+
+PyObject* run_op(PyObject* self, PyObject* const* args, Py_ssize_t count,
+                 PyObject* names) noexcept {
+  return guarded([&]() -> Ref {
+    const OpBinding& op = binding_of(self);
+    if (count != 0) {
+      throw_type_error(std::string(op.schema->name) + "() takes keyword arguments only");
+    }
+    Arguments arguments(op);
+    const Py_ssize_t keywords = names != nullptr ? PyTuple_Size(names) : 0;
+    for (Py_ssize_t i = 0; i < keywords; ++i) arguments.set(PyTuple_GetItem(names, i), args[i]);
+    const CallOptions options = arguments.options();
+    const DeterministicScope deterministic;
+    Status status;
+    {
+      const WithoutLock unlocked;
+      status = OpManager::instance().call(op.id, arguments.raw(), options);
+    }
+    check(status);
+    return Ref::share(Py_None);
+  });
+}
+
+const PyMethodDef kRun = {"op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_op)),
+                          METH_FASTCALL | METH_KEYWORDS, "Runs an op of te-fl."};
+
+PyObject* run_function_op(PyObject* self, PyObject* positional, PyObject* keywords) noexcept {
+  return guarded([&] {
+    const DeterministicScope deterministic;
+    return call_function_op(OpManager::instance(), binding_of(self).id, positional, keywords);
+  });
+}
+
+const PyMethodDef kRunFunction = {
+    "op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_function_op)),
+    METH_VARARGS | METH_KEYWORDS, "Runs an op of Python functions."};
+
+// How Python shows an op: its name, signature and description, which live as long as its callables.
+struct MethodOfOp {
+  PyMethodDef definition;
+  std::string words;
+};
+
+MethodOfOp& method_of(const OpBinding& op) {
+  static auto* methods = new std::map<const OpBinding*, MethodOfOp>();
+  const auto [at, added] = methods->try_emplace(&op);
+  if (added) {
+    at->second.definition = is_function_op(*op.schema) ? kRunFunction : kRun;
+    at->second.definition.ml_name = op.schema->name;
+  }
+  return at->second;
+}
+
+Ref to_dict(const Decision& decision) {
+  Ref dict = Ref::take(PyDict_New());
+  put(dict, "op", to_python(decision.op));
+  put(dict, "impl_id", to_python(decision.impl_id));
+  put(dict, "policy", to_python(decision.policy));
+  put(dict, "runs", to_python(decision.runs));
+  put(dict, "silent", to_python(decision.silent));
+  put(dict, "candidates", list_of(decision.candidates, [](const Candidate& c) {
+        Ref one = Ref::take(PyDict_New());
+        put(one, "impl_id", to_python(c.impl_id));
+        put(one, "kind", to_python(to_string(c.kind)));
+        put(one, "vendor", to_python(c.vendor));
+        put(one, "owner", to_python(c.owner));
+        put(one, "priority", to_python(int64_t{c.priority}));
+        put(one, "accepted", to_python(c.accepted));
+        put(one, "chosen", to_python(c.chosen));
+        put(one, "staged", to_python(c.staged));
+        put(one, "reason", to_python(c.reason));
+        return one;
+      }));
+  return dict;
+}
+
+// f(manager, op, arguments, options) of a Python call f(op, dict, manager=None, tuple=()), or
+// g(manager, op, tuple, dict) where the op is of Python functions.
+template <class F, class G>
+Ref with_arguments(PyObject* args, F&& f, G&& g) {
+  PyObject *name = nullptr, *given = nullptr, *manager = Py_None, *positional = nullptr;
+  if (PyArg_ParseTuple(args, "OO!|OO!", &name, &PyDict_Type, &given, &manager, &PyTuple_Type,
+                       &positional) == 0)
+    throw PythonError();
+  const DeterministicScope deterministic;
+  const Ref none = Ref::take(PyTuple_New(0));
+  if (positional == nullptr) positional = none.get();
+  if (const auto id = find_function_op(manager_of(manager), name))
+    return g(manager_of(manager), *id, positional, given);
+  const OpBinding& op = bind(name);
+  if (PyTuple_Size(positional) != 0) {
+    throw_type_error(std::string("op '") + op.schema->name +
+                     "' is in the catalogue: it takes keyword arguments only, those of te_fl.ops." +
+                     op.schema->name);
+  }
+  Arguments arguments(op);
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(given, &at, &key, &value) != 0;) arguments.set(key, value);
+  return f(manager_of(manager), op, arguments, arguments.options());
+}
+
+template <class T>
+std::vector<T> numbers_of(PyObject* list) {
+  std::vector<T> numbers;
+  const Ref items = Ref::take(PySequence_List(list));
+  for (Py_ssize_t i = 0; i < PyList_Size(items.get()); ++i) {
+    const long number = PyLong_AsLong(PyList_GetItem(items.get(), i));
+    if (PyErr_Occurred() != nullptr) throw PythonError();
+    numbers.push_back(static_cast<T>(number));
+  }
+  return numbers;
+}
+
+// Of a scalar; None of what has no value that could be left out.
+Ref default_of(const OpBinding& op, const te_fl_arg_desc& arg) {
+  const auto read = [&](auto value) {
+    std::memcpy(&value, op.defaults.data() + arg.offset, sizeof value);
+    return value;
+  };
+  switch (arg.type) {
+    case TE_FL_ARG_BOOL:
+      return to_python(read(int32_t{}) != 0);
+    case TE_FL_ARG_I32:
+    case TE_FL_ARG_ENUM:
+      return to_python(int64_t{read(int32_t{})});
+    case TE_FL_ARG_I64:
+      return to_python(read(int64_t{}));
+    case TE_FL_ARG_F32:
+      return to_python(double{read(float{})});
+    case TE_FL_ARG_F64:
+      return to_python(read(double{}));
+    default:
+      return Ref::share(Py_None);
+  }
+}
+
+}  // namespace
+
+void set_argument_classes(PyObject* quantized, PyObject* saved) {
+  Py_INCREF(quantized);
+  Py_INCREF(saved);
+  g_quantized = quantized;
+  g_saved = saved;
+}
+
+PyObject* make_op(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject* name = nullptr;
+    const char* words = nullptr;
+    if (PyArg_ParseTuple(args, "Os", &name, &words) == 0) throw PythonError();
+    const OpBinding& op = bind(name);
+    MethodOfOp& method = method_of(op);
+    if (method.words.empty()) method.words = words;
+    method.definition.ml_doc = method.words.c_str();
+    const Ref self = Ref::take(PyCapsule_New(const_cast<OpBinding*>(&op), kOpName, nullptr));
+    return Ref::take(PyCFunction_NewEx(&method.definition, self.get(), nullptr));
+  });
+}
+
+PyObject* quantized_class() noexcept { return g_quantized; }
+
+PyObject* call_by(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    return with_arguments(
+        args,
+        [](OpManager& manager, const OpBinding& op, const Arguments& a, const CallOptions& o) {
+          check(without_lock([&] { return manager.call(op.id, a.raw(), o); }));
+          return Ref::share(Py_None);
+        },
+        call_function_op);
+  });
+}
+
+PyObject* resolve(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    return with_arguments(
+        args,
+        [](OpManager& manager, const OpBinding& op, const Arguments& a, const CallOptions& o) {
+          return to_dict(
+              value_of(without_lock([&] { return manager.resolve(op.id, a.raw(), o); })));
+        },
+        [](OpManager& manager, OpId op, PyObject* positional, PyObject* keywords) {
+          return to_dict(value_of(resolve_function_op(manager, op, positional, keywords)));
+        });
+  });
+}
+
+PyObject* saved_bytes(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    return with_arguments(
+        args,
+        [](OpManager& manager, const OpBinding& op, const Arguments& a, const CallOptions& o) {
+          return to_python(uint64_t{
+              value_of(without_lock([&] { return manager.saved_bytes(op.id, a.raw(), o); }))});
+        },
+        [](OpManager&, OpId, PyObject*, PyObject*) { return to_python(uint64_t{0}); });
+  });
+}
+
+PyObject* explain(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *name = nullptr, *device = nullptr, *dtypes = nullptr, *scalings = nullptr,
+             *capsule = Py_None;
+    if (PyArg_ParseTuple(args, "OOOO|O", &name, &device, &dtypes, &scalings, &capsule) == 0)
+      throw PythonError();
+    OpManager& manager = manager_of(capsule);
+    const DeterministicScope deterministic;
+    const std::string op(text_of(name, "the op's name"));
+    const OpId id = value_of(without_lock([&] { return manager.registry().find(op); }));
+    CallProfile profile;
+    const std::string where(text_of(device, "device"));
+    profile.device = value_of(without_lock([&] { return parse_device(where); }));
+    profile.dtypes = numbers_of<DType>(dtypes);
+    profile.scalings = numbers_of<Scaling>(scalings);
+    return to_dict(value_of(without_lock([&] { return manager.explain(id, profile); })));
+  });
+}
+
+PyObject* schema(PyObject*, PyObject* name) noexcept {
+  return guarded([&] {
+    const OpBinding& op = bind(name);
+    const auto text = [](const char* t) { return to_python(std::string_view(t ? t : "")); };
+    Ref dict = Ref::take(PyDict_New());
+    put(dict, "name", text(op.schema->name));
+    put(dict, "summary", text(op.schema->summary));
+    put(dict, "formula", text(op.schema->formula));
+    put(dict, "rules", text(op.schema->rules));
+    put(dict, "random", to_python((op.schema->flags & TE_FL_SCHEMA_USES_RNG) != 0));
+    const std::vector<BoundArg> none;
+    put(dict, "args",
+        list_of(is_function_op(*op.schema) ? none : op.args, [&](const BoundArg& arg) {
+          Ref one = Ref::take(PyDict_New());
+          put(one, "name", text(arg.desc->name));
+          put(one, "type", to_python(int64_t{arg.desc->type}));
+          put(one, "role", to_python(int64_t{arg.desc->role}));
+          put(one, "shape", text(arg.desc->shape));
+          put(one, "optional", to_python((arg.desc->flags & TE_FL_ARG_OPTIONAL) != 0));
+          put(one, "default", default_of(op, *arg.desc));
+          put(one, "later", to_python((arg.desc->flags & TE_FL_ARG_LATER) != 0));
+          put(one, "same_as", text(arg.desc->same_as));
+          put(one, "inout_if", text(arg.desc->inout_if));
+          put(one, "dtypes", to_python(uint64_t{arg.desc->dtypes}));
+          put(one, "enum", list_of(arg.enum_names, [](const std::string& n) {
+                return to_python(std::string_view(n));
+              }));
+          return one;
+        }));
+    return dict;
+  });
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,344 @@
+#include "ops/policy.hpp"
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "ops/function_op.hpp"
+#include "py/errors.hpp"
+#include "te_fl/op_manager.hpp"
+
+namespace te_fl::python {
+namespace {
+
+constexpr const char* kName = "te_fl.policy_scope";
+
+struct Scope {
+  SelectionPolicy policy;
+  std::unique_ptr<PolicyScope> entered;
+  std::map<std::string, std::string> asked;  // what it and those around it give, as text
+  Scope* outer = nullptr;                    // while it is entered
+};
+PyObject* g_follower = nullptr;  // told of the thread's line; never freed
+
+PyObject* g_wants = nullptr;  // kept until the process ends
+
+// Of this thread. Python code may leave scopes in any order; C++ scopes must not be.
+thread_local Scope* t_innermost = nullptr;
+
+Scope& scope_of(PyObject* capsule) {
+  auto* scope = static_cast<Scope*>(PyCapsule_GetPointer(capsule, kName));
+  if (scope == nullptr) throw PythonError();
+  return *scope;
+}
+
+bool truth_of(PyObject* value) {
+  const int truth = PyObject_IsTrue(value);
+  check(truth);
+  return truth != 0;
+}
+
+void set(PolicySettings& settings, std::string_view key, PyObject* value) {
+  if (key == "prefer") {
+    settings.prefer = value_of(parse_kind(text_of(value, "prefer")));
+  } else if (key == "strict") {
+    settings.strict = truth_of(value);
+  } else if (key == "deterministic") {
+    settings.deterministic = truth_of(value);
+  } else if (key == "allow_vendors") {
+    settings.allow_vendors = value_of(parse_vendor_list(text_of(value, "allow_vendors")));
+  } else if (key == "deny_vendors") {
+    settings.deny_vendors = value_of(parse_vendor_list(text_of(value, "deny_vendors")));
+  } else if (key == "per_op") {
+    auto names = without_lock([] { return OpManager::instance().registry().op_names(); });
+    names.insert(names.end(), function_op_names().begin(), function_op_names().end());
+    settings.per_op = value_of(parse_per_op(text_of(value, "per_op"), names));
+  } else if (key == "max_staged_bytes") {
+    settings.max_staged_bytes = PyLong_AsUnsignedLongLong(value);
+    if (PyErr_Occurred() != nullptr) throw PythonError();
+  } else {
+    throw_type_error("a policy has no setting '" + std::string(key) +
+                     "'; it has prefer, strict, deterministic, allow_vendors, deny_vendors, "
+                     "per_op and max_staged_bytes");
+  }
+}
+
+// The value of a setting that set() has taken, without blanks.
+std::string word_of(std::string_view key, PyObject* value) {
+  if (key == "strict" || key == "deterministic") return truth_of(value) ? "1" : "0";
+  if (key == "max_staged_bytes") return std::to_string(PyLong_AsUnsignedLongLong(value));
+  std::string text(text_of(value, "a setting"));
+  std::erase_if(text, [](unsigned char c) { return std::isspace(c) != 0; });
+  return text;
+}
+
+std::map<std::string, std::string> asked_of(PyObject* dict) {
+  std::map<std::string, std::string> made;
+  // A whole policy takes nothing from those around it.
+  PyObject* const whole = PyDict_GetItemString(dict, "whole");
+  if (t_innermost != nullptr && (whole == nullptr || !truth_of(whole))) made = t_innermost->asked;
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
+    if (value == Py_None) continue;
+    const std::string name(text_of(key, "a setting's name"));
+    if (name == "whole") continue;
+    made[name] = word_of(name, value);
+  }
+  return made;
+}
+
+std::string line_of_thread() {
+  std::string line;
+  if (t_innermost == nullptr) return line;
+  for (const auto& [name, value] : t_innermost->asked) {
+    line += (line.empty() ? "" : " ") + name + "=" + value;
+  }
+  return line;
+}
+
+void tell_follower() {
+  if (g_follower == nullptr) return;
+  const Ref line = to_python(line_of_thread());
+  Ref::take(PyObject_CallFunctionObjArgs(g_follower, line.get(), nullptr));
+}
+
+// What is in force with `dict` put over it. With its key "whole" true, what `dict` lacks is unset
+// instead, but for deterministic and max_staged_bytes, which a whole policy does not speak of.
+PolicySettings settings_of(PyObject* dict) {
+  if (!PyDict_Check(dict)) throw_type_error("the settings of a policy must be a dict");
+  PolicySettings made = value_of(without_lock([] { return current_policy(); })).settings();
+  if (PyObject* whole = PyDict_GetItemString(dict, "whole"); whole != nullptr && truth_of(whole)) {
+    PolicySettings cleared;
+    cleared.deterministic = made.deterministic;
+    cleared.max_staged_bytes = made.max_staged_bytes;
+    made = std::move(cleared);
+  }
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
+    const std::string_view name = text_of(key, "a setting's name");
+    if (value != Py_None && name != "whole") set(made, name, value);
+  }
+  return made;
+}
+
+std::string token_text(const PolicyToken& token) {
+  switch (token.type) {
+    case PolicyToken::Type::kKind:
+      return std::string(to_string(token.kind));
+    case PolicyToken::Type::kVendorName:
+      return "vendor:" + token.name;
+    case PolicyToken::Type::kImpl:
+      return "impl:" + token.name;
+  }
+  return "?";
+}
+
+Ref strings(const std::vector<std::string>& texts) {
+  return list_of(texts, [](const std::string& text) { return to_python(text); });
+}
+
+}  // namespace
+
+PyObject* check_policy(PyObject*, PyObject* settings) noexcept {
+  return guarded([&] {
+    settings_of(settings);
+    return Ref::share(Py_None);
+  });
+}
+
+PyObject* enter_policy(PyObject*, PyObject* settings) noexcept {
+  return guarded([&] {
+    auto scope = std::make_unique<Scope>();
+    scope->policy = SelectionPolicy::intern(settings_of(settings));
+    scope->asked = asked_of(settings);
+    Ref capsule = Ref::take(PyCapsule_New(scope.get(), kName, [](PyObject* c) {
+      auto* dropped = static_cast<Scope*>(PyCapsule_GetPointer(c, kName));
+      // One that was never left stays in force on its thread, as a C++ scope would.
+      if (dropped->entered == nullptr) delete dropped;
+    }));
+    Scope* const made = scope.release();
+    made->entered = std::make_unique<PolicyScope>(made->policy);
+    made->outer = std::exchange(t_innermost, made);
+    try {
+      tell_follower();
+    } catch (...) {
+      t_innermost = made->outer;
+      made->entered.reset();
+      throw;
+    }
+    return capsule;
+  });
+}
+
+PyObject* leave_policy(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    Scope& scope = scope_of(capsule);
+    if (scope.entered == nullptr || t_innermost != &scope) {
+      throw_status(Status(StatusCode::kFailedPrecondition,
+                          "policy scopes end on the thread that entered them, the innermost "
+                          "first; this one is not the innermost here"));
+    }
+    t_innermost = scope.outer;
+    scope.entered.reset();
+    tell_follower();
+    return Ref::share(Py_None);
+  });
+}
+
+PyObject* set_deterministic(PyObject*, PyObject* function) noexcept {
+  return guarded([&] {
+    Py_INCREF(function);
+    std::swap(g_wants, function);
+    Py_XDECREF(function);
+    return Ref::share(Py_None);
+  });
+}
+
+bool wants_deterministic() {
+  if (g_wants == nullptr) return false;
+  return truth_of(Ref::take(PyObject_CallNoArgs(g_wants)).get());
+}
+
+DeterministicScope::DeterministicScope(bool wanted) {
+  if (!wanted) return;
+  const Result<SelectionPolicy> now = current_policy();
+  if (!now.ok() || now->settings().deterministic) return;  // the call says what is wrong
+  PolicySettings settings = now->settings();
+  settings.deterministic = true;
+  scope_.emplace(std::move(settings));
+}
+
+PyObject* follow_policy(PyObject*, PyObject* function) noexcept {
+  return guarded([&] {
+    g_follower = Ref::share(function).release();
+    return to_python(line_of_thread());
+  });
+}
+
+Result<LinePolicy> LinePolicy::parse(std::string_view line) {
+  LinePolicy made;
+  while (!line.empty()) {
+    const size_t end = std::min(line.find(' '), line.size()), equals = line.find('=');
+    if (equals >= end) return invalid_argument("'" + std::string(line) + "' is no policy");
+    const std::string_view name = line.substr(0, equals);
+    const std::string_view value = line.substr(equals + 1, end - equals - 1);
+    line.remove_prefix(std::min(end + 1, line.size()));
+    if (name == "prefer") {
+      Result<Kind> kind = parse_kind(value);
+      if (!kind.ok()) return kind.status();
+      made.asked_.prefer = kind.value();
+    } else if (name == "strict") {
+      made.strict_ = true;
+      made.asked_.strict = value == "1";
+    } else if (name == "deterministic") {
+      made.deterministic_ = true;
+      made.asked_.deterministic = value == "1";
+    } else if (name == "max_staged_bytes") {
+      uint64_t bytes = 0;
+      const auto [rest, error] = std::from_chars(value.data(), value.data() + value.size(), bytes);
+      if (error != std::errc() || rest != value.data() + value.size()) {
+        return invalid_argument("'" + std::string(value) + "' is no number of bytes");
+      }
+      made.asked_.max_staged_bytes = bytes;
+    } else if (name == "allow_vendors" || name == "deny_vendors") {
+      Result<std::vector<std::string>> vendors = parse_vendor_list(value);
+      if (!vendors.ok()) return vendors.status();
+      const bool allow = name == "allow_vendors";
+      (allow ? made.allow_ : made.deny_) = true;
+      (allow ? made.asked_.allow_vendors : made.asked_.deny_vendors) = std::move(vendors).value();
+    } else if (name == "per_op") {
+      // Ops of other processes' Python may be among them, of which this one need not know.
+      const std::vector<std::string> here = OpManager::instance().registry().op_names();
+      std::vector<std::string> known = here;
+      for (std::string_view rest = value; !rest.empty();) {
+        const std::string_view list = rest.substr(0, rest.find(';'));
+        known.emplace_back(list.substr(0, list.find('=')));
+        rest.remove_prefix(std::min(list.size() + 1, rest.size()));
+      }
+      auto lists = parse_per_op(value, known);
+      if (!lists.ok()) return lists.status();
+      made.per_op_ = true;
+      made.asked_.per_op = std::move(lists).value();
+      std::erase_if(made.asked_.per_op, [&](const auto& list) {
+        return std::find(here.begin(), here.end(), list.first) == here.end();
+      });
+    } else {
+      return invalid_argument("a policy has no setting '" + std::string(name) + "'");
+    }
+  }
+  return made;
+}
+
+Result<SelectionPolicy> LinePolicy::now() const {
+  const Result<SelectionPolicy> around = current_policy();
+  if (!around.ok()) return around.status();
+  PolicySettings made = around.value().settings();
+  if (asked_.prefer) made.prefer = asked_.prefer;
+  if (asked_.max_staged_bytes) made.max_staged_bytes = asked_.max_staged_bytes;
+  if (strict_) made.strict = asked_.strict;
+  if (deterministic_) made.deterministic = asked_.deterministic;
+  if (allow_) made.allow_vendors = asked_.allow_vendors;
+  if (deny_) made.deny_vendors = asked_.deny_vendors;
+  if (per_op_) made.per_op = asked_.per_op;
+  return SelectionPolicy::intern(std::move(made));
+}
+
+WithoutPolicyScopes::WithoutPolicyScopes() : innermost_(std::exchange(t_innermost, nullptr)) {
+  for (auto* scope = static_cast<Scope*>(innermost_); scope != nullptr; scope = scope->outer) {
+    scope->entered.reset();
+  }
+}
+
+WithoutPolicyScopes::~WithoutPolicyScopes() {
+  t_innermost = static_cast<Scope*>(innermost_);
+  std::vector<Scope*> scopes;  // the innermost first
+  for (Scope* scope = t_innermost; scope != nullptr; scope = scope->outer) scopes.push_back(scope);
+  for (auto at = scopes.rbegin(); at != scopes.rend(); ++at) {
+    (*at)->entered = std::make_unique<PolicyScope>((*at)->policy);
+  }
+}
+
+PyObject* policy_text(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    const DeterministicScope deterministic;
+    return to_python(value_of(without_lock([] { return current_policy(); })).describe());
+  });
+}
+
+PyObject* policy_settings(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    const PolicySettings settings =
+        value_of(without_lock([] { return current_policy(); })).settings();
+    Ref dict = Ref::take(PyDict_New());
+    put(dict, "prefer",
+        settings.prefer ? to_python(to_string(*settings.prefer)) : Ref::share(Py_None));
+    put(dict, "strict", to_python(settings.strict));
+    put(dict, "allow_vendors", strings(settings.allow_vendors));
+    put(dict, "deny_vendors", strings(settings.deny_vendors));
+    Ref lists = Ref::take(PyDict_New());
+    for (const auto& [op, tokens] : settings.per_op) {
+      put(lists, op.c_str(),
+          list_of(tokens, [](const PolicyToken& token) { return to_python(token_text(token)); }));
+    }
+    put(dict, "per_op", lists);
+    return dict;
+  });
+}
+
+PyObject* set_global_policy(PyObject*, PyObject* settings) noexcept {
+  return guarded([&] {
+    if (settings == Py_None) {
+      clear_global_policy();
+    } else {
+      te_fl::set_global_policy(SelectionPolicy::intern(settings_of(settings)));
+    }
+    return Ref::share(Py_None);
+  });
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,132 @@
+// What te-fl says of itself: devices, plugins, who served what, settings.
+#include "ops/report.hpp"
+
+#include "ops/manager.hpp"
+#include "py/errors.hpp"
+#include "te_fl/device.hpp"
+#include "te_fl/environment.hpp"
+#include "te_fl/op_manager.hpp"
+#include "te_fl/plugins.hpp"
+#include "te_fl/version.hpp"
+#include "te_fl/watch.hpp"
+
+namespace te_fl::python {
+namespace {
+
+Ref names_of(const std::vector<std::string>& names) {
+  return list_of(names, [](const std::string& name) { return to_python(std::string_view(name)); });
+}
+
+// Of a function's only argument, which may be left out.
+OpManager& manager_argument(PyObject* args) {
+  PyObject* manager = Py_None;
+  if (PyArg_ParseTuple(args, "|O", &manager) == 0) throw PythonError();
+  return manager_of(manager);
+}
+
+}  // namespace
+
+PyObject* op_names(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    return names_of(without_lock([] { return OpManager::instance().registry().op_names(); }));
+  });
+}
+
+PyObject* usage(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    OpManager& manager = manager_argument(args);
+    const auto rows = without_lock([&] { return manager.usage(); });
+    return list_of(rows, [](const OpUsage& u) {
+      Ref one = Ref::take(PyDict_New());
+      put(one, "op", to_python(u.op));
+      put(one, "impl_id", to_python(u.impl_id));
+      put(one, "calls", to_python(u.calls));
+      put(one, "staged_calls", to_python(u.staged_calls));
+      put(one, "staged_bytes", to_python(u.staged_bytes));
+      return one;
+    });
+  });
+}
+
+PyObject* reset_usage(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    OpManager& manager = manager_argument(args);
+    without_lock([&] { manager.reset_usage(); });
+    return Ref::share(Py_None);
+  });
+}
+
+PyObject* reload(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    check(without_lock([] { return OpManager::instance().reload(); }));
+    return Ref::share(Py_None);
+  });
+}
+
+PyObject* info(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    const auto plugins = without_lock([] {
+      (void)OpManager::instance();  // discovers them
+      return plugins::list();
+    });
+    Ref dict = Ref::take(PyDict_New());
+    put(dict, "version", to_python(std::string_view(TE_FL_VERSION)));
+    put(dict, "devices", list_of(devices::list(), [](const Device& d) {
+          return to_python(std::string_view(to_string(d)));
+        }));
+    put(dict, "plugins", list_of(plugins, [](const plugins::PluginInfo& p) {
+          Ref one = Ref::take(PyDict_New());
+          put(one, "name", to_python(p.name));
+          put(one, "vendor", to_python(p.vendor));
+          put(one, "version", to_python(p.version));
+          put(one, "path", to_python(p.path));
+          put(one, "origin", to_python(p.origin));
+          put(one, "state", to_python(plugins::to_string(p.state)));
+          put(one, "reason", to_python(p.reason));
+          put(one, "devices", names_of(p.devices));
+          put(one, "ops", names_of(p.ops));
+          return one;
+        }));
+    return dict;
+  });
+}
+
+PyObject* load_plugin(PyObject*, PyObject* path) noexcept {
+  return guarded([&] {
+    const std::string text(text_of(path, "the plugin's path or name"));
+    auto loaded = without_lock([&] { return plugins::load(text); });
+    return to_python(value_of(std::move(loaded)).name);
+  });
+}
+
+PyObject* verify_counts(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    const VerifyCounts counts = te_fl::verify_counts();
+    Ref dict = Ref::take(PyDict_New());
+    put(dict, "agreed", to_python(counts.agreed));
+    put(dict, "differed", to_python(counts.differed));
+    put(dict, "saved", to_python(counts.saved));
+    put(dict, "captured", to_python(counts.captured));
+    put(dict, "skipped", to_python(counts.skipped));
+    put(dict, "failed", to_python(counts.failed));
+    return dict;
+  });
+}
+
+PyObject* fingerprint(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    return to_python(without_lock([] {
+      (void)OpManager::instance();  // discovers plugins
+      return te_fl::fingerprint();
+    }));
+  });
+}
+
+PyObject* write_trace(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    check(without_lock([] { return te_fl::write_trace(); }));
+    return Ref::share(Py_None);
+  });
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,19 @@
+// What te-fl says of itself. Each is a function of the native module and returns plain Python
+// objects; errors are exceptions of the package.
+#pragma once
+
+#include "py/py.hpp"
+
+namespace te_fl::python {
+
+PyObject* op_names(PyObject*, PyObject*) noexcept;     // () -> list of str
+PyObject* usage(PyObject*, PyObject*) noexcept;        // (manager=None) -> list of dict
+PyObject* reset_usage(PyObject*, PyObject*) noexcept;  // (manager=None) -> None
+PyObject* reload(PyObject*, PyObject*) noexcept;       // () -> None: reads the environment again
+PyObject* info(PyObject*, PyObject*) noexcept;         // () -> dict: version, devices, plugins
+PyObject* load_plugin(PyObject*, PyObject* path) noexcept;  // (path or name) -> name
+PyObject* verify_counts(PyObject*, PyObject*) noexcept;     // () -> dict
+PyObject* fingerprint(PyObject*, PyObject*) noexcept;       // () -> str
+PyObject* write_trace(PyObject*, PyObject*) noexcept;       // () -> None
+
+}  // namespace te_fl::python

@@ -1,0 +1,210 @@
+#include "plugins/call_arguments.hpp"
+
+#include <array>
+#include <cstring>
+
+#include "ops/op_call.hpp"
+#include "te_fl/backend.hpp"
+#include "te_fl/dtype.hpp"
+#include "te_fl/tensor.hpp"
+
+namespace te_fl::python {
+namespace {
+
+// What an implementation may take beside the op's arguments, under the name that te_fl.ops has for
+// it where it has one.
+enum ContextArgument : uint32_t {
+  kStream = 1u << 0,
+  kSeed = 1u << 1,
+  kOffset = 1u << 2,
+  kDeterministic = 1u << 3,
+  kCapturing = 1u << 4,
+};
+struct ContextName {
+  const char* name;
+  uint32_t bit;
+};
+constexpr ContextName kContextNames[] = {{"stream", kStream},
+                                         {"seed", kSeed},
+                                         {"offset", kOffset},
+                                         {"deterministic", kDeterministic},
+                                         {"capturing", kCapturing}};
+
+class Handing {
+ public:
+  Handing(const OpBinding& op, const void* args, const std::shared_ptr<Lending>& lending,
+          PyObject* convert)
+      : op_(op), args_(static_cast<const std::byte*>(args)), lending_(lending), convert_(convert) {
+    std::memcpy(&size_, args, sizeof size_);
+  }
+
+  Ref value(const BoundArg& arg) const {
+    const te_fl_arg_desc& desc = *arg.desc;
+    switch (desc.type) {
+      case TE_FL_ARG_TENSOR: {
+        const auto* t = read<const te_fl_tensor*>(desc.offset);
+        return t != nullptr ? tensor(*t, desc) : Ref::share(Py_None);
+      }
+      case TE_FL_ARG_TENSOR_LIST: {
+        const auto* list = read<const te_fl_tensor* const*>(desc.offset);
+        const std::span tensors(list, static_cast<size_t>(read<int64_t>(desc.count_offset)));
+        return list_of(tensors, [&](const te_fl_tensor* t) { return tensor(*t, desc); });
+      }
+      case TE_FL_ARG_I64_LIST: {
+        const auto* list = read<const int64_t*>(desc.offset);
+        const std::span numbers(list, static_cast<size_t>(read<int64_t>(desc.count_offset)));
+        return list_of(numbers, [](int64_t n) { return to_python(n); });
+      }
+      case TE_FL_ARG_BOOL:
+        return to_python(read<int32_t>(desc.offset) != 0);
+      case TE_FL_ARG_ENUM: {
+        const auto number = static_cast<size_t>(read<int32_t>(desc.offset));
+        return to_python(std::string_view(arg.enum_names.at(number)));
+      }
+      case TE_FL_ARG_I32:
+        return to_python(int64_t{read<int32_t>(desc.offset)});
+      case TE_FL_ARG_I64:
+        return to_python(read<int64_t>(desc.offset));
+      case TE_FL_ARG_F32:
+        return to_python(double{read<float>(desc.offset)});
+      default:
+        return to_python(read<double>(desc.offset));
+    }
+  }
+
+ private:
+  // A caller that was compiled before the op had the argument leaves it as the defaults have it.
+  template <class T>
+  T read(uint32_t offset) const {
+    T value;
+    const std::byte* from = offset + sizeof(T) <= size_ ? args_ : op_.defaults.data();
+    std::memcpy(&value, from + offset, sizeof value);
+    return value;
+  }
+
+  Ref converted(Ref lent) const {
+    if (convert_ == nullptr) return lent;
+    return Ref::take(PyObject_CallFunctionObjArgs(convert_, lent.get(), nullptr));
+  }
+
+  Ref tensor(const te_fl_tensor& t, const te_fl_arg_desc& desc) const {
+    const bool writable = desc.role != TE_FL_IN;
+    if (t.quant != nullptr && t.quant->scaling != TE_FL_SCALING_NONE)
+      return quantised(t, *t.quant, desc.name, writable);
+    return converted(lend(lending_, t.dl, t.provider, writable));
+  }
+
+  Ref part(void* data, DType dtype, std::span<const int64_t> shape, bool writable) const {
+    if (data == nullptr) return Ref::share(Py_None);
+    return converted(lend(lending_, data, to_c(dtype), shape, writable));
+  }
+
+  // As a caller in Python describes one: te_fl.Quantized.
+  Ref quantised(const te_fl_tensor& t, const te_fl_quant& q, const char* name,
+                bool writable) const {
+    if (t.dl.data == nullptr && q.columnwise_data == nullptr) {
+      backend::unsupported("argument '" + std::string(name) +
+                           "' has neither copy of its codes, which Python is not handed");
+    }
+    const auto scaling = static_cast<Scaling>(q.scaling);
+    const te_fl_scaling_desc& mode = te_fl::describe(scaling);
+    const backend::Matrix m = backend::as_matrix(t);
+    const bool one_factor = mode.block_rows == 0;
+    const auto factors = [&](bool columns) {
+      auto shape = scale_inv_shape(scaling, columns, m.rows, m.cols);
+      return one_factor ? std::vector<int64_t>{1} : std::vector<int64_t>{shape[0], shape[1]};
+    };
+    const DType codes = value_of_dtype(t.dl.dtype), factor = static_cast<DType>(mode.scale_dtype);
+    const std::array<int64_t, 1> one = {1};
+    const std::array<int64_t, 2> columns = mode.transposed != 0
+                                               ? std::array<int64_t, 2>{m.cols, m.rows}
+                                               : std::array<int64_t, 2>{m.rows, m.cols};
+    Ref parts = Ref::take(PyDict_New());
+    put(parts, "data",
+        t.dl.data != nullptr ? converted(lend(lending_, t.dl, t.provider, writable))
+                             : Ref::share(Py_None));
+    put(parts, "scaling", to_python(std::string_view(kScalingNames[q.scaling])));
+    put(parts, "columnwise_data", part(q.columnwise_data, codes, columns, writable));
+    put(parts, "scale_inv", part(q.scale_inv, factor, factors(false), writable));
+    put(parts, "columnwise_scale_inv",
+        part(q.columnwise_scale_inv, factor, factors(true), writable));
+    put(parts, "amax", part(q.amax, DType::kF32, one, writable));
+    put(parts, "columnwise_amax", part(q.columnwise_amax, DType::kF32, one, writable));
+    put(parts, "scale", part(q.scale, DType::kF32, one, writable));
+    put(parts, "amax_epsilon", to_python(double{q.amax_epsilon}));
+    put(parts, "compute_scale", to_python((q.flags & TE_FL_QUANT_COMPUTE_SCALE) != 0));
+    put(parts, "pow2_scale", to_python((q.flags & TE_FL_QUANT_POW2_SCALE) != 0));
+    const std::span extents(t.dl.shape, static_cast<size_t>(t.dl.ndim));
+    Ref shape = list_of(extents, [](int64_t n) { return to_python(n); });
+    put(parts, "shape", Ref::take(PyList_AsTuple(shape.get())));
+    const Ref none = Ref::take(PyTuple_New(0));
+    return Ref::take(PyObject_Call(quantized_class(), none.get(), parts.get()));
+  }
+
+  static DType value_of_dtype(te_fl_dtype dtype) {
+    const Result<DType> known = dtype_from_c(dtype);
+    if (!known.ok()) backend::unsupported(known.status().message());
+    return *known;
+  }
+
+  // As te_fl.tensors.SCALINGS has them.
+  static constexpr const char* kScalingNames[] = {"none",          "tensor", "block_1x128",
+                                                  "block_128x128", "mxfp8",  "nvfp4"};
+  static_assert(std::size(kScalingNames) == TE_FL_SCALING_COUNT);
+
+  const OpBinding& op_;
+  const std::byte* args_;
+  uint32_t size_ = 0;
+  const std::shared_ptr<Lending>& lending_;
+  PyObject* convert_;
+};
+
+void put_context(const Ref& dict, const te_fl_context& ctx, uint32_t wanted) {
+  if ((wanted & kStream) != 0) put(dict, "stream", Ref::take(PyLong_FromVoidPtr(ctx.stream)));
+  if ((wanted & (kSeed | kOffset)) != 0 &&
+      (ctx.rng->seed_address != nullptr || ctx.rng->offset_address != nullptr)) {
+    backend::unsupported(
+        "the call's random state is in the device's memory, which implementations in Python are "
+        "not handed");
+  }
+  if ((wanted & kSeed) != 0) put(dict, "seed", to_python(ctx.rng->seed));
+  if ((wanted & kOffset) != 0) put(dict, "offset", to_python(ctx.rng->offset));
+  if ((wanted & kDeterministic) != 0)
+    put(dict, "deterministic", to_python((ctx.flags & TE_FL_CALL_DETERMINISTIC) != 0));
+  if ((wanted & kCapturing) != 0)
+    put(dict, "capturing", to_python((ctx.flags & TE_FL_CALL_CAPTURING) != 0));
+}
+
+}  // namespace
+
+Wanted wanted_of(const OpBinding& op, PyObject* names) {
+  Wanted wanted;
+  for (Py_ssize_t i = 0; i < PyList_Size(names); ++i) {
+    PyObject* name = PyList_GetItem(names, i);
+    if (const int at = op.find(name); at >= 0) {
+      wanted.args.push_back(&op.args[static_cast<size_t>(at)]);
+      continue;
+    }
+    const std::string_view word = text_of(name, "an argument's name");
+    const uint32_t before = wanted.context;
+    for (const ContextName& known : kContextNames) {
+      if (known.name == word) wanted.context |= known.bit;
+    }
+    if (wanted.context == before)
+      throw_type_error("op '" + std::string(op.schema->name) + "' has no argument '" +
+                       std::string(word) + "'");
+  }
+  return wanted;
+}
+
+Ref call_arguments(const OpBinding& op, const Wanted& wanted, const te_fl_context& ctx,
+                   const void* args, const std::shared_ptr<Lending>& lending, PyObject* convert) {
+  const Handing handing(op, args, lending, convert);
+  Ref dict = Ref::take(PyDict_New());
+  for (const BoundArg* arg : wanted.args)
+    check(PyDict_SetItem(dict.get(), arg->name, handing.value(*arg).get()));
+  put_context(dict, ctx, wanted.context);
+  return dict;
+}
+
+}  // namespace te_fl::python

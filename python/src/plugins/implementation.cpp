@@ -1,0 +1,265 @@
+#include "plugins/implementation.hpp"
+
+#include <utility>
+
+#include "ops/function_op.hpp"
+#include "py/errors.hpp"
+#include "py/interpreter.hpp"
+#include "te_fl/backend.hpp"
+
+namespace te_fl::python {
+namespace {
+
+PyObject* g_told = nullptr;  // kept until the process ends, as the next
+PyObject* g_on_stream = nullptr;
+
+te_fl_status code_of(std::string_view name) {
+  for (int32_t code = TE_FL_INVALID_ARGUMENT; code <= TE_FL_INTERNAL; ++code) {
+    if (to_string(static_cast<StatusCode>(code)) == name) return code;
+  }
+  return TE_FL_INTERNAL;
+}
+
+// The Python exception that is set becomes a status, and is kept for the caller.
+te_fl_status status_of_exception(const te_fl_error_sink* sink) {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (value != nullptr && trace != nullptr) PyException_SetTraceback(value, trace);
+  const Ref exception = Ref::take(value);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  PyObject* told = PyObject_CallFunctionObjArgs(g_told, exception.get(), nullptr);
+  if (told == nullptr) {
+    PyErr_Clear();
+    backend::report(sink, "an exception in Python that cannot be put into words");
+    return TE_FL_INTERNAL;
+  }
+  const Ref owner = Ref::take(told);
+  const char *name = nullptr, *text = nullptr;
+  if (PyArg_ParseTuple(told, "ss", &name, &text) == 0) {
+    PyErr_Clear();
+    return TE_FL_INTERNAL;
+  }
+  backend::report(sink, text);
+  note_cause(exception.get(), text);
+  return code_of(name);
+}
+
+// Runs f, which returns a status, with the interpreter's lock.
+template <class F>
+te_fl_status entered(const te_fl_error_sink* sink, F&& f) noexcept {
+  const InterpreterLock lock;
+  if (!lock.held()) {
+    backend::report(sink, "it is written in Python, whose interpreter is ending");
+    return TE_FL_FAILED_PRECONDITION;
+  }
+  try {
+    drop_dropped();
+    return f();
+  } catch (const PythonError&) {
+    return status_of_exception(sink);
+  } catch (const backend::Error& e) {
+    backend::report(sink, e.what());
+    return e.status();
+  } catch (const std::exception& e) {
+    backend::report(sink, e.what());
+    return TE_FL_INTERNAL;
+  }
+}
+
+std::shared_ptr<Lending> lending_of(const OpBinding& op, const te_fl_context& ctx, bool enquiry) {
+  auto lending = std::make_shared<Lending>();
+  lending->op = op.schema->name;
+  lending->device = {ctx.device.type, ctx.device.index, ctx.provider};
+  lending->stream = ctx.stream;
+  lending->enquiry = enquiry;
+  return lending;
+}
+
+// Ends a lending when it leaves the scope, however that comes.
+struct Ends {
+  Lending& lending;
+  ~Ends() { lending.over.store(true); }
+};
+
+// Arrays on the call's memory that outlive the call would read what is somebody else's then.
+te_fl_status check_returned(const Lending& lending, const te_fl_error_sink* sink) {
+  if (lending.exports.load() == 0) return TE_FL_OK;
+  const Ref gc = Ref::take(PyImport_ImportModule("gc"));  // perhaps a cycle alone holds them
+  Ref::take(PyObject_CallMethod(gc.get(), "collect", nullptr));
+  const int kept = lending.exports.load();
+  if (kept == 0) return TE_FL_OK;
+  backend::report(sink, ("it keeps " + std::to_string(kept) +
+                         " arrays on the memory of its arguments beyond the call; it must copy "
+                         "what it keeps")
+                            .c_str());
+  return TE_FL_INTERNAL;
+}
+
+te_fl_status check_result(PyObject* result, const te_fl_error_sink* sink) {
+  if (result == Py_None) return TE_FL_OK;
+  if (result == Py_NotImplemented) {
+    backend::report(sink, "it returned NotImplemented");
+    return TE_FL_UNSUPPORTED;
+  }
+  backend::report(sink, ("it returned a " + type_name(result) +
+                         "; an implementation writes its outputs in place and returns None")
+                            .c_str());
+  return TE_FL_INTERNAL;
+}
+
+te_fl_status check_answer(PyObject* answer, const te_fl_error_sink* sink) {
+  if (answer == Py_True) return TE_FL_OK;
+  if (answer == Py_False || PyUnicode_Check(answer) != 0) {
+    const std::string why(answer == Py_False ? "its supports() says no"
+                                             : text_of(answer, "supports"));
+    backend::report(sink, why.c_str());
+    return TE_FL_UNSUPPORTED;
+  }
+  backend::report(sink, ("supports() returned a " + type_name(answer) +
+                         "; it returns True, or False, or the reason as a str")
+                            .c_str());
+  return TE_FL_INTERNAL;
+}
+
+PyObject* member(PyObject* dict, const char* key) {
+  PyObject* found = PyDict_GetItemString(dict, key);
+  if (found == nullptr) throw_type_error(std::string("an implementation lacks '") + key + "'");
+  return found;
+}
+uint64_t number(PyObject* dict, const char* key) {
+  const uint64_t value = PyLong_AsUnsignedLongLong(member(dict, key));
+  if (PyErr_Occurred() != nullptr) throw PythonError();
+  return value;
+}
+// Kept in `text`; null if it is None.
+const char* optional_text(PyObject* dict, const char* key, std::string& text) {
+  PyObject* value = member(dict, key);
+  if (value == Py_None) return nullptr;
+  text = text_of(value, key);
+  return text.c_str();
+}
+PyObject* optional_object(PyObject* dict, const char* key) {
+  PyObject* value = member(dict, key);
+  if (value == Py_None) return nullptr;
+  Py_INCREF(value);
+  return value;
+}
+
+}  // namespace
+
+void set_helpers(PyObject* told, PyObject* on_stream) {
+  Py_INCREF(told);
+  Py_INCREF(on_stream);
+  g_told = told, g_on_stream = on_stream;
+}
+
+Implementation::~Implementation() {
+  drop_later(fn_);
+  drop_later(supports_);
+  drop_later(convert_);
+}
+
+std::shared_ptr<Implementation> Implementation::make(PyObject* given) {
+  std::shared_ptr<Implementation> made(new Implementation());
+  const bool typed = PyDict_GetItemString(given, "arguments") != nullptr;
+  if (typed) made->op_ = &bind(member(given, "op_name"));
+  made->fn_ = optional_object(given, "fn");
+  made->supports_ = optional_object(given, "supports");
+  made->convert_ = optional_object(given, "convert");
+  if (typed) {
+    made->arguments_ = wanted_of(*made->op_, member(given, "arguments"));
+    made->supports_arguments_ = wanted_of(*made->op_, member(given, "supports_arguments"));
+  }
+  te_fl_op_desc& desc = made->desc_;
+  desc.op_name = optional_text(given, "op_name", made->op_name_);
+  desc.impl_id = optional_text(given, "impl_id", made->impl_id_);
+  desc.vendor = optional_text(given, "vendor", made->vendor_);
+  desc.provider = optional_text(given, "provider", made->provider_);
+  desc.later_args = optional_text(given, "later_args", made->later_);
+  optional_text(given, "words", made->words_);
+  desc.kind = static_cast<uint32_t>(number(given, "kind"));
+  const long priority = PyLong_AsLong(member(given, "priority"));
+  if (PyErr_Occurred() != nullptr) throw PythonError();
+  if (priority != static_cast<int32_t>(priority))
+    throw_value_error("priority " + std::to_string(priority) + " does not fit in 32 bits");
+  desc.priority = static_cast<int32_t>(priority);
+  desc.flags = static_cast<uint32_t>(number(given, "flags"));
+  desc.min_arch = static_cast<uint32_t>(number(given, "min_arch"));
+  desc.max_arch = static_cast<uint32_t>(number(given, "max_arch"));
+  desc.dtypes = number(given, "dtypes");
+  desc.scalings = static_cast<uint32_t>(number(given, "scalings"));
+  desc.device_types = number(given, "device_types");
+  desc.self = made.get();
+  desc.run = typed ? run : run_function;
+  if (made->supports_ != nullptr) desc.supports = typed ? supports : supports_function;
+  desc.describe = describe;
+  return made;
+}
+
+te_fl_status Implementation::run(void* self, const te_fl_context* ctx, const void* args) noexcept {
+  const auto& impl = *static_cast<const Implementation*>(self);
+  return entered(ctx->errors, [&]() -> te_fl_status {
+    const auto lending = lending_of(*impl.op_, *ctx, false);
+    const Ends ends{*lending};
+    te_fl_status status = TE_FL_OK;
+    {
+      const Ref arguments =
+          call_arguments(*impl.op_, impl.arguments_, *ctx, args, lending, impl.convert_);
+      const Ref none = Ref::take(PyTuple_New(0));
+      const Ref result =
+          lending->device.is_host()
+              ? Ref::take(PyObject_Call(impl.fn_, none.get(), arguments.get()))
+              : Ref::take(PyObject_CallFunction(g_on_stream, "OOiiN", impl.fn_, arguments.get(),
+                                                ctx->device.type, ctx->device.index,
+                                                PyLong_FromVoidPtr(ctx->stream)));
+      status = check_result(result.get(), ctx->errors);
+    }
+    return status != TE_FL_OK ? status : check_returned(*lending, ctx->errors);
+  });
+}
+
+te_fl_status Implementation::supports(void* self, const te_fl_context* ctx,
+                                      const void* args) noexcept {
+  const auto& impl = *static_cast<const Implementation*>(self);
+  return entered(ctx->errors, [&]() -> te_fl_status {
+    const auto lending = lending_of(*impl.op_, *ctx, true);
+    const Ends ends{*lending};
+    const Ref arguments =
+        call_arguments(*impl.op_, impl.supports_arguments_, *ctx, args, lending, nullptr);
+    const Ref none = Ref::take(PyTuple_New(0));
+    const Ref answer = Ref::take(PyObject_Call(impl.supports_, none.get(), arguments.get()));
+    return check_answer(answer.get(), ctx->errors);
+  });
+}
+
+te_fl_status Implementation::run_function(void* self, const te_fl_context* ctx,
+                                          const void*) noexcept {
+  const auto& impl = *static_cast<const Implementation*>(self);
+  return entered(ctx->errors, [&]() -> te_fl_status {
+    FunctionCall& call = current_function_call();
+    Ref result = Ref::take(PyObject_Call(impl.fn_, call.positional, call.keywords));
+    if (result.get() == Py_NotImplemented) return check_result(result.get(), ctx->errors);
+    call.result = std::move(result);
+    return TE_FL_OK;
+  });
+}
+
+te_fl_status Implementation::supports_function(void* self, const te_fl_context* ctx,
+                                               const void*) noexcept {
+  const auto& impl = *static_cast<const Implementation*>(self);
+  return entered(ctx->errors, [&]() -> te_fl_status {
+    const FunctionCall& call = current_function_call();
+    const Ref answer = Ref::take(PyObject_Call(impl.supports_, call.positional, call.keywords));
+    return check_answer(answer.get(), ctx->errors);
+  });
+}
+
+te_fl_status Implementation::describe(void* self, const te_fl_context*, const void*,
+                                      const te_fl_error_sink* text) noexcept {
+  backend::report(text, static_cast<const Implementation*>(self)->words_.c_str());
+  return TE_FL_OK;
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,209 @@
+#include "py/dlpack.hpp"
+
+#include <array>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "py/errors.hpp"
+#include "py/exchange.hpp"
+
+namespace te_fl::python {
+namespace {
+
+// What a type lends its tensors by. Types are kept alive by the entry, so that an address is never
+// another type's.
+struct KnownType {
+  PyTypeObject* type = nullptr;
+  const Exchange* exchange = nullptr;  // null: by __dlpack__
+};
+std::vector<KnownType>& known_types() {
+  static auto* types = new std::vector<KnownType>();  // guarded by the interpreter's lock
+  return *types;
+}
+
+const Exchange* ask_exchange(PyTypeObject* type) {
+  PyObject* capsule =
+      PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__");
+  if (capsule == nullptr) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  const Ref owner = Ref::take(capsule);
+  const auto* found =
+      static_cast<const ExchangeHeader*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  if (found == nullptr) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  while (found != nullptr && found->version.major != 1) found = found->previous;
+  const auto* api = reinterpret_cast<const Exchange*>(found);
+  return api != nullptr && api->describe != nullptr ? api : nullptr;
+}
+
+// JAX lends its arrays, which are immutable, by capsules of a DLPack that cannot say so.
+bool is_immutable(PyObject* object) {
+  const Ref type = Ref::take(PyObject_Type(object));
+  const Ref module = Ref::take(PyObject_GetAttrString(type.get(), "__module__"));
+  return PyUnicode_Check(module.get()) != 0 &&
+         text_of(module.get(), "__module__").starts_with("jax");
+}
+
+[[noreturn]] void throw_read_only(const char* name) {
+  throw_value_error("argument '" + std::string(name) +
+                    "' is written by this op, and its memory is read-only");
+}
+
+bool is_compact(const te_fl_dltensor& t) {
+  if (t.strides == nullptr) return true;
+  int64_t expected = 1;
+  for (int32_t d = t.ndim - 1; d >= 0; --d) {
+    if (t.shape[d] == 0) return true;
+    if (t.shape[d] != 1 && t.strides[d] != expected) return false;
+    expected *= t.shape[d];
+  }
+  return true;
+}
+
+// Of a PrivateUse1 device, of which PyTorch's exchange API tells none in 2.11; what is asked here
+// also remembers the stream, so that work can be put on it by its handle later.
+void* stream_of_torch(int32_t index) {
+  static PyObject* const ask = [] {
+    const Ref module = Ref::take(PyImport_ImportModule("te_fl.pytorch.runtime.private_device"));
+    return Ref::take(PyObject_GetAttrString(module.get(), "current_stream")).release();
+  }();
+  const Ref handle = Ref::take(PyObject_CallFunction(ask, "i", index));
+  void* stream = PyLong_AsVoidPtr(handle.get());
+  if (stream == nullptr && PyErr_Occurred() != nullptr) throw PythonError();
+  return stream;
+}
+
+bool is_torch(const Exchange& api) {
+  const Ref name = to_python(std::string_view("torch"));
+  PyObject* torch = PyImport_GetModule(name.get());
+  if (torch == nullptr) return false;
+  const Ref module = Ref::take(torch);
+  const Ref type = Ref::take(PyObject_GetAttrString(module.get(), "Tensor"));
+  return exchange_of(reinterpret_cast<PyTypeObject*>(type.get())) == &api;
+}
+
+}  // namespace
+
+Result<Device> device_of(const te_fl_device& device) {
+  if (device.type != TE_FL_DEVICE_EXT) return Device{device.type, device.index, 0};
+  std::vector<Device> same = without_lock([] { return devices::list(); });
+  std::erase_if(same,
+                [&](const Device& d) { return d.type != device.type || d.index != device.index; });
+  if (same.size() == 1) return same[0];
+  std::string matches;
+  for (const Device& d : same) matches += (matches.empty() ? "" : ", ") + to_string(d);
+  const std::string index = std::to_string(device.index);
+  return Status(StatusCode::kInvalidArgument,
+                matches.empty() ? "no plugin has an extension device of index " + index +
+                                      "; install its vendor's, or name it in TE_FL_PLUGIN_MODULES"
+                                : "the tensor is on an extension device of index " + index +
+                                      ", and DLPack does not say which of " + matches +
+                                      " that is; load the plugin of its vendor alone");
+}
+
+void* current_stream(const Exchange& api, const te_fl_device& device) {
+  if (device.type == TE_FL_DEVICE_CPU) return nullptr;
+  if (device.type == TE_FL_DEVICE_EXT && is_torch(api)) return stream_of_torch(device.index);
+  void* stream = nullptr;
+  if (api.current_stream != nullptr &&
+      api.current_stream(device.type, device.index, &stream) != 0) {
+    throw PythonError();
+  }
+  return stream;
+}
+
+const Exchange* exchange_of(PyTypeObject* type) {
+  for (const KnownType& known : known_types()) {
+    if (known.type == type) return known.exchange;
+  }
+  const Exchange* found = ask_exchange(type);
+  Py_INCREF(reinterpret_cast<PyObject*>(type));
+  known_types().push_back({type, found});
+  return found;
+}
+
+struct Borrowed::Lent {
+  Lent* next;
+  Managed* plain;
+  ManagedVersioned* versioned;
+};
+
+Borrowed::~Borrowed() {
+  while (lent_ != nullptr) {
+    Lent* lent = lent_;
+    lent_ = lent->next;
+    if (lent->plain != nullptr && lent->plain->deleter != nullptr)
+      lent->plain->deleter(lent->plain);
+    if (lent->versioned != nullptr && lent->versioned->deleter != nullptr) {
+      lent->versioned->deleter(lent->versioned);
+    }
+    delete lent;
+  }
+}
+
+te_fl_dltensor Borrowed::by_capsule(PyObject* object, bool written, const char* name) {
+  static PyObject* const keywords = [] {
+    PyObject* dict = PyDict_New();
+    PyObject* newest = Py_BuildValue("(ii)", 1, 1);
+    if (dict != nullptr && newest != nullptr) PyDict_SetItemString(dict, "max_version", newest);
+    Py_XDECREF(newest);
+    return dict;
+  }();
+  PyObject* method = PyObject_GetAttrString(object, "__dlpack__");
+  if (method == nullptr) {
+    PyErr_Clear();
+    throw_type_error("argument '" + std::string(name) + "' is a " + type_name(object) +
+                     ", which speaks no DLPack: give a tensor of PyTorch, NumPy or JAX, or another "
+                     "object with __dlpack__");
+  }
+  const Ref bound = Ref::take(method);
+  if (written && is_immutable(object)) throw_read_only(name);
+  const Ref none = Ref::take(PyTuple_New(0));
+  PyObject* raw = PyObject_Call(bound.get(), none.get(), keywords);
+  if (raw == nullptr && PyErr_ExceptionMatches(PyExc_TypeError)) {
+    PyErr_Clear();  // it is older than max_version
+    raw = PyObject_Call(bound.get(), none.get(), nullptr);
+  }
+  const Ref capsule = Ref::take(raw);
+  auto* lent = new Lent{lent_, nullptr, nullptr};
+  lent_ = lent;
+  if (PyCapsule_IsValid(capsule.get(), "dltensor_versioned") != 0) {
+    lent->versioned =
+        static_cast<ManagedVersioned*>(PyCapsule_GetPointer(capsule.get(), "dltensor_versioned"));
+    check(PyCapsule_SetName(capsule.get(), "used_dltensor_versioned"));
+    if (lent->versioned->version.major != 1) {
+      throw_type_error("argument '" + std::string(name) + "' speaks DLPack " +
+                       std::to_string(lent->versioned->version.major) + ", te-fl speaks DLPack 1");
+    }
+    if (written && (lent->versioned->flags & kReadOnly) != 0) throw_read_only(name);
+    return lent->versioned->tensor;
+  }
+  lent->plain = static_cast<Managed*>(PyCapsule_GetPointer(capsule.get(), "dltensor"));
+  if (lent->plain == nullptr) throw PythonError();
+  check(PyCapsule_SetName(capsule.get(), "used_dltensor"));
+  return lent->plain->tensor;
+}
+
+te_fl_dltensor Borrowed::describe(PyObject* object, bool written, const char* name) {
+  te_fl_dltensor t{};
+  if (const Exchange* api = exchange_of(Py_TYPE(object)); api != nullptr) {
+    if (api->describe(object, &t) != 0) throw PythonError();
+    exchange_ = api;
+  } else {
+    t = by_capsule(object, written, name);
+  }
+  if (is_compact(t)) t.strides = nullptr;
+  return t;
+}
+
+void* Borrowed::stream(const te_fl_device& device) const {
+  const auto* api = static_cast<const Exchange*>(exchange_);
+  return api == nullptr ? nullptr : current_stream(*api, device);
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,75 @@
+#include "py/errors.hpp"
+
+#include "py/interpreter.hpp"
+
+namespace te_fl::python {
+namespace {
+
+PyObject* g_classes = nullptr;  // kept until the process ends
+
+struct Cause {
+  PyObject* exception = nullptr;
+  std::string text;
+  ~Cause() { drop_later(exception); }  // the thread ends, with or without the interpreter's lock
+};
+thread_local Cause t_cause;
+
+// The exception that led to `text`; null if none did.
+Ref take_cause(const std::string& text) {
+  if (t_cause.exception == nullptr) return Ref();
+  const bool said = text.find(t_cause.text) != text.npos;
+  PyObject* exception = std::exchange(t_cause.exception, nullptr);
+  if (said) return Ref::take(exception);
+  Py_DECREF(exception);
+  return Ref();
+}
+
+void set_cause(Ref cause) {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  if (value != nullptr) PyException_SetCause(value, cause.release());
+  PyErr_Restore(type, value, trace);
+}
+
+}  // namespace
+
+std::string type_name(PyObject* object) {
+  const Ref type = Ref::take(PyObject_Type(object));
+  const Ref name = Ref::take(PyObject_GetAttrString(type.get(), "__name__"));
+  return std::string(text_of(name.get(), "__name__"));
+}
+
+void set_error_classes(PyObject* classes) {
+  if (!PyDict_Check(classes)) throw_type_error("the classes of errors must be a dict");
+  Py_INCREF(classes);
+  std::swap(g_classes, classes);
+  Py_XDECREF(classes);
+}
+
+void throw_status(const Status& status) {
+  const std::string code(to_string(status.code())), text = status.to_string();
+  Ref cause = take_cause(text);
+  // An interrupt stays one, and memory that a framework lacks is the framework's error, for which
+  // programs look; Python's own MemoryError is what te_fl.errors.OutOfMemory is as well.
+  const bool lacks = status.code() == StatusCode::kOutOfMemory && cause &&
+                     PyObject_IsInstance(cause.get(), PyExc_MemoryError) == 0;
+  const bool own = cause && (lacks || PyObject_IsInstance(cause.get(), PyExc_Exception) == 0);
+  if (own) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(cause.get())), cause.get());
+    throw PythonError();
+  }
+  PyObject* found = g_classes != nullptr ? PyDict_GetItemString(g_classes, code.c_str()) : nullptr;
+  PyErr_SetString(found != nullptr ? found : PyExc_RuntimeError, text.c_str());
+  if (cause) set_cause(std::move(cause));
+  throw PythonError();
+}
+
+void note_cause(PyObject* exception, const std::string& text) {
+  Py_INCREF(exception);
+  PyObject* old = std::exchange(t_cause.exception, exception);
+  t_cause.text = text;
+  Py_XDECREF(old);
+}
+
+}  // namespace te_fl::python

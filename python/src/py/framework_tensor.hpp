@@ -1,0 +1,62 @@
+// Tensors of a framework as te-fl's, and te-fl's as the framework's, without copies.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "py/py.hpp"
+#include "te_fl/device.hpp"
+#include "te_fl/tensor.hpp"
+
+namespace te_fl::python {
+
+// The memory of `object`, a tensor of a framework that has DLPack's C exchange API. `keep`: the
+// object lives as long as the result, which any thread may let go; else the caller sees to that.
+// TypeError for other objects and te_fl's error for memory that it cannot describe, both naming
+// `name`.
+Tensor tensor_of(PyObject* object, const char* name, bool keep);
+
+// A tensor that a forward was given and may keep for its backward, by its address.
+class Lent {
+ public:
+  Lent(PyObject* object, const char* name, const void* data, const std::shared_ptr<void>& owner)
+      : object_(object), name_(name), data_(data), owner_(owner) {}
+  // FAILED_PRECONDITION naming the tensor if it is kept and its memory has been freed or replaced
+  // since: by untyped_storage().resize_() or .data =, which no version counter shows.
+  void check() const;
+
+ private:
+  PyObject* object_;  // lives as long as its owner
+  std::string name_;
+  const void* data_;
+  std::weak_ptr<void> owner_;
+};
+// As tensor_of() with `keep`, noting it in `lent`.
+Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent);
+
+// `tensor` as a tensor of the framework that `like` is of, sharing its memory.
+Ref to_framework(const Tensor& tensor, PyObject* like);
+
+// A tensor of the framework that `like` is of, int64 [1] on the host, whose element is `number`.
+// `gone(number)` runs when the last tensor that shares its memory goes, on any thread and without
+// the interpreter's lock.
+Ref number_tensor(int64_t number, void (*gone)(int64_t), PyObject* like);
+
+// The framework's current stream of the device; null on the host.
+void* current_stream_of(PyObject* like, const Device& device);
+
+// While it lives, this thread's work on each device that current_stream_of() was asked for goes to
+// the framework's current stream there. For calls without a tensor that says which device.
+class FrameworkStreams {
+ public:
+  FrameworkStreams();
+  ~FrameworkStreams();
+  FrameworkStreams(const FrameworkStreams&) = delete;
+  FrameworkStreams& operator=(const FrameworkStreams&) = delete;
+
+ private:
+  std::vector<std::unique_ptr<StreamScope>> scopes_;
+};
+
+}  // namespace te_fl::python

@@ -1,0 +1,98 @@
+#include "py/interpreter.hpp"
+
+#include <pthread.h>
+#include <time.h>
+
+#include <atomic>
+#include <new>
+#include <thread>
+
+namespace te_fl::python {
+namespace {
+
+// How long the interpreter's end waits for threads that are inside an implementation in Python.
+constexpr int kEndWaitMs = 10'000;
+
+std::atomic<bool> g_ending{false};
+std::atomic<int> g_inside{0};  // threads that have the lock by InterpreterLock, or wait for it
+constinit thread_local int t_inside = 0;
+std::thread::id g_ender;  // set before g_ending
+
+struct Dropped {
+  PyObject* object;
+  Dropped* next;
+};
+std::atomic<Dropped*> g_dropped{nullptr};
+
+// Other threads are not in the child.
+void forked_child() { g_inside.store(t_inside, std::memory_order_relaxed); }
+
+// The thread that ends the interpreter still has it: what runs at exit may call ops.
+bool may_enter() noexcept {
+  if (Py_IsInitialized() == 0) return false;
+  return !g_ending.load() || std::this_thread::get_id() == g_ender;
+}
+
+PyObject* end(PyObject*, PyObject*) noexcept {
+  g_ender = std::this_thread::get_id();
+  g_ending.store(true);
+  {
+    const WithoutLock unlocked;  // for those who are inside
+    const timespec pause{0, 1'000'000};
+    for (int i = 0; i < kEndWaitMs && g_inside.load() > t_inside; ++i) nanosleep(&pause, nullptr);
+  }
+  Py_INCREF(Py_None);
+  return Py_None;
+}
+
+PyMethodDef g_end = {"end", end, METH_NOARGS, "Notices the interpreter's end."};
+
+}  // namespace
+
+InterpreterLock::InterpreterLock() noexcept {
+  g_inside.fetch_add(1);  // before the look at g_ending: either this is seen there, or that here
+  ++t_inside;
+  if (may_enter()) {
+    state_ = lock_or_sleep([] { return PyGILState_Ensure(); });
+    held_ = true;
+  }
+}
+
+InterpreterLock::~InterpreterLock() {
+  if (held_) PyGILState_Release(state_);
+  --t_inside;
+  g_inside.fetch_sub(1);
+}
+
+bool interpreter_alive() noexcept { return may_enter(); }
+
+void watch_interpreter() {
+  static bool watched = false;  // guarded by the interpreter's lock
+  if (watched) return;
+  const Ref module = Ref::take(PyImport_ImportModule("atexit"));
+  const Ref function = Ref::take(PyCFunction_NewEx(&g_end, nullptr, nullptr));
+  Ref::take(PyObject_CallMethod(module.get(), "register", "O", function.get()));
+  if (pthread_atfork(nullptr, nullptr, &forked_child) != 0) throw std::bad_alloc();
+  watched = true;
+}
+
+void drop_later(PyObject* object) noexcept {
+  if (object == nullptr) return;
+  auto* dropped = new (std::nothrow) Dropped{object, nullptr};
+  if (dropped == nullptr) return;  // it stays
+  dropped->next = g_dropped.load(std::memory_order_relaxed);
+  while (!g_dropped.compare_exchange_weak(dropped->next, dropped, std::memory_order_release)) {
+  }
+}
+
+void drop_dropped() noexcept {
+  Dropped* dropped = g_dropped.exchange(nullptr, std::memory_order_acquire);
+  while (dropped != nullptr) {
+    Dropped* next = dropped->next;
+    Py_DECREF(dropped->object);
+    delete dropped;
+    dropped = next;
+  }
+}
+
+}  // namespace te_fl::python

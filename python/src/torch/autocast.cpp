@@ -1,0 +1,193 @@
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "py/errors.hpp"
+#include "py/framework_tensor.hpp"
+#include "py/interpreter.hpp"
+#include "te_fl/device.hpp"
+#include "te_fl/nn/fp8/autocast.hpp"
+#include "torch/layer.hpp"
+
+namespace te_fl::python {
+namespace {
+
+constexpr const char* kScopeName = "te_fl.autocast";
+constexpr const char* kReductionName = "te_fl.amax_reduction";
+
+// The interpreter's error as te-fl's, for callers that know no Python.
+Status python_error(const char* call) {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  const Ref kind = Ref::take(type == nullptr ? Py_NewRef(Py_None) : type);
+  const Ref owned = Ref::take(value == nullptr ? Py_NewRef(Py_None) : value);
+  Py_XDECREF(trace);
+  PyObject* const text = PyObject_Str(owned.get());
+  if (text == nullptr) PyErr_Clear();
+  const Ref keeps = Ref::take(text == nullptr ? Py_NewRef(Py_None) : text);
+  const std::string words = text == nullptr ? "an error" : std::string(text_of(text, "error"));
+  return Status(StatusCode::kInternal, std::string(call) + ": " + words);
+}
+
+PyObject* get(PyObject* dict, const char* key) {
+  PyObject* value = PyDict_GetItemString(dict, key);
+  if (value == nullptr) throw_type_error(std::string("the recipe lacks '") + key + "'");
+  return value;
+}
+long integer(PyObject* dict, const char* key) {
+  const long value = PyLong_AsLong(get(dict, key));
+  if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError();
+  return value;
+}
+float real(PyObject* dict, const char* key) {
+  const double value = PyFloat_AsDouble(get(dict, key));
+  if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError();
+  return static_cast<float>(value);
+}
+bool truth(PyObject* value) {
+  const int is = PyObject_IsTrue(value);
+  check(is);
+  return is != 0;
+}
+
+nn::Recipe recipe_of(PyObject* dict) {
+  if (!PyDict_Check(dict)) throw_type_error("the recipe must be a dict");
+  const std::string_view kind = text_of(get(dict, "kind"), "the recipe's kind");
+  const auto format = text_of(get(dict, "format"), "the recipe's format") == "e4m3"
+                          ? nn::Fp8Format::kE4M3
+                          : nn::Fp8Format::kHybrid;
+  if (kind == "delayed") {
+    PyObject* algorithm = get(dict, "amax_compute_algo");
+    if (!PyUnicode_Check(algorithm)) {
+      throw_status(Status(StatusCode::kUnsupported,
+                          "DelayedScaling: amax_compute_algo is a function; te-fl computes 'max' "
+                          "and 'most_recent' on the device"));
+    }
+    return nn::DelayedScaling{.margin = static_cast<int>(integer(dict, "margin")),
+                              .format = format,
+                              .amax_history_len = integer(dict, "amax_history_len"),
+                              .amax_compute_algo = text_of(algorithm, "amax_compute_algo") == "max"
+                                                       ? nn::AmaxAlgo::kMax
+                                                       : nn::AmaxAlgo::kMostRecent,
+                              .fp8_dpa = truth(get(dict, "fp8_dpa"))};
+  }
+  if (kind == "current") {
+    return nn::Float8CurrentScaling{.format = format,
+                                    .pow2_scale = truth(get(dict, "pow2_scale")),
+                                    .amax_epsilon = real(dict, "amax_epsilon")};
+  }
+  if (kind == "block") {
+    return nn::Float8BlockScaling{.pow2_scale = truth(get(dict, "pow2_scale")),
+                                  .amax_epsilon = real(dict, "amax_epsilon")};
+  }
+  throw_value_error("the recipe's kind is '" + std::string(kind) +
+                    "'; it is one of delayed, current, block");
+}
+
+// The recipe of the last dict. A program enters its autocasts with one or two recipes, whose dicts
+// native_of() keeps, and leaves as they are. Under the interpreter's lock.
+const nn::Recipe& checked_recipe_of(PyObject* dict) {
+  static PyObject* last = nullptr;
+  static auto* recipe = new nn::Recipe(nn::DelayedScaling{});
+  if (dict == last) return *recipe;
+  nn::Recipe made = recipe_of(dict);
+  check(nn::validate(made));
+  Py_INCREF(dict);
+  *recipe = std::move(made);
+  Py_XDECREF(std::exchange(last, dict));
+  return *recipe;
+}
+
+// Whether PyTorch computes gradients on this thread.
+bool gradients_wanted() {
+  static PyObject* const wanted = [] {
+    const Ref torch = Ref::take(PyImport_ImportModule("torch"));
+    return Ref::take(PyObject_GetAttrString(torch.get(), "is_grad_enabled")).release();
+  }();
+  return truth(Ref::take(PyObject_CallNoArgs(wanted)).get());
+}
+
+// What find(group) returns; null for None.
+std::shared_ptr<nn::AmaxReduction> reduction_of(PyObject* find, PyObject* group) {
+  if (find == Py_None) return nullptr;
+  const Ref found = Ref::take(PyObject_CallFunctionObjArgs(find, group, nullptr));
+  if (found.get() == Py_None) return nullptr;
+  auto* own = static_cast<std::shared_ptr<nn::AmaxReduction>*>(
+      PyCapsule_GetPointer(found.get(), kReductionName));
+  if (own == nullptr) throw PythonError();
+  return *own;
+}
+
+}  // namespace
+
+PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *reduce = nullptr, *like = nullptr;
+    if (PyArg_ParseTuple(args, "OO", &reduce, &like) == 0) throw PythonError();
+    Py_INCREF(reduce);  // for as long as the process lives, as the group that it is of
+    Py_INCREF(like);
+    const auto call = [reduce, like](std::span<const Tensor> amaxes) -> Status {
+      const InterpreterLock lock;
+      if (!lock.held()) return {};
+      try {
+        const Ref rows =
+            list_of(amaxes, [&](const Tensor& row) { return to_framework(row, like); });
+        const Ref stream =
+            Ref::take(PyLong_FromVoidPtr(devices::current_stream(amaxes.front().device())));
+        PyObject* const done =
+            PyObject_CallFunctionObjArgs(reduce, rows.get(), stream.get(), nullptr);
+        if (done == nullptr) return python_error("torch.distributed.all_reduce");
+        Py_DECREF(done);
+      } catch (const PythonError&) {
+        return python_error("amaxes as tensors");
+      }
+      return {};
+    };
+    auto reduction = std::make_unique<std::shared_ptr<nn::AmaxReduction>>(
+        std::make_shared<nn::AmaxReduction>(call));
+    Ref capsule = Ref::take(PyCapsule_New(reduction.get(), kReductionName, [](PyObject* c) {
+      delete static_cast<std::shared_ptr<nn::AmaxReduction>*>(
+          PyCapsule_GetPointer(c, kReductionName));
+    }));
+    reduction.release();
+    return capsule;
+  });
+}
+
+PyObject* begin_autocast(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
+  return guarded([&] {
+    check_count("begin_autocast", count, 5);
+    const nn::AutocastOptions options{.enabled = truth(args[0]),
+                                      .calibrating = truth(args[1]),
+                                      .amax_reduction = reduction_of(args[3], args[4])};
+    // Without a recipe nothing computes in FP8, and none is asked for.
+    auto scope = args[2] == Py_None
+                     ? std::make_unique<nn::autocast>(options)
+                     : std::make_unique<nn::autocast>(options, checked_recipe_of(args[2]));
+    Ref capsule = Ref::take(PyCapsule_New(scope.get(), kScopeName, [](PyObject* c) {
+      delete static_cast<nn::autocast*>(PyCapsule_GetPointer(c, kScopeName));
+    }));
+    scope.release();
+    return capsule;
+  });
+}
+
+PyObject* end_autocast(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    auto* scope = static_cast<nn::autocast*>(PyCapsule_GetPointer(capsule, kScopeName));
+    if (scope == nullptr) throw PythonError();
+    Status status;
+    const bool updates = gradients_wanted();
+    const FrameworkStreams streams;  // where the forwards have left their amaxes
+    {
+      const WithoutLock unlocked;
+      status = scope->exit(updates);
+    }
+    check(status);
+    return Ref::share(Py_None);
+  });
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,281 @@
+#include "torch/layer_kinds.hpp"
+
+#include <array>
+#include <string>
+
+#include "py/errors.hpp"
+#include "te_fl/nn/modules/linear.hpp"
+#include "te_fl/nn/modules/mlp.hpp"
+#include "te_fl/nn/modules/norm.hpp"
+#include "te_fl/nn/modules/transformer.hpp"
+
+namespace te_fl::python {
+namespace {
+
+template <class T>
+struct Word {
+  std::string_view text;
+  T value;
+};
+
+template <class T, size_t n>
+T parse_word(std::string_view what, std::string_view text, const std::array<Word<T>, n>& words) {
+  std::string known;
+  for (const auto& word : words) {
+    if (word.text == text) return word.value;
+    known += (known.empty() ? "" : ", ") + std::string(word.text);
+  }
+  throw_value_error(std::string(what) + " is '" + std::string(text) + "'; it is one of " + known);
+}
+
+constexpr std::array<Word<nn::Layout>, 3> kLayouts{
+    {{"sbhd", nn::Layout::kSBHD}, {"bshd", nn::Layout::kBSHD}, {"thd", nn::Layout::kTHD}}};
+constexpr std::array<Word<nn::MaskType>, 7> kMasks{
+    {{"no_mask", nn::MaskType::kNone},
+     {"causal", nn::MaskType::kCausal},
+     {"causal_bottom_right", nn::MaskType::kCausalBottomRight},
+     {"padding", nn::MaskType::kPadding},
+     {"padding_causal", nn::MaskType::kPaddingCausal},
+     {"padding_causal_bottom_right", nn::MaskType::kPaddingCausalBottomRight},
+     {"arbitrary", nn::MaskType::kArbitrary}}};
+constexpr std::array<Word<nn::SoftmaxType>, 3> kSoftmaxes{
+    {{"vanilla", nn::SoftmaxType::kVanilla},
+     {"off-by-one", nn::SoftmaxType::kOffByOne},
+     {"learnable", nn::SoftmaxType::kLearnable}}};
+constexpr std::array<Word<nn::QkNorm>, 3> kQkNorms{{{"L2Normalization", nn::QkNorm::kL2},
+                                                    {"RMSNorm", nn::QkNorm::kRMSNorm},
+                                                    {"LayerNorm", nn::QkNorm::kLayerNorm}}};
+constexpr std::array<Word<nn::Normalization>, 2> kNormalizations{
+    {{"LayerNorm", nn::Normalization::kLayerNorm}, {"RMSNorm", nn::Normalization::kRMSNorm}}};
+constexpr std::array<Word<DType>, 3> kDTypes{
+    {{"f32", DType::kF32}, {"bf16", DType::kBF16}, {"f16", DType::kF16}}};
+
+// Reads the fields of a dict; end() refuses those that nobody read.
+class Fields {
+ public:
+  explicit Fields(PyObject* dict) : dict_(dict) {
+    if (!PyDict_Check(dict)) throw_type_error("the options of a layer must be a dict");
+  }
+  void operator()(const char* name, int64_t& field) {
+    if (PyObject* value = find(name)) {
+      field = PyLong_AsLongLong(value);
+      if (PyErr_Occurred() != nullptr) throw PythonError();
+    }
+  }
+  void operator()(const char* name, bool& field) {
+    if (PyObject* value = find(name)) {
+      const int truth = PyObject_IsTrue(value);
+      check(truth);
+      field = truth != 0;
+    }
+  }
+  void operator()(const char* name, float& field) {
+    if (PyObject* value = find(name)) {
+      field = static_cast<float>(PyFloat_AsDouble(value));
+      if (PyErr_Occurred() != nullptr) throw PythonError();
+    }
+  }
+  void operator()(const char* name, Device& field) {
+    if (PyObject* value = find(name)) field = value_of(parse_device(text_of(value, name)));
+  }
+  void operator()(const char* name, nn::Activation& field) {
+    if (PyObject* value = find(name)) field = value_of(nn::parse_activation(text_of(value, name)));
+  }
+  void operator()(const char* name, std::vector<nn::ParameterPart>& field) {
+    PyObject* value = find(name);
+    if (value == nullptr) return;
+    const Ref parts = Ref::take(PySequence_List(value));
+    for (Py_ssize_t i = 0; i < PyList_Size(parts.get()); ++i) {
+      PyObject* part = nullptr;
+      long long rows = 0;
+      if (PyArg_ParseTuple(PyList_GetItem(parts.get(), i), "OL", &part, &rows) == 0) {
+        throw PythonError();
+      }
+      field.push_back({std::string(text_of(part, "a part's name")), rows});
+    }
+  }
+  void operator()(const char* name, DType& field) { word(name, field, kDTypes); }
+  void operator()(const char* name, nn::Layout& field) { word(name, field, kLayouts); }
+  void operator()(const char* name, nn::MaskType& field) { word(name, field, kMasks); }
+  void operator()(const char* name, nn::QkNorm& field) { word(name, field, kQkNorms); }
+  void operator()(const char* name, nn::SoftmaxType& field) { word(name, field, kSoftmaxes); }
+  void operator()(const char* name, nn::Normalization& field) {
+    word(name, field, kNormalizations);
+  }
+  void end(std::string_view kind) const {
+    if (PyDict_Size(dict_) == found_) return;
+    PyObject *key = nullptr, *value = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(dict_, &at, &key, &value) != 0;) {
+      const std::string_view name = text_of(key, "an option's name");
+      bool known = false;
+      for (const char* read : read_) known |= name == read;
+      if (!known) {
+        throw_type_error("a layer of kind " + std::string(kind) + " has no option '" +
+                         std::string(name) + "'");
+      }
+    }
+  }
+
+ private:
+  PyObject* find(const char* name) {
+    read_.push_back(name);
+    PyObject* value = PyDict_GetItemString(dict_, name);
+    found_ += value != nullptr;
+    return value;
+  }
+  template <class T, size_t n>
+  void word(const char* name, T& field, const std::array<Word<T>, n>& words) {
+    if (PyObject* value = find(name)) field = parse_word(name, text_of(value, name), words);
+  }
+
+  PyObject* dict_;
+  Py_ssize_t found_ = 0;
+  std::vector<const char*> read_;
+};
+
+#define FIELD(name) fields(#name, o.name)
+void read(Fields& fields, nn::LinearOptions& o) {
+  FIELD(in_features), FIELD(out_features), FIELD(bias), FIELD(param_dtype), FIELD(device);
+  FIELD(high_precision), FIELD(parameters_split), FIELD(return_bias);
+}
+void read(Fields& fields, nn::LayerNormLinearOptions& o) {
+  FIELD(in_features), FIELD(out_features), FIELD(bias), FIELD(normalization), FIELD(epsilon);
+  FIELD(zero_centered_gamma), FIELD(param_dtype), FIELD(device), FIELD(parameters_split);
+  FIELD(return_bias);
+}
+void read(Fields& fields, nn::LayerNormMLPOptions& o) {
+  FIELD(hidden_size), FIELD(ffn_hidden_size), FIELD(activation), FIELD(clamp_limit);
+  FIELD(clamp_alpha), FIELD(bias), FIELD(normalization), FIELD(epsilon), FIELD(zero_centered_gamma);
+  FIELD(param_dtype), FIELD(device), FIELD(return_bias), FIELD(glu_linear_offset);
+}
+void read(Fields& fields, nn::NormOptions& o) {
+  FIELD(hidden_size), FIELD(epsilon), FIELD(zero_centered_gamma), FIELD(param_dtype);
+  FIELD(device);
+}
+void read(Fields& fields, nn::DotProductAttentionOptions& o) {
+  FIELD(num_attention_heads), FIELD(head_dim), FIELD(num_gqa_groups), FIELD(layout);
+  FIELD(mask_type), FIELD(window_left), FIELD(window_right), FIELD(softmax_type);
+  FIELD(softmax_scale), FIELD(attention_dropout), FIELD(device), FIELD(value_head_dim);
+  FIELD(softcap);
+}
+void read(Fields& fields, nn::TransformerLayerOptions& o) {
+  FIELD(hidden_size), FIELD(ffn_hidden_size), FIELD(num_attention_heads), FIELD(num_gqa_groups);
+  FIELD(kv_channels), FIELD(activation), FIELD(clamp_limit), FIELD(clamp_alpha);
+  FIELD(normalization), FIELD(epsilon), FIELD(zero_centered_gamma), FIELD(bias);
+  FIELD(hidden_dropout), FIELD(attention_dropout), FIELD(parallel_attention_mlp), FIELD(layout);
+  FIELD(mask_type), FIELD(window_left), FIELD(window_right), FIELD(softmax_type);
+  FIELD(softmax_scale), FIELD(rotary_interleaved), FIELD(param_dtype), FIELD(device);
+  FIELD(apply_residual_connection_post_layernorm), FIELD(output_layernorm);
+  FIELD(fuse_qkv_params), FIELD(qkv_weight_interleaved), FIELD(qk_norm), FIELD(qk_norm_epsilon);
+  FIELD(qk_norm_before_rope), FIELD(glu_linear_offset), FIELD(softcap);
+}
+#undef FIELD
+
+// How a module is called. The general case: one input, no attention.
+template <class M>
+struct Call {
+  static Result<Tensor> forward(M& m, const std::vector<Tensor>& in, nn::Ctx* ctx,
+                                const nn::AttentionInputs&, const nn::ForwardOptions& options) {
+    if constexpr (std::is_base_of_v<nn::Norm, M>) {
+      return m.forward(in[0], ctx);
+    } else {
+      return m.forward(in[0], ctx, options);
+    }
+  }
+  static Result<std::vector<Tensor>> backward(M& m, const Tensor& dy, nn::Ctx& ctx) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor dx, m.backward(dy, ctx));
+    return std::vector<Tensor>{std::move(dx)};
+  }
+};
+template <>
+struct Call<nn::TransformerLayer> {
+  static Result<Tensor> forward(nn::TransformerLayer& m, const std::vector<Tensor>& in,
+                                nn::Ctx* ctx, const nn::AttentionInputs& attention,
+                                const nn::ForwardOptions& options) {
+    return m.forward(in[0], ctx, attention, options);
+  }
+  static Result<std::vector<Tensor>> backward(nn::TransformerLayer& m, const Tensor& dy,
+                                              nn::Ctx& ctx) {
+    Tensor dbias;
+    TE_FL_ASSIGN_OR_RETURN(Tensor dx, m.backward(dy, ctx, &dbias));
+    return std::vector<Tensor>{std::move(dx), std::move(dbias)};
+  }
+};
+template <>
+struct Call<nn::DotProductAttention> {
+  static Result<Tensor> forward(nn::DotProductAttention& m, const std::vector<Tensor>& in,
+                                nn::Ctx* ctx, const nn::AttentionInputs& attention,
+                                const nn::ForwardOptions&) {
+    return m.forward(in[0], in[1], in[2], ctx, attention);
+  }
+  static Result<std::vector<Tensor>> backward(nn::DotProductAttention& m, const Tensor& dy,
+                                              nn::Ctx& ctx) {
+    TE_FL_ASSIGN_OR_RETURN(auto g, m.backward(dy, ctx));
+    return std::vector<Tensor>{std::move(g.dq), std::move(g.dk), std::move(g.dv),
+                               std::move(g.dbias)};
+  }
+};
+
+// The output's last extent; none: that of the last input, which for one input is the input's own.
+template <class Options>
+std::optional<int64_t> width_of(const Options& options) {
+  if constexpr (requires { options.out_features; }) return options.out_features;
+  return std::nullopt;
+}
+
+template <class M>
+class RunnerOf final : public Runner {
+ public:
+  RunnerOf(std::unique_ptr<M> module, std::optional<int64_t> width)
+      : module_(std::move(module)), width_(width) {}
+  nn::Module& module() override { return *module_; }
+  Shape output_shape(const std::vector<Tensor>& inputs) const override {
+    Shape shape(inputs.front().shape().begin(), inputs.front().shape().end());
+    const auto last = inputs.back().shape();
+    if (!shape.empty() && !last.empty()) shape.back() = width_.value_or(last.back());
+    return shape;
+  }
+  Result<Tensor> forward(const std::vector<Tensor>& inputs, nn::Ctx* ctx,
+                         const nn::AttentionInputs& attention,
+                         const nn::ForwardOptions& options) override {
+    return Call<M>::forward(*module_, inputs, ctx, attention, options);
+  }
+  Result<std::vector<Tensor>> backward(const Tensor& dy, nn::Ctx& ctx) override {
+    return Call<M>::backward(*module_, dy, ctx);
+  }
+
+ private:
+  std::unique_ptr<M> module_;
+  std::optional<int64_t> width_;
+};
+
+template <class M, class Options>
+MakeRunner make(std::string_view kind, PyObject* dict) {
+  Options options;
+  Fields fields(dict);
+  read(fields, options);
+  fields.end(kind);
+  return [options](DType activation_dtype) -> Result<std::unique_ptr<Runner>> {
+    Options with = options;
+    with.activation_dtype = activation_dtype;
+    TE_FL_ASSIGN_OR_RETURN(auto module, M::create(with));
+    return std::unique_ptr<Runner>(new RunnerOf<M>(std::move(module), width_of(with)));
+  };
+}
+
+}  // namespace
+
+MakeRunner runner_of(std::string_view kind, PyObject* options) {
+  using Make = MakeRunner (*)(std::string_view, PyObject*);
+  static constexpr std::array<Word<Make>, 7> kinds{
+      {{"linear", make<nn::Linear, nn::LinearOptions>},
+       {"layernorm_linear", make<nn::LayerNormLinear, nn::LayerNormLinearOptions>},
+       {"layernorm_mlp", make<nn::LayerNormMLP, nn::LayerNormMLPOptions>},
+       {"layernorm", make<nn::LayerNorm, nn::NormOptions>},
+       {"rmsnorm", make<nn::RMSNorm, nn::NormOptions>},
+       {"attention", make<nn::DotProductAttention, nn::DotProductAttentionOptions>},
+       {"transformer_layer", make<nn::TransformerLayer, nn::TransformerLayerOptions>}}};
+  return parse_word("the kind of layer", kind, kinds)(kind, options);
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,45 @@
+// The modules of te_fl::nn as one type, made from Python's keyword arguments.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "py/py.hpp"
+#include "te_fl/nn/modules/attention.hpp"
+#include "te_fl/nn/modules/module.hpp"
+
+namespace te_fl::python {
+
+// One module. Calls as te_fl::nn's, with as many inputs as the kind has.
+class Runner {
+ public:
+  virtual ~Runner() = default;
+  virtual nn::Module& module() = 0;
+  // That of forward()'s result.
+  virtual Shape output_shape(const std::vector<Tensor>& inputs) const = 0;
+  // The module's parameters in its order, looked up once.
+  const std::vector<nn::NamedParameter>& parameters() {
+    if (parameters_.empty()) parameters_ = module().parameters();
+    return parameters_;
+  }
+  virtual Result<Tensor> forward(const std::vector<Tensor>& inputs, nn::Ctx* ctx,
+                                 const nn::AttentionInputs& attention,
+                                 const nn::ForwardOptions& options) = 0;
+  // The gradients of the inputs, and then that of AttentionInputs::bias if the kind takes one and
+  // the forward had it.
+  virtual Result<std::vector<Tensor>> backward(const Tensor& dy, nn::Ctx& ctx) = 0;
+
+ private:
+  std::vector<nn::NamedParameter> parameters_;
+};
+
+using MakeRunner = std::function<Result<std::unique_ptr<Runner>>(DType activation_dtype)>;
+
+// `options`: a dict with the fields of the kind's options in te_fl::nn by name, but
+// activation_dtype and seed; dtypes, devices and enums as te-fl's strings. TypeError names a field
+// that the kind does not have.
+MakeRunner runner_of(std::string_view kind, PyObject* options);
+
+}  // namespace te_fl::python

@@ -1,0 +1,135 @@
+#include "torch/recompute.hpp"
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "py/errors.hpp"
+#include "te_fl/nn/autograd/recompute.hpp"
+
+namespace te_fl::python {
+namespace {
+
+constexpr const char* kRecordName = "te_fl.recompute_record";
+constexpr const char* kScopeName = "te_fl.recompute_scope";
+
+struct Record {
+  nn::RecomputeRecord record;
+  struct Forward {
+    const void* layer;
+    Contents contents;
+  };
+  std::vector<Forward> forwards;  // of the first run
+  Ref scopes;                     // the autocasts that the first run began in, a list
+};
+
+// One that nobody ended stays in force on its thread, as a C++ scope would.
+struct Piece {
+  std::shared_ptr<Record> record;
+  bool second = false;
+  size_t next = 0;  // of the first run's forwards, in a second run
+  Piece* outer = nullptr;
+  std::unique_ptr<nn::RecomputeScope> scope;
+  // In a second run, the thread's list of autocasts, and a copy of it as it was outside.
+  Ref scopes, outside;
+};
+
+thread_local Piece* t_piece = nullptr;
+
+[[noreturn]] void throw_precondition(const std::string& text) {
+  throw_status(Status(StatusCode::kFailedPrecondition, "recomputation: " + text));
+}
+
+Ref copy_of(PyObject* list) { return Ref::take(PyList_GetSlice(list, 0, PyList_Size(list))); }
+
+void assign(PyObject* list, PyObject* items) {
+  check(PyList_SetSlice(list, 0, PyList_Size(list), items));
+}
+
+const std::shared_ptr<Record>& record_of(PyObject* capsule) {
+  auto* record = static_cast<std::shared_ptr<Record>*>(PyCapsule_GetPointer(capsule, kRecordName));
+  if (record == nullptr) throw PythonError();
+  return *record;
+}
+
+}  // namespace
+
+Contents contents_in_piece(const void* layer, Contents now) {
+  Piece* second = t_piece;
+  while (second != nullptr && !second->second) second = second->outer;
+  if (second != nullptr) {
+    const auto& forwards = second->record->forwards;
+    if (second->next == forwards.size() || forwards[second->next].layer != layer) {
+      throw_precondition(
+          "the second run calls another layer than the first did; a function that is checkpointed "
+          "must do the same both times");
+    }
+    const Contents& then = forwards[second->next++].contents;
+    if (then.versions != now.versions) {
+      throw_precondition(
+          "a parameter was written between the forward and the backward, which runs the forward "
+          "again; write parameters after the backward");
+    }
+    now = then;
+  }
+  for (Piece* piece = t_piece; piece != second; piece = piece->outer) {
+    piece->record->forwards.push_back({layer, now});
+  }
+  return now;
+}
+
+PyObject* recompute_record(PyObject*, PyObject*) noexcept {
+  return guarded([] {
+    auto record = std::make_unique<std::shared_ptr<Record>>(std::make_shared<Record>());
+    Ref capsule = Ref::take(PyCapsule_New(record.get(), kRecordName, [](PyObject* c) {
+      delete static_cast<std::shared_ptr<Record>*>(PyCapsule_GetPointer(c, kRecordName));
+    }));
+    record.release();
+    return capsule;
+  });
+}
+
+PyObject* begin_recompute(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *capsule = nullptr, *thread = nullptr;
+    int second = 0;
+    if (PyArg_ParseTuple(args, "OpO", &capsule, &second, &thread) == 0) throw PythonError();
+    Ref scopes = Ref::take(PyObject_GetAttrString(thread, "scopes"));
+    auto piece = std::make_unique<Piece>();
+    piece->record = record_of(capsule);
+    piece->second = second != 0;
+    piece->scope = std::make_unique<nn::RecomputeScope>(
+        piece->record->record,
+        piece->second ? nn::RecomputePhase::kSecond : nn::RecomputePhase::kFirst);
+    piece->outer = t_piece;
+    Ref scope = Ref::take(PyCapsule_New(piece.get(), kScopeName, [](PyObject* c) {
+      auto* dropped = static_cast<Piece*>(PyCapsule_GetPointer(c, kScopeName));
+      if (dropped->scope == nullptr) delete dropped;
+    }));
+    if (piece->second) {
+      piece->outside = copy_of(scopes.get());
+      assign(scopes.get(), piece->record->scopes.get());
+      piece->scopes = std::move(scopes);
+    } else {
+      piece->record->scopes = copy_of(scopes.get());
+    }
+    t_piece = piece.release();
+    return scope;
+  });
+}
+
+PyObject* end_recompute(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    auto* piece = static_cast<Piece*>(PyCapsule_GetPointer(capsule, kScopeName));
+    if (piece == nullptr) throw PythonError();
+    if (piece != t_piece) {
+      throw_precondition("its scopes end on the thread that began them, the innermost first");
+    }
+    t_piece = piece->outer;
+    piece->scope.reset();
+    if (piece->second) assign(piece->scopes.get(), piece->outside.get());
+    return Ref::share(Py_None);
+  });
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,133 @@
+#include "torch/result_tensors.hpp"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "py/errors.hpp"
+#include "py/framework_tensor.hpp"
+#include "py/interpreter.hpp"
+
+namespace te_fl::python {
+namespace {
+
+PyObject* g_empty = nullptr;  // kept until the process ends
+
+int64_t count_of(std::span<const int64_t> shape) {
+  int64_t count = 1;
+  for (const int64_t extent : shape) count *= extent;
+  return count;
+}
+
+Ref tuple_of(std::span<const int64_t> shape) {
+  Ref tuple = Ref::take(PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
+  for (size_t i = 0; i < shape.size(); ++i) {
+    check(PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), to_python(shape[i]).release()));
+  }
+  return tuple;
+}
+
+// Takes the Python exception that is set: the framework's, which is raised again if the call ends
+// with this status.
+Status refusal() {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  std::string text = "the framework made no memory for a result";
+  if (value != nullptr) {
+    if (PyObject* said = PyObject_Str(value)) {
+      Py_ssize_t size = 0;
+      if (const char* utf8 = PyUnicode_AsUTF8AndSize(said, &size)) {
+        text.assign(utf8, static_cast<size_t>(size));
+      }
+      Py_DECREF(said);
+    }
+    PyErr_Clear();
+    note_cause(value, text);
+  }
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(trace);
+  return Status(StatusCode::kOutOfMemory, std::move(text));
+}
+
+}  // namespace
+
+void ResultTensors::expect(Shape shape, DType dtype) {
+  const int64_t count = count_of({shape.data(), shape.size()});
+  if (count > 0) expected_.push_back({std::move(shape), dtype, count});
+}
+
+const ResultTensors::Expected* ResultTensors::expected_for(std::span<const int64_t> shape,
+                                                           DType dtype) const {
+  const int64_t count = count_of(shape);
+  const Expected* found = nullptr;
+  for (const Expected& e : expected_) {
+    if (e.dtype != dtype || e.count != count) continue;
+    if (std::equal(shape.begin(), shape.end(), e.shape.begin(), e.shape.end())) return &e;
+    if (found == nullptr) found = &e;
+  }
+  return found;
+}
+
+Result<std::shared_ptr<void>> ResultTensors::make(std::span<const int64_t> shape, DType dtype,
+                                                  const Device& device) {
+  if (g_empty == nullptr || device != device_) return std::shared_ptr<void>();
+  const Expected* const expected = expected_for(shape, dtype);
+  if (expected == nullptr) return std::shared_ptr<void>();
+  const InterpreterLock lock;
+  if (!lock.held()) return std::shared_ptr<void>();
+  try {
+    const Ref extents = tuple_of({expected->shape.data(), expected->shape.size()});
+    const Ref code = to_python(static_cast<int64_t>(dtype));
+    Ref object =
+        Ref::take(PyObject_CallFunctionObjArgs(g_empty, like_, extents.get(), code.get(), nullptr));
+    const Tensor tensor = tensor_of(object.get(), "a result", false);
+    std::shared_ptr<void> memory(tensor.raw_data(), [kept = object.get()](void*) {
+      const InterpreterLock last;
+      if (last.held()) Py_DECREF(kept);
+    });
+    made_.push_back({object.release(), memory, expected});
+    return memory;
+  } catch (const PythonError&) {
+    return refusal();
+  }
+}
+
+Ref ResultTensors::take(Tensor result, PyObject* exchanged) {
+  const Shape extents(result.shape().begin(), result.shape().end());
+  for (const Made& made : made_) {
+    const std::shared_ptr<void> memory = made.memory.lock();
+    if (memory == nullptr || !result.contiguous() || result.dtype() != made.expected->dtype)
+      continue;
+    const auto first = static_cast<const char*>(memory.get());
+    const auto begin = static_cast<const char*>(result.raw_data());
+    const auto size = static_cast<int64_t>(bytes_for(result.dtype(), 1));
+    const int64_t offset = (begin - first) / size;
+    if (begin < first || offset + result.numel() > made.expected->count) continue;
+    Ref object = Ref::share(made.object);
+    result = Tensor();
+    if (extents == made.expected->shape && memory.use_count() == 1) return object;
+    // What te-fl keeps as well must not keep the graph that the result becomes part of, and of
+    // parameters that lie one after the other each has a part of one gradient.
+    Shape strides(extents.size(), 1);
+    for (size_t d = extents.size(); d-- > 1;) strides[d - 1] = strides[d] * extents[d];
+    const Ref wanted = tuple_of({extents.data(), extents.size()});
+    const Ref steps = tuple_of({strides.data(), strides.size()});
+    object = Ref::take(PyObject_CallMethod(object.get(), "as_strided", "OOL", wanted.get(),
+                                           steps.get(), static_cast<long long>(offset)));
+    return Ref::take(PyObject_CallMethod(object.get(), "detach", nullptr));
+  }
+  return to_framework(result, exchanged);
+}
+
+PyObject* set_empty(PyObject*, PyObject* function) noexcept {
+  return guarded([&] {
+    Py_INCREF(function);
+    std::swap(g_empty, function);
+    Py_XDECREF(function);
+    return Ref::share(Py_None);
+  });
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,248 @@
+"""Calls of te-fl's layers from PyTorch: one into C++ for a forward and one for its backward, as one node of autograd."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
+from weakref import WeakValueDictionary
+
+import torch
+
+from te_fl import _native, torch_node
+from te_fl.errors import Unsupported
+from te_fl.pytorch.autograd.once import once_differentiable
+from te_fl.pytorch.runtime import private_device
+from te_fl.tensors import DTYPES
+
+_queue = torch.autograd.Variable._execution_engine.queue_callback
+_task = torch._C._current_graph_task_id
+_transforms = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+DTYPE_CODES = {dtype: DTYPES.index(name) for dtype, name in
+               ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16"), (torch.float64, "f64"))}
+DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+TRAINING, UNCACHED = 0, 1  # modes of _native.layer_forward(); others are the numbers of scopes (te_fl.pytorch.fp8.weight_cache)
+
+_devices = set()  # those whose memory comes from PyTorch
+
+
+def use_torch_memory(device: torch.device) -> None:
+    """From now on te-fl's memory of the device is PyTorch's."""
+    key = (device.type, device.index)
+    if device.type == "cpu" or key in _devices:
+        return
+    if device.type != "cuda":
+        _native.use_allocator(private_device.native_name(device), *private_device.allocator(device))
+        _devices.add(key)
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    allocate, free = torch._C._cuda_cudaCachingAllocator_raw_alloc, torch._C._cuda_cudaCachingAllocator_raw_delete
+
+    def on_device(size: int, stream: int) -> int:
+        if torch.cuda.current_device() == index:
+            return allocate(size, stream)
+        with torch.cuda.device(index):
+            return allocate(size, stream)
+
+    torch.cuda.init()
+    if not any(kind == "cuda" for kind, _ in _devices) and hasattr(torch._C, "_cuda_attach_out_of_memory_observer"):
+        torch._C._cuda_attach_out_of_memory_observer(_native.quiet_out_of_memory)
+    _native.use_allocator(f"cuda:{index}", on_device, free, torch.cuda.empty_cache)
+    _devices.add(key)
+
+
+class Call(NamedTuple):
+    """What a layer's forward is called with besides tensors that autograd follows."""
+
+    layer: Any  # of _native.layer()
+    inputs: int  # how many of the tensors are inputs
+    extras: int  # how many after them are in `attention` as well and get a gradient; the parameters follow
+    activation: int  # the output's dtype as an index in DTYPES
+    first: Any  # is_first_microbatch
+    attention: Optional[dict]
+    random: Optional[torch.Tensor]
+    updates: int  # the thread whose gradients' scales are to be updated when the backward ends; 0: none
+    accumulates: bool  # whether gradients of weights go to main_grad
+    delays: bool = False  # whether they come by backward_dw() alone
+
+
+def _ends(token: torch.Tensor, thread: int) -> None:
+    """Updates the scales of gradients when the backward that runs now has ended, once for all layers whose forward `thread` ran."""
+    key = (_task(), thread)
+    if key in _ending:
+        return
+
+    def end() -> None:
+        _native.end_backward(token)
+
+    _ending[key] = end
+    _queue(end)
+
+
+_ending: WeakValueDictionary = WeakValueDictionary()  # what PyTorch will call, which it drops with a backward that raises
+_KEPT = {torch.nn.Parameter}
+
+
+def _main_grad(p: torch.Tensor) -> Tuple[torch.Tensor, bool]:
+    if hasattr(p, "__fsdp_param__"):  # Megatron's FSDP makes it when it is asked for
+        p.main_grad = p.get_main_grad()
+    return p.main_grad, bool(getattr(p, "overwrite_main_grad", False))
+
+
+def main_grads_of(parameters: Sequence[torch.Tensor]) -> Tuple[Optional[Tuple[torch.Tensor, bool]], ...]:
+    """For each parameter the tensor that its gradient goes to, and whether it overwrites what is there; None: there is none."""
+    return tuple(_main_grad(p) if p.dim() == 2 and p.requires_grad else None for p in parameters)
+
+
+def _check_main_grads(parameters: Sequence[torch.Tensor]) -> None:
+    for p in parameters:
+        if p.dim() != 2 or not p.requires_grad or hasattr(p, "__fsdp_param__"):
+            continue
+        if not isinstance(getattr(p, "main_grad", None), torch.Tensor):
+            raise AttributeError(f"fuse_wgrad_accumulation adds the gradient of a weight {tuple(p.shape)} to its main_grad, and it has none; "
+                                 "set weight.main_grad to a tensor of its shape before the forward")
+
+
+def _placeholder(parameter: torch.Tensor) -> Optional[torch.Tensor]:
+    """The gradient of a parameter whose main_grad took it, so that hooks that wait for one run. Its values mean nothing, unless the program
+    asks for zeros."""
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    return torch.zeros_like(parameter) if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like(parameter)
+
+
+_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def hooks_may_copy() -> bool:
+    """Whether hooks of the program get the tensors that are saved now, and may give a backward copies of them. Those of
+    torch.utils.checkpoint give it what the second run saves."""
+    hooks = _hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
+
+
+class _Kept(NamedTuple):
+    """What a backward needs besides saved tensors, which hooks may replace by copies."""
+
+    token: Optional[torch.Tensor]  # in memory that owns the forward's record
+    weights: Tuple[torch.Tensor, ...]  # the parameters themselves, with the attributes of gradients that go to main_grad
+
+
+class LayerFunction(torch.autograd.Function):
+    """A forward that keeps what its backward reads in C++, owned by the memory of a saved tensor, the token. Where hooks may copy the token,
+    the node keeps it as well, until its backward has run."""
+
+    @staticmethod
+    def forward(ctx, call: Call, *tensors: torch.Tensor) -> torch.Tensor:
+        n = call.inputs
+        output, token = _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:],
+                                              call.attention, call.random)
+        if call.attention is None:
+            ctx.save_for_backward(token, *tensors)
+        else:  # saved as well, so that PyTorch notices what is written before the backward: masks, lengths, and an output that is read again
+            # (what was made in inference mode can be neither saved nor, outside of that mode, written)
+            kept = [t for t in call.attention.values() if isinstance(t, torch.Tensor) and not t.is_inference()]
+            ctx.save_for_backward(token, *tensors, *kept, *((output,) if n == 3 else ()))
+        ctx.call = call
+        copied = hooks_may_copy()
+        ctx.kept = _Kept(token if copied else None, tensors[n + call.extras:]) if copied or call.accumulates else None
+        return output
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        # Most backwards build no graph of their own and need no guard against a second derivative, which costs 3 us.
+        return _guarded_backward(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
+
+
+def _backward(ctx, grad: torch.Tensor):
+    call = ctx.call
+    token, *tensors = ctx.saved_tensors
+    n = call.inputs + call.extras
+    parameters, keep = tuple(tensors[n:len(ctx.needs_input_grad) - 1]), _keeps_graph()
+    if ctx.kept is not None and ctx.kept.token is not None:
+        token = ctx.kept.token
+    weights = ctx.kept.weights if call.accumulates else ()
+    main_grads = main_grads_of(weights) if call.accumulates else None
+    inputs, own = _native.layer_backward(token, grad.contiguous() if grad.numel() else grad.new_empty(grad.shape), parameters, None if call.delays else main_grads, keep)
+    if call.updates:
+        _ends(token, call.updates)
+    if main_grads is not None:
+        own = tuple(_placeholder(p) if m is not None else g for p, m, g in zip(weights, main_grads, own))
+    if ctx.kept is not None and not keep:
+        ctx.kept = None
+    needed = ctx.needs_input_grad
+    if n == 1:
+        return (None, inputs[0] if needed[1] else None, *own)
+    return (None, *(g if needed[i + 1] else None for i, g in enumerate(inputs[:n])), *own)
+
+
+_guarded_backward = once_differentiable(_backward)
+
+
+class _Saved(NamedTuple):
+    """What _backward() reads of LayerFunction's ctx."""
+
+    call: Call
+    saved_tensors: Tuple[torch.Tensor, ...]
+    needs_input_grad: Tuple[bool, ...]
+    kept: None = None  # the node in C++ keeps the token itself, and leaves main_grad to LayerFunction
+
+
+def _backward_of(call: Call, saved: Tuple[torch.Tensor, ...], needed: Tuple[bool, ...], grad: torch.Tensor):
+    """LayerFunction's backward that builds a graph, for the node in C++."""
+    return _guarded_backward(_Saved(call, saved, needed), grad)
+
+
+def lasting(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether each may stay as it is over several calls. What is computed for each call, as by parametrisations, is a new tensor each time,
+    perhaps where the last one was."""
+    return {*map(type, parameters)} <= _KEPT
+
+
+def python_run(call: Call, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
+    """The layer's output. caching: te_fl.pytorch.fp8.weight_cache.number()."""
+    if _transforms() is not None:
+        raise Unsupported("te_fl.pytorch's layers do not run inside torch.func's transforms (grad, vmap, jvp and their like); take gradients with "
+                          "torch.autograd.grad, and give batches as dimensions of the input")
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t.requires_grad:
+                if call.accumulates:
+                    _check_main_grads(tensors[call.inputs + call.extras:])
+                return LayerFunction.apply(call, *tensors)
+    n = call.inputs
+    parameters = tensors[n + call.extras:]
+    return _native.layer_forward(call.layer, call.activation, UNCACHED if caching == UNCACHED or not lasting(parameters) else caching, call.first,
+                                 tensors[:n], parameters, call.attention, call.random)[0]
+
+
+_empty = torch.empty
+
+
+def python_empty(like: torch.Tensor, shape: Tuple[int, ...], dtype: int) -> torch.Tensor:
+    """Memory for a result of a layer. dtype: an index in DTYPES."""
+    return _empty(shape, dtype=_BY_CODE[dtype], device=like.device)
+
+
+profiling = torch.autograd._profiler_enabled
+
+
+def shown(module: torch.nn.Module, compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`compute`, which is run() or does the same, in a range that a profiler shows under the module's class, and its `name` if it has one. For
+    use while profiling() is true."""
+    name = getattr(module, "name", None)
+    title = f"te_fl.pytorch.{type(module).__name__}{f' {name}' if name else ''}"
+
+    def run_shown(*arguments: Any) -> torch.Tensor:
+        with torch.autograd.profiler.record_function(title):
+            return compute(*arguments)
+    return run_shown
+
+
+_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
+_node = torch_node.load(torch.__version__, _native.layer_forward, _native.layer_backward, _ends, python_run, _backward_of, torch.nn.Parameter)
+run = python_run if _node is None else _node.run
+# With warn_only=True too, as in Transformer Engine: what has no deterministic form is refused.
+_native.set_deterministic(torch._C._get_deterministic_algorithms)
+_native.set_empty(python_empty if _node is None else _node.empty)

@@ -1,0 +1,75 @@
+"""Gradients of weights that are computed after the backward, by backward_dw(), with Transformer Engine's names."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List, Sequence
+
+import torch
+
+from te_fl import _native
+from te_fl.errors import FailedPrecondition
+from te_fl.pytorch.autograd.call import main_grads_of
+from te_fl.pytorch.fp8 import quantization
+
+_LIKE = torch.empty(0)  # says that gradients are to be PyTorch's
+
+
+class DelaysWgrad:
+    """What modules with delay_wgrad_compute=True can do. Their backward leaves the gradients of weights, and without FP8 those of biases, and
+    keeps what these are computed of."""
+
+    delay_wgrad_compute = False
+    wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]]
+
+    def _delay_wgrad(self, delays: Any, ub_bulk_wgrad: Any, names: Sequence[str]) -> None:
+        """names: of the weights and biases. At the end of the module's __init__."""
+        self.delay_wgrad_compute = bool(delays)
+        self._delayed_names = tuple(names)
+        if not self.delay_wgrad_compute:
+            return
+        if ub_bulk_wgrad:
+            raise ValueError(f"{type(self).__name__}: delay_wgrad_compute does not go with ub_bulk_wgrad")
+        for name in names:
+            getattr(self, name).skip_backward_post_hook = True  # by which frameworks know that a hook of theirs comes too early
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]) -> None:
+        """The function is called at the end of each backward_dw()."""
+        self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
+
+    def need_backward_dw(self) -> bool:
+        """Whether backwards leave gradients to backward_dw()."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Computes the gradients that the earliest of the backwards has left, so it is called once for each; nothing without delay_wgrad_compute.
+
+        They are added to the parameters' grad, or with fuse_wgrad_accumulation, for weights, to main_grad.
+        """
+        if not self.need_backward_dw():
+            return
+        parameters = self._own()
+        layer = next((layer for (kind, _), layer in self._layers.items() if kind == self._kind), None)
+        if layer is None:
+            raise FailedPrecondition(f"FAILED_PRECONDITION: {type(self).__name__}: backward_dw(): no backward has left gradients of weights; it "
+                                     "is called once after each backward")
+        main_grads = main_grads_of(parameters) if self.fuse_wgrad_accumulation else None
+        for p, grad in zip(parameters, _native.layer_backward_dw(layer, parameters, main_grads, _LIKE)):
+            if grad is None or not p.requires_grad:
+                continue
+            if p.grad is None:
+                p.grad = grad
+            else:
+                with torch.no_grad():
+                    p.grad += grad
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def _check_hooks(self) -> None:
+        """Refuses hooks of PyTorch's on gradients that do not pass by them."""
+        for name in self._delayed_names:
+            p = getattr(self, name)
+            late = p.dim() == 2 or not quantization.enabled()
+            if late and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
+                raise FailedPrecondition(f"FAILED_PRECONDITION: {type(self).__name__}: {name} has a hook for its gradient, which with "
+                                         "delay_wgrad_compute backward_dw() computes outside of PyTorch's backward; use "
+                                         "register_wgrad_accumulation_and_reduce_hooks()")

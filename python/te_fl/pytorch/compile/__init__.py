@@ -1,0 +1,1 @@
+"""te-fl's layers in graphs: those of torch.compile and those of CUDA."""

@@ -1,0 +1,309 @@
+"""te-fl's layers in graphs of torch.compile: one op of PyTorch's for each direction, imported when a graph is first made.
+
+An op gets the module's number and the name of its layer, and looks both up when it runs, as eager code does: autocast's scopes, FP8 state
+and weights that are kept are those of that moment, and a graph needs no other for them. What it changes is not in its arguments, so it is
+an effect: PyTorch keeps effects in their order and neither drops, repeats nor merges them.
+
+A graph may write into the memory of any tensor that it will not read again, so a layer keeps copies of its inputs for its backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch._dynamo.compiled_autograd
+import torch.fx.traceback
+from torch._library.effects import EffectType
+from torch.utils.checkpoint import CheckpointPolicy
+
+from te_fl import _native
+from te_fl.errors import FailedPrecondition
+from te_fl.pytorch.autograd import call
+from te_fl.pytorch.fp8 import quantization, weight_cache
+from te_fl.pytorch.runtime import random as generator
+from te_fl.pytorch.runtime import registry
+from te_fl.pytorch.runtime.refuse import refuse
+
+_library = torch.library.Library("te_fl", "FRAGMENT")
+_ACTIVATIONS = {code: dtype for dtype, code in call.DTYPE_CODES.items()}
+
+
+def _run_once(fake: Callable) -> Callable:
+    """The fake kernel, which also tells PyTorch's partitioner that torch.utils.checkpoint does not run the op again: it is an effect."""
+    def traced(*arguments):
+        meta = torch.fx.traceback.get_current_meta()
+        if "recompute" in meta:
+            meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return fake(*arguments)
+
+    return traced
+
+
+def define(schema: str, run: Callable, fake: Callable, effect: bool = True):
+    """The op of the namespace te_fl with this schema. run: computes it; fake: the same on tensors without memory."""
+    name = schema.partition("(")[0]
+    fake = _run_once(fake) if effect else fake
+    # An op changes what the host keeps when it runs, and would not where a CUDA graph that inductor recorded is replayed.
+    _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"te_fl::{name}", fake, lib=_library)
+    op = getattr(torch.ops.te_fl, name)
+    if effect:
+        torch.library._register_effectful_op(f"te_fl::{name}", EffectType.ORDERED)
+        torch.fx.node.has_side_effect(op.default)
+    return op
+
+
+# Inside of an FP8 scope that a graph begins and ends, an output of each op is an argument of the next: PyTorch 2.11's inductor keeps
+# effects, but moves them where no argument says what they wait for. Empty but while Dynamo traces such a scope.
+chain: List[torch.Tensor] = []
+
+# Not empty while Dynamo traces what te_fl.pytorch.checkpoint() calls.
+recomputing: List[bool] = []
+
+# -- the layers
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _trained(parameter: torch.Tensor, wanted: bool) -> torch.Tensor:
+    """The parameter with the requires_grad that it has in the program; what a graph computes has none while it runs."""
+    return parameter if parameter.requires_grad == wanted else parameter.detach().requires_grad_(wanted)
+
+
+def _attention(names: List[str], others: List[torch.Tensor], lengths: List[int], extras: List[torch.Tensor]) -> Optional[dict]:
+    found: dict = dict(zip(names, others))
+    found.update((name, n) for name, n in zip(("max_seqlen_q", "max_seqlen_kv"), lengths) if n >= 0)
+    if extras:
+        found["bias"] = extras[0]
+    return found
+
+
+class _Again(NamedTuple):
+    """A forward that its backward runs again: te_fl.pytorch.checkpoint() in a graph."""
+
+    record: Any  # of _native.recompute_record()
+    layer: Any
+    before: tuple  # what _native.layer_forward() takes before the parameters,
+    after: tuple  # and after them
+
+    def run(self, parameters: Tuple[torch.Tensor, ...], second: bool):
+        scope = _native.begin_recompute(self.record, second, quantization._state)
+        try:
+            return _native.layer_forward(self.layer, *self.before, parameters, *self.after)
+        finally:
+            _native.end_recompute(scope)
+
+
+_again: dict = {}  # by number
+_again_numbers = itertools.count(1)
+
+
+def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters,
+             names, others, lengths, random, after):
+    module = registry.module_of(number)
+    layer, order = module._in_graph(inputs[0].device, kind, (*words, *numbers))
+    updates = module._notice()
+    order = range(len(parameters)) if order is None else order
+    own = [parameters[i] for i in order]
+    if keeps:
+        inputs, extras, others = ([_own(t) for t in given] for given in (inputs, extras, others))
+        random, when = (None if t is None else _own(t) for t in (random, when))
+        own = [_trained(parameters[i], trained[i]) for i in order]
+        mode = call.TRAINING
+    else:
+        inputs = [t.contiguous() for t in inputs]
+        mode = weight_cache.number() if call.lasting(own) else call.UNCACHED
+    microbatch = when if when is not None else quantization.reused_weights() if first < 0 else bool(first)
+    before = (activation, mode, microbatch, tuple(inputs))
+    attention = _attention(names, others, lengths, extras) or None
+    if not (keeps and recomputes):
+        output, token = _native.layer_forward(layer, *before, tuple(own), attention, random)
+        if keeps and kind == "attention":
+            output = _own(output)  # its backward reads it
+        token = torch.zeros(1, dtype=torch.int64) if token is None else token
+        return output, token, torch.tensor([updates, 0, *order], dtype=torch.int64)
+    again = _Again(_native.recompute_record(), layer, before, (attention, random))
+    output, _ = again.run(tuple(own), False)
+    number = next(_again_numbers)
+    _again[number] = again
+    about = torch.tensor([updates, number, *order], dtype=torch.int64)
+    weakref.finalize(about, _again.pop, number, None)
+    return output, torch.zeros(1, dtype=torch.int64), about
+
+
+def _forward_fake(number, kind, words, numbers, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters,
+                  names, others, lengths, random, after):
+    if torch.compiler.is_exporting():
+        raise refuse("torch.export", "mod", f"a model with a {kind} of te_fl.pytorch", "an exported program would name a module of this "
+                     "process; export a model without te_fl's modules, or run this one by torch.compile")
+    x = inputs[0]
+    shape = x.shape if width < 0 else (*x.shape[:-1], width)
+    if kind == "attention":
+        shape = (*x.shape[:-1], inputs[2].shape[-1])
+    output = torch.empty(shape, dtype=_ACTIVATIONS.get(activation, x.dtype), device=x.device)
+    token, about = (torch.empty(n, dtype=torch.int64, device="cpu") for n in (1, 2 + len(parameters)))
+    return output, token, about
+
+
+# keeps: whether a backward may follow; trained: which parameters it is for. first, when: is_first_microbatch as -1, 0 or 1, or as a tensor.
+_forward_op = define("layer_forward(Tensor module, str kind, str[] words, SymInt[] numbers, bool keeps, bool recomputes, "
+                     "bool[] trained, int first, Tensor? when, int activation, int width, Tensor[] inputs, Tensor[] extras, "
+                     "Tensor[] parameters, str[] names, Tensor[] others, SymInt[] lengths, Tensor? random, Tensor? after) "
+                     "-> (Tensor output, Tensor token, Tensor about)", _forward, _forward_fake)
+
+
+def _backward(token, about, grad, parameters, needed, trained, sizes, ranks, dtypes):
+    thread, again, *order = about.tolist()
+    native = tuple(_trained(parameters[i], trained[i]) for i in order)
+    if again:
+        if again not in _again:
+            raise FailedPrecondition("FAILED_PRECONDITION: what this forward kept for its backward has gone: a hook for saved tensors replaced it by "
+                                     "a copy; run the forward again")
+        _, token = _again[again].run(native, True)
+    inputs, found = _native.layer_backward(token, grad.contiguous(), native, None, call._keeps_graph())
+    if thread:
+        _updates_scales(token, thread)
+    own = dict(zip(order, found))
+    result, at = [], 0
+    for gradient, wanted, rank, dtype in zip(inputs, needed, ranks, dtypes):
+        shape, at = sizes[at:at + rank], at + rank
+        if wanted:
+            result.append(gradient.to(_ACTIVATIONS[dtype]).view(shape))
+    for i, (wanted, parameter) in enumerate(zip(trained, parameters)):
+        if wanted:
+            gradient = own.get(i)
+            result.append(torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device) if gradient is None
+                          else gradient.to(parameter.dtype))
+    return result
+
+
+def _updates_scales(token: torch.Tensor, thread: int) -> None:
+    if getattr(torch._dynamo.compiled_autograd, "in_compiled_autograd_region", False):
+        raise refuse("torch.compile", "compiled_autograd", True, "it does not say when a backward ends, which is when delayed scaling updates "
+                     "the gradients' scales; set torch._dynamo.config.compiled_autograd = False, or use another recipe")
+    number = token.clone()  # PyTorch may write into what the backward of a graph has read
+    number.owner = token  # by which the forward's record lives
+    call._ends(number, thread)
+
+
+def _backward_fake(token, about, grad, parameters, needed, trained, sizes, ranks, dtypes):
+    result, at = [], 0
+    for wanted, rank, dtype in zip(needed, ranks, dtypes):
+        shape, at = sizes[at:at + rank], at + rank
+        if wanted:
+            result.append(torch.empty(shape, dtype=_ACTIVATIONS[dtype], device=grad.device))
+    return result + [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p, wanted in zip(parameters, trained) if wanted]
+
+
+# needed: which of the inputs, whose extents follow one another in `sizes`, want a gradient; the result has those, then the parameters'.
+_backward_op = define("layer_backward(Tensor token, Tensor about, Tensor grad, Tensor[] parameters, bool[] needed, "
+                      "bool[] trained, SymInt[] sizes, int[] ranks, int[] dtypes) -> Tensor[]", _backward, _backward_fake, effect=False)
+_TRAINED, _INPUTS = 6, 11  # places among the op's arguments; extras and parameters follow the inputs
+
+
+def _save(ctx, inputs, output) -> None:
+    trained, given, extras, parameters = inputs[_TRAINED], *inputs[_INPUTS:_INPUTS + 3]
+    _, token, about = output
+    ctx.save_for_backward(token, about, *parameters)
+    ctx.trained, followed = trained, (*given, *extras)
+    ctx.counts = (len(given), len(extras))
+    # PyTorch takes a list without elements for one of tensors, whose gradient is a list as well.
+    ctx.nothing = tuple([None] * len(v) if isinstance(v, list) and all(isinstance(t, torch.Tensor) for t in v) else None for v in inputs)
+    ctx.needed = [t.requires_grad for t in followed]
+    ctx.sizes = [n for t in followed for n in t.shape]
+    ctx.ranks, ctx.dtypes = [t.dim() for t in followed], [call.DTYPE_CODES[t.dtype] for t in followed]
+
+
+def _gradient(ctx, grad, *_):
+    if grad is None:
+        return ctx.nothing
+    token, about, *parameters = ctx.saved_tensors
+    found = iter(_backward_op(token, about, grad, parameters, ctx.needed, ctx.trained, ctx.sizes, ctx.ranks, ctx.dtypes))
+    own = [next(found) if wanted else None for wanted in (*ctx.needed, *ctx.trained)]
+    n, more = ctx.counts
+    return (*ctx.nothing[:_INPUTS], own[:n], own[n:n + more], own[n + more:], *ctx.nothing[_INPUTS + 3:])
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError("te_fl.pytorch: a layer's backward has no derivative; second derivatives are not served")
+
+
+torch.library.register_autograd("te_fl::layer_forward", _gradient, setup_context=_save, lib=_library)
+torch.library.register_autograd("te_fl::layer_backward", _no_second_derivative, lib=_library)
+
+
+def forward(module: Any, layer: Tuple[str, tuple], width: int, activation: int, first: Any, inputs: Sequence[torch.Tensor],
+            extras: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], attention: Optional[dict],
+            random: Optional[torch.Tensor]) -> torch.Tensor:
+    """What a module's forward is in a graph. Dynamo traces this function.
+
+    layer: its kind and its key, words and then integers, by which module._in_graph() finds it.
+    """
+    trained = [p.requires_grad for p in parameters]
+    keeps = torch.is_grad_enabled() and (any(trained) or any([t.requires_grad for t in (*inputs, *extras)]))
+    when = first if isinstance(first, torch.Tensor) else None
+    names, others, lengths = [], [], [-1, -1]
+    for name, value in (attention or {}).items():
+        if name == "max_seqlen_q" and value is not None:
+            lengths[0] = value
+        elif name == "max_seqlen_kv" and value is not None:
+            lengths[1] = value
+        elif value is not None and not (extras and name == "bias"):
+            names.append(name)
+            others.append(value)
+    output, _, about = _forward_op(module._number, layer[0], [k for k in layer[1] if isinstance(k, str)],
+                                   [int(k) for k in layer[1] if not isinstance(k, str)], keeps, bool(recomputing), trained,
+                                   -1 if first is None or when is not None else int(first), when, activation, width, list(inputs),
+                                   list(extras), list(parameters), names, others, lengths, random, chain[-1] if chain else None)
+    if chain:
+        chain[-1] = about
+    return output
+
+
+def recomputed(function: Callable, args: tuple, kwargs: dict) -> Any:
+    """te_fl.pytorch.checkpoint() in a graph: layers of te-fl keep their inputs alone. What else is kept is for PyTorch to choose."""
+    recomputing.append(True)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        recomputing.pop()
+
+
+# -- what modules do beside them
+
+
+def _draw(number, device):
+    if torch._C._current_graph_task_id() >= 0:
+        raise refuse("torch.utils.checkpoint", "function", "one that draws from a get_rng_state_tracker", "a backward would draw other numbers "
+                     "than the forward did; use te_fl.pytorch.checkpoint()")
+    with registry.module_of(number).get_rng_state_tracker().fork():
+        return generator.draw(device)
+
+
+_draw_op = define("draw(Tensor module, Device device) -> Tensor", _draw,
+                  lambda number, device: torch.empty(2, dtype=torch.int64, device=device))
+
+
+def draw(number: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """random.draw_for() in a graph."""
+    return _draw_op(number, device)
+
+
+def _lengths(mask):
+    from te_fl.pytorch.modules.attention import sums_of_lengths
+    return sums_of_lengths("DotProductAttention", mask)
+
+
+_lengths_op = define("cumulative_lengths(Tensor mask) -> Tensor", _lengths,
+                     lambda mask: torch.empty(mask.shape[0] + 1, dtype=torch.int32, device=mask.device), effect=False)
+
+
+def cumulative_lengths(mask: torch.Tensor) -> torch.Tensor:
+    """attention.cumulative_lengths() in a graph."""
+    return _lengths_op(mask)

@@ -1,0 +1,79 @@
+"""FP8 scopes inside of functions that torch.compile compiles: an op begins one and an op ends it, in the order of the layers' ops."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import threading
+import weakref
+
+import torch
+
+from te_fl.common import recipe as recipes
+from te_fl.pytorch.compile.compiled import chain, define
+from te_fl.pytorch.fp8 import quantization
+
+_running: dict = {}  # by number: the scope and its thread
+_numbers = itertools.count(1)
+
+
+def recipe_of(text: str) -> recipes.Recipe:
+    """A recipe of which recipes.native_of() says this."""
+    fields = dict(ast.literal_eval(text))
+    form = recipes.Format[fields["format"].upper()]
+    if fields["kind"] == "delayed":
+        return recipes.DelayedScaling(margin=fields["margin"], fp8_format=form, amax_history_len=fields["amax_history_len"],
+                                      amax_compute_algo=fields["amax_compute_algo"], reduce_amax=fields["reduce_amax"],
+                                      fp8_dpa=fields["fp8_dpa"])
+    made = (recipes.Float8CurrentScaling if fields["kind"] == "current" else recipes.Float8BlockScaling)(fp8_format=form)
+    options = recipes.QParams(power_2_scale=fields["pow2_scale"], amax_epsilon=fields["amax_epsilon"])
+    made.fp8_quant_fwd_inp = made.fp8_quant_fwd_weight = made.fp8_quant_bwd_grad = options
+    return made
+
+
+def _begin(enabled, calibrating, text, after):
+    scope = quantization.autocast(enabled, calibrating, recipe_of(text))
+    scope.__enter__()
+    number = next(_numbers)
+    _running[number] = (scope, threading.get_ident())
+    token = torch.tensor([number], dtype=torch.int64)
+    # An exception on the way to the op that ends the scope frees the graph's tensors, this one as well.
+    weakref.finalize(token, _leave, number)
+    return token
+
+
+def _leave(number: int) -> None:
+    """Ends a scope that is still in force, and those inside of it before."""
+    scope, thread = _running.pop(number, (None, None))
+    if scope is None or thread != threading.get_ident() or scope not in quantization._state.scopes:
+        return
+    while quantization._state.scopes[-1] is not scope:
+        quantization._state.scopes[-1].__exit__()
+    scope.__exit__()
+
+
+def _end(scope, differentiates, after):
+    with torch.set_grad_enabled(differentiates):  # as where the function was traced: an op runs without
+        _leave(int(scope))
+    return torch.zeros(1, dtype=torch.int64)
+
+
+def _token(*_):
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+_begin_op = define("begin_autocast(bool enabled, bool calibrating, str recipe, Tensor? after) -> Tensor", _begin, _token)
+_end_op = define("end_autocast(Tensor scope, bool differentiates, Tensor after) -> Tensor", _end, _token)
+
+
+def begin(enabled: bool, calibrating: bool, recipe: dict) -> torch.Tensor:
+    """autocast's beginning in a graph, with what recipes.native_of() says of its recipe; what end() takes. Dynamo traces both."""
+    scope = _begin_op(enabled, calibrating, repr(list(recipe.items())), chain[-1] if chain else None)
+    chain.append(scope)
+    return scope
+
+
+def end(scope: torch.Tensor) -> None:
+    token = _end_op(scope, torch.is_grad_enabled(), chain.pop())
+    if chain:
+        chain[-1] = token

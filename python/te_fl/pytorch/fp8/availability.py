@@ -1,0 +1,158 @@
+"""What can be computed here. te-fl's CPU implementations serve FP8 too, so the answers come from the router, not from a GPU's number.
+
+Every is_..._available takes return_reason: False for a bool, True for (bool, reason), where the reason is empty if it is available.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Tuple, Union
+
+import torch
+
+import te_fl
+from te_fl.common.recipe import DelayedScaling, Format, Recipe, native_of
+from te_fl.errors import Unsupported
+from te_fl.pytorch.runtime.device import default_device
+
+__all__ = ["check_fp8_block_scaling_support", "check_fp8_support", "check_mxfp8_support", "check_nvfp4_support", "check_recipe_support",
+           "get_align_size_for_quantization", "get_cudnn_version", "get_default_fp8_recipe", "get_default_recipe",
+           "get_device_compute_capability", "get_fp8_max", "get_fp8_torch_dtype", "is_bf16_available", "is_fp8_available",
+           "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "torch_version"]
+
+Answer = Tuple[bool, str]
+
+
+def _quantized(scaling: str, scales: tuple, device: torch.device) -> te_fl.Quantized:
+    return te_fl.Quantized(torch.empty(128, 128, dtype=torch.float8_e4m3fn, device=device), scaling=scaling,
+                           scale_inv=torch.empty(scales, device=device))
+
+
+@functools.lru_cache(maxsize=None)
+def _who_multiplies(device: torch.device, kind: str) -> Answer:
+    """Whether an implementation on the device itself takes the product of an FP8 layer; nothing runs."""
+    if kind == "bf16":
+        a = b = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
+    elif kind == "tensor":
+        a = b = _quantized("tensor", (1,), device)
+    else:
+        a, b = _quantized("block_1x128", (1, 128), device), _quantized("block_128x128", (1, 1), device)
+    d = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
+    try:
+        found = te_fl.explain("generic_gemm", a=a, b=b, d=d, trans_b=True)
+    except te_fl.Error as error:
+        return False, str(error)
+    chosen = [candidate for candidate in found["candidates"] if candidate["chosen"]]
+    if chosen and not chosen[0]["staged"]:
+        return True, ""
+    reasons = "; ".join(f"{candidate['impl_id']}: {candidate['reason']}" for candidate in found["candidates"])
+    return False, f"no implementation on {device} serves such products ({reasons})"
+
+
+def _constant(function):
+    """What torch.compiler.assume_constant_result() does, without importing the compiler, which takes a second."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_constant
+def check_fp8_support() -> Answer:
+    """Whether layers run in FP8 with one scale per tensor (delayed and current scaling)."""
+    return _who_multiplies(default_device(), "tensor")
+
+
+@_constant
+def check_fp8_block_scaling_support() -> Answer:
+    """Whether layers run in FP8 with a scale per block."""
+    return _who_multiplies(default_device(), "block")
+
+
+def check_mxfp8_support() -> Answer:
+    """Whether layers run in MXFP8."""
+    return False, "te-fl's layers do not serve MXFP8BlockScaling; use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
+
+
+def check_nvfp4_support() -> Answer:
+    """Whether layers run in NVFP4."""
+    return False, "te-fl's layers do not serve NVFP4BlockScaling; use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
+
+
+def _answer(answer: Answer, return_reason: bool) -> Union[bool, Answer]:
+    return answer if return_reason else answer[0]
+
+
+def is_fp8_available(return_reason: bool = False) -> Union[bool, Answer]:
+    return _answer(check_fp8_support(), return_reason)
+
+
+def is_fp8_block_scaling_available(return_reason: bool = False) -> Union[bool, Answer]:
+    return _answer(check_fp8_block_scaling_support(), return_reason)
+
+
+def is_mxfp8_available(return_reason: bool = False) -> Union[bool, Answer]:
+    return _answer(check_mxfp8_support(), return_reason)
+
+
+def is_nvfp4_available(return_reason: bool = False) -> Union[bool, Answer]:
+    return _answer(check_nvfp4_support(), return_reason)
+
+
+@_constant
+def is_bf16_available(return_reason: bool = False) -> Union[bool, Answer]:
+    return _answer(_who_multiplies(default_device(), "bf16"), return_reason)
+
+
+def check_recipe_support(recipe: Recipe) -> None:
+    """Unsupported if layers cannot run with the recipe here."""
+    native_of(recipe)
+    served, reason = check_fp8_block_scaling_support() if recipe.float8_block_scaling() else check_fp8_support()
+    if not served:
+        raise Unsupported(f"{type(recipe).__name__}: {reason}; leave autocast off, or use a device that has it")
+
+
+def get_default_fp8_recipe() -> Recipe:
+    return DelayedScaling()
+
+
+def get_default_recipe() -> Recipe:
+    """The recipe of an autocast that names none."""
+    return get_default_fp8_recipe()
+
+
+def get_align_size_for_quantization(recipe: Recipe) -> int:
+    """The number of rows to which parts of a grouped product are padded."""
+    if recipe.custom():
+        return recipe.quantization_alignment
+    return 32 if recipe.mxfp8() else 128 if recipe.nvfp4() else 16
+
+
+def get_fp8_torch_dtype(fp8_recipe: Recipe, fprop_tensor: bool = True) -> torch.dtype:
+    """The dtype of codes in the forward, or of gradients'."""
+    e4m3 = fp8_recipe.fp8_format is Format.E4M3 or (fp8_recipe.fp8_format is Format.HYBRID and fprop_tensor)
+    return torch.float8_e4m3fn if e4m3 else torch.float8_e5m2
+
+
+def get_fp8_max(fp8_recipe: Recipe, fprop_tensor: bool = True) -> float:
+    """The largest value of codes in the forward, or of gradients'."""
+    return torch.finfo(get_fp8_torch_dtype(fp8_recipe, fprop_tensor)).max
+
+
+@_constant
+def get_device_compute_capability() -> Tuple[int, int]:
+    """(major, minor) of the current GPU; (0, 0) without one, so that comparisons say that it has nothing of NVIDIA's."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+@_constant
+def get_cudnn_version() -> Tuple[int, int, int]:
+    """(major, minor, patch) of the cuDNN that PyTorch has loaded; (0, 0, 0) without one. te-fl's layers need none."""
+    version = torch.backends.cudnn.version() if torch.cuda.is_available() else None
+    if version is None:
+        return 0, 0, 0
+    scale = 1000 if version < 90000 else 10000
+    return version // scale, version % scale // 100, version % 100
+
+
+def torch_version() -> Tuple[int, ...]:
+    """PyTorch's version as numbers."""
+    return tuple(int(part) for part in torch.__version__.partition("+")[0].split(".")[:3] if part.isdigit())

@@ -1,0 +1,410 @@
+"""Parameters that are FP8 codes alone, and show the dtype that they were made from."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from types import MethodType
+from typing import Any, Callable, Iterator, NamedTuple, Optional
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from te_fl import _native, ops
+from te_fl.errors import DataLoss, FailedPrecondition, Unsupported
+from te_fl.pytorch.autograd.call import DTYPE_CODES, DTYPE_NAMES
+from te_fl.pytorch.runtime.constants import DType
+from te_fl.tensors import SCALINGS, Quantized
+
+_aten = torch.ops.aten
+_CODES, _LARGEST = torch.float8_e4m3fn, 448.0
+
+
+class Rules(NamedTuple):
+    """How codes get their scales when they are written: from the amax of what is written."""
+
+    scaling: str  # "tensor", or "block_128x128"
+    pow2_scale: bool = False
+    amax_epsilon: float = 0.0
+    margin: int = 0
+
+
+def rules_of(native_recipe: dict) -> Rules:
+    """Those of a recipe as te_fl.common.recipe.native_of() makes it."""
+    if native_recipe["kind"] == "delayed":
+        return Rules("tensor", margin=native_recipe["margin"])
+    return Rules("tensor" if native_recipe["kind"] == "current" else "block_128x128", native_recipe["pow2_scale"],
+                 native_recipe["amax_epsilon"])
+
+
+class Codes:
+    """E4M3 codes [rows, columns], what they are multiplied by, and, once a training forward has read them, their transpose."""
+
+    __slots__ = ("rules", "data", "scale_inv", "amax", "columns", "columns_scale_inv")
+
+    def __init__(self, rules: Rules, data: torch.Tensor, scale_inv: torch.Tensor, amax: Optional[torch.Tensor]):
+        self.rules, self.data, self.scale_inv, self.amax = rules, data, scale_inv, amax
+        self.columns = self.columns_scale_inv = None
+
+    @classmethod
+    def empty(cls, rules: Rules, shape: torch.Size, device: torch.device) -> "Codes":
+        data = torch.empty(shape, dtype=_CODES, device=device)
+        if rules.scaling == "tensor":
+            return cls(rules, data, *(torch.zeros(1, dtype=torch.float32, device=device) for _ in range(2)))
+        return cls(rules, data, _block_scales(*shape, device), None)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Quantises values of any floating dtype and device."""
+        dtype = values.dtype if values.dtype in DTYPE_NAMES else torch.float32
+        values = values.to(self.data.device, dtype).expand(self.data.shape).contiguous()
+        parts = {"scale_inv": self.scale_inv, "columnwise_data": self.columns, "columnwise_scale_inv": self.columns_scale_inv}
+        if self.rules.scaling == "tensor":
+            parts.update(amax=self.amax, compute_scale=True, scale=torch.empty_like(self.amax))
+            if self.rules.margin != 0:
+                parts.update(compute_scale=False, scale=self._scale_with_margin(values))
+        ops.quantize(input=values, output=Quantized(self.data, scaling=self.rules.scaling, pow2_scale=self.rules.pow2_scale,
+                                                    amax_epsilon=self.rules.amax_epsilon, **parts))
+
+    def _scale_with_margin(self, values: torch.Tensor) -> torch.Tensor:
+        ops.compute_amax(input=values, amax=self.amax)
+        largest = torch.full_like(self.amax, _LARGEST * 2.0 ** -self.rules.margin)
+        return torch.where(self.amax == 0, torch.ones_like(self.amax), largest / self.amax)
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values in new memory."""
+        values = torch.empty(self.data.shape, dtype=dtype if dtype in DTYPE_NAMES else torch.float32, device=self.data.device)
+        ops.dequantize(input=Quantized(self.data, scaling=self.rules.scaling, scale_inv=self.scale_inv), output=values)
+        return values.to(dtype)
+
+    def add_columns(self) -> None:
+        if self.columns is not None:
+            return
+        if self.data.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise FailedPrecondition("FAILED_PRECONDITION: a training forward is captured that is the first to read the weight "
+                                     f"{tuple(self.data.shape)} of FP8 codes, whose transpose would be the graph's; run a step before")
+        rows, columns = self.data.shape
+        transposed = torch.empty(columns, rows, dtype=_CODES, device=self.data.device)
+        ops.fp8_transpose(input=self.data, output=transposed)
+        if self.rules.scaling != "tensor":
+            self.columns_scale_inv = _block_scales(columns, rows, self.data.device)
+            down, across = -(-rows // 128), -(-columns // 128)
+            self.columns_scale_inv[:across, :down] = self.scale_inv[:down, :across].t()
+        self.columns = transposed
+
+    def copy_(self, other: "Codes") -> None:
+        """Takes over codes and scales of the same shape and rules, which may be on another device."""
+        for part in ("data", "scale_inv", "amax"):
+            own = getattr(self, part)
+            if own is not None:
+                own.copy_(getattr(other, part))
+        if self.columns is not None:
+            self.columns = None
+            self.add_columns()
+
+    def to(self, device: torch.device, non_blocking: bool = False, always: bool = False) -> "Codes":
+        parts = (None if part is None else part.to(device, non_blocking=non_blocking, copy=always)
+                 for part in (self.data, self.scale_inv, self.amax))
+        return Codes(self.rules, *parts)
+
+
+def _block_scales(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """What blocks of 128 x 128 are multiplied by, as te_fl_quant has it: the rows of the array end with padding."""
+    across = -(-columns // 128)
+    return torch.zeros(-(-rows // 128), -(-across // 4) * 4, dtype=torch.float32, device=device)
+
+
+class _Dequantise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor: "Float8Tensor", dtype: torch.dtype) -> torch.Tensor:
+        ctx.dtype = tensor.dtype
+        return tensor._codes.read(dtype)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad.to(ctx.dtype), None
+
+
+class QuantizedTensor(torch.Tensor):
+    """A tensor held as codes, which looks like one of high precision."""
+
+
+class Float8Tensor(QuantizedTensor):
+    """A tensor held as FP8 codes alone, which looks like one of `dtype`.
+
+    Every operation that reads it reads dequantised values, and returns a plain tensor; detach(), clone() and moves to another device keep
+    the codes. Operations that write it in place, copy_() among them, quantise: with scales from the amax of what is written, whatever the
+    recipe. A view of it is a view of values in memory of its own: writing that does not write the codes.
+    """
+
+    def __new__(cls, codes: Codes, dtype: torch.dtype, requires_grad: bool = False) -> "Float8Tensor":
+        made = torch.Tensor._make_wrapper_subclass(cls, codes.data.shape, dtype=dtype, device=codes.data.device, requires_grad=requires_grad)
+        made._codes = codes
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    __dlpack_c_exchange_api__ = None  # its memory holds no values of its dtype
+
+    @classmethod
+    def quantised(cls, values: torch.Tensor, rules: Rules) -> "Float8Tensor":
+        """The codes of `values`, with their dtype and on their device."""
+        if values.dtype not in DTYPE_NAMES:
+            raise Unsupported(f"Float8Tensor: the dtype {values.dtype} is not served; codes show torch.float32, torch.bfloat16 or torch.float16")
+        codes = Codes.empty(rules, values.shape, values.device)
+        codes.write(values.detach())
+        return cls(codes, values.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        own = _OWN.get(func)
+        if own is not None:
+            return own(func, *args, **kwargs)
+        if func._schema.is_mutable:
+            return _write(func, args, kwargs)
+        return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
+
+    # -- Transformer Engine's names
+
+    def dequantize(self, *, dtype: Optional[torch.dtype] = None) -> torch.Tensor:
+        """The values as a plain tensor; dtype: None is this tensor's."""
+        return _Dequantise.apply(self, self.dtype if dtype is None else dtype)
+
+    def quantize_(self, tensor: torch.Tensor) -> "Float8Tensor":
+        """Writes the codes of a tensor's values."""
+        with torch.no_grad():
+            return self.copy_(tensor)
+
+    @property
+    def _data(self) -> torch.Tensor:
+        return self._codes.data.view(torch.uint8)
+
+    @property
+    def _scale_inv(self) -> torch.Tensor:
+        return self._codes.scale_inv
+
+    # -- te-fl's modules
+
+    def _lent(self, training: bool) -> tuple:
+        """The parts for a call of a layer in C++ (layer.hpp)."""
+        codes = self._codes
+        if training and codes.columns is None:
+            codes.add_columns()
+        return (codes.data, codes.scale_inv, codes.amax, codes.columns, codes.columns_scale_inv, DTYPE_CODES[self.dtype],
+                SCALINGS.index(codes.rules.scaling))
+
+    def _keep_initial(self, values: torch.Tensor) -> None:
+        """Gives this object the two methods by which the values that its codes were made from are had and let go."""
+        self._high_precision_init_val = values
+        self.get_high_precision_init_val = MethodType(_initial, self)
+        self.clear_high_precision_init_val = MethodType(_clear_initial, self)
+
+    # -- what reads a tensor's memory itself
+
+    @property
+    def data(self) -> "Float8Tensor":
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Takes over another's codes, device and dtype, as Module.to() has it; values of a plain tensor are quantised."""
+        if not isinstance(value, Float8Tensor):
+            value = Float8Tensor.quantised(value, self._codes.rules)
+        torch.Tensor.data.__set__(self, value)
+        self._codes = value._codes
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Writes part of the values, so it quantises all of them again."""
+        values = self.detach().dequantize()
+        values[index] = value
+        self.copy_(values)
+
+    def float(self) -> torch.Tensor:
+        return self._as(torch.float32)
+
+    def bfloat16(self) -> torch.Tensor:
+        return self._as(torch.bfloat16)
+
+    def half(self) -> torch.Tensor:
+        return self._as(torch.float16)
+
+    def _as(self, dtype: torch.dtype) -> torch.Tensor:
+        """A plain tensor; for Module.to() codes that show another dtype."""
+        return self.to(dtype) if _keeping.depth > 0 else self.dequantize(dtype=dtype)
+
+    def numpy(self, **options: Any):
+        return self.dequantize().numpy(**options)
+
+    def tolist(self) -> list:
+        return self.detach().dequantize().tolist()
+
+    def data_ptr(self) -> int:
+        """The address of the codes."""
+        return self._codes.data.data_ptr()
+
+    def share_memory_(self) -> "Float8Tensor":
+        for part in (self._codes.data, self._codes.scale_inv, self._codes.amax):
+            if part is not None:
+                part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return self._codes.data.is_shared()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """An empty one: the memory is that of the codes."""
+        return torch.UntypedStorage(0, device=self.device)
+
+    def __dlpack__(self, **options: Any):
+        raise BufferError("a Float8Tensor has no memory of its dtype to lend; dequantize() has its values, _data its codes")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"Float8Tensor({self.detach().dequantize()}, scaling={self._codes.rules.scaling!r}{grad})"
+
+    # -- copies
+
+    def __deepcopy__(self, memo: dict) -> "Float8Tensor":
+        if id(self) in memo:
+            return memo[id(self)]
+        copied = memo[id(self)] = Float8Tensor(self._codes.to(self.device, always=True), self.dtype, self.requires_grad)
+        for name, value in self.__dict__.items():
+            if name not in ("_codes", "_high_precision_init_val", *_METHODS):
+                setattr(copied, name, copy.deepcopy(value, memo))
+        if "_high_precision_init_val" in self.__dict__:
+            copied._keep_initial(self._high_precision_init_val)
+        return copied
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        codes = self._codes
+        return _rebuilt, (codes.data.view(torch.uint8), codes.scale_inv, codes.amax, tuple(codes.rules), self.dtype, self.requires_grad,
+                          getattr(self, "_is_param", False))
+
+
+_METHODS = ("get_high_precision_init_val", "clear_high_precision_init_val")
+
+
+def _initial(parameter: Float8Tensor) -> Optional[torch.Tensor]:
+    return getattr(parameter, "_high_precision_init_val", None)
+
+
+def _clear_initial(parameter: Float8Tensor) -> None:
+    parameter.__dict__.pop("_high_precision_init_val", None)
+
+
+def _rebuilt(data, scale_inv, amax, rules, dtype, requires_grad, is_parameter) -> Float8Tensor:
+    made = Float8Tensor(Codes(Rules(*rules), data.view(_CODES), scale_inv, amax), dtype, requires_grad)
+    if is_parameter:
+        made._is_param = True
+    return made
+
+
+_rebuilt.__module__ = "te_fl.pytorch.float8_tensor"  # the module's public name, which checkpoints hold whatever room this lies in
+
+
+def _theirs(data, fp8_dtype, scale_inv, dtype, shape, transpose=None) -> Float8Tensor:
+    """Transformer Engine's tensor of this name, as its checkpoints have it."""
+    if int(fp8_dtype) != DType.kFloat8E4M3:
+        raise DataLoss(f"a Float8Tensor {tuple(shape)} of the checkpoint holds codes of Transformer Engine's dtype {int(fp8_dtype)}; te-fl's "
+                       f"parameters hold E4M3, which is {int(DType.kFloat8E4M3)}")
+    data = transpose.t().contiguous() if data is None else data
+    codes = Codes(Rules("tensor"), data.view(_CODES).reshape(shape), scale_inv.float().reshape(1), torch.empty_like(scale_inv.reshape(1)))
+    ops.compute_amax(input=codes.read(torch.float32), amax=codes.amax)
+    return Float8Tensor(codes, dtype)
+
+
+class _Keeping(threading.local):
+    depth = 0
+
+
+_keeping = _Keeping()
+
+
+@contextlib.contextmanager
+def keeping_codes() -> Iterator[None]:
+    """Inside, on this thread, a change of dtype changes what a tensor shows and keeps its codes, as Module.to(dtype) wants it."""
+    _keeping.depth += 1
+    try:
+        yield
+    finally:
+        _keeping.depth -= 1
+
+
+# -- operations
+
+
+def _plain(value: Any) -> Any:
+    return value._codes.read(value.dtype) if isinstance(value, Float8Tensor) else value
+
+
+def _write(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """An operation that writes some of its arguments: on dequantised values, which are quantised afterwards."""
+    values, owners = {}, {}
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, Float8Tensor):
+            return value
+        key = id(value._codes)
+        if key not in values:
+            values[key] = value._codes.read(value.dtype)
+            owners[id(values[key])] = value
+        return values[key]
+
+    result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[number] if number < len(args) else kwargs.get(argument.name)
+        for tensor in tree_leaves(given):
+            if isinstance(tensor, Float8Tensor):
+                written = values[id(tensor._codes)]
+                if written.shape != tensor.shape:
+                    raise Unsupported(f"{func}: a Float8Tensor {tuple(tensor.shape)} cannot take the shape {tuple(written.shape)} in place; "
+                                      "work on its dequantize()")
+                tensor._codes.write(written)
+    return tree_map(lambda r: owners.get(id(r), r), result)
+
+
+def _alias(func: Callable, tensor: Float8Tensor) -> Float8Tensor:
+    return Float8Tensor(tensor._codes, tensor.dtype)
+
+
+def _clone(func: Callable, tensor: Float8Tensor, **options: Any) -> Float8Tensor:
+    return Float8Tensor(tensor._codes.to(tensor.device, always=True), tensor.dtype)
+
+
+def _copy(func: Callable, to: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(to, Float8Tensor):
+        return to.copy_(source._codes.read(to.dtype if to.dtype in DTYPE_NAMES else torch.float32), non_blocking)
+    same = isinstance(source, Float8Tensor) and source._codes.rules.scaling == to._codes.rules.scaling and source.shape == to.shape
+    if same:
+        to._codes.copy_(source._codes)
+    else:
+        to._codes.write(_plain(source))
+    return to
+
+
+def _to_copy(func: Callable, tensor: Float8Tensor, *, dtype: Optional[torch.dtype] = None, device: Any = None, non_blocking: bool = False,
+             **options: Any) -> torch.Tensor:
+    dtype = dtype or tensor.dtype
+    if dtype == tensor.dtype or (_keeping.depth > 0 and dtype in DTYPE_NAMES):
+        return Float8Tensor(tensor._codes.to(device or tensor.device, non_blocking, always=True), dtype)
+    return func(tensor._codes.read(dtype), device=device, non_blocking=non_blocking, **options)
+
+
+def _like(func: Callable, tensor: Float8Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return func(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
+
+
+_OWN = {_aten.detach.default: _alias, _aten.alias.default: _alias, _aten.clone.default: _clone, _aten.copy_.default: _copy,
+        _aten._to_copy.default: _to_copy, _aten.is_pinned.default: lambda func, *args, **kwargs: False}
+_OWN.update({op: _like for op in (
+    _aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.rand_like.default,
+    _aten.randn_like.default, _aten.new_empty.default, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default,
+    _aten.new_empty_strided.default)})
+
+_native.set_codes_class(Float8Tensor)
+# torch.load(weights_only=True) may call these.
+_TE = "transformer_engine.pytorch"
+torch.serialization.add_safe_globals([_rebuilt, (_theirs, f"{_TE}.tensor.float8_tensor._make_float8_tensor_in_reduce_ex"),
+                                      (DType, f"{_TE}.constants.DType")])

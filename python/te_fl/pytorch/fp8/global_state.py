@@ -1,0 +1,73 @@
+"""Questions about the FP8 scope that a program is in, under Transformer Engine's name."""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+from te_fl.common.recipe import Recipe
+from te_fl.errors import Unsupported
+from te_fl.pytorch.fp8 import availability, quantization
+
+__all__ = ["FP8GlobalStateManager"]
+
+
+class _Missing(Unsupported, AttributeError):
+    """Machinery of Transformer Engine's that te-fl's layers do without."""
+
+
+class _Questions(type):
+    def __getattr__(cls, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _Missing(f"{cls.__name__}.{name} is not served by te-fl, whose layers keep their own FP8 state; it has is_fp8_enabled(), "
+                       "is_fp8_calibration(), get_fp8_recipe(), with_fp8_parameters(), with_high_precision_init_val() and the is_.._available()")
+
+
+class FP8GlobalStateManager(metaclass=_Questions):
+    """What te.autocast set on this thread."""
+
+    @classmethod
+    def is_fp8_enabled(cls) -> bool:
+        return quantization.enabled()
+
+    @classmethod
+    def is_fp8_calibration(cls) -> bool:
+        return quantization.calibrating()
+
+    @classmethod
+    def get_fp8_recipe(cls) -> Recipe:
+        """The recipe in force, of autocast or else of quantized_model_init; outside of both that of get_default_recipe()."""
+        init = quantization.model_init()
+        return quantization.active_recipe() or (init.recipe if init is not None else availability.get_default_recipe())
+
+    @classmethod
+    def get_fp8_group(cls) -> Optional[object]:
+        """autocast's amax_reduction_group; None: it was given none."""
+        return quantization.group()
+
+    @classmethod
+    def with_fp8_parameters(cls) -> bool:
+        """Whether modules that are made now keep their weights in FP8 alone."""
+        return quantization.model_init() is not None
+
+    @classmethod
+    def with_high_precision_init_val(cls) -> bool:
+        """Whether their weights keep what the codes were made from."""
+        init = quantization.model_init()
+        return init is not None and init.preserve_high_precision_init_val
+
+    @classmethod
+    def is_fp8_available(cls) -> Tuple[bool, str]:
+        return availability.check_fp8_support()
+
+    @classmethod
+    def is_mxfp8_available(cls) -> Tuple[bool, str]:
+        return availability.check_mxfp8_support()
+
+    @classmethod
+    def is_fp8_block_scaling_available(cls) -> Tuple[bool, str]:
+        return availability.check_fp8_block_scaling_support()
+
+    @classmethod
+    def is_nvfp4_available(cls) -> Tuple[bool, str]:
+        return availability.check_nvfp4_support()

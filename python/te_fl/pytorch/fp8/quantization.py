@@ -1,0 +1,231 @@
+"""FP8 scopes, with Transformer Engine's names."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from typing import Any, Iterator, NamedTuple, NoReturn, Optional
+
+import torch
+
+from te_fl import _native
+from te_fl.common.recipe import DelayedScaling, Recipe, describe_natively, native_of
+from te_fl.errors import FailedPrecondition
+from te_fl.pytorch.distributed import amax_reduction
+from te_fl.pytorch.fp8.availability import get_default_recipe
+from te_fl.pytorch.runtime.refuse import hides_misspelt, misspelling, refuse
+
+
+class ModelInit(NamedTuple):
+    """What quantized_model_init() says of the modules that are made inside."""
+
+    recipe: Recipe
+    native_recipe: dict
+    preserve_high_precision_init_val: bool
+
+
+class _State(threading.local):
+    def __init__(self):
+        self.scopes = []
+        self.model_init: Optional[ModelInit] = None
+
+
+_state = _State()
+
+
+def notice(module: Any) -> int:
+    """For a module whose forward begins: notes the recipe for its state, and returns the thread whose gradients' scales are updated when
+    the backward of this forward ends (delayed scaling), else 0.
+
+    A forward that runs again inside a backward, as PyTorch's checkpoint has it, but outside of the autocast that it first ran in, would
+    compute in high precision what was computed in FP8. That is refused: its gradients would be of another function.
+    """
+    scopes = _state.scopes
+    if scopes:
+        scope, own = scopes[-1], module.__dict__  # attributes of modules that PyTorch's own way of setting them need not look at
+        own["_recipe"], own["_in_fp8"] = scope.recipe, scope.enabled
+        return threading.get_ident() if scope.delayed else 0
+    if module._in_fp8:
+        if torch._C._current_graph_task_id() >= 0:
+            raise FailedPrecondition(
+                f"FAILED_PRECONDITION: {type(module).__name__}: the backward runs this forward again outside of its autocast, so in another "
+                "precision; use te_fl.pytorch.checkpoint(), or give torch.utils.checkpoint.checkpoint() use_reentrant=False and "
+                "context_fn=te_fl.pytorch.recompute_contexts (Transformers: model.gradient_checkpointing_enable({\"use_reentrant\": False, "
+                "\"context_fn\": te_fl.pytorch.recompute_contexts}))")
+        module.__dict__["_in_fp8"] = False
+    return 0
+
+
+class reusing_weights:
+    """In an autocast: modules that are not told is_first_microbatch take it from `flag`, F32 [1] on the device, when the work runs: quantised
+    weights are used again where it is not 0. None: has no effect."""
+
+    def __init__(self, flag: Optional[torch.Tensor]):
+        self._flag = flag
+
+    def __enter__(self) -> None:
+        if self._flag is not None:
+            _state.scopes[-1].reuse_weights = self._flag
+
+    def __exit__(self, *error: Any) -> None:
+        if self._flag is not None:
+            _state.scopes[-1].reuse_weights = None
+
+
+def reused_weights() -> Optional[torch.Tensor]:
+    return _state.scopes[-1].reuse_weights if _state.scopes else None
+
+
+def enabled() -> bool:
+    return bool(_state.scopes) and _state.scopes[-1].enabled
+
+
+def delays() -> bool:
+    """Whether modules have scales of delayed scaling here: in an autocast that computes or calibrates by it."""
+    return bool(_state.scopes) and _state.scopes[-1].delayed
+
+
+def calibrating() -> bool:
+    return bool(_state.scopes) and _state.scopes[-1].calibrating
+
+
+def group() -> Optional[Any]:
+    """What the innermost autocast was given as amax_reduction_group."""
+    return _state.scopes[-1].group if _state.scopes else None
+
+
+def active_recipe() -> Optional[Recipe]:
+    """That of the innermost autocast, the object that it was given."""
+    recipe = _state.scopes[-1].recipe if _state.scopes else None
+    return get_default_recipe() if recipe is _default_recipe else recipe
+
+
+class _Scope(_native.Scope):
+    """What autocast() returns: opened and closed in one step of the interpreter each, so that an interrupt leaves none open."""
+
+    reuse_weights: Optional[torch.Tensor] = None  # see reusing_weights
+    _open, _close, _thread = _native.begin_autocast, _native.end_autocast, _state
+
+    def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe, native: Optional[dict], group: Optional[Any] = None):
+        self.enabled, self.calibrating, self.recipe, self.group = enabled, calibrating, recipe, group
+        self.delayed = native is not None and native["kind"] == "delayed"
+        reduces = self.delayed and enabled and native["reduce_amax"]
+        self._arguments, self._entered = (enabled, calibrating, native, amax_reduction.reduction_of if reduces else None, group), []
+
+    def __call__(self, function):
+        """As a decorator: each call runs in a scope of its own."""
+        import functools
+
+        @functools.wraps(function)
+        def wrapped(*args, **kwargs):
+            with self:
+                return function(*args, **kwargs)
+
+        return wrapped
+
+
+class _GraphScope:
+    """The same in a function that torch.compile compiles: Dynamo reads its methods."""
+
+    def __init__(self, *given: Any):
+        self._given, self._entered = given, []
+
+    def __enter__(self) -> "_GraphScope":
+        if torch.compiler.is_compiling():
+            from te_fl.pytorch.compile import compiled_scopes
+            enabled, calibrating, _, native, group = self._given
+            if group is not None and enabled and native.get("reduce_amax") and amax_reduction.reduction_of(group) is not None:
+                raise refuse("autocast", "amax_reduction_group", group, "graphs of torch.compile reduce over the default group; leave it out, or "
+                             "leave fullgraph=True out")
+            self._entered.append(compiled_scopes.begin(enabled, calibrating, native))
+        else:
+            self._entered.append(_Scope(*self._given).__enter__())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        entered = self._entered.pop()
+        if isinstance(entered, torch.Tensor):
+            from te_fl.pytorch.compile import compiled_scopes
+            compiled_scopes.end(entered)
+        else:
+            entered.__exit__(*error)
+
+
+@hides_misspelt
+def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[Recipe] = None, amax_reduction_group: Optional[Any] = None,
+             _graph: bool = False, **misspelt: NoReturn):
+    """Module forwards on this thread compute in FP8 by `recipe` inside: with te.autocast(recipe=DelayedScaling()): ...
+
+    enabled: False computes in high precision. calibrating: with enabled=False and delayed scaling, collects amaxes and sets scales.
+    recipe: of te_fl.common.recipe; None: that of get_default_recipe(). A recipe that te-fl does not serve is te_fl.errors.Unsupported
+    here, naming the field. amax_reduction_group: the process group whose ranks have the same scales, those of their largest amaxes, by
+    delayed scaling with reduce_amax; None: torch.distributed's default group, if that is initialised. Its ranks reduce at the end of the
+    outermost autocast and of each backward, so they all come there; see docs/pytorch.md. Backward needs no scope. The result is a context
+    manager, which may be entered again and by several threads at a time, and a decorator.
+    """
+    if misspelt:
+        raise misspelling(autocast, misspelt)
+    enabled, calibrating = bool(enabled), bool(calibrating)
+    if torch.compiler.is_compiling():
+        chosen = get_default_recipe() if recipe is None else recipe
+        native = describe_natively(chosen if enabled or calibrating else DelayedScaling())
+        return _GraphScope(enabled, calibrating, chosen, native, amax_reduction_group)
+    chosen = _default_recipe if recipe is None else recipe
+    return _Scope(enabled, calibrating, chosen, native_of(chosen) if enabled or calibrating else None, amax_reduction_group)
+
+
+_default_recipe = get_default_recipe()
+
+
+_warned = False
+
+
+@hides_misspelt
+def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Optional[Recipe] = None, fp8_group: Optional[Any] = None,
+                 _graph: bool = False, **misspelt: NoReturn):
+    """The older name of autocast()."""
+    if misspelt:
+        raise misspelling(fp8_autocast, misspelt)
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn("fp8_autocast is the older name of autocast, which takes recipe and amax_reduction_group", DeprecationWarning,
+                      stacklevel=2)
+    return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group, _graph=_graph)
+
+
+def model_init() -> Optional[ModelInit]:
+    """That of the innermost quantized_model_init() on this thread; None: modules keep their weights in high precision."""
+    return _state.model_init
+
+
+@hides_misspelt
+@contextlib.contextmanager
+def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False,
+                         **misspelt: NoReturn) -> Iterator[None]:
+    """Modules made inside hold the weights of their products as FP8 codes alone (te_fl.pytorch.float8_tensor.Float8Tensor).
+
+    enabled: False makes modules as outside of all such scopes. recipe: says how codes are scaled; None: that of get_default_recipe(). A
+    recipe that te-fl does not serve is te_fl.errors.Unsupported. preserve_high_precision_init_val: a weight's get_high_precision_init_val()
+    is what its codes were made from, on the host, until its clear_high_precision_init_val().
+    """
+    if misspelt:
+        raise misspelling(quantized_model_init, misspelt)
+    recipe = get_default_recipe() if recipe is None else recipe
+    outer = _state.model_init
+    _state.model_init = ModelInit(recipe, native_of(recipe), bool(preserve_high_precision_init_val)) if enabled else None
+    try:
+        yield
+    finally:
+        _state.model_init = outer
+
+
+@hides_misspelt
+def fp8_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False,
+                   **misspelt: NoReturn):
+    """The older name of quantized_model_init()."""
+    if misspelt:
+        raise misspelling(fp8_model_init, misspelt)
+    warnings.warn("fp8_model_init is the older name of quantized_model_init, which takes the same arguments", DeprecationWarning, stacklevel=2)
+    return quantized_model_init(enabled, recipe, preserve_high_precision_init_val)

@@ -1,0 +1,1 @@
+"""Functions that keep no state: rotary embeddings, softmax, cross entropy."""

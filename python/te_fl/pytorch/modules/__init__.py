@@ -1,0 +1,1 @@
+"""Transformer Engine's modules."""

@@ -1,0 +1,369 @@
+"""What te-fl's PyTorch modules have in common: parameters, a layer in C++ made when it is first needed, FP8 state."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import torch
+
+from te_fl import _native
+from te_fl.compat.variables import read_determinism
+from te_fl.pytorch.autograd import torch_checkpoint
+from te_fl.pytorch.autograd.call import DTYPE_CODES, DTYPE_NAMES, Call, profiling, run, shown, use_torch_memory
+from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
+from te_fl.pytorch.fp8 import extra_state, quantization, weight_cache
+from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes, rules_of
+from te_fl.pytorch.runtime import registry
+from te_fl.pytorch.runtime.device import check_devices, default_device, native_device
+from te_fl.pytorch.runtime.refuse import group_of_one, refuse
+
+
+def default_init(weight: torch.Tensor) -> None:
+    torch.nn.init.normal_(weight, mean=0.0, std=0.023)
+
+
+class States:
+    """A module's FP8 state in C++, for all layers that it needs. A copy is another one, empty."""
+
+    def __init__(self):
+        self.native = _native.fp8_states()
+
+    def __reduce__(self):
+        return States, ()
+
+
+class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
+    """Base of modules with one layer of te_fl::nn.
+
+    Derived classes set _kind, _sites (the layer's FP8 sites) and implement _options() and _tensors().
+    """
+
+    _kind: str
+    _sites: Tuple[str, ...] = ()
+    _places = extra_state.PRODUCT
+
+    def __init__(self, name: Optional[str] = None):
+        super().__init__()
+        read_determinism()
+        self.name = name
+        self._layers: Dict[str, Any] = {}  # by kind
+        self._states = States()  # of all layers, and of the FusedLayer that this module is a part of
+        self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the first of them
+        self._recipe = None  # of the last forward in an autocast
+        self._in_fp8 = False  # whether the last forward outside of a backward computed in FP8
+        self._call: Any = None
+        self._fused_in: Any = None  # the FusedLayer that this module is a part of
+        self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
+        self._number = registry.enter(self)
+        self.wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]] = []
+        self._model_init = quantization.model_init()  # None: weights stay in high precision
+        self._products: List[str] = []  # the weights that become codes otherwise
+
+    # -- parameters
+
+    def _add_parameter(self, name: str, value: torch.Tensor, init: Callable, tracker: Optional[Callable] = None) -> None:
+        self.register_parameter(name, torch.nn.Parameter(value))
+        self._initialisers[name] = (init, tracker)
+
+    def _add_weight(self, name: str, value: torch.Tensor, init: Callable, tracker: Optional[Callable] = None) -> None:
+        """A parameter that products read, which quantized_model_init makes codes alone."""
+        self._add_parameter(name, value, init, tracker)
+        if self._model_init is not None:
+            self._products.append(name)
+
+    @property
+    def primary_weights_in_fp8(self) -> bool:
+        return self._model_init is not None
+
+    def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
+        """Gives parameters their initial values. Those on the meta device get memory on default_device()."""
+        if defer_init:
+            return
+        for name, (init, tracker) in self._initialisers.items():
+            param = getattr(self, name)
+            if param.device.type == "meta":
+                param = self._replaced(name, torch.empty_like(param, device=default_device()))
+            random = contextlib.nullcontext()
+            if tracker is not None:
+                stream = getattr(self, "rng_tracker_name", None)
+                random = tracker().fork(stream) if stream else tracker().fork()
+            with torch.no_grad(), random:
+                if name in self._products:
+                    self._initialise_codes(name, param, init)
+                else:
+                    init(param)
+
+    def _replaced(self, name: str, value: torch.Tensor) -> torch.nn.Parameter:
+        """The parameter that holds `value` from now on, with the attributes of the one before."""
+        before = getattr(self, name)
+        param = torch.nn.Parameter(value, requires_grad=before.requires_grad)
+        param.__dict__.update(before.__dict__)
+        setattr(self, name, param)
+        return param
+
+    def _initialise_codes(self, name: str, param: torch.Tensor, init: Callable) -> None:
+        high = param.detach() if type(param) is torch.nn.Parameter else torch.empty(param.shape, dtype=param.dtype, device=param.device)
+        init(high)
+        if isinstance(param, Float8Tensor):
+            param.copy_(high)
+        else:
+            param = self._replaced(name, Float8Tensor.quantised(high, rules_of(self._model_init.native_recipe)))
+        if self._model_init.preserve_high_precision_init_val:
+            param._keep_initial(high.cpu())
+
+    def _split_names(self, split: Any, out_features: int, what: str) -> List[Tuple[str, int]]:
+        """(prefix, rows) of each part of a weight; one without prefix if it is whole."""
+        where = type(self).__name__
+        if split is None:
+            return [("", out_features)]
+        if isinstance(split, dict):
+            parts = list(split.items())
+        else:
+            split = (split,) if isinstance(split, str) else tuple(split)
+            if not split or out_features % len(split) != 0:
+                raise ValueError(f"{where}: {out_features} {what} do not divide into the {len(split)} equal parts of parameters_split")
+            parts = [(name, out_features // len(split)) for name in split]
+        if sum(rows for _, rows in parts) != out_features:
+            raise ValueError(f"{where}: the parts of parameters_split sum to {sum(rows for _, rows in parts)}; "
+                             f"there are {out_features} {what}")
+        return [(name if name.endswith("_") else name + "_", int(rows)) for name, rows in parts]
+
+    def _add_split(self, name: str, parts: List[Tuple[str, int]], shape: Tuple[int, ...], device, dtype, init, tracker=None) -> List[str]:
+        """Registers the parts of one array, which lie one after the other; their names."""
+        if name == "weight" and len(parts) > 1 and self._model_init is not None:
+            raise refuse(type(self).__name__, "parameters_split", tuple(prefix[:-1] for prefix, _ in parts),
+                         "inside quantized_model_init a weight is whole: leave it out (attention: give fuse_qkv_params=True)")
+        whole = torch.empty(sum(rows for _, rows in parts), *shape, device=device, dtype=dtype)
+        add = self._add_weight if name == "weight" else self._add_parameter
+        at, names = 0, []
+        for prefix, rows in parts:
+            names.append(prefix + name)
+            add(names[-1], whole[at:at + rows], init, tracker)
+            at += rows
+        return names
+
+    # -- the layer
+
+    def _options(self) -> dict:
+        raise NotImplementedError
+
+    def _options_of(self, kind: str, key: Any) -> dict:
+        """The options of the layer that _layer() names by kind and key."""
+        return self._options()
+
+    def _layer_of(self, x: Any):
+        """The layer for this input; TypeError for what is no tensor."""
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{type(self).__name__}: the input is a {type(x).__name__}; it must be a torch.Tensor")
+        if torch.compiler.is_compiling():  # first: what a graph is made from must not depend on the layers that there are
+            return self._layer(x.device)
+        return self._layers.get((self._kind, None)) or self._layer(x.device)
+
+    def _tensors(self, names: Sequence[str]) -> Tuple[torch.Tensor, ...]:
+        """The parameters of these names; what PyTorch's parametrisations make of one is an attribute and no parameter."""
+        own = self._parameters
+        try:
+            return tuple([own[n] for n in names])
+        except KeyError:
+            return tuple([own[n] if n in own else getattr(self, n) for n in names])
+
+    def _layer(self, device: torch.device, kind: Optional[str] = None, key: Any = None):
+        kind = kind or self._kind
+        name = (kind, key)
+        if torch.compiler.is_compiling():
+            self._check_compiled()
+            return kind, () if key is None else key  # a graph names the layer, which te_fl.pytorch.compile.compiled looks up at each call
+        layer = self._layers.get(name)
+        if layer is None:
+            self._check_devices(device)  # a layer of another device than the parameters' would stay
+            use_torch_memory(device)
+            states = (("", self._states.native),) if self._owns_state(kind) else ()
+            layer = _native.layer(kind, {**self._options_of(kind, key), "device": native_device(device)}, states)
+            if self.delay_wgrad_compute and kind == self._kind:
+                _native.delay_layer_wgrad(layer)
+            self._load_waiting()
+            self._layers[name] = layer  # last: an interrupt leaves a layer that is whole, or none
+        return layer
+
+    def _check_compiled(self) -> None:
+        """Refuses what a graph cannot hold, before the graph has it: without fullgraph=True the function runs without a graph then."""
+        for argument, given in (("quantized_model_init", self._model_init is not None), ("delay_wgrad_compute", self.delay_wgrad_compute),
+                                ("fuse_wgrad_accumulation", getattr(self, "fuse_wgrad_accumulation", False))):
+            if given:
+                raise refuse(type(self).__name__, argument, True, "graphs of torch.compile hold no weights of FP8 codes alone, and compute the "
+                             "gradients of weights in the backward, as gradients; leave fullgraph=True out, or this")
+
+    def _check_devices(self, device: torch.device, others: Sequence[torch.Tensor] = ()) -> None:
+        """Refuses a first input on `device` where the parameters or other inputs are on another."""
+        named = [(f"its input {2 + i}", t) for i, t in enumerate(others)]
+        check_devices(type(self).__name__, device, named + [(f"the parameter {n!r}", p) for n, p in self._parameters.items()])
+
+    def _owns_state(self, kind: str) -> bool:
+        return bool(self._sites) and kind == self._kind
+
+    def _run(self, layer, inputs: Tuple[torch.Tensor, ...], parameters: Tuple[torch.Tensor, ...], first=None, attention=None, random=None,
+             accumulates: bool = False, extras: Tuple[torch.Tensor, ...] = (), activation: int = -1) -> torch.Tensor:
+        """activation: the output's dtype outside of torch.autocast, an index in te_fl.tensors.DTYPES; -1: the input's."""
+        x = inputs[0]
+        if x.dtype not in DTYPE_NAMES:
+            raise refuse(type(self).__name__, "input", f"a tensor of {x.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
+        if x.layout is not torch.strided or x.is_meta:
+            raise refuse(type(self).__name__, "input", f"a tensor of layout {x.layout} on {x.device}", "give a dense tensor with memory")
+        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # which makes a new string at each look
+        if torch.is_autocast_enabled(kind):
+            activation = DTYPE_CODES[torch.get_autocast_dtype(kind)]
+        if type(layer) is tuple:
+            from te_fl.pytorch.compile import compiled
+            return compiled.forward(self, layer, self._width(layer[0]), activation, first, inputs, extras, parameters, attention, random)
+        piece = torch_checkpoint.piece(self)
+        updates = quantization.notice(self) if piece is None else piece.updates
+        compute = run if piece is None else piece.run
+        if profiling():
+            compute = shown(self, compute)
+        if self.delay_wgrad_compute and torch.is_grad_enabled():
+            self._check_hooks()
+        if first is None:
+            first = quantization.reused_weights()
+        if attention is not None:
+            call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delay_wgrad_compute)
+            try:
+                return compute(call, weight_cache.number(), *inputs, *extras, *parameters)
+            except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory
+                self._check_devices(x.device, inputs[1:])
+                raise
+        if not x.is_contiguous():
+            x = x.contiguous()
+        call = self._call  # that of the last forward, which the next one is mostly like
+        if (call is None or call.layer is not layer or call.first is not first or call.activation != activation
+                or call.updates != updates):
+            call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
+        try:
+            return compute(call, weight_cache.number(), x, *parameters)
+        except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory
+            self._check_devices(x.device)
+            raise
+
+    # A graph asks this of the module whose number it has: see te_fl.pytorch.compile.compiled.
+
+    def _width(self, kind: str) -> int:
+        """The output's last extent; -1: the input's."""
+        return -1
+
+    def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[Any, Optional[List[int]]]:
+        """The layer of that name, and which of the parameters that the graph gives is each of the layer's; None: they are in its order."""
+        return self._layer(device, kind), None
+
+    def _notice(self) -> int:
+        return quantization.notice(self)
+
+    _remade: frozenset = frozenset()  # the attributes that a layer is made from, and that a program may set
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in self._remade and "_layers" in self.__dict__:
+            if self._fused_in is not None:
+                self._fused_in.forget()
+            self._layers, self._call = {}, None
+
+    def _apply(self, fn, recurse: bool = True):
+        if self._fused_in is not None:
+            self._fused_in.forget()
+        state = self._fp8_state()
+        with keeping_codes():
+            result = super()._apply(fn, recurse)
+        self._forget(state)
+        return result
+
+    def _forget(self, state: List[Tuple[str, torch.Tensor]]) -> None:
+        """Makes new layers when they are next needed, with this FP8 state."""
+        _native.retire_fp8_states(self._states.native)
+        self._layers, self._call, self._states = {}, None, States()
+        device = next((p.device for p in self.parameters(recurse=False)), None)
+        self._loaded = [(n, t if device is None or device.type == "meta" else t.to(device)) for n, t in state]
+
+    # -- FP8 state
+
+    def _fp8_state(self) -> List[Tuple[str, torch.Tensor]]:
+        state = [(n, t.clone()) for n, t in _native.fp8_state(self._states.native, torch.empty(0))]
+        return state or list(self._loaded)
+
+    def _load(self, state: List[Tuple[str, torch.Tensor]]) -> None:
+        """The FP8 state from now on, in the memory that there is; what it lacks is reset."""
+        self._loaded = [] if _native.load_fp8_state(self._states.native, state) else state
+
+    def _load_waiting(self) -> None:
+        if self._loaded:
+            self._load(self._loaded)
+
+    def _saved(self) -> Callable[[], None]:
+        """What gives the module the FP8 state of now again, in the memory that it has then."""
+        state = self._fp8_state()
+        return lambda: self._load(state)
+
+    _attends = False  # whether the state is that of FP8 attention, which only some recipes have
+
+    def get_extra_state(self) -> torch.Tensor:
+        """FP8 state for checkpoints, uint8. Empty before the first forward by delayed scaling; inside an autocast of that, what the first
+        forward will begin with, so that tools which read a checkpoint into present tensors find one of its size."""
+        state, recipe = self._fp8_state(), self._recipe
+        if not state and self._sites and quantization.delays() and (not self._attends or quantization.active_recipe().fp8_dpa):
+            recipe = quantization.active_recipe()
+            state = extra_state.initial(self._sites, recipe.amax_history_len, self._places)
+        if not state or not self._sites:
+            return torch.empty(0, dtype=torch.uint8)
+        if recipe is None:
+            from te_fl.common.recipe import DelayedScaling
+            recipe = DelayedScaling(amax_history_len=state[1][1].shape[0])
+        products = len(self._sites) * self._places.kept[1] // 2
+        return extra_state.write(recipe, extra_state.to_theirs(state, self._sites, self._places),
+                                 {"fp8_checkpoint": True, "num_gemms": products})
+
+    def set_extra_state(self, state: Any) -> None:
+        where = type(self).__name__
+        read = extra_state.read(state, where)
+        if not read or not self._sites:
+            return
+        own = extra_state.from_theirs(read, self._sites, where, self._places)
+        self._recipe = read.get("recipe", self._recipe)
+        device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
+        if device.type != "meta":
+            own = [(n, t.to(device)) for n, t in own]
+        if own:
+            self._load(own)
+        else:
+            self._loaded = []
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Scales 1 and empty histories."""
+        self._load([])
+
+    # -- copies
+
+    def __getstate__(self) -> dict:
+        state = self.__dict__.copy()
+        state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
+        state["_layers"], state["_fused_in"], state["_call"] = {}, None, None
+        del state["_number"], state["_states"]
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._number, self._states = registry.enter(self), States()
+        device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
+        if device.type != "meta":
+            self._loaded = [(n, t.to(device)) for n, t in self._loaded]
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Takes a group of one rank, and refuses a larger one."""
+        group_of_one(type(self).__name__, "tp_group", tp_group)
+
+    def fast_setattr(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+
+
+def parameter_dtype(params_dtype: Optional[torch.dtype], where: str) -> torch.dtype:
+    dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+    if dtype not in DTYPE_NAMES:
+        raise refuse(where, "params_dtype", dtype, "it is torch.float32, torch.bfloat16 or torch.float16")
+    return dtype

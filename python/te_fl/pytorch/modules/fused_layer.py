@@ -1,0 +1,159 @@
+"""A whole Transformer layer as one call of te-fl's in each direction."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Tuple
+
+import torch
+
+from te_fl import _native
+from te_fl.pytorch.autograd import torch_checkpoint
+from te_fl.pytorch.autograd.call import DTYPE_NAMES, Call, profiling, run, shown, use_torch_memory
+from te_fl.pytorch.fp8 import quantization, weight_cache
+from te_fl.pytorch.modules.attention import DotProductAttention, score_cap
+from te_fl.pytorch.modules.base import TransformerEngineBaseModule, native_device
+from te_fl.pytorch.modules.linear import LayerNormLinear, Linear
+from te_fl.pytorch.modules.mlp import LayerNormMLP
+from te_fl.pytorch.modules.multihead_attention import L2Normalization, MultiheadAttention
+from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
+from te_fl.pytorch.runtime import random as generator
+from te_fl.pytorch.runtime.device import check_devices
+
+# The classes of parts that the one call stands for. Parts have the same names as modules and in te_fl::nn::TransformerLayer.
+_KINDS = (LayerNormLinear, DotProductAttention, Linear, LayerNormMLP, MultiheadAttention, LayerNorm, RMSNorm, L2Normalization)
+
+
+def _find(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+class FusedLayer:
+    """The layers in C++ of one TransformerLayer, one for each mask, cap, window and dropout that it is called with. Their FP8 state is the
+    parts'."""
+
+    def __init__(self, owner: torch.nn.Module):
+        self._layers: dict = {}
+        self._places: List[Tuple[torch.nn.Module, str, dict]] = []
+        self._tree = [(path, part) for path, part in owner.named_modules() if path]
+        # The modules' own tables of children, which show that one was replaced or added.
+        self._children = [(m._modules, dict(m._modules)) for m in (owner, owner.self_attention)]
+        self._parts = [(path, part) for path, part in self._tree if isinstance(part, TransformerEngineBaseModule)]
+        for _, part in self._parts:
+            part.__dict__["_fused_in"] = self
+
+    def usable(self, owner) -> bool:
+        """Whether the parts are what the one call stands for: of their own classes, and without hooks, which would not run."""
+        for children, known in self._children:
+            if children != known:
+                return False
+        for _, part in self._tree:
+            if type(part) not in _KINDS or part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+                return False
+        return True
+
+    def forget(self) -> None:
+        """Makes new layers when they are next needed, since a part has other memory or FP8 state."""
+        self._layers = {}
+
+    def parameters(self) -> List[Tuple[torch.nn.Module, str]]:
+        """The parts' own parameters, in the parts' order."""
+        return [(part, name) for _, part in self._parts for name in part._parameters if part._parameters[name] is not None]
+
+    def order(self) -> List[int]:
+        """Which of parameters() is each of the layer's."""
+        known = {(id(part), name): i for i, (part, name) in enumerate(self.parameters())}
+        return [known[id(module), name] for module, name, _ in self._places]
+
+    def notice(self, owner) -> int:
+        updates = quantization.notice(owner)
+        self._tell_parts(owner)
+        return updates
+
+    def _tell_parts(self, owner) -> None:
+        if quantization._state.scopes:
+            for _, part in self._parts:
+                part.__dict__["_recipe"] = owner._recipe
+
+    def layer(self, owner, device: torch.device, name: Tuple[str, str, int, int, bool]):
+        """The layer for a mask, the cap of scores in hexadecimal, the two bounds of a window, and whether it drops."""
+        mask, softcap, *size, drops = name
+        hidden, inner = (owner.hidden_dropout, owner.self_attention.core_attention.attention_dropout) if drops else (0.0, 0.0)
+        key = (device, mask, softcap, *size, hidden, inner)
+        layer = self._layers.get(key)
+        if layer is None:
+            attention, mlp = owner.self_attention, owner.layernorm_mlp
+            core = attention.core_attention
+            self._check_devices(device)
+            use_torch_memory(device)
+            options = {"hidden_size": attention.hidden_size, "ffn_hidden_size": mlp.ffn_hidden_size, "activation": mlp.activation,
+                       "num_attention_heads": attention.num_attention_heads, "num_gqa_groups": attention.num_gqa_groups,
+                       "kv_channels": attention.kv_channels, "normalization": mlp.normalization, "epsilon": mlp.eps,
+                       "zero_centered_gamma": mlp.zero_centered_gamma, "bias": mlp.use_bias, "hidden_dropout": hidden,
+                       "attention_dropout": inner, "parallel_attention_mlp": owner.parallel_attention_mlp,
+                       "layout": owner.attn_input_format, "mask_type": mask, "window_left": size[0], "window_right": size[1],
+                       "softcap": float.fromhex(softcap), "softmax_type": core.softmax_type, "rotary_interleaved": attention.rotary_pos_interleaved,
+                       "param_dtype": DTYPE_NAMES[mlp.params_dtype], "device": native_device(device), **mlp._clamp,
+                       "apply_residual_connection_post_layernorm": owner.apply_residual_connection_post_layernorm,
+                       "output_layernorm": owner.output_layernorm, "fuse_qkv_params": attention.fuse_qkv_params,
+                       "qkv_weight_interleaved": attention.qkv_weight_interleaved}
+            if attention.qk_norm_type is not None:
+                options.update(qk_norm=attention.qk_norm_type, qk_norm_epsilon=attention.qk_norm_eps,
+                               qk_norm_before_rope=attention.qk_norm_before_rope)
+            if core.softmax_scale is not None:
+                options["softmax_scale"] = float(core.softmax_scale)
+            layer = _native.layer("transformer_layer", options, tuple((path + ".", part._states.native) for path, part in self._parts if part._sites))
+            for _, part in self._parts:
+                part._load_waiting()
+            names = [name for name, _ in _native.layer_parameters(layer)]
+            modules = [(_find(owner, path), name) for path, _, name in (n.rpartition(".") for n in names)]
+            self._places = [(module, name, module._parameters) for module, name in modules]
+            self._layers[key] = layer  # last: an interrupt leaves a layer that is whole, or none
+        return layer
+
+    def run(self, owner, x: torch.Tensor, mask: str, size, softcap, first, angles, attention_mask, bias_kind, bias, slopes, cu_seqlens,
+            cu_seqlens_padded, max_seqlen) -> torch.Tensor:
+        where = "TransformerLayer"
+        core = owner.self_attention.core_attention
+        cap = score_cap(where, softcap)
+        lengths = (cu_seqlens, cu_seqlens, cu_seqlens_padded, cu_seqlens_padded, max_seqlen, max_seqlen)
+        mask, size, inputs, extras = core._prepared(where, owner.attn_input_format, mask, size, None, cap, x, x, attention_mask, lengths, bias_kind,
+                                                    bias, slopes)
+        cap = cap.hex()  # a word, as a graph's names of layers are words and integers
+        if angles is not None:
+            inputs["rotary_angles"] = angles if angles.dtype == torch.float32 else angles.float()
+        drops = owner.training and (owner.hidden_dropout > 0 or core.attention_dropout > 0)
+        name = (mask, cap, *size, owner.training or not torch.is_grad_enabled())
+        if torch.compiler.is_compiling():
+            for _, part in self._parts:
+                part._check_compiled()
+            from te_fl.pytorch.compile import compiled
+            random = generator.draw_for(owner, x.device) if drops else None
+            return compiled.forward(owner, ("transformer_layer", name), -1, -1, first, (x,), extras,
+                                    tuple(getattr(part, own) for part, own in self.parameters()), inputs, random)
+        layer = self.layer(owner, x.device, name)
+        random = generator.draw_for(owner, x.device) if drops else None
+        piece = torch_checkpoint.piece(owner)
+        if piece is None:
+            updates, compute = self.notice(owner), run
+        else:
+            self._tell_parts(owner)
+            updates, compute = piece.updates, piece.run
+        if first is None:
+            first = quantization.reused_weights()
+        # What PyTorch's parametrisations make of a parameter is an attribute of another kind.
+        parameters = [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
+        x = x if x.is_contiguous() else x.contiguous()
+        call = Call(layer, 1, len(extras), -1, first, inputs or None, random, updates, False)
+        if profiling():
+            compute = shown(owner, compute)
+        try:
+            return compute(call, weight_cache.number(), x, *extras, *parameters)
+        except RuntimeError:
+            self._check_devices(x.device)
+            raise
+
+    def _check_devices(self, device: torch.device) -> None:
+        for path, part in self._parts:
+            check_devices("TransformerLayer", device, ((f"the parameter '{path}.{name}'", p) for name, p in part._parameters.items()))

@@ -1,0 +1,131 @@
+"""LayerNormMLP: a normalisation, a product, an activation and a product."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional, Tuple, Union
+
+import torch
+
+from te_fl.pytorch.autograd.call import DTYPE_NAMES
+from te_fl.pytorch.modules.base import TransformerEngineBaseModule, default_init, parameter_dtype
+from te_fl.pytorch.modules.linear import add_norm_parameters, norm_options, norm_parameters, normalise, options_of, reset_norm_parameters
+from te_fl.pytorch.runtime import refuse as rules
+from te_fl.pytorch.runtime.device import device_of
+
+ACTIVATIONS = ("gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "clamped_swiglu")
+GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
+
+
+class LayerNormMLP(TransformerEngineBaseModule):
+    """y = act(norm(x) A1^T + b1) A2^T + b2.
+
+    activation: one of gelu, geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu, clamped_swiglu; the gated ones have twice
+    the rows in fc1. activation_params: of clamped_swiglu, limit (7.0), alpha (1.702) and glu_linear_offset (1.0). return_bias: fc2's bias is returned and not added.
+    return_layernorm_output: the normalised input is returned as well. seq_length and micro_batch_size: taken for compatibility; they warm
+    up a compiler that te-fl has none of. The other arguments are LayerNormLinear's.
+    """
+
+    _kind = "layernorm_mlp"
+    _sites = ("fc1_fp8", "fc2_fp8")
+    _remade = frozenset(("eps", "zero_centered_gamma", "activation", "activation_params"))
+
+    @rules.checks_keywords()
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False, return_bias: bool = False,
+                 get_rng_state_tracker: Optional[Callable] = None, tp_group: Optional[Any] = None, tp_size: int = 1,
+                 init_method: Optional[Callable] = None, bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu",
+                 activation_params: Optional[dict] = None, output_layer_init_method: Optional[Callable] = None,
+                 fuse_wgrad_accumulation: bool = False, params_dtype: Optional[torch.dtype] = None, return_layernorm_output: bool = False,
+                 return_layernorm_output_gathered: bool = False, seq_length: Optional[int] = None, micro_batch_size: Optional[int] = None,
+                 set_parallel_mode: bool = False, zero_centered_gamma: bool = False, device: Union[torch.device, str, None] = None,
+                 ub_overlap_ag: bool = False, name: Optional[str] = None, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False,
+                 ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False, delay_wgrad_compute: bool = False,
+                 symmetric_ar_type: Optional[str] = None, checkpoint: bool = False) -> None:
+        super().__init__(name)
+        where = "LayerNormMLP"
+        rules.one_rank(where, tp_group, tp_size)
+        rules.symmetric(where, symmetric_ar_type)
+        rules.choice(where, "normalization", normalization, ("LayerNorm", "RMSNorm"))
+        rules.choice(where, "activation", activation, ACTIVATIONS)
+        self.activation, self.activation_params = activation, activation_params
+        _clamp(where, activation, activation_params)
+        self.hidden_size, self.ffn_hidden_size = int(hidden_size), int(ffn_hidden_size)
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, bool(zero_centered_gamma)
+        self.use_bias, self.return_bias = bool(bias), bool(return_bias)
+        self.return_layernorm_output = bool(return_layernorm_output)
+        self.return_layernorm_output_gathered = bool(return_layernorm_output_gathered)
+        self.fuse_wgrad_accumulation, self.checkpoint = bool(fuse_wgrad_accumulation), bool(checkpoint)
+        self.set_parallel_mode, self.tp_size = set_parallel_mode, 1
+        dtype, device = parameter_dtype(params_dtype, where), device_of(device)
+        self.params_dtype = dtype
+        add_norm_parameters(self, self.hidden_size, device, dtype)
+        rows = self.ffn_hidden_size * (2 if activation in GATED else 1)
+        init, tracker = init_method or default_init, get_rng_state_tracker
+        self._add_weight("fc1_weight", torch.empty(rows, self.hidden_size, device=device, dtype=dtype), init, tracker)
+        self._add_bias("fc1_bias", rows, device, dtype)
+        self._add_weight("fc2_weight", torch.empty(self.hidden_size, self.ffn_hidden_size, device=device, dtype=dtype),
+                         output_layer_init_method or default_init, tracker)
+        self._add_bias("fc2_bias", self.hidden_size, device, dtype)
+        self.reset_parameters(defer_init=device.type == "meta")
+        biases = ["fc1_bias", "fc2_bias"] if self.use_bias else []
+        self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, ["fc1_weight", "fc2_weight", *biases])
+
+    @property
+    def _clamp(self) -> dict:
+        return _clamp("LayerNormMLP", self.activation, self.activation_params)
+
+    def _add_bias(self, name: str, rows: int, device, dtype) -> None:
+        if self.use_bias:
+            self._add_parameter(name, torch.empty(rows, device=device, dtype=dtype), torch.nn.init.zeros_)
+        else:
+            setattr(self, name, torch.empty(0, dtype=dtype, device=device))
+
+    def reset_layer_norm_parameters(self) -> None:
+        reset_norm_parameters(self)
+
+    def _options(self) -> dict:
+        return {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size, "activation": self.activation,
+                "bias": self.use_bias, "return_bias": self.return_bias, "param_dtype": DTYPE_NAMES[self.params_dtype], **self._clamp, **norm_options(self)}
+
+    def _options_of(self, kind: str, key: Any) -> dict:
+        return options_of(self, kind)
+
+    def _own(self) -> Tuple[torch.Tensor, ...]:
+        norm = norm_parameters(self)
+        if not self.use_bias:
+            return (*norm, self.fc1_weight, self.fc2_weight)
+        return (*norm, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias)
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None):
+        """inp [..., hidden_size] -> the same shape, then the bias and the normalised input as asked for."""
+        if self.checkpoint and torch.is_grad_enabled():
+            from te_fl.pytorch.autograd.checkpoint import checkpoint
+            out = checkpoint(self._compute, inp, is_first_microbatch, use_reentrant=False)
+        else:
+            out = self._compute(inp, is_first_microbatch)
+        if not self.return_bias and not self.return_layernorm_output:
+            return out
+        result = (out,)
+        if self.return_bias:
+            result += (self.fc2_bias.to(out.dtype) if self.use_bias else None,)
+        if self.return_layernorm_output:
+            result += (normalise(self, inp),)
+        return result
+
+    def _compute(self, inp: torch.Tensor, is_first_microbatch: Optional[bool]) -> torch.Tensor:
+        return self._run(self._layer_of(inp), (inp,), self._own(), is_first_microbatch, accumulates=self.fuse_wgrad_accumulation)
+
+    def extra_repr(self) -> str:
+        return f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, activation={self.activation!r}"
+
+
+def _clamp(where: str, activation: str, params: Optional[dict]) -> dict:
+    """The layer's options of activation_params."""
+    if not params:
+        return {}
+    if activation != "clamped_swiglu":
+        raise ValueError(f"{where}: activation_params is {params!r}; only clamped_swiglu has parameters")
+    unknown = set(params) - {"limit", "alpha", "glu_linear_offset"}
+    if unknown:
+        raise ValueError(f"{where}: activation_params names {sorted(unknown)[0]!r}; clamped_swiglu has limit, alpha and glu_linear_offset")
+    return {"clamp_limit": float(params.get("limit", 7.0)), "clamp_alpha": float(params.get("alpha", 1.702)),
+            "glu_linear_offset": float(params.get("glu_linear_offset", 1.0))}

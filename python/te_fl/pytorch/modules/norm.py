@@ -1,0 +1,103 @@
+"""Normalisation over the last dimensions."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, Optional, Tuple, Union
+
+import torch
+
+from te_fl.pytorch.autograd.call import DTYPE_CODES, DTYPE_NAMES
+from te_fl.pytorch.modules.base import TransformerEngineBaseModule, parameter_dtype
+from te_fl.pytorch.runtime.device import device_of
+from te_fl.pytorch.runtime.refuse import checks_keywords, refuse
+
+
+class _Norm(TransformerEngineBaseModule):
+    _remade = frozenset(("eps", "zero_centered_gamma"))
+
+    def _set_up(self, normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, hidden_size, kwargs, biased) -> None:
+        where = type(self).__name__
+        if (normalized_shape is None) == (hidden_size is None):
+            raise ValueError(f"{where}: give normalized_shape, or hidden_size, which is its older name")
+        shape = hidden_size if normalized_shape is None else normalized_shape
+        self.normalized_shape: Tuple[int, ...] = (int(shape),) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        self.sequence_parallel = sequence_parallel
+        device, dtype, margin = kwargs.pop("device", None), kwargs.pop("dtype", None), kwargs.pop("sm_margin", 0)
+        if margin not in (0, None) and margin != {}:
+            raise refuse(where, "sm_margin", margin, "te-fl's kernels take the whole device; leave it out")
+        if params_dtype is not None and dtype is not None and params_dtype != dtype:
+            raise ValueError(f"{where}: params_dtype is {params_dtype} and dtype, its other name, {dtype}")
+        dtype = parameter_dtype(params_dtype or dtype, where)
+        self.eps, self.zero_centered_gamma = eps, bool(zero_centered_gamma)
+        device = device_of(device)
+        start = torch.nn.init.zeros_ if self.zero_centered_gamma else torch.nn.init.ones_
+        self._add_parameter("weight", torch.empty(self.normalized_shape, device=device, dtype=dtype), start)
+        if biased:
+            self._add_parameter("bias", torch.empty(self.normalized_shape, device=device, dtype=dtype), torch.nn.init.zeros_)
+        self.reset_parameters(defer_init=device.type == "meta")
+
+    def reset_parameters(self, defer_init: Optional[bool] = None) -> None:
+        super().reset_parameters(bool(defer_init))
+        if self.sequence_parallel is not None:  # Megatron finds by it the parameters whose gradients it sums over its ranks
+            for parameter in self.parameters(recurse=False):
+                parameter.sequence_parallel = self.sequence_parallel
+
+    def _options(self) -> dict:
+        return {"hidden_size": self.weight.numel(), "epsilon": self.eps, "zero_centered_gamma": self.zero_centered_gamma,
+                "param_dtype": DTYPE_NAMES[self.weight.dtype]}
+
+    def _parameters_flat(self) -> Tuple[torch.Tensor, ...]:
+        own = (self.weight, self.bias) if self._kind == "layernorm" else (self.weight,)
+        return own if len(self.normalized_shape) == 1 else tuple(p.view(-1) for p in own)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input [..., *normalized_shape] -> the same shape."""
+        layer = self._layer_of(input)
+        shape, last = input.shape, len(self.normalized_shape)
+        if shape[len(shape) - last:] != self.normalized_shape:
+            raise ValueError(f"{type(self).__name__}: the input is {tuple(shape)}; it must end with {self.normalized_shape}")
+        flat = input if last == 1 else input.reshape(*shape[:len(shape) - last], self.weight.numel())
+        return self._run(layer, (flat,), self._parameters_flat(), activation=self._output_dtype()).view(shape)
+
+    def _output_dtype(self) -> int:
+        """The weight's, as Transformer Engine's has it."""
+        return DTYPE_CODES[self.weight.dtype]
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
+
+
+class LayerNorm(_Norm):
+    """(x - mean) / sqrt(variance + eps) * weight + bias.
+
+    normalized_shape: the last dimensions, which are normalised together; hidden_size is its older name. zero_centered_gamma: the weight is
+    stored minus 1. sequence_parallel: True or False becomes an attribute of the parameters. Keywords device (None: cuda where there is one, else cpu), dtype (params_dtype's other name).
+    """
+
+    _kind = "layernorm"
+
+    @checks_keywords("device", "dtype", "sm_margin")
+    def __init__(self, normalized_shape: Union[Iterable[int], int, None] = None, eps: float = 1e-5, sequence_parallel: Optional[bool] = None,
+                 params_dtype: Optional[torch.dtype] = None, zero_centered_gamma: bool = False, hidden_size: Optional[int] = None,
+                 **kwargs: Any) -> None:
+        super().__init__()
+        self._set_up(normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, hidden_size, kwargs, True)
+
+    def reset_layer_norm_parameters(self) -> None:
+        self.reset_parameters()
+
+
+class RMSNorm(_Norm):
+    """x / sqrt(mean(x^2) + eps) * weight. Arguments as LayerNorm's."""
+
+    _kind = "rmsnorm"
+
+    @checks_keywords("device", "dtype", "sm_margin")
+    def __init__(self, normalized_shape: Union[Iterable[int], int, None] = None, eps: float = 1e-5, sequence_parallel: Optional[bool] = None,
+                 params_dtype: Optional[torch.dtype] = None, zero_centered_gamma: bool = False, hidden_size: Optional[int] = None,
+                 **kwargs: Any) -> None:
+        super().__init__()
+        self._set_up(normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, hidden_size, kwargs, False)
+
+    def reset_rms_norm_parameters(self) -> None:
+        self.reset_parameters()

@@ -1,0 +1,238 @@
+"""A Transformer layer."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+
+import torch
+
+from te_fl.errors import FailedPrecondition
+from te_fl.pytorch.autograd.call import DTYPE_NAMES
+from te_fl.pytorch.modules.attention import FORMATS, checked_mask
+from te_fl.pytorch.modules.fused_layer import FusedLayer
+from te_fl.pytorch.modules.mlp import LayerNormMLP
+from te_fl.pytorch.modules.multihead_attention import MultiheadAttention
+from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
+from te_fl.pytorch.runtime import refuse as rules
+from te_fl.pytorch.runtime import registry
+from te_fl.pytorch.runtime.refuse import checks_keywords, only
+
+
+class DropPath(torch.nn.Module):
+    """Drops the residual branch of a whole sample with probability drop_prob, and scales the others."""
+
+    @checks_keywords()
+    def __init__(self, drop_prob: float = 0.0) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        if self.drop_prob == 0.0 or not self.training:
+            return hidden_state
+        keep = 1 - self.drop_prob
+        shape = (hidden_state.shape[0],) + (1,) * (hidden_state.dim() - 1)
+        kept = torch.rand(shape, dtype=hidden_state.dtype, device=hidden_state.device) < keep
+        return hidden_state / keep * kept
+
+
+def _branch(output: Any, normed: bool, residual: Any) -> Tuple[torch.Tensor, Any]:
+    """A part's output and the residual it is added to. A part that replaces te-fl's may leave its bias to the layer, as
+    Transformer Engine's do."""
+    if not isinstance(output, tuple):
+        return output, residual
+    if normed:
+        *output, residual = output
+    branch, *bias = output
+    return (branch + bias[0] if bias and bias[0] is not None and bias[0].numel() > 0 else branch), residual
+
+
+class TransformerLayer(torch.nn.Module):
+    """h = x + dropout(attention(x)), then y = h + dropout(mlp(h)); a decoder layer attends to encoder_output in between.
+
+    layer_type: 'encoder' or 'decoder'. output_layernorm: the normalisation is at the end in place of the beginning.
+    apply_residual_connection_post_layernorm: residuals are of the normalised inputs. parallel_attention_mlp: y = x + dropout(attention(x)
+    + mlp(x)). drop_path_rate: see DropPath. seq_length and micro_batch_size are taken for compatibility: they warm up a compiler that te-fl
+    has none of. The ub_ arguments have no effect with one rank. Others as MultiheadAttention's and LayerNormMLP's.
+
+    An encoder layer runs as one call of te-fl in each direction; one with drop_path_rate or fuse_wgrad_accumulation, one whose parts have
+    been replaced or given hooks, and a decoder layer run part by part. Both have the same parameters and FP8 state; their results differ as
+    sums in another order do (the one call adds residuals before it rounds), and dropout draws other numbers.
+    """
+
+    @checks_keywords()
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int, num_gqa_groups: Optional[int] = None,
+                 layernorm_epsilon: float = 1e-5, hidden_dropout: float = 0.1, attention_dropout: float = 0.1,
+                 init_method: Optional[Callable] = None, output_layer_init_method: Optional[Callable] = None,
+                 layer_number: Optional[int] = None, kv_channels: Optional[int] = None, self_attn_mask_type: str = "causal",
+                 window_size: Optional[Tuple[int, int]] = None, bottom_right_diagonal: Optional[bool] = None, softcap: float = 0.0,
+                 enc_dec_attn_mask_type: str = "no_mask", enc_dec_bottom_right_diagonal: Optional[bool] = None,
+                 enc_dec_window_size: Optional[Tuple[int, int]] = None, tp_group: Optional[Any] = None, tp_size: int = 1,
+                 params_dtype: Optional[torch.dtype] = None, get_rng_state_tracker: Optional[Callable] = None,
+                 fuse_wgrad_accumulation: bool = False, seq_length: Optional[int] = None, micro_batch_size: Optional[int] = None,
+                 sequence_parallel: bool = False, apply_residual_connection_post_layernorm: bool = False, output_layernorm: bool = False,
+                 parallel_attention_mlp: bool = False, layer_type: str = "encoder", drop_path_rate: float = 0.0,
+                 set_parallel_mode: bool = False, fuse_qkv_params: bool = False, rotary_pos_interleaved: bool = False,
+                 zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True, ub_tp_comm_overlap: bool = False,
+                 ub_overlap_ag: bool = True, ub_overlap_rs: bool = True, ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = True,
+                 ub_bulk_wgrad: bool = True, bias: bool = True, activation: str = "gelu", activation_params: Optional[dict] = None,
+                 normalization: str = "LayerNorm", device: Union[torch.device, str, None] = None, attn_input_format: str = "sbhd",
+                 name: Optional[str] = None, qk_norm_type: Optional[str] = None, qk_norm_eps: float = 1e-6,
+                 qk_norm_before_rope: bool = False, softmax_type: str = "vanilla") -> None:
+        super().__init__()
+        where = "TransformerLayer"
+        rules.one_rank(where, tp_group, tp_size)
+        rules.choice(where, "layer_type", layer_type, ("encoder", "decoder"))
+        rules.choice(where, "attn_input_format", attn_input_format, FORMATS)
+        checked_mask(where, self_attn_mask_type, window_size, softcap)
+        checked_mask(where, enc_dec_attn_mask_type, enc_dec_window_size)
+        if parallel_attention_mlp:
+            for other, value in (("layer_type='decoder'", layer_type == "decoder"), ("output_layernorm", output_layernorm),
+                                 ("apply_residual_connection_post_layernorm", apply_residual_connection_post_layernorm)):
+                if value:
+                    raise ValueError(f"{where}: parallel_attention_mlp does not go with {other}")
+        if fuse_wgrad_accumulation and not fuse_qkv_params:
+            raise ValueError(f"{where}: fuse_wgrad_accumulation needs fuse_qkv_params=True")
+        self.self_attn_mask_type, self.window_size, self.bottom_right_diagonal = self_attn_mask_type, window_size, bottom_right_diagonal
+        self.enc_dec_attn_mask_type, self.enc_dec_window_size = enc_dec_attn_mask_type, enc_dec_window_size
+        self.enc_dec_bottom_right_diagonal, self.softcap = enc_dec_bottom_right_diagonal, softcap
+        self.layer_number, self.layer_type, self.name = layer_number, layer_type, name
+        self.apply_residual_connection_post_layernorm = bool(apply_residual_connection_post_layernorm)
+        self.output_layernorm, self.parallel_attention_mlp = bool(output_layernorm), bool(parallel_attention_mlp)
+        self.attn_input_format, self.hidden_dropout, self.softmax_type = attn_input_format, float(hidden_dropout), softmax_type
+        self.get_rng_state_tracker = get_rng_state_tracker
+        post = self.apply_residual_connection_post_layernorm
+        common = dict(fuse_wgrad_accumulation=fuse_wgrad_accumulation, get_rng_state_tracker=get_rng_state_tracker,
+                      params_dtype=params_dtype, return_layernorm_output=post, set_parallel_mode=set_parallel_mode,
+                      zero_centered_gamma=zero_centered_gamma, init_method=init_method,
+                      output_layer_init_method=output_layer_init_method, bias=bias, normalization=normalization, device=device)
+        attention = dict(common, kv_channels=kv_channels, attention_dropout=attention_dropout, layernorm_epsilon=layernorm_epsilon,
+                         layer_number=layer_number, num_gqa_groups=num_gqa_groups, fuse_qkv_params=fuse_qkv_params,
+                         qkv_weight_interleaved=qkv_weight_interleaved, rotary_pos_interleaved=rotary_pos_interleaved,
+                         qkv_format=attn_input_format, softmax_type=softmax_type, qk_norm_type=qk_norm_type, qk_norm_eps=qk_norm_eps,
+                         qk_norm_before_rope=qk_norm_before_rope)
+        # With the normalisation at the end there is none whose output could be the residual of self-attention.
+        own = dict(attention, return_layernorm_output=post and not output_layernorm)
+        self.self_attention = MultiheadAttention(hidden_size, num_attention_heads, input_layernorm=not output_layernorm,
+                                                 attention_type="self", **own)
+        if layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(hidden_size, num_attention_heads, input_layernorm=True, attention_type="cross",
+                                                      attn_mask_type=enc_dec_attn_mask_type, **attention)
+        self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, eps=layernorm_epsilon, activation=activation,
+                                          activation_params=activation_params, **common)
+        self.drop_path = DropPath(drop_path_rate) if drop_path_rate > 0.0 else None
+        if self.output_layernorm:
+            norm = LayerNorm if normalization == "LayerNorm" else RMSNorm
+            self.layernorm = norm(hidden_size, eps=layernorm_epsilon, params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma,
+                                  device=device)
+        usual = layer_type == "encoder" and drop_path_rate == 0.0 and not fuse_wgrad_accumulation
+        self._fused = FusedLayer(self) if usual else None
+        self._recipe, self._in_fp8 = None, False  # see quantization.notice()
+        self._number = registry.enter(self)
+
+    def __getstate__(self) -> dict:
+        state = {**self.__dict__, "_fused": self._fused is not None}
+        del state["_number"]
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._fused = FusedLayer(self) if state["_fused"] else None
+        self._number = registry.enter(self)
+
+    # A graph asks this of the module whose number it has: see te_fl.pytorch.compile.compiled.
+
+    def _in_graph(self, device: torch.device, kind: str, key: Any) -> Tuple[Any, List[int]]:
+        if not self._fused.usable(self):
+            raise FailedPrecondition("FAILED_PRECONDITION: TransformerLayer: one of its parts was replaced or given a hook after torch.compile had "
+                                     "compiled it, which PyTorch does not notice; call torch._dynamo.reset() to have it compiled anew")
+        layer = self._fused.layer(self, device, key)
+        return layer, self._fused.order()
+
+    def _notice(self) -> int:
+        return self._fused.notice(self)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        self.self_attention.set_tensor_parallel_group(tp_group)
+
+    def set_context_parallel_group(self, cp_group: Any, *how: Any, **more: Any) -> None:
+        """Takes a group of one rank, for which the other arguments say nothing, and refuses a larger one."""
+        rules.group_of_one("TransformerLayer", "cp_group", cp_group)
+
+    def reset_fp8_meta_tensors(self) -> None:
+        """Scales 1 and empty histories in all parts."""
+        for child in self.modules():
+            if child is not self and hasattr(child, "reset_fp8_meta_tensors"):
+                child.reset_fp8_meta_tensors()
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Optional[torch.Tensor] = None, self_attn_mask_type: Optional[str] = None,
+                window_size: Optional[Tuple[int, int]] = None, bottom_right_diagonal: Optional[bool] = None,
+                encoder_output: Optional[torch.Tensor] = None,
+                enc_dec_attn_mask: Optional[Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]] = None,
+                enc_dec_attn_mask_type: Optional[str] = None, enc_dec_window_size: Optional[Tuple[int, int]] = None,
+                enc_dec_bottom_right_diagonal: Optional[bool] = None, is_first_microbatch: Optional[bool] = None,
+                checkpoint_core_attention: bool = False, inference_params: Optional[Any] = None,
+                rotary_pos_emb: Optional[Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]] = None,
+                core_attention_bias_type: str = "no_bias", core_attention_bias: Optional[torch.Tensor] = None,
+                alibi_slopes: Optional[torch.Tensor] = None, cu_seqlens_q: Optional[torch.Tensor] = None,
+                cu_seqlens_kv: Optional[torch.Tensor] = None, cu_seqlens_q_padded: Optional[torch.Tensor] = None,
+                cu_seqlens_kv_padded: Optional[torch.Tensor] = None, max_seqlen_q: Optional[int] = None,
+                max_seqlen_kv: Optional[int] = None, fast_zero_fill: bool = True, pad_between_seqs: Optional[bool] = None,
+                thd_attention_policies: Optional[List[Dict[str, Any]]] = None, thd_attention_policy_dispatch: str = "auto",
+                softcap: Optional[float] = None) -> torch.Tensor:
+        """hidden_states in attn_input_format, heads and channels as one dimension -> the same shape. Arguments as MultiheadAttention's."""
+        mask = self_attn_mask_type or self.self_attn_mask_type
+        size = self.window_size if window_size is None else window_size
+        bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
+        softcap = self.softcap if softcap is None else softcap
+        if pad_between_seqs is False:  # the tokens of all sequences follow one another, whatever lengths with padding are given
+            cu_seqlens_q_padded = cu_seqlens_kv_padded = None
+        only("TransformerLayer", ("inference_params", inference_params, None, "te_fl.pytorch keeps no key-value cache"))
+        if self.layer_type == "encoder" and encoder_output is not None:
+            raise ValueError("TransformerLayer: encoder_output is for layer_type='decoder'")
+        if not isinstance(hidden_states, torch.Tensor) or hidden_states.is_meta:
+            given = "a tensor on meta" if isinstance(hidden_states, torch.Tensor) else f"a {type(hidden_states).__name__}"
+            raise TypeError(f"TransformerLayer: hidden_states is {given}; it must be a torch.Tensor with memory")
+        if torch.is_autocast_enabled(hidden_states.device.type):
+            hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+        if hidden_states.dtype not in DTYPE_NAMES:
+            raise rules.refuse("TransformerLayer", "hidden_states", f"a tensor of {hidden_states.dtype}",
+                               "give torch.float32, torch.bfloat16 or torch.float16")
+        fused = self._fused
+        if fused is not None:
+            if (not checkpoint_core_attention and thd_attention_policies is None
+                    and not isinstance(rotary_pos_emb, (tuple, list)) and fused.usable(self)):
+                return fused.run(self, hidden_states, mask, size, softcap, is_first_microbatch, rotary_pos_emb, attention_mask, core_attention_bias_type,
+                                 core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
+        given = dict(is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
+                     rotary_pos_emb=rotary_pos_emb, core_attention_bias_type=core_attention_bias_type,
+                     core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q,
+                     cu_seqlens_q_padded=cu_seqlens_q_padded, max_seqlen_q=max_seqlen_q, fast_zero_fill=fast_zero_fill,
+                     pad_between_seqs=pad_between_seqs, thd_attention_policies=thd_attention_policies,
+                     thd_attention_policy_dispatch=thd_attention_policy_dispatch, softcap=softcap)
+        attended = self.self_attention(hidden_states, attention_mask=attention_mask, attn_mask_type=mask, window_size=size,
+                                       bottom_right_diagonal=bottom_right, cu_seqlens_kv=cu_seqlens_q,
+                                       cu_seqlens_kv_padded=cu_seqlens_q_padded, max_seqlen_kv=max_seqlen_q, **given)
+        post = self.apply_residual_connection_post_layernorm
+        if self.parallel_attention_mlp:
+            branch, _ = _branch(attended, False, None)
+            other, _ = _branch(self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch), False, None)
+            return self._add(branch + other, hidden_states, self.drop_path)
+        attended, residual = _branch(attended, post and not self.output_layernorm, hidden_states)
+        hidden = self._add(attended, residual, self.drop_path)
+        if self.layer_type == "decoder":
+            attended = self.inter_attention(
+                hidden, attention_mask=enc_dec_attn_mask, attn_mask_type=enc_dec_attn_mask_type or self.enc_dec_attn_mask_type,
+                window_size=self.enc_dec_window_size if enc_dec_window_size is None else enc_dec_window_size,
+                bottom_right_diagonal=self.enc_dec_bottom_right_diagonal if enc_dec_bottom_right_diagonal is None
+                else enc_dec_bottom_right_diagonal, encoder_output=encoder_output, cu_seqlens_kv=cu_seqlens_kv,
+                cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_kv=max_seqlen_kv, **given)
+            attended, residual = _branch(attended, post, hidden)
+            hidden = self._add(attended, residual, None)
+        out = self.layernorm_mlp(hidden, is_first_microbatch=is_first_microbatch)
+        out, residual = _branch(out, post, hidden)
+        out = self._add(out, residual, self.drop_path)
+        return self.layernorm(out) if self.output_layernorm else out
+
+    def _add(self, branch: torch.Tensor, residual: torch.Tensor, drop_path: Optional[DropPath]) -> torch.Tensor:
+        branch = torch.nn.functional.dropout(branch, p=self.hidden_dropout, training=self.training)
+        return residual + (branch if drop_path is None else drop_path(branch))

@@ -1,0 +1,382 @@
+"""Optimizers that update all parameters of a group in one call of te-fl, and the calls on lists of tensors beneath them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, Optional
+
+import torch
+from torch.optim.optimizer import Optimizer, required
+
+from te_fl import ops
+from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
+from te_fl.pytorch.runtime.refuse import checks_keywords
+
+__all__ = ["FusedAdam", "FusedSGD", "MultiTensorApply", "multi_tensor_adam", "multi_tensor_applier", "multi_tensor_l2norm",
+           "multi_tensor_scale", "multi_tensor_sgd", "multi_tensor_unscale_l2norm"]
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; another tensor itself."""
+    return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
+
+
+def _float32(param: torch.Tensor) -> torch.Tensor:
+    """The parameter's values as FP32, in memory of their own if it holds codes or 16 bits."""
+    param = param.detach()
+    return param.dequantize(dtype=torch.float32) if isinstance(param, Float8Tensor) else param.float()
+
+
+def _check_parameter(optimizer: str, param: torch.Tensor) -> None:
+    if param.dtype not in _FLOATS:
+        raise Unsupported(f"{optimizer}: a parameter has dtype {param.dtype}; it is float32, float16 or bfloat16")
+    if not _local(param).is_contiguous():
+        raise Unsupported(f"{optimizer}: a parameter of shape {tuple(param.shape)} is not contiguous; give param.contiguous()")
+
+
+class _GroupedCalls:
+    """Rows of tensors by what must be the same in one call: device and dtypes of parameter and gradient, and what the caller adds.
+
+    A parameter that holds codes is stepped as FP32 values, its master weight where it has one, and write_codes() quantises them.
+    """
+
+    def __init__(self, optimizer: str):
+        self._optimizer, self._rows, self._codes = optimizer, {}, []
+
+    def add(self, param: torch.Tensor, grad: torch.Tensor, *rest: torch.Tensor, master: Optional[torch.Tensor] = None, key: Any = None) -> None:
+        if grad.is_sparse:
+            raise Unsupported(f"{self._optimizer}: sparse gradients are not served; give the embedding sparse=False")
+        grad = _local(grad)
+        if not grad.is_contiguous():
+            grad = grad.contiguous()
+        if isinstance(param, Float8Tensor):
+            values = _float32(param) if master is None else master
+            self._codes.append((param, values))
+            param, master = values, None
+        if master is not None:
+            rest = (*rest, _local(master))
+        self._rows.setdefault((param.device, param.dtype, grad.dtype, master is not None, key), []).append((grad, _local(param), *rest))
+
+    def __iter__(self):
+        for (device, *_, key), rows in self._rows.items():
+            yield device, key, [list(column) for column in zip(*rows)]
+
+    def write_codes(self) -> None:
+        for param, values in self._codes:
+            param.copy_(values)
+
+
+class _Optimizer(Optimizer):
+    """What both have: Transformer Engine's zero_grad, which lets gradients go unless told otherwise."""
+
+    set_grad_none: Optional[bool] = None
+
+    def _deprecated_set_grad_none(self, value: Optional[bool]) -> None:
+        self.set_grad_none = value
+        if value is not None:
+            warnings.warn(f"{type(self).__name__}: set_grad_none is deprecated; give zero_grad() set_to_none", DeprecationWarning)
+
+    def zero_grad(self, set_to_none: Optional[bool] = None) -> None:
+        if self.set_grad_none is not None:
+            if set_to_none not in (None, self.set_grad_none):
+                raise InvalidArgument(f"zero_grad: set_to_none={set_to_none}, but the optimizer was made with "
+                                      f"set_grad_none={self.set_grad_none}; leave one out")
+            set_to_none = self.set_grad_none
+        super().zero_grad(set_to_none=set_to_none is not False)
+
+
+class FusedAdam(_Optimizer):
+    """Adam, or AdamW with adam_w_mode (the default), over float32, float16 and bfloat16 parameters.
+
+    master_weights: parameters of 16 bits and of FP8 codes are copies of FP32 weights that the optimizer holds. Without, a step of codes
+    rounds the new values to FP8, and one that is too small is lost. capturable: step count, learning rate and
+    whether to skip a step (grad_scaler) are read from device memory, so that a CUDA graph may hold the step. use_decoupled_grad: gradients
+    are read from param.decoupled_grad. State is FP32 (exp_avg, exp_avg_sq, master_param); other dtypes of it are refused.
+    """
+
+    @checks_keywords()
+    def __init__(self, params: Iterable[torch.nn.Parameter | dict], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, *, bias_correction=True, adam_w_mode=True,
+                 capturable=False, master_weights=False, master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
+                 exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=False,
+                 set_grad_none: Optional[bool] = None):
+        if amsgrad:
+            raise Unsupported("FusedAdam: amsgrad=True is not served; leave it out")
+        for name, dtype in (("master_weight_dtype", master_weight_dtype), ("exp_avg_dtype", exp_avg_dtype),
+                            ("exp_avg_sq_dtype", exp_avg_sq_dtype)):
+            if dtype is not torch.float32:
+                raise Unsupported(f"FusedAdam: {name}={dtype} is not served; leave it at torch.float32")
+        if store_param_remainders:
+            raise Unsupported("FusedAdam: store_param_remainders=True is not served; master_weights=True keeps whole FP32 weights")
+        if capturable and not isinstance(lr, torch.Tensor):
+            lr = torch.tensor(lr, dtype=torch.float32)
+        super().__init__(params, {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.adam_w_mode, self.capturable = 1 if adam_w_mode else 0, capturable
+        self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
+        self.master_weight_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype = master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype
+        self.store_param_remainders = False
+        self._deprecated_set_grad_none(set_grad_none)
+        if capturable:
+            self._step_supports_amp_scaling = True
+
+    @staticmethod
+    def _device(group: dict) -> torch.device:
+        return group["params"][0].device if group["params"] else torch.device("cpu")
+
+    def zero_grad(self, set_to_none: Optional[bool] = None) -> None:
+        if not self.use_decoupled_grad:
+            return super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if set_to_none is not False:
+                    param.decoupled_grad = None
+                elif getattr(param, "decoupled_grad", None) is not None:
+                    param.decoupled_grad.zero_()
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
+        """Makes a parameter's state, as its first step does."""
+        if store_param_remainders:
+            raise Unsupported("FusedAdam: store_param_remainders=True is not served; give False")
+        _check_parameter("FusedAdam", param)
+        state = self.state[param]
+        state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
+        state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        if self._has_master(param):
+            state["master_param"] = _float32(param)
+
+    def _has_master(self, param: torch.Tensor) -> bool:
+        return self.master_weights and (param.dtype is not torch.float32 or isinstance(param, Float8Tensor))
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
+        """One of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter, which are FP32 without a scale."""
+        return _local(self.state[param][state_name]).detach()
+
+    def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
+        """Copies values into one of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter."""
+        if state_name not in self.state[param]:
+            self.state[param][state_name] = torch.empty_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
+        _local(self.state[param][state_name]).copy_(_local(unscaled_state))
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Loads state of this optimizer's or of Transformer Engine's. PyTorch's own would round it to the parameters' dtype."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(saved, params):
+            given = state_dict["state"].get(number)
+            if given is None:
+                continue
+            self.state[param] = {}
+            for name, value in given.items():
+                if value is not None and (name != "master_param" or self._has_master(param)):
+                    self.set_scaled_state(param, name, value.float())
+            if self._has_master(param) and "master_param" not in self.state[param]:
+                self.state[param]["master_param"] = _float32(param)  # saved by an optimizer that had none
+        for group in self.param_groups:
+            if "step" in group and self.capturable:
+                group["step"] = torch.as_tensor(group["step"]).reshape(1).to(self._device(group), torch.int64)
+            elif "step" in group:
+                group["step"] = int(group["step"])
+
+    def _skip_flags(self, grad_scaler) -> dict:
+        """For each device an int32 that says whether to leave everything as it is, after the gradients were unscaled where they are."""
+        if grad_scaler is None:
+            return {}
+        if not self.capturable:
+            raise Unsupported("FusedAdam: step(grad_scaler=..) needs capturable=True; else call grad_scaler.step(optimizer)")
+        if self.use_decoupled_grad:
+            raise Unsupported("FusedAdam: step(grad_scaler=..) with use_decoupled_grad=True is not served: a scaler unscales param.grad")
+        if grad_scaler._per_optimizer_states[id(self)]["stage"].name == "READY":
+            grad_scaler.unscale_(self)
+        found = grad_scaler._per_optimizer_states[id(self)]["found_inf_per_device"]
+        return {device: (value != 0).to(torch.int32).reshape(1) for device, value in found.items()}
+
+    def _advance(self, group: dict, skip: dict) -> None:
+        # A group without parameters advances too, since a checkpoint that another rank wrote may be loaded into one that has some.
+        if not self.capturable:
+            group["step"] = group.get("step", 0) + 1
+            return
+        device = self._device(group)
+        if not isinstance(group["lr"], torch.Tensor) or group["lr"].device != device:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
+        if "step" not in group:
+            group["step"] = torch.zeros(1, dtype=torch.int64, device=device)
+        group["step"] += 1 if device not in skip else 1 - skip[device]
+
+    @torch.no_grad()
+    def step(self, closure=None, grad_scaler=None):
+        """One step. grad_scaler: with capturable, unscales the gradients and skips the step on the device if one is not finite."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        skip = self._skip_flags(grad_scaler)
+        for group in self.param_groups:
+            self._advance(group, skip)
+            calls = _GroupedCalls("FusedAdam")
+            for param in group["params"]:
+                grad = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+                if grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    self.initialize_state(param)
+                calls.add(param, grad, _local(state["exp_avg"]), _local(state["exp_avg_sq"]), master=state.get("master_param"))
+            for device, _, lists in calls:
+                self._update(group, lists, skip.get(device))
+            calls.write_codes()
+        return loss
+
+    def _update(self, group: dict, lists: list, skip: Optional[torch.Tensor]) -> None:
+        options = {"lr_tensor": group["lr"].reshape(1), "step_tensor": group["step"]} if self.capturable else \
+            {"lr": float(group["lr"]), "step": group["step"]}
+        if len(lists) > 4:
+            options["master_params"] = lists[4]
+        if skip is not None:
+            options["noop_flag"] = skip
+        ops.multi_tensor_adam(grads=lists[0], params=lists[1], exp_avgs=lists[2], exp_avg_sqs=lists[3], beta1=group["betas"][0],
+                              beta2=group["betas"][1], epsilon=group["eps"], weight_decay=group["weight_decay"],
+                              mode="adamw" if self.adam_w_mode else "l2", bias_correction=bool(group["bias_correction"]), **options)
+        torch.autograd.graph.increment_version(lists[1])
+
+
+class FusedSGD(_Optimizer):
+    """Stochastic gradient descent with momentum, over float32, float16 and bfloat16 parameters; momentum_buffer is FP32.
+
+    wd_after_momentum: the weight decay joins after the momentum instead of before.
+    """
+
+    @checks_keywords()
+    def __init__(self, params: Iterable[torch.nn.Parameter | dict], lr: float | Any = required, momentum: float = 0.0,
+                 dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *, wd_after_momentum=False,
+                 materialize_master_grads=True, set_grad_none: Optional[bool] = None):
+        for name, value in (("lr", 0.0 if lr is required else lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if value < 0.0:
+                raise InvalidArgument(f"FusedSGD: {name} is {value}; it is 0 or more")
+        if nesterov and (momentum <= 0.0 or dampening != 0.0):
+            raise InvalidArgument(f"FusedSGD: nesterov=True needs momentum above 0 and no dampening; they are {momentum} and {dampening}")
+        if not materialize_master_grads:
+            raise Unsupported("FusedSGD: materialize_master_grads=False is not served, which Apex's own AMP would need; leave it out")
+        super().__init__(params, {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
+                                  "nesterov": nesterov})
+        self.wd_after_momentum, self.materialize_master_grads = wd_after_momentum, True
+        self._deprecated_set_grad_none(set_grad_none)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("nesterov", False)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Loads state of this optimizer's or of Transformer Engine's. PyTorch's own would round it to the parameters' dtype."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for number, param in zip(saved, params):
+            buffer = state_dict["state"].get(number, {}).get("momentum_buffer")
+            if buffer is not None:
+                self.state[param]["momentum_buffer"] = buffer.detach().to(param.device, torch.float32, copy=True)
+
+    def get_momentums(self, params: list) -> tuple[list, bool]:
+        """The momentum buffers of parameters, made where they are missing, and whether all were."""
+        new = [param for param in params if "momentum_buffer" not in self.state[param]]
+        for param in new:
+            _check_parameter("FusedSGD", param)
+            self.state[param]["momentum_buffer"] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
+        return [self.state[param]["momentum_buffer"] for param in params], len(new) == len(params)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            calls = _GroupedCalls("FusedSGD")
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                (momentum,), first = self.get_momentums([param])
+                calls.add(param, param.grad, _local(momentum), key=first)
+            for _, first, (grads, params, momentums) in calls:
+                ops.multi_tensor_sgd(grads=grads, params=params, momentums=momentums, lr=float(group["lr"]), momentum=group["momentum"],
+                                     weight_decay=group["weight_decay"], dampening=group["dampening"], nesterov=group["nesterov"],
+                                     first_run=first, wd_after_momentum=self.wd_after_momentum)
+                torch.autograd.graph.increment_version(params)
+            calls.write_codes()
+        return loss
+
+
+class MultiTensorApply:
+    """Calls a function of lists of tensors without the tensors that are empty. chunk_size goes to the function, and te-fl's ignore it."""
+
+    def __init__(self, chunk_size):
+        self.chunk_size = chunk_size
+
+    def __call__(self, op, noop_flag_buffer, tensor_lists, *args):
+        lengths = [len(tensors) for tensors in tensor_lists]
+        if len(set(lengths)) > 1:
+            raise InvalidArgument(f"MultiTensorApply: the lists have {lengths} tensors; they go together, one by one")
+        rows = [row for row in zip(*tensor_lists) if row[0].numel() > 0]
+        if not rows:
+            return None
+        return op(self.chunk_size, noop_flag_buffer, [[_local(t) for t in column] for column in zip(*rows)], *args)
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)
+
+
+def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, scale: float) -> None:
+    """tensor_lists[1] = scale * tensor_lists[0]; noop_flag, int32, becomes 1 if a value is not finite."""
+    ops.multi_tensor_scale(inputs=tensor_lists[0], outputs=tensor_lists[1], noop_flag=noop_flag, scale=float(scale))
+
+
+def _norms(tensor_lists: list, per_tensor: Optional[bool]) -> dict:
+    first = tensor_lists[0][0]
+    norms = {"norm": torch.zeros(1, dtype=torch.float32, device=first.device)}
+    if per_tensor:
+        norms["per_tensor_norms"] = torch.zeros(len(tensor_lists[0]), dtype=torch.float32, device=first.device)
+    return norms
+
+
+def multi_tensor_l2norm(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, per_tensor: Optional[bool] = None) -> tuple:
+    """The Euclidean norm of all tensors, [1], and, with per_tensor, of each; without, an empty tensor."""
+    norms = _norms(tensor_lists, per_tensor)
+    ops.multi_tensor_l2norm(inputs=tensor_lists[0], **norms)
+    return norms["norm"], norms.get("per_tensor_norms", norms["norm"].new_empty(0))
+
+
+def multi_tensor_unscale_l2norm(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, inv_scale: torch.Tensor,
+                                per_tensor: Optional[bool] = None) -> tuple:
+    """As multi_tensor_l2norm, of the tensors times inv_scale, which they themselves are not multiplied by."""
+    norms = _norms(tensor_lists, per_tensor)
+    ops.multi_tensor_unscale_l2norm(inputs=tensor_lists[0], inv_scale=inv_scale, **norms)
+    return norms["norm"], norms.get("per_tensor_norms", norms["norm"].new_empty(0))
+
+
+def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, lr: float, beta1: float, beta2: float, epsilon: float,
+                      step: int, mode: int, bias_correction: int, weight_decay: float) -> None:
+    """One step of Adam on [gradients, parameters, exp_avg, exp_avg_sq] or these and FP32 weights. mode: 0 is L2, 1 is AdamW."""
+    masters = {"master_params": tensor_lists[4]} if len(tensor_lists) > 4 else {}
+    ops.multi_tensor_adam(grads=tensor_lists[0], params=tensor_lists[1], exp_avgs=tensor_lists[2], exp_avg_sqs=tensor_lists[3],
+                          noop_flag=noop_flag, lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, step=step,
+                          mode="adamw" if mode else "l2", bias_correction=bool(bias_correction), weight_decay=weight_decay, **masters)
+    torch.autograd.graph.increment_version(tensor_lists[1])
+
+
+def multi_tensor_sgd(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, wd: float, momentum: float, dampening: float, lr: float,
+                     nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float) -> None:
+    """One step of SGD on [gradients, parameters, momentums] or these and copies of the parameters in 16 bits."""
+    copies = {"param_copies": tensor_lists[3]} if len(tensor_lists) > 3 else {}
+    ops.multi_tensor_sgd(grads=tensor_lists[0], params=tensor_lists[1], momentums=tensor_lists[2], noop_flag=noop_flag, lr=lr,
+                         weight_decay=wd, momentum=momentum, dampening=dampening, scale=scale, nesterov=nesterov, first_run=first_run,
+                         wd_after_momentum=wd_after_momentum, **copies)
+    torch.autograd.graph.increment_version(tensor_lists[1])

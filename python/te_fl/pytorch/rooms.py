@@ -1,0 +1,54 @@
+"""The rooms of te_fl.pytorch. A module's public name leaves its room out: te_fl.pytorch.attention lies in modules/attention.py.
+
+Programs import by public names, and pickles of whole modules hold them, so a module may move from one room to another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from types import ModuleType
+from typing import Any, Optional
+
+PACKAGE = "te_fl.pytorch"
+# From the lowest up; each imports from those before it only.
+ROOMS = {
+    "runtime": "constants device private_device random refuse registry rng",
+    "distributed": "amax_reduction",
+    "fp8": "availability extra_state float8_tensor global_state quantization weight_cache",
+    "autograd": "call checkpoint delayed_wgrad offload once torch_checkpoint",
+    "functions": "cross_entropy function rope softmax weights",
+    "modules": "attention base fused_layer linear mlp multihead_attention norm transformer",
+    "optimizers": "",  # its public name is the room's own
+    "compile": "compiled compiled_scopes graph",
+}
+_PLACES = {f"{PACKAGE}.{name}": f"{PACKAGE}.{room}.{name}" for room, names in ROOMS.items() for name in names.split()}
+
+
+class _Rooms(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a module in its room by its public name; both names are one module."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Optional[importlib.machinery.ModuleSpec]:
+        return importlib.machinery.ModuleSpec(fullname, self) if fullname in _PLACES else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(_PLACES[spec.name])
+        spec.loader_state = module.__spec__  # which the import system is about to replace
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = module.__spec__.loader_state
+
+
+def open_rooms() -> None:
+    """Lets public names of modules be imported. Those of modules that are there already are entered at once, since an import would put the
+    module in the place of a function of its name: te_fl.pytorch.checkpoint."""
+    package = sys.modules[PACKAGE]
+    for public, place in _PLACES.items():
+        module = sys.modules.get(place)
+        if module is not None:
+            sys.modules[public] = module
+            package.__dict__.setdefault(public.rpartition(".")[2], module)
+    sys.meta_path.append(_Rooms())

@@ -1,0 +1,43 @@
+"""Devices: which one modules are made on, and te-fl's name of it."""
+
+from __future__ import annotations
+
+from typing import Iterable, Optional, Tuple, Union
+
+import torch
+
+from te_fl.errors import InvalidArgument
+from te_fl.pytorch.runtime import private_device
+
+
+def default_device() -> torch.device:
+    """cuda where there is one, else the PrivateUse1 device of a vendor whose plugin te-fl has, else cpu."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return private_device.default() or torch.device("cpu")
+
+
+def device_of(device: Union[torch.device, str, None]) -> torch.device:
+    """The device of new parameters: `device`, or the default one."""
+    return default_device() if device is None else torch.device(device)
+
+
+def native_device(device: torch.device) -> str:
+    """te-fl's name of a device of PyTorch's."""
+    if device.type == "cpu":
+        return "cpu"
+    if device.type == "cuda":
+        return f"cuda:{device.index or 0}"
+    return private_device.native_name(device)
+
+
+def check_devices(where: str, device: torch.device, tensors: Iterable[Tuple[str, Optional[torch.Tensor]]]) -> None:
+    """Refuses a first input on `device` where one of these tensors, by what they are called, is on another."""
+    for name, t in tensors:
+        if t is None or t.device == device:
+            continue
+        if t.is_meta:
+            raise InvalidArgument(f"{where}: {name} is on the meta device, without memory; give it some with the module's reset_parameters(), or with "
+                                  f"to_empty(device={str(device)!r}) and values")
+        raise InvalidArgument(f"{where}: the input is on {device} and {name} on {t.device}; give the input as input.to({str(t.device)!r}), or move "
+                              f"the module with module.to({str(device)!r})")
