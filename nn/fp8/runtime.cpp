@@ -44,8 +44,23 @@ Status run_update(const PendingUpdate& like, std::span<const te_fl_tensor* const
   return ops::fused_amax_and_scale_update_after_reduction(args, call_options(like.state->device()));
 }
 
-// The scales from the amaxes that the recipe's function finds: those of a history of one row. The
-// real one is rolled beside scales that nobody reads.
+// Writes the scales that follow from the amaxes that the recipe's function has found.
+Status scales_of_amaxes(const PendingUpdate& update, const Tensor& amax) {
+  Fp8State& state = *update.state;
+  const AmaxFunction& function = *update.recipe.amax_function;
+  if (function.compute_scale != nullptr) {
+    const float fp8_max = update.dtype == DType::kF8E4M3 ? 448.0f : 57344.0f;
+    return function.compute_scale(amax, state.scale(), fp8_max)
+        .wrap("amax_function \"" + function.name + "\": compute_scale");
+  }
+  TE_FL_ASSIGN_OR_RETURN(const Tensor row, amax.view({1, state.slots()}));  // a history of one row
+  const te_fl_tensor* const rows[] = {row};
+  const te_fl_tensor* const scales[] = {state.scale()};
+  return run_update(update, rows, scales);
+}
+
+// The scales from what the recipe's functions find. The history is rolled beside scales that nobody
+// reads.
 Status update_by_function(const PendingUpdate& update) {
   Fp8State& state = *update.state;
   const AmaxFunction& function = *update.recipe.amax_function;
@@ -54,15 +69,12 @@ Status update_by_function(const PendingUpdate& update) {
                          Tensor::empty({state.slots()}, DType::kF32, state.device()));
   TE_FL_RETURN_IF_ERROR(
       function.compute(state.history(), amax).wrap("amax_function \"" + function.name + "\""));
-  TE_FL_ASSIGN_OR_RETURN(const Tensor row, amax.view({1, state.slots()}));
   TE_FL_ASSIGN_OR_RETURN(const Tensor unread, state.scale().clone());
-  const te_fl_tensor* const rows[] = {row};
-  const te_fl_tensor* const scales[] = {state.scale()};
   const te_fl_tensor* const histories[] = {state.history()};
   const te_fl_tensor* const unread_scales[] = {unread};
   state.use(foreign);
   state.scales_changed();
-  TE_FL_RETURN_IF_ERROR(run_update(update, rows, scales));
+  TE_FL_RETURN_IF_ERROR(scales_of_amaxes(update, amax));
   return run_update(update, histories, unread_scales);
 }
 

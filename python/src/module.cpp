@@ -12,6 +12,7 @@
 #include "torch/lent_parameter.hpp"
 #include "torch/recompute.hpp"
 #include "torch/result_tensors.hpp"
+#include "torch/scale_functions.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -108,6 +109,8 @@ PyMethodDef g_methods[] = {
     {"retire_fp8_states", retire_fp8_states, METH_O, "retire_fp8_states(states)"},
     {"amax_reduction", make_amax_reduction, METH_VARARGS,
      "amax_reduction(reduce, like) -> reduction"},
+    {"scale_functions", make_scale_functions, METH_VARARGS,
+     "scale_functions(name, amax, scale, like) -> functions"},
     {"begin_autocast", fast(begin_autocast), METH_FASTCALL,
      "begin_autocast(enabled, calibrating, recipe, find, group) -> scope"},
     {"end_autocast", end_autocast, METH_O, "end_autocast(scope)"},

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import unittest
+from unittest import mock
 
 from te_fl.common import recipe
 from te_fl.errors import InvalidArgument, Unsupported
@@ -51,6 +52,7 @@ class Recipes(unittest.TestCase):
         for make, named in ((lambda: recipe.DelayedScaling(fp8_format=recipe.Format.E5M2), "fp8_format"),
                             (lambda: recipe.DelayedScaling(fp8_format="HYBRID"), "fp8_format"),
                             (lambda: recipe.DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo"),
+                            (lambda: recipe.DelayedScaling(scaling_factor_compute_algo="max"), "scaling_factor_compute_algo"),
                             (lambda: recipe.DelayedScaling(amax_history_len=0), "amax_history_len"),
                             (lambda: recipe.DelayedScaling(backward_override="dequantized"), "backward_override"),
                             (lambda: recipe.Float8BlockScaling(x_block_scaling_dim=2), "only one"),
@@ -65,7 +67,7 @@ class Recipes(unittest.TestCase):
         own = max
         self.assertEqual(recipe.native_of(recipe.DelayedScaling(margin=1, amax_history_len=16, amax_compute_algo=own, fp8_dpa=True)),
                          {"kind": "delayed", "format": "hybrid", "fp8_dpa": True, "margin": 1, "amax_history_len": 16,
-                          "amax_compute_algo": own, "reduce_amax": True})
+                          "amax_compute_algo": "max", "reduce_amax": True, "functions": mock.ANY})
         self.assertEqual(recipe.native_of(recipe.Float8CurrentScaling(use_power_2_scales=True, fp8_format=recipe.Format.E4M3)),
                          {"kind": "current", "format": "e4m3", "fp8_dpa": False, "pow2_scale": True, "amax_epsilon": 0.0})
         block = recipe.Float8BlockScaling()
@@ -74,6 +76,10 @@ class Recipes(unittest.TestCase):
         block.fp8_quant_fwd_inp = block.fp8_quant_fwd_weight = block.fp8_quant_bwd_grad = recipe.QParams(amax_epsilon=1e-3)
         self.assertEqual(recipe.native_of(block)["amax_epsilon"], 1e-3)
         self.assertFalse(recipe.native_of(block)["pow2_scale"])
+
+    def test_attention_in_fp8_by_either_name(self):
+        for given in (dict(fp8_dpa=True), dict(fp8_mha=True), dict(fp8_dpa=True, fp8_mha=True)):
+            self.assertTrue(recipe.native_of(recipe.DelayedScaling(**given))["fp8_dpa"], given)
 
     def test_native_values_follow_the_fields(self):
         import copy
@@ -86,8 +92,10 @@ class Recipes(unittest.TestCase):
         for twin in twins:
             self.assertEqual(recipe.native_of(twin)["margin"], 1)
             self.assertEqual(set(vars(twin)), set(recipe.DelayedScaling.__dataclass_fields__))
+        self.assertIsNone(recipe.native_of(delayed)["functions"])
         delayed.scaling_factor_compute_algo = max
-        self.assertRaisesRegex(Unsupported, "scaling_factor_compute_algo", recipe.native_of, delayed)
+        self.assertIs(recipe.native_of(delayed)["functions"].scale, max)
+        self.assertIs(recipe.native_of(delayed)["functions"], recipe.native_of(delayed)["functions"])
         current = recipe.Float8CurrentScaling()
         self.assertFalse(recipe.native_of(current)["pow2_scale"])
         current.fp8_quant_fwd_inp = current.fp8_quant_fwd_weight = current.fp8_quant_bwd_grad = recipe.QParams(power_2_scale=True)
@@ -96,8 +104,7 @@ class Recipes(unittest.TestCase):
     def test_what_is_not_honoured_is_refused_in_use(self):
         uneven = recipe.Float8CurrentScaling()
         uneven.fp8_quant_bwd_grad = recipe.QParams(power_2_scale=True)
-        for given, named in ((recipe.DelayedScaling(scaling_factor_compute_algo=max), "scaling_factor_compute_algo"),
-                             (recipe.DelayedScaling(fp8_mha=True), "fp8_mha=True"),
+        for given, named in ((recipe.Float8CurrentScaling(fp8_mha=True), "fp8_mha=True"),
                              (recipe.Float8CurrentScaling(fp8_gemm_fprop=recipe.MMParams(True)), "fp8_gemm_fprop"),
                              (recipe.Float8CurrentScaling(backward_override="high_precision"), "backward_override='high_precision'"),
                              (recipe.Float8BlockScaling(fp8_format=recipe.Format.HYBRID), "fp8_format"),

@@ -35,14 +35,67 @@ class Recomputation(Each):
 
     def test_torch_checkpoint_where_the_first_run_is_not_known(self):
         """The second run would be in another precision, so it is refused; without FP8 the same module goes on as ever."""
-        for name in PRODUCTS:
-            with self.subTest(module=name):
-                module, x = randomise(MODULES[name](device="cpu")).eval(), input_of()
+        class Other(torch.autograd.Function):  # as libraries have their own
+            forward = staticmethod(lambda ctx, function, x: (setattr(ctx, "of", (function, x)), function(x))[1])
+
+            @staticmethod
+            def backward(ctx, grad):
+                function, x = ctx.of
+                with torch.enable_grad():
+                    torch.autograd.backward(function(x), grad)
+                return None, None
+
+        module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), input_of()
+        with scope(Float8CurrentScaling()):
+            y = Other.apply(module, x)
+        with self.assertRaisesRegex(RuntimeError, "outside of its autocast.*recompute_contexts"):
+            y.sum().backward()
+        Other.apply(module, x).sum().backward()
+
+    def test_torch_checkpoint_in_eval(self):
+        """As with adapters on a model whose own layers are in eval()."""
+        dropout = dict(hidden_dropout=0.2, attention_dropout=0.3)
+        for recipe in RECIPES[1:]:
+            with self.subTest(recipe=type(recipe).__name__):
+                want = self.steps("", "cpu", recipe, lambda m, x: m.eval()(x), **dropout)
+                for run in PLAIN:
+                    self.same(self.steps("", "cpu", recipe, lambda m, x: run(m.eval(), x), **dropout), want)
+
+    def test_torch_checkpoint_of_checkpoints(self):
+        """The inner one's first run in the backward is the outer one's second, and the inner one runs a third time."""
+        for recipe in RECIPES[1:]:
+            for name in ("LayerNormMLP", "TransformerLayer"):
+                want = self.steps(name, "cpu", recipe, lambda m, x: m(torch.relu(x)) + x)
+                for outer in PLAIN:
+                    for inner in PLAIN:
+                        with self.subTest(recipe=type(recipe).__name__, module=name, outer=outer.keywords, inner=inner.keywords):
+                            got = self.steps(name, "cpu", recipe, lambda m, x: outer(lambda t: inner(m, torch.relu(t)) + t, x))
+                            self.same(got, want)
+
+    def test_torch_checkpoint_and_an_evaluation_before_the_backward(self):
+        for run in PLAIN:
+            module, results = randomise(te.LayerNormMLP(32, 64, device="cpu")), []
+            for call in (lambda m, x: m(x), run):
+                module.zero_grad()
+                x = input_of()
                 with scope(Float8CurrentScaling()):
-                    y = torch.utils.checkpoint.checkpoint(module, x, use_reentrant=True)
-                with self.assertRaisesRegex(RuntimeError, "outside of its autocast.*recompute_contexts"):
-                    y.sum().backward()
-                torch.utils.checkpoint.checkpoint(module, x, use_reentrant=True).sum().backward()
+                    y = call(module, x)
+                with torch.no_grad():
+                    module(x)  # outside of the autocast
+                y.square().sum().backward()
+                results.append([y.detach(), *gradients(module, x)])
+            self.same(*results)
+
+    def test_an_autocast_inside_of_what_is_checkpointed(self):
+        """The second run enters it again, and neither computes with newer scales nor records amaxes twice."""
+        def step(module, x, recipe):
+            with scope(recipe):
+                return module(x)
+        for recipe in RECIPES[1:]:
+            want = self.steps("LayerNormMLP", "cpu", None, lambda m, x: step(m, x, recipe))
+            for run in PLAIN:
+                with self.subTest(recipe=type(recipe).__name__, **run.keywords):
+                    self.same(self.steps("LayerNormMLP", "cpu", None, lambda m, x: run(step, m, x, recipe)), want)
 
     def test_torch_checkpoint_repeats_the_forward_that_it_belongs_to(self):
         """Several autocasts before one backward, between them evaluations, with other scales each. Re-entrant backwards end one by one, and

@@ -10,6 +10,7 @@
 #include "te_fl/device.hpp"
 #include "te_fl/nn/fp8/autocast.hpp"
 #include "torch/layer.hpp"
+#include "torch/scale_functions.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -59,19 +60,18 @@ nn::Recipe recipe_of(PyObject* dict) {
                           ? nn::Fp8Format::kE4M3
                           : nn::Fp8Format::kHybrid;
   if (kind == "delayed") {
-    PyObject* algorithm = get(dict, "amax_compute_algo");
-    if (!PyUnicode_Check(algorithm)) {
-      throw_status(Status(StatusCode::kUnsupported,
-                          "DelayedScaling: amax_compute_algo is a function; te-fl computes 'max' "
-                          "and 'most_recent' on the device"));
-    }
+    PyObject* const functions = get(dict, "functions");
+    const bool newest = functions == Py_None &&
+                        text_of(get(dict, "amax_compute_algo"), "amax_compute_algo") != "max";
     return nn::DelayedScaling{.margin = static_cast<int>(integer(dict, "margin")),
                               .format = format,
                               .amax_history_len = integer(dict, "amax_history_len"),
-                              .amax_compute_algo = text_of(algorithm, "amax_compute_algo") == "max"
-                                                       ? nn::AmaxAlgo::kMax
-                                                       : nn::AmaxAlgo::kMostRecent,
-                              .fp8_dpa = truth(get(dict, "fp8_dpa"))};
+                              .amax_compute_algo =
+                                  newest ? nn::AmaxAlgo::kMostRecent : nn::AmaxAlgo::kMax,
+                              .fp8_dpa = truth(get(dict, "fp8_dpa")),
+                              .amax_function = functions == Py_None
+                                                   ? nullptr
+                                                   : scale_functions_of(functions)};
   }
   if (kind == "current") {
     return nn::Float8CurrentScaling{.format = format,

@@ -7,7 +7,7 @@ build recipes that they never use keep working. The defaults of some arguments c
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Callable, Literal, NamedTuple, Optional, Union
 
@@ -143,6 +143,8 @@ class DelayedScaling(Recipe):
         self._check_common()
         algo = self.amax_compute_algo
         _require(self, "amax_compute_algo", algo in ("max", "most_recent") or callable(algo), "it is 'max', 'most_recent' or a function")
+        scale = self.scaling_factor_compute_algo
+        _require(self, "scaling_factor_compute_algo", scale is None or callable(scale), "it is a function or None")
         _require(self, "amax_history_len", self.amax_history_len >= 1, "it is at least 1")
         _require(self, "backward_override", self.backward_override is None, "delayed scaling has only None")
 
@@ -275,10 +277,7 @@ class CustomRecipe(Recipe):
 
 # What te-fl's layers do: the one value of each field that they serve, and what to do about another.
 _SERVED = {
-    DelayedScaling: (
-        ("scaling_factor_compute_algo", None, "leave it out: the scale is fp8_max / amax / 2^margin"),
-        ("fp8_mha", False, "set fp8_dpa=True alone, which quantises at the attention's borders"),
-    ),
+    DelayedScaling: (),
     Float8CurrentScaling: (
         ("fp8_gemm_fprop", MMParams(False), "leave it out: the forward's partial sums are not split"),
         ("fp8_gemm_dgrad", MMParams(True), "leave it out: the gradients' partial sums are split"),
@@ -315,6 +314,31 @@ def _one_quantisation(recipe: Recipe) -> QParams:
     return first
 
 
+class Functions:
+    """The functions by which a recipe of delayed scaling computes amaxes and scales; None: te-fl's own way.
+
+    amax(history [length, tensors]) -> [tensors]; scale(amax, scale, fp8_max, recipe) -> [tensors]. native: of the frontend that calls them.
+    """
+
+    def __init__(self, recipe: DelayedScaling):
+        algo = recipe.amax_compute_algo
+        self.recipe, self.amax, self.scale = recipe, algo if callable(algo) else None, recipe.scaling_factor_compute_algo
+        self.native: Any = None
+
+
+def attends(recipe: Recipe) -> bool:
+    """Whether attention computes in FP8: by fp8_dpa, or by fp8_mha, which means it as well."""
+    return bool(getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False))
+
+
+def without_functions(recipe: Any) -> Any:
+    """The recipe as data, which pickles everywhere: with te-fl's own ways in place of its functions."""
+    if not isinstance(recipe, DelayedScaling) or not (callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None):
+        return recipe
+    algo = recipe.amax_compute_algo
+    return replace(recipe, amax_compute_algo="max" if callable(algo) else algo, scaling_factor_compute_algo=None)
+
+
 def native_of(recipe: Recipe) -> dict:
     """What describe_natively() says of the recipe, kept with it until a field changes. The dict is shared: its readers leave it as it is."""
     kept = getattr(recipe, "_native", None)
@@ -326,11 +350,11 @@ def native_of(recipe: Recipe) -> dict:
 
 
 def describe_natively(recipe: Recipe) -> dict:
-    """The recipe as te-fl's layers take it (te_fl/nn/fp8/recipe.hpp): a new dict of plain values.
+    """The recipe as te-fl's layers take it (te_fl/nn/fp8/recipe.hpp): a new dict.
 
     Each has kind ('delayed', 'current' or 'block'), format ('hybrid' or 'e4m3') and fp8_dpa; delayed scaling margin, amax_history_len,
-    amax_compute_algo ('max', 'most_recent' or the function) and reduce_amax; the others pow2_scale and amax_epsilon. What te-fl cannot
-    honour is te_fl.errors.Unsupported, which names the field, its value and the way out.
+    amax_compute_algo ('max' or 'most_recent'), functions (Functions, or None) and reduce_amax; the others pow2_scale and amax_epsilon. What
+    te-fl cannot honour is te_fl.errors.Unsupported, which names the field, its value and the way out.
     """
     kind = next((k for k in _SERVED if isinstance(recipe, k)), None)
     if kind is None:
@@ -342,10 +366,13 @@ def describe_natively(recipe: Recipe) -> dict:
             raise _refuse(recipe, field, way_out)
     if recipe.fp8_format not in (Format.HYBRID, Format.E4M3):
         raise _refuse(recipe, "fp8_format", "give Format.HYBRID or Format.E4M3")
-    native = {"format": recipe.fp8_format.name.lower(), "fp8_dpa": bool(recipe.fp8_dpa)}
+    native = {"format": recipe.fp8_format.name.lower(), "fp8_dpa": attends(recipe)}
     if kind is DelayedScaling:
+        algo = recipe.amax_compute_algo
+        functions = Functions(recipe) if callable(algo) or recipe.scaling_factor_compute_algo is not None else None
         return {"kind": "delayed", **native, "margin": int(recipe.margin), "amax_history_len": int(recipe.amax_history_len),
-                "amax_compute_algo": recipe.amax_compute_algo, "reduce_amax": bool(recipe.reduce_amax)}
+                "amax_compute_algo": "max" if callable(algo) else algo, "reduce_amax": bool(recipe.reduce_amax),
+                "functions": functions}
     params = _one_quantisation(recipe)
     return {"kind": "current" if kind is Float8CurrentScaling else "block", **native, "pow2_scale": bool(params.power_2_scale),
             "amax_epsilon": float(params.amax_epsilon)}

@@ -17,7 +17,7 @@ PACKAGE = "te_fl.pytorch"
 ROOMS = {
     "runtime": "constants device private_device random refuse registry rng",
     "distributed": "amax_reduction",
-    "fp8": "availability extra_state float8_tensor global_state quantization weight_cache",
+    "fp8": "availability extra_state float8_tensor global_state quantization scale_functions weight_cache",
     "autograd": "call checkpoint delayed_wgrad offload once torch_checkpoint",
     "functions": "cross_entropy function rope softmax weights",
     "modules": "attention base fused_layer linear mlp multihead_attention norm transformer",

@@ -76,6 +76,31 @@ TEST(AmaxFunction, DecidesTheScale) {
   EXPECT_EQ(history[0], 0);
 }
 
+TEST(AmaxFunction, MayComputeTheScales) {
+  auto linear = make_linear();
+  std::vector<float> maxima;
+  AmaxFunction function{"mine", largest};
+  function.compute_scale = [&](const Tensor& amax, const Tensor& scale, float fp8_max) -> Status {
+    maxima.push_back(fp8_max);
+    for (int64_t i = 0; i < scale.numel(); ++i) {
+      scale.data<float>()[i] = scale.data<float>()[i] * 3 + fp8_max / 2 / amax.data<float>()[i];
+    }
+    return {};
+  };
+  const DelayedScaling mine{.amax_history_len = 3, .amax_function = std::make_shared<AmaxFunction>(function)};
+  Ctx ctx;
+  {
+    const autocast fp8(true, mine);
+    (void)take(linear->forward(input(), &ctx));
+  }
+  const float amax = amax_of(input());
+  EXPECT_EQ(values_of(find_state(*linear, "fp8.fwd.scale"))[0], static_cast<double>(3 + 224 / amax));
+  EXPECT_EQ(values_of(find_state(*linear, "fp8.fwd.amax_history"))[0], 0);
+  (void)take(linear->backward(gradient(), ctx));
+  check(backward_end());
+  EXPECT_EQ(maxima, (std::vector<float>{448, 57344}));
+}
+
 TEST(AmaxFunction, ItsErrorIsTheUpdates) {
   auto linear = make_linear();
   const DelayedScaling broken =

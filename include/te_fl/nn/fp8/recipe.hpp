@@ -28,6 +28,11 @@ enum class AmaxAlgo : uint8_t { kMax, kMostRecent };
 struct AmaxFunction {
   std::string name;  // for messages
   std::function<Status(const Tensor& history, const Tensor& amax)> compute;
+  // If set, in place of fp8_max * 2^-margin / amax: writes the new scales over those of now,
+  // `scale`, F32 [tensors]. fp8_max: the largest finite value of the tensors' FP8 type. Devices,
+  // streams and errors are as for compute.
+  std::function<Status(const Tensor& amax, const Tensor& scale, float fp8_max)> compute_scale =
+      nullptr;
 };
 
 // Per-tensor scales from the amaxes of earlier steps: scale = fp8_max * 2^-margin / amax(history).

@@ -378,9 +378,6 @@ class TransformerLayer(nn.Module):
             raise ValueError(f"layer_type is {self.layer_type!r}; it is one of {list(TransformerLayerType)}")
         if inputs.ndim != 3:
             raise ValueError(f"inputs has shape {inputs.shape}, not [batch, sequence, hidden]")
-        if inputs.shape[-1] != self.hidden_size:
-            raise ValueError(f"inputs has shape {inputs.shape}, and its last dimension is hidden_size, {self.hidden_size}: give "
-                             f"TransformerLayer(hidden_size={inputs.shape[-1]})")
         if self.layer_type is TransformerLayerType.DECODER and encoded is None:
             raise ValueError("a decoder layer needs `encoded`, the encoder's result")
 

@@ -1,15 +1,19 @@
-"""torch.utils.checkpoint around te-fl's modules in FP8: the run in the backward, which is outside of the autocast, repeats the first one.
+"""torch.utils.checkpoint around te-fl's modules in FP8: the runs in the backward, which are outside of the autocast, repeat the first one.
 
-PyTorch says nowhere which of its checkpoints a forward runs in. It is read from what PyTorch's two kinds keep for both runs: the frame behind
-the hooks of saved tensors (use_reentrant=False), and the node of autograd whose methods make the runs (use_reentrant=True). Where they are
-not found, as in another version of PyTorch, quantization.notice() refuses the second run.
+PyTorch says nowhere which of its checkpoints a forward runs in. With use_reentrant=False it is read from what PyTorch keeps for both runs, the
+frame behind the hooks of saved tensors; with use_reentrant=True the two methods that make the runs are followed. Where neither is found, as
+in another version of PyTorch, quantization.notice() refuses the second run.
+
+A checkpoint inside of another one is made anew when the outer one's function runs again: that run is the outer one's second and the inner one's
+first, and the inner one's second is the third. All repeat the record of the first.
 """
 
 from __future__ import annotations
 
-import sys
+import functools
+import itertools
 import threading
-from typing import Any, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.utils.checkpoint
@@ -20,8 +24,8 @@ from te_fl.pytorch.autograd.call import TRAINING, Call, run
 from te_fl.pytorch.fp8 import quantization
 
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_pop, _push = torch._C._autograd._pop_saved_tensors_default_hooks, torch._C._autograd._push_saved_tensors_default_hooks
 _task = torch._C._current_graph_task_id
-_node = torch.utils.checkpoint.CheckpointFunction
 _FIRST, _SECOND = "_checkpoint_hook.__init__.<locals>.pack_hook", "_recomputation_hook.__init__.<locals>.pack_hook"
 
 
@@ -30,7 +34,40 @@ class _Threads(threading.local):
         self.scopes = []
 
 
+class _Reentrant(NamedTuple):
+    """A run of a checkpoint with use_reentrant=True."""
+
+    owner: Any  # its node of autograd
+    second: bool
+    number: int
+
+
 own_runs = _Threads()  # the runs of te_fl.pytorch.recompute_contexts() that a thread is in, which keep a record themselves
+_reentrant = _Threads()  # the _Reentrant that a thread is in, the innermost last
+_numbers = itertools.count()
+
+
+def _followed(method: Callable, second: bool) -> Callable:
+    @functools.wraps(method)
+    def follow(ctx: Any, *arguments: Any) -> Any:
+        _reentrant.scopes.append(_Reentrant(ctx, second, next(_numbers)))
+        try:
+            return method(ctx, *arguments)
+        finally:
+            _reentrant.scopes.pop()
+    return follow
+
+
+def _follow(node: Any) -> None:
+    node.forward, node.backward = staticmethod(_followed(node.forward, False)), staticmethod(_followed(node.backward, True))
+
+
+_follow(torch.utils.checkpoint.CheckpointFunction)
+
+
+def repeated() -> bool:
+    """Whether a checkpoint with use_reentrant=True runs on this thread: without gradients then, though they are wanted."""
+    return not torch.compiler.is_compiling() and bool(_reentrant.scopes)
 
 
 class _Forward(NamedTuple):
@@ -81,57 +118,79 @@ def _cell(hook: Any, name: str) -> Any:
     return hook.__closure__[code.co_freevars.index(name)].cell_contents if name in code.co_freevars else None
 
 
-def _context(method: Any) -> Tuple[Any, int]:
-    """The node whose `method` runs on this thread, the innermost, and a number of this run of it; None: none does."""
-    code, frame = method.__code__, sys._getframe(2)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return (None, 0) if frame is None else (frame.f_locals.get("ctx"), id(frame))
+def _all_hooks() -> list:
+    """The hooks of saved tensors that are in force on this thread, the innermost first."""
+    found: list = []
+    try:
+        while (hooks := _hooks(False)) is not None:
+            found.append(hooks)
+            _pop()
+    finally:
+        for hooks in reversed(found):
+            _push(*hooks)
+    return found
 
 
-def _first(module: Any) -> Optional[Piece]:
-    hooks, keeps = _hooks(False), torch.is_grad_enabled()
-    if keeps:
-        owner = _cell(hooks[0], "frame") if hooks is not None and getattr(hooks[0], "__qualname__", "") == _FIRST else None
-    else:
-        owner = _context(_node.forward)[0] if module.training else None
-    if owner is None:
-        return None
-    forwards = owner.__dict__.setdefault("_te_fl_forwards", _Forwards())
-    forwards.all.append(_Forward(module, _native.recompute_record(), quantization.notice(module)))
-    return Piece(forwards.all[-1], False, keeps)
+class _Second(NamedTuple):
+    """A run in a backward."""
+
+    forwards: _Forwards  # of the first run
+    run: tuple
 
 
-def _second(module: Any) -> Optional[Piece]:
-    if not torch.is_grad_enabled():
-        return None  # the first run of a checkpoint inside, whose second would be the third
-    hooks = _hooks(False)
-    kind = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
-    if kind == _SECOND:
-        reference, number = _cell(hooks[0], "target_frame_ref"), _cell(hooks[0], "gid")
-        owner = None if reference is None else reference()
-    elif kind == _FIRST:
-        return None
-    else:
-        owner, number = _context(_node.backward)
+def _second_by_hooks(hook: Any) -> Optional[_Second]:
+    reference = _cell(hook, "target_frame_ref")
+    owner = None if reference is None else reference()
     forwards = None if owner is None else owner.__dict__.get("_te_fl_forwards")
-    if forwards is None:
-        return None
-    forward = forwards.next((_task(), number), module)
-    if forward is None:
-        raise FailedPrecondition(f"FAILED_PRECONDITION: {type(module).__name__}: torch.utils.checkpoint.checkpoint() runs it in the backward where "
-                                 "the first run had another module; a function that is checkpointed must do the same both times")
-    return Piece(forward, True, True)
+    return None if forwards is None else _Second(forwards, (_task(), _cell(hook, "gid")))
+
+
+def _runs() -> Tuple[list, Optional[_Second]]:
+    """The owners of the checkpoints whose first run this is, and the innermost that runs again, if one does and has met te-fl's modules."""
+    firsts: list = []
+    for pack, *_ in _all_hooks():
+        kind = getattr(pack, "__qualname__", "")
+        if kind == _SECOND:  # inside of it no backward runs, so it is the innermost
+            return firsts + [r.owner for r in _inner_firsts()], _second_by_hooks(pack)
+        if kind == _FIRST:
+            firsts.append(_cell(pack, "frame"))
+    firsts += [r.owner for r in _inner_firsts()]
+    seconds = [r for r in _reentrant.scopes if r.second]
+    forwards = seconds[-1].owner.__dict__.get("_te_fl_forwards") if seconds else None
+    return firsts, None if forwards is None else _Second(forwards, (_task(), seconds[-1].number))
+
+
+def _inner_firsts() -> List[_Reentrant]:
+    runs = _reentrant.scopes
+    last = max((i for i, r in enumerate(runs) if r.second), default=-1)
+    return runs[last + 1:]
+
+
+def _add(owners: list, forward: _Forward) -> None:
+    for owner in owners:
+        if owner is not None:
+            owner.__dict__.setdefault("_te_fl_forwards", _Forwards()).all.append(forward)
 
 
 def piece(module: Any) -> Optional[Piece]:
     """For a module whose forward begins: not None in a run of PyTorch's checkpoint that computes in FP8. It takes the place of
     quantization.notice() and of te_fl.pytorch.autograd.call.run()."""
+    if not _reentrant.scopes and _hooks(False) is None:
+        return None
     scopes = quantization._state.scopes
-    if scopes:
-        if not scopes[-1].enabled or (torch.is_grad_enabled() and _hooks(False) is None) or own_runs.scopes:
-            return None
-        return _first(module)
-    if module._in_fp8 and _task() >= 0:
-        return _second(module)
-    return None
+    if (scopes and not scopes[-1].enabled) or (not scopes and _task() < 0) or own_runs.scopes:
+        return None
+    firsts, second = _runs()
+    keeps = torch.is_grad_enabled()
+    if second is not None and any(f.module is module for f in second.forwards.all):
+        forward = second.forwards.next(second.run, module)
+        if forward is None:
+            raise FailedPrecondition(f"FAILED_PRECONDITION: {type(module).__name__}: torch.utils.checkpoint.checkpoint() runs it in the backward "
+                                     "where the first run had another module; a function that is checkpointed must do the same both times")
+        _add(firsts, forward)
+        return Piece(forward, True, keeps)
+    if not scopes or not firsts:
+        return None
+    forward = _Forward(module, _native.recompute_record(), quantization.notice(module))
+    _add(firsts, forward)
+    return Piece(forward, False, keeps)

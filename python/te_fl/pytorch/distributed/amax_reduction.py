@@ -32,7 +32,7 @@ def reduction_of(group: Optional[Any]) -> Optional[Any]:
     return known.native
 
 
-def _on(device: torch.device, stream: int):
+def on_stream(device: torch.device, stream: int):
     """Work inside goes to the stream of that handle, where te-fl's goes: the end of a backward may run on another one than its forward."""
     if device.type != "cuda" or torch.cuda.current_stream(device).cuda_stream == stream:
         return contextlib.nullcontext()
@@ -41,7 +41,7 @@ def _on(device: torch.device, stream: int):
 
 def _largest_in(group: Any):
     def reduce(rows: List[torch.Tensor], stream: int) -> None:
-        with torch.no_grad(), _on(rows[0].device, stream):
+        with torch.no_grad(), on_stream(rows[0].device, stream):
             largest = torch.cat(rows)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group)
             torch._foreach_copy_(rows, list(largest.split([row.numel() for row in rows])))

@@ -170,6 +170,9 @@ def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[R
     if torch.compiler.is_compiling():
         chosen = get_default_recipe() if recipe is None else recipe
         native = describe_natively(chosen if enabled or calibrating else DelayedScaling())
+        if native.pop("functions", None) is not None:
+            raise refuse("autocast", "recipe", chosen, "graphs of torch.compile hold no functions for amaxes and scales; give "
+                         "amax_compute_algo='max' or 'most_recent' and no scaling_factor_compute_algo, or leave fullgraph=True out")
         return _GraphScope(enabled, calibrating, chosen, native, amax_reduction_group)
     chosen = _default_recipe if recipe is None else recipe
     return _Scope(enabled, calibrating, chosen, native_of(chosen) if enabled or calibrating else None, amax_reduction_group)

@@ -9,6 +9,8 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from te_fl.common.recipe import attends
+from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.fp8 import extra_state
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.runtime import random as generator
@@ -208,7 +210,7 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _layer_for(self, device: torch.device, layout: str, mask: str, size: Tuple[int, int], softcap: float):
         # A forward without gradients drops nothing by itself, so only one in eval() whose backward follows needs a layer of its own.
-        drops = self.training or not torch.is_grad_enabled()
+        drops = self.training or not (torch.is_grad_enabled() or torch_checkpoint.repeated())
         if torch.compiler.is_compiling():
             return self._layer(device, key=(layout, mask, softcap.hex(), *size, drops))
         return self._dropping(device, layout, mask, size, softcap, drops)
@@ -246,7 +248,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     def set_extra_state(self, state: Any) -> None:
         # Transformer Engine saves places for attention under any FP8 recipe, and others under several recipes at a time.
         read = extra_state.read(state, "DotProductAttention")
-        if not getattr(read.get("recipe"), "fp8_dpa", False):
+        if not attends(read.get("recipe")):
             return
         if getattr(read.get("scale_fwd"), "shape", None) != (self._places.kept[0],):
             warnings.warn("DotProductAttention: the scales of FP8 attention in the checkpoint are those of a recipe of several parts; te-fl's "

@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import torch
 
 from te_fl import _native
+from te_fl.common.recipe import DelayedScaling, attends, without_functions
 from te_fl.compat.variables import read_determinism
 from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.call import DTYPE_CODES, DTYPE_NAMES, Call, profiling, run, shown, use_torch_memory
@@ -307,16 +308,15 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         """FP8 state for checkpoints, uint8. Empty before the first forward by delayed scaling; inside an autocast of that, what the first
         forward will begin with, so that tools which read a checkpoint into present tensors find one of its size."""
         state, recipe = self._fp8_state(), self._recipe
-        if not state and self._sites and quantization.delays() and (not self._attends or quantization.active_recipe().fp8_dpa):
+        if not state and self._sites and quantization.delays() and (not self._attends or attends(quantization.active_recipe())):
             recipe = quantization.active_recipe()
             state = extra_state.initial(self._sites, recipe.amax_history_len, self._places)
         if not state or not self._sites:
             return torch.empty(0, dtype=torch.uint8)
         if recipe is None:
-            from te_fl.common.recipe import DelayedScaling
             recipe = DelayedScaling(amax_history_len=state[1][1].shape[0])
         products = len(self._sites) * self._places.kept[1] // 2
-        return extra_state.write(recipe, extra_state.to_theirs(state, self._sites, self._places),
+        return extra_state.write(without_functions(recipe), extra_state.to_theirs(state, self._sites, self._places),
                                  {"fp8_checkpoint": True, "num_gemms": products})
 
     def set_extra_state(self, state: Any) -> None:
@@ -343,7 +343,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     def __getstate__(self) -> dict:
         state = self.__dict__.copy()
         state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
-        state["_layers"], state["_fused_in"], state["_call"] = {}, None, None
+        state["_layers"], state["_fused_in"], state["_call"], state["_recipe"] = {}, None, None, without_functions(self._recipe)
         del state["_number"], state["_states"]
         return state
 

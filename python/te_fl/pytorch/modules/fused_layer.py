@@ -124,7 +124,7 @@ class FusedLayer:
         if angles is not None:
             inputs["rotary_angles"] = angles if angles.dtype == torch.float32 else angles.float()
         drops = owner.training and (owner.hidden_dropout > 0 or core.attention_dropout > 0)
-        name = (mask, cap, *size, owner.training or not torch.is_grad_enabled())
+        name = (mask, cap, *size, owner.training or not (torch.is_grad_enabled() or torch_checkpoint.repeated()))
         if torch.compiler.is_compiling():
             for _, part in self._parts:
                 part._check_compiled()

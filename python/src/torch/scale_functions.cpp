@@ -1,0 +1,106 @@
+#include "torch/scale_functions.hpp"
+
+#include <string>
+#include <utility>
+
+#include "py/errors.hpp"
+#include "py/framework_tensor.hpp"
+#include "py/interpreter.hpp"
+#include "te_fl/device.hpp"
+
+namespace te_fl::python {
+namespace {
+
+constexpr const char* kName = "te_fl.scale_functions";
+using Functions = std::shared_ptr<const nn::AmaxFunction>;
+
+// A reference that may go on any thread.
+class Kept {
+ public:
+  explicit Kept(PyObject* object) : object_(Ref::share(object).release()) {}
+  ~Kept() { drop_later(object_); }
+  Kept(const Kept&) = delete;
+  Kept& operator=(const Kept&) = delete;
+  PyObject* get() const { return object_; }
+
+ private:
+  PyObject* object_;
+};
+
+// Takes the Python exception that is set; it is the cause of what the call ends with.
+Status failure() {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  const Ref kind = Ref::share(type), owned = Ref::share(value);
+  Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
+  PyObject* const text = value == nullptr ? nullptr : PyObject_Str(owned.get());
+  if (text == nullptr) {
+    PyErr_Clear();
+    return internal_error("an error without words");
+  }
+  const Ref words = Ref::take(text);
+  const std::string said =
+      type_name(owned.get()) + ": " + std::string(text_of(words.get(), "an error"));
+  note_cause(owned.get(), said);
+  return internal_error(said);
+}
+
+// function(first, second, [fp8_max,] stream), on tensors of the framework that `like` is of.
+Status call(const Kept& function, const Kept& like, const Tensor& first, const Tensor& second,
+            const float* fp8_max) {
+  const InterpreterLock lock;
+  if (!lock.held()) return {};
+  try {
+    const Ref a = to_framework(first, like.get()), b = to_framework(second, like.get());
+    const Ref stream = Ref::take(PyLong_FromVoidPtr(devices::current_stream(first.device())));
+    const Ref most = to_python(fp8_max == nullptr ? 0.0 : static_cast<double>(*fp8_max));
+    PyObject* const done =
+        fp8_max == nullptr
+            ? PyObject_CallFunctionObjArgs(function.get(), a.get(), b.get(), stream.get(), nullptr)
+            : PyObject_CallFunctionObjArgs(function.get(), a.get(), b.get(), most.get(),
+                                           stream.get(), nullptr);
+    if (done == nullptr) return failure();
+    Py_DECREF(done);
+    return {};
+  } catch (const PythonError&) {
+    return failure();
+  }
+}
+
+}  // namespace
+
+PyObject* make_scale_functions(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *name = nullptr, *amax = nullptr, *scale = nullptr, *of = nullptr;
+    if (PyArg_ParseTuple(args, "OOOO", &name, &amax, &scale, &of) == 0) throw PythonError();
+    const auto find_amax = std::make_shared<Kept>(amax), like = std::make_shared<Kept>(of);
+    nn::AmaxFunction made{.name = std::string(text_of(name, "the name")),
+                          .compute = [find_amax, like](const Tensor& history, const Tensor& out) {
+                            return call(*find_amax, *like, history, out, nullptr);
+                          }};
+    if (scale != Py_None) {
+      made.compute_scale = [find_scale = std::make_shared<Kept>(scale), like](
+                               const Tensor& found, const Tensor& out, float fp8_max) {
+        return call(*find_scale, *like, found, out, &fp8_max);
+      };
+    }
+    auto owner =
+        std::make_unique<Functions>(std::make_shared<const nn::AmaxFunction>(std::move(made)));
+    Ref capsule = Ref::take(PyCapsule_New(owner.get(), kName, [](PyObject* c) {
+      delete static_cast<Functions*>(PyCapsule_GetPointer(c, kName));
+    }));
+    owner.release();
+    return capsule;
+  });
+}
+
+Functions scale_functions_of(PyObject* described) {
+  const Ref module = Ref::take(PyImport_ImportModule("te_fl.pytorch.fp8.scale_functions"));
+  const Ref bound = Ref::take(PyObject_CallMethod(module.get(), "native_of", "O", described));
+  auto* functions = static_cast<Functions*>(PyCapsule_GetPointer(bound.get(), kName));
+  if (functions == nullptr) throw PythonError();
+  return *functions;
+}
+
+}  // namespace te_fl::python
