@@ -124,12 +124,13 @@ struct Attempt {
     // The call's own arguments may be known, those of copies on the host are not.
     const bool own = args == call.args;
     const uint64_t generation = registry::g_plan_generation.load(std::memory_order_acquire);
-    const uint64_t said = registry::PlanKey::context_word(context);
+    const uint64_t context_word = registry::PlanKey::context_word(context);
     registry::KnownCall* known = own ? call.still_known() : nullptr;
     // A plan for a capture is looked up in the plan cache, where plans are dropped, so that the
     // graph holds it and it stays.
     if (known != nullptr && known->plan != nullptr && known->plan_of == impl.number &&
-        known->plan_generation == generation && known->plan_context == said && !call.capturing) {
+        known->plan_generation == generation && known->plan_context == context_word &&
+        !call.capturing) {
       known->plan->use();
       if (impl.plan_memory && !on_host) known->plan->used_on(call.options.stream);
       context.plan = known->plan->plan;
@@ -160,7 +161,7 @@ struct Attempt {
       known->plan = plan;
       known->plan_of = impl.number;
       known->plan_generation = generation;  // of before it was looked up
-      known->plan_context = said;
+      known->plan_context = context_word;
     }
     if (impl.plan_memory && !on_host) plan->used_on(call.options.stream);
     context.plan = plan->plan;

@@ -51,10 +51,10 @@ struct Call {
 };
 
 // The decision for a call, with all that it was made from.
-struct Decision : policy::Decision {
+struct Choice : policy::Ranking {
   const PolicySettings* settings = nullptr;
   std::vector<policy::Barred> barred;  // call.barred
-  policy::Call call;
+  policy::CallTraits call;
 
   // STRICT: nothing but the first choice may run.
   bool permits(size_t place) const {
@@ -86,8 +86,8 @@ struct Served {
 };
 
 // Decides. Errors: the device is lost, or its properties cannot be read.
-Result<Decision> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
-                        const core::Signature& signature, uint32_t policy, bool capturing);
+Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
+                      const core::Signature& signature, uint32_t policy, bool capturing);
 // The cached choice of a warm call, made if need be.
 Result<const RouteEntry*> route_of(Call& call);
 // Runs a call along its route; the slow, complete way. `first`: the route's first implementation
@@ -134,14 +134,15 @@ te_fl_status ask_support(const Implementation& impl, const te_fl_context& contex
                                                       const te_fl_context& context,
                                                       core::ErrorText& errors) {
   registry::KnownCall* known = call.still_known();
-  const uint64_t said = registry::PlanKey::whole_context_word(context);
-  if (known != nullptr && known->accepted_by == impl.number && known->accepted_context == said)
+  const uint64_t context_word = registry::PlanKey::whole_context_word(context);
+  if (known != nullptr && known->accepted_by == impl.number &&
+      known->accepted_context == context_word)
     return TE_FL_OK;
   const te_fl_status code = ask_support(impl, context, call.args, errors);
   known = call.still_known();  // supports() should run no op, but might
   if (code == TE_FL_OK && known != nullptr) {
     known->accepted_by = impl.number;
-    known->accepted_context = said;
+    known->accepted_context = context_word;
   }
   return code;
 }
@@ -228,9 +229,8 @@ Status after_failure(const Call& call, const Implementation& impl, te_fl_status 
 // The failure of an implementation after which the next one was tried.
 std::string failure_text(const Failure& failure);
 // Every implementation with the reason why it does not serve the call, and a way out.
-Status no_candidate(const Call& call, const Decision& decision,
-                    const std::vector<Failure>& failures);
-std::vector<Candidate> candidates_of(const OpRow& row, const Decision& decision, const void* args,
+Status no_candidate(const Call& call, const Choice& decision, const std::vector<Failure>& failures);
+std::vector<Candidate> candidates_of(const OpRow& row, const Choice& decision, const void* args,
                                      const std::vector<Failure>& failures);
 // Warns once of vendors and implementations that a policy names and that are not there.
 void warn_absent(const Table& table, const OpRow& row, const PolicySettings& settings);

@@ -81,8 +81,8 @@ Status prepare_call(Call& call) {
   return call.signature.device.is_host() ? Status() : ask_stream(call);
 }
 
-Result<Decision> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
-                        const core::Signature& signature, uint32_t policy, bool capturing) {
+Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
+                      const core::Signature& signature, uint32_t policy, bool capturing) {
   if (!table.barred.empty()) {
     if (const registry::BarredDevice* barred = table.barred_device(signature.device))
       return barred->why;
@@ -92,7 +92,7 @@ Result<Decision> choose(OpRegistry::Impl& owner, const Table& table, const OpRow
       entry != nullptr && entry->closed()) {
     return core::withdrawn_device(signature.device);
   }
-  Decision decision;
+  Choice decision;
   decision.settings = &policy::settings_of(policy);
   if (decision.settings->strict) TE_FL_RETURN_IF_ERROR(plugins::named_plugins_status());
   if (Status error = policy::settings_error(*decision.settings); !error.ok()) {
@@ -113,7 +113,7 @@ Result<Decision> choose(OpRegistry::Impl& owner, const Table& table, const OpRow
   decision.call.collective = core::class_of(row.compiled->schema()) == core::OpClass::kCollective;
   decision.barred = barred(row, signature);
   decision.call.barred = decision.barred;
-  static_cast<policy::Decision&>(decision) =
+  static_cast<policy::Ranking&>(decision) =
       policy::decide(*decision.settings, decision.call, row.views);
   if (mentions_names(*decision.settings)) warn_absent(table, row, *decision.settings);
   return decision;
@@ -122,14 +122,14 @@ Result<Decision> choose(OpRegistry::Impl& owner, const Table& table, const OpRow
 Result<const RouteEntry*> route_of(Call& call) {
   const RouteKey key(call.op, call.signature, call.policy, call.capturing);
   if (const RouteEntry* known = call.thread.routes.find(call.table.id, key)) return known;
-  TE_FL_ASSIGN_OR_RETURN(const Decision decision,
+  TE_FL_ASSIGN_OR_RETURN(const Choice decision,
                          choose(call.manager.table_owner, call.table, call.row, call.signature,
                                 call.policy, call.capturing));
   auto route = std::make_unique<Route>();
   route->deterministic = decision.settings->deterministic;
   route->strict = decision.settings->strict;
   for (size_t i = 0; i < decision.order.size(); ++i) {
-    const policy::Candidate& v = decision.order[i];
+    const policy::Standing& v = decision.order[i];
     if (v.refusal == policy::Refusal::kNone && decision.permits(i)) {
       route->order.push_back({call.row.impls[v.impl].get(), v.staged});
     }

@@ -21,7 +21,7 @@ using dispatch::with_call;
 
 std::atomic<uint64_t> g_handles{1};
 
-Decision public_decision(const OpRow& row, const dispatch::Decision& decision, const void* args,
+Decision public_decision(const OpRow& row, const dispatch::Choice& decision, const void* args,
                          const std::vector<dispatch::Failure>& failures) {
   Decision r;
   r.op = row.compiled->schema().name;
@@ -35,13 +35,12 @@ Decision public_decision(const OpRow& row, const dispatch::Decision& decision, c
 
 // Asks those that answer per call; the ones that refuse. Stops at the first that does not, if
 // `first_only`. An answer that would end the call is an error.
-Result<std::vector<dispatch::Failure>> refusals(const Call& call,
-                                                const dispatch::Decision& decision,
+Result<std::vector<dispatch::Failure>> refusals(const Call& call, const dispatch::Choice& decision,
                                                 bool first_only) {
   std::vector<dispatch::Failure> list;
   bool served = false;
   for (size_t i = 0; i < decision.order.size(); ++i) {
-    const policy::Candidate& v = decision.order[i];
+    const policy::Standing& v = decision.order[i];
     if (v.refusal != policy::Refusal::kNone || !decision.permits(i)) continue;
     const Implementation& impl = *call.row.impls[v.impl];
     core::ErrorText errors;
@@ -67,15 +66,15 @@ Result<std::vector<dispatch::Failure>> refusals(const Call& call,
   return list;
 }
 
-Result<dispatch::Decision> choose(Call& call) {
+Result<dispatch::Choice> choose(Call& call) {
   return dispatch::choose(call.manager.table_owner, call.table, call.row, call.signature,
                           call.policy, call.capturing);
 }
 
-Step chosen(const OpRow& row, const dispatch::Decision& decision,
+Step chosen(const OpRow& row, const dispatch::Choice& decision,
             const std::vector<dispatch::Failure>& failures) {
   for (size_t i = 0; i < decision.order.size(); ++i) {
-    const policy::Candidate& v = decision.order[i];
+    const policy::Standing& v = decision.order[i];
     const Implementation* impl = row.impls[v.impl].get();
     const bool failed = std::any_of(failures.begin(), failures.end(),
                                     [&](const auto& f) { return f.impl == impl; });
@@ -91,7 +90,7 @@ Result<PreparedOp> OpManager::prepare(OpId op, const void* args, const CallOptio
   return with_call<Result<PreparedOp>>(
       *impl_, op, args, options, [&](Call& call) -> Result<PreparedOp> {
         TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
-        TE_FL_ASSIGN_OR_RETURN(const dispatch::Decision decision, choose(call));
+        TE_FL_ASSIGN_OR_RETURN(const dispatch::Choice decision, choose(call));
         TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, decision, true));
         if (chosen(call.row, decision, failures).impl == nullptr)
           return dispatch::no_candidate(call, decision, failures);
@@ -105,7 +104,7 @@ Result<PreparedOp> OpManager::prepare(OpId op, const void* args, const CallOptio
 Result<Decision> OpManager::resolve(OpId op, const void* args, const CallOptions& options) {
   return with_call<Result<Decision>>(*impl_, op, args, options, [](Call& call) -> Result<Decision> {
     TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
-    TE_FL_ASSIGN_OR_RETURN(const dispatch::Decision decision, choose(call));
+    TE_FL_ASSIGN_OR_RETURN(const dispatch::Choice decision, choose(call));
     TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, decision, false));
     Decision r = public_decision(call.row, decision, call.args, failures);
     if (const Step step = chosen(call.row, decision, failures); step.impl != nullptr) {
@@ -131,7 +130,7 @@ Result<Decision> OpManager::explain(OpId op, const CallProfile& profile) {
         for (const Scaling s : profile.scalings)
           call.signature.scalings |= TE_FL_BIT(static_cast<uint32_t>(s));
         if (profile.scalings.empty()) call.signature.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
-        TE_FL_ASSIGN_OR_RETURN(const dispatch::Decision decision, choose(call));
+        TE_FL_ASSIGN_OR_RETURN(const dispatch::Choice decision, choose(call));
         Decision r = public_decision(call.row, decision, nullptr, {});
         // No quarantine bars calls of any dtypes; of those that it does bar the reader wants to
         // know.
@@ -149,7 +148,7 @@ Result<Decision> OpManager::explain(OpId op, const CallProfile& profile) {
 Result<size_t> OpManager::saved_bytes(OpId op, const void* args, const CallOptions& options) {
   return with_call<Result<size_t>>(*impl_, op, args, options, [](Call& call) -> Result<size_t> {
     TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
-    TE_FL_ASSIGN_OR_RETURN(const dispatch::Decision decision, choose(call));
+    TE_FL_ASSIGN_OR_RETURN(const dispatch::Choice decision, choose(call));
     TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, decision, true));
     const Step step = chosen(call.row, decision, failures);
     const Implementation* impl = step.impl;

@@ -91,24 +91,24 @@ OpManager::Impl::~Impl() {
   std::erase(managers(), this);
 }
 
-uint64_t OpManager::Impl::read_care() {
+uint64_t OpManager::Impl::read_switches() {
   const auto on = [](const char* name) {
     const Result<bool> value = environment::get_bool(name);
     return value.ok() && *value;
   };
-  const auto given = [](const char* name) {
+  const auto is_set = [](const char* name) {
     const Result<std::string> value = environment::get(name);
     return value.ok() && !core::trim(*value).empty();
   };
   (void)on("TE_FL_SYNC");  // reads the environment, if nothing has yet
   // The generation comes first: what changes meanwhile is then read again by the next call.
   const uint64_t generation = environment::generation();
-  const uint64_t care = (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) |
-                        (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0) |
-                        (given("TE_FL_VERIFY") ? uint64_t{kVerify} : 0) |
-                        (given("TE_FL_TRACE") ? uint64_t{kTrace} : 0);
-  care_word.store(generation << kCareBits | care, std::memory_order_relaxed);
-  return care;
+  const uint64_t switches = (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) |
+                            (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0) |
+                            (is_set("TE_FL_VERIFY") ? uint64_t{kVerify} : 0) |
+                            (is_set("TE_FL_TRACE") ? uint64_t{kTrace} : 0);
+  switch_word.store(generation << kSwitchBits | switches, std::memory_order_relaxed);
+  return switches;
 }
 
 std::vector<OpUsage> OpManager::usage() const {

@@ -29,23 +29,23 @@ struct OpManager::Impl {
   explicit Impl(OpRegistry& r);
   ~Impl();
 
-  enum Care : uint64_t { kSync = 1, kValidate = 2, kVerify = 4, kTrace = 8 };
-  static constexpr int kCareBits = 4;
+  enum Switch : uint64_t { kSync = 1, kValidate = 2, kVerify = 4, kTrace = 8 };
+  static constexpr int kSwitchBits = 4;
   // TE_FL_SYNC, TE_FL_VALIDATE, TE_FL_VERIFY and TE_FL_TRACE, as of the environment's current
   // generation.
-  uint64_t care() {
-    const uint64_t word = care_word.load(std::memory_order_relaxed);
-    if (word >> kCareBits == core::g_generation.load(std::memory_order_acquire))
-      return word & ((1u << kCareBits) - 1);
-    return read_care();
+  uint64_t switches() {
+    const uint64_t word = switch_word.load(std::memory_order_relaxed);
+    if (word >> kSwitchBits == core::g_generation.load(std::memory_order_acquire))
+      return word & ((1u << kSwitchBits) - 1);
+    return read_switches();
   }
-  uint64_t read_care();
+  uint64_t read_switches();
 
   OpRegistry& registry;
   OpRegistry::Impl& table_owner;
   registry::DeviceArenas arenas;
   dispatch::StagingPool staging;
-  std::atomic<uint64_t> care_word{~uint64_t{0}};         // generation << kCareBits | Care
+  std::atomic<uint64_t> switch_word{~uint64_t{0}};       // generation << kSwitchBits | Switch
   std::map<uint64_t, dispatch::UsageCounts> usage_base;  // by implementation number, at the reset
 };
 

@@ -33,7 +33,7 @@ class CallNames final : public policy::ArgumentNames {
 
 std::string quoted(std::string_view s) { return "'" + std::string(s) + "'"; }
 
-std::string accepted_text(const OpRow& row, const policy::Candidate& v, const Decision& decision,
+std::string accepted_text(const OpRow& row, const policy::Standing& v, const Choice& decision,
                           bool chosen) {
   const Implementation& impl = *row.impls[v.impl];
   const bool absent = !decision.call.present && !decision.call.device.is_host();
@@ -55,7 +55,7 @@ std::string accepted_text(const OpRow& row, const policy::Candidate& v, const De
 }
 
 // The way out of "nobody can serve this".
-std::string way_out(const OpRow& row, const Decision& decision,
+std::string way_out(const OpRow& row, const Choice& decision,
                     const std::vector<Failure>& failures) {
   const std::string op(decision.call.op);
   if (row.impls.empty()) {
@@ -63,8 +63,8 @@ std::string way_out(const OpRow& row, const Decision& decision,
            "`te-fl doctor` says "
            "what is missing";
   }
-  const policy::Decision free = policy::decide(PolicySettings{}, decision.call, row.views);
-  for (const policy::Candidate& v : free.order) {
+  const policy::Ranking free = policy::decide(PolicySettings{}, decision.call, row.views);
+  for (const policy::Standing& v : free.order) {
     const Implementation& impl = *row.impls[v.impl];
     const bool failed = std::any_of(failures.begin(), failures.end(),
                                     [&](const Failure& f) { return f.impl == &impl; });
@@ -151,13 +151,13 @@ Status implementation_error(const Call& call, const Implementation& impl, te_fl_
                   registry::describe_arguments(call.row.compiled->schema(), call.args));
 }
 
-std::vector<Candidate> candidates_of(const OpRow& row, const Decision& decision, const void* args,
+std::vector<Candidate> candidates_of(const OpRow& row, const Choice& decision, const void* args,
                                      const std::vector<Failure>& failures) {
   std::vector<Candidate> list;
   const CallNames names(*row.compiled, args);
   bool taken = false;
   for (size_t i = 0; i < decision.order.size(); ++i) {
-    const policy::Candidate& v = decision.order[i];
+    const policy::Standing& v = decision.order[i];
     const Implementation& impl = *row.impls[v.impl];
     Candidate c;
     c.impl_id = impl.impl_id;
@@ -189,7 +189,7 @@ std::vector<Candidate> candidates_of(const OpRow& row, const Decision& decision,
   return list;
 }
 
-Status no_candidate(const Call& call, const Decision& decision,
+Status no_candidate(const Call& call, const Choice& decision,
                     const std::vector<Failure>& failures) {
   const PolicySettings& settings = *decision.settings;
   std::string text = "no implementation can serve op " + quoted(decision.call.op) + " with " +

@@ -28,7 +28,8 @@ void count(std::atomic<uint64_t>& counter) noexcept {
 // The warm way: the route's first implementation alone, and of one that needs neither scratch nor
 // plan only run(). Otherwise the complete one.
 [[gnu::always_inline]] inline Status run(Call& call, const KnownCall& route) {
-  if (route.first == nullptr || call.manager.care() != 0) return dispatch::run_route(call, nullptr);
+  if (route.first == nullptr || call.manager.switches() != 0)
+    return dispatch::run_route(call, nullptr);
   const Implementation& impl = *route.first;
   std::atomic<uint64_t>& counter = *route.counter;
   core::ErrorText errors;

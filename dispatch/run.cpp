@@ -40,7 +40,7 @@ Status after_success(Call& call, const Implementation& impl) {
   }
   note_enqueued(call, impl);
   // Work that is being captured has not begun; waiting for it would end the capture.
-  if ((call.manager.care() & OpManager::Impl::kSync) == 0 || call.capturing) return {};
+  if ((call.manager.switches() & OpManager::Impl::kSync) == 0 || call.capturing) return {};
   const Status synced = devices::synchronize(call.signature.device, call.options.stream);
   if (synced.code() == StatusCode::kDeviceLost) {
     core::lose_device(call.signature.device, "implementation '" + impl.impl_id + "' of op '" +
@@ -71,8 +71,8 @@ namespace {
 void say_fallback(const Call& call, const Failure& failed, const Step& next) {
   const Implementation& impl = *failed.impl;
   const bool refused = TE_FL_STATUS_CODE(failed.status) == TE_FL_UNSUPPORTED;
-  std::atomic<bool>& said = refused ? impl.refusal_said : impl.failure_said;
-  if (said.load(std::memory_order_relaxed) || said.exchange(true, std::memory_order_relaxed))
+  std::atomic<bool>& logged = refused ? impl.refusal_logged : impl.failure_logged;
+  if (logged.load(std::memory_order_relaxed) || logged.exchange(true, std::memory_order_relaxed))
     return;
   log::once(refused ? log::Level::kInfo : log::Level::kWarning,
             (refused ? "refusal " : "failure ") + impl.op,
@@ -93,10 +93,10 @@ Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
     return invalid_argument("op '" + op + "': '" + row.saved->name +
                             "' is opaque but names no producer; give it as the forward op left it");
   }
-  TE_FL_ASSIGN_OR_RETURN(const Decision decision,
+  TE_FL_ASSIGN_OR_RETURN(const Choice decision,
                          choose(call.manager.table_owner, call.table, row, call.signature,
                                 SelectionPolicy().id(), call.capturing));
-  for (const policy::Candidate& v : decision.order) {
+  for (const policy::Standing& v : decision.order) {
     const Implementation& impl = *row.impls[v.impl];
     if (impl.interned_id != record.producer && impl.impl_id != record.producer) continue;
     const bool deterministic = policy::settings_of(call.policy).deterministic;
@@ -119,8 +119,8 @@ Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
       "the forward again, or load the plugin that has it");
 }
 
-Status nobody(Call& call, const Served& served) {
-  TE_FL_ASSIGN_OR_RETURN(const Decision decision,
+Status none_served(Call& call, const Served& served) {
+  TE_FL_ASSIGN_OR_RETURN(const Choice decision,
                          choose(call.manager.table_owner, call.table, call.row, call.signature,
                                 call.policy, call.capturing));
   return no_candidate(call, decision, served.failures);
@@ -158,19 +158,19 @@ Status nobody(Call& call, const Served& served) {
     }
     served.failures.push_back(std::move(failure));
   }
-  return nobody(call, served);
+  return none_served(call, served);
 }
 
 }  // namespace
 
 Status run_route(Call& call, const Failure* first) {
-  const uint64_t care = call.manager.care();
-  if ((care & OpManager::Impl::kValidate) != 0) {
+  const uint64_t switches = call.manager.switches();
+  if ((switches & OpManager::Impl::kValidate) != 0) {
     TE_FL_RETURN_IF_ERROR(check_stream(call));
     TE_FL_RETURN_IF_ERROR(check_random_state(call));
   }
-  if ((care & (OpManager::Impl::kVerify | OpManager::Impl::kTrace)) != 0) {
-    return run_watched(call, first, care);
+  if ((switches & (OpManager::Impl::kVerify | OpManager::Impl::kTrace)) != 0) {
+    return run_watched(call, first, switches);
   }
   Served served;
   return run_order(call, first, served);
@@ -196,7 +196,7 @@ Status run_order(Call& call, const Failure* first, Served& served) {
     return run_others(call, failure, served);
   }
   if (first != nullptr) return run_others(call, *first, served);
-  return nobody(call, served);
+  return none_served(call, served);
 }
 
 }  // namespace te_fl::dispatch

@@ -68,11 +68,11 @@ const char* known_later_args(const te_fl_op_desc& desc, const OpRegistry& regist
   const Result<OpId> op = registry.find(desc.op_name);
   if (!op.ok()) return desc.later_args;
   const te_fl_op_schema& schema = *registry.schema(*op);
-  const std::string given = " " + std::string(desc.later_args) + " ";
+  const std::string declared = " " + std::string(desc.later_args) + " ";
   std::string known;
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const std::string name = schema.args[i]->name;
-    if (given.find(" " + name + " ") != std::string::npos) known += " " + name;
+    if (declared.find(" " + name + " ") != std::string::npos) known += " " + name;
   }
   return registry::intern_string(known);
 }
@@ -182,7 +182,7 @@ struct Instance::Host {
   const char* use;               // names its memory in the account of memory
   std::atomic<int64_t> live{0};  // blocks that it has of the host (R28)
   te_fl_host_api api{};
-  std::deque<std::string> values;  // given out; kept until the plugin is destroyed
+  std::deque<std::string> values;  // declared out; kept until the plugin is destroyed
   core::ErrorText errors;
   void* instance = nullptr;
 };

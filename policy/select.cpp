@@ -64,26 +64,26 @@ bool on_device(const Implementation& impl, const Device& device) {
 }
 
 // True if the impl could serve the call on copies in host memory, and not where the tensors are.
-bool on_copies(const Implementation& impl, const Call& call) {
+bool on_copies(const Implementation& impl, const CallTraits& call) {
   return call.present && !call.device.is_host() && !on_device(impl, call.device) &&
          serves(impl, TE_FL_DEVICE_CPU);
 }
 
-const std::string* barred_reason(const Call& call, const Implementation& impl) {
+const std::string* barred_reason(const CallTraits& call, const Implementation& impl) {
   for (const Barred& b : call.barred) {
     if (b.impl_id == impl.impl_id) return &b.reason;
   }
   return nullptr;
 }
 
-Refusal staging_refusal(const PolicySettings& settings, const Call& call, const Candidate& v) {
+Refusal staging_refusal(const PolicySettings& settings, const CallTraits& call, const Standing& v) {
   if (call.collective) return Refusal::kStagingCollective;
   if (settings.strict && !v.named) return Refusal::kStagingStrict;
   if (settings.max_staged_bytes == 0u) return Refusal::kStagingForbidden;
   return call.capturing ? Refusal::kStagingCaptured : Refusal::kNone;
 }
 
-Refusal capability_refusal(const PolicySettings& settings, const Call& call,
+Refusal capability_refusal(const PolicySettings& settings, const CallTraits& call,
                            const Implementation& impl, bool staged) {
   if (!staged && !on_device(impl, call.device)) return Refusal::kDevice;
   const uint32_t arch = staged ? 0 : call.arch;
@@ -98,10 +98,10 @@ Refusal capability_refusal(const PolicySettings& settings, const Call& call,
   return Refusal::kNone;
 }
 
-Candidate candidate_of(const PolicySettings& settings, const Tokens* tokens, const Call& call,
-                       std::span<const Implementation> impls, uint32_t index) {
+Standing candidate_of(const PolicySettings& settings, const Tokens* tokens, const CallTraits& call,
+                      std::span<const Implementation> impls, uint32_t index) {
   const Implementation& impl = impls[index];
-  Candidate v;
+  Standing v;
   v.impl = index;
   v.group = group_of(settings, tokens, impl);
   v.staged = on_copies(impl, call);
@@ -166,7 +166,7 @@ std::string served_text(const Implementation& impl) {
 
 }  // namespace
 
-const Tokens* list_for(const PolicySettings& settings, const Call& call) {
+const Tokens* list_for(const PolicySettings& settings, const CallTraits& call) {
   for (const SignatureList& list : settings.per_signature) {
     if (list.op == call.op && list.dtypes == call.dtypes && list.scalings == call.scalings &&
         list.device == device_type_name(call.device))
@@ -197,16 +197,16 @@ bool same_vendor(std::string_view a, std::string_view b) {
   return equal(canonical(lower(a)), canonical(lower(b)));
 }
 
-Decision decide(const PolicySettings& settings, const Call& call,
-                std::span<const Implementation> impls) {
+Ranking decide(const PolicySettings& settings, const CallTraits& call,
+               std::span<const Implementation> impls) {
   const Tokens* tokens = list_for(settings, call);
-  Decision decision;
+  Ranking decision;
   decision.order.reserve(impls.size());
   for (uint32_t i = 0; i < impls.size(); ++i) {
     decision.order.push_back(candidate_of(settings, tokens, call, impls, i));
   }
   std::sort(decision.order.begin(), decision.order.end(),
-            [&](const Candidate& a, const Candidate& b) {
+            [&](const Standing& a, const Standing& b) {
               if (a.group != b.group) return a.group < b.group;
               if (a.staged != b.staged) return b.staged;
               const Implementation& x = impls[a.impl];
@@ -215,7 +215,7 @@ Decision decide(const PolicySettings& settings, const Call& call,
               return x.impl_id < y.impl_id;
             });
   for (size_t i = 0; i < decision.order.size(); ++i) {
-    const Candidate& v = decision.order[i];
+    const Standing& v = decision.order[i];
     if (v.group != 0) break;
     if (v.refusal == Refusal::kDenied || v.refusal == Refusal::kNotAllowed ||
         v.refusal == Refusal::kDevice) {
@@ -235,7 +235,7 @@ std::string scaling_mask_text(uint32_t mask) {
   return mask_text(mask, TE_FL_SCALING_COUNT, [](int i) { return name(static_cast<Scaling>(i)); });
 }
 
-std::string refusal_text(Refusal refusal, const Implementation& impl, const Call& call,
+std::string refusal_text(Refusal refusal, const Implementation& impl, const CallTraits& call,
                          const PolicySettings& settings, const ArgumentNames* names) {
   const auto of = [](const std::string& argument) {
     return argument.empty() ? "" : " of " + argument;
@@ -304,7 +304,7 @@ std::string refusal_text(Refusal refusal, const Implementation& impl, const Call
   return "?";
 }
 
-std::string missing_first_text(const Call& call, const PolicySettings& settings) {
+std::string missing_first_text(const CallTraits& call, const PolicySettings& settings) {
   std::string what = "no implementation";
   if (const Tokens* tokens = list_for(settings, call); tokens != nullptr && !tokens->empty()) {
     const PolicyToken& token = tokens->front();

@@ -37,7 +37,7 @@ struct Barred {
 };
 
 // The part of a call that static constraints read.
-struct Call {
+struct CallTraits {
   std::string_view op;
   Device device;
   bool present = true;  // the device is there: a copy to and from it is possible
@@ -77,7 +77,7 @@ constexpr bool is_policy_refusal(Refusal r) {
 }
 
 // An implementation with its standing for a call.
-struct Candidate {
+struct Standing {
   uint32_t impl = 0;  // index into the implementations given
   // Token of the per-op list (UINT32_MAX: not listed). Without a list 0 preferred / 1 other; staged
   // ones that the policy does not name 2 / 3.
@@ -91,8 +91,8 @@ struct Candidate {
 };
 
 // The standing of all implementations for a call.
-struct Decision {
-  std::vector<Candidate> order;  // as they would be tried; refused ones where they stand
+struct Ranking {
+  std::vector<Standing> order;  // as they would be tried; refused ones where they stand
   // For STRICT: index into `order` of the top-ranked implementation on the call's device, or staged
   // and named, after vendor filters within the first token (the preferred kind), whether or not it
   // can serve the call; -1: there is none.
@@ -100,10 +100,10 @@ struct Decision {
 };
 
 // The exclusive list that such a call is under; null: none.
-const std::vector<PolicyToken>* list_for(const PolicySettings& settings, const Call& call);
+const std::vector<PolicyToken>* list_for(const PolicySettings& settings, const CallTraits& call);
 
-Decision decide(const PolicySettings& settings, const Call& call,
-                std::span<const Implementation> impls);
+Ranking decide(const PolicySettings& settings, const CallTraits& call,
+               std::span<const Implementation> impls);
 
 // Names of the arguments that a refusal is about, where the call's arguments are at hand.
 class ArgumentNames {
@@ -116,14 +116,14 @@ class ArgumentNames {
 
 // The reason for which `impl` was refused, such as "dtype f64 of input is not served (it serves
 // f32|f16)"; empty for kNone.
-std::string refusal_text(Refusal refusal, const Implementation& impl, const Call& call,
+std::string refusal_text(Refusal refusal, const Implementation& impl, const CallTraits& call,
                          const PolicySettings& settings, const ArgumentNames* names);
 // SelectionPolicy::describe without the lists of other ops, which are only counted: a tuned policy
 // has hundreds.
 std::string describe_for(const PolicySettings& settings, std::string_view op);
-// The implementation that STRICT missed if Decision::first is -1: "no vendor implementation is
+// The implementation that STRICT missed if Ranking::first is -1: "no vendor implementation is
 // registered for cpu".
-std::string missing_first_text(const Call& call, const PolicySettings& settings);
+std::string missing_first_text(const CallTraits& call, const PolicySettings& settings);
 // "cpu", "cuda", "ext:acme": a device without its number.
 std::string device_type_name(const Device& device);
 // Case-insensitive; nvidia and cuda are one vendor.

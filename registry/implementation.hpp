@@ -20,7 +20,7 @@ struct StagedFigures {
   std::atomic<uint64_t> bytes{0};    // copied, both ways
   std::atomic<uint64_t> copying{0};  // ns
   std::atomic<uint64_t> waiting{0};  // ns, for the stream's earlier work
-  std::atomic<bool> said{false};     // the log line about it
+  std::atomic<bool> logged{false};   // true once a log line has told of it
 };
 
 // One registered implementation. Immutable but for its lock, its plans and its figures; shared by
@@ -52,7 +52,7 @@ struct Implementation {
   mutable std::unique_ptr<PlanCache> plans;  // null unless prepare() is present
   mutable StagedFigures staged;
   // True once the log has looked at the first refusal, and at the first clean failure.
-  mutable std::atomic<bool> refusal_said{false}, failure_said{false};
+  mutable std::atomic<bool> refusal_logged{false}, failure_logged{false};
 };
 
 // Called as an implementation with stream state goes (R27), which is freed then. Set by dispatch.

@@ -29,11 +29,11 @@ def literals(source):
 
 def main():
     root = pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-    said = set()
+    printed = set()
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.[ch]pp")):
-            said.update(s.replace('\\"', '"') for s in literals(path.read_text()))
-    said = "\0".join(said)
+            printed.update(s.replace('\\"', '"') for s in literals(path.read_text()))
+    printed = "\0".join(printed)
     wrong = checked = 0
     for number, line in enumerate((root / "docs/messages.md").read_text().splitlines(), 1):
         cells = [c.strip() for c in line.split("|")]
@@ -44,7 +44,7 @@ def main():
             if len(fragment) < 4:
                 continue
             checked += 1
-            if fragment not in said:
+            if fragment not in printed:
                 wrong += 1
                 print(f"docs/messages.md:{number}: no source prints '{fragment}'")
     if checked < 40:

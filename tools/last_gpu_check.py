@@ -27,9 +27,9 @@ def git(root, *words):
 def commit_of(root, file):
     """The commit that a kept check was of: its own word, the list of results, or the commit that brought it. "" if nobody knows."""
     try:
-        said = json.loads(file.read_text()).get("commit", "")
-        if said:
-            return said
+        commit = json.loads(file.read_text()).get("commit", "")
+        if commit:
+            return commit
     except (OSError, ValueError, AttributeError):
         pass
     try:

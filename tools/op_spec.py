@@ -216,29 +216,29 @@ class Ids:
 
     def __init__(self, text):
         self.notes = [line for line in text.splitlines() if line.startswith("#")]
-        self.given = {}  # id -> (name, retired)
+        self.issued = {}  # id -> (name, retired)
         for line in text.splitlines():
             if line.startswith("#") or not line.strip():
                 continue
             m = re.fullmatch(r"(\d+) (\w+)( retired)?", line)
             need(m, "ops/ids.txt", f"{line!r} is not 'ID NAME' or 'ID NAME retired'")
             number = int(m[1])
-            need(number not in self.given, "ops/ids.txt", f"id {number} stands there twice")
-            need(not self.given or number > max(self.given), "ops/ids.txt", f"id {number} must be greater than those before it")
-            self.given[number] = (m[2], bool(m[3]))
-        live = [name for name, retired in self.given.values() if not retired]
+            need(number not in self.issued, "ops/ids.txt", f"id {number} stands there twice")
+            need(not self.issued or number > max(self.issued), "ops/ids.txt", f"id {number} must be greater than those before it")
+            self.issued[number] = (m[2], bool(m[3]))
+        live = [name for name, retired in self.issued.values() if not retired]
         need(len(live) == len(set(live)), "ops/ids.txt", "a name has two ids of which none is retired")
 
     def check(self, ops):
         """Refuses ops whose ids break the list, and adds those that are new."""
-        known, last = {name: i for i, (name, retired) in self.given.items() if not retired}, max(self.given, default=-1)
+        known, last = {name: i for i, (name, retired) in self.issued.items() if not retired}, max(self.issued, default=-1)
         taken = {}
         for op in ops:
             other = taken.setdefault(op.id, op.name)
             need(other == op.name, op.name, f"id {op.id} is that of {other}; the next free one is {max([last, *taken]) + 1}")
         for op in ops:
-            if op.id in self.given:
-                name, retired = self.given[op.id]
+            if op.id in self.issued:
+                name, retired = self.issued[op.id]
                 need(not retired, op.name, f"id {op.id} was {name}'s and is retired; ids are never given again")
                 need(name == op.name, op.name, f"id {op.id} is that of {name} in ops/ids.txt; ids are never given again")
             else:
@@ -249,10 +249,10 @@ class Ids:
         for name, number in known.items():
             need(name in names, name, f"has id {number} in ops/ids.txt and no entry; mark it 'retired' there, its line stays")
         for op in sorted(ops, key=lambda o: o.id):
-            self.given.setdefault(op.id, (op.name, False))
+            self.issued.setdefault(op.id, (op.name, False))
 
     def text(self):
-        lines = [f"{i} {name}{' retired' if retired else ''}" for i, (name, retired) in self.given.items()]
+        lines = [f"{i} {name}{' retired' if retired else ''}" for i, (name, retired) in self.issued.items()]
         return "\n".join(self.notes + lines) + "\n"
 
 

@@ -121,16 +121,16 @@ struct CaseSpec {
   Shape extents = {4096, 1024};     // on the host, unless asked for otherwise
   Shape large = {32768, 4096};      // on an accelerator
 
-  // The case with the extents given, or with the host's and `rows` in place of their first.
-  std::unique_ptr<Case> build(const Shape& given) const {
-    auto c = std::make_unique<Case>(given);
-    body(*c, given.at(0));
+  // The case with the shape as its extents, or with the host's and `rows` in place of their first.
+  std::unique_ptr<Case> build(const Shape& shape) const {
+    auto c = std::make_unique<Case>(shape);
+    body(*c, shape.at(0));
     return c;
   }
   std::unique_ptr<Case> build(int64_t rows) const {
-    Shape given = extents;
-    given.at(0) = rows;
-    return build(given);
+    Shape shape = extents;
+    shape.at(0) = rows;
+    return build(shape);
   }
 };
 using Cases = std::vector<CaseSpec>;

@@ -179,11 +179,11 @@ Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
   return allocate(device, memory);
 }
 
-Result<void*> allocate(const Device& device, const te_fl_memory_desc& given) {
-  TE_FL_RETURN_IF_ERROR(check_memory(device, given));
+Result<void*> allocate(const Device& device, const te_fl_memory_desc& request) {
+  TE_FL_RETURN_IF_ERROR(check_memory(device, request));
   // An allocator that is asked for no bytes may return null, or one address to all callers, so each
   // call asks for one byte at least.
-  te_fl_memory_desc memory = given;
+  te_fl_memory_desc memory = request;
   memory.bytes = std::max<uint64_t>(memory.bytes, 1);
   TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, core::acquire_device(device));

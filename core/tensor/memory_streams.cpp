@@ -23,8 +23,8 @@ void add_all(const std::shared_ptr<void>& storage, std::vector<void*>& streams) 
   if (std::get_deleter<FreeQuantStorage>(storage) == nullptr) return;
   const auto& parts = *static_cast<const QuantStorage*>(storage.get());
   add(parts.block, streams);
-  for (const Tensor* given : {&parts.scale, &parts.amax}) {
-    add_all(Tensor::Access::storage(*given), streams);
+  for (const Tensor* tensor : {&parts.scale, &parts.amax}) {
+    add_all(Tensor::Access::storage(*tensor), streams);
   }
 }
 

@@ -115,8 +115,8 @@ Tensor Tensor::Access::make(const Parts& parts) {
   t.rank_ = static_cast<int32_t>(parts.shape.size());
   std::copy(parts.shape.begin(), parts.shape.end(), t.shape_.begin());
   const auto compact = core::compact_strides(parts.shape);
-  const bool given = !parts.strides.empty() && !is_compact(parts.shape, parts.strides);
-  std::copy_n(given ? parts.strides.begin() : std::span<const int64_t>(compact).begin(),
+  const bool strided = !parts.strides.empty() && !is_compact(parts.shape, parts.strides);
+  std::copy_n(strided ? parts.strides.begin() : std::span<const int64_t>(compact).begin(),
               parts.shape.size(), t.strides_.begin());
   t.dtype_ = parts.dtype;
   t.device_ = parts.device;
@@ -128,7 +128,7 @@ Tensor Tensor::Access::make(const Parts& parts) {
   t.c_.dl.dtype = to_c(parts.dtype);
   t.c_.dl.byte_offset = parts.byte_offset;
   // A compact tensor has NULL strides in the ABI, which every reader handles fastest.
-  t.c_.dl.strides = given ? t.strides_.data() : nullptr;
+  t.c_.dl.strides = strided ? t.strides_.data() : nullptr;
   t.rebind();
   return t;
 }

@@ -123,7 +123,7 @@ te_fl_status StagedCall::copy_out() {
   const Status done = devices::synchronize(device, call_.options.stream);
   if (!done.ok()) return failed(done, "the results could not be copied from the host");
   copying_ = false;
-  plan_.finish();
+  plan_.hand_out_record();
   copies_ += nanoseconds_since(start);
   return TE_FL_OK;
 }
@@ -134,7 +134,7 @@ void StagedCall::count(const Implementation& impl) const {
   impl.staged.copying.fetch_add(static_cast<uint64_t>(copies_), std::memory_order_relaxed);
   impl.staged.waiting.fetch_add(static_cast<uint64_t>(waiting_), std::memory_order_relaxed);
   if (plan_.bytes() == 0) return;  // an enquiry, or tensors without elements
-  if (impl.staged.said.exchange(true, std::memory_order_relaxed)) return;
+  if (impl.staged.logged.exchange(true, std::memory_order_relaxed)) return;
   log::once(log::Level::kWarning, "staged " + impl.op,
             "op '" + impl.op + "' on " + to_string(call_.signature.device) + " is served by '" +
                 impl.impl_id + "' on copies in host memory, this call " +

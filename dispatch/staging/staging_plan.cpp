@@ -342,7 +342,7 @@ void StagingPlan::bind(void* base) noexcept {
   }
 }
 
-void StagingPlan::finish() noexcept {
+void StagingPlan::hand_out_record() noexcept {
   if (caller_record_ != nullptr && record_.storage != nullptr) {
     caller_record_->opaque = record_.opaque;
   }

@@ -60,7 +60,7 @@ class StagingPlan {
     return caller_record_ == nullptr ? nullptr : &record_;
   }
   // Hands what the implementation wrote into the saved record to the caller's.
-  void finish() noexcept;
+  void hand_out_record() noexcept;
 
  private:
   // Memory that the implementation is to see at another address, which `slot` holds.

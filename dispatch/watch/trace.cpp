@@ -226,10 +226,10 @@ uint32_t kernel_of(const Call& call, uint32_t description, const Served& served)
     if (at != state().kernels.end()) return at->second;
   }
   const bool deterministic = policy::settings_of(call.policy).deterministic;
-  Described said = described(call, {served.impl, served.staged}, deterministic);
+  Described answer = described(call, {served.impl, served.staged}, deterministic);
   const std::lock_guard lock(mutex);
   State& s = state();
-  return s.kernels.try_emplace(asked, number_of(s, std::move(said.text))).first->second;
+  return s.kernels.try_emplace(asked, number_of(s, std::move(answer.text))).first->second;
 }
 
 std::string reason_text(const Status& status, const Served& served) {
@@ -329,7 +329,7 @@ TracedCall::TracedCall(const Call& call) : call_(call), start_(0), description_(
   start_ = now();
 }
 
-void TracedCall::finish(const Status& status, const Served& served) {
+void TracedCall::record(const Status& status, const Served& served) {
   const int64_t end = now();
   std::string text = reason_text(status, served);
   const char* const op = registry::intern_string(call_.row.compiled->schema().name);

@@ -17,7 +17,7 @@ Status trace_status();
 class TracedCall {
  public:
   explicit TracedCall(const Call& call);
-  void finish(const Status& status, const Served& served);
+  void record(const Status& status, const Served& served);
 
  private:
   const Call& call_;

@@ -151,9 +151,9 @@ const Implementation* reference_for(const OpRow& row, const core::Signature& sig
   PolicySettings settings;
   settings.prefer = Kind::kReference;
   settings.deterministic = deterministic;
-  policy::Call call{row.compiled->schema().name, Device{},        true, 0, signature.dtypes,
-                    signature.scalings,          signature.later, false};
-  for (const policy::Candidate& v : policy::decide(settings, call, row.views).order) {
+  policy::CallTraits call{row.compiled->schema().name, Device{},        true, 0, signature.dtypes,
+                          signature.scalings,          signature.later, false};
+  for (const policy::Standing& v : policy::decide(settings, call, row.views).order) {
     const Implementation* impl = row.impls[v.impl].get();
     if (v.refusal == policy::Refusal::kNone && impl->kind == Kind::kReference) return impl;
   }
@@ -233,7 +233,7 @@ Result<std::unique_ptr<Verification>> Verification::begin(const Call& call) {
 
 Verification::Verification(const Call&) {}
 
-Status Verification::finish(const Status& status, const Served& served) {
+Status Verification::conclude(const Status& status, const Served& served) {
   if (!status.ok() || served.impl == nullptr) {
     ++g_counts.failed;
     return status;

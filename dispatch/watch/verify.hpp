@@ -21,7 +21,7 @@ class Verification {
   Verification& operator=(const Verification&) = delete;
   // After the call, which ended with `status`: compares, and acts on what it finds. Returns what
   // the call is to answer: an error too if its work has failed since it was enqueued.
-  Status finish(const Status& status, const Served& served);
+  Status conclude(const Status& status, const Served& served);
 
  private:
   struct Config;

@@ -12,22 +12,22 @@
 namespace te_fl {
 namespace dispatch {
 
-Status run_watched(Call& call, const Failure* first, uint64_t care) {
+Status run_watched(Call& call, const Failure* first, uint64_t switches) {
   std::unique_ptr<Verification> check;
-  if ((care & OpManager::Impl::kVerify) != 0) {
+  if ((switches & OpManager::Impl::kVerify) != 0) {
     TE_FL_ASSIGN_OR_RETURN(check, Verification::begin(call));
   }
-  const bool verifies = (care & OpManager::Impl::kVerify) != 0;
+  const bool verifies = (switches & OpManager::Impl::kVerify) != 0;
   if (verifies && call.capturing) note_capture(call.signature.device, call.options.stream);
   Served served;
   std::optional<TracedCall> traced;
-  if ((care & OpManager::Impl::kTrace) != 0) {
+  if ((switches & OpManager::Impl::kTrace) != 0) {
     TE_FL_RETURN_IF_ERROR(begin_trace());
     traced.emplace(call);
   }
   const Status status = run_order(call, first, served);
-  if (traced) traced->finish(status, served);
-  const Status answer = check != nullptr ? check->finish(status, served) : status;
+  if (traced) traced->record(status, served);
+  const Status answer = check != nullptr ? check->conclude(status, served) : status;
   if (verifies && call.thread.slot.depth == 1) take_held();
   return answer;
 }

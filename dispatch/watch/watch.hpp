@@ -9,8 +9,8 @@
 // it.
 namespace te_fl::dispatch {
 
-// run_order(), watched: under TE_FL_VERIFY and TE_FL_TRACE, of which `care` says what is on.
-Status run_watched(Call& call, const Failure* first, uint64_t care);
+// run_order(), watched: under TE_FL_VERIFY and TE_FL_TRACE, of which `switches` says what is on.
+Status run_watched(Call& call, const Failure* first, uint64_t switches);
 // The quarantined ones among the op's implementations, which do not serve such a call.
 std::vector<policy::Barred> barred(const OpRow& row, const core::Signature& signature);
 // The calls of the op on the device for which an implementation is quarantined, with the reasons;

@@ -40,7 +40,7 @@ class StreamState : public DeviceState {
     };
   }
   // Queued work still writes into this object.
-  ~StreamState() override { far.queues.finish(); }
+  ~StreamState() override { far.queues.drain(); }
   // Bytes of states that te-fl holds.
   size_t held() const {
     const auto account = devices::memory_account(device).value();
@@ -80,7 +80,7 @@ TEST_F(StreamState, GoesWithItsStream) {
   EXPECT_EQ(held(), 4096u);
   ASSERT_OK(devices::retire_stream(device, stream));
   EXPECT_EQ(held(), 0u);
-  far.queues.finish();
+  far.queues.drain();
   far.queues.destroy(stream);
   ASSERT_EQ(far.queues.make_stream(), stream) << "the handle comes again";
   ASSERT_OK(call(stream));

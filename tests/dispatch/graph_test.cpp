@@ -18,7 +18,7 @@ using testing::RecordingDevice;
 class Graphs : public ::testing::Test {
  protected:
   void TearDown() override {
-    recorder.queues.finish();
+    recorder.queues.drain();
     kept.clear();
     EXPECT_EQ(recorder.blocks(), 0u);
     EXPECT_EQ(devices::live_objects(device), 0);
@@ -32,7 +32,7 @@ class Graphs : public ::testing::Test {
   }
   // The one element, when all work is done.
   float now(const Tensor& t) {
-    recorder.queues.finish();
+    recorder.queues.drain();
     return *t.data<float>();
   }
   static Status fill(const Tensor& t, double value, void* stream) {

@@ -97,7 +97,7 @@ class FailedWaits : public TwoDevices, public ::testing::WithParamInterface<int>
   }
   void TearDown() override {
     failing = 0;
-    far_a.queues.finish();  // writes into the memory that was kept
+    far_a.queues.drain();  // writes into the memory that was kept
     TwoDevices::TearDown();
   }
   // Checks that no copy is still under way, as its memory may have been freed.
@@ -529,7 +529,7 @@ TEST_F(Scratch, AFrameworksStreamDestroyedWhileBusy) {
   ASSERT_EQ(far_a.queues.make_stream(), stream) << "the handle comes again";
   ASSERT_OK(copy(in[1], out[1], stream));
   far_a.queues.run_some(stream, 1);
-  far_a.queues.finish();
+  far_a.queues.drain();
   EXPECT_EQ(now(out[0]), 1);
   EXPECT_EQ(now(out[1]), 2);
 }

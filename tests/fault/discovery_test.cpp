@@ -212,8 +212,8 @@ TEST_F(DiscoveryTest, PathVariablesAreIgnoredUnderElevatedPrivileges) {
   ASSERT_EQ(chmod(shared.path().c_str(), 0755), 0);
   const std::string program = shared / "probe";
   fs::copy(FAULT_PROBE, program);
-  const uid_t nobody = 65534;
-  ASSERT_EQ(chown(program.c_str(), nobody, nobody), 0);
+  const uid_t other_user = 65534;
+  ASSERT_EQ(chown(program.c_str(), other_user, other_user), 0);
   ASSERT_EQ(chmod(program.c_str(), 04755), 0);
   manifest("path", "good", fault_path("good"));
   manifest("xdg/te_fl/plugins.d", "custom_op", fault_path("custom_op"));

@@ -41,8 +41,8 @@ TEST_F(SettingsTest, ReachThePluginCheckedAndWithDefaults) {
     manifest("settings", declared);
     const ProbeRun run = probe({{"TE_FL_SETTINGS_DEBUG", "Yes"}, {"TE_FL_SETTINGS_MODE", "EXACT"}});
     EXPECT_HAS(run.line("settings"), "|active|") << run.output << run.log;
-    for (const char* said : {"DEBUG=1", "LEVEL=3", "MODE=exact", "TABLE=(null)"}) {
-      EXPECT_HAS(run.log, std::string("settings: TE_FL_SETTINGS_") + said);
+    for (const char* setting : {"DEBUG=1", "LEVEL=3", "MODE=exact", "TABLE=(null)"}) {
+      EXPECT_HAS(run.log, std::string("settings: TE_FL_SETTINGS_") + setting);
     }
     EXPECT_LACKS(run.log, "unknown");
     EXPECT_HAS(run.output, "|0 2") << "calls work: " << run.output;

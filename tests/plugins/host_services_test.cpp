@@ -85,7 +85,7 @@ TEST_F(HostServices, MemoryIsTheDevicesAndCounted) {
 TEST_F(HostServices, MemoryComesFromAProgramsAllocator) {
   struct Framework {
     testing::FarDevice& far;
-    int given = 0;
+    int blocks = 0;
   } framework{far};
   te_fl_allocator api;
   api.name = "framework";
@@ -93,12 +93,12 @@ TEST_F(HostServices, MemoryComesFromAProgramsAllocator) {
   api.allocate = [](void* self, const te_fl_memory_desc* memory, void** out,
                     const te_fl_error_sink* errors) {
     auto& f = *static_cast<Framework*>(self);
-    ++f.given;
+    ++f.blocks;
     return f.far.api.allocate(&f.far, memory, out, errors);
   };
   api.free = [](void* self, void* data, const te_fl_error_sink* errors) {
     auto& f = *static_cast<Framework*>(self);
-    --f.given;
+    --f.blocks;
     return f.far.api.free(&f.far, data, TE_FL_MEMORY_DEVICE, nullptr, errors);
   };
   api.record_stream = [](void*, void*, void*, const te_fl_error_sink*) -> te_fl_status {
@@ -106,9 +106,9 @@ TEST_F(HostServices, MemoryComesFromAProgramsAllocator) {
   };
   ASSERT_OK(devices::install_allocator(device, &api));
   ASSERT_EQ(allocate(device, 4096), TE_FL_OK) << text;
-  EXPECT_EQ(framework.given, 1);
+  EXPECT_EQ(framework.blocks, 1);
   free(device);
-  EXPECT_EQ(framework.given, 0);
+  EXPECT_EQ(framework.blocks, 0);
   ASSERT_OK(devices::install_allocator(device, nullptr));
 }
 

@@ -23,8 +23,8 @@ Implementation impl(std::string_view id, Kind kind, std::string_view vendor = "t
   return o;
 }
 
-Call call() {
-  Call c;
+CallTraits call() {
+  CallTraits c;
   c.op = "gelu";
   c.dtypes = TE_FL_BIT(TE_FL_F32);
   c.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
@@ -36,23 +36,23 @@ const std::vector<Implementation> kThree = {impl("reference.any", Kind::kReferen
                                             impl("default.cpu", Kind::kDefault)};
 
 // "default.cpu vendor.acme! ...", ! for a refused one.
-std::string order(const PolicySettings& s, const Call& c,
+std::string order(const PolicySettings& s, const CallTraits& c,
                   const std::vector<Implementation>& impls) {
   std::string text;
-  for (const Candidate& v : decide(s, c, impls).order) {
+  for (const Standing& v : decide(s, c, impls).order) {
     text += (text.empty() ? "" : " ") + std::string(impls[v.impl].impl_id) +
             (v.refusal == Refusal::kNone ? "" : "!");
   }
   return text;
 }
 
-std::string first(const PolicySettings& s, const Call& c,
+std::string first(const PolicySettings& s, const CallTraits& c,
                   const std::vector<Implementation>& impls) {
-  const Decision d = decide(s, c, impls);
+  const Ranking d = decide(s, c, impls);
   return d.first < 0 ? "none" : std::string(impls[d.order[d.first].impl].impl_id);
 }
 
-Refusal refusal_of(const PolicySettings& s, const Call& c, const Implementation& o) {
+Refusal refusal_of(const PolicySettings& s, const CallTraits& c, const Implementation& o) {
   return decide(s, c, std::vector<Implementation>{o}).order[0].refusal;
 }
 
@@ -89,7 +89,7 @@ TEST(Decide, FollowsAnExclusiveList) {
   EXPECT_EQ(order(s, call(), kThree), "reference.any vendor.acme default.cpu!");
   s.per_op["gelu"] = {impl_token("vendor.acme")};
   EXPECT_EQ(order(s, call(), kThree), "vendor.acme default.cpu! reference.any!");
-  Call other = call();
+  CallTraits other = call();
   other.op = "dgelu";
   EXPECT_EQ(order(s, other, kThree), "default.cpu vendor.acme reference.any");
 }
@@ -120,7 +120,7 @@ TEST(Decide, NvidiaAnswersToCuda) {
 }
 
 TEST(Decide, ChecksEveryConstraint) {
-  Call c = call();
+  CallTraits c = call();
   Implementation o = impl("default.x", Kind::kDefault);
   EXPECT_EQ(refusal_of({}, c, impl("default.x", Kind::kDefault, "te-fl", kCuda)), Refusal::kDevice);
   o.min_arch = 1;
@@ -153,7 +153,7 @@ TEST(Decide, ChecksEveryConstraint) {
 }
 
 TEST(Decide, PinnedMemoryIsHostMemory) {
-  Call c = call();
+  CallTraits c = call();
   c.device.type = TE_FL_DEVICE_CUDA_HOST;
   EXPECT_EQ(refusal_of({}, c, kThree[0]), Refusal::kNone);
 }
@@ -163,15 +163,15 @@ const std::vector<Implementation> kMixed = {impl("reference.any", Kind::kReferen
                                             impl("vendor.acme", Kind::kVendor, "acme", kCuda),
                                             impl("default.cpu", Kind::kDefault)};
 
-Call on_cuda() {
-  Call c = call();
+CallTraits on_cuda() {
+  CallTraits c = call();
   c.device.type = TE_FL_DEVICE_CUDA;
   return c;
 }
 
 TEST(Staged, HostImplementationsFollowAllNativeOnes) {
   EXPECT_EQ(order({}, on_cuda(), kMixed), "vendor.acme default.cpu reference.any");
-  const Decision d = decide({}, on_cuda(), kMixed);
+  const Ranking d = decide({}, on_cuda(), kMixed);
   EXPECT_FALSE(d.order[0].staged);
   EXPECT_TRUE(d.order[1].staged && d.order[2].staged);
   PolicySettings s;
@@ -179,7 +179,7 @@ TEST(Staged, HostImplementationsFollowAllNativeOnes) {
   EXPECT_EQ(order(s, on_cuda(), kMixed), "vendor.acme default.cpu reference.any");
   s.deny_vendors = {"acme"};
   EXPECT_EQ(order(s, on_cuda(), kMixed), "vendor.acme! default.cpu reference.any");
-  for (const Candidate& v : decide({}, call(), kThree).order) EXPECT_FALSE(v.staged);
+  for (const Standing& v : decide({}, call(), kThree).order) EXPECT_FALSE(v.staged);
 }
 
 TEST(Staged, AmongThemThePreferredKindComesFirst) {
@@ -220,7 +220,7 @@ TEST(Staged, StrictRefusesWhatIsNotNamed) {
 }
 
 TEST(Staged, GraphsCapsAndAbsentDevicesRefuseThem) {
-  Call c = on_cuda();
+  CallTraits c = on_cuda();
   c.capturing = true;
   EXPECT_EQ(refusal_of({}, c, kMixed[2]), Refusal::kStagingCaptured);
   PolicySettings s;
@@ -291,7 +291,7 @@ class Names final : public ArgumentNames {
 
 TEST(Text, SaysWhatWasAndWhatIsServed) {
   const Names names;
-  Call c = call();
+  CallTraits c = call();
   c.dtypes = TE_FL_BIT(TE_FL_F64) | TE_FL_BIT(TE_FL_F32);
   c.later = 1;
   Implementation o = impl("default.x", Kind::kDefault);

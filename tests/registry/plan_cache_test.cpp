@@ -151,15 +151,15 @@ TEST(Plans, WorkspaceSeesThePlan) {
     *bytes = static_cast<size_t>(*static_cast<int64_t*>(ctx->plan)) * 1000;
     return TE_FL_OK;
   };
-  size_t given = 0;
+  size_t bytes = 0;
   planner.fake.run_body = [&](const te_fl_context& ctx, const void*) -> te_fl_status {
-    given = ctx.workspace_bytes;
+    bytes = ctx.workspace_bytes;
     return ctx.workspace != nullptr ? TE_FL_OK : TE_FL_INTERNAL;
   };
   ASSERT_OK(registry.register_op(planner.fake.desc));
   FiveCall call(DType::kF32, {7, 2});
   ASSERT_OK(manager.call("test::five", &call.args));
-  EXPECT_EQ(given, 7000u);
+  EXPECT_EQ(bytes, 7000u);
 }
 
 TEST(Plans, ARefusedPrepareMovesOn) {

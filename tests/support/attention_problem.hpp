@@ -171,9 +171,9 @@ struct Problem {
 };
 
 // One call's tensors, laid out as the case says.
-class Call {
+class AttentionCall {
  public:
-  explicit Call(const Case& c)
+  explicit AttentionCall(const Case& c)
       : p(c),
         q(shape(c.h, c.d, true), TE_FL_F32),
         k(shape(c.g, c.d, false), TE_FL_F32),
@@ -326,7 +326,8 @@ class Call {
 };
 
 // lse in the tensor's order, from [b][h][i].
-inline std::vector<double> lse_in_layout(const Call& call, const std::vector<double>& lse) {
+inline std::vector<double> lse_in_layout(const AttentionCall& call,
+                                         const std::vector<double>& lse) {
   const Case& c = call.p.c;
   if (!call.thd()) return lse;
   std::vector<double> out(static_cast<size_t>(call.lse.size()), -kInf);

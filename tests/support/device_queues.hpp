@@ -29,7 +29,7 @@ class DeviceQueues {
   using Work = std::function<te_fl_status()>;
 
   DeviceQueues() = default;
-  ~DeviceQueues() { finish(); }
+  ~DeviceQueues() { drain(); }
   DeviceQueues(const DeviceQueues&) = delete;
   DeviceQueues& operator=(const DeviceQueues&) = delete;
 
@@ -50,7 +50,7 @@ class DeviceQueues {
     return at != queues_.end() ? at->second->work.size() : 0;
   }
   // Waits for the device: all of its streams, those among them that have been destroyed.
-  void finish() {
+  void drain() {
     const Lock lock(all());
     for (const auto& [handle, queue] : queues_) drain(*queue);
     for (const auto& queue : destroyed_) drain(*queue);

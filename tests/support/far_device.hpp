@@ -102,7 +102,7 @@ class FarDevice {
     desc.api = &api;
   }
   ~FarDevice() {
-    queues.finish();
+    queues.drain();
     munmap(shown_, capacity_);
     munmap(real_, capacity_);
   }
@@ -167,7 +167,7 @@ class FarDevice {
   te_fl_status allocate(size_t bytes, void* stream, void** out, const te_fl_error_sink* e) {
     const size_t wanted = (bytes + 2 * kAlignment) / kAlignment * kAlignment;  // and a gap
     if (!take(wanted, out)) {  // freed memory is waited for before the device is full
-      queues.finish();
+      queues.drain();
       if (!take(wanted, out)) {
         return say(e, TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN, "the far device is full");
       }

@@ -13,8 +13,8 @@ using te_fl::testing::FarDevice;
 struct Far : b::DeviceInstance {
   explicit Far(const te_fl_host_api&);
   te_fl_status quiesce(const te_fl_error_sink*) {
-    first.queues.finish();
-    second.queues.finish();
+    first.queues.drain();
+    second.queues.drain();
     return TE_FL_OK;
   }
 

@@ -101,7 +101,7 @@ class RecordingDevice {
     register_ops();
   }
   ~RecordingDevice() {
-    queues.finish();
+    queues.drain();
     check_gone();
     for (const auto& [data, bytes] : gone_) std::free(data);
     const Status gone = OpRegistry::instance().unregister_owner("recorder");
@@ -112,14 +112,14 @@ class RecordingDevice {
   te_fl_device_api& api() { return api_; }
   // Ops that have been run, launches' among them, when all work is done.
   int64_t ops_run() {
-    queues.finish();
+    queues.drain();
     return ops_run_;
   }
   int64_t ops_recorded() const { return ops_recorded_; }
   int64_t launches() const { return queues.launches(); }
   // Blocks of memory that have been allocated and not been given back, when all work is done.
   size_t blocks() {
-    queues.finish();
+    queues.drain();
     return blocks_.size();
   }
 

@@ -317,10 +317,10 @@ bool write_file(const std::string& path, const std::string& text) {
 }  // namespace
 }  // namespace check
 
-int check_plugin(const CheckOptions& given) {
+int check_plugin(const CheckOptions& requested) {
   using namespace check;
-  if (given.worker) return serve(given);
-  CheckOptions options = given;
+  if (requested.worker) return serve(requested);
+  CheckOptions options = requested;
   const bool is_name = options.plugin.find('/') == std::string::npos;
   if (!options.python.empty() && (options.plugin.empty() || !is_name)) {
     complain("check --python wants the name of a module, as import takes it");

@@ -493,12 +493,12 @@ void beat() {
 }
 
 int serve_text(const std::string& text) {
-  const json given = json::parse(text);
+  const json settings = json::parse(text);
   CheckOptions options;
-  options.plugin = given.at("plugin"), options.op = given.at("op");
-  options.family = given.at("family"), options.impl = given.at("impl");
-  options.name = given.at("case"), options.seed = given.at("seed");
-  options.quick = given.at("quick"), options.python = given.at("python");
+  options.plugin = settings.at("plugin"), options.op = settings.at("op");
+  options.family = settings.at("family"), options.impl = settings.at("impl");
+  options.name = settings.at("case"), options.seed = settings.at("seed");
+  options.quick = settings.at("quick"), options.python = settings.at("python");
   return serve(options);
 }
 

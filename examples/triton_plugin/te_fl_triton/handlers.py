@@ -34,13 +34,13 @@ def _is_tritons(action):
 def kept(function):
     """The function, after which the handlers are those of before it."""
     @functools.wraps(function)
-    def run(*given, **named):
+    def run(*arguments, **named):
         global _given_back
         if _given_back:
-            return function(*given, **named)
+            return function(*arguments, **named)
         before = {number: _action(number) for number in _SIGNALS}
         try:
-            return function(*given, **named)
+            return function(*arguments, **named)
         finally:
             if _handler(_action(signal.SIGINT)) != _handler(before[signal.SIGINT]):
                 for number, action in before.items():

@@ -9,7 +9,7 @@ namespace {
 
 class CpuAttention : public ::testing::TestWithParam<Case> {};
 
-void spoil_padding(Call& call) {
+void spoil_padding(AttentionCall& call) {
   Problem& p = call.p;
   if (!p.varlen() || call.thd()) return;
   p.spoil_padding(p.q, p.c.h, p.c.sq, p.c.d, &Problem::q_len);
@@ -28,7 +28,7 @@ bool broadcast_dbias(const Case& c) {
 
 TEST_P(CpuAttention, ForwardIsTheFormulaAndBackwardAsTheReference) {
   const Case& c = GetParam();
-  Call call(c), oracle(c);
+  AttentionCall call(c), oracle(c);
   spoil_padding(call);
   spoil_padding(oracle);
   ASSERT_OK(run_cpu("fused_attn_fwd", call.fwd, call.p.rng));

@@ -12,7 +12,7 @@ namespace {
 class AttentionCase : public ::testing::TestWithParam<Case> {};
 
 TEST_P(AttentionCase, ForwardIsTheFormulaAndBackwardItsDerivative) {
-  Call call(GetParam());
+  AttentionCall call(GetParam());
   Problem& p = call.p;
   // Padding of the bshd and sbhd tensors as NaN: it must not reach any result. (thd: scatter() does
   // it.)
@@ -218,7 +218,7 @@ TEST(ReferenceAttention, PackedQkvThroughStrides) {
 }
 
 TEST(ReferenceAttention, RandomStateInMemoryCounts) {
-  Call call({.name = "", .dropout = 0.5f});
+  AttentionCall call({.name = "", .dropout = 0.5f});
   ASSERT_OK(run_reference("fused_attn_fwd", call.fwd, call.p.rng));
   const std::vector<double> want = call.o.values();
   const uint64_t state[2] = {call.p.rng.seed, call.p.rng.offset - 2};  // the offsets add
@@ -232,9 +232,9 @@ TEST(ReferenceAttention, RandomStateInMemoryCounts) {
 
 TEST(ReferenceAttention, RefusesBeforeWriting) {
   const Case base{.name = ""};
-  const auto refuse = [&](const Case& c, const std::function<void(Call&)>& break_it,
+  const auto refuse = [&](const Case& c, const std::function<void(AttentionCall&)>& break_it,
                           const char* part) {
-    Call call(c);
+    AttentionCall call(c);
     break_it(call);
     EXPECT_REFUSED(run_reference("fused_attn_fwd", call.fwd), part);
     EXPECT_TRUE(call.o.untouched() && call.lse.untouched()) << part;
@@ -243,40 +243,43 @@ TEST(ReferenceAttention, RefusesBeforeWriting) {
       flat({5}, TE_FL_F32);
   HostTensor two({2}, TE_FL_I32, {0, 1}), other({2, 4, 4, 9}, TE_FL_F32);
   refuse(
-      base, [&](Call& c) { c.fwd.k = wrong; }, "k has 3 heads, expected a divisor of q's 4 heads");
+      base, [&](AttentionCall& c) { c.fwd.k = wrong; },
+      "k has 3 heads, expected a divisor of q's 4 heads");
   refuse(
-      base, [&](Call& c) { c.fwd.k = wrong_dim; }, "k has 9 elements per head, expected 3 as q");
+      base, [&](AttentionCall& c) { c.fwd.k = wrong_dim; },
+      "k has 9 elements per head, expected 3 as q");
   refuse(
-      base, [&](Call& c) { c.fwd.v = wrong; }, "v has 3 heads, expected 2 as k");
+      base, [&](AttentionCall& c) { c.fwd.v = wrong; }, "v has 3 heads, expected 2 as k");
   refuse(
-      base, [&](Call& c) { c.fwd.q = flat; }, "q has shape [5], expected rank 4: [B, S, H, D]");
+      base, [&](AttentionCall& c) { c.fwd.q = flat; },
+      "q has shape [5], expected rank 4: [B, S, H, D]");
   refuse(
-      base, [&](Call& c) { c.fwd.o = other; }, "o has shape [2,4,4,9]");
+      base, [&](AttentionCall& c) { c.fwd.o = other; }, "o has shape [2,4,4,9]");
   refuse(
-      base, [&](Call& c) { c.fwd.softmax_lse = flat; },
+      base, [&](AttentionCall& c) { c.fwd.softmax_lse = flat; },
       "softmax_lse has shape [5], expected [2,4,4]");
   refuse(
-      base, [&](Call& c) { c.fwd.alibi_slopes = flat; },
+      base, [&](AttentionCall& c) { c.fwd.alibi_slopes = flat; },
       "alibi_slopes has shape [5], expected [4]");
   refuse(
-      base, [&](Call& c) { c.fwd.max_seqlen_q = 9; }, "max_seqlen_q");
+      base, [&](AttentionCall& c) { c.fwd.max_seqlen_q = 9; }, "max_seqlen_q");
 
   const Case thd{.name = "", .layout = TE_FL_LAYOUT_THD, .q_lens = {4, 2}, .kv_lens = {3, 5}};
   refuse(
-      thd, [&](Call& c) { c.fwd.cu_seqlens_kv = two; },
+      thd, [&](AttentionCall& c) { c.fwd.cu_seqlens_kv = two; },
       "cu_seqlens_kv has shape [2], expected [3]");
   refuse(
-      thd, [&](Call& c) { c.fwd.max_seqlen_kv = 4; },
+      thd, [&](AttentionCall& c) { c.fwd.max_seqlen_kv = 4; },
       "more than max_seqlen_q, max_seqlen_kv = 0, 4");
   refuse(
       thd,
-      [&](Call& c) {
+      [&](AttentionCall& c) {
         c.cu_q.fill({0, 5, 4});
       },
       "sequence 1 has -1 tokens");
   refuse(
       thd,
-      [&](Call& c) {
+      [&](AttentionCall& c) {
         c.cu_q.fill({0, 4, 90});
       },
       "at most 8 tokens");
@@ -284,25 +287,27 @@ TEST(ReferenceAttention, RefusesBeforeWriting) {
   gaps.q_starts = {0, 3, 6};
   gaps.kv_starts = {0, 3, 8};
   refuse(
-      gaps, [](Call&) {}, "cu_seqlens_q: sequence 0 has 4 tokens from 0");
+      gaps, [](AttentionCall&) {}, "cu_seqlens_q: sequence 0 has 4 tokens from 0");
   const Case padding{
       .name = "", .mask = TE_FL_MASK_TYPE_PADDING, .q_lens = {4, 5}, .kv_lens = {5, 5}};
   refuse(
-      padding, [](Call&) {}, "sequence 1 has 5 true positions, expected at most 4");
+      padding, [](AttentionCall&) {}, "sequence 1 has 5 true positions, expected at most 4");
 }
 
 TEST(ReferenceAttention, BackwardRefusesBeforeWriting) {
-  const auto refuse = [&](const std::function<void(Call&)>& break_it, const char* part) {
-    Call call({.name = ""});
+  const auto refuse = [&](const std::function<void(AttentionCall&)>& break_it, const char* part) {
+    AttentionCall call({.name = ""});
     break_it(call);
     EXPECT_REFUSED(run_reference("fused_attn_bwd", call.bwd), part);
     EXPECT_TRUE(call.dq.untouched() && call.dk.untouched() && call.dv.untouched()) << part;
   };
   HostTensor flat({5}, TE_FL_F32), bias({1, 1, 4, 5}, TE_FL_F32), dbias({1, 4, 4, 5}, TE_FL_F32);
-  refuse([&](Call& c) { c.bwd.dq = flat; }, "dq has shape [5], expected [2,4,4,3], the shape of q");
-  refuse([&](Call& c) { c.bwd.d_o = flat; }, "d_o has shape [5]");
-  refuse([&](Call& c) { c.bwd.bias = bias, c.bwd.dbias = dbias; }, "dbias has shape [1,4,4,5]");
-  Call call({.name = ""});
+  refuse([&](AttentionCall& c) { c.bwd.dq = flat; },
+         "dq has shape [5], expected [2,4,4,3], the shape of q");
+  refuse([&](AttentionCall& c) { c.bwd.d_o = flat; }, "d_o has shape [5]");
+  refuse([&](AttentionCall& c) { c.bwd.bias = bias, c.bwd.dbias = dbias; },
+         "dbias has shape [1,4,4,5]");
+  AttentionCall call({.name = ""});
   te_fl_saved saved;
   saved.opaque = 1;
   saved.producer = "vendor.cudnn";

@@ -81,7 +81,7 @@ struct Framework {
       device->api.free(device, data, TE_FL_MEMORY_DEVICE, nullptr, nullptr);
     }
     kept.clear();
-    device->queues.finish();
+    device->queues.drain();
   }
 
   FarDevice* device;
@@ -152,7 +152,7 @@ TEST_F(Allocators, NobodyIsAskedForNoBytes) {
 }
 
 TEST_F(Allocators, MemoryIsFreedByWhoeverGaveIt) {
-  void* const given = devices::allocate(device, 64).value();
+  void* const block = devices::allocate(device, 64).value();
   Framework second{far};
   ASSERT_OK(devices::install_allocator(device, &second.api));
   EXPECT_EQ(framework.destroyed, 0);  // it has memory out
@@ -163,7 +163,7 @@ TEST_F(Allocators, MemoryIsFreedByWhoeverGaveIt) {
   devices::free(device, own);
   devices::free(device, by_second);
   EXPECT_EQ(second.destroyed, 1);
-  devices::free(device, given);
+  devices::free(device, block);
   EXPECT_EQ(framework.destroyed, 1);
   EXPECT_EQ(framework.live.size() + second.live.size(), 0u);
 }
@@ -337,9 +337,9 @@ TEST_F(Allocators, ASlowOneIsNamedOnce) {
     if (data.ok()) allocator.free(*data, nullptr, nullptr);
     return ::testing::internal::GetCapturedStderr();
   };
-  const std::string said = said_of("sleepy", std::chrono::nanoseconds(-1));
-  EXPECT_HAS(said, "allocator 'sleepy' of ext:far:0 took more than");
-  EXPECT_HAS(said, "4.0 KiB");
+  const std::string message = said_of("sleepy", std::chrono::nanoseconds(-1));
+  EXPECT_HAS(message, "allocator 'sleepy' of ext:far:0 took more than");
+  EXPECT_HAS(message, "4.0 KiB");
   EXPECT_EQ(said_of("sleepy", std::chrono::nanoseconds(-1)), "");
   EXPECT_EQ(said_of("brisk", std::chrono::hours(10000)), "");
 }

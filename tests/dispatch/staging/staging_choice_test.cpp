@@ -191,13 +191,13 @@ TEST_F(StagingChoice, IsCountedAndSaidOncePerOp) {
   ::testing::internal::CaptureStderr();
   ASSERT_OK(call(args));
   ASSERT_OK(call(args));
-  const std::string said = ::testing::internal::GetCapturedStderr();
+  const std::string log = ::testing::internal::GetCapturedStderr();
   const std::string line = "op 'test::five' on ext:far:0 is served by 'default.host'";
-  const size_t first = said.find(line);
-  // Another test of this process may have said it already, for the op and not for the manager.
+  const size_t first = log.find(line);
+  // Another test of this process may have log it already, for the op and not for the manager.
   if (first != std::string::npos) {
-    EXPECT_EQ(said.find(line, first + 1), std::string::npos);
-    EXPECT_HAS(said, "this call 80 bytes (4 copies in, 1 out)");
+    EXPECT_EQ(log.find(line, first + 1), std::string::npos);
+    EXPECT_HAS(log, "this call 80 bytes (4 copies in, 1 out)");
   }
   OpUsage use = use_of("default.host");
   EXPECT_EQ(use.calls, 2u);

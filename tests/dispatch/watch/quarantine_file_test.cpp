@@ -146,9 +146,9 @@ TEST_F(QuarantineFileTest, AnEntryOfANewerTeFlIsPassedOverAndKept) {
 TEST_F(QuarantineFileTest, AnEntryThatWouldComeBackAsAnotherIsRefusedAndTheOthersAreWritten) {
   Quarantine odd = entry("odd");
   odd.chip = "cut off \xe2\x82";
-  Quarantine said = entry("said");
-  said.reason = "of any bytes: \xff";  // nothing is found by it
-  for (const Quarantine& q : {odd, said}) dispatch::hold(q);
+  Quarantine plain = entry("said");
+  plain.reason = "of any bytes: \xff";  // nothing is found by it
+  for (const Quarantine& q : {odd, plain}) dispatch::hold(q);
   const Status status = step_boundary();
   EXPECT_FAILS(status, kFailedPrecondition, "'default.x' of op 'odd'");
   EXPECT_HAS(status.message(), "UTF-8");

@@ -22,7 +22,7 @@ namespace {
 namespace b = te_fl::backend;
 using te_fl::testing::FarDevice;
 
-struct Call {
+struct ReluCall {
   const te_fl_context& ctx;
   const float* x;
   float* y;
@@ -35,55 +35,55 @@ void relu(const float* x, float* y, int64_t n) {
 
 // ---- on host memory
 
-void right(const Call& c) { relu(c.x, c.y, c.n); }
-void a_little(const Call& c) {
+void right(const ReluCall& c) { relu(c.x, c.y, c.n); }
+void a_little(const ReluCall& c) {
   relu(c.x, c.y, c.n);
   for (int64_t i = 0; i < c.n; ++i) c.y[i] *= 1.0001f;
 }
-void one_element(const Call& c) {
+void one_element(const ReluCall& c) {
   relu(c.x, c.y, c.n);
   if (c.n > 1000) c.y[c.n - 3] += 1;
 }
 // As a grid of whole blocks might.
-void beyond_310000(const Call& c) { relu(c.x, c.y, c.n > 310000 ? c.n - 1 : c.n); }
+void beyond_310000(const ReluCall& c) { relu(c.x, c.y, c.n > 310000 ? c.n - 1 : c.n); }
 // And one that only a size which te-fl bench has shows.
-void beyond_million(const Call& c) { relu(c.x, c.y, c.n > 1000000 ? c.n - 2 : c.n); }
-void no_nan(const Call& c) {
+void beyond_million(const ReluCall& c) { relu(c.x, c.y, c.n > 1000000 ? c.n - 2 : c.n); }
+void no_nan(const ReluCall& c) {
   for (int64_t i = 0; i < c.n; ++i) c.y[i] = std::isnan(c.x[i]) ? 0 : std::max(c.x[i], 0.0f);
 }
-void prints(const Call& c) {
+void prints(const ReluCall& c) {
   std::printf("relu of %lld elements\n", static_cast<long long>(c.n));
   relu(c.x, c.y, c.n);
 }
 const te_fl_host_api* g_host = nullptr;
-void asks(const Call& c) {
+void asks(const ReluCall& c) {
   g_host->setting(g_host->host, "TE_FL_WRONG_UNROLL");
   relu(c.x, c.y, c.n);
 }
-void reads_before(const Call& c) {
+void reads_before(const ReluCall& c) {
   if (c.n > 0) [[maybe_unused]]
     volatile float before = c.x[-1];
   relu(c.x, c.y, c.n);
 }
-void unwritten(const Call& c) { relu(c.x, c.y, c.n - 1); }
-void late_refusal(const Call& c) {
+void unwritten(const ReluCall& c) { relu(c.x, c.y, c.n - 1); }
+void late_refusal(const ReluCall& c) {
   relu(c.x, c.y, c.n / 2);
   b::unsupported("half way through, it turns out that it cannot");
 }
-void late_failure(const Call& c) {
+void late_failure(const ReluCall& c) {
   relu(c.x, c.y, c.n);
   if (c.n > 1000) throw b::Error(TE_FL_INTERNAL, "the last block failed \xff");  // in no encoding
 }
-void hangs(const Call& c) {
+void hangs(const ReluCall& c) {
   while (c.n == 17) std::this_thread::sleep_for(std::chrono::seconds(1));
   relu(c.x, c.y, c.n);
 }
-[[gnu::noinline]] void crashes(const Call& c) {
+[[gnu::noinline]] void crashes(const ReluCall& c) {
   if (c.n == 17) std::abort();
   relu(c.x, c.y, c.n);
 }
 // As code for many rows of whole vectors might.
-void hangs_at_128(const Call& c) {
+void hangs_at_128(const ReluCall& c) {
   while (c.rows > 3 && c.columns == 128) std::this_thread::sleep_for(std::chrono::seconds(1));
   relu(c.x, c.y, c.n);
 }
@@ -93,51 +93,51 @@ void hangs_at_128(const Call& c) {
   return sum;
 }
 // Whole vectors of four, the last one too.
-void reads_past(const Call& c) {
+void reads_past(const ReluCall& c) {
   [[maybe_unused]] volatile float sum = sum_of(c.x, (c.n + 3) / 4 * 4);
   relu(c.x, c.y, c.n);
 }
-void leaks(const Call& c) {
+void leaks(const ReluCall& c) {
   static std::atomic<void*> kept;  // not to be optimised away
   kept = std::malloc(48);
   relu(c.x, c.y, c.n);
 }
-void overruns(const Call& c) {
+void overruns(const ReluCall& c) {
   relu(c.x, c.y, c.n);
   if (c.n % 4 != 0) c.y[c.n] = 0;  // a whole vector, where the tensor has none
 }
-void writes_input(const Call& c) {
+void writes_input(const ReluCall& c) {
   relu(c.x, c.y, c.n);
   if (c.n > 0 && c.x != c.y) const_cast<float*>(c.x)[0] = 0;
 }
-void not_in_place(const Call& c) {
+void not_in_place(const ReluCall& c) {
   for (int64_t i = 0; i < c.n; ++i) c.y[i] = 0;
   for (int64_t i = 0; i < c.n; ++i) c.y[i] = std::max(c.y[i], c.x[i]);
 }
-void other_bits(const Call& c) {
+void other_bits(const ReluCall& c) {
   static std::atomic<unsigned> calls{0};
   relu(c.x, c.y, c.n);
   if (++calls % 2 == 0)
     for (int64_t i = 0; i < c.n; ++i) c.y[i] = std::nextafter(c.y[i], 1e30f);
 }
-void shared_scratch(const Call& c) {
+void shared_scratch(const ReluCall& c) {
   static float scratch[1 << 16];
   if (c.n > 1 << 16) return relu(c.x, c.y, c.n);
   relu(c.x, scratch, c.n);
   std::this_thread::sleep_for(std::chrono::microseconds(200));
   for (int64_t i = 0; i < c.n; ++i) c.y[i] = scratch[i];
 }
-void rounding_mode(const Call& c) {
+void rounding_mode(const ReluCall& c) {
   std::fesetround(FE_TOWARDZERO);
   relu(c.x, c.y, c.n);
 }
 std::atomic<float*> g_last{nullptr};
-void stale_pointer(const Call& c) {
+void stale_pointer(const ReluCall& c) {
   relu(c.x, c.y, c.n);
   if (c.n > 0) g_last = c.y;
 }
 std::atomic<bool> g_thread{false};
-void stray_thread(const Call& c) {
+void stray_thread(const ReluCall& c) {
   relu(c.x, c.y, c.n);
   if (!g_thread.exchange(true))
     std::thread([] {
@@ -145,7 +145,7 @@ void stray_thread(const Call& c) {
     }).detach();
 }
 
-using Host = void (*)(const Call&);
+using Host = void (*)(const ReluCall&);
 
 template <Host F>
 void host_run(const te_fl_context& ctx, const te_fl_relu_args& args) {
@@ -158,7 +158,7 @@ te_fl_status bare_run(void*, const te_fl_context* ctx, const void* raw) {  // wi
   host_run<F>(*ctx, *static_cast<const te_fl_relu_args*>(raw));
   return TE_FL_OK;
 }
-void throws(const Call&) { throw 42; }
+void throws(const ReluCall&) { throw 42; }
 
 // ---- what they answer that is no status
 

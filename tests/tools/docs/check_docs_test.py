@@ -65,11 +65,11 @@ def index_of(pages):
 def main():
     failed = 0
     for pages, complaint in (["a.md"], " 0 errors"), (["a.md", "b.md"], "b.md is not in this index"):
-        said = index_of(pages)
-        print(f"{'ok    ' if complaint in said else 'FAILED'} an index of {pages}")
-        if complaint not in said:
+        message = index_of(pages)
+        print(f"{'ok    ' if complaint in message else 'FAILED'} an index of {pages}")
+        if complaint not in message:
             failed += 1
-            print(said)
+            print(message)
     for name, document, complaint in CASES:
         with tempfile.TemporaryDirectory() as folder:
             pathlib.Path(folder, "README.md").write_text(document + "\n")

@@ -46,8 +46,8 @@ class Specification(unittest.TestCase):
 
     def test_the_catalogue_is_in_order(self):
         families, _, ids = op_spec.load()
-        given = {op.id: op.name for _, _, ops in families for op in ops}
-        self.assertEqual({i: name for i, (name, retired) in ids.given.items() if not retired}, given)
+        expected = {op.id: op.name for _, _, ops in families for op in ops}
+        self.assertEqual({i: name for i, (name, retired) in ids.issued.items() if not retired}, expected)
 
     def test_gaps_are_allowed_and_new_ids_are_listed(self):
         _, _, ids = self.load([*self.KEPT, ("later", 9)])
