@@ -27,9 +27,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 C_SUFFIXES = (".c", ".cpp", ".h", ".hpp", ".cu", ".cuh", ".cl", ".def")
 # Folders and files that still have what the rules refuse. The list only shrinks.
 UNCLEAN = (
-    "backends/cpu", "backends/cuda", "backends/opencl", "backends/reference", "bench", "core", "dispatch", "examples", "include/te_fl", "nn", "plugins",
-    "policy", "python/src", "python/te_fl", "registry", "tests/abi", "tests/backends", "tests/bench", "tests/conformance", "tests/core", "tests/dispatch",
-    "tests/fault", "tests/fuzz", "tests/nn", "tests/plugins", "tests/policy", "tests/python", "tests/registry", "tests/support", "tests/tools", "tools",
+    "backends", "bench/gpu", "bench/pytorch", "examples/jax", "examples/pytorch", "examples/train_gpt", "include/te_fl/backend", "include/te_fl/backend.hpp",
+    "include/te_fl/nn", "include/te_fl/nn.hpp", "nn", "python", "tests/backends", "tests/conformance", "tests/nn", "tests/python",
 )
 
 FRAGMENT = re.compile(r"(?:what|whatever|whether|of|why|which|who|whom|whose|how|that|the same)\b(?!-)", re.I)

@@ -165,12 +165,14 @@ WAYS_OUT = (
 OTHERWISE = "te-fl has nothing in its place"
 
 INTRODUCTION = """
-`te_fl.as_transformer_engine()`, or `TE_FL_AS_TRANSFORMER_ENGINE=1` where the package is installed, makes `import transformer_engine` mean
-te-fl ([Python](pytorch.md)). What is served comes from the module of te-fl that a table names, with Transformer Engine's parameters and
-defaults (but `device`). What is refused can be imported and derived from, and `isinstance` of it is False; calling it, making an object of
-a derived class or reading an attribute is `te_fl.errors.Unsupported`, which says what to use. An argument that is not honoured is refused
-by name, never ignored; the tables list those that take one value only. A variable `NVTE_..` that is set and not honoured is said once, as
-a warning.
+`te_fl.as_transformer_engine()` makes `import transformer_engine` mean te-fl ([PyTorch](pytorch.md)). So does `TE_FL_AS_TRANSFORMER_ENGINE=1` where the
+package is installed.
+
+- A served name comes from the module of te-fl that the table names, with Transformer Engine's parameters and defaults (but `device`).
+- A refused name can be imported and derived from, and `isinstance` of it is False. Calling it, making an object of a derived class or reading an
+  attribute raises `te_fl.errors.Unsupported`, which says what to use.
+- An argument that is not honoured is refused by name, never ignored. The tables list the arguments that take one value only.
+- A variable `NVTE_..` that is set and not honoured is a warning, once.
 """
 
 _PLACES = [(home, frozenset(names.split())) for home, names in (*SERVED.items(), *PLUGINS.items())]
