@@ -30,10 +30,11 @@ class SharedMemory {
     });
     return wanted <= static_cast<size_t>(granted);
   }
-  // The same, of all that the device has, for a kernel without which the call cannot be served.
+  // Lets blocks of `kernel` have `wanted` bytes, and up to `most`, on `device`, which is current;
+  // throws UNSUPPORTED if the device has fewer.
   template <class Kernel>
-  void require(int device, Kernel* kernel, size_t wanted) {
-    if (allow(device, kernel, wanted, INT_MAX)) return;
+  void require(int device, Kernel* kernel, size_t wanted, size_t most = INT_MAX) {
+    if (allow(device, kernel, wanted, most)) return;
     throw backend::Error(TE_FL_UNSUPPORTED | TE_FL_CLEAN,
                          "a block of the kernel takes " + std::to_string(wanted) +
                              " bytes of shared memory, which this GPU does not have; let another "

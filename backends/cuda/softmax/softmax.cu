@@ -1,11 +1,14 @@
-// Scaled softmax: unmasked, with a mask tensor, upper-triangular and aligned causal.
+// Scaled softmax: unmasked, with a mask tensor, upper-triangular and aligned causal. Which kernel
+// serves a call is said by choose_softmax() (softmax_choice.hpp).
 #include "te_fl/ops/softmax.h"
 
 #include "common/overlap.hpp"
 #include "device/device_attributes.hpp"
 #include "device/shared_memory.hpp"
 #include "plugin/families.hpp"
+#include "softmax/softmax_choice.hpp"
 #include "softmax/softmax_streamed.cuh"
+#include "te_fl/backend/describe.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -22,40 +25,43 @@ Visible visible_of(const te_fl_tensor& t, bool causal) {
   return v;
 }
 
-// Beyond this, two blocks whose rows wait in shared memory overlap better than one in registers.
-constexpr int64_t kWidestForward = 2048;
-constexpr int kMostStaged = 96 << 10;  // bytes of a row
+SoftmaxDevice device_of(const te_fl_context& ctx) {
+  const int device = ctx.device.index;
+  return {compute_capability(device),
+          attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device)};
+}
+
+template <class Args>
+auto problem_of(const Args& a) {
+  if constexpr (requires { a.output_grad; }) {
+    return SoftmaxBackward{a.output_grad, a.softmax_results, a.input_grad};
+  } else {
+    return SoftmaxForward{a.input, a.output};
+  }
+}
+template <class Args>
+std::string words_of(const te_fl_context& ctx, const Args& a) {
+  const DeviceGuard guard(ctx.device.index);
+  return "softmax kernel " + choose_softmax(problem_of(a), device_of(ctx)).text();
+}
 
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
-// Calls f with the threads and packs of T that hold a row of `runs` times eight elements, as
-// constants; false if no block does.
+// Calls f with the threads of a row and the packs of T that each of them holds as constants.
 template <class T, class F>
-bool with_width(int64_t runs, F&& f) {
+void with_row(const SoftmaxRow& row, F&& f) {
   constexpr int kPer = kGroup / Pack<T>::kSize;
-  if (runs <= 8) {
-    f(Constant<8>{}, Constant<kPer>{});
-  } else if (runs <= 32) {
-    f(Constant<32>{}, Constant<kPer>{});
-  } else if (runs <= 64) {
-    f(Constant<32>{}, Constant<2 * kPer>{});
-  } else if (runs <= 128) {
-    f(Constant<32>{}, Constant<4 * kPer>{});
-  } else if (runs <= 256) {
-    f(Constant<128>{}, Constant<2 * kPer>{});
-  } else if (runs <= 512) {
-    f(Constant<128>{}, Constant<4 * kPer>{});
-  } else if (runs <= 1024) {
-    f(Constant<256>{}, Constant<4 * kPer>{});
-  } else if (runs <= 2048) {
-    f(Constant<512>{}, Constant<4 * kPer>{});
-  } else if (runs <= 4096 && sizeof(T) == 2) {
-    if constexpr (sizeof(T) == 2) f(Constant<1024>{}, Constant<4>{});
-  } else {
-    return false;
+  const auto call_if = [&]<size_t kIndex>(std::integral_constant<size_t, kIndex>) {
+    constexpr SoftmaxRow kRow = softmax_choice::kRows[kIndex];
+    if constexpr (sizeof(T) == 2 || !(kRow == softmax_choice::kWidest)) {
+      if (row == kRow) f(Constant<kRow.threads>{}, Constant<kRow.runs * kPer>{});
+    }
+  };
+  [&]<size_t... kIndices>(std::index_sequence<kIndices...>) {
+    (call_if(std::integral_constant<size_t, kIndices>{}), ...);
   }
-  return true;
+  (std::make_index_sequence<std::size(softmax_choice::kRows)>{});
 }
 unsigned row_blocks(int64_t rows, int lanes, int threads) {
   return static_cast<unsigned>(ceil_div(rows, threads / lanes));
@@ -78,45 +84,57 @@ void launch_clusters(const te_fl_context& ctx, int64_t rows, unsigned threads,
   check(cudaLaunchKernelEx(&config, kernel, Parameters(args)...), "softmax_backward");
 }
 
+template <class T>
+void launch_streamed(const te_fl_context& ctx, const T* x, T* y, const Visible& visible,
+                     float scale, int64_t rows) {
+  static_assert(kStreamedShared == softmax_choice::kStreamedShared);
+  static SharedMemory shared;
+  shared.require(ctx.device.index, softmax_streamed<T>, kStreamedShared, kStreamedShared);
+  const int64_t resident = multiprocessors(ctx.device.index);
+  softmax_streamed<T><<<static_cast<unsigned>(std::min(rows, resident)), kStreamedThreads,
+                        kStreamedShared, stream_of(ctx)>>>(x, y, visible, scale, rows);
+}
+template <class T>
+void launch_staged(const te_fl_context& ctx, const T* x, T* y, const Visible& visible, float scale,
+                   int64_t rows, int64_t bytes) {
+  static_assert(kWideThreads == softmax_choice::kWideThreads);
+  static SharedMemory shared;
+  shared.require(ctx.device.index, softmax_wide<T, true>, softmax_choice::kMostStaged);
+  softmax_wide<T, true>
+      <<<static_cast<unsigned>(rows), kWideThreads, static_cast<size_t>(bytes), stream_of(ctx)>>>(
+          x, y, visible, scale);
+}
+
+template <class T>
+void forward_by(const SoftmaxChoice& choice, const te_fl_context& ctx, const te_fl_tensor& in,
+                const te_fl_tensor& out, float scale, const Visible& visible) {
+  const int64_t rows = backend::as_matrix(in).rows;
+  const T* x = backend::data<const T>(in);
+  T* y = backend::data<T>(out);
+  switch (choice.kernel) {
+    case SoftmaxKernel::kRows:
+      return with_row<T>(choice.row,
+                         [&]<int kLanes, int kPacks>(Constant<kLanes>, Constant<kPacks>) {
+                           constexpr int kBlock = kRowThreads<kLanes>;
+                           softmax_rows<T, kLanes, kPacks>
+                               <<<row_blocks(rows, kLanes, kBlock), kBlock, 0, stream_of(ctx)>>>(
+                                   x, y, visible, scale, rows);
+                         });
+    case SoftmaxKernel::kStreamed:
+      return launch_streamed(ctx, x, y, visible, scale, rows);
+    case SoftmaxKernel::kStaged:
+      return launch_staged(ctx, x, y, visible, scale, rows,
+                           softmax_choice::staged_bytes(softmax_choice::runs_of(in), sizeof(T)));
+    default:
+      softmax_wide<T, false>
+          <<<static_cast<unsigned>(rows), kWideThreads, 0, stream_of(ctx)>>>(x, y, visible, scale);
+  }
+}
 void forward(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tensor& out, float scale,
              const Visible& visible) {
-  const int64_t rows = backend::as_matrix(in).rows;
-  if (rows == 0 || visible.keys == 0) return;
-  with_type(dtype_of(in), [&]<class T>(T) {
-    const T* x = backend::data<const T>(in);
-    T* y = backend::data<T>(out);
-    const auto held = [&]<int kLanes, int kPacks>(Constant<kLanes>, Constant<kPacks>) {
-      constexpr int kBlock = kRowThreads<kLanes>;
-      softmax_rows<T, kLanes, kPacks>
-          <<<row_blocks(rows, kLanes, kBlock), kBlock, 0, stream_of(ctx)>>>(x, y, visible, scale,
-                                                                            rows);
-    };
-    const int64_t runs = runs_of(x, visible.keys);
-    if (runs <= kWidestForward && with_width<T>(runs, held)) return;
-    const int64_t row_bytes = visible.keys * static_cast<int64_t>(sizeof(T));
-    if (row_bytes <= kStreamedBytes && row_bytes % 16 == 0 &&
-        reinterpret_cast<uintptr_t>(x) % 16 == 0 && reinterpret_cast<uintptr_t>(y) % 16 == 0 &&
-        compute_capability(ctx.device.index) >= 90) {
-      static SharedMemory streamed;
-      if (streamed.allow(ctx.device.index, softmax_streamed<T>, kStreamedShared, kStreamedShared)) {
-        const int64_t resident = multiprocessors(ctx.device.index);
-        softmax_streamed<T><<<static_cast<unsigned>(std::min(rows, resident)), kStreamedThreads,
-                              kStreamedShared, stream_of(ctx)>>>(x, y, visible, scale, rows);
-        return;
-      }
-    }
-    constexpr int kPer = kGroup / Pack<T>::kSize;
-    const int64_t bytes = ceil_div(runs * kPer, kWideThreads) * kWideThreads * 16;
-    const auto blocks = static_cast<unsigned>(rows);
-    if (bytes > kMostStaged) {
-      softmax_wide<T, false><<<blocks, kWideThreads, 0, stream_of(ctx)>>>(x, y, visible, scale);
-      return;
-    }
-    static SharedMemory shared;
-    shared.require(ctx.device.index, softmax_wide<T, true>, kMostStaged);
-    softmax_wide<T, true><<<blocks, kWideThreads, static_cast<size_t>(bytes), stream_of(ctx)>>>(
-        x, y, visible, scale);
-  });
+  const SoftmaxChoice choice = choose_softmax(SoftmaxForward{&in, &out}, device_of(ctx));
+  if (choice.kernel == SoftmaxKernel::kNone) return;
+  with_type(dtype_of(in), [&]<class T>(T) { forward_by<T>(choice, ctx, in, out, scale, visible); });
   check_launch("softmax_forward");
 }
 template <bool kCausal, class Args>
@@ -131,32 +149,43 @@ void masked_forward(const te_fl_context& ctx, const te_fl_softmax_masked_args& a
   }
   forward(ctx, *a.input, *a.output, a.scale, visible);
 }
+template <class T, class Args>
+void backward_by(const SoftmaxChoice& choice, const te_fl_context& ctx, const Args& a,
+                 const Visible& visible) {
+  const int64_t rows = backend::as_matrix(*a.output_grad).rows;
+  const T* dy = backend::data<const T>(*a.output_grad);
+  const T* y = backend::data<const T>(*a.softmax_results);
+  T* dx = backend::data<T>(*a.input_grad);
+  switch (choice.kernel) {
+    case SoftmaxKernel::kRows:
+      return with_row<T>(choice.row,
+                         [&]<int kLanes, int kPacks>(Constant<kLanes>, Constant<kPacks>) {
+                           constexpr int kBlock = kRowThreads<kLanes>;
+                           softmax_gradient_rows<T, kLanes, kPacks, 1>
+                               <<<row_blocks(rows, kLanes, kBlock), kBlock, 0, stream_of(ctx)>>>(
+                                   dy, y, dx, visible, a.scale, rows);
+                         });
+    case SoftmaxKernel::kCluster:
+      if constexpr (sizeof(T) == 2) {
+        constexpr int kThreadsOf = softmax_choice::kClusterRow.threads;
+        constexpr int kPacks = softmax_choice::kClusterRow.runs * kGroup / Pack<T>::kSize;
+        constexpr int kBlocks = softmax_choice::kClusterBlocks;
+        launch_clusters<kBlocks>(ctx, rows, kThreadsOf,
+                                 softmax_gradient_rows<T, kThreadsOf, kPacks, kBlocks>, dy, y, dx,
+                                 visible, a.scale, rows);
+      }
+      return;
+    default:
+      softmax_gradient_wide<T><<<static_cast<unsigned>(rows), kWideThreads, 0, stream_of(ctx)>>>(
+          dy, y, dx, visible, a.scale);
+  }
+}
 template <bool kCausal, class Args>
 void backward(const te_fl_context& ctx, const Args& a) {
-  const int64_t rows = backend::as_matrix(*a.output_grad).rows;
+  const SoftmaxChoice choice = choose_softmax(problem_of(a), device_of(ctx));
+  if (choice.kernel == SoftmaxKernel::kNone) return;
   const Visible visible = visible_of(*a.output_grad, kCausal);
-  if (rows == 0 || visible.keys == 0) return;
-  with_type(dtype_of(*a.output_grad), [&]<class T>(T) {
-    const T* dy = backend::data<const T>(*a.output_grad);
-    const T* y = backend::data<const T>(*a.softmax_results);
-    T* dx = backend::data<T>(*a.input_grad);
-    const auto held = [&]<int kLanes, int kPacks>(Constant<kLanes>, Constant<kPacks>) {
-      constexpr int kBlock = kRowThreads<kLanes>;
-      softmax_gradient_rows<T, kLanes, kPacks, 1>
-          <<<row_blocks(rows, kLanes, kBlock), kBlock, 0, stream_of(ctx)>>>(dy, y, dx, visible,
-                                                                            a.scale, rows);
-    };
-    const int64_t runs = runs_of(dy, visible.keys);
-    if constexpr (sizeof(T) == 2) {
-      if (runs > 2048 && runs <= 4096 && compute_capability(ctx.device.index) >= 90) {
-        return launch_clusters<4>(ctx, rows, 256, softmax_gradient_rows<T, 256, 4, 4>, dy, y, dx,
-                                  visible, a.scale, rows);
-      }
-    }
-    if (with_width<T>(runs, held)) return;
-    softmax_gradient_wide<T><<<static_cast<unsigned>(rows), kWideThreads, 0, stream_of(ctx)>>>(
-        dy, y, dx, visible, a.scale);
-  });
+  with_type(dtype_of(*a.output_grad), [&]<class T>(T) { backward_by<T>(choice, ctx, a, visible); });
   check_launch("softmax_backward");
 }
 
@@ -173,13 +202,18 @@ Refusal refuse_backward(const Args& a) {
   return askew ? kOverlaps : nullptr;
 }
 
-template <class Args, bool kCausal>
-te_fl_op_desc forward_descriptor(const char* name) {
-  return descriptor<Args, plain_forward<kCausal, Args>, refuse_forward<Args>>(name);
+template <class Args, auto F, auto Refuses>
+void append(std::vector<te_fl_op_desc>& ops, const char* name) {
+  ops.push_back(descriptor<Args, F, Refuses>(name));
+  ops.back().describe = backend::describe_thunk<Args, words_of<Args>>;
 }
 template <class Args, bool kCausal>
-te_fl_op_desc backward_descriptor(const char* name) {
-  return descriptor<Args, backward<kCausal, Args>, refuse_backward<Args>>(name);
+void append_forward(std::vector<te_fl_op_desc>& ops, const char* name) {
+  append<Args, plain_forward<kCausal, Args>, refuse_forward<Args>>(ops, name);
+}
+template <class Args, bool kCausal>
+void append_backward(std::vector<te_fl_op_desc>& ops, const char* name) {
+  append<Args, backward<kCausal, Args>, refuse_backward<Args>>(ops, name);
 }
 
 }  // namespace
@@ -190,15 +224,14 @@ void append_softmax(std::vector<te_fl_op_desc>& ops) {
   using Masked = te_fl_softmax_masked_args;
   using Fwd3 = te_fl_scaled_upper_triang_masked_softmax_forward_args;
   using Bwd3 = te_fl_scaled_upper_triang_masked_softmax_backward_args;
-  ops.push_back(forward_descriptor<Fwd4, false>("scaled_softmax_forward"));
-  ops.push_back(backward_descriptor<Bwd4, false>("scaled_softmax_backward"));
-  ops.push_back(
-      descriptor<Masked, masked_forward, refuse_forward<Masked>>("scaled_masked_softmax_forward"));
-  ops.push_back(backward_descriptor<Bwd4, false>("scaled_masked_softmax_backward"));
-  ops.push_back(forward_descriptor<Fwd3, true>("scaled_upper_triang_masked_softmax_forward"));
-  ops.push_back(backward_descriptor<Bwd3, true>("scaled_upper_triang_masked_softmax_backward"));
-  ops.push_back(forward_descriptor<Fwd4, true>("scaled_aligned_causal_masked_softmax_forward"));
-  ops.push_back(backward_descriptor<Bwd4, true>("scaled_aligned_causal_masked_softmax_backward"));
+  append_forward<Fwd4, false>(ops, "scaled_softmax_forward");
+  append_backward<Bwd4, false>(ops, "scaled_softmax_backward");
+  append<Masked, masked_forward, refuse_forward<Masked>>(ops, "scaled_masked_softmax_forward");
+  append_backward<Bwd4, false>(ops, "scaled_masked_softmax_backward");
+  append_forward<Fwd3, true>(ops, "scaled_upper_triang_masked_softmax_forward");
+  append_backward<Bwd3, true>(ops, "scaled_upper_triang_masked_softmax_backward");
+  append_forward<Fwd4, true>(ops, "scaled_aligned_causal_masked_softmax_forward");
+  append_backward<Bwd4, true>(ops, "scaled_aligned_causal_masked_softmax_backward");
 }
 
 }  // namespace te_fl::cuda

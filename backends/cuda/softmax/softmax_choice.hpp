@@ -1,0 +1,154 @@
+// Which kernel a call of scaled softmax takes: a pure function of the call's metadata and of what
+// the device grants, so that it can be tested where there is no GPU. The kernels are those of
+// softmax_kernels.cuh and softmax_streamed.cuh, and bear the same names.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "te_fl/backend.hpp"
+
+namespace te_fl::cuda {
+
+// The tensors of one call that the choice reads. Of a masked softmax the mask decides nothing.
+struct SoftmaxForward {
+  const te_fl_tensor *input, *output;
+};
+struct SoftmaxBackward {
+  const te_fl_tensor *output_grad, *softmax_results, *input_grad;
+};
+
+// What a GPU grants.
+struct SoftmaxDevice {
+  int compute_capability = 90;        // 10 major
+  int64_t shared_memory = 227 << 10;  // bytes that a block may have at most
+};
+
+enum class SoftmaxKernel {
+  kNone,      // there is nothing to write
+  kRows,      // the threads of a block hold some rows in registers
+  kCluster,   // the same, a row in the blocks of a cluster
+  kStreamed,  // rows pass through shared memory by bulk copies
+  kStaged,    // a row waits in shared memory until its sum is known
+  kWide,      // a row is read twice
+};
+constexpr const char* name_of(SoftmaxKernel kernel) noexcept {
+  constexpr const char* kNames[] = {"none", "rows", "cluster", "streamed", "staged", "wide"};
+  return kNames[static_cast<int>(kernel)];
+}
+
+// How kRows and kCluster divide a row: the threads of a block that share it, and the runs of eight
+// elements that each of them holds.
+struct SoftmaxRow {
+  int threads = 0, runs = 0;
+  constexpr int64_t held() const { return int64_t{threads} * runs; }
+  constexpr bool operator==(const SoftmaxRow&) const = default;
+};
+
+struct SoftmaxChoice {
+  SoftmaxKernel kernel = SoftmaxKernel::kWide;
+  SoftmaxRow row;           // of kRows and kCluster
+  int blocks = 1;           // of a row: more than one are a cluster
+  const char* reason = "";  // static text
+
+  std::string text() const {
+    std::string t = name_of(kernel);
+    if (row.threads > 0) {
+      t += " of " + (blocks > 1 ? std::to_string(blocks) + " x " : std::string()) +
+           std::to_string(row.threads) + " threads with " + std::to_string(8 * row.runs) +
+           " elements each";
+    }
+    return t + ": " + reason;
+  }
+};
+
+namespace softmax_choice {
+
+constexpr int64_t kRunElements = 8;  // kGroup of element.cuh
+constexpr SoftmaxRow kRows[] = {{8, 1},   {32, 1},  {32, 2},  {32, 4},  {128, 2},
+                                {128, 4}, {256, 4}, {512, 4}, {1024, 4}};
+constexpr SoftmaxRow kWidest = {1024,
+                                4};  // of 16-bit elements only: FP32 would take more registers
+// Beyond so many runs, two blocks whose rows wait in shared memory overlap better than one in
+// registers.
+constexpr int64_t kWidestForward = 2048;
+constexpr int kClusterBlocks = 4;
+constexpr SoftmaxRow kClusterRow = {256, 4};
+constexpr int64_t kStreamedBytes = 64 << 10;  // of a row; a block has three of them
+constexpr int64_t kStreamedShared = 3 * kStreamedBytes;
+constexpr int64_t kOwnArrays = 1 << 10;  // no less than the static arrays of softmax_streamed
+constexpr int kWideThreads = 512;
+constexpr int64_t kMostStaged = 96 << 10;  // bytes of a row
+
+inline int64_t element_bytes(const te_fl_tensor& t) noexcept { return t.dl.dtype.bits / 8; }
+inline bool aligned16(const te_fl_tensor& t) noexcept {
+  return reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % 16 == 0;
+}
+inline int64_t divided_up(int64_t a, int64_t b) noexcept { return (a + b - 1) / b; }
+// The most runs of eight elements that the 16-byte packs of a row of the tensor fill.
+inline int64_t runs_of(const te_fl_tensor& t) noexcept {
+  const int64_t keys = backend::as_matrix(t).cols;
+  if (keys % kRunElements == 0 && aligned16(t)) return keys / kRunElements;
+  return divided_up(keys + kRunElements - 1, kRunElements);
+}
+inline bool is_empty(const te_fl_tensor& t) noexcept { return backend::numel(t) == 0; }
+// The narrowest row that holds so many runs; no threads if none does.
+inline SoftmaxRow row_for(int64_t runs, int64_t element_bytes) noexcept {
+  for (const SoftmaxRow& row : kRows) {
+    if (row == kWidest && element_bytes != 2) break;
+    if (runs <= row.held()) return row;
+  }
+  return {};
+}
+// Bytes of shared memory in which a row of `runs` runs waits.
+constexpr int64_t staged_bytes(int64_t runs, int64_t element_bytes) noexcept {
+  const int64_t packs = runs * kRunElements * element_bytes / 16;
+  return (packs + kWideThreads - 1) / kWideThreads * kWideThreads * 16;
+}
+
+// Why the rows do not pass through shared memory by bulk copies; nullptr if they do.
+inline const char* refuse_streamed(const SoftmaxForward& f, const SoftmaxDevice& device) {
+  const int64_t row_bytes = backend::as_matrix(*f.input).cols * element_bytes(*f.input);
+  if (row_bytes > kStreamedBytes) return "rows of more than 64 KiB";
+  if (row_bytes % 16 != 0 || !aligned16(*f.input) || !aligned16(*f.output)) {
+    return "rows that are not aligned to 16 bytes";
+  }
+  if (device.compute_capability < 90) return "bulk copies need compute capability 9.0";
+  const bool fits = kStreamedShared + kOwnArrays <= device.shared_memory;
+  return fits ? nullptr : "three rows do not fit this GPU's shared memory";
+}
+
+constexpr const char* kHeld = "the row stays in registers";
+constexpr const char* kEmpty = "a tensor without elements";
+
+}  // namespace softmax_choice
+
+// The calls have passed the checks of their ops.
+inline SoftmaxChoice choose_softmax(const SoftmaxForward& f, const SoftmaxDevice& device) {
+  using namespace softmax_choice;
+  if (is_empty(*f.input)) return {SoftmaxKernel::kNone, {}, 1, kEmpty};
+  const int64_t runs = softmax_choice::runs_of(*f.input), bytes = element_bytes(*f.input);
+  if (runs <= kWidestForward) return {SoftmaxKernel::kRows, row_for(runs, bytes), 1, kHeld};
+  const char* why = refuse_streamed(f, device);
+  if (why == nullptr) {
+    return {SoftmaxKernel::kStreamed, {}, 1, "rows of up to 64 KiB, one comes as one is computed"};
+  }
+  const bool staged = staged_bytes(runs, bytes) <= kMostStaged;
+  return {staged ? SoftmaxKernel::kStaged : SoftmaxKernel::kWide, {}, 1, why};
+}
+inline SoftmaxChoice choose_softmax(const SoftmaxBackward& b, const SoftmaxDevice& device) {
+  using namespace softmax_choice;
+  if (is_empty(*b.output_grad)) return {SoftmaxKernel::kNone, {}, 1, kEmpty};
+  const int64_t runs = softmax_choice::runs_of(*b.output_grad);
+  const int64_t bytes = element_bytes(*b.output_grad);
+  const bool wide = runs > kWidest.held() / 2 && runs <= kWidest.held() && bytes == 2;
+  if (wide && device.compute_capability >= 90) {
+    return {SoftmaxKernel::kCluster, kClusterRow, kClusterBlocks,
+            "a row of more than 16384 elements stays in the registers of a cluster"};
+  }
+  const SoftmaxRow row = row_for(runs, bytes);
+  if (row.threads > 0) return {SoftmaxKernel::kRows, row, 1, kHeld};
+  return {SoftmaxKernel::kWide, {}, 1, "a row does not fit the registers of a block"};
+}
+
+}  // namespace te_fl::cuda
