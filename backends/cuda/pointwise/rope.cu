@@ -1,7 +1,8 @@
 // Rotary position embedding, on separate or packed Q, K, V.
 //
 // y_a = x_a cos f_a - x_b sin f_a, y_b = x_b cos f_b + x_a sin f_b for each pair (a, b). The
-// backward is the transpose of that map, also where the two angles of a pair differ.
+// backward is the transpose of that map, also where the two angles of a pair differ. How a launch
+// is divided is said by choose_rope() (rope_choice.hpp).
 #include "te_fl/ops/rope.h"
 
 #include <string>
@@ -9,7 +10,9 @@
 #include "common/overlap.hpp"
 #include "common/value_checks.hpp"
 #include "plugin/families.hpp"
+#include "pointwise/rope_choice.hpp"
 #include "pointwise/rope_kernels.cuh"
+#include "te_fl/backend/describe.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -90,72 +93,32 @@ Positions positions_of(const Args& a) {
 
 // ---- launches
 
-template <class... P>
-bool all_aligned(const P*... pointers) {
-  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
-}
-struct HeadKind {
-  int64_t width;
-  int table;  // -1: copied
-};
-
-// Tokens of a block, at most `most`, so that its threads have two items each again and again, with
-// few threads idle in the last round.
-int64_t tokens_of_block(int64_t items, int64_t most) {
-  constexpr int64_t kRound = 2 * kThreads;
-  int64_t best = 1;
-  double best_share = 0;
-  for (int64_t each = 1; each <= most && (each == 1 || items * each <= 4 * kRound); ++each) {
-    const auto busy = static_cast<double>(items * each);
-    const double share = busy / static_cast<double>(round_up(items * each, kRound));
-    if (share > best_share + 0.05) best = each, best_share = share;
-  }
-  return best;
-}
-
-// Fills in how the work is divided; true: in packs. `kinds` are the heads that there are.
-bool divide(RopePlan& plan, std::initializer_list<HeadKind> kinds, bool aligned) {
-  constexpr int64_t kSharedLimit = 48 << 10;
-  const Rotation &q = plan.rotation[0], &k = plan.rotation[1];
-  plan.same = k.angles == q.angles && k.columns == q.columns && k.rows == q.rows;
-  plan.columns = static_cast<uint32_t>(q.columns + (plan.same ? 0 : k.columns));
-  const int64_t token_bytes = int64_t{plan.columns} * 2 * sizeof(float);
-  plan.shared = token_bytes <= kSharedLimit;
-  const auto columns_of = [&](const HeadKind& kind) {
-    return kind.table < 0 ? int64_t{0} : plan.rotation[kind.table].columns;
-  };
-  bool packed = aligned && plan.shared;
-  for (const HeadKind& kind : kinds) {
-    packed = packed && kind.width % kGroup == 0 && columns_of(kind) % (2 * kGroup) == 0;
-  }
-  int64_t items = 1;
-  for (const HeadKind& kind : kinds) {
-    const int64_t columns = columns_of(kind), rest = kind.width - columns;
-    items = std::max(
-        items, packed ? columns / (2 * kGroup) + ceil_div(rest, 2 * kGroup) : columns / 2 + rest);
-  }
-  const int64_t most = plan.shared && token_bytes > 0 ? kSharedLimit / token_bytes : kMostTokens;
-  const int64_t each = tokens_of_block(items * plan.heads, std::min<int64_t>(most, kMostTokens));
-  plan.tokens_each = static_cast<uint32_t>(each);
-  plan.items = static_cast<uint32_t>(items);
-  plan.by_items = FastDiv(items);
+// Fills in how the work is divided.
+void divide(RopePlan& plan, const RopeChoice& choice) {
+  static_assert(rope_choice::kBlockThreads == kThreads && rope_choice::kPackElements == kGroup &&
+                rope_choice::kMostTokens == kMostTokens);
+  plan.same = choice.same;
+  plan.shared = choice.shared;
+  plan.columns = static_cast<uint32_t>(choice.columns);
+  plan.tokens_each = static_cast<uint32_t>(choice.tokens);
+  plan.items = static_cast<uint32_t>(choice.items);
+  plan.by_items = FastDiv(choice.items);
   plan.by_heads = FastDiv(plan.heads);
-  plan.by_columns = FastDiv(std::max<int64_t>(plan.columns, 1));
-  return packed;
+  plan.by_columns = FastDiv(std::max<int64_t>(choice.columns, 1));
 }
 
 template <class T, class Heads>
-void launch(const te_fl_context& ctx, RopePlan& plan, const Positions& positions,
-            const Heads& heads, std::initializer_list<HeadKind> kinds, bool aligned) {
+void launch(const te_fl_context& ctx, RopePlan& plan, const RopeChoice& choice,
+            const Positions& positions, const Heads& heads) {
   // sbhd without starts: the sequences' tokens of one position are neighbours.
   const bool repeats = positions.cu == nullptr && positions.starts == nullptr && positions.sbhd;
   plan.repeat = repeats ? positions.extent1 : 1;
-  const auto kernel =
-      divide(plan, kinds, aligned) ? rope_kernel<T, Heads, true> : rope_kernel<T, Heads, false>;
-  const size_t bytes =
-      plan.shared ? size_t{plan.tokens_each} * plan.columns * 2 * sizeof(float) : 0;
+  divide(plan, choice);
+  const auto kernel = choice.kernel == RopeKernel::kPacks ? rope_kernel<T, Heads, true>
+                                                          : rope_kernel<T, Heads, false>;
   const auto blocks = static_cast<unsigned>(ceil_div(plan.tokens, plan.tokens_each));
-  kernel<<<blocks, kThreads, bytes, stream_of(ctx)>>>(heads, plan, positions);
+  kernel<<<blocks, kThreads, static_cast<size_t>(choice.shared_bytes()), stream_of(ctx)>>>(
+      heads, plan, positions);
 }
 
 template <bool kBackward>
@@ -184,7 +147,8 @@ void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
   const Rotation rotation = rotation_of(freqs, a.interleaved != 0, kBackward, dim);
   check_positions(ctx, kBackward ? "fused_rope_backward" : "fused_rope_forward", p, tokens,
                   a.start_positions, freqs);
-  if (backend::numel(x) == 0) return;
+  const RopeChoice choice = choose_rope(rope_problem(a));
+  if (choice.kernel == RopeKernel::kNone) return;
   with_type(dtype_of(x), [&]<class T>(T) {
     const Separate<T> all{backend::data<const T>(x), backend::data<T>(*a.output), heads,
                           static_cast<int>(dim)};
@@ -192,7 +156,7 @@ void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
     plan.rotation[0] = rotation;
     plan.tokens = tokens;
     plan.heads = static_cast<uint32_t>(heads);
-    launch<T>(ctx, plan, p, all, {{all.width, 0}}, all_aligned(all.in, all.out));
+    launch<T>(ctx, plan, choice, p, all);
   });
   check_launch("rope");
 }
@@ -226,8 +190,8 @@ Positions packed_positions(const te_fl_context& ctx, const char* op, const Args&
 }
 
 template <class T, class Heads>
-void launch_packed(const te_fl_context& ctx, const Packed& p, const Positions& positions,
-                   const Rotation& q, const Rotation& k, Heads heads) {
+void launch_packed(const te_fl_context& ctx, const RopeChoice& choice, const Packed& p,
+                   const Positions& positions, const Rotation& q, const Rotation& k, Heads heads) {
   heads.groups = p.groups;
   heads.q_heads = static_cast<int>(p.q_heads);
   heads.k_dim = static_cast<int>(p.k_dim);
@@ -238,8 +202,7 @@ void launch_packed(const te_fl_context& ctx, const Packed& p, const Positions& p
   plan.rotation[1] = k;
   plan.tokens = p.tokens;
   plan.heads = static_cast<uint32_t>(p.groups * (p.q_heads + 2));
-  launch<T>(ctx, plan, positions, heads, {{p.k_dim, 0}, {p.k_dim, 1}, {p.v_dim, -1}},
-            all_aligned(heads.packed, heads.q, heads.k, heads.v));
+  launch<T>(ctx, plan, choice, positions, heads);
 }
 
 void qkv_forward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_forward_args& a) {
@@ -250,10 +213,11 @@ void qkv_forward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_forward_ar
   const Rotation q = rotation_of({"q_freqs", a.q_freqs}, a.interleaved != 0, false, p.k_dim);
   const Rotation k = rotation_of({"k_freqs", a.k_freqs}, a.interleaved != 0, false, p.k_dim);
   const Positions positions = packed_positions(ctx, "fused_qkv_rope_forward", a, *a.qkv_input);
-  if (backend::numel(*a.qkv_input) == 0) return;
+  const RopeChoice choice = choose_rope(rope_problem(a));
+  if (choice.kernel == RopeKernel::kNone) return;
   with_type(dtype_of(*a.qkv_input), [&]<class T>(T) {
     launch_packed<T>(
-        ctx, p, positions, q, k,
+        ctx, choice, p, positions, q, k,
         Joined<T, false>{backend::data<const T>(*a.qkv_input), backend::data<T>(*a.q_out),
                          backend::data<T>(*a.k_out), backend::data<T>(*a.v_out)});
   });
@@ -267,10 +231,11 @@ void qkv_backward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_backward_
   const Rotation q = rotation_of({"q_freqs", a.q_freqs}, a.interleaved != 0, true, p.k_dim);
   const Rotation k = rotation_of({"k_freqs", a.k_freqs}, a.interleaved != 0, true, p.k_dim);
   const Positions positions = packed_positions(ctx, "fused_qkv_rope_backward", a, *a.qkv_grad);
-  if (backend::numel(*a.qkv_grad) == 0) return;
+  const RopeChoice choice = choose_rope(rope_problem(a));
+  if (choice.kernel == RopeKernel::kNone) return;
   with_type(dtype_of(*a.qkv_grad), [&]<class T>(T) {
     launch_packed<T>(
-        ctx, p, positions, q, k,
+        ctx, choice, p, positions, q, k,
         Joined<T, true>{backend::data<T>(*a.qkv_grad), backend::data<const T>(*a.q_grad),
                         backend::data<const T>(*a.k_grad), backend::data<const T>(*a.v_grad)});
   });
@@ -302,16 +267,26 @@ Refusal refuse_qkv_backward(const te_fl_fused_qkv_rope_backward_args& a) {
   return refuse_packed(a, a.qkv_grad, a.q_grad, a.k_grad, a.v_grad);
 }
 
+template <class Args>
+std::string words_of(const te_fl_context&, const Args& a) {
+  return "rope kernel " + choose_rope(rope_problem(a)).text();
+}
+template <class Args, auto F, auto Refuses>
+void append(std::vector<te_fl_op_desc>& ops, const char* name) {
+  ops.push_back(descriptor<Args, F, Refuses>(name));
+  ops.back().describe = backend::describe_thunk<Args, words_of<Args>>;
+}
+
 }  // namespace
 
 void append_rope(std::vector<te_fl_op_desc>& ops) {
   using Rope = te_fl_rope_rope_args;
   using Forward = te_fl_fused_qkv_rope_forward_args;
   using Backward = te_fl_fused_qkv_rope_backward_args;
-  ops.push_back(descriptor<Rope, rope<false>, refuse_rope>("fused_rope_forward"));
-  ops.push_back(descriptor<Rope, rope<true>, refuse_rope>("fused_rope_backward"));
-  ops.push_back(descriptor<Forward, qkv_forward, refuse_qkv_forward>("fused_qkv_rope_forward"));
-  ops.push_back(descriptor<Backward, qkv_backward, refuse_qkv_backward>("fused_qkv_rope_backward"));
+  append<Rope, rope<false>, refuse_rope>(ops, "fused_rope_forward");
+  append<Rope, rope<true>, refuse_rope>(ops, "fused_rope_backward");
+  append<Forward, qkv_forward, refuse_qkv_forward>(ops, "fused_qkv_rope_forward");
+  append<Backward, qkv_backward, refuse_qkv_backward>(ops, "fused_qkv_rope_backward");
 }
 
 }  // namespace te_fl::cuda
