@@ -47,13 +47,6 @@ __global__ void __launch_bounds__(kLanes* kRowsAtOnce)
 
 }  // namespace
 
-bool has_fast_column_sums(const te_fl_tensor& t) {
-  const int dtype = dtype_of(t);
-  return t.quant == nullptr && (dtype == TE_FL_F16 || dtype == TE_FL_BF16) &&
-         backend::as_matrix(t).cols % kGroup == 0 && backend::as_matrix(t).cols > 0 &&
-         reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % sizeof(uint4) == 0;
-}
-
 void fast_column_sums(const te_fl_context& ctx, const te_fl_tensor& t, float* partials,
                       const te_fl_tensor& out, bool accumulate) {
   const backend::Matrix m = backend::as_matrix(t);

@@ -2,35 +2,26 @@
 // capability 9.0 (fused_gemm.cuh).
 #pragma once
 
-#include "gemm/gemm_plan.hpp"
+#include "gemm/gemm_choice.hpp"
 
 namespace te_fl::cuda {
 
+// Serves BF16, and forward FP8 without the split accumulator (into an output that finds its own
+// scale, the kernel finds the amax, and a pass over pre_gelu_out writes the codes); extents in
+// multiples of the kernel's tiles and large enough to keep the chip busy.
 class FusedProduct {
  public:
-  // Decides from metadata and addresses. `call` outlives this.
-  FusedProduct(const te_fl_context& ctx, const te_fl_generic_gemm_args& call);
-  // Whether the call is served so: BF16, or forward FP8 without the split accumulator (into an
-  // output that finds its own scale, the kernel finds the amax, and a pass over pre_gelu_out writes
-  // the codes); extents in multiples of the kernel's tiles and large enough to keep the chip busy.
-  explicit operator bool() const { return form_ != Form::kNone; }
-  const char* refusal() const { return refusal_; }  // or why not; static text
+  // `path` is choose_gemm()'s for the call, of kind kFused. Both outlive this.
+  FusedProduct(const te_fl_generic_gemm_args& call, const GemmPath& path)
+      : call_(call), problem_(path.problem), form_(path.form) {}
 
   size_t scratch_bytes() const;  // a multiple of 256
   void run(const te_fl_context& ctx, void* scratch) const;
 
  private:
-  enum class Form { kNone, kForward, kForwardCodes, kForwardMeasured, kBackward };
-  const char* refuse(const te_fl_context& ctx) const;
-  const char* refuse_operands() const;
-  const char* refuse_result() const;
-  Form form_of() const;
-  bool finds_scale() const;
-
   const te_fl_generic_gemm_args& call_;
-  Problem problem_;
-  const char* refusal_ = nullptr;
-  Form form_ = Form::kNone;
+  const Problem& problem_;
+  FusedForm form_;
 };
 
 }  // namespace te_fl::cuda

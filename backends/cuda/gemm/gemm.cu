@@ -1,7 +1,8 @@
 // generic_gemm on cuBLASLt. Row-major matrices are column-major ones of the transpose, so the
 // library computes D^T = op(B)^T op(A)^T: B is its left operand, A its right one.
 //
-// A call takes one of four ways, decided by metadata and alignment:
+// A call takes one of four ways, which choose_gemm() (gemm_choice.hpp) says by metadata and
+// alignment:
 //   direct: the library reads the operands and writes D, with the epilogues it has for the dtypes;
 //     FP8 under a given scale and row-wise only, too;
 //   fused (fused_gemm.hpp): GELU or its gradient in the product's own kernel;
@@ -17,8 +18,11 @@
 #include "common/overlap.hpp"
 #include "common/store.cuh"
 #include "device/device.hpp"
+#include "device/device_attributes.hpp"
+#include "device/driver.hpp"
 #include "gemm/cublaslt.hpp"
 #include "gemm/fused_gemm.hpp"
+#include "gemm/gemm_choice.hpp"
 #include "gemm/gemm_composed.hpp"
 #include "gemm/gemm_limits.hpp"
 #include "gemm/gemm_operand.cuh"
@@ -66,15 +70,26 @@ Scratch scratch(const Args& args, const Problem& p, void* base) {
   return s;
 }
 
-size_t product_workspace(const Args& args) { return scratch(args, describe(args), nullptr).bytes; }
-// Whether an activation follows the product; only then do the fused and composed ways come up.
-bool activates(const Args& args) { return args.gelu != 0 || args.pre_gelu_in != nullptr; }
-size_t all_workspace(const te_fl_context& ctx, const Args& args) {
-  if (!activates(args)) return product_workspace(args);
-  if (const FusedProduct fused(ctx, args); fused) return fused.scratch_bytes();
-  const Composed composed(args);
-  return composed ? product_workspace(composed.product()) + composed.scratch_bytes()
-                  : product_workspace(args);
+// The choice for a call. Only the way that activates depends on the device.
+GemmPath path_of(const te_fl_context& ctx, const Args& args) {
+  GemmDevice device{architecture(ctx.device.index), 0, false};
+  if (activates(args) && device.architecture == kFusedArchitecture) {
+    device.multiprocessors = multiprocessors(ctx.device.index);
+    device.has_tensor_maps = driver().encode_tensor_map != nullptr;
+  }
+  return choose_gemm(args, device);
+}
+size_t workspace_of(const GemmPath& path, const Args& args) {
+  switch (path.kind) {
+    case GemmPath::Kind::kFused:
+      return FusedProduct(args, path).scratch_bytes();
+    case GemmPath::Kind::kComposed: {
+      const Composed composed(args);
+      return scratch(composed.product(), path.problem, nullptr).bytes + composed.scratch_bytes();
+    }
+    default:
+      return scratch(args, path.problem, nullptr).bytes;
+  }
 }
 
 // The plan that the host keeps for such calls, nullptr if it is not for this very one.
@@ -85,7 +100,7 @@ const Plan* kept_plan(const te_fl_context& ctx, const Args& args) {
 
 size_t workspace(const te_fl_context& ctx, const Args& args) {
   const Plan* plan = kept_plan(ctx, args);
-  return plan != nullptr ? plan->scratch_bytes : all_workspace(ctx, args);
+  return plan != nullptr ? plan->scratch_bytes : workspace_of(path_of(ctx, args), args);
 }
 
 void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, const Scratch& s,
@@ -149,7 +164,8 @@ struct Epilogue {
   }
 };
 
-void finish(const te_fl_context& ctx, const Args& args, const Problem& p, const Scratch& s) {
+void apply_epilogue(const te_fl_context& ctx, const Args& args, const Problem& p,
+                    const Scratch& s) {
   Epilogue e{s.product, p.padded_n, p.n, {}, {}, {}, {}, nullptr, args.beta, false};
   if (args.bias != nullptr) e.bias = Source(*args.bias);
   if (args.pre_gelu_out != nullptr) store_output(ctx, *args.pre_gelu_out, e);
@@ -168,7 +184,7 @@ void finish(const te_fl_context& ctx, const Args& args, const Problem& p, const 
   store_output(ctx, *args.d, e);
 }
 
-// What else a quantised output holds; the library set `found`.
+// Completes a quantised output; the library set `found`.
 __global__ void finish_codes_kernel(const float* found, const float* scale, float* scale_inv,
                                     float* amax) {
   if (scale_inv != nullptr) *scale_inv = 1.0f / *scale;
@@ -181,7 +197,7 @@ void finish_codes(const te_fl_context& ctx, const Args& args, const Problem& p) 
   check_launch("finish_codes_kernel");
 }
 
-// Of op(A), summed over K.
+// The values of op(A) that are summed over K.
 struct BiasGrad {
   Values a;
   bool along;  // A is stored [M, K]
@@ -219,13 +235,15 @@ void check_arguments(const Args& args) {
 void need_workspace(const te_fl_context& ctx, const Args& args, size_t bytes) {
   if (ctx.workspace_bytes >= bytes) return;
   invalid("the workspace has " + std::to_string(ctx.workspace_bytes) + " bytes, " +
-          text_of(args, describe(args)) + " needs " + std::to_string(bytes));
+          text_of(args, problem_of(args)) + " needs " + std::to_string(bytes));
 }
 
-// The direct way or the general one.
-void run_product(const te_fl_context& ctx, const Args& args) {
+// Runs the direct way or the general one; `chosen`: the problem if it is known, else NULL.
+void run_product(const te_fl_context& ctx, const Args& args, const Problem* chosen) {
   const Plan* plan = kept_plan(ctx, args);
-  Problem p = plan != nullptr ? problem_of(*plan, args) : describe(args);
+  Problem p = plan != nullptr     ? problem_of(*plan, args)
+              : chosen != nullptr ? *chosen
+                                  : problem_of(args);
   const Scratch s = scratch(args, p, ctx.workspace);
   need_workspace(ctx, args, s.bytes);
   if (p.codes) p.found_amax = static_cast<float*>(ctx.workspace);
@@ -249,40 +267,42 @@ void run_product(const te_fl_context& ctx, const Args& args) {
   }
   if (p.m > 0 && p.n > 0) multiply(ctx, args, p, s, plan);
   if (p.codes) finish_codes(ctx, args, p);
-  if (!p.direct) finish(ctx, args, p, s);
+  if (!p.direct) apply_epilogue(ctx, args, p, s);
+}
+
+void run_composed(const te_fl_context& ctx, const Args& args, const GemmPath& path) {
+  Composed composed(args);
+  const size_t first = scratch(composed.product(), path.problem, nullptr).bytes;
+  need_workspace(ctx, args, first + composed.scratch_bytes());
+  composed.bind(static_cast<char*>(ctx.workspace) + first);
+  run_product(ctx, composed.product(), &path.problem);
+  composed.activate(ctx);
 }
 
 void generic_gemm(const te_fl_context& ctx, const Args& args) {
   check_arguments(args);
-  if (!activates(args)) return run_product(ctx, args);
-  if (const FusedProduct fused(ctx, args); fused) {
-    need_workspace(ctx, args, fused.scratch_bytes());
-    return fused.run(ctx, ctx.workspace);
+  if (!activates(args)) return run_product(ctx, args, nullptr);  // the plan knows the problem
+  const GemmPath path = path_of(ctx, args);
+  switch (path.kind) {
+    case GemmPath::Kind::kFused: {
+      const FusedProduct fused(args, path);
+      need_workspace(ctx, args, fused.scratch_bytes());
+      return fused.run(ctx, ctx.workspace);
+    }
+    case GemmPath::Kind::kComposed:
+      return run_composed(ctx, args, path);
+    default:
+      return run_product(ctx, args, &path.problem);
   }
-  Composed composed(args);
-  if (!composed) return run_product(ctx, args);
-  const size_t first = product_workspace(composed.product());
-  need_workspace(ctx, args, first + composed.scratch_bytes());
-  composed.bind(static_cast<char*>(ctx.workspace) + first);
-  run_product(ctx, composed.product());
-  composed.activate(ctx);
 }
 
 std::string words_of(const te_fl_context& ctx, const Args& args) {
-  const auto product_path = [&](const Args& product) {
-    const Problem p = describe(product);
-    GemmPath path = path_of(p);
-    path.algorithm = algorithm_of(ctx, product, p);
-    return path;
-  };
-  if (!activates(args)) return product_path(args).text();
-  const FusedProduct fused(ctx, args);
-  const Composed composed(args);
-  GemmPath path = product_path(composed ? composed.product() : args);
-  path.unfused = fused.refusal();
-  path.kind = fused      ? GemmPath::Kind::kFused
-              : composed ? GemmPath::Kind::kComposed
-                         : GemmPath::Kind::kProduct;
+  GemmPath path = path_of(ctx, args);
+  if (path.kind == GemmPath::Kind::kComposed) {
+    path.algorithm = algorithm_of(ctx, ComposedProduct(args).product(), path.problem);
+  } else if (path.kind == GemmPath::Kind::kProduct) {
+    path.algorithm = algorithm_of(ctx, args, path.problem);
+  }
   return path.text();
 }
 
@@ -343,13 +363,14 @@ te_fl_status prepare(void*, const te_fl_context* ctx, const void* raw, void** pl
     const DeviceGuard guard(ctx->device.index);
     check_arguments(*args);
     *plan = nullptr;
-    if (FusedProduct(*ctx, *args)) return;
-    const Composed composed(*args);
-    const Args& product = composed ? composed.product() : *args;
-    const Problem p = describe(product);
-    if (!runs_library(p)) return;
+    const GemmPath path = path_of(*ctx, *args);
+    const Problem& p = path.problem;
+    if (path.kind == GemmPath::Kind::kFused || !runs_library(p)) return;
+    const ComposedProduct composed(*args);
+    const bool composes = path.kind == GemmPath::Kind::kComposed;
+    const Args& product = composes ? composed.product() : *args;
     auto made = std::make_unique<Plan>(make_plan(*ctx, product, p));
-    made->scratch_bytes = all_workspace(*ctx, *args);
+    made->scratch_bytes = workspace_of(path, *args);
     *plan = made.release();
   });
 }

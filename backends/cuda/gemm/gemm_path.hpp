@@ -1,10 +1,15 @@
-// By which kernels a call of generic_gemm goes, as words. Plain C++, so that it can be tested where
-// there is no GPU; what decides it is describe(), FusedProduct and Composed.
+// The kernels by which a call of generic_gemm goes, as choose_gemm() (gemm_choice.hpp) returns it
+// and as words. Plain C++, so that it can be tested where there is no GPU.
 #pragma once
 
 #include <string>
 
+#include "gemm/gemm_problem.hpp"
+
 namespace te_fl::cuda {
+
+// The kernels of fused_gemm.cu.
+enum class FusedForm { kNone, kForward, kForwardCodes, kForwardMeasured, kBackward };
 
 struct GemmPath {
   enum class Kind {
@@ -13,12 +18,14 @@ struct GemmPath {
     kComposed,  // the product, then the kernel of GELU or of its gradient
   };
   Kind kind = Kind::kProduct;
-  const char* unfused = nullptr;    // of a call with GELU: why no kernel does both; static text
-  bool empty = false;               // there is nothing to multiply
-  bool fp8 = false;                 // the library multiplies FP8
-  const char* converted = nullptr;  // what is done to the operands before; static text
-  const char* indirect = nullptr;   // why the library does not write D; static text
-  std::string algorithm{};          // the library's, and who chose it; empty: it is not called
+  const char* unfused = nullptr;      // of a call with GELU: why no kernel does both; static text
+  bool empty = false;                 // there is nothing to multiply
+  bool fp8 = false;                   // the library multiplies FP8
+  const char* converted = nullptr;    // what is done to the operands before; static text
+  const char* indirect = nullptr;     // why the library does not write D; static text
+  std::string algorithm{};            // the library's, and who chose it; empty: it is not called
+  FusedForm form = FusedForm::kNone;  // of kFused
+  Problem problem{};  // of kProduct and kFused the call, of kComposed the product that comes first
 
   std::string text() const {
     if (kind == Kind::kFused) return "fused_gemm: product and GELU in one kernel of the plugin";

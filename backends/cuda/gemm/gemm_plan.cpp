@@ -5,7 +5,6 @@
 #include <cstring>
 #include <vector>
 
-#include "common/column_sums.hpp"
 #include "device/cuda_check.hpp"
 #include "gemm/cublaslt.hpp"
 #include "gemm/gemm_algorithm.hpp"
@@ -20,7 +19,6 @@ using Args = te_fl_generic_gemm_args;
 
 int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
 cudaStream_t stream_of(const te_fl_context& ctx) { return static_cast<cudaStream_t>(ctx.stream); }
-int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
 cudaDataType library_type(int dtype) {
   switch (dtype) {
@@ -37,153 +35,13 @@ cudaDataType library_type(int dtype) {
   }
 }
 
-Operand operand(const te_fl_tensor& t, bool along) {
-  Operand o;
-  o.tensor = &t;
-  o.dtype = dtype_of(t);
-  o.along = along;
-  if (backend::scaling(t) == TE_FL_SCALING_NONE) return o;
-  const te_fl_quant& quant = *t.quant;
-  o.codes = along ? backend::data<const void>(t) : quant.columnwise_data;
-  const void* scale = along ? quant.scale_inv : quant.columnwise_scale_inv;
-  if (scale == nullptr && quant.scaling == TE_FL_SCALING_TENSOR) {
-    scale = along ? quant.columnwise_scale_inv : quant.scale_inv;
-  }
-  o.scale_inv = static_cast<const float*>(scale);
-  return o;
-}
-
-// Codes under a given scale, in one copy: what the library writes of FP8 operands. E5M2 comes from
-// gradients.
-bool direct_codes(const Args& args, bool fp8) {
-  if (args.d->quant == nullptr || backend::numel(*args.d) == 0) return false;
-  const te_fl_quant& quant = *args.d->quant;
-  const int d = dtype_of(*args.d);
-  const bool gradient = dtype_of(*args.a) == TE_FL_F8E5M2 || dtype_of(*args.b) == TE_FL_F8E5M2;
-  const int bias = args.bias != nullptr ? dtype_of(*args.bias) : TE_FL_BF16;
-  return fp8 && quant.scaling == TE_FL_SCALING_TENSOR && !is_block(*args.a) &&
-         (quant.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0 && quant.scale != nullptr &&
-         args.d->dl.data != nullptr && quant.columnwise_data == nullptr &&
-         gradient == (d == TE_FL_F8E5M2) && (bias == TE_FL_BF16 || bias == TE_FL_F16) &&
-         !args.gelu && args.pre_gelu_in == nullptr && args.residual == nullptr && !args.accumulate;
-}
-
-// Whether a matrix's rows are whole pieces of 16 bytes, which the library's best kernels want.
-bool whole_rows(const te_fl_tensor& t) {
-  return backend::as_matrix(t).cols * bytes_of(dtype_of(t)) % 16 == 0 &&
-         aligned16(backend::data<const void>(t));
-}
-
-// Why the library does not do the epilogue; nullptr if it does.
-const char* refuse_epilogue(const Args& args, bool fp8) {
-  const int d = dtype_of(*args.d);
-  if (args.d_sum != nullptr) return "d_sum is asked for";
-  if (is_fp8(d)) {
-    return direct_codes(args, fp8) ? nullptr : "the library writes no such codes of such a call";
-  }
-  const bool half = d == TE_FL_F16 || d == TE_FL_BF16;
-  if (args.bias != nullptr && (dtype_of(*args.bias) != d || (fp8 && !half))) {
-    return "the bias is of a dtype that the library does not add";
-  }
-  // Of other rows the library rounds the product before it adds the bias (cuBLASLt 13.1).
-  if (args.bias != nullptr && half && !fp8 &&
-      !(whole_rows(*args.a) && whole_rows(*args.b) && whole_rows(*args.d))) {
-    return "with a bias, rows that are not whole pieces of 16 bytes";
-  }
-  // The library adds one matrix, of D's type.
-  if (args.residual != nullptr && (args.accumulate || dtype_of(*args.residual) != d ||
-                                   !aligned16(backend::data<const void>(*args.residual)))) {
-    return "a residual that the library does not add";
-  }
-  // Reading C from where D goes, the library rounds to D's type before it adds the bias (seen with
-  // cuBLASLt 13.1); from other memory it rounds once.
-  const bool in_place = args.accumulate || adds_in_place(args);
-  if (half && in_place && args.bias != nullptr) return "a bias on a sum that D holds";
-  // The library's GELU takes the chip's approximate tanh: 6e-4 off on an H200 (cuBLASLt 13), which
-  // is beyond the tolerance of BF16. Its gradient is off by more than F16's, and slower than a
-  // kernel of its own (bench/README.md).
-  if (args.gelu || args.pre_gelu_in != nullptr) return "the library's GELU is not exact enough";
-  return nullptr;
-}
-
-const char* refuse_direct(const Args& args, const Problem& p) {
-  const int d = dtype_of(*args.d);
-  const bool fits = p.convert == Convert::kNone ? !p.fp8 || aligned16(backend::data<void>(*args.d))
-                                                : p.convert == Convert::kWiden && d == TE_FL_F32;
-  const bool types = p.fp8 || p.convert == Convert::kWiden || d == p.a.dtype ||
-                     (d == TE_FL_F32 && (p.a.dtype == TE_FL_F16 || p.a.dtype == TE_FL_BF16));
-  if (p.k == 0) return "there is nothing to contract";
-  if (!fits) return "D is not where, or of no dtype in which, the library could write it";
-  if (!types) return "D is of a dtype that the library does not make of such operands";
-  return refuse_epilogue(args, p.fp8);
-}
-
 }  // namespace
-
-Problem describe(const Args& args) {
-  Problem p;
-  const backend::Matrix d = backend::as_matrix(*args.d), a = backend::as_matrix(*args.a);
-  p.m = d.rows;
-  p.n = d.cols;
-  p.k = args.trans_a ? a.rows : a.cols;
-  p.a = operand(*args.a, args.trans_a == 0);
-  p.b = operand(*args.b, args.trans_b != 0);
-  p.padded_n = p.n;
-  p.padded_k = p.k;
-  const bool a_plain = backend::scaling(*args.a) == TE_FL_SCALING_NONE;
-  const bool b_plain = backend::scaling(*args.b) == TE_FL_SCALING_NONE;
-  const bool a_block = is_block(*args.a), b_block = is_block(*args.b);
-  if (a_plain && b_plain) {
-    if (p.a.dtype != p.b.dtype) p.convert = Convert::kWiden;
-  } else if (a_plain || b_plain || a_block != b_block ||
-             (p.a.dtype == TE_FL_F8E5M2 && p.b.dtype == TE_FL_F8E5M2)) {
-    p.convert = Convert::kWiden;
-  } else if (a_block) {
-    const bool whole = p.k % 128 == 0 && p.n % 16 == 0 && p.m % 8 == 0 &&
-                       p.a.dtype == TE_FL_F8E4M3 && p.b.dtype == TE_FL_F8E4M3;
-    const bool present = p.a.codes != nullptr && p.b.codes != nullptr && aligned16(p.a.codes) &&
-                         aligned16(p.b.codes) && aligned16(p.a.scale_inv) &&
-                         aligned16(p.b.scale_inv);
-    if (whole && present) {
-      p.fp8 = p.block = true;
-    } else {
-      p.convert = Convert::kWiden;
-    }
-  } else {
-    p.fp8 = true;
-    p.padded_n = round_up(p.n, 16);
-    p.padded_k = round_up(p.k, 16);
-    if (p.padded_n != p.n || p.padded_k != p.k || !aligned16(p.a.codes) || !aligned16(p.b.codes)) {
-      p.convert = Convert::kPad;
-    }
-  }
-  const int d_dtype = dtype_of(*args.d);
-  p.indirect = refuse_direct(args, p);
-  p.direct = p.indirect == nullptr;
-  p.codes = p.direct && is_fp8(d_dtype);
-  const bool half = d_dtype == TE_FL_F16 || d_dtype == TE_FL_BF16;
-  p.bias_grad = p.direct && !p.fp8 && half && args.bias_grad != nullptr &&
-                !args.accumulate_bias_grad && args.bias == nullptr && args.residual == nullptr &&
-                dtype_of(*args.bias_grad) == d_dtype && p.m > 0 && p.n > 0 &&
-                !(args.trans_a && has_fast_column_sums(*args.a));
-  return p;
-}
 
 Problem problem_of(const Plan& plan, const Args& args) {
   Problem p = plan.problem;
-  p.a = operand(*args.a, p.a.along);
-  p.b = operand(*args.b, p.b.along);
+  p.a = operand_of(*args.a, p.a.along);
+  p.b = operand_of(*args.b, p.b.along);
   return p;
-}
-
-GemmPath path_of(const Problem& p) {
-  GemmPath path;
-  path.empty = !runs_library(p);
-  path.fp8 = p.fp8;
-  if (p.convert == Convert::kPad) path.converted = "padded to multiples of 16";
-  if (p.convert == Convert::kWiden) path.converted = "widened to FP32";
-  path.indirect = p.indirect;
-  return path;
 }
 
 std::string text_of(const Args& args, const Problem& p) {
@@ -196,22 +54,22 @@ std::string text_of(const Args& args, const Problem& p) {
 
 namespace {
 
-// A call, described only if something of it fails.
-struct What {
+// A call, put into words only if something of it fails.
+struct FailingCall {
   const Args& args;
   const Problem& problem;
 };
-void check(cublasStatus_t status, const char* function, const What& what) {
+void check(cublasStatus_t status, const char* function, const FailingCall& call) {
   if (status != CUBLAS_STATUS_SUCCESS) {
-    cuda::check(status, function, text_of(what.args, what.problem));
+    cuda::check(status, function, text_of(call.args, call.problem));
   }
 }
 
 template <class T>
 void set(Matmul& matmul, cublasLtMatmulDescAttributes_t attribute, const T& value,
-         const What& what) {
+         const FailingCall& call) {
   check(cublaslt()->desc_set(&matmul.desc, attribute, &value, sizeof value),
-        "cublasLtMatmulDescSetAttribute", what);
+        "cublasLtMatmulDescSetAttribute", call);
 }
 
 cublasLtEpilogue_t epilogue_of(const Args& args, const Problem& p) {
@@ -233,21 +91,21 @@ int32_t scale_mode(const te_fl_tensor& t) {
 }
 
 // The pointers that belong to one call, in a copy of a plan's description.
-void set_pointers(Matmul& matmul, const Args& args, const Problem& p, const What& what) {
+void set_pointers(Matmul& matmul, const Args& args, const Problem& p, const FailingCall& call) {
   if (p.fp8) {
-    set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scale_inv, what);
-    set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scale_inv, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scale_inv, call);
+    set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a.scale_inv, call);
   }
   if (!p.direct) return;
   if (p.codes) {
     // A choice of algorithms wants a pointer to where the amax would go, whichever.
     float* amax = p.found_amax != nullptr ? p.found_amax : args.d->quant->scale;
-    set(matmul, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, args.d->quant->scale, what);
-    set(matmul, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, amax, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, args.d->quant->scale, call);
+    set(matmul, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, amax, call);
   }
   const te_fl_tensor* bias = p.bias_grad ? args.bias_grad : args.bias;
   if (bias != nullptr) {
-    set(matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, backend::data<const void>(*bias), what);
+    set(matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, backend::data<const void>(*bias), call);
   }
 }
 
@@ -257,31 +115,32 @@ uint32_t alignment_of(const void* p) {
                       : static_cast<uint32_t>(std::min<uintptr_t>(address & (~address + 1), 256));
 }
 
-void describe_operation(Matmul& matmul, const Args& args, const Problem& p, const What& what) {
+void describe_operation(Matmul& matmul, const Args& args, const Problem& p,
+                        const FailingCall& call) {
   check(cublaslt()->desc_init(&matmul.desc, sizeof matmul.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
-        "cublasLtMatmulDescInit", what);
+        "cublasLtMatmulDescInit", call);
   // FP8 is TN only: both operands are read with the contraction along their rows.
   const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
-  set(matmul, CUBLASLT_MATMUL_DESC_TRANSA, b_along ? CUBLAS_OP_T : CUBLAS_OP_N, what);
-  set(matmul, CUBLASLT_MATMUL_DESC_TRANSB, a_along ? CUBLAS_OP_N : CUBLAS_OP_T, what);
+  set(matmul, CUBLASLT_MATMUL_DESC_TRANSA, b_along ? CUBLAS_OP_T : CUBLAS_OP_N, call);
+  set(matmul, CUBLASLT_MATMUL_DESC_TRANSB, a_along ? CUBLAS_OP_N : CUBLAS_OP_T, call);
   if (p.fp8) {
     const int8_t fast = !p.block && !args.use_split_accumulator;
-    set(matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast, what);
+    set(matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM, fast, call);
   }
   if (p.block) {
-    set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(*args.b), what);
-    set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(*args.a), what);
+    set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(*args.b), call);
+    set(matmul, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(*args.a), call);
   }
   if (!p.direct) return;
-  set(matmul, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(args, p), what);
+  set(matmul, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(args, p), call);
   const te_fl_tensor* bias = p.bias_grad ? args.bias_grad : args.bias;
   if (bias != nullptr) {
     set(matmul, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE,
-        static_cast<int32_t>(library_type(dtype_of(*bias))), what);
+        static_cast<int32_t>(library_type(dtype_of(*bias))), call);
   }
 }
 
-// What is converted lies in scratch.
+// Converted operands lie in scratch.
 uint32_t operand_alignment(const Problem& p, const Operand& o) {
   if (p.convert != Convert::kNone) return 256;
   return alignment_of(p.fp8 ? o.codes : backend::data<void>(*o.tensor));
@@ -316,7 +175,7 @@ bool captures(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Whether such products are measured where measuring is on and the stream is not being captured.
+// True of products that are measured where measuring is on and the stream is not being captured.
 bool measurable(const Problem& p) { return p.convert == Convert::kNone; }
 
 }  // namespace
@@ -329,20 +188,20 @@ std::string algorithm_of(const te_fl_context& ctx, const Args& args, const Probl
 Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   const int device = ctx.device.index;
   const CublasLt& lt = *cublaslt();
-  const What what{args, p};
+  const FailingCall call{args, p};
   Plan plan{};
   plan.problem = p;
   plan.in_place = adds_in_place(args);
   Matmul& matmul = plan.matmul;
   matmul.codes = p.codes;
-  describe_operation(matmul, args, p, what);
-  set_pointers(matmul, args, p, what);
+  describe_operation(matmul, args, p, call);
+  set_pointers(matmul, args, p, call);
   const bool widen = p.convert == Convert::kWiden;
   const auto layout = [&](cublasLtMatrixLayoutOpaque_t& out, int dtype, int64_t rows,
                           int64_t cols) {
     check(lt.layout_init(&out, sizeof out, library_type(dtype), static_cast<uint64_t>(rows),
                          static_cast<uint64_t>(cols), std::max<int64_t>(rows, 1)),
-          "cublasLtMatrixLayoutInit", what);
+          "cublasLtMatrixLayoutInit", call);
   };
   const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
   const int64_t n = p.padded_n, k = p.padded_k;
@@ -354,10 +213,10 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
     layout(matmul.added, args.bias != nullptr ? dtype_of(*args.bias) : TE_FL_BF16, n, p.m);
 
   cublasLtMatmulPreferenceOpaque_t preference;
-  check(lt.preference_init(&preference, sizeof preference), "cublasLtMatmulPreferenceInit", what);
+  check(lt.preference_init(&preference, sizeof preference), "cublasLtMatmulPreferenceInit", call);
   const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
     check(lt.preference_set(&preference, attribute, &value, sizeof value),
-          "cublasLtMatmulPreferenceSetAttribute", what);
+          "cublasLtMatmulPreferenceSetAttribute", call);
   };
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kLibraryWorkspace});
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, operand_alignment(p, p.b));
@@ -383,7 +242,7 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
     }
     backend::unsupported("cuBLASLt has no algorithm for " + text_of(args, p));
   }
-  check(status, "cublasLtMatmulAlgoGetHeuristic", what);
+  check(status, "cublasLtMatmulAlgoGetHeuristic", call);
   matmul.algo = found[0].algo;
   if (tunes) {
     std::vector<cublasLtMatmulAlgo_t> candidates;
@@ -407,16 +266,16 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
 
 void run_plan(const te_fl_context& ctx, const Args& args, const Problem& p, const Plan& plan,
               const void* left, const void* right, void* out, void* workspace) {
-  const What what{args, p};
+  const FailingCall call{args, p};
   Matmul matmul = plan.matmul;  // other threads run the same plan with their pointers
-  set_pointers(matmul, args, p, what);
+  set_pointers(matmul, args, p, call);
   const bool adds = p.direct && args.residual != nullptr;
   const float beta = adds ? 1.0f : p.direct && args.accumulate ? args.beta : 0.0f;
   const void* added = adds ? backend::data<const void>(*args.residual) : p.codes ? nullptr : out;
   check(cublaslt()->matmul(cublaslt_handle(ctx.device.index), &matmul.desc, &args.alpha, left,
                            &matmul.left, right, &matmul.right, &beta, added, matmul.addend(), out,
                            &matmul.out, &matmul.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
-        "cublasLtMatmul", what);
+        "cublasLtMatmul", call);
 }
 
 }  // namespace te_fl::cuda
