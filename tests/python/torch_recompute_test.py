@@ -72,6 +72,15 @@ class Recomputation(Each):
                             got = self.steps(name, "cpu", recipe, lambda m, x: outer(lambda t: inner(m, torch.relu(t)) + t, x))
                             self.same(got, want)
 
+    def test_hooks_of_the_program_inside_of_what_is_checkpointed(self):
+        def step(module, x):
+            with torch.autograd.graph.save_on_cpu():
+                return module(x)
+        for recipe in RECIPES[1:]:
+            want = self.steps("LayerNormMLP", "cpu", recipe, lambda m, x: m(x))
+            for run in PLAIN:
+                self.same(self.steps("LayerNormMLP", "cpu", recipe, lambda m, x: run(step, m, x)), want)
+
     def test_torch_checkpoint_and_an_evaluation_before_the_backward(self):
         for run in PLAIN:
             module, results = randomise(te.LayerNormMLP(32, 64, device="cpu")), []

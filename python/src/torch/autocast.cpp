@@ -63,15 +63,13 @@ nn::Recipe recipe_of(PyObject* dict) {
     PyObject* const functions = get(dict, "functions");
     const bool newest = functions == Py_None &&
                         text_of(get(dict, "amax_compute_algo"), "amax_compute_algo") != "max";
-    return nn::DelayedScaling{.margin = static_cast<int>(integer(dict, "margin")),
-                              .format = format,
-                              .amax_history_len = integer(dict, "amax_history_len"),
-                              .amax_compute_algo =
-                                  newest ? nn::AmaxAlgo::kMostRecent : nn::AmaxAlgo::kMax,
-                              .fp8_dpa = truth(get(dict, "fp8_dpa")),
-                              .amax_function = functions == Py_None
-                                                   ? nullptr
-                                                   : scale_functions_of(functions)};
+    return nn::DelayedScaling{
+        .margin = static_cast<int>(integer(dict, "margin")),
+        .format = format,
+        .amax_history_len = integer(dict, "amax_history_len"),
+        .amax_compute_algo = newest ? nn::AmaxAlgo::kMostRecent : nn::AmaxAlgo::kMax,
+        .fp8_dpa = truth(get(dict, "fp8_dpa")),
+        .amax_function = functions == Py_None ? nullptr : scale_functions_of(functions)};
   }
   if (kind == "current") {
     return nn::Float8CurrentScaling{.format = format,

@@ -87,14 +87,16 @@ TEST(AmaxFunction, MayComputeTheScales) {
     }
     return {};
   };
-  const DelayedScaling mine{.amax_history_len = 3, .amax_function = std::make_shared<AmaxFunction>(function)};
+  const DelayedScaling mine{.amax_history_len = 3,
+                            .amax_function = std::make_shared<AmaxFunction>(function)};
   Ctx ctx;
   {
     const autocast fp8(true, mine);
     (void)take(linear->forward(input(), &ctx));
   }
   const float amax = amax_of(input());
-  EXPECT_EQ(values_of(find_state(*linear, "fp8.fwd.scale"))[0], static_cast<double>(3 + 224 / amax));
+  EXPECT_EQ(values_of(find_state(*linear, "fp8.fwd.scale"))[0],
+            static_cast<double>(3 + 224 / amax));
   EXPECT_EQ(values_of(find_state(*linear, "fp8.fwd.amax_history"))[0], 0);
   (void)take(linear->backward(gradient(), ctx));
   check(backward_end());
