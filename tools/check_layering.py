@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
-"""Checks who includes whom, and that no op and no plugin's setting or file is known by name below nn. Prints every violation; exits
-1 on any. docs/architecture.md has the rooms and what they hold."""
+"""Checks who includes whom, that no unit of the library includes itself by way of others, and that no op and no plugin's setting or
+file is known by name below nn. Prints every violation; exits 1 on any. docs/architecture.md has the rooms and what they hold.
+
+A unit is a header and its source: the files of a room that share a name, and in nn's wings the public header of that name in the wing's
+folder below include/te_fl. The public headers of the other rooms stand before these as a whole, each a unit of its own."""
 import pathlib
 import re
 import subprocess
@@ -9,7 +12,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The rooms of libte_fl from the lowest up; each may include those before it. "abi" is the C face, which everybody sees.
 ROOMS = ["abi", "core/base", "core/device", "core/tensor", "core/op", "policy", "registry", "plugins",
-         "dispatch", "dispatch/staging", "dispatch/watch", "comm", "nn"]
+         "dispatch", "dispatch/staging", "dispatch/watch", "comm",
+         "nn/base", "nn/fp8", "nn/autograd", "nn/modules", "nn/optim", "nn/files"]
 # The headers of a room above that a room below may include: the few points at which dispatch reaches its interceptors.
 DOORS = {("dispatch", "dispatch/staging"): {"staged_call.hpp", "staging_pool.hpp"},
          ("dispatch", "dispatch/watch"): {"watch.hpp"}}
@@ -21,10 +25,13 @@ PUBLIC = {
     "device.hpp": "core/device", "memory.hpp": "core/device", "result_memory.hpp": "core/tensor", "tensor.hpp": "core/tensor",
     "policy.hpp": "policy", "op_registry.hpp": "registry", "plugins.hpp": "plugins",
     "op_manager.hpp": "dispatch", "ops.hpp": "dispatch", "watch.hpp": "dispatch/watch", "wrap_quantized.hpp": "core/tensor",
-    "nn.hpp": "nn", "nn/": "nn",
+    "nn/base/": "nn/base", "nn/fp8/": "nn/fp8", "nn/autograd/": "nn/autograd", "nn/modules/": "nn/modules", "nn/optim/": "nn/optim",
+    "nn/files/": "nn/files", "nn.hpp": "all",
     "backend.hpp": "backends", "backend/": "backends", "attention.hpp": "backends", "attention/": "backends",
     "te_fl.hpp": "all",
 }
+# Rooms in which units still form rings. The list only shrinks.
+TANGLED = ("core/device", "core/op", "registry", "plugins", "dispatch/watch")
 BACKENDS_SEE = {"abi", "core/base", "backends"}  # of the public headers
 OTHERS = {"backends", "frontends", "python", "examples", "tools", "bench", "tests"}  # folders that no room includes
 NEUTRAL = {"core", "policy", "registry", "plugins", "dispatch", "comm"}  # rooms that may not know an op or a plugin by name
@@ -52,7 +59,8 @@ def room_of(path):
     path = path.removeprefix("include/")
     if path.startswith("te_fl/"):
         name = path.removeprefix("te_fl/")
-        return PUBLIC.get(name) or PUBLIC.get(name.split("/")[0] + "/", "")
+        folders = [name] + [str(folder) + "/" for folder in pathlib.PurePosixPath(name).parents]
+        return next((PUBLIC[folder] for folder in folders if folder in PUBLIC), "")
     rooms = [room for room in ROOMS if path.startswith(room + "/")]
     return max(rooms, key=len, default=None)
 
@@ -80,6 +88,40 @@ def include_problem(path, target):
     if other in allowed or target.removeprefix(other + "/") in DOORS.get((room, other), ()):
         return None
     return f"{room} may include only {', '.join(allowed)}"
+
+
+def unit_of(path):
+    """The unit of a file or of an include from the root: its room and its name without what follows the dot. None outside of rooms."""
+    room = room_of(path)
+    if room not in ROOMS:
+        return None
+    public = path.removeprefix("include/").startswith("te_fl/") and not room.startswith("nn/")
+    return f"{'te_fl' if public else room}/{pathlib.PurePosixPath(path).name.split('.')[0]}"
+
+
+def rings(texts):
+    """Every ring of units, as a list, smallest name first, where each includes the next and the last the first. texts: path to text."""
+    includes = {}
+    for path, text in texts.items():
+        unit = unit_of(path)
+        others = {unit_of(target) for _, target in INCLUDE.findall(text)}
+        includes.setdefault(unit, set()).update(others - {unit, None})
+    includes.pop(None, None)
+    found, done = [], set()
+
+    def visit(unit, way):
+        if unit in way:
+            ring = way[way.index(unit):]
+            first = ring.index(min(ring))
+            found.append(ring[first:] + ring[:first])
+        elif unit not in done:
+            for other in sorted(includes.get(unit, ())):
+                visit(other, way + [unit])
+            done.add(unit)
+
+    for unit in sorted(includes):
+        visit(unit, [])
+    return found
 
 
 def names_known(text, ops, plugins):
@@ -113,9 +155,11 @@ def problems_of(path, text, ops, plugins):
 def main():
     ops, plugins = op_names(), plugin_names()
     files = tracked()
+    texts = {str(path): (ROOT / path).read_text(errors="replace") for path in files}
     problems = []
-    for path in files:
-        problems += problems_of(str(path), (ROOT / path).read_text(errors="replace"), ops, plugins)
+    for path, text in texts.items():
+        problems += problems_of(path, text, ops, plugins)
+    problems += ["a ring of units: " + " includes ".join(ring + ring[:1]) for ring in rings(texts) if not ring[0].startswith(TANGLED)]
     print("\n".join(problems) or f"layering: {len(files)} files clean")
     return 1 if problems else 0
 

@@ -17,7 +17,7 @@ struct Curve {
 std::vector<double> averaged(const std::vector<double>& values, size_t count);
 // A chart for a terminal: lines of ASCII, 72 columns wide. Empty without training steps.
 std::string chart(const Curve& curve);
-// The same as an SVG document, legible on light and dark grounds.
+// Writes it as an SVG document, legible on light and dark grounds.
 std::string svg(const Curve& curve);
 
 }  // namespace train_gpt

@@ -11,8 +11,8 @@ namespace train_gpt {
 struct DeviceChoice {
   te_fl::Device device;
   std::string name;    // "cuda:0"
-  std::string reason;  // why this one; a clause without a full stop
-  // Whether implementations of the device itself serve the model's ops. Where copies in host memory
+  std::string reason;  // says why this one; a clause without a full stop
+  // True if implementations of the device itself serve the model's ops. Where copies in host memory
   // serve some of them, or on the host, the smaller model is the default.
   bool native = false;
 };

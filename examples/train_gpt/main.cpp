@@ -20,9 +20,9 @@ namespace {
 using te_fl::Result;
 using te_fl::Status;
 
-// Whether a file can be written, found before the training and not after it. What is there already
-// stays as it is. A checkpoint is written beside its path and renamed (`beside`), so that is what
-// is tried; other files are written in place.
+// True if a file can be written, which is found before the training and not after it. What is there
+// already stays as it is. A checkpoint is written beside its path and renamed (`beside`), so that
+// is what is tried; other files are written in place.
 Status check_writable(const char* option, const std::string& path, bool beside) {
   if (path.empty()) return {};
   std::error_code error;

@@ -7,8 +7,8 @@
 
 namespace train_gpt {
 
-// What the command line says. Members whose default depends on the device are 0, -1 or empty until
-// fill_defaults().
+// Holds the options of the command line. Members whose default depends on the device are 0, -1 or
+// empty until fill_defaults().
 struct Options {
   std::string data;  // empty: build/data/text.txt beside the program
   std::string recipe = "delayed";
@@ -47,7 +47,7 @@ bool parse_options(int argc, char** argv, Options& options, int* exit_code);
 // Sets what the command line left open: a model that 2 cores train in half a minute or, if a device
 // serves the model's ops itself (`native`), one for a GPU.
 void fill_defaults(Options& options, bool native);
-// Whether the options go together; INVALID_ARGUMENT names those that do not.
+// Checks that the options go together; INVALID_ARGUMENT names those that do not.
 te_fl::Status check(const Options& options);
 
 }  // namespace train_gpt

@@ -24,7 +24,7 @@ class Progress {
   double rewritten_at_ = -1;  // seconds()
 };
 
-// Whether standard output is a terminal on which a line can be rewritten.
+// True if standard output is a terminal on which a line can be rewritten.
 bool on_terminal();
 
 }  // namespace train_gpt

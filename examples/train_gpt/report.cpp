@@ -18,7 +18,7 @@ double peak_memory_mib() {
 
 namespace {
 
-// What TE_FL_VERIFY found, and who may not serve for it, in this run or an earlier one.
+// Prints what TE_FL_VERIFY found, and who may not serve for it, in this run or an earlier one.
 void print_checks() {
   const te_fl::VerifyCounts v = te_fl::verify_counts();
   if (v.agreed + v.differed + v.skipped + v.captured != 0) {

@@ -20,12 +20,12 @@ struct Results {
 
 // The process's largest resident size so far, MiB.
 double peak_memory_mib();
-// Which implementation served each op, how often, and what copying tensors of another device to
-// the host for it has cost; from OpManager::usage().
+// Prints which implementation served each op, how often, and what copying tensors of another device
+// to the host for it has cost; from OpManager::usage().
 void print_usage_table();
 // Escapes what a terminal would not show.
 std::string printable(const std::string& text);
-// What --json writes. `device` is the name of the one that was used.
+// Makes what --json writes. `device` is the name of the one that was used.
 std::string json_text(const Options& options, const std::string& device, const Results& results);
 
 }  // namespace train_gpt

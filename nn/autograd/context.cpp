@@ -1,10 +1,12 @@
-#include "te_fl/nn/autograd/context.hpp"
+#include "nn/autograd/context.hpp"
 
+#include <mutex>
 #include <utility>
 #include <vector>
 
 #include "core/device/current_stream.hpp"
-#include "nn/fp8/runtime.hpp"
+#include "nn/base/without_policy_scope.hpp"
+#include "nn/fp8/autocast.hpp"
 #include "te_fl/log.hpp"
 
 namespace te_fl::nn {

@@ -16,7 +16,7 @@ class DelayedWgrad {
   bool enabled() const noexcept { return enabled_; }
   void enable(bool delays) noexcept { enabled_ = delays; }
   void add(Run run) { runs_.push_back(std::move(run)); }
-  // What has to surround the computing, e.g. of parameters in parts.
+  // Takes a function that has to surround the computing, e.g. of parameters in parts.
   void surround(std::function<Status(const Run& run)> around) { around_ = std::move(around); }
   // Takes out what was left, in the order of the backwards, to be given to run().
   std::vector<Run> take() { return std::exchange(runs_, {}); }

@@ -4,30 +4,18 @@
 #include <utility>
 
 #include "nn/autograd/gradients.hpp"
-#include "nn/fp8/fp8_state.hpp"
-#include "nn/fp8/runtime.hpp"
+#include "nn/base/run_log.hpp"
+#include "nn/base/without_policy_scope.hpp"
+#include "nn/fp8/autocast.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/policy.hpp"
 
 namespace te_fl::nn {
 namespace detail {
 
-enum class Used : uint8_t { kScales, kDraw, kWeight, kParameter };
-
-// One thing that the first run used.
-struct Event {
-  Used used = Used::kScales;
-  const void* owner = nullptr;
-  int64_t count = 0;     // kDraw
-  te_fl_rng rng{};       // kDraw
-  Tensor tensor{};       // kScales, kWeight; kDraw: where the numbers start, if a tensor says that
-  uint64_t version = 0;  // kParameter
-  uint64_t capture = 0;  // of the first run
-};
-
 class RecomputeMemory {
  public:
-  std::vector<Event> events;
+  RunLog log;
   // The thread's when the first run began.
   CapturedPolicy policy = CapturedPolicy::capture();
   std::shared_ptr<AutocastFrame> autocast;
@@ -36,7 +24,7 @@ class RecomputeMemory {
 
 namespace {
 
-// What a second run takes from the first, on the calling thread.
+// Holds what a second run takes from the first, on the calling thread.
 struct Replay {
   explicit Replay(const RecomputeMemory& memory)
       : policy(memory.policy.enter()),
@@ -58,131 +46,24 @@ struct Replay {
   std::unique_ptr<PolicyScope> policy;
   std::shared_ptr<AutocastFrame> frame;
   std::shared_ptr<GradientUpdates> updates;  // that the thread had
-  size_t next = 0;                           // event
-  std::unordered_map<const Fp8State*, Tensor> scales;
 };
-
-thread_local RecomputeRun* t_run = nullptr;
 
 }  // namespace
 
 struct RecomputeRun {
   std::shared_ptr<RecomputeMemory> memory;
-  RecomputeRun* outer = nullptr;
   std::unique_ptr<Replay> replay;  // null: a first run
+  std::optional<RunScope> scope;   // last: it ends first
 };
 
-namespace {
-
-RecomputeRun* replaying_run() noexcept {
-  RecomputeRun* run = t_run;
-  while (run != nullptr && run->replay == nullptr) run = run->outer;
-  return run;
-}
-
-Status another_run(const std::string& what) {
-  return failed_precondition("recomputation: " + what +
-                             "; the second run of a piece must call the same forwards with the "
-                             "same inputs in the same order as the first, in the same graph if one "
-                             "is captured");
-}
-
-Status note(Event event, const Device& device) {
-  TE_FL_ASSIGN_OR_RETURN(event.capture, capture_of(device));
-  for (RecomputeRun* run = t_run; run != nullptr && run->replay == nullptr; run = run->outer) {
-    run->memory->events.push_back(event);
-  }
-  return {};
-}
-
-const char* name_of(Used used) {
-  static constexpr const char* kNames[] = {"FP8 scales", "random numbers", "a weight",
-                                           "a parameter"};
-  return kNames[static_cast<size_t>(used)];
-}
-
-// The first run's next event, which must be like this one; noted for the runs inside.
-Result<const Event*> replay(Used used, const void* owner, const Device& device) {
-  RecomputeRun& run = *replaying_run();
-  const std::vector<Event>& events = run.memory->events;
-  const std::string what = name_of(used);
-  if (run.replay->next == events.size()) {
-    return another_run("the second run uses " + what + " after all that the first run used");
-  }
-  const Event& event = events[run.replay->next];
-  if (event.used != used || event.owner != owner) {
-    return another_run("the second run uses " + what + " where the first used " +
-                       (event.used == used ? "another module's" : name_of(event.used)));
-  }
-  TE_FL_ASSIGN_OR_RETURN(const uint64_t capture, capture_of(device));
-  if (event.capture != capture) {
-    return another_run("only one of the two runs is captured into the graph");
-  }
-  ++run.replay->next;
-  if (noting()) TE_FL_RETURN_IF_ERROR(note(event, device));
-  return &event;
-}
-
-}  // namespace
-
-bool replaying() noexcept { return replaying_run() != nullptr; }
-bool noting() noexcept { return t_run != nullptr && t_run->replay == nullptr; }
-
-Status replay_scales(const Fp8State& state) {
-  TE_FL_ASSIGN_OR_RETURN(const Event* event, replay(Used::kScales, &state, state.device()));
-  replaying_run()->replay->scales[&state] = event->tensor;
-  return {};
-}
-
-Status note_scales(const Fp8State& state) {
-  Event event{.used = Used::kScales, .owner = &state};
-  TE_FL_ASSIGN_OR_RETURN(event.tensor, state.scale().clone());
-  return note(std::move(event), state.device());
-}
-
-Result<Tensor> replayed_scale(const Fp8State& state, int64_t slot) {
-  const RecomputeRun* run = replaying_run();
-  if (run == nullptr) return Tensor();
-  const auto found = run->replay->scales.find(&state);
-  if (found == run->replay->scales.end()) return Tensor();
-  return found->second.slice(0, slot, slot + 1);
-}
-
-Status replay_draw(int64_t count, const Device& device, CallOptions& options) {
-  TE_FL_ASSIGN_OR_RETURN(const Event* event, replay(Used::kDraw, nullptr, device));
-  if (event->count != count) {
-    return another_run("the second run draws " + std::to_string(count) +
-                       " random numbers where the first drew " + std::to_string(event->count));
-  }
-  options.rng = event->rng;
-  return {};
-}
-
-Status note_draw(int64_t count, const Device& device, const CallOptions& options) {
-  Event event{.used = Used::kDraw, .count = count, .rng = options.rng};
-  // Numbers that start where a tensor says need that tensor in the second run.
-  if (options.rng.seed_address != nullptr) event.tensor = Context::current().state().captured;
-  return note(std::move(event), device);
-}
-
-Result<Tensor> replay_weight(const void* owner, const Device& device) {
-  TE_FL_ASSIGN_OR_RETURN(const Event* event, replay(Used::kWeight, owner, device));
-  return event->tensor;
-}
-
-Status note_weight(const void* owner, const Device& device, const Tensor& kept) {
-  return note({.used = Used::kWeight, .owner = owner, .tensor = kept}, device);
-}
-
 Status same_parameter(const Parameter* parameter) {
-  if (parameter == nullptr || t_run == nullptr) return {};
+  if (parameter == nullptr || !running()) return {};
   const Device device = parameter->value.device();
   if (replaying()) {
-    TE_FL_ASSIGN_OR_RETURN(const Event* event, replay(Used::kParameter, parameter, device));
-    return check_unchanged(*parameter, event->version);
+    TE_FL_ASSIGN_OR_RETURN(const uint64_t version, replay_version(parameter, device));
+    return check_unchanged(*parameter, version);
   }
-  return note({.used = Used::kParameter, .owner = parameter, .version = parameter->version},
-              device);
+  return note_version(parameter, device, parameter->version);
 }
 
 }  // namespace detail
@@ -197,29 +78,23 @@ RecomputeRecord& RecomputeRecord::operator=(RecomputeRecord&&) noexcept = defaul
 RecomputeScope::RecomputeScope(const RecomputeRecord& record, RecomputePhase phase)
     : run_(std::make_unique<detail::RecomputeRun>()) {
   run_->memory = record.memory_;
-  run_->outer = detail::t_run;
-  if (phase == RecomputePhase::kSecond) {
+  const bool second = phase == RecomputePhase::kSecond;
+  if (second) {
     run_->replay = std::make_unique<detail::Replay>(*run_->memory);
   } else {
-    run_->memory->events.clear();
     run_->memory->policy = CapturedPolicy::capture();
     run_->memory->autocast = detail::current_frame();
     run_->memory->updates = detail::current_gradient_updates();
   }
-  detail::t_run = run_.get();
+  run_->scope.emplace(run_->memory->log, second);
 }
 
-RecomputeScope::~RecomputeScope() { detail::t_run = run_->outer; }
+RecomputeScope::~RecomputeScope() = default;
 
-Status RecomputeScope::complete() const {
-  const detail::Replay* replay = run_->replay.get();
-  if (replay == nullptr || replay->next == run_->memory->events.size()) return {};
-  return detail::another_run("the second run ends where the first used " +
-                             std::string(detail::name_of(run_->memory->events[replay->next].used)));
-}
+Status RecomputeScope::complete() const { return run_->scope->complete(); }
 
 RecomputePhase recompute_phase() noexcept {
-  if (detail::t_run == nullptr) return RecomputePhase::kNone;
+  if (!detail::running()) return RecomputePhase::kNone;
   return detail::noting() ? RecomputePhase::kFirst : RecomputePhase::kSecond;
 }
 

@@ -4,6 +4,8 @@
 #include <map>
 #include <utility>
 
+#include "nn/autograd/parameter.hpp"
+#include "nn/autograd/parameter_state.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "te_fl/nn/autograd/recompute.hpp"
 #include "te_fl/nn/fp8/autocast.hpp"
@@ -12,7 +14,7 @@ namespace te_fl::nn {
 
 namespace detail {
 
-// That of one value while a backward runs; shared by its handles.
+// The gradient of one value while a backward runs; its handles share it.
 struct Gradient {
   Tensor sum;  // undefined: nothing has reached it
   bool kept = false;
@@ -81,20 +83,7 @@ Value Tape::error(Status status) {
   return value;
 }
 
-namespace {
-
-std::vector<std::shared_ptr<Parameter>> trainable(const Module* module) {
-  std::vector<std::shared_ptr<Parameter>> result;
-  if (module == nullptr) return result;
-  for (NamedParameter& p : module->parameters()) {
-    if (p.parameter->requires_grad) result.push_back(std::move(p.parameter));
-  }
-  return result;
-}
-
-}  // namespace
-
-std::vector<Value> Tape::record(std::span<const Value> inputs, const Module* module, size_t count,
+std::vector<Value> Tape::record(std::span<const Value> inputs, size_t count,
                                 const std::function<Result<Recorded>(bool training)>& run) {
   const auto fail = [&](const Status& status) { return std::vector<Value>(count, error(status)); };
   bool wanted = false;
@@ -113,8 +102,7 @@ std::vector<Value> Tape::record(std::span<const Value> inputs, const Module* mod
   }
   Result<Recorded> recorded = run(training_);
   if (!recorded.ok()) return fail(recorded.status());
-  std::vector<std::shared_ptr<Parameter>> parameters = trainable(module);
-  parameters.insert(parameters.end(), recorded->parameters.begin(), recorded->parameters.end());
+  std::vector<std::shared_ptr<Parameter>>& parameters = recorded->parameters;
   used_.insert(used_.end(), parameters.begin(), parameters.end());
   const bool records = training_ && (wanted || !parameters.empty());
   std::vector<Value> values;
@@ -190,8 +178,9 @@ Status Tape::run(const Value& of, const Tensor& gradient) {
     TE_FL_RETURN_IF_ERROR(run_node(node));
     if (hook_ == nullptr) continue;
     for (const auto& p : node.parameters) {
-      const bool complete =
-          --left[p.get()] == 0 && p->requires_grad && p->grad_written && p->delayed_wgrads == 0;
+      const detail::ParameterState& state = p->internals();
+      const bool complete = --left[p.get()] == 0 && p->requires_grad && state.grad_written &&
+                            state.delayed_wgrads == 0;
       if (complete) TE_FL_RETURN_IF_ERROR(hook_(*p));
     }
   }
@@ -216,9 +205,9 @@ Value Tape::checkpoint(std::function<Value(const Value& x)> piece, const Value& 
   const bool wants = x.gradient_ != nullptr;
   const auto used = std::make_shared<std::vector<std::shared_ptr<Parameter>>>();
   const Piece on_a_tape = [piece, wants, used, training = training_,
-                           given = options](const Tensor& in) -> Result<PieceRun> {
+                           outer_options = options](const Tensor& in) -> Result<PieceRun> {
     auto tape = std::make_shared<Tape>(training);
-    tape->options = given;
+    tape->options = outer_options;
     const Value begin = tape->input(in, wants);
     const Value y = piece(begin);
     if (!y.ok()) return y.status();
@@ -228,7 +217,7 @@ Value Tape::checkpoint(std::function<Value(const Value& x)> piece, const Value& 
                       return begin.grad();
                     }};
   };
-  return record({&x, 1}, nullptr, 1, [&](bool training) -> Result<Recorded> {
+  return record({&x, 1}, 1, [&](bool training) -> Result<Recorded> {
     TE_FL_ASSIGN_OR_RETURN(
         PieceRun run, training ? nn::checkpoint(on_a_tape, x.tensor()) : on_a_tape(x.tensor()));
     const auto backward = [back = std::move(run.backward)](const Tensors& dys) -> Result<Tensors> {
@@ -238,24 +227,6 @@ Value Tape::checkpoint(std::function<Value(const Value& x)> piece, const Value& 
     return Recorded{{run.y}, backward, *used};
   })[0];
 }
-
-namespace detail {
-
-Value call_module(const Module& module, const Value& x, const Forward& forward, Back backward) {
-  if (x.tape() == nullptr) return x;
-  const auto run = [&](bool training) -> Result<Tape::Recorded> {
-    auto ctx = training ? std::make_shared<Ctx>() : nullptr;
-    TE_FL_ASSIGN_OR_RETURN(Tensor y, forward(x.tensor(), ctx.get()));
-    return Tape::Recorded{{std::move(y)},
-                          [ctx, backward](const Tape::Tensors& dys) -> Result<Tape::Tensors> {
-                            TE_FL_ASSIGN_OR_RETURN(Tensor dx, backward(dys[0], *ctx));
-                            return Tape::Tensors{std::move(dx)};
-                          }};
-  };
-  return x.tape()->record({&x, 1}, &module, 1, run)[0];
-}
-
-}  // namespace detail
 
 namespace {
 
@@ -273,7 +244,7 @@ Value operator+(const Value& a, const Value& b) {
   const Value& first = first_error({&a, &b});
   if (!first.ok()) return first;
   const std::array<Value, 2> inputs = {a, b};
-  return a.tape()->record(inputs, nullptr, 1, [&](bool) -> Result<Tape::Recorded> {
+  return a.tape()->record(inputs, 1, [&](bool) -> Result<Tape::Recorded> {
     TE_FL_ASSIGN_OR_RETURN(const Tensor left, detail::compact(a.tensor()));
     TE_FL_ASSIGN_OR_RETURN(const Tensor right, detail::compact(b.tensor()));
     TE_FL_ASSIGN_OR_RETURN(Tensor y, detail::empty_like(left, left.dtype()));
@@ -288,7 +259,7 @@ Value operator+(const Value& a, const Value& b) {
 
 Value Value::view(std::initializer_list<int64_t> shape) const {
   if (!ok()) return *this;
-  return tape_->record({this, 1}, nullptr, 1, [&](bool) -> Result<Tape::Recorded> {
+  return tape_->record({this, 1}, 1, [&](bool) -> Result<Tape::Recorded> {
     TE_FL_ASSIGN_OR_RETURN(Tensor y, tensor_.view(shape));
     return Tape::Recorded{{std::move(y)},
                           [before = Shape(tensor_.shape().begin(), tensor_.shape().end())](
@@ -347,109 +318,7 @@ void Value::split_into(std::span<Value> parts) const {
                             const Tape::Tensors& dys) { return join(dys, shape, dtype, device); };
     return recorded;
   };
-  std::ranges::move(tape_->record({this, 1}, nullptr, parts.size(), run), parts.begin());
-}
-
-Value call(DotProductAttention& attention, const Value& q, const Value& k, const Value& v,
-           const AttentionInputs& inputs) {
-  const Value& first = first_error({&q, &k, &v});
-  if (!first.ok()) return first;
-  const std::array<Value, 3> given = {q, k, v};
-  return q.tape()->record(given, &attention, 1, [&](bool training) -> Result<Tape::Recorded> {
-    auto ctx = training ? std::make_shared<Ctx>() : nullptr;
-    TE_FL_ASSIGN_OR_RETURN(
-        Tensor o, attention.forward(q.tensor(), k.tensor(), v.tensor(), ctx.get(), inputs));
-    return Tape::Recorded{{std::move(o)},
-                          [ctx, &attention](const Tape::Tensors& dys) -> Result<Tape::Tensors> {
-                            TE_FL_ASSIGN_OR_RETURN(auto grads, attention.backward(dys[0], *ctx));
-                            return Tape::Tensors{grads.dq, grads.dk, grads.dv};
-                          }};
-  })[0];
-}
-
-Value call(MultiheadAttention& attention, const Value& x, const Value& encoder,
-           const AttentionInputs& inputs) {
-  const Value& first = first_error({&x, &encoder});
-  if (!first.ok()) return first;
-  const std::array<Value, 2> given = {x, encoder};
-  return x.tape()->record(given, &attention, 1, [&](bool training) -> Result<Tape::Recorded> {
-    auto ctx = training ? std::make_shared<Ctx>() : nullptr;
-    AttentionInputs all = inputs;
-    all.encoder_output = encoder.tensor();
-    TE_FL_ASSIGN_OR_RETURN(Tensor y,
-                           attention.forward(x.tensor(), ctx.get(), all, x.tape()->options));
-    return Tape::Recorded{
-        {std::move(y)}, [ctx, &attention](const Tape::Tensors& dys) -> Result<Tape::Tensors> {
-          Tensor d_encoder;
-          TE_FL_ASSIGN_OR_RETURN(
-              Tensor dx, attention.backward(dys[0], *ctx, nullptr, nullptr, nullptr, &d_encoder));
-          return Tape::Tensors{std::move(dx), std::move(d_encoder)};
-        }};
-  })[0];
-}
-
-Value call(TransformerLayer& decoder, const Value& x, const Value& encoder,
-           const AttentionInputs& inputs, const AttentionInputs& cross) {
-  const Value& first = first_error({&x, &encoder});
-  if (!first.ok()) return first;
-  const std::array<Value, 2> given = {x, encoder};
-  return x.tape()->record(given, &decoder, 1, [&](bool training) -> Result<Tape::Recorded> {
-    auto ctx = training ? std::make_shared<Ctx>() : nullptr;
-    AttentionInputs all = cross;
-    all.encoder_output = encoder.tensor();
-    TE_FL_ASSIGN_OR_RETURN(Tensor y,
-                           decoder.forward(x.tensor(), ctx.get(), inputs, x.tape()->options, &all));
-    return Tape::Recorded{
-        {std::move(y)}, [ctx, &decoder](const Tape::Tensors& dys) -> Result<Tape::Tensors> {
-          Tensor d_encoder;
-          TE_FL_ASSIGN_OR_RETURN(Tensor dx, decoder.backward(dys[0], *ctx, nullptr, &d_encoder));
-          return Tape::Tensors{std::move(dx), std::move(d_encoder)};
-        }};
-  })[0];
-}
-
-Value call(Residual& residual, const Value& a, const Value& b) {
-  const Value& first = first_error({&a, &b});
-  if (!first.ok()) return first;
-  const std::array<Value, 2> inputs = {a, b};
-  return a.tape()->record(inputs, &residual, 1, [&](bool training) -> Result<Tape::Recorded> {
-    auto ctx = training ? std::make_shared<Ctx>() : nullptr;
-    TE_FL_ASSIGN_OR_RETURN(Tensor y, residual.forward(a.tensor(), b.tensor(), ctx.get()));
-    return Tape::Recorded{{std::move(y)},
-                          [ctx, &residual](const Tape::Tensors& dys) -> Result<Tape::Tensors> {
-                            TE_FL_ASSIGN_OR_RETURN(Tensor db, residual.backward(dys[0], *ctx));
-                            return Tape::Tensors{dys[0], std::move(db)};
-                          }};
-  })[0];
-}
-
-Value call(Tape& tape, Embedding& embedding, const Tensor& indices) {
-  return tape.record({}, &embedding, 1, [&](bool training) -> Result<Tape::Recorded> {
-    auto ctx = training ? std::make_shared<Ctx>() : nullptr;
-    TE_FL_ASSIGN_OR_RETURN(Tensor y, embedding.forward(indices, ctx.get()));
-    return Tape::Recorded{{std::move(y)},
-                          [ctx, &embedding](const Tape::Tensors& dys) -> Result<Tape::Tensors> {
-                            TE_FL_RETURN_IF_ERROR(embedding.backward(dys[0], *ctx));
-                            return Tape::Tensors{};
-                          }};
-  })[0];
-}
-
-Value cross_entropy(const Value& logits, const Tensor& targets, const CrossEntropyOptions& options,
-                    double divisor) {
-  if (!logits.ok()) return logits;
-  return logits.tape()->record(
-      {&logits, 1}, nullptr, 1, [&](bool training) -> Result<Tape::Recorded> {
-        auto ctx = training ? std::make_shared<Ctx>() : nullptr;
-        auto loss = std::make_shared<CrossEntropyLoss>(options);
-        TE_FL_ASSIGN_OR_RETURN(Tensor y,
-                               loss->forward(logits.tensor(), targets, ctx.get(), divisor));
-        return Tape::Recorded{{std::move(y)},
-                              [ctx, loss](const Tape::Tensors& dys) -> Result<Tape::Tensors> {
-                                TE_FL_ASSIGN_OR_RETURN(Tensor dx, loss->backward(*ctx, dys[0]));
-                                return Tape::Tensors{std::move(dx)};
-                              }};
-      })[0];
+  std::ranges::move(tape_->record({this, 1}, parts.size(), run), parts.begin());
 }
 
 }  // namespace te_fl::nn

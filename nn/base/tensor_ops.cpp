@@ -1,12 +1,9 @@
 #include "nn/base/tensor_ops.hpp"
 
 #include <algorithm>
-#include <mutex>
 #include <string>
 
-#include "nn/autograd/gradients.hpp"
-#include "nn/autograd/recompute.hpp"
-#include "nn/fp8/runtime.hpp"
+#include "te_fl/device.hpp"
 
 namespace te_fl::nn::detail {
 
@@ -16,42 +13,6 @@ CallOptions call_options(const Device& device) {
   return options;
 }
 
-namespace {
-
-// Takes the next `count` random numbers of the stream for a call.
-Status draw(RandomState& state, int64_t count, bool captured, CallOptions& options) {
-  std::lock_guard lock(state.mutex);
-  RandomPosition& random = state.position;
-  options.rng.seed = random.seed;
-  options.rng.offset = random.offset;
-  if (state.captured.defined()) {
-    options.rng.seed_address = state.captured.data<uint64_t>();
-    options.rng.offset_address = options.rng.seed_address + 1;
-    options.rng.offset -= state.captured_at;
-  } else if (captured) {
-    return failed_precondition(
-        "dropout: the stream is being captured into a graph, and every launch would take the same "
-        "random numbers; draw from the context that the GraphedStep was made in, whose position "
-        "its launches advance");
-  }
-  random.offset += (static_cast<uint64_t>(count) + 3) / 4;
-  return {};
-}
-
-}  // namespace
-
-Result<CallOptions> random_options(int64_t count, const Device& device) {
-  Context context = Context::current();
-  CallOptions options = call_options(device);
-  if (replaying()) {
-    TE_FL_RETURN_IF_ERROR(replay_draw(count, device, options));
-    return options;
-  }
-  TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(device));
-  TE_FL_RETURN_IF_ERROR(draw(context.state(), count, captured, options));
-  if (noting()) TE_FL_RETURN_IF_ERROR(note_draw(count, device, options));
-  return options;
-}
 Result<Tensor> empty_like(const Tensor& tensor, DType dtype) {
   return Tensor::empty(tensor.shape(), dtype, tensor.device());
 }
@@ -181,26 +142,6 @@ Result<Tensor> residual_matrix(const Tensor* residual, std::span<const int64_t> 
   TE_FL_RETURN_IF_ERROR(check_shape(*residual, with_last(x_shape, last), std::string(what) + " is ",
                                     "; it must have the shape of what it is added to, "));
   return as_matrix(*residual, last, what);
-}
-
-Result<GradTarget> GradTarget::open(Parameter* parameter) {
-  GradTarget target;
-  if (parameter == nullptr || !parameter->requires_grad) return target;
-  target.parameter_ = parameter;
-  TE_FL_ASSIGN_OR_RETURN(target.scratch_, adds(*parameter));
-  if (target.scratch_) {
-    TE_FL_ASSIGN_OR_RETURN(target.tensor_, empty_like(parameter->grad, parameter->grad.dtype()));
-  } else {
-    target.tensor_ = parameter->grad;
-  }
-  return target;
-}
-
-Status GradTarget::commit() {
-  if (parameter_ == nullptr) return {};
-  if (scratch_) TE_FL_RETURN_IF_ERROR(add(parameter_->grad, tensor_, parameter_->grad));
-  wrote(*parameter_);
-  return {};
 }
 
 }  // namespace te_fl::nn::detail

@@ -11,7 +11,7 @@
 #include <set>
 
 #include "core/base/file.hpp"
-#include "nn/files/safetensors_format.hpp"
+#include "nn/files/safetensors.hpp"
 
 namespace te_fl::nn {
 namespace {

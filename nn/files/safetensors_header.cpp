@@ -6,7 +6,7 @@
 #include <optional>
 #include <set>
 
-#include "nn/files/safetensors_format.hpp"
+#include "nn/files/safetensors.hpp"
 
 namespace te_fl::nn {
 namespace detail {

@@ -5,11 +5,11 @@
 #include <string>
 #include <utility>
 
-#include "nn/autograd/gradients.hpp"
-#include "nn/autograd/recompute.hpp"
+#include "nn/base/capture.hpp"
+#include "nn/base/run_log.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "te_fl/log.hpp"
-#include "te_fl/nn/modules/module.hpp"
+#include "te_fl/nn/base/item.hpp"
 
 namespace te_fl::nn::detail {
 
@@ -155,8 +155,8 @@ Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const 
   spec.columnwise = copies.columnwise;
   spec.clear_scales = false;
   if (std::holds_alternative<DelayedScaling>(recipe)) {
-    TE_FL_ASSIGN_OR_RETURN(const Tensor replayed, replayed_scale(state, slot));
-    spec.amax = !replayed.defined();  // what nobody reads is neither cleared nor computed
+    TE_FL_ASSIGN_OR_RETURN(const Tensor replayed, replayed_scale(&state, slot));
+    spec.amax = !replayed.defined();  // an amax that nobody reads is neither cleared nor computed
     if (replayed.defined()) return Tensor::empty_quantized(shape, spec, device, &replayed);
     return Tensor::empty_quantized(shape, spec, device, &state.scale_slot(slot),
                                    &state.amax_slot(slot));

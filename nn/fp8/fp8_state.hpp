@@ -11,7 +11,7 @@
 
 namespace te_fl::nn::detail {
 
-// What a quantised tensor holds; decides its FP8 type and block shape.
+// Says what a quantised tensor holds; decides its FP8 type and block shape.
 enum class Role : uint8_t { kInput, kWeight, kGradient };
 
 // Delayed-scaling state of one direction of one site: amax history F32 [length, slots] and scale
@@ -29,22 +29,22 @@ class Fp8State {
   void share(const Fp8State& other) { shared_ = other.shared_; }
   // Names the state without keeping it. lock(): another object for it; null if it has gone.
   class Weak;
-  // Whether the two stand for one state.
+  // True if the two stand for one state.
   bool same(const Fp8State& other) const noexcept { return shared_ == other.shared_; }
   bool defined() const noexcept { return shared_->tensors != nullptr; }
   // These need defined().
   const Tensor& history() const noexcept { return shared_->tensors->history; }
   const Tensor& scale() const noexcept { return shared_->tensors->scale; }
-  // Whether the scales come from amaxes: an update has set them, or they were loaded with a history
+  // True if the scales come from amaxes: an update has set them, or they were loaded with a history
   // that is not all zero. Otherwise they are the initial 1.
   bool calibrated() const noexcept { return shared_->calibrated; }
   // Counts the changes of the scales: what was quantised in another generation may have had another
   // scale.
   uint64_t generation() const noexcept { return shared_->generation; }
-  // Whether amaxes were collected whose update is still to come; of gradients' states only.
+  // True if amaxes were collected whose update is still to come; of gradients' states only.
   bool pending() const noexcept { return shared_->pending; }
   void set_pending(bool pending) noexcept { shared_->pending = pending; }
-  // Whether a forward with the initial scales still looks for saturation: the first some do, since
+  // True if a forward with the initial scales still looks for saturation: the first some do, since
   // a look waits for the device, and none after a warning.
   bool looks_on() noexcept { return shared_->looks < kLooks && ++shared_->looks <= kLooks; }
   // True the first time: one warning for a state says enough.
@@ -103,7 +103,7 @@ class Fp8State {
     std::shared_ptr<Tensors> tensors;  // shared with the graphs that use them
   };
   Status adopt(Tensor history, Tensor scale);
-  // Whether a captured graph uses the memory. Of a graph that nn did not capture the end is not
+  // True if a captured graph uses the memory. Of a graph that nn did not capture the end is not
   // known, so it counts for ever.
   bool held() const noexcept { return shared_->foreign_graph || shared_->tensors.use_count() > 1; }
 

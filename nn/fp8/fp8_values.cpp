@@ -7,7 +7,6 @@
 #include "core/tensor/tensor_access.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "te_fl/device.hpp"
-#include "te_fl/nn/modules/init.hpp"
 
 namespace te_fl::nn {
 namespace detail {
@@ -23,7 +22,7 @@ Status check_recipe(const Recipe& recipe) {
                           "Float8CurrentScaling");
 }
 
-// The same tensor, which derives its scale from its own amax.
+// Returns the tensor as one that derives its scale from its own amax.
 Tensor deriving(const Tensor& value) {
   Tensor tensor = value;
   te_fl_quant quant = Tensor::Access::quant(tensor);
@@ -58,33 +57,6 @@ Status Fp8Values::write(const Tensor& high, const Tensor& value, bool own_scale)
   TE_FL_RETURN_IF_ERROR(copy(state_->scale_slot(slot_), value.scale()));
   TE_FL_RETURN_IF_ERROR(fill(value.amax(), 0));
   return quantize(high, value);
-}
-
-Result<std::shared_ptr<Parameter>> make_fp8_only(const Parameter& high, const Fp8Init& init,
-                                                 const Device& device) {
-  QuantSpec spec;
-  if (const auto* current = std::get_if<Float8CurrentScaling>(&init.options.recipe)) {
-    spec.pow2_scale = current->pow2_scale;
-    spec.amax_epsilon = current->amax_epsilon;
-  }
-  auto parameter = std::make_shared<Parameter>();
-  parameter->fp8_values = std::make_shared<Fp8Values>(init.options.recipe);
-  TE_FL_ASSIGN_OR_RETURN(parameter->value, Tensor::empty_quantized(high.value.shape(), spec));
-  TE_FL_RETURN_IF_ERROR(parameter->fp8_values->write(high.value, parameter->value));
-  if (init.options.preserve_high_precision_init_val) parameter->initial_value = high.value;
-  if (!device.is_host()) {
-    TE_FL_ASSIGN_OR_RETURN(parameter->value, parameter->value.to(device));
-  }
-  return parameter;
-}
-
-Status check_writable(std::string_view who, std::string_view name, const Parameter& parameter) {
-  if (!parameter.value.quantized() || parameter.fp8_values != nullptr) return {};
-  return failed_precondition(
-      std::string(who) + ": the parameter " + std::string(name) + (name.empty() ? "" : " ") +
-      parameter.value.describe() +
-      " holds codes that were lent (Parameter::borrow()); their owner writes "
-      "them, or lends values in high precision");
 }
 
 Status load_codes(const Tensor& codes, const Tensor& scale_inv, const Tensor& amax,
@@ -140,33 +112,5 @@ quantized_model_init::quantized_model_init(QuantizedModelInitOptions options)
   init_->outer = std::exchange(detail::t_init, init_.get());
 }
 quantized_model_init::~quantized_model_init() { detail::t_init = init_->outer; }
-
-Status Parameter::write(const Tensor& values) {
-  if (!values.defined() || values.quantized() || !is_high(values.dtype()) ||
-      !std::ranges::equal(values.shape(), value.shape())) {
-    return invalid_argument("Parameter::write: the values are " +
-                            (values.defined() ? values.describe() : std::string("undefined")) +
-                            "; for the parameter " + value.describe() +
-                            " they must be F32, BF16 or F16 of its shape");
-  }
-  TE_FL_RETURN_IF_ERROR(detail::check_writable("Parameter::write", "", *this));
-  TE_FL_ASSIGN_OR_RETURN(Tensor there, values.device() == value.device()
-                                           ? detail::compact(values)
-                                           : values.to(value.device()));
-  TE_FL_RETURN_IF_ERROR(fp8_values != nullptr ? fp8_values->write(there, value)
-                                              : detail::copy(there, value));
-  ++version;
-  return {};
-}
-
-Result<Tensor> Parameter::read(DType dtype) const {
-  if (!is_high(dtype)) {
-    return invalid_argument("Parameter::read: the dtype is " + std::string(name(dtype)) +
-                            "; it must be f32, bf16 or f16");
-  }
-  TE_FL_ASSIGN_OR_RETURN(Tensor values, detail::empty_like(value, dtype));
-  TE_FL_RETURN_IF_ERROR(detail::copy_values(value, values));
-  return values;
-}
 
 }  // namespace te_fl::nn

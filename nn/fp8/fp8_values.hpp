@@ -5,19 +5,18 @@
 
 #include "nn/fp8/fp8_state.hpp"
 #include "te_fl/nn/fp8/fp8_parameters.hpp"
-#include "te_fl/nn/modules/module.hpp"
 
 namespace te_fl::nn::detail {
 
 // The innermost scope's wish; null outside of all, or where it is not enabled.
 struct Fp8Init {
   QuantizedModelInitOptions options;
-  Status invalid;  // why the recipe cannot be used
+  Status invalid;  // says why the recipe cannot be used
   Fp8Init* outer = nullptr;
 };
 const Fp8Init* current_fp8_init() noexcept;
 
-// How the codes of an FP8-only parameter are written. Not thread-safe, like its module.
+// Writes the codes of an FP8-only parameter. Not thread-safe, like its module.
 class Fp8Values {
  public:
   explicit Fp8Values(Recipe recipe) : recipe_(std::move(recipe)) {}
@@ -33,11 +32,6 @@ class Fp8Values {
   int64_t slot_ = 0;
 };
 
-// The FP8-only parameter made of `high`, which lies on the host, on `device`.
-Result<std::shared_ptr<Parameter>> make_fp8_only(const Parameter& high, const Fp8Init& init,
-                                                 const Device& device);
-// FAILED_PRECONDITION naming `who` if the parameter holds borrowed codes, which their owner writes.
-Status check_writable(std::string_view who, std::string_view name, const Parameter& parameter);
 // Copies codes [value's shape], their scale_inv [1] and the amax [1] of what they were made from
 // (undefined: that of the codes) into `value`.
 Status load_codes(const Tensor& codes, const Tensor& scale_inv, const Tensor& amax,

@@ -4,7 +4,6 @@
 #include <memory>
 
 #include "nn/fp8/fp8_state.hpp"
-#include "te_fl/nn/modules/module.hpp"
 
 namespace te_fl::nn::detail {
 
@@ -28,7 +27,7 @@ class WeightCopy {
   // The tensor holds the weight's version `version`.
   void commit(uint64_t version);
 
-  // What quantising the weight now would make, or an undefined tensor.
+  // Returns what quantising the weight now would make, or an undefined tensor.
   Tensor fresh(uint64_t version, const Recipe& recipe) const;
 
  private:

@@ -1,10 +1,11 @@
-#include "nn/modules/activation_ops.hpp"
+#include "nn/modules/activation.hpp"
 
 #include <algorithm>
 #include <array>
 #include <string>
 #include <vector>
 
+#include "nn/autograd/ctx.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "te_fl/environment.hpp"
 

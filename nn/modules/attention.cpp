@@ -4,10 +4,13 @@
 #include <cmath>
 #include <utility>
 
+#include "nn/autograd/ctx.hpp"
+#include "nn/autograd/gradients.hpp"
+#include "nn/autograd/random.hpp"
 #include "nn/base/tensor_ops.hpp"
+#include "nn/fp8/autocast.hpp"
 #include "nn/fp8/fp8_state.hpp"
-#include "nn/fp8/runtime.hpp"
-#include "nn/modules/attention_masks.hpp"
+#include "nn/modules/attention_inputs.hpp"
 #include "nn/modules/make_gemm.hpp"
 #include "te_fl/nn/modules/init.hpp"
 
@@ -269,8 +272,8 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
   Tensor grad_out = d_o;
   Tensor dp_quant;
   auto gradient_like = [&](const Tensor& x, DType dtype,
-                           Tensor Gradients::*given) -> Result<Tensor> {
-    if (into != nullptr && (into->*given).quantized() == fp8) return into->*given;
+                           Tensor Gradients::*member) -> Result<Tensor> {
+    if (into != nullptr && (into->*member).quantized() == fp8) return into->*member;
     if (!fp8) return detail::empty_like(x, dtype);
     return quantized(record.mode, detail::Role::kGradient, x.shape(), kDqkvSlot);
   };
@@ -369,7 +372,7 @@ Result<Tensor> DotProductAttention::codes(const detail::Fp8Mode& mode, Codes wha
   if (what == Codes::kQkv) {
     return impl_->quantized(mode, detail::Role::kInput, shape, kQkvSlot);
   }
-  const bool qkv = what == Codes::kQkvGrad;  // which products read both ways
+  const bool qkv = what == Codes::kQkvGrad;  // products read it both ways
   return impl_->quantized(mode, detail::Role::kGradient, shape, qkv ? kDqkvSlot : kDoSlot, qkv);
 }
 

@@ -2,7 +2,9 @@
 
 #include <string>
 
-#include "nn/autograd/gradients.hpp"
+#include "nn/autograd/ctx.hpp"
+#include "nn/autograd/parameter.hpp"
+#include "nn/autograd/random.hpp"
 #include "nn/autograd/recompute.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "nn/modules/make_gemm.hpp"

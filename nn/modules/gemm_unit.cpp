@@ -3,7 +3,10 @@
 #include <array>
 
 #include "nn/autograd/gradients.hpp"
+#include "nn/autograd/parameter.hpp"
 #include "nn/autograd/recompute.hpp"
+#include "nn/base/capture.hpp"
+#include "nn/base/run_log.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "nn/fp8/fp8_values.hpp"
 
@@ -29,13 +32,13 @@ GemmUnit::GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight,
       forward_(std::make_shared<Fp8State>(2, spec.device)),
       backward_(std::make_shared<Fp8State>(1, spec.device)) {
   if (spec_.high_precision) return;
-  if (weight_->fp8_values != nullptr) {
-    weight_->fp8_values->bind(forward_, kWeightSlot);
+  if (weight_->internals().fp8_values != nullptr) {
+    weight_->internals().fp8_values->bind(forward_, kWeightSlot);
     return;
   }
   copy_ = std::make_shared<WeightCopy>(forward_, kWeightSlot);
-  // Of modules that share a weight the first gets its copy; the others quantise.
-  if (weight_->fp8_copy.expired()) weight_->fp8_copy = copy_;
+  // The first of the modules that share a weight gets its copy; the others quantise.
+  if (weight_->internals().fp8_copy.expired()) weight_->internals().fp8_copy = copy_;
 }
 
 Result<GemmUnit::Use> GemmUnit::begin(bool training) {
@@ -148,7 +151,7 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
   // The value itself, which may be borrowed: nothing is kept of it.
   if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
   if (!first.has_value()) {
-    // Of codes alone nothing is kept beside them: that would be more than what they save.
+    // Nothing is kept beside codes alone: that would be more than what they save.
     const bool keeps = !use.training && !weight_->value.quantized();
     return keeps ? inference_weight(use) : make_weight(use, use.training);
   }
@@ -217,9 +220,10 @@ Result<Tensor> GemmUnit::inference_weight(const Use& use) {
       serving_.fits(use) && serving_.version == weight_->version && serving_.stream == stream &&
       (use.mode.delayed() == nullptr || serving_.generation == forward_->generation());
   if (fresh) return serving_.weight;
-  // Who lends a weight under another number for each call would have memory for nothing, so a
-  // borrowed one is kept from its second reading on.
-  const bool keeps = !weight_->owners_version.has_value() || serving_.version == weight_->version;
+  // An owner that lends a weight under another number for each call would have memory for nothing,
+  // so a borrowed one is kept from its second reading on.
+  const bool keeps =
+      !weight_->internals().owners_version.has_value() || serving_.version == weight_->version;
   serving_ = {};  // its memory may serve the next
   TE_FL_ASSIGN_OR_RETURN(Tensor weight, make_weight(use, false));
   if (keeps) serving_.weight = weight;
@@ -316,7 +320,7 @@ void GemmUnit::keep(Use& use, const Tensor& input, const Tensor& weight) const {
 
 namespace {
 
-// Whether the product that ends with an activation goes to the implementation to which the product
+// True if the product that ends with an activation goes to the implementation to which the product
 // alone and the activation's own call `op` would go, and costs no more there.
 Result<bool> joins(const te_fl_generic_gemm_args& joined, const te_fl_generic_gemm_args& product,
                    OpId op, const void* separate, const CallOptions& options) {
@@ -367,13 +371,14 @@ Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
     // The gradient has been cleared since amaxes were collected: another step has begun, and nobody
     // ended that one's backward. Of a frozen weight that cannot be told, and a gradient that was
     // taken out (a framework's) says nothing: its step may go on with this module.
-    const std::shared_ptr<GradientUpdates> earlier = weight_->gradient_updates;
-    const bool cleared = weight_->grad_cleared && weight_->delayed_wgrads == 0;
+    const std::shared_ptr<GradientUpdates> earlier = weight_->internals().gradient_updates;
+    const bool cleared =
+        weight_->internals().grad_cleared && weight_->internals().delayed_wgrads == 0;
     if (backward_->pending() && cleared && earlier != nullptr) {
       TE_FL_RETURN_IF_ERROR(earlier->end());
     }
     TE_FL_RETURN_IF_ERROR(begin_delayed_backward(use.mode, backward_));
-    weight_->gradient_updates = use.mode.gradients;
+    weight_->internals().gradient_updates = use.mode.gradients;
   }
   const std::array<int64_t, 2> shape = {rows, spec_.out};
   return empty_quantized(*use.mode.recipe, Role::kGradient, shape,
@@ -384,7 +389,7 @@ Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
 Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& dy) {
   Gradient grad;
   if (dy.quantized()) {
-    const bool columns = wants_wgrad(use) || wants_bias_grad();  // which come with its sums
+    const bool columns = wants_wgrad(use) || wants_bias_grad();  // they come with its sums
     TE_FL_RETURN_IF_ERROR(check_codes(use, dy, columns));
     TE_FL_ASSIGN_OR_RETURN(GradTarget dbias,
                            GradTarget::open(wants_bias_grad() ? bias_.get() : nullptr));
@@ -440,8 +445,7 @@ Status GemmUnit::dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pr
   joined.d = into;
   if (sums.defined()) joined.d_sum = sums;
   joined.use_split_accumulator = split_accumulator(use.mode, true);
-  // Which implementations would take the separate calls shows on any tensor like what is between
-  // them.
+  // Any tensor like the one between the separate calls shows which implementations would take them.
   te_fl_generic_gemm_args product = joined;
   product.pre_gelu_in = product.d_sum = nullptr;
   product.d = pre;
@@ -482,9 +486,9 @@ Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {
   if (!delayed_->enabled()) return run_wgrad(use, grad);
   Use read = use;
   read.weight = Tensor();
-  ++weight_->delayed_wgrads;
+  ++weight_->internals().delayed_wgrads;
   delayed_->add([this, read = std::move(read), grad] {
-    --weight_->delayed_wgrads;
+    --weight_->internals().delayed_wgrads;
     return run_wgrad(read, grad);
   });
   return {};

@@ -3,8 +3,8 @@
 #include <memory>
 
 #include "nn/autograd/delayed_wgrad.hpp"
+#include "nn/fp8/autocast.hpp"
 #include "nn/fp8/fp8_state.hpp"
-#include "nn/fp8/runtime.hpp"
 #include "nn/fp8/weight_copy.hpp"
 #include "te_fl/nn/modules/module.hpp"
 #include "te_fl/ops/gemm.h"
@@ -25,7 +25,7 @@ class GemmUnit {
     bool adds_bias = true;  // false: the bias is the caller's to add
   };
 
-  // What one forward decided and kept.
+  // Holds what one forward decided and kept.
   struct Use {
     Fp8Mode mode;
     bool training = false;
@@ -99,7 +99,7 @@ class GemmUnit {
   bool wants_bias_grad() const {
     return bias_ != nullptr && spec_.adds_bias && bias_->requires_grad;
   }
-  // What backward reads: of a quantised operand the column-wise copy.
+  // Keeps what backward reads: of a quantised operand the column-wise copy.
   void keep(Use& use, const Tensor& input, const Tensor& weight) const;
   Status run_wgrad(const Use& use, const Gradient& grad);
   // The bias gradient from dy alone, for a frozen weight.
@@ -115,9 +115,9 @@ class GemmUnit {
   Result<Tensor> inference_weight(const Use& use);
   // The codes of an FP8-only weight; the first training forward makes their column-wise copy.
   Result<Tensor> own_codes(const Use& use);
-  // That of the first run, in the second run of a recomputed piece.
+  // Returns the first run's weight, in the second run of a recomputed piece.
   Result<Tensor> repeated_weight(const Use& use);
-  // What ForwardOptions::reuse_weights asks for.
+  // Returns the weight that ForwardOptions::reuse_weights asks for.
   Result<Tensor> flagged_weight(const Use& use, const Tensor& flag);
   // The optimizer's copy, if it is what quantising the weight now would make; else undefined.
   Result<Tensor> written_copy(const Use& use) const;
@@ -128,7 +128,7 @@ class GemmUnit {
   std::shared_ptr<Fp8State> forward_;   // slots: input, weight
   std::shared_ptr<Fp8State> backward_;  // slot: output gradient
   std::shared_ptr<WeightCopy>
-      copy_;  // what an optimizer may write; null in high precision and of FP8-only weights
+      copy_;  // an optimizer may write it; null in high precision and of FP8-only weights
   std::shared_ptr<DelayedWgrad> delayed_ = std::make_shared<DelayedWgrad>();
   struct Kept {
     Tensor weight;

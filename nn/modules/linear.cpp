@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "nn/autograd/ctx.hpp"
+#include "nn/autograd/gradients.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "nn/modules/make_gemm.hpp"
 #include "nn/modules/norm_core.hpp"
@@ -104,7 +106,7 @@ Result<Tensor> result_matrix(const Tensor* into, std::span<const int64_t> like, 
   }
   return into->view({-1, last});
 }
-const Tensor* given(const Tensor& t) { return t.defined() ? &t : nullptr; }
+const Tensor* if_defined(const Tensor& t) { return t.defined() ? &t : nullptr; }
 
 }  // namespace
 
@@ -120,8 +122,8 @@ Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& 
       detail::residual_matrix(residual, x.shape(), gemm_->spec().out, "Linear: residual"));
   TE_FL_ASSIGN_OR_RETURN(const Tensor out,
                          result_matrix(into, x.shape(), gemm_->spec().out, "Linear: into"));
-  TE_FL_ASSIGN_OR_RETURN(Tensor y,
-                         gemm_->forward(record->use, input, options, given(added), given(out)));
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor y, gemm_->forward(record->use, input, options, if_defined(added), if_defined(out)));
   record->shape.assign(x.shape().begin(), x.shape().end());
   if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y.view(detail::with_last(x.shape(), gemm_->spec().out));
@@ -135,7 +137,7 @@ Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx, const Tensor* into) 
   TE_FL_ASSIGN_OR_RETURN(const Tensor out,
                          result_matrix(into, record.shape, gemm_->spec().in, "Linear: into"));
   TE_FL_ASSIGN_OR_RETURN(Tensor dx,
-                         backward_of(*gemm_, split_.get(), record.use, flat, given(out)));
+                         backward_of(*gemm_, split_.get(), record.use, flat, if_defined(out)));
   return dx.view(record.shape);
 }
 
@@ -200,7 +202,7 @@ Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const Forward
   TE_FL_ASSIGN_OR_RETURN(
       const Tensor out, result_matrix(into, x.shape(), gemm_->spec().out, "LayerNormLinear: into"));
   TE_FL_ASSIGN_OR_RETURN(Tensor y,
-                         gemm_->forward(record->use, input, options, nullptr, given(out)));
+                         gemm_->forward(record->use, input, options, nullptr, if_defined(out)));
   record->shape.assign(x.shape().begin(), x.shape().end());
   if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y.view(detail::with_last(x.shape(), gemm_->spec().out));
@@ -224,7 +226,7 @@ Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tenso
                               "LayerNormLinear: layernorm_output_grad"));
   TE_FL_ASSIGN_OR_RETURN(Tensor dz, backward_of(*gemm_, split_.get(), record.use, flat));
   if (past.defined()) TE_FL_RETURN_IF_ERROR(detail::add(dz, past, dz));
-  TE_FL_ASSIGN_OR_RETURN(Tensor dx, norm_->backward(dz, record.norm, given(residual)));
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx, norm_->backward(dz, record.norm, if_defined(residual)));
   return dx.view(record.shape);
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "nn/autograd/ctx.hpp"
 #include "nn/base/tensor_ops.hpp"
 
 namespace te_fl::nn {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "nn/autograd/parameter.hpp"
 #include "nn/fp8/fp8_values.hpp"
 #include "te_fl/nn/modules/init.hpp"
 
@@ -21,6 +22,25 @@ Status check_dropout(std::string_view module, std::string_view field, float p) {
 }
 
 namespace {
+
+// The FP8-only parameter made of `high`, which lies on the host, on `device`.
+Result<std::shared_ptr<Parameter>> make_fp8_only(const Parameter& high, const Fp8Init& init,
+                                                 const Device& device) {
+  QuantSpec spec;
+  if (const auto* current = std::get_if<Float8CurrentScaling>(&init.options.recipe)) {
+    spec.pow2_scale = current->pow2_scale;
+    spec.amax_epsilon = current->amax_epsilon;
+  }
+  auto parameter = std::make_shared<Parameter>();
+  parameter->internals().fp8_values = std::make_shared<Fp8Values>(init.options.recipe);
+  TE_FL_ASSIGN_OR_RETURN(parameter->value, Tensor::empty_quantized(high.value.shape(), spec));
+  TE_FL_RETURN_IF_ERROR(parameter->internals().fp8_values->write(high.value, parameter->value));
+  if (init.options.preserve_high_precision_init_val) parameter->initial_value = high.value;
+  if (!device.is_host()) {
+    TE_FL_ASSIGN_OR_RETURN(parameter->value, parameter->value.to(device));
+  }
+  return parameter;
+}
 
 // A new weight, of codes alone where quantized_model_init asks for it.
 Result<std::shared_ptr<Parameter>> make_weight(const GemmOptions& options, const Shape& shape) {

@@ -2,8 +2,10 @@
 
 #include <string>
 
+#include "nn/autograd/ctx.hpp"
+#include "nn/autograd/gradients.hpp"
 #include "nn/base/tensor_ops.hpp"
-#include "nn/modules/activation_ops.hpp"
+#include "nn/modules/activation.hpp"
 #include "nn/modules/make_gemm.hpp"
 #include "nn/modules/norm_core.hpp"
 #include "te_fl/nn/modules/init.hpp"
@@ -37,7 +39,7 @@ struct LayerNormMLP::Impl {
     return {options.activation, options.clamp_limit, options.clamp_alpha,
             options.glu_linear_offset};
   }
-  // Whether the activation may join the product before it. Scales that derive from the result take
+  // True if the activation may join the product before it. Scales that derive from the result take
   // a pass over it of their own.
   bool may_join(const detail::GemmUnit::Use& use) const {
     return options.activation == Activation::kGelu &&
@@ -46,7 +48,7 @@ struct LayerNormMLP::Impl {
   // fc1 and the activation of its output, into `activated`.
   Status widen(MlpRecord& record, const Tensor& normed, const ForwardOptions& forward,
                const Tensor& activated);
-  // Where the gradient of fc1's output goes: quantised in FP8.
+  // Makes the tensor that the gradient of fc1's output goes to: quantised in FP8.
   Result<Tensor> gradient_buffer(const MlpRecord& record);
   // fc2's dgrad and pre_gradient() of it.
   Result<detail::GemmUnit::Gradient> narrow_gradient(const MlpRecord& record, const Tensor& grad);

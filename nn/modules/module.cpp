@@ -5,7 +5,7 @@
 #include <unordered_map>
 
 #include "nn/autograd/delayed_wgrad.hpp"
-#include "nn/autograd/gradients.hpp"
+#include "nn/autograd/parameter.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "nn/fp8/fp8_state.hpp"
 #include "nn/fp8/fp8_values.hpp"
@@ -19,52 +19,6 @@ namespace te_fl::nn {
 struct detail::SharedStates {
   std::vector<std::pair<std::string, std::shared_ptr<Fp8State>>> states;
 };
-
-Ctx::Record::~Record() = default;
-Ctx::Ctx() = default;
-Ctx::~Ctx() = default;
-Ctx::Ctx(const Ctx& other) {
-  if (other.record_ == nullptr || other.record_->copy == nullptr) return;
-  record_ = other.record_->copy(*other.record_);
-  owner_ = other.owner_;
-}
-Ctx& Ctx::operator=(const Ctx& other) { return *this = Ctx(other); }
-Ctx::Ctx(Ctx&&) noexcept = default;
-Ctx& Ctx::operator=(Ctx&&) noexcept = default;
-
-void Ctx::reset() noexcept {
-  record_.reset();
-  owner_ = nullptr;
-}
-
-Status Ctx::check_empty(std::string_view module) const {
-  if (record_ == nullptr) return {};
-  return failed_precondition(
-      std::string(module) +
-      ": forward got a ctx that still holds another forward, whose backward has not run; give each "
-      "microbatch its own, or drop that one with reset()");
-}
-
-Status Ctx::store(const void* owner, std::unique_ptr<Record> record) {
-  TE_FL_RETURN_IF_ERROR(check_empty("Ctx::store"));
-  record_ = std::move(record);
-  owner_ = owner;
-  return {};
-}
-
-Result<std::unique_ptr<Ctx::Record>> Ctx::take(const void* owner, std::string_view module) {
-  if (record_ == nullptr) {
-    return failed_precondition(std::string(module) +
-                               ": backward got an empty ctx; pass the ctx that forward filled, "
-                               "once per forward");
-  }
-  if (owner_ != owner) {
-    return failed_precondition(std::string(module) +
-                               ": backward got a ctx that another module's forward filled");
-  }
-  owner_ = nullptr;
-  return std::move(record_);
-}
 
 struct Module::Tree {
   struct Entry {
@@ -180,7 +134,7 @@ Status Module::zero_grad() {
     if (!p.parameter->requires_grad) continue;
     if (p.grad().defined()) TE_FL_RETURN_IF_ERROR(detail::fill(p.grad(), 0));
     TE_FL_RETURN_IF_ERROR(p.parameter->clear_grad());
-    p.parameter->grad_stale = false;
+    p.parameter->internals().grad_stale = false;
   }
   return {};
 }
@@ -340,8 +294,8 @@ class StateChecker {
 
   Status check(const std::string& name, const Parameter& parameter) {
     TE_FL_RETURN_IF_ERROR(detail::check_writable(source_, name, parameter));
-    return parameter.fp8_values != nullptr ? check_codes(name, parameter.value)
-                                           : check_parameter(name, parameter.value);
+    return parameter.internals().fp8_values != nullptr ? check_codes(name, parameter.value)
+                                                       : check_parameter(name, parameter.value);
   }
 
   Status check_fp8(const std::string& path, const detail::Fp8State& state) {
@@ -396,7 +350,7 @@ class StateChecker {
   std::string twice_;
 };
 
-// Whether an update has set the scales [slots]: one is not the initial 1, or the history [length,
+// True if an update has set the scales [slots]: one is not the initial 1, or the history [length,
 // slots] has an amax behind its running row. Waits for the device.
 Result<bool> calibrated(const Tensor& history, const Tensor& scale) {
   TE_FL_ASSIGN_OR_RETURN(const Tensor scales, scale.to(Device()));
@@ -428,8 +382,8 @@ Result<Tensor> staged(const Tensor& tensor, const Device& device,
 Status load_parameter(const Tensor& tensor, const Tensor& scale_inv, const Tensor& amax,
                       const Parameter& parameter) {
   if (scale_inv.defined()) return detail::load_codes(tensor, scale_inv, amax, parameter.value);
-  if (parameter.fp8_values == nullptr) return detail::copy(tensor, parameter.value);
-  return parameter.fp8_values->write(tensor, parameter.value, true);
+  if (parameter.internals().fp8_values == nullptr) return detail::copy(tensor, parameter.value);
+  return parameter.internals().fp8_values->write(tensor, parameter.value, true);
 }
 
 }  // namespace
@@ -505,11 +459,11 @@ Status Module::load(const std::vector<NamedTensor>& tensors, std::string_view so
       devices.emplace(path + ".amax_history", entry.fp8->device());
     }
   });
-  std::unordered_map<std::string, Tensor> given, ready;
+  std::unordered_map<std::string, Tensor> originals, ready;
   for (const NamedTensor& t : tensors) {
     if (skip != nullptr && skip(t.name)) continue;
     TE_FL_ASSIGN_OR_RETURN(Tensor tensor, staged(t.tensor, devices.at(t.name), own));
-    given.emplace(t.name, t.tensor);
+    originals.emplace(t.name, t.tensor);
     ready.emplace(t.name, std::move(tensor));
   }
   Status status;
@@ -531,23 +485,10 @@ Status Module::load(const std::vector<NamedTensor>& tensors, std::string_view so
       return;
     }
     const std::string history = path + ".amax_history";
-    const Result<bool> set = calibrated(given.at(history), given.at(path + ".scale"));
+    const Result<bool> set = calibrated(originals.at(history), originals.at(path + ".scale"));
     status = set.ok() ? entry.fp8->load(ready.at(history), scale->second, *set) : set.status();
   });
   return status;
-}
-
-Result<float> item(const Tensor& scalar) {
-  if (!scalar.defined() || scalar.dtype() != DType::kF32 || scalar.numel() != 1) {
-    return invalid_argument("item: the tensor is " + scalar.describe() +
-                            "; it must be F32 with one element");
-  }
-  float value = 0;
-  void* const stream = devices::current_stream(scalar.device());
-  TE_FL_RETURN_IF_ERROR(
-      devices::copy(Device(), &value, scalar.device(), scalar.raw_data(), sizeof value, stream));
-  TE_FL_RETURN_IF_ERROR(devices::synchronize(scalar.device(), stream));
-  return value;
 }
 
 }  // namespace te_fl::nn

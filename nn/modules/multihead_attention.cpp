@@ -1,14 +1,18 @@
+#include "te_fl/nn/modules/multihead_attention.hpp"
+
 #include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "nn/autograd/ctx.hpp"
 #include "nn/base/tensor_ops.hpp"
-#include "nn/fp8/runtime.hpp"
+#include "nn/fp8/autocast.hpp"
 #include "nn/modules/make_gemm.hpp"
 #include "nn/modules/qkv_transform.hpp"
 #include "te_fl/nn/modules/attention.hpp"
 #include "te_fl/nn/modules/init.hpp"
+#include "te_fl/nn/modules/linear.hpp"
 
 namespace te_fl::nn {
 namespace {
@@ -30,7 +34,7 @@ Shape with_tail(const Shape& lead, std::initializer_list<int64_t> tail) {
   return shape;
 }
 
-const Tensor* given(const Tensor& tensor) { return tensor.defined() ? &tensor : nullptr; }
+const Tensor* if_defined(const Tensor& tensor) { return tensor.defined() ? &tensor : nullptr; }
 
 }  // namespace
 
@@ -56,7 +60,7 @@ struct MultiheadAttention::Impl {
     if (thd()) return longest;
     return x.size(options.layout == Layout::kSBHD ? 0 : 1);
   }
-  // What the products before attention make.
+  // Runs the products before attention.
   Result<detail::PackedHeads> project(const Tensor& x, const Tensor& encoder, MhaRecord& record,
                                       bool training, const ForwardOptions& forward,
                                       Tensor* layernorm_output);
@@ -266,10 +270,10 @@ Result<detail::PackedHeads> MultiheadAttention::Impl::project(const Tensor& x,
   Ctx* q_ctx = training ? &record.q : nullptr;
   Tensor& made = cross() ? packed.q : packed.qkv;
   if (norm_linear != nullptr) {
-    TE_FL_ASSIGN_OR_RETURN(made,
-                           norm_linear->forward(x, q_ctx, forward, given(codes), layernorm_output));
+    TE_FL_ASSIGN_OR_RETURN(
+        made, norm_linear->forward(x, q_ctx, forward, if_defined(codes), layernorm_output));
   } else {
-    TE_FL_ASSIGN_OR_RETURN(made, linear->forward(x, q_ctx, forward, nullptr, given(codes)));
+    TE_FL_ASSIGN_OR_RETURN(made, linear->forward(x, q_ctx, forward, nullptr, if_defined(codes)));
   }
   if (cross()) {
     TE_FL_ASSIGN_OR_RETURN(packed.kv,
@@ -365,7 +369,8 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
         d_codes, impl.core->codes(record.fp8, DotProductAttention::Codes::kOutputGrad,
                                   with_tail(record.heads.q_lead, {impl.heads * impl.dim})));
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor d_merged, impl.proj->backward(dy, record.proj, given(d_codes)));
+  TE_FL_ASSIGN_OR_RETURN(Tensor d_merged,
+                         impl.proj->backward(dy, record.proj, if_defined(d_codes)));
   TE_FL_ASSIGN_OR_RETURN(Tensor d_o,
                          d_merged.view(with_tail(record.heads.q_lead, {impl.heads, impl.dim})));
   TE_FL_ASSIGN_OR_RETURN(detail::PackedHeads packed, impl.attention_backward(d_o, record, dbias));
@@ -375,7 +380,8 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
   }
   const Tensor& d_mixed = impl.cross() ? packed.q : packed.qkv;
   if (impl.norm_linear != nullptr) {
-    return impl.norm_linear->backward(d_mixed, record.q, given(residual), layernorm_output_grad);
+    return impl.norm_linear->backward(d_mixed, record.q, if_defined(residual),
+                                      layernorm_output_grad);
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, impl.linear->backward(d_mixed, record.q));
   if (residual.defined()) TE_FL_RETURN_IF_ERROR(detail::add(dx, residual, dx));

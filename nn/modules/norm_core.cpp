@@ -1,5 +1,6 @@
 #include "nn/modules/norm_core.hpp"
 
+#include "nn/autograd/ctx.hpp"
 #include "nn/autograd/gradients.hpp"
 #include "nn/autograd/recompute.hpp"
 #include "nn/base/tensor_ops.hpp"

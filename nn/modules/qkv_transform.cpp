@@ -181,7 +181,7 @@ Result<Heads> QkvTransform::split(const PackedHeads& packed, const Record& recor
     TE_FL_ASSIGN_OR_RETURN(parts.q, compact(parts.q));
     TE_FL_ASSIGN_OR_RETURN(parts.q, parts.q.view(with_tail(record.q_lead, {heads_, dim_})));
   }
-  // What is left of the packed tensor would keep all of it.
+  // A view of the packed tensor would keep all of it.
   const bool leaves = kept && !direct(record.rotation);
   if (rotate_first || (leaves && q_norm_ == nullptr)) {
     TE_FL_ASSIGN_OR_RETURN(parts.k, compact(parts.k));

@@ -4,7 +4,7 @@
 #include <memory>
 #include <span>
 
-#include "te_fl/nn/modules/attention.hpp"
+#include "te_fl/nn/modules/attention_inputs.hpp"
 #include "te_fl/nn/modules/norm.hpp"
 #include "te_fl/tensor.hpp"
 
@@ -15,8 +15,8 @@ struct Heads {
   Tensor q, k, v;
 };
 
-// What the products before attention make, or its gradient: self-attention has q, k and v in one
-// tensor, cross-attention q alone and k and v together.
+// Holds what the products before attention make, or its gradient: self-attention has q, k and v in
+// one tensor, cross-attention q alone and k and v together.
 struct PackedHeads {
   Tensor qkv;
   Tensor q, kv;
@@ -49,7 +49,7 @@ class QkvTransform {
   // INVALID_ARGUMENT if the angles do not fit sequences of these lengths.
   Result<Rotation> rotation(const AttentionInputs& inputs, int64_t length_q,
                             int64_t length_kv) const;
-  // Whether q, k and v are strided views of what the products make, as it is. Then their gradients
+  // True if q, k and v are strided views of what the products make, as it is. Then their gradients
   // can be written where they belong.
   bool direct(const Rotation& rotation) const noexcept {
     return views_fit() && !rotation.any() && q_norm_ == nullptr;
@@ -62,7 +62,7 @@ class QkvTransform {
   // `record.rotation` and the leads are filled in before. `kept`: a backward will read the heads,
   // so they must not hold memory that it does not read.
   Result<Heads> forward(const PackedHeads& packed, Record& record, bool kept);
-  // Of compact gradients.
+  // Takes compact gradients.
   Result<PackedHeads> backward(Heads grads, Record& record);
 
  private:
@@ -74,7 +74,7 @@ class QkvTransform {
   // Heads of one group lie closer together than those of two: only with one head per group, or
   // where all query heads lie together, is q a strided view.
   bool views_fit() const noexcept { return cross() || !interleaved_ || heads_ == groups_; }
-  // Whether one op splits and rotates.
+  // True if one op splits and rotates.
   bool fused(const Rotation& rotation) const noexcept {
     const bool norm_first = q_norm_ != nullptr && options_.qk_norm_before_rope;
     return rotation.any() && !cross() && interleaved_ && !thd() && !norm_first;

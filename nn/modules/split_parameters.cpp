@@ -5,7 +5,8 @@
 #include <utility>
 
 #include "core/tensor/tensor_access.hpp"
-#include "nn/autograd/gradients.hpp"
+#include "nn/autograd/parameter.hpp"
+#include "nn/base/capture.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "nn/fp8/fp8_values.hpp"
 #include "nn/modules/gemm_unit.hpp"
@@ -95,7 +96,7 @@ Status JoinedParameter::gather() {
   whole_->version = version;
   whole_->requires_grad = wanted;
   whole_->grad_dtype = parts_[0]->grad_dtype;
-  whole_->owners_version = parts_[0]->owners_version;
+  whole_->internals().owners_version = parts_[0]->internals().owners_version;
   if (own_.raw_data() != first.raw_data()) own_ = Tensor();
   if (!adjacent()) {
     TE_FL_RETURN_IF_ERROR(copy_together());
@@ -121,8 +122,8 @@ bool JoinedParameter::shares_grad() const {
   for (const auto& part : parts_) {
     const bool same = part->requires_grad && part->grad.defined() &&
                       part->grad.dtype() == grad.dtype() && part->grad.data<char>() == next &&
-                      part->grad_written == first.grad_written &&
-                      part->grad_cleared_in == first.grad_cleared_in;
+                      part->internals().grad_written == first.internals().grad_written &&
+                      part->internals().grad_cleared_in == first.internals().grad_cleared_in;
     if (!same) return false;
     next += bytes_for(grad.dtype(), part->grad.numel());
   }
@@ -136,9 +137,9 @@ Status JoinedParameter::make_shared_grad() {
   for (size_t i = 0; i < parts_.size(); ++i) {
     Parameter& part = *parts_[i];
     TE_FL_ASSIGN_OR_RETURN(part.grad, slice(whole_->grad, i));
-    part.grad_written = false;
-    part.grad_stale = true;
-    part.grad_cleared_in = whole_->grad_cleared_in;
+    part.internals().grad_written = false;
+    part.internals().grad_stale = true;
+    part.internals().grad_cleared_in = whole_->internals().grad_cleared_in;
   }
   return {};
 }
@@ -151,9 +152,9 @@ Status JoinedParameter::open_grad() {
   if (none) TE_FL_RETURN_IF_ERROR(make_shared_grad());
   shared_ = shares_grad();
   if (shared_) {
-    whole_->grad_written = parts_[0]->grad_written;
-    whole_->grad_stale = parts_[0]->grad_stale;
-    whole_->grad_cleared_in = parts_[0]->grad_cleared_in;
+    whole_->internals().grad_written = parts_[0]->internals().grad_written;
+    whole_->internals().grad_stale = parts_[0]->internals().grad_stale;
+    whole_->internals().grad_cleared_in = parts_[0]->internals().grad_cleared_in;
     return {};
   }
   // Scratch, added to by the product and then handed to the parts.
@@ -163,18 +164,20 @@ Status JoinedParameter::open_grad() {
   }
   whole_->grad = scratch_;
   TE_FL_RETURN_IF_ERROR(fill(whole_->grad, 0));
-  whole_->grad_stale = false;
-  whole_->grad_written = std::any_of(parts_.begin(), parts_.end(),
-                                     [](const auto& part) { return part->grad_written; });
+  whole_->internals().grad_stale = false;
+  whole_->internals().grad_written =
+      std::any_of(parts_.begin(), parts_.end(),
+                  [](const auto& part) { return part->internals().grad_written; });
   return {};
 }
 
 Status JoinedParameter::close_grad() {
   if (!whole_->requires_grad) return {};
-  const bool written = whole_->grad_written;  // false: the forward found all parts frozen
+  const bool written =
+      whole_->internals().grad_written;  // false: the forward found all parts frozen
   for (size_t i = 0; i < parts_.size(); ++i) {
     Parameter& part = *parts_[i];
-    part.gradient_updates = whole_->gradient_updates;
+    part.internals().gradient_updates = whole_->internals().gradient_updates;
     if (!part.requires_grad || !written) continue;
     if (!shared_) {
       TE_FL_ASSIGN_OR_RETURN(const bool sums, adds(part));

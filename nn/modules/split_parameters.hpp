@@ -4,8 +4,8 @@
 #include <memory>
 #include <vector>
 
-#include "te_fl/nn/modules/linear.hpp"
-#include "te_fl/nn/modules/module.hpp"
+#include "te_fl/nn/autograd/parameter.hpp"
+#include "te_fl/nn/modules/parameter_part.hpp"
 
 namespace te_fl::nn::detail {
 
@@ -37,7 +37,7 @@ class JoinedParameter {
       : whole_(std::move(whole)), rows_(std::move(rows)), own_(whole_->value) {}
   Result<Tensor> slice(const Tensor& whole, size_t part) const;
   bool adjacent() const;
-  // Whether the parts' gradients are slices of the whole's, in the same state.
+  // True if the parts' gradients are slices of the whole's, in the same state.
   bool shares_grad() const;
   Status make_shared_grad();
   Status copy_together();

@@ -3,6 +3,7 @@
 #include <string>
 #include <utility>
 
+#include "nn/autograd/ctx.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "nn/modules/make_gemm.hpp"
 #include "te_fl/nn/modules/embedding.hpp"
@@ -319,7 +320,7 @@ Result<Tensor> TransformerLayer::backward(const Tensor& dy, Ctx& ctx, Tensor* db
   if (impl.layernorm != nullptr) {
     TE_FL_ASSIGN_OR_RETURN(d_sum, impl.layernorm->backward(dy, record.layernorm));
   }
-  // What the MLP passes down, with what goes past it already added.
+  // Sums up what the MLP passes down, with what goes past it already added.
   TE_FL_ASSIGN_OR_RETURN(Tensor below, impl.transform_backward(d_sum, record.mlp));
   if (impl.options.parallel_attention_mlp) {
     return impl.attend_backward(*impl.attention, impl.attention_add, d_sum, record.attention,

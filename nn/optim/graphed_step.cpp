@@ -5,9 +5,11 @@
 #include <string>
 #include <utility>
 
+#include "nn/autograd/context.hpp"
 #include "nn/autograd/gradients.hpp"
+#include "nn/autograd/step_capture.hpp"
 #include "nn/base/tensor_ops.hpp"
-#include "nn/fp8/runtime.hpp"
+#include "nn/fp8/autocast.hpp"
 
 namespace te_fl::nn {
 
@@ -82,7 +84,7 @@ Result<Tensors> GraphedStep::Impl::record(Graph& captured) {
   TE_FL_ASSIGN_OR_RETURN(Capture recording, Capture::begin(device, context.stream()));
   Result<Tensors> result = step();
   Result<Graph> ended = recording.end();
-  if (!result.ok()) return result;  // what the step says is nearer to the cause
+  if (!result.ok()) return result;  // the step's own error is nearer to the cause
   TE_FL_ASSIGN_OR_RETURN(captured, std::move(ended));
   return result;
 }

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <string>
 
-#include "nn/autograd/gradients.hpp"
+#include "nn/base/capture.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "te_fl/device.hpp"
 

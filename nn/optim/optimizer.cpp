@@ -8,10 +8,12 @@
 #include <utility>
 
 #include "core/base/fork.hpp"
-#include "nn/autograd/gradients.hpp"
+#include "nn/autograd/parameter.hpp"
+#include "nn/autograd/step_capture.hpp"
+#include "nn/base/capture.hpp"
 #include "nn/base/tensor_ops.hpp"
+#include "nn/fp8/autocast.hpp"
 #include "nn/fp8/fp8_values.hpp"
-#include "nn/fp8/runtime.hpp"
 #include "nn/fp8/weight_copy.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/nn/optim/loss_scaler.hpp"
@@ -22,7 +24,7 @@ namespace {
 
 using Pointers = std::vector<const te_fl_tensor*>;
 
-// Whether a step has anything to do for the parameter.
+// True if a step has anything to do for the parameter.
 bool trained(const Parameter& parameter) {
   return parameter.requires_grad && parameter.grad.defined();
 }
@@ -36,9 +38,9 @@ struct Slot {
   Tensor master;
   bool decays = true;
   size_t group = 0;  // as Optimizer::group_lr() counts
-  Tensor fp8;        // what the step under way quantises the parameter into; undefined: nothing
+  Tensor fp8;        // the step under way quantises the parameter into it; undefined: nothing
 
-  // Of codes alone: the step updates the master, and quantises it.
+  // For a parameter of codes alone, the step updates the master, and quantises it.
   bool of_codes() const { return parameter.value().quantized(); }
   bool mastered() const { return master.defined() && !of_codes(); }
 };
@@ -119,12 +121,12 @@ Status copy_to_master(const Slot& slot) {
                                : Status();
 }
 
-// What a step does last: the codes of FP8-only parameters from their new master weights.
+// Does the last part of a step: the codes of FP8-only parameters from their new master weights.
 Status write_codes(const std::vector<Slot>& slots) {
   for (const Slot& slot : slots) {
     const Parameter& parameter = *slot.parameter.parameter;
     if (!slot.of_codes() || !trained(parameter)) continue;
-    TE_FL_RETURN_IF_ERROR(parameter.fp8_values->write(slot.master, parameter.value));
+    TE_FL_RETURN_IF_ERROR(parameter.internals().fp8_values->write(slot.master, parameter.value));
   }
   return {};
 }
@@ -173,18 +175,18 @@ Pointers grads_of(const std::vector<NamedParameter>& parameters) {
 Status check_fresh(const char* who, const std::vector<NamedParameter>& parameters) {
   for (const NamedParameter& p : parameters) {
     TE_FL_RETURN_IF_ERROR(detail::check_writable(who, p.name, *p.parameter));
-    if (p.parameter->requires_grad && p.parameter->delayed_wgrads > 0) {
+    if (p.parameter->requires_grad && p.parameter->internals().delayed_wgrads > 0) {
       return failed_precondition(std::string(who) + ": backwards have left the gradient of " +
                                  p.name +
                                  " to backward_dw(), which was not called since; call it "
                                  "on the module first");
     }
-    if (!p.parameter->requires_grad || !p.parameter->grad_stale) continue;
+    if (!p.parameter->requires_grad || !p.parameter->internals().grad_stale) continue;
     return failed_precondition(
         std::string(who) + ": the gradient of " + p.name +
         " was cleared by clear_grad() and not written since, so it holds an earlier step's values; "
-        "run a backward first, use zero_grad() where it is to count as zero, or set "
-        "Parameter::grad_stale = false if you wrote it yourself");
+        "run a backward first, use zero_grad() where it is to count as zero, or give what you "
+        "wrote yourself by Parameter::give_grad(gradient, true)");
   }
   return {};
 }
@@ -193,7 +195,7 @@ Status check_fresh(const char* who, const std::vector<NamedParameter>& parameter
 // made.
 Status end_backwards(const std::vector<NamedParameter>& parameters) {
   for (const NamedParameter& p : parameters) {
-    const auto updates = std::exchange(p.parameter->gradient_updates, nullptr);
+    const auto updates = std::exchange(p.parameter->internals().gradient_updates, nullptr);
     if (updates != nullptr) TE_FL_RETURN_IF_ERROR(updates->end());
   }
   return {};
@@ -421,7 +423,7 @@ Status Optimizer::clip(const LossScaler* scaler) {
       "; parameters are left as they are (the loss diverged or a gradient overflowed)");
 }
 
-// Whether the step that is being captured can be every launch's.
+// Checks that the step that is being captured can be every launch's.
 Status Optimizer::check_capture() const {
   if (device_ == nullptr) {
     return failed_precondition(
@@ -472,7 +474,8 @@ Status Optimizer::step(LossScaler* scaler) {
   }
   for (const NamedParameter& p : parameters_) p.parameter->version += trained(*p.parameter);
   set_steps(steps_);
-  // What was found wrong goes out of service between two steps, whether or not it can be noted.
+  // An implementation that was found wrong goes out of service between two steps, whether or not it
+  // can be noted.
   if (const Status noted = step_boundary(); !noted.ok()) {
     log::once(log::Level::kWarning, "step boundary", noted.to_string());
   }
@@ -549,7 +552,7 @@ Status Adam::update(bool) {
   for (Slot& slot : impl_->slots) slot.fp8 = Tensor();
   if (impl_->options.write_fp8_weights && detail::current_frame() == nullptr) {
     for (Slot& slot : impl_->slots) {
-      const auto copy = slot.parameter.parameter->fp8_copy.lock();
+      const auto copy = slot.parameter.parameter->internals().fp8_copy.lock();
       if (copy == nullptr || !trained(*slot.parameter.parameter)) continue;
       TE_FL_ASSIGN_OR_RETURN(slot.fp8, copy->open(slot.parameter.value()));
       if (slot.fp8.defined()) copies.emplace_back(&slot, copy);

@@ -1,4 +1,4 @@
-// What the tests of FP8 autocast are about: one linear layer, its input and the gradient of its
+// The tests of FP8 autocast share these: one linear layer, its input and the gradient of its
 // output.
 #pragma once
 

@@ -445,7 +445,7 @@ struct LayerConfig {
   bool decoder = false;
   bool post_norm_residual = false;
   bool output_norm = false;
-  int64_t paths = 1;  // what is dropped as one: the first dimension's extent
+  int64_t paths = 1;  // dropped as one: the first dimension's extent
 };
 
 // residual + drop_path(dropout(branch))

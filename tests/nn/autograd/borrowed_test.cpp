@@ -142,7 +142,7 @@ struct CodesOwner {
   }
 };
 
-// What Recipe's quantisation makes of a weight.
+// Quantises a weight as Recipe does.
 CodesOwner codes_of(const Tensor& weight, const Recipe& recipe) {
   const bool blocks = std::holds_alternative<Float8BlockScaling>(recipe);
   QuantSpec spec;
@@ -285,14 +285,14 @@ TEST(Borrowed, GradientsGoInAndOut) {
   EXPECT_EQ(values_of(weight->take_grad()), once);
 
   float memory[6] = {10, 10, 10, 10, 10, 10};
-  const Tensor given =
+  const Tensor lent_grad =
       take(Tensor::wrap(memory, weight->value.shape(), {}, DType::kF32, Device(), nullptr));
-  ASSERT_OK(weight->give_grad(given, true));
+  ASSERT_OK(weight->give_grad(lent_grad, true));
   backward();
   EXPECT_EQ(Values(memory, memory + 6), (Values{11, 12, 13, 9, 8, 7}));
-  ASSERT_OK(weight->give_grad(given, false));
+  ASSERT_OK(weight->give_grad(lent_grad, false));
   EXPECT_FALSE(weight->take_grad().defined()) << "it holds nothing yet";
-  ASSERT_OK(weight->give_grad(given, false));
+  ASSERT_OK(weight->give_grad(lent_grad, false));
   backward();
   EXPECT_EQ(Values(memory, memory + 6), once);
 }

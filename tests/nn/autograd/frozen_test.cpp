@@ -1,4 +1,5 @@
 // Frozen parameters, and gradients that are made when they are first written.
+#include "nn/autograd/parameter.hpp"
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 
@@ -163,7 +164,7 @@ TEST(Frozen, FreezingDropsTheGradientAndUnfreezingBeginsAnew) {
   for (const NamedParameter& p : module->parameters()) {
     EXPECT_FALSE(p.grad().defined());
     ASSERT_OK(p.parameter->clear_grad());  // of nothing: no step is held up
-    EXPECT_FALSE(p.parameter->grad_stale);
+    EXPECT_FALSE(p.parameter->internals().grad_stale);
     ASSERT_OK(p.parameter->ensure_grad());
     EXPECT_FALSE(p.grad().defined());
   }

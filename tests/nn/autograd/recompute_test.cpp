@@ -175,7 +175,7 @@ TEST(Recompute, PiecesNest) {
   expect_equal({.recipe = Float8BlockScaling{}, .crossed = true, .whole = true});
 }
 
-// What the scopes are for: running the forward again without them gives other gradients.
+// The scopes are needed: running the forward again without them gives other gradients.
 TEST(Recompute, ASecondForwardAloneIsNotTheSame) {
   auto gradient = [](bool twice) {
     const ContextScope scope(Context(7));
@@ -240,7 +240,7 @@ TEST(Recompute, RefusesASecondRunThatDoesLess) {
   less = true;
   EXPECT_FAILS(run.backward(run.y), kFailedPrecondition,
                "the second run ends where the first used a parameter");
-  // What uses nothing of the kind shows in the result.
+  // A piece that uses nothing of the kind shows in the result.
   const Piece cut = [&](const Tensor& x) -> Result<PieceRun> {
     TE_FL_ASSIGN_OR_RETURN(const Tensor y, x.slice(1, 0, less ? 1 : 2));
     return PieceRun{y, [](const Tensor& dy) -> Result<Tensor> { return dy; }};

@@ -324,7 +324,7 @@ TEST(Tape, HooksSeeCompleteGradients) {
   EXPECT_FAILS(tape.backward(first(tape.input(input())), input(2)), kInternal, "network is gone");
 }
 
-// What a call has kept goes when its backward has run.
+// A call lets go of what it has kept when its backward has run.
 TEST(Tape, BackwardDropsWhatItHasUsed) {
   const auto first = make_linear(1), second = make_linear(2);
   Tape tape;
@@ -339,7 +339,7 @@ TEST(Tape, BackwardDropsWhatItHasUsed) {
                               return Tape::Tensors(dys);
                             }};
     };
-    const Value y = tape.record({&x, 1}, nullptr, 1, run)[0];
+    const Value y = tape.record({&x, 1}, 1, run)[0];
     owner.reset();
     EXPECT_FALSE(kept.expired());
     check(tape.backward(second(y) + first(tape.input(input())), input(2)));

@@ -167,14 +167,14 @@ TEST(DelayedScalingOrder, AnInferenceBeforeTheFirstUpdateComputesWithScaleOne) {
   };
   const Values one = infer(1);
   EXPECT_EQ(values_of(find_state(*module, "fp8.fwd.scale")), Values(2, 1));
-  const auto said = [&](double range) {
+  const auto log_text = [&](double range) {
     ::testing::internal::CaptureStderr();
     (void)infer(range);
     return ::testing::internal::GetCapturedStderr();
   };
-  EXPECT_EQ(said(1), "");
-  EXPECT_HAS(said(1e4), "of its inputs saturate at 448");
-  EXPECT_EQ(said(1e5), "") << "once for a module";
+  EXPECT_EQ(log_text(1), "");
+  EXPECT_HAS(log_text(1e4), "of its inputs saturate at 448");
+  EXPECT_EQ(log_text(1e5), "") << "once for a module";
   // In another thread, which knows of no update, too; and the state can be saved and loaded.
   std::thread([&] { EXPECT_EQ(infer(1), one); }).join();
   auto loaded = make_linear();
@@ -272,7 +272,7 @@ TEST(WeightCache, IsFilledByTheFirstMicrobatchAndUsedByTheOthers) {
   }
 }
 
-// What an inference without is_first_microbatch quantises or casts, call by call.
+// Counts what an inference without is_first_microbatch quantises or casts, call by call.
 TEST(WeightCache, InferenceMakesEachVersionOnce) {
   for (const Recipe& recipe :
        {Recipe(DelayedScaling{}), Recipe(Float8CurrentScaling{}), Recipe(Float8BlockScaling{})}) {

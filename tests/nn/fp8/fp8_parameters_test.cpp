@@ -37,7 +37,7 @@ Values decoded(const Tensor& value, bool columns = false) {
   return values;
 }
 
-// What E4M3 codes under `scale` make of the values, encoded here.
+// Returns the values that E4M3 codes under `scale` stand for, encoded here.
 std::vector<uint8_t> encoded(const Values& values, float scale) {
   std::vector<uint8_t> codes;
   for (double v : values) codes.push_back(numeric::float_to_e4m3(static_cast<float>(v) * scale));
@@ -197,16 +197,17 @@ std::unique_ptr<TransformerLayer> make_layer(const Recipe& recipe, bool fp8 = tr
                                         .init_std = 0.2f}));
 }
 
-double train(TransformerLayer& layer, const Recipe& recipe, int steps, Optimizer* given = nullptr) {
+double train(TransformerLayer& layer, const Recipe& recipe, int steps,
+             Optimizer* optimizer = nullptr) {
   std::unique_ptr<Adam> own;
-  if (given == nullptr) own = take(Adam::create(layer.parameters(), {.lr = 1e-2f}));
+  if (optimizer == nullptr) own = take(Adam::create(layer.parameters(), {.lr = 1e-2f}));
   double loss = 0;
   for (int i = 0; i < steps; ++i) {
     const Tensor x = tensor({2, 6, 32}, random_values(2 * 6 * 32, 7));
     loss = step(
         layer, [&](Ctx& ctx) { return layer.forward(x, &ctx); },
         [&](const Tensor& dy, Ctx& ctx) { return layer.backward(dy, ctx).status(); },
-        given != nullptr ? *given : *own, recipe);
+        optimizer != nullptr ? *optimizer : *own, recipe);
   }
   return loss;
 }

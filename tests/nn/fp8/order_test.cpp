@@ -3,6 +3,7 @@
 #include <optional>
 #include <thread>
 
+#include "nn/autograd/parameter.hpp"
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
@@ -133,14 +134,14 @@ TEST(GradientShape, IsTheOutputsAndAnErrorWritesNothing) {
       SCOPED_TRACE(name);
       check(module.zero_grad());
       for (const Tensor& dy : {swapped, longer}) {
-        const std::string said = name + (": dy is " + dy.describe());
+        const std::string reason = name + (": dy is " + dy.describe());
         Ctx ctx;
         autocast fp8(fp8_on, Float8CurrentScaling{});
         (void)take(module.forward(x, &ctx));
         const auto refused = module.backward(dy, ctx);
-        EXPECT_FAILS(refused, kInvalidArgument, said);
+        EXPECT_FAILS(refused, kInvalidArgument, reason);
         for (const NamedParameter& p : module.parameters()) {
-          EXPECT_FALSE(p.parameter->grad_written) << p.name;
+          EXPECT_FALSE(p.parameter->internals().grad_written) << p.name;
         }
       }
     };

@@ -1,5 +1,5 @@
-// What ends a step's FP8 bookkeeping, and what a step that is put together wrongly says: scale
-// updates that nobody asked for, contexts that are full, gradients that were cleared.
+// Tests of what ends a step's FP8 bookkeeping, and what a step that is put together wrongly says:
+// scale updates that nobody asked for, contexts that are full, gradients that were cleared.
 #include <algorithm>
 #include <cmath>
 #include <functional>

@@ -1,5 +1,5 @@
-// What a forward keeps for its backward, in bytes for each token and unit of the hidden size, as
-// te-fl's account of the device's memory has it. Prints the account:
+// Tests of what a forward keeps for its backward, in bytes for each token and unit of the hidden
+// size, as te-fl's account of the device's memory has it. Prints the account:
 //   nn_test --gtest_filter=ActivationMemory.*
 #include <cstdio>
 

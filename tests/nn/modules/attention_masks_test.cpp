@@ -1,5 +1,5 @@
-// What a call may say of masks and windows, and value heads of a size of their own, against the
-// double-precision attention.
+// Tests of what a call may say of masks and windows, and value heads of a size of their own,
+// against the double-precision attention.
 #include <cmath>
 
 #include "oracle.hpp"

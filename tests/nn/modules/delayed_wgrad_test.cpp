@@ -1,5 +1,6 @@
 // Weight gradients that backward_dw() computes later.
 #include "autocast_fixture.hpp"
+#include "nn/autograd/parameter.hpp"
 #include "support/expect.hpp"
 
 namespace te_fl::nn::testing {
@@ -25,7 +26,7 @@ std::vector<Values> gradients(Module& module, const std::function<Result<Tensor>
     if (delays) {
       for (const NamedParameter& p : module.parameters()) {
         if (p.value().rank() == 2) {
-          EXPECT_FALSE(p.parameter->grad_written) << p.name;
+          EXPECT_FALSE(p.parameter->internals().grad_written) << p.name;
         }
       }
     }

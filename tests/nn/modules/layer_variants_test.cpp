@@ -206,7 +206,7 @@ TEST(LayerNames, OfADecoderWithAnOutputNorm) {
                 "layernorm_mlp.fc2_weight", "layernorm.weight", "layernorm.bias"}));
 }
 
-// What a decoder keeps serves a copy of its ctx, and is recomputed bit by bit.
+// The record of a decoder serves a copy of its ctx, and is recomputed bit by bit.
 TEST(LayerBackwards, OfACopiedCtxAndOfARecomputedPieceAreEqual) {
   auto layer = take(TransformerLayer::create({.hidden_size = kHidden,
                                               .ffn_hidden_size = 10,

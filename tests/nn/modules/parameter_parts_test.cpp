@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "nn/autograd/parameter.hpp"
 #include "oracle.hpp"
 #include "support/expect.hpp"
 
@@ -103,7 +104,7 @@ TEST(ParameterParts, EqualTheWholeWhereverTheyLie) {
       for (const char* name : {"key_weight", "query_bias"}) {
         Parameter& part = parameter(module, name);
         memory.push_back(take(part.value.clone()));
-        check(part.borrow(memory.back(), part.owners_version.value_or(0)));
+        check(part.borrow(memory.back(), part.internals().owners_version.value_or(0)));
       }
     });
   }
@@ -113,7 +114,7 @@ TEST(ParameterParts, GradientsMayBeGivenAndTaken) {
   expect_equal({}, [](Linear& module) {
     Parameter& key = parameter(module, "key_weight");
     if (!key.grad.defined()) return;
-    const bool written = key.grad_written;
+    const bool written = key.internals().grad_written;
     check(key.give_grad(take(key.grad.clone()), written));
   });
   auto module = take(Linear::create(options_in_parts()));

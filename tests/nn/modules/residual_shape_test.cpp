@@ -1,5 +1,6 @@
 // A residual branch has the shape that its module's header says; as many elements in another order
 // are another tensor.
+#include "nn/autograd/parameter.hpp"
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 
@@ -15,7 +16,7 @@ void expect_refused(const Status& status, const char* what) {
 
 class ResidualShape : public ::testing::Test {
  protected:
-  // Of a forward's result [2,3,4] the gradient, with a residual's of [3,2,4].
+  // The gradient has the shape of the forward's result, [2,3,4], and the residual's has [3,2,4].
   template <class M>
   void expect_backward_refuses(M& module, const char* what) {
     Ctx ctx;
@@ -51,7 +52,8 @@ TEST_F(ResidualShape, OfABackwardIsTheInputs) {
                                                             .layout = Layout::kBSHD}));
     expect_backward_refuses(*attention, "MultiheadAttention");
     for (const NamedParameter& p : attention->parameters()) {
-      EXPECT_FALSE(p.parameter->grad_written) << p.name << " was written before the refusal";
+      EXPECT_FALSE(p.parameter->internals().grad_written)
+          << p.name << " was written before the refusal";
     }
   }
 }

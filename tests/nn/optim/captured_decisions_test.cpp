@@ -1,5 +1,5 @@
-// What a captured step would decide on the host for all its launches: it is done right on the
-// device, or refused.
+// Tests of what a captured step would decide on the host for all its launches: it is done right on
+// the device, or refused.
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
@@ -29,7 +29,7 @@ struct Constant {
   Values values() const { return values_of(take(weight->value.to(Device()))); }
 };
 
-// What SGD makes of `eager` steps and then `launches` more, of a graph or not.
+// Returns what SGD makes of `eager` steps and then `launches` more, of a graph or not.
 Result<Values> sgd(const Device& device, bool graphed, float dampening, int eager, int launches) {
   Constant c(device);
   const auto sgd =

@@ -81,7 +81,8 @@ class GraphedState : public ::testing::Test {
     check(backward_end());
     ASSERT_OK(devices::remove(recorder.device()));
   }
-  // What twelve steps give if `change` is made after the seventh, with a graph or without one.
+  // Returns what twelve steps give if `change` is made after the seventh, with a graph or without
+  // one.
   std::vector<std::vector<Values>> train(bool graphed,
                                          const std::function<void(Trainer&)>& change) {
     Trainer trainer(recorder.device());

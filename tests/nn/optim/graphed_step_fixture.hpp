@@ -21,7 +21,7 @@ class GraphedSteps : public ::testing::Test {
   RecordingDevice recorder;
 };
 
-// What one more use of the fixture's device needs.
+// Prepares one more use of the fixture's device.
 struct Small {
   std::unique_ptr<Linear> linear;
   std::unique_ptr<Adam> adam;

@@ -1,5 +1,5 @@
-// What may be done with a captured step, and what is refused: steps between, reused weights,
-// mistakes.
+// Tests of what may be done with a captured step, and what is refused: steps between, reused
+// weights, mistakes.
 #include "graphed_step_fixture.hpp"
 
 namespace te_fl::nn::testing {

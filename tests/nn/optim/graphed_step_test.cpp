@@ -118,7 +118,7 @@ std::unique_ptr<Optimizer> make_optimizer(const Plan& s, Model& model) {
                    {.weight_decay = 0.1f, .max_grad_norm = s.max_grad_norm, .capturable = true}));
 }
 
-// The same training, eagerly or in a graph.
+// Trains alike, eagerly or in a graph.
 Outcome train(const Device& device, const Plan& s) {
   Outcome run;
   std::optional<quantized_model_init> fp8_weights;

@@ -26,7 +26,7 @@ class Layering(unittest.TestCase):
     def test_rooms_include_what_is_below(self):
         self.taken("core/tensor/tensor.cpp", "core/device/allocations.hpp")
         self.taken("plugins/activate.cpp", "registry/registry_impl.hpp")
-        self.taken("nn/fp8/runtime.cpp", "dispatch/call.hpp")
+        self.taken("nn/fp8/autocast.cpp", "dispatch/call.hpp")
         self.taken("dispatch/watch/verify.cpp", "dispatch/staging/staging_plan.hpp")
 
     def test_no_room_includes_what_is_above(self):
@@ -35,9 +35,11 @@ class Layering(unittest.TestCase):
         self.refused("registry/op_registry.cpp", "plugins/activate.hpp")
         self.refused("registry/op_registry.cpp", "dispatch/call.hpp")
         self.refused("plugins/plugins.cpp", "dispatch/manager_impl.hpp")
-        self.refused("dispatch/run.cpp", "nn/fp8/runtime.hpp")
+        self.refused("dispatch/run.cpp", "nn/fp8/autocast.hpp")
         self.refused("policy/select.cpp", "backends/cpu/gemm.hpp")
         self.refused("nn/modules/linear.cpp", "tests/support/expect.hpp")
+        self.refused("nn/base/tensor_ops.cpp", "te_fl/nn/autograd/parameter.hpp", "nn/base may include only")
+        self.refused("include/te_fl/nn/autograd/tape.hpp", "te_fl/nn/modules/module.hpp", "nn/autograd may include only")
 
     def test_a_public_header_is_an_arrow_to_its_room(self):
         self.taken("plugins/activate.cpp", "te_fl/op_registry.hpp")
@@ -57,6 +59,12 @@ class Layering(unittest.TestCase):
             for name in names:
                 path = os.path.relpath(os.path.join(where, name), folder)
                 self.assertTrue(check_layering.room_of(path), path)
+
+    def test_units_form_no_ring(self):
+        texts = {"nn/fp8/a.cpp": '#include "nn/fp8/b.hpp"\n', "include/te_fl/nn/fp8/a.hpp": "", "nn/fp8/b.hpp": '#include "nn/base/c.hpp"\n'}
+        self.assertEqual(check_layering.rings(texts), [])
+        texts["nn/fp8/b.cpp"] = '#include "te_fl/nn/fp8/a.hpp"\n'  # a header and its source are one
+        self.assertEqual(check_layering.rings(texts), [["nn/fp8/a", "nn/fp8/b"]])
 
     def test_dispatch_reaches_its_interceptors_by_their_doors(self):
         self.taken("dispatch/run.cpp", "dispatch/watch/watch.hpp")

@@ -28,10 +28,10 @@ struct RandomPosition {
   friend bool operator==(const RandomPosition&, const RandomPosition&) = default;
 };
 
-// What module calls on a thread run with: the stream for their ops and the random stream. A handle:
-// copies share the random state. Every thread starts with a context of its own (default stream,
-// seed 0); ContextScope replaces it for a while. FP8 bookkeeping is no part of it: a module may run
-// its dropout in a Context of its own, and backward_end() still finds every gradient scale.
+// Holds what module calls on a thread run with: the stream for their ops and the random stream. A
+// handle: copies share the random state. Every thread starts with a context of its own (default
+// stream, seed 0); ContextScope replaces it for a while. FP8 bookkeeping is no part of it: a module
+// may run its dropout in a Context of its own, and backward_end() still finds every gradient scale.
 class TE_FL_API Context {
  public:
   explicit Context(uint64_t seed = 0, void* stream = nullptr);

@@ -28,7 +28,8 @@ class TE_FL_API RandomStreams {
   // While the scope lives, modules that the thread calls draw from the stream.
   Result<std::unique_ptr<ContextScope>> fork(std::string_view name) const;
 
-  // What to save, and its return: all or nothing, the names and seeds that add() gave being kept.
+  // Gives what to save, and takes it back: all or nothing, the names and seeds that add() gave
+  // being kept.
   std::map<std::string, RandomPosition> state() const;
   Status load_state(const std::map<std::string, RandomPosition>& state);
 

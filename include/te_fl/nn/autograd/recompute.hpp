@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "te_fl/export.hpp"
-#include "te_fl/nn/modules/module.hpp"
+#include "te_fl/nn/autograd/ctx.hpp"
 #include "te_fl/status.hpp"
 #include "te_fl/tensor.hpp"
 
@@ -18,8 +18,8 @@ class RecomputeMemory;
 struct RecomputeRun;
 }  // namespace detail
 
-// What the first run of a piece leaves for the second: the random numbers that it drew, the FP8
-// scales that it read, the quantised weights that its modules keep, the recipe and the policy.
+// Holds what the first run of a piece leaves for the second: the random numbers that it drew, the
+// FP8 scales that it read, the quantised weights that its modules keep, the recipe and the policy.
 // A handle: copies share it. Scales are copied (4 bytes each), nothing else is.
 class TE_FL_API RecomputeRecord {
  public:
@@ -64,7 +64,7 @@ class [[nodiscard]] TE_FL_API RecomputeScope {
   std::unique_ptr<detail::RecomputeRun> run_;
 };
 
-// That of the thread's innermost scope.
+// Returns the phase of the thread's innermost scope.
 TE_FL_API RecomputePhase recompute_phase() noexcept;
 
 // A piece that has run: its result, and the function that takes the result's gradient to the

@@ -11,11 +11,8 @@
 #include <vector>
 
 #include "te_fl/export.hpp"
-#include "te_fl/nn/modules/attention.hpp"
-#include "te_fl/nn/modules/embedding.hpp"
-#include "te_fl/nn/modules/loss.hpp"
-#include "te_fl/nn/modules/module.hpp"
-#include "te_fl/nn/modules/transformer.hpp"
+#include "te_fl/nn/autograd/ctx.hpp"
+#include "te_fl/nn/autograd/parameter.hpp"
 #include "te_fl/status.hpp"
 #include "te_fl/tensor.hpp"
 
@@ -47,7 +44,7 @@ class TE_FL_API Value {
   const Status& status() const noexcept { return status_; }
   const Tensor& tensor() const noexcept { return tensor_; }  // undefined after an error
   Tape* tape() const noexcept { return tape_; }              // null if the error came before one
-  // Of an input() that wants it, after backward(); else undefined.
+  // Returns the gradient of an input() that wants it, after backward(); else undefined.
   Tensor grad() const;
 
   Value view(std::initializer_list<int64_t> shape) const;  // as Tensor::view()
@@ -82,7 +79,7 @@ class TE_FL_API Tape {
   Tape& operator=(const Tape&) = delete;
 
   bool training() const noexcept { return training_; }
-  // What calls give to forwards that take ForwardOptions and were given none, whatever else they
+  // Calls give these to forwards that take ForwardOptions and were given none, whatever else they
   // were given (AttentionInputs, say).
   ForwardOptions options;
 
@@ -114,11 +111,10 @@ class TE_FL_API Tape {
   struct Recorded {
     Tensors results;
     Backward backward;
-    std::vector<std::shared_ptr<Parameter>> parameters = {};  // beside the module's
+    std::vector<std::shared_ptr<Parameter>> parameters = {};  // that it uses and that are trained
   };
-  // Calls `run` unless an input is an error; `module` (may be null) is whose parameters it uses.
-  // As many values as it has results, `count`.
-  std::vector<Value> record(std::span<const Value> inputs, const Module* module, size_t count,
+  // Calls `run` unless an input is an error. As many values as it has results, `count`.
+  std::vector<Value> record(std::span<const Value> inputs, size_t count,
                             const std::function<Result<Recorded>(bool training)>& run);
 
  private:
@@ -135,62 +131,5 @@ class TE_FL_API Tape {
   uint64_t epoch_ = 1;                            // counts backwards
   GradientHook hook_;
 };
-
-// module.forward(x, ctx, args...) on x's tape.
-template <class Called, class... Args>
-Value call(Called& module, const Value& x, const Args&... args);
-
-// Of other signatures.
-TE_FL_API Value call(DotProductAttention& attention, const Value& q, const Value& k, const Value& v,
-                     const AttentionInputs& inputs = {});
-// Cross-attention; `encoder` takes the place of inputs.encoder_output.
-TE_FL_API Value call(MultiheadAttention& attention, const Value& x, const Value& encoder,
-                     const AttentionInputs& inputs = {});
-// A decoder; `encoder` takes the place of cross.encoder_output.
-TE_FL_API Value call(TransformerLayer& decoder, const Value& x, const Value& encoder,
-                     const AttentionInputs& inputs = {}, const AttentionInputs& cross = {});
-TE_FL_API Value call(Residual& residual, const Value& a, const Value& b);
-TE_FL_API Value call(Tape& tape, Embedding& embedding, const Tensor& indices);
-// The mean of the rows' losses (CrossEntropyLoss::forward()), F32 [1].
-TE_FL_API Value cross_entropy(const Value& logits, const Tensor& targets,
-                              const CrossEntropyOptions& options = {}, double divisor = 0);
-
-namespace detail {
-
-// forward() with the options, wherever it takes them.
-template <class Called>
-Result<Tensor> forward_with(Called& module, const Tensor& x, Ctx* ctx,
-                            const ForwardOptions& options) {
-  if constexpr (requires { module.forward(x, ctx, options); }) {
-    return module.forward(x, ctx, options);
-  } else if constexpr (requires { module.forward(x, ctx, AttentionInputs{}, options); }) {
-    return module.forward(x, ctx, AttentionInputs{}, options);
-  } else {
-    return module.forward(x, ctx);
-  }
-}
-
-using Forward = std::function<Result<Tensor>(const Tensor& x, Ctx* ctx)>;
-using Back = std::function<Result<Tensor>(const Tensor& dy, Ctx& ctx)>;
-TE_FL_API Value call_module(const Module& module, const Value& x, const Forward& forward,
-                            Back backward);
-
-}  // namespace detail
-
-template <class Called, class... Args>
-Value call(Called& module, const Value& x, const Args&... args) {
-  return detail::call_module(
-      module, x,
-      [&](const Tensor& in, Ctx* ctx) -> Result<Tensor> {
-        if constexpr (sizeof...(args) == 0) {
-          return detail::forward_with(module, in, ctx, x.tape()->options);
-        } else if constexpr (requires { module.forward(in, ctx, args..., x.tape()->options); }) {
-          return module.forward(in, ctx, args..., x.tape()->options);
-        } else {
-          return module.forward(in, ctx, args...);
-        }
-      },
-      [&module](const Tensor& dy, Ctx& ctx) -> Result<Tensor> { return module.backward(dy, ctx); });
-}
 
 }  // namespace te_fl::nn

@@ -13,7 +13,7 @@
 
 namespace te_fl::nn {
 
-// Which FP8 type holds what. kHybrid: E4M3 for inputs and weights, E5M2 for gradients. (E5M2
+// Says which FP8 type holds what. kHybrid: E4M3 for inputs and weights, E5M2 for gradients. (E5M2
 // throughout cannot train.)
 enum class Fp8Format : uint8_t { kHybrid, kE4M3 };
 

@@ -1,10 +1,32 @@
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <string_view>
 
-#include "te_fl/nn/modules/mlp.hpp"
+#include "te_fl/nn/modules/module.hpp"
 
 namespace te_fl::nn {
+
+// The catalogue's activations. The gated ones (second line) take [a, b] of twice the width and
+// return act(a) * b.
+enum class Activation : uint8_t {
+  kGelu,
+  kQGelu,
+  kRelu,
+  kSRelu,
+  kSilu,
+  kGeglu,
+  kQGeglu,
+  kReglu,
+  kSReglu,
+  kSwiglu,
+  kGlu,
+  kClampedSwiglu,
+};
+TE_FL_API bool is_gated(Activation activation) noexcept;
+TE_FL_API std::string_view name(Activation activation) noexcept;  // the op's name, "gelu"
+TE_FL_API Result<Activation> parse_activation(std::string_view text);
 
 struct ActivationOptions {
   Activation activation = Activation::kGelu;

@@ -83,7 +83,8 @@ struct RotaryOptions {
 // Angles for RoPE, F32 [max_seqlen, 1, 1, dim]: angle(s, pair i) = (first_position + s) * f(i), in
 // both columns of a pair.
 TE_FL_API Result<Tensor> rotary_angles(const RotaryOptions& options);
-// What YaRN multiplies the softmax scale by (arXiv 2309.00071, section 3.4): (0.1 ln factor + 1)^2.
+// Returns the factor by which YaRN multiplies the softmax scale (arXiv 2309.00071, section 3.4):
+// (0.1 ln factor + 1)^2.
 TE_FL_API double yarn_softmax_scale(double factor) noexcept;
 
 }  // namespace te_fl::nn::init

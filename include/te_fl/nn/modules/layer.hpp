@@ -9,6 +9,7 @@
 
 #include "te_fl/export.hpp"
 #include "te_fl/nn/autograd/tape.hpp"
+#include "te_fl/nn/modules/call.hpp"
 #include "te_fl/nn/modules/module.hpp"
 #include "te_fl/status.hpp"
 
@@ -54,7 +55,7 @@ class Layer {
       return first.error(status_);  // a Tape
     }
   }
-  // Of an Embedding, which begins a tape's values.
+  // Calls an Embedding, which begins a tape's values.
   Value operator()(Tape& tape, const Tensor& indices) const {
     return status_.ok() ? call(tape, *module_, indices) : tape.error(status_);
   }

@@ -2,12 +2,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "te_fl/nn/modules/init.hpp"
 #include "te_fl/nn/modules/module.hpp"
 #include "te_fl/nn/modules/norm.hpp"
+#include "te_fl/nn/modules/parameter_part.hpp"
 
 namespace te_fl::nn {
 
@@ -15,12 +15,6 @@ namespace detail {
 class GemmUnit;
 class SplitParameters;
 }  // namespace detail
-
-// Rows of a weight and bias that are parameters of their own.
-struct ParameterPart {
-  std::string name;  // "query": query_weight, query_bias
-  int64_t rows = 0;
-};
 
 struct LinearOptions {
   int64_t in_features = 0;

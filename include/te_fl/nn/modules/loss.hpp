@@ -20,7 +20,7 @@ class TE_FL_API CrossEntropyLoss : public Module {
   Result<Tensor> forward(const Tensor& logits, const Tensor& targets, Ctx* ctx, double divisor = 0);
   // Gradient of grad_scale * loss: [..., V] in the logits' dtype.
   Result<Tensor> backward(Ctx& ctx, double grad_scale = 1);
-  // The same times dloss, F32 [1] on the device, the gradient that reaches the loss.
+  // Gradient of dloss * loss; dloss is F32 [1] on the device, the gradient that reaches the loss.
   Result<Tensor> backward(Ctx& ctx, const Tensor& dloss);
 
  private:

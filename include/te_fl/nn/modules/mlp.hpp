@@ -2,32 +2,12 @@
 
 #include <memory>
 #include <optional>
-#include <string_view>
 
+#include "te_fl/nn/modules/activation.hpp"
 #include "te_fl/nn/modules/linear.hpp"
 #include "te_fl/nn/modules/norm.hpp"
 
 namespace te_fl::nn {
-
-// The catalogue's activations. The gated ones (second line) take [a, b] of twice the width and
-// return act(a) * b.
-enum class Activation : uint8_t {
-  kGelu,
-  kQGelu,
-  kRelu,
-  kSRelu,
-  kSilu,
-  kGeglu,
-  kQGeglu,
-  kReglu,
-  kSReglu,
-  kSwiglu,
-  kGlu,
-  kClampedSwiglu,
-};
-TE_FL_API bool is_gated(Activation activation) noexcept;
-TE_FL_API std::string_view name(Activation activation) noexcept;  // the op's name, "gelu"
-TE_FL_API Result<Activation> parse_activation(std::string_view text);
 
 struct LayerNormMLPOptions {
   int64_t hidden_size = 0;

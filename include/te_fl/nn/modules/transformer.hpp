@@ -2,8 +2,8 @@
 
 #include <memory>
 
-#include "te_fl/nn/modules/attention.hpp"
 #include "te_fl/nn/modules/mlp.hpp"
+#include "te_fl/nn/modules/multihead_attention.hpp"
 
 namespace te_fl::nn {
 
@@ -51,7 +51,7 @@ struct TransformerLayerOptions {
   QkNorm qk_norm = QkNorm::kNone;
   float qk_norm_epsilon = 1e-6f;
   bool qk_norm_before_rope = false;
-  // Of a decoder's cross-attention.
+  // These are of a decoder's cross-attention.
   MaskType enc_dec_mask_type = MaskType::kNone;
   int64_t enc_dec_window_left = -1;
   int64_t enc_dec_window_right = -1;
@@ -80,8 +80,8 @@ class TE_FL_API TransformerLayer : public Module {
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs = {},
                          const ForwardOptions& options = {},
                          const AttentionInputs* cross = nullptr);
-  // What is not null receives the gradient of inputs.bias, of cross->encoder_output, of
-  // cross->bias.
+  // Each of the last three that is not null receives the gradient of inputs.bias, of
+  // cross->encoder_output, of cross->bias.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx, Tensor* dbias = nullptr,
                           Tensor* encoder_grad = nullptr, Tensor* cross_dbias = nullptr);
 

@@ -61,7 +61,7 @@ class TE_FL_API GraphedStep {
   // step cannot be captured.
   Result<std::vector<Tensor>> run(std::span<const Tensor> inputs = {});
 
-  // Whether the next run() launches the graph.
+  // True if the next run() launches the graph.
   bool captured() const noexcept;
   void* stream() const noexcept;
 

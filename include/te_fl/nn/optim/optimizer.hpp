@@ -18,7 +18,7 @@ namespace te_fl::nn {
 TE_FL_API Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters,
                                        float max_norm);
 
-// Which parameters weight decay applies to; null: all.
+// Answers true for parameters that weight decay applies to; null: all.
 using DecayFilter = std::function<bool(std::string_view name, const Tensor& value)>;
 
 class LossScaler;
@@ -53,7 +53,7 @@ class TE_FL_API Optimizer {
   // too if a GraphedStep captures it whose options do not name this optimizer, and for the first
   // step of an SGD with dampening, which differs from the others.
   Status step();
-  // The same for gradients of a loss that was multiplied by the scaler's scale, by which they are
+  // Steps with gradients of a loss that was multiplied by the scaler's scale, by which they are
   // divided first; clipping comes after. Nothing is read on the host (without max_grad_norm): if
   // one is not finite, the device leaves parameters and state as they are, without an error, and
   // the step is counted all the same. The scaler must outlive a graph that captures it.
@@ -72,7 +72,7 @@ class TE_FL_API Optimizer {
   // Norm of the gradients found by the last step(), before clipping; 0 unless max_grad_norm is set
   // and capturable is not.
   float last_grad_norm() const noexcept { return last_grad_norm_; }
-  // The same on the device, F32 [1], if capturable: item() reads it. Undefined otherwise.
+  // last_grad_norm() on the device, F32 [1], if capturable: item() reads it. Undefined otherwise.
   const Tensor& grad_norm() const noexcept;
 
   // Tensors of the state by name ("optimizer.exp_avg.NAME", ...), sharing storage.
@@ -82,7 +82,7 @@ class TE_FL_API Optimizer {
   void set_steps(int64_t steps) noexcept;
 
  protected:
-  // What step() reads on the device instead of the host.
+  // Holds what step() reads on the device instead of the host.
   struct OnDevice {
     Tensor step;             // I64 [1]
     std::vector<Tensor> lr;  // F32 [1]: the optimizer's own, then the groups'

@@ -1,5 +1,6 @@
 #include <utility>
 
+#include "nn/autograd/ctx.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "te_fl/nn/modules/layer.hpp"
 

@@ -1,10 +1,10 @@
-#include "nn/modules/attention_masks.hpp"
+#include "nn/modules/attention_inputs.hpp"
 
 #include <algorithm>
 #include <string>
 #include <vector>
 
-#include "nn/autograd/gradients.hpp"
+#include "nn/base/capture.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "te_fl/tensor.hpp"
 
@@ -46,7 +46,7 @@ struct Padding {
   std::vector<uint8_t> padded;
 
   bool at(int64_t b, int64_t i) const { return padded[static_cast<size_t>(b * length + i)] != 0; }
-  // How many of a sequence are no padding.
+  // Counts the tokens of a sequence that are no padding.
   int64_t count(int64_t b) const {
     const auto row = padded.begin() + b * length;
     return std::count(row, row + length, 0);

@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <string_view>
 
-#include "te_fl/nn/modules/attention.hpp"
+#include "te_fl/nn/modules/attention_inputs.hpp"
 
-// What a module's user may say of masks, in the form that the attention ops take.
+// Brings what a module's user may say of masks into the form that the attention ops take.
 namespace te_fl::nn::detail {
 
 // INVALID_ARGUMENT naming the module unless each bound is at least -1.

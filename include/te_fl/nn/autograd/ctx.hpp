@@ -1,0 +1,66 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string_view>
+
+#include "te_fl/export.hpp"
+#include "te_fl/status.hpp"
+#include "te_fl/tensor.hpp"
+
+namespace te_fl::nn {
+
+// Holds what a forward keeps for its backward. Give each forward its own, as many at once as
+// microbatches are in flight. A backward consumes it, or reset() drops it; it may be reused for
+// another forward then. A forward given one that is not empty is FAILED_PRECONDITION: that
+// microbatch's gradients would be lost. Holds activations alive. A copy shares them and has a
+// backward of its own, so that one forward can have several, as retained graphs of frameworks do.
+class TE_FL_API Ctx {
+ public:
+  struct TE_FL_API Record {
+    virtual ~Record();
+    // Makes a copy of a record of this type. Null: it has none, and a copy of the Ctx is empty.
+    std::unique_ptr<Record> (*copy)(const Record&) = nullptr;
+  };
+  Ctx();
+  ~Ctx();
+  Ctx(const Ctx& other);
+  Ctx& operator=(const Ctx& other);
+  Ctx(Ctx&&) noexcept;
+  Ctx& operator=(Ctx&&) noexcept;
+  bool empty() const noexcept { return record_ == nullptr; }
+  void reset() noexcept;
+
+  // For modules. check_empty() comes first in a forward, before it computes; store() last, and
+  // is FAILED_PRECONDITION as well unless empty. take() returns the record that `owner` stored;
+  // FAILED_PRECONDITION if there is none: the forward was not given this ctx, it was already
+  // consumed, or another module filled it.
+  Status check_empty(std::string_view module) const;
+  Status store(const void* owner, std::unique_ptr<Record> record);
+  Result<std::unique_ptr<Record>> take(const void* owner, std::string_view module);
+
+ private:
+  std::unique_ptr<Record> record_;
+  const void* owner_ = nullptr;
+};
+
+struct ForwardOptions {
+  // Weights are quantised (and cast to the activation dtype) once per step: true computes and keeps
+  // them, false reuses what true kept, unset computes them for this call alone. false without an
+  // earlier true computes and keeps.
+  // Unset in inference (ctx null) computes them once per Parameter::version, FP8 scales and recipe,
+  // and keeps them until one of these changes, another stream comes, or a training forward does:
+  // 1 byte for each weight under FP8, or the activation dtype's size if the parameter has another
+  // dtype; FP8-only parameters are dequantised for each call. In a capture they are computed for
+  // this call, so that each launch reads the weights of its time.
+  std::optional<bool> is_first_microbatch = {};
+  // It is is_first_microbatch for FP8 weights, decided on the device when the work runs, so that
+  // one captured graph serves every microbatch: F32 [1] on the modules' device; 0 quantises and
+  // keeps, any other value reuses what was kept. What the host knows to be out of date (nothing
+  // kept yet, another recipe, an optimizer's step) is quantised whatever it says, but in a capture
+  // only the value counts. Not together with is_first_microbatch. Without FP8, weights of another
+  // dtype are cast every time.
+  Tensor reuse_weights = {};
+};
+
+}  // namespace te_fl::nn

@@ -1,0 +1,12 @@
+#pragma once
+
+#include "te_fl/export.hpp"
+#include "te_fl/status.hpp"
+#include "te_fl/tensor.hpp"
+
+namespace te_fl::nn {
+
+// Reads one F32 value to the host. Waits for the stream: a synchronisation point.
+TE_FL_API Result<float> item(const Tensor& scalar);
+
+}  // namespace te_fl::nn

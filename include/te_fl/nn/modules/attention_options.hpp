@@ -1,0 +1,106 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "te_fl/device.hpp"
+#include "te_fl/dtype.hpp"
+#include "te_fl/nn/modules/norm.hpp"
+#include "te_fl/ops/enums.h"
+
+namespace te_fl::nn {
+
+// Order of the dimensions: sbhd [sequence, batch, ...], bshd [batch, sequence, ...], thd [tokens,
+// ...] (sequences one after another, told apart by cu_seqlens).
+enum class Layout : uint8_t {
+  kSBHD = TE_FL_LAYOUT_SBHD,
+  kBSHD = TE_FL_LAYOUT_BSHD,
+  kTHD = TE_FL_LAYOUT_THD,
+};
+
+enum class MaskType : uint8_t {
+  kNone = TE_FL_MASK_TYPE_NONE,
+  kCausal = TE_FL_MASK_TYPE_CAUSAL,
+  kCausalBottomRight = TE_FL_MASK_TYPE_CAUSAL_BOTTOM_RIGHT,
+  kPadding = TE_FL_MASK_TYPE_PADDING,
+  kPaddingCausal = TE_FL_MASK_TYPE_PADDING_CAUSAL,
+  kPaddingCausalBottomRight = TE_FL_MASK_TYPE_PADDING_CAUSAL_BOTTOM_RIGHT,
+  kArbitrary = TE_FL_MASK_TYPE_ARBITRARY,
+};
+
+enum class SoftmaxType : uint8_t {
+  kVanilla = TE_FL_SOFTMAX_TYPE_VANILLA,
+  kOffByOne = TE_FL_SOFTMAX_TYPE_OFF_BY_ONE,
+  kLearnable = TE_FL_SOFTMAX_TYPE_LEARNABLE,
+};
+
+// Says if keys and values come from x too or from AttentionInputs::encoder_output.
+enum class AttentionType : uint8_t { kSelf, kCross };
+
+// The norm of each head of q and k, over its elements: x / sqrt(sum x^2 + eps), or a norm with
+// parameters.
+enum class QkNorm : uint8_t { kNone, kL2, kRMSNorm, kLayerNorm };
+
+struct DotProductAttentionOptions {
+  int64_t num_attention_heads = 0;
+  int64_t head_dim = 0;
+  int64_t num_gqa_groups = 0;  // heads of K and V; 0: num_attention_heads
+  Layout layout = Layout::kSBHD;
+  MaskType mask_type = MaskType::kCausal;
+  // Sliding window; -1: no bound. It counts from the mask type's diagonal: top left with kCausal
+  // and kPaddingCausal, else bottom right, where the last query is level with the last key.
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  SoftmaxType softmax_type = SoftmaxType::kVanilla;
+  float softmax_scale = 0;  // 0: 1/sqrt(head_dim)
+  float attention_dropout = 0;
+  DType activation_dtype = DType::kF32;
+  Device device = {};
+  int64_t value_head_dim = 0;  // head size Dv of v and o; 0: head_dim
+  float softcap = 0;           // scaled products x become softcap * tanh(x / softcap); 0: they stay
+};
+
+struct MultiheadAttentionOptions {
+  int64_t hidden_size = 0;
+  int64_t num_attention_heads = 0;
+  int64_t num_gqa_groups = 0;  // 0: num_attention_heads
+  int64_t kv_channels = 0;     // head size; 0: hidden_size / num_attention_heads
+  bool input_layernorm =
+      true;  // normalise first (submodule layernorm_qkv); otherwise a plain Linear (qkv)
+  Normalization normalization = Normalization::kLayerNorm;
+  float epsilon = 1e-5f;
+  bool zero_centered_gamma = false;
+  bool bias = true;
+  Layout layout = Layout::kSBHD;
+  MaskType mask_type = MaskType::kCausal;
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  SoftmaxType softmax_type = SoftmaxType::kVanilla;
+  float softmax_scale = 0;  // 0: 1/sqrt(head size)
+  float attention_dropout = 0;
+  bool rotary_interleaved = false;
+  DType param_dtype = DType::kF32;
+  DType activation_dtype = DType::kF32;
+  Device device = {};
+  uint64_t seed = 0;
+  float init_std = 0.023f;
+  float output_init_std = 0.023f;  // proj
+  AttentionType attention_type = AttentionType::kSelf;
+  // False: the rows of queries, keys and values are parameters of their own (query_weight,
+  // key_weight, value_weight, query_bias, ...), and not interleaved.
+  bool fuse_qkv_params = true;
+  bool qkv_weight_interleaved = true;  // where they are fused
+  std::optional<bool> qkv_bias = {};   // in place of `bias`
+  std::optional<bool> proj_bias = {};
+  bool return_bias = false;  // of proj, as in Linear
+  QkNorm qk_norm = QkNorm::kNone;
+  float qk_norm_epsilon = 1e-6f;
+  bool qk_norm_before_rope = false;
+  // The key heads (groups) [groups_begin, groups_begin + num_gqa_groups), with their query heads,
+  // of an attention of groups_whole (0: this is whole), whose initial weights this one has there.
+  int64_t groups_whole = 0;
+  int64_t groups_begin = 0;
+  float softcap = 0;  // as in DotProductAttentionOptions
+};
+
+}  // namespace te_fl::nn

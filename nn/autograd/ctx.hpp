@@ -1,0 +1,22 @@
+#pragma once
+
+#include <memory>
+#include <string_view>
+
+#include "te_fl/nn/autograd/ctx.hpp"
+
+namespace te_fl::nn::detail {
+
+// Makes what a forward that is given `ctx` fills for its backward; FAILED_PRECONDITION, naming the
+// module, if ctx still holds another forward.
+template <class Record>
+Result<std::unique_ptr<Record>> new_record(const Ctx* ctx, std::string_view module) {
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->check_empty(module));
+  auto record = std::make_unique<Record>();
+  record->copy = [](const Ctx::Record& other) -> std::unique_ptr<Ctx::Record> {
+    return std::make_unique<Record>(static_cast<const Record&>(other));
+  };
+  return record;
+}
+
+}  // namespace te_fl::nn::detail

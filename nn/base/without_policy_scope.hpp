@@ -1,0 +1,22 @@
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "policy/current.hpp"
+
+namespace te_fl::nn::detail {
+
+// No policy scope of the calling thread, until destroyed.
+class WithoutPolicyScope {
+ public:
+  WithoutPolicyScope() : previous_(std::exchange(policy::t_scope, 0)) {}
+  ~WithoutPolicyScope() { policy::t_scope = previous_; }
+  WithoutPolicyScope(const WithoutPolicyScope&) = delete;
+  WithoutPolicyScope& operator=(const WithoutPolicyScope&) = delete;
+
+ private:
+  uint32_t previous_;
+};
+
+}  // namespace te_fl::nn::detail

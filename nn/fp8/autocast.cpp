@@ -1,0 +1,195 @@
+#include "nn/fp8/autocast.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "nn/base/capture.hpp"
+#include "nn/base/run_log.hpp"
+#include "te_fl/log.hpp"
+
+namespace te_fl::nn {
+namespace detail {
+namespace {
+
+thread_local std::shared_ptr<AutocastFrame> tls_frame;
+
+}  // namespace
+
+std::shared_ptr<AutocastFrame> current_frame() {
+  // Scopes that another thread ended are left behind here.
+  while (tls_frame != nullptr && tls_frame->ended.load(std::memory_order_acquire)) {
+    tls_frame = std::shared_ptr<AutocastFrame>(std::move(tls_frame->previous));
+  }
+  return tls_frame;
+}
+
+void push_frame(const std::shared_ptr<AutocastFrame>& frame) {
+  frame->previous = current_frame();
+  {
+    Session& session = *frame->session;
+    std::lock_guard lock(session.mutex);
+    ++session.scopes;
+    const auto& reduction = frame->options.amax_reduction;
+    if (reduction != nullptr &&
+        std::ranges::find(session.reductions, reduction) == session.reductions.end()) {
+      session.reductions.push_back(reduction);
+    }
+  }
+  tls_frame = frame;
+}
+
+Status pop_frame(const std::shared_ptr<AutocastFrame>& frame, std::optional<bool> updates) {
+  // The thread whose list has it, which need not be this one, drops it when it looks next; so
+  // scopes may also end in another order than the reverse.
+  frame->ended.store(true, std::memory_order_release);
+  (void)current_frame();
+  std::vector<PendingUpdate> pending;
+  std::vector<std::shared_ptr<AmaxReduction>> reductions;
+  {
+    Session& session = *frame->session;
+    std::lock_guard lock(session.mutex);
+    if (--session.scopes > 0) return {};
+    pending = session.forward.take();
+    reductions = std::exchange(session.reductions, {});
+    const bool trained = std::exchange(session.trained, false);
+    updates = updates.value_or(trained) || std::exchange(session.calibrated, false);
+  }
+  if (*updates)
+    return update_scales(std::move(pending), Direction::kForward, std::move(reductions));
+  if (!pending.empty()) wait_for_update(std::move(pending));
+  return {};
+}
+
+std::shared_ptr<AutocastFrame> frame_like(const std::shared_ptr<AutocastFrame>& captured) {
+  auto frame = std::make_shared<AutocastFrame>();
+  if (captured != nullptr) {
+    frame->options = captured->options;
+    frame->recipe = captured->recipe;
+    frame->invalid = captured->invalid;
+    frame->session = captured->session;
+  } else {  // no autocast there means none here, whatever this thread has open
+    frame->options = {.enabled = false};
+    frame->recipe = std::make_shared<const Recipe>(DelayedScaling{});
+    frame->session = std::make_shared<Session>();
+  }
+  return frame;
+}
+
+Result<Fp8Mode> current_mode() {
+  const std::shared_ptr<AutocastFrame> frame = current_frame();
+  Fp8Mode mode;
+  if (frame == nullptr) return mode;
+  TE_FL_RETURN_IF_ERROR(frame->invalid);
+  mode.fp8 = frame->options.enabled;
+  mode.calibrating = frame->options.calibrating && !frame->options.enabled;
+  mode.recipe = frame->recipe;
+  mode.session = frame->session;
+  mode.gradients = current_gradient_updates();
+  if (mode.fp8) mode.reduction = frame->options.amax_reduction;
+  return mode;
+}
+
+namespace {
+
+// begin_delayed() of a run that is not a second one.
+Status begin_first(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
+                   const std::shared_ptr<Fp8State>& backward) {
+  const DelayedScaling& recipe = *mode.delayed();
+  TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(forward->device()));
+  const bool infers = !training && !mode.calibrating;
+  if (!infers || !forward->defined() || !backward->defined()) {
+    TE_FL_RETURN_IF_ERROR(forward->ensure(recipe.amax_history_len));
+    TE_FL_RETURN_IF_ERROR(backward->ensure(recipe.amax_history_len));
+  }
+  forward->use(foreign);
+  if (!infers) backward->use(foreign);
+  const PendingUpdate update{forward, recipe, fp8_dtype(*mode.recipe, Role::kInput),
+                             mode.reduction};
+  if (mode.reduction != nullptr) {
+    mode.reduction->sites().add(update,
+                                {backward, recipe, fp8_dtype(*mode.recipe, Role::kGradient)});
+  } else if (infers && waits_here(*forward)) {
+    return {};
+  }
+  std::lock_guard lock(mode.session->mutex);
+  mode.session->trained = mode.session->trained || !infers;
+  mode.session->calibrated = mode.session->calibrated || mode.calibrating;
+  mode.session->forward.add(update);
+  return {};
+}
+
+}  // namespace
+
+Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
+                     const std::shared_ptr<Fp8State>& backward) {
+  if (replaying()) return replay_scales(forward.get(), forward->device());
+  TE_FL_RETURN_IF_ERROR(begin_first(mode, training, forward, backward));
+  return noting() ? note_scales(forward.get(), forward->device(), forward->scale()) : Status();
+}
+
+Status begin_delayed_backward(const Fp8Mode& mode, const std::shared_ptr<Fp8State>& backward) {
+  const DType dtype = fp8_dtype(*mode.recipe, Role::kGradient);
+  TE_FL_RETURN_IF_ERROR(backward->retype(dtype));
+  TE_FL_ASSIGN_OR_RETURN(const bool foreign, in_foreign_capture(backward->device()));
+  backward->use(foreign);
+  mode.gradients->add({backward, *mode.delayed(), dtype, mode.reduction});
+  return {};
+}
+
+}  // namespace detail
+
+namespace {
+
+Status check_options(const AutocastOptions& options, const Recipe& recipe) {
+  TE_FL_RETURN_IF_ERROR(validate(recipe));
+  if (options.calibrating && !std::holds_alternative<DelayedScaling>(recipe)) {
+    return invalid_argument(
+        "autocast: calibrating collects amaxes for delayed scaling; " + describe(recipe) +
+        " keeps no state to calibrate: use DelayedScaling or calibrating = false");
+  }
+  return {};
+}
+
+}  // namespace
+
+autocast::autocast(AutocastOptions options, Recipe recipe)
+    : frame_(std::make_shared<detail::AutocastFrame>()) {
+  frame_->options = options;
+  frame_->invalid = check_options(options, recipe);
+  frame_->recipe = std::make_shared<const Recipe>(std::move(recipe));
+  auto outer = detail::current_frame();
+  frame_->session = outer != nullptr ? outer->session : std::make_shared<detail::Session>();
+  detail::push_frame(frame_);
+}
+
+autocast::~autocast() {
+  Status status = exit();
+  if (status.ok()) return;
+  log::error("autocast: " + status.to_string());
+  detail::current_gradient_updates()->defer(status);
+}
+
+Status autocast::exit(std::optional<bool> updates) {
+  if (frame_ == nullptr) return {};
+  return detail::pop_frame(std::exchange(frame_, nullptr), updates);
+}
+
+bool fp8_enabled() {
+  auto frame = detail::current_frame();
+  return frame != nullptr && frame->options.enabled;
+}
+
+bool fp8_calibrating() {
+  auto frame = detail::current_frame();
+  return frame != nullptr && frame->options.calibrating && !frame->options.enabled;
+}
+
+std::optional<Recipe> current_recipe() {
+  auto frame = detail::current_frame();
+  if (frame == nullptr) return std::nullopt;
+  return *frame->recipe;
+}
+
+Status backward_end() { return detail::current_gradient_updates()->end(); }
+
+}  // namespace te_fl::nn
