@@ -61,7 +61,7 @@ class Buffer {
                              reinterpret_cast<void*>(begin), &error);
     check(error, "clCreateBuffer");
   }
-  // What is enqueued keeps it until it has run.
+  // Enqueued commands keep the buffer until they have run.
   ~Buffer() { clReleaseMemObject(buffer_); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;

@@ -19,7 +19,7 @@ struct Place {
   int64_t offset, token_stride, group_stride;
 };
 
-// What is the same for every tensor of a call.
+// The parameters that all tensors of a call share.
 struct Sequences {
   int64_t extent0, extent1;
   int32_t layout, interleaved, backward, cp_size, cp_rank;

@@ -9,7 +9,7 @@
 namespace te_fl::conformance {
 namespace {
 
-// What cases did with one argument.
+// The values of one argument in all cases.
 struct Seen {
   std::set<int> dtypes, scalings;
   std::set<double> values;

@@ -25,9 +25,9 @@ class Pattern {
   std::vector<float> values_;
 };
 
-// What element i of a tensor is to be.
+// The value that element i of a tensor is to have.
 using Value = std::function<double(int64_t)>;
-// The same with how far off it may be.
+// A value, and the distance from it that is allowed.
 struct Near {
   double value, slack;
 };
