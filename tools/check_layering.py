@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 
+import python_rooms
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The rooms of libte_fl from the lowest up; each may include those before it. "abi" is the C face, which everybody sees.
 ROOMS = ["abi", "core/base", "core/device", "core/tensor", "core/op", "policy", "registry", "plugins",
@@ -160,7 +162,9 @@ def main():
     for path, text in texts.items():
         problems += problems_of(path, text, ops, plugins)
     problems += ["a ring of units: " + " includes ".join(ring + ring[:1]) for ring in rings(texts) if not ring[0].startswith(TANGLED)]
-    print("\n".join(problems) or f"layering: {len(files)} files clean")
+    of_python, modules, _ = python_rooms.problems()
+    problems += of_python
+    print("\n".join(problems) or f"layering: {len(files)} files and {modules} modules of Python clean")
     return 1 if problems else 0
 
 

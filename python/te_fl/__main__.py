@@ -6,17 +6,17 @@ import signal
 import subprocess
 import sys
 
+from te_fl import doctor, torch_node
+from te_fl.program import program
+
 
 def main() -> int:
     words = sys.argv[1:]
     if words[:1] in (["doctor"], ["info"]) and set(words[1:]) <= {"--json"}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word, as it does te-fl
-        from te_fl import doctor
         return getattr(doctor, words[0])("--json" in words)
     if words == ["build-node"]:
-        from te_fl import torch_node
         return torch_node.build()
-    from te_fl.program import program
     try:
         if words in (["--help"], ["-h"]):
             status = subprocess.run([program(), *words]).returncode

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Optional
 
 NAMES = {"torch": "PyTorch", "jax": "JAX"}
@@ -12,7 +12,6 @@ MINIMUM = {"torch": "2.11", "jax": "0.10"}
 
 def installed(package: str) -> Optional[str]:
     """The version that a package's metadata states; None if it is not installed. That te_fl itself answers to a name is no package."""
-    from importlib import metadata  # here, since `import te_fl` needs none of it
     versions = (d.version for d in metadata.distributions(name=package) if not type(d).__module__.startswith("te_fl."))
     return next(versions, None)
 

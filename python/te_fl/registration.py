@@ -460,7 +460,7 @@ def _on_stream(fn: Callable[..., Any], arguments: dict, device_type: int, index:
     """Runs fn with the call's stream as PyTorch's current one, where the device is one of PyTorch's."""
     torch = sys.modules.get("torch")
     if torch is not None and device_type == DEVICE_TYPES["ext"]:
-        from te_fl.pytorch.runtime import private_device
+        from te_fl import private_device  # it imports PyTorch, which this process has
         if not private_device.registered():
             return fn(**arguments)
         with private_device.on_stream(index, stream):

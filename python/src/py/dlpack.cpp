@@ -69,7 +69,7 @@ bool is_compact(const te_fl_dltensor& t) {
 // also remembers the stream, so that work can be put on it by its handle later.
 void* stream_of_torch(int32_t index) {
   static PyObject* const ask = [] {
-    const Ref module = Ref::take(PyImport_ImportModule("te_fl.pytorch.runtime.private_device"));
+    const Ref module = Ref::take(PyImport_ImportModule("te_fl.private_device"));
     return Ref::take(PyObject_GetAttrString(module.get(), "current_stream")).release();
   }();
   const Ref handle = Ref::take(PyObject_CallFunction(ask, "i", index));

@@ -6,6 +6,8 @@ import os
 import sys
 import warnings
 
+from te_fl.errors import InvalidArgument
+
 DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"  # 0: TE_FL_DETERMINISTIC=1
 
 HONOURED = (DETERMINISM, "NVTE_BACKWARD_OVERRIDE", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
@@ -26,7 +28,6 @@ def read_determinism() -> None:
     os.environ["TE_FL_DETERMINISTIC"] = "1"
     native = sys.modules.get("te_fl._native")
     if native is not None:
-        from te_fl.errors import InvalidArgument
         with contextlib.suppress(InvalidArgument):  # of other variables, which calls name
             native.reload()
 

@@ -21,8 +21,9 @@ from te_fl.pytorch.modules.multihead_attention import MultiheadAttention as Mult
 from te_fl.pytorch.modules.norm import LayerNorm as LayerNorm, RMSNorm as RMSNorm  # noqa: E402
 from te_fl.pytorch.modules.transformer import TransformerLayer as TransformerLayer  # noqa: E402
 from te_fl.pytorch.fp8.weight_cache import cache_quantized_weights as cache_quantized_weights  # noqa: E402
-from te_fl.compat import table as _table  # noqa: E402
+from te_fl.compat import known_names as _known_names, table as _table  # noqa: E402
 from te_fl.compat.variables import read_variables as _read_variables  # noqa: E402
+from te_fl.pytorch import compile as _compile  # noqa: E402, F401  (enters itself where the other rooms ask for it)
 from te_fl.pytorch.rooms import open_rooms as _open_rooms  # noqa: E402
 
 _read_variables()
@@ -44,8 +45,7 @@ def __getattr__(name: str):
 
 
 def _instead_of(name: str) -> str:
-    from te_fl.compat import known_names
-    if name in known_names.NAMES["transformer_engine.pytorch"].split():
+    if name in _known_names.NAMES["transformer_engine.pytorch"].split():
         return f", which Transformer Engine has; {_table.way_out('transformer_engine.pytorch', name)}"
     return did_you_mean(name, __dir__())
 

@@ -20,7 +20,7 @@ import far  # noqa: E402
 import te_fl  # noqa: E402
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.errors import Unsupported  # noqa: E402
-from te_fl.pytorch.runtime import private_device  # noqa: E402
+from te_fl import private_device  # noqa: E402
 from torch_cases import MODULES, PRODUCTS, RECIPES, gradients, input_of, scope  # noqa: E402
 from torch_oracle import randn, randomise  # noqa: E402
 
@@ -306,7 +306,7 @@ class Refused(unittest.TestCase):
             te.CudaRNGStatesTracker().add("model-parallel-rng", 1)
 
     def test_a_backend_that_tells_no_stream(self):
-        code = ("import far, torch, te_fl\nfrom te_fl.pytorch import private_device\nfar.load()\ntry:\n"
+        code = ("import far, torch, te_fl\nfrom te_fl import private_device\nfar.load()\ntry:\n"
                 " private_device.native_name(torch.device('far:0'))\nexcept te_fl.errors.Unsupported as e:\n print('Unsupported', e)")
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(far.HERE), os.environ.get("PYTHONPATH", "")])}
         out = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)

@@ -8,6 +8,7 @@ import unittest
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..")
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 import check_layering  # noqa: E402
+import python_rooms  # noqa: E402
 
 
 class Layering(unittest.TestCase):
@@ -88,6 +89,52 @@ class Layering(unittest.TestCase):
             self.assertEqual(self.problems("nn/modules/linear.cpp", text), [], text)
         for text in ('get("TE_FL_SKIP_CUDA")', '"a gelu that is written"', '"policy.json"', "TE_FL_DEVICE_CUDA"):
             self.assertEqual(self.problems("plugins/discovery.cpp", text), [], text)
+
+
+class Python(unittest.TestCase):
+    def problems(self, allowed=None, **texts):
+        return list(python_rooms.module_problems({name.replace("__", "."): text for name, text in texts.items()}, allowed or {}))
+
+    def refused(self, part, **texts):
+        found = self.problems(**texts)
+        self.assertEqual(len(found), 1, found)
+        self.assertIn(part, found[0])
+
+    LOW = {"te_fl__pytorch__runtime__device": "import torch\n"}
+
+    def test_a_room_imports_what_is_below(self):
+        self.assertEqual(self.problems(te_fl__pytorch__fp8__scopes="from te_fl.pytorch.runtime.device import default_device\n", **self.LOW), [])
+        self.assertEqual(self.problems(te_fl__pytorch__fp8__scopes="from te_fl.pytorch.runtime import device\nfrom te_fl import _native\n", **self.LOW), [])
+
+    def test_no_room_imports_what_is_above(self):
+        self.refused("pytorch/runtime imports te_fl.pytorch.modules.linear of pytorch/modules", te_fl__pytorch__modules__linear="",
+                     te_fl__pytorch__runtime__device="from te_fl.pytorch.modules.linear import Linear\n")
+        self.refused("which is above it", te_fl="", te_fl__pytorch__fp8__scopes="import te_fl\n")
+        self.refused("there is no te_fl.pytorch.fp8.gone", te_fl__pytorch__modules__linear="import te_fl.pytorch.fp8.gone\n")
+
+    def test_modules_form_no_ring(self):
+        self.refused("te_fl.ops > te_fl.policy > te_fl.ops", te_fl__ops="from te_fl import policy\n", te_fl__policy="from te_fl.ops import call\n")
+
+    def test_a_function_imports_what_is_named_with_the_reason(self):
+        code = "def late():\n    import jax\n    from te_fl.pytorch.runtime import device\n"
+        found = self.problems(te_fl__pytorch__fp8__scopes=code, **self.LOW)
+        self.assertEqual(["jax" in found[0], "runtime.device" in found[1], len(found)], [True, True, 2])
+        allowed = {("te_fl.pytorch.fp8.scopes", "jax"): "why", ("te_fl.pytorch.fp8.scopes", "te_fl.pytorch.runtime.device"): "why"}
+        self.assertEqual(self.problems(allowed, te_fl__pytorch__fp8__scopes=code, **self.LOW), [])
+        self.assertIn("does not import it", self.problems(allowed, **self.LOW)[0])
+        self.refused("no arrow shows", te_fl__ops="from importlib import import_module\nfound = import_module('te_fl.pytorch')\n")
+
+    def test_what_only_type_checkers_read_is_no_arrow(self):
+        self.assertEqual(self.problems(te_fl__pytorch__modules__linear="", te_fl__pytorch__runtime__device=(
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from te_fl.pytorch.modules.linear import Linear\n")), [])
+
+    def test_the_sources_of_the_binding_have_rooms_too(self):
+        found = list(python_rooms.source_problems({"py/errors.hpp": "", "torch/layer.cpp": '#include "py/errors.hpp"\n', "module.cpp": '#include "torch/layer.cpp"\n'}))
+        self.assertEqual(found, [])
+        found = list(python_rooms.source_problems({"ops/call.hpp": "", "py/errors.cpp": '#include "ops/call.hpp"\n'}))
+        self.assertIn("py may include only py", found[0])
+        found = list(python_rooms.source_problems({"py/a.hpp": '#include "py/b.hpp"\n', "py/a.cpp": "", "py/b.hpp": "", "py/b.cpp": '#include "py/a.hpp"\n'}))
+        self.assertIn("py/a > py/b > py/a", found[0])
 
 
 if __name__ == "__main__":

@@ -7,20 +7,16 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from te_fl import _native, torch_node
+from te_fl import _native, private_device, torch_node
 from te_fl.errors import Unsupported
 from te_fl.pytorch.autograd.once import once_differentiable
-from te_fl.pytorch.runtime import private_device
-from te_fl.tensors import DTYPES
+from te_fl.pytorch.runtime.dtypes import BY_CODE
 
 _queue = torch.autograd.Variable._execution_engine.queue_callback
 _task = torch._C._current_graph_task_id
 _transforms = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
-DTYPE_CODES = {dtype: DTYPES.index(name) for dtype, name in
-               ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16"), (torch.float64, "f64"))}
-DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 TRAINING, UNCACHED = 0, 1  # modes of _native.layer_forward(); others are the numbers of scopes (te_fl.pytorch.fp8.weight_cache)
 
 _devices = set()  # those whose memory comes from PyTorch
@@ -57,7 +53,7 @@ class Call(NamedTuple):
     layer: Any  # of _native.layer()
     inputs: int  # how many of the tensors are inputs
     extras: int  # how many after them are in `attention` as well and get a gradient; the parameters follow
-    activation: int  # the output's dtype as an index in DTYPES
+    activation: int  # the output's dtype as an index in te_fl.tensors.DTYPES
     first: Any  # is_first_microbatch
     attention: Optional[dict]
     random: Optional[torch.Tensor]
@@ -221,8 +217,8 @@ _empty = torch.empty
 
 
 def python_empty(like: torch.Tensor, shape: Tuple[int, ...], dtype: int) -> torch.Tensor:
-    """Memory for a result of a layer. dtype: an index in DTYPES."""
-    return _empty(shape, dtype=_BY_CODE[dtype], device=like.device)
+    """Memory for a result of a layer. dtype: an index in te_fl.tensors.DTYPES."""
+    return _empty(shape, dtype=BY_CODE[dtype], device=like.device)
 
 
 profiling = torch.autograd._profiler_enabled
@@ -240,7 +236,6 @@ def shown(module: torch.nn.Module, compute: Callable[..., torch.Tensor]) -> Call
     return run_shown
 
 
-_BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
 _node = torch_node.load(torch.__version__, _native.layer_forward, _native.layer_backward, _ends, python_run, _backward_of, torch.nn.Parameter)
 run = python_run if _node is None else _node.run
 # With warn_only=True too, as in Transformer Engine: what has no deterministic form is refused.

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from te_fl import _native
 from te_fl.pytorch.autograd.torch_checkpoint import own_runs
 from te_fl.pytorch.fp8 import quantization
+from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.refuse import refuse
 
 
@@ -73,6 +74,5 @@ def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
         if kwargs.pop(name, None):
             raise refuse("checkpoint", name, True, "te_fl.pytorch runs on one rank so far; leave it out")
     if torch.compiler.is_compiling():
-        from te_fl.pytorch.compile import compiled
-        return compiled.recomputed(function, args, {k: v for k, v in kwargs.items() if k not in _OF_PYTORCH})
+        return traced.graph.recomputed(function, args, {k: v for k, v in kwargs.items() if k not in _OF_PYTORCH})
     return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: recompute_contexts(tracker), **kwargs)

@@ -23,12 +23,13 @@ from te_fl import _native
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.autograd import call
 from te_fl.pytorch.fp8 import quantization, weight_cache
+from te_fl.pytorch.modules.attention import sums_of_lengths
 from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime import registry
+from te_fl.pytorch.runtime.dtypes import BY_CODE, DTYPE_CODES
 from te_fl.pytorch.runtime.refuse import refuse
 
 _library = torch.library.Library("te_fl", "FRAGMENT")
-_ACTIVATIONS = {code: dtype for dtype, code in call.DTYPE_CODES.items()}
 
 
 def _run_once(fake: Callable) -> Callable:
@@ -146,7 +147,7 @@ def _forward_fake(number, kind, words, numbers, keeps, recomputes, trained, firs
     shape = x.shape if width < 0 else (*x.shape[:-1], width)
     if kind == "attention":
         shape = (*x.shape[:-1], inputs[2].shape[-1])
-    output = torch.empty(shape, dtype=_ACTIVATIONS.get(activation, x.dtype), device=x.device)
+    output = torch.empty(shape, dtype=BY_CODE.get(activation, x.dtype), device=x.device)
     token, about = (torch.empty(n, dtype=torch.int64, device="cpu") for n in (1, 2 + len(parameters)))
     return output, token, about
 
@@ -174,7 +175,7 @@ def _backward(token, about, grad, parameters, needed, trained, sizes, ranks, dty
     for gradient, wanted, rank, dtype in zip(inputs, needed, ranks, dtypes):
         shape, at = sizes[at:at + rank], at + rank
         if wanted:
-            result.append(gradient.to(_ACTIVATIONS[dtype]).view(shape))
+            result.append(gradient.to(BY_CODE[dtype]).view(shape))
     for i, (wanted, parameter) in enumerate(zip(trained, parameters)):
         if wanted:
             gradient = own.get(i)
@@ -197,7 +198,7 @@ def _backward_fake(token, about, grad, parameters, needed, trained, sizes, ranks
     for wanted, rank, dtype in zip(needed, ranks, dtypes):
         shape, at = sizes[at:at + rank], at + rank
         if wanted:
-            result.append(torch.empty(shape, dtype=_ACTIVATIONS[dtype], device=grad.device))
+            result.append(torch.empty(shape, dtype=BY_CODE[dtype], device=grad.device))
     return result + [torch.empty(p.shape, dtype=p.dtype, device=p.device) for p, wanted in zip(parameters, trained) if wanted]
 
 
@@ -217,7 +218,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.nothing = tuple([None] * len(v) if isinstance(v, list) and all(isinstance(t, torch.Tensor) for t in v) else None for v in inputs)
     ctx.needed = [t.requires_grad for t in followed]
     ctx.sizes = [n for t in followed for n in t.shape]
-    ctx.ranks, ctx.dtypes = [t.dim() for t in followed], [call.DTYPE_CODES[t.dtype] for t in followed]
+    ctx.ranks, ctx.dtypes = [t.dim() for t in followed], [DTYPE_CODES[t.dtype] for t in followed]
 
 
 def _gradient(ctx, grad, *_):
@@ -296,7 +297,6 @@ def draw(number: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _lengths(mask):
-    from te_fl.pytorch.modules.attention import sums_of_lengths
     return sums_of_lengths("DotProductAttention", mask)
 
 

@@ -66,14 +66,14 @@ _begin_op = define("begin_autocast(bool enabled, bool calibrating, str recipe, T
 _end_op = define("end_autocast(Tensor scope, bool differentiates, Tensor after) -> Tensor", _end, _token)
 
 
-def begin(enabled: bool, calibrating: bool, recipe: dict) -> torch.Tensor:
-    """autocast's beginning in a graph, with what recipes.native_of() says of its recipe; what end() takes. Dynamo traces both."""
+def begin_autocast(enabled: bool, calibrating: bool, recipe: dict) -> torch.Tensor:
+    """autocast's beginning in a graph, with what recipes.native_of() says of its recipe; what end_autocast() takes. Dynamo traces both."""
     scope = _begin_op(enabled, calibrating, repr(list(recipe.items())), chain[-1] if chain else None)
     chain.append(scope)
     return scope
 
 
-def end(scope: torch.Tensor) -> None:
+def end_autocast(scope: torch.Tensor) -> None:
     token = _end_op(scope, torch.is_grad_enabled(), chain.pop())
     if chain:
         chain[-1] = token

@@ -10,10 +10,11 @@ from typing import Tuple, Union
 
 import torch
 
-import te_fl
+from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, Format, Recipe, native_of
-from te_fl.errors import Unsupported
+from te_fl.errors import Error, Unsupported
 from te_fl.pytorch.runtime.device import default_device
+from te_fl.tensors import Quantized
 
 __all__ = ["check_fp8_block_scaling_support", "check_fp8_support", "check_mxfp8_support", "check_nvfp4_support", "check_recipe_support",
            "get_align_size_for_quantization", "get_cudnn_version", "get_default_fp8_recipe", "get_default_recipe",
@@ -23,8 +24,8 @@ __all__ = ["check_fp8_block_scaling_support", "check_fp8_support", "check_mxfp8_
 Answer = Tuple[bool, str]
 
 
-def _quantized(scaling: str, scales: tuple, device: torch.device) -> te_fl.Quantized:
-    return te_fl.Quantized(torch.empty(128, 128, dtype=torch.float8_e4m3fn, device=device), scaling=scaling,
+def _quantized(scaling: str, scales: tuple, device: torch.device) -> Quantized:
+    return Quantized(torch.empty(128, 128, dtype=torch.float8_e4m3fn, device=device), scaling=scaling,
                            scale_inv=torch.empty(scales, device=device))
 
 
@@ -39,8 +40,8 @@ def _who_multiplies(device: torch.device, kind: str) -> Answer:
         a, b = _quantized("block_1x128", (1, 128), device), _quantized("block_128x128", (1, 1), device)
     d = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
     try:
-        found = te_fl.explain("generic_gemm", a=a, b=b, d=d, trans_b=True)
-    except te_fl.Error as error:
+        found = _native.resolve("generic_gemm", {"a": a, "b": b, "d": d, "trans_b": True}, None, ())
+    except Error as error:
         return False, str(error)
     chosen = [candidate for candidate in found["candidates"] if candidate["chosen"]]
     if chosen and not chosen[0]["staged"]:

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from te_fl import _native, ops
 from te_fl.errors import DataLoss, FailedPrecondition, Unsupported
-from te_fl.pytorch.autograd.call import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.runtime.constants import DType
+from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
 from te_fl.tensors import SCALINGS, Quantized
 
 _aten = torch.ops.aten

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from typing import Any, Iterator, NamedTuple, NoReturn, Optional
@@ -14,6 +15,7 @@ from te_fl.common.recipe import DelayedScaling, Recipe, describe_natively, nativ
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.distributed import amax_reduction
 from te_fl.pytorch.fp8.availability import get_default_recipe
+from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.refuse import hides_misspelt, misspelling, refuse
 
 
@@ -115,8 +117,6 @@ class _Scope(_native.Scope):
 
     def __call__(self, function):
         """As a decorator: each call runs in a scope of its own."""
-        import functools
-
         @functools.wraps(function)
         def wrapped(*args, **kwargs):
             with self:
@@ -133,12 +133,11 @@ class _GraphScope:
 
     def __enter__(self) -> "_GraphScope":
         if torch.compiler.is_compiling():
-            from te_fl.pytorch.compile import compiled_scopes
             enabled, calibrating, _, native, group = self._given
             if group is not None and enabled and native.get("reduce_amax") and amax_reduction.reduction_of(group) is not None:
                 raise refuse("autocast", "amax_reduction_group", group, "graphs of torch.compile reduce over the default group; leave it out, or "
                              "leave fullgraph=True out")
-            self._entered.append(compiled_scopes.begin(enabled, calibrating, native))
+            self._entered.append(traced.graph.begin_autocast(enabled, calibrating, native))
         else:
             self._entered.append(_Scope(*self._given).__enter__())
         return self
@@ -146,8 +145,7 @@ class _GraphScope:
     def __exit__(self, *error: Any) -> None:
         entered = self._entered.pop()
         if isinstance(entered, torch.Tensor):
-            from te_fl.pytorch.compile import compiled_scopes
-            compiled_scopes.end(entered)
+            traced.graph.end_autocast(entered)
         else:
             entered.__exit__(*error)
 

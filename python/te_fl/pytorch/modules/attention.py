@@ -11,10 +11,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from te_fl.common.recipe import attends
 from te_fl.pytorch.autograd import torch_checkpoint
+from te_fl.pytorch.autograd.checkpoint import checkpoint
 from te_fl.pytorch.fp8 import extra_state
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime import refuse as rules
+from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.device import default_device
 from te_fl.pytorch.runtime.refuse import checks_keywords, only, refuse
 
@@ -126,8 +128,7 @@ def cumulative_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
     if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:3] != (1, 1):
         raise ValueError(f"{where}: the padding mask is {mask.dtype} {tuple(mask.shape)}; it must be bool [batch, 1, 1, length]")
     if torch.compiler.is_compiling():
-        from te_fl.pytorch.compile import compiled
-        return compiled.cumulative_lengths(mask)
+        return traced.graph.cumulative_lengths(mask)
     return sums_of_lengths(where, mask)
 
 
@@ -312,7 +313,6 @@ class DotProductAttention(TransformerEngineBaseModule):
             return self._run(layer, (q, k, v), own, attention=inputs, random=dropped, extras=biases)
 
         if checkpoint_core_attention and torch.is_grad_enabled():
-            from te_fl.pytorch.autograd.checkpoint import checkpoint
             out = checkpoint(compute, query_layer, key_layer, value_layer, *extras, use_reentrant=False)
         else:
             out = compute(query_layer, key_layer, value_layer, *extras)

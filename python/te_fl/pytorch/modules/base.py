@@ -11,12 +11,13 @@ from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, attends, without_functions
 from te_fl.compat.variables import read_determinism
 from te_fl.pytorch.autograd import torch_checkpoint
-from te_fl.pytorch.autograd.call import DTYPE_CODES, DTYPE_NAMES, Call, profiling, run, shown, use_torch_memory
+from te_fl.pytorch.autograd.call import Call, profiling, run, shown, use_torch_memory
 from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.fp8 import extra_state, quantization, weight_cache
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes, rules_of
-from te_fl.pytorch.runtime import registry
+from te_fl.pytorch.runtime import registry, traced
 from te_fl.pytorch.runtime.device import check_devices, default_device, native_device
+from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import group_of_one, refuse
 
 
@@ -215,8 +216,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         if torch.is_autocast_enabled(kind):
             activation = DTYPE_CODES[torch.get_autocast_dtype(kind)]
         if type(layer) is tuple:
-            from te_fl.pytorch.compile import compiled
-            return compiled.forward(self, layer, self._width(layer[0]), activation, first, inputs, extras, parameters, attention, random)
+            return traced.graph.forward(self, layer, self._width(layer[0]), activation, first, inputs, extras, parameters, attention, random)
         piece = torch_checkpoint.piece(self)
         updates = quantization.notice(self) if piece is None else piece.updates
         compute = run if piece is None else piece.run

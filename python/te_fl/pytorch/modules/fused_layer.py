@@ -8,7 +8,7 @@ import torch
 
 from te_fl import _native
 from te_fl.pytorch.autograd import torch_checkpoint
-from te_fl.pytorch.autograd.call import DTYPE_NAMES, Call, profiling, run, shown, use_torch_memory
+from te_fl.pytorch.autograd.call import Call, profiling, run, shown, use_torch_memory
 from te_fl.pytorch.fp8 import quantization, weight_cache
 from te_fl.pytorch.modules.attention import DotProductAttention, score_cap
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule, native_device
@@ -17,7 +17,9 @@ from te_fl.pytorch.modules.mlp import LayerNormMLP
 from te_fl.pytorch.modules.multihead_attention import L2Normalization, MultiheadAttention
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.runtime import random as generator
+from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.device import check_devices
+from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 
 # The classes of parts that the one call stands for. Parts have the same names as modules and in te_fl::nn::TransformerLayer.
 _KINDS = (LayerNormLinear, DotProductAttention, Linear, LayerNormMLP, MultiheadAttention, LayerNorm, RMSNorm, L2Normalization)
@@ -128,9 +130,8 @@ class FusedLayer:
         if torch.compiler.is_compiling():
             for _, part in self._parts:
                 part._check_compiled()
-            from te_fl.pytorch.compile import compiled
             random = generator.draw_for(owner, x.device) if drops else None
-            return compiled.forward(owner, ("transformer_layer", name), -1, -1, first, (x,), extras,
+            return traced.graph.forward(owner, ("transformer_layer", name), -1, -1, first, (x,), extras,
                                     tuple(getattr(part, own) for part, own in self.parameters()), inputs, random)
         layer = self.layer(owner, x.device, name)
         random = generator.draw_for(owner, x.device) if drops else None

@@ -6,10 +6,10 @@ from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 import torch
 
-from te_fl.pytorch.autograd.call import DTYPE_NAMES
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule, default_init, parameter_dtype
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
+from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, only, refuse
 
 

@@ -6,11 +6,12 @@ from typing import Any, Callable, Optional, Tuple, Union
 
 import torch
 
-from te_fl.pytorch.autograd.call import DTYPE_NAMES
+from te_fl.pytorch.autograd.checkpoint import checkpoint
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule, default_init, parameter_dtype
 from te_fl.pytorch.modules.linear import add_norm_parameters, norm_options, norm_parameters, normalise, options_of, reset_norm_parameters
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
+from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 
 ACTIVATIONS = ("gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "clamped_swiglu")
 GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
@@ -98,7 +99,6 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None):
         """inp [..., hidden_size] -> the same shape, then the bias and the normalised input as asked for."""
         if self.checkpoint and torch.is_grad_enabled():
-            from te_fl.pytorch.autograd.checkpoint import checkpoint
             out = checkpoint(self._compute, inp, is_first_microbatch, use_reentrant=False)
         else:
             out = self._compute(inp, is_first_microbatch)

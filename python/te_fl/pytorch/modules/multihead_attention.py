@@ -11,7 +11,7 @@ from te_fl.pytorch.modules.attention import FORMATS, DotProductAttention, checke
 from te_fl.pytorch.modules.linear import LayerNormLinear, Linear
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.runtime import refuse as rules
-from te_fl.pytorch.runtime import registry
+from te_fl.pytorch.runtime import registry, traced
 from te_fl.pytorch.runtime.refuse import checks_keywords, only
 
 
@@ -42,9 +42,8 @@ class L2Normalization(torch.nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         n = input.shape[-1]
         if torch.compiler.is_compiling():
-            from te_fl.pytorch.compile import compiled
             weight = torch.full((n,), n ** -0.5, device=input.device)
-            return compiled.forward(self, ("rmsnorm", (n,)), -1, -1, None, (input,), (), (weight,), None, None)
+            return traced.graph.forward(self, ("rmsnorm", (n,)), -1, -1, None, (input,), (), (weight,), None, None)
         return self._norm(n, input.device)(input)
 
     # A graph asks this of the module whose number it has: see te_fl.pytorch.compile.compiled.

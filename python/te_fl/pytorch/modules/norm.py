@@ -6,9 +6,9 @@ from typing import Any, Iterable, Optional, Tuple, Union
 
 import torch
 
-from te_fl.pytorch.autograd.call import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule, parameter_dtype
 from te_fl.pytorch.runtime.device import device_of
+from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, refuse
 
 

@@ -7,7 +7,6 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 import torch
 
 from te_fl.errors import FailedPrecondition
-from te_fl.pytorch.autograd.call import DTYPE_NAMES
 from te_fl.pytorch.modules.attention import FORMATS, checked_mask
 from te_fl.pytorch.modules.fused_layer import FusedLayer
 from te_fl.pytorch.modules.mlp import LayerNormMLP
@@ -15,6 +14,7 @@ from te_fl.pytorch.modules.multihead_attention import MultiheadAttention
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import registry
+from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, only
 
 

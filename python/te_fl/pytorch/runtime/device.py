@@ -6,8 +6,8 @@ from typing import Iterable, Optional, Tuple, Union
 
 import torch
 
+from te_fl import private_device
 from te_fl.errors import InvalidArgument
-from te_fl.pytorch.runtime import private_device
 
 
 def default_device() -> torch.device:

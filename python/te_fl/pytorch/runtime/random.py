@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from te_fl.pytorch.runtime import traced
+
 
 def draw(device: torch.device) -> torch.Tensor:
     """Seed and offset for one forward, int64 [2] on the device, drawn by its default generator.
@@ -22,7 +24,6 @@ def draw_for(module: Any, device: torch.device) -> torch.Tensor:
     if tracker is None:
         return draw(device)
     if torch.compiler.is_compiling():
-        from te_fl.pytorch.compile import compiled
-        return compiled.draw(module._number, device)
+        return traced.graph.draw(module._number, device)
     with tracker().fork():
         return draw(device)

@@ -6,6 +6,8 @@ import functools
 import inspect
 from typing import Any, Callable, Iterable, Tuple, TypeVar, cast
 
+import torch.distributed as dist
+
 from te_fl.errors import Unsupported, did_you_mean
 
 _ONE_RANK = "te_fl.pytorch runs on one rank so far; leave it out"
@@ -57,7 +59,6 @@ def group_of_one(where: str, argument: str, group: Any) -> None:
     """Refuses a process group, or a list of them, of several ranks. None is no group."""
     if group is None:
         return
-    import torch.distributed as dist
     kind = getattr(dist, "ProcessGroup", ())  # missing from a build of PyTorch without torch.distributed
     for one in group if isinstance(group, (list, tuple)) else (group,):
         if not isinstance(one, kind):

@@ -7,8 +7,8 @@ from typing import Dict, List, Union
 
 import torch
 
+from te_fl import private_device
 from te_fl.errors import AlreadyExists, NotFound
-from te_fl.pytorch.runtime import private_device
 from te_fl.pytorch.runtime.device import default_device
 
 __all__ = ["CudaRNGStatesTracker", "get_all_rng_states", "graph_safe_rng_available", "is_graph_safe_rng_state", "set_all_rng_states"]

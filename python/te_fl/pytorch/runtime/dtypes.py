@@ -1,0 +1,13 @@
+"""PyTorch's dtypes as te-fl knows them."""
+
+from __future__ import annotations
+
+import torch
+
+from te_fl.tensors import DTYPES
+
+# Indices in te_fl.tensors.DTYPES, by which a call into C++ says a result's dtype.
+DTYPE_CODES = {dtype: DTYPES.index(name) for dtype, name in
+               ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16"), (torch.float64, "f64"))}
+BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
+DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # those that a layer computes in

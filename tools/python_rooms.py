@@ -1,0 +1,158 @@
+"""The rooms of python/: who imports whom in python/te_fl, and who includes whom in python/src. tools/check_layering.py prints what it finds.
+
+An import is an arrow from one module to another, wherever it stands. Arrows go down the list of rooms, modules form no ring, and a function
+imports only what FUNCTION_IMPORTS names with the reason.
+"""
+import ast
+import pathlib
+import re
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# The rooms of python/te_fl from the lowest up, by the beginning of a module's name; a module belongs to the longest that fits.
+ROOMS = [
+    ("native", ["te_fl._native", "te_fl._check_worker"]),
+    ("base", ["te_fl.errors", "te_fl.tensors", "te_fl.missing", "te_fl.frameworks", "te_fl.private_device"]),
+    ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node"]),
+    ("common", ["te_fl.common"]),
+    ("compat", ["te_fl.compat"]),
+    ("jax", ["te_fl.jax"]),
+    *[(f"pytorch/{room}", [f"te_fl.pytorch.{room}"]) for room in
+      ("runtime", "distributed", "fp8", "autograd", "functions", "modules", "optimizers", "compile")],
+    ("pytorch", ["te_fl.pytorch"]),
+    ("te_fl", ["te_fl"]),
+    ("programs", ["te_fl.doctor", "te_fl.__main__", "te_fl._check"]),
+]
+# The folders of python/src, and what each may include besides itself; module.cpp, which puts all into one module, sees every one.
+SOURCES = {"py": set(), "ops": {"py"}, "torch": {"py", "ops"}, "jax": {"py", "ops"}, "plugins": {"py", "ops"}}
+
+# (module, what its functions import) -> why that is no import at the top. A package of te_fl here is an arrow like any other.
+FUNCTION_IMPORTS = {
+    ("te_fl", "te_fl._modules"): "importing te_fl loads no plugin",
+    ("te_fl", "te_fl.registration"): "importing te_fl takes no longer for those who register nothing",
+    ("te_fl", "te_fl.compat.finder"): "only as_transformer_engine() needs it",
+    ("te_fl.errors", "difflib"): "importing te_fl needs none of it",
+    ("te_fl.registration", "te_fl.private_device"): "it imports PyTorch, which is optional",
+    ("te_fl.jax", "jax"): "JAX is optional, and a missing one is to be refused by te_fl's message",
+}
+# Modules that import by a name which is data: what a user named, or what is imported when an attribute is first read.
+BY_NAME = {"te_fl._modules", "te_fl.compat.finder", "te_fl.frameworks", "te_fl.jax", "te_fl.pytorch", "te_fl.pytorch.compile", "te_fl.pytorch.rooms"}
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT / "python").with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module):
+    """The place in ROOMS of a module, and the room's name."""
+    fits = [(len(start), at, room) for at, (room, starts) in enumerate(ROOMS) for start in starts
+            if module == start or module.startswith(start + ".")]
+    _, at, room = max(fits)
+    return at, room
+
+
+def imports(tree, known):
+    """(module, line, whether a function imports it) of each import; `from PACKAGE import NAME` is of the module of that name where there is one."""
+    inside = {id(node) for function in ast.walk(tree) if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+              for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, id(node) in inside
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in known else node.module, node.lineno, id(node) in inside
+
+
+def only_for_types(tree):
+    """The lines of `if TYPE_CHECKING:`, which nobody runs."""
+    return {line for node in ast.walk(tree) if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            for line in range(node.lineno, node.end_lineno + 1)}
+
+
+def ring_of(arrows):
+    """Names that lead one to the next and back to the first, as a list that ends as it begins; None: there is no ring."""
+    done, way = set(), []
+
+    def visit(name):
+        if name in way:
+            return way[way.index(name):] + [name]
+        if name in done:
+            return None
+        way.append(name)
+        for other in sorted(arrows.get(name, ())):
+            found = visit(other)
+            if found:
+                return found
+        way.pop()
+        done.add(name)
+        return None
+
+    return next((ring for ring in map(visit, sorted(arrows)) if ring), None)
+
+
+def module_problems(texts, allowed=None):
+    """The problems of modules, {name: text}."""
+    allowed = FUNCTION_IMPORTS if allowed is None else allowed
+    known, arrows, used = {*texts, "te_fl._native", "te_fl._check_worker"}, {}, set()
+    for module, text in sorted(texts.items()):
+        tree = ast.parse(text)
+        typing = only_for_types(tree)
+        at, room = room_of(module)
+        if re.search(r"\bimport_module\(|\b__import__\(", text) and module not in BY_NAME:
+            yield f"{module}: imports by a name in a string, which no arrow shows; import at the top, or name the module in BY_NAME (tools/python_rooms.py)"
+        for target, line, in_function in imports(tree, known):
+            if line in typing:
+                continue
+            if in_function:
+                used.add((module, target))
+                if (module, target) not in allowed:
+                    yield f"{module}:{line}: a function imports {target}: import it at the top, or name it with the reason in FUNCTION_IMPORTS (tools/python_rooms.py)"
+            if target != "te_fl" and not target.startswith("te_fl."):
+                continue
+            if target not in known:
+                yield f"{module}:{line}: there is no {target}"
+                continue
+            other_at, other = room_of(target)
+            if other_at > at:
+                yield f"{module}:{line}: {room} imports {target} of {other}, which is above it"
+            if target != module:
+                arrows.setdefault(module, set()).add(target)
+    ring = ring_of(arrows)
+    if ring:
+        yield "modules in a ring: " + " > ".join(ring)
+    for pair in sorted(set(allowed) - used):
+        yield f"FUNCTION_IMPORTS (tools/python_rooms.py) names {pair[1]} in {pair[0]}, which does not import it in a function"
+
+
+def source_problems(texts):
+    """The problems of python/src, {path below it: text}. A header and the source of its name are one unit."""
+    arrows = {}
+    for path, text in sorted(texts.items()):
+        room, unit = path.split("/")[0], path.rsplit(".", 1)[0]
+        for target in re.findall(r'^\s*#\s*include\s*"([^"]+)"', text, re.M):
+            if target not in texts:
+                continue
+            other = target.split("/")[0]
+            if room in SOURCES and other != room and other not in SOURCES[room]:
+                yield f"python/src/{path}: includes {target}: {room} may include only {', '.join(sorted({room, *SOURCES[room]}))}"
+            if target.rsplit(".", 1)[0] != unit:
+                arrows.setdefault(unit, set()).add(target.rsplit(".", 1)[0])
+    ring = ring_of(arrows)
+    if ring:
+        yield "units of python/src in a ring: " + " > ".join(ring)
+
+
+def problems():
+    modules = {module_name(p): p.read_text() for p in (ROOT / "python/te_fl").rglob("*.py")}
+    sources = {str(p.relative_to(ROOT / "python/src")): p.read_text() for p in (ROOT / "python/src").rglob("*.[chi]*")}
+    return [*module_problems(modules), *source_problems(sources)], len(modules), len(sources)
+
+
+if __name__ == "__main__":
+    found, *_ = problems()
+    print("\n".join(found))
+    sys.exit(bool(found))
