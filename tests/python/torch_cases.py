@@ -1,13 +1,16 @@
 """The modules, recipes and helpers that the tests of te_fl.pytorch inside PyTorch share."""
 
+import os
 import unittest
 
 import torch
 
-from torch_oracle import DEVICES, randn, randomise
+os.environ.setdefault("TE_FL_VALIDATE", "1")  # a layer's result in memory that PyTorch has not made is an error then
 
-import te_fl.pytorch as te
-from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from torch_oracle import DEVICES, randn, randomise  # noqa: E402
+
+import te_fl.pytorch as te  # noqa: E402
+from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling  # noqa: E402
 
 F32, BF16 = torch.float32, torch.bfloat16
 RECIPES = (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling())

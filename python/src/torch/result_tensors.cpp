@@ -1,12 +1,15 @@
 #include "torch/result_tensors.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 
 #include "py/errors.hpp"
 #include "py/framework_tensor.hpp"
 #include "py/interpreter.hpp"
+#include "te_fl/environment.hpp"
+#include "te_fl/log.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -117,6 +120,14 @@ Ref ResultTensors::take(Tensor result, PyObject* exchanged) {
     object = Ref::take(PyObject_CallMethod(object.get(), "as_strided", "OOL", wanted.get(),
                                            steps.get(), static_cast<long long>(offset)));
     return Ref::take(PyObject_CallMethod(object.get(), "detach", nullptr));
+  }
+  if (g_empty != nullptr && result.numel() > 0) {
+    const std::string text =
+        "a layer's result " + result.describe() +
+        " was not made by the framework, so record_stream() does not hold for it";
+    if (value_of(environment::get_bool("TE_FL_VALIDATE"))) throw_status(internal_error(text));
+    static std::atomic_flag said;
+    if (!said.test_and_set()) log::warning(text);
   }
   return to_framework(result, exchanged);
 }
