@@ -31,7 +31,7 @@ UNCLEAN = (
     "python", "tests/backends", "tests/conformance", "tests/python",
 )
 
-FRAGMENT = re.compile(r"(?:what|whatever|whether|of|why|which|who|whom|whose|how|that|the same)\b(?!-)", re.I)
+FRAGMENT = re.compile(r"(?:what|whatever|whether|of|why|which|who|whom|whose|how|that|the same)\b(?![-(])", re.I)
 PHRASE = re.compile(r"(?:of|that|whose|where|when)\b")
 CLAUSE = re.compile(r"(?:where|when)\b", re.I)
 EMPTY_NAMES = {"care", "nobody", "given", "said", "What", "finish"}

@@ -53,7 +53,7 @@ __all__ = ["BackendImplKind", "Error", "LentTensor", "OpImpl", "OpManager", "OpR
 
 def explain(op: str, /, *positional: Any, device: str = "cpu", dtypes: Sequence[str] = (), scalings: Sequence[str] = (),
             **arguments: Any) -> dict:
-    """How a call would be routed: every candidate with its reason, what was chosen, and what that would run.
+    """The way that a call would be routed: every candidate with its reason, the chosen one, and the kernel that it would run.
 
     With the op's arguments, of that very call; else of one that is described by its device, dtypes and scaling modes. An op of Python
     functions may have arguments by position.
@@ -92,7 +92,7 @@ class Usage(list):
 
 
 def usage() -> Usage:
-    """Who served calls since reset_usage(), most calls first."""
+    """The implementations that served calls since reset_usage(), most calls first."""
     return Usage(_native.usage())
 
 
@@ -117,7 +117,7 @@ def reload() -> None:
 
 
 def verify_counts() -> dict:
-    """What TE_FL_VERIFY found so far."""
+    """The findings of TE_FL_VERIFY so far."""
     return _native.verify_counts()
 
 

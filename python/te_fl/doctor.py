@@ -26,7 +26,7 @@ class Finding(NamedTuple):
 
 
 def _library_folders() -> list:
-    """Where NVIDIA's packages of PyPI keep their libraries. PyTorch and JAX load them from there."""
+    """The folders in which NVIDIA's packages of PyPI keep their libraries. PyTorch and JAX load them from there."""
     return sorted(f for path in sys.path if path for f in glob.glob(os.path.join(path, "nvidia", "*", "lib")) if os.path.isdir(f))
 
 
@@ -47,7 +47,7 @@ def _check_package() -> list:
 
 
 def _check_runtime() -> list:
-    """What te-fl finds; of plugins in Python, which that program cannot run, what became of them in this process."""
+    """The findings of te-fl, and the fate in this process of plugins in Python, which that program cannot run."""
     try:
         found = [Finding(f["level"], f["what"], f["disables"], f["remedy"])
                  for f in program.ask("doctor", library_folders=_library_folders())]
@@ -85,7 +85,7 @@ def _nvcc() -> Optional[str]:
 
 
 def _library(soname: str) -> Optional[str]:
-    """Where a library of NVIDIA's lies: in a package of PyPI, or as the dynamic linker's cache has it."""
+    """The path of a library of NVIDIA's: in a package of PyPI, or in the dynamic linker's cache."""
     for folder in _library_folders():
         if os.path.exists(os.path.join(folder, soname)):
             return os.path.join(folder, soname)
@@ -96,7 +96,7 @@ def _library(soname: str) -> Optional[str]:
 
 
 def _check_cuda() -> list:
-    """What the CUDA plugin says of driver, devices and libraries is in the runtime's findings; here is what holds without it."""
+    """Findings that hold without the CUDA plugin; its own, about driver, devices and libraries, are among the runtime's."""
     nvcc, found = _nvcc(), []
     if nvcc:
         found.append(Finding("ok", f"CUDA Toolkit: nvcc {nvcc}"))
@@ -122,7 +122,7 @@ def _check_cuda() -> list:
 
 
 def _torch_node() -> list:
-    """Whether te_fl.pytorch's node of autograd is compiled for the installed PyTorch."""
+    """Tells if te_fl.pytorch's node of autograd is compiled for the installed PyTorch."""
     there, what = torch_node.installed(), "te_fl.pytorch's autograd node in C++"
     if there is None:
         return []

@@ -1,4 +1,4 @@
-"""Which frameworks are installed, without importing any, and the oldest versions that te_fl works with."""
+"""The frameworks that are installed, found without importing any, and the oldest versions that te_fl works with."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _numbers(version: str) -> tuple:
 
 
 def refusal(package: str, version: Optional[str] = None) -> Optional[str]:
-    """Why te_fl does not work with a framework of this version (of the installed one unless it is given), and the way out; None if it
-    does, or if nothing is installed."""
+    """The reason for which te_fl does not work with a framework of this version (of the installed one unless it is given), and
+    the way out; None if it does, or if nothing is installed."""
     version, least = version or installed(package), MINIMUM[package]
     if version is None or _numbers(version) >= _numbers(least):
         return None

@@ -1,4 +1,4 @@
-"""What to say where a part of the package that is compiled is not there."""
+"""Errors for parts of the package that are compiled and are not there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FOLDER = os.path.dirname(os.path.abspath(__file__))
 
 
 def advice(target: str) -> str:
-    """How to get what the CMake target makes: in a build tree, in the sources, or in an installed package."""
+    """The way to get the result of a CMake target: in a build tree, in the sources, or in an installed package."""
     build = os.path.dirname(os.path.dirname(_FOLDER))
     if os.path.exists(os.path.join(build, "CMakeCache.txt")):
         return f"this is a build tree, and the target is not built: cmake --build {build} --target {target}"
@@ -20,7 +20,7 @@ def advice(target: str) -> str:
 
 
 def native() -> Optional[str]:
-    """Why the native module cannot be imported; None if it is there."""
+    """The reason for which the native module cannot be imported; None if it is there."""
     if os.path.exists(os.path.join(_FOLDER, "_native.abi3.so")):
         return None
     return f"te_fl's native module is not in {_FOLDER}: {advice('te_fl_python')}"

@@ -26,7 +26,7 @@ class policy(_native.Scope):
             per_op = ";".join(f"{op}={_listed(tokens, '|')}" for op, tokens in per_op.items())
         settings = {"prefer": prefer, "strict": strict, "deterministic": deterministic, "allow_vendors": _listed(allow_vendors, ","),
                     "deny_vendors": _listed(deny_vendors, ","), "per_op": per_op, "max_staged_bytes": max_staged_bytes}
-        _native.check_policy(settings)  # what is wrong with it is said here
+        _native.check_policy(settings)  # raises for wrong settings
         self._arguments, self._entered = (settings,), []
 
     _open, _close, _thread = _native.enter_policy, _native.leave_policy, None

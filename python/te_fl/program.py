@@ -20,8 +20,9 @@ def program() -> str:
 
 
 def ask(*words: str, library_folders=()) -> object:
-    """What `te-fl WORDS --json` says; RuntimeError with its text if that is no JSON. The folders are where a framework's packages keep
-    the libraries that it has loaded before te_fl asks for them; te-fl, in a process of its own, must be told."""
+    """The JSON that `te-fl WORDS --json` prints; RuntimeError with its text if that is no JSON. The folders are where a
+    framework's packages keep the libraries that it has loaded before te_fl asks for them; te-fl, in a process of its own, must be
+    told."""
     environment = dict(os.environ)
     path = [p for p in [environment.get("LD_LIBRARY_PATH", ""), *library_folders] if p]
     if path:

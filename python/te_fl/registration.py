@@ -109,13 +109,13 @@ class OpImpl:
         return f"implementation {self.impl_id!r} of op {self.op_name!r}"
 
     def is_available(self) -> bool:
-        """What `fn._is_available()` says, if fn has that: calls are refused while it is false."""
+        """The answer of `fn._is_available()`, if fn has that: calls are refused while it is false."""
         available = getattr(self.fn, "_is_available", None)
         return bool(available()) if callable(available) else True
 
 
 class Snapshot(List[dict]):
-    """What is registered: op_name, impl_id, kind, vendor, priority and owner of each."""
+    """The registered implementations: op_name, impl_id, kind, vendor, priority and owner of each."""
 
     def __init__(self, registry: "OpRegistry", rows: Iterable[dict]) -> None:
         super().__init__(rows)
@@ -205,7 +205,7 @@ class OpRegistry:
         _native.set_priority(self._handle, op_name, impl_id, priority)
 
     def snapshot(self) -> Snapshot:
-        """What is registered, C++'s as well: a list of dicts, and `impls_by_op`."""
+        """The registered implementations, C++'s as well: a list of dicts, and `impls_by_op`."""
         return Snapshot(self, _native.snapshot(self._handle))
 
 
@@ -226,7 +226,8 @@ class OpManager:
         return _native.call(op_name, arguments, self._handle, positional)
 
     def explain(self, op_name: str, /, *positional: Any, **arguments: Any) -> dict:
-        """How the call would be routed, as te_fl.explain; without arguments, of a call on the host of which nothing more is known."""
+        """The way that the call would be routed, as te_fl.explain; without arguments, that of a call on the host of which nothing
+        more is known."""
         if not positional and not arguments:
             return _native.explain(op_name, "cpu", [], [], self._handle)
         return _native.resolve(op_name, arguments, self._handle, positional)
@@ -258,7 +259,7 @@ class OpManager:
         _native.reload()
 
     def usage(self) -> List[dict]:
-        """Who served this manager's calls, as te_fl.usage()."""
+        """The implementations that served this manager's calls, as te_fl.usage()."""
         return _native.usage(self._handle)
 
     def reset_usage(self) -> None:
@@ -269,7 +270,7 @@ _owner = threading.local()
 
 
 def owner() -> str:
-    """Who registers on this thread: the module that is being loaded, else "python"."""
+    """The owner of registrations on this thread: the module that is being loaded, else "python"."""
     return getattr(_owner, "name", "python")
 
 
@@ -352,7 +353,8 @@ def _common(impl: OpImpl) -> dict:
 
 
 def _described_function(impl: OpImpl) -> dict:
-    """The same of an op of Python functions: nothing in C++ looks at its arguments, so that constraints on them are part of supports()."""
+    """The descriptor of an implementation of Python functions: nothing in C++ looks at the op's arguments, so that constraints on
+    them are part of supports()."""
     for name, left_out in _TYPED_ALONE.items():
         value = getattr(impl, name)
         if (tuple(value) if name == "scalings" else value) not in left_out:
@@ -447,7 +449,7 @@ def _told(error: BaseException) -> Tuple[str, str]:
     trace = traceback.extract_tb(error.__traceback__)
     if trace:
         text += f" ({os.path.basename(trace[-1].filename)}:{trace[-1].lineno} in {trace[-1].name})"
-    seen: List[Optional[BaseException]] = [None, sys.exc_info()[1]]  # what the caller is handling is not the implementation's
+    seen: List[Optional[BaseException]] = [None, sys.exc_info()[1]]  # the exception that the caller is handling is not the implementation's
     link: Optional[BaseException] = error
     while link not in seen:
         seen.append(link)

@@ -1,4 +1,4 @@
-"""What ops take besides plain tensors: quantised ones, and records that a forward leaves for its backward."""
+"""Arguments of ops besides plain tensors: quantised ones, and records that a forward leaves for its backward."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Quantized:
 
 
 class Saved:
-    """What a forward op leaves for its backward beyond tensors of fixed format; give both the same object.
+    """The record that a forward op leaves for its backward beyond tensors of fixed format; give both the same object.
 
     storage: uint8 memory on the op's device, as many bytes as te_fl.saved_bytes() says; None where it says 0.
     """

@@ -27,7 +27,7 @@ COMMAND = f"{os.path.basename(sys.executable)} -m te_fl build-node"
 
 
 def wanted() -> bool:
-    """Whether TE_FL_TORCH_NODE leaves it on."""
+    """True if TE_FL_TORCH_NODE leaves it on."""
     return os.environ.get("TE_FL_TORCH_NODE", "1").lower() not in ("0", "false", "off", "no")
 
 

@@ -1,4 +1,5 @@
-"""What is installed: what an import brings and does not do, what the package holds, and `python -m te_fl doctor`."""
+"""The installed package: an import brings few modules and does little, the package holds its files, and `python -m te_fl doctor`
+works."""
 
 import json
 import os
@@ -14,7 +15,7 @@ from te_fl import frameworks
 
 PACKAGE = os.path.dirname(os.path.abspath(te_fl.__file__))
 FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "triton", "numpy", "transformer_engine")
-# What imports one of them, since that is what it is for.
+# The modules that import a framework, since they are made for one.
 FOR_FRAMEWORKS = ("te_fl.pytorch", "te_fl.jax")
 
 
@@ -91,7 +92,7 @@ class NotBuilt(unittest.TestCase):
 
 
 class Installed(unittest.TestCase):
-    """Of an installed wheel; the build tree has no metadata."""
+    """Tests of an installed wheel; the build tree has no metadata."""
 
     def setUp(self):
         try:
@@ -119,7 +120,7 @@ class Installed(unittest.TestCase):
                      "lib/cmake/te_fl/plugin.map", "docs/adding-a-backend.md", "share/te_fl/conformance/expected_unsupported.txt"):
             self.assertIn("te_fl/" + part, self.files)
         sources = [f for f in self.files if f.endswith((".cpp", ".hpp", ".a")) and not f.startswith("te_fl/include/")]
-        self.assertEqual([f.split("te_fl/", 1)[-1] for f in sources], ["pytorch/autograd/node.cpp"])  # which build-node compiles
+        self.assertEqual([f.split("te_fl/", 1)[-1] for f in sources], ["pytorch/autograd/node.cpp"])  # build-node compiles it
 
     def test_a_backend_builds_against_it(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -145,7 +146,7 @@ class Installed(unittest.TestCase):
             self.assertIn(f"{package}>={least}", extras)
 
     def test_libraries_are_the_packages_own(self):
-        # Of the build tree or of the system would be those that happen to be on this machine.
+        # The libraries of the build tree or of the system would be those that happen to be on this machine.
         maps = run("""if True:
             import numpy, te_fl
             x, d = numpy.ones((64, 64), "f4"), numpy.zeros((64, 64), "f4")

@@ -115,7 +115,7 @@ class Modules(unittest.TestCase):
         variables = layer.init(jax.random.key(0), x, encoded, encoder_decoder_mask=mask)
         apply = jax.jit(lambda e: layer.apply(variables, x, e, encoder_decoder_mask=mask))
         y, changed = apply(encoded), apply(encoded.at[:, 3:].add(1.0))
-        np.testing.assert_array_equal(y[0], changed[0])  # what is masked out is not seen
+        np.testing.assert_array_equal(y[0], changed[0])  # masked positions are not seen
         self.assertFalse(np.allclose(y[1], changed[1]))
 
     def test_low_rank_and_dropout(self):

@@ -52,7 +52,7 @@ def attend64(q):
 
 
 class Against64(unittest.TestCase):
-    """What the tests of functions share."""
+    """Shared by the tests of functions."""
 
     def compare(self, ours, theirs, *arguments, tolerance=2e-5):
         """Values and all gradients, for a cotangent of no symmetry, jitted."""
@@ -239,7 +239,7 @@ class Programs(unittest.TestCase):
         old = jnp.ones((3, 5), jnp.float32)
         a, b = normal(3, 4), normal(4, 5)
         np.testing.assert_allclose(te.ops.generic_gemm(a=a, b=b, d=old, accumulate=True), a @ b + 1, atol=1e-5)
-        np.testing.assert_array_equal(old, 1)  # what is read and written is returned; the array itself stays
+        np.testing.assert_array_equal(old, 1)  # an argument that is read and written is returned; the array itself stays
         kept, mask = te.ops.dropout_fwd(input=jnp.ones(256, jnp.float32), mask=jax.ShapeDtypeStruct((32,), jnp.uint8), p=0.25,
                                         rng=random_state(jax.random.key(0)))
         self.assertEqual(int(np.unpackbits(np.asarray(mask)).sum()), int((kept != 0).sum()))
@@ -308,7 +308,7 @@ class Programs(unittest.TestCase):
 
     @unittest.skipIf(jax.default_backend() != "cpu", "it names the CPU's implementations")
     def test_the_policy_is_that_of_the_trace(self):
-        """Whether a program was traced before, and whose thread XLA runs it on, make no difference; what was compiled keeps its policy."""
+        """A program that was traced before, or that XLA runs on another thread, keeps the policy with which it was compiled."""
         x = normal(8, 1, 4)
         f = jax.jit(lambda x: jax.lax.scan(lambda c, _: (te.activation.activation(c[:, None], ("gelu",)), None), x[:, 0], None, 2)[0])
 

@@ -50,7 +50,7 @@ class Modules(unittest.TestCase):
         return path
 
     def distribution(self, name, module, entry="acme", version="2.5"):
-        """What pip leaves of an installed package."""
+        """Writes the files that pip leaves of an installed package."""
         info = f"{name}-{version}.dist-info"
         self.write(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         self.write(f"{info}/entry_points.txt", f"[te_fl.plugin]\n{entry} = {module}\n")

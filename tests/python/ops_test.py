@@ -191,7 +191,7 @@ class Choosing(unittest.TestCase):
         with self.assertRaisesRegex(te_fl.errors.FailedPrecondition, "innermost"):
             outer.__exit__()
         inner.__exit__()
-        self.assertIn("reference", te_fl.policy_text())  # what was refused is still in force, and can end
+        self.assertIn("reference", te_fl.policy_text())  # the refused scope is still in force, and can end
         outer.__exit__()
         self.assertNotIn("reference", te_fl.policy_text())
 

@@ -135,7 +135,7 @@ class Package(unittest.TestCase):
 
 
 class Checkers(unittest.TestCase):
-    """What type checkers say of a program that uses te-fl as it is meant to be used, and of one that does not."""
+    """Runs type checkers on a program that uses te-fl as it is meant to be used, and on one that does not."""
 
     RIGHT = """
 import jax.numpy as jnp

@@ -172,7 +172,7 @@ import te_fl
 assert any(row["op"] == "quantize" for row in te_fl.usage())
 """
 
-# What the guides show, as it is pasted: nothing of it changes but the device, where there is no other than the host.
+# The guides' programs, as they are pasted: nothing of them changes but the device, where there is no other than the host.
 GUIDE_PYTORCH = """
 import torch
 import transformer_engine.pytorch as te
@@ -215,7 +215,7 @@ registry.register(OpImpl(op_name="my_op", impl_id="vendor.my_vendor", kind=Backe
 OpManager(registry).call("my_op", 41)
 """
 
-# The same out of tree: the module that TE_FL_PLUGIN_MODULES names, and a program that knows nothing of it.
+# The out of tree form: the module that TE_FL_PLUGIN_MODULES names, and a program that knows nothing of it.
 GUIDE_VENDOR_MODULE = """
 from transformer_engine.plugin.core import OpImpl, BackendImplKind
 
@@ -358,7 +358,8 @@ for model in (Unfused(own_attention=False), Unfused(own_attention=True), Fused()
 
 
 def run(program, *arguments, **plugins):
-    """What the program printed, as a user runs it with the variable set and nothing else changed; plugins are modules' texts by name."""
+    """The output of the program, as a user runs it with the variable set and nothing else changed; plugins are modules' texts by
+    name."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "program.py")
         path.write_text(textwrap.dedent(program))

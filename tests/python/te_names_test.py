@@ -1,4 +1,4 @@
-"""What te-fl serves of Transformer Engine's names is there, with the parameters and defaults of Transformer Engine's own."""
+"""Each name of Transformer Engine's that te-fl serves is there, with the parameters and defaults of Transformer Engine's own."""
 
 import ast
 import dataclasses
@@ -69,7 +69,7 @@ def default(text, module):
 
 
 def literal(text):
-    """Whether a default is written as a value; a Flax module's others are functions, which differ as objects do."""
+    """True if a default is written as a value; a Flax module's others are functions, which differ as objects do."""
     try:
         ast.literal_eval(text)
         return True

@@ -336,7 +336,7 @@ class Writes(Each):
         yield "storage", lambda: each_one(storage)
         yield "NumPy", lambda: each_one(lambda p: p.detach().numpy().__imul__(1.25)) if parameters[0].is_cpu else each_one(lambda p: p.data.mul_(1.25))
         yield "DLPack", lambda: each_one(shared) if parameters[0].is_cpu else each_one(lambda p: p.data.mul_(1.25))
-        for _ in range(4):  # which may lie where the last one was
+        for _ in range(4):  # it may lie where the last one was
             yield "del", lambda: [replaced(p) for p in list(module.parameters())]
 
     @each(recipes=RECIPES)
@@ -512,7 +512,7 @@ layer(x).sum().backward()
 
     @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
     def test_record_stream(self):
-        """What is used on a side stream that is late, and freed meanwhile, is not given to somebody else."""
+        """Memory that a late side stream uses, and that is freed meanwhile, is not given to somebody else."""
         side = torch.cuda.Stream()
         for name in ("Linear", "LayerNormMLP", "TransformerLayer"):
             module = randomise(MODULES[name](device="cuda"))
@@ -579,7 +579,7 @@ class Saved(Each):
             module = randomise(te.Linear(32, 32, device="cpu"))
             with hooks:
                 x = input_of()
-                inside = x * 1  # which te-fl keeps for the backward, and nobody else
+                inside = x * 1  # only te-fl keeps it, for the backward
                 known = weakref.ref(inside)
                 y = module(inside)
             del inside
@@ -732,7 +732,7 @@ class MainGrad(Each):
         module = randomise(te.Linear(512, 512, device="cpu", fuse_wgrad_accumulation=True))
         weight = module.weight
         weight.main_grad, weight.grad_added_to_main_grad, weight.zero_out_wgrad = torch.zeros(512, 512), False, True
-        used = [torch.full((512, 512), 7.0) for _ in range(4)]  # what new memory may be
+        used = [torch.full((512, 512), 7.0) for _ in range(4)]  # new memory may hold these values
         del used
         module(torch.ones(2, 512)).sum().backward()
         self.assertIs(weight.grad_added_to_main_grad, True)

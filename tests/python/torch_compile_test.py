@@ -532,7 +532,7 @@ class Training(Compiled):
         self.assertFalse(compiled._again, "a forward that nobody repeats any more is kept")
 
     def test_checkpoint_keeps_less(self):
-        """What a backward reads is not kept by a forward that is run again."""
+        """A forward that is run again keeps nothing that its backward reads."""
         import te_fl
         module, x = te.LayerNormMLP(32, 64, device=DEVICE), input_of(DEVICE)
         calls = []

@@ -215,7 +215,7 @@ class Continued(unittest.TestCase):
         (self.folder / "text").write_text(words(4000))
 
     def train_gpt(self, style, name, *options):
-        """What the program wrote as --json."""
+        """The results that the program wrote as --json."""
         sizes = {"--batch": BATCH, "--seq-len": LENGTH, "--hidden": HIDDEN, "--heads": HEADS, "--layers": LAYERS, "--lr": PEAK_LR,
                  "--eval-batches": EVAL_BATCHES, "--seed": SEED, "--sample-bytes": 0, "--device": "cpu", "--dtype": "f32"}
         path = self.folder / "results.json"

@@ -198,7 +198,7 @@ class Rules(unittest.TestCase):
             module.backward_dw()
 
     def test_memory_that_went_before(self):
-        """What the gradient is computed of is checked as a backward checks it."""
+        """The operands of the gradient are checked as a backward checks them."""
         module = made("Linear", True, device="cpu")
         for gone in ("input", "gradient"):
             x, y = forward(module, 1)

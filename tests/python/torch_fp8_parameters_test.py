@@ -78,7 +78,7 @@ def decoded(parameter):
 
 
 def expected(values, recipe):
-    """What a recipe's codes of these values read as."""
+    """The values as which a recipe's codes of these values are read."""
     values = values.float()
     if isinstance(recipe, Float8BlockScaling):
         return per_block(values, 128, 128)
@@ -427,7 +427,7 @@ class Training(unittest.TestCase):
         self.assertTrue(torch.equal(one.weight._data, other.weight._data))
 
     def test_capturable(self):
-        """What a CUDA graph may hold takes the same steps; one that a scaler skips leaves the codes as they are."""
+        """An optimizer that a CUDA graph may hold takes the same steps; one that a scaler skips leaves the codes as they are."""
         both = [made("Linear"), made("Linear")]
         steppers = [te.optimizers.FusedAdam(m.parameters(), lr=1e-2, master_weights=True, capturable=c) for m, c in zip(both, (True, False))]
         for _ in range(3):
@@ -758,7 +758,7 @@ class Memory(unittest.TestCase):
         self.assertLess(abs(made_bf16 - 128), 10)
         self.assertLess(abs(made_codes - 64), 10)
         self.assertLess(served_codes, made_bf16)  # products on a CPU keep scratch memory of the size of one weight
-        self.assertLess(served_codes, 0.5 * served_bf16)  # which has FP8 copies besides, as te.cache_quantized_weights() keeps them
+        self.assertLess(served_codes, 0.5 * served_bf16)  # it has FP8 copies besides, as te.cache_quantized_weights() keeps them
 
     @unittest.skipUnless(torch.cuda.is_available(), "there is no GPU")
     def test_half_of_bf16_on_a_gpu(self):

@@ -1,4 +1,4 @@
-"""What is available, named random states, and orders of weights."""
+"""Questions about availability, named random states, and orders of weights."""
 
 import subprocess
 import sys
@@ -78,7 +78,7 @@ class Package(unittest.TestCase):
                 "        public, placed = (importlib.import_module(f'te_fl.pytorch.{n}') for n in (name, f'{room}.{name}'))\n"
                 "        assert public is placed and placed.__spec__.name == placed.__name__ == f'te_fl.pytorch.{room}.{name}', placed.__spec__\n"
                 "assert te.checkpoint is checkpoint and callable(checkpoint), te.checkpoint\n"
-                # what torch.save(module) wrote of a class, and of a weight of FP8 codes, when modules lay in no rooms
+                # the pickles that torch.save(module) wrote of a class, and of a weight of FP8 codes, when modules lay in no rooms
                 "assert pickle.loads(b'cte_fl.pytorch.linear\\nLinear\\n.') is te.Linear\n"
                 "rebuilt = pickle.loads(b'cte_fl.pytorch.float8_tensor\\n_rebuilt\\n.')\n"
                 "assert pickle.dumps(rebuilt, 0).startswith(b'cte_fl.pytorch.float8_tensor\\n_rebuilt\\n'), pickle.dumps(rebuilt, 0)")

@@ -857,7 +857,7 @@ class Fp8(Modules):
 
 
 class Arguments(unittest.TestCase):
-    """What is wrong is refused where it is given, and what says nothing on one rank is taken."""
+    """Wrong arguments are refused where they are given, and those that mean nothing on one rank are taken."""
 
     def test_wrong_values(self):
         for message, make in (("num_attention_heads 3, which does not divide it", lambda: te.MultiheadAttention(100, 3)),
@@ -972,7 +972,7 @@ class NothingOfTorchs(unittest.TestCase):
 
 class PaddingBetweenSequences(unittest.TestCase):
     def test_it_is_honoured(self):
-        """Of two sequences of 3 and 2 tokens with a token between them, and of the same without."""
+        """Two sequences of 3 and 2 tokens with a token between them give the same as without it."""
         q, k, v = (randn(6, 4, 8, seed=s) for s in (1, 2, 3))
         lengths, starts = (torch.tensor(n, dtype=torch.int32) for n in ([0, 3, 5], [0, 4, 6]))
         attention = te.DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding_causal")

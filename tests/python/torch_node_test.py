@@ -66,7 +66,7 @@ class SameAsPythonTest(Each):
                 found.append([y, *served, *gradients(own, x)])
         self.same(*found)
 
-    @each([n for n in MODULES if n != "RMSNorm"])  # which has one parameter
+    @each([n for n in MODULES if n != "RMSNorm"])  # RMSNorm has one parameter
     def test_what_needs_no_gradient_gets_none(self, module, device, _):
         found = []
         for run in (NATIVE, call.python_run):

@@ -52,7 +52,7 @@ class Torch(unittest.TestCase):
         te_fl.ops.generic_gemm(a=quantised[0], b=quantised[1], d=d, trans_b=True)
         values = [q.data.float().double() * float(q.scale_inv) for q in quantised]
         torch.testing.assert_close(d.double(), values[0] @ values[1].t(), atol=1e-5, rtol=1e-5)
-        # The same of a, which is known by its column-wise copy alone.
+        # Multiplies by a, which is known by its column-wise copy alone.
         columns = te_fl.Quantized(columnwise_data=quantised[0].data.t().contiguous(), shape=(16, 32), scale_inv=quantised[0].scale_inv)
         back = torch.empty(24, 32)
         grad = torch.randn(16, 24)

@@ -120,7 +120,7 @@ class Torch(unittest.TestCase):
             self.add(op, fn, deterministic=promises)
         for op in ("rmsnorm_fwd", "relu", "dbias_drelu", "multi_tensor_scale", "scaled_softmax_forward", "scaled_softmax_backward"):
             add(op, True)
-        add("rmsnorm_bwd", False)  # which promises nothing, and is passed over
+        add("rmsnorm_bwd", False)  # promises nothing, and is passed over
         self.addCleanup(torch.use_deterministic_algorithms, False)
         runs = [call.python_run] + ([call._node.run] if call._node is not None else [])
         module = te.LayerNormMLP(8, 16, activation="relu", normalization="RMSNorm", device="cpu")

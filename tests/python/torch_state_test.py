@@ -577,7 +577,7 @@ class Distributed(State):
                 want = step(copy.deepcopy(module), recipe=DELAYED, seed=7)
                 self.same(step(other, recipe=DELAYED, seed=7), want)
 
-                fresh = MODULES[name](device="cpu")  # which has no state of that size yet, except in the autocast
+                fresh = MODULES[name](device="cpu")  # has no state of that size yet, except in the autocast
                 with te.autocast(recipe=DELAYED):
                     state = {"model": fresh.state_dict()}
                 dcp.load(state, checkpoint_id=folder, no_dist=True)
@@ -603,12 +603,12 @@ class Distributed(State):
 
 
 def on_device(*shape, **options):
-    """Where te-fl's modules are if nobody says a device."""
+    """A tensor on the device of te-fl's modules that are made without a device."""
     return randn(*shape, **options).to(DEVICES[-1])
 
 
 class Recording(unittest.TestCase):
-    """Which amaxes set the scales: those of a module, whichever of its layers in C++ a call needed."""
+    """Amaxes set the scales of their module, whichever of its layers in C++ a call needed."""
 
     LATEST = DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent")
 

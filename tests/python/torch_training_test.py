@@ -1,5 +1,5 @@
-"""What bench/pytorch's scripts find: a GPT of 3 million parameters learns as well in FP8 as without, by each recipe, and serving quantises
-weights once."""
+"""Runs bench/pytorch's scripts: a GPT of 3 million parameters learns as well in FP8 as without, by each recipe, and serving
+quantises weights once."""
 
 import contextlib
 import importlib.util

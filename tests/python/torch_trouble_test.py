@@ -164,7 +164,7 @@ class _Stop:
         self.number, self.instructions, self.where = number, instructions, None
 
     def __call__(self, frame, event, argument):
-        # What a generator's end raises is not seen by anybody, here as everywhere in Python.
+        # An exception that a generator's end raises is not seen by anybody, here as everywhere in Python.
         if f"{os.sep}te_fl{os.sep}" not in frame.f_code.co_filename or frame.f_code.co_name.startswith("<"):
             return None
         frame.f_trace_opcodes = self.instructions
@@ -178,7 +178,7 @@ class _Stop:
 
 class Interrupts(Each):
     def points(self, function, instructions=False):
-        """Where KeyboardInterrupt was raised while the function ran: each place once."""
+        """The places at which KeyboardInterrupt was raised while the function ran, each once."""
         number = 0
         while True:
             number += 1
@@ -222,7 +222,7 @@ class Interrupts(Each):
             self.same(step(), want, where)
 
     def test_at_every_line_of_a_first_forward(self):
-        # What is made then is there whole, or not at all: the FP8 state that was loaded too.
+        # An object that is made then is there whole, or not at all, the loaded FP8 state too.
         recipe = Float8CurrentScaling()
         for make in (lambda: te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu"),
                      lambda: te.LayerNormLinear(32, 32, device="cpu", delay_wgrad_compute=True)):

@@ -61,7 +61,7 @@ class Wrapped(Each):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         mesh = init_device_mesh("cpu", (1,))
-        try:  # whether PyTorch's own layer can be wrapped here
+        try:  # tells if PyTorch's own layer can be wrapped here
             plain = fully_shard(torch.nn.Linear(4, 4), mesh=mesh)
             plain(torch.zeros(2, 4)).sum().backward()
         except Exception as error:
@@ -98,7 +98,7 @@ class Wrapped(Each):
 
 
 class Uses(Each):
-    """What programs do with modules besides calling them."""
+    """Uses modules as programs do, besides calling them."""
 
     def test_tied_parameters(self):
         for recipe in (None, Float8CurrentScaling()):

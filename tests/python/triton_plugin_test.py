@@ -119,7 +119,7 @@ except KeyboardInterrupt:
     print("interrupted")
 '''
         for kept, word in (("False", "taken"), ("True", "kept")):
-            with tempfile.TemporaryDirectory() as cache:  # what is in Triton's cache is not compiled
+            with tempfile.TemporaryDirectory() as cache:  # kernels in Triton's cache are not compiled
                 environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TE_FL_PLUGIN_MODULES")}
                 paths = os.pathsep.join([sys.path[0], environment.get("PYTHONPATH", "")])
                 done = subprocess.run([sys.executable, "-c", program.replace("KEPT", kept)], capture_output=True, text=True,

@@ -322,8 +322,8 @@ Status OpCall::run(const Array* operands, const Array* results, const Device& de
     options.rng.seed_address = random_;
     options.rng.offset_address = random_ + 1;
   }
-  // Whether XLA runs a program on the caller's thread is its own choice, so that thread's scopes
-  // have no say; the program carries its policy.
+  // XLA decides if a program runs on the caller's thread, so that thread's scopes have no say; the
+  // program carries its policy.
   const python::WithoutPolicyScopes none;
   if (!policy_.has_value()) return OpManager::instance().call(op_, args_.data(), options);
   Result<SelectionPolicy> policy = policy_->now();

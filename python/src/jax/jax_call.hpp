@@ -53,7 +53,7 @@ class OpCall {
     te_fl_quant quant;
     std::array<int64_t, 2> shape{};  // of one that has only its column-wise copy
   };
-  // What an array is: a tensor's codes, or a pointer in its te_fl_quant, or the random state.
+  // The use of an array: a tensor's codes, a pointer in its te_fl_quant, or the random state.
   struct Use {
     TensorSlot* slot = nullptr;  // null: the random state
     int part = -1;               // into the parts' table; -1: the tensor's own data
@@ -68,7 +68,7 @@ class OpCall {
   Result<TensorSlot*> slot_of(std::string_view name);
   const te_fl_arg_desc* find(std::string_view name) const noexcept;
   void bind(const Use& use, const Array& array, const Device& device) noexcept;
-  // Whether a part, or the random state, has the extents that its reader takes it to have.
+  // An error if a part, or the random state, has other extents than its reader takes it to have.
   Status check(const Use& use, const Array& array, const std::string& name) const;
 
   OpId op_;

@@ -122,7 +122,7 @@ Status describe(const xla::Buffers& buffers, size_t wanted, Arrays& arrays) {
   return {};
 }
 
-// What a thread keeps: calls by their text, and the arrays of the one that is running.
+// The calls that a thread keeps, by their text, and the arrays of the one that is running.
 struct ThreadCalls {
   std::unordered_map<std::string_view, std::unique_ptr<OpCall>> calls;
   std::unordered_map<std::string, int> texts;  // own the keys of `calls`

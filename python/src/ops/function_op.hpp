@@ -28,7 +28,7 @@ std::optional<OpId> find_function_op(OpManager& manager, PyObject* name);
 
 // Runs it on a tuple and a dict (or null); what the implementation returned.
 Ref call_function_op(OpManager& manager, OpId op, PyObject* positional, PyObject* keywords);
-// How that call would be routed.
+// The way that the call would be routed.
 Result<Decision> resolve_function_op(OpManager& manager, OpId op, PyObject* positional,
                                      PyObject* keywords);
 

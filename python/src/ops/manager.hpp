@@ -6,7 +6,8 @@
 
 namespace te_fl::python {
 
-// Of new_manager(); the process's for None. Valid while the object is. Throws PythonError.
+// The manager that new_manager() made; the process's for None. Valid while the object is. Throws
+// PythonError.
 OpManager& manager_of(PyObject* manager);
 
 }  // namespace te_fl::python

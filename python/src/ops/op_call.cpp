@@ -375,7 +375,8 @@ const PyMethodDef kRunFunction = {
     "op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_function_op)),
     METH_VARARGS | METH_KEYWORDS, "Runs an op of Python functions."};
 
-// How Python shows an op: its name, signature and description, which live as long as its callables.
+// The name, signature and description by which Python shows an op, which live as long as its
+// callables.
 struct MethodOfOp {
   PyMethodDef definition;
   std::string words;
@@ -451,7 +452,7 @@ std::vector<T> numbers_of(PyObject* list) {
   return numbers;
 }
 
-// Of a scalar; None of what has no value that could be left out.
+// The default of a scalar; None for an argument that cannot be left out.
 Ref default_of(const OpBinding& op, const te_fl_arg_desc& arg) {
   const auto read = [&](auto value) {
     std::memcpy(&value, op.defaults.data() + arg.offset, sizeof value);

@@ -17,7 +17,7 @@
 namespace te_fl::python {
 namespace {
 
-// What the argument struct of an op of the catalogue holds before anything is given.
+// The values of an argument struct of the catalogue before any argument is given.
 struct Defaults {
   const char* op;
   const void* data;

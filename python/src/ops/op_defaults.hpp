@@ -1,4 +1,4 @@
-// What the argument structs of ops hold before anything is given. Knows nothing of Python.
+// The values of the ops' argument structs before any argument is given. Knows nothing of Python.
 #pragma once
 
 #include <cstddef>

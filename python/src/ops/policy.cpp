@@ -21,14 +21,16 @@ constexpr const char* kName = "te_fl.policy_scope";
 struct Scope {
   SelectionPolicy policy;
   std::unique_ptr<PolicyScope> entered;
-  std::map<std::string, std::string> asked;  // what it and those around it give, as text
-  Scope* outer = nullptr;                    // while it is entered
+  // The settings that it and the scopes around it give, as text.
+  std::map<std::string, std::string> asked;
+  Scope* outer = nullptr;  // while it is entered
 };
 PyObject* g_follower = nullptr;  // told of the thread's line; never freed
 
 PyObject* g_wants = nullptr;  // kept until the process ends
 
-// Of this thread. Python code may leave scopes in any order; C++ scopes must not be.
+// The innermost scope of this thread. Python code may leave scopes in any order; C++ scopes must
+// not be.
 thread_local Scope* t_innermost = nullptr;
 
 Scope& scope_of(PyObject* capsule) {
@@ -107,8 +109,9 @@ void tell_follower() {
   Ref::take(PyObject_CallFunctionObjArgs(g_follower, line.get(), nullptr));
 }
 
-// What is in force with `dict` put over it. With its key "whole" true, what `dict` lacks is unset
-// instead, but for deterministic and max_staged_bytes, which a whole policy does not speak of.
+// The settings in force with `dict` put over them. With its key "whole" true, what `dict` lacks is
+// unset instead, but for deterministic and max_staged_bytes, which a whole policy does not speak
+// of.
 PolicySettings settings_of(PyObject* dict) {
   if (!PyDict_Check(dict)) throw_type_error("the settings of a policy must be a dict");
   PolicySettings made = value_of(without_lock([] { return current_policy(); })).settings();

@@ -10,8 +10,8 @@
 
 namespace te_fl::python {
 
-// What the scopes that are open on a thread ask for, as one line: NAME=VALUE for each setting that
-// any of them gave, the innermost's where several did. Values have no blanks.
+// Writes the settings that the scopes open on a thread ask for as one line: NAME=VALUE for each
+// setting that any of them gave, the innermost's where several did. Values have no blanks.
 //
 // follow_policy(f): f(line) is called on a thread whenever a scope begins or ends on it. Returns
 // the calling thread's line.
@@ -51,7 +51,8 @@ PyObject* leave_policy(PyObject*, PyObject* scope) noexcept;
 // set_deterministic(function): function() -> bool is asked at each call of an op or a layer whether
 // a framework's program wants the same bits in every run.
 PyObject* set_deterministic(PyObject*, PyObject* function) noexcept;
-// What that function says; false without one. Under the interpreter's lock.
+// The answer of the function that set_deterministic() took; false without one. Under the
+// interpreter's lock.
 bool wants_deterministic();
 
 // While it lives, the calling thread's policy is the one in force with `deterministic`, where that

@@ -1,4 +1,4 @@
-// What te-fl says of itself: devices, plugins, who served what, settings.
+// Reports on te-fl itself: devices, plugins, who served what, settings.
 #include "ops/report.hpp"
 
 #include "ops/manager.hpp"
@@ -17,7 +17,7 @@ Ref names_of(const std::vector<std::string>& names) {
   return list_of(names, [](const std::string& name) { return to_python(std::string_view(name)); });
 }
 
-// Of a function's only argument, which may be left out.
+// The manager that is a function's only argument, which may be left out.
 OpManager& manager_argument(PyObject* args) {
   PyObject* manager = Py_None;
   if (PyArg_ParseTuple(args, "|O", &manager) == 0) throw PythonError();

@@ -1,4 +1,4 @@
-// What te-fl says of itself. Each is a function of the native module and returns plain Python
+// Reports on te-fl itself. Each is a function of the native module and returns plain Python
 // objects; errors are exceptions of the package.
 #pragma once
 

@@ -11,8 +11,8 @@
 namespace te_fl::python {
 namespace {
 
-// What an implementation may take beside the op's arguments, under the name that te_fl.ops has for
-// it where it has one.
+// The arguments that an implementation may take beside the op's, under the names that te_fl.ops has
+// for them where it has any.
 enum ContextArgument : uint32_t {
   kStream = 1u << 0,
   kSeed = 1u << 1,

@@ -10,7 +10,7 @@
 
 namespace te_fl::python {
 
-// What a function of an implementation takes.
+// The arguments that a function of an implementation takes.
 struct Wanted {
   std::vector<const BoundArg*> args;
   uint32_t context = 0;  // bits of what belongs to the call and not to the op: stream, seed, ..

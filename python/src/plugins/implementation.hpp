@@ -11,8 +11,8 @@
 
 namespace te_fl::python {
 
-// What `told` and `on_stream` of te_fl.registration are for: words about an exception, and a
-// function run on a stream of PyTorch's.
+// Takes two functions of te_fl.registration: `told` makes words about an exception, and `on_stream`
+// runs a function on a stream of PyTorch's.
 void set_helpers(PyObject* told, PyObject* on_stream);
 
 class Implementation {

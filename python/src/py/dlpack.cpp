@@ -11,8 +11,8 @@
 namespace te_fl::python {
 namespace {
 
-// What a type lends its tensors by. Types are kept alive by the entry, so that an address is never
-// another type's.
+// A type, and the means by which it lends its tensors. Types are kept alive by the entry, so that
+// an address is never another type's.
 struct KnownType {
   PyTypeObject* type = nullptr;
   const Exchange* exchange = nullptr;  // null: by __dlpack__
@@ -65,8 +65,8 @@ bool is_compact(const te_fl_dltensor& t) {
   return true;
 }
 
-// Of a PrivateUse1 device, of which PyTorch's exchange API tells none in 2.11; what is asked here
-// also remembers the stream, so that work can be put on it by its handle later.
+// The current stream of a PrivateUse1 device, which PyTorch's exchange API does not tell in 2.11;
+// asking for it here also remembers the stream, so that work can be put on it by its handle later.
 void* stream_of_torch(int32_t index) {
   static PyObject* const ask = [] {
     const Ref module = Ref::take(PyImport_ImportModule("te_fl.private_device"));

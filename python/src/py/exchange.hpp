@@ -38,7 +38,8 @@ struct Exchange {
   int (*current_stream)(int32_t, int32_t, void**);
 };
 
-// What tensors of `type` are exchanged by, which is looked up once; null: by __dlpack__ alone.
+// The exchange table of tensors of `type`, looked up once; null: they are exchanged by __dlpack__
+// alone.
 const Exchange* exchange_of(PyTypeObject* type);
 
 // The device of that DLPack description, which names no vendor; te-fl's error unless one plugin

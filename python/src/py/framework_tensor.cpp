@@ -44,11 +44,12 @@ Result<Tensor> wrap(const te_fl_dltensor& t, std::shared_ptr<void> owner) {
                       std::move(owner));
 }
 
-// What number_tensor() makes, in one allocation.
+// The parts of a number_tensor(), in one allocation.
 struct Number {
   ManagedVersioned managed{};
   int64_t number = 0;
-  int64_t value = 0;  // the same; a compiled graph may write into a tensor that it reads no more
+  // A second copy; a compiled graph may write into a tensor that it reads no more.
+  int64_t value = 0;
   int64_t extent = 1;
   int64_t stride = 1;
   void (*gone)(int64_t) = nullptr;

@@ -10,7 +10,8 @@
 namespace te_fl::python {
 namespace {
 
-// How long the interpreter's end waits for threads that are inside an implementation in Python.
+// The time for which the interpreter's end waits for threads that are inside an implementation in
+// Python.
 constexpr int kEndWaitMs = 10'000;
 
 std::atomic<bool> g_ending{false};

@@ -21,7 +21,7 @@ class InterpreterLock {
   PyGILState_STATE state_{};
 };
 
-// Whether InterpreterLock would be held, for work that needs no lock but must not outlive Python.
+// True if InterpreterLock would be held, for work that needs no lock but must not outlive Python.
 bool interpreter_alive() noexcept;
 
 // Has the functions above notice the interpreter's end and fork(); once, when the package is

@@ -102,8 +102,8 @@ PyObject* represent(PyObject* self) noexcept {
 
 // ---- DLPack
 
-// What a consumer holds; made in one piece with the extents, and freed on any thread, with or
-// without the interpreter's lock.
+// The object that a consumer holds; made in one piece with the extents, and freed on any thread,
+// with or without the interpreter's lock.
 template <class T>
 struct Export {
   T managed{};

@@ -28,7 +28,7 @@ PyObject* lent_tensor_class();
 // A te_fl.LentTensor. `writable`: it is one of the op's outputs. Throws PythonError.
 Ref lend(const std::shared_ptr<Lending>& lending, const te_fl_dltensor& tensor, uint32_t provider,
          bool writable);
-// The same of compact memory by its parts.
+// Lends compact memory by its parts.
 Ref lend(const std::shared_ptr<Lending>& lending, void* data, te_fl_dtype dtype,
          std::span<const int64_t> shape, bool writable);
 

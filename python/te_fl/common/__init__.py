@@ -1,1 +1,1 @@
-"""What Transformer Engine's front ends share and no framework is needed for: the recipes."""
+"""Shared by Transformer Engine's front ends, without any framework: the recipes."""

@@ -29,7 +29,7 @@ class _FormatHelper(NamedTuple):
 
 
 class Format(Enum):
-    """Which number format holds activations and weights (forward) and gradients (backward). HYBRID is E4M3 forward, E5M2 backward."""
+    """The number formats of activations and weights (forward) and of gradients (backward). HYBRID is E4M3 forward, E5M2 backward."""
 
     E2M1 = _FormatHelper(max_fwd=6, max_bwd=6)
     E4M3 = _FormatHelper(max_fwd=448, max_bwd=448)
@@ -73,7 +73,7 @@ _SCOPES = ("none", "weights", "activations", "all")
 
 
 class Recipe:
-    """What all recipes have: questions about their kind, and a text by which two of them can be compared."""
+    """Shared by all recipes: questions about their kind, and a text by which two of them can be compared."""
 
     __slots__ = ("_native",)  # of native_of(), which is no field: neither compared, copied nor pickled
     _shown: tuple = ()
@@ -275,7 +275,7 @@ class CustomRecipe(Recipe):
         _require(self, "quantization_alignment", self.quantization_alignment > 0, "it is at least 1")
 
 
-# What te-fl's layers do: the one value of each field that they serve, and what to do about another.
+# The one value of each field that te-fl's layers serve, and the way out for another.
 _SERVED = {
     DelayedScaling: (),
     Float8CurrentScaling: (
@@ -327,7 +327,7 @@ class Functions:
 
 
 def attends(recipe: Recipe) -> bool:
-    """Whether attention computes in FP8: by fp8_dpa, or by fp8_mha, which means it as well."""
+    """True if attention computes in FP8: by fp8_dpa, or by fp8_mha, which means it as well."""
     return bool(getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False))
 
 
@@ -340,7 +340,8 @@ def without_functions(recipe: Any) -> Any:
 
 
 def native_of(recipe: Recipe) -> dict:
-    """What describe_natively() says of the recipe, kept with it until a field changes. The dict is shared: its readers leave it as it is."""
+    """The result of describe_natively() for the recipe, kept with it until a field changes. The dict is shared: its readers leave
+    it as it is."""
     kept = getattr(recipe, "_native", None)
     if kept is not None and kept[0] == recipe.__dict__:
         return kept[1]

@@ -162,7 +162,8 @@ def _installed_elsewhere() -> Optional[str]:
 
 
 def status() -> dict:
-    """Whether transformer_engine is te-fl (active), the version that it claims, and where another one is installed (other)."""
+    """The state of the name transformer_engine: true if it is te-fl (active), the version that it claims, and the place of
+    another one that is installed (other)."""
     return {"active": _finder is not None and _finder in sys.meta_path, "version": table.VERSION, "other": _installed_elsewhere()}
 
 

@@ -35,7 +35,7 @@ class SelectionPolicy:
     @classmethod
     def from_dict(cls, prefer: str = "flagos", strict: bool = False, per_op_order: Optional[Mapping[str, Sequence[str]]] = None,
                   deny_vendors: Optional[Collection[str]] = None, allow_vendors: Optional[Collection[str]] = None) -> "SelectionPolicy":
-        """The same from lists and sets; per_op_order has the tokens by op."""
+        """Makes a policy from lists and sets; per_op_order has the tokens by op."""
         orders = tuple(sorted((op, tuple(tokens)) for op, tokens in (per_op_order or {}).items()))
         return cls(prefer, strict, orders, frozenset(deny_vendors or ()), None if allow_vendors is None else frozenset(allow_vendors))
 

@@ -1,4 +1,5 @@
-"""Which of Transformer Engine's names te-fl serves, and where they are. Data only: tools/transformer_engine_names.py reads it alone."""
+"""Lists the names of Transformer Engine that te-fl serves, and their places. Data only: tools/transformer_engine_names.py reads
+it alone."""
 
 VERSION = "2.20.2"
 
@@ -135,7 +136,7 @@ HOMES = (
     ("transformer_engine.plugin", tuple(PLUGINS)),
 )
 
-# What to do without a name, by what it begins with or contains; the first that fits.
+# The ways out without a name, by its beginning or a part of it; the first that fits counts.
 WAYS_OUT = (
     ("transformer_engine.pytorch.ops", "use the modules of te_fl.pytorch"),
     ("transformer_engine.pytorch.cpp_extensions", "call the op by its name in te_fl.ops (docs/ops.md)"),
@@ -188,7 +189,7 @@ def home(module: str, name: str):
 
 
 def way_out(module: str, name: str) -> str:
-    """What to do without a name that is refused."""
+    """The way out without a name that is refused."""
     for part, text in WAYS_OUT:
         if module.startswith(part) or part in name:
             return text

@@ -31,7 +31,8 @@ def register_targets() -> None:
         _target(op)
 
 
-# What te_fl.policy asks for on this thread, as a line of words: a part of the keys under which JAX keeps what it traced, and of every call's text.
+# The settings of te_fl.policy on this thread, as a line of words: a part of the keys under which JAX keeps what it traced, and of every call's
+# text.
 _policy = jax.make_user_context("")
 _held = threading.local()
 

@@ -1,4 +1,4 @@
-"""How the calls of ops are cut over the devices of a mesh: rules for XLA's partitioner, from the shape rules of the specification.
+"""Cuts the calls of ops over the devices of a mesh: rules for XLA's partitioner, from the shape rules of the specification.
 
 Rows (the leading dimensions) may be cut wherever an op treats them one by one; products also along N and, with a sum over the devices, along
 K; attention and softmax along batch and heads. What is summed over rows is summed over the devices, an amax is the largest of theirs. Other
@@ -107,8 +107,8 @@ def _spec(factors: Optional[Factors], rank: int, axes: Mapping[str, Any]) -> Par
 
 
 def _chosen(infos: Sequence, factors: Sequence[Optional[Factors]], cut: Set[str], fits: Callable[[str, Tuple[str, ...]], bool]) -> Dict[str, Any]:
-    """Which mesh axes each dimension is cut over: those of the first array that is cut there, each axis once. A dimension that these axes do not
-    divide stays whole."""
+    """The mesh axes over which each dimension is cut: those of the first array that is cut there, each axis once. A dimension
+    that these axes do not divide stays whole."""
     axes: Dict[str, Any] = {}
     used: Set[str] = set()
     for info, names in zip(infos, factors):
@@ -128,7 +128,7 @@ def _flat(axes: Sequence[Any]) -> Tuple[str, ...]:
 
 
 class _Plan:
-    """How one call is cut: its arrays' dimensions by name, and the names along which it may be."""
+    """The plan for cutting one call: its arrays' dimensions by name, and the names along which it may be cut."""
 
     def __init__(self, op: str, operands: Sequence, results: Sequence, settings: Mapping[str, Any], packed: FrozenSet[str]):
         shapes = {name.partition(".")[0]: struct.shape for name, struct in operands}
@@ -170,7 +170,7 @@ class _Plan:
         return jax.lax.psum(value, over) if over else value
 
     def of_a_device(self, run: Callable, mesh: Any, axes: Mapping[str, Any]) -> Tuple[Callable, List[NamedSharding], List[NamedSharding]]:
-        """What one device does with its parts, and how operands and results lie."""
+        """The work of one device on its parts, and the layouts of operands and results."""
         shardings, count = self.shardings(mesh, axes), len(self.operands)
         local = [sharding.shard_shape(struct.shape) for sharding, (_, struct) in zip(shardings[count:], self.results)]
 
@@ -236,7 +236,7 @@ def in_one(x: jax.Array, first: int, count: int) -> jax.Array:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the arrays of a tree lie over explicit axes. It may be kept among what a forward keeps for its backward."""
+    """The layout of a tree's arrays over explicit axes. It may be kept among what a forward keeps for its backward."""
 
     shardings: Tuple[Any, ...]
 
@@ -270,5 +270,5 @@ def call(run: Callable, op: str, operands: Sequence, results: Sequence, settings
 
 
 def may_cut_programs() -> bool:
-    """Whether a program that is traced now may be cut over devices by XLA. Inside shard_map each device sees its part alone."""
+    """True if XLA may cut a program that is traced now over devices. Inside shard_map each device sees its part alone."""
     return jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes

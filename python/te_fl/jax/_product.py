@@ -48,7 +48,7 @@ def _gemm(a, b, trans_a: bool, trans_b: bool, shape, dtype, packed: str, split: 
 
 
 def _input(x, prologue, params, quantizers):
-    """What the product reads, its amax if it is quantised, and what the prologue's backward reads."""
+    """The input of the product, its amax if it is quantised, and the values that the prologue's backward reads."""
     quantizer = quantizers.x
     if prologue is None:
         return (x, None, ()) if quantizer is None else _with_amax(quantizer.quantize(x), ())

@@ -17,8 +17,8 @@ def varying(*arrays: Any) -> FrozenSet[str]:
 
 
 def align(tree: Any, *others: Any) -> Any:
-    """The same arrays, all of them taken to differ over the axes of any, `others` included: the gradient of one that does not is then
-    summed over the devices."""
+    """Makes all arrays differ over the axes of any of them, `others` included: the gradient of one that does not is then summed
+    over the devices."""
     axes = varying(tree, *others)
     if not axes:
         return tree
@@ -37,6 +37,7 @@ def largest(array: jax.Array, of: jax.Array) -> jax.Array:
 
 
 def is_told() -> bool:
-    """Whether JAX says over which axes arrays differ: not inside pmap and shard_map(check_vma=False), where the types above are empty."""
+    """True if JAX says over which axes arrays differ: not inside pmap and shard_map(check_vma=False), where the types above are
+    empty."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return not axes or bool(varying(jax.lax.axis_index(axes[0])))

@@ -114,7 +114,7 @@ class _Settings(NamedTuple):
 
 
 class _Extras(NamedTuple):
-    """What some calls have besides q, k and v."""
+    """The arguments that some calls have besides q, k and v."""
 
     bias: Optional[jax.Array] = None
     softmax_sink: Optional[jax.Array] = None
@@ -142,7 +142,8 @@ def _split(qkv: Tuple[jax.Array, ...], layout: QKVLayout) -> Tuple[jax.Array, ja
 
 
 def mask_out(mask: Optional[jax.Array], mask_type: AttnMaskType, window: Tuple[int, int], queries: int, keys: int) -> jax.Array:
-    """What an arbitrary mask (not 0: masked out), the mask type and the window mask out together: uint8 [batch, heads, queries, keys]."""
+    """The positions that an arbitrary mask (not 0: masked out), the mask type and the window mask out together: uint8 [batch,
+    heads, queries, keys]."""
     top_left = mask_type.is_causal() and not mask_type.is_bottom_right()  # the others line up the last query with the last key
     where = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None] - (0 if top_left else keys - queries)
     out = where > 0 if mask_type.is_causal() else jnp.zeros((queries, keys), bool)

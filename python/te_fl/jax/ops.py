@@ -43,7 +43,7 @@ def _words(rule: str, scalars: Dict[str, Any]) -> List[str]:
 
 
 class _Extents:
-    """What the letters of shape rules stand for, learned from the inputs."""
+    """The extents that the letters of shape rules stand for, learned from the inputs."""
 
     def __init__(self, scalars: Dict[str, Any]):
         self.scalars, self.known, self.leading = scalars, {}, None
@@ -97,7 +97,7 @@ def _dtype_of(arg: dict, arguments: Dict[str, Any]) -> Optional[Any]:
 
 
 def _output(op: str, arg: dict, given: Any, extents: _Extents, arguments: Dict[str, Any]) -> Any:
-    """What is to be written: a ShapeDtypeStruct or a QuantizedOutput with its shape; None: nothing."""
+    """The form of an output: a ShapeDtypeStruct or a QuantizedOutput with its shape; None: nothing is written."""
     if given is None or given is False:
         if arg["optional"] or given is False:
             return None

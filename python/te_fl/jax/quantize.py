@@ -39,7 +39,8 @@ def _positive(amax: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-    """How one tensor is quantised. scale (FP32 [1]) and amax_history (FP32 [length]): delayed scaling's; None: the scale is derived."""
+    """The way in which one tensor is quantised. scale (FP32 [1]) and amax_history (FP32 [length]): delayed scaling's; None: the
+    scale is derived."""
 
     scale: Optional[jax.Array] = None
     amax_history: Optional[jax.Array] = None
@@ -191,8 +192,8 @@ class _Entered:
         return hash(self._key)
 
 
-# Of the calling thread, and a part of the keys under which JAX caches what it traced: without that, a scan's body, a checkpointed function or
-# a jitted one that was traced under another recipe would be taken again as it is.
+# The recipe of the calling thread, a part of the keys under which JAX caches what it traced: without that, a scan's body, a checkpointed
+# function or a jitted one that was traced under another recipe would be taken again as it is.
 _entered = jax.make_user_context(None)
 
 

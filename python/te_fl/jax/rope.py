@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from te_fl.jax import ops
 from te_fl.jax._partition import Layout
 
-_METHODS = {"consecutive": True, "alternate": False}  # whether pairs are (2i, 2i + 1)
+_METHODS = {"consecutive": True, "alternate": False}  # true for pairs (2i, 2i + 1)
 
 
 def rotary_pos_emb(x: jax.Array, windows: Tuple[int, int], transpose_batch_sequence: bool, group_method: str = "consecutive") -> jax.Array:

@@ -1,4 +1,4 @@
-"""Which axes of a mesh hold data and tensor parallelism, and the names by which modules say how their arrays lie on them."""
+"""The axes of a mesh that hold data and tensor parallelism, and the names by which modules say how their arrays lie on them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MeshResource:
             raise ValueError("MeshResource: give tp_resource or tpsp_resource, not both")
 
 
-# Of the calling thread, and a part of the keys under which JAX caches what it traced.
+# The mesh resource of the calling thread, a part of the keys under which JAX caches what it traced.
 _resource = jax.make_user_context(MeshResource())
 
 
@@ -55,7 +55,7 @@ def global_mesh_resource() -> MeshResource:
 
 @contextlib.contextmanager
 def global_shard_guard(resource: Optional[MeshResource]) -> Iterator[None]:
-    """What this thread traces inside is laid out on these axes, as they are now; None: on none."""
+    """Lays out on these axes, as they are now, all that this thread traces inside; None: on none."""
     with _resource(MeshResource() if resource is None else dataclasses.replace(resource)):
         yield
 

@@ -168,7 +168,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 // ---- memory
 
-// What a block was allocated as; it is freed in the order of its stream.
+// The size and stream with which a block was allocated; it is freed in the order of its stream.
 struct Block {
   void* data;
   void* stream;
@@ -251,7 +251,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
     copy_bytes(index, to.data_ptr(), from.data_ptr(), to.nbytes(), kWithin);
     return to;
   }
-  // What lies between the elements of a strided tensor is written back as it was.
+  // Bytes between the elements of a strided tensor are written back as they were.
   at::Tensor host = dense ? at::empty(to.sizes(), to.options().device(at::kCPU)) : host_of(to);
   host.copy_(from.is_cpu() ? from : host_of(from));
   copy_bytes(index, to.data_ptr(), host.data_ptr(), host.storage().nbytes(), kFromHost);

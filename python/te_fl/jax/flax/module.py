@@ -143,7 +143,7 @@ class LayerNorm(nn.Module):
 
 
 class TransformerEngineBase(nn.Module):
-    """What modules with products share: their quantisers, whose state is in the collection "fp8_metas"."""
+    """Shared by modules with products: their quantisers, whose state is in the collection "fp8_metas"."""
 
     def generate_quantizer_set(self, postfix: str = "", variable_collection: Optional[str] = None,
                                quantization_checkpoint_name: Optional[str] = None, fp8_recipe: Any = None,
@@ -336,7 +336,8 @@ class LayerNormMLP(TransformerEngineBase):
         return functools.reduce(operator.mul, parts).astype(x.dtype)
 
     def _one_by_one(self, x: jax.Array, kernels, biases, quantizers, deterministic: bool) -> jax.Array:
-        """What is between the products and is no op of theirs: low rank adaptation, dropout, activations of the caller's."""
+        """Computes the work between the products that no op of theirs does: low rank adaptation, dropout, activations of the
+        caller's."""
         features = (len(tuple(self.activations)), self.intermediate_dim)
         shared = {"contracting_dims": ((-1,), (0,)), "transpose_batch_sequence": self.transpose_batch_sequence}
         init = self.kernel_init or default_kernel_init(self.dtype)

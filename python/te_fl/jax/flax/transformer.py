@@ -183,7 +183,7 @@ class MultiHeadAttention(nn.Module):
         return kernel / jnp.sqrt(self.head_dim).astype(kernel.dtype) if self.scaled_query_init else kernel
 
     def _packed_init(self, inits: Sequence[Initializer]) -> Initializer:
-        """Of a kernel [K, n, N] whose n slices have initialisers of their own."""
+        """The initialiser of a kernel [K, n, N] whose n slices have initialisers of their own."""
         def init(key, shape, dtype):
             keys = jax.random.split(key, len(inits))
             return jnp.stack([one(k, (shape[0], shape[2]), dtype) for one, k in zip(inits, keys)], axis=-2)
