@@ -14,7 +14,7 @@ int64_t slots_for(const AttentionProblem& p) {
   return attention_slots(tiles, attention_work(p));
 }
 
-// The division of the scratch, from metadata only.
+// How the scratch is divided, from metadata only.
 struct Division {
   explicit Division(const AttentionProblem& p)
       : d(padded(p.head_dim)), dv(padded(p.head_dim_v)), slots(slots_for(p)) {
@@ -110,7 +110,7 @@ class Forward {
     finish(t, state, o, rows);
   }
 
-  // The packed row of position s of sequence b (thd: of token s).
+  // Where position s of sequence b (thd: token s) is among the packed rows.
   int64_t packed_row(int64_t b, int64_t g, int64_t s) const {
     const int64_t sequence = call_.p.thd ? 0 : b;
     return (sequence * call_.p.kv_heads + g) * call_.p.k.seqlen + s;

@@ -23,8 +23,8 @@ struct TileProduct {
 };
 void tile_product(const TileProduct& product);
 
-// The changes that are made to the scores of a tile, and the mask. `keys` rows from key
-// `first_key`, `cols` columns (a multiple of kPad).
+// What is done to the scores of a tile and which are masked. `keys` rows from key `first_key`,
+// `cols` columns (a multiple of kPad).
 struct ScoreRules {
   int64_t first_key, keys, cols;
   const int32_t* begin;     // keys [begin, end) are visible to a query; null: all of the tile is

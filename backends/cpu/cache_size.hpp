@@ -1,4 +1,4 @@
-// The size of the processor's last-level cache.
+// How large the processor's last-level cache is.
 #pragma once
 
 #include <cstdint>

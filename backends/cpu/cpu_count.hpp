@@ -1,4 +1,4 @@
-// The number of threads that this process may usefully run at once.
+// How many threads this process may usefully run at once.
 #pragma once
 
 #include <string>

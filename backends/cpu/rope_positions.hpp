@@ -1,4 +1,4 @@
-// Checks and positions of the rotary embeddings: they decide which angles each token takes.
+// Which angles each token takes: checks and positions of the rotary embeddings.
 #pragma once
 
 #include <cstdint>
@@ -31,11 +31,10 @@ struct Positions {
   }
 };
 
-// The positions of a sbhd or bshd tensor whose first two extents are given.
+// Of a sbhd or bshd tensor whose first two extents are given.
 Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
                           const te_fl_tensor* start_positions, const ContextParallel& cp);
-// The positions of a thd tensor. cu_seqlens counts whole sequences; a rank holds 1 / cp_size of
-// each.
+// Of a thd tensor. cu_seqlens counts whole sequences; a rank holds 1 / cp_size of each.
 Positions packed_positions(int64_t tokens, const te_fl_tensor& cu_seqlens,
                            const te_fl_tensor* start_positions, const ContextParallel& cp);
 

@@ -61,7 +61,7 @@ class Buffer {
                              reinterpret_cast<void*>(begin), &error);
     check(error, "clCreateBuffer");
   }
-  // Enqueued commands keep the buffer until they have run.
+  // What is enqueued keeps it until it has run.
   ~Buffer() { clReleaseMemObject(buffer_); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;

@@ -7,12 +7,12 @@
 
 namespace te_fl::opencl {
 
-// The path of the library; NULL if it or one of its functions was not found, and clblast_missing()
+// Where the library was found; NULL if it or one of its functions was not, and clblast_missing()
 // says what. Thread-safe.
 const char* clblast_path() noexcept;
 const char* clblast_missing() noexcept;
 
-// True if a buffer over the device's shared virtual memory is that memory and no copy of it.
+// Whether a buffer over the device's shared virtual memory is that memory and no copy of it.
 bool buffers_share_memory(const Device& device) noexcept;
 
 // D = alpha op(A) op(B) + beta D in F32, row-major and compact, in the device's memory; enqueued on

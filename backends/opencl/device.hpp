@@ -25,10 +25,10 @@ struct Device {
   cl_device_id id = nullptr;
   cl_context context = nullptr;
   cl_command_queue queue = nullptr;
-  void* nothing = nullptr;  // takes the place of an absent tensor in a kernel's arguments
+  void* nothing = nullptr;  // what kernels get in place of a tensor that is absent
   // Divides with one rounding and keeps subnormals: what exact FP8 needs.
   bool exact = false;
-  GemmDevice gemm;  // the kernels for products
+  GemmDevice gemm;  // what products are made with
   std::unique_ptr<Memory> memory;
   std::unique_ptr<Programs> programs;
   te_fl_device_desc desc{};

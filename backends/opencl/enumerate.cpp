@@ -1,4 +1,4 @@
-// Chooses the devices of the drivers that become te-fl's.
+// Which devices of the drivers become te-fl's.
 #include <algorithm>
 #include <cctype>
 #include <charconv>

@@ -58,7 +58,7 @@ Operand operand(const te_fl_tensor* t, const char* name, bool transposed) {
           rows ? transposed : !transposed};
 }
 
-// True if the kernel may read four elements at once, wherever a row begins.
+// Whether the kernel may read four elements at once, wherever a row begins.
 bool whole_vectors(const Operand& x, int64_t row) {
   return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && row % 4 == 0;
 }
@@ -93,7 +93,7 @@ GemmProblem problem_of(const Args& args) {
   return p;
 }
 
-// The options with which gemm.cl is compiled for this kernel, and the shape of a group.
+// What gemm.cl is compiled with for this kernel, and how a group is made.
 struct Shape {
   std::string options;
   int64_t tile = 64;

@@ -31,7 +31,7 @@ void bgrad_quantize(const Call& call, const te_fl_bgrad_quantize_args& args) {
            *args.output->quant, call.context.workspace, nullptr);
 }
 
-// Serves the call as a quantised output with a given scale, whose parts are tensors of their own.
+// The same as a quantised output with a given scale, whose parts are tensors of their own.
 void cast_to_fp8(const Call& call, const te_fl_cast_to_fp8_args& args) {
   te_fl_quant quant;
   quant.scaling = TE_FL_SCALING_TENSOR;

@@ -6,7 +6,8 @@
 
 namespace te_fl::opencl {
 
-// Flags for a kernel that has seed_at and offset_at: a null pointer does not tell on every driver.
+// Whether a kernel's seed_at and offset_at are there: a null pointer does not say so on every
+// driver.
 enum : uint32_t { kSeedAddress = 1, kOffsetAddress = 2 };  // as in common.cl
 
 // The arguments seed, offset, seed_at, offset_at, at, threshold of a kernel.

@@ -19,7 +19,7 @@ struct Place {
   int64_t offset, token_stride, group_stride;
 };
 
-// The parameters that all tensors of a call share.
+// What is the same for every tensor of a call.
 struct Sequences {
   int64_t extent0, extent1;
   int32_t layout, interleaved, backward, cp_size, cp_rank;

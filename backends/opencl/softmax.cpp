@@ -15,7 +15,7 @@ std::string options(const te_fl_tensor* x, Mask mask) {
          define("MASKED", mask == Mask::kTensor);
 }
 
-// The stride of a dimension of the mask; 0 where one value serves all.
+// Of a dimension of the mask; 0 where one value serves all.
 int64_t mask_stride(const te_fl_tensor* mask, int dim) {
   return mask == nullptr || mask->dl.shape[dim] == 1 ? 0 : backend::stride(*mask, dim);
 }

@@ -12,7 +12,7 @@ namespace te_fl::opencl {
 constexpr size_t kGroup = 64;   // work-items of a reducing group
 constexpr size_t kState = 256;  // bytes: an amax and a scale
 
-// Refuses a result that is strided, or FP8 on a device without exact division.
+// What an op's result cannot be: strided, or FP8 on a device without exact division.
 Refusal refuse_output(const Device& device, const te_fl_tensor& out) noexcept;
 // Throws invalid() where the parts of a quantised output do not suffice.
 void check_output(const te_fl_tensor& out, const char* argument);

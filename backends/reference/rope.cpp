@@ -30,8 +30,8 @@ struct ContextParallel {
   }
 };
 
-// The angles of each token of a [tokens] sequence of heads: its position, or -1 for a thd token
-// outside every sequence.
+// Where each token of a [tokens] sequence of heads gets its angles: its position, or -1 for a thd
+// token outside every sequence.
 struct Positions {
   std::vector<int64_t> of_token;  // indexed as the tensor's two (thd: one) leading dimensions
   int64_t largest = -1;

@@ -27,7 +27,7 @@ std::string place(const Dims& shape, int64_t i) {
   return shape.empty() ? std::string() : "[" + at + "]";
 }
 
-// The mistakes of an output: the first difference, and how many there are.
+// What is wrong with an output: the first difference, and how many there are.
 class Differences {
  public:
   // `describe` says what is wrong with an element; it is called for the first one.

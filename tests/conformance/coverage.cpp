@@ -9,7 +9,7 @@
 namespace te_fl::conformance {
 namespace {
 
-// The values of one argument in all cases.
+// What cases did with one argument.
 struct Seen {
   std::set<int> dtypes, scalings;
   std::set<double> values;

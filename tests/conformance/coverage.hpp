@@ -7,10 +7,10 @@
 
 namespace te_fl::conformance {
 
-// Lists the calls that the schemas allow and no case of the table makes: ops, dtypes and scaling
-// modes of each tensor argument, optional arguments given and left out, both values of flags, every
-// value of an enum, scalars away from their neutral value, tensors in the memory of each input that
-// they may take. One line each.
+// What the schemas allow and no case of the table does: ops, dtypes and scaling modes of each
+// tensor argument, optional arguments given and left out, both values of flags, every value of an
+// enum, scalars away from their neutral value, tensors in the memory of each input that they may
+// take. One line each.
 std::vector<std::string> uncovered(const Table& table);
 
 }  // namespace te_fl::conformance

@@ -7,7 +7,7 @@
 namespace te_fl::conformance {
 namespace {
 
-// An entry of the table that is_mirrored() reads. Ranges beyond the table's end are left out.
+// What is_mirrored() reads. Ranges beyond the table's end are left out.
 struct Range {
   std::atomic<uintptr_t> begin{0};
   std::atomic<size_t> bytes{0};
@@ -51,7 +51,7 @@ DeviceMirror::Kept DeviceMirror::kept_of(Buffer& buffer) const {
   return {buffer.whole(), before + buffer.size()};
 }
 
-// The returned address stands for whole(), of which the guarded side is not there.
+// What it returns stands for whole(), of which the guarded side is not there.
 te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std::string& name) {
   const Kept kept = kept_of(*buffer);
   TE_FL_ASSIGN_OR_RETURN(

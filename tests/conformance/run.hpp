@@ -16,7 +16,7 @@ struct Result {
   double milliseconds = 0;
 };
 
-// The way in which a case is run, beyond the implementation that serves it.
+// How a case is run, beyond which implementation serves it.
 struct How {
   void* stream = nullptr;      // of the device; copies and the call go there, and nobody waits for
                                // any other stream
@@ -38,9 +38,9 @@ class Prepared {
   // With `strided` its plain inputs lie in rows that are further apart than they are long.
   explicit Prepared(const Case& c, Device device = {}, bool strided = false);
   Result run(const std::string& impl_id, const How& how = {});
-  // The bytes in the memory of its tensors now, guards left out.
+  // What is in the memory of its tensors now, guards left out.
   std::vector<uint8_t> bytes() const;
-  // True if `strided` changed anything.
+  // Whether `strided` changed anything.
   bool has_strided_inputs() const { return has_strided_inputs_; }
   // After a run that passed: proves that the comparison would have noticed. Empty, or what went
   // unnoticed.

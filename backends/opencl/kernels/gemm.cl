@@ -40,7 +40,7 @@ static float8 load8(__global const void* data, long i, int type) {
   return vload8(0, values);
 }
 
-// Writes the result for the sum `v` of the product's element (m, n).
+// What becomes of the sum `v` of the product's element (m, n).
 static void finish(float v, long m, long n, __global void* d, __global const void* bias,
                    __global void* pre_gelu_out, __global const void* pre_gelu_in,
                    __global const void* residual, __global const float* scale_a,

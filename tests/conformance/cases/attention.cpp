@@ -148,7 +148,7 @@ void add_shapes(std::vector<Variant>& all) {
   all.push_back({.scale = -0.5});
 }
 
-// Variants that a vendor's fused kernels take: half precision, whole vectors, every mask.
+// What a vendor's fused kernels take: half precision, whole vectors, every mask.
 void add_half(std::vector<Variant>& all) {
   constexpr int kBF = TE_FL_BF16;
   for (int layout : {kS, kB}) {

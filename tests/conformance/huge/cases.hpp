@@ -14,7 +14,7 @@ namespace te_fl::huge {
 
 struct Case {
   std::string op;
-  std::string what;  // the variant
+  std::string what;  // which way
   std::function<void(Run&)> run;
 };
 using Cases = std::vector<Case>;

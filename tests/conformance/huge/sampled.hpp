@@ -25,9 +25,9 @@ class Pattern {
   std::vector<float> values_;
 };
 
-// The value that element i of a tensor is to have.
+// What element i of a tensor is to be.
 using Value = std::function<double(int64_t)>;
-// A value, and the distance from it that is allowed.
+// The same with how far off it may be.
 struct Near {
   double value, slack;
 };
