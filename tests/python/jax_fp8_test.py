@@ -92,8 +92,8 @@ class Products(unittest.TestCase):
 
     def test_packed_columns_are_the_same_matrix(self):
         x, kernel = normal(128, 128), normal(128, 2, 128)
-        for given in (recipe.DelayedScaling(), recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling()):
-            run = lambda k: te.dense.dense(x, k, quantizer_set=create_set(given))  # noqa: B023, E731
+        for chosen in (recipe.DelayedScaling(), recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling()):
+            run = lambda k: te.dense.dense(x, k, quantizer_set=create_set(chosen))  # noqa: B023, E731
             packed, pull = jax.vjp(run, jnp.asarray(kernel))
             flat, pull_flat = jax.vjp(run, jnp.asarray(kernel.reshape(128, 256)))
             np.testing.assert_array_equal(packed.reshape(flat.shape), flat)
@@ -179,14 +179,14 @@ class Fused(unittest.TestCase):
 
 class Recipes(unittest.TestCase):
     def test_what_is_not_served_says_so(self):
-        for given, text in ((recipe.NVFP4BlockScaling(), "te_fl.jax has no NVFP4BlockScaling; it has DelayedScaling"),
+        for chosen, text in ((recipe.NVFP4BlockScaling(), "te_fl.jax has no NVFP4BlockScaling; it has DelayedScaling"),
                             (recipe.DelayedScaling(amax_compute_algo=lambda h: h[0]), r"DelayedScaling\(amax_compute_algo=.*give 'max'"),
                             (recipe.DelayedScaling(reduce_amax=False), "reduce_amax"),
                             (recipe.Float8CurrentScaling(fp8_dpa=True), "fp8_dpa.*leave it False")):
             with self.assertRaisesRegex(NotImplementedError, text):
-                with te.autocast(enabled=True, recipe=given):
+                with te.autocast(enabled=True, recipe=chosen):
                     pass
-            with te.autocast(enabled=False, recipe=given):  # as a switch that is off, nothing is asked of it
+            with te.autocast(enabled=False, recipe=chosen):  # as a switch that is off, nothing is asked of it
                 self.assertIsNone(te.quantize.get_global_quantize_recipe())
 
     def test_autocast_nests(self):
@@ -210,8 +210,8 @@ class Recipes(unittest.TestCase):
         for name, f in (("scan", lambda x: jax.lax.scan(step, x, None, 2)[0]), ("checkpoint", jax.grad(lambda x: again(x).sum())),
                         ("jit", lambda x: inner(x) + 1), ("cond", lambda x: jax.lax.cond(x[0, 0] > 0, lambda: step(x)[0], lambda: x))):
             found = []
-            for enabled, given in ((False, None), (True, recipe.Float8CurrentScaling()), (False, None), (True, recipe.MXFP8BlockScaling())):
-                with te.autocast(enabled=enabled, recipe=given):
+            for enabled, chosen in ((False, None), (True, recipe.Float8CurrentScaling()), (False, None), (True, recipe.MXFP8BlockScaling())):
+                with te.autocast(enabled=enabled, recipe=chosen):
                     text = str(jax.make_jaxpr(f)(x))
                 found.append("mxfp8" if "mxfp8" in text else "te_fl.quantize" in text)
             self.assertEqual(found, [False, True, False, "mxfp8"], name)
@@ -219,10 +219,10 @@ class Recipes(unittest.TestCase):
         with te.autocast(enabled=True, recipe=recipe.Float8CurrentScaling()):
             self.assertFalse(np.array_equal(full, whole(x)))
             count = whole._cache_size()
-        given = recipe.Float8CurrentScaling()
-        with te.autocast(enabled=True, recipe=given):
+        chosen = recipe.Float8CurrentScaling()
+        with te.autocast(enabled=True, recipe=chosen):
             whole(x)
-            given.fp8_format = recipe.Format.E4M3  # after autocast has read it
+            chosen.fp8_format = recipe.Format.E4M3  # after autocast has read it
             whole(x)
             self.assertEqual(whole._cache_size(), count)  # an equal recipe is the same key
         np.testing.assert_array_equal(full, whole(x))

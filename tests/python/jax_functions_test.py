@@ -156,9 +156,9 @@ class Attention(Against64):
     def test_padding_as_lengths_and_as_a_mask(self):
         rows = (jnp.arange(6) < self.lengths[:, None])[:, :, None, None]  # of padding queries nothing is asked
         kinds = ((AttnMaskType.PADDING_MASK, self.padding), (AttnMaskType.PADDING_CAUSAL_MASK, self.padding | self.causal))
-        given = (SequenceDescriptor.from_seqlens(self.lengths), jnp.broadcast_to(self.padding, (2, 1, 6, 6)))
-        self.compare(lambda *a: jnp.stack([self.call(*a, kind, descriptor=one) * rows for kind, _ in kinds for one in given]),
-                     lambda *a: jnp.stack([attention64(*a, out=out) * rows for _, out in kinds for _ in given]), self.q, self.k, self.v)
+        operands = (SequenceDescriptor.from_seqlens(self.lengths), jnp.broadcast_to(self.padding, (2, 1, 6, 6)))
+        self.compare(lambda *a: jnp.stack([self.call(*a, kind, descriptor=one) * rows for kind, _ in kinds for one in operands]),
+                     lambda *a: jnp.stack([attention64(*a, out=out) * rows for _, out in kinds for _ in operands]), self.q, self.k, self.v)
 
     def test_windows_of_a_mask_line_up_at_the_bottom_right(self):
         q, lengths = self.q[:, :3], jnp.array([6, 5])
@@ -357,8 +357,8 @@ class Programs(unittest.TestCase):
                 ("relu input input -> output |", "names 2 arrays, XLA gives 1"), ("dropout_fwd rng -> output | p=0.5", "'rng' has 4 elements of 16 bits; it is to have 4 of 32"),
                 ("relu input.columnwise_data -> output | input.scaling=tensor", "it is to have 4 of 8"), ("relu input.scale_inv -> output |", "without data")):
             with self.assertRaisesRegex(jax.errors.JaxRuntimeError, reason):
-                given = x if "rng" not in text else jnp.ones(4, jnp.float16)
-                jax.block_until_ready(jax.ffi.ffi_call("te_fl.relu", out)(given, call=text))
+                operands = x if "rng" not in text else jnp.ones(4, jnp.float16)
+                jax.block_until_ready(jax.ffi.ffi_call("te_fl.relu", out)(operands, call=text))
         with self.assertRaisesRegex(jax.errors.JaxRuntimeError, "one attribute, the string 'call'"):
             jax.block_until_ready(jax.ffi.ffi_call("te_fl.relu", out)(x, calls="relu input -> output |", n=1))
 
@@ -370,12 +370,12 @@ class Programs(unittest.TestCase):
 
     def test_what_is_not_served_says_so(self):
         q = normal(1, 4, 2, 8)
-        given = ((q, q, q), None, None, None, AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK)
+        operands = ((q, q, q), None, None, None, AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK)
         with self.assertRaisesRegex(NotImplementedError, "qkv_layout THD_THD_THD is not served; pad"):
-            fused_attn(*given, QKVLayout.THD_THD_THD, AttnSoftmaxType.VANILLA_SOFTMAX, 1.0, 0.0, True)
+            fused_attn(*operands, QKVLayout.THD_THD_THD, AttnSoftmaxType.VANILLA_SOFTMAX, 1.0, 0.0, True)
         for name, value in (("context_parallel_axis", "cp"), ("score_mod", abs), ("return_max_logit", True), ("max_segments_per_seq", 2)):
             with self.assertRaisesRegex(NotImplementedError, rf"fused_attn\({name}="):
-                fused_attn(*given, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 1.0, 0.0, True, **{name: value})
+                fused_attn(*operands, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 1.0, 0.0, True, **{name: value})
         with self.assertRaisesRegex(NotImplementedError, "collective_op_set"):
             te.dense.dense(normal(2, 4), normal(4, 2), collective_op_set=object())
         with self.assertRaisesRegex(NotImplementedError, "cp_resource"):

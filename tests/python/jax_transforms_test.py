@@ -102,8 +102,8 @@ class FourDevices(unittest.TestCase):
         x, gamma, kernels = normal(8, 4, 32), normal(32), (normal(32, 2, 64) / 6, normal(64, 32) / 8)
         biases = (normal(2, 64), normal(32))
         both = jax.jit(jax.value_and_grad(self.mlp, (0, 1, 2, 3, 4)))
-        for given in (None, recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling()):
-            sets = tuple(create_set(given) for _ in range(2))
+        for chosen in (None, recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling()):
+            sets = tuple(create_set(chosen) for _ in range(2))
             arguments = (self.put(x, "dp"), self.put(gamma), (self.put(kernels[0], None, None, "tp"), self.put(kernels[1], "tp", None)),
                          (self.put(biases[0], None, "tp"), self.put(biases[1])), jax.tree.map(self.put, sets))
             close(self, both(*arguments), both(x, gamma, kernels, biases, sets), 1e-4)
@@ -156,8 +156,8 @@ class FourDevices(unittest.TestCase):
 
         part = jax.shard_map(lambda *a: jax.lax.psum(whole(*a), "tp"), mesh=self.mesh,
                              in_specs=(P("dp"), P(), P(None, None, "tp"), P("tp"), P()), out_specs=P("dp"))
-        for given in (None, recipe.DelayedScaling(amax_history_len=2)):
-            arguments = (x, gamma, *kernels, tuple(create_set(given) for _ in range(2)))
+        for chosen in (None, recipe.DelayedScaling(amax_history_len=2)):
+            arguments = (x, gamma, *kernels, tuple(create_set(chosen) for _ in range(2)))
             cut, one = [jax.jit(jax.value_and_grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2, 3, 4)))(*arguments) for f in (part, whole)]  # noqa: B023
             close(self, cut, one, 1e-4)
         self.assertNotIn("custom_partitioning", str(jax.make_jaxpr(part)(*arguments)))
@@ -179,15 +179,15 @@ class FourDevices(unittest.TestCase):
             self.skipTest(str(error))
         from te_fl.jax.flax import TransformerLayer, extend_logical_axis_rules
 
-        x, given = normal(4, 8, 32), recipe.DelayedScaling(amax_history_len=2)
+        x, chosen = normal(4, 8, 32), recipe.DelayedScaling(amax_history_len=2)
         layer = TransformerLayer(hidden_size=32, mlp_hidden_size=64, num_attention_heads=4, enable_relative_embedding=False, use_bias=True,
                                  mlp_activations=("silu", "linear"))
         step = jax.value_and_grad(lambda v, x: (layer.apply(v, x, deterministic=True) ** 2).mean())
-        with te.autocast(enabled=True, recipe=given):
+        with te.autocast(enabled=True, recipe=chosen):
             boxed = layer.init(jax.random.key(0), x, deterministic=True)
             whole = jax.jit(step)(nn.unbox(boxed), x)
         resource = te.MeshResource(dp_resource="dp", tp_resource="tp")
-        with jax.set_mesh(self.mesh), te.autocast(enabled=True, recipe=given, mesh_resource=resource):
+        with jax.set_mesh(self.mesh), te.autocast(enabled=True, recipe=chosen, mesh_resource=resource):
             places = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), self.mesh, extend_logical_axis_rules(()))
             arguments = (jax.tree.map(jax.device_put, nn.unbox(boxed), places), self.put(x, "dp"))
             compiled = jax.jit(step).lower(*arguments).compile()
@@ -257,8 +257,8 @@ class ExplicitAxes(unittest.TestCase):
             return (te.layernorm_mlp.layernorm_mlp(x, gamma, None, [k1, k2], [b1, b2], "rmsnorm", activation_type=("silu", "linear"),
                                                    quantizer_sets=sets) ** 2).mean()
 
-        for given in (None, recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling(), recipe.Float8BlockScaling()):
-            self.compare(mlp, (*arguments, tuple(create_set(given) for _ in range(2))), axes)
+        for chosen in (None, recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling(), recipe.Float8BlockScaling()):
+            self.compare(mlp, (*arguments, tuple(create_set(chosen) for _ in range(2))), axes)
 
     def test_attention_rope_softmax_activation(self):
         q = normal(4, 8, 4, 8)
@@ -276,14 +276,14 @@ class ExplicitAxes(unittest.TestCase):
             self.skipTest(str(error))
         from te_fl.jax.flax import TransformerLayer, extend_logical_axis_rules
 
-        x, given = normal(4, 8, 32), recipe.DelayedScaling(amax_history_len=2)
+        x, chosen = normal(4, 8, 32), recipe.DelayedScaling(amax_history_len=2)
         layer = TransformerLayer(hidden_size=32, mlp_hidden_size=64, num_attention_heads=4, enable_relative_embedding=False, attention_dropout=0.0)
         rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
         step = jax.jit(jax.value_and_grad(lambda v, x: (layer.apply(v, x, rngs=rngs) ** 2).mean()))
-        with te.autocast(enabled=True, recipe=given):
+        with te.autocast(enabled=True, recipe=chosen):
             boxed = layer.init(rngs, x)
             whole = step(nn.unbox(boxed), x)
-        with jax.set_mesh(self.mesh), te.autocast(enabled=True, recipe=given, mesh_resource=te.MeshResource(dp_resource="dp", tp_resource="tp")):
+        with jax.set_mesh(self.mesh), te.autocast(enabled=True, recipe=chosen, mesh_resource=te.MeshResource(dp_resource="dp", tp_resource="tp")):
             places = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), self.mesh, extend_logical_axis_rules(()))
             arguments = (jax.tree.map(jax.device_put, nn.unbox(boxed), places), jax.device_put(x, NamedSharding(self.mesh, P("dp"))))
             compiled = step.lower(*arguments).compile()

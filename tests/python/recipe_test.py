@@ -78,8 +78,8 @@ class Recipes(unittest.TestCase):
         self.assertFalse(recipe.native_of(block)["pow2_scale"])
 
     def test_attention_in_fp8_by_either_name(self):
-        for given in (dict(fp8_dpa=True), dict(fp8_mha=True), dict(fp8_dpa=True, fp8_mha=True)):
-            self.assertTrue(recipe.native_of(recipe.DelayedScaling(**given))["fp8_dpa"], given)
+        for arguments in (dict(fp8_dpa=True), dict(fp8_mha=True), dict(fp8_dpa=True, fp8_mha=True)):
+            self.assertTrue(recipe.native_of(recipe.DelayedScaling(**arguments))["fp8_dpa"], arguments)
 
     def test_native_values_follow_the_fields(self):
         import copy
@@ -104,7 +104,7 @@ class Recipes(unittest.TestCase):
     def test_what_is_not_honoured_is_refused_in_use(self):
         uneven = recipe.Float8CurrentScaling()
         uneven.fp8_quant_bwd_grad = recipe.QParams(power_2_scale=True)
-        for given, named in ((recipe.Float8CurrentScaling(fp8_mha=True), "fp8_mha=True"),
+        for arguments, named in ((recipe.Float8CurrentScaling(fp8_mha=True), "fp8_mha=True"),
                              (recipe.Float8CurrentScaling(fp8_gemm_fprop=recipe.MMParams(True)), "fp8_gemm_fprop"),
                              (recipe.Float8CurrentScaling(backward_override="high_precision"), "backward_override='high_precision'"),
                              (recipe.Float8BlockScaling(fp8_format=recipe.Format.HYBRID), "fp8_format"),
@@ -112,7 +112,7 @@ class Recipes(unittest.TestCase):
                              (recipe.MXFP8BlockScaling(), "MXFP8BlockScaling"), (recipe.NVFP4BlockScaling(), "NVFP4BlockScaling"),
                              (recipe.CustomRecipe(qfactory=print), "CustomRecipe"), (uneven, "fp8_quant_bwd_grad")):
             with self.assertRaisesRegex(Unsupported, named):
-                recipe.native_of(given)
+                recipe.native_of(arguments)
         with self.assertRaisesRegex(TypeError, "'delayed'"):
             recipe.native_of("delayed")
 

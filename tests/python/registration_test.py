@@ -561,17 +561,17 @@ def register(registry):
             path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
             trace = os.path.join(folder, "trace.json")
 
-            def said(**variables):
+            def message(**variables):
                 done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
                                       env={**os.environ, "PYTHONPATH": path, "TE_FL_PLUGIN_MODULES": "my_plugin_module", **variables})
                 return done.stdout.strip() or done.stderr, done.stderr
-            printed, warned = said(TE_FL_TRACE=trace)
+            printed, warned = message(TE_FL_TRACE=trace)
             self.assertEqual(printed, "42", warned)
             self.assertIn("if it was to be 'relu', correct its name", warned)
             with open(trace) as file:
                 self.assertIn("vendor.my_vendor", json.dumps(json.load(file)))
-            self.assertEqual(said(TE_FL_PER_OP="my_op=reference")[0], "-41")
-            self.assertIn("did you mean 'my_op'", said(TE_FL_PER_OP="my_oop=reference")[0])
+            self.assertEqual(message(TE_FL_PER_OP="my_op=reference")[0], "-41")
+            self.assertIn("did you mean 'my_op'", message(TE_FL_PER_OP="my_oop=reference")[0])
 
     def test_calls_of_threads(self):
         self.add("relu", relu)

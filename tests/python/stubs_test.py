@@ -181,9 +181,9 @@ te.autocast(recpie=None)
             paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
             done = subprocess.run([sys.executable, "-m", *command, "right.py", "wrong.py"], cwd=folder, capture_output=True, text=True,
                                   env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
-        said = done.stdout + done.stderr
-        found = {(name, int(line)) for name, line in re.findall(r"(right|wrong)\.py:(\d+)(?::\d+)?\s*[:-] error", said)}
-        self.assertEqual(found, {("wrong", line) for line in self.LINES}, said)
+        message = done.stdout + done.stderr
+        found = {(name, int(line)) for name, line in re.findall(r"(right|wrong)\.py:(\d+)(?::\d+)?\s*[:-] error", message)}
+        self.assertEqual(found, {("wrong", line) for line in self.LINES}, message)
 
     # mypy takes half a minute to read PyTorch and JAX, which pyright reads in three seconds; without them it checks te-fl's own and NumPy.
     MYPY = """

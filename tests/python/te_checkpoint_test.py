@@ -42,7 +42,7 @@ class _Anything(pickle.Unpickler):
 
     def find_class(self, module, name):
         if module.startswith("transformer_engine"):
-            return type(name, (), {"__init__": lambda self, *given: None, "__setstate__": lambda self, state: None})
+            return type(name, (), {"__init__": lambda self, *supplied: None, "__setstate__": lambda self, state: None})
         if (module, name) == ("builtins", "getattr"):  # of an enumeration's member, as Python 3.11.0 to 3.11.3 write it
             return lambda owner, member: None
         return super().find_class(module, name)
@@ -135,9 +135,9 @@ class Checkpoints(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "ours.pt")
             torch.save({"samples": samples, "modules": out}, path)
-            said = self.run_theirs("--read", path)
+            output = self.run_theirs("--read", path)
         for name in out:
-            self.assertIn(f"{name}: loaded", said)
+            self.assertIn(f"{name}: loaded", output)
 
 
 if __name__ == "__main__":

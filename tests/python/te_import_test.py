@@ -103,8 +103,8 @@ assert not manager.registry.get_implementations("my_op") and get_manager() is no
 """)
 
     def test_a_misspelt_name(self):
-        said = run(ALIAS + "import transformer_engine.common.recipe as r; r.DelayedScalling", expect=1)
-        self.assertIn("did you mean 'DelayedScaling'?", said)
+        output = run(ALIAS + "import transformer_engine.common.recipe as r; r.DelayedScalling", expect=1)
+        self.assertIn("did you mean 'DelayedScaling'?", output)
         self.assertIn("did you mean 'OpRegistry'?", run("import te_fl; te_fl.OpRegisty", expect=1))
         self.assertIn("build-node", run("import sys, te_fl.__main__ as m; sys.argv = ['te_fl', '--help']; m.main()"))
         self.assertIn("gelu by default.cpu: 1 calls", run("import te_fl, numpy as np; x = np.ones(4, 'f'); te_fl.ops.gelu(input=x, output=x); "
@@ -113,14 +113,14 @@ assert not manager.registry.get_implementations("my_op") and get_manager() is no
             self.assertIn("did you mean 'Linear'?", run("import te_fl.pytorch as te; te.Linaer", expect=1))
 
     def test_a_name_that_neither_has(self):
-        said = run(ALIAS + "import transformer_engine.common.recipe as r; assert not hasattr(r, 'Delayed'); r.Delayed", expect=1)
-        self.assertIn("AttributeError: module 'transformer_engine.common.recipe' of te-fl has no attribute 'Delayed'", said)
+        output = run(ALIAS + "import transformer_engine.common.recipe as r; assert not hasattr(r, 'Delayed'); r.Delayed", expect=1)
+        self.assertIn("AttributeError: module 'transformer_engine.common.recipe' of te-fl has no attribute 'Delayed'", output)
         self.assertIn("ModuleNotFoundError", run(ALIAS + "import transformer_engine.nothing", expect=1))
 
     def test_variables_that_do_nothing_are_said_once(self):
-        said = run(ALIAS + "te_fl.as_transformer_engine()", NVTE_FLASH_ATTN="0", NVTE_UNKNOWN="1", NVTE_BACKWARD_OVERRIDE="dequantized")
-        self.assertEqual(said.count("te-fl does not honour NVTE_FLASH_ATTN (see TE_FL_PER_OP), NVTE_UNKNOWN;"), 1)
-        self.assertNotIn("NVTE_BACKWARD_OVERRIDE", said)
+        output = run(ALIAS + "te_fl.as_transformer_engine()", NVTE_FLASH_ATTN="0", NVTE_UNKNOWN="1", NVTE_BACKWARD_OVERRIDE="dequantized")
+        self.assertEqual(output.count("te-fl does not honour NVTE_FLASH_ATTN (see TE_FL_PER_OP), NVTE_UNKNOWN;"), 1)
+        self.assertNotIn("NVTE_BACKWARD_OVERRIDE", output)
         self.assertEqual(run(ALIAS), "")
 
 
@@ -136,26 +136,26 @@ class OtherPackage(unittest.TestCase):
         self.path = self.folder.name + os.pathsep + os.environ.get("PYTHONPATH", "")
 
     def test_only_deterministic_algorithms(self):
-        said = "import te_fl, te_fl.pytorch as te; print(te_fl.policy_text()); import os; os.environ.update(later); te.Linear(8, 8, device='cpu'); " \
+        output = "import te_fl, te_fl.pytorch as te; print(te_fl.policy_text()); import os; os.environ.update(later); te.Linear(8, 8, device='cpu'); " \
                "print(te_fl.policy_text())"
         asked = dict(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0")
-        self.assertEqual(run("later = {}; " + said, **asked).split(), ["deterministic=1"] * 2)
-        self.assertEqual(run(f"later = {asked}; " + said).splitlines(), ["pure priority", "deterministic=1"])
-        self.assertEqual(run("later = {}; " + said, TE_FL_DETERMINISTIC="0", **asked).splitlines(), ["pure priority"] * 2)
+        self.assertEqual(run("later = {}; " + output, **asked).split(), ["deterministic=1"] * 2)
+        self.assertEqual(run(f"later = {asked}; " + output).splitlines(), ["pure priority", "deterministic=1"])
+        self.assertEqual(run("later = {}; " + output, TE_FL_DETERMINISTIC="0", **asked).splitlines(), ["pure priority"] * 2)
 
     def test_an_installed_one_is_passed_over(self):
-        said = run(ALIAS + "import transformer_engine; from te_fl.compat.finder import status; "
+        output = run(ALIAS + "import transformer_engine; from te_fl.compat.finder import status; "
                    "print(transformer_engine.__version__, status()['other'])", PYTHONPATH=self.path)
-        self.assertEqual(said, f"2.20.2 {self.folder.name}/transformer_engine/__init__.py")
+        self.assertEqual(output, f"2.20.2 {self.folder.name}/transformer_engine/__init__.py")
 
     def test_doctor_says_who_answers(self):
-        said = run(ALIAS + "from te_fl import doctor; print([f.what for f in doctor._check_frameworks()])",
+        output = run(ALIAS + "from te_fl import doctor; print([f.what for f in doctor._check_frameworks()])",
                    PYTHONPATH=self.path)
-        self.assertIn("import transformer_engine gives te-fl, as version 2.20.2, and passes over the one in " + self.folder.name, said)
+        self.assertIn("import transformer_engine gives te-fl, as version 2.20.2, and passes over the one in " + self.folder.name, output)
 
     def test_an_imported_one_is_an_error(self):
-        said = run("import transformer_engine; " + ALIAS, expect=1, PYTHONPATH=self.path)
-        self.assertIn(f"another transformer_engine was imported from {self.folder.name}", said)
+        output = run("import transformer_engine; " + ALIAS, expect=1, PYTHONPATH=self.path)
+        self.assertIn(f"another transformer_engine was imported from {self.folder.name}", output)
 
     def test_the_variable(self):
         # site-packages of a wheel has this file at its root; here a folder plays site-packages.

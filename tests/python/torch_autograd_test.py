@@ -645,11 +645,11 @@ class Functional(Each):
     def test_functional_call(self, module, device, recipe):
         x = input_of(device)
         other = randomise(MODULES[type(module).__name__](device=device), seed=99)
-        given = {n: p.detach().clone().requires_grad_() for n, p in other.named_parameters()}
+        arguments = {n: p.detach().clone().requires_grad_() for n, p in other.named_parameters()}
         for _ in range(2):
             with scope(recipe):
                 module(x)
-                y = torch.func.functional_call(module, given, (x,))
+                y = torch.func.functional_call(module, arguments, (x,))
                 z = module(x)
             with scope(recipe):
                 w = other(x)
@@ -658,16 +658,16 @@ class Functional(Each):
         y.sum().backward()
         w.sum().backward()
         for n, p in other.named_parameters():
-            self.assertTrue(torch.equal(given[n].grad, p.grad), n)
+            self.assertTrue(torch.equal(arguments[n].grad, p.grad), n)
         self.assertTrue(all(p.grad is None for p in module.parameters()))
 
     @each()
     def test_func_grad_is_right_or_refused(self, module, device, _):
         x = input_of(device)
         module(x).sum().backward()
-        given = {n: p.detach() for n, p in module.named_parameters()}
+        arguments = {n: p.detach() for n, p in module.named_parameters()}
         try:
-            got = torch.func.grad(lambda g: torch.func.functional_call(module, g, (x.detach(),)).sum())(given)
+            got = torch.func.grad(lambda g: torch.func.functional_call(module, g, (x.detach(),)).sum())(arguments)
         except RuntimeError as error:
             self.assertRegex(str(error), "te_fl.pytorch's layers do not run inside torch.func")
             return

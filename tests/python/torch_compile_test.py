@@ -276,8 +276,8 @@ class Attention(Compiled):
     def test_gradient_of_a_bias(self):
         bias, q = randn(1, 4, 6, 6, seed=3, device=DEVICE), randn(2, 6, 4, 8, device=DEVICE)
 
-        def run(module, given):
-            return module(q, q, q, core_attention_bias_type="post_scale_bias", core_attention_bias=given * 2)
+        def run(module, operands):
+            return module(q, q, q, core_attention_bias_type="post_scale_bias", core_attention_bias=operands * 2)
         self.both(lambda: te.DotProductAttention(4, 8, attn_mask_type="no_mask", qkv_format="bshd").to(DEVICE), run,
                   give=lambda d, seed: (bias * seed).requires_grad_())
 

@@ -230,9 +230,9 @@ class Rules(unittest.TestCase):
         for register in ("register_hook", "register_post_accumulate_grad_hook"):
             for recipe in RECIPES:
                 module = made("LayerNormMLP", True, device="cpu")
-                handle = getattr(module.layer_norm_weight, register)(lambda *given: None)  # its gradient comes in the backward
+                handle = getattr(module.layer_norm_weight, register)(lambda *operands: None)  # its gradient comes in the backward
                 forward(module, 1, recipe)
-                getattr(module.fc2_weight, register)(lambda *given: None)
+                getattr(module.fc2_weight, register)(lambda *operands: None)
                 with self.assertRaisesRegex(FailedPrecondition, "fc2_weight has a hook"):
                     forward(module, 1, recipe)
                 with torch.no_grad():

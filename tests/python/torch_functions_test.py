@@ -20,19 +20,19 @@ class Compared(unittest.TestCase):
         """Values and gradients of served(*inputs) are those of oracle in FP64, and the same under torch.compile."""
         grads = None
         for function, of in ((oracle, torch.float64), (served, None), (torch.compile(served, backend="aot_eager", fullgraph=True), None)):
-            given = [x.detach().to(of or x.dtype).requires_grad_() for x in inputs]
-            outputs = function(*given)
+            arguments = [x.detach().to(of or x.dtype).requires_grad_() for x in inputs]
+            outputs = function(*arguments)
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if grads is None:
                 expected, grads = outputs, [torch.randn(o.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE) for o in outputs]
             torch.autograd.backward(outputs, [g.to(o.dtype) for g, o in zip(grads, outputs)])
             if of is not None:
-                gradients = [x.grad for x in given]
+                gradients = [x.grad for x in arguments]
                 continue
             tolerance = tolerance or TOLERANCE[inputs[0].dtype]
             for got, want in zip(outputs, expected):
                 torch.testing.assert_close(got.double(), want, **tolerance)
-            for got, want in zip(given, gradients):
+            for got, want in zip(arguments, gradients):
                 torch.testing.assert_close(got.grad.double(), want, **tolerance)
 
 

@@ -262,7 +262,7 @@ class Refused(unittest.TestCase):
     def test_what_a_graph_cannot_hold(self):
         x = torch.zeros(2, 16)
         hooked = self.module()
-        hooked.register_forward_hook(lambda *given: None)
+        hooked.register_forward_hook(lambda *operands: None)
         with te.quantized_model_init(recipe=Float8CurrentScaling()):
             codes = self.module()
         for kind, text, call in (

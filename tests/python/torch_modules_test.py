@@ -241,12 +241,12 @@ class DotProductAttentionTest(Modules):
     def test_softcap_and_the_gradient_of_a_bias(self):
         for device in DEVICES:
             module = te.DotProductAttention(self.H, self.D, attn_mask_type="no_mask", qkv_format="bshd", softcap=0.5).to(device)
-            given = [randn(2, self.S, self.H, self.D, seed=s, device=device) for s in (1, 2, 3)] + [
+            operands = [randn(2, self.S, self.H, self.D, seed=s, device=device) for s in (1, 2, 3)] + [
                 randn(1, self.H, self.S, self.S, seed=4, device=device)]
-            own = [t.clone().requires_grad_() for t in given]
+            own = [t.clone().requires_grad_() for t in operands]
             y = module(*own[:3], core_attention_bias_type="post_scale_bias", core_attention_bias=own[3])
             y.square().sum().backward()
-            exact = [t.double().requires_grad_() for t in given]
+            exact = [t.double().requires_grad_() for t in operands]
             want = oracle.attention(*exact[:3], bias=exact[3], cap=0.5)
             want.square().sum().backward()
             near(self, y, want, 1e-5, "output")
@@ -315,10 +315,10 @@ class DotProductAttentionTest(Modules):
         for bottom_right in (None, True, False):
             seen = allowed(self.S, self.K, False, bottom_right is not False, (2, 1))
             by_sequence = behind - (0 if bottom_right is False else each)
-            for mask, given, wanted in (("no_mask", None, seen), ("arbitrary", arbitrary, seen & ~arbitrary),
+            for mask, operands, wanted in (("no_mask", None, seen), ("arbitrary", arbitrary, seen & ~arbitrary),
                                         ("padding", (of_q, of_k), ~of_k & ~of_q.transpose(2, 3) & (by_sequence >= -2) & (by_sequence <= 1))):
                 def call(m, *x):
-                    on = [t.to(x[0].device) for t in (given if isinstance(given, tuple) else (given,))] if given is not None else [None]
+                    on = [t.to(x[0].device) for t in (operands if isinstance(operands, tuple) else (operands,))] if operands is not None else [None]
                     return m(*x, attention_mask=on[0] if len(on) == 1 else tuple(on), window_size=(2, 1))
                 with self.subTest(mask=mask, bottom_right=bottom_right):
                     self.attend(attn_mask_type=mask, bottom_right_diagonal=bottom_right, keys=self.K, seen=wanted, call=call, where=where)
@@ -343,10 +343,10 @@ class DotProductAttentionTest(Modules):
         where = [(d, F32) for d in DEVICES]
         for name in ("no_mask", "causal", "causal_bottom_right"):
             seen = allowed(self.S, self.K, "causal" in name, name != "causal", (4, 0))
-            for given in (mask, ~seen[None, None]):
+            for operands in (mask, ~seen[None, None]):
                 with self.subTest(mask=name):
-                    self.attend(attn_mask_type=name, window_size=(4, 0), keys=self.K, seen=seen & ~given,
-                                call=lambda m, *x: m(*x, attention_mask=given.to(x[0].device)), where=where)
+                    self.attend(attn_mask_type=name, window_size=(4, 0), keys=self.K, seen=seen & ~operands,
+                                call=lambda m, *x: m(*x, attention_mask=operands.to(x[0].device)), where=where)
 
     def padding(self, lengths, length):
         """bool [batch, 1, 1, length], true in the padding."""
@@ -394,9 +394,9 @@ class DotProductAttentionTest(Modules):
         where = [(device, dtype) for device, dtype in EVERYWHERE if device == "cpu"]
         self.attend(attn_mask_type="causal", seen=allowed(self.S, self.S, True), bias=slopes[:, None, None] * distance, where=where,
                     call=lambda m, *x: m(*x, core_attention_bias_type="alibi"))
-        given = torch.linspace(0.1, 0.9, self.H)
-        self.attend(attn_mask_type="causal", seen=allowed(self.S, self.S, True), bias=given.double()[:, None, None] * distance, where=where,
-                    call=lambda m, *x: m(*x, core_attention_bias_type="alibi", alibi_slopes=given.to(x[0].device)))
+        operands = torch.linspace(0.1, 0.9, self.H)
+        self.attend(attn_mask_type="causal", seen=allowed(self.S, self.S, True), bias=operands.double()[:, None, None] * distance, where=where,
+                    call=lambda m, *x: m(*x, core_attention_bias_type="alibi", alibi_slopes=operands.to(x[0].device)))
 
     def test_alibi_counts_from_the_masks_diagonal(self):
         slopes = torch.linspace(0.1, 0.9, self.H)
@@ -417,11 +417,11 @@ class DotProductAttentionTest(Modules):
     def test_arguments_that_say_nothing_are_refused(self):
         module = te.DotProductAttention(self.H, self.D)
         q = randn(self.S, self.B, self.H, self.D, device=DEVICES[-1])
-        for message, given in (("alibi_slopes are given", {"alibi_slopes": torch.ones(self.H)}),
+        for message, operands in (("alibi_slopes are given", {"alibi_slopes": torch.ones(self.H)}),
                                ("core_attention_bias is given", {"core_attention_bias": torch.zeros(1, 1, self.S, self.S)}),
                                ("attention_mask is torch.float32", {"attention_mask": torch.zeros(1, 1, self.S, self.S)})):
             with self.assertRaisesRegex(ValueError, message):
-                module(q, q, q, **given)
+                module(q, q, q, **operands)
 
     def test_sinks(self):
         def off_by_one(p, q, k, v):
@@ -976,15 +976,15 @@ class PaddingBetweenSequences(unittest.TestCase):
         q, k, v = (randn(6, 4, 8, seed=s) for s in (1, 2, 3))
         lengths, starts = (torch.tensor(n, dtype=torch.int32) for n in ([0, 3, 5], [0, 4, 6]))
         attention = te.DotProductAttention(4, 8, qkv_format="thd", attn_mask_type="padding_causal")
-        given = dict(cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=3, max_seqlen_kv=3)
+        operands = dict(cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=3, max_seqlen_kv=3)
         padded = dict(cu_seqlens_q_padded=starts, cu_seqlens_kv_padded=starts)
         for between in (None, True):
-            with_gap = attention(q, k, v, pad_between_seqs=between, **given, **padded)
-            near(self, with_gap[[0, 1, 2, 4, 5]], attention(*(t[[0, 1, 2, 4, 5]] for t in (q, k, v)), **given), 1e-6, "with a gap")
-        dense = attention(q[:5], k[:5], v[:5], **given)
-        near(self, attention(q[:5], k[:5], v[:5], pad_between_seqs=False, **given, **padded), dense, 1e-6, "without")
+            with_gap = attention(q, k, v, pad_between_seqs=between, **operands, **padded)
+            near(self, with_gap[[0, 1, 2, 4, 5]], attention(*(t[[0, 1, 2, 4, 5]] for t in (q, k, v)), **operands), 1e-6, "with a gap")
+        dense = attention(q[:5], k[:5], v[:5], **operands)
+        near(self, attention(q[:5], k[:5], v[:5], pad_between_seqs=False, **operands, **padded), dense, 1e-6, "without")
         with self.assertRaisesRegex(ValueError, "pad_between_seqs is True; give cu_seqlens_q_padded"):
-            attention(q, k, v, pad_between_seqs=True, **given)
+            attention(q, k, v, pad_between_seqs=True, **operands)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,10 @@ def own_scale(amax, scale, fp8_max, recipe):
 
 
 class Functions(unittest.TestCase):
-    def trained(self, make, given):
+    def trained(self, make, arguments):
         """Outputs, gradients and FP8 state of a few steps."""
         seen, module = [], randomise(make(device="cpu"))
-        fp8 = DelayedScaling(amax_history_len=3, margin=1, **given)
+        fp8 = DelayedScaling(amax_history_len=3, margin=1, **arguments)
         for step in range(4):
             x = input_of(seed=step)
             with te.autocast(recipe=fp8):
@@ -42,10 +42,10 @@ class Functions(unittest.TestCase):
         for name in ("Linear", "LayerNormMLP", "TransformerLayer"):
             for word, function in (("max", lambda history: history.max(dim=0).values), ("most_recent", lambda history: history[0])):
                 want = self.trained(MODULES[name], {"amax_compute_algo": word})
-                for given in ({"amax_compute_algo": function}, {"amax_compute_algo": word, "scaling_factor_compute_algo": own_scale},
+                for arguments in ({"amax_compute_algo": function}, {"amax_compute_algo": word, "scaling_factor_compute_algo": own_scale},
                               {"amax_compute_algo": function, "scaling_factor_compute_algo": own_scale}):
-                    with self.subTest(module=name, word=word, given=given):
-                        found = self.trained(MODULES[name], given)
+                    with self.subTest(module=name, word=word, arguments=arguments):
+                        found = self.trained(MODULES[name], arguments)
                         self.assertEqual(len(found), len(want))
                         for i, (a, b) in enumerate(zip(found, want)):
                             self.assertTrue(torch.equal(a, b), i)
@@ -99,8 +99,8 @@ class Functions(unittest.TestCase):
 
     def test_fp8_mha_computes_attention_in_fp8(self):
         results = []
-        for given in ({}, {"fp8_dpa": True}, {"fp8_mha": True}):
-            results.append(self.trained(MODULES["MultiheadAttention"], given))
+        for arguments in ({}, {"fp8_dpa": True}, {"fp8_mha": True}):
+            results.append(self.trained(MODULES["MultiheadAttention"], arguments))
         self.assertEqual(len(results[1]), len(results[2]))
         self.assertTrue(all(torch.equal(a, b) for a, b in zip(results[1], results[2])))
         self.assertGreater(len(results[1]), len(results[0]))  # attention's scales are part of the state

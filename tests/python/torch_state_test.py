@@ -740,7 +740,7 @@ class Recording(unittest.TestCase):
     def test_saturation_is_said_once(self):
         big = torch.full((16, 32), 1000.0, device=DEVICES[-1])
         big[:, 8:] = 1.0
-        said = []
+        outputs = []
         for module, inputs in ((te.Linear(32, 32), (big,)), (te.TransformerLayer(32, 64, 4, attn_input_format="bshd"), (on_device(2, 8, 32),)),
                                (te.DotProductAttention(2, 16), [big.view(16, 1, 2, 16)] * 3)):
             with tempfile.TemporaryFile() as file:
@@ -754,11 +754,11 @@ class Recording(unittest.TestCase):
                     os.dup2(kept, 2)
                     os.close(kept)
                 file.seek(0)
-                said.append(file.read().decode())
-        self.assertEqual([text.count("saturate") for text in said], [1, 0, 1], said)
-        self.assertIn("25 % of its inputs saturate", said[0])
-        self.assertIn("[32,32]", said[0])
-        self.assertIn("attention", said[2])
+                outputs.append(file.read().decode())
+        self.assertEqual([text.count("saturate") for text in outputs], [1, 0, 1], outputs)
+        self.assertIn("25 % of its inputs saturate", outputs[0])
+        self.assertIn("[32,32]", outputs[0])
+        self.assertIn("attention", outputs[2])
 
     def test_a_discriminator_learns_as_in_fp32(self):
         def train(recipe):
@@ -868,10 +868,10 @@ class Ranks(unittest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(rank), "2", os.path.join(folder, "store")], stdout=subprocess.PIPE,
                                       stderr=subprocess.PIPE, text=True) for rank in range(2)]
-            said = [rank.communicate(timeout=300) for rank in ranks]
-        for rank, (_, errors) in zip(ranks, said):
+            outputs = [rank.communicate(timeout=300) for rank in ranks]
+        for rank, (_, errors) in zip(ranks, outputs):
             self.assertEqual(rank.returncode, 0, errors)
-        world, pair, alone, off = zip(*([line.split() for line in out.splitlines()] for out, _ in said))
+        world, pair, alone, off = zip(*([line.split() for line in out.splitlines()] for out, _ in outputs))
         for each in (world, pair):
             self.assertEqual(each[0], each[1])
             self.assertEqual(each[0][:3], ["2", "2", "224"], "two collectives a step; the input's scale is 448 / 2")

@@ -30,8 +30,8 @@ def without_gpu():
     state = theirs.DelayedScalingRecipeState
     plain = state.__init__
 
-    def on_cpu(self, recipe, **given):
-        plain(self, recipe, **{**given, "device": torch.device("cpu")})
+    def on_cpu(self, recipe, **arguments):
+        plain(self, recipe, **{**arguments, "device": torch.device("cpu")})
 
     for target, name, value in ((torch.cuda, "is_available", lambda: True), (torch.cuda, "synchronize", lambda *device: None),
                                 (torch.cuda, "current_device", lambda: 0), (torch.cuda, "get_device_properties", lambda device: H100),
@@ -101,10 +101,10 @@ def fill(module, recipe):
 def read(path):
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling
-    given = torch.load(path, weights_only=False)
+    arguments = torch.load(path, weights_only=False)
     with without_gpu():
         for name, module in modules(te).items():
-            kept = given["modules"][name]
+            kept = arguments["modules"][name]
             module.load_state_dict(kept["state"])
             for part, own in quantised_parts(module):
                 wanted = kept["scales"][part]
@@ -115,7 +115,7 @@ def read(path):
                     assert torch.equal(meta.amax_history.cpu()[:, columns], history), (name, part, which)
             if GPU:
                 module.eval()
-                x = given["samples"][2].cuda()
+                x = arguments["samples"][2].cuda()
                 with torch.no_grad():
                     compare(name, module(x).cpu(), kept["high"])
                     with te.autocast(enabled=True, recipe=DelayedScaling(amax_history_len=4)):

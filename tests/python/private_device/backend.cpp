@@ -52,7 +52,7 @@ struct Errors {
   te_fl_error_sink sink{};
   Errors() {
     sink.host = this;
-    sink.write = [](void* host, const char* said) { static_cast<Errors*>(host)->text = said; };
+    sink.write = [](void* host, const char* words) { static_cast<Errors*>(host)->text = words; };
   }
 };
 

@@ -87,14 +87,14 @@ class Modules(Far):
         for mask in ("causal", "padding", "arbitrary"):
             with self.subTest(mask=mask):
                 attention = te.DotProductAttention(4, 16, num_gqa_groups=2, attn_mask_type=mask, qkv_format="bshd")
-                given = {"padding": torch.arange(6)[None, None, None] >= torch.tensor([4, 6])[:, None, None, None],
+                arguments = {"padding": torch.arange(6)[None, None, None] >= torch.tensor([4, 6])[:, None, None, None],
                          "arbitrary": torch.rand(2, 1, 6, 6, generator=torch.Generator().manual_seed(3)) > 0.8}.get(mask)
                 if mask == "arbitrary":
-                    given[..., 0] = False
+                    arguments[..., 0] = False
                 results = []
                 for device in (FAR, "cpu"):
                     q, k, v = (randn(2, 6, heads, 16, seed=heads + i).to(device).requires_grad_() for i, heads in enumerate((4, 2, 2)))
-                    y = attention(q, k, v, attention_mask=None if given is None else given.to(device))
+                    y = attention(q, k, v, attention_mask=None if arguments is None else arguments.to(device))
                     y.square().sum().backward()
                     results.append([y.detach(), q.grad, k.grad, v.grad])
                 self.near(*results)
@@ -220,14 +220,14 @@ class Queues(Far):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
     def test_ops_on_the_current_stream_or_a_given_one(self):
-        for given in (False, True):
+        for arguments in (False, True):
             x, y = torch.zeros(64, device=FAR), torch.empty(64, device=FAR)
             wait()
             with self.stream:
                 x.copy_(torch.arange(64.0) - 32)
-                if not given:
+                if not arguments:
                     te_fl.ops.relu(input=x, output=y)
-            if given:
+            if arguments:
                 te_fl.ops.relu(input=x, output=y, stream=self.stream)
             with self.stream:
                 self.assertTrue(torch.equal(y.cpu(), (torch.arange(64.0) - 32).relu()))
