@@ -34,7 +34,7 @@ def native_name(device: torch.device) -> str:
 
 
 def registered() -> bool:
-    """Whether PyTorch has such a device, whose streams it knows."""
+    """True if PyTorch has such a device, whose streams it knows."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == _name()
 

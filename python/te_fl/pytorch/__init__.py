@@ -33,7 +33,8 @@ _LATER = ("availability", "constants", "cross_entropy", "global_state", "offload
 
 
 def __getattr__(name: str):
-    # What not every program needs is imported when it is first read, from the module that docs/transformer-engine.md names.
+    # Names that not every program needs are imported when they are first read, from the module that docs/transformer-engine.md
+    # names.
     if name in _LATER:
         return importlib.import_module(f"te_fl.pytorch.{name}")
     home = None if name.startswith("_") else _table.home("transformer_engine.pytorch", name)

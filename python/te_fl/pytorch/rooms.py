@@ -35,7 +35,7 @@ class _Rooms(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = importlib.import_module(_PLACES[spec.name])
-        spec.loader_state = module.__spec__  # which the import system is about to replace
+        spec.loader_state = module.__spec__  # the import system is about to replace it
         return module
 
     def exec_module(self, module: ModuleType) -> None:

@@ -48,18 +48,18 @@ def use_torch_memory(device: torch.device) -> None:
 
 
 class Call(NamedTuple):
-    """What a layer's forward is called with besides tensors that autograd follows."""
+    """The arguments of a layer's forward besides tensors that autograd follows."""
 
     layer: Any  # of _native.layer()
-    inputs: int  # how many of the tensors are inputs
-    extras: int  # how many after them are in `attention` as well and get a gradient; the parameters follow
+    inputs: int  # the number of inputs among the tensors
+    extras: int  # the number of tensors after them that are in `attention` as well and get a gradient; the parameters follow
     activation: int  # the output's dtype as an index in te_fl.tensors.DTYPES
     first: Any  # is_first_microbatch
     attention: Optional[dict]
     random: Optional[torch.Tensor]
     updates: int  # the thread whose gradients' scales are to be updated when the backward ends; 0: none
-    accumulates: bool  # whether gradients of weights go to main_grad
-    delays: bool = False  # whether they come by backward_dw() alone
+    accumulates: bool  # true if gradients of weights go to main_grad
+    delays: bool = False  # true if they come by backward_dw() alone
 
 
 def _ends(token: torch.Tensor, thread: int) -> None:
@@ -75,7 +75,7 @@ def _ends(token: torch.Tensor, thread: int) -> None:
     _queue(end)
 
 
-_ending: WeakValueDictionary = WeakValueDictionary()  # what PyTorch will call, which it drops with a backward that raises
+_ending: WeakValueDictionary = WeakValueDictionary()  # callbacks of PyTorch's engine, which it drops with a backward that raises
 _KEPT = {torch.nn.Parameter}
 
 
@@ -112,14 +112,14 @@ _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def hooks_may_copy() -> bool:
-    """Whether hooks of the program get the tensors that are saved now, and may give a backward copies of them. Those of
+    """True if hooks of the program get the tensors that are saved now, and may give a backward copies of them. Those of
     torch.utils.checkpoint give it what the second run saves."""
     hooks = _hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", None) != "torch.utils.checkpoint"
 
 
 class _Kept(NamedTuple):
-    """What a backward needs besides saved tensors, which hooks may replace by copies."""
+    """The objects that a backward needs besides saved tensors, which hooks may replace by copies."""
 
     token: Optional[torch.Tensor]  # in memory that owns the forward's record
     weights: Tuple[torch.Tensor, ...]  # the parameters themselves, with the attributes of gradients that go to main_grad
@@ -177,7 +177,7 @@ _guarded_backward = once_differentiable(_backward)
 
 
 class _Saved(NamedTuple):
-    """What _backward() reads of LayerFunction's ctx."""
+    """The part of LayerFunction's ctx that _backward() reads."""
 
     call: Call
     saved_tensors: Tuple[torch.Tensor, ...]
@@ -191,8 +191,8 @@ def _backward_of(call: Call, saved: Tuple[torch.Tensor, ...], needed: Tuple[bool
 
 
 def lasting(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether each may stay as it is over several calls. What is computed for each call, as by parametrisations, is a new tensor each time,
-    perhaps where the last one was."""
+    """True if each parameter may stay as it is over several calls. What is computed for each call, as by parametrisations, is a
+    new tensor each time, perhaps where the last one was."""
     return {*map(type, parameters)} <= _KEPT
 
 

@@ -15,8 +15,8 @@ _LIKE = torch.empty(0)  # says that gradients are to be PyTorch's
 
 
 class DelaysWgrad:
-    """What modules with delay_wgrad_compute=True can do. Their backward leaves the gradients of weights, and without FP8 those of biases, and
-    keeps what these are computed of."""
+    """Shared by modules with delay_wgrad_compute=True. Their backward leaves the gradients of weights, and without FP8 those of
+    biases, and keeps what these are computed of."""
 
     delay_wgrad_compute = False
     wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]]
@@ -37,7 +37,7 @@ class DelaysWgrad:
         self.wgrad_accumulation_and_reduce_hooks.append(wgrad_accumulation_and_reduce_hook)
 
     def need_backward_dw(self) -> bool:
-        """Whether backwards leave gradients to backward_dw()."""
+        """True if backwards leave gradients to backward_dw()."""
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:

@@ -44,7 +44,7 @@ PyObject* field(PyObject* call, Field f) { return PyTuple_GET_ITEM(call, f); }
 // Modes of _native.layer_forward().
 constexpr long kTraining = 0, kUncached = 1;
 
-// What bind() is given. Owned until the process ends.
+// The arguments of bind(). Owned until the process ends.
 PyObject* layer_forward = nullptr;
 PyObject* layer_backward = nullptr;
 PyObject* ends = nullptr;             // call._ends
@@ -129,7 +129,7 @@ class LayerNode final : public torch::autograd::Node {
     for (SavedVariable& s : saved_) s.reset_data();
     token_.reset();
   }
-  // Of the output, once it has this node.
+  // Saves the tensors and the output, once the output has this node.
   void save(const Variable& token, PyObject* const* tensors, Py_ssize_t count,
             const Variable& output, bool reads_output) {
     saved_.reserve(static_cast<size_t>(count) + 2);
@@ -263,8 +263,8 @@ auto make_node(Args&&... args) {
   }
 }
 
-// Whether PyTorch transforms functions here (torch.func), or a tensor has a tangent: LayerFunction
-// knows what to say of those.
+// True if PyTorch transforms functions here (torch.func), or a tensor has a tangent: LayerFunction
+// has the messages for those.
 bool transformed(PyObject* const* tensors, Py_ssize_t count) {
   const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
   if (keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return true;

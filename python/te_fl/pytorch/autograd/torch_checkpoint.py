@@ -66,7 +66,7 @@ _follow(torch.utils.checkpoint.CheckpointFunction)
 
 
 def repeated() -> bool:
-    """Whether a checkpoint with use_reentrant=True runs on this thread: without gradients then, though they are wanted."""
+    """True if a checkpoint with use_reentrant=True runs on this thread: without gradients then, though they are wanted."""
     return not torch.compiler.is_compiling() and bool(_reentrant.scopes)
 
 

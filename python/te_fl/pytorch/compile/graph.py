@@ -56,8 +56,8 @@ class _Piece:
         self.forward_graph: Optional[torch.cuda.CUDAGraph] = None
         self.backward_graph: Optional[torch.cuda.CUDAGraph] = None
         self.outputs: Tuple[torch.Tensor, ...] = ()
-        self.output_gradients: Tuple[Optional[torch.Tensor], ...] = ()  # what the backward graph reads
-        self.gradients: Tuple[Optional[torch.Tensor], ...] = ()  # what it writes, for inputs and then parameters
+        self.output_gradients: Tuple[Optional[torch.Tensor], ...] = ()  # the gradients that the backward graph reads
+        self.gradients: Tuple[Optional[torch.Tensor], ...] = ()  # the gradients that it writes, for inputs and then parameters
         self.runs = 0  # forwards so far; a backward belongs to the last one
         self.waiting = -1  # the forward whose activations are there
         self.addresses = [p.data_ptr() for p in self.parameters]
@@ -197,7 +197,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _saved_states(modules) -> List[Callable[[], None]]:
-    """What sets the FP8 state of each part of the modules back to what it is now."""
+    """Functions that set the FP8 state of each part of the modules back to its value of now."""
     parts = [m for function in modules if isinstance(function, torch.nn.Module) for m in function.modules()]
     return [m._saved() for m in parts if isinstance(m, TransformerEngineBaseModule)]
 
@@ -327,7 +327,7 @@ def _capture_all(pieces: List[_Piece], warmups: int, pool: Any, before: Optional
 
 
 def _replaced(piece: _Piece, flag: Optional[torch.Tensor]) -> Callable:
-    """What takes the callable's place: a function, or the module itself with another forward."""
+    """The callable's replacement: a function, or the module itself with another forward."""
 
     def graphed(*args: Any, **kwargs: Any) -> Any:
         if flag is not None:

@@ -1,1 +1,1 @@
-"""What ranks exchange."""
+"""The tensors that ranks exchange."""

@@ -20,7 +20,7 @@ _reductions: dict = {}  # by the group's id
 
 
 def reduction_of(group: Optional[Any]) -> Optional[Any]:
-    """What an autocast reduces amaxes by; None: this rank's are all. group: None is the default group."""
+    """The reduction of amaxes in an autocast; None: this rank's are all. group: None is the default group."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = dist.group.WORLD if group is None else group

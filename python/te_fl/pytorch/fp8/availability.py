@@ -1,4 +1,5 @@
-"""What can be computed here. te-fl's CPU implementations serve FP8 too, so the answers come from the router, not from a GPU's number.
+"""Questions about computations that are possible here. te-fl's CPU implementations serve FP8 too, so the answers come from the
+router, not from a GPU's number.
 
 Every is_..._available takes return_reason: False for a bool, True for (bool, reason), where the reason is empty if it is available.
 """
@@ -31,7 +32,7 @@ def _quantized(scaling: str, scales: tuple, device: torch.device) -> Quantized:
 
 @functools.lru_cache(maxsize=None)
 def _who_multiplies(device: torch.device, kind: str) -> Answer:
-    """Whether an implementation on the device itself takes the product of an FP8 layer; nothing runs."""
+    """Tells if an implementation on the device itself takes the product of an FP8 layer; nothing runs."""
     if kind == "bf16":
         a = b = torch.empty(128, 128, dtype=torch.bfloat16, device=device)
     elif kind == "tensor":
@@ -51,30 +52,30 @@ def _who_multiplies(device: torch.device, kind: str) -> Answer:
 
 
 def _constant(function):
-    """What torch.compiler.assume_constant_result() does, without importing the compiler, which takes a second."""
+    """Does as torch.compiler.assume_constant_result(), without importing the compiler, which takes a second."""
     function._dynamo_marked_constant = True
     return function
 
 
 @_constant
 def check_fp8_support() -> Answer:
-    """Whether layers run in FP8 with one scale per tensor (delayed and current scaling)."""
+    """Tells if layers run in FP8 with one scale per tensor (delayed and current scaling)."""
     return _who_multiplies(default_device(), "tensor")
 
 
 @_constant
 def check_fp8_block_scaling_support() -> Answer:
-    """Whether layers run in FP8 with a scale per block."""
+    """Tells if layers run in FP8 with a scale per block."""
     return _who_multiplies(default_device(), "block")
 
 
 def check_mxfp8_support() -> Answer:
-    """Whether layers run in MXFP8."""
+    """Tells if layers run in MXFP8."""
     return False, "te-fl's layers do not serve MXFP8BlockScaling; use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
 
 
 def check_nvfp4_support() -> Answer:
-    """Whether layers run in NVFP4."""
+    """Tells if layers run in NVFP4."""
     return False, "te-fl's layers do not serve NVFP4BlockScaling; use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"
 
 

@@ -46,7 +46,8 @@ class _Writer(pickle._Pickler):
 
 
 def _format_of_name(owner: Any, name: str) -> recipes.Format:
-    """What getattr() is in a pickle that Python 3.11.0 to 3.11.3 wrote: it names the members of an enumeration by it, and te-fl nothing else."""
+    """Stands for getattr() in a pickle that Python 3.11.0 to 3.11.3 wrote: it names the members of an enumeration by it, and
+    te-fl nothing else."""
     if owner is not recipes.Format or name not in recipes.Format.__members__:
         raise DataLoss(f"FP8 state of a checkpoint asks for {name!r} of {owner!r}, which no recipe or tensor needs; it is not read")
     return recipes.Format[name]
@@ -79,7 +80,7 @@ def write(recipe: Any, tensors: dict, extra: dict) -> torch.Tensor:
 
 
 def read(state: Any, where: str) -> dict:
-    """What write() was given; {} of an empty state. te_fl.errors.DataLoss for what cannot be read."""
+    """The argument of write(); {} of an empty state. te_fl.errors.DataLoss for what cannot be read."""
     if state is None or (isinstance(state, torch.Tensor) and state.numel() == 0):
         return {}
     if isinstance(state, torch.Tensor):
@@ -117,7 +118,7 @@ def _directions(places: Places):
 
 
 def initial(sites: Sequence[str], length: int, places: Places = PRODUCT) -> List[Tuple[str, torch.Tensor]]:
-    """What a module's first forward begins with, by a recipe whose histories have this length: scales 1 and no amaxes."""
+    """The state with which a module's first forward begins, by a recipe whose histories have this length: scales 1 and no amaxes."""
     state = []
     for site in sites:
         for direction, own, _ in _directions(places):

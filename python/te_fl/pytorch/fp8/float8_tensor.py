@@ -22,7 +22,7 @@ _CODES, _LARGEST = torch.float8_e4m3fn, 448.0
 
 
 class Rules(NamedTuple):
-    """How codes get their scales when they are written: from the amax of what is written."""
+    """The rule by which codes get their scales when they are written: from the amax of the new values."""
 
     scaling: str  # "tensor", or "block_128x128"
     pow2_scale: bool = False
@@ -109,7 +109,7 @@ class Codes:
 
 
 def _block_scales(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """What blocks of 128 x 128 are multiplied by, as te_fl_quant has it: the rows of the array end with padding."""
+    """The factors of blocks of 128 x 128, as te_fl_quant has them: the rows of the array end with padding."""
     across = -(-columns // 128)
     return torch.zeros(-(-rows // 128), -(-across // 4) * 4, dtype=torch.float32, device=device)
 

@@ -24,7 +24,7 @@ class _Questions(type):
 
 
 class FP8GlobalStateManager(metaclass=_Questions):
-    """What te.autocast set on this thread."""
+    """The settings of te.autocast on this thread."""
 
     @classmethod
     def is_fp8_enabled(cls) -> bool:
@@ -47,12 +47,12 @@ class FP8GlobalStateManager(metaclass=_Questions):
 
     @classmethod
     def with_fp8_parameters(cls) -> bool:
-        """Whether modules that are made now keep their weights in FP8 alone."""
+        """True if modules that are made now keep their weights in FP8 alone."""
         return quantization.model_init() is not None
 
     @classmethod
     def with_high_precision_init_val(cls) -> bool:
-        """Whether their weights keep what the codes were made from."""
+        """True if their weights keep the values that the codes were made from."""
         init = quantization.model_init()
         return init is not None and init.preserve_high_precision_init_val
 

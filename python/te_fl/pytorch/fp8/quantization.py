@@ -20,7 +20,7 @@ from te_fl.pytorch.runtime.refuse import hides_misspelt, misspelling, refuse
 
 
 class ModelInit(NamedTuple):
-    """What quantized_model_init() says of the modules that are made inside."""
+    """The settings of quantized_model_init() for the modules that are made inside."""
 
     recipe: Recipe
     native_recipe: dict
@@ -84,7 +84,7 @@ def enabled() -> bool:
 
 
 def delays() -> bool:
-    """Whether modules have scales of delayed scaling here: in an autocast that computes or calibrates by it."""
+    """True if modules have scales of delayed scaling here: in an autocast that computes or calibrates by it."""
     return bool(_state.scopes) and _state.scopes[-1].delayed
 
 
@@ -93,18 +93,18 @@ def calibrating() -> bool:
 
 
 def group() -> Optional[Any]:
-    """What the innermost autocast was given as amax_reduction_group."""
+    """The amax_reduction_group of the innermost autocast."""
     return _state.scopes[-1].group if _state.scopes else None
 
 
 def active_recipe() -> Optional[Recipe]:
-    """That of the innermost autocast, the object that it was given."""
+    """The recipe of the innermost autocast, the very object that it took."""
     recipe = _state.scopes[-1].recipe if _state.scopes else None
     return get_default_recipe() if recipe is _default_recipe else recipe
 
 
 class _Scope(_native.Scope):
-    """What autocast() returns: opened and closed in one step of the interpreter each, so that an interrupt leaves none open."""
+    """The result of autocast(): opened and closed in one step of the interpreter each, so that an interrupt leaves none open."""
 
     reuse_weights: Optional[torch.Tensor] = None  # see reusing_weights
     _open, _close, _thread = _native.begin_autocast, _native.end_autocast, _state
@@ -126,7 +126,7 @@ class _Scope(_native.Scope):
 
 
 class _GraphScope:
-    """The same in a function that torch.compile compiles: Dynamo reads its methods."""
+    """The scope in a function that torch.compile compiles: Dynamo reads its methods."""
 
     def __init__(self, *given: Any):
         self._given, self._entered = given, []
@@ -197,7 +197,7 @@ def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Op
 
 
 def model_init() -> Optional[ModelInit]:
-    """That of the innermost quantized_model_init() on this thread; None: modules keep their weights in high precision."""
+    """The settings of the innermost quantized_model_init() on this thread; None: modules keep their weights in high precision."""
     return _state.model_init
 
 

@@ -20,7 +20,7 @@ def _newest(history: torch.Tensor) -> torch.Tensor:
 
 
 def native_of(functions: Functions) -> Any:
-    """What _native's recipes hold of them, the same at each call."""
+    """The object by which _native's recipes hold the functions, the same at each call."""
     if functions.native is not None:
         return functions.native
     recipe = functions.recipe

@@ -36,6 +36,6 @@ class cache_quantized_weights(_native.Scope):
 
 
 def number() -> int:
-    """That of the outermost scope that this thread is in, as _native.layer_forward() takes it; UNCACHED outside of all."""
+    """The number of the outermost scope that this thread is in, as _native.layer_forward() takes it; UNCACHED outside of all."""
     scopes = _thread.scopes
     return scopes[0]._entered[0][0] if scopes else UNCACHED

@@ -50,8 +50,9 @@ def score_cap(where: str, softcap: Optional[float], default: float = 0.0) -> flo
 
 def distances(queries: int, keys: int, device: torch.device, lengths: Optional[Tuple[torch.Tensor, torch.Tensor]] = None,
               bottom_right: bool = False) -> torch.Tensor:
-    """How far each key is behind the one that its query is level with, [1 or batch, 1, queries, keys]. lengths: cumulative ones of queries
-    and of keys, where sequences have lengths of their own. bottom_right: the last query is level with the last key, else the first with the first."""
+    """The distance by which each key is behind the one that its query is level with, [1 or batch, 1, queries, keys]. lengths:
+    cumulative ones of queries and of keys, where sequences have lengths of their own. bottom_right: the last query is level with
+    the last key, else the first with the first."""
     behind = torch.arange(keys, device=device) - torch.arange(queries, device=device)[:, None]
     if not bottom_right:
         return behind[None, None]
@@ -61,7 +62,7 @@ def distances(queries: int, keys: int, device: torch.device, lengths: Optional[T
 
 
 def windowed(size: Tuple[int, int], behind: torch.Tensor) -> torch.Tensor:
-    """Which keys are outside the window, bool of the shape of distances()."""
+    """The keys that are outside the window, bool of the shape of distances()."""
     hidden = torch.zeros_like(behind, dtype=torch.bool)
     if size[0] >= 0:
         hidden = hidden | (behind < -size[0])
@@ -71,13 +72,13 @@ def windowed(size: Tuple[int, int], behind: torch.Tensor) -> torch.Tensor:
 
 
 def padded(cumulative: torch.Tensor, length: int) -> torch.Tensor:
-    """Which places of sequences of these cumulative lengths are padding, bool [batch, length]."""
+    """The places of sequences of these cumulative lengths that are padding, bool [batch, length]."""
     return torch.arange(length, device=cumulative.device) >= cumulative.diff()[:, None]
 
 
 def window(where: str, size: Optional[Tuple[int, int]], mask: str) -> Tuple[int, int]:
-    """How many keys before and after its own a query sees; -1: all. A causal mask has none after, and (-1, 0) with another mask is what
-    Transformer Engine takes for no window."""
+    """The numbers of keys before and after its own that a query sees; -1: all. A causal mask has none after, and (-1, 0) with
+    another mask is what Transformer Engine takes for no window."""
     left, right = (-1, -1) if size is None else (int(size[0]), int(size[1]))
     if left < -1 or right < -1:
         raise ValueError(f"{where}: window_size is {size}; its numbers are -1 (no bound) or more")
@@ -103,7 +104,7 @@ _found = WeakIdKeyDictionary()  # masks on CUDA devices -> (the count of writes 
 
 
 def _is_so(mask: torch.Tensor, asked: Any, so: torch.Tensor) -> bool:
-    """Whether `so`, of one element, which is computed of the mask, is true. asked: names what is asked of the mask.
+    """True if `so`, of one element, which is computed from the mask, is true. asked: names what is asked of the mask.
 
     Masks are written in ways that PyTorch does not count (`data`, views of NumPy's), so each call looks anew. On a CUDA device that waits for
     the device the first time alone, and capturing a CUDA graph allows none of it: while PyTorch counts no write to a mask that was as asked,
@@ -133,7 +134,7 @@ def cumulative_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of_lengths(where: str, mask: torch.Tensor) -> torch.Tensor:
-    """What cumulative_lengths() says, outside of a graph."""
+    """The result of cumulative_lengths(), outside of a graph."""
     hidden = mask[:, 0, 0, :]
     # No token is seen after one that is hidden.
     if not _is_so(mask, "padding at the end", (hidden[:, 1:] >= hidden[:, :-1]).all()):
@@ -320,7 +321,8 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _prepared(self, where, layout, mask, size, bottom_right, cap, q, k, given, lengths, bias_kind, bias,
                   slopes) -> Tuple[str, Tuple[int, int], dict, Tuple[torch.Tensor, ...]]:
-        """What a forward's arguments come to: the layer's mask and window, its inputs, and those of them that may need a gradient.
+        """The layer's mask and window that follow from a forward's arguments, its inputs, and those of them that may need a
+        gradient.
 
         q and k: for their extents and their device. lengths: the cumulative ones, those with padding, and the longest, each of q and of k.
         """
@@ -421,8 +423,8 @@ class DotProductAttention(TransformerEngineBaseModule):
 
 
 def _hides_more(where: str, mask: Any, behind: Optional[torch.Tensor], rule: tuple) -> bool:
-    """Whether a mask hides more keys than those ahead of their query; behind: distances(), or None where no key is hidden otherwise. `rule`
-    names what it is held against."""
+    """True if a mask hides more keys than those ahead of their query; behind: distances(), or None where no key is hidden
+    otherwise. `rule` names what it is held against."""
     if not isinstance(mask, torch.Tensor) or mask.dtype not in (torch.bool, torch.uint8):
         raise ValueError(f"{where}: attention_mask is {mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__}; it is one tensor of "
                          "bool or uint8, true where masked out")

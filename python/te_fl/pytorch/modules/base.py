@@ -1,4 +1,4 @@
-"""What te-fl's PyTorch modules have in common: parameters, a layer in C++ made when it is first needed, FP8 state."""
+"""Shared by te-fl's PyTorch modules: parameters, a layer in C++ made when it is first needed, FP8 state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         self._states = States()  # of all layers, and of the FusedLayer that this module is a part of
         self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the first of them
         self._recipe = None  # of the last forward in an autocast
-        self._in_fp8 = False  # whether the last forward outside of a backward computed in FP8
+        self._in_fp8 = False  # true if the last forward outside of a backward computed in FP8
         self._call: Any = None
         self._fused_in: Any = None  # the FusedLayer that this module is a part of
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
@@ -212,7 +212,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
             raise refuse(type(self).__name__, "input", f"a tensor of {x.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
         if x.layout is not torch.strided or x.is_meta:
             raise refuse(type(self).__name__, "input", f"a tensor of layout {x.layout} on {x.device}", "give a dense tensor with memory")
-        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # which makes a new string at each look
+        kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # x.device.type makes a new string at each look
         if torch.is_autocast_enabled(kind):
             activation = DTYPE_CODES[torch.get_autocast_dtype(kind)]
         if type(layer) is tuple:
@@ -298,11 +298,11 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
             self._load(self._loaded)
 
     def _saved(self) -> Callable[[], None]:
-        """What gives the module the FP8 state of now again, in the memory that it has then."""
+        """A function that gives the module the FP8 state of now again, in the memory that it has then."""
         state = self._fp8_state()
         return lambda: self._load(state)
 
-    _attends = False  # whether the state is that of FP8 attention, which only some recipes have
+    _attends = False  # true for the state of FP8 attention, which only some recipes have
 
     def get_extra_state(self) -> torch.Tensor:
         """FP8 state for checkpoints, uint8. Empty before the first forward by delayed scaling; inside an autocast of that, what the first

@@ -46,7 +46,7 @@ class FusedLayer:
             part.__dict__["_fused_in"] = self
 
     def usable(self, owner) -> bool:
-        """Whether the parts are what the one call stands for: of their own classes, and without hooks, which would not run."""
+        """True if the one call stands for the parts: they are of their own classes, and without hooks, which would not run."""
         for children, known in self._children:
             if children != known:
                 return False
@@ -64,7 +64,7 @@ class FusedLayer:
         return [(part, name) for _, part in self._parts for name in part._parameters if part._parameters[name] is not None]
 
     def order(self) -> List[int]:
-        """Which of parameters() is each of the layer's."""
+        """The index in parameters() of each of the layer's parameters."""
         known = {(id(part), name): i for i, (part, name) in enumerate(self.parameters())}
         return [known[id(module), name] for module, name, _ in self._places]
 
@@ -143,7 +143,7 @@ class FusedLayer:
             updates, compute = piece.updates, piece.run
         if first is None:
             first = quantization.reused_weights()
-        # What PyTorch's parametrisations make of a parameter is an attribute of another kind.
+        # PyTorch's parametrisations make of a parameter an attribute of another kind.
         parameters = [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
         x = x if x.is_contiguous() else x.contiguous()
         call = Call(layer, 1, len(extras), -1, first, inputs or None, random, updates, False)

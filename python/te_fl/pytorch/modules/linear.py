@@ -19,7 +19,7 @@ def _check_forward(where: str, fp8_output: Any, fp8_grad: Any) -> None:
 
 
 class _Product(TransformerEngineBaseModule):
-    """What Linear and LayerNormLinear share: the weight, the bias, and their parts."""
+    """Shared by Linear and LayerNormLinear: the weight, the bias, and their parts."""
 
     _sites = ("fp8",)
 

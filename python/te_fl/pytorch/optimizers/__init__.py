@@ -74,7 +74,7 @@ class _GroupedCalls:
 
 
 class _Optimizer(Optimizer):
-    """What both have: Transformer Engine's zero_grad, which lets gradients go unless told otherwise."""
+    """Shared by both: Transformer Engine's zero_grad, which lets gradients go unless told otherwise."""
 
     set_grad_none: Optional[bool] = None
 

@@ -1,1 +1,1 @@
-"""What all of te_fl.pytorch stands on: devices, random state, constants, errors of arguments."""
+"""Shared by all of te_fl.pytorch: devices, random state, constants, errors of arguments."""

@@ -9,7 +9,7 @@ __all__ = ["AttnBiasTypes", "AttnMaskTypes", "AttnTypes", "CPLoadBalancingStrate
 
 
 class CPLoadBalancingStrategy(enum.Enum):
-    """How tokens are dealt to the ranks of context parallelism."""
+    """The ways of dealing tokens to the ranks of context parallelism."""
 
     DUAL_CHUNK_SWAP = "dual_chunk_swap"
     NO_LOAD_BALANCE = "no_load_balance"

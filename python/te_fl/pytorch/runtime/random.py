@@ -1,4 +1,4 @@
-"""Where layers take their random numbers from: PyTorch's generator of the device."""
+"""Takes the layers' random numbers from PyTorch's generator of the device."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def set_all_rng_states(states: List) -> None:
 
 
 def graph_safe_rng_available() -> bool:
-    """Whether states are generators that CUDA graphs may hold; on the CPU they are tensors."""
+    """True if states are generators that CUDA graphs may hold; on the CPU they are tensors."""
     return torch.cuda.is_available() and hasattr(torch.cuda.CUDAGraph, "register_generator_state") and \
         hasattr(torch.Generator, "graphsafe_set_state")
 

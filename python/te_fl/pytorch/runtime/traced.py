@@ -1,4 +1,4 @@
-"""What layers do where torch.compile traces them.
+"""Hands layers over to torch.compile where it traces them.
 
 The room that knows torch.compile, te_fl.pytorch.compile, lies above those that ask for it, and enters itself here when te_fl.pytorch is
 imported. What it needs of the compiler takes a second to import, so it imports that when a graph is first made.
