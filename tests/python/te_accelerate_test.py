@@ -75,3 +75,11 @@ class Accelerate(unittest.TestCase):
             results.append(train(net, optimizer, accelerator.backward, accelerator.device, steps=8))
         self.assertEqual(results[1], results[0])
         self.assertEqual(results[2], results[0])
+        for precision in ("bf16", "no"):  # PyTorch's own layers
+            accelerate.state.AcceleratorState._reset_state(True)
+            accelerator = accelerate.Accelerator(mixed_precision=precision)
+            net = Checkpointed(False)
+            net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+            self.assertIsInstance(net.parts[3], torch.nn.Linear)
+            wanted = train(net, optimizer, accelerator.backward, accelerator.device, steps=8)
+            self.assertLess(abs(sum(results[0][-4:]) / sum(wanted[-4:]) - 1), 0.02, precision)
