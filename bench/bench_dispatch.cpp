@@ -19,17 +19,16 @@
 #include <unordered_map>
 #include <vector>
 
+#include "bench/dispatch_ops.hpp"
 #include "core/op/op_table.hpp"
 #include "support/dispatch_fixture.hpp"
-#include "te_fl/dtype.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/op_manager.hpp"
 #include "te_fl/op_registry.hpp"
-#include "te_fl/ops/gemm.h"
-#include "te_fl/ops/optimizer.h"
 
 namespace {
 
+using namespace te_fl::bench_dispatch;
 using te_fl::OpId;
 using te_fl::OpManager;
 using te_fl::OpRegistry;
@@ -49,19 +48,8 @@ const te_fl_op_schema& schema() {
   return first;
 }
 
-te_fl_status nothing(void*, const te_fl_context*, const void* args) {
-  benchmark::DoNotOptimize(args);
-  return TE_FL_OK;
-}
-
-te_fl_op_desc descriptor(const char* id, uint32_t kind) {
-  te_fl_op_desc d;
-  d.op_name = "test::five";
-  d.impl_id = id;
-  d.kind = kind;
-  d.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT | TE_FL_OP_IN_PLACE_OK;
-  d.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
-  d.run = &nothing;
+te_fl_op_desc five(const char* id, uint32_t kind) {
+  te_fl_op_desc d = descriptor("test::five", id, kind);
   d.schema = &schema();
   return d;
 }
@@ -70,8 +58,8 @@ te_fl_op_desc descriptor(const char* id, uint32_t kind) {
 struct World {
   World() : manager(registry) {
     for (const te_fl_op_desc& d :
-         {descriptor("default.x", TE_FL_KIND_DEFAULT), descriptor("vendor.x", TE_FL_KIND_VENDOR),
-          descriptor("reference.x", TE_FL_KIND_REFERENCE)}) {
+         {five("default.x", TE_FL_KIND_DEFAULT), five("vendor.x", TE_FL_KIND_VENDOR),
+          five("reference.x", TE_FL_KIND_REFERENCE)}) {
       if (Status s = registry.register_op(d, "bench", "acme"); !s.ok()) te_fl::die(s);
     }
     op = registry.find("test::five").value();
@@ -121,7 +109,7 @@ void call(benchmark::State& state) {
 void call_supported(benchmark::State& state) {
   static World* const asked = [] {
     auto* w = new World;
-    te_fl_op_desc d = descriptor("default.asked", TE_FL_KIND_DEFAULT);
+    te_fl_op_desc d = five("default.asked", TE_FL_KIND_DEFAULT);
     d.flags &= ~uint32_t{TE_FL_OP_STATIC_SUPPORT};
     d.supports = &willing;
     d.priority = 1000;
@@ -204,8 +192,8 @@ void cold_resolve(benchmark::State& state) {
   OpRegistry registry;
   OpManager manager(registry);
   for (const te_fl_op_desc& d :
-       {descriptor("default.x", TE_FL_KIND_DEFAULT), descriptor("vendor.x", TE_FL_KIND_VENDOR),
-        descriptor("reference.x", TE_FL_KIND_REFERENCE)}) {
+       {five("default.x", TE_FL_KIND_DEFAULT), five("vendor.x", TE_FL_KIND_VENDOR),
+        five("reference.x", TE_FL_KIND_REFERENCE)}) {
     if (Status s = registry.register_op(d, "bench", "acme"); !s.ok()) te_fl::die(s);
   }
   const OpId op = registry.find("test::five").value();
@@ -235,73 +223,6 @@ void check(benchmark::State& state) {
 
 // ---- what users call: products in FP8 and without, shapes in turn, lists; of implementations that
 // return at once. Each stands beside `gemm`, the same product of BF16 tensors.
-
-te_fl_status one_kilobyte(void*, const te_fl_context*, const void*, size_t* bytes) {
-  *bytes = 1024;
-  return TE_FL_OK;
-}
-te_fl_status make_plan(void*, const te_fl_context*, const void*, void** plan) {
-  static char made;
-  *plan = &made;
-  return TE_FL_OK;
-}
-void drop_plan(void*, void*) {}
-
-// One implementation of an op of the catalogue; with `plans`, one that has plans and a workspace.
-struct One {
-  One(const char* name, bool plans) : manager(registry) {
-    te_fl_op_desc d = descriptor("vendor.x", TE_FL_KIND_VENDOR);
-    d.op_name = name;
-    d.schema = nullptr;
-    d.dtypes = TE_FL_MASK_ANY_DTYPE;
-    d.scalings = 0x3f;
-    if (plans) {
-      d.workspace = &one_kilobyte;
-      d.prepare = &make_plan;
-      d.destroy_plan = &drop_plan;
-    }
-    if (Status s = registry.register_op(d, "bench", "acme"); !s.ok()) te_fl::die(s);
-    op = registry.find(name).value();
-  }
-  OpRegistry registry;
-  OpManager manager;
-  OpId op;
-};
-One& gemm_impl(bool plans) {
-  static One* const direct = new One("generic_gemm", false);
-  static One* const planned = new One("generic_gemm", true);
-  return plans ? *planned : *direct;
-}
-
-enum Operands { kPlain, kScaled };
-enum Needs { kNothing, kPlans };
-
-te_fl::Tensor operand(Operands operands, std::vector<int64_t> shape) {
-  if (operands == kPlain) return te_fl::Tensor::zeros(shape, te_fl::DType::kBF16).value();
-  te_fl::QuantSpec spec;
-  spec.dtype = te_fl::DType::kF8E4M3;
-  spec.scaling = te_fl::Scaling::kTensor;
-  spec.columnwise = true;
-  return te_fl::Tensor::empty_quantized(shape, spec).value();
-}
-
-struct Product {
-  explicit Product(Operands operands, int64_t rows = 32)
-      : a(operand(operands, {rows, 64})),
-        b(operand(operands, {48, 64})),
-        d(operand(kPlain, {rows, 48})),
-        bias(operand(kPlain, {48})) {
-    args.a = a;
-    args.b = b;
-    args.d = d;
-    args.bias = bias;
-    args.trans_b = 1;
-  }
-  Product(const Product&) = delete;
-  Product& operator=(const Product&) = delete;
-  te_fl::Tensor a, b, d, bias;
-  te_fl_generic_gemm_args args;
-};
 
 void gemm(benchmark::State& state, Operands operands, Needs needs) {
   One& one = gemm_impl(needs == kPlans);
@@ -347,21 +268,10 @@ void gemm_shapes(benchmark::State& state, Operands operands, Needs needs) {
 
 // 64 tensors into 64 others.
 void lists(benchmark::State& state) {
-  static One* const one = new One("multi_tensor_scale", false);
-  constexpr int kTensors = 64;
-  std::vector<te_fl::Tensor> tensors;
-  for (int i = 0; i < 2 * kTensors; ++i) tensors.push_back(operand(kPlain, {4, 8}));
-  std::vector<const te_fl_tensor*> pointers;
-  for (const te_fl::Tensor& t : tensors) pointers.push_back(t);
-  const te_fl::Tensor flag = te_fl::Tensor::zeros({1}, te_fl::DType::kI32).value();
-  te_fl_multi_tensor_scale_args args;
-  args.inputs = pointers.data();
-  args.inputs_count = kTensors;
-  args.outputs = pointers.data() + kTensors;
-  args.outputs_count = kTensors;
-  args.noop_flag = flag;
+  One& one = scale_impl();
+  Lists lists(64);
   for (auto _ : state) {
-    if (!one->manager.call(one->op, &args).ok()) state.SkipWithError("call failed");
+    if (!one.manager.call(one.op, &lists.args).ok()) state.SkipWithError("call failed");
   }
 }
 

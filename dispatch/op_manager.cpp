@@ -123,6 +123,7 @@ Status PreparedOp::call(const void* args, const CallOptions& options) const {
         TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
       if (!(call.signature == rep.signature)) [[unlikely]]
         return wrong_signature(call);
+      if (!entry.yields_to(rep.number)) return run_known(call);
       if (entry.handle != rep.number) entry.take(rep.number);
       if (entry.worth_remembering()) {
         entry.last.take(*call.row.compiled, args);

@@ -140,28 +140,6 @@ struct KeySink {
 
 }  // namespace
 
-// The part of a record that prepare() may read: of one that the op is to fill in, the storage
-// alone; what else stands there is left over from an earlier call.
-void PlanKey::add_record(const te_fl_arg_desc& arg, const te_fl_saved* record) {
-  if (record == nullptr) return add(0);
-  const bool read = arg.role == TE_FL_IN;
-  const char* producer = read ? record->producer : nullptr;
-  add(1 | (read && record->opaque != 0 ? 2 : 0) | (producer != nullptr ? 4 : 0) |
-      uint64_t{record->struct_size} << 32);
-  KeySink sink{words_};
-  core::walk_tensor(record->storage, sink);
-  if (producer != nullptr) add_text(producer);
-}
-
-void PlanKey::add_text(std::string_view text) {
-  add(text.size());
-  for (size_t at = 0; at < text.size(); at += sizeof(uint64_t)) {
-    uint64_t word = 0;
-    std::memcpy(&word, text.data() + at, std::min(sizeof word, text.size() - at));
-    add(word);
-  }
-}
-
 // For each element of an output list the first other list, from 1, that has its memory at the same
 // place; 0 if there is none.
 void PlanKey::add_list_sharing(const te_fl_op_schema& schema, const void* args, uint32_t out) {
@@ -235,12 +213,6 @@ void PlanKey::set(const core::CompiledOp& op, const void* args, const te_fl_cont
   }
   KeySink sink{words_};
   core::walk_call(op.layout(), all, sink);
-  for (uint32_t i = 0; i < schema.arg_count; ++i) {
-    const te_fl_arg_desc& arg = *schema.args[i];
-    if (arg.type == TE_FL_ARG_SAVED) {
-      add_record(arg, member_or<const te_fl_saved*>(arg.offset, args, nullptr));
-    }
-  }
   add_sharing(schema, args);
 }
 
@@ -495,7 +467,7 @@ const Plan* PlanCache::insert(std::string key, const Device& device, void* made)
   }
   at->second = std::move(plan);
   const Plan* kept = at->second.get();
-  if (plans_.size() > kMaxPlans) drop_oldest();
+  if (plans_.size() > (impl_.plan_memory ? kMaxMemoryPlans : kMaxPlans)) drop_oldest();
   return kept;
 }
 

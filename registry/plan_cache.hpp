@@ -65,13 +65,14 @@ struct Plan {
 };
 
 // Plans of one implementation, shared by all threads, least recently used dropped beyond kMaxPlans,
-// save those that a graph was captured with.
+// or kMaxMemoryPlans if they own device memory, save those that a graph was captured with.
 // A dropped plan is destroyed when no thread is inside an op that may use it, and, if it owns
 // device memory, when the events behind its work are done. These are looked at when a plan is
 // added.
 class PlanCache {
  public:
-  static constexpr size_t kMaxPlans = 256;
+  static constexpr size_t kMaxPlans = 2048;
+  static constexpr size_t kMaxMemoryPlans = 256;
   explicit PlanCache(const Implementation& impl) : impl_(impl) {}
 
   // The plan for `key`, null if there is none (any more). One that is found while `capturing` is
@@ -157,8 +158,6 @@ class PlanKey {
  private:
   void add_device(const te_fl_context& context);
   void add(uint64_t word) { words_.push_back(word); }
-  void add_record(const te_fl_arg_desc& arg, const te_fl_saved* record);
-  void add_text(std::string_view text);
   void add_sharing(const te_fl_op_schema& schema, const void* args);
   void add_list_sharing(const te_fl_op_schema& schema, const void* args, uint32_t out);
 

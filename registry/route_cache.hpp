@@ -96,7 +96,13 @@ struct alignas(64) HandleEntry {
   KnownCall known;       // of `last`
   core::ExactMemo last;  // a call of the handle that was in order
   uint32_t misses = 0;   // calls since that were not the same
+  uint32_t rivals = 0;   // calls of other handles
 
+  // Handles in turn that share a place are not made to pay for losing it at every call, so another
+  // one gets it now and then.
+  bool yields_to(uint64_t number) noexcept {
+    return handle == number || handle == 0 || ++rivals % 16 == 0;
+  }
   void take(uint64_t number) noexcept {
     handle = number;
     misses = 0;

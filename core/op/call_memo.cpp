@@ -10,15 +10,21 @@ namespace {
 constexpr uint64_t kPlanAlignment = 256;  // as far as a plan's key tells alignments apart
 constexpr uint64_t kMostAlignment = 8;    // of an element of any dtype
 
-uint64_t lowest_bit(uint64_t word) noexcept { return word & (~word + 1); }
+// Returns all bits up to the lowest one of the address, which are as many as it is aligned to, as
+// far as a plan's key tells.
+uint64_t alignment_mask(uint64_t address) noexcept {
+  const uint64_t bits = address | kPlanAlignment;
+  return bits ^ (bits - 1);
+}
 
 // Puts a call's addresses and numbers in the place of a record's, and looks at what they are.
 struct TakeOverSink {
   uint64_t* at;
-  uint64_t begin = 0;  // where the tensor's memory begins
-  bool bad = false;    // less aligned, or absent where it was present
-  bool other = false;  // aligned otherwise
-  uint64_t moved = 0, renumbered = 0;
+  uint64_t begin = 0;     // where the tensor's memory begins
+  uint64_t less = 0;      // less aligned
+  uint64_t other = 0;     // aligned otherwise
+  uint64_t presence = 0;  // the highest bit: absent where it was present, or present now
+  uint64_t renumbered = 0;
   bool structure(uint64_t) noexcept {
     ++at;
     return true;
@@ -28,15 +34,16 @@ struct TakeOverSink {
     renumbered |= *at ^ now;
     *at++ = now;
   }
-  void address(uint64_t now) noexcept {
+  TE_FL_INLINE void address(uint64_t now) noexcept {
     const uint64_t old = *at;
     *at++ = now;
-    moved |= old ^ now;
-    const uint64_t alignment = lowest_bit(old | kPlanAlignment);
-    bad |= (old == 0) != (now == 0) || (now & (std::min(alignment, kMostAlignment) - 1)) != 0;
-    other |= alignment != lowest_bit(now | kPlanAlignment);
+    presence |= (old - 1) ^ (now - 1);  // no address of a process has the highest bit
+    const uint64_t was = alignment_mask(old);
+    less |= now & (was >> 1) & (kMostAlignment - 1);
+    other |= was ^ alignment_mask(now);
     if (begin == 0) begin = now;
   }
+  bool is_bad() const noexcept { return less != 0 || presence >> 63 != 0; }
 };
 
 typedef uint32_t Lanes __attribute__((vector_size(4 * CallLayout::kLanes)));
@@ -67,20 +74,165 @@ Sharing find_sharing(const CallLayout& layout, const uint32_t* begins) noexcept 
   return {any(forbidden), any(allowed)};
 }
 
+// Hashes below this and those of arguments from it on stand for absent memory; each argument has
+// its own.
+constexpr uint32_t kAbsent = 64;
+
+uint32_t hash_of(uint64_t begin) noexcept {
+  return static_cast<uint32_t>((begin * 0x9e3779b97f4a7c15u) >> 32);
+}
 void note_begin(uint32_t* begins, size_t i, uint64_t begin) noexcept {
-  // No tensor, and most likely no tensor's hash.
-  begins[i] = begin == 0 ? static_cast<uint32_t>(i)
-                         : static_cast<uint32_t>((begin * 0x9e3779b97f4a7c15u) >> 32);
+  begins[i] = begin == 0 ? static_cast<uint32_t>(i) : hash_of(begin);
 }
 
-bool store(const CallLayout& layout, const void* args, std::vector<uint64_t>& words) noexcept {
+// Lists are gone through in pieces of as many elements.
+constexpr size_t kPiece = 64;
+
+// Holds hashes of where the elements of a piece begin, list by list.
+struct Begins {
+  alignas(16) uint32_t of[CallLayout::kMaxLists][kPiece];
+};
+
+typedef uint64_t Addresses __attribute__((vector_size(16)));
+
+uint64_t all_of(const Addresses& addresses) noexcept { return addresses[0] | addresses[1]; }
+
+// These places are where the elements of a piece of a list were and are.
+struct Places {
+  alignas(16) uint64_t was[kPiece], is[kPiece];
+};
+
+// Looks at them as TakeOverSink::address() does; `count` is even.
+void look_at(const Places& places, size_t count, TakeOverSink& sink) noexcept {
+  Addresses presence{}, less{}, other{};
+  for (size_t k = 0; k < count; k += 2) {
+    const auto was = load_as<Addresses>(places.was + k), is = load_as<Addresses>(places.is + k);
+    presence |= (was - 1) ^ (is - 1);
+    const Addresses old = was | kPlanAlignment, now = is | kPlanAlignment;
+    const Addresses mask = old ^ (old - 1);
+    less |= is & mask >> 1;
+    other |= mask ^ now ^ (now - 1);
+  }
+  sink.presence |= all_of(presence);
+  sink.less |= all_of(less) & (kMostAlignment - 1);
+  sink.other |= all_of(other);
+}
+
+// Takes over where `count` elements of a list are now, and steps over their words.
+uint64_t* replace_elements(const te_fl_tensor* const* items, size_t count, uint64_t* words,
+                           TakeOverSink& sink, uint32_t* begins, uint32_t absent) noexcept {
+  Places places;
+  for (size_t k = 0; k < count; ++k) {
+    const te_fl_tensor& t = *items[k];
+    uint64_t now;
+    if (words[kPresentWord] != 0) [[unlikely]] {
+      sink.at = words;
+      sink.begin = 0;
+      walk_tensor(&t, sink);
+      words = sink.at;
+      now = places.was[k] = sink.begin;
+    } else {
+      places.was[k] = words[kAddressWord];
+      now = t.dl.data == nullptr ? 0 : reinterpret_cast<uintptr_t>(t.dl.data) + t.dl.byte_offset;
+      words[kAddressWord] = now;
+      // The rank is the one among the words, too, but those would have to be waited for.
+      words += kExtentWord + t.dl.ndim;
+    }
+    places.is[k] = now;
+    begins[k] = now == 0 ? absent : hash_of(now);
+  }
+  if (count % 2 != 0) places.was[count] = places.is[count] = 0;
+  look_at(places, count + count % 2, sink);
+  return words;
+}
+
+// Returns true if elements of one index are the same; `count` is a multiple of kLanes.
+bool meet(const uint32_t* a, const uint32_t* b, size_t count) noexcept {
+  Lanes hits{};
+  for (size_t k = 0; k < count; k += CallLayout::kLanes) {
+    hits |= static_cast<Lanes>(load_as<Lanes>(a + k) == load_as<Lanes>(b + k));
+  }
+  return any(hits);
+}
+bool meet(const uint32_t* a, uint32_t b, size_t count) noexcept {
+  Lanes hits{};
+  for (size_t k = 0; k < count; k += CallLayout::kLanes) {
+    hits |= static_cast<Lanes>(load_as<Lanes>(a + k) == b);
+  }
+  return any(hits);
+}
+
+// Adds how a list shares memory with the op's tensors and the lists before it, of the elements that
+// a piece has.
+void share_list(const CallLayout& layout, size_t l, const uint32_t* tensors, const Begins& begins,
+                size_t count, Sharing& sharing) noexcept {
+  const CallLayout::List& list = layout.lists[l];
+  const auto add = [&](size_t slot, bool met) {
+    sharing.forbidden |= met && (list.forbidden >> slot & 1) != 0;
+    sharing.allowed |= met && (list.allowed >> slot & 1) != 0;
+  };
+  const auto matters = [&](size_t slot) {
+    return ((list.forbidden | list.allowed) >> slot & 1) != 0;
+  };
+  const size_t n = layout.tensors.size();
+  for (size_t i = 0; i < n; ++i) {
+    if (matters(i)) add(i, meet(begins.of[l], tensors[i], count));
+  }
+  for (size_t j = 0; j < l; ++j) {
+    if (matters(n + j)) add(n + j, meet(begins.of[l], begins.of[j], count));
+  }
+}
+
+// Takes over where the lists' elements are. They are compared with the op's tensors and with those
+// of the same index in other lists, as the check does it.
+void replace_lists(const CallLayout& layout, const std::byte* args, CallRecord& record,
+                   TakeOverSink& sink, const uint32_t* tensors, Sharing& sharing) noexcept {
+  uint64_t* words[CallLayout::kMaxLists];
+  size_t longest = 0;
+  for (size_t l = 0; l < layout.lists.size(); ++l) {
+    words[l] = record.words.data() + record.lists[l];
+    longest = std::max(longest, static_cast<size_t>(items_of(layout.lists[l], args).count));
+  }
+  Begins begins;
+  for (size_t first = 0; first < longest; first += kPiece) {
+    const size_t count = std::min(kPiece, longest - first);
+    const size_t lanes = (count + CallLayout::kLanes - 1) / CallLayout::kLanes * CallLayout::kLanes;
+    for (size_t l = 0; l < layout.lists.size(); ++l) {
+      const ListItems all = items_of(layout.lists[l], args);
+      const auto absent = static_cast<uint32_t>(kAbsent + l);
+      const size_t here = all.count == 0 ? 0 : count;  // 0: the list is left out
+      words[l] = replace_elements(all.items + first, here, words[l], sink, begins.of[l], absent);
+      std::fill(begins.of[l] + here, begins.of[l] + lanes, absent);
+      share_list(layout, l, tensors, begins, lanes, sharing);
+    }
+  }
+}
+
+// Notes where each list's elements begin among the words of a call that is in order.
+void note_lists(const CallLayout& layout, const std::byte* args, CallRecord& record) {
+  CountSink sink;
+  walk_tensors(layout, args, sink);
+  walk_rest(layout, args, sink);
+  walk_counts(layout, args, sink);
+  for (size_t l = 0; l < std::min(layout.lists.size(), CallLayout::kMaxLists); ++l) {
+    record.lists[l] = static_cast<uint32_t>(sink.words);
+    walk_list(layout.lists[l], args, sink);
+  }
+}
+
+bool store(const CallLayout& layout, const void* raw, CallRecord& record) noexcept {
+  const auto* args = static_cast<const std::byte*>(raw);
+  record.words.clear();
   try {
-    words.clear();
-    StoreSink sink{words};
-    walk_call(layout, static_cast<const std::byte*>(args), sink);
+    CountSink count;
+    walk_call(layout, args, count);
+    record.words.reserve(count.words);
+    StoreSink sink{record.words};
+    walk_call(layout, args, sink);
+    if (!layout.lists.empty()) note_lists(layout, args, record);
     return true;
   } catch (...) {  // out of memory
-    words.clear();
+    record.words.clear();
     return false;
   }
 }
@@ -97,7 +249,8 @@ Sharing replace(const CallLayout& layout, const void* raw, CallRecord& record,
     note_begin(begins, i++, sink.begin);
   }
   walk_rest(layout, args, sink);
-  const Sharing sharing = find_sharing(layout, begins);
+  Sharing sharing = find_sharing(layout, begins);
+  if (!layout.lists.empty()) replace_lists(layout, args, record, sink, begins, sharing);
   // Empty tensors may share what others may not.
   record.shares = sharing.allowed || sharing.forbidden;
   return sharing;
@@ -115,10 +268,8 @@ Changes take_over(const CallLayout& layout, const void* args, CallRecord& record
   bool in_order = layout.lanes != 0;
   if (in_order) {
     const Sharing sharing = replace(layout, args, record, sink);
-    in_order = !sink.bad && !sharing.forbidden;
+    in_order = !sink.is_bad() && !sharing.forbidden;
   }
-  // Lists would have to be compared with each other.
-  if (sink.moved != 0 && !layout.lists.empty()) in_order = false;
   if (in_order && sink.renumbered != 0) {
     Signature now;
     in_order = Finder(*layout.op, args).numbers(now) && now.later == record.signature.later;
@@ -127,15 +278,15 @@ Changes take_over(const CallLayout& layout, const void* args, CallRecord& record
     record.op = 0;
     return Changes::kUnclear;
   }
-  const bool plan =
-      sink.renumbered != 0 || sink.other || (sink.moved != 0 && (shared || record.shares));
+  // Something has changed: if it is no number, then an address.
+  const bool plan = sink.renumbered != 0 || sink.other != 0 || shared || record.shares;
   return plan ? Changes::kPlan : Changes::kNone;
 }
 
 bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
                  const Signature& signature, CallRecord& record) noexcept {
   record.op = 0;
-  if (!store(layout, args, record.words)) return false;
+  if (!store(layout, args, record)) return false;
   record.hash = hash;
   record.signature = signature;
   record.shares = true;  // where nobody looks

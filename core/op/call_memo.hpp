@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -25,6 +26,7 @@ struct CallRecord {
   Signature signature;
   bool shares = false;  // an output begins where another argument does
   std::vector<uint64_t> words;
+  uint32_t lists[CallLayout::kMaxLists] = {};  // where each list's elements begin in `words`
 };
 
 // Finds where a call is remembered. It returns false if the call cannot be, or is out of order.
@@ -45,16 +47,16 @@ Changes take_over(const CallLayout& layout, const void* args, CallRecord& record
 bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
                  const Signature& signature, CallRecord& record) noexcept;
 
-// The records of one thread, four ways. `Known` is what dispatch found out about the remembered
-// call: a default-made one knows nothing, `filled` says which call it is of, forget_plan() is
-// called where a plan may not serve any more, forget_answer() where an address or number is
-// another.
+// The records of one thread, four ways, in sets that are made when a call first belongs there.
+// `Known` is what dispatch found out about the remembered call: a default-made one knows nothing,
+// `filled` says which call it is of, forget_plan() is called where a plan may not serve any more,
+// forget_answer() where an address or number is another.
 template <class Known>
 class CallMemo {
  public:
-  static constexpr uint32_t kSets = 64;
+  static constexpr uint32_t kSets = 1024;
   static constexpr uint32_t kWays = 4;
-  static constexpr size_t kMaxWords = 1 << 17;  // of all records
+  static constexpr size_t kMaxWords = 1 << 18;  // of all records
 
   struct Slot : CallRecord {
     Known known;
@@ -62,12 +64,7 @@ class CallMemo {
     Slot* next = nullptr;
   };
 
-  CallMemo() {
-    none_.next = &none_;
-    for (uint32_t s = 0; s < kSets; ++s) {
-      for (Slot& slot : sets_[s].slots) slot.next = &none_;
-    }
-  }
+  CallMemo() { none_.next = &none_; }
   CallMemo(const CallMemo&) = delete;
   CallMemo& operator=(const CallMemo&) = delete;
 
@@ -78,8 +75,6 @@ class CallMemo {
     const auto* args = static_cast<const std::byte*>(raw);
     if (load_as<uint32_t>(args) < layout.args_size) return nullptr;
     if (g_validate.load(std::memory_order_relaxed)) return nullptr;
-    if (layout.saved_offset != 0 && load_as<const void*>(args + layout.saved_offset) != nullptr)
-      return nullptr;
     // Programs make the same calls in the same order again and again, so the one that followed the
     // last one is most likely this one, and its words can be compared at once.
     Slot* const last = last_;
@@ -101,8 +96,9 @@ class CallMemo {
   // Remembers a call that find() did not know and the check found in order. Null if it cannot be.
   Slot* put(const CallLayout& layout, const void* args, uint64_t hash,
             const Signature& signature) noexcept {
-    if (hash == 0) return nullptr;
-    Set& set = sets_[hash % kSets];
+    Set* const made = hash == 0 ? nullptr : set_for(hash);
+    if (made == nullptr) return nullptr;
+    Set& set = *made;
     const uint32_t way = set.next;
     Slot& slot = set.slots[way];
     set.next = (way + 1) % kWays;
@@ -128,6 +124,17 @@ class CallMemo {
     std::array<Slot, kWays> slots;
   };
 
+  // Null if there is no memory.
+  Set* set_for(uint64_t hash) noexcept {
+    std::unique_ptr<Set>& set = sets_[hash % kSets];
+    if (set == nullptr) {
+      set.reset(new (std::nothrow) Set);
+      if (set == nullptr) return nullptr;
+      for (Slot& slot : set->slots) slot.next = &none_;
+    }
+    return set.get();
+  }
+
   // True if a call of the slot's words, other addresses and numbers aside, is in order; then the
   // slot is the call's.
   bool takes_over(const CallLayout& layout, const void* raw, Slot& slot) noexcept {
@@ -149,7 +156,9 @@ class CallMemo {
       hash = 0;
       return nullptr;
     }
-    Set& set = sets_[hash % kSets];
+    Set* const made = sets_[hash % kSets].get();
+    if (made == nullptr) return nullptr;
+    Set& set = *made;
     for (uint32_t way = 0; way < kWays; ++way) {
       if (set.hashes[way] != hash) continue;
       Slot& slot = set.slots[way];
@@ -166,20 +175,20 @@ class CallMemo {
   // Long lists take much room; then what else is remembered goes.
   void forget_others(const Slot& kept) noexcept {
     words_ = 0;
-    for (uint32_t s = 0; s < kSets; ++s) {
-      for (uint32_t way = 0; way < kWays; ++way) {
-        Slot& slot = sets_[s].slots[way];
+    for (const std::unique_ptr<Set>& set : sets_) {
+      for (uint32_t way = 0; set != nullptr && way < kWays; ++way) {
+        Slot& slot = set->slots[way];
         if (&slot == &kept) continue;
         slot.op = 0;
         slot.known = {};
-        sets_[s].hashes[way] = 0;
+        set->hashes[way] = 0;
         std::vector<uint64_t>().swap(slot.words);
       }
     }
     words_ = kept.words.capacity();
   }
 
-  std::unique_ptr<Set[]> sets_ = std::make_unique<Set[]>(kSets);
+  std::array<std::unique_ptr<Set>, kSets> sets_;
   Slot none_;            // never a call's
   Slot* last_ = &none_;  // of the last call
   size_t words_ = 0;

@@ -45,6 +45,28 @@ CallLayout::Output make_output(const CompiledOp::Impl& op, const std::vector<uin
   return output;
 }
 
+// This says if two arguments may have one address; of two that are only read nobody asks.
+enum class Alias { kRead, kAllowed, kForbidden };
+Alias alias_of(const CompiledOp::Impl& op, uint8_t i, uint8_t j) {
+  const Arg &a = op.args[i], &b = op.args[j];
+  if (i == j || (!a.writes() && !b.writes())) return Alias::kRead;
+  const bool allowed =
+      (!a.writes() || (a.may_alias >> j & 1) != 0) && (!b.writes() || (b.may_alias >> i & 1) != 0);
+  return allowed ? Alias::kAllowed : Alias::kForbidden;
+}
+
+void note_list_sharing(const CompiledOp::Impl& op, std::vector<uint8_t> slots,
+                       const std::vector<uint8_t>& lists, CallLayout& layout) {
+  slots.insert(slots.end(), lists.begin(), lists.end());
+  for (size_t l = 0; l < lists.size(); ++l) {
+    for (size_t j = 0; j < slots.size(); ++j) {
+      const Alias alias = alias_of(op, lists[l], slots[j]);
+      if (alias == Alias::kForbidden) layout.lists[l].forbidden |= uint64_t{1} << j;
+      if (alias == Alias::kAllowed) layout.lists[l].allowed |= uint64_t{1} << j;
+    }
+  }
+}
+
 }  // namespace
 
 CompiledOp::Impl::Impl() = default;
@@ -55,7 +77,7 @@ std::unique_ptr<const CallLayout> make_layout(const CompiledOp::Impl& op) {
   layout->op = &op;
   layout->number = g_numbers.fetch_add(1, std::memory_order_relaxed);
   layout->args_size = op.schema.args_size;
-  std::vector<uint8_t> tensors;  // arguments, as numbered in layout->tensors
+  std::vector<uint8_t> tensors, lists;  // arguments, as numbered in layout->tensors and lists
   for (size_t i = 0; i < op.args.size(); ++i) {
     const Arg& arg = op.args[i];
     if (arg.is_tensor()) {
@@ -67,22 +89,25 @@ std::unique_ptr<const CallLayout> make_layout(const CompiledOp::Impl& op) {
       }
     } else if (arg.is_list()) {
       layout->lists.push_back({arg.offset, arg.count_offset});
+      lists.push_back(static_cast<uint8_t>(i));
     } else if (arg.is_integers()) {
       layout->integers.push_back({arg.offset, arg.count_offset});
     } else if (arg.type == TE_FL_ARG_COMMUNICATOR) {
       layout->communicators.push_back(arg.offset);
     } else if (arg.type == TE_FL_ARG_SAVED) {
-      layout->saved_offset = arg.offset;
+      layout->saved = {arg.offset, arg.role == TE_FL_IN};
     } else {
       add_scalar(*layout, arg, decides(op, i));
     }
   }
-  if (tensors.size() > CallLayout::kMaxTensors) return layout;
+  if (tensors.size() > CallLayout::kMaxTensors || lists.size() > CallLayout::kMaxLists)
+    return layout;
   layout->lanes =
       (tensors.size() + CallLayout::kLanes - 1) / CallLayout::kLanes * CallLayout::kLanes;
   for (uint32_t i = 0; i < tensors.size(); ++i) {
     if (op.args[tensors[i]].writes()) layout->outputs.push_back(make_output(op, tensors, i));
   }
+  note_list_sharing(op, tensors, lists, *layout);
   return layout;
 }
 

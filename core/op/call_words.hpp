@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -28,6 +29,14 @@ TE_FL_INLINE T load_as(const void* p) noexcept {
 struct CallLayout {
   struct List {
     uint32_t offset, count_offset;
+    // A list of tensors has a bit here for each argument that its elements may not share memory
+    // with where one of the two is written, and for each that they may: `tensors` first, then
+    // `lists`.
+    uint64_t forbidden = 0, allowed = 0;
+  };
+  struct Saved {
+    uint32_t offset = 0;  // 0: the op has no saved record
+    bool read = false;    // by the op; else what stands in it is left over from an earlier call
   };
   // Scalars, 4 or 8 bytes at a time. What decides which rules hold (bools, enums) is structure: a
   // call with another value is another call. A number may change from call to call.
@@ -46,11 +55,12 @@ struct CallLayout {
   };
 
   static constexpr size_t kMaxHashed = 2;
+  static constexpr size_t kMaxLists = 8;  // beyond, calls whose memory moves are checked
 
   const CompiledOp::Impl* op = nullptr;
   uint64_t number = 0;  // unique in the process, never given again
   uint32_t args_size = 0;
-  uint32_t saved_offset = 0;  // 0: the op has no saved record
+  Saved saved;
   std::vector<uint32_t> tensors;
   std::vector<List> lists;
   std::vector<List> integers;
@@ -63,13 +73,20 @@ struct CallLayout {
 
 std::unique_ptr<const CallLayout> make_layout(const CompiledOp::Impl& op);
 
+// A tensor with neither strides nor quantisation data has these, counted from its first word:
+// whether there are such data, the address, and then the extents.
+inline constexpr size_t kPresentWord = 2, kAddressWord = 4, kExtentWord = 5;
+
 // A sink takes the words in order. structure() says whether what follows may be read: it has the
 // same extent as what was remembered. same() takes what must be equal, address() where memory
 // begins (0: nowhere), number() a scalar that may change.
 template <class Sink>
 TE_FL_INLINE bool walk_tensor(const te_fl_tensor* t, Sink& sink) {
   if (t == nullptr) return sink.structure(0);
-  if (!sink.structure(load_as<uint64_t>(t))) return false;  // struct_size and provider
+  const auto size = load_as<uint64_t>(t);  // and provider
+  if (size == 0) [[unlikely]]
+    return false;  // it is out of order, and must not pass for an absent one
+  if (!sink.structure(size)) return false;
   const te_fl_dltensor& dl = t->dl;
   static_assert(offsetof(te_fl_dltensor, dtype) == offsetof(te_fl_dltensor, ndim) + 4);
   if (!sink.structure(load_as<uint64_t>(&dl.ndim))) return false;  // rank and dtype
@@ -118,7 +135,68 @@ TE_FL_INLINE bool walk_communicator(const te_fl_communicator* c, Sink& sink) {
   return c->maker != nullptr && c->maker[0] != '\0';
 }
 
-// The arguments behind the tensors.
+// The words of a saved record are all that it says where the op reads it, and its storage alone
+// where the op writes it.
+template <class Sink>
+TE_FL_INLINE bool walk_record(const te_fl_saved* record, bool read, Sink& sink) {
+  if (!sink.structure(record != nullptr)) return false;
+  if (record == nullptr) return true;
+  if (!sink.structure(load_as<uint32_t>(record))) return false;  // its size
+  if (!walk_tensor(record->storage, sink)) return false;
+  if (!read) return true;
+  const char* const producer = record->producer;
+  const size_t length = producer == nullptr ? 0 : std::strlen(producer);
+  if (!sink.structure(uint64_t{record->opaque != 0} | uint64_t{producer != nullptr} << 1 |
+                      uint64_t{length} << 2)) {
+    return false;
+  }
+  for (size_t at = 0; at < length; at += sizeof(uint64_t)) {
+    uint64_t word = 0;
+    std::memcpy(&word, producer + at, std::min(sizeof word, length - at));
+    sink.same(word);
+  }
+  return true;
+}
+
+// These are the elements of a list; one whose pointer is absent has none.
+struct ListItems {
+  const te_fl_tensor* const* items;
+  int64_t count;
+};
+TE_FL_INLINE ListItems items_of(const CallLayout::List& list, const std::byte* args) noexcept {
+  const auto* items = load_as<const te_fl_tensor* const*>(args + list.offset);
+  return {items, items == nullptr ? 0 : load_as<int64_t>(args + list.count_offset)};
+}
+
+// Walks the lengths of the lists of tensors.
+template <class Sink>
+TE_FL_INLINE bool walk_counts(const CallLayout& layout, const std::byte* args, Sink& sink) {
+  for (const CallLayout::List& list : layout.lists) {
+    if (!sink.structure(load_as<uint64_t>(args + list.count_offset))) return false;
+    if (!sink.structure(load_as<const void*>(args + list.offset) != nullptr)) return false;
+  }
+  return true;
+}
+
+template <class Sink>
+TE_FL_INLINE bool walk_list(const CallLayout::List& list, const std::byte* args, Sink& sink) {
+  const ListItems all = items_of(list, args);
+  for (int64_t k = 0; k < all.count; ++k) {
+    if (!walk_tensor(all.items[k], sink)) return false;
+  }
+  return true;
+}
+// Walks the elements of one list after the other.
+template <class Sink>
+TE_FL_INLINE bool walk_lists(const CallLayout& layout, const std::byte* args, Sink& sink) {
+  if (!walk_counts(layout, args, sink)) return false;
+  for (const CallLayout::List& list : layout.lists) {
+    if (!walk_list(list, args, sink)) return false;
+  }
+  return true;
+}
+
+// The arguments that are neither tensors nor lists of them.
 template <class Sink>
 TE_FL_INLINE bool walk_rest(const CallLayout& layout, const std::byte* args, Sink& sink) {
   for (const CallLayout::Scalar& scalar : layout.scalars) {
@@ -142,26 +220,25 @@ TE_FL_INLINE bool walk_rest(const CallLayout& layout, const std::byte* args, Sin
   for (const uint32_t offset : layout.communicators) {
     if (!walk_communicator(load_as<const te_fl_communicator*>(args + offset), sink)) return false;
   }
-  for (const CallLayout::List& list : layout.lists) {
-    const auto* items = load_as<const te_fl_tensor* const*>(args + list.offset);
-    const auto count = load_as<int64_t>(args + list.count_offset);
-    if (!sink.structure(static_cast<uint64_t>(count))) return false;
-    if (!sink.structure(items != nullptr)) return false;
-    for (int64_t k = 0; items != nullptr && k < count; ++k) {
-      if (!walk_tensor(items[k], sink)) return false;
-    }
+  if (layout.saved.offset == 0) return true;
+  return walk_record(load_as<const te_fl_saved*>(args + layout.saved.offset), layout.saved.read,
+                     sink);
+}
+
+template <class Sink>
+TE_FL_INLINE bool walk_tensors(const CallLayout& layout, const std::byte* args, Sink& sink) {
+  if (!sink.structure(load_as<uint32_t>(args))) return false;  // the struct's size
+  for (const uint32_t offset : layout.tensors) {
+    if (!walk_tensor(load_as<const te_fl_tensor*>(args + offset), sink)) return false;
   }
   return true;
 }
 
-// Every argument but a saved record. The struct must be as long as the op's.
+// Every argument. The struct must be as long as the op's.
 template <class Sink>
 TE_FL_INLINE bool walk_call(const CallLayout& layout, const std::byte* args, Sink& sink) {
-  if (!sink.structure(load_as<uint32_t>(args))) return false;  // its size
-  for (const uint32_t offset : layout.tensors) {
-    if (!walk_tensor(load_as<const te_fl_tensor*>(args + offset), sink)) return false;
-  }
-  return walk_rest(layout, args, sink);
+  if (!walk_tensors(layout, args, sink) || !walk_rest(layout, args, sink)) return false;
+  return layout.lists.empty() || walk_lists(layout, args, sink);
 }
 
 // Puts the words of a call that is in order one after the other.
@@ -174,6 +251,15 @@ struct StoreSink {
   void same(uint64_t word) { words.push_back(word); }
   void address(uint64_t word) { words.push_back(word); }
   void number(uint64_t word) { words.push_back(word); }
+};
+
+// Counts the words.
+struct CountSink {
+  size_t words = 0;
+  bool structure(uint64_t) noexcept { return ++words != 0; }
+  void same(uint64_t) noexcept { ++words; }
+  void address(uint64_t) noexcept { ++words; }
+  void number(uint64_t) noexcept { ++words; }
 };
 
 // Compares a call with the words of one that was in order.

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "core/device/device_list.hpp"
+#include "registry/plan_cache.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
 #include "te_fl/environment.hpp"
@@ -328,12 +329,13 @@ class PlansOnDevice : public OnDevice {
   }
   // More than are kept, none of them called before.
   void make_others() {
-    for (int64_t rows = 3; rows < 600; ++rows) ASSERT_OK(call_with(rows));
+    for (int64_t rows = 3; rows < kMany; ++rows) ASSERT_OK(call_with(rows));
   }
   static bool is_destroyed(int64_t rows) {
     return std::find(destroyed.begin(), destroyed.end(), rows) != destroyed.end();
   }
 
+  static constexpr int64_t kMany = registry::PlanCache::kMaxPlans + 340;
   inline static std::vector<int64_t> destroyed;
 };
 
@@ -371,7 +373,7 @@ TEST_F(PlansOnDevice, OfGraphsAreKeptFromTheMomentThatTheyAreFound) {
   ASSERT_OK(call_with(1));
   fake.capturing = false;
   ASSERT_TRUE(between);
-  ASSERT_OK(call_with(600));  // destroys what was dropped while the capture was inside
+  ASSERT_OK(call_with(kMany));  // destroys what was dropped while the capture was inside
   EXPECT_TRUE(is_destroyed(3));
   EXPECT_FALSE(is_destroyed(1)) << "the graph holds it";
 }

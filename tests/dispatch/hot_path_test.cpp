@@ -7,10 +7,13 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <memory>
+#include <vector>
 
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
 #include "support/sanitizers.hpp"
+#include "te_fl/ops/optimizer.h"
 
 // A sanitizer has these functions for itself.
 #define TE_FL_SANITIZED (TE_FL_ASAN || TE_FL_TSAN)
@@ -115,6 +118,21 @@ class HotPath : public ::testing::Test {
     EXPECT_EQ(counts.locks, 0);
   }
 
+  static void give_plans(Fake& fake) {
+    fake.desc.prepare = [](void*, const te_fl_context*, const void*, void** plan) -> te_fl_status {
+      *plan = nullptr;
+      return TE_FL_OK;
+    };
+    fake.desc.destroy_plan = [](void*, void*) {};
+  }
+  static std::vector<std::unique_ptr<FiveCall>> make_shapes(int64_t count) {
+    std::vector<std::unique_ptr<FiveCall>> calls;
+    for (int64_t n = 1; n <= count; ++n) {
+      calls.push_back(std::make_unique<FiveCall>(DType::kF32, std::vector<int64_t>{n, 3}));
+    }
+    return calls;
+  }
+
   OpRegistry registry;
   OpManager manager{registry};
   Fake portable{"default.p"}, vendor{"vendor.v"};
@@ -182,22 +200,76 @@ TEST_F(HotPath, SupportsWorkspaceAndPlans) {
     *bytes = 100000;
     return TE_FL_OK;
   };
-  portable.desc.prepare = [](void*, const te_fl_context*, const void*,
-                             void** plan) -> te_fl_status {
-    *plan = nullptr;
-    return TE_FL_OK;
-  };
-  portable.desc.destroy_plan = [](void*, void*) {};
+  give_plans(portable);
   ASSERT_OK(registry.unregister_op("test::five", "default.p"));
   ASSERT_OK(registry.register_op(portable.desc));
   expect_clean([&] { return manager.call(op, &five.args); });
 }
 
+// A call that no thread knows finds its plan under a lock.
+TEST_F(HotPath, ManyPlannedShapes) {
+  give_plans(portable);
+  ASSERT_OK(registry.unregister_op("test::five", "default.p"));
+  ASSERT_OK(registry.register_op(portable.desc));
+  const auto calls = make_shapes(600);
+  for (const auto& call : calls) ASSERT_OK(manager.call(op, &call->args));
+  size_t next = 0;
+  expect_clean([&] { return manager.call(op, &calls[next++ % calls.size()]->args); });
+}
+
+TEST_F(HotPath, SavedRecords) {
+  Fake forward("default.p", testing::save_schema(true));
+  Fake backward("default.p", testing::save_schema(false));
+  for (Fake* f : {&forward, &backward}) {
+    f->desc.run = &nothing;
+    give_plans(*f);
+    ASSERT_OK(registry.register_op(f->desc));
+  }
+  const Tensor x = Tensor::zeros({4}, DType::kF32).value();
+  const Tensor y = Tensor::zeros({4}, DType::kF32).value();
+  te_fl_saved record;
+  testing::SaveArgs args;
+  args.x = x;
+  args.y = y;
+  args.saved = &record;
+  const OpId first = *registry.find("test::save_fwd"), second = *registry.find("test::save_bwd");
+  expect_clean([&] {
+    const Status done = manager.call(first, &args);
+    return done.ok() ? manager.call(second, &args) : done;
+  });
+  EXPECT_STREQ(record.producer, "default.p");
+}
+
+TEST_F(HotPath, ListsThatMove) {
+  Fake scale("default.p");
+  scale.desc.op_name = "multi_tensor_scale";
+  scale.desc.schema = nullptr;
+  scale.desc.later_args = nullptr;
+  scale.desc.dtypes = TE_FL_MASK_ANY_DTYPE;
+  scale.desc.run = &nothing;
+  give_plans(scale);
+  ASSERT_OK(registry.register_op(scale.desc));
+  const Tensor flag = Tensor::zeros({1}, DType::kI32).value();
+  std::vector<Tensor> tensors;
+  for (int i = 0; i < 12; ++i) tensors.push_back(Tensor::zeros({200}, DType::kF32).value());
+  const std::vector<const te_fl_tensor*> lists(tensors.begin(), tensors.end());
+  te_fl_multi_tensor_scale_args first;
+  first.inputs_count = first.outputs_count = 3;
+  first.inputs = lists.data();
+  first.outputs = lists.data() + 3;
+  first.noop_flag = flag;
+  te_fl_multi_tensor_scale_args second = first;
+  second.inputs += 6;
+  second.outputs += 6;
+  const OpId id = *registry.find("multi_tensor_scale");
+  ASSERT_OK(manager.call(id, &first));
+  int i = 0;
+  expect_clean([&] { return manager.call(id, ++i % 2 == 0 ? &first : &second); });
+}
+
 TEST_F(HotPath, ManyShapes) {
-  std::vector<std::unique_ptr<FiveCall>> calls;
-  for (int64_t n = 1; n < 50; ++n)
-    calls.push_back(std::make_unique<FiveCall>(DType::kF32, std::vector<int64_t>{n, 3}));
-  ASSERT_OK(manager.call(op, &calls[0]->args));
+  const auto calls = make_shapes(600);
+  for (const auto& call : calls) ASSERT_OK(manager.call(op, &call->args));
   size_t next = 0;
   expect_clean([&] { return manager.call(op, &calls[next++ % calls.size()]->args); });
 }

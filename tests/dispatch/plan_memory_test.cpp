@@ -65,7 +65,7 @@ class PlanMemory : public DeviceState {
   }
   // One plan each, until the oldest are dropped.
   void make_many(void* stream) {
-    for (int64_t n = 2; n < static_cast<int64_t>(registry::PlanCache::kMaxPlans) + 40; ++n) {
+    for (int64_t n = 2; n < static_cast<int64_t>(registry::PlanCache::kMaxMemoryPlans) + 40; ++n) {
       ASSERT_OK(call(stream, n));
     }
   }

@@ -258,7 +258,7 @@ TEST(Plans, AreNotTakenWhileTheyAreLookedAt) {
     return impl->plans->insert(std::string(key.text()), device, new int64_t(n));
   };
   insert(1)->used_on(nullptr);
-  const int64_t most = static_cast<int64_t>(registry::PlanCache::kMaxPlans);
+  const int64_t most = static_cast<int64_t>(registry::PlanCache::kMaxMemoryPlans);
   for (int64_t n = 2; n <= most + 1; ++n) insert(n);  // the first one is dropped
   far.api.is_capturing = [](void*, void*, int32_t* capturing,
                             const te_fl_error_sink*) -> te_fl_status {
@@ -288,6 +288,21 @@ TEST(Plans, AreNotTakenWhileTheyAreLookedAt) {
   ASSERT_OK(devices::remove(device));
 }
 
+TEST(Plans, OfManyShapesInTurnAreMadeOnce) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Planner planner;
+  ASSERT_OK(registry.register_op(planner.fake.desc));
+  const OpId op = *registry.find("test::five");
+  for (int round = 0; round < 2; ++round) {
+    for (int n = 1; n <= 1500; ++n) {
+      Cheap call(n);
+      ASSERT_OK(manager.call(op, &call.args));
+    }
+  }
+  EXPECT_EQ(g_made.load(), 1500);
+}
+
 TEST(Plans, AreBounded) {
   OpRegistry registry;
   OpManager manager(registry);
@@ -312,6 +327,7 @@ TEST(Plans, ManyThreadsShareAndDropThem) {
   OpRegistry registry;
   OpManager manager(registry);
   Planner planner;
+  planner.fake.desc.flags |= TE_FL_OP_PLAN_MEMORY;
   ASSERT_OK(registry.register_op(planner.fake.desc));
   const OpId op = *registry.find("test::five");
   std::vector<std::thread> threads;

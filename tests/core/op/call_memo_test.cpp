@@ -11,11 +11,13 @@
 
 #include "core/base/settings.hpp"
 #include "memo_check.hpp"
+#include "support/dispatch_fixture.hpp"
+#include "te_fl/ops/optimizer.h"
 
 namespace te_fl::core {
 namespace {
 
-alignas(4096) char g_memory[4096 * 12];
+alignas(4096) char g_memory[4096 * 32];
 
 struct Item {
   te_fl_tensor t{};
@@ -38,14 +40,24 @@ class CallUnderTest {
         const auto value = static_cast<float>(arg.neutral);
         std::memcpy(bytes() + arg.offset, &value, sizeof value);
       }
-      if (arg.type == TE_FL_ARG_TENSOR_LIST && next < shapes.size()) {
+      if (arg.type == TE_FL_ARG_I64) {
+        const auto value = static_cast<int64_t>(arg.neutral);
+        std::memcpy(bytes() + arg.offset, &value, sizeof value);
+      }
+      if (arg.type == TE_FL_ARG_SAVED) {
+        add_record(arg);
+        continue;
+      }
+      if (arg.type == TE_FL_ARG_TENSOR_LIST && next < shapes.size() && !shapes[next].empty()) {
         add_list(arg, shapes[next++]);
         continue;
       }
-      if (arg.type != TE_FL_ARG_TENSOR || next == shapes.size()) continue;
+      if (arg.type == TE_FL_ARG_TENSOR_LIST) ++next;  // left out
+      if (arg.type != TE_FL_ARG_TENSOR || next >= shapes.size()) continue;
       const std::vector<int64_t>& shape = shapes[next++];
       if (shape.empty()) continue;  // left out
-      const te_fl_tensor* t = &add_item(shape).t;
+      te_fl_tensor* t = &add_item(shape).t;
+      if ((arg.dtypes & TE_FL_BIT(TE_FL_F32)) == 0) t->dl.dtype = {TE_FL_CODE_INT, 32, 1};
       std::memcpy(bytes() + arg.offset, &t, sizeof t);
       offsets_.push_back(arg.offset);
     }
@@ -166,6 +178,13 @@ class CallUnderTest {
         std::memcpy(at, &next, sizeof next);
         return [at, old] { std::memcpy(at, &old, sizeof old); };
       }
+      case 14:
+        return change_record(random);
+      case 15: {  // the memory of another tensor
+        auto undo = keep(dl.data);
+        dl.data = items_[random() % items_.size()].t.dl.data;
+        return undo;
+      }
       case 16: {
         auto undo = keep(item.quant.scaling);
         item.quant.scaling = static_cast<uint32_t>(random() % 7);
@@ -223,8 +242,38 @@ class CallUnderTest {
     item.t.dl.shape = item.shape;
     item.t.dl.dtype = {TE_FL_CODE_FLOAT, 32, 1};
     item.t.dl.device = {TE_FL_DEVICE_CPU, 0};
-    item.t.dl.data = g_memory + 4096 * (items_.size() % 8);
+    item.t.dl.data = g_memory + 4096 * (items_.size() < 8 ? items_.size() : items_.size() + 4);
     return item;
+  }
+  void add_record(const te_fl_arg_desc& arg) {
+    Item& storage = add_item({16});
+    storage.t.dl.dtype = {TE_FL_CODE_UINT, 8, 1};
+    record_.storage = &storage.t;
+    has_record_ = true;
+    const te_fl_saved* record = &record_;
+    std::memcpy(bytes() + arg.offset, &record, sizeof record);
+  }
+  // Makes the record say something else.
+  std::function<void()> change_record(std::mt19937_64& random) {
+    const te_fl_saved old = record_;
+    if (!has_record_) return [] {};
+    switch (random() % 5) {
+      case 0:
+        record_.struct_size = static_cast<uint32_t>(random() % 40);
+        break;
+      case 1:
+        record_.opaque = static_cast<uint32_t>(random() % 2);
+        break;
+      case 2:
+        record_.producer = random() % 2 == 0 ? "vendor.of.a.name" : "default.x";
+        break;
+      case 3:
+        record_.storage = nullptr;
+        break;
+      default:
+        record_.storage = &items_[random() % items_.size()].t;
+    }
+    return [this, old] { record_ = old; };
   }
   // Another count, or no list.
   std::function<void()> change_list(std::mt19937_64& random) {
@@ -253,7 +302,9 @@ class CallUnderTest {
   std::vector<uint64_t> args_;
   std::deque<Item> items_;
   std::deque<std::vector<const te_fl_tensor*>> lists_;
-  const te_fl_arg_desc* list_ = nullptr;
+  const te_fl_arg_desc* list_ = nullptr;  // the last one
+  te_fl_saved record_;
+  bool has_record_ = false;
   std::vector<uint32_t> offsets_;  // of plain tensors; 0 for a list
 };
 
@@ -278,6 +329,14 @@ std::deque<CallUnderTest> good_calls() {
       .quantise(2);
   calls.emplace_back(schema_of("multi_tensor_unscale_l2norm"),
                      std::vector<std::vector<int64_t>>{{4, 4}, {1}, {1}});
+  calls.emplace_back(schema_of("multi_tensor_scale"),
+                     std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}, {1}});
+  calls.emplace_back(
+      schema_of("multi_tensor_adam"),
+      std::vector<std::vector<int64_t>>{{4, 4}, {4, 4}, {4, 4}, {4, 4}, {}, {1}, {1}});
+  calls.emplace_back(testing::save_schema(true), std::vector<std::vector<int64_t>>{{2, 4}, {2, 4}});
+  calls.emplace_back(testing::save_schema(false),
+                     std::vector<std::vector<int64_t>>{{2, 4}, {2, 4}});
   return calls;
 }
 
@@ -323,6 +382,7 @@ TEST(ExactMemo, RecognisesOnlyTheCallItself) {
     memo.take(call.op(), call.args());
     int same = 0, other = 0;
     const bool expects_hits = call.op().layout().lists.empty() &&
+                              call.op().layout().saved.offset == 0 &&
                               call.op().schema().args_size <= ExactMemo::kMaxArgs &&
                               call.op().schema().args_size % 8 == 0;
     for (int i = 0; i < 30000; ++i) {
@@ -376,6 +436,114 @@ TEST(Memo, OpsOfOneAddressAreNotMixedUp) {
     EXPECT_FALSE(check_by(memo, call.op(), call.args(), s));
   }
 }
+
+// The call has two lists of F32 tensors of four elements each, on memory that the test says.
+struct TwoLists {
+  explicit TwoLists(int64_t count) : items(static_cast<size_t>(2 * count)) {
+    for (Item& item : items) {
+      item.shape[0] = 4;
+      item.t.dl.ndim = 1;
+      item.t.dl.shape = item.shape;
+      item.t.dl.dtype = {TE_FL_CODE_FLOAT, 32, 1};
+      item.t.dl.device = {TE_FL_DEVICE_CPU, 0};
+      pointers.push_back(&item.t);
+    }
+    flag.shape[0] = 1;
+    flag.t.dl = items[0].t.dl;
+    flag.t.dl.dtype = {TE_FL_CODE_INT, 32, 1};
+    flag.t.dl.shape = flag.shape;
+    flag.t.dl.data = g_memory;
+    args.inputs = pointers.data();
+    args.outputs = pointers.data() + count;
+    args.inputs_count = args.outputs_count = count;
+    args.noop_flag = &flag.t;
+    move(1);
+  }
+  // Gives each tensor a place in memory that nobody reads, other ones each time.
+  void move(uintptr_t where) {
+    for (size_t i = 0; i < items.size(); ++i) {
+      items[i].t.dl.data = reinterpret_cast<void*>((where << 40) + (i + 1) * 256);
+    }
+  }
+  te_fl_dltensor& input(size_t k) { return items[k].t.dl; }
+  te_fl_dltensor& output(size_t k) { return items[items.size() / 2 + k].t.dl; }
+
+  std::deque<Item> items;
+  Item flag;
+  std::vector<const te_fl_tensor*> pointers;
+  te_fl_multi_tensor_scale_args args;
+};
+
+class MovingLists : public ::testing::TestWithParam<int64_t> {
+ protected:
+  // Returns true if the memo knows the call; the check finds it in order or not as `good` says.
+  bool knows(bool good = true) {
+    Signature s;
+    bool known = false;
+    EXPECT_EQ(check_by(memo, *op, &lists.args, s, &known), good);
+    return known;
+  }
+  const std::unique_ptr<const CompiledOp> op =
+      CompiledOp::compile(schema_of("multi_tensor_scale")).value();
+  TestMemo memo;
+  TwoLists lists{GetParam()};
+  const size_t last = static_cast<size_t>(GetParam()) - 1;
+};
+
+TEST_P(MovingLists, AreKnown) {
+  EXPECT_FALSE(knows());
+  for (uintptr_t where = 2; where < 6; ++where) {
+    lists.move(where);
+    EXPECT_TRUE(knows()) << where;
+    EXPECT_TRUE(knows()) << where;
+  }
+  lists.output(last).data = lists.input(last).data;  // in place, as the op may be called
+  EXPECT_TRUE(knows());
+}
+
+TEST_P(MovingLists, AreCheckedWhereTheyShareWhatTheyMayNot) {
+  EXPECT_FALSE(knows());
+  lists.move(2);
+  lists.output(last).data = lists.flag.t.dl.data;
+  EXPECT_FALSE(knows(false));
+  lists.move(3);
+  EXPECT_FALSE(knows());  // it was forgotten
+  lists.flag.t.dl.data = lists.output(last).data;
+  EXPECT_FALSE(knows(false));
+}
+
+TEST_P(MovingLists, AreCheckedWhereTheyAreLessAligned) {
+  EXPECT_FALSE(knows());
+  lists.input(last).byte_offset = 2;
+  EXPECT_FALSE(knows(false));
+  lists.input(last).byte_offset = 4;
+  EXPECT_FALSE(knows());
+  lists.input(last).data = nullptr;
+  EXPECT_FALSE(knows(false));
+}
+
+TEST_P(MovingLists, SayWhatMattersToAPlan) {
+  uint64_t hash = 0;
+  Signature s;
+  EXPECT_FALSE(knows());
+  auto* slot = memo.find(op->layout(), &lists.args, hash);
+  ASSERT_NE(slot, nullptr);
+  const auto keeps_plan = [&] {
+    slot->known.has_plan = true;
+    return memo.find(op->layout(), &lists.args, hash) == slot && slot->known.has_plan;
+  };
+  lists.move(2);
+  EXPECT_TRUE(keeps_plan());
+  lists.input(last).byte_offset = 64;  // aligned to 64 bytes and no more
+  EXPECT_FALSE(keeps_plan());
+  lists.move(3);
+  EXPECT_TRUE(keeps_plan());
+  lists.output(last).data = lists.input(last).data;
+  lists.output(last).byte_offset = 64;
+  EXPECT_FALSE(keeps_plan());  // in place now
+}
+
+INSTANTIATE_TEST_SUITE_P(Counts, MovingLists, ::testing::Values(1, 2, 63, 64, 65, 131));
 
 }  // namespace
 }  // namespace te_fl::core
