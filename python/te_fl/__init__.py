@@ -60,8 +60,8 @@ def explain(op: str, /, *positional: Any, device: str = "cpu", dtypes: Sequence[
     """
     if arguments or positional:
         return _native.resolve(op, arguments, None, positional)
-    for given, known, what in ((dtypes, DTYPES, "dtype"), (scalings, SCALINGS, "scaling")):
-        for name in given:
+    for names, known, what in ((dtypes, DTYPES, "dtype"), (scalings, SCALINGS, "scaling")):
+        for name in names:
             if name not in known:
                 raise ValueError(f"{what} {name!r} is not known; it is one of {', '.join(known)}")
     return _native.explain(op, device, [DTYPES.index(d) for d in dtypes], [SCALINGS.index(s) for s in scalings])

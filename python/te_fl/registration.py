@@ -416,10 +416,10 @@ def _supports(impl: OpImpl, handed: List[str]) -> Tuple[Optional[Callable[..., U
     if not callable(getattr(impl.fn, "_is_available", None)):
         return asked, arguments
 
-    def available(**given: Any) -> Union[bool, str]:
+    def available(**arguments_of_call: Any) -> Union[bool, str]:
         if not impl.is_available():
             return "its _is_available() says no"
-        return True if asked is None else asked(**given)
+        return True if asked is None else asked(**arguments_of_call)
     return available, arguments
 
 

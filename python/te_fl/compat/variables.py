@@ -38,5 +38,5 @@ def read_variables() -> None:
     ignored = sorted(n for n in os.environ if n.startswith("NVTE_") and n not in HONOURED and n not in _warned)
     if ignored:
         _warned.update(ignored)
-        said = ", ".join(f"{n} (see {_INSTEAD[n]})" if n in _INSTEAD else n for n in ignored)
-        warnings.warn(f"te-fl does not honour {said}; unset them, or choose with TE_FL_ variables (docs/operators.md)", stacklevel=3)
+        listed = ", ".join(f"{n} (see {_INSTEAD[n]})" if n in _INSTEAD else n for n in ignored)
+        warnings.warn(f"te-fl does not honour {listed}; unset them, or choose with TE_FL_ variables (docs/operators.md)", stacklevel=3)

@@ -38,11 +38,11 @@ def nearest(names: Sequence, more: Sequence[str] = ()) -> str:
 
 def canonicalize_params(names: Tuple[str, ...], params: Optional[Mapping]) -> Tuple[Tuple[str, float], ...]:
     """limit and alpha of the clamped SwiGLU as sorted pairs; the others have none."""
-    given = {} if params is None else dict(params)
+    values = {} if params is None else dict(params)
     known = {"limit", "alpha"} if names[0] == "clamped_silu" else set()
-    if not set(given) <= known:
-        raise ValueError(f"the parameters of {names} are {sorted(known)}, not {sorted(given)}")
-    return tuple(sorted((name, float(value)) for name, value in given.items()))
+    if not set(values) <= known:
+        raise ValueError(f"the parameters of {names} are {sorted(known)}, not {sorted(values)}")
+    return tuple(sorted((name, float(value)) for name, value in values.items()))
 
 
 def forward(x, names, params, output=None):

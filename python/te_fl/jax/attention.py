@@ -123,7 +123,7 @@ class _Extras(NamedTuple):
     cu_seqlens_kv: Optional[jax.Array] = None
     rng: Optional[jax.Array] = None
 
-    def given(self) -> dict:
+    def arguments(self) -> dict:
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
@@ -159,8 +159,8 @@ def _cumulated(lengths: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths.astype(jnp.int32), dtype=jnp.int32)])
 
 
-def _refuse(**given: Any) -> None:
-    for name, (value, default, way_out) in given.items():
+def _refuse(**options: Any) -> None:
+    for name, (value, default, way_out) in options.items():
         if value is not default and value != default:
             raise NotImplementedError(f"te_fl.jax: fused_attn({name}={value!r}) is not served; {way_out}")
 
@@ -228,11 +228,11 @@ def _attention(q, k, v, bias, sink, extras, settings):
 
 def _attention_fwd(q, k, v, bias, sink, extras, settings):
     sequence, batch = (0, 1) if settings.layout == "sbhd" else (1, 0)
-    given = extras._replace(bias=bias, softmax_sink=sink)
+    present = extras._replace(bias=bias, softmax_sink=sink)
     o, lse = ops.fused_attn_fwd(q=q, k=k, v=v, o=jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
                                 softmax_lse=jax.ShapeDtypeStruct((q.shape[batch], q.shape[2], q.shape[sequence]), jnp.float32),
-                                **given.given(), **settings.scalars())
-    return o, (q, k, v, o, lse, given)
+                                **present.arguments(), **settings.scalars())
+    return o, (q, k, v, o, lse, present)
 
 
 def _like(array: Optional[jax.Array]) -> Any:
@@ -244,14 +244,14 @@ def _no_gradient(array: jax.Array) -> Any:
 
 
 def _attention_bwd(settings, kept, grad):
-    q, k, v, o, lse, given = kept
+    q, k, v, o, lse, present = kept
     made = ops.fused_attn_bwd(d_o=grad, q=q, k=k, v=v, o=o, softmax_lse=lse, dq=_like(q), dk=_like(k), dv=_like(v),
-                              dbias=_like(given.bias), dsink=_like(given.softmax_sink), **given.given(), **settings.scalars())
+                              dbias=_like(present.bias), dsink=_like(present.softmax_sink), **present.arguments(), **settings.scalars())
     rest = iter(made[3:])
-    dbias = None if given.bias is None else next(rest)
-    dsink = None if given.softmax_sink is None else next(rest)
-    extras = given._replace(bias=None, softmax_sink=None)
-    grads = Layout.of((q, k, v, given.bias, given.softmax_sink)).put((*made[:3], dbias, dsink))
+    dbias = None if present.bias is None else next(rest)
+    dsink = None if present.softmax_sink is None else next(rest)
+    extras = present._replace(bias=None, softmax_sink=None)
+    grads = Layout.of((q, k, v, present.bias, present.softmax_sink)).put((*made[:3], dbias, dsink))
     return (*grads, jax.tree.map(_no_gradient, extras))
 
 

@@ -96,20 +96,20 @@ def _dtype_of(arg: dict, arguments: Dict[str, Any]) -> Optional[Any]:
     return None
 
 
-def _output(op: str, arg: dict, given: Any, extents: _Extents, arguments: Dict[str, Any]) -> Any:
+def _output(op: str, arg: dict, operand: Any, extents: _Extents, arguments: Dict[str, Any]) -> Any:
     """The form of an output: a ShapeDtypeStruct or a QuantizedOutput with its shape; None: nothing is written."""
-    if given is None or given is False:
-        if arg["optional"] or given is False:
+    if operand is None or operand is False:
+        if arg["optional"] or operand is False:
             return None
-        given = True
-    if isinstance(given, jax.ShapeDtypeStruct):
-        return given
+        operand = True
+    if isinstance(operand, jax.ShapeDtypeStruct):
+        return operand
     shape = extents.shape(arg["shape"])
-    if isinstance(given, QuantizedOutput):
-        if given.shape is None and shape is None:
+    if isinstance(operand, QuantizedOutput):
+        if operand.shape is None and shape is None:
             raise ValueError(f"{op}: the shape of '{arg['name']}' does not follow from the inputs: give QuantizedOutput(shape=..)")
-        return given if given.shape is not None else given.of_shape(shape)
-    dtype = _dtype_of(arg, arguments) if given is True else jnp.dtype(given)
+        return operand if operand.shape is not None else operand.of_shape(shape)
+    dtype = _dtype_of(arg, arguments) if operand is True else jnp.dtype(operand)
     if shape is None or dtype is None:
         raise ValueError(f"{op}: the {'shape' if shape is None else 'dtype'} of '{arg['name']}' does not follow from the inputs: "
                          f"give {arg['name']}=jax.ShapeDtypeStruct(shape, dtype)")
@@ -174,21 +174,21 @@ def _given(op: str, schema: dict, arguments: Dict[str, Any]) -> Tuple[Dict[str, 
 
 def _list(op: str, schema: dict, arg: dict, made: _Call, tensors: Dict[str, Any]) -> Dict[str, List[Tuple[str, Any]]]:
     """Adds a list of tensors to the call. What it writes of them, by the list's name: each one's name and kind; empty: nothing."""
-    given, name = tensors.get(arg["name"]), arg["name"]
-    if given is None and arg["role"] == _OUT and not arg["optional"]:
-        given = True
+    operand, name = tensors.get(arg["name"]), arg["name"]
+    if operand is None and arg["role"] == _OUT and not arg["optional"]:
+        operand = True
     first = next(a["name"] for a in schema["args"] if a["type"] == _LIST)
     alike = list(tensors.get(first) or ()) if first != name else []  # the other lists have one of its shape for each of these
-    if given is True or isinstance(given, QuantizedOutput) or arg["role"] == _OUT and isinstance(given, (type, np.dtype)):
-        given = [given] * len(alike)
-    if given is None or given is False or isinstance(given, (list, tuple)) and not given:
+    if operand is True or isinstance(operand, QuantizedOutput) or arg["role"] == _OUT and isinstance(operand, (type, np.dtype)):
+        operand = [operand] * len(alike)
+    if operand is None or operand is False or isinstance(operand, (list, tuple)) and not operand:
         if not arg["optional"]:
             raise TypeError(f"{op}() needs '{name}', a list of one array or more; {_names(op, schema)}")
         return {}
-    if not isinstance(given, (list, tuple)):
-        raise TypeError(f"{op}: '{name}' is a list of arrays, not {type(given).__name__}")
+    if not isinstance(operand, (list, tuple)):
+        raise TypeError(f"{op}: '{name}' is a list of arrays, not {type(operand).__name__}")
     written = []
-    for i, one in enumerate(given):
+    for i, one in enumerate(operand):
         element, kind = f"{name}[{i}]", one
         if arg["role"] != _OUT or isinstance(one, (jax.Array, np.ndarray)):
             made.read(arg, element, one, arg["role"] != _IN)

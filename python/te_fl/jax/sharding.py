@@ -74,18 +74,18 @@ def get_sharding_map_logic_axis_to_mesh_axis() -> Dict[str, Optional[str]]:
     mesh = _mesh()
     if mesh is None or set(jax.sharding.get_abstract_mesh().manual_axes) == set(mesh.axis_names):
         return {}
-    given = global_mesh_resource()
-    tensor = given.tpsp_resource or given.tp_resource
+    axes = global_mesh_resource()
+    tensor = axes.tpsp_resource or axes.tp_resource
     return {
-        BATCH_AXES: given.fsdp_resource or given.dp_resource,
+        BATCH_AXES: axes.fsdp_resource or axes.dp_resource,
         SEQLEN_AXES: None,
-        SEQLEN_TP_AXES: given.tpsp_resource,
+        SEQLEN_TP_AXES: axes.tpsp_resource,
         HEAD_AXES: tensor,
         HIDDEN_AXES: None,
         HIDDEN_TP_AXES: tensor,
         JOINED_AXES: None,
         W_NO_SHARD_AXES: None,
-        W_FSDP_AXES: given.fsdp_resource,
+        W_FSDP_AXES: axes.fsdp_resource,
         W_TP_AXES: tensor,
         W_JOINED_AXES: None,
     }

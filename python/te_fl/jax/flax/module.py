@@ -26,9 +26,9 @@ Initializer = Callable[..., jax.Array]
 Axes = Optional[Tuple[Optional[str], ...]]
 
 
-def refuse(module: nn.Module, way_out: str, **given: Any) -> None:
+def refuse(module: nn.Module, way_out: str, **options: Any) -> None:
     """NotImplementedError for the first argument that is not None."""
-    for name, value in given.items():
+    for name, value in options.items():
         if value is not None:
             raise NotImplementedError(f"te_fl.jax: {type(module).__name__}({name}={value!r}) is not served; {way_out}")
 
@@ -50,14 +50,14 @@ _FLAX = tuple(n for n in dir(nn.activation) if n.islower() and not n.startswith(
 
 def check_activations(module: nn.Module, name: str) -> None:
     """ValueError for names that are neither te-fl's nor Flax's."""
-    given = getattr(module, name)
-    what = f"{type(module).__name__}({name}={given!r})"
-    if isinstance(given, str) or not tuple(given):
+    options = getattr(module, name)
+    what = f"{type(module).__name__}({name}={options!r})"
+    if isinstance(options, str) or not tuple(options):
         raise ValueError(f"{what}: it is a tuple of one or two activations, as ('gelu',) or ('silu', 'linear')")
     try:
-        canonicalize_activation(tuple(given))
+        canonicalize_activation(tuple(options))
     except ValueError:
-        wrong = [a for a in given if not callable(a) and a not in (*_FLAX, "linear")]
+        wrong = [a for a in options if not callable(a) and a not in (*_FLAX, "linear")]
         if wrong:
             raise ValueError(f"{what}: {wrong[0]!r} is no activation by itself{nearest(wrong[:1], _FLAX)}; it has the combinations of "
                              "te_fl.jax.activation, and any of functions, names of flax.linen's, and 'linear'") from None

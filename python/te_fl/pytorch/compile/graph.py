@@ -47,8 +47,8 @@ class _Piece:
         inputs, self.spec = tree_flatten((tuple(args), dict(kwargs)))
         for i, leaf in enumerate(inputs):
             if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cuda":
-                given = f"a tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
-                raise InvalidArgument(f"INVALID_ARGUMENT: {_WHERE}: sample argument {i} is {given}; a graph reads tensors on cuda alone: "
+                supplied = f"a tensor on {leaf.device}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+                raise InvalidArgument(f"INVALID_ARGUMENT: {_WHERE}: sample argument {i} is {supplied}; a graph reads tensors on cuda alone: "
                                       "bind other arguments beforehand, for instance by functools.partial")
         self.inputs: Tuple[torch.Tensor, ...] = tuple(inputs)
         self.parameters = tuple(function.parameters()) if self.module else ()
@@ -119,11 +119,11 @@ class _Piece:
 
     # -- replays
 
-    def check(self, given: List[torch.Tensor]) -> None:
+    def check(self, supplied: List[torch.Tensor]) -> None:
         name = type(self.function).__name__
         if self.forward_graph is None:
             raise FailedPrecondition(f"FAILED_PRECONDITION: the graphs of {name} were reset; make new ones by {_WHERE}()")
-        for i, (own, new) in enumerate(zip(self.inputs, given)):
+        for i, (own, new) in enumerate(zip(self.inputs, supplied)):
             if not isinstance(new, torch.Tensor) or new.shape != own.shape or new.dtype != own.dtype or new.device != own.device:
                 what = f"{new.dtype} {tuple(new.shape)} on {new.device}" if isinstance(new, torch.Tensor) else f"a {type(new).__name__}"
                 raise InvalidArgument(f"INVALID_ARGUMENT: {name}: argument {i} is {what}; its graph was made for {own.dtype} "
@@ -140,12 +140,12 @@ class _Piece:
         for key in self.keys:
             if key not in kwargs:
                 raise TypeError(f"{type(self.function).__name__}: its graph was made with the keyword {key!r}, which this call lacks")
-        given, spec = tree_flatten((args, {key: kwargs.pop(key) for key in self.keys}))
+        supplied, spec = tree_flatten((args, {key: kwargs.pop(key) for key in self.keys}))
         if spec != self.spec or kwargs:
             extra = f"; it knows no {', '.join(map(repr, kwargs))}" if kwargs else ""
             raise TypeError(f"{type(self.function).__name__}: its graph was made for other arguments: {self.spec}{extra}")
-        self.check(given)
-        return tree_unflatten(list(_Replay.apply(self, *given, *self.parameters)), self.result)
+        self.check(supplied)
+        return tree_unflatten(list(_Replay.apply(self, *supplied, *self.parameters)), self.result)
 
     def reset(self) -> None:
         """Gives the graphs and their memory back. The callable raises from then on."""
@@ -202,13 +202,13 @@ def _saved_states(modules) -> List[Callable[[], None]]:
     return [m._saved() for m in parts if isinstance(m, TransformerEngineBaseModule)]
 
 
-def _renamed(old: str, given: Any, name: str, value: Any) -> Any:
-    if given is None:
+def _renamed(old: str, supplied: Any, name: str, value: Any) -> Any:
+    if supplied is None:
         return value
     if value is not None:
         raise InvalidArgument(f"INVALID_ARGUMENT: {_WHERE}: {old} and {name} are both given, and say the same thing; give {name}")
     warnings.warn(f"{_WHERE}: {old} is the older name of {name}", DeprecationWarning, stacklevel=3)
-    return given
+    return supplied
 
 
 def _for_each(name: str, value: Any, count: int) -> Tuple:
@@ -284,9 +284,9 @@ def make_graphed_callables(modules: Any, sample_args: Any, num_warmup_iters: int
     each_args, each_kwargs = _for_each("sample_args", sample_args, count), _for_each("sample_kwargs", sample_kwargs, count)
     each_enabled = _for_each("enabled", enabled, count)
     hooks = [{}] * count if capture_time_hooks is None else [h or {} for h in _for_each("capture_time_hooks", tuple(capture_time_hooks), count)]
-    for given in hooks:
-        if set(given) - set(_HOOKS):
-            raise InvalidArgument(f"INVALID_ARGUMENT: {_WHERE}: capture_time_hooks has {sorted(set(given) - set(_HOOKS))}; it knows {_HOOKS}")
+    for supplied in hooks:
+        if set(supplied) - set(_HOOKS):
+            raise InvalidArgument(f"INVALID_ARGUMENT: {_WHERE}: capture_time_hooks has {sorted(set(supplied) - set(_HOOKS))}; it knows {_HOOKS}")
     flag = torch.zeros(1, device="cuda") if caches else None
 
     def scope_of(on: bool) -> Callable:
@@ -297,9 +297,9 @@ def make_graphed_callables(modules: Any, sample_args: Any, num_warmup_iters: int
             return stack
         return scope
 
-    pieces = [_Piece(f, args if isinstance(args, tuple) else (args,), kwargs or {}, scope_of(bool(on)), given, allow_unused_input,
+    pieces = [_Piece(f, args if isinstance(args, tuple) else (args,), kwargs or {}, scope_of(bool(on)), supplied, allow_unused_input,
                      retain_graph_in_backward, clone_param_grads_on_return)
-              for f, args, kwargs, on, given in zip(modules, each_args, each_kwargs, each_enabled, hooks)]
+              for f, args, kwargs, on, supplied in zip(modules, each_args, each_kwargs, each_enabled, hooks)]
     _capture_all(pieces, num_warmup_iters, pool, pre_warmup_hook, post_warmup_hook)
     graphed = tuple(_replaced(piece, flag) for piece in pieces)
     return graphed[0] if one else graphed

@@ -354,8 +354,8 @@ def _write(func: Callable, args: tuple, kwargs: dict) -> Any:
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        given = args[number] if number < len(args) else kwargs.get(argument.name)
-        for tensor in tree_leaves(given):
+        passed = args[number] if number < len(args) else kwargs.get(argument.name)
+        for tensor in tree_leaves(passed):
             if isinstance(tensor, Float8Tensor):
                 written = values[id(tensor._codes)]
                 if written.shape != tensor.shape:

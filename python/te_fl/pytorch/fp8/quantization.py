@@ -128,8 +128,8 @@ class _Scope(_native.Scope):
 class _GraphScope:
     """The scope in a function that torch.compile compiles: Dynamo reads its methods."""
 
-    def __init__(self, *given: Any):
-        self._given, self._entered = given, []
+    def __init__(self, *settings: Any):
+        self._given, self._entered = settings, []
 
     def __enter__(self) -> "_GraphScope":
         if torch.compiler.is_compiling():

@@ -319,7 +319,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             out = compute(query_layer, key_layer, value_layer, *extras)
         return out.flatten(-2)
 
-    def _prepared(self, where, layout, mask, size, bottom_right, cap, q, k, given, lengths, bias_kind, bias,
+    def _prepared(self, where, layout, mask, size, bottom_right, cap, q, k, masks_of_call, lengths, bias_kind, bias,
                   slopes) -> Tuple[str, Tuple[int, int], dict, Tuple[torch.Tensor, ...]]:
         """The layer's mask and window that follow from a forward's arguments, its inputs, and those of them that may need a
         gradient.
@@ -330,7 +330,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         size = window(where, size, mask)
         causal = "causal" in mask
         bottom_right = mask.endswith("bottom_right") if causal else bottom_right is not False
-        inputs = self._masked(where, layout, mask, q, k, given, *lengths)
+        inputs = self._masked(where, layout, mask, q, k, masks_of_call, *lengths)
         sums = (inputs["cu_seqlens_q"], inputs["cu_seqlens_kv"]) if "cu_seqlens_q" in inputs else None
         dense = layout != "thd"
         extents = (self._length(q, layout), self._length(k, layout)) if dense else (0, 0)
@@ -339,7 +339,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         def behind(from_bottom_right: bool) -> torch.Tensor:
             return distances(*extents, q.device, sums, from_bottom_right)
 
-        mask_or_none = given if mask in ("no_mask", "causal", "causal_bottom_right") and given is not None else None
+        mask_or_none = masks_of_call if mask in ("no_mask", "causal", "causal_bottom_right") and masks_of_call is not None else None
         if mask_or_none is not None and not dense:
             raise ValueError(f"{where}: attention_mask is given with qkv_format='thd', whose cu_seqlens say what a query sees; leave it out")
         own = mask
@@ -371,13 +371,13 @@ class DotProductAttention(TransformerEngineBaseModule):
                 inputs["bias"] = -behind(bottom_right).abs() * chosen.float().view(-1, self.num_attention_heads, 1, 1)
         return (THD_MASKS.get(mask, mask) if not dense else mask), size, inputs, extras
 
-    def _masked(self, where, layout, mask, q, k, given, cu_q, cu_kv, cu_q_padded, cu_kv_padded, max_q, max_kv) -> dict:
+    def _masked(self, where, layout, mask, q, k, masks_of_call, cu_q, cu_kv, cu_q_padded, cu_kv_padded, max_q, max_kv) -> dict:
         """The layer's inputs that say which keys a query sees."""
         inputs: dict = {}
         if mask == "arbitrary":
-            if not isinstance(given, torch.Tensor):
+            if not isinstance(masks_of_call, torch.Tensor):
                 raise ValueError(f"{where}: attn_mask_type is 'arbitrary'; give attention_mask, one tensor")
-            inputs["attn_mask"] = given.contiguous()
+            inputs["attn_mask"] = masks_of_call.contiguous()
             return inputs
         if layout == "thd":
             if cu_q is None:
@@ -387,10 +387,10 @@ class DotProductAttention(TransformerEngineBaseModule):
                           max_seqlen_kv=max_kv if max_kv is not None else max_q)
         elif "padding" in mask:
             if cu_q is None or cu_kv is None:
-                if given is None:
+                if masks_of_call is None:
                     raise ValueError(f"{where}: attn_mask_type is {mask!r}; give attention_mask, or cu_seqlens_q and cu_seqlens_kv")
-                masks = (given, given) if isinstance(given, torch.Tensor) else tuple(given)
-                if isinstance(given, torch.Tensor) and self._length(q, layout) != self._length(k, layout):
+                masks = (masks_of_call, masks_of_call) if isinstance(masks_of_call, torch.Tensor) else tuple(masks_of_call)
+                if isinstance(masks_of_call, torch.Tensor) and self._length(q, layout) != self._length(k, layout):
                     raise ValueError(f"{where}: queries and keys differ in length; give attention_mask as a pair, of queries and of keys")
                 of_q, of_kv = masks
                 cu_q = cumulative_lengths(where, of_q)

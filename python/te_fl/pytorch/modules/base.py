@@ -190,9 +190,9 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
 
     def _check_compiled(self) -> None:
         """Refuses what a graph cannot hold, before the graph has it: without fullgraph=True the function runs without a graph then."""
-        for argument, given in (("quantized_model_init", self._model_init is not None), ("delay_wgrad_compute", self.delay_wgrad_compute),
+        for argument, is_set in (("quantized_model_init", self._model_init is not None), ("delay_wgrad_compute", self.delay_wgrad_compute),
                                 ("fuse_wgrad_accumulation", getattr(self, "fuse_wgrad_accumulation", False))):
-            if given:
+            if is_set:
                 raise refuse(type(self).__name__, argument, True, "graphs of torch.compile hold no weights of FP8 codes alone, and compute the "
                              "gradients of weights in the backward, as gradients; leave fullgraph=True out, or this")
 

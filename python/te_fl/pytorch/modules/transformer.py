@@ -190,8 +190,8 @@ class TransformerLayer(torch.nn.Module):
         if self.layer_type == "encoder" and encoder_output is not None:
             raise ValueError("TransformerLayer: encoder_output is for layer_type='decoder'")
         if not isinstance(hidden_states, torch.Tensor) or hidden_states.is_meta:
-            given = "a tensor on meta" if isinstance(hidden_states, torch.Tensor) else f"a {type(hidden_states).__name__}"
-            raise TypeError(f"TransformerLayer: hidden_states is {given}; it must be a torch.Tensor with memory")
+            found = "a tensor on meta" if isinstance(hidden_states, torch.Tensor) else f"a {type(hidden_states).__name__}"
+            raise TypeError(f"TransformerLayer: hidden_states is {found}; it must be a torch.Tensor with memory")
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         if hidden_states.dtype not in DTYPE_NAMES:
@@ -203,7 +203,7 @@ class TransformerLayer(torch.nn.Module):
                     and not isinstance(rotary_pos_emb, (tuple, list)) and fused.usable(self)):
                 return fused.run(self, hidden_states, mask, size, softcap, is_first_microbatch, rotary_pos_emb, attention_mask, core_attention_bias_type,
                                  core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
-        given = dict(is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
+        options = dict(is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
                      rotary_pos_emb=rotary_pos_emb, core_attention_bias_type=core_attention_bias_type,
                      core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q,
                      cu_seqlens_q_padded=cu_seqlens_q_padded, max_seqlen_q=max_seqlen_q, fast_zero_fill=fast_zero_fill,
@@ -211,7 +211,7 @@ class TransformerLayer(torch.nn.Module):
                      thd_attention_policy_dispatch=thd_attention_policy_dispatch, softcap=softcap)
         attended = self.self_attention(hidden_states, attention_mask=attention_mask, attn_mask_type=mask, window_size=size,
                                        bottom_right_diagonal=bottom_right, cu_seqlens_kv=cu_seqlens_q,
-                                       cu_seqlens_kv_padded=cu_seqlens_q_padded, max_seqlen_kv=max_seqlen_q, **given)
+                                       cu_seqlens_kv_padded=cu_seqlens_q_padded, max_seqlen_kv=max_seqlen_q, **options)
         post = self.apply_residual_connection_post_layernorm
         if self.parallel_attention_mlp:
             branch, _ = _branch(attended, False, None)
@@ -225,7 +225,7 @@ class TransformerLayer(torch.nn.Module):
                 window_size=self.enc_dec_window_size if enc_dec_window_size is None else enc_dec_window_size,
                 bottom_right_diagonal=self.enc_dec_bottom_right_diagonal if enc_dec_bottom_right_diagonal is None
                 else enc_dec_bottom_right_diagonal, encoder_output=encoder_output, cu_seqlens_kv=cu_seqlens_kv,
-                cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_kv=max_seqlen_kv, **given)
+                cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_kv=max_seqlen_kv, **options)
             attended, residual = _branch(attended, post, hidden)
             hidden = self._add(attended, residual, None)
         out = self.layernorm_mlp(hidden, is_first_microbatch=is_first_microbatch)

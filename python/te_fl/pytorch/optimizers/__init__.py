@@ -170,11 +170,11 @@ class FusedAdam(_Optimizer):
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for number, param in zip(saved, params):
-            given = state_dict["state"].get(number)
-            if given is None:
+            entry = state_dict["state"].get(number)
+            if entry is None:
                 continue
             self.state[param] = {}
-            for name, value in given.items():
+            for name, value in entry.items():
                 if value is not None and (name != "master_param" or self._has_master(param)):
                     self.set_scaled_state(param, name, value.float())
             if self._has_master(param) and "master_param" not in self.state[param]:
