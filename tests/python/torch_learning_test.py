@@ -49,7 +49,7 @@ def inputs(*shape, seed):
 
 class Learning(unittest.TestCase):
     def compare(self, train):
-        """train(arithmetic) -> losses of its steps, and the gradients of the last one."""
+        """train(arithmetic) -> losses of its steps, and the gradients of one of them."""
         results = {arithmetic: train(arithmetic) for arithmetic in (EXACT, *BF16, *FP8)}
         for arithmetic in FP8:
             losses, gradients = results[arithmetic]
@@ -60,7 +60,8 @@ class Learning(unittest.TestCase):
                     for got, want in zip(gradients, expected, strict=True):
                         cosine = torch.cosine_similarity(got.double().flatten(), want.double().flatten(), 0)
                         self.assertGreater(float(cosine), 0.99)
-                        self.assertLess(abs(float(got.norm() / want.norm()) - 1), 0.03)
+                    whole, of_other = (torch.cat([g.flatten() for g in grads]).norm() for grads in (gradients, expected))
+                    self.assertLess(abs(float(whole / of_other) - 1), 0.02)
             self.assertNotEqual(losses, results[BF16[1]][0])  # FP8 it was
 
     def test_a_gan(self):
@@ -81,7 +82,7 @@ class Learning(unittest.TestCase):
                 loss = softplus(-a.float().mean(-1)).mean() + softplus(b.float().mean(-1)).mean()
                 steps[0].zero_grad()
                 loss.backward()
-                of_d = [p.grad.clone() for p in discriminator.parameters()]
+                of_discriminator = [p.grad.clone() for p in discriminator.parameters()]
                 steps[0].step()
                 with arithmetic:
                     judged = discriminator(fake)
@@ -90,7 +91,9 @@ class Learning(unittest.TestCase):
                 fooled.backward()
                 steps[1].step()
                 losses.append(loss.item() + fooled.item())
-            return losses, of_d + [p.grad.clone() for p in generator.parameters()]
+                if step == 4:  # delayed scales have settled, and weights hardly differ yet
+                    gradients = of_discriminator + [p.grad.clone() for p in generator.parameters()]
+            return losses, gradients
         self.compare(train)
 
     def test_low_rank_adapters(self):
@@ -113,8 +116,9 @@ class Learning(unittest.TestCase):
                 base.weight.data += up.weight @ down.weight  # the adapters become part of the base, as PEFT merges them
                 with arithmetic:
                     merged = base(x)
+            gradients = [down.weight.grad.clone(), up.weight.grad.clone()]
             losses[-1:] = [(merged.float() - x @ wanted).square().mean().item() / 900] * 5
-            return losses, [down.weight.grad.clone(), up.weight.grad.clone()]
+            return losses, gradients
         self.compare(train)
 
 
