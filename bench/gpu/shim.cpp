@@ -73,8 +73,8 @@ nn::TransformerLayerOptions options_of(const json& spec) {
     o.activation = nn::Activation::kSwiglu;
     o.bias = false;
   }
-  o.layout = nn::Layout::kSBHD;
-  o.mask_type = spec.value("causal", false) ? nn::MaskType::kCausal : nn::MaskType::kNone;
+  o.attention.layout = nn::Layout::kSBHD;
+  o.attention.mask_type = spec.value("causal", false) ? nn::MaskType::kCausal : nn::MaskType::kNone;
   o.param_dtype = o.activation_dtype = DType::kBF16;
   o.device = kDevice;
   o.seed = 1;

@@ -50,15 +50,14 @@ Status Gpt::build(const Options& o, te_fl::Device device) {
         .normalization = llama ? nn::Normalization::kRMSNorm : nn::Normalization::kLayerNorm,
         .bias = !llama,
         .hidden_dropout = static_cast<float>(o.dropout),
-        .attention_dropout = static_cast<float>(o.dropout),
-        .layout = nn::Layout::kBSHD,
+        .attention = {.layout = nn::Layout::kBSHD,
+                      .attention_dropout = static_cast<float>(o.dropout)},
         .param_dtype = dtype,
         .activation_dtype = dtype,
         .device = device,
         .seed = nn::init::subseed(o.seed, 2 + static_cast<uint64_t>(i)),
         .init_std = 0.02f,
-        .output_init_std = 0.02f / std::sqrt(2.0f * static_cast<float>(o.layers)),
-    };
+        .output_init_std = 0.02f / std::sqrt(2.0f * static_cast<float>(o.layers))};
     TE_FL_ASSIGN_OR_RETURN(auto made, nn::TransformerLayer::create(layer));
     layers_.push_back(std::move(made));
     register_module("layers_" + std::to_string(i), *layers_.back());

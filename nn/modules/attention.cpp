@@ -123,13 +123,13 @@ struct DotProductAttention::Impl {
     args.cu_seqlens_kv_padded = in.cu_seqlens_kv_padded;
     if (sink != nullptr) args.softmax_sink = sink->value;
     args.s_quant = record.s_quant;
-    args.layout = static_cast<int32_t>(options.layout);
-    args.mask_type = static_cast<int32_t>(in.mask_type.value_or(options.mask_type));
-    args.softmax_type = static_cast<int32_t>(options.softmax_type);
+    args.layout = static_cast<int32_t>(options.attention.layout);
+    args.mask_type = static_cast<int32_t>(in.mask_type.value_or(options.attention.mask_type));
+    args.softmax_type = static_cast<int32_t>(options.attention.softmax_type);
     args.scale = scale;
-    args.softcap = in.softcap.value_or(options.softcap);
-    args.window_left = in.window_left.value_or(options.window_left);
-    args.window_right = in.window_right.value_or(options.window_right);
+    args.softcap = in.softcap.value_or(options.attention.softcap);
+    args.window_left = in.window_left.value_or(options.attention.window_left);
+    args.window_right = in.window_right.value_or(options.attention.window_right);
     args.max_seqlen_q = in.max_seqlen_q;
     args.max_seqlen_kv = in.max_seqlen_kv;
   }
@@ -137,11 +137,11 @@ struct DotProductAttention::Impl {
 
 Result<Extents> DotProductAttention::Impl::check(const Tensor& q, const Tensor& k, const Tensor& v,
                                                  const AttentionInputs& inputs) const {
-  const bool thd = options.layout == Layout::kTHD;
+  const bool thd = options.attention.layout == Layout::kTHD;
   const int rank = thd ? 3 : 4;
-  const std::string lead = thd                               ? "[tokens, "
-                           : options.layout == Layout::kSBHD ? "[sequence, batch, "
-                                                             : "[batch, sequence, ";
+  const std::string lead = thd                                         ? "[tokens, "
+                           : options.attention.layout == Layout::kSBHD ? "[sequence, batch, "
+                                                                       : "[batch, sequence, ";
   auto expect = [&](const char* name, const Tensor& t, int64_t heads, int64_t dim) -> Status {
     if (t.defined() && t.rank() == rank && t.size(rank - 2) == heads && t.size(rank - 1) == dim) {
       return {};
@@ -155,14 +155,15 @@ Result<Extents> DotProductAttention::Impl::check(const Tensor& q, const Tensor& 
   if (thd) {
     extents.length_q = inputs.max_seqlen_q;
     extents.length_kv = inputs.max_seqlen_kv;
-    if (options.attention_dropout > 0 && (extents.length_q < 1 || extents.length_kv < 1)) {
+    if (options.attention.attention_dropout > 0 &&
+        (extents.length_q < 1 || extents.length_kv < 1)) {
       return invalid_argument(
           "DotProductAttention: dropout with the thd layout needs max_seqlen_q and max_seqlen_kv "
           "(the random numbers taken depend on them)");
     }
     return extents;
   }
-  const int sequence = options.layout == Layout::kSBHD ? 0 : 1;
+  const int sequence = options.attention.layout == Layout::kSBHD ? 0 : 1;
   extents.batch = q.size(1 - sequence);
   extents.length_q = q.size(sequence);
   extents.length_kv = k.size(sequence);
@@ -231,10 +232,10 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
     TE_FL_ASSIGN_OR_RETURN(record.o,
                            Tensor::empty(shape_of_o, options.activation_dtype, options.device));
   }
-  TE_FL_RETURN_IF_ERROR(clear_gaps(options.layout, record.o));
+  TE_FL_RETURN_IF_ERROR(clear_gaps(options.attention.layout, record.o));
   const int64_t heads = options.num_attention_heads;
   if (training) {
-    const Shape shape = options.layout == Layout::kTHD
+    const Shape shape = options.attention.layout == Layout::kTHD
                             ? Shape{record.q.size(0), heads}
                             : Shape{extents.batch, heads, extents.length_q};
     TE_FL_ASSIGN_OR_RETURN(record.lse, Tensor::empty(shape, DType::kF32, options.device));
@@ -242,10 +243,10 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
   te_fl_fused_attn_fwd_args args{};
   set_common(args, record);
   CallOptions call = detail::call_options(options.device);
-  if (training && options.attention_dropout > 0) {
-    args.dropout_p = options.attention_dropout;
+  if (training && options.attention.attention_dropout > 0) {
+    args.dropout_p = options.attention.attention_dropout;
     int64_t batch = extents.batch;
-    if (options.layout == Layout::kTHD) batch = record.inputs.cu_seqlens_q.numel() - 1;
+    if (options.attention.layout == Layout::kTHD) batch = record.inputs.cu_seqlens_q.numel() - 1;
     TE_FL_ASSIGN_OR_RETURN(
         call, detail::random_options(batch * heads * extents.length_q * extents.length_kv,
                                      options.device));
@@ -290,7 +291,7 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
   TE_FL_ASSIGN_OR_RETURN(grads.dk, gradient_like(record.k, record.k_dtype, &Gradients::dk));
   TE_FL_ASSIGN_OR_RETURN(grads.dv, gradient_like(record.v, record.v_dtype, &Gradients::dv));
   for (const Tensor* grad : {&grads.dq, &grads.dk, &grads.dv}) {
-    TE_FL_RETURN_IF_ERROR(clear_gaps(options.layout, *grad));
+    TE_FL_RETURN_IF_ERROR(clear_gaps(options.attention.layout, *grad));
   }
   if (record.inputs.bias.defined()) {
     TE_FL_ASSIGN_OR_RETURN(grads.dbias,
@@ -308,7 +309,7 @@ Result<DotProductAttention::Gradients> DotProductAttention::Impl::run_backward(
   args.dp_quant = dp_quant;
   if (record.saved_storage.defined()) record.saved.storage = record.saved_storage;  // of a copy
   args.saved = &record.saved;
-  args.dropout_p = options.attention_dropout;
+  args.dropout_p = options.attention.attention_dropout;
   CallOptions call = detail::call_options(options.device);
   call.rng = record.rng;
   TE_FL_RETURN_IF_ERROR(ops::fused_attn_bwd(args, call));
@@ -338,7 +339,7 @@ Result<std::unique_ptr<DotProductAttention>> DotProductAttention::create(
   TE_FL_RETURN_IF_ERROR(detail::check_size(kName, "num_attention_heads", heads));
   TE_FL_RETURN_IF_ERROR(detail::check_size(kName, "head_dim", options.head_dim));
   TE_FL_RETURN_IF_ERROR(
-      detail::check_dropout(kName, "attention_dropout", options.attention_dropout));
+      detail::check_dropout(kName, "attention_dropout", options.attention.attention_dropout));
   const int64_t groups = options.num_gqa_groups == 0 ? heads : options.num_gqa_groups;
   if (groups < 1 || heads % groups != 0) {
     return invalid_argument("DotProductAttention: num_gqa_groups is " + std::to_string(groups) +
@@ -348,16 +349,17 @@ Result<std::unique_ptr<DotProductAttention>> DotProductAttention::create(
   if (options.value_head_dim != 0) {
     TE_FL_RETURN_IF_ERROR(detail::check_size(kName, "value_head_dim", options.value_head_dim));
   }
-  TE_FL_RETURN_IF_ERROR(detail::check_window(kName, options.window_left, options.window_right));
-  TE_FL_RETURN_IF_ERROR(check_softcap(options.softcap));
+  TE_FL_RETURN_IF_ERROR(
+      detail::check_window(kName, options.attention.window_left, options.attention.window_right));
+  TE_FL_RETURN_IF_ERROR(check_softcap(options.attention.softcap));
   std::unique_ptr<DotProductAttention> module(new DotProductAttention(options));
   Impl& impl = *module->impl_;
   impl.groups = groups;
   impl.value_dim = options.value_head_dim == 0 ? options.head_dim : options.value_head_dim;
-  impl.scale = options.softmax_scale != 0
-                   ? options.softmax_scale
+  impl.scale = options.attention.softmax_scale != 0
+                   ? options.attention.softmax_scale
                    : static_cast<float>(1 / std::sqrt(static_cast<double>(options.head_dim)));
-  if (options.softmax_type == SoftmaxType::kLearnable) {
+  if (options.attention.softmax_type == SoftmaxType::kLearnable) {
     TE_FL_ASSIGN_OR_RETURN(impl.sink, init::constant(Shape{heads}, 0, DType::kF32, options.device));
     module->register_parameter("softmax_offset", impl.sink);
   }
@@ -390,26 +392,26 @@ Result<Tensor> DotProductAttention::forward_codes(const Tensor& q, const Tensor&
   const bool training = ctx != nullptr;
   TE_FL_ASSIGN_OR_RETURN(auto record,
                          detail::new_record<AttentionRecord>(ctx, "DotProductAttention"));
-  if (impl_->options.layout == Layout::kTHD && inputs.padding_mask_q.defined()) {
+  if (impl_->options.attention.layout == Layout::kTHD && inputs.padding_mask_q.defined()) {
     return invalid_argument(
         "DotProductAttention: padding_mask_q is given with the thd layout, whose sequences have no "
         "padding that a mask could name; give cu_seqlens_q and cu_seqlens_q_padded");
   }
   AttentionInputs& in = record->inputs;
   in = inputs;
-  in.window_left = inputs.window_left.value_or(impl_->options.window_left);
-  in.window_right = inputs.window_right.value_or(impl_->options.window_right);
+  in.window_left = inputs.window_left.value_or(impl_->options.attention.window_left);
+  in.window_right = inputs.window_right.value_or(impl_->options.attention.window_right);
   TE_FL_RETURN_IF_ERROR(
       detail::check_window("DotProductAttention", *in.window_left, *in.window_right));
-  TE_FL_RETURN_IF_ERROR(check_mask(in, in.mask_type.value_or(impl_->options.mask_type)));
-  TE_FL_ASSIGN_OR_RETURN(in, resolve_padding_masks(in, impl_->options.mask_type));
+  TE_FL_RETURN_IF_ERROR(check_mask(in, in.mask_type.value_or(impl_->options.attention.mask_type)));
+  TE_FL_ASSIGN_OR_RETURN(in, resolve_padding_masks(in, impl_->options.attention.mask_type));
   TE_FL_RETURN_IF_ERROR(check_softcap(in.softcap.value_or(0)));
   if (!in.cu_seqlens_kv.defined()) {
     in.cu_seqlens_kv = in.cu_seqlens_q;
     in.cu_seqlens_kv_padded = in.cu_seqlens_q_padded;
     if (in.max_seqlen_kv == 0) in.max_seqlen_kv = in.max_seqlen_q;
   }
-  if (impl_->options.layout == Layout::kTHD && !inputs.cu_seqlens_q.defined()) {
+  if (impl_->options.attention.layout == Layout::kTHD && !inputs.cu_seqlens_q.defined()) {
     return invalid_argument(
         "DotProductAttention: the thd layout needs cu_seqlens_q, I32 [sequences + 1]");
   }

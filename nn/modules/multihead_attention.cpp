@@ -50,7 +50,7 @@ struct MultiheadAttention::Impl {
   std::unique_ptr<Linear> proj;
 
   bool cross() const { return options.attention_type == AttentionType::kCross; }
-  bool thd() const { return options.layout == Layout::kTHD; }
+  bool thd() const { return options.attention.layout == Layout::kTHD; }
   // Where the rows of a product for q, for k and v, or for all lie in the whole attention's.
   init::Shard shard(bool q, bool kv) const;
   Status create_products(MultiheadAttention& module);
@@ -58,7 +58,7 @@ struct MultiheadAttention::Impl {
   Status check(const Tensor& x, const AttentionInputs& inputs, bool wants_norm) const;
   int64_t length(const Tensor& x, int64_t longest) const {
     if (thd()) return longest;
-    return x.size(options.layout == Layout::kSBHD ? 0 : 1);
+    return x.size(options.attention.layout == Layout::kSBHD ? 0 : 1);
   }
   // Runs the products before attention.
   Result<detail::PackedHeads> project(const Tensor& x, const Tensor& encoder, MhaRecord& record,
@@ -140,20 +140,13 @@ Status MultiheadAttention::Impl::create_products(MultiheadAttention& module) {
 }
 
 Status MultiheadAttention::Impl::create_core(MultiheadAttention& module) {
-  TE_FL_ASSIGN_OR_RETURN(
-      core, DotProductAttention::create({.num_attention_heads = heads,
-                                         .head_dim = dim,
-                                         .num_gqa_groups = groups,
-                                         .layout = options.layout,
-                                         .mask_type = options.mask_type,
-                                         .window_left = options.window_left,
-                                         .window_right = options.window_right,
-                                         .softmax_type = options.softmax_type,
-                                         .softmax_scale = options.softmax_scale,
-                                         .attention_dropout = options.attention_dropout,
-                                         .activation_dtype = options.activation_dtype,
-                                         .device = options.device,
-                                         .softcap = options.softcap}));
+  TE_FL_ASSIGN_OR_RETURN(core,
+                         DotProductAttention::create({.num_attention_heads = heads,
+                                                      .head_dim = dim,
+                                                      .num_gqa_groups = groups,
+                                                      .attention = options.attention,
+                                                      .activation_dtype = options.activation_dtype,
+                                                      .device = options.device}));
   module.register_module("core_attention", *core);
   init::Shard columns;  // of proj
   if (options.groups_whole != 0) {

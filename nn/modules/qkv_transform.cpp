@@ -212,7 +212,7 @@ Result<Heads> QkvTransform::split_rotated(const Tensor& packed, const Rotation& 
   args.q_dim = qw;
   args.k_dim = dim_;
   args.v_dim = dim_;
-  args.layout = static_cast<int32_t>(options_.layout);
+  args.layout = static_cast<int32_t>(options_.attention.layout);
   args.interleaved = options_.rotary_interleaved;
   TE_FL_RETURN_IF_ERROR(ops::fused_qkv_rope_forward(args, call_options(options_.device)));
   return parts;
@@ -234,7 +234,7 @@ Result<Tensor> QkvTransform::merge_rotated(const Heads& grads, const Record& rec
   args.q_dim = qw;
   args.k_dim = dim_;
   args.v_dim = dim_;
-  args.layout = static_cast<int32_t>(options_.layout);
+  args.layout = static_cast<int32_t>(options_.attention.layout);
   args.interleaved = options_.rotary_interleaved;
   TE_FL_RETURN_IF_ERROR(ops::fused_qkv_rope_backward(args, call_options(options_.device)));
   return packed.view(with_tail(record.q_lead, {qkv_width()}));
@@ -258,7 +258,7 @@ Status QkvTransform::rotate(const Tensor& x, const Tensor& angles, const Tensor&
   args.output = x;
   args.start_positions = start_positions;
   if (thd()) args.cu_seqlens = cu_seqlens;
-  args.layout = static_cast<int32_t>(options_.layout);
+  args.layout = static_cast<int32_t>(options_.attention.layout);
   args.interleaved = options_.rotary_interleaved;
   return backward ? ops::fused_rope_backward(args, call_options(options_.device))
                   : ops::fused_rope_forward(args, call_options(options_.device));

@@ -70,7 +70,7 @@ class QkvTransform {
     return options_.qk_norm == QkNorm::kL2 ? nullptr : norm;
   }
   bool cross() const noexcept { return options_.attention_type == AttentionType::kCross; }
-  bool thd() const noexcept { return options_.layout == Layout::kTHD; }
+  bool thd() const noexcept { return options_.attention.layout == Layout::kTHD; }
   // Heads of one group lie closer together than those of two: only with one head per group, or
   // where all query heads lie together, is q a strided view.
   bool views_fit() const noexcept { return cross() || !interleaved_ || heads_ == groups_; }

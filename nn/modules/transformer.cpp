@@ -74,13 +74,7 @@ MultiheadAttentionOptions attention_options(const TransformerLayerOptions& o) {
           .epsilon = o.epsilon,
           .zero_centered_gamma = o.zero_centered_gamma,
           .bias = o.bias,
-          .layout = o.layout,
-          .mask_type = o.mask_type,
-          .window_left = o.window_left,
-          .window_right = o.window_right,
-          .softmax_type = o.softmax_type,
-          .softmax_scale = o.softmax_scale,
-          .attention_dropout = o.attention_dropout,
+          .attention = o.attention,
           .rotary_interleaved = o.rotary_interleaved,
           .param_dtype = o.param_dtype,
           .activation_dtype = o.activation_dtype,
@@ -94,17 +88,16 @@ MultiheadAttentionOptions attention_options(const TransformerLayerOptions& o) {
           .qk_norm_epsilon = o.qk_norm_epsilon,
           .qk_norm_before_rope = o.qk_norm_before_rope,
           .groups_whole = o.groups_whole,
-          .groups_begin = o.groups_begin,
-          .softcap = o.softcap};
+          .groups_begin = o.groups_begin};
 }
 
 MultiheadAttentionOptions inter_options(const TransformerLayerOptions& o) {
   MultiheadAttentionOptions options = attention_options(o);
   options.attention_type = AttentionType::kCross;
   options.input_layernorm = true;
-  options.mask_type = o.enc_dec_mask_type;
-  options.window_left = o.enc_dec_window_left;
-  options.window_right = o.enc_dec_window_right;
+  options.attention.mask_type = o.enc_dec_mask_type;
+  options.attention.window_left = o.enc_dec_window_left;
+  options.attention.window_right = o.enc_dec_window_right;
   options.seed = init::subseed(o.seed, 3);
   return options;
 }

@@ -185,13 +185,14 @@ inline AttentionConfig config_of(const DotProductAttentionOptions& o) {
   c.groups = o.num_gqa_groups == 0 ? c.heads : o.num_gqa_groups;
   c.dim = o.head_dim;
   c.value_dim = o.value_head_dim;
-  c.mask = o.mask_type;
-  c.window_left = o.window_left;
-  c.window_right = o.window_right;
-  c.softmax = o.softmax_type;
-  c.scale = o.softmax_scale != 0 ? o.softmax_scale : 1 / std::sqrt(static_cast<double>(c.dim));
-  c.dropout = o.attention_dropout;
-  c.softcap = o.softcap;
+  c.mask = o.attention.mask_type;
+  c.window_left = o.attention.window_left;
+  c.window_right = o.attention.window_right;
+  c.softmax = o.attention.softmax_type;
+  c.scale = o.attention.softmax_scale != 0 ? o.attention.softmax_scale
+                                           : 1 / std::sqrt(static_cast<double>(c.dim));
+  c.dropout = o.attention.attention_dropout;
+  c.softcap = o.attention.softcap;
   return c;
 }
 

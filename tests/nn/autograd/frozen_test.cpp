@@ -20,7 +20,7 @@ std::unique_ptr<TransformerLayer> layer() {
   auto made = take(TransformerLayer::create({.hidden_size = kHidden,
                                              .ffn_hidden_size = 32,
                                              .num_attention_heads = 2,
-                                             .softmax_type = SoftmaxType::kLearnable,
+                                             .attention = {.softmax_type = SoftmaxType::kLearnable},
                                              .seed = 3}));
   randomize(*made, 9, 0.3);
   return made;
@@ -218,7 +218,7 @@ TEST(Frozen, CheckpointsHoldTheValuesAllTheSame) {
   auto b = take(TransformerLayer::create({.hidden_size = kHidden,
                                           .ffn_hidden_size = 32,
                                           .num_attention_heads = 2,
-                                          .softmax_type = SoftmaxType::kLearnable}));
+                                          .attention = {.softmax_type = SoftmaxType::kLearnable}}));
   a->set_requires_grad(false);
   b->set_requires_grad(false);
   ASSERT_OK(b->load_state(a->state(), "a"));

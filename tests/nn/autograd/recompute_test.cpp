@@ -27,14 +27,14 @@ struct Outcome {
 };
 
 std::unique_ptr<TransformerLayer> make_layer(uint64_t seed, float dropout) {
-  return take(TransformerLayer::create({.hidden_size = kHidden,
-                                        .ffn_hidden_size = 2 * kHidden,
-                                        .num_attention_heads = 2,
-                                        .hidden_dropout = dropout,
-                                        .attention_dropout = dropout,
-                                        .layout = Layout::kBSHD,
-                                        .seed = seed,
-                                        .init_std = 0.2f}));
+  return take(TransformerLayer::create(
+      {.hidden_size = kHidden,
+       .ffn_hidden_size = 2 * kHidden,
+       .num_attention_heads = 2,
+       .hidden_dropout = dropout,
+       .attention = {.layout = Layout::kBSHD, .attention_dropout = dropout},
+       .seed = seed,
+       .init_std = 0.2f}));
 }
 
 Tensor input(int64_t step, int64_t microbatch) {

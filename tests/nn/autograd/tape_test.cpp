@@ -79,7 +79,7 @@ TEST(Tape, GradientsAreThoseOfFiniteDifferences) {
       },
       input());
   auto attention = take(DotProductAttention::create(
-      {.num_attention_heads = 2, .head_dim = 4, .layout = Layout::kBSHD}));
+      {.num_attention_heads = 2, .head_dim = 4, .attention = {.layout = Layout::kBSHD}}));
   expect_gradient(
       [&](const Value& x) {
         const auto [q, k, v] = x.view({2, 3, 2, 12}).split<3>();
@@ -360,11 +360,11 @@ TEST(Tape, GivesForwardOptions) {
 // are given.
 TEST(Tape, GivesForwardOptionsBesideAttentionInputs) {
   const Layer<MultiheadAttention> attention(
-      {.hidden_size = kWidth, .num_attention_heads = 1, .layout = Layout::kBSHD});
+      {.hidden_size = kWidth, .num_attention_heads = 1, .attention = {.layout = Layout::kBSHD}});
   const Layer<TransformerLayer> layer({.hidden_size = kWidth,
                                        .ffn_hidden_size = kWidth,
                                        .num_attention_heads = 1,
-                                       .layout = Layout::kBSHD});
+                                       .attention = {.layout = Layout::kBSHD}});
   Tape tape;
   tape.options.is_first_microbatch = true;
   tape.options.reuse_weights = tensor({1}, {0});

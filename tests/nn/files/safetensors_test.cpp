@@ -285,10 +285,11 @@ TEST(ParameterNames, AreTransformerEngines) {
   };
   EXPECT_EQ(shape("self_attention.layernorm_qkv.weight"), (Shape{(4 + 2 * 2) * 4, 16}));
   EXPECT_EQ(shape("layernorm_mlp.fc1_weight"), (Shape{48, 16}));
-  auto sink = take(TransformerLayer::create({.hidden_size = 16,
-                                             .ffn_hidden_size = 8,
-                                             .num_attention_heads = 2,
-                                             .softmax_type = SoftmaxType::kLearnable}));
+  auto sink =
+      take(TransformerLayer::create({.hidden_size = 16,
+                                     .ffn_hidden_size = 8,
+                                     .num_attention_heads = 2,
+                                     .attention = {.softmax_type = SoftmaxType::kLearnable}}));
   EXPECT_EQ(find_state(*sink, "self_attention.core_attention.softmax_offset").numel(), 2);
 }
 

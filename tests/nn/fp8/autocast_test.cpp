@@ -155,7 +155,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(Fp8Attention, IsCloseToHighPrecision) {
   auto module = take(DotProductAttention::create(
-      {.num_attention_heads = 2, .head_dim = 16, .layout = Layout::kBSHD}));
+      {.num_attention_heads = 2, .head_dim = 16, .attention = {.layout = Layout::kBSHD}}));
   const DelayedScaling recipe{.amax_history_len = 2, .fp8_dpa = true};
   auto part = [](uint64_t seed, double range = 1) {
     return tensor({2, 12, 2, 16}, random_values(768, seed, range));

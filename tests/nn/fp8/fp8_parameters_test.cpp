@@ -192,7 +192,7 @@ std::unique_ptr<TransformerLayer> make_layer(const Recipe& recipe, bool fp8 = tr
   return take(TransformerLayer::create({.hidden_size = 32,
                                         .ffn_hidden_size = 64,
                                         .num_attention_heads = 2,
-                                        .layout = Layout::kBSHD,
+                                        .attention = {.layout = Layout::kBSHD},
                                         .seed = 5,
                                         .init_std = 0.2f}));
 }

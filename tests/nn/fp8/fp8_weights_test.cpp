@@ -47,7 +47,7 @@ Outcome train(const Plan& plan, int64_t steps = 7) {
   auto layer = take(TransformerLayer::create({.hidden_size = kHidden,
                                               .ffn_hidden_size = 2 * kHidden,
                                               .num_attention_heads = 2,
-                                              .layout = Layout::kBSHD,
+                                              .attention = {.layout = Layout::kBSHD},
                                               .param_dtype = plan.dtype,
                                               .activation_dtype = plan.dtype,
                                               .seed = 5,

@@ -24,52 +24,52 @@ std::vector<Case> attention_cases() {
   };
   with("sbhd_causal", [](Case&) {});
   with("bshd_causal_gqa", [](Case& c) {
-    c.options.layout = Layout::kBSHD;
+    c.options.attention.layout = Layout::kBSHD;
     c.options.num_gqa_groups = 2;
   });
   with("none_cross_length_mqa", [](Case& c) {
-    c.options.mask_type = MaskType::kNone;
+    c.options.attention.mask_type = MaskType::kNone;
     c.sk = 7;
     c.options.num_gqa_groups = 1;
   });
   with("causal_bottom_right", [](Case& c) {
-    c.options.mask_type = MaskType::kCausalBottomRight;
+    c.options.attention.mask_type = MaskType::kCausalBottomRight;
     c.sk = 8;
   });
-  with("arbitrary", [](Case& c) { c.options.mask_type = MaskType::kArbitrary; });
+  with("arbitrary", [](Case& c) { c.options.attention.mask_type = MaskType::kArbitrary; });
   with("window", [](Case& c) {
-    c.options.window_left = 2;
+    c.options.attention.window_left = 2;
     c.sq = c.sk = 7;
   });
   with("window_both", [](Case& c) {
-    c.options.mask_type = MaskType::kNone;
-    c.options.window_left = 1;
-    c.options.window_right = 2;
+    c.options.attention.mask_type = MaskType::kNone;
+    c.options.attention.window_left = 1;
+    c.options.attention.window_right = 2;
   });
-  with("off_by_one", [](Case& c) { c.options.softmax_type = SoftmaxType::kOffByOne; });
+  with("off_by_one", [](Case& c) { c.options.attention.softmax_type = SoftmaxType::kOffByOne; });
   with("learnable_sink", [](Case& c) {
-    c.options.softmax_type = SoftmaxType::kLearnable;
-    c.options.layout = Layout::kBSHD;
+    c.options.attention.softmax_type = SoftmaxType::kLearnable;
+    c.options.attention.layout = Layout::kBSHD;
   });
   with("bias", [](Case& c) {
     c.bias = true;
-    c.options.mask_type = MaskType::kNone;
+    c.options.attention.mask_type = MaskType::kNone;
   });
   with("alibi", [](Case& c) { c.alibi = true; });
-  with("scale", [](Case& c) { c.options.softmax_scale = 0.9f; });
-  with("dropout", [](Case& c) { c.options.attention_dropout = 0.25f; });
+  with("scale", [](Case& c) { c.options.attention.softmax_scale = 0.9f; });
+  with("dropout", [](Case& c) { c.options.attention.attention_dropout = 0.25f; });
   with("softcap_bias_alibi", [](Case& c) {
-    c.options.softcap = 0.5f;
+    c.options.attention.softcap = 0.5f;
     c.bias = c.alibi = true;
   });
   with("padding", [](Case& c) {
-    c.options.mask_type = MaskType::kPadding;
+    c.options.attention.mask_type = MaskType::kPadding;
     c.lengths_q = {3, 5};
     c.lengths_kv = {4, 2};
   });
   with("padding_causal", [](Case& c) {
-    c.options.mask_type = MaskType::kPaddingCausal;
-    c.options.layout = Layout::kBSHD;
+    c.options.attention.mask_type = MaskType::kPaddingCausal;
+    c.options.attention.layout = Layout::kBSHD;
     c.lengths_q = c.lengths_kv = {5, 2};
   });
   return cases;
@@ -82,13 +82,13 @@ TEST_P(AttentionGradient, MatchesFiniteDifferences) {
   auto module = take(DotProductAttention::create(c.options));
   randomize(*module, 77);
   oracle::AttentionConfig config = oracle::config_of(c.options);
-  config.sequences = oracle::dense_sequences(c.options.layout, c.batch, c.sq, c.sk);
+  config.sequences = oracle::dense_sequences(c.options.attention.layout, c.batch, c.sq, c.sk);
   config.max_q = c.sq;
   config.max_kv = c.sk;
   config.lengths_q = c.lengths_q;
   config.lengths_kv = c.lengths_kv;
   AttentionInputs inputs;
-  if (c.options.mask_type == MaskType::kArbitrary) {
+  if (c.options.attention.mask_type == MaskType::kArbitrary) {
     config.arbitrary.resize(static_cast<size_t>(c.sq * c.sk));
     Random random(3);
     for (uint8_t& m : config.arbitrary) m = random.below(3) == 0;
@@ -104,7 +104,7 @@ TEST_P(AttentionGradient, MatchesFiniteDifferences) {
     inputs.cu_seqlens_q = cu_seqlens(c.lengths_q);
     inputs.cu_seqlens_kv = cu_seqlens(c.lengths_kv);
   }
-  const bool sbhd = c.options.layout == Layout::kSBHD;
+  const bool sbhd = c.options.attention.layout == Layout::kSBHD;
   const int64_t nq = c.batch * c.sq * config.heads * config.dim;
   const int64_t nk = c.batch * c.sk * config.groups * config.dim;
   Params in{{"q", random_values(nq, 1)},
@@ -147,12 +147,13 @@ INSTANTIATE_TEST_SUITE_P(All, AttentionGradient, ::testing::ValuesIn(attention_c
 
 TEST(AttentionThd, SequencesDoNotSeeEachOther) {
   const std::vector<int64_t> lengths = {4, 1, 6};
-  auto module = take(DotProductAttention::create({.num_attention_heads = 4,
-                                                  .head_dim = 6,
-                                                  .num_gqa_groups = 2,
-                                                  .layout = Layout::kTHD,
-                                                  .mask_type = MaskType::kPaddingCausal,
-                                                  .attention_dropout = 0.2f}));
+  auto module =
+      take(DotProductAttention::create({.num_attention_heads = 4,
+                                        .head_dim = 6,
+                                        .num_gqa_groups = 2,
+                                        .attention = {.layout = Layout::kTHD,
+                                                      .mask_type = MaskType::kPaddingCausal,
+                                                      .attention_dropout = 0.2f}}));
   oracle::AttentionConfig config;
   config.heads = 4, config.groups = 2, config.dim = 6;
   config.mask = MaskType::kPaddingCausal;
@@ -192,10 +193,10 @@ TEST(AttentionThd, SequencesDoNotSeeEachOther) {
 }
 
 TEST(AttentionThd, GapsBetweenSequencesAreZeroAndReadByNobody) {
-  auto module = take(DotProductAttention::create({.num_attention_heads = 2,
-                                                  .head_dim = 4,
-                                                  .layout = Layout::kTHD,
-                                                  .mask_type = MaskType::kPaddingCausal}));
+  auto module = take(DotProductAttention::create(
+      {.num_attention_heads = 2,
+       .head_dim = 4,
+       .attention = {.layout = Layout::kTHD, .mask_type = MaskType::kPaddingCausal}}));
   AttentionInputs inputs;
   inputs.cu_seqlens_q = cu_seqlens({3, 2});         // true lengths
   inputs.cu_seqlens_q_padded = cu_seqlens({4, 4});  // rows 3, 6 and 7 are gaps
@@ -238,9 +239,9 @@ std::vector<LayerCase> layer_cases() {
   };
   with("gpt", [](LayerCase&) {});
   with("gpt_bshd_dropout", [](LayerCase& c) {
-    c.options.layout = Layout::kBSHD;
+    c.options.attention.layout = Layout::kBSHD;
     c.options.hidden_dropout = 0.2f;
-    c.options.attention_dropout = 0.1f;
+    c.options.attention.attention_dropout = 0.1f;
   });
   with("parallel", [](LayerCase& c) {
     c.options.parallel_attention_mlp = true;
@@ -253,7 +254,8 @@ std::vector<LayerCase> layer_cases() {
     c.rotated = 4;
   });
   with("llama_bshd_interleaved_partial", [](LayerCase& c) {
-    c.options.hidden_size = 16, c.options.num_attention_heads = 2, c.options.layout = Layout::kBSHD;
+    c.options.hidden_size = 16, c.options.num_attention_heads = 2,
+    c.options.attention.layout = Layout::kBSHD;
     c.options.normalization = Normalization::kRMSNorm, c.options.activation = Activation::kSwiglu;
     c.options.bias = false, c.options.zero_centered_gamma = true,
     c.options.rotary_interleaved = true;
@@ -261,9 +263,9 @@ std::vector<LayerCase> layer_cases() {
   });
   with("gqa_plain_sink_window", [](LayerCase& c) {
     c.options.num_attention_heads = 4, c.options.num_gqa_groups = 2, c.options.kv_channels = 5;
-    c.options.softmax_type = SoftmaxType::kLearnable, c.options.window_left = 2;
+    c.options.attention.softmax_type = SoftmaxType::kLearnable, c.options.attention.window_left = 2;
   });
-  with("softcap", [](LayerCase& c) { c.options.softcap = 0.5f; });
+  with("softcap", [](LayerCase& c) { c.options.attention.softcap = 0.5f; });
   with("parallel_rms_clamped", [](LayerCase& c) {
     c.options.parallel_attention_mlp = true;
     c.options.normalization = Normalization::kRMSNorm;
@@ -281,22 +283,15 @@ oracle::LayerConfig oracle_layer(const TransformerLayerOptions& o, int64_t rotat
   c.mha.attention = oracle::config_of({.num_attention_heads = o.num_attention_heads,
                                        .head_dim = dim,
                                        .num_gqa_groups = o.num_gqa_groups,
-                                       .layout = o.layout,
-                                       .mask_type = o.mask_type,
-                                       .window_left = o.window_left,
-                                       .window_right = o.window_right,
-                                       .softmax_type = o.softmax_type,
-                                       .softmax_scale = o.softmax_scale,
-                                       .attention_dropout = o.attention_dropout,
-                                       .softcap = o.softcap});
-  c.mha.attention.sequences = oracle::dense_sequences(o.layout, batch, s, s);
+                                       .attention = o.attention});
+  c.mha.attention.sequences = oracle::dense_sequences(o.attention.layout, batch, s, s);
   c.mha.attention.max_q = c.mha.attention.max_kv = s;
   c.mha.epsilon = c.mlp.epsilon = o.epsilon;
   c.mha.zero_centered = c.mlp.zero_centered = o.zero_centered_gamma;
   c.mha.rotated = rotated;
   c.mha.interleaved = o.rotary_interleaved;
   for (int64_t r = 0; r < batch * s; ++r)
-    c.mha.positions.push_back(o.layout == Layout::kSBHD ? r / batch : r % s);
+    c.mha.positions.push_back(o.attention.layout == Layout::kSBHD ? r / batch : r % s);
   c.mlp.hidden = o.hidden_size;
   c.mlp.ffn = o.ffn_hidden_size;
   c.mlp.activation = o.activation;
@@ -319,8 +314,8 @@ TEST_P(LayerGradient, MatchesFiniteDifferences) {
   in["x"] = random_values(n, 1);
   const oracle::LayerConfig config = oracle_layer(o, GetParam().rotated, kBatch, kSeq);
   auto shaped = [&](const Values& v) {
-    return o.layout == Layout::kSBHD ? tensor({kSeq, kBatch, o.hidden_size}, v)
-                                     : tensor({kBatch, kSeq, o.hidden_size}, v);
+    return o.attention.layout == Layout::kSBHD ? tensor({kSeq, kBatch, o.hidden_size}, v)
+                                               : tensor({kBatch, kSeq, o.hidden_size}, v);
   };
   AttentionInputs inputs;
   if (GetParam().rotated > 0) {
@@ -345,19 +340,19 @@ INSTANTIATE_TEST_SUITE_P(All, LayerGradient, ::testing::ValuesIn(layer_cases()),
 
 TEST(LayerThd, EqualsEachSequenceAlone) {
   const std::vector<int64_t> lengths = {3, 5};
-  TransformerLayerOptions options{.hidden_size = 16,
-                                  .ffn_hidden_size = 12,
-                                  .num_attention_heads = 4,
-                                  .num_gqa_groups = 2,
-                                  .activation = Activation::kSwiglu,
-                                  .normalization = Normalization::kRMSNorm,
-                                  .bias = false,
-                                  .layout = Layout::kTHD,
-                                  .mask_type = MaskType::kPaddingCausal,
-                                  .seed = 3};
+  TransformerLayerOptions options{
+      .hidden_size = 16,
+      .ffn_hidden_size = 12,
+      .num_attention_heads = 4,
+      .num_gqa_groups = 2,
+      .activation = Activation::kSwiglu,
+      .normalization = Normalization::kRMSNorm,
+      .bias = false,
+      .attention = {.layout = Layout::kTHD, .mask_type = MaskType::kPaddingCausal},
+      .seed = 3};
   auto packed = take(TransformerLayer::create(options));
-  options.layout = Layout::kSBHD;
-  options.mask_type = MaskType::kCausal;
+  options.attention.layout = Layout::kSBHD;
+  options.attention.mask_type = MaskType::kCausal;
   auto dense = take(TransformerLayer::create(options));
   randomize(*packed, 8, 0.3);
   randomize(*dense, 8, 0.3);
@@ -392,14 +387,14 @@ TEST(Mha, WithoutInputNormAndWithResidualAndBiasGradients) {
   auto module = take(MultiheadAttention::create({.hidden_size = 12,
                                                  .num_attention_heads = 3,
                                                  .input_layernorm = false,
-                                                 .mask_type = MaskType::kNone}));
+                                                 .attention = {.mask_type = MaskType::kNone}}));
   randomize(*module, 6, 0.4);
   constexpr int64_t kBatch = 2, kSeq = 4;
   oracle::MhaConfig config;
   config.hidden = 12;
   config.input_norm = false;
-  config.attention =
-      oracle::config_of({.num_attention_heads = 3, .head_dim = 4, .mask_type = MaskType::kNone});
+  config.attention = oracle::config_of(
+      {.num_attention_heads = 3, .head_dim = 4, .attention = {.mask_type = MaskType::kNone}});
   config.attention.sequences = oracle::dense_sequences(Layout::kSBHD, kBatch, kSeq, kSeq);
   config.attention.max_q = config.attention.max_kv = kSeq;
   Params in = params_of(*module);
@@ -438,7 +433,7 @@ TEST(Attention, WrongShapesAreNamed) {
   EXPECT_HAS(wrong, "k is f32[3,1,4,6]");
   EXPECT_HAS(wrong, "[sequence, batch, 2, 6]");
   auto thd = take(DotProductAttention::create(
-      {.num_attention_heads = 1, .head_dim = 6, .layout = Layout::kTHD}));
+      {.num_attention_heads = 1, .head_dim = 6, .attention = {.layout = Layout::kTHD}}));
   const Tensor t = tensor({3, 1, 6}, random_values(18, 1));
   EXPECT_HAS(text(thd->forward(t, t, t, nullptr)), "cu_seqlens_q");
   auto mha = take(MultiheadAttention::create({.hidden_size = 12, .num_attention_heads = 3}));

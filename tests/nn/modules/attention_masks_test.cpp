@@ -18,7 +18,7 @@ class AttentionCall {
     options_.num_gqa_groups = kGroups;
     options_.head_dim = kDim;
     config = oracle::config_of(options_);
-    config.sequences = oracle::dense_sequences(options_.layout, kBatch, kSq, kSk);
+    config.sequences = oracle::dense_sequences(options_.attention.layout, kBatch, kSq, kSk);
     config.max_q = kSq;
     config.max_kv = kSk;
   }
@@ -29,7 +29,7 @@ class AttentionCall {
     Params in{{"q", random_values(kBatch * kSq * kHeads * kDim, 1)},
               {"k", random_values(kBatch * kSk * kGroups * kDim, 2)},
               {"v", random_values(kBatch * kSk * kGroups * dv, 3)}};
-    const bool sbhd = options_.layout == Layout::kSBHD;
+    const bool sbhd = options_.attention.layout == Layout::kSBHD;
     const auto shaped = [&](const Values& v, int64_t s, int64_t heads, int64_t dim) {
       return sbhd ? tensor({s, kBatch, heads, dim}, v) : tensor({kBatch, s, heads, dim}, v);
     };
@@ -66,7 +66,7 @@ Tensor bytes(std::initializer_list<int64_t> shape, const std::vector<uint8_t>& v
 }
 
 TEST(AttentionPerCall, MaskTypeReplacesTheModules) {
-  AttentionCall call({.mask_type = MaskType::kCausal});
+  AttentionCall call({.attention = {.mask_type = MaskType::kCausal}});
   call.inputs.mask_type = call.config.mask = MaskType::kNone;
   call.expect_matches();
   call.inputs.mask_type = call.config.mask = MaskType::kCausalBottomRight;
@@ -74,7 +74,8 @@ TEST(AttentionPerCall, MaskTypeReplacesTheModules) {
 }
 
 TEST(AttentionPerCall, WindowReplacesTheModules) {
-  AttentionCall call({.mask_type = MaskType::kNone, .window_left = 3, .window_right = 3});
+  AttentionCall call(
+      {.attention = {.mask_type = MaskType::kNone, .window_left = 3, .window_right = 3}});
   call.inputs.window_left = call.config.window_left = 1;
   call.expect_matches();
   call.inputs.window_left = call.config.window_left = -1;
@@ -83,7 +84,7 @@ TEST(AttentionPerCall, WindowReplacesTheModules) {
 }
 
 TEST(AttentionPerCall, SoftcapReplacesTheModules) {
-  AttentionCall call({.mask_type = MaskType::kCausal, .softcap = 0.5f});
+  AttentionCall call({.attention = {.mask_type = MaskType::kCausal, .softcap = 0.5f}});
   call.expect_matches();
   call.inputs.softcap = 0.125f, call.config.softcap = 0.125;
   call.expect_matches();
@@ -92,10 +93,10 @@ TEST(AttentionPerCall, SoftcapReplacesTheModules) {
 }
 
 TEST(AttentionPerCall, WrongSoftcapIsNamed) {
-  EXPECT_FAILS(
-      DotProductAttention::create({.num_attention_heads = 1, .head_dim = 4, .softcap = -1.0f})
-          .status(),
-      kInvalidArgument, "softcap is -1");
+  EXPECT_FAILS(DotProductAttention::create(
+                   {.num_attention_heads = 1, .head_dim = 4, .attention = {.softcap = -1.0f}})
+                   .status(),
+               kInvalidArgument, "softcap is -1");
   auto module = take(DotProductAttention::create({.num_attention_heads = 1, .head_dim = 4}));
   const Tensor x = tensor({2, 1, 1, 4}, random_values(8, 1));
   AttentionInputs inputs;
@@ -118,7 +119,8 @@ TEST(AttentionValueHeads, HaveASizeOfTheirOwn) {
     for (const int64_t dv : {3, 10}) {
       SCOPED_TRACE(::testing::Message() << static_cast<int>(layout) << " " << dv);
       AttentionCall call(
-          {.layout = layout, .mask_type = MaskType::kCausalBottomRight, .value_head_dim = dv});
+          {.attention = {.layout = layout, .mask_type = MaskType::kCausalBottomRight},
+           .value_head_dim = dv});
       call.expect_matches();
     }
   }
@@ -137,14 +139,15 @@ TEST(AttentionValueHeads, WrongSizeIsNamed) {
 }
 
 TEST(AttentionArbitraryMask, BroadcastsAlongQueriesAndKeys) {
-  AttentionCall keys({.mask_type = MaskType::kArbitrary});
+  AttentionCall keys({.attention = {.mask_type = MaskType::kArbitrary}});
   const std::vector<uint8_t> of_keys = {0, 1, 0, 0, 1, 0};
   keys.inputs.attn_mask = bytes({1, 1, 1, kSk}, of_keys);
   for (int64_t i = 0; i < kSq; ++i) {
     keys.config.arbitrary.insert(keys.config.arbitrary.end(), of_keys.begin(), of_keys.end());
   }
   keys.expect_matches();
-  AttentionCall queries({.layout = Layout::kBSHD, .mask_type = MaskType::kArbitrary});
+  AttentionCall queries(
+      {.attention = {.layout = Layout::kBSHD, .mask_type = MaskType::kArbitrary}});
   queries.inputs.attn_mask = bytes({1, 1, kSq, 1}, {0, 1, 0, 0, 1}, DType::kBool);
   for (const uint8_t masked : {0, 1, 0, 0, 1}) {
     queries.config.arbitrary.insert(queries.config.arbitrary.end(), kSk, masked);
@@ -164,7 +167,7 @@ class PaddingMask : public ::testing::TestWithParam<PaddingCase> {};
 TEST_P(PaddingMask, HidesWhatItMarks) {
   const PaddingCase& c = GetParam();
   for (const bool rank4 : {true, false}) {
-    AttentionCall call({.mask_type = c.type, .window_left = c.window_left});
+    AttentionCall call({.attention = {.mask_type = c.type, .window_left = c.window_left}});
     call.inputs.padding_mask_q =
         rank4 ? bytes({kBatch, 1, 1, kSq}, c.q, DType::kBool) : bytes({kBatch, kSq}, c.q);
     call.inputs.padding_mask_kv =
@@ -203,7 +206,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(PaddingMaskRules, OfQueriesCountsForKeysToo) {
   auto module = take(DotProductAttention::create(
-      {.num_attention_heads = 1, .head_dim = 4, .mask_type = MaskType::kPadding}));
+      {.num_attention_heads = 1, .head_dim = 4, .attention = {.mask_type = MaskType::kPadding}}));
   const Tensor x = tensor({3, 1, 1, 4}, random_values(12, 1));
   AttentionInputs one, both;
   one.padding_mask_q = both.padding_mask_q = both.padding_mask_kv = bytes({1, 3}, {0, 0, 1});
@@ -248,16 +251,16 @@ TEST(PaddingMaskRules, WhatDoesNotFitIsNamed) {
   fails(inputs, MaskType::kPaddingCausalBottomRight, "not at the ends");
   inputs.padding_mask_q = Tensor();
   fails(inputs, MaskType::kPadding, "without padding_mask_q");
-  auto thd = take(DotProductAttention::create({.num_attention_heads = 1,
-                                               .head_dim = 4,
-                                               .layout = Layout::kTHD,
-                                               .mask_type = MaskType::kPadding}));
+  auto thd = take(DotProductAttention::create(
+      {.num_attention_heads = 1,
+       .head_dim = 4,
+       .attention = {.layout = Layout::kTHD, .mask_type = MaskType::kPadding}}));
   const Tensor x = tensor({3, 1, 4}, random_values(12, 1));
   inputs = {};
   inputs.padding_mask_q = bytes({1, 3}, {0, 0, 1});
   EXPECT_FAILS(thd->forward(x, x, x, nullptr, inputs).status(), kInvalidArgument, "thd layout");
   auto dense = take(DotProductAttention::create(
-      {.num_attention_heads = 1, .head_dim = 4, .mask_type = MaskType::kPadding}));
+      {.num_attention_heads = 1, .head_dim = 4, .attention = {.mask_type = MaskType::kPadding}}));
   const Tensor y = tensor({3, 1, 1, 4}, random_values(12, 1));
   inputs = {};
   inputs.attn_mask = bytes({1, 1, 1, 3}, {0, 0, 1});

@@ -20,7 +20,7 @@ std::vector<Case> cases() {
                                        .num_attention_heads = 4,
                                        .num_gqa_groups = 2,
                                        .kv_channels = 6,
-                                       .mask_type = MaskType::kNone};
+                                       .attention = {.mask_type = MaskType::kNone}};
   std::vector<Case> cases;
   const auto with = [&](const std::string& name, auto change) {
     Case c{.name = name, .options = base};
@@ -31,7 +31,7 @@ std::vector<Case> cases() {
   with("split", [](Case& c) { c.options.fuse_qkv_params = false; });
   with("split_rope", [](Case& c) {
     c.options.fuse_qkv_params = false;
-    c.options.layout = Layout::kBSHD;
+    c.options.attention.layout = Layout::kBSHD;
     c.rotated = 6;
   });
   with("split_all_heads", [&](Case& c) {
@@ -74,7 +74,7 @@ std::vector<Case> cases() {
     with(kind + "_before_rope", [&](Case& c) {
       c.options.qk_norm = norm;
       c.options.qk_norm_before_rope = true;
-      c.options.layout = Layout::kBSHD;
+      c.options.attention.layout = Layout::kBSHD;
       c.rotated = 4;
     });
     with(kind + "_alone", [&](Case& c) {
@@ -97,7 +97,7 @@ std::vector<Case> cases() {
   };
   cross("", [](Case&) {});
   cross("_bshd_plain", [](Case& c) {
-    c.options.layout = Layout::kBSHD;
+    c.options.attention.layout = Layout::kBSHD;
     c.options.input_layernorm = false;
     c.options.bias = false;
   });
@@ -115,12 +115,12 @@ std::vector<Case> cases() {
     c.options.qk_norm = QkNorm::kRMSNorm;
     c.options.qk_norm_before_rope = true;
     c.options.fuse_qkv_params = false;
-    c.options.layout = Layout::kBSHD;
+    c.options.attention.layout = Layout::kBSHD;
     c.rotated = 6;
   });
   cross("_causal_dropout", [](Case& c) {
-    c.options.mask_type = MaskType::kCausalBottomRight;
-    c.options.attention_dropout = 0.2f;
+    c.options.attention.mask_type = MaskType::kCausalBottomRight;
+    c.options.attention.attention_dropout = 0.2f;
   });
   return cases;
 }
@@ -130,13 +130,14 @@ oracle::MhaConfig oracle_of(const Case& c) {
   const bool cross = o.attention_type == AttentionType::kCross;
   oracle::MhaConfig config;
   config.hidden = o.hidden_size;
-  config.attention = oracle::config_of({.num_attention_heads = o.num_attention_heads,
-                                        .head_dim = o.kv_channels,
-                                        .num_gqa_groups = o.num_gqa_groups,
-                                        .mask_type = o.mask_type,
-                                        .attention_dropout = o.attention_dropout});
+  config.attention =
+      oracle::config_of({.num_attention_heads = o.num_attention_heads,
+                         .head_dim = o.kv_channels,
+                         .num_gqa_groups = o.num_gqa_groups,
+                         .attention = {.mask_type = o.attention.mask_type,
+                                       .attention_dropout = o.attention.attention_dropout}});
   const int64_t sk = cross ? kSk : kSq;
-  config.attention.sequences = oracle::dense_sequences(o.layout, kBatch, kSq, sk);
+  config.attention.sequences = oracle::dense_sequences(o.attention.layout, kBatch, kSq, sk);
   config.attention.max_q = kSq;
   config.attention.max_kv = sk;
   config.epsilon = o.epsilon;
@@ -153,7 +154,7 @@ oracle::MhaConfig oracle_of(const Case& c) {
   const auto positions = [&](int64_t length, int64_t first) {
     std::vector<int64_t> result;
     for (int64_t r = 0; r < kBatch * length; ++r) {
-      result.push_back(first + (o.layout == Layout::kSBHD ? r / kBatch : r % length));
+      result.push_back(first + (o.attention.layout == Layout::kSBHD ? r / kBatch : r % length));
     }
     return result;
   };
@@ -174,8 +175,8 @@ TEST_P(MhaVariant, MatchesFiniteDifferences) {
   in["x"] = random_values(kBatch * kSq * kHidden, 1);
   if (cross) in["encoder"] = random_values(kBatch * kSk * kHidden, 2);
   const auto shaped = [&](const Values& v, int64_t s) {
-    return o.layout == Layout::kSBHD ? tensor({s, kBatch, kHidden}, v)
-                                     : tensor({kBatch, s, kHidden}, v);
+    return o.attention.layout == Layout::kSBHD ? tensor({s, kBatch, kHidden}, v)
+                                               : tensor({kBatch, s, kHidden}, v);
   };
   AttentionInputs inputs;
   if (cross) inputs.encoder_output = shaped(in["encoder"], kSk);
@@ -250,17 +251,17 @@ TEST(MhaNames, AreTransformerEngines) {
 // A packed batch of cross-attention equals each sequence alone.
 TEST(MhaThd, CrossAttentionEqualsEachSequenceAlone) {
   const std::vector<int64_t> lengths_q = {3, 2}, lengths_kv = {2, 4};
-  MultiheadAttentionOptions options{.hidden_size = 16,
-                                    .num_attention_heads = 4,
-                                    .num_gqa_groups = 2,
-                                    .layout = Layout::kTHD,
-                                    .mask_type = MaskType::kPadding,
-                                    .attention_type = AttentionType::kCross,
-                                    .fuse_qkv_params = false,
-                                    .qk_norm = QkNorm::kRMSNorm};
+  MultiheadAttentionOptions options{
+      .hidden_size = 16,
+      .num_attention_heads = 4,
+      .num_gqa_groups = 2,
+      .attention = {.layout = Layout::kTHD, .mask_type = MaskType::kPadding},
+      .attention_type = AttentionType::kCross,
+      .fuse_qkv_params = false,
+      .qk_norm = QkNorm::kRMSNorm};
   auto packed = take(MultiheadAttention::create(options));
-  options.layout = Layout::kSBHD;
-  options.mask_type = MaskType::kNone;
+  options.attention.layout = Layout::kSBHD;
+  options.attention.mask_type = MaskType::kNone;
   auto dense = take(MultiheadAttention::create(options));
   randomize(*packed, 8, 0.3);
   randomize(*dense, 8, 0.3);
@@ -314,7 +315,7 @@ TEST(MhaFp8, EveryVariantFollowsHighPrecision) {
             {.hidden_size = kWide,
              .num_attention_heads = 4,
              .num_gqa_groups = 2,
-             .mask_type = MaskType::kNone,
+             .attention = {.mask_type = MaskType::kNone},
              .attention_type = cross ? AttentionType::kCross : AttentionType::kSelf,
              .fuse_qkv_params = !split}));
         randomize(*module, 6, 0.2);
@@ -355,7 +356,7 @@ TEST(MhaVariantRules, WhatDoesNotFitIsNamed) {
       {.hidden_size = 12, .num_attention_heads = 3, .input_layernorm = false}));
   auto cross = take(MultiheadAttention::create({.hidden_size = 12,
                                                 .num_attention_heads = 3,
-                                                .mask_type = MaskType::kPadding,
+                                                .attention = {.mask_type = MaskType::kPadding},
                                                 .attention_type = AttentionType::kCross}));
   const Tensor x = tensor({3, 1, 12}, random_values(36, 1));
   AttentionInputs inputs;

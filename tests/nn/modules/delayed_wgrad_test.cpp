@@ -45,7 +45,7 @@ TEST(DelayedWgrad, IsTheSameGradient) {
       auto layer = take(TransformerLayer::create({.hidden_size = 32,
                                                   .ffn_hidden_size = 64,
                                                   .num_attention_heads = 2,
-                                                  .layout = Layout::kBSHD,
+                                                  .attention = {.layout = Layout::kBSHD},
                                                   .seed = 5,
                                                   .init_std = 0.2f}));
       const Tensor x = tensor({2, 6, 32}, random_values(2 * 6 * 32, 7));

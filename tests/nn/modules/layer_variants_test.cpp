@@ -27,8 +27,8 @@ std::vector<Case> cases() {
     o.layer_type = LayerType::kDecoder;
     o.fuse_qkv_params = false;
     o.hidden_dropout = 0.2f;
-    o.attention_dropout = 0.1f;
-    o.layout = Layout::kBSHD;
+    o.attention.attention_dropout = 0.1f;
+    o.attention.layout = Layout::kBSHD;
   });
   with("decoder_post_norm_residual", [](auto& o) {
     o.layer_type = LayerType::kDecoder;
@@ -48,7 +48,7 @@ std::vector<Case> cases() {
   });
   with("decoder_softcap", [](auto& o) {
     o.layer_type = LayerType::kDecoder;
-    o.softcap = 0.25f;
+    o.attention.softcap = 0.25f;
   });
   with("post_norm_residual", [](auto& o) {
     o.apply_residual_connection_post_layernorm = true;
@@ -58,13 +58,13 @@ std::vector<Case> cases() {
   with("bert", [](auto& o) {
     o.output_layernorm = true;
     o.apply_residual_connection_post_layernorm = true;
-    o.mask_type = MaskType::kNone;
+    o.attention.mask_type = MaskType::kNone;
   });
   with("drop_path", [](auto& o) { o.drop_path_rate = 0.4f; });
   with("drop_path_dropout_bshd", [](auto& o) {
     o.drop_path_rate = 0.2f;
     o.hidden_dropout = 0.3f;
-    o.layout = Layout::kBSHD;
+    o.attention.layout = Layout::kBSHD;
     o.layer_type = LayerType::kDecoder;
   });
   with("drop_path_parallel", [](auto& o) {
@@ -89,14 +89,15 @@ oracle::MhaConfig attention_of(const TransformerLayerOptions& o, bool cross) {
   const int64_t sk = cross ? kEncoder : kSeq;
   oracle::MhaConfig c;
   c.hidden = o.hidden_size;
-  c.attention = oracle::config_of({.num_attention_heads = o.num_attention_heads,
-                                   .head_dim = o.hidden_size / o.num_attention_heads,
-                                   .mask_type = cross ? o.enc_dec_mask_type : o.mask_type,
-                                   .window_left = cross ? o.enc_dec_window_left : o.window_left,
-                                   .window_right = cross ? o.enc_dec_window_right : o.window_right,
-                                   .attention_dropout = o.attention_dropout,
-                                   .softcap = o.softcap});
-  c.attention.sequences = oracle::dense_sequences(o.layout, kBatch, kSeq, sk);
+  c.attention = oracle::config_of(
+      {.num_attention_heads = o.num_attention_heads,
+       .head_dim = o.hidden_size / o.num_attention_heads,
+       .attention = {.mask_type = cross ? o.enc_dec_mask_type : o.attention.mask_type,
+                     .window_left = cross ? o.enc_dec_window_left : o.attention.window_left,
+                     .window_right = cross ? o.enc_dec_window_right : o.attention.window_right,
+                     .attention_dropout = o.attention.attention_dropout,
+                     .softcap = o.attention.softcap}});
+  c.attention.sequences = oracle::dense_sequences(o.attention.layout, kBatch, kSeq, sk);
   c.attention.max_q = kSeq;
   c.attention.max_kv = sk;
   c.epsilon = o.epsilon;
@@ -125,7 +126,7 @@ oracle::LayerConfig oracle_of(const TransformerLayerOptions& o) {
   c.decoder = o.layer_type == LayerType::kDecoder;
   c.post_norm_residual = o.apply_residual_connection_post_layernorm;
   c.output_norm = o.output_layernorm;
-  c.paths = o.layout == Layout::kSBHD ? kSeq : kBatch;
+  c.paths = o.attention.layout == Layout::kSBHD ? kSeq : kBatch;
   return c;
 }
 
@@ -141,8 +142,8 @@ TEST_P(LayerVariant, MatchesFiniteDifferences) {
   in["x"] = random_values(n, 1);
   if (decoder) in["encoder"] = random_values(kBatch * kEncoder * kHidden, 3);
   const auto shaped = [&](const Values& v, int64_t s) {
-    return o.layout == Layout::kSBHD ? tensor({s, kBatch, kHidden}, v)
-                                     : tensor({kBatch, s, kHidden}, v);
+    return o.attention.layout == Layout::kSBHD ? tensor({s, kBatch, kHidden}, v)
+                                               : tensor({kBatch, s, kHidden}, v);
   };
   AttentionInputs cross;
   if (decoder) cross.encoder_output = shaped(in["encoder"], kEncoder);
@@ -171,8 +172,8 @@ TEST(LayerPerCall, MaskTypeAndWindowReplaceTheLayers) {
   TransformerLayerOptions options{
       .hidden_size = kHidden, .ffn_hidden_size = 10, .num_attention_heads = 3, .seed = 1};
   auto layer = take(TransformerLayer::create(options));
-  options.mask_type = MaskType::kNone;
-  options.window_left = 1;
+  options.attention.mask_type = MaskType::kNone;
+  options.attention.window_left = 1;
   auto other = take(TransformerLayer::create(options));
   const Tensor x = tensor({kSeq, kBatch, kHidden}, random_values(kSeq * kBatch * kHidden, 1));
   AttentionInputs inputs;
@@ -212,7 +213,7 @@ TEST(LayerBackwards, OfACopiedCtxAndOfARecomputedPieceAreEqual) {
                                               .ffn_hidden_size = 10,
                                               .num_attention_heads = 3,
                                               .hidden_dropout = 0.1f,
-                                              .attention_dropout = 0.1f,
+                                              .attention = {.attention_dropout = 0.1f},
                                               .seed = 4,
                                               .layer_type = LayerType::kDecoder,
                                               .apply_residual_connection_post_layernorm = true,
@@ -267,7 +268,7 @@ TEST(LayerOnTape, CrossAttentionTakesTheEncoderAsAValue) {
   const Layer<TransformerLayer> decoder(options);
   const Layer<MultiheadAttention> attention({.hidden_size = kHidden,
                                              .num_attention_heads = 3,
-                                             .mask_type = MaskType::kNone,
+                                             .attention = {.mask_type = MaskType::kNone},
                                              .attention_type = AttentionType::kCross});
   randomize(*decoder, 5, 0.4);
   randomize(*attention, 6, 0.4);

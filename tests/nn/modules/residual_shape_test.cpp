@@ -31,7 +31,7 @@ TEST_F(ResidualShape, OfAForwardIsTheResults) {
   const auto linear = take(Linear::create({.in_features = kWidth, .out_features = kWidth}));
   const auto mlp = take(LayerNormMLP::create({.hidden_size = kWidth, .ffn_hidden_size = 8}));
   const auto attention = take(MultiheadAttention::create(
-      {.hidden_size = kWidth, .num_attention_heads = 2, .layout = Layout::kBSHD}));
+      {.hidden_size = kWidth, .num_attention_heads = 2, .attention = {.layout = Layout::kBSHD}}));
   expect_refused(linear->forward(x, nullptr, {}, &turned).status(), "Linear");
   expect_refused(mlp->forward(x, nullptr, {}, &turned).status(), "LayerNormMLP");
   expect_refused(attention->forward(x, nullptr, {}, {}, &turned).status(), "MultiheadAttention");
@@ -46,10 +46,11 @@ TEST_F(ResidualShape, OfABackwardIsTheInputs) {
   expect_backward_refuses(*linear, "LayerNormLinear");
   expect_backward_refuses(*mlp, "LayerNormMLP");
   for (const bool input_layernorm : {true, false}) {
-    const auto attention = take(MultiheadAttention::create({.hidden_size = kWidth,
-                                                            .num_attention_heads = 2,
-                                                            .input_layernorm = input_layernorm,
-                                                            .layout = Layout::kBSHD}));
+    const auto attention =
+        take(MultiheadAttention::create({.hidden_size = kWidth,
+                                         .num_attention_heads = 2,
+                                         .input_layernorm = input_layernorm,
+                                         .attention = {.layout = Layout::kBSHD}}));
     expect_backward_refuses(*attention, "MultiheadAttention");
     for (const NamedParameter& p : attention->parameters()) {
       EXPECT_FALSE(p.parameter->internals().grad_written)
@@ -60,7 +61,7 @@ TEST_F(ResidualShape, OfABackwardIsTheInputs) {
 
 TEST_F(ResidualShape, PositionsWithoutAnglesAreNotPassedOver) {
   const auto attention = take(MultiheadAttention::create(
-      {.hidden_size = kWidth, .num_attention_heads = 2, .layout = Layout::kBSHD}));
+      {.hidden_size = kWidth, .num_attention_heads = 2, .attention = {.layout = Layout::kBSHD}}));
   const Status status =
       attention->forward(x, nullptr, {.rotary_start_positions = int_tensor({1, 2})}).status();
   EXPECT_FAILS(status, kInvalidArgument, "rotary_angles");

@@ -24,15 +24,15 @@ struct Model : Module {
   Model(Device device, Kind kind) {
     tokens = take(Embedding::create(
         {.num_embeddings = kVocabulary, .hidden_size = kHidden, .device = device, .seed = 3}));
-    TransformerLayerOptions options{.hidden_size = kHidden,
-                                    .ffn_hidden_size = 2 * kHidden,
-                                    .num_attention_heads = 2,
-                                    .hidden_dropout = 0.2f,
-                                    .attention_dropout = 0.3f,
-                                    .layout = Layout::kBSHD,
-                                    .device = device,
-                                    .seed = 5,
-                                    .init_std = 0.2f};
+    TransformerLayerOptions options{
+        .hidden_size = kHidden,
+        .ffn_hidden_size = 2 * kHidden,
+        .num_attention_heads = 2,
+        .hidden_dropout = 0.2f,
+        .attention = {.layout = Layout::kBSHD, .attention_dropout = 0.3f},
+        .device = device,
+        .seed = 5,
+        .init_std = 0.2f};
     if (kind != Kind::kPlain) {
       options.fuse_qkv_params = false;
       options.qk_norm = QkNorm::kRMSNorm;

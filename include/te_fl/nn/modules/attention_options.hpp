@@ -41,10 +41,8 @@ enum class AttentionType : uint8_t { kSelf, kCross };
 // parameters.
 enum class QkNorm : uint8_t { kNone, kL2, kRMSNorm, kLayerNorm };
 
-struct DotProductAttentionOptions {
-  int64_t num_attention_heads = 0;
-  int64_t head_dim = 0;
-  int64_t num_gqa_groups = 0;  // heads of K and V; 0: num_attention_heads
+// The options of attention itself, which every module that has it contains.
+struct AttentionOptions {
   Layout layout = Layout::kSBHD;
   MaskType mask_type = MaskType::kCausal;
   // Sliding window; -1: no bound. It counts from the mask type's diagonal: top left with kCausal
@@ -52,12 +50,19 @@ struct DotProductAttentionOptions {
   int64_t window_left = -1;
   int64_t window_right = -1;
   SoftmaxType softmax_type = SoftmaxType::kVanilla;
-  float softmax_scale = 0;  // 0: 1/sqrt(head_dim)
+  float softmax_scale = 0;  // 0: 1/sqrt(head size)
   float attention_dropout = 0;
+  float softcap = 0;  // scaled products x become softcap * tanh(x / softcap); 0: they stay
+};
+
+struct DotProductAttentionOptions {
+  int64_t num_attention_heads = 0;
+  int64_t head_dim = 0;
+  int64_t num_gqa_groups = 0;  // heads of K and V; 0: num_attention_heads
+  AttentionOptions attention = {};
   DType activation_dtype = DType::kF32;
   Device device = {};
   int64_t value_head_dim = 0;  // head size Dv of v and o; 0: head_dim
-  float softcap = 0;           // scaled products x become softcap * tanh(x / softcap); 0: they stay
 };
 
 struct MultiheadAttentionOptions {
@@ -71,13 +76,7 @@ struct MultiheadAttentionOptions {
   float epsilon = 1e-5f;
   bool zero_centered_gamma = false;
   bool bias = true;
-  Layout layout = Layout::kSBHD;
-  MaskType mask_type = MaskType::kCausal;
-  int64_t window_left = -1;
-  int64_t window_right = -1;
-  SoftmaxType softmax_type = SoftmaxType::kVanilla;
-  float softmax_scale = 0;  // 0: 1/sqrt(head size)
-  float attention_dropout = 0;
+  AttentionOptions attention = {};
   bool rotary_interleaved = false;
   DType param_dtype = DType::kF32;
   DType activation_dtype = DType::kF32;
@@ -100,7 +99,6 @@ struct MultiheadAttentionOptions {
   // of an attention of groups_whole (0: this is whole), whose initial weights this one has there.
   int64_t groups_whole = 0;
   int64_t groups_begin = 0;
-  float softcap = 0;  // as in DotProductAttentionOptions
 };
 
 }  // namespace te_fl::nn

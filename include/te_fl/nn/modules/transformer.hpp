@@ -24,14 +24,8 @@ struct TransformerLayerOptions {
   bool zero_centered_gamma = false;
   bool bias = true;
   float hidden_dropout = 0;
-  float attention_dropout = 0;
   bool parallel_attention_mlp = false;  // y = x + dropout(attn(x)) + dropout(mlp(x))
-  Layout layout = Layout::kSBHD;
-  MaskType mask_type = MaskType::kCausal;
-  int64_t window_left = -1;
-  int64_t window_right = -1;
-  SoftmaxType softmax_type = SoftmaxType::kVanilla;
-  float softmax_scale = 0;  // 0: 1/sqrt(head size)
+  AttentionOptions attention = {};      // a decoder's cross-attention has its own mask and window
   bool rotary_interleaved = false;
   DType param_dtype = DType::kF32;
   DType activation_dtype = DType::kF32;
