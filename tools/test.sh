@@ -79,6 +79,7 @@ stage layering python3 tools/check_layering.py
 stage one-definition python3 tools/check_odr.py
 stage comments python3 tools/check_comments.py
 stage generated python3 tools/opgen.py --check
+stage generated-arguments python3 tools/modulegen.py --check
 if [ "$mode" != quick ]; then
   stage asan-build sanitizer_build asan
   stage asan-tests sanitizer_tests asan

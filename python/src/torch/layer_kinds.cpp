@@ -4,10 +4,7 @@
 #include <string>
 
 #include "py/errors.hpp"
-#include "te_fl/nn/modules/linear.hpp"
-#include "te_fl/nn/modules/mlp.hpp"
-#include "te_fl/nn/modules/norm.hpp"
-#include "te_fl/nn/modules/transformer.hpp"
+#include "torch/layer_options.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -132,44 +129,6 @@ class Fields {
   Py_ssize_t found_ = 0;
   std::vector<const char*> read_;
 };
-
-#define FIELD(name) fields(#name, o.name)
-void read(Fields& fields, nn::LinearOptions& o) {
-  FIELD(in_features), FIELD(out_features), FIELD(bias), FIELD(param_dtype), FIELD(device);
-  FIELD(high_precision), FIELD(parameters_split), FIELD(return_bias);
-}
-void read(Fields& fields, nn::LayerNormLinearOptions& o) {
-  FIELD(in_features), FIELD(out_features), FIELD(bias), FIELD(normalization), FIELD(epsilon);
-  FIELD(zero_centered_gamma), FIELD(param_dtype), FIELD(device), FIELD(parameters_split);
-  FIELD(return_bias);
-}
-void read(Fields& fields, nn::LayerNormMLPOptions& o) {
-  FIELD(hidden_size), FIELD(ffn_hidden_size), FIELD(activation), FIELD(clamp_limit);
-  FIELD(clamp_alpha), FIELD(bias), FIELD(normalization), FIELD(epsilon), FIELD(zero_centered_gamma);
-  FIELD(param_dtype), FIELD(device), FIELD(return_bias), FIELD(glu_linear_offset);
-}
-void read(Fields& fields, nn::NormOptions& o) {
-  FIELD(hidden_size), FIELD(epsilon), FIELD(zero_centered_gamma), FIELD(param_dtype);
-  FIELD(device);
-}
-void read(Fields& fields, nn::DotProductAttentionOptions& o) {
-  FIELD(num_attention_heads), FIELD(head_dim), FIELD(num_gqa_groups), FIELD(layout);
-  FIELD(mask_type), FIELD(window_left), FIELD(window_right), FIELD(softmax_type);
-  FIELD(softmax_scale), FIELD(attention_dropout), FIELD(device), FIELD(value_head_dim);
-  FIELD(softcap);
-}
-void read(Fields& fields, nn::TransformerLayerOptions& o) {
-  FIELD(hidden_size), FIELD(ffn_hidden_size), FIELD(num_attention_heads), FIELD(num_gqa_groups);
-  FIELD(kv_channels), FIELD(activation), FIELD(clamp_limit), FIELD(clamp_alpha);
-  FIELD(normalization), FIELD(epsilon), FIELD(zero_centered_gamma), FIELD(bias);
-  FIELD(hidden_dropout), FIELD(attention_dropout), FIELD(parallel_attention_mlp), FIELD(layout);
-  FIELD(mask_type), FIELD(window_left), FIELD(window_right), FIELD(softmax_type);
-  FIELD(softmax_scale), FIELD(rotary_interleaved), FIELD(param_dtype), FIELD(device);
-  FIELD(apply_residual_connection_post_layernorm), FIELD(output_layernorm);
-  FIELD(fuse_qkv_params), FIELD(qkv_weight_interleaved), FIELD(qk_norm), FIELD(qk_norm_epsilon);
-  FIELD(qk_norm_before_rope), FIELD(glu_linear_offset), FIELD(softcap);
-}
-#undef FIELD
 
 // How a module is called. The general case: one input, no attention.
 template <class M>

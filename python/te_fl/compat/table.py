@@ -61,11 +61,25 @@ SERVED = {
     "te_fl.jax.softmax": "SoftmaxFusionType softmax",
 }
 
-_RANKS = {"tp_group": "a group", "tp_size": 2}
-_REDUCE = {"symmetric_ar_type": "two_shot"}
-
 # Arguments of served names that take one value only, each with another value, which is refused by an error that names the argument.
 PARTLY = {
+    # By tools/modulegen.py, from nn/modules.yaml:
+    "te_fl.pytorch.attention.DotProductAttention": {"tp_group": "a group", "tp_size": 2, "cp_group": "a group", "return_max_logit": True},
+    "te_fl.pytorch.attention.DotProductAttention.forward": {"fp8_output": True, "bf16_backward": True, "num_splits": 2,
+        "score_mod": "a function", "score_mod_bprop": "a function", "score_mod_tensors": "tensors", "score_mod_bprop_tensors": "tensors",
+        "inference_params": "a cache", "thd_attention_policies": "policies"},
+    "te_fl.pytorch.linear.LayerNormLinear": {"tp_group": "a group", "tp_size": 2, "symmetric_ar_type": "two_shot"},
+    "te_fl.pytorch.linear.LayerNormLinear.forward": {"fp8_output": True, "fp8_grad": True},
+    "te_fl.pytorch.linear.Linear": {"tp_group": "a group", "tp_size": 2, "symmetric_ar_type": "two_shot"},
+    "te_fl.pytorch.linear.Linear.forward": {"fp8_output": True, "fp8_grad": True},
+    "te_fl.pytorch.mlp.LayerNormMLP": {"tp_group": "a group", "tp_size": 2, "symmetric_ar_type": "two_shot"},
+    "te_fl.pytorch.multihead_attention.MultiheadAttention": {"tp_group": "a group", "tp_size": 2},
+    "te_fl.pytorch.multihead_attention.MultiheadAttention.forward": {"inference_params": "a cache"},
+    "te_fl.pytorch.norm.LayerNorm": {"sm_margin": 4},
+    "te_fl.pytorch.norm.RMSNorm": {"sm_margin": 4},
+    "te_fl.pytorch.transformer.TransformerLayer": {"tp_group": "a group", "tp_size": 2},
+    "te_fl.pytorch.transformer.TransformerLayer.forward": {"inference_params": "a cache"},
+    # By hand:
     "te_fl.jax.flax.DotProductAttention": {
         "max_segments_per_seq": 2, "context_parallel_strategy": "RING", "context_parallel_causal_load_balanced": True,
         "context_parallel_axis": "cp", "score_mod": "a function", "score_mod_bprop": "a function", "return_max_logit": True},
@@ -76,31 +90,15 @@ PARTLY = {
     "te_fl.jax.flax.MultiHeadAttention.__call__": {"decode": True},
     "te_fl.jax.flax.TransformerLayer.__call__": {"decode": True, "max_decode_length": 8},
     "te_fl.jax.sharding.MeshResource": {"pp_resource": "pp", "cp_resource": "cp", "ep_resource": "ep"},
-    "te_fl.pytorch.attention.DotProductAttention": {**_RANKS, "cp_group": "a group", "return_max_logit": True},
-    "te_fl.pytorch.attention.DotProductAttention.forward": {
-        "fp8_output": True, "bf16_backward": True, "num_splits": 2, "score_mod": "a function", "score_mod_bprop": "a function",
-        "score_mod_tensors": "tensors", "score_mod_bprop_tensors": "tensors", "inference_params": "a cache",
-        "thd_attention_policies": "policies"},
     "te_fl.pytorch.checkpoint.checkpoint": {"distribute_saved_activations": True},
     "te_fl.pytorch.cross_entropy.parallel_cross_entropy": {"dist_process_group": "a group of several ranks"},
     "te_fl.pytorch.graph.make_graphed_callables": {"_order": [1, -1], "_num_layers_per_chunk": [1],
                                                    "_reuse_graph_input_output_buffers": True},
-    "te_fl.pytorch.linear.LayerNormLinear": {**_RANKS, **_REDUCE},
-    "te_fl.pytorch.linear.LayerNormLinear.forward": {"fp8_output": True, "fp8_grad": True},
-    "te_fl.pytorch.linear.Linear": {**_RANKS, **_REDUCE},
-    "te_fl.pytorch.linear.Linear.forward": {"fp8_output": True, "fp8_grad": True},
-    "te_fl.pytorch.mlp.LayerNormMLP": {**_RANKS, **_REDUCE},
-    "te_fl.pytorch.multihead_attention.MultiheadAttention": _RANKS,
-    "te_fl.pytorch.multihead_attention.MultiheadAttention.forward": {"inference_params": "a cache"},
-    "te_fl.pytorch.norm.LayerNorm": {"sm_margin": 4},
-    "te_fl.pytorch.norm.RMSNorm": {"sm_margin": 4},
     "te_fl.pytorch.offload.get_cpu_offload_context": {"enabled": True},
     "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True, "master_weight_dtype": "torch.float16", "exp_avg_dtype": "torch.bfloat16",
                                            "exp_avg_sq_dtype": "torch.bfloat16", "store_param_remainders": True},
     "te_fl.pytorch.optimizers.FusedSGD": {"materialize_master_grads": False},
     "te_fl.pytorch.softmax.FusedScaleMaskSoftmax": {"softmax_in_fp32": False},
-    "te_fl.pytorch.transformer.TransformerLayer": _RANKS,
-    "te_fl.pytorch.transformer.TransformerLayer.forward": {"inference_params": "a cache"},
 }
 
 # Classes that are made otherwise than by calling them, so that their own parameters are nobody's concern.

@@ -15,7 +15,7 @@ from typing import Any, Optional
 PACKAGE = "te_fl.pytorch"
 # From the lowest up; each imports from those before it only.
 ROOMS = {
-    "runtime": "constants device dtypes random refuse registry rng traced",
+    "runtime": "argument_rules constants device dtypes random refuse registry rng traced",
     "distributed": "amax_reduction",
     "fp8": "availability extra_state float8_tensor global_state quantization scale_functions weight_cache",
     "autograd": "call checkpoint delayed_wgrad offload once torch_checkpoint",

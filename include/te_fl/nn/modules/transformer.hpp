@@ -56,7 +56,6 @@ struct TransformerLayerOptions {
   int64_t groups_begin = 0;
   int64_t ffn_whole = 0;
   int64_t ffn_begin = 0;
-  float softcap = 0;  // as in DotProductAttentionOptions, of cross-attention too
 };
 
 // A pre-norm Transformer block: h = x + dropout(attention(x)); y = h + dropout(mlp(h)). x [S, B,

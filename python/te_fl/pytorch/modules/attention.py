@@ -156,10 +156,11 @@ def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
 class DotProductAttention(TransformerEngineBaseModule):
     """softmax(cap(scale q k^T) + bias, masked) v; cap(x) = softcap tanh(x / softcap), or x where softcap is 0.
 
-    num_attention_heads, num_gqa_groups: heads of q and of k and v. kv_channels: the head size, or a pair, of q and k and of v. qkv_format: 'sbhd', 'bshd' or 'thd'.
-    attn_mask_type, window_size, bottom_right_diagonal, softcap: also per call. softmax_type: 'vanilla', 'off-by-one' or 'learnable'.
-    layer_number and attention_type are taken for compatibility: the mask and the extents of a call say all that te-fl needs. tp_group and
-    cp_group have one rank; the other cp_ arguments and sequence_parallel say how several work together, and have no effect.
+    num_attention_heads, num_gqa_groups: heads of q and of k and v. kv_channels: the head size, or a pair, of q and k and of v. qkv_format:
+    'sbhd', 'bshd' or 'thd'. attn_mask_type, window_size, bottom_right_diagonal, softcap: also per call. softmax_type: 'vanilla',
+    'off-by-one' or 'learnable'. layer_number and attention_type are taken for compatibility: the mask and the extents of a call say all
+    that te-fl needs. tp_group and cp_group have one rank; the other cp_ arguments and sequence_parallel say how several work together, and
+    have no effect.
     """
 
     _kind = "attention"
@@ -179,12 +180,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                  return_max_logit: Optional[bool] = False, name: Optional[str] = None) -> None:
         super().__init__(name)
         where = "DotProductAttention"
-        rules.one_rank(where, tp_group, tp_size)
-        rules.choice(where, "qkv_format", qkv_format, FORMATS)
-        rules.choice(where, "softmax_type", softmax_type, ("vanilla", "off-by-one", "learnable"))
-        rules.choice(where, "attention_type", attention_type, ("self", "cross"))
-        only(where, ("return_max_logit", bool(return_max_logit), False, _OWN_KERNEL))
-        rules.group_of_one(where, "cp_group", cp_group)
+        rules.check(where, locals())
         channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
         if len(channels) != 2:
             raise ValueError(f"{where}: kv_channels is {kv_channels!r}; it is the head size, or a pair: that of q and k, and that of v")

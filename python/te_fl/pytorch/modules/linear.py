@@ -24,10 +24,8 @@ class _Product(TransformerEngineBaseModule):
     _sites = ("fp8",)
 
     def _set_up(self, in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
-                return_bias, params_dtype, parallel_mode, parameters_split, device, symmetric_ar_type) -> None:
+                return_bias, params_dtype, parallel_mode, parameters_split, device) -> None:
         where = type(self).__name__
-        rules.parallel_mode(where, parallel_mode)
-        rules.symmetric(where, symmetric_ar_type)
         self.in_features, self.out_features = int(in_features), int(out_features)
         self.params_dtype = parameter_dtype(params_dtype, where)
         self.use_bias, self.return_bias = bool(bias), bool(return_bias)
@@ -75,11 +73,11 @@ class Linear(_Product):
     """y = x A^T + b, in FP8 inside autocast.
 
     in_features, out_features: of x and y. init_method: called on the weight; None: normal with mean 0 and standard deviation 0.023.
-    return_bias: the bias is returned and not added. parameters_split: names, or names with rows, of the parts that the weight and the
-    bias are registered as. params_dtype: None is torch's default dtype. device: None is cuda where there is one, else cpu.
-    fuse_wgrad_accumulation: the weight's gradient is added to weight.main_grad. delay_wgrad_compute: the weight's gradient, and without
-    FP8 the bias's, is computed by backward_dw(), to be called after each backward. get_rng_state_tracker: a function whose result's fork()
-    the initialisation runs in. tp_group and tp_size are refused unless they say one rank; sequence_parallel, the ub_ arguments and
+    return_bias: the bias is returned and not added. parameters_split: names, or names with rows, of the parts that the weight and the bias
+    are registered as. params_dtype: None is torch's default dtype. device: None is cuda where there is one, else cpu.
+    fuse_wgrad_accumulation: the weight's gradient is added to weight.main_grad. delay_wgrad_compute: the weight's gradient, and without FP8
+    the bias's, is computed by backward_dw(), to be called after each backward. get_rng_state_tracker: a function whose result's fork() the
+    initialisation runs in. tp_group and tp_size are refused unless they say one rank; sequence_parallel, the ub_ arguments and
     parallel_mode then have no effect, as in Transformer Engine.
     """
 
@@ -90,15 +88,14 @@ class Linear(_Product):
                  tp_group: Optional[Any] = None, tp_size: int = 1, get_rng_state_tracker: Optional[Callable] = None,
                  rng_tracker_name: Optional[str] = None, init_method: Optional[Callable] = None, bias: bool = True,
                  return_bias: bool = False, params_dtype: Optional[torch.dtype] = None, parallel_mode: Optional[str] = None,
-                 parameters_split: Optional[Union[Tuple[str, ...], Dict[str, int]]] = None,
-                 device: Union[torch.device, str, None] = None, ub_overlap_ag: bool = False, ub_overlap_rs: bool = False,
-                 ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False, ub_bulk_wgrad: bool = False,
-                 ub_name: Optional[str] = None, delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
-                 save_original_input: bool = False, name: Optional[str] = None) -> None:
+                 parameters_split: Optional[Union[Tuple[str, ...], Dict[str, int]]] = None, device: Union[torch.device, str, None] = None,
+                 ub_overlap_ag: bool = False, ub_overlap_rs: bool = False, ub_overlap_rs_dgrad: bool = False, ub_bulk_dgrad: bool = False,
+                 ub_bulk_wgrad: bool = False, ub_name: Optional[str] = None, delay_wgrad_compute: bool = False,
+                 symmetric_ar_type: Optional[str] = None, save_original_input: bool = False, name: Optional[str] = None) -> None:
         super().__init__(name)
-        rules.one_rank("Linear", tp_group, tp_size)
+        rules.check("Linear", locals())
         self._set_up(in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
-                     return_bias, params_dtype, parallel_mode, parameters_split, device_of(device), symmetric_ar_type)
+                     return_bias, params_dtype, parallel_mode, parameters_split, device_of(device))
         # Backward reads what it needs of the input, quantised or not; keeping the original as well would change no result.
         self.save_original_input = save_original_input
         self.reset_parameters(defer_init=self.weight_device().type == "meta")
@@ -141,12 +138,10 @@ class LayerNormLinear(_Product):
                  parallel_mode: Optional[str] = None, return_layernorm_output: bool = False, return_layernorm_output_gathered: bool = False,
                  parameters_split: Optional[Union[Tuple[str, ...], Dict[str, int]]] = None, zero_centered_gamma: bool = False,
                  device: Union[torch.device, str, None] = None, ub_overlap_ag: bool = False, ub_overlap_rs: bool = False,
-                 ub_overlap_rs_dgrad: bool = False, ub_bulk_wgrad: bool = False, ub_bulk_dgrad: bool = False,
-                 ub_name: Optional[str] = None, delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None,
-                 name: Optional[str] = None) -> None:
+                 ub_overlap_rs_dgrad: bool = False, ub_bulk_wgrad: bool = False, ub_bulk_dgrad: bool = False, ub_name: Optional[str] = None,
+                 delay_wgrad_compute: bool = False, symmetric_ar_type: Optional[str] = None, name: Optional[str] = None) -> None:
         super().__init__(name)
-        rules.one_rank("LayerNormLinear", tp_group, tp_size)
-        rules.choice("LayerNormLinear", "normalization", normalization, ("LayerNorm", "RMSNorm"))
+        rules.check("LayerNormLinear", locals())
         device = device_of(device)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, bool(zero_centered_gamma)
         # With one rank the gathered output is the output.
@@ -154,7 +149,7 @@ class LayerNormLinear(_Product):
         self.return_layernorm_output_gathered = bool(return_layernorm_output_gathered)
         add_norm_parameters(self, int(in_features), device, parameter_dtype(params_dtype, "LayerNormLinear"))
         self._set_up(in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, None, init_method, bias, return_bias,
-                     params_dtype, parallel_mode, parameters_split, device, symmetric_ar_type)
+                     params_dtype, parallel_mode, parameters_split, device)
         self.reset_parameters(defer_init=device.type == "meta")
         self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, self._own_names)
 

@@ -13,7 +13,6 @@ from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 
-ACTIVATIONS = ("gelu", "geglu", "glu", "qgelu", "qgeglu", "relu", "reglu", "srelu", "sreglu", "silu", "swiglu", "clamped_swiglu")
 GATED = ("geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu")
 
 
@@ -21,9 +20,9 @@ class LayerNormMLP(TransformerEngineBaseModule):
     """y = act(norm(x) A1^T + b1) A2^T + b2.
 
     activation: one of gelu, geglu, glu, qgelu, qgeglu, relu, reglu, srelu, sreglu, silu, swiglu, clamped_swiglu; the gated ones have twice
-    the rows in fc1. activation_params: of clamped_swiglu, limit (7.0), alpha (1.702) and glu_linear_offset (1.0). return_bias: fc2's bias is returned and not added.
-    return_layernorm_output: the normalised input is returned as well. seq_length and micro_batch_size: taken for compatibility; they warm
-    up a compiler that te-fl has none of. The other arguments are LayerNormLinear's.
+    the rows in fc1. activation_params: of clamped_swiglu, limit (7.0), alpha (1.702) and glu_linear_offset (1.0). return_bias: fc2's bias
+    is returned and not added. return_layernorm_output: the normalised input is returned as well. seq_length, micro_batch_size: taken for
+    compatibility; they warm up a compiler that te-fl has none of. The other arguments are LayerNormLinear's.
     """
 
     _kind = "layernorm_mlp"
@@ -31,10 +30,10 @@ class LayerNormMLP(TransformerEngineBaseModule):
     _remade = frozenset(("eps", "zero_centered_gamma", "activation", "activation_params"))
 
     @rules.checks_keywords()
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False, return_bias: bool = False,
-                 get_rng_state_tracker: Optional[Callable] = None, tp_group: Optional[Any] = None, tp_size: int = 1,
-                 init_method: Optional[Callable] = None, bias: bool = True, normalization: str = "LayerNorm", activation: str = "gelu",
-                 activation_params: Optional[dict] = None, output_layer_init_method: Optional[Callable] = None,
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False,
+                 return_bias: bool = False, get_rng_state_tracker: Optional[Callable] = None, tp_group: Optional[Any] = None,
+                 tp_size: int = 1, init_method: Optional[Callable] = None, bias: bool = True, normalization: str = "LayerNorm",
+                 activation: str = "gelu", activation_params: Optional[dict] = None, output_layer_init_method: Optional[Callable] = None,
                  fuse_wgrad_accumulation: bool = False, params_dtype: Optional[torch.dtype] = None, return_layernorm_output: bool = False,
                  return_layernorm_output_gathered: bool = False, seq_length: Optional[int] = None, micro_batch_size: Optional[int] = None,
                  set_parallel_mode: bool = False, zero_centered_gamma: bool = False, device: Union[torch.device, str, None] = None,
@@ -43,10 +42,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
                  symmetric_ar_type: Optional[str] = None, checkpoint: bool = False) -> None:
         super().__init__(name)
         where = "LayerNormMLP"
-        rules.one_rank(where, tp_group, tp_size)
-        rules.symmetric(where, symmetric_ar_type)
-        rules.choice(where, "normalization", normalization, ("LayerNorm", "RMSNorm"))
-        rules.choice(where, "activation", activation, ACTIVATIONS)
+        rules.check(where, locals())
         self.activation, self.activation_params = activation, activation_params
         _clamp(where, activation, activation_params)
         self.hidden_size, self.ffn_hidden_size = int(hidden_size), int(ffn_hidden_size)

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 import torch
 
 from te_fl.pytorch.functions.rope import apply_rotary_pos_emb
-from te_fl.pytorch.modules.attention import FORMATS, DotProductAttention, checked_mask
+from te_fl.pytorch.modules.attention import DotProductAttention, checked_mask
 from te_fl.pytorch.modules.linear import LayerNormLinear, Linear
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.runtime import refuse as rules
@@ -69,18 +69,18 @@ class MultiheadAttention(torch.nn.Module):
 
     input_layernorm: the input is normalised first. attention_type: 'self' or 'cross', which takes encoder_output. fuse_qkv_params: one
     weight for queries, keys and values, else one each. qkv_weight_interleaved: of the fused weight, whether each group's heads, key and
-    value follow one another. qk_norm_type: None, 'L2Normalization', 'RMSNorm' or 'LayerNorm', on queries and keys. return_bias: proj's
-    bias is returned and not added. return_layernorm_output: the normalised input is returned as well. seq_length and micro_batch_size are
-    taken for compatibility: they warm up a compiler that te-fl has none of. Others as DotProductAttention's and LayerNormLinear's.
+    value follow one another. qk_norm_type: None, 'L2Normalization', 'RMSNorm' or 'LayerNorm', on queries and keys. return_bias: proj's bias
+    is returned and not added. return_layernorm_output: the normalised input is returned as well. seq_length, micro_batch_size: taken for
+    compatibility; they warm up a compiler that te-fl has none of. Others as DotProductAttention's and LayerNormLinear's.
     """
 
     @checks_keywords()
     def __init__(self, hidden_size: int, num_attention_heads: int, kv_channels: Optional[int] = None, attention_dropout: float = 0.1,
-                 layernorm_epsilon: float = 1e-5, init_method: Optional[Callable] = None, output_layer_init_method: Optional[Callable] = None,
-                 layer_number: Optional[int] = None, attn_mask_type: str = "causal", window_size: Optional[Tuple[int, int]] = None,
-                 bottom_right_diagonal: Optional[bool] = None, softcap: float = 0.0, tp_group: Optional[Any] = None, tp_size: int = 1,
-                 num_gqa_groups: Optional[int] = None, fuse_wgrad_accumulation: bool = False,
-                 get_rng_state_tracker: Optional[Callable] = None, sequence_parallel: bool = False,
+                 layernorm_epsilon: float = 1e-5, init_method: Optional[Callable] = None,
+                 output_layer_init_method: Optional[Callable] = None, layer_number: Optional[int] = None, attn_mask_type: str = "causal",
+                 window_size: Optional[Tuple[int, int]] = None, bottom_right_diagonal: Optional[bool] = None, softcap: float = 0.0,
+                 tp_group: Optional[Any] = None, tp_size: int = 1, num_gqa_groups: Optional[int] = None,
+                 fuse_wgrad_accumulation: bool = False, get_rng_state_tracker: Optional[Callable] = None, sequence_parallel: bool = False,
                  params_dtype: Optional[torch.dtype] = None, return_bias: bool = False, return_layernorm_output: bool = False,
                  input_layernorm: bool = False, attention_type: str = "self", set_parallel_mode: bool = False,
                  fuse_qkv_params: bool = False, zero_centered_gamma: bool = False, qkv_weight_interleaved: bool = True,
@@ -92,10 +92,7 @@ class MultiheadAttention(torch.nn.Module):
                  softmax_type: str = "vanilla") -> None:
         super().__init__()
         where = "MultiheadAttention"
-        rules.one_rank(where, tp_group, tp_size)
-        rules.choice(where, "attention_type", attention_type, ("self", "cross"))
-        rules.choice(where, "qkv_format", qkv_format, FORMATS)
-        rules.choice(where, "qk_norm_type", qk_norm_type, (None, "L2Normalization", "RMSNorm", "LayerNorm"))
+        rules.check(where, locals())
         if layer_number is not None and layer_number < 1:
             raise ValueError(f"{where}: layer_number is {layer_number}; layers count from 1")
         if num_attention_heads < 1 or not kv_channels and hidden_size % num_attention_heads != 0:

@@ -71,15 +71,16 @@ class LayerNorm(_Norm):
     """(x - mean) / sqrt(variance + eps) * weight + bias.
 
     normalized_shape: the last dimensions, which are normalised together; hidden_size is its older name. zero_centered_gamma: the weight is
-    stored minus 1. sequence_parallel: True or False becomes an attribute of the parameters. Keywords device (None: cuda where there is one, else cpu), dtype (params_dtype's other name).
+    stored minus 1. sequence_parallel: True or False becomes an attribute of the parameters. Keywords device (None: cuda where there is one,
+    else cpu), dtype (params_dtype's other name).
     """
 
     _kind = "layernorm"
 
     @checks_keywords("device", "dtype", "sm_margin")
-    def __init__(self, normalized_shape: Union[Iterable[int], int, None] = None, eps: float = 1e-5, sequence_parallel: Optional[bool] = None,
-                 params_dtype: Optional[torch.dtype] = None, zero_centered_gamma: bool = False, hidden_size: Optional[int] = None,
-                 **kwargs: Any) -> None:
+    def __init__(self, normalized_shape: Union[Iterable[int], int, None] = None, eps: float = 1e-5,
+                 sequence_parallel: Optional[bool] = None, params_dtype: Optional[torch.dtype] = None, zero_centered_gamma: bool = False,
+                 hidden_size: Optional[int] = None, **kwargs: Any) -> None:
         super().__init__()
         self._set_up(normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, hidden_size, kwargs, True)
 
@@ -93,9 +94,9 @@ class RMSNorm(_Norm):
     _kind = "rmsnorm"
 
     @checks_keywords("device", "dtype", "sm_margin")
-    def __init__(self, normalized_shape: Union[Iterable[int], int, None] = None, eps: float = 1e-5, sequence_parallel: Optional[bool] = None,
-                 params_dtype: Optional[torch.dtype] = None, zero_centered_gamma: bool = False, hidden_size: Optional[int] = None,
-                 **kwargs: Any) -> None:
+    def __init__(self, normalized_shape: Union[Iterable[int], int, None] = None, eps: float = 1e-5,
+                 sequence_parallel: Optional[bool] = None, params_dtype: Optional[torch.dtype] = None, zero_centered_gamma: bool = False,
+                 hidden_size: Optional[int] = None, **kwargs: Any) -> None:
         super().__init__()
         self._set_up(normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, hidden_size, kwargs, False)
 

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 import torch
 
 from te_fl.errors import FailedPrecondition
-from te_fl.pytorch.modules.attention import FORMATS, checked_mask
+from te_fl.pytorch.modules.attention import checked_mask
 from te_fl.pytorch.modules.fused_layer import FusedLayer
 from te_fl.pytorch.modules.mlp import LayerNormMLP
 from te_fl.pytorch.modules.multihead_attention import MultiheadAttention
@@ -50,9 +50,9 @@ class TransformerLayer(torch.nn.Module):
     """h = x + dropout(attention(x)), then y = h + dropout(mlp(h)); a decoder layer attends to encoder_output in between.
 
     layer_type: 'encoder' or 'decoder'. output_layernorm: the normalisation is at the end in place of the beginning.
-    apply_residual_connection_post_layernorm: residuals are of the normalised inputs. parallel_attention_mlp: y = x + dropout(attention(x)
-    + mlp(x)). drop_path_rate: see DropPath. seq_length and micro_batch_size are taken for compatibility: they warm up a compiler that te-fl
-    has none of. The ub_ arguments have no effect with one rank. Others as MultiheadAttention's and LayerNormMLP's.
+    apply_residual_connection_post_layernorm: residuals are of the normalised inputs. parallel_attention_mlp: y = x + dropout(attention(x) +
+    mlp(x)). drop_path_rate: see DropPath. seq_length, micro_batch_size: taken for compatibility; they warm up a compiler that te-fl has
+    none of. The ub_ arguments have no effect with one rank. Others as MultiheadAttention's and LayerNormMLP's.
 
     An encoder layer runs as one call of te-fl in each direction; one with drop_path_rate or fuse_wgrad_accumulation, one whose parts have
     been replaced or given hooks, and a decoder layer run part by part. Both have the same parameters and FP8 state; their results differ as
@@ -80,9 +80,7 @@ class TransformerLayer(torch.nn.Module):
                  qk_norm_before_rope: bool = False, softmax_type: str = "vanilla") -> None:
         super().__init__()
         where = "TransformerLayer"
-        rules.one_rank(where, tp_group, tp_size)
-        rules.choice(where, "layer_type", layer_type, ("encoder", "decoder"))
-        rules.choice(where, "attn_input_format", attn_input_format, FORMATS)
+        rules.check(where, locals())
         checked_mask(where, self_attn_mask_type, window_size, softcap)
         checked_mask(where, enc_dec_attn_mask_type, enc_dec_window_size)
         if parallel_attention_mlp:

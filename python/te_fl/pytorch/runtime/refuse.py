@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, Callable, Iterable, Tuple, TypeVar, cast
+from typing import Any, Callable, Iterable, Mapping, Tuple, TypeVar, cast
 
 import torch.distributed as dist
 
 from te_fl.errors import Unsupported, did_you_mean
+from te_fl.pytorch.runtime.argument_rules import RULES
 
 _ONE_RANK = "te_fl.pytorch runs on one rank so far; leave it out"
 
@@ -89,3 +90,18 @@ def choice(where: str, argument: str, value: Any, served: Iterable[str]) -> None
     served = tuple(served)
     if value not in served:
         raise ValueError(f"{where}: {argument} is {value!r}; it is one of {', '.join(map(repr, served))}")
+
+
+def check(where: str, arguments: Mapping[str, Any]) -> None:
+    """Refuses the arguments of a module's constructor that are not honoured, by the module's rules in nn/modules.yaml. arguments: by name,
+    as the constructor's locals() has them."""
+    for kind, names, *more in RULES[where]:
+        values = [arguments[name] for name in names]
+        if kind == "choice":
+            choice(where, names[0], values[0], more[0])
+        elif kind == "off":
+            only(where, (names[0], bool(values[0]), False, more[0]))
+        elif kind == "group_of_one":
+            group_of_one(where, names[0], values[0])
+        else:
+            {"one_rank": one_rank, "parallel_mode": parallel_mode, "symmetric": symmetric}[kind](where, *values)
