@@ -169,7 +169,7 @@ def with_refused(text, modules):
 
 
 def results():
-    """What belongs into each file."""
+    """Each file that is written, and its text."""
     specification = yaml.safe_load(SPECIFICATION.read_text())
     modules = [Module(name, entry, specification) for name, entry in specification["modules"].items()]
     texts = {READERS: readers(specification), RULES: rules(modules), TABLE: with_refused(TABLE.read_text(), modules)}
