@@ -524,7 +524,6 @@ TEST_P(MovingLists, AreCheckedWhereTheyAreLessAligned) {
 
 TEST_P(MovingLists, SayWhatMattersToAPlan) {
   uint64_t hash = 0;
-  Signature s;
   EXPECT_FALSE(knows());
   auto* slot = memo.find(op->layout(), &lists.args, hash);
   ASSERT_NE(slot, nullptr);
