@@ -32,7 +32,7 @@ PyCFunction fast(F* function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
 }
 
-Ref capsule_of(xla::Error* (*handler)(xla::Call*) noexcept) {
+Ref capsule_of(xla::Error* (*handler)(xla::CallFrame*) noexcept) {
   return Ref::take(PyCapsule_New(reinterpret_cast<void*>(handler), nullptr, nullptr));
 }
 

@@ -23,7 +23,7 @@ MEMBERS = {  # ours, theirs: member pairs whose offsets and sizes must agree
     ("Buffers", "XLA_FFI_Rets"): {"count": "size", "types": "types", "buffers": "rets"},
     ("Bytes", "XLA_FFI_ByteSpan"): {"data": "ptr", "size": "len"},
     ("Attributes", "XLA_FFI_Attrs"): {"count": "size", "types": "types", "names": "names", "values": "attrs"},
-    ("Call", "XLA_FFI_CallFrame"): {"api": "api", "context": "ctx", "stage": "stage", "operands": "args", "results": "rets",
+    ("CallFrame", "XLA_FFI_CallFrame"): {"api": "api", "context": "ctx", "stage": "stage", "operands": "args", "results": "rets",
                                     "attributes": "attrs"},
     ("Metadata", "XLA_FFI_Metadata"): {"version": "api_version", "traits": "traits"},
     ("MetadataExtension", "XLA_FFI_Metadata_Extension"): {"metadata": "metadata"},
@@ -68,7 +68,7 @@ class Abi(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
 
     def test_a_wrong_layout_is_found(self):
-        done = self.compile(["static_assert(offsetof(x::Call, operands) == offsetof(XLA_FFI_CallFrame, rets));"])
+        done = self.compile(["static_assert(offsetof(x::CallFrame, operands) == offsetof(XLA_FFI_CallFrame, rets));"])
         self.assertNotEqual(done.returncode, 0)
 
 

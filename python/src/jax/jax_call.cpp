@@ -177,27 +177,27 @@ Status OpCall::read_scalar(const te_fl_arg_desc& arg, std::string_view value) {
       return wrong;
     }
     case TE_FL_ARG_I64: {  // not by way of a double, which has fewer digits
-      const std::optional<int64_t> given = number<int64_t>(value);
-      if (!given.has_value()) return wrong;
-      std::memcpy(args_.data() + arg.offset, &*given, sizeof *given);
+      const std::optional<int64_t> parsed = number<int64_t>(value);
+      if (!parsed.has_value()) return wrong;
+      std::memcpy(args_.data() + arg.offset, &*parsed, sizeof *parsed);
       return {};
     }
     case TE_FL_ARG_BOOL:
     case TE_FL_ARG_I32:
     case TE_FL_ARG_F32:
     case TE_FL_ARG_F64: {
-      const std::optional<double> given = number<double>(value);
-      if (!given.has_value()) return wrong;
-      python::put_scalar(args_, arg, *given);
+      const std::optional<double> parsed = number<double>(value);
+      if (!parsed.has_value()) return wrong;
+      python::put_scalar(args_, arg, *parsed);
       return {};
     }
     case TE_FL_ARG_I64_LIST: {
       std::vector<int64_t>& list = integers_.emplace_back();
       while (!value.empty()) {
         const size_t comma = std::min(value.find(','), value.size());
-        const std::optional<int64_t> given = number<int64_t>(value.substr(0, comma));
-        if (!given.has_value()) return wrong;
-        list.push_back(*given);
+        const std::optional<int64_t> parsed = number<int64_t>(value.substr(0, comma));
+        if (!parsed.has_value()) return wrong;
+        list.push_back(*parsed);
         value.remove_prefix(std::min(comma + 1, value.size()));
       }
       const int64_t* data = list.data();
@@ -219,8 +219,8 @@ Status OpCall::read_quantisation(TensorSlot& slot, std::string_view what, std::s
       if (kScalings[i] == value) quant.scaling = i;
     }
     if (quant.scaling != TE_FL_SCALING_NONE) return {};
-  } else if (const std::optional<float> given = number<float>(value); given.has_value()) {
-    const bool on = *given != 0;
+  } else if (const std::optional<float> parsed = number<float>(value); parsed.has_value()) {
+    const bool on = *parsed != 0;
     if (what == "compute_scale") {
       if (on) quant.flags |= TE_FL_QUANT_COMPUTE_SCALE;
       return {};
@@ -230,7 +230,7 @@ Status OpCall::read_quantisation(TensorSlot& slot, std::string_view what, std::s
       return {};
     }
     if (what == "amax_epsilon") {
-      quant.amax_epsilon = *given;
+      quant.amax_epsilon = *parsed;
       return {};
     }
   }

@@ -15,7 +15,7 @@ namespace {
 
 std::atomic<int32_t> g_version{-1};
 
-xla::Error* make_error(const xla::Call& call, xla::ErrorCode code, const char* text) {
+xla::Error* make_error(const xla::CallFrame& call, xla::ErrorCode code, const char* text) {
   xla::ErrorRequest request{sizeof(xla::ErrorRequest), nullptr, text, code};
   return call.api->create_error(&request);
 }
@@ -48,7 +48,7 @@ xla::ErrorCode code_of(StatusCode code) {
 }
 
 // XLA asks at registration what a handler is.
-bool answer_metadata(const xla::Call& call) {
+bool answer_metadata(const xla::CallFrame& call) {
   for (const xla::Extension* e = call.extension; e != nullptr; e = e->next) {
     if (e->type != xla::kMetadataExtension) continue;
     xla::Metadata* metadata = reinterpret_cast<const xla::MetadataExtension*>(e)->metadata;
@@ -145,7 +145,7 @@ Result<OpCall*> find_call(ThreadCalls& kept, std::string_view text) {
   return (kept.calls[key->first] = std::move(parsed).value()).get();
 }
 
-Status run(const xla::Call& call, std::string_view text, const Device& device, void* stream) {
+Status run(const xla::CallFrame& call, std::string_view text, const Device& device, void* stream) {
   static thread_local std::unique_ptr<ThreadCalls> outer;
   if (outer == nullptr) outer = std::make_unique<ThreadCalls>();
   // An implementation may itself run an XLA program on this thread.
@@ -166,7 +166,7 @@ Status run(const xla::Call& call, std::string_view text, const Device& device, v
   return op.run(kept.operands.data(), kept.results.data(), device, stream);
 }
 
-xla::Error* handle(xla::Call* call, bool cuda) noexcept try {
+xla::Error* handle(xla::CallFrame* call, bool cuda) noexcept try {
   if (answer_metadata(*call)) return nullptr;
   Device device;
   void* stream = nullptr;
@@ -179,12 +179,12 @@ xla::Error* handle(xla::Call* call, bool cuda) noexcept try {
     device.index = place.ordinal;
     stream = wanted.stream;
   }
-  const xla::Attributes& given = call->attributes;
-  if (given.count != 1 || given.types[0] != xla::kStringAttribute) {
+  const xla::Attributes& attributes = call->attributes;
+  if (attributes.count != 1 || attributes.types[0] != xla::kStringAttribute) {
     return make_error(*call, xla::ErrorCode::kInvalidArgument,
                       "a call of te-fl has one attribute, the string 'call'");
   }
-  const auto& bytes = *static_cast<const xla::Bytes*>(given.values[0]);
+  const auto& bytes = *static_cast<const xla::Bytes*>(attributes.values[0]);
   const Status status = run(*call, {bytes.data, bytes.size}, device, stream);
   if (status.ok()) return nullptr;
   return make_error(*call, code_of(status.code()), status.to_string().c_str());
@@ -194,8 +194,8 @@ xla::Error* handle(xla::Call* call, bool cuda) noexcept try {
 
 }  // namespace
 
-xla::Error* handle_on_host(xla::Call* call) noexcept { return handle(call, false); }
-xla::Error* handle_on_cuda(xla::Call* call) noexcept { return handle(call, true); }
+xla::Error* handle_on_host(xla::CallFrame* call) noexcept { return handle(call, false); }
+xla::Error* handle_on_cuda(xla::CallFrame* call) noexcept { return handle(call, true); }
 int32_t seen_version() noexcept { return g_version; }
 
 }  // namespace te_fl::jax

@@ -9,8 +9,8 @@
 namespace te_fl::jax {
 
 // One handler serves all ops of a platform: the program's text says which op runs (jax_call.hpp).
-xla::Error* handle_on_host(xla::Call* call) noexcept;
-xla::Error* handle_on_cuda(xla::Call* call) noexcept;
+xla::Error* handle_on_host(xla::CallFrame* call) noexcept;
+xla::Error* handle_on_cuda(xla::CallFrame* call) noexcept;
 
 // The version that XLA's FFI told at registration, major * 1000 + minor; -1 before that.
 int32_t seen_version() noexcept;

@@ -131,7 +131,7 @@ struct Attributes {
   void** values;
 };
 
-struct Call {
+struct CallFrame {
   size_t struct_size;
   Extension* extension;
   const Api* api;
@@ -157,7 +157,7 @@ static_assert(sizeof(StreamRequest) == 32 && offsetof(OrdinalRequest, ordinal) =
 static_assert(offsetof(Api, create_error) == 48 && offsetof(Api, get_stream) == 80 &&
               offsetof(Api, get_ordinal) == 184);
 static_assert(sizeof(Buffer) == 48 && sizeof(Buffers) == 40 && sizeof(Attributes) == 48);
-static_assert(offsetof(Call, operands) == 40 && offsetof(Call, attributes) == 120);
+static_assert(offsetof(CallFrame, operands) == 40 && offsetof(CallFrame, attributes) == 120);
 static_assert(offsetof(Metadata, traits) == 32 && offsetof(MetadataExtension, metadata) == 24);
 
 }  // namespace te_fl::xla

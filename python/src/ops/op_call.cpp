@@ -218,10 +218,10 @@ class Arguments {
     q.quant.flags = static_cast<uint32_t>(number(value, "_flags"));
     q.quant.amax_epsilon = static_cast<float>(number(value, "amax_epsilon"));
     for (const Part& part : kParts) {
-      const Ref given = Ref::take(PyObject_GetAttrString(value, part.name));
-      if (given.get() == Py_None) continue;
+      const Ref member = Ref::take(PyObject_GetAttrString(value, part.name));
+      if (member.get() == Py_None) continue;
       const std::string name = std::string(desc.name) + "." + part.name;
-      const te_fl_dltensor t = borrowed_.describe(given.get(), written, name.c_str());
+      const te_fl_dltensor t = borrowed_.describe(member.get(), written, name.c_str());
       if (t.strides != nullptr) throw_value_error("'" + name + "' is not contiguous");
       void* data = static_cast<char*>(t.data) + t.byte_offset;
       std::memcpy(reinterpret_cast<char*>(&q.quant) + part.offset, &data, sizeof data);
@@ -419,15 +419,15 @@ Ref to_dict(const Decision& decision) {
 // g(manager, op, tuple, dict) where the op is of Python functions.
 template <class F, class G>
 Ref with_arguments(PyObject* args, F&& f, G&& g) {
-  PyObject *name = nullptr, *given = nullptr, *manager = Py_None, *positional = nullptr;
-  if (PyArg_ParseTuple(args, "OO!|OO!", &name, &PyDict_Type, &given, &manager, &PyTuple_Type,
+  PyObject *name = nullptr, *named = nullptr, *manager = Py_None, *positional = nullptr;
+  if (PyArg_ParseTuple(args, "OO!|OO!", &name, &PyDict_Type, &named, &manager, &PyTuple_Type,
                        &positional) == 0)
     throw PythonError();
   const DeterministicScope deterministic;
   const Ref none = Ref::take(PyTuple_New(0));
   if (positional == nullptr) positional = none.get();
   if (const auto id = find_function_op(manager_of(manager), name))
-    return g(manager_of(manager), *id, positional, given);
+    return g(manager_of(manager), *id, positional, named);
   const OpBinding& op = bind(name);
   if (PyTuple_Size(positional) != 0) {
     throw_type_error(std::string("op '") + op.schema->name +
@@ -436,7 +436,7 @@ Ref with_arguments(PyObject* args, F&& f, G&& g) {
   }
   Arguments arguments(op);
   PyObject *key = nullptr, *value = nullptr;
-  for (Py_ssize_t at = 0; PyDict_Next(given, &at, &key, &value) != 0;) arguments.set(key, value);
+  for (Py_ssize_t at = 0; PyDict_Next(named, &at, &key, &value) != 0;) arguments.set(key, value);
   return f(manager_of(manager), op, arguments, arguments.options());
 }
 

@@ -161,36 +161,36 @@ Implementation::~Implementation() {
   drop_later(convert_);
 }
 
-std::shared_ptr<Implementation> Implementation::make(PyObject* given) {
+std::shared_ptr<Implementation> Implementation::make(PyObject* options) {
   std::shared_ptr<Implementation> made(new Implementation());
-  const bool typed = PyDict_GetItemString(given, "arguments") != nullptr;
-  if (typed) made->op_ = &bind(member(given, "op_name"));
-  made->fn_ = optional_object(given, "fn");
-  made->supports_ = optional_object(given, "supports");
-  made->convert_ = optional_object(given, "convert");
+  const bool typed = PyDict_GetItemString(options, "arguments") != nullptr;
+  if (typed) made->op_ = &bind(member(options, "op_name"));
+  made->fn_ = optional_object(options, "fn");
+  made->supports_ = optional_object(options, "supports");
+  made->convert_ = optional_object(options, "convert");
   if (typed) {
-    made->arguments_ = wanted_of(*made->op_, member(given, "arguments"));
-    made->supports_arguments_ = wanted_of(*made->op_, member(given, "supports_arguments"));
+    made->arguments_ = wanted_of(*made->op_, member(options, "arguments"));
+    made->supports_arguments_ = wanted_of(*made->op_, member(options, "supports_arguments"));
   }
   te_fl_op_desc& desc = made->desc_;
-  desc.op_name = optional_text(given, "op_name", made->op_name_);
-  desc.impl_id = optional_text(given, "impl_id", made->impl_id_);
-  desc.vendor = optional_text(given, "vendor", made->vendor_);
-  desc.provider = optional_text(given, "provider", made->provider_);
-  desc.later_args = optional_text(given, "later_args", made->later_);
-  optional_text(given, "words", made->words_);
-  desc.kind = static_cast<uint32_t>(number(given, "kind"));
-  const long priority = PyLong_AsLong(member(given, "priority"));
+  desc.op_name = optional_text(options, "op_name", made->op_name_);
+  desc.impl_id = optional_text(options, "impl_id", made->impl_id_);
+  desc.vendor = optional_text(options, "vendor", made->vendor_);
+  desc.provider = optional_text(options, "provider", made->provider_);
+  desc.later_args = optional_text(options, "later_args", made->later_);
+  optional_text(options, "words", made->words_);
+  desc.kind = static_cast<uint32_t>(number(options, "kind"));
+  const long priority = PyLong_AsLong(member(options, "priority"));
   if (PyErr_Occurred() != nullptr) throw PythonError();
   if (priority != static_cast<int32_t>(priority))
     throw_value_error("priority " + std::to_string(priority) + " does not fit in 32 bits");
   desc.priority = static_cast<int32_t>(priority);
-  desc.flags = static_cast<uint32_t>(number(given, "flags"));
-  desc.min_arch = static_cast<uint32_t>(number(given, "min_arch"));
-  desc.max_arch = static_cast<uint32_t>(number(given, "max_arch"));
-  desc.dtypes = number(given, "dtypes");
-  desc.scalings = static_cast<uint32_t>(number(given, "scalings"));
-  desc.device_types = number(given, "device_types");
+  desc.flags = static_cast<uint32_t>(number(options, "flags"));
+  desc.min_arch = static_cast<uint32_t>(number(options, "min_arch"));
+  desc.max_arch = static_cast<uint32_t>(number(options, "max_arch"));
+  desc.dtypes = number(options, "dtypes");
+  desc.scalings = static_cast<uint32_t>(number(options, "scalings"));
+  desc.device_types = number(options, "device_types");
   desc.self = made.get();
   desc.run = typed ? run : run_function;
   if (made->supports_ != nullptr) desc.supports = typed ? supports : supports_function;

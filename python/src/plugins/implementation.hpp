@@ -19,7 +19,7 @@ class Implementation {
  public:
   // From the dict that te_fl.registration makes of an OpImpl; one of a function op's
   // (function_op.hpp) has no "arguments". Throws PythonError.
-  static std::shared_ptr<Implementation> make(PyObject* given);
+  static std::shared_ptr<Implementation> make(PyObject* options);
   ~Implementation();
   Implementation(const Implementation&) = delete;
   Implementation& operator=(const Implementation&) = delete;

@@ -17,9 +17,9 @@ thread_local Cause t_cause;
 // The exception that led to `text`; null if none did.
 Ref take_cause(const std::string& text) {
   if (t_cause.exception == nullptr) return Ref();
-  const bool said = text.find(t_cause.text) != text.npos;
+  const bool found = text.find(t_cause.text) != text.npos;
   PyObject* exception = std::exchange(t_cause.exception, nullptr);
-  if (said) return Ref::take(exception);
+  if (found) return Ref::take(exception);
   Py_DECREF(exception);
   return Ref();
 }
