@@ -205,7 +205,9 @@ def _backward_fake(token, about, grad, parameters, needed, trained, sizes, ranks
 # needed: which of the inputs, whose extents follow one another in `sizes`, want a gradient; the result has those, then the parameters'.
 _backward_op = define("layer_backward(Tensor token, Tensor about, Tensor grad, Tensor[] parameters, bool[] needed, "
                       "bool[] trained, SymInt[] sizes, int[] ranks, int[] dtypes) -> Tensor[]", _backward, _backward_fake, effect=False)
-_TRAINED, _INPUTS = 6, 11  # places among the op's arguments; extras and parameters follow the inputs
+_ARGUMENTS = [argument.name for argument in _forward_op.default._schema.arguments]
+_TRAINED, _INPUTS = _ARGUMENTS.index("trained"), _ARGUMENTS.index("inputs")
+assert _ARGUMENTS[_INPUTS:_INPUTS + 3] == ["inputs", "extras", "parameters"]  # one slice takes those that have gradients
 
 
 def _save(ctx, inputs, output) -> None:

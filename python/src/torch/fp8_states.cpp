@@ -1,0 +1,94 @@
+#include "torch/fp8_states.hpp"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "py/errors.hpp"
+#include "py/framework_tensor.hpp"
+#include "torch/layer.hpp"
+
+namespace te_fl::python {
+
+namespace {
+
+constexpr const char* kStatesName = "te_fl.fp8_states";
+
+}  // namespace
+
+const std::shared_ptr<ModuleStates>& states_of(PyObject* capsule) {
+  auto* states =
+      static_cast<std::shared_ptr<ModuleStates>*>(PyCapsule_GetPointer(capsule, kStatesName));
+  if (states == nullptr) throw PythonError();
+  return *states;
+}
+
+PyObject* make_fp8_states(PyObject*, PyObject*) noexcept {
+  return guarded([&] {
+    auto states = std::make_unique<std::shared_ptr<ModuleStates>>(std::make_shared<ModuleStates>());
+    Ref capsule = Ref::take(PyCapsule_New(states.get(), kStatesName, [](PyObject* c) {
+      delete static_cast<std::shared_ptr<ModuleStates>*>(PyCapsule_GetPointer(c, kStatesName));
+    }));
+    states.release();
+    return capsule;
+  });
+}
+
+PyObject* fp8_state(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *capsule = nullptr, *like = nullptr;
+    if (PyArg_ParseTuple(args, "OO", &capsule, &like) == 0) throw PythonError();
+    ModuleStates& states = *states_of(capsule);
+    std::vector<nn::NamedTensor> state;
+    {
+      const WithoutLock unlocked;
+      const std::lock_guard lock(states.mutex);
+      state = states.fp8.state();
+    }
+    return list_of(state, [&](const nn::NamedTensor& t) {
+      const Ref name = to_python(std::string_view(t.name));
+      const Ref tensor = to_framework(t.tensor, like);
+      return Ref::take(PyTuple_Pack(2, name.get(), tensor.get()));
+    });
+  });
+}
+
+PyObject* load_fp8_state(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *capsule = nullptr, *given = nullptr;
+    if (PyArg_ParseTuple(args, "OO", &capsule, &given) == 0) throw PythonError();
+    ModuleStates& states = *states_of(capsule);
+    std::vector<nn::NamedTensor> state;
+    const Ref items = Ref::take(PySequence_List(given));
+    for (Py_ssize_t i = 0; i < PyList_Size(items.get()); ++i) {
+      PyObject *name = nullptr, *tensor = nullptr;
+      if (PyArg_ParseTuple(PyList_GetItem(items.get(), i), "OO", &name, &tensor) == 0) {
+        throw PythonError();
+      }
+      state.push_back({std::string(text_of(name, "a name")), tensor_of(tensor, "state", true)});
+    }
+    Status status;
+    bool sites = false;
+    const FrameworkStreams streams;
+    {
+      const WithoutLock unlocked;
+      const std::lock_guard lock(states.mutex);
+      sites = !states.fp8.empty();
+      if (sites) status = states.fp8.load(state, "FP8 state");
+    }
+    check(status);
+    return Ref::share(sites ? Py_True : Py_False);
+  });
+}
+
+PyObject* retire_fp8_states(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    ModuleStates& states = *states_of(capsule);
+    const WithoutLock unlocked;
+    const std::lock_guard lock(states.mutex);
+    states.fp8.retire();
+    return Ref::share(Py_None);
+  });
+}
+
+}  // namespace te_fl::python

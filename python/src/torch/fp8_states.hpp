@@ -1,0 +1,21 @@
+// The FP8 state of one module of the framework.
+#pragma once
+
+#include <memory>
+#include <mutex>
+
+#include "py/py.hpp"
+#include "te_fl/nn/modules/module.hpp"
+
+namespace te_fl::python {
+
+// What the layers of one module have in common.
+struct ModuleStates {
+  nn::Fp8States fp8;
+  std::mutex mutex;  // taken without the interpreter's lock, which others wait for inside
+};
+
+// The states that the capsule of make_fp8_states() holds; a PythonError for another object.
+const std::shared_ptr<ModuleStates>& states_of(PyObject* capsule);
+
+}  // namespace te_fl::python

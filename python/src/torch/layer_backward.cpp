@@ -1,0 +1,238 @@
+#include <memory>
+#include <optional>
+
+#include "ops/policy.hpp"
+#include "py/errors.hpp"
+#include "py/framework_tensor.hpp"
+#include "te_fl/nn/fp8/autocast.hpp"
+#include "torch/arguments.hpp"
+#include "torch/layer.hpp"
+#include "torch/layer_object.hpp"
+#include "torch/layer_parameters.hpp"
+#include "torch/layer_record.hpp"
+#include "torch/result_tensors.hpp"
+
+namespace te_fl::python {
+
+namespace {
+
+struct Gradients {
+  std::vector<Tensor> inputs, parameters;
+};
+
+// Where a weight's gradient goes instead of being returned; undefined: it is returned.
+struct MainGrad {
+  Tensor tensor;
+  bool overwrites = false;
+};
+
+// Says where gradients go: into main_grads, or new memory of the parameters' dtypes. `first`: in
+// main_grads they overwrite what is there.
+Status open_gradients(Runner& runner, const std::vector<DType>& dtypes,
+                      const std::vector<MainGrad>& main_grads, bool first) {
+  const auto& own = runner.parameters();
+  for (size_t i = 0; i < own.size(); ++i) {
+    nn::Parameter& p = *own[i].parameter;
+    p.take_grad();  // what an earlier backward, which failed, may have left
+    p.grad_dtype = dtypes[i];
+    const MainGrad& main = main_grads[i];
+    if (main.tensor.defined() && p.requires_grad) {
+      TE_FL_RETURN_IF_ERROR(p.give_grad(main.tensor, !main.overwrites && !first));
+    }
+  }
+  return {};
+}
+
+// The gradients of parameters that are returned.
+void expect_gradients(ResultTensors& results, const Layer& layer,
+                      const std::vector<LentParameter>& parameters,
+                      const std::vector<bool>& trained, const std::vector<MainGrad>& main_grads) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto shape = parameters[i].value.shape();
+    if (trained[i] && !main_grads[i].tensor.defined()) {
+      results.expect(Shape(shape.begin(), shape.end()), parameters[i].dtype);
+    }
+  }
+  for (const auto& [of, shape] : layer.joined) results.expect(shape, parameters[of].dtype);
+}
+
+// Those that did not go into main_grads.
+std::vector<Tensor> take_gradients(Runner& runner, const std::vector<MainGrad>& main_grads) {
+  const auto& own = runner.parameters();
+  std::vector<Tensor> gradients;
+  for (size_t i = 0; i < own.size(); ++i) {
+    Tensor grad = own[i].parameter->take_grad();
+    gradients.push_back(main_grads[i].tensor.defined() ? Tensor() : std::move(grad));
+  }
+  return gradients;
+}
+
+// `kept`: the gradient, if what is delayed is computed of it. `deterministic`: asked for now,
+// whatever the forward had.
+Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Lent> kept,
+                               std::vector<LentParameter>& parameters,
+                               const std::vector<MainGrad>& main_grads, ResultTensors& results,
+                               void* stream, bool keep, bool deterministic) {
+  Layer& layer = *record.layer;
+  const LayerLock lock(layer);
+  TE_FL_RETURN_IF_ERROR(lend(*record.runner, parameters, record.numbers, &record.trained));
+  const auto scopes = record.scopes.enter();
+  const DeterministicScope policy(deterministic);
+  const StreamScope on(dy.device(), stream);
+  TE_FL_RETURN_IF_ERROR(
+      open_gradients(*record.runner, dtypes_of(parameters), main_grads, record.first));
+  const ResultScope framework(results);
+  Gradients gradients;
+  if (keep) {
+    nn::Ctx copy = record.ctx;
+    TE_FL_ASSIGN_OR_RETURN(gradients.inputs, record.runner->backward(dy, copy));
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(gradients.inputs, record.runner->backward(dy, record.ctx));
+  }
+  gradients.parameters = take_gradients(*record.runner, main_grads);
+  if (layer.delays_wgrad) {
+    kept.insert(kept.end(), record.lent.begin(), record.lent.end());
+    layer.delayed.push_back({record.runner, record.runner->module().take_delayed_wgrad(),
+                             record.numbers, record.trained, std::move(kept), record.first});
+  }
+  return gradients;
+}
+
+// Takes what the earliest of the backwards has left.
+Result<DelayedGradients> take_delayed(Layer& layer) {
+  const WithoutLock unlocked;
+  const LayerLock lock(layer);
+  if (layer.delayed.empty()) {
+    return Status(StatusCode::kFailedPrecondition,
+                  "backward_dw(): no backward has left gradients of weights; it is called once "
+                  "after each backward");
+  }
+  DelayedGradients left = std::move(layer.delayed.front());
+  layer.delayed.pop_front();
+  return left;
+}
+
+Result<std::vector<Tensor>> run_backward_dw(Layer& layer, const DelayedGradients& left,
+                                            std::vector<LentParameter>& parameters,
+                                            const std::vector<MainGrad>& main_grads,
+                                            ResultTensors& results, void* stream) {
+  const LayerLock lock(layer);
+  const Device device = parameters.at(0).value.device();
+  TE_FL_RETURN_IF_ERROR(lend(*left.runner, parameters, left.numbers, &left.trained));
+  TE_FL_RETURN_IF_ERROR(
+      open_gradients(*left.runner, dtypes_of(parameters), main_grads, left.first));
+  const StreamScope on(device, stream);
+  const ResultScope framework(results);
+  TE_FL_RETURN_IF_ERROR(left.compute());
+  return take_gradients(*left.runner, main_grads);
+}
+
+// main_grads as Python gives them, one for each parameter.
+std::vector<MainGrad> main_grads_of(PyObject* tuple, size_t parameters) {
+  std::vector<MainGrad> grads(parameters);
+  if (tuple == Py_None) return grads;
+  const auto given = items_of(tuple, "main_grads");
+  for (size_t i = 0; i < grads.size() && i < given.size(); ++i) {
+    if (given[i] == Py_None) continue;
+    PyObject* tensor = nullptr;
+    int overwrites = 0;
+    if (PyArg_ParseTuple(given[i], "Op", &tensor, &overwrites) == 0) throw PythonError();
+    grads[i] = {tensor_of(tensor, "main_grad", false), overwrites != 0};
+  }
+  return grads;
+}
+
+Ref tuple_of(std::vector<Tensor> tensors, ResultTensors& results, PyObject* like) {
+  Ref tuple = Ref::take(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    Ref item =
+        tensors[i].defined() ? results.take(std::move(tensors[i]), like) : Ref::share(Py_None);
+    check(PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), item.release()));
+  }
+  return tuple;
+}
+
+}  // namespace
+
+PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
+  return guarded([&] {
+    check_count("layer_backward", count, 5);
+    const std::shared_ptr<Record> record = record_of(args[0]);
+    for (const Lent& lent : record->lent) lent.check();
+    std::vector<Lent> kept;
+    const bool delays = record->layer->delays_wgrad;
+    const Tensor dy =
+        delays ? tensor_of(args[1], "gradient", kept) : tensor_of(args[1], "gradient", false);
+    auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"), true);
+    const auto main_grads = main_grads_of(args[3], parameters.size());
+    void* const stream = current_stream_of(args[1], dy.device());
+    ResultTensors results(args[1], dy.device());
+    for (const auto& [shape, dtype] : record->inputs) results.expect(shape, dtype);
+    expect_gradients(results, *record->layer, parameters, record->trained, main_grads);
+    const bool deterministic = wants_deterministic();
+    std::optional<Result<Gradients>> gradients;
+    {
+      const WithoutLock unlocked;
+      gradients.emplace(run_backward(*record, dy, std::move(kept), parameters, main_grads, results,
+                                     stream, args[4] == Py_True, deterministic));
+    }
+    Gradients made = value_of(*std::move(gradients));
+    gradients.reset();
+    const Ref inputs = tuple_of(std::move(made.inputs), results, args[1]);
+    const Ref own = tuple_of(std::move(made.parameters), results, args[1]);
+    return Ref::take(PyTuple_Pack(2, inputs.get(), own.get()));
+  });
+}
+
+PyObject* delay_layer_wgrad(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    Layer& layer = *layer_of(capsule);
+    const WithoutLock unlocked;
+    const LayerLock lock(layer);
+    layer.delays_wgrad = true;
+    for (const auto& [dtype, runner] : layer.runners) runner->module().set_delay_wgrad(true);
+    return Ref::share(Py_None);
+  });
+}
+
+PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *capsule = nullptr, *objects = nullptr, *given = nullptr, *like = nullptr;
+    if (PyArg_ParseTuple(args, "OOOO", &capsule, &objects, &given, &like) == 0) throw PythonError();
+    const std::shared_ptr<Layer> layer = layer_of(capsule);
+    const auto items = items_of(objects, "parameters");
+    auto parameters = parameters_of(*layer, items, true);
+    const auto main_grads = main_grads_of(given, parameters.size());
+    const DelayedGradients left = value_of(take_delayed(*layer));
+    for (const Lent& lent : left.lent) lent.check();
+    const Device device = parameters.at(0).value.device();
+    void* const stream = current_stream_of(like, device);
+    ResultTensors results(items.front(), device);
+    expect_gradients(results, *layer, parameters, left.trained, main_grads);
+    const DeterministicScope deterministic;
+    std::optional<Result<std::vector<Tensor>>> gradients;
+    {
+      const WithoutLock unlocked;
+      gradients.emplace(run_backward_dw(*layer, left, parameters, main_grads, results, stream));
+    }
+    auto made = value_of(*std::move(gradients));
+    gradients.reset();
+    return tuple_of(std::move(made), results, like);
+  });
+}
+
+PyObject* end_backward(PyObject*, PyObject* token) noexcept {
+  return guarded([&] {
+    const std::shared_ptr<Record> record = record_of(token);
+    Status status;
+    {
+      const WithoutLock unlocked;
+      const auto scopes = record->scopes.enter();
+      status = nn::backward_end();
+    }
+    check(status);
+    return Ref::share(Py_None);
+  });
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,218 @@
+#include <array>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "ops/policy.hpp"
+#include "py/errors.hpp"
+#include "py/framework_tensor.hpp"
+#include "te_fl/nn/autograd/context.hpp"
+#include "torch/arguments.hpp"
+#include "torch/layer.hpp"
+#include "torch/layer_object.hpp"
+#include "torch/layer_parameters.hpp"
+#include "torch/layer_record.hpp"
+#include "torch/recompute.hpp"
+#include "torch/result_tensors.hpp"
+
+namespace te_fl::python {
+
+namespace {
+
+// An input of a forward that trains, noted in `lent`, or of another, which keeps nothing.
+Tensor input_of(PyObject* object, const char* name, bool training, std::vector<Lent>& lent) {
+  return training ? tensor_of(object, name, lent) : tensor_of(object, name, false);
+}
+
+void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, bool training,
+               std::vector<Lent>& lent) {
+  struct Field {
+    std::string_view name;
+    Tensor nn::AttentionInputs::*tensor;
+  };
+  static constexpr Field fields[] = {
+      {"attn_mask", &nn::AttentionInputs::attn_mask},
+      {"bias", &nn::AttentionInputs::bias},
+      {"alibi_slopes", &nn::AttentionInputs::alibi_slopes},
+      {"cu_seqlens_q", &nn::AttentionInputs::cu_seqlens_q},
+      {"cu_seqlens_kv", &nn::AttentionInputs::cu_seqlens_kv},
+      {"cu_seqlens_q_padded", &nn::AttentionInputs::cu_seqlens_q_padded},
+      {"cu_seqlens_kv_padded", &nn::AttentionInputs::cu_seqlens_kv_padded},
+      {"rotary_angles", &nn::AttentionInputs::rotary_angles},
+      {"rotary_start_positions", &nn::AttentionInputs::rotary_start_positions},
+  };
+  for (const Field& field : fields) {
+    if (field.name != name) continue;
+    in.*field.tensor = input_of(value, std::string(name).c_str(), training, lent);
+    return;
+  }
+  if (name == "max_seqlen_q") {
+    in.max_seqlen_q = integer_of(value);
+  } else if (name == "max_seqlen_kv") {
+    in.max_seqlen_kv = integer_of(value);
+  } else {
+    throw_type_error("attention has no input '" + std::string(name) + "'");
+  }
+}
+
+nn::AttentionInputs attention_of(PyObject* dict, bool training, std::vector<Lent>& lent) {
+  nn::AttentionInputs inputs;
+  if (dict == Py_None) return inputs;
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value) != 0;) {
+    if (value == Py_None) continue;
+    set_field(inputs, text_of(key, "an input's name"), value, training, lent);
+  }
+  return inputs;
+}
+
+nn::ForwardOptions microbatch_of(PyObject* value) {
+  nn::ForwardOptions options;
+  if (value == Py_True || value == Py_False) {
+    options.is_first_microbatch = value == Py_True;
+  } else if (value != Py_None) {
+    options.reuse_weights = tensor_of(value, "is_first_microbatch", true);
+  }
+  return options;
+}
+
+// The generator's two numbers, as te-fl reads them.
+Result<nn::Context> context_of(const Tensor& random) {
+  if (random.dtype() != DType::kI64 || random.numel() != 2) {
+    return Status(StatusCode::kInvalidArgument,
+                  "random is " + random.describe() + "; it must be int64 [2]");
+  }
+  auto owner = std::make_shared<Tensor>(random);
+  const std::array<int64_t, 1> two{2};
+  TE_FL_ASSIGN_OR_RETURN(Tensor position, Tensor::wrap(owner->raw_data(), two, {}, DType::kU64,
+                                                       random.device(), owner));
+  return nn::Context::with_random(std::move(position));
+}
+
+// What a forward is given, read under the interpreter's lock.
+struct Forward {
+  std::vector<Tensor> inputs;
+  std::vector<LentParameter> parameters;
+  std::vector<uint64_t> numbers;
+  std::vector<bool> trained;
+  std::vector<Lent> lent;
+  nn::AttentionInputs attention;
+  nn::ForwardOptions options;
+  Tensor random;
+  DType activation = DType::kF32;
+  void* stream = nullptr;
+  long long mode = kTraining;
+};
+
+std::vector<std::pair<Shape, DType>> kinds_of(const Forward& f) {
+  std::vector<std::pair<Shape, DType>> kinds;
+  const auto add = [&](const Tensor& t) {
+    kinds.emplace_back(Shape(t.shape().begin(), t.shape().end()), t.dtype());
+  };
+  for (const Tensor& input : f.inputs) add(input);
+  if (f.attention.bias.defined()) add(f.attention.bias);
+  return kinds;
+}
+
+Result<Tensor> run(Layer& layer, Forward& f, ResultTensors& results,
+                   std::shared_ptr<Record>& record) {
+  const LayerLock lock(layer);
+  TE_FL_ASSIGN_OR_RETURN(auto runner, runner_for(layer, f.activation));
+  const bool training = f.mode == kTraining;
+  TE_FL_RETURN_IF_ERROR(lend(*runner, f.parameters, f.numbers, training ? &f.trained : nullptr));
+  std::optional<nn::ContextScope> random;
+  if (f.random.defined()) {
+    TE_FL_ASSIGN_OR_RETURN(nn::Context context, context_of(f.random));
+    random.emplace(context.with_stream(f.inputs[0].device(), f.stream));
+  }
+  const StreamScope stream(f.inputs[0].device(), f.stream);
+  // A forward with random numbers keeps what a backward reads, wanted or not: without, it would
+  // draw none.
+  const bool keeps = training || f.random.defined();
+  nn::Ctx ctx;
+  results.expect(runner->output_shape(f.inputs), f.activation);
+  const ResultScope framework(results);
+  TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                         runner->forward(f.inputs, keeps ? &ctx : nullptr, f.attention, f.options));
+  if (!training) return y;
+  record = std::make_shared<Record>(Record{.layer = nullptr,
+                                           .runner = std::move(runner),
+                                           .ctx = std::move(ctx),
+                                           .scopes = nn::CapturedContext::capture(),
+                                           .numbers = std::move(f.numbers),
+                                           .trained = std::move(f.trained),
+                                           .lent = std::move(f.lent),
+                                           .first = f.options.is_first_microbatch == true,
+                                           .inputs = kinds_of(f)});
+  return y;
+}
+
+// The arguments of layer_forward(), in their order.
+enum Argument {
+  kLayerArgument,
+  kActivation,
+  kMode,
+  kFirst,
+  kInputs,
+  kParameters,
+  kAttention,
+  kRandom,
+  kArguments
+};
+
+Forward read_forward(Layer& layer, PyObject* const* args) {
+  Forward f;
+  f.mode = integer_of(args[kMode]);
+  const bool training = f.mode == kTraining;
+  for (PyObject* input : items_of(args[kInputs], "inputs")) {
+    f.inputs.push_back(input_of(input, "input", training, f.lent));
+  }
+  if (f.inputs.empty()) throw_type_error("a layer takes at least one input");
+  const auto objects = items_of(args[kParameters], "parameters");
+  f.parameters = parameters_of(layer, objects, training);
+  f.options = microbatch_of(args[kFirst]);
+  const bool reused = f.options.is_first_microbatch == false || f.options.reuse_weights.defined();
+  Contents contents = number_contents(layer, objects, f.parameters, f.mode, reused);
+  f.numbers = contents_in_piece(&layer, std::move(contents)).numbers;
+  if (training) f.trained = trained_of(objects);
+  f.attention = attention_of(args[kAttention], training, f.lent);
+  if (args[kRandom] != Py_None) f.random = tensor_of(args[kRandom], "random", true);
+  const long long activation = integer_of(args[kActivation]);
+  f.activation = activation < 0 ? f.inputs[0].dtype() : static_cast<DType>(activation);
+  f.stream = current_stream_of(PyTuple_GetItem(args[kInputs], 0), f.inputs[0].device());
+  return f;
+}
+
+// (output, token) as tensors of the framework that `like` is of.
+Ref hand_out(Tensor output, std::shared_ptr<Record> record, ResultTensors& results,
+             PyObject* like) {
+  const Ref made = results.take(std::move(output), like);
+  Ref token = Ref::share(Py_None);
+  if (record != nullptr) token = number_tensor(add_record(std::move(record)), drop_record, like);
+  return Ref::take(PyTuple_Pack(2, made.get(), token.get()));
+}
+
+}  // namespace
+
+PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
+  return guarded([&] {
+    check_count("layer_forward", count, kArguments);
+    const std::shared_ptr<Layer>& layer = layer_of(args[kLayerArgument]);
+    Forward f = read_forward(*layer, args);
+    PyObject* like = PyTuple_GetItem(args[kInputs], 0);
+    ResultTensors results(like, f.inputs[0].device());
+    const DeterministicScope deterministic;
+    std::shared_ptr<Record> record;
+    std::optional<Result<Tensor>> output;
+    {
+      const WithoutLock unlocked;
+      output.emplace(run(*layer, f, results, record));
+    }
+    Tensor made = value_of(*std::move(output));
+    output.reset();
+    if (record != nullptr) record->layer = layer;
+    return hand_out(std::move(made), std::move(record), results, like);
+  });
+}
+
+}  // namespace te_fl::python

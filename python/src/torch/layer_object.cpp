@@ -1,0 +1,117 @@
+#include "torch/layer_object.hpp"
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <string>
+
+#include "py/errors.hpp"
+#include "te_fl/nn/modules/init.hpp"
+#include "te_fl/op_manager.hpp"
+#include "torch/arguments.hpp"
+#include "torch/layer.hpp"
+
+namespace te_fl::python {
+
+namespace {
+
+constexpr const char* kLayerName = "te_fl.layer";
+
+Result<std::shared_ptr<Runner>> new_runner(const Layer& layer, DType activation) {
+  const nn::init::WithoutValues borrowed;
+  TE_FL_ASSIGN_OR_RETURN(auto made, layer.make(activation));
+  made->module().set_delay_wgrad(layer.delays_wgrad);
+  for (const auto& [prefix, states] : layer.states) {
+    TE_FL_RETURN_IF_ERROR(made->module().share_fp8_states(states->fp8, prefix));
+  }
+  return std::shared_ptr<Runner>(std::move(made));
+}
+
+// Parameters of one module and one kind may be parts of one array (parameters_split), and then so
+// are their gradients: the sums of neighbours, of which some are such arrays.
+std::vector<std::pair<size_t, Shape>> joined_of(
+    const std::vector<std::pair<std::string, Shape>>& parameters) {
+  std::map<std::pair<std::string, Shape>, std::vector<size_t>> groups;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& [name, shape] = parameters[i];
+    const std::string key = name.substr(0, name.rfind('.') + 1) + name.substr(name.rfind('_') + 1);
+    groups[{key, Shape(shape.begin() + (shape.empty() ? 0 : 1), shape.end())}].push_back(i);
+  }
+  std::vector<std::pair<size_t, Shape>> joined;
+  for (const auto& [key, members] : groups) {
+    for (size_t first = 0; first < members.size(); ++first) {
+      Shape sum = parameters[members[first]].second;
+      for (size_t next = first + 1; next < members.size() && !sum.empty(); ++next) {
+        sum[0] += parameters[members[next]].second[0];
+        joined.emplace_back(members[first], sum);
+      }
+    }
+  }
+  return joined;
+}
+
+}  // namespace
+
+const std::shared_ptr<Layer>& layer_of(PyObject* capsule) {
+  auto* layer = static_cast<std::shared_ptr<Layer>*>(PyCapsule_GetPointer(capsule, kLayerName));
+  if (layer == nullptr) throw PythonError();
+  return *layer;
+}
+
+Result<std::shared_ptr<Runner>> runner_for(Layer& layer, DType dtype) {
+  std::shared_ptr<Runner>& runner = layer.runners[dtype];
+  if (runner == nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(runner, new_runner(layer, dtype));
+  }
+  return runner;
+}
+
+PyObject* make_layer(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *kind = nullptr, *options = nullptr, *states = nullptr;
+    if (PyArg_ParseTuple(args, "OOO", &kind, &options, &states) == 0) throw PythonError();
+    without_lock([] { OpManager::instance(); });  // the first use loads plugins, perhaps Python's
+    auto layer = std::make_shared<Layer>();
+    layer->make = runner_of(text_of(kind, "the kind of layer"), options);
+    for (PyObject* given : items_of(states, "states")) {
+      PyObject *prefix = nullptr, *capsule = nullptr;
+      if (PyArg_ParseTuple(given, "OO", &prefix, &capsule) == 0) throw PythonError();
+      layer->states.emplace_back(text_of(prefix, "a prefix"), states_of(capsule));
+    }
+    if (layer->states.empty()) layer->states.emplace_back("", std::make_shared<ModuleStates>());
+    for (const auto& [prefix, shared] : layer->states) layer->mutexes.push_back(&shared->mutex);
+    std::ranges::sort(layer->mutexes, std::less<>());
+    const auto same = std::ranges::unique(layer->mutexes);
+    layer->mutexes.erase(same.begin(), same.end());
+    auto runner = value_of([&]() -> Result<std::shared_ptr<Runner>> {
+      const WithoutLock unlocked;
+      const LayerLock lock(*layer);
+      return new_runner(*layer, DType::kF32);
+    }());
+    for (const nn::NamedParameter& p : runner->module().parameters()) {
+      const auto shape = p.value().shape();
+      layer->parameters.emplace_back(p.name, Shape(shape.begin(), shape.end()));
+    }
+    layer->joined = joined_of(layer->parameters);
+    layer->runners.emplace(DType::kF32, std::move(runner));
+    layer->seen.resize(layer->parameters.size());
+    auto owner = std::make_unique<std::shared_ptr<Layer>>(std::move(layer));
+    Ref capsule = Ref::take(PyCapsule_New(owner.get(), kLayerName, [](PyObject* c) {
+      delete static_cast<std::shared_ptr<Layer>*>(PyCapsule_GetPointer(c, kLayerName));
+    }));
+    owner.release();
+    return capsule;
+  });
+}
+
+PyObject* layer_parameters(PyObject*, PyObject* capsule) noexcept {
+  return guarded([&] {
+    return list_of(layer_of(capsule)->parameters, [](const auto& parameter) {
+      const Ref shape = list_of(parameter.second, [](int64_t n) { return to_python(n); });
+      const Ref name = to_python(std::string_view(parameter.first));
+      return Ref::take(PyTuple_Pack(2, name.get(), shape.get()));
+    });
+  });
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,97 @@
+#include "torch/layer_parameters.hpp"
+
+#include <string>
+
+#include "py/errors.hpp"
+
+namespace te_fl::python {
+
+namespace {
+
+// PyTorch's count of writes to the tensor; -1 of one that has none, as those made in its inference
+// mode.
+long version_of(PyObject* tensor) {
+  static PyObject* const name = PyUnicode_InternFromString("_version");
+  PyObject* version = PyObject_GetAttr(tensor, name);
+  if (version == nullptr) {
+    if (PyErr_ExceptionMatches(PyExc_RuntimeError) == 0) throw PythonError();
+    PyErr_Clear();
+    return -1;
+  }
+  const Ref owner = Ref::take(version);
+  const long number = PyLong_AsLong(version);
+  if (number == -1 && PyErr_Occurred() != nullptr) throw PythonError();
+  return number;
+}
+
+}  // namespace
+
+std::vector<LentParameter> parameters_of(const Layer& layer, const std::vector<PyObject*>& objects,
+                                         bool training) {
+  if (objects.size() != layer.parameters.size()) {
+    throw_type_error("the layer has " + std::to_string(layer.parameters.size()) + " parameters; " +
+                     std::to_string(objects.size()) + " were given");
+  }
+  std::vector<LentParameter> lent;
+  lent.reserve(objects.size());
+  for (size_t i = 0; i < objects.size(); ++i) {
+    lent.push_back(lent_parameter(objects[i], layer.parameters[i].first.c_str(), training));
+  }
+  return lent;
+}
+
+std::vector<bool> trained_of(const std::vector<PyObject*>& parameters) {
+  static PyObject* const name = PyUnicode_InternFromString("requires_grad");
+  std::vector<bool> trained(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    trained[i] = Ref::take(PyObject_GetAttr(parameters[i], name)).get() == Py_True;
+  }
+  return trained;
+}
+
+Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
+                         const std::vector<LentParameter>& lent, long long mode, bool reused) {
+  // Parameters are written in ways that PyTorch does not count (`data`, views of NumPy's, FSDP2's
+  // gathering), and a new one may lie where the last one was. So contents are the same only where
+  // the caller says that they are: by is_first_microbatch, or by a scope.
+  const bool caching = mode > kUncached;
+  const bool changed = caching ? layer.caching != mode : !reused;
+  if (caching) layer.caching = mode;
+  Contents contents{std::vector<uint64_t>(objects.size()), std::vector<long>(objects.size())};
+  for (size_t i = 0; i < objects.size(); ++i) {
+    const long now = version_of(objects[i]);
+    Seen& seen = layer.seen[i];
+    const void* data = lent[i].value.raw_data();
+    const bool moved = caching && data != seen.data;
+    if (changed || moved || seen.object != objects[i] || seen.version != now) {
+      seen.number = ++layer.numbers;
+    }
+    seen.object = objects[i], seen.version = now, seen.data = data;
+    contents.numbers[i] = seen.number;
+    contents.versions[i] = now;
+  }
+  return contents;
+}
+
+Status lend(Runner& runner, std::vector<LentParameter>& lent, const std::vector<uint64_t>& numbers,
+            const std::vector<bool>* trained) {
+  const auto& parameters = runner.parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    nn::Parameter& p = *parameters[i].parameter;
+    if (Status status = p.borrow(std::move(lent[i].value), numbers[i]); !status.ok()) {
+      return status.wrap(parameters[i].name);
+    }
+    if (trained != nullptr && p.requires_grad != (*trained)[i]) {
+      p.set_requires_grad((*trained)[i]);
+    }
+  }
+  return {};
+}
+
+std::vector<DType> dtypes_of(const std::vector<LentParameter>& parameters) {
+  std::vector<DType> dtypes;
+  for (const LentParameter& p : parameters) dtypes.push_back(p.dtype);
+  return dtypes;
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,58 @@
+#include "torch/layer_record.hpp"
+
+#include <mutex>
+#include <unordered_map>
+
+#include "py/errors.hpp"
+
+namespace te_fl::python {
+
+namespace {
+
+// The forwards that wait, by number. A token that was copied elsewhere names one that has gone.
+struct Records {
+  std::mutex mutex;
+  std::unordered_map<int64_t, std::shared_ptr<Record>> by_number;
+  int64_t last = 0;
+};
+Records& records() {
+  static auto* all = new Records();
+  return *all;
+}
+
+}  // namespace
+
+int64_t add_record(std::shared_ptr<Record> record) {
+  Records& all = records();
+  const std::lock_guard lock(all.mutex);
+  all.by_number.emplace(++all.last, std::move(record));
+  return all.last;
+}
+void drop_record(int64_t number) {
+  std::shared_ptr<Record> dropped;  // goes after the lock
+  Records& all = records();
+  const std::lock_guard lock(all.mutex);
+  const auto found = all.by_number.find(number);
+  if (found == all.by_number.end()) return;
+  dropped = std::move(found->second);
+  all.by_number.erase(found);
+}
+
+std::shared_ptr<Record> record_of(PyObject* token) {
+  const Tensor number = tensor_of(token, "token", false);
+  if (!number.device().is_host() || number.dtype() != DType::kI64 || number.numel() != 1) {
+    throw_type_error("the token is " + number.describe() + "; it must be the int64 of a forward");
+  }
+  Records& all = records();
+  {
+    const std::lock_guard lock(all.mutex);
+    const auto found = all.by_number.find(*number.data<int64_t>());
+    if (found != all.by_number.end()) return found->second;
+  }
+  throw_status(Status(StatusCode::kFailedPrecondition,
+                      "what this forward kept for its backward has gone: a hook for saved tensors "
+                      "replaced it by a copy, or the process was forked since; run the forward "
+                      "again"));
+}
+
+}  // namespace te_fl::python

@@ -1,0 +1,36 @@
+// The forwards that wait for their backwards, by the number that a token holds.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "py/framework_tensor.hpp"
+#include "py/py.hpp"
+#include "te_fl/nn/autograd/context.hpp"
+#include "torch/layer_object.hpp"
+
+namespace te_fl::python {
+
+// One forward that waits for its backward.
+struct Record {
+  std::shared_ptr<Layer> layer;
+  std::shared_ptr<Runner> runner;
+  nn::Ctx ctx;
+  nn::CapturedContext scopes;
+  std::vector<uint64_t> numbers;
+  std::vector<bool> trained;
+  std::vector<Lent> lent;
+  bool first = false;  // is_first_microbatch: gradients overwrite main_grad
+  std::vector<std::pair<Shape, DType>> inputs;  // whose gradients the backward returns
+};
+
+// Keeps the record until drop_record(); its number. From any thread.
+int64_t add_record(std::shared_ptr<Record> record);
+void drop_record(int64_t number);
+// The record that a token, an int64 tensor of the host, names; FailedPrecondition for one that has
+// gone.
+std::shared_ptr<Record> record_of(PyObject* token);
+
+}  // namespace te_fl::python
