@@ -1,6 +1,7 @@
 #include "ops/policy.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <charconv>
 #include <map>
@@ -45,36 +46,84 @@ bool truth_of(PyObject* value) {
   return truth != 0;
 }
 
-void set(PolicySettings& settings, std::string_view key, PyObject* value) {
-  if (key == "prefer") {
-    settings.prefer = value_of(parse_kind(text_of(value, "prefer")));
-  } else if (key == "strict") {
-    settings.strict = truth_of(value);
-  } else if (key == "deterministic") {
-    settings.deterministic = truth_of(value);
-  } else if (key == "allow_vendors") {
-    settings.allow_vendors = value_of(parse_vendor_list(text_of(value, "allow_vendors")));
-  } else if (key == "deny_vendors") {
-    settings.deny_vendors = value_of(parse_vendor_list(text_of(value, "deny_vendors")));
-  } else if (key == "per_op") {
-    auto names = without_lock([] { return OpManager::instance().registry().op_names(); });
-    names.insert(names.end(), function_op_names().begin(), function_op_names().end());
-    settings.per_op = value_of(parse_per_op(text_of(value, "per_op"), names));
-  } else if (key == "max_staged_bytes") {
-    settings.max_staged_bytes = PyLong_AsUnsignedLongLong(value);
-    if (PyErr_Occurred() != nullptr) throw PythonError();
+constexpr std::array<std::string_view, 7> kSettings = {
+    "prefer",       "strict", "deterministic",   "allow_vendors",
+    "deny_vendors", "per_op", "max_staged_bytes"};
+
+Result<bool> parse_flag(std::string_view text) {
+  if (text == "1" || text == "0") return text == "1";
+  return invalid_argument("'" + std::string(text) + "' is neither 0 nor 1");
+}
+
+Result<uint64_t> parse_bytes(std::string_view text) {
+  uint64_t bytes = 0;
+  const auto [rest, error] = std::from_chars(text.data(), text.data() + text.size(), bytes);
+  if (error == std::errc() && rest == text.data() + text.size()) return bytes;
+  return invalid_argument("'" + std::string(text) + "' is no number of bytes");
+}
+
+// Sets one of kSettings from its text. `ops`: those that per_op may name.
+Status set(PolicySettings& settings, std::string_view name, std::string_view text,
+           const std::vector<std::string>& ops) {
+  if (name == "prefer") {
+    TE_FL_ASSIGN_OR_RETURN(settings.prefer, parse_kind(text));
+  } else if (name == "strict") {
+    TE_FL_ASSIGN_OR_RETURN(settings.strict, parse_flag(text));
+  } else if (name == "deterministic") {
+    TE_FL_ASSIGN_OR_RETURN(settings.deterministic, parse_flag(text));
+  } else if (name == "allow_vendors") {
+    TE_FL_ASSIGN_OR_RETURN(settings.allow_vendors, parse_vendor_list(text));
+  } else if (name == "deny_vendors") {
+    TE_FL_ASSIGN_OR_RETURN(settings.deny_vendors, parse_vendor_list(text));
+  } else if (name == "per_op") {
+    TE_FL_ASSIGN_OR_RETURN(settings.per_op, parse_per_op(text, ops));
+  } else if (name == "max_staged_bytes") {
+    TE_FL_ASSIGN_OR_RETURN(settings.max_staged_bytes, parse_bytes(text));
   } else {
-    throw_type_error("a policy has no setting '" + std::string(key) +
+    return invalid_argument("a policy has no setting '" + std::string(name) + "'");
+  }
+  return {};
+}
+
+// Copies one of kSettings.
+void copy_setting(PolicySettings& to, const PolicySettings& from, std::string_view name) {
+  if (name == "prefer") to.prefer = from.prefer;
+  if (name == "strict") to.strict = from.strict;
+  if (name == "deterministic") to.deterministic = from.deterministic;
+  if (name == "allow_vendors") to.allow_vendors = from.allow_vendors;
+  if (name == "deny_vendors") to.deny_vendors = from.deny_vendors;
+  if (name == "per_op") to.per_op = from.per_op;
+  if (name == "max_staged_bytes") to.max_staged_bytes = from.max_staged_bytes;
+}
+
+// The text of a setting that a program gives as a Python object.
+std::string text_of_setting(std::string_view name, PyObject* value) {
+  if (name == "strict" || name == "deterministic") return truth_of(value) ? "1" : "0";
+  if (name != "max_staged_bytes") {
+    return std::string(text_of(value, std::string(name).c_str()));
+  }
+  const unsigned long long bytes = PyLong_AsUnsignedLongLong(value);
+  if (PyErr_Occurred() != nullptr) throw PythonError();
+  return std::to_string(bytes);
+}
+
+void set(PolicySettings& settings, std::string_view name, PyObject* value) {
+  if (std::ranges::find(kSettings, name) == kSettings.end()) {
+    throw_type_error("a policy has no setting '" + std::string(name) +
                      "'; it has prefer, strict, deterministic, allow_vendors, deny_vendors, "
                      "per_op and max_staged_bytes");
   }
+  std::vector<std::string> ops;
+  if (name == "per_op") {
+    ops = without_lock([] { return OpManager::instance().registry().op_names(); });
+    ops.insert(ops.end(), function_op_names().begin(), function_op_names().end());
+  }
+  check(set(settings, name, text_of_setting(name, value), ops));
 }
 
 // The value of a setting that set() has taken, without blanks.
-std::string word_of(std::string_view key, PyObject* value) {
-  if (key == "strict" || key == "deterministic") return truth_of(value) ? "1" : "0";
-  if (key == "max_staged_bytes") return std::to_string(PyLong_AsUnsignedLongLong(value));
-  std::string text(text_of(value, "a setting"));
+std::string word_of(std::string_view name, PyObject* value) {
+  std::string text = text_of_setting(name, value);
   std::erase_if(text, [](unsigned char c) { return std::isspace(c) != 0; });
   return text;
 }
@@ -224,6 +273,7 @@ PyObject* follow_policy(PyObject*, PyObject* function) noexcept {
 }
 
 Result<LinePolicy> LinePolicy::parse(std::string_view line) {
+  const std::vector<std::string> here = OpManager::instance().registry().op_names();
   LinePolicy made;
   while (!line.empty()) {
     const size_t end = std::min(line.find(' '), line.size()), equals = line.find('=');
@@ -231,49 +281,21 @@ Result<LinePolicy> LinePolicy::parse(std::string_view line) {
     const std::string_view name = line.substr(0, equals);
     const std::string_view value = line.substr(equals + 1, end - equals - 1);
     line.remove_prefix(std::min(end + 1, line.size()));
-    if (name == "prefer") {
-      Result<Kind> kind = parse_kind(value);
-      if (!kind.ok()) return kind.status();
-      made.asked_.prefer = kind.value();
-    } else if (name == "strict") {
-      made.strict_ = true;
-      made.asked_.strict = value == "1";
-    } else if (name == "deterministic") {
-      made.deterministic_ = true;
-      made.asked_.deterministic = value == "1";
-    } else if (name == "max_staged_bytes") {
-      uint64_t bytes = 0;
-      const auto [rest, error] = std::from_chars(value.data(), value.data() + value.size(), bytes);
-      if (error != std::errc() || rest != value.data() + value.size()) {
-        return invalid_argument("'" + std::string(value) + "' is no number of bytes");
-      }
-      made.asked_.max_staged_bytes = bytes;
-    } else if (name == "allow_vendors" || name == "deny_vendors") {
-      Result<std::vector<std::string>> vendors = parse_vendor_list(value);
-      if (!vendors.ok()) return vendors.status();
-      const bool allow = name == "allow_vendors";
-      (allow ? made.allow_ : made.deny_) = true;
-      (allow ? made.asked_.allow_vendors : made.asked_.deny_vendors) = std::move(vendors).value();
-    } else if (name == "per_op") {
+    std::vector<std::string> ops = here;
+    if (name == "per_op") {
       // Ops of other processes' Python may be among them, of which this one need not know.
-      const std::vector<std::string> here = OpManager::instance().registry().op_names();
-      std::vector<std::string> known = here;
       for (std::string_view rest = value; !rest.empty();) {
         const std::string_view list = rest.substr(0, rest.find(';'));
-        known.emplace_back(list.substr(0, list.find('=')));
+        ops.emplace_back(list.substr(0, list.find('=')));
         rest.remove_prefix(std::min(list.size() + 1, rest.size()));
       }
-      auto lists = parse_per_op(value, known);
-      if (!lists.ok()) return lists.status();
-      made.per_op_ = true;
-      made.asked_.per_op = std::move(lists).value();
-      std::erase_if(made.asked_.per_op, [&](const auto& list) {
-        return std::find(here.begin(), here.end(), list.first) == here.end();
-      });
-    } else {
-      return invalid_argument("a policy has no setting '" + std::string(name) + "'");
     }
+    TE_FL_RETURN_IF_ERROR(set(made.asked_, name, value, ops));
+    made.names_.emplace_back(name);
   }
+  std::erase_if(made.asked_.per_op, [&](const auto& list) {
+    return std::find(here.begin(), here.end(), list.first) == here.end();
+  });
   return made;
 }
 
@@ -281,13 +303,7 @@ Result<SelectionPolicy> LinePolicy::now() const {
   const Result<SelectionPolicy> around = current_policy();
   if (!around.ok()) return around.status();
   PolicySettings made = around.value().settings();
-  if (asked_.prefer) made.prefer = asked_.prefer;
-  if (asked_.max_staged_bytes) made.max_staged_bytes = asked_.max_staged_bytes;
-  if (strict_) made.strict = asked_.strict;
-  if (deterministic_) made.deterministic = asked_.deterministic;
-  if (allow_) made.allow_vendors = asked_.allow_vendors;
-  if (deny_) made.deny_vendors = asked_.deny_vendors;
-  if (per_op_) made.per_op = asked_.per_op;
+  for (const std::string& name : names_) copy_setting(made, asked_, name);
   return SelectionPolicy::intern(std::move(made));
 }
 

@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "py/py.hpp"
 #include "te_fl/policy.hpp"
@@ -25,7 +26,7 @@ class LinePolicy {
 
  private:
   PolicySettings asked_;
-  bool strict_ = false, deterministic_ = false, allow_ = false, deny_ = false, per_op_ = false;
+  std::vector<std::string> names_;  // of the settings that the line has
 };
 
 // While it exists, no scope that Python opened on the calling thread applies.
