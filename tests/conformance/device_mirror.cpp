@@ -39,8 +39,9 @@ bool is_mirrored(const void* address) noexcept {
 DeviceMirror::~DeviceMirror() {
   for (const auto& [buffer, data] : buffers_) {
     if (device_.is_host()) break;  // guarded_ owns them
-    forget(data);
-    devices::free(device_, data, stream_);
+    uint8_t* const begin = margins_ == nullptr ? data : surrounded_.at(buffer).begin;
+    forget(begin);
+    devices::free(device_, begin, stream_);
   }
   for (void* data : words_) devices::free(device_, data, stream_);
 }
@@ -64,10 +65,25 @@ te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std:
   return buffers_[buffer] = guarded_.back().data() - (kept.begin - buffer->whole());
 }
 
+// What it returns stands for whole(), of which nothing but the contents is there.
+te_fl::Result<uint8_t*> DeviceMirror::surrounded_copy_of(Buffer* buffer, const std::string& name) {
+  Surrounded made{name, nullptr, margins_->around(*buffer, name)};
+  margins_->placed.push_back(name);
+  TE_FL_ASSIGN_OR_RETURN(void* const data, devices::allocate(device_, made.bytes.size(), stream_));
+  remember(data, made.bytes.size());
+  made.begin = static_cast<uint8_t*>(data);
+  const Surrounded& kept = surrounded_[buffer] = std::move(made);
+  buffers_[buffer] = kept.begin + margins_->bytes - (buffer->data() - buffer->whole());
+  TE_FL_RETURN_IF_ERROR(
+      devices::copy(device_, data, Device(), kept.bytes.data(), kept.bytes.size(), stream_));
+  return buffers_[buffer];
+}
+
 te_fl::Result<uint8_t*> DeviceMirror::copy_of(Buffer* buffer, const std::string& name) {
   if (buffer == nullptr) return nullptr;
   if (const auto known = buffers_.find(buffer); known != buffers_.end()) return known->second;
   if (device_.is_host()) return guarded_copy_of(buffer, name);
+  if (margins_ != nullptr) return surrounded_copy_of(buffer, name);
   TE_FL_ASSIGN_OR_RETURN(void* const data,
                          devices::allocate(device_, buffer->whole_size(), stream_));
   remember(data, buffer->whole_size());
@@ -129,11 +145,27 @@ Status DeviceMirror::download() {
   }
   if (device_.is_host()) return {};
   TE_FL_RETURN_IF_ERROR(devices::synchronize(device_, stream_));
+  if (margins_ != nullptr) return download_surrounded();
   for (const auto& [buffer, data] : buffers_) {
     TE_FL_RETURN_IF_ERROR(
         devices::copy(Device(), buffer->whole(), device_, data, buffer->whole_size(), stream_));
   }
   return devices::synchronize(device_, stream_);
+}
+
+Status DeviceMirror::download_surrounded() {
+  for (const auto& [buffer, copy] : surrounded_) {
+    std::vector<uint8_t> now(copy.bytes.size());
+    TE_FL_RETURN_IF_ERROR(
+        devices::copy(Device(), now.data(), device_, copy.begin, now.size(), stream_));
+    TE_FL_RETURN_IF_ERROR(devices::synchronize(device_, stream_));
+    std::memcpy(buffer->data(), now.data() + margins_->bytes, buffer->size());
+    const std::string outside = margins_->written_outside(*buffer, copy.bytes, now);
+    if (outside.empty() || !written_outside_.empty()) continue;
+    written_outside_ = copy.name + ": bytes outside its memory were written, the nearest one " +
+                       outside + " (rule R11)";
+  }
+  return {};
 }
 
 const te_fl_tensor* DeviceMirror::of(const Tensor& tensor) const {

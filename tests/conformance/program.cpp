@@ -46,6 +46,10 @@ constexpr char kHelp[] =
     "                   of --plugin fail on any other refusal (without: refusals are counted)\n"
     "  --json FILE      every result\n"
     "  --report         a markdown table of ops and implementations\n"
+    "  --guards         each case that passes again between bytes that differ from run to run, so "
+    "that\n"
+    "                   reading past a tensor shows (with --device; on the host, te-fl check uses "
+    "pages)\n"
     "  --self-check     prove for every case that passes that a wrong result would have failed\n"
     "  --coverage       say what the op specification allows and no case does, and\n"
     "                   which declared exceptions match no case; run nothing\n"
@@ -57,7 +61,7 @@ struct Options {
   std::vector<std::string> plugins;
   std::set<std::string> built_in;  // implementations that did not come from `plugins`
   bool reduced = false, sparse = false, skip_large = false, sweep = false, list = false,
-       report = false, self_check = false, coverage = false, help = false;
+       report = false, self_check = false, guards = false, coverage = false, help = false;
   std::string expected_file() const {
     return expected.empty() ? folder + "/expected_unsupported.txt" : expected;
   }
@@ -73,10 +77,16 @@ std::string parse(int argc, char** argv, Options& o) {
       {"--impl", &o.impl},      {"--op", &o.op},     {"--family", &o.family},
       {"--case", &o.substring}, {"--json", &o.json}, {"--expected", &o.expected},
       {"--device", &o.device},  {"--fuzz", &o.fuzz}};
-  const std::map<std::string, bool*> flags = {
-      {"--reduced", &o.reduced},       {"--sparse", &o.sparse},     {"--skip-large", &o.skip_large},
-      {"--sweep", &o.sweep},           {"--list", &o.list},         {"--report", &o.report},
-      {"--self-check", &o.self_check}, {"--coverage", &o.coverage}, {"--help", &o.help}};
+  const std::map<std::string, bool*> flags = {{"--reduced", &o.reduced},
+                                              {"--sparse", &o.sparse},
+                                              {"--skip-large", &o.skip_large},
+                                              {"--sweep", &o.sweep},
+                                              {"--list", &o.list},
+                                              {"--report", &o.report},
+                                              {"--self-check", &o.self_check},
+                                              {"--coverage", &o.coverage},
+                                              {"--guards", &o.guards},
+                                              {"--help", &o.help}};
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
     if (const auto flag = flags.find(word); flag != flags.end()) {
@@ -138,6 +148,7 @@ class Runner {
 
  private:
   void one(const Case& c, Prepared& prepared, const std::string& impl);
+  Result run_guarded(Prepared& prepared, const std::string& impl) const;
   void settle(const Case& c, const std::string& impl, Result& result);
   void print_summary() const;
   void print_report() const;
@@ -147,7 +158,7 @@ class Runner {
   std::vector<Unsupported> expected_;
   Device device_;
   std::map<std::pair<std::string, std::string>, Tally> tallies_;  // op, impl
-  std::set<std::string> impls_;
+  std::set<std::string> impls_, deterministic_;
   nlohmann::json results_ = nlohmann::json::array();
 };
 
@@ -177,8 +188,17 @@ void Runner::settle(const Case& c, const std::string& impl, Result& result) {
   }
 }
 
+Result Runner::run_guarded(Prepared& prepared, const std::string& impl) const {
+  const std::string key = prepared.problem().op_name + " " + impl;
+  return run_between_margins(prepared, impl, deterministic_.count(key) != 0);
+}
+
 void Runner::one(const Case& c, Prepared& prepared, const std::string& impl) {
   Result result = prepared.run(impl);
+  if (result.outcome == Outcome::kPass && options_.guards && !c.large &&
+      prepared.problem().want_code == 0) {
+    result = run_guarded(prepared, impl);
+  }
   if (result.outcome == Outcome::kPass && options_.self_check) {
     const std::string unnoticed = prepared.self_check(impl);
     if (!unnoticed.empty())
@@ -213,6 +233,8 @@ int Runner::run(const Table& table) {
     if (!options_.impl.empty() && info.impl_id != options_.impl) continue;
     serves[info.op].push_back(info.impl_id);
     impls_.insert(info.impl_id);
+    if ((info.desc.flags & TE_FL_OP_DETERMINISTIC) != 0)
+      deterministic_.insert(info.op + " " + info.impl_id);
   }
   std::set<std::string> tested;
   for (const Case& c : table) {
@@ -283,7 +305,14 @@ int Runner::finish() {
   else
     print_summary();
   std::printf("%d passed, %d failed, %d not supported\n", passed, failed, unsupported);
-  if (!options_.json.empty()) std::ofstream(options_.json) << results_.dump(1) << "\n";
+  if (!options_.json.empty()) {
+    std::ofstream file(options_.json);
+    file << results_.dump(1) << "\n";
+    if (!file.flush()) {
+      std::fprintf(stderr, "conformance: cannot write %s (--json)\n", options_.json.c_str());
+      return 2;
+    }
+  }
   return failed == 0 ? 0 : 1;
 }
 
@@ -410,6 +439,12 @@ int run(int argc, char** argv, const std::string& folder) {
   if (!found.ok()) {
     std::fprintf(stderr, "conformance: --device %s: %s\n", o.device.c_str(),
                  found.to_string().c_str());
+    return 2;
+  }
+  if (o.guards && device->is_host()) {
+    std::fprintf(stderr,
+                 "conformance: --guards is for the memory of a device (--device); `te-fl check` "
+                 "has pages on both sides of a host's\n");
     return 2;
   }
   return Runner(o, std::move(expected), *device).run(table);

@@ -128,6 +128,15 @@ std::string check_gaps(const Tensor& t, const std::vector<std::unique_ptr<Tensor
   return {};
 }
 
+// The storage of a saved record, guard bytes included, when it has come back.
+std::string written_outside(const Problem& saved) {
+  for (const auto& t : saved.tensors)
+    if (const std::string outside = t->data->written_outside(); !outside.empty())
+      return "the saved record's storage: bytes outside its memory were written, the nearest one " +
+             outside + " (rule R11)";
+  return {};
+}
+
 // A quantised output's given scale is read only.
 bool read_only(const Tensor& t, const Buffer* b) {
   return t.role == Role::kIn ||
@@ -223,8 +232,8 @@ Result Prepared::run(const std::string& impl_id, const How& how) {
   Result result;
   const auto id = OpRegistry::instance().find(problem_.op_name);
   if (!id.ok()) return {Outcome::kFail, id.status().to_string(), 0};
-  DeviceMirror mirror(device_, how.stream, how.guard_alignment, how.guard_start);
-  DeviceMirror saved_mirror(device_, how.stream, how.guard_alignment, how.guard_start);
+  DeviceMirror mirror(device_, how.stream, how.guard_alignment, how.guard_start, how.margins);
+  DeviceMirror saved_mirror(device_, how.stream, how.guard_alignment, how.guard_start, how.margins);
   CallOptions options;
   options.stream = how.stream;
   options.rng = problem_.rng;
@@ -266,10 +275,15 @@ Result Prepared::run(const std::string& impl_id, const How& how) {
   result.milliseconds =
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
   placed = mirror.download();
+  if (placed.ok()) placed = saved_mirror.download();
   // Rule R12: without TE_FL_VALIDATE the outputs may have been written then.
   const bool may_be_late = problem_.late_error && !environment::get_bool("TE_FL_VALIDATE").value();
   if (may_be_late && status.ok()) status = std::exchange(placed, Status());
   if (!placed.ok()) return {Outcome::kFail, placed.to_string(), result.milliseconds};
+  for (const DeviceMirror* m : {&mirror, &saved_mirror})
+    if (!m->written_outside().empty()) return {Outcome::kFail, m->written_outside(), 0, true};
+  if (const std::string outside = written_outside(saved_memory); !outside.empty())
+    return {Outcome::kFail, outside, 0, true};
   const std::string text = status.to_string();
   const bool invalid = status.code() == StatusCode::kInvalidArgument,
              unsupported = status.code() == StatusCode::kUnsupported;

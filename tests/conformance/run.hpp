@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "conformance/case.hpp"
+#include "conformance/margins.hpp"
 #include "te_fl/device.hpp"
 
 namespace te_fl::conformance {
@@ -14,6 +15,7 @@ struct Result {
   Outcome outcome = Outcome::kFail;
   std::string message;  // the first difference, or why the call was refused
   double milliseconds = 0;
+  bool wrote_outside = false;  // that is why it failed
 };
 
 // How a case is run, beyond which implementation serves it.
@@ -26,6 +28,8 @@ struct How {
   size_t guard_alignment = 0;
   // With the above: behind such pages instead, and a byte before the start is found.
   bool guard_start = false;
+  // Not null, on a device: what lies before and behind each tensor, in place of 256 plain bytes.
+  Margins* margins = nullptr;
   // Asks what run() would run (te_fl_op_desc.describe) instead of calling the op. It passes if the
   // implementation says something and leaves the tensors alone; the message is what it said.
   bool describe = false;

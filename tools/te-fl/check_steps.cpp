@@ -139,6 +139,13 @@ Finding start_guard_of(const Subject& subject, const conformance::Case& c,
                  prepared.run(subject.impl, {.guard_alignment = 256, .guard_start = true}));
 }
 
+Finding margins_of(const Subject& subject, const conformance::Case& c,
+                   conformance::Prepared& prepared, size_t bytes) {
+  const bool deterministic = (subject.flags & TE_FL_OP_DETERMINISTIC) != 0;
+  return finding("guard", subject, c, prepared,
+                 conformance::run_between_margins(prepared, subject.impl, deterministic, bytes));
+}
+
 Finding determinism_of(const Subject& subject, const conformance::Case& c,
                        conformance::Prepared& prepared) {
   const conformance::How how{.deterministic = true};

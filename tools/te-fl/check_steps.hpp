@@ -72,6 +72,10 @@ Finding guard_of(const Subject& subject, const te_fl::conformance::Case& c,
 // Repeats the call with tensors that begin behind such pages.
 Finding start_guard_of(const Subject& subject, const te_fl::conformance::Case& c,
                        te_fl::conformance::Prepared& prepared);
+// Repeats the call on a device, whose pages cannot be protected, between other bytes: `bytes` on
+// either side of each tensor.
+Finding margins_of(const Subject& subject, const te_fl::conformance::Case& c,
+                   te_fl::conformance::Prepared& prepared, size_t bytes = size_t{64} << 10);
 // Checks describe() of a call that is served: it names what it runs, and touches nothing.
 Finding describe_of(const Subject& subject, const te_fl::conformance::Case& c,
                     te_fl::conformance::Prepared& prepared);

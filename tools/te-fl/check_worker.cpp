@@ -281,8 +281,10 @@ class Worker {
   }
 
   void swept(const Subject& subject, const conformance::Case& c) {
+    constexpr size_t kMargin = 4096;  // these are small, and many
     conformance::Prepared prepared(c, subject.device);
-    Finding f = result_of(subject, c, prepared);
+    Finding f = subject.device.is_host() ? result_of(subject, c, prepared)
+                                         : margins_of(subject, c, prepared, kMargin);
     if (f.outcome == Outcome::kPass && subject.device.is_host()) {
       const Finding guarded = guard_of(subject, c, prepared);
       if (guarded.outcome == Outcome::kFail) f = guarded;
@@ -347,10 +349,10 @@ class Worker {
       report(subject, f);
       if (!passed) return;
     }
-    if (from <= step + 1 && subject.device.is_host() && !c.large &&
-        prepared->problem().want_code == 0) {
+    if (from <= step + 1 && !c.large && prepared->problem().want_code == 0) {
       begin(step + 1, step + 2, subject, "guard", c.name);
-      report(subject, guard_of(subject, c, *prepared));
+      report(subject, subject.device.is_host() ? guard_of(subject, c, *prepared)
+                                               : margins_of(subject, c, *prepared));
     }
     if (from <= step + 2 && subject.device.is_host() && !c.large &&
         prepared->problem().want_code == 0) {

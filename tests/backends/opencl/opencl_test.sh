@@ -20,7 +20,7 @@ fi
 case $part in
 conformance)
   unset TE_FL_PLUGIN_MODULES
-  exec "$bin/conformance" --plugin "$plugin" --device opencl:0 --impl default.opencl --family "$4" --expected "$5" ${6:+"$6"}
+  exec "$bin/conformance" --plugin "$plugin" --device opencl:0 --impl default.opencl --guards --family "$4" --expected "$5" ${6:+"$6"}
   ;;
 gemm)
   # Each case compiles, which takes seconds: one of each kind.

@@ -54,6 +54,10 @@ CAUGHT = {
     "far_other_stream": ("stream", "ctx->stream"),
     "far_leak": ("leak", "the device's used memory"),
     "far_late_failure": ("result", "a kernel that ran before has failed"),
+    "far_reads_past": ("guard", "it reads outside of input, byte 7 behind its end: the results change with what lies there"),
+    "far_reads_before": ("guard", "it reads outside of input, byte 5 before its start: the results change with what lies there"),
+    "far_reads_bits": ("guard", "it reads outside of input, byte 3 behind its end: the results change with what lies there"),
+    "far_writes_far": ("guard", "output: bytes outside its memory were written, the nearest one byte 400 behind the end of its 924 bytes (rule R11)"),
 }
 # The mistakes of wrong_device.cpp, by the device's index: the step of the device section, words of its message.
 DEVICES = {

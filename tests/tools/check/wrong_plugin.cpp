@@ -203,7 +203,26 @@ std::atomic<int64_t> g_used{0};
 std::atomic<bool> g_late{false};
 te_fl_device_api g_far;  // the far device's own functions
 
-enum class Far { kRight, kHostAccess, kOtherStream, kLeak, kLateFailure, kLeakingDevice };
+enum class Far {
+  kRight,
+  kHostAccess,
+  kOtherStream,
+  kLeak,
+  kLateFailure,
+  kLeakingDevice,
+  kReadsPast,    // into a maximum, which leaves NaN out
+  kReadsBefore,  // under a factor of zero, which NaN alone survives
+  kReadsBits,    // into the last bits of a result, within its tolerance
+  kWritesFar     // further behind the end than a buffer's own guard bytes reach
+};
+void relu_of(Far kind, const float* x, float* y, int64_t n) {
+  relu(x, y, n);
+  if (kind == Far::kReadsPast && n % 4 != 0) y[n - 1] = std::fmax(y[n - 1], x[n + 1]);
+  if (kind == Far::kReadsBefore) y[0] += 0 * x[-2];
+  if (kind == Far::kReadsBits && x[n] > 0) y[0] = std::nextafter(y[0], 1e30f);
+  if (kind == Far::kWritesFar && n % 4 != 0) y[n + 100] = 0;
+}
+
 std::atomic<bool> g_keeps{false};  // the device keeps what is freed
 
 template <Far kind>
@@ -227,7 +246,8 @@ te_fl_status far_run(void* self, const te_fl_context* ctx, const void* raw) {
       memory.stream = ctx->stream;
       device.api.allocate(&device, &memory, &kept, ctx->errors);
     }
-    device.enqueue(kind == Far::kOtherStream ? nullptr : ctx->stream, [=] { relu(x, y, n); });
+    device.enqueue(kind == Far::kOtherStream ? nullptr : ctx->stream,
+                   [=] { relu_of(kind, x, y, n); });
   });
 }
 
@@ -365,6 +385,10 @@ te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_err
     made->far<Far::kLeak>("vendor.wrong.far_leak");
     made->far<Far::kLateFailure>("vendor.wrong.far_late_failure");
     made->far<Far::kLeakingDevice>("vendor.wrong.far_leaking_device");
+    made->far<Far::kReadsPast>("vendor.wrong.far_reads_past");
+    made->far<Far::kReadsBefore>("vendor.wrong.far_reads_before");
+    made->far<Far::kReadsBits>("vendor.wrong.far_reads_bits");
+    made->far<Far::kWritesFar>("vendor.wrong.far_writes_far");
     *instance = made.release();
   });
 }
