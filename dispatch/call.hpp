@@ -86,8 +86,8 @@ struct Served {
 };
 
 // Decides. Errors: the device is lost, or its properties cannot be read.
-Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
-                      const core::Signature& signature, uint32_t policy, bool capturing);
+// `policy` is that of the call, or another. A call of no arguments has no size.
+Result<Choice> choose(const Call& call, uint32_t policy);
 // The cached choice of a warm call, made if need be.
 Result<const RouteEntry*> route_of(Call& call);
 // Runs a call along its route; the slow, complete way. `first`: the route's first implementation

@@ -34,6 +34,20 @@ const core::DeviceEntry* entry_to_ask(const Call& call) noexcept {
   return asks ? entry : nullptr;
 }
 
+// The list for calls of this size, counted from 1, among those of the call's policy; 0: none.
+uint32_t list_by_size(const Call& call) {
+  const PolicySettings& settings = policy::settings_of(call.policy);
+  policy::CallTraits known{.op = call.row.compiled->schema().name,
+                     .device = call.signature.device,
+                     .dtypes = call.signature.dtypes,
+                     .scalings = call.signature.scalings};
+  known.bytes = call.row.compiled->element_bytes(call.args);
+  const SignatureList* list = policy::signature_list_for(settings, known);
+  return list == nullptr || list->for_all_sizes()
+             ? 0
+             : 1 + static_cast<uint32_t>(list - settings.per_signature.data());
+}
+
 }  // namespace
 
 bool read_stream(Call& call) noexcept {
@@ -81,8 +95,10 @@ Status prepare_call(Call& call) {
   return call.signature.device.is_host() ? Status() : ask_stream(call);
 }
 
-Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& row,
-                      const core::Signature& signature, uint32_t policy, bool capturing) {
+Result<Choice> choose(const Call& call, uint32_t policy) {
+  const Table& table = call.table;
+  const OpRow& row = call.row;
+  const core::Signature& signature = call.signature;
   if (!table.barred.empty()) {
     if (const registry::BarredDevice* barred = table.barred_device(signature.device))
       return barred->why;
@@ -99,7 +115,7 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
     return policy::cause_first(
         error, "op '" + std::string(row.compiled->schema().name) + "' cannot be routed");
   }
-  const Result<uint32_t> arch = owner.arch(signature.device);
+  const Result<uint32_t> arch = call.manager.table_owner.arch(signature.device);
   // A device that is not there serves nothing; the candidates' reasons say so better.
   if (!arch.ok() && arch.status().code() != StatusCode::kNotFound) return arch.status();
   decision.call = {row.compiled->schema().name,
@@ -109,7 +125,8 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
                    signature.dtypes,
                    signature.scalings,
                    signature.later,
-                   capturing};
+                   call.capturing};
+  if (call.args != nullptr) decision.call.bytes = row.compiled->element_bytes(call.args);
   decision.call.collective = core::class_of(row.compiled->schema()) == core::OpClass::kCollective;
   decision.barred = barred(row, signature);
   decision.call.barred = decision.barred;
@@ -120,11 +137,11 @@ Result<Choice> choose(OpRegistry::Impl& owner, const Table& table, const OpRow& 
 }
 
 Result<const RouteEntry*> route_of(Call& call) {
-  const RouteKey key(call.op, call.signature, call.policy, call.capturing);
+  RouteKey key(call.op, call.signature, call.policy, call.capturing);
+  if (policy::g_lists_by_size.load(std::memory_order_relaxed)) [[unlikely]]
+    key.set_list(list_by_size(call));
   if (const RouteEntry* known = call.thread.routes.find(call.table.id, key)) return known;
-  TE_FL_ASSIGN_OR_RETURN(const Choice decision,
-                         choose(call.manager.table_owner, call.table, call.row, call.signature,
-                                call.policy, call.capturing));
+  TE_FL_ASSIGN_OR_RETURN(const Choice decision, choose(call, call.policy));
   auto route = std::make_unique<Route>();
   route->deterministic = decision.settings->deterministic;
   route->strict = decision.settings->strict;

@@ -66,10 +66,7 @@ Result<std::vector<dispatch::Failure>> refusals(const Call& call, const dispatch
   return list;
 }
 
-Result<dispatch::Choice> choose(Call& call) {
-  return dispatch::choose(call.manager.table_owner, call.table, call.row, call.signature,
-                          call.policy, call.capturing);
-}
+Result<dispatch::Choice> choose(Call& call) { return dispatch::choose(call, call.policy); }
 
 Step chosen(const OpRow& row, const dispatch::Choice& decision,
             const std::vector<dispatch::Failure>& failures) {

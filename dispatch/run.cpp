@@ -93,9 +93,7 @@ Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
     return invalid_argument("op '" + op + "': '" + row.saved->name +
                             "' is opaque but names no producer; give it as the forward op left it");
   }
-  TE_FL_ASSIGN_OR_RETURN(const Choice decision,
-                         choose(call.manager.table_owner, call.table, row, call.signature,
-                                SelectionPolicy().id(), call.capturing));
+  TE_FL_ASSIGN_OR_RETURN(const Choice decision, choose(call, SelectionPolicy().id()));
   for (const policy::Standing& v : decision.order) {
     const Implementation& impl = *row.impls[v.impl];
     if (impl.interned_id != record.producer && impl.impl_id != record.producer) continue;
@@ -120,9 +118,7 @@ Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
 }
 
 Status none_served(Call& call, const Served& served) {
-  TE_FL_ASSIGN_OR_RETURN(const Choice decision,
-                         choose(call.manager.table_owner, call.table, call.row, call.signature,
-                                call.policy, call.capturing));
+  TE_FL_ASSIGN_OR_RETURN(const Choice decision, choose(call, call.policy));
   return no_candidate(call, decision, served.failures);
 }
 

@@ -35,6 +35,9 @@ inline uint32_t current_id() {
   return refresh_environment();
 }
 
+// True once any policy has had a list for calls of some sizes only.
+extern std::atomic<bool> g_lists_by_size;
+
 // Settings of an interned policy; valid forever.
 const PolicySettings& settings_of(uint32_t id);
 

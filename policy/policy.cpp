@@ -24,6 +24,7 @@ std::atomic<uint32_t> g_global{0};
 // number.
 constexpr uint64_t kNeverRead = uint64_t{UINT32_MAX} << 32 | kInvalidPolicy;
 std::atomic<uint64_t> g_environment{kNeverRead};
+std::atomic<bool> g_lists_by_size{false};
 
 namespace {
 
@@ -48,6 +49,12 @@ std::string token_text(const PolicyToken& token) {
 }
 
 // Complete: two settings with one text are equal. Doubles as the interning key.
+// ":512..4095" of a list for calls of such sizes only.
+std::string sizes_text(const SignatureList& list) {
+  if (list.for_all_sizes()) return {};
+  return ":" + std::to_string(list.min_bytes) + ".." + std::to_string(list.max_bytes);
+}
+
 std::string text_of(const PolicySettings& s) {
   std::string out;
   const auto word = [&](const std::string& w) { out += (out.empty() ? "" : " ") + w; };
@@ -67,7 +74,7 @@ std::string text_of(const PolicySettings& s) {
   if (!lists.empty()) word("per_op=" + lists);
   for (const SignatureList& list : s.per_signature) {
     std::string text = list.op + "@" + list.device + ":" + dtype_mask_text(list.dtypes) + ":" +
-                       scaling_mask_text(list.scalings) + "=";
+                       scaling_mask_text(list.scalings) + sizes_text(list) + "=";
     for (size_t i = 0; i < list.use.size(); ++i)
       text += (i == 0 ? "" : "|") + token_text(list.use[i]);
     word("per_signature=" + text);
@@ -170,9 +177,12 @@ SelectionPolicy SelectionPolicy::intern(PolicySettings settings) {
   policy::normalise(settings.deny_vendors);
   std::sort(settings.per_signature.begin(), settings.per_signature.end(),
             [](const SignatureList& a, const SignatureList& b) {
-              return std::tie(a.op, a.device, a.dtypes, a.scalings) <
-                     std::tie(b.op, b.device, b.dtypes, b.scalings);
+              return std::tie(a.op, a.device, a.dtypes, a.scalings, a.min_bytes) <
+                     std::tie(b.op, b.device, b.dtypes, b.scalings, b.min_bytes);
             });
+  for (const SignatureList& list : settings.per_signature) {
+    if (!list.for_all_sizes()) policy::g_lists_by_size = true;
+  }
   std::string key = policy::text_of(settings);
   SelectionPolicy made;
   std::lock_guard lock(policy::mutex);

@@ -63,7 +63,7 @@ Result<std::vector<PolicyToken>> tokens(const std::string& op, const json& value
 
 Result<SignatureList> signature_list(const json& item, const std::string& where) {
   TE_FL_RETURN_IF_ERROR(
-      check_keys(item, {"op", "device", "dtypes", "scalings", "use", "note"}, where));
+      check_keys(item, {"op", "device", "dtypes", "scalings", "bytes", "use", "note"}, where));
   SignatureList out;
   for (const char* key : {"op", "dtypes", "use"}) {
     if (!item.contains(key))
@@ -92,6 +92,17 @@ Result<SignatureList> signature_list(const json& item, const std::string& where)
     const Result<Scaling> scaling = parse_scaling(word);
     if (!scaling.ok()) return policy::in_setting(where, scaling.status());
     out.scalings |= TE_FL_BIT(static_cast<uint32_t>(*scaling));
+  }
+  if (item.contains("bytes")) {
+    const json& range = item.at("bytes");
+    const bool two = range.is_array() && range.size() == 2 && range[0].is_number_unsigned() &&
+                     range[1].is_number_unsigned();
+    if (two) out.min_bytes = range[0].get<uint64_t>(), out.max_bytes = range[1].get<uint64_t>();
+    if (!two || out.min_bytes > out.max_bytes) {
+      return invalid_argument(where +
+                              ".bytes must be [least, most]: two whole numbers, the bytes of all "
+                              "tensors' elements of a call");
+    }
   }
   TE_FL_ASSIGN_OR_RETURN(out.use, tokens(out.op, item.at("use"), where));
   return out;
@@ -152,9 +163,10 @@ Result<PolicySettings> settings_of(const json& file) {
           signature_list(item, "per_signature[" + std::to_string(s.per_signature.size()) + "]"));
       for (const SignatureList& other : s.per_signature) {
         if (!other.same_signature(list)) continue;
+        if (other.max_bytes < list.min_bytes || list.max_bytes < other.min_bytes) continue;
         return invalid_argument("op " + policy::quoted(list.op) +
                                 " stands twice in per_signature with the "
-                                "same device, dtypes and scalings");
+                                "same device, dtypes and scalings, for calls of the same bytes");
       }
       s.per_signature.push_back(std::move(list));
     }

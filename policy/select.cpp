@@ -166,12 +166,19 @@ std::string served_text(const Implementation& impl) {
 
 }  // namespace
 
-const Tokens* list_for(const PolicySettings& settings, const CallTraits& call) {
+const SignatureList* signature_list_for(const PolicySettings& settings, const CallTraits& call) {
   for (const SignatureList& list : settings.per_signature) {
-    if (list.op == call.op && list.dtypes == call.dtypes && list.scalings == call.scalings &&
-        list.device == device_type_name(call.device))
-      return &list.use;
+    if (list.op != call.op || list.dtypes != call.dtypes || list.scalings != call.scalings)
+      continue;
+    const bool fits = list.for_all_sizes() || (call.bytes && list.min_bytes <= *call.bytes &&
+                                               *call.bytes <= list.max_bytes);
+    if (fits && list.device == device_type_name(call.device)) return &list;
   }
+  return nullptr;
+}
+
+const Tokens* list_for(const PolicySettings& settings, const CallTraits& call) {
+  if (const SignatureList* list = signature_list_for(settings, call)) return &list->use;
   if (settings.per_op.empty()) return nullptr;
   const auto at = settings.per_op.find(call.op);
   return at == settings.per_op.end() ? nullptr : &at->second;

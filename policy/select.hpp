@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -48,6 +49,8 @@ struct CallTraits {
   bool capturing = false;
   bool collective = false;              // other ranks run the op, too
   std::span<const Barred> barred = {};  // quarantined implementations
+  std::optional<uint64_t> bytes =
+      {};  // of all tensors' elements; absent: of a call without tensors
 };
 
 enum class Refusal : uint8_t {
@@ -99,6 +102,9 @@ struct Ranking {
   int32_t first = -1;
 };
 
+// The list of per_signature that such a call is under; null: none. One for some sizes only is for
+// no call whose size is not known.
+const SignatureList* signature_list_for(const PolicySettings& settings, const CallTraits& call);
 // The exclusive list that such a call is under; null: none.
 const std::vector<PolicyToken>* list_for(const PolicySettings& settings, const CallTraits& call);
 

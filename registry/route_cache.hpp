@@ -15,7 +15,7 @@ namespace te_fl::registry {
 struct Implementation;
 
 // The key of a route: op, signature masks, device and policy, on which the choice depends besides
-// the table. Never shapes.
+// the table. No shapes; where a policy has lists for calls of some sizes, the list is in the key.
 struct RouteKey {
   uint64_t w[4] = {0, 0, 0, 0};
   RouteKey() = default;
@@ -26,6 +26,9 @@ struct RouteKey {
                                                       << 32;
     w[3] = uint64_t{s.device.provider} | uint64_t{capturing} << 32 | uint64_t{op} << 33;
   }
+  // A list of the policy, counted from 1, that is for the call's size. Types of devices are
+  // below 64.
+  void set_list(uint32_t list) noexcept { w[2] |= uint64_t{list & 0xffffff} << 8; }
   uint64_t hash() const noexcept {
     uint64_t h = w[0] * 0x9e3779b97f4a7c15u ^ w[1] * 0xc2b2ae3d27d4eb4fu ^
                  w[2] * 0x165667b19e3779f9u ^ w[3] * 0xd6e8feb86659fd93u;

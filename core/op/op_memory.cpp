@@ -1,4 +1,5 @@
-// Asks the devices if tensors are where they say they are; under TE_FL_VALIDATE only.
+// How much memory a call's tensors have. Asks the devices if tensors are where they say they are;
+// under TE_FL_VALIDATE only.
 #include <array>
 #include <cstdio>
 #include <exception>
@@ -61,6 +62,19 @@ bool belongs(CheckPointer check, void* self, const void* data, size_t bytes,
 }
 
 }  // namespace
+
+uint64_t CompiledOp::element_bytes(const void* args) const noexcept {
+  const ArgsView view(args);
+  uint64_t sum = 0;
+  const auto add = [&](const te_fl_tensor* t) {
+    if (t != nullptr) sum += static_cast<uint64_t>(bytes_of(*t));
+  };
+  for (const uint8_t i : impl_->tensors) add(view.tensor(impl_->args[i]));
+  for (const uint8_t i : impl_->lists) {
+    for (int64_t k = 0; k < view.count(impl_->args[i]); ++k) add(view.element(impl_->args[i], k));
+  }
+  return sum;
+}
 
 void Finder::keep_detail(void* finder, const char* text) noexcept {
   auto* self = static_cast<Finder*>(finder);

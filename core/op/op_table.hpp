@@ -51,6 +51,9 @@ class CompiledOp {
   bool check(const void* args, Signature& out) const noexcept;
   // The offsets of the argument struct's members.
   const CallLayout& layout() const noexcept { return *layout_; }
+  // Bytes of the elements of all tensors of a call that check() found in order, lists' too; copies
+  // and scales are not counted.
+  uint64_t element_bytes(const void* args) const noexcept;
   // The signature alone (no shape or scalar checks), for routing decisions.
   bool signature(const void* args, Signature& out) const noexcept;
   // The slow path: the first mistake in words, naming argument, what it was and what it must be.

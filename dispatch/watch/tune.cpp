@@ -98,10 +98,8 @@ PolicySettings only(const std::string& op, const std::string& impl_id, bool dete
   return settings;
 }
 
-// Times every implementation that accepts the call; adds to the signature's row, and to its calls
-// of that size.
-Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignature>& rows,
-                     std::vector<TunedSizes>& sizes) {
+// Times every implementation that accepts the call; adds to the row of its signature and size.
+Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignature>& rows) {
   FiledCall& call = *recorded.call;
   OpManager& manager = OpManager::instance();
   TE_FL_ASSIGN_OR_RETURN(const OpId op, manager.registry().find(call.op()));
@@ -133,12 +131,11 @@ Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignat
   key.list.device = policy::device_type_name(device);
   key.list.dtypes = signature.dtypes;
   key.list.scalings = signature.scalings;
-  auto row = std::find_if(rows.begin(), rows.end(),
-                          [&](const TunedSignature& r) { return r.list.same_signature(key.list); });
+  set_size_class(key.list, compiled->element_bytes(args));
+  auto row = std::find_if(rows.begin(), rows.end(), [&](const TunedSignature& r) {
+    return r.list.same_signature(key.list) && r.list.min_bytes == key.list.min_bytes;
+  });
   if (row == rows.end()) row = rows.insert(rows.end(), std::move(key));
-  sizes.resize(rows.size());
-  TunedSize& size = sizes[static_cast<size_t>(row - rows.begin())][size_class_of(call.bytes())];
-  size.count += recorded.count;
   ++row->calls;
   row->count += recorded.count;
   PolicySettings any;
@@ -161,23 +158,15 @@ Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignat
     const double all = *each * static_cast<double>(recorded.count);
     timed->seconds += all;
     ++timed->calls;
-    size.seconds[c.impl_id] += all;
-    if (c.chosen) usual = all, size.usual_seconds += all;
+    if (c.chosen) usual = all;
   }
-  // All of the signature's calls, or nothing.
+  // All of the row's calls, or nothing.
   const bool first = row->calls == 1, known = usual && (first || row->usual_seconds > 0);
   row->usual_seconds = known ? row->usual_seconds + *usual : 0;
   return {};
 }
 
 constexpr double kNoise = 0.05, kLeast = 100e-9;  // a share, and seconds of a call
-
-bool is_reference(const std::string& op, const std::string& impl_id) {
-  for (const auto& impl : OpManager::instance().registry().snapshot()) {
-    if (impl.op == op && impl.impl_id == impl_id) return impl.kind == Kind::kReference;
-  }
-  return false;
-}
 
 }  // namespace
 
@@ -189,19 +178,10 @@ bool worth_pinning(const TunedSignature& row) {
          gained > kLeast * static_cast<double>(row.count);
 }
 
-int size_class_of(size_t bytes) { return std::bit_width(bytes) / 3; }
-
-bool holds_for_all_sizes(const std::string& impl_id, bool is_reference, const TunedSizes& sizes) {
-  const int large = size_class_of(size_t{1} << 20);
-  if (is_reference && (sizes.empty() || sizes.rbegin()->first < large)) return false;
-  for (const auto& [size_class, size] : sizes) {
-    const auto own = size.seconds.find(impl_id);
-    if (size.usual_seconds <= 0 || own == size.seconds.end()) continue;
-    const double lost = own->second - size.usual_seconds;
-    if (lost > kNoise * size.usual_seconds && lost > kLeast * static_cast<double>(size.count))
-      return false;
-  }
-  return true;
+void set_size_class(SignatureList& list, uint64_t bytes) {
+  const int size_class = std::bit_width(bytes) / 3, first = 3 * size_class;
+  list.min_bytes = first == 0 ? 0 : uint64_t{1} << (first - 1);
+  list.max_bytes = first + 2 > 63 ? UINT64_MAX : (uint64_t{1} << (first + 2)) - 1;
 }
 
 }  // namespace dispatch
@@ -211,26 +191,21 @@ Result<std::vector<TunedSignature>> tune(const std::vector<std::string>& files, 
   using namespace dispatch;
   OpManager::instance();  // brings the built-in implementations and the plugins
   std::vector<TunedSignature> rows;
-  std::vector<TunedSizes> sizes;  // of each row
   for (const std::string& file : files) {
     TE_FL_ASSIGN_OR_RETURN(std::vector<Recorded> calls, read_calls(file));
     for (Recorded& recorded : calls) {
-      const Status status = time_recorded(recorded, seconds, rows, sizes);
+      const Status status = time_recorded(recorded, seconds, rows);
       if (!status.ok() && left_out != nullptr) left_out->push_back(status.to_string());
     }
   }
-  for (size_t i = 0; i < rows.size(); ++i) {
-    TunedSignature& row = rows[i];
+  for (TunedSignature& row : rows) {
     // One that does not serve all of the signature's calls comes after those that do.
     std::sort(row.times.begin(), row.times.end(), [](const TunedTime& a, const TunedTime& b) {
       if (a.calls != b.calls) return a.calls > b.calls;
       if (a.seconds != b.seconds) return a.seconds < b.seconds;
       return a.impl_id < b.impl_id;
     });
-    // A list is for calls of every size: what small ones gain no large one may lose.
     if (!worth_pinning(row)) continue;
-    const std::string& fastest = row.times[0].impl_id;
-    if (!holds_for_all_sizes(fastest, is_reference(row.list.op, fastest), sizes[i])) continue;
     for (const TunedTime& t : row.times)
       row.list.use.push_back({PolicyToken::Type::kImpl, Kind::kDefault, t.impl_id});
     for (const Kind kind : {Kind::kDefault, Kind::kVendor, Kind::kReference})

@@ -37,11 +37,14 @@ struct SignatureList {
   std::string device = "cpu";
   uint64_t dtypes = 0;    // mask of te_fl_dtype_index
   uint32_t scalings = 0;  // mask of te_fl_scaling
+  // The list is for calls whose tensors' elements take so many bytes in all, both ends included.
+  uint64_t min_bytes = 0, max_bytes = UINT64_MAX;
   std::vector<PolicyToken> use;
   bool same_signature(const SignatureList& other) const {
     return op == other.op && device == other.device && dtypes == other.dtypes &&
            scalings == other.scalings;
   }
+  bool for_all_sizes() const { return min_bytes == 0 && max_bytes == UINT64_MAX; }
   friend bool operator==(const SignatureList&, const SignatureList&) = default;
 };
 

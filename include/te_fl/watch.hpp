@@ -82,7 +82,7 @@ TE_FL_API Result<Replay> replay(const std::string& file, const std::string& impl
 // too. OK if there is none. Error: FAILED_PRECONDITION, the file cannot be written.
 TE_FL_API Status write_trace();
 
-// The result of `te-fl tune` for one op and signature.
+// The result of `te-fl tune` for one op, signature and class of sizes (SignatureList::min_bytes).
 struct TunedTime {
   std::string impl_id;
   double seconds = 0;  // of all the calls that the run made

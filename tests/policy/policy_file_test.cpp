@@ -71,6 +71,51 @@ TEST_F(PolicyFile, AListForASignatureServesThatSignatureAlone) {
   EXPECT_EQ(chosen(DType::kF32), "default.cpu");
 }
 
+// A list for calls of some sizes is none for others, in calls and handles as in what
+// resolve() says.
+TEST_F(PolicyFile, AListForSizesServesCallsOfTheseSizesAlone) {
+  use(R"({"te_fl_policy": 1, "per_signature": [
+        {"op": "gelu", "dtypes": ["bf16"], "bytes": [64, 255], "use": ["reference"]},
+        {"op": "gelu", "dtypes": ["bf16"], "bytes": [4096, 5000], "use": ["reference"]}]})");
+  OpManager& manager = OpManager::instance();
+  const OpId gelu = *manager.registry().find("gelu");
+  const auto count = [&] {
+    uint64_t calls = 0;
+    for (const OpUsage& u : manager.usage()) {
+      if (u.op == "gelu" && u.impl_id == "reference.host") calls += u.calls;
+    }
+    return calls;
+  };
+  // True if the reference serves calls whose input and output take so many bytes together.
+  const auto is_pinned = [&](int64_t bytes) {
+    const Tensor x = Tensor::zeros({bytes / 4}, DType::kBF16).value();
+    const Tensor y = Tensor::zeros({bytes / 4}, DType::kBF16).value();
+    te_fl_gelu_args args;
+    args.input = x, args.output = y;
+    const bool resolved = manager.resolve(gelu, &args)->impl_id == "reference.host";
+    const uint64_t before = count();
+    for (int i = 0; i < 2; ++i) EXPECT_OK(manager.call(gelu, &args));
+    EXPECT_EQ(count() - before, resolved ? 2u : 0u) << bytes;
+    const auto handle = manager.prepare(gelu, &args);
+    EXPECT_OK(handle);
+    EXPECT_OK(handle->call(&args));
+    EXPECT_EQ(count() - before, resolved ? 3u : 0u) << bytes;
+    return resolved;
+  };
+  for (int round = 0; round < 2; ++round) {
+    EXPECT_TRUE(is_pinned(64));
+    EXPECT_TRUE(is_pinned(252));
+    EXPECT_FALSE(is_pinned(60));
+    EXPECT_FALSE(is_pinned(256));
+    EXPECT_FALSE(is_pinned(1 << 20));
+    EXPECT_TRUE(is_pinned(4096));
+  }
+  CallProfile profile;
+  profile.dtypes = {DType::kBF16};
+  EXPECT_EQ(manager.explain(gelu, profile)->impl_id, "default.cpu") << "a call of no known size";
+  EXPECT_HAS(manager.explain(gelu, profile)->policy, "gelu@cpu:bf16:none:64..255=reference");
+}
+
 TEST_F(PolicyFile, MistakesAreErrorsThatNameTheNearest) {
   EXPECT_HAS(error_of("{"), "is not JSON");
   EXPECT_HAS(error_of("{}"), "\"te_fl_policy\": 1");
@@ -91,6 +136,15 @@ TEST_F(PolicyFile, MistakesAreErrorsThatNameTheNearest) {
   EXPECT_EQ(with("\"per_signature\": [" + list + "]"), "");
   EXPECT_HAS(with("\"per_signature\": [" + list + "," + list + "]"), "stands twice");
   EXPECT_HAS(with(R"("per_signature": [{"op": "gelu", "use": ["vendor"]}])"), "lacks");
+  const auto sized = [](const std::string& bytes) {
+    return R"({"op": "gelu", "dtypes": ["bf16"], "bytes": )" + bytes + R"(, "use": ["vendor"]})";
+  };
+  for (const char* bytes : {"[1]", "5", "[-1, 5]", "[6, 5]", "[\"1\", 5]"})
+    EXPECT_HAS(with("\"per_signature\": [" + sized(bytes) + "]"), "must be [least, most]");
+  EXPECT_EQ(with("\"per_signature\": [" + sized("[0, 7]") + "," + sized("[8, 9]") + "]"), "");
+  EXPECT_HAS(with("\"per_signature\": [" + sized("[0, 8]") + "," + sized("[8, 9]") + "]"),
+             "stands twice");
+  EXPECT_HAS(with("\"per_signature\": [" + list + "," + sized("[8, 9]") + "]"), "stands twice");
   EXPECT_HAS(with(R"("per_signature": [{"op": "gelu", "dtypes": ["bf61"], "use": ["vendor"]}])"),
              "bf16");
   use(R"({"te_fl_policy": 1, "per_op": {"gelo": ["vendor"]}})");

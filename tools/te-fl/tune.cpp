@@ -37,15 +37,25 @@ json entry_of(const te_fl::TunedSignature& row) {
     std::snprintf(text, sizeof text, " %.3g us", 1e6 * t.seconds / static_cast<double>(row.count));
     note += (note.empty() ? "" : ", ") + t.impl_id + text;
   }
-  return {{"op", row.list.op}, {"device", row.list.device},
-          {"dtypes", dtypes},  {"scalings", scalings},
-          {"use", use},        {"note", note}};
+  return {{"op", row.list.op},
+          {"device", row.list.device},
+          {"dtypes", dtypes},
+          {"scalings", scalings},
+          {"bytes", {row.list.min_bytes, row.list.max_bytes}},
+          {"use", use},
+          {"note", note}};
 }
 
 // Found before minutes of timing, not after.
 bool can_write(const std::string& path) {
   const std::string temporary = path + ".part";
   std::error_code error;
+  // The file that is complete would take a device's place.
+  if (std::filesystem::exists(path, error) && !std::filesystem::is_directory(path, error) &&
+      !std::filesystem::is_regular_file(path, error)) {
+    complain("cannot write " + path + " (--out): it is a device, a pipe or a socket");
+    return false;
+  }
   const bool folder = std::filesystem::is_directory(path, error);
   const bool good = !folder && std::ofstream(temporary, std::ios::trunc).good();
   const int reason = folder ? EISDIR : errno;
@@ -66,12 +76,15 @@ int tune(const TuneOptions& options) {
   }
   for (const std::string& reason : left_out) complain("left out: " + reason);
   json out = {{"te_fl_policy", 1}, {"per_signature", json::array()}};
-  Table table({"op", "device", "calls", "pinned", "fastest", "us", "next", "us"});
+  Table table({"op", "device", "bytes", "calls", "pinned", "fastest", "us", "next", "us"});
   const auto us = [](const te_fl::TunedSignature& row, size_t i) {
     char text[32];
     std::snprintf(text, sizeof text, "%.2f",
                   1e6 * row.times[i].seconds / static_cast<double>(row.count));
     return std::string(text);
+  };
+  const auto sizes = [](const te_fl::SignatureList& list) {
+    return std::to_string(list.min_bytes) + ".." + std::to_string(list.max_bytes);
   };
   size_t left = 0;
   for (const te_fl::TunedSignature& row : *rows) {
@@ -80,9 +93,9 @@ int tune(const TuneOptions& options) {
     left += pinned ? 0 : 1;
     if (pinned) out["per_signature"].push_back(entry_of(row));
     const bool two = row.times.size() > 1;
-    table.add({row.list.op, row.list.device, std::to_string(row.count), pinned ? "yes" : "no",
-               row.times[0].impl_id, us(row, 0), two ? row.times[1].impl_id : "",
-               two ? us(row, 1) : ""});
+    table.add({row.list.op, row.list.device, sizes(row.list), std::to_string(row.count),
+               pinned ? "yes" : "no", row.times[0].impl_id, us(row, 0),
+               two ? row.times[1].impl_id : "", two ? us(row, 1) : ""});
   }
   // A policy is read back: nothing in it is replaced. It is UTF-8, as are the traces, the saved
   // calls and the ids of implementations that it is made of.

@@ -32,17 +32,23 @@ TEST(Tune, DoesNotPinForNanosecondsOfACall) {
   EXPECT_FALSE(dispatch::worth_pinning(row)) << "16 ns of each";
 }
 
-TEST(Tune, WhatSmallCallsGainNoLargeOneMayLose) {
-  const auto of = [](double own, double usual) {
-    return dispatch::TunedSize{{{"b", own}, {"a", usual}}, usual, 10};
-  };
-  const int small = dispatch::size_class_of(64), large = dispatch::size_class_of(8 << 20);
-  EXPECT_TRUE(dispatch::holds_for_all_sizes("b", false, {{small, of(1e-3, 9e-3)}}));
-  EXPECT_FALSE(dispatch::holds_for_all_sizes("b", false,
-                                             {{small, of(1e-3, 9e-3)}, {large, of(3e-3, 2e-3)}}));
-  EXPECT_FALSE(dispatch::holds_for_all_sizes("b", true, {{small, of(1e-3, 9e-3)}}))
-      << "a reference on 16 elements";
-  EXPECT_TRUE(dispatch::holds_for_all_sizes("b", true, {{large, of(1e-3, 9e-3)}}));
+TEST(Tune, EverySizeIsInOneClass) {
+  SignatureList before;
+  dispatch::set_size_class(before, 0);
+  EXPECT_EQ(before.min_bytes, 0u);
+  while (before.max_bytes != UINT64_MAX) {
+    SignatureList next, last;
+    dispatch::set_size_class(next, before.max_bytes + 1);
+    dispatch::set_size_class(last, next.max_bytes);
+    EXPECT_EQ(next.min_bytes, before.max_bytes + 1);
+    EXPECT_EQ(last, next);
+    before = next;
+  }
+  SignatureList small, large;
+  dispatch::set_size_class(small, 64), dispatch::set_size_class(large, 8 << 20);
+  EXPECT_EQ(small.min_bytes, 32u);
+  EXPECT_EQ(small.max_bytes, 255u);
+  EXPECT_GT(large.min_bytes, small.max_bytes);
 }
 
 TEST(Tune, PinsWhereTheUsualChoiceCouldNotBeTimed) {
