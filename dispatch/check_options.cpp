@@ -30,6 +30,10 @@ Status check_stream(const Call& call) {
   const te_fl_status code =
       errors.call([&] { return check(entry->desc->self, call.options.stream, errors.sink()); });
   if (code == TE_FL_OK) return {};
+  if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST) {
+    return core::device_status(call.signature.device, call.options.stream, errors, code,
+                               of_op(call) + "the stream cannot be looked at");
+  }
   return invalid_argument(of_op(call) + "the stream given for " + to_string(call.signature.device) +
                           " is not one of it: " + errors.text() +
                           "; give a stream of that device, or NULL for its default stream");

@@ -38,9 +38,9 @@ const core::DeviceEntry* entry_to_ask(const Call& call) noexcept {
 uint32_t list_by_size(const Call& call) {
   const PolicySettings& settings = policy::settings_of(call.policy);
   policy::CallTraits known{.op = call.row.compiled->schema().name,
-                     .device = call.signature.device,
-                     .dtypes = call.signature.dtypes,
-                     .scalings = call.signature.scalings};
+                           .device = call.signature.device,
+                           .dtypes = call.signature.dtypes,
+                           .scalings = call.signature.scalings};
   known.bytes = call.row.compiled->element_bytes(call.args);
   const SignatureList* list = policy::signature_list_for(settings, known);
   return list == nullptr || list->for_all_sizes()

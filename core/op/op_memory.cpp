@@ -1,5 +1,5 @@
-// How much memory a call's tensors have. Asks the devices if tensors are where they say they are;
-// under TE_FL_VALIDATE only.
+// Sums the memory of a call's tensors, and asks the devices if tensors are where they say they are;
+// the latter under TE_FL_VALIDATE only.
 #include <array>
 #include <cstdio>
 #include <exception>

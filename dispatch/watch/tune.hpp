@@ -6,9 +6,8 @@
 
 namespace te_fl::dispatch {
 
-// Whether a list for the signature gains more than the noise of timing: its fastest implementation
-// serves every call and takes at least 5 %, and 100 ns a call, less than what dispatch takes by
-// itself.
+// True if a list for the row gains more than the noise of timing: its fastest implementation serves
+// every call and takes at least 5 %, and 100 ns a call, less than what dispatch takes by itself.
 bool worth_pinning(const TunedSignature& row);
 
 // Sets the sizes that a list is for to the class of `bytes`, within a factor of eight: a choice for

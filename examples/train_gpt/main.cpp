@@ -28,6 +28,12 @@ Status check_writable(const char* option, const std::string& path, bool beside) 
   std::error_code error;
   const std::string probe = beside ? path + ".probe." + std::to_string(getpid()) : path;
   const bool folder = std::filesystem::is_directory(path, error);
+  // The complete file, renamed into its place, would replace the device.
+  if (beside && !folder && std::filesystem::exists(path, error) &&
+      !std::filesystem::is_regular_file(path, error)) {
+    return te_fl::invalid_argument(std::string(option) + " " + path +
+                                   " is a device, a pipe or a socket; name a file");
+  }
   const bool there = std::filesystem::exists(probe, error);
   const bool good = !folder && std::ofstream(probe, std::ios::app).good();
   const int reason = folder ? EISDIR : errno;

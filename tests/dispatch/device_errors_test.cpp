@@ -290,6 +290,47 @@ TEST_F(DeviceErrors, ARandomStateInHostMemoryIsFound) {
   ASSERT_OK(run(host));
 }
 
+// A lost device knows nothing of its memory or streams: the loss is told, not a mistake of the
+// caller's.
+te_fl_status lost(const te_fl_error_sink* errors) {
+  errors->write(errors->host, "it fell off the bus");
+  return TE_FL_DEVICE_LOST;
+}
+
+TEST_F(DeviceErrors, TensorsOfALostDeviceAreNoMistake) {
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
+  chip.api.check_pointer = [](void*, const void*, size_t, const te_fl_error_sink* errors) {
+    return lost(errors);
+  };
+  native.run_status = TE_FL_DEVICE_LOST;
+  native.run_text = "launch failed";
+  EXPECT_FAILS(call(), kDeviceLost, "launch failed");
+  EXPECT_FAILS(call(), kDeviceLost, "device cuda:0 is lost since");
+}
+
+TEST_F(DeviceErrors, ARandomStateOnALostDeviceIsNoMistake) {
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
+  chip.api.check_pointer = [](void*, const void*, size_t, const te_fl_error_sink* errors) {
+    return lost(errors);
+  };
+  const uint64_t state = 1;
+  CallOptions options;
+  options.rng.seed_address = &state;
+  const Status failed = manager.call(op, &args, options);
+  EXPECT_FAILS(failed, kDeviceLost, "the random state's seed cannot be looked at");
+  EXPECT_HAS(failed.to_string(), "it fell off the bus");
+  EXPECT_EQ(native.runs.load(), 0);
+  EXPECT_FAILS(call(), kDeviceLost, "device cuda:0 is lost since");
+}
+
+TEST_F(DeviceErrors, AStreamOfALostDeviceIsNoMistake) {
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
+  chip.api.check_stream = [](void*, void*, const te_fl_error_sink* errors) { return lost(errors); };
+  EXPECT_FAILS(call(&chip.stream), kDeviceLost, "the stream cannot be looked at");
+  EXPECT_EQ(native.runs.load(), 0);
+  EXPECT_FAILS(call(), kDeviceLost, "device cuda:0 is lost since");
+}
+
 TEST_F(DeviceErrors, ProvidersWithoutTheseFunctionsAreNotAsked) {
   chip.api.struct_size = offsetof(te_fl_device_api, check_pointer);
   chip.api.check_pointer = reinterpret_cast<decltype(chip.api.check_pointer)>(1);

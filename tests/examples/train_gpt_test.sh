@@ -119,6 +119,8 @@ printf 'too short' >"$work/tiny"
 expect_error "a checkpoint that cannot be written" "--save $work/absent/model cannot be written: No such file" "${small[@]}" --steps 1 --save "$work/absent/model"
 grep -q '^step' "$work/out" && fail "--save was tried after the training only"
 expect_error "a checkpoint that is a folder" "Is a directory" "${small[@]}" --steps 1 --save "$work"
+expect_error "a checkpoint that is a device" "--save /dev/full is a device, a pipe or a socket" "${small[@]}" --steps 1 --save /dev/full
+grep -q '^step' "$work/out" && fail "--save /dev/full was tried after the training only"
 expect_error "a plot that cannot be written" "--plot $work/absent/loss.svg cannot be written: No such file" "${small[@]}" --steps 1 --plot "$work/absent/loss.svg"
 grep -q '^step' "$work/out" && fail "--plot was tried after the training only"
 expect_error "results that cannot be written" "--json $work cannot be written: Is a directory" "${small[@]}" --steps 1 --json "$work"

@@ -250,6 +250,20 @@ TEST_F(LoadFailure, ANameThatIsTaken) {
   EXPECT_FALSE(in_maps(copy));
 }
 
+// ".." leads out of the folder that a link leads to, not out of the one that the link is in.
+TEST_F(LoadFailure, APathThroughALinkIsTheFileSystemsPath) {
+  const TempFolder folder;
+  std::filesystem::create_directories(folder / "real/inner");
+  std::filesystem::create_directories(folder / "other");
+  const std::string right = folder.write("real/p.so", read_file(fault_path("good")));
+  folder.write("other/p.so", "no library");
+  std::filesystem::create_directory_symlink(folder / "real/inner", folder / "other/link");
+  const auto loaded = plugins::load(folder / "other/link/../p.so");
+  ASSERT_OK(loaded);
+  EXPECT_EQ(std::filesystem::canonical(loaded->path), std::filesystem::canonical(right));
+  ASSERT_OK(plugins::deactivate("good"));
+}
+
 TEST_F(LoadFailure, ABuiltInsNameIsTakenForEver) {
   const auto named = plugins::load(fault_path("reference"));
   EXPECT_FAILS(named, kAlreadyExists, "'reference' is the name of a backend that is part of te-fl");

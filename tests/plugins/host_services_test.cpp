@@ -113,7 +113,7 @@ TEST_F(HostServices, MemoryComesFromAProgramsAllocator) {
 }
 
 TEST_F(HostServices, AFailureSaysWhy) {
-  EXPECT_EQ(TE_FL_STATUS_CODE(allocate(device, size_t{1} << 30)), TE_FL_OUT_OF_MEMORY);
+  EXPECT_EQ(allocate(device, size_t{1} << 30), TE_FL_OUT_OF_MEMORY) << "not marked clean";
   EXPECT_HAS(text, "allocation of 1.0 GiB on ext:far:0: the far device is full");
   EXPECT_EQ(TE_FL_STATUS_CODE(allocate(device, 64, TE_FL_MEMORY_MANAGED)), TE_FL_UNSUPPORTED);
   EXPECT_EQ(TE_FL_STATUS_CODE(allocate(device, 64, 99)), TE_FL_INVALID_ARGUMENT);

@@ -1,6 +1,8 @@
 #include "te_fl/op_registry.hpp"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -159,6 +161,24 @@ TEST(Registry, ASchemaOfHalfAMemberIsRefused) {
   args[0] = &a;
   schema.args = args;
   EXPECT_FAILS(registry.declare_op(schema).status(), kInvalidArgument, "a multiple of 8");
+}
+
+// Behind a schema that ends after its size nothing may be read, and here nothing can.
+TEST(Registry, ASchemaOfNothingButASizeIsRefused) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  void* const pages =
+      mmap(nullptr, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(pages, MAP_FAILED);
+  ASSERT_EQ(mprotect(static_cast<char*>(pages) + page, page, PROT_NONE), 0);
+  char* const at = static_cast<char*>(pages) + page - 8;
+  const uint32_t size = 8;
+  std::memcpy(at, &size, sizeof size);
+  OpRegistry registry;
+  Fake fake("default.short");
+  fake.desc.schema = reinterpret_cast<const te_fl_op_schema*>(at);
+  EXPECT_FAILS(registry.register_op(fake.desc), kInvalidArgument, "its schema has");
+  EXPECT_TRUE(registry.snapshot().empty());
+  munmap(pages, 2 * page);
 }
 
 // As C makes it that forgets them.

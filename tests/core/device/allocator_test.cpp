@@ -237,6 +237,17 @@ TEST_F(Allocators, MemoryOfAnotherDeviceIsRefusedAndGivenBack) {
   framework.device = &far;
 }
 
+TEST_F(Allocators, ALostDeviceSaysNothingOfItsMemory) {
+  far.api.check_pointer = [](void*, const void*, size_t,
+                             const te_fl_error_sink* errors) -> te_fl_status {
+    errors->write(errors->host, "it fell off the bus");
+    return TE_FL_DEVICE_LOST;
+  };
+  EXPECT_FAILS(fails(), kDeviceLost, "gave memory of its device cannot be asked");
+  EXPECT_EQ(framework.live.size(), 0u);
+  framework.give_back();
+}
+
 TEST_F(Allocators, OneThatWasRightFor256BlocksIsAskedAboutUnderValidateAlone) {
   for (int i = 0; i < 255; ++i) devices::free(device, devices::allocate(device, 64).value());
   framework.give_back();

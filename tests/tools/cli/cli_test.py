@@ -5,6 +5,7 @@ import os
 import pathlib
 import platform
 import pty
+import stat
 import subprocess
 import sys
 import tempfile
@@ -88,10 +89,15 @@ class Commands(unittest.TestCase):
                     self.assertNotEqual(result.returncode, 0)
                     self.assertIn("is a device, a pipe or a socket", result.stderr)
             self.assertIn("is a device, a pipe or a socket", run("info", TE_FL_PLUGIN_MODULES=pipe).stdout)
-        with open("/dev/full", "w") as full:
-            result = subprocess.run([TE_FL, "ops"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-        self.assertEqual(result.returncode, 1)
-        self.assertIn("standard output cannot be written", result.stderr)
+            result = run("tune", "absent.json", "--out", "/dev/full")
+            self.assertNotEqual(result.returncode, 0)
+            self.assertIn("/dev/full (--out): it is a device, a pipe or a socket", result.stderr)
+        self.assertTrue(stat.S_ISCHR(os.stat("/dev/full").st_mode))
+        for command in ("ops", "info", "env"):
+            with open("/dev/full", "w") as full:
+                result = subprocess.run([TE_FL, command], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+            self.assertEqual(result.returncode, 1)
+            self.assertIn("standard output cannot be written", result.stderr)
 
     def test_a_plugin_listed_twice_is_there_once(self):
         plugins = json.loads(run("info", "--json", TE_FL_PLUGIN_MODULES=FAR + "," + FAR).stdout)["plugins"]
