@@ -12,7 +12,7 @@
 #include "core/device/allocations.hpp"
 #include "core/device/device_list.hpp"
 #include "core/device/inside.hpp"
-#include "plugins/records.hpp"
+#include "plugins/load_turn.hpp"
 #include "registry/implementation.hpp"
 #include "registry/registry_impl.hpp"
 #include "te_fl/log.hpp"

@@ -15,6 +15,7 @@
 #include "plugins/nearest.hpp"
 #include "plugins/on_demand.hpp"
 #include "plugins/records.hpp"
+#include "plugins/split_list.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
 
@@ -185,17 +186,6 @@ class Discovery {
 };
 
 }  // namespace
-
-std::vector<std::string> split_list(const std::string& text) {
-  std::vector<std::string> out;
-  for (size_t begin = 0; begin <= text.size();) {
-    const size_t end = std::min(text.find(',', begin), text.size());
-    const auto word = core::trim(std::string_view(text).substr(begin, end - begin));
-    if (!word.empty()) out.emplace_back(word);
-    begin = end + 1;
-  }
-  return out;
-}
 
 std::string prefix_of(const std::string& path) {
   std::error_code error;

@@ -10,9 +10,6 @@
 
 namespace te_fl::plugins {
 
-// The trimmed words of a comma separated list, empty ones left out.
-std::vector<std::string> split_list(const std::string& text);
-
 // Loads what TE_FL_PLUGIN_MODULES names, then what the manifests offer. Called once, by the first
 // use of OpManager::instance(), after the built-in backends are registered. Whatever fails is
 // recorded and logged; nothing here makes the host fail.

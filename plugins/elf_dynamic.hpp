@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "plugins/byte_source.hpp"
-#include "plugins/elf_inspect.hpp"
+#include "plugins/elf_info.hpp"
 
 namespace te_fl::plugins {
 

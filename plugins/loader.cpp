@@ -13,6 +13,7 @@
 #include "plugins/file_trust.hpp"
 #include "plugins/library.hpp"
 #include "plugins/load_trust.hpp"
+#include "plugins/load_turn.hpp"
 #include "plugins/preflight.hpp"
 #include "plugins/records.hpp"
 #include "plugins/time_limit.hpp"

@@ -4,8 +4,8 @@
 #include <atomic>
 
 #include "core/base/text.hpp"
-#include "plugins/discovery.hpp"
 #include "plugins/records.hpp"
+#include "plugins/split_list.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
 

@@ -8,6 +8,7 @@
 #include "core/base/plugin_settings.hpp"
 #include "core/base/text.hpp"
 #include "plugins/discovery.hpp"
+#include "plugins/load_turn.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/manifest.hpp"
 #include "plugins/modules.hpp"

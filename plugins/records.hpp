@@ -1,4 +1,4 @@
-// The list of every plugin met in this process, and the turn to load or deactivate one.
+// The list of every plugin met in this process.
 #pragma once
 
 #include <memory>
@@ -44,29 +44,5 @@ bool is_abandoned(const std::string& path);
 void deactivated(const std::string& name, const std::string& reason, std::shared_ptr<Library> kept);
 
 }  // namespace records
-
-// Loads and deactivations go one after the other. Waits for its turn; not to be made by a thread
-// that has it (mine()), as a plugin that loads another from its own entry would.
-class LoadTurn {
- public:
-  LoadTurn();
-  ~LoadTurn();
-  LoadTurn(const LoadTurn&) = delete;
-  LoadTurn& operator=(const LoadTurn&) = delete;
-  static bool mine() noexcept;
-
-  // The calling thread has the turn of another, which waits for it: it loads nothing and waits for
-  // no load.
-  class Lent {
-   public:
-    Lent() noexcept;
-    ~Lent();
-    Lent(const Lent&) = delete;
-    Lent& operator=(const Lent&) = delete;
-
-   private:
-    const bool before_;
-  };
-};
 
 }  // namespace te_fl::plugins

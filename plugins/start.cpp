@@ -10,6 +10,7 @@
 #include "core/device/device_list.hpp"
 #include "plugins/builtins.hpp"
 #include "plugins/discovery.hpp"
+#include "plugins/load_turn.hpp"
 #include "plugins/loader.hpp"
 #include "plugins/on_demand.hpp"
 #include "plugins/records.hpp"
