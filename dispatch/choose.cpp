@@ -6,7 +6,7 @@
 #include "core/device/device_list.hpp"
 #include "core/device/device_use.hpp"
 #include "dispatch/manager_impl.hpp"
-#include "dispatch/watch/watch.hpp"
+#include "dispatch/watch/barred.hpp"
 #include "plugins/discovery.hpp"
 #include "policy/current.hpp"
 #include "policy/text.hpp"

@@ -7,7 +7,7 @@
 
 #include "core/device/device_list.hpp"
 #include "dispatch/manager_impl.hpp"
-#include "dispatch/watch/watch.hpp"
+#include "dispatch/watch/barred.hpp"
 #include "te_fl/op_manager.hpp"
 
 namespace te_fl {

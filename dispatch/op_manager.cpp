@@ -6,7 +6,7 @@
 
 #include "dispatch/attempt.hpp"
 #include "dispatch/manager_impl.hpp"
-#include "dispatch/watch/watch.hpp"
+#include "dispatch/watch/barred.hpp"
 #include "plugins/start.hpp"
 #include "registry/arguments.hpp"
 #include "te_fl/environment.hpp"

@@ -13,8 +13,8 @@
 #include <utility>
 
 #include "core/base/fork.hpp"
+#include "dispatch/watch/barred.hpp"
 #include "dispatch/watch/quarantine_file.hpp"
-#include "dispatch/watch/watch.hpp"
 #include "plugins/file_trust.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"

@@ -2,7 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "core/base/plugin_settings.hpp"
-#include "dispatch/watch/watch.hpp"
+#include "dispatch/watch/barred.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
 #include "support/temp_folder.hpp"

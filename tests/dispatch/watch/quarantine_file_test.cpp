@@ -12,8 +12,8 @@
 #include <filesystem>
 #include <thread>
 
+#include "dispatch/watch/barred.hpp"
 #include "dispatch/watch/quarantine.hpp"
-#include "dispatch/watch/watch.hpp"
 #include "registry/registry_impl.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
