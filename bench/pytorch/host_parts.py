@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Where the host's time of te_fl.pytorch.Linear goes on a GPU: the calls into C++ alone, through autograd, beside torch.nn.Linear.
 
-usage: host_parts.py [--layer SECONDS]   (TE_FL_PLUGIN_MODULES names the CUDA plugin of a build)
+usage: host_parts.py [--layer SECONDS | --profile]   (TE_FL_PLUGIN_MODULES names the CUDA plugin of a build)
   --layer  steps of a TransformerLayer (hidden 1024, 512 tokens, BF16, gradients made anew) for so long instead, first with autograd in threads of
            its own and then in the calling one; for a profiler around this program
+  --profile  what PyTorch's profiler sees of a call instead, with an autocast entered for each: how often, and the host's and the device's us
 """
 
 import argparse
@@ -13,6 +14,7 @@ import torch
 
 import te_fl.pytorch as te
 from te_fl import _native
+from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling
 
 ROWS, WIDTH = 64, 768
 
@@ -90,8 +92,50 @@ def steps(seconds):
               f"{(time.perf_counter() - began) / count * 1e6:8.1f} us")
 
 
+def step_of(device, recipe, backward, plain=False):
+    """A call as host_time.py's rows with an autocast for each have it; plain: of torch.nn.Linear."""
+    x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, device=device, requires_grad=True)
+    dy, given = torch.randn_like(x), {} if recipe is None else {"is_first_microbatch": False}
+    kind = {"dtype" if plain else "params_dtype": torch.bfloat16, "device": device}
+    module = (torch.nn.Linear if plain else te.Linear)(WIDTH, WIDTH, **kind)
+
+    def step():
+        if plain:
+            y = module(x)
+        else:
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                y = module(x, **given)
+        if backward:
+            y.backward(dy)
+    return step
+
+
+def profile(calls=100):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cases = {"torch.nn.Linear": (None, True), "te_fl BF16": (None, False), "te_fl FP8 delayed": (DelayedScaling(), False),
+             "te_fl FP8 current": (Float8CurrentScaling(), False)}
+    for name, (recipe, plain) in cases.items():
+        for backward in (False, True):
+            step = step_of(device, recipe, backward, plain)
+            for _ in range(20):
+                step()
+            with torch.profiler.profile() as seen:
+                for _ in range(calls):
+                    step()
+            print(f"{name}, {'forward and backward' if backward else 'forward'}: a call's times, us on the host, us on the device")
+            for e in sorted(seen.key_averages(), key=lambda e: -e.self_cpu_time_total - e.self_device_time_total):
+                if 2 * e.count >= calls:
+                    print(f"  {e.count / calls:6.2f} {e.self_cpu_time_total / calls:8.2f} {e.self_device_time_total / calls:8.2f}  {e.key[:100]}")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layer", type=float, metavar="SECONDS")
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    main() if options.layer is None else steps(options.layer)
+    if options.profile:
+        profile()
+    elif options.layer is None:
+        main()
+    else:
+        steps(options.layer)

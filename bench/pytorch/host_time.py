@@ -37,6 +37,7 @@ def nodes():
 
 def use(node):
     base.run = fused_layer.run = node
+    base.plain = call.plain if node is call.run else call.python_plain
 
 
 def synchronize(device):

@@ -159,7 +159,7 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
   q.amax = reinterpret_cast<float*>(at(l.amax));
   q.scale = reinterpret_cast<float*>(at(l.scale));
   q.columnwise_amax = reinterpret_cast<float*>(at(l.columnwise_amax));
-  if (q.scale != nullptr) {
+  if (q.scale != nullptr && (spec.clear_scales || !spec.compute_scale)) {
     const float one = 1.0f;
     TE_FL_RETURN_IF_ERROR(devices::copy(device, q.scale, Device{}, &one, sizeof one, stream));
   }

@@ -28,8 +28,8 @@ struct QuantSpec {
   bool pow2_scale = false;     // derived scales are truncated to powers of two
   float amax_epsilon = 0;
   bool own_columnwise_amax = false;  // kNVFP4: an amax for the column-wise copy alone (zero)
-  // false: scale_inv, and with compute_scale amax, start uninitialised, which spares a fill where
-  // an op writes the tensor next (ops write all of them).
+  // false: scale_inv, and with compute_scale amax and scale, start uninitialised, which spares a
+  // fill and a copy where an op writes the tensor next (ops write all of them).
   bool clear_scales = true;
   // false: no memory for an amax, which ops then leave out; of kTensor under a given scale.
   bool amax = true;

@@ -165,9 +165,7 @@ Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const 
     spec.compute_scale = true;
     spec.pow2_scale = current->pow2_scale;
     spec.amax_epsilon = current->amax_epsilon;
-    // The op writes the scale; given storage for it spares the constructor's initial 1.
-    TE_FL_ASSIGN_OR_RETURN(Tensor scale, Tensor::empty({1}, DType::kF32, device));
-    return Tensor::empty_quantized(shape, spec, device, &scale);
+    return Tensor::empty_quantized(shape, spec, device);
   }
   const auto& block = std::get<Float8BlockScaling>(recipe);
   spec.scaling = role == Role::kWeight ? Scaling::kBlock128x128 : Scaling::kBlock1x128;

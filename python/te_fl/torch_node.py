@@ -23,6 +23,7 @@ from te_fl import frameworks
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "pytorch", "autograd")
 SOURCE = os.path.join(FOLDER, "node.cpp")
+HEADERS = [os.path.join(FOLDER, name) for name in ("node_objects.hpp", "plain_forward.hpp")]
 COMMAND = f"{os.path.basename(sys.executable)} -m te_fl build-node"
 
 
@@ -48,8 +49,10 @@ def installed() -> Optional[Tuple[str, str]]:
 def path(torch_version: str) -> str:
     """Where the node for that PyTorch and this interpreter lies, once it is built. The name has all that it depends on, so that one for
     another PyTorch, or of an older te_fl, is never loaded."""
-    with open(SOURCE, "rb") as file:
-        source = zlib.crc32(file.read())
+    source = 0
+    for name in (SOURCE, *HEADERS):
+        with open(name, "rb") as file:
+            source = zlib.crc32(file.read(), source)
     return os.path.join(FOLDER, f"_node-{source:08x}-torch{torch_version}{sysconfig.get_config_var('EXT_SUFFIX')}")
 
 

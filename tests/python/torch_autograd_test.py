@@ -412,7 +412,8 @@ class Storages(Each):
     @each(recipes=RECIPES)
     def test_pytorch_allocates(self, module, device, recipe):
         for run in (call.run, call.python_run):
-            with mock.patch.object(base, "run", run), mock.patch.object(fused_layer, "run", run):
+            plain = call.plain if run is call.run else call.python_plain
+            with mock.patch.multiple(base, run=run, plain=plain), mock.patch.object(fused_layer, "run", run):
                 module.zero_grad()
                 x = input_of(device)
                 with scope(recipe):

@@ -19,6 +19,7 @@ from torch_oracle import DEVICES, randn, randomise
 
 import te_fl.pytorch as te
 from te_fl import torch_node
+from te_fl.common.recipe import DelayedScaling
 from te_fl.pytorch.autograd import call
 from te_fl.pytorch.modules import base, fused_layer
 
@@ -29,7 +30,8 @@ NATIVE = call.run
 
 
 def using(run):
-    stack = mock.patch.multiple(base, run=run), mock.patch.multiple(fused_layer, run=run)
+    plain = call.plain if run is NATIVE else call.python_plain
+    stack = mock.patch.multiple(base, run=run, plain=plain), mock.patch.multiple(fused_layer, run=run)
 
     class Both:
         def __enter__(self):
@@ -44,6 +46,58 @@ def using(run):
 
 def python(program, **environment):
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+
+
+class PlainTest(unittest.TestCase):
+    """call.plain(), the way of a Linear's forward without Python around it: it serves plain calls, and leaves the others."""
+
+    def setUp(self):
+        self.module = te.Linear(16, 16, device="cpu")
+        self.x = torch.randn(4, 16, requires_grad=True)
+        self.module(self.x)
+
+    def plain(self, x=None, first=None):
+        return call.plain(self.module.__dict__, ("linear", None), self.x if x is None else x, first)
+
+    def test_serves(self):
+        self.assertTrue(torch.equal(self.plain(), self.module(self.x)))
+        with torch.no_grad():
+            self.assertFalse(self.plain().requires_grad)
+        self.module.weight = torch.nn.Parameter(torch.zeros(16, 16))  # the present parameters count
+        self.assertTrue(torch.equal(self.plain(), self.module.bias.expand(4, 16)))
+        recipe = DelayedScaling()
+        with te.autocast(recipe=recipe):
+            self.assertIsNone(self.plain())  # the last call was another one
+            self.module(self.x)
+            self.module._recipe = None
+            self.assertIsNotNone(self.plain())
+            self.assertIs(self.module._recipe, recipe)
+            self.assertIsNone(self.plain(first=True))
+
+    def test_leaves(self):
+        self.assertIsNone(self.plain(self.x.double()))
+        self.assertIsNone(self.plain(torch.randn(16, 4).T))
+        self.assertIsNone(self.plain(self.x.to_sparse()))
+        self.assertIsNone(self.plain(self.x.to("meta")))
+        self.assertIsNone(self.plain(3))
+        for around in (torch.profiler.profile(), torch.autocast("cpu", torch.bfloat16), te.cache_quantized_weights()):
+            with around:
+                self.assertIsNone(self.plain())
+        with te.autocast():
+            self.module(self.x)
+            with torch.autograd.graph.save_on_cpu():
+                self.assertIsNone(self.plain())
+            inside = []
+            torch.utils.checkpoint.checkpoint(lambda x: inside.append(self.plain(x)) or x * 1, self.x, use_reentrant=True)
+            self.assertEqual(inside, [None])
+        self.assertIsNone(self.plain())  # _run() notes that this forward is not in FP8
+        self.module(self.x)
+        torch.nn.utils.parametrize.register_parametrization(self.module, "weight", torch.nn.Identity())
+        self.assertIsNone(self.plain())
+
+    def test_shapes_are_told_as_ever(self):
+        with self.assertRaisesRegex(RuntimeError, "Linear"):
+            self.module(torch.randn(4, 8))
 
 
 class SameAsPythonTest(Each):

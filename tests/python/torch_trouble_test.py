@@ -328,6 +328,31 @@ assert "transformer_engine" not in sys.modules
 
 
 class SharedScopes(unittest.TestCase):
+    def test_autocast_is_made_anew_where_it_differs(self):
+        recipe = DelayedScaling()
+        made = te.autocast(recipe=recipe)
+        self.assertIs(te.autocast(recipe=recipe), made)
+        for given in ({"recipe": DelayedScaling()}, {}, {"enabled": False, "recipe": recipe}, {"enabled": False, "calibrating": True, "recipe": recipe}):
+            self.assertIsNot(te.autocast(**given), made)
+        made = te.autocast(recipe=recipe)
+        recipe.margin = 1  # what autocasts from now on compute by
+        self.assertIsNot(te.autocast(recipe=recipe), made)
+        other = []
+        thread = threading.Thread(target=lambda: other.append(te.autocast(recipe=recipe)))
+        thread.start()
+        thread.join()
+        self.assertIsNot(te.autocast(recipe=recipe), other[0])
+
+    def test_one_autocast_inside_of_itself(self):
+        layer, x = te.Linear(32, 32, device="cpu"), randn(16, 32)
+        with torch.no_grad():
+            plain = layer(x)
+            with te.autocast(recipe=Float8CurrentScaling()):
+                with te.autocast(recipe=Float8CurrentScaling()):
+                    pass
+                self.assertFalse(torch.equal(layer(x), plain))
+            self.assertTrue(torch.equal(layer(x), plain))
+
     def test_one_autocast_in_two_threads(self):
         """Each thread leaves what it entered: the first to leave does not end the other's."""
         layer, x = te.Linear(32, 32, device="cpu"), randn(16, 32)

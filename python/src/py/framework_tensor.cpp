@@ -82,6 +82,11 @@ Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent) {
   return *std::move(made);
 }
 
+void* memory_of(PyObject* object, const char* name) {
+  const te_fl_dltensor t = describe(object, name);
+  return static_cast<char*>(t.data) + t.byte_offset;
+}
+
 void Lent::check() const {
   const std::shared_ptr<void> kept = owner_.lock();
   if (kept == nullptr || describe(object_, name_.c_str()).data == data_) return;

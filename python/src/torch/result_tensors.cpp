@@ -85,8 +85,8 @@ Result<std::shared_ptr<void>> ResultTensors::make(std::span<const int64_t> shape
     const Ref code = to_python(static_cast<int64_t>(dtype));
     Ref object =
         Ref::take(PyObject_CallFunctionObjArgs(g_empty, like_, extents.get(), code.get(), nullptr));
-    const Tensor tensor = tensor_of(object.get(), "a result", false);
-    std::shared_ptr<void> memory(tensor.raw_data(), [kept = object.get()](void*) {
+    void* const first = memory_of(object.get(), "a result");
+    std::shared_ptr<void> memory(first, [kept = object.get()](void*) {
       const InterpreterLock last;
       if (last.held()) Py_DECREF(kept);
     });

@@ -213,6 +213,12 @@ def python_run(call: Call, caching: int, *tensors: torch.Tensor) -> torch.Tensor
                                  tensors[:n], parameters, call.attention, call.random)[0]
 
 
+def python_plain(module: dict, key: tuple, x: torch.Tensor, first: Any) -> Optional[torch.Tensor]:
+    """The output of the module with these attributes and this key in its _layers, for one input and the Call of its last forward; None: the
+    module finds out itself what to call. The node in C++ has the function that does more."""
+    return None
+
+
 _empty = torch.empty
 
 
@@ -237,7 +243,16 @@ def shown(module: torch.nn.Module, compute: Callable[..., torch.Tensor]) -> Call
 
 
 _node = torch_node.load(torch.__version__, _native.layer_forward, _native.layer_backward, _ends, python_run, _backward_of, torch.nn.Parameter)
-run = python_run if _node is None else _node.run
+run, plain = (python_run, python_plain) if _node is None else (_node.run, _node.plain)
+
+
+def watch(fp8: Any, weights: Any, checkpoints: Any) -> None:
+    """The objects whose `scopes` are the calling thread's autocasts, its cache_quantized_weights() and its reentrant checkpoints, which plain()
+    looks at."""
+    if _node is not None:
+        _node.watch(fp8, weights, checkpoints)
+
+
 # With warn_only=True too, as in Transformer Engine: what has no deterministic form is refused.
 _native.set_deterministic(torch._C._get_deterministic_algorithms)
 _native.set_empty(python_empty if _node is None else _node.empty)

@@ -21,28 +21,14 @@
 #include <utility>
 #include <vector>
 
+#include "plain_forward.hpp"
+
 namespace {
 
+using namespace te_fl::node;
 using torch::autograd::SavedVariable;
 using torch::autograd::Variable;
 using torch::autograd::variable_list;
-
-// Fields of call.py's Call.
-enum Field {
-  kLayer,
-  kInputs,
-  kExtras,
-  kActivation,
-  kFirst,
-  kAttention,
-  kRandom,
-  kUpdates,
-  kAccumulates,
-  kFields = 10
-};
-PyObject* field(PyObject* call, Field f) { return PyTuple_GET_ITEM(call, f); }
-// Modes of _native.layer_forward().
-constexpr long kTraining = 0, kUncached = 1;
 
 // The arguments of bind(). Owned until the process ends.
 PyObject* layer_forward = nullptr;
@@ -51,29 +37,6 @@ PyObject* ends = nullptr;             // call._ends
 PyObject* python_run = nullptr;       // call.run
 PyObject* python_backward = nullptr;  // call._backward_of
 PyObject* parameter_type = nullptr;   // torch.nn.Parameter
-
-// An owned reference.
-class Ref {
- public:
-  explicit Ref(PyObject* object) : object_(object) {}
-  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
-  Ref& operator=(Ref&&) = delete;
-  ~Ref() { Py_XDECREF(object_); }
-  PyObject* get() const { return object_; }
-  PyObject* release() { return std::exchange(object_, nullptr); }
-
- private:
-  PyObject* object_;
-};
-// Throws the interpreter's error if there is no object.
-Ref checked(PyObject* object) {
-  if (object == nullptr) {
-    python_error error;
-    error.persist();
-    throw error;
-  }
-  return Ref(object);
-}
 
 class InterpreterLock {
  public:
@@ -357,6 +320,32 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
+// plain(module, key, x, first) -> the output of the module whose __dict__ and key in _layers these
+// are, as base._run() computes it; None: the call is not so plain that plain_forward() tells it.
+PyObject* plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(fp8_thread != nullptr && count == 4 && PyDict_Check(args[0]),
+                   "plain() takes a dict, a key, a tensor and is_first_microbatch, after watch()");
+  const auto found = plain_forward(args[0], args[1], args[2], args[3], parameter_type);
+  if (!found.has_value()) Py_RETURN_NONE;
+  static PyObject* const uncached = PyLong_FromLong(kUncached);
+  c10::SmallVector<PyObject*, 8> all = {found->call.get(), uncached, args[2]};
+  for (const Ref& p : found->parameters) all.push_back(p.get());
+  return run(nullptr, all.data(), static_cast<Py_ssize_t>(all.size()));
+  END_HANDLE_TH_ERRORS
+}
+
+// watch(fp8, weights, checkpoints), as call.watch().
+PyObject* watch(PyObject*, PyObject* args) {
+  PyObject *fp8 = nullptr, *weights = nullptr, *checkpoints = nullptr;
+  if (PyArg_ParseTuple(args, "OOO", &fp8, &weights, &checkpoints) == 0) return nullptr;
+  Py_INCREF(fp8), Py_INCREF(weights), Py_INCREF(checkpoints);
+  Py_XDECREF(std::exchange(fp8_thread, fp8));
+  Py_XDECREF(std::exchange(weights_thread, weights));
+  Py_XDECREF(std::exchange(checkpoints_thread, checkpoints));
+  Py_RETURN_NONE;
+}
+
 // empty(like, shape, dtype) -> a new tensor on like's device, as call.python_empty().
 PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
@@ -397,6 +386,9 @@ PyMethodDef methods[] = {
      "run(call, caching, *tensors) -> output"},
     {"empty", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(empty)), METH_FASTCALL,
      "empty(like, shape, dtype) -> tensor"},
+    {"plain", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(plain)), METH_FASTCALL,
+     "plain(module, key, x, first) -> output, or None"},
+    {"watch", watch, METH_VARARGS, "watch(fp8, weights, checkpoints)"},
     {"bind", bind, METH_VARARGS,
      "bind(layer_forward, layer_backward, ends, run, backward, Parameter)"},
     {nullptr, nullptr, 0, nullptr}};

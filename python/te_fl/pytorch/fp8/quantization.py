@@ -30,6 +30,7 @@ class ModelInit(NamedTuple):
 class _State(threading.local):
     def __init__(self):
         self.scopes = []
+        self.last: Optional[_Scope] = None  # what autocast() made last: programs mostly enter the same one again
         self.model_init: Optional[ModelInit] = None
 
 
@@ -110,7 +111,7 @@ class _Scope(_native.Scope):
     _open, _close, _thread = _native.begin_autocast, _native.end_autocast, _state
 
     def __init__(self, enabled: bool, calibrating: bool, recipe: Recipe, native: Optional[dict], group: Optional[Any] = None):
-        self.enabled, self.calibrating, self.recipe, self.group = enabled, calibrating, recipe, group
+        self.enabled, self.calibrating, self.recipe, self.native, self.group = enabled, calibrating, recipe, native, group
         self.delayed = native is not None and native["kind"] == "delayed"
         reduces = self.delayed and enabled and native["reduce_amax"]
         self._arguments, self._entered = (enabled, calibrating, native, amax_reduction.reduction_of if reduces else None, group), []
@@ -173,7 +174,15 @@ def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[R
                          "amax_compute_algo='max' or 'most_recent' and no scaling_factor_compute_algo, or leave fullgraph=True out")
         return _GraphScope(enabled, calibrating, chosen, native, amax_reduction_group)
     chosen = _default_recipe if recipe is None else recipe
-    return _Scope(enabled, calibrating, chosen, native_of(chosen) if enabled or calibrating else None, amax_reduction_group)
+    native = native_of(chosen) if enabled or calibrating else None  # another object once a field of the recipe has changed
+    last = _state.last
+    if (last is not None and last.native is native and last.recipe is chosen and last.enabled is enabled and last.calibrating is calibrating
+            and amax_reduction_group is None and last.reuse_weights is None):
+        return last
+    made = _Scope(enabled, calibrating, chosen, native, amax_reduction_group)
+    if amax_reduction_group is None:
+        _state.last = made
+    return made
 
 
 _default_recipe = get_default_recipe()

@@ -11,7 +11,7 @@ from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, attends, without_functions
 from te_fl.compat.variables import read_determinism
 from te_fl.pytorch.autograd import torch_checkpoint
-from te_fl.pytorch.autograd.call import Call, profiling, run, shown, use_torch_memory
+from te_fl.pytorch.autograd.call import Call, plain, profiling, run, shown, use_torch_memory, watch
 from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.fp8 import extra_state, quantization, weight_cache
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes, rules_of
@@ -19,6 +19,9 @@ from te_fl.pytorch.runtime import registry, traced
 from te_fl.pytorch.runtime.device import check_devices, default_device, native_device
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import group_of_one, refuse
+
+
+watch(quantization._state, weight_cache._thread, torch_checkpoint._reentrant)
 
 
 def default_init(weight: torch.Tensor) -> None:
@@ -244,6 +247,19 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory
             self._check_devices(x.device)
             raise
+
+    def _forward(self, key: Tuple[str, None], inp: Any, first: Optional[bool], accumulates: bool) -> torch.Tensor:
+        """The output of the module's own layer, of that key in _layers, for one input and the parameters of _own(): as _run() computes it, by
+        the shortest way that the call allows."""
+        if not torch.compiler.is_compiling():
+            try:
+                output = plain(self.__dict__, key, inp, first)
+            except RuntimeError:
+                self._check_devices(inp.device)
+                raise
+            if output is not None:
+                return output
+        return self._run(self._layer_of(inp), (inp,), self._own(), first, accumulates=accumulates)
 
     # A graph asks this of the module whose number it has: see te_fl.pytorch.compile.compiled.
 

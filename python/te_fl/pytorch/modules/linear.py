@@ -13,6 +13,9 @@ from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, only, refuse
 
 
+_LINEAR, _LAYERNORM_LINEAR = ("linear", None), ("layernorm_linear", None)  # the keys of the modules' own layers
+
+
 def _check_forward(where: str, fp8_output: Any, fp8_grad: Any) -> None:
     only(where, ("fp8_output", bool(fp8_output), False, "outputs are of the activation dtype"),
          ("fp8_grad", bool(fp8_grad), False, "gradients of inputs are of the input's dtype"))
@@ -43,6 +46,8 @@ class _Product(TransformerEngineBaseModule):
             for name in self.bias_names:
                 setattr(self, name, torch.empty(0, dtype=self.params_dtype, device=device))
         self._own_names = self.weight_names + (self.bias_names if self.use_bias else [])
+        norm = ("layer_norm_weight", "layer_norm_bias")
+        self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)  # those of _own()
 
     def _own(self) -> Tuple[torch.Tensor, ...]:
         return self._tensors(self._own_names)
@@ -116,8 +121,8 @@ class Linear(_Product):
         """
         if fp8_output or fp8_grad:
             _check_forward("Linear", fp8_output, fp8_grad)
-        return self._result(self._run(self._layer_of(inp), (inp,), self._own(), is_first_microbatch,
-                                      accumulates=self.fuse_wgrad_accumulation))
+        output = self._forward(_LINEAR, inp, is_first_microbatch, self.fuse_wgrad_accumulation)
+        return self._result(output) if self.return_bias else output
 
 
 class LayerNormLinear(_Product):
@@ -170,8 +175,7 @@ class LayerNormLinear(_Product):
         """inp [..., in_features] -> [..., out_features], then the bias and the normalised input as asked for."""
         if fp8_output or fp8_grad:
             _check_forward("LayerNormLinear", fp8_output, fp8_grad)
-        out = self._result(self._run(self._layer_of(inp), (inp,), self._own(), is_first_microbatch,
-                                     accumulates=self.fuse_wgrad_accumulation))
+        out = self._result(self._forward(_LAYERNORM_LINEAR, inp, is_first_microbatch, self.fuse_wgrad_accumulation))
         if not self.return_layernorm_output:
             return out
         normed = normalise(self, inp)

@@ -1,0 +1,178 @@
+// A module's forward that is one call of its one layer, as base._run() finds it, found without the
+// interpreter's time for it: call.plain() (node.cpp).
+#pragma once
+
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/autocast_mode.h>
+#include <Python.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/profiler/api.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "node_objects.hpp"
+
+namespace te_fl::node {
+
+// What watch() is given, each with the calling thread's `scopes`. Owned until the process ends.
+inline PyObject* fp8_thread = nullptr;          // quantization._state
+inline PyObject* weights_thread = nullptr;      // weight_cache._thread
+inline PyObject* checkpoints_thread = nullptr;  // torch_checkpoint._reentrant
+
+// The attributes' names as Python looks them up.
+struct Names {
+  PyObject* call = PyUnicode_InternFromString("_call");
+  PyObject* layers = PyUnicode_InternFromString("_layers");
+  PyObject* parameters = PyUnicode_InternFromString("_parameters");
+  PyObject* read_names = PyUnicode_InternFromString("_read_names");
+  PyObject* recipe = PyUnicode_InternFromString("_recipe");
+  PyObject* in_fp8 = PyUnicode_InternFromString("_in_fp8");
+  PyObject* scopes = PyUnicode_InternFromString("scopes");
+  PyObject* scope_recipe = PyUnicode_InternFromString("recipe");
+  PyObject* enabled = PyUnicode_InternFromString("enabled");
+  PyObject* delayed = PyUnicode_InternFromString("delayed");
+  PyObject* reuse_weights = PyUnicode_InternFromString("reuse_weights");
+};
+inline const Names& names() {
+  static const Names all;
+  return all;
+}
+
+inline Ref attribute(PyObject* object, PyObject* name) {
+  return checked(PyObject_GetAttr(object, name));
+}
+// Of a dict; borrowed, null if it has none.
+inline PyObject* item(PyObject* dict, PyObject* key) {
+  PyObject* const found = PyDict_GetItemWithError(dict, key);
+  if (found == nullptr && PyErr_Occurred() != nullptr) checked(nullptr);
+  return found;
+}
+
+inline bool has_scopes(PyObject* thread) {
+  return PyList_Size(attribute(thread, names().scopes).get()) != 0;
+}
+
+// The index of a dtype in te_fl.tensors.DTYPES, of those that layers compute in; else -2.
+inline long code_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return 1;
+    case at::kHalf:
+      return 2;
+    case at::kBFloat16:
+      return 3;
+    default:
+      return -2;
+  }
+}
+
+// True if a layer takes the tensor as it is, and PyTorch neither transforms nor profiles the
+// program.
+inline bool is_plain(PyObject* x, PyObject* parameter_type) {
+  if (!THPVariable_CheckExact(x) && reinterpret_cast<PyObject*>(Py_TYPE(x)) != parameter_type) {
+    return false;
+  }
+  if (torch::profiler::impl::profilerEnabled()) return false;
+  if (c10::impl::tls_local_dispatch_key_set().included_.has(
+          c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
+    return false;
+  }
+  const at::Tensor& v = THPVariable_Unpack(x);
+  return (v.is_cpu() || v.is_cuda()) && v.layout() == at::kStrided &&
+         code_of(v.scalar_type()) > 0 && v.is_contiguous();
+}
+
+// The dtype as base._run()'s `activation` has it; -1 outside of torch.autocast.
+inline long activation_of(const at::Tensor& x) {
+  const auto kind = x.device().type();
+  if (!at::autocast::is_autocast_enabled(kind)) return -1;
+  return code_of(at::autocast::get_autocast_dtype(kind));
+}
+
+// The module's innermost autocast as one forward sees it.
+struct Fp8 {
+  bool plain = false;  // true if no flag reuses weights, and no forward in FP8 runs again outside
+  unsigned long updates = 0;
+  std::optional<Ref> scope;
+};
+inline Fp8 fp8_of(PyObject* module, PyObject* first) {
+  const Names& name = names();
+  const Ref scopes = attribute(fp8_thread, name.scopes);
+  const Py_ssize_t count = PyList_Size(scopes.get());
+  Fp8 found;
+  if (count == 0) {
+    found.plain = item(module, name.in_fp8) == Py_False;
+    return found;
+  }
+  PyObject* const scope = PyList_GET_ITEM(scopes.get(), count - 1);
+  Py_INCREF(scope);
+  found.scope.emplace(scope);
+  if (first == Py_None && attribute(scope, name.reuse_weights).get() != Py_None) return found;
+  if (attribute(scope, name.delayed).get() == Py_True) found.updates = PyThread_get_thread_ident();
+  found.plain = true;
+  return found;
+}
+
+// The module's parameters, which must be such; empty: one is not.
+inline std::vector<Ref> parameters_of(PyObject* module, PyObject* parameter_type) {
+  std::vector<Ref> found;
+  PyObject* const all = item(module, names().parameters);
+  PyObject* const own = item(module, names().read_names);
+  if (all == nullptr || own == nullptr || !PyDict_Check(all) || !PyTuple_Check(own)) return found;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(own); ++i) {
+    PyObject* const p = item(all, PyTuple_GET_ITEM(own, i));
+    if (p == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(p)) != parameter_type) return {};
+    Py_INCREF(p);
+    found.emplace_back(p);
+  }
+  return found;
+}
+
+// True if the module's last Call serves this forward, too.
+inline bool fits(PyObject* call, PyObject* layer, PyObject* first, long activation,
+                 const Fp8& fp8) {
+  return PyTuple_Check(call) && PyTuple_GET_SIZE(call) == kFields && layer != nullptr &&
+         field(call, kLayer) == layer && field(call, kFirst) == first &&
+         field(call, kAttention) == Py_None && field(call, kAccumulates) == Py_False &&
+         PyTuple_GET_ITEM(call, kFields - 1) == Py_False &&
+         PyLong_AsLong(field(call, kActivation)) == activation &&
+         PyLong_AsUnsignedLong(field(call, kUpdates)) == fp8.updates;
+}
+
+// The arguments of run() for the module's forward.
+struct Plain {
+  Ref call;
+  std::vector<Ref> parameters;
+};
+
+// Returns the arguments for the module whose __dict__ and key in _layers these are, and an input x;
+// none if base._run() has more to look at. Notes the recipe, as quantization.notice() does.
+inline std::optional<Plain> plain_forward(PyObject* module, PyObject* key, PyObject* x,
+                                          PyObject* first, PyObject* parameter_type) {
+  PyObject* const layers = item(module, names().layers);
+  PyObject* const last = item(module, names().call);
+  if (last == nullptr || last == Py_None || layers == nullptr) return std::nullopt;
+  if (!is_plain(x, parameter_type)) return std::nullopt;
+  Py_INCREF(last);
+  Ref call(last);
+  const Fp8 fp8 = fp8_of(module, first);
+  const long activation = activation_of(THPVariable_Unpack(x));
+  if (!fp8.plain || !fits(last, item(layers, key), first, activation, fp8)) return std::nullopt;
+  if (has_scopes(weights_thread) || has_scopes(checkpoints_thread)) return std::nullopt;
+  if (at::SavedTensorDefaultHooks::get_hooks().has_value()) return std::nullopt;
+  std::vector<Ref> parameters = parameters_of(module, parameter_type);
+  if (parameters.empty()) return std::nullopt;
+  if (fp8.scope.has_value()) {
+    const Ref recipe = attribute(fp8.scope->get(), names().scope_recipe);
+    const Ref enabled = attribute(fp8.scope->get(), names().enabled);
+    if (PyDict_SetItem(module, names().recipe, recipe.get()) != 0 ||
+        PyDict_SetItem(module, names().in_fp8, enabled.get()) != 0) {
+      checked(nullptr);
+    }
+  }
+  return Plain{std::move(call), std::move(parameters)};
+}
+
+}  // namespace te_fl::node
