@@ -1,15 +1,27 @@
-"""usage: run.py FILE. Runs the tests of a file; exits 77, which means skipped, if a library that it imports is not installed or the file
-raises unittest.SkipTest."""
+"""usage: run.py FILE | FOLDER. Runs the tests of a file, or of the *_test.py of a folder in one process; exits 77, which means skipped, if a
+library that they import is not installed or they raise unittest.SkipTest."""
 
 import importlib.util
+import pathlib
 import sys
 import unittest
 
-spec = importlib.util.spec_from_file_location("tests", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = module  # so that objects of its classes can be pickled
-try:
+
+def tests_of(path, name):
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that objects of its classes can be pickled
     spec.loader.exec_module(module)
+    return unittest.defaultTestLoader.loadTestsFromModule(module)
+
+
+given = pathlib.Path(sys.argv[1]).resolve()
+try:
+    if given.is_dir():
+        sys.path[:0] = [str(given), str(given.parent)]  # for what the folder's tests share, and all of them
+        suite = unittest.TestSuite(tests_of(path, path.stem) for path in sorted(given.glob("*_test.py")))
+    else:
+        suite = tests_of(given, "tests")
 except ModuleNotFoundError as error:
     if error.name.split(".")[0] == "te_fl":
         raise
@@ -18,5 +30,5 @@ except ModuleNotFoundError as error:
 except unittest.SkipTest as reason:
     print(f"skipped: {reason}")
     sys.exit(77)
-result = unittest.TextTestRunner(verbosity=2).run(unittest.defaultTestLoader.loadTestsFromModule(module))
+result = unittest.TextTestRunner(verbosity=2).run(suite)
 sys.exit(not result.wasSuccessful())

@@ -1,0 +1,253 @@
+"""Copies, state_dicts, and moves to other devices and dtypes."""
+
+import copy
+import io
+import pickle
+
+import torch
+
+from common import BF16, DELAYED, F32, MODULES, State, each, input_of, scope, step, trained
+from torch_oracle import DEVICES, near, randomise
+import te_fl.pytorch as te
+from te_fl.common import recipe
+from te_fl.common.recipe import Float8BlockScaling, Float8CurrentScaling
+
+RECIPES = (None, DELAYED, Float8CurrentScaling(), Float8BlockScaling())
+# The names of Transformer Engine 2.20.2's state_dict.
+NORM, STATE = ["layer_norm_weight", "layer_norm_bias"], ["_extra_state"]
+QKV = [f"{part}_{what}" for what in ("weight", "bias") for part in ("query", "key", "value")]
+KEYS = {
+    "Linear": ["weight", "bias"] + STATE,
+    "Linear in parts": ["a_weight", "b_weight", "a_bias", "b_bias"] + STATE,
+    "LayerNorm": ["weight", "bias"] + STATE,
+    "RMSNorm": ["weight"] + STATE,
+    "LayerNormLinear": NORM + ["weight", "bias"] + STATE,
+    "LayerNormMLP": NORM + ["fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"] + STATE,
+}
+KEYS["MultiheadAttention"] = ([f"layernorm_qkv.{k}" for k in NORM + QKV + STATE] + ["core_attention._extra_state"]
+                              + [f"proj.{k}" for k in KEYS["Linear"]])
+KEYS["TransformerLayer"] = ([f"self_attention.{k}" for k in KEYS["MultiheadAttention"]]
+                            + [f"layernorm_mlp.{k}" for k in KEYS["LayerNormMLP"]])
+
+
+class Copies(State):
+    @each(recipes=RECIPES)
+    def test_deepcopy(self, name, device, recipe):
+        module = trained(name, device, recipe)
+        other = copy.deepcopy(module)
+        for p, q in zip(module.parameters(), other.parameters()):
+            self.assertNotEqual(p.data_ptr(), q.data_ptr())
+        want = step(module, device, recipe, 7)
+        self.same(step(other, device, recipe, 7), want)
+        with torch.no_grad():
+            for p in other.parameters():
+                p.zero_()
+        self.same(step(copy.deepcopy(module), device, recipe, 8), step(module, device, recipe, 8))
+
+    @each(recipes=RECIPES)
+    def test_deepcopy_of_what_never_ran(self, name, device, recipe):
+        module = randomise(MODULES[name](device=device))
+        self.same(step(copy.deepcopy(module), device, recipe), step(module, device, recipe))
+
+    @each(recipes=RECIPES)
+    def test_pickle(self, name, device, recipe):
+        module = trained(name, device, recipe)
+        other = pickle.loads(pickle.dumps(module))
+        self.same(step(other, device, recipe, 7), step(module, device, recipe, 7))
+
+    @each(recipes=(None, DELAYED))
+    def test_file_of_the_module(self, name, device, recipe):
+        module, stream = trained(name, device, recipe), io.BytesIO()
+        torch.save(module, stream)
+        stream.seek(0)
+        other = torch.load(stream, weights_only=False)
+        self.same(step(other, device, recipe, 7), step(module, device, recipe, 7))
+
+    def test_copy_keeps_the_mode_and_what_is_frozen(self):
+        module = trained("TransformerLayer").eval()
+        module.layernorm_mlp.fc1_weight.requires_grad_(False)
+        other = copy.deepcopy(module)
+        self.assertFalse(other.training)
+        self.assertFalse(other.layernorm_mlp.fc1_weight.requires_grad)
+        with torch.no_grad():
+            self.assertTrue(torch.equal(other(input_of()), module(input_of())))
+
+
+class Dicts(State):
+    def test_names(self):
+        for name, keys in KEYS.items():
+            with self.subTest(module=name):
+                self.assertEqual(sorted(MODULES[name](device="cpu").state_dict()), sorted(keys))
+
+    @each(recipes=RECIPES)
+    def test_state_dict(self, name, device, recipe):
+        module = trained(name, device, recipe)
+        stream = io.BytesIO()
+        torch.save(module.state_dict(), stream)
+        for weights_only in (True, False):
+            stream.seek(0)
+            other = MODULES[name](device=device)
+            step(other, device, recipe)  # so that its layer and its scales are made
+            result = other.load_state_dict(torch.load(stream, weights_only=weights_only), strict=True)
+            self.assertEqual((result.missing_keys, result.unexpected_keys), ([], []))
+            reference = copy.deepcopy(module)
+            for seed in (7, 8):
+                self.same(step(other, device, recipe, seed), step(reference, device, recipe, seed))
+
+    @each(recipes=(DELAYED,))
+    def test_a_new_module_serves_from_a_state(self, name, device, recipe):
+        module = trained(name, device, recipe)
+        other = MODULES[name](device=device)
+        other.load_state_dict(module.state_dict())
+        with torch.no_grad(), scope(recipe):
+            self.same([other.eval()(input_of(device))], [module.eval()(input_of(device))])
+
+    @each()
+    def test_strict(self, name, device, _):
+        module = MODULES[name](device=device)
+        state = module.state_dict()
+        first = next(iter(state))
+        without = {k: v for k, v in state.items() if k != first}
+        with self.assertRaisesRegex(RuntimeError, "Missing key.*" + first):
+            module.load_state_dict(without)
+        with self.assertRaisesRegex(RuntimeError, "Unexpected key.*xyzzy"):
+            module.load_state_dict({**state, "xyzzy": torch.zeros(1)})
+        self.assertEqual(module.load_state_dict({**without, "xyzzy": torch.zeros(1)}, strict=False).missing_keys, [first])
+        with self.assertRaisesRegex(RuntimeError, "size mismatch.*" + first):
+            module.load_state_dict({**state, first: torch.zeros(3, 5)})
+
+    @each(["TransformerLayer", "Linear"])
+    def test_of_plain_weights(self, name, device, _):
+        """A checkpoint without extra state loads with strict=False."""
+        module = trained(name, device)
+        other = MODULES[name](device=device)
+        result = other.load_state_dict({k: v for k, v in module.state_dict().items() if not k.endswith("_extra_state")}, strict=False)
+        self.assertTrue(all(k.endswith("_extra_state") for k in result.missing_keys))
+        self.same(step(other, device), step(module, device))
+
+    @each()
+    def test_assign(self, name, device, _):
+        module, other = trained(name, device), MODULES[name](device=device)
+        step(other, device)
+        other.load_state_dict(copy.deepcopy(module.state_dict()), assign=True)
+        self.same(step(other, device), step(module, device))
+
+    @each(recipes=(DELAYED,))
+    def test_training_goes_on_after_a_state_was_taken(self, name, device, recipe):
+        """Taking a state_dict changes nothing, and the whole layer keeps its scales."""
+        module, other = trained(name, device, recipe), trained(name, device, recipe)
+        module.state_dict()
+        self.same(step(module, device, recipe, 7), step(other, device, recipe, 7))
+
+    @each(["TransformerLayer", "MultiheadAttention"], recipes=(DELAYED,))
+    def test_whole_and_parts_have_one_state(self, name, device, recipe):
+        """A state from the whole layer loads into one that runs part by part, and the other way round."""
+        module = trained(name, device, recipe)
+        state, other = copy.deepcopy(module.state_dict()), MODULES[name](device=device)
+        if hasattr(other, "_fused"):
+            other._fused = None
+        other.load_state_dict(state)
+        near(self, step(other, device, recipe, 7)[0], step(module, device, recipe, 7)[0], 1e-5 if device == "cpu" else 2e-2, "output")
+        back = MODULES[name](device=device)
+        back.load_state_dict(other.state_dict())
+        near(self, step(back, device, recipe, 8)[0], step(module, device, recipe, 8)[0], 1e-5 if device == "cpu" else 2e-2, "output")
+
+    @each(["TransformerLayer"], recipes=(DELAYED,))
+    def test_a_hook_keeps_the_scales(self, name, device, recipe):
+        """The layer runs part by part once a part has a hook, from the scales that the whole has collected."""
+        module, other = trained(name, device, recipe), trained(name, device, recipe)
+        other.layernorm_mlp.register_forward_hook(lambda *a: None)
+        near(self, step(other, device, recipe, 7)[0], step(module, device, recipe, 7)[0], 1e-5 if device == "cpu" else 2e-2, "output")
+
+    def test_reset_fp8_meta_tensors(self):
+        for name in ("Linear", "LayerNormMLP", "TransformerLayer"):
+            with self.subTest(module=name):
+                module = trained(name, recipe=DELAYED)
+                module.reset_fp8_meta_tensors()
+                fresh = MODULES[name](device="cpu")
+                fresh.load_state_dict({k: v for k, v in module.state_dict().items() if not k.endswith("_extra_state")}, strict=False)
+                near(self, step(module, recipe=DELAYED, seed=9)[0], step(fresh, recipe=DELAYED, seed=9)[0], 1e-5, "output")
+
+
+class Moves(State):
+    @each()
+    def test_meta_device(self, name, device, _):
+        with torch.device("meta"):
+            default = MODULES[name](device="meta")
+        self.assertEqual({p.device.type for p in default.parameters()}, {"meta"})
+        module = MODULES[name](device="meta")
+        torch.manual_seed(1)
+        for part in module.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+        self.assertEqual({p.device.type for p in module.parameters()}, {DEVICES[-1]})
+        self.assertTrue(all(torch.isfinite(t).all() for t in step(module, DEVICES[-1])))
+        for n, p in module.named_parameters():
+            if p.dim() == 2:
+                self.assertAlmostEqual(p.std().item(), 0.023, delta=0.003)
+            elif n.endswith("weight"):
+                self.assertTrue((p == 1).all(), n)
+            else:
+                self.assertTrue((p == 0).all(), n)
+
+    @each()
+    def test_to_empty_then_load(self, name, device, _):
+        module, other = trained(name, device), MODULES[name](device="meta").to_empty(device=device)
+        other.load_state_dict(module.state_dict())
+        self.same(step(other, device), step(module, device))
+
+    @each()
+    def test_other_dtypes(self, name, device, _):
+        for dtype, to in ((BF16, lambda m: m.bfloat16()), (torch.float16, lambda m: m.half()), (BF16, lambda m: m.to(BF16)),
+                          (F32, lambda m: m.float())):
+            module = trained(name, device)
+            want = to(MODULES[name](device=device))
+            self.assertIs(to(module), module)
+            want.load_state_dict(module.state_dict())
+            self.assertEqual({p.dtype for p in module.parameters()}, {dtype})
+            self.same(step(module, device, dtype=dtype), step(want, device, dtype=dtype))
+
+    @each(recipes=(DELAYED,))
+    def test_other_dtype_keeps_the_scales(self, name, device, recipe):
+        module = trained(name, device, recipe)
+        want = MODULES[name](device=device, params_dtype=BF16)
+        want.load_state_dict(module.state_dict())
+        module.to(BF16)
+        self.same(step(module, device, recipe, dtype=BF16), step(want, device, recipe, dtype=BF16))
+
+    @each(recipes=(None, DELAYED))
+    def test_to_a_device(self, name, device, recipe):
+        for to in DEVICES:
+            module = trained(name, device, recipe)
+            want = MODULES[name](device=to)
+            want.load_state_dict(module.state_dict())
+            self.same(step(module.to(to), to, recipe, 7), step(want, to, recipe, 7))
+
+    def test_params_dtype(self):
+        for name in MODULES:
+            for dtype in (F32, BF16, torch.float16):
+                with self.subTest(module=name, dtype=dtype):
+                    self.assertEqual({p.dtype for p in MODULES[name](device="cpu", params_dtype=dtype).parameters()}, {dtype})
+        torch.set_default_dtype(BF16)
+        try:
+            self.assertEqual(te.Linear(8, 8, device="cpu").weight.dtype, BF16)
+        finally:
+            torch.set_default_dtype(F32)
+
+    def test_initial_values(self):
+        torch.manual_seed(1)
+        one = te.Linear(32, 32, device="cpu")
+        torch.manual_seed(1)
+        two = te.Linear(32, 32, device="cpu")
+        self.assertTrue(torch.equal(one.weight, two.weight))
+        self.assertEqual(one.bias.abs().max().item(), 0)
+        three = te.Linear(32, 32, device="cpu", init_method=lambda w: torch.nn.init.constant_(w, 3))
+        self.assertTrue((three.weight == 3).all())
+        layer = te.TransformerLayer(32, 64, 4, device="cpu", init_method=lambda w: torch.nn.init.constant_(w, 3),
+                                    output_layer_init_method=lambda w: torch.nn.init.constant_(w, 4))
+        for path, value in (("self_attention.layernorm_qkv.key_weight", 3), ("self_attention.proj.weight", 4),
+                            ("layernorm_mlp.fc1_weight", 3), ("layernorm_mlp.fc2_weight", 4)):
+            self.assertTrue((layer.get_parameter(path) == value).all(), path)
+
+    def test_default_device(self):
+        self.assertEqual(te.Linear(8, 8).weight.device.type, DEVICES[-1])
