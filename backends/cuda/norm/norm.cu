@@ -24,16 +24,16 @@ NormDevice device_of(const te_fl_context& ctx) {
 }
 
 // One pass for plain outputs of any types.
-void forward_general_rows(const te_fl_context& ctx, const NormForward& f) {
+void norm_general_rows(const te_fl_context& ctx, const NormForward& f) {
   const backend::Matrix m = backend::as_matrix(*f.x);
-  const auto kernel = m.cols <= kRegisterCols / 4   ? normalise_rows_kernel<1>
-                      : m.cols <= kRegisterCols / 2 ? normalise_rows_kernel<2>
-                                                    : normalise_rows_kernel<4>;
+  const auto kernel = m.cols <= kRegisterCols / 4   ? norm_general_rows_kernel<1>
+                      : m.cols <= kRegisterCols / 2 ? norm_general_rows_kernel<2>
+                                                    : norm_general_rows_kernel<4>;
   kernel<<<static_cast<unsigned>(m.rows), kThreads, 0, stream_of(ctx)>>>(
       Source(*f.x), Source(*f.gamma), f.beta != nullptr ? Source(*f.beta) : Source(), Target(*f.z),
       m.cols, f.epsilon, f.zero_centered ? 1.0f : 0.0f,
       f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr, backend::data<float>(*f.rsigma));
-  check_launch("normalise_rows_kernel");
+  check_launch("norm_general_rows_kernel");
 }
 
 float* rest_of(const te_fl_context& ctx) {
@@ -43,7 +43,7 @@ float* rest_of(const te_fl_context& ctx) {
 // Writes statistics, and sum if there is a residual.
 void forward_statistics(const te_fl_context& ctx, NormForward f, NormKernel kernel) {
   if (kernel == NormKernel::kRowwise) {
-    return forward_rows(ctx, f, RowTask::kStatistics, rest_of(ctx), nullptr, nullptr);
+    return norm_rowwise(ctx, f, RowTask::kStatistics, rest_of(ctx), nullptr, nullptr);
   }
   const backend::Matrix m = backend::as_matrix(*f.x);
   if (f.sum != nullptr) {
@@ -51,33 +51,33 @@ void forward_statistics(const te_fl_context& ctx, NormForward f, NormKernel kern
     f = summed(f);
   }
   if (m.rows == 0) return;
-  statistics_kernel<<<row_blocks(m.rows), kThreads, 0, stream_of(ctx)>>>(
+  norm_statistics_kernel<<<row_blocks(m.rows), kThreads, 0, stream_of(ctx)>>>(
       Source(*f.x), m.rows, m.cols, f.epsilon,
       f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr, rest_of(ctx),
       backend::data<float>(*f.rsigma));
-  check_launch("statistics_kernel");
+  check_launch("norm_statistics_kernel");
 }
 
-// The same, and the amax of the result.
+// Writes the amax of the result, too.
 float* forward_amax(const te_fl_context& ctx, const NormForward& f, NormKernel kernel) {
   auto* found = static_cast<float*>(ctx.workspace);
   check(cudaMemsetAsync(found, 0, sizeof(float), stream_of(ctx)), "cudaMemsetAsync");
   if (kernel == NormKernel::kPlain16) {
-    forward_lines(ctx, f, reinterpret_cast<float4*>(rest_of(ctx)), found);
+    norm_plain16(ctx, f, reinterpret_cast<float4*>(rest_of(ctx)), found);
   } else {
-    forward_rows(ctx, f, RowTask::kAmax, rest_of(ctx), found, nullptr);
+    norm_rowwise(ctx, f, RowTask::kAmax, rest_of(ctx), found, nullptr);
   }
   return found;
 }
 
-// Of statistics that are known.
-void forward_general(const te_fl_context& ctx, const NormForward& f) {
-  store_output(ctx, *f.z,
-               Normalise{Source(*f.x), Source(*f.gamma),
-                         f.beta != nullptr ? Source(*f.beta) : Source(),
-                         f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr, rest_of(ctx),
-                         backend::data<float>(*f.rsigma), backend::as_matrix(*f.x).cols,
-                         f.zero_centered ? 1.0f : 0.0f});
+// Writes a result of which the statistics are known.
+void norm_general(const te_fl_context& ctx, const NormForward& f) {
+  store_output(
+      ctx, *f.z,
+      Normalise{Source(*f.x), Source(*f.gamma), f.beta != nullptr ? Source(*f.beta) : Source(),
+                f.mu != nullptr ? backend::data<float>(*f.mu) : nullptr, rest_of(ctx),
+                backend::data<float>(*f.rsigma), backend::as_matrix(*f.x).cols,
+                f.zero_centered ? 1.0f : 0.0f});
 }
 
 void run_forward(const te_fl_context& ctx, const NormForward& f) {
@@ -96,17 +96,17 @@ void run_forward(const te_fl_context& ctx, const NormForward& f) {
   }
   switch (choice.result) {
     case NormKernel::kPlain16:
-      return forward_lines(ctx, left, nullptr, nullptr);
+      return norm_plain16(ctx, left, nullptr, nullptr);
     case NormKernel::kRowwise:
-      return forward_rows(ctx, left, RowTask::kStore, nullptr, nullptr, codes ? &q : nullptr);
+      return norm_rowwise(ctx, left, RowTask::kStore, nullptr, nullptr, codes ? &q : nullptr);
     case NormKernel::kCluster:
-      return forward_tiles(ctx, left, q);
+      return norm_cluster(ctx, left, q);
     case NormKernel::kBlock128:
-      return forward_slabs(ctx, left, q, rest_of(ctx));
+      return norm_block128(ctx, left, q, rest_of(ctx));
     case NormKernel::kGeneralRows:
-      return forward_general_rows(ctx, left);
+      return norm_general_rows(ctx, left);
     default:
-      return forward_general(ctx, left);
+      return norm_general(ctx, left);
   }
 }
 
@@ -167,7 +167,7 @@ size_t forward_workspace(const te_fl_context&, const Args& a) {
   const int64_t rows = backend::as_matrix(*a.x).rows;
   return kStoreWorkspace + (backend::scaling(*a.z) == TE_FL_SCALING_NONE
                                 ? static_cast<size_t>(rows) * sizeof(float)
-                                : slabs_bytes(rows));
+                                : norm_block128_bytes(rows));
 }
 
 // ---- backward
@@ -179,14 +179,14 @@ template <class Args>
 size_t backward_workspace(const te_fl_context&, const Args& a) {
   const backend::Matrix m = backend::as_matrix(*a.x);
   const size_t general = means_bytes(m.rows) + column_sums_bytes(m.rows, m.cols);
-  return kStoreWorkspace + std::max(general, backward_bytes(m.rows, m.cols));
+  return kStoreWorkspace + std::max(general, norm_grad_bytes(m.rows, m.cols));
 }
 
 void run_backward(const te_fl_context& ctx, const NormBackward& b) {
   const backend::Matrix m = backend::as_matrix(*b.x);
   char* scratch = static_cast<char*>(ctx.workspace) + kStoreWorkspace;
   if (choose_norm(b, device_of(ctx)).result == NormKernel::kGrad) {
-    return backward_rows(ctx, b, reinterpret_cast<float*>(scratch));
+    return norm_grad(ctx, b, reinterpret_cast<float*>(scratch));
   }
   const Gradient args{Source(*b.dz),
                       Source(*b.x),
@@ -204,8 +204,8 @@ void run_backward(const te_fl_context& ctx, const NormBackward& b) {
     column_sums(ctx, m.rows, m.cols, partials, *b.dbeta, false, GradientOfBeta{args.dz, m.cols});
   }
   if (m.rows == 0 || m.cols == 0) return;
-  row_means_kernel<<<row_blocks(m.rows), kThreads, 0, stream_of(ctx)>>>(args, m.rows, means);
-  check_launch("row_means_kernel");
+  norm_row_means_kernel<<<row_blocks(m.rows), kThreads, 0, stream_of(ctx)>>>(args, m.rows, means);
+  check_launch("norm_row_means_kernel");
   store_output(ctx, *b.dx, GradientOfInput{args, means});
 }
 

@@ -1,4 +1,4 @@
-// What the norm kernels share: rows as packed groups of eight elements, statistics that merge
+// Shared by the norm kernels: rows as packed groups of eight elements, statistics that merge
 // without cancellation, and how the fused kernels are launched.
 #pragma once
 
@@ -9,29 +9,29 @@
 
 namespace te_fl::cuda {
 
-// What a fused forward kernel does beside the statistics. `out` is read if z is given.
+// The task of a fused forward kernel beside the statistics. `out` is read if z is given.
 enum class RowTask { kStatistics, kAmax, kStore };
 
 // Each serves what choose_norm() gives it (norm_choice.hpp), on the stream of `ctx`.
 // Whole rows in registers: statistics (rest: what mu, rounded to FP32, leaves out; may be NULL),
 // the amax of the result, or the result, plain or as row-wise codes with a scale per tensor.
-void forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
+void norm_rowwise(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
                   float* amax, const Quantised* out);
-// The same for x of 16 bits with weights of its dtype, without a residual: statistics and the amax,
-// or the plain result. tiles: what forward_slabs() needs of every row; may be NULL.
-void forward_lines(const te_fl_context& ctx, const NormForward& f, float4* tiles, float* amax);
+// Serves x of 16 bits with weights of its dtype, without a residual: statistics and the amax,
+// or the plain result. tiles: what norm_block128() needs of every row; may be NULL.
+void norm_plain16(const te_fl_context& ctx, const NormForward& f, float4* tiles, float* amax);
 // Codes in tiles of 128 x 128, in both directions. In blocks: x is read once. With a scale per
 // tensor (current scaling: out.found): statistics are known, and the scratch memory begins with
-// those of forward_lines(). `scratch` has slabs_bytes().
-void forward_slabs(const te_fl_context& ctx, const NormForward& f, const Quantised& out,
+// those of norm_plain16(). `scratch` has norm_block128_bytes().
+void norm_block128(const te_fl_context& ctx, const NormForward& f, const Quantised& out,
                    void* scratch);
-size_t slabs_bytes(int64_t rows);
+size_t norm_block128_bytes(int64_t rows);
 // Codes with a scale per tensor, column-wise too: a cluster of blocks holds some rows.
-void forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantised& out);
+void norm_cluster(const te_fl_context& ctx, const NormForward& f, const Quantised& out);
 bool grants_tiles(int device, const NormCluster& cluster);  // NormDevice::grants
-// dx, dgamma and dbeta in two launches. `partials` has backward_bytes().
-void backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials);
-size_t backward_bytes(int64_t rows, int64_t cols);
+// dx, dgamma and dbeta in two launches. `partials` has norm_grad_bytes().
+void norm_grad(const te_fl_context& ctx, const NormBackward& b, float* partials);
+size_t norm_grad_bytes(int64_t rows, int64_t cols);
 
 static_assert(norm_choice::kGroupSize == kGroup);
 
@@ -173,7 +173,7 @@ __device__ inline void stage_weights(const Source& gamma, const Source& beta, fl
 struct Moments {
   float centre, sum, squares, n;
 };
-// Of a whole row: x - mean is (x - high) - rest.
+// The mean of a whole row: x - mean is (x - high) - rest.
 struct RowStatistics {
   float high, rest, rsigma;
 };

@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kAhead = 16;  // slabs whose rows come before the first tiles; 6: as fast, 3: slower
 
-struct SlabArgs {
+struct Block128Args {
   const void *x, *residual;
   void* sum;
   Source gamma, beta;
@@ -34,7 +34,7 @@ struct Item {
   bool of_rows;
   int slab, index;
 };
-__device__ inline Item item_of(const SlabArgs& a, unsigned i) {
+__device__ inline Item item_of(const Block128Args& a, unsigned i) {
   const unsigned ahead = static_cast<unsigned>(a.ahead), slabs = static_cast<unsigned>(a.slabs);
   if (i < ahead * a.row_items) {
     return {true, static_cast<int>(i / a.row_items), static_cast<int>(i % a.row_items)};
@@ -62,7 +62,7 @@ struct SlabShared {
 };
 
 template <class T, bool kResidual, bool kFull>
-__device__ inline void do_rows(const SlabArgs& a, const Item& item, SlabShared& shared) {
+__device__ inline void do_rows(const Block128Args& a, const Item& item, SlabShared& shared) {
   const HeldPlace<kFull> at(a.shape);
   const int row = item.slab * kBlockTile + item.index * (kBlockWarps / a.shape.warps) + at.slot;
   const bool inside = row < a.rows;
@@ -90,14 +90,14 @@ __device__ inline void wait_for(const unsigned* done, unsigned items) {
 }
 
 template <class T, bool kResidual, bool kBlocks>
-__device__ inline void do_tile(const SlabArgs& a, const Item& item, float scale,
+__device__ inline void do_tile(const Block128Args& a, const Item& item, float scale,
                                SlabShared& shared) {
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32;
   const int right = warp & 1, warp_row = warp / 2;
   const Place<2> at(warp_row * 32 + thread % 32);
   const int row0 = item.slab * kBlockTile, col0 = item.index * kBlockTile;
   const int my_col = right * kTileCols + at.col(0);
-  // What lies outside repeats the last row or columns inside.
+  // Elements outside repeat the last row or columns inside.
   const int last_row = min(a.rows - row0, kBlockTile) - 1;
   const int first_col = min(my_col, a.shape.cols - col0 - kGroup);
   uint4 raw[4];
@@ -198,7 +198,7 @@ __device__ inline void do_tile(const SlabArgs& a, const Item& item, float scale,
 
 template <class T, bool kResidual>
 __global__ void __launch_bounds__(kBlockThreads, 2)
-    norm_blocks_kernel(const __grid_constant__ SlabArgs a) {
+    norm_block128_kernel(const __grid_constant__ Block128Args a) {
   __shared__ SlabShared shared;
   if (threadIdx.x == 0) shared.next = atomicAdd(a.ticket, 1u);
   for (;;) {
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
 // One tile for each block, from the end, of which the L2 cache may still hold a part.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads, 2)
-    norm_known_kernel(const __grid_constant__ SlabArgs a) {
+    norm_block128_known_kernel(const __grid_constant__ Block128Args a) {
   __shared__ SlabShared shared;
   const float scale = a.q.tensor_scale();
   if (blockIdx.x == 0 && threadIdx.x == 0) a.q.write_tensor_scale(scale);
@@ -229,31 +229,31 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
 }
 
 template <class T>
-void launch(const te_fl_context& ctx, const SlabArgs& a) {
+void launch(const te_fl_context& ctx, const Block128Args& a) {
   if (a.ticket == nullptr) {
-    norm_known_kernel<T><<<a.items, kBlockThreads, 0, stream_of(ctx)>>>(a);
-    return check_launch("norm_known_kernel");
+    norm_block128_known_kernel<T><<<a.items, kBlockThreads, 0, stream_of(ctx)>>>(a);
+    return check_launch("norm_block128_known_kernel");
   }
   const unsigned blocks =
       std::min(a.items, 2 * static_cast<unsigned>(multiprocessors(ctx.device.index)));
   const auto kernel =
-      a.residual != nullptr ? norm_blocks_kernel<T, true> : norm_blocks_kernel<T, false>;
+      a.residual != nullptr ? norm_block128_kernel<T, true> : norm_block128_kernel<T, false>;
   kernel<<<blocks, kBlockThreads, 0, stream_of(ctx)>>>(a);
-  check_launch("norm_blocks_kernel");
+  check_launch("norm_block128_kernel");
 }
 
 int64_t slabs_of(int64_t rows) { return ceil_div(rows, kBlockTile); }
 
 }  // namespace
 
-size_t slabs_bytes(int64_t rows) {
+size_t norm_block128_bytes(int64_t rows) {
   return static_cast<size_t>(rows) * sizeof(float4) +
          static_cast<size_t>(slabs_of(rows) + 1) * sizeof(unsigned);
 }
 
-void forward_slabs(const te_fl_context& ctx, const NormForward& f, const Quantised& out,
+void norm_block128(const te_fl_context& ctx, const NormForward& f, const Quantised& out,
                    void* scratch) {
-  SlabArgs a{};
+  Block128Args a{};
   a.shape = held_shape(out.k, f.epsilon, f.mu != nullptr);
   a.x = backend::data<const void>(*f.x);
   if (f.sum != nullptr) {

@@ -1,5 +1,5 @@
-// Which kernels a call of layernorm or rmsnorm takes. A pure function of the call's metadata and of
-// what the device grants, so that it can be tested where there is no GPU. Kernels are named as
+// Chooses the kernels of a call of layernorm or rmsnorm. A pure function of the call's metadata and
+// of what the device grants, so that it can be tested where there is no GPU. Kernels are named as
 // their files: norm_plain16.cu, norm_rowwise.cu, norm_cluster.cu, norm_block128.cu, norm_grad.cu
 // and, for all that these leave, norm_general.cuh.
 #pragma once
@@ -41,12 +41,12 @@ struct NormCluster {
   bool residual;
 };
 
-// What a GPU grants.
+// The limits of a GPU.
 struct NormDevice {
   int index = 0;
   int compute_capability = 90;        // 10 major
   int64_t shared_memory = 227 << 10;  // bytes that a block may have at most
-  // Whether the device runs such clusters. Asked last, as it may ask the driver.
+  // True if the device runs such clusters. Asked last, as it may ask the driver.
   bool (*grants)(int index, const NormCluster& cluster) = nullptr;
 };
 
@@ -67,12 +67,12 @@ constexpr const char* name_of(NormKernel kernel) noexcept {
 }
 
 struct NormChoice {
-  NormKernel result = NormKernel::kGeneral;  // what writes z, or dx, dgamma and dbeta
-  // What a launch before it finds: the statistics of rows (and their sum with the residual) and,
+  NormKernel result = NormKernel::kGeneral;  // writes z, or dx, dgamma and dbeta
+  // A launch before it finds the statistics of rows (and their sum with the residual) and,
   // with `amax`, of a result under current scaling its amax.
   NormKernel first = NormKernel::kNone;
   bool amax = false;
-  // What of the call `result` was chosen by: what it is for or, where another kernel comes before
+  // The ground on which `result` was chosen: what it is for or, where another kernel comes before
   // it, why that one does not serve. Static text.
   const char* reason = "";
 
@@ -101,7 +101,7 @@ inline const void* columns(const te_fl_tensor& t) noexcept {
   return t.quant != nullptr ? t.quant->columnwise_data : nullptr;
 }
 
-// Why not every tensor given has this dtype and memory for 16-byte accesses.
+// Says why not every tensor has this dtype and memory for 16-byte accesses.
 template <class... Tensor>
 const char* refuse_vectors(int dtype, const Tensor*... tensors) {
   for (const te_fl_tensor* t : {static_cast<const te_fl_tensor*>(tensors)...}) {
@@ -189,7 +189,7 @@ inline const char* refuse_block128(const NormForward& f) {
 // ---- norm_cluster.cu: the blocks of a cluster share some rows
 
 constexpr int kMostBlocks = 16;
-// How many share a row: up to 512 columns each if that takes eight, else up to 1024.
+// Counts the blocks that share a row: up to 512 columns each if that takes eight, else up to 1024.
 constexpr int cluster_blocks(int64_t cols) {
   constexpr int64_t kFew = 2 * 32 * kGroupSize;
   for (int blocks = 1; blocks <= 8; blocks *= 2) {

@@ -17,7 +17,7 @@ constexpr int kWarpRows = 4, kTileRows = kTileWarps * kWarpRows;
 using norm_choice::kMostBlocks;
 constexpr int kColumnPieces = kTileRows / 16;  // 16 codes that a column gets at once
 
-struct TilesArgs {
+struct ClusterArgs {
   const void *x, *residual;
   void* sum;
   Source gamma, beta;
@@ -68,7 +68,7 @@ struct TileMemory {
 
 template <class T, int kGroups, bool kResidual>
 __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResidual ? 1 : 0)))
-    norm_tiles_kernel(TilesArgs a) {
+    norm_cluster_kernel(ClusterArgs a) {
 #if __CUDA_ARCH__ >= 900
   namespace cg = cooperative_groups;
   using Memory = TileMemory<T, kGroups, kResidual>;
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
   const int rows = static_cast<int>(a.q.m);
   int row0 = static_cast<int>(blockIdx.x) / a.blocks * kTileRows;
 
-  // Of this thread: row r of the warp, group g.
+  // This thread's place: row r of the warp, group g.
   const auto at = [&](int r, int g) {
     return int64_t{row0 + warp * kWarpRows + r} * a.cols + col0 + (g * 32 + lane) * kGroup;
   };
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
     fetch();
     row0 -= a.step;
 
-    // Of this block's columns; lane l has those of row l / 8.
+    // Weights of this block's columns; lane l has those of row l / 8.
     const auto each = [&](auto f) {
 #pragma unroll
       for (int r = 0; r < kWarpRows; ++r) {
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
 template <class T, int kGroups, bool kResidual>
 struct TilesLaunch {
   using Memory = TileMemory<T, kGroups, kResidual>;
-  static constexpr auto kKernel = norm_tiles_kernel<T, kGroups, kResidual>;
+  static constexpr auto kKernel = norm_cluster_kernel<T, kGroups, kResidual>;
 
   cudaLaunchAttribute attribute{};
   cudaLaunchConfig_t config{};
@@ -327,9 +327,9 @@ bool grants_tiles(int device, const NormCluster& cluster) {
   return held > 0;
 }
 
-void forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantised& out) {
+void norm_cluster(const te_fl_context& ctx, const NormForward& f, const Quantised& out) {
   const int dtype = dtype_of(*f.x);
-  TilesArgs a{};
+  ClusterArgs a{};
   a.x = backend::data<const void>(*f.x);
   if (f.sum != nullptr) {
     a.residual = backend::data<const void>(*f.residual);
@@ -353,7 +353,7 @@ void forward_tiles(const te_fl_context& ctx, const NormForward& f, const Quantis
     launch.config.gridDim.x = static_cast<unsigned>(a.blocks * count);
     launch.config.stream = stream_of(ctx);
     a.step = count * kTileRows;
-    check(cudaLaunchKernelEx(&launch.config, launch.kKernel, a), "norm_tiles_kernel");
+    check(cudaLaunchKernelEx(&launch.config, launch.kKernel, a), "norm_cluster_kernel");
   });
 }
 

@@ -26,8 +26,8 @@ __device__ inline float not_negative(float v) { return v < 0.0f ? 0.0f : v; }
 
 // One block a row. mu NULL: no centring. rest: what mu, rounded to FP32, leaves out.
 __global__ void __launch_bounds__(kThreads)
-    statistics_kernel(Source x, int64_t rows, int64_t cols, float epsilon, float* mu, float* rest,
-                      float* rsigma) {
+    norm_statistics_kernel(Source x, int64_t rows, int64_t cols, float epsilon, float* mu,
+                           float* rest, float* rsigma) {
   __shared__ float shared[kThreads / 32];
   const int64_t groups = (cols + kGroup - 1) / kGroup;
   const float inverse = cols == 0 ? 0.0f : 1.0f / static_cast<float>(cols);
@@ -95,8 +95,8 @@ struct Normalise {
 // Both of the above in one pass for unquantised outputs: a block keeps its row in registers.
 template <int kGroups>  // that a thread holds
 __global__ void __launch_bounds__(kThreads)
-    normalise_rows_kernel(Source x, Source gamma, Source beta, Target z, int64_t cols,
-                          float epsilon, float offset, float* mu, float* rsigma) {
+    norm_general_rows_kernel(Source x, Source gamma, Source beta, Target z, int64_t cols,
+                             float epsilon, float offset, float* mu, float* rsigma) {
   __shared__ float shared[kThreads / 32];
   const int64_t row = blockIdx.x;
   const float inverse = 1.0f / static_cast<float>(cols);
@@ -188,7 +188,7 @@ struct Gradient {
 
 // means[2 row] = mean(d) (0 without centring), means[2 row + 1] = mean(d n).
 __global__ void __launch_bounds__(kThreads)
-    row_means_kernel(Gradient args, int64_t rows, float* means) {
+    norm_row_means_kernel(Gradient args, int64_t rows, float* means) {
   __shared__ float shared[kThreads / 32];
   const int64_t cols = args.cols, groups = (cols + kGroup - 1) / kGroup;
   const float inverse = cols == 0 ? 0.0f : 1.0f / static_cast<float>(cols);

@@ -21,8 +21,8 @@ struct GradArgs {
   float inverse_cols, offset;
 };
 
-// As in norm_rowwise.cu a row lies across `warps` warps and a block holds several rows. kKept: n and d
-// of a row fit the registers; else they are computed twice.
+// As in norm_rowwise.cu a row lies across `warps` warps and a block holds several rows. kKept: n
+// and d of a row fit the registers; else they are computed twice.
 template <class T, int kGroups, bool kLayer, bool kKept, int kStages, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
   constexpr int kWarps = kThreads / 32;
@@ -224,13 +224,13 @@ int launch(const te_fl_context& ctx, GradArgs a) {
   const int blocks = static_cast<int>(std::min<int64_t>(ceil_div(a.rows, slots), most));
   // gamma, and then rows on their way, whose place the sums of several slots take at the end
   a.staged = a.cols;
-  static_assert(kGroups > 1 || kStages == 2, "the sums of two rows in FP32 fit where two rows were");
-  const int64_t shared =
-      norm_choice::grad_shared(a.cols, kGroups, sizeof(T), a.add != nullptr);
+  static_assert(kGroups > 1 || kStages == 2,
+                "the sums of two rows in FP32 fit where two rows were");
+  const int64_t shared = norm_choice::grad_shared(a.cols, kGroups, sizeof(T), a.add != nullptr);
   static SharedMemory granted;
   take_shared(granted, ctx.device.index, kernel, shared, norm_choice::kMostShared);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(shared),
-           stream_of(ctx)>>>(a);
+  kernel<<<static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(shared), stream_of(ctx)>>>(
+      a);
   check_launch("norm_grad_kernel");
   return blocks;
 }
@@ -251,11 +251,11 @@ int launch_type(const te_fl_context& ctx, const GradArgs& a) {
 
 }  // namespace
 
-size_t backward_bytes(int64_t rows, int64_t cols) {
+size_t norm_grad_bytes(int64_t rows, int64_t cols) {
   return sizeof(float) * 2 * static_cast<size_t>(cols * std::min<int64_t>(rows, kMostGradBlocks));
 }
 
-void backward_rows(const te_fl_context& ctx, const NormBackward& b, float* partials) {
+void norm_grad(const te_fl_context& ctx, const NormBackward& b, float* partials) {
   const backend::Matrix m = backend::as_matrix(*b.x);
   const int dtype = dtype_of(*b.x);
   GradArgs a{};

@@ -14,7 +14,7 @@ struct HeldShape {
   float inverse_cols, epsilon;
   bool centred, full;  // full: every thread has all of its groups
 };
-// Of rows that a block of 16 warps holds (choose_norm() knows).
+// Numbers of rows that a block of 16 warps holds (choose_norm() knows).
 inline HeldShape held_shape(int64_t cols, float epsilon, bool centred) {
   constexpr int64_t kEach = 32 * kHeldGroups * kGroup;
   static_assert(norm_choice::kHeldCols == 16 * kEach);
@@ -154,7 +154,7 @@ __device__ inline RowStatistics held_statistics(const HeldPlace<kFull>& at, cons
   return merge<16>({p.x, p.y, p.z, p.w}, shape.inverse_cols, shape.epsilon, shape.centred);
 }
 
-// What the tiles need of a row: its result is ((x - high) rsigma + shift) gamma + beta.
+// The numbers of a row that tiles need: its result is ((x - high) rsigma + shift) gamma + beta.
 __device__ inline float4 for_tiles(const RowStatistics& s) {
   return make_float4(s.high, s.rsigma, -s.rest * s.rsigma, 0.0f);
 }

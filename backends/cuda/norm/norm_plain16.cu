@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kMostThreads = 512;
 
-struct LinesArgs {
+struct Plain16Args {
   const void *x, *gamma, *beta;
   void* z;  // elements as x
   float *mu, *rsigma, *amax;
@@ -21,7 +21,7 @@ struct LinesArgs {
 // kAmax: the amax of the result is wanted, not the result.
 template <class T, bool kAmax, bool kFull>
 __global__ void __launch_bounds__(kMostThreads, 2)
-    norm_lines_kernel(const __grid_constant__ LinesArgs a) {
+    norm_plain16_kernel(const __grid_constant__ Plain16Args a) {
   __shared__ float4 parts[2][kMostThreads / 32];
   const HeldPlace<kFull> at(a.shape);
   const T* const gamma = static_cast<const T*>(a.gamma);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
 }
 
 template <class T, bool kAmax, bool kFull>
-void launch(const te_fl_context& ctx, LinesArgs a) {
+void launch(const te_fl_context& ctx, Plain16Args a) {
   const int threads = std::max(128, 32 * a.shape.warps);
   a.rows_each = threads / 32 / a.shape.warps;
   int64_t blocks = ceil_div(a.rows, a.rows_each);
@@ -87,12 +87,12 @@ void launch(const te_fl_context& ctx, LinesArgs a) {
         blocks, int64_t{2 * kMostThreads / threads} * multiprocessors(ctx.device.index));
   }
   a.step = static_cast<int>(blocks) * a.rows_each;
-  norm_lines_kernel<T, kAmax, kFull>
+  norm_plain16_kernel<T, kAmax, kFull>
       <<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream_of(ctx)>>>(a);
-  check_launch("norm_lines_kernel");
+  check_launch("norm_plain16_kernel");
 }
 template <class T>
-void launch_for(const te_fl_context& ctx, const LinesArgs& a) {
+void launch_for(const te_fl_context& ctx, const Plain16Args& a) {
   if (a.amax != nullptr) {
     return a.shape.full ? launch<T, true, true>(ctx, a) : launch<T, true, false>(ctx, a);
   }
@@ -101,9 +101,9 @@ void launch_for(const te_fl_context& ctx, const LinesArgs& a) {
 
 }  // namespace
 
-void forward_lines(const te_fl_context& ctx, const NormForward& f, float4* tiles, float* amax) {
+void norm_plain16(const te_fl_context& ctx, const NormForward& f, float4* tiles, float* amax) {
   const backend::Matrix m = backend::as_matrix(*f.x);
-  LinesArgs a{};
+  Plain16Args a{};
   a.shape = held_shape(m.cols, f.epsilon, f.mu != nullptr);
   a.x = backend::data<const void>(*f.x);
   a.gamma = backend::data<const void>(*f.gamma);

@@ -7,7 +7,7 @@ namespace {
 using norm_choice::kRowThreads;
 constexpr int kRowWarps = kRowThreads / 32;
 
-struct RowsArgs {
+struct RowwiseArgs {
   const void *x, *residual;
   void *sum, *z;  // z: elements as x, or codes
   Source gamma, beta;
@@ -17,13 +17,13 @@ struct RowsArgs {
   int cols, warps;  // warps: that share a row, a power of two
   float inverse_cols, epsilon, offset;
   bool centred, find_amax;
-  bool weighs;  // what comes after the statistics is wanted
+  bool weighs;  // a result is wanted beside the statistics
 };
 
 // A row lies across `warps` warps, a block holds several; the blocks walk down the rows, and the
 // next kStages rows are on their way meanwhile.
 template <class T, bool kCodes, int kGroups, bool kResidual, int kStages, int kBlocks>
-__global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rows_kernel(RowsArgs a) {
+__global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(RowwiseArgs a) {
   extern __shared__ float4 dynamic[];
   __shared__ float2 centre_sum[2][kRowWarps];  // of every warp's part of its row
   __shared__ float squares[2][kRowWarps], sizes[kRowWarps];
@@ -177,25 +177,24 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rows_kernel(RowsArg
 }
 
 template <class T, bool kCodes, int kGroups, bool kResidual>
-void launch(const te_fl_context& ctx, RowsArgs a) {
+void launch(const te_fl_context& ctx, RowwiseArgs a) {
   constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // of 8 bytes, that a thread has
   constexpr int kStages = norm_choice::row_stages(kGroups, sizeof(T));
   constexpr int kBlocks = kWords <= (kResidual ? 4 : 6) ? 2 : 1;
-  const auto kernel = norm_rows_kernel<T, kCodes, kGroups, kResidual, kStages, kBlocks>;
+  const auto kernel = norm_rowwise_kernel<T, kCodes, kGroups, kResidual, kStages, kBlocks>;
   const int warps_needed = static_cast<int>(ceil_div(a.cols, kGroups * 32 * kGroup));
   a.warps = 1;
   while (a.warps < warps_needed) a.warps *= 2;
-  const int64_t shared =
-      norm_choice::row_shared(a.cols, kGroups, sizeof(T), a.weighs, kResidual);
+  const int64_t shared = norm_choice::row_shared(a.cols, kGroups, sizeof(T), a.weighs, kResidual);
   static SharedMemory granted;
   take_shared(granted, ctx.device.index, kernel, shared, norm_choice::kMostShared);
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(
       ceil_div(a.rows, kRowWarps / a.warps), int64_t{kBlocks} * multiprocessors(ctx.device.index)));
   kernel<<<blocks, kRowThreads, static_cast<size_t>(shared), stream_of(ctx)>>>(a);
-  check_launch("norm_rows_kernel");
+  check_launch("norm_rowwise_kernel");
 }
 template <class T, bool kCodes, bool kResidual>
-void launch_for(const te_fl_context& ctx, const RowsArgs& a) {
+void launch_for(const te_fl_context& ctx, const RowwiseArgs& a) {
   constexpr int kFew = norm_choice::row_groups(1, sizeof(T));
   const int groups = norm_choice::row_groups(a.cols, sizeof(T));
   if (groups == kFew) return launch<T, kCodes, kFew, kResidual>(ctx, a);
@@ -203,7 +202,7 @@ void launch_for(const te_fl_context& ctx, const RowsArgs& a) {
   return launch<T, kCodes, 4, kResidual>(ctx, a);
 }
 template <class T>
-void launch_codes(const te_fl_context& ctx, const RowsArgs& a, bool codes) {
+void launch_codes(const te_fl_context& ctx, const RowwiseArgs& a, bool codes) {
   if (a.residual != nullptr) {
     return codes ? launch_for<T, true, true>(ctx, a) : launch_for<T, false, true>(ctx, a);
   }
@@ -212,11 +211,11 @@ void launch_codes(const te_fl_context& ctx, const RowsArgs& a, bool codes) {
 
 }  // namespace
 
-void forward_rows(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
+void norm_rowwise(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
                   float* amax, const Quantised* out) {
   const backend::Matrix m = backend::as_matrix(*f.x);
   const int dtype = dtype_of(*f.x);
-  RowsArgs a{};
+  RowwiseArgs a{};
   a.x = backend::data<const void>(*f.x);
   if (f.sum != nullptr) {
     a.residual = backend::data<const void>(*f.residual);
