@@ -31,7 +31,7 @@ using backend::AttentionProblem;
 // TE_FL_CUDA_ATTENTION_SCRATCH_MB in bytes. Set before the first call.
 size_t most_attention_scratch = 0;
 
-// Of an input: with the factor of its codes.
+// A view of an input, with the factor of its codes.
 HeadData read_heads(const te_fl_tensor& t, const char* name, int32_t layout) {
   HeadData d = head_data(t, layout);
   if (backend::scaling(t) == TE_FL_SCALING_NONE) return d;
@@ -110,7 +110,7 @@ Attention attention_of(const te_fl_context& ctx, const Args& a, const AttentionP
   return r;
 }
 
-// What the plain kernels do not take, from metadata that every call has.
+// Refuses, for the plain kernels, from metadata that every call has.
 template <class Args>
 Refusal refuse_heads(const Args& a) {
   const te_fl_tensor* const operands[] = {a.q, a.k, a.v};
@@ -204,7 +204,7 @@ void fused_attn_fwd(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a
   outputs.prepare();
   attention_forward(ctx, p, o, lse, rounding,
                     choose_attention(architecture(ctx.device.index), a).tensor_cores());
-  outputs.finish();
+  outputs.write_codes();
   if (a.saved != nullptr) a.saved->opaque = 0;
 }
 
@@ -256,7 +256,7 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
   g.log2_sum = g.delta + backend::numel(*a.softmax_lse);
   outputs.prepare();
   attention_backward(ctx, p, g, choose_attention(architecture(ctx.device.index), a).tensor_cores());
-  outputs.finish();
+  outputs.write_codes();
 }
 
 template <class Args>
@@ -268,6 +268,10 @@ void get_fused_attn_backend(const te_fl_context&, const te_fl_get_fused_attn_bac
   const AttentionProblem p = backend::attention_problem(a);
   const bool possible = !(p.thd && p.mask.arbitrary) && refuse_heads(a) == nullptr;
   *backend::data<int32_t>(*a.backend) = !possible ? -1 : p.fp8 ? 2 : 1;
+}
+
+std::string enquiry_words(const te_fl_context&, const te_fl_get_fused_attn_backend_args&) {
+  return "no kernel: the host answers from metadata";
 }
 
 constexpr uint32_t kDtypes = TE_FL_MASK_HIGH | TE_FL_MASK_FP8 | TE_FL_BIT(TE_FL_I32) |
@@ -294,6 +298,7 @@ void append_attention(std::vector<te_fl_op_desc>& ops) {
       backend::describe_thunk<te_fl_fused_attn_bwd_args, words_of<te_fl_fused_attn_bwd_args>>;
   ops.push_back(descriptor<te_fl_get_fused_attn_backend_args, get_fused_attn_backend>(
       "get_fused_attn_backend"));
+  ops.back().describe = backend::describe_thunk<te_fl_get_fused_attn_backend_args, enquiry_words>;
 }
 
 }  // namespace te_fl::cuda

@@ -61,13 +61,13 @@ struct HeadData {
   }
 };
 
-// What quantises P or dS between two products: codes under a given scale.
+// Quantises P or dS between two products: codes under a given scale.
 struct Rounding {
   const float* scale = nullptr;  // NULL: values stay as they are
   float* amax = nullptr;         // maximised by the values, if not NULL
   bool is_e5m2 = false;
 };
-// The same in registers.
+// Holds them in registers.
 struct RoundingScale {
   float scale = 1.0f, inverse = 1.0f;
   bool used = false, is_e5m2 = false;
@@ -128,7 +128,7 @@ struct PairBits {
     const int64_t tiles = ceil_div(queries, flash::kPassing);
     return by_key + (matrix * tiles + i / flash::kPassing) * round_up(keys, flash::kFixed) + j;
   }
-  // Of 128 queries from i0 for the tile of j0, or of 128 keys from j0 for the tile of i0.
+  // Serves 128 queries from i0 for the tile of j0, or of 128 keys from j0 for the tile of i0.
   template <bool kKeysPass>
   __device__ const uint64_t* tile(int64_t b, int64_t h, int64_t i0, int64_t j0) const {
     const int64_t matrix = b * batch + h * head;
@@ -155,7 +155,7 @@ struct Attention {
   const float* sink;
   int64_t sink_stride;
   Lengths q_lengths, kv_lengths;
-  // Of the tensor-core kernels alone: what the mask tensor hides, and what dropout keeps.
+  // Only the tensor-core kernels use this: what the mask tensor hides, and what dropout keeps.
   PairBits hide, keep;
 
   __device__ void side(const Lengths& l, int64_t b, int64_t limit, int64_t& begin,
@@ -202,7 +202,7 @@ struct Attention {
     return mask.arbitrary &&
            static_cast<const uint8_t*>(attn_mask.data)[attn_mask.offset(b, h, i, j)] != 0;
   }
-  // Of an unmasked pair.
+  // Takes an unmasked pair.
   __device__ float score(const Span& s, int64_t b, int64_t h, int64_t i, int64_t j,
                          float dot) const {
     float value = scale * dot;
@@ -330,7 +330,7 @@ struct RowSoftmax {
   }
   __device__ bool empty() const { return top == -INFINITY && !isnan(sum); }
 };
-// The same with the sink.
+// Adds the sink to that.
 struct RowTotal {
   float top, factor, total;  // factor: of sums of exp(score - the row's own maximum)
 
@@ -368,7 +368,7 @@ struct AttentionGradients {
   int64_t dsink_stride;
   const float* lse;
   float* delta;  // scratch, one per row of lse
-  // Of the tensor-core kernels alone:
+  // Only the tensor-core kernels use these:
   float* log2_sum;  // scratch likewise: lse times log2(e)
   // Scratch for the gradients of the scores, of which dbias is the sum, in q's dtype: tiles of 128
   // queries by 64 keys, [batch, heads, tiles of queries, tiles of keys]; NULL: computed again.

@@ -32,7 +32,7 @@ struct HiddenPairs {
         heads(p.hide.head == 0 ? 1 : p.heads),
         whole(mask.col == 1 && (mask.row % 16 | mask.head % 16 | mask.batch % 16) == 0 &&
               reinterpret_cast<uintptr_t>(mask.data) % 16 == 0) {}
-  // Of query i and 32 keys from j0 on; pairs past the matrix are not hidden.
+  // Serves query i and 32 keys from j0 on; pairs past the matrix are not hidden.
   __device__ uint32_t operator()(int64_t matrix, int64_t i, int64_t j0) const {
     if (i >= rows || j0 >= cols) return 0;
     const uint8_t* from =

@@ -36,7 +36,7 @@ struct Dropping {
   __device__ uint32_t append(uint32_t bits, uint64_t counter) const {
     return append(bits, static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32));
   }
-  // Of 32 keys from j0 on. `row`: (b H + h) rows + i.
+  // Serves 32 keys from j0 on. `row`: (b H + h) rows + i.
   __device__ uint32_t keep(int64_t row, int64_t j0) const {
     const uint64_t first = static_cast<uint64_t>(row * cols + j0), counter = base + first / 4;
     const int skipped = static_cast<int>(first % 4);

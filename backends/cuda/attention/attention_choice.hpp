@@ -1,4 +1,4 @@
-// Which of the plugin's own kernels an attention call takes: those on Hopper's tensor cores or the
+// Chooses the plugin's own kernels for an attention call: those on Hopper's tensor cores or the
 // scalar ones, which take everything. A pure function of metadata, so that it can be tested where
 // there is no GPU.
 #pragma once
@@ -16,7 +16,7 @@
 
 namespace te_fl::cuda {
 
-// Why copies and stores of 16 bytes cannot reach the rows of `t`, heads as in
+// Says why copies and stores of 16 bytes cannot reach the rows of `t`, heads as in
 // te_fl/ops/attention.h; nullptr if they can. Reads metadata only.
 inline const char* refuse_rows(const te_fl_tensor& t) {
   const int last = t.dl.ndim - 1;
@@ -37,7 +37,7 @@ inline const char* refuse_rows(const te_fl_tensor& t) {
 
 struct AttentionChoice {
   int head = 0;             // width of the tensor-core kernel's heads, 64 or 128; 0: scalar
-  const char* reason = "";  // what that was chosen by; static text
+  const char* reason = "";  // the ground of the choice; static text
 
   bool tensor_cores() const noexcept { return head != 0; }
   std::string text() const {
@@ -132,7 +132,7 @@ inline double tiles(int64_t n, int rows) {
 
 }  // namespace attention_choice
 
-// Of one direction: a word for each of the `fixed` rows and 64 of the `passing` ones.
+// Serves one direction: a word for each of the `fixed` rows and 64 of the `passing` ones.
 inline size_t pair_bits_bytes(int64_t matrices, int64_t fixed, int64_t passing) {
   using attention_choice::tiles;
   return attention_choice::whole_bytes(8.0 * flash::kFixed * static_cast<double>(matrices) *

@@ -175,10 +175,10 @@ te_fl_status workspace(void*, const te_fl_context* ctx, const void*, size_t* byt
   return backend::guard(ctx->errors, [&] { *bytes = plan_of(*ctx).bytes; });
 }
 
-class Call {
+class CudnnCall {
  public:
   template <class Args>
-  Call(CudnnState& state, const te_fl_context& ctx, const Args& a)
+  CudnnCall(CudnnState& state, const te_fl_context& ctx, const Args& a)
       : state_(state),
         ctx_(ctx),
         plan_(plan_of(ctx)),
@@ -306,7 +306,7 @@ class Call {
 };
 
 void forward(CudnnState& state, const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a) {
-  Call call(state, ctx, a);
+  CudnnCall call(state, ctx, a);
   const CudnnAttention& s = call.shape();
   call.bind_heads(id::kQ, *a.q, s.q, true);
   call.bind_heads(id::kK, *a.k, s.k, false);
@@ -327,7 +327,7 @@ void forward(CudnnState& state, const te_fl_context& ctx, const te_fl_fused_attn
 }
 
 void backward(CudnnState& state, const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a) {
-  Call call(state, ctx, a);
+  CudnnCall call(state, ctx, a);
   const CudnnAttention& s = call.shape();
   call.bind_heads(id::kQ, *a.q, s.q, true);
   call.bind_heads(id::kK, *a.k, s.k, false);
@@ -394,6 +394,10 @@ void enquire(CudnnState&, const te_fl_context&, const te_fl_get_fused_attn_backe
 
 constexpr int32_t kPriority = TE_FL_PRIORITY_VENDOR + 10;  // before the plain kernels
 
+std::string enquiry_words(const te_fl_context&, const te_fl_get_fused_attn_backend_args&) {
+  return "no kernel: the host answers from metadata";
+}
+
 template <class Args, auto F, auto Refuses>
 te_fl_op_desc describe_op(const char* name, CudnnState& state) {
   te_fl_op_desc op;
@@ -411,7 +415,7 @@ te_fl_op_desc describe_op(const char* name, CudnnState& state) {
   op.device_types = uint64_t{1} << TE_FL_DEVICE_CUDA;
   op.self = &state;
   op.run = run_with_state<Args, F>;
-  op.supports = supports<Args, Refuses>;
+  op.supports = backend::refusal_thunk<Args, Refuses>;
   return op;
 }
 template <class Args, auto F, auto Refuses>
@@ -435,6 +439,7 @@ void append_attention_cudnn(std::vector<te_fl_op_desc>& ops, CudnnState& state) 
       describe_planned<Backward, backward, refuse_cudnn_backward>("fused_attn_bwd", state));
   ops.push_back(
       describe_op<Enquiry, enquire, refuse_cudnn_enquiry>("get_fused_attn_backend", state));
+  ops.back().describe = backend::describe_thunk<Enquiry, enquiry_words>;
 }
 
 }  // namespace te_fl::cuda

@@ -1,4 +1,4 @@
-// What the kernels of attention on Hopper's tensor cores share: how a block divides its work, the
+// Shared by the kernels of attention on Hopper's tensor cores: how a block divides its work, the
 // ring of stages through which tiles come, and the terms of a score.
 //
 // A block has a fixed tile of 128 queries, or of 128 keys: two warp groups multiply 64 rows of it
@@ -109,8 +109,8 @@ __device__ inline Range keys_of(const Attention& p, const Span& s, int64_t query
 __device__ inline Range queries_of(const Attention& p, const Span& s, int64_t key) {
   return narrow(p.mask.queries(key, s.q_len, s.kv_len), s.q_len);
 }
-// Of rows [first, first + kFixed) of `len`: what any of them sees. Ranges of rows that follow each
-// other never move back.
+// Serves rows [first, first + kFixed) of `len`: what any of them sees. Ranges of rows that follow
+// each other never move back.
 template <class RangeOf>
 __device__ inline Range seen_by(int64_t first, int64_t len, const RangeOf& range_of) {
   const int64_t last = (first + kFixed < len ? first + kFixed : len) - 1;
@@ -183,15 +183,15 @@ __device__ inline void copy_bias(const Attention& p, const T* matrix, bool whole
                  : "memory");
   }
 }
-// Whether every row of the bias can be read 16 bytes at a time.
+// True if every row of the bias can be read 16 bytes at a time.
 __device__ inline bool bias_is_whole(const ScoreData& d) {
   return d.col == 1 && (d.row % 8 | d.head % 8 | d.batch % 8) == 0 &&
          reinterpret_cast<uintptr_t>(d.data) % 16 == 0;
 }
 
-// Whether dropout's decisions are drawn beside the products, not read.
+// True if dropout's decisions are drawn beside the products, not read.
 inline bool draws(const Attention& p) { return p.threshold != 0 && p.keep.by_query == nullptr; }
-// Whether a filler stores words of its own in a stage: bits, or a bias that it has to gather.
+// True if a filler stores words of its own in a stage: bits, or a bias that it has to gather.
 template <bool kDraws>
 __device__ inline bool forms_words(const Attention& p) {
   return kDraws || (p.bias.data != nullptr && !bias_is_whole(p.bias));
@@ -204,13 +204,13 @@ __device__ inline void put_bits(uint32_t to, uint32_t bits) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(bits) : "memory");
 }
 
-// Of the fixed queries [i0, i0 + 128) for 64 keys from j0, by query. `matrix`: b H + h.
+// Serves the fixed queries [i0, i0 + 128) for 64 keys from j0, by query. `matrix`: b H + h.
 __device__ inline void draw_by_query(const Dropping& d, int64_t matrix, int i0, int j0,
                                      uint32_t to) {
   const int row = filler() % kFixed, half = filler() / kFixed;
   put_bits(to + row * 8 + half * 4, d.keep(matrix * d.rows + i0 + row, j0 + half * 32));
 }
-// Of the fixed keys [j0, j0 + 128) for 64 queries from i0, by key.
+// Serves the fixed keys [j0, j0 + 128) for 64 queries from i0, by key.
 __device__ inline void draw_by_key(const Dropping& d, int64_t matrix, int i0, int j0, uint32_t to) {
   const int lane = filler() % 32, j = j0 + filler() / 32 * 32;
   const int64_t row = matrix * d.rows + i0 + lane;
@@ -300,7 +300,7 @@ __device__ inline float2 shared_pair(uint32_t at) {
   return v;
 }
 
-// Where a thread of a warp group that multiplies is: row() and row() + 8 of the fixed 128, and
+// The place of a thread of a warp group that multiplies: row() and row() + 8 of the fixed 128, and
 // columns 8 t + col() + {0, 1} of the passing 64.
 struct Place {
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
@@ -366,8 +366,8 @@ struct Terms {
   __device__ void add_bias(uint32_t bias, float (&s)[kPairs]) const {
     constexpr int kPitch = bias_pitch(Part::kCols);
     const int lane = Place::lane();
-    // Where this lane's row of 8 pairs is: of one of four 8 x 8 blocks, which are the thread's two
-    // rows of 8 passing columns and of the 8 after them.
+    // The place of this lane's row of 8 pairs: of one of four 8 x 8 blocks, which are the thread's
+    // two rows of 8 passing columns and of the 8 after them.
     const uint32_t row = kKeysPass
                              ? bias + (Place::warp_row() + lane % 16) * kPitch + lane / 16 * 16
                              : bias + (lane / 16 * 8 + lane % 8) * kPitch +
@@ -477,7 +477,7 @@ __device__ inline void start_held(const HeldRows<T, kDim>& a, uint32_t b, float 
     hopper::multiply_held(T(), s, a.pairs[k], hopper::along_k(at), k != 0);
   }
 }
-// The same of this warp group's 64 of the kFixed rows at `a`.
+// Serves this warp group's 64 of the kFixed rows at `a`.
 template <class T, int kDim>
 __device__ inline void start_shared(uint32_t a, uint32_t b, float (&s)[kPairs]) {
   a += Place::group() * 64 * 128;

@@ -39,8 +39,8 @@ __global__ void __launch_bounds__(kThreads)
   g.log2_sum[at] = empty ? INFINITY : g.lse[at] * kLog2e;
 }
 
-// Of 64 queries from i0 to shared memory: log-sum-exps and then deltas; zeros past the sequence,
-// whose scores are hidden.
+// Copies 64 queries from i0 to shared memory: log-sum-exps and then deltas; zeros past the
+// sequence, whose scores are hidden.
 __device__ inline void copy_sums(const Attention& p, const AttentionGradients& g, const Span& s,
                                  int64_t b, int64_t h, int i0, uint32_t to) {
   const int query = filler() % kPassing;
@@ -53,7 +53,7 @@ __device__ inline void copy_sums(const Attention& p, const AttentionGradients& g
 // ---- dq
 
 constexpr int kStages = 3;
-// Of a thread; a block of the query side has 512 for one of each warp group.
+// Registers of a thread; a block of the query side has 512 for one of each warp group.
 constexpr int kQueryProductRegisters = 176, kQueryFillRegisters = 256 - kQueryProductRegisters;
 using QueryRing = Ring<kStages, kFillers<true>>;
 
@@ -209,8 +209,8 @@ __global__ void __launch_bounds__(kBlockThreads<true>, 1)
 // ---- dk and dv
 
 using KeyRing = Ring<kStages, kFillers<false>>;
-// Of a thread; the block has 504 for one of each warp group. Sums of two products fill those of
-// wide heads.
+// Registers of a thread; the block has 504 for one of each warp group. Sums of two products fill
+// those of wide heads.
 template <int kDim>
 constexpr int kKeyProductRegisters = kDim > 64 ? 224 : 176;
 template <int kDim>

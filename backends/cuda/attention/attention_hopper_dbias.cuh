@@ -52,7 +52,7 @@ struct BiasTile {
     first_h = g.dbias_heads == 1 ? 0 : matrix_h;
     heads = g.dbias_heads == 1 ? p.heads : 1;
   }
-  // Whether a query of the tile sees a key of it in a sequence.
+  // True if a query of the tile sees a key of it in a sequence.
   __device__ bool seen(const Attention& p, const Span& s) const {
     const Range r = seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); });
     return r.begin < j0 + kPassing && r.end > j0;
@@ -230,7 +230,7 @@ template <int kDim>
 struct BiasShared {
   using Part = Stage<kDim, true>;
   static constexpr int kMatrix = matrix_bytes<kDim>(kFixed), kSecond = matrix_bytes<kDim>(kPassing);
-  // Of a stage: q, dO, k, v, and bits.
+  // The parts of a stage: q, dO, k, v, and bits.
   static constexpr int kDO = kMatrix, kK = 2 * kMatrix, kV = kK + kSecond, kKeep = kV + kSecond,
                        kHide = kKeep + kBitsBytes, kStageBytes = kHide + kBitsBytes;
   static constexpr int kBarriers = kBiasStages * kStageBytes;
@@ -238,7 +238,7 @@ struct BiasShared {
   static_assert(kStageBytes % 1024 == 0);
 };
 
-// Of the current tile.
+// Belongs to the current tile.
 template <class T, int kDim, bool kDraws>
 __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g,
                                  const BiasWork& work,

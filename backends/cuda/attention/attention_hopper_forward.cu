@@ -9,7 +9,7 @@ namespace flash {
 namespace {
 
 constexpr int kStages = 4;
-// Of a thread; the block has 512 for one of each warp group.
+// Registers of a thread; the block has 512 for one of each warp group.
 constexpr int kProductRegisters = 184, kFillRegisters = 256 - kProductRegisters;
 using ForwardRing = Ring<kStages, kFillers<true>>;
 
@@ -44,8 +44,8 @@ struct RowsSoftmax {
       sum[i] += s[n];
     });
   }
-  // Of all threads of the rows.
-  __device__ void finish() {
+  // Takes all threads of the rows.
+  __device__ void end_rows() {
 #pragma unroll
     for (float& x : sum) {
       x += __shfl_xor_sync(~0u, x, 1);
@@ -149,7 +149,7 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
     hopper::wait_for_sums(out);
     ring.release();
   }
-  softmax.finish();
+  softmax.end_rows();
   T* const to = const_cast<T*>(head_of<T>(o, b, s.q_begin, h));
   const bool written[2] = {row < rows, row + 8 < rows};
   const float kept = p.threshold != 0 ? p.kept : 1.0f, sink = p.sink_logit(h) * kLog2e;

@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
     for (int64_t begin = 0; begin < s.q_len; begin += kTileRows) {
       const backend::KeyRange keys = keys_of_tile(p, s, begin);
-      if (keys.end <= k0 || keys.begin >= k0 + kTileRows) continue;  // the same for all threads
+      if (keys.end <= k0 || keys.begin >= k0 + kTileRows) continue;  // equal in all threads
       __syncthreads();
       load_tile(p.q, b, h, s.q_begin, begin, s.q_len, q_tile);
       load_tile(g.d_o, b, h, s.q_begin, begin, s.q_len, do_tile);

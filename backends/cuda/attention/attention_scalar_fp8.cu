@@ -214,7 +214,7 @@ void CodesOutputs::prepare() const {
   }
 }
 
-void CodesOutputs::finish() const {
+void CodesOutputs::write_codes() const {
   if (scale_count_ == 0) return;
   Scales scales;
   scales.count = scale_count_;

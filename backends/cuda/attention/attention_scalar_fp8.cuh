@@ -1,4 +1,4 @@
-// What attention in plain CUDA does about outputs in codes: what its kernels write, and what is
+// Outputs in codes of attention in plain CUDA: what its kernels write, and what is
 // left to do after them.
 #pragma once
 
@@ -37,14 +37,14 @@ class CodesOutputs {
   CodesOutputs(const te_fl_context& ctx, void* scratch)
       : ctx_(ctx), scratch_(static_cast<char*>(scratch)) {}
 
-  // What the kernels write for an output of any dtype. Throws (INVALID_ARGUMENT, clean) if parts of
+  // The kernels' target for an output of any dtype. Throws (INVALID_ARGUMENT, clean) if parts of
   // a quantised one are missing; call it for all outputs before prepare().
   HeadData heads(const te_fl_tensor& t, const char* name, int32_t layout);
-  // Of P or dS, NULL: not quantised. `written`: scale_inv and amax are results.
+  // Serves P or dS; NULL: not quantised. `written`: scale_inv and amax are results.
   Rounding rounding(const te_fl_tensor* t, bool written);
 
   void prepare() const;  // before the kernels
-  void finish() const;   // after them: scale_inv, amax, codes from scratch
+  void write_codes() const;  // after them: scale_inv, amax, codes from scratch
 
  private:
   static constexpr int kMost = 4;  // dq, dk, dv, dS

@@ -71,7 +71,7 @@ class CudnnDescriptor {
   void* descriptor_ = nullptr;
 };
 
-// What one instance of the plugin keeps of cuDNN: a handle for each device, made on first use.
+// One instance of the plugin keeps of cuDNN: a handle for each device, made on first use.
 // Thread-safe.
 class CudnnState {
  public:

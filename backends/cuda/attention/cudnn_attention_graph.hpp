@@ -7,7 +7,7 @@
 
 namespace te_fl::cuda {
 
-// What a plan depends on. Strides are of [batch, heads, seqlen, dim], in elements, the last 1.
+// A plan depends on these. Strides are of [batch, heads, seqlen, dim], in elements, the last 1.
 struct CudnnAttention {
   int64_t batch = 0, heads = 0, kv_heads = 0, seqlen_q = 0, seqlen_kv = 0, dim = 0, dim_v = 0;
   int dtype = 0;  // cudnn_data; of FP8 q, k, v and o: kE4M3
@@ -53,7 +53,7 @@ enum {
 // Throw UNSUPPORTED if the library has no plan. `device_properties`: CudnnState::properties.
 CudnnPlan attention_forward_plan(const CudnnAttention& p, void* device_properties);
 CudnnPlan attention_backward_plan(const CudnnAttention& p, void* device_properties);
-// The same in FP8, by tensor: q, k, v, o and the probabilities in E4M3, d_o, dq, dk, dv and the
+// The dtypes in FP8, by tensor: q, k, v, o and the probabilities in E4M3, d_o, dq, dk, dv and the
 // scores' gradient in E5M2. kSum and kAccumulator are not bound.
 CudnnPlan attention_fp8_forward_plan(const CudnnAttention& p, void* device_properties);
 CudnnPlan attention_fp8_backward_plan(const CudnnAttention& p, void* device_properties);

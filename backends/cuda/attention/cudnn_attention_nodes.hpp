@@ -46,7 +46,7 @@ struct Attention {
   Tensor heads(int tensor, const Extents& dims, const Extents& strides) {
     return graph.tensor(tensor, p.dtype, dims, strides, offsets(tensor));
   }
-  // Of k or v with the last two dimensions exchanged, [batch, heads, dim, seqlen].
+  // Strides of k or v with the last two dimensions exchanged, [batch, heads, dim, seqlen].
   Tensor transposed(int tensor, const Extents& dims, const Extents& strides) {
     return heads(tensor, swapped(dims), swapped(strides));
   }
@@ -92,8 +92,8 @@ struct Attention {
     const Tensor in_q = truth(pw::kLess, row, lengths_q), in_kv = truth(pw::kLess, col, lengths_kv);
     return select(score, truth(pw::kAnd, in_q, in_kv));
   }
-  Tensor length(const Tensor& given, int64_t extent) {
-    return given ? given : graph.constant(static_cast<int32_t>(extent));
+  Tensor length(const Tensor& lengths, int64_t extent) {
+    return lengths ? lengths : graph.constant(static_cast<int32_t>(extent));
   }
   // Keeps j <= i + diagonal + right.
   Tensor mask_right(const Tensor& score, int64_t right) {

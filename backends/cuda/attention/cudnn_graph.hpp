@@ -90,7 +90,7 @@ class CudnnGraph {
   Tensor matmul(const Tensor& a, const Tensor& b, const Tensor& c, const Lengths& lengths);
   // Over the dimensions in which y is 1 (or smaller).
   Tensor reduce(int mode, const Tensor& x, const Tensor& y);
-  // The same memory under other dims and strides.
+  // Views the same memory under other dims and strides.
   Tensor view(const Tensor& x, const Tensor& y);
 
   // The first plan of the library's heuristics that it can make for such a device

@@ -1,5 +1,5 @@
-// What versions of cuDNN compute wrongly and report as done. Pure functions of version and sizes,
-// so that they can be tested where there is no GPU.
+// Calls that versions of cuDNN compute wrongly and report as done. Pure functions of version and
+// sizes, so that they can be tested where there is no GPU.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,9 @@ namespace te_fl::cuda {
 // refused too.
 constexpr size_t kCudnnLongFp8 = 91900;
 
-// Why an FP8 forward is not cuDNN's; nullptr if it may be. `version` is 10000 major + 100 minor +
-// patch; `longest` is the number of elements from the first to the last of its longest tensor.
+// Says why an FP8 forward is not cuDNN's; nullptr if it may be. `version` is 10000 major + 100
+// minor + patch; `longest` is the number of elements from the first to the last of its longest
+// tensor.
 constexpr const char* refuse_long_fp8_forward(size_t version, int64_t longest) noexcept {
   if (longest <= INT32_MAX || version >= kCudnnLongFp8) return nullptr;
   return "FP8 of 2^31 elements or more, which cuDNN before 9.19.0 computes wrongly: install 9.19.0 "

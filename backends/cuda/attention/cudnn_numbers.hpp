@@ -23,7 +23,7 @@ enum {
 };
 }  // namespace cudnn_type
 
-namespace cudnn_of {  // what an attribute's values are
+namespace cudnn_of {  // the type of an attribute's values
 enum {
   kDataType = 1,
   kBool = 2,

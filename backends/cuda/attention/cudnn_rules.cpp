@@ -87,7 +87,7 @@ Refusal refuse_fp8_training(const Args& a) {
   return queries % 64 == 0 ? nullptr : "FP8 backward with queries that are not a multiple of 64";
 }
 
-// What forward, backward and the enquiry have in common.
+// The rules that forward, backward and the enquiry have in common.
 template <class Args>
 Refusal refuse_problem(const Args& a) {
   if (!half(*a.q) && !fp8(*a.q)) return kDtypes;
@@ -173,7 +173,7 @@ Refusal refuse_long_backward(const Args& a, std::initializer_list<const te_fl_te
   return scratch > INT32_MAX ? kLong : nullptr;
 }
 
-// What a call says beyond that.
+// Reads what a call says beyond that.
 template <class Args>
 Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> others) {
   if (!half(*a.q) && !fp8(*a.q)) return kDtypes;
@@ -190,8 +190,8 @@ Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> ot
   }
   return refuse_problem(a);
 }
-// Of an inference: its shapes tend to change from call to call, and a plan takes about 40 ms, which
-// the plain kernels need for some hundred calls of this many operations.
+// True of an inference: its shapes tend to change from call to call, and a plan takes about 40 ms,
+// which the plain kernels need for some hundred calls of this many operations.
 constexpr double kWorthAPlan = 1u << 28;
 
 double operations(const te_fl_fused_attn_fwd_args& a) {

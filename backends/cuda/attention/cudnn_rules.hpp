@@ -1,4 +1,4 @@
-// Which attention calls go to cuDNN: metadata only, static reasons.
+// Says which attention calls go to cuDNN: metadata only, static reasons.
 #pragma once
 
 #include "plugin/families.hpp"

@@ -1,4 +1,4 @@
-// What the two kernels of Adam share: the update of one element, and elements four at a time.
+// Shared by the two kernels of Adam: the update of one element, and elements four at a time.
 #pragma once
 
 #include "common/store.cuh"
@@ -9,7 +9,7 @@ namespace te_fl::cuda {
 struct Adam {
   float lr, beta1, beta2, less1, less2, epsilon, weight_decay, correction1, correction2;
   bool l2, corrects;
-  const float* lr_tensor;  // what wins over lr and the corrections, if not null
+  const float* lr_tensor;  // they win over lr and the corrections, if not null
   const int64_t* step_tensor;
 
   // Learning rate and corrections from the tensors that win over them; by a whole block.

@@ -6,6 +6,7 @@
 #include "common/overlap.hpp"
 #include "common/tile.cuh"
 #include "optimizer/adam.cuh"
+#include "optimizer/list_choice.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -24,7 +25,7 @@ struct Item {
   bool is_e5m2;
   bool aligned;  // every access of four elements or sixteen codes is
 };
-constexpr int kFew = 32, kMany = 280;  // items in 4 KB, and in nearly 32 KB
+constexpr int kFew = list_choice::kFewCodes, kMany = list_choice::kManyCodes;
 template <int kCapacity>
 struct Items {
   Item items[kCapacity];
@@ -34,7 +35,7 @@ struct Items {
 // A thread's place in a tile: elements 0..7 of a row are two runs of four.
 using At = Place<4>;
 
-// What a parameter of that dtype holds once `v` is stored in it.
+// The value that a parameter of that dtype holds once `v` is stored in it.
 __device__ inline float as_stored(float v, int dtype) {
   if (dtype == TE_FL_BF16) return to_f32(from_f32<bf16>(v));
   if (dtype == TE_FL_F16) return to_f32(from_f32<fp16>(v));
@@ -88,7 +89,7 @@ __device__ inline void update_fours(const Item& t, const Adam& a, bool keeps, in
     for (int j = 0; j < kFour; ++j) stored[4 * h + j] = as_stored(ps[j], t.param_dtype);
   }
 }
-// The same of tensors whose rows are not aligned.
+// Serves tensors whose rows are not aligned.
 __device__ inline void update_ones(const Item& t, const Adam& a, bool keeps, int64_t first,
                                    int cols_left, const At& at, float (&stored)[8]) {
   Source grads, params;
@@ -279,7 +280,7 @@ void run(const te_fl_context& ctx, const te_fl_multi_tensor_adam_args& a, const 
 
 void adam_with_fp8(const te_fl_context& ctx, const te_fl_multi_tensor_adam_args& a,
                    const Adam& constants, const int32_t* noop) {
-  if (a.grads_count <= kFew) return run<kFew>(ctx, a, constants, noop);
+  if (choose_list(a).capacity == kFew) return run<kFew>(ctx, a, constants, noop);
   run<kMany>(ctx, a, constants, noop);
 }
 

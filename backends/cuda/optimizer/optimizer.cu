@@ -8,7 +8,9 @@
 #include "common/pack.cuh"
 #include "common/store.cuh"
 #include "optimizer/adam.cuh"
+#include "optimizer/list_choice.hpp"
 #include "plugin/families.hpp"
+#include "te_fl/backend/describe.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -21,7 +23,7 @@ void check_count(const char* name, int64_t count, const char* other, int64_t exp
                    std::to_string(expected) + ", one for each of " + other);
 }
 
-constexpr int kLists = 5, kTensors = 56;  // nearly the 4 KB of a kernel's parameters
+constexpr int kLists = 5, kTensors = list_choice::kTensors;
 
 // Up to kTensors tensors of up to kLists lists, as a kernel parameter.
 struct Batch {
@@ -229,7 +231,7 @@ size_t norm_workspace(const te_fl_context&, const Args& a) {
 
 // ---- Adam
 
-constexpr int kTurns = 2;  // how often a thread loads before anything is computed
+constexpr int kTurns = 2;  // loads of a thread before anything is computed
 constexpr int kChunk = kThreads * kFour * kTurns * 8;  // elements that a block takes
 
 __device__ inline bool four_aligned(const Batch& b, int t) {
@@ -287,7 +289,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       }
     }
   }
-  // What is left: a thread's own fours, or all of an unaligned tensor.
+  // The rest: a thread's own fours, or all of an unaligned tensor.
   for (; i < end; i += kThreads * kFour) {
     for (int64_t j = i; j < i + kFour && j < end; ++j) {
       Source from;
@@ -436,22 +438,30 @@ Refusal refuse_sgd(const te_fl_multi_tensor_sgd_args& a) {
   return all ? nullptr : kNotContiguous;
 }
 
+template <class Args>
+std::string words_of(const te_fl_context&, const Args& a) {
+  return "kernel " + choose_list(a).text();
+}
+template <class Args, auto F, auto Refuses>
+void append(std::vector<te_fl_op_desc>& ops, const char* name) {
+  ops.push_back(descriptor<Args, F, Refuses>(name));
+  ops.back().describe = backend::describe_thunk<Args, words_of<Args>>;
+}
+
 }  // namespace
 
 void append_optimizer(std::vector<te_fl_op_desc>& ops) {
   using L2 = te_fl_multi_tensor_l2norm_args;
   using Unscale = te_fl_multi_tensor_unscale_l2norm_args;
-  ops.push_back(
-      descriptor<te_fl_multi_tensor_scale_args, scale, refuse_scale>("multi_tensor_scale"));
+  append<te_fl_multi_tensor_scale_args, scale, refuse_scale>(ops, "multi_tensor_scale");
   ops.back().later_args = "norm max_norm";
-  ops.push_back(descriptor<L2, l2norm, refuse_norm<L2>>("multi_tensor_l2norm"));
+  append<L2, l2norm, refuse_norm<L2>>(ops, "multi_tensor_l2norm");
   ops.back().workspace = backend::workspace_thunk<L2, norm_workspace<L2>>;
-  ops.push_back(
-      descriptor<Unscale, unscale_l2norm, refuse_norm<Unscale>>("multi_tensor_unscale_l2norm"));
+  append<Unscale, unscale_l2norm, refuse_norm<Unscale>>(ops, "multi_tensor_unscale_l2norm");
   ops.back().workspace = backend::workspace_thunk<Unscale, norm_workspace<Unscale>>;
-  ops.push_back(descriptor<te_fl_multi_tensor_adam_args, adam, refuse_adam>("multi_tensor_adam"));
+  append<te_fl_multi_tensor_adam_args, adam, refuse_adam>(ops, "multi_tensor_adam");
   ops.back().later_args = "lr_tensor step_tensor fp8_params";
-  ops.push_back(descriptor<te_fl_multi_tensor_sgd_args, sgd, refuse_sgd>("multi_tensor_sgd"));
+  append<te_fl_multi_tensor_sgd_args, sgd, refuse_sgd>(ops, "multi_tensor_sgd");
   ops.back().later_args = "lr_tensor";
 }
 

@@ -34,7 +34,7 @@ struct Sigmoids {
   }
 };
 
-// What a function and its derivative are at one point.
+// The values of a function and its derivative at one point.
 struct Dual {
   float value, derivative;
 };

@@ -3,6 +3,7 @@
 
 #include "common/transpose.cuh"
 #include "plugin/families.hpp"
+#include "te_fl/backend/describe.hpp"
 #include "te_fl/numeric.hpp"
 #include "te_fl/ops/tensor.h"
 
@@ -104,10 +105,60 @@ __global__ void __launch_bounds__(kThreads)
 bool is_float(int dtype) { return dtype <= TE_FL_F8E8M0; }
 bool is_fast(int dtype) { return dtype >= TE_FL_F32 && dtype <= TE_FL_F8E5M2; }
 
-void convert(const te_fl_context& ctx, const te_fl_strided_copy_args& args, Nest nest) {
+// The way of a copy: in runs or by elements where dtypes differ, else as bytes.
+enum class CopyWay { kNone, kConvertRuns, kConvert, kMemory, kTranspose, kWords };
+struct CopyChoice {
+  CopyWay way = CopyWay::kNone;
+  Nest nest;      // as the way walks it
+  int word = 0;   // bytes of a word of kTranspose and kWords
+  int dense = 0;  // of kTranspose: the input's dense dimension
+
+  std::string text() const {
+    const std::string bytes = std::to_string(word) + " bytes";
+    switch (way) {
+      case CopyWay::kNone:
+        return "none: a tensor without elements";
+      case CopyWay::kConvertRuns:
+        return "convert_runs: eight elements of a dense dimension at once, through FP32";
+      case CopyWay::kConvert:
+        return "convert: element by element, through FP64";
+      case CopyWay::kMemory:
+        return "none: cudaMemcpyAsync of one run";
+      case CopyWay::kTranspose:
+        return "transpose: tiles of elements of " + bytes;
+      default:
+        return "copy: words of " + bytes;
+    }
+  }
+};
+
+CopyChoice choose_copy(const te_fl_strided_copy_args& args) {
+  CopyChoice c;
+  if (backend::numel(*args.input) == 0) return c;
   const int from = dtype_of(*args.input), to = dtype_of(*args.output);
+  Nest& nest = c.nest = nest_of(*args.output, args.input);
   const int last = nest.rank - 1;
-  if (is_fast(from) && is_fast(to) && nest.to[last] == 1 && nest.from[last] == 1) {
+  if (from != to) {
+    const bool runs = is_fast(from) && is_fast(to) && nest.to[last] == 1 && nest.from[last] == 1;
+    c.way = runs ? CopyWay::kConvertRuns : CopyWay::kConvert;
+    return c;
+  }
+  c.word = args.input->dl.dtype.bits / 8;
+  if (nest.rank == 1 && nest.from[0] == 1 && nest.to[0] == 1) {
+    c.way = CopyWay::kMemory;
+  } else if (c.word < 16 && is_transposition(nest, c.dense)) {
+    c.way = CopyWay::kTranspose;
+  } else {
+    c.way = CopyWay::kWords;
+    c.word = widen(nest, c.word, backend::data<const void>(*args.input),
+                   backend::data<void>(*args.output));
+  }
+  return c;
+}
+
+void convert(const te_fl_context& ctx, const te_fl_strided_copy_args& args, Nest nest, bool runs) {
+  if (runs) {
+    const int last = nest.rank - 1;
     const int64_t length = nest.shape[last];
     nest.shape[last] = ceil_div(length, kGroup);
     nest.from[last] = nest.to[last] = kGroup;
@@ -121,30 +172,29 @@ void convert(const te_fl_context& ctx, const te_fl_strided_copy_args& args, Nest
   prepare(nest);
   const int64_t size = nest.size();
   convert_kernel<<<blocks_for(size), kThreads, 0, stream_of(ctx)>>>(
-      backend::data<void>(*args.input), from, backend::data<void>(*args.output), to, nest, size);
+      backend::data<void>(*args.input), dtype_of(*args.input), backend::data<void>(*args.output),
+      dtype_of(*args.output), nest, size);
 }
 
-void move(const te_fl_context& ctx, Nest nest, int bytes, const void* in, void* out) {
-  if (nest.rank == 1 && nest.from[0] == 1 && nest.to[0] == 1) {
-    return check(cudaMemcpyAsync(out, in, static_cast<size_t>(nest.shape[0] * bytes),
-                                 cudaMemcpyDeviceToDevice, stream_of(ctx)),
-                 "cudaMemcpyAsync");
-  }
-  int dense = 0;
-  if (is_transposition(nest, dense)) {
-    bool done = false;
-    with_word(bytes, [&]<class Bits>(Bits) {
-      if constexpr (sizeof(Bits) < 16) done = transpose<Bits>(ctx, nest, dense, in, out);
-    });
-    if (done) return;
-  }
-  const int word = widen(nest, bytes, in, out);
+void copy_words(const te_fl_context& ctx, Nest nest, int word, const void* in, void* out) {
   prepare(nest);
   const int64_t size = nest.size();
   with_word(word, [&]<class Word>(Word) {
     copy_kernel<Word><<<blocks_of(size), kThreads, 0, stream_of(ctx)>>>(
         static_cast<const Word*>(in), static_cast<Word*>(out), nest, size);
   });
+}
+
+void copy_transposed(const te_fl_context& ctx, const CopyChoice& c, const void* in, void* out) {
+  bool done = false;
+  with_word(c.word, [&]<class Bits>(Bits) {
+    if constexpr (sizeof(Bits) < 16) done = transpose<Bits>(ctx, c.nest, c.dense, in, out);
+  });
+  // A grid has fewer than 2^31 tiles; a tensor with more does not fit in any GPU's memory.
+  if (done) return;
+  Nest nest = c.nest;
+  const int word = widen(nest, c.word, in, out);
+  copy_words(ctx, nest, word, in, out);
 }
 
 void strided_copy(const te_fl_context& ctx, const te_fl_strided_copy_args& args) {
@@ -154,15 +204,31 @@ void strided_copy(const te_fl_context& ctx, const te_fl_strided_copy_args& args)
         std::string("input and output have different dtypes; only float types convert into each "
                     "other, others copy to themselves"));
   }
-  if (backend::numel(*args.input) == 0) return;
-  const Nest nest = nest_of(*args.output, args.input);
-  if (from != to) {
-    convert(ctx, args, nest);
-  } else {
-    move(ctx, nest, args.input->dl.dtype.bits / 8, backend::data<const void>(*args.input),
-         backend::data<void>(*args.output));
+  const CopyChoice choice = choose_copy(args);
+  const void* in = backend::data<const void>(*args.input);
+  void* out = backend::data<void>(*args.output);
+  switch (choice.way) {
+    case CopyWay::kNone:
+      return;
+    case CopyWay::kConvertRuns:
+    case CopyWay::kConvert:
+      convert(ctx, args, choice.nest, choice.way == CopyWay::kConvertRuns);
+      break;
+    case CopyWay::kMemory:
+      check(cudaMemcpyAsync(out, in, static_cast<size_t>(choice.nest.shape[0] * choice.word),
+                            cudaMemcpyDeviceToDevice, stream_of(ctx)),
+            "cudaMemcpyAsync");
+      break;
+    case CopyWay::kTranspose:
+      copy_transposed(ctx, choice, in, out);
+      break;
+    case CopyWay::kWords:
+      copy_words(ctx, choice.nest, choice.word, in, out);
   }
   check_launch("strided_copy");
+}
+std::string words_of(const te_fl_context&, const te_fl_strided_copy_args& args) {
+  return "kernel " + choose_copy(args).text();
 }
 Refusal refuse_strided_copy(const te_fl_strided_copy_args& args) {
   if (args.input->dl.dtype.bits < 8 || args.output->dl.dtype.bits < 8) return "copies whole bytes";
@@ -174,6 +240,7 @@ Refusal refuse_strided_copy(const te_fl_strided_copy_args& args) {
 void append_copies(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(
       descriptor<te_fl_strided_copy_args, strided_copy, refuse_strided_copy>("strided_copy"));
+  ops.back().describe = backend::describe_thunk<te_fl_strided_copy_args, words_of>;
 }
 
 }  // namespace te_fl::cuda

@@ -5,6 +5,8 @@
 #include "common/pack.cuh"
 #include "common/random.cuh"
 #include "plugin/families.hpp"
+#include "pointwise/pointwise_choice.hpp"
+#include "te_fl/backend/describe.hpp"
 #include "te_fl/ops/tensor.h"
 
 namespace te_fl::cuda {
@@ -125,10 +127,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class... P>
-bool all_aligned(const P*... pointers) {
-  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
-}
 unsigned blocks_of(int64_t size) {
   return static_cast<unsigned>(ceil_div(size, int64_t{kGroup} * kThreads * kAtOnce));
 }
@@ -147,12 +145,13 @@ void dropout(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tenso
              const te_fl_tensor& mask, float p, const DropoutStream& stream) {
   const int64_t n = backend::numel(in);
   check_mask(mask, n);
+  const PointwiseChoice choice = choose_dropout(in, out);
   if (n == 0) return;
   with_type(dtype_of(in), [&]<class T>(T) {
     const T* x = backend::data<const T>(in);
     T* y = backend::data<T>(out);
     dropout_kernel<T, kForward><<<blocks_of(n), kThreads, 0, stream_of(ctx)>>>(
-        x, y, backend::data<uint8_t>(mask), n, factor_of(p), stream, all_aligned(x, y));
+        x, y, backend::data<uint8_t>(mask), n, factor_of(p), stream, choice.aligned);
   });
 }
 void dropout_fwd(const te_fl_context& ctx, const te_fl_dropout_fwd_args& a) {
@@ -186,6 +185,7 @@ void add(const te_fl_context& ctx, const te_fl_add_args& args) {
   uint8_t* mask = args.mask != nullptr ? backend::data<uint8_t>(*args.mask) : nullptr;
   const DropoutStream random(*ctx.rng, args.p);
   const float factor = factor_of(args.p);
+  const PointwiseChoice choice = choose_pointwise(args);
   if (dtype_of(*args.a) != dtype || dtype_of(*args.b) != dtype) {
     add_mixed_kernel<<<blocks_for(ceil_div(size, kGroup)), kThreads, 0, stream_of(ctx)>>>(
         Source(*args.a), Source(*args.b), Target(*args.output), mask, size, factor, random);
@@ -196,7 +196,7 @@ void add(const te_fl_context& ctx, const te_fl_add_args& args) {
     T* out = backend::data<T>(*args.output);
     const auto kernel = mask != nullptr ? add_kernel<T, true> : add_kernel<T, false>;
     kernel<<<blocks_of(size), kThreads, 0, stream_of(ctx)>>>(a, b, out, mask, size, factor, random,
-                                                             all_aligned(a, b, out));
+                                                             choice.aligned);
   });
   check_launch("add");
 }
@@ -206,12 +206,22 @@ Refusal refuse_add(const te_fl_add_args& args) {
   return askew ? kOverlaps : nullptr;
 }
 
+template <class Args>
+std::string words_of(const te_fl_context&, const Args& a) {
+  return "kernel " + choose_pointwise(a).text();
+}
+template <class Args, auto F, auto Refuses>
+void append(std::vector<te_fl_op_desc>& ops, const char* name) {
+  ops.push_back(descriptor<Args, F, Refuses>(name));
+  ops.back().describe = backend::describe_thunk<Args, words_of<Args>>;
+}
+
 }  // namespace
 
 void append_dropout(std::vector<te_fl_op_desc>& ops) {
-  ops.push_back(descriptor<te_fl_dropout_fwd_args, dropout_fwd, refuse_fwd>("dropout_fwd"));
-  ops.push_back(descriptor<te_fl_dropout_bwd_args, dropout_bwd, refuse_bwd>("dropout_bwd"));
-  ops.push_back(descriptor<te_fl_add_args, add, refuse_add>("add"));
+  append<te_fl_dropout_fwd_args, dropout_fwd, refuse_fwd>(ops, "dropout_fwd");
+  append<te_fl_dropout_bwd_args, dropout_bwd, refuse_bwd>(ops, "dropout_bwd");
+  append<te_fl_add_args, add, refuse_add>(ops, "add");
 }
 
 }  // namespace te_fl::cuda

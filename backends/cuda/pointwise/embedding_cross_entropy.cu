@@ -8,14 +8,16 @@
 #include "common/value_checks.hpp"
 #include "plugin/families.hpp"
 #include "pointwise/embedding.cuh"
+#include "pointwise/pointwise_choice.hpp"
 #include "softmax/cross_entropy.cuh"
+#include "te_fl/backend/describe.hpp"
 
 namespace te_fl::cuda {
 namespace {
 
 using backend::invalid;
 
-// What a launch takes at most: a grid has less than 2^31 blocks (65536 in its second dimension),
+// The most that a launch takes: a grid has less than 2^31 blocks (65536 in its second dimension),
 // and a tensor may have more rows.
 constexpr int64_t kMostRows = 1 << 18, kMostParts = 1 << 8;
 
@@ -81,10 +83,7 @@ void embedding_fwd(const te_fl_context& ctx, const te_fl_embedding_fwd_args& arg
   auto* output = backend::data<uint4>(*args.output);
   const int64_t row_bytes = table.cols * args.weight->dl.dtype.bits / 8;
   const int64_t words = backend::numel(*args.indices) * (row_bytes / 16);
-  const uintptr_t addresses =
-      reinterpret_cast<uintptr_t>(weight) | reinterpret_cast<uintptr_t>(output);
-  if (dtype_of(*args.weight) != dtype_of(*args.output) || row_bytes % 16 != 0 || words == 0 ||
-      words >= kFastDivLimit || addresses % 16 != 0) {
+  if (!choose_pointwise(args).aligned) {
     return store_output(
         ctx, *args.output,
         Lookup{Source(*args.weight), Integers(*args.indices), table.rows, table.cols, errors});
@@ -99,10 +98,10 @@ Refusal refuse_embedding_fwd(const te_fl_embedding_fwd_args& args) {
   return overlaps(*args.output, *args.weight) ? kOverlaps : nullptr;
 }
 
-// Lists need 32-bit positions.
-bool has_lists(const te_fl_embedding_bwd_args& args) {
-  return backend::numel(*args.indices) < kFastDivLimit;
-}
+static_assert(pointwise_choice::kMostPositions == kFastDivLimit &&
+              pointwise_choice::kPackElements == kGroup &&
+              pointwise_choice::kBlockThreads == kThreads);
+
 size_t embedding_bwd_workspace(const te_fl_context&, const te_fl_embedding_bwd_args& args) {
   if (!has_lists(args)) return 0;
   const int64_t words = backend::as_matrix(*args.grad_weight).rows + backend::numel(*args.indices);
@@ -185,7 +184,7 @@ void cross_entropy_bwd(const te_fl_context& ctx, const te_fl_cross_entropy_bwd_a
   with_type(dtype_of(*args.logits), [&]<class T>(T) {
     const T* x = backend::data<const T>(*args.logits);
     T* dx = backend::data<T>(*args.grad_logits);
-    const int64_t packs = runs_of(x, matrix.cols) * kGroup / Pack<T>::kSize;
+    const int64_t packs = runs_of(x, matrix.cols) * kGroup / Pack<T>::kSize;  // of a row
     const auto launch = [&]<int kPacks>(std::integral_constant<int, kPacks>) {
       const int64_t parts = ceil_div(packs, int64_t{kPacks} * kThreads);
       const int each = static_cast<int>(ceil_div(packs, parts));
@@ -197,7 +196,7 @@ void cross_entropy_bwd(const te_fl_context& ctx, const te_fl_cross_entropy_bwd_a
         });
       });
     };
-    if (packs <= kThreads) return launch(std::integral_constant<int, 1>{});
+    if (choose_pointwise(args).packs == 1) return launch(std::integral_constant<int, 1>{});
     launch(std::integral_constant<int, 4>{});
   });
   check_launch("cross_entropy_bwd");
@@ -209,27 +208,33 @@ Refusal refuse_cross_entropy_bwd(const te_fl_cross_entropy_bwd_args& args) {
   return overlaps_askew(*args.grad_logits, *args.logits) ? kOverlaps : nullptr;
 }
 
+template <class Args>
+std::string words_of(const te_fl_context&, const Args& a) {
+  return "kernel " + choose_pointwise(a).text();
+}
+template <class Args, auto F, auto Refuses>
+void append(std::vector<te_fl_op_desc>& ops, const char* name) {
+  ops.push_back(descriptor<Args, F, Refuses>(name));
+  ops.back().describe = backend::describe_thunk<Args, words_of<Args>>;
+}
+
 }  // namespace
 
 void append_tensor(std::vector<te_fl_op_desc>& ops) {
   append_copies(ops);
   append_fills(ops);
-  ops.push_back(
-      descriptor<te_fl_embedding_fwd_args, embedding_fwd, refuse_embedding_fwd>("embedding_fwd"));
+  append<te_fl_embedding_fwd_args, embedding_fwd, refuse_embedding_fwd>(ops, "embedding_fwd");
   ops.back().workspace = [](void*, const te_fl_context*, const void*, size_t* bytes) {
     *bytes = kStoreWorkspace;
     return te_fl_status{TE_FL_OK};
   };
-  ops.push_back(
-      descriptor<te_fl_embedding_bwd_args, embedding_bwd, refuse_embedding_bwd>("embedding_bwd"));
+  append<te_fl_embedding_bwd_args, embedding_bwd, refuse_embedding_bwd>(ops, "embedding_bwd");
   ops.back().workspace =
       backend::workspace_thunk<te_fl_embedding_bwd_args, embedding_bwd_workspace>;
-  ops.push_back(
-      descriptor<te_fl_cross_entropy_fwd_args, cross_entropy_fwd, refuse_cross_entropy_fwd>(
-          "cross_entropy_fwd"));
-  ops.push_back(
-      descriptor<te_fl_cross_entropy_bwd_args, cross_entropy_bwd, refuse_cross_entropy_bwd>(
-          "cross_entropy_bwd"));
+  append<te_fl_cross_entropy_fwd_args, cross_entropy_fwd, refuse_cross_entropy_fwd>(
+      ops, "cross_entropy_fwd");
+  append<te_fl_cross_entropy_bwd_args, cross_entropy_bwd, refuse_cross_entropy_bwd>(
+      ops, "cross_entropy_bwd");
 }
 
 }  // namespace te_fl::cuda

@@ -6,6 +6,7 @@
 
 #include "common/nest.cuh"
 #include "plugin/families.hpp"
+#include "te_fl/backend/describe.hpp"
 #include "te_fl/numeric.hpp"
 #include "te_fl/ops/tensor.h"
 
@@ -107,10 +108,19 @@ Refusal refuse_fill(const te_fl_fill_args& args) {
   return args.output->dl.dtype.bits < 8 ? "fills whole bytes" : nullptr;
 }
 
+std::string words_of(const te_fl_context&, const te_fl_fill_args& args) {
+  if (backend::numel(*args.output) == 0) return "kernel none: a tensor without elements";
+  Nest nest = nest_of(*args.output, nullptr);
+  const int word =
+      widen(nest, args.output->dl.dtype.bits / 8, nullptr, backend::data<void>(*args.output));
+  return "kernel fill: words of " + std::to_string(word) + " bytes";
+}
+
 }  // namespace
 
 void append_fills(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_fill_args, fill, refuse_fill>("fill"));
+  ops.back().describe = backend::describe_thunk<te_fl_fill_args, words_of>;
 }
 
 }  // namespace te_fl::cuda

@@ -1,4 +1,4 @@
-// How a launch of rotary position embedding divides its work: a pure function of the call's
+// Divides the work of a launch of rotary position embedding: a pure function of the call's
 // metadata, so that it can be tested where there is no GPU. The kernel is that of
 // rope_kernels.cuh, whose items are packs or pairs.
 #pragma once
@@ -95,7 +95,7 @@ inline int64_t tokens_of_block(int64_t items, int64_t most) noexcept {
 inline int64_t columns_of(const RopeProblem& p, const RopeHeads& kind) noexcept {
   return kind.table < 0 ? 0 : p.tables[kind.table].columns;
 }
-// Why a thread takes pairs of elements; nullptr if it takes packs of eight.
+// Says why a thread takes pairs of elements; nullptr if it takes packs of eight.
 inline const char* refuse_packs(const RopeProblem& p, bool shared) noexcept {
   if (!p.aligned) return "a tensor is not aligned to 16 bytes";
   if (!shared) return "the angles of a token do not fit in 48 KiB";

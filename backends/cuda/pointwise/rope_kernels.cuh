@@ -11,8 +11,8 @@
 
 namespace te_fl::cuda {
 
-// Where a token gets its angles. Each rank holds chunks cp_rank and 2 cp_size - 1 - cp_rank of the
-// sequence's 2 cp_size chunks.
+// The positions from which tokens get their angles. Each rank holds chunks cp_rank and 2 cp_size -
+// 1 - cp_rank of the sequence's 2 cp_size chunks.
 struct Positions {
   int64_t extent0 = 1, extent1 = 1;  // of the tensor's leading dimensions
   bool sbhd = true;
@@ -131,7 +131,7 @@ struct Joined {
   }
 };
 
-// How a launch divides its work. An item is what a thread does at once: 16 elements in two packs,
+// The division of a launch's work. An item is what a thread does at once: 16 elements in two packs,
 // or, where alignment or odd sizes forbid that, a pair or an element.
 struct RopePlan {
   Rotation rotation[2];
@@ -158,7 +158,7 @@ struct RopePlan {
   }
 };
 
-// Where column d's value stands in a table read in runs of eight columns by consecutive threads:
+// The place of column d's value in a table read in runs of eight columns by consecutive threads:
 // the first halves of all runs, then the second halves, so that no two threads meet in a bank.
 template <bool kPacked>
 __device__ inline uint32_t slot_of(uint32_t d, uint32_t columns) {
@@ -189,7 +189,7 @@ struct ItemPlace {
 
 constexpr uint32_t kMostTokens = 32;  // of a block
 
-// What the threads of a block know of its tokens.
+// The threads of a block know this of its tokens.
 struct BlockTokens {
   int64_t position[kMostTokens];
   uint32_t table[kMostTokens];  // tokens at one position share a table
@@ -237,7 +237,7 @@ struct PackItem {
     if (first >= 0) a.load(h.in + first);
     if (second >= 0) b.load(h.in + second);
   }
-  __device__ void finish(const RopePlan& plan, const float* tables, const BlockTokens& tokens) {
+  __device__ void store(const RopePlan& plan, const float* tables, const BlockTokens& tokens) {
     const bool outside = tokens.position[token] < 0;
     const uint32_t at = tokens.table[token];
     if (table >= 0 && !outside) {
@@ -323,7 +323,7 @@ struct PairItem {
     }
     if (first >= 0) a = to_f32(h.in[first]);
   }
-  __device__ void finish(const RopePlan& plan, const float* tables, const BlockTokens& tokens) {
+  __device__ void store(const RopePlan& plan, const float* tables, const BlockTokens& tokens) {
     if (first < 0) return;
     const int64_t position = tokens.position[token];
     float ya = a, yb = b;
@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     if (at != 0) load(at);
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      if (at + u * kThreads + threadIdx.x < items) held[u].finish(plan, tables, tokens);
+      if (at + u * kThreads + threadIdx.x < items) held[u].store(plan, tables, tokens);
     }
   }
 }

@@ -30,7 +30,7 @@ struct PositionRules {
   int64_t rows[2] = {0, 0};
 };
 
-// Whether sequence b breaks a rule; then `error` has which, but not the op.
+// True if sequence b breaks a rule; then `error` has which, but not the op.
 constexpr bool find_position_error(const PositionRules& r, int64_t b, ValueError& error) noexcept {
   error.at = b;
   const int64_t start = r.starts != nullptr ? r.starts[b] : 0;

@@ -1,4 +1,4 @@
-// What the quantisation files share.
+// Shared by the files of quantisation.
 #pragma once
 
 #include "common/elementwise.cuh"

@@ -1,7 +1,7 @@
-// Which kernels a call of the quantize family takes. Pure functions of the call's metadata, so that
-// they can be tested where there is no GPU: run() and describe() both go by them. Codes come from
-// the kernels that choose_store() names (common/store_choice.hpp); kernels have the names that a
-// profiler shows.
+// Chooses the kernels of a call of the quantize family. Pure functions of the call's metadata, so
+// that they can be tested where there is no GPU: run() and describe() both go by them. Codes come
+// from the kernels that choose_store() names (common/store_choice.hpp); kernels have the names that
+// a profiler shows.
 #pragma once
 
 #include <array>
@@ -85,7 +85,7 @@ inline constexpr std::array<QuantizeKind, 6> kQuantizeKinds{{{false, false, fals
                                                              {true, false, false},
                                                              {true, false, true},
                                                              {true, true, false}}};
-// Where the tensor's kind stands in kQuantizeKinds; kQuantizeKinds.size(): it goes by itself.
+// The place of the tensor's kind in kQuantizeKinds; kQuantizeKinds.size(): it goes by itself.
 inline size_t quantize_kind(const QuantizePair& pair) noexcept {
   const StoreChoice choice = choose_quantize(pair);
   if (!choice.tiles()) return kQuantizeKinds.size();
@@ -99,7 +99,7 @@ inline size_t quantize_kind(const QuantizePair& pair) noexcept {
 struct QuantizeListChoice {
   std::array<int64_t, kQuantizeKinds.size()> members{};  // of each kind
   int64_t alone = 0;                                     // tensors that go by themselves
-  StoreChoice first_alone;                               // how the first of them does
+  StoreChoice first_alone;                               // the kernels of the first of them
 
   int64_t together() const noexcept {
     int64_t sum = 0;

@@ -5,7 +5,9 @@
 
 #include "common/element.cuh"
 #include "common/overlap.hpp"
+#include "optimizer/list_choice.hpp"
 #include "plugin/families.hpp"
+#include "te_fl/backend/describe.hpp"
 #include "te_fl/numeric.hpp"
 #include "te_fl/ops/quantize.h"
 
@@ -33,8 +35,8 @@ struct Histories {
 // before what later turns read.
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
-    update_kernel(const __grid_constant__ Histories<kCapacity> all, const float* reduced,
-                  numeric::DelayedScalingRule rule) {
+    scale_update_kernel(const __grid_constant__ Histories<kCapacity> all, const float* reduced,
+                        numeric::DelayedScalingRule rule) {
   __shared__ float largest_of[kThreads];
   int which = 0;
   for (int below = all.count - 1; which < below;) {
@@ -54,8 +56,8 @@ __global__ void __launch_bounds__(kThreads)
   float* column = h.entries + slot0 + t;
   float last = 0.0f, largest = 0.0f;
   if (active) {
-    const float given = reduced != nullptr ? reduced[h.first + slot0 + t] : 0.0f;
-    last = given != 0.0f ? given : column[0];
+    const float reduced_amax = reduced != nullptr ? reduced[h.first + slot0 + t] : 0.0f;
+    last = reduced_amax != 0.0f ? reduced_amax : column[0];
   }
   const bool roll = active && last != 0.0f;
   for (int64_t base = 0; base < h.length; base += int64_t{rows} * kAtOnce) {
@@ -114,13 +116,12 @@ void launch(const te_fl_context& ctx, const Args& args, const float* reduced,
       blocks += static_cast<unsigned>(ceil_div(tensors, kSlots));
     }
     if (blocks == 0) continue;
-    update_kernel<kCapacity><<<blocks, kThreads, 0, stream_of(ctx)>>>(all, reduced, rule);
-    check_launch("update_kernel");
+    scale_update_kernel<kCapacity><<<blocks, kThreads, 0, stream_of(ctx)>>>(all, reduced, rule);
+    check_launch("scale_update_kernel");
   }
 }
 
-// Parameters of 4 KB, or of nearly the 32 KB that there may be.
-constexpr int kFew = 80, kMany = 660;
+constexpr int kFew = list_choice::kFewHistories, kMany = list_choice::kManyHistories;
 
 void fused_update(const te_fl_context& ctx, const Args& args) {
   const float* reduced = args.amax_reduction_buffer == nullptr
@@ -144,7 +145,7 @@ void fused_update(const te_fl_context& ctx, const Args& args) {
   }
   rule.algo =
       args.algo == 0 ? numeric::AmaxComputeAlgo::kMax : numeric::AmaxComputeAlgo::kMostRecent;
-  if (args.amax_histories_count <= kFew) return launch<kFew>(ctx, args, reduced, rule);
+  if (choose_list(args).capacity == kFew) return launch<kFew>(ctx, args, reduced, rule);
   launch<kMany>(ctx, args, reduced, rule);
 }
 Refusal refuse_update(const Args& args) {
@@ -156,11 +157,16 @@ Refusal refuse_update(const Args& args) {
   return nullptr;
 }
 
+std::string words_of(const te_fl_context&, const Args& args) {
+  return "kernel " + choose_list(args).text();
+}
+
 }  // namespace
 
 void append_scale_update(std::vector<te_fl_op_desc>& ops) {
-  ops.push_back(descriptor<Args, fused_update, refuse_update>(
-      "fused_amax_and_scale_update_after_reduction"));
+  ops.push_back(
+      descriptor<Args, fused_update, refuse_update>("fused_amax_and_scale_update_after_reduction"));
+  ops.back().describe = backend::describe_thunk<Args, words_of>;
 }
 
 }  // namespace te_fl::cuda

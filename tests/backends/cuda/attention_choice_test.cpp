@@ -1,4 +1,4 @@
-// Which of the CUDA plugin's own attention kernels a call takes, and why not the tensor cores;
+// The CUDA plugin's own attention kernels that a call takes, and why not the tensor cores;
 // needs no GPU.
 #include "backends/cuda/attention/attention_choice.hpp"
 

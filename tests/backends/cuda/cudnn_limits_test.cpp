@@ -1,4 +1,4 @@
-// Which calls the CUDA plugin keeps from a cuDNN that computes them wrongly; needs no GPU.
+// Calls that the CUDA plugin keeps from a cuDNN that computes them wrongly; needs no GPU.
 #include "backends/cuda/attention/cudnn_limits.hpp"
 #include "support/expect.hpp"
 

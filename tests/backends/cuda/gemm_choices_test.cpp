@@ -1,4 +1,4 @@
-// How the CUDA plugin keeps measured choices of GEMM algorithms among threads and processes; needs
+// The CUDA plugin keeps measured choices of GEMM algorithms among threads and processes; needs
 // no GPU and no CUDA.
 #include <gtest/gtest.h>
 #include <sys/wait.h>

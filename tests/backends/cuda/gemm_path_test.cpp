@@ -1,4 +1,4 @@
-// How the CUDA plugin says by which kernels a call of generic_gemm goes; needs no GPU.
+// The CUDA plugin says by which kernels a call of generic_gemm goes; needs no GPU.
 #include "backends/cuda/gemm/gemm_path.hpp"
 
 #include <gtest/gtest.h>

@@ -84,7 +84,7 @@ cublasLtMatmulAlgo_t algorithm(int tile, int cluster, int option, int stages = 3
   return algo;
 }
 
-// What add_variations() makes of the heuristic's.
+// The algorithms that add_variations() makes of the heuristic's.
 std::vector<cublasLtMatmulAlgo_t> varied(std::vector<cublasLtMatmulAlgo_t> heuristic,
                                          const Answers& answers = {}, size_t version = 130100) {
   g_answers = answers;

@@ -1,4 +1,4 @@
-// How the CUDA plugin chooses among algorithms that it times, what it keeps of that, and when two
+// The CUDA plugin chooses among algorithms that it times, what it keeps of that, and when two
 // results are the same; needs no GPU and no CUDA.
 #include <gtest/gtest.h>
 
@@ -20,7 +20,7 @@ namespace {
 struct Chip {
   std::vector<double> cold, hot;
   std::set<size_t> refused, wrong;
-  std::vector<size_t> asked;  // whether they agree
+  std::vector<size_t> asked;  // they agree
   double total = 0;           // us spent
 
   Winner run() {

@@ -210,7 +210,7 @@ TEST_F(GpuValues, PositionsOfRope) {
   const Tensor freqs = filled({10, 1, 1, 8}, 0.5f);
   te_fl_rope_rope_args args{.input = x, .freqs = freqs, .output = y};
   args.layout = TE_FL_LAYOUT_BSHD;
-  // Of the second sequence's tokens the first or the last has no position.
+  // The second sequence's tokens: the first or the last has no position.
   const auto at = [&](const Tensor& starts, bool first_is_wrong, const std::string& words) {
     args.start_positions = starts;
     EXPECT_OK(run(op::fused_rope_forward, &args, stream));
@@ -230,7 +230,7 @@ TEST_F(GpuValues, PositionsOfRope) {
   args.start_positions = right;
   EXPECT_OK(run(op::fused_rope_forward, &args, stream));
   EXPECT_OK(stream.synchronize());
-  // What is known without the device is refused at once.
+  // Mistakes that are known without the device are refused at once.
   const Tensor few = filled({2, 1, 1, 8}, 0.5f);
   args.freqs = few;
   EXPECT_FAILS(run(op::fused_rope_forward, &args, stream), kInvalidArgument,

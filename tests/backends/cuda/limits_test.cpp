@@ -1,4 +1,4 @@
-// Which GPUs the CUDA plugin serves, and what it refuses to multiply there; needs no GPU.
+// The GPUs that the CUDA plugin serves, and what it refuses to multiply there; needs no GPU.
 #include "backends/cuda/gemm/gemm_limits.hpp"
 
 #include "backends/cuda/common/overlap.hpp"

@@ -1,4 +1,4 @@
-// Which of the CUDA plugin's kernels a norm takes, and why not a faster one; needs no GPU.
+// The CUDA plugin's kernels that a norm takes, and why not a faster one; needs no GPU.
 #include "backends/cuda/norm/norm_choice.hpp"
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Of two libraries the one that the process holds is used, whatever the search path has and
+// Among two libraries the one that the process holds is used, whatever the search path has and
 // whichever name comes first: PyTorch's own NCCL beside the system's, say. Run by ctest, which puts
 // the other one on the search path.
 #include "backends/cuda/device/open_library.hpp"
@@ -27,7 +27,7 @@ TEST(OpenLibrary, WhatTheProcessHoldsComesFirst) {
   handle = open_library({kOther, kHeld}, reason);
   ASSERT_NE(handle, nullptr) << reason;
   EXPECT_EQ(file_of(handle), kHeld);
-  // What is not held is loaded, the first name that there is.
+  // A library that is not held is loaded, the first name that there is.
   handle = open_library({"libnccl_of_nobody.so.2", kOther}, reason);
   ASSERT_NE(handle, nullptr) << reason;
   EXPECT_EQ(file_of(handle), kOther);

@@ -1,5 +1,5 @@
 // The CUDA plugin entered as a host enters it, with nothing of te-fl around it. What is tested here
-// needs no GPU: it is refused, or said, before the driver is asked.
+// needs no GPU: it is refused, or described, before the driver is asked.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -60,6 +60,12 @@ class Plugin {
     }
     std::abort();
   }
+  std::vector<const te_fl_op_desc*> all_ops() {
+    uint32_t count = 0;
+    const te_fl_op_desc* const* list = nullptr;
+    EXPECT_EQ(api_.ops(instance_, &count, &list, nullptr), TE_FL_OK);
+    return {list, list + count};
+  }
   bool has_device() {
     uint32_t count = 0;
     const te_fl_device_desc* const* list = nullptr;
@@ -93,7 +99,7 @@ class Plugin {
   void* instance_ = nullptr;
 };
 
-// A tensor said to be on the first GPU; its memory is the host's and must not be touched.
+// A tensor that claims to be on the first GPU; its memory is the host's and must not be touched.
 struct Fake {
   std::vector<int64_t> shape;
   te_fl_quant quant;
@@ -156,6 +162,17 @@ TEST(CudaEntry, ScratchThatIsTooSmallIsRefused) {
 }
 
 // Metadata only (rule R31), whether or not the plugin's functions are wrapped.
+TEST(CudaEntry, EveryOpSaysByWhichKernelItGoes) {
+  Plugin plugin;
+  const std::vector<const te_fl_op_desc*> ops = plugin.all_ops();
+  EXPECT_GT(ops.size(), 70u);
+  for (const te_fl_op_desc* op : ops) {
+    EXPECT_NE(op->describe, nullptr)
+        << op->impl_id << " of " << op->op_name
+        << " has no describe(), so te-fl explain cannot name its kernel";
+  }
+}
+
 TEST(CudaEntry, ProductsSayByWhichKernelsTheyGo) {
   for (const char* ranges : {"0", "1"}) {
     Plugin plugin(Plugin::Settings{{"TE_FL_CUDA_NVTX", ranges}});
@@ -163,10 +180,10 @@ TEST(CudaEntry, ProductsSayByWhichKernelsTheyGo) {
     ASSERT_NE(op.describe, nullptr);
     Product call;
     const auto words = [&] {
-      Text said;
-      EXPECT_EQ(op.describe(op.self, &call.ctx, &call.args, &said.sink), TE_FL_OK)
+      Text description;
+      EXPECT_EQ(op.describe(op.self, &call.ctx, &call.args, &description.sink), TE_FL_OK)
           << call.errors.text;
-      return said.text;
+      return description.text;
     };
     // No plan has been made, and describe() makes none.
     EXPECT_EQ(words(),
@@ -193,9 +210,10 @@ TEST(CudaEntry, ProductsSayThatTheirAlgorithmWillBeMeasured) {
                                  {"TE_FL_CUDA_GEMM_FILE", "/tmp/te_fl_no_choices_yet.json"}});
   const te_fl_op_desc& op = plugin.op("generic_gemm");
   Product call;
-  Text said;
-  EXPECT_EQ(op.describe(op.self, &call.ctx, &call.args, &said.sink), TE_FL_OK) << call.errors.text;
-  EXPECT_EQ(said.text,
+  Text description;
+  EXPECT_EQ(op.describe(op.self, &call.ctx, &call.args, &description.sink), TE_FL_OK)
+      << call.errors.text;
+  EXPECT_EQ(description.text,
             "cuBLASLt, which writes the result; algorithm measured at first use "
             "(TE_FL_CUDA_GEMM_TUNE)");
 }
@@ -210,9 +228,9 @@ TEST(CudaEntry, QuantisationAndActivationsSayByWhichKernelsTheyGo) {
   ctx.errors = &errors.sink;
   const auto words = [&](const char* name, const void* args) {
     const te_fl_op_desc& op = plugin.op(name);
-    Text said;
-    EXPECT_EQ(op.describe(op.self, &ctx, args, &said.sink), TE_FL_OK) << errors.text;
-    return said.text;
+    Text description;
+    EXPECT_EQ(op.describe(op.self, &ctx, args, &description.sink), TE_FL_OK) << errors.text;
+    return description.text;
   };
   te_fl_quantize_args quantize;
   quantize.input = &x.tensor, quantize.output = &codes.tensor;
@@ -308,9 +326,9 @@ TEST(CudaEntry, Fp8AttentionIsServedAndItsScratchSized) {
                       &backward = plugin.op("fused_attn_bwd");
   EXPECT_EQ(forward.supports(forward.self, &ctx, &fwd), TE_FL_OK) << errors.text;
   EXPECT_EQ(backward.supports(backward.self, &ctx, &bwd), TE_FL_OK) << errors.text;
-  Text said;
-  EXPECT_EQ(forward.describe(forward.self, &ctx, &fwd, &said.sink), TE_FL_OK) << errors.text;
-  EXPECT_HAS(said.text, "attention kernels scalar: the tensor-core kernels ");
+  Text description;
+  EXPECT_EQ(forward.describe(forward.self, &ctx, &fwd, &description.sink), TE_FL_OK) << errors.text;
+  EXPECT_HAS(description.text, "attention kernels scalar: the tensor-core kernels ");
   const auto bytes = [&](const te_fl_op_desc& op, const void* args) {
     size_t wanted = 0;
     EXPECT_EQ(op.workspace(op.self, &ctx, args, &wanted), TE_FL_OK) << errors.text;
@@ -330,7 +348,7 @@ TEST(CudaEntry, Fp8AttentionIsServedAndItsScratchSized) {
   EXPECT_HAS(errors.text, "reads row-wise data only");
 }
 
-// Whether cuDNN's backward of attention is refused for its length, which is asked before the
+// True if cuDNN's backward of attention is refused for its length, which is asked before the
 // library is looked for. thd: `batch` sequences of up to `length` in `tokens`.
 bool too_long_for_cudnn(int64_t batch, int64_t length, int64_t heads, int64_t tokens = 0) {
   Plugin plugin;
@@ -396,9 +414,9 @@ std::string answer_of_fp8_forward(int64_t batch, Ask ask) {
   const te_fl_op_desc& op =
       plugin.op(enquiry ? "get_fused_attn_backend" : "fused_attn_fwd", "vendor.cuda.cudnn");
   if (ask == Ask::kDescribe) {
-    Text said;
-    EXPECT_EQ(op.describe(op.self, &ctx, &args, &said.sink), TE_FL_OK) << errors.text;
-    return said.text;
+    Text description;
+    EXPECT_EQ(op.describe(op.self, &ctx, &args, &description.sink), TE_FL_OK) << errors.text;
+    return description.text;
   }
   op.supports(op.self, &ctx,
               enquiry ? static_cast<const void*>(&asked) : static_cast<const void*>(&args));

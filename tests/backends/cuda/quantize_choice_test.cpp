@@ -1,4 +1,4 @@
-// Which of the CUDA plugin's kernels quantisation takes, and why; needs no GPU.
+// The CUDA plugin's kernels that quantisation takes, and why; needs no GPU.
 #include "backends/cuda/quantize/quantize_choice.hpp"
 
 #include <gtest/gtest.h>
@@ -102,14 +102,14 @@ TEST(CudaQuantizeChoice, FewElementsFindTheirScaleInOneLaunch) {
   EXPECT_EQ(chosen(TE_FL_BF16, 64, 1024, 0), kTwo) << "codes are written while others read";
   EXPECT_EQ(chosen(TE_FL_BF16, 64, 1024, 64 * 1024 * 2 - 16), kTwo);
   EXPECT_EQ(chosen(TE_FL_BF16, 64, 1024, 64 * 1024 * 2), kOne);
-  QuantizeCall bias(TE_FL_BF16, 64, 768), given(TE_FL_BF16, 64, 768);
+  QuantizeCall bias(TE_FL_BF16, 64, 768), delayed(TE_FL_BF16, 64, 768);
   bias.output.quantise(TE_FL_SCALING_TENSOR, false, true);
   bias.output.move(kFar);
   EXPECT_EQ(bias.with_bias(),
             "amax by measure_kernel, result by tensor_kernel, which sums the columns: one scale, "
             "and memory for accesses of 16 bytes");
-  given.output.move(kFar);
-  EXPECT_EQ(given.chosen(), kOneScale) << "under a given scale";
+  delayed.output.move(kFar);
+  EXPECT_EQ(delayed.chosen(), kOneScale) << "under a given scale";
 }
 
 TEST(CudaQuantizeChoice, WhatIsNotAlignedTakesTheGeneralKernelsAndSaysWhy) {

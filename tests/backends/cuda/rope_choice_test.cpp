@@ -1,4 +1,4 @@
-// How rotary position embedding divides its work on a GPU, and why; needs no GPU.
+// Rotary position embedding divides its work on a GPU, and why; needs no GPU.
 #include "backends/cuda/pointwise/rope_choice.hpp"
 
 #include <gtest/gtest.h>

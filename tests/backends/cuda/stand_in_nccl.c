@@ -1,5 +1,5 @@
-/* What te-fl finds where NCCL is broken, old or good: a library of its name with the version
-   NUMBER, and without its functions if HOLLOW is defined. Nothing calls them. */
+/* This is what te-fl finds where NCCL is broken, old or good: a library of its name with the
+   version NUMBER, and without its functions if HOLLOW is defined. Nothing calls them. */
 int ncclGetVersion(int* number) {
   *number = NUMBER;
   return 0;

@@ -1,4 +1,4 @@
-// What CUDA's errors become. The numbers are the ABI's: those of which driver_types.h says "the
+// CUDA's errors become te-fl's. The numbers are the ABI's: those of which driver_types.h says "the
 // process must be terminated and relaunched", and those after which context or device is gone.
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// How the CUDA plugin tells mistakes in values that only the device sees, and the rules for RoPE's
+// The CUDA plugin tells mistakes in values that only the device sees, and the rules for RoPE's
 // integers; needs no GPU and no CUDA.
 #include "backends/cuda/common/value_errors.hpp"
 
@@ -21,7 +21,8 @@ using Slots = std::vector<ValueErrorSlot>;
 ValueError index_error(int64_t at) {
   return {"embedding_fwd", nullptr, ValueRule::kIndex, at, 99, 0, 11};
 }
-// What value_errors.cuh does in a kernel. False: there was one already that nobody has been told.
+// Does what value_errors.cuh does in a kernel. False: there was one already that nobody has been
+// told.
 bool note(ValueErrorSlot* slot, const ValueError& error) {
   uint32_t told = std::atomic_ref(slot->told).load(std::memory_order_acquire);
   if (!std::atomic_ref(slot->claimed).compare_exchange_strong(told, told + 1)) return false;
@@ -174,7 +175,7 @@ TEST(CudaRopePositions, SharedAmongRanks) {
   EXPECT_HAS(got[2], "spans tokens 11 to 12, expected multiples");
   EXPECT_EQ(got[3], "");
   EXPECT_HAS(got[4], "sequence 4 of cu_seqlens has 3 tokens on this rank, expected an even number");
-  // Of 8 tokens in four chunks rank 0 holds 0, 1 and 6, 7; rank 1 holds 2 to 5.
+  // With 8 tokens in four chunks rank 0 holds 0, 1 and 6, 7; rank 1 holds 2 to 5.
   EXPECT_EQ(last_position(4, 2, 0), 7);
   EXPECT_EQ(last_position(4, 2, 1), 5);
   EXPECT_EQ(last_position(4, 1, 0), 3);
