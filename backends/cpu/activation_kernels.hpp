@@ -8,7 +8,7 @@ namespace te_fl::cpu {
 
 enum class Act { kGelu, kQgelu, kRelu, kSrelu, kSilu, kSigmoid, kClamped };
 
-// What kClamped, the activation of clamped_swiglu, needs.
+// The parameters of kClamped, the activation of clamped_swiglu.
 struct Clamp {
   float limit = 0.0f;
   float alpha = 0.0f;

@@ -1,4 +1,4 @@
-// What the attention forward and backward share: decoded calls, tiles of queries, scratch memory.
+// Shared by the attention forward and backward: decoded calls, tiles of queries, scratch memory.
 #pragma once
 
 #include <algorithm>
@@ -158,7 +158,7 @@ class Scratch {
   float* data_;
 };
 
-// How many tasks of `count` run at a time, each with scratch of its own.
+// Counts the tasks of `count` that run at a time, each with scratch of its own.
 int64_t attention_slots(int64_t count, int64_t multiplications);
 
 // Runs f(slot, task) for every task; tasks are taken in order by whichever slot is free.

@@ -12,7 +12,7 @@ namespace {
 using backend::AttentionProblem;
 using backend::SequenceSpan;
 
-// How the work is divided, from metadata only.
+// The division of the work, from metadata only.
 struct Division {
   explicit Division(const AttentionProblem& p) : d(padded(p.head_dim)), dv(padded(p.head_dim_v)) {
     const int64_t groups = p.batch * p.kv_heads;
@@ -204,7 +204,7 @@ class Backward {
     }
   }
 
-  // What a tile of queries and a tile of keys contribute to each other.
+  // Adds what a tile of queries and a tile of keys contribute to each other.
   void pair(const QueryTile& q, int64_t key, int64_t keys, const Buffers& s, float* dq_t) {
     alignas(64) float lse[kQueries], delta[kQueries];
     load_queries(q, s, lse, delta);

@@ -14,7 +14,7 @@ int64_t slots_for(const AttentionProblem& p) {
   return attention_slots(tiles, attention_work(p));
 }
 
-// How the scratch is divided, from metadata only.
+// The division of the scratch, from metadata only.
 struct Division {
   explicit Division(const AttentionProblem& p)
       : d(padded(p.head_dim)), dv(padded(p.head_dim_v)), slots(slots_for(p)) {
@@ -107,10 +107,10 @@ class Forward {
       if (rescale && !first) scale_columns(o, p.head_dim_v, t.cols, state.rescale);
       tile_product({p.head_dim_v, t.cols, keys, v, 1, dv, scores, kQueries, o, kQueries, !first});
     }
-    finish(t, state, o, rows);
+    write_rows(t, state, o, rows);
   }
 
-  // Where position s of sequence b (thd: token s) is among the packed rows.
+  // The place of position s of sequence b (thd: token s) among the packed rows.
   int64_t packed_row(int64_t b, int64_t g, int64_t s) const {
     const int64_t sequence = call_.p.thd ? 0 : b;
     return (sequence * call_.p.kv_heads + g) * call_.p.k.seqlen + s;
@@ -133,7 +133,7 @@ class Forward {
                                         });
   }
 
-  void finish(const QueryTile& t, const SoftmaxState& state, const float* o, float* row) {
+  void write_rows(const QueryTile& t, const SoftmaxState& state, const float* o, float* row) {
     const AttentionProblem& p = call_.p;
     const float sink = call_.sink(t.h);
     for (int64_t i = 0; i < t.count; ++i) {

@@ -23,7 +23,7 @@ struct TileProduct {
 };
 void tile_product(const TileProduct& product);
 
-// What is done to the scores of a tile and which are masked. `keys` rows from key `first_key`,
+// The terms of the scores of a tile and which are masked. `keys` rows from key `first_key`,
 // `cols` columns (a multiple of kPad).
 struct ScoreRules {
   int64_t first_key, keys, cols;

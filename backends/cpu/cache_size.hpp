@@ -1,4 +1,4 @@
-// How large the processor's last-level cache is.
+// The size of the processor's last-level cache.
 #pragma once
 
 #include <cstdint>

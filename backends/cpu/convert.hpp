@@ -27,7 +27,7 @@ void store_f32(int dtype, const float* src, int64_t n, void* dst, bool stream = 
 float quantize_f32(int dtype, const float* src, int64_t n, float scale, void* dst,
                    bool stream = false);
 void store_fence();
-// Whether an output of so many bytes should be streamed: it is larger than the last-level cache.
+// True if an output of so many bytes should be streamed: it is larger than the last-level cache.
 bool exceeds_cache(int64_t bytes);
 
 // Padded buffers: x *= factor; acc += x.

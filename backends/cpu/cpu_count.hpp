@@ -1,4 +1,4 @@
-// How many threads this process may usefully run at once.
+// Counts the threads that this process may usefully run at once.
 #pragma once
 
 #include <string>

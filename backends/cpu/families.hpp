@@ -3,21 +3,11 @@
 
 #include <vector>
 
-#include "te_fl/backend.hpp"
+#include "te_fl/backend/refusal.hpp"
 
 namespace te_fl::cpu {
 
-// Why a call is not served, nullptr if it is. Reads metadata only; static text.
-using Refusal = const char*;
-
-template <class Args, auto F>
-te_fl_status supports(void*, const te_fl_context* ctx, const void* raw) noexcept {
-  const backend::Widened<Args> args(raw);
-  const Refusal refusal = F(*args);
-  if (refusal == nullptr) return TE_FL_OK;
-  backend::report(ctx->errors, refusal);
-  return TE_FL_UNSUPPORTED;
-}
+using backend::Refusal;
 
 // The descriptor of one op, run by `void F(const te_fl_context&, const Args&)`. Refuses is
 // `Refusal (const Args&)`, or nullptr when every call that the schema and the constraints allow is
@@ -35,7 +25,7 @@ te_fl_op_desc descriptor(const char* op_name) {
   if constexpr (Refuses == nullptr) {
     desc.flags |= TE_FL_OP_STATIC_SUPPORT;
   } else {
-    desc.supports = supports<Args, Refuses>;
+    desc.supports = backend::refusal_thunk<Args, Refuses>;
   }
   return desc;
 }

@@ -15,13 +15,13 @@ struct StoredMatrix {
   uint32_t scaling;
   int64_t rows, cols;
   bool transposed;  // must be transposed to become op(X)
-  float factor;     // what the values must be multiplied with: the per-tensor scale_inv, or 1
+  float factor;     // the factor of the values: the per-tensor scale_inv, or 1
 
   int64_t size() const { return rows * cols; }
   bool is_block() const { return scales != nullptr; }
 };
 
-// Why an operand is not served; nullptr if it is. Reads metadata only.
+// Says why an operand is not served; nullptr if it is. Reads metadata only.
 const char* refuse_operand(const te_fl_tensor& t) noexcept;
 
 // Chooses the copy. In block scaling it is the one whose blocks run along the contraction, which
@@ -30,7 +30,7 @@ const char* refuse_operand(const te_fl_tensor& t) noexcept;
 StoredMatrix stored_matrix(const te_fl_tensor& t, const char* name, bool trans,
                            bool rowwise_contracts);
 
-// Whether the values, without the factor, are BF16 numbers: BF16 itself, per-tensor FP8, and block
+// True if the values, without the factor, are BF16 numbers: BF16 itself, per-tensor FP8, and block
 // scaled FP8 whose scales are powers of two.
 bool is_exact_in_bf16(const StoredMatrix& m);
 

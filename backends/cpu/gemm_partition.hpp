@@ -1,4 +1,4 @@
-// How a matrix product is divided into blocks of C, and of the sum over k.
+// Divides a matrix product into blocks of C, and of the sum over k.
 #pragma once
 
 #include <cstdint>

@@ -83,7 +83,7 @@ void run_forward(const Forward& args) {
   const auto beta = args.beta != nullptr ? load_vector(*args.beta) : std::vector<float>();
   const bool adds = args.sum != nullptr;
   const Rows x(*args.x), residual(adds ? *args.residual : *args.x),
-      source(adds ? *args.sum : *args.x);  // what is normalised
+      source(adds ? *args.sum : *args.x);  // the input, or its sum with the residual
   float* mu = args.mu != nullptr ? backend::data<float>(*args.mu) : nullptr;
   float* rsigma = backend::data<float>(*args.rsigma);
   std::vector<float> mean_rest(mu != nullptr ? static_cast<size_t>(matrix.rows) : 0);

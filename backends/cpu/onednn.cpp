@@ -35,10 +35,10 @@ void check(dnnl_status_t status, const char* what) {
 // never inherits a half-opened library or the dynamic linker's lock.
 std::mutex opening;
 
-// Who is inside the library. A fork and the end of the process wait until nobody is: a child would
-// inherit locks of the library whose owners are not there, and its static objects are destroyed at
-// exit, under a product that is being made. Who comes during a fork waits for its end; who comes
-// after the exit began is refused.
+// Counts the threads inside the library. A fork and the end of the process wait until nobody is: a
+// child would inherit locks of the library whose owners are not there, and its static objects are
+// destroyed at exit, under a product that is being made. Who comes during a fork waits for its end;
+// who comes after the exit began is refused.
 constinit std::atomic<int> inside{0};
 constinit thread_local int t_inside = 0;  // 1 only where a signal's handler forks or exits
 enum Gate : int { kOpen, kForking, kEnded };
@@ -85,7 +85,7 @@ void after_fork() {
   opening.unlock();
 }
 [[maybe_unused]] const int forks_registered = pthread_atfork(&before_fork, &after_fork, [] {
-  inside.store(t_inside);  // who was about to look at the gate is not here
+  inside.store(t_inside);  // a thread that was about to look at the gate is not here
   after_fork();
 });
 

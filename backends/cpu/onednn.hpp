@@ -18,10 +18,10 @@ class OneDnn {
   // when it cannot be opened; the message names the file and the package.
   static const OneDnn& instance();
 
-  // Whether instance() succeeds, and why not. Opens the library.
+  // True if instance() succeeds, and why not. Opens the library.
   static bool available(std::string* reason);
 
-  // Whether bf16() runs at the processor's BF16 speed. Otherwise it must not be called.
+  // True if bf16() runs at the processor's BF16 speed. Otherwise it must not be called.
   bool has_bf16() const { return has_bf16_; }
 
   // C = alpha op(A) op(B) + beta C, row-major, on the calling thread. Dimensions are positive and

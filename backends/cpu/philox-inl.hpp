@@ -73,7 +73,7 @@ struct PhiloxKeys {
   uint64_t low[10], high[10];
 };
 
-// The same with one block in each 64-bit lane, whose lower halves hold the state: a wide product
+// Does it with one block in each 64-bit lane, whose lower halves hold the state: a wide product
 // then is one instruction. pairs[0]: words 0 and 1 of each block, pairs[1]: words 2 and 3.
 HWY_INLINE void PhiloxBlocks64(hn::Vec<D64> counter, const PhiloxKeys& keys,
                                hn::Vec<D64> pairs[2]) {
@@ -83,7 +83,7 @@ HWY_INLINE void PhiloxBlocks64(hn::Vec<D64> counter, const PhiloxKeys& keys,
   for (int round = 0; round < 10; ++round) {
     const auto product0 = hn::MulEven(hn::BitCast(DU(), c0), factor0);
     const auto product1 = hn::MulEven(hn::BitCast(DU(), c2), factor1);
-    // What is left in the upper halves enters no product.
+    // The rest in the upper halves enters no product.
     c0 = hn::Xor3(hn::ShiftRight<32>(product1), c1, hn::Set(d, keys.low[round]));
     c1 = product1;
     c2 = hn::Xor3(hn::ShiftRight<32>(product0), c3, hn::Set(d, keys.high[round]));
@@ -98,7 +98,7 @@ HWY_INLINE void PhiloxBlocks64(hn::Vec<D64> counter, const PhiloxKeys& keys,
 }
 #endif
 
-// Whether a word is kept, for a dropout_threshold() above 0 and below 2^32.
+// True if a word is kept, for a dropout_threshold() above 0 and below 2^32.
 HWY_INLINE auto KeepMask(VU words, VU threshold) {
   return hn::RebindMask(DF(), hn::Not(hn::Lt(words, threshold)));
 }

@@ -53,7 +53,7 @@ void for_each_piece(Matrix matrix, ColumnSums* sums, F&& f) {
 
 using BeginRow = FunctionRef<void(int64_t row, int64_t part)>;
 
-// The same with rows kept whole and announced.
+// Does it with rows kept whole and announced.
 template <class F>
 void for_each_piece_of_rows(Matrix matrix, const BeginRow& begin_row, F&& f) {
   const Parts parts(matrix.rows, grain_of_rows(matrix.cols));

@@ -54,7 +54,7 @@ struct Scales {
   const float* inverse;
   backend::Matrix matrix;
 
-  // Of the run of elements of one row that starts at col; also how long it is.
+  // Describes the run of elements of one row that starts at col; also how long it is.
   float of(int64_t row, int64_t col, int64_t* length) const {
     switch (mode) {
       case TE_FL_SCALING_BLOCK_1X128:
@@ -157,7 +157,7 @@ Refusal refuse_split_quantize(const te_fl_split_quantize_args& args) {
 }
 
 void cast_to_fp8(const te_fl_context&, const te_fl_cast_to_fp8_args& args) {
-  // The same as a quantised output with a given scale, whose parts are tensors of their own.
+  // Shows it as a quantised output with a given scale, whose parts are tensors of their own.
   te_fl_quant quant;
   float scale_inv = 0.0f;
   quant.scaling = TE_FL_SCALING_TENSOR;

@@ -1,4 +1,4 @@
-// Which angles each token takes: checks and positions of the rotary embeddings.
+// Finds the angles of each token: checks and positions of the rotary embeddings.
 #pragma once
 
 #include <cstdint>
@@ -31,10 +31,10 @@ struct Positions {
   }
 };
 
-// Of a sbhd or bshd tensor whose first two extents are given.
+// Serves a sbhd or bshd tensor whose first two extents are given.
 Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
                           const te_fl_tensor* start_positions, const ContextParallel& cp);
-// Of a thd tensor. cu_seqlens counts whole sequences; a rank holds 1 / cp_size of each.
+// Serves a thd tensor. cu_seqlens counts whole sequences; a rank holds 1 / cp_size of each.
 Positions packed_positions(int64_t tokens, const te_fl_tensor& cu_seqlens,
                            const te_fl_tensor* start_positions, const ContextParallel& cp);
 

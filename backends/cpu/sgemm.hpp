@@ -22,7 +22,7 @@ namespace te_fl::cpu {
 // - Throws std::invalid_argument for a negative size or a leading dimension shorter than a row,
 //   std::runtime_error if the GEMM library cannot be opened (see gemm_available), std::bad_alloc.
 
-// Whether the GEMM library can be opened, which the first call does; if not, why and what to
+// True if the GEMM library can be opened, which the first call does; if not, why and what to
 // install goes to *reason (may be null). A backend asks before it offers a GEMM.
 bool gemm_available(std::string* reason);
 
@@ -36,7 +36,7 @@ void bf16gemm(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float
               const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, float beta, float* c,
               int64_t ldc);
 
-// Whether bf16gemm is faster than sgemm here. Opens the GEMM library; false if it cannot be.
+// True if bf16gemm is faster than sgemm here. Opens the GEMM library; false if it cannot be.
 bool gemm_bf16_is_native();
 
 struct SgemmOperands {

@@ -226,7 +226,7 @@ HWY_INLINE VF ExpReduced(VF x, VF& q) {
   return hn::Add(hn::MulAdd(hn::Mul(p, r), r, r), SetF(1.0f));
 }
 
-// Whether AVX-512 instructions that Highway does not name may be used.
+// True if AVX-512 instructions that Highway does not name may be used.
 #undef TE_FL_CPU_AVX512
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
 #define TE_FL_CPU_AVX512 1

@@ -5,7 +5,7 @@
 
 namespace te_fl::cpu {
 
-// Why a copy is not served; nullptr if it is. Reads metadata only.
+// Says why a copy is not served; nullptr if it is. Reads metadata only.
 const char* refuse_copy(const te_fl_tensor& input, const te_fl_tensor& output) noexcept;
 
 // output = convert(input); both pass refuse_copy and have one shape.

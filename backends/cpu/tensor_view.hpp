@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "te_fl/backend.hpp"
+#include "te_fl/backend/refusal.hpp"
 #include "te_fl/dtype.hpp"
 #include "thread_pool.hpp"
 
@@ -27,31 +27,17 @@ inline bool is_fp8_dtype(int dtype) noexcept {
 inline bool is_fp8(const te_fl_tensor& t) noexcept { return is_fp8_dtype(dtype_of(t)); }
 inline int64_t element_bytes(const te_fl_tensor& t) noexcept { return t.dl.dtype.bits / 8; }
 
-// An absent optional tensor counts as dense.
-inline bool dense(const te_fl_tensor* t) noexcept {
-  return t == nullptr || t->dl.strides == nullptr || backend::is_contiguous(*t);
-}
-template <class... Tensors>
-bool all_dense(const Tensors*... tensors) noexcept {
-  return (dense(tensors) && ...);
-}
+using backend::all_dense;
+using backend::dense;
 
-// Whether two dense tensors' row-wise data share memory without being the same array of the same
+// True if two dense tensors' row-wise data share memory without being the same array of the same
 // dtype. Then a kernel that reads an element right before it writes it is wrong.
 inline bool overlaps_askew(const te_fl_tensor& out, const te_fl_tensor& in) noexcept {
-  const char* a = backend::data<char>(out);
-  const char* b = backend::data<char>(in);
-  if (a == nullptr || b == nullptr) return false;
-  const int64_t a_bytes = backend::numel(out) * out.dl.dtype.bits / 8;
-  const int64_t b_bytes = backend::numel(in) * in.dl.dtype.bits / 8;
-  if (a + a_bytes <= b || b + b_bytes <= a) return false;
-  return a != b || a_bytes != b_bytes || out.dl.dtype.bits != in.dl.dtype.bits;
+  const backend::Extent a = backend::rowwise_extent(out), b = backend::rowwise_extent(in);
+  return a.meets(b) && !(a == b && out.dl.dtype.bits == in.dl.dtype.bits);
 }
 inline bool overlaps(const te_fl_tensor& out, const te_fl_tensor& in) noexcept {
-  const char* a = backend::data<char>(out);
-  const char* b = backend::data<char>(in);
-  return a != nullptr && b != nullptr && a < b + backend::numel(in) * in.dl.dtype.bits / 8 &&
-         b < a + backend::numel(out) * out.dl.dtype.bits / 8;
+  return backend::rowwise_extent(out).meets(backend::rowwise_extent(in));
 }
 
 // Elements that one thread should at least have to make waking another worth it: about 10 us of

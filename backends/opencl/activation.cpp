@@ -15,7 +15,7 @@ std::string types(Act act, const te_fl_tensor* x, const te_fl_tensor* grad, cons
 }
 
 template <Act kAct>
-void forward(const Call& call, const te_fl_activation_act_fwd_args& args) {
+void forward(const DeviceCall& call, const te_fl_activation_act_fwd_args& args) {
   check_output(*args.output, "output");
   const Output out(*args.output, call.context.workspace);
   const int64_t n = backend::numel(*args.output);
@@ -25,11 +25,11 @@ void forward(const Call& call, const te_fl_activation_act_fwd_args& args) {
       .memory(out.data())
       .value(n)
       .items(n);
-  out.finish(call);
+  out.write_codes(call);
 }
 
 template <Act kAct, class Args>
-void write_gradient(const Call& call, const Args& args, const te_fl_tensor* dbias) {
+void write_gradient(const DeviceCall& call, const Args& args, const te_fl_tensor* dbias) {
   const Output out(*args.output, call.context.workspace);
   const int64_t n = backend::numel(*args.output);
   const std::string options = types(kAct, args.input, args.grad, out) + define("TB", dbias);
@@ -49,23 +49,24 @@ void write_gradient(const Call& call, const Args& args, const te_fl_tensor* dbia
       .memory(out.data())
       .value(n)
       .items(n);
-  out.finish(call);
+  out.write_codes(call);
 }
 
 template <Act kAct>
-void backward(const Call& call, const te_fl_activation_act_bwd_args& args) {
+void backward(const DeviceCall& call, const te_fl_activation_act_bwd_args& args) {
   check_output(*args.output, "output");
   write_gradient<kAct>(call, args, nullptr);
 }
 
 template <Act kAct>
-void backward_dbias(const Call& call, const te_fl_activation_dbias_act_args& args) {
+void backward_dbias(const DeviceCall& call, const te_fl_activation_dbias_act_args& args) {
   check_output(*args.output, "output");
   write_gradient<kAct>(call, args, args.dbias);
 }
 
 template <class Args>
-void gated(const Call& call, Act act, const Args& args, float limit, float alpha, float offset) {
+void gated(const DeviceCall& call, Act act, const Args& args, float limit, float alpha,
+           float offset) {
   check_output(*args.output, "output");
   const Output out(*args.output, call.context.workspace);
   const backend::Matrix matrix = backend::as_matrix(*args.output);
@@ -79,11 +80,11 @@ void gated(const Call& call, Act act, const Args& args, float limit, float alpha
       .value(alpha)
       .value(offset)
       .items(matrix.rows * matrix.cols);
-  out.finish(call);
+  out.write_codes(call);
 }
 
 template <class Args>
-void gated_gradient(const Call& call, Act act, const Args& args, float limit, float alpha,
+void gated_gradient(const DeviceCall& call, Act act, const Args& args, float limit, float alpha,
                     float offset) {
   check_output(*args.output, "output");
   const Output out(*args.output, call.context.workspace);
@@ -99,49 +100,49 @@ void gated_gradient(const Call& call, Act act, const Args& args, float limit, fl
       .value(alpha)
       .value(offset)
       .items(matrix.rows * matrix.cols);
-  out.finish(call);
+  out.write_codes(call);
 }
 
 template <Act kAct>
-void gated_forward(const Call& call, const te_fl_activation_glu_fwd_args& args) {
+void gated_forward(const DeviceCall& call, const te_fl_activation_glu_fwd_args& args) {
   gated(call, kAct, args, 0.0f, 1.0f, 0.0f);
 }
 template <Act kAct>
-void gated_backward(const Call& call, const te_fl_activation_glu_bwd_args& args) {
+void gated_backward(const DeviceCall& call, const te_fl_activation_glu_bwd_args& args) {
   gated_gradient(call, kAct, args, 0.0f, 1.0f, 0.0f);
 }
-void clamped_forward(const Call& call, const te_fl_activation_clamped_fwd_args& args) {
+void clamped_forward(const DeviceCall& call, const te_fl_activation_clamped_fwd_args& args) {
   gated(call, kClamped, args, args.limit, args.alpha, args.glu_linear_offset);
 }
-void clamped_backward(const Call& call, const te_fl_activation_clamped_bwd_args& args) {
+void clamped_backward(const DeviceCall& call, const te_fl_activation_clamped_bwd_args& args) {
   gated_gradient(call, kClamped, args, args.limit, args.alpha, args.glu_linear_offset);
 }
 
 // ---- what is not served
 
 Refusal refuse_forward(const Device& device, const te_fl_activation_act_fwd_args& args) {
-  if (!compact(args.input)) return kNotContiguous;
+  if (!all_dense(args.input)) return kNotContiguous;
   return overlaps_askew(*args.output, args.input) ? kOverlaps : refuse_output(device, *args.output);
 }
 template <class Args>
 Refusal refuse_backward(const Device& device, const Args& args) {
-  if (!compact(args.grad, args.input)) return kNotContiguous;
+  if (!all_dense(args.grad, args.input)) return kNotContiguous;
   const bool askew =
       overlaps_askew(*args.output, args.grad) || overlaps_askew(*args.output, args.input);
   return askew ? kOverlaps : refuse_output(device, *args.output);
 }
 Refusal refuse_dbias(const Device& device, const te_fl_activation_dbias_act_args& args) {
-  return compact(args.dbias) ? refuse_backward(device, args) : kNotContiguous;
+  return all_dense(args.dbias) ? refuse_backward(device, args) : kNotContiguous;
 }
 template <class Args>
 Refusal refuse_gated(const Device& device, const Args& args) {
-  if (!compact(args.input)) return kNotContiguous;
+  if (!all_dense(args.input)) return kNotContiguous;
   return overlaps(*args.output, args.input) ? kOverlaps : refuse_output(device, *args.output);
 }
 // A work-item reads and writes the same two places of input and output.
 template <class Args>
 Refusal refuse_gated_backward(const Device& device, const Args& args) {
-  if (!compact(args.grad, args.input)) return kNotContiguous;
+  if (!all_dense(args.grad, args.input)) return kNotContiguous;
   const bool meets = overlaps(*args.output, args.grad) || overlaps_askew(*args.output, args.input);
   return meets ? kOverlaps : refuse_output(device, *args.output);
 }

@@ -61,7 +61,7 @@ class Buffer {
                              reinterpret_cast<void*>(begin), &error);
     check(error, "clCreateBuffer");
   }
-  // What is enqueued keeps it until it has run.
+  // Enqueued work keeps it until it has run.
   ~Buffer() { clReleaseMemObject(buffer_); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -94,7 +94,7 @@ bool buffers_share_memory(const Device& device) noexcept {
   return shared == CL_TRUE;
 }
 
-void clblast_sgemm(const Call& call, const Product& p) {
+void clblast_sgemm(const DeviceCall& call, const Product& p) {
   g_used = true;
   const cl_context context = call.device.context;
   const Buffer a(context, p.a, p.m * p.k), b(context, p.b, p.k * p.n), d(context, p.d, p.m * p.n);

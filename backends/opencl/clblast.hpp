@@ -7,12 +7,12 @@
 
 namespace te_fl::opencl {
 
-// Where the library was found; NULL if it or one of its functions was not, and clblast_missing()
+// The path of the library; NULL if it or one of its functions was not, and clblast_missing()
 // says what. Thread-safe.
 const char* clblast_path() noexcept;
 const char* clblast_missing() noexcept;
 
-// Whether a buffer over the device's shared virtual memory is that memory and no copy of it.
+// True if a buffer over the device's shared virtual memory is that memory and no copy of it.
 bool buffers_share_memory(const Device& device) noexcept;
 
 // D = alpha op(A) op(B) + beta D in F32, row-major and compact, in the device's memory; enqueued on
@@ -24,7 +24,7 @@ struct Product {
   int64_t m, n, k;
   float alpha, beta;
 };
-void clblast_sgemm(const Call& call, const Product& p);
+void clblast_sgemm(const DeviceCall& call, const Product& p);
 
 // Lets go of the programs that the library keeps for contexts; nothing if it was not opened.
 void clblast_forget() noexcept;

@@ -111,8 +111,8 @@ te_fl_status synchronize(void* self, void* stream, const te_fl_error_sink* error
                    [&](Device& d) { check(clFinish(d.queue_of(stream)), "clFinish"); });
 }
 
-// When work reached a mark: told by the driver's thread, and waited for, since it may come a little
-// after the mark counts as done.
+// The time at which work reached a mark: told by the driver's thread, and waited for, since it may
+// come a little after the mark counts as done.
 class Moment {
  public:
   void set() {
@@ -135,7 +135,7 @@ class Moment {
 // An owned cl_event; null if there is none.
 using OwnEvent = std::unique_ptr<std::remove_pointer_t<cl_event>, decltype(&clReleaseEvent)>;
 
-// What was recorded last; empty until something was.
+// The event that was recorded last; empty until something was.
 class Event {
  public:
   explicit Event(bool timed) : timed_(timed) {}
@@ -287,7 +287,7 @@ te_fl_status properties(void* self, te_fl_device_props* props, const te_fl_error
           "clGetDeviceInfo");
     found.compute_units = units;
     found.total_memory = total;
-    // What other processes have of it OpenCL does not tell.
+    // OpenCL does not tell what other processes have of it.
     found.free_memory = total - std::min<uint64_t>(total, d.memory->allocated());
     std::snprintf(found.name, sizeof found.name, "%s", d.name.c_str());
     found.struct_size = props->struct_size;

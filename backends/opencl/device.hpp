@@ -25,10 +25,10 @@ struct Device {
   cl_device_id id = nullptr;
   cl_context context = nullptr;
   cl_command_queue queue = nullptr;
-  void* nothing = nullptr;  // what kernels get in place of a tensor that is absent
+  void* nothing = nullptr;  // kernels get it in place of a tensor that is absent
   // Divides with one rounding and keeps subnormals: what exact FP8 needs.
   bool exact = false;
-  GemmDevice gemm;  // what products are made with
+  GemmDevice gemm;  // makes products
   std::unique_ptr<Memory> memory;
   std::unique_ptr<Programs> programs;
   te_fl_device_desc desc{};

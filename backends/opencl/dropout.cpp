@@ -16,7 +16,7 @@ void check_mask(const te_fl_tensor& mask, int64_t elements) {
                    std::to_string(elements) + " elements");
 }
 
-void dropout_fwd(const Call& call, const te_fl_dropout_fwd_args& a) {
+void dropout_fwd(const DeviceCall& call, const te_fl_dropout_fwd_args& a) {
   const int64_t n = backend::numel(*a.input);
   check_mask(*a.mask, n);
   Launch launch(call.device, call.stream(), "dropout", define("TX", a.input), "dropout_forward");
@@ -24,7 +24,7 @@ void dropout_fwd(const Call& call, const te_fl_dropout_fwd_args& a) {
   random(launch, *call.context.rng, a.p).items((n + 7) / 8);
 }
 
-void dropout_bwd(const Call& call, const te_fl_dropout_bwd_args& a) {
+void dropout_bwd(const DeviceCall& call, const te_fl_dropout_bwd_args& a) {
   const int64_t n = backend::numel(*a.grad_output);
   check_mask(*a.mask, n);
   Launch(call.device, call.stream(), "dropout", define("TX", a.grad_output), "dropout_backward")
@@ -37,11 +37,11 @@ void dropout_bwd(const Call& call, const te_fl_dropout_bwd_args& a) {
 }
 
 Refusal refuse_fwd(const te_fl_dropout_fwd_args& a) {
-  if (!compact(a.input, a.output, a.mask)) return kNotContiguous;
+  if (!all_dense(a.input, a.output, a.mask)) return kNotContiguous;
   return overlaps_askew(*a.output, a.input) ? kOverlaps : nullptr;
 }
 Refusal refuse_bwd(const te_fl_dropout_bwd_args& a) {
-  if (!compact(a.grad_output, a.grad_input, a.mask)) return kNotContiguous;
+  if (!all_dense(a.grad_output, a.grad_input, a.mask)) return kNotContiguous;
   return overlaps_askew(*a.grad_input, a.grad_output) ? kOverlaps : nullptr;
 }
 

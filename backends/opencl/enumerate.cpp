@@ -1,4 +1,4 @@
-// Which devices of the drivers become te-fl's.
+// Chooses the devices of the drivers that become te-fl's.
 #include <algorithm>
 #include <cctype>
 #include <charconv>

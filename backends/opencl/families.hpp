@@ -6,15 +6,14 @@
 
 #include "cl_check.hpp"
 #include "device.hpp"
-#include "te_fl/backend.hpp"
+#include "te_fl/backend/refusal.hpp"
 
 namespace te_fl::opencl {
 
-// Why a call is not served, nullptr if it is. Reads metadata only; static text.
-using Refusal = const char*;
+using backend::Refusal;
 
-// What an op's run() gets: the device of its tensors and the call.
-struct Call {
+// The parameter of an op's run(): the device of its tensors and the call.
+struct DeviceCall {
   const Device& device;
   const te_fl_context& context;
   void* stream() const { return context.stream; }
@@ -43,7 +42,7 @@ te_fl_status run(void* self, const te_fl_context* ctx, const void* raw) noexcept
   return backend::guard(ctx->errors, [&] {
     refuse_after_fork();
     const backend::Widened<Args> args(raw);
-    F(Call{device_of(self, *ctx), *ctx}, *args);
+    F(DeviceCall{device_of(self, *ctx), *ctx}, *args);
   });
 }
 
@@ -55,7 +54,7 @@ te_fl_status workspace(void*, const te_fl_context* ctx, const void* raw, size_t*
   });
 }
 
-// The descriptor of one op, run by `void F(const Call&, const Args&)`. Refuses is
+// The descriptor of one op, run by `void F(const DeviceCall&, const Args&)`. Refuses is
 // `Refusal (const Args&)` or `Refusal (const Device&, const Args&)`; Workspace, if there is one, is
 // `size_t (const Args&)`, in bytes. The plugin sets self.
 template <class Args, auto F, auto Refuses, auto Workspace = nullptr>

@@ -58,7 +58,7 @@ Operand operand(const te_fl_tensor* t, const char* name, bool transposed) {
           rows ? transposed : !transposed};
 }
 
-// Whether the kernel may read four elements at once, wherever a row begins.
+// True if the kernel may read four elements at once, wherever a row begins.
 bool whole_vectors(const Operand& x, int64_t row) {
   return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && row % 4 == 0;
 }
@@ -93,7 +93,7 @@ GemmProblem problem_of(const Args& args) {
   return p;
 }
 
-// What gemm.cl is compiled with for this kernel, and how a group is made.
+// The options of gemm.cl for this kernel, and how a group is made.
 struct Shape {
   std::string options;
   int64_t tile = 64;
@@ -106,7 +106,7 @@ Shape shape_of(GemmKernel kernel, bool vectors) {
           static_cast<size_t>(tile / 8 * (tile / 8))};
 }
 
-void generic_gemm(const Call& call, const Args& args) {
+void generic_gemm(const DeviceCall& call, const Args& args) {
   check_args(args);
   const backend::Matrix d = backend::as_matrix(*args.d);
   const GemmProblem problem = problem_of(args);
@@ -170,12 +170,12 @@ void generic_gemm(const Call& call, const Args& args) {
       .value(flags)
       .groups((d.rows + shape.tile - 1) / shape.tile * ((d.cols + shape.tile - 1) / shape.tile),
               shape.group);
-  out.finish(call);
-  if (args.pre_gelu_out != nullptr) pre_gelu.finish(call);
+  out.write_codes(call);
+  if (args.pre_gelu_out != nullptr) pre_gelu.write_codes(call);
 }
 
 Refusal refuse_gemm(const Device& device, const Args& args) {
-  if (!compact(args.a, args.b, args.bias, args.pre_gelu_in, args.residual, args.bias_grad)) {
+  if (!all_dense(args.a, args.b, args.bias, args.pre_gelu_in, args.residual, args.bias_grad)) {
     return kNotContiguous;
   }
   // pre_gelu_in is read at the element of the result: its transposed copy is not.

@@ -1,4 +1,4 @@
-// Which kernel makes a product: a pure function of the device and the sizes.
+// Chooses the kernel of a product: a pure function of the device and the sizes.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ enum class GemmKernel {
   kAuto,      // of a setting: whichever this file chooses
   kRows,      // gemm.cl without WIDE: rows of whole vectors, for CPUs
   kTiles64,   // gemm.cl with WIDE: work-items side by side, for GPUs
-  kTiles128,  // the same with fewer loads for each product and fewer groups
+  kTiles128,  // as tiles64, with fewer loads for each product and fewer groups
   kClblast,   // the library's Sgemm
 };
 
@@ -63,7 +63,7 @@ inline GemmKernel gemm_kernel_of(std::string_view name) noexcept {
   return name == "clblast" ? GemmKernel::kClblast : GemmKernel::kAuto;
 }
 
-// The same of a kernel that was chosen.
+// Counts those of a kernel that was chosen.
 constexpr const char* name_of(GemmKernel kernel) noexcept {
   constexpr const char* kNames[] = {"auto", "rows", "tiles64", "tiles128", "clblast"};
   return kNames[static_cast<int>(kernel)];

@@ -38,7 +38,7 @@ class Memory {
 
  private:
   struct Block {
-    void* base;  // what clSVMAlloc returned; the block begins at the next multiple of 256
+    void* base;  // as clSVMAlloc returned it; the block begins at the next multiple of 256
     size_t bytes;
   };
   struct Pinned {

@@ -25,7 +25,7 @@ Forward forward_of(const te_fl_rmsnorm_fwd_args& a) {
 }
 
 template <class Args>
-void forward(const Call& call, const Args& args) {
+void forward(const DeviceCall& call, const Args& args) {
   const Forward f = forward_of(args);
   check_output(*f.z, "z");
   const Output out(*f.z, call.context.workspace);
@@ -50,13 +50,13 @@ void forward(const Call& call, const Args& args) {
       .value(f.epsilon)
       .value(flags)
       .groups(m.rows, kGroup);
-  out.finish(call);
+  out.write_codes(call);
 }
 
 template <class Args>
 Refusal refuse_forward(const Device& device, const Args& args) {
   const Forward f = forward_of(args);
-  if (!compact(f.x, f.residual, f.sum, f.gamma, f.beta) || !compact(f.mu, f.rsigma)) {
+  if (!all_dense(f.x, f.residual, f.sum, f.gamma, f.beta) || !all_dense(f.mu, f.rsigma)) {
     return kNotContiguous;
   }
   if (backend::as_matrix(*f.x).cols == 0) return "normalises rows of one element or more";
@@ -92,7 +92,7 @@ Backward backward_of(const te_fl_rmsnorm_bwd_add_args& a) {
 }
 
 template <class Args>
-void backward(const Call& call, const Args& args) {
+void backward(const DeviceCall& call, const Args& args) {
   const Backward b = backward_of(args);
   const backend::Matrix m = backend::as_matrix(*b.x);
   const uint32_t flags = (b.zero_centered_gamma != 0 ? kZeroCentered : 0u) |
@@ -128,7 +128,7 @@ void backward(const Call& call, const Args& args) {
 template <class Args>
 Refusal refuse_backward(const Args& args) {
   const Backward b = backward_of(args);
-  if (!compact(b.dz, b.x, b.add, b.mu, b.rsigma, b.gamma, b.dx, b.dgamma, b.dbeta)) {
+  if (!all_dense(b.dz, b.x, b.add, b.mu, b.rsigma, b.gamma, b.dx, b.dgamma, b.dbeta)) {
     return kNotContiguous;
   }
   const bool askew = overlaps_askew(*b.dx, b.dz) || overlaps_askew(*b.dx, b.x) ||

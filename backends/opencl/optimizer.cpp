@@ -43,7 +43,7 @@ float correction(const AdamArgs& a, float beta) {
   return static_cast<float>(1.0 - std::pow(double{beta}, static_cast<double>(a.step)));
 }
 
-void adam(const Call& call, const AdamArgs& a) {
+void adam(const DeviceCall& call, const AdamArgs& a) {
   const uint32_t flags = flags_of(a);
   for (int64_t t = 0; t < a.grads_count; ++t) {
     const int64_t n = backend::numel(*a.grads[t]);
@@ -72,7 +72,7 @@ void adam(const Call& call, const AdamArgs& a) {
 
 bool all_compact(const te_fl_tensor* const* list, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
-    if (!compact(list[i])) return false;
+    if (!all_dense(list[i])) return false;
   }
   return true;
 }
@@ -115,7 +115,7 @@ void check_update(const UpdateArgs& a) {
   }
 }
 
-void update_scales(const Call& call, const UpdateArgs& a) {
+void update_scales(const DeviceCall& call, const UpdateArgs& a) {
   check_update(a);
   const float largest = checked_largest(a);
   const uint32_t flags = (a.algo == TE_FL_AMAX_ALGO_MOST_RECENT ? kMostRecent : 0u) |
@@ -142,7 +142,7 @@ void update_scales(const Call& call, const UpdateArgs& a) {
 Refusal refuse_update(const Device& device, const UpdateArgs& a) {
   if (!device.exact) return "this device does not divide with one rounding, which FP8 scales need";
   const bool all = all_compact(a.amax_histories, a.amax_histories_count) &&
-                   all_compact(a.scales, a.scales_count) && compact(a.amax_reduction_buffer);
+                   all_compact(a.scales, a.scales_count) && all_dense(a.amax_reduction_buffer);
   return all ? nullptr : kNotContiguous;
 }
 

@@ -1,7 +1,7 @@
-// Which memory a compact tensor takes; for supports(), metadata only.
+// Asks which memory tensors share; for supports(), metadata only.
 #pragma once
 
-#include "te_fl/backend.hpp"
+#include "te_fl/backend/refusal.hpp"
 
 namespace te_fl::opencl {
 
@@ -9,30 +9,14 @@ inline constexpr const char* kNotContiguous = "takes compact tensors only";
 inline constexpr const char* kOverlaps =
     "the output shares memory with an input otherwise than element by element";
 
-template <class... T>
-bool compact(const T*... tensors) noexcept {
-  return ((tensors == nullptr || backend::is_contiguous(*tensors)) && ...);
-}
+using backend::all_dense;
 
-inline bool bytes_meet(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) noexcept {
-  const auto *x = static_cast<const char*>(a), *y = static_cast<const char*>(b);
-  return x != nullptr && y != nullptr && x < y + b_bytes && y < x + a_bytes;
-}
-
-inline int64_t bytes_of(const te_fl_tensor& t) noexcept {
-  return (backend::numel(t) * t.dl.dtype.bits + 7) / 8;
-}
-
-// The data of `out`, its column-wise copy too, and those of `in`.
+// True if a copy of `out`, row-wise or column-wise, shares memory with one of `in`.
 inline bool overlaps(const te_fl_tensor& out, const te_fl_tensor* in) noexcept {
   if (in == nullptr) return false;
-  const void* outs[] = {backend::data<const void>(out),
-                        out.quant != nullptr ? out.quant->columnwise_data : nullptr};
-  const void* ins[] = {backend::data<const void>(*in),
-                       in->quant != nullptr ? in->quant->columnwise_data : nullptr};
-  for (const void* a : outs) {
-    for (const void* b : ins) {
-      if (bytes_meet(a, bytes_of(out), b, bytes_of(*in))) return true;
+  for (const backend::Extent& a : {backend::rowwise_extent(out), backend::columnwise_extent(out)}) {
+    if (a.meets(backend::rowwise_extent(*in)) || a.meets(backend::columnwise_extent(*in))) {
+      return true;
     }
   }
   return false;

@@ -73,7 +73,7 @@ OpenCl::OpenCl(const te_fl_host_api& host) {
     found = enumerate(backend::setting(host, "TE_FL_OPENCL_DEVICE"),
                       backend::setting_mebibytes(host, "TE_FL_DEVICE_CACHE_MB", 512));
   }
-  const char* wanted = backend::setting(host, "TE_FL_OPENCL_GEMM");  // which the host has checked
+  const char* wanted = backend::setting(host, "TE_FL_OPENCL_GEMM");  // the host has checked it
   for (const auto& d : found.devices) choose_products(*d, wanted == nullptr ? "" : wanted);
   if (found.devices.empty()) {
     backend::log(host, TE_FL_LOG_DEBUG, "no OpenCL device: " + found.why_none);

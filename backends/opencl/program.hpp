@@ -36,7 +36,7 @@ class Programs {
   const cl_context context_;
   const cl_device_id device_;
   const std::string base_options_;
-  std::string device_key_;  // what a binary is good for
+  std::string device_key_;  // the ground on which a binary is used again
   std::mutex mutex_;
   std::map<std::string, cl_program> programs_;  // by file and options
   std::map<std::string, std::unique_ptr<Kernel>> kernels_;

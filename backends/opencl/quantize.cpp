@@ -10,13 +10,13 @@ namespace {
 
 int64_t type_of(const te_fl_tensor* t) { return dtype_index(t->dl.dtype); }
 
-void quantize(const Call& call, const te_fl_quantize_args& args) {
+void quantize(const DeviceCall& call, const te_fl_quantize_args& args) {
   check_output(*args.output, "output");
   quantise(call, backend::data<const void>(*args.input), type_of(args.input), *args.output,
            *args.output->quant, call.context.workspace, args.noop_flag);
 }
 
-void bgrad_quantize(const Call& call, const te_fl_bgrad_quantize_args& args) {
+void bgrad_quantize(const DeviceCall& call, const te_fl_bgrad_quantize_args& args) {
   check_output(*args.output, "output");
   const backend::Matrix m = backend::as_matrix(*args.input);
   Launch(call.device, call.stream(), "quantize",
@@ -31,8 +31,8 @@ void bgrad_quantize(const Call& call, const te_fl_bgrad_quantize_args& args) {
            *args.output->quant, call.context.workspace, nullptr);
 }
 
-// The same as a quantised output with a given scale, whose parts are tensors of their own.
-void cast_to_fp8(const Call& call, const te_fl_cast_to_fp8_args& args) {
+// Shows it as a quantised output with a given scale, whose parts are tensors of their own.
+void cast_to_fp8(const DeviceCall& call, const te_fl_cast_to_fp8_args& args) {
   te_fl_quant quant;
   quant.scaling = TE_FL_SCALING_TENSOR;
   quant.scale = backend::data<float>(*args.scale);
@@ -42,7 +42,7 @@ void cast_to_fp8(const Call& call, const te_fl_cast_to_fp8_args& args) {
            call.context.workspace, nullptr);
 }
 
-void dequantize(const Call& call, const te_fl_dequantize_args& args) {
+void dequantize(const DeviceCall& call, const te_fl_dequantize_args& args) {
   const te_fl_quant& quant = *args.input->quant;
   const backend::Matrix m = backend::as_matrix(*args.output);
   const bool rows = args.input->dl.data != nullptr;
@@ -63,7 +63,7 @@ void dequantize(const Call& call, const te_fl_dequantize_args& args) {
       .items(m.rows * m.cols);
 }
 
-void compute_amax(const Call& call, const te_fl_compute_amax_args& args) {
+void compute_amax(const DeviceCall& call, const te_fl_compute_amax_args& args) {
   void* state = call.context.workspace;
   find_amax(call, backend::data<const void>(*args.input), type_of(args.input),
             backend::numel(*args.input), state);
@@ -74,7 +74,7 @@ void compute_amax(const Call& call, const te_fl_compute_amax_args& args) {
       .groups(1, 1);
 }
 
-void fp8_transpose(const Call& call, const te_fl_fp8_transpose_args& args) {
+void fp8_transpose(const DeviceCall& call, const te_fl_fp8_transpose_args& args) {
   const backend::Matrix m = backend::as_matrix(*args.input);
   Launch(call.device, call.stream(), "quantize",
          define("TX", TE_FL_F32) + define("TY", TE_FL_F32) + define("GROUP", kGroup),
@@ -89,26 +89,26 @@ void fp8_transpose(const Call& call, const te_fl_fp8_transpose_args& args) {
 // ---- what is not served
 
 Refusal refuse_quantize(const Device& device, const te_fl_quantize_args& args) {
-  if (!compact(args.input)) return kNotContiguous;
+  if (!all_dense(args.input)) return kNotContiguous;
   return overlaps(*args.output, args.input) ? kOverlaps : refuse_output(device, *args.output);
 }
 Refusal refuse_bgrad(const Device& device, const te_fl_bgrad_quantize_args& args) {
-  if (!compact(args.input, args.bias_grad)) return kNotContiguous;
+  if (!all_dense(args.input, args.bias_grad)) return kNotContiguous;
   return overlaps(*args.output, args.input) ? kOverlaps : refuse_output(device, *args.output);
 }
 Refusal refuse_cast(const Device& device, const te_fl_cast_to_fp8_args& args) {
-  if (!compact(args.input)) return kNotContiguous;
+  if (!all_dense(args.input)) return kNotContiguous;
   return overlaps(*args.output, args.input) ? kOverlaps : refuse_output(device, *args.output);
 }
 Refusal refuse_dequantize(const te_fl_dequantize_args& args) {
-  if (!compact(args.input, args.output)) return kNotContiguous;
+  if (!all_dense(args.input, args.output)) return kNotContiguous;
   return overlaps(*args.output, args.input) ? kOverlaps : nullptr;
 }
 Refusal refuse_amax(const te_fl_compute_amax_args& args) {
-  return compact(args.input) ? nullptr : kNotContiguous;
+  return all_dense(args.input) ? nullptr : kNotContiguous;
 }
 Refusal refuse_transpose(const te_fl_fp8_transpose_args& args) {
-  if (!compact(args.input, args.output)) return kNotContiguous;
+  if (!all_dense(args.input, args.output)) return kNotContiguous;
   return overlaps(*args.output, args.input) ? kOverlaps : nullptr;
 }
 

@@ -6,7 +6,7 @@
 
 namespace te_fl::opencl {
 
-// Whether a kernel's seed_at and offset_at are there: a null pointer does not say so on every
+// True if a kernel's seed_at and offset_at are there: a null pointer does not say so on every
 // driver.
 enum : uint32_t { kSeedAddress = 1, kOffsetAddress = 2 };  // as in common.cl
 

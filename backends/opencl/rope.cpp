@@ -19,7 +19,7 @@ struct Place {
   int64_t offset, token_stride, group_stride;
 };
 
-// What is the same for every tensor of a call.
+// The parameters that all tensors of a call share.
 struct Sequences {
   int64_t extent0, extent1;
   int32_t layout, interleaved, backward, cp_size, cp_rank;
@@ -53,7 +53,7 @@ void check_freqs(const char* name, const te_fl_tensor& freqs, int64_t dim, const
 }
 
 // Without freqs the elements are copied.
-void rotate(const Call& call, const Sequences& s, const Place& x, const Place& y,
+void rotate(const DeviceCall& call, const Sequences& s, const Place& x, const Place& y,
             const te_fl_tensor* freqs, int64_t heads, int64_t per_group, int64_t dim) {
   const int64_t columns = freqs != nullptr ? freqs->dl.shape[3] : 0;
   const int64_t tokens = s.extent0 * s.extent1;
@@ -83,7 +83,7 @@ void rotate(const Call& call, const Sequences& s, const Place& x, const Place& y
 }
 
 template <bool kBackward>
-void rope(const Call& call, const te_fl_rope_rope_args& a) {
+void rope(const DeviceCall& call, const te_fl_rope_rope_args& a) {
   const te_fl_tensor& x = *a.input;
   if (x.dl.ndim != 4) {
     invalid("input has shape " + shape_text(x) + ", expected rank 4: [S, B, H, D] or [B, S, H, D]");
@@ -100,7 +100,7 @@ void rope(const Call& call, const te_fl_rope_rope_args& a) {
 Refusal refuse_rope(const te_fl_rope_rope_args& a) {
   if (a.layout == TE_FL_LAYOUT_THD) return "rotates sequences of equal length, not thd";
   if (a.start_positions != nullptr) return "rotates from position 0, without start_positions";
-  if (!compact(a.input, a.freqs, a.output)) return kNotContiguous;
+  if (!all_dense(a.input, a.freqs, a.output)) return kNotContiguous;
   return overlaps_askew(*a.output, a.input) ? kOverlaps : nullptr;
 }
 
@@ -135,7 +135,7 @@ Sequences sequences_of(const Args& a, const te_fl_tensor& qkv, bool backward) {
           backward ? 1 : 0, a.cp_size,       a.cp_rank};
 }
 
-void qkv_forward(const Call& call, const te_fl_fused_qkv_rope_forward_args& a) {
+void qkv_forward(const DeviceCall& call, const te_fl_fused_qkv_rope_forward_args& a) {
   const Packed p = check_packed(a, "qkv_input", *a.qkv_input);
   expect_tail("q_out", *a.q_out, p.groups * p.q_heads, p.k_dim);
   expect_tail("k_out", *a.k_out, p.groups, p.k_dim);
@@ -153,7 +153,7 @@ void qkv_forward(const Call& call, const te_fl_fused_qkv_rope_forward_args& a) {
          1, p.v_dim);
 }
 
-void qkv_backward(const Call& call, const te_fl_fused_qkv_rope_backward_args& a) {
+void qkv_backward(const DeviceCall& call, const te_fl_fused_qkv_rope_backward_args& a) {
   const Packed p = check_packed(a, "qkv_grad", *a.qkv_grad);
   expect_tail("q_grad", *a.q_grad, p.groups * p.q_heads, p.k_dim);
   expect_tail("k_grad", *a.k_grad, p.groups, p.k_dim);
@@ -175,15 +175,15 @@ Refusal refuse_qkv_forward(const te_fl_fused_qkv_rope_forward_args& a) {
   if (a.layout == TE_FL_LAYOUT_THD) return "rotates sequences of equal length, not thd";
   if (a.start_positions != nullptr) return "rotates from position 0, without start_positions";
   if (a.k_dim <= 0) return "k_dim must be 1 or more";
-  return compact(a.qkv_input, a.q_freqs, a.k_freqs, a.q_out, a.k_out, a.v_out) ? nullptr
-                                                                               : kNotContiguous;
+  return all_dense(a.qkv_input, a.q_freqs, a.k_freqs, a.q_out, a.k_out, a.v_out) ? nullptr
+                                                                                 : kNotContiguous;
 }
 Refusal refuse_qkv_backward(const te_fl_fused_qkv_rope_backward_args& a) {
   if (a.layout == TE_FL_LAYOUT_THD) return "rotates sequences of equal length, not thd";
   if (a.start_positions != nullptr) return "rotates from position 0, without start_positions";
   if (a.k_dim <= 0) return "k_dim must be 1 or more";
-  return compact(a.q_grad, a.k_grad, a.v_grad, a.q_freqs, a.k_freqs, a.qkv_grad) ? nullptr
-                                                                                 : kNotContiguous;
+  return all_dense(a.q_grad, a.k_grad, a.v_grad, a.q_freqs, a.k_freqs, a.qkv_grad) ? nullptr
+                                                                                   : kNotContiguous;
 }
 
 }  // namespace

@@ -7,8 +7,8 @@
 
 namespace te_fl::opencl {
 
-// What the process had is put back at the end of the scope (rule R8). The kernels of this plugin
-// raise no signals, so nothing of the driver's is needed.
+// The handlers that the process had are put back at the end of the scope (rule R8). The kernels of
+// this plugin raise no signals, so nothing of the driver's is needed.
 class SignalHandlersKept {
  public:
   SignalHandlersKept() : before_(NSIG) {

@@ -15,12 +15,12 @@ std::string options(const te_fl_tensor* x, Mask mask) {
          define("MASKED", mask == Mask::kTensor);
 }
 
-// Of a dimension of the mask; 0 where one value serves all.
+// The stride of a dimension of the mask; 0 where one value serves all.
 int64_t mask_stride(const te_fl_tensor* mask, int dim) {
   return mask == nullptr || mask->dl.shape[dim] == 1 ? 0 : backend::stride(*mask, dim);
 }
 
-void forward(const Call& call, const te_fl_tensor* x, const te_fl_tensor* mask,
+void forward(const DeviceCall& call, const te_fl_tensor* x, const te_fl_tensor* mask,
              const te_fl_tensor* y, float scale, Mask kind) {
   const backend::Matrix m = backend::as_matrix(*x);
   if (m.cols == 0) return;
@@ -41,15 +41,15 @@ void forward(const Call& call, const te_fl_tensor* x, const te_fl_tensor* mask,
 }
 
 template <Mask kMask, class Args>
-void forward_of(const Call& call, const Args& a) {
+void forward_of(const DeviceCall& call, const Args& a) {
   forward(call, a.input, nullptr, a.output, a.scale, kMask);
 }
-void masked_forward(const Call& call, const te_fl_scaled_masked_softmax_forward_args& a) {
+void masked_forward(const DeviceCall& call, const te_fl_scaled_masked_softmax_forward_args& a) {
   forward(call, a.input, a.mask, a.output, a.scale, Mask::kTensor);
 }
 
 template <Mask kMask, class Args>
-void backward_of(const Call& call, const Args& a) {
+void backward_of(const DeviceCall& call, const Args& a) {
   const backend::Matrix m = backend::as_matrix(*a.output_grad);
   if (m.cols == 0) return;
   Launch(call.device, call.stream(), "softmax", options(a.output_grad, kMask), "softmax_backward")
@@ -64,7 +64,7 @@ void backward_of(const Call& call, const Args& a) {
 
 template <class Args>
 Refusal refuse_forward(const Args& a) {
-  if (!compact(a.input, a.output)) return kNotContiguous;
+  if (!all_dense(a.input, a.output)) return kNotContiguous;
   return overlaps_askew(*a.output, a.input) ? kOverlaps : nullptr;
 }
 Refusal refuse_masked(const te_fl_scaled_masked_softmax_forward_args& a) {
@@ -72,7 +72,7 @@ Refusal refuse_masked(const te_fl_scaled_masked_softmax_forward_args& a) {
 }
 template <class Args>
 Refusal refuse_backward(const Args& a) {
-  if (!compact(a.output_grad, a.softmax_results, a.input_grad)) return kNotContiguous;
+  if (!all_dense(a.output_grad, a.softmax_results, a.input_grad)) return kNotContiguous;
   const bool askew = overlaps_askew(*a.input_grad, a.output_grad) ||
                      overlaps_askew(*a.input_grad, a.softmax_results);
   return askew ? kOverlaps : nullptr;

@@ -35,7 +35,7 @@ uint32_t parts_of(const te_fl_quant& q, const te_fl_tensor* noop) {
 }  // namespace
 
 Refusal refuse_output(const Device& device, const te_fl_tensor& out) noexcept {
-  if (!compact(&out)) return kNotContiguous;
+  if (!all_dense(&out)) return kNotContiguous;
   if (device.exact || backend::scaling(out) == TE_FL_SCALING_NONE) return nullptr;
   return "this device does not divide with one rounding, which FP8 scales need";
 }
@@ -63,7 +63,8 @@ size_t output_workspace(const te_fl_tensor& out) noexcept {
   return kState + static_cast<size_t>(backend::numel(out)) * sizeof(float);
 }
 
-void find_amax(const Call& call, const void* values, int64_t value_type, int64_t n, void* state) {
+void find_amax(const DeviceCall& call, const void* values, int64_t value_type, int64_t n,
+               void* state) {
   constexpr int64_t kItemValues = 16, kMaxGroups = 1024;
   const cl_uint zero = 0;
   check(clEnqueueSVMMemFill(call.device.queue_of(call.stream()), state, &zero, sizeof zero,
@@ -78,8 +79,9 @@ void find_amax(const Call& call, const void* values, int64_t value_type, int64_t
       .groups(std::min((n + each - 1) / each, kMaxGroups), kGroup);
 }
 
-void quantise(const Call& call, const void* values, int64_t value_type, const te_fl_tensor& out,
-              const te_fl_quant& quant, void* state, const te_fl_tensor* noop) {
+void quantise(const DeviceCall& call, const void* values, int64_t value_type,
+              const te_fl_tensor& out, const te_fl_quant& quant, void* state,
+              const te_fl_tensor* noop) {
   const backend::Matrix matrix = backend::as_matrix(out);
   const int64_t code_type = dtype_index(out.dl.dtype);
   const std::string types =

@@ -12,7 +12,7 @@ namespace te_fl::opencl {
 constexpr size_t kGroup = 64;   // work-items of a reducing group
 constexpr size_t kState = 256;  // bytes: an amax and a scale
 
-// What an op's result cannot be: strided, or FP8 on a device without exact division.
+// Refuses what an op's result cannot be: strided, or FP8 on a device without exact division.
 Refusal refuse_output(const Device& device, const te_fl_tensor& out) noexcept;
 // Throws invalid() where the parts of a quantised output do not suffice.
 void check_output(const te_fl_tensor& out, const char* argument);
@@ -21,10 +21,12 @@ size_t output_workspace(const te_fl_tensor& out) noexcept;
 
 // Quantises values of a dtype into every copy that `out` has, as `quant` says. state: kState bytes
 // of device memory. noop: if its value is not 0 nothing is written; may be NULL.
-void quantise(const Call& call, const void* values, int64_t value_type, const te_fl_tensor& out,
-              const te_fl_quant& quant, void* state, const te_fl_tensor* noop);
+void quantise(const DeviceCall& call, const void* values, int64_t value_type,
+              const te_fl_tensor& out, const te_fl_quant& quant, void* state,
+              const te_fl_tensor* noop);
 // Leaves the largest |value| in state.
-void find_amax(const Call& call, const void* values, int64_t value_type, int64_t n, void* state);
+void find_amax(const DeviceCall& call, const void* values, int64_t value_type, int64_t n,
+               void* state);
 
 class Output {
  public:
@@ -42,7 +44,7 @@ class Output {
     return quantised_ ? int64_t{TE_FL_F32} : int64_t{dtype_index(tensor_.dl.dtype)};
   }
   // After the kernel.
-  void finish(const Call& call) const {
+  void write_codes(const DeviceCall& call) const {
     if (!quantised_) return;
     quantise(call, data(), TE_FL_F32, tensor_, *tensor_.quant, state_, nullptr);
   }

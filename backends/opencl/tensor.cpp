@@ -17,7 +17,7 @@ using backend::invalid;
 
 // ---- add
 
-void add(const Call& call, const te_fl_add_args& args) {
+void add(const DeviceCall& call, const te_fl_add_args& args) {
   const int64_t n = backend::numel(*args.output);
   if (args.mask != nullptr && backend::numel(*args.mask) != (n + 7) / 8) {
     invalid("mask has " + std::to_string(backend::numel(*args.mask)) + " bytes for " +
@@ -33,7 +33,7 @@ void add(const Call& call, const te_fl_add_args& args) {
 }
 
 Refusal refuse_add(const te_fl_add_args& args) {
-  if (!compact(args.a, args.b, args.output, args.mask)) return kNotContiguous;
+  if (!all_dense(args.a, args.b, args.output, args.mask)) return kNotContiguous;
   const bool askew = overlaps_askew(*args.output, args.a) || overlaps_askew(*args.output, args.b);
   return askew ? kOverlaps : nullptr;
 }
@@ -65,7 +65,7 @@ bool same_dtype(const te_fl_tensor& a, const te_fl_tensor& b) {
   return dtype_index(a.dl.dtype) == dtype_index(b.dl.dtype);
 }
 
-void strided_copy(const Call& call, const te_fl_strided_copy_args& args) {
+void strided_copy(const DeviceCall& call, const te_fl_strided_copy_args& args) {
   const bool same = same_dtype(*args.input, *args.output);
   const int64_t n = backend::numel(*args.output);
   const std::string options =
@@ -148,7 +148,7 @@ uint64_t element(int dtype, double value) {
   }
 }
 
-void fill(const Call& call, const te_fl_fill_args& args) {
+void fill(const DeviceCall& call, const te_fl_fill_args& args) {
   const int64_t n = backend::numel(*args.output);
   const uint64_t value = element(dtype_index(args.output->dl.dtype), args.value);
   Launch(call.device, call.stream(), "tensor", as_bits(*args.output), "fill")

@@ -1,4 +1,4 @@
-// What the reference's attention forward and backward share: operands as doubles, one row of
+// Shared by the reference's attention forward and backward: operands as doubles, one row of
 // scores, and the FP8 rounding of P and dS.
 #pragma once
 

@@ -41,7 +41,7 @@ void for_each_run(const te_fl_tensor& t, int64_t begin, int64_t n, F&& f) {
   }
 }
 
-// Which copy of a quantised tensor to read when it has both.
+// The copy of a quantised tensor to read when it has both.
 enum class Copy { kRowwise, kColumnwise };
 
 // Reads any F32, F16, BF16, F64, FP8, FP4 or E8M0 tensor as numbers: quantised ones dequantised
@@ -93,7 +93,7 @@ class Writer {
   const te_fl_tensor& tensor_;
 };
 
-// Where a value of an output may depend on the inputs that share its memory.
+// Marks outputs whose values may depend on the inputs that share its memory.
 enum class Access {
   kSamePosition,  // on elements at the same logical index only
   kAnywhere
@@ -114,7 +114,7 @@ void check_output(const te_fl_tensor& out, const char* argument);
 void store_output(const te_fl_tensor& out, std::initializer_list<const te_fl_tensor*> inputs,
                   const Produce& produce, Access access = Access::kSamePosition,
                   float inf_scale = FLT_MAX);
-// The same from an array with the values of all elements, compact row-major.
+// Writes them from an array with the values of all elements, compact row-major.
 void store_output(const te_fl_tensor& out, const float* values, float inf_scale = FLT_MAX);
 
 // Largest finite value of a float dtype.

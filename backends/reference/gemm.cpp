@@ -42,7 +42,7 @@ void multiply_row(const double* a, const double* b, int64_t k_extent, int64_t n_
   }
 }
 
-// What an epilogue reads, absent parts empty.
+// The inputs of an epilogue, absent parts empty.
 struct Epilogue {
   std::vector<float> bias, pre_gelu_in, residual, previous;
 };
@@ -60,7 +60,7 @@ void write_bias_grad(const te_fl_generic_gemm_args& args, const std::vector<doub
   Writer(*args.bias_grad).write(0, m_extent, sums.data());
 }
 
-// Of the columns of the result.
+// Sums the columns of the result.
 void write_sums(const te_fl_tensor& out, const std::vector<float>& result, int64_t rows,
                 int64_t cols) {
   std::vector<double> sums(static_cast<size_t>(cols), 0.0);

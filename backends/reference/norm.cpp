@@ -63,7 +63,7 @@ void normalise(const te_fl_tensor& x_tensor, const te_fl_tensor& z, const Statis
   });
 }
 
-// What is normalised: x, or x + residual as it was rounded into sum.
+// The normalised value: x, or x + residual as it was rounded into sum.
 const te_fl_tensor& normalised_input(const te_fl_tensor& x, const te_fl_tensor* residual,
                                      const te_fl_tensor* sum) {
   if (sum == nullptr) return x;

@@ -87,7 +87,7 @@ void split_quantize(const te_fl_context&, const te_fl_split_quantize_args& args)
 }
 
 void cast_to_fp8(const te_fl_context&, const te_fl_cast_to_fp8_args& args) {
-  // The same as a quantised output with a given scale, whose parts are tensors of their own.
+  // Shows it as a quantised output with a given scale, whose parts are tensors of their own.
   te_fl_quant quant;
   float scale_inv = 0.0f;
   quant.scaling = TE_FL_SCALING_TENSOR;

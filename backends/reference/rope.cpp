@@ -30,7 +30,7 @@ struct ContextParallel {
   }
 };
 
-// Where each token of a [tokens] sequence of heads gets its angles: its position, or -1 for a thd
+// Gives each token of a [tokens] sequence of heads its angles: its position, or -1 for a thd
 // token outside every sequence.
 struct Positions {
   std::vector<int64_t> of_token;  // indexed as the tensor's two (thd: one) leading dimensions

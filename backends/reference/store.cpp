@@ -240,7 +240,8 @@ bool overlap(const te_fl_tensor& a, const te_fl_tensor& b) {
   return false;
 }
 
-// The same elements at the same places: an element's input is read before its output is written.
+// Holds where the same elements are at the same places: an element's input is read before its
+// output is written.
 bool same_view(const te_fl_tensor& a, const te_fl_tensor& b) {
   if (backend::data<char>(a) != backend::data<char>(b) || dtype_of(a) != dtype_of(b) ||
       a.dl.ndim != b.dl.ndim || backend::scaling(a) != backend::scaling(b)) {

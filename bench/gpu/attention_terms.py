@@ -16,7 +16,7 @@ def slopes(heads):
 
 
 def arguments(term, shape):
-    """What both directions take of a term, and what the backward alone does."""
+    """The arguments of a term in both directions, and those of the backward alone."""
     s, h = shape.sequence, shape.heads
     if term == "dropout":
         return dict(dropout_p=0.1), {}

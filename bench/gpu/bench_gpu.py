@@ -41,7 +41,7 @@ def show(part, name, **fields):
 
 
 def meets(row):
-    """Whether a row reaches its target: a share of what bounds it, or for layers a ratio of times."""
+    """True if a row reaches its target: a share of what bounds it, or for layers a ratio of times."""
     if isinstance(row.get("error"), str):
         return False
     if row["part"] == "layer":
@@ -91,7 +91,7 @@ NAMES = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "f8e4m3", torch.float8_e5m
 
 
 def algorithm_from(product, kind, dtype):
-    """Where te-fl's algorithm for a product came from."""
+    """Says where te-fl's algorithm for a product came from."""
     choices = Choices.in_use()
     if choices is None:
         return "heuristic"
@@ -190,7 +190,7 @@ def run_attention(library, args):
 
 
 def run_attention_terms(library, args):
-    """What is not cuDNN's: a bias, ALiBi, sinks, a mask tensor, dropout, against cuDNN's attention without them."""
+    """Terms that are not cuDNN's: a bias, ALiBi, sinks, a mask tensor, dropout, against cuDNN's attention without them."""
     for shape in (layer_cases.QUICKSTART, layer_cases.CAUSAL):
         try:
             cases, flops = attention_terms.terms(library, shape)
@@ -293,7 +293,7 @@ def run_layers(library, args):
             except RuntimeError as problem:
                 refused("layer", f"{shape.name} {name}", problem)
         if args.graph:
-            # Of its own, first run on the stream that is captured: autograd keeps the stream of its leaves.
+            # It has a stream of its own and runs first on the stream that is captured: autograd keeps the stream of its leaves.
             stream = torch.cuda.Stream()
             with torch.cuda.stream(stream):
                 graphed = layer_cases.Eager(shape, x, dy)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What cuBLASLt's epilogues cost on the quickstart layer's products, and how exact its dGELU is: the reason why te-fl leaves
+"""Measures what cuBLASLt's epilogues cost on the quickstart layer's products, and how exact its dGELU is: the reason why te-fl leaves
 GELU and its gradient to kernels of its own.
 
 usage: gemm_epilogues.py

@@ -1,4 +1,4 @@
-"""What one call costs the host, beside the bare library call and the bare launch that it ends in."""
+"""Measures what one call costs the host, beside the bare library call and the bare launch that it ends in."""
 
 import ctypes
 import statistics

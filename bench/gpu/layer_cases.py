@@ -48,7 +48,7 @@ def angles(shape):
 
 
 class EagerLayer(torch.nn.Module):
-    """What a PyTorch user writes: pre-norm, [sequence, batch, hidden], SDPA on the backend that is pinned outside."""
+    """The layer that a PyTorch user writes: pre-norm, [sequence, batch, hidden], SDPA on the backend that is pinned outside."""
 
     def __init__(self, s):
         super().__init__()
@@ -164,7 +164,7 @@ def product(library, name, kind, dtype, sets, more=""):
                 a = fp8(*rows_a, scaling=BLOCK_1X128)
                 b = fp8(*rows_b, scaling=BLOCK_1X128 if kind == "wgrad" else BLOCK_128X128)
                 modes = (VEC128, VEC128 if kind == "wgrad" else BLOCK128)
-            # Of each the copy that has the contraction along its rows.
+            # Takes of each the copy that has the contraction along its rows.
             raw_a, scale_a = (a.keep[0], a.keep[2]) if trans_a else (a.torch, a.keep[1])
             raw_b, scale_b = (b.torch, b.keep[1]) if trans_b else (b.keep[0], b.keep[2])
             bare = (raw_a, raw_b, d.torch, bare_bias, False, True, fast, (scale_a, scale_b), modes)

@@ -19,7 +19,7 @@ WEIGHTS = HIDDEN * (QKV + HIDDEN + 2 * FFN)
 
 
 def bytes_moved(recipe, cached):
-    """What the passes between products and attention move at least; but under block scaling GELU is part of fc1's product.
+    """The bytes that passes between products and attention move at least; but under block scaling GELU is part of fc1's product.
     None: not known here."""
     norm_gradients = 2 * TOKENS * HIDDEN * 2 * 4  # the gradient, the input and the residual's gradient; the result
     if recipe == "none":

@@ -88,16 +88,16 @@ def by_time(step, steps=20):
 
 
 def by_bytes(args):
-    """The same, with the bytes of one step, from this script run again under ncu."""
+    """Times it, with the bytes of one step, from this script run again under ncu."""
     ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
     command = [ncu, "--profile-from-start", "off", "--csv", "--page", "raw", "--clock-control", "none", "--cache-control", "none",
                "--metrics", ",".join(METRICS), "--target-processes", "application-only", sys.executable, os.path.abspath(__file__),
                *[a for a in sys.argv[1:] if a != "--bytes"], "--one-step"]
-    said = subprocess.run(command, capture_output=True, text=True)
-    lines = said.stdout.splitlines()
+    profiled = subprocess.run(command, capture_output=True, text=True)
+    lines = profiled.stdout.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
-        sys.exit(f"layer_profile.py: ncu gave no table: {(said.stdout + said.stderr)[-600:]}")
+        sys.exit(f"layer_profile.py: ncu gave no table: {(profiled.stdout + profiled.stderr)[-600:]}")
     table = list(csv.DictReader(io.StringIO("\n".join(lines[start:]))))
     units, table = table[0], table[1:]
     factor = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "ns": 1e-3, "us": 1, "usecond": 1, "nsecond": 1e-3, "ms": 1e3,

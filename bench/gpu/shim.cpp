@@ -1,6 +1,7 @@
-// What bench_gpu.py calls through ctypes: ops by name with an argument struct that the caller fills
-// in, and a Transformer layer's training step, both on a stream of the caller's. Memory of ops is
-// the caller's (device pointers). Functions return 0, or 1 with a message in tb_error().
+// The functions that bench_gpu.py calls through ctypes: ops by name with an argument struct that
+// the caller fills in, and a Transformer layer's training step, both on a stream of the caller's.
+// Memory of ops is the caller's (device pointers). Functions return 0, or 1 with a message in
+// tb_error().
 #include <chrono>
 #include <cstring>
 #include <nlohmann/json.hpp>
@@ -138,7 +139,7 @@ TB_EXPORT int tb_init(const char* plugin) {
   return report(loaded.ok() ? Status() : loaded.status());
 }
 
-// What the plugin uses: [{"subject": "cuDNN", "state": "9.19.0, /path/of/libcudnn.so.9"}, ..].
+// Says what the plugin uses: [{"subject": "cuDNN", "state": "9.19.0, /path/of/libcudnn.so.9"}, ..].
 TB_EXPORT const char* tb_findings() {
   const auto found = plugins::diagnose("cuda");
   if (!found.ok()) {
@@ -197,7 +198,7 @@ TB_EXPORT double tb_time_calls(const char* op, const void* args, void* stream, i
   if (!id.ok()) return -report(id.status());
   return nanoseconds(count, [&] { return report(manager.call(*id, args, options)); });
 }
-// The same of cuLaunchKernel or cublasLtMatmul called directly, through pointers to them.
+// Times cuLaunchKernel or cublasLtMatmul called directly, through pointers to them.
 TB_EXPORT double tb_time_launch(void* launch, void* function, void** parameters, void* stream,
                                 int count) {
   using Launch = int (*)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
@@ -218,7 +219,7 @@ TB_EXPORT double tb_time_matmul(void* matmul, void** arguments, size_t workspace
   });
 }
 
-// What served calls since the last reset: [{"op", "impl", "calls"}].
+// Says what served calls since the last reset: [{"op", "impl", "calls"}].
 TB_EXPORT const char* tb_usage(int reset) {
   json result = json::array();
   for (const OpUsage& u : OpManager::instance().usage()) {

@@ -138,7 +138,7 @@ class Library:
         self.check(self.lib.tb_deterministic(int(on)))
 
     def findings(self):
-        """What the plugin says of driver, device and the libraries that it uses: {subject: state}."""
+        """Returns what the plugin says of driver, device and the libraries that it uses: {subject: state}."""
         text = self.lib.tb_findings()
         if text is None:
             raise RuntimeError(self.lib.tb_error().decode())
@@ -148,7 +148,7 @@ class Library:
         return json.loads(self.lib.tb_usage(int(reset)))
 
     def memory(self, record_at=0):
-        """What te-fl holds, its peak and the holders recorded since the last call; see tb_memory()."""
+        """Returns what te-fl holds, its peak and the holders recorded since the last call; see tb_memory()."""
         text = self.lib.tb_memory(record_at)
         if text is None:
             raise RuntimeError(self.lib.tb_error().decode())

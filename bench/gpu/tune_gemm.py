@@ -26,7 +26,7 @@ from gemm_choices import Choices, table
 START = time.monotonic()
 LONGEST_S = 10  # that a product takes
 
-# What the quickstart layers run, in the order of what measuring gained on an H100. FP8 products alone come before their
+# The products of the quickstart layers, in the order of what measuring gained on an H100. FP8 products alone come before their
 # layers, as their codes are then such as delayed scaling has after its first steps: how much power a product takes, and
 # so which algorithm wins, depends on the bits.
 FIRST = [*(f"product fp8 {name}" for name in (
@@ -37,7 +37,7 @@ FIRST = [*(f"product fp8 {name}" for name in (
          "layer quickstart delayed", "layer quickstart none", "layer quickstart block"]
 
 
-# What else products do in the layer: by dtype and kind, of which linear layers.
+# The other products of the layer: by dtype and kind, of which linear layers.
 MORE = {("fp8", "forward", "residual"): ("proj", "fc2"), ("bf16", "forward", "residual"): ("proj", "fc2"),
         ("bf16", "wgrad", "bias_grad"): ("qkv", "proj", "fc2")}
 
@@ -86,15 +86,15 @@ def chosen_cases(found, match):
     return names
 
 
-def stop_after(seconds, path, finish):
-    """Calls `finish` from a thread of its own, once the time is over and the product that is being measured is in the
+def stop_after(seconds, path, end_run):
+    """Calls `end_run` from a thread of its own, once the time is over and the product that is being measured is in the
     file; a measurement cannot be interrupted, and after each the file is whole."""
     def wait():
         time.sleep(max(0.0, seconds - (time.monotonic() - START)))
         begin, held = time.monotonic(), len(Choices(path).all)
         while len(Choices(path).all) == held and time.monotonic() - begin < LONGEST_S:
             time.sleep(0.05)
-        finish()
+        end_run()
     threading.Thread(target=wait, daemon=True).start()
 
 
@@ -132,11 +132,11 @@ def main():
     library = Library(os.path.join(build, "lib"), os.path.join(build, "plugins", "libte_fl_cuda.so"))
     device = torch.cuda.get_device_name()
     if args.seconds is not None:
-        def finish():
+        def end_run():
             print(f"stopped after {time.monotonic() - START:.1f} s", flush=True)
             show(args.file, device)
             os._exit(0)  # the other thread is inside te-fl
-        stop_after(args.seconds, args.file, finish)
+        stop_after(args.seconds, args.file, end_run)
     failed = 0
     for name in names:
         before, begin = len(Choices(args.file).all), time.monotonic()

@@ -191,7 +191,7 @@ double through_fp8(int dtype, double x, float scale, double* step) {
   *step = power_of_two(exponent_of(magnitude) - f.mantissa_bits) / static_cast<double>(scale);
   return decode_bits(f, encode_bits(f, scaled)) / static_cast<double>(scale);
 }
-// How far the result of a value that is off by up to `error` may be from that of x.
+// Bounds how far the result of a value that is off by up to `error` may be from that of x.
 double code_slack(int dtype, double x, double error, float scale) {
   double step;
   const double here = through_fp8(dtype, x, scale, &step);

@@ -54,7 +54,7 @@ struct Variant {
 
 std::string variant_name(const Variant& v);
 
-// What forward and backward share: the input tensors, and the oracle's problem made from them.
+// Shared by forward and backward: the input tensors, and the oracle's problem made from them.
 struct Inputs {
   Tensor *q, *k, *v;
   Tensor *bias = nullptr, *alibi = nullptr, *mask = nullptr, *sink = nullptr;

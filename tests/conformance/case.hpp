@@ -117,7 +117,7 @@ struct Tensor {
   void bind();  // fills the C structs
 };
 
-// What an output must be.
+// The values that an output must have.
 struct Expectation {
   enum class Kind {
     kValues,
@@ -239,7 +239,7 @@ Table fuzz_cases(uint64_t seed, int per_op);
 // after the other. About a thousand small cases, always the same; none for an op whose cases have
 // no rows (get_fused_attn_backend). Names begin with OP/sweep/.
 Table sweep_cases(const std::string& op);
-class Drawn;  // what a family draws its variants with
+class Drawn;  // a family draws its variants with it
 void fuzz_activation(Drawn&);
 void fuzz_attention(Drawn&);
 void fuzz_dropout(Drawn&);
@@ -252,7 +252,7 @@ void fuzz_rope(Drawn&);
 void fuzz_softmax(Drawn&);
 void fuzz_tensor(Drawn&);
 
-uint64_t hash_of(const std::string& text);  // the same everywhere
+uint64_t hash_of(const std::string& text);  // equal everywhere
 std::string dims_name(const Dims& dims);    // "7x33", "scalar"
 void add(Table& table, const std::string& family, const std::string& op, const std::string& rest,
          std::function<void(Problem&)> build, bool large = false);

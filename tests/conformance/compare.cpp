@@ -27,7 +27,7 @@ std::string place(const Dims& shape, int64_t i) {
   return shape.empty() ? std::string() : "[" + at + "]";
 }
 
-// What is wrong with an output: the first difference, and how many there are.
+// Says what is wrong with an output: the first difference, and how many there are.
 class Differences {
  public:
   // `describe` says what is wrong with an element; it is called for the first one.
@@ -295,7 +295,7 @@ std::string check_padding(const Tensor& t, const CopyLayout& at, const Buffer& s
   return wrong.text(at.scales(), "scales");
 }
 
-std::string compare_copy(const Expectation& e, bool columnwise, Interval given) {
+std::string compare_copy(const Expectation& e, bool columnwise, Interval known_factor) {
   const Tensor& t = *e.tensor;
   const CopyLayout at(t.spec.scaling, columnwise, t.rows(), t.cols());
   const Buffer& data = columnwise ? *t.col_data : *t.data;
@@ -304,7 +304,7 @@ std::string compare_copy(const Expectation& e, bool columnwise, Interval given) 
   Differences wrong_scales, wrong_codes;
   for (int64_t bm = 0; bm < at.blocks_m(); ++bm) {
     for (int64_t bk = 0; bk < at.blocks_k(); ++bk) {
-      Interval factor = given;
+      Interval factor = known_factor;
       if (!tensor_mode) {
         Interval amax{0, 0};
         const int64_t i1 = std::min(at.m, (bm + 1) * at.block_m),

@@ -9,12 +9,12 @@
 namespace te_fl::conformance {
 namespace {
 
-// What cases did with one argument.
+// The uses that cases made of one argument.
 struct Seen {
   std::set<int> dtypes, scalings;
   std::set<double> values;
   std::set<std::string> aliased;
-  bool given = false, absent = false;
+  bool present = false, absent = false;
 };
 
 void look_at_tensor(Seen& seen, const Tensor& t, const Problem& p) {
@@ -28,16 +28,16 @@ void look_at_tensor(Seen& seen, const Tensor& t, const Problem& p) {
 void look_at(const te_fl_arg_desc& arg, const Problem& p, Seen& seen) {
   if (arg.type == TE_FL_ARG_TENSOR) {
     const auto t = p.singles.find(arg.name);
-    (t == p.singles.end() ? seen.absent : seen.given) = true;
+    (t == p.singles.end() ? seen.absent : seen.present) = true;
     if (t != p.singles.end()) look_at_tensor(seen, *t->second, p);
   } else if (arg.type == TE_FL_ARG_TENSOR_LIST) {
     const auto list = p.lists.find(arg.name);
     const bool empty = list == p.lists.end() || list->second.empty();
-    (empty ? seen.absent : seen.given) = true;
+    (empty ? seen.absent : seen.present) = true;
     if (!empty)
       for (const Tensor* t : list->second) look_at_tensor(seen, *t, p);
   } else if (arg.type == TE_FL_ARG_SAVED) {
-    (p.saved_storage >= 0 ? seen.given : seen.absent) = true;
+    (p.saved_storage >= 0 ? seen.present : seen.absent) = true;
   } else {
     const auto value = p.scalars.find(arg.name);
     seen.values.insert(value == p.scalars.end() ? arg.neutral : value->second);
@@ -74,7 +74,7 @@ void report(const te_fl_arg_desc& arg, const Seen& seen, const std::string& at,
       report_tensor(arg, seen, at, missing);
       [[fallthrough]];
     case TE_FL_ARG_SAVED:
-      if (!seen.given) missing.push_back(at + " given");
+      if (!seen.present) missing.push_back(at + " given");
       if ((optional || arg.type == TE_FL_ARG_TENSOR_LIST) && !seen.absent)
         missing.push_back(at + " left out or empty");
       return;

@@ -7,7 +7,7 @@
 
 namespace te_fl::conformance {
 
-// What the schemas allow and no case of the table does: ops, dtypes and scaling modes of each
+// Lists what the schemas allow and no case of the table does: ops, dtypes and scaling modes of each
 // tensor argument, optional arguments given and left out, both values of flags, every value of an
 // enum, scalars away from their neutral value, tensors in the memory of each input that they may
 // take. One line each.

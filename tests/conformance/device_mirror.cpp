@@ -7,7 +7,7 @@
 namespace te_fl::conformance {
 namespace {
 
-// What is_mirrored() reads. Ranges beyond the table's end are left out.
+// The table that is_mirrored() reads. Ranges beyond the table's end are left out.
 struct Range {
   std::atomic<uintptr_t> begin{0};
   std::atomic<size_t> bytes{0};
@@ -52,7 +52,7 @@ DeviceMirror::Kept DeviceMirror::kept_of(Buffer& buffer) const {
   return {buffer.whole(), before + buffer.size()};
 }
 
-// What it returns stands for whole(), of which the guarded side is not there.
+// The buffer that it returns stands for whole(), of which the guarded side is not there.
 te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std::string& name) {
   const Kept kept = kept_of(*buffer);
   TE_FL_ASSIGN_OR_RETURN(

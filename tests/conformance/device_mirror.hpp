@@ -55,8 +55,8 @@ class DeviceMirror {
   te_fl::Result<uint8_t*> surrounded_copy_of(Buffer* buffer, const std::string& name);
   Status download_surrounded();
   bool in_place() const { return device_.is_host() && guard_alignment_ == 0; }
-  // Of a buffer's whole memory what a guarded copy of it has: all but the bytes on the guarded
-  // side.
+  // The part of a buffer's whole memory that a guarded copy of it has: all but the bytes on the
+  // guarded side.
   struct Kept {
     uint8_t* begin;
     size_t bytes;
@@ -82,7 +82,7 @@ class DeviceMirror {
   std::vector<void*> words_;
 };
 
-// Whether an address lies in device memory that a mirror holds now. Async-signal-safe, so that a
+// True if an address lies in device memory that a mirror holds now. Async-signal-safe, so that a
 // handler can say what a program that died had touched.
 bool is_mirrored(const void* address) noexcept;
 

@@ -9,7 +9,7 @@ namespace {
 
 using namespace attention;  // NOLINT: this file draws that namespace's cases
 
-// What the oracle, which goes pair by pair, does in some ten milliseconds.
+// The work that the oracle, which goes pair by pair, does in some ten milliseconds.
 constexpr int64_t kLargestWork = 4'000'000;
 
 void draw_sizes(Draw& r, Variant& v) {

@@ -85,7 +85,7 @@ double half_step(int dtype, double x) {
   return dtype == TE_FL_F16 ? 0x1p-11 * std::fabs(x) + 0x1p-25 : 0;
 }
 
-// How far GELU moves if its argument moves by `by`.
+// Bounds how far GELU moves if its argument moves by `by`.
 double moves_gelu(double x, double by) {
   const double y = kGelu.f(x);
   return std::max(std::fabs(kGelu.f(x + by) - y), std::fabs(kGelu.f(x - by) - y));
@@ -101,7 +101,7 @@ int rounded_before(const GemmCase& v) {
   return pre[0].dtype;
 }
 
-// Of the result's columns. The terms carry their own slack.
+// Sums the result's columns. The terms carry their own slack.
 void expect_sums(Problem& p, const GemmCase& v, Tensor* d_sum, const std::vector<double>& want,
                  const std::vector<double>& slack) {
   std::vector<double> sum(static_cast<size_t>(v.n)), extra(sum.size());

@@ -13,7 +13,7 @@
 namespace te_fl::conformance {
 namespace {
 
-// What explain_fault() reads. Pages beyond the table's end go unexplained.
+// The table that explain_fault() reads. Pages beyond the table's end go unexplained.
 struct Guard {
   std::atomic<uintptr_t> page{0};
   std::atomic<uintptr_t> edge{0};   // where the memory ends, or begins

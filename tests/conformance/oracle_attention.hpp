@@ -32,7 +32,7 @@ struct Attention {
   bool thd() const { return layout == TE_FL_LAYOUT_THD; }
   int64_t q_length(int64_t n) const { return len_q.empty() ? sq : len_q[n]; }
   int64_t k_length(int64_t n) const { return len_k.empty() ? sk : len_k[n]; }
-  // Which element of a [.., tokens, .., heads, width] tensor.
+  // The index of an element of a [.., tokens, .., heads, width] tensor.
   int64_t at(int64_t n, int64_t s, int64_t head, int64_t heads, int64_t width, bool query) const {
     if (thd()) return (((query ? start_q : start_k)[n] + s) * heads + head) * width;
     const int64_t length = query ? sq : sk;

@@ -152,7 +152,7 @@ class Runner {
   void settle(const Case& c, const std::string& impl, Result& result);
   void print_summary() const;
   void print_report() const;
-  int finish();
+  int report_all();
 
   Options options_;
   std::vector<Unsupported> expected_;
@@ -250,7 +250,7 @@ int Runner::run(const Table& table) {
         ++tallies_[{op, impls[0]}].failed;
       }
   }
-  return finish();
+  return report_all();
 }
 
 void Runner::print_summary() const {
@@ -286,7 +286,7 @@ void Runner::print_report() const {
   }
 }
 
-int Runner::finish() {
+int Runner::report_all() {
   if (tallies_.empty()) {
     std::printf("nothing to run: no registered implementation matches\n");
     return kNothingToRun;

@@ -143,7 +143,7 @@ bool read_only(const Tensor& t, const Buffer* b) {
          (b == t.scale.get() && !t.spec.current() && t.spec.scaling == TE_FL_SCALING_TENSOR);
 }
 
-Result said(const te_fl::Result<Decision>& decision) {
+Result result_of(const te_fl::Result<Decision>& decision) {
   if (!decision.ok()) return {Outcome::kFail, decision.status().to_string(), 0};
   if (decision->impl_id.empty()) return {Outcome::kUnsupported, "", 0};
   if (!decision->runs.empty()) return {Outcome::kPass, decision->runs, 0};
@@ -264,7 +264,7 @@ Result Prepared::run(const std::string& impl_id, const How& how) {
   if (how.describe) {
     const auto decision = manager.resolve(*id, args.get(), options);
     if (const Status s = mirror.download(); !s.ok()) return {Outcome::kFail, s.to_string(), 0};
-    result = said(decision);
+    result = result_of(decision);
     if (!check_memory(true).empty())
       return {Outcome::kFail, "its describe() wrote to a tensor, and changes nothing (rule R31)",
               0};

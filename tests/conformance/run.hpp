@@ -18,7 +18,7 @@ struct Result {
   bool wrote_outside = false;  // that is why it failed
 };
 
-// How a case is run, beyond which implementation serves it.
+// The way in which a case is run, beyond which implementation serves it.
 struct How {
   void* stream = nullptr;      // of the device; copies and the call go there, and nobody waits for
                                // any other stream
@@ -42,9 +42,9 @@ class Prepared {
   // With `strided` its plain inputs lie in rows that are further apart than they are long.
   explicit Prepared(const Case& c, Device device = {}, bool strided = false);
   Result run(const std::string& impl_id, const How& how = {});
-  // What is in the memory of its tensors now, guards left out.
+  // The contents of the memory of its tensors now, guards left out.
   std::vector<uint8_t> bytes() const;
-  // Whether `strided` changed anything.
+  // True if `strided` changed anything.
   bool has_strided_inputs() const { return has_strided_inputs_; }
   // After a run that passed: proves that the comparison would have noticed. Empty, or what went
   // unnoticed.

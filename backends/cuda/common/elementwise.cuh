@@ -22,7 +22,7 @@ struct Elementwise {
   Math math;
 };
 
-// The same for store_output: any dtypes, any alignment.
+// Serves store_output: any dtypes, any alignment.
 template <class Math>
 struct Anywhere {
   Elementwise<Math> op;
@@ -75,7 +75,7 @@ StoreChoice choose_store(const Elementwise<Math>& op, const te_fl_tensor& out,
     sources[s] = {in.source.dtype, static_cast<const char*>(in.source.data) + in.first * bytes,
                   in.stride};
   }
-  // Of the others measure_kernel would have to read halves of rows.
+  // With the others measure_kernel would have to read halves of rows.
   constexpr bool kMeasures = Math::kSources == 1 || Bounded<Math>;
   return choose_store({sources, &out, Math::kOutputs, bias, kMeasures, measured, SelfScaled<Math>});
 }

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-// Of a kernel whose blocks run in clusters of two. nvcc refuses the attribute for architectures
+// Marks a kernel whose blocks run in clusters of two. nvcc refuses the attribute for architectures
 // before 9.0, for which such kernels are empty.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define TE_FL_PAIRS __cluster_dims__(2, 1, 1)
@@ -114,15 +114,15 @@ __device__ inline void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 __device__ inline void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// What this thread wrote to shared memory is seen by the copies and products that follow.
+// Makes what this thread wrote to shared memory seen by the copies and products that follow.
 __device__ inline void fence_for_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 // ---- products
 
-// Of rows of 128 bytes in the 128-byte swizzle. Along K: rows are M or N. Across K: rows are K, 64
-// columns each, the next 64 `next` bytes on.
+// Describes rows of 128 bytes in the 128-byte swizzle. Along K: rows are M or N. Across K: rows are
+// K, 64 columns each, the next 64 `next` bytes on.
 __device__ inline uint64_t along_k(uint32_t address) {
   return (address & 0x3FFFF) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
          uint64_t{1} << 62;

@@ -1,4 +1,4 @@
-// What the host needs to launch a kernel of hopper.cuh: descriptions of matrices for bulk copies,
+// The host's part in launching a kernel of hopper.cuh: descriptions of matrices for bulk copies,
 // and how many clusters of two blocks run at once.
 #pragma once
 

@@ -90,7 +90,7 @@ __device__ inline float2 unpack(uint32_t both) {
   return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u));
 }
 
-// What is added to the columns of a thread's results: a bias's pairs, or zeros for NULL.
+// The addends to the columns of a thread's results: a bias's pairs, or zeros for NULL.
 __device__ inline void load_added(const bf16* bias, int col, uint32_t (&pairs)[32]) {
   const auto* from = reinterpret_cast<const uint32_t*>(bias + col + 2 * (threadIdx.x % 4));
 #pragma unroll
@@ -102,7 +102,7 @@ __device__ inline void load_added(const bf16* bias, int col, uint32_t (&pairs)[3
 __device__ inline void hand_over(const Layout& at, int group, float factor, const float (&sum)[128],
                                  const uint32_t (&added)[32]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  // Whose address this lane gives; units differ from it in bits that an exclusive or sets.
+  // The unit whose address this lane gives; units differ from it in bits that an exclusive or sets.
   const uint32_t first = at.result(0, 64 * group + 16 * warp + lane % 16, lane / 16);
 #pragma unroll
   for (int j = 0; j < 32; j += 2) {

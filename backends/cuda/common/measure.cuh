@@ -30,7 +30,7 @@ __device__ inline float most_of_pieces(const TileSources<Math::kSources>& in, in
     uint4 raw[kAtOnce][Math::kSources];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      // What lies past the end repeats the last piece.
+      // Pieces past the end repeat the last piece.
       const int64_t at = min(first + i * kThreads, pieces - 1);
 #pragma unroll
       for (int s = 0; s < Math::kSources; ++s) {

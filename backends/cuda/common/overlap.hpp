@@ -1,41 +1,26 @@
-// Which memory a compact tensor takes; for supports(), metadata only.
+// Asks which memory tensors share; for supports(), metadata only.
 #pragma once
 
 #include <algorithm>
 #include <iterator>
 #include <vector>
 
-#include "te_fl/backend.hpp"
+#include "te_fl/backend/refusal.hpp"
 #include "te_fl/dtype.hpp"
 
 namespace te_fl::cuda {
 
-inline bool dense(const te_fl_tensor* t) noexcept {
-  return t == nullptr || backend::is_contiguous(*t);
-}
-template <class... T>
-bool all_dense(const T*... tensors) noexcept {
-  return (dense(tensors) && ...);
-}
+using backend::all_dense;
+using backend::dense;
+using backend::Extent;
+using backend::extent_of;
 
-struct Extent {
-  const char* begin = nullptr;
-  const char* end = nullptr;
-  bool meets(const Extent& other) const noexcept { return begin < other.end && other.begin < end; }
-};
-inline Extent extent_of(const void* data, const te_fl_tensor& t) noexcept {
-  if (data == nullptr) return {};
-  const auto* begin = static_cast<const char*>(data);
-  return {begin, begin + (backend::numel(t) * t.dl.dtype.bits + 7) / 8};
-}
+// True if the output's copies share memory with the input's row-wise one.
 inline bool overlaps(const te_fl_tensor& a, const te_fl_tensor& b) noexcept {
-  const Extent a_rows = extent_of(backend::data<const void>(a), a);
-  const Extent b_rows = extent_of(backend::data<const void>(b), b);
-  if (a_rows.meets(b_rows)) return true;
-  if (a.quant == nullptr) return false;
-  return extent_of(a.quant->columnwise_data, a).meets(b_rows);
+  const Extent read = backend::rowwise_extent(b);
+  return backend::rowwise_extent(a).meets(read) || backend::columnwise_extent(a).meets(read);
 }
-// Whether any output shares memory with any input. Lists of hundreds are sorted rather than
+// True if any output shares memory with any input. Lists of hundreds are sorted rather than
 // compared pair by pair, which would take longer than the call.
 inline bool any_overlap(const te_fl_tensor* const* outputs, int64_t output_count,
                         const te_fl_tensor* const* inputs, int64_t input_count) {

@@ -65,7 +65,7 @@ struct Pack {
   }
 };
 
-// How many elements a row begins behind a multiple of 16 bytes: packs begin at column
+// Counts the elements that a row begins behind a multiple of 16 bytes: packs begin at column
 // i * kSize - shift.
 template <class T>
 __device__ inline int shift_of(const T* row) {
@@ -85,7 +85,7 @@ __device__ inline void load_cut(Pack<T, kSize>& x, const T* row, Index col, Inde
   x.load_some(row + col, col < 0 ? static_cast<int>(-col) : 0,
               size - col < kSize ? static_cast<int>(size - col) : kSize);
 }
-// The same columns of another row; `aligned`: it has the same shift.
+// Stores the same columns of another row; `aligned`: it has the same shift.
 template <class T, int kSize, class Index>
 __device__ inline void store_cut(const Pack<T, kSize>& x, T* row, Index col, Index size,
                                  bool aligned) {

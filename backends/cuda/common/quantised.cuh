@@ -1,4 +1,4 @@
-// What the kernels need of a quantised output.
+// The parts of a quantised output that kernels need.
 #pragma once
 
 #include <cfloat>
@@ -19,7 +19,7 @@ struct Quantised {
   float* amax = nullptr;
   float* scale = nullptr;         // per tensor
   const float* found = nullptr;   // current scaling: the amax that a pass before found
-  float* running_amax = nullptr;  // what the tile kernels maximise
+  float* running_amax = nullptr;  // maximised by the tile kernels
   const float* noop = nullptr;    // nothing is written if it points to a value other than 0
   int64_t m = 0, k = 0;
   uint32_t scaling = 0;
@@ -44,7 +44,7 @@ struct Quantised {
     if (scale_inv != nullptr) *scale_inv = 1.0f / value;
     if (column_scale_inv != nullptr) *column_scale_inv = 1.0f / value;
   }
-  // Where the factor of a 128 block lies: of row `row` in row-wise blocks, of column `col` in
+  // The place of the factor of a 128 block: of row `row` in row-wise blocks, of column `col` in
   // column-wise ones; (i, j): the block.
   __device__ float* row_block(int64_t row, int64_t j) const {
     return scale_inv + j * ((m + 3) / 4 * 4) + row;

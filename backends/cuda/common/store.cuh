@@ -9,10 +9,11 @@
 
 #include "common/quantised.cuh"
 #include "device/shared_memory.hpp"
+#include "te_fl/backend/refusal.hpp"
 
 namespace te_fl::cuda {
 
-using Refusal = const char*;
+using backend::Refusal;
 inline constexpr size_t kStoreWorkspace = 256;  // bytes at the beginning of ctx.workspace
 
 // The outputs that store_output does not serve; nullptr if it serves `out`.
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
 
 // Throws invalid() if a quantised output lacks parts that its scaling mode needs.
 void check_output(const te_fl_tensor& out, const char* argument);
-// What the kernels need; `amax` is the workspace's first float, used by current scaling.
+// Gathers the kernels' parameters; `amax` is the workspace's first float, used by current scaling.
 Quantised quantised(const te_fl_tensor& out, const float* noop, float inf_scale);
 // Zeroes scale_inv with its padding, and the amax that blocks maximise; the amax alone.
 void clear_scales(const te_fl_context& ctx, const Quantised& q);

@@ -1,7 +1,7 @@
-// Which kernels write the result of an elementwise op (common/elementwise.cuh): those of tiles,
-// which access memory 16 bytes at a time, or those of common/store.cuh, which take everything. A
-// pure function of metadata, so that it can be tested where there is no GPU. Kernels have the names
-// that a profiler shows.
+// Chooses the kernels that write the result of an elementwise op (common/elementwise.cuh): those of
+// tiles, which access memory 16 bytes at a time, or those of common/store.cuh, which take
+// everything. A pure function of metadata, so that it can be tested where there is no GPU. Kernels
+// have the names that a profiler shows.
 #pragma once
 
 #include <cstdint>
@@ -30,10 +30,10 @@ struct StoreCall {
   const te_fl_tensor* out;
   int outputs = 1;                     // 2: the op writes the halves of a row of `out`
   const te_fl_tensor* bias = nullptr;  // takes the sums of the result's columns
-  // Whether measure_kernel knows the op: it reads compact sources of the results' own shape.
+  // True if measure_kernel knows the op: it reads compact sources of the results' own shape.
   bool measures = false;
   bool measured = false;  // the workspace begins with the results' amax
-  // Whether self_scaled_kernel knows the op, which measure_kernel then does too.
+  // True if self_scaled_kernel knows the op, which measure_kernel then does too.
   bool self_scales = false;
 };
 
@@ -55,7 +55,7 @@ constexpr const char* name_of(StoreKernel kernel) noexcept {
   return kNames[static_cast<int>(kernel)];
 }
 
-// Who sums the columns for a bias gradient.
+// Says who sums the columns for a bias gradient.
 enum class StoreSums {
   kNone,
   kResult,    // the result's kernel alone
@@ -87,7 +87,7 @@ struct StoreChoice {
 
 namespace store_choice {
 
-// Of tile.cuh and tile_block128.cuh, which elementwise.cuh compares with these.
+// Numbers of tile.cuh and tile_block128.cuh, which elementwise.cuh compares with these.
 constexpr int64_t kTileRows = 128, kTileCols = 64, kBlockTile = 128;
 constexpr int64_t kFewCols = 16384;
 // Each block of self_scaled_kernel reads all of the input: bytes of it, and of all blocks together.
@@ -99,7 +99,7 @@ inline const void* columns(const te_fl_tensor& t) noexcept {
   return t.quant != nullptr ? t.quant->columnwise_data : nullptr;
 }
 
-// Why not every source can be read 16 bytes at a time, all of one dtype.
+// Says why not every source can be read 16 bytes at a time, all of one dtype.
 inline const char* refuse_sources(const StoreCall& c, int64_t cols) noexcept {
   const int dtype = c.sources[0].dtype;
   if (dtype != TE_FL_F32 && dtype != TE_FL_BF16 && dtype != TE_FL_F16) {
@@ -114,7 +114,7 @@ inline const char* refuse_sources(const StoreCall& c, int64_t cols) noexcept {
   }
   return nullptr;
 }
-// Why codes cannot be written in whole pieces.
+// Says why codes cannot be written in whole pieces.
 inline const char* refuse_codes(const StoreCall& c, const backend::Matrix& m) noexcept {
   if (const void* rows = backend::data<const void>(*c.out); rows != nullptr) {
     if (!aligned(rows, 8)) return "codes that are not aligned to 8 bytes";
@@ -133,7 +133,7 @@ inline const char* refuse_codes(const StoreCall& c, const backend::Matrix& m) no
   return nullptr;
 }
 
-// Why the kernels of tiles do not serve the call.
+// Says why the kernels of tiles do not serve the call.
 inline const char* refuse_tiles(const StoreCall& c) noexcept {
   const backend::Matrix m = backend::as_matrix(*c.out);
   const int64_t cols = m.cols / c.outputs;
@@ -164,12 +164,12 @@ inline StoreKernel tile_amax(const StoreCall& c, int64_t cols) noexcept {
   return c.measures ? StoreKernel::kMeasure : StoreKernel::kTensor;
 }
 
-// Whether [p, p + bytes) and [q, q + more) share memory.
+// True if [p, p + bytes) and [q, q + more) share memory.
 inline bool meet(const void* p, int64_t bytes, const void* q, int64_t more) noexcept {
   const auto a = reinterpret_cast<uintptr_t>(p), b = reinterpret_cast<uintptr_t>(q);
   return a < b + static_cast<uintptr_t>(more) && b < a + static_cast<uintptr_t>(bytes);
 }
-// Whether blocks may read the whole input while others write codes.
+// True if blocks may read the whole input while others write codes.
 inline bool few_elements(const StoreCall& c, const backend::Matrix& m) noexcept {
   const StoreSource& in = c.sources[0];
   const int64_t codes = m.rows * m.cols, bytes = codes * bytes_of(in.dtype);

@@ -26,7 +26,7 @@ struct TileSources {
   bool is_half;  // 16-bit elements are FP16, else BF16
 };
 
-// Which tiles a block takes: `each` consecutive ones of a strip of columns, 1 without sums.
+// The tiles that a block takes: `each` consecutive ones of a strip of columns, 1 without sums.
 struct TileGrid {
   int64_t rows, cols;  // of one output
   unsigned row_steps;  // ceil(rows / (kTileRows * each))
@@ -43,7 +43,7 @@ __device__ inline void place_block(const TileGrid& g, unsigned block, unsigned& 
   strip = block - step * g.col_tiles;
 }
 
-// What one thread holds of a tile: eight columns of each source row, as loaded.
+// One thread's part of a tile: eight columns of each source row, as loaded.
 template <int kBytes>
 struct Piece {
   static constexpr int kCount = kBytes * 8 / 16, kElements = 16 / kBytes;  // 16-byte loads
@@ -245,8 +245,9 @@ __device__ inline float block_amax(float most, float* shared) {
   return most;
 }
 
-// Where the sums of columns go: to rows of partial sums [row_steps, cols], or, where one row is all
-// there is, into the bias gradient itself. FP32 is FP32: `partials` may then be the gradient's data.
+// The target of the sums of columns: to rows of partial sums [row_steps, cols], or, where one row
+// is all there is, into the bias gradient itself. FP32 is FP32: `partials` may then be the
+// gradient's data.
 struct BiasOut {
   float* partials = nullptr;
   Target bias;  // of 16 bits; without data: `partials`

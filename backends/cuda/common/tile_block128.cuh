@@ -147,7 +147,7 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
       float2 pair = combine_columns(sum, [](float a, float b) { return a + b; });
       auto* total =
           reinterpret_cast<float2*>(&warp_sums[warp_row][right * kTileCols + pair_col(at)]);
-      if (t > 0) pair.x += total->x, pair.y += total->y;  // which the lane wrote itself
+      if (t > 0) pair.x += total->x, pair.y += total->y;  // the lane wrote it itself
       *total = pair;
     }
     find_block_scales<kBytes>(q, v, row0, out0 + tile0, right, warp_row, at, out0 + g.cols, shared);

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bit
   }
 }
 
-// Whether two dimensions are worth tiles, and those; `dense` is the input's dense dimension.
+// True if two dimensions are worth tiles, and those; `dense` is the input's dense dimension.
 inline bool is_transposition(const Nest& nest, int& dense) {
   const int last = nest.rank - 1;
   if (nest.to[last] != 1 || nest.from[last] == 1 || nest.shape[last] < 16) return false;

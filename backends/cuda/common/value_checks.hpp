@@ -9,15 +9,15 @@
 
 namespace te_fl::cuda {
 
-// Whether a call's values are to be looked at before anything is written: TE_FL_VALIDATE, outside
+// True if a call's values are to be looked at before anything is written: TE_FL_VALIDATE, outside
 // of captures, which cannot be waited for.
 inline bool validates(const te_fl_context& ctx) noexcept {
   return (ctx.flags & (TE_FL_CALL_VALIDATE | TE_FL_CALL_CAPTURING)) == TE_FL_CALL_VALIDATE;
 }
 
-// Where the kernels of a call note errors. Throws INVALID_ARGUMENT, clean, if an earlier call on
-// the stream left one that nobody has been told; not in a capture. The device is current. `op`
-// lasts as long as the plugin.
+// The place in which the kernels of a call note errors. Throws INVALID_ARGUMENT, clean, if an
+// earlier call on the stream left one that nobody has been told; not in a capture. The device is
+// current. `op` lasts as long as the plugin.
 ValueErrorSink value_errors_of(const te_fl_context& ctx, const char* op);
 
 // Waits for the stream and throws INVALID_ARGUMENT, clean, if the call's values broke a rule; what

@@ -1,4 +1,4 @@
-// How a kernel notes a value that breaks a rule.
+// Lets a kernel note a value that breaks a rule.
 #pragma once
 
 #include "common/value_errors.hpp"

@@ -31,18 +31,18 @@ struct ValueError {
 };
 // "indices[3] is 99; it must lie in [0, 11), the rows of weight"
 std::string text_of(const ValueError& error);
-// The same for one that shows after its call: with the op, and the settings that find the call.
+// Words for one that shows after its call: with the op, and the settings that find the call.
 std::string late_text_of(const ValueError& error);
 
-// Where kernels note one error. Counters: `claimed` is one more than `told` from when a thread has
-// noted an error until somebody is told; `written` follows `claimed` when the error is complete.
-// Kernels write claimed, written and the error, the host writes `told` alone.
+// A place in which kernels note one error. Counters: `claimed` is one more than `told` from when a
+// thread has noted an error until somebody is told; `written` follows `claimed` when the error is
+// complete. Kernels write claimed, written and the error, the host writes `told` alone.
 struct alignas(64) ValueErrorSlot {
   uint32_t claimed = 0, written = 0, told = 0;
   ValueError error;
 };
 
-// What a kernel is given.
+// The parameter of a kernel that notes errors.
 struct ValueErrorSink {
   ValueErrorSlot* slot = nullptr;
   const char* op = nullptr;
@@ -58,11 +58,11 @@ class ValueErrorBoard {
   // `slots` are kSlots, zeroed, and stay valid.
   explicit ValueErrorBoard(ValueErrorSlot* slots) : slots_(slots) {}
 
-  // Where kernels on `stream` note what they meet.
+  // The place in which kernels on `stream` note what they meet.
   ValueErrorSlot* slot_of(const void* stream) noexcept;
-  // What was noted there, to the first who asks. Call it when the stream has been waited for.
+  // Gives what was noted there to the first who asks. Call it when the stream has been waited for.
   std::optional<ValueError> take(const void* stream) noexcept;
-  // The same of any stream.
+  // Gives what was noted on any stream.
   std::optional<ValueError> take_any() noexcept;
 
  private:

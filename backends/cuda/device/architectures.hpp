@@ -25,7 +25,7 @@ constexpr bool built_for(std::string_view built, int architecture) {
   return false;
 }
 
-// What TE_FL_CUDA_ARCHITECTURES takes (CMakeLists.txt).
+// The values that TE_FL_CUDA_ARCHITECTURES takes (CMakeLists.txt).
 inline constexpr std::string_view kKnownArchitectures = "80,89,90a,100a,120";
 
 // The newest of them whose code runs on a GPU; empty if there is none.

@@ -14,7 +14,7 @@ namespace {
 constexpr int kKept = 64;  // devices
 std::array<std::atomic<double>, kKept> g_measured{};
 
-// What the measurement holds on the device. Not of the pool, which would keep it.
+// The measurement's memory on the device. It is not of the pool, which would keep it.
 struct Bench {
   cudaStream_t stream = nullptr;
   cudaEvent_t begin = nullptr, end = nullptr;

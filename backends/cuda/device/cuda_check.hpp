@@ -10,7 +10,7 @@
 
 namespace te_fl::cuda {
 
-// Whether nothing of the device runs in this process after it.
+// True if nothing of the device runs in this process after it.
 bool is_sticky(cudaError_t error) noexcept;
 // A te_fl_code: sticky errors are TE_FL_DEVICE_LOST.
 te_fl_status status_of(cudaError_t error) noexcept;
@@ -25,7 +25,7 @@ bool device_is_lost(std::string& text) noexcept;
 inline void check(cudaError_t error, const char* call) {
   if (error != cudaSuccess) throw_error(error, call);
 }
-// Whether a launch of this thread has gone by the runtime, not straight to the driver, since
+// True if a launch of this thread has gone by the runtime, not straight to the driver, since
 // check_launch() last asked: then only the runtime knows whether it was accepted. Before CUDA 13
 // all go so (driver.cpp).
 inline constinit thread_local bool t_runtime_launched = true;
@@ -43,7 +43,7 @@ inline void check_launch(const char* kernel) {
 // or is that device's. `status` is what its capture status is; streams that are being captured
 // pass.
 void refuse_foreign(int device, cudaStream_t stream, cudaStreamCaptureStatus status);
-// The same, asking for the status.
+// Asks for the status first.
 void refuse_foreign(int device, cudaStream_t stream);
 
 // Throws if this process is a child of the one that opened the plugin: CUDA does not survive fork.

@@ -194,7 +194,7 @@ te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
   });
 }
 
-// What other threads do on other streams meanwhile is none of the capture's business.
+// Other threads' work on other streams meanwhile is none of the capture's business.
 te_fl_status begin_capture(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     refuse_foreign(index_of(self), stream_of(stream));
@@ -269,7 +269,7 @@ te_fl_status properties(void* self, te_fl_device_props* props, const te_fl_error
   });
 }
 
-// What memory is that is not this device's.
+// Says why this pointer is not this device's memory; empty if it is.
 std::string not_ours(int device, const void* data) {
   cudaPointerAttributes found{};
   const cudaError_t error = cudaPointerGetAttributes(&found, data);
@@ -355,7 +355,7 @@ te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* erro
   return on_device(self, errors, [&] {
     const auto s = stream_of(stream);
     cudaStreamCaptureStatus status{};
-    // Which a stream that has been destroyed cannot answer either; the default stream may be unable
+    // A stream that has been destroyed cannot answer that either; the default stream may be unable
     // to beside a capture of another.
     if (const cudaError_t error = stream_capture_status(s, &status); error != cudaSuccess) {
       (void)cudaGetLastError();

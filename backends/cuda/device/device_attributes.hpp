@@ -1,4 +1,4 @@
-// What a device is, asked once.
+// Attributes of a device, asked once.
 #pragma once
 
 #include "device/cuda_check.hpp"

@@ -73,7 +73,8 @@ cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* 
     *status = static_cast<cudaStreamCaptureStatus>(found);
     return cudaSuccess;
   }
-  const cudaError_t error = cudaStreamIsCapturing(stream, status);  // which has words for errors
+  const cudaError_t error =
+      cudaStreamIsCapturing(stream, status);  // the runtime has words for errors
   t_has_context = error == cudaSuccess;
   return error;
 }

@@ -26,7 +26,7 @@ const Driver& driver() noexcept;
 cudaError_t current_device(int* device) noexcept;
 // cudaStreamIsCapturing().
 cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept;
-// Whose stream it is, of one for which stream_capture_status() has just answered; -1: not known.
+// The device of a stream for which stream_capture_status() has just answered; -1: not known.
 // The default streams are the current device's, whichever that is. Fast if it is `likely`'s. By its
 // context: cuStreamGetDevice() ends a capture (CUDA 13.0).
 int device_of_stream(cudaStream_t stream, int likely) noexcept;

@@ -1,5 +1,5 @@
-// What is found out once for each device. Plain C++, so that it can be tested where there is no
-// GPU.
+// Numbers that are found out once for each device. Plain C++, so that it can be tested where there
+// is no GPU.
 #pragma once
 
 #include <array>
@@ -15,8 +15,8 @@ class PerDevice {
  public:
   static constexpr int kKept = 64;  // devices; of those past them it is found out each time
 
-  // What find() returned when it was first called for this device, 0 or more. Threads that come
-  // first together may each call it. If it throws, nothing is kept.
+  // Returns what find() returned when it was first called for this device, 0 or more. Threads that
+  // come first together may each call it. If it throws, nothing is kept.
   template <class F>
   int get(int device, F&& find) {
     if (device < 0 || device >= kKept) return find();

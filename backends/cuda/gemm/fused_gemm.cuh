@@ -43,8 +43,8 @@ constexpr int kTurned = kUnitRows * kPart;
 constexpr int kExtra = kFinishers * kTurned;
 constexpr size_t kShared = shared_bytes(kExtra);
 
-// Of a thread; the block has 504 for one of each warp group. Forward there is a bias, backward what
-// the gradient of GELU reads.
+// Registers of a thread; the block has 504 for one of each warp group. Forward there is a bias,
+// backward what the gradient of GELU reads.
 template <bool kBackward>
 constexpr int kProductRegisters = kBackward ? 184 : 192;
 template <bool kBackward>
@@ -293,7 +293,7 @@ __global__ void TE_FL_PAIRS __launch_bounds__(kTileThreads, 1)
     if (finisher < 0) {
       if (lane == 0) load<Type>(map_a, map_b, g, at);
     } else {
-      Finish<kBackward, Out> finish(g, at);
+      Finish<kBackward, Out> epilogue(g, at);
       int mine = finisher;  // of the units of all tiles, one after the other
       for (int index = first; index < tiles; index += step, parity ^= 1, mine -= kUnits) {
         const Tile tile(g.rows, g.cols, index);
@@ -306,13 +306,13 @@ __global__ void TE_FL_PAIRS __launch_bounds__(kTileThreads, 1)
             hopper::store_box(map_pre, at.result(part, row, 0), col0, row0 + row);
             hopper::commit_stores();
           }
-          finish.run(part, row, row0, col0, at.own + finisher * kTurned);
+          epilogue.run(part, row, row0, col0, at.own + finisher * kTurned);
           if (!kBackward && lane == 0) hopper::wait_stores_read();
           __syncwarp();
           if (lane == 0) hopper::arrive(at.taken);
         }
       }
-      finish.end();
+      epilogue.end();
       if (!kBackward && lane == 0) hopper::wait_stores();
     }
   } else {

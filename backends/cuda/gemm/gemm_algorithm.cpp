@@ -55,8 +55,8 @@ cublasLtMatmulAlgo_t algorithm_of(const GemmChoice& choice) {
   return algo;
 }
 
-// What the heuristic named, by device and problem, for as many problems as a process may be
-// expected to describe; whoever comes later pushes all others out.
+// The algorithms that the heuristic named, by device and problem, for as many problems as a process
+// may be expected to describe; whoever comes later pushes all others out.
 class Named {
  public:
   void add(int device, const std::string& problem, const cublasLtMatmulAlgo_t& algo) {

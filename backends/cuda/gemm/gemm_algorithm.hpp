@@ -1,5 +1,5 @@
-// Which cuBLASLt algorithm a product takes: what a file says, what was measured, or the first that
-// the library's heuristic names.
+// Chooses the cuBLASLt algorithm of a product: what a file says, what was measured, or the first
+// that the library's heuristic names.
 #pragma once
 
 #include <cublasLt.h>
@@ -20,8 +20,8 @@ namespace te_fl::cuda {
 // `host` logs, and stays valid while there are calls.
 void configure_gemm_choices(const char* file, bool tune, const te_fl_host_api* host);
 
-// What is wrong with the settings, with the way out; empty if nothing is. find_gemm_choice() throws
-// it.
+// Says what is wrong with the settings, with the way out; empty if nothing is. find_gemm_choice()
+// throws it.
 std::string gemm_choices_error();
 
 // Throws if the file cannot be used; finds the choice for `problem` on this device, its power limit
@@ -31,20 +31,20 @@ bool find_gemm_choice(int device, const std::string& problem, cublasLtMatmulAlgo
 // Keeps what the heuristic named for `problem`, for algorithm_words(). Thread-safe.
 void note_algorithm(int device, const std::string& problem, const cublasLtMatmulAlgo_t& algo);
 
-// Which algorithm a product takes and who chose it, as words: the file, the heuristic when an
+// Says which algorithm a product takes and who chose it, as words: the file, the heuristic when an
 // earlier call asked it, or that this is decided at first use. `measurable`: the problem is one
 // that is measured where measuring is on. Asks the library nothing but an algorithm's attributes;
 // throws as find_gemm_choice().
 std::string algorithm_words(int device, const std::string& problem, bool measurable);
 
-// Whether products without a choice are to be measured.
+// True if products without a choice are to be measured.
 bool tunes_gemm() noexcept;
 
 // A product in scratch memory.
 struct GemmTrial {
   // Enqueues it once, false if the library refuses that algorithm.
   std::function<bool(const cublasLtMatmulAlgo_t&)> run;
-  // Whether candidate i computes what the first does; waits for the stream.
+  // True if candidate i computes what the first does; waits for the stream.
   std::function<bool(size_t i)> agrees;
 };
 

@@ -22,21 +22,22 @@ class ChoiceBook {
   // Reads the file (empty: there is none) and forgets what was known. `tune`: what it lacks will be
   // measured and added.
   void configure(const std::string& file, bool tune);
-  // What is wrong with the settings, with the way out; empty if nothing is.
+  // Says what is wrong with the settings, with the way out; empty if nothing is.
   std::string error() const;
   bool tunes() const noexcept { return tune_.load(std::memory_order_relaxed); }
 
-  // Whether nothing can be found. Throws FAILED_PRECONDITION, as find() does, with what error()
+  // True if nothing can be found. Throws FAILED_PRECONDITION, as find() does, with what error()
   // says.
   bool empty() const;
   // The choice for the device, library, power limit and problem of `key` (find_choice()).
   std::optional<GemmChoice> find(const GemmChoice& key) const;
 
-  // The same, and if there is none, what `measure` returns, which is then added to the file; the
-  // file's own if another process was faster. One thread at a time measures on a device, as others'
-  // work would show in the times: the others wait, and look before they measure whether theirs was
-  // measured meanwhile, here or by another process. Nothing if `measure` returns nothing. Throws
-  // FAILED_PRECONDITION if the file cannot be read or written, and what `measure` throws.
+  // Finds it, too; if there is none, gives what `measure` returns, which is then added to the file;
+  // the file's own if another process was faster. One thread at a time measures on a device, as
+  // others' work would show in the times: the others wait, and look before they measure whether
+  // theirs was measured meanwhile, here or by another process. Nothing if `measure` returns
+  // nothing. Throws FAILED_PRECONDITION if the file cannot be read or written, and what `measure`
+  // throws.
   std::optional<GemmChoice> find_or_measure(
       int device, const GemmChoice& key, const std::function<std::optional<GemmChoice>()>& measure);
 

@@ -16,7 +16,7 @@ struct GemmChoice {
   size_t library = 0;                   // cublasLtGetVersion()
   int power_limit = 0;                  // W that the GPU may draw; 0: nobody knew
   std::array<uint64_t, 8> algorithm{};  // a cublasLtMatmulAlgo_t
-  std::string config;                   // the same for a reader
+  std::string config;                   // for a reader
   double us = 0, first_us = 0;          // of the choice, and of the heuristic's first
   int candidates = 0, different = 0;    // timed; dropped because their results differed
 

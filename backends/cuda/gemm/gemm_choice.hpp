@@ -1,4 +1,4 @@
-// Which kernels a call of generic_gemm takes: a pure function of the call's metadata and of what
+// Chooses the kernels of a call of generic_gemm: a pure function of the call's metadata and of what
 // the device grants, which run, workspace, prepare and describe share. Plain C++, so that it can be
 // tested where there is no GPU.
 #pragma once
@@ -7,7 +7,7 @@
 
 namespace te_fl::cuda {
 
-// What a GPU grants.
+// The limits of a GPU.
 struct GemmDevice {
   int architecture = 90;        // 10 * major + minor
   int multiprocessors = 132;    // of GPUs that fused_gemm.cu has code for

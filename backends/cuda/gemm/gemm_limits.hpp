@@ -1,5 +1,5 @@
-// What cuBLASLt multiplies in FP8, by architecture and version. Plain C++, so that it can be tested
-// where there is no GPU.
+// Says what cuBLASLt multiplies in FP8, by architecture and version. Plain C++, so that it can be
+// tested where there is no GPU.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,8 @@ inline constexpr int kFp8Architecture = 89;             // Ada; Hopper is 90
 inline constexpr int kBlockArchitecture = 90;           // no other has 1x128 and 128x128 blocks
 inline constexpr size_t kBlockLibraryVersion = 120900;  // cublasLtGetVersion() of CUDA 12.9
 
-// Why a product is not served on this GPU with this library, nullptr if it is. `fp8`: an operand is
-// FP8; `blocks`: both are, scaled by blocks. `architecture` is 10 * major + minor.
+// Says why a product is not served on this GPU with this library, nullptr if it is. `fp8`: an
+// operand is FP8; `blocks`: both are, scaled by blocks. `architecture` is 10 * major + minor.
 constexpr const char* gemm_limit(int architecture, size_t library_version, bool fp8, bool blocks) {
   if (!fp8) return nullptr;
   if (architecture < kFp8Architecture) {

@@ -18,12 +18,12 @@ struct GemmPath {
     kComposed,  // the product, then the kernel of GELU or of its gradient
   };
   Kind kind = Kind::kProduct;
-  const char* unfused = nullptr;      // of a call with GELU: why no kernel does both; static text
-  bool empty = false;                 // there is nothing to multiply
-  bool fp8 = false;                   // the library multiplies FP8
-  const char* converted = nullptr;    // what is done to the operands before; static text
-  const char* indirect = nullptr;     // why the library does not write D; static text
-  std::string algorithm{};            // the library's, and who chose it; empty: it is not called
+  const char* unfused = nullptr;    // of a call with GELU: why no kernel does both; static text
+  bool empty = false;               // there is nothing to multiply
+  bool fp8 = false;                 // the library multiplies FP8
+  const char* converted = nullptr;  // the operands' form for the library; static text
+  const char* indirect = nullptr;  // the reason for which the library does not write D; static text
+  std::string algorithm{};         // the library's, and who chose it; empty: it is not called
   FusedForm form = FusedForm::kNone;  // of kFused
   Problem problem{};  // of kProduct and kFused the call, of kComposed the product that comes first
 

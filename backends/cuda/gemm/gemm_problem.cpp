@@ -43,7 +43,7 @@ const char* refuse_epilogue(const Args& args, bool fp8) {
   if (args.bias != nullptr && (dtype_of(*args.bias) != d || (fp8 && !half))) {
     return "the bias is of a dtype that the library does not add";
   }
-  // Of other rows the library rounds the product before it adds the bias (cuBLASLt 13.1).
+  // With other rows the library rounds the product before it adds the bias (cuBLASLt 13.1).
   if (args.bias != nullptr && half && !fp8 &&
       !(whole_rows(*args.a) && whole_rows(*args.b) && whole_rows(*args.d))) {
     return "with a bias, rows that are not whole pieces of 16 bytes";

@@ -41,7 +41,7 @@ struct Problem {
   Convert convert = Convert::kNone;
   bool direct = false;             // the library writes D
   const char* indirect = nullptr;  // or why not; static text
-  bool codes = false;              // which is FP8
+  bool codes = false;              // D is FP8
   float* found_amax = nullptr;     // where its amax goes, for the call that runs
   bool bias_grad = false;          // and the bias gradient, from the operand that it reads anyway
   int64_t padded_n = 0, padded_k = 0;

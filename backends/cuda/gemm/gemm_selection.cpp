@@ -17,7 +17,7 @@ constexpr double kLookUs = 2000;     // of all others
 // find another. Sequences are as long as the clock takes to follow; the order is drawn in every
 // round, as a candidate's time depends on what ran before it.
 struct Stage {
-  size_t field;     // how many of the fastest so far take part
+  size_t field;     // so many of the fastest so far take part
   int rounds;       // in each of which everyone runs one sequence
   double sequence;  // microseconds
 };
@@ -50,7 +50,7 @@ class Selection {
     for (const size_t i : order) {
       // The first run of a kernel loads it.
       if (contest_.time(i, 1) < 0 || (us_[i] = contest_.time(i, 1)) < 0) continue;
-      // Of a short one a single run is mostly the wait for its start.
+      // For a short one a single run is mostly the wait for its start.
       if (us_[i] < kGlanceUs) us_[i] = contest_.time(i, runs(i, kGlanceUs, 2));
       if (us_[i] < 0) continue;
       if (best < 0 || us_[i] <= best * kWorthALook) us_[i] = contest_.time(i, runs(i, kLookUs, 2));

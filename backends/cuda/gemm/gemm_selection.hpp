@@ -1,5 +1,5 @@
-// Which of many ways of one computation is the fastest on a chip under load. Plain C++, so that it
-// can be tested where there is no GPU.
+// Finds which of many ways of one computation is the fastest on a chip under load. Plain C++, so
+// that it can be tested where there is no GPU.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace te_fl::cuda {
 struct Contest {
   // Microseconds per run of `runs` runs of candidate i in a row; negative if it does not run.
   std::function<double(size_t i, int runs)> time;
-  // Whether candidate i computes what candidate 0 does. Asked of those that come near to winning.
+  // True if candidate i computes what candidate 0 does. Asked of those that come near to winning.
   std::function<bool(size_t i)> agrees;
 };
 

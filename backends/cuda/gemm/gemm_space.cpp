@@ -56,7 +56,7 @@ bool same_kind(const cublasLtMatmulAlgo_t& a, const cublasLtMatmulAlgo_t& b) {
          get<CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID>(a) == get<CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID>(b);
 }
 
-// What the varied ones start from: one of each kind that the heuristic names, at most two.
+// The algorithms that are varied: one of each kind that the heuristic names, at most two.
 std::vector<cublasLtMatmulAlgo_t> bases(const std::vector<cublasLtMatmulAlgo_t>& candidates) {
   constexpr size_t kMost = 2;
   std::vector<cublasLtMatmulAlgo_t> result;

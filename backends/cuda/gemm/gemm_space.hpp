@@ -9,11 +9,11 @@
 
 namespace te_fl::cuda {
 
-// What is varied: with sustained sequences of FP8 products of 0.3 to 1.1 tera-operations on an
-// H100, every algorithm that won had one of each of these. Only tiles that are named here may be
-// asked about: the library's check divides by zero where it knows no such tile (13.1). What it
-// says that an algorithm of the heuristic's is capable of does not tell which exist; its check
-// does.
+// The values that are varied: with sustained sequences of FP8 products of 0.3 to 1.1
+// tera-operations on an H100, every algorithm that won had one of each of these. Only tiles that
+// are named here may be asked about: the library's check divides by zero where it knows no such
+// tile (13.1). What it says that an algorithm of the heuristic's is capable of does not tell which
+// exist; its check does.
 inline constexpr std::array kTiles{
     CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_128x256, CUBLASLT_MATMUL_TILE_256x128,
     CUBLASLT_MATMUL_TILE_128x160, CUBLASLT_MATMUL_TILE_160x128, CUBLASLT_MATMUL_TILE_128x192,

@@ -17,7 +17,7 @@ using Args = te_fl_generic_gemm_args;
 
 int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
 
-// What an algorithm writes: D, and the amax or the bias gradient that come with it.
+// The results of an algorithm: D, and the amax or the bias gradient that come with it.
 struct Results {
   DeviceMemory d, side;
   Results(size_t d_bytes, size_t side_bytes, cudaStream_t stream)
@@ -55,7 +55,7 @@ class Trial {
                               kLibraryWorkspace, stream_) == CUBLAS_STATUS_SUCCESS;
   }
 
-  // Whether both write the same.
+  // True if both write the same.
   bool agree(const cublasLtMatmulAlgo_t& first, const cublasLtMatmulAlgo_t& other) {
     if (!expected_.has_value()) {
       clear();
@@ -108,7 +108,7 @@ class Trial {
   std::optional<Results> expected_;
 };
 
-// Whether the algorithms around the heuristic's are asked about: for products of the kinds that the
+// True if the algorithms around the heuristic's are asked about: for products of the kinds that the
 // library was seen to answer for, and operands that they can read, as the check of an algorithm
 // knows no alignment (Hopper's copy engine wants 16 bytes).
 bool varies(const Args& args, const Problem& p, uint32_t alignment) {

@@ -1,4 +1,4 @@
-// What the plugin says of its surroundings: driver, GPUs, libraries.
+// Reports the plugin's surroundings: driver, GPUs, libraries.
 #pragma once
 
 #include <string>

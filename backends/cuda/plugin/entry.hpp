@@ -1,4 +1,4 @@
-// What stands between the host and the ops: scratch that is too small is refused before anything is
+// A layer between the host and the ops: scratch that is too small is refused before anything is
 // launched, and each run may be marked for a profiler.
 #pragma once
 

@@ -5,29 +5,11 @@
 #include <vector>
 
 #include "device/cuda_check.hpp"
-#include "te_fl/backend.hpp"
+#include "te_fl/backend/refusal.hpp"
 
 namespace te_fl::cuda {
 
-// Why a call is not served, nullptr if it is. Reads metadata only; static text.
-using Refusal = const char*;
-
-template <class Args, auto F>
-te_fl_status supports(void*, const te_fl_context* ctx, const void* raw) noexcept {
-  Refusal refusal = nullptr;
-  const te_fl_status failed = backend::guard(ctx->errors, [&] {
-    const backend::Widened<Args> args(raw);
-    if constexpr (std::is_invocable_v<decltype(F), const te_fl_context&, const Args&>) {
-      refusal = F(*ctx, *args);
-    } else {
-      refusal = F(*args);
-    }
-  });
-  if (failed != TE_FL_OK) return failed | TE_FL_CLEAN;
-  if (refusal == nullptr) return TE_FL_OK;
-  backend::report(ctx->errors, refusal);
-  return TE_FL_UNSUPPORTED;
-}
+using backend::Refusal;
 
 template <class Args, auto F>
 te_fl_status run(void*, const te_fl_context* ctx, const void* raw) noexcept {
@@ -56,7 +38,7 @@ te_fl_op_desc descriptor(const char* op_name) {
   if constexpr (Refuses == nullptr) {
     desc.flags |= TE_FL_OP_STATIC_SUPPORT;
   } else {
-    desc.supports = supports<Args, Refuses>;
+    desc.supports = backend::refusal_thunk<Args, Refuses>;
   }
   return desc;
 }

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads)
       float v[kSize];
 #pragma unroll
       for (int i = 0; i < kSize; ++i) v[i] = raw[u][i];
-      if (smoothing != 0.0f) {  // what lies outside the row is 0
+      if (smoothing != 0.0f) {  // elements outside the row are 0
 #pragma unroll
         for (int i = 0; i < kSize; ++i) plain += v[i];
       }

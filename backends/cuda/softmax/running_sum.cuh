@@ -1,4 +1,4 @@
-// What the threads of a row find together: the largest score, sums, sums of exponentials.
+// Values that the threads of a row find together: the largest score, sums, sums of exponentials.
 #pragma once
 
 #include <cfloat>

@@ -1,5 +1,5 @@
-// Which kernel a call of scaled softmax takes: a pure function of the call's metadata and of what
-// the device grants, so that it can be tested where there is no GPU. The kernels are those of
+// Chooses the kernel of a call of scaled softmax: a pure function of the call's metadata and of
+// what the device grants, so that it can be tested where there is no GPU. The kernels are those of
 // softmax_kernels.cuh and softmax_streamed.cuh, and bear the same names.
 #pragma once
 
@@ -18,7 +18,7 @@ struct SoftmaxBackward {
   const te_fl_tensor *output_grad, *softmax_results, *input_grad;
 };
 
-// What a GPU grants.
+// The limits of a GPU.
 struct SoftmaxDevice {
   int compute_capability = 90;        // 10 major
   int64_t shared_memory = 227 << 10;  // bytes that a block may have at most
@@ -27,7 +27,7 @@ struct SoftmaxDevice {
 enum class SoftmaxKernel {
   kNone,      // there is nothing to write
   kRows,      // the threads of a block hold some rows in registers
-  kCluster,   // the same, a row in the blocks of a cluster
+  kCluster,   // a row lies in the registers of a cluster of blocks
   kStreamed,  // rows pass through shared memory by bulk copies
   kStaged,    // a row waits in shared memory until its sum is known
   kWide,      // a row is read twice
@@ -37,8 +37,8 @@ constexpr const char* name_of(SoftmaxKernel kernel) noexcept {
   return kNames[static_cast<int>(kernel)];
 }
 
-// How kRows and kCluster divide a row: the threads of a block that share it, and the runs of eight
-// elements that each of them holds.
+// The division of a row by kRows and kCluster: the threads of a block that share it, and the runs
+// of eight elements that each of them holds.
 struct SoftmaxRow {
   int threads = 0, runs = 0;
   constexpr int64_t held() const { return int64_t{threads} * runs; }
@@ -106,7 +106,7 @@ constexpr int64_t staged_bytes(int64_t runs, int64_t element_bytes) noexcept {
   return (packs + kWideThreads - 1) / kWideThreads * kWideThreads * 16;
 }
 
-// Why the rows do not pass through shared memory by bulk copies; nullptr if they do.
+// Says why the rows do not pass through shared memory by bulk copies; nullptr if they do.
 inline const char* refuse_streamed(const SoftmaxForward& f, const SoftmaxDevice& device) {
   const int64_t row_bytes = backend::as_matrix(*f.input).cols * element_bytes(*f.input);
   if (row_bytes > kStreamedBytes) return "rows of more than 64 KiB";

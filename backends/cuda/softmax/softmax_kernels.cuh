@@ -9,7 +9,7 @@
 
 namespace te_fl::cuda {
 
-// Which keys a row sees.
+// The keys that a row sees.
 struct Visible {
   int64_t queries = 1, keys = 0, heads = 1;
   bool causal = false;            // aligned at the bottom right
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
     if (col >= keys) continue;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) v[p][i] *= share;
-    if (isnan(share)) {  // what is hidden stays 0
+    if (isnan(share)) {  // hidden elements stay 0
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
         if ((hidden >> (p * kSize + i) & 1u) != 0) v[p][i] = 0.0f;

@@ -40,8 +40,8 @@ static float8 load8(__global const void* data, long i, int type) {
   return vload8(0, values);
 }
 
-// What becomes of the sum `v` of the product's element (m, n).
-static void finish(float v, long m, long n, __global void* d, __global const void* bias,
+// Makes an output of the sum `v` of the product's element (m, n).
+static void apply_epilogue(float v, long m, long n, __global void* d, __global const void* bias,
                    __global void* pre_gelu_out, __global const void* pre_gelu_in,
                    __global const void* residual, __global const float* scale_a,
                    __global const float* scale_b, __global const float* scale_in, long n_extent,
@@ -169,7 +169,7 @@ __kernel void gemm(__global const void* a, __global const void* b, __global void
     const int r = e / 8, c = e % 8;
     const long m = m0 + r / 4 * (TILE / 2) + y + r % 4, n = n0 + c / 4 * (TILE / 2) + x + c % 4;
     if (m >= m_extent || n >= n_extent) continue;
-    finish(values[e], m, n, d, bias, pre_gelu_out, pre_gelu_in, residual, scale_a, scale_b, scale_in,
+    apply_epilogue(values[e], m, n, d, bias, pre_gelu_out, pre_gelu_in, residual, scale_a, scale_b, scale_in,
            n_extent, alpha, beta, flags);
   }
 }
@@ -242,7 +242,7 @@ __kernel void gemm(__global const void* a, __global const void* b, __global void
     for (int c = 0; c < 8; ++c) {
       const long m = m0 + row + r, n = n0 + col + c;
       if (m >= m_extent || n >= n_extent) continue;
-      finish(values[c], m, n, d, bias, pre_gelu_out, pre_gelu_in, residual, scale_a, scale_b,
+      apply_epilogue(values[c], m, n, d, bias, pre_gelu_out, pre_gelu_in, residual, scale_a, scale_b,
              scale_in, n_extent, alpha, beta, flags);
     }
   }

@@ -10,7 +10,7 @@ static float weight(__global const void* gamma, long c, uint flags) {
 }
 
 #ifdef FORWARD
-// What is normalised: x, or x + residual as it was rounded into sum.
+// The normalised value: x, or x + residual as it was rounded into sum.
 static float input_at(__global const void* x, __global const void* sum, long i, uint flags) {
   return flags & HAS_RESIDUAL ? load(sum, i, TS) : load(x, i, TX);
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// What every plugin in C++ says to the host in the same way: its instance, its tables and its
+// Every plugin in C++ says this to the host in the same way: its instance, its tables and its
 // header. A backend derives its state from Instance or DeviceInstance:
 //
 //   struct Acme : te_fl::backend::DeviceInstance {
@@ -133,8 +133,8 @@ constexpr te_fl_plugin_api plugin_api() {
 template <class T>
 inline constexpr te_fl_plugin_api kPluginApi = plugin_api<T>();
 
-// What te_fl_plugin_query returns. `settings` are what the plugin declares (R21) and, like the
-// texts, are static.
+// The header that te_fl_plugin_query returns. `settings` are what the plugin declares (R21) and,
+// like the texts, are static.
 template <class T>
 constexpr te_fl_plugin_header plugin_header(
     const char* name, const char* vendor, const char* version,

@@ -271,7 +271,7 @@ bool child_succeeds(F body) {
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;
 }
 
-// Whether a forked child's first GEMMs are right and done within a second.
+// True if a forked child's first GEMMs are right and done within a second.
 struct ForkedGemm {
   Case t{256, 256, 256};
   Operands x{t};

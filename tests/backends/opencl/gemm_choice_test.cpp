@@ -1,4 +1,4 @@
-// Which kernel makes a product on an OpenCL device: a pure function, without a device.
+// The kernel that makes a product on an OpenCL device: a pure function, without a device.
 #include <gtest/gtest.h>
 
 #include "backends/opencl/gemm_choice.hpp"

@@ -10,7 +10,7 @@
 namespace te_fl::testing {
 namespace {
 
-// What one head at a position becomes.
+// Rotates one head at a position.
 std::vector<double> rotate(const std::vector<double>& x, const std::vector<double>& angle,
                            bool interleaved) {
   std::vector<double> y = x;

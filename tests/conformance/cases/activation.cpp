@@ -110,8 +110,8 @@ Gate gate(const Op& op, double a, double b, double dy, double limit, double alph
           std::fabs(b) > limit ? 0 : dy * ca * s};
 }
 
-// What FP32 rounding of an activation's terms may leave where they cancel; beyond 10 nothing
-// cancels any more.
+// The error that FP32 rounding of an activation's terms may leave where they cancel; beyond 10
+// nothing cancels any more.
 double cancelled(double x) { return 0x1p-22 * std::clamp(std::fabs(x), 1.0, 10.0); }
 
 void expect_gated(Problem& p, const Op& op, const Variant& v, Tensor* x, Tensor* g, Tensor* y) {

@@ -33,9 +33,9 @@ Tensor* quant_only(Problem& p, const char* name, int dtype, float scale, Role ro
 
 void expect_output(Problem& p, Tensor* t, std::vector<double> want, std::vector<double> slack,
                    std::vector<uint8_t> skip) {
-  const bool given = t->spec.quantised() && !t->spec.current() && !t->spec.col;
-  Expectation& e = given ? p.expect_dequantised(t, std::move(want), std::move(slack))
-                         : p.expect(t, std::move(want), std::move(slack));
+  const bool has_scale = t->spec.quantised() && !t->spec.current() && !t->spec.col;
+  Expectation& e = has_scale ? p.expect_dequantised(t, std::move(want), std::move(slack))
+                             : p.expect(t, std::move(want), std::move(slack));
   e.skip = std::move(skip);
 }
 
@@ -148,7 +148,7 @@ void add_shapes(std::vector<Variant>& all) {
   all.push_back({.scale = -0.5});
 }
 
-// What a vendor's fused kernels take: half precision, whole vectors, every mask.
+// Calls that a vendor's fused kernels take: half precision, whole vectors, every mask.
 void add_half(std::vector<Variant>& all) {
   constexpr int kBF = TE_FL_BF16;
   for (int layout : {kS, kB}) {

@@ -75,8 +75,8 @@ void add_fp8(std::vector<Variant>& all) {
                    .scale = 0.125});
 }
 
-// What is left of FP8 to kernels that take anything: lengths and gaps of sequences, windows, odd
-// head sizes, empty extents, computed scales and column-wise copies.
+// Calls in FP8 that are left to kernels that take anything: lengths and gaps of sequences, windows,
+// odd head sizes, empty extents, computed scales and column-wise copies.
 void add_fp8_shapes(std::vector<Variant>& all) {
   for (int layout : {kS, kB}) {
     for (int mask : {TE_FL_MASK_TYPE_PADDING, TE_FL_MASK_TYPE_PADDING_CAUSAL,

@@ -123,10 +123,10 @@ void add_dropout(std::vector<Variant>& all) {
   v = crossing(75);
   v.dtype = v.bias = kHalf, v.dropout = 0.25f, v.bias_bh = {1, 2};
   all.push_back(v);
-  for (bool given : {false, true}) {
+  for (bool has_lengths : {false, true}) {
     v = {.dtype = kBF,
          .layout = kT,
-         .mask = given ? kPaddedCausal : kPadded,
+         .mask = has_lengths ? kPaddedCausal : kPadded,
          .b = 3,
          .sq = 131,
          .sk = 131,
@@ -138,7 +138,7 @@ void add_dropout(std::vector<Variant>& all) {
          .len_q = {131, 0, 40},
          .len_k = {131, 9, 40},
          .packed = false,
-         .max_given = given};
+         .max_given = has_lengths};
     all.push_back(v);
   }
 }

@@ -34,8 +34,8 @@ void expect_mask(Problem& p, Tensor* mask, int64_t n, float drop) {
   std::vector<double> values(bits.begin(), bits.end());
   p.expect_custom(mask, [bits, used](const Tensor& t) -> std::string {
     for (size_t i = 0; i < bits.size(); ++i) {
-      const uint8_t care = i + 1 == bits.size() ? used : 0xff;
-      if ((t.data->data()[i] & care) != (bits[i] & care))
+      const uint8_t used_bits = i + 1 == bits.size() ? used : 0xff;
+      if ((t.data->data()[i] & used_bits) != (bits[i] & used_bits))
         return "mask[" + std::to_string(i) + "]: got " + std::to_string(t.data->data()[i]) +
                ", expected " + std::to_string(bits[i]) + " exactly";
     }

@@ -212,8 +212,8 @@ void add_epilogues(std::vector<Variant>& all) {
   }
 }
 
-// What the two products around an MLP's activation ask for: the pre-activation in 16 bits beside a
-// quantised result, and the gradient with its columns' sums.
+// The epilogues of the two products around an MLP's activation: the pre-activation in 16 bits
+// beside a quantised result, and the gradient with its columns' sums.
 void add_activations(std::vector<Variant>& all) {
   const auto codes = [](int dtype, bool row, bool col, uint32_t flags = 0) {
     return Spec(dtype, TE_FL_SCALING_TENSOR, row, col, flags);

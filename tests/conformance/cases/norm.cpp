@@ -342,7 +342,7 @@ void add_norm_cases(Table& table) {
       }
       variants.push_back({.shape = {9, 40}, .in_place = "add", .with_add = true});
     }
-    // What fused kernels take: rows that fill vectors; two with several rows for every block.
+    // Calls that fused kernels take: rows that fill vectors; two with several rows for every block.
     const bool layer = op == "layernorm_bwd";
     auto fused = [&](int dtype, Dims shape, bool add) {
       variants.push_back({.x = dtype,

@@ -132,16 +132,16 @@ void add_quantize(Table& table) {
 
 void add_dequantize(Table& table) {
   for (const Spec& spec : quantised_specs()) {
-    Spec given = spec;
-    given.scale = 37.0f;
+    Spec scaled = spec;
+    scaled.scale = 37.0f;
     for (int out : kHigh)
       for (const Dims& shape :
            {Dims{130, 258}, Dims{144, 200}, Dims{3, 5, 38}, Dims{0, 16}, Dims{1, 1}}) {
         if (out != TE_FL_F32 && shape[0] < 130) continue;
         add(table, "quantize", "dequantize",
-            "in=" + given.name() + (spec.scale < 1 ? ".b/" : "/") + dims_name(shape) + "/" +
+            "in=" + scaled.name() + (spec.scale < 1 ? ".b/" : "/") + dims_name(shape) + "/" +
                 name_of(out),
-            [=](Problem& p) { dequantize(p, given, out, shape); });
+            [=](Problem& p) { dequantize(p, scaled, out, shape); });
       }
   }
   for (int d : {TE_FL_F8E4M3, TE_FL_F8E5M2})

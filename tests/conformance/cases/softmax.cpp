@@ -270,14 +270,14 @@ void add_softmax(Cases& cases) {
                      }});
   };
   const std::string masked = names[0];
-  const auto given = [&](const char* what, int64_t queries, int64_t keys, bool broadcast) {
+  const auto add_masked = [&](const char* what, int64_t queries, int64_t keys, bool broadcast) {
     cases.push_back({masked, what, [=](Run& r) {
                        forward(r, masked.c_str(), Mask::kGiven, {r, queries, keys}, broadcast);
                      }});
   };
-  given("rows of 1024", 1024, 1024, false);
-  given("rows of 1021, a mask for all heads", 64, 1021, true);
-  given("rows of 20001", 16, 20001, false);
+  add_masked("rows of 1024", 1024, 1024, false);
+  add_masked("rows of 1021, a mask for all heads", 64, 1021, true);
+  add_masked("rows of 20001", 16, 20001, false);
   const std::string masked_backward = names[1];
   cases.push_back({masked_backward, "rows of 1024", [=](Run& r) {
                      backward(r, masked_backward.c_str(), false, {r, 1024, 1024});

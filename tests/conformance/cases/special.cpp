@@ -18,7 +18,7 @@ bool begins(const std::string& text, const std::string& part) { return text.rfin
 bool has_own(const Case& c) {
   // Rounding, copying, recurrences of scales and norms of lists list theirs in their own files.
   if (c.family == "quantize" || begins(c.op, "multi_tensor_")) return c.op != "multi_tensor_adam";
-  // What a NaN behind a mask does is not fixed: a library may multiply it by a zero.
+  // The effect of a NaN behind a mask is not fixed: a library may multiply it by a zero.
   return c.family == "attention" || c.op == "strided_copy";
 }
 
@@ -73,7 +73,7 @@ bool has_limit(const std::string& op) {
   return ops.count(op) != 0;
 }
 
-// What decides whether a case is of the wanted kind.
+// Decides whether a case is of the wanted kind.
 struct Kind {
   int input = -1;          // dtype of the first input that takes special values; -1: there is none
   int out = TE_FL_F32;     // of the quantised output, if there is one
@@ -111,7 +111,7 @@ void add_special_cases(Table& table) {
     if (taken.count(c.op + " f32") != 0 && taken.count(c.op + " bf16") != 0 &&
         taken.count(c.op + " codes") != 0)
       continue;
-    // Which kind a case is only building it tells; the name, whether its tensors are small.
+    // Only building a case tells its kind; the name, whether its tensors are small.
     const bool small = c.name.find("/7x33") != std::string::npos,
                codes = c.name.find(".tensor.row") != std::string::npos;
     if (!small && !codes && ++looked_at[c.op] > kMost) continue;

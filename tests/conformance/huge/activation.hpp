@@ -181,18 +181,18 @@ inline void gated_backward(Run& run, const std::string& op, const Activation* ac
   te_fl_activation_clamped_bwd_args args{};
   te_fl_activation_glu_bwd_args plain{};
   args.grad = plain.grad = dy, args.input = plain.input = x;
-  const void* given = act == nullptr ? static_cast<void*>(&args) : &plain;
+  const void* call_args = act == nullptr ? static_cast<void*>(&args) : &plain;
   const auto value = [&](int64_t i) { return gated_slope(act, grad, pattern, half, i); };
   if (spec == nullptr) {
     const Tensor dx = run.output({rows, 2 * half});
     args.output = plain.output = dx;
-    run.call(op.c_str(), given);
+    run.call(op.c_str(), call_args);
     run.expect(dx, "output", value, 0x1p-8, 1e-4);
     return;
   }
   const Quantised out(run, {rows, 2 * half}, *spec);
   args.output = plain.output = out;
-  run.call(op.c_str(), given);
+  run.call(op.c_str(), call_args);
   out.expect(run, value, 0, false);  // scaled by blocks: there is no amax of all
 }
 

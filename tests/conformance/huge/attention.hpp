@@ -21,7 +21,7 @@ struct Problem {
 
   bool thd() const { return layout == TE_FL_LAYOUT_THD; }
 };
-constexpr int64_t kShift = 24;  // how the lengths of sequences alternate, with thd and padding
+constexpr int64_t kShift = 24;  // lengths of sequences, which alternate, with thd and padding
 constexpr te_fl_rng kRandom{.seed = 17, .offset = 1000};
 
 // plain: by the implementation that was asked for, not one beside it.

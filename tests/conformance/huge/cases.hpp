@@ -14,7 +14,7 @@ namespace te_fl::huge {
 
 struct Case {
   std::string op;
-  std::string what;  // which way
+  std::string what;  // the way
   std::function<void(Run&)> run;
 };
 using Cases = std::vector<Case>;

@@ -55,11 +55,11 @@ Codes::Codes(uint32_t seed, double largest, DType dtype) {
 
 Quantised::Quantised(Run& run, const Shape& shape, const QuantSpec& spec, float scale)
     : spec_(spec), scale_(scale) {
-  const bool given = spec.scaling == Scaling::kTensor && !spec.compute_scale;
+  const bool has_scale = spec.scaling == Scaling::kTensor && !spec.compute_scale;
   const Tensor state = run.output({1}, DType::kF32);
   run.set(state, 0, scale);
   if (run.failed()) return;
-  auto made = Tensor::empty_quantized(shape, spec, run.device(), given ? &state : nullptr);
+  auto made = Tensor::empty_quantized(shape, spec, run.device(), has_scale ? &state : nullptr);
   if (made.ok()) {
     tensor_ = std::move(made).value();
   } else {

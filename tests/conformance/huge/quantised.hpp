@@ -30,7 +30,7 @@ class Quantised {
   mutable double amax_ = 0, slack_ = 0;
 };
 
-// What an input of FP8 codes holds: random ones of values up to `largest`.
+// The contents of an input of FP8 codes: random ones of values up to `largest`.
 class Codes {
  public:
   explicit Codes(uint32_t seed, double largest = 448, DType dtype = DType::kF8E4M3);

@@ -25,9 +25,9 @@ class Pattern {
   std::vector<float> values_;
 };
 
-// What element i of a tensor is to be.
+// The value that element i of a tensor is to have.
 using Value = std::function<double(int64_t)>;
-// The same with how far off it may be.
+// Its value, and how far off it may be.
 struct Near {
   double value, slack;
 };

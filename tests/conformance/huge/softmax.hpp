@@ -22,7 +22,7 @@ struct Scores {
 
 enum class Mask { kNone, kCausal, kGiven };
 
-// Which keys of a row are seen; kGiven: a period of random bytes over the whole mask tensor.
+// The keys of a row that are seen; kGiven: a period of random bytes over the whole mask tensor.
 struct Seen {
   Mask mask;
   Scores scores;

@@ -1,0 +1,64 @@
+#pragma once
+
+// For backends that refuse calls by their metadata: supports() from a function that returns the
+// reason, and the questions about tensors' memory that such functions ask. Header-only; nothing
+// here throws or reads elements.
+
+#include <cstdint>
+#include <type_traits>
+
+#include "te_fl/backend.hpp"
+#include "te_fl/plugin.h"
+
+namespace te_fl::backend {
+
+// The reason for which a call is not served, NULL if it is served. Static text, made from metadata.
+using Refusal = const char*;
+
+// te_fl_op_desc.supports made from `Refusal F(const Args&)` or
+// `Refusal F(const te_fl_context&, const Args&)`. An error that F throws is reported as clean.
+template <class Args, auto F>
+te_fl_status refusal_thunk(void*, const te_fl_context* ctx, const void* raw) noexcept {
+  Refusal refusal = nullptr;
+  const te_fl_status failed = guard(ctx->errors, [&] {
+    const Widened<Args> args(raw);
+    if constexpr (std::is_invocable_v<decltype(F), const te_fl_context&, const Args&>) {
+      refusal = F(*ctx, *args);
+    } else {
+      refusal = F(*args);
+    }
+  });
+  if (failed != TE_FL_OK) return failed | TE_FL_CLEAN;
+  if (refusal == nullptr) return TE_FL_OK;
+  report(ctx->errors, refusal);
+  return TE_FL_UNSUPPORTED;
+}
+
+// True of a compact tensor and of an optional one that is absent (NULL).
+inline bool dense(const te_fl_tensor* t) noexcept { return t == nullptr || is_contiguous(*t); }
+template <class... Tensors>
+bool all_dense(const Tensors*... tensors) noexcept {
+  return (dense(tensors) && ...);
+}
+
+// The bytes that a compact tensor takes from an address on; both NULL: none.
+struct Extent {
+  const char* begin = nullptr;
+  const char* end = nullptr;
+  bool meets(const Extent& other) const noexcept { return begin < other.end && other.begin < end; }
+  bool operator==(const Extent&) const = default;
+};
+// The extent of one copy of a tensor, whose data begin at `copy`; NULL: the copy is absent.
+inline Extent extent_of(const void* copy, const te_fl_tensor& t) noexcept {
+  if (copy == nullptr) return {};
+  const auto* begin = static_cast<const char*>(copy);
+  return {begin, begin + (numel(t) * t.dl.dtype.bits + 7) / 8};
+}
+inline Extent rowwise_extent(const te_fl_tensor& t) noexcept {
+  return extent_of(data<const void>(t), t);
+}
+inline Extent columnwise_extent(const te_fl_tensor& t) noexcept {
+  return t.quant == nullptr ? Extent() : extent_of(t.quant->columnwise_data, t);
+}
+
+}  // namespace te_fl::backend
