@@ -27,8 +27,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 C_SUFFIXES = (".c", ".cpp", ".h", ".hpp", ".cu", ".cuh", ".cl", ".def")
 # Folders and files that still have what the rules refuse. The list only shrinks.
 UNCLEAN = (
-    "backends", "bench/gpu", "bench/pytorch", "examples/jax", "examples/pytorch", "include/te_fl/backend", "include/te_fl/backend.hpp",
-    "python", "tests/backends", "tests/conformance", "tests/python",
+    "bench/pytorch", "examples/jax", "examples/pytorch", "python", "tests/python",
 )
 
 FRAGMENT = re.compile(r"(?:what|whatever|whether|of|why|which|who|whom|whose|how|that|the same)\b(?![-(])", re.I)

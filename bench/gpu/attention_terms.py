@@ -3,7 +3,7 @@
 import torch
 
 import layer_cases
-from te_fl_bench import Call, Tensor, plain
+from te_fl_bench import OpCall, Tensor, plain
 
 BF16, F32 = torch.bfloat16, torch.float32
 ARBITRARY, LEARNABLE = 6, 2
@@ -87,8 +87,8 @@ def terms(library, shape):
             continue  # the tensor is the mask
         common, more = arguments(term, shape)
         both = dict(q=q, k=k, v=v, o=o, softmax_lse=lse, layout=0, mask_type=1 if shape.causal else 0, scale=d ** -0.5) | common
-        calls = {"forward": Call(library, "fused_attn_fwd", **both),
-                 "backward": Call(library, "fused_attn_bwd", d_o=d_o, dq=dq, dk=dk, dv=dv, **both, **more)}
+        calls = {"forward": OpCall(library, "fused_attn_fwd", **both),
+                 "backward": OpCall(library, "fused_attn_bwd", d_o=d_o, dq=dq, dk=dk, dv=dv, **both, **more)}
         same = same_of_cudnn(term, common, (tq, tk, tv, tdo), shape, d ** -0.5)
         error = None
         if term != "dropout":

@@ -6,7 +6,7 @@ import statistics
 import torch
 
 from cublaslt_candidates import WORKSPACE, Product
-from te_fl_bench import Call, plain
+from te_fl_bench import OpCall, plain
 
 COUNT, ROUNDS = 200, 60  # fewer calls than the device's queue holds
 
@@ -51,7 +51,7 @@ def run(library, show):
     a, b, d = (plain(256, 256) for _ in range(3))
     product = Product(a.torch, b.torch, d.torch)
     def te_fl(op, **arguments):
-        call = Call(library, op, **arguments)
+        call = OpCall(library, op, **arguments)
         return lambda: library.lib.tb_time_calls(call.op, ctypes.byref(call.memory), stream, COUNT), call
     timed = {"bare launch": bare_launch(library, stream), "add": te_fl("add", a=a, b=b, output=d),
              "bare cublasLtMatmul": bare_matmul(library, product, product.candidates()[0], stream),

@@ -6,7 +6,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cublaslt_candidates import BLOCK128, VEC128
-from te_fl_bench import BLOCK_1X128, BLOCK_128X128, COMPUTE_SCALE, Call, Layer, fp8, numbers, plain, quantised, rescale
+from te_fl_bench import BLOCK_1X128, BLOCK_128X128, COMPUTE_SCALE, OpCall, Layer, fp8, numbers, plain, quantised, rescale
 
 BF16, F32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -168,7 +168,7 @@ def product(library, name, kind, dtype, sets, more=""):
             raw_a, scale_a = (a.keep[0], a.keep[2]) if trans_a else (a.torch, a.keep[1])
             raw_b, scale_b = (b.torch, b.keep[1]) if trans_b else (b.keep[0], b.keep[2])
             bare = (raw_a, raw_b, d.torch, bare_bias, False, True, fast, (scale_a, scale_b), modes)
-        call = Call(library, "generic_gemm", a=a, b=b, d=d, trans_a=trans_a, trans_b=trans_b,
+        call = OpCall(library, "generic_gemm", a=a, b=b, d=d, trans_a=trans_a, trans_b=trans_b,
                     use_split_accumulator=dtype == "block" or kind != "forward", **extra)
         pairs.append((call, bare))
     return pairs, 2.0 * m * n * k
@@ -186,13 +186,13 @@ def joined(library, kind, recipe):
     out = fp8(m, n, dtype=dtype, flags=COMPUTE_SCALE if recipe == "fp8 current" else 0) if is_fp8 else plain(m, n)
     before, bias = plain(m, n), plain(n)
     def product(**more):
-        return Call(library, "generic_gemm", a=a, b=b, trans_b=forward, use_split_accumulator=not forward, **more)
+        return OpCall(library, "generic_gemm", a=a, b=b, trans_b=forward, use_split_accumulator=not forward, **more)
     if forward:
         return (product(d=out, bias=bias, gelu=True, pre_gelu_out=before),
-                [product(d=before, bias=bias), Call(library, "gelu", input=before, output=out)])
+                [product(d=before, bias=bias), OpCall(library, "gelu", input=before, output=out)])
     gradient = plain(m, n)
     return (product(d=out, pre_gelu_in=before, d_sum=bias),
-            [product(d=gradient), Call(library, "dbias_dgelu", grad=gradient, input=before, output=out, dbias=bias)])
+            [product(d=gradient), OpCall(library, "dbias_dgelu", grad=gradient, input=before, output=out, dbias=bias)])
 
 
 # ---- attention alone
@@ -217,8 +217,8 @@ def attention(library, shape):
     q, k, v, o, do, dq, dk, dv = (plain(s, b, h, d) for _ in range(8))
     lse = plain(b, h, s, dtype=F32)
     common = dict(q=q, k=k, v=v, o=o, softmax_lse=lse, layout=0, mask_type=1 if shape.causal else 0, scale=d ** -0.5)
-    forward = Call(library, "fused_attn_fwd", **common)
-    backward = Call(library, "fused_attn_bwd", d_o=do, dq=dq, dk=dk, dv=dv, **common)
+    forward = OpCall(library, "fused_attn_fwd", **common)
+    backward = OpCall(library, "fused_attn_bwd", d_o=do, dq=dq, dk=dk, dv=dv, **common)
     tq, tk, tv, tdo = (t.torch.permute(1, 2, 0, 3) for t in (q, k, v, do))
     bare = cudnn_attention(tq, tk, tv, tdo, shape.causal, d ** -0.5)
     def deterministic_backward():
@@ -254,8 +254,8 @@ def attention_fp8(library, shape):
     lse = plain(b, h, s, dtype=F32)
     common = dict(q=q, k=k, v=v, o=o, softmax_lse=lse, s_quant=p, layout=0, mask_type=1 if shape.causal else 0,
                   scale=d ** -0.5)
-    forward = Call(library, "fused_attn_fwd", **common)
-    backward = Call(library, "fused_attn_bwd", d_o=d_o, dq=dq, dk=dk, dv=dv, dp_quant=ds, **common)
+    forward = OpCall(library, "fused_attn_fwd", **common)
+    backward = OpCall(library, "fused_attn_bwd", d_o=d_o, dq=dq, dk=dk, dv=dv, dp_quant=ds, **common)
     for call, outputs in ((forward, (p, o)), (backward, (ds, dq, dk, dv))):
         for _ in range(2):
             call()

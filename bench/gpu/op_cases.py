@@ -5,7 +5,7 @@ from typing import Callable, Optional
 
 import torch
 
-from te_fl_bench import BLOCK_128X128, BLOCK_1X128, COMPUTE_SCALE, POW2_SCALE, TENSOR, Call, Tensor, fp8, plain
+from te_fl_bench import BLOCK_128X128, BLOCK_1X128, COMPUTE_SCALE, POW2_SCALE, TENSOR, OpCall, Tensor, fp8, plain
 
 BF16, F32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 TOKENS, HIDDEN, FFN, HEADS = 8192, 4096, 16384, 32
@@ -28,7 +28,7 @@ def call(op, **arguments):
         for value in made.values():
             for t in value if isinstance(value, list) else [value]:
                 moved += t.bytes() if hasattr(t, "bytes") else 0
-        return Call(library, op, **made), moved
+        return OpCall(library, op, **made), moved
     return build
 
 
@@ -248,7 +248,7 @@ def tables():
                      call("cross_entropy_bwd", grad_loss=row, logits=x, targets=made, lse=row, grad_logits=x), 0.90)]
     def looked_up(library):  # the rows that are read, not the table
         made = dict(indices=targets(), weight=plain(vocabulary, HIDDEN), output=plain(TOKENS, HIDDEN))
-        return Call(library, "embedding_fwd", **made), 2 * made["output"].bytes()
+        return OpCall(library, "embedding_fwd", **made), 2 * made["output"].bytes()
     return loss(vocabulary) + loss(50257) + loss(vocabulary, F32) + [
         Case("embedding_fwd 8192 of 32000x4096", looked_up, 0.90),
         Case("embedding_bwd 8192 of 32000x4096",
@@ -267,7 +267,7 @@ def others():
         sites = 12
         histories = [plain(1024, 1, dtype=F32) for _ in range(sites)]
         scales = [plain(1, dtype=F32) for _ in range(sites)]
-        return Call(library, "fused_amax_and_scale_update_after_reduction", amax_histories=histories, scales=scales,
+        return OpCall(library, "fused_amax_and_scale_update_after_reduction", amax_histories=histories, scales=scales,
                     algo=0, fp8_dtype=0, margin=0.0), sites * 1024 * 8
     return [
         Case("multi_tensor_adam 64M", build_adam, 0.90),

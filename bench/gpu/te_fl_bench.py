@@ -155,7 +155,7 @@ class Library:
         return json.loads(text)
 
 
-class Call:
+class OpCall:
     """An op's arguments by name: Tensor, list of Tensor, number."""
 
     def __init__(self, library, op, **arguments):

@@ -1,4 +1,4 @@
-// Which kernels lists of tensors take, and how many tensors go into one launch: pure functions of
+// Kernels that lists of tensors take, and how many tensors go into one launch: pure functions of
 // metadata, so that they can be tested where there is no GPU.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Which kernels the calls of dropout, addition, embedding and cross-entropy take: pure functions of
+// Kernels that the calls of dropout, addition, embedding and cross-entropy take: pure functions of
 // metadata, so that they can be tested where there is no GPU. Kernels have the names of their
 // functions, without "_kernel".
 #pragma once
