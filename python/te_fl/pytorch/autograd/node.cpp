@@ -404,4 +404,16 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT,
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__node() { return PyModule_Create(&definition); }
+PyMODINIT_FUNC PyInit__node() {
+#define TE_FL_FIELD(field, name) name,
+  static const char* const names[] = {TE_FL_CALL_FIELDS(TE_FL_FIELD)};
+#undef TE_FL_FIELD
+  PyObject* const module = PyModule_Create(&definition);
+  PyObject* const fields = PyTuple_New(kFields);
+  if (module == nullptr || fields == nullptr) return nullptr;
+  for (int i = 0; i < kFields; ++i) {
+    PyTuple_SET_ITEM(fields, i, PyUnicode_FromString(names[i]));
+  }
+  PyModule_AddObject(module, "CALL_FIELDS", fields);
+  return module;
+}

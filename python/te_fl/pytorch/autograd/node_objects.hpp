@@ -8,19 +8,21 @@
 
 namespace te_fl::node {
 
-// Fields of call.py's Call.
-enum Field {
-  kLayer,
-  kInputs,
-  kExtras,
-  kActivation,
-  kFirst,
-  kAttention,
-  kRandom,
-  kUpdates,
-  kAccumulates,
-  kFields = 10
-};
+// Fields of call.py's Call, which compares its own with CALL_FIELDS when it takes the node.
+#define TE_FL_CALL_FIELDS(X)     \
+  X(kLayer, "layer")             \
+  X(kInputs, "inputs")           \
+  X(kExtras, "extras")           \
+  X(kActivation, "activation")   \
+  X(kFirst, "first")             \
+  X(kAttention, "attention")     \
+  X(kRandom, "random")           \
+  X(kUpdates, "updates")         \
+  X(kAccumulates, "accumulates") \
+  X(kDelays, "delays")
+#define TE_FL_FIELD(field, name) field,
+enum Field { TE_FL_CALL_FIELDS(TE_FL_FIELD) kFields };
+#undef TE_FL_FIELD
 inline PyObject* field(PyObject* call, Field f) { return PyTuple_GET_ITEM(call, f); }
 // Modes of _native.layer_forward().
 constexpr long kTraining = 0, kUncached = 1;

@@ -136,7 +136,7 @@ inline bool fits(PyObject* call, PyObject* layer, PyObject* first, long activati
   return PyTuple_Check(call) && PyTuple_GET_SIZE(call) == kFields && layer != nullptr &&
          field(call, kLayer) == layer && field(call, kFirst) == first &&
          field(call, kAttention) == Py_None && field(call, kAccumulates) == Py_False &&
-         PyTuple_GET_ITEM(call, kFields - 1) == Py_False &&
+         field(call, kDelays) == Py_False &&
          PyLong_AsLong(field(call, kActivation)) == activation &&
          PyLong_AsUnsignedLong(field(call, kUpdates)) == fp8.updates;
 }
