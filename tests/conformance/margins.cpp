@@ -69,7 +69,7 @@ class MarginSearch {
         (found.message.empty() ? "other bits" : found.message);
     return found;
   }
-  // How many of the bytes nearest to the tensor have to change before it shows.
+  // Counts how many of the bytes nearest to the tensor have to change before it shows.
   size_t nearest(Margins m) {
     size_t unseen = 0, seen = m.odd_bytes;
     while (seen - unseen > 1) {

@@ -21,7 +21,7 @@ struct Margins {
   static constexpr uint8_t kLarge = 0x7b;
   // NaN in every float format that has one, also under a factor of zero; -1 as an integer.
   static constexpr uint8_t kNan = 0xff;
-  // What lies there in a plain run.
+  // The bytes that lie there in a plain run.
   static constexpr uint8_t kPlain = 0xc5;
 
   size_t bytes = size_t{64} << 10;  // on either side, a multiple of 256
