@@ -65,7 +65,7 @@ te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std:
   return buffers_[buffer] = guarded_.back().data() - (kept.begin - buffer->whole());
 }
 
-// What it returns stands for whole(), of which nothing but the contents is there.
+// The buffer that it returns stands for whole(), of which nothing but the contents is there.
 te_fl::Result<uint8_t*> DeviceMirror::surrounded_copy_of(Buffer* buffer, const std::string& name) {
   Surrounded made{name, nullptr, margins_->around(*buffer, name)};
   margins_->placed.push_back(name);
