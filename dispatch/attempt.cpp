@@ -11,6 +11,7 @@
 #include "dispatch/staging/staged_call.hpp"
 #include "registry/arguments.hpp"
 #include "registry/in_place.hpp"
+#include "registry/plan_cache.hpp"
 
 namespace te_fl::dispatch {
 namespace {

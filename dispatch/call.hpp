@@ -9,6 +9,7 @@
 #include "core/device/recent_ops.hpp"
 #include "policy/current.hpp"
 #include "policy/select.hpp"
+#include "registry/plan_cache.hpp"
 #include "registry/registry_impl.hpp"
 #include "registry/thread_record.hpp"
 #include "te_fl/op_manager.hpp"

@@ -7,12 +7,13 @@
 #include <string_view>
 #include <vector>
 
-#include "registry/plan_cache.hpp"
 #include "registry/serial_lock.hpp"
 #include "te_fl/op_registry.hpp"
 #include "te_fl/plugin.h"
 
 namespace te_fl::registry {
+
+class PlanCache;  // registry/plan_cache.hpp
 
 // The cost of serving calls on copies in host memory; any thread adds to it.
 struct StagedFigures {

@@ -1,4 +1,5 @@
 #include "te_fl/op_registry.hpp"
+#include "registry/plan_cache.hpp"
 
 #include <pthread.h>
 

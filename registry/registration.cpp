@@ -8,6 +8,7 @@
 #include "core/base/fork.hpp"
 #include "core/base/text.hpp"
 #include "registry/in_place.hpp"
+#include "registry/plan_cache.hpp"
 #include "registry/thread_record.hpp"
 
 namespace te_fl::registry {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -16,6 +17,8 @@ bool equal_ignoring_case(std::string_view a, std::string_view b);
 std::string join(const std::vector<std::string>& parts, std::string_view separator = ", ");
 // "[2, 3]"
 std::string shape_text(std::span<const int64_t> shape);
+// "512 bytes", "1.5 MiB", "3.2 GiB"
+std::string bytes_text(size_t bytes);
 // "; did you mean 'x'?" for the nearest of choices, or empty if none is near.
 std::string did_you_mean(std::string_view word, const std::vector<std::string>& choices);
 

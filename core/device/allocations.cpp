@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <map>
 #include <new>
 #include <tuple>
@@ -12,6 +11,7 @@
 
 #include "core/base/fork.hpp"
 #include "core/base/text.hpp"
+#include "core/device/allocator.hpp"
 #include "core/device/device_use.hpp"
 #include "te_fl/memory.hpp"
 
@@ -150,17 +150,6 @@ Giver forget_allocation(const Device& device, void* data) noexcept {
   const std::lock_guard lock(mutex);
   const auto account = all().find(device);
   return account != all().end() ? account->second.remove(data) : Giver{};
-}
-
-std::string bytes_text(size_t bytes) {
-  if (bytes < 1024) return std::to_string(bytes) + " bytes";
-  static constexpr const char* kUnits[] = {"KiB", "MiB", "GiB", "TiB"};
-  double value = static_cast<double>(bytes) / 1024;
-  int unit = 0;
-  for (; value >= 1024 && unit < 3; ++unit) value /= 1024;
-  char text[32];
-  std::snprintf(text, sizeof text, value < 10 ? "%.1f %s" : "%.0f %s", value, kUnits[unit]);
-  return text;
 }
 
 std::string largest_allocations(const Device& device, int count) {

@@ -5,7 +5,7 @@
 #include <span>
 #include <string>
 
-#include "core/device/allocator.hpp"
+#include "core/device/installed_allocators.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/dtype.hpp"
 
@@ -52,8 +52,5 @@ Giver forget_allocation(const Device& device, void* data) noexcept;
 // "te-fl holds 12 allocations of 3.2 GiB on cuda:0, the largest: 4 x 512 MiB for bf16[8192,32768],
 // ..."; empty if it holds none.
 std::string largest_allocations(const Device& device, int count = 5);
-
-// "512 bytes", "1.5 MiB", "3.2 GiB"
-std::string bytes_text(size_t bytes);
 
 }  // namespace te_fl::core

@@ -2,49 +2,16 @@
 
 #include <atomic>
 #include <chrono>
-#include <mutex>
 #include <utility>
-#include <vector>
 
 #include "core/base/abi_struct.hpp"
-#include "core/base/fork.hpp"
 #include "core/base/settings.hpp"
-#include "core/device/allocations.hpp"
+#include "core/base/text.hpp"
 #include "core/device/device_use.hpp"
 #include "te_fl/memory.hpp"
 
 namespace te_fl::core {
 namespace {
-
-constinit ForkMutex mutex(LockLevel::kAllocators);
-const ForkMutex::Registration registration(mutex);
-
-struct Installed {
-  Device device;
-  AllocatorRef allocator;
-};
-std::vector<Installed>& installed() {  // never freed: memory may be freed at exit
-  static auto* const all = new std::vector<Installed>;
-  return *all;
-}
-// This counts them, so that programs without one take no lock.
-std::atomic<int> g_installed{0};
-
-// Puts `next` in the place of the device's allocator, which is returned so that it goes outside the
-// lock.
-AllocatorRef exchange(const Device& device, AllocatorRef next) {
-  const std::lock_guard lock(mutex);
-  auto& all = installed();
-  AllocatorRef before;
-  std::erase_if(all, [&](Installed& i) {
-    if (i.device != device) return false;
-    before = std::move(i.allocator);
-    return true;
-  });
-  if (next != nullptr) all.push_back({device, std::move(next)});
-  g_installed.store(static_cast<int>(all.size()), std::memory_order_release);
-  return before;
-}
 
 Status check_allocator(const Device& device, const te_fl_allocator& api) {
   const auto refuse = [&](const std::string& why) {
@@ -172,19 +139,6 @@ void Allocator::retire_stream(void* stream) const noexcept {
                  errors, device_);
 }
 
-AllocatorRef allocator_of(const Device& device) noexcept {
-  if (g_installed.load(std::memory_order_acquire) == 0) return nullptr;
-  const std::lock_guard lock(mutex);
-  for (const Installed& i : installed()) {
-    if (i.device == device) return i.allocator;
-  }
-  return nullptr;
-}
-
-void drop_allocator(const Device& device) noexcept {
-  if (g_installed.load(std::memory_order_acquire) != 0) exchange(device, nullptr);
-}
-
 }  // namespace te_fl::core
 
 namespace te_fl::devices {
@@ -202,7 +156,7 @@ Status install_allocator(const Device& device, const te_fl_allocator* allocator)
     TE_FL_RETURN_IF_ERROR(core::check_allocator(device, *allocator));
     next = std::make_shared<const core::Allocator>(device, *allocator);
   }
-  core::exchange(device, std::move(next));
+  core::exchange_allocator(device, std::move(next));
   return {};
 }
 

@@ -3,9 +3,9 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <string>
 
+#include "core/device/installed_allocators.hpp"
 #include "te_fl/device.hpp"
 
 namespace te_fl::core {
@@ -44,11 +44,5 @@ class Allocator {
   const std::chrono::nanoseconds slow_;
   mutable std::atomic<int> checked_{0};  // blocks that check_pointer found right
 };
-using AllocatorRef = std::shared_ptr<const Allocator>;
-
-// The one that is installed for a device; null if there is none.
-AllocatorRef allocator_of(const Device& device) noexcept;
-// The device has gone.
-void drop_allocator(const Device& device) noexcept;
 
 }  // namespace te_fl::core

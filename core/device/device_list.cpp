@@ -11,9 +11,9 @@
 #include "core/base/abi_struct.hpp"
 #include "core/base/fork.hpp"
 #include "core/base/text.hpp"
-#include "core/device/allocator.hpp"
 #include "core/device/host_device.hpp"
 #include "core/device/inside.hpp"
+#include "core/device/installed_allocators.hpp"
 
 namespace te_fl::core {
 namespace {

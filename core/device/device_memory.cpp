@@ -2,6 +2,7 @@
 #include <memory>
 #include <string>
 
+#include "core/base/text.hpp"
 #include "core/device/allocations.hpp"
 #include "core/device/allocator.hpp"
 #include "core/device/current_stream.hpp"

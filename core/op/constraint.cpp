@@ -6,7 +6,6 @@
 #include <iterator>
 #include <utility>
 
-#include "core/op/compiled_op.hpp"
 #include "te_fl/dtype.hpp"
 
 namespace te_fl::core {
@@ -33,8 +32,6 @@ std::vector<std::string_view> words_of(std::string_view text) {
 bool is_scalar(const te_fl_arg_desc& arg) {
   return arg.type >= TE_FL_ARG_BOOL && arg.type <= TE_FL_ARG_ENUM;
 }
-
-bool is_whole(te_fl_arg_type type) { return type != TE_FL_ARG_F32 && type != TE_FL_ARG_F64; }
 
 class Parser {
  public:
@@ -159,59 +156,6 @@ class Parser {
   std::string_view rule_;
 };
 
-int64_t whole_of(const Arg& arg, const ArgsView& view) noexcept {
-  if (arg.type == TE_FL_ARG_I64 && view.has(arg)) return view.read<int64_t>(arg.offset);
-  return static_cast<int64_t>(view.scalar(arg));
-}
-
-template <class T>
-bool compares(Condition::Comparison comparison, T a, T b) noexcept {
-  switch (comparison) {
-    case Condition::kLess:
-      return a < b;
-    case Condition::kAtMost:
-      return a <= b;
-    case Condition::kMore:
-      return a > b;
-    case Condition::kAtLeast:
-      return a >= b;
-    case Condition::kEqual:
-      return a == b;
-    default:
-      return a != b;
-  }
-}
-
-bool compare_holds(const CompiledOp::Impl& op, const Condition& c, const ArgsView& view) noexcept {
-  const Arg& arg = op.args[c.arg];
-  const Arg* const other = c.other < 0 ? nullptr : &op.args[static_cast<size_t>(c.other)];
-  const bool whole = is_whole(arg.type) && (other != nullptr ? is_whole(other->type)
-                                                             : c.number == std::trunc(c.number) &&
-                                                                   std::fabs(c.number) < 0x1p53);
-  if (!whole) {
-    return compares(c.comparison, view.scalar(arg),
-                    other != nullptr ? view.scalar(*other) : c.number);
-  }
-  const int64_t a = whole_of(arg, view);
-  const int64_t b = other != nullptr ? whole_of(*other, view) : static_cast<int64_t>(c.number);
-  // The least integer divided by -1 overflows.
-  if (c.comparison == Condition::kMultipleOf) return b == -1 || (b != 0 && a % b == 0);
-  return compares(c.comparison, a, b);
-}
-
-bool is_holds(const Arg& arg, const Condition& c, const ArgsView& view) noexcept {
-  if (arg.type == TE_FL_ARG_ENUM) {
-    const auto value = static_cast<uint64_t>(whole_of(arg, view));
-    return value < 64 && (c.values >> value & 1) != 0;
-  }
-  const te_fl_tensor* const t = view.tensor(arg);
-  if (t == nullptr) return false;
-  const int dtype = c.dtypes != 0 ? dtype_index(t->dl.dtype) : kInvalidDType;
-  if (dtype != kInvalidDType && (c.dtypes >> dtype & 1) != 0) return true;
-  const uint32_t scaling = t->quant == nullptr ? 0u : t->quant->scaling;
-  return scaling < TE_FL_SCALING_COUNT && (c.scalings >> scaling & 1) != 0;
-}
-
 }  // namespace
 
 Result<std::vector<Constraint>> parse_constraints(std::string_view text,
@@ -225,22 +169,6 @@ Result<std::vector<Constraint>> parse_constraints(std::string_view text,
     result.push_back(std::move(made));
   }
   return result;
-}
-
-bool holds(const CompiledOp::Impl& op, const Condition& c, const ArgsView& view) noexcept {
-  const Arg& arg = op.args[c.arg];
-  if (c.kind == Condition::kCompare) return compare_holds(op, c, view);
-  if (c.kind == Condition::kIs) return is_holds(arg, c, view);
-  // A bool is given if it is 1, whatever its default.
-  return arg.type == TE_FL_ARG_BOOL ? view.flag(arg) : !view.is_neutral(arg);
-}
-
-bool is_broken(const CompiledOp::Impl& op, const Constraint& rule, const ArgsView& view) noexcept {
-  if (rule.kind == Constraint::kAlways) return !holds(op, rule.left, view);
-  if (!holds(op, rule.left, view)) return false;
-  bool any = false;
-  for (uint8_t k = 0; k < rule.alternatives && !any; ++k) any = holds(op, rule.right[k], view);
-  return any == (rule.kind == Constraint::kExcludes);
 }
 
 }  // namespace te_fl::core

@@ -37,6 +37,11 @@ struct Constraint {
   std::string text;
 };
 
+// True if a number of this type is an integer.
+inline bool is_whole(te_fl_arg_type type) noexcept {
+  return type != TE_FL_ARG_F32 && type != TE_FL_ARG_F64;
+}
+
 // Compiles the rules of an op, `args` being its described arguments in order. Errors quote the rule
 // and say what is wrong with it.
 Result<std::vector<Constraint>> parse_constraints(std::string_view text,

@@ -1,5 +1,4 @@
-#include "core/op/op_table.hpp"
-
+// The public functions of CompiledOp.
 #include <cstring>
 
 #include "core/base/abi_struct.hpp"
