@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Where the host's time of te_fl.pytorch.Linear goes on a GPU: the calls into C++ alone, through autograd, beside torch.nn.Linear.
+"""Times the parts of the host's work for te_fl.pytorch.Linear on a GPU: the calls into C++ alone, through autograd, beside
+torch.nn.Linear.
 
 usage: host_parts.py [--layer SECONDS | --profile]   (TE_FL_PLUGIN_MODULES names the CUDA plugin of a build)
   --layer  steps of a TransformerLayer (hidden 1024, 512 tokens, BF16, gradients made anew) for so long instead, first with autograd in threads of

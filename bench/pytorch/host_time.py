@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What te_fl.pytorch's modules cost on the host, beside torch.nn.Linear and te-fl's own C++ layer, in one process.
+"""Times te_fl.pytorch's modules on the host, beside torch.nn.Linear and te-fl's own C++ layer, in one process.
 
 usage: host_time.py [--device DEVICE] [--blocks N] [--build FOLDER] [--no-quickstart] [--json FILE]
   --blocks  alternating blocks per row; each figure is the median of the blocks' means (default 21)
@@ -82,7 +82,7 @@ def run_entered(device, blocks, backward, calls=200):
              "te_fl FP8 current, weights cached": own_linear(device, current)}
 
     def step(name):
-        module, recipe, given = cases[name]
+        module, recipe, settings = cases[name]
         scope = None if name in (TORCH, "te_fl BF16, no autocast") else {"enabled": recipe is not None, "recipe": recipe}
 
         def call():
@@ -90,7 +90,7 @@ def run_entered(device, blocks, backward, calls=200):
                 y = module(x)
             else:
                 with te.autocast(**scope):
-                    y = module(x, **given)
+                    y = module(x, **settings)
             if backward:
                 y.backward(dy)
 
@@ -103,9 +103,9 @@ def run_autocast(device, blocks, calls=1000):
     """{name: microseconds} of entering and leaving an autocast with nothing inside."""
     recipe = DelayedScaling()
 
-    def enter(**given):
+    def enter(**settings):
         def call():
-            with te.autocast(**given):
+            with te.autocast(**settings):
                 pass
         return call
 
@@ -128,13 +128,13 @@ def run_linear(device, blocks, backward, calls=200):
              **{name + suffix: (node, *case) for name, case in own.items() for suffix, node in nodes().items()}}
     times = {name: [] for name in cases}
     for block in range(blocks + 3):
-        for name, (node, module, recipe, given) in cases.items():
+        for name, (node, module, recipe, settings) in cases.items():
             use(node)
             with te.autocast(enabled=recipe is not None, recipe=recipe), torch.set_grad_enabled(backward):
                 synchronize(device)
                 began = time.perf_counter()
                 for _ in range(calls):
-                    y = module(x, **given)
+                    y = module(x, **settings)
                     if backward:
                         y.backward(dy)
                 synchronize(device)

@@ -18,7 +18,7 @@ RECIPES = (DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8Blo
 
 
 class Arithmetic:
-    """How a program computes: by PyTorch's layers or te-fl's, in BF16 or not, in FP8 by a recipe or not."""
+    """The way in which a program computes: by PyTorch's layers or te-fl's, in BF16 or not, in FP8 by a recipe or not."""
 
     def __init__(self, own=False, bf16=True, recipe=None):
         self.linear = te.Linear if own else torch.nn.Linear

@@ -227,8 +227,8 @@ class RefusalTest(unittest.TestCase):
         self.assertIn("33", self.both(lambda: self.module(randn(4, 33).requires_grad_())))
 
     def test_arguments(self):
-        for args in ((), (1, True, self.x), (call.Call(None, 1, 0, -1, None, None, None, 0, False), True, "x"),
-                     (call.Call(None, 2, 0, -1, None, None, None, 0, False), True, self.x)):
+        for args in ((), (1, True, self.x), (call.LayerCall(None, 1, 0, -1, None, None, None, 0, False), True, "x"),
+                     (call.LayerCall(None, 2, 0, -1, None, None, None, 0, False), True, self.x)):
             with self.assertRaises(TypeError):
                 NATIVE(*args)
 

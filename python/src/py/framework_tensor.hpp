@@ -16,7 +16,7 @@ namespace te_fl::python {
 // TypeError for other objects and te_fl's error for memory that it cannot describe, both naming
 // `name`.
 Tensor tensor_of(PyObject* object, const char* name, bool keep);
-// Where the first element of such an object lies. Errors as tensor_of().
+// The address of the first element of such an object. Errors as tensor_of().
 void* memory_of(PyObject* object, const char* name);
 
 // A tensor that a forward was given and may keep for its backward, by its address.

@@ -117,12 +117,12 @@ te_fl_status report(const te_fl_error_sink* sink, te_fl_status status) {
   PyErr_Fetch(&type, &value, &trace);
   PyErr_NormalizeException(&type, &value, &trace);
   std::string text = "the framework's allocator failed";
-  if (PyObject* said = value != nullptr ? PyObject_Str(value) : nullptr) {
+  if (PyObject* words = value != nullptr ? PyObject_Str(value) : nullptr) {
     Py_ssize_t size = 0;
-    if (const char* utf8 = PyUnicode_AsUTF8AndSize(said, &size)) {
+    if (const char* utf8 = PyUnicode_AsUTF8AndSize(words, &size)) {
       text.assign(utf8, static_cast<size_t>(size));
     }
-    Py_DECREF(said);
+    Py_DECREF(words);
     note_cause(value, text);
   }
   PyErr_Clear();
@@ -235,7 +235,7 @@ te_fl_status call_trim(Allocator& allocator, const te_fl_error_sink* sink) {
 te_fl_status trim(void* self, uint64_t, const te_fl_error_sink* sink) {
   return call_trim(*static_cast<Allocator*>(self), sink);
 }
-// What the framework keeps for the stream goes with everything that it keeps.
+// A stream's memory in the framework's cache goes with all that the framework keeps.
 te_fl_status retire_stream(void* self, void*, const te_fl_error_sink* sink) {
   return call_trim(*static_cast<Allocator*>(self), sink);
 }

@@ -98,7 +98,7 @@ const nn::Recipe& checked_recipe_of(PyObject* dict) {
   return *recipe;
 }
 
-// Whether PyTorch computes gradients on this thread.
+// True if PyTorch computes gradients on this thread.
 bool gradients_wanted() {
   static PyObject* const wanted = [] {
     const Ref torch = Ref::take(PyImport_ImportModule("torch"));
@@ -107,7 +107,7 @@ bool gradients_wanted() {
   return truth(Ref::take(PyObject_CallNoArgs(wanted)).get());
 }
 
-// What find(group) returns; null for None.
+// The result of find(group); null for None.
 std::shared_ptr<nn::AmaxReduction> reduction_of(PyObject* find, PyObject* group) {
   if (find == Py_None) return nullptr;
   const Ref found = Ref::take(PyObject_CallFunctionObjArgs(find, group, nullptr));

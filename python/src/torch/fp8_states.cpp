@@ -55,11 +55,11 @@ PyObject* fp8_state(PyObject*, PyObject* args) noexcept {
 
 PyObject* load_fp8_state(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
-    PyObject *capsule = nullptr, *given = nullptr;
-    if (PyArg_ParseTuple(args, "OO", &capsule, &given) == 0) throw PythonError();
+    PyObject *capsule = nullptr, *saved = nullptr;
+    if (PyArg_ParseTuple(args, "OO", &capsule, &saved) == 0) throw PythonError();
     ModuleStates& states = *states_of(capsule);
     std::vector<nn::NamedTensor> state;
-    const Ref items = Ref::take(PySequence_List(given));
+    const Ref items = Ref::take(PySequence_List(saved));
     for (Py_ssize_t i = 0; i < PyList_Size(items.get()); ++i) {
       PyObject *name = nullptr, *tensor = nullptr;
       if (PyArg_ParseTuple(PyList_GetItem(items.get(), i), "OO", &name, &tensor) == 0) {

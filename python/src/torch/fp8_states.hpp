@@ -9,7 +9,7 @@
 
 namespace te_fl::python {
 
-// What the layers of one module have in common.
+// Shared by the layers of one module.
 struct ModuleStates {
   nn::Fp8States fp8;
   std::mutex mutex;  // taken without the interpreter's lock, which others wait for inside

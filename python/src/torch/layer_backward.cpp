@@ -20,7 +20,8 @@ struct Gradients {
   std::vector<Tensor> inputs, parameters;
 };
 
-// Where a weight's gradient goes instead of being returned; undefined: it is returned.
+// The tensor that takes a weight's gradient instead of the backward's result; undefined: the
+// gradient is returned.
 struct MainGrad {
   Tensor tensor;
   bool overwrites = false;
@@ -33,7 +34,7 @@ Status open_gradients(Runner& runner, const std::vector<DType>& dtypes,
   const auto& own = runner.parameters();
   for (size_t i = 0; i < own.size(); ++i) {
     nn::Parameter& p = *own[i].parameter;
-    p.take_grad();  // what an earlier backward, which failed, may have left
+    p.take_grad();  // drops the gradient that an earlier backward, which failed, may have left
     p.grad_dtype = dtypes[i];
     const MainGrad& main = main_grads[i];
     if (main.tensor.defined() && p.requires_grad) {
@@ -131,12 +132,12 @@ Result<std::vector<Tensor>> run_backward_dw(Layer& layer, const DelayedGradients
 std::vector<MainGrad> main_grads_of(PyObject* tuple, size_t parameters) {
   std::vector<MainGrad> grads(parameters);
   if (tuple == Py_None) return grads;
-  const auto given = items_of(tuple, "main_grads");
-  for (size_t i = 0; i < grads.size() && i < given.size(); ++i) {
-    if (given[i] == Py_None) continue;
+  const auto listed = items_of(tuple, "main_grads");
+  for (size_t i = 0; i < grads.size() && i < listed.size(); ++i) {
+    if (listed[i] == Py_None) continue;
     PyObject* tensor = nullptr;
     int overwrites = 0;
-    if (PyArg_ParseTuple(given[i], "Op", &tensor, &overwrites) == 0) throw PythonError();
+    if (PyArg_ParseTuple(listed[i], "Op", &tensor, &overwrites) == 0) throw PythonError();
     grads[i] = {tensor_of(tensor, "main_grad", false), overwrites != 0};
   }
   return grads;
@@ -197,12 +198,13 @@ PyObject* delay_layer_wgrad(PyObject*, PyObject* capsule) noexcept {
 
 PyObject* layer_backward_dw(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
-    PyObject *capsule = nullptr, *objects = nullptr, *given = nullptr, *like = nullptr;
-    if (PyArg_ParseTuple(args, "OOOO", &capsule, &objects, &given, &like) == 0) throw PythonError();
+    PyObject *capsule = nullptr, *objects = nullptr, *wanted = nullptr, *like = nullptr;
+    if (PyArg_ParseTuple(args, "OOOO", &capsule, &objects, &wanted, &like) == 0)
+      throw PythonError();
     const std::shared_ptr<Layer> layer = layer_of(capsule);
     const auto items = items_of(objects, "parameters");
     auto parameters = parameters_of(*layer, items, true);
-    const auto main_grads = main_grads_of(given, parameters.size());
+    const auto main_grads = main_grads_of(wanted, parameters.size());
     const DelayedGradients left = value_of(take_delayed(*layer));
     for (const Lent& lent : left.lent) lent.check();
     const Device device = parameters.at(0).value.device();

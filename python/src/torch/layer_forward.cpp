@@ -89,7 +89,7 @@ Result<nn::Context> context_of(const Tensor& random) {
   return nn::Context::with_random(std::move(position));
 }
 
-// What a forward is given, read under the interpreter's lock.
+// The arguments of a forward, read under the interpreter's lock.
 struct Forward {
   std::vector<Tensor> inputs;
   std::vector<LentParameter> parameters;

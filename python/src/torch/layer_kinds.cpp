@@ -130,9 +130,9 @@ class Fields {
   std::vector<const char*> read_;
 };
 
-// How a module is called. The general case: one input, no attention.
+// Calls a module. The general case: one input, no attention.
 template <class M>
-struct Call {
+struct ModuleCall {
   static Result<Tensor> forward(M& m, const std::vector<Tensor>& in, nn::Ctx* ctx,
                                 const nn::AttentionInputs&, const nn::ForwardOptions& options) {
     if constexpr (std::is_base_of_v<nn::Norm, M>) {
@@ -147,7 +147,7 @@ struct Call {
   }
 };
 template <>
-struct Call<nn::TransformerLayer> {
+struct ModuleCall<nn::TransformerLayer> {
   static Result<Tensor> forward(nn::TransformerLayer& m, const std::vector<Tensor>& in,
                                 nn::Ctx* ctx, const nn::AttentionInputs& attention,
                                 const nn::ForwardOptions& options) {
@@ -161,7 +161,7 @@ struct Call<nn::TransformerLayer> {
   }
 };
 template <>
-struct Call<nn::DotProductAttention> {
+struct ModuleCall<nn::DotProductAttention> {
   static Result<Tensor> forward(nn::DotProductAttention& m, const std::vector<Tensor>& in,
                                 nn::Ctx* ctx, const nn::AttentionInputs& attention,
                                 const nn::ForwardOptions&) {
@@ -197,10 +197,10 @@ class RunnerOf final : public Runner {
   Result<Tensor> forward(const std::vector<Tensor>& inputs, nn::Ctx* ctx,
                          const nn::AttentionInputs& attention,
                          const nn::ForwardOptions& options) override {
-    return Call<M>::forward(*module_, inputs, ctx, attention, options);
+    return ModuleCall<M>::forward(*module_, inputs, ctx, attention, options);
   }
   Result<std::vector<Tensor>> backward(const Tensor& dy, nn::Ctx& ctx) override {
-    return Call<M>::backward(*module_, dy, ctx);
+    return ModuleCall<M>::backward(*module_, dy, ctx);
   }
 
  private:

@@ -17,7 +17,7 @@ class Runner {
  public:
   virtual ~Runner() = default;
   virtual nn::Module& module() = 0;
-  // That of forward()'s result.
+  // The shape of forward()'s result.
   virtual Shape output_shape(const std::vector<Tensor>& inputs) const = 0;
   // The module's parameters in its order, looked up once.
   const std::vector<nn::NamedParameter>& parameters() {

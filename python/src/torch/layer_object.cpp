@@ -73,9 +73,9 @@ PyObject* make_layer(PyObject*, PyObject* args) noexcept {
     without_lock([] { OpManager::instance(); });  // the first use loads plugins, perhaps Python's
     auto layer = std::make_shared<Layer>();
     layer->make = runner_of(text_of(kind, "the kind of layer"), options);
-    for (PyObject* given : items_of(states, "states")) {
+    for (PyObject* entry : items_of(states, "states")) {
       PyObject *prefix = nullptr, *capsule = nullptr;
-      if (PyArg_ParseTuple(given, "OO", &prefix, &capsule) == 0) throw PythonError();
+      if (PyArg_ParseTuple(entry, "OO", &prefix, &capsule) == 0) throw PythonError();
       layer->states.emplace_back(text_of(prefix, "a prefix"), states_of(capsule));
     }
     if (layer->states.empty()) layer->states.emplace_back("", std::make_shared<ModuleStates>());

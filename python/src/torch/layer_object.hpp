@@ -33,7 +33,7 @@ struct DelayedGradients {
   std::function<Status()> compute;
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
-  std::vector<Lent> lent;  // what it is computed of, among others
+  std::vector<Lent> lent;  // the operands of the gradients, among others
   bool first = false;      // as Record's
 };
 
@@ -43,7 +43,8 @@ struct Layer {
   std::vector<std::pair<std::string, std::shared_ptr<ModuleStates>>> states;  // by prefix
   std::vector<std::mutex*> mutexes;  // of the states, in the order in which they are taken
   std::vector<std::pair<std::string, Shape>> parameters;
-  // What the gradients of parameters may be parts of, each with one of those parameters.
+  // The tensors that the gradients of parameters may be parts of, each with one of those
+  // parameters.
   std::vector<std::pair<size_t, Shape>> joined;
   std::vector<Seen> seen;
   uint64_t numbers = 0;   // the last number that was given

@@ -38,12 +38,12 @@ Status refusal() {
   PyErr_NormalizeException(&type, &value, &trace);
   std::string text = "the framework made no memory for a result";
   if (value != nullptr) {
-    if (PyObject* said = PyObject_Str(value)) {
+    if (PyObject* words = PyObject_Str(value)) {
       Py_ssize_t size = 0;
-      if (const char* utf8 = PyUnicode_AsUTF8AndSize(said, &size)) {
+      if (const char* utf8 = PyUnicode_AsUTF8AndSize(words, &size)) {
         text.assign(utf8, static_cast<size_t>(size));
       }
-      Py_DECREF(said);
+      Py_DECREF(words);
     }
     PyErr_Clear();
     note_cause(value, text);
@@ -111,8 +111,8 @@ Ref ResultTensors::take(Tensor result, PyObject* exchanged) {
     Ref object = Ref::share(made.object);
     result = Tensor();
     if (extents == made.expected->shape && memory.use_count() == 1) return object;
-    // What te-fl keeps as well must not keep the graph that the result becomes part of, and of
-    // parameters that lie one after the other each has a part of one gradient.
+    // A tensor that te-fl keeps as well must not keep the graph that the result becomes part of,
+    // and of parameters that lie one after the other each has a part of one gradient.
     Shape strides(extents.size(), 1);
     for (size_t d = extents.size(); d-- > 1;) strides[d - 1] = strides[d] * extents[d];
     const Ref wanted = tuple_of({extents.data(), extents.size()});
@@ -126,8 +126,8 @@ Ref ResultTensors::take(Tensor result, PyObject* exchanged) {
         "a layer's result " + result.describe() +
         " was not made by the framework, so record_stream() does not hold for it";
     if (value_of(environment::get_bool("TE_FL_VALIDATE"))) throw_status(internal_error(text));
-    static std::atomic_flag said;
-    if (!said.test_and_set()) log::warning(text);
+    static std::atomic_flag logged;
+    if (!logged.test_and_set()) log::warning(text);
   }
   return to_framework(result, exchanged);
 }

@@ -40,10 +40,10 @@ Status failure() {
     return internal_error("an error without words");
   }
   const Ref words = Ref::take(text);
-  const std::string said =
+  const std::string message =
       type_name(owned.get()) + ": " + std::string(text_of(words.get(), "an error"));
-  note_cause(owned.get(), said);
-  return internal_error(said);
+  note_cause(owned.get(), message);
+  return internal_error(message);
 }
 
 // function(first, second, [fp8_max,] stream), on tensors of the framework that `like` is of.

@@ -47,7 +47,7 @@ def use_torch_memory(device: torch.device) -> None:
     _devices.add(key)
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """The arguments of a layer's forward besides tensors that autograd follows."""
 
     layer: Any  # of _native.layer()
@@ -130,7 +130,7 @@ class LayerFunction(torch.autograd.Function):
     the node keeps it as well, until its backward has run."""
 
     @staticmethod
-    def forward(ctx, call: Call, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, call: LayerCall, *tensors: torch.Tensor) -> torch.Tensor:
         n = call.inputs
         output, token = _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:],
                                               call.attention, call.random)
@@ -179,13 +179,13 @@ _guarded_backward = once_differentiable(_backward)
 class _Saved(NamedTuple):
     """The part of LayerFunction's ctx that _backward() reads."""
 
-    call: Call
+    call: LayerCall
     saved_tensors: Tuple[torch.Tensor, ...]
     needs_input_grad: Tuple[bool, ...]
     kept: None = None  # the node in C++ keeps the token itself, and leaves main_grad to LayerFunction
 
 
-def _backward_of(call: Call, saved: Tuple[torch.Tensor, ...], needed: Tuple[bool, ...], grad: torch.Tensor):
+def _backward_of(call: LayerCall, saved: Tuple[torch.Tensor, ...], needed: Tuple[bool, ...], grad: torch.Tensor):
     """LayerFunction's backward that builds a graph, for the node in C++."""
     return _guarded_backward(_Saved(call, saved, needed), grad)
 
@@ -196,7 +196,7 @@ def lasting(parameters: Sequence[torch.Tensor]) -> bool:
     return {*map(type, parameters)} <= _KEPT
 
 
-def python_run(call: Call, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
+def python_run(call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
     """The layer's output. caching: te_fl.pytorch.fp8.weight_cache.number()."""
     if _transforms() is not None:
         raise Unsupported("te_fl.pytorch's layers do not run inside torch.func's transforms (grad, vmap, jvp and their like); take gradients with "
@@ -214,7 +214,7 @@ def python_run(call: Call, caching: int, *tensors: torch.Tensor) -> torch.Tensor
 
 
 def python_plain(module: dict, key: tuple, x: torch.Tensor, first: Any) -> Optional[torch.Tensor]:
-    """The output of the module with these attributes and this key in its _layers, for one input and the Call of its last forward; None: the
+    """The output of the module with these attributes and this key in its _layers, for one input and the LayerCall of its last forward; None: the
     module finds out itself what to call. The node in C++ has the function that does more."""
     return None
 

@@ -190,8 +190,8 @@ class LayerNode final : public torch::autograd::Node {
       Py_INCREF(wants);
       PyTuple_SET_ITEM(needed.get(), static_cast<Py_ssize_t>(i), wants);
     }
-    const Ref given = wrapped(gradient);
-    PyObject* const args[] = {call_, tensors.get(), needed.get(), given.get()};
+    const Ref incoming = wrapped(gradient);
+    PyObject* const args[] = {call_, tensors.get(), needed.get(), incoming.get()};
     const Ref all = checked(PyObject_Vectorcall(python_backward, args, 4, nullptr));
     const Ref found = checked(PyTuple_GetSlice(all.get(), 1, static_cast<Py_ssize_t>(edges) + 1));
     variable_list results(edges);
@@ -270,13 +270,13 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(layer_forward != nullptr && count >= 3 && PyTuple_Check(args[0]) &&
                        PyTuple_GET_SIZE(args[0]) == kFields,
-                   "run() takes a Call, the number of a scope, and tensors, after bind()");
+                   "run() takes a LayerCall, the number of a scope, and tensors, after bind()");
   PyObject* const call = args[0];
   PyObject* const* const tensors = args + 2;
   const Py_ssize_t all = count - 2, inputs = PyLong_AsSsize_t(field(call, kInputs));
   const Py_ssize_t followed = inputs + PyLong_AsSsize_t(field(call, kExtras));
   TORCH_CHECK_TYPE(inputs > 0 && followed >= inputs && followed <= all,
-                   "run(): the Call has more inputs than there are tensors");
+                   "run(): the LayerCall has more inputs than there are tensors");
   bool follows = false;
   for (Py_ssize_t i = 0; i < all; ++i) {
     // The numbers are text already: a stream of a libstdc++ that is linked in here, as some
@@ -368,15 +368,15 @@ PyObject* empty(PyObject*, PyObject* const* args, Py_ssize_t count) {
 PyObject* bind(PyObject*, PyObject* args) {
   PyObject** const places[] = {&layer_forward, &layer_backward,  &ends,
                                &python_run,    &python_backward, &parameter_type};
-  PyObject* given[6] = {};
-  if (PyArg_ParseTuple(args, "OOOOOO", &given[0], &given[1], &given[2], &given[3], &given[4],
-                       &given[5]) == 0) {
+  PyObject* objects[6] = {};
+  if (PyArg_ParseTuple(args, "OOOOOO", &objects[0], &objects[1], &objects[2], &objects[3],
+                       &objects[4], &objects[5]) == 0) {
     return nullptr;
   }
   for (int i = 0; i < 6; ++i) {
-    Py_INCREF(given[i]);
+    Py_INCREF(objects[i]);
     Py_XDECREF(*places[i]);
-    *places[i] = given[i];
+    *places[i] = objects[i];
   }
   Py_RETURN_NONE;
 }

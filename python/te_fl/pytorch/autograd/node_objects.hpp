@@ -8,7 +8,7 @@
 
 namespace te_fl::node {
 
-// Fields of call.py's Call, which compares its own with CALL_FIELDS when it takes the node.
+// Fields of call.py's LayerCall, which compares its own with CALL_FIELDS when it takes the node.
 #define TE_FL_CALL_FIELDS(X)     \
   X(kLayer, "layer")             \
   X(kInputs, "inputs")           \

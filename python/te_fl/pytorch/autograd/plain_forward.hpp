@@ -16,7 +16,7 @@
 
 namespace te_fl::node {
 
-// What watch() is given, each with the calling thread's `scopes`. Owned until the process ends.
+// The arguments of watch(), each with the calling thread's `scopes`. Owned until the process ends.
 inline PyObject* fp8_thread = nullptr;          // quantization._state
 inline PyObject* weights_thread = nullptr;      // weight_cache._thread
 inline PyObject* checkpoints_thread = nullptr;  // torch_checkpoint._reentrant
@@ -43,7 +43,7 @@ inline const Names& names() {
 inline Ref attribute(PyObject* object, PyObject* name) {
   return checked(PyObject_GetAttr(object, name));
 }
-// Of a dict; borrowed, null if it has none.
+// The value of a key of a dict; borrowed, null if it has none.
 inline PyObject* item(PyObject* dict, PyObject* key) {
   PyObject* const found = PyDict_GetItemWithError(dict, key);
   if (found == nullptr && PyErr_Occurred() != nullptr) checked(nullptr);
@@ -130,7 +130,7 @@ inline std::vector<Ref> parameters_of(PyObject* module, PyObject* parameter_type
   return found;
 }
 
-// True if the module's last Call serves this forward, too.
+// True if the module's last LayerCall serves this forward, too.
 inline bool fits(PyObject* call, PyObject* layer, PyObject* first, long activation,
                  const Fp8& fp8) {
   return PyTuple_Check(call) && PyTuple_GET_SIZE(call) == kFields && layer != nullptr &&

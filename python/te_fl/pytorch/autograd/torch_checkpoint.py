@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 
 from te_fl import _native
 from te_fl.errors import FailedPrecondition
-from te_fl.pytorch.autograd.call import TRAINING, Call, run
+from te_fl.pytorch.autograd.call import TRAINING, LayerCall, run
 from te_fl.pytorch.fp8 import quantization
 
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -73,7 +73,7 @@ def repeated() -> bool:
 class _Forward(NamedTuple):
     module: Any
     record: Any  # of _native.recompute_record()
-    updates: int  # as Call.updates
+    updates: int  # as LayerCall.updates
 
 
 class _Forwards:
@@ -100,7 +100,7 @@ class Piece:
     def __init__(self, forward: _Forward, second: bool, keeps: bool):
         self.updates, self._record, self._second, self._keeps = forward.updates, forward.record, second, keeps
 
-    def run(self, call: Call, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
+    def run(self, call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
         scope = _native.begin_recompute(self._record, self._second, quantization._state)
         try:
             if self._keeps:

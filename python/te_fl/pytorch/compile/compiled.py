@@ -90,7 +90,7 @@ class _Again(NamedTuple):
 
     record: Any  # of _native.recompute_record()
     layer: Any
-    before: tuple  # what _native.layer_forward() takes before the parameters,
+    before: tuple  # arguments of _native.layer_forward() before the parameters,
     after: tuple  # and after them
 
     def run(self, parameters: Tuple[torch.Tensor, ...], second: bool):
@@ -113,7 +113,7 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, wh
     order = range(len(parameters)) if order is None else order
     own = [parameters[i] for i in order]
     if keeps:
-        inputs, extras, others = ([_own(t) for t in given] for given in (inputs, extras, others))
+        inputs, extras, others = ([_own(t) for t in group] for group in (inputs, extras, others))
         random, when = (None if t is None else _own(t) for t in (random, when))
         own = [_trained(parameters[i], trained[i]) for i in order]
         mode = call.TRAINING
@@ -211,11 +211,11 @@ assert _ARGUMENTS[_INPUTS:_INPUTS + 3] == ["inputs", "extras", "parameters"]  # 
 
 
 def _save(ctx, inputs, output) -> None:
-    trained, given, extras, parameters = inputs[_TRAINED], *inputs[_INPUTS:_INPUTS + 3]
+    trained, group, extras, parameters = inputs[_TRAINED], *inputs[_INPUTS:_INPUTS + 3]
     _, token, about = output
     ctx.save_for_backward(token, about, *parameters)
-    ctx.trained, followed = trained, (*given, *extras)
-    ctx.counts = (len(given), len(extras))
+    ctx.trained, followed = trained, (*group, *extras)
+    ctx.counts = (len(group), len(extras))
     # PyTorch takes a list without elements for one of tensors, whose gradient is a list as well.
     ctx.nothing = tuple([None] * len(v) if isinstance(v, list) and all(isinstance(t, torch.Tensor) for t in v) else None for v in inputs)
     ctx.needed = [t.requires_grad for t in followed]
@@ -244,7 +244,7 @@ torch.library.register_autograd("te_fl::layer_backward", _no_second_derivative, 
 def forward(module: Any, layer: Tuple[str, tuple], width: int, activation: int, first: Any, inputs: Sequence[torch.Tensor],
             extras: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], attention: Optional[dict],
             random: Optional[torch.Tensor]) -> torch.Tensor:
-    """What a module's forward is in a graph. Dynamo traces this function.
+    """A module's forward in a graph. Dynamo traces this function.
 
     layer: its kind and its key, words and then integers, by which module._in_graph() finds it.
     """

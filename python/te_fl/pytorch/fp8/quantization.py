@@ -30,7 +30,7 @@ class ModelInit(NamedTuple):
 class _State(threading.local):
     def __init__(self):
         self.scopes = []
-        self.last: Optional[_Scope] = None  # what autocast() made last: programs mostly enter the same one again
+        self.last: Optional[_Scope] = None  # the scope that autocast() made last: programs mostly enter the same one again
         self.model_init: Optional[ModelInit] = None
 
 

@@ -11,7 +11,7 @@ from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, attends, without_functions
 from te_fl.compat.variables import read_determinism
 from te_fl.pytorch.autograd import torch_checkpoint
-from te_fl.pytorch.autograd.call import Call, plain, profiling, run, shown, use_torch_memory, watch
+from te_fl.pytorch.autograd.call import LayerCall, plain, profiling, run, shown, use_torch_memory, watch
 from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.fp8 import extra_state, quantization, weight_cache
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes, rules_of
@@ -230,7 +230,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         if first is None:
             first = quantization.reused_weights()
         if attention is not None:
-            call = Call(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delay_wgrad_compute)
+            call = LayerCall(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delay_wgrad_compute)
             try:
                 return compute(call, weight_cache.number(), *inputs, *extras, *parameters)
             except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory
@@ -241,7 +241,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         call = self._call  # that of the last forward, which the next one is mostly like
         if (call is None or call.layer is not layer or call.first is not first or call.activation != activation
                 or call.updates != updates):
-            call = self._call = Call(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
+            call = self._call = LayerCall(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
         try:
             return compute(call, weight_cache.number(), x, *parameters)
         except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory

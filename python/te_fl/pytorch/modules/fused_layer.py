@@ -8,7 +8,7 @@ import torch
 
 from te_fl import _native
 from te_fl.pytorch.autograd import torch_checkpoint
-from te_fl.pytorch.autograd.call import Call, profiling, run, shown, use_torch_memory
+from te_fl.pytorch.autograd.call import LayerCall, profiling, run, shown, use_torch_memory
 from te_fl.pytorch.fp8 import quantization, weight_cache
 from te_fl.pytorch.modules.attention import DotProductAttention, score_cap
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule, native_device
@@ -146,7 +146,7 @@ class FusedLayer:
         # PyTorch's parametrisations make of a parameter an attribute of another kind.
         parameters = [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
         x = x if x.is_contiguous() else x.contiguous()
-        call = Call(layer, 1, len(extras), -1, first, inputs or None, random, updates, False)
+        call = LayerCall(layer, 1, len(extras), -1, first, inputs or None, random, updates, False)
         if profiling():
             compute = shown(owner, compute)
         try:
