@@ -96,7 +96,7 @@ def steps(seconds):
 def step_of(device, recipe, backward, plain=False):
     """A call as host_time.py's rows with an autocast for each have it; plain: of torch.nn.Linear."""
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, device=device, requires_grad=True)
-    dy, given = torch.randn_like(x), {} if recipe is None else {"is_first_microbatch": False}
+    dy, options = torch.randn_like(x), {} if recipe is None else {"is_first_microbatch": False}
     kind = {"dtype" if plain else "params_dtype": torch.bfloat16, "device": device}
     module = (torch.nn.Linear if plain else te.Linear)(WIDTH, WIDTH, **kind)
 
@@ -105,7 +105,7 @@ def step_of(device, recipe, backward, plain=False):
             y = module(x)
         else:
             with te.autocast(enabled=recipe is not None, recipe=recipe):
-                y = module(x, **given)
+                y = module(x, **options)
         if backward:
             y.backward(dy)
     return step

@@ -15,13 +15,13 @@ def tests_of(path, name):
     return unittest.defaultTestLoader.loadTestsFromModule(module)
 
 
-given = pathlib.Path(sys.argv[1]).resolve()
+tests = pathlib.Path(sys.argv[1]).resolve()
 try:
-    if given.is_dir():
-        sys.path[:0] = [str(given), str(given.parent)]  # for what the folder's tests share, and all of them
-        suite = unittest.TestSuite(tests_of(path, path.stem) for path in sorted(given.glob("*_test.py")))
+    if tests.is_dir():
+        sys.path[:0] = [str(tests), str(tests.parent)]  # for what the folder's tests share, and all of them
+        suite = unittest.TestSuite(tests_of(path, path.stem) for path in sorted(tests.glob("*_test.py")))
     else:
-        suite = tests_of(given, "tests")
+        suite = tests_of(tests, "tests")
 except ModuleNotFoundError as error:
     if error.name.split(".")[0] == "te_fl":
         raise

@@ -332,10 +332,10 @@ class SharedScopes(unittest.TestCase):
         recipe = DelayedScaling()
         made = te.autocast(recipe=recipe)
         self.assertIs(te.autocast(recipe=recipe), made)
-        for given in ({"recipe": DelayedScaling()}, {}, {"enabled": False, "recipe": recipe}, {"enabled": False, "calibrating": True, "recipe": recipe}):
-            self.assertIsNot(te.autocast(**given), made)
+        for options in ({"recipe": DelayedScaling()}, {}, {"enabled": False, "recipe": recipe}, {"enabled": False, "calibrating": True, "recipe": recipe}):
+            self.assertIsNot(te.autocast(**options), made)
         made = te.autocast(recipe=recipe)
-        recipe.margin = 1  # what autocasts from now on compute by
+        recipe.margin = 1  # autocasts compute by it from now on
         self.assertIsNot(te.autocast(recipe=recipe), made)
         other = []
         thread = threading.Thread(target=lambda: other.append(te.autocast(recipe=recipe)))

@@ -1,4 +1,4 @@
-"""What te-fl records of a model."""
+"""Tests of the amaxes and scales that te-fl records for a model."""
 
 import concurrent.futures
 import os

@@ -243,7 +243,7 @@ def shown(module: torch.nn.Module, compute: Callable[..., torch.Tensor]) -> Call
 
 
 _node = torch_node.load(torch.__version__, _native.layer_forward, _native.layer_backward, _ends, python_run, _backward_of, torch.nn.Parameter)
-assert _node is None or _node.CALL_FIELDS == Call._fields, f"node.cpp reads the fields {_node.CALL_FIELDS} of Call, which has {Call._fields}"
+assert _node is None or _node.CALL_FIELDS == LayerCall._fields, f"node.cpp reads the fields {_node.CALL_FIELDS} of LayerCall, which has {LayerCall._fields}"
 run, plain = (python_run, python_plain) if _node is None else (_node.run, _node.plain)
 
 
