@@ -8,6 +8,8 @@
 # interpreter that has them instead.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+# Programs under test would take it for a misspelt setting of theirs.
+export -n TE_FL_TEST_PYTHON
 . tools/lib/packages.sh
 . tools/lib/build.sh
 . tools/lib/wheel.sh
