@@ -9,6 +9,7 @@
 #include "py/lent_tensor.hpp"
 #include "py/scope.hpp"
 #include "torch/layer.hpp"
+#include "torch/layer_arguments.hpp"
 #include "torch/lent_parameter.hpp"
 #include "torch/recompute.hpp"
 #include "torch/result_tensors.hpp"
@@ -47,6 +48,16 @@ PyObject* jax_handlers(PyObject*, PyObject*) noexcept {
 
 PyObject* jax_version(PyObject*, PyObject*) noexcept {
   return guarded([&] { return to_python(int64_t{jax::seen_version()}); });
+}
+
+template <size_t N>
+Ref tuple_of_names(const char* const (&names)[N]) {
+  Ref tuple = Ref::take(PyTuple_New(N));
+  for (size_t i = 0; i < N; ++i) {
+    check(PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i),
+                          to_python(std::string_view(names[i])).release()));
+  }
+  return tuple;
 }
 
 PyMethodDef g_methods[] = {
@@ -146,6 +157,10 @@ PyMODINIT_FUNC PyInit__native() {
     Ref module = Ref::take(PyModule_Create(&g_module));
     check(PyModule_AddObjectRef(module.get(), "LentTensor", lent_tensor_class()));
     check(PyModule_AddObjectRef(module.get(), "Scope", scope_class()));
+    const Ref forward = tuple_of_names(ForwardArgument::names);
+    check(PyModule_AddObjectRef(module.get(), "LAYER_FORWARD_ARGUMENTS", forward.get()));
+    const Ref backward = tuple_of_names(BackwardArgument::names);
+    check(PyModule_AddObjectRef(module.get(), "LAYER_BACKWARD_ARGUMENTS", backward.get()));
     return module;
   });
 }

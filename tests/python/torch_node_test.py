@@ -350,6 +350,16 @@ class BuildTest(unittest.TestCase):
             self.assertIn(text, done.stderr)
         self.assertEqual(os.stat(file).st_mtime_ns, before)
 
+    def test_another_order_of_arguments_is_refused(self):
+        for name in ("CALL_FIELDS", "FORWARD_ARGUMENTS", "BACKWARD_ARGUMENTS"):
+            done = python("from te_fl import torch_node\nload = torch_node.load\n"
+                          f"def reordered(*a):\n  node = load(*a); node.{name} = node.{name}[::-1]; return node\n"
+                          "torch_node.load = reordered\nimport te_fl.pytorch")
+            self.assertIn("AssertionError: node.cpp", done.stderr, name)
+        for name in ("LAYER_FORWARD_ARGUMENTS", "LAYER_BACKWARD_ARGUMENTS"):
+            done = python(f"from te_fl import _native\n_native.{name} = _native.{name}[::-1]\nimport te_fl.pytorch", TE_FL_TORCH_NODE="0")
+            self.assertIn(f"assert _native.{name} ==", done.stderr, name)
+
     def test_doctor_tells(self):
         done = subprocess.run([sys.executable, "-m", "te_fl", "doctor"], capture_output=True, text=True, timeout=120)
         self.assertIn("autograd node in C++: built for PyTorch", done.stdout)

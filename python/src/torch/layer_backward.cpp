@@ -7,6 +7,7 @@
 #include "te_fl/nn/fp8/autocast.hpp"
 #include "torch/arguments.hpp"
 #include "torch/layer.hpp"
+#include "torch/layer_arguments.hpp"
 #include "torch/layer_object.hpp"
 #include "torch/layer_parameters.hpp"
 #include "torch/layer_record.hpp"
@@ -157,17 +158,19 @@ Ref tuple_of(std::vector<Tensor> tensors, ResultTensors& results, PyObject* like
 
 PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
   return guarded([&] {
-    check_count("layer_backward", count, 5);
-    const std::shared_ptr<Record> record = record_of(args[0]);
+    using Argument = BackwardArgument;
+    check_count("layer_backward", count, Argument::kCount);
+    const std::shared_ptr<Record> record = record_of(args[Argument::kToken]);
     for (const Lent& lent : record->lent) lent.check();
     std::vector<Lent> kept;
     const bool delays = record->layer->delays_wgrad;
-    const Tensor dy =
-        delays ? tensor_of(args[1], "gradient", kept) : tensor_of(args[1], "gradient", false);
-    auto parameters = parameters_of(*record->layer, items_of(args[2], "parameters"), true);
-    const auto main_grads = main_grads_of(args[3], parameters.size());
-    void* const stream = current_stream_of(args[1], dy.device());
-    ResultTensors results(args[1], dy.device());
+    const Tensor dy = delays ? tensor_of(args[Argument::kGradient], "gradient", kept)
+                             : tensor_of(args[Argument::kGradient], "gradient", false);
+    auto parameters =
+        parameters_of(*record->layer, items_of(args[Argument::kParameters], "parameters"), true);
+    const auto main_grads = main_grads_of(args[Argument::kMainGrads], parameters.size());
+    void* const stream = current_stream_of(args[Argument::kGradient], dy.device());
+    ResultTensors results(args[Argument::kGradient], dy.device());
     for (const auto& [shape, dtype] : record->inputs) results.expect(shape, dtype);
     expect_gradients(results, *record->layer, parameters, record->trained, main_grads);
     const bool deterministic = wants_deterministic();
@@ -175,12 +178,12 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     {
       const WithoutLock unlocked;
       gradients.emplace(run_backward(*record, dy, std::move(kept), parameters, main_grads, results,
-                                     stream, args[4] == Py_True, deterministic));
+                                     stream, args[Argument::kKeep] == Py_True, deterministic));
     }
     Gradients made = value_of(*std::move(gradients));
     gradients.reset();
-    const Ref inputs = tuple_of(std::move(made.inputs), results, args[1]);
-    const Ref own = tuple_of(std::move(made.parameters), results, args[1]);
+    const Ref inputs = tuple_of(std::move(made.inputs), results, args[Argument::kGradient]);
+    const Ref own = tuple_of(std::move(made.parameters), results, args[Argument::kGradient]);
     return Ref::take(PyTuple_Pack(2, inputs.get(), own.get()));
   });
 }

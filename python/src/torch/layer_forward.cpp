@@ -9,6 +9,7 @@
 #include "te_fl/nn/autograd/context.hpp"
 #include "torch/arguments.hpp"
 #include "torch/layer.hpp"
+#include "torch/layer_arguments.hpp"
 #include "torch/layer_object.hpp"
 #include "torch/layer_parameters.hpp"
 #include "torch/layer_record.hpp"
@@ -147,39 +148,28 @@ Result<Tensor> run(Layer& layer, Forward& f, ResultTensors& results,
   return y;
 }
 
-// The arguments of layer_forward(), in their order.
-enum Argument {
-  kLayerArgument,
-  kActivation,
-  kMode,
-  kFirst,
-  kInputs,
-  kParameters,
-  kAttention,
-  kRandom,
-  kArguments
-};
-
 Forward read_forward(Layer& layer, PyObject* const* args) {
   Forward f;
-  f.mode = integer_of(args[kMode]);
+  f.mode = integer_of(args[ForwardArgument::kMode]);
   const bool training = f.mode == kTraining;
-  for (PyObject* input : items_of(args[kInputs], "inputs")) {
+  for (PyObject* input : items_of(args[ForwardArgument::kInputs], "inputs")) {
     f.inputs.push_back(input_of(input, "input", training, f.lent));
   }
   if (f.inputs.empty()) throw_type_error("a layer takes at least one input");
-  const auto objects = items_of(args[kParameters], "parameters");
+  const auto objects = items_of(args[ForwardArgument::kParameters], "parameters");
   f.parameters = parameters_of(layer, objects, training);
-  f.options = microbatch_of(args[kFirst]);
+  f.options = microbatch_of(args[ForwardArgument::kFirst]);
   const bool reused = f.options.is_first_microbatch == false || f.options.reuse_weights.defined();
   Contents contents = number_contents(layer, objects, f.parameters, f.mode, reused);
   f.numbers = contents_in_piece(&layer, std::move(contents)).numbers;
   if (training) f.trained = trained_of(objects);
-  f.attention = attention_of(args[kAttention], training, f.lent);
-  if (args[kRandom] != Py_None) f.random = tensor_of(args[kRandom], "random", true);
-  const long long activation = integer_of(args[kActivation]);
+  f.attention = attention_of(args[ForwardArgument::kAttention], training, f.lent);
+  if (args[ForwardArgument::kRandom] != Py_None)
+    f.random = tensor_of(args[ForwardArgument::kRandom], "random", true);
+  const long long activation = integer_of(args[ForwardArgument::kActivation]);
   f.activation = activation < 0 ? f.inputs[0].dtype() : static_cast<DType>(activation);
-  f.stream = current_stream_of(PyTuple_GetItem(args[kInputs], 0), f.inputs[0].device());
+  f.stream =
+      current_stream_of(PyTuple_GetItem(args[ForwardArgument::kInputs], 0), f.inputs[0].device());
   return f;
 }
 
@@ -196,10 +186,10 @@ Ref hand_out(Tensor output, std::shared_ptr<Record> record, ResultTensors& resul
 
 PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept {
   return guarded([&] {
-    check_count("layer_forward", count, kArguments);
-    const std::shared_ptr<Layer>& layer = layer_of(args[kLayerArgument]);
+    check_count("layer_forward", count, ForwardArgument::kCount);
+    const std::shared_ptr<Layer>& layer = layer_of(args[ForwardArgument::kLayer]);
     Forward f = read_forward(*layer, args);
-    PyObject* like = PyTuple_GetItem(args[kInputs], 0);
+    PyObject* like = PyTuple_GetItem(args[ForwardArgument::kInputs], 0);
     ResultTensors results(like, f.inputs[0].device());
     const DeterministicScope deterministic;
     std::shared_ptr<Record> record;

@@ -19,6 +19,10 @@ _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 TRAINING, UNCACHED = 0, 1  # modes of _native.layer_forward(); others are the numbers of scopes (te_fl.pytorch.fp8.weight_cache)
 
+# The order in which te_fl.pytorch gives layer_forward() and layer_backward() their arguments is the order in which te_fl reads them.
+assert _native.LAYER_FORWARD_ARGUMENTS == ("layer", "activation", "mode", "is_first_microbatch", "inputs", "parameters", "attention", "random")
+assert _native.LAYER_BACKWARD_ARGUMENTS == ("token", "gradient", "parameters", "main_grads", "keep")
+
 _devices = set()  # those whose memory comes from PyTorch
 
 
@@ -244,6 +248,8 @@ def shown(module: torch.nn.Module, compute: Callable[..., torch.Tensor]) -> Call
 
 _node = torch_node.load(torch.__version__, _native.layer_forward, _native.layer_backward, _ends, python_run, _backward_of, torch.nn.Parameter)
 assert _node is None or _node.CALL_FIELDS == LayerCall._fields, f"node.cpp reads the fields {_node.CALL_FIELDS} of LayerCall, which has {LayerCall._fields}"
+assert _node is None or _node.FORWARD_ARGUMENTS == _native.LAYER_FORWARD_ARGUMENTS, f"node.cpp gives layer_forward() {_node.FORWARD_ARGUMENTS}"
+assert _node is None or _node.BACKWARD_ARGUMENTS == _native.LAYER_BACKWARD_ARGUMENTS, f"node.cpp gives layer_backward() {_node.BACKWARD_ARGUMENTS}"
 run, plain = (python_run, python_plain) if _node is None else (_node.run, _node.plain)
 
 

@@ -163,8 +163,14 @@ class LayerNode final : public torch::autograd::Node {
                                       : at::empty(gradient.sizes(), gradient.options()));
     PyObject* const keep =
         torch::autograd::get_current_graph_task_keep_graph() ? Py_True : Py_False;
-    PyObject* const args[] = {saved[0].get(), dense.get(), parameters.get(), Py_None, keep};
-    const Ref both = checked(PyObject_Vectorcall(layer_backward, args, 5, nullptr));
+    using Argument = BackwardArgument;
+    PyObject* args[Argument::kCount];
+    args[Argument::kToken] = saved[0].get();
+    args[Argument::kGradient] = dense.get();
+    args[Argument::kParameters] = parameters.get();
+    args[Argument::kMainGrads] = Py_None;
+    args[Argument::kKeep] = keep;
+    const Ref both = checked(PyObject_Vectorcall(layer_backward, args, Argument::kCount, nullptr));
     if (field(call_, kUpdates) != Py_None && PyObject_IsTrue(field(call_, kUpdates)) == 1) {
       PyObject* const about[] = {saved[0].get(), field(call_, kUpdates)};
       checked(PyObject_Vectorcall(ends, about, 2, nullptr));
@@ -254,15 +260,17 @@ Ref forward(PyObject* call, long mode, PyObject* const* tensors, Py_ssize_t inpu
   const Ref in = tuple_of(tensors, inputs);
   const Ref parameters = tuple_of(tensors + followed, count - followed);
   const Ref chosen = checked(PyLong_FromLong(mode));
-  PyObject* const args[] = {field(call, kLayer),
-                            field(call, kActivation),
-                            chosen.get(),
-                            field(call, kFirst),
-                            in.get(),
-                            parameters.get(),
-                            field(call, kAttention),
-                            field(call, kRandom)};
-  return checked(PyObject_Vectorcall(layer_forward, args, 8, nullptr));
+  using Argument = ForwardArgument;
+  PyObject* args[Argument::kCount];
+  args[Argument::kLayer] = field(call, kLayer);
+  args[Argument::kActivation] = field(call, kActivation);
+  args[Argument::kMode] = chosen.get();
+  args[Argument::kFirst] = field(call, kFirst);
+  args[Argument::kInputs] = in.get();
+  args[Argument::kParameters] = parameters.get();
+  args[Argument::kAttention] = field(call, kAttention);
+  args[Argument::kRandom] = field(call, kRandom);
+  return checked(PyObject_Vectorcall(layer_forward, args, Argument::kCount, nullptr));
 }
 
 // run(call, caching, *tensors) -> the layer's output, as call.run().
@@ -405,15 +413,18 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT,
 }  // namespace
 
 PyMODINIT_FUNC PyInit__node() {
-#define TE_FL_FIELD(field, name) name,
-  static const char* const names[] = {TE_FL_CALL_FIELDS(TE_FL_FIELD)};
-#undef TE_FL_FIELD
+#define TE_FL_NAME(place, name) name,
+  static const char* const fields[] = {TE_FL_CALL_FIELDS(TE_FL_NAME)};
+  static const char* const forward[] = {TE_FL_FORWARD_ARGUMENTS(TE_FL_NAME)};
+  static const char* const backward[] = {TE_FL_BACKWARD_ARGUMENTS(TE_FL_NAME)};
+#undef TE_FL_NAME
   PyObject* const module = PyModule_Create(&definition);
-  PyObject* const fields = PyTuple_New(kFields);
-  if (module == nullptr || fields == nullptr) return nullptr;
-  for (int i = 0; i < kFields; ++i) {
-    PyTuple_SET_ITEM(fields, i, PyUnicode_FromString(names[i]));
+  if (module == nullptr) return nullptr;
+  if (!add_names(module, "CALL_FIELDS", fields) ||
+      !add_names(module, "FORWARD_ARGUMENTS", forward) ||
+      !add_names(module, "BACKWARD_ARGUMENTS", backward)) {
+    Py_DECREF(module);
+    return nullptr;
   }
-  PyModule_AddObject(module, "CALL_FIELDS", fields);
   return module;
 }

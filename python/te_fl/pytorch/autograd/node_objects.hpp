@@ -20,9 +20,32 @@ namespace te_fl::node {
   X(kUpdates, "updates")         \
   X(kAccumulates, "accumulates") \
   X(kDelays, "delays")
-#define TE_FL_FIELD(field, name) field,
-enum Field { TE_FL_CALL_FIELDS(TE_FL_FIELD) kFields };
-#undef TE_FL_FIELD
+// The arguments of _native.layer_forward() and of layer_backward() in the order that the node gives
+// them in, which call.py compares with te_fl's own.
+#define TE_FL_FORWARD_ARGUMENTS(X) \
+  X(kLayer, "layer")               \
+  X(kActivation, "activation")     \
+  X(kMode, "mode")                 \
+  X(kFirst, "is_first_microbatch") \
+  X(kInputs, "inputs")             \
+  X(kParameters, "parameters")     \
+  X(kAttention, "attention")       \
+  X(kRandom, "random")
+#define TE_FL_BACKWARD_ARGUMENTS(X) \
+  X(kToken, "token")                \
+  X(kGradient, "gradient")          \
+  X(kParameters, "parameters")      \
+  X(kMainGrads, "main_grads")       \
+  X(kKeep, "keep")
+#define TE_FL_PLACE(place, name) place,
+enum Field { TE_FL_CALL_FIELDS(TE_FL_PLACE) kFields };
+struct ForwardArgument {
+  enum Place { TE_FL_FORWARD_ARGUMENTS(TE_FL_PLACE) kCount };
+};
+struct BackwardArgument {
+  enum Place { TE_FL_BACKWARD_ARGUMENTS(TE_FL_PLACE) kCount };
+};
+#undef TE_FL_PLACE
 inline PyObject* field(PyObject* call, Field f) { return PyTuple_GET_ITEM(call, f); }
 // Modes of _native.layer_forward().
 constexpr long kTraining = 0, kUncached = 1;
@@ -48,6 +71,18 @@ inline Ref checked(PyObject* object) {
     throw error;
   }
   return Ref(object);
+}
+
+// Gives the module a tuple of the names; false: the interpreter's error is set.
+template <size_t N>
+inline bool add_names(PyObject* module, const char* attribute, const char* const (&names)[N]) {
+  PyObject* const tuple = PyTuple_New(N);
+  for (size_t i = 0; tuple != nullptr && i < N; ++i) {
+    PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), PyUnicode_FromString(names[i]));
+  }
+  const bool added = tuple != nullptr && PyModule_AddObjectRef(module, attribute, tuple) == 0;
+  Py_XDECREF(tuple);
+  return added;
 }
 
 }  // namespace te_fl::node

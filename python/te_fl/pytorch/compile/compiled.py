@@ -85,18 +85,19 @@ def _attention(names: List[str], others: List[torch.Tensor], lengths: List[int],
     return found
 
 
+_PARAMETERS = _native.LAYER_FORWARD_ARGUMENTS.index("parameters")
+
+
 class _Again(NamedTuple):
     """A forward that its backward runs again: te_fl.pytorch.checkpoint() in a graph."""
 
     record: Any  # of _native.recompute_record()
-    layer: Any
-    before: tuple  # arguments of _native.layer_forward() before the parameters,
-    after: tuple  # and after them
+    arguments: tuple  # of _native.layer_forward(), with the parameters left out: the graph keeps those
 
     def run(self, parameters: Tuple[torch.Tensor, ...], second: bool):
         scope = _native.begin_recompute(self.record, second, quantization._state)
         try:
-            return _native.layer_forward(self.layer, *self.before, parameters, *self.after)
+            return _native.layer_forward(*self.arguments[:_PARAMETERS], parameters, *self.arguments[_PARAMETERS:])
         finally:
             _native.end_recompute(scope)
 
@@ -121,16 +122,16 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, wh
         inputs = [t.contiguous() for t in inputs]
         mode = weight_cache.number() if call.lasting(own) else call.UNCACHED
     microbatch = when if when is not None else quantization.reused_weights() if first < 0 else bool(first)
-    before = (activation, mode, microbatch, tuple(inputs))
-    attention = _attention(names, others, lengths, extras) or None
+    # call.py asserts this order.
+    arguments = (layer, activation, mode, microbatch, tuple(inputs), tuple(own), _attention(names, others, lengths, extras) or None, random)
     if not (keeps and recomputes):
-        output, token = _native.layer_forward(layer, *before, tuple(own), attention, random)
+        output, token = _native.layer_forward(*arguments)
         if keeps and kind == "attention":
             output = _own(output)  # its backward reads it
         token = torch.zeros(1, dtype=torch.int64) if token is None else token
         return output, token, torch.tensor([updates, 0, *order], dtype=torch.int64)
-    again = _Again(_native.recompute_record(), layer, before, (attention, random))
-    output, _ = again.run(tuple(own), False)
+    again = _Again(_native.recompute_record(), (*arguments[:_PARAMETERS], *arguments[_PARAMETERS + 1:]))
+    output, _ = again.run(arguments[_PARAMETERS], False)
     number = next(_again_numbers)
     _again[number] = again
     about = torch.tensor([updates, number, *order], dtype=torch.int64)

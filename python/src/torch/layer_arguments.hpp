@@ -1,0 +1,39 @@
+// The arguments of the calls that run a layer, in their order. Callers compare their own order with
+// these lists, which te_fl._native has as tuples of names: LAYER_FORWARD_ARGUMENTS and
+// LAYER_BACKWARD_ARGUMENTS.
+#pragma once
+
+#define TE_FL_LAYER_FORWARD_ARGUMENTS(X) \
+  X(kLayer, "layer")                     \
+  X(kActivation, "activation")           \
+  X(kMode, "mode")                       \
+  X(kFirst, "is_first_microbatch")       \
+  X(kInputs, "inputs")                   \
+  X(kParameters, "parameters")           \
+  X(kAttention, "attention")             \
+  X(kRandom, "random")
+#define TE_FL_LAYER_BACKWARD_ARGUMENTS(X) \
+  X(kToken, "token")                      \
+  X(kGradient, "gradient")                \
+  X(kParameters, "parameters")            \
+  X(kMainGrads, "main_grads")             \
+  X(kKeep, "keep")
+
+namespace te_fl::python {
+
+#define TE_FL_PLACE(place, name) place,
+#define TE_FL_NAME(place, name) name,
+// Places and names of layer_forward()'s arguments.
+struct ForwardArgument {
+  enum Place { TE_FL_LAYER_FORWARD_ARGUMENTS(TE_FL_PLACE) kCount };
+  static constexpr const char* names[] = {TE_FL_LAYER_FORWARD_ARGUMENTS(TE_FL_NAME)};
+};
+// Places and names of layer_backward()'s arguments.
+struct BackwardArgument {
+  enum Place { TE_FL_LAYER_BACKWARD_ARGUMENTS(TE_FL_PLACE) kCount };
+  static constexpr const char* names[] = {TE_FL_LAYER_BACKWARD_ARGUMENTS(TE_FL_NAME)};
+};
+#undef TE_FL_PLACE
+#undef TE_FL_NAME
+
+}  // namespace te_fl::python
