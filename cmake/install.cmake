@@ -12,9 +12,9 @@ if(TARGET te_fl_tool)
   install(TARGETS te_fl_tool RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endif()
 # What `te-fl conformance` reads below its prefix; the build tree is one.
-install(FILES tests/conformance/expected_unsupported.txt tests/conformance/not_covered.txt DESTINATION share/te_fl/conformance)
+install(FILES conformance/expected_unsupported.txt conformance/not_covered.txt DESTINATION share/te_fl/conformance)
 file(MAKE_DIRECTORY ${CMAKE_BINARY_DIR}/share/te_fl)
-file(CREATE_LINK ${CMAKE_SOURCE_DIR}/tests/conformance ${CMAKE_BINARY_DIR}/share/te_fl/conformance SYMBOLIC)
+file(CREATE_LINK ${CMAKE_SOURCE_DIR}/conformance ${CMAKE_BINARY_DIR}/share/te_fl/conformance SYMBOLIC)
 # Manifests of plugins go to plugins.d, where te-fl looks for them; libraries beside it.
 install(DIRECTORY DESTINATION ${CMAKE_INSTALL_LIBDIR}/te_fl/plugins.d)
 install(FILES LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})

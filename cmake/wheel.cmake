@@ -26,7 +26,7 @@ function(te_fl_wheel_package soname)
 endfunction()
 set(soname libte_fl.so.${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
 te_fl_wheel_package(${soname})
-install(FILES tests/conformance/expected_unsupported.txt tests/conformance/not_covered.txt
+install(FILES conformance/expected_unsupported.txt conformance/not_covered.txt
   DESTINATION te_fl/share/te_fl/conformance COMPONENT python EXCLUDE_FROM_ALL)
 install(DIRECTORY docs DESTINATION te_fl COMPONENT python EXCLUDE_FROM_ALL)
 # Files of the site-packages folder itself, such as one that runs when the interpreter starts.

@@ -33,7 +33,7 @@ PUBLIC = {
     "te_fl.hpp": "all",
 }
 BACKENDS_SEE = {"abi", "core/base", "backends"}  # of the public headers
-OTHERS = {"backends", "frontends", "python", "examples", "tools", "bench", "tests"}  # folders that no room includes
+OTHERS = {"backends", "frontends", "conformance", "python", "examples", "tools", "bench", "tests"}  # folders that no room includes
 NEUTRAL = {"core", "policy", "registry", "plugins", "dispatch", "comm"}  # rooms that may not know an op or a plugin by name
 DEVICE_HEADERS = {"cuda": re.compile(r"^(cuda|cublas|cudnn|nccl|nvToolsExt|nvtx)"), "opencl": re.compile(r"^(CL/|clblast)")}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
@@ -78,6 +78,10 @@ def include_problem(path, target):
         if seen or (own / target).exists() or (ROOT / path).parent.joinpath(target).exists():
             return None
         return "a backend may include only its own folder and the public headers of " + ", ".join(sorted(BACKENDS_SEE))
+    if path.startswith("conformance/") and not target.startswith(("te_fl/", "conformance/", "bench/cases/")):
+        return "the certificate may include only public headers, conformance and bench/cases"
+    if path.startswith("python/") and target.startswith(("tools/", "tests/", "bench/", "examples/")):
+        return "the package may include nothing of the programs and tests"
     if room in (None, "all"):
         return None
     if other is None:

@@ -11,7 +11,7 @@ import re
 import sys
 
 LITERALS = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
-FOLDERS = ("core", "policy", "registry", "plugins", "dispatch", "nn", "tools/te-fl", "include/te_fl", "tests/conformance")
+FOLDERS = ("core", "policy", "registry", "plugins", "dispatch", "nn", "tools/te-fl", "include/te_fl", "conformance")
 VARIES = re.compile(r"\.\.\.|\[\.\.\]|'[^']*'|\b[A-Z][A-Z_0-9]*\b|\(warning\)|\(one line per implementation follows\)|\(rule R\d+\)|`")
 
 

@@ -93,7 +93,7 @@ cudnn_name() { # LOG I
   echo "${said:-cuDNN of ${cudnn_folders[$2]:-no folder} (}" | sed 's/ ($//'
 }
 conformance=("$build/bin/conformance" --plugin "$plugin" --device cuda:0 --impl vendor.cuda
-  --expected tests/conformance/expected_unsupported.txt)
+  --expected conformance/expected_unsupported.txt)
 
 all_families="activation attention dropout gemm norm optimizer quantize rope softmax tensor"
 # What spends its time on the host, or leaves most of the GPU idle, runs side by side: start NAME COMMAND.. leaves $out/NAME.log and
@@ -146,7 +146,7 @@ staged() { # SETTING PATTERN_OF_STAGED_ROWS PATTERN_OF_NATIVE_ROWS: every row of
 # Served on copies in host memory: the reference in the whole table's first quarter, and training as the policy says.
 start_staged_conformance() {
   start conformance-staged "$build/bin/conformance" --plugin "$plugin" --device cuda:0 --impl reference.host --reduced \
-    --expected tests/conformance/expected_unsupported.txt
+    --expected conformance/expected_unsupported.txt
 }
 check_staging() {
   row "conformance reference.host, staged" "$(result_of conformance-staged)" "$(tail -n 1 "$out/conformance-staged.log")"

@@ -1,6 +1,6 @@
 // The cases of benchmarks: calls of any size, with what their work is measured by. One table for
 // every backend: bench_cpu and `te-fl bench` run it. Its entries stand with those of conformance
-// and of huge tensors, one file per family of ops: tests/conformance/cases.
+// and of huge tensors, one file per family of ops: conformance/cases.
 #pragma once
 
 #include <cstdint>

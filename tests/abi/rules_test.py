@@ -59,7 +59,7 @@ class Rules(unittest.TestCase):
         certificate = GUIDE[GUIDE.index("| check | what is done"):]
         certificate = rules_in(certificate[:certificate.index("\n\n")])
         enforced = {rule for rule, row in self.rows.items() if "te-fl check" in row[4]}
-        for path in (SOURCE / "tools/te-fl").glob("check*.cpp"):
+        for path in [*(SOURCE / "tools/te-fl").glob("check*.cpp"), *(SOURCE / "conformance/check").glob("*.cpp")]:
             enforced |= rules_in("".join(re.findall(r'"(?:[^"\\\n]|\\.)*"', path.read_text())))
         self.assertEqual(sorted(enforced, key=number), sorted(certificate, key=number))
 

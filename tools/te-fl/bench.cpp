@@ -7,8 +7,8 @@
 
 #include "cases.hpp"
 #include "commands.hpp"
+#include "conformance/check/output.hpp"
 #include "measure.hpp"
-#include "output.hpp"
 
 namespace te_fl_tool {
 namespace {

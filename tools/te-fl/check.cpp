@@ -1,6 +1,6 @@
 // te-fl check: the parent. It reads the plugin's file, hands ops to children, and collects what
 // they find.
-#include "check.hpp"
+#include "check_parent.hpp"
 
 #include <algorithm>
 #include <array>
@@ -16,9 +16,10 @@
 #include <thread>
 
 #include "check_child.hpp"
-#include "check_choice.hpp"
-#include "check_steps.hpp"
-#include "output.hpp"
+#include "commands.hpp"
+#include "conformance/check/choice.hpp"
+#include "conformance/check/output.hpp"
+#include "conformance/check/steps.hpp"
 #include "te_fl/environment.hpp"
 
 namespace te_fl_tool {

@@ -12,7 +12,7 @@
 #include <cstring>
 #include <vector>
 
-#include "output.hpp"
+#include "conformance/check/output.hpp"
 
 namespace te_fl_tool::check {
 namespace {

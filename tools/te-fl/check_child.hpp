@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "check.hpp"
+#include "conformance/check/check.hpp"
 
 namespace te_fl_tool::check {
 

@@ -10,7 +10,7 @@
 #include <memory>
 #include <optional>
 
-#include "check.hpp"
+#include "check_parent.hpp"
 
 namespace te_fl_tool::check {
 namespace {

@@ -5,7 +5,7 @@
 #include <fstream>
 #include <thread>
 
-#include "check.hpp"
+#include "check_parent.hpp"
 #include "te_fl/plugin.h"
 #include "te_fl/version.hpp"
 

@@ -1,7 +1,7 @@
 // The part of te-fl check that reads the plugin's file and does not open it.
 #include <algorithm>
 
-#include "check.hpp"
+#include "check_parent.hpp"
 #include "plugins/preflight.hpp"
 #include "te_fl/plugin.h"
 

@@ -6,7 +6,8 @@
 #include <cstdlib>
 #include <set>
 
-#include "check.hpp"
+#include "check_parent.hpp"
+#include "commands.hpp"
 
 namespace te_fl_tool::check {
 namespace {

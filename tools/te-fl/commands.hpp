@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "conformance/check/options.hpp"
 #include "te_fl/status.hpp"
 
 namespace CLI {
@@ -59,20 +60,6 @@ struct BenchOptions {
   bool verify = false;             // one call against the reference before it is timed
   bool list = false;
   bool json = false;
-};
-
-struct CheckOptions {
-  std::string plugin;   // path, or a name from the manifests
-  std::string builtin;  // instead: the name of a backend that is part of te-fl
-  std::string python;   // not empty: the interpreter whose module `plugin` is
-  std::string op, family, impl, device;
-  std::string name;               // part of a case's name
-  uint64_t seed = 1;              // of the drawn cases
-  bool quick = false;             // a quarter of the table, no speed
-  double time_limit = 30;         // seconds that one call may take
-  int jobs = 0;                   // children at a time; 0: as many as there are processors
-  std::string json, junit, html;  // files to write; empty: none
-  bool worker = false;            // a child: it serves orders on the descriptors 3 and 4
 };
 
 struct NewBackendOptions {

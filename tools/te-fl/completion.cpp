@@ -3,7 +3,7 @@
 #include <cstdio>
 
 #include "commands.hpp"
-#include "output.hpp"
+#include "conformance/check/output.hpp"
 
 namespace te_fl_tool {
 namespace {

@@ -3,8 +3,8 @@
 
 #include "cases.hpp"
 #include "commands.hpp"
+#include "conformance/check/output.hpp"
 #include "measure.hpp"
-#include "output.hpp"
 #include "te_fl/te_fl.hpp"
 
 namespace te_fl_tool {

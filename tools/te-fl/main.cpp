@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "commands.hpp"
+#include "conformance/check/output.hpp"
 #include "conformance/program.hpp"
-#include "output.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/version.hpp"
 #include "te_fl/watch.hpp"

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "commands.hpp"
-#include "output.hpp"
+#include "conformance/check/output.hpp"
 #include "te_fl/plugin.h"
 #include "te_fl/version.hpp"
 

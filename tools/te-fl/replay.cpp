@@ -2,7 +2,7 @@
 #include <nlohmann/json.hpp>
 
 #include "commands.hpp"
-#include "output.hpp"
+#include "conformance/check/output.hpp"
 #include "te_fl/te_fl.hpp"
 
 namespace te_fl_tool {

@@ -1,5 +1,5 @@
 // te_fl._check_worker: a child of `te-fl check` inside an interpreter.
-#include "tools/te-fl/check.hpp"
+#include "conformance/check/check.hpp"
 
 #include "py/py.hpp"
 

@@ -82,6 +82,20 @@ class Layering(unittest.TestCase):
         self.assertEqual(len(self.problems("backends/cpu/gemm.cpp", "#include <cuda_runtime.h>\n")), 1)
         self.assertEqual(self.problems("backends/cuda/gemm.cpp", "#include <cuda_runtime.h>\n"), [])
 
+    def test_the_certificate_sees_the_public_face(self):
+        self.taken("conformance/cases/gemm.cpp", "te_fl/te_fl.hpp")
+        self.taken("conformance/cases/gemm.cpp", "bench/cases/case.hpp")
+        self.taken("tools/te-fl/check.cpp", "conformance/check/check.hpp")
+        self.taken("python/src/plugins/check.cpp", "conformance/check/check.hpp")
+        self.refused("conformance/check/worker.cpp", "plugins/preflight.hpp", "the certificate may include only")
+        self.refused("conformance/run.cpp", "tests/support/expect.hpp", "the certificate may include only")
+        self.refused("conformance/check/worker.cpp", "tools/te-fl/commands.hpp", "the certificate may include only")
+        self.refused("nn/modules/linear.cpp", "conformance/compare.hpp", "nn/modules may include only")
+        self.refused("backends/cpu/gemm.cpp", "conformance/compare.hpp", "a backend may include only")
+
+    def test_the_package_includes_no_program(self):
+        self.refused("python/src/plugins/check.cpp", "tools/te-fl/commands.hpp", "the package may include nothing")
+
     def test_ops_and_plugins_have_no_names_below_nn(self):
         for text in ('find("gelu")', "op::layernorm_fwd", "te_fl_gelu_args a;", 'get("TE_FL_CUDA_GEMM_FILE")',
                      '"libte_fl_opencl.so"', '"cuda.json"', "// see backends/cuda"):

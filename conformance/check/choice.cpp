@@ -1,11 +1,11 @@
-#include "check_choice.hpp"
+#include "conformance/check/choice.hpp"
 
 #include <algorithm>
 #include <map>
 #include <set>
 #include <utility>
 
-#include "check_steps.hpp"
+#include "conformance/check/steps.hpp"
 #include "te_fl/environment.hpp"
 
 namespace te_fl_tool::check {

@@ -19,11 +19,11 @@
 #include <string>
 #include <string_view>
 
-#include "check_choice.hpp"
-#include "check_steps.hpp"
+#include "conformance/check/choice.hpp"
+#include "conformance/check/output.hpp"
+#include "conformance/check/steps.hpp"
 #include "conformance/device_mirror.hpp"
 #include "conformance/guarded.hpp"
-#include "output.hpp"
 
 namespace te_fl_tool::check {
 namespace {

@@ -5,8 +5,8 @@
 #include <map>
 #include <set>
 
-#include "check.hpp"
-#include "output.hpp"
+#include "conformance/check/check.hpp"
+#include "conformance/check/output.hpp"
 
 namespace te_fl_tool::check {
 namespace {

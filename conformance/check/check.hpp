@@ -1,6 +1,7 @@
-// te-fl check: what its parts share. The parent (check.cpp) never opens the plugin. Children
-// (check_worker.cpp) do, one op of one implementation at a time, and tell it what they are about to
-// do before they do it: a crash or a hang costs the case that it happened in.
+// te-fl check: what its parent and its children share. The parent (tools/te-fl/check.cpp) never
+// opens the plugin. Children (worker.cpp) do, one op of one implementation at a time, and tell it
+// what they are about to do before they do it: a crash or a hang costs the case that it happened
+// in.
 #pragma once
 
 #include <map>
@@ -8,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "commands.hpp"
+#include "conformance/check/options.hpp"
 
 namespace te_fl_tool::check {
 
@@ -68,28 +69,10 @@ struct Report {
   bool certified() const { return count(Outcome::kFail) == 0 && left_out.empty(); }
 };
 
-// "2026-11-22T10:00:00Z", the machine and its processor, te-fl's version and ABI.
-void describe_run(const CheckOptions& options, Report& report);
-
-// The place of the code at an offset from a library's base: "relu(float const*, long)+0x1c
-// (libacme.so)", or "libacme.so+0x11c0" if the library has no name for it.
-std::string code_at(const std::string& library, uint64_t offset);
-
-// The reason for which no bytes of the file at a path can be had: it is not there, is a folder or a
-// device, or may not be read. Empty: they can.
-std::string why_unreadable(const std::string& path);
-
-// The file, without opening it. `stop` is set if nothing that could be opened is there.
-std::vector<Finding> lint(const std::string& path, bool& stop);
-
 // Loads the plugin and serves the parent's orders: JSON lines on two file descriptors.
 int serve(const CheckOptions& options);
 // As serve(), in an interpreter's process, from the text that the parent gave it.
 int serve_text(const std::string& options);
-
-// Times every op of the report with `te-fl bench` and adds what it said. Returns what came of the
-// comparison of a large call's results with the reference's, which goes before.
-std::vector<Finding> measure_speed(const CheckOptions& options, Report& report);
 
 void print(const Report& report);
 std::string json_report(const Report& report);

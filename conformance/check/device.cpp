@@ -7,7 +7,7 @@
 #include <memory>
 #include <utility>
 
-#include "check_steps.hpp"
+#include "conformance/check/steps.hpp"
 
 namespace te_fl_tool::check {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstring>
 
-#include "check_steps.hpp"
+#include "conformance/check/steps.hpp"
 
 namespace te_fl_tool::check {
 namespace {

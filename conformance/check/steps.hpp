@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "check.hpp"
+#include "conformance/check/check.hpp"
 #include "conformance/run.hpp"
 #include "te_fl/te_fl.hpp"
 

@@ -1,4 +1,4 @@
-#include "check_steps.hpp"
+#include "conformance/check/steps.hpp"
 
 #include <sys/stat.h>
 #include <unistd.h>

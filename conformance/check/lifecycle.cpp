@@ -4,7 +4,7 @@
 #include <memory>
 #include <thread>
 
-#include "check_steps.hpp"
+#include "conformance/check/steps.hpp"
 
 namespace te_fl_tool::check {
 namespace {

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "check.hpp"
 #include "conformance/case.hpp"
+#include "conformance/check/check.hpp"
 
 namespace te_fl_tool::check {
 

@@ -1,4 +1,4 @@
-#include "output.hpp"
+#include "conformance/check/output.hpp"
 
 #include <unistd.h>
 
