@@ -9,8 +9,8 @@
 // The gradients of a step.
 namespace te_fl::nn::detail {
 
-// Where a gradient that an op can only set, not add, is to be written: the parameter's own tensor,
-// or scratch that commit() adds to it.
+// Names the tensor that an op writes a gradient to which it can only set, not add: the parameter's
+// own, or scratch that commit() adds to it.
 class GradTarget {
  public:
   static Result<GradTarget> open(Parameter* parameter);  // null or frozen: an undefined target

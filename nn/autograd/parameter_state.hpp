@@ -30,8 +30,8 @@ struct ParameterState {
   // The module's FP8 copy of the value, for an optimizer that writes it
   // (AdamOptions::write_fp8_weights).
   std::weak_ptr<WeightCopy> fp8_copy;
-  // Where the last FP8 backward that wrote grad noted the scales that wait for their update, for
-  // the optimizer, which makes the updates that nobody made.
+  // The list in which the last FP8 backward that wrote grad noted the scales to update. The
+  // optimizer makes those updates if no one else has.
   std::shared_ptr<GradientUpdates> gradient_updates;
 };
 

@@ -50,7 +50,10 @@ Status failure() {
 Status call(const Kept& function, const Kept& like, const Tensor& first, const Tensor& second,
             const float* fp8_max) {
   const InterpreterLock lock;
-  if (!lock.held()) return {};
+  if (!lock.held()) {
+    return failed_precondition(
+        "the interpreter has ended, so the recipe's functions of amaxes and scales cannot run");
+  }
   try {
     const Ref a = to_framework(first, like.get()), b = to_framework(second, like.get());
     const Ref stream = Ref::take(PyLong_FromVoidPtr(devices::current_stream(first.device())));
