@@ -16,8 +16,8 @@ PACKAGE = "te_fl.pytorch"
 # From the lowest up; each imports from those before it only.
 ROOMS = {
     "runtime": "argument_rules constants device dtypes random refuse registry rng traced",
-    "distributed": "amax_reduction",
-    "fp8": "availability extra_state float8_tensor global_state quantization scale_functions weight_cache",
+    "distributed": "amax_reduction collectives",
+    "fp8": "availability codes extra_state float8_tensor global_state quantization scale_functions sharding shards weight_cache",
     "autograd": "call checkpoint delayed_wgrad offload once torch_checkpoint",
     "functions": "cross_entropy function rope softmax weights",
     "modules": "attention base fused_layer linear mlp multihead_attention norm transformer",

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from te_fl import _native
+from te_fl.pytorch.distributed import collectives
 
 
 class _Reduction(NamedTuple):
@@ -21,12 +22,12 @@ _reductions: dict = {}  # by the group's id
 
 def reduction_of(group: Optional[Any]) -> Optional[Any]:
     """The reduction of amaxes in an autocast; None: this rank's are all. group: None is the default group."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not collectives.available():
         return None
     group = dist.group.WORLD if group is None else group
     known = _reductions.get(id(group))
     if known is None or known.group is not group:
-        several = dist.get_world_size(group) > 1
+        several = collectives.size_of(group) > 1
         known = _Reduction(group, _native.amax_reduction(_largest_in(group), torch.empty(0)) if several else None)
         _reductions[id(group)] = known
     return known.native
@@ -43,7 +44,7 @@ def _largest_in(group: Any):
     def reduce(rows: List[torch.Tensor], stream: int) -> None:
         with torch.no_grad(), on_stream(rows[0].device, stream):
             largest = torch.cat(rows)
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+            collectives.all_reduce(largest, group, "max")
             torch._foreach_copy_(rows, list(largest.split([row.numel() for row in rows])))
 
     return reduce

@@ -6,112 +6,22 @@ import contextlib
 import copy
 import threading
 from types import MethodType
-from typing import Any, Callable, Iterator, NamedTuple, Optional
+from typing import Any, Callable, Iterator, Optional
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from te_fl import _native, ops
-from te_fl.errors import DataLoss, FailedPrecondition, Unsupported
+from te_fl.errors import DataLoss, Unsupported
+from te_fl.pytorch.fp8.codes import Codes as Codes, Rules as Rules, rules_of as rules_of
+from te_fl.pytorch.fp8 import sharding
+from te_fl.pytorch.fp8.shards import Rows
 from te_fl.pytorch.runtime.constants import DType
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
-from te_fl.tensors import SCALINGS, Quantized
+from te_fl.tensors import SCALINGS
 
 _aten = torch.ops.aten
-_CODES, _LARGEST = torch.float8_e4m3fn, 448.0
-
-
-class Rules(NamedTuple):
-    """The rule by which codes get their scales when they are written: from the amax of the new values."""
-
-    scaling: str  # "tensor", or "block_128x128"
-    pow2_scale: bool = False
-    amax_epsilon: float = 0.0
-    margin: int = 0
-
-
-def rules_of(native_recipe: dict) -> Rules:
-    """Those of a recipe as te_fl.common.recipe.native_of() makes it."""
-    if native_recipe["kind"] == "delayed":
-        return Rules("tensor", margin=native_recipe["margin"])
-    return Rules("tensor" if native_recipe["kind"] == "current" else "block_128x128", native_recipe["pow2_scale"],
-                 native_recipe["amax_epsilon"])
-
-
-class Codes:
-    """E4M3 codes [rows, columns], what they are multiplied by, and, once a training forward has read them, their transpose."""
-
-    __slots__ = ("rules", "data", "scale_inv", "amax", "columns", "columns_scale_inv")
-
-    def __init__(self, rules: Rules, data: torch.Tensor, scale_inv: torch.Tensor, amax: Optional[torch.Tensor]):
-        self.rules, self.data, self.scale_inv, self.amax = rules, data, scale_inv, amax
-        self.columns = self.columns_scale_inv = None
-
-    @classmethod
-    def empty(cls, rules: Rules, shape: torch.Size, device: torch.device) -> "Codes":
-        data = torch.empty(shape, dtype=_CODES, device=device)
-        if rules.scaling == "tensor":
-            return cls(rules, data, *(torch.zeros(1, dtype=torch.float32, device=device) for _ in range(2)))
-        return cls(rules, data, _block_scales(*shape, device), None)
-
-    def write(self, values: torch.Tensor) -> None:
-        """Quantises values of any floating dtype and device."""
-        dtype = values.dtype if values.dtype in DTYPE_NAMES else torch.float32
-        values = values.to(self.data.device, dtype).expand(self.data.shape).contiguous()
-        parts = {"scale_inv": self.scale_inv, "columnwise_data": self.columns, "columnwise_scale_inv": self.columns_scale_inv}
-        if self.rules.scaling == "tensor":
-            parts.update(amax=self.amax, compute_scale=True, scale=torch.empty_like(self.amax))
-            if self.rules.margin != 0:
-                parts.update(compute_scale=False, scale=self._scale_with_margin(values))
-        ops.quantize(input=values, output=Quantized(self.data, scaling=self.rules.scaling, pow2_scale=self.rules.pow2_scale,
-                                                    amax_epsilon=self.rules.amax_epsilon, **parts))
-
-    def _scale_with_margin(self, values: torch.Tensor) -> torch.Tensor:
-        ops.compute_amax(input=values, amax=self.amax)
-        largest = torch.full_like(self.amax, _LARGEST * 2.0 ** -self.rules.margin)
-        return torch.where(self.amax == 0, torch.ones_like(self.amax), largest / self.amax)
-
-    def read(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values in new memory."""
-        values = torch.empty(self.data.shape, dtype=dtype if dtype in DTYPE_NAMES else torch.float32, device=self.data.device)
-        ops.dequantize(input=Quantized(self.data, scaling=self.rules.scaling, scale_inv=self.scale_inv), output=values)
-        return values.to(dtype)
-
-    def add_columns(self) -> None:
-        if self.columns is not None:
-            return
-        if self.data.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise FailedPrecondition("FAILED_PRECONDITION: a training forward is captured that is the first to read the weight "
-                                     f"{tuple(self.data.shape)} of FP8 codes, whose transpose would be the graph's; run a step before")
-        rows, columns = self.data.shape
-        transposed = torch.empty(columns, rows, dtype=_CODES, device=self.data.device)
-        ops.fp8_transpose(input=self.data, output=transposed)
-        if self.rules.scaling != "tensor":
-            self.columns_scale_inv = _block_scales(columns, rows, self.data.device)
-            down, across = -(-rows // 128), -(-columns // 128)
-            self.columns_scale_inv[:across, :down] = self.scale_inv[:down, :across].t()
-        self.columns = transposed
-
-    def copy_(self, other: "Codes") -> None:
-        """Takes over codes and scales of the same shape and rules, which may be on another device."""
-        for part in ("data", "scale_inv", "amax"):
-            own = getattr(self, part)
-            if own is not None:
-                own.copy_(getattr(other, part))
-        if self.columns is not None:
-            self.columns = None
-            self.add_columns()
-
-    def to(self, device: torch.device, non_blocking: bool = False, always: bool = False) -> "Codes":
-        parts = (None if part is None else part.to(device, non_blocking=non_blocking, copy=always)
-                 for part in (self.data, self.scale_inv, self.amax))
-        return Codes(self.rules, *parts)
-
-
-def _block_scales(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """The factors of blocks of 128 x 128, as te_fl_quant has them: the rows of the array end with padding."""
-    across = -(-columns // 128)
-    return torch.zeros(-(-rows // 128), -(-across // 4) * 4, dtype=torch.float32, device=device)
+_CODES = torch.float8_e4m3fn
 
 
 class _Dequantise(torch.autograd.Function):
@@ -129,12 +39,13 @@ class QuantizedTensor(torch.Tensor):
     """A tensor held as codes, which looks like one of high precision."""
 
 
-class Float8Tensor(QuantizedTensor):
+class Float8Tensor(sharding.Sharded, QuantizedTensor):
     """A tensor held as FP8 codes alone, which looks like one of `dtype`.
 
     Every operation that reads it reads dequantised values, and returns a plain tensor; detach(), clone() and moves to another device keep
     the codes. Operations that write it in place, copy_() among them, quantise: with scales from the amax of what is written, whatever the
-    recipe. A view of it is a view of values in memory of its own: writing that does not write the codes.
+    recipe. A view in another shape is one of values in memory of its own: writing that does not write the codes. FSDP's fully_shard() shards and
+    gathers the codes (te_fl.pytorch.fp8.sharding).
     """
 
     def __new__(cls, codes: Codes, dtype: torch.dtype, requires_grad: bool = False) -> "Float8Tensor":
@@ -188,7 +99,7 @@ class Float8Tensor(QuantizedTensor):
     def _lent(self, training: bool) -> tuple:
         """The parts for a call of a layer in C++ (layer.hpp)."""
         codes = self._codes
-        if training and codes.columns is None:
+        if training:
             codes.add_columns()
         return (codes.data, codes.scale_inv, codes.amax, codes.columns, codes.columns_scale_inv, DTYPE_CODES[self.dtype],
                 SCALINGS.index(codes.rules.scaling))
@@ -277,7 +188,8 @@ class Float8Tensor(QuantizedTensor):
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         codes = self._codes
-        return _rebuilt, (codes.data.view(torch.uint8), codes.scale_inv, codes.amax, tuple(codes.rules), self.dtype, self.requires_grad,
+        data = codes.data.clone() if isinstance(codes, Rows) else codes.data  # a pickle holds all of a tensor's storage
+        return _rebuilt, (data.view(torch.uint8), codes.scale_inv, codes.amax, tuple(codes.rules), self.dtype, self.requires_grad,
                           getattr(self, "_is_param", False))
 
 
@@ -377,9 +289,10 @@ def _copy(func: Callable, to: torch.Tensor, source: torch.Tensor, non_blocking: 
     if not isinstance(to, Float8Tensor):
         return to.copy_(source._codes.read(to.dtype if to.dtype in DTYPE_NAMES else torch.float32), non_blocking)
     same = isinstance(source, Float8Tensor) and source._codes.rules.scaling == to._codes.rules.scaling and source.shape == to.shape
-    if same:
+    if same and sharding.copies_codes(to._codes, source._codes):
         to._codes.copy_(source._codes)
     else:
+        sharding.check_write(to._codes)
         to._codes.write(_plain(source))
     return to
 
@@ -388,7 +301,9 @@ def _to_copy(func: Callable, tensor: Float8Tensor, *, dtype: Optional[torch.dtyp
              **options: Any) -> torch.Tensor:
     dtype = dtype or tensor.dtype
     if dtype == tensor.dtype or (_keeping.depth > 0 and dtype in DTYPE_NAMES):
-        return Float8Tensor(tensor._codes.to(device or tensor.device, non_blocking, always=True), dtype)
+        made = tensor._codes.to(device or tensor.device, non_blocking, always=True)
+        sharding.note_copy(made, tensor._codes)
+        return Float8Tensor(made, dtype)
     return func(tensor._codes.read(dtype), device=device, non_blocking=non_blocking, **options)
 
 
@@ -397,10 +312,10 @@ def _like(func: Callable, tensor: Float8Tensor, *args: Any, **kwargs: Any) -> to
 
 
 _OWN = {_aten.detach.default: _alias, _aten.alias.default: _alias, _aten.clone.default: _clone, _aten.copy_.default: _copy,
-        _aten._to_copy.default: _to_copy, _aten.is_pinned.default: lambda func, *args, **kwargs: False}
+        _aten._to_copy.default: _to_copy, **sharding.OPERATIONS}
 _OWN.update({op: _like for op in (
     _aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.rand_like.default,
-    _aten.randn_like.default, _aten.new_empty.default, _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default,
+    _aten.randn_like.default, _aten.new_empty.default, _aten.new_ones.default, _aten.new_full.default,
     _aten.new_empty_strided.default)})
 
 _native.set_codes_class(Float8Tensor)

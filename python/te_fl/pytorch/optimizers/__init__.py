@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer, required
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
+from te_fl.pytorch.fp8.shards import write_all
 from te_fl.pytorch.runtime.refuse import checks_keywords
 
 __all__ = ["FusedAdam", "FusedSGD", "MultiTensorApply", "multi_tensor_adam", "multi_tensor_applier", "multi_tensor_l2norm",
@@ -29,9 +30,17 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _float32(param: torch.Tensor) -> torch.Tensor:
-    """The parameter's values as FP32, in memory of their own if it holds codes or 16 bits."""
+    """The parameter's values as FP32, in memory of their own if it holds codes or 16 bits; a DTensor of a DTensor."""
     param = param.detach()
-    return param.dequantize(dtype=torch.float32) if isinstance(param, Float8Tensor) else param.float()
+    local = _local(param)
+    if not isinstance(local, Float8Tensor):
+        return param.float()
+    values = local.dequantize(dtype=torch.float32)
+    if local is param:
+        return values
+    whole = torch.empty_like(param, dtype=torch.float32)
+    _local(whole).copy_(values)
+    return whole
 
 
 def _check_parameter(optimizer: str, param: torch.Tensor) -> None:
@@ -56,21 +65,24 @@ class _GroupedCalls:
         grad = _local(grad)
         if not grad.is_contiguous():
             grad = grad.contiguous()
+        param, master = _local(param), None if master is None else _local(master)
         if isinstance(param, Float8Tensor):
             values = _float32(param) if master is None else master
             self._codes.append((param, values))
             param, master = values, None
+        if param.numel() == 0:  # a rank's share of a parameter with fewer rows than there are ranks
+            return
         if master is not None:
-            rest = (*rest, _local(master))
-        self._rows.setdefault((param.device, param.dtype, grad.dtype, master is not None, key), []).append((grad, _local(param), *rest))
+            rest = (*rest, master)
+        self._rows.setdefault((param.device, param.dtype, grad.dtype, master is not None, key), []).append((grad, param, *rest))
 
     def __iter__(self):
         for (device, *_, key), rows in self._rows.items():
             yield device, key, [list(column) for column in zip(*rows)]
 
     def write_codes(self) -> None:
-        for param, values in self._codes:
-            param.copy_(values)
+        write_all([(param._codes, values) for param, values in self._codes])
+        torch.autograd.graph.increment_version([param for param, _ in self._codes])
 
 
 class _Optimizer(Optimizer):
@@ -152,7 +164,7 @@ class FusedAdam(_Optimizer):
             state["master_param"] = _float32(param)
 
     def _has_master(self, param: torch.Tensor) -> bool:
-        return self.master_weights and (param.dtype is not torch.float32 or isinstance(param, Float8Tensor))
+        return self.master_weights and (param.dtype is not torch.float32 or isinstance(_local(param), Float8Tensor))
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
         """One of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter, which are FP32 without a scale."""

@@ -1,0 +1,129 @@
+"""FP8 codes with their scales, and the parts of them that ranks hold."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+import torch
+
+from te_fl import ops
+from te_fl.errors import FailedPrecondition
+from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
+from te_fl.tensors import Quantized
+
+_CODES, _LARGEST = torch.float8_e4m3fn, 448.0
+BLOCK = 128  # rows and columns of a block with a scale of its own
+
+
+class Rules(NamedTuple):
+    """The rule by which codes get their scales when they are written: from the amax of the new values."""
+
+    scaling: str  # "tensor", or "block_128x128"
+    pow2_scale: bool = False
+    amax_epsilon: float = 0.0
+    margin: int = 0
+
+
+def rules_of(native_recipe: dict) -> Rules:
+    """Those of a recipe as te_fl.common.recipe.native_of() makes it."""
+    if native_recipe["kind"] == "delayed":
+        return Rules("tensor", margin=native_recipe["margin"])
+    return Rules("tensor" if native_recipe["kind"] == "current" else "block_128x128", native_recipe["pow2_scale"],
+                 native_recipe["amax_epsilon"])
+
+
+class Codes:
+    """E4M3 codes [rows, columns], what they are multiplied by, and, once a training forward has read them, their transpose."""
+
+    __slots__ = ("rules", "data", "scale_inv", "amax", "columns", "columns_scale_inv")
+
+    def __init__(self, rules: Rules, data: torch.Tensor, scale_inv: torch.Tensor, amax: Optional[torch.Tensor]):
+        self.rules, self.data, self.scale_inv, self.amax = rules, data, scale_inv, amax
+        self.columns = self.columns_scale_inv = None
+
+    @classmethod
+    def empty(cls, rules: Rules, shape: torch.Size, device: torch.device) -> "Codes":
+        data = torch.empty(shape, dtype=_CODES, device=device)
+        if rules.scaling == "tensor":
+            return cls(rules, data, *(torch.zeros(1, dtype=torch.float32, device=device) for _ in range(2)))
+        return cls(rules, data, _block_scales(*shape, device), None)
+
+    def write(self, values: torch.Tensor, amax: Optional[torch.Tensor] = None) -> None:
+        """Quantises values of any floating dtype and device. amax: F32 [1], from which the scale is taken in the place of the values' own."""
+        values = self._prepared(values)
+        parts = {"scale_inv": self.scale_inv, "columnwise_data": self.columns, "columnwise_scale_inv": self.columns_scale_inv}
+        if self.rules.scaling == "tensor":
+            if amax is None and self.rules.margin == 0:
+                parts.update(amax=self.amax, compute_scale=True, scale=torch.empty_like(self.amax))
+            else:
+                self.amax.copy_(self.largest(values) if amax is None else amax)
+                parts.update(amax=torch.empty_like(self.amax), compute_scale=False, scale=self.scale_of(self.amax))
+        ops.quantize(input=values, output=Quantized(self.data, scaling=self.rules.scaling, pow2_scale=self.rules.pow2_scale,
+                                                    amax_epsilon=self.rules.amax_epsilon, **parts))
+
+    def _prepared(self, values: torch.Tensor) -> torch.Tensor:
+        dtype = values.dtype if values.dtype in DTYPE_NAMES else torch.float32
+        return values.to(self.data.device, dtype).expand(self.data.shape).contiguous()
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """The amax of values, F32 [1]; 0 without values."""
+        amax = torch.zeros(1, dtype=torch.float32, device=self.data.device)
+        if values.numel():
+            ops.compute_amax(input=self._prepared(values), amax=amax)
+        return amax
+
+    def scale_of(self, amax: torch.Tensor) -> torch.Tensor:
+        """The scale, F32 [1], of values with that amax, as the op that quantises them finds it."""
+        if self.rules.margin != 0:
+            largest = torch.full_like(amax, _LARGEST * 2.0 ** -self.rules.margin)
+            return torch.where(amax == 0, torch.ones_like(amax), largest / amax)
+        scale, code = torch.empty_like(amax), torch.empty(1, 1, dtype=_CODES, device=amax.device)
+        ops.quantize(input=amax.reshape(1, 1), output=Quantized(
+            code, scaling="tensor", pow2_scale=self.rules.pow2_scale, amax_epsilon=self.rules.amax_epsilon, compute_scale=True, scale=scale,
+            scale_inv=torch.empty_like(amax), amax=torch.empty_like(amax)))
+        return scale
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values in new memory."""
+        values = torch.empty(self.data.shape, dtype=dtype if dtype in DTYPE_NAMES else torch.float32, device=self.data.device)
+        if values.numel():
+            ops.dequantize(input=Quantized(self.data, scaling=self.rules.scaling, scale_inv=self.scale_inv), output=values)
+        return values.to(dtype)
+
+    def add_columns(self) -> None:
+        if self.columns is not None:
+            return
+        if self.data.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise FailedPrecondition("FAILED_PRECONDITION: a training forward is captured that is the first to read the weight "
+                                     f"{tuple(self.data.shape)} of FP8 codes, whose transpose would be the graph's; run a step before")
+        rows, columns = self.data.shape
+        self.columns_scale_inv = _block_scales(columns, rows, self.data.device) if self.rules.scaling != "tensor" else None
+        self.columns = torch.empty(columns, rows, dtype=_CODES, device=self.data.device)
+        self._fill_columns()
+
+    def _fill_columns(self) -> None:
+        ops.fp8_transpose(input=self.data, output=self.columns)
+        if self.columns_scale_inv is not None:
+            rows, columns = self.data.shape
+            down, across = -(-rows // BLOCK), -(-columns // BLOCK)
+            self.columns_scale_inv[:across, :down] = self.scale_inv[:down, :across].t()
+
+    def copy_(self, other: "Codes") -> None:
+        """Takes over codes and scales of the same shape and rules, which may be on another device."""
+        for part in ("data", "scale_inv", "amax"):
+            own = getattr(self, part)
+            if own is not None:
+                own.copy_(getattr(other, part))
+        if self.columns is not None:
+            self._fill_columns()
+
+    def to(self, device: torch.device, non_blocking: bool = False, always: bool = False) -> "Codes":
+        parts = (None if part is None else part.to(device, non_blocking=non_blocking, copy=always)
+                 for part in (self.data, self.scale_inv, self.amax))
+        return Codes(self.rules, *parts)
+
+
+def _block_scales(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """The factors of blocks of 128 x 128, as te_fl_quant has them: the rows of the array end with padding."""
+    across = -(-columns // BLOCK)
+    return torch.zeros(-(-rows // BLOCK), -(-across // 4) * 4, dtype=torch.float32, device=device)

@@ -1,0 +1,176 @@
+"""Rows of FP8 codes: a rank's shard of a weight, the whole that FSDP gathers from shards, and slices of either."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Tuple
+
+import torch
+
+from te_fl.pytorch.distributed import collectives
+from te_fl.pytorch.fp8.codes import BLOCK, Codes, Rules
+
+
+def divides(rules: Rules, rows: int, each: int) -> bool:
+    """True if parts of so many rows of codes [rows, ..] have scales of their own: those scaled by tensor share one, and a block of 128 rows is not
+    divided."""
+    return rules.scaling == "tensor" or each >= rows or (each % BLOCK == 0 and rows % each == 0)
+
+
+def apart(rules: Rules, rows: int, start: int, stop: int) -> bool:
+    """True if rows [start, stop) of codes with so many rows divide no block."""
+    return rules.scaling == "tensor" or (start % BLOCK == 0 and (stop % BLOCK == 0 or stop == rows))
+
+
+class Rows(Codes):
+    """Rows from `start` of other codes, in their memory. Writing values gives the others' scale anew, so it writes all of them. alone: the
+    others' further rows are padding."""
+
+    __slots__ = ("whole", "start", "alone")
+
+    def __init__(self, whole: Codes, start: int, stop: int, alone: bool = False):
+        blocks = whole.rules.scaling != "tensor"
+        super().__init__(whole.rules, whole.data[start:stop], whole.scale_inv[start // BLOCK:-(-stop // BLOCK)] if blocks else whole.scale_inv,
+                         whole.amax)
+        self.whole, self.start, self.alone = whole, start, alone
+
+    def in_whole(self, values: torch.Tensor) -> torch.Tensor:
+        """The values of all rows, those of these rows replaced."""
+        all_values = self.whole.read(torch.float32)
+        all_values[self.start:self.start + self.data.shape[0]] = values
+        return all_values
+
+    def write(self, values: torch.Tensor, amax: Optional[torch.Tensor] = None) -> None:
+        self.whole.write(self.in_whole(values), amax)
+
+    def copy_(self, other: Codes) -> None:
+        """Takes over other codes as they are. Where the others are not `alone`, theirs must get the same scale by further copies."""
+        super().copy_(other)
+        if isinstance(self.whole, Shard):
+            self.whole.given = None
+
+    def to(self, device: torch.device, non_blocking: bool = False, always: bool = False) -> Codes:
+        return Rows(self.whole.to(device, non_blocking, always), self.start, self.start + self.data.shape[0], self.alone)
+
+
+class Flat(Codes):
+    """Other codes seen as a vector, for FSDP, which keeps one beside each shard."""
+
+    __slots__ = ("whole",)
+
+    def __init__(self, whole: Codes):
+        super().__init__(whole.rules, whole.data.view(-1), whole.scale_inv, whole.amax)
+        self.whole = whole
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.whole.read(dtype).view(-1)
+
+    def write(self, values: torch.Tensor, amax: Optional[torch.Tensor] = None) -> None:
+        self.whole.write(values.expand(self.data.shape).reshape(self.whole.data.shape), amax)
+
+    def to(self, device: torch.device, non_blocking: bool = False, always: bool = False) -> Codes:
+        return Flat(self.whole.to(device, non_blocking, always))
+
+
+class Shard(Codes):
+    """The rows of a weight that a rank holds, of as many on every rank; the last ones may be padding, which is zeros.
+
+    Codes scaled by tensor have one scale on all ranks: each write of values takes its amax over the ranks of `group`, so every rank makes it.
+    Before the first all-gather the group is not known; what is written until then is kept as it was given, and quantised there.
+    """
+
+    __slots__ = ("group", "device", "given", "source")
+
+    def __init__(self, rules: Rules, data: torch.Tensor, scale_inv: torch.Tensor, amax: Optional[torch.Tensor]):
+        super().__init__(rules, data, scale_inv, amax)
+        self.group: Any = None
+        self.device: Optional[torch.device] = None  # that the group's collectives read
+        self.given: Optional[torch.Tensor] = None
+        self.source: Optional["Shard"] = None  # that this is a copy of, for one all-gather from the host's memory
+
+    @classmethod
+    def like(cls, other: Codes, rows: int) -> "Shard":
+        """Room for rows of other codes, with their scale and rank's group; all of them zero."""
+        made = cls.empty(other.rules, torch.Size((rows, other.data.shape[1])), other.data.device)
+        made.data.zero_()
+        if made.rules.scaling == "tensor":
+            made.scale_inv.copy_(other.scale_inv)
+            made.amax.copy_(other.amax)
+        source = other.whole if isinstance(other, Rows) else other
+        if isinstance(source, Shard):
+            made.group, made.device = source.group, source.device
+            made.given = source.given if source.data.shape == made.data.shape else None
+        return made
+
+    def write(self, values: torch.Tensor, amax: Optional[torch.Tensor] = None) -> None:
+        if self.rules.scaling != "tensor" or amax is not None:
+            super().write(values, amax)
+        elif self.group is not None:
+            write_all([(self, values)])
+        else:
+            super().write(values)
+            self.given = values.detach().to(self.data.device, copy=True)
+
+    def copy_(self, other: Codes) -> None:
+        super().copy_(other)
+        self.given = None
+
+    def join(self, mesh: Any) -> None:
+        """Learns from the mesh along which FSDP shards who else holds rows. The ranks' scales are made one, where they were not: each rank may
+        have drawn its own weights, or loaded its own rows. All ranks call it, before each all-gather."""
+        if self.group is not None or self.rules.scaling != "tensor":
+            return
+        if self.source is not None:
+            self.source.join(mesh)
+            super().copy_(self.source)
+            self.group, self.device = self.source.group, self.source.device
+            return
+        self.group, self.device = mesh.get_group(), torch.device(mesh.device_type)
+        mine = torch.cat([self.scale_inv, self.amax, -self.scale_inv, -self.amax, torch.full_like(self.amax, self.given is not None)])
+        ends = mine.to(self.device)
+        collectives.all_reduce(ends, self.group, "max")
+        ends = ends.cpu()
+        if ends[4] or not torch.equal(ends[:2], -ends[2:4]):
+            values, self.given = self.read(torch.float32) if self.given is None else self.given, None
+            write_all([(self, values)])
+
+    def to(self, device: torch.device, non_blocking: bool = False, always: bool = False) -> Codes:
+        parts = (None if part is None else part.to(device, non_blocking=non_blocking, copy=always)
+                 for part in (self.data, self.scale_inv, self.amax))
+        made = Shard(self.rules, *parts)
+        made.group, made.device, made.given = self.group, self.device, self.given
+        return made
+
+
+class Gathered(Codes):
+    """The weight of all ranks' shards, in memory that FSDP frees after its use; with it goes the transpose, which FSDP has in `memory`."""
+
+    __slots__ = ("memory", "columns_are_old")
+
+    def __init__(self, rules: Rules, data: torch.Tensor, scale_inv: torch.Tensor, amax: Optional[torch.Tensor], memory: List[torch.Tensor]):
+        super().__init__(rules, data, scale_inv, amax)
+        self.memory, self.columns_are_old = memory, False
+
+    def add_columns(self) -> None:
+        if self.columns is None:
+            super().add_columns()
+            self.memory += [part for part in (self.columns, self.columns_scale_inv) if part is not None]
+        elif self.columns_are_old:
+            self._fill_columns()
+        self.columns_are_old = False
+
+
+def write_all(pairs: List[Tuple[Codes, torch.Tensor]]) -> None:
+    """Writes values into codes of several weights. Shards whose group is known take one collective together."""
+    together: dict = {}
+    for codes, values in pairs:
+        whole = codes.whole if isinstance(codes, Rows) else codes
+        if isinstance(whole, Shard) and whole.group is not None and whole.rules.scaling == "tensor":
+            together.setdefault(id(whole.group), []).append((whole, values if whole is codes else codes.in_whole(values)))
+        else:
+            codes.write(values)
+    for several in together.values():
+        first = several[0][0]
+        amaxes = torch.cat([whole.largest(values).to(first.device) for whole, values in several])
+        collectives.all_reduce(amaxes, first.group, "max")
+        for (whole, values), amax in zip(several, amaxes.split(1)):
+            whole.write(values, amax.to(whole.data.device))
