@@ -128,6 +128,7 @@ Result<Choice> choose(const Call& call, uint32_t policy) {
                    call.capturing};
   if (call.args != nullptr) decision.call.bytes = row.compiled->element_bytes(call.args);
   decision.call.collective = core::class_of(row.compiled->schema()) == core::OpClass::kCollective;
+  decision.call.maker = signature.maker;
   decision.barred = barred(row, signature);
   decision.call.barred = decision.barred;
   static_cast<policy::Ranking&>(decision) =
@@ -159,8 +160,8 @@ Result<const RouteEntry*> route_of(Call& call) {
   if (!route->order.empty()) {
     const Implementation& first = *route->order.front().impl;
     entry.counter = call.thread.counters.at(first.counter);
-    const bool plain =
-        !route->order.front().staged && call.row.saved == nullptr && entry.counter != nullptr;
+    const bool plain = !route->order.front().staged && call.row.saved == nullptr &&
+                       entry.counter != nullptr && !decision.call.collective;
     entry.first = plain ? &first : nullptr;
   }
   entry.route = std::move(route);

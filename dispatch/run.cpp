@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/device/device_use.hpp"
+#include "core/op/collective.hpp"
 #include "dispatch/attempt.hpp"
 #include "dispatch/manager_impl.hpp"
 #include "dispatch/watch/watch.hpp"
@@ -172,7 +173,35 @@ Status run_route(Call& call, const Failure* first) {
   return run_order(call, first, served);
 }
 
+namespace {
+
+Status run_in_order(Call& call, const Failure* first, Served& served);
+
+// The communicator's keeper hears of the call before it runs and of how it ended, and says what
+// that means for the ranks.
+[[gnu::noinline]] Status run_collective(Call& call, const Failure* first, Served& served) {
+  const core::CollectiveKeeper* const keeper =
+      core::g_collective_keeper.load(std::memory_order_acquire);
+  const te_fl_communicator* const ranks = call.row.compiled->communicator(call.args);
+  if (keeper == nullptr || ranks == nullptr) return run_in_order(call, first, served);
+  const core::CollectiveCall known{*call.row.compiled, call.args, *ranks, call.options.stream,
+                                   call.capturing};
+  uint64_t ticket = 0;
+  TE_FL_RETURN_IF_ERROR(keeper->begin(known, ticket));
+  return keeper->end(known, ticket, run_in_order(call, first, served));
+}
+
+}  // namespace
+
 Status run_order(Call& call, const Failure* first, Served& served) {
+  if ((call.row.compiled->schema().flags & TE_FL_SCHEMA_COLLECTIVE) != 0) [[unlikely]]
+    return run_collective(call, first, served);
+  return run_in_order(call, first, served);
+}
+
+namespace {
+
+Status run_in_order(Call& call, const Failure* first, Served& served) {
   if (call.row.saved != nullptr && call.row.saved->role == TE_FL_IN) {
     const te_fl_saved* record = saved_record(call.row, call.args);
     if (record != nullptr && record->opaque != 0) return run_producer(call, *record, served);
@@ -195,4 +224,5 @@ Status run_order(Call& call, const Failure* first, Served& served) {
   return none_served(call, served);
 }
 
+}  // namespace
 }  // namespace te_fl::dispatch

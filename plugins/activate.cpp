@@ -13,6 +13,7 @@
 #include "core/device/device_list.hpp"
 #include "core/device/inside.hpp"
 #include "plugins/load_turn.hpp"
+#include "registry/comm_providers.hpp"
 #include "registry/implementation.hpp"
 #include "registry/registry_impl.hpp"
 #include "te_fl/log.hpp"
@@ -42,6 +43,14 @@ te_fl_status guarded(core::ErrorText& errors, const char* entry, F&& f) {
   }
   errors.sink()->write(errors.sink()->host, text.c_str());
   return TE_FL_INTERNAL;
+}
+
+Status check_list(const char* entry, uint32_t count, const void* list) {
+  if (count <= kMaxListed && (count == 0 || list != nullptr)) return {};
+  return Status(StatusCode::kIncompatible, std::string(entry) + " returned " +
+                                               std::to_string(count) + " entries" +
+                                               (list == nullptr ? " and no list" : "") +
+                                               " (at most " + std::to_string(kMaxListed) + ")");
 }
 
 // Sizes no struct has are garbage, which must not be read as "newer" (R3).
@@ -261,12 +270,7 @@ Status Instance::add_devices() {
     return header_.api.devices(instance_, &count, &list, errors.sink());
   });
   TE_FL_RETURN_IF_ERROR(errors.status(code, "devices"));
-  if (count > kMaxListed || (count != 0 && list == nullptr)) {
-    return Status(StatusCode::kIncompatible, "devices returned " + std::to_string(count) +
-                                                 " entries" +
-                                                 (list == nullptr ? " and no list" : "") +
-                                                 " (at most " + std::to_string(kMaxListed) + ")");
-  }
+  TE_FL_RETURN_IF_ERROR(check_list("devices", count, list));
   for (uint32_t i = 0; i < count; ++i) {
     if (list[i] != nullptr) TE_FL_RETURN_IF_ERROR(check_device(*list[i], i));
     Result<Device> device = te_fl::devices::add(list[i]);
@@ -316,11 +320,7 @@ Status Instance::add_ops(OpRegistry& registry, const std::shared_ptr<Instance>& 
   const te_fl_status code = guarded(
       errors, "ops", [&] { return header_.api.ops(instance_, &count, &list, errors.sink()); });
   TE_FL_RETURN_IF_ERROR(errors.status(code, "ops"));
-  if (count > kMaxListed || (count != 0 && list == nullptr)) {
-    return Status(StatusCode::kIncompatible, "ops returned " + std::to_string(count) + " entries" +
-                                                 (list == nullptr ? " and no list" : "") +
-                                                 " (at most " + std::to_string(kMaxListed) + ")");
-  }
+  TE_FL_RETURN_IF_ERROR(check_list("ops", count, list));
   if (count == 0) return {};
   std::vector<const te_fl_op_desc*> kept;
   const std::deque<te_fl_op_desc> copies = completed({list, count}, registry, kept);
@@ -331,6 +331,19 @@ Status Instance::add_ops(OpRegistry& registry, const std::shared_ptr<Instance>& 
     ops_.push_back(std::string(desc->op_name) + ": " + desc->impl_id);
   }
   return {};
+}
+
+Status Instance::add_comms(const std::shared_ptr<Instance>& self) {
+  if (header_.api.comms == nullptr) return {};
+  core::ErrorText errors;
+  uint32_t count = 0;
+  const te_fl_comm_desc* const* list = nullptr;
+  const te_fl_status code = guarded(
+      errors, "comms", [&] { return header_.api.comms(instance_, &count, &list, errors.sink()); });
+  TE_FL_RETURN_IF_ERROR(errors.status(code, "comms"));
+  TE_FL_RETURN_IF_ERROR(check_list("comms", count, list));
+  return broken_rule(registry::add_comm_providers({list, count}, header_.name, header_.vendor,
+                                                  header_.version, self));
 }
 
 // The descriptors as they are registered: with the provider that one for kDLExtDev serves (R18),
@@ -389,7 +402,11 @@ Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegist
   Status status = made->create();
   if (status.ok()) status = made->add_devices();
   if (status.ok()) status = made->add_ops(registry, made);
-  if (status.ok()) return made;
+  if (status.ok()) {
+    status = made->add_comms(made);
+    if (status.ok()) return made;
+    registry.impl().remove([&](const registry::Implementation& i) { return i.owner == name; });
+  }
   if (made->created_) {
     // Another thread may have used a device already.
     made->bar_devices();
@@ -413,6 +430,7 @@ Status withdraw(const std::shared_ptr<Instance>& instance, OpRegistry& registry)
   for (const Device& device : instance->devices_) {
     if (busy.ok()) busy = core::check_leave(device);
   }
+  if (busy.ok()) busy = registry::remove_comm_providers(name);
   TE_FL_RETURN_IF_ERROR(busy.wrap("plugin '" + name + "' cannot be withdrawn"));
   instance->bar_devices();
   // Waits until nobody is inside its ops, or inside anybody's on its devices.

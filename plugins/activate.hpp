@@ -87,6 +87,7 @@ class Instance {
   Status create();
   Status add_devices();
   Status add_ops(OpRegistry& registry, const std::shared_ptr<Instance>& self);
+  Status add_comms(const std::shared_ptr<Instance>& self);
   std::deque<te_fl_op_desc> completed(std::span<const te_fl_op_desc* const> list,
                                       const OpRegistry& registry,
                                       std::vector<const te_fl_op_desc*>& kept);

@@ -85,6 +85,7 @@ Refusal staging_refusal(const PolicySettings& settings, const CallTraits& call, 
 
 Refusal capability_refusal(const PolicySettings& settings, const CallTraits& call,
                            const Implementation& impl, bool staged) {
+  if (call.maker != 0 && impl.owner != call.maker) return Refusal::kMaker;
   if (!staged && !on_device(impl, call.device)) return Refusal::kDevice;
   const uint32_t arch = staged ? 0 : call.arch;
   if (impl.min_arch > arch || (impl.max_arch != 0 && impl.max_arch < arch)) return Refusal::kArch;
@@ -225,7 +226,7 @@ Ranking decide(const PolicySettings& settings, const CallTraits& call,
     const Standing& v = decision.order[i];
     if (v.group != 0) break;
     if (v.refusal == Refusal::kDenied || v.refusal == Refusal::kNotAllowed ||
-        v.refusal == Refusal::kDevice) {
+        v.refusal == Refusal::kDevice || v.refusal == Refusal::kMaker) {
       continue;
     }
     decision.first = static_cast<int32_t>(i);
@@ -303,6 +304,9 @@ std::string refusal_text(Refusal refusal, const Implementation& impl, const Call
       return "the tensors are on " + to_string(call.device) +
              ", and a collective is not served on copies, which the other ranks would not make; "
              "load a plugin that serves it on that device";
+    case Refusal::kMaker:
+      return "the communicator was made by plugin " + devices::provider_name(call.maker) +
+             ", whose implementations alone serve it (rule R29)";
     case Refusal::kStagingCaptured:
       return "the stream is being captured into a graph, into which copies to the host cannot go; "
              "leave the op out of the graph, or load a plugin that serves it on " +

@@ -29,6 +29,7 @@ struct Implementation {
   uint32_t scalings = 0;
   uint64_t device_types = 0;
   uint32_t provider = 0;  // of the kDLExtDev devices it serves; 0: any
+  uint32_t owner = 0;     // number of the plugin that has it (core::maker_number)
 };
 
 // An implementation that is kept from serving a call, and why.
@@ -48,6 +49,7 @@ struct CallTraits {
   uint32_t later = 0;  // mask of the later arguments that it sets
   bool capturing = false;
   bool collective = false;              // other ranks run the op, too
+  uint32_t maker = 0;                   // number of the communicator's plugin; 0: there is none
   std::span<const Barred> barred = {};  // quarantined implementations
   std::optional<uint64_t> bytes =
       {};  // of all tensors' elements; absent: of a call without tensors
@@ -69,6 +71,7 @@ enum class Refusal : uint8_t {
   kStagingStrict,      // strict, and staging was not named
   kStagingForbidden,   // max_staged_bytes is 0
   kStagingCollective,  // other ranks run the op on their devices
+  kMaker,              // the call's communicator is another plugin's
   kStagingCaptured,    // a copy to the host cannot go into a graph
 };
 

@@ -158,6 +158,7 @@ policy::Implementation view_of(const Implementation& impl, int32_t priority) {
   o.dtypes = impl.desc.dtypes;
   o.scalings = impl.desc.scalings;
   o.device_types = impl.desc.device_types;
+  o.owner = core::maker_number(impl.owner.c_str());
   if (impl.desc.provider != nullptr) o.provider = devices::intern_provider(impl.desc.provider);
   return o;
 }

@@ -24,7 +24,8 @@ struct RouteKey {
     w[1] = uint64_t{policy} | uint64_t{s.scalings & 0xffff} << 32 | uint64_t{s.later} << 48;
     w[2] = static_cast<uint32_t>(s.device.type) | uint64_t{static_cast<uint32_t>(s.device.index)}
                                                       << 32;
-    w[3] = uint64_t{s.device.provider} | uint64_t{capturing} << 32 | uint64_t{op} << 33;
+    w[3] = uint64_t{s.device.provider & 0xffff} | uint64_t{s.maker & 0xffff} << 16 |
+           uint64_t{capturing} << 32 | uint64_t{op} << 33;
   }
   // A list of the policy, counted from 1, that is for the call's size. Types of devices are
   // below 64.

@@ -125,13 +125,24 @@ def check_condition(words, by_name, where):
     return arg.name
 
 
+def check_holds(words, by_name, where):
+    """'A holds B' or 'A holds COMMUNICATOR times B': A has as many elements as B, or that times the number of ranks."""
+    need(len(words) == 3 or (len(words) == 5 and words[3] == "times"), where, "must be 'A holds B' or 'A holds COMMUNICATOR times B'")
+    for name in (words[0], words[-1]):
+        need(name in by_name and by_name[name].type == "tensor", where, f"{name!r} is no tensor")
+    need(len(words) == 3 or by_name.get(words[2]) and by_name[words[2]].type == "communicator", where, f"{words[2]!r} is no communicator")
+    return " ".join(words)
+
+
 def check_rule(rule, args, where):
     """A rule between arguments with its groups resolved."""
     by_name, where = {a.name: a for a in args}, f"{where}, rule \"{rule}\""
     m = re.fullmatch(r"(.+?) (requires|excludes) (.+)", rule)
     if not m:
         words = rule.split()
-        need(len(words) == 3, where, "must be 'A requires B [or C]', 'A excludes B', 'A is B' or a comparison")
+        if words[1:2] == ["holds"]:
+            return check_holds(words, by_name, where)
+        need(len(words) == 3, where, "must be 'A requires B [or C]', 'A excludes B', 'A is B', 'A holds B' or a comparison")
         return check_condition(words, by_name, where)
     need(m[2] == "requires" or " or " not in m[3], where, "excludes takes one condition; write one rule for each")
     others = [check_condition(c.split(), by_name, where) for c in m[3].split(" or ")]

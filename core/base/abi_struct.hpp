@@ -28,6 +28,8 @@ inline constexpr uint32_t kLeastDeviceDesc = TE_FL_SIZE_THROUGH(te_fl_device_des
 inline constexpr uint32_t kLeastPluginApi = TE_FL_SIZE_THROUGH(te_fl_plugin_api, destroy);
 inline constexpr uint32_t kLeastHeader = TE_FL_SIZE_THROUGH(te_fl_plugin_header, api);
 inline constexpr uint32_t kLeastSetting = TE_FL_SIZE_THROUGH(te_fl_setting_desc, doc);
+inline constexpr uint32_t kLeastCommDesc = TE_FL_SIZE_THROUGH(te_fl_comm_desc, api);
+inline constexpr uint32_t kLeastCommApi = TE_FL_SIZE_THROUGH(te_fl_comm_api, version);
 inline constexpr uint32_t kLeastFinding = TE_FL_SIZE_THROUGH(te_fl_finding, state);
 
 // No struct of the ABI is near this size; a greater struct_size is garbage.

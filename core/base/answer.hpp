@@ -11,7 +11,7 @@ namespace te_fl::core {
 // True if `raw` is a te_fl_code, marked clean or not. OK has nothing to mark.
 constexpr bool is_status(te_fl_status raw) noexcept {
   const te_fl_status code = raw & ~te_fl_status{TE_FL_CLEAN};
-  return raw == TE_FL_OK || (code > TE_FL_OK && code <= TE_FL_INTERNAL);
+  return raw == TE_FL_OK || (code > TE_FL_OK && code <= TE_FL_COMM_FAILED);
 }
 
 // The status that the host goes on with. A code that it does not know is INTERNAL; the mark counts

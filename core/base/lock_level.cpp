@@ -42,6 +42,8 @@ const char* name(LockLevel level) noexcept {
       return "streams";
     case LockLevel::kAllocations:
       return "allocations";
+    case LockLevel::kCommProviders:
+      return "the providers of collectives";
     case LockLevel::kAllocators:
       return "allocators";
     case LockLevel::kPolicies:

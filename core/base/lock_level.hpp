@@ -23,6 +23,7 @@ enum class LockLevel : int {
   kStreams,          // the records of streams
   kAllocations,      // memory that te-fl holds on each device
   kAllocators,       // the allocators that programs installed
+  kCommProviders,    // the providers of collectives
   kPolicies,         // the interned policies
   kRegistry,         // the tables of implementations, and the list of registries
   kThreadRecords,    // dispatch's records of each thread

@@ -37,6 +37,8 @@ std::string_view to_string(StatusCode code) {
       return "DATA_LOSS";
     case StatusCode::kInternal:
       return "INTERNAL";
+    case StatusCode::kCommFailed:
+      return "COMM_FAILED";
   }
   return "UNKNOWN";
 }

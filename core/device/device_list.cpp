@@ -262,6 +262,10 @@ Result<Device> enlist(const te_fl_device_desc* desc) {
   Device device{desc->device.type, desc->device.index, 0};
   std::string provider = desc->provider != nullptr ? desc->provider : "";
   if (device.type == TE_FL_DEVICE_EXT) device.provider = intern_provider(provider);
+  if (device.provider > core::kMaxProvider) {
+    return Status(StatusCode::kUnsupported, "more than " + std::to_string(core::kMaxProvider) +
+                                                " names of providers and plugins are known");
+  }
   if (provider.empty()) provider = te_fl::to_string({device.type, 0, 0});
 
   const std::lock_guard lock(core::list_mutex);

@@ -13,6 +13,9 @@
 
 namespace te_fl::core {
 
+// Numbers of providers fit into a route's key.
+inline constexpr uint32_t kMaxProvider = 0xffff;
+
 // One device that is there. Lives for ever, so that its address can be kept; `desc` is valid until
 // the device has been removed.
 struct DeviceEntry {

@@ -81,8 +81,9 @@ class Parser {
     Condition result;
     result.arg = static_cast<uint8_t>(arg);
     if (words.size() == 1) return result;
-    if (words.size() != 3) return bad("'" + std::string(text) + "' is not a condition");
     const te_fl_arg_desc& desc = *args_[static_cast<size_t>(arg)];
+    if (words[1] == "holds") return holds(desc, words, result);
+    if (words.size() != 3) return bad("'" + std::string(text) + "' is not a condition");
     return words[1] == "is" ? is(desc, words[2], result) : compare(desc, words, result);
   }
 
@@ -98,6 +99,23 @@ class Parser {
       }
     }
     return result;
+  }
+
+  Result<Condition> holds(const te_fl_arg_desc& desc, const std::vector<std::string_view>& words,
+                          Condition result) const {
+    result.kind = Condition::kHolds;
+    if (words.size() != 3 && (words.size() != 5 || words[3] != "times"))
+      return bad("must be 'A holds B' or 'A holds COMMUNICATOR times B'");
+    if (words.size() == 5) {
+      result.times = static_cast<int8_t>(find(words[2]));
+      if (result.times < 0 ||
+          args_[static_cast<size_t>(result.times)]->type != TE_FL_ARG_COMMUNICATOR)
+        return bad("'" + std::string(words[2]) + "' is no communicator");
+    }
+    result.other = static_cast<int8_t>(find(words.back()));
+    const bool tensors = desc.type == TE_FL_ARG_TENSOR && result.other >= 0 &&
+                         args_[static_cast<size_t>(result.other)]->type == TE_FL_ARG_TENSOR;
+    return tensors ? Result<Condition>(result) : bad("holds takes two tensors");
   }
 
   static bool add_value(const te_fl_arg_desc& desc, std::string_view word, Condition& to) {

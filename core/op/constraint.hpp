@@ -17,12 +17,13 @@ inline constexpr size_t kMaxRules = 32;
 inline constexpr size_t kMaxAlternatives = 4;
 
 struct Condition {
-  enum Kind : uint8_t { kGiven, kIs, kCompare };
+  enum Kind : uint8_t { kGiven, kIs, kCompare, kHolds };
   enum Comparison : uint8_t { kLess, kAtMost, kMore, kAtLeast, kEqual, kOther, kMultipleOf };
   Kind kind = kGiven;
   Comparison comparison = kEqual;
   uint8_t arg = 0;
-  int8_t other = -1;  // kCompare: the argument to compare with; -1: `number`
+  int8_t other = -1;  // kCompare, kHolds: the argument to compare with; -1: `number`
+  int8_t times = -1;  // kHolds: the communicator whose size `other` is multiplied by; -1: none
   double number = 0;
   // kIs: masks of what the argument may be. An enum has `values` alone, a tensor the other two.
   uint64_t values = 0, dtypes = 0, scalings = 0;

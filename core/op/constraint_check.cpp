@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "core/op/compiled_op.hpp"
+#include "core/op/op_finder.hpp"
 #include "te_fl/dtype.hpp"
 
 namespace te_fl::core {
@@ -48,6 +49,21 @@ bool compare_holds(const CompiledOp::Impl& op, const Condition& c, const ArgsVie
   return compares(c.comparison, a, b);
 }
 
+// The tensors' sizes have been looked at, and the communicator too.
+bool elements_hold(const CompiledOp::Impl& op, const Condition& c, const ArgsView& view) noexcept {
+  const te_fl_tensor* const all = view.tensor(op.args[c.arg]);
+  const te_fl_tensor* const part = view.tensor(op.args[static_cast<size_t>(c.other)]);
+  if (all == nullptr || part == nullptr) return true;
+  const te_fl_communicator* ranks = nullptr;
+  if (c.times >= 0) {
+    const Arg& arg = op.args[static_cast<size_t>(c.times)];
+    if (view.has(arg)) ranks = view.read<const te_fl_communicator*>(arg.offset);
+  }
+  int64_t product = 0;
+  return !__builtin_mul_overflow(numel_of(*part), ranks == nullptr ? 1 : ranks->size, &product) &&
+         numel_of(*all) == product;
+}
+
 bool is_holds(const Arg& arg, const Condition& c, const ArgsView& view) noexcept {
   if (arg.type == TE_FL_ARG_ENUM) {
     const auto value = static_cast<uint64_t>(whole_of(arg, view));
@@ -67,6 +83,7 @@ bool holds(const CompiledOp::Impl& op, const Condition& c, const ArgsView& view)
   const Arg& arg = op.args[c.arg];
   if (c.kind == Condition::kCompare) return compare_holds(op, c, view);
   if (c.kind == Condition::kIs) return is_holds(arg, c, view);
+  if (c.kind == Condition::kHolds) return elements_hold(op, c, view);
   // A bool is given if it is 1, whatever its default.
   return arg.type == TE_FL_ARG_BOOL ? view.flag(arg) : !view.is_neutral(arg);
 }

@@ -5,6 +5,7 @@
 
 #include "core/base/settings.hpp"
 #include "core/tensor/tensor_access.hpp"
+#include "te_fl/device.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/tensor.hpp"
 
@@ -338,6 +339,16 @@ bool Finder::check_saved() noexcept {
 
 // ---- communicators
 
+uint32_t maker_number(const char* plugin) noexcept {
+  if (plugin == nullptr) return 0;
+  try {
+    const uint32_t number = devices::intern_provider(plugin);
+    return number <= kMaxMaker ? number : 0;
+  } catch (...) {  // out of memory
+    return 0;
+  }
+}
+
 bool Finder::check_communicators() noexcept {
   for (const uint8_t i : op_.communicators) {
     const Arg& arg = op_.args[i];
@@ -354,8 +365,13 @@ bool Finder::check_communicators() noexcept {
       return fail(Problem::kCommunicatorMaker, i);
     }
     const Device device{c->device.type, c->device.index, c->device_provider};
+    if (device_setter_ < 0) {  // a call without tensors, a barrier's, is on its communicator's
+      device_ = device;
+      device_setter_ = static_cast<int8_t>(i);
+    }
     const bool here = device.is_host() ? device_.is_host() : device == device_;
     if (!here) return fail(Problem::kCommunicatorDevice, i);
+    signature_.maker = maker_number(c->maker);
   }
   return true;
 }
@@ -386,6 +402,14 @@ bool Finder::signature(Signature& out) noexcept {
       const te_fl_tensor* t = args_.element(op_.args[i], k);
       if (t == nullptr || !look(i, t)) return false;
     }
+  }
+  for (const uint8_t i : op_.communicators) {
+    const Arg& arg = op_.args[i];
+    const auto* c = args_.has(arg) ? args_.read<const te_fl_communicator*>(arg.offset) : nullptr;
+    if (c == nullptr) continue;
+    if (c->struct_size < kLeastCommunicator) return false;
+    signature_.maker = maker_number(c->maker);
+    if (device_setter_ < 0) device_ = {c->device.type, c->device.index, c->device_provider};
   }
   signature_.device = device_.is_host() ? Device{} : device_;
   out = signature_;

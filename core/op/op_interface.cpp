@@ -5,6 +5,7 @@
 #include "core/base/settings.hpp"
 #include "core/base/text.hpp"
 #include "core/op/call_words.hpp"
+#include "core/op/collective.hpp"
 #include "core/op/compiled_op.hpp"
 #include "core/op/op_finder.hpp"
 #include "te_fl/dtype.hpp"
@@ -105,6 +106,18 @@ const te_fl_op_schema& CompiledOp::schema() const noexcept { return impl_->schem
 
 bool CompiledOp::check(const void* args, Signature& out) const noexcept {
   return Finder(*impl_, args).run(out);
+}
+
+std::atomic<const CollectiveKeeper*> g_collective_keeper{nullptr};
+
+const te_fl_communicator* CompiledOp::communicator(const void* args) const noexcept {
+  const ArgsView view(args);
+  for (const uint8_t i : impl_->communicators) {
+    const Arg& arg = impl_->args[i];
+    const auto* c = view.has(arg) ? view.read<const te_fl_communicator*>(arg.offset) : nullptr;
+    if (c != nullptr) return c;
+  }
+  return nullptr;
 }
 
 bool CompiledOp::signature(const void* args, Signature& out) const noexcept {

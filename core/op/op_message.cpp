@@ -137,6 +137,12 @@ std::string Words::value_text(const Condition& condition) const {
              (args.tensor(arg) == nullptr ? "missing (NULL)" : te_fl::describe(args.tensor(arg)));
     case TE_FL_ARG_SAVED:
       return is + (args.is_neutral(arg) ? "missing (NULL)" : "given");
+    case TE_FL_ARG_COMMUNICATOR: {
+      const auto* c = args.has(arg) ? args.read<const te_fl_communicator*>(arg.offset) : nullptr;
+      return is + (c == nullptr
+                       ? "missing (NULL)"
+                       : "of " + std::to_string(c->size) + (c->size == 1 ? " rank" : " ranks"));
+    }
     case TE_FL_ARG_TENSOR_LIST:
     case TE_FL_ARG_I64_LIST:
       return is + "a list of " + std::to_string(args.count(arg));
@@ -162,10 +168,13 @@ std::string Words::rule_text() const {
   const auto add = [&](const Condition& c) { others += ", " + value_text(c); };
   for (uint8_t i = 0; i < rule.alternatives; ++i) add(rule.right[i]);
   for (const Condition& c : {rule.left, rule.right[0]}) {
-    if (c.kind != Condition::kCompare || c.other < 0) continue;
-    Condition other;
-    other.arg = static_cast<uint8_t>(c.other);
-    add(other);
+    if (c.kind != Condition::kCompare && c.kind != Condition::kHolds) continue;
+    for (const int8_t named : {c.other, c.times}) {
+      if (named < 0) continue;
+      Condition other;
+      other.arg = static_cast<uint8_t>(named);
+      add(other);
+    }
   }
   const std::string text = "argument " + value_text(rule.left) + others;
   const std::string broken = ", which breaks the rule \"" + rule.text + "\"";

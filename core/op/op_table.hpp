@@ -30,9 +30,15 @@ struct Signature {
   uint64_t dtypes = 0;    // mask of te_fl_dtype_index over all tensor arguments present
   uint32_t scalings = 0;  // mask of te_fl_scaling
   uint32_t later = 0;     // the later arguments (R23) that are not at their neutral value
+  uint32_t maker = 0;     // maker_number() of the call's communicator; 0: it has none
   Device device;          // of the tensor arguments; the host if there are none
   friend bool operator==(const Signature&, const Signature&) = default;
 };
+
+// The number of a plugin by its name, as a maker of communicators (R29) and as the owner of
+// implementations; at most kMaxMaker. 0 if there is no name, or no memory to note it.
+inline constexpr uint32_t kMaxMaker = 0xffff;
+uint32_t maker_number(const char* plugin) noexcept;
 
 struct CallLayout;  // core/op/call_words.hpp
 
@@ -72,6 +78,8 @@ class CompiledOp {
   bool needs_contents(uint32_t arg, const void* args) const noexcept;
   // The te_fl_saved argument, null if the op has none or it is not given.
   te_fl_saved* saved(const void* args) const noexcept;
+  // The communicator of a call whose arguments check() found in order; null if it has none.
+  const te_fl_communicator* communicator(const void* args) const noexcept;
   // In what another description under this name differs first, as "gradient is none, not 'x'";
   // empty if in nothing (R17).
   std::string difference(const te_fl_op_schema& other) const;

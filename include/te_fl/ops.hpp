@@ -5,6 +5,7 @@
 #include "te_fl/op_manager.hpp"
 #include "te_fl/ops/activation.h"
 #include "te_fl/ops/attention.h"
+#include "te_fl/ops/collective.h"
 #include "te_fl/ops/dropout.h"
 #include "te_fl/ops/gemm.h"
 #include "te_fl/ops/norm.h"
@@ -50,6 +51,15 @@ inline constexpr OpId dbias_dsrelu{28};
 inline constexpr OpId fused_attn_fwd{29};
 inline constexpr OpId fused_attn_bwd{30};
 inline constexpr OpId get_fused_attn_backend{31};
+inline constexpr OpId all_reduce{73};
+inline constexpr OpId all_gather{74};
+inline constexpr OpId reduce_scatter{75};
+inline constexpr OpId all_to_all{76};
+inline constexpr OpId all_to_all_v{77};
+inline constexpr OpId broadcast{78};
+inline constexpr OpId send{79};
+inline constexpr OpId recv{80};
+inline constexpr OpId barrier{81};
 inline constexpr OpId dropout_fwd{32};
 inline constexpr OpId dropout_bwd{33};
 inline constexpr OpId generic_gemm{34};
@@ -261,6 +271,58 @@ namespace ops {
 // -1 none, 1 FP16/BF16/FP32 of any length, 2 FP8
 [[nodiscard]] inline Status get_fused_attn_backend(const te_fl_get_fused_attn_backend_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::get_fused_attn_backend, &args, options);
+}
+
+// collective: What the ranks of a communicator do together.
+
+// Reduces every element over all ranks, for all ranks. output = sum, maximum or mean over ranks r
+// of input_r; a NaN of any rank is one of the maximum
+[[nodiscard]] inline Status all_reduce(const te_fl_all_reduce_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::all_reduce, &args, options);
+}
+
+// Puts the tensors of all ranks one behind the other, for all ranks. output = [input_0; input_1;
+// ...], rank after rank in memory
+[[nodiscard]] inline Status all_gather(const te_fl_all_gather_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::all_gather, &args, options);
+}
+
+// Reduces every element over all ranks and gives each rank its part. output = part number rank of
+// the sum, maximum or mean over ranks r of input_r
+[[nodiscard]] inline Status reduce_scatter(const te_fl_reduce_scatter_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::reduce_scatter, &args, options);
+}
+
+// Gives every rank its part of every other's tensor. part r of output = part number rank of
+// input_r, for as many equal parts as there are ranks
+[[nodiscard]] inline Status all_to_all(const te_fl_all_to_all_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::all_to_all, &args, options);
+}
+
+// Gives every rank its rows of every other's tensor, any number of them. output = the rows that
+// ranks 0, 1, ... have for this one, one behind the other
+[[nodiscard]] inline Status all_to_all_v(const te_fl_all_to_all_v_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::all_to_all_v, &args, options);
+}
+
+// Gives one rank's tensor to all. data = data of rank root
+[[nodiscard]] inline Status broadcast(const te_fl_broadcast_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::broadcast, &args, options);
+}
+
+// Sends a tensor to one rank, which receives it by recv. output of the peer's recv = input
+[[nodiscard]] inline Status send(const te_fl_send_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::send, &args, options);
+}
+
+// Receives the tensor that one rank sends. output = input of the peer's send
+[[nodiscard]] inline Status recv(const te_fl_recv_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::recv, &args, options);
+}
+
+// Goes on when all ranks have come, on the stream of the call. nothing is computed
+[[nodiscard]] inline Status barrier(const te_fl_barrier_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::barrier, &args, options);
 }
 
 // dropout: Dropout with counter-based random numbers.

@@ -131,11 +131,13 @@
  *      a program's allocator (R25) and the account of what is held know of it. It is given back by
  *      the end of quiesce(), that of plans by destroy_plan(): memory of a device that is alive
  *      keeps the device, and with it the plugin that provides it.
- *  R29 A communicator (te_fl_communicator) is made by one provider of collectives, whose
- *      implementations alone read its `self`: any other answers UNSUPPORTED from supports(). It
- *      belongs to the device of the call that it is given to. Its id is given once in a process,
- *      so that what is kept by it, as a plan is, never meets another communicator. A call with one
- *      is not staged, verified or replayed: the other ranks would not take part.
+ *  R29 A communicator (te_fl_communicator) is made by one provider of collectives (te_fl_comm_desc),
+ *      and `maker` is the name of the plugin that has it. A call with one is considered for that
+ *      plugin's implementations alone, which read its `self`. It belongs to the device of the call
+ *      that it is given to. Its id is given once in a process, so that what is kept by it, as a plan
+ *      is, never meets another communicator. A call with one is not staged, verified or replayed,
+ *      and the first choice runs or the call is an error: the other ranks would not take part in
+ *      anything else.
  *  R30 A scaling mode is what its te_fl_scaling_desc says, which te_fl_host_api.scaling hands out
  *      by number and whose name users write. Only where it has a second level may a tensor's
  *      column-wise copy have an amax of its own (te_fl_quant.columnwise_amax); where it has, that
@@ -144,6 +146,17 @@
  *  R31 describe() says what run() would run for the call, by name, and what that was chosen by. It
  *      reads metadata alone, starts nothing and changes nothing: it is asked for `te-fl explain`
  *      and traces, where tensors may have no memory.
+ *  R32 All ranks of a communicator call the same ops with it in the same order, from one thread at a
+ *      time. An op on a device enqueues and returns, like any other (R11); one on the host returns
+ *      when it is done. abort() is called from any thread, while ops of the communicator run or wait
+ *      in others: each of them ends soon, with COMM_FAILED, as does every later one. An op that sees
+ *      a failure of its own accord, a peer that closed its connection say, answers COMM_FAILED and
+ *      says which rank it waited for, and the host then aborts the communicator. What is left of a
+ *      failed communicator is destroy()ed, which waits for nobody then.
+ *  R33 te_fl_comm_api.create() and split() wait for other ranks no longer than the config's
+ *      timeout_ms, or return before these have come, and then ready() says when they have. Between
+ *      group_start() and group_end(), which one thread calls, ops of communicators of the provider
+ *      begin together: sends and receives of one group cannot wait for each other's order.
  */
 /* clang-format on */
 #ifndef TE_FL_PLUGIN_H_
@@ -188,7 +201,9 @@ typedef enum te_fl_code {
   TE_FL_TIMEOUT = 9,
   TE_FL_DEVICE_LOST = 10, /* sticky device error; the device is retired */
   TE_FL_DATA_LOSS = 11,   /* truncated or corrupt input */
-  TE_FL_INTERNAL = 12     /* a bug, or an error the plugin did not classify */
+  TE_FL_INTERNAL = 12,    /* a bug, or an error the plugin did not classify */
+  TE_FL_COMM_FAILED = 13  /* another rank is gone, or late, or did something else (R32); the
+                             communicator is aborted */
 } te_fl_code;
 
 #define TE_FL_CLEAN 0x10000
@@ -386,8 +401,8 @@ typedef struct te_fl_saved {
   const te_fl_tensor* storage TE_FL_INIT(NULL); /* U8 [bytes] on the op's device, or NULL */
 } te_fl_saved;
 
-/* The processes that call a collective op together, as an argument of it (R29). Made, kept and
-   destroyed by whoever provides collectives. */
+/* The processes that call a collective op together, as an argument of it (R29). Made by the host of
+   what te_fl_comm_api.create() or split() gave. */
 typedef struct te_fl_communicator {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_communicator));
   uint32_t device_provider TE_FL_INIT(0); /* as te_fl_tensor.provider */
@@ -396,7 +411,7 @@ typedef struct te_fl_communicator {
   int32_t size TE_FL_INIT(1);         /* the number of processes, at least 1 */
   uint64_t id TE_FL_INIT(0);          /* not 0; never given again */
   const char* maker TE_FL_INIT(NULL); /* name of the plugin that made it */
-  void* self TE_FL_INIT(NULL);
+  void* self TE_FL_INIT(NULL);        /* the provider's own */
 } te_fl_communicator;
 
 /* ---- the call context ---- */
@@ -538,7 +553,9 @@ enum { /* te_fl_op_schema.flags */
  * semicolon and a blank separate rules, and a rule is one of
  * - CONDITION requires CONDITION, after which "or" adds up to three more of which one suffices;
  * - CONDITION excludes CONDITION;
- * - NAME is WORD, or a comparison, which must hold in every call.
+ * - NAME is WORD, or a comparison, which must hold in every call;
+ * - NAME holds OTHER, or NAME holds COMMUNICATOR times OTHER: of two tensors, if both are given,
+ * the first has as many elements as the other, or as many as that times the number of ranks.
  *
  * A CONDITION is one of
  * - NAME: the tensor, record or list is given, the bool is 1, or the number is not `neutral`;
@@ -808,6 +825,94 @@ typedef struct te_fl_device_desc {
   const te_fl_device_api* api TE_FL_INIT(NULL);
 } te_fl_device_desc;
 
+/* ---- providers of collectives ---- */
+
+/* The ranks of one communicator tell each other by this, while it is made, where they are: a store
+   of values by key, the host's. Valid during create() and split(), and as long as the communicator
+   lives. Any thread; keys are the provider's own, and nobody else's communicator sees them. */
+typedef struct te_fl_comm_store {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_comm_store));
+  uint32_t reserved TE_FL_INIT(0);
+  void* host TE_FL_INIT(NULL);
+  /* Sets a key, once. */
+  te_fl_status (*set)(void* host, const char* key, const void* value, size_t bytes,
+                      const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Waits until some rank has set the key; TIMEOUT after timeout_ms. Writes the value's size to
+     `bytes`, and the value, if `capacity` is no less than that; INVALID_ARGUMENT if it is. */
+  te_fl_status (*get)(void* host, const char* key, uint32_t timeout_ms, void* value,
+                      size_t capacity, size_t* bytes, const te_fl_error_sink*) TE_FL_INIT(NULL);
+} te_fl_comm_store;
+
+/* A communicator that is to be made. Valid during the call alone, but for `store`. */
+typedef struct te_fl_comm_config {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_comm_config));
+  uint32_t device_provider TE_FL_INIT(0); /* as te_fl_tensor.provider */
+  te_fl_device device TE_FL_INIT({});     /* the one that this rank's ops are to run on */
+  int32_t rank TE_FL_INIT(0);
+  int32_t size TE_FL_INIT(1);
+  const char* name TE_FL_INIT(NULL); /* for messages, "world" */
+  /* The bytes that unique_id() gave on rank 0; of a provider without it NULL and 0. */
+  const void* id TE_FL_INIT(NULL);
+  size_t id_bytes TE_FL_INIT(0);
+  const te_fl_comm_store* store TE_FL_INIT(NULL); /* never NULL */
+  uint32_t timeout_ms TE_FL_INIT(0);              /* see R33; 0: wait for ever */
+  uint32_t flags TE_FL_INIT(0);                   /* none is defined yet: 0 */
+} te_fl_comm_config;
+
+/* Functions of a provider; `self` is te_fl_comm_desc.self, `comm` what create() or split() gave. */
+typedef struct te_fl_comm_api {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_comm_api));
+  uint32_t reserved TE_FL_INIT(0);
+  /* On rank 0 before create(): the bytes, of any number, by which the ranks find each other; the
+     host hands them to all. Called with capacity 0 for the number alone. NULL: create() needs none.
+   */
+  te_fl_status (*unique_id)(void* self, void* id, size_t capacity, size_t* bytes,
+                            const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Called on every rank. Required. */
+  te_fl_status (*create)(void* self, const te_fl_comm_config* config, void** comm,
+                         const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Sets `done` to 1 once the communicator can be used; a failure to make it is the status. Never
+     waits. NULL: create() and split() return when it can be. */
+  te_fl_status (*ready)(void* comm, int32_t* done, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Every rank of `comm` calls it; those with one config->name become one communicator, with the
+     ranks and size that the config says. NULL: the host makes it by create(). */
+  te_fl_status (*split)(void* comm, const te_fl_comm_config* config, int32_t color, void** out,
+                        const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* No op of it runs on the host; those enqueued on a device may be running, which is waited for
+     unless it was aborted. Called by this rank alone: it waits for no other. Required. */
+  void (*destroy)(void* comm) TE_FL_INIT(NULL);
+  /* See R32. May be called several times. Required. */
+  void (*abort)(void* comm) TE_FL_INIT(NULL);
+  /* OK, or the failure that the communicator met outside of a call: COMM_FAILED. Asked again and
+     again; never waits. NULL: there is nothing that calls do not say. */
+  te_fl_status (*async_error)(void* comm, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Both or neither (R33). group_end()'s status is that of the ops between. */
+  te_fl_status (*group_start)(void* self, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  te_fl_status (*group_end)(void* self, const te_fl_error_sink*) TE_FL_INIT(NULL);
+  /* Version of the library behind it, that ranks compare ("2.28.9"); NULL: the plugin's version
+     says all. Valid until destroy() of the plugin. */
+  const char* (*version)(void* self)TE_FL_INIT(NULL);
+} te_fl_comm_api;
+
+enum { /* te_fl_comm_desc.flags */
+       /* Its ops may be captured into graphs, where their implementations say so. */
+       TE_FL_COMM_CAPTURABLE = 1u << 0,
+       /* Ranks may be threads of one process, and only that: processes never meet. */
+       TE_FL_COMM_THREADS_ONLY = 1u << 1
+};
+
+/* A provider of communicators. Its plugin implements ops of class collective for them. */
+typedef struct te_fl_comm_desc {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_comm_desc));
+  uint32_t flags TE_FL_INIT(0);
+  const char* name TE_FL_INIT(NULL);   /* "nccl"; [a-z0-9_]+, unique in a process; required */
+  uint32_t kind TE_FL_INIT(0);         /* te_fl_kind, by which policy chooses among providers */
+  int32_t priority TE_FL_INIT(0);      /* 0: the kind's default */
+  uint64_t device_types TE_FL_INIT(0); /* bit i: DLPack device type i, of tensors in its ops */
+  void* self TE_FL_INIT(NULL);
+  const te_fl_comm_api* api TE_FL_INIT(NULL); /* required */
+} te_fl_comm_desc;
+
 /* ---- host and plugin ---- */
 
 typedef enum te_fl_log_level {
@@ -890,6 +995,9 @@ typedef struct te_fl_plugin_api {
      May open libraries and ask drivers; never called on the way of an op. */
   te_fl_status (*diagnose)(void* instance, const te_fl_finding_sink* findings,
                            const te_fl_error_sink* errors) TE_FL_INIT(NULL);
+  /* Providers of collectives (R29), listed as devices() and ops() are. */
+  te_fl_status (*comms)(void* instance, uint32_t* count, const te_fl_comm_desc* const** list,
+                        const te_fl_error_sink* errors) TE_FL_INIT(NULL);
 } te_fl_plugin_api;
 
 /* The types of a setting (R21). */

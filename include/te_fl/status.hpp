@@ -26,6 +26,7 @@ enum class StatusCode : int32_t {
   kDeviceLost = TE_FL_DEVICE_LOST,
   kDataLoss = TE_FL_DATA_LOSS,
   kInternal = TE_FL_INTERNAL,
+  kCommFailed = TE_FL_COMM_FAILED,
 };
 
 // "OK", "INVALID_ARGUMENT", ...

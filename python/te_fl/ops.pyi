@@ -200,6 +200,60 @@ def get_fused_attn_backend(*, q: Tensor, k: Tensor, v: Tensor, backend: Tensor, 
     backend = -1 none, 1 FP16/BF16/FP32 of any length, 2 FP8
     """
 
+def all_reduce(*, input: Tensor, output: Tensor, comm: Communicator, reduction: Union[int, str] = 0, stream: Any = None) -> None:
+    """Reduces every element over all ranks, for all ranks.
+
+    output = sum, maximum or mean over ranks r of input_r; a NaN of any rank is one of the maximum
+    """
+
+def all_gather(*, input: Tensor, output: Tensor, comm: Communicator, stream: Any = None) -> None:
+    """Puts the tensors of all ranks one behind the other, for all ranks.
+
+    output = [input_0; input_1; ...], rank after rank in memory
+    """
+
+def reduce_scatter(*, input: Tensor, output: Tensor, comm: Communicator, reduction: Union[int, str] = 0, stream: Any = None) -> None:
+    """Reduces every element over all ranks and gives each rank its part.
+
+    output = part number rank of the sum, maximum or mean over ranks r of input_r
+    """
+
+def all_to_all(*, input: Tensor, output: Tensor, comm: Communicator, stream: Any = None) -> None:
+    """Gives every rank its part of every other's tensor.
+
+    part r of output = part number rank of input_r, for as many equal parts as there are ranks
+    """
+
+def all_to_all_v(*, input: Tensor, output: Tensor, comm: Communicator, input_rows: Sequence[int], output_rows: Sequence[int], stream: Any = None) -> None:
+    """Gives every rank its rows of every other's tensor, any number of them.
+
+    output = the rows that ranks 0, 1, ... have for this one, one behind the other
+    """
+
+def broadcast(*, data: Tensor, comm: Communicator, root: int = 0, stream: Any = None) -> None:
+    """Gives one rank's tensor to all.
+
+    data = data of rank root
+    """
+
+def send(*, input: Tensor, comm: Communicator, peer: int = 0, stream: Any = None) -> None:
+    """Sends a tensor to one rank, which receives it by recv.
+
+    output of the peer's recv = input
+    """
+
+def recv(*, output: Tensor, comm: Communicator, peer: int = 0, stream: Any = None) -> None:
+    """Receives the tensor that one rank sends.
+
+    output = input of the peer's send
+    """
+
+def barrier(*, comm: Communicator, stream: Any = None) -> None:
+    """Goes on when all ranks have come, on the stream of the call.
+
+    nothing is computed
+    """
+
 def dropout_fwd(*, input: Tensor, output: Tensor, mask: Tensor, p: float = 0.0, stream: Any = None, seed: int = 0, offset: int = 0) -> None:
     """Drops elements with probability p.
 

@@ -1,5 +1,5 @@
 // Communicators as arguments (R29): how they are checked, what a plan is made for, and that a call
-// with one is not staged. There is no provider of collectives yet.
+// with one goes to the implementations of its maker alone, and is not staged.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -70,7 +70,7 @@ class Communicators : public ::testing::Test {
     group.rank = 1;
     group.size = 4;
     group.id = 7;
-    group.maker = "acme";
+    group.maker = "test";
   }
   Status call() { return manager.call(op, &args); }
   std::string key() {
@@ -169,6 +169,30 @@ TEST_F(Communicators, CallsWithOneAreNotStaged) {
   EXPECT_EQ(fake.runs.load(), 0);
   x = out = Tensor();
   ASSERT_OK(devices::remove(device));
+}
+
+TEST_F(Communicators, OnlyTheirMakersImplementationsServe) {
+  Fake better{"default.other", gather_schema()};
+  better.desc.later_args = "other";
+  ASSERT_OK(registry.register_op(better.desc, "another", "acme"));
+  ASSERT_OK(call());
+  EXPECT_EQ(fake.runs, 1);
+  EXPECT_EQ(better.runs, 0) << "the default's priority does not count: it is not its communicator";
+  second = group;
+  second.id = 8;
+  second.maker = "another";
+  args.group = &second;
+  ASSERT_OK(call());
+  EXPECT_EQ(better.runs, 1) << "routes are kept by maker";
+  second.id = 9;
+  second.maker = "nobody";
+  EXPECT_FAILS(call(), kUnsupported,
+               "the communicator was made by plugin nobody, whose implementations alone serve it");
+  PolicySettings strict;
+  strict.strict = true;
+  const PolicyScope scope(strict);
+  args.group = &group;
+  EXPECT_OK(call()) << "the first choice is among those of the maker";
 }
 
 TEST_F(Communicators, SchemasSayHowTheyMayBe) {

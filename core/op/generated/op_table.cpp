@@ -3,6 +3,7 @@
 
 #include "te_fl/ops/activation.h"
 #include "te_fl/ops/attention.h"
+#include "te_fl/ops/collective.h"
 #include "te_fl/ops/dropout.h"
 #include "te_fl/ops/gemm.h"
 #include "te_fl/ops/norm.h"
@@ -475,6 +476,62 @@ const te_fl_arg_desc k_te_fl_cross_entropy_bwd_args_ignore_index = {sizeof(te_fl
 const te_fl_arg_desc* const k_te_fl_cross_entropy_bwd_args[] = {&k_te_fl_cross_entropy_bwd_args_grad_loss, &k_te_fl_cross_entropy_bwd_args_logits, &k_te_fl_cross_entropy_bwd_args_targets, &k_te_fl_cross_entropy_bwd_args_lse, &k_te_fl_cross_entropy_bwd_args_grad_logits, &k_te_fl_cross_entropy_bwd_args_label_smoothing, &k_te_fl_cross_entropy_bwd_args_ignore_index};
 constexpr uint32_t k_te_fl_cross_entropy_bwd_args_least = offsetof(te_fl_cross_entropy_bwd_args, ignore_index) + sizeof(te_fl_cross_entropy_bwd_args::ignore_index);
 
+const te_fl_arg_desc k_te_fl_all_reduce_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_all_reduce_args, input), 0, 0xc0f, 0x1, 0, "input", "...", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_all_reduce_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_all_reduce_args, output), 0, 0xc0f, 0x1, 0, "output", "...", nullptr, "input", "input", nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_all_reduce_args_comm = {sizeof(te_fl_arg_desc), TE_FL_ARG_COMMUNICATOR, TE_FL_IN, 0, 0, offsetof(te_fl_all_reduce_args, comm), 0, 0x0, 0x0, 0, "comm", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_all_reduce_args_reduction = {sizeof(te_fl_arg_desc), TE_FL_ARG_ENUM, TE_FL_IN, 0, 0, offsetof(te_fl_all_reduce_args, reduction), 0, 0x0, 0x0, 0, "reduction", nullptr, nullptr, nullptr, nullptr, "sum max avg", 0.0, 0.0, 2.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_all_reduce_args[] = {&k_te_fl_all_reduce_args_input, &k_te_fl_all_reduce_args_output, &k_te_fl_all_reduce_args_comm, &k_te_fl_all_reduce_args_reduction};
+constexpr uint32_t k_te_fl_all_reduce_args_least = offsetof(te_fl_all_reduce_args, reduction) + sizeof(te_fl_all_reduce_args::reduction);
+
+const te_fl_arg_desc k_te_fl_all_gather_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_RAW_FP8, offsetof(te_fl_all_gather_args, input), 0, 0x1ffff, 0x1, 0, "input", "any", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_all_gather_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_RAW_FP8 | TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_all_gather_args, output), 0, 0x1ffff, 0x1, 0, "output", "any", nullptr, "input", "input", nullptr, 0.0, 0.0, 0.0, "as many elements as input times the number of ranks, in any shape"};
+const te_fl_arg_desc k_te_fl_all_gather_args_comm = {sizeof(te_fl_arg_desc), TE_FL_ARG_COMMUNICATOR, TE_FL_IN, 0, 0, offsetof(te_fl_all_gather_args, comm), 0, 0x0, 0x0, 0, "comm", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_all_gather_args[] = {&k_te_fl_all_gather_args_input, &k_te_fl_all_gather_args_output, &k_te_fl_all_gather_args_comm};
+constexpr uint32_t k_te_fl_all_gather_args_least = offsetof(te_fl_all_gather_args, comm) + sizeof(te_fl_all_gather_args::comm);
+
+const te_fl_arg_desc k_te_fl_reduce_scatter_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_reduce_scatter_args, input), 0, 0xc0f, 0x1, 0, "input", "any", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_reduce_scatter_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_reduce_scatter_args, output), 0, 0xc0f, 0x1, 0, "output", "any", nullptr, "input", "input", nullptr, 0.0, 0.0, 0.0, "as many elements as input divided by the number of ranks, in any shape"};
+const te_fl_arg_desc k_te_fl_reduce_scatter_args_comm = {sizeof(te_fl_arg_desc), TE_FL_ARG_COMMUNICATOR, TE_FL_IN, 0, 0, offsetof(te_fl_reduce_scatter_args, comm), 0, 0x0, 0x0, 0, "comm", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_reduce_scatter_args_reduction = {sizeof(te_fl_arg_desc), TE_FL_ARG_ENUM, TE_FL_IN, 0, 0, offsetof(te_fl_reduce_scatter_args, reduction), 0, 0x0, 0x0, 0, "reduction", nullptr, nullptr, nullptr, nullptr, "sum max avg", 0.0, 0.0, 2.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_reduce_scatter_args[] = {&k_te_fl_reduce_scatter_args_input, &k_te_fl_reduce_scatter_args_output, &k_te_fl_reduce_scatter_args_comm, &k_te_fl_reduce_scatter_args_reduction};
+constexpr uint32_t k_te_fl_reduce_scatter_args_least = offsetof(te_fl_reduce_scatter_args, reduction) + sizeof(te_fl_reduce_scatter_args::reduction);
+
+const te_fl_arg_desc k_te_fl_all_to_all_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_RAW_FP8, offsetof(te_fl_all_to_all_args, input), 0, 0x1ffff, 0x1, 0, "input", "any", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_all_to_all_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_RAW_FP8 | TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_all_to_all_args, output), 0, 0x1ffff, 0x1, 0, "output", "any", nullptr, nullptr, "input", nullptr, 0.0, 0.0, 0.0, "as many elements as input, in any shape"};
+const te_fl_arg_desc k_te_fl_all_to_all_args_comm = {sizeof(te_fl_arg_desc), TE_FL_ARG_COMMUNICATOR, TE_FL_IN, 0, 0, offsetof(te_fl_all_to_all_args, comm), 0, 0x0, 0x0, 0, "comm", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_all_to_all_args[] = {&k_te_fl_all_to_all_args_input, &k_te_fl_all_to_all_args_output, &k_te_fl_all_to_all_args_comm};
+constexpr uint32_t k_te_fl_all_to_all_args_least = offsetof(te_fl_all_to_all_args, comm) + sizeof(te_fl_all_to_all_args::comm);
+
+const te_fl_arg_desc k_te_fl_all_to_all_v_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_RAW_FP8, offsetof(te_fl_all_to_all_v_args, input), 0, 0x1ffff, 0x1, 0, "input", "any", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_all_to_all_v_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_RAW_FP8 | TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_all_to_all_v_args, output), 0, 0x1ffff, 0x1, 0, "output", "any", nullptr, nullptr, "input", nullptr, 0.0, 0.0, 0.0, "[sum of output_rows, ...]"};
+const te_fl_arg_desc k_te_fl_all_to_all_v_args_comm = {sizeof(te_fl_arg_desc), TE_FL_ARG_COMMUNICATOR, TE_FL_IN, 0, 0, offsetof(te_fl_all_to_all_v_args, comm), 0, 0x0, 0x0, 0, "comm", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_all_to_all_v_args_input_rows = {sizeof(te_fl_arg_desc), TE_FL_ARG_I64_LIST, TE_FL_IN, 0, 0, offsetof(te_fl_all_to_all_v_args, input_rows), offsetof(te_fl_all_to_all_v_args, input_rows_count), 0x0, 0x0, 0, "input_rows", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 1099511627776.0, nullptr};
+const te_fl_arg_desc k_te_fl_all_to_all_v_args_output_rows = {sizeof(te_fl_arg_desc), TE_FL_ARG_I64_LIST, TE_FL_IN, 0, 0, offsetof(te_fl_all_to_all_v_args, output_rows), offsetof(te_fl_all_to_all_v_args, output_rows_count), 0x0, 0x0, 0, "output_rows", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 1099511627776.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_all_to_all_v_args[] = {&k_te_fl_all_to_all_v_args_input, &k_te_fl_all_to_all_v_args_output, &k_te_fl_all_to_all_v_args_comm, &k_te_fl_all_to_all_v_args_input_rows, &k_te_fl_all_to_all_v_args_output_rows};
+constexpr uint32_t k_te_fl_all_to_all_v_args_least = offsetof(te_fl_all_to_all_v_args, output_rows_count) + sizeof(te_fl_all_to_all_v_args::output_rows_count);
+
+const te_fl_arg_desc k_te_fl_broadcast_args_data = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_INOUT, 0, TE_FL_ARG_RAW_FP8, offsetof(te_fl_broadcast_args, data), 0, 0x1ffff, 0x1, 0, "data", "any", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_broadcast_args_comm = {sizeof(te_fl_arg_desc), TE_FL_ARG_COMMUNICATOR, TE_FL_IN, 0, 0, offsetof(te_fl_broadcast_args, comm), 0, 0x0, 0x0, 0, "comm", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_broadcast_args_root = {sizeof(te_fl_arg_desc), TE_FL_ARG_I32, TE_FL_IN, 0, 0, offsetof(te_fl_broadcast_args, root), 0, 0x0, 0x0, 0, "root", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 2147483647.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_broadcast_args[] = {&k_te_fl_broadcast_args_data, &k_te_fl_broadcast_args_comm, &k_te_fl_broadcast_args_root};
+constexpr uint32_t k_te_fl_broadcast_args_least = offsetof(te_fl_broadcast_args, root) + sizeof(te_fl_broadcast_args::root);
+
+const te_fl_arg_desc k_te_fl_send_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_RAW_FP8, offsetof(te_fl_send_args, input), 0, 0x1ffff, 0x1, 0, "input", "any", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_send_args_comm = {sizeof(te_fl_arg_desc), TE_FL_ARG_COMMUNICATOR, TE_FL_IN, 0, 0, offsetof(te_fl_send_args, comm), 0, 0x0, 0x0, 0, "comm", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_send_args_peer = {sizeof(te_fl_arg_desc), TE_FL_ARG_I32, TE_FL_IN, 0, 0, offsetof(te_fl_send_args, peer), 0, 0x0, 0x0, 0, "peer", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 2147483647.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_send_args[] = {&k_te_fl_send_args_input, &k_te_fl_send_args_comm, &k_te_fl_send_args_peer};
+constexpr uint32_t k_te_fl_send_args_least = offsetof(te_fl_send_args, peer) + sizeof(te_fl_send_args::peer);
+
+const te_fl_arg_desc k_te_fl_recv_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_RAW_FP8, offsetof(te_fl_recv_args, output), 0, 0x1ffff, 0x1, 0, "output", "any", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, "as many elements as the sender's input, in any shape"};
+const te_fl_arg_desc k_te_fl_recv_args_comm = {sizeof(te_fl_arg_desc), TE_FL_ARG_COMMUNICATOR, TE_FL_IN, 0, 0, offsetof(te_fl_recv_args, comm), 0, 0x0, 0x0, 0, "comm", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_recv_args_peer = {sizeof(te_fl_arg_desc), TE_FL_ARG_I32, TE_FL_IN, 0, 0, offsetof(te_fl_recv_args, peer), 0, 0x0, 0x0, 0, "peer", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 2147483647.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_recv_args[] = {&k_te_fl_recv_args_output, &k_te_fl_recv_args_comm, &k_te_fl_recv_args_peer};
+constexpr uint32_t k_te_fl_recv_args_least = offsetof(te_fl_recv_args, peer) + sizeof(te_fl_recv_args::peer);
+
+const te_fl_arg_desc k_te_fl_barrier_args_comm = {sizeof(te_fl_arg_desc), TE_FL_ARG_COMMUNICATOR, TE_FL_IN, 0, 0, offsetof(te_fl_barrier_args, comm), 0, 0x0, 0x0, 0, "comm", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_barrier_args[] = {&k_te_fl_barrier_args_comm};
+constexpr uint32_t k_te_fl_barrier_args_least = offsetof(te_fl_barrier_args, comm) + sizeof(te_fl_barrier_args::comm);
+
 const te_fl_op_schema k_gelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "gelu", "GELU activation.", "y = 0.5 x (1 + tanh(c (x + 0.044715 x^3))), c = sqrt(2/pi) = 0.7978845608", "docs/numerics.md, Activations", nullptr, "dgelu input", nullptr};
 const te_fl_op_schema k_qgelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "qgelu", "QGELU activation.", "y = x sigmoid(1.702 x)", "docs/numerics.md, Activations", nullptr, "dqgelu input", nullptr};
 const te_fl_op_schema k_relu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "relu", "RELU activation.", "y = max(x, 0)", "docs/numerics.md, Activations", nullptr, "drelu input", nullptr};
@@ -548,6 +605,15 @@ const te_fl_op_schema k_embedding_fwd = {sizeof(te_fl_op_schema), 0, sizeof(te_f
 const te_fl_op_schema k_embedding_bwd = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_embedding_bwd_args), k_te_fl_embedding_bwd_args_least, 4, 0, k_te_fl_embedding_bwd_args, "embedding_bwd", "Gradient of the table.", "grad_weight[v] = sum of grad_output[i] over indices[i] = v (+ previous if accumulate)", "docs/ops.md", nullptr, nullptr, nullptr};
 const te_fl_op_schema k_cross_entropy_fwd = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_cross_entropy_fwd_args), k_te_fl_cross_entropy_fwd_args_least, 6, 0, k_te_fl_cross_entropy_fwd_args, "cross_entropy_fwd", "Softmax cross-entropy of integer targets.", "loss = lse - (1 - eps) x_t - eps mean(x); lse = log sum exp(x); 0 where target is ignore_index", "Szegedy et al. 2016 (label smoothing)", nullptr, "cross_entropy_bwd logits targets lse", nullptr};
 const te_fl_op_schema k_cross_entropy_bwd = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_cross_entropy_bwd_args), k_te_fl_cross_entropy_bwd_args_least, 7, 0, k_te_fl_cross_entropy_bwd_args, "cross_entropy_bwd", "Gradient of cross-entropy.", "dx_j = g (exp(x_j - lse) - (1 - eps) [j = t] - eps / V); 0 where target is ignore_index", "Szegedy et al. 2016 (label smoothing)", nullptr, nullptr, nullptr};
+const te_fl_op_schema k_all_reduce = {sizeof(te_fl_op_schema), TE_FL_SCHEMA_COLLECTIVE, sizeof(te_fl_all_reduce_args), k_te_fl_all_reduce_args_least, 4, 0, k_te_fl_all_reduce_args, "all_reduce", "Reduces every element over all ranks, for all ranks.", "output = sum, maximum or mean over ranks r of input_r; a NaN of any rank is one of the maximum", "MPI 4.1, section 6.9.6 (MPI_Allreduce)", "reduction is avg excludes input is i32|i64", nullptr, nullptr};
+const te_fl_op_schema k_all_gather = {sizeof(te_fl_op_schema), TE_FL_SCHEMA_COLLECTIVE, sizeof(te_fl_all_gather_args), k_te_fl_all_gather_args_least, 3, 0, k_te_fl_all_gather_args, "all_gather", "Puts the tensors of all ranks one behind the other, for all ranks.", "output = [input_0; input_1; ...], rank after rank in memory", "MPI 4.1, section 6.7 (MPI_Allgather)", "output holds comm times input", nullptr, nullptr};
+const te_fl_op_schema k_reduce_scatter = {sizeof(te_fl_op_schema), TE_FL_SCHEMA_COLLECTIVE, sizeof(te_fl_reduce_scatter_args), k_te_fl_reduce_scatter_args_least, 4, 0, k_te_fl_reduce_scatter_args, "reduce_scatter", "Reduces every element over all ranks and gives each rank its part.", "output = part number rank of the sum, maximum or mean over ranks r of input_r", "MPI 4.1, section 6.10.1 (MPI_Reduce_scatter_block)", "input holds comm times output; reduction is avg excludes input is i32|i64", nullptr, nullptr};
+const te_fl_op_schema k_all_to_all = {sizeof(te_fl_op_schema), TE_FL_SCHEMA_COLLECTIVE, sizeof(te_fl_all_to_all_args), k_te_fl_all_to_all_args_least, 3, 0, k_te_fl_all_to_all_args, "all_to_all", "Gives every rank its part of every other's tensor.", "part r of output = part number rank of input_r, for as many equal parts as there are ranks", "MPI 4.1, section 6.8 (MPI_Alltoall)", "output holds input", nullptr, nullptr};
+const te_fl_op_schema k_all_to_all_v = {sizeof(te_fl_op_schema), TE_FL_SCHEMA_COLLECTIVE, sizeof(te_fl_all_to_all_v_args), k_te_fl_all_to_all_v_args_least, 5, 0, k_te_fl_all_to_all_v_args, "all_to_all_v", "Gives every rank its rows of every other's tensor, any number of them.", "output = the rows that ranks 0, 1, ... have for this one, one behind the other", "MPI 4.1, section 6.8 (MPI_Alltoallv)", nullptr, nullptr, nullptr};
+const te_fl_op_schema k_broadcast = {sizeof(te_fl_op_schema), TE_FL_SCHEMA_COLLECTIVE, sizeof(te_fl_broadcast_args), k_te_fl_broadcast_args_least, 3, 0, k_te_fl_broadcast_args, "broadcast", "Gives one rank's tensor to all.", "data = data of rank root", "MPI 4.1, section 6.4 (MPI_Bcast)", nullptr, nullptr, nullptr};
+const te_fl_op_schema k_send = {sizeof(te_fl_op_schema), TE_FL_SCHEMA_COLLECTIVE, sizeof(te_fl_send_args), k_te_fl_send_args_least, 3, 0, k_te_fl_send_args, "send", "Sends a tensor to one rank, which receives it by recv.", "output of the peer's recv = input", "MPI 4.1, section 3.2 (MPI_Send)", nullptr, nullptr, nullptr};
+const te_fl_op_schema k_recv = {sizeof(te_fl_op_schema), TE_FL_SCHEMA_COLLECTIVE, sizeof(te_fl_recv_args), k_te_fl_recv_args_least, 3, 0, k_te_fl_recv_args, "recv", "Receives the tensor that one rank sends.", "output = input of the peer's send", "MPI 4.1, section 3.2 (MPI_Recv)", nullptr, nullptr, nullptr};
+const te_fl_op_schema k_barrier = {sizeof(te_fl_op_schema), TE_FL_SCHEMA_COLLECTIVE, sizeof(te_fl_barrier_args), k_te_fl_barrier_args_least, 1, 0, k_te_fl_barrier_args, "barrier", "Goes on when all ranks have come, on the stream of the call.", "nothing is computed", "MPI 4.1, section 6.3 (MPI_Barrier)", nullptr, nullptr, nullptr};
 
 const te_fl_op_schema* const kSchemas[] = {
     &k_gelu,
@@ -623,10 +689,19 @@ const te_fl_op_schema* const kSchemas[] = {
     &k_embedding_bwd,
     &k_cross_entropy_fwd,
     &k_cross_entropy_bwd,
+    &k_all_reduce,
+    &k_all_gather,
+    &k_reduce_scatter,
+    &k_all_to_all,
+    &k_all_to_all_v,
+    &k_broadcast,
+    &k_send,
+    &k_recv,
+    &k_barrier,
 };
 
 const uint32_t kIds[] = {
-    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72,
+    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81,
 };
 
 const char* const kFamilies[] = {
@@ -703,14 +778,23 @@ const char* const kFamilies[] = {
     "tensor",
     "tensor",
     "tensor",
+    "collective",
+    "collective",
+    "collective",
+    "collective",
+    "collective",
+    "collective",
+    "collective",
+    "collective",
+    "collective",
 };
 
 }  // namespace
 
-std::span<const te_fl_op_schema* const> catalogue() { return {kSchemas, 73}; }
+std::span<const te_fl_op_schema* const> catalogue() { return {kSchemas, 82}; }
 
-std::span<const uint32_t> catalogue_ids() { return {kIds, 73}; }
+std::span<const uint32_t> catalogue_ids() { return {kIds, 82}; }
 
-std::span<const char* const> catalogue_families() { return {kFamilies, 73}; }
+std::span<const char* const> catalogue_families() { return {kFamilies, 82}; }
 
 }  // namespace te_fl::core

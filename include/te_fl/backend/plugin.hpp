@@ -8,6 +8,7 @@
 //     ~Acme();
 //     te_fl_status quiesce(const te_fl_error_sink* errors);  // if anything may still run (R15)
 //     void diagnose(const te_fl_finding_sink& findings);     // optional; may throw
+//     std::vector<const te_fl_comm_desc*> comms;             // optional: providers of collectives
 //   };
 //   constexpr te_fl_plugin_header kHeader =
 //       te_fl::backend::plugin_header<Acme>("acme", "acme", "1.0.0", kSettings);
@@ -120,6 +121,12 @@ constexpr te_fl_plugin_api plugin_api() {
     return failed != TE_FL_OK ? failed : status;
   };
   api.destroy = [](void* self) { delete static_cast<T*>(self); };
+  if constexpr (requires(T & instance) { instance.comms; }) {
+    api.comms = [](void* self, uint32_t* count, const te_fl_comm_desc* const** list,
+                   const te_fl_error_sink*) {
+      return hand_out(static_cast<const T*>(self)->comms, count, list);
+    };
+  }
   if constexpr (requires(T & instance, const te_fl_finding_sink& findings) {
                   instance.diagnose(findings);
                 }) {

@@ -33,6 +33,12 @@ typedef enum te_fl_mask_type {
   TE_FL_MASK_TYPE_ARBITRARY = 6
 } te_fl_mask_type;
 
+typedef enum te_fl_reduction {
+  TE_FL_REDUCTION_SUM = 0,
+  TE_FL_REDUCTION_MAX = 1,
+  TE_FL_REDUCTION_AVG = 2
+} te_fl_reduction;
+
 typedef enum te_fl_softmax_type {
   TE_FL_SOFTMAX_TYPE_VANILLA = 0,
   TE_FL_SOFTMAX_TYPE_OFF_BY_ONE = 1,

@@ -14,7 +14,7 @@ PyObject* g_told = nullptr;  // kept until the process ends, as the next
 PyObject* g_on_stream = nullptr;
 
 te_fl_status code_of(std::string_view name) {
-  for (int32_t code = TE_FL_INVALID_ARGUMENT; code <= TE_FL_INTERNAL; ++code) {
+  for (int32_t code = TE_FL_INVALID_ARGUMENT; code <= TE_FL_COMM_FAILED; ++code) {
     if (to_string(static_cast<StatusCode>(code)) == name) return code;
   }
   return TE_FL_INTERNAL;

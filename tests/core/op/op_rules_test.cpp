@@ -105,6 +105,21 @@ TEST(Rules, Excludes) {
   EXPECT_TRUE(has(both, "leave one of them out")) << both;
 }
 
+TEST(Rules, OneTensorHoldsWhatAnotherDoes) {
+  const auto with = [&](const Tensor& y) {
+    return outcome(
+        "x holds y", [&](RuledArgs& a) { a.y = y; }, f32({2}));
+  };
+  EXPECT_EQ(outcome("x holds y", [](RuledArgs&) {}), "") << "y is not given";
+  EXPECT_EQ(with(f32({2})), "");
+  EXPECT_TRUE(has(with(f32({3})), "'x' is f32[2] cpu, 'y' is f32[3] cpu, which breaks the rule"))
+      << with(f32({3}));
+  for (const char* wrong :
+       {"x holds flag", "x holds flag times y", "x holds y times y", "x holds"}) {
+    EXPECT_FALSE(ruled(wrong).compile().ok()) << wrong;
+  }
+}
+
 TEST(Rules, DtypesAndScalingModes) {
   const auto on = [](const char* rule, const Tensor& x) {
     return outcome(

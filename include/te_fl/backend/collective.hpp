@@ -1,0 +1,119 @@
+#pragma once
+
+// For providers of collectives (R29): what every one of them asks of a call beyond the
+// specification, and the parts that each rank gives and gets. Header-only.
+//
+//   desc.supports = te_fl::backend::supports_thunk<te_fl_all_gather_args,
+//                                                  te_fl::backend::check_collective<te_fl_all_gather_args>>;
+
+#include <cstdint>
+#include <string>
+#include <type_traits>
+
+#include "te_fl/backend.hpp"
+#include "te_fl/ops/collective.h"
+#include "te_fl/plugin.h"
+
+namespace te_fl::backend {
+
+// What the provider's create() or split() gave for a communicator.
+template <class T>
+T& communicator(const te_fl_communicator* comm) noexcept {
+  return *static_cast<T*>(comm->self);
+}
+
+// The bytes of a tensor's elements; types of less than a byte fill whole ones.
+inline int64_t bytes_of(const te_fl_tensor& t) noexcept {
+  return (numel(t) * t.dl.dtype.bits + 7) / 8;
+}
+
+namespace detail {
+
+inline void need_compact(const char* name, const te_fl_tensor& t) {
+  if (is_contiguous(t)) return;
+  invalid(
+      std::string("argument '") + name +
+      "' is not compact, and a collective takes memory as it lies; copy it first (strided_copy)");
+}
+
+inline void need_rank(const char* name, int32_t rank, const te_fl_communicator& comm) {
+  if (rank < comm.size) return;
+  invalid(std::string("argument '") + name + "' is rank " + std::to_string(rank) +
+          " of a communicator of " + std::to_string(comm.size) + ", must be less");
+}
+
+inline void need_peer(int32_t peer, const te_fl_communicator& comm) {
+  need_rank("peer", peer, comm);
+  if (peer == comm.rank) {
+    invalid("argument 'peer' is " + std::to_string(peer) +
+            ", this very rank, which sends itself nothing; copy the tensor");
+  }
+}
+
+inline void need_apart(const te_fl_tensor& input, const te_fl_tensor& output) {
+  const auto* a = data<const char>(input);
+  const auto* b = data<const char>(output);
+  if (a + bytes_of(input) <= b || b + bytes_of(output) <= a || bytes_of(input) == 0) return;
+  invalid("argument 'output' shares memory with 'input', and this collective is not done in place");
+}
+
+inline void need_rows(const char* name, const char* tensor, const int64_t* rows, int64_t count,
+                      const te_fl_tensor& t, const te_fl_communicator& comm) {
+  const std::string which = std::string("argument '") + name + "' ";
+  if (count != comm.size) {
+    invalid(which + "is a list of " + std::to_string(count) +
+            ", must have one number for each of " + std::to_string(comm.size) + " ranks");
+  }
+  int64_t sum = 0;
+  for (int64_t r = 0; r < count; ++r) sum += rows[r];
+  const int64_t extent = t.dl.ndim == 0 ? 1 : t.dl.shape[0];
+  if (sum != extent) {
+    invalid(which + "sums to " + std::to_string(sum) + ", must be the first extent of '" + tensor +
+            "', which is " + std::to_string(extent));
+  }
+}
+
+inline int64_t row_elements(const te_fl_tensor& t) noexcept {
+  int64_t n = 1;
+  for (int i = 1; i < t.dl.ndim; ++i) n *= t.dl.shape[i];
+  return n;
+}
+
+}  // namespace detail
+
+// Throws INVALID_ARGUMENT (clean) for a mistake that the specification cannot say. Looks at
+// metadata only.
+template <class Args>
+void check_collective(const te_fl_context&, const Args& a) {
+  if constexpr (requires { a.input; }) detail::need_compact("input", *a.input);
+  if constexpr (requires { a.output; }) detail::need_compact("output", *a.output);
+  if constexpr (requires { a.data; }) detail::need_compact("data", *a.data);
+  if constexpr (requires { a.root; }) detail::need_rank("root", a.root, *a.comm);
+  if constexpr (requires { a.peer; }) detail::need_peer(a.peer, *a.comm);
+  if constexpr (std::is_same_v<Args, te_fl_all_to_all_args>) {
+    detail::need_apart(*a.input, *a.output);
+    if (numel(*a.input) % a.comm->size != 0) {
+      invalid("argument 'input' has " + std::to_string(numel(*a.input)) +
+              " elements, which do not divide into " + std::to_string(a.comm->size) +
+              " equal parts; pad it, or use all_to_all_v");
+    }
+  }
+  if constexpr (std::is_same_v<Args, te_fl_all_to_all_v_args>) {
+    detail::need_apart(*a.input, *a.output);
+    detail::need_rows("input_rows", "input", a.input_rows, a.input_rows_count, *a.input, *a.comm);
+    detail::need_rows("output_rows", "output", a.output_rows, a.output_rows_count, *a.output,
+                      *a.comm);
+    const int64_t row = detail::row_elements(*a.input);
+    if (row != detail::row_elements(*a.output)) {
+      invalid("argument 'output' has rows of " + std::to_string(detail::row_elements(*a.output)) +
+              " elements, those of 'input' have " + std::to_string(row));
+    }
+  }
+}
+
+// Bytes of one row of all_to_all_v.
+inline int64_t row_bytes(const te_fl_tensor& t) noexcept {
+  return detail::row_elements(t) * t.dl.dtype.bits / 8;
+}
+
+}  // namespace te_fl::backend
