@@ -16,6 +16,8 @@
 #include "plugins/on_demand.hpp"
 #include "plugins/records.hpp"
 #include "plugins/split_list.hpp"
+#include "policy/vendors.hpp"
+#include "registry/registry_impl.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
 
@@ -112,6 +114,18 @@ class Discovery {
       const Status declared = core::declare_settings(manifest.name, manifest.settings, false);
       if (!declared.ok()) log::warning(manifest.path + ": " + declared.message());
     }
+    learn_aliases();
+  }
+
+  // Plugins that are left out count as well: another one of the vendor may be loaded by its path.
+  void learn_aliases() {
+    bool learnt = false;
+    for (const Manifest& manifest : scan_.manifests) {
+      for (const std::string& alias : manifest.vendor_aliases) {
+        learnt = policy::add_vendor_alias(alias, manifest.vendor) || learnt;
+      }
+    }
+    if (learnt) registry::choose_again();
   }
 
   void load_module(const std::string& entry) {

@@ -93,8 +93,11 @@ Status check_file(Attempt& attempt) {
 
 // The dynamic loader stops at its first error and names only that; reading the files finds them
 // all, with who needs what and what to install.
-Status explain(const std::string& path, const std::string& loader_text) {
-  const PreflightReport report = preflight(path, TE_FL_PLUGIN_QUERY_SYMBOL);
+Status explain(const LoadRequest& request, const std::string& loader_text) {
+  std::span<const LibraryPackage> packages;
+  if (request.manifest != nullptr) packages = request.manifest->packages;
+  const PreflightReport report =
+      preflight(request.path, TE_FL_PLUGIN_QUERY_SYMBOL, SearchRules::of_process(), packages);
   if (report.ok()) return incompatible(loader_text);
   return incompatible(report.to_string() + "\n  the dynamic loader: " + loader_text);
 }
@@ -177,13 +180,12 @@ Status open_and_activate(Attempt& attempt) {
     return incompatible(regular.message());
   attempt.was_mapped = is_mapped(attempt.request.path);
   Result<std::shared_ptr<Library>> opened = Library::open(attempt.request.path);
-  if (!opened.ok()) return explain(attempt.request.path, opened.status().message());
+  if (!opened.ok()) return explain(attempt.request, opened.status().message());
   const std::shared_ptr<Library> library = std::move(*opened);
   const auto query =
       reinterpret_cast<te_fl_plugin_query_fn>(library->symbol(TE_FL_PLUGIN_QUERY_SYMBOL));
   if (query == nullptr) {
-    return explain(attempt.request.path,
-                   "it does not define " TE_FL_PLUGIN_QUERY_SYMBOL " (rule R1)");
+    return explain(attempt.request, "it does not define " TE_FL_PLUGIN_QUERY_SYMBOL " (rule R1)");
   }
   TE_FL_ASSIGN_OR_RETURN(const Header header, read_header(query));
   describe(header, attempt.info);

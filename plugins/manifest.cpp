@@ -4,49 +4,28 @@
 #include <array>
 #include <charconv>
 #include <filesystem>
-#include <nlohmann/json.hpp>
 #include <set>
 
 #include "plugins/byte_source.hpp"
 #include "plugins/file_trust.hpp"
+#include "plugins/manifest_values.hpp"
 #include "plugins/nearest.hpp"
 
 namespace te_fl::plugins {
 namespace {
 
-using Json = nlohmann::json;
-
 constexpr std::string_view kFormatVersion = "1.0";
-constexpr std::size_t kMaxNameLength = 64;
-constexpr std::size_t kMaxShown = 80;
-constexpr auto kKeys =
-    std::to_array<std::string_view>({"file_format_version", "name", "vendor", "library_path",
-                                     "arch", "abi", "probe", "load_for", "settings"});
+constexpr auto kKeys = std::to_array<std::string_view>(
+    {"file_format_version", "name", "vendor", "library_path", "arch", "abi", "probe", "load_for",
+     "settings", "vendor_aliases", "packages"});
 constexpr std::size_t kRequiredKeys = 6;  // the first six
 constexpr auto kSettingKeys =
     std::to_array<std::string_view>({"name", "type", "default", "choices", "doc"});
+constexpr auto kPackageKeys = std::to_array<std::string_view>({"soname", "apt", "note", "pypi"});
 constexpr auto kProbeKeys =
     std::to_array<std::string_view>({"pci_vendor", "device_node", "always"});
 constexpr auto kArchitectures = std::to_array<std::string_view>(
     {"x86_64", "aarch64", "riscv64", "ppc64le", "s390x", "loongarch64"});
-
-// Thrown inside this file only; parse_manifest turns it into a ManifestResult.
-struct Refusal {
-  std::string text;
-};
-
-std::string in_quotes(std::string_view text) {
-  const bool cut = text.size() > kMaxShown;
-  // error_handler_t::replace: a cut may split a UTF-8 sequence.
-  return Json(text.substr(0, kMaxShown)).dump(-1, ' ', true, Json::error_handler_t::replace) +
-         (cut ? "..." : "");
-}
-
-std::string value_text(const Json& value) {
-  if (value.is_string()) return in_quotes(value.get_ref<const std::string&>());
-  std::string text = value.dump(-1, ' ', true, Json::error_handler_t::replace);
-  return text.size() > kMaxShown ? text.substr(0, kMaxShown) + "..." : text;
-}
 
 std::string position(std::string_view text, std::size_t byte) {
   byte = std::min(byte, text.size());
@@ -59,16 +38,6 @@ std::string position(std::string_view text, std::size_t byte) {
   return std::to_string(line) + ":" + std::to_string(column);
 }
 
-template <class Keys>
-[[noreturn]] void refuse_key(const std::string& key, const Keys& keys, const std::string& where) {
-  std::string text = "unknown key " + in_quotes(key) + where;
-  const std::string near = nearest_name(key, keys);
-  if (!near.empty()) throw Refusal{text + "; did you mean \"" + near + "\"?"};
-  text += "; the keys are";
-  for (const std::string_view k : keys) text += (k == keys.front() ? " " : ", ") + std::string(k);
-  throw Refusal{text};
-}
-
 // Rejects what the JSON library would accept silently: repeated keys and deep nesting. Called for
 // every parse event.
 class ParseGuard {
@@ -77,7 +46,7 @@ class ParseGuard {
     using Event = Json::parse_event_t;
     if (event == Event::object_start || event == Event::array_start) {
       if (depth >= kMaxManifestDepth) {
-        throw Refusal{"nested deeper than " + std::to_string(kMaxManifestDepth) + " levels"};
+        throw BadManifest{"nested deeper than " + std::to_string(kMaxManifestDepth) + " levels"};
       }
       if (event == Event::object_start) {
         keys_.resize(static_cast<std::size_t>(depth) + 1);
@@ -87,7 +56,7 @@ class ParseGuard {
       const auto& key = value.get_ref<const std::string&>();
       const auto level = static_cast<std::size_t>(depth) - 1;
       if (level < keys_.size() && !keys_[level].insert(key).second) {
-        throw Refusal{"key " + in_quotes(key) + " appears twice; leave one out"};
+        throw BadManifest{"key " + in_quotes(key) + " appears twice; leave one out"};
       }
     }
     return true;
@@ -96,43 +65,6 @@ class ParseGuard {
  private:
   std::vector<std::set<std::string>> keys_;
 };
-
-const std::string& string_value(const Json& object, std::string_view key, const std::string& rule) {
-  const Json& value = object.at(std::string(key));
-  if (!value.is_string()) {
-    throw Refusal{"\"" + std::string(key) + "\" is the " + value.type_name() + " " +
-                  value_text(value) + " and must be " + rule};
-  }
-  const auto& text = value.get_ref<const std::string&>();
-  const bool control = std::any_of(text.begin(), text.end(), [](char c) {
-    return static_cast<unsigned char>(c) < 0x20 || c == 0x7f;
-  });
-  if (text.empty() || control) {
-    throw Refusal{"\"" + std::string(key) + "\" is " +
-                  (text.empty() ? "empty" : in_quotes(text) + ", which holds control characters,") +
-                  " and must be " + rule};
-  }
-  return text;
-}
-
-[[noreturn]] void refuse_value(std::string_view key, const std::string& value,
-                               const std::string& rule) {
-  throw Refusal{"\"" + std::string(key) + "\" is " + in_quotes(value) + " and must be " + rule};
-}
-
-std::string identifier(const Json& object, std::string_view key) {
-  const std::string rule =
-      "a string of at most " + std::to_string(kMaxNameLength) +
-      " letters a-z, digits, '.', '_' and '-', beginning with a letter or digit";
-  const std::string& text = string_value(object, key, rule);
-  const auto plain = [](char c) { return (c >= 'a' && c <= 'z') || (c >= '0' && c <= '9'); };
-  const bool good = text.size() <= kMaxNameLength && plain(text[0]) &&
-                    std::all_of(text.begin(), text.end(), [&](char c) {
-                      return plain(c) || c == '.' || c == '_' || c == '-';
-                    });
-  if (!good) refuse_value(key, text, rule);
-  return text;
-}
 
 std::string library_path(const Json& object, const std::string& manifest_path) {
   const std::string& text =
@@ -185,8 +117,9 @@ std::uint16_t pci_vendor(const Json& probe) {
 Probe parse_probe(const Json& value) {
   const std::string rule = "an object with pci_vendor, device_node or always";
   if (!value.is_object() || value.empty()) {
-    throw Refusal{"\"probe\" is " + (value.is_object() ? "an empty object" : value_text(value)) +
-                  " and must be " + rule + "; leave it out for a plugin that always applies"};
+    throw BadManifest{"\"probe\" is " +
+                      (value.is_object() ? "an empty object" : value_text(value)) +
+                      " and must be " + rule + "; leave it out for a plugin that always applies"};
   }
   Probe out;
   for (const auto& [key, item] : value.items()) {
@@ -201,7 +134,8 @@ Probe parse_probe(const Json& value) {
       }
     } else if (key == "always") {
       if (item != true) {
-        throw Refusal{"\"always\" is " + value_text(item) + " and must be true, or be left out"};
+        throw BadManifest{"\"always\" is " + value_text(item) +
+                          " and must be true, or be left out"};
       }
       out.always = true;
     } else {
@@ -215,19 +149,19 @@ std::vector<Device> load_for(const Json& value) {
   const std::string rule =
       "a list of types of devices without their numbers, such as [\"opencl\"] or [\"ext:acme\"]";
   if (!value.is_array() || value.empty()) {
-    throw Refusal{"\"load_for\" is " + value_text(value) + " and must be " + rule};
+    throw BadManifest{"\"load_for\" is " + value_text(value) + " and must be " + rule};
   }
   std::vector<Device> out;
   for (const Json& item : value) {
     if (!item.is_string())
-      throw Refusal{"\"load_for\" has " + value_text(item) + " and must be " + rule};
+      throw BadManifest{"\"load_for\" has " + value_text(item) + " and must be " + rule};
     const auto& text = item.get_ref<const std::string&>();
     const Result<Device> device = parse_device(text);
     const bool numbered =
         std::count(text.begin(), text.end(), ':') != (text.starts_with("ext:") ? 1 : 0);
     if (!device.ok() || numbered || device->is_host()) {
-      throw Refusal{"\"load_for\" has " + in_quotes(text) + " and must be " + rule +
-                    (device.ok() ? "" : ": " + device.status().message())};
+      throw BadManifest{"\"load_for\" has " + in_quotes(text) + " and must be " + rule +
+                        (device.ok() ? "" : ": " + device.status().message())};
     }
     out.push_back(*device);
   }
@@ -236,7 +170,7 @@ std::vector<Device> load_for(const Json& value) {
 
 core::PluginSetting parse_setting(const Json& value, const std::string& plugin) {
   if (!value.is_object()) {
-    throw Refusal{"a setting is " + value_text(value) + " and must be an object {...}"};
+    throw BadManifest{"a setting is " + value_text(value) + " and must be an object {...}"};
   }
   for (const auto& item : value.items()) {
     if (std::find(kSettingKeys.begin(), kSettingKeys.end(), item.key()) == kSettingKeys.end()) {
@@ -246,7 +180,7 @@ core::PluginSetting parse_setting(const Json& value, const std::string& plugin) 
   const auto text = [&](std::string_view key, bool required) {
     const std::string name(key);
     if (!value.contains(name) && required) {
-      throw Refusal{"key \"" + name + "\" is missing in \"settings\""};
+      throw BadManifest{"key \"" + name + "\" is missing in \"settings\""};
     }
     if (!value.contains(name) || value.at(name) == "") return std::string();
     return string_value(value, key, "a string");
@@ -262,28 +196,77 @@ core::PluginSetting parse_setting(const Json& value, const std::string& plugin) 
   out.choices = text("choices", false);
   out.doc = text("doc", true);
   const Status status = core::check_declaration(plugin, out);
-  if (!status.ok()) throw Refusal{status.message()};
+  if (!status.ok()) throw BadManifest{status.message()};
   return out;
 }
 
 std::vector<core::PluginSetting> parse_settings(const Json& value, const std::string& plugin) {
   if (!value.is_array()) {
-    throw Refusal{"\"settings\" is " + value_text(value) + " and must be a list [...]"};
+    throw BadManifest{"\"settings\" is " + value_text(value) + " and must be a list [...]"};
   }
   std::vector<core::PluginSetting> out;
   for (const Json& item : value) {
     core::PluginSetting setting = parse_setting(item, plugin);
     for (const core::PluginSetting& other : out) {
-      if (other.name == setting.name) throw Refusal{"setting " + other.name + " appears twice"};
+      if (other.name == setting.name) throw BadManifest{"setting " + other.name + " appears twice"};
     }
     out.push_back(std::move(setting));
   }
   return out;
 }
 
+std::vector<std::string> vendor_aliases(const Json& value) {
+  const std::string rule = "a list of other names of the vendor, such as [\"acme-inc\"]";
+  if (!value.is_array() || value.empty()) {
+    throw BadManifest{"\"vendor_aliases\" is " + value_text(value) + " and must be " + rule};
+  }
+  std::vector<std::string> out;
+  for (const Json& item : value) out.push_back(identifier(item, "vendor_aliases"));
+  return out;
+}
+
+LibraryPackage parse_package(const Json& value) {
+  if (!value.is_object()) {
+    throw BadManifest{"a package is " + value_text(value) + " and must be an object {...}"};
+  }
+  for (const auto& item : value.items()) {
+    if (std::find(kPackageKeys.begin(), kPackageKeys.end(), item.key()) == kPackageKeys.end()) {
+      refuse_key(item.key(), kPackageKeys, " in \"packages\"");
+    }
+  }
+  const auto text = [&](const std::string& key) {
+    return value.contains(key) ? string_value(value, key, "a text that is not empty")
+                               : std::string();
+  };
+  const LibraryPackage out{text("soname"), text("apt"), text("note"), text("pypi")};
+  if (out.soname.empty()) throw BadManifest{"key \"soname\" is missing in \"packages\""};
+  if (out.apt.empty() && out.note.empty() && out.pypi.empty()) {
+    throw BadManifest{"the package of " + in_quotes(out.soname) +
+                      " has none of apt, note and pypi; give one, or leave the package out"};
+  }
+  return out;
+}
+
+std::vector<LibraryPackage> parse_packages(const Json& value) {
+  if (!value.is_array()) {
+    throw BadManifest{"\"packages\" is " + value_text(value) + " and must be a list [...]"};
+  }
+  std::vector<LibraryPackage> out;
+  for (const Json& item : value) {
+    LibraryPackage package = parse_package(item);
+    for (const LibraryPackage& other : out) {
+      if (other.soname == package.soname) {
+        throw BadManifest{"the package of " + in_quotes(other.soname) + " appears twice"};
+      }
+    }
+    out.push_back(std::move(package));
+  }
+  return out;
+}
+
 Manifest from_json(const Json& object, const std::string& path) {
   if (!object.is_object()) {
-    throw Refusal{"it is " + value_text(object) + " and must be an object {...}"};
+    throw BadManifest{"it is " + value_text(object) + " and must be an object {...}"};
   }
   // The version first: a newer format may have other keys.
   const std::string version_key(kKeys[0]);
@@ -293,7 +276,7 @@ Manifest from_json(const Json& object, const std::string& path) {
     if (version != kFormatVersion) refuse_value(version_key, version, rule);
   }
   if (object.contains("sha256")) {
-    throw Refusal{
+    throw BadManifest{
         "key \"sha256\" is not part of the format any more: leave it out; a library that others "
         "may "
         "write to is refused instead"};
@@ -305,19 +288,23 @@ Manifest from_json(const Json& object, const std::string& path) {
   }
   for (std::size_t i = 0; i < kRequiredKeys; ++i) {
     if (!object.contains(std::string(kKeys[i]))) {
-      throw Refusal{"key \"" + std::string(kKeys[i]) + "\" is missing"};
+      throw BadManifest{"key \"" + std::string(kKeys[i]) + "\" is missing"};
     }
   }
   Manifest out;
   out.path = path;
-  out.name = identifier(object, "name");
-  out.vendor = identifier(object, "vendor");
+  out.name = identifier(object.at("name"), "name");
+  out.vendor = identifier(object.at("vendor"), "vendor");
   out.library_path = library_path(object, path);
   out.arch = architecture(object);
   abi_version(object, out);
   if (object.contains("probe")) out.probe = parse_probe(object.at("probe"));
   if (object.contains("load_for")) out.load_for = load_for(object.at("load_for"));
   if (object.contains("settings")) out.settings = parse_settings(object.at("settings"), out.name);
+  if (object.contains("vendor_aliases")) {
+    out.vendor_aliases = vendor_aliases(object.at("vendor_aliases"));
+  }
+  if (object.contains("packages")) out.packages = parse_packages(object.at("packages"));
   return out;
 }
 
@@ -341,7 +328,7 @@ ManifestResult parse_manifest(std::string_view text, const std::string& path) {
     ManifestResult out;
     out.manifest = from_json(Json::parse(text, ParseGuard()), path);
     return out;
-  } catch (const Refusal& refusal) {
+  } catch (const BadManifest& refusal) {
     return refused(path + ": " + refusal.text);
   } catch (const Json::parse_error& error) {
     // The library counts bytes from 1 and points at the last one read.

@@ -16,6 +16,13 @@
 //       "default": "0",                      optional
 //       "choices": "",                       enum: words; int: "MIN MAX"; optional otherwise
 //       "doc": "1: says what it does."
+//     }],
+//     "vendor_aliases": ["acme-inc"],        optional; the vendor's other names in policies
+//     "packages": [{                         optional; what installs a library that it needs
+//       "soname": "libacmert.so.2",          or "libacmert.so", for every version
+//       "apt": "acme-runtime",               at least one of apt, note and pypi
+//       "note": "Acme's repository",
+//       "pypi": "acme-runtime"
 //     }]
 //   }
 //
@@ -31,6 +38,7 @@
 #include <vector>
 
 #include "core/base/plugin_settings.hpp"
+#include "plugins/soname_hints.hpp"
 #include "te_fl/device.hpp"
 
 namespace te_fl::plugins {
@@ -56,6 +64,8 @@ struct Manifest {
   Probe probe;
   std::vector<Device> load_for;  // types and providers, index 0; empty: loaded at once
   std::vector<core::PluginSetting> settings;
+  std::vector<std::string> vendor_aliases;
+  std::vector<LibraryPackage> packages;
 };
 
 struct ManifestResult {

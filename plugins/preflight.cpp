@@ -87,7 +87,9 @@ struct Node {
 
 class Preflight {
  public:
-  Preflight(const SearchRules& rules, PreflightReport& report) : rules_(rules), report_(report) {}
+  Preflight(const SearchRules& rules, std::span<const LibraryPackage> packages,
+            PreflightReport& report)
+      : rules_(rules), packages_(packages), report_(report) {}
 
   void run() {
     report_.elf = inspect_elf(report_.path);
@@ -201,7 +203,7 @@ class Preflight {
              ", which joined LD_LIBRARY_PATH after the program had started; the loader reads that "
              "variable only at start, so set it before";
     }
-    return soname_hint(name);
+    return soname_hint(name, packages_);
   }
 
   bool in_closure(const std::string& name) const { return node_named(name) != nullptr; }
@@ -311,6 +313,7 @@ class Preflight {
   };
 
   const SearchRules& rules_;
+  const std::span<const LibraryPackage> packages_;
   PreflightReport& report_;
   std::vector<Node> nodes_;
   std::map<std::string, std::size_t> missing_;
@@ -324,11 +327,11 @@ PreflightReport preflight(const std::string& path, const std::string& required_s
 }
 
 PreflightReport preflight(const std::string& path, const std::string& required_symbol,
-                          const SearchRules& rules) {
+                          const SearchRules& rules, std::span<const LibraryPackage> packages) {
   PreflightReport report;
   report.path = path;
   report.required_symbol = required_symbol;
-  Preflight(rules, report).run();
+  Preflight(rules, packages, report).run();
   return report;
 }
 

@@ -11,11 +11,13 @@
 #pragma once
 
 #include <cstddef>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "plugins/elf_inspect.hpp"
 #include "plugins/library_search.hpp"
+#include "plugins/soname_hints.hpp"
 
 namespace te_fl::plugins {
 
@@ -78,7 +80,8 @@ struct PreflightReport {
 // asks for none.
 PreflightReport preflight(const std::string& path, const std::string& required_symbol);
 // Same with other search rules, for tests and for examining a prefix that is not installed yet.
+// `packages`, of the plugin's manifest, say what installs a library that is missing.
 PreflightReport preflight(const std::string& path, const std::string& required_symbol,
-                          const SearchRules& rules);
+                          const SearchRules& rules, std::span<const LibraryPackage> packages = {});
 
 }  // namespace te_fl::plugins

@@ -1,9 +1,9 @@
 #include "policy/select.hpp"
 
 #include <algorithm>
-#include <cctype>
 
 #include "policy/text.hpp"
+#include "policy/vendors.hpp"
 #include "te_fl/dtype.hpp"
 
 namespace te_fl::policy {
@@ -189,20 +189,6 @@ std::string device_type_name(const Device& device) {
   std::string name = to_string(device.is_host() ? Device{} : device);
   if (const size_t colon = name.rfind(':'); colon != std::string::npos) name.resize(colon);
   return name;
-}
-
-bool same_vendor(std::string_view a, std::string_view b) {
-  const auto canonical = [](std::string_view v) {
-    return v == "cuda" ? std::string_view("nvidia") : v;
-  };
-  const auto equal = [](std::string_view x, std::string_view y) {
-    return x.size() == y.size() &&
-           std::equal(x.begin(), x.end(), y.begin(), [](unsigned char p, unsigned char q) {
-             return std::tolower(p) == std::tolower(q);
-           });
-  };
-  if (equal(a, b)) return true;
-  return equal(canonical(lower(a)), canonical(lower(b)));
 }
 
 Ranking decide(const PolicySettings& settings, const CallTraits& call,

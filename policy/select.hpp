@@ -11,8 +11,8 @@
 #include "te_fl/policy.hpp"
 
 // The deciding function: policy, call and implementations in, ordered candidates with reasons out.
-// Pure: it reads nothing else, so dispatch and `te-fl explain` cannot differ. Reasons are kept as
-// codes and put into words on demand, since dispatch seldom needs the words.
+// It reads nothing else but the aliases of vendors, so dispatch and `te-fl explain` cannot differ.
+// Reasons are kept as codes and put into words on demand, since dispatch seldom needs the words.
 namespace te_fl::policy {
 
 // An implementation as deciding sees it.
@@ -135,8 +135,6 @@ std::string describe_for(const PolicySettings& settings, std::string_view op);
 std::string missing_first_text(const CallTraits& call, const PolicySettings& settings);
 // "cpu", "cuda", "ext:acme": a device without its number.
 std::string device_type_name(const Device& device);
-// Case-insensitive; nvidia and cuda are one vendor.
-bool same_vendor(std::string_view a, std::string_view b);
 // Vendor names that the settings mention and `known` lacks.
 std::vector<std::string> unknown_vendors(const PolicySettings& settings,
                                          std::span<const std::string> known);

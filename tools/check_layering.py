@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Checks who includes whom, that no unit of the library includes itself by way of others, and that no op and no plugin's setting or
-file is known by name below nn. Prints every violation; exits 1 on any. docs/architecture.md has the rooms and what they hold.
+"""Checks who includes whom, that no unit of the library includes itself by way of others, and that no op, no plugin's setting or
+file, no vendor and no package is known by name below nn. Prints every violation; exits 1 on any. docs/architecture.md has the rooms and
+what they hold.
 
 A unit is a header and its source: the files of a room that share a name, and in nn's wings the public header of that name in the wing's
 folder below include/te_fl. The public headers of the other rooms stand before these as a whole, each a unit of its own."""
+import json
 import pathlib
 import re
 import subprocess
@@ -36,6 +38,17 @@ BACKENDS_SEE = {"abi", "core/base", "backends"}  # of the public headers
 OTHERS = {"backends", "frontends", "conformance", "python", "examples", "tools", "bench", "tests"}  # folders that no room includes
 NEUTRAL = {"core", "policy", "registry", "plugins", "dispatch", "comm"}  # rooms that may not know an op or a plugin by name
 DEVICE_HEADERS = {"cuda": re.compile(r"^(cuda|cublas|cudnn|nccl|nvToolsExt|nvtx)"), "opencl": re.compile(r"^(CL/|clblast)")}
+ORDINARY_WORDS = {"te-fl", "null"}  # these words of manifests mean something else as well
+# The words of manifests that a file's string literals may have, with the reason.
+ALLOWED_WORDS = {
+    "core/base/environment_table.cpp": {"cuda"},  # TE_FL_SKIP_CUDA is the one setting that names a plugin
+    "plugins/discovery.cpp": {"cuda"},  # discovery leaves out the plugin that TE_FL_SKIP_CUDA names
+    "core/device/device.cpp": {"cuda", "opencl"},  # these are DLPack's types of devices
+    "plugins/manifest.cpp": {"opencl"},  # a message has such a type as its example
+    "plugins/elf_inspect.cpp": {"nvidia", "amd"},  # an ELF file names its machine
+    "plugins/soname_hints.cpp": {"libstdc++6", "libasan.so", "libtsan.so"},  # the hints about compilers are about nobody's plugin
+}
+LITERAL = re.compile(r"//[^\n]*|/\*.*?\*/|'(?:[^'\\\n]|\\.)'|(\"(?:[^\"\\\n]|\\.)*\")", re.S)
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.M)
 
 
@@ -52,6 +65,26 @@ def op_names():
 
 def plugin_names():
     return sorted(p.name.split(".")[0] for p in ROOT.glob("backends/*/*.json.in"))
+
+
+def manifest_words(manifests):
+    """The vendors, their aliases, plugins' names, sonames and packages in the manifests, in lower case. A vendor is also who owns
+    something in a note ("AMD's")."""
+    words = set()
+    for manifest in manifests:
+        words |= {manifest[key] for key in ("name", "vendor") if key in manifest} | set(manifest.get("vendor_aliases", []))
+        for package in manifest.get("packages", []):
+            words.add(package["soname"].split(".so")[0] + ".so")
+            words |= set(re.findall(r"(\w+)'s\b", package.get("note", "")))
+            for text in package.get("apt", ""), package.get("pypi", ""):
+                names = re.findall(r"[a-z][\w.+-]*", text)  # one, or several among words that have neither digit nor dash
+                words |= {name for name in names if len(names) == 1 or re.search(r"[-\d]", name)}
+    return {word.lower() for word in words} - ORDINARY_WORDS
+
+
+def shipped_manifests():
+    paths = [*ROOT.glob("backends/*/*.json.in"), ROOT / "backends/packages.json"]
+    return [json.loads(path.read_text()) for path in sorted(paths)]
 
 
 def room_of(path):
@@ -140,7 +173,16 @@ def names_known(text, ops, plugins):
         yield f"knows a plugin's file by name: {match.group(0)}"
 
 
-def problems_of(path, text, ops, plugins):
+def words_known(path, text, words):
+    """The words of manifests that a neutral room's file has in its string literals. "cuda:0" is a device, and so none of them."""
+    pattern = re.compile(r"(?<![\w-])(?:" + "|".join(map(re.escape, sorted(words, key=len, reverse=True))) + r")(?![\w-]|:\d)", re.I)
+    for match in LITERAL.finditer(text):
+        for word in pattern.findall(match.group(1) or ""):
+            if word.lower() not in ALLOWED_WORDS.get(path, ()):
+                yield f"knows a vendor, plugin or package by name, which belongs in a manifest: {word} in {match.group(1)}"
+
+
+def problems_of(path, text, ops, plugins, words=frozenset()):
     folders = path.split("/")
     backend = folders[1] if folders[0] == "backends" else ""
     for kind, target in INCLUDE.findall(text):
@@ -154,15 +196,18 @@ def problems_of(path, text, ops, plugins):
     if folders[0] in NEUTRAL and "generated" not in folders:
         for what in names_known(text, ops, plugins):
             yield f"{path}: {what}"
+        for what in words_known(path, text, words) if words else ():
+            yield f"{path}: {what}"
 
 
 def main():
     ops, plugins = op_names(), plugin_names()
+    words = manifest_words(shipped_manifests())
     files = tracked()
     texts = {str(path): (ROOT / path).read_text(errors="replace") for path in files}
     problems = []
     for path, text in texts.items():
-        problems += problems_of(path, text, ops, plugins)
+        problems += problems_of(path, text, ops, plugins, words)
     problems += ["a ring of units: " + " includes ".join(ring + ring[:1]) for ring in rings(texts)]
     of_python, modules, _ = python_rooms.problems()
     problems += of_python

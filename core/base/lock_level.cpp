@@ -78,6 +78,8 @@ const char* name(LockLevel level) noexcept {
       return "trace";
     case LockLevel::kProviderNames:
       return "provider names";
+    case LockLevel::kVendorAliases:
+      return "vendor aliases";
     case LockLevel::kLog:
       return "log";
   }

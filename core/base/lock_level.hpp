@@ -40,6 +40,7 @@ enum class LockLevel : int {
   kVerification,     // the settings and counts of TE_FL_VERIFY
   kTrace,            // the recorded calls
   kProviderNames,    // the interned names of providers
+  kVendorAliases,    // the vendors' other names that manifests brought
   kLog,              // the log's sink
 };
 const char* name(LockLevel level) noexcept;

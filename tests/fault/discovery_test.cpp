@@ -152,6 +152,91 @@ TEST_F(DiscoveryTest, SkipCudaLeavesOutThePluginOfThatName) {
   EXPECT_HAS(run.line("cuda"), "|skipped|") << run.output;
 }
 
+// A plugin without a manifest is denied by the alias that a manifest of te-fl's own plugins has.
+TEST_F(DiscoveryTest, AVendorIsDeniedByItsAliasWhenThePluginIsLoadedByPath) {
+  std::map<std::string, std::string> variables = {{"TE_FL_PLUGIN_MODULES", fault_path("of_nvidia")},
+                                                  {"TE_FL_PLUGIN_PATH", kSetAndEmpty},
+                                                  {"TE_FL_PREFER", "vendor"}};
+  EXPECT_HAS(probe(variables).output, "relu|vendor.fault|0 2");
+  for (const char* name : {"cuda", "CUDA", "nvidia"}) {
+    variables["TE_FL_DENY_VENDORS"] = name;
+    const ProbeRun run = probe(variables);
+    EXPECT_HAS(run.line("of_nvidia"), "|active|") << run.output;
+    EXPECT_LACKS(run.output, "vendor.fault|0 2") << name;
+    EXPECT_EQ(run.log, "") << "the vendor is here, so nothing is warned about";
+  }
+}
+
+TEST_F(DiscoveryTest, AVendorIsDeniedByAnAliasInAManifest) {
+  const std::string aliases = ", \"vendor_aliases\": [\"faulty\", \"fault-inc\"]";
+  manifest("path", "good", fault_path("good"), aliases);
+  std::map<std::string, std::string> variables = {{"TE_FL_PREFER", "vendor"}};
+  EXPECT_HAS(probe(variables).output, "relu|vendor.fault|0 2");
+  variables["TE_FL_DENY_VENDORS"] = "Fault-Inc";
+  EXPECT_LACKS(probe(variables).output, "vendor.fault|0 2");
+  // The manifest's own plugin is left out, and another one of the vendor is loaded by its path.
+  manifest("path", "custom_op", fault_path("custom_op"),
+           aliases + ", \"probe\": {\"device_node\": \"/dev/fault0\"}");
+  fs::remove(folder_ / "path/good.json");
+  variables["TE_FL_PLUGIN_MODULES"] = fault_path("good");
+  const ProbeRun run = probe(variables);
+  EXPECT_HAS(run.line("custom_op"), "|skipped|") << run.output;
+  EXPECT_HAS(run.line("good"), "|active|") << run.output;
+  EXPECT_LACKS(run.output, "vendor.fault|0 2");
+  EXPECT_EQ(run.log, "");
+  variables["TE_FL_DENY_VENDORS"] = "faultless";
+  EXPECT_HAS(probe(variables).output, "relu|vendor.fault|0 2");
+}
+
+// Exit status of a process that has called an op before it looks for plugins.
+int deny_by_alias_before_and_after_discovery() {
+  te_fl_op_desc desc;
+  desc.op_name = "relu";
+  desc.impl_id = "vendor.own";
+  desc.kind = TE_FL_KIND_VENDOR;
+  desc.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_STATIC_SUPPORT;
+  desc.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
+  desc.run = [](void*, const te_fl_context*, const void*) { return te_fl_status{TE_FL_OK}; };
+  OpRegistry registry;
+  OpManager manager(registry);
+  PolicySettings settings;
+  settings.deny_vendors = {"faulty"};
+  const PolicyScope scope(settings);
+  te_fl_relu_args args;
+  const Tensor in = floats({-1, 2}), out = floats({9, 9});
+  args.input = in;
+  args.output = out;
+  if (!registry.register_op(desc, "test", "fault").ok()) return 1;
+  if (!manager.call(op::relu, &args).ok()) return 2;
+  (void)plugins::list();
+  const Status denied = manager.call(op::relu, &args);
+  return denied.ok() ? 3 : testing::contains(denied.message(), "is denied") ? 0 : 4;
+}
+
+TEST_F(DiscoveryTest, AnAliasCountsFromTheNextCallOn) {
+  manifest("path", "good", fault_path("good"), ", \"vendor_aliases\": [\"faulty\"]");
+  const pid_t child = fork();
+  if (child == 0) {
+    setenv("TE_FL_PLUGIN_PATH", (folder_ / "path").c_str(), 1);
+    _exit(deny_by_alias_before_and_after_discovery());
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+
+TEST_F(DiscoveryTest, AManifestsPackagesSayWhatToInstall) {
+  manifest("path", "missing_dependency", fault_path("missing_dependency"),
+           ", \"packages\": [{\"soname\": \"libfault_gone.so\", \"apt\": \"fault-gone\","
+           " \"note\": \"Fault's repository\"}]");
+  const ProbeRun run = probe();
+  EXPECT_HAS(run.line("missing_dependency"), "|failed|") << run.output;
+  EXPECT_HAS(run.output, "libfault_gone.so.7") << run.output;
+  EXPECT_HAS(run.output, "install the apt package fault-gone (Fault's repository)") << run.output;
+  EXPECT_LACKS(run.output, "apt-file search");
+}
+
 TEST_F(DiscoveryTest, BadManifestsAreListedWithTheirMistake) {
   folder_.write("path/broken.json", "{\"name\": \"broken\",");
   const std::string open = manifest("path", "open", fault_path("good"));

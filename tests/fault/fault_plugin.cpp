@@ -425,7 +425,7 @@ void fill_header() {
                                             : 0;
   h.features = is("unknown_feature") ? 4 : 0;
   h.name = is("bad_name") ? "Bad Name!" : is("null_name") ? nullptr : fault_name;
-  h.vendor = is("null_vendor") ? nullptr : "fault";
+  h.vendor = is("null_vendor") ? nullptr : is("of_nvidia") ? "nvidia" : "fault";
   h.version = "1.2.3";
   h.build_id = nullptr;
   h.api = is("null_api") ? nullptr : &api;

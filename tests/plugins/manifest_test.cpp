@@ -47,6 +47,9 @@ TEST(ManifestTest, ReadsEveryKey) {
                        {"default", "4"},
                        {"choices", "1 64"},
                        {"doc", "Tiles."}}};
+  text["vendor_aliases"] = {"acme-inc", "ac"};
+  text["packages"] = {{{"soname", "libacmert.so.2"}, {"apt", "acme-rt"}, {"note", "Acme's"}},
+                      {{"soname", "libacmeblas.so"}, {"pypi", "acme-blas"}}};
   const ManifestResult result = parse_manifest(text.dump(2), "/opt/te_fl/plugins.d/acme.json");
   ASSERT_OK(result);
   const Manifest& m = result.manifest;
@@ -66,9 +69,28 @@ TEST(ManifestTest, ReadsEveryKey) {
   EXPECT_EQ(m.settings,
             (std::vector<core::PluginSetting>{{"TE_FL_ACME_DEBUG", kBool, "", "", "Says more."},
                                               {"TE_FL_ACME_TILES", kInt, "4", "1 64", "Tiles."}}));
+  EXPECT_EQ(m.vendor_aliases, (std::vector<std::string>{"acme-inc", "ac"}));
+  ASSERT_EQ(m.packages.size(), 2u);
+  EXPECT_EQ(m.packages[0].soname + m.packages[0].apt + m.packages[0].note + m.packages[0].pypi,
+            "libacmert.so.2acme-rtAcme's");
+  EXPECT_EQ(m.packages[1].soname + m.packages[1].pypi, "libacmeblas.soacme-blas");
   EXPECT_EQ(
       parse_manifest(with("library_path", "/x/y.so").dump(), "/p/a.json").manifest.library_path,
       "/x/y.so");
+}
+
+TEST(ManifestTest, ChecksAliasesAndPackages) {
+  EXPECT_HAS(error_of(with("vendor_aliases", "acme-inc")), "a list of other names of the vendor");
+  EXPECT_HAS(error_of(with("vendor_aliases", {"Acme"})), "\"vendor_aliases\" is \"Acme\"");
+  EXPECT_HAS(error_of(with("vendor_aliases", {7})), "\"vendor_aliases\" is the number 7");
+  const json package = {{"soname", "libx.so"}, {"apt", "x"}};
+  EXPECT_HAS(error_of(with("packages", package)), "must be a list");
+  EXPECT_HAS(error_of(with("packages", {"libx.so"})), "must be an object");
+  EXPECT_HAS(error_of(with("packages", json::array({package, package}))), "appears twice");
+  EXPECT_HAS(error_of(with("packages", json::array({{{"apt", "x"}}}))), "\"soname\" is missing");
+  EXPECT_HAS(error_of(with("packages", json::array({{{"soname", "libx.so"}}}))), "has none of apt");
+  EXPECT_HAS(error_of(with("packages", json::array({{{"soname", "libx.so"}, {"atp", "x"}}}))),
+             "did you mean \"apt\"?");
 }
 
 TEST(ManifestTest, NamesTheNearestKey) {

@@ -318,5 +318,23 @@ TEST(Hints, KnowTheUsualLibraries) {
   EXPECT_HAS(symbol_hint("__asan_init"), "libasan");
 }
 
+TEST(Hints, AManifestsPackagesComeFirst) {
+  const std::vector<LibraryPackage> packages = {{"libchiprt.so", "chip-rt", "Chip's", ""},
+                                                {"libchiprt.so.4", "", "Chip's", "chip-rt4"},
+                                                {"libchipblas.so.1", "cb", "", "chip-blas"},
+                                                {"libz.so.1", "", "it is Chip's own", ""}};
+  const auto hint = [&](std::string_view soname) { return soname_hint(soname, packages); };
+  const std::string folder =
+      ", whose lib folder must be in LD_LIBRARY_PATH before the program starts";
+  EXPECT_HAS(soname_hint("libchiprt.so.3"), "apt-file search");
+  EXPECT_EQ(hint("libchiprt.so.3"), "install the apt package chip-rt (Chip's)");
+  EXPECT_EQ(hint("libchiprt.so.4"), "install the PyPI package chip-rt4 (Chip's)" + folder);
+  EXPECT_EQ(hint("libchipblas.so.1"),
+            "install the apt package cb, or the PyPI package chip-blas" + folder);
+  EXPECT_HAS(hint("libchipblas.so.2"), "apt-file search");
+  EXPECT_EQ(hint("libz.so.1"), "it is Chip's own");
+  EXPECT_HAS(hint("libcuda.so.1"), "driver");
+}
+
 }  // namespace
 }  // namespace te_fl::plugins

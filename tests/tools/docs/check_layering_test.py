@@ -24,6 +24,32 @@ class Layering(unittest.TestCase):
     def taken(self, path, target):
         self.assertEqual(self.problems(path, f'#include "{target}"\n'), [])
 
+    def test_vendors_and_packages_belong_in_manifests(self):
+        manifests = [{"name": "chip", "vendor": "maker", "vendor_aliases": ["mk"],
+                      "packages": [{"soname": "libchiprt.so.2", "apt": "chip-rt or chiprt4 (both of one version)", "pypi": "makert"}]},
+                     {"packages": [{"soname": "libfab.so", "note": "it is part of Fab's toolkit"}]}]
+        words = check_layering.manifest_words(manifests)
+        self.assertEqual(words, {"chip", "maker", "mk", "libchiprt.so", "chip-rt", "chiprt4", "makert", "libfab.so", "fab"})
+
+        def found(path, text):
+            return list(check_layering.problems_of(path, text, ["gelu"], ["chip"], words))
+
+        for literal in "maker", "Maker", "mk", "of chip", "libchiprt.so.2", "install chip-rt", "install makert", "FAB's":
+            for room in "policy", "plugins", "registry", "dispatch", "core/base":
+                self.assertEqual(len(found(room + "/x.cpp", f'f("{literal}");\n')), 1, literal)
+        for text in "// maker\n", 'f(1 ? "makers" : "chip:0");\n', "/* mk */ f('\"');\n":
+            self.assertEqual(found("policy/x.cpp", text), [], text)
+        self.assertEqual(found("backends/chip/x.cpp", 'f("maker");\n'), [])
+
+    def test_the_words_of_the_shipped_manifests(self):
+        words = check_layering.manifest_words(check_layering.shipped_manifests())
+        self.assertLessEqual({"nvidia", "cuda", "opencl", "libcudnn.so", "libnccl2", "hipblas", "libascendcl.so", "huawei"}, words)
+        for path, allowed in check_layering.ALLOWED_WORDS.items():  # no exception outlives its reason
+            with open(os.path.join(ROOT, path)) as file:
+                found = "\n".join(check_layering.words_known("x", file.read(), words)).lower()
+            for word in allowed:
+                self.assertIn(f"manifest: {word} in", found, path)
+
     def test_rooms_include_what_is_below(self):
         self.taken("core/tensor/tensor.cpp", "core/device/allocations.hpp")
         self.taken("plugins/activate.cpp", "registry/registry_impl.hpp")

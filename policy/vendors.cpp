@@ -1,0 +1,69 @@
+#include "policy/vendors.hpp"
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "core/base/fork.hpp"
+#include "policy/text.hpp"
+
+namespace te_fl::policy {
+namespace {
+
+struct ShippedAlias {
+  std::string_view alias, vendor;
+};
+
+// The file is made from backends/*/*.json.in, so that a plugin that is loaded by its path, without
+// its manifest, is denied by its vendor's alias, too.
+constexpr ShippedAlias kShipped[] = {
+#include "shipped/vendor_aliases.inc"
+};
+
+struct FoundAlias {
+  std::string alias, vendor;
+};
+
+constinit core::ForkMutex mutex(core::LockLevel::kVendorAliases);
+const core::ForkMutex::Registration registration(mutex);
+
+// The aliases that manifests brought. Its caller holds the mutex.
+std::vector<FoundAlias>& found() {
+  static auto* const list = new std::vector<FoundAlias>;  // never freed: read until the end
+  return *list;
+}
+
+// The vendors that a name in lower case stands for: the one of that name, and those that have it as
+// an alias.
+std::vector<std::string> vendors_of(const std::string& name) {
+  std::vector<std::string> vendors = {name};
+  for (const ShippedAlias& known : kShipped) {
+    if (known.alias == name) vendors.emplace_back(known.vendor);
+  }
+  const std::lock_guard lock(mutex);
+  for (const FoundAlias& known : found()) {
+    if (known.alias == name) vendors.push_back(known.vendor);
+  }
+  return vendors;
+}
+
+}  // namespace
+
+bool add_vendor_alias(std::string_view alias, std::string_view vendor) {
+  FoundAlias added{lower(alias), lower(vendor)};
+  const std::vector<std::string> known = vendors_of(added.alias);
+  if (std::find(known.begin(), known.end(), added.vendor) != known.end()) return false;
+  const std::lock_guard lock(mutex);
+  found().push_back(std::move(added));
+  return true;
+}
+
+bool same_vendor(std::string_view a, std::string_view b) {
+  const std::string x = lower(a), y = lower(b);
+  if (x == y) return true;
+  const std::vector<std::string> of_x = vendors_of(x), of_y = vendors_of(y);
+  return std::find_first_of(of_x.begin(), of_x.end(), of_y.begin(), of_y.end()) != of_x.end();
+}
+
+}  // namespace te_fl::policy

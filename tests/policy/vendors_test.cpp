@@ -1,0 +1,36 @@
+#include "policy/vendors.hpp"
+
+#include <gtest/gtest.h>
+
+namespace te_fl::policy {
+namespace {
+
+TEST(Vendors, ThoseOfShippedManifestsAreKnown) {
+  EXPECT_TRUE(same_vendor("CUDA", "Nvidia"));
+  EXPECT_FALSE(same_vendor("cuda", "amd"));
+  EXPECT_FALSE(same_vendor("cuda", ""));
+  EXPECT_FALSE(add_vendor_alias("Cuda", "NVIDIA")) << "it is known";
+}
+
+TEST(Vendors, AnswerToTheAliasesThatAreAdded) {
+  EXPECT_FALSE(same_vendor("Chips", "chipmaker"));
+  EXPECT_TRUE(add_vendor_alias("chips", "ChipMaker"));
+  EXPECT_TRUE(same_vendor("Chips", "chipmaker"));
+  EXPECT_TRUE(same_vendor("chipmaker", "CHIPS"));
+  EXPECT_FALSE(add_vendor_alias("CHIPS", "chipmaker")) << "it is known";
+  EXPECT_FALSE(add_vendor_alias("chipmaker", "ChipMaker")) << "it is the vendor's own name";
+}
+
+TEST(Vendors, AnAliasMayStandForSeveral) {
+  EXPECT_TRUE(add_vendor_alias("fab", "first"));
+  EXPECT_TRUE(add_vendor_alias("foundry", "first"));
+  EXPECT_TRUE(same_vendor("fab", "foundry"));
+  EXPECT_TRUE(add_vendor_alias("fab", "second"));
+  EXPECT_TRUE(same_vendor("fab", "first")) << "the alias is taken from nobody";
+  EXPECT_TRUE(same_vendor("second", "fab"));
+  EXPECT_FALSE(same_vendor("first", "second"));
+  EXPECT_FALSE(same_vendor("second", "foundry"));
+}
+
+}  // namespace
+}  // namespace te_fl::policy
