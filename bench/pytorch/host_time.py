@@ -22,7 +22,7 @@ import torch
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fl.pytorch.autograd import call
-from te_fl.pytorch.modules import base, fused_layer
+from te_fl.pytorch.modules import base, layers
 
 ROWS, WIDTH = 64, 768
 TORCH = "torch.nn.Linear BF16"
@@ -36,7 +36,7 @@ def nodes():
 
 
 def use(node):
-    base.run = fused_layer.run = node
+    layers.run = node
     base.plain = call.plain if node is call.run else call.python_plain
 
 

@@ -21,7 +21,7 @@ import te_fl.pytorch as te
 from te_fl import torch_node
 from te_fl.common.recipe import DelayedScaling
 from te_fl.pytorch.autograd import call
-from te_fl.pytorch.modules import base, fused_layer
+from te_fl.pytorch.modules import base, layers
 
 if call.run is call.python_run:
     raise unittest.SkipTest(f"the node is not built for this PyTorch: {torch_node.COMMAND}")
@@ -31,7 +31,7 @@ NATIVE = call.run
 
 def using(run):
     plain = call.plain if run is NATIVE else call.python_plain
-    stack = mock.patch.multiple(base, run=run, plain=plain), mock.patch.multiple(fused_layer, run=run)
+    stack = mock.patch.multiple(base, plain=plain), mock.patch.multiple(layers, run=run)
 
     class Both:
         def __enter__(self):
@@ -246,7 +246,7 @@ class LifeTest(unittest.TestCase):
                 x = input_of(device) * 1
                 gone = weakref.ref(x)
                 y = module(x)
-                about = module._call or object()
+                about = next(iter(module._layers.values())).last
                 before = sys.getrefcount(about)
                 use(y)
                 del x, y

@@ -13,7 +13,7 @@ import te_fl.pytorch as te
 from te_fl import BackendImplKind, OpImpl, OpRegistry
 from te_fl.pytorch.autograd import call
 from te_fl.pytorch.functions import softmax
-from te_fl.pytorch.modules import base
+from te_fl.pytorch.modules import layers
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -129,7 +129,7 @@ class Torch(unittest.TestCase):
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
             seen.clear()
             torch.use_deterministic_algorithms(forward, warn_only=warns)
-            with unittest.mock.patch.object(base, "run", run):
+            with unittest.mock.patch.object(layers, "run", run):
                 y = module(x)
             p = softmax.scaled_softmax_forward(y[None, None], 0.5)
             te_fl.ops.multi_tensor_scale(inputs=[torch.ones(3)], outputs=[torch.ones(3)], noop_flag=flag, scale=2.0)

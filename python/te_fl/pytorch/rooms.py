@@ -20,7 +20,7 @@ ROOMS = {
     "fp8": "availability codes extra_state float8_tensor global_state quantization scale_functions sharding shards weight_cache",
     "autograd": "call checkpoint delayed_wgrad offload once torch_checkpoint",
     "functions": "cross_entropy function rope softmax weights",
-    "modules": "attention base fused_layer linear mlp multihead_attention norm transformer",
+    "modules": "attention base fused_layer layer_in_parts layers linear mlp multihead_attention norm transformer transformer_call",
     "optimizers": "",  # its public name is the room's own
     "compile": "compiled compiled_scopes graph",
 }

@@ -53,7 +53,7 @@ class DelaysWgrad:
             raise FailedPrecondition(f"FAILED_PRECONDITION: {type(self).__name__}: backward_dw(): no backward has left gradients of weights; it "
                                      "is called once after each backward")
         main_grads = main_grads_of(parameters) if self.fuse_wgrad_accumulation else None
-        for p, grad in zip(parameters, _native.layer_backward_dw(layer, parameters, main_grads, _LIKE)):
+        for p, grad in zip(parameters, _native.layer_backward_dw(layer.native, parameters, main_grads, _LIKE)):
             if grad is None or not p.requires_grad:
                 continue
             if p.grad is None:

@@ -329,7 +329,8 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
 }
 
 // plain(module, key, x, first) -> the output of the module whose __dict__ and key in _layers these
-// are, as base._run() computes it; None: the call is not so plain that plain_forward() tells it.
+// are, as base._run() has it computed; None: the call is not so plain that plain_forward() tells
+// it.
 PyObject* plain(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   TORCH_CHECK_TYPE(fp8_thread != nullptr && count == 4 && PyDict_Check(args[0]),

@@ -1,5 +1,5 @@
-// A module's forward that is one call of its one layer, as base._run() finds it, found without the
-// interpreter's time for it: call.plain() (node.cpp).
+// A module's forward that is one call of its one layer, as NativeLayer.compute() makes it, found
+// without the interpreter's time for it: call.plain() (node.cpp).
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -23,8 +23,8 @@ inline PyObject* checkpoints_thread = nullptr;  // torch_checkpoint._reentrant
 
 // The attributes' names as Python looks them up.
 struct Names {
-  PyObject* call = PyUnicode_InternFromString("_call");
   PyObject* layers = PyUnicode_InternFromString("_layers");
+  PyObject* last = PyUnicode_InternFromString("last");
   PyObject* parameters = PyUnicode_InternFromString("_parameters");
   PyObject* read_names = PyUnicode_InternFromString("_read_names");
   PyObject* recipe = PyUnicode_InternFromString("_recipe");
@@ -130,11 +130,9 @@ inline std::vector<Ref> parameters_of(PyObject* module, PyObject* parameter_type
   return found;
 }
 
-// True if the module's last LayerCall serves this forward, too.
-inline bool fits(PyObject* call, PyObject* layer, PyObject* first, long activation,
-                 const Fp8& fp8) {
-  return PyTuple_Check(call) && PyTuple_GET_SIZE(call) == kFields && layer != nullptr &&
-         field(call, kLayer) == layer && field(call, kFirst) == first &&
+// True if the layer's last LayerCall serves this forward, too.
+inline bool fits(PyObject* call, PyObject* first, long activation, const Fp8& fp8) {
+  return PyTuple_Check(call) && PyTuple_GET_SIZE(call) == kFields && field(call, kFirst) == first &&
          field(call, kAttention) == Py_None && field(call, kAccumulates) == Py_False &&
          field(call, kDelays) == Py_False &&
          PyLong_AsLong(field(call, kActivation)) == activation &&
@@ -148,18 +146,17 @@ struct Plain {
 };
 
 // Returns the arguments for the module whose __dict__ and key in _layers these are, and an input x;
-// none if base._run() has more to look at. Notes the recipe, as quantization.notice() does.
+// none if NativeLayer.compute() has more to look at. Notes the recipe, as quantization.notice()
+// does.
 inline std::optional<Plain> plain_forward(PyObject* module, PyObject* key, PyObject* x,
                                           PyObject* first, PyObject* parameter_type) {
   PyObject* const layers = item(module, names().layers);
-  PyObject* const last = item(module, names().call);
-  if (last == nullptr || last == Py_None || layers == nullptr) return std::nullopt;
-  if (!is_plain(x, parameter_type)) return std::nullopt;
-  Py_INCREF(last);
-  Ref call(last);
+  PyObject* const layer = layers == nullptr ? nullptr : item(layers, key);
+  if (layer == nullptr || !is_plain(x, parameter_type)) return std::nullopt;
+  Ref call = attribute(layer, names().last);  // a NativeLayer's
   const Fp8 fp8 = fp8_of(module, first);
   const long activation = activation_of(THPVariable_Unpack(x));
-  if (!fp8.plain || !fits(last, item(layers, key), first, activation, fp8)) return std::nullopt;
+  if (!fp8.plain || !fits(call.get(), first, activation, fp8)) return std::nullopt;
   if (has_scopes(weights_thread) || has_scopes(checkpoints_thread)) return std::nullopt;
   if (at::SavedTensorDefaultHooks::get_hooks().has_value()) return std::nullopt;
   std::vector<Ref> parameters = parameters_of(module, parameter_type);

@@ -174,7 +174,7 @@ def _add(owners: list, forward: _Forward) -> None:
 
 def piece(module: Any) -> Optional[Piece]:
     """For a module whose forward begins: not None in a run of PyTorch's checkpoint that computes in FP8. It takes the place of
-    quantization.notice() and of te_fl.pytorch.autograd.call.run()."""
+    module._notice() and of te_fl.pytorch.autograd.call.run()."""
     if not _reentrant.scopes and _hooks(False) is None:
         return None
     scopes = quantization._state.scopes
@@ -191,6 +191,6 @@ def piece(module: Any) -> Optional[Piece]:
         return Piece(forward, True, keeps)
     if not scopes or not firsts:
         return None
-    forward = _Forward(module, _native.recompute_record(), quantization.notice(module))
+    forward = _Forward(module, _native.recompute_record(), module._notice())
     _add(firsts, forward)
     return Piece(forward, False, keeps)

@@ -24,6 +24,7 @@ from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.autograd import call
 from te_fl.pytorch.fp8 import quantization, weight_cache
 from te_fl.pytorch.modules.attention import sums_of_lengths
+from te_fl.pytorch.modules.layers import TracedLayer
 from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime import registry
 from te_fl.pytorch.runtime.dtypes import BY_CODE, DTYPE_CODES
@@ -123,7 +124,7 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, wh
         mode = weight_cache.number() if call.lasting(own) else call.UNCACHED
     microbatch = when if when is not None else quantization.reused_weights() if first < 0 else bool(first)
     # call.py asserts this order.
-    arguments = (layer, activation, mode, microbatch, tuple(inputs), tuple(own), _attention(names, others, lengths, extras) or None, random)
+    arguments = (layer.native, activation, mode, microbatch, tuple(inputs), tuple(own), _attention(names, others, lengths, extras) or None, random)
     if not (keeps and recomputes):
         output, token = _native.layer_forward(*arguments)
         if keeps and kind == "attention":
@@ -242,13 +243,9 @@ torch.library.register_autograd("te_fl::layer_forward", _gradient, setup_context
 torch.library.register_autograd("te_fl::layer_backward", _no_second_derivative, lib=_library)
 
 
-def forward(module: Any, layer: Tuple[str, tuple], width: int, activation: int, first: Any, inputs: Sequence[torch.Tensor],
-            extras: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], attention: Optional[dict],
-            random: Optional[torch.Tensor]) -> torch.Tensor:
-    """A module's forward in a graph. Dynamo traces this function.
-
-    layer: its kind and its key, words and then integers, by which module._in_graph() finds it.
-    """
+def forward(module: Any, layer: TracedLayer, activation: int, first: Any, inputs: Sequence[torch.Tensor], extras: Sequence[torch.Tensor],
+            parameters: Sequence[torch.Tensor], attention: Optional[dict], random: Optional[torch.Tensor]) -> torch.Tensor:
+    """TracedLayer.compute(). Dynamo traces this function."""
     trained = [p.requires_grad for p in parameters]
     keeps = torch.is_grad_enabled() and (any(trained) or any([t.requires_grad for t in (*inputs, *extras)]))
     when = first if isinstance(first, torch.Tensor) else None
@@ -261,9 +258,9 @@ def forward(module: Any, layer: Tuple[str, tuple], width: int, activation: int, 
         elif value is not None and not (extras and name == "bias"):
             names.append(name)
             others.append(value)
-    output, _, about = _forward_op(module._number, layer[0], [k for k in layer[1] if isinstance(k, str)],
-                                   [int(k) for k in layer[1] if not isinstance(k, str)], keeps, bool(recomputing), trained,
-                                   -1 if first is None or when is not None else int(first), when, activation, width, list(inputs),
+    output, _, about = _forward_op(module._number, layer.kind, [k for k in layer.key if isinstance(k, str)],
+                                   [int(k) for k in layer.key if not isinstance(k, str)], keeps, bool(recomputing), trained,
+                                   -1 if first is None or when is not None else int(first), when, activation, layer.width, list(inputs),
                                    list(extras), list(parameters), names, others, lengths, random, chain[-1] if chain else None)
     if chain:
         chain[-1] = about

@@ -14,6 +14,7 @@ from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.checkpoint import checkpoint
 from te_fl.pytorch.fp8 import extra_state
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
+from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import traced
@@ -220,7 +221,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             self._device = device
         return self._layer(device, key=(device, layout, mask, size, softcap, self.attention_dropout if drops else 0.0))
 
-    def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[Any, None]:
+    def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[NativeLayer, None]:
         layout, mask, softcap, left, right, drops = key
         return self._dropping(device, layout, mask, (left, right), float.fromhex(softcap), bool(drops)), None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -11,11 +11,12 @@ from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, attends, without_functions
 from te_fl.compat.variables import read_determinism
 from te_fl.pytorch.autograd import torch_checkpoint
-from te_fl.pytorch.autograd.call import LayerCall, plain, profiling, run, shown, use_torch_memory, watch
+from te_fl.pytorch.autograd.call import plain, use_torch_memory, watch
 from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.fp8 import extra_state, quantization, weight_cache
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes, rules_of
-from te_fl.pytorch.runtime import registry, traced
+from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
+from te_fl.pytorch.runtime import registry
 from te_fl.pytorch.runtime.device import check_devices, default_device, native_device
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import group_of_one, refuse
@@ -52,12 +53,11 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         super().__init__()
         read_determinism()
         self.name = name
-        self._layers: Dict[str, Any] = {}  # by kind
+        self._layers: Dict[Tuple[str, Any], NativeLayer] = {}  # by kind and key
         self._states = States()  # of all layers, and of the FusedLayer that this module is a part of
         self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the first of them
         self._recipe = None  # of the last forward in an autocast
         self._in_fp8 = False  # true if the last forward outside of a backward computed in FP8
-        self._call: Any = None
         self._fused_in: Any = None  # the FusedLayer that this module is a part of
         self._initialisers: Dict[str, Tuple[Callable, Optional[Callable]]] = {}
         self._number = registry.enter(self)
@@ -157,7 +157,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         """The options of the layer that _layer() names by kind and key."""
         return self._options()
 
-    def _layer_of(self, x: Any):
+    def _layer_of(self, x: Any) -> Union[NativeLayer, TracedLayer]:
         """The layer for this input; TypeError for what is no tensor."""
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{type(self).__name__}: the input is a {type(x).__name__}; it must be a torch.Tensor")
@@ -173,22 +173,23 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         except KeyError:
             return tuple([own[n] if n in own else getattr(self, n) for n in names])
 
-    def _layer(self, device: torch.device, kind: Optional[str] = None, key: Any = None):
+    def _layer(self, device: torch.device, kind: Optional[str] = None, key: Any = None) -> Union[NativeLayer, TracedLayer]:
         kind = kind or self._kind
         name = (kind, key)
         if torch.compiler.is_compiling():
             self._check_compiled()
-            return kind, () if key is None else key  # a graph names the layer, which te_fl.pytorch.compile.compiled looks up at each call
+            return TracedLayer(kind, () if key is None else key, self._width(kind))
         layer = self._layers.get(name)
         if layer is None:
             self._check_devices(device)  # a layer of another device than the parameters' would stay
             use_torch_memory(device)
             states = (("", self._states.native),) if self._owns_state(kind) else ()
-            layer = _native.layer(kind, {**self._options_of(kind, key), "device": native_device(device)}, states)
-            if self.delay_wgrad_compute and kind == self._kind:
-                _native.delay_layer_wgrad(layer)
+            native = _native.layer(kind, {**self._options_of(kind, key), "device": native_device(device)}, states)
+            delays = self.delay_wgrad_compute and kind == self._kind
+            if delays:
+                _native.delay_layer_wgrad(native)
             self._load_waiting()
-            self._layers[name] = layer  # last: an interrupt leaves a layer that is whole, or none
+            layer = self._layers[name] = NativeLayer(native, delays)  # last: an interrupt leaves a layer that is whole, or none
         return layer
 
     def _check_compiled(self) -> None:
@@ -207,9 +208,11 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     def _owns_state(self, kind: str) -> bool:
         return bool(self._sites) and kind == self._kind
 
-    def _run(self, layer, inputs: Tuple[torch.Tensor, ...], parameters: Tuple[torch.Tensor, ...], first=None, attention=None, random=None,
-             accumulates: bool = False, extras: Tuple[torch.Tensor, ...] = (), activation: int = -1) -> torch.Tensor:
-        """activation: the output's dtype outside of torch.autocast, an index in te_fl.tensors.DTYPES; -1: the input's."""
+    def _run(self, layer: Union[NativeLayer, TracedLayer], inputs: Tuple[torch.Tensor, ...], parameters: Tuple[torch.Tensor, ...], first=None,
+             attention=None, random=None, accumulates: bool = False, extras: Tuple[torch.Tensor, ...] = (), activation: int = -1) -> torch.Tensor:
+        """Checks the first input and has the layer compute the call.
+
+        activation: the output's dtype outside of torch.autocast, an index in te_fl.tensors.DTYPES; -1: the input's."""
         x = inputs[0]
         if x.dtype not in DTYPE_NAMES:
             raise refuse(type(self).__name__, "input", f"a tensor of {x.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
@@ -218,35 +221,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # x.device.type makes a new string at each look
         if torch.is_autocast_enabled(kind):
             activation = DTYPE_CODES[torch.get_autocast_dtype(kind)]
-        if type(layer) is tuple:
-            return traced.graph.forward(self, layer, self._width(layer[0]), activation, first, inputs, extras, parameters, attention, random)
-        piece = torch_checkpoint.piece(self)
-        updates = quantization.notice(self) if piece is None else piece.updates
-        compute = run if piece is None else piece.run
-        if profiling():
-            compute = shown(self, compute)
-        if self.delay_wgrad_compute and torch.is_grad_enabled():
-            self._check_hooks()
-        if first is None:
-            first = quantization.reused_weights()
-        if attention is not None:
-            call = LayerCall(layer, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delay_wgrad_compute)
-            try:
-                return compute(call, weight_cache.number(), *inputs, *extras, *parameters)
-            except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory
-                self._check_devices(x.device, inputs[1:])
-                raise
-        if not x.is_contiguous():
-            x = x.contiguous()
-        call = self._call  # that of the last forward, which the next one is mostly like
-        if (call is None or call.layer is not layer or call.first is not first or call.activation != activation
-                or call.updates != updates):
-            call = self._call = LayerCall(layer, 1, 0, activation, first, None, None, updates, accumulates, self.delay_wgrad_compute)
-        try:
-            return compute(call, weight_cache.number(), x, *parameters)
-        except RuntimeError:  # te-fl's errors are such, and PyTorch's of tensors without memory
-            self._check_devices(x.device)
-            raise
+        return layer.compute(self, inputs, extras, parameters, activation, first, attention, random, accumulates)
 
     def _forward(self, key: Tuple[str, None], inp: Any, first: Optional[bool], accumulates: bool) -> torch.Tensor:
         """The output of the module's own layer, of that key in _layers, for one input and the parameters of _own(): as _run() computes it, by
@@ -261,13 +236,13 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
                 return output
         return self._run(self._layer_of(inp), (inp,), self._own(), first, accumulates=accumulates)
 
-    # A graph asks this of the module whose number it has: see te_fl.pytorch.compile.compiled.
+    # A layer asks this of the module that it computes for (modules/layers.py), a graph of the one whose number it has (compile/compiled.py).
 
     def _width(self, kind: str) -> int:
         """The output's last extent; -1: the input's."""
         return -1
 
-    def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[Any, Optional[List[int]]]:
+    def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[NativeLayer, Optional[List[int]]]:
         """The layer of that name, and which of the parameters that the graph gives is each of the layer's; None: they are in its order."""
         return self._layer(device, kind), None
 
@@ -281,7 +256,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         if name in self._remade and "_layers" in self.__dict__:
             if self._fused_in is not None:
                 self._fused_in.forget()
-            self._layers, self._call = {}, None
+            self._layers = {}
 
     def _apply(self, fn, recurse: bool = True):
         if self._fused_in is not None:
@@ -295,7 +270,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     def _forget(self, state: List[Tuple[str, torch.Tensor]]) -> None:
         """Makes new layers when they are next needed, with this FP8 state."""
         _native.retire_fp8_states(self._states.native)
-        self._layers, self._call, self._states = {}, None, States()
+        self._layers, self._states = {}, States()
         device = next((p.device for p in self.parameters(recurse=False)), None)
         self._loaded = [(n, t if device is None or device.type == "meta" else t.to(device)) for n, t in state]
 
@@ -359,7 +334,7 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
     def __getstate__(self) -> dict:
         state = self.__dict__.copy()
         state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
-        state["_layers"], state["_fused_in"], state["_call"], state["_recipe"] = {}, None, None, without_functions(self._recipe)
+        state["_layers"], state["_fused_in"], state["_recipe"] = {}, None, without_functions(self._recipe)
         del state["_number"], state["_states"]
         return state
 

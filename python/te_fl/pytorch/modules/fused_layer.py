@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Tuple
+from typing import List, Sequence, Tuple, Union
 
 import torch
 
 from te_fl import _native
 from te_fl.pytorch.autograd import torch_checkpoint
-from te_fl.pytorch.autograd.call import LayerCall, profiling, run, shown, use_torch_memory
-from te_fl.pytorch.fp8 import quantization, weight_cache
+from te_fl.pytorch.autograd.call import use_torch_memory
+from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.modules.attention import DotProductAttention, score_cap
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule, native_device
+from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
 from te_fl.pytorch.modules.linear import LayerNormLinear, Linear
 from te_fl.pytorch.modules.mlp import LayerNormMLP
 from te_fl.pytorch.modules.multihead_attention import L2Normalization, MultiheadAttention
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
+from te_fl.pytorch.modules.transformer_call import TransformerCall
 from te_fl.pytorch.runtime import random as generator
-from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.device import check_devices
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 
@@ -32,12 +33,13 @@ def _find(module: torch.nn.Module, path: str) -> torch.nn.Module:
 
 
 class FusedLayer:
-    """The layers in C++ of one TransformerLayer, one for each mask, cap, window and dropout that it is called with. Their FP8 state is the
-    parts'."""
+    """The body of a TransformerLayer that is one call of te-fl's: the layers in C++, one for each mask, cap, window and dropout that it is
+    called with. Their FP8 state is the parts'."""
 
     def __init__(self, owner: torch.nn.Module):
         self._layers: dict = {}
         self._places: List[Tuple[torch.nn.Module, str, dict]] = []
+        self._core = owner.self_attention.core_attention  # found once: usable() sees to it that it is still the one
         self._tree = [(path, part) for path, part in owner.named_modules() if path]
         # The modules' own tables of children, which show that one was replaced or added.
         self._children = [(m._modules, dict(m._modules)) for m in (owner, owner.self_attention)]
@@ -45,7 +47,12 @@ class FusedLayer:
         for _, part in self._parts:
             part.__dict__["_fused_in"] = self
 
-    def usable(self, owner) -> bool:
+    def serves(self, call: TransformerCall) -> bool:
+        """True if the one call computes what `call` asks for, with the parts as they are now."""
+        return (not call.checkpoint_core_attention and call.thd_attention_policies is None
+                and not isinstance(call.rotary_pos_emb, (tuple, list)) and self.usable())
+
+    def usable(self) -> bool:
         """True if the one call stands for the parts: they are of their own classes, and without hooks, which would not run."""
         for children, known in self._children:
             if children != known:
@@ -69,25 +76,23 @@ class FusedLayer:
         return [known[id(module), name] for module, name, _ in self._places]
 
     def notice(self, owner) -> int:
+        """As base's _notice(), for the layer and its parts."""
         updates = quantization.notice(owner)
-        self._tell_parts(owner)
-        return updates
-
-    def _tell_parts(self, owner) -> None:
         if quantization._state.scopes:
             for _, part in self._parts:
                 part.__dict__["_recipe"] = owner._recipe
+        return updates
 
-    def layer(self, owner, device: torch.device, name: Tuple[str, str, int, int, bool]):
+    def layer(self, owner, device: torch.device, name: Tuple[str, str, int, int, bool]) -> NativeLayer:
         """The layer for a mask, the cap of scores in hexadecimal, the two bounds of a window, and whether it drops."""
         mask, softcap, *size, drops = name
-        hidden, inner = (owner.hidden_dropout, owner.self_attention.core_attention.attention_dropout) if drops else (0.0, 0.0)
+        core = self._core
+        hidden, inner = (owner.hidden_dropout, core.attention_dropout) if drops else (0.0, 0.0)
         key = (device, mask, softcap, *size, hidden, inner)
         layer = self._layers.get(key)
         if layer is None:
             attention, mlp = owner.self_attention, owner.layernorm_mlp
-            core = attention.core_attention
-            self._check_devices(device)
+            self.check_devices(device)
             use_torch_memory(device)
             options = {"hidden_size": attention.hidden_size, "ffn_hidden_size": mlp.ffn_hidden_size, "activation": mlp.activation,
                        "num_attention_heads": attention.num_attention_heads, "num_gqa_groups": attention.num_gqa_groups,
@@ -105,56 +110,44 @@ class FusedLayer:
                                qk_norm_before_rope=attention.qk_norm_before_rope)
             if core.softmax_scale is not None:
                 options["softmax_scale"] = float(core.softmax_scale)
-            layer = _native.layer("transformer_layer", options, tuple((path + ".", part._states.native) for path, part in self._parts if part._sites))
+            native = _native.layer("transformer_layer", options, tuple((path + ".", part._states.native) for path, part in self._parts if part._sites))
             for _, part in self._parts:
                 part._load_waiting()
-            names = [name for name, _ in _native.layer_parameters(layer)]
+            names = [name for name, _ in _native.layer_parameters(native)]
             modules = [(_find(owner, path), name) for path, _, name in (n.rpartition(".") for n in names)]
             self._places = [(module, name, module._parameters) for module, name in modules]
-            self._layers[key] = layer  # last: an interrupt leaves a layer that is whole, or none
+            layer = self._layers[key] = NativeLayer(native)  # last: an interrupt leaves a layer that is whole, or none
         return layer
 
-    def run(self, owner, x: torch.Tensor, mask: str, size, softcap, first, angles, attention_mask, bias_kind, bias, slopes, cu_seqlens,
-            cu_seqlens_padded, max_seqlen) -> torch.Tensor:
-        where = "TransformerLayer"
-        core = owner.self_attention.core_attention
-        cap = score_cap(where, softcap)
-        lengths = (cu_seqlens, cu_seqlens, cu_seqlens_padded, cu_seqlens_padded, max_seqlen, max_seqlen)
-        mask, size, inputs, extras = core._prepared(where, owner.attn_input_format, mask, size, None, cap, x, x, attention_mask, lengths, bias_kind,
-                                                    bias, slopes)
-        cap = cap.hex()  # a word, as a graph's names of layers are words and integers
+    def forward(self, owner: torch.nn.Module, call: TransformerCall) -> torch.Tensor:
+        """call: one that serves() has taken."""
+        where, x, core = "TransformerLayer", call.hidden_states, self._core
+        cap = score_cap(where, call.softcap)
+        lengths = (call.cu_seqlens_q, call.cu_seqlens_q, call.cu_seqlens_q_padded, call.cu_seqlens_q_padded, call.max_seqlen_q, call.max_seqlen_q)
+        mask, size, attention, extras = core._prepared(
+            where, owner.attn_input_format, call.self_attn_mask_type, call.window_size, None, cap, x, x, call.attention_mask, lengths,
+            call.core_attention_bias_type, call.core_attention_bias, call.alibi_slopes)
+        angles = call.rotary_pos_emb
         if angles is not None:
-            inputs["rotary_angles"] = angles if angles.dtype == torch.float32 else angles.float()
+            attention["rotary_angles"] = angles if angles.dtype == torch.float32 else angles.float()
+        # The cap is a word, as a graph's names of layers are words and integers.
+        name = (mask, cap.hex(), *size, owner.training or not (torch.is_grad_enabled() or torch_checkpoint.repeated()))
+        layer, parameters = self._layer_of(owner, x.device, name)
         drops = owner.training and (owner.hidden_dropout > 0 or core.attention_dropout > 0)
-        name = (mask, cap, *size, owner.training or not (torch.is_grad_enabled() or torch_checkpoint.repeated()))
+        random = generator.draw_for(owner, x.device) if drops else None
+        return layer.compute(owner, (x,), extras, parameters, -1, call.is_first_microbatch, attention or None, random, False)
+
+    def _layer_of(self, owner: torch.nn.Module, device: torch.device, name: tuple) -> Tuple[Union[NativeLayer, TracedLayer], Sequence[torch.Tensor]]:
+        """The layer of that name and the parameters that it is given."""
         if torch.compiler.is_compiling():
             for _, part in self._parts:
                 part._check_compiled()
-            random = generator.draw_for(owner, x.device) if drops else None
-            return traced.graph.forward(owner, ("transformer_layer", name), -1, -1, first, (x,), extras,
-                                    tuple(getattr(part, own) for part, own in self.parameters()), inputs, random)
-        layer = self.layer(owner, x.device, name)
-        random = generator.draw_for(owner, x.device) if drops else None
-        piece = torch_checkpoint.piece(owner)
-        if piece is None:
-            updates, compute = self.notice(owner), run
-        else:
-            self._tell_parts(owner)
-            updates, compute = piece.updates, piece.run
-        if first is None:
-            first = quantization.reused_weights()
+            return TracedLayer("transformer_layer", name), tuple(getattr(part, own) for part, own in self.parameters())
+        layer = self.layer(owner, device, name)
         # PyTorch's parametrisations make of a parameter an attribute of another kind.
-        parameters = [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
-        x = x if x.is_contiguous() else x.contiguous()
-        call = LayerCall(layer, 1, len(extras), -1, first, inputs or None, random, updates, False)
-        if profiling():
-            compute = shown(owner, compute)
-        try:
-            return compute(call, weight_cache.number(), x, *extras, *parameters)
-        except RuntimeError:
-            self._check_devices(x.device)
-            raise
+        return layer, [own[name] if name in own else getattr(module, name) for module, name, own in self._places]
 
-    def _check_devices(self, device: torch.device) -> None:
+    def check_devices(self, device: torch.device) -> None:
+        """Refuses an input on `device` where a part's parameter is on another."""
         for path, part in self._parts:
             check_devices("TransformerLayer", device, ((f"the parameter '{path}.{name}'", p) for name, p in part._parameters.items()))

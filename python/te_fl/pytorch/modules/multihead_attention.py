@@ -8,10 +8,11 @@ import torch
 
 from te_fl.pytorch.functions.rope import apply_rotary_pos_emb
 from te_fl.pytorch.modules.attention import DotProductAttention, checked_mask
+from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
 from te_fl.pytorch.modules.linear import LayerNormLinear, Linear
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.runtime import refuse as rules
-from te_fl.pytorch.runtime import registry, traced
+from te_fl.pytorch.runtime import registry
 from te_fl.pytorch.runtime.refuse import checks_keywords, only
 
 
@@ -43,12 +44,12 @@ class L2Normalization(torch.nn.Module):
         n = input.shape[-1]
         if torch.compiler.is_compiling():
             weight = torch.full((n,), n ** -0.5, device=input.device)
-            return traced.graph.forward(self, ("rmsnorm", (n,)), -1, -1, None, (input,), (), (weight,), None, None)
+            return TracedLayer("rmsnorm", (n,)).compute(self, (input,), (), (weight,), -1, None, None, None, False)
         return self._norm(n, input.device)(input)
 
     # A graph asks this of the module whose number it has: see te_fl.pytorch.compile.compiled.
 
-    def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[Any, None]:
+    def _in_graph(self, device: torch.device, kind: str, key: tuple) -> Tuple[NativeLayer, None]:
         return self._norm(key[0], device)._layer(device), None
 
     def _notice(self) -> int:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.modules.attention import checked_mask
 from te_fl.pytorch.modules.fused_layer import FusedLayer
+from te_fl.pytorch.modules.layer_in_parts import LayerInParts
+from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.modules.mlp import LayerNormMLP
 from te_fl.pytorch.modules.multihead_attention import MultiheadAttention
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
+from te_fl.pytorch.modules.transformer_call import TransformerCall
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import registry
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
@@ -35,15 +38,7 @@ class DropPath(torch.nn.Module):
         return hidden_state / keep * kept
 
 
-def _branch(output: Any, normed: bool, residual: Any) -> Tuple[torch.Tensor, Any]:
-    """A part's output and the residual it is added to. A part that replaces te-fl's may leave its bias to the layer, as
-    Transformer Engine's do."""
-    if not isinstance(output, tuple):
-        return output, residual
-    if normed:
-        *output, residual = output
-    branch, *bias = output
-    return (branch + bias[0] if bias and bias[0] is not None and bias[0].numel() > 0 else branch), residual
+_IN_PARTS = LayerInParts()
 
 
 class TransformerLayer(torch.nn.Module):
@@ -123,7 +118,7 @@ class TransformerLayer(torch.nn.Module):
             self.layernorm = norm(hidden_size, eps=layernorm_epsilon, params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma,
                                   device=device)
         usual = layer_type == "encoder" and drop_path_rate == 0.0 and not fuse_wgrad_accumulation
-        self._fused = FusedLayer(self) if usual else None
+        self._fused = FusedLayer(self) if usual else None  # the body of calls that it serves; the others' is _IN_PARTS
         self._recipe, self._in_fp8 = None, False  # see quantization.notice()
         self._number = registry.enter(self)
 
@@ -137,10 +132,10 @@ class TransformerLayer(torch.nn.Module):
         self._fused = FusedLayer(self) if state["_fused"] else None
         self._number = registry.enter(self)
 
-    # A graph asks this of the module whose number it has: see te_fl.pytorch.compile.compiled.
+    # A layer asks this of the module that it computes for (modules/layers.py), a graph of the one whose number it has (compile/compiled.py).
 
-    def _in_graph(self, device: torch.device, kind: str, key: Any) -> Tuple[Any, List[int]]:
-        if not self._fused.usable(self):
+    def _in_graph(self, device: torch.device, kind: str, key: Any) -> Tuple[NativeLayer, List[int]]:
+        if not self._fused.usable():
             raise FailedPrecondition("FAILED_PRECONDITION: TransformerLayer: one of its parts was replaced or given a hook after torch.compile had "
                                      "compiled it, which PyTorch does not notice; call torch._dynamo.reset() to have it compiled anew")
         layer = self._fused.layer(self, device, key)
@@ -148,6 +143,9 @@ class TransformerLayer(torch.nn.Module):
 
     def _notice(self) -> int:
         return self._fused.notice(self)
+
+    def _check_devices(self, device: torch.device, others: Sequence[torch.Tensor] = ()) -> None:
+        self._fused.check_devices(device)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         self.self_attention.set_tensor_parallel_group(tp_group)
@@ -178,59 +176,33 @@ class TransformerLayer(torch.nn.Module):
                 thd_attention_policies: Optional[List[Dict[str, Any]]] = None, thd_attention_policy_dispatch: str = "auto",
                 softcap: Optional[float] = None) -> torch.Tensor:
         """hidden_states in attn_input_format, heads and channels as one dimension -> the same shape. Arguments as MultiheadAttention's."""
-        mask = self_attn_mask_type or self.self_attn_mask_type
-        size = self.window_size if window_size is None else window_size
-        bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
-        softcap = self.softcap if softcap is None else softcap
-        if pad_between_seqs is False:  # the tokens of all sequences follow one another, whatever lengths with padding are given
-            cu_seqlens_q_padded = cu_seqlens_kv_padded = None
-        only("TransformerLayer", ("inference_params", inference_params, None, "te_fl.pytorch keeps no key-value cache"))
+        if inference_params is not None:
+            only("TransformerLayer", ("inference_params", inference_params, None, "te_fl.pytorch keeps no key-value cache"))
         if self.layer_type == "encoder" and encoder_output is not None:
             raise ValueError("TransformerLayer: encoder_output is for layer_type='decoder'")
-        if not isinstance(hidden_states, torch.Tensor) or hidden_states.is_meta:
-            found = "a tensor on meta" if isinstance(hidden_states, torch.Tensor) else f"a {type(hidden_states).__name__}"
-            raise TypeError(f"TransformerLayer: hidden_states is {found}; it must be a torch.Tensor with memory")
-        if torch.is_autocast_enabled(hidden_states.device.type):
-            hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
-        if hidden_states.dtype not in DTYPE_NAMES:
-            raise rules.refuse("TransformerLayer", "hidden_states", f"a tensor of {hidden_states.dtype}",
-                               "give torch.float32, torch.bfloat16 or torch.float16")
-        fused = self._fused
-        if fused is not None:
-            if (not checkpoint_core_attention and thd_attention_policies is None
-                    and not isinstance(rotary_pos_emb, (tuple, list)) and fused.usable(self)):
-                return fused.run(self, hidden_states, mask, size, softcap, is_first_microbatch, rotary_pos_emb, attention_mask, core_attention_bias_type,
-                                 core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q)
-        options = dict(is_first_microbatch=is_first_microbatch, checkpoint_core_attention=checkpoint_core_attention,
-                     rotary_pos_emb=rotary_pos_emb, core_attention_bias_type=core_attention_bias_type,
-                     core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes, cu_seqlens_q=cu_seqlens_q,
-                     cu_seqlens_q_padded=cu_seqlens_q_padded, max_seqlen_q=max_seqlen_q, fast_zero_fill=fast_zero_fill,
-                     pad_between_seqs=pad_between_seqs, thd_attention_policies=thd_attention_policies,
-                     thd_attention_policy_dispatch=thd_attention_policy_dispatch, softcap=softcap)
-        attended = self.self_attention(hidden_states, attention_mask=attention_mask, attn_mask_type=mask, window_size=size,
-                                       bottom_right_diagonal=bottom_right, cu_seqlens_kv=cu_seqlens_q,
-                                       cu_seqlens_kv_padded=cu_seqlens_q_padded, max_seqlen_kv=max_seqlen_q, **options)
-        post = self.apply_residual_connection_post_layernorm
-        if self.parallel_attention_mlp:
-            branch, _ = _branch(attended, False, None)
-            other, _ = _branch(self.layernorm_mlp(hidden_states, is_first_microbatch=is_first_microbatch), False, None)
-            return self._add(branch + other, hidden_states, self.drop_path)
-        attended, residual = _branch(attended, post and not self.output_layernorm, hidden_states)
-        hidden = self._add(attended, residual, self.drop_path)
-        if self.layer_type == "decoder":
-            attended = self.inter_attention(
-                hidden, attention_mask=enc_dec_attn_mask, attn_mask_type=enc_dec_attn_mask_type or self.enc_dec_attn_mask_type,
-                window_size=self.enc_dec_window_size if enc_dec_window_size is None else enc_dec_window_size,
-                bottom_right_diagonal=self.enc_dec_bottom_right_diagonal if enc_dec_bottom_right_diagonal is None
-                else enc_dec_bottom_right_diagonal, encoder_output=encoder_output, cu_seqlens_kv=cu_seqlens_kv,
-                cu_seqlens_kv_padded=cu_seqlens_kv_padded, max_seqlen_kv=max_seqlen_kv, **options)
-            attended, residual = _branch(attended, post, hidden)
-            hidden = self._add(attended, residual, None)
-        out = self.layernorm_mlp(hidden, is_first_microbatch=is_first_microbatch)
-        out, residual = _branch(out, post, hidden)
-        out = self._add(out, residual, self.drop_path)
-        return self.layernorm(out) if self.output_layernorm else out
+        if pad_between_seqs is False:  # the tokens of all sequences follow one another, whatever lengths with padding are given
+            cu_seqlens_q_padded = cu_seqlens_kv_padded = None
+        call = TransformerCall(
+            _checked(hidden_states), attention_mask, self_attn_mask_type or self.self_attn_mask_type,
+            self.window_size if window_size is None else window_size,
+            self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal, encoder_output, enc_dec_attn_mask,
+            enc_dec_attn_mask_type or self.enc_dec_attn_mask_type, self.enc_dec_window_size if enc_dec_window_size is None else enc_dec_window_size,
+            self.enc_dec_bottom_right_diagonal if enc_dec_bottom_right_diagonal is None else enc_dec_bottom_right_diagonal, is_first_microbatch,
+            checkpoint_core_attention, rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv,
+            cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, thd_attention_policies,
+            thd_attention_policy_dispatch, self.softcap if softcap is None else softcap)
+        body = self._fused if self._fused is not None and self._fused.serves(call) else _IN_PARTS
+        return body.forward(self, call)
 
-    def _add(self, branch: torch.Tensor, residual: torch.Tensor, drop_path: Optional[DropPath]) -> torch.Tensor:
-        branch = torch.nn.functional.dropout(branch, p=self.hidden_dropout, training=self.training)
-        return residual + (branch if drop_path is None else drop_path(branch))
+
+def _checked(hidden_states: Any) -> torch.Tensor:
+    """The input in the dtype that the layer computes in; an error for what is no tensor, or has no memory."""
+    if not isinstance(hidden_states, torch.Tensor) or hidden_states.is_meta:
+        found = "a tensor on meta" if isinstance(hidden_states, torch.Tensor) else f"a {type(hidden_states).__name__}"
+        raise TypeError(f"TransformerLayer: hidden_states is {found}; it must be a torch.Tensor with memory")
+    if torch.is_autocast_enabled(hidden_states.device.type):
+        hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
+    if hidden_states.dtype not in DTYPE_NAMES:
+        raise rules.refuse("TransformerLayer", "hidden_states", f"a tensor of {hidden_states.dtype}",
+                           "give torch.float32, torch.bfloat16 or torch.float16")
+    return hidden_states

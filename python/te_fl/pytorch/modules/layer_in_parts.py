@@ -1,0 +1,66 @@
+"""A Transformer layer as the calls of its parts, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any, Tuple
+
+import torch
+
+from te_fl.pytorch.modules.transformer_call import TransformerCall
+
+
+def _branch(output: Any, normed: bool, residual: Any) -> Tuple[torch.Tensor, Any]:
+    """A part's output and the residual it is added to. A part that replaces te-fl's may leave its bias to the layer, as
+    Transformer Engine's do."""
+    if not isinstance(output, tuple):
+        return output, residual
+    if normed:
+        *output, residual = output
+    branch, *bias = output
+    return (branch + bias[0] if bias and bias[0] is not None and bias[0].numel() > 0 else branch), residual
+
+
+def _add(owner: torch.nn.Module, branch: torch.Tensor, residual: torch.Tensor, drops_path: bool = True) -> torch.Tensor:
+    branch = torch.nn.functional.dropout(branch, p=owner.hidden_dropout, training=owner.training)
+    return residual + (owner.drop_path(branch) if drops_path and owner.drop_path is not None else branch)
+
+
+class LayerInParts:
+    """The body of a TransformerLayer that calls each of its parts, which may be anybody's. It keeps nothing: one object serves all layers."""
+
+    def forward(self, owner: torch.nn.Module, call: TransformerCall) -> torch.Tensor:
+        x, post = call.hidden_states, owner.apply_residual_connection_post_layernorm
+        attended = self._attend(owner, call)
+        if owner.parallel_attention_mlp:
+            branch, _ = _branch(attended, False, None)
+            other, _ = _branch(owner.layernorm_mlp(x, is_first_microbatch=call.is_first_microbatch), False, None)
+            return _add(owner, branch + other, x)
+        attended, residual = _branch(attended, post and not owner.output_layernorm, x)
+        hidden = _add(owner, attended, residual)
+        if owner.layer_type == "decoder":
+            attended, residual = _branch(self._attend_to_encoder(owner, call, hidden), post, hidden)
+            hidden = _add(owner, attended, residual, drops_path=False)
+        out, residual = _branch(owner.layernorm_mlp(hidden, is_first_microbatch=call.is_first_microbatch), post, hidden)
+        out = _add(owner, out, residual)
+        return owner.layernorm(out) if owner.output_layernorm else out
+
+    def _attend(self, owner: torch.nn.Module, call: TransformerCall) -> Any:
+        return owner.self_attention(call.hidden_states, attention_mask=call.attention_mask, attn_mask_type=call.self_attn_mask_type,
+                                    window_size=call.window_size, bottom_right_diagonal=call.bottom_right_diagonal,
+                                    cu_seqlens_kv=call.cu_seqlens_q, cu_seqlens_kv_padded=call.cu_seqlens_q_padded,
+                                    max_seqlen_kv=call.max_seqlen_q, **self._common(call))
+
+    def _attend_to_encoder(self, owner: torch.nn.Module, call: TransformerCall, hidden: torch.Tensor) -> Any:
+        return owner.inter_attention(hidden, attention_mask=call.enc_dec_attn_mask, attn_mask_type=call.enc_dec_attn_mask_type,
+                                     window_size=call.enc_dec_window_size, bottom_right_diagonal=call.enc_dec_bottom_right_diagonal,
+                                     encoder_output=call.encoder_output, cu_seqlens_kv=call.cu_seqlens_kv,
+                                     cu_seqlens_kv_padded=call.cu_seqlens_kv_padded, max_seqlen_kv=call.max_seqlen_kv, **self._common(call))
+
+    def _common(self, call: TransformerCall) -> dict:
+        """What both attentions of a decoder layer are told."""
+        return dict(is_first_microbatch=call.is_first_microbatch, checkpoint_core_attention=call.checkpoint_core_attention,
+                    rotary_pos_emb=call.rotary_pos_emb, core_attention_bias_type=call.core_attention_bias_type,
+                    core_attention_bias=call.core_attention_bias, alibi_slopes=call.alibi_slopes, cu_seqlens_q=call.cu_seqlens_q,
+                    cu_seqlens_q_padded=call.cu_seqlens_q_padded, max_seqlen_q=call.max_seqlen_q, fast_zero_fill=call.fast_zero_fill,
+                    pad_between_seqs=call.pad_between_seqs, thd_attention_policies=call.thd_attention_policies,
+                    thd_attention_policy_dispatch=call.thd_attention_policy_dispatch, softcap=call.softcap)
