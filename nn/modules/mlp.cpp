@@ -45,6 +45,8 @@ struct LayerNormMLP::Impl {
     return options.activation == Activation::kGelu &&
            (!use.mode.fp8 || use.mode.delayed() != nullptr);
   }
+  // fc1's input; see LayerNormMLP::forward().
+  Result<Tensor> normed(MlpRecord& record, const Tensor& x, Tensor* layernorm_output) const;
   // fc1 and the activation of its output, into `activated`.
   Status widen(MlpRecord& record, const Tensor& normed, const ForwardOptions& forward,
                const Tensor& activated);
@@ -54,6 +56,16 @@ struct LayerNormMLP::Impl {
   Result<detail::GemmUnit::Gradient> narrow_gradient(const MlpRecord& record, const Tensor& grad);
   Result<detail::GemmUnit::Gradient> pre_gradient(const MlpRecord& record, const Tensor& grad);
 };
+
+Result<Tensor> LayerNormMLP::Impl::normed(MlpRecord& record, const Tensor& x,
+                                          Tensor* layernorm_output) const {
+  if (norm) return detail::normed_input(*norm, *fc1, record.fc1, x, record.norm, layernorm_output);
+  if (layernorm_output != nullptr) {
+    return invalid_argument(
+        "LayerNormMLP: layernorm_output is wanted and normalizes is false; x itself is normalised");
+  }
+  return fc1->prepare_input(record.fc1, x);
+}
 
 Status LayerNormMLP::Impl::widen(MlpRecord& record, const Tensor& normed,
                                  const ForwardOptions& forward, const Tensor& activated) {
@@ -145,14 +157,16 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
       detail::check_size("LayerNormMLP", "ffn_hidden_size", options.ffn_hidden_size));
   std::unique_ptr<LayerNormMLP> module(new LayerNormMLP(options));
   Impl& impl = *module->impl_;
-  TE_FL_ASSIGN_OR_RETURN(
-      impl.norm, detail::NormCore::create(options.normalization,
-                                          {.hidden_size = options.hidden_size,
-                                           .epsilon = options.epsilon,
-                                           .zero_centered_gamma = options.zero_centered_gamma,
-                                           .param_dtype = options.param_dtype,
-                                           .activation_dtype = options.activation_dtype,
-                                           .device = options.device}));
+  if (options.normalizes) {
+    TE_FL_ASSIGN_OR_RETURN(
+        impl.norm, detail::NormCore::create(options.normalization,
+                                            {.hidden_size = options.hidden_size,
+                                             .epsilon = options.epsilon,
+                                             .zero_centered_gamma = options.zero_centered_gamma,
+                                             .param_dtype = options.param_dtype,
+                                             .activation_dtype = options.activation_dtype,
+                                             .device = options.device}));
+  }
   detail::GemmOptions gemm{.module = "LayerNormMLP",
                            .in = options.hidden_size,
                            .out = options.ffn_hidden_size * (is_gated(options.activation) ? 2 : 1),
@@ -176,8 +190,10 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
   }
   TE_FL_ASSIGN_OR_RETURN(impl.fc2, detail::make_gemm(gemm));
 
-  module->register_parameter("layer_norm_weight", impl.norm->weight());
-  if (impl.norm->bias()) module->register_parameter("layer_norm_bias", impl.norm->bias());
+  if (impl.norm) {
+    module->register_parameter("layer_norm_weight", impl.norm->weight());
+    if (impl.norm->bias()) module->register_parameter("layer_norm_bias", impl.norm->bias());
+  }
   module->register_parameter("fc1_weight", impl.fc1->weight());
   if (impl.fc1->bias()) module->register_parameter("fc1_bias", impl.fc1->bias());
   module->register_parameter("fc2_weight", impl.fc2->weight());
@@ -201,8 +217,7 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MlpRecord>(ctx, "LayerNormMLP"));
   TE_FL_ASSIGN_OR_RETURN(record->fc1, impl.fc1->begin(training));
   TE_FL_ASSIGN_OR_RETURN(record->fc2, impl.fc2->begin(training));
-  TE_FL_ASSIGN_OR_RETURN(Tensor normed, detail::normed_input(*impl.norm, *impl.fc1, record->fc1,
-                                                             flat, record->norm, layernorm_output));
+  TE_FL_ASSIGN_OR_RETURN(Tensor normed, impl.normed(*record, flat, layernorm_output));
   if (layernorm_output != nullptr) {
     TE_FL_ASSIGN_OR_RETURN(*layernorm_output, layernorm_output->view(x.shape()));
   }
@@ -225,7 +240,7 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, hidden, "LayerNormMLP"));
   TE_FL_RETURN_IF_ERROR(impl.fc2->check_unchanged(record.fc2));
   TE_FL_RETURN_IF_ERROR(impl.fc1->check_unchanged(record.fc1));
-  TE_FL_RETURN_IF_ERROR(impl.norm->check_unchanged(record.norm));
+  if (impl.norm) TE_FL_RETURN_IF_ERROR(impl.norm->check_unchanged(record.norm));
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(dy, hidden, "LayerNormMLP: dy"));
   TE_FL_ASSIGN_OR_RETURN(
       const Tensor residual,
@@ -243,6 +258,10 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   TE_FL_ASSIGN_OR_RETURN(Tensor d_normed, impl.fc1->dgrad(record.fc1, d_pre.tensor));
   TE_FL_RETURN_IF_ERROR(impl.fc1->wgrad(record.fc1, d_pre));
   if (past.defined()) TE_FL_RETURN_IF_ERROR(detail::add(d_normed, past, d_normed));
+  if (!impl.norm) {
+    if (residual.defined()) TE_FL_RETURN_IF_ERROR(detail::add(d_normed, residual, d_normed));
+    return d_normed.view(record.shape);
+  }
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, impl.norm->backward(d_normed, record.norm,
                                                         residual.defined() ? &residual : nullptr));
   return dx.view(record.shape);

@@ -1,7 +1,8 @@
-"""docs/pytorch.md's programs print what the page says, and examples/pytorch/quickstart.py learns."""
+"""docs/pytorch.md's programs print what the page says, and examples/pytorch's programs learn."""
 
 import contextlib
 import io
+import os
 import pathlib
 import re
 import subprocess
@@ -39,6 +40,20 @@ class Document(unittest.TestCase):
         losses = [float(n) for n in re.findall(r"loss ([0-9.]+)", run.stdout)]
         self.assertLess(losses[-1], 0.7 * losses[0], run.stdout)
         self.assertIn("ops served by default.cpu", run.stdout)
+
+    def test_the_example_of_several_ranks(self):
+        def losses(ranks, *arguments):
+            run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+                                  str(ROOT / "examples" / "pytorch" / "parallel_gpt.py"), "--device", "cpu", "--steps", "51", *arguments],
+                                 capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            self.assertEqual(run.returncode, 0, run.stderr)
+            self.assertIn("by torch.distributed:gloo", run.stdout)
+            return [float(n) for n in re.findall(r"loss ([0-9.]+)", run.stdout)]
+
+        alone, several = losses(1), losses(2, "--tp", "2")
+        self.assertLess(alone[-1], 0.7 * alone[0])
+        for a, b in zip(alone, several, strict=True):
+            self.assertAlmostEqual(a, b, delta=3e-4)
 
     def test_a_misspelt_recipe(self):
         run = subprocess.run([sys.executable, str(ROOT / "examples" / "pytorch" / "quickstart.py"), "--recipe", "delayd"],

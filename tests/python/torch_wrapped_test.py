@@ -385,7 +385,7 @@ class Errors(unittest.TestCase):
                 (lambda: te.Linear(32, 33, parameters_split=("a", "b")), ("parameters_split", "33")),
                 (lambda: te.Linear(32, 32, parameters_split={"a": 5}), ("parameters_split", "5", "32")),
                 (lambda: te.Linear(32, 32, params_dtype=torch.float64), ("params_dtype", "float64")),
-                (lambda: te.Linear(32, 32, tp_size=2), ("tp_size", "2")),
+                (lambda: te.Linear(32, 33, tp_size=2, parallel_mode="column"), ("out_features", "33", "tp_size")),
                 (lambda: te.LayerNormLinear(32, 32, normalization="BatchNorm"), ("normalization", "BatchNorm", "RMSNorm")),
                 (lambda: te.LayerNormMLP(32, 32, activation="gelu2"), ("activation", "gelu2", "swiglu")),
                 (lambda: te.LayerNormMLP(32, 32, activation="swiglu", activation_params={"limit": 3}), ("activation_params", "limit")),

@@ -62,6 +62,7 @@ void read(Fields& fields, nn::LayerNormMLPOptions& o) {
   fields("device", o.device);
   fields("return_bias", o.return_bias);
   fields("glu_linear_offset", o.glu_linear_offset);
+  fields("normalizes", o.normalizes);
 }
 
 template <class Fields>

@@ -64,20 +64,18 @@ SERVED = {
 # Arguments of served names that take one value only, each with another value, which is refused by an error that names the argument.
 PARTLY = {
     # By tools/modulegen.py, from nn/modules.yaml:
-    "te_fl.pytorch.attention.DotProductAttention": {"tp_group": "a group", "tp_size": 2, "cp_group": "a group", "return_max_logit": True},
+    "te_fl.pytorch.attention.DotProductAttention": {"cp_group": "a group", "return_max_logit": True},
     "te_fl.pytorch.attention.DotProductAttention.forward": {"fp8_output": True, "bf16_backward": True, "num_splits": 2,
         "score_mod": "a function", "score_mod_bprop": "a function", "score_mod_tensors": "tensors", "score_mod_bprop_tensors": "tensors",
         "inference_params": "a cache", "thd_attention_policies": "policies"},
-    "te_fl.pytorch.linear.LayerNormLinear": {"tp_group": "a group", "tp_size": 2, "symmetric_ar_type": "two_shot"},
+    "te_fl.pytorch.linear.LayerNormLinear": {"symmetric_ar_type": "two_shot"},
     "te_fl.pytorch.linear.LayerNormLinear.forward": {"fp8_output": True, "fp8_grad": True},
-    "te_fl.pytorch.linear.Linear": {"tp_group": "a group", "tp_size": 2, "symmetric_ar_type": "two_shot"},
+    "te_fl.pytorch.linear.Linear": {"symmetric_ar_type": "two_shot"},
     "te_fl.pytorch.linear.Linear.forward": {"fp8_output": True, "fp8_grad": True},
-    "te_fl.pytorch.mlp.LayerNormMLP": {"tp_group": "a group", "tp_size": 2, "symmetric_ar_type": "two_shot"},
-    "te_fl.pytorch.multihead_attention.MultiheadAttention": {"tp_group": "a group", "tp_size": 2},
+    "te_fl.pytorch.mlp.LayerNormMLP": {"symmetric_ar_type": "two_shot"},
     "te_fl.pytorch.multihead_attention.MultiheadAttention.forward": {"inference_params": "a cache"},
     "te_fl.pytorch.norm.LayerNorm": {"sm_margin": 4},
     "te_fl.pytorch.norm.RMSNorm": {"sm_margin": 4},
-    "te_fl.pytorch.transformer.TransformerLayer": {"tp_group": "a group", "tp_size": 2},
     "te_fl.pytorch.transformer.TransformerLayer.forward": {"inference_params": "a cache"},
     # By hand:
     "te_fl.jax.flax.DotProductAttention": {

@@ -34,6 +34,9 @@ struct LayerNormMLPOptions {
   // and columns of fc2.
   int64_t ffn_whole = 0;
   int64_t ffn_begin = 0;
+  // False: x is normalised already, as by a rank that sends its normalised rows to others first.
+  // There are no layer_norm parameters, and no layernorm_output.
+  bool normalizes = true;
 };
 
 // y = act(norm(x) W1^T + b1) W2^T + b2. x [..., hidden] -> [..., hidden]. Parameters:

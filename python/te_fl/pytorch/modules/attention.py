@@ -13,8 +13,10 @@ from te_fl.common.recipe import attends
 from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.checkpoint import checkpoint
 from te_fl.pytorch.fp8 import extra_state
+from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.modules.layers import NativeLayer
+from te_fl.pytorch.modules.parallel import divided
 from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import traced
@@ -160,8 +162,8 @@ class DotProductAttention(TransformerEngineBaseModule):
     num_attention_heads, num_gqa_groups: heads of q and of k and v. kv_channels: the head size, or a pair, of q and k and of v. qkv_format:
     'sbhd', 'bshd' or 'thd'. attn_mask_type, window_size, bottom_right_diagonal, softcap: also per call. softmax_type: 'vanilla',
     'off-by-one' or 'learnable'. layer_number and attention_type are taken for compatibility: the mask and the extents of a call say all
-    that te-fl needs. tp_group and cp_group have one rank; the other cp_ arguments and sequence_parallel say how several work together, and
-    have no effect.
+    that te-fl needs. The ranks of tp_group, or tp_size, divide heads and groups, and inputs have this rank's; with sequence_parallel
+    dropout draws outside of get_rng_state_tracker's stream. cp_group has one rank, and the other cp_ arguments no effect.
     """
 
     _kind = "attention"
@@ -190,6 +192,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.num_gqa_groups = int(num_attention_heads if num_gqa_groups is None else num_gqa_groups)
         if self.num_gqa_groups < 1 or self.num_attention_heads % self.num_gqa_groups != 0:
             raise ValueError(f"{where}: {num_attention_heads} attention heads do not divide into {num_gqa_groups} groups")
+        self._divide(tp_group, tp_size, False)
+        # Inputs have this rank's heads alone.
+        self.num_attention_heads_per_partition = divided(where, "num_attention_heads", self.num_attention_heads, self.tp_size)
+        self.num_gqa_groups_per_partition = divided(where, "num_gqa_groups", self.num_gqa_groups, self.tp_size)
         self.attention_dropout, self.qkv_format, self.attn_mask_type = float(attention_dropout), qkv_format, mask_type(where, attn_mask_type)
         self.softcap = score_cap(where, softcap)
         left, right = window(where, window_size, self.attn_mask_type)
@@ -197,9 +203,10 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.bottom_right_diagonal = bottom_right_diagonal
         self.attention_type, self.layer_number = attention_type, layer_number
         self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
-        self.get_rng_state_tracker = get_rng_state_tracker
+        # With sequence_parallel the program forks the tracker around the layer, whose ranks draw different numbers throughout.
+        self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         if softmax_type == "learnable":
-            self._add_parameter("softmax_offset", torch.empty(self.num_attention_heads, device=default_device()), torch.nn.init.zeros_)
+            self._add_parameter("softmax_offset", torch.empty(self.num_attention_heads_per_partition, device=default_device()), torch.nn.init.zeros_)
             self.reset_parameters()
 
     def set_context_parallel_group(self, cp_group: Any, cp_global_ranks: Optional[List[int]] = None, cp_stream: Optional[Any] = None,
@@ -227,8 +234,8 @@ class DotProductAttention(TransformerEngineBaseModule):
 
     def _options_of(self, kind: str, key: Any) -> dict:
         _, layout, mask, size, softcap, dropout = key
-        chosen = {"num_attention_heads": self.num_attention_heads, "head_dim": self.kv_channels, "value_head_dim": self.value_channels,
-                  "num_gqa_groups": self.num_gqa_groups, "layout": layout, "mask_type": mask, "window_left": size[0], "window_right": size[1],
+        chosen = {"num_attention_heads": self.num_attention_heads_per_partition, "head_dim": self.kv_channels, "value_head_dim": self.value_channels,
+                  "num_gqa_groups": self.num_gqa_groups_per_partition, "layout": layout, "mask_type": mask, "window_left": size[0], "window_right": size[1],
                   "softmax_type": self.softmax_type, "attention_dropout": dropout, "softcap": softcap}
         return chosen if self.softmax_scale is None else {**chosen, "softmax_scale": float(self.softmax_scale)}
 
@@ -356,7 +363,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             inputs, mask, size = {"attn_mask": hidden}, "arbitrary", (-1, -1)
         extras = self._biased(where, bias_kind, bias, slopes, cap, inputs)
         if bias_kind == "alibi":
-            chosen = _slopes(self.num_attention_heads, q.device) if slopes is None else slopes
+            chosen = self._own_slopes(q.device) if slopes is None else slopes
             # The layer's addend is slope * distance from the bottom right, not made absolute. Under a causal mask no key is ahead, and another
             # diagonal adds one number to each row, which a sink alone can tell.
             if causal and (bottom_right or level or self.softmax_type == "vanilla"):
@@ -365,8 +372,16 @@ class DotProductAttention(TransformerEngineBaseModule):
                 raise refuse(where, "core_attention_bias_type", bias_kind, f"with qkv_format='thd', mask {own!r} and softmax_type "
                              f"{self.softmax_type!r} te-fl has no such addend; take a padded format, or a causal mask and the vanilla softmax")
             else:
-                inputs["bias"] = -behind(bottom_right).abs() * chosen.float().view(-1, self.num_attention_heads, 1, 1)
+                inputs["bias"] = -behind(bottom_right).abs() * chosen.float().view(-1, self.num_attention_heads_per_partition, 1, 1)
         return (THD_MASKS.get(mask, mask) if not dense else mask), size, inputs, extras
+
+    def _own_slopes(self, device: torch.device) -> torch.Tensor:
+        """ALiBi's slopes of this rank's heads, which are those that follow the lower ranks'."""
+        slopes = _slopes(self.num_attention_heads, device)
+        if self.tp_size == 1:
+            return slopes
+        begin = collectives.rank_in(self._group()) * self.num_attention_heads_per_partition
+        return slopes[begin:begin + self.num_attention_heads_per_partition].contiguous()
 
     def _masked(self, where, layout, mask, q, k, masks_of_call, cu_q, cu_kv, cu_q_padded, cu_kv_padded, max_q, max_kv) -> dict:
         """The layer's inputs that say which keys a query sees."""

@@ -16,10 +16,11 @@ from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.fp8 import extra_state, quantization, weight_cache
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes, rules_of
 from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
+from te_fl.pytorch.modules.parallel import TensorParallel
 from te_fl.pytorch.runtime import registry
 from te_fl.pytorch.runtime.device import check_devices, default_device, native_device
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
-from te_fl.pytorch.runtime.refuse import group_of_one, refuse
+from te_fl.pytorch.runtime.refuse import refuse
 
 
 watch(quantization._state, weight_cache._thread, torch_checkpoint._reentrant)
@@ -39,7 +40,7 @@ class States:
         return States, ()
 
 
-class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
+class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
     """Base of modules with one layer of te_fl::nn.
 
     Derived classes set _kind, _sites (the layer's FP8 sites) and implement _options() and _tensors().
@@ -199,6 +200,9 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
             if is_set:
                 raise refuse(type(self).__name__, argument, True, "graphs of torch.compile hold no weights of FP8 codes alone, and compute the "
                              "gradients of weights in the backward, as gradients; leave fullgraph=True out, or this")
+        if self._divides:
+            raise refuse(type(self).__name__, "tp_size", self.tp_size, "graphs of torch.compile hold no collectives of te-fl's; leave fullgraph=True "
+                         "out, or give Linear and the others one rank")
 
     def _check_devices(self, device: torch.device, others: Sequence[torch.Tensor] = ()) -> None:
         """Refuses a first input on `device` where the parameters or other inputs are on another."""
@@ -336,6 +340,8 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
         state["_layers"], state["_fused_in"], state["_recipe"] = {}, None, without_functions(self._recipe)
         del state["_number"], state["_states"]
+        if "tp_group" in state:  # process groups have no copies; set_tensor_parallel_group() gives the copy one
+            state["tp_group"], state["tp_group_initialized"] = None, self.tp_size == 1
         return state
 
     def __setstate__(self, state: dict) -> None:
@@ -344,10 +350,6 @@ class TransformerEngineBaseModule(DelaysWgrad, torch.nn.Module):
         device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
         if device.type != "meta":
             self._loaded = [(n, t.to(device)) for n, t in self._loaded]
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Takes a group of one rank, and refuses a larger one."""
-        group_of_one(type(self).__name__, "tp_group", tp_group)
 
     def fast_setattr(self, name: str, value: Any) -> None:
         self.__dict__[name] = value

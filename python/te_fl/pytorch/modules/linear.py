@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule, default_init, parameter_dtype
+from te_fl.pytorch.modules.parallel import divided, set_parallel
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
@@ -28,15 +29,19 @@ class _Product(TransformerEngineBaseModule):
 
     def _set_up(self, in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
                 return_bias, params_dtype, parallel_mode, parameters_split, device) -> None:
+        """After _divide()."""
         where = type(self).__name__
-        self.in_features, self.out_features = int(in_features), int(out_features)
+        parts = self._split_names(parameters_split, int(out_features), "output features")
+        self.in_features, self.out_features, self._parts = self._own_part(int(in_features), int(out_features), parallel_mode, parts)
         self.params_dtype = parameter_dtype(params_dtype, where)
         self.use_bias, self.return_bias = bool(bias), bool(return_bias)
         self.apply_bias = self.use_bias and not self.return_bias
         self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
-        self.parallel_mode, self.tp_size = parallel_mode, 1
-        self._parts = self._split_names(parameters_split, self.out_features, "output features")
+        self.parallel_mode = parallel_mode
+        self._divides = self.tp_size > 1 and parallel_mode is not None
+        # The bias of a product whose result ranks sum is added once, to the sum.
+        self._adds_bias_last = self._divides and parallel_mode == "row" and self.apply_bias
         self.weight_names = self._add_split("weight", self._parts, (self.in_features,), device, self.params_dtype,
                                             init_method or default_init, get_rng_state_tracker)
         self.bias_names = [prefix + "bias" for prefix, _ in self._parts]
@@ -49,15 +54,51 @@ class _Product(TransformerEngineBaseModule):
         norm = ("layer_norm_weight", "layer_norm_bias")
         self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)  # those of _own()
 
+    def _own_part(self, in_features: int, out_features: int, mode: Optional[str], parts: List[Tuple[str, int]]):
+        """The features of x and of y that this rank has, and its rows of each part of the weight."""
+        where, ranks = type(self).__name__, self.tp_size
+        if mode == "row":
+            return divided(where, "in_features", in_features, ranks), out_features, parts
+        if mode != "column":
+            return in_features, out_features, parts
+        own = [(prefix, divided(where, f"the part {prefix[:-1]!r} of out_features" if prefix else "out_features", rows, ranks)) for prefix, rows in parts]
+        return in_features, out_features // ranks, own
+
+    def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
+        super().reset_parameters(bool(defer_init))
+        if defer_init:
+            return
+        for name in self.weight_names:
+            set_parallel(getattr(self, name), 1 if self.parallel_mode == "row" else 0)
+        for name in self.bias_names if self.use_bias else ():
+            if self.parallel_mode == "row":
+                getattr(self, name).sequence_parallel = self.sequence_parallel
+            elif self.parallel_mode == "column":
+                set_parallel(getattr(self, name), 0)
+
     def _own(self) -> Tuple[torch.Tensor, ...]:
         return self._tensors(self._own_names)
+
+    def _divided_forward(self, inp: torch.Tensor, first: Optional[bool]) -> torch.Tensor:
+        """_forward() of this rank's part of the weight, between the collectives that make it the whole's."""
+        if torch.compiler.is_compiling():
+            self._check_compiled()
+        column = self.parallel_mode == "column"
+        output = self._forward(_LINEAR, self._into(inp) if column else inp, first, self.fuse_wgrad_accumulation)
+        if column:
+            return output
+        output = self._out_of(output)
+        return output + self._whole_bias().to(output.dtype) if self._adds_bias_last else output
+
+    def _whole_bias(self) -> torch.Tensor:
+        return torch.cat([getattr(self, n) for n in self.bias_names]) if len(self.bias_names) > 1 else getattr(self, self.bias_names[0])
 
     def _width(self, kind: str) -> int:
         return self.out_features if kind == self._kind else -1
 
     def _product_options(self) -> dict:
         options = {"in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias,
-                   "return_bias": self.return_bias, "param_dtype": DTYPE_NAMES[self.params_dtype]}
+                   "return_bias": self.return_bias or self._adds_bias_last, "param_dtype": DTYPE_NAMES[self.params_dtype]}
         if self._parts[0][0]:
             options["parameters_split"] = [(prefix[:-1], rows) for prefix, rows in self._parts]
         return options
@@ -67,8 +108,7 @@ class _Product(TransformerEngineBaseModule):
             return output
         if not self.use_bias:
             return output, None
-        bias = torch.cat([getattr(self, n) for n in self.bias_names]) if len(self.bias_names) > 1 else getattr(self, self.bias_names[0])
-        return output, bias.to(output.dtype)
+        return output, self._whole_bias().to(output.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
@@ -82,8 +122,11 @@ class Linear(_Product):
     are registered as. params_dtype: None is torch's default dtype. device: None is cuda where there is one, else cpu.
     fuse_wgrad_accumulation: the weight's gradient is added to weight.main_grad. delay_wgrad_compute: the weight's gradient, and without FP8
     the bias's, is computed by backward_dw(), to be called after each backward. get_rng_state_tracker: a function whose result's fork() the
-    initialisation runs in. tp_group and tp_size are refused unless they say one rank; sequence_parallel, the ub_ arguments and
-    parallel_mode then have no effect, as in Transformer Engine.
+    initialisation runs in. tp_group, tp_size: the process group whose ranks divide the module; its size, or without a group tp_size, is
+    their number, and the group may come by set_tensor_parallel_group(). parallel_mode: 'column' divides out_features over the ranks, 'row'
+    in_features, whose products they sum; None: each rank has all. sequence_parallel: the input of 'column' and the output of 'row' are the
+    ranks' parts of the first dimension. On one rank these and the ub_ arguments have no effect; on several the ub_ arguments are refused
+    with sequence_parallel. See docs/ranks.md.
     """
 
     _kind = "linear"
@@ -99,6 +142,10 @@ class Linear(_Product):
                  symmetric_ar_type: Optional[str] = None, save_original_input: bool = False, name: Optional[str] = None) -> None:
         super().__init__(name)
         rules.check("Linear", locals())
+        self._divide(tp_group, tp_size, sequence_parallel)
+        if parallel_mode is not None:
+            self._refuse_overlap(ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+                                 ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad)
         self._set_up(in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
                      return_bias, params_dtype, parallel_mode, parameters_split, device_of(device))
         # Backward reads what it needs of the input, quantised or not; keeping the original as well would change no result.
@@ -121,6 +168,8 @@ class Linear(_Product):
         """
         if fp8_output or fp8_grad:
             _check_forward("Linear", fp8_output, fp8_grad)
+        if self._divides:
+            return self._result(self._divided_forward(inp, is_first_microbatch))
         output = self._forward(_LINEAR, inp, is_first_microbatch, self.fuse_wgrad_accumulation)
         return self._result(output) if self.return_bias else output
 
@@ -148,24 +197,37 @@ class LayerNormLinear(_Product):
         super().__init__(name)
         rules.check("LayerNormLinear", locals())
         device = device_of(device)
+        self._divide(tp_group, tp_size, sequence_parallel)
+        if parallel_mode is not None:
+            self._refuse_overlap(ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+                                 ub_bulk_wgrad=ub_bulk_wgrad, ub_bulk_dgrad=ub_bulk_dgrad)
+        if parallel_mode == "row" and self.tp_size > 1:
+            raise refuse("LayerNormLinear", "parallel_mode", parallel_mode, "each rank would normalise its own features alone; normalise first, and give "
+                         "Linear the mode 'row'")
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, bool(zero_centered_gamma)
-        # With one rank the gathered output is the output.
         self.return_layernorm_output = bool(return_layernorm_output)
         self.return_layernorm_output_gathered = bool(return_layernorm_output_gathered)
         add_norm_parameters(self, int(in_features), device, parameter_dtype(params_dtype, "LayerNormLinear"))
         self._set_up(in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, None, init_method, bias, return_bias,
                      params_dtype, parallel_mode, parameters_split, device)
+        if self._divides:  # the collective is between the normalisation and the product
+            self._kind, self._read_names = "linear", tuple(self._own_names)
         self.reset_parameters(defer_init=device.type == "meta")
         self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, self._own_names)
+
+    def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
+        super().reset_parameters(defer_init)
+        if not defer_init:
+            mark_norm_parameters(self)
 
     def reset_layer_norm_parameters(self) -> None:
         reset_norm_parameters(self)
 
     def _own(self) -> Tuple[torch.Tensor, ...]:
-        return (*norm_parameters(self), *super()._own())
+        return super()._own() if self._divides else (*norm_parameters(self), *super()._own())
 
     def _options(self) -> dict:
-        return {**self._product_options(), **norm_options(self)}
+        return self._product_options() if self._divides else {**self._product_options(), **norm_options(self)}
 
     def _options_of(self, kind: str, key: Any) -> dict:
         return options_of(self, kind)
@@ -175,11 +237,24 @@ class LayerNormLinear(_Product):
         """inp [..., in_features] -> [..., out_features], then the bias and the normalised input as asked for."""
         if fp8_output or fp8_grad:
             _check_forward("LayerNormLinear", fp8_output, fp8_grad)
+        if self._divides:
+            return self._divided_norm_forward(inp, is_first_microbatch)
         out = self._result(self._forward(_LAYERNORM_LINEAR, inp, is_first_microbatch, self.fuse_wgrad_accumulation))
         if not self.return_layernorm_output:
             return out
         normed = normalise(self, inp)
         return (*out, normed) if self.return_bias else (out, normed)
+
+    def _divided_norm_forward(self, inp: torch.Tensor, first: Optional[bool]):
+        if torch.compiler.is_compiling():
+            self._check_compiled()
+        normed = normalise(self, inp)
+        whole = self._into(normed)
+        out = self._result(self._forward(_LINEAR, whole, first, self.fuse_wgrad_accumulation))
+        if not self.return_layernorm_output:
+            return out
+        shown = whole if self.return_layernorm_output_gathered and self.sequence_parallel else normed
+        return (*out, shown) if self.return_bias else (out, shown)
 
 
 # The normalisation in front of a product: parameters layer_norm_weight and, for LayerNorm, layer_norm_bias.
@@ -203,6 +278,12 @@ def reset_norm_parameters(module) -> None:
 
 def norm_parameters(module) -> Tuple[torch.Tensor, ...]:
     return (module.layer_norm_weight,) if module.layer_norm_bias is None else (module.layer_norm_weight, module.layer_norm_bias)
+
+
+def mark_norm_parameters(module) -> None:
+    """Says to frameworks whether the ranks' gradients of the normalisation are parts of a sum over the sequence."""
+    for param in norm_parameters(module):
+        param.sequence_parallel = module.sequence_parallel
 
 
 def norm_options(module) -> dict:

@@ -8,7 +8,9 @@ import torch
 
 from te_fl.pytorch.autograd.checkpoint import checkpoint
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule, default_init, parameter_dtype
-from te_fl.pytorch.modules.linear import add_norm_parameters, norm_options, norm_parameters, normalise, options_of, reset_norm_parameters
+from te_fl.pytorch.modules.linear import (add_norm_parameters, mark_norm_parameters, norm_options, norm_parameters, normalise, options_of,
+                                          reset_norm_parameters)
+from te_fl.pytorch.modules.parallel import divided, set_parallel
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
@@ -43,15 +45,21 @@ class LayerNormMLP(TransformerEngineBaseModule):
         super().__init__(name)
         where = "LayerNormMLP"
         rules.check(where, locals())
+        self._divide(tp_group, tp_size, sequence_parallel)
+        self._divides, self.set_parallel_mode = self.tp_size > 1 and bool(set_parallel_mode), bool(set_parallel_mode)
+        if self.sequence_parallel and not set_parallel_mode:
+            raise ValueError(f"{where}: sequence_parallel needs set_parallel_mode=True with tp_size = {self.tp_size}; without it nobody sums the "
+                             "ranks' outputs")
+        self._refuse_overlap(ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+                             ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad)
         self.activation, self.activation_params = activation, activation_params
         _clamp(where, activation, activation_params)
-        self.hidden_size, self.ffn_hidden_size = int(hidden_size), int(ffn_hidden_size)
+        self.hidden_size, self.ffn_hidden_size = int(hidden_size), divided(where, "ffn_hidden_size", int(ffn_hidden_size), self.tp_size)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, bool(zero_centered_gamma)
         self.use_bias, self.return_bias = bool(bias), bool(return_bias)
         self.return_layernorm_output = bool(return_layernorm_output)
         self.return_layernorm_output_gathered = bool(return_layernorm_output_gathered)
         self.fuse_wgrad_accumulation, self.checkpoint = bool(fuse_wgrad_accumulation), bool(checkpoint)
-        self.set_parallel_mode, self.tp_size = set_parallel_mode, 1
         dtype, device = parameter_dtype(params_dtype, where), device_of(device)
         self.params_dtype = dtype
         add_norm_parameters(self, self.hidden_size, device, dtype)
@@ -65,6 +73,18 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.reset_parameters(defer_init=device.type == "meta")
         biases = ["fc1_bias", "fc2_bias"] if self.use_bias else []
         self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, ["fc1_weight", "fc2_weight", *biases])
+
+    def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
+        super().reset_parameters(bool(defer_init))
+        if defer_init:
+            return
+        mark_norm_parameters(self)
+        set_parallel(self.fc1_weight, 0)
+        set_parallel(self.fc2_weight, 1)
+        if self.use_bias:
+            set_parallel(self.fc1_bias, 0)
+            if self.set_parallel_mode:
+                self.fc2_bias.sequence_parallel = self.sequence_parallel
 
     @property
     def _clamp(self) -> dict:
@@ -81,19 +101,22 @@ class LayerNormMLP(TransformerEngineBaseModule):
 
     def _options(self) -> dict:
         return {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size, "activation": self.activation,
-                "bias": self.use_bias, "return_bias": self.return_bias, "param_dtype": DTYPE_NAMES[self.params_dtype], **self._clamp, **norm_options(self)}
+                "bias": self.use_bias, "return_bias": self.return_bias or self._divides, "param_dtype": DTYPE_NAMES[self.params_dtype], **self._clamp,
+                **norm_options(self), "normalizes": not self._divides}
 
     def _options_of(self, kind: str, key: Any) -> dict:
         return options_of(self, kind)
 
     def _own(self) -> Tuple[torch.Tensor, ...]:
-        norm = norm_parameters(self)
+        norm = () if self._divides else norm_parameters(self)
         if not self.use_bias:
             return (*norm, self.fc1_weight, self.fc2_weight)
         return (*norm, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias)
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None):
         """inp [..., hidden_size] -> the same shape, then the bias and the normalised input as asked for."""
+        if self._divides:
+            return self._divided_forward(inp, is_first_microbatch)
         if self.checkpoint and torch.is_grad_enabled():
             out = checkpoint(self._compute, inp, is_first_microbatch, use_reentrant=False)
         else:
@@ -106,6 +129,26 @@ class LayerNormMLP(TransformerEngineBaseModule):
         if self.return_layernorm_output:
             result += (normalise(self, inp),)
         return result
+
+    def _divided_forward(self, inp: torch.Tensor, first: Optional[bool]):
+        if torch.compiler.is_compiling():
+            self._check_compiled()
+        if self.checkpoint and torch.is_grad_enabled():
+            out, shown = checkpoint(self._compute_part, inp, first, use_reentrant=False)
+        else:
+            out, shown = self._compute_part(inp, first)
+        bias = self.fc2_bias.to(out.dtype) if self.use_bias else None
+        if bias is not None and not self.return_bias:
+            out = out + bias
+        result = (out, *((bias,) if self.return_bias else ()), *((shown,) if self.return_layernorm_output else ()))
+        return result if len(result) > 1 else out
+
+    def _compute_part(self, inp: torch.Tensor, first: Optional[bool]) -> Tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the ranks' outputs, without fc2's bias, and the normalised input."""
+        normed = normalise(self, inp)
+        whole = self._into(normed)
+        out = self._out_of(self._compute(whole, first))
+        return out, whole if self.return_layernorm_output_gathered and self.sequence_parallel else normed
 
     def _compute(self, inp: torch.Tensor, is_first_microbatch: Optional[bool]) -> torch.Tensor:
         return self._run(self._layer_of(inp), (inp,), self._own(), is_first_microbatch, accumulates=self.fuse_wgrad_accumulation)

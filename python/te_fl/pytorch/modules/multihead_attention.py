@@ -11,6 +11,7 @@ from te_fl.pytorch.modules.attention import DotProductAttention, checked_mask
 from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
 from te_fl.pytorch.modules.linear import LayerNormLinear, Linear
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
+from te_fl.pytorch.modules.parallel import divided, size_of
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import registry
 from te_fl.pytorch.runtime.refuse import checks_keywords, only
@@ -112,11 +113,19 @@ class MultiheadAttention(torch.nn.Module):
         self.fuse_qkv_params, self.qk_norm_type, self.qk_norm_eps = bool(fuse_qkv_params), qk_norm_type, qk_norm_eps
         if self.return_layernorm_output and not self.input_layernorm:
             raise ValueError(f"{where}: return_layernorm_output needs input_layernorm=True")
+        self.tp_size = size_of(tp_group, tp_size)
+        self.sequence_parallel = self.tp_size > 1 and bool(sequence_parallel)
+        if self.tp_size > 1 and not set_parallel_mode:
+            raise ValueError(f"{where}: tp_size is {self.tp_size}, so attention has this rank's heads alone, and set_parallel_mode is False, so the "
+                             "projections would have all; give set_parallel_mode=True")
+        self.num_attention_heads_per_partition = divided(where, "num_attention_heads", self.num_attention_heads, self.tp_size)
+        self.num_gqa_groups_per_partition = divided(where, "num_gqa_groups", self.num_gqa_groups, self.tp_size)
         q, kv = self.kv_channels * self.num_attention_heads, self.kv_channels * self.num_gqa_groups
         product = dict(fuse_wgrad_accumulation=fuse_wgrad_accumulation, get_rng_state_tracker=get_rng_state_tracker,
-                       params_dtype=params_dtype, device=device, init_method=init_method, bias=bias,
-                       parallel_mode="column" if set_parallel_mode else None)
-        norm = dict(eps=layernorm_epsilon, normalization=normalization, zero_centered_gamma=zero_centered_gamma,
+                       params_dtype=params_dtype, device=device, init_method=init_method, bias=bias, tp_group=tp_group, tp_size=tp_size,
+                       sequence_parallel=sequence_parallel, parallel_mode="column" if set_parallel_mode else None)
+        into = dict(ub_overlap_ag=ub_overlap_ag, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad, ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad)
+        norm = dict(into, eps=layernorm_epsilon, normalization=normalization, zero_centered_gamma=zero_centered_gamma,
                     return_layernorm_output=return_layernorm_output)
         self._add_qk_norms(qk_norm_type, qk_norm_eps, device, params_dtype)
         if attention_type == "self":
@@ -135,9 +144,10 @@ class MultiheadAttention(torch.nn.Module):
         self.core_attention = DotProductAttention(self.num_attention_heads, self.kv_channels, num_gqa_groups=self.num_gqa_groups,
                                                   attention_dropout=attention_dropout, qkv_format=qkv_format,
                                                   get_rng_state_tracker=get_rng_state_tracker, layer_number=self.layer_number,
-                                                  attention_type=attention_type, softmax_type=softmax_type)
+                                                  attention_type=attention_type, softmax_type=softmax_type, tp_group=tp_group,
+                                                  tp_size=tp_size, sequence_parallel=sequence_parallel)
         product.update(init_method=output_layer_init_method, parallel_mode="row" if set_parallel_mode else None)
-        self.proj = Linear(q, hidden_size, return_bias=return_bias, **product)
+        self.proj = Linear(q, hidden_size, return_bias=return_bias, ub_overlap_rs=ub_overlap_rs, ub_overlap_ag=ub_overlap_ag, **product)
 
     def _add_qk_norms(self, kind: Optional[str], eps: float, device, dtype) -> None:
         if kind is None:
@@ -149,7 +159,14 @@ class MultiheadAttention(torch.nn.Module):
             self.q_norm, self.k_norm = (make(self.kv_channels, eps=eps, device=device, params_dtype=dtype) for _ in range(2))
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        self.proj.set_tensor_parallel_group(tp_group)
+        """As of the parts: see TensorParallel."""
+        for part in self.children():
+            if hasattr(part, "set_tensor_parallel_group"):
+                part.set_tensor_parallel_group(tp_group)
+
+    @property
+    def tp_group(self) -> Any:
+        return self.proj.tp_group
 
     def set_context_parallel_group(self, cp_group: Any, *how: Any, **more: Any) -> None:
         """Takes a group of one rank, for which the other arguments say nothing, and refuses a larger one."""
@@ -157,7 +174,8 @@ class MultiheadAttention(torch.nn.Module):
 
     def _projected(self, x: torch.Tensor, encoder_output: Optional[torch.Tensor], first) -> Tuple[torch.Tensor, ...]:
         """q, k and v [.., heads, channels], and the normalised input if it is wanted."""
-        per_group = self.num_attention_heads // self.num_gqa_groups
+        heads, groups = self.num_attention_heads_per_partition, self.num_gqa_groups_per_partition
+        per_group = heads // groups
         normed = None
         if self.attention_type == "self":
             mixed = (self.layernorm_qkv if self.input_layernorm else self.qkv)(x, is_first_microbatch=first)
@@ -165,23 +183,22 @@ class MultiheadAttention(torch.nn.Module):
                 mixed, normed = mixed
             lead = mixed.shape[:-1]
             if self.qkv_weight_interleaved:
-                q, k, v = mixed.view(*lead, self.num_gqa_groups, per_group + 2, self.kv_channels).split((per_group, 1, 1), -2)
-                return q.reshape(*lead, self.num_attention_heads, self.kv_channels), k.squeeze(-2), v.squeeze(-2), normed
-            groups = self.num_gqa_groups
-            q, k, v = mixed.view(*lead, self.num_attention_heads + 2 * groups, self.kv_channels).split((self.num_attention_heads, groups, groups), -2)
+                q, k, v = mixed.view(*lead, groups, per_group + 2, self.kv_channels).split((per_group, 1, 1), -2)
+                return q.reshape(*lead, heads, self.kv_channels), k.squeeze(-2), v.squeeze(-2), normed
+            q, k, v = mixed.view(*lead, heads + 2 * groups, self.kv_channels).split((heads, groups, groups), -2)
             return q, k, v, normed
         if encoder_output is None:
             raise ValueError("MultiheadAttention: attention_type is 'cross'; give encoder_output")
         mixed = self.key_value(encoder_output, is_first_microbatch=first)
         lead = mixed.shape[:-1]
         if self.qkv_weight_interleaved:
-            k, v = mixed.view(*lead, self.num_gqa_groups, 2 * self.kv_channels).chunk(2, -1)
+            k, v = mixed.view(*lead, groups, 2 * self.kv_channels).chunk(2, -1)
         else:
-            k, v = mixed.view(*lead, 2 * self.num_gqa_groups, self.kv_channels).chunk(2, -2)
+            k, v = mixed.view(*lead, 2 * groups, self.kv_channels).chunk(2, -2)
         q = (self.layernorm_query if self.input_layernorm else self.query_layer)(x, is_first_microbatch=first)
         if self.return_layernorm_output:
             q, normed = q
-        return q.view(*q.shape[:-1], self.num_attention_heads, self.kv_channels), k, v, normed
+        return q.view(*q.shape[:-1], heads, self.kv_channels), k, v, normed
 
     def _rotate(self, t: torch.Tensor, angles: torch.Tensor, cu_seqlens: Optional[torch.Tensor]) -> torch.Tensor:
         return apply_rotary_pos_emb(t, angles, self.qkv_format, fused=True, cu_seqlens=cu_seqlens if self.qkv_format == "thd" else None,

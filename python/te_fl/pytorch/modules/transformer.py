@@ -14,6 +14,7 @@ from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.modules.mlp import LayerNormMLP
 from te_fl.pytorch.modules.multihead_attention import MultiheadAttention
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
+from te_fl.pytorch.modules.parallel import size_of
 from te_fl.pytorch.modules.transformer_call import TransformerCall
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import registry
@@ -47,7 +48,7 @@ class TransformerLayer(torch.nn.Module):
     layer_type: 'encoder' or 'decoder'. output_layernorm: the normalisation is at the end in place of the beginning.
     apply_residual_connection_post_layernorm: residuals are of the normalised inputs. parallel_attention_mlp: y = x + dropout(attention(x) +
     mlp(x)). drop_path_rate: see DropPath. seq_length, micro_batch_size: taken for compatibility; they warm up a compiler that te-fl has
-    none of. The ub_ arguments have no effect with one rank. Others as MultiheadAttention's and LayerNormMLP's.
+    none of. The ub_ arguments have no effect unless ub_tp_comm_overlap is True. Others as MultiheadAttention's and LayerNormMLP's.
 
     An encoder layer runs as one call of te-fl in each direction; one with drop_path_rate or fuse_wgrad_accumulation, one whose parts have
     been replaced or given hooks, and a decoder layer run part by part. Both have the same parameters and FP8 state; their results differ as
@@ -94,7 +95,12 @@ class TransformerLayer(torch.nn.Module):
         self.attn_input_format, self.hidden_dropout, self.softmax_type = attn_input_format, float(hidden_dropout), softmax_type
         self.get_rng_state_tracker = get_rng_state_tracker
         post = self.apply_residual_connection_post_layernorm
-        common = dict(fuse_wgrad_accumulation=fuse_wgrad_accumulation, get_rng_state_tracker=get_rng_state_tracker,
+        self.tp_size = size_of(tp_group, tp_size)
+        self.sequence_parallel, self.seq_length = self.tp_size > 1 and bool(sequence_parallel), seq_length
+        overlap = dict(ub_overlap_ag=ub_overlap_ag, ub_overlap_rs=ub_overlap_rs, ub_overlap_rs_dgrad=ub_overlap_rs_dgrad,
+                       ub_bulk_dgrad=ub_bulk_dgrad, ub_bulk_wgrad=ub_bulk_wgrad) if ub_tp_comm_overlap else {}
+        common = dict(overlap, tp_group=tp_group, tp_size=self.tp_size, sequence_parallel=self.sequence_parallel,
+                      fuse_wgrad_accumulation=fuse_wgrad_accumulation, get_rng_state_tracker=get_rng_state_tracker,
                       params_dtype=params_dtype, return_layernorm_output=post, set_parallel_mode=set_parallel_mode,
                       zero_centered_gamma=zero_centered_gamma, init_method=init_method,
                       output_layer_init_method=output_layer_init_method, bias=bias, normalization=normalization, device=device)
@@ -116,8 +122,8 @@ class TransformerLayer(torch.nn.Module):
         if self.output_layernorm:
             norm = LayerNorm if normalization == "LayerNorm" else RMSNorm
             self.layernorm = norm(hidden_size, eps=layernorm_epsilon, params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma,
-                                  device=device)
-        usual = layer_type == "encoder" and drop_path_rate == 0.0 and not fuse_wgrad_accumulation
+                                  device=device, sequence_parallel=self.sequence_parallel)
+        usual = layer_type == "encoder" and drop_path_rate == 0.0 and not fuse_wgrad_accumulation and self.tp_size == 1
         self._fused = FusedLayer(self) if usual else None  # the body of calls that it serves; the others' is _IN_PARTS
         self._recipe, self._in_fp8 = None, False  # see quantization.notice()
         self._number = registry.enter(self)
@@ -148,7 +154,16 @@ class TransformerLayer(torch.nn.Module):
         self._fused.check_devices(device)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        self.self_attention.set_tensor_parallel_group(tp_group)
+        """As of the parts: see TensorParallel."""
+        for part in self.children():
+            if hasattr(part, "set_tensor_parallel_group"):
+                part.set_tensor_parallel_group(tp_group)
+
+    def _check_rows(self, hidden_states: torch.Tensor) -> None:
+        """Refuses a sequence that is not divided, as far as seq_length tells."""
+        if self.seq_length is not None and hidden_states.shape[0] != self.seq_length // self.tp_size:
+            raise ValueError(f"TransformerLayer: hidden_states has {hidden_states.shape[0]} rows; with sequence_parallel each of the {self.tp_size} ranks "
+                             f"has {self.seq_length // self.tp_size} of seq_length = {self.seq_length}")
 
     def set_context_parallel_group(self, cp_group: Any, *how: Any, **more: Any) -> None:
         """Takes a group of one rank, for which the other arguments say nothing, and refuses a larger one."""
@@ -182,8 +197,11 @@ class TransformerLayer(torch.nn.Module):
             raise ValueError("TransformerLayer: encoder_output is for layer_type='decoder'")
         if pad_between_seqs is False:  # the tokens of all sequences follow one another, whatever lengths with padding are given
             cu_seqlens_q_padded = cu_seqlens_kv_padded = None
+        hidden_states = _checked(hidden_states)
+        if self.sequence_parallel:
+            self._check_rows(hidden_states)
         call = TransformerCall(
-            _checked(hidden_states), attention_mask, self_attn_mask_type or self.self_attn_mask_type,
+            hidden_states, attention_mask, self_attn_mask_type or self.self_attn_mask_type,
             self.window_size if window_size is None else window_size,
             self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal, encoder_output, enc_dec_attn_mask,
             enc_dec_attn_mask_type or self.enc_dec_attn_mask_type, self.enc_dec_window_size if enc_dec_window_size is None else enc_dec_window_size,

@@ -6,18 +6,18 @@ from typing import Any, Dict, Tuple
 
 RULES: Dict[str, Tuple[Tuple[Any, ...], ...]] = {
     "Linear": (
-        ('one_rank', ('tp_group', 'tp_size')),
+        ('tensor_parallel', ('tp_group', 'tp_size')),
         ('parallel_mode', ('parallel_mode',)),
         ('symmetric', ('symmetric_ar_type',)),
     ),
     "LayerNormLinear": (
-        ('one_rank', ('tp_group', 'tp_size')),
+        ('tensor_parallel', ('tp_group', 'tp_size')),
         ('parallel_mode', ('parallel_mode',)),
         ('symmetric', ('symmetric_ar_type',)),
         ('choice', ('normalization',), ('LayerNorm', 'RMSNorm')),
     ),
     "LayerNormMLP": (
-        ('one_rank', ('tp_group', 'tp_size')),
+        ('tensor_parallel', ('tp_group', 'tp_size')),
         ('symmetric', ('symmetric_ar_type',)),
         ('choice', ('normalization',), ('LayerNorm', 'RMSNorm')),
         ('choice', ('activation',), ('gelu', 'geglu', 'glu', 'qgelu', 'qgeglu', 'relu', 'reglu', 'srelu', 'sreglu', 'silu', 'swiglu', 'clamped_swiglu')),
@@ -27,7 +27,7 @@ RULES: Dict[str, Tuple[Tuple[Any, ...], ...]] = {
     "RMSNorm": (
     ),
     "DotProductAttention": (
-        ('one_rank', ('tp_group', 'tp_size')),
+        ('tensor_parallel', ('tp_group', 'tp_size')),
         ('group_of_one', ('cp_group',)),
         ('choice', ('attention_type',), ('self', 'cross')),
         ('choice', ('qkv_format',), ('sbhd', 'bshd', 'thd')),
@@ -35,13 +35,13 @@ RULES: Dict[str, Tuple[Tuple[Any, ...], ...]] = {
         ('off', ('return_max_logit',), "te-fl's attention has no such term"),
     ),
     "MultiheadAttention": (
-        ('one_rank', ('tp_group', 'tp_size')),
+        ('tensor_parallel', ('tp_group', 'tp_size')),
         ('choice', ('attention_type',), ('self', 'cross')),
         ('choice', ('qkv_format',), ('sbhd', 'bshd', 'thd')),
         ('choice', ('qk_norm_type',), (None, 'L2Normalization', 'RMSNorm', 'LayerNorm')),
     ),
     "TransformerLayer": (
-        ('one_rank', ('tp_group', 'tp_size')),
+        ('tensor_parallel', ('tp_group', 'tp_size')),
         ('choice', ('layer_type',), ('encoder', 'decoder')),
         ('choice', ('attn_input_format',), ('sbhd', 'bshd', 'thd')),
     ),

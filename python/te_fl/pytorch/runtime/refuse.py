@@ -11,7 +11,7 @@ import torch.distributed as dist
 from te_fl.errors import Unsupported, did_you_mean
 from te_fl.pytorch.runtime.argument_rules import RULES
 
-_ONE_RANK = "te_fl.pytorch runs on one rank so far; leave it out"
+_ONE_RANK = "te_fl.pytorch divides no sequence and no experts over ranks so far; leave it out"
 
 _Init = TypeVar("_Init", bound=Callable[..., Any])
 
@@ -56,34 +56,35 @@ def only(where: str, *rules: Tuple[str, Any, Any, str]) -> None:
             raise refuse(where, argument, value, way_out)
 
 
+def process_group(where: str, argument: str, group: Any) -> None:
+    """Refuses what is no process group; None is none, and taken."""
+    if group is not None and not isinstance(group, getattr(dist, "ProcessGroup", ())):  # missing from a PyTorch without torch.distributed
+        raise refuse(where, argument, group, "give a torch.distributed.ProcessGroup, or leave it out")
+
+
 def group_of_one(where: str, argument: str, group: Any) -> None:
     """Refuses a process group, or a list of them, of several ranks. None is no group."""
-    if group is None:
-        return
-    kind = getattr(dist, "ProcessGroup", ())  # missing from a build of PyTorch without torch.distributed
     for one in group if isinstance(group, (list, tuple)) else (group,):
-        if not isinstance(one, kind):
-            raise refuse(where, argument, group, "give a torch.distributed.ProcessGroup of one rank, or leave it out")
-        if one.size() != 1:
+        process_group(where, argument, one)
+        if one is not None and one.size() != 1:
             raise refuse(where, argument, group, f"it has {one.size()} ranks, and {_ONE_RANK}")
 
 
-def one_rank(where: str, tp_group: Any, tp_size: int) -> None:
-    """As Transformer Engine does, this takes the size of a given group for tp_size. sequence_parallel has no effect on one rank."""
-    group_of_one(where, "tp_group", tp_group)
-    if tp_group is None and tp_size != 1:
-        raise refuse(where, "tp_size", tp_size, _ONE_RANK)
+def tensor_parallel(where: str, tp_group: Any, tp_size: Any) -> None:
+    """As Transformer Engine does, modules take the size of a given group for tp_size."""
+    process_group(where, "tp_group", tp_group)
+    if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
+        raise ValueError(f"{where}: tp_size is {tp_size!r}; it is the number of ranks that divide the module, 1 or more")
 
 
 def parallel_mode(where: str, mode: Any) -> None:
-    """With one rank a column- or row-parallel layer is the whole layer."""
     if mode not in (None, "column", "row"):
         raise ValueError(f"{where}: parallel_mode is {mode!r}; it is None, 'column' or 'row'")
 
 
 def symmetric(where: str, value: Any) -> None:
     if value is not None:
-        raise refuse(where, "symmetric_ar_type", value, _ONE_RANK)
+        raise refuse(where, "symmetric_ar_type", value, "sums over ranks are the process group's own; leave it out")
 
 
 def choice(where: str, argument: str, value: Any, served: Iterable[str]) -> None:
@@ -104,4 +105,4 @@ def check(where: str, arguments: Mapping[str, Any]) -> None:
         elif kind == "group_of_one":
             group_of_one(where, names[0], values[0])
         else:
-            {"one_rank": one_rank, "parallel_mode": parallel_mode, "symmetric": symmetric}[kind](where, *values)
+            {"tensor_parallel": tensor_parallel, "parallel_mode": parallel_mode, "symmetric": symmetric}[kind](where, *values)

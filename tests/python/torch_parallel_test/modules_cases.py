@@ -1,0 +1,236 @@
+"""Each module over a group against the whole module on one rank: outputs, gradients of inputs and of weights."""
+
+import torch
+import torch.distributed as dist
+
+import te_fl.pytorch as te
+from common import compare, randomise, share
+from te_fl.pytorch.distributed import collectives
+
+CPU = dict(device="cpu")
+
+
+def x_of(*shape):
+    return torch.randn(*shape)
+
+
+def over_groups(ranks, case):
+    for size in ranks.degrees():
+        for sp in (False, True):
+            torch.manual_seed(1)
+            case(ranks.groups[size], sp)
+
+
+def _column(group, sp, **more):
+    """A column-parallel product's output is whole in rows and divided in columns, and so is its gradient."""
+    size, rank = group.size(), group.rank()
+    whole = randomise(te.Linear(16, 24, **CPU, **more))
+    part = share(whole, te.Linear(16, 24, parallel_mode="column", tp_group=group, sequence_parallel=sp, **CPU, **more), size, rank)
+    x = x_of(8, 2, 16).requires_grad_()
+    own = (x.detach().chunk(size)[rank] if sp else x.detach()).clone().requires_grad_()
+    want, got = whole(x), part(own)
+    if more.get("return_bias"):
+        assert torch.equal(got[1], want[1].chunk(size)[rank])
+        want, got = want[0], got[0]
+    columns = (lambda t: torch.cat([c.chunk(size, -1)[rank] for c in t.chunk(2, -1)], -1)) if "parameters_split" in more else \
+        (lambda t: t.chunk(size, -1)[rank])
+    grad = torch.randn_like(want)
+    from common import close, same_gradients
+    close(got, columns(want), "output")
+    want.backward(grad)
+    got.backward(columns(grad).contiguous())
+    close(own.grad, x.grad.chunk(size)[rank] if sp else x.grad, "the input's gradient")
+    if not more.get("return_bias"):
+        same_gradients(whole, part, group)
+
+
+def case_column(ranks):
+    for more in ({}, {"bias": False}, {"return_bias": True}, {"parameters_split": ("a", "b")}):
+        over_groups(ranks, lambda group, sp: _column(group, sp, **more))
+
+
+def case_row(ranks):
+    for more in ({}, {"bias": False}):
+        def case(group, sp):
+            size, rank = group.size(), group.rank()
+            features = lambda t: t.chunk(size, -1)[rank]
+            whole = randomise(te.Linear(16, 24, **CPU, **more))
+            part = share(whole, te.Linear(16, 24, parallel_mode="row", tp_group=group, sequence_parallel=sp, **CPU, **more), size, rank)
+            from common import close, rows, same_gradients
+            x = x_of(8, 2, 16).requires_grad_()
+            own = features(x.detach()).clone().requires_grad_()
+            want, got = whole(x), part(own)
+            grad = torch.randn_like(want)
+            close(got, rows(want, size, rank, sp), "output")
+            want.backward(grad)
+            got.backward(rows(grad, size, rank, sp))
+            close(own.grad, features(x.grad), "the input's gradient")
+            same_gradients(whole, part, group)
+        over_groups(ranks, case)
+
+
+def case_row_returns_its_bias(ranks):
+    for size in ranks.degrees():
+        part = te.Linear(16, 24, parallel_mode="row", tp_group=ranks.groups[size], return_bias=True, **CPU)
+        out, bias = part(x_of(8, 16 // size))
+        assert bias is not None and torch.equal(bias, part.bias) and out.shape == (8, 24)
+
+
+def case_without_a_mode_nothing_is_divided(ranks):
+    for size in ranks.degrees():
+        collectives.reset_counts()
+        part = te.Linear(16, 24, tp_group=ranks.groups[size], sequence_parallel=True, **CPU)
+        assert part.weight.shape == (24, 16) and part(x_of(8, 16)).shape == (8, 24) and not collectives.counts()
+
+
+def case_layernorm_linear(ranks):
+    """What a row-parallel product follows, so that outputs are whole."""
+    class Both(torch.nn.Module):
+        def __init__(self, **parallel):
+            super().__init__()
+            modes = ("column", "row") if parallel else (None, None)
+            norm = dict(normalization="RMSNorm", zero_centered_gamma=True) if Both.rms else {}
+            self.into = te.LayerNormLinear(16, 32, parallel_mode=modes[0], return_layernorm_output=Both.returns, return_layernorm_output_gathered=Both.gathered,
+                                           **norm, **CPU, **parallel)
+            self.out = te.Linear(32, 16, parallel_mode=modes[1], **CPU, **parallel)
+
+        def forward(self, x):
+            y = self.into(x)
+            y, normed = y if Both.returns else (y, None)
+            y = self.out(torch.nn.functional.gelu(y))
+            return (y, normed) if Both.returns else y
+
+    for Both.rms, Both.returns, Both.gathered in ((False, False, False), (True, False, False), (False, True, False)):
+        over_groups(ranks, lambda group, sp: compare(Both, [x_of(8, 2, 16)], group, sp))
+
+
+def case_gathered_norm_output(ranks):
+    for make in (lambda **k: te.LayerNormLinear(16, 32, parallel_mode="column", **k), lambda **k: te.LayerNormMLP(16, 32, set_parallel_mode=True, **k)):
+        for size in ranks.degrees():
+            group = ranks.groups[size]
+            part = make(tp_group=group, sequence_parallel=True, return_layernorm_output=True, return_layernorm_output_gathered=True, **CPU)
+            torch.manual_seed(2)
+            x = x_of(8, 2, 16)
+            _, normed = part(x.chunk(size)[group.rank()])
+            want = torch.nn.functional.layer_norm(x, (16,))
+            assert normed.shape == want.shape and (normed - want).abs().max() < 1e-5
+
+
+def case_mlp(ranks):
+    for activation, more in (("gelu", {}), ("swiglu", {"normalization": "RMSNorm"}), ("relu", {"bias": False}), ("gelu", {"checkpoint": True}),
+                             ("gelu", {"return_bias": True}), ("gelu", {"return_layernorm_output": True})):
+        def make(**parallel):
+            return te.LayerNormMLP(16, 32, activation=activation, set_parallel_mode=True, **CPU, **more, **parallel)
+        over_groups(ranks, lambda group, sp: compare(make, [x_of(8, 2, 16)], group, sp, gated=activation == "swiglu"))
+
+
+def case_attention(ranks):
+    for more in ({}, {"fuse_qkv_params": True}, {"num_gqa_groups": 4, "fuse_qkv_params": True, "input_layernorm": True, "return_bias": True},
+                 {"input_layernorm": True, "return_layernorm_output": True}, {"qk_norm_type": "RMSNorm"}):
+        def make(**parallel):
+            return te.MultiheadAttention(32, 8, attention_dropout=0, set_parallel_mode=True, **CPU, **more, **parallel)
+        over_groups(ranks, lambda group, sp: compare(make, [x_of(8, 2, 32)], group, sp, summed=("q_norm", "k_norm")))
+
+
+def case_cross_attention(ranks):
+    for more in ({}, {"fuse_qkv_params": True, "input_layernorm": True}):
+        def make(**parallel):
+            return te.MultiheadAttention(32, 4, attention_dropout=0, attention_type="cross", attn_mask_type="no_mask", set_parallel_mode=True, **CPU, **more,
+                                         **parallel)
+        over_groups(ranks, lambda group, sp: compare(make, [x_of(8, 2, 32), x_of(12, 2, 32)], group, sp, call=lambda m, x, y: m(x, encoder_output=y)))
+
+
+def case_heads(ranks):
+    """DotProductAttention has no collectives: a rank's heads are those of the whole."""
+    for size in ranks.degrees():
+        group = ranks.groups[size]
+        rank = group.rank()
+        for more, call in (({}, {}), ({"num_gqa_groups": 4}, {}), ({"softmax_type": "learnable"}, {}), ({}, {"core_attention_bias_type": "alibi"})):
+            whole, part = (te.DotProductAttention(8, 8, attn_mask_type="causal", **more, **k) for k in ({}, {"tp_group": group}))
+            q, k, v = x_of(6, 2, 8, 8), *(x_of(6, 2, more.get("num_gqa_groups", 8), 8) for _ in range(2))
+            if "softmax_type" in more:
+                torch.nn.init.normal_(whole.softmax_offset)
+                part.softmax_offset.data.copy_(whole.softmax_offset.chunk(size)[rank])
+            want = whole(q, k, v, **call).unflatten(-1, (8, 8)).chunk(size, -2)[rank].flatten(-2)
+            got = part(*(t.chunk(size, 2)[rank] for t in (q, k, v)), **call)
+            assert (got - want).abs().max() < 1e-6, (more, call)
+
+
+LAYERS = (dict(fuse_qkv_params=True), dict(), dict(normalization="RMSNorm", activation="swiglu", num_gqa_groups=4, bias=False),
+          dict(layer_type="decoder", enc_dec_attn_mask_type="no_mask"), dict(output_layernorm=True), dict(parallel_attention_mlp=True),
+          dict(apply_residual_connection_post_layernorm=True))
+
+
+def _layer(dtype=torch.float32, **options):
+    return lambda **parallel: te.TransformerLayer(32, 64, 8, hidden_dropout=0, attention_dropout=0, set_parallel_mode=True, params_dtype=dtype, **CPU,
+                                                  **options, **parallel)
+
+
+def case_transformer_layer(ranks):
+    for options in LAYERS:
+        decoder = "layer_type" in options
+        inputs = [x_of(8, 2, 32)] + [x_of(8, 2, 32)] * decoder
+        call = (lambda m, x, y: m(x, encoder_output=y)) if decoder else None
+        over_groups(ranks, lambda group, sp: compare(_layer(**options), inputs, group, sp, gated="activation" in options, call=call))
+
+
+def case_transformer_layer_in_bf16(ranks):
+    over_groups(ranks, lambda group, sp: compare(_layer(torch.bfloat16), [x_of(8, 2, 32)], group, sp, dtype=torch.bfloat16))
+
+
+def case_frozen_weights_and_no_gradients(ranks):
+    for size in ranks.degrees():
+        for sp in (False, True):
+            part = _layer()(tp_group=ranks.groups[size], sequence_parallel=sp)
+            part.requires_grad_(False)
+            x = x_of(8 // size if sp else 8, 2, 32)
+            assert not part(x).requires_grad
+            part(x.requires_grad_()).sum().backward()
+            assert x.grad is not None and torch.isfinite(x.grad).all()
+            with torch.no_grad():
+                part(x)
+
+
+def case_a_group_of_one_rank_computes_as_none(ranks):
+    alone = ranks.groups[1]
+    torch.manual_seed(4)
+    a = _layer()()
+    torch.manual_seed(4)
+    b = _layer()(tp_group=alone, sequence_parallel=True)
+    x = x_of(4, 2, 32)
+    collectives.reset_counts()
+    assert torch.equal(a(x), b(x)) and not collectives.counts() and b._fused is not None
+    b.set_tensor_parallel_group(dist.group.WORLD)  # whole weights compute whole, as Transformer Engine's do
+    assert torch.equal(a(x), b(x)) and not collectives.counts()
+
+
+def case_the_group_may_come_later(ranks):
+    for size in ranks.degrees():
+        group = ranks.groups[size]
+        torch.manual_seed(4)
+        a = _layer()(tp_group=group, sequence_parallel=True)
+        torch.manual_seed(4)
+        b = _layer()(tp_size=size, sequence_parallel=True)
+        x = x_of(8 // size, 2, 32)
+        try:
+            b(x)
+            raise AssertionError("a layer without its group computed")
+        except RuntimeError as error:
+            assert "set_tensor_parallel_group" in str(error), error
+        b.set_tensor_parallel_group(group)
+        assert torch.equal(a(x), b(x))
+
+
+def case_attributes(ranks):
+    """Those that Transformer Engine 2.20.2 gives, by which Megatron knows what to reduce and to divide."""
+    for size in ranks.degrees():
+        for sp in (False, True):
+            layer = _layer(output_layernorm=False)(tp_group=ranks.groups[size], sequence_parallel=sp)
+            said = {n: (getattr(p, "tensor_model_parallel", None), getattr(p, "partition_dim", None), getattr(p, "partition_stride", None),
+                        getattr(p, "sequence_parallel", None)) for n, p in layer.named_parameters()}
+            column, row, norm = (True, 0, 1, None), (True, 1, 1, None), (None, None, None, sp)
+            want = {"self_attention.proj.weight": row, "self_attention.proj.bias": norm, "layernorm_mlp.fc2_weight": row, "layernorm_mlp.fc2_bias": norm,
+                    "layernorm_mlp.fc1_weight": column, "layernorm_mlp.fc1_bias": column}
+            for n in said:
+                assert said[n] == want.get(n, norm if "layer_norm" in n else column), (n, said[n])
+            assert layer.sequence_parallel is sp and layer.layernorm_mlp.tp_size == size and layer.self_attention.proj.in_features == 32 // size

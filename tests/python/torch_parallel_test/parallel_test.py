@@ -1,0 +1,22 @@
+"""Modules over several ranks; ranks.py says how, *_cases.py what."""
+
+import unittest
+
+import ranks
+
+
+class OverRanks(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.wrong = ranks.launched()
+
+
+def _test_of(name):
+    def test(self):
+        if name in self.wrong:
+            self.fail(self.wrong[name])
+    return test
+
+
+for name in ranks.cases():
+    setattr(OverRanks, f"test_{name}", _test_of(name))
