@@ -151,8 +151,8 @@ def check_rule(rule, args, where):
 
 def rule_names(shape):
     """The names in a shape rule, "..." among them; "@..." is its product."""
-    words = shape.split("?", 1)[-1] if " ? " in shape else shape
-    return [n for w in words.split() for n in (["..."] if "..." in w else re.findall(r"[A-Za-z]\w*", w)) if n != "any"]
+    words = [w for part in shape.split(" : ") for w in part.split(" ? ")[-1].split() if w[0] != "#"]
+    return [n for w in words for n in (["..."] if "..." in w else re.findall(r"[A-Za-z]\w*", w)) if n != "any"]
 
 
 class Op:

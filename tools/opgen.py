@@ -223,8 +223,8 @@ def gen_docs(families):
     out = ["# Ops", "", f"<!-- {NOTE} -->", "",
            "Every op of the catalogue, its formula and its arguments. The C structs are in `include/te_fl/ops/`, the C++ calls in",
            "`include/te_fl/ops.hpp`. Shape rules are explained at `te_fl_arg_desc` in `include/te_fl/plugin.h`: `...` stands for",
-           "leading dimensions, `@...` for their product. Outputs have the extents that their rules give, or those that stand behind",
-           "\"extents\". Rules between arguments are checked before any implementation sees a call; their grammar stands at",
+           "leading dimensions, `@...` for their product, `@.../8` for an eighth of it, rounded up, `#inputs` for the length of a list.",
+           "Outputs have the extents that their rules give, or those that stand behind \"extents\". Rules between arguments are checked before any implementation sees a call; their grammar stands at",
            "`te_fl_op_schema`. A call costs the bytes of its tensors, each read or written once (an inout one that is read: both), and,",
            "where it says so, arithmetic operations.", ""]
     for family, summary, ops in families:

@@ -24,11 +24,6 @@ bool is_block_scaled(const te_fl_tensor& t) {
   return scaling == TE_FL_SCALING_BLOCK_1X128 || scaling == TE_FL_SCALING_BLOCK_128X128;
 }
 
-void check(const Args& args) {
-  check_output(*args.d, "d");
-  if (args.pre_gelu_out != nullptr) check_output(*args.pre_gelu_out, "pre_gelu_out");
-}
-
 Refusal refuse(const Args& args) {
   if (const Refusal refusal = refuse_operand(*args.a)) return refusal;
   if (const Refusal refusal = refuse_operand(*args.b)) return refusal;
@@ -128,7 +123,7 @@ class Values {
  public:
   explicit Values(const te_fl_tensor* t) {
     if (t == nullptr) return;
-    const StoredMatrix m = stored_matrix(*t, "pre_gelu_in", false, true);
+    const StoredMatrix m = stored_matrix(*t, false, true);
     data_ = m.data, dtype_ = m.dtype, bytes_ = element_bytes(*t), factor_ = m.factor;
   }
   void load(int64_t index, int64_t n, float* out) const {
@@ -218,7 +213,6 @@ void bias_gradient(const Args& args, const StoredMatrix& a) {
 }
 
 void generic_gemm(const te_fl_context& ctx, const Args& args) {
-  check(args);
   std::string reason;
   if (!gemm_available(&reason)) backend::unsupported(reason);
   const Layout parts = layout(args);
@@ -229,8 +223,8 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
   auto* scratch = static_cast<char*>(ctx.workspace);
   const bool direct = is_direct(args);
   const backend::Matrix d = backend::as_matrix(*args.d);
-  Product product{.a = stored_matrix(*args.a, "a", args.trans_a != 0, args.trans_a == 0),
-                  .b = stored_matrix(*args.b, "b", args.trans_b != 0, args.trans_b != 0),
+  Product product{.a = stored_matrix(*args.a, args.trans_a != 0, args.trans_a == 0),
+                  .b = stored_matrix(*args.b, args.trans_b != 0, args.trans_b != 0),
                   .m = d.rows,
                   .n = d.cols,
                   .k = 0,

@@ -59,8 +59,7 @@ const char* refuse_operand(const te_fl_tensor& t) noexcept {
   return is_fp8(t) ? nullptr : "quantised operands must be FP8";
 }
 
-StoredMatrix stored_matrix(const te_fl_tensor& t, const char* name, bool trans,
-                           bool rowwise_contracts) {
+StoredMatrix stored_matrix(const te_fl_tensor& t, bool trans, bool rowwise_contracts) {
   const backend::Matrix matrix = backend::as_matrix(t);
   StoredMatrix m{backend::data<const char>(t),
                  nullptr,
@@ -80,18 +79,7 @@ StoredMatrix stored_matrix(const te_fl_tensor& t, const char* name, bool trans,
     std::swap(m.rows, m.cols);
     m.transposed = !trans;
   }
-  if (m.data == nullptr && m.size() != 0) {
-    backend::invalid(std::string(name) +
-                     " has neither row-wise nor column-wise data; quantise it with one of them");
-  }
-  if (m.scaling == TE_FL_SCALING_TENSOR && scale_inv == nullptr) {
-    scale_inv = quant.scale_inv != nullptr ? quant.scale_inv : quant.columnwise_scale_inv;
-  }
-  if (scale_inv == nullptr && m.size() != 0) {
-    backend::invalid(std::string(name) + " has " + (columnwise ? "column" : "row") +
-                     "-wise data but no " + (columnwise ? "columnwise_" : "") +
-                     "scale_inv; provide it");
-  }
+  if (m.scaling == TE_FL_SCALING_TENSOR && scale_inv == nullptr) scale_inv = quant.scale_inv;
   if (is_block(m.scaling)) {
     m.scales = static_cast<const float*>(scale_inv);
   } else if (scale_inv != nullptr) {

@@ -27,8 +27,7 @@ const char* refuse_operand(const te_fl_tensor& t) noexcept;
 // Chooses the copy. In block scaling it is the one whose blocks run along the contraction, which
 // is the last extent of the row-wise copy if rowwise_contracts, provided that it exists. Throws
 // invalid() if parts are missing.
-StoredMatrix stored_matrix(const te_fl_tensor& t, const char* name, bool trans,
-                           bool rowwise_contracts);
+StoredMatrix stored_matrix(const te_fl_tensor& t, bool trans, bool rowwise_contracts);
 
 // True if the values, without the factor, are BF16 numbers: BF16 itself, per-tensor FP8, and block
 // scaled FP8 whose scales are powers of two.

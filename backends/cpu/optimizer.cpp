@@ -305,13 +305,6 @@ Refusal adam_refusal(const te_fl_multi_tensor_adam_args& a) {
   return nullptr;
 }
 
-void check_adam(const te_fl_multi_tensor_adam_args& a) {
-  if (a.fp8_params_count == 0) return;
-  for (int64_t t = 0; t < a.fp8_params_count; ++t) {
-    check_output(*a.fp8_params[t], ("fp8_params[" + std::to_string(t) + "]").c_str());
-  }
-}
-
 AdamFactors adam_factors(const te_fl_multi_tensor_adam_args& a) {
   const int64_t step =
       a.step_tensor != nullptr ? *backend::data<const int64_t>(*a.step_tensor) : a.step;
@@ -351,7 +344,6 @@ void update_params(const te_fl_multi_tensor_adam_args& a) {
 }
 
 void adam(const te_fl_context&, const te_fl_multi_tensor_adam_args& a) {
-  check_adam(a);
   if (!is_noop(a.noop_flag)) update_params(a);
   for (int64_t t = 0; t < a.fp8_params_count; ++t) {
     const Loader values(*a.params[t]);
@@ -481,9 +473,6 @@ std::vector<double> sums_of_squares(TensorList inputs, int64_t count) {
 // sqrt(sum (factor x)^2) of all tensors, and of each.
 void norms(TensorList inputs, int64_t count, double factor, const te_fl_tensor& norm,
            const te_fl_tensor* per_tensor) {
-  if (per_tensor != nullptr) {
-    check_count("per_tensor_norms", backend::numel(*per_tensor), "inputs", count);
-  }
   const std::vector<double> sums = sums_of_squares(inputs, count);
   double total = 0;
   for (double sum : sums) total += sum;

@@ -74,9 +74,6 @@ struct StoreOptions {
 // The quantised outputs that store_output does not serve, as a reason for supports(); nullptr if it
 // serves `out`. Reads metadata only.
 Refusal refuse_output(const te_fl_tensor& out) noexcept;
-// Throws invalid() if a quantised output lacks parts that its scaling mode needs. Call before
-// anything is written.
-void check_output(const te_fl_tensor& out, const char* argument);
 
 // `out` is dense and passed both checks above. Writing a piece happens after it was produced, but
 // other pieces may be written before.

@@ -7,12 +7,11 @@
 #include <string>
 
 #include "quant_store.hpp"
+#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric.hpp"
 
 namespace te_fl::cpu {
 namespace {
-
-using backend::invalid;
 
 constexpr const char* kInPlace = "the output shares memory with the input";
 
@@ -40,7 +39,6 @@ bool is_noop(const te_fl_tensor* flag) {
 }
 
 void quantize(const te_fl_context&, const te_fl_quantize_args& args) {
-  check_output(*args.output, "output");
   if (!is_noop(args.noop_flag)) quantize_rows(*args.input, 0, *args.output);
 }
 Refusal refuse_quantize(const te_fl_quantize_args& args) {
@@ -72,13 +70,8 @@ void dequantize(const te_fl_context&, const te_fl_dequantize_args& args) {
   const int dtype = dtype_of(input);
   const auto* codes = backend::data<const char>(input);
   const bool flat = backend::scaling(input) == TE_FL_SCALING_TENSOR;
-  const void* inverse = input.quant->scale_inv;
-  if (flat && inverse == nullptr) inverse = input.quant->columnwise_scale_inv;
-  const Scales scales{backend::scaling(input), static_cast<const float*>(inverse),
+  const Scales scales{backend::scaling(input), static_cast<const float*>(input.quant->scale_inv),
                       backend::as_matrix(input)};
-  if (scales.inverse == nullptr && backend::numel(input) != 0) {
-    invalid("input has row-wise data but no scale_inv; provide it");
-  }
   const auto values = [&](const Piece& piece, float* out) {
     load_f32(dtype, codes + piece.row * scales.matrix.cols + piece.col, piece.n, out);
     if (flat) return scale_f32(out, piece.n, *scales.inverse);
@@ -103,7 +96,6 @@ Refusal refuse_dequantize(const te_fl_dequantize_args& args) {
 }
 
 void bgrad_quantize(const te_fl_context&, const te_fl_bgrad_quantize_args& args) {
-  check_output(*args.output, "output");
   ColumnSums sums(backend::as_matrix(*args.input).cols);
   quantize_rows(*args.input, 0, *args.output, &sums);
   sums.store(*args.bias_grad);
@@ -113,9 +105,6 @@ Refusal refuse_bgrad_quantize(const te_fl_bgrad_quantize_args& args) {
 }
 
 void multi_tensor_quantize(const te_fl_context&, const te_fl_multi_tensor_quantize_args& args) {
-  for (int64_t i = 0; i < args.outputs_count; ++i) {
-    check_output(*args.outputs[i], ("outputs[" + std::to_string(i) + "]").c_str());
-  }
   if (is_noop(args.noop_flag)) return;
   for (int64_t i = 0; i < args.outputs_count; ++i) {
     quantize_rows(*args.inputs[i], 0, *args.outputs[i]);
@@ -130,19 +119,8 @@ Refusal refuse_multi_tensor_quantize(const te_fl_multi_tensor_quantize_args& arg
 }
 
 void split_quantize(const te_fl_context&, const te_fl_split_quantize_args& args) {
-  const backend::Matrix whole = backend::as_matrix(*args.input);
+  backend::check_parts(args);
   int64_t rows = 0;
-  for (int64_t i = 0; i < args.outputs_count; ++i) {
-    const std::string name = "outputs[" + std::to_string(i) + "]";
-    const backend::Matrix part = backend::as_matrix(*args.outputs[i]);
-    check_output(*args.outputs[i], name.c_str());
-    rows += part.rows;
-  }
-  if (rows != whole.rows) {
-    invalid("the rows of outputs sum to " + std::to_string(rows) + ", input has " +
-            std::to_string(whole.rows) + "; the parts must cover the input");
-  }
-  rows = 0;
   for (int64_t i = 0; i < args.outputs_count; ++i) {
     quantize_rows(*args.input, rows, *args.outputs[i]);
     rows += backend::as_matrix(*args.outputs[i]).rows;
@@ -215,41 +193,10 @@ Refusal refuse_compute_amax(const te_fl_compute_amax_args& args) {
 
 using UpdateArgs = te_fl_fused_amax_and_scale_update_after_reduction_args;
 
-// The factor before the division: fp8_max * 2^-margin.
-float checked_fp8_max(const UpdateArgs& args) {
-  const float fp8_max =
-      args.fp8_dtype == TE_FL_FP8_FORMAT_E5M2 ? numeric::kE5m2Max : numeric::kE4m3Max;
-  const float reduced = fp8_max * std::exp2(-args.margin);
-  if (!(std::isnormal(reduced) && std::isfinite(args.margin))) {
-    invalid("margin is " + std::to_string(args.margin) +
-            "; fp8_max * 2^-margin must be a normal FP32 number (margin between about -110 and "
-            "130)");
-  }
-  return reduced;
-}
-
-void check_update(const UpdateArgs& args) {
-  int64_t total = 0;
-  for (int64_t i = 0; i < args.amax_histories_count; ++i) {
-    const te_fl_tensor& history = *args.amax_histories[i];
-    if (history.dl.shape[0] < 1) {
-      invalid("amax_histories[" + std::to_string(i) +
-              "] has no rows; its length must be at least 1");
-    }
-    total += history.dl.shape[1];
-  }
-  if (args.amax_reduction_buffer != nullptr &&
-      backend::numel(*args.amax_reduction_buffer) != total) {
-    invalid("amax_reduction_buffer has " +
-            std::to_string(backend::numel(*args.amax_reduction_buffer)) + " elements for " +
-            std::to_string(total) + " tensors; give one element per tensor");
-  }
-}
-
 void update_scales(const te_fl_context&, const UpdateArgs& args) {
-  check_update(args);
+  backend::check_reduced_amaxes(args);
   numeric::DelayedScalingRule rule;
-  rule.fp8_max = checked_fp8_max(args);
+  rule.fp8_max = backend::largest_with_margin(args);
   rule.algo = args.algo == TE_FL_AMAX_ALGO_MOST_RECENT ? numeric::AmaxComputeAlgo::kMostRecent
                                                        : numeric::AmaxComputeAlgo::kMax;
   const float* reduced = args.amax_reduction_buffer != nullptr

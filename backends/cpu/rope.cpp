@@ -12,6 +12,7 @@
 #include "convert.hpp"
 #include "families.hpp"
 #include "rope_positions.hpp"
+#include "te_fl/backend/rope_checks.hpp"
 #include "tensor_view.hpp"
 
 #undef HWY_TARGET_INCLUDE
@@ -147,8 +148,7 @@ namespace {
 HWY_EXPORT(RotateHeadByDtype);
 HWY_EXPORT(SinCos);
 
-using backend::invalid;
-using backend::shape_text;
+using backend::PackedHeads;
 using backend::stride;
 
 // The tables of one position at a time. One per thread.
@@ -252,18 +252,8 @@ Refusal rope_refusal(const te_fl_rope_rope_args& a) {
   return spans_meet(*a.output, *a.input) && !same_layout(*a.output, *a.input) ? kOverlaps : nullptr;
 }
 
-void check_rope_tensors(const te_fl_rope_rope_args& a) {
-  const bool thd = a.layout == TE_FL_LAYOUT_THD;
-  const te_fl_tensor& x = *a.input;
-  if (x.dl.ndim != (thd ? 3 : 4)) {
-    invalid("input has shape " + shape_text(x) + ", expected rank " +
-            (thd ? "3: [T, H, D] (layout thd)" : "4: [S, B, H, D] or [B, S, H, D]"));
-  }
-}
-
 template <bool kBackward>
 void rope(const te_fl_context&, const te_fl_rope_rope_args& a) {
-  check_rope_tensors(a);
   const te_fl_tensor& x = *a.input;
   const ContextParallel cp{a.cp_size, a.cp_rank};
   const Positions positions =
@@ -293,30 +283,10 @@ void rope(const te_fl_context&, const te_fl_rope_rope_args& a) {
   });
 }
 
-// Packed QKV: in each group q_heads queries of k_dim elements, a key of k_dim, a value of v_dim.
-struct Packed {
-  int64_t groups, q_heads, k_dim, v_dim;
-  int64_t width() const { return (q_heads + 1) * k_dim + v_dim; }
-};
-
-void expect_tail(const char* name, const te_fl_tensor& t, int64_t heads, int64_t dim) {
-  if (t.dl.shape[2] == heads && t.dl.shape[3] == dim) return;
-  invalid(std::string(name) + " has shape " + shape_text(t) + ", expected [.., " +
-          std::to_string(heads) + ", " + std::to_string(dim) + "]");
-}
-
-template <class Args>
-Packed check_packed(const Args& a, const char* name, const te_fl_tensor& qkv) {
-  const Packed p{qkv.dl.shape[2], a.q_dim / a.k_dim, a.k_dim, a.v_dim};
-  if (qkv.dl.shape[3] == p.width()) return p;
-  invalid(std::string(name) + " has shape " + shape_text(qkv) + ", expected " +
-          std::to_string(p.width()) + " in the last dimension: q_dim + k_dim + v_dim");
-}
-
 // One way or the other between the packed tensor and its parts.
 template <bool kBackward, class Args>
-void packed_rope(const Args& a, const Packed& p, const te_fl_tensor& qkv, const te_fl_tensor& q,
-                 const te_fl_tensor& k, const te_fl_tensor& v) {
+void packed_rope(const Args& a, const PackedHeads& p, const te_fl_tensor& qkv,
+                 const te_fl_tensor& q, const te_fl_tensor& k, const te_fl_tensor& v) {
   const Positions positions =
       dense_positions(qkv.dl.shape[0], qkv.dl.shape[1], a.layout, a.start_positions,
                       ContextParallel{a.cp_size, a.cp_rank});
@@ -364,19 +334,11 @@ void packed_rope(const Args& a, const Packed& p, const te_fl_tensor& qkv, const 
 }
 
 void qkv_forward(const te_fl_context&, const te_fl_fused_qkv_rope_forward_args& a) {
-  const Packed p = check_packed(a, "qkv_input", *a.qkv_input);
-  expect_tail("q_out", *a.q_out, p.groups * p.q_heads, p.k_dim);
-  expect_tail("k_out", *a.k_out, p.groups, p.k_dim);
-  expect_tail("v_out", *a.v_out, p.groups, p.v_dim);
-  packed_rope<false>(a, p, *a.qkv_input, *a.q_out, *a.k_out, *a.v_out);
+  packed_rope<false>(a, backend::packed_heads(a), *a.qkv_input, *a.q_out, *a.k_out, *a.v_out);
 }
 
 void qkv_backward(const te_fl_context&, const te_fl_fused_qkv_rope_backward_args& a) {
-  const Packed p = check_packed(a, "qkv_grad", *a.qkv_grad);
-  expect_tail("q_grad", *a.q_grad, p.groups * p.q_heads, p.k_dim);
-  expect_tail("k_grad", *a.k_grad, p.groups, p.k_dim);
-  expect_tail("v_grad", *a.v_grad, p.groups, p.v_dim);
-  packed_rope<true>(a, p, *a.qkv_grad, *a.q_grad, *a.k_grad, *a.v_grad);
+  packed_rope<true>(a, backend::packed_heads(a), *a.qkv_grad, *a.q_grad, *a.k_grad, *a.v_grad);
 }
 
 template <class... Tensors>

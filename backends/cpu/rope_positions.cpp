@@ -1,9 +1,11 @@
 #include "rope_positions.hpp"
 
+#include "te_fl/backend/rope_checks.hpp"
+
 namespace te_fl::cpu {
 
+using backend::check_chunks;
 using backend::invalid;
-using backend::shape_text;
 
 namespace {
 
@@ -12,10 +14,6 @@ class Starts {
  public:
   Starts(const te_fl_tensor* t, int64_t batch) : t_(t) {
     if (t == nullptr) return;
-    if (t->dl.ndim != 1 || t->dl.shape[0] != batch) {
-      invalid("start_positions has shape " + shape_text(*t) + ", expected [" +
-              std::to_string(batch) + "]: one for each sequence");
-    }
     for (int64_t b = 0; b < batch; ++b) {
       if ((*this)[b] >= 0) continue;
       invalid("start_positions[" + std::to_string(b) + "] is " + std::to_string((*this)[b]) +
@@ -30,13 +28,6 @@ class Starts {
   const te_fl_tensor* t_;
 };
 
-void check_even_length(int64_t length, const ContextParallel& cp, const std::string& what) {
-  if (cp.size == 1 || length % 2 == 0) return;
-  invalid(what + " has " + std::to_string(length) +
-          " tokens on this rank, expected an even number: with cp_size > 1 a rank holds two chunks "
-          "of equal length");
-}
-
 }  // namespace
 
 Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
@@ -44,7 +35,7 @@ Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
   const bool sbhd = layout == TE_FL_LAYOUT_SBHD;
   const int64_t seqlen = sbhd ? extent0 : extent1;
   const Starts starts(start_positions, sbhd ? extent1 : extent0);
-  check_even_length(seqlen, cp, "each sequence");
+  check_chunks(seqlen, cp.size, "each sequence");
   Positions p;
   p.of_token.resize(static_cast<size_t>(extent0 * extent1));
   int64_t token = 0;
@@ -58,9 +49,6 @@ Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
 
 Positions packed_positions(int64_t tokens, const te_fl_tensor& cu,
                            const te_fl_tensor* start_positions, const ContextParallel& cp) {
-  if (cu.dl.ndim != 1 || cu.dl.shape[0] < 1) {
-    invalid("cu_seqlens has shape " + shape_text(cu) + ", expected [B+1]");
-  }
   const int64_t batch = cu.dl.shape[0] - 1;
   const Starts starts(start_positions, batch);
   const auto prefix = [&](int64_t b) -> int64_t {
@@ -81,7 +69,7 @@ Positions packed_positions(int64_t tokens, const te_fl_tensor& cu,
     }
     const int64_t begin = prefix(b) / cp.size;
     const int64_t length = prefix(b + 1) / cp.size - begin;
-    check_even_length(length, cp, name);
+    check_chunks(length, cp.size, name);
     for (int64_t s = 0; s < length; ++s) p.set(begin + s, starts[b] + cp.position(s, length));
   }
   return p;
@@ -89,15 +77,8 @@ Positions packed_positions(int64_t tokens, const te_fl_tensor& cu,
 
 void check_freqs(const char* name, const te_fl_tensor& freqs, int64_t head_dim,
                  const Positions& positions) {
-  const int64_t rows = freqs.dl.shape[0], columns = freqs.dl.shape[3];
-  if (columns % 2 != 0 || columns > head_dim) {
-    invalid(std::string(name) + " has " + std::to_string(columns) +
-            " columns, expected an even number up to the head size, " + std::to_string(head_dim));
-  }
-  if (positions.largest >= rows) {
-    invalid(std::string(name) + " has " + std::to_string(rows) + " positions, but position " +
-            std::to_string(positions.largest) + " is needed");
-  }
+  backend::check_angle_columns(name, freqs, head_dim);
+  backend::check_angle_rows(name, freqs.dl.shape[0], positions.largest);
 }
 
 }  // namespace te_fl::cpu

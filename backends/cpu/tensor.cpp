@@ -12,6 +12,7 @@
 #include "norm_kernels.hpp"
 #include "quant_store.hpp"
 #include "strided_copy.hpp"
+#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric.hpp"
 
 namespace te_fl::cpu {
@@ -19,16 +20,11 @@ namespace {
 
 using backend::invalid;
 using backend::Matrix;
+using backend::whole_number;
 
 // ---- add
 
 void add(const te_fl_context& ctx, const te_fl_add_args& args) {
-  const int64_t size = backend::numel(*args.output);
-  if (args.mask != nullptr && backend::numel(*args.mask) != ceil_div(size, 8)) {
-    invalid("mask has " + std::to_string(backend::numel(*args.mask)) + " bytes for " +
-            std::to_string(size) +
-            " elements; it must have ceil(n/8) = " + std::to_string(ceil_div(size, 8)));
-  }
   const Loader a(*args.a), b(*args.b);
   auto* mask = args.mask != nullptr ? backend::data<uint8_t>(*args.mask) : nullptr;
   const backend::RandomState random(*ctx.rng);
@@ -80,23 +76,6 @@ void fill_elements(const te_fl_tensor& output, T value) {
       [&](int64_t begin, int64_t end) { std::fill(data + begin, data + end, value); });
 }
 
-template <class T>
-void fill_integer(const te_fl_tensor& output, double value, const char* name, double low,
-                  double above_high) {
-  const double whole = std::trunc(value);
-  if (!(whole >= low && whole < above_high)) {
-    invalid("value is " + std::to_string(value) + ", which " + name + " cannot hold; it takes " +
-            std::to_string(low) + " to " + std::to_string(above_high - 1));
-  }
-  fill_elements(output, static_cast<T>(whole));
-}
-
-template <class T>
-void fill_integer(const te_fl_tensor& output, double value, const char* name) {
-  fill_integer<T>(output, value, name, static_cast<double>(std::numeric_limits<T>::min()),
-                  std::ldexp(1.0, std::numeric_limits<T>::digits));
-}
-
 void fill(const te_fl_context&, const te_fl_fill_args& args) {
   const te_fl_tensor& output = *args.output;
   switch (dtype_of(output)) {
@@ -115,23 +94,23 @@ void fill(const te_fl_context&, const te_fl_fill_args& args) {
     case TE_FL_F8E8M0:
       return fill_elements(output, numeric::double_to_e8m0(args.value));
     case TE_FL_I8:
-      return fill_integer<int8_t>(output, args.value, "i8");
+      return fill_elements(output, whole_number<int8_t>(args.value, "i8"));
     case TE_FL_I16:
-      return fill_integer<int16_t>(output, args.value, "i16");
+      return fill_elements(output, whole_number<int16_t>(args.value, "i16"));
     case TE_FL_I32:
-      return fill_integer<int32_t>(output, args.value, "i32");
+      return fill_elements(output, whole_number<int32_t>(args.value, "i32"));
     case TE_FL_I64:
-      return fill_integer<int64_t>(output, args.value, "i64");
+      return fill_elements(output, whole_number<int64_t>(args.value, "i64"));
     case TE_FL_U8:
-      return fill_integer<uint8_t>(output, args.value, "u8");
+      return fill_elements(output, whole_number<uint8_t>(args.value, "u8"));
     case TE_FL_U16:
-      return fill_integer<uint16_t>(output, args.value, "u16");
+      return fill_elements(output, whole_number<uint16_t>(args.value, "u16"));
     case TE_FL_U32:
-      return fill_integer<uint32_t>(output, args.value, "u32");
+      return fill_elements(output, whole_number<uint32_t>(args.value, "u32"));
     case TE_FL_U64:
-      return fill_integer<uint64_t>(output, args.value, "u64");
+      return fill_elements(output, whole_number<uint64_t>(args.value, "u64"));
     default:
-      return fill_integer<uint8_t>(output, args.value, "bool", 0.0, 2.0);
+      return fill_elements(output, whole_number<uint8_t>(args.value, "bool", 0.0, 2.0));
   }
 }
 Refusal refuse_fill(const te_fl_fill_args& args) { return refuse_copy(*args.output, *args.output); }

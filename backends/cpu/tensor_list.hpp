@@ -19,13 +19,6 @@ inline bool list_dense(TensorList list, int64_t count) noexcept {
   return true;
 }
 
-// Throws unless a list has one tensor for each of another list.
-inline void check_count(const char* name, int64_t count, const char* other, int64_t expected) {
-  if (count == expected) return;
-  backend::invalid(std::string(name) + " has " + std::to_string(count) + " tensors, expected " +
-                   std::to_string(expected) + ", one for each of " + other);
-}
-
 class JointArray {
  public:
   JointArray(TensorList list, int64_t count) : starts_(1, 0) {

@@ -29,16 +29,8 @@ inline int64_t element_bytes(const te_fl_tensor& t) noexcept { return t.dl.dtype
 
 using backend::all_dense;
 using backend::dense;
-
-// True if two dense tensors' row-wise data share memory without being the same array of the same
-// dtype. Then a kernel that reads an element right before it writes it is wrong.
-inline bool overlaps_askew(const te_fl_tensor& out, const te_fl_tensor& in) noexcept {
-  const backend::Extent a = backend::rowwise_extent(out), b = backend::rowwise_extent(in);
-  return a.meets(b) && !(a == b && out.dl.dtype.bits == in.dl.dtype.bits);
-}
-inline bool overlaps(const te_fl_tensor& out, const te_fl_tensor& in) noexcept {
-  return backend::rowwise_extent(out).meets(backend::rowwise_extent(in));
-}
+using backend::overlaps;
+using backend::overlaps_askew;
 
 // Elements that one thread should at least have to make waking another worth it: about 10 us of
 // work for a kernel that is limited by memory.

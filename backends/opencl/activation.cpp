@@ -16,7 +16,6 @@ std::string types(Act act, const te_fl_tensor* x, const te_fl_tensor* grad, cons
 
 template <Act kAct>
 void forward(const DeviceCall& call, const te_fl_activation_act_fwd_args& args) {
-  check_output(*args.output, "output");
   const Output out(*args.output, call.context.workspace);
   const int64_t n = backend::numel(*args.output);
   Launch(call.device, call.stream(), "activation",
@@ -54,20 +53,17 @@ void write_gradient(const DeviceCall& call, const Args& args, const te_fl_tensor
 
 template <Act kAct>
 void backward(const DeviceCall& call, const te_fl_activation_act_bwd_args& args) {
-  check_output(*args.output, "output");
   write_gradient<kAct>(call, args, nullptr);
 }
 
 template <Act kAct>
 void backward_dbias(const DeviceCall& call, const te_fl_activation_dbias_act_args& args) {
-  check_output(*args.output, "output");
   write_gradient<kAct>(call, args, args.dbias);
 }
 
 template <class Args>
 void gated(const DeviceCall& call, Act act, const Args& args, float limit, float alpha,
            float offset) {
-  check_output(*args.output, "output");
   const Output out(*args.output, call.context.workspace);
   const backend::Matrix matrix = backend::as_matrix(*args.output);
   Launch(call.device, call.stream(), "activation",
@@ -86,7 +82,6 @@ void gated(const DeviceCall& call, Act act, const Args& args, float limit, float
 template <class Args>
 void gated_gradient(const DeviceCall& call, Act act, const Args& args, float limit, float alpha,
                     float offset) {
-  check_output(*args.output, "output");
   const Output out(*args.output, call.context.workspace);
   const backend::Matrix matrix = backend::as_matrix(*args.grad);
   Launch(call.device, call.stream(), "activation",

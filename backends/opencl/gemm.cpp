@@ -11,7 +11,6 @@ namespace te_fl::opencl {
 namespace {
 
 using Args = te_fl_generic_gemm_args;
-using backend::invalid;
 
 enum : uint32_t {  // as in gemm.cl
   kHasBias = 1,
@@ -30,11 +29,6 @@ bool quantised(const te_fl_tensor* t) {
   return t != nullptr && backend::scaling(*t) != TE_FL_SCALING_NONE;
 }
 
-void check_args(const Args& args) {
-  check_output(*args.d, "d");
-  if (args.pre_gelu_out != nullptr) check_output(*args.pre_gelu_out, "pre_gelu_out");
-}
-
 // An operand as the kernel reads it.
 struct Operand {
   const void* data = nullptr;
@@ -44,17 +38,12 @@ struct Operand {
 
 // The row-wise copy of a quantised operand if there is one, else the column-wise, which is its
 // transpose.
-Operand operand(const te_fl_tensor* t, const char* name, bool transposed) {
+Operand operand(const te_fl_tensor* t, bool transposed) {
   if (t == nullptr) return {};
   if (!quantised(t)) return {backend::data<const void>(*t), nullptr, transposed};
   const te_fl_quant& q = *t->quant;
   const bool rows = t->dl.data != nullptr;
-  const void* scale_inv = q.scale_inv != nullptr ? q.scale_inv : q.columnwise_scale_inv;
-  if (scale_inv == nullptr) invalid(std::string(name) + " has no scale_inv; provide one element");
-  if (!rows && q.columnwise_data == nullptr && backend::numel(*t) > 0) {
-    invalid(std::string(name) + " has neither row-wise nor column-wise data; provide one or both");
-  }
-  return {rows ? backend::data<const void>(*t) : q.columnwise_data, scale_inv,
+  return {rows ? backend::data<const void>(*t) : q.columnwise_data, q.scale_inv,
           rows ? transposed : !transposed};
 }
 
@@ -107,13 +96,12 @@ Shape shape_of(GemmKernel kernel, bool vectors) {
 }
 
 void generic_gemm(const DeviceCall& call, const Args& args) {
-  check_args(args);
   const backend::Matrix d = backend::as_matrix(*args.d);
   const GemmProblem problem = problem_of(args);
   const int64_t k = problem.k;
-  const Operand a = operand(args.a, "a", args.trans_a != 0);
-  const Operand b = operand(args.b, "b", args.trans_b != 0);
-  const Operand in = operand(args.pre_gelu_in, "pre_gelu_in", false);
+  const Operand a = operand(args.a, args.trans_a != 0);
+  const Operand b = operand(args.b, args.trans_b != 0);
+  const Operand in = operand(args.pre_gelu_in, false);
   auto* workspace = static_cast<char*>(call.context.workspace);
   const Output out(*args.d, workspace);
   const te_fl_tensor& saved = args.pre_gelu_out != nullptr ? *args.pre_gelu_out : *args.d;

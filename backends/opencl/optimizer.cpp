@@ -6,12 +6,12 @@
 #include "families.hpp"
 #include "launch.hpp"
 #include "overlap.hpp"
+#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/ops/quantize.h"
 
 namespace te_fl::opencl {
 namespace {
 
-using backend::invalid;
 using AdamArgs = te_fl_multi_tensor_adam_args;
 using UpdateArgs = te_fl_fused_amax_and_scale_update_after_reduction_args;
 
@@ -87,37 +87,9 @@ Refusal refuse_adam(const AdamArgs& a) {
 
 // ---- delayed scaling
 
-// The factor before the division: fp8_max * 2^-margin.
-float checked_largest(const UpdateArgs& a) {
-  const float fp8_max = a.fp8_dtype == TE_FL_FP8_FORMAT_E5M2 ? 57344.0f : 448.0f;
-  const float reduced = fp8_max * std::exp2(-a.margin);
-  if (!(std::isnormal(reduced) && std::isfinite(a.margin))) {
-    invalid("margin is " + std::to_string(a.margin) +
-            "; fp8_max * 2^-margin must be a normal FP32 number (margin between about -110 and "
-            "130)");
-  }
-  return reduced;
-}
-
-void check_update(const UpdateArgs& a) {
-  int64_t total = 0;
-  for (int64_t i = 0; i < a.amax_histories_count; ++i) {
-    if (a.amax_histories[i]->dl.shape[0] < 1) {
-      invalid("amax_histories[" + std::to_string(i) +
-              "] has no rows; its length must be at least 1");
-    }
-    total += a.amax_histories[i]->dl.shape[1];
-  }
-  if (a.amax_reduction_buffer != nullptr && backend::numel(*a.amax_reduction_buffer) != total) {
-    invalid("amax_reduction_buffer has " +
-            std::to_string(backend::numel(*a.amax_reduction_buffer)) + " elements for " +
-            std::to_string(total) + " tensors; give one element per tensor");
-  }
-}
-
 void update_scales(const DeviceCall& call, const UpdateArgs& a) {
-  check_update(a);
-  const float largest = checked_largest(a);
+  backend::check_reduced_amaxes(a);
+  const float largest = backend::largest_with_margin(a);
   const uint32_t flags = (a.algo == TE_FL_AMAX_ALGO_MOST_RECENT ? kMostRecent : 0u) |
                          (a.amax_reduction_buffer != nullptr ? uint32_t{kHasReduced} : 0u);
   int64_t position = 0;

@@ -11,13 +11,11 @@ namespace {
 int64_t type_of(const te_fl_tensor* t) { return dtype_index(t->dl.dtype); }
 
 void quantize(const DeviceCall& call, const te_fl_quantize_args& args) {
-  check_output(*args.output, "output");
   quantise(call, backend::data<const void>(*args.input), type_of(args.input), *args.output,
            *args.output->quant, call.context.workspace, args.noop_flag);
 }
 
 void bgrad_quantize(const DeviceCall& call, const te_fl_bgrad_quantize_args& args) {
-  check_output(*args.output, "output");
   const backend::Matrix m = backend::as_matrix(*args.input);
   Launch(call.device, call.stream(), "quantize",
          define("TX", args.input) + define("TY", args.bias_grad) + define("GROUP", kGroup),
@@ -46,11 +44,6 @@ void dequantize(const DeviceCall& call, const te_fl_dequantize_args& args) {
   const te_fl_quant& quant = *args.input->quant;
   const backend::Matrix m = backend::as_matrix(*args.output);
   const bool rows = args.input->dl.data != nullptr;
-  const void* scale_inv = quant.scale_inv != nullptr ? quant.scale_inv : quant.columnwise_scale_inv;
-  if (backend::numel(*args.input) > 0 && !rows && quant.columnwise_data == nullptr) {
-    backend::invalid("input has neither row-wise nor column-wise data; provide one or both");
-  }
-  if (scale_inv == nullptr) backend::invalid("input has no scale_inv; provide one FP32 element");
   Launch(call.device, call.stream(), "quantize",
          define("TX", args.input) + define("TY", args.output) + define("GROUP", kGroup),
          "dequantize")
@@ -58,7 +51,7 @@ void dequantize(const DeviceCall& call, const te_fl_dequantize_args& args) {
       .data(args.output)
       .value(m.rows)
       .value(m.cols)
-      .memory(scale_inv)
+      .memory(quant.scale_inv)
       .value<int32_t>(rows ? 0 : 1)
       .items(m.rows * m.cols);
 }

@@ -6,12 +6,12 @@
 #include "families.hpp"
 #include "launch.hpp"
 #include "overlap.hpp"
+#include "te_fl/backend/rope_checks.hpp"
 
 namespace te_fl::opencl {
 namespace {
 
-using backend::invalid;
-using backend::shape_text;
+using backend::PackedHeads;
 
 // Where the heads of a tensor lie, in elements.
 struct Place {
@@ -30,26 +30,13 @@ struct Sequences {
     const int64_t chunk = length() / 2;
     return (std::max<int64_t>(cp_rank, 2 * cp_size - 1 - cp_rank) + 1) * chunk - 1;
   }
-  void check() const {
-    if (cp_size > 1 && length() % 2 != 0) {
-      invalid("each sequence has " + std::to_string(length()) +
-              " tokens on this rank, expected an even number: with cp_size > 1 a rank holds two "
-              "chunks of equal length");
-    }
-  }
+  void check() const { backend::check_chunks(length(), cp_size, "each sequence"); }
 };
 
 void check_freqs(const char* name, const te_fl_tensor& freqs, int64_t dim, const Sequences& s) {
-  const int64_t columns = freqs.dl.shape[3];
-  if (columns % 2 != 0 || columns > dim) {
-    invalid(std::string(name) + " has " + std::to_string(columns) +
-            " columns, expected an even number up to the head size, " + std::to_string(dim));
-  }
+  backend::check_angle_columns(name, freqs, dim);
   const bool any = s.extent0 > 0 && s.extent1 > 0;
-  if (any && s.largest_position() >= freqs.dl.shape[0]) {
-    invalid(std::string(name) + " has " + std::to_string(freqs.dl.shape[0]) +
-            " positions, but position " + std::to_string(s.largest_position()) + " is needed");
-  }
+  backend::check_angle_rows(name, freqs.dl.shape[0], any ? s.largest_position() : -1);
 }
 
 // Without freqs the elements are copied.
@@ -85,9 +72,6 @@ void rotate(const DeviceCall& call, const Sequences& s, const Place& x, const Pl
 template <bool kBackward>
 void rope(const DeviceCall& call, const te_fl_rope_rope_args& a) {
   const te_fl_tensor& x = *a.input;
-  if (x.dl.ndim != 4) {
-    invalid("input has shape " + shape_text(x) + ", expected rank 4: [S, B, H, D] or [B, S, H, D]");
-  }
   const int64_t heads = x.dl.shape[2], dim = x.dl.shape[3];
   const Sequences s{x.dl.shape[0],     x.dl.shape[1], a.layout, a.interleaved != 0 ? 1 : 0,
                     kBackward ? 1 : 0, a.cp_size,     a.cp_rank};
@@ -104,29 +88,9 @@ Refusal refuse_rope(const te_fl_rope_rope_args& a) {
   return overlaps_askew(*a.output, a.input) ? kOverlaps : nullptr;
 }
 
-// Packed QKV: in each group q_heads queries of k_dim elements, a key of k_dim, a value of v_dim.
-struct Packed {
-  int64_t groups, q_heads, k_dim, v_dim;
-  int64_t width() const { return q_heads * k_dim + k_dim + v_dim; }
-  Place part(const te_fl_tensor* t, int64_t offset) const {
-    return {t, offset, groups * width(), width()};
-  }
-};
-
-void expect_tail(const char* name, const te_fl_tensor& t, int64_t heads, int64_t dim) {
-  if (t.dl.shape[2] == heads && t.dl.shape[3] == dim) return;
-  invalid(std::string(name) + " has shape " + shape_text(t) + ", expected [.., " +
-          std::to_string(heads) + ", " + std::to_string(dim) + "]");
-}
-
-template <class Args>
-Packed check_packed(const Args& a, const char* name, const te_fl_tensor& qkv) {
-  const Packed p{qkv.dl.shape[2], a.q_dim / a.k_dim, a.k_dim, a.v_dim};
-  if (qkv.dl.shape[3] != p.width()) {
-    invalid(std::string(name) + " has shape " + shape_text(qkv) + ", expected " +
-            std::to_string(p.width()) + " in the last dimension: q_dim + k_dim + v_dim");
-  }
-  return p;
+// The place of a part of packed Q, K, V that begins at an offset.
+Place part_of(const PackedHeads& p, const te_fl_tensor* t, int64_t offset) {
+  return {t, offset, p.groups * p.width(), p.width()};
 }
 
 template <class Args>
@@ -136,52 +100,42 @@ Sequences sequences_of(const Args& a, const te_fl_tensor& qkv, bool backward) {
 }
 
 void qkv_forward(const DeviceCall& call, const te_fl_fused_qkv_rope_forward_args& a) {
-  const Packed p = check_packed(a, "qkv_input", *a.qkv_input);
-  expect_tail("q_out", *a.q_out, p.groups * p.q_heads, p.k_dim);
-  expect_tail("k_out", *a.k_out, p.groups, p.k_dim);
-  expect_tail("v_out", *a.v_out, p.groups, p.v_dim);
+  const PackedHeads p = backend::packed_heads(a);
   const Sequences s = sequences_of(a, *a.qkv_input, false);
   s.check();
   check_freqs("q_freqs", *a.q_freqs, p.k_dim, s);
   check_freqs("k_freqs", *a.k_freqs, p.k_dim, s);
   const int64_t q = p.q_heads * p.k_dim, g = p.groups;
-  rotate(call, s, p.part(a.qkv_input, 0), {a.q_out, 0, g * q, q}, a.q_freqs, g * p.q_heads,
+  rotate(call, s, part_of(p, a.qkv_input, 0), {a.q_out, 0, g * q, q}, a.q_freqs, g * p.q_heads,
          std::max<int64_t>(p.q_heads, 1), p.k_dim);
-  rotate(call, s, p.part(a.qkv_input, q), {a.k_out, 0, g * p.k_dim, p.k_dim}, a.k_freqs, g, 1,
+  rotate(call, s, part_of(p, a.qkv_input, q), {a.k_out, 0, g * p.k_dim, p.k_dim}, a.k_freqs, g, 1,
          p.k_dim);
-  rotate(call, s, p.part(a.qkv_input, q + p.k_dim), {a.v_out, 0, g * p.v_dim, p.v_dim}, nullptr, g,
-         1, p.v_dim);
+  rotate(call, s, part_of(p, a.qkv_input, q + p.k_dim), {a.v_out, 0, g * p.v_dim, p.v_dim}, nullptr,
+         g, 1, p.v_dim);
 }
 
 void qkv_backward(const DeviceCall& call, const te_fl_fused_qkv_rope_backward_args& a) {
-  const Packed p = check_packed(a, "qkv_grad", *a.qkv_grad);
-  expect_tail("q_grad", *a.q_grad, p.groups * p.q_heads, p.k_dim);
-  expect_tail("k_grad", *a.k_grad, p.groups, p.k_dim);
-  expect_tail("v_grad", *a.v_grad, p.groups, p.v_dim);
+  const PackedHeads p = backend::packed_heads(a);
   const Sequences s = sequences_of(a, *a.qkv_grad, true);
   s.check();
   check_freqs("q_freqs", *a.q_freqs, p.k_dim, s);
   check_freqs("k_freqs", *a.k_freqs, p.k_dim, s);
   const int64_t q = p.q_heads * p.k_dim, g = p.groups;
-  rotate(call, s, {a.q_grad, 0, g * q, q}, p.part(a.qkv_grad, 0), a.q_freqs, g * p.q_heads,
+  rotate(call, s, {a.q_grad, 0, g * q, q}, part_of(p, a.qkv_grad, 0), a.q_freqs, g * p.q_heads,
          std::max<int64_t>(p.q_heads, 1), p.k_dim);
-  rotate(call, s, {a.k_grad, 0, g * p.k_dim, p.k_dim}, p.part(a.qkv_grad, q), a.k_freqs, g, 1,
+  rotate(call, s, {a.k_grad, 0, g * p.k_dim, p.k_dim}, part_of(p, a.qkv_grad, q), a.k_freqs, g, 1,
          p.k_dim);
-  rotate(call, s, {a.v_grad, 0, g * p.v_dim, p.v_dim}, p.part(a.qkv_grad, q + p.k_dim), nullptr, g,
-         1, p.v_dim);
+  rotate(call, s, {a.v_grad, 0, g * p.v_dim, p.v_dim}, part_of(p, a.qkv_grad, q + p.k_dim), nullptr,
+         g, 1, p.v_dim);
 }
 
 Refusal refuse_qkv_forward(const te_fl_fused_qkv_rope_forward_args& a) {
-  if (a.layout == TE_FL_LAYOUT_THD) return "rotates sequences of equal length, not thd";
   if (a.start_positions != nullptr) return "rotates from position 0, without start_positions";
-  if (a.k_dim <= 0) return "k_dim must be 1 or more";
   return all_dense(a.qkv_input, a.q_freqs, a.k_freqs, a.q_out, a.k_out, a.v_out) ? nullptr
                                                                                  : kNotContiguous;
 }
 Refusal refuse_qkv_backward(const te_fl_fused_qkv_rope_backward_args& a) {
-  if (a.layout == TE_FL_LAYOUT_THD) return "rotates sequences of equal length, not thd";
   if (a.start_positions != nullptr) return "rotates from position 0, without start_positions";
-  if (a.k_dim <= 0) return "k_dim must be 1 or more";
   return all_dense(a.q_grad, a.k_grad, a.v_grad, a.q_freqs, a.k_freqs, a.qkv_grad) ? nullptr
                                                                                    : kNotContiguous;
 }

@@ -40,24 +40,6 @@ Refusal refuse_output(const Device& device, const te_fl_tensor& out) noexcept {
   return "this device does not divide with one rounding, which FP8 scales need";
 }
 
-void check_output(const te_fl_tensor& out, const char* argument) {
-  if (backend::scaling(out) == TE_FL_SCALING_NONE) return;
-  const te_fl_quant& quant = *out.quant;
-  const std::string name(argument);
-  if (dtype_index(out.dl.dtype) == TE_FL_F4E2M1) {
-    backend::invalid(name + " is f4e2m1, which goes with NVFP4 scaling only");
-  }
-  if (backend::numel(out) > 0 && out.dl.data == nullptr && quant.columnwise_data == nullptr) {
-    backend::invalid(name + " has neither row-wise nor column-wise data; provide one or both");
-  }
-  if (quant.scale_inv == nullptr && quant.columnwise_scale_inv == nullptr) {
-    backend::invalid(name + " has no scale_inv; provide one FP32 element");
-  }
-  if (quant.scale == nullptr && (quant.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) {
-    backend::invalid(name + " has no scale to quantise with; provide one or set COMPUTE_SCALE");
-  }
-}
-
 size_t output_workspace(const te_fl_tensor& out) noexcept {
   if (backend::scaling(out) == TE_FL_SCALING_NONE) return 0;
   return kState + static_cast<size_t>(backend::numel(out)) * sizeof(float);

@@ -14,8 +14,6 @@ constexpr size_t kState = 256;  // bytes: an amax and a scale
 
 // Refuses what an op's result cannot be: strided, or FP8 on a device without exact division.
 Refusal refuse_output(const Device& device, const te_fl_tensor& out) noexcept;
-// Throws invalid() where the parts of a quantised output do not suffice.
-void check_output(const te_fl_tensor& out, const char* argument);
 // Bytes of workspace that Output needs.
 size_t output_workspace(const te_fl_tensor& out) noexcept;
 

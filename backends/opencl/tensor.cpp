@@ -8,22 +8,16 @@
 #include "families.hpp"
 #include "overlap.hpp"
 #include "random.hpp"
+#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric/formats.hpp"
 
 namespace te_fl::opencl {
 namespace {
 
-using backend::invalid;
-
 // ---- add
 
 void add(const DeviceCall& call, const te_fl_add_args& args) {
   const int64_t n = backend::numel(*args.output);
-  if (args.mask != nullptr && backend::numel(*args.mask) != (n + 7) / 8) {
-    invalid("mask has " + std::to_string(backend::numel(*args.mask)) + " bytes for " +
-            std::to_string(n) +
-            " elements; it must have ceil(n/8) = " + std::to_string((n + 7) / 8));
-  }
   Launch launch(call.device, call.stream(), "tensor",
                 define("TA", args.a) + define("TB", args.b) + define("TY", args.output), "add");
   launch.data(args.a).data(args.b).data(args.output).data(args.mask).value(n).value(kept(args.p));
@@ -91,18 +85,8 @@ Refusal refuse_copy(const te_fl_strided_copy_args& args) {
 
 // The bits of an element with this value.
 template <class T>
-uint64_t integer(double value, const char* type, double low, double above_high) {
-  const double whole = std::trunc(value);
-  if (!(whole >= low && whole < above_high)) {
-    invalid("value is " + std::to_string(value) + ", which " + type + " cannot hold; it takes " +
-            std::to_string(low) + " to " + std::to_string(above_high - 1));
-  }
-  return static_cast<uint64_t>(static_cast<T>(whole));
-}
-template <class T>
 uint64_t integer(double value, const char* type) {
-  return integer<T>(value, type, static_cast<double>(std::numeric_limits<T>::min()),
-                    std::ldexp(1.0, std::numeric_limits<T>::digits));
+  return static_cast<uint64_t>(backend::whole_number<T>(value, type));
 }
 template <class T>
 uint64_t bits_of(T value) {
@@ -130,7 +114,7 @@ uint64_t element(int dtype, double value) {
     case TE_FL_U64:
       return integer<uint64_t>(value, "u64");
     case TE_FL_BOOL:
-      return integer<uint8_t>(value, "bool", 0.0, 2.0);
+      return backend::whole_number<uint8_t>(value, "bool", 0.0, 2.0);
     case TE_FL_F64:
       return bits_of(value);
     case TE_FL_F16:

@@ -11,7 +11,6 @@ namespace {
 
 template <class Act>
 void forward(const te_fl_context&, const te_fl_activation_act_fwd_args& args) {
-  check_output(*args.output, "output");
   const Reader input(*args.input);
   const int64_t cols = backend::as_matrix(*args.output).cols;
   store_output(*args.output, {args.input}, [&](int64_t row, int64_t col, int64_t n, float* out) {
@@ -35,13 +34,11 @@ Produce gradient(const Args& args) {
 
 template <class Act>
 void backward(const te_fl_context&, const te_fl_activation_act_bwd_args& args) {
-  check_output(*args.output, "output");
   store_output(*args.output, {args.grad, args.input}, gradient<Act>(args));
 }
 
 template <class Act>
 void backward_dbias(const te_fl_context&, const te_fl_activation_dbias_act_args& args) {
-  check_output(*args.output, "output");
   const Produce dx = gradient<Act>(args);
   // Summed before the output is written: it may share the inputs' memory.
   const backend::Matrix matrix = backend::as_matrix(*args.output);
@@ -59,7 +56,6 @@ void backward_dbias(const te_fl_context&, const te_fl_activation_dbias_act_args&
 // Gated forms: `gate(a, b)` is the result.
 template <class Args, class Gate>
 void gated(const Args& args, Gate gate) {
-  check_output(*args.output, "output");
   const Reader input(*args.input);
   const int64_t half = backend::as_matrix(*args.output).cols;
   const Produce values = [&](int64_t row, int64_t col, int64_t n, float* out) {
@@ -74,7 +70,6 @@ void gated(const Args& args, Gate gate) {
 // The gradient of [a, b]: da(dy, a, b) in the first half, db(dy, a, b) in the second.
 template <class Args, class GradA, class GradB>
 void gated_gradient(const Args& args, GradA da, GradB db) {
-  check_output(*args.output, "output");
   const Reader grad(*args.grad);
   const Reader input(*args.input);
   const int64_t half = backend::as_matrix(*args.output).cols / 2;

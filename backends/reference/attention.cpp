@@ -36,7 +36,7 @@ void get_fused_attn_backend(const te_fl_context&, const te_fl_get_fused_attn_bac
 
 Heads::Heads(const te_fl_tensor& t, const char* name, int32_t layout)
     : view_(compact(backend::heads_view(name, t, layout), layout)),
-      values_(Reader(t, name).all_double()) {}
+      values_(Reader(t).all_double()) {}
 
 Heads::Heads(const te_fl_tensor& t, int32_t layout)
     : view_(compact(backend::heads_view("output", t, layout), layout)),
@@ -91,7 +91,7 @@ void ScoreRow::compute(const SequenceSpan& span, int64_t b, int64_t h, int64_t i
     const int64_t* shape = p_.bias->dl.shape;
     const int64_t head = (shape[0] == 1 ? 0 : b) * shape[1] + (shape[1] == 1 ? 0 : h);
     bias_.resize(static_cast<size_t>(shape[3]));
-    Reader(*p_.bias, "bias").read((head * shape[2] + i) * shape[3], shape[3], bias_.data());
+    Reader(*p_.bias).read((head * shape[2] + i) * shape[3], shape[3], bias_.data());
   }
   const double* q = q_.row(b, span.q_begin + i, h);
   const double alibi = p_.alibi_slopes != nullptr ? alibi_slope(b, h) : 0.0;

@@ -40,30 +40,16 @@ float largest_finite_of(int dtype) noexcept {
   }
 }
 
-Reader::Reader(const te_fl_tensor& tensor, const char* argument, Copy preferred)
+Reader::Reader(const te_fl_tensor& tensor, Copy preferred)
     : tensor_(tensor), size_(backend::numel(tensor)) {
   const uint32_t scaling = backend::scaling(tensor);
   if (scaling == TE_FL_SCALING_NONE || size_ == 0) return;
   const te_fl_quant& quant = *tensor.quant;
-  const std::string name(argument);
-  if (tensor.dl.data == nullptr && quant.columnwise_data == nullptr) {
-    backend::invalid(name + " has neither row-wise nor column-wise data; quantise it first");
-  }
   columnwise_ =
       preferred == Copy::kColumnwise ? quant.columnwise_data != nullptr : tensor.dl.data == nullptr;
-  const bool shared = scaling == TE_FL_SCALING_TENSOR;  // one scale_inv for both copies
-  const void* scale = columnwise_ ? quant.columnwise_scale_inv : quant.scale_inv;
-  if (scale == nullptr && !(shared && (quant.scale_inv || quant.columnwise_scale_inv))) {
-    backend::invalid(name + (columnwise_ ? " has column-wise data without columnwise_scale_inv"
-                                         : " has row-wise data without scale_inv"));
-  }
   if (scaling == TE_FL_SCALING_NVFP4) {
-    const float* amax =
-        columnwise_ && quant.columnwise_amax != nullptr ? quant.columnwise_amax : quant.amax;
-    if (amax == nullptr) {
-      backend::invalid(name + " is NVFP4 without amax, which its values are scaled with");
-    }
-    nvfp4_amax_ = *amax;
+    const bool own = columnwise_ && quant.columnwise_amax != nullptr;
+    nvfp4_amax_ = own ? *quant.columnwise_amax : *quant.amax;
   }
 }
 

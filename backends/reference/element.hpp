@@ -46,12 +46,10 @@ enum class Copy { kRowwise, kColumnwise };
 
 // Reads any F32, F16, BF16, F64, FP8, FP4 or E8M0 tensor as numbers: quantised ones dequantised
 // (code * scale_inv) from the preferred copy if it exists, else from the other; bare FP8 and FP4
-// codes as they are. Keeps a reference to the tensor. The constructor throws invalid() if parts are
-// missing.
+// codes as they are. Keeps a reference to the tensor.
 class Reader {
  public:
-  explicit Reader(const te_fl_tensor& tensor, const char* argument = "input",
-                  Copy preferred = Copy::kRowwise);
+  explicit Reader(const te_fl_tensor& tensor, Copy preferred = Copy::kRowwise);
 
   int64_t size() const noexcept { return size_; }
   // Elements [begin, begin + n). As double the product with scale_inv is exact; as float it is
@@ -102,10 +100,6 @@ enum class Access {
 // Computes values [col, col + n) of one row of the output's matrix view, in FP32. May be called
 // more than once for one element; a call never crosses a row.
 using Produce = std::function<void(int64_t row, int64_t col, int64_t n, float* values)>;
-
-// Throws invalid() if an output lacks parts that its scaling mode needs. Call before writing
-// anything.
-void check_output(const te_fl_tensor& out, const char* argument);
 
 // Writes an output of any dtype and scaling mode, every copy that it has, from FP32 values computed
 // piece by piece. `inputs` are the tensors that `produce` reads: where they share memory with the

@@ -13,14 +13,9 @@
 namespace te_fl::reference {
 namespace {
 
-void check(const te_fl_generic_gemm_args& args) {
-  check_output(*args.d, "d");
-  if (args.pre_gelu_out != nullptr) check_output(*args.pre_gelu_out, "pre_gelu_out");
-}
-
 // The operand as a compact [rows, cols] matrix, transposed from its stored form if asked.
-std::vector<double> operand(const te_fl_tensor& t, const char* name, bool transpose, Copy copy) {
-  std::vector<double> stored = Reader(t, name, copy).all_double();
+std::vector<double> operand(const te_fl_tensor& t, bool transpose, Copy copy) {
+  std::vector<double> stored = Reader(t, copy).all_double();
   if (!transpose) return stored;
   const backend::Matrix m = backend::as_matrix(t);
   std::vector<double> result(stored.size());
@@ -72,22 +67,21 @@ void write_sums(const te_fl_tensor& out, const std::vector<float>& result, int64
 }
 
 void generic_gemm(const te_fl_context&, const te_fl_generic_gemm_args& args) {
-  check(args);
   const backend::Matrix d = backend::as_matrix(*args.d);
   const backend::Matrix stored_a = backend::as_matrix(*args.a);
   const int64_t k_extent = args.trans_a ? stored_a.rows : stored_a.cols;
   const std::vector<double> a =
-      operand(*args.a, "a", args.trans_a != 0, args.trans_a ? Copy::kColumnwise : Copy::kRowwise);
+      operand(*args.a, args.trans_a != 0, args.trans_a ? Copy::kColumnwise : Copy::kRowwise);
   const std::vector<double> b =
-      operand(*args.b, "b", args.trans_b != 0, args.trans_b ? Copy::kRowwise : Copy::kColumnwise);
+      operand(*args.b, args.trans_b != 0, args.trans_b ? Copy::kRowwise : Copy::kColumnwise);
   Epilogue epilogue;
-  if (args.bias != nullptr) epilogue.bias = Reader(*args.bias, "bias").all();
+  if (args.bias != nullptr) epilogue.bias = Reader(*args.bias).all();
   if (args.pre_gelu_in != nullptr) {
-    epilogue.pre_gelu_in = Reader(*args.pre_gelu_in, "pre_gelu_in").all();
+    epilogue.pre_gelu_in = Reader(*args.pre_gelu_in).all();
   }
-  if (args.residual != nullptr) epilogue.residual = Reader(*args.residual, "residual").all();
+  if (args.residual != nullptr) epilogue.residual = Reader(*args.residual).all();
   // As in BLAS, a beta of 0 does not read d.
-  if (args.accumulate && args.beta != 0.0f) epilogue.previous = Reader(*args.d, "d").all();
+  if (args.accumulate && args.beta != 0.0f) epilogue.previous = Reader(*args.d).all();
 
   std::vector<float> result(static_cast<size_t>(d.rows * d.cols));
   std::vector<float> pre_gelu(args.pre_gelu_out != nullptr ? result.size() : 0);

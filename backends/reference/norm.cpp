@@ -12,7 +12,7 @@ namespace {
 using backend::Matrix;
 
 std::vector<double> weights(const te_fl_tensor& gamma, bool zero_centered) {
-  std::vector<double> values = Reader(gamma, "gamma").all_double();
+  std::vector<double> values = Reader(gamma).all_double();
   if (zero_centered) {
     for (double& g : values) g += 1.0;
   }
@@ -51,7 +51,7 @@ void store_rows(const te_fl_tensor& out, const std::vector<double>& values) {
 
 void normalise(const te_fl_tensor& x_tensor, const te_fl_tensor& z, const Statistics& s,
                const std::vector<double>& gamma, const std::vector<double>& beta) {
-  const Reader x(x_tensor, "x");
+  const Reader x(x_tensor);
   const int64_t cols = backend::as_matrix(z).cols;
   store_output(z, {&x_tensor}, [&](int64_t row, int64_t col, int64_t n, float* out) {
     x.read(row * cols + col, n, out);
@@ -67,7 +67,7 @@ void normalise(const te_fl_tensor& x_tensor, const te_fl_tensor& z, const Statis
 const te_fl_tensor& normalised_input(const te_fl_tensor& x, const te_fl_tensor* residual,
                                      const te_fl_tensor* sum) {
   if (sum == nullptr) return x;
-  const Reader a(x, "x"), b(*residual, "residual");
+  const Reader a(x), b(*residual);
   const int64_t cols = backend::as_matrix(x).cols;
   std::vector<float> other(static_cast<size_t>(cols));
   store_output(*sum, {&x, residual}, [&](int64_t row, int64_t col, int64_t n, float* out) {
@@ -79,21 +79,18 @@ const te_fl_tensor& normalised_input(const te_fl_tensor& x, const te_fl_tensor* 
 }
 
 void layernorm_fwd(const te_fl_context&, const te_fl_layernorm_fwd_args& args) {
-  check_output(*args.z, "z");
   const te_fl_tensor& x = normalised_input(*args.x, args.residual, args.sum);
-  const Statistics s = row_statistics(Reader(x, "x"), backend::as_matrix(x), true, args.epsilon);
+  const Statistics s = row_statistics(Reader(x), backend::as_matrix(x), true, args.epsilon);
   const auto gamma = weights(*args.gamma, args.zero_centered_gamma != 0);
-  const auto beta =
-      args.beta != nullptr ? Reader(*args.beta, "beta").all_double() : std::vector<double>();
+  const auto beta = args.beta != nullptr ? Reader(*args.beta).all_double() : std::vector<double>();
   normalise(x, *args.z, s, gamma, beta);
   store_rows(*args.mu, s.mu);
   store_rows(*args.rsigma, s.rsigma);
 }
 
 void rmsnorm_fwd(const te_fl_context&, const te_fl_rmsnorm_fwd_args& args) {
-  check_output(*args.z, "z");
   const te_fl_tensor& x = normalised_input(*args.x, args.residual, args.sum);
-  const Statistics s = row_statistics(Reader(x, "x"), backend::as_matrix(x), false, args.epsilon);
+  const Statistics s = row_statistics(Reader(x), backend::as_matrix(x), false, args.epsilon);
   normalise(x, *args.z, s, weights(*args.gamma, args.zero_centered_gamma != 0), {});
   store_rows(*args.rsigma, s.rsigma);
 }
@@ -107,11 +104,11 @@ struct Backward {
 void run_backward(const Backward& args) {
   const Matrix matrix = backend::as_matrix(*args.x);
   const auto rows = static_cast<size_t>(matrix.rows), cols = static_cast<size_t>(matrix.cols);
-  const Reader dz(*args.dz, "dz"), x(*args.x, "x");
+  const Reader dz(*args.dz), x(*args.x);
   const auto g = weights(*args.gamma, args.zero_centered_gamma);
-  const auto rsigma = Reader(*args.rsigma, "rsigma").all_double();
+  const auto rsigma = Reader(*args.rsigma).all_double();
   const auto mu =
-      args.mu != nullptr ? Reader(*args.mu, "mu").all_double() : std::vector<double>(rows, 0.0);
+      args.mu != nullptr ? Reader(*args.mu).all_double() : std::vector<double>(rows, 0.0);
 
   // First what is summed, over rows and columns; then dx, which may share the memory of dz.
   std::vector<double> mean_d(rows), mean_dn(rows), dgamma(cols, 0.0), dbeta(cols, 0.0);
@@ -136,7 +133,7 @@ void run_backward(const Backward& args) {
     const int64_t begin = row * matrix.cols + col;
     dz.read(begin, n, out);
     x.read(begin, n, x_part.data());
-    if (args.add != nullptr) Reader(*args.add, "add").read(begin, n, add_part.data());
+    if (args.add != nullptr) Reader(*args.add).read(begin, n, add_part.data());
     for (int64_t i = 0; i < n; ++i) {
       const double normalised = (x_part[i] - mu[row]) * rsigma[row];
       const double d = out[i] * g[col + i];

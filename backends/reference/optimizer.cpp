@@ -14,12 +14,6 @@ namespace {
 
 using TensorList = const te_fl_tensor* const*;
 
-void check_count(const char* name, int64_t count, const char* other, int64_t expected) {
-  if (count == expected) return;
-  backend::invalid(std::string(name) + " has " + std::to_string(count) + " tensors, expected " +
-                   std::to_string(expected) + ", one for each of " + other);
-}
-
 bool is_noop(const te_fl_tensor* flag) {
   return flag != nullptr && *backend::data<const int32_t>(*flag) != 0;
 }
@@ -49,12 +43,12 @@ void scale(const te_fl_context&, const te_fl_multi_tensor_scale_args& a) {
     if (finite && norm > a.max_norm) factor = a.scale * (a.max_norm / norm);  // in FP32
   }
   for (int64_t t = 0; t < a.inputs_count; ++t) {
-    std::vector<double> x = Reader(*a.inputs[t], "inputs").all_double();
+    std::vector<double> x = Reader(*a.inputs[t]).all_double();
     finite = finite && all_finite(x);
     for (double& v : x) v *= factor;
     Writer(*a.outputs[t]).write(0, static_cast<int64_t>(x.size()), x.data());
     // Read back, because a finite product may overflow the output's type.
-    finite = finite && all_finite(Reader(*a.outputs[t], "outputs").all_double());
+    finite = finite && all_finite(Reader(*a.outputs[t]).all_double());
   }
   if (!finite) *backend::data<int32_t>(*a.noop_flag) = 1;
 }
@@ -62,14 +56,11 @@ void scale(const te_fl_context&, const te_fl_multi_tensor_scale_args& a) {
 // sqrt(sum (factor x)^2) of all tensors, and of each.
 void norms(TensorList inputs, int64_t count, double factor, const te_fl_tensor& norm,
            const te_fl_tensor* per_tensor) {
-  if (per_tensor != nullptr) {
-    check_count("per_tensor_norms", backend::numel(*per_tensor), "inputs", count);
-  }
   std::vector<double> each;
   double total = 0;
   for (int64_t t = 0; t < count; ++t) {
     double sum = 0;
-    for (double x : Reader(*inputs[t], "inputs").all_double()) sum += factor * x * (factor * x);
+    for (double x : Reader(*inputs[t]).all_double()) sum += factor * x * (factor * x);
     each.push_back(std::sqrt(sum));
     total += sum;
   }
@@ -111,21 +102,14 @@ struct Adam {
   double correction2;
 };
 
-void check_adam(const te_fl_multi_tensor_adam_args& a) {
-  if (a.fp8_params_count == 0) return;
-  for (int64_t t = 0; t < a.fp8_params_count; ++t) {
-    check_output(*a.fp8_params[t], ("fp8_params[" + std::to_string(t) + "]").c_str());
-  }
-}
-
 void update_params(const te_fl_multi_tensor_adam_args& a) {
   const Adam update(a);
   for (int64_t t = 0; t < a.grads_count; ++t) {
     const te_fl_tensor& weights = a.master_params_count != 0 ? *a.master_params[t] : *a.params[t];
-    const std::vector<double> g = Reader(*a.grads[t], "grads").all_double();
-    std::vector<float> m = Reader(*a.exp_avgs[t], "exp_avgs").all();
-    std::vector<float> v = Reader(*a.exp_avg_sqs[t], "exp_avg_sqs").all();
-    std::vector<double> p = Reader(weights, "params").all_double();
+    const std::vector<double> g = Reader(*a.grads[t]).all_double();
+    std::vector<float> m = Reader(*a.exp_avgs[t]).all();
+    std::vector<float> v = Reader(*a.exp_avg_sqs[t]).all();
+    std::vector<double> p = Reader(weights).all_double();
     const auto n = static_cast<int64_t>(g.size());
     for (int64_t i = 0; i < n; ++i) update(g[i], m[i], v[i], p[i]);
     Writer(*a.exp_avgs[t]).write(0, n, m.data());
@@ -138,10 +122,9 @@ void update_params(const te_fl_multi_tensor_adam_args& a) {
 }
 
 void adam(const te_fl_context&, const te_fl_multi_tensor_adam_args& a) {
-  check_adam(a);
   if (!is_noop(a.noop_flag)) update_params(a);
   for (int64_t t = 0; t < a.fp8_params_count; ++t) {
-    store_output(*a.fp8_params[t], Reader(*a.params[t], "params").all().data());
+    store_output(*a.fp8_params[t], Reader(*a.params[t]).all().data());
   }
 }
 
@@ -167,10 +150,10 @@ void sgd(const te_fl_context&, const te_fl_multi_tensor_sgd_args& a) {
   if (is_noop(a.noop_flag)) return;
   const Sgd update{a, lr_of(a)};
   for (int64_t t = 0; t < a.grads_count; ++t) {
-    const std::vector<double> g = Reader(*a.grads[t], "grads").all_double();
-    std::vector<double> p = Reader(*a.params[t], "params").all_double();
+    const std::vector<double> g = Reader(*a.grads[t]).all_double();
+    std::vector<double> p = Reader(*a.params[t]).all_double();
     std::vector<float> m(g.size(), 0.0f);
-    if (a.momentum != 0) m = Reader(*a.momentums[t], "momentums").all();
+    if (a.momentum != 0) m = Reader(*a.momentums[t]).all();
     const auto n = static_cast<int64_t>(g.size());
     for (int64_t i = 0; i < n; ++i) update(g[i], m[i], p[i]);
     if (a.momentum != 0) Writer(*a.momentums[t]).write(0, n, m.data());

@@ -6,12 +6,11 @@
 #include "dispatch.hpp"
 #include "element.hpp"
 #include "families.hpp"
+#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric.hpp"
 
 namespace te_fl::reference {
 namespace {
-
-using backend::invalid;
 
 // Rows of `input` from row_offset on, as values of an output with the same last extent.
 void quantize_rows(const te_fl_tensor& input, int64_t row_offset, const te_fl_tensor& output) {
@@ -26,7 +25,6 @@ void quantize_rows(const te_fl_tensor& input, int64_t row_offset, const te_fl_te
 bool is_noop(const te_fl_tensor* flag) { return flag != nullptr && scalar_f32(*flag) != 0.0f; }
 
 void quantize(const te_fl_context&, const te_fl_quantize_args& args) {
-  check_output(*args.output, "output");
   if (!is_noop(args.noop_flag)) quantize_rows(*args.input, 0, *args.output);
 }
 
@@ -42,7 +40,6 @@ void dequantize(const te_fl_context&, const te_fl_dequantize_args& args) {
 }
 
 void bgrad_quantize(const te_fl_context&, const te_fl_bgrad_quantize_args& args) {
-  check_output(*args.output, "output");
   const Reader reader(*args.input);
   const backend::Matrix matrix = backend::as_matrix(*args.input);
   std::vector<double> sums(static_cast<size_t>(matrix.cols), 0.0);
@@ -57,9 +54,6 @@ void bgrad_quantize(const te_fl_context&, const te_fl_bgrad_quantize_args& args)
 }
 
 void multi_tensor_quantize(const te_fl_context&, const te_fl_multi_tensor_quantize_args& args) {
-  for (int64_t i = 0; i < args.outputs_count; ++i) {
-    check_output(*args.outputs[i], ("outputs[" + std::to_string(i) + "]").c_str());
-  }
   if (is_noop(args.noop_flag)) return;
   for (int64_t i = 0; i < args.outputs_count; ++i) {
     quantize_rows(*args.inputs[i], 0, *args.outputs[i]);
@@ -67,19 +61,8 @@ void multi_tensor_quantize(const te_fl_context&, const te_fl_multi_tensor_quanti
 }
 
 void split_quantize(const te_fl_context&, const te_fl_split_quantize_args& args) {
-  const backend::Matrix whole = backend::as_matrix(*args.input);
+  backend::check_parts(args);
   int64_t rows = 0;
-  for (int64_t i = 0; i < args.outputs_count; ++i) {
-    const std::string name = "outputs[" + std::to_string(i) + "]";
-    const backend::Matrix part = backend::as_matrix(*args.outputs[i]);
-    check_output(*args.outputs[i], name.c_str());
-    rows += part.rows;
-  }
-  if (rows != whole.rows) {
-    invalid("the rows of outputs sum to " + std::to_string(rows) + ", input has " +
-            std::to_string(whole.rows) + "; the parts must cover the input");
-  }
-  rows = 0;
   for (int64_t i = 0; i < args.outputs_count; ++i) {
     quantize_rows(*args.input, rows, *args.outputs[i]);
     rows += backend::as_matrix(*args.outputs[i]).rows;
@@ -138,41 +121,10 @@ void compute_amax(const te_fl_context&, const te_fl_compute_amax_args& args) {
 
 using UpdateArgs = te_fl_fused_amax_and_scale_update_after_reduction_args;
 
-// The factor before the division: fp8_max * 2^-margin.
-float checked_fp8_max(const UpdateArgs& args) {
-  const float fp8_max =
-      args.fp8_dtype == TE_FL_FP8_FORMAT_E5M2 ? numeric::kE5m2Max : numeric::kE4m3Max;
-  const float reduced = fp8_max * std::exp2(-args.margin);
-  if (!(std::isnormal(reduced) && std::isfinite(args.margin))) {
-    invalid(
-        "margin is " + std::to_string(args.margin) +
-        "; fp8_max * 2^-margin must be a normal FP32 number (margin between about -110 and 130)");
-  }
-  return reduced;
-}
-
-void check_update(const UpdateArgs& args) {
-  int64_t total = 0;
-  for (int64_t i = 0; i < args.amax_histories_count; ++i) {
-    const te_fl_tensor& history = *args.amax_histories[i];
-    if (history.dl.shape[0] < 1) {
-      invalid("amax_histories[" + std::to_string(i) +
-              "] has no rows; its length must be at least 1");
-    }
-    total += history.dl.shape[1];
-  }
-  if (args.amax_reduction_buffer != nullptr &&
-      backend::numel(*args.amax_reduction_buffer) != total) {
-    invalid("amax_reduction_buffer has " +
-            std::to_string(backend::numel(*args.amax_reduction_buffer)) + " elements for " +
-            std::to_string(total) + " tensors; give one element per tensor");
-  }
-}
-
 void update_scales(const te_fl_context&, const UpdateArgs& args) {
-  check_update(args);
+  backend::check_reduced_amaxes(args);
   numeric::DelayedScalingRule rule;
-  rule.fp8_max = checked_fp8_max(args);
+  rule.fp8_max = backend::largest_with_margin(args);
   rule.algo = args.algo == TE_FL_AMAX_ALGO_MOST_RECENT ? numeric::AmaxComputeAlgo::kMostRecent
                                                        : numeric::AmaxComputeAlgo::kMax;
   int64_t position = 0;

@@ -10,12 +10,14 @@
 
 #include "element.hpp"
 #include "families.hpp"
+#include "te_fl/backend/rope_checks.hpp"
 
 namespace te_fl::reference {
 namespace {
 
+using backend::check_chunks;
 using backend::invalid;
-using backend::shape_text;
+using backend::PackedHeads;
 
 // Global position of token s of `length` local ones: each rank holds chunks cp_rank and
 // 2 cp_size - 1 - cp_rank of the sequence's 2 cp_size chunks.
@@ -47,10 +49,6 @@ class Starts {
  public:
   Starts(const te_fl_tensor* t, int64_t batch) : t_(t) {
     if (t == nullptr) return;
-    if (t->dl.ndim != 1 || t->dl.shape[0] != batch) {
-      invalid("start_positions has shape " + shape_text(*t) + ", expected [" +
-              std::to_string(batch) + "]: one for each sequence");
-    }
     for (int64_t b = 0; b < batch; ++b) {
       if ((*this)[b] < 0) {
         invalid("start_positions[" + std::to_string(b) + "] is " + std::to_string((*this)[b]) +
@@ -66,21 +64,13 @@ class Starts {
   const te_fl_tensor* t_;
 };
 
-void check_even_length(int64_t length, const ContextParallel& cp, const std::string& what) {
-  if (cp.size > 1 && length % 2 != 0) {
-    invalid(what + " has " + std::to_string(length) +
-            " tokens on this rank, expected an even number: with cp_size > 1 a rank holds two "
-            "chunks of equal length");
-  }
-}
-
 // sbhd or bshd, of a tensor whose first two extents are given.
 Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
                           const te_fl_tensor* start_positions, const ContextParallel& cp) {
   const bool sbhd = layout == TE_FL_LAYOUT_SBHD;
   const int64_t seqlen = sbhd ? extent0 : extent1;
   const Starts starts(start_positions, sbhd ? extent1 : extent0);
-  check_even_length(seqlen, cp, "each sequence");
+  check_chunks(seqlen, cp.size, "each sequence");
   Positions p;
   p.of_token.resize(static_cast<size_t>(extent0 * extent1));
   for (int64_t token = 0; token < extent0 * extent1; ++token) {
@@ -94,9 +84,6 @@ Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
 // cu_seqlens counts whole sequences; a rank holds 1 / cp_size of each.
 Positions packed_positions(int64_t tokens, const te_fl_tensor& cu,
                            const te_fl_tensor* start_positions, const ContextParallel& cp) {
-  if (cu.dl.ndim != 1 || cu.dl.shape[0] < 1) {
-    invalid("cu_seqlens has shape " + shape_text(cu) + ", expected [B+1]");
-  }
   const int64_t batch = cu.dl.shape[0] - 1;
   const Starts starts(start_positions, batch);
   const auto prefix = [&](int64_t b) -> int64_t {
@@ -118,7 +105,7 @@ Positions packed_positions(int64_t tokens, const te_fl_tensor& cu,
     }
     const int64_t begin = prefix(b) / cp.size;
     const int64_t length = prefix(b + 1) / cp.size - begin;
-    check_even_length(length, cp, name);
+    check_chunks(length, cp.size, name);
     for (int64_t s = 0; s < length; ++s) p.set(begin + s, starts[b] + cp.position(s, length));
   }
   return p;
@@ -129,21 +116,15 @@ class Rotation {
  public:
   Rotation(const char* name, const te_fl_tensor& freqs, bool interleaved, bool backward)
       : name_(name),
-        positions_(freqs.dl.shape[0]),
+        freqs_(freqs),
         columns_(freqs.dl.shape[3]),
         interleaved_(interleaved),
         backward_(backward),
-        angles_(Reader(freqs, name).all_double()) {}
+        angles_(Reader(freqs).all_double()) {}
 
   void check(int64_t head_dim, const Positions& positions) const {
-    if (columns_ % 2 != 0 || columns_ > head_dim) {
-      invalid(std::string(name_) + " has " + std::to_string(columns_) +
-              " columns, expected an even number up to the head size, " + std::to_string(head_dim));
-    }
-    if (positions.largest >= positions_) {
-      invalid(std::string(name_) + " has " + std::to_string(positions_) +
-              " positions, but position " + std::to_string(positions.largest) + " is needed");
-    }
+    backend::check_angle_columns(name_, freqs_, head_dim);
+    backend::check_angle_rows(name_, freqs_.dl.shape[0], positions.largest);
   }
 
   // One head of dim elements at a position; -1 gives zeros.
@@ -167,25 +148,15 @@ class Rotation {
 
  private:
   const char* name_;
-  int64_t positions_;
+  const te_fl_tensor& freqs_;
   int64_t columns_;
   bool interleaved_;
   bool backward_;
   std::vector<double> angles_;
 };
 
-void check_rope_tensors(const te_fl_rope_rope_args& a) {
-  const bool thd = a.layout == TE_FL_LAYOUT_THD;
-  const te_fl_tensor& x = *a.input;
-  if (x.dl.ndim != (thd ? 3 : 4)) {
-    invalid("input has shape " + shape_text(x) + ", expected rank " +
-            (thd ? "3: [T, H, D] (layout thd)" : "4: [S, B, H, D] or [B, S, H, D]"));
-  }
-}
-
 template <bool kBackward>
 void rope(const te_fl_context&, const te_fl_rope_rope_args& a) {
-  check_rope_tensors(a);
   const te_fl_tensor& x = *a.input;
   const ContextParallel cp{a.cp_size, a.cp_rank};
   const Positions positions =
@@ -206,46 +177,21 @@ void rope(const te_fl_context&, const te_fl_rope_rope_args& a) {
   store_output(*a.output, out.data());
 }
 
-// Packed QKV: in each group q_heads queries of k_dim elements, a key of k_dim, a value of v_dim.
-struct Packed {
-  int64_t tokens, groups, q_heads, k_dim, v_dim;
-  int64_t width() const { return q_heads * k_dim + k_dim + v_dim; }
-};
-
-void expect_tail(const char* name, const te_fl_tensor& t, int64_t heads, int64_t dim) {
-  if (t.dl.shape[2] == heads && t.dl.shape[3] == dim) return;
-  invalid(std::string(name) + " has shape " + shape_text(t) + ", expected [.., " +
-          std::to_string(heads) + ", " + std::to_string(dim) + "]");
-}
-
-template <class Args>
-Packed check_packed(const Args& a, const char* name, const te_fl_tensor& qkv) {
-  const Packed p{qkv.dl.shape[0] * qkv.dl.shape[1], qkv.dl.shape[2], a.q_dim / a.k_dim, a.k_dim,
-                 a.v_dim};
-  if (qkv.dl.shape[3] != p.width()) {
-    invalid(std::string(name) + " has shape " + shape_text(qkv) + ", expected " +
-            std::to_string(p.width()) + " in the last dimension: q_dim + k_dim + v_dim");
-  }
-  return p;
-}
-
 void qkv_forward(const te_fl_context&, const te_fl_fused_qkv_rope_forward_args& a) {
-  const Packed p = check_packed(a, "qkv_input", *a.qkv_input);
-  expect_tail("q_out", *a.q_out, p.groups * p.q_heads, p.k_dim);
-  expect_tail("k_out", *a.k_out, p.groups, p.k_dim);
-  expect_tail("v_out", *a.v_out, p.groups, p.v_dim);
+  const PackedHeads p = backend::packed_heads(a);
   const int64_t* shape = a.qkv_input->dl.shape;
+  const int64_t tokens = shape[0] * shape[1];
   const Positions positions = dense_positions(shape[0], shape[1], a.layout, a.start_positions,
                                               ContextParallel{a.cp_size, a.cp_rank});
   const Rotation rotate_q("q_freqs", *a.q_freqs, a.interleaved != 0, false);
   const Rotation rotate_k("k_freqs", *a.k_freqs, a.interleaved != 0, false);
   rotate_q.check(p.k_dim, positions);
   rotate_k.check(p.k_dim, positions);
-  const std::vector<double> in = Reader(*a.qkv_input, "qkv_input").all_double();
-  std::vector<float> q(static_cast<size_t>(p.tokens * p.groups * p.q_heads * p.k_dim));
-  std::vector<float> k(static_cast<size_t>(p.tokens * p.groups * p.k_dim));
-  std::vector<float> v(static_cast<size_t>(p.tokens * p.groups * p.v_dim));
-  for (int64_t i = 0; i < p.tokens * p.groups; ++i) {
+  const std::vector<double> in = Reader(*a.qkv_input).all_double();
+  std::vector<float> q(static_cast<size_t>(tokens * p.groups * p.q_heads * p.k_dim));
+  std::vector<float> k(static_cast<size_t>(tokens * p.groups * p.k_dim));
+  std::vector<float> v(static_cast<size_t>(tokens * p.groups * p.v_dim));
+  for (int64_t i = 0; i < tokens * p.groups; ++i) {
     const int64_t position = positions.of_token[static_cast<size_t>(i / p.groups)];
     const double* x = in.data() + i * p.width();
     for (int64_t n = 0; n < p.q_heads; ++n, x += p.k_dim) {
@@ -261,22 +207,20 @@ void qkv_forward(const te_fl_context&, const te_fl_fused_qkv_rope_forward_args& 
 }
 
 void qkv_backward(const te_fl_context&, const te_fl_fused_qkv_rope_backward_args& a) {
-  const Packed p = check_packed(a, "qkv_grad", *a.qkv_grad);
-  expect_tail("q_grad", *a.q_grad, p.groups * p.q_heads, p.k_dim);
-  expect_tail("k_grad", *a.k_grad, p.groups, p.k_dim);
-  expect_tail("v_grad", *a.v_grad, p.groups, p.v_dim);
+  const PackedHeads p = backend::packed_heads(a);
   const int64_t* shape = a.qkv_grad->dl.shape;
+  const int64_t tokens = shape[0] * shape[1];
   const Positions positions = dense_positions(shape[0], shape[1], a.layout, a.start_positions,
                                               ContextParallel{a.cp_size, a.cp_rank});
   const Rotation rotate_q("q_freqs", *a.q_freqs, a.interleaved != 0, true);
   const Rotation rotate_k("k_freqs", *a.k_freqs, a.interleaved != 0, true);
   rotate_q.check(p.k_dim, positions);
   rotate_k.check(p.k_dim, positions);
-  const std::vector<double> q = Reader(*a.q_grad, "q_grad").all_double();
-  const std::vector<double> k = Reader(*a.k_grad, "k_grad").all_double();
-  const std::vector<double> v = Reader(*a.v_grad, "v_grad").all_double();
-  std::vector<float> out(static_cast<size_t>(p.tokens * p.groups * p.width()));
-  for (int64_t i = 0; i < p.tokens * p.groups; ++i) {
+  const std::vector<double> q = Reader(*a.q_grad).all_double();
+  const std::vector<double> k = Reader(*a.k_grad).all_double();
+  const std::vector<double> v = Reader(*a.v_grad).all_double();
+  std::vector<float> out(static_cast<size_t>(tokens * p.groups * p.width()));
+  for (int64_t i = 0; i < tokens * p.groups; ++i) {
     const int64_t position = positions.of_token[static_cast<size_t>(i / p.groups)];
     float* y = out.data() + i * p.width();
     for (int64_t n = 0; n < p.q_heads; ++n, y += p.k_dim) {

@@ -72,8 +72,8 @@ constexpr auto kNoMask = [](int64_t, int64_t) { return false; };
 template <class Visible>
 void backward(const te_fl_softmax_bwd4_args& a, Visible visible) {
   const Matrix m = backend::as_matrix(*a.output_grad);
-  const std::vector<double> dy = Reader(*a.output_grad, "output_grad").all_double();
-  const std::vector<double> y = Reader(*a.softmax_results, "softmax_results").all_double();
+  const std::vector<double> dy = Reader(*a.output_grad).all_double();
+  const std::vector<double> y = Reader(*a.softmax_results).all_double();
   std::vector<float> dx(dy.size(), 0.0f);
   for (int64_t r = 0; r < m.rows; ++r) {
     const int64_t begin = r * m.cols;

@@ -291,42 +291,6 @@ void store(const te_fl_tensor& out, const Produce& produce, float inf_scale) {
 
 }  // namespace
 
-void check_output(const te_fl_tensor& out, const char* argument) {
-  const uint32_t scaling = backend::scaling(out);
-  if (scaling == TE_FL_SCALING_NONE) return;
-  const te_fl_quant& quant = *out.quant;
-  const std::string name(argument);
-  const bool is_fp4_dtype = dtype_of(out) == TE_FL_F4E2M1;
-  if (is_fp4_dtype != (scaling == TE_FL_SCALING_NVFP4)) {
-    backend::invalid(name + " is " + dtype_name(dtype_of(out)) +
-                     (is_fp4_dtype ? ", which goes with NVFP4 scaling only"
-                                   : "; NVFP4 scaling goes with f4e2m1 only"));
-  }
-  const bool empty = backend::numel(out) == 0;
-  if (!empty && out.dl.data == nullptr && quant.columnwise_data == nullptr) {
-    backend::invalid(name + " has neither row-wise nor column-wise data; provide one or both");
-  }
-  if (scaling == TE_FL_SCALING_TENSOR) {
-    if (quant.scale_inv == nullptr && quant.columnwise_scale_inv == nullptr) {
-      backend::invalid(name + " has no scale_inv; provide one FP32 element");
-    }
-    if (quant.scale == nullptr && (quant.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) {
-      backend::invalid(name + " has no scale to quantise with; provide one or set COMPUTE_SCALE");
-    }
-    return;
-  }
-  if (!empty && out.dl.data != nullptr && quant.scale_inv == nullptr) {
-    backend::invalid(name + " has row-wise data but no scale_inv; provide it");
-  }
-  if (!empty && quant.columnwise_data != nullptr && quant.columnwise_scale_inv == nullptr) {
-    backend::invalid(name + " has column-wise data but no columnwise_scale_inv; provide it");
-  }
-  const bool own = out.dl.data == nullptr && quant.columnwise_amax != nullptr;
-  if (scaling == TE_FL_SCALING_NVFP4 && quant.amax == nullptr && !own) {
-    backend::invalid(name + " has no amax, which NVFP4 scales with; provide one FP32 element");
-  }
-}
-
 void store_output(const te_fl_tensor& out, std::initializer_list<const te_fl_tensor*> inputs,
                   const Produce& produce, Access access, float inf_scale) {
   if (!must_compute_first(out, inputs, access)) return store(out, produce, inf_scale);

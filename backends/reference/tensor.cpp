@@ -8,6 +8,7 @@
 #include "element.hpp"
 #include "families.hpp"
 #include "random.hpp"
+#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric.hpp"
 
 namespace te_fl::reference {
@@ -30,12 +31,7 @@ std::vector<uint8_t> keep_bits(const te_fl_rng& rng, float p, int64_t n) {
 
 void add(const te_fl_context& ctx, const te_fl_add_args& args) {
   const int64_t size = backend::numel(*args.output);
-  if (args.mask != nullptr && backend::numel(*args.mask) != (size + 7) / 8) {
-    invalid("mask has " + std::to_string(backend::numel(*args.mask)) + " bytes for " +
-            std::to_string(size) +
-            " elements; it must have ceil(n/8) = " + std::to_string((size + 7) / 8));
-  }
-  const Reader a(*args.a, "a"), b(*args.b, "b");
+  const Reader a(*args.a), b(*args.b);
   const std::vector<uint8_t> keep =
       args.mask != nullptr ? keep_bits(*ctx.rng, args.p, size) : std::vector<uint8_t>();
   const double kept = 1.0 - static_cast<double>(args.p);
@@ -128,20 +124,8 @@ void fill_elements(const te_fl_tensor& output, T value) {
 }
 
 template <class T>
-void fill_integer(const te_fl_tensor& output, double value, double low, double above_high) {
-  const double whole = std::trunc(value);
-  if (!(whole >= low && whole < above_high)) {
-    invalid("value is " + std::to_string(value) + ", which " + dtype_name(dtype_of(output)) +
-            " cannot hold; it takes " + std::to_string(low) + " to " +
-            std::to_string(above_high - 1));
-  }
-  fill_elements(output, static_cast<T>(whole));
-}
-
-template <class T>
 void fill_integer(const te_fl_tensor& output, double value) {
-  fill_integer<T>(output, value, static_cast<double>(std::numeric_limits<T>::min()),
-                  std::ldexp(1.0, std::numeric_limits<T>::digits));
+  fill_elements(output, backend::whole_number<T>(value, dtype_name(dtype_of(output))));
 }
 
 void fill(const te_fl_context&, const te_fl_fill_args& args) {
@@ -164,7 +148,7 @@ void fill(const te_fl_context&, const te_fl_fill_args& args) {
     case TE_FL_U64:
       return fill_integer<uint64_t>(output, args.value);
     case TE_FL_BOOL:
-      return fill_integer<uint8_t>(output, args.value, 0.0, 2.0);
+      return fill_elements(output, backend::whole_number<uint8_t>(args.value, "bool", 0.0, 2.0));
     default:
       visit_float(dtype_of(output), [&](auto type) {
         using T = typename decltype(type)::type;
@@ -218,7 +202,7 @@ std::vector<int64_t> checked_targets(const te_fl_tensor& targets, int64_t extent
 void embedding_fwd(const te_fl_context&, const te_fl_embedding_fwd_args& args) {
   const Matrix table = backend::as_matrix(*args.weight);
   const std::vector<int64_t> indices = checked_indices(*args.indices, table.rows);
-  const Reader weight(*args.weight, "weight");
+  const Reader weight(*args.weight);
   store_output(
       *args.output, {args.weight},
       [&](int64_t row, int64_t col, int64_t n, float* out) {
@@ -238,7 +222,7 @@ void embedding_bwd(const te_fl_context&, const te_fl_embedding_bwd_args& args) {
   for (size_t i = 0; i < indices.size(); ++i) {
     positions[next[static_cast<size_t>(indices[i])]++] = i;
   }
-  const Reader grad(*args.grad_output, "grad_output"), previous(*args.grad_weight, "grad_weight");
+  const Reader grad(*args.grad_output), previous(*args.grad_weight);
   std::vector<float> row(static_cast<size_t>(table.cols));
   std::vector<double> sums(row.size());
   for (int64_t v = 0; v < table.rows; ++v) {
@@ -265,7 +249,7 @@ double log_sum_exp(const std::vector<float>& x) {
 void cross_entropy_fwd(const te_fl_context&, const te_fl_cross_entropy_fwd_args& args) {
   const int64_t classes = backend::as_matrix(*args.logits).cols;
   const std::vector<int64_t> targets = checked_targets(*args.targets, classes, args.ignore_index);
-  const Reader logits(*args.logits, "logits");
+  const Reader logits(*args.logits);
   const double smoothing = args.label_smoothing;
   std::vector<float> x(static_cast<size_t>(classes));
   for (size_t i = 0; i < targets.size(); ++i) {
@@ -291,8 +275,8 @@ void cross_entropy_fwd(const te_fl_context&, const te_fl_cross_entropy_fwd_args&
 void cross_entropy_bwd(const te_fl_context&, const te_fl_cross_entropy_bwd_args& args) {
   const int64_t classes = backend::as_matrix(*args.logits).cols;
   const std::vector<int64_t> targets = checked_targets(*args.targets, classes, args.ignore_index);
-  const Reader logits(*args.logits, "logits"), grad(*args.grad_loss, "grad_loss");
-  const Reader lse(*args.lse, "lse");
+  const Reader logits(*args.logits), grad(*args.grad_loss);
+  const Reader lse(*args.lse);
   const double smoothing = args.label_smoothing;
   store_output(
       *args.grad_logits, {args.logits}, [&](int64_t row, int64_t col, int64_t n, float* out) {

@@ -140,6 +140,10 @@ struct CompiledOp::Impl {
     if (arg.role != TE_FL_OUT) return reads(arg, view);
     return arg.inout_if >= 0 && view.tensor(args[static_cast<size_t>(arg.inout_if)]) != nullptr;
   }
+  // The extents that a rule asks for in a call whose bools and enums are in order.
+  const Dims& dims_of(const ShapeRule& rule, const ArgsView& view) const noexcept {
+    return rule.chosen([&](uint8_t i) { return static_cast<int32_t>(view.scalar(args[i])); });
+  }
   const char* name_of(int arg) const noexcept { return descs[static_cast<size_t>(arg)].name; }
   Status compile(const te_fl_op_schema& from);
   Status copy_schema(const te_fl_op_schema& from);
@@ -149,6 +153,7 @@ struct CompiledOp::Impl {
   Status check_layout() const;
   void order_tensors();
   int find_arg(std::string_view name) const;
+  ShapeNames shape_names() const;
 };
 
 // The words of a text that has blanks between them.

@@ -158,6 +158,22 @@ Status CompiledOp::Impl::compile_scalar(const te_fl_arg_desc& desc, Arg& arg) {
   return {};
 }
 
+ShapeNames CompiledOp::Impl::shape_names() const {
+  const auto find = [this](te_fl_arg_type type) {
+    return [this, type](std::string_view name) {
+      const int i = find_arg(name);
+      return i >= 0 && descs[static_cast<size_t>(i)].type == type ? i : -1;
+    };
+  };
+  const auto value = [this](int arg, std::string_view name) {
+    const char* const all = descs[static_cast<size_t>(arg)].enum_names;
+    const std::vector<std::string> names = words(all != nullptr ? all : "");
+    const auto at = std::find(names.begin(), names.end(), name);
+    return at == names.end() ? -1 : static_cast<int>(at - names.begin());
+  };
+  return {find(TE_FL_ARG_BOOL), find(TE_FL_ARG_ENUM), value, find(TE_FL_ARG_TENSOR_LIST)};
+}
+
 Status CompiledOp::Impl::compile_arg(uint32_t index) {
   const te_fl_arg_desc& desc = descs[index];
   const auto bad = [&](const std::string& why) {
@@ -195,12 +211,8 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
     const uint32_t all = (1u << TE_FL_SCALING_COUNT) - 1;
     if (arg.scalings == 0 || (arg.scalings & ~all) != 0)
       return bad("scalings is not a mask of scaling modes");
-    const auto find_flag = [this](std::string_view name) {
-      const int i = find_arg(name);
-      return i >= 0 && descs[static_cast<size_t>(i)].type == TE_FL_ARG_BOOL ? i : -1;
-    };
     Result<ShapeRule> rule =
-        parse_shape_rule(desc.shape != nullptr ? desc.shape : "any", symbols, find_flag);
+        parse_shape_rule(desc.shape != nullptr ? desc.shape : "any", symbols, shape_names());
     if (!rule) return bad(rule.status().message());
     arg.shape = *rule;
     if (arg.later != 0 && !arg.is(TE_FL_ARG_OPTIONAL)) {

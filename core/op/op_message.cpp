@@ -70,6 +70,7 @@ class Words {
   std::string pair_text() const;
   std::string memory_text() const;
   std::string shape_text() const;
+  std::string chooser_text(const ShapeRule& rule) const;
   std::string expected_term(const Term& term, std::vector<int>& setters) const;
   std::string saved_text() const;
   std::string communicator_text() const;
@@ -283,7 +284,9 @@ std::string Words::quant_text() const {
     case Problem::kNoScaleInv:
       return is + ": its scale_inv is missing (NULL)" +
              (finder_.reads(arg()) ? "; make it with quantize"
-                                   : ", where the scale that the op derives is written");
+              : q->scale == nullptr || (q->flags & TE_FL_QUANT_COMPUTE_SCALE) != 0
+                  ? ", where the scale that the op derives is written"
+                  : ", where the reciprocal of its scale is written; provide one FP32 element");
     case Problem::kNoColumnwiseScaleInv:
       return is + " with column-wise data: its columnwise_scale_inv is missing (NULL)";
     case Problem::kNoScale:
@@ -341,7 +344,11 @@ std::string Words::expected_term(const Term& term, std::vector<int>& setters) co
   if (term.kind == Term::kProduct) {
     if (frame.product_setter < 0 || frame.product_setter == f_.arg) return "@...";
     setters.push_back(frame.product_setter);
-    return std::to_string(frame.product);
+    return std::to_string(rounded_up(frame.product, term.value));
+  }
+  if (term.kind == Term::kCount) {
+    setters.push_back(term.symbol);
+    return std::to_string(finder_.args().count(op_.args[term.symbol]));
   }
   const std::string& symbol = op_.symbols[term.symbol];
   const int setter = frame.setter[term.symbol];
@@ -362,11 +369,23 @@ std::string Words::expected_term(const Term& term, std::vector<int>& setters) co
   }
 }
 
+// ", trans_a is 0": the arguments that choose among the rule's extents.
+std::string Words::chooser_text(const ShapeRule& rule) const {
+  std::string text;
+  for (uint8_t i = 0; i < rule.choice_count; ++i) {
+    const uint8_t chooser = rule.choices[i].arg;
+    if (i > 0 && chooser == rule.choices[i - 1].arg) continue;
+    const auto value = static_cast<size_t>(finder_.args().scalar(op_.args[chooser]));
+    const bool named = op_.args[chooser].type == TE_FL_ARG_ENUM;
+    text += ", " + std::string(op_.name_of(chooser)) + " is " +
+            (named ? words(op_.descs[chooser].enum_names)[value] : std::to_string(value));
+  }
+  return text;
+}
+
 std::string Words::shape_text() const {
   const ShapeRule& rule = arg().shape;
-  const bool second =
-      rule.flag >= 0 && !finder_.args().flag(op_.args[static_cast<size_t>(rule.flag)]);
-  const Dims& dims = rule.dims[second ? 1 : 0];
+  const Dims& dims = op_.dims_of(rule, finder_.args());
   const Frame& frame = finder_.frame();
   std::vector<std::string> extents;
   std::vector<int> setters;
@@ -388,9 +407,7 @@ std::string Words::shape_text() const {
   std::vector<std::string> names;
   for (const int i : setters) names.push_back(quoted(i));
   if (!names.empty()) text += ", set by " + join(names, " and ");
-  if (rule.flag >= 0)
-    text += ", " + std::string(op_.name_of(rule.flag)) + " is " + (second ? "0" : "1");
-  return text + ")";
+  return text + chooser_text(rule) + ")";
 }
 
 std::string Words::saved_text() const {

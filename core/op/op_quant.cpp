@@ -25,8 +25,10 @@ Problem inspect_parts(const CompiledOp::Impl& op, const Arg& arg, const ArgsView
     if (op.reads(arg, args) && q.scale_inv == nullptr) return Problem::kNoScaleInv;
     if (!arg.writes()) return Problem::kNone;
     if (q.scale == nullptr) return Problem::kNoScale;
-    if ((q.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) return Problem::kNone;
-    if (q.scale_inv == nullptr) return Problem::kNoScaleInv;
+    const bool derives = (q.flags & TE_FL_QUANT_COMPUTE_SCALE) != 0;
+    const bool inverse = q.scale_inv != nullptr || (!derives && q.columnwise_scale_inv != nullptr);
+    if (!inverse) return Problem::kNoScaleInv;
+    if (!derives) return Problem::kNone;
     return q.amax == nullptr ? Problem::kNoAmax : Problem::kNone;
   }
   if (row && q.scale_inv == nullptr) return Problem::kNoScaleInv;

@@ -6,8 +6,7 @@ namespace te_fl::core {
 bool Finder::match_shape(int i, int64_t index, const te_fl_tensor& t) noexcept {
   const ShapeRule& rule = op_.args[static_cast<size_t>(i)].shape;
   if (rule.any) return true;
-  const bool second = rule.flag >= 0 && !args_.flag(op_.args[static_cast<size_t>(rule.flag)]);
-  const Dims& dims = rule.dims[second ? 1 : 0];
+  const Dims& dims = op_.dims_of(rule, args_);
   const int leading = t.dl.ndim - dims.count;
   if (leading < 0 || (!dims.leading && leading > 0)) return fail(Problem::kShapeRank, i, index);
   if (dims.leading && !match_leading(i, t, leading, index)) return false;
@@ -64,10 +63,13 @@ bool Finder::match_term(int i, const Term& term, int64_t extent) noexcept {
       return extent == 1 || bind_or_compare(extent);
     case Term::kProduct:
       if (frame_.product < 0) {
+        if (term.value != 1) return true;  // many products have this quotient
         frame_.product = extent;
         frame_.product_setter = static_cast<int8_t>(i);
       }
-      return frame_.product == extent;
+      return rounded_up(frame_.product, term.value) == extent;
+    case Term::kCount:
+      return extent == args_.count(op_.args[term.symbol]);
   }
   return false;
 }

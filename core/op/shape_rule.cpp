@@ -7,6 +7,7 @@ namespace te_fl::core {
 namespace {
 
 constexpr int64_t kMaxConstant = int64_t{1} << 31;
+constexpr std::string_view kProductWord = "@...";
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 bool is_letter(char c) { return (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z') || c == '_'; }
@@ -42,13 +43,29 @@ Result<uint8_t> symbol_of(std::string_view term, std::string_view name, SymbolNa
   return static_cast<uint8_t>(symbols.size() - 1);
 }
 
-Result<Term> parse_term(std::string_view text, SymbolNames& symbols) {
+// "@..." and "@.../INT".
+Result<Term> parse_product(std::string_view text) {
+  Term term{Term::kProduct, 0, 1};
+  if (text == kProductWord) return term;
+  TE_FL_ASSIGN_OR_RETURN(term.value, parse_constant(text, text.substr(kProductWord.size() + 1)));
+  if (term.value == 0) return bad_term(text, "the divisor must not be 0");
+  return term;
+}
+
+// "#LIST".
+Result<Term> parse_count(std::string_view text, const ShapeNames& names) {
+  const int list = names.list(text.substr(1));
+  if (list < 0) {
+    return bad_term(text, "'" + std::string(text.substr(1)) + "' is no list of tensors of the op");
+  }
+  return Term{Term::kCount, static_cast<uint8_t>(list), 0};
+}
+
+Result<Term> parse_term(std::string_view text, SymbolNames& symbols, const ShapeNames& names) {
   Term term;
   if (text == "_") return term;
-  if (text == "@...") {
-    term.kind = Term::kProduct;
-    return term;
-  }
+  if (text == kProductWord || text.starts_with("@.../")) return parse_product(text);
+  if (text[0] == '#') return parse_count(text, names);
   if (text == "...") return bad_term(text, "it may only stand first");
   if (text[0] == '?') {
     term.kind = Term::kOneOr;
@@ -87,7 +104,7 @@ std::string_view next_word(std::string_view& text) {
   return word;
 }
 
-Result<Dims> parse_dims(std::string_view text, SymbolNames& symbols) {
+Result<Dims> parse_dims(std::string_view text, SymbolNames& symbols, const ShapeNames& names) {
   Dims dims;
   for (bool first = true;; first = false) {
     const std::string_view word = next_word(text);
@@ -99,19 +116,40 @@ Result<Dims> parse_dims(std::string_view text, SymbolNames& symbols) {
     if (dims.count == kMaxTerms) {
       return bad_term(word, "a tensor has at most " + std::to_string(kMaxTerms) + " dimensions");
     }
-    TE_FL_ASSIGN_OR_RETURN(dims.terms[dims.count], parse_term(word, symbols));
+    TE_FL_ASSIGN_OR_RETURN(dims.terms[dims.count], parse_term(word, symbols, names));
     ++dims.count;
   }
+}
+
+// "FLAG", or "NAME is VALUE".
+Result<Choice> parse_choice(std::string_view text, const ShapeNames& names) {
+  const size_t is = text.find(" is ");
+  const std::string_view name = text.substr(0, is);
+  const int arg = is == std::string_view::npos ? names.flag(name) : names.enumeration(name);
+  if (arg < 0) {
+    return invalid_argument("the shape rule's '" + std::string(name) + "' is not " +
+                            (is == std::string_view::npos ? "a bool" : "an enum") +
+                            " argument of the op");
+  }
+  Choice choice{static_cast<uint8_t>(arg), 1};
+  if (is == std::string_view::npos) return choice;
+  choice.value = names.value(arg, text.substr(is + 4));
+  if (choice.value >= 0) return choice;
+  return invalid_argument("the shape rule's '" + std::string(text.substr(is + 4)) +
+                          "' is not a value of '" + std::string(name) + "'");
 }
 
 }  // namespace
 
 bool ShapeRule::uses_leading() const noexcept {
-  return !any && (dims[0].leading || (flag >= 0 && dims[1].leading));
+  for (int d = 0; !any && d <= choice_count; ++d) {
+    if (dims[d].leading) return true;
+  }
+  return false;
 }
 
 bool ShapeRule::uses(Term::Kind kind) const noexcept {
-  for (int d = 0; !any && d < (flag >= 0 ? 2 : 1); ++d) {
+  for (int d = 0; !any && d <= choice_count; ++d) {
     for (int i = 0; i < dims[d].count; ++i) {
       if (dims[d].terms[i].kind == kind) return true;
     }
@@ -120,29 +158,28 @@ bool ShapeRule::uses(Term::Kind kind) const noexcept {
 }
 
 Result<ShapeRule> parse_shape_rule(std::string_view text, SymbolNames& symbols,
-                                   const std::function<int(std::string_view)>& find_flag) {
+                                   const ShapeNames& names) {
   ShapeRule rule;
   if (text == "any") return rule;
   rule.any = false;
-  const size_t question = text.find(" ? ");
-  if (question == std::string_view::npos) {
-    TE_FL_ASSIGN_OR_RETURN(rule.dims[0], parse_dims(text, symbols));
-    return rule;
+  for (;;) {
+    const size_t question = text.find(" ? ");
+    if (question == std::string_view::npos) break;
+    if (rule.choice_count == kMaxChoices) {
+      return invalid_argument("a shape rule has at most " + std::to_string(kMaxChoices) + " '?'");
+    }
+    TE_FL_ASSIGN_OR_RETURN(const Choice choice, parse_choice(text.substr(0, question), names));
+    text.remove_prefix(question + 3);
+    const size_t colon = text.find(" : ");
+    if (colon == std::string_view::npos) {
+      return invalid_argument("the shape rule's '?' has no ' : '");
+    }
+    TE_FL_ASSIGN_OR_RETURN(rule.dims[rule.choice_count],
+                           parse_dims(text.substr(0, colon), symbols, names));
+    rule.choices[rule.choice_count++] = choice;
+    text.remove_prefix(colon + 3);
   }
-  const std::string_view flag = text.substr(0, question);
-  const int index = find_flag(flag);
-  if (index < 0) {
-    return invalid_argument("the shape rule's '" + std::string(flag) +
-                            "' is not a bool argument of the op");
-  }
-  rule.flag = static_cast<int8_t>(index);
-  const std::string_view both = text.substr(question + 3);
-  const size_t colon = both.find(" : ");
-  if (colon == std::string_view::npos) {
-    return invalid_argument("the shape rule's '?' has no ' : '");
-  }
-  TE_FL_ASSIGN_OR_RETURN(rule.dims[0], parse_dims(both.substr(0, colon), symbols));
-  TE_FL_ASSIGN_OR_RETURN(rule.dims[1], parse_dims(both.substr(colon + 3), symbols));
+  TE_FL_ASSIGN_OR_RETURN(rule.dims[rule.choice_count], parse_dims(text, symbols, names));
   return rule;
 }
 

@@ -15,6 +15,7 @@ namespace te_fl::core {
 
 inline constexpr int kMaxSymbols = 24;
 inline constexpr int kMaxTerms = 8;
+inline constexpr int kMaxChoices = 2;  // in one rule: three alternatives
 
 struct Term {
   enum Kind : uint8_t {
@@ -24,12 +25,18 @@ struct Term {
     kTimes,    // value * symbol
     kPlus,     // symbol + value
     kOneOr,    // 1 or symbol
-    kProduct,  // product of the leading dimensions
+    kProduct,  // product of the leading dimensions, divided by value and rounded up
+    kCount     // length of the list that is argument `symbol`
   };
   Kind kind = kAny;
-  uint8_t symbol = 0;
+  uint8_t symbol = 0;  // kCount: an argument's index
   int64_t value = 0;
 };
+
+// Such a product's quotient.
+constexpr int64_t rounded_up(int64_t product, int64_t divisor) noexcept {
+  return product / divisor + (product % divisor != 0 ? 1 : 0);
+}
 
 struct Dims {
   bool leading = false;  // begins with "..."
@@ -37,19 +44,42 @@ struct Dims {
   std::array<Term, kMaxTerms> terms{};
 };
 
+// The dims before a " : " hold if this bool argument is 1, or this enum has the value.
+struct Choice {
+  uint8_t arg = 0;
+  int32_t value = 1;
+};
+
+// dims[i] holds if choices[i] does and none before it; the one behind them all holds otherwise.
 struct ShapeRule {
   bool any = true;
-  int8_t flag = -1;  // argument that chooses: dims[0] if it is 1, else dims[1]; -1: dims[0] always
-  std::array<Dims, 2> dims{};
+  uint8_t choice_count = 0;
+  std::array<Choice, kMaxChoices> choices{};
+  std::array<Dims, kMaxChoices + 1> dims{};
   bool uses_leading() const noexcept;
   bool uses(Term::Kind kind) const noexcept;
+  // The dims of a call. `value_of(index)` gives the value of a bool or enum argument of the call.
+  template <class F>
+  const Dims& chosen(F&& value_of) const noexcept {
+    uint8_t i = 0;
+    while (i < choice_count && value_of(choices[i].arg) != choices[i].value) ++i;
+    return dims[i];
+  }
 };
 
 // Names of an op's symbols, in order of appearance.
 using SymbolNames = std::vector<std::string>;
 
-// `find_flag` gives the index of a bool argument or -1. Errors say which term is wrong and why.
+// Finds arguments of the op that a rule names; the functions give -1 if there is none.
+struct ShapeNames {
+  std::function<int(std::string_view)> flag;         // a bool argument
+  std::function<int(std::string_view)> enumeration;  // an enum argument
+  std::function<int(int, std::string_view)> value;   // the value of an enum argument
+  std::function<int(std::string_view)> list;         // a list of tensors
+};
+
+// Errors say which term is wrong and why.
 Result<ShapeRule> parse_shape_rule(std::string_view text, SymbolNames& symbols,
-                                   const std::function<int(std::string_view)>& find_flag);
+                                   const ShapeNames& names);
 
 }  // namespace te_fl::core

@@ -495,10 +495,10 @@ enum {                                 /* te_fl_arg_desc.flags */
 
 /*
  * One argument. `shape` is a rule, compiled by the host at registration:
- *   rule    = "any" | dims | flag " ? " dims " : " dims      (flag: a bool argument's name)
- *   dims    = "" (scalar, rank 0) or terms separated by spaces
+ *   rule    = "any" | dims | test " ? " dims " : " (dims, or once more a test and so on)
+ *   dims    = "" (scalar, rank 0) or terms separated by spaces;  test = BOOL | ENUM " is " VALUE
  *   term    = "..." (leading dimensions, the same for all arguments; first term only)
- *           | "@..." (product of the leading dimensions)
+ *           | "@..." (their product) | "@.../INT" (divided, rounded up) | "#LIST" (its length)
  *           | INT | "_" (any size) | NAME | INT*NAME | NAME+INT | ?NAME (1 or the value of NAME)
  * A NAME is bound by the first argument that mentions it and must agree afterwards. For tensor
  * lists the rule applies element by element, with names bound afresh for each index; names that

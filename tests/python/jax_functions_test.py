@@ -240,9 +240,15 @@ class Programs(unittest.TestCase):
         a, b = normal(3, 4), normal(4, 5)
         np.testing.assert_allclose(te.ops.generic_gemm(a=a, b=b, d=old, accumulate=True), a @ b + 1, atol=1e-5)
         np.testing.assert_array_equal(old, 1)  # an argument that is read and written is returned; the array itself stays
-        kept, mask = te.ops.dropout_fwd(input=jnp.ones(256, jnp.float32), mask=jax.ShapeDtypeStruct((32,), jnp.uint8), p=0.25,
-                                        rng=random_state(jax.random.key(0)))
+        kept, mask = te.ops.dropout_fwd(input=jnp.ones(250, jnp.float32), p=0.25, rng=random_state(jax.random.key(0)))
+        self.assertEqual(mask.shape, (32,))
         self.assertEqual(int(np.unpackbits(np.asarray(mask)).sum()), int((kept != 0).sum()))
+        _, each = te.ops.multi_tensor_l2norm(inputs=[jnp.full((4,), 2.0, jnp.float32), jnp.ones((9,), jnp.float32)], per_tensor_norms=True)
+        np.testing.assert_allclose(each, [4, 3])
+        for layout, shape in (("sbhd", (4, 2, 3, 8)), ("bshd", (2, 4, 3, 8)), ("thd", (4, 3, 8))):  # the extents that the layout chooses
+            lengths = {"cu_seqlens": jnp.array([0, 4], jnp.int32)} if layout == "thd" else {}
+            turned = te.ops.fused_rope_forward(input=normal(*shape), freqs=jnp.zeros((4, 1, 1, 8), jnp.float32), layout=layout, **lengths)
+            self.assertEqual(turned.shape, shape)
         _, (scale,) = te.ops.fused_amax_and_scale_update_after_reduction(amax_histories=[jnp.full((2, 1), 2.0, jnp.float32)],
                                                                          scales=[jnp.ones((1,), jnp.float32)], fp8_dtype="e4m3")
         self.assertEqual(float(scale[0]), 224.0)

@@ -32,15 +32,10 @@ using backend::AttentionProblem;
 size_t most_attention_scratch = 0;
 
 // A view of an input, with the factor of its codes.
-HeadData read_heads(const te_fl_tensor& t, const char* name, int32_t layout) {
+HeadData read_heads(const te_fl_tensor& t, int32_t layout) {
   HeadData d = head_data(t, layout);
   if (backend::scaling(t) == TE_FL_SCALING_NONE) return d;
-  const te_fl_quant& quant = *t.quant;  // one scale_inv for both copies
-  d.factor = static_cast<const float*>(quant.scale_inv != nullptr ? quant.scale_inv
-                                                                  : quant.columnwise_scale_inv);
-  if (d.factor == nullptr && backend::numel(t) > 0) {
-    backend::invalid(std::string(name) + " has row-wise data without scale_inv");
-  }
+  d.factor = static_cast<const float*>(t.quant->scale_inv);
   return d;
 }
 
@@ -72,9 +67,9 @@ Lengths lengths(const te_fl_tensor* cu, const te_fl_tensor* padded) {
 template <class Args>
 Attention attention_of(const te_fl_context& ctx, const Args& a, const AttentionProblem& p) {
   Attention r{};
-  r.q = read_heads(*a.q, "q", a.layout);
-  r.k = read_heads(*a.k, "k", a.layout);
-  r.v = read_heads(*a.v, "v", a.layout);
+  r.q = read_heads(*a.q, a.layout);
+  r.k = read_heads(*a.k, a.layout);
+  r.v = read_heads(*a.v, a.layout);
   r.batch = p.batch;
   r.heads = p.heads;
   r.kv_heads = p.kv_heads;
@@ -198,7 +193,7 @@ void fused_attn_fwd(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a
   auto* const memory = static_cast<char*>(ctx.workspace);
   place_scratch(problem, scratch, memory, p, false);
   CodesOutputs outputs(ctx, memory + scratch.bytes());
-  const HeadData o = outputs.heads(*a.o, "o", a.layout);
+  const HeadData o = outputs.heads(*a.o, a.layout);
   const Rounding rounding = outputs.rounding(a.s_quant, true);
   float* lse = a.softmax_lse != nullptr ? backend::data<float>(*a.softmax_lse) : nullptr;
   outputs.prepare();
@@ -228,8 +223,8 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
   const AttentionProblem problem = backend::attention_problem(a);
   Attention p = attention_of(ctx, a, problem);
   AttentionGradients g{};
-  g.o = read_heads(*a.o, "o", a.layout);
-  g.d_o = read_heads(*a.d_o, "d_o", a.layout);
+  g.o = read_heads(*a.o, a.layout);
+  g.d_o = read_heads(*a.d_o, a.layout);
   const AttentionScratch scratch = scratch_of(ctx, a, problem);
   char* const memory = static_cast<char*>(ctx.workspace) + row_sum_bytes(a);
   place_scratch(problem, scratch, memory, p, true);
@@ -237,9 +232,9 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
     g.score_gradients = reinterpret_cast<uint4*>(memory + scratch.hide + scratch.keep);
   }
   CodesOutputs outputs(ctx, memory + scratch.bytes());
-  g.dq = outputs.heads(*a.dq, "dq", a.layout);
-  g.dk = outputs.heads(*a.dk, "dk", a.layout);
-  g.dv = outputs.heads(*a.dv, "dv", a.layout);
+  g.dq = outputs.heads(*a.dq, a.layout);
+  g.dk = outputs.heads(*a.dk, a.layout);
+  g.dv = outputs.heads(*a.dv, a.layout);
   g.p_codes = outputs.rounding(a.s_quant, false);
   g.ds_codes = outputs.rounding(a.dp_quant, true);
   g.dbias = score_data(a.dbias);

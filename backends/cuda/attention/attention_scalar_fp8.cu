@@ -156,10 +156,9 @@ size_t CodesOutputs::bytes(const te_fl_tensor& t) {
   return kFoundBytes + static_cast<size_t>(round_up(values, 256));
 }
 
-HeadData CodesOutputs::heads(const te_fl_tensor& t, const char* name, int32_t layout) {
+HeadData CodesOutputs::heads(const te_fl_tensor& t, int32_t layout) {
   HeadData d = head_data(t, layout);
   if (backend::scaling(t) == TE_FL_SCALING_NONE) return d;
-  check_output(t, name);
   Quantised q = quantised(t, nullptr, FLT_MAX);
   d.factor = q.scale;
   d.amax = q.amax;

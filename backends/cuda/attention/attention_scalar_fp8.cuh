@@ -39,11 +39,11 @@ class CodesOutputs {
 
   // The kernels' target for an output of any dtype. Throws (INVALID_ARGUMENT, clean) if parts of
   // a quantised one are missing; call it for all outputs before prepare().
-  HeadData heads(const te_fl_tensor& t, const char* name, int32_t layout);
+  HeadData heads(const te_fl_tensor& t, int32_t layout);
   // Serves P or dS; NULL: not quantised. `written`: scale_inv and amax are results.
   Rounding rounding(const te_fl_tensor* t, bool written);
 
-  void prepare() const;  // before the kernels
+  void prepare() const;      // before the kernels
   void write_codes() const;  // after them: scale_inv, amax, codes from scratch
 
  private:

@@ -14,12 +14,9 @@ using backend::all_dense;
 using backend::dense;
 using backend::Extent;
 using backend::extent_of;
+using backend::overlaps;
+using backend::overlaps_askew;
 
-// True if the output's copies share memory with the input's row-wise one.
-inline bool overlaps(const te_fl_tensor& a, const te_fl_tensor& b) noexcept {
-  const Extent read = backend::rowwise_extent(b);
-  return backend::rowwise_extent(a).meets(read) || backend::columnwise_extent(a).meets(read);
-}
 // True if any output shares memory with any input. Lists of hundreds are sorted rather than
 // compared pair by pair, which would take longer than the call.
 inline bool any_overlap(const te_fl_tensor* const* outputs, int64_t output_count,
@@ -55,13 +52,6 @@ inline bool any_overlap(const te_fl_tensor* const* outputs, int64_t output_count
     if (t.quant != nullptr && is_read(extent_of(t.quant->columnwise_data, t))) return true;
   }
   return false;
-}
-// Sharing memory otherwise than element by element.
-inline bool overlaps_askew(const te_fl_tensor& a, const te_fl_tensor& b) noexcept {
-  const bool same = backend::data<const void>(a) == backend::data<const void>(b) &&
-                    a.dl.dtype.bits == b.dl.dtype.bits && backend::numel(a) == backend::numel(b) &&
-                    a.quant == nullptr;
-  return !same && overlaps(a, b);
 }
 
 inline constexpr const char* kNotContiguous = "reads compact tensors only";

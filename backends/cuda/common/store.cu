@@ -55,31 +55,6 @@ void add_partials(const te_fl_context& ctx, const float* partials, int64_t parts
   check_launch("column_totals");
 }
 
-void check_output(const te_fl_tensor& out, const char* argument) {
-  if (backend::scaling(out) == TE_FL_SCALING_NONE) return;
-  const te_fl_quant& quant = *out.quant;
-  const std::string name(argument);
-  const bool empty = backend::numel(out) == 0;
-  if (!empty && out.dl.data == nullptr && quant.columnwise_data == nullptr) {
-    backend::invalid(name + " has neither row-wise nor column-wise data; provide one or both");
-  }
-  if (quant.scaling == TE_FL_SCALING_TENSOR) {
-    if (quant.scale_inv == nullptr && quant.columnwise_scale_inv == nullptr) {
-      backend::invalid(name + " has no scale_inv; provide one FP32 element");
-    }
-    if (quant.scale == nullptr && (quant.flags & TE_FL_QUANT_COMPUTE_SCALE) == 0) {
-      backend::invalid(name + " has no scale to quantise with; provide one or set COMPUTE_SCALE");
-    }
-    return;
-  }
-  if (!empty && out.dl.data != nullptr && quant.scale_inv == nullptr) {
-    backend::invalid(name + " has row-wise data but no scale_inv; provide it");
-  }
-  if (!empty && quant.columnwise_data != nullptr && quant.columnwise_scale_inv == nullptr) {
-    backend::invalid(name + " has column-wise data but no columnwise_scale_inv; provide it");
-  }
-}
-
 Quantised quantised(const te_fl_tensor& out, const float* noop, float inf_scale) {
   const backend::Matrix matrix = backend::as_matrix(out);
   const te_fl_quant& quant = *out.quant;

@@ -67,7 +67,8 @@ constexpr int kTile = 128;
 constexpr int kPitch = kTile + 1;
 constexpr size_t kTileBytes = kTile * kPitch * sizeof(float);
 
-__device__ inline void write_codes(void* codes, int64_t first, int n, const float* v, bool is_e5m2) {
+__device__ inline void write_codes(void* codes, int64_t first, int n, const float* v,
+                                   bool is_e5m2) {
   if (is_e5m2) return store_group(static_cast<e5m2*>(codes) + first, n, v);
   store_group(static_cast<e4m3*>(codes) + first, n, v);
 }
@@ -169,8 +170,6 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
   }
 }
 
-// Throws invalid() if a quantised output lacks parts that its scaling mode needs.
-void check_output(const te_fl_tensor& out, const char* argument);
 // Gathers the kernels' parameters; `amax` is the workspace's first float, used by current scaling.
 Quantised quantised(const te_fl_tensor& out, const float* noop, float inf_scale);
 // Zeroes scale_inv with its padding, and the amax that blocks maximise; the amax alone.

@@ -114,8 +114,8 @@ void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, cons
   const void* left = p.fp8 ? p.b.codes : backend::data<const void>(*args.b);
   const void* right = p.fp8 ? p.a.codes : backend::data<const void>(*args.a);
   if (p.convert != Convert::kNone) {
-    convert(stream, p, p.a, "a", s.a, p.m, p.m);
-    convert(stream, p, p.b, "b", s.b, p.n, p.padded_n);
+    convert(stream, p, p.a, s.a, p.m, p.m);
+    convert(stream, p, p.b, s.b, p.n, p.padded_n);
     left = s.b;
     right = s.a;
   }
@@ -227,11 +227,6 @@ bool rows_bias_grad(const te_fl_tensor& a) {
 
 // ---- the op
 
-void check_arguments(const Args& args) {
-  check_output(*args.d, "d");
-  if (args.pre_gelu_out != nullptr) check_output(*args.pre_gelu_out, "pre_gelu_out");
-}
-
 void need_workspace(const te_fl_context& ctx, const Args& args, size_t bytes) {
   if (ctx.workspace_bytes >= bytes) return;
   invalid("the workspace has " + std::to_string(ctx.workspace_bytes) + " bytes, " +
@@ -262,7 +257,7 @@ void run_product(const te_fl_context& ctx, const Args& args, const Problem* chos
                        quant != nullptr ? static_cast<const float*>(quant->scale_inv) : nullptr});
     } else {
       column_sums(ctx, p.k, p.m, s.partials, *args.bias_grad, accumulate,
-                  BiasGrad{values_of(*args.a, along, "a"), along});
+                  BiasGrad{values_of(*args.a, along), along});
     }
   }
   if (p.m > 0 && p.n > 0) multiply(ctx, args, p, s, plan);
@@ -280,7 +275,6 @@ void run_composed(const te_fl_context& ctx, const Args& args, const GemmPath& pa
 }
 
 void generic_gemm(const te_fl_context& ctx, const Args& args) {
-  check_arguments(args);
   if (!activates(args)) return run_product(ctx, args, nullptr);  // the plan knows the problem
   const GemmPath path = path_of(ctx, args);
   switch (path.kind) {
@@ -361,7 +355,6 @@ te_fl_status prepare(void*, const te_fl_context* ctx, const void* raw, void** pl
     refuse_after_fork();
     const backend::Widened<Args> args(raw);
     const DeviceGuard guard(ctx->device.index);
-    check_arguments(*args);
     *plan = nullptr;
     const GemmPath path = path_of(*ctx, *args);
     const Problem& p = path.problem;

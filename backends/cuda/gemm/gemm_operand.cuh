@@ -42,7 +42,7 @@ struct Values {
 };
 
 // The copy whose blocks run along the contraction if there is one, else the other.
-inline Values values_of(const te_fl_tensor& t, bool along, const char* name) {
+inline Values values_of(const te_fl_tensor& t, bool along) {
   Values v;
   const backend::Matrix m = backend::as_matrix(t);
   v.data = Source(t);
@@ -54,14 +54,8 @@ inline Values values_of(const te_fl_tensor& t, bool along, const char* name) {
   v.transposed = along ? v.data.data == nullptr : quant.columnwise_data != nullptr;
   if (v.transposed) v.data.data = quant.columnwise_data;
   const void* scale = v.transposed ? quant.columnwise_scale_inv : quant.scale_inv;
-  if (scale == nullptr && v.scaling == TE_FL_SCALING_TENSOR) {
-    scale = v.transposed ? quant.scale_inv : quant.columnwise_scale_inv;
-  }
+  if (scale == nullptr && v.scaling == TE_FL_SCALING_TENSOR) scale = quant.scale_inv;
   v.scale_inv = static_cast<const float*>(scale);
-  if (backend::numel(t) != 0 && (v.data.data == nullptr || scale == nullptr)) {
-    backend::invalid(std::string("generic_gemm: ") + name + " has no " +
-                     (v.data.data == nullptr ? "data" : "scale_inv") + "; quantise it first");
-  }
   return v;
 }
 
@@ -72,11 +66,11 @@ static __global__ void widen_kernel(Values in, float* out) {
   }
 }
 
-inline void convert(cudaStream_t stream, const Problem& p, const Operand& o, const char* name,
-                    void* out, int64_t lines, int64_t padded_lines) {
+inline void convert(cudaStream_t stream, const Problem& p, const Operand& o, void* out,
+                    int64_t lines, int64_t padded_lines) {
   if (padded_lines == 0 || p.padded_k == 0) return;
   if (p.convert == Convert::kWiden) {
-    const Values values = values_of(*o.tensor, o.along, name);
+    const Values values = values_of(*o.tensor, o.along);
     widen_kernel<<<blocks_for(values.rows * values.cols), kThreads, 0, stream>>>(
         values, static_cast<float*>(out));
     return check_launch("widen_kernel");

@@ -12,8 +12,6 @@
 namespace te_fl::cuda {
 namespace {
 
-using backend::invalid;
-
 constexpr int kAtOnce = 2;  // groups that a thread has on their way
 
 // The groups of eight of a block: kAtOnce for each thread, kThreads apart.
@@ -132,19 +130,10 @@ unsigned blocks_of(int64_t size) {
 }
 float factor_of(float p) { return static_cast<float>(1.0 / (1.0 - static_cast<double>(p))); }
 
-void check_mask(const te_fl_tensor& mask, int64_t elements) {
-  const int64_t bytes = (elements + 7) / 8;
-  if (mask.dl.ndim == 1 && mask.dl.shape[0] == bytes) return;
-  invalid("mask has " + std::to_string(backend::numel(mask)) + " bytes, expected shape [" +
-          std::to_string(bytes) + "]: one bit for each of the " + std::to_string(elements) +
-          " elements");
-}
-
 template <bool kForward>
 void dropout(const te_fl_context& ctx, const te_fl_tensor& in, const te_fl_tensor& out,
              const te_fl_tensor& mask, float p, const DropoutStream& stream) {
   const int64_t n = backend::numel(in);
-  check_mask(mask, n);
   const PointwiseChoice choice = choose_dropout(in, out);
   if (n == 0) return;
   with_type(dtype_of(in), [&]<class T>(T) {
@@ -175,11 +164,6 @@ Refusal refuse_bwd(const te_fl_dropout_bwd_args& a) {
 
 void add(const te_fl_context& ctx, const te_fl_add_args& args) {
   const int64_t size = backend::numel(*args.output);
-  if (args.mask != nullptr && backend::numel(*args.mask) != (size + 7) / 8) {
-    invalid("mask has " + std::to_string(backend::numel(*args.mask)) + " bytes for " +
-            std::to_string(size) +
-            " elements; it must have ceil(n/8) = " + std::to_string((size + 7) / 8));
-  }
   if (size == 0) return;
   const int dtype = dtype_of(*args.output);
   uint8_t* mask = args.mask != nullptr ? backend::data<uint8_t>(*args.mask) : nullptr;

@@ -7,13 +7,12 @@
 #include "common/nest.cuh"
 #include "plugin/families.hpp"
 #include "te_fl/backend/describe.hpp"
+#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric.hpp"
 #include "te_fl/ops/tensor.h"
 
 namespace te_fl::cuda {
 namespace {
-
-using backend::invalid;
 
 template <class Word>
 __global__ void __launch_bounds__(kThreads)
@@ -30,18 +29,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 // The bits of `value` in an integer type; invalid() if it cannot hold it.
 template <class T>
-uint64_t integer_bits(double value, const char* type, double low, double above_high) {
-  const double whole = std::trunc(value);
-  if (!(whole >= low && whole < above_high)) {
-    invalid("value is " + std::to_string(value) + ", which " + type + " cannot hold; it takes " +
-            std::to_string(low) + " to " + std::to_string(above_high - 1));
-  }
-  return static_cast<uint64_t>(static_cast<T>(whole));
-}
-template <class T>
 uint64_t integer_bits(double value, const char* type) {
-  return integer_bits<T>(value, type, static_cast<double>(std::numeric_limits<T>::min()),
-                         std::ldexp(1.0, std::numeric_limits<T>::digits));
+  return static_cast<uint64_t>(backend::whole_number<T>(value, type));
 }
 
 uint64_t bits_of(int dtype, double value) {
@@ -77,7 +66,7 @@ uint64_t bits_of(int dtype, double value) {
     case TE_FL_U64:
       return integer_bits<uint64_t>(value, "u64");
     default:
-      return integer_bits<uint8_t>(value, "bool", 0.0, 2.0);
+      return backend::whole_number<uint8_t>(value, "bool", 0.0, 2.0);
   }
 }
 

@@ -13,22 +13,12 @@
 #include "pointwise/rope_choice.hpp"
 #include "pointwise/rope_kernels.cuh"
 #include "te_fl/backend/describe.hpp"
+#include "te_fl/backend/rope_checks.hpp"
 
 namespace te_fl::cuda {
 namespace {
 
-using backend::invalid;
-using backend::shape_text;
-
 // ---- arguments
-
-void check_even_length(int64_t length, int64_t cp_size, const std::string& what) {
-  if (cp_size > 1 && length % 2 != 0) {
-    invalid(what + " has " + std::to_string(length) +
-            " tokens on this rank, expected an even number: with cp_size > 1 a rank holds two "
-            "chunks of equal length");
-  }
-}
 
 struct NamedTable {
   const char* name;
@@ -39,24 +29,15 @@ Rotation rotation_of(const NamedTable& table, bool interleaved, bool backward, i
   const te_fl_tensor& freqs = *table.freqs;
   const Rotation r{backend::data<const float>(freqs), freqs.dl.shape[3], freqs.dl.shape[0],
                    interleaved, backward};
-  if (r.columns % 2 != 0 || r.columns > dim) {
-    invalid(std::string(table.name) + " has " + std::to_string(r.columns) +
-            " columns, expected an even number up to the head size, " + std::to_string(dim));
-  }
+  backend::check_angle_columns(table.name, freqs, dim);
   return r;
 }
 
-// Refuses what is known without the device: shapes, and positions that even sequences from 0 on
-// need. The integers on the device are looked at by a kernel, which notes what is wrong
+// Refuses what is known without the device: odd lengths, and positions that even sequences from 0
+// on need. The integers on the device are looked at by a kernel, which notes what is wrong
 // (value_errors.hpp); positions beyond the angles give NaN.
 void check_positions(const te_fl_context& ctx, const char* op, const Positions& p, int64_t tokens,
-                     const te_fl_tensor* start_positions, const NamedTable& first,
-                     const NamedTable& second = {}) {
-  if (start_positions != nullptr &&
-      (start_positions->dl.ndim != 1 || start_positions->dl.shape[0] != p.batch)) {
-    invalid("start_positions has shape " + shape_text(*start_positions) + ", expected [" +
-            std::to_string(p.batch) + "]: one for each sequence");
-  }
+                     const NamedTable& first, const NamedTable& second = {}) {
   PositionRules rules{nullptr, p.cu,      p.batch,  p.sbhd ? p.extent0 : p.extent1,
                       tokens,  p.cp_size, p.cp_rank};
   for (int i = 0; i < 2; ++i) {
@@ -65,11 +46,10 @@ void check_positions(const te_fl_context& ctx, const char* op, const Positions& 
     rules.rows[i] = table.freqs != nullptr ? table.freqs->dl.shape[0] : 0;
   }
   if (p.cu == nullptr) {
-    check_even_length(rules.length, p.cp_size, "each sequence");
+    backend::check_chunks(rules.length, p.cp_size, "each sequence");
     ValueError error;
     if (p.batch > 0 && find_position_error(rules, 0, error)) {
-      invalid(std::string(error.argument) + " has " + std::to_string(error.bound) +
-              " positions, but position " + std::to_string(error.value) + " is needed");
+      backend::check_angle_rows(error.argument, error.bound, error.value);
     }
     if (p.starts == nullptr) return;
   }
@@ -125,16 +105,9 @@ template <bool kBackward>
 void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
   const bool thd = a.layout == TE_FL_LAYOUT_THD;
   const te_fl_tensor& x = *a.input;
-  if (x.dl.ndim != (thd ? 3 : 4)) {
-    invalid("input has shape " + shape_text(x) + ", expected rank " +
-            (thd ? "3: [T, H, D] (layout thd)" : "4: [S, B, H, D] or [B, S, H, D]"));
-  }
   Positions p = positions_of(a);
   int64_t tokens = x.dl.shape[0];
   if (thd) {
-    if (a.cu_seqlens->dl.ndim != 1 || a.cu_seqlens->dl.shape[0] < 1) {
-      invalid("cu_seqlens has shape " + shape_text(*a.cu_seqlens) + ", expected [B+1]");
-    }
     p.cu = backend::data<const int32_t>(*a.cu_seqlens);
     p.batch = a.cu_seqlens->dl.shape[0] - 1;
   } else {
@@ -145,8 +118,7 @@ void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
   const NamedTable freqs{"freqs", a.freqs};
   const int64_t heads = x.dl.shape[x.dl.ndim - 2], dim = x.dl.shape[x.dl.ndim - 1];
   const Rotation rotation = rotation_of(freqs, a.interleaved != 0, kBackward, dim);
-  check_positions(ctx, kBackward ? "fused_rope_backward" : "fused_rope_forward", p, tokens,
-                  a.start_positions, freqs);
+  check_positions(ctx, kBackward ? "fused_rope_backward" : "fused_rope_forward", p, tokens, freqs);
   const RopeChoice choice = choose_rope(rope_problem(a));
   if (choice.kernel == RopeKernel::kNone) return;
   with_type(dtype_of(x), [&]<class T>(T) {
@@ -161,21 +133,10 @@ void rope(const te_fl_context& ctx, const te_fl_rope_rope_args& a) {
   check_launch("rope");
 }
 
-void expect_tail(const char* name, const te_fl_tensor& t, int64_t heads, int64_t dim) {
-  if (t.dl.shape[2] == heads && t.dl.shape[3] == dim) return;
-  invalid(std::string(name) + " has shape " + shape_text(t) + ", expected [.., " +
-          std::to_string(heads) + ", " + std::to_string(dim) + "]");
-}
-
 template <class Args>
-Packed check_packed(const Args& a, const char* name, const te_fl_tensor& qkv) {
-  const Packed p{qkv.dl.shape[0] * qkv.dl.shape[1], qkv.dl.shape[2], a.q_dim / a.k_dim, a.k_dim,
-                 a.v_dim};
-  if (qkv.dl.shape[3] != p.width()) {
-    invalid(std::string(name) + " has shape " + shape_text(qkv) + ", expected " +
-            std::to_string(p.width()) + " in the last dimension: q_dim + k_dim + v_dim");
-  }
-  return p;
+Packed packed_of(const Args& a, const te_fl_tensor& qkv) {
+  const backend::PackedHeads heads = backend::packed_heads(a);
+  return {qkv.dl.shape[0] * qkv.dl.shape[1], heads.groups, heads.q_heads, heads.k_dim, heads.v_dim};
 }
 
 template <class Args>
@@ -184,7 +145,7 @@ Positions packed_positions(const te_fl_context& ctx, const char* op, const Args&
   Positions p = positions_of(a);
   p.extent0 = qkv.dl.shape[0], p.extent1 = qkv.dl.shape[1];
   p.batch = p.sbhd ? p.extent1 : p.extent0;
-  check_positions(ctx, op, p, p.extent0 * p.extent1, a.start_positions, {"q_freqs", a.q_freqs},
+  check_positions(ctx, op, p, p.extent0 * p.extent1, {"q_freqs", a.q_freqs},
                   {"k_freqs", a.k_freqs});
   return p;
 }
@@ -206,10 +167,7 @@ void launch_packed(const te_fl_context& ctx, const RopeChoice& choice, const Pac
 }
 
 void qkv_forward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_forward_args& a) {
-  const Packed p = check_packed(a, "qkv_input", *a.qkv_input);
-  expect_tail("q_out", *a.q_out, p.groups * p.q_heads, p.k_dim);
-  expect_tail("k_out", *a.k_out, p.groups, p.k_dim);
-  expect_tail("v_out", *a.v_out, p.groups, p.v_dim);
+  const Packed p = packed_of(a, *a.qkv_input);
   const Rotation q = rotation_of({"q_freqs", a.q_freqs}, a.interleaved != 0, false, p.k_dim);
   const Rotation k = rotation_of({"k_freqs", a.k_freqs}, a.interleaved != 0, false, p.k_dim);
   const Positions positions = packed_positions(ctx, "fused_qkv_rope_forward", a, *a.qkv_input);
@@ -224,10 +182,7 @@ void qkv_forward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_forward_ar
   check_launch("qkv_rope_forward");
 }
 void qkv_backward(const te_fl_context& ctx, const te_fl_fused_qkv_rope_backward_args& a) {
-  const Packed p = check_packed(a, "qkv_grad", *a.qkv_grad);
-  expect_tail("q_grad", *a.q_grad, p.groups * p.q_heads, p.k_dim);
-  expect_tail("k_grad", *a.k_grad, p.groups, p.k_dim);
-  expect_tail("v_grad", *a.v_grad, p.groups, p.v_dim);
+  const Packed p = packed_of(a, *a.qkv_grad);
   const Rotation q = rotation_of({"q_freqs", a.q_freqs}, a.interleaved != 0, true, p.k_dim);
   const Rotation k = rotation_of({"k_freqs", a.k_freqs}, a.interleaved != 0, true, p.k_dim);
   const Positions positions = packed_positions(ctx, "fused_qkv_rope_backward", a, *a.qkv_grad);

@@ -5,7 +5,6 @@
 namespace te_fl::cuda {
 namespace {
 
-
 struct Decode {
   Source codes;
   const float* scale_inv;
@@ -41,8 +40,8 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(Decode in, Target out,
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int64_t r = row + i < in.m ? row + i : in.m - 1;
-    raw[i] = *reinterpret_cast<const uint2*>(static_cast<const char*>(in.codes.data) + r * in.k +
-                                             col);
+    raw[i] =
+        *reinterpret_cast<const uint2*>(static_cast<const char*>(in.codes.data) + r * in.k + col);
     scale[i] = in.scale(r, col);
   }
 #pragma unroll
@@ -81,10 +80,6 @@ void dequantize(const te_fl_context& ctx, const te_fl_dequantize_args& args) {
   const void* scale_inv = transposed && quant.columnwise_scale_inv != nullptr
                               ? quant.columnwise_scale_inv
                               : quant.scale_inv;
-  if (scale_inv == nullptr) scale_inv = quant.columnwise_scale_inv;
-  if (scale_inv == nullptr && backend::numel(input) != 0) {
-    backend::invalid("input has data but no scale_inv; provide it");
-  }
   Decode decode{Source(input), static_cast<const float*>(scale_inv),
                 quant.scaling, matrix.rows,
                 matrix.cols,   transposed};
@@ -222,9 +217,9 @@ void transpose_tiles(const te_fl_context& ctx, const te_fl_fp8_transpose_args& a
   const int64_t tiles = ceil_div(m, 128);
   if (sums.partials != nullptr) sums.each = ceil_div(tiles, column_parts(m));
   const int64_t steps = ceil_div(tiles, sums.each);
-  const auto kernel = sums.partials == nullptr                 ? transpose_tiles_kernel<void>
+  const auto kernel = sums.partials == nullptr                ? transpose_tiles_kernel<void>
                       : dtype_of(*args.input) == TE_FL_F8E5M2 ? transpose_tiles_kernel<e5m2>
-                                                               : transpose_tiles_kernel<e4m3>;
+                                                              : transpose_tiles_kernel<e4m3>;
   kernel<<<static_cast<unsigned>(steps * strips), kThreads, 0, stream_of(ctx)>>>(
       in, out, m, k, static_cast<unsigned>(strips), sums);
   check_launch("transpose_tiles_kernel");
@@ -271,15 +266,13 @@ Refusal refuse_transpose(const te_fl_fp8_transpose_args& args) {
 }  // namespace
 
 void append_dequantize(std::vector<te_fl_op_desc>& ops) {
-  ops.push_back(
-      descriptor<te_fl_dequantize_args, dequantize, refuse_dequantize>("dequantize"));
+  ops.push_back(descriptor<te_fl_dequantize_args, dequantize, refuse_dequantize>("dequantize"));
   ops.back().describe = kDescribe<te_fl_dequantize_args>;
   ops.push_back(
       descriptor<te_fl_fp8_transpose_args, fp8_transpose, refuse_transpose>("fp8_transpose"));
   ops.back().describe = kDescribe<te_fl_fp8_transpose_args>;
   ops.back().later_args = "scale_inv column_sums";
-  ops.back().workspace =
-      backend::workspace_thunk<te_fl_fp8_transpose_args, transpose_workspace>;
+  ops.back().workspace = backend::workspace_thunk<te_fl_fp8_transpose_args, transpose_workspace>;
 }
 
 }  // namespace te_fl::cuda

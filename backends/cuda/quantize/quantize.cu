@@ -14,7 +14,6 @@ void quantize_rows(const te_fl_context& ctx, const te_fl_tensor& input, int64_t 
 namespace {
 
 void quantize(const te_fl_context& ctx, const te_fl_quantize_args& args) {
-  check_output(*args.output, "output");
   quantize_rows(ctx, *args.input, 0, *args.output, noop_of(args.noop_flag));
 }
 Refusal refuse_quantize(const te_fl_quantize_args& args) {
@@ -24,7 +23,6 @@ Refusal refuse_quantize(const te_fl_quantize_args& args) {
 // ---- with a bias gradient
 
 void bgrad_quantize(const te_fl_context& ctx, const te_fl_bgrad_quantize_args& args) {
-  check_output(*args.output, "output");
   store_elementwise<true>(ctx, *args.output, copy_of(*args.input, 0, *args.output), args.bias_grad,
                           nullptr, largest_finite_of(dtype_of(*args.input)));
 }
@@ -87,8 +85,8 @@ void compute_amax(const te_fl_context& ctx, const te_fl_compute_amax_args& args)
   const auto* x = backend::data<const uint4>(*args.input);
   if (choose_quantize(args).whole) {
     const auto kernel = bytes == 4 ? flat_amax_kernel<4> : flat_amax_kernel<2>;
-    kernel<<<blocks_for(ceil_div(pieces, 4)), kThreads, 0, stream>>>(x, pieces,
-                                                                     dtype == TE_FL_F16, amax);
+    kernel<<<blocks_for(ceil_div(pieces, 4)), kThreads, 0, stream>>>(x, pieces, dtype == TE_FL_F16,
+                                                                     amax);
     return check_launch("flat_amax_kernel");
   }
   amax_kernel<<<blocks_for(ceil_div(n, kGroup)), kThreads, 0, stream>>>(

@@ -1,6 +1,7 @@
 // Quantisation of many tensors: all that the tile kernels serve in one launch for each kind of
 // them, the others one by one.
 #include "quantize/quantize.cuh"
+#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/ops/quantize.h"
 
 namespace te_fl::cuda {
@@ -59,10 +60,10 @@ __global__ void __launch_bounds__(kBlocks ? kBlockThreads : kThreads, kBlocks ? 
 
 template <int kCapacity>
 void launch(const te_fl_context& ctx, const Items<kCapacity>& list, const QuantizeKind& kind) {
-  const auto kernel = kind.is_f32 ? kind.blocks ? list_kernel<4, true, kCapacity>
-                                                : list_kernel<4, false, kCapacity>
-                      : kind.blocks ? list_kernel<2, true, kCapacity>
-                                    : list_kernel<2, false, kCapacity>;
+  const auto kernel =
+      kind.is_f32 ? kind.blocks ? list_kernel<4, true, kCapacity> : list_kernel<4, false, kCapacity>
+      : kind.blocks ? list_kernel<2, true, kCapacity>
+                    : list_kernel<2, false, kCapacity>;
   kernel<<<list.blocks, kind.blocks ? kBlockThreads : kThreads, 0, stream_of(ctx)>>>(list);
   check_launch("list_kernel");
 }
@@ -76,16 +77,14 @@ class Launcher {
     const Elementwise<Copy> op = copy_of(*pair.input, pair.first_row, *pair.output);
     const int dtype = op.in[0].source.dtype;
     Item& item = list_.items[list_.count];
-    item.input =
-        static_cast<const char*>(op.in[0].source.data) + op.in[0].first * bytes_of(dtype);
+    item.input = static_cast<const char*>(op.in[0].source.data) + op.in[0].first * bytes_of(dtype);
     item.q = quantised(*pair.output, noop, largest_finite_of(dtype));
     if (kind_.blocks) clear_amax(ctx_, item.q);
     item.q.measure = kind_.compute_scale;
     item.q.running_amax = kind_.compute_scale ? found : item.q.amax;
     item.is_half = dtype == TE_FL_F16;
     item.first_block = list_.blocks;
-    const TileGrid g =
-        tile_grid(item.q.m, item.q.k, kind_.blocks ? kBlockTile : kTileCols, false);
+    const TileGrid g = tile_grid(item.q.m, item.q.k, kind_.blocks ? kBlockTile : kTileCols, false);
     // Few tensors have more than 2^31 tiles together; the grid is cut before it would overflow.
     const int64_t blocks = int64_t{g.row_steps} * g.col_tiles;
     if (list_.blocks + blocks > INT32_MAX) {
@@ -162,7 +161,6 @@ void quantise_list(const te_fl_context& ctx, int64_t count, Pairs pair_of, const
 }
 
 void multi_tensor_quantize(const te_fl_context& ctx, const te_fl_multi_tensor_quantize_args& args) {
-  for (int64_t i = 0; i < args.outputs_count; ++i) check_output(*args.outputs[i], "outputs");
   quantise_list(ctx, args.outputs_count, pairs_of(args), noop_of(args.noop_flag));
 }
 Refusal refuse_multi_tensor_quantize(const te_fl_multi_tensor_quantize_args& args) {
@@ -176,16 +174,7 @@ Refusal refuse_multi_tensor_quantize(const te_fl_multi_tensor_quantize_args& arg
 }
 
 void split_quantize(const te_fl_context& ctx, const te_fl_split_quantize_args& args) {
-  int64_t rows = 0;
-  for (int64_t i = 0; i < args.outputs_count; ++i) {
-    check_output(*args.outputs[i], "outputs");
-    rows += backend::as_matrix(*args.outputs[i]).rows;
-  }
-  const int64_t have = backend::as_matrix(*args.input).rows;
-  if (rows != have) {
-    backend::invalid("outputs have " + std::to_string(rows) + " rows together, and input has " +
-                     std::to_string(have) + "; they must be equal");
-  }
+  backend::check_parts(args);
   quantise_list(ctx, args.outputs_count, pairs_of(args), nullptr);
 }
 Refusal refuse_split_quantize(const te_fl_split_quantize_args& args) {

@@ -8,6 +8,7 @@
 #include "optimizer/list_choice.hpp"
 #include "plugin/families.hpp"
 #include "te_fl/backend/describe.hpp"
+#include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric.hpp"
 #include "te_fl/ops/quantize.h"
 
@@ -127,22 +128,9 @@ void fused_update(const te_fl_context& ctx, const Args& args) {
   const float* reduced = args.amax_reduction_buffer == nullptr
                              ? nullptr
                              : backend::data<const float>(*args.amax_reduction_buffer);
-  int64_t total = 0;
-  for (int64_t i = 0; i < args.scales_count; ++i) total += backend::numel(*args.scales[i]);
-  if (reduced != nullptr && backend::numel(*args.amax_reduction_buffer) != total) {
-    backend::invalid(
-        "amax_reduction_buffer has " + std::to_string(backend::numel(*args.amax_reduction_buffer)) +
-        " elements, must have one for each of the " + std::to_string(total) + " tensors");
-  }
+  backend::check_reduced_amaxes(args);
   numeric::DelayedScalingRule rule;
-  // fp8_max * 2^-margin, the factor before the division.
-  rule.fp8_max =
-      (args.fp8_dtype == 0 ? numeric::kE4m3Max : numeric::kE5m2Max) * std::exp2(-args.margin);
-  if (!(std::isnormal(rule.fp8_max) && std::isfinite(args.margin))) {
-    backend::invalid(
-        "margin is " + std::to_string(args.margin) +
-        "; fp8_max * 2^-margin must be a normal FP32 number (margin between about -110 and 130)");
-  }
+  rule.fp8_max = backend::largest_with_margin(args);
   rule.algo =
       args.algo == 0 ? numeric::AmaxComputeAlgo::kMax : numeric::AmaxComputeAlgo::kMostRecent;
   if (choose_list(args).capacity == kFew) return launch<kFew>(ctx, args, reduced, rule);
@@ -152,7 +140,6 @@ Refusal refuse_update(const Args& args) {
   if (!dense(args.amax_reduction_buffer)) return kNotContiguous;
   for (int64_t i = 0; i < args.amax_histories_count; ++i) {
     if (!all_dense(args.amax_histories[i], args.scales[i])) return kNotContiguous;
-    if (args.amax_histories[i]->dl.shape[0] < 1) return "an amax history has no rows";
   }
   return nullptr;
 }

@@ -5,6 +5,7 @@
 // here throws or reads elements.
 
 #include <cstdint>
+#include <initializer_list>
 #include <type_traits>
 
 #include "te_fl/backend.hpp"
@@ -59,6 +60,23 @@ inline Extent rowwise_extent(const te_fl_tensor& t) noexcept {
 }
 inline Extent columnwise_extent(const te_fl_tensor& t) noexcept {
   return t.quant == nullptr ? Extent() : extent_of(t.quant->columnwise_data, t);
+}
+
+// True if a copy of `out`, row-wise or column-wise, shares memory with one of `in`. Both are
+// compact.
+inline bool overlaps(const te_fl_tensor& out, const te_fl_tensor& in) noexcept {
+  for (const Extent& written : {rowwise_extent(out), columnwise_extent(out)}) {
+    if (written.meets(rowwise_extent(in)) || written.meets(columnwise_extent(in))) return true;
+  }
+  return false;
+}
+// True if memory is shared otherwise than element by element. Plain tensors of one size in one
+// place are in order: a kernel that reads an element right before it writes it is right for those.
+inline bool overlaps_askew(const te_fl_tensor& out, const te_fl_tensor& in) noexcept {
+  const bool same = data<const void>(out) == data<const void>(in) &&
+                    out.dl.dtype.bits == in.dl.dtype.bits && numel(out) == numel(in) &&
+                    scaling(out) == TE_FL_SCALING_NONE && scaling(in) == TE_FL_SCALING_NONE;
+  return !same && overlaps(out, in);
 }
 
 }  // namespace te_fl::backend

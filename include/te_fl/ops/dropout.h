@@ -21,7 +21,7 @@ typedef struct te_fl_dropout_fwd_args {
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* result. out; F32|F16|BF16; shape [...]; may alias input; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* [ceil(n/8)], bit i mod 8 of byte i/8 is keep_i. out; U8; shape [_] */
+  /* bit i mod 8 of byte i/8 is keep_i. out; U8; shape [@.../8] */
   const te_fl_tensor* mask TE_FL_INIT(NULL);
   /* probability of dropping */
   float p TE_FL_INIT(0.0f);
@@ -38,7 +38,7 @@ typedef struct te_fl_dropout_bwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_dropout_bwd_args));
   /* gradient of the result. in; F32|F16|BF16; shape [...] */
   const te_fl_tensor* grad_output TE_FL_INIT(NULL);
-  /* the forward's mask. in; U8; shape [_] */
+  /* the forward's mask. in; U8; shape [@.../8] */
   const te_fl_tensor* mask TE_FL_INIT(NULL);
   /* gradient of the input. out; F32|F16|BF16; shape [...]; may alias grad_output; dtype of
   grad_output */

@@ -48,7 +48,7 @@ typedef struct te_fl_multi_tensor_l2norm_args {
   int64_t inputs_count TE_FL_INIT(0);
   /* norm of all. out; F32; shape [1] */
   const te_fl_tensor* norm TE_FL_INIT(NULL);
-  /* [number of tensors]. out, optional; F32; shape [_] */
+  /* norm of each. out, optional; F32; shape [#inputs] */
   const te_fl_tensor* per_tensor_norms TE_FL_INIT(NULL);
 } te_fl_multi_tensor_l2norm_args;
 
@@ -68,7 +68,7 @@ typedef struct te_fl_multi_tensor_unscale_l2norm_args {
   const te_fl_tensor* inv_scale TE_FL_INIT(NULL);
   /* norm of all. out; F32; shape [1] */
   const te_fl_tensor* norm TE_FL_INIT(NULL);
-  /* [number of tensors]. out, optional; F32; shape [_] */
+  /* norm of each. out, optional; F32; shape [#inputs] */
   const te_fl_tensor* per_tensor_norms TE_FL_INIT(NULL);
 } te_fl_multi_tensor_unscale_l2norm_args;
 

@@ -166,7 +166,7 @@ typedef struct te_fl_fused_amax_and_scale_update_after_reduction_args {
   /* the reduced amaxes of all tensors, list after list; absent: row 0 of each history. in,
   optional; F32; any shape */
   const te_fl_tensor* amax_reduction_buffer TE_FL_INIT(NULL);
-  /* [length, tensors] each. inout; F32; shape [_ N] */
+  /* [length, tensors] each, of a length of 1 or more. inout; F32; shape [L+1 N] */
   const te_fl_tensor* const* amax_histories TE_FL_INIT(NULL);
   int64_t amax_histories_count TE_FL_INIT(0);
   /* one per history. inout; F32; shape [N] */

@@ -19,23 +19,24 @@ extern "C" {
 typedef struct te_fl_rope_rope_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_rope_rope_args));
   /* sbhd [S,B,H,D], bshd [B,S,H,D] or thd [T,H,D] (the gradient, for the backward). in;
-  F32|F16|BF16; shape [...] */
+  F32|F16|BF16; shape [layout is thd ? T H D : layout is sbhd ? S B H D : B S H D] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* angles per position; R <= D is even; the other D - R columns pass through. in; F32; shape [_ 1
-  1 R] */
+  /* angles per position; 2 R <= D; the other D - 2 R columns pass through. in; F32; shape [_ 1 1
+  2*R] */
   const te_fl_tensor* freqs TE_FL_INIT(NULL);
-  /* input's shape. out; F32|F16|BF16; shape [...]; may alias input; dtype of input */
+  /* input's shape. out; F32|F16|BF16; shape [layout is thd ? T H D : layout is sbhd ? S B H D : B
+  S H D]; may alias input; dtype of input */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* [B], position of each sequence's first token, 0 or more; positions past the angles are an
-  error: at once on the host and under TE_FL_VALIDATE, else at the next wait for the stream, such
-  tokens being NaN. in, optional; I32; any shape */
+  /* position of each sequence's first token, 0 or more; positions past the angles are an error: at
+  once on the host and under TE_FL_VALIDATE, else at the next wait for the stream, such tokens
+  being NaN. in, optional; I32; shape [B] */
   const te_fl_tensor* start_positions TE_FL_INIT(NULL);
-  /* [B+1], thd; never decreasing, within the tokens, else an error as for start_positions. in,
-  optional; I32; any shape */
+  /* thd; never decreasing, within the tokens, else an error as for start_positions. in, optional;
+  I32; shape [B+1] */
   const te_fl_tensor* cu_seqlens TE_FL_INIT(NULL);
   /* the layout of input and output: 0 sbhd, 1 bshd, 2 thd */
   int32_t layout TE_FL_INIT(0);
-  /* pairs are (2i, 2i+1) instead of (i, i + R/2) */
+  /* pairs are (2i, 2i+1) instead of (i, i + R) */
   int32_t interleaved TE_FL_INIT(0);
   /* context-parallel ranks: the sequence is cut into 2 cp_size chunks and rank r holds chunks r
   and 2 cp_size - 1 - r */
@@ -59,19 +60,22 @@ typedef te_fl_rope_rope_args te_fl_fused_rope_backward_args;
 typedef struct te_fl_fused_qkv_rope_forward_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_qkv_rope_forward_args));
   /* sbhd [S,B,G,E] or bshd [B,S,G,E]; per group: q_dim of queries, k_dim of key, v_dim of value, E
-  = their sum. in; F32|F16|BF16; shape [A B G E] */
+  = their sum. in; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _] */
   const te_fl_tensor* qkv_input TE_FL_INIT(NULL);
-  /* angles for the queries. in; F32; shape [_ 1 1 _] */
+  /* angles for the queries. in; F32; shape [_ 1 1 2*Q] */
   const te_fl_tensor* q_freqs TE_FL_INIT(NULL);
-  /* angles for the keys. in; F32; shape [_ 1 1 _] */
+  /* angles for the keys. in; F32; shape [_ 1 1 2*K] */
   const te_fl_tensor* k_freqs TE_FL_INIT(NULL);
-  /* [.., G * q_dim / k_dim, k_dim]. out; F32|F16|BF16; shape [A B _ _]; dtype of qkv_input */
+  /* [.., G * q_dim / k_dim, k_dim]. out; F32|F16|BF16; shape [layout is sbhd ? S B _ _ : B S _ _];
+  dtype of qkv_input */
   const te_fl_tensor* q_out TE_FL_INIT(NULL);
-  /* [.., G, k_dim]. out; F32|F16|BF16; shape [A B G _]; dtype of qkv_input */
+  /* [.., G, k_dim]. out; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _]; dtype of
+  qkv_input */
   const te_fl_tensor* k_out TE_FL_INIT(NULL);
-  /* [.., G, v_dim]. out; F32|F16|BF16; shape [A B G _]; dtype of qkv_input */
+  /* [.., G, v_dim]. out; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _]; dtype of
+  qkv_input */
   const te_fl_tensor* v_out TE_FL_INIT(NULL);
-  /* [batch], position of each sequence's first token. in, optional; I32; any shape */
+  /* position of each sequence's first token. in, optional; I32; shape [B] */
   const te_fl_tensor* start_positions TE_FL_INIT(NULL);
   /* elements of the queries in a group, a multiple of k_dim */
   int64_t q_dim TE_FL_INIT(0);
@@ -98,19 +102,22 @@ typedef struct te_fl_fused_qkv_rope_forward_args {
  */
 typedef struct te_fl_fused_qkv_rope_backward_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_qkv_rope_backward_args));
-  /* gradient of q_out. in; F32|F16|BF16; shape [A B _ _] */
+  /* gradient of q_out. in; F32|F16|BF16; shape [layout is sbhd ? S B _ _ : B S _ _] */
   const te_fl_tensor* q_grad TE_FL_INIT(NULL);
-  /* gradient of k_out. in; F32|F16|BF16; shape [A B G _]; dtype of q_grad */
+  /* gradient of k_out. in; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _]; dtype of
+  q_grad */
   const te_fl_tensor* k_grad TE_FL_INIT(NULL);
-  /* gradient of v_out. in; F32|F16|BF16; shape [A B G _]; dtype of q_grad */
+  /* gradient of v_out. in; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _]; dtype of
+  q_grad */
   const te_fl_tensor* v_grad TE_FL_INIT(NULL);
-  /* angles for the queries. in; F32; shape [_ 1 1 _] */
+  /* angles for the queries. in; F32; shape [_ 1 1 2*Q] */
   const te_fl_tensor* q_freqs TE_FL_INIT(NULL);
-  /* angles for the keys. in; F32; shape [_ 1 1 _] */
+  /* angles for the keys. in; F32; shape [_ 1 1 2*K] */
   const te_fl_tensor* k_freqs TE_FL_INIT(NULL);
-  /* gradient of qkv_input. out; F32|F16|BF16; shape [A B G _]; dtype of q_grad */
+  /* gradient of qkv_input. out; F32|F16|BF16; shape [layout is sbhd ? S B G _ : B S G _]; dtype of
+  q_grad */
   const te_fl_tensor* qkv_grad TE_FL_INIT(NULL);
-  /* [batch]. in, optional; I32; any shape */
+  /* as in the forward. in, optional; I32; shape [B] */
   const te_fl_tensor* start_positions TE_FL_INIT(NULL);
   /* as in the forward */
   int64_t q_dim TE_FL_INIT(0);

@@ -22,7 +22,7 @@ typedef struct te_fl_add_args {
   const te_fl_tensor* b TE_FL_INIT(NULL);
   /* sum, added in FP32. out; F32|F16|BF16; shape [...]; may alias a, b */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* [ceil(n/8)], as dropout_fwd; needed when p is not 0. out, optional; U8; shape [_] */
+  /* as dropout_fwd; needed when p is not 0. out, optional; U8; shape [@.../8] */
   const te_fl_tensor* mask TE_FL_INIT(NULL);
   /* probability of dropping elements of b */
   float p TE_FL_INIT(0.0f);

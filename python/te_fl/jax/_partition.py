@@ -19,6 +19,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from te_fl import _native
+from te_fl.jax._shape_rule import terms
 
 Factors = Tuple[str, ...]  # one name per dimension
 
@@ -50,14 +51,12 @@ def _attention(name: str, rank: int, settings: Mapping[str, Any], grouped: bool)
     return ("b", length, head, size) if settings.get("layout", "sbhd") == "bshd" else (length, "b", head, size)
 
 
-def _by_rule(rule: str, rank: int, settings: Mapping[str, Any]) -> Optional[Factors]:
-    if "?" in rule and ":" in rule:  # trans_a ? K M : M K
-        flag, words = rule.split(" ? ")
-        rule = words.split(" : ")[0 if settings.get(flag.strip()) else 1]
+def _by_rule(op: str, rule: str, rank: int, settings: Mapping[str, Any]) -> Optional[Factors]:
     words: List[str] = []
-    for word in rule.split():
+    rule_terms = terms(op, rule, settings)
+    for word in rule_terms:
         if word == "...":
-            words += [f"row{i}" for i in range(rank - len(rule.split()) + 1)]
+            words += [f"row{i}" for i in range(rank - len(rule_terms) + 1)]
         elif word == "@...":
             words.append("row0")
         else:
@@ -73,7 +72,7 @@ def _factors(op: str, name: str, struct: Any, settings: Mapping[str, Any], group
         return None
     if op.startswith("fused_attn"):
         return _attention(name, rank, settings, grouped)
-    found = _by_rule(_rules(op)[arg][0], rank - (arg in packed), settings)
+    found = _by_rule(op, _rules(op)[arg][0], rank - (arg in packed), settings)
     if arg in packed and found is not None:  # of [n, N] columns a mesh cuts N; both halves of a gated activation's then, as its H
         found = (*found[:-1], "", found[-1] or "h")
         return (*found[1:], found[0]) if part else found

@@ -10,6 +10,7 @@ Ops have no gradients here; te_fl.jax.dense and its kin do. Random numbers: rng=
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, Dict, FrozenSet, List, Optional, Tuple
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 
 from te_fl import _native, errors
 from te_fl.jax._call import call
+from te_fl.jax._shape_rule import terms
 from te_fl.jax._tensors import Quantized, QuantizedOutput
 
 _DTYPES = (jnp.float64, jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.float4_e2m1fn, jnp.float8_e8m0fnu,
@@ -35,21 +37,14 @@ def _schema(op: str) -> dict:
     return found
 
 
-def _words(rule: str, scalars: Dict[str, Any]) -> List[str]:
-    if " ? " in rule:  # trans_a ? K M : M K
-        flag, words = rule.split(" ? ")
-        rule = words.split(" : ")[0 if scalars.get(flag.strip()) else 1]
-    return rule.split()
-
-
 class _Extents:
     """The extents that the letters of shape rules stand for, learned from the inputs."""
 
-    def __init__(self, scalars: Dict[str, Any]):
-        self.scalars, self.known, self.leading = scalars, {}, None
+    def __init__(self, op: str, scalars: Dict[str, Any]):
+        self.op, self.scalars, self.known, self.leading = op, scalars, {}, None
 
     def learn(self, rule: str, shape: Tuple[int, ...]) -> None:
-        words = _words(rule, self.scalars)
+        words = terms(self.op, rule, self.scalars)
         if "..." in words:
             count = len(shape) - len(words) + 1
             if count < 0:
@@ -65,14 +60,11 @@ class _Extents:
 
     def shape(self, rule: str) -> Optional[Tuple[int, ...]]:
         found: Tuple[int, ...] = ()
-        for word in _words(rule, self.scalars):
+        for word in terms(self.op, rule, self.scalars):
             if word == "..." and self.leading is not None:
                 found += self.leading
-            elif word == "@..." and self.leading is not None:
-                rows = 1
-                for extent in self.leading:
-                    rows *= extent
-                found += (rows,)
+            elif word.startswith("@...") and self.leading is not None:
+                found += (-(-math.prod(self.leading) // int(word[5:] or 1)),)  # "@.../8": rounded up
             elif word in self.known:
                 found += (self.known[word],)
             elif word.startswith("2*") and word[2:] in self.known:
@@ -217,7 +209,7 @@ def run(op: str, packed: FrozenSet[str], **arguments: Any) -> Any:
     schema = _schema(op)
     scalars, tensors = _given(op, schema, arguments)
     made = _Call(op)
-    extents = _Extents(scalars)
+    extents = _Extents(op, scalars)
     outputs: List[str] = []
     wanted: Dict[str, Any] = {}
     lists: Dict[str, List[Tuple[str, Any]]] = {}
@@ -225,6 +217,8 @@ def run(op: str, packed: FrozenSet[str], **arguments: Any) -> Any:
         value = tensors.get(arg["name"])
         if arg["type"] == _LIST:
             lists.update(_list(op, schema, arg, made, tensors))
+            if arg["role"] == _IN:
+                extents.known["#" + arg["name"]] = len(tensors.get(arg["name"]) or ())
         elif arg["type"] == _TENSOR and (arg["role"] == _IN or isinstance(value, jax.Array) or isinstance(value, Quantized)):
             if value is None:
                 if not arg["optional"]:

@@ -1,4 +1,5 @@
-// Products of the CPU backend where the result lies in an operand's memory, through the dispatcher.
+// Products and quantised results of the CPU backend that lie in an operand's memory, through the
+// dispatcher.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -60,6 +61,31 @@ TEST(CpuGemmInPlace, AResidualOfAnotherWidthIsReadBeforeItIsOverwritten) {
       };
       ASSERT_NEAR(at(result), at(wanted), to == DType::kF32 ? 1e-4 : 0.1) << i;
     }
+  }
+}
+
+// The column-wise copy is written while the values are read, which the CPU backend leaves to one
+// that computes all of them first.
+TEST(CpuQuantizeInPlace, AColumnwiseCopyMayLieInTheInput) {
+  constexpr int64_t kSize = 320, kCodes = kSize * kSize;
+  const int64_t shape[] = {kSize, kSize};
+  for (const int64_t offset : {int64_t{0}, kCodes}) {
+    const Tensor x = filled({kSize, kSize}, DType::kF32, -1);
+    const Tensor wanted = Tensor::empty_quantized(shape, {.columnwise = true}).value();
+    const Tensor got = Tensor::empty_quantized(shape, {.columnwise = true}).value();
+    te_fl_quantize_args args{};
+    args.input = x;
+    args.output = wanted;
+    ASSERT_OK(ops::quantize(args));
+    te_fl_tensor output = *got.c();
+    te_fl_quant parts = *output.quant;
+    parts.columnwise_data = x.data<char>() + offset;
+    output.quant = &parts;
+    args.output = &output;
+    ASSERT_OK(ops::quantize(args));
+    EXPECT_EQ(std::memcmp(output.dl.data, wanted.c()->dl.data, kCodes), 0) << offset;
+    EXPECT_EQ(std::memcmp(parts.columnwise_data, wanted.c()->quant->columnwise_data, kCodes), 0)
+        << offset;
   }
 }
 

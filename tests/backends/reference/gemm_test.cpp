@@ -2,6 +2,7 @@
 
 #include "support/expect.hpp"
 #include "support/reference_ops.hpp"
+#include "te_fl/ops.hpp"
 #include "te_fl/ops/gemm.h"
 
 namespace te_fl::testing {
@@ -181,12 +182,13 @@ TEST(ReferenceGemm, MatchesDoubleOnARandomProblem) {
   }
 }
 
-TEST(ReferenceGemm, RefusesWhatTheSchemaCannotSay) {
+TEST(ReferenceGemm, AnOperandWithoutItsScalesIsRefused) {
   Array b(TE_FL_F32, {1, 1}, {1}), d(TE_FL_F32, {1, 1});
   Array q1(TE_FL_F8E4M3, {1, 1}, {1});
   q1.quantised(TE_FL_SCALING_BLOCK_128X128, 0, 4, 0);
   q1.quant().scale_inv = nullptr;
-  EXPECT_REFUSED(run(make(q1, b, d)), "a has row-wise data without scale_inv");
+  EXPECT_REFUSED(ops::generic_gemm(make(q1, b, d)), "argument 'a' is f8e4m3[1,1]",
+                 "its scale_inv is missing (NULL)");
   EXPECT_TRUE(d.untouched());
 }
 

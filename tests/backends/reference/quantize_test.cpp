@@ -3,6 +3,7 @@
 
 #include "support/expect.hpp"
 #include "support/reference_ops.hpp"
+#include "te_fl/ops.hpp"
 #include "te_fl/ops/quantize.h"
 
 namespace te_fl::testing {
@@ -299,15 +300,22 @@ TEST(ReferenceQuantize, NoopFlagLeavesEverythingAlone) {
 TEST(ReferenceQuantize, MissingPartsAreNamed) {
   Array x(TE_FL_F32, {2}, {1, 2}), q(TE_FL_F8E4M3, {2}), fp4(TE_FL_F4E2M1, {2});
   q.quantised(TE_FL_SCALING_TENSOR, 0, 1, 0).quant().scale = nullptr;
-  EXPECT_REFUSED(quantize(x, q), "output", "no scale");
+  const auto refuse = [&](const te_fl_tensor* output, const char* part) {
+    te_fl_quantize_args args;
+    args.input = x, args.output = output;
+    EXPECT_REFUSED(ops::quantize(args), "argument 'output' is ", part);
+  };
+  refuse(q, "its scale is missing (NULL)");
+  q.quantised(TE_FL_SCALING_TENSOR, 0, 1, 0).quant().scale_inv = nullptr;
+  refuse(q, "its scale_inv is missing (NULL), where the reciprocal of its scale is written");
   q.quantised(TE_FL_SCALING_BLOCK_1X128, 0, 4, 4).quant().columnwise_scale_inv = nullptr;
-  EXPECT_REFUSED(quantize(x, q), "output", "columnwise_scale_inv");
+  refuse(q, "with column-wise data: its columnwise_scale_inv is missing (NULL)");
   q.quantised(TE_FL_SCALING_NVFP4, 0, 512, 0);
-  EXPECT_REFUSED(quantize(x, q), "output", "f8e4m3", "f4e2m1");
+  refuse(q, "scaling nvfp4 needs dtype f4e2m1");
   fp4.quantised(TE_FL_SCALING_TENSOR, 0, 1, 0);
-  EXPECT_REFUSED(quantize(x, fp4), "output", "f4e2m1", "NVFP4");
+  refuse(fp4, "scaling tensor needs dtype f8e4m3|f8e5m2");
   fp4.quantised(TE_FL_SCALING_NVFP4, 0, 512, 0).quant().amax = nullptr;
-  EXPECT_REFUSED(quantize(x, fp4), "output", "amax");
+  refuse(fp4, "its amax is missing (NULL)");
   EXPECT_TRUE(q.untouched());
   EXPECT_TRUE(fp4.untouched());
 }
@@ -426,6 +434,12 @@ TEST(ReferenceQuantize, DelayedScalingUpdate) {
   EXPECT_OK(call("fused_amax_and_scale_update_after_reduction", args));
   EXPECT_EQ(scales.values(), (std::vector<double>{4096, 4, 9}));  // 28672 / 7; nothing new: kept
 
+  Array no_rows(TE_FL_F32, {0, 1});
+  const te_fl_tensor* short_histories[] = {history, no_rows};
+  args.amax_histories = short_histories;
+  EXPECT_REFUSED(ops::fused_amax_and_scale_update_after_reduction(args),
+                 "argument 'amax_histories'[1] has shape [0, 1]", "rule \"L+1 N\"");
+  args.amax_histories = histories;
   args.amax_reduction_buffer = one_scale;
   EXPECT_REFUSED(call("fused_amax_and_scale_update_after_reduction", args), "amax_reduction_buffer",
                  "1 elements", "4 tensors");

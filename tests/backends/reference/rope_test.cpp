@@ -6,6 +6,7 @@
 
 #include "support/expect.hpp"
 #include "support/reference_call.hpp"
+#include "te_fl/ops.hpp"
 
 namespace te_fl::testing {
 namespace {
@@ -219,9 +220,9 @@ TEST(ReferenceRope, PackedQkv) {
 
 TEST(ReferenceRope, RefusesBeforeWriting) {
   HostTensor x({4, 2, 1, 4}, TE_FL_F32, random_values(32, 1)), y({4, 2, 1, 4}, TE_FL_F32);
-  HostTensor freqs({4, 1, 1, 4}, TE_FL_F32, random_values(16, 2)), odd({4, 1, 1, 3}, TE_FL_F32),
-      wide({4, 1, 1, 6}, TE_FL_F32), few({3, 1, 1, 4}, TE_FL_F32, random_values(12, 2));
-  HostTensor flat({8}, TE_FL_F32), cu({2}, TE_FL_I32, {0, 9}), starts({2}, TE_FL_I32, {0, -1}),
+  HostTensor freqs({4, 1, 1, 4}, TE_FL_F32, random_values(16, 2)), wide({4, 1, 1, 6}, TE_FL_F32),
+      few({3, 1, 1, 4}, TE_FL_F32, random_values(12, 2));
+  HostTensor cu({2}, TE_FL_I32, {0, 9}), starts({2}, TE_FL_I32, {0, -1}),
       late({2}, TE_FL_I32, {0, 1}), tokens({8, 1, 4}, TE_FL_F32, random_values(32, 1)),
       tokens_out({8, 1, 4}, TE_FL_F32), cu_odd({2}, TE_FL_I32, {0, 6});
   using Args = te_fl_fused_rope_forward_args;
@@ -235,17 +236,54 @@ TEST(ReferenceRope, RefusesBeforeWriting) {
   const auto thd = [&](Args& a, const te_fl_tensor* seqlens) {
     a.layout = TE_FL_LAYOUT_THD, a.input = tokens, a.output = tokens_out, a.cu_seqlens = seqlens;
   };
-  refuse([&](Args& a) { a.freqs = odd; }, "freqs has 3 columns, expected an even number");
   refuse([&](Args& a) { a.freqs = wide; }, "freqs has 6 columns");
   refuse([&](Args& a) { a.freqs = few; }, "freqs has 3 positions, but position 3 is needed");
   refuse([&](Args& a) { a.start_positions = late; },
          "freqs has 4 positions, but position 4 is needed");
   refuse([&](Args& a) { a.start_positions = starts; }, "start_positions[1] is -1");
-  refuse([&](Args& a) { a.start_positions = flat; }, "start_positions has shape [8], expected [2]");
-  refuse([&](Args& a) { a.input = flat; }, "input has shape [8], expected rank 4");
   refuse([&](Args& a) { thd(a, cu); }, "sequence 0 of cu_seqlens spans tokens 0 to 9");
   refuse([&](Args& a) { thd(a, cu_odd), a.cp_size = 2; }, "has 3 tokens on this rank");
   refuse([&](Args& a) { thd(a, cu_odd), a.cp_size = 4; }, "expected multiples of cp_size, 4");
+}
+
+TEST(ReferenceRope, TheDescriptionRefusesExtents) {
+  HostTensor x({4, 2, 1, 4}, TE_FL_F32, random_values(32, 1)), y({4, 2, 1, 4}, TE_FL_F32),
+      tokens({8, 1, 4}, TE_FL_F32, random_values(32, 1)), tokens_out({8, 1, 4}, TE_FL_F32),
+      freqs({8, 1, 1, 4}, TE_FL_F32, random_values(32, 2)), odd({4, 1, 1, 3}, TE_FL_F32);
+  HostTensor four({4}, TE_FL_I32, {0, 0, 0, 0}), none({0}, TE_FL_I32, {}),
+      cu({3}, TE_FL_I32, {0, 3, 8}), square({2, 2}, TE_FL_I32, {0, 1, 2, 3});
+  using Args = te_fl_rope_rope_args;
+  const auto refuse = [&](const std::function<void(Args&)>& break_it, const char* part,
+                          const char* more = "") {
+    Args a;
+    a.input = x, a.output = y, a.freqs = freqs;
+    break_it(a);
+    EXPECT_REFUSED(ops::fused_rope_forward(a), part, more);
+    EXPECT_REFUSED(ops::fused_rope_backward(a), part, more);
+    EXPECT_TRUE(y.untouched() && tokens_out.untouched()) << part;
+  };
+  const auto thd = [&](Args& a, const te_fl_tensor* seqlens) {
+    a.layout = TE_FL_LAYOUT_THD, a.input = tokens, a.output = tokens_out, a.cu_seqlens = seqlens;
+  };
+  refuse([&](Args& a) { a.freqs = odd; },
+         "argument 'freqs' has shape [4, 1, 1, 3], must be [_, 1, 1");
+  refuse([&](Args& a) { a.input = tokens; },
+         "argument 'input' has shape [8, 1, 4], must be [S, B, H, D]", "layout is sbhd");
+  refuse([&](Args& a) { a.input = tokens, a.layout = TE_FL_LAYOUT_BSHD; },
+         "argument 'input' has shape [8, 1, 4], must be [B, S, H, D]", "layout is bshd");
+  refuse([&](Args& a) { thd(a, cu), a.input = x; },
+         "argument 'input' has shape [4, 2, 1, 4], must be [T, H, D]", "layout is thd");
+  refuse([&](Args& a) { a.start_positions = four; },
+         "argument 'start_positions' has shape [4], must be [2] (rule \"B\", set by 'input')");
+  refuse(
+      [&](Args& a) { thd(a, cu), a.start_positions = four; },
+      "argument 'cu_seqlens' has shape [3], must be [5] (rule \"B+1\", set by 'start_positions')");
+  refuse([&](Args& a) { thd(a, none); }, "argument 'cu_seqlens' has shape [0], must be [B+1]");
+  refuse([&](Args& a) { thd(a, square); }, "argument 'cu_seqlens' has shape [2, 2], must be [B+1]");
+  Args a;
+  a.input = x, a.output = y, a.freqs = freqs, a.start_positions = four;
+  a.layout = TE_FL_LAYOUT_BSHD;
+  EXPECT_OK(ops::fused_rope_forward(a)) << "bshd [4,2,..] has four sequences";
 }
 
 TEST(ReferenceRope, PackedRefusesBeforeWriting) {
@@ -262,6 +300,10 @@ TEST(ReferenceRope, PackedRefusesBeforeWriting) {
                  "q_out has shape [4,1,2,4], expected [.., 4, 4]");
   bad = a, bad.v_dim = 4;
   EXPECT_REFUSED(run_reference("fused_qkv_rope_forward", bad), "expected 16 in the last dimension");
+  HostTensor starts({4}, TE_FL_I32, {0, 0, 0, 0});
+  bad = a, bad.start_positions = starts;
+  EXPECT_REFUSED(ops::fused_qkv_rope_forward(bad),
+                 "argument 'start_positions' has shape [4], must be [1]", "set by 'qkv_input'");
   EXPECT_TRUE(q.untouched() && k.untouched() && v.untouched());
 }
 

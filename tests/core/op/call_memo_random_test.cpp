@@ -92,10 +92,11 @@ class Spoiler {
         shape.push_back(static_cast<int64_t>(random_() % 5));
       return shape;
     }
-    int32_t flag = 1;
-    if (arg.shape.flag >= 0)
-      std::memcpy(&flag, args + op.impl.args[static_cast<size_t>(arg.shape.flag)].offset, 4);
-    const Dims& dims = arg.shape.dims[arg.shape.flag >= 0 && flag == 0 ? 1 : 0];
+    const Dims& dims = arg.shape.chosen([&](uint8_t i) {
+      int32_t value = 0;
+      std::memcpy(&value, args + op.impl.args[i].offset, sizeof value);
+      return value;
+    });
     if (dims.leading) shape = {2, 3};
     for (int i = 0; i < dims.count; ++i) {
       const Term& term = dims.terms[static_cast<size_t>(i)];
@@ -120,8 +121,14 @@ class Spoiler {
           shape.push_back(one_in(2) ? 1 : value);
           break;
         case Term::kProduct:
-          shape.push_back(6);
+          shape.push_back(rounded_up(6, term.value));
           break;
+        case Term::kCount: {
+          int64_t count = 0;
+          std::memcpy(&count, args + op.impl.args[term.symbol].count_offset, sizeof count);
+          shape.push_back(count);
+          break;
+        }
       }
     }
     if (one_in(40) && !shape.empty()) {
@@ -357,6 +364,7 @@ TEST_F(MemoOf, ANumberThatDecidesWhatIsReadIsNotJustANumber) {
   te_fl_quant quant;
   quant.scaling = TE_FL_SCALING_TENSOR;
   quant.scale = &scale;
+  quant.columnwise_scale_inv = &scale;  // enough for an output, not for an input
   te_fl_tensor out{};
   out.dl.data = codes;
   out.dl.device = {TE_FL_DEVICE_CPU, 0};

@@ -403,13 +403,16 @@ TEST(CatalogueRules, DropoutsMaskAndSumsOfBytes) {
 TEST(CatalogueRules, Rope) {
   using Args = te_fl_rope_rope_args;
   const Tensor x = f32({4, 1, 2, 8}), y = f32({4, 1, 2, 8}), freqs = f32({4, 1, 1, 8});
+  const Tensor tokens = f32({4, 2, 8}), tokens_out = f32({4, 2, 8});
   const Tensor cu = Tensor::zeros({2}, DType::kI32).value();
   Args args;
   args.input = x, args.output = y, args.freqs = freqs;
   Broken broken;
   const char* op = "fused_rope_forward";
   broken.by<Args>(
-      op, args, [](Args& a) { a.layout = TE_FL_LAYOUT_THD; }, "layout is thd requires cu_seqlens");
+      op, args,
+      [&](Args& a) { a.layout = TE_FL_LAYOUT_THD, a.input = tokens, a.output = tokens_out; },
+      "layout is thd requires cu_seqlens");
   broken.by<Args>(
       op, args, [&](Args& a) { a.cu_seqlens = cu; }, "cu_seqlens requires layout is thd");
   broken.by<Args>(

@@ -237,6 +237,10 @@ TEST(Schema, BadShapeRulesNameTheTerm) {
       {"99999999999999999999", "is not a number from 0 to 2147483648"},
       {"a b c d e f g h i", "at most 8 dimensions"},
       {"x ? N", "'x' is not a bool argument"},
+      {"x is y ? N : M", "'x' is not an enum argument"},
+      {"@.../", "'' is not a number"},
+      {"@.../0", "the divisor must not be 0"},
+      {"#x", "'x' is no list of tensors"},
   };
   for (const auto& c : cases) refused([&](B& b) { b.descs[1].shape = c.first; }, c.second);
 }
@@ -365,6 +369,51 @@ TEST(ShapeRule, Evaluation) {
   EXPECT_EQ(two("... 2 H", {5, 2, 7}, "@... H", {5, 7}), "");
   EXPECT_HAS(two("... 2 H", {5, 2, 7}, "@... H", {4, 7}), "must be [5, 7]");
   EXPECT_EQ(two("... 2", {2}, "@...", {1}), "") << "the product of nothing is 1";
+}
+
+TEST(ShapeRule, AProductMayBeDivided) {
+  EXPECT_EQ(two("...", {3, 3}, "@.../8", {2}), "");
+  EXPECT_EQ(two("...", {2, 4}, "@.../8", {1}), "");
+  EXPECT_EQ(two("...", {}, "@.../8", {1}), "") << "the product of nothing is 1";
+  EXPECT_EQ(two("...", {0, 3}, "@.../8", {0}), "");
+  EXPECT_HAS(two("...", {3, 3}, "@.../8", {1}),
+             "argument 'y' has shape [1], must be [2] (rule \"@.../8\", set by 'x')");
+  EXPECT_EQ(two("@.../8", {2}, "...", {3, 3}), "") << "it may stand before the dimensions";
+  EXPECT_HAS(two("@.../8", {3}, "...", {3, 3}), "argument 'x' has shape [3], must be [2]");
+}
+
+// x, y and an enum, whose value chooses among the extents of x.
+TEST(ShapeRule, AnEnumChooses) {
+  SchemaBuilder s;
+  s.tensor("x", "how is whole ? A B : how is turned ? B A : A");
+  s.tensor("y", "A", TE_FL_OUT);
+  te_fl_arg_desc& how = s.add("how", TE_FL_ARG_ENUM, TE_FL_IN, 24, nullptr);
+  how.enum_names = "whole turned flat odd";
+  s.schema.args_size = 32;
+  const auto op = s.compile().value();
+  struct {
+    uint32_t struct_size = 32;
+    const te_fl_tensor* x;
+    const te_fl_tensor* y;
+    int32_t how = 0, unused = 0;
+  } args;
+  const Tensor x = f32({3, 4}), flat = f32({3}), three = f32({3}), four = f32({4});
+  const auto with = [&](int32_t value, const Tensor& a, const Tensor& b) {
+    args.how = value, args.x = a, args.y = b;
+    return check(*op, &args);
+  };
+  EXPECT_EQ(with(0, x, three), "");
+  EXPECT_EQ(with(1, x, four), "");
+  EXPECT_EQ(with(2, flat, three), "");
+  EXPECT_HAS(with(0, x, four), "argument 'y' has shape [4], must be [3] (rule \"A\", set by 'x')");
+  EXPECT_HAS(with(1, flat, three), "argument 'x' has shape [3], must be [B, A]");
+  EXPECT_HAS(with(1, flat, three), ", how is turned)");
+  EXPECT_HAS(with(3, x, three), "argument 'x' has shape [3, 4], must be [A]");
+  EXPECT_HAS(with(4, x, three), "argument 'how' is 4, must be from 0 to 3");
+  s.descs[0].shape = "how is nothing ? A : B";
+  EXPECT_HAS(s.compile().status().message(), "'nothing' is not a value of 'how'");
+  s.descs[0].shape = "how is whole ? A : how is turned ? B : how is flat ? A B : A";
+  EXPECT_HAS(s.compile().status().message(), "a shape rule has at most 2 '?'");
 }
 
 TEST(ShapeRule, TheProductMayStandBeforeTheDimensions) {

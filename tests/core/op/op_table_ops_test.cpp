@@ -91,6 +91,7 @@ TEST_F(Gemm, MissingScaleOfAnInput) {
 TEST_F(Gemm, InoutIsReadOnlyIfItsConditionHolds) {
   const Tensor q = quantised({4, 3});
   Raw r(q);
+  r.quant.columnwise_scale_inv = r.quant.scale_inv;
   r.quant.scale_inv = nullptr;
   args.d = &r.t;
   EXPECT_EQ(text(), "") << "an output with a given scale";

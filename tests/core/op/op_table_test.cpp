@@ -264,9 +264,13 @@ TEST_F(Gelu, QuantisedOutputs) {
   }
   {
     Raw r(delayed);
-    r.quant.scale_inv = nullptr;
     r.quant.amax = nullptr;
     EXPECT_EQ(with_output(&r.t), "") << "optional when the scale is given";
+    r.quant.scale_inv = nullptr;
+    EXPECT_HAS(with_output(&r.t),
+               "its scale_inv is missing (NULL), where the reciprocal of its scale is written");
+    r.quant.columnwise_scale_inv = delayed.scale_inv().raw_data();
+    EXPECT_EQ(with_output(&r.t), "") << "one value serves both copies";
     r.quant.flags = TE_FL_QUANT_COMPUTE_SCALE;
     EXPECT_HAS(with_output(&r.t),
                "its scale_inv is missing (NULL), where the scale that the op derives is written");

@@ -1,0 +1,66 @@
+#pragma once
+
+// For backends: the checks of a call's numbers and of sums over its lists that the op's description
+// cannot say. All throw INVALID_ARGUMENT, clean, and read metadata only. Header-only.
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "te_fl/backend.hpp"
+#include "te_fl/numeric/formats.hpp"
+#include "te_fl/ops/quantize.h"
+
+namespace te_fl::backend {
+
+// The integer that `fill` stores: `value` without its fraction, where it lies in [low, above_high).
+// `type` is the dtype's name.
+template <class T>
+T whole_number(double value, const char* type, double low, double above_high) {
+  const double whole = std::trunc(value);
+  if (whole >= low && whole < above_high) return static_cast<T>(whole);
+  invalid("value is " + std::to_string(value) + ", which " + type + " cannot hold; it takes " +
+          std::to_string(low) + " to " + std::to_string(above_high - 1));
+}
+// Takes all values of an integer type.
+template <class T>
+T whole_number(double value, const char* type) {
+  return whole_number<T>(value, type, static_cast<double>(std::numeric_limits<T>::min()),
+                         std::ldexp(1.0, std::numeric_limits<T>::digits));
+}
+
+// The parts of split_quantize cover the input's rows.
+inline void check_parts(const te_fl_split_quantize_args& args) {
+  const int64_t expected = as_matrix(*args.input).rows;
+  int64_t rows = 0;
+  for (int64_t i = 0; i < args.outputs_count; ++i) rows += as_matrix(*args.outputs[i]).rows;
+  if (rows == expected) return;
+  invalid("the rows of outputs sum to " + std::to_string(rows) + ", input has " +
+          std::to_string(expected) + "; the parts must cover the input");
+}
+
+// The reduced amaxes of delayed scaling, where they are given, are one for each tensor.
+inline void check_reduced_amaxes(
+    const te_fl_fused_amax_and_scale_update_after_reduction_args& args) {
+  if (args.amax_reduction_buffer == nullptr) return;
+  int64_t tensors = 0;
+  for (int64_t i = 0; i < args.scales_count; ++i) tensors += numel(*args.scales[i]);
+  const int64_t amaxes = numel(*args.amax_reduction_buffer);
+  if (amaxes == tensors) return;
+  invalid("amax_reduction_buffer has " + std::to_string(amaxes) + " elements for " +
+          std::to_string(tensors) + " tensors; give one element per tensor");
+}
+
+// Delayed scaling's factor before the division by an amax: fp8_max * 2^-margin.
+inline float largest_with_margin(
+    const te_fl_fused_amax_and_scale_update_after_reduction_args& args) {
+  const float fp8_max =
+      args.fp8_dtype == TE_FL_FP8_FORMAT_E5M2 ? numeric::kE5m2Max : numeric::kE4m3Max;
+  const float reduced = fp8_max * std::exp2(-args.margin);
+  if (std::isnormal(reduced) && std::isfinite(args.margin)) return reduced;
+  invalid("margin is " + std::to_string(args.margin) +
+          "; fp8_max * 2^-margin must be a normal FP32 number (margin between about -110 and 130)");
+}
+
+}  // namespace te_fl::backend

@@ -1,0 +1,80 @@
+#pragma once
+
+// For backends with rotary embeddings: the checks of a call's extents that the op's description
+// cannot say, since they depend on numbers. All throw INVALID_ARGUMENT, clean, and read metadata
+// only. Header-only.
+
+#include <cstdint>
+#include <string>
+
+#include "te_fl/backend.hpp"
+#include "te_fl/ops/rope.h"
+
+namespace te_fl::backend {
+
+// With cp_size > 1 a rank holds two chunks of equal length of each sequence. `sequence` begins the
+// message: "each sequence".
+inline void check_chunks(int64_t length, int64_t cp_size, const std::string& sequence) {
+  if (cp_size == 1 || length % 2 == 0) return;
+  invalid(sequence + " has " + std::to_string(length) +
+          " tokens on this rank, expected an even number: with cp_size > 1 a rank holds two chunks "
+          "of equal length");
+}
+
+// The angles [positions, 1, 1, columns] rotate at most the whole head.
+inline void check_angle_columns(const char* name, const te_fl_tensor& angles, int64_t head_size) {
+  const int64_t columns = angles.dl.shape[3];
+  if (columns <= head_size) return;
+  invalid(std::string(name) + " has " + std::to_string(columns) +
+          " columns, expected an even number up to the head size, " + std::to_string(head_size));
+}
+
+// Angles of `positions` positions reach the largest one that a call needs (-1: it needs none).
+inline void check_angle_rows(const char* name, int64_t positions, int64_t largest) {
+  if (largest < positions) return;
+  invalid(std::string(name) + " has " + std::to_string(positions) + " positions, but position " +
+          std::to_string(largest) + " is needed");
+}
+
+// The last two extents of packed Q, K, V: in each group q_heads queries of k_dim elements, a key of
+// k_dim, a value of v_dim.
+struct PackedHeads {
+  int64_t groups, q_heads, k_dim, v_dim;
+  int64_t width() const noexcept { return (q_heads + 1) * k_dim + v_dim; }
+};
+
+namespace detail {
+
+template <class Args>
+PackedHeads check_width(const Args& args, const char* name, const te_fl_tensor& whole) {
+  const PackedHeads heads{whole.dl.shape[2], args.q_dim / args.k_dim, args.k_dim, args.v_dim};
+  if (whole.dl.shape[3] == heads.width()) return heads;
+  invalid(std::string(name) + " has shape " + shape_text(whole) + ", expected " +
+          std::to_string(heads.width()) + " in the last dimension: q_dim + k_dim + v_dim");
+}
+
+inline void check_part(const char* name, const te_fl_tensor& part, int64_t heads, int64_t size) {
+  if (part.dl.shape[2] == heads && part.dl.shape[3] == size) return;
+  invalid(std::string(name) + " has shape " + shape_text(part) + ", expected [.., " +
+          std::to_string(heads) + ", " + std::to_string(size) + "]");
+}
+
+}  // namespace detail
+
+// The heads of a call on packed Q, K, V, whose tensors all agree with q_dim, k_dim and v_dim.
+inline PackedHeads packed_heads(const te_fl_fused_qkv_rope_forward_args& args) {
+  const PackedHeads heads = detail::check_width(args, "qkv_input", *args.qkv_input);
+  detail::check_part("q_out", *args.q_out, heads.groups * heads.q_heads, heads.k_dim);
+  detail::check_part("k_out", *args.k_out, heads.groups, heads.k_dim);
+  detail::check_part("v_out", *args.v_out, heads.groups, heads.v_dim);
+  return heads;
+}
+inline PackedHeads packed_heads(const te_fl_fused_qkv_rope_backward_args& args) {
+  const PackedHeads heads = detail::check_width(args, "qkv_grad", *args.qkv_grad);
+  detail::check_part("q_grad", *args.q_grad, heads.groups * heads.q_heads, heads.k_dim);
+  detail::check_part("k_grad", *args.k_grad, heads.groups, heads.k_dim);
+  detail::check_part("v_grad", *args.v_grad, heads.groups, heads.v_dim);
+  return heads;
+}
+
+}  // namespace te_fl::backend
