@@ -27,8 +27,8 @@ VERSION = "2.20.2"
 KNOWN = ROOT / "python/te_fl/compat/known_names.py"
 FACTS = ROOT / "tests/python/transformer_engine_facts.json"
 PAGE = ROOT / "docs/transformer-engine.md"
-PAGE_MODULES = ("transformer_engine.pytorch", "transformer_engine.pytorch.optimizers", "transformer_engine.pytorch.ops",
-                "transformer_engine.jax", "transformer_engine.jax.flax", "transformer_engine.common.recipe")
+PAGE_MODULES = ("transformer_engine.pytorch", "transformer_engine.pytorch.distributed", "transformer_engine.pytorch.optimizers",
+                "transformer_engine.pytorch.ops", "transformer_engine.pytorch.tensor.utils", "transformer_engine.jax", "transformer_engine.jax.flax", "transformer_engine.common.recipe")
 LEFT_OUT = ("triton", "debug", "dynamo", "CuTeDSL", "setup", "triton_extensions", "custom_recipes", "linear_attention", "context_parallel")
 METHODS = ("__init__", "forward", "step", "zero_grad", "setup", "__call__")
 

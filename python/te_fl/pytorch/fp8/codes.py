@@ -35,11 +35,12 @@ def rules_of(native_recipe: dict) -> Rules:
 class Codes:
     """E4M3 codes [rows, columns], what they are multiplied by, and, once a training forward has read them, their transpose."""
 
-    __slots__ = ("rules", "data", "scale_inv", "amax", "columns", "columns_scale_inv")
+    __slots__ = ("rules", "data", "scale_inv", "amax", "columns", "columns_scale_inv", "columns_are_old")
 
     def __init__(self, rules: Rules, data: torch.Tensor, scale_inv: torch.Tensor, amax: Optional[torch.Tensor]):
         self.rules, self.data, self.scale_inv, self.amax = rules, data, scale_inv, amax
         self.columns = self.columns_scale_inv = None
+        self.columns_are_old = False  # the codes were written, and their transpose was not
 
     @classmethod
     def empty(cls, rules: Rules, shape: torch.Size, device: torch.device) -> "Codes":
@@ -60,6 +61,7 @@ class Codes:
                 parts.update(amax=torch.empty_like(self.amax), compute_scale=False, scale=self.scale_of(self.amax))
         ops.quantize(input=values, output=Quantized(self.data, scaling=self.rules.scaling, pow2_scale=self.rules.pow2_scale,
                                                     amax_epsilon=self.rules.amax_epsilon, **parts))
+        self.columns_are_old = False
 
     def _prepared(self, values: torch.Tensor) -> torch.Tensor:
         dtype = values.dtype if values.dtype in DTYPE_NAMES else torch.float32
@@ -92,6 +94,8 @@ class Codes:
 
     def add_columns(self) -> None:
         if self.columns is not None:
+            if self.columns_are_old:
+                self._fill_columns()
             return
         if self.data.is_cuda and torch.cuda.is_current_stream_capturing():
             raise FailedPrecondition("FAILED_PRECONDITION: a training forward is captured that is the first to read the weight "
@@ -101,7 +105,11 @@ class Codes:
         self.columns = torch.empty(columns, rows, dtype=_CODES, device=self.data.device)
         self._fill_columns()
 
+    def drop_columns(self) -> None:
+        self.columns = self.columns_scale_inv = None
+
     def _fill_columns(self) -> None:
+        self.columns_are_old = False
         ops.fp8_transpose(input=self.data, output=self.columns)
         if self.columns_scale_inv is not None:
             rows, columns = self.data.shape

@@ -144,19 +144,21 @@ class Shard(Codes):
 class Gathered(Codes):
     """The weight of all ranks' shards, in memory that FSDP frees after its use; with it goes the transpose, which FSDP has in `memory`."""
 
-    __slots__ = ("memory", "columns_are_old")
+    __slots__ = ("memory",)
 
     def __init__(self, rules: Rules, data: torch.Tensor, scale_inv: torch.Tensor, amax: Optional[torch.Tensor], memory: List[torch.Tensor]):
         super().__init__(rules, data, scale_inv, amax)
-        self.memory, self.columns_are_old = memory, False
+        self.memory = memory
 
     def add_columns(self) -> None:
-        if self.columns is None:
-            super().add_columns()
+        is_first = self.columns is None
+        super().add_columns()
+        if is_first:
             self.memory += [part for part in (self.columns, self.columns_scale_inv) if part is not None]
-        elif self.columns_are_old:
-            self._fill_columns()
-        self.columns_are_old = False
+
+    def drop_columns(self) -> None:
+        super().drop_columns()
+        self.memory.clear()
 
 
 def write_all(pairs: List[Tuple[Codes, torch.Tensor]]) -> None:
