@@ -1,4 +1,4 @@
-"""What each rank runs for fsdp_test.py."""
+"""The functions that each rank runs for fsdp_test.py."""
 
 import tempfile
 import warnings
@@ -179,7 +179,7 @@ def memory():
     for p in group.fsdp_params:
         kept = local(p.sharded_param)
         whole = getattr(kept._codes, "whole", kept._codes) if isinstance(kept, Float8Tensor) else None
-        parts = [kept, p._sharded_param_data] if whole is None else [whole.data, whole.scale_inv, whole.amax, whole.columns, whole.given]
+        parts = [kept, p._sharded_param_data] if whole is None else [whole.data, whole.scale_inv, whole.amax, whole.columns, whole.unrounded]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().size() for t in parts if t is not None}
         resident += sum(storages.values())
     return held, inner, resident, sum(p.numel() for p in model.parameters()) * 2 // dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What each rank runs for master_weights_test.py: a flat buffer of codes, of which each rank updates its half, as distributed optimizers have it."""
+"""The functions that each rank runs for master_weights_test.py: a flat buffer of codes, of which each rank updates its half, as distributed optimizers have it."""
 
 import torch
 import torch.distributed as dist

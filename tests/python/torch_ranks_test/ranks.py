@@ -55,7 +55,7 @@ def load(file):
 
 
 def on_ranks(function, count=2):
-    """What function() returns on each of so many ranks; the first rank's error is raised, as text."""
+    """The results of function() on so many ranks; the first rank's error is raised, as text."""
     if count not in _started:
         _started[count] = Ranks(count)
         atexit.register(_started[count].close)

@@ -1,4 +1,4 @@
-"""What torch.distributed does to a weight of FP8 codes: FSDP divides it and gathers its codes, and checkpoints read and write its rows.
+"""Weights of FP8 codes under torch.distributed: FSDP divides them and gathers their codes, and checkpoints read and write their rows.
 
 A view of a Float8Tensor in another shape is one of values. Where torch.distributed takes it, and of what that has made, a view is of codes.
 """

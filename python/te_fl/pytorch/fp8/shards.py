@@ -46,7 +46,7 @@ class Rows(Codes):
         """Takes over other codes as they are. Where the others are not `alone`, theirs must get the same scale by further copies."""
         super().copy_(other)
         if isinstance(self.whole, Shard):
-            self.whole.given = None
+            self.whole.unrounded = None
 
     def to(self, device: torch.device, non_blocking: bool = False, always: bool = False) -> Codes:
         return Rows(self.whole.to(device, non_blocking, always), self.start, self.start + self.data.shape[0], self.alone)
@@ -78,13 +78,13 @@ class Shard(Codes):
     Before the first all-gather the group is not known; what is written until then is kept as it was given, and quantised there.
     """
 
-    __slots__ = ("group", "device", "given", "source")
+    __slots__ = ("group", "device", "unrounded", "source")
 
     def __init__(self, rules: Rules, data: torch.Tensor, scale_inv: torch.Tensor, amax: Optional[torch.Tensor]):
         super().__init__(rules, data, scale_inv, amax)
         self.group: Any = None
         self.device: Optional[torch.device] = None  # that the group's collectives read
-        self.given: Optional[torch.Tensor] = None
+        self.unrounded: Optional[torch.Tensor] = None
         self.source: Optional["Shard"] = None  # that this is a copy of, for one all-gather from the host's memory
 
     @classmethod
@@ -98,7 +98,7 @@ class Shard(Codes):
         source = other.whole if isinstance(other, Rows) else other
         if isinstance(source, Shard):
             made.group, made.device = source.group, source.device
-            made.given = source.given if source.data.shape == made.data.shape else None
+            made.unrounded = source.unrounded if source.data.shape == made.data.shape else None
         return made
 
     def write(self, values: torch.Tensor, amax: Optional[torch.Tensor] = None) -> None:
@@ -108,11 +108,11 @@ class Shard(Codes):
             write_all([(self, values)])
         else:
             super().write(values)
-            self.given = values.detach().to(self.data.device, copy=True)
+            self.unrounded = values.detach().to(self.data.device, copy=True)
 
     def copy_(self, other: Codes) -> None:
         super().copy_(other)
-        self.given = None
+        self.unrounded = None
 
     def join(self, mesh: Any) -> None:
         """Learns from the mesh along which FSDP shards who else holds rows. The ranks' scales are made one, where they were not: each rank may
@@ -125,19 +125,19 @@ class Shard(Codes):
             self.group, self.device = self.source.group, self.source.device
             return
         self.group, self.device = mesh.get_group(), torch.device(mesh.device_type)
-        mine = torch.cat([self.scale_inv, self.amax, -self.scale_inv, -self.amax, torch.full_like(self.amax, self.given is not None)])
+        mine = torch.cat([self.scale_inv, self.amax, -self.scale_inv, -self.amax, torch.full_like(self.amax, self.unrounded is not None)])
         ends = mine.to(self.device)
         collectives.all_reduce(ends, self.group, "max")
         ends = ends.cpu()
         if ends[4] or not torch.equal(ends[:2], -ends[2:4]):
-            values, self.given = self.read(torch.float32) if self.given is None else self.given, None
+            values, self.unrounded = self.read(torch.float32) if self.unrounded is None else self.unrounded, None
             write_all([(self, values)])
 
     def to(self, device: torch.device, non_blocking: bool = False, always: bool = False) -> Codes:
         parts = (None if part is None else part.to(device, non_blocking=non_blocking, copy=always)
                  for part in (self.data, self.scale_inv, self.amax))
         made = Shard(self.rules, *parts)
-        made.group, made.device, made.given = self.group, self.device, self.given
+        made.group, made.device, made.unrounded = self.group, self.device, self.unrounded
         return made
 
 
