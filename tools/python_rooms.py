@@ -37,7 +37,8 @@ FUNCTION_IMPORTS = {
     ("te_fl.jax", "jax"): "JAX is optional, and a missing one is to be refused by te_fl's message",
 }
 # Modules that import by a name which is data: what a user named, or what is imported when an attribute is first read.
-BY_NAME = {"te_fl._modules", "te_fl.compat.finder", "te_fl.frameworks", "te_fl.jax", "te_fl.pytorch", "te_fl.pytorch.compile", "te_fl.pytorch.rooms"}
+BY_NAME = {"te_fl._modules", "te_fl.compat.finder", "te_fl.frameworks", "te_fl.jax", "te_fl.pytorch", "te_fl.pytorch.compile", "te_fl.pytorch.distributed",
+           "te_fl.pytorch.rooms"}
 
 
 def module_name(path):

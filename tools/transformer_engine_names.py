@@ -30,6 +30,7 @@ PAGE = ROOT / "docs/transformer-engine.md"
 PAGE_MODULES = ("transformer_engine.pytorch", "transformer_engine.pytorch.distributed", "transformer_engine.pytorch.optimizers",
                 "transformer_engine.pytorch.ops", "transformer_engine.pytorch.tensor.utils", "transformer_engine.jax", "transformer_engine.jax.flax", "transformer_engine.common.recipe")
 LEFT_OUT = ("triton", "debug", "dynamo", "CuTeDSL", "setup", "triton_extensions", "custom_recipes", "linear_attention", "context_parallel")
+OLDER = ("transformer_engine.pytorch.cpu_offload_v1",)  # has names of other modules with fewer parameters
 METHODS = ("__init__", "forward", "step", "zero_grad", "setup", "__call__")
 
 
@@ -142,7 +143,7 @@ def read_package(folder, table):
     known = {module: package.names(module) for module in package.trees}
     served = {name for names in table.SERVED.values() for name in names.split()}
     facts, seen = {}, set()
-    for module in sorted(known, key=lambda m: (m not in PAGE_MODULES, m.count("."), m)):
+    for module in sorted(known.keys() - set(OLDER), key=lambda m: (m not in PAGE_MODULES, m.count("."), m)):
         for name in known[module]:
             found = package.definition(module, name)
             if found and found not in seen and name in served and table.home(module, name):

@@ -169,7 +169,6 @@ SAMPLES = {
     "MultiheadAttention": lambda torch: (32, 2),
     "RMSNorm": lambda torch: (16,),
     "TransformerLayer": lambda lib: (32, 64, 2),
-    "checkpoint": lambda torch: (print,),
     "get_cpu_offload_context": lambda torch: (),
     "make_graphed_callables": lambda torch: (torch.nn.Linear(2, 2), (torch.zeros(1, 2),)),
     "parallel_cross_entropy": lambda torch: (torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)),

@@ -5,6 +5,7 @@
 
 #include "te_fl/ops/activation.h"
 #include "te_fl/ops/attention.h"
+#include "te_fl/ops/collective.h"
 #include "te_fl/ops/dropout.h"
 #include "te_fl/ops/gemm.h"
 #include "te_fl/ops/norm.h"

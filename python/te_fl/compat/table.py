@@ -12,13 +12,20 @@ SERVED = {
     "te_fl.pytorch.multihead_attention": "MultiheadAttention",
     "te_fl.pytorch.transformer": "DropPath TransformerLayer",
     "te_fl.pytorch.base": "TransformerEngineBaseModule",
-    "te_fl.pytorch.checkpoint": "checkpoint",
+    "te_fl.pytorch.checkpoint":
+        "checkpoint get_activation_recompute_contexts in_fp8_activation_recompute_phase is_fp8_activation_recompute_enabled "
+        "use_reentrant_activation_recompute",
     "te_fl.pytorch.float8_tensor": "Float8Tensor QuantizedTensor",
     "te_fl.pytorch.global_state": "FP8GlobalStateManager",
     "te_fl.pytorch.linear": "LayerNormLinear Linear",
     "te_fl.pytorch.master_weights": "cast_master_weights_to_fp8 clear_columnwise_cache post_all_gather_processing quantize_master_weights replace_raw_data",
     "te_fl.pytorch.mlp": "LayerNormMLP",
     "te_fl.pytorch.norm": "LayerNorm RMSNorm",
+    "te_fl.pytorch.own_classes": "get_te_classes has_te_modules",
+    "te_fl.pytorch.quantized_gather": "gather_along_first_dim",
+    "te_fl.pytorch.rank_helpers":
+        "HAS_TORCH_SYMMETRIC allreduce gather_split_1d_tensor get_distributed_rank get_distributed_world_size initialize_affine_weight_gpu "
+        "reduce_scatter_along_first_dim set_tensor_model_parallel_attributes split_tensor_into_1d_equal_chunks symmetric_all_reduce",
     "te_fl.pytorch.quantization": "autocast fp8_autocast fp8_model_init quantized_model_init",
     "te_fl.pytorch.availability":
         "check_fp8_block_scaling_support check_fp8_support check_mxfp8_support check_nvfp4_support check_recipe_support "
@@ -89,7 +96,6 @@ PARTLY = {
     "te_fl.jax.flax.MultiHeadAttention.__call__": {"decode": True},
     "te_fl.jax.flax.TransformerLayer.__call__": {"decode": True, "max_decode_length": 8},
     "te_fl.jax.sharding.MeshResource": {"pp_resource": "pp", "cp_resource": "cp", "ep_resource": "ep"},
-    "te_fl.pytorch.checkpoint.checkpoint": {"distribute_saved_activations": True},
     "te_fl.pytorch.cross_entropy.parallel_cross_entropy": {"dist_process_group": "a group of several ranks"},
     "te_fl.pytorch.graph.make_graphed_callables": {"_order": [1, -1], "_num_layers_per_chunk": [1],
                                                    "_reuse_graph_input_output_buffers": True},
@@ -138,6 +144,10 @@ WAYS_OUT = (
     ("transformer_engine.pytorch.ops", "use the modules of te_fl.pytorch"),
     ("transformer_engine.pytorch.cpp_extensions", "call the op by its name in te_fl.ops (docs/ops.md)"),
     ("transformer_engine.jax.cpp_extensions", "call the op by its name in te_fl.ops (docs/ops.md)"),
+    ("symm", "call allreduce(), over whatever backend the group has"),
+    ("FullySharded", "use torch.distributed.fsdp.fully_shard, which gathers te-fl's FP8 weights as codes"),
+    ("prepare_te_modules_for_fsdp", "use torch.distributed.fsdp.fully_shard, or leave the call out: FSDP shards the parameters without it"),
+    ("activation_recompute_forward", "use checkpoint(), or recompute_contexts() as context_fn of torch.utils.checkpoint"),
     ("multi_tensor_", "use FusedAdam, or te_fl.ops.multi_tensor_adam"),
     ("moe_", "permute with torch.index_select; te-fl has no op of it"),
     ("Grouped", "use one Linear for each group"),

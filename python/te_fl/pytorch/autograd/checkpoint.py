@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, Callable, Optional, Tuple
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from te_fl import _native
+from te_fl.pytorch.autograd.saved_parts import saved_in_parts
 from te_fl.pytorch.autograd.torch_checkpoint import own_runs
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.runtime import traced
@@ -21,6 +23,7 @@ class _Run(_native.Scope):
 
     def __init__(self, record: Any, second: bool):
         self._arguments, self._entered = (record, second, quantization._state), []
+        self.is_second = second
 
 
 class _TrackedRun:
@@ -58,6 +61,26 @@ def recompute_contexts(get_rng_state_tracker: Optional[Callable] = None) -> Tupl
     return tuple(_TrackedRun(run, second, states, get_rng_state_tracker) for run, second in zip(runs, (False, True)))
 
 
+def get_activation_recompute_contexts() -> Tuple[Any, Any]:
+    """recompute_contexts() by Transformer Engine's name: a pair for each call of a function that is checkpointed."""
+    return recompute_contexts()
+
+
+def is_fp8_activation_recompute_enabled() -> bool:
+    """True in either run of a function under checkpoint() or recompute_contexts(), inside of an FP8 autocast."""
+    return bool(own_runs.scopes) and quantization.enabled()
+
+
+def in_fp8_activation_recompute_phase() -> bool:
+    """True in the second run of a function under checkpoint() or recompute_contexts()."""
+    return bool(own_runs.scopes) and own_runs.scopes[-1].is_second
+
+
+def use_reentrant_activation_recompute() -> bool:
+    """False: te-fl's checkpoint() is never re-entrant."""
+    return False
+
+
 _OF_PYTORCH = ("preserve_rng_state", "determinism_check", "debug", "early_stop")  # of the keywords; the others are the function's
 
 
@@ -65,14 +88,17 @@ def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """function(*args, **kwargs), whose activations are computed again in the backward; results and gradients are bit for bit the same.
 
     Of the keywords these are its own: get_rng_state_tracker, whose streams are set back for the second run; use_reentrant, for
-    compatibility: te-fl always takes PyTorch's way that is not re-entrant, which gives the same gradients; distribute_saved_activations
-    and tp_group are refused until there are several ranks.
+    compatibility: te-fl always takes PyTorch's way that is not re-entrant, which gives the same gradients; distribute_saved_activations:
+    of the first argument, which all ranks of tp_group (None: the default group) have alike, each rank keeps its part, and the backward
+    gathers it.
     """
     tracker = kwargs.pop("get_rng_state_tracker", None)
     kwargs.pop("use_reentrant", None)
-    for name in ("distribute_saved_activations", "tp_group"):
-        if kwargs.pop(name, None):
-            raise refuse("checkpoint", name, True, "te_fl.pytorch runs on one rank so far; leave it out")
+    distributes, group = kwargs.pop("distribute_saved_activations", False), kwargs.pop("tp_group", None)
     if torch.compiler.is_compiling():
+        if distributes:
+            raise refuse("checkpoint", "distribute_saved_activations", True, "graphs of torch.compile keep whole inputs; leave it out there")
         return traced.graph.recomputed(function, args, {k: v for k, v in kwargs.items() if k not in _OF_PYTORCH})
-    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: recompute_contexts(tracker), **kwargs)
+    keeping = saved_in_parts(args[0] if args else None, group) if distributes else contextlib.nullcontext()
+    with keeping:
+        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: recompute_contexts(tracker), **kwargs)

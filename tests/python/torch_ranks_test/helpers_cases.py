@@ -1,0 +1,95 @@
+"""The functions that each rank runs for helpers_test.py."""
+
+import gc
+import weakref
+
+import torch
+import torch.distributed as dist
+
+import te_fl.pytorch as te
+from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fl.pytorch import distributed as helpers
+from te_fl.pytorch.distributed import collectives
+
+
+def error_of(function, *arguments, **options):
+    try:
+        function(*arguments, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def exchange():
+    """Each helper's result, and what it is to be."""
+    rank, ranks, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    mine = torch.arange(12.0).view(6, 2) + 100 * rank
+    every = [torch.arange(12.0).view(6, 2) + 100 * r for r in range(ranks)]
+    total = sum(every)
+    results = {"size": (helpers.get_distributed_world_size(), ranks), "rank": (helpers.get_distributed_rank(world), rank),
+               "gather": (helpers.gather_along_first_dim(mine, world)[0], torch.cat(every)),
+               "reduce_scatter": (helpers.reduce_scatter_along_first_dim(mine, world)[0], total.chunk(ranks)[rank]),
+               "allreduce": (helpers.allreduce(mine.clone(), None)[0], total),
+               "symmetric": (helpers.symmetric_all_reduce(mine.clone(), world, all_reduce_type="nccl")[0], total),
+               "split": (helpers.split_tensor_into_1d_equal_chunks(mine, world), mine.view(-1).chunk(ranks)[rank]),
+               "gather split": (helpers.gather_split_1d_tensor(mine.view(-1), world), torch.cat(every).view(-1))}
+    for name, call, want in (("gather later", lambda **o: helpers.gather_along_first_dim(mine, world, **o), torch.cat(every)),
+                             ("reduce_scatter later", lambda **o: helpers.reduce_scatter_along_first_dim(mine, world, **o), total.chunk(ranks)[rank]),
+                             ("allreduce later", lambda **o: helpers.allreduce(mine.clone(), world, **o), total)):
+        got, work = call(async_op=True)
+        work.wait()
+        results[name] = got, want
+    whole = torch.randn(256 * ranks, 160, generator=torch.Generator().manual_seed(1))
+    for recipe in (Float8CurrentScaling(), Float8BlockScaling()):
+        with te.quantized_model_init(recipe=recipe):
+            all_rows, rows = te.Linear(160, 256 * ranks, device="cpu").weight, te.Linear(160, 256, device="cpu").weight
+        with torch.no_grad():
+            all_rows.copy_(whole)
+            rows._codes.data.copy_(all_rows._codes.data.chunk(ranks)[rank])
+            blocks = rows._codes.rules.scaling != "tensor"
+            rows._scale_inv.copy_(all_rows._scale_inv.chunk(ranks)[rank] if blocks else all_rows._scale_inv)
+        collectives.reset_counts()
+        gathered = helpers.gather_along_first_dim(rows.detach(), world)[0]
+        results[f"codes {recipe}"] = gathered.dequantize(), all_rows.detach().dequantize()
+        results[f"bytes {recipe}"] = sum(c.bytes for c in collectives.counts().values()), 256 * ranks * 160 + (2 * ranks * 4 * 4 if blocks else 0)
+    errors = [error_of(helpers.reduce_scatter_along_first_dim, torch.zeros(5, 2), world),
+              error_of(helpers.split_tensor_into_1d_equal_chunks, torch.zeros(5), world),
+              error_of(helpers.symmetric_all_reduce, mine, world), error_of(helpers.gather_along_first_dim, mine, world, quantizer=1)]
+    return results, errors
+
+
+def recomputed():
+    """By case: whether the gradients of a checkpoint whose input the ranks divide are those without, the gathers, and whether the input stayed."""
+    results = {}
+    for name, recipe, shape in (("F32", None, (8, 2, 64)), ("odd", None, (3, 1, 7)), ("delayed", DelayedScaling(), (8, 2, 64)),
+                                ("current", Float8CurrentScaling(), (8, 2, 64))):
+        torch.manual_seed(3)
+        width = shape[-1]
+        layer = te.TransformerLayer(width, 64, 4, device="cpu") if width == 64 else te.Linear(width, 5, device="cpu")
+        tracker = te.distributed.CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", 5)
+
+        def run(**options):
+            torch.manual_seed(4)
+            layer.zero_grad()
+            first = torch.randn(shape).requires_grad_()
+            x = first * 1
+            gone = weakref.ref(x)
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                y = te.checkpoint(layer, x, get_rng_state_tracker=lambda: tracker, **options) if options else layer(x)
+            del x
+            gc.collect()
+            stayed = gone() is not None
+            y.square().sum().backward()
+            return [first.grad, *(p.grad.clone() for p in layer.parameters())], stayed
+
+        layer.train()
+        if recipe is not None:
+            run(), layer.reset_fp8_meta_tensors() if hasattr(layer, "reset_fp8_meta_tensors") else None
+        state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in layer.state_dict().items()}
+        want, _ = run()
+        layer.load_state_dict(state)
+        collectives.reset_counts()
+        got, stayed = run(distribute_saved_activations=True, tp_group=dist.group.WORLD)
+        gathers = {n: c.calls for (n, _), c in collectives.counts().items()}.get("all_gather", 0)
+        results[name] = all(map(torch.equal, got, want)), gathers, stayed
+    return results
