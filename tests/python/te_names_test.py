@@ -171,7 +171,6 @@ SAMPLES = {
     "TransformerLayer": lambda lib: (32, 64, 2),
     "get_cpu_offload_context": lambda torch: (),
     "make_graphed_callables": lambda torch: (torch.nn.Linear(2, 2), (torch.zeros(1, 2),)),
-    "parallel_cross_entropy": lambda torch: (torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)),
 }
 INPUTS = {
     "DotProductAttention": [(4, 1, 2, 16)] * 3,

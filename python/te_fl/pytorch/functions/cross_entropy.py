@@ -9,6 +9,8 @@ import torch
 
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.pytorch.distributed import collectives
+from te_fl.pytorch.functions.divided_cross_entropy import divided_cross_entropy
 from te_fl.pytorch.functions.function import Op, differentiable
 
 __all__ = ["parallel_cross_entropy"]
@@ -71,14 +73,10 @@ _loss = differentiable(
     _save, _gradient)
 
 
-def _is_one_rank(group) -> bool:
-    return torch.distributed.is_initialized() and torch.distributed.get_world_size(group) == 1
-
-
-def _check(inp, target, label_smoothing, dist_process_group, overwrite_input):
-    if dist_process_group is not None and not _is_one_rank(dist_process_group):
-        raise Unsupported("parallel_cross_entropy: dist_process_group has more than one rank, and a vocabulary over ranks is not served; "
-                          "gather the logits and leave dist_process_group out")
+def _check(inp, target, label_smoothing, ranks, overwrite_input):
+    if ranks > 1 and torch.compiler.is_compiling():
+        raise Unsupported("parallel_cross_entropy: dist_process_group of several ranks is not served under torch.compile; call the function "
+                          "outside of the compiled one")
     if inp.dim() != 3:
         raise InvalidArgument(f"parallel_cross_entropy: inp has shape {tuple(inp.shape)}; it is [b, s, vocabulary] or [s, b, vocabulary]")
     if target.numel() != inp.shape[0] * inp.shape[1]:
@@ -95,19 +93,24 @@ def parallel_cross_entropy(inp: torch.Tensor, target: torch.Tensor, label_smooth
                            dist_process_group: Optional["torch.distributed.ProcessGroup"] = None, ignore_idx: int = -100,
                            is_cg_capturable: bool = False, *, overwrite_input: bool = False,
                            _input: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """The loss of each row of logits, in FP32, or with reduce_loss its mean over the targets that are not ignore_idx.
+    """The loss of each row of logits, in FP32, or with reduce_loss its mean over the targets that are not ignore_idx, 0 if all are.
 
     inp: logits [b, s, vocabulary] or [s, b, vocabulary]. target: a token id for each row. overwrite_input: backward writes the gradient
-    over inp, which must not be read after. is_cg_capturable means nothing: the ops may always be captured.
+    over inp, which must not be read after. dist_process_group: its ranks divide the vocabulary, inp has this rank's columns, and target ids of
+    the whole vocabulary. is_cg_capturable means nothing: the ops may always be captured.
     """
     if _input is not None:
         warnings.warn("parallel_cross_entropy: _input is deprecated; give inp", FutureWarning)
         inp = _input
     if is_cg_capturable:
         warnings.warn("parallel_cross_entropy: is_cg_capturable is deprecated: the ops may always be captured; leave it out", FutureWarning)
-    _check(inp, target, label_smoothing, dist_process_group, overwrite_input)
+    ranks = 1 if dist_process_group is None else collectives.size_of(dist_process_group)
+    _check(inp, target, label_smoothing, ranks, overwrite_input)
     rows = target.reshape(inp.shape[:2]).contiguous()
-    loss = _loss(inp.contiguous(), rows, float(label_smoothing), ignore_idx, overwrite_input)[0]
+    if ranks > 1:
+        loss = divided_cross_entropy(inp.contiguous(), rows, float(label_smoothing), dist_process_group, ignore_idx, overwrite_input)
+    else:
+        loss = _loss(inp.contiguous(), rows, float(label_smoothing), ignore_idx, overwrite_input)[0]
     if reduce_loss:
-        return loss.sum() / (rows != ignore_idx).sum()
+        return loss.sum() / (rows != ignore_idx).sum().clamp_min(1)
     return loss

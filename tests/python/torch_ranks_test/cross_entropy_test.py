@@ -1,0 +1,30 @@
+"""parallel_cross_entropy() of a vocabulary that two ranks divide, against PyTorch's of the whole in FP64."""
+
+import unittest
+
+import torch
+
+import cross_entropy_cases as cases
+from ranks import on_ranks
+from te_fl.pytorch.cross_entropy import parallel_cross_entropy
+
+ROUNDING = {"torch.float32": 1e-5, "torch.bfloat16": 2.0 ** -8, "torch.float16": 2.0 ** -10}  # of the gradient, which has the logits' dtype
+
+
+class CrossEntropy(unittest.TestCase):
+    def test_the_whole_vocabularys(self):
+        for results in on_ranks(cases.losses):
+            self.assertEqual(len(results), 24)
+            for name, (loss, grad, want_loss, want_grad, calls) in results.items():
+                self.assertEqual((loss.dtype, str(grad.dtype), calls), (torch.float32, name[0], 1), name)
+                self.assertLess((loss - want_loss).abs().max(), 1e-5 * want_loss.abs().max(), name)
+                self.assertLess((grad - want_grad).abs().max(), ROUNDING[name[0]] * want_grad.abs().max(), name)
+
+    def test_no_target(self):
+        for loss, grad in on_ranks(cases.all_ignored):
+            self.assertEqual((loss.item(), grad.abs().max().item()), (0, 0))
+        self.assertEqual(parallel_cross_entropy(torch.ones(1, 2, 4), torch.full((1, 2), -100), reduce_loss=True).item(), 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
