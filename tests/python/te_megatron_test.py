@@ -1,0 +1,108 @@
+"""Megatron-core, unmodified, trains with te-fl under Transformer Engine's name: over ranks of Gloo, on CPUs, as far as its own code goes without a GPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+if importlib.util.find_spec("megatron") is None:
+    raise unittest.SkipTest("megatron-core is not installed")
+
+PROGRAM = """
+import json
+import os
+import sys
+import warnings
+warnings.simplefilter("ignore")
+import te_fl
+te_fl.as_transformer_engine()
+import torch
+import torch.distributed as dist
+torch.set_num_threads(1)
+rank, world, folder = (int(a) if a.isdigit() else a for a in sys.argv[1:4])
+options = json.loads(sys.argv[4])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+import megatron.core.extensions.transformer_engine as extensions
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from te_fl.pytorch.distributed import collectives
+assert extensions.HAVE_TE
+parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+model_parallel_cuda_manual_seed(123, te_rng_tracker=True)  # Megatron's own tracker asks for a GPU
+
+def trained(options):
+    collectives.reset_counts()
+    sequence = options.pop("sequence_parallel", False)
+    config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=128, tensor_model_parallel_size=world, hidden_dropout=0.0,
+                               attention_dropout=0.0, use_cpu_initialization=True, params_dtype=torch.float32, bias_dropout_fusion=False,
+                               masked_softmax_fusion=False, gradient_accumulation_fusion=False, sequence_parallel=sequence and world > 1, **options)
+    torch.manual_seed(1)
+    model = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(), vocab_size=64, max_sequence_length=32,
+                     position_embedding_type="learned_absolute", parallel_output=True)
+    generator = torch.Generator().manual_seed(0)
+    optimizer, losses = torch.optim.Adam(model.parameters(), 3e-3), []
+    places, goal = torch.arange(16).repeat(4, 1), torch.randn(16, 4, 64, generator=generator)
+    for step in range(20):
+        optimizer.zero_grad()
+        if sequence:  # Megatron's output layer asks a GPU for memory then; its decoder does not
+            own = (lambda t: t.chunk(world)[rank])
+            loss = (model.decoder(own(goal.flip(0)).clone().requires_grad_(), None) - own(goal)).square().mean() / world
+        else:
+            text = (torch.randint(64, (4, 1), generator=generator) + 3 * torch.arange(17)) % 64
+            loss = model(text[:, :-1], places, None, labels=text[:, 1:]).mean()
+        loss.backward()
+        whole = loss.detach().clone()
+        if config.sequence_parallel:
+            dist.all_reduce(whole)
+            for p in model.parameters():
+                if getattr(p, "sequence_parallel", False) and p.grad is not None:
+                    dist.all_reduce(p.grad)
+        optimizer.step()
+        losses.append(whole.item())
+    return losses, sorted(name for name, _ in collectives.counts())
+
+results = [trained(one) for one in options]
+if rank == 0:
+    print(json.dumps(results))
+dist.destroy_process_group()
+"""
+
+
+CASES = {"a GPT": {}, "in FP8": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "a decoder with sequence parallel": {"sequence_parallel": True}}
+
+
+def trained(world):
+    """For each of CASES the losses, and the collectives that te-fl's modules began."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), str(world), folder, json.dumps(list(CASES.values()))],
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                 for rank in range(world)]
+        outputs = [rank.communicate(timeout=300) for rank in ranks]
+    for rank, (_, errors) in zip(ranks, outputs):
+        if rank.returncode != 0:
+            raise AssertionError(errors)
+    return dict(zip(CASES, json.loads(outputs[0][0].splitlines()[-1])))
+
+
+class Megatron(unittest.TestCase):
+    def test_two_ranks_train_as_one(self):
+        alone, several = trained(1), trained(2)
+        # By current scaling a rank's part of a weight has a scale of its own, so that FP8 rounds other values than on one rank.
+        for name, tolerance, collectives in (("a GPT", 1e-4, ["all_reduce"]), ("in FP8", 1e-2, ["all_reduce"]),
+                                             ("a decoder with sequence parallel", 1e-4, ["all_gather", "reduce_scatter"])):
+            with self.subTest(name):
+                (losses, none), (others, counted) = alone[name], several[name]
+                self.assertLess(losses[-1], 0.7 * losses[0])
+                for a, b in zip(losses, others, strict=True):
+                    self.assertLessEqual(abs(a - b), tolerance * a)
+                self.assertEqual((none, counted), ([], collectives))
+
+
+if __name__ == "__main__":
+    unittest.main()
