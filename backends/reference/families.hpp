@@ -7,6 +7,10 @@
 
 namespace te_fl::reference {
 
+constexpr uint64_t kHostDevices = (uint64_t{1} << TE_FL_DEVICE_CPU) |
+                                  (uint64_t{1} << TE_FL_DEVICE_CUDA_HOST) |
+                                  (uint64_t{1} << TE_FL_DEVICE_ROCM_HOST);
+
 // The descriptor of one op, run by `void F(const te_fl_context&, const Args&)`. No op is refused
 // statically: what the schema allows, the reference computes.
 template <class Args, auto F>
@@ -17,8 +21,7 @@ te_fl_op_desc descriptor(const char* op_name) {
   desc.kind = TE_FL_KIND_REFERENCE;
   desc.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_DETERMINISTIC | TE_FL_OP_IN_PLACE_OK |
                TE_FL_OP_STATIC_SUPPORT;
-  desc.device_types = (uint64_t{1} << TE_FL_DEVICE_CPU) | (uint64_t{1} << TE_FL_DEVICE_CUDA_HOST) |
-                      (uint64_t{1} << TE_FL_DEVICE_ROCM_HOST);
+  desc.device_types = kHostDevices;
   desc.run = backend::run_thunk<Args, F>;
   return desc;
 }
@@ -34,5 +37,6 @@ void append_attention(std::vector<te_fl_op_desc>& ops);
 void append_rope(std::vector<te_fl_op_desc>& ops);
 void append_dropout(std::vector<te_fl_op_desc>& ops);
 void append_optimizer(std::vector<te_fl_op_desc>& ops);
+void append_collective(std::vector<te_fl_op_desc>& ops);
 
 }  // namespace te_fl::reference

@@ -6,6 +6,7 @@
 #include "families.hpp"
 #include "te_fl/backend/plugin.hpp"
 #include "te_fl/version.hpp"
+#include "thread_ranks.hpp"
 
 namespace te_fl::reference {
 namespace {
@@ -22,12 +23,14 @@ constexpr AppendOps kFamilies[] = {
     append_rope,        //
     append_dropout,     //
     append_optimizer,   //
+    append_collective,  //
 };
 
 struct Reference : backend::Instance {
   explicit Reference(const te_fl_host_api&) {
     for (AppendOps append : kFamilies) append(ops);
   }
+  std::vector<const te_fl_comm_desc*> comms = {&thread_ranks()};
 };
 
 constexpr te_fl_plugin_header kHeader =

@@ -50,11 +50,32 @@ inline void need_peer(int32_t peer, const te_fl_communicator& comm) {
   }
 }
 
+inline bool apart(const te_fl_tensor& a, const te_fl_tensor& b) noexcept {
+  const auto* x = data<const char>(a);
+  const auto* y = data<const char>(b);
+  return bytes_of(a) == 0 || bytes_of(b) == 0 || x + bytes_of(a) <= y || y + bytes_of(b) <= x;
+}
+
 inline void need_apart(const te_fl_tensor& input, const te_fl_tensor& output) {
-  const auto* a = data<const char>(input);
-  const auto* b = data<const char>(output);
-  if (a + bytes_of(input) <= b || b + bytes_of(output) <= a || bytes_of(input) == 0) return;
+  if (apart(input, output)) return;
   invalid("argument 'output' shares memory with 'input', and this collective is not done in place");
+}
+
+// `part` is nowhere in `whole`, or it is the part of the rank whose number is given there.
+inline void need_own_part(const char* name, const te_fl_tensor& part, const te_fl_tensor& whole,
+                          int32_t rank) {
+  if (apart(part, whole)) return;
+  if (data<const char>(part) == data<const char>(whole) + rank * bytes_of(part)) return;
+  invalid(std::string("argument '") + name +
+          "' shares memory with the other tensor without being part " + std::to_string(rank) +
+          " of it, which it is when this collective is done in place");
+}
+
+inline void need_whole_bytes(const char* name, const te_fl_tensor& t, int64_t elements) {
+  if (elements * t.dl.dtype.bits % 8 == 0) return;
+  invalid(std::string("argument '") + name + "' has parts of " + std::to_string(elements) +
+          " elements of " + std::to_string(t.dl.dtype.bits) +
+          " bits, which do not fill whole bytes; pad it");
 }
 
 inline void need_rows(const char* name, const char* tensor, const int64_t* rows, int64_t count,
@@ -90,12 +111,25 @@ void check_collective(const te_fl_context&, const Args& a) {
   if constexpr (requires { a.data; }) detail::need_compact("data", *a.data);
   if constexpr (requires { a.root; }) detail::need_rank("root", a.root, *a.comm);
   if constexpr (requires { a.peer; }) detail::need_peer(a.peer, *a.comm);
+  if constexpr (std::is_same_v<Args, te_fl_all_reduce_args>) {
+    detail::need_own_part("output", *a.output, *a.input, 0);
+  }
+  if constexpr (std::is_same_v<Args, te_fl_reduce_scatter_args>) {
+    detail::need_own_part("output", *a.output, *a.input, a.comm->rank);
+  }
+  if constexpr (std::is_same_v<Args, te_fl_all_gather_args>) {
+    detail::need_own_part("input", *a.input, *a.output, a.comm->rank);
+    if (a.comm->size > 1) detail::need_whole_bytes("input", *a.input, numel(*a.input));
+  }
   if constexpr (std::is_same_v<Args, te_fl_all_to_all_args>) {
     detail::need_apart(*a.input, *a.output);
     if (numel(*a.input) % a.comm->size != 0) {
       invalid("argument 'input' has " + std::to_string(numel(*a.input)) +
               " elements, which do not divide into " + std::to_string(a.comm->size) +
               " equal parts; pad it, or use all_to_all_v");
+    }
+    if (a.comm->size > 1) {
+      detail::need_whole_bytes("input", *a.input, numel(*a.input) / a.comm->size);
     }
   }
   if constexpr (std::is_same_v<Args, te_fl_all_to_all_v_args>) {
@@ -108,6 +142,7 @@ void check_collective(const te_fl_context&, const Args& a) {
       invalid("argument 'output' has rows of " + std::to_string(detail::row_elements(*a.output)) +
               " elements, those of 'input' have " + std::to_string(row));
     }
+    detail::need_whole_bytes("input", *a.input, row);
   }
 }
 

@@ -1,0 +1,250 @@
+// What ranks that are threads do together: reductions in the order of ranks, in double, and copies.
+#include "te_fl/ops/collective.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "dispatch.hpp"
+#include "element.hpp"
+#include "families.hpp"
+#include "meeting.hpp"
+#include "te_fl/backend/collective.hpp"
+#include "thread_ranks.hpp"
+
+namespace te_fl::reference {
+
+namespace {
+
+constexpr const char* kReductions[] = {"sum", "max", "avg"};
+
+// ---- reductions
+
+// Calls f with the type of the elements and the one that they are reduced in. Integers are reduced
+// exactly: their sums wrap around.
+template <class F>
+void visit_reduced(int dtype, F&& f) {
+  if (dtype == TE_FL_I32) return f(std::type_identity<int32_t>{}, std::type_identity<int64_t>{});
+  if (dtype == TE_FL_I64) return f(std::type_identity<int64_t>{}, std::type_identity<int64_t>{});
+  visit_float(dtype, [&](auto type) { f(type, std::type_identity<double>{}); });
+}
+
+template <class T, class Wide>
+Wide widen(T value) {
+  if constexpr (std::is_integral_v<Wide>) {
+    return value;
+  } else {
+    return numeric::to_double(value);
+  }
+}
+template <class T, class Wide>
+T narrow(Wide value) {
+  if constexpr (std::is_integral_v<Wide>) {
+    return static_cast<T>(value);
+  } else {
+    return numeric::from_double<T>(value);
+  }
+}
+
+template <class Wide>
+Wide joined(int32_t reduction, Wide a, Wide b) {
+  if (reduction == TE_FL_REDUCTION_MAX) return a != a || a >= b ? a : b;  // a NaN stays
+  if constexpr (std::is_integral_v<Wide>) {
+    return static_cast<Wide>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+  } else {
+    return a + b;
+  }
+}
+
+// Elements [begin, begin + n) of all ranks' inputs, reduced.
+template <class T, class Wide>
+void reduce(Ranks ranks, int64_t begin, int64_t n, T* out) {
+  const int32_t reduction = ranks[0]->reduction;
+  for (int64_t i = 0; i < n; ++i) {
+    Wide value = widen<T, Wide>(load<T>(ranks[0]->in, begin + i));
+    for (size_t r = 1; r < ranks.size(); ++r) {
+      value = joined(reduction, value, widen<T, Wide>(load<T>(ranks[r]->in, begin + i)));
+    }
+    if (reduction == TE_FL_REDUCTION_AVG) value /= static_cast<Wide>(ranks.size());
+    out[i] = narrow<T>(value);
+  }
+}
+
+// Calls write(begin, n, values) for pieces of [0, elements), each when no input is read there any
+// more.
+template <class Write>
+void reduce_all(Ranks ranks, Write&& write) {
+  visit_reduced(ranks[0]->dtype, [&](auto type, auto wide) {
+    using T = typename decltype(type)::type;
+    if constexpr (!is_fp4<T>) {
+      T values[512];
+      for (int64_t begin = 0; begin < ranks[0]->elements;) {
+        const int64_t n = std::min<int64_t>(std::size(values), ranks[0]->elements - begin);
+        reduce<T, typename decltype(wide)::type>(ranks, begin, n, values);
+        write(begin, n, values);
+        begin += n;
+      }
+    }
+  });
+}
+
+void all_reduce(Ranks ranks) {
+  reduce_all(ranks, [&]<class T>(int64_t begin, int64_t n, const T* values) {
+    for (const Brought* rank : ranks) {
+      std::memcpy(reinterpret_cast<T*>(rank->out) + begin, values,
+                  static_cast<size_t>(n) * sizeof(T));
+    }
+  });
+}
+
+void reduce_scatter(Ranks ranks) {
+  const int64_t part = ranks[0]->elements / static_cast<int64_t>(ranks.size());
+  reduce_all(ranks, [&]<class T>(int64_t begin, int64_t n, const T* values) {
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t element = begin + i;
+      reinterpret_cast<T*>(ranks[static_cast<size_t>(element / part)]->out)[element % part] =
+          values[i];
+    }
+  });
+}
+
+// ---- copies
+
+void copy(char* to, const char* from, int64_t bytes) {
+  if (bytes != 0 && to != from) std::memcpy(to, from, static_cast<size_t>(bytes));
+}
+
+void all_gather(Ranks ranks) {
+  for (const Brought* to : ranks) {
+    char* part = to->out;
+    for (const Brought* from : ranks) {
+      copy(part, from->in, from->bytes);
+      part += from->bytes;
+    }
+  }
+}
+
+void all_to_all(Ranks ranks) {
+  const int64_t bytes = ranks[0]->bytes / static_cast<int64_t>(ranks.size());
+  for (size_t to = 0; to < ranks.size(); ++to) {
+    for (size_t from = 0; from < ranks.size(); ++from) {
+      copy(ranks[to]->out + static_cast<int64_t>(from) * bytes,
+           ranks[from]->in + static_cast<int64_t>(to) * bytes, bytes);
+    }
+  }
+}
+
+void all_to_all_v(Ranks ranks) {
+  std::vector<const char*> next;
+  for (const Brought* rank : ranks) next.push_back(rank->in);
+  for (size_t to = 0; to < ranks.size(); ++to) {
+    char* part = ranks[to]->out;
+    for (size_t from = 0; from < ranks.size(); ++from) {
+      const int64_t bytes = ranks[from]->to[to] * ranks[from]->row_bytes;
+      copy(part, next[from], bytes);
+      part += bytes;
+      next[from] += bytes;
+    }
+  }
+}
+
+void broadcast(Ranks ranks) {
+  const Brought& root = *ranks[static_cast<size_t>(ranks[0]->root)];
+  for (const Brought* rank : ranks) copy(rank->out, root.out, root.bytes);
+}
+
+// Empty, or the first rank that waits for other rows than it gets.
+std::string rows_differ(Ranks ranks) {
+  const auto text = [](int64_t n) { return std::to_string(n); };
+  for (size_t from = 0; from < ranks.size(); ++from) {
+    const Brought& b = *ranks[from];
+    if (b.row_bytes != ranks[0]->row_bytes) {
+      return "a row of all_to_all_v is of " + text(b.row_bytes) + " bytes on rank " +
+             std::to_string(from) + " and of " + text(ranks[0]->row_bytes) + " on rank 0";
+    }
+    for (size_t to = 0; to < ranks.size(); ++to) {
+      const int64_t awaited = ranks[to]->from[from];
+      if (b.to[to] == awaited) continue;
+      return "rank " + std::to_string(from) + " has " + text(b.to[to]) + " rows for rank " +
+             std::to_string(to) + ", which waits for " + text(awaited) + " of them in all_to_all_v";
+    }
+  }
+  return "";
+}
+
+// ---- the ops
+
+constexpr Collective kAllReduce{.name = "all_reduce", .compute = all_reduce};
+constexpr Collective kAllGather{.name = "all_gather", .compute = all_gather};
+constexpr Collective kReduceScatter{.name = "reduce_scatter", .compute = reduce_scatter};
+constexpr Collective kAllToAll{.name = "all_to_all", .compute = all_to_all};
+constexpr Collective kAllToAllV{
+    .name = "all_to_all_v", .compute = all_to_all_v, .misfit = rows_differ};
+constexpr Collective kBroadcast{.name = "broadcast", .compute = broadcast};
+constexpr Collective kSend{.name = "send", .way = Collective::Way::kSend};
+constexpr Collective kReceive{.name = "recv", .way = Collective::Way::kReceive};
+constexpr Collective kBarrier{.name = "barrier"};
+
+template <class Args, const Collective& op>
+Brought brought(const Args& a) {
+  Brought b;
+  b.op = &op;
+  const auto size_of = [&](const te_fl_tensor& t) {
+    b.elements = backend::numel(t);
+    b.dtype = dtype_of(t);
+    b.bytes = backend::bytes_of(t);
+  };
+  if constexpr (requires { a.output; }) size_of(*a.output), b.out = backend::data<char>(*a.output);
+  if constexpr (requires { a.data; }) size_of(*a.data), b.out = backend::data<char>(*a.data);
+  if constexpr (requires { a.input; })
+    size_of(*a.input), b.in = backend::data<const char>(*a.input);
+  if constexpr (requires { a.reduction; }) b.reduction = a.reduction;
+  if constexpr (requires { a.root; }) b.root = a.root;
+  if constexpr (requires { a.peer; }) b.peer = a.peer;
+  if constexpr (requires { a.input_rows; }) {
+    b.row_bytes = backend::row_bytes(*a.input);
+    b.to.assign(a.input_rows, a.input_rows + a.input_rows_count);
+    b.from.assign(a.output_rows, a.output_rows + a.output_rows_count);
+  }
+  return b;
+}
+
+template <class Args, const Collective& op>
+void run(const te_fl_context&, const Args& args) {
+  call(backend::communicator<ThreadRank>(args.comm), brought<Args, op>(args));
+}
+
+template <class Args, const Collective& op>
+void append(std::vector<te_fl_op_desc>& ops) {
+  te_fl_op_desc desc = descriptor<Args, run<Args, op>>(op.name);
+  desc.flags &= ~uint32_t{TE_FL_OP_STATIC_SUPPORT};
+  desc.supports = backend::supports_thunk<Args, backend::check_collective<Args>>;
+  ops.push_back(desc);
+}
+
+}  // namespace
+
+std::string describe(const Brought& b) {
+  std::string text = b.op->name;
+  if (b.dtype < 0) return text;
+  text += " of " + std::to_string(b.elements) + " " + dtype_name(b.dtype);
+  if (b.reduction >= 0) text += std::string(" (") + kReductions[b.reduction] + ")";
+  if (b.root >= 0) text += " from rank " + std::to_string(b.root);
+  const bool sends = b.op->way == Collective::Way::kSend;
+  if (b.peer >= 0) text += (sends ? " to rank " : " from rank ") + std::to_string(b.peer);
+  return text;
+}
+
+void append_collective(std::vector<te_fl_op_desc>& ops) {
+  append<te_fl_all_reduce_args, kAllReduce>(ops);
+  append<te_fl_all_gather_args, kAllGather>(ops);
+  append<te_fl_reduce_scatter_args, kReduceScatter>(ops);
+  append<te_fl_all_to_all_args, kAllToAll>(ops);
+  append<te_fl_all_to_all_v_args, kAllToAllV>(ops);
+  append<te_fl_broadcast_args, kBroadcast>(ops);
+  append<te_fl_send_args, kSend>(ops);
+  append<te_fl_recv_args, kReceive>(ops);
+  append<te_fl_barrier_args, kBarrier>(ops);
+}
+
+}  // namespace te_fl::reference
