@@ -94,6 +94,19 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_TORCH_NODE", "", kBool, "1", "",
      "0: te_fl.pytorch leaves out the autograd node that `python -m te_fl build-node` has compiled "
      "(docs/pytorch.md)."},
+    {"TE_FL_STORE", "", kString, "", "",
+     "Where the ranks of a job find each other: file:PATH, a folder that all see and that is empty "
+     "or absent when the job begins, or tcp://HOST:PORT, where rank 0 serves; tools/launch.py sets "
+     "it.",
+     true},
+    {"TE_FL_RANK", "", kInt, "", "0 2147483646",
+     "This process's number among the ranks of its job; tools/launch.py sets it, and RANK, which "
+     "torchrun sets, is read where it is unset."},
+    {"TE_FL_WORLD_SIZE", "", kInt, "", "1 2147483647",
+     "How many ranks the job has; set with TE_FL_RANK."},
+    {"TE_FL_LOCAL_RANK", "", kInt, "", "0 2147483646",
+     "This process's number among the ranks on its machine, by which it takes its device; unset: "
+     "TE_FL_RANK."},
     {"TE_FL_QUARANTINE_FILE", "", kString, "", "",
      "File of implementations that do not serve what they got wrong; unset: te_fl/quarantine.json "
      "in $XDG_STATE_HOME or ~/.local/state; empty: none.",

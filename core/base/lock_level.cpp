@@ -80,6 +80,8 @@ const char* name(LockLevel level) noexcept {
       return "provider names";
     case LockLevel::kVendorAliases:
       return "vendor aliases";
+    case LockLevel::kStores:
+      return "stores";
     case LockLevel::kLog:
       return "log";
   }

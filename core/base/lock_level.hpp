@@ -41,6 +41,7 @@ enum class LockLevel : int {
   kTrace,            // the recorded calls
   kProviderNames,    // the interned names of providers
   kVendorAliases,    // the vendors' other names that manifests brought
+  kStores,           // the stores that this process has opened
   kLog,              // the log's sink
 };
 const char* name(LockLevel level) noexcept;

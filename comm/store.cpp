@@ -1,0 +1,113 @@
+#include <unistd.h>
+
+#include <charconv>
+#include <map>
+#include <tuple>
+
+#include "comm/file_store.hpp"
+#include "comm/process_store.hpp"
+#include "comm/store_text.hpp"
+#include "comm/tcp_store.hpp"
+#include "core/base/fork.hpp"
+
+namespace te_fl {
+namespace {
+
+// The stores that this process has opened. One that is alive is given out again; after it has gone,
+// the next is of the next generation, whose keys are others: all ranks count alike.
+struct Opened {
+  std::weak_ptr<Store> store;
+  uint32_t generation = 0;
+  bool opening = false;
+};
+using OpenedKey = std::tuple<std::string, int, pid_t>;  // a fork's child opens its own
+
+constinit core::ForkMutex mutex(core::LockLevel::kStores);
+const core::ForkMutex::Registration registration(mutex);
+
+std::map<OpenedKey, Opened>& opened() {
+  static constinit std::atomic<std::map<OpenedKey, Opened>*> made = nullptr;
+  return core::made_once(made, [] { return new std::map<OpenedKey, Opened>; });
+}
+
+constexpr std::string_view kForms =
+    "; it must be file:PATH, a folder that all ranks see, or tcp://HOST:PORT, where rank 0 serves";
+
+Status malformed(std::string_view address, const std::string& why) {
+  return invalid_argument("the store's address '" + std::string(address) + "' " + why +
+                          std::string(kForms));
+}
+
+struct HostPort {
+  std::string host;
+  int port = 0;
+};
+
+// "host:29500" or "[::1]:29500".
+Result<HostPort> parse_host_port(std::string_view address, std::string_view rest) {
+  const size_t colon = rest.rfind(':');
+  if (colon == std::string_view::npos) return malformed(address, "has no port");
+  std::string_view host = rest.substr(0, colon);
+  const std::string_view digits = rest.substr(colon + 1);
+  if (host.size() >= 2 && host.front() == '[' && host.back() == ']')
+    host = host.substr(1, host.size() - 2);
+  int port = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), port);
+  if (error != std::errc() || end != digits.data() + digits.size() || port < 1 || port > 65535)
+    return malformed(address, "has the port '" + std::string(digits) + "', not one of 1 to 65535");
+  if (host.empty()) return malformed(address, "has no host");
+  return HostPort{std::string(host), port};
+}
+
+Result<std::shared_ptr<Store>> open_new(std::string_view address, const comm::StoreRank& rank,
+                                        std::chrono::milliseconds timeout) {
+  constexpr std::string_view kFile = "file:", kTcp = "tcp://";
+  if (address.starts_with(kFile)) {
+    const std::string_view path = address.substr(kFile.size());
+    if (path.empty()) return malformed(address, "names no folder");
+    return comm::open_file_store(std::string(path), rank, timeout);
+  }
+  if (address.starts_with(kTcp)) {
+    TE_FL_ASSIGN_OR_RETURN(const HostPort at,
+                           parse_host_port(address, address.substr(kTcp.size())));
+    return comm::open_tcp_store(at.host, at.port, rank, timeout);
+  }
+  return malformed(address, "is of no known kind");
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Store>> Store::open(std::string_view address, int rank, int size,
+                                           std::chrono::milliseconds timeout) {
+  if (size < 1 || rank < 0 || rank >= size) {
+    return invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                            " opens the store " + std::string(address) +
+                            "; ranks are 0 to the number of ranks less 1");
+  }
+  const OpenedKey key{address, rank, ::getpid()};
+  uint32_t generation = 0;
+  {
+    const std::lock_guard lock(mutex);
+    Opened& entry = opened()[key];
+    if (std::shared_ptr<Store> alive = entry.store.lock()) return alive;
+    if (entry.opening) {
+      return failed_precondition("rank " + std::to_string(rank) + " opens the store " +
+                                 std::string(address) + " in two threads at once; open it in one");
+    }
+    entry.opening = true;
+    generation = entry.generation + 1;
+  }
+  auto store = open_new(address, {rank, size, generation}, timeout);
+  const std::lock_guard lock(mutex);
+  Opened& entry = opened()[key];
+  entry.opening = false;
+  if (store.ok()) {
+    entry.store = *store;
+    entry.generation = generation;
+  }
+  return store;
+}
+
+std::shared_ptr<Store> Store::in_process() { return std::make_shared<comm::ProcessStore>(); }
+
+}  // namespace te_fl

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+// The messages between a TcpStore and the server in rank 0's process. Each is a fixed head and
+// the bytes that it announces; numbers are little-endian.
+namespace te_fl::comm::wire {
+
+constexpr char kMagic[8] = {'T', 'E', '_', 'F', 'L', 'K', 'V', '\n'};
+constexpr uint32_t kVersion = 1;
+constexpr uint32_t kMostKeyBytes = 4096;
+constexpr uint32_t kMostTextBytes = 4096;  // of an error
+
+// The first message of a connection. `process` is drawn once in a process, so that two processes
+// that claim one rank are told apart; `generation` is StoreRank's.
+struct Hello {
+  char magic[8];
+  uint32_t version;
+  uint32_t size;
+  uint32_t rank;
+  uint32_t generation;
+  uint64_t process;
+};
+
+// The server's answer to a Hello, before its Reply.
+struct Welcome {
+  char magic[8];
+  uint32_t version;
+  uint32_t zero;
+};
+
+enum class Verb : uint32_t { kSet = 1, kGet = 2, kLook = 3 };
+
+// Behind it: the key, then the value of a kSet.
+struct Request {
+  Verb verb;
+  uint32_t key_bytes;
+  uint64_t value_bytes;
+  uint32_t timeout_ms;  // kGet
+  uint32_t zero;
+};
+
+// Behind it: the value if `code` is OK and one is there, or else the error's text.
+struct Reply {
+  uint32_t code;   // te_fl_code
+  uint32_t found;  // 1: the key is set
+  uint64_t bytes;
+};
+
+static_assert(sizeof(Hello) == 32 && sizeof(Welcome) == 16 && sizeof(Request) == 24 &&
+              sizeof(Reply) == 16);
+
+template <class T>
+void append(std::string& out, const T& head) {
+  out.append(reinterpret_cast<const char*>(&head), sizeof head);
+}
+template <class T>
+T head_of(const std::string& in) {
+  T head;
+  std::memcpy(&head, in.data(), sizeof head);
+  return head;
+}
+
+}  // namespace te_fl::comm::wire
