@@ -17,7 +17,7 @@ PACKAGE = "te_fl.pytorch"
 ROOMS = {
     "runtime": "argument_rules constants device dtypes random refuse registry rng traced",
     "distributed": "amax_reduction collectives rank_helpers",
-    "fp8": "availability codes extra_state float8_tensor global_state master_weights quantization quantized_gather scale_functions sharding shards weight_cache",
+    "fp8": "availability codes extra_state float8_tensor global_state master_weights quantization quantized_gather scale_functions sharded_weights sharding shards weight_cache",
     "autograd": "call checkpoint delayed_wgrad offload once saved_parts torch_checkpoint",
     "functions": "cross_entropy divided_cross_entropy function rope softmax weights",
     "modules": "attention base fused_layer layer_in_parts layers linear mlp multihead_attention norm own_classes transformer transformer_call",

@@ -304,3 +304,33 @@ def late_values():
         dcp.load({"model": model.state_dict()}, checkpoint_id=place)
     except BaseException as error:
         return str(error)
+
+
+def made_without_memory():
+    """Modules of the meta device that are sharded and get their values there: (kinds of weights, whether values are rounded once, losses)."""
+    results = []
+    for recipe, width in ((CURRENT, 66), (BLOCK, 256)):
+        with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+            model = te.LayerNormMLP(width, 256, device="meta")
+        fully_shard(model, mesh=mesh())
+        model.to_empty(device="cpu")
+        torch.manual_seed(1 + dist.get_rank())
+        model.reset_parameters()
+        weights = [p for p in model.parameters() if p.dim() == 2]
+        kinds = [type(local(p)).__name__ for p in weights]
+        before = [torch.empty(0)] * dist.get_world_size()
+        dist.all_gather_object(before, weights[0].get_high_precision_init_val())
+        losses = []
+        for _ in range(4):
+            with te.autocast(recipe=recipe):
+                loss = (model(torch.ones(16, width)) - 1).square().mean()
+            loss.backward()
+            if not losses:
+                whole = Float8Tensor.quantised(torch.cat(before), local(weights[0])._codes.rules)
+                same = torch.equal(codes_of_all(model.fc1_weight)[0], whole._data)
+                optimizer = te.optimizers.FusedAdam(model.parameters(), lr=1e-2)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        results.append((kinds, same, losses))
+    return results

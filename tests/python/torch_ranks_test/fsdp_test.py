@@ -53,6 +53,12 @@ class Fsdp(unittest.TestCase):
     def test_values_loaded_into_shards(self):
         self.assertEqual(on_ranks(cases.loaded_before_the_first_forward), [(True, True)] * 2)
 
+    def test_modules_made_without_memory(self):
+        for results in on_ranks(cases.made_without_memory):
+            for kinds, same, losses in results:
+                self.assertEqual((kinds, same), (["Float8Tensor"] * 2, True))
+                self.assertLess(losses[-1], 0.9 * losses[0])
+
     def test_blocks_that_ranks_would_divide(self):
         for seen, kind, got, want in on_ranks(cases.divided_blocks):
             self.assertEqual(len(seen), 1, seen)

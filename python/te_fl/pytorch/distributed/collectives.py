@@ -3,7 +3,7 @@
 All tensors that te_fl.pytorch sends to other ranks go through these functions. Tensors are dense and contiguous; what is received into has its
 memory already. A group is a torch.distributed.ProcessGroup, which nothing here keeps; None is the default group. Each function returns when the
 work is queued on the current stream (on the CPU: done), or with wait=False at once, with a Work whose wait() is that. Errors are
-torch.distributed's own.
+torch.distributed's own, but for groups that were destroyed, that are others', or a parent's before a fork.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
+
+from te_fl.errors import FailedPrecondition, InvalidArgument
 
 
 class Count(NamedTuple):
@@ -54,14 +56,14 @@ def available() -> bool:
 def size_of(group: Optional[Any]) -> int:
     """The number of the group's ranks; 1 without torch.distributed."""
     if group is not None:
-        return group.size()
+        return _member(group).size()
     return dist.get_world_size() if available() else 1
 
 
 def rank_in(group: Optional[Any]) -> int:
     """This process's place in the group, from 0; 0 without torch.distributed."""
     if group is not None:
-        return group.rank()
+        return _member(group).rank()
     return dist.get_rank() if available() else 0
 
 
@@ -85,7 +87,39 @@ if os.environ.get("TE_FL_USAGE", "0").lower() in ("1", "true", "on", "yes"):
 _rank = 0  # in the default group, which may be gone at the end
 
 
+def _member(group: Any) -> Any:
+    """The group itself; InvalidArgument for what new_group() gives ranks that are not in it."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidArgument("this rank is not in the process group that it was to use: new_group() gave it a group of others; call on the group's "
+                              "ranks only")
+    return group
+
+
+_from_parent: set = set()  # the groups of the process that this one was forked from, whose connections it has not
+
+
+def _note_fork() -> None:
+    if available():
+        _from_parent.update(dist.distributed_c10d._world.pg_map)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def _check(name: str, group: Optional[Any]) -> None:
+    """Refuses groups over which a collective would wait for ever, or would go on among ranks that have given the group up."""
+    used = dist.group.WORLD if group is None else _member(group)
+    if used in _from_parent:
+        raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: this process was forked after torch.distributed.init_process_group(), and has none of "
+                                 "its connections; start processes first, and call init_process_group() in each")
+    if isinstance(used, dist.ProcessGroup) and used not in dist.distributed_c10d._world.pg_map:
+        raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: its process group was destroyed; make a new group, and give it to the layers and "
+                                 "autocasts that hold this one")
+
+
 def _count(name: str, group: Optional[Any], tensor: torch.Tensor) -> None:
+    _check(name, group)
     key = (name, backend_of(group, tensor.device))
     global _rank
     _rank = rank_in(None)
@@ -161,4 +195,5 @@ def receive(tensor: torch.Tensor, source: int, group: Optional[Any] = None, wait
 
 def barrier(group: Optional[Any] = None) -> None:
     """Returns when all ranks of the group have come here."""
+    _check("barrier", group)
     dist.barrier(group)

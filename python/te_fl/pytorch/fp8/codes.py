@@ -52,6 +52,8 @@ class Codes:
     def write(self, values: torch.Tensor, amax: Optional[torch.Tensor] = None) -> None:
         """Quantises values of any floating dtype and device. amax: F32 [1], from which the scale is taken in the place of the values' own."""
         values = self._prepared(values)
+        if values.numel() == 0:
+            return
         parts = {"scale_inv": self.scale_inv, "columnwise_data": self.columns, "columnwise_scale_inv": self.columns_scale_inv}
         if self.rules.scaling == "tensor":
             if amax is None and self.rules.margin == 0:

@@ -17,6 +17,7 @@ from te_fl.pytorch.fp8 import extra_state, quantization, weight_cache
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes, rules_of
 from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
 from te_fl.pytorch.modules.parallel import TensorParallel
+from te_fl.pytorch.fp8.sharded_weights import initialise, is_sharded
 from te_fl.pytorch.runtime import registry
 from te_fl.pytorch.runtime.device import check_devices, default_device, native_device
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
@@ -109,12 +110,19 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         return param
 
     def _initialise_codes(self, name: str, param: torch.Tensor, init: Callable) -> None:
+        rules = rules_of(self._model_init.native_recipe)
+        if is_sharded(param):
+            made, values = initialise(param, rules, init)
+            param = param if made is param else self._replaced(name, made)
+            if self._model_init.preserve_high_precision_init_val:
+                Float8Tensor._keep_initial(param, values.cpu())
+            return
         high = param.detach() if type(param) is torch.nn.Parameter else torch.empty(param.shape, dtype=param.dtype, device=param.device)
         init(high)
         if isinstance(param, Float8Tensor):
             param.copy_(high)
         else:
-            param = self._replaced(name, Float8Tensor.quantised(high, rules_of(self._model_init.native_recipe)))
+            param = self._replaced(name, Float8Tensor.quantised(high, rules))
         if self._model_init.preserve_high_precision_init_val:
             param._keep_initial(high.cpu())
 

@@ -1,0 +1,93 @@
+"""The functions that each rank runs for trouble_test.py."""
+
+import datetime
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+import te_fl.pytorch as te
+from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fl.pytorch import distributed as helpers
+from te_fl.pytorch.cross_entropy import parallel_cross_entropy
+from te_fl.pytorch.distributed import collectives
+
+
+def error_of(function):
+    try:
+        function()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def amaxes():
+    """By recipe: the collectives of a stack's first and second step, and the scales after them."""
+    results = {}
+    for name, recipe in (("delayed", DelayedScaling(amax_history_len=2)), ("alone", DelayedScaling(amax_history_len=2, reduce_amax=False)),
+                         ("current", Float8CurrentScaling()), ("block", Float8BlockScaling())):
+        torch.manual_seed(1)
+        stack = torch.nn.Sequential(*[te.TransformerLayer(32, 64, 2, hidden_dropout=0, attention_dropout=0, device="cpu") for _ in range(3)])
+        taken = []
+        for _ in range(2):
+            collectives.reset_counts()
+            with te.autocast(recipe=recipe):
+                y = stack((1.0 + dist.get_rank()) * torch.randn(8, 2, 32))
+            forward = {n: c.calls for (n, _), c in collectives.counts().items()}
+            collectives.reset_counts()
+            ((1.0 + dist.get_rank()) * y.sum()).backward()
+            taken.append((forward, {n: c.calls for (n, _), c in collectives.counts().items()}))
+        scales = [t.tolist() for m in stack.modules() if hasattr(m, "_fp8_state") for n, t in m._fp8_state() if n.endswith("scale")]
+        results[name] = taken, scales
+    return results
+
+
+def destroyed_group():
+    """The errors of calls over a group that was destroyed under them."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    layer = te.Linear(16, 16, device="cpu")
+    with te.autocast(recipe=DelayedScaling(), amax_reduction_group=group):
+        layer(torch.ones(16, 16)).sum().backward()
+    dist.destroy_process_group(group)
+
+    def forward():
+        with te.autocast(recipe=DelayedScaling(), amax_reduction_group=group):
+            layer(torch.ones(16, 16))
+
+    x = torch.ones(1, 2, 4)
+    return [error_of(forward), error_of(lambda: helpers.allreduce(torch.ones(2), group)),
+            error_of(lambda: parallel_cross_entropy(x, torch.zeros(1, 2, dtype=torch.int64), dist_process_group=group))]
+
+
+def outside():
+    """The error of a rank that is not in the group; the others go on."""
+    group = dist.new_group([0])
+    return error_of(lambda: helpers.allreduce(torch.ones(2), group))
+
+
+def error_in_a_backward():
+    """One rank's backward raises: (its error, the error of the other's amax reduction, the seconds that it waited)."""
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=2))
+    layer = te.Linear(16, 16, device="cpu")
+    x = torch.ones(16, 16, requires_grad=True)
+    if dist.get_rank() == 1:
+        x.register_hook(lambda grad: 1 / 0)
+    with te.autocast(recipe=DelayedScaling(), amax_reduction_group=group):
+        y = layer(x)
+    begin = time.monotonic()
+    error = error_of(lambda: y.sum().backward())
+    return error, time.monotonic() - begin
+
+
+def forked():
+    """The error of a collective in a forked child, which has none of the parent's connections."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, (error_of(lambda: helpers.allreduce(torch.ones(2))) or "no error").encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as stream:
+        text = stream.read()
+    os.waitpid(child, 0)
+    return text

@@ -1,0 +1,44 @@
+"""Amaxes of two ranks in as few collectives as there can be; and groups that were destroyed, forked, others', or whose ranks fail."""
+
+import unittest
+
+import trouble_cases as cases
+from ranks import on_ranks
+
+
+class Amaxes(unittest.TestCase):
+    def test_one_collective_a_direction(self):
+        first, second = on_ranks(cases.amaxes)
+        for name in first:
+            one = {"all_reduce": 1} if name == "delayed" else {}
+            for taken, _ in (first[name], second[name]):
+                self.assertEqual(taken, [(one, one)] * 2, name)
+        self.assertEqual(first["delayed"][1], second["delayed"][1])
+        self.assertNotEqual(first["alone"][1], second["alone"][1])
+        self.assertEqual(len(first["delayed"][1]), 24)
+
+
+class Trouble(unittest.TestCase):
+    def test_a_destroyed_group(self):
+        for errors in on_ranks(cases.destroyed_group):
+            for error in errors:
+                self.assertRegex(error, "FAILED_PRECONDITION: all_.*destroyed; make a new group")
+
+    def test_a_group_of_others(self):
+        inside, outside = on_ranks(cases.outside)
+        self.assertIsNone(inside)
+        self.assertRegex(outside, "InvalidArgument.*this rank is not in the process group")
+
+    def test_a_fork_after_init(self):
+        for error in on_ranks(cases.forked):
+            self.assertRegex(error, "FailedPrecondition.*forked after torch.distributed.init_process_group")
+
+    def test_an_error_in_the_backward_of_one_rank(self):
+        (waits, seconds), (raises, _) = on_ranks(cases.error_in_a_backward)
+        self.assertRegex(waits, "the ranks' amaxes were not reduced(.|\n)*Timed out waiting 2000ms")
+        self.assertLess(seconds, 20)
+        self.assertRegex(raises, "ZeroDivisionError")
+
+
+if __name__ == "__main__":
+    unittest.main()
