@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import te_fl.pytorch as te
-from common import cut, randomise, share
+from common import close, cut, randomise, share
+from te_fl.common.recipe import Float8CurrentScaling
 from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.rng import CudaRNGStatesTracker
 
@@ -159,5 +160,50 @@ def case_refusals(ranks):
     y = te.Linear(32, 32, parallel_mode="row", **parallel)(torch.randn(8, 32 // size).requires_grad_())
     te.Linear(32, 32, parallel_mode="column", sequence_parallel=True, ub_name="qkv", **parallel)(y)
     x = torch.randn(8, 32, requires_grad=True)
+    group = dist.new_group()
+    part = te.Linear(32, 32, parallel_mode="row", tp_group=group, device="cpu")
+    dist.destroy_process_group(group)
+    _refused(lambda: part(torch.randn(8, 32 // size)), "destroyed", "new group")
     grad, = torch.autograd.grad(te.Linear(32, 32, parallel_mode="column", **parallel)(x).square().sum(), x, create_graph=True)
     _refused(lambda: grad.sum().backward(), "second derivative")
+
+
+def case_gradients_of_weights_go_elsewhere(ranks):
+    """delay_wgrad_compute and fuse_wgrad_accumulation: the same gradients, by backward_dw() and in main_grad."""
+    kinds = (lambda **k: te.Linear(32, 32, parallel_mode="column", **k), lambda **k: te.Linear(32, 32, parallel_mode="row", **k),
+             lambda **k: te.LayerNormLinear(32, 32, parallel_mode="column", **k), lambda **k: te.LayerNormMLP(32, 64, set_parallel_mode=True, **k))
+    for size in ranks.degrees():
+        for make in kinds:
+            for more in ({"delay_wgrad_compute": True}, {"fuse_wgrad_accumulation": True}):
+                modules = []
+                for options in ({}, more):
+                    torch.manual_seed(3)
+                    module = randomise(make(tp_group=ranks.groups[size], sequence_parallel=True, device="cpu", **options))
+                    row = getattr(module, "parallel_mode", None) == "row"
+                    for p in module.parameters():
+                        p.main_grad = torch.zeros_like(p)
+                    x = torch.randn(8 if row else 8 // size, 32 // size if row else 32)
+                    module(x).square().sum().backward()
+                    if "delay_wgrad_compute" in options:
+                        assert all(p.grad is None for p in module.parameters() if p.dim() == 2)
+                        module.backward_dw()
+                    modules.append(module)
+                for (name, p), q in zip(modules[0].named_parameters(), modules[1].parameters()):
+                    got = q.main_grad if "fuse_wgrad_accumulation" in more and q.dim() == 2 else q.grad
+                    assert torch.allclose(got, p.grad, rtol=1e-5, atol=1e-5), (name, more)
+
+
+def case_weights_of_codes(ranks):
+    """quantized_model_init: a rank's part of a weight is codes; the output is the sum of the ranks' products of their dequantised parts."""
+    for size in ranks.degrees():
+        group = ranks.groups[size]
+        with te.quantized_model_init(recipe=Float8CurrentScaling()):
+            part = te.Linear(32, 32, parallel_mode="row", tp_group=group, device="cpu")
+        torch.manual_seed(9)
+        x = torch.randn(8, 32).chunk(size, -1)[group.rank()]
+        with te.autocast(recipe=Float8CurrentScaling()):
+            got = part(x)
+        want = x @ part.weight.dequantize().float().T
+        collectives.all_reduce(want, group)
+        close(got, want + part.bias, "output", 0.05)
+        assert part.weight.partition_dim == 1 and part.weight.tensor_model_parallel

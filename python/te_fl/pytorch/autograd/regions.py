@@ -7,7 +7,7 @@ summed in the tensor's own dtype by the group's backend, in an order that it fix
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -36,16 +36,23 @@ def _scatter(t: torch.Tensor, group: Any) -> torch.Tensor:
     return part
 
 
+def _backward_of(function: Callable[[torch.Tensor, Any], torch.Tensor]) -> Callable:
+    """The backward of a region's end: `function` of the gradient. Most backwards build no graph and need no guard against a second derivative."""
+
+    def backward(ctx, grad: torch.Tensor):
+        return function(grad, ctx.group), None
+
+    guarded = once_differentiable(backward)
+    return staticmethod(lambda ctx, grad: guarded(ctx, grad) if torch.is_grad_enabled() else backward(ctx, grad))
+
+
 class _Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
         return x.detach()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        return _sum(grad, ctx.group), None
+    backward = _backward_of(_sum)
 
 
 class _Gathered(torch.autograd.Function):
@@ -54,10 +61,7 @@ class _Gathered(torch.autograd.Function):
         ctx.group = group
         return _gather(x, group)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        return _scatter(grad, ctx.group), None
+    backward = _backward_of(_scatter)
 
 
 class _Summed(torch.autograd.Function):
@@ -76,10 +80,7 @@ class _Scattered(torch.autograd.Function):
         ctx.group = group
         return _scatter(x, group)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        return _gather(grad, ctx.group), None
+    backward = _backward_of(_gather)
 
 
 def copied(x: torch.Tensor, group: Any) -> torch.Tensor:

@@ -84,7 +84,7 @@ def _say_at_exit(rank: int) -> None:
 
 if os.environ.get("TE_FL_USAGE", "0").lower() in ("1", "true", "on", "yes"):
     atexit.register(lambda: _say_at_exit(_rank))
-_rank = 0  # in the default group, which may be gone at the end
+_rank: Optional[int] = None  # in the default group, which may be gone at the end
 
 
 def _member(group: Any) -> Any:
@@ -122,7 +122,8 @@ def _count(name: str, group: Optional[Any], tensor: torch.Tensor) -> None:
     _check(name, group)
     key = (name, backend_of(group, tensor.device))
     global _rank
-    _rank = rank_in(None)
+    if _rank is None:
+        _rank = rank_in(None)
     with _lock:
         calls, size = _counts.get(key, (0, 0))
         _counts[key] = Count(calls + 1, size + tensor.numel() * tensor.element_size())
