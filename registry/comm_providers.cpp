@@ -40,9 +40,9 @@ Status check(const te_fl_comm_desc& desc, const te_fl_comm_api& api, const std::
   const auto bad = [&](const std::string& why) { return invalid_argument(who + ": " + why); };
   if (desc.kind > TE_FL_KIND_REFERENCE) return bad("kind is " + std::to_string(desc.kind));
   if (desc.device_types == 0) return bad("it serves no device type (device_types is 0)");
-  for (const auto& [slot, there] : {std::pair("create", api.create != nullptr),
-                                    std::pair("destroy", api.destroy != nullptr),
-                                    std::pair("abort", api.abort != nullptr)}) {
+  for (const auto& [slot, there] :
+       {std::pair("create", api.create != nullptr), std::pair("destroy", api.destroy != nullptr),
+        std::pair("abort", api.abort != nullptr)}) {
     if (!there) return bad(std::string("its table has no ") + slot + "() (rule R4)");
   }
   if ((api.group_start == nullptr) != (api.group_end == nullptr))
@@ -60,11 +60,10 @@ Result<std::shared_ptr<CommProvider>> read(const te_fl_comm_desc* raw, uint32_t 
   auto made = std::make_shared<CommProvider>();
   made->desc = core::copy_struct<te_fl_comm_desc>(raw);
   if (!is_name(made->desc.name)) {
-    return invalid_argument(place + ": its name is " +
-                            (made->desc.name == nullptr
-                                 ? "NULL"
-                                 : "'" + std::string(made->desc.name) + "'") +
-                            ", must be of a to z, 0 to 9 and _");
+    return invalid_argument(
+        place + ": its name is " +
+        (made->desc.name == nullptr ? "NULL" : "'" + std::string(made->desc.name) + "'") +
+        ", must be of a to z, 0 to 9 and _");
   }
   made->name = made->desc.name;
   made->desc.name = made->name.c_str();
@@ -102,9 +101,9 @@ Status add_comm_providers(std::span<const te_fl_comm_desc* const> list, const st
     const auto others = std::find_if(providers().begin(), providers().end(), same);
     const bool twice = std::any_of(made.begin(), made.begin() + static_cast<ptrdiff_t>(i), same);
     if (others == providers().end() && !twice) continue;
-    return Status(StatusCode::kAlreadyExists,
-                  "provider of collectives '" + made[i]->name + "' is there already, of plugin '" +
-                      (twice ? plugin : (*others)->plugin) + "'");
+    return Status(StatusCode::kAlreadyExists, "provider of collectives '" + made[i]->name +
+                                                  "' is there already, of plugin '" +
+                                                  (twice ? plugin : (*others)->plugin) + "'");
   }
   providers().insert(providers().end(), made.begin(), made.end());
   return {};
@@ -116,10 +115,9 @@ Status remove_comm_providers(const std::string& plugin) {
   for (const auto& p : providers()) {
     const int64_t live = p->live.load();
     if (p->plugin != plugin || live == 0) continue;
-    return Status(StatusCode::kBusy, std::to_string(live) +
-                                         (live == 1 ? " communicator" : " communicators") +
-                                         " of its provider '" + p->name +
-                                         "' are alive; destroy them first");
+    return Status(StatusCode::kBusy,
+                  std::to_string(live) + (live == 1 ? " communicator" : " communicators") +
+                      " of its provider '" + p->name + "' are alive; destroy them first");
   }
   const auto first = std::stable_partition(providers().begin(), providers().end(),
                                            [&](const auto& p) { return p->plugin != plugin; });

@@ -47,6 +47,10 @@ constexpr VariableSpec kSpecs[] = {
      true},
     {"TE_FL_PLUGIN_TIMEOUT_MS", "", kInt, "10000", "1 3600000",
      "How long a plugin may take to start, in milliseconds; after that it is abandoned."},
+    {"TE_FL_COMM_TIMEOUT_MS", "", kInt, "600000", "1 86400000",
+     "How long the ranks of a communicator wait for each other, in milliseconds, when it is made "
+     "and "
+     "in each collective; after that every communicator of the process is aborted."},
     {"TE_FL_SKIP_CUDA", "", kBool, "0", "", "1: the CUDA plugin is left out."},
     {"TE_FL_DEVICE_CACHE_MB", "", kInt, "512", "0 1048576",
      "Freed memory that a device's plugin may keep for the next allocation, in MiB for each "

@@ -30,6 +30,10 @@ const char* name(LockLevel level) noexcept {
       return "gradient updates";
     case LockLevel::kRandomPosition:
       return "random position";
+    case LockLevel::kComms:
+      return "communicators";
+    case LockLevel::kCommWatchdog:
+      return "the watchdog of communicators";
     case LockLevel::kServing:
       return "serving implementation";
     case LockLevel::kSerialWaits:

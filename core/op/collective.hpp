@@ -6,8 +6,7 @@
 #include "core/op/op_table.hpp"
 #include "te_fl/status.hpp"
 
-// What dispatch tells the keeper of communicators, which lies above it, of every call of a
-// collective.
+// Dispatch tells the keeper of communicators, which lies above it, of every call of a collective.
 namespace te_fl::core {
 
 struct CollectiveCall {

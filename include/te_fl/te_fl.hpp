@@ -1,6 +1,7 @@
 #pragma once
 
 // The whole C++ API of the runtime; nn is in te_fl/nn.hpp.
+#include "te_fl/comm.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/environment.hpp"

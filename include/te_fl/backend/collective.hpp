@@ -16,7 +16,7 @@
 
 namespace te_fl::backend {
 
-// What the provider's create() or split() gave for a communicator.
+// The provider's own object, which its create() or split() gave for a communicator.
 template <class T>
 T& communicator(const te_fl_communicator* comm) noexcept {
   return *static_cast<T*>(comm->self);

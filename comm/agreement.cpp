@@ -1,0 +1,102 @@
+#include "comm/agreement.hpp"
+
+#include <algorithm>
+#include <vector>
+
+#include "te_fl/watch.hpp"
+
+namespace te_fl::comm {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+constexpr size_t kMostDifferences = 12;  // of one rank that are told
+
+class Deadline {
+ public:
+  explicit Deadline(milliseconds timeout) : end_(steady_clock::now() + timeout) {}
+  milliseconds left() const {
+    const auto left = std::chrono::duration_cast<milliseconds>(end_ - steady_clock::now());
+    return std::max(left, milliseconds(1));
+  }
+
+ private:
+  steady_clock::time_point end_;
+};
+
+void replace_last(std::string& text, const std::string& what, const std::string& by) {
+  const size_t at = text.rfind(what);
+  if (at != std::string::npos) text.replace(at, what.size(), by);
+}
+
+std::string difference(const std::string& first, const std::string& mine, int rank) {
+  const std::string here = "on rank " + std::to_string(rank);
+  std::vector<std::string> all = fingerprint_difference(first, mine);
+  std::string text;
+  for (size_t i = 0; i < std::min(all.size(), kMostDifferences); ++i) {
+    replace_last(all[i], "in the second", here);
+    replace_last(all[i], "in the first", "on rank 0");
+    text += "\n  " + all[i];
+  }
+  if (all.size() > kMostDifferences)
+    text += "\n  and " + std::to_string(all.size() - kMostDifferences) + " more " + here;
+  return text;
+}
+
+// The ranks whose `word` is not in the store.
+std::string absent(StoreFace& store, int size, const std::string& word) {
+  std::string ranks;
+  for (int r = 0; r < size; ++r) {
+    const auto there = store.store().look(store.key(word + std::to_string(r)));
+    if (there.ok() && there->has_value()) continue;
+    ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
+  }
+  return ranks;
+}
+
+Status late(StoreFace& store, int size, const Status& why) {
+  if (why.code() != StatusCode::kTimeout) return why;
+  const std::string ranks = absent(store, size, "facts/");
+  if (ranks.empty()) return why;
+  return why.wrap("of " + std::to_string(size) + " ranks these did not come: " + ranks);
+}
+
+// Rank 0 hears from all and tells all what it heard.
+Status decide(StoreFace& store, int size, const Deadline& deadline) {
+  std::string all;
+  for (int r = 1; r < size; ++r) {
+    Result<std::string> answer =
+        store.store().get(store.key("differs/" + std::to_string(r)), deadline.left());
+    if (!answer.ok()) return late(store, size, answer.status());
+    all += *answer;
+  }
+  return store.store().set(store.key("agreed"), all);
+}
+
+}  // namespace
+
+Status agree(StoreFace& store, int rank, int size, const Facts& facts, milliseconds timeout) {
+  if (size == 1) return {};
+  const Deadline deadline(timeout);
+  Store& s = store.store();
+  TE_FL_RETURN_IF_ERROR(s.set(store.key("facts/" + std::to_string(rank)), "here"));
+  if (rank == 0) {
+    TE_FL_RETURN_IF_ERROR(s.set(store.key("facts"), facts.table));
+    TE_FL_RETURN_IF_ERROR(decide(store, size, deadline));
+  } else {
+    Result<std::string> first = s.get(store.key("facts"), deadline.left());
+    if (!first.ok()) return late(store, size, first.status());
+    TE_FL_RETURN_IF_ERROR(
+        s.set(store.key("differs/" + std::to_string(rank)), difference(*first, facts.table, rank)));
+  }
+  Result<std::string> agreed = s.get(store.key("agreed"), deadline.left());
+  if (!agreed.ok()) return late(store, size, agreed.status());
+  if (agreed->empty()) return {};
+  return failed_precondition(
+      "the ranks would not do the same, which is refused before the first collective; give all of "
+      "them the same plugins, libraries and settings:" +
+      *agreed);
+}
+
+}  // namespace te_fl::comm

@@ -1,0 +1,58 @@
+// Tells, after a failure, which rank had come how far.
+#include <thread>
+
+#include "comm/rep.hpp"
+
+namespace te_fl::comm {
+namespace {
+
+using std::chrono::milliseconds;
+
+// A rank that sees the failure too tells where it is within this time; one that hangs or is gone
+// never does.
+constexpr milliseconds kPatience{600};
+constexpr int kMostTold = 16;  // ranks
+
+std::string last_key(const Comm::Rep& rep, int rank) {
+  return rep.face->key("last/" + std::to_string(rank));
+}
+
+}  // namespace
+
+void tell_last(Comm::Rep& rep) {
+  if (rep.c.size == 1) return;
+  std::string last;
+  {
+    const std::lock_guard lock(rep.mutex);
+    last = rep.last.op == nullptr ? "no collective" : rep.last.text();
+  }
+  // A store that does not answer is told of by arrivals().
+  (void)rep.face->store().set(last_key(rep, rep.c.rank), last);
+}
+
+std::string arrivals(Comm::Rep& rep) {
+  if (rep.c.size == 1) return {};
+  Store& store = rep.face->store();
+  const Clock::time_point end = Clock::now() + kPatience;
+  std::string text, silent;
+  int shown = 0;
+  for (int r = 0; r < rep.c.size; ++r) {
+    std::optional<std::string> answer;
+    do {
+      const Result<std::optional<std::string>> now = store.look(last_key(rep, r));
+      if (!now.ok())
+        return "the store does not answer (rank 0 may be gone): " + now.status().message();
+      answer = *now;
+      if (!answer) std::this_thread::sleep_for(milliseconds(5));
+    } while (!answer && Clock::now() < end);
+    if (!answer) {
+      silent += (silent.empty() ? "" : ", ") + std::to_string(r);
+    } else if (++shown <= kMostTold) {
+      text += (text.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + " had begun " + *answer;
+    }
+  }
+  if (silent.empty()) return text;
+  return text + (text.empty() ? "" : "; ") + "not heard of: rank " + silent;
+}
+
+}  // namespace te_fl::comm

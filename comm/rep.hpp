@@ -1,0 +1,103 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "comm/store_face.hpp"
+#include "registry/comm_providers.hpp"
+#include "te_fl/comm.hpp"
+
+namespace te_fl {
+namespace comm {
+
+using Clock = std::chrono::steady_clock;
+
+// A collective as messages tell of it: what its first tensor is, and the how manyth it is.
+struct Step {
+  uint64_t number = 0;  // from 1; sends and receives are counted apart
+  const char* op = nullptr;
+  te_fl_dtype dtype{};
+  int32_t rank = -1;  // of the tensor; -1: there is none
+  std::array<int64_t, 8> shape{};
+  // "all_reduce number 17 of f32[1024,64]"
+  std::string text() const;
+};
+
+// The mark behind collectives that were enqueued on a device.
+struct Mark {
+  Event event;
+  Step step;
+  Clock::time_point since;
+};
+
+}  // namespace comm
+
+// Made by Comm::create and Comm::split, kept by the Comm and, while it looks, by the watchdog.
+struct Comm::Rep {
+  ~Rep();
+  std::shared_ptr<registry::CommProvider> provider;
+  std::string name;
+  std::shared_ptr<Store> store;  // null: of one rank
+  std::unique_ptr<comm::StoreFace> face;
+  std::chrono::milliseconds timeout{};
+  te_fl_communicator c{};
+  Device device;
+  std::vector<std::pair<std::string, std::string>> implementations;
+  uint64_t fork_generation = 0;
+  bool is_world = false;
+  mutable std::atomic<int> splits{0};
+
+  // The call that a thread is inside, and what was called before it.
+  std::atomic<bool> inside{false};
+  // Held while the provider is asked something by another thread than the one that calls
+  // collectives, and while it destroys; `closed`, once it has.
+  std::mutex life;
+  bool closed = false;
+  std::mutex mutex;  // of what follows; held for moments
+  comm::Step last, last_transfer;
+  bool running = false;  // a call is inside the provider since `since`
+  comm::Clock::time_point since;
+  bool marked = false;
+  comm::Mark mark;
+  Status failure;
+  std::atomic<bool> failed{false};
+  std::atomic<bool> told{false};  // `failure` has all that is known of it
+
+  // Waits, for a moment, until it is known which ranks came.
+  Status failed_status();
+  // From here on it is failed; false if it was before.
+  bool mark_failed(Status why);
+  // Ends what its collectives wait for.
+  void abort() noexcept;
+  // Ends the provider's part, on the calling thread.
+  void close() noexcept;
+};
+
+namespace comm {
+
+// All that are alive in this process, for the watchdog and for calls that name one by its id.
+void add(const std::shared_ptr<Comm::Rep>& rep);
+void remove(const Comm::Rep& rep);
+std::shared_ptr<Comm::Rep> find(uint64_t id);
+std::vector<std::shared_ptr<Comm::Rep>> all();
+// Changes with every fork, in the child.
+uint64_t fork_generation() noexcept;
+// FAILED_PRECONDITION in a child of the process that made it.
+Status check_process(const Comm::Rep& rep);
+// Fails the communicator, then every other of the process because of it, and adds to the failure
+// where the other ranks are, as far as they say so within a moment.
+void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why);
+// Puts this rank's last collective into the store, for the others to tell.
+void tell_last(Comm::Rep& rep);
+// Where each rank was when it failed, as each tells.
+std::string arrivals(Comm::Rep& rep);
+
+}  // namespace comm
+}  // namespace te_fl

@@ -1,0 +1,64 @@
+#include "comm/store_face.hpp"
+
+#include <cstring>
+#include <utility>
+
+namespace te_fl::comm {
+namespace {
+
+// Runs f, whose status and text go to the plugin.
+template <class F>
+te_fl_status told(const te_fl_error_sink* errors, F&& f) noexcept {
+  try {
+    const Status status = f();
+    if (!status.ok() && errors != nullptr && errors->write != nullptr)
+      errors->write(errors->host, status.message().c_str());
+    return TE_FL_STATUS_CODE(status.to_c());
+  } catch (...) {
+    return TE_FL_OUT_OF_MEMORY;
+  }
+}
+
+}  // namespace
+
+StoreFace::StoreFace(std::shared_ptr<Store> store, const std::string& name)
+    : store_(std::move(store)), prefix_(name + "/") {
+  face_.struct_size = sizeof face_;
+  face_.host = this;
+  face_.set = &set;
+  face_.get = &get;
+}
+
+te_fl_status StoreFace::set(void* host, const char* key, const void* value, size_t bytes,
+                            const te_fl_error_sink* errors) noexcept {
+  return told(errors, [&] {
+    auto* self = static_cast<StoreFace*>(host);
+    if (key == nullptr || (value == nullptr && bytes != 0))
+      return invalid_argument("te_fl_comm_store.set: key or value is NULL");
+    return self->store_->set(self->prefix_ + "provider/" + key,
+                             std::string_view(static_cast<const char*>(value), bytes));
+  });
+}
+
+te_fl_status StoreFace::get(void* host, const char* key, uint32_t timeout_ms, void* value,
+                            size_t capacity, size_t* bytes,
+                            const te_fl_error_sink* errors) noexcept {
+  return told(errors, [&]() -> Status {
+    auto* self = static_cast<StoreFace*>(host);
+    if (key == nullptr || bytes == nullptr)
+      return invalid_argument("te_fl_comm_store.get: key or bytes is NULL");
+    TE_FL_ASSIGN_OR_RETURN(const std::string found,
+                           self->store_->get(self->prefix_ + "provider/" + key,
+                                             std::chrono::milliseconds(timeout_ms)));
+    *bytes = found.size();
+    if (found.size() > capacity) {
+      return invalid_argument("te_fl_comm_store.get: '" + std::string(key) + "' has " +
+                              std::to_string(found.size()) + " bytes, the caller has room for " +
+                              std::to_string(capacity));
+    }
+    if (!found.empty()) std::memcpy(value, found.data(), found.size());
+    return {};
+  });
+}
+
+}  // namespace te_fl::comm

@@ -1,0 +1,98 @@
+#include "comm/watchdog.hpp"
+
+#include <thread>
+
+#include "comm/rep.hpp"
+#include "core/base/error_text.hpp"
+#include "core/base/fork.hpp"
+#include "te_fl/log.hpp"
+
+namespace te_fl::comm {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kPeriod{100};
+// A provider on the host ends its calls by the time-out itself, and says more; this is for one that
+// does not.
+constexpr milliseconds kGrace{500};
+
+constinit core::ForkMutex mutex(core::LockLevel::kCommWatchdog);
+const core::ForkMutex::Registration registration(mutex);
+bool g_runs = false;  // under the mutex
+
+// In a child nobody looks until it makes a communicator of its own.
+const core::ForkedChild child(core::LockLevel::kCommWatchdog, [] { g_runs = false; });
+
+std::string late(const Comm::Rep& rep, const Step& step) {
+  return "communicator '" + rep.name + "', rank " + std::to_string(rep.c.rank) + " of " +
+         std::to_string(rep.c.size) + ": " + step.text() + " did not end within " +
+         std::to_string(rep.timeout.count()) + " ms (TE_FL_COMM_TIMEOUT_MS)";
+}
+
+// The failure of a communicator, if it has one.
+Status look(Comm::Rep& rep) {
+  if (rep.provider->api.async_error != nullptr) {
+    core::ErrorText errors;
+    const te_fl_status code =
+        errors.call([&] { return rep.provider->api.async_error(rep.c.self, errors.sink()); });
+    if (code != TE_FL_OK) {
+      return Status(StatusCode::kCommFailed,
+                    "communicator '" + rep.name + "', rank " + std::to_string(rep.c.rank) + ": " +
+                        (errors.text().empty() ? "it failed" : errors.text()));
+    }
+  }
+  bool marked = false;
+  {
+    const std::lock_guard lock(rep.mutex);
+    if (rep.running && Clock::now() - rep.since > rep.timeout + kGrace)
+      return Status(StatusCode::kCommFailed, late(rep, rep.last));
+    marked = rep.marked;
+  }
+  if (!marked) return {};
+  const Result<bool> done = rep.mark.event.done();
+  const std::lock_guard lock(rep.mutex);
+  if (done.ok() && *done) {
+    rep.marked = false;
+  } else if (Clock::now() - rep.mark.since > rep.timeout) {
+    return Status(StatusCode::kCommFailed, late(rep, rep.mark.step));
+  }
+  return {};
+}
+
+void run() {
+  const uint64_t generation = fork_generation();
+  for (;;) {
+    std::vector<std::shared_ptr<Comm::Rep>> reps = all();
+    {
+      const std::lock_guard lock(mutex);
+      if (fork_generation() != generation) return;
+      if (reps.empty()) {
+        g_runs = false;
+        return;
+      }
+    }
+    for (const auto& rep : reps) {
+      if (rep->failed.load(std::memory_order_acquire)) continue;
+      Status why;
+      {
+        const std::lock_guard lock(rep->life);
+        if (!rep->closed) why = look(*rep);
+      }
+      if (!why.ok()) fail_all(rep, std::move(why));
+    }
+    reps.clear();
+    std::this_thread::sleep_for(kPeriod);
+  }
+}
+
+}  // namespace
+
+void watch() {
+  const std::lock_guard lock(mutex);
+  if (g_runs) return;
+  std::thread(run).detach();
+  g_runs = true;
+}
+
+}  // namespace te_fl::comm

@@ -1,0 +1,195 @@
+// Tests of communicators over ranks that are threads: how they are made, what is refused, and how a
+// failure of one is told on all.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "support/expect.hpp"
+#include "te_fl/comm.hpp"
+#include "te_fl/environment.hpp"
+#include "te_fl/ops.hpp"
+#include "te_fl/policy.hpp"
+#include "te_fl/tensor.hpp"
+
+namespace te_fl {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Runs f(rank) on a thread for each rank.
+void on_ranks(int size, const std::function<void(int)>& f) {
+  std::vector<std::thread> threads;
+  for (int r = 0; r < size; ++r) threads.emplace_back(f, r);
+  for (std::thread& t : threads) t.join();
+}
+
+class Comms : public ::testing::Test {
+ protected:
+  CommOptions options(int rank, int size, std::string name = "world") {
+    CommOptions o;
+    o.rank = rank;
+    o.size = size;
+    o.store = store;
+    o.name = std::move(name);
+    o.provider = "threads";
+    o.timeout = milliseconds(20000);
+    return o;
+  }
+  std::shared_ptr<Store> store = Store::in_process();
+};
+
+Tensor of(const std::vector<float>& values) {
+  return Tensor::from_values({static_cast<int64_t>(values.size())}, values).value();
+}
+std::vector<float> values(const Tensor& t) {
+  const auto* first = static_cast<const float*>(t.c()->dl.data);
+  return {first, first + t.numel()};
+}
+
+Status all_reduce(const Comm& comm, const Tensor& t) {
+  te_fl_all_reduce_args args;
+  args.input = args.output = t.c();
+  args.comm = comm.c();
+  return ops::all_reduce(args);
+}
+
+TEST_F(Comms, RanksReduceTogether) {
+  on_ranks(3, [&](int rank) {
+    Result<Comm> comm = Comm::create(options(rank, 3));
+    ASSERT_OK(comm);
+    EXPECT_EQ(comm->rank(), rank);
+    EXPECT_EQ(comm->provider(), "threads");
+    EXPECT_FALSE(comm->implementations().empty());
+    const Tensor t = of({static_cast<float>(rank), 2});
+    for (int i = 0; i < 3; ++i) ASSERT_OK(all_reduce(*comm, t));
+    EXPECT_EQ(values(t), (std::vector<float>{27, 54}));
+    EXPECT_OK(comm->status());
+  });
+}
+
+TEST_F(Comms, AreSplit) {
+  on_ranks(4, [&](int rank) {
+    Result<Comm> comm = Comm::create(options(rank, 4));
+    ASSERT_OK(comm);
+    Result<Comm> half = comm->split(rank % 2, -rank, "half");
+    ASSERT_OK(half);
+    EXPECT_EQ(half->size(), 2);
+    EXPECT_EQ(half->rank(), rank < 2 ? 1 : 0) << "in the order of the keys";
+    EXPECT_EQ(half->name(), "half." + std::to_string(rank % 2));
+    const Tensor t = of({static_cast<float>(rank)});
+    ASSERT_OK(all_reduce(*half, t));
+    EXPECT_EQ(values(t)[0], rank % 2 == 0 ? 2.0f : 4.0f);
+    Result<Comm> some = comm->split(rank == 0 ? -1 : 5, 0, "some");
+    ASSERT_OK(some);
+    EXPECT_EQ(static_cast<bool>(*some), rank != 0);
+    if (rank != 0) {
+      ASSERT_OK(all_reduce(*some, t));
+    }
+  });
+}
+
+TEST_F(Comms, ADifferenceBetweenRanksIsRefusedOnAll) {
+  on_ranks(3, [&](int rank) {
+    PolicySettings settings;
+    settings.deterministic = rank == 2;
+    const PolicyScope scope(settings);
+    const Result<Comm> comm = Comm::create(options(rank, 3));
+    EXPECT_FAILS(comm.status(), kFailedPrecondition, "the ranks would not do the same");
+    EXPECT_HAS(comm.status().to_string(), "on rank 0");
+    EXPECT_HAS(comm.status().to_string(), "on rank 2");
+    EXPECT_LACKS(comm.status().to_string(), "on rank 1");
+  });
+}
+
+TEST_F(Comms, ARankThatDoesNotComeIsNamed) {
+  CommOptions o = options(0, 3);
+  o.timeout = milliseconds(50);
+  const Result<Comm> comm = Comm::create(o);
+  EXPECT_FAILS(comm.status(), kTimeout, "these did not come: 1, 2");
+}
+
+TEST_F(Comms, AMissingRankInACollectiveFailsItOnAll) {
+  std::atomic<int> failed{0};
+  on_ranks(3, [&](int rank) {
+    CommOptions o = options(rank, 3);
+    o.timeout = milliseconds(300);
+    Result<Comm> comm = Comm::create(o);
+    ASSERT_OK(comm);
+    const Tensor t = Tensor::zeros({4, 2}, DType::kF32).value();
+    ASSERT_OK(all_reduce(*comm, t));
+    if (rank == 1) {  // it does something else for too long
+      while (failed < 2) std::this_thread::sleep_for(milliseconds(5));
+      EXPECT_FAILS(comm->status(), kCommFailed, "world") << "its watchdog saw it, too";
+      return;
+    }
+    const Status status = all_reduce(*comm, t);
+    ++failed;
+    EXPECT_FAILS(status, kCommFailed, "all_reduce number 2 of f32[4,2] failed");
+    EXPECT_HAS(status.to_string(), "rank 1 of communicator 'world' did not come");
+    EXPECT_FAILS(all_reduce(*comm, t), kCommFailed, "number 2") << "it stays failed";
+  });
+  EXPECT_EQ(failed, 2);
+}
+
+TEST_F(Comms, AnAbortedOneIsAbortedWithAllOthers) {
+  on_ranks(2, [&](int rank) {
+    Result<Comm> comm = Comm::create(options(rank, 2));
+    Result<Comm> other = Comm::create(options(rank, 2, "other"));
+    ASSERT_OK(comm);
+    ASSERT_OK(other);
+    const Tensor t = Tensor::zeros({1}, DType::kF32).value();
+    if (rank == 0) {
+      comm->abort("the loss is not finite");
+    } else {
+      EXPECT_FAILS(all_reduce(*other, t), kCommFailed, "the loss is not finite");
+    }
+    EXPECT_FAILS(other->status(), kCommFailed, "the loss is not finite");
+  });
+}
+
+TEST_F(Comms, ACallersMistakeChangesNothing) {
+  on_ranks(2, [&](int rank) {
+    Result<Comm> comm = Comm::create(options(rank, 2));
+    ASSERT_OK(comm);
+    const Tensor part = Tensor::zeros({2}, DType::kF32).value();
+    const Tensor all = Tensor::zeros({3}, DType::kF32).value();
+    te_fl_all_gather_args gather;
+    gather.input = part.c();
+    gather.output = all.c();
+    gather.comm = comm->c();
+    EXPECT_FAILS(ops::all_gather(gather), kInvalidArgument, "'comm' is of 2 ranks");
+    EXPECT_OK(all_reduce(*comm, part)) << "and the ranks are still together";
+  });
+}
+
+TEST_F(Comms, ValidateComparesBeforeACollectiveBegins) {
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
+  on_ranks(2, [&](int rank) {
+    Result<Comm> comm = Comm::create(options(rank, 2));
+    ASSERT_OK(comm);
+    const Tensor t = Tensor::zeros({rank + 1}, DType::kF32).value();
+    EXPECT_FAILS(all_reduce(*comm, t), kCommFailed, "TE_FL_VALIDATE");
+  });
+  ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
+}
+
+TEST_F(Comms, BadOptionsAreNamed) {
+  EXPECT_FAILS(Comm::create(options(3, 3)).status(), kInvalidArgument, "rank 3 of 3");
+  CommOptions o = options(0, 2);
+  o.store = nullptr;
+  EXPECT_FAILS(Comm::create(o).status(), kInvalidArgument, "no store");
+  o = options(0, 1);
+  o.provider = "telegraph";
+  EXPECT_FAILS(Comm::create(o).status(), kNotFound, "no provider of collectives 'telegraph'");
+  o = options(0, 1);
+  o.name = "a/b";
+  EXPECT_FAILS(Comm::create(o).status(), kInvalidArgument, "no '/'");
+  o = options(0, 1, "twice");
+  ASSERT_OK(Comm::create(o));
+}
+
+}  // namespace
+}  // namespace te_fl
