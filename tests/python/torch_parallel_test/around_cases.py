@@ -1,4 +1,4 @@
-"""What programs put around layers that a group divides, and what is refused."""
+"""Checkpoints, copies, graphs and other things that programs put around layers which a group divides, and the refusals."""
 
 import copy
 import io

@@ -69,9 +69,9 @@ def compare(make, inputs, group, sp, gated=False, summed=(), divided_in=True, di
     call = call or (lambda module, *x: module(*x))
     whole = randomise(make())
     part = share(whole, make(tp_group=group, sequence_parallel=sp), size, rank, gated)
-    given = [x.clone().to(dtype).requires_grad_() for x in inputs]
-    own = [rows(x.detach(), size, rank, sp and divided_in).clone().requires_grad_() for x in given]
-    want, got = call(whole, *given), call(part, *own)
+    wholes = [x.clone().to(dtype).requires_grad_() for x in inputs]
+    own = [rows(x.detach(), size, rank, sp and divided_in).clone().requires_grad_() for x in wholes]
+    want, got = call(whole, *wholes), call(part, *own)
     want, got = (o if isinstance(o, tuple) else (o,) for o in (want, got))
     grads = [torch.randn_like(o) for o in want]
     for i, (w, g) in enumerate(zip(want, got)):
@@ -80,6 +80,6 @@ def compare(make, inputs, group, sp, gated=False, summed=(), divided_in=True, di
     torch.autograd.backward(want, grads)
     # A bias that is returned is whole on each rank, and the rows that it is added to are divided.
     torch.autograd.backward(got, [rows(g, size, rank, sp and divided_out) if g.dim() > 1 else g / (size if sp else 1) for g in grads])
-    for i, (x, o) in enumerate(zip(given, own)):
+    for i, (x, o) in enumerate(zip(wholes, own)):
         close(o.grad, rows(x.grad, size, rank, sp and divided_in), f"the gradient of input {i}", relative)
     same_gradients(whole, part, group, gated, summed, relative)

@@ -84,7 +84,7 @@ def case_without_a_mode_nothing_is_divided(ranks):
 
 
 def case_layernorm_linear(ranks):
-    """What a row-parallel product follows, so that outputs are whole."""
+    """A row-parallel product follows, so that outputs are whole."""
     class Both(torch.nn.Module):
         def __init__(self, **parallel):
             super().__init__()
@@ -226,11 +226,11 @@ def case_attributes(ranks):
     for size in ranks.degrees():
         for sp in (False, True):
             layer = _layer(output_layernorm=False)(tp_group=ranks.groups[size], sequence_parallel=sp)
-            said = {n: (getattr(p, "tensor_model_parallel", None), getattr(p, "partition_dim", None), getattr(p, "partition_stride", None),
+            marks = {n: (getattr(p, "tensor_model_parallel", None), getattr(p, "partition_dim", None), getattr(p, "partition_stride", None),
                         getattr(p, "sequence_parallel", None)) for n, p in layer.named_parameters()}
             column, row, norm = (True, 0, 1, None), (True, 1, 1, None), (None, None, None, sp)
             want = {"self_attention.proj.weight": row, "self_attention.proj.bias": norm, "layernorm_mlp.fc2_weight": row, "layernorm_mlp.fc2_bias": norm,
                     "layernorm_mlp.fc1_weight": column, "layernorm_mlp.fc1_bias": column}
-            for n in said:
-                assert said[n] == want.get(n, norm if "layer_norm" in n else column), (n, said[n])
+            for n in marks:
+                assert marks[n] == want.get(n, norm if "layer_norm" in n else column), (n, marks[n])
             assert layer.sequence_parallel is sp and layer.layernorm_mlp.tp_size == size and layer.self_attention.proj.in_features == 32 // size

@@ -76,12 +76,12 @@ def launched():
         processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(WORLD), folder], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                       env=environment) for rank in range(WORLD)]
         try:
-            said = [p.communicate(timeout=600)[0] for p in processes]
+            outputs = [p.communicate(timeout=600)[0] for p in processes]
         finally:
             for p in processes:
                 p.kill()
         wrong = {}
-        for rank, (process, text) in enumerate(zip(processes, said)):
+        for rank, (process, text) in enumerate(zip(processes, outputs)):
             path = pathlib.Path(folder, f"wrong{rank}.json")
             if process.returncode != 0 or not path.exists():
                 raise AssertionError(f"rank {rank} ended with {process.returncode}:\n{text}")
