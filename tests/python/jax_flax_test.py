@@ -253,7 +253,7 @@ class OwnLayers(unittest.TestCase):
 @unittest.skipUnless(DOCUMENT.exists(), "needs te-fl's documents")
 class Document(unittest.TestCase):
     def test_its_code_runs(self):
-        blocks = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
+        blocks = re.findall(r"tested-by: python_jax_flax_test -->\n```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
         self.assertEqual(len(blocks), 1)
         names = {}
         exec(compile(blocks[0], str(DOCUMENT), "exec"), names)

@@ -95,7 +95,7 @@ PARTLY = {
                                           "apply_residual_connection_post_layernorm": True, "fuse_qkv": True},
     "te_fl.jax.flax.MultiHeadAttention.__call__": {"decode": True},
     "te_fl.jax.flax.TransformerLayer.__call__": {"decode": True, "max_decode_length": 8},
-    "te_fl.jax.sharding.MeshResource": {"pp_resource": "pp", "cp_resource": "cp", "ep_resource": "ep"},
+    "te_fl.jax.sharding.MeshResource": {"cp_resource": "cp", "ep_resource": "ep"},
     "te_fl.pytorch.graph.make_graphed_callables": {"_order": [1, -1], "_num_layers_per_chunk": [1],
                                                    "_reuse_graph_input_output_buffers": True},
     "te_fl.pytorch.offload.get_cpu_offload_context": {"enabled": True},

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 import threading
-from typing import Any, Dict, FrozenSet, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Mapping, Sequence, Tuple
 
 import jax
 
 from te_fl import _native
 from te_fl.jax import _partition
+from te_fl.jax._partition import Spread
+from te_fl.jax._tensors import block_layout
 from te_fl.jax._varying import align
 
 Named = Sequence[Tuple[str, Any]]
@@ -63,22 +66,28 @@ def _word(value: Any) -> str:
     return repr(float(value))
 
 
-def _flat(name: str, shape: Tuple[int, ...], packed: FrozenSet[str], settings: Mapping[str, Any]) -> Tuple[int, ...]:
-    """The shape that te-fl sees of an array whose columns are spread over two dimensions."""
+def _flat(name: str, shape: Tuple[int, ...], spread: Spread, settings: Mapping[str, Any]) -> Tuple[int, ...]:
+    """The shape that te-fl sees of an array whose rows or columns are spread over several dimensions."""
     arg, _, part = name.partition(".")
-    if arg not in packed or part not in ("", "columnwise_data"):
+    first, second = spread.get(arg, (0, 0))
+    layout = block_layout(settings.get(f"{arg}.scaling", "tensor"), part == "columnwise_scale_inv")
+    factors = part.endswith("scale_inv") and layout is not None and len(shape) == first + second
+    if arg not in spread or not factors and part not in ("", "columnwise_data"):
         return shape
-    transposed = part and settings.get(f"{arg}.scaling") != "mxfp8"
-    return (shape[0] * shape[1], *shape[2:]) if transposed else (*shape[:-2], shape[-2] * shape[-1])
+    if layout.columns_first if factors else part and settings.get(f"{arg}.scaling") != "mxfp8":
+        first, second = second, first
+    return tuple(math.prod(dims) for count, dims in ((first, shape[:first]), (second, shape[first:])) if count)
 
 
 def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], elementwise: bool = False,
-         packed: FrozenSet[str] = frozenset()) -> Dict[str, jax.Array]:
+         spread: Spread = {}, prepare: Mapping[str, Callable[[jax.Array], jax.Array]] = {}) -> Dict[str, jax.Array]:
     """The results by name. A name among operands and results is read and written: XLA gives both the same memory.
 
     operands: (name, array); results: (name, jax.ShapeDtypeStruct); settings: scalars and NAME.scaling etc.
-    packed: arguments whose columns are spread over two dimensions, [M, n, N] for a matrix [M, n * N] (its column-wise codes are
-    [n, N, M], or in MXFP8 in the same order), so that a mesh can cut N.
+    spread: for arguments that are matrices to the op, the number of dimensions over which their rows and their columns are spread,
+    so that a mesh can cut each: (2, 2) for [b, s, n, N] as a matrix [b * s, n * N]. Its column-wise codes are [n, N, b, s], or in MXFP8 in
+    the same order. 0: the argument has no rows, or no columns.
+    prepare: functions that make of a device's part of an operand what the op reads.
     elementwise: leading dimensions may be added to all arrays together, so vmap is one call; else it is a loop.
     """
     inputs = [name for name, _ in operands]
@@ -89,16 +98,17 @@ def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], 
     aliases = {inputs.index(name): i for i, name in enumerate(outputs) if name in inputs}
 
     def run(shapes, *arrays):
-        types = [jax.ShapeDtypeStruct(_flat(name, shape, packed, settings), result.dtype) for shape, (name, result) in zip(shapes, results)]
-        arrays = [array.reshape(_flat(name, array.shape, packed, settings)) for array, (name, _) in zip(arrays, operands)] if packed else arrays
+        arrays = [prepare[name](array) if name in prepare else array for array, name in zip(arrays, inputs)]
+        types = [jax.ShapeDtypeStruct(_flat(name, shape, spread, settings), result.dtype) for shape, (name, result) in zip(shapes, results)]
+        arrays = [array.reshape(_flat(name, array.shape, spread, settings)) for array, (name, _) in zip(arrays, operands)] if spread else arrays
         values = jax.ffi.ffi_call(_target(op), types, vmap_method="broadcast_all" if elementwise else "sequential",
                                 input_output_aliases=aliases)(*arrays, call=text)
-        return [value.reshape(shape) for value, shape in zip(values, shapes)] if packed else values
+        return [value.reshape(shape) for value, shape in zip(values, shapes)] if spread else values
 
     arrays = align([array for _, array in operands])
     whole = [result.shape for _, result in results]
     if _partition.may_cut_programs():
-        values = _partition.call(run, op, operands, results, settings, packed)
+        values = _partition.call(run, op, operands, results, settings, spread, prepare)
     else:
         values = align(run(whole, *arrays), arrays)  # JAX's FFI does not say that results differ where operands do
     return dict(zip(outputs, values))

@@ -1,17 +1,19 @@
 """Cuts the calls of ops over the devices of a mesh: rules for XLA's partitioner, from the shape rules of the specification.
 
 Rows (the leading dimensions) may be cut wherever an op treats them one by one; products also along N and, with a sum over the devices, along
-K; attention and softmax along batch and heads. What is summed over rows is summed over the devices, an amax is the largest of theirs. Other
-calls run whole on every device: those with random numbers, whose counters number the elements of the whole, and block scales. Inside
-shard_map nothing of this applies: there each device calls the op on its part.
+K; attention, rotary embedding and softmax along batch and heads. What is summed over rows is summed over the devices, an amax is the largest of
+theirs, and factors of blocks are cut with their blocks where the parts are laid out as matrices of their own. Other calls run whole on every
+device: those with random numbers, whose counters number the elements of the whole (_attention_parts cuts those of attention). Inside shard_map
+nothing of this applies: there each device calls the op on its part.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from typing import Any, Callable, Dict, FrozenSet, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Collection, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 import jax
 from jax.custom_batching import sequential_vmap
@@ -20,11 +22,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from te_fl import _native
 from te_fl.jax._shape_rule import terms
+from te_fl.jax._tensors import BlockLayout, block_layout, spread_scale_inv
+from te_fl.jax.sharding import flat_axes, global_mesh_resource
 
 Factors = Tuple[str, ...]  # one name per dimension
+Spread = Mapping[str, Tuple[int, int]]  # numbers of dimensions of an argument's rows and columns; te_fl.jax._call.call
 
 _ROWWISE = ("layernorm_fwd", "layernorm_bwd", "rmsnorm_fwd", "rmsnorm_bwd", "quantize", "dequantize")
-_SUMMED = ("dgamma", "dbeta", "dbias", "bias_grad")  # over rows
+_ROPE = ("fused_rope_forward", "fused_rope_backward")
+_SUMMED = ("dgamma", "dbeta", "dbias", "bias_grad", "dsink")  # over rows, or sequences
 
 
 @functools.cache
@@ -39,24 +45,38 @@ def _rowwise(op: str) -> bool:
                                        {"input", "output", "limit", "alpha"}, {"grad", "input", "output", "limit", "alpha"})
 
 
-def _attention(name: str, rank: int, settings: Mapping[str, Any], grouped: bool) -> Optional[Factors]:
+def attention_factors(name: str, shape: Tuple[int, ...], layout: str) -> Optional[Factors]:
+    """The names of the dimensions of an argument of attention: sequences are "b", heads "h"; None: it is whole on every device."""
     if name == "softmax_lse":
         return ("b", "h", "sq")
-    if rank != 4 or name not in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv"):
+    if name in ("softmax_sink", "dsink"):
+        return ("h",)
+    if name in ("cu_seqlens_q", "cu_seqlens_kv"):  # lengths until a device cumulates its own
+        return ("b",)
+    if len(shape) == 4 and name in ("bias", "dbias", "attn_mask"):
+        return ("b" if shape[0] != 1 else "", "h" if shape[1] != 1 else "", "", "")
+    if len(shape) != 4 or name not in ("q", "k", "v", "o", "d_o", "dq", "dk", "dv"):
         return None
-    keys = name in ("k", "v", "dk", "dv")
-    length = "sk" if keys else "sq"
-    head = ("kh" if grouped else "h") if keys else "h"
+    length = "sk" if name in ("k", "v", "dk", "dv") else "sq"
     size = "dv" if name in ("v", "o", "d_o", "dv") else "dk"
-    return ("b", length, head, size) if settings.get("layout", "sbhd") == "bshd" else (length, "b", head, size)
+    return ("b", length, "h", size) if layout == "bshd" else (length, "b", "h", size)
 
 
-def _by_rule(op: str, rule: str, rank: int, settings: Mapping[str, Any]) -> Optional[Factors]:
+def _spread_out(rule: Sequence[str], rows: int, columns: int) -> Tuple[Factors, Factors]:
+    """The names of a matrix's rows and columns, each over so many dimensions. Of [n, N] columns a mesh cuts N; both halves of a gated
+    activation's then, as its H."""
+    first, *rest = rule
+    last = rest[0] if rest else first if first != "..." else "h"
+    leading = "row" if "..." in first else first.lower()
+    names = (leading,) if rows == 1 and leading != "row" else tuple(f"{leading}{i}" for i in range(rows))
+    return names, ("",) * (columns - 1) + ((last[2:] if last.startswith("2*") else last).lower(),) * (columns > 0)
+
+
+def _by_rule(rule: Sequence[str], rank: int) -> Optional[Factors]:
     words: List[str] = []
-    rule_terms = terms(op, rule, settings)
-    for word in rule_terms:
+    for word in rule:
         if word == "...":
-            words += [f"row{i}" for i in range(rank - len(rule_terms) + 1)]
+            words += [f"row{i}" for i in range(rank - len(rule) + 1)]
         elif word == "@...":
             words.append("row0")
         else:
@@ -64,40 +84,59 @@ def _by_rule(op: str, rule: str, rank: int, settings: Mapping[str, Any]) -> Opti
     return tuple(words) if len(words) == rank else None
 
 
-def _factors(op: str, name: str, struct: Any, settings: Mapping[str, Any], grouped: bool, packed: FrozenSet[str]) -> Optional[Factors]:
+def _layout(name: str, settings: Mapping[str, Any]) -> Optional[BlockLayout]:
+    """That of an array with the factors of blocks; None for others."""
+    arg, _, part = name.partition(".")
+    return block_layout(settings.get(f"{arg}.scaling", "tensor"), part == "columnwise_scale_inv") if part.endswith("scale_inv") else None
+
+
+def _factors(op: str, name: str, struct: Any, settings: Mapping[str, Any], spread: Spread) -> Optional[Factors]:
     """The dimensions' names; None: the array is whole on every device."""
     arg, _, part = name.partition(".")
     rank = len(struct.shape)
-    if part not in ("", "columnwise_data") or arg not in _rules(op):
+    layout = _layout(name, settings)
+    if part not in ("", "columnwise_data") and (layout is None or arg not in spread) or arg not in _rules(op):
         return None
     if op.startswith("fused_attn"):
-        return _attention(name, rank, settings, grouped)
-    found = _by_rule(op, _rules(op)[arg][0], rank - (arg in packed), settings)
-    if arg in packed and found is not None:  # of [n, N] columns a mesh cuts N; both halves of a gated activation's then, as its H
-        found = (*found[:-1], "", found[-1] or "h")
-        return (*found[1:], found[0]) if part else found
+        return attention_factors(name, struct.shape, settings.get("layout", "sbhd"))
+    if op in _ROPE:
+        lead = ("b", "s") if settings.get("layout") == "bshd" else ("s", "b")
+        return (*lead, "h", "") if rank == 4 and arg != "freqs" else None
+    rule = terms(op, _rules(op)[arg][0], settings)
+    if arg in spread:
+        rows, columns = _spread_out(rule, *spread[arg])
+        if layout is not None:
+            found = columns + rows if layout.columns_first else rows + columns
+            return found if len(found) == rank else None
+        return columns + rows if part and settings.get(f"{arg}.scaling") != "mxfp8" else rows + columns
+    found = _by_rule(rule, rank)
     return found[::-1] if part and found is not None else found
 
 
-def _may_cut(op: str, operands: Sequence, settings: Mapping[str, Any], packed: FrozenSet[str]) -> Set[str]:
+def _numbered(*names: str) -> Set[str]:
+    return {f"{name}{i}" for name in names for i in ("", *range(8))}
+
+
+def _may_cut(op: str, operands: Sequence, settings: Mapping[str, Any], spread: Spread, prepared: Collection[str]) -> Set[str]:
     """The names of dimensions along which the op may be cut."""
     names = {name for name, _ in operands}
-    if "rng" in names or any(key.endswith(".scaling") and value != "tensor" for key, value in settings.items()):
+    if "rng" in names or not spread and any(key.endswith(".scaling") and value != "tensor" for key, value in settings.items()):
         return set()
     if any(key.endswith(".compute_scale") for key in settings):
         return set()
     if op == "generic_gemm":
         plain = {name.partition(".")[0] for name in names} == {"a", "b"}
-        return {"m", "n", "k"} if plain else {"m", "n"}
+        return _numbered("m", "n", "k") if plain else _numbered("m", "n")
     if op.startswith("fused_attn"):
-        rest = {name.partition(".")[0] for name in names} - {"d_o", "q", "k", "v", "o", "softmax_lse"}
+        rest = names - {"d_o", "q", "k", "v", "o", "softmax_lse", "bias", "attn_mask", "softmax_sink", *prepared}
         return set() if rest else {"b", "h"}
+    if op in _ROPE:
+        return {"b", "h"} if names == {"input", "freqs"} else set()
     if op.startswith("scaled_") and "softmax" in op:
         return {"b"} if "mask" in names else {"b", "h"}
     if _rowwise(op):
-        if any("@..." in rule for rule, _ in _rules(op).values()):
-            return {"row0"}
-        return {f"row{i}" for i in range(8)} | ({"h"} if packed else set())
+        per_row = any("@..." in rule for rule, _ in _rules(op).values())
+        return _numbered("row") | ({"h"} if spread and not per_row else set())
     return set()
 
 
@@ -105,94 +144,161 @@ def _spec(factors: Optional[Factors], rank: int, axes: Mapping[str, Any]) -> Par
     return PartitionSpec(*([None] * rank if factors is None else [axes.get(f) for f in factors]))
 
 
-def _chosen(infos: Sequence, factors: Sequence[Optional[Factors]], cut: Set[str], fits: Callable[[str, Tuple[str, ...]], bool]) -> Dict[str, Any]:
-    """The mesh axes over which each dimension is cut: those of the first array that is cut there, each axis once. A dimension
-    that these axes do not divide stays whole."""
+def _laid(infos: Sequence, factors: Sequence[Optional[Factors]]) -> List[Tuple[str, Any]]:
+    """The dimensions that are cut in any of these arrays and their mesh axes, in the arrays' order."""
+    specs = [getattr(info.sharding, "spec", None) for info in infos]
+    return [pair for spec, names in zip(specs, factors) if names is not None and spec is not None for pair in zip(names, tuple(spec)) if pair[1]]
+
+
+def _chosen(laid: Sequence[Tuple[str, Any]], cut: Set[str], fits: Callable[[Mapping[str, Any]], bool]) -> Dict[str, Any]:
+    """The mesh axes over which each dimension is cut: the first ones, each axis once. A dimension that they do not fit stays whole."""
     axes: Dict[str, Any] = {}
     used: Set[str] = set()
-    for info, names in zip(infos, factors):
-        spec = getattr(info.sharding, "spec", None)
-        if names is None or spec is None:
-            continue
-        for name, axis in zip(names, tuple(spec)):
-            flat = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-            if name in cut and name not in axes and flat and not used & set(flat) and fits(name, flat):
-                axes[name] = axis
-                used |= set(flat)
+    for name, axis in laid:
+        flat = flat_axes([axis])
+        if name in cut and name not in axes and not used & set(flat) and fits({**axes, name: axis}):
+            axes[name] = axis
+            used |= set(flat)
     return axes
-
-
-def _flat(axes: Sequence[Any]) -> Tuple[str, ...]:
-    return tuple(a for axis in axes if axis is not None for a in (axis if isinstance(axis, tuple) else (axis,)))
 
 
 class _Plan:
     """The plan for cutting one call: its arrays' dimensions by name, and the names along which it may be cut."""
 
-    def __init__(self, op: str, operands: Sequence, results: Sequence, settings: Mapping[str, Any], packed: FrozenSet[str]):
-        shapes = {name.partition(".")[0]: struct.shape for name, struct in operands}
-        grouped = op.startswith("fused_attn") and shapes["q"][2] != shapes["k"][2]
+    def __init__(self, op: str, operands: Sequence, results: Sequence, settings: Mapping[str, Any], spread: Spread, prepared: Collection[str]):
         self.op, self.operands, self.results = op, list(operands), list(results)
+        self.settings, self.spread = settings, spread
+        resource = global_mesh_resource()
+        self.columns = ("h", "n", "m") if settings.get("trans_a") else ("h", "n", "k")
+        self.tensor = {axis for axis in (resource.tp_resource, resource.tpsp_resource) if axis is not None}
         both = self.operands + self.results
-        self.factors = [_factors(op, name, struct, settings, grouped, packed) for name, struct in both]
-        self.cut = _may_cut(op, operands, settings, packed) - ({"h"} if grouped else set())
-        rows = [struct for name, struct in both if name in ("x", "dz")]
-        flat = not op.startswith(("layernorm", "rmsnorm")) or len(rows[0].shape) == 2
-        columns = [(f, len(struct.shape) - (name.partition(".")[0] in packed)) for f, (name, struct) in zip(self.factors, both)
-                   if name.endswith(".columnwise_data")]
-        data = [len(struct.shape) - (name in packed) for name, struct in both if "." not in name]
-        if not flat or columns and (any(f is None for f, _ in columns) or max(data, default=2) > 2):
-            self.cut = set()  # column-wise codes are those of a matrix
+        self.factors = [None if name.startswith("cu_seqlens") and name not in prepared else _factors(op, name, struct, settings, spread)
+                        for name, struct in both]
+        self.cut = _may_cut(op, operands, settings, spread, prepared)
+        norm = op.startswith(("layernorm", "rmsnorm"))
+        columns = any(name.endswith(".columnwise_data") for name, _ in both)
+        if not spread and (norm or columns) and max(len(struct.shape) for name, struct in both if "." not in name) > 2:
+            self.cut = set()  # what is kept of each row, and column-wise codes, have one dimension for all rows
+        if any(_layout(name, settings) is not None and f is None for (name, _), f in zip(both, self.factors)):
+            self.cut = set()  # padded factors of blocks
+        self.extents: Dict[str, List[int]] = {}
+        for names, (_, struct) in zip(self.factors, both):
+            for name, extent in zip(names or (), struct.shape):
+                self.extents[name] = sorted({*self.extents.get(name, ()), extent})
+        self.cut = {name for name in self.cut if all(a > 1 and b % a == 0 for a, b in itertools.pairwise(self.extents.get(name, [])))}
 
     def rule(self) -> Dict[str, Any]:
         """As XLA's partitioner wants it: every dimension has a name, and names come in the order in which they appear."""
         unique = iter(range(10**6))
         both = self.operands + self.results
-        words = [" ".join(name or f"only{next(unique)}" for name in (f if f is not None else ("",) * len(struct.shape)))
+
+        sizes = {f"{name}_{i}": b // a for name in self.cut for i, (a, b) in enumerate(itertools.pairwise(self.extents.get(name, [])))}
+
+        def word(name: str, extent: int) -> str:
+            if name not in self.cut:
+                return f"only{next(unique)}"
+            inner = [f"{name}_{i}" for i in range(self.extents[name].index(extent))]  # heads that share keys, elements that share a factor
+            return f"({' '.join([name, *inner])})" if inner else name
+
+        words = [" ".join(word(*dim) for dim in zip(f if f is not None else ("",) * len(struct.shape), struct.shape))
                  for f, (_, struct) in zip(self.factors, both)]
         count = len(self.operands)
-        names = dict.fromkeys(w for text in words for w in text.split())
-        return {"sharding_rule": ", ".join(words[:count]) + " -> " + ", ".join(words[count:]),
-                "reduction_factors": ("k",) if self.op == "generic_gemm" and "k" in self.cut else (),
+        names = dict.fromkeys(w.strip("()") for text in words for w in text.split())
+        return {**sizes, "sharding_rule": ", ".join(words[:count]) + " -> " + ", ".join(words[count:]),
+                "reduction_factors": tuple(w for w in names if self._summed(w) and w in self.cut),
                 "need_replication_factors": tuple(w for w in names if w not in self.cut)}
+
+    def _summed(self, name: str) -> bool:
+        return self.op == "generic_gemm" and name.startswith("k")
 
     def shardings(self, mesh: Any, axes: Mapping[str, Any]) -> List[NamedSharding]:
         both = self.operands + self.results
         return [NamedSharding(mesh, _spec(f, len(struct.shape), axes)) for f, (_, struct) in zip(self.factors, both)]
 
-    def whole(self, name: str, value: jax.Array, axes: Mapping[str, Any]) -> jax.Array:
-        """A result of the parts made that of the whole."""
-        everywhere = _flat(list(axes.values()))
-        if name.endswith("amax"):
-            return jax.lax.pmax(value, everywhere) if everywhere else value
-        over = _flat([axes.get("k")]) if self.op == "generic_gemm" and name == "d" else everywhere if name in _SUMMED else ()
-        return jax.lax.psum(value, over) if over else value
+    def _summed_over(self, name: str, factors: Optional[Factors], axes: Mapping[str, Any]) -> Tuple[str, ...]:
+        """The mesh axes over which this result of a device's parts is summed."""
+        if self.op == "generic_gemm" and name == "d":
+            return flat_axes([axis for factor, axis in axes.items() if self._summed(factor)])
+        return flat_axes([axis for factor, axis in axes.items() if factor not in (factors or ())]) if name in _SUMMED else ()
 
-    def of_a_device(self, run: Callable, mesh: Any, axes: Mapping[str, Any]) -> Tuple[Callable, List[NamedSharding], List[NamedSharding]]:
-        """The work of one device on its parts, and the layouts of operands and results."""
+    def scattered(self, mesh: Any, axes: Mapping[str, Any], infos: Sequence) -> List[Dict[int, Tuple[str, ...]]]:
+        """For each result the dimensions that a sum over devices may leave cut, as the program wants them, and their mesh axes: the sum is
+        then a reduce-scatter and not an all-reduce."""
+        found: List[Dict[int, Tuple[str, ...]]] = []
+        for (name, struct), factors, info in zip(self.results, self.factors[len(self.operands):], infos):
+            rest, dims = list(self._summed_over(name, factors, axes)), {}
+            spec = getattr(info.sharding, "spec", None)
+            for i, wanted in enumerate(() if spec is None or factors is None else spec):
+                flat = flat_axes([wanted])
+                fits = struct.shape[i] % math.prod(mesh.shape[axis] for axis in flat) == 0
+                if flat and factors[i] not in axes and fits and set(flat) <= set(rest):
+                    dims[i] = flat
+                    rest = [axis for axis in rest if axis not in flat]
+            found.append(dims)
+        return found
+
+    def whole(self, name: str, value: jax.Array, factors: Optional[Factors], axes: Mapping[str, Any], dims: Mapping[int, Tuple[str, ...]]):
+        """A result of the parts made that of the whole, or of the whole its part."""
+        if name.endswith("amax"):
+            everywhere = flat_axes(list(axes.values()))
+            return jax.lax.pmax(value, everywhere) if everywhere else value
+        over = self._summed_over(name, factors, axes)
+        for dim, flat in dims.items():
+            value = jax.lax.psum_scatter(value, flat, scatter_dimension=dim, tiled=True)
+        rest = tuple(axis for axis in over if not any(axis in flat for flat in dims.values()))
+        return jax.lax.psum(value, rest) if rest else value
+
+    def of_a_device(self, run: Callable, mesh: Any, axes: Mapping[str, Any],
+                    infos: Sequence = ()) -> Tuple[Callable, List[NamedSharding], List[NamedSharding]]:
+        """The work of one device on its parts, and the layouts of operands and results. infos: the layouts that the program wants of results."""
         shardings, count = self.shardings(mesh, axes), len(self.operands)
         local = [sharding.shard_shape(struct.shape) for sharding, (_, struct) in zip(shardings[count:], self.results)]
+        dims = self.scattered(mesh, axes, infos) if infos else [{} for _ in self.results]
 
         def lower(*arrays):
-            return tuple(self.whole(name, value, axes) for (name, _), value in zip(self.results, run(local, *arrays)))
+            results = zip(self.results, run(local, *arrays), self.factors[count:], dims)
+            return tuple(self.whole(name, value, factors, axes, cut) for (name, _), value, factors, cut in results)
 
-        return lower, shardings[:count], shardings[count:]
+        made = [NamedSharding(mesh, PartitionSpec(*[cut.get(i, axis) for i, axis in enumerate(sharding.spec)])) if cut else sharding
+                for sharding, cut in zip(shardings[count:], dims)]
+        return lower, shardings[:count], made
 
     def chosen(self, mesh: Any, infos: Sequence) -> Dict[str, Any]:
-        extents: Dict[str, Set[int]] = {}
-        for names, (_, struct) in zip(self.factors, self.operands + self.results):
-            for name, extent in zip(names or (), struct.shape):
-                extents.setdefault(name, set()).add(extent)
+        def fits(axes: Mapping[str, Any]) -> bool:
+            devices = {name: math.prod(mesh.shape[a] for a in flat_axes([axis])) for name, axis in axes.items()}
+            return all(extent % devices[name] == 0 for name in axes for extent in self.extents[name]) and self._blocks_fit(devices)
 
-        def fits(name: str, axes: Tuple[str, ...]) -> bool:
-            return all(extent % math.prod(mesh.shape[axis] for axis in axes) == 0 for extent in extents[name])
+        laid = _laid(infos, self.factors)
+        # Over the tensor axes columns are cut, and rows of another array that lie there (a sequence's) are gathered.
+        columns = [pair for pair in laid if pair[0] in self.columns and set(flat_axes([pair[1]])) <= self.tensor]
+        return _chosen(columns + laid, self.cut, fits)
 
-        return _chosen(infos, self.factors, self.cut, fits)
+    def _blocks_fit(self, devices: Mapping[str, int]) -> bool:
+        """True if the factors of a device's blocks, with dimensions cut over so many devices, are laid out as those of a matrix of its part."""
+        both = self.operands + self.results
+        data = {arg: (names, struct.shape) for (arg, struct), names in zip(both, self.factors)}
+
+        def local(names: Optional[Factors], shape: Tuple[int, ...]) -> Tuple[int, ...]:
+            return tuple(extent // devices.get(name, 1) for name, extent in zip(names or (), shape))
+
+        for (arg, struct), names in zip(both, self.factors):
+            layout = _layout(arg, self.settings)
+            if layout is None:
+                continue
+            of = arg.partition(".")[0]
+            columnwise = arg.endswith("columnwise_scale_inv")
+            shape = local(*data[f"{of}.columnwise_data" if columnwise else of])
+            rows, columns = self.spread[of]
+            turned = columnwise and self.settings[f"{of}.scaling"] != "mxfp8"
+            first = (shape[columns:], shape[:columns]) if turned else (shape[:rows], shape[rows:])
+            if spread_scale_inv(self.settings[f"{of}.scaling"], columnwise, *first) != local(names, struct.shape):
+                return False
+        return True
 
     def partition(self, run: Callable) -> Callable:
         def partition(mesh, arg_infos, result_infos):
             axes = self.chosen(mesh, list(arg_infos) + list(result_infos))
-            lower, operands, results = self.of_a_device(run, mesh, axes)
+            lower, operands, results = self.of_a_device(run, mesh, axes, result_infos)
             return mesh, lower, tuple(results), tuple(operands)
 
         return partition
@@ -255,9 +361,9 @@ class Layout:
 
 
 def call(run: Callable, op: str, operands: Sequence, results: Sequence, settings: Mapping[str, Any],
-         packed: FrozenSet[str]) -> List[jax.Array]:
+         spread: Spread, prepared: Collection[str]) -> List[jax.Array]:
     """run(result shapes, *arrays), cut by XLA's partitioner where the program is one for several devices."""
-    plan = _Plan(op, operands, results, settings, packed)
+    plan = _Plan(op, operands, results, settings, spread, prepared)
     arrays = [array for _, array in operands]
     mesh = _mesh_of_types(arrays)
     if mesh is not None:

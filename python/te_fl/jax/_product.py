@@ -6,6 +6,7 @@ kept for the backward is what the backward reads: of an FP8 product the column-w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple, Optional, Tuple
 
@@ -13,15 +14,20 @@ import jax
 import jax.numpy as jnp
 
 from te_fl.jax import _partition, activation, layernorm, ops
-from te_fl.jax._partition import Layout
+from te_fl.jax._partition import Layout, Spread
+from te_fl.jax._tensors import Quantized
 from te_fl.jax._varying import align
 from te_fl.jax.quantize import QuantizerSet
+from te_fl.jax.sharding import with_sharding_constraint_by_logical_axes
 
 
 class Norm(NamedTuple):
     norm_type: str
     zero_centered_gamma: bool
     epsilon: float
+
+    def rows(self, x) -> int:
+        return x.ndim - 1
 
     def forward(self, x, params, output=None):
         return layernorm.forward(x, *params, *self, z=True if output is None else output)
@@ -35,6 +41,9 @@ class Activation(NamedTuple):
     names: Tuple[str, ...]
     params: Tuple[Tuple[str, float], ...]
 
+    def rows(self, x) -> int:
+        return x.ndim - len(self.names)
+
     def forward(self, x, params, output=None):
         return activation.forward(x, self.names, self.params, output), ()
 
@@ -42,20 +51,31 @@ class Activation(NamedTuple):
         return activation.backward(dz, x, self.names, self.params), ()
 
 
-def _gemm(a, b, trans_a: bool, trans_b: bool, shape, dtype, packed: str, split: bool = False, bias: Optional[jax.Array] = None) -> jax.Array:
-    return ops.run("generic_gemm", frozenset(packed.split()), a=a, b=b, d=jax.ShapeDtypeStruct(shape, dtype), bias=bias, trans_a=trans_a, trans_b=trans_b,
-                            use_split_accumulator=split)
+def _gemm(a, b, trans_a: bool, trans_b: bool, shape, dtype, spread: Spread, split: bool = False, bias: Optional[jax.Array] = None) -> jax.Array:
+    return ops.run("generic_gemm", spread, a=a, b=b, d=jax.ShapeDtypeStruct(shape, dtype), bias=bias, trans_a=trans_a, trans_b=trans_b,
+                   use_split_accumulator=split)
 
 
 def _input(x, prologue, params, quantizers):
     """The input of the product, its amax if it is quantised, and the values that the prologue's backward reads."""
     quantizer = quantizers.x
     if prologue is None:
-        return (x, None, ()) if quantizer is None else _with_amax(quantizer.quantize(x), ())
+        return (x, None, ()) if quantizer is None else _with_amax(quantizer.quantize(x, spread=(x.ndim - 1, 1)), ())
     if quantizer is None or quantizer.cut:
         z, saved = prologue.forward(x, params)
-        return (z, None, saved) if quantizer is None else _with_amax(quantizer.quantize(z), saved)
-    return _with_amax(*prologue.forward(x, params, quantizer.output()))
+        return (z, None, saved) if quantizer is None else _with_amax(quantizer.quantize(z, spread=(z.ndim - 1, 1)), saved)
+    return _with_amax(*prologue.forward(x, params, quantizer.output(spread=(prologue.rows(x), 1))))
+
+
+def _laid_out(z, axes):
+    """The product's input on these logical axes: it is its codes that travel."""
+    if not axes:
+        return z
+    if not isinstance(z, Quantized):
+        return with_sharding_constraint_by_logical_axes(z, axes)
+    across = axes if z.scaling == "mxfp8" else (axes[-1], *axes[:-1])
+    return dataclasses.replace(z, data=with_sharding_constraint_by_logical_axes(z.data, axes),
+                               columnwise_data=with_sharding_constraint_by_logical_axes(z.columnwise_data, across))
 
 
 def _add(y, bias):
@@ -66,52 +86,59 @@ def _with_amax(quantised, saved):
     return quantised, quantised.amax, saved
 
 
-def product(x, kernel, bias, params, quantizers: QuantizerSet, prologue: Any):
-    """x [M, K'] (before a gated activation [M, 2, K]), kernel [K, N] or [K, n, N], bias [N] or [n, N] or None, params: the prologue's
-    arrays. The result, [M, N] or [M, n, N], has x's dtype."""
+def product(x, kernel, bias, params, quantizers: QuantizerSet, prologue: Any, input_axes: Optional[Tuple[Optional[str], ...]] = None):
+    """x [.., K'] (before a gated activation [.., 2, K]), kernel [K, N] or [K, n, N], bias [N] or [n, N] or None, params: the prologue's
+    arrays. The result, [.., N] or [.., n, N], has x's dtype. input_axes: logical axes of the product's input [.., K]."""
     x, kernel, bias, params = align((x, kernel, bias, params))
-    return _product(x, kernel, bias, params, quantizers, prologue)
+    return _product(x, kernel, bias, params, quantizers, prologue, None if input_axes is None else tuple(input_axes))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _product(x, kernel, bias, params, quantizers: QuantizerSet, prologue: Any):
-    return _forward(x, kernel, bias, params, quantizers, prologue)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _product(x, kernel, bias, params, quantizers: QuantizerSet, prologue: Any, axes: Any):
+    return _forward(x, kernel, bias, params, quantizers, prologue, axes)[0]
 
 
-def _forward(x, kernel, bias, params, quantizers, prologue):
+def _forward(x, kernel, bias, params, quantizers, prologue, axes):
     layout = Layout.of((x, kernel, bias, params, quantizers))
     z, x_amax, saved = _input(x, prologue, params, quantizers)
+    z = _laid_out(z, axes)
     # A product that is cut along K is a sum over devices, to which the bias belongs once.
     inside, after = (None, bias) if _partition.may_cut_programs() else (bias, None)
-    shape, packed = (x.shape[0], *kernel.shape[1:]), kernel.ndim == 3
-    names = "b d bias" if packed else ""
+    rows, columns = z.shape[:-1], kernel.ndim - 1
+    shape, like_kernel = (*rows, *kernel.shape[1:]), (1, columns)
+    spread = {"a": (len(rows), 1), "b": like_kernel, "d": (len(rows), columns), "bias": (0, columns)}
     if not quantizers.active:
-        y = _gemm(z, kernel, False, False, shape, x.dtype, names, bias=inside)
+        y = _gemm(z, kernel, False, False, shape, x.dtype, spread, bias=inside)
         return _add(y, after), (x, z, kernel, bias, params, saved, quantizers, None, layout)
-    k = quantizers.kernel.quantize(kernel, packed=packed)
-    y = _gemm(z.only(columnwise=False), k.only(columnwise=True), False, False, shape, x.dtype, names, quantizers.split_accumulator[0], inside)
+    k = quantizers.kernel.quantize(kernel, spread=like_kernel)
+    y = _gemm(z.only(columnwise=False), k.only(columnwise=True), False, False, shape, x.dtype, spread, quantizers.split_accumulator[0], inside)
     kept_x = x if prologue is not None else jnp.zeros((0,), x.dtype)
     kept_kernel = jnp.zeros((0,), kernel.dtype)
     return _add(y, after), (kept_x, z.only(columnwise=True), (k.only(columnwise=False), kept_kernel), bias, params, saved, quantizers, (x_amax, k.amax),
                             layout)
 
 
-def _backward(prologue, kept, dy):
+def _backward(prologue, axes, kept, dy):
     x, z, kernel, bias, params, saved, quantizers, amaxes, layout = kept
     split = quantizers.split_accumulator
-    dbias = None if bias is None else jnp.sum(dy, axis=0, dtype=jnp.float32).astype(bias.dtype)
-    rows, width, packed = dy.shape[0], z.shape[1], dy.ndim == 3
+    columns = len((kernel[0] if quantizers.active else kernel).shape) - 1
+    rows = dy.ndim - columns
+    dbias = None if bias is None else jnp.sum(dy, axis=tuple(range(rows)), dtype=jnp.float32).astype(bias.dtype)
+    like_dy, like_kernel = (rows, columns), (1, columns)
     if quantizers.active:
-        codes, like_kernel = kernel
-        grad = quantizers.dgrad.quantize(dy, packed=packed)
+        codes, empty = kernel
+        grad = quantizers.dgrad.quantize(dy, spread=like_dy)
         across, down = grad.only(columnwise=False), grad.only(columnwise=True)
-        kernel, kernel_dtype = codes, like_kernel.dtype
+        kernel, kernel_dtype = codes, empty.dtype
         after = QuantizerSet(quantizers.x.after(amaxes[0]), quantizers.kernel.after(amaxes[1]), quantizers.dgrad.after(grad.amax), split)
     else:
         across = down = dy
         kernel_dtype, after = kernel.dtype, quantizers
-    dz = _gemm(across, kernel, False, True, (rows, width), x.dtype, "a b" if packed else "", split[1])
-    dkernel = _gemm(z, down, True, False, (width, *dy.shape[1:]), kernel_dtype, "b d" if packed else "", split[2])
+    width = kernel.shape[0]
+    dz = _gemm(across, kernel, False, True, (*dy.shape[:rows], width), x.dtype, {"a": like_dy, "b": like_kernel, "d": (rows, 1)}, split[1])
+    dkernel = _gemm(z, down, True, False, (width, *dy.shape[rows:]), kernel_dtype, {"a": (rows, 1), "b": like_dy, "d": like_kernel}, split[2])
+    if axes and not isinstance(prologue, Norm):  # what a norm's gradient is made from is better scattered over a sequence
+        dz = with_sharding_constraint_by_logical_axes(dz, axes)
     if prologue is None:
         return layout.put((dz, dkernel, dbias, params, after))
     dx, dparams = prologue.backward(dz, x, params, saved)

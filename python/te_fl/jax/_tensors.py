@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Optional, Tuple
+import math
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,35 @@ def scale_inv_shape(scaling: str, columnwise: bool, m: int, k: int) -> Tuple[int
     if scaling == "mxfp8":
         return (_up(_up(m, 32) // 32, 4), _up(k, 128)) if columnwise else (_up(m, 128), _up(_up(k, 32) // 32, 4))
     raise ValueError(f"scaling is {scaling!r}; te_fl.jax has 'tensor', 'block_1x128', 'block_128x128' and 'mxfp8'")
+
+
+class BlockLayout(NamedTuple):
+    """The layout of the factors of blocks: the order of its two dimensions, and the numbers of rows and columns that share a factor."""
+
+    columns_first: bool
+    rows: int
+    columns: int
+
+
+def block_layout(scaling: str, columnwise: bool) -> Optional[BlockLayout]:
+    """None: one factor for the whole tensor."""
+    return {
+        "block_1x128": BlockLayout(False, 128, 1) if columnwise else BlockLayout(True, 1, 128),
+        "block_128x128": BlockLayout(columnwise, 128, 128),
+        "mxfp8": BlockLayout(False, 32, 1) if columnwise else BlockLayout(False, 1, 32),
+    }.get(scaling)
+
+
+def spread_scale_inv(scaling: str, columnwise: bool, rows: Tuple[int, ...], columns: Tuple[int, ...]) -> Tuple[int, ...]:
+    """The extents of the factors of a matrix whose rows and columns are spread over these: spread as they are if that takes no padding, else
+    those of scale_inv_shape()."""
+    m, k = math.prod(rows), math.prod(columns)
+    matrix, layout = scale_inv_shape(scaling, columnwise, m, k), block_layout(scaling, columnwise)
+    if layout is None or rows[-1] % layout.rows or columns[-1] % layout.columns:
+        return matrix
+    parts = [(*rows[:-1], rows[-1] // layout.rows), (*columns[:-1], columns[-1] // layout.columns)]
+    parts = parts[::-1] if layout.columns_first else parts
+    return (*parts[0], *parts[1]) if tuple(math.prod(p) for p in parts) == matrix else matrix
 
 
 def scale_dtype(scaling: str) -> Any:
@@ -89,7 +119,7 @@ class QuantizedOutput:
     pow2_scale: bool = False
     amax_epsilon: float = 0.0
     shape: Optional[Tuple[int, ...]] = None
-    packed: bool = False  # the columns are spread over the last two of three dimensions
+    spread: Optional[Tuple[int, int]] = None  # the number of dimensions of its rows and of its columns; None: all but the last are rows, as one
 
     def of_shape(self, shape: Tuple[int, ...]) -> "QuantizedOutput":
         return dataclasses.replace(self, shape=tuple(shape))
@@ -103,16 +133,16 @@ class QuantizedOutput:
         return [(".scale", self.scale), (".amax", jnp.zeros((1,), jnp.float32))]
 
     def results(self) -> List[Tuple[str, jax.ShapeDtypeStruct]]:
-        m, columns = 1, self.shape[-2:] if self.packed else self.shape[-1:]
-        for extent in self.shape[:-len(columns)]:
-            m *= extent
-        k = columns[0] * (columns[1] if self.packed else 1)
+        at = len(self.shape) - 1 if self.spread is None else self.spread[0]
+        m, k, columns = math.prod(self.shape[:at]), math.prod(self.shape[at:]), self.shape[at:]
+        rows = (m,) if self.spread is None else self.shape[:at]
         made = [("", jax.ShapeDtypeStruct(self.shape, self.dtype))] if self.rowwise else []
         if self.columnwise:
-            made.append((".columnwise_data", jax.ShapeDtypeStruct((m, *columns) if self.scaling == "mxfp8" else (*columns, m), self.dtype)))
+            made.append((".columnwise_data", jax.ShapeDtypeStruct((*rows, *columns) if self.scaling == "mxfp8" else (*columns, *rows), self.dtype)))
         for columnwise, wanted in ((False, self.rowwise or self.scaling == "tensor"), (True, self.columnwise and self.scaling != "tensor")):
             if wanted:
-                shape = scale_inv_shape(self.scaling, columnwise, m, k)
+                shape = scale_inv_shape(self.scaling, columnwise, m, k) if self.spread is None else \
+                    spread_scale_inv(self.scaling, columnwise, rows, columns)
                 made.append((".columnwise_scale_inv" if columnwise else ".scale_inv", jax.ShapeDtypeStruct(shape, scale_dtype(self.scaling))))
         one = jax.ShapeDtypeStruct((1,), jnp.float32)
         if self.scaling == "tensor":

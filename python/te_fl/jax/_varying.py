@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, FrozenSet
+from typing import Any, FrozenSet, Sequence
 
 import jax
 
@@ -34,6 +34,12 @@ def largest(array: jax.Array, of: jax.Array) -> jax.Array:
     """The largest of the devices' values, over the axes over which `array` differs and `of` does not."""
     axes = tuple(sorted(varying(array) - varying(of)))
     return jax.lax.pmax(array, axes) if axes else array
+
+
+def largest_over(array: jax.Array, axes: Sequence[str]) -> jax.Array:
+    """The largest of the devices' values over these axes, as far as it differs over them."""
+    over = tuple(axis for axis in axes if axis in varying(array)) if is_told() else tuple(axes)
+    return jax.lax.pmax(array, over) if over else array
 
 
 def is_told() -> bool:

@@ -9,7 +9,7 @@ import jax
 
 from te_fl.errors import did_you_mean
 from te_fl.jax import ops
-from te_fl.jax._partition import Layout, in_one
+from te_fl.jax._partition import Layout
 
 _OPS = {
     ("gelu",): "gelu", ("silu",): "silu", ("relu",): "relu", ("quick_gelu",): "qgelu", ("squared_relu",): "srelu",
@@ -46,16 +46,20 @@ def canonicalize_params(names: Tuple[str, ...], params: Optional[Mapping]) -> Tu
 
 
 def forward(x, names, params, output=None):
-    """x [M, H], or gated [M, 2, H]; the result (`output` says of which kind) is [M, H]."""
-    output = jax.ShapeDtypeStruct((x.shape[0], x.shape[-1]), x.dtype) if output is None else output.of_shape((x.shape[0], x.shape[-1]))
-    return ops.run(_OPS[names], frozenset({"input"} if x.ndim == 3 else ()), input=x, output=output, **dict(params))
+    """x [.., H], or gated [.., 2, H]; the result (`output` says of which kind) is [.., H]."""
+    rows = x.ndim - len(names)
+    shape = (*x.shape[:rows], x.shape[-1])
+    output = jax.ShapeDtypeStruct(shape, x.dtype) if output is None else output.of_shape(shape)
+    return ops.run(_OPS[names], {"input": (rows, len(names)), "output": (rows, 1)}, input=x, output=output, **dict(params))
 
 
 def backward(grad, x, names, params):
     name = _OPS[names]
     op = "clamped_dswiglu" if name == "clamped_swiglu" else "d" + name
-    packed = frozenset({"input", "output"} if x.ndim == 3 else ())
-    return ops.run(op, packed, grad=grad, input=x, output=jax.ShapeDtypeStruct(x.shape, x.dtype), **dict(params))
+    rows = x.ndim - len(names)
+    like_x = (rows, len(names))
+    spread = {"grad": (rows, 1), "input": like_x, "output": like_x}
+    return ops.run(op, spread, grad=grad, input=x, output=jax.ShapeDtypeStruct(x.shape, x.dtype), **dict(params))
 
 
 def activation(x: jax.Array, activation_type: Sequence[str], quantizer=None, act_params: Optional[Mapping] = None) -> jax.Array:
@@ -68,7 +72,8 @@ def activation(x: jax.Array, activation_type: Sequence[str], quantizer=None, act
     names = canonicalize_activation(activation_type)
     if x.ndim < 2 or x.shape[-2] != len(names):
         raise ValueError(f"x has shape {x.shape}; for the activations {names} the last dimension but one is {len(names)}")
-    rows = in_one(x, 0, x.ndim - len(names))
+    rows = x if len(names) == 2 else x[..., 0, :]
+    rows = rows if rows.ndim > len(names) else rows[None]
     return _activation(rows, names, canonicalize_params(names, act_params)).reshape(*x.shape[:-2], x.shape[-1])
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from te_fl.jax import ops
+from te_fl.jax._attention_parts import Parts, parts_of
 from te_fl.jax._partition import Layout
 from te_fl.jax._varying import align
 
@@ -119,7 +120,7 @@ class _Extras(NamedTuple):
     bias: Optional[jax.Array] = None
     softmax_sink: Optional[jax.Array] = None
     attn_mask: Optional[jax.Array] = None
-    cu_seqlens_q: Optional[jax.Array] = None
+    cu_seqlens_q: Optional[jax.Array] = None  # int32 [batch] lengths, which the call cumulates
     cu_seqlens_kv: Optional[jax.Array] = None
     rng: Optional[jax.Array] = None
 
@@ -156,7 +157,10 @@ def mask_out(mask: Optional[jax.Array], mask_type: AttnMaskType, window: Tuple[i
 
 
 def _cumulated(lengths: jax.Array) -> jax.Array:
-    return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths.astype(jnp.int32), dtype=jnp.int32)])
+    return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(lengths, dtype=jnp.int32)])
+
+
+_PREPARE = {"cu_seqlens_q": _cumulated, "cu_seqlens_kv": _cumulated}
 
 
 def _refuse(**options: Any) -> None:
@@ -205,7 +209,7 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
     mask_type = attn_mask_type.value
     lengths, mask = (None, None), None
     if attn_mask_type.is_padding() and isinstance(sequence_descriptor, SequenceDescriptor):
-        lengths = tuple(_cumulated(one) for one in sequence_descriptor.seqlens)
+        lengths = tuple(one.astype(jnp.int32) for one in sequence_descriptor.seqlens)
     elif attn_mask_type.is_padding():
         if sequence_descriptor is None:
             raise ValueError(f"attn_mask_type {attn_mask_type.name} needs a SequenceDescriptor or a mask")
@@ -218,20 +222,28 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
         if jax.default_backend() == "cpu":  # whose fast implementation has no gradient of a bias that sequences share
             bias = jnp.broadcast_to(bias, (q.shape[1 - sequence], q.shape[2], q.shape[sequence], k.shape[sequence]))
     q, k, v, bias, sink = align((q, k, v, bias, sink))
-    return _attention(q, k, v, bias, sink, _Extras(None, None, mask, *lengths, seed if dropout > 0 else None), settings)
+    parts = parts_of(q.shape[1 - sequence], q.shape[2], k.shape[2]) if dropout > 0 else None
+    return _attention(q, k, v, bias, sink, _Extras(None, None, mask, *lengths, seed if dropout > 0 else None), settings, parts)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attention(q, k, v, bias, sink, extras, settings):
-    return _attention_fwd(q, k, v, bias, sink, extras, settings)[0]
+def _call(op: str, parts: Optional[Parts], settings: _Settings, results: dict, **arrays):
+    if parts is not None:
+        return parts.run(op, _PREPARE, arrays, results, settings.scalars())
+    made = ops.run(op, {}, _PREPARE, **arrays, **results, **settings.scalars())
+    return tuple(value for value in made if value is not None)
 
 
-def _attention_fwd(q, k, v, bias, sink, extras, settings):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _attention(q, k, v, bias, sink, extras, settings, parts):
+    return _attention_fwd(q, k, v, bias, sink, extras, settings, parts)[0]
+
+
+def _attention_fwd(q, k, v, bias, sink, extras, settings, parts):
     sequence, batch = (0, 1) if settings.layout == "sbhd" else (1, 0)
     present = extras._replace(bias=bias, softmax_sink=sink)
-    o, lse = ops.fused_attn_fwd(q=q, k=k, v=v, o=jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
-                                softmax_lse=jax.ShapeDtypeStruct((q.shape[batch], q.shape[2], q.shape[sequence]), jnp.float32),
-                                **present.arguments(), **settings.scalars())
+    results = {"o": jax.ShapeDtypeStruct((*q.shape[:3], v.shape[3]), q.dtype),
+               "softmax_lse": jax.ShapeDtypeStruct((q.shape[batch], q.shape[2], q.shape[sequence]), jnp.float32)}
+    o, lse = _call("fused_attn_fwd", parts, settings, results, q=q, k=k, v=v, **present.arguments())
     return o, (q, k, v, o, lse, present)
 
 
@@ -243,10 +255,10 @@ def _no_gradient(array: jax.Array) -> Any:
     return jnp.zeros(array.shape, jax.dtypes.float0)
 
 
-def _attention_bwd(settings, kept, grad):
+def _attention_bwd(settings, parts, kept, grad):
     q, k, v, o, lse, present = kept
-    made = ops.fused_attn_bwd(d_o=grad, q=q, k=k, v=v, o=o, softmax_lse=lse, dq=_like(q), dk=_like(k), dv=_like(v),
-                              dbias=_like(present.bias), dsink=_like(present.softmax_sink), **present.arguments(), **settings.scalars())
+    results = {"dq": _like(q), "dk": _like(k), "dv": _like(v), "dbias": _like(present.bias), "dsink": _like(present.softmax_sink)}
+    made = _call("fused_attn_bwd", parts, settings, results, d_o=grad, q=q, k=k, v=v, o=o, softmax_lse=lse, **present.arguments())
     rest = iter(made[3:])
     dbias = None if present.bias is None else next(rest)
     dsink = None if present.softmax_sink is None else next(rest)

@@ -13,7 +13,7 @@ from te_fl.jax.sharding import with_sharding_constraint_by_logical_axes
 
 
 def as_matrices(x: jax.Array, kernel: jax.Array, contracting_dims) -> Tuple[jax.Array, jax.Array, tuple]:
-    """x [M, K], kernel [K, N] (or [K, n, N], if it has two column dimensions of more than one element) and the shape of the result."""
+    """x [.., K], kernel [K, N] (or [K, n, N], if it has two column dimensions of more than one element) and the shape of the result."""
     of_x = [d % x.ndim for d in contracting_dims[0]]
     of_kernel = [d % kernel.ndim for d in contracting_dims[1]]
     shared = [x.shape[d] for d in of_x]
@@ -26,8 +26,8 @@ def as_matrices(x: jax.Array, kernel: jax.Array, contracting_dims) -> Tuple[jax.
     wide = [kernel.shape[d] for d in columns if kernel.shape[d] != 1]
     matrix = in_one(kernel.transpose(*of_kernel, *columns), 0, len(shared))
     matrix = matrix.reshape(matrix.shape[0], *wide) if len(wide) == 2 else in_one(matrix, 1, len(columns))
-    flat = in_one(in_one(x.transpose(*rows, *of_x), 0, len(rows)), 1, len(shared))
-    return flat, matrix, result
+    flat = in_one(x.transpose(*rows, *of_x), len(rows), len(shared))
+    return flat if rows else flat[None], matrix, result
 
 
 def kernel_for(x: jax.Array, kernel: jax.Array, quantizer_set: QuantizerSet) -> jax.Array:

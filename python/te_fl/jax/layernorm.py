@@ -6,9 +6,10 @@ import functools
 from typing import Optional
 
 import jax
+import jax.numpy as jnp
 
 from te_fl.jax import ops
-from te_fl.jax._partition import Layout, in_one
+from te_fl.jax._partition import Layout
 from te_fl.jax._varying import align
 
 _NORMS = ("layernorm", "rmsnorm")
@@ -26,13 +27,19 @@ def check_beta(norm_type: str, beta: Optional[jax.Array], zero_centered_gamma: b
         raise ValueError("rmsnorm has no beta: give None")
 
 
+def _spread(x):
+    rows = x.ndim - 1
+    return {**{name: (rows, 1) for name in ("x", "z", "dz", "dx")}, "mu": (rows, 0), "rsigma": (rows, 0)}
+
+
 def forward(x, gamma, beta, norm_type, zero_centered_gamma, epsilon, z=True):
-    """The result (`z` says of which kind) and what the backward reads besides x and gamma: mu, rsigma."""
+    """The result (`z` says of which kind) of x [.., H], and what the backward reads besides x and gamma: mu, rsigma [..]."""
     scalars = {"epsilon": float(epsilon), "zero_centered_gamma": bool(zero_centered_gamma)}
+    of_rows = jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)
     if norm_type == "layernorm":
-        result, mu, rsigma = ops.layernorm_fwd(x=x, gamma=gamma, beta=beta, z=z, **scalars)
+        result, mu, rsigma = ops.run("layernorm_fwd", _spread(x), x=x, gamma=gamma, beta=beta, z=z, mu=of_rows, rsigma=of_rows, **scalars)
         return result, (mu, rsigma)
-    result, rsigma = ops.rmsnorm_fwd(x=x, gamma=gamma, z=z, **scalars)
+    result, rsigma = ops.run("rmsnorm_fwd", _spread(x), x=x, gamma=gamma, z=z, rsigma=of_rows, **scalars)
     return result, (rsigma,)
 
 
@@ -42,11 +49,11 @@ def backward(dz, x, gamma, beta, saved, norm_type, zero_centered_gamma):
     like_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
     if norm_type == "layernorm":
         dbeta = False if beta is None else jax.ShapeDtypeStruct(beta.shape, beta.dtype)
-        made = ops.layernorm_bwd(dz=dz, x=x, mu=saved[0], rsigma=saved[1], gamma=gamma, dx=like_x, dgamma=like_gamma, dbeta=dbeta,
-                                 zero_centered_gamma=bool(zero_centered_gamma))
+        made = ops.run("layernorm_bwd", _spread(x), dz=dz, x=x, mu=saved[0], rsigma=saved[1], gamma=gamma, dx=like_x, dgamma=like_gamma, dbeta=dbeta,
+                       zero_centered_gamma=bool(zero_centered_gamma))
         return made if beta is not None else (*made, None)
-    dx, dgamma = ops.rmsnorm_bwd(dz=dz, x=x, rsigma=saved[0], gamma=gamma, dx=like_x, dgamma=like_gamma,
-                                 zero_centered_gamma=bool(zero_centered_gamma))
+    dx, dgamma = ops.run("rmsnorm_bwd", _spread(x), dz=dz, x=x, rsigma=saved[0], gamma=gamma, dx=like_x, dgamma=like_gamma,
+                         zero_centered_gamma=bool(zero_centered_gamma))
     return dx, dgamma, None
 
 
@@ -57,7 +64,7 @@ def layernorm(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], norm_ty
         raise NotImplementedError("te_fl.jax: layernorm(quantizer=..) is not served; layernorm_dense quantises what its product reads")
     norm_type = canonicalize_norm_type(norm_type)
     check_beta(norm_type, beta, zero_centered_gamma)
-    rows, gamma, beta = align((in_one(x, 0, x.ndim - 1), gamma, beta))
+    rows, gamma, beta = align((x if x.ndim > 1 else x[None], gamma, beta))
     return _layernorm(rows, gamma, beta, norm_type, zero_centered_gamma, epsilon).reshape(x.shape)
 
 

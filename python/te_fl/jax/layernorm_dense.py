@@ -24,5 +24,5 @@ def layernorm_dense(x: jax.Array, kernel: jax.Array, gamma: jax.Array, beta: Opt
     x = with_sharding_constraint_by_logical_axes(x, layernorm_input_axes)
     a, b, shape = as_matrices(x, kernel_for(x, kernel, quantizer_set), ((-1,), (0,)))
     flat = None if bias is None else bias.astype(x.dtype).reshape(b.shape[1:])
-    y = product(a, b, flat, (gamma, beta), quantizer_set, Norm(norm_type, bool(zero_centered_gamma), float(epsilon)))
+    y = product(a, b, flat, (gamma, beta), quantizer_set, Norm(norm_type, bool(zero_centered_gamma), float(epsilon)), dot_input_axes)
     return y.reshape(shape)

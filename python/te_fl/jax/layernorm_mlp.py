@@ -7,13 +7,11 @@ from typing import Mapping, Optional, Sequence, Tuple
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from te_fl.jax._partition import in_one
 from te_fl.jax._product import Activation, product
 from te_fl.jax.activation import canonicalize_activation, canonicalize_params
 from te_fl.jax.dense import kernel_for
 from te_fl.jax.layernorm_dense import layernorm_dense
 from te_fl.jax.quantize import QuantizerSet, noop_quantizer_set
-from te_fl.jax.sharding import with_sharding_constraint_by_logical_axes
 
 
 def layernorm_mlp(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], kernels: Sequence[jax.Array], biases: Sequence[Optional[jax.Array]],
@@ -32,11 +30,10 @@ def layernorm_mlp(x: jax.Array, gamma: jax.Array, beta: Optional[jax.Array], ker
         raise ValueError(f"the first kernel has shape {kernels[0].shape}; for the activations {names} it is [K, {len(names)}, F]")
     hidden = layernorm_dense(x, kernels[0], gamma, beta, biases[0], norm_type, zero_centered_gamma, epsilon, transpose_batch_sequence,
                              norm_input_axes, dot_1_input_axes, kernel_1_axes, quantizer_sets[0])
-    if dot_2_input_axes:  # those of the activation's result, which lies as what it is made from
-        hidden = with_sharding_constraint_by_logical_axes(hidden, (*dot_2_input_axes[:-1], None, dot_2_input_axes[-1]))
     hidden = checkpoint_name(hidden, ffn1_ckpt_name)
-    rows = in_one(hidden, 0, hidden.ndim - len(names))
+    rows = hidden if len(names) == 2 else hidden[..., 0, :]
+    rows = rows if rows.ndim > len(names) else rows[None]
     bias = None if biases[1] is None else biases[1].astype(x.dtype)
     last = kernel_for(x, kernels[1], quantizer_sets[1])
-    y = product(rows, last, bias, (), quantizer_sets[1], Activation(names, canonicalize_params(names, activation_params)))
+    y = product(rows, last, bias, (), quantizer_sets[1], Activation(names, canonicalize_params(names, activation_params)), dot_2_input_axes)
     return checkpoint_name(y.reshape(*x.shape[:-1], last.shape[-1]), ffn2_ckpt_name)

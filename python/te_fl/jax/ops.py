@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Dict, FrozenSet, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ import numpy as np
 
 from te_fl import _native, errors
 from te_fl.jax._call import call
+from te_fl.jax._partition import Spread
 from te_fl.jax._shape_rule import terms
 from te_fl.jax._tensors import Quantized, QuantizedOutput
 
@@ -146,8 +147,8 @@ class _Call:
         self.results += [(name + part, struct) for part, struct in wanted.results()]
         self.settings.update({f"{name}.{key}": value for key, value in wanted.settings().items()})
 
-    def run(self, elementwise: bool, packed: FrozenSet[str]) -> Dict[str, jax.Array]:
-        return call(self.op, self.operands, self.results, self.settings, elementwise, packed)
+    def run(self, elementwise: bool, spread: Spread, prepare: Mapping[str, Callable]) -> Dict[str, jax.Array]:
+        return call(self.op, self.operands, self.results, self.settings, elementwise, spread, prepare)
 
 
 def _given(op: str, schema: dict, arguments: Dict[str, Any]) -> Tuple[Dict[str, Any], Dict[str, Any]]:
@@ -201,11 +202,11 @@ def _list(op: str, schema: dict, arg: dict, made: _Call, tensors: Dict[str, Any]
 
 
 def _run(op: str, **arguments: Any) -> Any:
-    return run(op, frozenset(), **arguments)
+    return run(op, {}, **arguments)
 
 
-def run(op: str, packed: FrozenSet[str], **arguments: Any) -> Any:
-    """The op by its name; packed: see te_fl.jax._call.call."""
+def run(op: str, spread: Spread, prepare: Mapping[str, Callable] = {}, **arguments: Any) -> Any:
+    """The op by its name; spread, prepare: see te_fl.jax._call.call."""
     schema = _schema(op)
     scalars, tensors = _given(op, schema, arguments)
     made = _Call(op)
@@ -236,7 +237,7 @@ def run(op: str, packed: FrozenSet[str], **arguments: Any) -> Any:
     if "rng" in tensors:
         made.operands.append(("rng", tensors["rng"]))
     made.settings.update({name: value for name, value in scalars.items()})
-    values = made.run(schema["elementwise"] and not any(isinstance(v, (Quantized, QuantizedOutput)) for v in tensors.values()), packed)
+    values = made.run(schema["elementwise"] and not any(isinstance(v, (Quantized, QuantizedOutput)) for v in tensors.values()), spread, prepare)
     order = [arg["name"] for arg in schema["args"]]
     def value_of(name: str, struct: Any) -> Any:
         return struct.value(name, values) if isinstance(struct, QuantizedOutput) else values[name]

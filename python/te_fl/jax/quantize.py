@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from te_fl.common import recipe as recipes
 from te_fl.jax import _partition, ops, sharding
-from te_fl.jax._varying import is_told, largest
+from te_fl.jax._varying import is_told, largest, largest_over
 from te_fl.jax._tensors import Quantized, QuantizedOutput
 
 __all__ = ["NVTE_FP8_COLLECTION_NAME", "Quantized", "QuantizedOutput", "Quantizer", "QuantizerSet", "autocast", "create_set", "fp8_autocast",
@@ -57,28 +57,32 @@ class Quantizer:
 
     @property
     def cut(self) -> bool:
-        """Derived scales of a tensor that lies on several devices are derived from the whole of it, before it is quantised."""
-        return self.scaling == "tensor" and not self.delayed and _partition.may_cut_programs()
+        """Derived scales of a tensor that lies on several devices are derived from the whole of it, before it is quantised. Inside shard_map the
+        mesh resource names the axes over which that is known."""
+        return self.scaling == "tensor" and not self.delayed and bool(_partition.may_cut_programs() or sharding.named_manual_axes())
 
-    def output(self, rowwise: bool = True, columnwise: bool = True, packed: bool = False) -> QuantizedOutput:
+    def output(self, rowwise: bool = True, columnwise: bool = True, spread: Optional[Tuple[int, int]] = None) -> QuantizedOutput:
         return QuantizedOutput(jnp.dtype(self.dtype), self.scaling, rowwise, columnwise, self.scale, self.pow2_scale, self.amax_epsilon,
-                               packed=packed)
+                               spread=spread)
 
     def derived_scale(self, x: jax.Array) -> jax.Array:
         """docs/numerics.md, "Scale from amax"."""
-        amax = jnp.maximum(jnp.nanmax(jnp.abs(x.astype(jnp.float32)), initial=0.0), self.amax_epsilon).reshape(1)
+        amax = largest_over(jnp.nanmax(jnp.abs(x.astype(jnp.float32)), initial=0.0), sharding.named_manual_axes())
+        amax = jnp.maximum(amax, self.amax_epsilon).reshape(1)
         scale = jnp.minimum(_LARGEST[self.dtype] / amax, jnp.finfo(jnp.float32).max)
         if self.pow2_scale:
             bits = jax.lax.bitcast_convert_type(scale, jnp.uint32) & jnp.uint32(0xFF800000)
             scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
         return jnp.where(_positive(amax), scale, 1.0)
 
-    def quantize(self, x: jax.Array, rowwise: bool = True, columnwise: bool = True, packed: bool = False) -> Quantized:
-        """packed: x [M, n, N] is a matrix [M, n * N]."""
-        output = self.output(rowwise, columnwise, packed)
+    def quantize(self, x: jax.Array, rowwise: bool = True, columnwise: bool = True, spread: Optional[Tuple[int, int]] = None) -> Quantized:
+        """spread: the number of x's dimensions that are rows and that are columns; None: all but the last are rows, and one in the codes of
+        columns."""
+        output = self.output(rowwise, columnwise, spread)
         if self.cut:
             output = dataclasses.replace(output, scale=self.derived_scale(x), pow2_scale=False, amax_epsilon=0.0)
-        return ops.run("quantize", frozenset({"input", "output"} if packed else ()), input=x, output=output.of_shape(x.shape))
+        both = {} if spread is None else {"input": spread, "output": spread}
+        return ops.run("quantize", both, input=x, output=output.of_shape(x.shape))
 
     def after(self, amax: Optional[jax.Array]) -> "Quantizer":
         """The state after a step in which the tensor's amax was this; docs/numerics.md, "Delayed scaling"."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Dict, Iterator, Optional, Sequence
+import math
+import sys
+from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
 
 import jax
 from jax.interpreters import pxla
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+MeshAxes = Optional[Union[str, Tuple[str, ...]]]
 
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
@@ -25,7 +29,8 @@ W_JOINED_AXES = "nvte_w_joined"
 
 @dataclasses.dataclass(unsafe_hash=True)
 class MeshResource:
-    """Names of mesh axes: of data (dp), tensor (tp), tensor with sequence (tpsp) and fully sharded data parallelism (fsdp)."""
+    """Names of mesh axes: of data (dp), tensor (tp), tensor with sequence (tpsp) and fully sharded data parallelism (fsdp), and of pipeline
+    stages (pp), over which nothing is laid out and no amax is reduced. Not more than one of tp and tpsp has more than one device."""
 
     dp_resource: Optional[str] = None
     tp_resource: Optional[str] = None
@@ -36,12 +41,20 @@ class MeshResource:
     ep_resource: Optional[str] = None
 
     def __post_init__(self):
-        for name in ("pp_resource", "cp_resource", "ep_resource"):
+        for name in ("cp_resource", "ep_resource"):
             if getattr(self, name) is not None:
                 raise NotImplementedError(f"te_fl.jax: MeshResource({name}={getattr(self, name)!r}) is not served; it has dp_resource, "
-                                          "tp_resource, tpsp_resource and fsdp_resource")
-        if self.tp_resource is not None and self.tpsp_resource is not None:
-            raise ValueError("MeshResource: give tp_resource or tpsp_resource, not both")
+                                          "tp_resource, tpsp_resource, fsdp_resource and pp_resource")
+
+    def axes(self) -> Tuple[str, ...]:
+        """The axes that cut arrays, each once: all but that of pipeline stages."""
+        named = (self.dp_resource, self.fsdp_resource, self.tp_resource, self.tpsp_resource)
+        return tuple(dict.fromkeys(axis for axis in named if axis is not None))
+
+
+def flat_axes(axes: Sequence[MeshAxes]) -> Tuple[str, ...]:
+    """The mesh axes of a PartitionSpec, one by one."""
+    return tuple(a for axis in axes if axis is not None for a in (axis if isinstance(axis, tuple) else (axis,)))
 
 
 # The mesh resource of the calling thread, a part of the keys under which JAX caches what it traced.
@@ -60,7 +73,7 @@ def global_shard_guard(resource: Optional[MeshResource]) -> Iterator[None]:
         yield
 
 
-def _mesh():
+def current_mesh() -> Any:
     """The mesh of jax.set_mesh, or of the older `with mesh:`; None if there is none."""
     abstract = jax.sharding.get_abstract_mesh()
     if not abstract.empty:
@@ -69,45 +82,115 @@ def _mesh():
     return None if physical.empty else physical
 
 
-def get_sharding_map_logic_axis_to_mesh_axis() -> Dict[str, Optional[str]]:
-    """Logical axis to mesh axis; empty without a mesh, and inside shard_map over all of it."""
-    mesh = _mesh()
+def _sizes(resource: MeshResource, mesh: Any) -> Dict[str, int]:
+    """The number of devices of each resource, 1 for one that is not given. ValueError for axes that the mesh has not, and for tp beside tpsp."""
+    sizes = {}
+    for field in dataclasses.fields(resource):
+        axis = getattr(resource, field.name)
+        if axis is not None and axis not in mesh.shape:
+            has = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
+            raise ValueError(f"te_fl.jax: MeshResource({field.name}={axis!r}) names no axis of the mesh, which has {has}; name one of these, leave "
+                             f"{field.name} out, or set a mesh that has the axis")
+        sizes[field.name] = 1 if axis is None else mesh.shape[axis]
+    if sizes["tp_resource"] > 1 and sizes["tpsp_resource"] > 1:
+        raise ValueError(f"te_fl.jax: MeshResource(tp_resource={resource.tp_resource!r}, tpsp_resource={resource.tpsp_resource!r}) has "
+                         f"{sizes['tp_resource']} and {sizes['tpsp_resource']} devices; give one of the two: tpsp_resource cuts sequences as well")
+    return sizes
+
+
+def named_manual_axes() -> Tuple[str, ...]:
+    """Inside shard_map the axes of the mesh resource over which it has cut arrays; outside of it none."""
+    mesh, resource = jax.sharding.get_abstract_mesh(), global_mesh_resource()
+    if not mesh.manual_axes:
+        return ()
+    _sizes(resource, mesh)
+    return tuple(axis for axis in resource.axes() if axis in mesh.manual_axes)
+
+
+def get_sharding_map_logic_axis_to_mesh_axis() -> Dict[str, MeshAxes]:
+    """Logical axis to mesh axis; empty without a mesh, and inside shard_map over all of it. Batches lie on both axes of a mesh that has
+    data and fully sharded data parallelism."""
+    mesh = current_mesh()
     if mesh is None or set(jax.sharding.get_abstract_mesh().manual_axes) == set(mesh.axis_names):
         return {}
-    axes = global_mesh_resource()
-    tensor = axes.tpsp_resource or axes.tp_resource
+    resource = global_mesh_resource()
+    sizes = _sizes(resource, mesh)
+    tensor = resource.tpsp_resource if sizes["tpsp_resource"] > 1 else resource.tp_resource
+    batch: MeshAxes = resource.fsdp_resource if sizes["fsdp_resource"] > 1 else resource.dp_resource
+    if sizes["fsdp_resource"] > 1 and sizes["dp_resource"] > 1 and resource.dp_resource != resource.fsdp_resource:
+        batch = (resource.dp_resource, resource.fsdp_resource)
     return {
-        BATCH_AXES: axes.fsdp_resource or axes.dp_resource,
+        BATCH_AXES: batch,
         SEQLEN_AXES: None,
-        SEQLEN_TP_AXES: axes.tpsp_resource,
+        SEQLEN_TP_AXES: resource.tpsp_resource,
         HEAD_AXES: tensor,
         HIDDEN_AXES: None,
         HIDDEN_TP_AXES: tensor,
         JOINED_AXES: None,
         W_NO_SHARD_AXES: None,
-        W_FSDP_AXES: axes.fsdp_resource,
+        W_FSDP_AXES: resource.fsdp_resource,
         W_TP_AXES: tensor,
         W_JOINED_AXES: None,
     }
 
 
+def _of_flax(names: Sequence[Optional[str]]) -> Dict[str, MeshAxes]:
+    """The mesh axes by the rules of flax.linen.logical_axis_rules, of those names for which there is one."""
+    linen = sys.modules.get("flax.linen")
+    rules = linen.get_logical_axis_rules() if linen is not None else ()
+    known = {name for name, _ in rules}
+    return {name: axis for name, axis in zip(names, linen.logical_to_mesh_axes(names)) if name in known} if known else {}
+
+
+def _devices(mesh: Any, shape: Tuple[int, ...], dim: int, name: Optional[str], axes: Tuple[str, ...]) -> int:
+    """The number of devices of these axes. ValueError for axes that the mesh has not, and for a dimension that they do not divide."""
+    wrong = [axis for axis in axes if axis not in mesh.shape]
+    if wrong:
+        raise ValueError(f"te_fl.jax: Flax's rules lay the logical axis {name!r} on {wrong[0]!r}, and the mesh has {', '.join(mesh.shape)}; name one "
+                         "of these in the rules, or set a mesh that has the axis")
+    devices = math.prod(mesh.shape[axis] for axis in axes)
+    if shape[dim] != 1 and shape[dim] % devices != 0:
+        raise ValueError(f"te_fl.jax: dimension {dim} of an array {list(shape)} has {shape[dim]} elements, and its logical axis {name!r} lies on "
+                         f"{' and '.join(repr(axis) for axis in axes)} of the mesh, of {devices} devices: {shape[dim]} is not a multiple of {devices}. "
+                         "Pad it or choose another size, take a mesh whose axis divides it, or leave the axis out of MeshResource and Flax's rules")
+    return devices
+
+
+def _whole_sequence(x: jax.Array, mesh: Any, dims: Sequence[bool]) -> jax.Array:
+    """x with these dimensions whole, and the others as they lie: the end of sequence parallelism where no axis cuts batches."""
+    spec = jax.typeof(x).sharding.spec
+    if any(axis is not None for axis in spec):  # explicit axes
+        now = (*spec, *(None,) * (x.ndim - len(spec)))
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*[None if whole else axis for whole, axis in zip(dims, now)])))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*[None if whole else PartitionSpec.UNCONSTRAINED for whole in dims]))
+
+
 def with_sharding_constraint_by_logical_axes(x: jax.Array, logical_axis_names: Optional[Sequence[Optional[str]]]) -> jax.Array:
-    """x, laid out as these names say; the same x without names or without a mesh. Names that are not te-fl's are left to Flax's rules. A
-    dimension that its axis does not divide stays as it is over an explicit axis, whose types cannot say it; XLA pads it over others."""
+    """x, laid out as these names say; the same x without names or without a mesh. Names are looked up in Flax's rules where there are any, then
+    among te-fl's; others say nothing. ValueError for a dimension that its axis does not divide; one of 1 element stays whole."""
     if not logical_axis_names:
         return x
     if len(logical_axis_names) != x.ndim:
         raise ValueError(f"{tuple(logical_axis_names)} names {len(logical_axis_names)} axes of an array that has {x.ndim}")
-    rules, mesh = get_sharding_map_logic_axis_to_mesh_axis(), _mesh()
-    kinds = {} if mesh is None else dict(zip(mesh.axis_names, mesh.axis_types))
-    spec = [rules.get(name) for name in logical_axis_names]
+    mesh = current_mesh()
+    if mesh is None:
+        return x
+    rules = {**get_sharding_map_logic_axis_to_mesh_axis(), **_of_flax(logical_axis_names)}
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types))
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # they lie as shard_map has cut them
+    dims = []
+    for dim, name in enumerate(logical_axis_names):
+        axes = tuple(axis for axis in flat_axes([rules.get(name)]) if axis not in manual)
+        devices = _devices(mesh, x.shape, dim, name, axes)
+        dims.append(axes if devices > 1 and x.shape[dim] != 1 else ())
 
     def of_kind(kind: AxisType) -> Optional[PartitionSpec]:
-        wanted = [axis if kinds.get(axis) is kind and (kind is not AxisType.Explicit or extent % mesh.shape[axis] == 0) else None
-                  for axis, extent in zip(spec, x.shape)]
+        wanted = [tuple(axis for axis in axes if kinds[axis] is kind) or None for axes in dims]
         return PartitionSpec(*wanted) if any(wanted) else None
 
-    explicit, automatic = of_kind(AxisType.Explicit), of_kind(AxisType.Auto)  # manual axes lie as shard_map has cut them
+    if not any(dims) and SEQLEN_AXES in logical_axis_names and rules.get(SEQLEN_TP_AXES) is not None:
+        return _whole_sequence(x, mesh, [name == SEQLEN_AXES for name in logical_axis_names])
+    explicit, automatic = of_kind(AxisType.Explicit), of_kind(AxisType.Auto)
     if explicit is not None:
         x = jax.sharding.reshard(x, NamedSharding(mesh, explicit))
     return x if automatic is None else jax.lax.with_sharding_constraint(x, automatic)

@@ -1,0 +1,359 @@
+"""te_fl.jax on meshes of data, fully sharded data and tensor axes: eight devices that the CPU plays, against one device."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+import pathlib  # noqa: E402
+import re  # noqa: E402
+import unittest  # noqa: E402
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import AxisType, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+try:
+    from flax import linen as nn
+except ModuleNotFoundError as error:
+    raise unittest.SkipTest(str(error)) from None
+
+import te_fl.jax as te  # noqa: E402
+from te_fl.common import recipe  # noqa: E402
+from te_fl.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, fused_attn  # noqa: E402
+from te_fl.jax.flax import LayerNormDenseGeneral, TransformerLayer, extend_logical_axis_rules  # noqa: E402
+from te_fl.jax.quantize import create_set, random_state  # noqa: E402
+
+DOCUMENT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "jax.md"
+RNG = np.random.default_rng(5)
+NAMES = ("dp", "fsdp", "tp")
+
+
+def normal(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def make_mesh(*sizes, names=NAMES, kind=AxisType.Auto):
+    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(names), devices=jax.devices()[:int(np.prod(sizes))])
+
+
+def resource_of(sizes, sequence_parallel=False):
+    named = {"dp_resource": "dp", "fsdp_resource": "fsdp", "tpsp_resource" if sequence_parallel else "tp_resource": "tp"}
+    return te.MeshResource(**{key: axis for key, axis in named.items() if sizes[NAMES.index(axis)] > 1})
+
+
+def layer_of(hidden, **options):
+    fixed = {"hidden_size": hidden, "mlp_hidden_size": 2 * hidden, "num_attention_heads": 4, "enable_relative_embedding": False,
+             "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    return TransformerLayer(**{**fixed, **options})
+
+
+def close(test, found, wanted, tolerance):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        test.assertEqual(a.shape, b.shape)
+        test.assertLess(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))), tolerance * max(1e-3, float(jnp.max(jnp.abs(b)))))
+
+
+def collectives(compiled, kind):
+    """The result shapes of the collectives of one kind that move more than a vector."""
+    shapes = re.findall(rf"= (.*?) {kind}(?:-start)?\(", compiled.as_text())
+    return [dims for shape in shapes for dims in re.findall(r"\[([0-9]+(?:,[0-9]+)+)\]", shape)]
+
+
+def on_one_and_many(module, x, sizes, fp8=None, sequence_parallel=False, kind=AxisType.Auto):
+    """The loss and its gradients on one device and on a mesh, and the program of the latter."""
+    step = jax.value_and_grad(lambda v, x: (module.apply(v, x, deterministic=True) ** 2).mean(), (0, 1))
+    with te.autocast(enabled=fp8 is not None, recipe=fp8):
+        boxed = module.init(jax.random.key(0), x, deterministic=True)
+        one = jax.jit(step)(nn.unbox(boxed), x)
+    mesh = make_mesh(*sizes, kind=kind)
+    with jax.set_mesh(mesh), te.autocast(enabled=fp8 is not None, recipe=fp8, mesh_resource=resource_of(sizes, sequence_parallel)):
+        rules = extend_logical_axis_rules(())
+        places = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
+        lies = NamedSharding(mesh, P(dict(rules)[te.sharding.BATCH_AXES], "tp" if sequence_parallel else None))
+        arguments = jax.tree.map(jax.device_put, nn.unbox(boxed), places), jax.device_put(x, lies)
+        wanted = (NamedSharding(mesh, P()), (places, lies))
+        compiled = jax.jit(step, out_shardings=wanted).lower(*arguments).compile()
+        return one, compiled(*arguments), compiled
+
+
+class Layers(unittest.TestCase):
+    """A TransformerLayer's loss and gradients, and the collectives of its program: four products each way, one of which has no gradient to gather."""
+
+    def check_collectives(self, compiled, x, sizes, sequence_parallel):
+        _, fsdp, tp = sizes
+        rows = f"{x.shape[0] // sizes[0] // fsdp},{x.shape[1]}"
+        activations = lambda kind, shape=rows: [s for s in collectives(compiled, kind) if s.startswith(shape)]  # noqa: E731
+        positions = "4,32"  # the gradient of relative positions, which every device has: [heads, buckets]
+        gathered, scattered = [s for s in collectives(compiled, "all-gather") if s != positions], collectives(compiled, "reduce-scatter")
+        moved = 4 * (tp > 1 and sequence_parallel)  # before and after attention and the MLP, forward and backward
+        self.assertEqual(len(gathered), moved + 4 * (fsdp > 1))  # the four weights
+        self.assertEqual(len(scattered), moved + 4 * (fsdp > 1))
+        self.assertEqual(len(activations("all-gather")), moved)
+        self.assertEqual(len(activations("all-reduce")), 4 * (tp > 1 and not sequence_parallel))
+        self.assertEqual(collectives(compiled, "all-to-all") + collectives(compiled, "collective-permute"), [])
+
+    def test_grid(self):
+        x = normal(8, 16, 32)
+        for sizes, sequence_parallel in (((1, 1, 4), False), ((1, 1, 2), True), ((2, 1, 1), False), ((1, 2, 1), False), ((2, 1, 4), True),
+                                         ((2, 2, 2), False), ((1, 2, 4), True)):
+            with self.subTest(dp_fsdp_tp=sizes, sequence_parallel=sequence_parallel):
+                module = layer_of(32, use_bias=True, mlp_activations=("silu", "linear"), enable_sequence_parallel=sequence_parallel)
+                one, many, compiled = on_one_and_many(module, x, sizes, sequence_parallel=sequence_parallel)
+                close(self, many, one, 1e-5)
+                self.check_collectives(compiled, x, sizes, sequence_parallel)
+
+    def test_other_layers(self):
+        """One activation, groups of queries, rotary and relative positions, LayerNorm, explicit axes."""
+        x = normal(8, 16, 32)
+        groups = layer_of(32, num_gqa_groups=2, layernorm_type="rmsnorm", enable_rotary_pos_emb=True)
+        one, many, compiled = on_one_and_many(groups, x, (2, 1, 2))
+        close(self, many, one, 1e-5)
+        self.assertEqual(collectives(compiled, "all-gather"), [])
+        one, many, compiled = on_one_and_many(layer_of(32, enable_relative_embedding=True, use_bias=True, enable_sequence_parallel=True), x, (1, 2, 2),
+                                              sequence_parallel=True)
+        close(self, many, one, 1e-5)
+        self.check_collectives(compiled, x, (1, 2, 2), True)
+        one, many, _ = on_one_and_many(groups, x, (2, 2, 2), kind=AxisType.Explicit)
+        close(self, many, one, 1e-5)
+
+    def test_fp8(self):
+        """What is gathered of weights and sequences are codes, and amaxes are those of whole tensors."""
+        x = normal(8, 16, 32)
+        for fp8, tolerance in ((recipe.DelayedScaling(amax_history_len=2), 1e-5), (recipe.Float8CurrentScaling(), 1e-2)):
+            module = layer_of(32, use_bias=True, mlp_activations=("silu", "linear"), enable_sequence_parallel=True)
+            one, many, compiled = on_one_and_many(module, x, (2, 2, 2), fp8, sequence_parallel=True)
+            close(self, many, one, tolerance)
+            self.assertEqual(re.findall(r"= f32\[\d+,\S* all-gather", compiled.as_text()), [])
+            self.assertEqual(len(collectives(compiled, "reduce-scatter")), 8)
+
+    def test_block_scales(self):
+        """Blocks that lie on one device whole are quantised there, and no amax travels."""
+        x = normal(2, 128, 128)
+        module = layer_of(256, mlp_hidden_size=256, mlp_activations=("silu", "linear"))
+        one, many, compiled = on_one_and_many(module, x, (2, 1, 2), recipe.MXFP8BlockScaling())
+        close(self, many, one, 1e-5)
+        self.assertEqual(collectives(compiled, "all-gather"), [])
+        self.assertNotIn("maximum", "".join(re.findall(r"all-reduce\(.*to_apply=%?(\S+)", compiled.as_text())))
+        one, many, _ = on_one_and_many(layer_of(128, mlp_hidden_size=128, enable_sequence_parallel=True), normal(2, 128, 128), (2, 1, 2),
+                                       recipe.MXFP8BlockScaling(), sequence_parallel=True)
+        close(self, many, one, 1e-5)  # half of 128 rows of each of two sequences are no blocks of 128
+        one, many, _ = on_one_and_many(layer_of(48, mlp_activations=("silu", "linear")), normal(6, 10, 48), (2, 1, 2), recipe.Float8BlockScaling())
+        close(self, many, one, 1e-5)  # they do not: these products are computed whole
+
+
+class GPT(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        x = nn.Embed(64, 32)(tokens)
+        for _ in range(2):
+            x = layer_of(32, layernorm_type="rmsnorm", mlp_activations=("silu", "linear"), enable_rotary_pos_emb=True,
+                         enable_sequence_parallel=True)(x, deterministic=True)
+        return LayerNormDenseGeneral(features=64, layernorm_type="rmsnorm")(x)[0]
+
+
+class Training(unittest.TestCase):
+    def train(self, fp8, rate, sizes=None, steps=20):
+        """The loss of each step, and the variables after the last."""
+        module, data = GPT(), np.random.default_rng(0).integers(0, 64, (4, 8, 1)) + np.arange(17) * 3  # each sequence counts in threes
+
+        def step(variables, tokens):
+            def loss_of(variables):
+                logits = jax.nn.log_softmax(module.apply(variables, tokens[:, :-1]))
+                return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], -1))
+
+            loss, grads = jax.value_and_grad(loss_of)(variables)
+            params = jax.tree.map(lambda p, g: p - rate * g, variables["params"], grads["params"])
+            return {**te.update_collections(grads, variables), "params": params}, loss
+
+        tokens = jnp.asarray(data % 64)
+        with te.autocast(enabled=fp8 is not None, recipe=fp8):
+            boxed = module.init(jax.random.key(0), tokens[0][:, :-1])
+        mesh = make_mesh(*(sizes or (1, 1, 1)))
+        with jax.set_mesh(mesh), te.autocast(enabled=fp8 is not None, recipe=fp8, mesh_resource=resource_of(sizes or (1, 1, 1), True)):
+            places = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, extend_logical_axis_rules(()))
+            variables = jax.tree.map(jax.device_put, nn.unbox(boxed), places)
+            compiled = jax.jit(step, out_shardings=(places, NamedSharding(mesh, P())))
+            losses = []
+            for i in range(steps):
+                variables, loss = compiled(variables, jax.device_put(tokens[i % 4], NamedSharding(mesh, P(("dp", "fsdp")))))
+                losses.append(float(loss))
+        return np.array(losses), variables
+
+    def test_losses_are_those_of_one_device(self):
+        # In FP8 a difference of 1e-7 that rounds one code otherwise grows with the rate, on one device as well.
+        for fp8, rate, tolerance in ((None, 0.1, 1e-4), (recipe.DelayedScaling(amax_history_len=4), 0.01, 5e-3),
+                                     (recipe.Float8CurrentScaling(), 0.01, 5e-3)):
+            one, _ = self.train(fp8, rate)
+            many, variables = self.train(fp8, rate, (2, 2, 2))
+            self.assertLess(one[-1], 0.9 * one[0])
+            np.testing.assert_allclose(many, one, rtol=tolerance)
+            for path, state in jax.tree_util.tree_leaves_with_path(variables.get("fp8_metas", {})):
+                parts = [np.asarray(part.data) for part in state.addressable_shards]
+                self.assertEqual(len(parts), 8)
+                for part in parts[1:]:
+                    np.testing.assert_array_equal(part, parts[0], err_msg=str(path))
+            if isinstance(fp8, recipe.DelayedScaling):
+                scales = [s for path, s in jax.tree_util.tree_leaves_with_path(variables["fp8_metas"]) if "scale" in str(path[-1])]
+                self.assertEqual(len(scales), 27)  # of nine products, three each
+                self.assertTrue(all(float(scale[0]) != 1.0 for scale in scales))
+
+
+class ShardMap(unittest.TestCase):
+    def test_amaxes_are_those_of_whole_tensors(self):
+        """Data, fully sharded and tensor parallelism by hand. Delayed scaling's state says over which axes it is shared; for scales that are
+        derived the mesh resource does."""
+        arguments = (normal(8, 4, 32), normal(32), normal(32, 2, 64) / 6, normal(64, 32) / 8)
+
+        def whole(x, gamma, k1, k2, sets):
+            return te.layernorm_mlp.layernorm_mlp(x, gamma, None, [k1, k2], [None, None], "rmsnorm", activation_type=("silu", "linear"),
+                                                  quantizer_sets=sets)
+
+        def part(x, gamma, k1, k2, sets):
+            k1, k2 = (jax.lax.all_gather(k, "fsdp", axis=axis, tiled=True) for axis, k in enumerate((k1, k2)))
+            return jax.lax.psum(whole(x, gamma, k1, k2, sets), "tp")
+
+        rows = P(("dp", "fsdp"))
+        cut = jax.shard_map(part, mesh=make_mesh(2, 2, 2), in_specs=(rows, P(), P("fsdp", None, "tp"), P("tp", "fsdp"), P()), out_specs=rows)
+        for fp8 in (None, recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling()):
+            sets = tuple(create_set(fp8) for _ in range(2))
+            with te.autocast(mesh_resource=resource_of((2, 2, 2))):
+                many, one = [jax.jit(jax.value_and_grad(lambda *a: (f(*a) ** 2).mean(), (0, 1, 2, 3, 4)))(*arguments, sets)  # noqa: B023
+                             for f in (cut, whole)]
+            close(self, many, one, 1e-5)
+        with te.autocast(mesh_resource=te.MeshResource(dp_resource="data")), self.assertRaisesRegex(ValueError, r"dp_resource='data'\) names no axis"):
+            jax.jit(cut)(*arguments, sets)
+
+
+class Attention(unittest.TestCase):
+    def setUp(self):
+        self.mesh = make_mesh(2, 1, 2)
+        self.resource = resource_of((2, 1, 2))
+
+    def put(self, array, *axes):
+        return jax.device_put(array, NamedSharding(self.mesh, P(*axes)))
+
+    def test_lengths_masks_biases_and_sinks_are_cut(self):
+        q, bias, sink, lengths = normal(4, 16, 4, 8), normal(1, 4, 16, 16), normal(4), jnp.array([16, 7, 3, 12])
+        kept = jnp.arange(16)[None, :] < lengths[:, None]
+
+        def f(q, k, bias, sink, by_lengths):
+            descriptor = SequenceDescriptor.from_seqlens(lengths) if by_lengths else jnp.broadcast_to(~kept[:, None, None], (4, 1, 16, 16))
+            kind = AttnBiasType.NO_BIAS if by_lengths else AttnBiasType.POST_SCALE_BIAS
+            o = fused_attn((q, k, k), None if by_lengths else bias, descriptor, None, kind, AttnMaskType.PADDING_CAUSAL_MASK,
+                           QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.LEARNABLE_SOFTMAX, 0.3, 0.0, True, softmax_offset=sink)
+            return (jnp.where(kept[:, :, None, None], o, 0) ** 2).sum()
+
+        arguments = (q, q[:, :, :2] * 0.5, bias, sink)  # two heads of keys
+        places = (("dp", None, "tp"), ("dp", None, "tp"), (None, "tp"), ("tp",))
+        for by_lengths in (True, False):
+            both = jax.jit(jax.value_and_grad(lambda *a: f(*a, by_lengths), (0, 1, 2, 3)))  # noqa: B023
+            placed = [self.put(a, *axes) for a, axes in zip(arguments, places)]
+            close(self, both(*placed), both(*arguments), 1e-5)
+            self.assertEqual(collectives(both.lower(*placed).compile(), "all-gather"), [])
+
+    def test_dropout_is_cut_and_its_gradient_draws_the_same_mask(self):
+        """The result is linear in v, so its derivative along v is the result; the others are compared with differences."""
+        q, key, sink, c = normal(4, 16, 4, 8), normal(4, 16, 2, 8), normal(4), normal(4, 16, 4, 8)
+        seed, direction = random_state(jax.random.key(5)), normal(4, 16, 4, 8)
+
+        def f(v, q, sink):
+            return fused_attn((q, key, v), None, None, seed, AttnBiasType.NO_BIAS, AttnMaskType.CAUSAL_MASK, QKVLayout.BSHD_BSHD_BSHD,
+                              AttnSoftmaxType.LEARNABLE_SOFTMAX, 0.3, 0.4, True, softmax_offset=sink)
+
+        for kind in (AxisType.Auto, AxisType.Explicit):
+            self.mesh = make_mesh(2, 1, 2, kind=kind)
+            cut = P("dp", None, "tp")
+            with jax.set_mesh(self.mesh), te.autocast(mesh_resource=self.resource):
+                placed = (self.put(key * 2, *cut), self.put(q, *cut), self.put(sink, "tp"))
+                loss = jax.jit(lambda *a: (f(*a) * self.put(c, *cut)).sum())
+                grad = jax.jit(jax.grad(loss, (0, 1, 2)))
+                dv, dq, dsink = grad(*placed)
+                self.assertAlmostEqual(float((dv * placed[0]).sum()), float(loss(*placed)), places=4)
+                e, along = 1e-2, self.put(direction, *cut)
+                difference = (loss(placed[0], placed[1] + e * along, placed[2]) - loss(placed[0], placed[1] - e * along, placed[2])) / (2 * e)
+                self.assertAlmostEqual(float((dq * along).sum()), float(difference), delta=1e-2)
+                difference = (loss(*placed[:2], placed[2] + e) - loss(*placed[:2], placed[2] - e)) / (2 * e)
+                self.assertAlmostEqual(float(dsink.sum()), float(difference), delta=1e-2)
+                self.assertEqual(collectives(grad.lower(*placed).compile(), "all-gather"), [])
+                out = np.asarray(jax.jit(f)(self.put(jnp.ones_like(key), *cut), *[self.put(jnp.zeros_like(a), *p) for a, p in ((q, cut), (sink, ("tp",)))]))
+                drawn = {out[b, :, h, 0].tobytes() for b in (0, 2) for h in (0, 2)}  # by each device one
+                self.assertEqual(len(drawn), 4)
+
+
+@unittest.skipUnless(DOCUMENT.exists(), "needs te-fl's documents")
+class Document(unittest.TestCase):
+    def test_the_page_runs(self):
+        (block,) = re.findall(r"tested-by: python_jax_mesh_test -->\n```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+        names = {}
+        exec(block, names)
+        self.assertTrue(np.isfinite(float(names["value"])))
+        kernel = names["variables"]["params"]["mlp"]["wi_kernel"]
+        self.assertEqual((kernel.shape, kernel.addressable_shards[0].data.shape), ((64, 1, 128), (32, 1, 64)))
+
+
+class Resources(unittest.TestCase):
+    def setUp(self):
+        self.layer = layer_of(32, mlp_activations=("silu", "linear"))
+
+    def init(self, resource, *sizes, x=(8, 16, 32), layer=None, names=NAMES):
+        with jax.set_mesh(make_mesh(*sizes, names=names)), te.autocast(mesh_resource=resource):
+            return jax.jit(lambda x: (layer or self.layer).init_with_output(jax.random.key(0), x, deterministic=True)[0])(normal(*x))
+
+    def test_sizes_that_an_axis_does_not_divide(self):
+        with self.assertRaisesRegex(ValueError, r"dimension 0 of an array \[3, 16, 32\] has 3 elements, and its logical axis 'nvte_batch' lies on 'dp' of the "
+                                    r"mesh, of 2 devices: 3 is not a multiple of 2. Pad it .* leave the axis out"):
+            self.init(te.MeshResource(dp_resource="dp"), 2, 1, 1, x=(3, 16, 32))
+        with self.assertRaisesRegex(ValueError, r"'nvte_batch' lies on 'dp' and 'fsdp' of the mesh, of 4 devices: 6 is not a multiple of 4"):
+            self.init(te.MeshResource(dp_resource="dp", fsdp_resource="fsdp"), 2, 2, 1, x=(6, 16, 32))
+        with self.assertRaisesRegex(ValueError, r"has 2 elements, and its logical axis 'nvte_head' lies on 'tp' of the mesh, of 4 devices"):
+            self.init(te.MeshResource(tp_resource="tp"), 1, 1, 4, layer=layer_of(32, num_gqa_groups=2))
+        with self.assertRaisesRegex(ValueError, "'nvte_seqlen_tp' lies on 'tp'"):
+            self.init(te.MeshResource(tpsp_resource="tp"), 1, 1, 4, x=(8, 18, 32), layer=layer_of(32, enable_sequence_parallel=True))
+        # A batch of one, as Flax's init is often given, and one head of keys have nothing to cut.
+        self.assertEqual(self.init(te.MeshResource(dp_resource="dp", tp_resource="tp"), 2, 1, 2, x=(1, 16, 32), layer=layer_of(32, num_gqa_groups=1)).shape,
+                         (1, 16, 32))
+
+    def test_axes_that_the_mesh_has_not(self):
+        with self.assertRaisesRegex(ValueError, r"MeshResource\(tp_resource='model'\) names no axis of the mesh, which has 'dp' \(2\), 'fsdp' \(1\), 'tp' \(2\); "
+                                    "name one of these, leave tp_resource out, or set a mesh"):
+            self.init(te.MeshResource(tp_resource="model"), 2, 1, 2)
+        with jax.set_mesh(make_mesh(2, 1, 2)), nn.logical_axis_rules((("rows", "data"),)), self.assertRaisesRegex(ValueError, "lay the logical axis 'rows' on 'data'"):
+            te.sharding.with_sharding_constraint_by_logical_axes(normal(4, 4), ("rows", None))
+        with self.assertRaisesRegex(ValueError, r"has 2 and 2 devices; give one of the two"):
+            self.init(te.MeshResource(tp_resource="a", tpsp_resource="b"), 2, 2, names=("a", "b"))
+        self.init(te.MeshResource(tp_resource="a", tpsp_resource="b"), 2, 1, names=("a", "b"))  # one of them has one device
+        for name in ("cp_resource", "ep_resource"):
+            with self.assertRaisesRegex(NotImplementedError, rf"MeshResource\({name}='x'\) is not served"):
+                te.MeshResource(**{name: "x"})
+
+    def test_guards_nest_and_batches_lie_on_both_data_axes(self):
+        axes = te.sharding.get_sharding_map_logic_axis_to_mesh_axis
+        with jax.set_mesh(make_mesh(2, 2, 2)), te.sharding.global_shard_guard(te.MeshResource(dp_resource="dp", fsdp_resource="fsdp", tp_resource="tp")):
+            self.assertEqual((axes()["nvte_batch"], axes()["nvte_w_fsdp"], axes()["nvte_head"]), (("dp", "fsdp"), "fsdp", "tp"))
+            with te.sharding.global_shard_guard(te.MeshResource(dp_resource="tp", pp_resource="fsdp")):
+                self.assertEqual((axes()["nvte_batch"], axes()["nvte_w_fsdp"], axes()["nvte_head"]), ("tp", None, None))
+            self.assertEqual((axes()["nvte_batch"], axes()["nvte_head"]), (("dp", "fsdp"), "tp"))
+        with jax.set_mesh(make_mesh(2, 1, 2)), te.sharding.global_shard_guard(te.MeshResource(dp_resource="dp", fsdp_resource="fsdp")):
+            self.assertEqual(axes()["nvte_batch"], "dp")
+        self.assertEqual(axes(), {})
+
+    def test_another_mesh_is_another_program(self):
+        x = normal(8, 16, 32)
+        traced = jax.jit(lambda x: te.sharding.with_sharding_constraint_by_logical_axes(x, ("nvte_batch", None, "nvte_hidden_tp")))
+        for sizes in ((2, 1, 2), (4, 1, 2), (1, 1, 8), (2, 1, 2)):
+            with jax.set_mesh(make_mesh(*sizes)), te.autocast(mesh_resource=te.MeshResource(dp_resource="dp", tp_resource="tp")):
+                found = traced(x)
+                self.assertEqual(found.sharding.shard_shape(x.shape), (8 // sizes[0], 16, 32 // sizes[2]))
+
+    def test_rules_of_flax_come_first(self):
+        with jax.set_mesh(make_mesh(2, 1, 2)), te.autocast(mesh_resource=te.MeshResource(dp_resource="dp", tp_resource="tp")):
+            with nn.logical_axis_rules((("nvte_batch", "tp"), ("width", "dp"))):
+                found = jax.jit(lambda x: te.sharding.with_sharding_constraint_by_logical_axes(x, ("nvte_batch", "width")))(normal(4, 4))
+            self.assertEqual(found.sharding.spec, P("tp", "dp"))
+
+
+if __name__ == "__main__":
+    unittest.main()
