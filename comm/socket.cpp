@@ -45,7 +45,7 @@ bool wait_for(const Socket& socket, short events, Deadline deadline) {
     const int ready = ::poll(&entry, 1, left_of(deadline));
     if (ready > 0) return true;
     if (ready == 0 && left_of(deadline) == 0) return false;
-    if (ready < 0 && errno != EINTR) return true;  // what follows says what is wrong
+    if (ready < 0 && errno != EINTR) return true;  // the next call says why
   }
 }
 

@@ -233,7 +233,7 @@ class TcpServer::Loop {
     }
   }
 
-  // What sockets take at once is sent; a rank that does not read is waited for by nobody.
+  // Nobody waits for a rank that does not read: each socket gets what it takes at once.
   void say_goodbye() {
     for (Connection& c : connections_) {
       if (c.waits) answer(c, TE_FL_COMM_FAILED, kEnded);

@@ -147,7 +147,9 @@ Probe parse_probe(const Json& value) {
 
 std::vector<Device> load_for(const Json& value) {
   const std::string rule =
-      "a list of types of devices without their numbers, such as [\"opencl\"] or [\"ext:acme\"]";
+      "a list of types of devices without their numbers, such as [\"opencl\"] or [\"ext:acme\"], "
+      "or "
+      "[\"communicators\"] for communicators of hosts";
   if (!value.is_array() || value.empty()) {
     throw BadManifest{"\"load_for\" is " + value_text(value) + " and must be " + rule};
   }
@@ -156,6 +158,10 @@ std::vector<Device> load_for(const Json& value) {
     if (!item.is_string())
       throw BadManifest{"\"load_for\" has " + value_text(item) + " and must be " + rule};
     const auto& text = item.get_ref<const std::string&>();
+    if (text == "communicators") {
+      out.push_back(Device{});
+      continue;
+    }
     const Result<Device> device = parse_device(text);
     const bool numbered =
         std::count(text.begin(), text.end(), ':') != (text.starts_with("ext:") ? 1 : 0);

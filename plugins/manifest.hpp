@@ -10,6 +10,7 @@
 //     "probe": {"pci_vendor": "0x1234"},     optional; the plugin is left out when nothing matches
 //     "load_for": ["ext:acme"],              optional; types of devices: the plugin is loaded when
 //                                            one of them is asked for, not when the process starts
+//                                            ("communicators": when one is made for host memory)
 //     "settings": [{                         optional; what its header declares too (rule R21), so
 //       "name": "TE_FL_ACME_DEBUG",          that they are known while the plugin is left out
 //       "type": "bool",                      string, bool, int, enum, list or file
@@ -62,7 +63,8 @@ struct Manifest {
   int abi_major = 0;
   int abi_minor = 0;
   Probe probe;
-  std::vector<Device> load_for;  // types and providers, index 0; empty: loaded at once
+  // Types and providers, index 0; the host stands for communicators. Empty: loaded at once.
+  std::vector<Device> load_for;
   std::vector<core::PluginSetting> settings;
   std::vector<std::string> vendor_aliases;
   std::vector<LibraryPackage> packages;

@@ -61,7 +61,7 @@ void expect_text(const Status& status, StatusCode code, std::initializer_list<co
     EXPECT_NE(status.message().find(part), std::string::npos) << part << " in " << status.message();
 }
 
-// What every store does, for any number of ranks.
+// Every store does this, for any number of ranks.
 void exchange(Store& store, int rank, int size) {
   const std::string large(size_t{1} << 20, static_cast<char>('a' + rank));
   const std::string mine = std::to_string(rank);
@@ -78,7 +78,7 @@ void exchange(Store& store, int rank, int size) {
   auto empty = store.get("empty." + mine, 1000ms);
   ASSERT_TRUE(empty.ok());
   EXPECT_EQ(*empty, "");
-  EXPECT_TRUE(store.set("world/" + mine, large).ok());  // the same value again
+  EXPECT_TRUE(store.set("world/" + mine, large).ok());  // it is the same value
   expect_text(store.set("world/" + mine, "other"), StatusCode::kAlreadyExists,
               {("world/" + mine).c_str(), store.address().c_str()});
   auto none = store.look("never");

@@ -40,7 +40,7 @@ json setting(const std::string& name, const std::string& type, const std::string
 
 TEST(ManifestTest, ReadsEveryKey) {
   json text = with("probe", {{"pci_vendor", "0x10DE"}, {"device_node", "/dev/nvidia0"}});
-  text["load_for"] = {"opencl", "ext:acme"};
+  text["load_for"] = {"opencl", "ext:acme", "communicators"};
   text["settings"] = {{{"name", "TE_FL_ACME_DEBUG"}, {"type", "bool"}, {"doc", "Says more."}},
                       {{"name", "TE_FL_ACME_TILES"},
                        {"type", "int"},
@@ -62,7 +62,8 @@ TEST(ManifestTest, ReadsEveryKey) {
   EXPECT_EQ(m.abi_minor, 9);
   EXPECT_EQ(m.probe.pci_vendor, 0x10de);
   EXPECT_EQ(m.probe.device_node, "/dev/nvidia0");
-  ASSERT_EQ(m.load_for.size(), 2u);
+  ASSERT_EQ(m.load_for.size(), 3u);
+  EXPECT_TRUE(m.load_for[2].is_host());
   EXPECT_EQ(to_string(m.load_for[0]), "opencl:0");
   EXPECT_EQ(to_string(m.load_for[1]), "ext:acme:0");
   using enum core::VariableType;

@@ -29,5 +29,5 @@ te_fl_need_packages() {
 }
 
 te_fl_build_packages=(g++ cmake ninja-build pkg-config libspdlog-dev nlohmann-json3-dev libcli11-dev libhwy-dev libdnnl-dev ocl-icd-opencl-dev opencl-headers)
-te_fl_test_packages=(libgtest-dev libbenchmark-dev clang lld clang-format patchelf python3 python3-dev python3-numpy python3-venv python3-yaml pocl-opencl-icd libclblast1)
+te_fl_test_packages=(libgtest-dev libbenchmark-dev clang lld clang-format patchelf python3 python3-dev python3-numpy python3-venv python3-yaml pocl-opencl-icd libclblast1 libgloo-dev)
 te_fl_example_packages=()

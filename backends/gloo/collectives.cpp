@@ -1,0 +1,295 @@
+#include "collectives.hpp"
+
+#include <gloo/allgather.h>
+#include <gloo/allreduce.h>
+#include <gloo/barrier.h>
+#include <gloo/broadcast.h>
+
+#include <cstring>
+#include <optional>
+
+#include "communicator.hpp"
+#include "reduce.hpp"
+#include "te_fl/backend/collective.hpp"
+#include "te_fl/ops/collective.h"
+
+namespace te_fl::gloo_ranks {
+namespace {
+
+using backend::bytes_of;
+using backend::data;
+
+size_t bytes(const te_fl_tensor& t) { return static_cast<size_t>(backend::bytes_of(t)); }
+
+void copy(void* to, const void* from, size_t n) {
+  if (n != 0 && to != from) std::memcpy(to, from, n);
+}
+
+Communicator& comm_of(const te_fl_communicator* comm) {
+  return backend::communicator<Communicator>(comm);
+}
+
+// ---- reductions
+
+// How n elements are divided over the ranks: parts that differ by one element at most.
+std::vector<size_t> shares(size_t n, int ranks, size_t element_bytes) {
+  std::vector<size_t> parts;
+  const auto count = static_cast<size_t>(ranks);
+  for (size_t r = 0; r < count; ++r) parts.push_back((n / count + (r < n % count)) * element_bytes);
+  return parts;
+}
+
+// Scratch for the part of each rank.
+size_t scratch_bytes(const te_fl_communicator& comm, size_t part_bytes) {
+  return comm.size == 1 ? 0 : static_cast<size_t>(comm.size) * part_bytes;
+}
+
+// This rank's part of `input`, reduced over all ranks, to `out`, which may be that part.
+void reduce_own(Communicator& comm, const Parts& input, Element element, int32_t reduction,
+                char* scratch, char* out) {
+  const auto rank = static_cast<size_t>(comm.rank());
+  const size_t own = input.bytes[rank];
+  const Parts theirs(scratch, comm.size(), own);
+  comm.exchange(input, theirs);
+  std::vector<const char*> parts;
+  for (const size_t at : theirs.offset) parts.push_back(scratch + at);
+  parts[rank] = input.base + input.offset[rank];
+  reduce_parts(element, reduction, parts.data(), comm.size(), own / gloo_ranks::bytes_of(element),
+               out);
+}
+
+void all_reduce_halves(Communicator& comm, const te_fl_all_reduce_args& a, Element element,
+                       char* scratch) {
+  const size_t width = gloo_ranks::bytes_of(element), n = bytes(*a.input) / width;
+  const auto rank = static_cast<size_t>(comm.rank());
+  const std::vector<size_t> parts = shares(n, comm.size(), width);
+  const Parts out(data<char>(*a.output), parts);
+  reduce_own(comm, Parts(data<char>(*a.input), parts), element, a.reduction, scratch,
+             out.base + out.offset[rank]);
+  Parts own(out.base + out.offset[rank], comm.size(), out.bytes[rank]);
+  for (size_t& at : own.offset) at = 0;  // the same part for every rank
+  comm.exchange(own, out);
+}
+
+template <class T>
+void all_reduce_by_gloo(Communicator& comm, const te_fl_all_reduce_args& a, Element element) {
+  const size_t n = bytes(*a.input) / sizeof(T);
+  ::gloo::AllreduceOptions options(comm.mesh());
+  if (data<T>(*a.input) != data<T>(*a.output)) options.setInput(data<T>(*a.input), n);
+  options.setOutput(data<T>(*a.output), n);
+  options.setReduceFunction(pairwise(element, a.reduction));
+  const auto kind = static_cast<uint64_t>(element) << 8 | static_cast<uint64_t>(a.reduction);
+  options.setTag(comm.next_tag(kind, bytes(*a.input)));
+  ::gloo::allreduce(options);
+  if (a.reduction == TE_FL_REDUCTION_AVG) divide(element, data<T>(*a.output), n, comm.size());
+}
+
+void all_reduce(Communicator& comm, const te_fl_context& ctx, const te_fl_all_reduce_args& a) {
+  const Element element = element_of(a.input->dl.dtype);
+  if (comm.size() == 1) return copy(data<char>(*a.output), data<char>(*a.input), bytes(*a.input));
+  if (bytes(*a.input) == 0) return;
+  if (is_half(element))
+    return all_reduce_halves(comm, a, element, static_cast<char*>(ctx.workspace));
+  if (gloo_ranks::bytes_of(element) == 8) return all_reduce_by_gloo<int64_t>(comm, a, element);
+  all_reduce_by_gloo<int32_t>(comm, a, element);
+}
+
+void reduce_scatter(Communicator& comm, const te_fl_context& ctx,
+                    const te_fl_reduce_scatter_args& a) {
+  if (comm.size() == 1) return copy(data<char>(*a.output), data<char>(*a.input), bytes(*a.input));
+  if (bytes(*a.input) == 0) return;
+  reduce_own(comm, Parts(data<char>(*a.input), comm.size(), bytes(*a.output)),
+             element_of(a.input->dl.dtype), a.reduction, static_cast<char*>(ctx.workspace),
+             data<char>(*a.output));
+}
+
+size_t workspace(const te_fl_context&, const te_fl_reduce_scatter_args& a) {
+  return scratch_bytes(*a.comm, bytes(*a.output));
+}
+size_t workspace(const te_fl_context&, const te_fl_all_reduce_args& a) {
+  const Element element = element_of(a.input->dl.dtype);
+  if (!is_half(element)) return 0;
+  const size_t width = gloo_ranks::bytes_of(element);
+  const auto ranks = static_cast<size_t>(a.comm->size);
+  return scratch_bytes(*a.comm, (bytes(*a.input) / width + ranks - 1) / ranks * width);
+}
+
+// ---- copies
+
+void all_gather(Communicator& comm, const te_fl_context&, const te_fl_all_gather_args& a) {
+  const size_t part = bytes(*a.input);
+  char* const out = data<char>(*a.output);
+  char* const own = out + static_cast<size_t>(comm.rank()) * part;
+  if (comm.size() == 1 || part == 0) return copy(own, data<char>(*a.input), part);
+  ::gloo::AllgatherOptions options(comm.mesh());
+  if (own != data<char>(*a.input)) options.setInput(data<char>(*a.input), part);
+  options.setOutput(out, part * static_cast<size_t>(comm.size()));
+  options.setTag(comm.next_tag(1, part));
+  ::gloo::allgather(options);
+}
+
+void exchange_copied(Communicator& comm, const Parts& in, const Parts& out) {
+  const auto rank = static_cast<size_t>(comm.rank());
+  copy(out.base + out.offset[rank], in.base + in.offset[rank], in.bytes[rank]);
+  if (comm.size() > 1) comm.exchange(in, out);
+}
+
+void all_to_all(Communicator& comm, const te_fl_context&, const te_fl_all_to_all_args& a) {
+  const size_t part = bytes(*a.input) / static_cast<size_t>(comm.size());
+  exchange_copied(comm, Parts(data<char>(*a.input), comm.size(), part),
+                  Parts(data<char>(*a.output), comm.size(), part));
+}
+
+std::vector<size_t> bytes_of_rows(const int64_t* rows, const te_fl_tensor& t, int ranks) {
+  std::vector<size_t> parts;
+  for (int r = 0; r < ranks; ++r)
+    parts.push_back(static_cast<size_t>(rows[r] * backend::row_bytes(t)));
+  return parts;
+}
+
+void all_to_all_v(Communicator& comm, const te_fl_context&, const te_fl_all_to_all_v_args& a) {
+  const int ranks = comm.size();
+  const auto rank = static_cast<size_t>(comm.rank());
+  if (a.input_rows[rank] != a.output_rows[rank]) {
+    backend::invalid("argument 'output_rows' has " + std::to_string(a.output_rows[rank]) +
+                     " rows from this very rank " + std::to_string(rank) +
+                     ", for which 'input_rows' has " + std::to_string(a.input_rows[rank]));
+  }
+  exchange_copied(comm, Parts(data<char>(*a.input), bytes_of_rows(a.input_rows, *a.input, ranks)),
+                  Parts(data<char>(*a.output), bytes_of_rows(a.output_rows, *a.input, ranks)));
+}
+
+void broadcast(Communicator& comm, const te_fl_context&, const te_fl_broadcast_args& a) {
+  if (comm.size() == 1 || bytes(*a.data) == 0) return;
+  ::gloo::BroadcastOptions options(comm.mesh());
+  options.setOutput(data<char>(*a.data), bytes(*a.data));
+  options.setRoot(a.root);
+  options.setTag(comm.next_tag(static_cast<uint64_t>(a.root) << 8 | 2, bytes(*a.data)));
+  ::gloo::broadcast(options);
+}
+
+void barrier(Communicator& comm, const te_fl_context&, const te_fl_barrier_args&) {
+  if (comm.size() == 1) return;
+  ::gloo::BarrierOptions options(comm.mesh());
+  options.setTag(comm.next_tag(3, 0));
+  ::gloo::barrier(options);
+}
+
+// ---- groups, and what may be in one
+
+// A send or receive between group_start() and group_end().
+struct Kept {
+  Communicator* comm = nullptr;
+  const char* op = nullptr;
+  bool sends = false;
+  char* data = nullptr;
+  size_t bytes = 0;
+  int peer = 0;
+  Transfer transfer;
+  void begin() {
+    transfer = sends ? comm->begin_send(data, bytes, peer) : comm->begin_receive(data, bytes, peer);
+  }
+  void finish() { comm->finish(transfer); }
+};
+struct Group {
+  int depth = 0;
+  std::vector<Kept> calls;
+};
+thread_local Group group;
+
+void transfer(Kept call) {
+  if (group.depth > 0) {
+    group.calls.push_back(std::move(call));
+    return;
+  }
+  call.comm->run(call.op, [&] {
+    call.begin();
+    call.finish();
+  });
+}
+
+void send(const te_fl_context&, const te_fl_send_args& a) {
+  transfer({&comm_of(a.comm), "send", true, data<char>(*a.input), bytes(*a.input), a.peer, {}});
+}
+void recv(const te_fl_context&, const te_fl_recv_args& a) {
+  transfer({&comm_of(a.comm), "recv", false, data<char>(*a.output), bytes(*a.output), a.peer, {}});
+}
+
+// ---- descriptors
+
+constexpr char kAllReduce[] = "all_reduce", kAllGather[] = "all_gather",
+               kReduceScatter[] = "reduce_scatter", kAllToAll[] = "all_to_all",
+               kAllToAllV[] = "all_to_all_v", kBroadcast[] = "broadcast", kSend[] = "send",
+               kRecv[] = "recv", kBarrier[] = "barrier";
+
+template <class Args, auto F, const char* kName>
+void with_all(const te_fl_context& ctx, const Args& a) {
+  Communicator& comm = comm_of(a.comm);
+  comm.run(kName, [&] { F(comm, ctx, a); });
+}
+
+template <class Args, auto F>
+te_fl_op_desc& append(std::vector<te_fl_op_desc>& ops, const char* name) {
+  te_fl_op_desc desc;
+  desc.op_name = name;
+  desc.impl_id = "default.gloo";
+  desc.kind = TE_FL_KIND_DEFAULT;
+  desc.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_DETERMINISTIC | TE_FL_OP_IN_PLACE_OK;
+  desc.device_types = TE_FL_BIT(TE_FL_DEVICE_CPU) | TE_FL_BIT(TE_FL_DEVICE_CUDA_HOST) |
+                      TE_FL_BIT(TE_FL_DEVICE_ROCM_HOST);
+  desc.run = backend::run_thunk<Args, F>;
+  desc.supports = backend::supports_thunk<Args, backend::check_collective<Args>>;
+  ops.push_back(desc);
+  return ops.back();
+}
+
+template <class Args, auto F, const char* kName>
+te_fl_op_desc& append_all(std::vector<te_fl_op_desc>& ops) {
+  return append<Args, with_all<Args, F, kName>>(ops, kName);
+}
+
+template <class Args>
+size_t workspace_of(const te_fl_context& ctx, const Args& a) {
+  return workspace(ctx, a);
+}
+
+}  // namespace
+
+void append_collectives(std::vector<te_fl_op_desc>& ops) {
+  append_all<te_fl_all_reduce_args, all_reduce, kAllReduce>(ops).workspace =
+      backend::workspace_thunk<te_fl_all_reduce_args, workspace_of<te_fl_all_reduce_args>>;
+  append_all<te_fl_all_gather_args, all_gather, kAllGather>(ops);
+  append_all<te_fl_reduce_scatter_args, reduce_scatter, kReduceScatter>(ops).workspace =
+      backend::workspace_thunk<te_fl_reduce_scatter_args, workspace_of<te_fl_reduce_scatter_args>>;
+  append_all<te_fl_all_to_all_args, all_to_all, kAllToAll>(ops);
+  append_all<te_fl_all_to_all_v_args, all_to_all_v, kAllToAllV>(ops);
+  append_all<te_fl_broadcast_args, broadcast, kBroadcast>(ops);
+  append<te_fl_send_args, send>(ops, kSend);
+  append<te_fl_recv_args, recv>(ops, kRecv);
+  append_all<te_fl_barrier_args, barrier, kBarrier>(ops);
+}
+
+void group_start() { ++group.depth; }
+
+// All begin before any is waited for. After a failure those of the same communicator fail at once.
+void group_end() {
+  if (group.depth == 0) {
+    throw backend::Error(TE_FL_FAILED_PRECONDITION,
+                         "group_end() without group_start() on this thread");
+  }
+  if (--group.depth > 0) return;
+  std::vector<Kept> calls = std::exchange(group.calls, {});
+  std::optional<backend::Error> failed;
+  for (void (Kept::*step)() : {&Kept::begin, &Kept::finish}) {
+    for (Kept& call : calls) {
+      try {
+        call.comm->run(call.op, [&] { (call.*step)(); });
+      } catch (const backend::Error& e) {
+        if (!failed) failed = e;
+      }
+    }
+  }
+  if (failed) throw *failed;
+}
+
+}  // namespace te_fl::gloo_ranks

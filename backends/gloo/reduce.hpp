@@ -1,0 +1,30 @@
+// Reductions of elements on the host.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "te_fl/plugin.h"
+
+namespace te_fl::gloo_ranks {
+
+enum class Element { kF64, kF32, kF16, kBF16, kI64, kI32 };
+Element element_of(te_fl_dtype dtype);
+size_t bytes_of(Element element) noexcept;
+// F16 and BF16: sums are made in F32 over all ranks and rounded once.
+bool is_half(Element element) noexcept;
+
+// out[i] = a[i] + b[i], or their maximum, a NaN being one. Integers wrap around. `out` may be a or
+// b.
+using Reduce = void (*)(void* out, const void* a, const void* b, size_t n);
+Reduce pairwise(Element element, int32_t reduction);  // not for halves
+
+// values[i] /= ranks
+void divide(Element element, void* values, size_t n, int ranks);
+
+// out[i] = the reduction over ranks r of parts[r][i], in the order of ranks, for one rounding.
+// `out` may be one of the parts.
+void reduce_parts(Element element, int32_t reduction, const char* const* parts, int ranks, size_t n,
+                  char* out);
+
+}  // namespace te_fl::gloo_ranks

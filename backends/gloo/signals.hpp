@@ -1,0 +1,57 @@
+// Signals around Gloo, which writes to sockets without MSG_NOSIGNAL (R8: handlers stay as they
+// are).
+#pragma once
+
+#include <signal.h>
+
+#include <ctime>
+
+namespace te_fl::gloo_ranks {
+
+// While it lives, the thread takes no signal: threads that Gloo starts inherit that.
+class AllSignalsBlocked {
+ public:
+  AllSignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~AllSignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  AllSignalsBlocked(const AllSignalsBlocked&) = delete;
+  AllSignalsBlocked& operator=(const AllSignalsBlocked&) = delete;
+
+ private:
+  sigset_t before_;
+};
+
+// While it lives, a write to a connection that the other side closed is an error and no signal.
+class BrokenPipes {
+ public:
+  BrokenPipes() {
+    sigset_t pending;
+    sigpending(&pending);
+    was_pending_ = sigismember(&pending, SIGPIPE) == 1;
+    sigset_t pipe = one();
+    pthread_sigmask(SIG_BLOCK, &pipe, &before_);
+  }
+  ~BrokenPipes() {
+    const sigset_t pipe = one();
+    const timespec now{};
+    if (!was_pending_) sigtimedwait(&pipe, nullptr, &now);
+    pthread_sigmask(SIG_SETMASK, &before_, nullptr);
+  }
+  BrokenPipes(const BrokenPipes&) = delete;
+  BrokenPipes& operator=(const BrokenPipes&) = delete;
+
+ private:
+  static sigset_t one() {
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGPIPE);
+    return set;
+  }
+  sigset_t before_;
+  bool was_pending_;
+};
+
+}  // namespace te_fl::gloo_ranks
