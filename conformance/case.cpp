@@ -283,8 +283,9 @@ std::string dims_name(const Dims& dims) {
 }
 
 void add(Table& table, const std::string& family, const std::string& op, const std::string& rest,
-         std::function<void(Problem&)> build, bool large) {
+         std::function<void(Problem&)> build, bool large, int ranks) {
   Case c;
+  c.ranks = ranks;
   c.family = family, c.op = op, c.name = op + "/" + rest, c.large = large;
   c.seed = hash_of(c.name);
   c.build = std::move(build);
@@ -332,6 +333,7 @@ Table all_cases() {
   Table table;
   add_activation_cases(table);
   add_attention_cases(table);
+  add_collective_cases(table);
   add_dropout_cases(table);
   add_gemm_cases(table);
   add_norm_cases(table);

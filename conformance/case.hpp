@@ -171,6 +171,10 @@ class Problem {
   }
   Tensor* unnamed(Tensor* t);  // takes the tensor out of the single arguments (for lists)
   void set(const std::string& name, double value) { scalars[name] = value; }
+  // The argument that is a list of numbers.
+  void list(const std::string& name, std::vector<int64_t> numbers) {
+    number_lists[name] = std::move(numbers);
+  }
 
   void oracle(std::function<void()> f) { oracles.push_back(std::move(f)); }
   void evaluate();
@@ -187,12 +191,15 @@ class Problem {
   void expect_custom(Tensor* t, std::function<std::string(const Tensor&)> check);
   void expect_error(int code, std::string text) { want_code = code, want_text = std::move(text); }
 
-  std::string op_name;
+  std::string op_name;  // of a collective: this rank's op, as recv beside send; empty: it has none
   Random random;
+  int rank = 0, ranks = 0;                   // of a collective; another op has 0 ranks
+  const te_fl_communicator* comm = nullptr;  // likewise, while it runs
   std::vector<std::unique_ptr<Tensor>> tensors;
   std::map<std::string, Tensor*> singles;
   std::map<std::string, std::vector<Tensor*>> lists;
   std::map<std::string, double> scalars;
+  std::map<std::string, std::vector<int64_t>> number_lists;
   std::vector<std::function<void()>> oracles;
   std::vector<Expectation> expectations;
   te_fl_rng rng;
@@ -211,12 +218,16 @@ struct Case {
   std::string name;  // "gelu/f32/7x33/out=f8e4m3.tensor.row+col"
   uint64_t seed = 0;
   bool large = false;
+  // Of a collective: as many problems are built, each with its rank, and run together. 0: no
+  // collective.
+  int ranks = 0;
   std::function<void(Problem&)> build;
 };
 
 using Table = std::vector<Case>;
 void add_activation_cases(Table&);
 void add_attention_cases(Table&);
+void add_collective_cases(Table&);
 void add_delayed_scaling_cases(Table&);  // part of the quantize family
 void add_dropout_cases(Table&);
 void add_gemm_cases(Table&);
@@ -255,7 +266,7 @@ void fuzz_tensor(Drawn&);
 uint64_t hash_of(const std::string& text);  // equal everywhere
 std::string dims_name(const Dims& dims);    // "7x33", "scalar"
 void add(Table& table, const std::string& family, const std::string& op, const std::string& rest,
-         std::function<void(Problem&)> build, bool large = false);
+         std::function<void(Problem&)> build, bool large = false, int ranks = 0);
 // Every form of quantised output that the schema allows; `all` also the rarer ones.
 const std::vector<Spec>& quantised_specs();
 

@@ -38,6 +38,10 @@ void look_at(const te_fl_arg_desc& arg, const Problem& p, Seen& seen) {
       for (const Tensor* t : list->second) look_at_tensor(seen, *t, p);
   } else if (arg.type == TE_FL_ARG_SAVED) {
     (p.saved_storage >= 0 ? seen.present : seen.absent) = true;
+  } else if (arg.type == TE_FL_ARG_COMMUNICATOR) {
+    seen.values.insert(p.ranks);
+  } else if (arg.type == TE_FL_ARG_I64_LIST) {
+    for (const int64_t n : p.number_lists.at(arg.name)) seen.values.insert(static_cast<double>(n));
   } else {
     const auto value = p.scalars.find(arg.name);
     seen.values.insert(value == p.scalars.end() ? arg.neutral : value->second);
@@ -102,6 +106,7 @@ std::vector<std::string> uncovered(const Table& table) {
     std::vector<Seen> seen(schema.arg_count);
     for (const Case* c : by_op[op]) {
       Problem p(c->op, c->seed);
+      p.ranks = c->ranks;
       c->build(p);
       for (uint32_t i = 0; i < schema.arg_count; ++i) look_at(*schema.args[i], p, seen[i]);
     }

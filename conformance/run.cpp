@@ -1,157 +1,15 @@
 #include "conformance/run.hpp"
 
 #include <algorithm>
-#include <chrono>
-#include <cstring>
 #include <set>
 #include <stdexcept>
 #include <utility>
 
+#include "conformance/call.hpp"
 #include "conformance/compare.hpp"
-#include "conformance/device_mirror.hpp"
-#include "te_fl/te_fl.hpp"
 
 namespace te_fl::conformance {
 namespace {
-
-// The op's argument struct, filled from the schema: the same for every op.
-class Arguments {
- public:
-  Arguments(const te_fl_op_schema& schema, Problem& p, const DeviceMirror& mirror)
-      : memory_(schema.args_size / 8 + 1), mirror_(mirror) {
-    put<uint32_t>(0, schema.args_size);
-    std::set<std::string> known;
-    for (uint32_t i = 0; i < schema.arg_count; ++i) {
-      const te_fl_arg_desc& arg = *schema.args[i];
-      known.insert(arg.name);
-      fill(arg, p);
-    }
-    auto check = [&](const auto& names) {
-      for (const auto& [name, value] : names)
-        if (known.count(name) == 0) throw std::logic_error(p.op_name + " has no argument " + name);
-    };
-    check(p.singles), check(p.lists), check(p.scalars);
-  }
-  const void* get() const { return memory_.data(); }
-  te_fl_saved* saved() { return saved_.get(); }
-
- private:
-  template <class T>
-  void put(size_t offset, T value) {
-    std::memcpy(reinterpret_cast<char*>(memory_.data()) + offset, &value, sizeof value);
-  }
-
-  void fill(const te_fl_arg_desc& arg, Problem& p) {
-    const auto scalar = p.scalars.find(arg.name);
-    const double value = scalar == p.scalars.end() ? arg.neutral : scalar->second;
-    switch (arg.type) {
-      case TE_FL_ARG_TENSOR: {
-        const auto t = p.singles.find(arg.name);
-        if (t == p.singles.end() && (arg.flags & TE_FL_ARG_OPTIONAL) == 0)
-          throw std::logic_error(p.op_name + ": the case lacks " + arg.name);
-        return put<const te_fl_tensor*>(arg.offset,
-                                        t == p.singles.end() ? nullptr : placed(arg, *t->second));
-      }
-      case TE_FL_ARG_TENSOR_LIST: {
-        const auto list = p.lists.find(arg.name);
-        lists_.emplace_back();
-        if (list != p.lists.end())
-          for (Tensor* t : list->second) lists_.back().push_back(placed(arg, *t));
-        put<const te_fl_tensor* const*>(arg.offset,
-                                        lists_.back().empty() ? nullptr : lists_.back().data());
-        return put<int64_t>(arg.count_offset, static_cast<int64_t>(lists_.back().size()));
-      }
-      case TE_FL_ARG_I64:
-        return put<int64_t>(arg.offset, static_cast<int64_t>(value));
-      case TE_FL_ARG_F32:
-        return put<float>(arg.offset, static_cast<float>(value));
-      case TE_FL_ARG_F64:
-        return put<double>(arg.offset, value);
-      case TE_FL_ARG_SAVED: {
-        if (p.saved_storage >= 0) saved_ = std::make_unique<te_fl_saved>();
-        return put<te_fl_saved*>(arg.offset, saved_.get());
-      }
-      default:
-        return put<int32_t>(arg.offset, static_cast<int32_t>(value));
-    }
-  }
-
-  const te_fl_tensor* placed(const te_fl_arg_desc& arg, const Tensor& t) const {
-    return (arg.flags & TE_FL_ARG_HOST) != 0 ? &t.c : mirror_.of(t);
-  }
-
-  std::vector<uint64_t> memory_;
-  const DeviceMirror& mirror_;
-  std::vector<std::vector<const te_fl_tensor*>> lists_;
-  std::unique_ptr<te_fl_saved> saved_;
-};
-
-// The tensors of arguments that are host memory wherever the op runs.
-std::set<const Tensor*> host_tensors(const te_fl_op_schema& schema, const Problem& p) {
-  std::set<const Tensor*> result;
-  for (uint32_t i = 0; i < schema.arg_count; ++i) {
-    if ((schema.args[i]->flags & TE_FL_ARG_HOST) == 0) continue;
-    if (const auto t = p.singles.find(schema.args[i]->name); t != p.singles.end())
-      result.insert(t->second);
-    if (const auto list = p.lists.find(schema.args[i]->name); list != p.lists.end())
-      result.insert(list->second.begin(), list->second.end());
-  }
-  return result;
-}
-
-PolicySettings pinned(const std::string& op, const std::string& impl_id, bool deterministic) {
-  PolicySettings settings;
-  settings.strict = true;
-  settings.deterministic = deterministic;
-  settings.per_op[op] = {PolicyToken{PolicyToken::Type::kImpl, Kind::kDefault, impl_id}};
-  return settings;
-}
-
-bool contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
-// Storage bytes that no logical element of an output covers must stay as they were.
-std::string check_gaps(const Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
-  if (t.strides.empty() || t.data == nullptr) return {};
-  const int width = width_of(t.spec.dtype) / 8;
-  std::vector<uint8_t> covered(t.data->size(), 0);
-  for (const auto& other : all) {  // outputs may share one storage
-    if (other->data != t.data || other->role == Role::kIn) continue;
-    for (int64_t i = 0; i < other->numel(); ++i)
-      std::memset(&covered[other->index(i) * width], 1, width);
-  }
-  for (size_t i = 0; i < covered.size(); ++i)
-    if (!covered[i] && t.data->data()[i] != t.data->initial()[i])
-      return t.name + ": byte " + std::to_string(i) +
-             " of its storage is between the elements and was written (rule R11)";
-  return {};
-}
-
-// The storage of a saved record, guard bytes included, when it has come back.
-std::string written_outside(const Problem& saved) {
-  for (const auto& t : saved.tensors)
-    if (const std::string outside = t->data->written_outside(); !outside.empty())
-      return "the saved record's storage: bytes outside its memory were written, the nearest one " +
-             outside + " (rule R11)";
-  return {};
-}
-
-// A quantised output's given scale is read only.
-bool read_only(const Tensor& t, const Buffer* b) {
-  return t.role == Role::kIn ||
-         (b == t.scale.get() && !t.spec.current() && t.spec.scaling == TE_FL_SCALING_TENSOR);
-}
-
-Result result_of(const te_fl::Result<Decision>& decision) {
-  if (!decision.ok()) return {Outcome::kFail, decision.status().to_string(), 0};
-  if (decision->impl_id.empty()) return {Outcome::kUnsupported, "", 0};
-  if (!decision->runs.empty()) return {Outcome::kPass, decision->runs, 0};
-  return {
-      Outcome::kFail,
-      "it does not say what it runs for a call that it serves: " + decision->silent + " (rule R31)",
-      0};
-}
 
 // Moves a plain compact input that shares its memory with nothing into rows with gaps.
 bool spread(Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
@@ -172,18 +30,51 @@ bool spread(Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
   return true;
 }
 
+// The first that did not pass, by its rank; ranks that failed since another did come last.
+Result worst_of(std::vector<Result> results) {
+  const auto name = [&](size_t r) {
+    results[r].message = "rank " + std::to_string(r) + ": " + results[r].message;
+    return std::move(results[r]);
+  };
+  for (const bool consequences : {false, true}) {
+    for (size_t r = 0; r < results.size(); ++r) {
+      const bool consequence = results[r].message.find("COMM_FAILED") != std::string::npos;
+      if (results[r].outcome != Outcome::kPass && consequence == consequences) return name(r);
+    }
+  }
+  return std::move(results.front());
+}
+
+// all_reduce promises the same bits on every rank. Empty, or the rank that has others than rank 0.
+std::string other_bits(const std::vector<std::unique_ptr<Problem>>& ranks) {
+  if (ranks[0]->op_name != "all_reduce" || ranks[0]->want_code != 0) return {};
+  const Buffer& first = *ranks[0]->singles.at("output")->data;
+  for (size_t r = 1; r < ranks.size(); ++r) {
+    const Buffer& own = *ranks[r]->singles.at("output")->data;
+    if (std::equal(own.data(), own.data() + own.size(), first.data())) continue;
+    return "rank " + std::to_string(r) + " has other bits than rank 0";
+  }
+  return {};
+}
+
 }  // namespace
 
-Prepared::Prepared(const Case& c, Device device, bool strided)
-    : problem_(c.op, c.seed), device_(device) {
-  c.build(problem_);
-  for (const auto& t : problem_.tensors)
-    if (strided && spread(*t, problem_.tensors)) has_strided_inputs_ = true;
-  problem_.evaluate();
+Prepared::Prepared(const Case& c, Device device, bool strided) : device_(device), ranks_(c.ranks) {
+  for (int r = 0; r < std::max(1, ranks_); ++r) build(c, r, strided);
+}
+
+void Prepared::build(const Case& c, int rank, bool strided) {
+  problems_.push_back(std::make_unique<Problem>(c.op, c.seed));
+  Problem& p = *problems_.back();
+  p.rank = rank, p.ranks = c.ranks;
+  c.build(p);
+  for (const auto& t : p.tensors)
+    if (strided && spread(*t, p.tensors)) has_strided_inputs_ = true;
+  p.evaluate();
   std::set<const Tensor*> expected;
-  for (const Expectation& e : problem_.expectations) expected.insert(e.tensor);
-  for (const auto& t : problem_.tensors)
-    if (t->role != Role::kIn && expected.count(t.get()) == 0 && problem_.want_code == 0) {
+  for (const Expectation& e : p.expectations) expected.insert(e.tensor);
+  for (const auto& t : p.tensors)
+    if (t->role != Role::kIn && expected.count(t.get()) == 0 && p.want_code == 0) {
       // An input whose memory an in-place output took over has its expectation there.
       bool shared = false;
       for (const Tensor* e : expected) shared = shared || e->data == t->data;
@@ -192,140 +83,63 @@ Prepared::Prepared(const Case& c, Device device, bool strided)
 }
 
 void Prepared::restore() {
-  for (const auto& t : problem_.tensors)
-    for (Buffer* b : t->buffers()) b->restore();
-}
-
-std::string Prepared::check_memory(bool untouched) const {
-  std::set<const Buffer*> written;
-  for (const auto& t : problem_.tensors)
-    for (const Buffer* b : t->buffers())
-      if (!read_only(*t, b)) written.insert(b);
-  for (const auto& t : problem_.tensors) {
-    for (const Buffer* b : t->buffers()) {
-      if (const std::string outside = b->written_outside(); !outside.empty())
-        return t->name + ": bytes outside its memory were written, the nearest one " + outside +
-               " (rule R11)";
-      if (b->unchanged()) continue;
-      if (untouched) return t->name + " was written although the call was refused (rule R6)";
-      if (written.count(b) == 0)
-        return t->name + " is an input and was written, first in byte " +
-               std::to_string(b->first_change()) + " (rule R11)";
-    }
-    if (t->role == Role::kIn) continue;
-    std::string gap = check_gaps(*t, problem_.tensors);
-    if (!gap.empty()) return gap;
-  }
-  return {};
+  for (const auto& p : problems_)
+    for (const auto& t : p->tensors)
+      for (Buffer* b : t->buffers()) b->restore();
 }
 
 std::vector<uint8_t> Prepared::bytes() const {
   std::vector<uint8_t> all;
-  for (const auto& t : problem_.tensors)
-    for (const Buffer* b : t->buffers()) all.insert(all.end(), b->data(), b->data() + b->size());
+  for (const auto& p : problems_)
+    for (const auto& t : p->tensors)
+      for (const Buffer* b : t->buffers()) all.insert(all.end(), b->data(), b->data() + b->size());
   return all;
 }
 
 Result Prepared::run(const std::string& impl_id, const How& how) {
   restore();
-  OpManager& manager = OpManager::instance();
-  Result result;
-  const auto id = OpRegistry::instance().find(problem_.op_name);
-  if (!id.ok()) return {Outcome::kFail, id.status().to_string(), 0};
-  DeviceMirror mirror(device_, how.stream, how.guard_alignment, how.guard_start, how.margins);
-  DeviceMirror saved_mirror(device_, how.stream, how.guard_alignment, how.guard_start, how.margins);
-  CallOptions options;
-  options.stream = how.stream;
-  options.rng = problem_.rng;
-  const te_fl_op_schema& schema = *OpRegistry::instance().schema(*id);
-  Status placed = mirror.upload(problem_.tensors, host_tensors(schema, problem_));
-  if (placed.ok() && !problem_.rng_state.empty()) {
-    placed = mirror.upload_words(options.rng.seed_address, problem_.rng_state.size());
-    options.rng.offset_address = options.rng.seed_address + problem_.rng_state.size() - 1;
+  return ranks_ == 0 ? run_one(problem(), device_, impl_id, how) : run_ranks(impl_id, how);
+}
+
+Result Prepared::run_ranks(const std::string& impl_id, const How& how) {
+  auto made = communicators_.find(impl_id);
+  if (made != communicators_.end() && !made->second.status().ok()) {
+    communicators_.erase(made), made = communicators_.end();
   }
-  if (!placed.ok()) return {Outcome::kFail, placed.to_string(), 0};
-  Arguments args(schema, problem_, mirror);
-  const PolicyScope scope(pinned(problem_.op_name, impl_id, how.deterministic));
-  std::vector<uint8_t> storage;
-  Problem saved_memory("saved", 0);
-  if (args.saved() != nullptr) {
-    const auto bytes = manager.saved_bytes(*id, args.get(), options);
-    if (!bytes.ok()) {
-      const bool refused = bytes.status().code() == StatusCode::kUnsupported;
-      return {refused ? Outcome::kUnsupported : Outcome::kFail, bytes.status().to_string(), 0};
+  if (made == communicators_.end()) {
+    te_fl::Result<Ranks> ranks = Ranks::create(problem().op_name, impl_id, device_, ranks_);
+    if (!ranks.ok()) {
+      const bool lacks = ranks.status().code() == StatusCode::kUnsupported;
+      return {lacks ? Outcome::kUnsupported : Outcome::kFail, ranks.status().to_string(), 0};
     }
-    if (*bytes > 0) {
-      Tensor* storage = saved_memory.out("storage", TE_FL_U8, {static_cast<int64_t>(*bytes)});
-      placed = saved_mirror.upload(saved_memory.tensors);
-      if (!placed.ok()) return {Outcome::kFail, placed.to_string(), 0};
-      args.saved()->storage = saved_mirror.of(*storage);
-    }
+    made = communicators_.emplace(impl_id, std::move(*ranks)).first;
   }
-  if (how.describe) {
-    const auto decision = manager.resolve(*id, args.get(), options);
-    if (const Status s = mirror.download(); !s.ok()) return {Outcome::kFail, s.to_string(), 0};
-    result = result_of(decision);
-    if (!check_memory(true).empty())
-      return {Outcome::kFail, "its describe() wrote to a tensor, and changes nothing (rule R31)",
-              0};
-    return result;
-  }
-  const auto start = std::chrono::steady_clock::now();
-  Status status = manager.call(*id, args.get(), options);
-  result.milliseconds =
-      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
-  placed = mirror.download();
-  if (placed.ok()) placed = saved_mirror.download();
-  // Rule R12: without TE_FL_VALIDATE the outputs may have been written then.
-  const bool may_be_late = problem_.late_error && !environment::get_bool("TE_FL_VALIDATE").value();
-  if (may_be_late && status.ok()) status = std::exchange(placed, Status());
-  if (!placed.ok()) return {Outcome::kFail, placed.to_string(), result.milliseconds};
-  for (const DeviceMirror* m : {&mirror, &saved_mirror})
-    if (!m->written_outside().empty()) return {Outcome::kFail, m->written_outside(), 0, true};
-  if (const std::string outside = written_outside(saved_memory); !outside.empty())
-    return {Outcome::kFail, outside, 0, true};
-  const std::string text = status.to_string();
-  const bool invalid = status.code() == StatusCode::kInvalidArgument,
-             unsupported = status.code() == StatusCode::kUnsupported;
-  if (!status.ok()) {
-    result.message = check_memory(true);
-    if (!result.message.empty()) {
-      result.message += "; it answered " + text;
-      return result;
-    }
-    result.message = text;
-    const bool right_error = problem_.want_code > 0
-                                 ? static_cast<int>(status.code()) == problem_.want_code
-                                 : problem_.want_code < 0 && (invalid || unsupported);
-    if (right_error && contains(text, problem_.want_text))
+  std::vector<Result> results(problems_.size());
+  made->second.run([&](int r) {
+    Problem& p = *problems_[static_cast<size_t>(r)];
+    Result& result = results[static_cast<size_t>(r)];
+    p.comm = made->second[r].c();
+    if (p.op_name.empty())
       result.outcome = Outcome::kPass;
-    else if ((invalid || unsupported) && !problem_.may_refuse.empty() &&
-             contains(text, problem_.may_refuse))
-      result.outcome = Outcome::kPass;
-    else if (unsupported)
-      result.outcome = Outcome::kUnsupported;
-    return result;
-  }
-  if (problem_.want_code != 0) {
-    result.message = "the call succeeded; it must be refused";
-    return result;
-  }
-  result.message = check_memory(false);
-  for (Expectation& e : problem_.expectations) {
-    if (e.result != nullptr) e.want = e.result->values();
-    if (result.message.empty()) result.message = compare(e);
-  }
-  if (result.message.empty()) result.outcome = Outcome::kPass;
+    else
+      result = run_one(p, device_of(device_, r), impl_id, how);
+    // The others may wait for a call that was refused.
+    if (result.outcome != Outcome::kPass) made->second[r].abort("its case did not pass");
+  });
+  Result result = worst_of(std::move(results));
+  if (result.outcome != Outcome::kPass || how.describe) return result;
+  result.message = other_bits(problems_);
+  if (!result.message.empty()) result.outcome = Outcome::kFail;
   return result;
 }
 
 std::string Prepared::self_check(const std::string& impl_id) {
-  for (size_t i = 0; i < problem_.expectations.size(); ++i) {
+  for (size_t i = 0; i < problem().expectations.size(); ++i) {
     if (run(impl_id).outcome != Outcome::kPass) return "a second run differs from the first";
-    Expectation changed = problem_.expectations[i];
+    Expectation changed = problem().expectations[i];
     if (mutate(changed) && compare(changed).empty())
       return changed.tensor->name + ": a wrong expectation went unnoticed";
-    const Expectation& e = problem_.expectations[i];
+    const Expectation& e = problem().expectations[i];
     // A fused result may be right with either of two codes where it stands at a boundary; not
     // often.
     double noticed = 0;
@@ -342,19 +156,20 @@ std::string Prepared::self_check(const std::string& impl_id) {
     if (writes && compare(e).empty())
       return e.tensor->name + ": an output that nobody wrote went unnoticed";
   }
-  for (const auto& t : problem_.tensors) {
+  for (const auto& t : problem().tensors) {
     restore();
     if (t->buffers().empty()) continue;
     t->buffers()[0]->data()[t->buffers()[0]->size()] ^= 1;
-    if (check_memory(false).empty()) return t->name + ": a write behind its memory went unnoticed";
+    if (check_memory(problem(), false).empty())
+      return t->name + ": a write behind its memory went unnoticed";
     restore();
     const Buffer* b = t->buffers()[0];
     if (t->role != Role::kIn || b->size() == 0) continue;
     t->buffers()[0]->data()[0] ^= 1;
     bool shared = false;  // a packed or in-place neighbour may be written
-    for (const auto& other : problem_.tensors)
+    for (const auto& other : problem().tensors)
       shared = shared || (other->role != Role::kIn && other->data == t->data);
-    if (!shared && check_memory(false).empty())
+    if (!shared && check_memory(problem(), false).empty())
       return t->name + ": a write to an input went unnoticed";
   }
   restore();

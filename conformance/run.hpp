@@ -1,10 +1,13 @@
 #pragma once
 
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "conformance/case.hpp"
 #include "conformance/margins.hpp"
+#include "conformance/ranks.hpp"
 #include "te_fl/device.hpp"
 
 namespace te_fl::conformance {
@@ -35,11 +38,13 @@ struct How {
   bool describe = false;
 };
 
-// A case built once, its expectations evaluated, to be run on one implementation after another.
+// A case built once, its expectations evaluated, to be run on one implementation after another. One
+// of a collective has a problem for each rank, and ranks are threads.
 class Prepared {
  public:
-  // Tensors are in the memory of `device` when the op runs.
-  // With `strided` its plain inputs lie in rows that are further apart than they are long.
+  // Tensors are in the memory of `device` when the op runs, those of rank r in that of the r-th
+  // after it. With `strided` its plain inputs lie in rows that are further apart than they are
+  // long.
   explicit Prepared(const Case& c, Device device = {}, bool strided = false);
   Result run(const std::string& impl_id, const How& how = {});
   // The contents of the memory of its tensors now, guards left out.
@@ -49,14 +54,17 @@ class Prepared {
   // After a run that passed: proves that the comparison would have noticed. Empty, or what went
   // unnoticed.
   std::string self_check(const std::string& impl_id);
-  Problem& problem() { return problem_; }
+  Problem& problem() { return *problems_.front(); }  // of rank 0
 
  private:
+  void build(const Case& c, int rank, bool strided);
   void restore();
-  std::string check_memory(bool untouched) const;
+  Result run_ranks(const std::string& impl_id, const How& how);
 
-  Problem problem_;
+  std::vector<std::unique_ptr<Problem>> problems_;
   Device device_;
+  int ranks_ = 0;
+  std::map<std::string, Ranks> communicators_;  // by implementation
   bool has_strided_inputs_ = false;
 };
 

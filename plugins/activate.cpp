@@ -342,8 +342,10 @@ Status Instance::add_comms(const std::shared_ptr<Instance>& self) {
       errors, "comms", [&] { return header_.api.comms(instance_, &count, &list, errors.sink()); });
   TE_FL_RETURN_IF_ERROR(errors.status(code, "comms"));
   TE_FL_RETURN_IF_ERROR(check_list("comms", count, list));
-  return broken_rule(registry::add_comm_providers({list, count}, header_.name, header_.vendor,
-                                                  header_.version, self));
+  TE_FL_RETURN_IF_ERROR(broken_rule(registry::add_comm_providers(
+      {list, count}, header_.name, header_.vendor, header_.version, self)));
+  for (uint32_t i = 0; i < count; ++i) comms_.push_back(list[i]->name);
+  return {};
 }
 
 // The descriptors as they are registered: with the provider that one for kDLExtDev serves (R18),

@@ -69,6 +69,8 @@ class Instance {
   const std::vector<Device>& devices() const noexcept { return devices_; }
   // "op: impl_id"
   const std::vector<std::string>& ops() const noexcept { return ops_; }
+  // Its providers of collectives.
+  const std::vector<std::string>& comms() const noexcept { return comms_; }
   // Names the parts of the plugin that were left out, and why; empty if there are none.
   const std::string& remark() const noexcept { return remark_; }
   // The plugin's findings about its surroundings; none if it has no such entry.
@@ -104,6 +106,7 @@ class Instance {
   bool withdrawn_ = false;
   std::vector<Device> devices_;
   std::vector<std::string> ops_;
+  std::vector<std::string> comms_;
   std::string remark_;
 };
 

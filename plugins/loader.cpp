@@ -302,6 +302,7 @@ Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry
     info.state = State::kActive;
     for (const Device& d : attempt.instance->devices()) info.devices.push_back(to_string(d));
     info.ops = attempt.instance->ops();
+    info.comms = attempt.instance->comms();
     info.reason = attempt.instance->remark();
   } else {
     info.reason = reason_of(status);
@@ -325,6 +326,7 @@ void load_builtin(const char* name, te_fl_plugin_query_fn query, OpRegistry& reg
     describe((*instance)->header(), info);
     info.state = State::kActive;
     info.ops = (*instance)->ops();
+    info.comms = (*instance)->comms();
   } else {
     info.reason = reason_of(instance.status());
     log::error("built-in backend " + info.name + ": " + info.reason);

@@ -151,6 +151,7 @@ void deactivated(const std::string& name, const std::string& reason,
     r.info.state = State::kRetired;
     r.info.reason = reason;
     r.info.ops.clear();
+    r.info.comms.clear();
     std::swap(r.kept, kept);
     r.retired = r.instance;
     if (r.is_module) r.info.state = State::kDeactivated;

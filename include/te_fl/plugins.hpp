@@ -28,7 +28,8 @@ struct PluginInfo {
   std::string reason;
   double load_ms = 0;
   std::vector<std::string> devices;
-  std::vector<std::string> ops;  // "op: impl_id"
+  std::vector<std::string> ops;    // "op: impl_id"
+  std::vector<std::string> comms;  // providers of collectives (CommOptions.provider)
 };
 
 // A plugin's finding about its surroundings: a driver, a chip, a library that it opens.

@@ -31,9 +31,9 @@ namespace detail {
 
 inline void need_compact(const char* name, const te_fl_tensor& t) {
   if (is_contiguous(t)) return;
-  invalid(
-      std::string("argument '") + name +
-      "' is not compact, and a collective takes memory as it lies; copy it first (strided_copy)");
+  invalid(std::string("argument '") + name +
+          "' is not compact, and must be: a collective takes memory as it lies; copy it first "
+          "(strided_copy)");
 }
 
 inline void need_rank(const char* name, int32_t rank, const te_fl_communicator& comm) {
