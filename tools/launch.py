@@ -22,7 +22,7 @@ import threading
 import time
 
 KILL_AFTER_S = 5
-DRAIN_S = 2  # what a rank's own children, which may live on, keep open is not waited for longer
+DRAIN_S = 2  # pipes that a rank's own children, which may live on, keep open are not waited for longer
 PR_SET_PDEATHSIG = 1
 
 

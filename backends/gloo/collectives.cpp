@@ -31,7 +31,7 @@ Communicator& comm_of(const te_fl_communicator* comm) {
 
 // ---- reductions
 
-// How n elements are divided over the ranks: parts that differ by one element at most.
+// Divides n elements over the ranks into parts that differ by one element at most.
 std::vector<size_t> shares(size_t n, int ranks, size_t element_bytes) {
   std::vector<size_t> parts;
   const auto count = static_cast<size_t>(ranks);
@@ -67,7 +67,7 @@ void all_reduce_halves(Communicator& comm, const te_fl_all_reduce_args& a, Eleme
   reduce_own(comm, Parts(data<char>(*a.input), parts), element, a.reduction, scratch,
              out.base + out.offset[rank]);
   Parts own(out.base + out.offset[rank], comm.size(), out.bytes[rank]);
-  for (size_t& at : own.offset) at = 0;  // the same part for every rank
+  for (size_t& at : own.offset) at = 0;  // every rank gets the same part
   comm.exchange(own, out);
 }
 
@@ -189,7 +189,7 @@ struct Kept {
   void begin() {
     transfer = sends ? comm->begin_send(data, bytes, peer) : comm->begin_receive(data, bytes, peer);
   }
-  void finish() { comm->finish(transfer); }
+  void wait() { comm->wait(transfer); }
 };
 struct Group {
   int depth = 0;
@@ -204,7 +204,7 @@ void transfer(Kept call) {
   }
   call.comm->run(call.op, [&] {
     call.begin();
-    call.finish();
+    call.wait();
   });
 }
 
@@ -280,7 +280,7 @@ void group_end() {
   if (--group.depth > 0) return;
   std::vector<Kept> calls = std::exchange(group.calls, {});
   std::optional<backend::Error> failed;
-  for (void (Kept::*step)() : {&Kept::begin, &Kept::finish}) {
+  for (void (Kept::*step)() : {&Kept::begin, &Kept::wait}) {
     for (Kept& call : calls) {
       try {
         call.comm->run(call.op, [&] { (call.*step)(); });

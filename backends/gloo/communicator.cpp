@@ -19,7 +19,7 @@ namespace {
 using backend::Error;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kForEver = std::chrono::hours(24 * 20);  // what Gloo can count as an int
+constexpr milliseconds kForEver = std::chrono::hours(24 * 20);  // Gloo counts it as an int
 constexpr char kFailure[] = "failure";
 constexpr uint64_t kPairSlots = uint64_t{0x7e} << 56;      // slots that no collective of Gloo's has
 constexpr uint64_t kExchangeSlots = uint64_t{0x7f} << 56;  // of send and recv, and of exchange()
@@ -285,7 +285,7 @@ Transfer Communicator::begin_receive(void* data, size_t bytes, int peer) {
   return t;
 }
 
-void Communicator::finish(Transfer& transfer) const {
+void Communicator::wait(Transfer& transfer) const {
   if (transfer.buffer == nullptr) return;  // of no bytes
   if (transfer.sends) {
     transfer.buffer->waitSend(timeout_);

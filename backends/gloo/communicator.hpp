@@ -76,7 +76,7 @@ class Communicator {
   void exchange(const Parts& out, const Parts& in);
   Transfer begin_send(const void* data, size_t bytes, int peer);
   Transfer begin_receive(void* data, size_t bytes, int peer);
-  void finish(Transfer& transfer) const;
+  void wait(Transfer& transfer) const;
 
  private:
   [[noreturn]] void fail(const char* op, const std::string& why);

@@ -1,4 +1,4 @@
-// What ranks that are threads do together: reductions in the order of ranks, in double, and copies.
+// Ranks that are threads do these together: reductions in the order of ranks, in double, and copies.
 #include "te_fl/ops/collective.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Where ranks that are threads of one process do a collective together: each posts what it brings,
+// Ranks that are threads of one process meet here for a collective: each posts what it brings,
 // and the one that completes the set computes for all.
 #pragma once
 
@@ -18,9 +18,9 @@
 namespace te_fl::reference {
 
 struct Brought;
-using Ranks = std::span<const Brought* const>;  // the same call of all ranks, in their order
+using Ranks = std::span<const Brought* const>;  // all ranks' same call, in their order
 
-// What the ranks do together in one op.
+// One op as the ranks do it together.
 struct Collective {
   enum class Way : uint8_t { kAll, kSend, kReceive };  // with all ranks, or to or from a peer
   const char* name;
@@ -30,7 +30,7 @@ struct Collective {
   std::string (*misfit)(Ranks) = nullptr;
 };
 
-// What one rank brings to one call.
+// One rank brings this to one call.
 struct Brought {
   const Collective* op = nullptr;
   int64_t elements = 0;    // of input, or of the only tensor

@@ -76,7 +76,7 @@ std::shared_ptr<Meeting> find(const std::string& token, const te_fl_comm_config&
 
 constexpr char kKey[] = "meeting";
 
-// What the store says of a failure goes to the sink, ahead of what is thrown.
+// The store's words about a failure go to the sink, ahead of what is thrown.
 void set(const te_fl_comm_config& config, const std::string& token,
          const te_fl_error_sink* errors) {
   const te_fl_comm_store& store = *config.store;

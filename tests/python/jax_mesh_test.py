@@ -120,7 +120,7 @@ class Layers(unittest.TestCase):
         close(self, many, one, 1e-5)
 
     def test_fp8(self):
-        """What is gathered of weights and sequences are codes, and amaxes are those of whole tensors."""
+        """Weights and sequences are gathered as codes, and amaxes are those of whole tensors."""
         x = normal(8, 16, 32)
         for fp8, tolerance in ((recipe.DelayedScaling(amax_history_len=2), 1e-5), (recipe.Float8CurrentScaling(), 1e-2)):
             module = layer_of(32, use_bias=True, mlp_activations=("silu", "linear"), enable_sequence_parallel=True)

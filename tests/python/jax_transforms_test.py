@@ -127,7 +127,7 @@ class FourDevices(unittest.TestCase):
             close(self, jax.jit(jax.value_and_grad(functools.partial(f, spec=spec), (0, 1, 2)))(x, kernel, gamma), wanted)
         axes = (te.sharding.BATCH_AXES, te.sharding.HIDDEN_TP_AXES)
         placed = lambda x, k: (te.dense.dense(x, k, input_axes=(axes[0], None), output_axes=axes) ** 2).sum()  # noqa: E731
-        for mesh in (self.mesh, jax.make_mesh((2, 2), ("dp", "tp"))):  # what te-fl's own names lay out must divide
+        for mesh in (self.mesh, jax.make_mesh((2, 2), ("dp", "tp"))):  # extents that te-fl's own names lay out must divide
             with jax.set_mesh(mesh), te.autocast(mesh_resource=te.MeshResource(dp_resource="dp", tp_resource="tp")):
                 with self.assertRaisesRegex(ValueError, "3 is not a multiple of 2"):
                     jax.jit(placed)(x, kernel)

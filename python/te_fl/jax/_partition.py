@@ -85,7 +85,7 @@ def _by_rule(rule: Sequence[str], rank: int) -> Optional[Factors]:
 
 
 def _layout(name: str, settings: Mapping[str, Any]) -> Optional[BlockLayout]:
-    """That of an array with the factors of blocks; None for others."""
+    """The layout of an array with the factors of blocks; None for others."""
     arg, _, part = name.partition(".")
     return block_layout(settings.get(f"{arg}.scaling", "tensor"), part == "columnwise_scale_inv") if part.endswith("scale_inv") else None
 
@@ -178,7 +178,7 @@ class _Plan:
         norm = op.startswith(("layernorm", "rmsnorm"))
         columns = any(name.endswith(".columnwise_data") for name, _ in both)
         if not spread and (norm or columns) and max(len(struct.shape) for name, struct in both if "." not in name) > 2:
-            self.cut = set()  # what is kept of each row, and column-wise codes, have one dimension for all rows
+            self.cut = set()  # records of rows, and column-wise codes, have one dimension for all rows
         if any(_layout(name, settings) is not None and f is None for (name, _), f in zip(both, self.factors)):
             self.cut = set()  # padded factors of blocks
         self.extents: Dict[str, List[int]] = {}

@@ -137,7 +137,7 @@ def _backward(prologue, axes, kept, dy):
     width = kernel.shape[0]
     dz = _gemm(across, kernel, False, True, (*dy.shape[:rows], width), x.dtype, {"a": like_dy, "b": like_kernel, "d": (rows, 1)}, split[1])
     dkernel = _gemm(z, down, True, False, (width, *dy.shape[rows:]), kernel_dtype, {"a": (rows, 1), "b": like_dy, "d": like_kernel}, split[2])
-    if axes and not isinstance(prologue, Norm):  # what a norm's gradient is made from is better scattered over a sequence
+    if axes and not isinstance(prologue, Norm):  # the source of a norm's gradient is better scattered over a sequence
         dz = with_sharding_constraint_by_logical_axes(dz, axes)
     if prologue is None:
         return layout.put((dz, dkernel, dbias, params, after))

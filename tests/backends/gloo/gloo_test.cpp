@@ -545,7 +545,7 @@ TEST(Gloo, OtherSizesAndOpsNeverMeet) {
   EXPECT_EQ(sizes, std::vector<int>(2, 0));
 }
 
-// What a rank has sent arrives although it destroys its communicator at once.
+// A rank's tensor arrives although it destroys its communicator at once.
 TEST(Gloo, RankMayLeaveAfterItsLastOp) {
   const auto codes = as_processes(2, [](Rank& r) {
     Values<int32_t> x(1 << 20);

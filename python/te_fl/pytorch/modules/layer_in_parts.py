@@ -57,7 +57,7 @@ class LayerInParts:
                                      cu_seqlens_kv_padded=call.cu_seqlens_kv_padded, max_seqlen_kv=call.max_seqlen_kv, **self._common(call))
 
     def _common(self, call: TransformerCall) -> dict:
-        """What both attentions of a decoder layer are told."""
+        """The arguments of both attentions of a decoder layer."""
         return dict(is_first_microbatch=call.is_first_microbatch, checkpoint_core_attention=call.checkpoint_core_attention,
                     rotary_pos_emb=call.rotary_pos_emb, core_attention_bias_type=call.core_attention_bias_type,
                     core_attention_bias=call.core_attention_bias, alibi_slopes=call.alibi_slopes, cu_seqlens_q=call.cu_seqlens_q,
