@@ -1,4 +1,5 @@
-// Ranks that are threads do these together: reductions in the order of ranks, in double, and copies.
+// Ranks that are threads do these together: reductions in the order of ranks, in double, and
+// copies.
 #include "te_fl/ops/collective.h"
 
 #include <algorithm>
