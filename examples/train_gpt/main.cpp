@@ -11,6 +11,7 @@
 #include "device.hpp"
 #include "options.hpp"
 #include "progress.hpp"
+#include "ranks.hpp"
 #include "report.hpp"
 #include "trainer.hpp"
 
@@ -96,15 +97,27 @@ Status draw(const Options& options, const DeviceChoice& choice, const Results& r
   return {};
 }
 
-Status run(const Options& options, const DeviceChoice& choice) {
+// The first of several ranks alone prints and writes files.
+Status silence(const Ranks& ranks, Options& options) {
+  if (ranks.first()) return {};
+  options.plot.clear();
+  options.json.clear();
+  if (std::freopen("/dev/null", "w", stdout) != nullptr) return {};
+  return te_fl::internal_error("/dev/null could not be opened");
+}
+
+Status run(Options options, const DeviceChoice& choice) {
+  TE_FL_ASSIGN_OR_RETURN(const Ranks ranks, Ranks::create(options, choice.device));
+  TE_FL_RETURN_IF_ERROR(silence(ranks, options));
   TE_FL_RETURN_IF_ERROR(check_writable("--save", options.save, true));
   TE_FL_RETURN_IF_ERROR(check_writable("--plot", options.plot, false));
   TE_FL_RETURN_IF_ERROR(check_writable("--json", options.json, false));
   TE_FL_ASSIGN_OR_RETURN(const std::unique_ptr<Trainer> trainer,
-                         Trainer::create(options, choice.device));
+                         Trainer::create(options, choice.device, ranks));
   Results results;
   results.parameters = trainer->parameters();
   print_heading(options, choice, *trainer);
+  print_collectives(ranks);
   TE_FL_RETURN_IF_ERROR(train(options, *trainer, results));
   TE_FL_ASSIGN_OR_RETURN(results.validation_loss, trainer->validate());
   std::printf("validation loss %.4f nats/byte (%.3f bits/byte) on held-out text\n",

@@ -10,8 +10,9 @@ using te_fl::Result;
 using te_fl::Status;
 using te_fl::Tensor;
 
-Result<std::unique_ptr<Gpt>> Gpt::create(const Options& options, te_fl::Device device) {
-  std::unique_ptr<Gpt> model(new Gpt);
+Result<std::unique_ptr<Gpt>> Gpt::create(const Options& options, te_fl::Device device,
+                                         const nn::TensorParallel& parallel) {
+  std::unique_ptr<Gpt> model(new Gpt(parallel));
   TE_FL_RETURN_IF_ERROR(model->build(options, device));
   return model;
 }
@@ -38,7 +39,7 @@ Status Gpt::build(const Options& o, te_fl::Device device) {
     table.seed = nn::init::subseed(o.seed, 1);
     TE_FL_ASSIGN_OR_RETURN(positions_, nn::Embedding::create(table));
     register_module("positions", *positions_);
-    TE_FL_ASSIGN_OR_RETURN(training_positions_, make_positions(o.batch, o.seq_len));
+    TE_FL_ASSIGN_OR_RETURN(training_positions_, make_positions(o.batch / o.dp, o.seq_len));
   }
   for (int64_t i = 0; i < o.layers; ++i) {
     nn::TransformerLayerOptions layer{
@@ -58,6 +59,7 @@ Status Gpt::build(const Options& o, te_fl::Device device) {
         .seed = nn::init::subseed(o.seed, 2 + static_cast<uint64_t>(i)),
         .init_std = 0.02f,
         .output_init_std = 0.02f / std::sqrt(2.0f * static_cast<float>(o.layers))};
+    TE_FL_ASSIGN_OR_RETURN(layer, nn::shard_of(layer, parallel_));
     TE_FL_ASSIGN_OR_RETURN(auto made, nn::TransformerLayer::create(layer));
     layers_.push_back(std::move(made));
     register_module("layers_" + std::to_string(i), *layers_.back());
@@ -96,6 +98,14 @@ Result<Tensor> Gpt::make_positions(int64_t batch, int64_t seq_len) const {
   return device_.is_host() ? Result<Tensor>(std::move(indices)) : indices.to(device_);
 }
 
+Result<Tensor> Gpt::scatter(const Tensor& x) const {
+  return parallel_.divides_sequence() ? nn::scatter_rows(parallel_, x) : x;
+}
+
+Result<Tensor> Gpt::gather(const Tensor& x) const {
+  return parallel_.divides_sequence() ? nn::gather_rows(parallel_, x) : x;
+}
+
 Result<Tensor> Gpt::forward(const Tensor& inputs, Contexts* c, const nn::ForwardOptions& options) {
   if (c != nullptr) c->layers.resize(layers_.size());
   TE_FL_ASSIGN_OR_RETURN(Tensor x, tokens_->forward(inputs, c ? &c->tokens : nullptr));
@@ -108,10 +118,12 @@ Result<Tensor> Gpt::forward(const Tensor& inputs, Contexts* c, const nn::Forward
                            positions_->forward(indices, c ? &c->positions : nullptr));
     TE_FL_ASSIGN_OR_RETURN(x, sum_.forward(x, p, c ? &c->sum : nullptr));
   }
+  TE_FL_ASSIGN_OR_RETURN(x, scatter(x));
   for (size_t i = 0; i < layers_.size(); ++i) {
     TE_FL_ASSIGN_OR_RETURN(
         x, layers_[i]->forward(x, c ? &c->layers[i] : nullptr, attention_, options));
   }
+  TE_FL_ASSIGN_OR_RETURN(x, gather(x));
   nn::Ctx* norm_ctx = c ? &c->norm : nullptr;
   TE_FL_ASSIGN_OR_RETURN(
       x, layer_norm_ ? layer_norm_->forward(x, norm_ctx) : rms_norm_->forward(x, norm_ctx));
@@ -122,9 +134,11 @@ Status Gpt::backward(const Tensor& dlogits, Contexts& c) {
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, head_->backward(dlogits, c.head));
   TE_FL_ASSIGN_OR_RETURN(
       dx, layer_norm_ ? layer_norm_->backward(dx, c.norm) : rms_norm_->backward(dx, c.norm));
+  TE_FL_ASSIGN_OR_RETURN(dx, scatter(dx));
   for (size_t i = layers_.size(); i-- > 0;) {
     TE_FL_ASSIGN_OR_RETURN(dx, layers_[i]->backward(dx, c.layers[i]));
   }
+  TE_FL_ASSIGN_OR_RETURN(dx, gather(dx));
   if (positions_) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor dp, sum_.backward(dx, c.sum));
     TE_FL_RETURN_IF_ERROR(positions_->backward(dp, c.positions));

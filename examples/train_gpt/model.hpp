@@ -20,7 +20,10 @@ class Gpt : public te_fl::nn::Module {
     std::vector<te_fl::nn::Ctx> layers;
   };
 
-  static te_fl::Result<std::unique_ptr<Gpt>> create(const Options& options, te_fl::Device device);
+  // `parallel`: the ranks that divide its layers; embeddings, final norm and projection are whole
+  // on each of them.
+  static te_fl::Result<std::unique_ptr<Gpt>> create(const Options& options, te_fl::Device device,
+                                                    const te_fl::nn::TensorParallel& parallel);
   // inputs I32 [B, S] -> logits [B, S, 256]. contexts null: inference.
   te_fl::Result<te_fl::Tensor> forward(const te_fl::Tensor& inputs, Contexts* contexts,
                                        const te_fl::nn::ForwardOptions& options = {});
@@ -28,10 +31,15 @@ class Gpt : public te_fl::nn::Module {
   te_fl::nn::CrossEntropyLoss& loss() { return loss_; }
 
  private:
-  Gpt() = default;
+  explicit Gpt(const te_fl::nn::TensorParallel& parallel) : parallel_(parallel) {}
   te_fl::Status build(const Options& options, te_fl::Device device);
   te_fl::Result<te_fl::Tensor> make_positions(int64_t batch, int64_t seq_len) const;
 
+  // The rows of a divided sequence, and all of them again; whole ones stay as they are.
+  te_fl::Result<te_fl::Tensor> scatter(const te_fl::Tensor& x) const;
+  te_fl::Result<te_fl::Tensor> gather(const te_fl::Tensor& x) const;
+
+  te_fl::nn::TensorParallel parallel_;
   te_fl::Device device_;
   std::unique_ptr<te_fl::nn::Embedding> tokens_;
   std::unique_ptr<te_fl::nn::Embedding> positions_;  // null: RoPE

@@ -112,6 +112,11 @@ void add_model_options(CLI::App& app, Options& o) {
       ->default_str(by_device(shown(kHost.lr), shown(kDevice.lr)));
   app.add_option("--dropout", o.dropout, "dropout of attention and residual branches")
       ->check(CLI::Range(0.0, 0.99));
+  app.add_option("--tp", o.tp, "ranks that divide heads and features of each layer")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 16));
+  app.add_option("--dp", o.dp, "ranks that divide the batch; --tp times --dp is the job's number")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 16));
+  app.add_flag("--sp", o.sp, "the --tp ranks divide the sequences between the linear maps, too");
   app.add_option("--seed", o.seed, "seed of initial weights, batches, dropout and sampling");
 }
 
@@ -149,7 +154,8 @@ bool parse_options(int argc, char** argv, Options& o, int* exit_code) {
       "  train_gpt --plot loss.svg --chart          draws the loss curve\n"
       "  train_gpt --recipe none --steps 50         without FP8\n"
       "  train_gpt --style gpt --recipe current     LayerNorm, GELU, positions; current scaling\n"
-      "  TE_FL_PREFER=reference train_gpt --steps 5 the same on the reference ops");
+      "  TE_FL_PREFER=reference train_gpt --steps 5 the same on the reference ops\n"
+      "  tools/launch.py -n 4 -- train_gpt --tp 2 --dp 2    on four ranks");
   app.option_defaults()->always_capture_default();
   add_model_options(app, o);
   add_output_options(app, o);
@@ -181,6 +187,24 @@ void fill_defaults(Options& o, bool native) {
   if (o.dtype.empty()) o.dtype = sizes.dtype;
 }
 
+namespace {
+
+// The layers say themselves which of their sizes the ranks do not divide.
+te_fl::Status check_ranks(const Options& o) {
+  if (o.sp && o.tp == 1) {
+    return te_fl::invalid_argument("--sp divides the sequences over the ranks of --tp, which is 1");
+  }
+  const int64_t parts = o.dp * (o.sp ? o.tp : 1);
+  if (o.batch % parts != 0) {
+    return te_fl::invalid_argument("--batch " + std::to_string(o.batch) +
+                                   " must be a multiple of --dp" + (o.sp ? " times --tp" : "") +
+                                   ", which is " + std::to_string(parts));
+  }
+  return {};
+}
+
+}  // namespace
+
 te_fl::Status check(const Options& o) {
   if (o.fp8_attention && o.recipe != "delayed") {
     return te_fl::invalid_argument("--fp8-attention goes with --recipe delayed, not with " +
@@ -206,7 +230,7 @@ te_fl::Status check(const Options& o) {
     return te_fl::invalid_argument("--heads " + std::to_string(o.heads) +
                                    " must be a multiple of --groups " + std::to_string(o.groups));
   }
-  return {};
+  return check_ranks(o);
 }
 
 }  // namespace train_gpt

@@ -28,6 +28,9 @@ struct Options {
   int64_t layers = 0;
   int64_t heads = 0;
   int64_t groups = 0;
+  int64_t tp = 1;  // ranks that divide the layers
+  int64_t dp = 1;  // ranks that divide the batch
+  bool sp = false;
   int64_t sample_bytes = 300;
   int64_t eval_batches = 32;
   int64_t report_every = 100;

@@ -59,22 +59,24 @@ Result<Batch> Text::gather(const std::vector<size_t>& starts, te_fl::Device devi
   return Batch{std::move(device_inputs), std::move(device_targets)};
 }
 
-Result<Batch> Text::training(uint64_t seed, int64_t step, int64_t batch,
-                             te_fl::Device device) const {
+Result<Batch> Text::training(uint64_t seed, int64_t step, int64_t batch, te_fl::Device device,
+                             Part part) const {
   std::vector<size_t> starts;
   const size_t windows = split_ - static_cast<size_t>(seq_len_);
-  for (int64_t b = 0; b < batch; ++b) {
+  const int64_t own = batch / part.count;
+  for (int64_t b = part.index * own; b < (part.index + 1) * own; ++b) {
     starts.push_back(mix(seed, static_cast<uint64_t>(step * batch + b)) % windows);
   }
   return gather(starts, device);
 }
 
-Result<Batch> Text::held_out(int64_t index, int64_t count, int64_t batch,
-                             te_fl::Device device) const {
+Result<Batch> Text::held_out(int64_t index, int64_t count, int64_t batch, te_fl::Device device,
+                             Part part) const {
   std::vector<size_t> starts;
   const size_t last = held_out_bytes() - static_cast<size_t>(seq_len_) - 1;
   const size_t total = static_cast<size_t>(count * batch);
-  for (int64_t b = 0; b < batch; ++b) {
+  const int64_t own = batch / part.count;
+  for (int64_t b = part.index * own; b < (part.index + 1) * own; ++b) {
     const size_t i = static_cast<size_t>(index * batch + b);
     starts.push_back(split_ + (total > 1 ? last * i / (total - 1) : 0));
   }

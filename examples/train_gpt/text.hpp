@@ -15,18 +15,24 @@ struct Batch {
   te_fl::Tensor targets;
 };
 
+// One of equal parts of a batch, that of one rank.
+struct Part {
+  int64_t index = 0, count = 1;
+};
+
 // A text cut into a training part (the first nine tenths) and a held-out part.
 class Text {
  public:
   // Errors name the file and what is wrong: missing, unreadable, empty, or one part shorter than
   // seq_len + 1 bytes.
   static te_fl::Result<Text> load(const std::string& path, int64_t seq_len);
-  // The batch of random windows of one step; the same for the same (seed, step) everywhere.
-  te_fl::Result<Batch> training(uint64_t seed, int64_t step, int64_t batch,
-                                te_fl::Device device) const;
+  // The batch of random windows of one step, or a part of it; the same for the same (seed, step)
+  // everywhere.
+  te_fl::Result<Batch> training(uint64_t seed, int64_t step, int64_t batch, te_fl::Device device,
+                                Part part = {}) const;
   // The index-th batch of evenly spread windows of the held-out part.
-  te_fl::Result<Batch> held_out(int64_t index, int64_t count, int64_t batch,
-                                te_fl::Device device) const;
+  te_fl::Result<Batch> held_out(int64_t index, int64_t count, int64_t batch, te_fl::Device device,
+                                Part part = {}) const;
   size_t training_bytes() const { return split_; }
   size_t held_out_bytes() const { return bytes_.size() - split_; }
 

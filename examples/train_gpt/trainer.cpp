@@ -35,14 +35,17 @@ float learning_rate(const Options& o, int64_t step) {
 
 }  // namespace
 
-Trainer::Trainer(const Options& options, te_fl::Device device)
+Trainer::Trainer(const Options& options, te_fl::Device device, const Ranks& ranks)
     : options_(options),
       device_(device),
-      random_(options.seed),
+      ranks_(ranks),
+      part_{ranks.data_rank(), options.dp},
+      random_(options.seed + static_cast<uint64_t>(ranks.data_rank())),
       scope_(std::make_unique<nn::ContextScope>(random_)) {}
 
-Result<std::unique_ptr<Trainer>> Trainer::create(const Options& options, te_fl::Device device) {
-  std::unique_ptr<Trainer> trainer(new Trainer(options, device));
+Result<std::unique_ptr<Trainer>> Trainer::create(const Options& options, te_fl::Device device,
+                                                 const Ranks& ranks) {
+  std::unique_ptr<Trainer> trainer(new Trainer(options, device, ranks));
   Trainer& t = *trainer;
   if (options.recipe != "none") {
     TE_FL_ASSIGN_OR_RETURN(t.recipe_, nn::parse_recipe(options.recipe));
@@ -50,7 +53,7 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const Options& options, te_fl::
   if (options.fp8_attention) std::get<nn::DelayedScaling>(*t.recipe_).fp8_dpa = true;
   TE_FL_ASSIGN_OR_RETURN(
       t.text_, Text::load(options.data.empty() ? default_text() : options.data, options.seq_len));
-  TE_FL_ASSIGN_OR_RETURN(t.model_, Gpt::create(options, t.device_));
+  TE_FL_ASSIGN_OR_RETURN(t.model_, Gpt::create(options, t.device_, ranks.tensor));
   nn::AdamOptions adam{
       .lr = static_cast<float>(options.lr),
       .beta2 = 0.95f,
@@ -60,9 +63,13 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const Options& options, te_fl::
       .capturable = !t.device_.is_host(),  // spares a wait for the device at each step
       .write_fp8_weights = options.fp8_weights};
   TE_FL_ASSIGN_OR_RETURN(t.adam_, nn::Adam::create(t.model_->parameters(), adam));
+  t.adam_->set_norm_ranks(ranks.tensor.ranks);
+  TE_FL_ASSIGN_OR_RETURN(t.data_parallel_,
+                         nn::DataParallel::create(t.model_->parameters(), ranks.data));
   if (!options.load.empty()) {
-    TE_FL_ASSIGN_OR_RETURN(const nn::Metadata metadata,
-                           nn::load_checkpoint(options.load, *t.model_, t.adam_.get()));
+    TE_FL_ASSIGN_OR_RETURN(
+        const nn::Metadata metadata,
+        nn::load_checkpoint(options.load, ranks.tensor, *t.model_, t.adam_.get()));
     std::printf("loaded %s at step %lld\n", options.load.c_str(),
                 static_cast<long long>(t.adam_->steps()));
   }
@@ -72,12 +79,16 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const Options& options, te_fl::
   return trainer;
 }
 
+nn::AutocastOptions Trainer::autocast() const {
+  return {.enabled = recipe_.has_value(), .amax_reduction = ranks_.amaxes};
+}
+
 Result<double> Trainer::step(int64_t index) {
   std::vector<Tensor> batches;
   for (int64_t i = 0; i < options_.microbatches; ++i) {
-    TE_FL_ASSIGN_OR_RETURN(Batch batch,
-                           text_->training(options_.seed, index * options_.microbatches + i,
-                                           options_.batch, graphed_ ? te_fl::Device{} : device_));
+    TE_FL_ASSIGN_OR_RETURN(
+        Batch batch, text_->training(options_.seed, index * options_.microbatches + i,
+                                     options_.batch, graphed_ ? te_fl::Device{} : device_, part_));
     batches.push_back(std::move(batch.inputs));
     batches.push_back(std::move(batch.targets));
   }
@@ -89,6 +100,7 @@ Result<double> Trainer::step(int64_t index) {
     batches_ = std::move(batches);
     TE_FL_ASSIGN_OR_RETURN(losses, compute());
   }
+  TE_FL_RETURN_IF_ERROR(average(ranks_, losses));
   double loss = 0;
   for (const Tensor& part : losses) {
     TE_FL_ASSIGN_OR_RETURN(const float value, nn::item(part));
@@ -104,12 +116,13 @@ Result<double> Trainer::step(int64_t index) {
 Result<double> Trainer::validate() {
   double total = 0;
   for (int64_t i = 0; i < options_.eval_batches; ++i) {
-    TE_FL_ASSIGN_OR_RETURN(const Batch batch,
-                           text_->held_out(i, options_.eval_batches, options_.batch, device_));
-    nn::autocast fp8(recipe_.has_value(), recipe_.value_or(nn::DelayedScaling{}));
+    TE_FL_ASSIGN_OR_RETURN(const Batch batch, text_->held_out(i, options_.eval_batches,
+                                                              options_.batch, device_, part_));
+    nn::autocast fp8(autocast(), recipe_.value_or(nn::DelayedScaling{}));
     TE_FL_ASSIGN_OR_RETURN(const Tensor logits, model_->forward(batch.inputs, nullptr));
     TE_FL_ASSIGN_OR_RETURN(const Tensor loss,
                            model_->loss().forward(logits, batch.targets, nullptr));
+    TE_FL_RETURN_IF_ERROR(average(ranks_, {loss}));
     TE_FL_ASSIGN_OR_RETURN(const float value, nn::item(loss));
     total += value;
   }
@@ -123,15 +136,18 @@ Result<std::string> Trainer::sample() {
   std::string text = options_.prompt.empty() ? "\n" : options_.prompt;
   for (int64_t i = 0; i < options_.sample_bytes; ++i) {
     const int64_t length = std::min<int64_t>(static_cast<int64_t>(text.size()), options_.seq_len);
-    TE_FL_ASSIGN_OR_RETURN(Tensor inputs, Tensor::empty({1, length}, te_fl::DType::kI32));
-    for (int64_t s = 0; s < length; ++s) {
-      inputs.data<int32_t>()[s] =
-          static_cast<unsigned char>(text[text.size() - static_cast<size_t>(length - s)]);
+    // Ranks that divide the sequences have one each, all the same.
+    const int64_t copies = options_.sp ? options_.tp : 1;
+    TE_FL_ASSIGN_OR_RETURN(Tensor inputs, Tensor::empty({copies, length}, te_fl::DType::kI32));
+    for (int64_t s = 0; s < copies * length; ++s) {
+      const auto back = static_cast<size_t>(length - s % length);
+      inputs.data<int32_t>()[s] = static_cast<unsigned char>(text[text.size() - back]);
     }
     TE_FL_ASSIGN_OR_RETURN(inputs, inputs.to(device_));
-    nn::autocast fp8(recipe_.has_value(), recipe_.value_or(nn::DelayedScaling{}));
+    nn::autocast fp8(autocast(), recipe_.value_or(nn::DelayedScaling{}));
     TE_FL_ASSIGN_OR_RETURN(const Tensor logits, model_->forward(inputs, nullptr));
-    TE_FL_ASSIGN_OR_RETURN(const Tensor last, logits.slice(1, length - 1, length));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor own, logits.slice(0, 0, 1));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor last, own.slice(1, length - 1, length));
     TE_FL_ASSIGN_OR_RETURN(const Tensor row, to_host_f32(last));
     text += pick(row.data<float>(), static_cast<uint64_t>(i));
   }
@@ -139,7 +155,8 @@ Result<std::string> Trainer::sample() {
 }
 
 Status Trainer::save() const {
-  return nn::save_checkpoint(options_.save, *model_, adam_.get(),
+  if (ranks_.data_rank() != 0) return {};  // the others have the same
+  return nn::save_checkpoint(options_.save, ranks_.tensor, *model_, adam_.get(),
                              {{"recipe", options_.recipe}, {"style", options_.style}});
 }
 
@@ -147,14 +164,14 @@ Status Trainer::save() const {
 Result<std::vector<Tensor>> Trainer::compute() {
   TE_FL_RETURN_IF_ERROR(model_->zero_grad());
   const int64_t m = options_.microbatches;
-  const double divisor = static_cast<double>(options_.batch * options_.seq_len * m);
+  const double divisor = static_cast<double>(options_.batch / part_.count * options_.seq_len * m);
   std::vector<Tensor> losses;
   for (int64_t i = 0; i < m; ++i) {
     const Tensor& inputs = batches_[static_cast<size_t>(2 * i)];
     const Tensor& targets = batches_[static_cast<size_t>(2 * i + 1)];
     Gpt::Contexts contexts;
     {
-      nn::autocast fp8(recipe_.has_value(), recipe_.value_or(nn::DelayedScaling{}));
+      nn::autocast fp8(autocast(), recipe_.value_or(nn::DelayedScaling{}));
       TE_FL_ASSIGN_OR_RETURN(const Tensor logits,
                              model_->forward(inputs, &contexts, {.is_first_microbatch = i == 0}));
       TE_FL_ASSIGN_OR_RETURN(Tensor loss,
@@ -166,6 +183,8 @@ Result<std::vector<Tensor>> Trainer::compute() {
     TE_FL_RETURN_IF_ERROR(model_->backward(dlogits, contexts));
   }
   TE_FL_RETURN_IF_ERROR(nn::backward_end());
+  TE_FL_RETURN_IF_ERROR(nn::sum_partial_gradients(ranks_.tensor, model_->parameters()));
+  TE_FL_RETURN_IF_ERROR(data_parallel_->average_gradients());
   TE_FL_RETURN_IF_ERROR(adam_->step());
   return losses;
 }
@@ -173,8 +192,9 @@ Result<std::vector<Tensor>> Trainer::compute() {
 // Captures the step into a graph after a few eager ones.
 Status Trainer::use_graph() {
   for (int64_t i = 0; i < 2 * options_.microbatches; ++i) {
-    TE_FL_ASSIGN_OR_RETURN(Tensor batch, Tensor::zeros({options_.batch, options_.seq_len},
-                                                       te_fl::DType::kI32, device_));
+    TE_FL_ASSIGN_OR_RETURN(Tensor batch,
+                           Tensor::zeros({options_.batch / part_.count, options_.seq_len},
+                                         te_fl::DType::kI32, device_));
     batches_.push_back(std::move(batch));
   }
   TE_FL_ASSIGN_OR_RETURN(graphed_,

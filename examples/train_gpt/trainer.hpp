@@ -8,6 +8,7 @@
 
 #include "model.hpp"
 #include "options.hpp"
+#include "ranks.hpp"
 #include "text.hpp"
 
 namespace train_gpt {
@@ -18,8 +19,9 @@ class Trainer {
  public:
   // Reads the text, makes the model, loads --load's checkpoint (and says so) and captures --graph's
   // graph.
+  // Every rank of the job makes one, and calls the same of its functions.
   static te_fl::Result<std::unique_ptr<Trainer>> create(const Options& options,
-                                                        te_fl::Device device);
+                                                        te_fl::Device device, const Ranks& ranks);
 
   int64_t parameters() const { return model_->parameter_count(); }
   const Text& text() const { return *text_; }
@@ -33,7 +35,8 @@ class Trainer {
   te_fl::Status save() const;
 
  private:
-  explicit Trainer(const Options& options, te_fl::Device device);
+  explicit Trainer(const Options& options, te_fl::Device device, const Ranks& ranks);
+  te_fl::nn::AutocastOptions autocast() const;
   te_fl::Result<std::vector<te_fl::Tensor>> compute();
   te_fl::Status use_graph();
   static te_fl::Result<te_fl::Tensor> to_host_f32(const te_fl::Tensor& row);
@@ -41,12 +44,15 @@ class Trainer {
 
   Options options_;
   te_fl::Device device_;
+  Ranks ranks_;
+  Part part_;  // of each batch
   std::optional<te_fl::nn::Recipe> recipe_;
   std::optional<Text> text_;
   te_fl::nn::Context random_;
   std::unique_ptr<te_fl::nn::ContextScope> scope_;
   std::unique_ptr<Gpt> model_;
   std::unique_ptr<te_fl::nn::Adam> adam_;
+  std::unique_ptr<te_fl::nn::DataParallel> data_parallel_;
   std::vector<te_fl::Tensor> batches_;  // inputs and targets of each microbatch
   std::unique_ptr<te_fl::nn::GraphedStep> graphed_;
 };

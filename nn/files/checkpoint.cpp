@@ -2,6 +2,7 @@
 #include <charconv>
 
 #include "nn/base/tensor_ops.hpp"
+#include "nn/files/shard_files.hpp"
 #include "te_fl/nn/autograd/context.hpp"
 #include "te_fl/nn/files/safetensors.hpp"
 
@@ -69,10 +70,13 @@ Result<Copies> match_optimizer(const std::vector<NamedTensor>& tensors, const Op
 
 }  // namespace
 
-Status save_checkpoint(const std::string& path, const Module& module, const Optimizer* optimizer,
-                       const Metadata& metadata) {
+namespace {
+
+Status write_checkpoint(const std::string& path, const Module& module, const Optimizer* optimizer,
+                        const Metadata& metadata, const Metadata& places) {
   std::vector<NamedTensor> tensors = module.state();
   Metadata all = metadata;
+  all.insert(places.begin(), places.end());
   for (const auto& [key, value] : metadata) {
     if (key.starts_with("te_fl.")) {
       return invalid_argument("save_checkpoint: metadata key \"" + key +
@@ -90,8 +94,8 @@ Status save_checkpoint(const std::string& path, const Module& module, const Opti
   return save_safetensors(path, tensors, all);
 }
 
-Result<Metadata> load_checkpoint(const std::string& path, Module& module, Optimizer* optimizer) {
-  TE_FL_ASSIGN_OR_RETURN(SafetensorsFile file, load_safetensors(path));
+Result<Metadata> restore(SafetensorsFile file, const std::string& path, Module& module,
+                         Optimizer* optimizer) {
   TE_FL_RETURN_IF_ERROR(module.check_state(file.tensors, path, of_optimizer));
   RandomPosition random;
   TE_FL_ASSIGN_OR_RETURN(random.seed, number(file.metadata, kSeed, path));
@@ -108,6 +112,33 @@ Result<Metadata> load_checkpoint(const std::string& path, Module& module, Optimi
   Context::current().set_random(random);
   std::erase_if(file.metadata, [](const auto& item) { return item.first.starts_with("te_fl."); });
   return file.metadata;
+}
+
+}  // namespace
+
+Status save_checkpoint(const std::string& path, const Module& module, const Optimizer* optimizer,
+                       const Metadata& metadata) {
+  return write_checkpoint(path, module, optimizer, metadata, {});
+}
+
+Result<Metadata> load_checkpoint(const std::string& path, Module& module, Optimizer* optimizer) {
+  TE_FL_ASSIGN_OR_RETURN(SafetensorsFile file, load_safetensors(path));
+  return restore(std::move(file), path, module, optimizer);
+}
+
+Status save_checkpoint(const std::string& path, const TensorParallel& parallel,
+                       const Module& module, const Optimizer* optimizer, const Metadata& metadata) {
+  const std::string own = detail::shard_path(path, parallel.rank(), parallel.size());
+  TE_FL_ASSIGN_OR_RETURN(const Metadata places, detail::places_of(module.parameters()));
+  return write_checkpoint(own, module, optimizer, metadata, places);
+}
+
+Result<Metadata> load_checkpoint(const std::string& path, const TensorParallel& parallel,
+                                 Module& module, Optimizer* optimizer) {
+  TE_FL_ASSIGN_OR_RETURN(
+      SafetensorsFile file,
+      detail::load_shards(path, parallel.rank(), parallel.size(), module.parameters()));
+  return restore(std::move(file), path, module, optimizer);
 }
 
 }  // namespace te_fl::nn

@@ -23,6 +23,9 @@ class GemmUnit {
     Device device;
     bool high_precision = false;
     bool adds_bias = true;  // false: the bias is the caller's to add
+    // The product is one of several ranks' whose sum is the map's: forward() leaves out the bias,
+    // which comes after the sum, and backward() has its gradient all the same.
+    bool partial = false;
   };
 
   // Holds what one forward decided and kept.
@@ -42,6 +45,10 @@ class GemmUnit {
   const Spec& spec() const noexcept { return spec_; }
   const std::shared_ptr<Parameter>& weight() const noexcept { return weight_; }
   const std::shared_ptr<Parameter>& bias() const noexcept { return bias_; }
+  // The bias that the user of a partial product adds to the sum; undefined if there is none.
+  Tensor bias_to_add() const {
+    return bias_ != nullptr && spec_.adds_bias ? bias_->value : Tensor();
+  }
   const std::shared_ptr<Fp8State>& forward_state() const noexcept { return forward_; }
   const std::shared_ptr<Fp8State>& backward_state() const noexcept { return backward_; }
   const std::shared_ptr<DelayedWgrad>& delayed() const noexcept { return delayed_; }

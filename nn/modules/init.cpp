@@ -182,7 +182,7 @@ Result<std::shared_ptr<Parameter>> normal(std::span<const int64_t> shape, float 
   }
   TE_FL_RETURN_IF_ERROR(count_of(shard.whole).status());
   TE_FL_RETURN_IF_ERROR(check_shard(shape, shard));
-  return make(shape, dtype, device, [&](int64_t first, std::span<float> out) {
+  const Values values = [&](int64_t first, std::span<float> out) {
     const int64_t row = shape.empty() ? 1 : shape.back();
     while (!out.empty()) {  // row by row
       const auto count = static_cast<size_t>(
@@ -192,7 +192,10 @@ Result<std::shared_ptr<Parameter>> normal(std::span<const int64_t> shape, float 
       out = out.subspan(count);
       first += static_cast<int64_t>(count);
     }
-  });
+  };
+  TE_FL_ASSIGN_OR_RETURN(auto parameter, make(shape, dtype, device, values));
+  parameter->shard = shard;
+  return parameter;
 }
 
 Result<std::shared_ptr<Parameter>> constant(std::span<const int64_t> shape, float value,

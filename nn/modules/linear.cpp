@@ -8,13 +8,15 @@
 #include "nn/modules/make_gemm.hpp"
 #include "nn/modules/norm_core.hpp"
 #include "nn/modules/split_parameters.hpp"
+#include "nn/modules/tensor_parallel.hpp"
 
 namespace te_fl::nn {
 namespace {
 
 struct LinearRecord : Ctx::Record {
   detail::GemmUnit::Use use;
-  Shape shape;  // of x
+  Shape shape;         // of x
+  Shape output_shape;  // but for its last extent, which is x's
 };
 
 struct LayerNormLinearRecord : LinearRecord {
@@ -53,25 +55,81 @@ std::shared_ptr<detail::DelayedWgrad> delayed_of(const detail::GemmUnit& gemm,
 
 }  // namespace
 
+namespace {
+
+Status check_divisible(const char* module, const char* field, int64_t value, int size) {
+  if (value % size == 0) return {};
+  return invalid_argument(std::string(module) + ": " + field + " is " + std::to_string(value) +
+                          "; it must be a multiple of the number of tensor-parallel ranks, which "
+                          "is " +
+                          std::to_string(size));
+}
+
+Status check_whole(const char* module, const init::Shard& shard,
+                   const std::vector<ParameterPart>& parts) {
+  if (shard.whole.empty() && parts.empty()) return {};
+  return invalid_argument(std::string(module) + ": " +
+                          (parts.empty() ? "shard" : "parameters_split") +
+                          " is given, and shard_of() divides whole maps; leave it out");
+}
+
+}  // namespace
+
+Result<LinearOptions> shard_of(LinearOptions whole, ParallelMode mode,
+                               const TensorParallel& parallel) {
+  TE_FL_RETURN_IF_ERROR(check_whole("Linear", whole.shard, whole.parameters_split));
+  whole.parallel_mode = mode;
+  whole.parallel = parallel;
+  if (!parallel.divides() || mode == ParallelMode::kNone) return whole;
+  const bool column = mode == ParallelMode::kColumn;
+  int64_t& features = column ? whole.out_features : whole.in_features;
+  const char* field = column ? "out_features" : "in_features";
+  TE_FL_RETURN_IF_ERROR(check_divisible("Linear", field, features, parallel.size()));
+  const Shape extents = {whole.out_features, whole.in_features};
+  features /= parallel.size();
+  const int64_t begin = parallel.rank() * features;
+  whole.shard = {extents, column ? Shape{begin, 0} : Shape{0, begin}};
+  return whole;
+}
+
+Result<LayerNormLinearOptions> shard_of(LayerNormLinearOptions whole,
+                                        const TensorParallel& parallel) {
+  TE_FL_RETURN_IF_ERROR(check_whole("LayerNormLinear", whole.shard, whole.parameters_split));
+  whole.parallel = parallel;
+  if (!parallel.divides()) return whole;
+  TE_FL_RETURN_IF_ERROR(
+      check_divisible("LayerNormLinear", "out_features", whole.out_features, parallel.size()));
+  const int64_t out = whole.out_features / parallel.size();
+  whole.shard = {{whole.out_features, whole.in_features}, {parallel.rank() * out, 0}};
+  whole.out_features = out;
+  return whole;
+}
+
 Linear::Linear() = default;
 Linear::~Linear() = default;
 
 Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
   std::unique_ptr<Linear> linear(new Linear);
-  TE_FL_ASSIGN_OR_RETURN(linear->gemm_,
-                         detail::make_gemm({.module = "Linear",
-                                            .in = options.in_features,
-                                            .out = options.out_features,
-                                            .bias = options.bias,
-                                            .param_dtype = options.param_dtype,
-                                            .activation_dtype = options.activation_dtype,
-                                            .device = options.device,
-                                            .seed = options.seed,
-                                            .init_std = options.init_std,
-                                            .shard = options.shard,
-                                            .high_precision = options.high_precision,
-                                            .tied_weight = options.tied_weight,
-                                            .return_bias = options.return_bias}));
+  TE_FL_ASSIGN_OR_RETURN(
+      linear->gemm_, detail::make_gemm({.module = "Linear",
+                                        .in = options.in_features,
+                                        .out = options.out_features,
+                                        .bias = options.bias,
+                                        .param_dtype = options.param_dtype,
+                                        .activation_dtype = options.activation_dtype,
+                                        .device = options.device,
+                                        .seed = options.seed,
+                                        .init_std = options.init_std,
+                                        .shard = options.shard,
+                                        .high_precision = options.high_precision,
+                                        .tied_weight = options.tied_weight,
+                                        .return_bias = options.return_bias,
+                                        .partial = options.parallel.divides() &&
+                                                   options.parallel_mode == ParallelMode::kRow}));
+  if (options.parallel.divides()) {
+    linear->parallel_ = options.parallel;
+    linear->mode_ = options.parallel_mode;
+  }
   detail::GemmUnit& gemm = *linear->gemm_;
   if (options.parameters_split.empty()) {
     linear->register_parameter("weight", gemm.weight());
@@ -108,36 +166,67 @@ Result<Tensor> result_matrix(const Tensor* into, std::span<const int64_t> like, 
 }
 const Tensor* if_defined(const Tensor& t) { return t.defined() ? &t : nullptr; }
 
+Status check_no_into(const char* what, const Tensor* into) {
+  if (into == nullptr) return {};
+  return invalid_argument(std::string(what) +
+                          " has `into`, and its result is a sum over ranks, which is made in "
+                          "memory of its own; leave it out");
+}
+
 }  // namespace
 
 Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
                                const Tensor* residual, const Tensor* into) {
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(x, gemm_->spec().in, "Linear: x"));
   TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<LinearRecord>(ctx, "Linear"));
+  TE_FL_ASSIGN_OR_RETURN(const Shape shape,
+                         detail::output_shape(parallel_, mode_, x.shape(), "Linear"));
   if (split_ != nullptr) TE_FL_RETURN_IF_ERROR(split_->gather());
   TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
+  if (mode_ == ParallelMode::kColumn) {
+    TE_FL_ASSIGN_OR_RETURN(flat, detail::whole_rows(parallel_, flat));
+  }
   TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->prepare_input(record->use, flat));
   TE_FL_ASSIGN_OR_RETURN(
       const Tensor added,
-      detail::residual_matrix(residual, x.shape(), gemm_->spec().out, "Linear: residual"));
+      detail::residual_matrix(residual, shape, gemm_->spec().out, "Linear: residual"));
   TE_FL_ASSIGN_OR_RETURN(const Tensor out,
-                         result_matrix(into, x.shape(), gemm_->spec().out, "Linear: into"));
-  TE_FL_ASSIGN_OR_RETURN(
-      Tensor y, gemm_->forward(record->use, input, options, if_defined(added), if_defined(out)));
+                         result_matrix(into, shape, gemm_->spec().out, "Linear: into"));
+  Tensor y;
+  if (gemm_->spec().partial) {
+    TE_FL_RETURN_IF_ERROR(check_no_into("Linear: forward", into));
+    TE_FL_ASSIGN_OR_RETURN(y, gemm_->forward(record->use, input, options));
+    TE_FL_ASSIGN_OR_RETURN(y, detail::summed(parallel_, y));
+    TE_FL_RETURN_IF_ERROR(detail::add_after_sum(y, gemm_->bias_to_add(), added));
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(
+        y, gemm_->forward(record->use, input, options, if_defined(added), if_defined(out)));
+  }
   record->shape.assign(x.shape().begin(), x.shape().end());
+  record->output_shape = shape;
   if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
-  return y.view(detail::with_last(x.shape(), gemm_->spec().out));
+  return y.view(detail::with_last(shape, gemm_->spec().out));
 }
 
 Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx, const Tensor* into) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Linear"));
   auto& record = static_cast<LinearRecord&>(*taken);
-  TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, gemm_->spec().out, "Linear"));
+  TE_FL_RETURN_IF_ERROR(
+      detail::check_gradient(dy, record.output_shape, gemm_->spec().out, "Linear"));
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(dy, gemm_->spec().out, "Linear: dy"));
+  if (mode_ == ParallelMode::kRow) {
+    TE_FL_ASSIGN_OR_RETURN(flat, detail::whole_rows(parallel_, flat));
+  }
   TE_FL_ASSIGN_OR_RETURN(const Tensor out,
                          result_matrix(into, record.shape, gemm_->spec().in, "Linear: into"));
+  if (mode_ == ParallelMode::kColumn) {
+    TE_FL_RETURN_IF_ERROR(check_no_into("Linear: backward", into));
+  }
   TE_FL_ASSIGN_OR_RETURN(Tensor dx,
                          backward_of(*gemm_, split_.get(), record.use, flat, if_defined(out)));
+  if (mode_ == ParallelMode::kColumn) {
+    TE_FL_ASSIGN_OR_RETURN(dx, detail::summed(parallel_, dx));
+  }
   return dx.view(record.shape);
 }
 
@@ -167,6 +256,9 @@ Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
                                             .init_std = options.init_std,
                                             .shard = options.shard,
                                             .return_bias = options.return_bias}));
+  if (options.parallel.divides()) module->parallel_ = options.parallel;
+  detail::mark_partial(options.parallel, module->norm_->weight().get());
+  detail::mark_partial(options.parallel, module->norm_->bias().get());
   detail::GemmUnit& gemm = *module->gemm_;
   module->register_parameter("layer_norm_weight", module->norm_->weight());
   if (module->norm_->bias() != nullptr) {
@@ -192,20 +284,24 @@ Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const Forward
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, gemm_->spec().in, "LayerNormLinear: x"));
   TE_FL_ASSIGN_OR_RETURN(auto record,
                          detail::new_record<LayerNormLinearRecord>(ctx, "LayerNormLinear"));
+  TE_FL_ASSIGN_OR_RETURN(const Shape shape, detail::output_shape(parallel_, ParallelMode::kColumn,
+                                                                 x.shape(), "LayerNormLinear"));
   if (split_ != nullptr) TE_FL_RETURN_IF_ERROR(split_->gather());
   TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
-  TE_FL_ASSIGN_OR_RETURN(Tensor input, detail::normed_input(*norm_, *gemm_, record->use, flat,
-                                                            record->norm, layernorm_output));
+  TE_FL_ASSIGN_OR_RETURN(Tensor input,
+                         detail::normed_input(*norm_, *gemm_, record->use, flat, record->norm,
+                                              layernorm_output, parallel_));
   if (layernorm_output != nullptr) {
     TE_FL_ASSIGN_OR_RETURN(*layernorm_output, layernorm_output->view(x.shape()));
   }
-  TE_FL_ASSIGN_OR_RETURN(
-      const Tensor out, result_matrix(into, x.shape(), gemm_->spec().out, "LayerNormLinear: into"));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor out,
+                         result_matrix(into, shape, gemm_->spec().out, "LayerNormLinear: into"));
   TE_FL_ASSIGN_OR_RETURN(Tensor y,
                          gemm_->forward(record->use, input, options, nullptr, if_defined(out)));
   record->shape.assign(x.shape().begin(), x.shape().end());
+  record->output_shape = shape;
   if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
-  return y.view(detail::with_last(x.shape(), gemm_->spec().out));
+  return y.view(detail::with_last(shape, gemm_->spec().out));
 }
 
 Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tensor* residual_grad,
@@ -213,7 +309,7 @@ Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tenso
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "LayerNormLinear"));
   auto& record = static_cast<LayerNormLinearRecord&>(*taken);
   TE_FL_RETURN_IF_ERROR(
-      detail::check_gradient(dy, record.shape, gemm_->spec().out, "LayerNormLinear"));
+      detail::check_gradient(dy, record.output_shape, gemm_->spec().out, "LayerNormLinear"));
   TE_FL_RETURN_IF_ERROR(norm_->check_unchanged(record.norm));
   TE_FL_ASSIGN_OR_RETURN(Tensor flat,
                          detail::as_operand(dy, gemm_->spec().out, "LayerNormLinear: dy"));
@@ -225,6 +321,7 @@ Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tenso
       detail::residual_matrix(layernorm_output_grad, record.shape, gemm_->spec().in,
                               "LayerNormLinear: layernorm_output_grad"));
   TE_FL_ASSIGN_OR_RETURN(Tensor dz, backward_of(*gemm_, split_.get(), record.use, flat));
+  TE_FL_ASSIGN_OR_RETURN(dz, detail::summed(parallel_, dz));
   if (past.defined()) TE_FL_RETURN_IF_ERROR(detail::add(dz, past, dz));
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, norm_->backward(dz, record.norm, if_defined(residual)));
   return dx.view(record.shape);

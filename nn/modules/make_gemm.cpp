@@ -32,6 +32,7 @@ Result<std::shared_ptr<Parameter>> make_fp8_only(const Parameter& high, const Fp
     spec.amax_epsilon = current->amax_epsilon;
   }
   auto parameter = std::make_shared<Parameter>();
+  parameter->shard = high.shard;
   parameter->internals().fp8_values = std::make_shared<Fp8Values>(init.options.recipe);
   TE_FL_ASSIGN_OR_RETURN(parameter->value, Tensor::empty_quantized(high.value.shape(), spec));
   TE_FL_RETURN_IF_ERROR(parameter->internals().fp8_values->write(high.value, parameter->value));
@@ -82,6 +83,10 @@ Result<std::unique_ptr<GemmUnit>> make_gemm(const GemmOptions& options) {
   if (options.bias) {
     TE_FL_ASSIGN_OR_RETURN(
         bias, init::constant(Shape{options.out}, 0, options.param_dtype, options.device));
+    if (!options.shard.whole.empty() && options.shard.whole.front() != options.out) {
+      bias->shard = {
+          {options.shard.whole.front()}, {options.shard.begin.front()}, options.shard.rows};
+    }
   }
   GemmUnit::Spec spec;
   spec.in = options.in;
@@ -90,6 +95,7 @@ Result<std::unique_ptr<GemmUnit>> make_gemm(const GemmOptions& options) {
   spec.device = options.device;
   spec.high_precision = options.high_precision;
   spec.adds_bias = !options.return_bias;
+  spec.partial = options.partial;
   return std::make_unique<GemmUnit>(spec, std::move(weight), std::move(bias));
 }
 

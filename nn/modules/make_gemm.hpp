@@ -22,6 +22,7 @@ struct GemmOptions {
   bool high_precision = false;
   std::shared_ptr<Parameter> tied_weight = nullptr;
   bool return_bias = false;  // the bias is the caller's to add
+  bool partial = false;      // see GemmUnit::Spec
 };
 
 // A GemmUnit with new (or tied) parameters; errors name the module and the field.

@@ -8,6 +8,7 @@
 #include "nn/modules/activation.hpp"
 #include "nn/modules/make_gemm.hpp"
 #include "nn/modules/norm_core.hpp"
+#include "nn/modules/tensor_parallel.hpp"
 #include "te_fl/nn/modules/init.hpp"
 
 namespace te_fl::nn {
@@ -25,6 +26,7 @@ struct MlpRecord : Ctx::Record {
 
 struct LayerNormMLP::Impl {
   LayerNormMLPOptions options;
+  TensorParallel parallel;  // empty where nothing is divided
   std::unique_ptr<detail::NormCore> norm;
   std::unique_ptr<detail::GemmUnit> fc1;
   std::unique_ptr<detail::GemmUnit> fc2;
@@ -59,12 +61,16 @@ struct LayerNormMLP::Impl {
 
 Result<Tensor> LayerNormMLP::Impl::normed(MlpRecord& record, const Tensor& x,
                                           Tensor* layernorm_output) const {
-  if (norm) return detail::normed_input(*norm, *fc1, record.fc1, x, record.norm, layernorm_output);
+  if (norm) {
+    return detail::normed_input(*norm, *fc1, record.fc1, x, record.norm, layernorm_output,
+                                parallel);
+  }
   if (layernorm_output != nullptr) {
     return invalid_argument(
         "LayerNormMLP: layernorm_output is wanted and normalizes is false; x itself is normalised");
   }
-  return fc1->prepare_input(record.fc1, x);
+  TE_FL_ASSIGN_OR_RETURN(const Tensor whole, detail::whole_rows(parallel, x));
+  return fc1->prepare_input(record.fc1, whole);
 }
 
 Status LayerNormMLP::Impl::widen(MlpRecord& record, const Tensor& normed,
@@ -130,6 +136,7 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRec
 
 LayerNormMLP::LayerNormMLP(const LayerNormMLPOptions& options) : impl_(std::make_unique<Impl>()) {
   impl_->options = options;
+  if (options.parallel.divides()) impl_->parallel = options.parallel;
 }
 LayerNormMLP::~LayerNormMLP() = default;
 
@@ -150,6 +157,22 @@ Result<init::Shard> fc1_shard(const LayerNormMLPOptions& o) {
 }
 
 }  // namespace
+
+Result<LayerNormMLPOptions> shard_of(LayerNormMLPOptions whole, const TensorParallel& parallel) {
+  whole.parallel = parallel;
+  if (!parallel.divides()) return whole;
+  if (whole.ffn_whole != 0 || whole.ffn_hidden_size % parallel.size() != 0) {
+    return invalid_argument("LayerNormMLP: ffn_hidden_size is " +
+                            std::to_string(whole.ffn_hidden_size) +
+                            "; it must be a multiple of the number of tensor-parallel ranks, which "
+                            "is " +
+                            std::to_string(parallel.size()) + ", and ffn_whole must be 0");
+  }
+  whole.ffn_whole = whole.ffn_hidden_size;
+  whole.ffn_hidden_size /= parallel.size();
+  whole.ffn_begin = parallel.rank() * whole.ffn_hidden_size;
+  return whole;
+}
 
 Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOptions& options) {
   TE_FL_RETURN_IF_ERROR(detail::check_size("LayerNormMLP", "hidden_size", options.hidden_size));
@@ -184,6 +207,7 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
   gemm.return_bias = options.return_bias;
   gemm.seed = init::subseed(options.seed, 2);
   gemm.init_std = options.output_init_std;
+  gemm.partial = options.parallel.divides();
   gemm.shard = {};
   if (options.ffn_whole != 0) {
     gemm.shard = {{options.hidden_size, options.ffn_whole}, {0, options.ffn_begin}};
@@ -191,6 +215,8 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
   TE_FL_ASSIGN_OR_RETURN(impl.fc2, detail::make_gemm(gemm));
 
   if (impl.norm) {
+    detail::mark_partial(options.parallel, impl.norm->weight().get());
+    detail::mark_partial(options.parallel, impl.norm->bias().get());
     module->register_parameter("layer_norm_weight", impl.norm->weight());
     if (impl.norm->bias()) module->register_parameter("layer_norm_bias", impl.norm->bias());
   }
@@ -221,11 +247,18 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   if (layernorm_output != nullptr) {
     TE_FL_ASSIGN_OR_RETURN(*layernorm_output, layernorm_output->view(x.shape()));
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor activated, impl.fc2->input_buffer(record->fc2, flat.size(0)));
+  TE_FL_ASSIGN_OR_RETURN(Tensor activated, impl.fc2->input_buffer(record->fc2, normed.size(0)));
   TE_FL_RETURN_IF_ERROR(impl.widen(*record, normed, options, activated));
   normed = Tensor();
-  TE_FL_ASSIGN_OR_RETURN(Tensor y, impl.fc2->forward(record->fc2, activated, options,
-                                                     added.defined() ? &added : nullptr));
+  Tensor y;
+  if (impl.parallel.divides()) {
+    TE_FL_ASSIGN_OR_RETURN(y, impl.fc2->forward(record->fc2, activated, options));
+    TE_FL_ASSIGN_OR_RETURN(y, detail::summed(impl.parallel, y));
+    TE_FL_RETURN_IF_ERROR(detail::add_after_sum(y, impl.fc2->bias_to_add(), added));
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(
+        y, impl.fc2->forward(record->fc2, activated, options, added.defined() ? &added : nullptr));
+  }
   record->shape.assign(x.shape().begin(), x.shape().end());
   if (training) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y.view(x.shape());
@@ -248,6 +281,7 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   TE_FL_ASSIGN_OR_RETURN(const Tensor past,
                          detail::residual_matrix(layernorm_output_grad, record.shape, hidden,
                                                  "LayerNormMLP: layernorm_output_grad"));
+  TE_FL_ASSIGN_OR_RETURN(flat, detail::whole_rows(impl.parallel, flat));
   TE_FL_ASSIGN_OR_RETURN(auto d_out, impl.fc2->prepare_grad(record.fc2, flat));
   TE_FL_RETURN_IF_ERROR(impl.fc2->wgrad(record.fc2, d_out));
   record.fc2.input = Tensor();
@@ -257,6 +291,7 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   record.pre = Tensor();
   TE_FL_ASSIGN_OR_RETURN(Tensor d_normed, impl.fc1->dgrad(record.fc1, d_pre.tensor));
   TE_FL_RETURN_IF_ERROR(impl.fc1->wgrad(record.fc1, d_pre));
+  TE_FL_ASSIGN_OR_RETURN(d_normed, detail::summed(impl.parallel, d_normed));
   if (past.defined()) TE_FL_RETURN_IF_ERROR(detail::add(d_normed, past, d_normed));
   if (!impl.norm) {
     if (residual.defined()) TE_FL_RETURN_IF_ERROR(detail::add(d_normed, residual, d_normed));

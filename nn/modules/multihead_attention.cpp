@@ -10,6 +10,7 @@
 #include "nn/fp8/autocast.hpp"
 #include "nn/modules/make_gemm.hpp"
 #include "nn/modules/qkv_transform.hpp"
+#include "nn/modules/tensor_parallel.hpp"
 #include "te_fl/nn/modules/attention.hpp"
 #include "te_fl/nn/modules/init.hpp"
 #include "te_fl/nn/modules/linear.hpp"
@@ -25,8 +26,6 @@ struct MhaRecord : Ctx::Record {
   Shape shape, encoder_shape;  // of x and of the encoder output
   detail::Fp8Mode fp8;         // of the attention itself
 };
-
-Shape without_last(std::span<const int64_t> shape) { return Shape(shape.begin(), shape.end() - 1); }
 
 Shape with_tail(const Shape& lead, std::initializer_list<int64_t> tail) {
   Shape shape = lead;
@@ -58,7 +57,13 @@ struct MultiheadAttention::Impl {
   Status check(const Tensor& x, const AttentionInputs& inputs, bool wants_norm) const;
   int64_t length(const Tensor& x, int64_t longest) const {
     if (thd()) return longest;
-    return x.size(options.attention.layout == Layout::kSBHD ? 0 : 1);
+    return whole_lead(x.shape())[options.attention.layout == Layout::kSBHD ? 0 : 1];
+  }
+  // All but the last extent, of all ranks' rows.
+  Shape whole_lead(std::span<const int64_t> shape) const {
+    Shape lead(shape.begin(), shape.end() - 1);
+    if (options.parallel.divides_sequence()) lead.front() *= options.parallel.size();
+    return lead;
   }
   // Runs the products before attention.
   Result<detail::PackedHeads> project(const Tensor& x, const Tensor& encoder, MhaRecord& record,
@@ -107,7 +112,8 @@ Status MultiheadAttention::Impl::create_products(MultiheadAttention& module) {
                                               .seed = init::subseed(options.seed, 1),
                                               .init_std = options.init_std,
                                               .shard = shard(true, !cross()),
-                                              .parameters_split = parts}));
+                                              .parameters_split = parts,
+                                              .parallel = options.parallel}));
     module.register_module(cross() ? "layernorm_query" : "layernorm_qkv", *norm_linear);
   } else {
     // Transformer Engine's query_layer is whole, whatever fuse_qkv_params says.
@@ -121,7 +127,9 @@ Status MultiheadAttention::Impl::create_products(MultiheadAttention& module) {
                                                    .seed = init::subseed(options.seed, 1),
                                                    .init_std = options.init_std,
                                                    .shard = shard(true, !cross()),
-                                                   .parameters_split = parts}));
+                                                   .parameters_split = parts,
+                                                   .parallel_mode = ParallelMode::kColumn,
+                                                   .parallel = options.parallel}));
     module.register_module(cross() ? "query_layer" : "qkv", *linear);
   }
   if (!cross()) return {};
@@ -134,7 +142,9 @@ Status MultiheadAttention::Impl::create_products(MultiheadAttention& module) {
                                                     .seed = init::subseed(options.seed, 3),
                                                     .init_std = options.init_std,
                                                     .shard = shard(false, true),
-                                                    .parameters_split = kv_parts}));
+                                                    .parameters_split = kv_parts,
+                                                    .parallel_mode = ParallelMode::kColumn,
+                                                    .parallel = options.parallel}));
   module.register_module("key_value", *key_value);
   return {};
 }
@@ -163,9 +173,32 @@ Status MultiheadAttention::Impl::create_core(MultiheadAttention& module) {
                                                .seed = init::subseed(options.seed, 2),
                                                .init_std = options.output_init_std,
                                                .shard = columns,
-                                               .return_bias = options.return_bias}));
+                                               .return_bias = options.return_bias,
+                                               .parallel_mode = ParallelMode::kRow,
+                                               .parallel = options.parallel}));
   module.register_module("proj", *proj);
   return {};
+}
+
+Result<MultiheadAttentionOptions> shard_of(MultiheadAttentionOptions whole,
+                                           const TensorParallel& parallel) {
+  whole.parallel = parallel;
+  if (!parallel.divides()) return whole;
+  const int64_t heads = whole.num_attention_heads, size = parallel.size();
+  const int64_t groups = whole.num_gqa_groups == 0 ? heads : whole.num_gqa_groups;
+  if (whole.groups_whole != 0 || heads % size != 0 || groups % size != 0) {
+    return invalid_argument("MultiheadAttention: num_attention_heads is " + std::to_string(heads) +
+                            " and num_gqa_groups " + std::to_string(groups) +
+                            "; both must be multiples of the number of tensor-parallel ranks, "
+                            "which is " +
+                            std::to_string(size) + ", and groups_whole must be 0");
+  }
+  if (whole.kv_channels == 0 && heads > 0) whole.kv_channels = whole.hidden_size / heads;
+  whole.groups_whole = groups;
+  whole.num_attention_heads = heads / size;
+  whole.num_gqa_groups = groups / size;
+  whole.groups_begin = parallel.rank() * whole.num_gqa_groups;
+  return whole;
 }
 
 MultiheadAttention::MultiheadAttention(const MultiheadAttentionOptions& options)
@@ -208,6 +241,11 @@ Result<std::unique_ptr<MultiheadAttention>> MultiheadAttention::create(
   if (impl.transform.q_norm() != nullptr) {
     module->register_module("q_norm", *impl.transform.q_norm());
     module->register_module("k_norm", *impl.transform.k_norm());
+    if (options.parallel.divides()) {  // each rank normalises its own heads
+      for (Module* norm : {impl.transform.q_norm(), impl.transform.k_norm()}) {
+        for (const NamedParameter& p : norm->parameters()) p.parameter->partial_grad = true;
+      }
+    }
   }
   TE_FL_RETURN_IF_ERROR(impl.create_products(*module));
   TE_FL_RETURN_IF_ERROR(impl.create_core(*module));
@@ -284,8 +322,8 @@ Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const Atte
   const Tensor& encoder = impl.cross() ? inputs.encoder_output : x;
   record->shape.assign(x.shape().begin(), x.shape().end());
   record->encoder_shape.assign(encoder.shape().begin(), encoder.shape().end());
-  record->heads.q_lead = without_last(record->shape);
-  record->heads.kv_lead = without_last(record->encoder_shape);
+  record->heads.q_lead = impl.whole_lead(record->shape);
+  record->heads.kv_lead = impl.whole_lead(record->encoder_shape);
   const int64_t longest_kv = impl.cross() ? inputs.max_seqlen_kv : inputs.max_seqlen_q;
   TE_FL_ASSIGN_OR_RETURN(record->heads.rotation,
                          impl.transform.rotation(inputs, impl.length(x, inputs.max_seqlen_q),
@@ -300,9 +338,14 @@ Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const Atte
   }
   AttentionInputs core_inputs = inputs;
   core_inputs.encoder_output = Tensor();  // not kept
-  TE_FL_ASSIGN_OR_RETURN(Tensor o, impl.core->forward_codes(parts.q, parts.k, parts.v,
-                                                            training ? &record->core : nullptr,
-                                                            core_inputs, training));
+  Tensor o;
+  {
+    const TensorParallel& parallel = impl.options.parallel;
+    const detail::OwnRandom own(parallel, parallel.divides(), impl.options.device);
+    TE_FL_ASSIGN_OR_RETURN(
+        o, impl.core->forward_codes(parts.q, parts.k, parts.v, training ? &record->core : nullptr,
+                                    core_inputs, training));
+  }
   parts = {};
   TE_FL_ASSIGN_OR_RETURN(Tensor merged,
                          o.view(with_tail(record->heads.q_lead, {impl.heads * impl.dim})));

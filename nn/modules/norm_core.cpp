@@ -4,6 +4,7 @@
 #include "nn/autograd/gradients.hpp"
 #include "nn/autograd/recompute.hpp"
 #include "nn/base/tensor_ops.hpp"
+#include "nn/modules/tensor_parallel.hpp"
 #include "te_fl/nn/modules/init.hpp"
 
 namespace te_fl::nn {
@@ -120,15 +121,18 @@ Result<Tensor> NormCore::backward(const Tensor& dz, const Saved& saved,
 }
 
 Result<Tensor> normed_input(const NormCore& norm, GemmUnit& gemm, GemmUnit::Use& use,
-                            const Tensor& x, NormCore::Saved& saved, Tensor* high_precision) {
-  if (high_precision == nullptr) {
+                            const Tensor& x, NormCore::Saved& saved, Tensor* high_precision,
+                            const TensorParallel& parallel) {
+  if (high_precision == nullptr && !parallel.divides_sequence()) {
     TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm.input_buffer(use, x.size(0)));
     TE_FL_RETURN_IF_ERROR(norm.forward(x, input, saved));
     return input;
   }
-  TE_FL_ASSIGN_OR_RETURN(*high_precision, empty_like(x, gemm.spec().activation_dtype));
-  TE_FL_RETURN_IF_ERROR(norm.forward(x, *high_precision, saved));
-  return gemm.prepare_input(use, *high_precision);
+  TE_FL_ASSIGN_OR_RETURN(const Tensor z, empty_like(x, gemm.spec().activation_dtype));
+  TE_FL_RETURN_IF_ERROR(norm.forward(x, z, saved));
+  if (high_precision != nullptr) *high_precision = z;
+  TE_FL_ASSIGN_OR_RETURN(const Tensor whole, whole_rows(parallel, z));
+  return gemm.prepare_input(use, whole);
 }
 
 }  // namespace detail

@@ -4,6 +4,7 @@
 
 #include "nn/modules/gemm_unit.hpp"
 #include "te_fl/nn/modules/norm.hpp"
+#include "te_fl/nn/modules/tensor_parallel.hpp"
 
 namespace te_fl::nn::detail {
 
@@ -39,8 +40,10 @@ class NormCore {
 };
 
 // norm(x) as the input of `gemm`'s product, which in FP8 the norm writes itself; unless
-// `high_precision` is not null, which then receives norm(x) in the activation dtype.
+// `high_precision` is not null, which then receives norm(x) in the activation dtype, or ranks
+// divide the rows, which they gather in that.
 Result<Tensor> normed_input(const NormCore& norm, GemmUnit& gemm, GemmUnit::Use& use,
-                            const Tensor& x, NormCore::Saved& saved, Tensor* high_precision);
+                            const Tensor& x, NormCore::Saved& saved, Tensor* high_precision,
+                            const TensorParallel& parallel);
 
 }  // namespace te_fl::nn::detail

@@ -14,6 +14,29 @@
 
 namespace te_fl::nn::detail {
 
+namespace {
+
+// Where part number `part` of a shard lies in the part of the whole, where a range of the shard's
+// rows is of each part; else in the whole itself.
+Shard place_of_part(const Parameter& shard_of_all, const std::vector<int64_t>& rows, size_t part) {
+  Shard place = shard_of_all.shard;
+  if (place.whole.empty()) return place;
+  const bool ranges = place.rows.size() == rows.size();
+  const int64_t degree = place.whole[0] / shard_of_all.value.size(0);
+  int64_t before = 0;
+  for (size_t i = 0; i < part; ++i) before += rows[i];
+  const int64_t begin = ranges ? place.rows[part].begin : place.begin[0] + before;
+  place.rows.clear();
+  place.begin[0] = begin;
+  const int64_t own_begin = begin - before * degree;
+  if (own_begin < 0 || own_begin > rows[part] * (degree - 1)) return place;
+  place.whole[0] = rows[part] * degree;
+  place.begin[0] = own_begin;
+  return place;
+}
+
+}  // namespace
+
 Result<std::unique_ptr<JoinedParameter>> JoinedParameter::create(std::shared_ptr<Parameter> whole,
                                                                  const std::vector<int64_t>& rows) {
   std::unique_ptr<JoinedParameter> joined(new JoinedParameter(std::move(whole), rows));
@@ -30,6 +53,7 @@ Result<std::unique_ptr<JoinedParameter>> JoinedParameter::create(std::shared_ptr
     } else {
       TE_FL_ASSIGN_OR_RETURN(part->value, value.slice(0, begin, begin + rows[i]));
     }
+    part->shard = place_of_part(*joined->whole_, rows, i);
     joined->parts_.push_back(std::move(part));
     begin += rows[i];
   }

@@ -6,6 +6,7 @@
 #include "nn/autograd/ctx.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "nn/modules/make_gemm.hpp"
+#include "nn/modules/tensor_parallel.hpp"
 #include "te_fl/nn/modules/embedding.hpp"
 #include "te_fl/nn/modules/init.hpp"
 #include "te_fl/nn/modules/norm.hpp"
@@ -88,7 +89,8 @@ MultiheadAttentionOptions attention_options(const TransformerLayerOptions& o) {
           .qk_norm_epsilon = o.qk_norm_epsilon,
           .qk_norm_before_rope = o.qk_norm_before_rope,
           .groups_whole = o.groups_whole,
-          .groups_begin = o.groups_begin};
+          .groups_begin = o.groups_begin,
+          .parallel = o.parallel};
 }
 
 MultiheadAttentionOptions inter_options(const TransformerLayerOptions& o) {
@@ -120,7 +122,8 @@ LayerNormMLPOptions mlp_options(const TransformerLayerOptions& o) {
           .output_init_std = o.output_init_std,
           .glu_linear_offset = o.glu_linear_offset,
           .ffn_whole = o.ffn_whole,
-          .ffn_begin = o.ffn_begin};
+          .ffn_begin = o.ffn_begin,
+          .parallel = o.parallel};
 }
 
 Status check_options(const TransformerLayerOptions& o) {
@@ -140,6 +143,24 @@ Status check_options(const TransformerLayerOptions& o) {
 }
 
 }  // namespace
+
+Result<TransformerLayerOptions> shard_of(TransformerLayerOptions whole,
+                                         const TensorParallel& parallel) {
+  MultiheadAttentionOptions attention = attention_options(whole);
+  LayerNormMLPOptions mlp = mlp_options(whole);
+  TE_FL_ASSIGN_OR_RETURN(attention, shard_of(attention, parallel));
+  TE_FL_ASSIGN_OR_RETURN(mlp, shard_of(mlp, parallel));
+  whole.num_attention_heads = attention.num_attention_heads;
+  whole.num_gqa_groups = attention.num_gqa_groups;
+  whole.kv_channels = attention.kv_channels;
+  whole.groups_whole = attention.groups_whole;
+  whole.groups_begin = attention.groups_begin;
+  whole.ffn_hidden_size = mlp.ffn_hidden_size;
+  whole.ffn_whole = mlp.ffn_whole;
+  whole.ffn_begin = mlp.ffn_begin;
+  whole.parallel = parallel;
+  return whole;
+}
 
 struct TransformerLayer::Impl {
   explicit Impl(const TransformerLayerOptions& o)
@@ -209,6 +230,9 @@ Result<std::unique_ptr<TransformerLayer>> TransformerLayer::create(
   layer->register_module("layernorm_mlp", *impl.mlp);
   if (options.output_layernorm) {
     TE_FL_RETURN_IF_ERROR(impl.create_norm());
+    for (const NamedParameter& p : impl.layernorm->parameters()) {
+      detail::mark_partial(options.parallel, p.parameter.get());
+    }
     layer->register_module("layernorm", *impl.layernorm);
   }
   return layer;
@@ -235,6 +259,8 @@ Result<Tensor> TransformerLayer::Impl::attend(MultiheadAttention& module, Branch
                          module.forward(x, ctx, inputs, forward, record.joined ? &x : nullptr,
                                         record.post_norm ? &normed : nullptr));
   if (record.joined) return branch;
+  const detail::OwnRandom own(options.parallel, options.parallel.divides_sequence(),
+                              options.device);
   return add.forward(record.post_norm ? normed : x, branch, training ? &record.add : nullptr);
 }
 
@@ -259,6 +285,8 @@ Result<Tensor> TransformerLayer::Impl::transform(const Tensor& x, const Tensor& 
                          mlp->forward(x, ctx, forward, record.joined ? &residual : nullptr,
                                       record.post_norm ? &normed : nullptr));
   if (record.joined) return branch;
+  const detail::OwnRandom own(options.parallel, options.parallel.divides_sequence(),
+                              options.device);
   return mlp_add.forward(record.post_norm ? normed : residual, branch,
                          training ? &record.add : nullptr);
 }

@@ -201,12 +201,43 @@ Status end_backwards(const std::vector<NamedParameter>& parameters) {
   return {};
 }
 
-Status grad_norm_into(const Pointers& grads, const Tensor& norm) {
+Status norm_into(const Pointers& tensors, const Tensor& norm) {
+  if (tensors.empty()) return detail::fill(norm, 0);
   te_fl_multi_tensor_l2norm_args args{};
-  args.inputs = grads.data();
-  args.inputs_count = static_cast<int64_t>(grads.size());
+  args.inputs = tensors.data();
+  args.inputs_count = static_cast<int64_t>(tensors.size());
   args.norm = norm;
   return ops::multi_tensor_l2norm(args, detail::call_options(norm.device()));
+}
+
+// The norm of the ranks' parts of divided gradients, and of those that each of them has: the norm
+// of a vector of norms.
+Status whole_norm_into(const std::vector<NamedParameter>& parameters, const Comm& ranks,
+                       const Tensor& norm) {
+  Pointers divided, whole;
+  for (const NamedParameter& p : parameters) {
+    if (!trained(*p.parameter)) continue;
+    (p.parameter->shard.whole.empty() ? whole : divided).push_back(p.grad());
+  }
+  const int64_t n = ranks.size();
+  TE_FL_ASSIGN_OR_RETURN(const Tensor norms, Tensor::empty({n + 1}, DType::kF32, norm.device()));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor gathered, norms.slice(0, 0, n));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor common, norms.slice(0, n, n + 1));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor own, Tensor::empty({1}, DType::kF32, norm.device()));
+  TE_FL_RETURN_IF_ERROR(norm_into(divided, own));
+  TE_FL_RETURN_IF_ERROR(norm_into(whole, common));
+  te_fl_all_gather_args args{};
+  args.input = own;
+  args.output = gathered;
+  args.comm = ranks.c();
+  TE_FL_RETURN_IF_ERROR(ops::all_gather(args, detail::call_options(norm.device())));
+  return norm_into({norms}, norm);
+}
+
+Status grad_norm_into(const std::vector<NamedParameter>& parameters, const Comm* ranks,
+                      const Tensor& norm) {
+  if (ranks != nullptr && ranks->size() > 1) return whole_norm_into(parameters, *ranks, norm);
+  return norm_into(grads_of(parameters), norm);
 }
 
 void set_in_place(te_fl_multi_tensor_scale_args& args, const Pointers& grads) {
@@ -227,19 +258,21 @@ void append_state(std::vector<NamedTensor>& result, const std::vector<Slot>& slo
 
 }  // namespace
 
-Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters, float max_norm) {
+Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters, float max_norm,
+                             const Comm* ranks) {
   if (!(max_norm > 0)) {
     return invalid_argument("clip_grad_norm: max_norm is " + std::to_string(max_norm) +
                             "; it must be greater than 0");
   }
   TE_FL_RETURN_IF_ERROR(check_fresh("clip_grad_norm", parameters));
   const Pointers grads = grads_of(parameters);
-  if (grads.empty()) return 0.0f;
+  const bool alone = ranks == nullptr || ranks->size() == 1;
+  if (parameters.empty() || (grads.empty() && alone)) return 0.0f;
   const Device device = parameters.front().value().device();
   TE_FL_ASSIGN_OR_RETURN(Tensor norm, Tensor::empty({1}, DType::kF32, device));
-  TE_FL_RETURN_IF_ERROR(grad_norm_into(grads, norm));
+  TE_FL_RETURN_IF_ERROR(grad_norm_into(parameters, ranks, norm));
   TE_FL_ASSIGN_OR_RETURN(float value, item(norm));
-  if (!std::isfinite(value) || value <= max_norm) return value;
+  if (!std::isfinite(value) || value <= max_norm || grads.empty()) return value;
   TE_FL_ASSIGN_OR_RETURN(Tensor flag, Tensor::empty({1}, DType::kI32, device));
   TE_FL_RETURN_IF_ERROR(detail::fill(flag, 0));
   te_fl_multi_tensor_scale_args scale_args{};
@@ -372,8 +405,8 @@ Status Optimizer::advance() {
 // Clips by the norm on the device; one that is not finite sets `noop`.
 Status Optimizer::clip_on_device(const Tensor& noop) {
   const Pointers grads = grads_of(parameters_);
-  if (grads.empty()) return detail::fill(device_->grad_norm, 0);
-  TE_FL_RETURN_IF_ERROR(grad_norm_into(grads, device_->grad_norm));
+  TE_FL_RETURN_IF_ERROR(grad_norm_into(parameters_, norm_ranks_.get(), device_->grad_norm));
+  if (grads.empty()) return {};
   te_fl_multi_tensor_scale_args args{};
   set_in_place(args, grads);
   args.noop_flag = noop;
@@ -415,7 +448,8 @@ Status Optimizer::clip(const LossScaler* scaler) {
     TE_FL_RETURN_IF_ERROR(detail::fill(noop_, 0));
     return clip_on_device(noop_);
   }
-  TE_FL_ASSIGN_OR_RETURN(last_grad_norm_, clip_grad_norm(parameters_, max_grad_norm_));
+  TE_FL_ASSIGN_OR_RETURN(last_grad_norm_,
+                         clip_grad_norm(parameters_, max_grad_norm_, norm_ranks_.get()));
   if (std::isfinite(last_grad_norm_)) return {};
   if (scaler != nullptr) return detail::fill(noop_, 1);
   return failed_precondition(

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "te_fl/export.hpp"
 #include "te_fl/status.hpp"
@@ -13,6 +14,19 @@ namespace te_fl::nn {
 namespace detail {
 struct ParameterState;
 }
+
+// Says where a parameter lies in the whole whose shard it is, e.g. the rows [begin, begin + extent)
+// of a weight; empty: it is whole.
+struct Shard {
+  Shape whole;  // the extents of the whole
+  Shape begin;  // the index in it of the shard's first element
+  // If not empty: the shard's rows (extent 0) are these of the whole, one range after the other, in
+  // place of those from begin[0] on.
+  struct Rows {
+    int64_t begin = 0, count = 0;
+  };
+  std::vector<Rows> rows = {};
+};
 
 // A trainable tensor and its gradient. Modules share parameters by pointer (tied weights).
 struct TE_FL_API Parameter {
@@ -29,6 +43,11 @@ struct TE_FL_API Parameter {
   // False: frozen. A backward computes no gradient for it (the gradient of the input stays the
   // same), a forward keeps no input for that, and an optimizer leaves it as it is.
   bool requires_grad = true;
+  // Where the value lies in the whole of which other ranks hold the rest; empty: it is whole.
+  Shard shard = {};
+  // True: each rank of a tensor-parallel group has a part of the gradient, and their sum is the
+  // gradient; see sum_partial_gradients().
+  bool partial_grad = false;
   // Sets requires_grad; false also drops the gradient and its memory. Between steps: a backward
   // computes the gradient of a weight that required one in its forward and still does.
   void set_requires_grad(bool wanted);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "te_fl/nn/modules/module.hpp"
+#include "te_fl/nn/modules/tensor_parallel.hpp"
 #include "te_fl/nn/optim/optimizer.hpp"
 
 // The safetensors file format: 8 bytes little-endian header length, a JSON header, the tensors'
@@ -65,5 +66,18 @@ TE_FL_API Status save_checkpoint(const std::string& path, const Module& module,
 // checked first. With optimizer null, a checkpoint's optimizer state is passed over.
 TE_FL_API Result<Metadata> load_checkpoint(const std::string& path, Module& module,
                                            Optimizer* optimizer = nullptr);
+
+// As these two, of a module that ranks divide: each rank has a file of its own, PATH.R-of-N for
+// rank R of N, and says in it where its parts lie; one rank has PATH. What was saved by one number
+// of ranks is loaded by any other that divides the sizes: the parts are read from the files of all,
+// which every rank must see. Without collectives; saving is complete when all ranks have returned.
+// What every rank has (FP8 state, parameters that are not divided) comes from the first file.
+// INVALID_ARGUMENT for parameters of FP8 codes alone, FAILED_PRECONDITION where files of two
+// numbers of ranks lie at the path.
+TE_FL_API Status save_checkpoint(const std::string& path, const TensorParallel& parallel,
+                                 const Module& module, const Optimizer* optimizer = nullptr,
+                                 const Metadata& metadata = {});
+TE_FL_API Result<Metadata> load_checkpoint(const std::string& path, const TensorParallel& parallel,
+                                           Module& module, Optimizer* optimizer = nullptr);
 
 }  // namespace te_fl::nn

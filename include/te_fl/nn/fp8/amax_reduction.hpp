@@ -4,6 +4,7 @@
 #include <memory>
 #include <span>
 
+#include "te_fl/comm.hpp"
 #include "te_fl/export.hpp"
 #include "te_fl/status.hpp"
 #include "te_fl/tensor.hpp"
@@ -26,6 +27,8 @@ class TE_FL_API AmaxReduction {
  public:
   using Reduce = std::function<Status(std::span<const Tensor> amaxes)>;
   explicit AmaxReduction(Reduce reduce);
+  // Over the ranks of a communicator: the op all_reduce on a tensor of all amaxes.
+  explicit AmaxReduction(std::shared_ptr<const Comm> ranks);
   ~AmaxReduction();
   AmaxReduction(const AmaxReduction&) = delete;
   AmaxReduction& operator=(const AmaxReduction&) = delete;

@@ -6,6 +6,7 @@
 #include "te_fl/device.hpp"
 #include "te_fl/dtype.hpp"
 #include "te_fl/nn/modules/norm.hpp"
+#include "te_fl/nn/modules/tensor_parallel.hpp"
 #include "te_fl/ops/enums.h"
 
 namespace te_fl::nn {
@@ -99,6 +100,14 @@ struct MultiheadAttentionOptions {
   // of an attention of groups_whole (0: this is whole), whose initial weights this one has there.
   int64_t groups_whole = 0;
   int64_t groups_begin = 0;
+  // The ranks among which the heads are divided so, as shard_of() divides them. Masks, lengths and
+  // angles are the whole sequence's.
+  TensorParallel parallel = {};
 };
+
+// The part that this rank of `parallel` has of the attention `whole`. INVALID_ARGUMENT if the
+// number of ranks does not divide the heads and the groups.
+TE_FL_API Result<MultiheadAttentionOptions> shard_of(MultiheadAttentionOptions whole,
+                                                     const TensorParallel& parallel);
 
 }  // namespace te_fl::nn

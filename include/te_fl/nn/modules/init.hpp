@@ -14,18 +14,7 @@
 // gives the same values on every device, and a shard has those that the whole has there.
 namespace te_fl::nn::init {
 
-// Says where a parameter lies in the whole whose shard it is, e.g. the rows [begin, begin + extent)
-// of a weight; empty: it is whole.
-struct Shard {
-  Shape whole;  // the extents of the whole
-  Shape begin;  // the index in it of the shard's first element
-  // If not empty: the shard's rows (extent 0) are these of the whole, one range after the other, in
-  // place of those from begin[0] on.
-  struct Rows {
-    int64_t begin = 0, count = 0;
-  };
-  std::vector<Rows> rows = {};
-};
+using Shard = nn::Shard;
 
 // While one is alive, the parameters of modules that the thread creates have shape, dtype and
 // device but no memory, to be borrowed (Parameter::borrow()) before the first forward, which is

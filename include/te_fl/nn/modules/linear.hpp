@@ -8,6 +8,7 @@
 #include "te_fl/nn/modules/module.hpp"
 #include "te_fl/nn/modules/norm.hpp"
 #include "te_fl/nn/modules/parameter_part.hpp"
+#include "te_fl/nn/modules/tensor_parallel.hpp"
 
 namespace te_fl::nn {
 
@@ -36,7 +37,16 @@ struct LinearOptions {
   // The bias is a parameter that the caller adds; the forward leaves it out, and the backward has
   // no gradient of it.
   bool return_bias = false;
+  // The map is one rank's of those that divide it so: features and shard are this rank's, as
+  // shard_of() makes them.
+  ParallelMode parallel_mode = ParallelMode::kNone;
+  TensorParallel parallel = {};
 };
+
+// The part that this rank of `parallel` has of the map `whole`, by columns or by rows.
+// INVALID_ARGUMENT if the number of ranks does not divide the features.
+TE_FL_API Result<LinearOptions> shard_of(LinearOptions whole, ParallelMode mode,
+                                         const TensorParallel& parallel);
 
 // y = x W^T + b. x [..., in] -> [..., out]. Parameters: weight [out, in], bias [out], or those of
 // the parts. FP8 site: fp8.
@@ -50,7 +60,8 @@ class TE_FL_API Linear : public Module {
   // residual (the output's shape): added to the output; its gradient is dy itself.
   // Under delayed scaling x and dy may be row-wise codes scaled by tensor; training fills their
   // column-wise copy, for which they bring the room. `into`: a compact tensor of the result's shape
-  // to write to, which may be codes.
+  // to write to, which may be codes. Under sequence parallelism x of kColumn and the output of kRow
+  // are this rank's rows, and neither x of kColumn nor dy of kRow may be codes.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
                          const Tensor* residual = nullptr, const Tensor* into = nullptr);
   // dy [..., out] -> dx [..., in] in x's dtype (the activation dtype if x was codes); adds to the
@@ -61,6 +72,8 @@ class TE_FL_API Linear : public Module {
   Linear();
   std::unique_ptr<detail::GemmUnit> gemm_;
   std::unique_ptr<detail::SplitParameters> split_;  // null: whole
+  ParallelMode mode_ = ParallelMode::kNone;         // kNone where nothing is divided
+  TensorParallel parallel_;
 };
 
 struct LayerNormLinearOptions {
@@ -78,7 +91,12 @@ struct LayerNormLinearOptions {
   init::Shard shard = {};                            // as in Linear
   std::vector<ParameterPart> parameters_split = {};  // as in Linear
   bool return_bias = false;                          // as in Linear
+  TensorParallel parallel = {};  // of ranks that divide out_features, as Linear's kColumn
 };
+
+// As of Linear, by columns.
+TE_FL_API Result<LayerNormLinearOptions> shard_of(LayerNormLinearOptions whole,
+                                                  const TensorParallel& parallel);
 
 // y = norm(x) W^T + b; in FP8 the norm writes the quantised GEMM input itself. Parameters:
 // layer_norm_weight [in], layer_norm_bias [in] (LayerNorm), weight [out, in], bias [out]. FP8 site:
@@ -102,6 +120,7 @@ class TE_FL_API LayerNormLinear : public Module {
   std::unique_ptr<detail::NormCore> norm_;
   std::unique_ptr<detail::GemmUnit> gemm_;
   std::unique_ptr<detail::SplitParameters> split_;  // null: whole
+  TensorParallel parallel_;
 };
 
 }  // namespace te_fl::nn

@@ -37,7 +37,14 @@ struct LayerNormMLPOptions {
   // False: x is normalised already, as by a rank that sends its normalised rows to others first.
   // There are no layer_norm parameters, and no layernorm_output.
   bool normalizes = true;
+  // The ranks among which the features are divided so, as shard_of() divides them.
+  TensorParallel parallel = {};
 };
+
+// The part that this rank of `parallel` has of the MLP `whole`. INVALID_ARGUMENT if the number of
+// ranks does not divide ffn_hidden_size.
+TE_FL_API Result<LayerNormMLPOptions> shard_of(LayerNormMLPOptions whole,
+                                               const TensorParallel& parallel);
 
 // y = act(norm(x) W1^T + b1) W2^T + b2. x [..., hidden] -> [..., hidden]. Parameters:
 // layer_norm_weight [hidden], layer_norm_bias [hidden] (LayerNorm), fc1_weight [ffn or 2 ffn if

@@ -56,7 +56,15 @@ struct TransformerLayerOptions {
   int64_t groups_begin = 0;
   int64_t ffn_whole = 0;
   int64_t ffn_begin = 0;
+  // The ranks among which the layer is divided so, as shard_of() divides it. Under sequence
+  // parallelism x, y and a decoder's encoder_output are this rank's rows.
+  TensorParallel parallel = {};
 };
+
+// The part that this rank of `parallel` has of the layer `whole`. INVALID_ARGUMENT if the number of
+// ranks does not divide heads, groups and ffn_hidden_size.
+TE_FL_API Result<TransformerLayerOptions> shard_of(TransformerLayerOptions whole,
+                                                   const TensorParallel& parallel);
 
 // A pre-norm Transformer block: h = x + dropout(attention(x)); y = h + dropout(mlp(h)). x [S, B,
 // hidden], [B, S, hidden] or [T, hidden] by layout -> same shape. A decoder's h goes through

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "te_fl/comm.hpp"
 #include "te_fl/nn/modules/module.hpp"
 
 namespace te_fl::nn {
@@ -14,9 +15,10 @@ namespace te_fl::nn {
 // Scales the gradients so that their global norm is at most max_norm, and returns the norm before.
 // Frozen parameters, and those without a gradient, are left out. Reads the norm on the host: a
 // synchronisation point. FAILED_PRECONDITION if one was cleared by clear_grad() and not written
-// since.
+// since. `ranks`: those that hold the rest of divided parameters (Parameter::shard); the norm is
+// that of the whole gradients, in which parameters that every rank has count once.
 TE_FL_API Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters,
-                                       float max_norm);
+                                       float max_norm, const Comm* ranks = nullptr);
 
 // Answers true for parameters that weight decay applies to; null: all.
 using DecayFilter = std::function<bool(std::string_view name, const Tensor& value)>;
@@ -66,6 +68,9 @@ class TE_FL_API Optimizer {
   int64_t steps() const noexcept { return steps_; }
   void set_lr(float lr) noexcept { lr_ = lr; }
   float lr() const noexcept { return lr_; }
+  // Clips by the norm of whole gradients from now on, as clip_grad_norm() with `ranks`; their
+  // step() is a collective then. Null: this rank's parameters are whole.
+  void set_norm_ranks(std::shared_ptr<const Comm> ranks) { norm_ranks_ = std::move(ranks); }
   // ParamGroup::lr_scale of the options' `group`-th from now on. INVALID_ARGUMENT if there is none,
   // or the scale is negative or not finite.
   Status set_lr_scale(size_t group, float scale);
@@ -124,6 +129,7 @@ class TE_FL_API Optimizer {
   Device home() const;
 
   std::unique_ptr<OnDevice> device_;
+  std::shared_ptr<const Comm> norm_ranks_;
   Tensor flag_;                     // I32 [1]: not 0 leaves a step out
   Tensor noop_;                     // flag_ if the step under way looks for that, else undefined
   std::vector<uint64_t> versions_;  // of the parameters, that the master weights belong to

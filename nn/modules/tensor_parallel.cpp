@@ -1,0 +1,212 @@
+#include "nn/modules/tensor_parallel.hpp"
+
+#include <array>
+#include <string>
+#include <utility>
+
+#include "nn/autograd/parameter.hpp"
+#include "nn/base/tensor_ops.hpp"
+
+namespace te_fl::nn {
+namespace {
+
+Status all_gather(const TensorParallel& parallel, const Tensor& from, const Tensor& to) {
+  te_fl_all_gather_args args{};
+  args.input = from;
+  args.output = to;
+  args.comm = parallel.ranks->c();
+  return ops::all_gather(args, detail::call_options(from.device()));
+}
+
+Status all_reduce(const TensorParallel& parallel, const Tensor& data) {
+  te_fl_all_reduce_args args{};
+  args.input = data;
+  args.output = data;
+  args.comm = parallel.ranks->c();
+  return ops::all_reduce(args, detail::call_options(data.device()));
+}
+
+Status check_rows(const TensorParallel& parallel, const Tensor& x, std::string_view who) {
+  if (x.defined() && x.rank() >= 1 && x.size(0) % parallel.size() == 0) return {};
+  return invalid_argument(std::string(who) + ": x is " +
+                          (x.defined() ? x.describe() : std::string("undefined")) +
+                          "; under sequence parallelism its first dimension must be a multiple of "
+                          "the number of ranks, which is " +
+                          std::to_string(parallel.size()));
+}
+
+}  // namespace
+
+namespace detail {
+
+Result<Shape> output_shape(const TensorParallel& parallel, ParallelMode mode,
+                           std::span<const int64_t> shape, std::string_view module) {
+  Shape result(shape.begin(), shape.end());
+  if (!parallel.divides_sequence() || mode == ParallelMode::kNone) return result;
+  if (mode == ParallelMode::kColumn) {
+    result.front() *= parallel.size();
+    return result;
+  }
+  if (result.front() % parallel.size() != 0) {
+    return invalid_argument(std::string(module) + ": the first dimension of x is " +
+                            std::to_string(result.front()) +
+                            "; under sequence parallelism it must be a multiple of the number of "
+                            "ranks, which is " +
+                            std::to_string(parallel.size()));
+  }
+  result.front() /= parallel.size();
+  return result;
+}
+
+Result<Tensor> whole_rows(const TensorParallel& parallel, const Tensor& x) {
+  if (!parallel.divides_sequence()) return x;
+  if (x.quantized()) {
+    return invalid_argument(x.describe() +
+                            " is quantised, and the ranks gather the rows of linear maps in high "
+                            "precision; dequantize it first");
+  }
+  TE_FL_ASSIGN_OR_RETURN(const Tensor rows, compact(x));
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor whole, Tensor::empty({x.size(0) * parallel.size(), x.size(1)}, x.dtype(), x.device()));
+  TE_FL_RETURN_IF_ERROR(all_gather(parallel, rows, whole));
+  return whole;
+}
+
+Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial) {
+  if (!parallel.divides()) return partial;
+  if (!parallel.sequence_parallel) {
+    TE_FL_RETURN_IF_ERROR(all_reduce(parallel, partial));
+    return partial;
+  }
+  TE_FL_ASSIGN_OR_RETURN(Tensor own,
+                         Tensor::empty({partial.size(0) / parallel.size(), partial.size(1)},
+                                       partial.dtype(), partial.device()));
+  te_fl_reduce_scatter_args args{};
+  args.input = partial;
+  args.output = own;
+  args.comm = parallel.ranks->c();
+  TE_FL_RETURN_IF_ERROR(ops::reduce_scatter(args, call_options(partial.device())));
+  return own;
+}
+
+Status add_after_sum(const Tensor& y, const Tensor& bias, const Tensor& residual) {
+  if (bias.defined()) {
+    const std::array<int64_t, 2> strides = {0, 1};
+    TE_FL_ASSIGN_OR_RETURN(const Tensor wide, Tensor::wrap(bias.raw_data(), y.shape(), strides,
+                                                           bias.dtype(), bias.device(), nullptr));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor rows, empty_like(y, y.dtype()));
+    TE_FL_RETURN_IF_ERROR(copy(wide, rows));
+    TE_FL_RETURN_IF_ERROR(add(y, rows, y));
+  }
+  return residual.defined() ? add(y, residual, y) : Status();
+}
+
+OwnRandom::OwnRandom(const TensorParallel& parallel, bool divided, const Device& device) {
+  if (!divided || !parallel.random.has_value()) return;
+  scope_.emplace(parallel.random->with_stream(device, devices::current_stream(device)));
+}
+
+void mark_partial(const TensorParallel& parallel, Parameter* parameter) {
+  if (parameter != nullptr && parallel.divides_sequence()) parameter->partial_grad = true;
+}
+
+}  // namespace detail
+
+Result<Tensor> scatter_rows(const TensorParallel& parallel, const Tensor& x) {
+  if (!parallel.divides()) return x;
+  TE_FL_RETURN_IF_ERROR(check_rows(parallel, x, "scatter_rows"));
+  const int64_t rows = x.size(0) / parallel.size();
+  return x.slice(0, parallel.rank() * rows, (parallel.rank() + 1) * rows);
+}
+
+Result<Tensor> gather_rows(const TensorParallel& parallel, const Tensor& x) {
+  if (!parallel.divides()) return x;
+  if (!x.defined() || x.rank() < 1 || x.quantized()) {
+    return invalid_argument("gather_rows: x is " +
+                            (x.defined() ? x.describe() : std::string("undefined")) +
+                            "; it must be unquantised and have a first dimension");
+  }
+  TE_FL_ASSIGN_OR_RETURN(const Tensor part, detail::compact(x));
+  Shape shape(x.shape().begin(), x.shape().end());
+  shape.front() *= parallel.size();
+  TE_FL_ASSIGN_OR_RETURN(Tensor whole, Tensor::empty(shape, x.dtype(), x.device()));
+  TE_FL_RETURN_IF_ERROR(all_gather(parallel, part, whole));
+  return whole;
+}
+
+namespace {
+
+using OnTensor = Result<Tensor> (*)(const TensorParallel&, const Tensor&);
+
+Value recorded(const TensorParallel& parallel, const Value& x, OnTensor forward,
+               OnTensor backward) {
+  if (!x.ok() || !parallel.divides()) return x;
+  const auto run = [&](bool) -> Result<Tape::Recorded> {
+    TE_FL_ASSIGN_OR_RETURN(Tensor y, forward(parallel, x.tensor()));
+    return Tape::Recorded{{std::move(y)},
+                          [parallel, backward](const Tape::Tensors& dys) -> Result<Tape::Tensors> {
+                            if (!dys[0].defined()) return Tape::Tensors{Tensor()};
+                            TE_FL_ASSIGN_OR_RETURN(Tensor dx, backward(parallel, dys[0]));
+                            return Tape::Tensors{std::move(dx)};
+                          }};
+  };
+  return x.tape()->record(std::span(&x, 1), 1, run).front();
+}
+
+}  // namespace
+
+Value scatter_rows(const TensorParallel& parallel, const Value& x) {
+  return recorded(parallel, x, &scatter_rows, &gather_rows);
+}
+
+Value gather_rows(const TensorParallel& parallel, const Value& x) {
+  return recorded(parallel, x, &gather_rows, &scatter_rows);
+}
+
+namespace {
+
+// The gradients one behind the other, summed, and put back.
+Status sum_together(const TensorParallel& parallel, const std::vector<Tensor>& gradients) {
+  int64_t total = 0;
+  for (const Tensor& g : gradients) total += g.numel();
+  const Tensor& like = gradients.front();
+  TE_FL_ASSIGN_OR_RETURN(const Tensor flat, Tensor::empty({total}, like.dtype(), like.device()));
+  std::vector<Tensor> parts;
+  int64_t begin = 0;
+  for (const Tensor& g : gradients) {
+    TE_FL_ASSIGN_OR_RETURN(const Tensor slice, flat.slice(0, begin, begin + g.numel()));
+    TE_FL_ASSIGN_OR_RETURN(Tensor part, slice.view(g.shape()));
+    TE_FL_RETURN_IF_ERROR(detail::copy(g, part));
+    parts.push_back(std::move(part));
+    begin += g.numel();
+  }
+  TE_FL_RETURN_IF_ERROR(all_reduce(parallel, flat));
+  for (size_t i = 0; i < parts.size(); ++i) {
+    TE_FL_RETURN_IF_ERROR(detail::copy(parts[i], gradients[i]));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status sum_partial_gradients(const TensorParallel& parallel,
+                             const std::vector<NamedParameter>& parameters) {
+  if (!parallel.divides()) return {};
+  std::vector<std::vector<Tensor>> by_dtype;
+  for (const NamedParameter& p : parameters) {
+    if (!p.parameter->partial_grad || !p.parameter->requires_grad || !p.grad().defined()) continue;
+    if (p.parameter->internals().grad_stale) {
+      return failed_precondition("sum_partial_gradients: the gradient of " + p.name +
+                                 " was cleared by clear_grad() and not written since; run a "
+                                 "backward first, or use zero_grad() where it is to count as zero");
+    }
+    auto found = by_dtype.begin();
+    while (found != by_dtype.end() && found->front().dtype() != p.grad().dtype()) ++found;
+    if (found == by_dtype.end()) found = by_dtype.insert(found, std::vector<Tensor>());
+    found->push_back(p.grad());
+  }
+  for (const auto& gradients : by_dtype) TE_FL_RETURN_IF_ERROR(sum_together(parallel, gradients));
+  return {};
+}
+
+}  // namespace te_fl::nn

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <string_view>
+
+#include "te_fl/nn/modules/tensor_parallel.hpp"
+
+// The steps around the product of a linear map where ranks divide it. All of it does nothing, and
+// costs nothing, where they do not.
+namespace te_fl::nn::detail {
+
+// `shape` with its first extent times the number of ranks, or divided by it: a column's output, and
+// a row's, under sequence parallelism; else `shape` itself.
+Result<Shape> output_shape(const TensorParallel& parallel, ParallelMode mode,
+                           std::span<const int64_t> shape, std::string_view module);
+// The matrix [rows, c] of all ranks from this one's part of the rows, under sequence parallelism;
+// else x.
+Result<Tensor> whole_rows(const TensorParallel& parallel, const Tensor& x);
+// The sum of the ranks' matrices, or under sequence parallelism this rank's rows of it. May write
+// to `partial`.
+Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial);
+// y [rows, n] += bias [n], += residual; either may be undefined.
+Status add_after_sum(const Tensor& y, const Tensor& bias, const Tensor& residual);
+// While it lives, dropout on the thread draws from this rank's own stream, where there is one and
+// `divided` says that what is dropped is a part.
+class OwnRandom {
+ public:
+  OwnRandom(const TensorParallel& parallel, bool divided, const Device& device);
+
+ private:
+  std::optional<ContextScope> scope_;
+};
+// Makes the gradients of a norm's parameters partial where each rank normalises rows of its own.
+void mark_partial(const TensorParallel& parallel, Parameter* parameter);
+
+}  // namespace te_fl::nn::detail

@@ -1,0 +1,239 @@
+// A small GPT trained by ranks that divide its layers, its batch or both, against one rank: losses,
+// scales, and the same bits the second time.
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+
+#include "parallel_fixture.hpp"
+#include "support/expect.hpp"
+
+namespace te_fl::nn::testing {
+namespace {
+
+constexpr int64_t kVocabulary = 32, kHidden = 32, kLength = 8, kBatch = 8, kSteps = 50;
+
+struct Grid {
+  int tp = 1, dp = 1;
+  bool sp = false;
+  bool fp8 = false;
+};
+
+std::string to_text(const Grid& g) {
+  return "tp " + std::to_string(g.tp) + " dp " + std::to_string(g.dp) + (g.sp ? " sp" : "") +
+         (g.fp8 ? " fp8" : "");
+}
+
+// The losses of one rank, and the scales that it ends with.
+struct History {
+  std::vector<double> losses;
+  std::map<std::string, Values> scales;
+};
+
+class Gpt : public Module {
+ public:
+  explicit Gpt(const TensorParallel& parallel) : parallel_(parallel) {
+    table_ = take(Embedding::create(
+        {.num_embeddings = kVocabulary, .hidden_size = kHidden, .seed = 1, .init_std = 0.5f}));
+    register_module("table", *table_);
+    for (int i = 0; i < 2; ++i) {
+      const TransformerLayerOptions whole{.hidden_size = kHidden,
+                                          .ffn_hidden_size = 64,
+                                          .num_attention_heads = 4,
+                                          .seed = 10 + static_cast<uint64_t>(i),
+                                          .init_std = 0.1f,
+                                          .output_init_std = 0.1f};
+      layers_.push_back(take(TransformerLayer::create(take(shard_of(whole, parallel)))));
+      register_module("layer_" + std::to_string(i), *layers_.back());
+    }
+    norm_ = take(LayerNorm::create({.hidden_size = kHidden}));
+    register_module("norm", *norm_);
+    head_ = take(Linear::create({.in_features = kHidden,
+                                 .out_features = kVocabulary,
+                                 .seed = 3,
+                                 .init_std = 0.1f,
+                                 .high_precision = true}));
+    register_module("head", *head_);
+  }
+
+  // Tokens [length, batch] of the batch `step`, of which this rank has the columns of `part`; one
+  // forward and backward. The sum of the losses over `divisor`.
+  double train(int64_t step, int64_t part, int64_t columns, const AutocastOptions& fp8) {
+    Tensor inputs = take(Tensor::empty({kLength, columns}, DType::kI32));
+    Tensor targets = take(Tensor::empty({kLength, columns}, DType::kI32));
+    for (int64_t s = 0; s < kLength; ++s) {
+      for (int64_t b = 0; b < columns; ++b) {
+        const int64_t token = (step * 7 + s * 5 + (part * columns + b) * 11) % kVocabulary;
+        inputs.data<int32_t>()[s * columns + b] = static_cast<int32_t>(token);
+        targets.data<int32_t>()[s * columns + b] =
+            static_cast<int32_t>((token * 3 + 1) % kVocabulary);
+      }
+    }
+    Ctx table, norm, head, loss;
+    std::vector<Ctx> kept(layers_.size());
+    Tensor x = take(table_->forward(inputs, &table)), mean;
+    {
+      autocast scope(fp8, DelayedScaling{.amax_history_len = 4});
+      if (parallel_.divides_sequence()) x = take(scatter_rows(parallel_, x));
+      for (size_t i = 0; i < layers_.size(); ++i) x = take(layers_[i]->forward(x, &kept[i]));
+      if (parallel_.divides_sequence()) x = take(gather_rows(parallel_, x));
+      x = take(head_->forward(take(norm_->forward(x, &norm)), &head));
+      mean = take(loss_.forward(x, targets, &loss));
+      testing::check(scope.exit());
+    }
+    Tensor dx = take(head_->backward(take(loss_.backward(loss)), head));
+    dx = take(norm_->backward(dx, norm));
+    if (parallel_.divides_sequence()) dx = take(scatter_rows(parallel_, dx));
+    for (size_t i = layers_.size(); i-- > 0;) dx = take(layers_[i]->backward(dx, kept[i]));
+    if (parallel_.divides_sequence()) dx = take(gather_rows(parallel_, dx));
+    testing::check(table_->backward(dx, table));
+    testing::check(backward_end());
+    return take(item(mean));
+  }
+
+ private:
+  TensorParallel parallel_;
+  std::unique_ptr<Embedding> table_;
+  std::vector<std::unique_ptr<TransformerLayer>> layers_;
+  std::unique_ptr<LayerNorm> norm_;
+  std::unique_ptr<Linear> head_;
+  CrossEntropyLoss loss_;
+};
+
+// Steps of a training, and the checkpoints that it begins with and ends with.
+struct Stretch {
+  int64_t begin = 0, end = kSteps;
+  std::string load = {}, save = {};
+};
+
+History run_rank(const Grid& grid, const std::shared_ptr<const Comm>& world,
+                 const Stretch& stretch) {
+  const int rank = world->rank();
+  const auto row = shared(world->split(rank / grid.tp, rank, "tensor"));
+  const auto column = shared(world->split(rank % grid.tp, rank, "data"));
+  const TensorParallel parallel{row, grid.sp, {}};
+  Gpt model(parallel);
+  const auto adam = take(
+      Adam::create(model.parameters(), {.lr = 1e-3f, .weight_decay = 0.1f, .max_grad_norm = 0.5f}));
+  adam->set_norm_ranks(row);
+  const auto data = take(DataParallel::create(model.parameters(), column, {.bucket_bytes = 20000}));
+  EXPECT_TRUE(grid.dp == 1 || data->buckets() > 1);
+  const AutocastOptions fp8{.enabled = grid.fp8,
+                            .amax_reduction = std::make_shared<AmaxReduction>(world)};
+  if (!stretch.load.empty()) {
+    take(load_checkpoint(stretch.load, parallel, model, adam.get()));
+  }
+  History run;
+  for (int64_t step = stretch.begin; step < stretch.end; ++step) {
+    check(model.zero_grad());
+    const double loss = model.train(step, column->rank(), kBatch / grid.dp, fp8);
+    check(sum_partial_gradients(parallel, model.parameters()));
+    check(data->average_gradients());
+    check(adam->step());
+    run.losses.push_back(loss);
+  }
+  if (!stretch.save.empty() && column->rank() == 0) {
+    check(save_checkpoint(stretch.save, parallel, model, adam.get()));
+  }
+  for (const NamedTensor& t : model.state()) {
+    if (t.name.ends_with(".scale")) run.scales[t.name] = values_of(t.tensor);
+  }
+  return run;
+}
+
+std::vector<History> train(const Grid& grid, const Stretch& stretch = {}) {
+  std::vector<History> runs(static_cast<size_t>(grid.tp * grid.dp));
+  on_ranks(grid.tp * grid.dp, [&](const std::shared_ptr<const Comm>& world) {
+    runs[static_cast<size_t>(world->rank())] = run_rank(grid, world, stretch);
+  });
+  return runs;
+}
+
+// The mean over the ranks; those that divide the layers have the same loss.
+std::vector<double> mean_losses(const std::vector<History>& runs) {
+  std::vector<double> mean(runs.front().losses.size());
+  for (const History& run : runs) {
+    if (run.losses.size() != mean.size()) throw std::runtime_error("a rank did not train");
+    for (size_t i = 0; i < mean.size(); ++i) {
+      mean[i] += run.losses[i] / static_cast<double>(runs.size());
+    }
+  }
+  return mean;
+}
+
+const Grid kGrids[] = {{2, 1, false}, {2, 1, true}, {4, 1, true}, {1, 2, false}, {2, 2, true}};
+
+TEST(ParallelTraining, LossesAreThoseOfOneRank) {
+  const std::vector<double> one = mean_losses(train({}));
+  EXPECT_LT(one.back(), 0.9 * one.front()) << "it learns";
+  for (const Grid& grid : kGrids) {
+    const std::vector<double> many = mean_losses(train(grid));
+    for (size_t i = 0; i < one.size(); ++i) {
+      EXPECT_NEAR(many[i], one[i], 1e-4) << to_text(grid) << ", step " << i;
+    }
+  }
+}
+
+TEST(ParallelTraining, Fp8LossesAreNearAndScalesTheSameOnAllRanks) {
+  const std::vector<double> one = mean_losses(train({.fp8 = true}));
+  for (Grid grid : kGrids) {
+    grid.fp8 = true;
+    const std::vector<History> runs = train(grid);
+    const std::vector<double> many = mean_losses(runs);
+    for (size_t i = 0; i < one.size(); ++i) {
+      EXPECT_NEAR(many[i], one[i], 0.005 * one[i]) << to_text(grid) << ", step " << i;
+    }
+    ASSERT_FALSE(runs[0].scales.empty());
+    for (const History& run : runs) EXPECT_EQ(run.scales, runs[0].scales) << to_text(grid);
+  }
+}
+
+TEST(ParallelTraining, TheSecondTimeGivesTheSameBits) {
+  const Grid grid{2, 2, true, true};
+  const std::vector<History> first = train(grid), second = train(grid);
+  for (size_t rank = 0; rank < first.size(); ++rank) {
+    EXPECT_EQ(first[rank].losses, second[rank].losses);
+    EXPECT_EQ(first[rank].scales, second[rank].scales);
+  }
+}
+
+TEST(ParallelTraining, ACheckpointGoesOnAtAnotherDegree) {
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / ("te_fl_ranks_" + std::to_string(getpid()));
+  std::filesystem::create_directory(folder);
+  const std::string path = folder / "model";
+  for (bool fp8 : {false, true}) {
+    const std::vector<double> one = mean_losses(train({.fp8 = fp8}));
+    (void)train({2, 1, true, fp8}, {0, 4, {}, path});
+    EXPECT_TRUE(std::filesystem::exists(path + ".1-of-2"));
+    for (const Grid& grid :
+         {Grid{2, 2, false, fp8}, Grid{4, 1, false, fp8}, Grid{1, 1, false, fp8}}) {
+      const std::vector<double> rest = mean_losses(train(grid, {4, kSteps, path, {}}));
+      for (size_t i = 0; i < rest.size(); ++i) {
+        EXPECT_NEAR(rest[i], one[i + 4], fp8 ? 0.005 * one[i + 4] : 1e-4) << to_text(grid);
+      }
+    }
+  }
+  Gpt whole(TensorParallel{});
+  check(save_checkpoint(path, TensorParallel{}, whole));
+  EXPECT_FAILS(load_checkpoint(path, TensorParallel{}, whole), kFailedPrecondition,
+               "of 1 and of 2 ranks");
+  std::filesystem::remove(path);
+  std::filesystem::remove(path + ".1-of-2");
+  EXPECT_FAILS(load_checkpoint(path, TensorParallel{}, whole), kNotFound, "model.1-of-2");
+  std::filesystem::remove_all(folder);
+}
+
+TEST(DataParallel, SaysWhichGradientIsNotInItsBucket) {
+  on_ranks(2, [](const std::shared_ptr<const Comm>& ranks) {
+    const auto linear = take(Linear::create({.in_features = 4, .out_features = 4}));
+    const auto data = take(DataParallel::create(linear->parameters(), ranks));
+    check(linear->parameters()[0].parameter->clear_grad());
+    EXPECT_FAILS(data->average_gradients(), kFailedPrecondition, "weight");
+    (void)linear->parameters()[0].parameter->take_grad();
+    EXPECT_FAILS(data->average_gradients(), kFailedPrecondition, "another DataParallel");
+  });
+}
+
+}  // namespace
+}  // namespace te_fl::nn::testing
