@@ -4,7 +4,7 @@
 # recipe and on copies in host memory, and the benchmarks of bench/gpu where a Python with PyTorch is found; prints a table last.
 # What cuDNN serves runs with every cuDNN 9 of the machine: the one that the loader finds, and that of Python's packages if it is another.
 # usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--python PATH] [--gemm-choices FILE] [--no-bench | --quick | --staged]
-#   --build DIR  a build tree, or a folder with its bin/{conformance,conformance_huge,train_gpt,nn_graphed_step_test,gpu_errors_test},
+#   --build DIR  a build tree, or a folder with its bin/{conformance,conformance_huge,train_gpt,nn_graphed_step_test,gpu_errors_test,gpu_collectives_test},
 #                lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so
 #                (default build/release; built here if it is missing and cmake and nvcc are there)
 #   --out DIR    where logs and gpu_check.json go (default build/gpu_check)
@@ -12,7 +12,7 @@
 #   --python PATH  a Python with PyTorch and CUDA, for the benchmarks (default: python3, if it has them)
 #   --gemm-choices FILE  measured choices of GEMM algorithms (bench/gpu/tune_gemm.py) that the benchmarks take; nothing else does
 #   --no-bench   everything but the benchmarks
-#   --quick      conformance, and errors and bad input, only
+#   --quick      conformance, errors and bad input, and collectives, only
 #   --staged     only what is served on copies in host memory
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -45,7 +45,7 @@ begun=$(date +%s)
 if [ ! -x "$build/bin/conformance" ] || [ ! -e "$build/plugins/libte_fl_cuda.so" ]; then
   echo "gpu_check.sh: $build has no bin/conformance and plugins/libte_fl_cuda.so; building"
   cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DTE_FL_CUDA=ON &&
-    cmake --build "$build" --target conformance train_gpt conformance_huge nn_graphed_step_test gpu_errors_test te_fl_bench_gpu te_fl_cuda || exit 1
+    cmake --build "$build" --target conformance train_gpt conformance_huge nn_graphed_step_test gpu_errors_test gpu_collectives_test te_fl_bench_gpu te_fl_cuda || exit 1
 fi
 mkdir -p "$out"
 rm -f "$out"/*.code
@@ -224,6 +224,11 @@ else
     TE_FL_PLUGIN_MODULES=$plugin "$build/bin/gpu_errors_test" >"$out/errors.log" 2>&1
     echo $? >"$out/errors.code"
     row "errors and bad input" "$(result_of errors)" "$(grep -E '^\[  (PASSED|FAILED|SKIPPED) ' "$out/errors.log" | head -n 2 | tr '\n' ' ')"
+  fi
+  if has "collectives" gpu_collectives_test; then # two ranks where there are two GPUs; NVLink's multicast stays off
+    NCCL_NVLS_ENABLE=0 TE_FL_PLUGIN_MODULES=$plugin "$build/bin/gpu_collectives_test" >"$out/collectives.log" 2>&1
+    echo $? >"$out/collectives.code"
+    row "collectives" "$(result_of collectives)" "$(grep -E '^\[  (PASSED|FAILED|SKIPPED) ' "$out/collectives.log" | head -n 2 | tr '\n' ' ')"
   fi
   # Every check on: pointers and streams before each op, a wait after it, a range around it.
   for family in activation attention gemm quantize softmax norm tensor rope optimizer dropout; do

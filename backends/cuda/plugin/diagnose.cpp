@@ -108,8 +108,9 @@ void report_libraries(const te_fl_finding_sink& findings, bool devices) {
     backend::write_finding(findings, TE_FL_FINDING_OK, "NCCL",
                            library_version(static_cast<size_t>(n->number), n->path));
   } else {
-    report_missing(findings, TE_FL_FINDING_NOTE, "NCCL", nccl_missing(),
-                   "only communication between GPUs, which no op of te-fl does yet");
+    report_missing(
+        findings, TE_FL_FINDING_NOTE, "NCCL", nccl_missing(),
+        "only collectives on NVIDIA GPUs (all_reduce and the others), so training on several");
   }
 }
 

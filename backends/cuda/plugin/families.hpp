@@ -62,6 +62,7 @@ void append_norm(std::vector<te_fl_op_desc>& ops);
 void configure_attention(size_t most_scratch);
 void append_attention(std::vector<te_fl_op_desc>& ops);
 void append_rope(std::vector<te_fl_op_desc>& ops);
+void append_collectives(std::vector<te_fl_op_desc>& ops);
 
 class CudnnState;
 // Attention on cuDNN; `state` outlives the descriptors' use.

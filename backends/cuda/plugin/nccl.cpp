@@ -30,9 +30,12 @@ struct Library {
                 "nvidia-nccl-cu13), or set LD_LIBRARY_PATH";
       return;
     }
+    const auto look = [&](auto& slot, const char* name) {
+      slot = reinterpret_cast<std::remove_reference_t<decltype(slot)>>(dlsym(handle, name));
+    };
     const std::string remedy = ": install NCCL " + version_text(kNcclMinimum) + " or newer";
     const auto find = [&](auto& slot, const char* name) {
-      slot = reinterpret_cast<std::remove_reference_t<decltype(slot)>>(dlsym(handle, name));
+      look(slot, name);
       if (slot == nullptr && missing.empty()) {
         missing = std::string("NCCL has no ") + name + remedy;
       }
@@ -42,9 +45,19 @@ struct Library {
     find(table.unique_id, "ncclGetUniqueId");
     find(table.create, "ncclCommInitRank");
     find(table.destroy, "ncclCommDestroy");
+    find(table.abort, "ncclCommAbort");
+    find(table.async_error, "ncclCommGetAsyncError");
+    find(table.group_start, "ncclGroupStart");
+    find(table.group_end, "ncclGroupEnd");
+    find(table.send, "ncclSend");
+    find(table.recv, "ncclRecv");
+    find(table.broadcast, "ncclBroadcast");
     find(table.all_reduce, "ncclAllReduce");
     find(table.reduce_scatter, "ncclReduceScatter");
     find(table.all_gather, "ncclAllGather");
+    look(table.split, "ncclCommSplit");
+    look(table.last_error, "ncclGetLastError");
+    look(table.revoke, "ncclCommRevoke");
     if (!missing.empty()) return;
     table.path = path_of(reinterpret_cast<const void*>(table.version));
     if (const int status = table.version(&table.number); status != 0) {
@@ -53,6 +66,7 @@ struct Library {
     } else if (table.number < kNcclMinimum) {
       missing = "NCCL " + version_text(table.number) + " (" + table.path + ") is too old" + remedy;
     }
+    table.version_text = version_text(table.number);
   }
 };
 

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "attention/cudnn.hpp"
+#include "comm/nccl_comm.hpp"
 #include "device/cuda_check.hpp"
 #include "device/device.hpp"
 #include "gemm/gemm_algorithm.hpp"
@@ -28,6 +29,7 @@ constexpr AppendOps kFamilies[] = {
     append_norm,       //
     append_attention,  //
     append_rope,       //
+    append_collectives,
 };
 
 struct Cuda : backend::DeviceInstance {
@@ -51,6 +53,7 @@ struct Cuda : backend::DeviceInstance {
   Entries entries;
   std::string why_no_device;
   std::vector<Device> found;
+  std::vector<const te_fl_comm_desc*> comms;
 };
 
 Cuda::Cuda(const te_fl_host_api& host)
@@ -64,6 +67,7 @@ Cuda::Cuda(const te_fl_host_api& host)
   for (const Device& d : found) devices.push_back(&d.desc);
   for (AppendOps append : kFamilies) append(ops);
   append_attention_cudnn(ops, cudnn);
+  comms.push_back(&nccl_comm_desc());
   entries.wrap(ops);
 }
 

@@ -1,0 +1,334 @@
+// The collectives of NCCL, on the stream of the call.
+#include <cstdlib>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "comm/float_max.hpp"
+#include "comm/nccl_group.hpp"
+#include "plugin/families.hpp"
+#include "te_fl/backend/collective.hpp"
+#include "te_fl/backend/describe.hpp"
+#include "te_fl/dtype.hpp"
+#include "te_fl/ops/collective.h"
+
+namespace te_fl::cuda {
+namespace {
+
+using backend::bytes_of;
+using backend::numel;
+
+cudaStream_t stream_of(const te_fl_context& ctx) { return static_cast<cudaStream_t>(ctx.stream); }
+template <class Args>
+const NcclRanks& ranks_of(const Args& a) {
+  return backend::communicator<const NcclRanks>(a.comm);
+}
+size_t size_of(int64_t n) { return static_cast<size_t>(n); }
+char* bytes(const te_fl_tensor& t) { return backend::data<char>(t); }
+
+// ---- reductions
+
+int dtype_of(const te_fl_tensor& t) { return dtype_index(t.dl.dtype); }
+bool is_float(int dtype) { return dtype != TE_FL_I32 && dtype != TE_FL_I64; }
+
+// NCCL's type of a dtype that is reduced.
+int type_of(int dtype) {
+  switch (dtype) {
+    case TE_FL_I32:
+      return kNcclI32;
+    case TE_FL_I64:
+      return kNcclI64;
+    case TE_FL_F16:
+      return kNcclF16;
+    case TE_FL_BF16:
+      return kNcclBF16;
+    case TE_FL_F64:
+      return kNcclF64;
+    default:
+      return kNcclF32;
+  }
+}
+int reduction_of(int32_t reduction) {
+  return reduction == TE_FL_REDUCTION_MAX   ? kNcclMax
+         : reduction == TE_FL_REDUCTION_AVG ? kNcclAvg
+                                            : kNcclSum;
+}
+
+template <class Args>
+bool takes_integers(const Args& a) {
+  return a.reduction == TE_FL_REDUCTION_MAX && is_float(dtype_of(*a.input));
+}
+
+// NCCL begins in the group's end, after what would have to come behind it.
+void refuse_in_group(const char* op) {
+  if (!in_group()) return;
+  throw backend::Error(TE_FL_FAILED_PRECONDITION | TE_FL_CLEAN,
+                       std::string(op) +
+                           " cannot be in a group of collectives of NCCL, since it needs scratch "
+                           "memory that the group would outlive; call it outside");
+}
+
+template <class Args>
+size_t reduction_scratch(const te_fl_context&, const Args& a) {
+  return takes_integers(a) ? ordered_bytes(dtype_of(*a.input), numel(*a.input)) : 0;
+}
+
+void all_reduce(const te_fl_context& ctx, const te_fl_all_reduce_args& a) {
+  const int64_t n = numel(*a.input);
+  if (n == 0) return;
+  const int dtype = dtype_of(*a.input);
+  const cudaStream_t stream = stream_of(ctx);
+  const bool integers = takes_integers(a);
+  if (integers) refuse_in_group("all_reduce of the maximum of floats");
+  const NcclCall call(ranks_of(a));
+  if (!integers) {
+    return call.check(
+        call->all_reduce(bytes(*a.input), bytes(*a.output), size_of(n), type_of(dtype),
+                         reduction_of(a.reduction), call.handle(), stream),
+        "ncclAllReduce");
+  }
+  to_ordered(dtype, bytes(*a.input), ctx.workspace, n, stream);
+  const int type = dtype == TE_FL_F64 ? kNcclI64 : kNcclI32;
+  call.check(call->all_reduce(ctx.workspace, ctx.workspace, size_of(n), type, kNcclMax,
+                              call.handle(), stream),
+             "ncclAllReduce");
+  from_ordered(dtype, ctx.workspace, bytes(*a.output), n, stream);
+}
+
+void reduce_scatter(const te_fl_context& ctx, const te_fl_reduce_scatter_args& a) {
+  const int64_t part = numel(*a.output);
+  if (part == 0) return;
+  const int dtype = dtype_of(*a.input);
+  const cudaStream_t stream = stream_of(ctx);
+  const bool integers = takes_integers(a);
+  if (integers) refuse_in_group("reduce_scatter of the maximum of floats");
+  const NcclCall call(ranks_of(a));
+  if (!integers) {
+    return call.check(
+        call->reduce_scatter(bytes(*a.input), bytes(*a.output), size_of(part), type_of(dtype),
+                             reduction_of(a.reduction), call.handle(), stream),
+        "ncclReduceScatter");
+  }
+  to_ordered(dtype, bytes(*a.input), ctx.workspace, numel(*a.input), stream);
+  const int type = dtype == TE_FL_F64 ? kNcclI64 : kNcclI32;
+  char* own =
+      static_cast<char*>(ctx.workspace) + ordered_bytes(dtype, part) * size_of(a.comm->rank);
+  call.check(call->reduce_scatter(ctx.workspace, own, size_of(part), type, kNcclMax, call.handle(),
+                                  stream),
+             "ncclReduceScatter");
+  from_ordered(dtype, own, bytes(*a.output), part, stream);
+}
+
+// NCCL's order of summation is that of the ranks in the ring or tree that it chose, which is the
+// same for the same ranks of the same machines and the same size. NVLink's switches sum in an order
+// of their own (NVLS); Megatron, too, asks for another algorithm where runs must be repeatable. Two
+// summands have one order.
+template <class Args>
+void check_reduction(const te_fl_context& ctx, const Args& a) {
+  backend::check_collective(ctx, a);
+  const bool ordered = a.reduction == TE_FL_REDUCTION_MAX || !is_float(dtype_of(*a.input)) ||
+                       a.comm->size <= 2 || (ctx.flags & TE_FL_CALL_DETERMINISTIC) == 0;
+  if (ordered) return;
+  const char* nvls = std::getenv("NCCL_NVLS_ENABLE");
+  const char* algorithm = std::getenv("NCCL_ALGO");
+  if (nvls != nullptr && std::string_view(nvls) == "0") return;
+  if (algorithm != nullptr && *algorithm != '\0') return;
+  backend::unsupported(
+      "NCCL may let NVLink's switches sum, in an order that is not always the same, and the call "
+      "asks for deterministic results; set NCCL_NVLS_ENABLE=0 on every rank, or NCCL_ALGO");
+}
+
+// ---- copies
+
+void all_gather(const te_fl_context& ctx, const te_fl_all_gather_args& a) {
+  const int64_t n = bytes_of(*a.input);
+  if (n == 0) return;
+  const NcclCall call(ranks_of(a));
+  call.check(call->all_gather(bytes(*a.input), bytes(*a.output), size_of(n), kNcclU8, call.handle(),
+                              stream_of(ctx)),
+             "ncclAllGather");
+}
+
+void broadcast(const te_fl_context& ctx, const te_fl_broadcast_args& a) {
+  const int64_t n = bytes_of(*a.data);
+  if (n == 0) return;
+  const NcclCall call(ranks_of(a));
+  call.check(call->broadcast(bytes(*a.data), bytes(*a.data), size_of(n), kNcclU8, a.root,
+                             call.handle(), stream_of(ctx)),
+             "ncclBroadcast");
+}
+
+void send(const te_fl_context& ctx, const te_fl_send_args& a) {
+  const int64_t n = bytes_of(*a.input);
+  if (n == 0) return;
+  const NcclCall call(ranks_of(a));
+  call.check(
+      call->send(bytes(*a.input), size_of(n), kNcclU8, a.peer, call.handle(), stream_of(ctx)),
+      "ncclSend");
+}
+
+void recv(const te_fl_context& ctx, const te_fl_recv_args& a) {
+  const int64_t n = bytes_of(*a.output);
+  if (n == 0) return;
+  const NcclCall call(ranks_of(a));
+  call.check(
+      call->recv(bytes(*a.output), size_of(n), kNcclU8, a.peer, call.handle(), stream_of(ctx)),
+      "ncclRecv");
+}
+
+// One send and one receive for each other rank, begun together; this rank's own part is copied.
+class Exchange {
+ public:
+  Exchange(const te_fl_context& ctx, const te_fl_communicator& comm, const NcclRanks& ranks)
+      : comm_(comm), stream_(stream_of(ctx)), call_(ranks) {
+    call_.group_start();
+  }
+  void send(int rank, char* from, int64_t n) {
+    if (n == 0 || rank == comm_.rank) return;
+    note(call_->send(from, size_of(n), kNcclU8, rank, call_.handle(), stream_), "ncclSend");
+  }
+  void recv(int rank, char* to, int64_t n) {
+    if (n == 0 || rank == comm_.rank) return;
+    note(call_->recv(to, size_of(n), kNcclU8, rank, call_.handle(), stream_), "ncclRecv");
+  }
+  // Ends the group whatever went wrong in it. Throws the first error.
+  void end(const char* own_from, char* own_to, int64_t own_bytes) {
+    if (status_ == kNcclSuccess) {
+      call_.group_end();
+    } else {
+      try {
+        call_.group_end();
+      } catch (const backend::Error&) {  // of the same failure
+      }
+      call_.check(status_, function_);
+    }
+    if (own_bytes == 0) return;
+    check(cudaMemcpyAsync(own_to, own_from, size_of(own_bytes), cudaMemcpyDeviceToDevice, stream_),
+          "cudaMemcpyAsync");
+  }
+
+ private:
+  void note(int status, const char* function) {
+    if (status == kNcclSuccess || status_ != kNcclSuccess) return;
+    status_ = status;
+    function_ = function;
+  }
+
+  const te_fl_communicator& comm_;
+  cudaStream_t stream_;
+  NcclCall call_;
+  int status_ = kNcclSuccess;
+  const char* function_ = "";
+};
+
+void all_to_all(const te_fl_context& ctx, const te_fl_all_to_all_args& a) {
+  const int64_t n = bytes_of(*a.input) / a.comm->size;
+  if (n == 0) return;
+  Exchange exchange(ctx, *a.comm, ranks_of(a));
+  for (int r = 0; r < a.comm->size; ++r) {
+    exchange.send(r, bytes(*a.input) + r * n, n);
+    exchange.recv(r, bytes(*a.output) + r * n, n);
+  }
+  const int64_t own = a.comm->rank * n;
+  exchange.end(bytes(*a.input) + own, bytes(*a.output) + own, n);
+}
+
+void all_to_all_v(const te_fl_context& ctx, const te_fl_all_to_all_v_args& a) {
+  const int64_t row = backend::row_bytes(*a.input);
+  Exchange exchange(ctx, *a.comm, ranks_of(a));
+  char *from = bytes(*a.input), *to = bytes(*a.output);
+  char *own_from = nullptr, *own_to = nullptr;
+  for (int r = 0; r < a.comm->size; ++r) {
+    if (r == a.comm->rank) own_from = from, own_to = to;
+    exchange.send(r, from, a.input_rows[r] * row);
+    exchange.recv(r, to, a.output_rows[r] * row);
+    from += a.input_rows[r] * row;
+    to += a.output_rows[r] * row;
+  }
+  exchange.end(own_from, own_to, a.input_rows[a.comm->rank] * row);
+}
+
+void check_rows(const te_fl_context& ctx, const te_fl_all_to_all_v_args& a) {
+  backend::check_collective(ctx, a);
+  const int32_t r = a.comm->rank;
+  if (a.input_rows[r] == a.output_rows[r]) return;
+  backend::invalid("argument 'output_rows' has " + std::to_string(a.output_rows[r]) + " for rank " +
+                   std::to_string(r) + ", this one, and 'input_rows' has " +
+                   std::to_string(a.input_rows[r]) + "; what a rank sends itself it receives");
+}
+
+size_t barrier_scratch(const te_fl_context&, const te_fl_barrier_args&) { return 1; }
+
+// The sum of a byte that nobody reads.
+void barrier(const te_fl_context& ctx, const te_fl_barrier_args& a) {
+  refuse_in_group("barrier");
+  const NcclCall call(ranks_of(a));
+  call.check(call->all_reduce(ctx.workspace, ctx.workspace, 1, kNcclU8, kNcclSum, call.handle(),
+                              stream_of(ctx)),
+             "ncclAllReduce");
+}
+
+// ---- descriptors
+
+std::string words(const char* functions) {
+  const Nccl* n = nccl();
+  return n == nullptr ? std::string(nccl_missing()) : "NCCL " + n->version_text + ": " + functions;
+}
+template <const char* kFunctions, class Args>
+std::string words_of(const te_fl_context&, const Args&) {
+  return words(kFunctions);
+}
+template <const char* kFunctions, class Args>
+std::string reduction_words(const te_fl_context&, const Args& a) {
+  const char* between = takes_integers(a)
+                            ? " of integers that order as the values do, NaN last, between two "
+                              "kernels of the plugin's own"
+                            : "";
+  return words((std::string(kFunctions) + between).c_str());
+}
+
+constexpr char kAllReduce[] = "ncclAllReduce", kReduceScatter[] = "ncclReduceScatter",
+               kAllGather[] = "ncclAllGather", kBroadcast[] = "ncclBroadcast", kSend[] = "ncclSend",
+               kRecv[] = "ncclRecv",
+               kExchange[] = "ncclSend and ncclRecv for each other rank, in one group",
+               kBarrier[] = "ncclAllReduce of one byte";
+
+template <class Args, auto F, auto Checks, auto Describes>
+te_fl_op_desc collective(const char* name) {
+  te_fl_op_desc op = descriptor<Args, F>(name);
+  op.impl_id = "vendor.nccl";
+  op.flags &= ~uint32_t{TE_FL_OP_STATIC_SUPPORT};
+  op.supports = backend::supports_thunk<Args, Checks>;
+  op.describe = backend::describe_thunk<Args, Describes>;
+  return op;
+}
+template <class Args, auto F, const char* kFunctions, auto Checks = backend::check_collective<Args>>
+te_fl_op_desc copying(const char* name) {
+  return collective<Args, F, Checks, words_of<kFunctions, Args>>(name);
+}
+template <class Args, auto F, const char* kFunctions>
+te_fl_op_desc reducing(const char* name) {
+  te_fl_op_desc op =
+      collective<Args, F, check_reduction<Args>, reduction_words<kFunctions, Args>>(name);
+  op.workspace = backend::workspace_thunk<Args, reduction_scratch<Args>>;
+  return op;
+}
+
+}  // namespace
+
+void append_collectives(std::vector<te_fl_op_desc>& ops) {
+  ops.push_back(reducing<te_fl_all_reduce_args, all_reduce, kAllReduce>("all_reduce"));
+  ops.push_back(
+      reducing<te_fl_reduce_scatter_args, reduce_scatter, kReduceScatter>("reduce_scatter"));
+  ops.push_back(copying<te_fl_all_gather_args, all_gather, kAllGather>("all_gather"));
+  ops.push_back(copying<te_fl_all_to_all_args, all_to_all, kExchange>("all_to_all"));
+  ops.push_back(
+      copying<te_fl_all_to_all_v_args, all_to_all_v, kExchange, check_rows>("all_to_all_v"));
+  ops.push_back(copying<te_fl_broadcast_args, broadcast, kBroadcast>("broadcast"));
+  ops.push_back(copying<te_fl_send_args, send, kSend>("send"));
+  ops.push_back(copying<te_fl_recv_args, recv, kRecv>("recv"));
+  ops.push_back(copying<te_fl_barrier_args, barrier, kBarrier>("barrier"));
+  ops.back().workspace = backend::workspace_thunk<te_fl_barrier_args, barrier_scratch>;
+}
+
+}  // namespace te_fl::cuda

@@ -1,0 +1,306 @@
+// Every collective on memory of this rank's GPU against what its formula gives, for small integers,
+// which all dtypes and orders of summation hold exactly.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "support/expect.hpp"
+#include "te_fl/comm.hpp"
+#include "te_fl/numeric.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl::testing {
+
+using Values = std::vector<double>;
+
+// Element i of rank r's input.
+inline double value_of(int rank, int64_t i) {
+  return static_cast<double>((i * 7 + rank * 13) % 17 - 5);
+}
+inline Values values_of(int rank, int64_t n) {
+  Values v(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i) v[static_cast<size_t>(i)] = value_of(rank, i);
+  return v;
+}
+
+template <class F>
+void visit_element(DType dtype, F&& f) {
+  switch (dtype) {
+    case DType::kF64:
+      return f(double{});
+    case DType::kF16:
+      return f(numeric::half{});
+    case DType::kBF16:
+      return f(numeric::bfloat16{});
+    case DType::kI32:
+      return f(int32_t{});
+    case DType::kI64:
+      return f(int64_t{});
+    case DType::kU8:
+    case DType::kF8E4M3:  // codes, as they are
+      return f(uint8_t{});
+    default:
+      return f(float{});
+  }
+}
+template <class T>
+T element_of(double v) {
+  if constexpr (std::is_integral_v<T>) {
+    return static_cast<T>(static_cast<int64_t>(v));
+  } else {
+    return numeric::from_double<T>(v);
+  }
+}
+
+// A tensor of a rank's GPU.
+struct OnGpu {
+  Tensor tensor;
+  DType dtype;
+  OnGpu(const Device& device, DType d, int64_t n) : dtype(d) {
+    tensor = Tensor::empty({n}, dtype, device).value();
+  }
+  OnGpu(const Device& device, DType d, const Values& values)
+      : OnGpu(device, d, static_cast<int64_t>(values.size())) {
+    put(values);
+  }
+  void put(const Values& values) {
+    visit_element(dtype, [&]<class T>(T) {
+      std::vector<T> host;
+      for (const double v : values) host.push_back(element_of<T>(v));
+      ASSERT_OK(devices::copy(tensor.device(), tensor.raw_data(), Device(), host.data(),
+                              host.size() * sizeof(T)));
+      ASSERT_OK(devices::synchronize(tensor.device()));
+    });
+  }
+  // Codes of U8 and FP8 as plain numbers.
+  Values get() const {
+    Values values;
+    visit_element(dtype, [&]<class T>(T) {
+      std::vector<T> host(static_cast<size_t>(tensor.numel()));
+      ASSERT_OK(devices::copy(Device(), host.data(), tensor.device(), tensor.raw_data(),
+                              host.size() * sizeof(T)));
+      ASSERT_OK(devices::synchronize(tensor.device()));
+      for (const T& v : host) {
+        if constexpr (std::is_integral_v<T>) {
+          values.push_back(static_cast<double>(v));
+        } else {
+          values.push_back(numeric::to_double(v));
+        }
+      }
+    });
+    return values;
+  }
+  // `n` elements from `first` on, as a tensor of the same memory.
+  Tensor part(int64_t first, int64_t n) const {
+    void* data =
+        static_cast<char*>(tensor.raw_data()) + first * static_cast<int64_t>(bits(dtype)) / 8;
+    return Tensor::wrap(data, std::span(&n, 1), {}, dtype, tensor.device(), nullptr).value();
+  }
+};
+
+inline void expect_values(const OnGpu& got, const Values& want, const std::string& what) {
+  const Values values = got.get();
+  ASSERT_EQ(values.size(), want.size()) << what;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double expected =
+        got.dtype == DType::kU8 || got.dtype == DType::kF8E4M3
+            ? static_cast<double>(static_cast<uint8_t>(static_cast<int64_t>(want[i])))
+            : want[i];
+    if (std::isnan(expected) ? std::isnan(values[i]) : values[i] == expected) continue;
+    FAIL() << what << ": element " << i << " is " << values[i] << ", must be " << expected;
+  }
+}
+
+// The collectives of one communicator.
+class Cases {
+ public:
+  Cases(const Comm& comm, const CallOptions& options) : comm_(comm), options_(options) {}
+
+  void all() {
+    for (const DType d :
+         {DType::kF32, DType::kF16, DType::kBF16, DType::kF64, DType::kI32, DType::kI64}) {
+      for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{777}, int64_t{65536}}) {
+        for (const int reduction : {TE_FL_REDUCTION_SUM, TE_FL_REDUCTION_MAX, TE_FL_REDUCTION_AVG})
+          reductions(d, n, reduction);
+      }
+    }
+    for (const DType d : {DType::kF32, DType::kBF16, DType::kF8E4M3, DType::kU8}) {
+      for (const int64_t n : {int64_t{0}, int64_t{1}, int64_t{777}, int64_t{65536}}) copies(d, n);
+    }
+    ASSERT_OK(ops::barrier({.comm = comm_.c()}, options_));
+    ASSERT_OK(devices::synchronize(comm_.device(), options_.stream));
+  }
+
+  void reductions(DType d, int64_t n, int reduction) {
+    const bool integers = d == DType::kI32 || d == DType::kI64;
+    if (integers && reduction == TE_FL_REDUCTION_AVG) return;
+    const int64_t whole = n * comm_.size();
+    Values want(static_cast<size_t>(whole));
+    for (int64_t i = 0; i < whole; ++i) want[static_cast<size_t>(i)] = reduced(i, reduction);
+    const std::string what = "reduction " + std::to_string(reduction) + " of " + std::to_string(n) +
+                             " " + std::string(name(d));
+    const Device& device = comm_.device();
+    OnGpu input(device, d, values_of(comm_.rank(), whole)), output(device, d, whole);
+    ASSERT_OK(ops::all_reduce(
+        {.input = input.tensor, .output = output.tensor, .comm = comm_.c(), .reduction = reduction},
+        options_))
+        << what;
+    wait();
+    expect_values(output, want, "all_reduce, " + what);
+    expect_values(input, values_of(comm_.rank(), whole), "all_reduce's input, " + what);
+    OnGpu part(device, d, n);
+    ASSERT_OK(ops::reduce_scatter(
+        {.input = input.tensor, .output = part.tensor, .comm = comm_.c(), .reduction = reduction},
+        options_))
+        << what;
+    wait();
+    const Values own = slice(want, comm_.rank() * n, n);
+    expect_values(part, own, "reduce_scatter, " + what);
+    ASSERT_OK(ops::all_reduce(
+        {.input = input.tensor, .output = input.tensor, .comm = comm_.c(), .reduction = reduction},
+        options_))
+        << what;
+    wait();
+    expect_values(input, want, "all_reduce in place, " + what);
+  }
+
+  // A NaN of one rank is the maximum, and so is an infinity.
+  void maximum_of_nan(DType d) {
+    const int last = comm_.size() - 1;
+    Values mine = values_of(comm_.rank(), 5), want;
+    if (comm_.rank() == 0) mine[1] = std::nan("");
+    if (comm_.rank() == last) mine[2] = -std::nan("");
+    if (comm_.rank() == last) mine[3] = std::numeric_limits<double>::infinity();
+    mine[4] = -std::numeric_limits<double>::infinity();
+    for (int64_t i = 0; i < 5; ++i) want.push_back(reduced(i, TE_FL_REDUCTION_MAX));
+    want[1] = want[2] = std::nan("");
+    want[3] = std::numeric_limits<double>::infinity();
+    want[4] = -want[3];
+    OnGpu input(comm_.device(), d, mine), output(comm_.device(), d, 5);
+    ASSERT_OK(ops::all_reduce({.input = input.tensor,
+                               .output = output.tensor,
+                               .comm = comm_.c(),
+                               .reduction = TE_FL_REDUCTION_MAX},
+                              options_));
+    wait();
+    expect_values(output, want, "maximum of NaN, " + std::string(name(d)));
+  }
+
+  void copies(DType d, int64_t n) {
+    const int size = comm_.size(), rank = comm_.rank();
+    const std::string what = std::to_string(n) + " " + std::string(name(d));
+    const Device& device = comm_.device();
+    OnGpu input(device, d, values_of(rank, n)), whole(device, d, n * size);
+    Values gathered;
+    for (int r = 0; r < size; ++r) append(gathered, values_of(r, n));
+    ASSERT_OK(ops::all_gather({.input = input.tensor, .output = whole.tensor, .comm = comm_.c()},
+                              options_))
+        << what;
+    wait();
+    expect_values(whole, gathered, "all_gather, " + what);
+    Values own(static_cast<size_t>(n * size), 0.0);
+    for (int64_t i = 0; i < n; ++i) own[static_cast<size_t>(rank * n + i)] = value_of(rank, i);
+    whole.put(own);
+    ASSERT_OK(ops::all_gather(
+        {.input = whole.part(rank * n, n), .output = whole.tensor, .comm = comm_.c()}, options_))
+        << what;
+    wait();
+    expect_values(whole, gathered, "all_gather in place, " + what);
+
+    OnGpu parts(device, d, values_of(rank, n * size));
+    Values exchanged;
+    for (int r = 0; r < size; ++r) append(exchanged, slice(values_of(r, n * size), rank * n, n));
+    ASSERT_OK(ops::all_to_all({.input = parts.tensor, .output = whole.tensor, .comm = comm_.c()},
+                              options_))
+        << what;
+    wait();
+    expect_values(whole, exchanged, "all_to_all, " + what);
+    uneven(d, n);
+
+    for (int root = 0; root < size; ++root) {
+      OnGpu data(device, d, values_of(rank, n));
+      ASSERT_OK(ops::broadcast({.data = data.tensor, .comm = comm_.c(), .root = root}, options_));
+      wait();
+      expect_values(data, values_of(root, n), "broadcast, " + what);
+    }
+    if (size > 1) to_neighbour(d, n);
+  }
+
+  // Rank r gives rank s n + r + 2 s rows of three, and none if r is 1 and s is 0.
+  void uneven(DType d, int64_t n) {
+    const int size = comm_.size(), rank = comm_.rank();
+    const auto rows = [&](int from, int to) {
+      return from == 1 && to == 0 ? int64_t{0} : n + from + 2 * to;
+    };
+    const auto sent = [&](int from) {
+      int64_t sum = 0;
+      for (int to = 0; to < size; ++to) sum += rows(from, to);
+      return sum;
+    };
+    std::vector<int64_t> in, out;
+    Values want;
+    for (int r = 0; r < size; ++r) {
+      in.push_back(rows(rank, r));
+      out.push_back(rows(r, rank));
+      int64_t before = 0;
+      for (int to = 0; to < rank; ++to) before += rows(r, to);
+      append(want, slice(values_of(r, 3 * sent(r)), 3 * before, 3 * rows(r, rank)));
+    }
+    OnGpu input(comm_.device(), d, values_of(rank, 3 * sent(rank)));
+    OnGpu output(comm_.device(), d, static_cast<int64_t>(want.size()));
+    const Tensor input_rows = input.tensor.view({input.tensor.numel() / 3, 3}).value();
+    const Tensor output_rows = output.tensor.view({output.tensor.numel() / 3, 3}).value();
+    ASSERT_OK(ops::all_to_all_v({.input = input_rows,
+                                 .output = output_rows,
+                                 .comm = comm_.c(),
+                                 .input_rows = in.data(),
+                                 .input_rows_count = size,
+                                 .output_rows = out.data(),
+                                 .output_rows_count = size},
+                                options_));
+    wait();
+    expect_values(output, want, "all_to_all_v of " + std::to_string(n));
+  }
+
+  // Everybody sends to the next and receives from the one before, which only a group allows.
+  void to_neighbour(DType d, int64_t n) {
+    const int size = comm_.size(), rank = comm_.rank();
+    OnGpu input(comm_.device(), d, values_of(rank, n)), output(comm_.device(), d, n);
+    CommGroup group = std::move(CommGroup::begin(comm_)).value();
+    ASSERT_OK(
+        ops::send({.input = input.tensor, .comm = comm_.c(), .peer = (rank + 1) % size}, options_));
+    ASSERT_OK(ops::recv(
+        {.output = output.tensor, .comm = comm_.c(), .peer = (rank + size - 1) % size}, options_));
+    ASSERT_OK(group.end());
+    wait();
+    expect_values(output, values_of((rank + size - 1) % size, n), "send and recv");
+  }
+
+ private:
+  static Values slice(const Values& v, int64_t first, int64_t n) {
+    return Values(v.begin() + first, v.begin() + first + n);
+  }
+  static void append(Values& to, const Values& more) {
+    to.insert(to.end(), more.begin(), more.end());
+  }
+  double reduced(int64_t i, int reduction) const {
+    double v = value_of(0, i);
+    for (int r = 1; r < comm_.size(); ++r) {
+      v = reduction == TE_FL_REDUCTION_MAX ? std::max(v, value_of(r, i)) : v + value_of(r, i);
+    }
+    return reduction == TE_FL_REDUCTION_AVG ? v / comm_.size() : v;
+  }
+  void wait() { ASSERT_OK(devices::synchronize(comm_.device(), options_.stream)); }
+
+  const Comm& comm_;
+  CallOptions options_;
+};
+
+}  // namespace te_fl::testing
