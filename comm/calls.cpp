@@ -114,23 +114,21 @@ Status begin(const CollectiveCall& call, uint64_t& ticket) {
   return {};
 }
 
-// One event at a time: the oldest of what may not have ended.
+// Marks what the call has enqueued. A device without events has none, and its provider alone sees
+// what hangs.
 void mark(Comm::Rep& rep, const CollectiveCall& call, const Step& step) {
   if (rep.device.is_host() || call.capturing) return;
-  {
-    const std::lock_guard lock(rep.mutex);
-    if (rep.marked) return;
-  }
-  if (rep.mark.event.get() == nullptr) {
-    Result<Event> made = Event::create(rep.device);
-    if (!made.ok()) return;  // a device without events: its provider alone sees what hangs
-    rep.mark.event = std::move(made).value();
-  }
-  if (!rep.mark.event.record(call.stream).ok()) return;
   const std::lock_guard lock(rep.mutex);
-  rep.mark.step = step;
-  rep.mark.since = Clock::now();
-  rep.marked = true;
+  Mark& mark = rep.oldest.set ? rep.newest : rep.oldest;
+  if (mark.event.get() == nullptr) {
+    Result<Event> made = Event::create(rep.device);
+    if (!made.ok()) return;
+    mark.event = std::move(made).value();
+  }
+  if (!mark.event.record(call.stream).ok()) return;
+  mark.step = step;
+  mark.since = Clock::now();
+  mark.set = true;
 }
 
 Status end(const CollectiveCall& call, uint64_t ticket, Status result) {

@@ -32,6 +32,7 @@ struct Step {
 
 // The mark behind collectives that were enqueued on a device.
 struct Mark {
+  bool set = false;
   Event event;
   Step step;
   Clock::time_point since;
@@ -64,8 +65,9 @@ struct Comm::Rep {
   comm::Step last, last_transfer;
   bool running = false;  // a call is inside the provider since `since`
   comm::Clock::time_point since;
-  bool marked = false;
-  comm::Mark mark;
+  // The marks behind the oldest collective that may not have ended, and behind the newest, which
+  // moves with every call while the first is not reached.
+  comm::Mark oldest, newest;
   Status failure;
   std::atomic<bool> failed{false};
   std::atomic<bool> told{false};  // `failure` has all that is known of it

@@ -1,6 +1,7 @@
 #include "comm/watchdog.hpp"
 
 #include <thread>
+#include <utility>
 
 #include "comm/rep.hpp"
 #include "core/base/error_text.hpp"
@@ -42,22 +43,17 @@ Status look(Comm::Rep& rep) {
                         (errors.text().empty() ? "it failed" : errors.text()));
     }
   }
-  bool marked = false;
-  {
-    const std::lock_guard lock(rep.mutex);
-    if (rep.running && Clock::now() - rep.since > rep.timeout + kGrace)
-      return Status(StatusCode::kCommFailed, late(rep, rep.last));
-    marked = rep.marked;
-  }
-  if (!marked) return {};
-  const Result<bool> done = rep.mark.event.done();
   const std::lock_guard lock(rep.mutex);
-  if (done.ok() && *done) {
-    rep.marked = false;
-  } else if (Clock::now() - rep.mark.since > rep.timeout) {
-    return Status(StatusCode::kCommFailed, late(rep, rep.mark.step));
+  if (rep.running && Clock::now() - rep.since > rep.timeout + kGrace)
+    return Status(StatusCode::kCommFailed, late(rep, rep.last));
+  while (rep.oldest.set) {
+    const Result<bool> done = rep.oldest.event.done();
+    if (!done.ok() || !*done) break;
+    rep.oldest.set = false;
+    if (rep.newest.set) std::swap(rep.oldest, rep.newest);
   }
-  return {};
+  if (!rep.oldest.set || Clock::now() - rep.oldest.since <= rep.timeout) return {};
+  return Status(StatusCode::kCommFailed, late(rep, rep.oldest.step));
 }
 
 void run() {

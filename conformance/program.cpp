@@ -231,8 +231,13 @@ int Runner::run(const Table& table) {
   std::map<std::string, std::vector<std::string>> serves;  // op -> impls
   for (const OpImplInfo& info : OpRegistry::instance().snapshot()) {
     if (!options_.impl.empty() && info.impl_id != options_.impl) continue;
-    serves[info.op].push_back(info.impl_id);
     impls_.insert(info.impl_id);
+    // No collective is served on copies in host memory: the other ranks would not make them.
+    const te_fl_op_schema* schema =
+        OpRegistry::instance().schema(OpRegistry::instance().find(info.op).value());
+    const bool native = device_.is_host() || (info.desc.device_types >> device_.type & 1) != 0;
+    if ((schema->flags & TE_FL_SCHEMA_COLLECTIVE) != 0 && !native) continue;
+    serves[info.op].push_back(info.impl_id);
     if ((info.desc.flags & TE_FL_OP_DETERMINISTIC) != 0)
       deterministic_.insert(info.op + " " + info.impl_id);
   }

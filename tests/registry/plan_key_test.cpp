@@ -59,6 +59,12 @@ class AnyCall {
         record.producer = "vendor.a";
         record_offset_ = arg.offset;
         put(arg.offset, &record);
+      } else if (arg.type == TE_FL_ARG_COMMUNICATOR) {
+        ranks.device = {TE_FL_DEVICE_CUDA, 0};
+        ranks.size = 4;
+        ranks.id = 7;
+        ranks.maker = "acme";
+        put(arg.offset, &ranks);
       }
     }
     context.struct_size = sizeof context;
@@ -89,6 +95,7 @@ class AnyCall {
   te_fl_rng rng;
   te_fl_context context = context_with(&rng);
   te_fl_saved record;
+  te_fl_communicator ranks;
   std::map<std::string, Whole> tensors;  // whose addresses last
 
  private:
@@ -208,6 +215,14 @@ Changes changes_of(const te_fl_arg_desc& arg) {
       }
       return all;
     }
+    case TE_FL_ARG_COMMUNICATOR:
+      return {{name + ": absence",
+               [at](AnyCall& c) { c.put(at, static_cast<te_fl_communicator*>(nullptr)); }},
+              {name + ": device type", [](AnyCall& c) { c.ranks.device.type = TE_FL_DEVICE_CPU; }},
+              {name + ": device index", [](AnyCall& c) { c.ranks.device.index = 1; }},
+              {name + ": rank", [](AnyCall& c) { c.ranks.rank = 1; }},
+              {name + ": size", [](AnyCall& c) { c.ranks.size = 2; }},
+              {name + ": id", [](AnyCall& c) { c.ranks.id = 8; }}};
     case TE_FL_ARG_I64:
       return {{name, [at](AnyCall& c) { c.put(at, int64_t{1} << 40); }}};
     case TE_FL_ARG_F64:
