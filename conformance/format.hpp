@@ -219,15 +219,15 @@ inline void store(int dtype, uint8_t* p, int64_t i, double x) {
     case TE_FL_I64:
       return write(static_cast<int64_t>(x));
     case TE_FL_U16:
-      return write(static_cast<uint16_t>(x));
+      return write(static_cast<uint16_t>(static_cast<int64_t>(x)));
     case TE_FL_U32:
-      return write(static_cast<uint32_t>(x));
+      return write(static_cast<uint32_t>(static_cast<int64_t>(x)));
     case TE_FL_U64:
       return write(static_cast<uint64_t>(x));
     case TE_FL_BOOL:
       return write(static_cast<uint8_t>(x != 0));
     default:
-      return write(static_cast<uint8_t>(x));
+      return write(static_cast<uint8_t>(static_cast<int64_t>(x)));
   }
 }
 

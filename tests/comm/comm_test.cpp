@@ -135,6 +135,7 @@ TEST_F(Comms, AMissingRankInACollectiveFailsItOnAll) {
 }
 
 TEST_F(Comms, AnAbortedOneIsAbortedWithAllOthers) {
+  std::atomic<bool> both{false};
   on_ranks(2, [&](int rank) {
     Result<Comm> comm = Comm::create(options(rank, 2));
     Result<Comm> other = Comm::create(options(rank, 2, "other"));
@@ -142,8 +143,10 @@ TEST_F(Comms, AnAbortedOneIsAbortedWithAllOthers) {
     ASSERT_OK(other);
     const Tensor t = Tensor::zeros({1}, DType::kF32).value();
     if (rank == 0) {
+      while (!both) std::this_thread::yield();
       comm->abort("the loss is not finite");
     } else {
+      both = true;
       EXPECT_FAILS(all_reduce(*other, t), kCommFailed, "the loss is not finite");
     }
     EXPECT_FAILS(other->status(), kCommFailed, "the loss is not finite");

@@ -96,6 +96,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     tensors.back()->fill(in);
     return &tensors.back()->tensor;
   };
+  te_fl_communicator ranks;
+  int64_t integers[3];
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& a = *schema.args[i];
     if (a.type == TE_FL_ARG_TENSOR) {
@@ -112,8 +114,20 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       lists.push_back(std::move(list));
     } else if (a.type == TE_FL_ARG_SAVED) {
       continue;  // null: its struct is the caller's own
+    } else if (a.type == TE_FL_ARG_COMMUNICATOR) {
+      ranks.struct_size = in.take<uint8_t>() < 200 ? sizeof ranks : in.take<uint32_t>();
+      ranks.rank = in.take<int8_t>();
+      ranks.size = in.take<int8_t>();
+      ranks.id = in.take<uint8_t>();
+      ranks.maker = in.take<uint8_t>() < 200 ? "acme" : nullptr;
+      const te_fl_communicator* address = in.take<uint8_t>() < 200 ? &ranks : nullptr;
+      put(a.offset, &address, sizeof address);
     } else if (a.type == TE_FL_ARG_I64_LIST) {
-      continue;  // absent: no op of the catalogue has one
+      const int64_t* first = integers;
+      const int64_t count = in.take<uint8_t>() % 4;
+      for (int64_t& value : integers) value = in.take<int16_t>();
+      put(a.offset, &first, sizeof first);
+      put(a.count_offset, &count, sizeof count);
     } else if (a.type == TE_FL_ARG_I64 || a.type == TE_FL_ARG_F64) {
       const auto v = in.take<uint64_t>();
       put(a.offset, &v, sizeof v);
