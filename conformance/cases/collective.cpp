@@ -200,7 +200,7 @@ void all_to_all(Problem& p, const Variant& v) {
   });
 }
 
-// How many rows one rank has for another; some none.
+// One rank has so many rows for another; some none.
 int64_t rows_between(const Variant& v, int from, int to) {
   return v.shape[0] == 0 ? 0 : (from * 3 + to * 2 + v.shape[0]) % (v.shape[0] + 2);
 }

@@ -43,7 +43,7 @@ struct TE_FL_API Parameter {
   // False: frozen. A backward computes no gradient for it (the gradient of the input stays the
   // same), a forward keeps no input for that, and an optimizer leaves it as it is.
   bool requires_grad = true;
-  // Where the value lies in the whole of which other ranks hold the rest; empty: it is whole.
+  // The value's place in the whole of which other ranks hold the rest; empty: it is whole.
   Shard shard = {};
   // True: each rank of a tensor-parallel group has a part of the gradient, and their sum is the
   // gradient; see sum_partial_gradients().
