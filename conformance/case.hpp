@@ -218,7 +218,7 @@ struct Case {
   std::string name;  // "gelu/f32/7x33/out=f8e4m3.tensor.row+col"
   uint64_t seed = 0;
   bool large = false;
-  // Of a collective: as many problems are built, each with its rank, and run together. 0: no
+  // A collective has this many problems, each with its rank, which run together. 0: it is no
   // collective.
   int ranks = 0;
   std::function<void(Problem&)> build;
