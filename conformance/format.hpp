@@ -223,7 +223,8 @@ inline void store(int dtype, uint8_t* p, int64_t i, double x) {
     case TE_FL_U32:
       return write(static_cast<uint32_t>(static_cast<int64_t>(x)));
     case TE_FL_U64:
-      return write(static_cast<uint64_t>(x));
+      return write(x < 0 ? static_cast<uint64_t>(static_cast<int64_t>(x))
+                         : static_cast<uint64_t>(x));
     case TE_FL_BOOL:
       return write(static_cast<uint8_t>(x != 0));
     default:
