@@ -101,6 +101,11 @@ Status begin(const CollectiveCall& call, uint64_t& ticket) {
   }
   if (core::g_validate.load(std::memory_order_relaxed)) {
     if (Status same = compare(*rep, step, shape); !same.ok()) {
+      if (same.code() != StatusCode::kCommFailed) {
+        same = Status(
+            StatusCode::kCommFailed,
+            by_name(*rep) + ": " + step.text() + " could not be compared (TE_FL_VALIDATE)", same);
+      }
       rep->inside.store(false, std::memory_order_release);
       fail_all(rep, same);
       return same;
@@ -135,17 +140,19 @@ Status end(const CollectiveCall& call, uint64_t ticket, Status result) {
   if (ticket == 0) return result;
   const std::shared_ptr<Comm::Rep> rep = find(call.communicator.id);
   if (rep == nullptr) return result;
+  // A failure of another rank is one for all, whatever of this call was done.
+  const bool unheard = result.clean() && result.code() != StatusCode::kCommFailed;
   Step step;
   {
     const std::lock_guard lock(rep->mutex);
     Step& last = ticket == 2 ? rep->last_transfer : rep->last;
     step = last;
     rep->running = false;
-    if (!result.ok() && result.clean()) --last.number;  // nothing of it reached the others
+    if (!result.ok() && unheard) --last.number;  // nothing of it reached the others
   }
   if (result.ok()) mark(*rep, call, step);
   rep->inside.store(false, std::memory_order_release);
-  if (result.ok() || result.clean()) return result;
+  if (result.ok() || unheard) return result;
   // The others wait for what this rank has not done or have done what it has not seen.
   if (rep->failed.load(std::memory_order_acquire)) return rep->failed_status();
   const Status why = Status(StatusCode::kCommFailed,

@@ -19,7 +19,7 @@ struct StoreRank {
 // A store in a folder: each key is a file, written beside its place and linked into it, so that
 // nobody sees half a value.
 //
-// How a folder of an earlier run is told: rank 0 refuses a folder that has anything in it, and then
+// A folder of an earlier run is told so: rank 0 refuses a folder that has anything in it, and then
 // writes its mark. Every other rank, having seen a mark, writes a token that it has just drawn.
 // Rank 0 waits for all tokens and writes the roster of them; a rank goes on only if the roster has
 // its own token, which no earlier run could know. A rank 0 that refuses a folder of a store says so

@@ -98,7 +98,7 @@ Status check_process(const Comm::Rep& rep);
 void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why);
 // Puts this rank's last collective into the store, for the others to tell.
 void tell_last(Comm::Rep& rep);
-// Where each rank was when it failed, as each tells.
+// Says where each rank was when it failed, as each tells.
 std::string arrivals(Comm::Rep& rep);
 
 }  // namespace comm

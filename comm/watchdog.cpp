@@ -56,18 +56,23 @@ Status look(Comm::Rep& rep) {
   return Status(StatusCode::kCommFailed, late(rep, rep.oldest.step));
 }
 
+// Called when there was nothing to watch: true if something has come since that counts on this
+// thread, having found it running.
+bool goes_on() {
+  {
+    const std::lock_guard lock(mutex);
+    g_runs = false;
+  }
+  if (all().empty()) return false;
+  const std::lock_guard lock(mutex);
+  return !std::exchange(g_runs, true);
+}
+
 void run() {
   const uint64_t generation = fork_generation();
   for (;;) {
     std::vector<std::shared_ptr<Comm::Rep>> reps = all();
-    {
-      const std::lock_guard lock(mutex);
-      if (fork_generation() != generation) return;
-      if (reps.empty()) {
-        g_runs = false;
-        return;
-      }
-    }
+    if (fork_generation() != generation || (reps.empty() && !goes_on())) return;
     for (const auto& rep : reps) {
       if (rep->failed.load(std::memory_order_acquire)) continue;
       Status why;

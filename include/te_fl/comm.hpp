@@ -16,7 +16,7 @@
 
 namespace te_fl {
 
-// Where the ranks of a job tell each other, while they start, how they are reached: values by key,
+// The ranks of a job tell each other by it, while they start, how they are reached: values by key,
 // of which each is set once. Thread-safe. The classes behind it are a folder that all ranks see, a
 // server in rank 0's process, or a program's own, over MPI say.
 class TE_FL_API Store {

@@ -273,7 +273,7 @@ namespace ops {
   return OpManager::instance().call(op::get_fused_attn_backend, &args, options);
 }
 
-// collective: What the ranks of a communicator do together.
+// collective: Operations that all ranks of a communicator take part in.
 
 // Reduces every element over all ranks, for all ranks. output = sum, maximum or mean over ranks r
 // of input_r; a NaN of any rank is one of the maximum

@@ -16,8 +16,8 @@ namespace te_fl::nn::detail {
 
 namespace {
 
-// Where part number `part` of a shard lies in the part of the whole, where a range of the shard's
-// rows is of each part; else in the whole itself.
+// The place of part number `part` of a shard: in the part of the whole, where a range of the
+// shard's rows is of each part; else in the whole itself.
 Shard place_of_part(const Parameter& shard_of_all, const std::vector<int64_t>& rows, size_t part) {
   Shard place = shard_of_all.shard;
   if (place.whole.empty()) return place;

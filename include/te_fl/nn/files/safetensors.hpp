@@ -71,7 +71,7 @@ TE_FL_API Result<Metadata> load_checkpoint(const std::string& path, Module& modu
 // rank R of N, and says in it where its parts lie; one rank has PATH. What was saved by one number
 // of ranks is loaded by any other that divides the sizes: the parts are read from the files of all,
 // which every rank must see. Without collectives; saving is complete when all ranks have returned.
-// What every rank has (FP8 state, parameters that are not divided) comes from the first file.
+// Parts that every rank has (FP8 state, undivided parameters) come from the first file.
 // INVALID_ARGUMENT for parameters of FP8 codes alone, FAILED_PRECONDITION where files of two
 // numbers of ranks lie at the path.
 TE_FL_API Status save_checkpoint(const std::string& path, const TensorParallel& parallel,
