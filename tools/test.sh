@@ -33,9 +33,10 @@ if [ "$mode" != quick ]; then # downloads while the builds compute
   wheel_python=$PWD/$te_fl_python_env/bin/python
 fi
 long_tests=-DTE_FL_LONG_TESTS=$([ "$mode" = long ] && echo ON || echo OFF)
-stages=() failures=0
+stages=() failures=0 causes=()
 
-# stage NAME COMMAND...: runs it with its output in build/logs/NAME.log; shows the end of the log on failure.
+# stage NAME COMMAND...: runs it with its output in build/logs/NAME.log; shows the end of the log on failure, and keeps its first
+# errors for the end, where they are read first.
 stage() {
   local name=$1 start=$SECONDS result=passed
   shift
@@ -44,14 +45,25 @@ stage() {
     result=FAILED
     failures=$((failures + 1))
     tail -n 60 "build/logs/$name.log"
+    causes+=("$name:" "$(grep -nE 'FAILED|[Ee]rror:|error:|Killed|No space|undefined reference' "build/logs/$name.log" | cut -c1-300 | head -n 8)")
+    causes+=("$(df -Ph . | awk 'NR == 2 { print "  " $4 " free on this disk" }'), $(awk '/MemAvailable/ { print int($2 / 1048576) }' /proc/meminfo) GiB of memory free")
   fi
   stages+=("$(printf '%-22s %-7s %5ds  build/logs/%s.log' "$name" "$result" $((SECONDS - start)) "$name")")
 }
 
+# Builds once more, one file after the other, what a first try left: a compiler that the system has killed for its memory then has
+# the machine to itself. What fails twice is an error.
+build() { # FOLDER ARGUMENTS...
+  local folder=$1
+  shift
+  cmake --build "$folder" -j "$te_fl_jobs" "$@" && return
+  echo "The build of $folder has failed; once more, with one job."
+  cmake --build "$folder" -j 1 "$@"
+}
 sanitizer_build() { # NAME
   local targets=(te_fl_"$1"_programs)
   [ "$1" = tsan ] || for source in tests/fuzz/fuzz_*.cpp; do targets+=("$(basename "$source" .cpp)"); done
-  te_fl_configure_"$1" "$long_tests" && cmake --build build/"$1" -j "$te_fl_jobs" --target "${targets[@]}"
+  te_fl_configure_"$1" "$long_tests" && build build/"$1" --target "${targets[@]}"
 }
 sanitizer_tests() { # NAME
   # LLVM 14 takes what lies before a block of thread-local memory for glibc 2.19's header if the block starts 16 bytes into a
@@ -66,7 +78,7 @@ sanitizer_tests() { # NAME
 }
 release_build() {
   te_fl_configure build/release -DCMAKE_BUILD_TYPE=Release -DTE_FL_BUILD_TESTS=ON -DTE_FL_BUILD_EXAMPLES=ON -DTE_FL_BUILD_BENCH=ON \
-    -DTE_FL_CUDA=AUTO -DTE_FL_WHEEL_PYTHON="${wheel_python:-}" "$long_tests" && cmake --build build/release -j "$te_fl_jobs"
+    -DTE_FL_CUDA=AUTO -DTE_FL_WHEEL_PYTHON="${wheel_python:-}" "$long_tests" && build build/release
 }
 wheel() {
   wait "$python_env_job"
@@ -105,7 +117,8 @@ python3 tools/last_gpu_check.py
 echo
 sed -n '/tests passed,/,$p' build/logs/ctest.log
 if [ "$failures" != 0 ]; then
-  echo "$failures stage(s) failed before ctest; see the table above" >&2
+  echo "$failures stage(s) failed before ctest; see the table above. Their first errors:" >&2
+  printf '%s\n' "${causes[@]}" >&2
   exit 1
 fi
 exit $tests
