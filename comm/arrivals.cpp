@@ -10,7 +10,7 @@ using std::chrono::milliseconds;
 
 // A rank that sees the failure too tells where it is within this time; one that hangs or is gone
 // never does.
-constexpr milliseconds kPatience{600};
+constexpr milliseconds kPatience{400};
 constexpr int kMostTold = 16;  // ranks
 
 std::string last_key(const Comm::Rep& rep, int rank) {

@@ -13,10 +13,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kPeriod{100};
+constexpr milliseconds kPeriod{50};
 // A provider on the host ends its calls by the time-out itself, and says more; this is for one that
 // does not.
-constexpr milliseconds kGrace{500};
+constexpr milliseconds kGrace{400};
 
 constinit core::ForkMutex mutex(core::LockLevel::kCommWatchdog);
 const core::ForkMutex::Registration registration(mutex);

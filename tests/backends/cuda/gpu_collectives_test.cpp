@@ -206,13 +206,13 @@ void run_killed(Rank& rank) {
     raise(SIGKILL);
   }
   std::this_thread::sleep_for(milliseconds(600));
-  expect_failure(rank, Clock::now(), 4.2);
+  expect_failure(rank, Clock::now(), 4.1);
 }
 
 // The other rank is alive and calls nothing, from the first collective on or after one.
 void run_silent(Rank& rank) {
   if (rank.number == 1) return std::this_thread::sleep_for(milliseconds(9000));
-  expect_failure(rank, Clock::now(), 4.7);
+  expect_failure(rank, Clock::now(), 4.1);
 }
 void run_late(Rank& rank) {
   OnGpu x(gpu(rank.number), DType::kF32, values_of(0, 65536)),
