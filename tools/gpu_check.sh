@@ -253,6 +253,8 @@ if [ $quick = 0 ]; then
         start_sanitizer $tool $family "${conformance[@]}" --reduced --family $family
       done
     done
+    [ ! -x "$build/bin/gpu_collectives_test" ] || start_sanitizer memcheck collectives env NCCL_NVLS_ENABLE=0 TE_FL_PLUGIN_MODULES="$plugin" \
+      "$build/bin/gpu_collectives_test" --gtest_filter='GpuCollectives.*-*Times*:*32BitsCount*'
     start_sanitizer racecheck attention-no-scratch env TE_FL_CUDA_ATTENTION_SCRATCH_MB=0 "${conformance[@]}" --reduced --op fused_attn_bwd
     start_sanitizer racecheck gemm "${conformance[@]}" --reduced --family gemm
     start_sanitizer memcheck gemm "${conformance[@]}" --reduced --family gemm
@@ -297,6 +299,11 @@ if [ $quick = 0 ]; then
     done
     row "compute-sanitizer $tool" "$([ -z "$failed" ] && echo passed || echo FAILED)" "${failed:-reduced table, $said}"
   done
+  if [ -n "$sanitizer" ] && has "collectives under memcheck" gpu_collectives_test; then
+    row "collectives under memcheck" "$([ "$(code_of memcheck-collectives)" = 0 ] && grep -q 'ERROR SUMMARY: 0 errors' "$out/memcheck-collectives.log" &&
+      grep -q '^\[  PASSED  \]' "$out/memcheck-collectives.log" && echo passed || echo FAILED)" \
+      "NCCL with one rank; $(grep -E '^\[  (PASSED|FAILED) ' "$out/memcheck-collectives.log" | head -n 1)"
+  fi
   check_staging
   check_graphs "captured steps, bit by bit" graphs 0
   for i in "${!cudnn_folders[@]}"; do

@@ -99,6 +99,51 @@ TEST_F(GpuCollectives, OfACapturedGraphRunAtEachLaunch) {
   }
 }
 
+// 16 GiB with the scratch of the maximum, whose kernels are te-fl's own.
+TEST_F(GpuCollectives, OfMoreElementsThan32BitsCountAreRight) {
+  using numeric::bfloat16;
+  constexpr int64_t kHalf = int64_t{1} << 31, kCount = kHalf + 77;
+  const Comm comm = one();
+  ASSERT_TRUE(comm);
+  const Result<Tensor> x = Tensor::empty({kCount}, DType::kBF16, gpu(0)),
+                       y = Tensor::empty({kCount}, DType::kBF16, gpu(0));
+  if (!x.ok() || !y.ok()) GTEST_SKIP() << "less than 8 GiB of memory are free";
+  const auto at = [](const Tensor& t, int64_t i) {
+    return static_cast<bfloat16*>(t.raw_data()) + i;
+  };
+  const std::vector<int64_t> marked = {0, 78, kHalf - 1, kHalf, kHalf + 1, kCount - 1};
+  ASSERT_OK(ops::fill({.output = *x, .value = 2}, options));
+  for (size_t m = 0; m < marked.size(); ++m) {
+    const auto value = numeric::from_double<bfloat16>(3.0 + static_cast<double>(m));
+    ASSERT_OK(
+        devices::copy(gpu(0), at(*x, marked[m]), Device(), &value, sizeof value, options.stream));
+  }
+  const auto expect_copy = [&](const char* what) {
+    ASSERT_OK(stream.synchronize());
+    for (const int64_t first : {int64_t{0}, int64_t{60}, kHalf - 16, kCount - 32}) {
+      bfloat16 values[32];
+      ASSERT_OK(devices::copy(Device(), values, gpu(0), at(*y, first), sizeof values));
+      ASSERT_OK(devices::synchronize(gpu(0)));
+      for (int64_t i = first; i < first + 32; ++i) {
+        double expected = 2;
+        for (size_t m = 0; m < marked.size(); ++m)
+          if (marked[m] == i) expected = 3.0 + static_cast<double>(m);
+        EXPECT_EQ(numeric::to_double(values[i - first]), expected) << what << ", element " << i;
+      }
+    }
+    ASSERT_OK(ops::fill({.output = *y, .value = -1}, options));
+  };
+  for (const te_fl_reduction r : {TE_FL_REDUCTION_SUM, TE_FL_REDUCTION_MAX}) {
+    ASSERT_OK(
+        ops::all_reduce({.input = *x, .output = *y, .comm = comm.c(), .reduction = r}, options));
+    expect_copy(r == TE_FL_REDUCTION_SUM ? "sum" : "max");
+  }
+  ASSERT_OK(ops::all_gather({.input = *x, .output = *y, .comm = comm.c()}, options));
+  expect_copy("all_gather");
+  ASSERT_OK(ops::all_to_all({.input = *x, .output = *y, .comm = comm.c()}, options));
+  expect_copy("all_to_all");
+}
+
 TEST_F(GpuCollectives, WhatNeedsScratchIsRefusedInAGroup) {
   const Comm comm = one();
   ASSERT_TRUE(comm);
