@@ -5,7 +5,8 @@ usage: host_ranks.py [--device DEVICE] [--blocks N] [--hidden N] [--tokens N]
   --blocks  alternating blocks per row; each figure is the median of the blocks' means (default 21)
   --hidden, --tokens  of the layer (default 1024 and 512; with few of both the host decides on a CPU too)
 
-The rows are a Linear with and without a group of one rank, and a TransformerLayer: as one call of te-fl, as the calls of its parts, and as the part
+The rows are collectives of te_fl.pytorch beside the same calls of torch.distributed, a Linear with and without a group of one rank, and a
+TransformerLayer: as one call of te-fl, as the calls of its parts, and as the part
 of one of two ranks with sequence_parallel. Of the last, the time inside the collectives' functions is taken off and shown.
 """
 
@@ -41,6 +42,20 @@ class Watch:
         return call
 
 
+def collective_rows(device, blocks):
+    """Prints what te-fl's dispatch adds to torch.distributed's own host time, by collective."""
+    part, whole = torch.ones(8, device=device), torch.empty(16, device=device)
+    pairs = {"all_reduce": (lambda: collectives.all_reduce(part), lambda: dist.all_reduce(part)),
+             "all_gather": (lambda: collectives.all_gather_into(whole, part), lambda: dist.all_gather_into_tensor(whole, part)),
+             "reduce_scatter": (lambda: collectives.reduce_scatter_into(part, whole), lambda: dist.reduce_scatter_tensor(part, whole)),
+             "broadcast": (lambda: collectives.broadcast(part, 0), lambda: dist.broadcast(part, 0))}
+    found = medians(device, {(name, by): call for name, calls in pairs.items() for by, call in zip(("te_fl.pytorch", "torch.distributed"), calls)},
+                    blocks, 1000)
+    for name in pairs:
+        ours, theirs = found[name, "te_fl.pytorch"], found[name, "torch.distributed"]
+        print(f"{name:14} {ours:8.1f} us, by torch.distributed alone {theirs:6.1f} us: {ours - theirs:.1f} us more")
+
+
 def step_of(module, x):
     dy = torch.randn_like(module(x))
     parameters = list(module.parameters())
@@ -69,6 +84,8 @@ def main():
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     alone = dist.new_group([0])
+
+    collective_rows(device, options.blocks)
 
     def x_of(*shape):
         return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)

@@ -1,5 +1,6 @@
 // te_fl._native: the runtime as Python sees it. The package te_fl gives its functions their names.
 #include "jax/jax_ffi.hpp"
+#include "ops/communicator.hpp"
 #include "ops/op_call.hpp"
 #include "ops/policy.hpp"
 #include "ops/report.hpp"
@@ -69,6 +70,8 @@ PyMethodDef g_methods[] = {
      "resolve(op, arguments, manager=None, positional=()) -> dict"},
     {"explain", explain, METH_VARARGS,
      "explain(op, device, dtypes, scalings, manager=None) -> dict"},
+    {"communicator", make_communicator, METH_VARARGS,
+     "communicator(backend, device, rank, size, graph_safe) -> handle"},
     {"saved_bytes", saved_bytes, METH_VARARGS, "saved_bytes(op, arguments) -> int"},
     {"op_names", op_names, METH_NOARGS, "op_names() -> list of str"},
     {"usage", usage, METH_VARARGS, "usage(manager=None) -> list of dict"},

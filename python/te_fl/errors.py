@@ -60,6 +60,10 @@ class Internal(Error):
     """A mistake of te-fl's or of a plugin's."""
 
 
+class CommFailed(Error):
+    """Another rank is gone, or late, or did something else."""
+
+
 BY_CODE = {
     "INVALID_ARGUMENT": InvalidArgument,
     "UNSUPPORTED": Unsupported,
@@ -73,4 +77,5 @@ BY_CODE = {
     "DEVICE_LOST": DeviceLost,
     "DATA_LOSS": DataLoss,
     "INTERNAL": Internal,
+    "COMM_FAILED": CommFailed,
 }

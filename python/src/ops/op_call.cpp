@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 
+#include "ops/communicator.hpp"
 #include "ops/function_op.hpp"
 #include "ops/manager.hpp"
 #include "ops/op_binding.hpp"
@@ -64,6 +65,28 @@ class Arguments {
     }
   }
   const void* raw() const noexcept { return raw_.data(); }
+  // The call of an op with a communicator has its arguments in Python, by name; others need none.
+  bool is_served() const noexcept { return server_ != nullptr; }
+  // Runs the op without the interpreter's lock, by the process's manager if `manager` is null. What
+  // it raises is te-fl's error or that of the communicator's server.
+  void run(OpManager* manager, PyObject* by_name) const {
+    const CallOptions options = this->options();
+    const auto call = [&] {
+      const WithoutLock unlocked;
+      return (manager != nullptr ? *manager : OpManager::instance()).call(op_.id, raw(), options);
+    };
+    if (!is_served()) return check(call());
+    if (stream_.has_value()) {
+      throw_type_error(std::string(op_.schema->name) +
+                       "(): 'stream' is given, and a process group's work is on PyTorch's current "
+                       "stream; leave it out, in `with torch.cuda.stream(..)` for another one");
+    }
+    ServedCall served(server_, communicator_in(handle_), by_name);
+    const Status status = call();
+    if (status.ok()) return;
+    served.raise_failure();
+    throw_status(status);
+  }
   CallOptions options() const {
     CallOptions options;
     options.rng.seed = seed_;
@@ -127,8 +150,7 @@ class Arguments {
       case TE_FL_ARG_SAVED:
         return set_saved(desc, value);
       case TE_FL_ARG_COMMUNICATOR:
-        throw_type_error(std::string("'") + desc.name +
-                         "' is a communicator, which Python cannot make in this version");
+        return set_communicator(desc, value);
       default:
         return set_scalar(arg, value);
     }
@@ -287,6 +309,13 @@ class Arguments {
     write(desc.count_offset, static_cast<int64_t>(count));
   }
 
+  void set_communicator(const te_fl_arg_desc& desc, PyObject* value) {
+    handle_ = handle_of(value, desc.name);
+    server_ = value;
+    const te_fl_communicator* communicator = communicator_in(handle_);
+    write(desc.offset, communicator);
+  }
+
   void set_saved(const te_fl_arg_desc& desc, PyObject* value) {
     if (value == Py_None) return;
     const int right = PyObject_IsInstance(value, g_saved);
@@ -328,6 +357,8 @@ class Arguments {
   std::deque<std::vector<int64_t>> integers_;
   std::optional<te_fl_device> device_;
   std::optional<void*> stream_;
+  PyObject* server_ = nullptr;  // of the communicator, whose handle is the next
+  Ref handle_;
   uint64_t seed_ = 0, offset_ = 0;
 };
 
@@ -349,14 +380,14 @@ PyObject* run_op(PyObject* self, PyObject* const* args, Py_ssize_t count,
     Arguments arguments(op);
     const Py_ssize_t keywords = names != nullptr ? PyTuple_Size(names) : 0;
     for (Py_ssize_t i = 0; i < keywords; ++i) arguments.set(PyTuple_GetItem(names, i), args[i]);
-    const CallOptions options = arguments.options();
     const DeterministicScope deterministic;
-    Status status;
-    {
-      const WithoutLock unlocked;
-      status = OpManager::instance().call(op.id, arguments.raw(), options);
+    Ref by_name;
+    if (arguments.is_served()) {
+      by_name = Ref::take(PyDict_New());
+      for (Py_ssize_t i = 0; i < keywords; ++i)
+        check(PyDict_SetItem(by_name.get(), PyTuple_GetItem(names, i), args[i]));
     }
-    check(status);
+    arguments.run(nullptr, by_name.get());
     return Ref::share(Py_None);
   });
 }
@@ -415,7 +446,7 @@ Ref to_dict(const Decision& decision) {
   return dict;
 }
 
-// f(manager, op, arguments, options) of a Python call f(op, dict, manager=None, tuple=()), or
+// f(manager, op, arguments, named) of a Python call f(op, dict, manager=None, tuple=()), or
 // g(manager, op, tuple, dict) where the op is of Python functions.
 template <class F, class G>
 Ref with_arguments(PyObject* args, F&& f, G&& g) {
@@ -437,7 +468,7 @@ Ref with_arguments(PyObject* args, F&& f, G&& g) {
   Arguments arguments(op);
   PyObject *key = nullptr, *value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(named, &at, &key, &value) != 0;) arguments.set(key, value);
-  return f(manager_of(manager), op, arguments, arguments.options());
+  return f(manager_of(manager), op, arguments, named);
 }
 
 template <class T>
@@ -504,8 +535,8 @@ PyObject* call_by(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     return with_arguments(
         args,
-        [](OpManager& manager, const OpBinding& op, const Arguments& a, const CallOptions& o) {
-          check(without_lock([&] { return manager.call(op.id, a.raw(), o); }));
+        [](OpManager& manager, const OpBinding&, const Arguments& a, PyObject* named) {
+          a.run(&manager, named);
           return Ref::share(Py_None);
         },
         call_function_op);
@@ -516,9 +547,10 @@ PyObject* resolve(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     return with_arguments(
         args,
-        [](OpManager& manager, const OpBinding& op, const Arguments& a, const CallOptions& o) {
+        [](OpManager& manager, const OpBinding& op, const Arguments& a, PyObject*) {
+          const CallOptions options = a.options();
           return to_dict(
-              value_of(without_lock([&] { return manager.resolve(op.id, a.raw(), o); })));
+              value_of(without_lock([&] { return manager.resolve(op.id, a.raw(), options); })));
         },
         [](OpManager& manager, OpId op, PyObject* positional, PyObject* keywords) {
           return to_dict(value_of(resolve_function_op(manager, op, positional, keywords)));
@@ -530,9 +562,10 @@ PyObject* saved_bytes(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     return with_arguments(
         args,
-        [](OpManager& manager, const OpBinding& op, const Arguments& a, const CallOptions& o) {
-          return to_python(uint64_t{
-              value_of(without_lock([&] { return manager.saved_bytes(op.id, a.raw(), o); }))});
+        [](OpManager& manager, const OpBinding& op, const Arguments& a, PyObject*) {
+          const CallOptions options = a.options();
+          return to_python(uint64_t{value_of(
+              without_lock([&] { return manager.saved_bytes(op.id, a.raw(), options); }))});
         },
         [](OpManager&, OpId, PyObject*, PyObject*) { return to_python(uint64_t{0}); });
   });

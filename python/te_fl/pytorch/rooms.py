@@ -16,7 +16,7 @@ PACKAGE = "te_fl.pytorch"
 # From the lowest up; each imports from those before it only.
 ROOMS = {
     "runtime": "argument_rules constants device dtypes random refuse registry rng traced",
-    "distributed": "amax_reduction collectives rank_helpers",
+    "distributed": "amax_reduction collectives communicator rank_helpers same_call",
     "fp8": "availability codes extra_state float8_tensor global_state master_weights quantization quantized_gather scale_functions sharded_weights sharding shards weight_cache",
     "autograd": "call checkpoint delayed_wgrad offload once saved_parts torch_checkpoint",
     "functions": "cross_entropy divided_cross_entropy function rope softmax weights",

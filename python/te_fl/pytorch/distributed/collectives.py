@@ -1,9 +1,10 @@
-"""The collectives of te_fl.pytorch: torch.distributed's, over whatever backend a process group has, and a count of them.
+"""The collectives of te_fl.pytorch: te-fl's ops over torch.distributed, whatever backend a process group has, and a count of them.
 
 All tensors that te_fl.pytorch sends to other ranks go through these functions. Tensors are dense and contiguous; what is received into has its
 memory already. A group is a torch.distributed.ProcessGroup, which nothing here keeps; None is the default group. Each function returns when the
 work is queued on the current stream (on the CPU: done), or with wait=False at once, with a Work whose wait() is that. Errors are
-torch.distributed's own, but for groups that were destroyed, that are others', or a parent's before a fork.
+torch.distributed's own, but for arguments that the op refuses (InvalidArgument), a policy that denies the backend (Unsupported), and groups that
+were destroyed, that are others', or a parent's before a fork.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
 import torch
 import torch.distributed as dist
 
-from te_fl.errors import FailedPrecondition, InvalidArgument
+from te_fl import ops
+from te_fl.pytorch.distributed import communicator
 
 
 class Count(NamedTuple):
@@ -56,24 +58,20 @@ def available() -> bool:
 def size_of(group: Optional[Any]) -> int:
     """The number of the group's ranks; 1 without torch.distributed."""
     if group is not None:
-        return _member(group).size()
+        return communicator.member(group).size()
     return dist.get_world_size() if available() else 1
 
 
 def rank_in(group: Optional[Any]) -> int:
     """This process's place in the group, from 0; 0 without torch.distributed."""
     if group is not None:
-        return _member(group).rank()
+        return communicator.member(group).rank()
     return dist.get_rank() if available() else 0
 
 
 def backend_of(group: Optional[Any], device: torch.device) -> str:
     """The name of the backend that serves the group's tensors of such a device: 'gloo', 'nccl', or whatever registered itself."""
-    group = dist.group.WORLD if group is None else group
-    try:
-        return group._get_backend(device).name().lower()
-    except (AttributeError, RuntimeError):  # a group that is not of PyTorch's own making, as those of tests
-        return str(dist.get_backend(group)).lower()
+    return communicator.backend_of(communicator.member(group), device)
 
 
 def _say_at_exit(rank: int) -> None:
@@ -87,40 +85,31 @@ if os.environ.get("TE_FL_USAGE", "0").lower() in ("1", "true", "on", "yes"):
 _rank: Optional[int] = None  # in the default group, which may be gone at the end
 
 
-def _member(group: Any) -> Any:
-    """The group itself; InvalidArgument for what new_group() gives ranks that are not in it."""
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise InvalidArgument("this rank is not in the process group that it was to use: new_group() gave it a group of others; call on the group's "
-                              "ranks only")
-    return group
+def _run(op: str, group: Optional[Any], tensor: Optional[torch.Tensor], wait: bool, **arguments: Any) -> Optional[Any]:
+    """Runs te-fl's op over the group; `tensor` is the one whose bytes count, None a barrier's."""
+    group = communicator.member(group)
+    communicator.check(op, group)
+    device = _device_of(group) if tensor is None else tensor.device
+    ranks = communicator.of(group, device)
+    call = communicator.Begun(ranks, group, not wait)
+    getattr(ops, op)(comm=call, **arguments)
+    if tensor is not None:
+        _count(_NAMES.get(op, op), ranks.backend, tensor)
+    return call.work
 
 
-_from_parent: set = set()  # the groups of the process that this one was forked from, whose connections it has not
+_NAMES = {"all_to_all_v": "all_to_all", "recv": "receive"}  # those of the functions below
 
 
-def _note_fork() -> None:
-    if available():
-        _from_parent.update(dist.distributed_c10d._world.pg_map)
+def _device_of(group: Any) -> torch.device:
+    """A device that the group serves; the CPU if that is one."""
+    devices = getattr(group, "_device_types", None) or [torch.device("cpu")]
+    found = min(devices, key=lambda device: device.type != "cpu")
+    return found if found.type == "cpu" or found.index is not None else torch.device(found.type, torch.get_device_module(found).current_device())
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
-
-
-def _check(name: str, group: Optional[Any]) -> None:
-    """Refuses groups over which a collective would wait for ever, or would go on among ranks that have given the group up."""
-    used = dist.group.WORLD if group is None else _member(group)
-    if used in _from_parent:
-        raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: this process was forked after torch.distributed.init_process_group(), and has none of "
-                                 "its connections; start processes first, and call init_process_group() in each")
-    if isinstance(used, dist.ProcessGroup) and used not in dist.distributed_c10d._world.pg_map:
-        raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: its process group was destroyed; make a new group, and give it to the layers and "
-                                 "autocasts that hold this one")
-
-
-def _count(name: str, group: Optional[Any], tensor: torch.Tensor) -> None:
-    _check(name, group)
-    key = (name, backend_of(group, tensor.device))
+def _count(name: str, backend: str, tensor: torch.Tensor) -> None:
+    key = (name, backend)
     global _rank
     if _rank is None:
         _rank = rank_in(None)
@@ -129,13 +118,13 @@ def _count(name: str, group: Optional[Any], tensor: torch.Tensor) -> None:
         _counts[key] = Count(calls + 1, size + tensor.numel() * tensor.element_size())
 
 
-_REDUCTIONS = {"sum": "SUM", "max": "MAX", "min": "MIN", "avg": "AVG"}
+_REDUCTIONS = ("sum", "max", "avg")
 
 
-def _reduction(op: str):
+def _reduction(op: str) -> str:
     if op not in _REDUCTIONS:
         raise ValueError(f"a reduction is one of {', '.join(_REDUCTIONS)}; it is {op!r}")
-    return getattr(dist.ReduceOp, _REDUCTIONS[op])
+    return op
 
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,57 +133,49 @@ def _moved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_reduce(tensor: torch.Tensor, group: Optional[Any] = None, op: str = "sum", wait: bool = True) -> Optional[Any]:
-    """In place: the sum, max, min or avg of all ranks' tensors."""
-    _count("all_reduce", group, tensor)
-    return dist.all_reduce(tensor, _reduction(op), group, async_op=not wait)
+    """In place: the sum, max or avg of all ranks' tensors."""
+    return _run("all_reduce", group, tensor, wait, input=tensor, output=tensor, reduction=_reduction(op))
 
 
 def all_gather_into(output: torch.Tensor, tensor: torch.Tensor, group: Optional[Any] = None, wait: bool = True) -> Optional[Any]:
     """output [ranks * n, ..] <- the ranks' tensors [n, ..], one after the other."""
-    _count("all_gather", group, output)
-    return dist.all_gather_into_tensor(_moved(output), _moved(tensor), group, async_op=not wait)
+    return _run("all_gather", group, output, wait, input=_moved(tensor), output=_moved(output))
 
 
 def reduce_scatter_into(output: torch.Tensor, tensor: torch.Tensor, group: Optional[Any] = None, op: str = "sum",
                         wait: bool = True) -> Optional[Any]:
     """output [n, ..] <- this rank's part of the reduction of all ranks' tensors [ranks * n, ..]."""
-    _count("reduce_scatter", group, tensor)
-    return dist.reduce_scatter_tensor(output, tensor, _reduction(op), group, async_op=not wait)
+    return _run("reduce_scatter", group, tensor, wait, input=tensor, output=output, reduction=_reduction(op))
 
 
 def all_to_all(output: torch.Tensor, tensor: torch.Tensor, group: Optional[Any] = None, output_sizes: Optional[Sequence[int]] = None,
                input_sizes: Optional[Sequence[int]] = None, wait: bool = True) -> Optional[Any]:
     """output's part i <- rank i's part for this rank. The sizes are those of the parts along the first dimension; None: all are equal."""
-    _count("all_to_all", group, output if output.numel() > tensor.numel() else tensor)
-    sizes = [None if s is None else list(s) for s in (output_sizes, input_sizes)]
-    return dist.all_to_all_single(_moved(output), _moved(tensor), *sizes, group=group, async_op=not wait)
+    larger = output if output.numel() > tensor.numel() else tensor
+    if output_sizes is None and input_sizes is None:
+        return _run("all_to_all", group, larger, wait, input=_moved(tensor), output=_moved(output))
+
+    def rows(sizes: Optional[Sequence[int]], of: torch.Tensor) -> list:
+        return [of.shape[0] // size_of(group)] * size_of(group) if sizes is None else list(sizes)
+    return _run("all_to_all_v", group, larger, wait, input=_moved(tensor), output=_moved(output), input_rows=rows(input_sizes, tensor),
+                output_rows=rows(output_sizes, output))
 
 
 def broadcast(tensor: torch.Tensor, source: int, group: Optional[Any] = None, wait: bool = True) -> Optional[Any]:
     """In place: the tensor of the rank whose place in the group is `source`."""
-    _count("broadcast", group, tensor)
-    return dist.broadcast(_moved(tensor), group=group, async_op=not wait, group_src=source)
+    return _run("broadcast", group, tensor, wait, data=_moved(tensor), root=source)
 
 
 def send(tensor: torch.Tensor, to: int, group: Optional[Any] = None, wait: bool = True) -> Optional[Any]:
     """To the rank whose place in the group is `to`, which calls receive()."""
-    _count("send", group, tensor)
-    if wait:
-        dist.send(_moved(tensor), group=group, group_dst=to)
-        return None
-    return dist.isend(_moved(tensor), group=group, group_dst=to)
+    return _run("send", group, tensor, wait, input=_moved(tensor), peer=to)
 
 
 def receive(tensor: torch.Tensor, source: int, group: Optional[Any] = None, wait: bool = True) -> Optional[Any]:
     """In place: what the rank whose place in the group is `source` sends."""
-    _count("receive", group, tensor)
-    if wait:
-        dist.recv(_moved(tensor), group=group, group_src=source)
-        return None
-    return dist.irecv(_moved(tensor), group=group, group_src=source)
+    return _run("recv", group, tensor, wait, output=_moved(tensor), peer=source)
 
 
 def barrier(group: Optional[Any] = None) -> None:
     """Returns when all ranks of the group have come here."""
-    _check("barrier", group)
-    dist.barrier(group)
+    _run("barrier", group, None, True)

@@ -1,0 +1,187 @@
+"""Process groups as communicators of te-fl's collectives: torch.distributed serves them, and explain, usage, traces and policy see them.
+
+`of(group, device)` is the argument `comm` of te_fl.ops.all_reduce and the others: te_fl.ops.all_reduce(input=x, output=y, comm=of(group, x.device)).
+The work is the group's own, on PyTorch's current stream (on the CPU: done when the op returns), and so are its errors and its time limit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import weakref
+from typing import Any, Callable, Dict, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+
+from te_fl import _native
+from te_fl.errors import FailedPrecondition, InvalidArgument
+from te_fl.pytorch.distributed.same_call import SameCall, described
+from te_fl.pytorch.runtime.device import native_device
+
+_from_parent: set = set()  # the groups of the process that this one was forked from, whose connections it has not
+
+
+def _note_fork() -> None:
+    if dist.is_available() and dist.is_initialized():
+        _from_parent.update(dist.distributed_c10d._world.pg_map)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def member(group: Optional[Any]) -> Any:
+    """The group itself, the default one for None; InvalidArgument for what new_group() gives ranks that are not in it."""
+    if group is None:
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidArgument("this rank is not in the process group that it was to use: new_group() gave it a group of others; call on the group's "
+                              "ranks only")
+    return group
+
+
+def check(name: str, group: Any) -> None:
+    """Refuses groups over which a collective would wait for ever, or would go on among ranks that have given the group up."""
+    if group in _from_parent:
+        raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: this process was forked after torch.distributed.init_process_group(), and has none of "
+                                 "its connections; start processes first, and call init_process_group() in each")
+    if isinstance(group, dist.ProcessGroup) and group not in dist.distributed_c10d._world.pg_map:
+        raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: its process group was destroyed; make a new group, and give it to the layers and "
+                                 "autocasts that hold this one")
+
+
+def backend_of(group: Any, device: torch.device) -> str:
+    """The name of the backend that serves the group's tensors of such a device: 'gloo', 'nccl', or whatever registered itself."""
+    try:
+        return group._get_backend(device).name().lower()
+    except (AttributeError, RuntimeError):  # a group that is not of PyTorch's own making, as those of tests
+        return str(dist.get_backend(group)).lower()
+
+
+# ---- the calls, by te-fl's op: the op's arguments -> torch.distributed's Work, or None if it has been waited for
+
+_REDUCTIONS = {"sum": "SUM", "max": "MAX", "avg": "AVG", 0: "SUM", 1: "MAX", 2: "AVG"}
+
+
+def _reduction(arguments: Dict[str, Any]):
+    return getattr(dist.ReduceOp, _REDUCTIONS[arguments.get("reduction", 0)])
+
+
+def _tensor(value: Any) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.from_dlpack(value)
+
+
+def _stacked(a: Dict[str, Any]) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Output and input, of which PyTorch asks that one be rows of the other; te-fl's ops take memory as it lies."""
+    output, tensor = _tensor(a["output"]), _tensor(a["input"])
+    rows = output.ndim == tensor.ndim > 0 and output.shape[1:] == tensor.shape[1:]
+    return (output, tensor) if rows else (output.view(-1), tensor.view(-1))
+
+
+def _all_reduce(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
+    tensor, output = _tensor(a["input"]), _tensor(a["output"])
+    if output is not tensor and output.data_ptr() != tensor.data_ptr():
+        output.copy_(tensor)
+    return dist.all_reduce(output, _reduction(a), group, async_op=async_op)
+
+
+def _all_gather(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
+    output, tensor = _stacked(a)
+    return dist.all_gather_into_tensor(output, tensor, group, async_op=async_op)
+
+
+def _reduce_scatter(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
+    output, tensor = _stacked(a)
+    return dist.reduce_scatter_tensor(output, tensor, _reduction(a), group, async_op=async_op)
+
+
+def _all_to_all(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
+    return dist.all_to_all_single(_tensor(a["output"]).view(-1), _tensor(a["input"]).view(-1), group=group, async_op=async_op)
+
+
+def _all_to_all_v(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
+    rows = [list(a[name]) for name in ("output_rows", "input_rows")]
+    return dist.all_to_all_single(_tensor(a["output"]), _tensor(a["input"]), *rows, group=group, async_op=async_op)
+
+
+def _broadcast(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
+    return dist.broadcast(_tensor(a["data"]), group=group, async_op=async_op, group_src=a.get("root", 0))
+
+
+def _send(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
+    return (dist.isend if async_op else dist.send)(_tensor(a["input"]), group=group, group_dst=a.get("peer", 0))
+
+
+def _recv(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
+    received = (dist.irecv if async_op else dist.recv)(_tensor(a["output"]), group=group, group_src=a.get("peer", 0))
+    return received if async_op else None  # recv() gives the sender
+
+
+def _barrier(group: Any, a: Dict[str, Any], async_op: bool) -> Optional[Any]:
+    return dist.barrier(group, async_op=async_op)
+
+
+_CALLS: Dict[str, Callable[[Any, Dict[str, Any], bool], Optional[Any]]] = {
+    "all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all, "all_to_all_v": _all_to_all_v,
+    "broadcast": _broadcast, "send": _send, "recv": _recv, "barrier": _barrier,
+}
+
+
+class Communicator:
+    """The ranks of a process group, for tensors of one device. Does not keep the group."""
+
+    __slots__ = ("_communicator", "_group", "backend", "same_call")
+
+    def __init__(self, group: Any, device: torch.device):
+        self.backend = backend_of(group, device)
+        word = re.sub("[^a-z0-9_.]", "_", self.backend)
+        self._communicator = _native.communicator(word, native_device(device), dist.get_rank(group), dist.get_world_size(group), word != "gloo")
+        self._group = weakref.ref(group)
+        self.same_call = SameCall.wanted(group, device)
+
+    def begin(self, op: str, group: Any, arguments: Dict[str, Any], async_op: bool) -> Optional[Any]:
+        """The Work of the op on this rank, or None where async_op is false: then it is on the current stream, and on the CPU done."""
+        try:
+            if self.same_call is not None:
+                self.same_call.compare(op, arguments)
+            return _CALLS[op](group, arguments, async_op)
+        except Exception as error:
+            error.add_note(f"te-fl: in {described(op, arguments)} over {self.backend}, as rank {dist.get_rank(group)} of {dist.get_world_size(group)} in "
+                           f"group {getattr(group, 'group_name', '?')!r}")
+            raise
+
+    def serve(self, op: str, arguments: Dict[str, Any]) -> None:
+        """What te_fl.ops.OP(..., comm=self) does on this rank."""
+        group = self._group()
+        if group is None:
+            raise FailedPrecondition(f"FAILED_PRECONDITION: {op}: the process group of its communicator is gone; keep the group while it is used")
+        check(op, group)
+        self.begin(op, group, arguments, False)
+
+
+class Begun:
+    """One call of an op that need not be waited for: the argument `comm` of that call, and its `work` afterwards."""
+
+    __slots__ = ("_communicator", "_ranks", "_group", "_async_op", "work")
+
+    def __init__(self, ranks: Communicator, group: Any, async_op: bool):
+        self._communicator, self._ranks, self._group, self._async_op = ranks._communicator, ranks, group, async_op
+
+    def serve(self, op: str, arguments: Dict[str, Any]) -> None:
+        self.work = self._ranks.begin(op, self._group, arguments, self._async_op)
+
+
+_known: "weakref.WeakKeyDictionary[Any, Dict[torch.device, Communicator]]" = weakref.WeakKeyDictionary()
+
+
+def of(group: Optional[Any], device: torch.device) -> Communicator:
+    """The communicator of the group (None: the default one) for tensors of the device; made at the first call, on this rank alone."""
+    group = member(group)
+    devices = _known.get(group)
+    if devices is None:
+        devices = _known[group] = {}
+    ranks = devices.get(device)
+    if ranks is None:
+        ranks = devices[device] = Communicator(group, device)
+    return ranks

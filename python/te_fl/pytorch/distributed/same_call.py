@@ -1,0 +1,80 @@
+"""TE_FL_VALIDATE=1: ranks compare over their group's store, on the host, which collective each is about to call."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from typing import Any, Dict, Optional
+
+import torch
+import torch.distributed as dist
+
+from te_fl import _native
+from te_fl.errors import CommFailed, InvalidArgument
+
+_TRANSFERS = ("send", "recv")  # between two ranks, not all
+
+
+def _limit() -> datetime.timedelta:
+    text = os.environ.get("TE_FL_COMM_TIMEOUT_MS") or "600000"
+    if not text.isdecimal() or not 1 <= int(text) <= 86400000:
+        raise InvalidArgument(f"INVALID_ARGUMENT: TE_FL_COMM_TIMEOUT_MS is {text!r}, must be a whole number from 1 to 86400000")
+    return datetime.timedelta(milliseconds=int(text))
+
+
+def described(op: str, arguments: Dict[str, Any]) -> str:
+    """"all_reduce of float32[4, 3], reduction sum": what must be the same on all ranks."""
+    tensor = arguments.get("data", arguments.get("input"))
+    words = op
+    if tensor is not None:
+        shape = "" if op == "all_to_all_v" else str(list(tensor.shape))  # each rank has rows of its own
+        words += f" of {str(tensor.dtype).removeprefix('torch.')}{shape}"
+    return words + "".join(f", {name} {arguments[name]}" for name in ("reduction", "root") if name in arguments)
+
+
+class SameCall:
+    """The calls of one communicator, counted from 1. Before each, every rank waits for the others' and compares; transfers are left out."""
+
+    def __init__(self, group: Any, store: Any, device: torch.device):
+        self._group, self._device = group.group_name, device
+        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._store = dist.PrefixStore(f"te_fl/{device.type}", store)
+        self._limit = _limit()
+        self._number = 0
+
+    @classmethod
+    def wanted(cls, group: Any, device: torch.device) -> Optional["SameCall"]:
+        """None without TE_FL_VALIDATE, for a group of one rank, and for a group that torch.distributed keeps no store of."""
+        if os.environ.get("TE_FL_VALIDATE", "0").lower() not in ("1", "true", "on", "yes") or dist.get_world_size(group) == 1:
+            return None
+        _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+        return None if store is None else cls(group, store, device)
+
+    def compare(self, op: str, arguments: Dict[str, Any]) -> None:
+        """CommFailed, on every rank, if ranks call different ops, or of different tensors; or if some rank does not come in TE_FL_COMM_TIMEOUT_MS."""
+        if op in _TRANSFERS:
+            return
+        self._number += 1
+        mine = self._words(op, arguments)
+        self._store.set(self._key(self._rank), mine)
+        others = [(rank, self._words_of(rank, mine)) for rank in range(self._ranks) if rank != self._rank]
+        if self._number > 1:  # all have read it, since all have come here
+            self._store.delete_key(self._key(self._rank, self._number - 1))
+        unlike = "; ".join(f"rank {rank}: {words}" for rank, words in others if words != mine)
+        if unlike:
+            raise CommFailed(f"COMM_FAILED: group {self._group!r}: rank {self._rank} calls {mine}, and the others do not (TE_FL_VALIDATE): {unlike}")
+
+    def _key(self, rank: int, number: Optional[int] = None) -> str:
+        return f"{self._number if number is None else number}/{rank}"
+
+    def _words(self, op: str, arguments: Dict[str, Any]) -> str:
+        words = f"number {self._number}, {described(op, arguments)}"
+        return words + (f", with te-fl's fingerprint {_native.fingerprint()}" if self._number == 1 else "")
+
+    def _words_of(self, rank: int, mine: str) -> str:
+        try:
+            self._store.wait([self._key(rank)], self._limit)
+            return self._store.get(self._key(rank)).decode()
+        except (dist.DistError, RuntimeError) as error:
+            raise CommFailed(f"COMM_FAILED: group {self._group!r}: rank {rank} did not come to {mine} of rank {self._rank} (TE_FL_VALIDATE) within "
+                             f"{int(self._limit.total_seconds() * 1000)} ms (TE_FL_COMM_TIMEOUT_MS): {error}") from error
