@@ -117,6 +117,8 @@ void add_model_options(CLI::App& app, Options& o) {
   app.add_option("--dp", o.dp, "ranks that divide the batch; --tp times --dp is the job's number")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 16));
   app.add_flag("--sp", o.sp, "the --tp ranks divide the sequences between the linear maps, too");
+  app.add_flag("--zero", o.zero,
+               "the --dp ranks divide Adam's state and its work (ZeRO-1); the same losses");
   app.add_option("--seed", o.seed, "seed of initial weights, batches, dropout and sampling");
 }
 
@@ -193,6 +195,15 @@ namespace {
 te_fl::Status check_ranks(const Options& o) {
   if (o.sp && o.tp == 1) {
     return te_fl::invalid_argument("--sp divides the sequences over the ranks of --tp, which is 1");
+  }
+  if (o.zero && o.dp == 1) {
+    return te_fl::invalid_argument(
+        "--zero divides the optimizer's state over the ranks of --dp, which is 1");
+  }
+  if (o.zero && o.fp8_weights) {
+    return te_fl::invalid_argument(
+        "--fp8-weights does not go with --zero: a rank updates parts of the weights, and their FP8 "
+        "copies are of the whole");
   }
   const int64_t parts = o.dp * (o.sp ? o.tp : 1);
   if (o.batch % parts != 0) {

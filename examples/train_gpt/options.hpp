@@ -31,6 +31,7 @@ struct Options {
   int64_t tp = 1;  // ranks that divide the layers
   int64_t dp = 1;  // ranks that divide the batch
   bool sp = false;
+  bool zero = false;  // the ranks of dp divide the optimizer's state
   int64_t sample_bytes = 300;
   int64_t eval_batches = 32;
   int64_t report_every = 100;

@@ -54,6 +54,9 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const Options& options, te_fl::
   TE_FL_ASSIGN_OR_RETURN(
       t.text_, Text::load(options.data.empty() ? default_text() : options.data, options.seq_len));
   TE_FL_ASSIGN_OR_RETURN(t.model_, Gpt::create(options, t.device_, ranks.tensor));
+  TE_FL_ASSIGN_OR_RETURN(
+      t.data_parallel_,
+      nn::DataParallel::create(t.model_->parameters(), ranks.data, {.zero = options.zero}));
   nn::AdamOptions adam{
       .lr = static_cast<float>(options.lr),
       .beta2 = 0.95f,
@@ -61,11 +64,10 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const Options& options, te_fl::
       .max_grad_norm = 1.0f,
       .decay = [](std::string_view, const Tensor& value) { return value.rank() > 1; },
       .capturable = !t.device_.is_host(),  // spares a wait for the device at each step
-      .write_fp8_weights = options.fp8_weights};
+      .write_fp8_weights = options.fp8_weights,
+      .zero = options.zero ? t.data_parallel_.get() : nullptr};
   TE_FL_ASSIGN_OR_RETURN(t.adam_, nn::Adam::create(t.model_->parameters(), adam));
   t.adam_->set_norm_ranks(ranks.tensor.ranks);
-  TE_FL_ASSIGN_OR_RETURN(t.data_parallel_,
-                         nn::DataParallel::create(t.model_->parameters(), ranks.data));
   if (!options.load.empty()) {
     TE_FL_ASSIGN_OR_RETURN(
         const nn::Metadata metadata,
@@ -155,7 +157,7 @@ Result<std::string> Trainer::sample() {
 }
 
 Status Trainer::save() const {
-  if (ranks_.data_rank() != 0) return {};  // the others have the same
+  if (ranks_.data_rank() != 0 && !options_.zero) return {};  // the others have the same
   return nn::save_checkpoint(options_.save, ranks_.tensor, *model_, adam_.get(),
                              {{"recipe", options_.recipe}, {"style", options_.style}});
 }
@@ -180,6 +182,8 @@ Result<std::vector<Tensor>> Trainer::compute() {
       TE_FL_RETURN_IF_ERROR(fp8.exit());
     }
     TE_FL_ASSIGN_OR_RETURN(const Tensor dlogits, model_->loss().backward(contexts.loss));
+    std::optional<nn::DataParallel::LastBackward> last;
+    if (i + 1 == m) last.emplace(data_parallel_->last_backward());
     TE_FL_RETURN_IF_ERROR(model_->backward(dlogits, contexts));
   }
   TE_FL_RETURN_IF_ERROR(nn::backward_end());

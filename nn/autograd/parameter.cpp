@@ -53,6 +53,7 @@ void wrote(Parameter& parameter) {
   touch(&parameter, state, parameter.grad, true);
   state.grad_written = true;
   state.grad_stale = state.grad_cleared = false;
+  if (state.listener != nullptr) state.listener->wrote(state.listeners_number);
 }
 
 Status check_writable(std::string_view who, std::string_view name, const Parameter& parameter) {
@@ -75,6 +76,7 @@ Status Parameter::clear_grad() {
   detail::touch(this, *state_, grad, false);
   state_->grad_written = false;
   state_->grad_stale = state_->grad_cleared = true;
+  if (state_->listener != nullptr) state_->listener->cleared();
   return {};
 }
 

@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 
+#include "nn/autograd/gradient_listener.hpp"
 #include "nn/fp8/fp8_values.hpp"
 #include "nn/fp8/scale_updates.hpp"
 #include "nn/fp8/weight_copy.hpp"
@@ -33,6 +34,11 @@ struct ParameterState {
   // The list in which the last FP8 backward that wrote grad noted the scales to update. The
   // optimizer makes those updates if no one else has.
   std::shared_ptr<GradientUpdates> gradient_updates;
+  GradientListener* listener = nullptr;  // knows the gradient by this number; null: nobody listens
+  size_t listeners_number = 0;
+  // The ranks divide the gradient (DataParallelOptions::zero): after the average each has the mean
+  // of a part of it, which is for the optimizer that was created with the same listener.
+  bool grad_divided = false;
 };
 
 }  // namespace te_fl::nn::detail

@@ -2,6 +2,7 @@
 #include <charconv>
 
 #include "nn/base/tensor_ops.hpp"
+#include "nn/files/optimizer_files.hpp"
 #include "nn/files/shard_files.hpp"
 #include "te_fl/nn/autograd/context.hpp"
 #include "te_fl/nn/files/safetensors.hpp"
@@ -10,7 +11,6 @@ namespace te_fl::nn {
 namespace {
 
 constexpr std::string_view kOptimizerPrefix = "optimizer.";
-constexpr const char* kSteps = "te_fl.optimizer_steps";
 constexpr const char* kSeed = "te_fl.rng_seed";
 constexpr const char* kOffset = "te_fl.rng_offset";
 
@@ -41,6 +41,8 @@ Result<Copies> match_optimizer(const std::vector<NamedTensor>& tensors, const Op
   for (const NamedTensor& t : tensors) {
     if (of_optimizer(t.name)) in_file.emplace(t.name, &t.tensor);
   }
+  std::map<std::string, StatePart> parts;
+  for (StatePart& part : optimizer.state_parts()) parts.emplace(part.name, std::move(part));
   Copies copies;
   for (const NamedTensor& target : optimizer.state()) {
     auto found = in_file.find(target.name);
@@ -49,16 +51,29 @@ Result<Copies> match_optimizer(const std::vector<NamedTensor>& tensors, const Op
                                                " is missing; the optimizer needs it as " +
                                                target.tensor.describe());
     }
-    const Tensor& tensor = *found->second;
-    if (tensor.dtype() != target.tensor.dtype() ||
-        !std::ranges::equal(tensor.shape(), target.tensor.shape())) {
+    Tensor tensor = *found->second;
+    const auto part = parts.find(detail::parameter_of(target.name));
+    const std::span<const int64_t> shape =
+        part == parts.end() ? target.tensor.shape() : std::span<const int64_t>(part->second.shape);
+    if (tensor.dtype() != target.tensor.dtype() || !std::ranges::equal(tensor.shape(), shape)) {
       return invalid_argument(path + ": tensor " + target.name + " is " + tensor.describe() +
-                              "; it must be " + target.tensor.describe());
+                              "; it must be " +
+                              (part == parts.end() ? target.tensor.describe()
+                                                   : "f32 of the shape of " + part->second.name));
+    }
+    if (part != parts.end()) {
+      TE_FL_ASSIGN_OR_RETURN(tensor, tensor.view({-1}));
+      TE_FL_ASSIGN_OR_RETURN(tensor, tensor.slice(0, part->second.begin, part->second.end));
     }
     TE_FL_ASSIGN_OR_RETURN(Tensor staged, tensor.to(target.tensor.device()));
     copies.emplace_back(std::move(staged), target.tensor);
     in_file.erase(found);
   }
+  // Other ranks have the state of parameters of which this one has an empty part.
+  std::erase_if(in_file, [&](const auto& t) {
+    const auto part = parts.find(detail::parameter_of(t.first));
+    return part != parts.end() && part->second.begin == part->second.end;
+  });
   if (!in_file.empty()) {
     return Status(StatusCode::kNotFound,
                   path + ": tensor " + in_file.begin()->first +
@@ -74,7 +89,6 @@ namespace {
 
 Status write_checkpoint(const std::string& path, const Module& module, const Optimizer* optimizer,
                         const Metadata& metadata, const Metadata& places) {
-  std::vector<NamedTensor> tensors = module.state();
   Metadata all = metadata;
   all.insert(places.begin(), places.end());
   for (const auto& [key, value] : metadata) {
@@ -83,10 +97,17 @@ Status write_checkpoint(const std::string& path, const Module& module, const Opt
                               "\" begins with \"te_fl.\", which is reserved");
     }
   }
+  std::vector<NamedTensor> tensors = module.state();
   if (optimizer != nullptr) {
-    std::vector<NamedTensor> state = optimizer->state();
-    tensors.insert(tensors.end(), state.begin(), state.end());
-    all[kSteps] = std::to_string(optimizer->steps());
+    all[detail::kOptimizerSteps] = std::to_string(optimizer->steps());
+    if (optimizer->state_ranks() > 1) {
+      TE_FL_RETURN_IF_ERROR(detail::save_optimizer_part(path, *optimizer));
+      if (optimizer->state_rank() > 0) return {};  // the module is the same on all of them
+      all[detail::kOptimizerParts] = std::to_string(optimizer->state_ranks());
+    } else {
+      std::vector<NamedTensor> state = optimizer->state();
+      tensors.insert(tensors.end(), state.begin(), state.end());
+    }
   }
   const RandomPosition random = Context::current().random();
   all[kSeed] = std::to_string(random.seed);
@@ -103,7 +124,7 @@ Result<Metadata> restore(SafetensorsFile file, const std::string& path, Module& 
   uint64_t steps = 0;
   Copies copies;
   if (optimizer != nullptr) {
-    TE_FL_ASSIGN_OR_RETURN(steps, number(file.metadata, kSteps, path));
+    TE_FL_ASSIGN_OR_RETURN(steps, number(file.metadata, detail::kOptimizerSteps, path));
     TE_FL_ASSIGN_OR_RETURN(copies, match_optimizer(file.tensors, *optimizer, path));
   }
   TE_FL_RETURN_IF_ERROR(module.load_state(file.tensors, path, of_optimizer));
@@ -123,6 +144,7 @@ Status save_checkpoint(const std::string& path, const Module& module, const Opti
 
 Result<Metadata> load_checkpoint(const std::string& path, Module& module, Optimizer* optimizer) {
   TE_FL_ASSIGN_OR_RETURN(SafetensorsFile file, load_safetensors(path));
+  if (optimizer != nullptr) TE_FL_RETURN_IF_ERROR(detail::join_optimizer(path, file));
   return restore(std::move(file), path, module, optimizer);
 }
 
@@ -135,9 +157,9 @@ Status save_checkpoint(const std::string& path, const TensorParallel& parallel,
 
 Result<Metadata> load_checkpoint(const std::string& path, const TensorParallel& parallel,
                                  Module& module, Optimizer* optimizer) {
-  TE_FL_ASSIGN_OR_RETURN(
-      SafetensorsFile file,
-      detail::load_shards(path, parallel.rank(), parallel.size(), module.parameters()));
+  TE_FL_ASSIGN_OR_RETURN(SafetensorsFile file,
+                         detail::load_shards(path, parallel.rank(), parallel.size(),
+                                             module.parameters(), optimizer != nullptr));
   return restore(std::move(file), path, module, optimizer);
 }
 

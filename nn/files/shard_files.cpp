@@ -8,6 +8,7 @@
 #include <set>
 #include <utility>
 
+#include "nn/files/optimizer_files.hpp"
 #include "te_fl/nn/files/sharded_safetensors.hpp"
 
 namespace te_fl::nn::detail {
@@ -16,34 +17,9 @@ namespace {
 constexpr std::string_view kPrefix = "te_fl.shard.";
 
 std::string text_of(const Shard& shard) {
-  std::string text;
-  const auto list = [&](const Shape& values) {
-    for (size_t i = 0; i < values.size(); ++i)
-      text += (i > 0 ? "," : "") + std::to_string(values[i]);
-  };
-  list(shard.whole);
-  text += ";";
-  list(shard.begin);
-  text += ";";
   Shape rows;
   for (const Shard::Rows& r : shard.rows) rows.insert(rows.end(), {r.begin, r.count});
-  list(rows);
-  return text;
-}
-
-// The numbers of one list of text_of(); false if there is something else.
-bool parse_list(std::string_view text, Shape& values) {
-  while (!text.empty()) {
-    int64_t value = 0;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (error != std::errc() || value < 0) return false;
-    values.push_back(value);
-    text.remove_prefix(static_cast<size_t>(end - text.data()));
-    if (text.empty()) return true;
-    if (text.front() != ',' || text.size() == 1) return false;
-    text.remove_prefix(1);
-  }
-  return true;
+  return list_text(shard.whole) + ";" + list_text(shard.begin) + ";" + list_text(rows);
 }
 
 bool parse(std::string_view text, Shard& shard) {
@@ -98,14 +74,6 @@ bool copy_part(const Tensor& whole, const Tensor& part, const Shard& shard, bool
   return true;
 }
 
-// The parameter that a tensor of a checkpoint belongs to: "optimizer.exp_avg.NAME" to NAME.
-std::string parameter_of(const std::string& name) {
-  constexpr std::string_view kOptimizer = "optimizer.";
-  if (!name.starts_with(kOptimizer)) return name;
-  const size_t dot = name.find('.', kOptimizer.size());
-  return dot == name.npos ? name : name.substr(dot + 1);
-}
-
 struct Source {
   std::string path;
   SafetensorsFile file;
@@ -141,12 +109,13 @@ Result<int> ranks_at(const std::string& path) {
   return *found.begin();
 }
 
-Result<std::vector<Source>> open_all(const std::string& path) {
+Result<std::vector<Source>> open_all(const std::string& path, bool optimizer) {
   TE_FL_ASSIGN_OR_RETURN(const int count, ranks_at(path));
   std::vector<Source> sources;
   for (int rank = 0; rank < count; ++rank) {
     Source source{shard_path(path, rank, count), {}, {}};
     TE_FL_ASSIGN_OR_RETURN(source.file, map_safetensors(source.path));
+    if (optimizer) TE_FL_RETURN_IF_ERROR(join_optimizer(source.path, source.file));
     for (const NamedTensor& t : source.file.tensors) source.tensors.emplace(t.name, t.tensor);
     sources.push_back(std::move(source));
   }
@@ -203,6 +172,33 @@ Result<Tensor> cut(const Tensor& whole, const Parameter& parameter, const std::s
 
 }  // namespace
 
+std::string list_text(std::span<const int64_t> values) {
+  std::string text;
+  for (size_t i = 0; i < values.size(); ++i) text += (i > 0 ? "," : "") + std::to_string(values[i]);
+  return text;
+}
+
+bool parse_list(std::string_view text, Shape& values) {
+  while (!text.empty()) {
+    int64_t value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error != std::errc() || value < 0) return false;
+    values.push_back(value);
+    text.remove_prefix(static_cast<size_t>(end - text.data()));
+    if (text.empty()) return true;
+    if (text.front() != ',' || text.size() == 1) return false;
+    text.remove_prefix(1);
+  }
+  return true;
+}
+
+std::string parameter_of(const std::string& name) {
+  constexpr std::string_view kOptimizer = "optimizer.";
+  if (!name.starts_with(kOptimizer)) return name;
+  const size_t dot = name.find('.', kOptimizer.size());
+  return dot == name.npos ? name : name.substr(dot + 1);
+}
+
 std::string shard_path(const std::string& path, int rank, int size) {
   if (size == 1) return path;
   return path + "." + std::to_string(rank) + "-of-" + std::to_string(size);
@@ -224,8 +220,8 @@ Result<Metadata> places_of(const std::vector<NamedParameter>& parameters) {
 }
 
 Result<SafetensorsFile> load_shards(const std::string& path, int rank, int size,
-                                    const std::vector<NamedParameter>& parameters) {
-  TE_FL_ASSIGN_OR_RETURN(const std::vector<Source> sources, open_all(path));
+                                    const std::vector<NamedParameter>& parameters, bool optimizer) {
+  TE_FL_ASSIGN_OR_RETURN(const std::vector<Source> sources, open_all(path, optimizer));
   const bool same = static_cast<int>(sources.size()) == size;
   if (same) return sources[static_cast<size_t>(rank)].file;
   std::map<std::string, const Parameter*> divided;

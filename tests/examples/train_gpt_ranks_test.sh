@@ -51,6 +51,13 @@ print(f"  validation losses {a:.4f} and {b:.4f}")
 sys.exit(abs(a - b) > 0.005 * a)
 PY
 
+"$launch" -n 2 -- "$train" "${small[@]}" --steps 20 --recipe none --dp 2 --zero --save "$work/zero" --json "$work/many-f32.json" >"$work/out" 2>&1 || fail "--zero: $(cat "$work/out")"
+losses f32 3e-5 && ok "--dp 2 --zero has the losses of one rank" || fail "--dp 2 --zero has other losses"
+"$train" "${small[@]}" --recipe none --steps 0 --load "$work/zero" --json "$work/loaded.json" >"$work/out" 2>&1 || fail "loading what --zero saved: $(cat "$work/out")"
+[ -f "$work/zero.optimizer.1-of-2" ] && grep -q 'at step 20' "$work/out" && ok "one rank loads what two with --zero have saved" || fail "--zero has saved something else: $(ls "$work") $(cat "$work/out")"
+"$train" "${small[@]}" --zero >"$work/out" 2>&1 && fail "--zero runs without --dp"
+grep -q -- '--zero .* --dp, which is 1' "$work/out" && ok "--zero without --dp is refused" || fail "--zero: $(cat "$work/out")"
+
 "$train" "${small[@]}" --tp 2 >"$work/out" 2>&1 && fail "--tp 2 runs on one rank"
 grep -q 'tools/launch.py -n 2' "$work/out" && ok "too few ranks are refused" || fail "too few ranks: $(cat "$work/out")"
 "$train" "${small[@]}" --dp 3 >"$work/out" 2>&1 && fail "--dp 3 divides 8 sequences"

@@ -59,6 +59,10 @@ TE_FL_API Status save_safetensors(const std::string& path, const std::vector<Nam
 // with "te_fl." are te-fl's. Reads what the current context's stream has written, as
 // load_checkpoint() writes in its order: call them in the training's ContextScope, or after its
 // stream was waited for (Stream::synchronize).
+//
+// Ranks that divide the optimizer's state (AdamOptions::zero) all call it: rank R of N writes its
+// part to PATH.optimizer.R-of-N, and the first one PATH as well. Saving is complete when all ranks
+// have returned. Any number of ranks loads these files, divided or not, and must see all of them.
 TE_FL_API Status save_checkpoint(const std::string& path, const Module& module,
                                  const Optimizer* optimizer = nullptr,
                                  const Metadata& metadata = {});

@@ -4,11 +4,13 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <vector>
 
 #include "te_fl/comm.hpp"
 #include "te_fl/nn/modules/module.hpp"
+#include "te_fl/nn/optim/data_parallel.hpp"
 
 namespace te_fl::nn {
 
@@ -24,6 +26,20 @@ TE_FL_API Result<float> clip_grad_norm(const std::vector<NamedParameter>& parame
 using DecayFilter = std::function<bool(std::string_view name, const Tensor& value)>;
 
 class LossScaler;
+
+namespace detail {
+class GradientBuckets;
+struct Gradients;
+struct OwnPart;
+}  // namespace detail
+
+// Says what an optimizer's state has of a parameter where ranks divide it (AdamOptions::zero): the
+// elements [begin, end) of the flattened parameter.
+struct StatePart {
+  std::string name;  // the parameter's
+  Shape shape;       // the whole's
+  int64_t begin = 0, end = 0;
+};
 
 // Parameters that an optimizer treats in another way than its options say.
 struct ParamGroup {
@@ -69,7 +85,8 @@ class TE_FL_API Optimizer {
   void set_lr(float lr) noexcept { lr_ = lr; }
   float lr() const noexcept { return lr_; }
   // Clips by the norm of whole gradients from now on, as clip_grad_norm() with `ranks`; their
-  // step() is a collective then. Null: this rank's parameters are whole.
+  // step() is a collective then. A LossScaler's step is left out by all of them if it is by one.
+  // Null: this rank's parameters are whole.
   void set_norm_ranks(std::shared_ptr<const Comm> ranks) { norm_ranks_ = std::move(ranks); }
   // ParamGroup::lr_scale of the options' `group`-th from now on. INVALID_ARGUMENT if there is none,
   // or the scale is negative or not finite.
@@ -80,8 +97,15 @@ class TE_FL_API Optimizer {
   // last_grad_norm() on the device, F32 [1], if capturable: item() reads it. Undefined otherwise.
   const Tensor& grad_norm() const noexcept;
 
-  // Tensors of the state by name ("optimizer.exp_avg.NAME", ...), sharing storage.
+  // Tensors of the state by name ("optimizer.exp_avg.NAME", ...), sharing storage: of the
+  // parameter's shape or, where ranks divide the state, this rank's part, flat, and none where that
+  // is empty.
   virtual std::vector<NamedTensor> state() const = 0;
+  // With AdamOptions::zero, the part that state() has of each parameter that was not frozen, which
+  // may be empty, and this rank among those that divide it; else none, and rank 0 of 1.
+  std::vector<StatePart> state_parts() const;
+  int state_rank() const noexcept;
+  int state_ranks() const noexcept;
   // For loading, after the state's tensors, and the parameters, were written: `steps` goes with
   // them, and the master weights are taken for those of the present values.
   void set_steps(int64_t steps) noexcept;
@@ -105,10 +129,16 @@ class TE_FL_API Optimizer {
   float group_lr(size_t index) const noexcept { return lr_ * lr_scales_[index]; }
   // INVALID_ARGUMENT names the field that is wrong.
   Status set_groups(const char* optimizer, const std::vector<ParamGroup>& groups);
+  // ZeRO: makes what follows be of this rank's parts. `zero` null: nothing happens.
+  // INVALID_ARGUMENT if it does not divide gradients, or not those of these parameters.
+  Status divide(const char* optimizer, std::shared_ptr<detail::GradientBuckets> zero);
   // `first`: nothing is there yet of what a step leaves to the next.
   virtual Status update(bool first) = 0;
 
   std::vector<NamedParameter> parameters_;
+  std::shared_ptr<detail::GradientBuckets> zero_;  // null: this rank updates all
+  // With zero_, what this rank updates of each parameter, null for frozen ones; else empty.
+  std::vector<const detail::OwnPart*> parts_;
   float lr_ = 0;
   float max_grad_norm_ = 0;
   float last_grad_norm_ = 0;
@@ -123,6 +153,7 @@ class TE_FL_API Optimizer {
   Status step(LossScaler* scaler);
   Status unscale(LossScaler& scaler);
   Status clip(const LossScaler* scaler);
+  detail::Gradients gradients() const;
   Status clip_on_device(const Tensor& noop);
   Status write_state();
   Status refresh_masters();
@@ -159,8 +190,14 @@ struct AdamOptions {
   // weight or the scales change after it was written (another training forward, load_state()). One
   // trace remains: the new weight's amax stands in the history's running row from the step on, also
   // if no FP8 forward follows. Of modules that share a weight the first has the copy. No graph can
-  // hold such a step, FAILED_PRECONDITION: which copies are fresh is known on the host only.
+  // hold such a step, FAILED_PRECONDITION: which copies are fresh is known on the host only. Not
+  // with `zero`.
   bool write_fp8_weights = false;
+  // ZeRO-1: the ranks of this DataParallel, which was created with the same parameters and
+  // DataParallelOptions::zero, divide the state and the update; step() is a collective then, and
+  // must follow average_gradients(). Each element is computed as without; only the norm that clips
+  // is summed up in another order. Read by create(); of one rank: as null.
+  const DataParallel* zero = nullptr;
 };
 
 class TE_FL_API Adam : public Optimizer {
