@@ -119,23 +119,6 @@ Status begin(const CollectiveCall& call, uint64_t& ticket) {
   return {};
 }
 
-// Marks what the call has enqueued. A device without events has none, and its provider alone sees
-// what hangs.
-void mark(Comm::Rep& rep, const CollectiveCall& call, const Step& step) {
-  if (rep.device.is_host() || call.capturing) return;
-  const std::lock_guard lock(rep.mutex);
-  Mark& mark = rep.oldest.set ? rep.newest : rep.oldest;
-  if (mark.event.get() == nullptr) {
-    Result<Event> made = Event::create(rep.device);
-    if (!made.ok()) return;
-    mark.event = std::move(made).value();
-  }
-  if (!mark.event.record(call.stream).ok()) return;
-  mark.step = step;
-  mark.since = Clock::now();
-  mark.set = true;
-}
-
 Status end(const CollectiveCall& call, uint64_t ticket, Status result) {
   if (ticket == 0) return result;
   const std::shared_ptr<Comm::Rep> rep = find(call.communicator.id);
@@ -150,7 +133,8 @@ Status end(const CollectiveCall& call, uint64_t ticket, Status result) {
     rep->running = false;
     if (!result.ok() && unheard) --last.number;  // nothing of it reached the others
   }
-  if (result.ok()) mark(*rep, call, step);
+  if (result.ok() && !wait_for_group(rep, call, step) && !call.capturing)
+    mark_enqueued(*rep, call.stream, step);
   rep->inside.store(false, std::memory_order_release);
   if (result.ok() || unheard) return result;
   // The others wait for what this rank has not done or have done what it has not seen.
@@ -177,6 +161,21 @@ std::string Step::text() const {
   for (int i = 0; i < rank; ++i)
     out += (i == 0 ? "" : ",") + std::to_string(shape[static_cast<size_t>(i)]);
   return out + "]";
+}
+
+void mark_enqueued(Comm::Rep& rep, void* stream, const Step& step) {
+  if (rep.device.is_host()) return;
+  const std::lock_guard lock(rep.mutex);
+  Mark& mark = rep.oldest.set ? rep.newest : rep.oldest;
+  if (mark.event.get() == nullptr) {
+    Result<Event> made = Event::create(rep.device);
+    if (!made.ok()) return;
+    mark.event = std::move(made).value();
+  }
+  if (!mark.event.record(stream).ok()) return;
+  mark.step = step;
+  mark.since = Clock::now();
+  mark.set = true;
 }
 
 void watch_calls() { core::g_collective_keeper.store(&kKeeper, std::memory_order_release); }

@@ -1,22 +1,96 @@
 // Collectives of one thread that begin together.
+#include <algorithm>
+
+#include "comm/calls.hpp"
 #include "comm/rep.hpp"
 #include "core/base/error_text.hpp"
 #include "te_fl/log.hpp"
 
 namespace te_fl {
+namespace comm {
 namespace {
+
+// A collective that its provider has been told of and has not begun.
+struct Pending {
+  std::shared_ptr<Comm::Rep> rep;
+  bool capturing = false;  // into a graph, where nothing runs yet
+  void* stream = nullptr;
+  Step step;
+};
+// The groups of a provider that are open on this thread.
+struct OpenGroup {
+  const registry::CommProvider* provider = nullptr;
+  int depth = 0;
+  std::vector<Pending> pending;
+};
+thread_local std::vector<OpenGroup> t_open;
+
+OpenGroup* open_group(const registry::CommProvider* provider) {
+  const auto found = std::find_if(t_open.begin(), t_open.end(),
+                                  [&](const OpenGroup& g) { return g.provider == provider; });
+  return found == t_open.end() ? nullptr : &*found;
+}
+
+void opened(const registry::CommProvider* provider) {
+  OpenGroup* group = open_group(provider);
+  if (group == nullptr) group = &t_open.emplace_back(OpenGroup{.provider = provider, .pending = {}});
+  ++group->depth;
+}
+
+// What begins now that the group closes; nothing before the outermost of nested ones does.
+std::vector<Pending> closed(const registry::CommProvider* provider) {
+  OpenGroup* group = open_group(provider);
+  if (--group->depth > 0) return {};
+  std::vector<Pending> pending = std::move(group->pending);
+  t_open.erase(t_open.begin() + (group - t_open.data()));
+  return pending;
+}
+
+// While the provider begins them the watchdog sees them as it sees a call.
+void set_running(const std::vector<Pending>& pending, bool running) {
+  for (const Pending& p : pending) {
+    const std::lock_guard lock(p.rep->mutex);
+    p.rep->running = running;
+    p.rep->since = Clock::now();
+  }
+}
+
+Status check_thread(const Comm::Rep& rep) {
+  if (open_group(rep.provider.get()) != nullptr) return {};
+  return failed_precondition(
+      "communicator '" + rep.name +
+      "': a group of collectives ends on a thread that began none; end it on "
+      "the thread of CommGroup::begin");
+}
 
 // Ends the group of the provider; the status is that of the collectives in it.
 Status end_group(const std::shared_ptr<Comm::Rep>& rep) {
+  const std::vector<Pending> pending = closed(rep->provider.get());
+  set_running(pending, true);
   core::ErrorText errors;
   const te_fl_status code = errors.call(
       [&] { return rep->provider->api.group_end(rep->provider->desc.self, errors.sink()); });
+  set_running(pending, false);
   Status status = errors.status(code, "communicator '" + rep->name + "': a group of collectives");
-  if (status.code() == StatusCode::kCommFailed) comm::fail_all(rep, status);
+  if (status.ok()) {
+    for (const Pending& p : pending)
+      if (!p.capturing) mark_enqueued(*p.rep, p.stream, p.step);
+  }
+  if (status.code() == StatusCode::kCommFailed) fail_all(rep, status);
   return status;
 }
 
 }  // namespace
+
+bool wait_for_group(const std::shared_ptr<Comm::Rep>& rep, const core::CollectiveCall& call,
+                    const Step& step) {
+  OpenGroup* group = open_group(rep->provider.get());
+  if (group == nullptr) return false;
+  group->pending.push_back({rep, call.capturing, call.stream, step});
+  return true;
+}
+
+}  // namespace comm
 
 Result<CommGroup> CommGroup::begin(const Comm& comm) {
   if (!comm) return invalid_argument("CommGroup::begin: the Comm is empty");
@@ -34,6 +108,7 @@ Result<CommGroup> CommGroup::begin(const Comm& comm) {
   const te_fl_status code =
       errors.call([&] { return api.group_start(rep->provider->desc.self, errors.sink()); });
   TE_FL_RETURN_IF_ERROR(errors.status(code, "communicator '" + rep->name + "': group_start"));
+  comm::opened(rep->provider.get());
   return CommGroup(rep);
 }
 
@@ -46,7 +121,8 @@ CommGroup::~CommGroup() {
 
 Status CommGroup::end() {
   if (rep_ == nullptr) return failed_precondition("CommGroup::end: the group has ended");
-  return end_group(std::exchange(rep_, nullptr));
+  TE_FL_RETURN_IF_ERROR(comm::check_thread(*rep_));
+  return comm::end_group(std::exchange(rep_, nullptr));
 }
 
 }  // namespace te_fl

@@ -119,7 +119,8 @@ class Comm {
 
 // Collectives of the communicator's provider that the calling thread calls inside begin together:
 // sends and receives do not wait for each other's order. end() gives the status of the whole; left
-// without it, by an exception or an early return, what was begun is ended and its status logged.
+// without it, by an exception or an early return, what was begun is ended and its status logged. It
+// ends on the thread that began it.
 class [[nodiscard]] CommGroup {
  public:
   TE_FL_API static Result<CommGroup> begin(const Comm& comm);

@@ -1,0 +1,135 @@
+// Tests of groups of collectives over a provider that begins them when the group ends, as NCCL
+// does, and of what the watchdog sees of one that hangs there.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "registry/comm_providers.hpp"
+#include "support/expect.hpp"
+#include "te_fl/backend.hpp"
+#include "te_fl/comm.hpp"
+#include "te_fl/op_manager.hpp"
+#include "te_fl/ops.hpp"
+#include "te_fl/tensor.hpp"
+
+namespace te_fl {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using std::chrono::steady_clock;
+
+// One rank whose broadcasts do nothing. A group that hangs ends when the communicator is aborted,
+// or after five seconds, as if nothing had been.
+struct Telegraph {
+  std::atomic<bool> hangs{false}, aborted{false};
+  std::atomic<int> open{0};
+};
+Telegraph g_wire;
+
+te_fl_status group_start(void*, const te_fl_error_sink*) {
+  ++g_wire.open;
+  return TE_FL_OK;
+}
+te_fl_status group_end(void*, const te_fl_error_sink*) {
+  --g_wire.open;
+  const auto end = steady_clock::now() + seconds(5);
+  while (g_wire.hangs && !g_wire.aborted && steady_clock::now() < end)
+    std::this_thread::sleep_for(milliseconds(5));
+  return g_wire.aborted ? TE_FL_COMM_FAILED : TE_FL_OK;
+}
+void broadcast(const te_fl_context&, const te_fl_broadcast_args&) {}
+
+class Groups : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    g_wire.hangs = g_wire.aborted = false;
+    g_wire.open = 0;
+    api.create = [](void*, const te_fl_comm_config*, void** comm, const te_fl_error_sink*) {
+      *comm = &g_wire;
+      return te_fl_status{TE_FL_OK};
+    };
+    api.destroy = [](void*) {};
+    api.abort = [](void*) { g_wire.aborted = true; };
+    api.group_start = group_start;
+    api.group_end = group_end;
+    te_fl_comm_desc provider;
+    provider.name = "telegraph";
+    provider.kind = TE_FL_KIND_VENDOR;
+    provider.device_types = 1u << TE_FL_DEVICE_CPU;
+    provider.api = &api;
+    const te_fl_comm_desc* const list[] = {&provider};
+    ASSERT_OK(registry::add_comm_providers(list, "wires", "acme", "1.0", nullptr));
+    const te_fl_op_desc op{
+        .op_name = "broadcast",
+        .impl_id = "vendor.telegraph",
+        .kind = TE_FL_KIND_VENDOR,
+        .flags = TE_FL_OP_THREAD_SAFE,
+        .dtypes = TE_FL_BIT(TE_FL_F32),
+        .scalings = TE_FL_BIT(TE_FL_SCALING_NONE),
+        .device_types = uint64_t{1} << TE_FL_DEVICE_CPU,
+        .run = backend::run_thunk<te_fl_broadcast_args, broadcast>,
+    };
+    ASSERT_OK(OpManager::instance().registry().register_op(op, "wires", "acme"));
+  }
+  void TearDown() override {
+    EXPECT_OK(OpManager::instance().registry().unregister_owner("wires"));
+    EXPECT_OK(registry::remove_comm_providers("wires"));
+  }
+  static Comm made() {
+    CommOptions o;
+    o.provider = "telegraph";
+    o.name = "wire";
+    o.timeout = milliseconds(100);
+    Result<Comm> comm = Comm::create(o);
+    EXPECT_OK(comm);
+    return comm.ok() ? std::move(comm).value() : Comm();
+  }
+  static Status call(const Comm& comm, const Tensor& t) {
+    return ops::broadcast({.data = t, .comm = comm.c()});
+  }
+  te_fl_comm_api api;
+  Tensor data = Tensor::zeros({3}, DType::kF32).value();
+};
+
+TEST_F(Groups, OneThatHangsFailsAfterTheTimeOut) {
+  const Comm comm = made();
+  ASSERT_TRUE(comm);
+  CommGroup group = std::move(CommGroup::begin(comm)).value();
+  ASSERT_OK(call(comm, data));
+  g_wire.hangs = true;
+  const auto start = steady_clock::now();
+  EXPECT_FAILS(group.end(), kCommFailed, "");
+  EXPECT_LT(steady_clock::now() - start, seconds(4));
+  EXPECT_FAILS(comm.status(), kCommFailed,
+               "broadcast number 1 of f32[3] did not end within 100 ms");
+  EXPECT_FAILS(call(comm, data), kCommFailed, "did not end");
+}
+
+TEST_F(Groups, WithoutCollectivesAreNotWatched) {
+  const Comm comm = made();
+  ASSERT_TRUE(comm);
+  CommGroup outer = std::move(CommGroup::begin(comm)).value();
+  CommGroup inner = std::move(CommGroup::begin(comm)).value();
+  EXPECT_OK(inner.end());
+  EXPECT_OK(outer.end());
+  EXPECT_EQ(g_wire.open, 0);
+  EXPECT_OK(call(comm, data)) << "and what follows is in none";
+  EXPECT_OK(comm.status());
+}
+
+TEST_F(Groups, EndOnTheThreadThatBeganThem) {
+  const Comm comm = made();
+  ASSERT_TRUE(comm);
+  CommGroup group = std::move(CommGroup::begin(comm)).value();
+  ASSERT_OK(call(comm, data));
+  std::thread([&] {
+    EXPECT_FAILS(group.end(), kFailedPrecondition, "end it on the thread of CommGroup::begin");
+  }).join();
+  EXPECT_OK(group.end());
+  EXPECT_EQ(g_wire.open, 0);
+}
+
+}  // namespace
+}  // namespace te_fl
