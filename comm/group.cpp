@@ -33,7 +33,8 @@ OpenGroup* open_group(const registry::CommProvider* provider) {
 
 void opened(const registry::CommProvider* provider) {
   OpenGroup* group = open_group(provider);
-  if (group == nullptr) group = &t_open.emplace_back(OpenGroup{.provider = provider, .pending = {}});
+  if (group == nullptr)
+    group = &t_open.emplace_back(OpenGroup{.provider = provider, .pending = {}});
   ++group->depth;
 }
 
