@@ -13,8 +13,6 @@
 namespace te_fl::nn::detail {
 namespace {
 
-constexpr int64_t kInputSlot = 0;
-constexpr int64_t kWeightSlot = 1;
 constexpr int64_t kGradSlot = 0;
 
 // Partial sums stay in full precision where it matters: always in gradients and with block scaling.
@@ -92,6 +90,10 @@ Status check_codes(const GemmUnit::Use& use, const Tensor& x, bool columns) {
 }  // namespace
 
 Result<Tensor> GemmUnit::prepare_input(Use& use, const Tensor& x) {
+  return spec_.input_rows == nullptr ? whole_input(use, x) : gathered_input(use, x);
+}
+
+Result<Tensor> GemmUnit::whole_input(Use& use, const Tensor& x) {
   if (!x.quantized()) use.dx_dtype = x.dtype();
   if (x.quantized()) {
     TE_FL_RETURN_IF_ERROR(check_codes(use, x, use.wgrad));
@@ -314,7 +316,7 @@ Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOpt
 void GemmUnit::keep(Use& use, const Tensor& input, const Tensor& weight) const {
   if (!use.training) return;
   const auto read = [](const Tensor& t) { return t.quantized() ? t.columnwise_only() : t; };
-  if (use.wgrad) use.input = read(input);
+  if (use.wgrad && !use.part.defined()) use.input = read(input);
   if (weight.raw_data() != weight_->value.raw_data()) use.weight = read(weight);
 }
 
@@ -366,7 +368,7 @@ Status GemmUnit::check_unchanged(const Use& use) const {
   return !use.weight.defined() ? nn::detail::check_unchanged(*weight_, use.version) : Status();
 }
 
-Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
+Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows, bool columnwise) {
   if (use.mode.delayed() != nullptr) {
     // The gradient has been cleared since amaxes were collected: another step has begun, and nobody
     // ended that one's backward. Of a frozen weight that cannot be told, and a gradient that was
@@ -382,11 +384,15 @@ Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows) {
   }
   const std::array<int64_t, 2> shape = {rows, spec_.out};
   return empty_quantized(*use.mode.recipe, Role::kGradient, shape,
-                         {.rowwise = true, .columnwise = wants_wgrad(use)}, spec_.device,
-                         *backward_, kGradSlot);
+                         {.rowwise = true, .columnwise = columnwise}, spec_.device, *backward_,
+                         kGradSlot);
 }
 
 Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& dy) {
+  return spec_.gradient_rows == nullptr ? whole_grad(use, dy) : gathered_grad(use, dy);
+}
+
+Result<GemmUnit::Gradient> GemmUnit::whole_grad(const Use& use, const Tensor& dy) {
   Gradient grad;
   if (dy.quantized()) {
     const bool columns = wants_wgrad(use) || wants_bias_grad();  // they come with its sums
@@ -485,7 +491,7 @@ Status GemmUnit::sum_bias_grad(const Tensor& dy) {
 Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {
   if (!delayed_->enabled()) return run_wgrad(use, grad);
   Use read = use;
-  read.weight = Tensor();
+  read.weight = read.part = Tensor();
   ++weight_->internals().delayed_wgrads;
   delayed_->add([this, read = std::move(read), grad] {
     --weight_->internals().delayed_wgrads;
@@ -512,14 +518,6 @@ Status GemmUnit::run_wgrad(const Use& use, const Gradient& grad) {
   wrote(*weight_);
   if (with_bias) wrote(*bias_);
   return {};
-}
-
-Result<Tensor> GemmUnit::backward(const Use& use, const Tensor& dy, const Tensor* into) {
-  TE_FL_RETURN_IF_ERROR(check_unchanged(use));
-  TE_FL_ASSIGN_OR_RETURN(Gradient grad, prepare_grad(use, dy));
-  TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad.tensor, into));
-  TE_FL_RETURN_IF_ERROR(wgrad(use, grad));
-  return dx;
 }
 
 }  // namespace te_fl::nn::detail

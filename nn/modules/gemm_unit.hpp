@@ -1,11 +1,13 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "nn/autograd/delayed_wgrad.hpp"
 #include "nn/fp8/autocast.hpp"
 #include "nn/fp8/fp8_state.hpp"
 #include "nn/fp8/weight_copy.hpp"
+#include "nn/modules/gathered_rows.hpp"
 #include "te_fl/nn/modules/module.hpp"
 #include "te_fl/ops/gemm.h"
 
@@ -26,6 +28,9 @@ class GemmUnit {
     // The product is one of several ranks' whose sum is the map's: forward() leaves out the bias,
     // which comes after the sum, and backward() has its gradient all the same.
     bool partial = false;
+    // The ranks that have parts of the rows, of the input or of the output and its gradient: x of
+    // prepare_input() and dx of the backward are this rank's rows, or dy of prepare_grad() is.
+    std::shared_ptr<SequenceRanks> input_rows, gradient_rows;
   };
 
   // Holds what one forward decided and kept.
@@ -35,6 +40,7 @@ class GemmUnit {
     bool wgrad = false;            // the weight's gradient is wanted
     bool unscaled = false;         // no amax has set the scales, which may saturate
     Tensor input;                  // quantised or of the activation dtype; with wgrad only
+    Tensor part;                   // this rank's rows of it, which a backward gathers again
     Tensor weight;                 // likewise; undefined if it is the parameter's own value
     uint64_t version = 0;          // of the parameter at the forward
     DType dx_dtype = DType::kF32;  // of the input's gradient: the dtype that the input came in
@@ -58,9 +64,9 @@ class GemmUnit {
   // A tensor [rows, in] for a producer to write the GEMM's input into: quantised under FP8, else
   // high precision.
   Result<Tensor> input_buffer(const Use& use, int64_t rows);
-  // `x` [rows, in] as the GEMM wants it: quantised, or cast to the activation dtype; its gradient
-  // will have x's dtype. Row-wise codes are taken as they are; for training they bring room for the
-  // column-wise copy.
+  // `x` [rows, in] as the GEMM wants it: quantised, or cast to the activation dtype, and of all
+  // ranks' rows where they have parts; its gradient will have x's dtype. Row-wise codes are taken
+  // as they are; for training they bring room for the column-wise copy.
   Result<Tensor> prepare_input(Use& use, const Tensor& x);
   // input W^T + b (+ residual, [rows, out]), [rows, out] in the activation dtype, or in `into`.
   // `input` came from input_buffer() or prepare_input().
@@ -80,13 +86,15 @@ class GemmUnit {
   // changed since the forward. First in a backward, before anything is written.
   Status check_unchanged(const Use& use) const;
   // A quantised tensor [rows, out] for a producer of the output gradient; FP8 only.
-  Result<Tensor> grad_buffer(const Use& use, int64_t rows);
+  Result<Tensor> grad_buffer(const Use& use, int64_t rows) {
+    return grad_buffer(use, rows, wants_wgrad(use));
+  }
   struct Gradient {
     Tensor tensor;           // quantised or of the activation dtype
     bool bias_done = false;  // the bias gradient is already accumulated, or not wanted
   };
-  // dy [rows, out] as the backward GEMMs want it. Row-wise codes are taken as they are and
-  // bring room for the column-wise copy.
+  // dy [rows, out] as the backward GEMMs want it, of all ranks' rows. Row-wise codes are taken as
+  // they are and bring room for the column-wise copy.
   Result<Gradient> prepare_grad(const Use& use, const Tensor& dy);
   // dy W, [rows, in] in Use::dx_dtype, or in `into`.
   Result<Tensor> dgrad(const Use& use, const Tensor& grad, const Tensor* into = nullptr);
@@ -98,14 +106,28 @@ class GemmUnit {
   // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done; neither
   // for frozen parameters. Where they are delayed, leaves that to delayed().
   Status wgrad(const Use& use, const Gradient& grad);
-  // prepare_grad, dgrad, wgrad. [rows, out] -> [rows, in].
+  // dgrad, wgrad. Where ranks have parts of the input's rows, its gather runs beside dgrad, and
+  // that of the result's sum over the ranks beside wgrad; the result is this rank's rows.
+  Result<Tensor> products(const Use& use, const Gradient& grad, const Tensor* into = nullptr);
+  // prepare_grad, products. [rows, out] -> [rows, in].
   Result<Tensor> backward(const Use& use, const Tensor& dy, const Tensor* into = nullptr);
 
  private:
+  static constexpr int64_t kInputSlot = 0, kWeightSlot = 1;  // of the forward state
   bool wants_wgrad(const Use& use) const { return use.wgrad && weight_->requires_grad; }
   bool wants_bias_grad() const {
     return bias_ != nullptr && spec_.adds_bias && bias_->requires_grad;
   }
+  // prepare_input() and prepare_grad() of all rows, and of this rank's part of them.
+  Result<Tensor> whole_input(Use& use, const Tensor& x);
+  Result<Gradient> whole_grad(const Use& use, const Tensor& dy);
+  Result<Tensor> gathered_input(Use& use, const Tensor& x);
+  Result<Gradient> gathered_grad(const Use& use, const Tensor& dy);
+  // x in codes that the ranks gather; see gathers_codes().
+  Result<Tensor> part_of_input(const Use& use, const Tensor& x);
+  Result<Tensor> grad_buffer(const Use& use, int64_t rows, bool columnwise);
+  // wgrad() of the input that the ranks gather.
+  Status wgrad_of(const Use& use, const Gradient& grad, RowGather& input);
   // Keeps what backward reads: of a quantised operand the column-wise copy.
   void keep(Use& use, const Tensor& input, const Tensor& weight) const;
   Status run_wgrad(const Use& use, const Gradient& grad);

@@ -110,22 +110,26 @@ Linear::~Linear() = default;
 
 Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
   std::unique_ptr<Linear> linear(new Linear);
-  TE_FL_ASSIGN_OR_RETURN(
-      linear->gemm_, detail::make_gemm({.module = "Linear",
-                                        .in = options.in_features,
-                                        .out = options.out_features,
-                                        .bias = options.bias,
-                                        .param_dtype = options.param_dtype,
-                                        .activation_dtype = options.activation_dtype,
-                                        .device = options.device,
-                                        .seed = options.seed,
-                                        .init_std = options.init_std,
-                                        .shard = options.shard,
-                                        .high_precision = options.high_precision,
-                                        .tied_weight = options.tied_weight,
-                                        .return_bias = options.return_bias,
-                                        .partial = options.parallel.divides() &&
-                                                   options.parallel_mode == ParallelMode::kRow}));
+  const auto ranks = detail::sequence_ranks_of(options.parallel);
+  const bool column = options.parallel_mode == ParallelMode::kColumn;
+  const bool row = options.parallel_mode == ParallelMode::kRow;
+  TE_FL_ASSIGN_OR_RETURN(linear->gemm_,
+                         detail::make_gemm({.module = "Linear",
+                                            .in = options.in_features,
+                                            .out = options.out_features,
+                                            .bias = options.bias,
+                                            .param_dtype = options.param_dtype,
+                                            .activation_dtype = options.activation_dtype,
+                                            .device = options.device,
+                                            .seed = options.seed,
+                                            .init_std = options.init_std,
+                                            .shard = options.shard,
+                                            .high_precision = options.high_precision,
+                                            .tied_weight = options.tied_weight,
+                                            .return_bias = options.return_bias,
+                                            .partial = options.parallel.divides() && row,
+                                            .input_rows = column ? ranks : nullptr,
+                                            .gradient_rows = row ? ranks : nullptr}));
   if (options.parallel.divides()) {
     linear->parallel_ = options.parallel;
     linear->mode_ = options.parallel_mode;
@@ -183,9 +187,6 @@ Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& 
                          detail::output_shape(parallel_, mode_, x.shape(), "Linear"));
   if (split_ != nullptr) TE_FL_RETURN_IF_ERROR(split_->gather());
   TE_FL_ASSIGN_OR_RETURN(record->use, gemm_->begin(ctx != nullptr));
-  if (mode_ == ParallelMode::kColumn) {
-    TE_FL_ASSIGN_OR_RETURN(flat, detail::whole_rows(parallel_, flat));
-  }
   TE_FL_ASSIGN_OR_RETURN(Tensor input, gemm_->prepare_input(record->use, flat));
   TE_FL_ASSIGN_OR_RETURN(
       const Tensor added,
@@ -214,9 +215,6 @@ Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx, const Tensor* into) 
   TE_FL_RETURN_IF_ERROR(
       detail::check_gradient(dy, record.output_shape, gemm_->spec().out, "Linear"));
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(dy, gemm_->spec().out, "Linear: dy"));
-  if (mode_ == ParallelMode::kRow) {
-    TE_FL_ASSIGN_OR_RETURN(flat, detail::whole_rows(parallel_, flat));
-  }
   TE_FL_ASSIGN_OR_RETURN(const Tensor out,
                          result_matrix(into, record.shape, gemm_->spec().in, "Linear: into"));
   if (mode_ == ParallelMode::kColumn) {
@@ -224,7 +222,7 @@ Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx, const Tensor* into) 
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor dx,
                          backward_of(*gemm_, split_.get(), record.use, flat, if_defined(out)));
-  if (mode_ == ParallelMode::kColumn) {
+  if (mode_ == ParallelMode::kColumn && !parallel_.divides_sequence()) {
     TE_FL_ASSIGN_OR_RETURN(dx, detail::summed(parallel_, dx));
   }
   return dx.view(record.shape);
@@ -244,18 +242,20 @@ Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
                                                .param_dtype = options.param_dtype,
                                                .activation_dtype = options.activation_dtype,
                                                .device = options.device}));
-  TE_FL_ASSIGN_OR_RETURN(module->gemm_,
-                         detail::make_gemm({.module = "LayerNormLinear",
-                                            .in = options.in_features,
-                                            .out = options.out_features,
-                                            .bias = options.bias,
-                                            .param_dtype = options.param_dtype,
-                                            .activation_dtype = options.activation_dtype,
-                                            .device = options.device,
-                                            .seed = options.seed,
-                                            .init_std = options.init_std,
-                                            .shard = options.shard,
-                                            .return_bias = options.return_bias}));
+  TE_FL_ASSIGN_OR_RETURN(
+      module->gemm_,
+      detail::make_gemm({.module = "LayerNormLinear",
+                         .in = options.in_features,
+                         .out = options.out_features,
+                         .bias = options.bias,
+                         .param_dtype = options.param_dtype,
+                         .activation_dtype = options.activation_dtype,
+                         .device = options.device,
+                         .seed = options.seed,
+                         .init_std = options.init_std,
+                         .shard = options.shard,
+                         .return_bias = options.return_bias,
+                         .input_rows = detail::sequence_ranks_of(options.parallel)}));
   if (options.parallel.divides()) module->parallel_ = options.parallel;
   detail::mark_partial(options.parallel, module->norm_->weight().get());
   detail::mark_partial(options.parallel, module->norm_->bias().get());
@@ -321,7 +321,9 @@ Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tenso
       detail::residual_matrix(layernorm_output_grad, record.shape, gemm_->spec().in,
                               "LayerNormLinear: layernorm_output_grad"));
   TE_FL_ASSIGN_OR_RETURN(Tensor dz, backward_of(*gemm_, split_.get(), record.use, flat));
-  TE_FL_ASSIGN_OR_RETURN(dz, detail::summed(parallel_, dz));
+  if (!parallel_.divides_sequence()) {
+    TE_FL_ASSIGN_OR_RETURN(dz, detail::summed(parallel_, dz));
+  }
   if (past.defined()) TE_FL_RETURN_IF_ERROR(detail::add(dz, past, dz));
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, norm_->backward(dz, record.norm, if_defined(residual)));
   return dx.view(record.shape);

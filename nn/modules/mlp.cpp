@@ -1,6 +1,7 @@
 #include "te_fl/nn/modules/mlp.hpp"
 
 #include <string>
+#include <utility>
 
 #include "nn/autograd/ctx.hpp"
 #include "nn/autograd/gradients.hpp"
@@ -69,8 +70,7 @@ Result<Tensor> LayerNormMLP::Impl::normed(MlpRecord& record, const Tensor& x,
     return invalid_argument(
         "LayerNormMLP: layernorm_output is wanted and normalizes is false; x itself is normalised");
   }
-  TE_FL_ASSIGN_OR_RETURN(const Tensor whole, detail::whole_rows(parallel, x));
-  return fc1->prepare_input(record.fc1, whole);
+  return fc1->prepare_input(record.fc1, x);
 }
 
 Status LayerNormMLP::Impl::widen(MlpRecord& record, const Tensor& normed,
@@ -199,8 +199,10 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
                            .device = options.device,
                            .seed = init::subseed(options.seed, 1),
                            .init_std = options.init_std};
+  gemm.input_rows = detail::sequence_ranks_of(options.parallel);
   TE_FL_ASSIGN_OR_RETURN(gemm.shard, fc1_shard(options));
   TE_FL_ASSIGN_OR_RETURN(impl.fc1, detail::make_gemm(gemm));
+  gemm.gradient_rows = std::exchange(gemm.input_rows, nullptr);
   gemm.in = options.ffn_hidden_size;
   gemm.out = options.hidden_size;
   gemm.bias = options.fc2_bias.value_or(options.bias);
@@ -281,7 +283,6 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   TE_FL_ASSIGN_OR_RETURN(const Tensor past,
                          detail::residual_matrix(layernorm_output_grad, record.shape, hidden,
                                                  "LayerNormMLP: layernorm_output_grad"));
-  TE_FL_ASSIGN_OR_RETURN(flat, detail::whole_rows(impl.parallel, flat));
   TE_FL_ASSIGN_OR_RETURN(auto d_out, impl.fc2->prepare_grad(record.fc2, flat));
   TE_FL_RETURN_IF_ERROR(impl.fc2->wgrad(record.fc2, d_out));
   record.fc2.input = Tensor();
@@ -289,9 +290,10 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   record.fc2 = {};
   d_out = {};
   record.pre = Tensor();
-  TE_FL_ASSIGN_OR_RETURN(Tensor d_normed, impl.fc1->dgrad(record.fc1, d_pre.tensor));
-  TE_FL_RETURN_IF_ERROR(impl.fc1->wgrad(record.fc1, d_pre));
-  TE_FL_ASSIGN_OR_RETURN(d_normed, detail::summed(impl.parallel, d_normed));
+  TE_FL_ASSIGN_OR_RETURN(Tensor d_normed, impl.fc1->products(record.fc1, d_pre));
+  if (!impl.parallel.divides_sequence()) {
+    TE_FL_ASSIGN_OR_RETURN(d_normed, detail::summed(impl.parallel, d_normed));
+  }
   if (past.defined()) TE_FL_RETURN_IF_ERROR(detail::add(d_normed, past, d_normed));
   if (!impl.norm) {
     if (residual.defined()) TE_FL_RETURN_IF_ERROR(detail::add(d_normed, residual, d_normed));

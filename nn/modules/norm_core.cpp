@@ -131,8 +131,7 @@ Result<Tensor> normed_input(const NormCore& norm, GemmUnit& gemm, GemmUnit::Use&
   TE_FL_ASSIGN_OR_RETURN(const Tensor z, empty_like(x, gemm.spec().activation_dtype));
   TE_FL_RETURN_IF_ERROR(norm.forward(x, z, saved));
   if (high_precision != nullptr) *high_precision = z;
-  TE_FL_ASSIGN_OR_RETURN(const Tensor whole, whole_rows(parallel, z));
-  return gemm.prepare_input(use, whole);
+  return gemm.prepare_input(use, z);
 }
 
 }  // namespace detail

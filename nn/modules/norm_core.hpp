@@ -41,7 +41,7 @@ class NormCore {
 
 // norm(x) as the input of `gemm`'s product, which in FP8 the norm writes itself; unless
 // `high_precision` is not null, which then receives norm(x) in the activation dtype, or ranks
-// divide the rows, which they gather in that.
+// have parts of the rows, whose scale is all ranks'.
 Result<Tensor> normed_input(const NormCore& norm, GemmUnit& gemm, GemmUnit::Use& use,
                             const Tensor& x, NormCore::Saved& saved, Tensor* high_precision,
                             const TensorParallel& parallel);

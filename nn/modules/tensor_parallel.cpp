@@ -6,6 +6,7 @@
 
 #include "nn/autograd/parameter.hpp"
 #include "nn/base/tensor_ops.hpp"
+#include "nn/modules/gathered_rows.hpp"
 
 namespace te_fl::nn {
 namespace {
@@ -18,13 +19,42 @@ Status all_gather(const TensorParallel& parallel, const Tensor& from, const Tens
   return ops::all_gather(args, detail::call_options(from.device()));
 }
 
-Status all_reduce(const TensorParallel& parallel, const Tensor& data) {
+Status all_reduce(const TensorParallel& parallel, const Tensor& data,
+                  int32_t reduction = TE_FL_REDUCTION_SUM) {
   te_fl_all_reduce_args args{};
+  args.reduction = reduction;
   args.input = data;
   args.output = data;
   args.comm = parallel.ranks->c();
   return ops::all_reduce(args, detail::call_options(data.device()));
 }
+
+// The ranks of a communicator, whose ops are on the stream when they return.
+class CommRanks final : public SequenceRanks {
+ public:
+  explicit CommRanks(const TensorParallel& parallel) : parallel_(parallel) {}
+  int size() const noexcept override { return parallel_.size(); }
+  Begun all_gather(const Tensor& part, const Tensor& whole) override {
+    TE_FL_RETURN_IF_ERROR(nn::all_gather(parallel_, part, whole));
+    return std::unique_ptr<Work>();
+  }
+  Begun reduce_scatter(const Tensor& whole, const Tensor& part) override {
+    te_fl_reduce_scatter_args args{};
+    args.input = whole;
+    args.output = part;
+    args.comm = parallel_.ranks->c();
+    TE_FL_RETURN_IF_ERROR(ops::reduce_scatter(args, detail::call_options(whole.device())));
+    return std::unique_ptr<Work>();
+  }
+  Status largest(const Tensor& values) override {
+    return all_reduce(parallel_, values, TE_FL_REDUCTION_MAX);
+  }
+  // It is not known which ranks an AmaxReduction is of.
+  bool share_amaxes(const AmaxReduction*) const noexcept override { return false; }
+
+ private:
+  TensorParallel parallel_;
+};
 
 Status check_rows(const TensorParallel& parallel, const Tensor& x, std::string_view who) {
   if (x.defined() && x.rank() >= 1 && x.size(0) % parallel.size() == 0) return {};
@@ -58,18 +88,10 @@ Result<Shape> output_shape(const TensorParallel& parallel, ParallelMode mode,
   return result;
 }
 
-Result<Tensor> whole_rows(const TensorParallel& parallel, const Tensor& x) {
-  if (!parallel.divides_sequence()) return x;
-  if (x.quantized()) {
-    return invalid_argument(x.describe() +
-                            " is quantised, and the ranks gather the rows of linear maps in high "
-                            "precision; dequantize it first");
-  }
-  TE_FL_ASSIGN_OR_RETURN(const Tensor rows, compact(x));
-  TE_FL_ASSIGN_OR_RETURN(
-      Tensor whole, Tensor::empty({x.size(0) * parallel.size(), x.size(1)}, x.dtype(), x.device()));
-  TE_FL_RETURN_IF_ERROR(all_gather(parallel, rows, whole));
-  return whole;
+std::shared_ptr<SequenceRanks> sequence_ranks_of(const TensorParallel& parallel) {
+  if (!parallel.divides_sequence()) return nullptr;
+  if (parallel.framework_ranks != nullptr) return parallel.framework_ranks;
+  return std::make_shared<CommRanks>(parallel);
 }
 
 Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial) {
@@ -78,15 +100,9 @@ Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial) {
     TE_FL_RETURN_IF_ERROR(all_reduce(parallel, partial));
     return partial;
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor own,
-                         Tensor::empty({partial.size(0) / parallel.size(), partial.size(1)},
-                                       partial.dtype(), partial.device()));
-  te_fl_reduce_scatter_args args{};
-  args.input = partial;
-  args.output = own;
-  args.comm = parallel.ranks->c();
-  TE_FL_RETURN_IF_ERROR(ops::reduce_scatter(args, call_options(partial.device())));
-  return own;
+  TE_FL_ASSIGN_OR_RETURN(RowScatter scatter,
+                         RowScatter::begin(*sequence_ranks_of(parallel), partial));
+  return scatter.take_part();
 }
 
 Status add_after_sum(const Tensor& y, const Tensor& bias, const Tensor& residual) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <string_view>
 
 #include "te_fl/nn/modules/tensor_parallel.hpp"
@@ -12,9 +13,8 @@ namespace te_fl::nn::detail {
 // a row's, under sequence parallelism; else `shape` itself.
 Result<Shape> output_shape(const TensorParallel& parallel, ParallelMode mode,
                            std::span<const int64_t> shape, std::string_view module);
-// The matrix [rows, c] of all ranks from this one's part of the rows, under sequence parallelism;
-// else x.
-Result<Tensor> whole_rows(const TensorParallel& parallel, const Tensor& x);
+// The ranks that have parts of the rows; null without sequence parallelism.
+std::shared_ptr<SequenceRanks> sequence_ranks_of(const TensorParallel& parallel);
 // The sum of the ranks' matrices, or under sequence parallelism this rank's rows of it. May write
 // to `partial`.
 Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial);

@@ -122,7 +122,7 @@ PyMethodDef g_methods[] = {
     {"load_fp8_state", load_fp8_state, METH_VARARGS, "load_fp8_state(states, state) -> bool"},
     {"retire_fp8_states", retire_fp8_states, METH_O, "retire_fp8_states(states)"},
     {"amax_reduction", make_amax_reduction, METH_VARARGS,
-     "amax_reduction(reduce, like) -> reduction"},
+     "amax_reduction(reduce, like, ranks) -> reduction"},
     {"scale_functions", make_scale_functions, METH_VARARGS,
      "scale_functions(name, amax, scale, like) -> functions"},
     {"begin_autocast", fast(begin_autocast), METH_FASTCALL,

@@ -10,6 +10,7 @@
 #include "te_fl/device.hpp"
 #include "te_fl/nn/fp8/autocast.hpp"
 #include "torch/layer.hpp"
+#include "torch/process_group.hpp"
 #include "torch/scale_functions.hpp"
 
 namespace te_fl::python {
@@ -122,8 +123,8 @@ std::shared_ptr<nn::AmaxReduction> reduction_of(PyObject* find, PyObject* group)
 
 PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
-    PyObject *reduce = nullptr, *like = nullptr;
-    if (PyArg_ParseTuple(args, "OO", &reduce, &like) == 0) throw PythonError();
+    PyObject *reduce = nullptr, *like = nullptr, *ranks = nullptr;
+    if (PyArg_ParseTuple(args, "OOO", &reduce, &like, &ranks) == 0) throw PythonError();
     Py_INCREF(reduce);  // for as long as the process lives, as the group that it is of
     Py_INCREF(like);
     const auto call = [reduce, like](std::span<const Tensor> amaxes) -> Status {
@@ -144,7 +145,7 @@ PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept {
       return {};
     };
     auto reduction = std::make_unique<std::shared_ptr<nn::AmaxReduction>>(
-        std::make_shared<nn::AmaxReduction>(call));
+        std::make_shared<GroupReduction>(call, ranks_of(ranks)));
     Ref capsule = Ref::take(PyCapsule_New(reduction.get(), kReductionName, [](PyObject* c) {
       delete static_cast<std::shared_ptr<nn::AmaxReduction>*>(
           PyCapsule_GetPointer(c, kReductionName));

@@ -48,9 +48,9 @@ PyObject* load_fp8_state(PyObject*, PyObject* args) noexcept;
 // retire_fp8_states(states): the module takes others from now on.
 PyObject* retire_fp8_states(PyObject*, PyObject* states) noexcept;
 
-// amax_reduction(reduce, like) -> a reduction: reduce([tensor], stream) writes into each of the
-// tensors, F32 [n] of the framework that `like` is of, the largest of what all ranks have there, on
-// the stream of that handle.
+// amax_reduction(reduce, like, ranks) -> a reduction: reduce([tensor], stream) writes into each of
+// the tensors, F32 [n] of the framework that `like` is of, the largest of what all ranks have
+// there, on the stream of that handle. ranks: a tuple of their numbers in the default group.
 PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept;
 // begin_autocast(enabled, calibrating, recipe, find, group) -> scope. recipe: a dict that
 // te_fl.common.recipe.native_of() made and nobody has written since, or None if the scope neither

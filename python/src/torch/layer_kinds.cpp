@@ -5,6 +5,7 @@
 
 #include "py/errors.hpp"
 #include "torch/layer_options.hpp"
+#include "torch/process_group.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -44,6 +45,8 @@ constexpr std::array<Word<nn::QkNorm>, 3> kQkNorms{{{"L2Normalization", nn::QkNo
                                                     {"LayerNorm", nn::QkNorm::kLayerNorm}}};
 constexpr std::array<Word<nn::Normalization>, 2> kNormalizations{
     {{"LayerNorm", nn::Normalization::kLayerNorm}, {"RMSNorm", nn::Normalization::kRMSNorm}}};
+constexpr std::array<Word<nn::ParallelMode>, 2> kModes{
+    {{"column", nn::ParallelMode::kColumn}, {"row", nn::ParallelMode::kRow}}};
 constexpr std::array<Word<DType>, 3> kDTypes{
     {{"f32", DType::kF32}, {"bf16", DType::kBF16}, {"f16", DType::kF16}}};
 
@@ -72,6 +75,10 @@ class Fields {
       if (PyErr_Occurred() != nullptr) throw PythonError();
     }
   }
+  void operator()(const char* name, std::shared_ptr<nn::SequenceRanks>& field) {
+    if (PyObject* value = find(name)) field = sequence_ranks_of(value);
+  }
+  void operator()(const char* name, nn::ParallelMode& field) { word(name, field, kModes); }
   void operator()(const char* name, Device& field) {
     if (PyObject* value = find(name)) field = value_of(parse_device(text_of(value, name)));
   }
@@ -182,16 +189,42 @@ std::optional<int64_t> width_of(const Options& options) {
   return std::nullopt;
 }
 
+// Reads the ranks that have parts of the rows, where the kind takes them, and what becomes of them.
+template <class Options>
+void read_ranks(Fields& fields, Options& options) {
+  constexpr bool linear = std::is_same_v<Options, nn::LinearOptions>;
+  if constexpr (linear) fields("parallel_mode", options.parallel_mode);
+  if constexpr (linear || std::is_same_v<Options, nn::LayerNormMLPOptions>) {
+    fields("sequence_ranks", options.parallel.framework_ranks);
+    options.parallel.sequence_parallel = options.parallel.framework_ranks != nullptr;
+  }
+}
+
+// The number of the output's rows as a fraction of the input's.
+struct Rows {
+  int64_t times = 1, by = 1;
+};
+template <class Options>
+Rows rows_of(const Options& options) {
+  if constexpr (std::is_same_v<Options, nn::LinearOptions>) {
+    const int size = options.parallel.divides_sequence() ? options.parallel.size() : 1;
+    if (options.parallel_mode == nn::ParallelMode::kColumn) return {.times = size};
+    if (options.parallel_mode == nn::ParallelMode::kRow) return {.by = size};
+  }
+  return {};
+}
+
 template <class M>
 class RunnerOf final : public Runner {
  public:
-  RunnerOf(std::unique_ptr<M> module, std::optional<int64_t> width)
-      : module_(std::move(module)), width_(width) {}
+  RunnerOf(std::unique_ptr<M> module, std::optional<int64_t> width, Rows rows)
+      : module_(std::move(module)), width_(width), rows_(rows) {}
   nn::Module& module() override { return *module_; }
   Shape output_shape(const std::vector<Tensor>& inputs) const override {
     Shape shape(inputs.front().shape().begin(), inputs.front().shape().end());
     const auto last = inputs.back().shape();
     if (!shape.empty() && !last.empty()) shape.back() = width_.value_or(last.back());
+    if (shape.size() > 1) shape.front() = shape.front() * rows_.times / rows_.by;
     return shape;
   }
   Result<Tensor> forward(const std::vector<Tensor>& inputs, nn::Ctx* ctx,
@@ -206,6 +239,7 @@ class RunnerOf final : public Runner {
  private:
   std::unique_ptr<M> module_;
   std::optional<int64_t> width_;
+  Rows rows_;
 };
 
 template <class M, class Options>
@@ -213,12 +247,14 @@ MakeRunner make(std::string_view kind, PyObject* dict) {
   Options options;
   Fields fields(dict);
   read(fields, options);
+  read_ranks(fields, options);
   fields.end(kind);
   return [options](DType activation_dtype) -> Result<std::unique_ptr<Runner>> {
     Options with = options;
     with.activation_dtype = activation_dtype;
     TE_FL_ASSIGN_OR_RETURN(auto module, M::create(with));
-    return std::unique_ptr<Runner>(new RunnerOf<M>(std::move(module), width_of(with)));
+    return std::unique_ptr<Runner>(
+        new RunnerOf<M>(std::move(module), width_of(with), rows_of(with)));
   };
 }
 

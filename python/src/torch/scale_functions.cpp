@@ -7,44 +7,13 @@
 #include "py/framework_tensor.hpp"
 #include "py/interpreter.hpp"
 #include "te_fl/device.hpp"
+#include "torch/callback.hpp"
 
 namespace te_fl::python {
 namespace {
 
 constexpr const char* kName = "te_fl.scale_functions";
 using Functions = std::shared_ptr<const nn::AmaxFunction>;
-
-// A reference that may go on any thread.
-class Kept {
- public:
-  explicit Kept(PyObject* object) : object_(Ref::share(object).release()) {}
-  ~Kept() { drop_later(object_); }
-  Kept(const Kept&) = delete;
-  Kept& operator=(const Kept&) = delete;
-  PyObject* get() const { return object_; }
-
- private:
-  PyObject* object_;
-};
-
-// Takes the Python exception that is set; it is the cause of what the call ends with.
-Status failure() {
-  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
-  PyErr_Fetch(&type, &value, &trace);
-  PyErr_NormalizeException(&type, &value, &trace);
-  const Ref kind = Ref::share(type), owned = Ref::share(value);
-  Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
-  PyObject* const text = value == nullptr ? nullptr : PyObject_Str(owned.get());
-  if (text == nullptr) {
-    PyErr_Clear();
-    return internal_error("an error without words");
-  }
-  const Ref words = Ref::take(text);
-  const std::string message =
-      type_name(owned.get()) + ": " + std::string(text_of(words.get(), "an error"));
-  note_cause(owned.get(), message);
-  return internal_error(message);
-}
 
 // function(first, second, [fp8_max,] stream), on tensors of the framework that `like` is of.
 Status call(const Kept& function, const Kept& like, const Tensor& first, const Tensor& second,
@@ -63,11 +32,11 @@ Status call(const Kept& function, const Kept& like, const Tensor& first, const T
             ? PyObject_CallFunctionObjArgs(function.get(), a.get(), b.get(), stream.get(), nullptr)
             : PyObject_CallFunctionObjArgs(function.get(), a.get(), b.get(), most.get(),
                                            stream.get(), nullptr);
-    if (done == nullptr) return failure();
+    if (done == nullptr) return callback_failed();
     Py_DECREF(done);
     return {};
   } catch (const PythonError&) {
-    return failure();
+    return callback_failed();
   }
 }
 

@@ -10,6 +10,7 @@
 #include "te_fl/nn/autograd/context.hpp"
 #include "te_fl/nn/autograd/parameter.hpp"
 #include "te_fl/nn/autograd/tape.hpp"
+#include "te_fl/nn/modules/sequence_ranks.hpp"
 #include "te_fl/status.hpp"
 #include "te_fl/tensor.hpp"
 
@@ -25,8 +26,14 @@ struct TensorParallel {
   // Dropout of divided activations draws from it: a random stream of this rank's own. Absent: the
   // thread's, with which the ranks' parts would be dropped alike.
   std::optional<Context> random = {};
+  // Ranks that a framework has in place of `ranks`, for linear maps and MLPs of the rank's own size
+  // under sequence_parallel.
+  std::shared_ptr<SequenceRanks> framework_ranks = {};
 
-  int size() const noexcept { return ranks == nullptr ? 1 : ranks->size(); }
+  int size() const noexcept {
+    if (framework_ranks != nullptr) return framework_ranks->size();
+    return ranks == nullptr ? 1 : ranks->size();
+  }
   int rank() const noexcept { return ranks == nullptr ? 0 : ranks->rank(); }
   bool divides() const noexcept { return size() > 1; }
   bool divides_sequence() const noexcept { return divides() && sequence_parallel; }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, List, NamedTuple, Optional
+from typing import Any, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,17 @@ def reduction_of(group: Optional[Any]) -> Optional[Any]:
     known = _reductions.get(id(group))
     if known is None or known.group is not group:
         several = collectives.size_of(group) > 1
-        known = _Reduction(group, _native.amax_reduction(_largest_in(group), torch.empty(0)) if several else None)
+        known = _Reduction(group, _native.amax_reduction(_largest_in(group), torch.empty(0), global_ranks(group)) if several else None)
         _reductions[id(group)] = known
     return known.native
+
+
+def global_ranks(group: Optional[Any]) -> Tuple[int, ...]:
+    """The group's ranks by their numbers in the default group; empty if torch.distributed does not know the group."""
+    try:
+        return tuple(dist.get_process_group_ranks(dist.group.WORLD if group is None else group))
+    except (KeyError, ValueError):
+        return ()
 
 
 def on_stream(device: torch.device, stream: int):

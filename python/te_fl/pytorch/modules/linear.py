@@ -40,6 +40,7 @@ class _Product(TransformerEngineBaseModule):
         self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
         self.parallel_mode = parallel_mode
         self._divides = self.tp_size > 1 and parallel_mode is not None
+        self._layer_moves_rows = self._divides and self.sequence_parallel and not self._shows_whole()
         # The bias of a product whose result ranks sum is added once, to the sum.
         self._adds_bias_last = self._divides and parallel_mode == "row" and self.apply_bias
         self.weight_names = self._add_split("weight", self._parts, (self.in_features,), device, self.params_dtype,
@@ -53,6 +54,10 @@ class _Product(TransformerEngineBaseModule):
         self._own_names = self.weight_names + (self.bias_names if self.use_bias else [])
         norm = ("layer_norm_weight", "layer_norm_bias")
         self._read_names = tuple([n for n in norm if n in self._parameters] + self._own_names)  # those of _own()
+
+    def _shows_whole(self) -> bool:
+        """True if forwards return the gathered input, which the product then takes as it is."""
+        return False
 
     def _own_part(self, in_features: int, out_features: int, mode: Optional[str], parts: List[Tuple[str, int]]):
         """The features of x and of y that this rank has, and its rows of each part of the weight."""
@@ -84,10 +89,16 @@ class _Product(TransformerEngineBaseModule):
         if torch.compiler.is_compiling():
             self._check_compiled()
         column = self.parallel_mode == "column"
-        output = self._forward(_LINEAR, self._into(inp) if column else inp, first, self.fuse_wgrad_accumulation)
+        if self._layer_moves_rows:
+            if not column:
+                self._check_rows(inp)
+            output = self._forward(_LINEAR, self._own_rows(inp), first, self.fuse_wgrad_accumulation)
+        else:
+            output = self._forward(_LINEAR, self._into(inp) if column else inp, first, self.fuse_wgrad_accumulation)
+            if not column:
+                output = self._out_of(output)
         if column:
             return output
-        output = self._out_of(output)
         return output + self._whole_bias().to(output.dtype) if self._adds_bias_last else output
 
     def _whole_bias(self) -> torch.Tensor:
@@ -101,6 +112,8 @@ class _Product(TransformerEngineBaseModule):
                    "return_bias": self.return_bias or self._adds_bias_last, "param_dtype": DTYPE_NAMES[self.params_dtype]}
         if self._parts[0][0]:
             options["parameters_split"] = [(prefix[:-1], rows) for prefix, rows in self._parts]
+        if self._layer_moves_rows:
+            options.update(parallel_mode=self.parallel_mode, **self._row_options())
         return options
 
     def _result(self, output: torch.Tensor):
@@ -223,6 +236,9 @@ class LayerNormLinear(_Product):
     def reset_layer_norm_parameters(self) -> None:
         reset_norm_parameters(self)
 
+    def _shows_whole(self) -> bool:
+        return self.return_layernorm_output and self.return_layernorm_output_gathered
+
     def _own(self) -> Tuple[torch.Tensor, ...]:
         return super()._own() if self._divides else (*norm_parameters(self), *super()._own())
 
@@ -249,11 +265,11 @@ class LayerNormLinear(_Product):
         if torch.compiler.is_compiling():
             self._check_compiled()
         normed = normalise(self, inp)
-        whole = self._into(normed)
-        out = self._result(self._forward(_LINEAR, whole, first, self.fuse_wgrad_accumulation))
+        into = self._own_rows(normed) if self._layer_moves_rows else self._into(normed)
+        out = self._result(self._forward(_LINEAR, into, first, self.fuse_wgrad_accumulation))
         if not self.return_layernorm_output:
             return out
-        shown = whole if self.return_layernorm_output_gathered and self.sequence_parallel else normed
+        shown = into if self.return_layernorm_output_gathered and self.sequence_parallel else normed
         return (*out, shown) if self.return_bias else (out, shown)
 
 

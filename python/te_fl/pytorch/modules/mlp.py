@@ -59,6 +59,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.use_bias, self.return_bias = bool(bias), bool(return_bias)
         self.return_layernorm_output = bool(return_layernorm_output)
         self.return_layernorm_output_gathered = bool(return_layernorm_output_gathered)
+        shows_whole = self.return_layernorm_output and self.return_layernorm_output_gathered
+        self._layer_moves_rows = self._divides and self.sequence_parallel and not shows_whole
         self.fuse_wgrad_accumulation, self.checkpoint = bool(fuse_wgrad_accumulation), bool(checkpoint)
         dtype, device = parameter_dtype(params_dtype, where), device_of(device)
         self.params_dtype = dtype
@@ -102,7 +104,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def _options(self) -> dict:
         return {"hidden_size": self.hidden_size, "ffn_hidden_size": self.ffn_hidden_size, "activation": self.activation,
                 "bias": self.use_bias, "return_bias": self.return_bias or self._divides, "param_dtype": DTYPE_NAMES[self.params_dtype], **self._clamp,
-                **norm_options(self), "normalizes": not self._divides}
+                **norm_options(self), "normalizes": not self._divides, **self._row_options()}
 
     def _options_of(self, kind: str, key: Any) -> dict:
         return options_of(self, kind)
@@ -146,6 +148,8 @@ class LayerNormMLP(TransformerEngineBaseModule):
     def _compute_part(self, inp: torch.Tensor, first: Optional[bool]) -> Tuple[torch.Tensor, torch.Tensor]:
         """The sum of the ranks' outputs, without fc2's bias, and the normalised input."""
         normed = normalise(self, inp)
+        if self._layer_moves_rows:
+            return self._compute(self._own_rows(normed), first), normed
         whole = self._into(normed)
         out = self._out_of(self._compute(whole, first))
         return out, whole if self.return_layernorm_output_gathered and self.sequence_parallel else normed

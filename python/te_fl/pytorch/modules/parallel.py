@@ -1,6 +1,7 @@
 """Modules that a tensor-parallel group divides: what Linear and the others have in common, with Transformer Engine's names.
 
-Each rank of the group holds its part of the weights as a layer of that size; the collectives are around it (te_fl.pytorch.autograd.regions).
+Each rank of the group holds its part of the weights as a layer of that size; the collectives are around it (te_fl.pytorch.autograd.regions), or, of
+sequence-parallel rows, in it (te_fl.pytorch.distributed.sequence_ranks).
 docs/ranks.md says who reduces what.
 """
 
@@ -13,6 +14,7 @@ import torch
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.autograd import regions
 from te_fl.pytorch.distributed import collectives
+from te_fl.pytorch.distributed.sequence_ranks import SequenceRanks
 from te_fl.pytorch.runtime.refuse import process_group, refuse
 
 
@@ -46,6 +48,7 @@ class TensorParallel:
     tp_size = 1
     sequence_parallel = False
     _divides = False  # true if forwards have collectives
+    _layer_moves_rows = False  # true if the layer in C++ has those of sequence_parallel
 
     def _divide(self, tp_group: Optional[Any], tp_size: int, sequence_parallel: Any) -> None:
         """Takes the constructor's arguments. The ranks that tp_size alone says get their group later."""
@@ -63,6 +66,8 @@ class TensorParallel:
             named = "the default group" if tp_group is None else "the group"
             raise ValueError(f"{where}: {named} has {collectives.size_of(tp_group)} ranks, and the module was made with tp_size = {self.tp_size}; "
                              "give a group of that size, or make the module with this one as tp_group")
+        if self._layer_moves_rows and tp_group is not self.tp_group:
+            self._layers = {}  # the next forward makes one of the new group
         self.__dict__["tp_group"], self.__dict__["tp_group_initialized"] = tp_group, True
 
     def _group(self) -> Any:
@@ -71,6 +76,23 @@ class TensorParallel:
             raise FailedPrecondition(f"FAILED_PRECONDITION: {type(self).__name__}: it was made with tp_size = {self.tp_size} and has no group; call "
                                      "set_tensor_parallel_group(group) before the first forward")
         return self.tp_group
+
+    def _row_options(self) -> dict:
+        """The options of a layer in C++ that gathers and scatters rows itself."""
+        return {"sequence_ranks": SequenceRanks(self._group())} if self._layer_moves_rows else {}
+
+    def _own_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of x, or of a row-parallel product all, as such a layer takes them."""
+        self._group()
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # fewer bytes to send
+        return x
+
+    def _check_rows(self, x: torch.Tensor) -> None:
+        """Refuses what the ranks cannot have equal parts of: the result of a product whose columns of the weight are divided."""
+        if x.shape[0] % self.tp_size != 0:
+            raise ValueError(f"{type(self).__name__}: the first dimension of {tuple(x.shape)} is divided over the {self.tp_size} ranks of "
+                             "sequence_parallel, and they do not divide it; pad it to a multiple")
 
     def _into(self, x: torch.Tensor) -> torch.Tensor:
         """The input of a product whose rows of the weight are divided: whole on each rank."""
@@ -86,9 +108,7 @@ class TensorParallel:
         group = self._group()
         if not self.sequence_parallel:
             return regions.summed(y, group)
-        if y.shape[0] % self.tp_size != 0:
-            raise ValueError(f"{type(self).__name__}: the first dimension of {tuple(y.shape)} is divided over the {self.tp_size} ranks of "
-                             "sequence_parallel, and they do not divide it; pad it to a multiple")
+        self._check_rows(y)
         return regions.scattered(y, group)
 
     def _refuse_overlap(self, **flags: Any) -> None:

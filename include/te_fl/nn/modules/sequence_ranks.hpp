@@ -1,0 +1,50 @@
+#pragma once
+
+#include <memory>
+
+#include "te_fl/export.hpp"
+#include "te_fl/status.hpp"
+#include "te_fl/tensor.hpp"
+
+namespace te_fl::nn {
+
+class AmaxReduction;
+
+// The ranks that have parts of the rows of activations, as linear maps need them under sequence
+// parallelism. Derived classes serve a framework's process groups; a te_fl::Comm needs none
+// (TensorParallel::ranks). All ranks make the same calls in the same order. Tensors are compact and
+// lie on one device; calls are ordered on the calling thread's current stream of it. Calls come
+// from any thread, one at a time.
+class TE_FL_API SequenceRanks {
+ public:
+  // A collective that has begun. The tensors that it was given live until it ends.
+  class TE_FL_API Work {
+   public:
+    Work() = default;
+    Work(const Work&) = delete;
+    Work& operator=(const Work&) = delete;
+    // Ends it as wait() does, if that was not called.
+    virtual ~Work();
+    // The current stream, or on a host the thread, goes on after it. Once.
+    virtual Status wait() = 0;
+  };
+  // A null Work: the current stream has the collective already.
+  using Begun = Result<std::unique_ptr<Work>>;
+
+  SequenceRanks() = default;
+  SequenceRanks(const SequenceRanks&) = delete;
+  SequenceRanks& operator=(const SequenceRanks&) = delete;
+  virtual ~SequenceRanks();
+  virtual int size() const noexcept = 0;
+  // whole [size * n, ..] <- the ranks' parts [n, ..], one behind the other; F32, F16, BF16 or U8.
+  virtual Begun all_gather(const Tensor& part, const Tensor& whole) = 0;
+  // part [n, ..] <- this rank's rows of the sum of the ranks' `whole` [size * n, ..].
+  virtual Begun reduce_scatter(const Tensor& whole, const Tensor& part) = 0;
+  // Each value of F32 [n] becomes the largest that any rank has; the stream has it on return.
+  virtual Status largest(const Tensor& values) = 0;
+  // True if delayed scaling gives these ranks the same scales, as it takes the amaxes of all of
+  // them: by `reduction`, which is null where amaxes stay with their rank.
+  virtual bool share_amaxes(const AmaxReduction* reduction) const noexcept = 0;
+};
+
+}  // namespace te_fl::nn

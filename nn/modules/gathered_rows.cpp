@@ -1,0 +1,151 @@
+#include "nn/modules/gathered_rows.hpp"
+
+#include <utility>
+
+#include "nn/base/tensor_ops.hpp"
+
+namespace te_fl::nn {
+
+SequenceRanks::~SequenceRanks() = default;
+SequenceRanks::Work::~Work() = default;
+
+namespace detail {
+namespace {
+
+constexpr int64_t kBlock = 128;
+
+Status wait_for(std::unique_ptr<SequenceRanks::Work>& work) {
+  if (work == nullptr) return {};
+  const Status status = work->wait();
+  work.reset();
+  return status;
+}
+
+// A tensor of codes for all ranks' rows, with the part's scale where that is one number.
+Result<Tensor> whole_of(const Tensor& part, int size, Copies copies) {
+  const std::array<int64_t, 2> shape = {part.size(0) * size, part.size(1)};
+  if (!part.quantized()) return Tensor::empty(shape, part.dtype(), part.device());
+  QuantSpec spec{.dtype = part.dtype(),
+                 .scaling = part.scaling(),
+                 .rowwise = copies.rowwise,
+                 .columnwise = copies.columnwise,
+                 .clear_scales = false};
+  if (part.scaling() != Scaling::kTensor)
+    return Tensor::empty_quantized(shape, spec, part.device());
+  const Tensor scale = part.scale(), amax = part.amax();
+  spec.rowwise = true;  // from which the column-wise copy is made
+  spec.amax = amax.defined();
+  return Tensor::empty_quantized(shape, spec, part.device(), &scale,
+                                 amax.defined() ? &amax : nullptr);
+}
+
+}  // namespace
+
+bool gathers_codes(const SequenceRanks& ranks, const Fp8Mode& mode, Role role, int64_t rows) {
+  if (!mode.fp8) return false;
+  if (mode.delayed() != nullptr) return ranks.share_amaxes(mode.reduction.get());
+  if (std::holds_alternative<Float8CurrentScaling>(*mode.recipe)) return true;
+  // Of a gradient both copies would have to travel, which are as many bytes as its values in BF16.
+  return role == Role::kInput && rows % kBlock == 0;
+}
+
+Result<Tensor> quantised_part(SequenceRanks& ranks, const Float8CurrentScaling& recipe, Role role,
+                              const Tensor& x) {
+  TE_FL_ASSIGN_OR_RETURN(const Tensor amax, Tensor::empty({1}, DType::kF32, x.device()));
+  te_fl_compute_amax_args args{};
+  args.input = x;
+  args.amax = amax;
+  TE_FL_RETURN_IF_ERROR(ops::compute_amax(args, call_options(x.device())));
+  TE_FL_RETURN_IF_ERROR(ranks.largest(amax));
+  // The scale is the one that quantising derives from a tensor of this amax: of that one value.
+  QuantSpec spec{.dtype = fp8_dtype(recipe, role),
+                 .compute_scale = true,
+                 .pow2_scale = recipe.pow2_scale,
+                 .amax_epsilon = recipe.amax_epsilon,
+                 .clear_scales = false};
+  TE_FL_ASSIGN_OR_RETURN(const Tensor value, amax.view({1, 1}));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor one,
+                         Tensor::empty_quantized(value.shape(), spec, x.device()));
+  TE_FL_RETURN_IF_ERROR(quantize(value, one));
+  const Tensor scale = one.scale();
+  spec.compute_scale = spec.amax = false;
+  TE_FL_ASSIGN_OR_RETURN(Tensor part, Tensor::empty_quantized(x.shape(), spec, x.device(), &scale));
+  TE_FL_RETURN_IF_ERROR(quantize(x, part));
+  return part;
+}
+
+Status RowGather::add(SequenceRanks& ranks, const Tensor& from, const Tensor& to,
+                      bool side_by_side) {
+  Array& array = arrays_[count_++];
+  array.from = from;
+  array.gathered = to;
+  if (side_by_side) {
+    array.to = to;
+    TE_FL_ASSIGN_OR_RETURN(array.gathered, Tensor::empty({from.size(0) * size_, from.size(1)},
+                                                         to.dtype(), to.device()));
+  }
+  TE_FL_ASSIGN_OR_RETURN(array.work, ranks.all_gather(array.from, array.gathered));
+  return {};
+}
+
+Result<RowGather> RowGather::begin(SequenceRanks& ranks, const Tensor& part, Copies copies) {
+  RowGather gather;
+  gather.part_ = part;
+  gather.copies_ = copies;
+  gather.size_ = ranks.size();
+  TE_FL_ASSIGN_OR_RETURN(gather.whole_, whole_of(part, gather.size_, copies));
+  const Tensor& whole = gather.whole_;
+  if (!part.quantized()) {
+    TE_FL_RETURN_IF_ERROR(gather.add(ranks, part, whole, false));
+  } else if (part.scaling() == Scaling::kTensor) {
+    TE_FL_RETURN_IF_ERROR(gather.add(ranks, part.rowwise_codes(), whole.rowwise_codes(), false));
+  } else if (copies.columnwise) {  // codes [n, rows], scales [rows / 128, n]
+    TE_FL_RETURN_IF_ERROR(
+        gather.add(ranks, part.columnwise_codes(), whole.columnwise_codes(), true));
+    TE_FL_RETURN_IF_ERROR(
+        gather.add(ranks, part.columnwise_scale_inv(), whole.columnwise_scale_inv(), false));
+  } else {  // codes [rows, n], scales [n / 128, rows]
+    TE_FL_RETURN_IF_ERROR(gather.add(ranks, part.rowwise_codes(), whole.rowwise_codes(), false));
+    TE_FL_RETURN_IF_ERROR(gather.add(ranks, part.scale_inv(), whole.scale_inv(), true));
+  }
+  return gather;
+}
+
+Result<Tensor> RowGather::take_whole() {
+  for (int i = 0; i < count_; ++i) {
+    Array& array = arrays_[i];
+    TE_FL_RETURN_IF_ERROR(wait_for(array.work));
+    if (!array.to.defined()) continue;
+    const int64_t n = array.from.size(0), k = array.from.size(1);
+    TE_FL_ASSIGN_OR_RETURN(const Tensor parts, array.gathered.view({size_, n, k}));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor ordered, parts.transpose(0, 1));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor to, array.to.view({n, size_, k}));
+    TE_FL_RETURN_IF_ERROR(copy(ordered, to));
+  }
+  if (!part_.quantized() || part_.scaling() != Scaling::kTensor) return std::move(whole_);
+  TE_FL_RETURN_IF_ERROR(copy(part_.scale_inv(), whole_.scale_inv()));
+  if (copies_.columnwise) TE_FL_RETURN_IF_ERROR(fill_columns(whole_));
+  return copies_.rowwise ? std::move(whole_) : whole_.columnwise_only();
+}
+
+Result<Tensor> gather_rows_now(SequenceRanks& ranks, const Tensor& part, Copies copies) {
+  TE_FL_ASSIGN_OR_RETURN(RowGather gather, RowGather::begin(ranks, part, copies));
+  return gather.take_whole();
+}
+
+Result<RowScatter> RowScatter::begin(SequenceRanks& ranks, Tensor whole) {
+  RowScatter scatter;
+  TE_FL_ASSIGN_OR_RETURN(scatter.part, Tensor::empty({whole.size(0) / ranks.size(), whole.size(1)},
+                                                     whole.dtype(), whole.device()));
+  scatter.whole = std::move(whole);
+  TE_FL_ASSIGN_OR_RETURN(scatter.work, ranks.reduce_scatter(scatter.whole, scatter.part));
+  return scatter;
+}
+
+Result<Tensor> RowScatter::take_part() {
+  TE_FL_RETURN_IF_ERROR(wait_for(work));
+  return std::move(part);
+}
+
+}  // namespace detail
+}  // namespace te_fl::nn

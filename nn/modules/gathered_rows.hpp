@@ -1,0 +1,59 @@
+#pragma once
+
+#include <array>
+#include <memory>
+
+#include "nn/fp8/autocast.hpp"
+#include "nn/fp8/fp8_state.hpp"
+#include "te_fl/nn/modules/sequence_ranks.hpp"
+
+// Operands of products whose rows the ranks of sequence parallelism have parts of.
+namespace te_fl::nn::detail {
+
+// True if codes may travel in place of values: those of the ranks' parts [rows, ..] are then the
+// codes of the whole, bit for bit. All ranks come to the same answer.
+bool gathers_codes(const SequenceRanks& ranks, const Fp8Mode& mode, Role role, int64_t rows);
+
+// `x` [rows, n] in row-wise codes with the scale of all ranks' rows; by current scaling. A
+// collective of one number.
+Result<Tensor> quantised_part(SequenceRanks& ranks, const Float8CurrentScaling& recipe, Role role,
+                              const Tensor& x);
+
+// A gather of the ranks' parts that has begun. Its collectives are over when this goes.
+class RowGather {
+ public:
+  // The copies that take_whole() is to have; of values there is one.
+  // part [rows, n]: values; codes scaled by tensor, which have row-wise ones at least; or codes
+  // scaled by blocks of 1x128, of which `copies` takes one that the part has.
+  static Result<RowGather> begin(SequenceRanks& ranks, const Tensor& part, Copies copies);
+  // The whole [size * rows, n]; waits. Once.
+  Result<Tensor> take_whole();
+
+ private:
+  // Gathers one array of the part into one of the whole, whose first extents may be another order.
+  Status add(SequenceRanks& ranks, const Tensor& from, const Tensor& to, bool side_by_side);
+
+  Tensor part_, whole_;
+  Copies copies_;
+  struct Array {
+    Tensor from, gathered;
+    Tensor to;  // defined: [n, size * k], to which the `gathered` [size, n, k] are put together
+    std::unique_ptr<SequenceRanks::Work> work;
+  };
+  std::array<Array, 2> arrays_;
+  int count_ = 0, size_ = 1;
+};
+
+// begin() and take_whole().
+Result<Tensor> gather_rows_now(SequenceRanks& ranks, const Tensor& part, Copies copies = {});
+
+// The reduce-scatter of a gradient that has begun.
+struct RowScatter {
+  Tensor whole, part;
+  std::unique_ptr<SequenceRanks::Work> work;
+  static Result<RowScatter> begin(SequenceRanks& ranks, Tensor whole);
+  // This rank's rows of the sum; waits. Once.
+  Result<Tensor> take_part();
+};
+
+}  // namespace te_fl::nn::detail

@@ -1,0 +1,103 @@
+#include "torch/process_group.hpp"
+
+#include <algorithm>
+
+#include "py/errors.hpp"
+#include "py/framework_tensor.hpp"
+#include "py/interpreter.hpp"
+#include "te_fl/device.hpp"
+#include "torch/arguments.hpp"
+#include "torch/callback.hpp"
+
+namespace te_fl::python {
+namespace {
+
+Status interpreter_ended() {
+  return failed_precondition(
+      "the interpreter has ended, so the process group's collectives cannot run");
+}
+
+// A collective that torch.distributed has begun.
+class GroupWork final : public nn::SequenceRanks::Work {
+ public:
+  explicit GroupWork(Ref work) : work_(work.release()) {}
+  ~GroupWork() override {
+    if (work_ == nullptr) return;
+    static_cast<void>(wait());  // an error on the way out has been returned already
+    const InterpreterLock lock;
+    if (lock.held()) PyErr_Clear();
+  }
+  Status wait() override {
+    const InterpreterLock lock;
+    if (!lock.held()) return interpreter_ended();
+    const Ref work = Ref::take(std::exchange(work_, nullptr));
+    PyObject* const done = PyObject_CallMethod(work.get(), "wait", nullptr);
+    if (done == nullptr) return callback_failed();
+    Py_DECREF(done);
+    return {};
+  }
+
+ private:
+  PyObject* work_;  // null once it was waited for
+};
+
+class GroupRanks final : public nn::SequenceRanks {
+ public:
+  explicit GroupRanks(PyObject* object)
+      : object_(object), like_(Ref::take(PyObject_GetAttrString(object, "like")).get()) {
+    size_ = static_cast<int>(integer_of(Ref::take(PyObject_GetAttrString(object, "size")).get()));
+    ranks_ = ranks_of(Ref::take(PyObject_GetAttrString(object, "ranks")).get());
+  }
+  int size() const noexcept override { return size_; }
+  Begun all_gather(const Tensor& part, const Tensor& whole) override {
+    return begin("all_gather", part, whole);
+  }
+  Begun reduce_scatter(const Tensor& whole, const Tensor& part) override {
+    return begin("reduce_scatter", whole, part);
+  }
+  Status largest(const Tensor& values) override {
+    TE_FL_ASSIGN_OR_RETURN(const auto work, begin("largest", values, values));
+    return work->wait();
+  }
+  bool share_amaxes(const nn::AmaxReduction* reduction) const noexcept override {
+    if (reduction == nullptr || ranks_.empty()) return false;
+    const auto& reduced = static_cast<const GroupReduction*>(reduction)->ranks();
+    return std::ranges::includes(reduced, ranks_);
+  }
+
+ private:
+  // object.METHOD(from, to, stream) -> work
+  Begun begin(const char* method, const Tensor& from, const Tensor& to) {
+    const InterpreterLock lock;
+    if (!lock.held()) return interpreter_ended();
+    try {
+      const Ref a = to_framework(from, like_.get()), b = to_framework(to, like_.get());
+      const Ref stream = Ref::take(PyLong_FromVoidPtr(devices::current_stream(from.device())));
+      PyObject* const work =
+          PyObject_CallMethod(object_.get(), method, "OOO", a.get(), b.get(), stream.get());
+      if (work == nullptr) return callback_failed();
+      return std::unique_ptr<Work>(new GroupWork(Ref::take(work)));
+    } catch (const PythonError&) {
+      return callback_failed();
+    }
+  }
+
+  Kept object_, like_;
+  int size_ = 1;
+  std::vector<int64_t> ranks_;  // sorted
+};
+
+}  // namespace
+
+std::vector<int64_t> ranks_of(PyObject* tuple) {
+  std::vector<int64_t> ranks;
+  for (PyObject* rank : items_of(tuple, "ranks")) ranks.push_back(integer_of(rank));
+  std::ranges::sort(ranks);
+  return ranks;
+}
+
+std::shared_ptr<nn::SequenceRanks> sequence_ranks_of(PyObject* object) {
+  return std::make_shared<GroupRanks>(object);
+}
+
+}  // namespace te_fl::python

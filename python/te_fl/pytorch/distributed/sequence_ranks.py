@@ -1,0 +1,48 @@
+"""A process group as layers in C++ use it under sequence parallelism: they gather and scatter the rows of their products' operands themselves."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+import torch
+
+from te_fl.pytorch.distributed import collectives
+from te_fl.pytorch.distributed.amax_reduction import global_ranks, on_stream
+
+
+class _Work:
+    """A collective that has begun on a stream, and its tensors."""
+
+    __slots__ = ("_work", "_tensors", "_stream")
+
+    def __init__(self, work: Any, tensors: Tuple[torch.Tensor, ...], stream: int):
+        self._work, self._tensors, self._stream = work, tensors, stream
+
+    def wait(self) -> None:
+        """Once, on any thread: that stream goes on after the collective; on a CPU the thread does."""
+        if self._work is not None:
+            with on_stream(self._tensors[0].device, self._stream):
+                self._work.wait()
+        self._work = self._tensors = None
+
+
+class SequenceRanks:
+    """The ranks of a group, None for the default one. Each method begins a collective on the stream of that handle; the tensors share te-fl's memory,
+    which lives until the result's wait(). In C++ python/src/torch/process_group.cpp calls them."""
+
+    def __init__(self, group: Optional[Any]):
+        self.group, self.size, self.ranks = group, collectives.size_of(group), global_ranks(group)
+        self.like = torch.empty(0)  # tensors are to be PyTorch's
+
+    def all_gather(self, part: torch.Tensor, whole: torch.Tensor, stream: int) -> _Work:
+        with torch.no_grad(), on_stream(part.device, stream):
+            return _Work(collectives.all_gather_into(whole, part, self.group, wait=False), (part, whole), stream)
+
+    def reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor, stream: int) -> _Work:
+        with torch.no_grad(), on_stream(part.device, stream):
+            return _Work(collectives.reduce_scatter_into(part, whole, self.group, wait=False), (whole, part), stream)
+
+    def largest(self, values: torch.Tensor, _: torch.Tensor, stream: int) -> _Work:
+        """In place, as all_reduce() has it; `_` is the same tensor."""
+        with torch.no_grad(), on_stream(values.device, stream):
+            return _Work(collectives.all_reduce(values, self.group, "max", wait=False), (values,), stream)

@@ -1,0 +1,252 @@
+"""Rows that sequence parallelism moves: what is kept for a backward, which bytes travel and when, and that FP8 codes are those of the whole."""
+
+import contextlib
+import ctypes
+import gc
+import os
+from unittest import mock
+
+import torch
+
+import te_fl.pytorch as te
+from common import randomise
+from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fl.pytorch.distributed import collectives, sequence_ranks
+
+KINDS = {"column": lambda **k: te.Linear(128, 128, parallel_mode="column", **k),
+         "row": lambda **k: te.Linear(256, 128, parallel_mode="row", **k),
+         "norm": lambda **k: te.LayerNormLinear(128, 128, parallel_mode="column", **k),
+         "mlp": lambda **k: te.LayerNormMLP(128, 256, set_parallel_mode=True, **k)}
+
+
+def _made(kind, group, **more):
+    torch.manual_seed(11 + group.rank())
+    return randomise(KINDS[kind](tp_group=group, sequence_parallel=True, device="cpu", **more))
+
+
+def _input(kind, group, rows=32):
+    """This rank's rows, or of a row-parallel product all rows of its columns; the last rank's are larger."""
+    size = group.size()
+    torch.manual_seed(21 + group.rank())
+    x = torch.randn(rows if kind == "row" else rows // size, 256 // size if kind == "row" else 128)
+    return (x * (1 + 9 * group.rank())).requires_grad_()
+
+
+def _around(module):
+    """The same module with the collectives around its layer: values are gathered, kept, and quantised where they arrive."""
+    module._layer_moves_rows, module._layers = False, {}
+    return module
+
+
+def _bytes(name):
+    return sum(count.bytes for (kind, _), count in collectives.counts().items() if kind == name)
+
+
+def _calls(name):
+    return sum(count.calls for (kind, _), count in collectives.counts().items() if kind == name)
+
+
+def _step(module, x, recipe=None, group=None):
+    """(output, gradients) of a forward and a backward, whose gradient differs from rank to rank."""
+    module.zero_grad()
+    x.grad = None
+    with te.autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=group) if recipe is not None else contextlib.nullcontext():
+        y = module(x)
+    torch.manual_seed(31 + torch.distributed.get_rank())
+    y.backward(torch.randn_like(y) * (1 + torch.distributed.get_rank()))
+    return [y.detach(), x.grad.clone(), *(p.grad.clone() for p in module.parameters())]
+
+
+def case_results_are_those_of_collectives_around_the_layer(ranks):
+    """In F32 and by every recipe, to the bit, for three steps; blocks where rows divide into blocks, and where they do not."""
+    for size in ranks.degrees():
+        group = ranks.groups[size]
+        recipes = [(None, 32), (Float8CurrentScaling(), 32), (DelayedScaling(), 32), (Float8BlockScaling(), 128 * size), (Float8BlockScaling(), 32 * size)]
+        for recipe, rows in recipes:
+            for kind in KINDS:
+                x = _input(kind, group, rows)
+                a, b = _made(kind, group), _around(_made(kind, group))
+                for step in range(3):
+                    for got, want in zip(_step(a, x, recipe, group), _step(b, x, recipe, group)):
+                        assert torch.equal(got, want), (kind, recipe, step, (got - want).abs().max())
+
+
+def case_scales_stay_with_their_rank(ranks):
+    """Delayed scaling whose amaxes are of this rank alone: values travel, since the ranks' codes would have different scales."""
+    for size in ranks.degrees():
+        group, own = ranks.groups[size], ranks.groups[1]
+        for kind in ("column", "row"):
+            x = _input(kind, group)
+            a, b = _made(kind, group), _around(_made(kind, group))
+            for _ in range(3):
+                collectives.reset_counts()
+                got = _step(a, x, DelayedScaling(), own)
+                sent = _bytes("all_gather")
+                assert all(map(torch.equal, got, _step(b, x, DelayedScaling(), own))) and sent == 4 * 32 * 128, (kind, sent)
+
+
+def case_codes_travel(ranks):
+    """Bytes of gathers, of a rank, in a forward and a backward with the same input in BF16: twice the codes, and scales."""
+    for size in ranks.degrees():
+        group = ranks.groups[size]
+        for kind, recipe, forward, backward in (
+                ("column", None, 2, 2), ("column", Float8CurrentScaling(), 1, 1), ("column", DelayedScaling(), 1, 1),
+                ("column", Float8BlockScaling(), 1 + 1 / 32, 1 + 1 / 32), ("row", None, 0, 2), ("row", Float8CurrentScaling(), 0, 1),
+                ("row", DelayedScaling(), 0, 1), ("row", Float8BlockScaling(), 0, 2)):
+            rows = 128 * size
+            module, x = _made(kind, group, params_dtype=torch.bfloat16), _input(kind, group, rows).detach().bfloat16().requires_grad_()
+            with te.autocast(recipe=recipe, amax_reduction_group=group) if recipe is not None else contextlib.nullcontext():
+                collectives.reset_counts()
+                y = module(x)
+            assert _bytes("all_gather") == rows * 128 * forward, (kind, recipe, collectives.counts())
+            collectives.reset_counts()
+            y.sum().backward()
+            assert _bytes("all_gather") == rows * 128 * backward, (kind, recipe, collectives.counts())
+            if isinstance(recipe, Float8CurrentScaling) and kind == "row":
+                assert _calls("all_reduce") == 1 and _bytes("all_reduce") == 4, collectives.counts()
+
+
+def case_a_rank_keeps_its_rows(ranks):
+    """Tensors saved for the backward: the rank's rows and the parameters, and nothing of the gathered input's size."""
+    for size in ranks.degrees():
+        group = ranks.groups[size]
+        for kind in ("column", "norm", "mlp"):
+            module, x = _made(kind, group), _input(kind, group)
+            saved = []
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+                y = module(x)
+            kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if not isinstance(t, torch.nn.Parameter)}
+            assert max(kept.values()) == x.numel() * 4, (kind, kept)
+            y.sum().backward()
+
+
+def _resident():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def case_a_rank_keeps_its_codes(ranks):
+    """Memory that a forward holds for its backward, and that goes with its output: codes of the rank's rows, of 16 MiB of codes in all."""
+    for size in ranks.degrees():
+        group = ranks.groups[size]
+        for recipe in (Float8CurrentScaling(), DelayedScaling(), Float8BlockScaling()):
+            module = te.Linear(4096, 16 * size, parallel_mode="column", tp_group=group, sequence_parallel=True, device="cpu")
+            x = torch.randn(4096 // size, 4096)
+            held = []
+            for _ in range(2):
+                with te.autocast(recipe=recipe, amax_reduction_group=group):
+                    y = module(x)
+                before = _resident()
+                del y
+                held.append((before - _resident()) / 2**20)
+            assert 0.7 * 16 / size < held[1] < 16 / size + 4, (size, recipe, held)
+
+
+def case_gathers_that_nobody_needs(ranks):
+    """A frozen weight's backward gathers no input, nor does a forward in eval mode keep one; the gradient of x is scattered all the same."""
+    for size in ranks.degrees():
+        group = ranks.groups[size]
+        for recipe in (None, Float8CurrentScaling()):
+            module, x = _made("column", group), _input("column", group)
+            want = _step(module, x, recipe)[1]
+            module.weight.requires_grad_(False)
+            module.bias.requires_grad_(False)
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                y = module(x)
+            collectives.reset_counts()
+            x.grad = None
+            torch.manual_seed(31 + torch.distributed.get_rank())
+            y.backward(torch.randn_like(y) * (1 + torch.distributed.get_rank()))
+            assert _calls("all_gather") == 0 and _calls("reduce_scatter") == 1, collectives.counts()
+            assert torch.equal(x.grad, want)
+            module.eval()
+            with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
+                assert torch.equal(module(x), y)
+
+
+def case_two_forwards_before_a_backward(ranks):
+    for size in ranks.degrees():
+        group = ranks.groups[size]
+        for recipe in (None, Float8CurrentScaling()):
+            for kind in KINDS:
+                results = []
+                for module in (_made(kind, group), _around(_made(kind, group))):
+                    x, other = _input(kind, group), (_input(kind, group) * 3).detach().requires_grad_()
+                    with te.autocast(enabled=recipe is not None, recipe=recipe):
+                        y, z = module(x), module(other)
+                    (2 * y).sum().backward()
+                    z.square().sum().backward(retain_graph=True)
+                    z.square().sum().backward()
+                    results.append([x.grad, other.grad, *(p.grad for p in module.parameters())])
+                assert all(map(torch.equal, *results)), (kind, recipe)
+
+
+def case_recomputed_and_delayed(ranks):
+    """Under checkpoint(), and with the gradients of weights left to backward_dw(), in FP8."""
+    for size in ranks.degrees():
+        group = ranks.groups[size]
+        for recipe in (Float8CurrentScaling(), DelayedScaling()):
+            for kind in KINDS:
+                modules = _made(kind, group), _made(kind, group), _made(kind, group, delay_wgrad_compute=True)
+                x, results = _input(kind, group), []
+                for way, module in enumerate(modules):
+                    module.zero_grad()
+                    x.grad = None
+                    with te.autocast(recipe=recipe, amax_reduction_group=group):
+                        y = te.checkpoint(module, x) if way == 1 else module(x)
+                    y.square().sum().backward()
+                    module.backward_dw()
+                    results.append([y.detach(), x.grad.clone(), *(p.grad.clone() for p in module.parameters())])
+                for other in results[1:]:
+                    assert all(map(torch.equal, results[0], other)), (kind, recipe)
+
+
+def case_collectives_run_beside_products(ranks):
+    """In a backward the input's gather begins before the data gradient's product, whose sum is begun before the weight gradient's product, and each
+    is waited for when it is read."""
+    for size in ranks.degrees():
+        group = ranks.groups[size]
+        for kind in ("column", "mlp"):
+            module, x, events = _made(kind, group), _input(kind, group), []
+
+            class Noted(sequence_ranks._Work):
+                def __init__(self, work, tensors, stream):
+                    self.name = "scatter" if tensors[0].numel() > tensors[1].numel() else "gather"
+                    events.append(f"begin {self.name}")
+                    super().__init__(work, tensors, stream)
+
+                def wait(self):
+                    events.append(f"wait {self.name}")
+                    super().wait()
+            with mock.patch.object(sequence_ranks, "_Work", Noted):
+                y = module(x)
+                events.clear()
+                y.sum().backward()
+            first = ["begin gather", "wait gather"] if kind == "mlp" else []  # of fc2's gradient
+            assert events == first + ["begin gather", "begin scatter", "wait gather", "wait scatter"], (kind, events)
+
+
+def case_another_group(ranks):
+    """set_tensor_parallel_group() between forwards: the next one has the new group, the backward of the last one its own."""
+    size = ranks.world
+    group = ranks.groups[size]
+    other = torch.distributed.new_group(list(range(size)))
+    module, x = _made("column", group), _input("column", group)
+    want = _step(module, x)
+    y = module(x)
+    module.set_tensor_parallel_group(other)
+    module.zero_grad()
+    x.grad = None
+    torch.manual_seed(31 + torch.distributed.get_rank())
+    y.backward(torch.randn_like(y) * (1 + torch.distributed.get_rank()))
+    assert torch.equal(x.grad, want[1])
+    assert all(map(torch.equal, _step(module, x), want))
+    torch.distributed.destroy_process_group(other)
+    try:
+        module(x)
+    except RuntimeError as error:
+        assert "destroyed" in str(error) and "new group" in str(error), error
+    else:
+        raise AssertionError("a destroyed group computed")
