@@ -26,7 +26,8 @@ Result<Tensor> empty_state(const Slot& slot) {
   return Tensor::empty({slot.part->end - slot.part->begin}, DType::kF32, value.device());
 }
 
-// What the slot is of, of `from`, which has the parameter's shape; codes are dequantised.
+// Copies from `from`, which has the parameter's shape, the elements that the slot is of; codes are
+// dequantised.
 Status copy_own(const Slot& slot, const Tensor& from, const Tensor& to) {
   if (slot.part == nullptr) return copy_values(from, to);
   Tensor high = from;

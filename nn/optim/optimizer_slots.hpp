@@ -6,7 +6,7 @@
 #include "nn/optim/gradient_buckets.hpp"
 #include "te_fl/nn/optim/optimizer.hpp"
 
-// What optimizers keep for each parameter, and the lists of it that the multi_tensor ops take.
+// The state that optimizers keep for each parameter, and its lists for the multi_tensor ops.
 namespace te_fl::nn::detail {
 
 using Pointers = std::vector<const te_fl_tensor*>;

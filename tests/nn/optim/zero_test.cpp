@@ -198,7 +198,7 @@ TEST(Zero, CheckpointsLoadAtAnotherDegreeAndWithout) {
   expect_same(train(zero, 3, 6, {.load = divided}), expected);
   expect_same(train(plain, 3, 6, {.load = divided}), expected);
   expect_same(train(zero, 3, 6, {.load = whole}), expected);
-  // What four ranks have saved of the same state.
+  // Four ranks save the same state.
   Config four = zero;
   four.ranks = 4;
   (void)train(four, 3, 3, {.load = divided, .save = whole});
