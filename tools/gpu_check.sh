@@ -4,7 +4,7 @@
 # recipe and on copies in host memory, and the benchmarks of bench/gpu where a Python with PyTorch is found; prints a table last.
 # What cuDNN serves runs with every cuDNN 9 of the machine: the one that the loader finds, and that of Python's packages if it is another.
 # usage: tools/gpu_check.sh [--build DIR] [--out DIR] [--text FILE] [--python PATH] [--gemm-choices FILE] [--no-bench | --quick | --staged]
-#   --build DIR  a build tree, or a folder with its bin/{conformance,conformance_huge,train_gpt,nn_graphed_step_test,gpu_errors_test,gpu_collectives_test},
+#   --build DIR  a build tree, or a folder with its bin/{conformance,conformance_huge,train_gpt,nn_graphed_step_test,gpu_errors_test,gpu_collectives_test,bench_collectives},
 #                lib/libte_fl_bench_gpu.so and plugins/libte_fl_cuda.so
 #                (default build/release; built here if it is missing and cmake and nvcc are there)
 #   --out DIR    where logs and gpu_check.json go (default build/gpu_check)
@@ -45,7 +45,7 @@ begun=$(date +%s)
 if [ ! -x "$build/bin/conformance" ] || [ ! -e "$build/plugins/libte_fl_cuda.so" ]; then
   echo "gpu_check.sh: $build has no bin/conformance and plugins/libte_fl_cuda.so; building"
   cmake -S . -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DTE_FL_CUDA=ON &&
-    cmake --build "$build" --target conformance train_gpt conformance_huge nn_graphed_step_test gpu_errors_test gpu_collectives_test te_fl_bench_gpu te_fl_cuda || exit 1
+    cmake --build "$build" --target conformance train_gpt conformance_huge nn_graphed_step_test gpu_errors_test gpu_collectives_test bench_collectives te_fl_bench_gpu te_fl_cuda || exit 1
 fi
 mkdir -p "$out"
 rm -f "$out"/*.code
@@ -325,6 +325,16 @@ fi
 
 # Figures below their targets are shown and do not fail the check: they move with the machine.
 if [ $quick = 0 ] && [ $bench = 1 ]; then
+  if has "benchmarks: collectives" bench_collectives; then # of one rank: what a call costs on the host beyond NCCL's own
+    if TE_FL_PLUGIN_MODULES=$plugin "$build/bin/bench_collectives" --device cuda --rounds 51 --json "$out/bench_collectives.json" \
+      >"$out/bench_collectives.log" 2>&1; then
+      of_all=$(grep -Ec '^[a-z_]+ +[0-9]+ ' "$out/bench_collectives.log")
+      met=$(awk '$1 ~ /^[a-z_]+$/ && $2 ~ /^[0-9]+$/ && $8 <= 1 { ++n } END { print n + 0 }' "$out/bench_collectives.log")
+      row "benchmarks: collectives" "$([ "$met" = "$of_all" ] && echo passed || echo below)" "$met of $of_all within 1 us of NCCL on the host"
+    else
+      row "benchmarks: collectives" FAILED "$(tail -n 1 "$out/bench_collectives.log")"
+    fi
+  fi
   has_torch() { "$1" -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; }
   if [ -n "$python" ]; then
     has_torch "$python" || { row "benchmarks" FAILED "--python: $python finds no PyTorch with CUDA"; python=none; }

@@ -49,6 +49,7 @@ echo "trained 3 steps in 0.1 s\"""",
     "bin/nn_graphed_step_test": WHICH_CUDNN + 'echo "[  PASSED  ] 3 tests."',
     "bin/gpu_errors_test": 'echo "[  PASSED  ] 9 tests."',
     "bin/gpu_collectives_test": 'echo "[  PASSED  ] 1 test."',
+    "bin/bench_collectives": 'echo "all_reduce 1024 9.1 8.8 1.03 0.01 0.30 0.25 1.02"; echo "all_gather 1024 9.1 8.8 1.03 0.01 0.30 1.25 1.02"',
 }
 
 
@@ -89,6 +90,7 @@ class GpuCheck(unittest.TestCase):
         for name in ("conformance gemm", "more than 2^31 elements", "TE_FL_PREFER=reference", "compute-sanitizer initcheck",
                      "errors and bad input", "captured steps, bit by bit", "train_gpt block"):
             self.assertEqual(rows[name][0], "passed", rows)
+        self.assertEqual(rows["benchmarks: collectives"], ("below", "  1 of 2 within 1 us of NCCL on the host"), rows)
         self.assertIn("losses within 0.00005", rows["TE_FL_PREFER=reference"][1])
 
     def test_every_huge_case_is_the_plugins(self):

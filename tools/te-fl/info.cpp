@@ -52,6 +52,13 @@ std::vector<te_fl::plugins::Finding> findings_of(const te_fl::plugins::PluginInf
 
 using Findings = std::vector<te_fl::plugins::Finding>;
 
+// "nccl", "gloo, other" or "-".
+std::string comms_text(const std::vector<std::string>& comms) {
+  std::string text;
+  for (const std::string& name : comms) text += (text.empty() ? "" : ", ") + name;
+  return text.empty() ? "-" : text;
+}
+
 json plugin_json(const te_fl::plugins::PluginInfo& p, const Findings& list) {
   json findings = json::array();
   for (const auto& f : list) {
@@ -72,7 +79,8 @@ json plugin_json(const te_fl::plugins::PluginInfo& p, const Findings& list) {
           {"reason", p.reason},
           {"load_ms", p.load_ms},
           {"devices", p.devices},
-          {"ops", p.ops}};
+          {"ops", p.ops},
+          {"comms", p.comms}};
 }
 
 // Host implementations for tensors of other devices, as the policy has it.
@@ -163,13 +171,15 @@ int info(bool as_json) {
     std::printf("Quarantine: %zu in %s do not serve what they got wrong (te-fl quarantine list)\n",
                 quarantined.size(), te_fl::quarantine_file().c_str());
   std::printf("\nPlugins\n");
-  Table plugin_table({"plugin", "vendor", "version", "abi", "state", "ops", "start", "from"});
+  Table plugin_table(
+      {"plugin", "vendor", "version", "abi", "state", "ops", "ranks by", "start", "from"});
   for (const auto& p : plugins) {
     char start[32];
     std::snprintf(start, sizeof start, "%.1f ms", p.load_ms);
     plugin_table.add({p.name.empty() ? "?" : p.name, p.vendor, p.version, p.abi,
                       paint(color_of(p.state), std::string(te_fl::plugins::to_string(p.state))),
-                      std::to_string(p.ops.size()), start, p.path.empty() ? p.origin : p.path});
+                      std::to_string(p.ops.size()), comms_text(p.comms), start,
+                      p.path.empty() ? p.origin : p.path});
   }
   plugin_table.print();
   for (size_t i = 0; i < plugins.size(); ++i) {

@@ -60,6 +60,8 @@ class Commands(unittest.TestCase):
             self.assertIn(word, text)
         data = json.loads(self.ok("info", "--json"))
         self.assertEqual({p["name"]: p["state"] for p in data["plugins"]}["reference"], "active")
+        self.assertEqual({p["name"]: p["comms"] for p in data["plugins"]}["reference"], ["threads"])
+        self.assertRegex(text, r"\n +reference .* threads ")
         self.assertEqual(data["devices"][0]["device"], "cpu")
         self.assertIsNone(data["devices"][0]["copy_bandwidth"])  # nobody measures the host's
         self.assertEqual(data["staging"], {"strict": False, "max_bytes": None})
