@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Starts the ranks of a job on this machine: N processes of one program, which find each other by TE_FL_RANK, TE_FL_WORLD_SIZE,
-TE_FL_LOCAL_RANK and TE_FL_STORE. Each line that they write gets its rank in front, "[2] loss 1.7".
+TE_FL_LOCAL_RANK and TE_FL_STORE, and have LOCAL_WORLD_SIZE. Each line that they write gets its rank in front, "[2] loss 1.7".
 
 The exit code is that of the rank that failed first, 128 + N if signal N ended it, and 0 if none failed. When a rank fails, the others
 have --grace seconds to end by themselves, which their communicators do with COMM_FAILED; those that remain get SIGTERM, and SIGKILL
@@ -60,7 +60,8 @@ def store_address(wanted, folder):
 
 def environment(rank, size, store):
     shared = {"TE_FL_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)), "PYTHONUNBUFFERED": "1"}  # unless the caller has set them
-    return {**shared, **os.environ, "TE_FL_RANK": str(rank), "TE_FL_WORLD_SIZE": str(size), "TE_FL_LOCAL_RANK": str(rank), "TE_FL_STORE": store}
+    return {**shared, **os.environ, "TE_FL_RANK": str(rank), "TE_FL_WORLD_SIZE": str(size), "TE_FL_LOCAL_RANK": str(rank), "TE_FL_STORE": store,
+            "LOCAL_WORLD_SIZE": str(size)}  # as torchrun says how many ranks this machine has
 
 
 def code_of(returncode):

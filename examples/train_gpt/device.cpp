@@ -1,5 +1,10 @@
 #include "device.hpp"
 
+#include <algorithm>
+#include <cctype>
+#include <cstdlib>
+
+#include "te_fl/comm.hpp"
 #include "te_fl/environment.hpp"
 #include "te_fl/te_fl.hpp"
 
@@ -47,19 +52,74 @@ Result<DeviceChoice> find_device() {
                       false};
 }
 
+// The ranks of the job on this machine, as far as this one knows: torchrun and tools/launch.py say
+// how many they are; from other starters there are at least those up to this one.
+int local_ranks(const te_fl::Job& job) {
+  const char* const text = std::getenv("LOCAL_WORLD_SIZE");
+  return std::max(job.local_rank + 1, text == nullptr ? 1 : std::atoi(text));
+}
+
+bool same_kind(const Device& a, const Device& b) {
+  return a.type == b.type && a.provider == b.provider;
+}
+
+// "cuda" of "cuda:1".
+std::string kind_of(const Device& device) {
+  const std::string name = te_fl::to_string(device);
+  return name.substr(0, name.rfind(':'));
+}
+
+// The device of this rank: that of its number on this machine, of the kind of `first`.
+Result<Device> device_of_rank(const Device& first, const te_fl::Job& job) {
+  if (first.is_host()) return first;
+  int count = 0;
+  Device own = first;
+  for (const Device& device : te_fl::devices::list()) {
+    if (same_kind(device, first) && count++ == job.local_rank) own = device;
+  }
+  const int ranks = local_ranks(job);
+  if (ranks <= count) return own;
+  return te_fl::failed_precondition(
+      "this machine has " + std::to_string(count) + " " + kind_of(first) +
+      (count == 1 ? " device and " : " devices and ") + std::to_string(ranks) +
+      " ranks of the job, each of which needs one of its own; start at most " +
+      std::to_string(count) + " here, or give --device cpu");
+}
+
+// Several ranks of a machine on one device would be a mistake.
+te_fl::Status check_index(const std::string& wanted, const te_fl::Job& job) {
+  if (std::isdigit(static_cast<unsigned char>(wanted.back())) == 0 || local_ranks(job) == 1) {
+    return {};
+  }
+  const std::string kind = wanted.substr(0, wanted.rfind(':'));
+  return te_fl::invalid_argument("--device " + wanted + " names one device, and the job has " +
+                                 std::to_string(local_ranks(job)) +
+                                 " ranks on this machine; with --device " + kind +
+                                 " each takes the one of its number");
+}
+
 }  // namespace
 
 Result<DeviceChoice> choose_device(const std::string& wanted) {
-  if (wanted == "auto") return find_device();
+  TE_FL_ASSIGN_OR_RETURN(const te_fl::Job job, te_fl::Job::from_environment());
+  if (wanted == "auto") {
+    TE_FL_ASSIGN_OR_RETURN(DeviceChoice found, find_device());
+    TE_FL_ASSIGN_OR_RETURN(found.device, device_of_rank(found.device, job));
+    if (!found.device.is_host()) found.name = te_fl::to_string(found.device);
+    return found;
+  }
   const auto device = te_fl::parse_device(wanted);
   if (!device.ok()) {
     if (te_fl::environment::nearest(wanted, {"auto"}).empty()) return device.status();
     return device.status().wrap("--device " + wanted + ": did you mean 'auto'?");
   }
   TE_FL_RETURN_IF_ERROR(te_fl::devices::find(*device).status());
-  DeviceChoice choice{*device, te_fl::to_string(*device), "--device names it", false};
-  if (!device->is_host()) {
-    TE_FL_ASSIGN_OR_RETURN(const std::string op, left_to_host(*device));
+  if (!device->is_host()) TE_FL_RETURN_IF_ERROR(check_index(wanted, job));
+  TE_FL_ASSIGN_OR_RETURN(const Device own, device_of_rank(*device, job));
+  DeviceChoice choice{own, te_fl::to_string(own), "--device names it", false};
+  if (local_ranks(job) > 1 && !own.is_host()) choice.reason = "this rank's, by its number";
+  if (!own.is_host()) {
+    TE_FL_ASSIGN_OR_RETURN(const std::string op, left_to_host(own));
     choice.native = op.empty();
     if (!choice.native) choice.reason += "; it leaves " + op + " to the host";
   }

@@ -18,7 +18,9 @@ struct DeviceChoice {
 };
 
 // "auto": the first device, other than the host, that serves the model's ops itself, else the host.
-// Anything else is a device's name, and an error if no such device is there. Loads plugins.
+// Anything else is a device's name, and an error if no such device is there. Of a job with several
+// ranks on this machine each takes the device of its number among them: FAILED_PRECONDITION if
+// there are fewer devices of the kind, INVALID_ARGUMENT if the name has an index. Loads plugins.
 te_fl::Result<DeviceChoice> choose_device(const std::string& wanted);
 
 }  // namespace train_gpt

@@ -1,6 +1,5 @@
 #include "model.hpp"
 
-#include <algorithm>
 #include <cmath>
 
 namespace train_gpt {
@@ -27,7 +26,8 @@ Status Gpt::build(const Options& o, te_fl::Device device) {
                              .activation_dtype = dtype,
                              .device = device,
                              .seed = nn::init::subseed(o.seed, 0)};
-  TE_FL_ASSIGN_OR_RETURN(tokens_, nn::Embedding::create(table));
+  TE_FL_ASSIGN_OR_RETURN(const nn::EmbeddingOptions own, nn::shard_of(table, parallel_));
+  TE_FL_ASSIGN_OR_RETURN(tokens_, nn::Embedding::create(own));
   register_module("tokens", *tokens_);
   if (llama) {
     TE_FL_ASSIGN_OR_RETURN(
@@ -38,8 +38,10 @@ Status Gpt::build(const Options& o, te_fl::Device device) {
     table.num_embeddings = o.seq_len;
     table.seed = nn::init::subseed(o.seed, 1);
     TE_FL_ASSIGN_OR_RETURN(positions_, nn::Embedding::create(table));
+    positions_->weight()->partial_grad = parallel_.divides_sequence();
     register_module("positions", *positions_);
-    TE_FL_ASSIGN_OR_RETURN(training_positions_, make_positions(o.batch / o.dp, o.seq_len));
+    const int64_t parts = o.dp * (o.sp ? o.tp : 1);
+    TE_FL_ASSIGN_OR_RETURN(training_positions_, make_positions(o.batch / parts, o.seq_len));
   }
   for (int64_t i = 0; i < o.layers; ++i) {
     nn::TransformerLayerOptions layer{
@@ -76,15 +78,20 @@ Status Gpt::build(const Options& o, te_fl::Device device) {
     norm_ = std::move(made);
   }
   register_module("final_norm", *norm_);
-  TE_FL_ASSIGN_OR_RETURN(head_, nn::Linear::create({.in_features = o.hidden,
-                                                    .out_features = kVocabulary,
-                                                    .bias = false,
-                                                    .param_dtype = dtype,
-                                                    .activation_dtype = dtype,
-                                                    .device = device,
-                                                    .seed = nn::init::subseed(o.seed, 1000),
-                                                    .init_std = 0.02f,
-                                                    .high_precision = true}));
+  for (const nn::NamedParameter& p : norm_->parameters()) {
+    p.parameter->partial_grad = parallel_.divides_sequence();
+  }
+  nn::LinearOptions head{.in_features = o.hidden,
+                         .out_features = kVocabulary,
+                         .bias = false,
+                         .param_dtype = dtype,
+                         .activation_dtype = dtype,
+                         .device = device,
+                         .seed = nn::init::subseed(o.seed, 1000),
+                         .init_std = 0.02f,
+                         .high_precision = true};
+  TE_FL_ASSIGN_OR_RETURN(head, nn::shard_of(head, nn::ParallelMode::kColumn, parallel_));
+  TE_FL_ASSIGN_OR_RETURN(head_, nn::Linear::create(head));
   register_module("head", *head_);
   return {};
 }
@@ -98,32 +105,22 @@ Result<Tensor> Gpt::make_positions(int64_t batch, int64_t seq_len) const {
   return device_.is_host() ? Result<Tensor>(std::move(indices)) : indices.to(device_);
 }
 
-Result<Tensor> Gpt::scatter(const Tensor& x) const {
-  return parallel_.divides_sequence() ? nn::scatter_rows(parallel_, x) : x;
-}
-
-Result<Tensor> Gpt::gather(const Tensor& x) const {
-  return parallel_.divides_sequence() ? nn::gather_rows(parallel_, x) : x;
-}
-
 Result<Tensor> Gpt::forward(const Tensor& inputs, Contexts* c, const nn::ForwardOptions& options) {
   if (c != nullptr) c->layers.resize(layers_.size());
   TE_FL_ASSIGN_OR_RETURN(Tensor x, tokens_->forward(inputs, c ? &c->tokens : nullptr));
   if (positions_) {
     Tensor indices = training_positions_;
-    if (!std::ranges::equal(indices.shape(), inputs.shape())) {
-      TE_FL_ASSIGN_OR_RETURN(indices, make_positions(inputs.size(0), inputs.size(1)));
+    if (indices.size(0) != x.size(0) || indices.size(1) != x.size(1)) {
+      TE_FL_ASSIGN_OR_RETURN(indices, make_positions(x.size(0), x.size(1)));
     }
     TE_FL_ASSIGN_OR_RETURN(const Tensor p,
                            positions_->forward(indices, c ? &c->positions : nullptr));
     TE_FL_ASSIGN_OR_RETURN(x, sum_.forward(x, p, c ? &c->sum : nullptr));
   }
-  TE_FL_ASSIGN_OR_RETURN(x, scatter(x));
   for (size_t i = 0; i < layers_.size(); ++i) {
     TE_FL_ASSIGN_OR_RETURN(
         x, layers_[i]->forward(x, c ? &c->layers[i] : nullptr, attention_, options));
   }
-  TE_FL_ASSIGN_OR_RETURN(x, gather(x));
   nn::Ctx* norm_ctx = c ? &c->norm : nullptr;
   TE_FL_ASSIGN_OR_RETURN(
       x, layer_norm_ ? layer_norm_->forward(x, norm_ctx) : rms_norm_->forward(x, norm_ctx));
@@ -134,11 +131,9 @@ Status Gpt::backward(const Tensor& dlogits, Contexts& c) {
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, head_->backward(dlogits, c.head));
   TE_FL_ASSIGN_OR_RETURN(
       dx, layer_norm_ ? layer_norm_->backward(dx, c.norm) : rms_norm_->backward(dx, c.norm));
-  TE_FL_ASSIGN_OR_RETURN(dx, scatter(dx));
   for (size_t i = layers_.size(); i-- > 0;) {
     TE_FL_ASSIGN_OR_RETURN(dx, layers_[i]->backward(dx, c.layers[i]));
   }
-  TE_FL_ASSIGN_OR_RETURN(dx, gather(dx));
   if (positions_) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor dp, sum_.backward(dx, c.sum));
     TE_FL_RETURN_IF_ERROR(positions_->backward(dp, c.positions));

@@ -20,24 +20,20 @@ class Gpt : public te_fl::nn::Module {
     std::vector<te_fl::nn::Ctx> layers;
   };
 
-  // `parallel`: the ranks that divide its layers; embeddings, final norm and projection are whole
-  // on each of them.
+  // `parallel`: the ranks that divide its layers and the vocabulary.
   static te_fl::Result<std::unique_ptr<Gpt>> create(const Options& options, te_fl::Device device,
                                                     const te_fl::nn::TensorParallel& parallel);
-  // inputs I32 [B, S] -> logits [B, S, 256]. contexts null: inference.
+  // inputs I32 [B, S] -> logits [B, S, 256 / ranks], this rank's columns. contexts null: inference.
   te_fl::Result<te_fl::Tensor> forward(const te_fl::Tensor& inputs, Contexts* contexts,
                                        const te_fl::nn::ForwardOptions& options = {});
   te_fl::Status backward(const te_fl::Tensor& dlogits, Contexts& contexts);
   te_fl::nn::CrossEntropyLoss& loss() { return loss_; }
 
  private:
-  explicit Gpt(const te_fl::nn::TensorParallel& parallel) : parallel_(parallel) {}
+  explicit Gpt(const te_fl::nn::TensorParallel& parallel)
+      : parallel_(parallel), loss_({.parallel = parallel}) {}
   te_fl::Status build(const Options& options, te_fl::Device device);
   te_fl::Result<te_fl::Tensor> make_positions(int64_t batch, int64_t seq_len) const;
-
-  // The rows of a divided sequence, and all of them again; whole ones stay as they are.
-  te_fl::Result<te_fl::Tensor> scatter(const te_fl::Tensor& x) const;
-  te_fl::Result<te_fl::Tensor> gather(const te_fl::Tensor& x) const;
 
   te_fl::nn::TensorParallel parallel_;
   te_fl::Device device_;

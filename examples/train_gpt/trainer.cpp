@@ -150,7 +150,9 @@ Result<std::string> Trainer::sample() {
     TE_FL_ASSIGN_OR_RETURN(const Tensor logits, model_->forward(inputs, nullptr));
     TE_FL_ASSIGN_OR_RETURN(const Tensor own, logits.slice(0, 0, 1));
     TE_FL_ASSIGN_OR_RETURN(const Tensor last, own.slice(1, length - 1, length));
-    TE_FL_ASSIGN_OR_RETURN(const Tensor row, to_host_f32(last));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor part, last.view({last.numel()}));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor whole, nn::gather_rows(ranks_.tensor, part));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor row, to_host_f32(whole));
     text += pick(row.data<float>(), static_cast<uint64_t>(i));
   }
   return text;

@@ -1,20 +1,26 @@
 #include "te_fl/nn/modules/embedding.hpp"
 
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "nn/autograd/ctx.hpp"
 #include "nn/autograd/parameter.hpp"
 #include "nn/autograd/random.hpp"
 #include "nn/autograd/recompute.hpp"
 #include "nn/base/tensor_ops.hpp"
+#include "nn/modules/id_table.hpp"
 #include "nn/modules/make_gemm.hpp"
+#include "nn/modules/tensor_parallel.hpp"
 #include "te_fl/nn/modules/init.hpp"
 
 namespace te_fl::nn {
 namespace {
 
 struct IndicesRecord : Ctx::Record {
-  Tensor indices;
+  Tensor indices;  // of this table
+  Tensor mask;     // F32, 1 for those that it has, 0 for other ranks'; undefined: it has all
+  Shape shape;     // of the result
 };
 
 // A dropout mask; undefined where nothing was dropped.
@@ -43,8 +49,63 @@ Result<Tensor> dropout_backward(const Tensor& dy, const MaskRecord& record, floa
   return dx;
 }
 
+// x[i, ...] * factors[i]; the factors are at least 0, so that relu(factor) * x is the product.
+Result<Tensor> scale_rows(const Tensor& x, const Tensor& factors) {
+  TE_FL_ASSIGN_OR_RETURN(const Tensor rows, detail::compact(x));
+  const int64_t n = x.size(0), width = n == 0 ? 0 : x.numel() / n;
+  TE_FL_ASSIGN_OR_RETURN(Tensor y, detail::empty_like(x, x.dtype()));
+  if (y.numel() == 0) return y;
+  TE_FL_ASSIGN_OR_RETURN(const Tensor pair, Tensor::empty({n, 2 * width}, DType::kF32, x.device()));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor left, pair.slice(1, 0, width));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor right, pair.slice(1, width, 2 * width));
+  const Shape shape = {n, width}, strides = {1, 0};
+  TE_FL_ASSIGN_OR_RETURN(const Tensor wide, Tensor::wrap(factors.raw_data(), shape, strides,
+                                                         DType::kF32, x.device(), nullptr));
+  TE_FL_RETURN_IF_ERROR(detail::copy(wide, left));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor flat, rows.view(shape));
+  TE_FL_RETURN_IF_ERROR(detail::copy(flat, right));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor out, y.view(shape));
+  te_fl_reglu_args args{};
+  args.input = pair;
+  args.output = out;
+  TE_FL_RETURN_IF_ERROR(ops::reglu(args, detail::call_options(x.device())));
+  return y;
+}
+
+// A number of each id of the whole table: its row here, or 0, and 1 if it has one here, else 0.
+std::shared_ptr<detail::IdTable> rows_of(const EmbeddingOptions& options) {
+  const int64_t rows = options.num_embeddings, begin = options.parallel.rank() * rows;
+  return std::make_shared<detail::IdTable>(
+      std::vector<DType>{DType::kI32, DType::kF32}, rows * options.parallel.size(), std::nullopt,
+      [=](int64_t id, detail::IdTable::Word* words) {
+        const bool own = id >= begin && id < begin + rows;
+        words[0].integer = own ? static_cast<int32_t>(id - begin) : 0;
+        words[1].real = own ? 1.0f : 0.0f;
+      });
+}
+
 }  // namespace
 
+Result<EmbeddingOptions> shard_of(EmbeddingOptions whole, const TensorParallel& parallel) {
+  if (!whole.shard.whole.empty()) {
+    return invalid_argument(
+        "Embedding: shard is given, and shard_of() divides whole tables; leave it out");
+  }
+  whole.parallel = parallel;
+  if (!parallel.divides()) return whole;
+  if (whole.num_embeddings % parallel.size() != 0) {
+    return invalid_argument("Embedding: num_embeddings is " + std::to_string(whole.num_embeddings) +
+                            "; it must be a multiple of the number of tensor-parallel ranks, "
+                            "which is " +
+                            std::to_string(parallel.size()) + "; add rows that no index names");
+  }
+  const Shape extents = {whole.num_embeddings, whole.hidden_size};
+  whole.num_embeddings /= parallel.size();
+  whole.shard = {extents, {parallel.rank() * whole.num_embeddings, 0}};
+  return whole;
+}
+
+Embedding::Embedding(const EmbeddingOptions& options) : options_(options) {}
 Embedding::~Embedding() = default;
 
 Result<std::unique_ptr<Embedding>> Embedding::create(const EmbeddingOptions& options) {
@@ -56,13 +117,12 @@ Result<std::unique_ptr<Embedding>> Embedding::create(const EmbeddingOptions& opt
                                       options.init_std, init::subseed(options.seed, 0),
                                       options.param_dtype, options.device, options.shard));
   module->register_parameter("weight", module->weight_);
+  if (options.parallel.divides()) module->own_ = rows_of(options);
   return module;
 }
 
-Result<Tensor> Embedding::forward(const Tensor& indices, Ctx* ctx) {
-  if (!indices.defined()) return invalid_argument("Embedding: indices is undefined");
-  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<IndicesRecord>(ctx, "Embedding"));
-  TE_FL_RETURN_IF_ERROR(detail::same_parameter(weight_.get()));
+// This table's rows of the indices.
+Result<Tensor> Embedding::rows(const Tensor& indices) {
   Shape shape(indices.shape().begin(), indices.shape().end());
   shape.push_back(options_.hidden_size);
   TE_FL_ASSIGN_OR_RETURN(Tensor y,
@@ -72,17 +132,50 @@ Result<Tensor> Embedding::forward(const Tensor& indices, Ctx* ctx) {
   args.weight = weight_->value;
   args.output = y;
   TE_FL_RETURN_IF_ERROR(ops::embedding_fwd(args, detail::call_options(options_.device)));
+  return y;
+}
+
+Result<Tensor> Embedding::forward(const Tensor& indices, Ctx* ctx) {
+  if (!indices.defined()) return invalid_argument("Embedding: indices is undefined");
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<IndicesRecord>(ctx, "Embedding"));
+  TE_FL_RETURN_IF_ERROR(detail::same_parameter(weight_.get()));
   record->indices = indices;
+  record->shape.assign(indices.shape().begin(), indices.shape().end());
+  record->shape.push_back(options_.hidden_size);
+  Tensor y;
+  if (own_ == nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(y, rows(indices));
+  } else {
+    TE_FL_ASSIGN_OR_RETURN(
+        record->shape,
+        detail::output_shape(options_.parallel, ParallelMode::kRow, record->shape, "Embedding"));
+    TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> found, own_->look_up(indices));
+    TE_FL_ASSIGN_OR_RETURN(record->indices, found[0].view({indices.numel()}));
+    TE_FL_ASSIGN_OR_RETURN(record->mask, found[1].view({indices.numel()}));
+    TE_FL_ASSIGN_OR_RETURN(y, rows(record->indices));
+    TE_FL_ASSIGN_OR_RETURN(y, scale_rows(y, record->mask));
+    TE_FL_ASSIGN_OR_RETURN(y, detail::summed(options_.parallel, y));
+    TE_FL_ASSIGN_OR_RETURN(y, y.view(record->shape));
+  }
   if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
   return y;
 }
 
 Status Embedding::backward(const Tensor& dy, Ctx& ctx) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Embedding"));
-  if (!weight_->requires_grad) return {};
+  const auto& record = static_cast<IndicesRecord&>(*taken);
   te_fl_embedding_bwd_args args{};
-  args.indices = static_cast<IndicesRecord&>(*taken).indices;
-  args.grad_output = dy;
+  args.indices = record.indices;
+  Tensor rows = dy;
+  if (own_ != nullptr) {  // even of a frozen table: the other ranks gather as well
+    TE_FL_RETURN_IF_ERROR(
+        detail::check_gradient(dy, record.shape, options_.hidden_size, "Embedding"));
+    TE_FL_ASSIGN_OR_RETURN(rows, detail::as_operand(dy, options_.hidden_size, "Embedding: dy"));
+    TE_FL_ASSIGN_OR_RETURN(rows, detail::whole_rows(options_.parallel, rows));
+    TE_FL_ASSIGN_OR_RETURN(rows, scale_rows(rows, record.mask));
+  }
+  if (!weight_->requires_grad) return {};
+  args.grad_output = rows;
   TE_FL_ASSIGN_OR_RETURN(args.accumulate, detail::adds(*weight_));
   args.grad_weight = weight_->grad;
   TE_FL_RETURN_IF_ERROR(ops::embedding_bwd(args, detail::call_options(options_.device)));
@@ -151,29 +244,6 @@ struct DropPathRecord : Ctx::Record {
   Tensor factors;  // F32 [first extent]; undefined where nothing was dropped
   Shape shape;     // of the result
 };
-
-// x[i, ...] * factors[i]; the factors are at least 0, so that relu(factor) * x is the product.
-Result<Tensor> scale_rows(const Tensor& x, const Tensor& factors) {
-  TE_FL_ASSIGN_OR_RETURN(const Tensor rows, detail::compact(x));
-  const int64_t n = x.size(0), width = n == 0 ? 0 : x.numel() / n;
-  TE_FL_ASSIGN_OR_RETURN(Tensor y, detail::empty_like(x, x.dtype()));
-  if (y.numel() == 0) return y;
-  TE_FL_ASSIGN_OR_RETURN(const Tensor pair, Tensor::empty({n, 2 * width}, DType::kF32, x.device()));
-  TE_FL_ASSIGN_OR_RETURN(const Tensor left, pair.slice(1, 0, width));
-  TE_FL_ASSIGN_OR_RETURN(const Tensor right, pair.slice(1, width, 2 * width));
-  const Shape shape = {n, width}, strides = {1, 0};
-  TE_FL_ASSIGN_OR_RETURN(const Tensor wide, Tensor::wrap(factors.raw_data(), shape, strides,
-                                                         DType::kF32, x.device(), nullptr));
-  TE_FL_RETURN_IF_ERROR(detail::copy(wide, left));
-  TE_FL_ASSIGN_OR_RETURN(const Tensor flat, rows.view(shape));
-  TE_FL_RETURN_IF_ERROR(detail::copy(flat, right));
-  TE_FL_ASSIGN_OR_RETURN(const Tensor out, y.view(shape));
-  te_fl_reglu_args args{};
-  args.input = pair;
-  args.output = out;
-  TE_FL_RETURN_IF_ERROR(ops::reglu(args, detail::call_options(x.device())));
-  return y;
-}
 
 // 0 or 1 / (1 - p) for each of `count` rows.
 Result<Tensor> draw_factors(int64_t count, float p, const Device& device) {

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # train_gpt on four processes that divide layers and batch: it learns with the losses of one, says who served each collective, and what two
-# ranks have saved is loaded by one.
-# usage: train_gpt_ranks_test.sh TRAIN_GPT LAUNCH GLOO_PLUGIN
+# ranks have saved is loaded by one. Each rank takes a device of its own.
+# usage: train_gpt_ranks_test.sh TRAIN_GPT LAUNCH GLOO_PLUGIN FAR_PLUGIN
 set -uo pipefail
 train=$1 launch=$2
 work=$(mktemp -d)
@@ -38,6 +38,11 @@ PY
 "$launch" -n 4 -- "$train" "${small[@]}" --steps 20 --recipe none --tp 2 --dp 2 --json "$work/many-f32.json" >"$work/out" 2>&1 || fail "four ranks: $(cat "$work/out")"
 losses f32 3e-5 && ok "--tp 2 --dp 2 has the losses of one rank" || fail "--tp 2 --dp 2 has other losses"
 grep -q '^\[0\] 4 ranks, provider gloo: .*all_reduce=' "$work/out" && ok "the first rank says who serves collectives" || fail "nobody says who serves collectives: $(cat "$work/out")"
+python3 - "$work/many-f32.json" <<'PY' && ok "--json has the ranks" || fail "--json has other ranks"
+import json, sys
+r = json.load(open(sys.argv[1]))
+sys.exit((r["ranks"], r["tp"], r["dp"], r["sp"]) != (4, 2, 2, False))
+PY
 [ "$(grep -vc '^\[0\]' "$work/out")" = 0 ] && ok "the other ranks are silent" || fail "others print: $(grep -v '^\[0\]' "$work/out")"
 
 "$train" "${small[@]}" --steps 20 --style gpt --json "$work/one-fp8.json" >"$work/out" 2>&1 || fail "one rank in FP8: $(cat "$work/out")"
@@ -62,4 +67,13 @@ grep -q -- '--zero .* --dp, which is 1' "$work/out" && ok "--zero without --dp i
 grep -q 'tools/launch.py -n 2' "$work/out" && ok "too few ranks are refused" || fail "too few ranks: $(cat "$work/out")"
 "$train" "${small[@]}" --dp 3 >"$work/out" 2>&1 && fail "--dp 3 divides 8 sequences"
 grep -q -- '--batch 8 must be a multiple of --dp' "$work/out" && ok "a batch that does not divide is refused" || fail "--dp 3: $(cat "$work/out")"
+
+# A device for each rank of a machine that has two in all, whose memory gloo does not serve.
+export TE_FL_PLUGIN_MODULES=$3,$4
+"$launch" -n 3 -- "$train" "${small[@]:2}" --device ext:far --dp 3 >"$work/out" 2>&1 && fail "three ranks share two devices"
+grep -q 'this machine has 2 ext:far devices and 3 ranks of the job.*--device cpu' "$work/out" && ok "too few devices are refused" || fail "--device ext:far: $(cat "$work/out")"
+"$launch" -n 2 -- "$train" "${small[@]:2}" --device ext:far --tp 2 >"$work/out" 2>&1 && fail "gloo serves far memory"
+grep -q '^\[0\].*no provider .* ext:far:0' "$work/out" && grep -q '^\[1\].*no provider .* ext:far:1' "$work/out" && ok "each rank takes a device of its own" || fail "devices of two ranks: $(cat "$work/out")"
+"$launch" -n 2 -- "$train" "${small[@]:2}" --device ext:far:0 --tp 2 >"$work/out" 2>&1 && fail "two ranks take the device named"
+grep -q -- '--device ext:far:0 names one device, and the job has 2 ranks.*--device ext:far each' "$work/out" && ok "one device for all ranks is refused" || fail "--device ext:far:0: $(cat "$work/out")"
 exit $((failures > 0))

@@ -4,8 +4,13 @@
 
 #include "te_fl/nn/modules/init.hpp"
 #include "te_fl/nn/modules/module.hpp"
+#include "te_fl/nn/modules/tensor_parallel.hpp"
 
 namespace te_fl::nn {
+
+namespace detail {
+class IdTable;
+}
 
 struct EmbeddingOptions {
   int64_t num_embeddings = 0;  // V
@@ -16,11 +21,21 @@ struct EmbeddingOptions {
   uint64_t seed = 0;
   float init_std = 0.023f;
   init::Shard shard = {};  // of the weight, whose initial values are then those of the whole there
+  // The table has one rank's rows of those that divide the whole so: num_embeddings and shard are
+  // this rank's, as shard_of() makes them.
+  TensorParallel parallel = {};
 };
+
+// The rows that this rank of `parallel` has of the table `whole`, in the order of the ranks.
+// INVALID_ARGUMENT if the number of ranks does not divide num_embeddings.
+TE_FL_API Result<EmbeddingOptions> shard_of(EmbeddingOptions whole, const TensorParallel& parallel);
 
 // y[i] = weight[indices[i]]. indices I32 or I64 [...] -> [..., hidden]. Parameter: weight [V,
 // hidden]. Indices outside [0, V) are INVALID_ARGUMENT: at once on the host and under
 // TE_FL_VALIDATE, on a device of the next wait for the stream.
+// Of a table that ranks divide, V is that of the whole. All ranks look up the same indices: each
+// has zeros for those outside of its rows, and y is the sum over the ranks, or under sequence
+// parallelism this rank's part of the sum's first dimension, as dy is then.
 class TE_FL_API Embedding : public Module {
  public:
   static Result<std::unique_ptr<Embedding>> create(const EmbeddingOptions& options);
@@ -32,8 +47,10 @@ class TE_FL_API Embedding : public Module {
   const std::shared_ptr<Parameter>& weight() const noexcept { return weight_; }
 
  private:
-  explicit Embedding(const EmbeddingOptions& options) : options_(options) {}
+  explicit Embedding(const EmbeddingOptions& options);
+  Result<Tensor> rows(const Tensor& indices);
   EmbeddingOptions options_;
+  std::shared_ptr<detail::IdTable> own_;  // null: nothing is divided
   std::shared_ptr<Parameter> weight_;
 };
 

@@ -1,16 +1,28 @@
 #pragma once
 
+#include <memory>
+
 #include "te_fl/nn/modules/module.hpp"
+#include "te_fl/nn/modules/tensor_parallel.hpp"
 
 namespace te_fl::nn {
+
+namespace detail {
+class IdTable;
+}
 
 struct CrossEntropyOptions {
   float label_smoothing = 0;
   int64_t ignore_index =
       -100;  // rows with this target add nothing (they still count in the mean, see forward)
+  // The ranks that divide the vocabulary: logits are this rank's columns, the same number on each,
+  // in the order of the ranks; targets and ignore_index are ids of the whole.
+  TensorParallel parallel = {};
 };
 
-// Softmax cross-entropy of integer targets.
+// Softmax cross-entropy of integer targets. Over a divided vocabulary the loss is the same on all
+// ranks; its forward has one collective, of a number for each row and one more, and its backward
+// none. Targets on a device that are ignored must then lie in the vocabulary as all others.
 class TE_FL_API CrossEntropyLoss : public Module {
  public:
   explicit CrossEntropyLoss(CrossEntropyOptions options = {}) : options_(options) {}
@@ -25,8 +37,10 @@ class TE_FL_API CrossEntropyLoss : public Module {
 
  private:
   struct Saved;
-  Result<Tensor> run_backward(const Saved& saved, const Tensor& grad_loss);
+  Result<Tensor> divided_forward(const Tensor& targets, Saved& saved);
+  Result<Tensor> divided_backward(const Saved& saved, const Tensor& dloss);
   CrossEntropyOptions options_;
+  std::shared_ptr<detail::IdTable> targets_;  // null: not needed so far
 };
 
 }  // namespace te_fl::nn
