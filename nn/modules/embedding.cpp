@@ -111,6 +111,7 @@ Embedding::~Embedding() = default;
 Result<std::unique_ptr<Embedding>> Embedding::create(const EmbeddingOptions& options) {
   TE_FL_RETURN_IF_ERROR(detail::check_size("Embedding", "num_embeddings", options.num_embeddings));
   TE_FL_RETURN_IF_ERROR(detail::check_size("Embedding", "hidden_size", options.hidden_size));
+  TE_FL_RETURN_IF_ERROR(detail::check_has_ranks("Embedding", options.parallel));
   std::unique_ptr<Embedding> module(new Embedding(options));
   TE_FL_ASSIGN_OR_RETURN(module->weight_,
                          init::normal(Shape{options.num_embeddings, options.hidden_size},
@@ -171,7 +172,9 @@ Status Embedding::backward(const Tensor& dy, Ctx& ctx) {
     TE_FL_RETURN_IF_ERROR(
         detail::check_gradient(dy, record.shape, options_.hidden_size, "Embedding"));
     TE_FL_ASSIGN_OR_RETURN(rows, detail::as_operand(dy, options_.hidden_size, "Embedding: dy"));
-    TE_FL_ASSIGN_OR_RETURN(rows, detail::whole_rows(options_.parallel, rows));
+    if (options_.parallel.divides_sequence()) {
+      TE_FL_ASSIGN_OR_RETURN(rows, gather_rows(options_.parallel, rows));
+    }
     TE_FL_ASSIGN_OR_RETURN(rows, scale_rows(rows, record.mask));
   }
   if (!weight_->requires_grad) return {};

@@ -8,6 +8,13 @@
 
 namespace te_fl::nn::detail {
 
+Status check_has_ranks(const char* module, const TensorParallel& parallel) {
+  if (!parallel.divides() || parallel.ranks != nullptr) return {};
+  return invalid_argument(std::string(module) +
+                          ": the ranks of a vocabulary are those of a te_fl::Comm, and "
+                          "TensorParallel::ranks is null; set it");
+}
+
 IdTable::IdTable(std::vector<DType> columns, int64_t count, std::optional<int64_t> ignored,
                  const std::function<void(int64_t, Word*)>& row)
     : columns_(std::move(columns)),

@@ -152,6 +152,7 @@ Result<OfRanks> gather(const TensorParallel& parallel, const Tensor& lse, const 
 // the owner's loss without e, plus e / n times each rank's loss with 1.
 Result<Tensor> CrossEntropyLoss::divided_forward(const Tensor& targets, Saved& saved) {
   const TensorParallel& parallel = options_.parallel;
+  TE_FL_RETURN_IF_ERROR(detail::check_has_ranks("CrossEntropyLoss", parallel));
   const float smoothing = options_.label_smoothing;
   const int64_t ranks = parallel.size();
   if (saved.logits.rank() < 1) {
