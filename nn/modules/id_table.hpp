@@ -15,8 +15,8 @@ namespace te_fl::nn::detail {
 // INVALID_ARGUMENT unless ranks that divide a vocabulary are those of a communicator.
 Status check_has_ranks(const char* module, const TensorParallel& parallel);
 
-// What one rank of those that divide a vocabulary knows about each id of the whole: numbers of 32
-// bits, looked up where the ids are, so that nothing waits for a device. Belongs to one thread.
+// Tells what one rank of those that divide a vocabulary knows of each id of the whole: numbers of
+// 32 bits, looked up where the ids are, so that nothing waits for a device. Belongs to one thread.
 class IdTable {
  public:
   union Word {

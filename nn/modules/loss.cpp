@@ -53,8 +53,8 @@ Result<Tensor> weighted(const Tensor& weights, const Tensor& value, double alpha
   return rows.view(weights.shape());
 }
 
-// What a rank knows of each target, by which the ops for whole vocabularies serve parts of one. An
-// ignored target is the number of columns, which is then ignore_index.
+// Says what a rank knows of each target, by which the ops for whole vocabularies serve parts of
+// one. An ignored target is the number of columns, which is then ignore_index.
 enum Column : size_t {
   kForward,    // its column here; of another rank's target: ignored, so that its loss is 0
   kBackward,   // its column here; of another rank's target: 0, and kWeight makes that not count
