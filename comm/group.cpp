@@ -38,7 +38,7 @@ void opened(const registry::CommProvider* provider) {
   ++group->depth;
 }
 
-// What begins now that the group closes; nothing before the outermost of nested ones does.
+// Gives what begins now that the group closes; nothing before the outermost of nested ones does.
 std::vector<Pending> closed(const registry::CommProvider* provider) {
   OpenGroup* group = open_group(provider);
   if (--group->depth > 0) return {};

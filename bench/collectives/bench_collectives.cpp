@@ -24,7 +24,7 @@ double us_since(Clock::time_point start) {
   return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
 }
 
-// Of all threads of this process, so Gloo's own too.
+// Counts all threads of this process, so Gloo's own too.
 double cpu_us() {
   timespec t;
   clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
@@ -50,7 +50,7 @@ double median(std::vector<double> v) {
 }
 
 struct Times {
-  // Of one call: until it returned, until all of it was done, and what this process computed.
+  // One call takes these: until it returned, until all of it was done, and what this process computed.
   double host_us = 0, whole_us = 0, cpu_us = 0;
 };
 

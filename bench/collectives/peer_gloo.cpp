@@ -48,7 +48,7 @@ class Gloo : public Peer {
  public:
   Gloo(const std::shared_ptr<te_fl::Store>& store, int rank, int size)
       : context_(std::make_shared<::gloo::rendezvous::Context>(rank, size)) {
-    // The same interface as the plugin's.
+    // It is the same interface as the plugin's.
     ::gloo::transport::tcp::attr attr;
     const char* interface = std::getenv("TE_FL_GLOO_INTERFACE");
     attr.iface = interface == nullptr ? "" : interface;

@@ -30,7 +30,7 @@ RECIPES = {"BF16": None, "delayed": te.DelayedScaling(), "current": te.Float8Cur
 
 
 class Done:
-    """What a collective that was left out gives to wait for."""
+    """Is waited for where a collective was left out."""
 
     def wait(self):
         return True

@@ -45,7 +45,7 @@ bool gathers_codes(const SequenceRanks& ranks, const Fp8Mode& mode, Role role, i
   if (!mode.fp8) return false;
   if (mode.delayed() != nullptr) return ranks.share_amaxes(mode.reduction.get());
   if (std::holds_alternative<Float8CurrentScaling>(*mode.recipe)) return true;
-  // Of a gradient both copies would have to travel, which are as many bytes as its values in BF16.
+  // A gradient's both copies would have to travel, which are as many bytes as its values in BF16.
   return role == Role::kInput && rows % kBlock == 0;
 }
 

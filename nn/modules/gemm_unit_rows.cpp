@@ -20,7 +20,7 @@ Result<Tensor> GemmUnit::part_of_input(const Use& use, const Tensor& x) {
   if (const auto* current = std::get_if<Float8CurrentScaling>(use.mode.recipe.get())) {
     return quantised_part(*spec_.input_rows, *current, Role::kInput, x);
   }
-  // Of blocks the column-wise copy is made of the values; else a backward makes it of the codes.
+  // With blocks the column-wise copy is made of the values; else a backward makes it of the codes.
   const bool columns = use.wgrad && use.mode.delayed() == nullptr;
   TE_FL_ASSIGN_OR_RETURN(Tensor part, empty_quantized(*use.mode.recipe, Role::kInput, x.shape(),
                                                       {.rowwise = true, .columnwise = columns},

@@ -38,7 +38,7 @@ struct Maker {
     const char* name;
   };
   std::string impl_id, provider, words;
-  std::deque<Op> ops;  // what descs' `self` points to
+  std::deque<Op> ops;  // descs' `self` points to them
   std::vector<te_fl_op_desc> descs;
 };
 
@@ -102,7 +102,7 @@ Status register_maker(const std::string& maker, const std::string& backend,
   return status.code() == StatusCode::kAlreadyExists ? Status() : status;
 }
 
-// What a handle points to.
+// A handle points to one.
 struct Handle {
   std::string maker;
   te_fl_communicator communicator;

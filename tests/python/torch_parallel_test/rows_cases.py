@@ -33,7 +33,7 @@ def _input(kind, group, rows=32):
 
 
 def _around(module):
-    """The same module with the collectives around its layer: values are gathered, kept, and quantised where they arrive."""
+    """Puts the collectives around the module's layer: values are gathered, kept, and quantised where they arrive."""
     module._layer_moves_rows, module._layers = False, {}
     return module
 

@@ -77,7 +77,7 @@ def uneven(rank, ranks):
 
 
 def called_as_ops():
-    """What te_fl.ops give with a group's communicator: in place and not, empty, of NumPy."""
+    """te_fl.ops are called with a group's communicator: in place and not, empty, of NumPy."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     comm = communicator.of(None, CPU)
     x = values(rank)
@@ -106,7 +106,7 @@ def called_as_ops():
 
 
 def seen():
-    """What explain, usage and a trace say of collectives."""
+    """Explain, usage and a trace tell of collectives."""
     x = torch.ones(3)
     explained = te_fl.explain("all_reduce", input=x, output=x, comm=communicator.of(None, CPU))
     te_fl.reset_usage()

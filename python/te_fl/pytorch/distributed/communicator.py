@@ -152,7 +152,7 @@ class Communicator:
             raise
 
     def serve(self, op: str, arguments: Dict[str, Any]) -> None:
-        """What te_fl.ops.OP(..., comm=self) does on this rank."""
+        """Does on this rank what te_fl.ops.OP(..., comm=self) asks for."""
         group = self._group()
         if group is None:
             raise FailedPrecondition(f"FAILED_PRECONDITION: {op}: the process group of its communicator is gone; keep the group while it is used")
