@@ -50,7 +50,8 @@ double median(std::vector<double> v) {
 }
 
 struct Times {
-  // One call takes these: until it returned, until all of it was done, and what this process computed.
+  // One call takes these: until it returned, until all of it was done, and what this process
+  // computed.
   double host_us = 0, whole_us = 0, cpu_us = 0;
 };
 
