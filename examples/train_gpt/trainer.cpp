@@ -69,9 +69,7 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const Options& options, te_fl::
   TE_FL_ASSIGN_OR_RETURN(t.adam_, nn::Adam::create(t.model_->parameters(), adam));
   t.adam_->set_norm_ranks(ranks.tensor.ranks);
   if (!options.load.empty()) {
-    TE_FL_ASSIGN_OR_RETURN(
-        const nn::Metadata metadata,
-        nn::load_checkpoint(options.load, ranks.tensor, *t.model_, t.adam_.get()));
+    TE_FL_RETURN_IF_ERROR(t.load());
     std::printf("loaded %s at step %lld\n", options.load.c_str(),
                 static_cast<long long>(t.adam_->steps()));
   }
@@ -79,6 +77,19 @@ Result<std::unique_ptr<Trainer>> Trainer::create(const Options& options, te_fl::
     if (Status status = t.use_graph(); !status) return status.wrap("--graph");
   }
   return trainer;
+}
+
+Status Trainer::load() {
+  const std::optional<nn::Context>& own = ranks_.tensor.random;
+  const uint64_t seed = random_.random().seed, own_seed = own ? own->random().seed : 0;
+  TE_FL_RETURN_IF_ERROR(
+      nn::load_checkpoint(options_.load, ranks_.tensor, *model_, adam_.get()).status());
+  if (ranks_.data_rank() == 0) return {};
+  // The file has the random streams of the first of the ranks that divide the batch; the others go
+  // on at the same place of theirs.
+  random_.set_random({seed, random_.random().offset});
+  if (own) nn::Context(*own).set_random({own_seed, own->random().offset});
+  return {};
 }
 
 nn::AutocastOptions Trainer::autocast() const {

@@ -36,6 +36,7 @@ class Trainer {
 
  private:
   explicit Trainer(const Options& options, te_fl::Device device, const Ranks& ranks);
+  te_fl::Status load();
   te_fl::nn::AutocastOptions autocast() const;
   te_fl::Result<std::vector<te_fl::Tensor>> compute();
   te_fl::Status use_graph();

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <charconv>
+#include <optional>
 
 #include "nn/base/tensor_ops.hpp"
 #include "nn/files/optimizer_files.hpp"
@@ -13,6 +14,10 @@ namespace {
 constexpr std::string_view kOptimizerPrefix = "optimizer.";
 constexpr const char* kSeed = "te_fl.rng_seed";
 constexpr const char* kOffset = "te_fl.rng_offset";
+// They are those of TensorParallel::random, and the number of ranks that had one each.
+constexpr const char* kOwnSeed = "te_fl.rng_own_seed";
+constexpr const char* kOwnOffset = "te_fl.rng_own_offset";
+constexpr const char* kOwnRanks = "te_fl.rng_own_ranks";
 
 bool of_optimizer(std::string_view name) { return name.starts_with(kOptimizerPrefix); }
 
@@ -151,7 +156,13 @@ Result<Metadata> load_checkpoint(const std::string& path, Module& module, Optimi
 Status save_checkpoint(const std::string& path, const TensorParallel& parallel,
                        const Module& module, const Optimizer* optimizer, const Metadata& metadata) {
   const std::string own = detail::shard_path(path, parallel.rank(), parallel.size());
-  TE_FL_ASSIGN_OR_RETURN(const Metadata places, detail::places_of(module.parameters()));
+  TE_FL_ASSIGN_OR_RETURN(Metadata places, detail::places_of(module.parameters()));
+  if (parallel.random.has_value()) {
+    const RandomPosition random = parallel.random->random();
+    places[kOwnSeed] = std::to_string(random.seed);
+    places[kOwnOffset] = std::to_string(random.offset);
+    places[kOwnRanks] = std::to_string(parallel.size());
+  }
   return write_checkpoint(own, module, optimizer, metadata, places);
 }
 
@@ -160,7 +171,17 @@ Result<Metadata> load_checkpoint(const std::string& path, const TensorParallel& 
   TE_FL_ASSIGN_OR_RETURN(SafetensorsFile file,
                          detail::load_shards(path, parallel.rank(), parallel.size(),
                                              module.parameters(), optimizer != nullptr));
-  return restore(std::move(file), path, module, optimizer);
+  std::optional<RandomPosition> own;
+  const auto ranks = file.metadata.find(kOwnRanks);
+  if (parallel.random.has_value() && ranks != file.metadata.end() &&
+      ranks->second == std::to_string(parallel.size())) {
+    own.emplace();
+    TE_FL_ASSIGN_OR_RETURN(own->seed, number(file.metadata, kOwnSeed, path));
+    TE_FL_ASSIGN_OR_RETURN(own->offset, number(file.metadata, kOwnOffset, path));
+  }
+  TE_FL_ASSIGN_OR_RETURN(Metadata metadata, restore(std::move(file), path, module, optimizer));
+  if (own.has_value()) Context(*parallel.random).set_random(*own);
+  return metadata;
 }
 
 }  // namespace te_fl::nn

@@ -76,6 +76,8 @@ TE_FL_API Result<Metadata> load_checkpoint(const std::string& path, Module& modu
 // of ranks is loaded by any other that divides the sizes: the parts are read from the files of all,
 // which every rank must see. Without collectives; saving is complete when all ranks have returned.
 // Parts that every rank has (FP8 state, undivided parameters) come from the first file.
+// TensorParallel::random, where there is one, continues with the same number of ranks; with another
+// it stays where the program has set it.
 // INVALID_ARGUMENT for parameters of FP8 codes alone, FAILED_PRECONDITION where files of two
 // numbers of ranks lie at the path.
 TE_FL_API Status save_checkpoint(const std::string& path, const TensorParallel& parallel,
