@@ -4,6 +4,7 @@
 
 #include "nn/base/tensor_ops.hpp"
 #include "nn/files/optimizer_files.hpp"
+#include "nn/files/place_text.hpp"
 #include "nn/files/shard_files.hpp"
 #include "te_fl/nn/autograd/context.hpp"
 #include "te_fl/nn/files/safetensors.hpp"

@@ -7,7 +7,7 @@
 #include <numeric>
 #include <utility>
 
-#include "nn/files/shard_files.hpp"
+#include "nn/files/place_text.hpp"
 #include "te_fl/nn/files/sharded_safetensors.hpp"
 
 namespace te_fl::nn::detail {

@@ -19,13 +19,6 @@ std::string shard_path(const std::string& path, int rank, int size);
 // parameter of FP8 codes alone, whose parts have scales of their own.
 Result<Metadata> places_of(const std::vector<NamedParameter>& parameters);
 
-// Numbers of at least 0 in metadata: "64,32".
-std::string list_text(std::span<const int64_t> values);
-// Appends them to `values`; false if there is something else.
-bool parse_list(std::string_view text, Shape& values);
-// The parameter that a tensor of a checkpoint belongs to: "optimizer.exp_avg.NAME" to NAME.
-std::string parameter_of(const std::string& name);
-
 // The checkpoint at `path`, of any number of ranks, as this rank's parameters, and an optimizer's
 // tensors of the same names, lie in their wholes; `optimizer`: with the files that
 // optimizer_files.hpp is about. The metadata are those of the file of the same

@@ -16,8 +16,9 @@ Result<std::unique_ptr<DataParallel>> DataParallel::create(
   }
   std::shared_ptr<detail::GradientBuckets> buckets;
   if (ranks != nullptr && ranks->size() > 1) {
-    TE_FL_ASSIGN_OR_RETURN(buckets,
-                           detail::GradientBuckets::create(parameters, std::move(ranks), options));
+    TE_FL_ASSIGN_OR_RETURN(
+        buckets, detail::GradientBuckets::create(parameters, std::move(ranks), options.bucket_bytes,
+                                                 options.zero, options.overlap));
   }
   return std::unique_ptr<DataParallel>(new DataParallel(std::move(buckets)));
 }

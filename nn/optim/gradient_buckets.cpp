@@ -45,29 +45,29 @@ Result<Tensor> shaped(const Tensor& flat, int64_t begin, std::span<const int64_t
 
 Result<std::shared_ptr<GradientBuckets>> GradientBuckets::create(
     const std::vector<NamedParameter>& parameters, std::shared_ptr<const Comm> ranks,
-    const DataParallelOptions& options) {
-  std::shared_ptr<GradientBuckets> result(new GradientBuckets(std::move(ranks), options.zero));
+    int64_t bucket_bytes, bool zero, std::optional<bool> overlap) {
+  std::shared_ptr<GradientBuckets> result(new GradientBuckets(std::move(ranks), zero));
   // Those of which other ranks have parts are finished by sum_partial_gradients() alone, after the
   // backward. They come first, as buckets are reduced from the last to the first.
   std::vector<NamedParameter> partial, finished;
   for (const NamedParameter& p : parameters) {
     if (!p.parameter->requires_grad) continue;
-    if (options.zero) TE_FL_RETURN_IF_ERROR(check_movable(p));
+    if (zero) TE_FL_RETURN_IF_ERROR(check_movable(p));
     (p.parameter->partial_grad ? partial : finished).push_back(p);
   }
-  TE_FL_RETURN_IF_ERROR(result->add_buckets(partial, options.bucket_bytes));
+  TE_FL_RETURN_IF_ERROR(result->add_buckets(partial, bucket_bytes));
   const size_t held = result->buckets_.size();
-  TE_FL_RETURN_IF_ERROR(result->add_buckets(finished, options.bucket_bytes));
+  TE_FL_RETURN_IF_ERROR(result->add_buckets(finished, bucket_bytes));
   std::vector<size_t> bucket_of;
   for (const Member& member : result->members_) bucket_of.push_back(member.bucket);
   result->schedule_ =
       std::make_unique<BucketSchedule>(std::move(bucket_of), result->buckets_.size(), held);
-  TE_FL_RETURN_IF_ERROR(result->use_streams(options.overlap));
+  TE_FL_RETURN_IF_ERROR(result->use_streams(overlap));
   for (size_t i = 0; i < result->members_.size(); ++i) {
     ParameterState& state = result->members_[i].parameter.parameter->internals();
     state.listener = result.get();
     state.listeners_number = i;
-    state.grad_divided = options.zero;
+    state.grad_divided = zero;
   }
   return result;
 }

@@ -8,8 +8,9 @@
 
 #include "nn/autograd/gradient_listener.hpp"
 #include "nn/optim/bucket_schedule.hpp"
+#include "te_fl/comm.hpp"
 #include "te_fl/device.hpp"
-#include "te_fl/nn/optim/data_parallel.hpp"
+#include "te_fl/nn/autograd/parameter.hpp"
 
 namespace te_fl::nn::detail {
 
@@ -29,9 +30,10 @@ Result<Tensor> shaped(const Tensor& flat, int64_t begin, std::span<const int64_t
 // the writes of their gradients. For one thread.
 class GradientBuckets final : public GradientListener {
  public:
+  // The last three as DataParallelOptions has them.
   static Result<std::shared_ptr<GradientBuckets>> create(
       const std::vector<NamedParameter>& parameters, std::shared_ptr<const Comm> ranks,
-      const DataParallelOptions& options);
+      int64_t bucket_bytes, bool zero, std::optional<bool> overlap);
   ~GradientBuckets() override;
   GradientBuckets(const GradientBuckets&) = delete;
   GradientBuckets& operator=(const GradientBuckets&) = delete;

@@ -17,6 +17,15 @@
 
 namespace te_fl::nn {
 
+Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters, float max_norm,
+                             const Comm* ranks) {
+  if (!(max_norm > 0)) {
+    return invalid_argument("clip_grad_norm: max_norm is " + std::to_string(max_norm) +
+                            "; it must be greater than 0");
+  }
+  return detail::clip("clip_grad_norm", {parameters, {}, ranks, nullptr}, max_norm);
+}
+
 Optimizer::Optimizer(std::vector<NamedParameter> parameters, float lr, float max_grad_norm)
     : parameters_(std::move(parameters)), lr_(lr), max_grad_norm_(max_grad_norm) {
   for (const NamedParameter& p : parameters_) stateless_.push_back(!p.parameter->requires_grad);

@@ -6,9 +6,9 @@
 
 #include "nn/autograd/parameter.hpp"
 #include "nn/base/tensor_ops.hpp"
+#include "te_fl/nn/base/item.hpp"
 
-namespace te_fl::nn {
-namespace detail {
+namespace te_fl::nn::detail {
 namespace {
 
 // Those that the ranks of Gradients::ranks divide, and those that each of them has.
@@ -182,15 +182,4 @@ Status agree_on(const Gradients& gradients, const Tensor& flag) {
   return several(gradients.ranks) ? largest(flag, *gradients.ranks) : Status();
 }
 
-}  // namespace detail
-
-Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters, float max_norm,
-                             const Comm* ranks) {
-  if (!(max_norm > 0)) {
-    return invalid_argument("clip_grad_norm: max_norm is " + std::to_string(max_norm) +
-                            "; it must be greater than 0");
-  }
-  return detail::clip("clip_grad_norm", {parameters, {}, ranks, nullptr}, max_norm);
-}
-
-}  // namespace te_fl::nn
+}  // namespace te_fl::nn::detail

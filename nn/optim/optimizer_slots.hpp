@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "nn/optim/gradient_buckets.hpp"
-#include "te_fl/nn/optim/optimizer.hpp"
+#include "te_fl/nn/optim/param_group.hpp"
 
 // The state that optimizers keep for each parameter, and its lists for the multi_tensor ops.
 namespace te_fl::nn::detail {

@@ -11,6 +11,7 @@
 #include "te_fl/comm.hpp"
 #include "te_fl/nn/modules/module.hpp"
 #include "te_fl/nn/optim/data_parallel.hpp"
+#include "te_fl/nn/optim/param_group.hpp"
 
 namespace te_fl::nn {
 
@@ -21,9 +22,6 @@ namespace te_fl::nn {
 // that of the whole gradients, in which parameters that every rank has count once.
 TE_FL_API Result<float> clip_grad_norm(const std::vector<NamedParameter>& parameters,
                                        float max_norm, const Comm* ranks = nullptr);
-
-// Answers true for parameters that weight decay applies to; null: all.
-using DecayFilter = std::function<bool(std::string_view name, const Tensor& value)>;
 
 class LossScaler;
 
@@ -39,13 +37,6 @@ struct StatePart {
   std::string name;  // the parameter's
   Shape shape;       // the whole's
   int64_t begin = 0, end = 0;
-};
-
-// Parameters that an optimizer treats in another way than its options say.
-struct ParamGroup {
-  DecayFilter selects;  // not null; the first group that selects a parameter has it
-  float lr_scale = 1;   // times the optimizer's learning rate
-  std::optional<float> weight_decay = {};  // in place of the options', for those that decay
 };
 
 // Updates parameters from their F32 gradients through the multi_tensor ops. Parameters in BF16 or
