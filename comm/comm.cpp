@@ -142,11 +142,41 @@ std::string facts_of(const Comm::Rep& rep) {
   return text;
 }
 
+// The store's word of a rank whose provider did not make its part, for those that wait for it.
+constexpr char kRefused[] = "refused";
+
+// The failure that some rank told, if one did.
+Status refused(Comm::Rep& rep) {
+  const auto told = rep.face->store().look(rep.face->key(kRefused));
+  if (!told.ok() || !told->has_value()) return {};
+  return Status(StatusCode::kCommFailed, **told);
+}
+
+// The first failure is what all see; a store that does not take it leaves them their time-out.
+void tell_refused(Comm::Rep& rep, const Status& why) {
+  if (rep.c.size == 1) return;
+  (void)rep.face->store().set(rep.face->key(kRefused),
+                              "rank " + std::to_string(rep.c.rank) + ": " + why.to_string());
+}
+
+// Waits for rank 0's id as long as no rank has refused.
+Result<std::string> id_of_first(Comm::Rep& rep) {
+  const Clock::time_point end = Clock::now() + rep.timeout;
+  for (;;) {
+    const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
+    const milliseconds turn = std::clamp(left, milliseconds(1), milliseconds(200));
+    Result<std::string> id = rep.face->store().get(rep.face->key("id"), turn);
+    if (id.ok() || id.status().code() != StatusCode::kTimeout) return id;
+    TE_FL_RETURN_IF_ERROR(refused(rep));
+    if (left.count() <= 0) return id;
+  }
+}
+
 Result<std::string> id_of(Comm::Rep& rep) {
   const te_fl_comm_api& api = rep.provider->api;
   if (api.unique_id == nullptr) return std::string();
+  if (rep.c.rank != 0) return id_of_first(rep);
   const std::string key = rep.face->key("id");
-  if (rep.c.rank != 0) return rep.face->store().get(key, rep.timeout);
   core::ErrorText errors;
   size_t bytes = 0;
   void* self = rep.provider->desc.self;
@@ -165,6 +195,7 @@ Result<std::string> id_of(Comm::Rep& rep) {
 Status wait_ready(Comm::Rep& rep) {
   if (rep.provider->api.ready == nullptr) return {};
   const Clock::time_point end = Clock::now() + rep.timeout;
+  Clock::time_point look = Clock::now() + milliseconds(100);
   for (auto pause = std::chrono::microseconds(50);;
        pause = std::min(pause * 2, decltype(pause)(5000))) {
     core::ErrorText errors;
@@ -173,6 +204,10 @@ Status wait_ready(Comm::Rep& rep) {
         errors.call([&] { return rep.provider->api.ready(rep.c.self, &done, errors.sink()); });
     TE_FL_RETURN_IF_ERROR(errors.status(code, "communicator '" + rep.name + "'"));
     if (done != 0) return {};
+    if (Clock::now() > look) {
+      TE_FL_RETURN_IF_ERROR(refused(rep));
+      look = Clock::now() + milliseconds(100);
+    }
     if (Clock::now() > end) {
       return Status(StatusCode::kTimeout, "communicator '" + rep.name + "' of provider '" +
                                               rep.provider->name + "' was not ready within " +
@@ -260,7 +295,10 @@ Result<std::shared_ptr<Comm::Rep>> make_rep(const CommOptions& options, const Co
   };
   if (Status s = agree(*rep->face, rep->c.rank, rep->c.size, {facts_of(*rep)}, timeout); !s.ok())
     return named(s);
-  if (Status s = make(*rep, parent, color); !s.ok()) return named(s);
+  if (Status s = make(*rep, parent, color); !s.ok()) {
+    tell_refused(*rep, s);
+    return named(s);
+  }
   add(rep);
   watch_calls();
   watch();
