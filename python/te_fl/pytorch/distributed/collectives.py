@@ -23,7 +23,7 @@ from te_fl.pytorch.distributed import communicator
 
 
 class Count(NamedTuple):
-    """The collectives of one kind that this process began: how many, and the bytes of the larger of what each took and gave."""
+    """The collectives of one kind that this process called without an error: how many, and the bytes of the larger of what each took and gave."""
 
     calls: int
     bytes: int
@@ -45,7 +45,7 @@ def reset_counts() -> None:
 
 
 def summary() -> str:
-    """A line for each collective that this process began: who served it, how often, and how many bytes; empty if there was none."""
+    """A line for each collective that this process called: who served it, how often, and how many bytes; empty if there was none."""
     return "\n".join(f"  {name} by torch.distributed:{backend}: {count.calls} calls, {count.bytes} bytes"
                      for (name, backend), count in sorted(counts().items()))
 
@@ -119,6 +119,7 @@ def _count(name: str, backend: str, tensor: torch.Tensor) -> None:
 
 
 _REDUCTIONS = ("sum", "max", "avg")
+_SENT_AS_THEY_ARE = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.uint8))  # others are looked at
 
 
 def _reduction(op: str) -> str:
@@ -129,7 +130,7 @@ def _reduction(op: str) -> str:
 
 def _moved(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor for a collective that moves values and computes none: backends that know no FP8 type move its bytes."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 and tensor.dtype is not torch.uint8 else tensor
+    return tensor if tensor.dtype in _SENT_AS_THEY_ARE or tensor.element_size() != 1 else tensor.view(torch.uint8)
 
 
 def all_reduce(tensor: torch.Tensor, group: Optional[Any] = None, op: str = "sum", wait: bool = True) -> Optional[Any]:
