@@ -50,7 +50,7 @@ te_fl_comm_api without_id() {
 
 class RefusedComms : public ::testing::Test {
  protected:
-  // What each of three ranks gets from the provider.
+  // Gives what each of three ranks gets from the provider.
   std::array<Status, 3> make(const te_fl_comm_api& api) {
     te_fl_comm_desc desc;
     desc.name = "refusing";
