@@ -37,6 +37,8 @@ Reps& reps() {
 
 }  // namespace
 
+core::ForkMutex& list_mutex() noexcept { return mutex; }
+
 uint64_t fork_generation() noexcept { return g_forks.load(std::memory_order_relaxed); }
 
 void add(const std::shared_ptr<Comm::Rep>& rep) {

@@ -1,9 +1,12 @@
 // Collectives of one thread that begin together.
 #include <algorithm>
+#include <atomic>
+#include <thread>
 
 #include "comm/calls.hpp"
 #include "comm/rep.hpp"
 #include "core/base/error_text.hpp"
+#include "core/base/fork.hpp"
 #include "te_fl/log.hpp"
 
 namespace te_fl {
@@ -17,33 +20,53 @@ struct Pending {
   void* stream = nullptr;
   Step step;
 };
-// The groups of a provider that are open on this thread.
+// The groups of a provider that are open on a thread. They lie in one list and not in the threads,
+// since a library that is opened late has little room for variables of threads.
 struct OpenGroup {
+  std::thread::id thread;
+  uint64_t process = 0;  // fork_generation(): a child has none of its parent's
   const registry::CommProvider* provider = nullptr;
   int depth = 0;
   std::vector<Pending> pending;
 };
-thread_local std::vector<OpenGroup> t_open;
+std::atomic<std::vector<OpenGroup>*> g_groups{nullptr};
+std::atomic<int> g_count{0};
 
+// Under list_mutex().
+std::vector<OpenGroup>& groups() {
+  return core::made_once(g_groups, [] { return new std::vector<OpenGroup>; });
+}
+
+// Null: this thread has none open. The caller holds list_mutex().
 OpenGroup* open_group(const registry::CommProvider* provider) {
-  const auto found = std::find_if(t_open.begin(), t_open.end(),
-                                  [&](const OpenGroup& g) { return g.provider == provider; });
-  return found == t_open.end() ? nullptr : &*found;
+  const auto found = std::find_if(groups().begin(), groups().end(), [&](const OpenGroup& g) {
+    return g.provider == provider && g.thread == std::this_thread::get_id() &&
+           g.process == fork_generation();
+  });
+  return found == groups().end() ? nullptr : &*found;
 }
 
 void opened(const registry::CommProvider* provider) {
+  const std::lock_guard lock(list_mutex());
   OpenGroup* group = open_group(provider);
-  if (group == nullptr)
-    group = &t_open.emplace_back(OpenGroup{.provider = provider, .pending = {}});
+  if (group == nullptr) {
+    group = &groups().emplace_back();
+    group->process = fork_generation();
+    group->thread = std::this_thread::get_id();
+    group->provider = provider;
+  }
   ++group->depth;
+  g_count.store(static_cast<int>(groups().size()), std::memory_order_relaxed);
 }
 
 // Gives what begins now that the group closes; nothing before the outermost of nested ones does.
 std::vector<Pending> closed(const registry::CommProvider* provider) {
+  const std::lock_guard lock(list_mutex());
   OpenGroup* group = open_group(provider);
   if (--group->depth > 0) return {};
   std::vector<Pending> pending = std::move(group->pending);
-  t_open.erase(t_open.begin() + (group - t_open.data()));
+  groups().erase(groups().begin() + (group - groups().data()));
+  g_count.store(static_cast<int>(groups().size()), std::memory_order_relaxed);
   return pending;
 }
 
@@ -57,6 +80,7 @@ void set_running(const std::vector<Pending>& pending, bool running) {
 }
 
 Status check_thread(const Comm::Rep& rep) {
+  const std::lock_guard lock(list_mutex());
   if (open_group(rep.provider.get()) != nullptr) return {};
   return failed_precondition(
       "communicator '" + rep.name +
@@ -85,6 +109,8 @@ Status end_group(const std::shared_ptr<Comm::Rep>& rep) {
 
 bool wait_for_group(const std::shared_ptr<Comm::Rep>& rep, const core::CollectiveCall& call,
                     const Step& step) {
+  if (g_count.load(std::memory_order_relaxed) == 0) return false;
+  const std::lock_guard lock(list_mutex());
   OpenGroup* group = open_group(rep->provider.get());
   if (group == nullptr) return false;
   group->pending.push_back({rep, call.capturing, call.stream, step});

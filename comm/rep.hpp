@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "comm/store_face.hpp"
+#include "core/base/fork.hpp"
 #include "registry/comm_providers.hpp"
 #include "te_fl/comm.hpp"
 
@@ -89,6 +90,8 @@ void add(const std::shared_ptr<Comm::Rep>& rep);
 void remove(const Comm::Rep& rep);
 std::shared_ptr<Comm::Rep> find(uint64_t id);
 std::vector<std::shared_ptr<Comm::Rep>> all();
+// Guards the list of them, and that of open groups.
+core::ForkMutex& list_mutex() noexcept;
 // Changes with every fork, in the child.
 uint64_t fork_generation() noexcept;
 // FAILED_PRECONDITION in a child of the process that made it.

@@ -38,9 +38,14 @@ Status look(Comm::Rep& rep) {
     const te_fl_status code =
         errors.call([&] { return rep.provider->api.async_error(rep.c.self, errors.sink()); });
     if (code != TE_FL_OK) {
+      const std::string text = errors.text().empty() ? "it failed" : errors.text();
+      const std::string who = "communicator '" + rep.name + "', rank " + std::to_string(rep.c.rank);
+      const std::lock_guard lock(rep.mutex);
+      if (!rep.running) return Status(StatusCode::kCommFailed, who + ": " + text);
+      // The call says the same when it returns, which may be later.
       return Status(StatusCode::kCommFailed,
-                    "communicator '" + rep.name + "', rank " + std::to_string(rep.c.rank) + ": " +
-                        (errors.text().empty() ? "it failed" : errors.text()));
+                    who + " of " + std::to_string(rep.c.size) + ": " + rep.last.text() + " failed",
+                    Status(StatusCode::kCommFailed, text));
     }
   }
   const std::lock_guard lock(rep.mutex);

@@ -17,6 +17,7 @@ class OnGpu(unittest.TestCase):
     def setUpClass(cls):
         torch.cuda.set_device(0)
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        collectives.barrier()  # NCCL's first collective makes its communicator, for which the host waits
 
     @classmethod
     def tearDownClass(cls):
