@@ -19,7 +19,8 @@ FAKES = {
     "path/nvidia-smi": 'echo "A GPU, 1, 1 MHz, 1 W"',
     "path/compute-sanitizer": """
 tool=; [ "$1" != --tool ] || tool=$2
-while [ "${1##*/}" != conformance ]; do shift; done
+while [ $# -gt 0 ]; do case "${1##*/}" in conformance | gpu_collectives_test) break ;; esac; shift; done
+[ $# -gt 0 ] || { echo "no program is named"; exit 2; }
 "$@"; code=$?
 case "$tool $*" in *"$REPORT"*) [ -z "$REPORT" ] || { echo "========= ERROR SUMMARY: 8 errors"; exit 99; } ;; esac
 if [ "$tool" = racecheck ]; then echo "========= RACECHECK SUMMARY: 0 hazards displayed"; else echo "========= ERROR SUMMARY: 0 errors"; fi
@@ -88,7 +89,7 @@ class GpuCheck(unittest.TestCase):
         self.assertEqual(self.failed(rows), [])
         self.assertEqual(code, 0)
         for name in ("conformance gemm", "more than 2^31 elements", "TE_FL_PREFER=reference", "compute-sanitizer initcheck",
-                     "errors and bad input", "captured steps, bit by bit", "train_gpt block"):
+                     "errors and bad input", "collectives under memcheck", "captured steps, bit by bit", "train_gpt block"):
             self.assertEqual(rows[name][0], "passed", rows)
         self.assertEqual(rows["benchmarks: collectives"], ("below", "  1 of 2 within 1 us of NCCL on the host"), rows)
         self.assertIn("losses within 0.00005", rows["TE_FL_PREFER=reference"][1])
@@ -135,6 +136,8 @@ class GpuCheck(unittest.TestCase):
         code, rows = self.check(REPORT="generic_gemm/f32*f32")
         self.assertEqual((code, self.failed(rows)), (1, ["compute-sanitizer initcheck"]))
         self.assertEqual("gemm-f32", rows["compute-sanitizer initcheck"][1].strip())
+        code, rows = self.check(REPORT="gpu_collectives_test")
+        self.assertEqual((code, self.failed(rows)), (1, ["collectives under memcheck"]))
 
     def test_missing_programs(self):
         for program, row in (("conformance_huge", "more than 2^31 elements"), ("gpu_errors_test", "errors and bad input"),
