@@ -25,7 +25,7 @@ struct Whole {
   int64_t filled = 0;  // elements, from the first on
 };
 
-// Where a file's tensor lies, as its metadata say.
+// Says where a file's tensor lies, by its metadata.
 bool parse_part(const Metadata& metadata, const std::string& parameter, StatePart& part) {
   const auto found = metadata.find(kPart + parameter);
   if (found == metadata.end()) return false;
