@@ -119,6 +119,23 @@ Status begin(const CollectiveCall& call, uint64_t& ticket) {
   return {};
 }
 
+Status failed_in(const Comm::Rep& rep, const Step& step, Status cause) {
+  return Status(StatusCode::kCommFailed,
+                by_name(rep) + ", rank " + std::to_string(rep.c.rank) + " of " +
+                    std::to_string(rep.c.size) + ": " + step.text() + " failed",
+                std::move(cause));
+}
+
+// The failure that another thread told before this call ended, for instance because another
+// communicator of the process failed first. It need not say what the call was; from here on it
+// does.
+Status told_failure(Comm::Rep& rep, const Step& step) {
+  const Status told = rep.failed_status();
+  if (told.message().find(step.text()) != std::string::npos) return told;
+  const std::lock_guard lock(rep.mutex);
+  return rep.failure = failed_in(rep, step, told);
+}
+
 Status end(const CollectiveCall& call, uint64_t ticket, Status result) {
   if (ticket == 0) return result;
   const std::shared_ptr<Comm::Rep> rep = find(call.communicator.id);
@@ -138,13 +155,9 @@ Status end(const CollectiveCall& call, uint64_t ticket, Status result) {
   rep->inside.store(false, std::memory_order_release);
   if (result.ok() || unheard) return result;
   // The others wait for what this rank has not done or have done what it has not seen.
-  if (rep->failed.load(std::memory_order_acquire)) return rep->failed_status();
-  const Status why = Status(StatusCode::kCommFailed,
-                            by_name(*rep) + ", rank " + std::to_string(rep->c.rank) + " of " +
-                                std::to_string(rep->c.size) + ": " + step.text() + " failed",
-                            result);
-  fail_all(rep, why);
-  return result.code() == StatusCode::kCommFailed ? rep->failed_status() : result;
+  if (rep->failed.load(std::memory_order_acquire)) return told_failure(*rep, step);
+  fail_all(rep, failed_in(*rep, step, result));
+  return result.code() == StatusCode::kCommFailed ? told_failure(*rep, step) : result;
 }
 
 constexpr core::CollectiveKeeper kKeeper{begin, end};

@@ -153,6 +153,33 @@ TEST_F(Comms, AnAbortedOneIsAbortedWithAllOthers) {
   });
 }
 
+// A call that another communicator's failure ends says what it was, then and later.
+TEST_F(Comms, AnAbortedCallIsNamed) {
+  bool named = false;
+  // Nothing tells that rank 1 is inside its call, so rank 0 waits longer from time to time.
+  for (int pause = 50; !named && pause < 5000; pause *= 4) {
+    store = Store::in_process();
+    on_ranks(2, [&](int rank) {
+      Result<Comm> comm = Comm::create(options(rank, 2));
+      Result<Comm> other = Comm::create(options(rank, 2, "other"));
+      ASSERT_OK(comm);
+      ASSERT_OK(other);
+      const Tensor t = Tensor::zeros({1}, DType::kF32).value();
+      ASSERT_OK(all_reduce(*other, t));
+      if (rank == 0) {
+        std::this_thread::sleep_for(milliseconds(pause));
+        comm->abort("the loss is not finite");
+        return;
+      }
+      const Status ended = all_reduce(*other, t);
+      EXPECT_FAILS(ended, kCommFailed, "the loss is not finite");
+      named = ended.to_string().find("all_reduce number 2 of f32[1] failed") != std::string::npos;
+      EXPECT_EQ(all_reduce(*other, t).to_string(), ended.to_string()) << "it stays so";
+    });
+  }
+  EXPECT_TRUE(named);
+}
+
 TEST_F(Comms, ACallersMistakeChangesNothing) {
   on_ranks(2, [&](int rank) {
     Result<Comm> comm = Comm::create(options(rank, 2));
