@@ -87,8 +87,9 @@ constexpr VariableSpec kSpecs[] = {
      "1: at the program's end stderr has who served which op, and what TE_FL_VERIFY found."},
     {"TE_FL_TRACE", "", kString, "", "",
      "File into which calls, implementations, staging and fallbacks are written at the end, per "
-     "thread and stream, for Perfetto and `te-fl tune`; %p in it becomes the process's number, "
-     "without which a forked child adds its number at the end.",
+     "thread and stream, for Perfetto and `te-fl tune`; %p in it becomes the process's number and "
+     "%r its rank, 0 if it has none. Without them a forked child adds its number at the end, and "
+     "each rank but 0 .rank and its number; `te-fl merge-traces` makes one file of them.",
      true},
     {"TE_FL_TRACE_EVENTS", "", kInt, "200000", "1 100000000",
      "Most calls that TE_FL_TRACE keeps in memory; later ones are counted."},

@@ -3,7 +3,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cctype>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -59,6 +61,7 @@ struct State {
   Status error;  // the reason for which the file cannot be written
   pid_t process = 0;
   bool child = false;  // forked from one that traced
+  int rank = -1;       // in its job; -1: it has none
   size_t limit = 0;
   uint64_t dropped = 0;
   std::vector<Event> events;
@@ -71,6 +74,8 @@ struct State {
 constinit core::ForkMutex mutex(core::LockLevel::kTrace);
 const core::ForkMutex::Registration registration(mutex);
 const Clock::time_point g_began = Clock::now();
+// By the system's clock of that moment, traces of several processes are laid side by side.
+const std::chrono::system_clock::time_point g_began_at = std::chrono::system_clock::now();
 // The settings' generation at which the trace began; UINT64_MAX: it is to begin at the next call.
 std::atomic<uint64_t> g_started{UINT64_MAX};
 const core::ForkedChild forked_child(core::LockLevel::kTrace, [] { g_started.store(UINT64_MAX); });
@@ -93,14 +98,33 @@ void write_at_exit() {
   if (const Status s = write_trace(); !s.ok()) log::warning(s.message());
 }
 
-// The file that the environment asks for; empty: none. A "%p" in its name is the process.
-std::string file_asked_for(const Result<std::string>& setting, bool child) {
-  std::string path = setting.ok() ? *setting : std::string();
-  if (const size_t at = path.find("%p"); at != std::string::npos) {
-    path.replace(at, 2, std::to_string(getpid()));
-  } else if (child && !path.empty()) {
-    path += "." + std::to_string(getpid());  // the name alone is its parent's
+// The process's rank in its job, as what started it says; -1: it has none.
+int rank_in_job() {
+  const std::string own = environment::get_if_set("TE_FL_RANK").value_or("");
+  if (!own.empty()) return std::atoi(own.c_str());
+  for (const char* name : {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"}) {
+    const char* value = std::getenv(name);
+    if (value != nullptr && std::isdigit(static_cast<unsigned char>(*value)) != 0)
+      return std::atoi(value);
   }
+  return -1;
+}
+
+// The file that the environment asks for; empty: none. A "%p" in its name is the process, "%r" its
+// rank. The name alone is rank 0's and the parent's.
+std::string file_asked_for(const Result<std::string>& setting, int rank, bool child) {
+  std::string path = setting.ok() ? *setting : std::string();
+  if (path.empty()) return path;
+  const auto put = [&](const char* mark, const std::string& text) {
+    const size_t at = path.find(mark);
+    if (at == std::string::npos) return false;
+    path.replace(at, 2, text);
+    return true;
+  };
+  const bool by_rank = put("%r", std::to_string(std::max(rank, 0)));
+  if (put("%p", std::to_string(getpid()))) return path;
+  if (!by_rank && rank > 0) path += ".rank" + std::to_string(rank);
+  if (child) path += "." + std::to_string(getpid());
   return path;
 }
 
@@ -120,13 +144,14 @@ Status check_writable(const std::string& path) {
 void start() {
   const Result<std::string> setting = environment::get("TE_FL_TRACE");
   const Result<int64_t> limit = environment::get_int("TE_FL_TRACE_EVENTS");
+  const int rank = rank_in_job();
   std::unique_lock lock(mutex);
   State& s = state();
   static bool registered = false;
   if (!registered) std::atexit(&write_at_exit);
   registered = true;
   const bool child = s.child || (s.process != 0 && s.process != getpid());
-  std::string path = file_asked_for(setting, child);
+  std::string path = file_asked_for(setting, rank, child);
   // A forked child begins anew, and so does another file; what belongs to the former file is
   // written to it first.
   if (s.process != getpid() || s.path != path) {
@@ -138,6 +163,7 @@ void start() {
     s.child = child;
     s.process = getpid();
   }
+  s.rank = rank;
   s.error = check_writable(path);
   s.path = s.error.ok() ? std::move(path) : std::string();
   s.limit = limit.ok() ? static_cast<size_t>(*limit) : 0;
@@ -321,7 +347,7 @@ Status begin_trace() {
 }
 
 Status trace_status() {
-  return check_writable(file_asked_for(environment::get("TE_FL_TRACE"), false));
+  return check_writable(file_asked_for(environment::get("TE_FL_TRACE"), rank_in_job(), false));
 }
 
 TracedCall::TracedCall(const Call& call) : call_(call), start_(0), description_(kNone) {
@@ -360,8 +386,13 @@ Status write_trace() {
   write_events(out, s);
   const json last = {
       {"ph", "M"}, {"name", "process_sort_index"}, {"pid", 1}, {"args", {{"sort_index", 0}}}};
-  const json other = {
-      {"te_fl", TE_FL_VERSION}, {"events_dropped", s.dropped}, {"process", s.process}};
+  const int64_t began =
+      std::chrono::duration_cast<std::chrono::microseconds>(g_began_at.time_since_epoch()).count();
+  json other = {{"te_fl", TE_FL_VERSION},
+                {"events_dropped", s.dropped},
+                {"process", s.process},
+                {"began_us", began}};
+  if (s.rank >= 0) other["rank"] = s.rank;
   out.write(text_of(last) + "],\n\"otherData\": " + text_of(other) +
             ",\n\"te_fl_calls\": " + text_of(s.descriptions) + "}\n");
   const Status written = out.commit();

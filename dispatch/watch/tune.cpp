@@ -46,8 +46,9 @@ Result<std::vector<Recorded>> read_calls(const std::string& path) try {
   }
   std::map<size_t, uint64_t> counts;
   for (const json& event : trace["traceEvents"]) {
-    // The track of streams repeats what the track of threads says.
-    if (!event.is_object() || event.value("ph", "") != "X" || event.value("pid", 0) != 1) continue;
+    // The tracks of streams, which have even numbers, repeat what those of threads say.
+    if (!event.is_object() || event.value("ph", "") != "X" || event.value("pid", 0) % 2 != 1)
+      continue;
     const json& args = event.value("args", json::object());
     if (args.contains("call") && args["call"].is_number_unsigned())
       ++counts[args["call"].get<size_t>()];

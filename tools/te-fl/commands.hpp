@@ -84,6 +84,11 @@ struct TuneOptions {
   double seconds = 0.1;            // per call and implementation
 };
 
+struct MergeTracesOptions {
+  std::vector<std::string> files;  // of TE_FL_TRACE, one of each process
+  std::string out;
+};
+
 struct QuarantineOptions {
   bool clear = false;    // else: list
   std::string op, impl;  // clear: only these; empty: any
@@ -101,6 +106,7 @@ int doctor(bool json);
 int bench(const BenchOptions& options);
 int replay(const ReplayOptions& options);
 int tune(const TuneOptions& options);
+int merge_traces(const MergeTracesOptions& options);
 int completion(const std::string& shell);
 // Lists the words that the last one after "te-fl" may become, for the shells' scripts.
 int complete(CLI::App& app, std::vector<std::string> words);

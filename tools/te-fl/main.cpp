@@ -64,6 +64,9 @@ const std::vector<Examples>& examples() {
         {"te-fl replay te_fl_cases/NAME.call --impl reference.host", "on another implementation"}}},
       {"tune",
        {{"te-fl tune run.json --out policy.json", "the fastest for each call of a TE_FL_TRACE"}}},
+      {"merge-traces",
+       {{"te-fl merge-traces run.json run.json.rank* --out all.json",
+         "the ranks of a TE_FL_TRACE=run.json side by side"}}},
       {"quarantine",
        {{"te-fl quarantine list", "what TE_FL_VERIFY_ACTION=quarantine found"},
         {"te-fl quarantine clear gelu --impl vendor.acme", "lets it serve again"}}},
@@ -342,6 +345,14 @@ int main(int argc, char** argv) {
       ->check(within(0.001, 600, "a number from 0.001 to 600"))
       ->capture_default_str();
   tune_command->callback([&] { exit_code = tune(tune_options); });
+
+  MergeTracesOptions merge_options;
+  auto* merge_command = app.add_subcommand(
+      "merge-traces", "Puts the traces of a job's ranks side by side into one file");
+  merge_command->add_option("files", merge_options.files, "traces of TE_FL_TRACE, one of each rank")
+      ->required();
+  merge_command->add_option("--out", merge_options.out, "the file of all")->required();
+  merge_command->callback([&] { exit_code = merge_traces(merge_options); });
 
   QuarantineOptions quarantine_options;
   auto* quarantine_command = app.add_subcommand(

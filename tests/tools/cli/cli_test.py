@@ -322,6 +322,46 @@ class Commands(unittest.TestCase):
                 self.assertEqual(json.load(text)["te_fl_policy"], 1)
             self.fails(2, "neither a trace", "tune", policy)
 
+    def test_traces_of_ranks_lie_side_by_side_in_one_file(self):
+        with tempfile.TemporaryDirectory() as folder:
+            trace, merged = os.path.join(folder, "run.json"), os.path.join(folder, "all.json")
+            for rank in ("1", "0", "2"):  # one after the other, whose order in time the file must show
+                self.assertEqual(program("gelu", TE_FL_TRACE=trace, RANK=rank, WORLD_SIZE="3").returncode, 0)
+            files = [trace, trace + ".rank2", trace + ".rank1"]
+            self.assertEqual(sorted(os.listdir(folder)), ["run.json", "run.json.rank1", "run.json.rank2"])
+            self.assertIn("of 3 processes, from rank 0 to rank 2", self.ok("merge-traces", *files, "--out", merged))
+            with open(merged) as text:
+                content = json.load(text)
+            names = {e["pid"]: e["args"]["name"] for e in content["traceEvents"] if e["name"] == "process_name"}
+            self.assertEqual([names[pid] for pid in (1, 3, 5)], [f"rank {rank}: calls by thread" for rank in range(3)])
+            calls = [e for e in content["traceEvents"] if e["name"] == "gelu"]
+            by_time = [e["pid"] for e in sorted(calls, key=lambda e: e["ts"])]
+            self.assertEqual(by_time, sorted(by_time, key=[3, 1, 5].index), "by one clock")
+            self.assertEqual({e["args"]["call"] for e in calls}, set(range(len(content["te_fl_calls"]))))
+            begun = []
+            for file in (trace + ".rank1", trace):
+                with open(file) as text:
+                    one = json.load(text)
+                begun.append(one["otherData"]["began_us"] + next(e["ts"] for e in one["traceEvents"] if e["name"] == "gelu"))
+            shown = {e["pid"]: e["ts"] for e in reversed(calls)}
+            self.assertAlmostEqual(shown[1] - shown[3], begun[1] - begun[0], places=0)
+            text = self.ok("tune", merged, "--seconds", "0.01")
+            self.assertIn("te_fl_policy", text)
+            self.fails(2, "made it of several", "merge-traces", merged, "--out", merged)
+            self.fails(2, "are both of rank 0", "merge-traces", trace, trace, "--out", merged)
+            self.fails(2, "cannot read", "merge-traces", os.path.join(folder, "none"), "--out", merged)
+            self.fails(2, "it is no regular file", "merge-traces", folder, "--out", merged)
+            self.fails(1, "it is no regular file", "merge-traces", trace, "--out", folder)
+            self.fails(2, "--out", "merge-traces", trace)
+            for content in ("{", "{}", '{"otherData": {"process": 1}, "traceEvents": [], "te_fl_calls": []}',
+                            '{"otherData": {"process": 1, "began_us": 1}, "traceEvents": [1], "te_fl_calls": []}'):
+                with open(files[1], "w") as out:
+                    out.write(content)
+                self.fails(2, "run.json.rank2 is no trace of TE_FL_TRACE", "merge-traces", *files, "--out", merged + ".none")
+            self.assertEqual(sorted(os.listdir(folder)), ["all.json", "run.json", "run.json.rank1", "run.json.rank2"])
+            program("gelu", TE_FL_TRACE=os.path.join(folder, "at-%r.json"), TE_FL_RANK="7", RANK="0")
+            self.assertIn("at-7.json", os.listdir(folder))
+
     def test_the_header_of_explain_is_about_its_op(self):
         with tempfile.TemporaryDirectory() as folder:
             policy = os.path.join(folder, "policy.json")
