@@ -524,7 +524,7 @@ class Commands(unittest.TestCase):
         self.fails(2, "cannot write /absent/policy.json (--out)", "tune", TE_FL, "--out", "/absent/policy.json")
 
     def test_every_command_has_help_of_its_own(self):
-        for command in ("info", "fingerprint", "ops", "explain", "env", "doctor", "bench", "check", "new-backend", "replay", "tune",
+        for command in ("info", "fingerprint", "ops", "explain", "env", "doctor", "bench", "check", "new-backend", "replay", "tune", "merge-traces",
                         "quarantine", "completion"):
             text = self.ok(command, "--help")
             examples = text[text.index("Examples:"):text.index("Exit codes:")].splitlines()[1:]
