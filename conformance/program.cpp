@@ -17,6 +17,7 @@
 
 #include "conformance/case.hpp"
 #include "conformance/coverage.hpp"
+#include "conformance/processes.hpp"
 #include "conformance/run.hpp"
 #include "te_fl/te_fl.hpp"
 
@@ -53,6 +54,9 @@ constexpr char kHelp[] =
     "  --self-check     prove for every case that passes that a wrong result would have failed\n"
     "  --coverage       say what the op specification allows and no case does, and\n"
     "                   which declared exceptions match no case; run nothing\n"
+    "As one of several ranks (tools/launch.py -n 4 -- conformance ...) it runs the collectives' "
+    "cases\n"
+    "with the others, and rank 0 prints what all of them found.\n"
     "Exit code: 0 all right, 1 failures, 2 wrong usage, 77 nothing to run.\n"
     "Example: conformance --impl reference.host --case gelu/f32/7x33\n";
 
@@ -142,8 +146,11 @@ struct Tally {
 
 class Runner {
  public:
-  Runner(Options o, std::vector<Unsupported> expected, Device device)
-      : options_(std::move(o)), expected_(std::move(expected)), device_(device) {}
+  Runner(Options o, std::vector<Unsupported> expected, Device device, Processes* processes)
+      : options_(std::move(o)),
+        expected_(std::move(expected)),
+        device_(device),
+        processes_(processes) {}
   int run(const Table& table);
 
  private:
@@ -157,6 +164,7 @@ class Runner {
   Options options_;
   std::vector<Unsupported> expected_;
   Device device_;
+  Processes* processes_;                                          // null: this process is alone
   std::map<std::pair<std::string, std::string>, Tally> tallies_;  // op, impl
   std::set<std::string> impls_, deterministic_;
   nlohmann::json results_ = nlohmann::json::array();
@@ -245,10 +253,10 @@ int Runner::run(const Table& table) {
   for (const Case& c : table) {
     tested.insert(c.op);
     if (serves[c.op].empty()) continue;
-    Prepared prepared(c, device_);
+    Prepared prepared(c, device_, false, processes_);
     for (const std::string& impl : serves[c.op]) one(c, prepared, impl);
   }
-  if (!options_.filtered()) {
+  if (!options_.filtered() && processes_ == nullptr) {
     for (const auto& [op, impls] : serves)
       if (!impls.empty() && tested.count(op) == 0 && op.find("::") == std::string::npos) {
         std::printf("FAIL  %s has an implementation and no case\n", op.c_str());
@@ -300,7 +308,8 @@ int Runner::report_all() {
   for (const auto& [key, t] : tallies_)
     passed += t.passed, failed += t.failed, unsupported += t.unsupported;
   for (const Unsupported& u : expected_) {
-    if (u.used || options_.filtered() || impls_.count(u.impl) == 0) continue;
+    if (u.used || options_.filtered() || processes_ != nullptr || impls_.count(u.impl) == 0)
+      continue;
     std::printf("FAIL  expected_unsupported.txt: no case matches %s | %s | %s\n", u.impl.c_str(),
                 u.op.c_str(), u.pattern.c_str());
     ++failed;
@@ -321,7 +330,7 @@ int Runner::report_all() {
   return failed == 0 ? 0 : 1;
 }
 
-Table selected(const Options& o) {
+Table selected(const Options& o, bool only_collectives) {
   Table chosen;
   std::map<std::string, int> per_op;
   Table all;
@@ -336,6 +345,7 @@ Table selected(const Options& o) {
   for (Case& c : all) {
     if (!o.op.empty() && c.op != o.op) continue;
     if (!o.family.empty() && c.family != o.family) continue;
+    if (only_collectives && c.ranks == 0) continue;
     if (c.name.find(o.substring) == std::string::npos) continue;
     // Some of every op at least.
     const int first = o.sparse ? 2 : 3, each = o.sparse ? 16 : 4;
@@ -429,7 +439,18 @@ int run(int argc, char** argv, const std::string& folder) {
     std::fprintf(stderr, "conformance: %s\n", loaded.status().to_string().c_str());
     return 2;
   }
-  const Table table = selected(o);
+  te_fl::Result<std::unique_ptr<Processes>> job = Processes::from_environment();
+  if (job.ok() && *job != nullptr && (o.self_check || o.guards)) {
+    job = Status(StatusCode::kInvalidArgument,
+                 "--self-check and --guards are for one process, and this is one of " +
+                     std::to_string((*job)->size()));
+  }
+  if (!job.ok()) {
+    std::fprintf(stderr, "conformance: %s\n", job.status().to_string().c_str());
+    return 2;
+  }
+  Processes* const processes = job->get();
+  const Table table = selected(o, processes != nullptr);
   if (o.list) {
     for (const Case& c : table) std::printf("%s\n", c.name.c_str());
     std::printf("%zu cases\n", table.size());
@@ -452,7 +473,11 @@ int run(int argc, char** argv, const std::string& folder) {
                  "has pages on both sides of a host's\n");
     return 2;
   }
-  return Runner(o, std::move(expected), *device).run(table);
+  if (processes != nullptr && processes->rank() != 0) {  // they all find the same
+    o.json.clear();
+    if (std::freopen("/dev/null", "w", stdout) == nullptr) return 2;
+  }
+  return Runner(o, std::move(expected), *device, processes).run(table);
 }
 
 }  // namespace

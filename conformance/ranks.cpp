@@ -37,8 +37,8 @@ void Ranks::run(const std::function<void(int rank)>& f) const {
   for (std::thread& thread : threads) thread.join();
 }
 
-te_fl::Result<Ranks> Ranks::create(const std::string& op, const std::string& impl_id,
-                                   const Device& device, int size) {
+te_fl::Result<CommOptions> comm_options(const std::string& op, const std::string& impl_id,
+                                        const Device& device, int rank, int size) {
   TE_FL_ASSIGN_OR_RETURN(const std::string provider, provider_of(op, impl_id));
   for (int r = 0; r < size; ++r) {
     if (devices::find(device_of(device, r)).ok()) continue;
@@ -46,20 +46,29 @@ te_fl::Result<Ranks> Ranks::create(const std::string& op, const std::string& imp
                                                 " ranks, each on its own device, and " +
                                                 to_string(device_of(device, r)) + " is not here");
   }
+  CommOptions options;
+  options.device = device_of(device, rank);
+  options.rank = rank;
+  options.size = size;
+  options.name = "conformance";
+  options.provider = provider;
+  options.timeout = kTimeout;
+  return options;
+}
+
+te_fl::Result<Ranks> Ranks::create(const std::string& op, const std::string& impl_id,
+                                   const Device& device, int size) {
+  TE_FL_RETURN_IF_ERROR(comm_options(op, impl_id, device, 0, size).status());
   Ranks made(size);
   std::vector<Status> statuses(static_cast<size_t>(size));
   const std::shared_ptr<Store> store = Store::in_process();
   made.run([&](int r) {
-    CommOptions options;
-    options.device = device_of(device, r);
-    options.rank = r;
-    options.size = size;
-    options.store = store;
-    options.name = "conformance";
-    options.provider = provider;
-    options.timeout = kTimeout;
-    te_fl::Result<Comm> comm = Comm::create(options);
+    te_fl::Result<CommOptions> options = comm_options(op, impl_id, device, r, size);
     const auto at = static_cast<size_t>(r);
+    statuses[at] = options.status();
+    if (!options.ok()) return;
+    options->store = store;
+    te_fl::Result<Comm> comm = Comm::create(*options);
     if (comm.ok()) made.comms_[at] = std::move(*comm);
     statuses[at] = comm.status();
   });

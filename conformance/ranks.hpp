@@ -30,6 +30,11 @@ class Ranks {
   std::vector<Comm> comms_;
 };
 
+// These options make one of `size` ranks, on devices from `device` on, by the provider of the
+// plugin that has the implementation; the caller adds the store. UNSUPPORTED if there are fewer
+// devices.
+te_fl::Result<CommOptions> comm_options(const std::string& op, const std::string& impl_id,
+                                        const Device& device, int rank, int size);
 // The device of one rank, whose first has `device`.
 Device device_of(const Device& device, int rank);
 

@@ -1,6 +1,7 @@
 #include "conformance/run.hpp"
 
 #include <algorithm>
+#include <nlohmann/json.hpp>
 #include <set>
 #include <stdexcept>
 #include <utility>
@@ -45,21 +46,36 @@ Result worst_of(std::vector<Result> results) {
   return std::move(results.front());
 }
 
-// all_reduce promises the same bits on every rank. Empty, or the rank that has others than rank 0.
+// all_reduce promises the same bits on every rank: a hash of those that one has. 0: the op promises
+// nothing of the kind.
+uint32_t bits_of(const Problem& rank) {
+  if (rank.op_name != "all_reduce" || rank.want_code != 0) return 0;
+  const Buffer& own = *rank.singles.at("output")->data;
+  uint32_t hash = 2166136261u;  // FNV-1a
+  for (size_t i = 0; i < own.size(); ++i) hash = (hash ^ own.data()[i]) * 16777619u;
+  return hash;
+}
+
+// Empty, or the rank that has others than rank 0.
 std::string other_bits(const std::vector<std::unique_ptr<Problem>>& ranks) {
-  if (ranks[0]->op_name != "all_reduce" || ranks[0]->want_code != 0) return {};
-  const Buffer& first = *ranks[0]->singles.at("output")->data;
   for (size_t r = 1; r < ranks.size(); ++r) {
-    const Buffer& own = *ranks[r]->singles.at("output")->data;
-    if (std::equal(own.data(), own.data() + own.size(), first.data())) continue;
-    return "rank " + std::to_string(r) + " has other bits than rank 0";
+    if (bits_of(*ranks[r]) != bits_of(*ranks[0]))
+      return "rank " + std::to_string(r) + " has other bits than rank 0";
   }
   return {};
 }
 
+// A communicator that cannot be made here is no failure of the implementation.
+Outcome refusal(const Status& status) {
+  const bool cannot =
+      status.code() == StatusCode::kUnsupported || status.code() == StatusCode::kNotFound;
+  return cannot ? Outcome::kUnsupported : Outcome::kFail;
+}
+
 }  // namespace
 
-Prepared::Prepared(const Case& c, Device device, bool strided) : device_(device), ranks_(c.ranks) {
+Prepared::Prepared(const Case& c, Device device, bool strided, Processes* processes)
+    : device_(device), ranks_(c.ranks), processes_(processes) {
   for (int r = 0; r < std::max(1, ranks_); ++r) build(c, r, strided);
 }
 
@@ -98,7 +114,8 @@ std::vector<uint8_t> Prepared::bytes() const {
 
 Result Prepared::run(const std::string& impl_id, const How& how) {
   restore();
-  return ranks_ == 0 ? run_one(problem(), device_, impl_id, how) : run_ranks(impl_id, how);
+  if (ranks_ == 0) return run_one(problem(), device_, impl_id, how);
+  return processes_ == nullptr ? run_ranks(impl_id, how) : run_processes(impl_id, how);
 }
 
 Result Prepared::run_ranks(const std::string& impl_id, const How& how) {
@@ -130,6 +147,71 @@ Result Prepared::run_ranks(const std::string& impl_id, const How& how) {
   if (result.outcome != Outcome::kPass || how.describe) return result;
   result.message = other_bits(problems_);
   if (!result.message.empty()) result.outcome = Outcome::kFail;
+  return result;
+}
+
+// The call of this process's rank, with its communicator.
+Result Prepared::run_own_rank(const std::string& impl_id, const How& how) {
+  const int rank = processes_->rank();
+  auto made = own_communicators_.find(impl_id);
+  if (made == own_communicators_.end()) {
+    te_fl::Result<CommOptions> options =
+        comm_options(problem().op_name, impl_id, device_, rank, ranks_);
+    if (!options.ok()) return {refusal(options.status()), options.status().to_string(), 0};
+    options->store = processes_->store();
+    options->name += "-" + std::to_string(processes_->count());
+    te_fl::Result<Comm> comm = Comm::create(*options);
+    if (!comm.ok()) return {refusal(comm.status()), comm.status().to_string(), 0};
+    made = own_communicators_.emplace(impl_id, std::move(*comm)).first;
+  }
+  Problem& p = *problems_[static_cast<size_t>(rank)];
+  p.comm = made->second.c();
+  if (p.op_name.empty()) return {Outcome::kPass, {}, 0};
+  Result result = run_one(p, device_of(device_, rank), impl_id, how);
+  if (result.outcome != Outcome::kPass) made->second.abort("its case did not pass");
+  return result;
+}
+
+Result Prepared::run_processes(const std::string& impl_id, const How& how) {
+  if (ranks_ > processes_->size()) {
+    return {Outcome::kUnsupported,
+            "a case of " + std::to_string(ranks_) + " ranks, and the job has " +
+                std::to_string(processes_->size()) + " processes",
+            0};
+  }
+  const auto rank = static_cast<size_t>(processes_->rank());
+  const bool takes_part = processes_->rank() < ranks_;
+  nlohmann::json own;
+  if (takes_part) {
+    const Result result = run_own_rank(impl_id, how);
+    own = {{"outcome", result.outcome},
+           {"message", result.message},
+           {"milliseconds", result.milliseconds},
+           {"outside", result.wrote_outside}};
+    if (result.outcome == Outcome::kPass) own["bits"] = bits_of(*problems_[rank]);
+  }
+  const auto told =
+      processes_->exchange(own.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
+  if (!told.ok()) {
+    throw std::runtime_error("the processes lost each other: " + told.status().to_string());
+  }
+  std::vector<Result> results;
+  std::string message;
+  nlohmann::json first;
+  for (int r = 0; r < ranks_; ++r) {
+    const nlohmann::json its = nlohmann::json::parse((*told)[static_cast<size_t>(r)]);
+    if (r == 0) first = its;
+    results.push_back({its.at("outcome").get<Outcome>(), its.at("message"), its.at("milliseconds"),
+                       its.at("outside")});
+    if (message.empty() && its.value("bits", 0u) != first.value("bits", 0u))
+      message = "rank " + std::to_string(r) + " has other bits than rank 0";
+  }
+  Result result = worst_of(std::move(results));
+  if (result.outcome == Outcome::kPass && !message.empty()) {
+    result = {Outcome::kFail, message, 0};
+  }
+  // All ranks make new ones for the next case: some of these have failed.
+  if (result.outcome != Outcome::kPass) own_communicators_.erase(impl_id);
   return result;
 }
 

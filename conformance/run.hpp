@@ -7,6 +7,7 @@
 
 #include "conformance/case.hpp"
 #include "conformance/margins.hpp"
+#include "conformance/processes.hpp"
 #include "conformance/ranks.hpp"
 #include "te_fl/device.hpp"
 
@@ -39,13 +40,17 @@ struct How {
 };
 
 // A case built once, its expectations evaluated, to be run on one implementation after another. One
-// of a collective has a problem for each rank, and ranks are threads.
+// of a collective has a problem for each rank, and ranks are threads, or this process and others
+// that run the same cases beside it.
 class Prepared {
  public:
   // Tensors are in the memory of `device` when the op runs, those of rank r in that of the r-th
   // after it. With `strided` its plain inputs lie in rows that are further apart than they are
   // long.
-  explicit Prepared(const Case& c, Device device = {}, bool strided = false);
+  // `processes`: null, or the others, which must outlive it and make the same calls of run(); its
+  // results are then those of all ranks, and alike on all of them.
+  explicit Prepared(const Case& c, Device device = {}, bool strided = false,
+                    Processes* processes = nullptr);
   Result run(const std::string& impl_id, const How& how = {});
   // The contents of the memory of its tensors now, guards left out.
   std::vector<uint8_t> bytes() const;
@@ -60,11 +65,15 @@ class Prepared {
   void build(const Case& c, int rank, bool strided);
   void restore();
   Result run_ranks(const std::string& impl_id, const How& how);
+  Result run_processes(const std::string& impl_id, const How& how);
+  Result run_own_rank(const std::string& impl_id, const How& how);
 
   std::vector<std::unique_ptr<Problem>> problems_;
   Device device_;
   int ranks_ = 0;
   std::map<std::string, Ranks> communicators_;  // by implementation
+  Processes* processes_ = nullptr;
+  std::map<std::string, Comm> own_communicators_;  // of this process's rank, by implementation
   bool has_strided_inputs_ = false;
 };
 
