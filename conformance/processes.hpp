@@ -21,9 +21,9 @@ class Processes {
   int rank() const { return job_.rank; }
   int size() const { return job_.size; }
   const std::shared_ptr<Store>& store() const { return store_; }
-  // How often they have heard of each other, which is the same on all of them between two cases.
+  // Counts how often they have heard of each other; it is alike on all of them between two cases.
   uint64_t count() const { return count_; }
-  // What every rank says, this one's word among them. TIMEOUT names the rank that says nothing.
+  // Tells `own` and returns what every rank says, by rank. TIMEOUT names the rank that is silent.
   te_fl::Result<std::vector<std::string>> exchange(const std::string& own);
 
  private:
