@@ -1,0 +1,60 @@
+"""NVIDIA's Python package transformer_engine, unmodified, on te-fl's ops (docs/inside-transformer-engine.md)."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Optional
+
+from te_fl.errors import FailedPrecondition, InvalidArgument
+
+__all__ = ["start", "started"]
+
+VARIABLE = "TE_FL_INSIDE_TRANSFORMER_ENGINE"
+_started: Optional[str] = None  # the device that was asked for, "" for none
+
+
+def started() -> bool:
+    return _started is not None
+
+
+def start(device: Optional[str] = None) -> None:
+    """From now on `import transformer_engine` is the installed package, and computes with te-fl in place of its extension module.
+
+    device: None, or "cpu" to answer the package's requests for CUDA by the host, for this process: torch.cuda.is_available() is true then.
+    te_fl.errors.FailedPrecondition: transformer_engine was imported before, or stands for te-fl (te_fl.as_transformer_engine), or NVTE_PLUGIN
+    brings te-fl in by the package's own way, or it was started for another device.
+    """
+    global _started
+    if device not in (None, "cpu"):
+        raise InvalidArgument(f"te_fl.inside_transformer_engine: device is {device!r}; it is 'cpu', or left out for the devices that PyTorch has")
+    wanted = device or ""
+    if _started is not None:
+        if _started != wanted:
+            raise FailedPrecondition(f"te_fl.inside_transformer_engine: it was called with device={_started or None!r} before; a process has one")
+        return
+    from te_fl.compat import finder
+    if finder.status()["active"]:
+        raise FailedPrecondition("te_fl.inside_transformer_engine: transformer_engine stands for te-fl in this process "
+                                 "(te_fl.as_transformer_engine, TE_FL_AS_TRANSFORMER_ENGINE); use one of the two ways")
+    if os.environ.get("NVTE_PLUGIN", "").startswith("te_fl"):
+        raise FailedPrecondition("te_fl.inside_transformer_engine: NVTE_PLUGIN brings te-fl in by the package's own way; unset it, or leave this out")
+    if "transformer_engine" in sys.modules:
+        raise FailedPrecondition("te_fl.inside_transformer_engine: transformer_engine was imported before; call this first, or set "
+                                 f"{VARIABLE}=1")
+    from te_fl.inside import package
+    package.install()
+    if device == "cpu":
+        from te_fl.inside import host_device
+        host_device.install()
+    _started = wanted
+
+
+def start_by_variable() -> None:
+    """What TE_FL_INSIDE_TRANSFORMER_ENGINE asks for when the interpreter starts: 1, or cpu."""
+    value = os.environ.get(VARIABLE, "").lower()
+    if value in ("", "0", "false", "off", "no"):
+        return
+    if value not in ("1", "true", "on", "yes", "cpu"):
+        raise InvalidArgument(f"{VARIABLE} is {value!r}; it is 1, cpu or 0")
+    start("cpu" if value == "cpu" else None)

@@ -1,0 +1,162 @@
+"""Answers a program's requests for CUDA by the host: for trying NVIDIA's package, and for tests, where there is no GPU.
+
+Every device that says cuda, in an argument of any function of PyTorch, is the CPU; the few functions of torch.cuda that the package calls
+answer as a GPU of the Hopper family would, on which everything is done when a call returns. It holds for the whole process, in threads that
+call install_in_thread() or whose work comes from the autograd of a thread that did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import types
+from typing import Any, Tuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CAPABILITY = (9, 0)
+
+
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, str) and value.split(":")[0] == "cuda") or (isinstance(value, torch.device) and value.type == "cuda")
+
+
+def _on_host(value: Any) -> Any:
+    return torch.device("cpu") if _is_cuda(value) else value
+
+
+_IS_CUDA = torch.Tensor.is_cuda.__get__
+_MOVES = (torch.Tensor.cuda, torch.nn.Module.cuda)
+
+
+class _HostMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _IS_CUDA:
+            return args[0].device.type == "cpu"
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs:
+            if "device" in kwargs:
+                device = kwargs["device"]
+                kwargs = {**kwargs, "device": torch.device("cpu") if isinstance(device, int) and not isinstance(device, bool) else _on_host(device)}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        if any(map(_is_cuda, args)):
+            args = tuple(map(_on_host, args))
+        return func(*args, **kwargs)
+
+
+class Stream:
+    """The one stream of the host, on which work is done when its call returns."""
+
+    cuda_stream, stream_id, device_index, device = 0, 0, 0, torch.device("cpu")
+
+    def __init__(self, *arguments: Any, **options: Any):
+        pass
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Event:
+    def __init__(self, *arguments: Any, **options: Any):
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _properties(device: Any = None) -> Any:
+    return types.SimpleNamespace(name="the host, by te-fl", major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=os.cpu_count() or 1,
+                                 total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def _no_op() -> Any:
+    """A function of its own for each name: torch.compile keeps its rules by function."""
+    return lambda *arguments, **options: None
+
+
+def _no_scope() -> Any:
+    @contextlib.contextmanager
+    def scope(*arguments: Any, **options: Any):
+        yield
+
+    return scope
+
+
+def _no_graphs() -> Any:
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise RuntimeError("torch.cuda: the host has no CUDA graphs; te-fl answers for CUDA here (device='cpu')")
+
+    return refuse
+
+
+def _answers() -> dict:
+    stream = Stream()
+    return {
+        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
+        "get_device_capability": lambda device=None: CAPABILITY, "get_device_properties": _properties, "get_device_name": lambda device=None: _properties().name,
+        "current_stream": lambda device=None: stream, "default_stream": lambda device=None: stream, "stream": _no_scope(), "device": _no_scope(),
+        "Stream": Stream, "Event": Event, "synchronize": _no_op(), "set_device": _no_op(), "set_stream": _no_op(), "init": _no_op(), "_lazy_init": _no_op(),
+        "empty_cache": _no_op(), "is_current_stream_capturing": lambda: False, "is_bf16_supported": lambda including_emulation=True: True,
+        "manual_seed": lambda seed: torch.manual_seed(seed), "manual_seed_all": _no_op(), "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state), "default_generators": (torch.default_generator,),
+        "CUDAGraph": _no_graphs(), "graph": _no_graphs(), "make_graphed_callables": _no_graphs(), "graph_pool_handle": _no_graphs(),
+        "memory_allocated": lambda device=None: 0, "max_memory_allocated": lambda device=None: 0, "reset_peak_memory_stats": _no_op(),
+    }
+
+
+_mode = _HostMode()
+
+
+def install_in_thread() -> None:
+    """For a thread that the program starts itself: PyTorch's function modes are a thread's own."""
+    _mode.__enter__()
+
+
+def install() -> None:
+    for name, answer in _answers().items():
+        setattr(torch.cuda, name, answer)
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(torch.cuda.nvtx, name, lambda *arguments, **options: None)
+    if torch.version.cuda is None:
+        torch.version.cuda = "13.0"  # which formats the package offers depends on it
+    install_in_thread()
+    print("te-fl answers for CUDA by the host in this process: torch.cuda.is_available() is true, tensors of the device cuda lie on the CPU",
+          file=sys.stderr)

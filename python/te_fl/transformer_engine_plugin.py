@@ -1,0 +1,34 @@
+"""NVTE_PLUGIN=te_fl.transformer_engine_plugin: Transformer Engine's own seam, which puts te-fl's module in place of its extension.
+
+The package imports this after its extension, which it keeps as transformer_engine_torch_nv, and calls load_plugins(). Where that fails it
+warns and goes on with its extension; under TE_FL_STRICT=1 the process ends instead, since its numbers would come from elsewhere than asked.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def _load() -> None:
+    from te_fl import inside
+    from te_fl.compat import finder
+    from te_fl.errors import FailedPrecondition
+    from te_fl.inside import package
+    if inside.started():
+        raise FailedPrecondition(f"NVTE_PLUGIN: te-fl is inside this process already ({inside.VARIABLE}, te_fl.inside_transformer_engine); use one way")
+    if finder.status()["active"]:
+        raise FailedPrecondition("NVTE_PLUGIN: transformer_engine stands for te-fl in this process (te_fl.as_transformer_engine); use one way")
+    package.check_version()
+    import te_fl.transformer_engine_torch as served
+    sys.modules["transformer_engine_torch"] = served
+
+
+def load_plugins() -> None:
+    try:
+        _load()
+    except Exception as error:
+        if os.environ.get("TE_FL_STRICT", "").lower() in ("1", "true", "on", "yes"):
+            print(f"te-fl cannot take the place of transformer_engine_torch, and TE_FL_STRICT forbids NVIDIA's extension instead: {error}", file=sys.stderr)
+            raise SystemExit(1) from error
+        raise

@@ -1,0 +1,32 @@
+"""Names of the extension module that te-fl does not serve, with the reason of each. Calling one, or making an object of it, says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from te_fl.errors import Unsupported
+
+_OVERLAP = "kernels that overlap with collectives need NVIDIA's user buffers; leave the ub_ arguments of modules at False"
+_NVSHMEM = "NVSHMEM is NVIDIA's own; use torch.distributed"
+_EP = "expert parallelism over NCCL's device API is NVIDIA's own; use all-to-all of torch.distributed"
+_SOLVER = "cuSolverMp is NVIDIA's own; iterate with torch.matmul"
+
+REASONS = {
+    "CommOverlap": _OVERLAP, "CommOverlapCore": _OVERLAP, "CommOverlapBase": _OVERLAP, "CommOverlapP2PBase": _OVERLAP, "CommOverlapP2P": _OVERLAP,
+    "CommOverlapHelper": _OVERLAP, "bulk_overlap_ag_with_external_gemm": _OVERLAP,
+    "init_nvshmem_backend": _NVSHMEM, "create_nvshmem_tensor": _NVSHMEM, "nvshmem_send_on_current_stream": _NVSHMEM,
+    "nvshmem_wait_on_current_stream": _NVSHMEM, "nvshmem_finalize": _NVSHMEM,
+    "cusolvermp_ctx_create": _SOLVER, "cusolvermp_ctx_destroy": _SOLVER, "newton_schulz": _SOLVER,
+}
+__all__ = sorted(REASONS)
+
+
+def _absent(name: str, reason: str) -> Any:
+    def refuse(cls: type, *arguments: Any, **options: Any) -> Any:
+        raise Unsupported(f"transformer_engine_torch.{name} is not served by te-fl: {reason}")
+
+    # A class, since the package names some of them in annotations and isinstance(); no object of it is ever made.
+    return type(name, (), {"__new__": refuse, "__module__": "transformer_engine_torch", "__doc__": f"Not served: {reason}."})
+
+
+globals().update((name, _absent(name, reason)) for name, reason in REASONS.items())

@@ -1,0 +1,154 @@
+"""Casts between high precision and the package's quantised tensors."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence
+
+import torch
+
+from te_fl import Quantized, ops
+from te_fl.errors import InvalidArgument
+from te_fl.transformer_engine_torch import schemes
+from te_fl.transformer_engine_torch.dtypes import FP8, fp8_dtype, torch_dtype
+
+__all__ = ["bgrad_quantize", "bulk_allocate", "compute_amax", "create_empty_quantized_tensor", "dequantize", "fp8_transpose",
+           "fused_amax_and_scale_update_after_reduction", "multi_tensor_quantize", "quantize", "split_quantize", "swap_first_dims"]
+
+
+def matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as a matrix over its last dimension."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1]) if tensor.numel() else tensor.reshape(schemes.rows_and_columns(tensor.shape))
+
+
+def quantize_into(values: torch.Tensor, quantizer: Any, output: Any, noop: Optional[torch.Tensor] = None) -> Any:
+    """output: a tensor of the package's whose buffers fit the quantizer."""
+    scheme = schemes.of_quantizer(quantizer)
+    target = scheme.target(quantizer, output)
+    if values.numel() == 0:
+        return output
+    if getattr(quantizer, "with_amax_reduction", False):
+        target = Quantized(target.data, columnwise_data=target.columnwise_data, shape=target.shape, scale_inv=target.scale_inv,
+                           scale=scheme.scale_of_ranks(quantizer, values))
+    ops.quantize(input=matrix(values), output=target, noop_flag=noop)
+    return output
+
+
+def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Optional[torch.Tensor] = None) -> Any:
+    scheme = schemes.of_quantizer(quantizer)
+    if output is None:
+        output = scheme.create(quantizer, tensor.shape, tensor.dtype, tensor.device)
+    else:
+        output = scheme.adapt(quantizer, output)
+    return quantize_into(tensor, quantizer, output, noop)
+
+
+def dequantize(input: Any, otype: Any) -> torch.Tensor:
+    output = torch.empty(schemes.shape_of(input), dtype=torch_dtype(otype), device=input.device)
+    if output.numel():
+        parts = schemes.of_tensor(input).quantized(input)
+        ops.dequantize(input=parts, output=output.view(parts.shape))
+    return output
+
+
+def create_empty_quantized_tensor(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin_memory: bool) -> Any:
+    return schemes.of_quantizer(quantizer).create(quantizer, shape, dtype, device, pin_memory)
+
+
+def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list:
+    """[the gradient of the bias, in input's dtype; the quantised gradient, or without a quantizer the gradient itself]."""
+    values = input.contiguous()
+    bias_grad = torch.empty(values.shape[-1], dtype=values.dtype, device=values.device)
+    if values.numel() == 0:
+        bias_grad.zero_()
+        return [bias_grad, values if quantizer is None else quantize(values, quantizer)]
+    if quantizer is None:
+        torch.sum(values.view(-1, values.shape[-1]), 0, out=bias_grad)
+        return [bias_grad, values]
+    scheme = schemes.of_quantizer(quantizer)
+    output = scheme.create(quantizer, values.shape, values.dtype, values.device)
+    if getattr(quantizer, "with_amax_reduction", False):
+        torch.sum(values.view(-1, values.shape[-1]), 0, out=bias_grad)
+        return [bias_grad, quantize_into(values, quantizer, output)]
+    ops.bgrad_quantize(input=matrix(values), output=scheme.target(quantizer, output), bias_grad=bias_grad)
+    return [bias_grad, output]
+
+
+def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: Sequence[Any]) -> List[Any]:
+    if len(tensor_list) != len(quantizer_list):
+        raise InvalidArgument(f"multi_tensor_quantize: {len(tensor_list)} tensors have {len(quantizer_list)} quantizers; give one for each")
+    return [quantize(tensor, quantizer) for tensor, quantizer in zip(tensor_list, quantizer_list)]
+
+
+def split_quantize(tensor: torch.Tensor, split_sections: Sequence[int], quantizer_list: Sequence[Any], disable_bulk_allocation: bool = False) -> List[Any]:
+    """The parts of the first dimension, each by its quantizer. disable_bulk_allocation is met either way: each part has memory of its own."""
+    sections = [int(n) for n in split_sections]
+    if len(sections) != len(quantizer_list):
+        raise InvalidArgument(f"split_quantize: {len(sections)} sections have {len(quantizer_list)} quantizers; give one for each")
+    if min(sections, default=0) < 0 or sum(sections) != tensor.shape[0]:
+        raise InvalidArgument(f"split_quantize: split_sections {sections} do not sum to the tensor's {tensor.shape[0]} rows, each at least 0")
+    parts = list(tensor.contiguous().split(sections))
+    schemes_of = [schemes.of_quantizer(q) for q in quantizer_list]
+    outputs = [s.create(q, part.shape, part.dtype, part.device) for s, q, part in zip(schemes_of, quantizer_list, parts)]
+    if any(getattr(q, "with_amax_reduction", False) for q in quantizer_list):
+        return [quantize_into(part, q, out) for part, q, out in zip(parts, quantizer_list, outputs)]
+    full = [i for i, part in enumerate(parts) if part.numel()]
+    if full:
+        ops.multi_tensor_quantize(inputs=[matrix(parts[i]) for i in full],
+                                  outputs=[schemes_of[i].target(quantizer_list[i], outputs[i]) for i in full])
+    return outputs
+
+
+def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """The codes transposed: [last, others...]."""
+    if int(dtype) not in FP8:
+        fp8_dtype(dtype)  # refuses it
+    codes = input.contiguous()
+    shape = (codes.shape[-1], *codes.shape[:-1]) if codes.dim() else ()
+    if out is None:
+        out = torch.empty(shape, dtype=torch.uint8, device=codes.device)
+    elif out.numel() != codes.numel() or not out.is_contiguous():
+        raise InvalidArgument(f"fp8_transpose: out has {out.numel()} elements{'' if out.is_contiguous() else ', not contiguous'}; input has {codes.numel()}")
+    if codes.numel():
+        rows, columns = schemes.rows_and_columns(codes.shape)
+        ops.fp8_transpose(input=codes.view(torch.uint8).view(rows, columns), output=out.view(torch.uint8).view(columns, rows))
+    return out
+
+
+def swap_first_dims(tensor: torch.Tensor, *, out: Optional[torch.Tensor] = None) -> torch.Tensor:
+    if tensor.dim() < 2:
+        raise InvalidArgument(f"swap_first_dims: the tensor has {tensor.dim()} dimensions; it needs 2 or more")
+    swapped = tensor.transpose(0, 1)
+    if out is None:
+        out = torch.empty(swapped.shape, dtype=tensor.dtype, device=tensor.device)
+    elif out.shape != swapped.shape:
+        raise InvalidArgument(f"swap_first_dims: out has shape {tuple(out.shape)}; the result has {tuple(swapped.shape)}")
+    return out.copy_(swapped)
+
+
+def compute_amax(input: torch.Tensor, amax: torch.Tensor) -> None:
+    ops.compute_amax(input=input.contiguous(), amax=amax.view(1))
+
+
+def fused_amax_and_scale_update_after_reduction(amax_reduction_buffer: torch.Tensor, amax_histories: Sequence[torch.Tensor],
+                                                scales: Sequence[torch.Tensor], amax_compute_algo: str, fp8_dtype: Any, margin: float) -> None:
+    if amax_compute_algo not in ("max", "most_recent"):
+        raise InvalidArgument(f"amax_compute_algo is {amax_compute_algo!r}; it is 'max' or 'most_recent'")
+    formats = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+    ops.fused_amax_and_scale_update_after_reduction(amax_histories=list(amax_histories), scales=list(scales),
+                                                    amax_reduction_buffer=amax_reduction_buffer, algo=amax_compute_algo,
+                                                    fp8_dtype=formats[FP8[int(fp8_dtype)]], margin=float(margin))
+
+
+def bulk_allocate(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], device: Any = None, alignments: Any = None) -> List[torch.Tensor]:
+    """Tensors over one buffer, each at its alignment in bytes (256 without alignments)."""
+    if len(shapes) != len(dtypes) or (alignments is not None and len(alignments) != len(shapes)):
+        raise InvalidArgument(f"bulk_allocate: {len(shapes)} shapes have {len(dtypes)} dtypes and "
+                              f"{'no' if alignments is None else len(alignments)} alignments; give one for each")
+    places, end = [], 0
+    for i, (shape, dtype) in enumerate(zip(shapes, dtypes)):
+        begin = schemes.rounded_up(end, max(int(alignments[i]) if alignments is not None else 256, dtype.itemsize))
+        end = begin + torch.Size(shape).numel() * dtype.itemsize
+        places.append((begin, end))
+    memory = torch.empty(end, dtype=torch.uint8, device="cuda" if device is None else device)
+    return [memory[begin:end].view(dtype).view(tuple(shape)) for (begin, end), shape, dtype in zip(places, shapes, dtypes)]

@@ -1,0 +1,323 @@
+"""The package's quantizers and quantised tensors, which are Python classes of its own, as te_fl.Quantized and back.
+
+A scheme knows one class of storage: its buffers' shapes, how a quantizer asks for one, and the parts that te-fl's ops read and write. The
+scales lie alike on both sides (te_fl_quant in te_fl/plugin.h), so no value is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional, Sequence, Tuple
+
+import torch
+
+from te_fl import Quantized, ops
+from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.transformer_engine_torch.dtypes import fp8_dtype
+
+__all__ = ["Scheme", "is_quantised", "of_quantizer", "of_tensor", "operand", "rounded_up", "rows_and_columns", "shape_of"]
+
+
+def rounded_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def rows_and_columns(shape: Sequence[int]) -> Tuple[int, int]:
+    """(rows, columns) of a tensor seen as a matrix."""
+    return math.prod(shape[:-1]), (shape[-1] if shape else 1)
+
+
+def _transposed(shape: Sequence[int]) -> Tuple[int, ...]:
+    return (shape[-1], *shape[:-1]) if shape else ()
+
+
+class Scheme:
+    """One class of storage. Objects have no state: all of it is the quantizer's and the tensor's."""
+
+    fused = True  # ops write into it directly, from FP32 values
+
+    def storage_class(self, quantizer: Any) -> type:
+        raise NotImplementedError
+
+    def buffers(self, quantizer: Any, shape: Sequence[int]) -> dict:
+        """{attribute of the storage: (shape, dtype)} of all that the quantizer's usages need."""
+        raise NotImplementedError
+
+    def constructor_arguments(self, quantizer: Any) -> dict:
+        raise NotImplementedError
+
+    def quantized(self, tensor: Any) -> Quantized:
+        """The tensor's parts as an operand, seen as a matrix."""
+        raise NotImplementedError
+
+    def target(self, quantizer: Any, tensor: Any) -> Quantized:
+        """The tensor's parts as an output."""
+        raise NotImplementedError
+
+    _NAMES: dict = {}  # attribute of the storage -> argument of its constructor
+
+    def check(self, quantizer: Any) -> None:
+        """Refuses what a quantizer asks for beyond what te-fl does."""
+
+    def create(self, quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin_memory: bool = False) -> Any:
+        self.check(quantizer)
+        shape = tuple(shape)
+        wanted = self.buffers(quantizer, shape)
+        parts = {argument: None for argument in self._NAMES.values()}
+        for name, (extents, kind) in wanted.items():
+            parts[self._NAMES[name]] = torch.empty(extents, dtype=kind, device=device, pin_memory=pin_memory)
+        parts.update(self.constructor_arguments(quantizer), quantizer=quantizer)
+        if quantizer.internal:
+            return self.storage_class(quantizer)(fake_dtype=dtype, **parts)
+        return self.storage_class(quantizer)(shape=shape, dtype=dtype, device=torch.device(device), **parts)
+
+    def adapt(self, quantizer: Any, tensor: Any) -> Any:
+        """A tensor that the caller gives as an output, with the buffers that the quantizer's usages need and no others."""
+        self.check(quantizer)
+        shape = shape_of(tensor)
+        wanted = self.buffers(quantizer, shape)
+        device = next(part.device for part in map(lambda n: getattr(tensor, n), self._NAMES) if part is not None)
+        for name in self._NAMES:
+            held = getattr(tensor, name)
+            if name not in wanted:
+                if held is not None:
+                    setattr(tensor, name, None)
+            elif held is None or tuple(held.shape) != tuple(wanted[name][0]):
+                setattr(tensor, name, torch.empty(wanted[name][0], dtype=wanted[name][1], device=device))
+        self.mark(quantizer, tensor)
+        return tensor
+
+    def mark(self, quantizer: Any, tensor: Any) -> None:
+        """What else the tensor says of itself."""
+        tensor._fp8_dtype = quantizer.dtype
+
+
+class Float8(Scheme):
+    """One scale for a tensor. The column-wise copy is transposed."""
+
+    _NAMES = {"_data": "data", "_transpose": "data_transpose", "_scale_inv": "fp8_scale_inv"}
+
+    def storage_class(self, quantizer):
+        classes = _classes()
+        return classes["Float8TensorStorage"] if quantizer.internal else classes["Float8Tensor"]
+
+    def buffers(self, quantizer, shape):
+        wanted = {"_scale_inv": ((1,), torch.float32)}
+        if quantizer.rowwise_usage:
+            wanted["_data"] = (tuple(shape), torch.uint8)
+        if quantizer.columnwise_usage:
+            wanted["_transpose"] = (_transposed(shape), torch.uint8)
+        if len(wanted) == 1:
+            raise InvalidArgument(f"{type(quantizer).__name__} has neither row-wise nor column-wise usage; set one by set_usage()")
+        return wanted
+
+    def constructor_arguments(self, quantizer):
+        return {"fp8_dtype": quantizer.dtype}
+
+    def mark(self, quantizer, tensor):
+        tensor._fp8_dtype = quantizer.dtype
+        tensor._transpose_invalid = not quantizer.columnwise_usage
+
+    def _parts(self, tensor, dtype):
+        codes = fp8_dtype(dtype)
+        rows, columns = rows_and_columns(shape_of(tensor))
+        data = tensor._data
+        transpose = None if tensor._transpose_invalid else tensor._transpose
+        if data is None and transpose is None:
+            raise InvalidArgument("a Float8Tensor has neither its data nor a valid transpose")
+        return {"data": None if data is None else data.view(rows, columns).view(codes),
+                "columnwise_data": None if transpose is None else transpose.view(columns, rows).view(codes),
+                "scale_inv": tensor._scale_inv, "shape": (rows, columns)}
+
+    def quantized(self, tensor):
+        return Quantized(**self._parts(tensor, tensor._fp8_dtype))
+
+    def target(self, quantizer, tensor):
+        return Quantized(**self._parts(tensor, quantizer.dtype), scale=quantizer.scale, amax=quantizer.amax)
+
+
+class CurrentFloat8(Float8):
+    """Its scale comes from the values, or from the largest one of all ranks of a group."""
+
+    fused = False  # its scale is that of the rounded values, as the package's own
+
+    def target(self, quantizer, tensor):
+        one = torch.empty((2, 1), dtype=torch.float32, device=tensor._scale_inv.device)
+        return Quantized(**self._parts(tensor, quantizer.dtype), scale=one[0], amax=one[1], compute_scale=True,
+                         pow2_scale=quantizer.force_pow_2_scales, amax_epsilon=quantizer.amax_epsilon)
+
+    def scale_of_ranks(self, quantizer, values):
+        """The scale that the largest value among the ranks of the quantizer's group gives; FP32 [1]."""
+        amax = torch.empty(1, dtype=torch.float32, device=values.device)
+        ops.compute_amax(input=values, amax=amax)
+        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
+        scale = torch.empty_like(amax)
+        # Quantising the largest value alone gives its scale by the same rules, whatever implementation serves it.
+        ops.quantize(input=amax, output=Quantized(torch.empty(1, dtype=fp8_dtype(quantizer.dtype), device=amax.device), scale=scale,
+                                                  scale_inv=torch.empty_like(amax), amax=torch.empty_like(amax), compute_scale=True,
+                                                  pow2_scale=quantizer.force_pow_2_scales, amax_epsilon=quantizer.amax_epsilon))
+        return scale
+
+
+class Float8Block(Scheme):
+    """A scale for 1 x 128 or 128 x 128 elements. The column-wise copy is transposed."""
+
+    fused = False
+
+    _NAMES = {"_rowwise_data": "rowwise_data", "_columnwise_data": "columnwise_data", "_rowwise_scale_inv": "rowwise_scale_inv",
+              "_columnwise_scale_inv": "columnwise_scale_inv"}
+
+    def storage_class(self, quantizer):
+        classes = _classes()
+        return classes["Float8BlockwiseQTensorStorage"] if quantizer.internal else classes["Float8BlockwiseQTensor"]
+
+    def buffers(self, quantizer, shape):
+        rows, columns = rows_and_columns(shape)
+        square = quantizer.block_scaling_dim == 2
+
+        def scales(m, k):
+            return (-(-m // 128), rounded_up(-(-k // 128), 4)) if square else (-(-k // 128), rounded_up(m, 4))
+
+        wanted = {}
+        if quantizer.rowwise_usage:
+            wanted.update(_rowwise_data=(tuple(shape), torch.uint8), _rowwise_scale_inv=(scales(rows, columns), torch.float32))
+        if quantizer.columnwise_usage:
+            wanted.update(_columnwise_data=(_transposed(shape), torch.uint8), _columnwise_scale_inv=(scales(columns, rows), torch.float32))
+        if not wanted:
+            raise InvalidArgument(f"{type(quantizer).__name__} has neither row-wise nor column-wise usage; set one by set_usage()")
+        return wanted
+
+    def constructor_arguments(self, quantizer):
+        return {"fp8_dtype": quantizer.dtype, "is_2D_scaled": quantizer.block_scaling_dim == 2}
+
+    def check(self, quantizer):
+        if quantizer.block_scaling_dim not in (1, 2):
+            raise InvalidArgument(f"block_scaling_dim is {quantizer.block_scaling_dim}; it is 1 (1 x 128) or 2 (128 x 128)")
+
+    def mark(self, quantizer, tensor):
+        tensor._fp8_dtype = quantizer.dtype
+        tensor._is_2D_scaled = quantizer.block_scaling_dim == 2
+
+    def _parts(self, tensor, dtype):
+        codes = fp8_dtype(dtype)
+        rows, columns = rows_and_columns(shape_of(tensor))
+        data, other = tensor._rowwise_data, tensor._columnwise_data
+        return {"data": None if data is None else data.view(rows, columns).view(codes),
+                "columnwise_data": None if other is None else other.view(columns, rows).view(codes), "scale_inv": tensor._rowwise_scale_inv,
+                "columnwise_scale_inv": tensor._columnwise_scale_inv, "shape": (rows, columns),
+                "scaling": "block_128x128" if tensor._is_2D_scaled else "block_1x128"}
+
+    def quantized(self, tensor):
+        return Quantized(**self._parts(tensor, tensor._fp8_dtype))
+
+    def target(self, quantizer, tensor):
+        return Quantized(**self._parts(tensor, quantizer.dtype), pow2_scale=quantizer.force_pow_2_scales, amax_epsilon=quantizer.amax_epsilon)
+
+
+class MXFP8(Scheme):
+    """An E8M0 scale for 32 elements. Both copies keep the order of the elements."""
+
+    _NAMES = Float8Block._NAMES
+
+    def storage_class(self, quantizer):
+        classes = _classes()
+        return classes["MXFP8TensorStorage"] if quantizer.internal else classes["MXFP8Tensor"]
+
+    def buffers(self, quantizer, shape):
+        rows, columns = rows_and_columns(shape)
+        wanted = {}
+        if quantizer.rowwise_usage:
+            wanted.update(_rowwise_data=(tuple(shape), torch.uint8),
+                          _rowwise_scale_inv=((rounded_up(rows, 128), rounded_up(-(-columns // 32), 4)), torch.uint8))
+        if quantizer.columnwise_usage:
+            wanted.update(_columnwise_data=(tuple(shape), torch.uint8),
+                          _columnwise_scale_inv=((rounded_up(-(-rows // 32), 4), rounded_up(columns, 128)), torch.uint8))
+        if not wanted:
+            raise InvalidArgument(f"{type(quantizer).__name__} has neither row-wise nor column-wise usage; set one by set_usage()")
+        return wanted
+
+    def constructor_arguments(self, quantizer):
+        return {"fp8_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False}
+
+    def check(self, quantizer):
+        if getattr(quantizer, "with_2d_quantization", False):
+            raise Unsupported("MXFP8Quantizer.with_2d_quantization is not served by te-fl: blocks are 1 x 32; leave it at False")
+
+    def mark(self, quantizer, tensor):
+        tensor._fp8_dtype = quantizer.dtype
+        tensor._with_gemm_swizzled_scales = False
+
+    def _parts(self, tensor, dtype):
+        from te_fl.transformer_engine_torch.swizzle import plain_scales
+        codes = fp8_dtype(dtype)
+        rows, columns = rows_and_columns(shape_of(tensor))
+        data, other = tensor._rowwise_data, tensor._columnwise_data
+        row_scales, column_scales = plain_scales(tensor)
+        return {"data": None if data is None else data.view(rows, columns).view(codes),
+                "columnwise_data": None if other is None else other.view(rows, columns).view(codes),
+                "scale_inv": None if row_scales is None else row_scales.view(torch.float8_e8m0fnu),
+                "columnwise_scale_inv": None if column_scales is None else column_scales.view(torch.float8_e8m0fnu),
+                "shape": (rows, columns), "scaling": "mxfp8"}
+
+    def quantized(self, tensor):
+        return Quantized(**self._parts(tensor, tensor._fp8_dtype))
+
+    def target(self, quantizer, tensor):
+        return Quantized(**self._parts(tensor, quantizer.dtype))
+
+
+_FLOAT8, _CURRENT, _BLOCK, _MX = Float8(), CurrentFloat8(), Float8Block(), MXFP8()
+_QUANTIZERS = {"Float8Quantizer": _FLOAT8, "Float8CurrentScalingQuantizer": _CURRENT, "Float8BlockQuantizer": _BLOCK, "MXFP8Quantizer": _MX}
+_STORAGES = {"Float8TensorStorage": _FLOAT8, "Float8BlockwiseQTensorStorage": _BLOCK, "MXFP8TensorStorage": _MX}
+_by_type: dict = {}
+_package_classes: dict = {}
+
+
+def _classes() -> dict:
+    """The package's classes by name; they import this module, and are there when the first tensor is."""
+    if not _package_classes:
+        from transformer_engine.pytorch import tensor
+        from transformer_engine.pytorch.tensor import storage
+        import importlib
+        for name in ("float8_tensor", "float8_blockwise_tensor", "mxfp8_tensor", "nvfp4_tensor"):
+            module = importlib.import_module(f"{tensor.__name__}.{name}")
+            kept = importlib.import_module(f"{storage.__name__}.{name}_storage")
+            _package_classes.update((n, c) for m in (module, kept) for n, c in vars(m).items() if isinstance(c, type))
+    return _package_classes
+
+
+def _scheme(kind: type, table: dict, what: str) -> Scheme:
+    found = _by_type.get(kind)
+    if found is None:
+        known = _classes()
+        found = next((scheme for name, scheme in table.items() if issubclass(kind, known[name])), None)
+        if found is None:
+            raise Unsupported(f"{what} of class {kind.__name__} is not served by te-fl; it serves {', '.join(table)}")
+        _by_type[kind] = found
+    return found
+
+
+def of_quantizer(quantizer: Any) -> Scheme:
+    return _scheme(type(quantizer), _QUANTIZERS, "a quantizer")
+
+
+def of_tensor(tensor: Any) -> Scheme:
+    return _scheme(type(tensor), _STORAGES, "a quantised tensor")
+
+
+def is_quantised(tensor: Any) -> bool:
+    return hasattr(tensor, "_quantizer")
+
+
+def shape_of(tensor: Any) -> Tuple[int, ...]:
+    """The logical shape, of a storage as of a tensor."""
+    return tuple(tensor.size())
+
+
+def operand(tensor: Any) -> Any:
+    """A plain or quantised tensor as the matrix that an op takes."""
+    if is_quantised(tensor):
+        return of_tensor(tensor).quantized(tensor)
+    if tensor.dim() != 2:
+        tensor = tensor.reshape(rows_and_columns(tensor.shape))
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
