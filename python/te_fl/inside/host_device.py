@@ -1,8 +1,8 @@
 """Answers a program's requests for CUDA by the host: for trying NVIDIA's package, and for tests, where there is no GPU.
 
 Every device that says cuda, in an argument of any function of PyTorch, is the CPU; the few functions of torch.cuda that the package calls
-answer as a GPU of the Hopper family would, on which everything is done when a call returns. It holds for the whole process, in threads that
-call install_in_thread() or whose work comes from the autograd of a thread that did.
+answer as a GPU of the Hopper family would, on which everything is done when a call returns. It holds for the thread that started it, for those
+that call install_in_thread(), and for the backward functions of all.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ def _on_host(value: Any) -> Any:
 
 
 _IS_CUDA = torch.Tensor.is_cuda.__get__
-_MOVES = (torch.Tensor.cuda, torch.nn.Module.cuda)
 
 
 class _HostMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is _IS_CUDA:
+        if func == _IS_CUDA:  # a method-wrapper, made anew for each read
             return args[0].device.type == "cpu"
         if func is torch.Tensor.cuda:
             return args[0]
@@ -150,7 +149,20 @@ def install_in_thread() -> None:
     _mode.__enter__()
 
 
+def _enter_in_backwards() -> None:
+    """The engine of autograd runs backward functions outside of the mode; each enters it."""
+    context = torch.autograd.function.BackwardCFunction
+    apply = context.apply
+
+    def apply_in_mode(self: Any, *gradients: Any) -> Any:
+        with _mode:
+            return apply(self, *gradients)
+
+    context.apply = apply_in_mode
+
+
 def install() -> None:
+    _enter_in_backwards()
     for name, answer in _answers().items():
         setattr(torch.cuda, name, answer)
     for name in ("range_push", "range_pop", "mark"):
