@@ -8,6 +8,7 @@ from te_fl.transformer_engine_torch.enums import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.activation import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.gemm import generic_gemm  # noqa: F401
 from te_fl.transformer_engine_torch.normalization import *  # noqa: F401,F403
+from te_fl.transformer_engine_torch.optimizers import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.quantize import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.swizzle import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.enquiries import *  # noqa: F401,F403

@@ -1,0 +1,261 @@
+"""Optimizers and helpers over lists of tensors. chunk_size is a hint to a kernel's launch, and changes no value.
+
+tensor_lists holds one list for each role. Sums and products are FP32, each result rounded once to the dtype of its tensor. A flag that is set
+leaves everything of an optimizer's untouched.
+"""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence, Tuple
+
+import torch
+
+from te_fl import Quantized, ops
+from te_fl.errors import InvalidArgument
+from te_fl.transformer_engine_torch.dtypes import fp8_dtype as codes_dtype
+
+__all__ = ["multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master", "multi_tensor_adam_fp8",
+           "multi_tensor_adam_param_remainder", "multi_tensor_compute_scale_and_scale_inv", "multi_tensor_compute_scale_inv_e8m0",
+           "multi_tensor_l2norm", "multi_tensor_scale", "multi_tensor_scale_tensor", "multi_tensor_sgd", "multi_tensor_unscale_l2norm"]
+
+Lists = Sequence[Sequence[torch.Tensor]]
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def _lists(function: str, tensor_lists: Lists, roles: str, optional: str = "") -> List[List[torch.Tensor]]:
+    """The lists, one for each role and for those of the optional ones that are there, aligned tensor by tensor."""
+    fewest, most = len(roles.split()), len(f"{roles} {optional}".split())
+    if not fewest <= len(tensor_lists) <= most:
+        raise InvalidArgument(f"{function}: tensor_lists has {len(tensor_lists)} lists; it takes {roles.replace(' ', ', ')}"
+                              f"{f' and if wanted {optional}' if optional else ''}")
+    names = f"{roles} {optional}".split()
+    count = len(tensor_lists[0])
+    if count == 0:
+        raise InvalidArgument(f"{function}: the list of {names[0]} has no tensor")
+    for name, tensors in zip(names, tensor_lists):
+        if len(tensors) != count:
+            raise InvalidArgument(f"{function}: the list of {name} has {len(tensors)} tensors, that of {names[0]} {count}")
+        for i, (tensor, first) in enumerate(zip(tensors, tensor_lists[0])):
+            # A list of one number for each tensor, as scales are, is checked by its user.
+            if tensor.numel() != first.numel() and name not in ("scales", "amaxes", "scale_invs"):
+                raise InvalidArgument(f"{function}: tensor {i} of {name} has {tensor.numel()} elements, of {names[0]} {first.numel()}")
+    return [list(tensors) for tensors in tensor_lists]
+
+
+def _alike(tensors: Sequence[torch.Tensor], model: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+    """The tensors in the shapes of the model's."""
+    return [t if t.shape == m.shape else t.view(m.shape) for t, m in zip(tensors, model)]
+
+
+def _one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.shape == (1,) else tensor.view(1)
+
+
+def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
+    """[inputs, outputs]. is_infinite becomes 1 where an input is not finite, or a result is not."""
+    inputs, outputs = _lists("multi_tensor_scale", tensor_lists, "inputs outputs")
+    ops.multi_tensor_scale(inputs=_alike(inputs, outputs), outputs=outputs, noop_flag=_one(is_infinite), scale=float(scale))
+
+
+def multi_tensor_scale_tensor(chunk_size: int, is_infinite: torch.Tensor, tensor_lists: Lists, scale: torch.Tensor) -> None:
+    """As multi_tensor_scale, by a factor that lies on the device."""
+    inputs, outputs = _lists("multi_tensor_scale_tensor", tensor_lists, "inputs outputs")
+    results = [x.float() * scale.view(()) for x in inputs]
+    torch._foreach_copy_(outputs, _alike(results, outputs))
+    _flag(is_infinite, torch.stack([torch.isfinite(t).all() for t in (*inputs, *outputs)]).all())
+
+
+def _flag(flag: torch.Tensor, finite: torch.Tensor) -> None:
+    flag.masked_fill_(~finite.view(()), 1)
+
+
+def _norm(op: Any, name: str, flag: torch.Tensor, tensor_lists: Lists, per_tensor: Optional[bool], **options: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+    (inputs,) = _lists(name, tensor_lists, "inputs")
+    norm = torch.empty(1, dtype=torch.float32, device=inputs[0].device)
+    each = torch.empty(len(inputs) if per_tensor else 0, dtype=torch.float32, device=inputs[0].device)
+    op(inputs=inputs, norm=norm, per_tensor_norms=each if per_tensor else None, **options)
+    _flag(flag, torch.isfinite(norm))
+    return norm, each
+
+
+def multi_tensor_l2norm(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists,
+                        per_tensor: Optional[bool] = None) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(the norm of all [1], the norm of each, without elements unless per_tensor). noop_flag becomes 1 if the norm is not finite."""
+    return _norm(ops.multi_tensor_l2norm, "multi_tensor_l2norm", noop_flag, tensor_lists, per_tensor)
+
+
+def multi_tensor_unscale_l2norm(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, inv_scale: torch.Tensor,
+                                per_tensor: Optional[bool] = None) -> Tuple[torch.Tensor, torch.Tensor]:
+    """As multi_tensor_l2norm, of the tensors times inv_scale."""
+    return _norm(ops.multi_tensor_unscale_l2norm, "multi_tensor_unscale_l2norm", noop_flag, tensor_lists, per_tensor, inv_scale=_one(inv_scale))
+
+
+class _Moments:
+    """FP32 moments for the op, from lists of one dtype, and back."""
+
+    def __init__(self, function: str, firsts: List[torch.Tensor], seconds: List[torch.Tensor]):
+        dtypes = {t.dtype for t in (*firsts, *seconds)}
+        if dtypes not in ({torch.float32}, {torch.bfloat16}):
+            raise InvalidArgument(f"{function}: both moments are all float32 or all bfloat16, not {', '.join(sorted(map(str, dtypes)))}")
+        self._kept = None if dtypes == {torch.float32} else (firsts, seconds)
+        self.first, self.second = (firsts, seconds) if self._kept is None else ([t.float() for t in firsts], [t.float() for t in seconds])
+
+    def write(self) -> None:
+        if self._kept is not None:
+            torch._foreach_copy_(self._kept[0], self.first)
+            torch._foreach_copy_(self._kept[1], self.second)
+
+
+def _adam(function: str, noop_flag: torch.Tensor, lists: List[List[torch.Tensor]], beta1: float, beta2: float, epsilon: float, mode: int,
+          bias_correction: int, weight_decay: float, **options: Any) -> None:
+    """lists: gradients, parameters, moments, and master weights or not."""
+    gradients, params, firsts, seconds, *masters = lists
+    moments = _Moments(function, firsts, seconds)
+    ops.multi_tensor_adam(grads=_alike(gradients, params), params=params, exp_avgs=_alike(moments.first, params),
+                          exp_avg_sqs=_alike(moments.second, params), master_params=_alike(masters[0], params) if masters else None,
+                          noop_flag=_one(noop_flag), beta1=beta1, beta2=beta2, epsilon=epsilon, mode=int(mode),
+                          bias_correction=int(bias_correction) == 1, weight_decay=weight_decay, **options)
+    moments.write()
+
+
+def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: float, beta1: float, beta2: float, epsilon: float,
+                      step: int, mode: int, bias_correction: int, weight_decay: float) -> None:
+    """[gradients, parameters, first and second moments, and if wanted FP32 master weights]. mode: 0 L2, 1 AdamW."""
+    lists = _lists("multi_tensor_adam", tensor_lists, "gradients parameters exp_avgs exp_avg_sqs", "master_weights")
+    _adam("multi_tensor_adam", noop_flag, lists, beta1, beta2, epsilon, mode, bias_correction, weight_decay, lr=float(lr), step=int(step))
+
+
+def _joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """FP32 values from BF16 ones, which were rounded to nearest, and the 16 bits that the rounding left."""
+    bits = low.to(torch.int32)
+    upper = high.view(torch.int16).to(torch.int32) - (bits < 0).to(torch.int32)
+    return ((upper << 16) | (bits & 0xFFFF)).view(torch.float32)
+
+
+def _divide(values: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
+    """Writes what _joined() joins."""
+    bits = values.view(torch.int32)
+    low.copy_(bits.to(torch.int16))
+    high.view(torch.int16).copy_((bits >> 16) + (low < 0).to(torch.int32))
+
+
+def multi_tensor_adam_param_remainder(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: float, beta1: float, beta2: float,
+                                      epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float) -> None:
+    """[gradients, BF16 parameters, moments, INT16 remainders]: parameter and remainder together are the FP32 master weight."""
+    name = "multi_tensor_adam_param_remainder"
+    gradients, params, firsts, seconds, remainders = _lists(name, tensor_lists, "gradients parameters exp_avgs exp_avg_sqs remainders")
+    for p, r in zip(params, remainders):
+        if p.dtype != torch.bfloat16 or r.dtype != torch.int16:
+            raise InvalidArgument(f"{name}: a parameter is {p.dtype} and its remainder {r.dtype}; they are bfloat16 and int16")
+    remainders = _alike(remainders, params)
+    masters = [_joined(p, r) for p, r in zip(params, remainders)]
+    _adam(name, noop_flag, [gradients, masters, firsts, seconds], beta1, beta2, epsilon, mode, bias_correction, weight_decay,
+          lr=float(lr), step=int(step))
+    for master, p, r in zip(masters, params, remainders):
+        _divide(master, p, r)
+
+
+def multi_tensor_adam_fp8(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: float, beta1: float, beta2: float, epsilon: float,
+                          step: int, mode: int, bias_correction: int, weight_decay: float, fp8_dtype: Any) -> None:
+    """[gradients, codes of the parameters, FP32 moments, FP32 master weights, and of each its scale, amax and scale_inv]."""
+    name = "multi_tensor_adam_fp8"
+    gradients, codes, firsts, seconds, masters, scales, amaxes, scale_invs = _lists(
+        name, tensor_lists, "gradients parameters exp_avgs exp_avg_sqs master_weights scales amaxes scale_invs")
+    dtype = codes_dtype(fp8_dtype)
+    outputs = [Quantized(c.view(dtype).view(m.shape), scale=_one(s), amax=_one(a), scale_inv=_one(i))
+               for c, m, s, a, i in zip(codes, masters, scales, amaxes, scale_invs)]
+    _adam(name, noop_flag, [gradients, masters, firsts, seconds], beta1, beta2, epsilon, mode, bias_correction, weight_decay,
+          lr=float(lr), step=int(step), fp8_params=outputs)
+
+
+def _capturable(name: str, noop_flag: torch.Tensor, lists: List[List[torch.Tensor]], lr: torch.Tensor, beta1: float, beta2: float, epsilon: float,
+                step: torch.Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: torch.Tensor) -> None:
+    """The gradients are unscaled in place, and used before they are rounded."""
+    gradients = lists[0]
+    unscaled = [g.float() * inv_scale.view(()) for g in gradients]
+    _adam(name, noop_flag, [unscaled, *lists[1:]], beta1, beta2, epsilon, mode, bias_correction, weight_decay, lr_tensor=_one(lr),
+          step_tensor=_one(step).to(torch.int64))
+    skipped = noop_flag.view(()) != 0
+    torch._foreach_copy_(gradients, [torch.where(skipped, g.float(), u) for g, u in zip(gradients, unscaled)])
+
+
+def multi_tensor_adam_capturable(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: torch.Tensor, beta1: float, beta2: float,
+                                 epsilon: float, step: torch.Tensor, mode: int, bias_correction: int, weight_decay: float,
+                                 inv_scale: torch.Tensor) -> None:
+    """As multi_tensor_adam, of gradients times inv_scale, by a rate and a step that lie on the device. The gradients are unscaled in place."""
+    name = "multi_tensor_adam_capturable"
+    _capturable(name, noop_flag, _lists(name, tensor_lists, "gradients parameters exp_avgs exp_avg_sqs"), lr, beta1, beta2, epsilon, step, mode,
+                bias_correction, weight_decay, inv_scale)
+
+
+def multi_tensor_adam_capturable_master(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: torch.Tensor, beta1: float,
+                                        beta2: float, epsilon: float, step: torch.Tensor, mode: int, bias_correction: int, weight_decay: float,
+                                        inv_scale: torch.Tensor) -> None:
+    """As multi_tensor_adam_capturable, with FP32 master weights as the fifth list."""
+    name = "multi_tensor_adam_capturable_master"
+    _capturable(name, noop_flag, _lists(name, tensor_lists, "gradients parameters exp_avgs exp_avg_sqs master_weights"), lr, beta1, beta2, epsilon,
+                step, mode, bias_correction, weight_decay, inv_scale)
+
+
+def multi_tensor_sgd(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, wd: float, momentum: float, dampening: float, lr: float,
+                     nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float) -> None:
+    """[gradients, parameters, momentums in the dtype of the parameters, and if wanted copies of the parameters to write]."""
+    gradients, params, kept, *copies = _lists("multi_tensor_sgd", tensor_lists, "gradients parameters momentums", "copies")
+    momentums = [m if m.dtype == torch.float32 else m.float() for m in kept]
+    ops.multi_tensor_sgd(grads=_alike(gradients, params), params=params, momentums=_alike(momentums, params),
+                         param_copies=_alike(copies[0], params) if copies else None, noop_flag=_one(noop_flag), lr=float(lr), weight_decay=wd,
+                         momentum=momentum, dampening=dampening, scale=scale, nesterov=bool(nesterov), first_run=bool(first_run),
+                         wd_after_momentum=bool(wd_after_momentum))
+    rounded = [i for i, m in enumerate(kept) if m.dtype != torch.float32]
+    if rounded and momentum != 0:
+        torch._foreach_copy_([kept[i] for i in rounded], [momentums[i] for i in rounded])
+
+
+def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _write(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(values.split([t.numel() for t in tensors]), tensors)])
+
+
+def scale_of_amax(amax: torch.Tensor, largest: float, pow2: bool, epsilon: float) -> torch.Tensor:
+    """largest / amax, elementwise in FP32: 1 where amax is 0 or not finite, the largest FP32 number where the quotient is infinite."""
+    bounded = torch.where(amax < epsilon, torch.full_like(amax, epsilon), amax)
+    quotient = torch.div(torch.full_like(bounded, largest), bounded)
+    scale = torch.where(torch.isinf(quotient), torch.full_like(quotient, _LARGEST), quotient)
+    if pow2:
+        scale = (scale.view(torch.int32) & -0x800000).view(torch.float32)
+    return torch.where((bounded == 0) | ~torch.isfinite(bounded), torch.ones_like(scale), scale)
+
+
+def multi_tensor_compute_scale_and_scale_inv(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, max_fp8: float,
+                                             force_pow_2_scales: bool, epsilon: float) -> None:
+    """[amaxes, scales, inverses of the scales], FP32 of any and equal shapes. The flag is not read: scales of skipped steps are as good."""
+    amaxes, scales, inverses = _lists("multi_tensor_compute_scale_and_scale_inv", tensor_lists, "block_amaxes block_scales block_scale_invs")
+    scale = scale_of_amax(_flattened(amaxes), max_fp8, force_pow_2_scales, epsilon)
+    _write(scale, scales)
+    _write(torch.div(torch.ones_like(scale), scale), inverses)
+
+
+def e8m0_of_amax(amax: torch.Tensor, largest: float = 448.0) -> torch.Tensor:
+    """The bits of the power of two that is amax / largest rounded up: 255 for NaN, 254 for infinity."""
+    # The quotient is a product with the rounded inverse, as in the definition of the extension.
+    bits = (amax.float() * torch.tensor(1.0, dtype=torch.float32).div(largest).item()).view(torch.int32)
+    exponent, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF
+    up = (fraction > 0) & (exponent != 254) & ~((exponent == 0) & (fraction <= 0x400000))
+    finite = exponent + up.to(torch.int32)
+    finite = torch.where(exponent == 255, torch.where(fraction > 0, 255, 254), finite)
+    return finite.to(torch.uint8)
+
+
+def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, dummy: None, tensor_lists: Lists) -> None:
+    """[BF16 amaxes, bits of E8M0 inverses of the scales]."""
+    name = "multi_tensor_compute_scale_inv_e8m0"
+    if dummy is not None:
+        raise InvalidArgument(f"{name}: a no-op flag is given; it takes None")
+    amaxes, inverses = _lists(name, tensor_lists, "block_amaxes block_scale_invs")
+    for amax, inverse in zip(amaxes, inverses):
+        if amax.dtype != torch.bfloat16 or inverse.dtype.itemsize != 1:
+            raise InvalidArgument(f"{name}: an amax is {amax.dtype} and its scale_inv {inverse.dtype}; they are bfloat16 and uint8")
+    _write(e8m0_of_amax(_flattened(amaxes)), [i.view(torch.uint8) for i in inverses])
