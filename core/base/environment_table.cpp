@@ -96,6 +96,10 @@ constexpr VariableSpec kSpecs[] = {
     {"TE_FL_AS_TRANSFORMER_ENGINE", "", kBool, "0", "",
      "1: where te-fl's Python package is installed, `import transformer_engine` means te-fl from "
      "the interpreter's start (docs/transformer-engine.md)."},
+    {"TE_FL_INSIDE_TRANSFORMER_ENGINE", "", kString, "", "",
+     "1: where te-fl's Python package is installed, NVIDIA's package transformer_engine, which is "
+     "installed too, computes with te-fl; cpu: and the host answers its requests for CUDA "
+     "(docs/inside-transformer-engine.md)."},
     {"TE_FL_TORCH_NODE", "", kBool, "1", "",
      "0: te_fl.pytorch leaves out the autograd node that `python -m te_fl build-node` has compiled "
      "(docs/pytorch.md)."},

@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
 
 __version__ = "0.1.0"
 __all__ = ["BackendImplKind", "Error", "LentTensor", "OpImpl", "OpManager", "OpRegistry", "Quantized", "Saved", "Tensor",
-           "as_transformer_engine", "errors", "explain", "fingerprint", "info", "load_plugin", "ops", "policy", "policy_text", "reload", "reset_usage",
+           "as_transformer_engine", "errors", "explain", "fingerprint", "info", "inside_transformer_engine", "load_plugin", "ops", "policy", "policy_text", "reload", "reset_usage",
            "saved_bytes", "schema", "usage", "verify_counts", "write_trace"]
 
 
@@ -125,6 +125,13 @@ def as_transformer_engine() -> None:
     """From now on `import transformer_engine` means te-fl (docs/transformer-engine.md). Imports no framework."""
     from te_fl.compat import finder
     finder.as_transformer_engine()
+
+
+def inside_transformer_engine(device: Optional[str] = None) -> None:
+    """From now on `import transformer_engine` is NVIDIA's installed Python package, which computes with te-fl (docs/inside-transformer-engine.md).
+    device="cpu": the host answers its requests for CUDA, for trying and for tests."""
+    from te_fl import inside
+    inside.start(device)
 
 
 def write_trace() -> None:

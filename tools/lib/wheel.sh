@@ -21,7 +21,7 @@ te_fl_make_python_env() {
     te_fl_no_test_python "TE_FL_TEST_PYTHON is '$base', which does not run or lacks torch, jax or numpy."
     return 1
   fi
-  made_from=$("$base" -VV; command -v "$base"; echo "${TE_FL_TEST_PYTHON:-}"; cat tests/python/requirements.txt)
+  made_from=$("$base" -VV; command -v "$base"; echo "${TE_FL_TEST_PYTHON:-}"; cat tests/python/requirements.txt tests/python/requirements-inside.txt)
   if [ "$made_from" = "$(cat "$te_fl_python_env/made_from" 2>/dev/null)" ]; then
     echo "$te_fl_python_env is kept: it has what tests/python/requirements.txt names"
     return 0
@@ -36,6 +36,11 @@ te_fl_make_python_env() {
     local install=("$python" -m pip install --quiet --disable-pip-version-check --retries 8 --timeout 60 -r tests/python/requirements.txt)
     "${install[@]}" || "${install[@]}" || {
       te_fl_no_test_python "pip could not install tests/python/requirements.txt; its messages are above."
+      return 1
+    }
+    "$python" -m pip install --quiet --disable-pip-version-check --retries 8 --timeout 60 --no-deps --target "$te_fl_python_env/inside" \
+      -r tests/python/requirements-inside.txt || {
+      te_fl_no_test_python "pip could not install tests/python/requirements-inside.txt; its messages are above."
       return 1
     }
   fi

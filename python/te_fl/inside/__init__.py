@@ -43,10 +43,7 @@ def start(device: Optional[str] = None) -> None:
         raise FailedPrecondition("te_fl.inside_transformer_engine: transformer_engine was imported before; call this first, or set "
                                  f"{VARIABLE}=1")
     from te_fl.inside import package
-    package.install()
-    if device == "cpu":
-        from te_fl.inside import host_device
-        host_device.install()
+    package.install(host=device == "cpu")
     _started = wanted
 
 

@@ -2,7 +2,7 @@
 
 A finder first on sys.meta_path lets the installed transformer_engine.common be found as ever, and changes two things about it: it skips its
 shared libraries while it is imported, as it does while it is built itself (NVTE_PROJECT_BUILDING), and its load_framework_extension("torch")
-puts te_fl.transformer_engine_torch where it would have put the extension.
+puts te_fl.transformer_engine_torch where it would have put the extension. The same finder has the host answer for CUDA once torch is imported.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import importlib.metadata
 import os
 import sys
 from types import ModuleType
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 from te_fl.errors import Unsupported
 
@@ -49,38 +49,59 @@ def load_framework_extension(framework: str) -> None:
 
 
 class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: Any):
-        self._loader = loader
+    """Another loader, with something done around the module's execution."""
+
+    def __init__(self, loader: Any, execute: Callable[[Any, ModuleType], None]):
+        self._loader, self._execute = loader, execute
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Optional[ModuleType]:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        before = {name: os.environ.get(name) for name in (_BUILDING, "NVTE_RELEASE_BUILD")}
-        os.environ[_BUILDING] = "1"
-        os.environ.pop("NVTE_RELEASE_BUILD", None)
-        try:
-            self._loader.exec_module(module)
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
-        module.load_framework_extension = load_framework_extension
+        self._execute(self._loader, module)
 
     def __getattr__(self, name: str) -> Any:  # get_data, get_source and what else tools ask a loader for
         return getattr(self._loader, name)
 
 
+def _execute_common(loader: Any, module: ModuleType) -> None:
+    before = {name: os.environ.get(name) for name in (_BUILDING, "NVTE_RELEASE_BUILD")}
+    os.environ[_BUILDING] = "1"
+    os.environ.pop("NVTE_RELEASE_BUILD", None)
+    try:
+        loader.exec_module(module)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+    module.load_framework_extension = load_framework_extension
+
+
+def _execute_torch(loader: Any, module: ModuleType) -> None:
+    loader.exec_module(module)
+    importlib.import_module("te_fl.inside.host_device").install()
+
+
 class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, executions: dict):
+        self._executions = executions
+
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Optional[importlib.machinery.ModuleSpec]:
-        if fullname != _COMMON:
+        execute = self._executions.get(fullname)
+        if execute is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader, execute)
         return spec
 
 
-def install() -> None:
-    sys.meta_path.insert(0, _Finder())
+def install(host: bool) -> None:
+    """host: the host answers for CUDA, from the import of torch on."""
+    executions: dict = {_COMMON: _execute_common}
+    if host and "torch" in sys.modules:
+        importlib.import_module("te_fl.inside.host_device").install()
+    elif host:
+        executions["torch"] = _execute_torch
+    sys.meta_path.insert(0, _Finder(executions))
