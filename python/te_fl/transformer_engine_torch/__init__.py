@@ -7,6 +7,8 @@ does not serve has its name too, and calling it is te_fl.errors.Unsupported (abs
 from te_fl.transformer_engine_torch.enums import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.activation import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.gemm import generic_gemm  # noqa: F401
+from te_fl.transformer_engine_torch.grouped import *  # noqa: F401,F403
+from te_fl.transformer_engine_torch.grouped_gemm import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.normalization import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.optimizers import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.quantize import *  # noqa: F401,F403

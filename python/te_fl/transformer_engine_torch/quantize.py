@@ -25,11 +25,12 @@ def quantize_into(values: torch.Tensor, quantizer: Any, output: Any, noop: Optio
     """output: a tensor of the package's whose buffers fit the quantizer."""
     scheme = schemes.of_quantizer(quantizer)
     target = scheme.target(quantizer, output)
-    if values.numel() == 0:
-        return output
     if getattr(quantizer, "with_amax_reduction", False):
+        # Every rank takes part, one whose tensor has no elements, too.
         target = Quantized(target.data, columnwise_data=target.columnwise_data, shape=target.shape, scale_inv=target.scale_inv,
                            scale=scheme.scale_of_ranks(quantizer, values))
+    if values.numel() == 0:
+        return output
     ops.quantize(input=matrix(values), output=target, noop_flag=noop)
     return output
 

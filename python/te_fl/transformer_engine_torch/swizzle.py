@@ -72,6 +72,16 @@ multi_tensor_swizzle_scales_for_gemm_unchecked_ = multi_tensor_swizzle_scales_fo
 
 
 def grouped_swizzle_for_gemm(tensor: Any, rowwise: bool, columnwise: bool) -> None:
-    """As swizzle_scales_for_gemm_, of the members of a grouped tensor."""
+    """As swizzle_scales_for_gemm_, of the members of a group, in its memory. Factors that are not asked for are let go: one flag tells of both."""
+    if tensor._with_gemm_swizzled_scales:
+        return
     for member in tensor.split_into_quantized_tensors():
-        swizzle_scales_for_gemm_(member)
+        for (name, by_columns), wanted in zip(_sides(member), (rowwise, columnwise)):
+            scales = getattr(member, name)
+            if wanted and scales is not None and scales.numel():
+                scales.copy_(_turned(scales, by_columns, _swizzled))
+    if not rowwise:
+        tensor.scale_inv = None
+    if not columnwise:
+        tensor.columnwise_scale_inv = None
+    tensor._with_gemm_swizzled_scales = True

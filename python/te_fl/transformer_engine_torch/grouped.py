@@ -1,0 +1,253 @@
+"""Groups of tensors in one memory (the package's GroupedTensor): quantisation by members, and the offsets of rows.
+
+The numbers of rows lie on the device and are read by the host, once a call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from typing import Any, List, Optional, Sequence, Tuple
+
+import torch
+
+from te_fl import ops
+from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.transformer_engine_torch import schemes
+from te_fl.transformer_engine_torch.dtypes import torch_dtype
+from te_fl.transformer_engine_torch.quantize import bulk_allocate as bulk_allocated
+from te_fl.transformer_engine_torch.quantize import dequantize, quantize_into
+from te_fl.transformer_engine_torch.swizzle import grouped_swizzle_for_gemm, plain_scales, swizzle_scales_for_gemm_
+
+__all__ = ["bgrad_group_quantize", "copy_data_ptrs_to_device", "group_dequantize", "group_quantize", "group_requantize_inplace",
+           "splits_to_offsets", "splits_to_offsets_multi"]
+
+_GROUPS = ("MXFP8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuantizer")
+
+
+def members(grouped: Any) -> List[Any]:
+    """The members of a group, over its memory."""
+    parts = grouped.split_into_quantized_tensors()
+    if grouped.quantizer is not None:
+        for part in parts:
+            if hasattr(part, "_with_gemm_swizzled_scales"):
+                part._with_gemm_swizzled_scales = grouped._with_gemm_swizzled_scales
+    return parts
+
+
+def _shapes(name: str, rows: int, columns: int, num_tensors: int, first_dims: Optional[torch.Tensor],
+            last_dims: Optional[torch.Tensor]) -> List[Tuple[int, int]]:
+    """The members' shapes; together they fit rows x columns, which may have rows beyond the last member."""
+    def numbers(dims: Optional[torch.Tensor], common: int, what: str) -> List[int]:
+        if dims is None:
+            return [common] * num_tensors
+        if dims.numel() != num_tensors:
+            raise InvalidArgument(f"{name}: {what} has {dims.numel()} elements for {num_tensors} tensors")
+        found = dims.tolist()
+        if min(found, default=0) < 0:
+            raise InvalidArgument(f"{name}: {what} {found} has a negative number")
+        return found
+
+    if num_tensors <= 0:
+        raise InvalidArgument(f"{name}: num_tensors is {num_tensors}; it is at least 1")
+    if first_dims is None and last_dims is None and rows % num_tensors:
+        raise InvalidArgument(f"{name}: {rows} rows do not divide into {num_tensors} tensors of one shape; give first_dims")
+    common = rows if last_dims is not None else rows // num_tensors
+    shapes = list(zip(numbers(first_dims, common, "first_dims"), numbers(last_dims, columns, "last_dims")))
+    total = sum(m * n for m, n in shapes)
+    if total > rows * columns:
+        raise InvalidArgument(f"{name}: the tensors of {shapes} have {total} elements; the input has {rows * columns}")
+    return shapes
+
+
+def _create(name: str, quantizer: Any, tensor: torch.Tensor, num_tensors: int, first_dims: Optional[torch.Tensor],
+            last_dims: Optional[torch.Tensor], tensor_offsets: Optional[torch.Tensor], columns: Optional[int] = None) -> Any:
+    """A group for the rows of a matrix, of `columns` columns where they are not the matrix's."""
+    rows, columns = tensor.shape[0], tensor.shape[1] if columns is None else columns
+    shapes = _shapes(name, rows, columns, num_tensors, first_dims, last_dims)
+    if tensor_offsets is not None:
+        ends = [0]
+        for m, n in shapes:
+            ends.append(ends[-1] + m * n)
+        if tensor_offsets.tolist() != ends:
+            raise InvalidArgument(f"{name}: tensor_offsets {tensor_offsets.tolist()} are not those of tensors that follow each other, {ends}")
+    storage = importlib.import_module("transformer_engine.pytorch.tensor.storage.grouped_tensor_storage").GroupedTensorStorage
+    group = storage.make_grouped_tensor(num_tensors, first_dims, last_dims, rows, columns, quantizer, tensor.device, tensor.dtype)
+    if tensor_offsets is not None:
+        group.tensor_offsets = tensor_offsets
+    group._with_gemm_swizzled_scales = _swizzles(quantizer)
+    return group
+
+
+def _swizzles(quantizer: Any) -> bool:
+    """Whether a group of the quantizer's holds its factors in the order of the tensor cores."""
+    return _kind(quantizer) == "MXFP8Quantizer" and bool(quantizer.optimize_for_gemm)
+
+
+def _kind(quantizer: Any) -> str:
+    return next((c.__name__ for c in type(quantizer).__mro__ if c.__name__ in _GROUPS), type(quantizer).__name__)
+
+
+def _check_quantizer(name: str, quantizer: Any, kinds: Sequence[str], shapes: Sequence[Tuple[int, int]]) -> None:
+    kind = _kind(quantizer)
+    if kind not in kinds:
+        raise Unsupported(f"{name}: a quantizer of class {type(quantizer).__name__} is not served by te-fl; it serves {', '.join(kinds)}")
+    schemes.of_quantizer(quantizer).check(quantizer)
+    if kind == "MXFP8Quantizer":
+        for rows, columns in shapes:
+            if (quantizer.columnwise_usage and rows % 32) or (quantizer.rowwise_usage and columns % 32):
+                raise InvalidArgument(f"{name}: a tensor has shape {(rows, columns)}; MXFP8 takes multiples of 32 along its blocks")
+
+
+def _quantize_member(values: torch.Tensor, quantizer: Any, group: Any, i: int, part: Any, noop: Optional[torch.Tensor]) -> None:
+    if not group._with_gemm_swizzled_scales:
+        quantize_into(values, quantizer, part, noop)
+        if _kind(quantizer) == "Float8CurrentScalingQuantizer" and group.scale is not None:
+            torch.div(torch.ones_like(part._scale_inv), part._scale_inv, out=group.scale[i:i + 1])
+            ops.compute_amax(input=values.contiguous(), amax=group.amax[i:i + 1])
+        return
+    # Ops write plain order; what a set flag keeps is turned there and back.
+    views = part._rowwise_scale_inv, part._columnwise_scale_inv
+    if noop is not None:
+        _overwrite(views, plain_scales(part))
+    part._with_gemm_swizzled_scales = False
+    quantize_into(values, quantizer, part, noop)
+    swizzle_scales_for_gemm_(part)
+    _overwrite(views, (part._rowwise_scale_inv, part._columnwise_scale_inv))
+
+
+def _overwrite(views: Sequence[Optional[torch.Tensor]], values: Sequence[Optional[torch.Tensor]]) -> None:
+    for view, value in zip(views, values):
+        if view is not None:
+            view.copy_(value)
+
+
+def _parts(tensor: torch.Tensor, shapes: Sequence[Tuple[int, int]]) -> List[torch.Tensor]:
+    flat, begin, parts = tensor.contiguous().view(-1), 0, []
+    for shape in shapes:
+        parts.append(flat[begin:begin + math.prod(shape)].view(shape))
+        begin += parts[-1].numel()
+    return parts
+
+
+def _check_output(name: str, output: Any, quantizer: Any, tensor: torch.Tensor, num_tensors: int, dims: Sequence[Any]) -> None:
+    if any(d is not None for d in dims):
+        raise InvalidArgument(f"{name}: an output is taken for tensors of one shape only; leave first_dims, last_dims and tensor_offsets out")
+    if output.num_tensors != num_tensors or tuple(output.logical_shape) != tuple(tensor.shape):
+        raise InvalidArgument(f"{name}: output holds {output.num_tensors} tensors, together {tuple(output.logical_shape)}; the input is "
+                              f"{num_tensors} of {tuple(tensor.shape)}")
+    if output.quantizer is not quantizer:
+        raise InvalidArgument(f"{name}: output was made by another quantizer; make it by this one")
+
+
+def _check_matrix(name: str, tensor: torch.Tensor) -> None:
+    if tensor.dim() != 2:
+        raise InvalidArgument(f"{name}: the tensor has {tensor.dim()} dimensions; it has 2")
+
+
+def group_quantize(tensor: torch.Tensor, quantizer: Any, num_tensors: int, first_dims: Optional[torch.Tensor],
+                   last_dims: Optional[torch.Tensor] = None, tensor_offsets: Optional[torch.Tensor] = None,
+                   noop_flag: Optional[torch.Tensor] = None, output: Any = None) -> Any:
+    """A group of the parts of a matrix, which follow each other in memory, each quantised by itself. Rows beyond the last part are not read."""
+    name = "group_quantize"
+    _check_matrix(name, tensor)
+    shapes = _shapes(name, *tensor.shape, num_tensors, first_dims, last_dims)
+    _check_quantizer(name, quantizer, _GROUPS, shapes)
+    if output is None:
+        output = _create(name, quantizer, tensor, num_tensors, first_dims, last_dims, tensor_offsets)
+    else:
+        _check_output(name, output, quantizer, tensor, num_tensors, (first_dims, last_dims, tensor_offsets))
+    for i, (values, part) in enumerate(zip(_parts(tensor, shapes), members(output))):
+        _quantize_member(values, quantizer, output, i, part, noop_flag)
+    return output
+
+
+def bgrad_group_quantize(tensor: torch.Tensor, quantizer: Any, num_tensors: int, first_dims: Optional[torch.Tensor],
+                         last_dims: Optional[torch.Tensor] = None, tensor_offsets: Optional[torch.Tensor] = None) -> tuple:
+    """(the group of the gradients, the gradients of the biases [num_tensors, columns] in the tensor's dtype)."""
+    name = "bgrad_group_quantize"
+    _check_matrix(name, tensor)
+    if last_dims is not None:
+        raise InvalidArgument(f"{name}: last_dims is given; the tensors have one number of columns")
+    shapes = _shapes(name, *tensor.shape, num_tensors, first_dims, None)
+    _check_quantizer(name, quantizer, ("MXFP8Quantizer", "Float8BlockQuantizer"), shapes)
+    group = group_quantize(tensor, quantizer, num_tensors, first_dims, None, tensor_offsets)
+    bias_grads = torch.stack([part.sum(0, dtype=torch.float32).to(tensor.dtype) for part in _parts(tensor, shapes)])
+    return group, bias_grads
+
+
+def group_dequantize(input: Any, otype: Any) -> Any:
+    """A group of plain tensors."""
+    dtype = torch_dtype(otype)
+    if input.quantizer is None:
+        raise InvalidArgument("group_dequantize: the group is not quantised")
+    data = input.rowwise_data if input.rowwise_data is not None else input.columnwise_data
+    group = type(input).make_grouped_tensor(input.num_tensors, input.first_dims, input.last_dims, *input.logical_shape, None, data.device, dtype)
+    for part, out in zip(members(input), members(group)):
+        if out.numel():
+            out.copy_(dequantize(part, otype))
+    return group
+
+
+def group_requantize_inplace(grouped_x: Any, quantizer: Any, num_tensors: int, first_dims: Optional[torch.Tensor], otype: Any,
+                             tensor_offsets: Optional[torch.Tensor] = None, return_dequantized: bool = False) -> Optional[torch.Tensor]:
+    """Gives a group of row-wise MXFP8 its column-wise copy, if the quantizer uses one, and its factors the order of the tensor cores."""
+    name = "group_requantize_inplace"
+    if grouped_x.rowwise_data is None or grouped_x.scale_inv is None:
+        raise InvalidArgument(f"{name}: the group has no row-wise data and factors")
+    if grouped_x.quantizer is None or type(grouped_x.quantizer) is not type(quantizer) or int(grouped_x.quantizer.dtype) != int(quantizer.dtype):
+        raise InvalidArgument(f"{name}: the group and the quantizer are of two formats")
+    wanted = bool(quantizer.columnwise_usage)
+    if grouped_x._with_gemm_swizzled_scales:
+        if return_dequantized or (wanted and grouped_x.columnwise_data is None):
+            raise InvalidArgument(f"{name}: the group's factors are in the order of the tensor cores already; give it before it is swizzled")
+        return None
+    if grouped_x.columnwise_data is not None:
+        raise InvalidArgument(f"{name}: the group has its column-wise copy already")
+    if _kind(quantizer) != "MXFP8Quantizer":
+        raise Unsupported(f"{name}: a quantizer of class {type(quantizer).__name__} is not served by te-fl; it serves MXFP8Quantizer")
+    plain = None
+    if wanted or return_dequantized:
+        plain = group_dequantize(grouped_x, otype).rowwise_data.view(tuple(grouped_x.logical_shape))
+    grouped_swizzle_for_gemm(grouped_x, True, False)
+    if wanted:
+        quantizer.set_usage(rowwise=False, columnwise=True)
+        columnwise = group_quantize(plain, quantizer, num_tensors, first_dims, None, tensor_offsets)
+        if not columnwise._with_gemm_swizzled_scales:
+            grouped_swizzle_for_gemm(columnwise, False, True)
+        grouped_x.columnwise_data, grouped_x.columnwise_scale_inv = columnwise.columnwise_data, columnwise.columnwise_scale_inv
+        grouped_x.columnwise_scale_inv_offsets = columnwise.columnwise_scale_inv_offsets
+    return plain if return_dequantized else None
+
+
+def _sums(splits: torch.Tensor, stride: int, leading_zero: bool, dtype: torch.dtype) -> torch.Tensor:
+    sums = torch.cumsum(splits.to(torch.int64) * stride, 0)
+    return (torch.cat([sums.new_zeros(1), sums]) if leading_zero else sums).to(dtype)
+
+
+def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.Tensor:
+    """INT64 [n + 1]: the sums of the first i numbers, times logical_last_dim."""
+    if first_dims.dtype != torch.int64 or first_dims.dim() != 1:
+        raise InvalidArgument(f"splits_to_offsets: first_dims is {first_dims.dtype} of {first_dims.dim()} dimensions; it is int64 of one")
+    if logical_last_dim <= 0:
+        raise InvalidArgument(f"splits_to_offsets: logical_last_dim is {logical_last_dim}; it is at least 1")
+    return _sums(first_dims, logical_last_dim, True, torch.int64)
+
+
+def splits_to_offsets_multi(split_sizes: torch.Tensor, device: Any, *, strides: Sequence[int], include_leading_zero: Sequence[bool],
+                            dtypes: Sequence[torch.dtype], bulk_allocate: bool = False) -> tuple:
+    """(split_sizes as INT64 on the device, for each stride the sums times it). bulk_allocate: the sums share one memory, at 16 bytes each."""
+    if not len(strides) == len(include_leading_zero) == len(dtypes):
+        raise InvalidArgument(f"splits_to_offsets_multi: {len(strides)} strides, {len(include_leading_zero)} include_leading_zero and "
+                              f"{len(dtypes)} dtypes; give one of each for every output")
+    splits = split_sizes.to(device=device, dtype=torch.int64)
+    sums = [_sums(splits, *each) for each in zip(strides, include_leading_zero, dtypes)]
+    if bulk_allocate and sums:
+        memory = bulk_allocated([tuple(s.shape) for s in sums], list(dtypes), splits.device, [16] * len(sums))
+        sums = [place.copy_(s) for place, s in zip(memory, sums)]
+    return splits, sums
+
+
+def copy_data_ptrs_to_device(tensors: Sequence[torch.Tensor], device: Any) -> torch.Tensor:
+    """INT64: the addresses of the tensors."""
+    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64).to(device)
