@@ -272,6 +272,8 @@ std::shared_ptr<Comm::Rep> start(const CommOptions& options, milliseconds timeou
   rep->c.rank = options.rank;
   rep->c.size = options.size;
   rep->c.maker = registry::intern_string(rep->provider->plugin);
+  rep->origin = std::make_shared<const char>();
+  for (int rank = 0; rank < options.size; ++rank) rep->origin_ranks.push_back(rank);
   return rep;
 }
 
@@ -422,7 +424,18 @@ Result<Comm> Comm::split(int color, int key, std::string name) const {
   options.name += "." + std::to_string(color);
   TE_FL_ASSIGN_OR_RETURN(std::shared_ptr<Rep> made,
                          comm::make_rep(options, rep_.get(), everybody ? color : -1));
+  made->origin = rep_->origin;
+  for (size_t i = 0; i < mine.size(); ++i) {
+    made->origin_ranks[i] = rep_->origin_ranks[static_cast<size_t>(mine[i].second)];
+  }
   return Comm(std::move(made));
+}
+
+bool Comm::includes(const Comm& other) const noexcept {
+  if (rep_ == nullptr || other.rep_ == nullptr || rep_->origin != other.rep_->origin) return false;
+  return std::ranges::all_of(other.rep_->origin_ranks, [this](int rank) {
+    return std::ranges::find(rep_->origin_ranks, rank) != rep_->origin_ranks.end();
+  });
 }
 
 int Comm::rank() const noexcept { return rep_ == nullptr ? 0 : rep_->c.rank; }

@@ -54,6 +54,10 @@ struct Comm::Rep {
   std::vector<std::pair<std::string, std::string>> implementations;
   uint64_t fork_generation = 0;
   bool is_world = false;
+  // The one of Comm::create() that it was split off, or that it is itself, by an address of its own
+  // in this process, and the ranks of that which are in this one, by their ranks here.
+  std::shared_ptr<const char> origin;
+  std::vector<int> origin_ranks;
   mutable std::atomic<int> splits{0};
 
   // The call that a thread is inside, and what was called before it.

@@ -93,6 +93,9 @@ class Comm {
   // their keys, then of their ranks here. A negative color: this rank is in none, and gets an empty
   // Comm.
   TE_FL_API Result<Comm> split(int color, int key, std::string name) const;
+  // True if all ranks of `other` are known to be ranks of this one: both are the same, or were
+  // split off the same one. The same answer on all ranks of `other`; no collective.
+  TE_FL_API bool includes(const Comm& other) const noexcept;
 
   explicit operator bool() const noexcept { return rep_ != nullptr; }
   TE_FL_API int rank() const noexcept;

@@ -42,8 +42,9 @@ Status reduce_over(const Comm& ranks, std::span<const Tensor> amaxes) {
 }  // namespace
 
 AmaxReduction::AmaxReduction(std::shared_ptr<const Comm> ranks)
-    : AmaxReduction([ranks = std::move(ranks)](std::span<const Tensor> amaxes) {
-        return reduce_over(*ranks, amaxes);
-      }) {}
+    : AmaxReduction(
+          [on = ranks.get()](std::span<const Tensor> amaxes) { return reduce_over(*on, amaxes); }) {
+  ranks_ = std::move(ranks);
+}
 
 }  // namespace te_fl::nn

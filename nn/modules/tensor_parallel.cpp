@@ -7,6 +7,7 @@
 #include "nn/autograd/parameter.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "nn/modules/gathered_rows.hpp"
+#include "te_fl/nn/fp8/amax_reduction.hpp"
 
 namespace te_fl::nn {
 namespace {
@@ -49,8 +50,9 @@ class CommRanks final : public SequenceRanks {
   Status largest(const Tensor& values) override {
     return all_reduce(parallel_, values, TE_FL_REDUCTION_MAX);
   }
-  // It is not known which ranks an AmaxReduction is of.
-  bool share_amaxes(const AmaxReduction*) const noexcept override { return false; }
+  bool share_amaxes(const AmaxReduction* reduction) const noexcept override {
+    return reduction != nullptr && reduction->is_over(*parallel_.ranks);
+  }
 
  private:
   TensorParallel parallel_;

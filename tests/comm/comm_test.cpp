@@ -91,6 +91,32 @@ TEST_F(Comms, AreSplit) {
   });
 }
 
+TEST_F(Comms, KnowWhoseRanksTheyInclude) {
+  on_ranks(4, [&](int rank) {
+    CommOptions again = options(rank, 4);
+    Result<Comm> world = Comm::create(again);
+    ASSERT_OK(world);
+    again.name = "again";
+    Result<Comm> other = Comm::create(again);
+    ASSERT_OK(other);
+    // 0 1 and 2 3, then 0 and 1 alone; 0 2 and 1 3; and all in another order.
+    Result<Comm> pair = world->split(rank / 2, rank, "pair");
+    ASSERT_OK(pair);
+    Result<Comm> one = pair->split(pair->rank(), 0, "one");
+    ASSERT_OK(one);
+    Result<Comm> across = world->split(rank % 2, rank, "across");
+    ASSERT_OK(across);
+    Result<Comm> turned = world->split(0, -rank, "turned");
+    ASSERT_OK(turned);
+    EXPECT_TRUE(world->includes(*world) && world->includes(*pair) && world->includes(*one));
+    EXPECT_TRUE(world->includes(*turned) && turned->includes(*world) && turned->includes(*across));
+    EXPECT_TRUE(pair->includes(*one) && across->includes(*one)) << "which is this rank";
+    EXPECT_FALSE(pair->includes(*world) || pair->includes(*across) || one->includes(*pair));
+    EXPECT_FALSE(world->includes(*other) || other->includes(*pair)) << "its ranks are not known";
+    EXPECT_FALSE(world->includes(Comm()) || Comm().includes(*world));
+  });
+}
+
 TEST_F(Comms, ADifferenceBetweenRanksIsRefusedOnAll) {
   on_ranks(3, [&](int rank) {
     PolicySettings settings;

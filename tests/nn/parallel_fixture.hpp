@@ -15,7 +15,8 @@ inline std::shared_ptr<const Comm> shared(Result<Comm> comm) {
 }
 
 // Runs f on a thread for each rank of a job, with the communicator of all of them.
-inline void on_ranks(int size, const std::function<void(const std::shared_ptr<const Comm>&)>& f) {
+inline void on_ranks(int size, const std::function<void(const std::shared_ptr<const Comm>&)>& f,
+                     const std::string& provider = "threads") {
   const std::shared_ptr<Store> store = Store::in_process();
   const auto run = [&](int rank) {
     try {
@@ -23,7 +24,7 @@ inline void on_ranks(int size, const std::function<void(const std::shared_ptr<co
       options.rank = rank;
       options.size = size;
       options.store = store;
-      options.provider = "threads";
+      options.provider = provider;
       options.timeout = std::chrono::milliseconds(20000);
       f(shared(Comm::create(options)));
     } catch (const std::exception& error) {

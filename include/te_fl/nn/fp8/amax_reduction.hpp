@@ -33,10 +33,17 @@ class TE_FL_API AmaxReduction {
   AmaxReduction(const AmaxReduction&) = delete;
   AmaxReduction& operator=(const AmaxReduction&) = delete;
 
+  // True if it is known to take the amaxes of all these ranks, whose scales it thus keeps the same:
+  // it is over a communicator that includes them. Of a function that is not known.
+  bool is_over(const Comm& ranks) const noexcept {
+    return ranks_ != nullptr && ranks_->includes(ranks);
+  }
+
   Status reduce(std::span<const Tensor> amaxes) const { return reduce_(amaxes); }
   detail::ReducedSites& sites() const noexcept { return *sites_; }
 
  private:
+  std::shared_ptr<const Comm> ranks_;  // null: not known
   Reduce reduce_;
   std::unique_ptr<detail::ReducedSites> sites_;
 };
