@@ -42,6 +42,7 @@ constexpr char kHelp[] =
     "for\n"
     "                   every op whose cases have rows\n"
     "  --list           print the cases, run nothing\n"
+    "  --verbose        print the name of each case before it is run\n"
     "  --plugin P       load this plugin first (path, or a name from the manifests)\n"
     "  --expected FILE  cases that an implementation is known not to support; with it, also those\n"
     "                   of --plugin fail on any other refusal (without: refusals are counted)\n"
@@ -65,7 +66,8 @@ struct Options {
   std::vector<std::string> plugins;
   std::set<std::string> built_in;  // implementations that did not come from `plugins`
   bool reduced = false, sparse = false, skip_large = false, sweep = false, list = false,
-       report = false, self_check = false, guards = false, coverage = false, help = false;
+       verbose = false, report = false, self_check = false, guards = false, coverage = false,
+       help = false;
   std::string expected_file() const {
     return expected.empty() ? folder + "/expected_unsupported.txt" : expected;
   }
@@ -86,6 +88,7 @@ std::string parse(int argc, char** argv, Options& o) {
                                               {"--skip-large", &o.skip_large},
                                               {"--sweep", &o.sweep},
                                               {"--list", &o.list},
+                                              {"--verbose", &o.verbose},
                                               {"--report", &o.report},
                                               {"--self-check", &o.self_check},
                                               {"--coverage", &o.coverage},
@@ -202,6 +205,10 @@ Result Runner::run_guarded(Prepared& prepared, const std::string& impl) const {
 }
 
 void Runner::one(const Case& c, Prepared& prepared, const std::string& impl) {
+  if (options_.verbose) {
+    std::printf("case  %s\n", c.name.c_str());
+    std::fflush(stdout);  // the process may not live to print more
+  }
   Result result = prepared.run(impl);
   if (result.outcome == Outcome::kPass && options_.guards && !c.large &&
       prepared.problem().want_code == 0) {
@@ -222,6 +229,7 @@ void Runner::one(const Case& c, Prepared& prepared, const std::string& impl) {
   results_.push_back({{"op", c.op},
                       {"impl", impl},
                       {"case", c.name},
+                      {"ranks", c.ranks},
                       {"result", outcomes[static_cast<int>(result.outcome)]},
                       {"milliseconds", result.milliseconds},
                       {"message", result.message}});

@@ -52,6 +52,8 @@ class Prepared {
   explicit Prepared(const Case& c, Device device = {}, bool strided = false,
                     Processes* processes = nullptr);
   Result run(const std::string& impl_id, const How& how = {});
+  // Destroys the communicators that runs have made; another run makes new ones.
+  void leave_ranks() { communicators_.clear(), own_communicators_.clear(); }
   // The contents of the memory of its tensors now, guards left out.
   std::vector<uint8_t> bytes() const;
   // True if `strided` changed anything.

@@ -19,7 +19,8 @@ const char* to_string(Outcome outcome);
 // One line of the result: what was checked, of which case, with which outcome.
 struct Finding {
   std::string check = {};  // binary, load, structs, device, environment, result, guard,
-                           // determinism, stream, strided, concurrent, leak, sweep, lifecycle
+                           // determinism, stream, strided, concurrent, leak, sweep, lifecycle,
+                           // processes
   std::string op = {}, impl = {}, device = {}, dtype = {},
               name = {};  // of the case, if there is one
   Outcome outcome = Outcome::kPass;

@@ -110,11 +110,11 @@ class Run {
   }
 
  private:
-  // Findings of a sweep, of guarded runs and of what describe() said that are no failure are
-  // joined: one finding for all cases of a dtype that went alike.
+  // Findings of a sweep, of guarded runs, of what describe() said and of processes that are no
+  // failure are joined: one finding for all cases of a dtype that went alike.
   bool joined(const Finding& f) {
-    if (f.outcome == Outcome::kFail ||
-        (f.check != "sweep" && f.check != "guard" && f.check != "describe"))
+    if (f.outcome == Outcome::kFail || (f.check != "sweep" && f.check != "guard" &&
+                                        f.check != "describe" && f.check != "processes"))
       return false;
     const auto [at, is_new] = joined_.try_emplace(
         {f.check, f.op, f.impl, f.device, f.dtype, to_string(f.outcome), f.message},
@@ -296,6 +296,8 @@ void say_what_does_not_run(const CheckOptions& o, Report& report) {
   if (!o.builtin.empty()) leave("binary", "a built-in backend has no file of its own");
   if (!o.python.empty()) leave("binary", "a module is no shared library");
   if (!o.builtin.empty()) leave("lifecycle", "a built-in backend is never deactivated");
+  if (!o.builtin.empty()) leave("processes", "the ranks of built-in collectives are threads");
+  if (!o.python.empty()) leave("processes", "te-fl conformance has no interpreter");
   if (!o.name.empty()) leave("lifecycle", "--case"), leave("speed", "--case");
   if (o.quick) leave("speed", "--quick");
   if (!o.python.empty()) leave("speed", "te-fl bench has no interpreter");
@@ -367,6 +369,8 @@ int check_plugin(const CheckOptions& requested) {
     run.devices();
     run.targets();
     if (options.builtin.empty() && options.name.empty()) run.lifecycle();
+    if (report.not_run.count("processes") == 0)
+      for (Finding& f : check_processes(options, report)) run.add(std::move(f));
     const auto before_speed = std::chrono::steady_clock::now();
     if (report.not_run.count("speed") == 0)
       for (Finding& f : measure_speed(options, report)) run.add(std::move(f));

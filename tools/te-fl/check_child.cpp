@@ -37,8 +37,9 @@ std::vector<std::string> python_words_of(const CheckOptions& o) {
   return {o.python, "-m", "te_fl._check", json_text(options, -1)};
 }
 
-// The policy is the check's own; only the plugin under test is loaded. Its own settings stay.
-std::vector<std::string> environment_of() {
+}  // namespace
+
+std::vector<std::string> environment_of_children() {
   static const char* const dropped[] = {
       "TE_FL_PREFER",        "TE_FL_PREFER_VENDOR", "TE_FL_STRICT",
       "TE_FL_ALLOW_VENDORS", "TE_FL_DENY_VENDORS",  "TE_FL_PLUGIN_MODULES",
@@ -64,8 +65,6 @@ std::vector<char*> pointers(std::vector<std::string>& texts) {
   return all;
 }
 
-}  // namespace
-
 bool Child::start() {
   pending_.clear();
   if (output_ >= 0) close(output_);
@@ -75,7 +74,7 @@ bool Child::start() {
   if (pipe2(answers, O_CLOEXEC) != 0) return close(orders[0]), close(orders[1]), false;
   const bool python = !options_.python.empty();
   auto words = python ? python_words_of(options_) : words_of(options_),
-       environment = environment_of();
+       environment = environment_of_children();
   auto argv = pointers(words), envp = pointers(environment);
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
@@ -151,11 +150,13 @@ std::string Child::stop() {
   return "exited with " + std::to_string(WEXITSTATUS(status));
 }
 
-std::string Child::printed() const {
-  const off_t size = lseek(output_, 0, SEEK_END);
+std::string Child::printed() const { return last_lines(output_); }
+
+std::string last_lines(int file) {
+  const off_t size = lseek(file, 0, SEEK_END);
   const off_t from = size > 600 ? size - 600 : 0;
   std::string text(static_cast<size_t>(size > 0 ? size - from : 0), '\0');
-  if (pread(output_, text.data(), text.size(), from) < 0) return {};
+  if (pread(file, text.data(), text.size(), from) < 0) return {};
   while (!text.empty() && text.back() == '\n') text.pop_back();
   return text;
 }

@@ -4,10 +4,19 @@
 #include <sys/types.h>
 
 #include <string>
+#include <vector>
 
 #include "conformance/check/check.hpp"
 
 namespace te_fl_tool::check {
+
+// The environment of processes in which a plugin is checked: the policy is the check's own, and
+// only the plugin under test is loaded. Its own settings stay.
+std::vector<std::string> environment_of_children();
+// Those of texts, and NULL, as exec takes them; valid while the texts are.
+std::vector<char*> pointers(std::vector<std::string>& texts);
+// The last lines of a file that a process prints into; empty if it cannot be read.
+std::string last_lines(int file);
 
 class Child {
  public:

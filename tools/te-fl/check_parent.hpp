@@ -23,6 +23,10 @@ std::string why_unreadable(const std::string& path);
 // The file, without opening it. `stop` is set if nothing that could be opened is there.
 std::vector<Finding> lint(const std::string& path, bool& stop);
 
+// Runs the cases of the report's collectives once more, on ranks that are processes, and returns
+// what they found. If no case ran on several, the report's `not_run` says why.
+std::vector<Finding> check_processes(const CheckOptions& options, Report& report);
+
 // Times every op of the report with `te-fl bench` and adds what it said. Returns what came of the
 // comparison of a large call's results with the reference's, which goes before.
 std::vector<Finding> measure_speed(const CheckOptions& options, Report& report);

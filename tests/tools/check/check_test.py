@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """te-fl check: each check finds the mistake that it is made for. usage: check_test.py TE_FL WRONG.so WRONG_FILE.so
-WRONG_DEVICE.so AUTHOR.so NULL.so"""
+WRONG_DEVICE.so AUTHOR.so NULL.so WRONG_RANKS.so"""
 import concurrent.futures
 import json
 import os
@@ -12,7 +12,7 @@ import tempfile
 import unittest
 import xml.etree.ElementTree as ET
 
-TE_FL, WRONG, WRONG_FILE, WRONG_DEVICE, AUTHOR, NULL = sys.argv[1:7]
+TE_FL, WRONG, WRONG_FILE, WRONG_DEVICE, AUTHOR, NULL, WRONG_RANKS = sys.argv[1:8]
 del sys.argv[1:]
 
 # vendor.wrong.NAME: (the check, words of its message). Every implementation of wrong_plugin.cpp is here or in RIGHT.
@@ -167,6 +167,44 @@ class Catches(unittest.TestCase):
         # A part that did not run is not shown green.
         self.assertIn("speed", json.loads(files["json"])["not_run"])
         self.assertIn('<td class="none">not run: --quick</td>', files["html"])
+
+    def test_collectives_are_run_by_processes_too(self):
+        case = "broadcast/2ranks/"
+        code, text, files = check(WRONG_RANKS, "--case", case)
+        self.assertEqual(code, 1, text)
+        results = json.loads(files["json"])["results"]
+        by_threads = [r["result"] for r in results if r["check"] == "result"]
+        self.assertTrue(by_threads)
+        self.assertEqual(set(by_threads), {"pass"}, text)
+        failed = [r for r in results if r["result"] == "fail"]
+        self.assertTrue(failed)
+        for f in failed:
+            self.assertEqual((f["check"], f["op"], f["impl"]), ("processes", "broadcast", "vendor.wrong_ranks"), failed)
+            self.assertIn("the others did not come to this process", f["message"])
+            self.assertIn(case, f["case"])
+        # Every case of two ranks ran there, and the one command repeats a failure.
+        self.assertEqual(sum(r["cases"] for r in results if r["check"] == "processes"),
+                         sum(r["cases"] for r in results if r["check"] == "result" and "/fuzz/" not in r["case"]))
+        again = subprocess.run(failed[0]["reproduce"].replace("te-fl", TE_FL, 1), shell=True, capture_output=True, text=True, timeout=60)
+        self.assertEqual(again.returncode, 1, again.stdout)
+
+    def test_processes_that_die_leave_or_have_nothing_to_run_are_told(self):
+        for fault, words in (("crash", "the process of rank 1 ended by SIGABRT"), ("leave", "the process of rank 0 ended before the others had run all cases")):
+            with self.subTest(fault):
+                os.environ["WRONG_RANKS"] = fault
+                try:
+                    code, text, files = check(WRONG_RANKS, "--case", "broadcast/2ranks/")
+                finally:
+                    del os.environ["WRONG_RANKS"]
+                self.assertEqual(code, 1, text)
+                failed = [r for r in json.loads(files["json"])["results"] if r["result"] == "fail"]
+                self.assertEqual([f["check"] for f in failed], ["processes"], failed)
+                self.assertIn(words, failed[0]["message"])
+                self.assertTrue(failed[0]["case"].startswith("broadcast/2ranks/"), failed)
+        _, text, files = check(NULL, "--quick")
+        self.assertIn("processes: not run: the plugin has no collectives", text)
+        _, text, files = check(WRONG_RANKS, "--case", "broadcast/1ranks/")
+        self.assertIn("processes: not run: no case of several ranks was chosen", text)
 
     def test_a_leaking_device_is_no_ops_fault(self):
         _, text, files = self.runs["far_leaking_device"]

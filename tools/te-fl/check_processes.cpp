@@ -1,0 +1,235 @@
+// te-fl check: a provider of collectives with ranks that are processes, as jobs have them. Each
+// op's cases are run by children that are `te-fl conformance`, and the first of them says what all
+// found.
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <set>
+#include <thread>
+
+#include "check_child.hpp"
+#include "check_parent.hpp"
+#include "commands.hpp"
+
+namespace te_fl_tool::check {
+namespace {
+
+using nlohmann::json;
+using std::chrono::steady_clock;
+
+constexpr int kRanks = 4;  // as many as the table's largest case has
+// Ranks that one has left are ended after this, and sooner if it failed.
+constexpr std::chrono::seconds kGrace{10}, kGraceOfLost{3};
+// All cases of one op may take this together; a collective that hangs ends by the time-out of its
+// communicator, which is a third of it.
+constexpr double kLeastLimitS = 60;
+
+std::vector<std::string> environment_of(int rank, const std::string& store) {
+  std::vector<std::string> all = environment_of_children();
+  std::erase_if(all, [](const std::string& entry) {
+    static const char* const dropped[] = {"TE_FL_RANK=", "TE_FL_WORLD_SIZE=", "TE_FL_LOCAL_RANK=",
+                                          "TE_FL_STORE=", "TE_FL_NUM_THREADS="};
+    return std::any_of(std::begin(dropped), std::end(dropped),
+                       [&](const char* name) { return entry.rfind(name, 0) == 0; });
+  });
+  const unsigned threads = std::max(1u, std::thread::hardware_concurrency() / kRanks);
+  all.push_back("TE_FL_RANK=" + std::to_string(rank));
+  all.push_back("TE_FL_LOCAL_RANK=" + std::to_string(rank));
+  all.push_back("TE_FL_WORLD_SIZE=" + std::to_string(kRanks));
+  all.push_back("TE_FL_STORE=file:" + store);
+  all.push_back("TE_FL_NUM_THREADS=" + std::to_string(threads));
+  return all;
+}
+
+// One rank's process.
+struct Rank {
+  pid_t pid = -1;   // -1: it has ended, or could not be started
+  int output = -1;  // what it prints
+  int status = 0;   // of waitpid(), once it has ended
+
+  // te-fl conformance ends with 0, with 1 if a case failed, and with 77 if it has none.
+  bool failed() const {
+    return !WIFEXITED(status) || (WEXITSTATUS(status) > 1 && WEXITSTATUS(status) != 77);
+  }
+  std::string end() const {
+    return WIFSIGNALED(status) ? std::string("ended by SIG") + sigabbrev_np(WTERMSIG(status))
+                               : "exited with " + std::to_string(WEXITSTATUS(status));
+  }
+};
+
+// The ranks of one op, from their start to their end.
+class Job {
+ public:
+  explicit Job(const std::vector<std::string>& words) {
+    std::error_code error;
+    std::string folder = std::filesystem::temp_directory_path(error) / "te-fl-check-XXXXXX";
+    if (error || mkdtemp(folder.data()) == nullptr) return;
+    folder_ = folder;
+    for (int r = 0; r < kRanks; ++r) start(r, words);
+  }
+  ~Job() {
+    for (Rank& rank : ranks_) {
+      if (rank.pid > 0) kill(rank.pid, SIGKILL), waitpid(rank.pid, nullptr, 0);
+      if (rank.output >= 0) close(rank.output);
+    }
+    std::error_code ignored;
+    if (!folder_.empty()) std::filesystem::remove_all(folder_, ignored);
+  }
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+
+  // Waits for all. Empty, or what went wrong: a rank that died, or cases that did not end.
+  std::string wait(double seconds) {
+    if (folder_.empty())
+      return "no folder for temporary files (TMPDIR), in which the ranks would meet, could be made";
+    for (const Rank& rank : ranks_)
+      if (rank.pid < 0) return "no process could be started";
+    wait_for_ends(seconds);
+    if (lost_ >= 0) return words_of(lost_, ranks_[static_cast<size_t>(lost_)].end());
+    for (int r = 0; r < kRanks; ++r) {
+      if (ranks_[static_cast<size_t>(r)].pid < 0) continue;
+      if (first_ >= 0) return words_of(first_, "ended before the others had run all cases");
+      return words_of(r, "did not end within " + std::to_string(static_cast<int>(seconds)) +
+                             " s (three times --time-limit, at least a minute)");
+    }
+    if (WEXITSTATUS(ranks_[0].status) <= 1 && !rows().is_array())
+      return words_of(0, "ended before it had written what the ranks found");
+    return {};
+  }
+
+  // The rows that rank 0 wrote; none if it had no case.
+  json rows() const {
+    std::ifstream file(folder_ + "/results.json");
+    return file ? json::parse(file, nullptr, false) : json();
+  }
+  // The case that the ranks began last; empty if there was none.
+  std::string last_case() const {
+    const std::string text = last_lines(ranks_[0].output);
+    const size_t at = text.rfind("case  ");
+    if (at == std::string::npos) return {};
+    return text.substr(at + 6, text.find('\n', at) - at - 6);
+  }
+
+ private:
+  // Returns when all have ended, or after the limit; the ranks end together, so those that are left
+  // when one has ended have a moment only.
+  void wait_for_ends(double seconds) {
+    auto end = steady_clock::now() + std::chrono::duration<double>(seconds);
+    const auto within = [&](std::chrono::duration<double> grace) {
+      end = std::min(end, steady_clock::now() + grace);
+    };
+    for (int running = kRanks; running > 0 && steady_clock::now() < end;) {
+      for (int r = 0; r < kRanks; ++r) {
+        Rank& rank = ranks_[static_cast<size_t>(r)];
+        if (rank.pid < 0 || waitpid(rank.pid, &rank.status, WNOHANG) != rank.pid) continue;
+        rank.pid = -1;
+        --running;
+        if (first_ < 0) first_ = r, within(kGrace);
+        if (lost_ < 0 && rank.failed()) lost_ = r, within(kGraceOfLost);
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+  }
+
+  void start(int r, std::vector<std::string> words) {
+    Rank& rank = ranks_[static_cast<size_t>(r)];
+    rank.output = memfd_create("te-fl-check", MFD_CLOEXEC);
+    words.insert(words.end(), {"--json", folder_ + "/results.json"});
+    std::vector<std::string> environment = environment_of(r, folder_ + "/store");
+    const std::vector<char*> argv = pointers(words), envp = pointers(environment);
+    const pid_t parent = getpid();
+    rank.pid = rank.output < 0 ? -1 : fork();
+    if (rank.pid != 0) return;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);  // no rank outlives a check that was killed
+    if (getppid() != parent) _exit(127);
+    dup2(rank.output, 1), dup2(rank.output, 2);
+    execve("/proc/self/exe", argv.data(), envp.data());
+    _exit(127);
+  }
+
+  std::string words_of(int r, const std::string& what) const {
+    const std::string printed = last_lines(ranks_[static_cast<size_t>(r)].output);
+    return "the process of rank " + std::to_string(r) + " " + what +
+           (printed.empty() ? "" : "; it printed: " + printed);
+  }
+
+  std::string folder_;
+  std::array<Rank, kRanks> ranks_;
+  int first_ = -1, lost_ = -1;  // the rank that ended first, and the first that failed
+};
+
+Finding found(const Target& t, Outcome outcome, std::string message) {
+  Finding f;
+  f.check = "processes", f.op = t.op, f.impl = t.impl, f.device = t.device, f.dtype = "-";
+  f.outcome = outcome, f.message = std::move(message);
+  return f;
+}
+
+// What the ranks found of one op. `several` is set if a case of more than one rank ran; `refusal`
+// becomes the reason for which one did not.
+std::vector<Finding> check_op(const CheckOptions& options, const Target& t,
+                              const std::string& plugin, bool& several, std::string& refusal) {
+  std::vector<std::string> words = {"te-fl",    "conformance", "--plugin", plugin,
+                                    "--impl",   t.impl,        "--op",     t.op,
+                                    "--device", t.device,      "--verbose"};
+  if (options.quick) words.push_back("--reduced");
+  if (!options.name.empty()) words.insert(words.end(), {"--case", options.name});
+  Job job(words);
+  if (std::string wrong = job.wait(std::max(kLeastLimitS, 3 * options.time_limit));
+      !wrong.empty()) {
+    several = true;
+    Finding f = found(t, Outcome::kFail, std::move(wrong));
+    f.name = job.last_case();
+    return {f};
+  }
+  std::vector<Finding> all;
+  for (const json& row : job.rows()) {
+    const std::string result = row.at("result");
+    Finding f = found(t,
+                      result == "pass"   ? Outcome::kPass
+                      : result == "fail" ? Outcome::kFail
+                                         : Outcome::kUnsupported,
+                      row.at("message"));
+    f.name = row.at("case"), f.milliseconds = row.at("milliseconds");
+    if (row.at("ranks").get<int>() > 1) {
+      several = several || f.outcome != Outcome::kUnsupported;
+      if (f.outcome == Outcome::kUnsupported && refusal.empty()) refusal = f.message;
+    }
+    all.push_back(std::move(f));
+  }
+  return all;
+}
+
+}  // namespace
+
+std::vector<Finding> check_processes(const CheckOptions& options, Report& report) {
+  std::vector<Finding> all;
+  bool several = false;
+  std::string refusal;
+  for (const Target& t : report.targets) {
+    if (t.family != "collective") continue;
+    for (Finding& f : check_op(options, t, report.path, several, refusal))
+      all.push_back(std::move(f));
+  }
+  if (several) return all;
+  const bool chosen = !options.op.empty() || !options.family.empty() || !options.impl.empty() ||
+                      !options.name.empty();
+  report.not_run["processes"] = !refusal.empty() ? refusal
+                                : !all.empty()   ? "no case of several ranks was chosen"
+                                : chosen         ? "no collective was chosen"
+                                                 : "the plugin has no collectives";
+  return {};
+}
+
+}  // namespace te_fl_tool::check
