@@ -12,6 +12,7 @@ from te_fl.transformer_engine_torch.grouped_gemm import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.normalization import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.optimizers import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.quantize import *  # noqa: F401,F403
+from te_fl.transformer_engine_torch.scaled_activation import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.swizzle import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.enquiries import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.absent import *  # noqa: F401,F403
