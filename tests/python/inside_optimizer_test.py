@@ -1,0 +1,219 @@
+"""NVIDIA's FusedAdam and FusedSGD, and the calls on lists of tensors beneath them, on te-fl, against PyTorch's own in FP64 and values by hand."""
+
+import unittest
+
+import inside_package  # noqa: F401
+import torch
+
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from te_fl.errors import InvalidArgument
+from transformer_engine.common import recipe
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD, multi_tensor_applier
+
+SHAPES = ((5, 7), (3,), (0, 4), (33, 2), (1,))
+
+
+def tensors(seed, dtype=torch.float32, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def params(dtype=torch.float32):
+    return [torch.nn.Parameter(t) for t in tensors(1, dtype)]
+
+
+def flag(value=0):
+    return torch.tensor([value], dtype=torch.int32)
+
+
+def wide(weights):
+    return [torch.nn.Parameter(p.detach().double()) for p in weights]
+
+
+def steps(optimizer, weights, count=4):
+    for step in range(count):
+        for p, grad in zip(weights, tensors(step + 10, torch.bfloat16)):  # exact in every dtype of the test
+            p.grad = grad.to(p.dtype)
+        optimizer.step()
+    return weights
+
+
+class Compared(unittest.TestCase):
+    def near(self, got, want, tolerance):
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a.detach().double(), b.detach().double(), atol=tolerance, rtol=tolerance)
+
+    def refused(self, words, call, *arguments, **options):
+        with self.assertRaises(InvalidArgument) as caught:
+            call(*arguments, **options)
+        self.assertIn(words, str(caught.exception))
+
+
+class Adam(Compared):
+    OPTIONS = dict(lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+
+    def oracle(self, weights, decoupled=True, count=4):
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        weights = wide(weights)
+        return steps(kind(weights, **self.OPTIONS), weights, count)
+
+    def test_against_pytorch(self):
+        for decoupled in (True, False):
+            weights = params()
+            want = self.oracle(weights, decoupled)
+            self.near(steps(FusedAdam(weights, adam_w_mode=decoupled, **self.OPTIONS), weights), want, 2e-6)
+
+    def test_master_weights(self):
+        for dtype, remainders in ((torch.float16, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+            weights = params(dtype)
+            want = self.oracle(weights)
+            optimizer = FusedAdam(weights, master_weights=True, store_param_remainders=remainders, **self.OPTIONS)
+            steps(optimizer, weights)
+            self.near(weights, want, 2e-3 if dtype == torch.float16 else 1e-2)
+            for p, b in zip(weights, want):
+                master = optimizer.state[p]["master_param"]
+                if remainders:  # the weight, rounded to nearest, and what the rounding left, are the bits of the FP32 weight
+                    bits = master.to(torch.int32)
+                    master = (((p.detach().view(torch.int16).to(torch.int32) - (bits < 0).int()) << 16) | (bits & 0xFFFF)).view(torch.float32)
+                torch.testing.assert_close(master.double(), b.detach(), atol=2e-6, rtol=2e-6)
+
+    def test_remainders_compute_what_master_weights_do(self):
+        one, other = params(torch.bfloat16), params(torch.bfloat16)
+        steps(FusedAdam(one, master_weights=True, **self.OPTIONS), one)
+        steps(FusedAdam(other, master_weights=True, store_param_remainders=True, **self.OPTIONS), other)
+        for a, b in zip(one, other):
+            # A tie rounds to even in the one form, and up in the other.
+            self.assertLessEqual((a.detach().view(torch.int16).int() - b.detach().view(torch.int16).int()).abs().max().item() if a.numel() else 0, 1)
+
+    def test_low_precision_states(self):
+        for first, second in ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.uint8, torch.float32)):
+            weights = params()[:2]  # NVIDIA's scaling of states has no rule for tensors without elements
+            want = self.oracle(weights, count=2)
+            steps(FusedAdam(weights, exp_avg_dtype=first, exp_avg_sq_dtype=second, **self.OPTIONS), weights, 2)
+            self.near(weights, want, 5e-3)
+
+    def test_capturable(self):
+        for dtype, master in ((torch.float32, False), (torch.bfloat16, True)):
+            weights = params(dtype)
+            want = self.oracle(weights)
+            optimizer = FusedAdam(weights, capturable=True, master_weights=master, **self.OPTIONS)
+            self.near(steps(optimizer, weights), want, 2e-6 if dtype == torch.float32 else 1e-2)
+            self.assertEqual(optimizer.param_groups[0]["step"].item(), 4)
+
+    def test_fp8_parameters(self):
+        with te.quantized_model_init(enabled=True, recipe=recipe.DelayedScaling(), preserve_high_precision_init_val=True):
+            layer = te.Linear(32, 16, params_dtype=torch.bfloat16, device="cuda")
+        start = layer.weight.get_high_precision_init_val().float()
+        optimizer = FusedAdam(layer.parameters(), master_weights=True, **self.OPTIONS)
+        for p in layer.parameters():
+            optimizer.initialize_state(p, False)
+        optimizer.set_scaled_state(layer.weight, "master_param", start)
+        want = torch.nn.Parameter(start.double())
+        oracle = torch.optim.AdamW([want], **self.OPTIONS)
+        grad = tensors(3, torch.bfloat16, ((16, 32), (16,)))
+        layer.weight.grad, layer.bias.grad, want.grad = grad[0], grad[1], grad[0].double()
+        layer.weight._quantizer.scale.fill_(16)
+        optimizer.step()
+        oracle.step()
+        master = optimizer.state[layer.weight]["master_param"]
+        torch.testing.assert_close(master.double(), want.detach(), atol=2e-6, rtol=2e-6)
+        scale = layer.weight._quantizer.scale
+        codes = (master * scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+        self.assertTrue(torch.equal(layer.weight._data, codes.view(torch.uint8)))
+        self.assertEqual(layer.weight._scale_inv.tolist(), [0.0625])
+
+    def test_a_set_flag_keeps_everything(self):
+        lists = [tensors(seed, shapes=((4,), (3,))) for seed in range(4)]
+        kept = [[t.clone() for t in each] for each in lists]
+        tex.multi_tensor_adam(65536, flag(1), lists, 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0)
+        step, one = torch.tensor([0], dtype=torch.int32), torch.ones(1)
+        tex.multi_tensor_adam_capturable(65536, flag(1), lists, torch.tensor(0.1), 0.9, 0.99, 1e-8, step, 1, 1, 0.0, one * 3)
+        for a, b in zip(sum(lists, []), sum(kept, [])):
+            self.assertTrue(torch.equal(a, b))
+
+    def test_capturable_unscales_the_gradients(self):
+        grads = tensors(2, torch.bfloat16, ((6,),))
+        want = (grads[0].float() * 0.5).bfloat16()
+        lists = [grads, tensors(3, torch.bfloat16, ((6,),)), [torch.zeros(6)], [torch.zeros(6)]]
+        tex.multi_tensor_adam_capturable(65536, flag(), lists, torch.tensor(0.1), 0.9, 0.99, 1e-8, torch.tensor([1], dtype=torch.int32), 1, 1,
+                                         0.0, torch.tensor([0.5]))
+        self.assertTrue(torch.equal(grads[0], want))
+
+    def test_bad_input_writes_nothing(self):
+        p = torch.ones(4)
+        rest = (0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0)
+        self.refused("has 3 lists", tex.multi_tensor_adam, 65536, flag(), [[p], [p], [p]], *rest)
+        self.refused("of exp_avgs has 2 tensors", tex.multi_tensor_adam, 65536, flag(), [[p], [p], [p, p], [p]], *rest)
+        self.refused("tensor 0 of parameters has 3 elements", tex.multi_tensor_adam, 65536, flag(), [[p], [torch.ones(3)], [p], [p]], *rest)
+        self.refused("all float32 or all bfloat16", tex.multi_tensor_adam, 65536, flag(), [[p], [p], [p], [p.bfloat16()]], *rest)
+        self.refused("bfloat16 and int16", tex.multi_tensor_adam_param_remainder, 65536, flag(), [[p], [p], [p], [p], [p]], *rest)
+        self.refused("has no tensor", tex.multi_tensor_adam, 65536, flag(), [[], [], [], []], *rest)
+        self.assertTrue(torch.equal(p, torch.ones(4)))
+
+
+class SGD(Compared):
+    def test_against_pytorch(self):
+        for options in (dict(momentum=0.9, weight_decay=0.1), dict(momentum=0.9, nesterov=True), dict(), dict(momentum=0.5, dampening=0.25)):
+            for dtype, tolerance in ((torch.float32, 2e-6), (torch.float16, 5e-3)):
+                weights = params(dtype)
+                oracle = wide(weights)
+                steps(torch.optim.SGD(oracle, lr=0.1, **options), oracle)
+                self.near(steps(FusedSGD(weights, lr=0.1, **options), weights), oracle, tolerance)
+
+    def test_copies_of_the_weights(self):
+        p, copy = torch.tensor([1.0, -2.0]), torch.zeros(2, dtype=torch.float16)
+        tex.multi_tensor_sgd(65536, flag(), [[torch.tensor([2.0, 4.0])], [p], [torch.zeros(2)], [copy]], 0.0, 0.0, 0.0, 0.5, False, True, False, 0.25)
+        self.assertEqual(p.tolist(), [0.75, -2.5])
+        self.assertEqual(copy.tolist(), [0.75, -2.5])
+
+
+class Lists(Compared):
+    def test_scale(self):
+        for scale in (0.5, torch.tensor([0.5])):
+            call = tex.multi_tensor_scale_tensor if isinstance(scale, torch.Tensor) else tex.multi_tensor_scale
+            x, out, bad = tensors(1), [torch.empty(s, dtype=torch.bfloat16) for s in SHAPES], flag()
+            multi_tensor_applier(call, bad, [x, out], scale)
+            for a, b in zip(x, out):
+                self.assertTrue(torch.equal((a * 0.5).bfloat16(), b) or not a.numel())
+            self.assertEqual(bad.item(), 0)
+            for value in (float("inf"), float("nan")):
+                bad = flag()
+                call(65536, bad, [[torch.tensor([1.0, value])], [torch.empty(2)]], scale)
+                self.assertEqual(bad.item(), 1)
+
+    def test_norms(self):
+        x = tensors(1)
+        want = torch.cat([t.double().view(-1) for t in x]).norm()
+        norm, each = tex.multi_tensor_l2norm(65536, flag(), [x], True)
+        torch.testing.assert_close(norm.double().squeeze(), want, rtol=1e-6, atol=0)
+        self.near([each], [torch.stack([t.double().norm() for t in x])], 1e-6)
+        norm, each = tex.multi_tensor_unscale_l2norm(65536, flag(), [x], torch.tensor([0.25]))
+        torch.testing.assert_close(norm.double().squeeze(), want / 4, rtol=1e-6, atol=0)
+        self.assertEqual(each.numel(), 0)
+        bad = flag()
+        tex.multi_tensor_l2norm(65536, bad, [[torch.tensor([float("nan")])]])
+        self.assertEqual(bad.item(), 1)
+
+    def test_scales_of_amaxes(self):
+        amaxes = [torch.tensor([[0.0, 1.0, float("inf")], [float("nan"), 1e-40, 3.0]]), torch.tensor([448.0])]
+        scales, inverses = [torch.empty(2, 3), torch.empty(1)], [torch.empty(2, 3), torch.empty(1)]
+        tex.multi_tensor_compute_scale_and_scale_inv(65536, flag(), [amaxes, scales, inverses], 448.0, True, 0.0)
+        self.assertEqual(scales[0].tolist(), [[1.0, 256.0, 1.0], [1.0, 2.0 ** 127, 128.0]])
+        self.assertEqual(scales[1].tolist(), [1.0])
+        self.assertEqual(inverses[0].tolist(), [[1.0, 2.0 ** -8, 1.0], [1.0, 2.0 ** -127, 2.0 ** -7]])
+        tex.multi_tensor_compute_scale_and_scale_inv(65536, flag(), [amaxes[1:], scales[1:], inverses[1:]], 57344.0, False, 1000.0)
+        self.assertEqual(scales[1].tolist(), [torch.tensor(57344.0).div(torch.tensor(1000.0)).item()])
+
+    def test_bits_of_powers_of_two(self):
+        amax = torch.tensor([0.0, 448.0, 449.0, 896.0, 1.0, float("inf"), float("nan")]).bfloat16()
+        bits = torch.empty(7, dtype=torch.uint8)
+        tex.multi_tensor_compute_scale_inv_e8m0(65536, None, [[amax], [bits]])
+        self.assertEqual(bits.tolist(), [0, 127, 127, 128, 119, 254, 255])  # 449 is 448 in BF16
+        self.refused("it takes None", tex.multi_tensor_compute_scale_inv_e8m0, 65536, flag(), [[amax], [bits]])
+
+    def test_an_fp8_dtype_that_is_none(self):
+        p = torch.ones(4)
+        self.refused("is not an FP8 one", tex.multi_tensor_adam_fp8, 65536, flag(),
+                     [[p], [p.byte()], [p], [p], [p], [p[:1]], [p[:1]], [p[:1]]], 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0, DType.kBFloat16)
