@@ -186,7 +186,7 @@ def gen_python(families):
                     opt.append(f"{a.name}: {PY_TYPES[a.type]} = {value!r}")
             opt.append("stream: Any = None")
             if o.rng:
-                opt += ["seed: int = 0", "offset: int = 0"]
+                opt += ["seed: Union[int, _Plain] = 0", "offset: int = 0"]
             sep = ["*"]
             out += [f"def {o.name}({', '.join(sep + req + opt)}) -> None:", f'    """{o.summary}', "", f"    {o.formula}", '    """', ""]
     return "\n".join(out)

@@ -1,7 +1,7 @@
 """The ops by name: te_fl.ops.gelu(input=x, output=y). Arguments are keywords, outputs are given; see docs/ops.md.
 
 Each takes also `stream` (a handle, or an object with cuda_stream or native_handle; left out: the current stream of the library that the tensors are of),
-and ops with random numbers `seed` and `offset`.
+and ops with random numbers `seed` and `offset`; `seed` may be an int64 tensor [2] on the op's device, from which both are read when the op runs.
 """
 
 from te_fl import _native

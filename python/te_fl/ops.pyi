@@ -183,13 +183,13 @@ def dbias_dsrelu(*, grad: Tensor, input: Tensor, output: Tensor, dbias: Tensor, 
     dx = dy * srelu'(x); dbias = sum over rows of dx
     """
 
-def fused_attn_fwd(*, q: Tensor, k: Tensor, v: Tensor, o: Tensor, softmax_lse: Optional[Tensor] = None, bias: Optional[Tensor] = None, alibi_slopes: Optional[Tensor] = None, attn_mask: Optional[Tensor] = None, cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_kv: Optional[Tensor] = None, cu_seqlens_q_padded: Optional[Tensor] = None, cu_seqlens_kv_padded: Optional[Tensor] = None, softmax_sink: Optional[Tensor] = None, s_quant: Optional[Tensor] = None, saved: Optional[Saved] = None, layout: Union[int, str] = 0, mask_type: Union[int, str] = 0, softmax_type: Union[int, str] = 0, scale: float = 1.0, dropout_p: float = 0.0, window_left: int = -1, window_right: int = -1, max_seqlen_q: int = 0, max_seqlen_kv: int = 0, softcap: float = 0.0, stream: Any = None, seed: int = 0, offset: int = 0) -> None:
+def fused_attn_fwd(*, q: Tensor, k: Tensor, v: Tensor, o: Tensor, softmax_lse: Optional[Tensor] = None, bias: Optional[Tensor] = None, alibi_slopes: Optional[Tensor] = None, attn_mask: Optional[Tensor] = None, cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_kv: Optional[Tensor] = None, cu_seqlens_q_padded: Optional[Tensor] = None, cu_seqlens_kv_padded: Optional[Tensor] = None, softmax_sink: Optional[Tensor] = None, s_quant: Optional[Tensor] = None, saved: Optional[Saved] = None, layout: Union[int, str] = 0, mask_type: Union[int, str] = 0, softmax_type: Union[int, str] = 0, scale: float = 1.0, dropout_p: float = 0.0, window_left: int = -1, window_right: int = -1, max_seqlen_q: int = 0, max_seqlen_kv: int = 0, softcap: float = 0.0, stream: Any = None, seed: Union[int, _Plain] = 0, offset: int = 0) -> None:
     """Scaled dot-product attention.
 
     O = dropout(softmax(cap(scale * Q K^T) + bias, masked)) V, cap(x) = softcap tanh(x / softcap) or x; a fully masked row yields zeros
     """
 
-def fused_attn_bwd(*, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Optional[Tensor] = None, dsink: Optional[Tensor] = None, bias: Optional[Tensor] = None, alibi_slopes: Optional[Tensor] = None, attn_mask: Optional[Tensor] = None, cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_kv: Optional[Tensor] = None, cu_seqlens_q_padded: Optional[Tensor] = None, cu_seqlens_kv_padded: Optional[Tensor] = None, softmax_sink: Optional[Tensor] = None, s_quant: Optional[Tensor] = None, dp_quant: Optional[Tensor] = None, saved: Optional[Saved] = None, layout: Union[int, str] = 0, mask_type: Union[int, str] = 0, softmax_type: Union[int, str] = 0, scale: float = 1.0, dropout_p: float = 0.0, window_left: int = -1, window_right: int = -1, max_seqlen_q: int = 0, max_seqlen_kv: int = 0, softcap: float = 0.0, stream: Any = None, seed: int = 0, offset: int = 0) -> None:
+def fused_attn_bwd(*, d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dbias: Optional[Tensor] = None, dsink: Optional[Tensor] = None, bias: Optional[Tensor] = None, alibi_slopes: Optional[Tensor] = None, attn_mask: Optional[Tensor] = None, cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_kv: Optional[Tensor] = None, cu_seqlens_q_padded: Optional[Tensor] = None, cu_seqlens_kv_padded: Optional[Tensor] = None, softmax_sink: Optional[Tensor] = None, s_quant: Optional[Tensor] = None, dp_quant: Optional[Tensor] = None, saved: Optional[Saved] = None, layout: Union[int, str] = 0, mask_type: Union[int, str] = 0, softmax_type: Union[int, str] = 0, scale: float = 1.0, dropout_p: float = 0.0, window_left: int = -1, window_right: int = -1, max_seqlen_q: int = 0, max_seqlen_kv: int = 0, softcap: float = 0.0, stream: Any = None, seed: Union[int, _Plain] = 0, offset: int = 0) -> None:
     """Gradient of scaled dot-product attention.
 
     P from lse; dV = P^T dO; dP = dO V^T; dS = P (dP - rowsum(dO O)); dX = dS cap'(X), X = scale Q K^T; dQ = scale dX K; dK = scale dX^T Q
@@ -255,7 +255,7 @@ def barrier(*, comm: Communicator, stream: Any = None) -> None:
     nothing is computed
     """
 
-def dropout_fwd(*, input: Tensor, output: Tensor, mask: Tensor, p: float = 0.0, stream: Any = None, seed: int = 0, offset: int = 0) -> None:
+def dropout_fwd(*, input: Tensor, output: Tensor, mask: Tensor, p: float = 0.0, stream: Any = None, seed: Union[int, _Plain] = 0, offset: int = 0) -> None:
     """Drops elements with probability p.
 
     y_i = keep_i ? x_i / (1 - p) : 0; keep_i = (word i mod 4 of Philox(seed, offset + i/4)) * 2^-32 >= p
@@ -459,7 +459,7 @@ def scaled_aligned_causal_masked_softmax_backward(*, output_grad: Tensor, softma
     dx_j = scale * y_j (dy_j - sum_k dy_k y_k)
     """
 
-def add(*, a: Tensor, b: Tensor, output: Tensor, mask: Optional[Tensor] = None, p: float = 0.0, stream: Any = None, seed: int = 0, offset: int = 0) -> None:
+def add(*, a: Tensor, b: Tensor, output: Tensor, mask: Optional[Tensor] = None, p: float = 0.0, stream: Any = None, seed: Union[int, _Plain] = 0, offset: int = 0) -> None:
     """Residual addition with optional dropout of the branch.
 
     y = a + dropout(b, p)

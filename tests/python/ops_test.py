@@ -75,6 +75,17 @@ class Calls(unittest.TestCase):
         self.assertEqual(results[0], results[1])
         self.assertEqual(len(set(results)), 3)
 
+    def test_random_numbers_from_memory(self):
+        ones, results = np.ones((64, 64), np.float32), []
+        for random in ({"seed": 3, "offset": 8192}, {"seed": np.array([3, 8192])}, {"seed": np.array([3, 0], np.uint64), "offset": 8192}):
+            out, mask = np.zeros_like(ones), np.zeros(ones.size // 8, np.uint8)
+            te_fl.ops.dropout_fwd(input=ones, output=out, mask=mask, p=0.5, **random)
+            results.append(out.tobytes())
+        self.assertEqual(len(set(results)), 1)
+        for wrong in (np.zeros(3, np.int64), np.zeros(2, np.int32), np.zeros(4, np.int64)[::2], np.zeros((1, 2), np.int64)):
+            with self.assertRaisesRegex(ValueError, r"'seed' is an int, or a contiguous int64 tensor \[2\] of seed and offset"):
+                te_fl.ops.dropout_fwd(input=ones, output=out, mask=mask, p=0.5, seed=wrong)
+
     def test_quantised_outputs(self):
         x = np.array([[0.5, 1, -2, 448, 1000, 0]], np.float32)
         codes, columns = np.zeros((1, 6), np.uint8), np.zeros((6, 1), np.uint8)

@@ -13,6 +13,7 @@
 #include "py/dlpack.hpp"
 #include "py/errors.hpp"
 #include "py/exchange.hpp"
+#include "te_fl/dtype.hpp"
 #include "te_fl/op_manager.hpp"
 
 namespace te_fl::python {
@@ -55,6 +56,7 @@ class Arguments {
     if (const std::string_view option = text_of(name, "a keyword"); option == "stream") {
       stream_ = stream_of(value);
     } else if (option == "seed") {
+      if (PyLong_Check(value) == 0) return set_random(value);
       seed_ = PyLong_AsUnsignedLongLong(value);
       if (PyErr_Occurred() != nullptr) throw PythonError();
     } else if (option == "offset") {
@@ -91,6 +93,12 @@ class Arguments {
     CallOptions options;
     options.rng.seed = seed_;
     options.rng.offset = offset_;
+    if (random_.data != nullptr) {
+      check_random_device();
+      options.rng.seed_address = reinterpret_cast<const uint64_t*>(
+          static_cast<const char*>(random_.data) + random_.byte_offset);
+      options.rng.offset_address = options.rng.seed_address + 1;
+    }
     if (stream_.has_value()) {
       options.stream = *stream_;
     } else if (device_.has_value()) {
@@ -112,6 +120,23 @@ class Arguments {
     for (const BoundArg& arg : op_.args) text += std::string(" ") + arg.desc->name + ",";
     throw_type_error(text + " and stream" +
                      ((op_.schema->flags & TE_FL_SCHEMA_USES_RNG) != 0 ? ", seed, offset" : ""));
+  }
+
+  // Seed and offset in the memory of the op's device, read when it runs.
+  void set_random(PyObject* value) {
+    random_ = borrowed_.describe(value, false, "seed");
+    const int dtype = dtype_index(random_.dtype);
+    const bool integers = dtype == TE_FL_I64 || dtype == TE_FL_U64;
+    if (!integers || random_.ndim != 1 || random_.shape[0] != 2 || random_.strides != nullptr) {
+      throw_value_error("'seed' is an int, or a contiguous int64 tensor [2] of seed and offset");
+    }
+  }
+  void check_random_device() const {
+    if (!device_.has_value() ||
+        (device_->type == random_.device.type && device_->index == random_.device.index)) {
+      return;
+    }
+    throw_value_error("'seed' is a tensor on another device than the op's tensors");
   }
 
   static void* stream_of(PyObject* value) {
@@ -360,6 +385,7 @@ class Arguments {
   PyObject* server_ = nullptr;  // of the communicator, whose handle is the next
   Ref handle_;
   uint64_t seed_ = 0, offset_ = 0;
+  te_fl_dltensor random_{};  // its data NULL: the numbers above
 };
 
 constexpr const char* kOpName = "te_fl.op";

@@ -161,8 +161,22 @@ def _enter_in_backwards() -> None:
     context.apply = apply_in_mode
 
 
+def _ops_of_the_host() -> None:
+    """The package registers some ops of its own for CUDA; they are the host's here."""
+    custom_op = torch.library.custom_op
+
+    def on_host(name: str, fn: Any = None, /, *, device_types: Any = None, **options: Any) -> Any:
+        if device_types is not None:
+            kinds = {device_types} if isinstance(device_types, str) else set(device_types)
+            device_types = tuple(kinds - {"cuda"} | {"cpu"}) if "cuda" in kinds else device_types
+        return custom_op(name, fn, device_types=device_types, **options)
+
+    torch.library.custom_op = on_host
+
+
 def install() -> None:
     _enter_in_backwards()
+    _ops_of_the_host()
     for name, answer in _answers().items():
         setattr(torch.cuda, name, answer)
     for name in ("range_push", "range_pop", "mark"):

@@ -5,6 +5,12 @@ does not serve has its name too, and calling it is te_fl.errors.Unsupported (abs
 """
 
 from te_fl.transformer_engine_torch.enums import *  # noqa: F401,F403
+from te_fl.transformer_engine_torch.attention import *  # noqa: F401,F403
+from te_fl.transformer_engine_torch.context_parallel import *  # noqa: F401,F403
+from te_fl.transformer_engine_torch.dropout import *  # noqa: F401,F403
+from te_fl.transformer_engine_torch.rope import *  # noqa: F401,F403
+from te_fl.transformer_engine_torch.sequences import *  # noqa: F401,F403
+from te_fl.transformer_engine_torch.softmax import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.activation import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.gemm import generic_gemm  # noqa: F401
 from te_fl.transformer_engine_torch.grouped import *  # noqa: F401,F403

@@ -1,0 +1,304 @@
+"""Scaled dot-product attention and its gradient."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, List, Optional, Sequence, Tuple
+
+import torch
+
+import te_fl
+from te_fl import Quantized, ops
+from te_fl.errors import Error, InvalidArgument, Unsupported
+from te_fl.transformer_engine_torch import schemes
+from te_fl.transformer_engine_torch.attention_problem import (FORMATS, LAYOUTS, Layout, alibi_slopes, check_bias, mask_of, operands, packed, seen_as,
+                                                              shape_as, softmax_of)
+from te_fl.transformer_engine_torch.dropout import draw
+from te_fl.transformer_engine_torch.dtypes import FP8, fp8_dtype, torch_dtype
+from te_fl.transformer_engine_torch.enums import NVTE_Bias_Type, NVTE_Fused_Attn_Backend, NVTEScalingMode
+
+__all__ = ["fused_attn_bwd", "fused_attn_fwd", "get_fused_attn_backend"]
+
+
+def _layout_of(qkv_layout: Any) -> Layout:
+    layout = LAYOUTS.get(int(qkv_layout))
+    if layout is None:
+        raise InvalidArgument(f"attention: qkv_layout is {int(qkv_layout)}; it is one of NVTE_QKV_Layout, and set")
+    if layout.paged:
+        raise Unsupported("attention: keys and values in pages; the package's unfused attention gathers them")
+    return layout
+
+
+def _refuse_max_logit(asked: bool) -> None:
+    if asked:
+        raise Unsupported("attention: return_max_logit; te-fl's op has no largest score. The package's unfused attention has")
+
+
+# -- Which backend -------------------------------------------------------------------------------------------------------------------------
+
+def _operand_like(layout: Layout, dtype: torch.dtype, length: int, heads: int, dim: int) -> Any:
+    """Memory for an enquiry, which reads metadata only: one sequence."""
+    shape = {"thd": (length, heads, dim), "bshd": (1, length, heads, dim), "sbhd": (length, 1, heads, dim)}[layout.op]
+    tensor = torch.empty(shape, dtype=dtype, device="cuda")
+    if dtype not in FP8.values():
+        return tensor
+    return Quantized(tensor, scale_inv=torch.empty(1, dtype=torch.float32, device="cuda"))
+
+
+def _check_fp8(p: Any, dtype: torch.dtype) -> None:
+    if dtype not in FP8.values():
+        return
+    if int(p.scaling_mode) != NVTEScalingMode.NVTE_DELAYED_TENSOR_SCALING:
+        raise Unsupported(f"attention: FP8 with {NVTEScalingMode(int(p.scaling_mode)).name}; te-fl takes one scale for a tensor")
+    wanted = [("o", p.o_dtype)] + ([("do", p.do_dtype), ("dqkv", p.dqkv_dtype)] if p.is_training else [])
+    for name, each in wanted:
+        if int(each) not in FP8:
+            raise Unsupported(f"attention: FP8 with {name} in {torch_dtype(each)}; te-fl's FP8 attention has a given scale for P and dS, and FP8 "
+                              "results (delayed scaling)")
+
+
+def _check_heads(p: Any) -> None:
+    if min(p.num_attn_heads, p.num_gqa_groups, p.head_dim_qk, p.head_dim_v) < 1 or p.num_attn_heads % p.num_gqa_groups:
+        raise InvalidArgument(f"attention: {p.num_attn_heads} heads of {p.head_dim_qk} and {p.head_dim_v} elements in {p.num_gqa_groups} groups; the "
+                              "groups divide the heads")
+
+
+def _enquire(p: Any) -> int:
+    layout, dtype = _layout_of(p.qkv_layout), torch_dtype(p.qkv_dtype)
+    _refuse_max_logit(p.return_max_logit)
+    _check_heads(p)
+    _check_fp8(p, dtype)
+    softmax = softmax_of(p.softmax_type)
+    mask = mask_of(p.attn_mask_type, (p.window_size_left, p.window_size_right), p.bottom_right_diagonal,
+                   layout.op != "thd" and p.max_seqlen_q == p.max_seqlen_kv)
+    check_bias(p.bias_type, layout, mask, softmax)
+    # One group of heads and one sequence stand for all: which implementation serves a call depends on neither number.
+    heads, answer = p.num_attn_heads // p.num_gqa_groups, torch.empty(1, dtype=torch.int32)
+    k_dim, v_dim = p.head_dim_qk, p.head_dim_v
+    ops.get_fused_attn_backend(q=_operand_like(layout, dtype, p.max_seqlen_q, heads, k_dim), k=_operand_like(layout, dtype, p.max_seqlen_kv, 1, k_dim),
+                               v=_operand_like(layout, dtype, p.max_seqlen_kv, 1, v_dim), backend=answer, layout=layout.op, mask_type=mask.type,
+                               softmax_type=softmax, dropout_p=p.dropout, window_left=mask.left, window_right=mask.right, is_training=p.is_training)
+    return int(answer)
+
+
+def get_fused_attn_backend(fused_attn_params: Any) -> Tuple[NVTE_Fused_Attn_Backend, str]:
+    """(the backend, why there is none or nothing). Where there is none the package computes attention by itself, of te-fl's other ops."""
+    try:
+        found = _enquire(fused_attn_params)
+    except Error as error:
+        return NVTE_Fused_Attn_Backend.NVTE_No_Backend, str(error)
+    return NVTE_Fused_Attn_Backend(found), "" if found >= 0 else "no implementation of fused_attn_fwd takes this problem"
+
+
+# -- Operands ------------------------------------------------------------------------------------------------------------------------------
+
+def _values(tensor: Any) -> torch.Tensor:
+    """The memory of a plain tensor, or the codes of an FP8 one."""
+    if not schemes.is_quantised(tensor):
+        return tensor
+    if not hasattr(tensor, "_transpose_invalid"):
+        raise Unsupported(f"attention: a tensor of class {type(tensor).__name__}; te-fl takes Float8Tensor, of one scale")
+    if tensor._data is None:
+        raise InvalidArgument("attention: a Float8Tensor has no row-wise data")
+    return tensor._data.view(fp8_dtype(tensor._fp8_dtype)) if tensor._data.dtype == torch.uint8 else tensor._data
+
+
+def _operand(values: torch.Tensor, tensor: Any) -> Any:
+    return Quantized(values, scale_inv=tensor._scale_inv) if schemes.is_quantised(tensor) else values
+
+
+def _inner_scale(quantizer: Any, values: torch.Tensor, name: str) -> Optional[Quantized]:
+    """The scale and the amax of the probabilities or of their gradient, which are no tensors of the package's. values: the queries."""
+    if values.dtype not in FP8.values():
+        return None
+    if quantizer is None or not hasattr(quantizer, "scale") or not hasattr(quantizer, "amax"):
+        raise Unsupported(f"attention: FP8 with {name} of class {type(quantizer).__name__}; te-fl needs a given scale (Float8Quantizer)")
+    return Quantized(torch.empty(1, dtype=fp8_dtype(quantizer.dtype), device=values.device), scale=quantizer.scale, amax=quantizer.amax,
+                     scale_inv=torch.empty(1, dtype=torch.float32, device=values.device))
+
+
+def _result(quantizer: Any, codes: torch.Tensor, dtype: torch.dtype) -> tuple:
+    """(the package's tensor over codes, the op's operand over them)."""
+    scheme = schemes.of_quantizer(quantizer)
+    if not isinstance(scheme, schemes.Float8) or isinstance(scheme, schemes.CurrentFloat8):
+        raise Unsupported(f"attention: an FP8 result by a {type(quantizer).__name__}; te-fl needs a given scale (Float8Quantizer)")
+    scale_inv = torch.empty(1, dtype=torch.float32, device=codes.device)
+    parts = dict(data=codes.view(torch.uint8), fp8_scale_inv=scale_inv, data_transpose=None, quantizer=quantizer, **scheme.constructor_arguments(quantizer))
+    if quantizer.internal:
+        tensor = scheme.storage_class(quantizer)(fake_dtype=dtype, **parts)
+    else:
+        tensor = scheme.storage_class(quantizer)(shape=codes.shape, dtype=dtype, device=codes.device, **parts)
+    return tensor, scale_inv
+
+
+class _Call:
+    """The arguments that forward and backward have in common."""
+
+    def __init__(self, layout: Layout, attn_scale: float, p_dropout: float, bias_type: Any, attn_mask_type: Any, softmax_type: Any,
+                 window_size: Any, bottom_right_diagonal: bool, max_seqlen: Tuple[int, int], cu_seqlens: tuple, cu_seqlens_padded: tuple,
+                 q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+        self.layout = layout
+        self.q, self.k, self.v, starts = operands(layout, q, k, v)
+        self.softmax = softmax_of(softmax_type)
+        lengths = self._lengths()
+        mask = mask_of(attn_mask_type, window_size, bottom_right_diagonal, lengths is not None and lengths[0] == lengths[1])
+        check_bias(bias_type, layout, mask, self.softmax)
+        self.bias_type = int(bias_type)
+        self.arguments = dict(layout=layout.op, mask_type=mask.type, softmax_type=self.softmax, scale=float(attn_scale), dropout_p=float(p_dropout),
+                              window_left=mask.left, window_right=mask.right)
+        if layout.op == "thd" or mask.padding:
+            self.arguments.update(cu_seqlens_q=cu_seqlens[0], cu_seqlens_kv=cu_seqlens[1])
+        if layout.op == "thd":
+            # The package pads both or neither.
+            padded = cu_seqlens_padded if None not in cu_seqlens_padded else (None, None)
+            self.arguments.update(max_seqlen_q=int(max_seqlen[0]), max_seqlen_kv=int(max_seqlen[1]), cu_seqlens_q_padded=padded[0],
+                                  cu_seqlens_kv_padded=padded[1] if starts is None else starts[:cu_seqlens[1].shape[0]])
+        if self.bias_type == NVTE_Bias_Type.NVTE_ALIBI:
+            self.arguments.update(alibi_slopes=alibi_slopes(self.q.shape[-2], self.q.device))
+
+    def _lengths(self) -> Optional[Tuple[int, int]]:
+        if self.layout.op == "thd":
+            return None
+        at = 0 if self.layout.op == "sbhd" else 1
+        return self.q.shape[at], self.k.shape[at]
+
+    def bias(self, bias: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+        """[1 or B, 1 or H, Sq, Sk]; one for all queries is spread over them."""
+        if self.bias_type != NVTE_Bias_Type.NVTE_POST_SCALE_BIAS or bias is None:
+            return None
+        queries, keys = self._lengths()
+        if bias.dim() == 4 and bias.shape[2] == 1 and queries != 1:
+            bias = bias.expand(-1, -1, queries, keys)
+        return bias.contiguous()
+
+    def add_sink(self, offset: Optional[torch.Tensor]) -> None:
+        if self.softmax == "learnable":
+            if offset is None:
+                raise InvalidArgument("attention: softmax_type learnable without softmax_offset, float32 [1, H, 1, 1]")
+            self.arguments.update(softmax_sink=offset.reshape(-1))
+
+    def lse_shape(self) -> Tuple[int, ...]:
+        if self.layout.op == "thd":
+            return self.q.shape[0], self.q.shape[1]
+        batch, queries = (1, 0) if self.layout.op == "sbhd" else (0, 1)
+        return self.q.shape[batch], self.q.shape[2], self.q.shape[queries]
+
+
+# -- Forward -------------------------------------------------------------------------------------------------------------------------------
+
+def _has_bias(bias_type: Any, bias: Optional[torch.Tensor]) -> bool:
+    return bias is not None and int(bias_type) in (NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS, NVTE_Bias_Type.NVTE_POST_SCALE_BIAS)
+
+
+_NO_DROPOUT: dict = {}
+
+
+def _random_state(p_dropout: float, device: torch.device, generator: Optional[torch.Generator]) -> torch.Tensor:
+    """Seed and offset, int64 [2] on the device; without dropout the same zeros always, and the generator is left alone."""
+    if p_dropout > 0:
+        return draw(device, generator)
+    state = _NO_DROPOUT.get(device)
+    if state is None:
+        state = _NO_DROPOUT[device] = torch.zeros(2, dtype=torch.int64, device=device)
+    return state
+
+
+def fused_attn_fwd(max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, attn_scale: float, p_dropout: float, set_zero: bool, qkv_layout: Any,
+                   o_format: Any, qkv_scale_inv_format: Any, bias_type: Any, attn_mask_type: Any, softmax_type: Any, window_size: Sequence[int],
+                   bottom_right_diagonal: bool, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, Q: Any, K: Any, V: Any,
+                   fake_dtype: torch.dtype, cu_seqlens_q_padded: Optional[torch.Tensor], cu_seqlens_kv_padded: Optional[torch.Tensor],
+                   page_table_k: Optional[torch.Tensor], page_table_v: Optional[torch.Tensor], s_quantizer: Any, o_quantizer: Any,
+                   Bias: Optional[torch.Tensor], SoftmaxOffset: Optional[torch.Tensor], rng_gen: Optional[torch.Generator],
+                   rng_elts_per_thread: int, return_max_logit: bool, cuda_graph: bool) -> List[Any]:
+    """[O, log-sum-exp, seed and offset of dropout, the bias if there is one, the softmax's offset if there is one].
+
+    The log-sum-exp is float32 [B, H, Sq, 1], with thd [T, H, 1]. set_zero, rng_elts_per_thread and cuda_graph speak of the extension's kernels:
+    te-fl writes zeros for padding always, takes two random numbers for a call, and the same ops are captured as run.
+    """
+    layout = _layout_of(qkv_layout)
+    _refuse_max_logit(return_max_logit)
+    if page_table_k is not None or page_table_v is not None:
+        raise Unsupported("attention: keys and values in pages; the package's unfused attention gathers them")
+    call = _Call(layout, attn_scale, p_dropout, bias_type, attn_mask_type, softmax_type, window_size, bottom_right_diagonal,
+                 (max_seqlen_q, max_seqlen_kv), (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded), _values(Q), _values(K),
+                 _values(V))
+    call.add_sink(SoftmaxOffset)
+    form = FORMATS[int(o_format)]
+    shape = shape_as((*call.q.shape[:-1], call.v.shape[-1]), layout.op, form)
+    if o_quantizer is None:
+        o = values = torch.empty(shape, dtype=fake_dtype if call.q.dtype in FP8.values() else call.q.dtype, device=call.q.device)
+        target: Any = seen_as(values, form, layout.op)
+    else:
+        codes = torch.empty(shape, dtype=fp8_dtype(o_quantizer.dtype), device=call.q.device)
+        o, scale_inv = _result(o_quantizer, codes, fake_dtype)
+        target = Quantized(seen_as(codes, form, layout.op), scale_inv=scale_inv, scale=o_quantizer.scale, amax=o_quantizer.amax)
+    lse = torch.empty(call.lse_shape(), dtype=torch.float32, device=call.q.device)
+    random = _random_state(p_dropout, call.q.device, rng_gen)
+    ops.fused_attn_fwd(q=_operand(call.q, Q), k=_operand(call.k, K), v=_operand(call.v, V), o=target, softmax_lse=lse, bias=call.bias(Bias),
+                       s_quant=_inner_scale(s_quantizer, call.q, "s_quantizer"), seed=random if p_dropout > 0 else 0, **call.arguments)
+    auxiliary = [lse.unsqueeze(-1), random]
+    if _has_bias(bias_type, Bias):
+        auxiliary.append(Bias)
+    if call.softmax != "vanilla" and SoftmaxOffset is not None:
+        auxiliary.append(SoftmaxOffset)
+    return [o, *auxiliary]
+
+
+# -- Backward ------------------------------------------------------------------------------------------------------------------------------
+
+def _gradients(layout: Layout, dqkv_layout: Layout, shapes: tuple, quantizer: Any, fake_dtype: torch.dtype, device: torch.device) -> tuple:
+    """([dq, dk, dv] as the package gets them, as the op writes them)."""
+    wanted = [shape_as(shape, have, want) for shape, have, want in zip(shapes, (layout.q, layout.kv, layout.kv),
+                                                                       (dqkv_layout.q, dqkv_layout.kv, dqkv_layout.kv))]
+    dtype = fake_dtype if quantizer is None else fp8_dtype(quantizer.dtype)
+    values = packed(dqkv_layout, *wanted, dtype, device)
+    views = [seen_as(each, have, layout.op) for each, have in zip(values, (dqkv_layout.q, dqkv_layout.kv, dqkv_layout.kv))]
+    if quantizer is None:
+        return list(values), views
+    results = [_result(quantizer, each, fake_dtype) for each in values]
+    targets = [Quantized(view, scale_inv=scale_inv, scale=quantizer.scale, amax=quantizer.amax) for view, (_, scale_inv) in zip(views, results)]
+    return [tensor for tensor, _ in results], targets
+
+
+def _deterministically(asked: bool) -> Any:
+    return te_fl.policy(deterministic=True) if asked else contextlib.nullcontext()
+
+
+def fused_attn_bwd(max_seqlen_q: int, max_seqlen_kv: int, attn_scale: float, p_dropout: float, set_zero: bool, qkv_layout: Any, o_format: Any,
+                   do_format: Any, dqkv_layout: Any, qkv_scale_inv_format: Any, do_scale_inv_format: Any, bias_type: Any, attn_mask_type: Any,
+                   softmax_type: Any, window_size: Sequence[int], bottom_right_diagonal: bool, deterministic: bool, cu_seqlens_q: torch.Tensor,
+                   cu_seqlens_kv: torch.Tensor, Q: Any, K: Any, V: Any, O: Any, dO: Any, fake_dtype: torch.dtype,
+                   Aux_CTX_Tensors: Sequence[torch.Tensor], cu_seqlens_q_padded: Optional[torch.Tensor],
+                   cu_seqlens_kv_padded: Optional[torch.Tensor], s_quantizer: Any, dp_quantizer: Any, dqkv_quantizer: Any,
+                   cuda_graph: bool) -> List[Any]:
+    """[dQ, dK, dV, the gradient of the bias or None, that of the softmax's offset, float32 [1, H, 1, 1], or None]."""
+    layout, gradient_layout = _layout_of(qkv_layout), _layout_of(dqkv_layout)
+    if layout.op == "thd" and layout.kv != "thd":
+        raise Unsupported(f"attention: a backward with layout {layout.name}, which is one of caches")
+    call = _Call(layout, attn_scale, p_dropout, bias_type, attn_mask_type, softmax_type, window_size, bottom_right_diagonal,
+                 (max_seqlen_q, max_seqlen_kv), (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded), _values(Q), _values(K),
+                 _values(V))
+    lse, random, *rest = Aux_CTX_Tensors
+    with_bias = int(bias_type) == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
+    given_bias, dbias = rest[0] if with_bias and rest else None, None
+    if with_bias and given_bias is None:
+        raise InvalidArgument("fused_attn_bwd: bias_type says that there is a bias; Aux_CTX_Tensors has none")
+    call.add_sink(rest[-1] if len(rest) > with_bias else None)
+    bias = call.bias(given_bias)
+    if bias is not None:
+        dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
+    heads = call.q.shape[-2]
+    dsink = torch.empty(heads, dtype=torch.float32, device=call.q.device) if call.softmax == "learnable" else None
+    results, targets = _gradients(layout, gradient_layout, (_values(Q).shape, _values(K).shape, _values(V).shape), dqkv_quantizer, fake_dtype,
+                                  call.q.device)
+    o, d_o = (_operand(seen_as(_values(t), FORMATS[int(form)], layout.op), t) for t, form in ((O, o_format), (dO, do_format)))
+    with _deterministically(deterministic):
+        ops.fused_attn_bwd(d_o=d_o, q=_operand(call.q, Q), k=_operand(call.k, K), v=_operand(call.v, V), o=o,
+                           softmax_lse=lse.reshape(call.lse_shape()), dq=targets[0], dk=targets[1], dv=targets[2], bias=bias, dbias=dbias, dsink=dsink,
+                           s_quant=_inner_scale(s_quantizer, call.q, "s_quantizer"), dp_quant=_inner_scale(dp_quantizer, call.q, "dp_quantizer"),
+                           seed=random if p_dropout > 0 else 0, **call.arguments)
+    if dbias is not None and dbias.shape != given_bias.shape:
+        dbias = dbias.sum(2, keepdim=True)
+    if call.softmax == "off_by_one":
+        dsink = torch.zeros(heads, dtype=torch.float32, device=call.q.device)
+    return [*results, dbias, None if dsink is None else dsink.view(1, -1, 1, 1)]

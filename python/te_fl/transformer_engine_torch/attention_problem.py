@@ -1,0 +1,153 @@
+"""What the arguments of the package's attention say, in the words of te-fl's op: layouts, masks, windows, biases."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+
+from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.transformer_engine_torch.enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type
+
+__all__ = ["FORMATS", "LAYOUTS", "Layout", "Mask", "alibi_slopes", "check_bias", "mask_of", "operands", "packed", "seen_as", "softmax_of"]
+
+FORMATS = {int(NVTE_QKV_Format[f"NVTE_{name.upper()}"]): name for name in ("sbhd", "bshd", "thd", "bhsd")}
+
+
+class Layout(NamedTuple):
+    """q, kv: the order of dimensions of the queries, and of keys and values; together: which of them lie in one tensor; op: the op's layout."""
+
+    name: str
+    q: str
+    kv: str
+    together: str
+    op: str
+    paged: bool
+
+
+def _layout(name: str) -> Layout:
+    text = name.removeprefix("NVTE_").removeprefix("Paged_KV_").lower()
+    parts = text.split("_")
+    q, kv = ("".join(c for c in part if c.isalpha()) for part in (parts[0], parts[-1]))
+    together = next((group for group in ("3hd", "h3d", "2hd", "h2d") if parts[-1].endswith(group)), "")
+    op = q if q == kv and q != "bhsd" else "thd" if q == "thd" else "bshd"
+    return Layout(text, q, kv, together, op, "Paged" in name)
+
+
+LAYOUTS = {int(each): _layout(each.name) for each in NVTE_QKV_Layout if each is not NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET}
+
+# The dimension of each letter's extent, and what an op's layout wants in its place.
+_MOVES = {("sbhd", "bshd"): (1, 0, 2, 3), ("bshd", "sbhd"): (1, 0, 2, 3), ("bhsd", "bshd"): (0, 2, 1, 3), ("bhsd", "sbhd"): (2, 0, 1, 3),
+          ("bshd", "bhsd"): (0, 2, 1, 3), ("sbhd", "bhsd"): (1, 2, 0, 3)}
+
+
+def seen_as(tensor: torch.Tensor, have: str, want: str) -> torch.Tensor:
+    """A view in another order of dimensions."""
+    if have == want:
+        return tensor
+    move = _MOVES.get((have, want))
+    if move is None:
+        raise InvalidArgument(f"attention: a tensor of format {have} cannot be seen as {want}")
+    return tensor.permute(move)
+
+
+def shape_as(shape: Sequence[int], have: str, want: str) -> Tuple[int, ...]:
+    if have == want:
+        return tuple(shape)
+    move = _MOVES.get((have, want))
+    if move is None:
+        raise InvalidArgument(f"attention: a tensor of format {have} cannot be given the format {want}")
+    return tuple(shape[i] for i in move)
+
+
+@functools.lru_cache(maxsize=64)
+def _starts(batch: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * length
+
+
+def operands(layout: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+    """(q, k, v as the op's layout has them, where each sequence of keys starts if they were not thd before)."""
+    if layout.q == layout.kv == layout.op:
+        return q, k, v, None
+    if layout.op != "thd":
+        return seen_as(q, layout.q, layout.op), seen_as(k, layout.kv, layout.op), seen_as(v, layout.kv, layout.op), None
+    # Sequences of keys of one length are sequences with padding between them.
+    k, v = seen_as(k, layout.kv, "bshd"), seen_as(v, layout.kv, "bshd")
+    return q, k.reshape(-1, *k.shape[2:]), v.reshape(-1, *v.shape[2:]), _starts(k.shape[0], k.shape[1], k.device)
+
+
+def packed(layout: Layout, q_shape: Sequence[int], k_shape: Sequence[int], v_shape: Sequence[int], dtype: torch.dtype, device: Any) -> tuple:
+    """New tensors for the gradients of q, k and v in a layout: views of one where it says so."""
+    if layout.together == "3hd":
+        return torch.empty((*q_shape[:-2], 3, *q_shape[-2:]), dtype=dtype, device=device).unbind(-3)
+    if layout.together == "h3d":
+        return torch.empty((*q_shape[:-1], 3, q_shape[-1]), dtype=dtype, device=device).unbind(-2)
+    dq = torch.empty(q_shape, dtype=dtype, device=device)
+    if layout.together == "2hd":
+        return (dq, *torch.empty((*k_shape[:-2], 2, *k_shape[-2:]), dtype=dtype, device=device).unbind(-3))
+    if layout.together == "h2d":
+        return (dq, *torch.empty((*k_shape[:-1], 2, k_shape[-1]), dtype=dtype, device=device).unbind(-2))
+    return dq, torch.empty(k_shape, dtype=dtype, device=device), torch.empty(v_shape, dtype=dtype, device=device)
+
+
+_MASKS = {int(NVTE_Mask_Type.NVTE_NO_MASK): "none", int(NVTE_Mask_Type.NVTE_PADDING_MASK): "padding", int(NVTE_Mask_Type.NVTE_CAUSAL_MASK): "causal",
+          int(NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK): "padding_causal",
+          int(NVTE_Mask_Type.NVTE_CAUSAL_BOTTOM_RIGHT_MASK): "causal_bottom_right",
+          int(NVTE_Mask_Type.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK): "padding_causal_bottom_right"}
+
+
+class Mask(NamedTuple):
+    type: str
+    left: int
+    right: int
+
+    @property
+    def padding(self) -> bool:
+        return self.type.startswith("padding")
+
+
+def mask_of(attn_mask_type: Any, window: Optional[Sequence[int]], bottom_right_diagonal: bool, square: bool) -> Mask:
+    """square: there are as many keys as queries, so that without padding the top-left diagonal is the bottom-right one."""
+    name = _MASKS.get(int(attn_mask_type))
+    if name is None:
+        raise InvalidArgument(f"attention: attn_mask_type is {int(attn_mask_type)}; it is one of NVTE_Mask_Type")
+    one_diagonal = square and not name.startswith("padding")
+    left, right = (-1, -1) if window is None else (int(window[0]), int(window[1]))
+    if "causal" in name:
+        right = -1  # such a mask bounds it already
+        if left >= 0 and not one_diagonal and bottom_right_diagonal != name.endswith("bottom_right"):
+            raise Unsupported(f"attention: a window from the {'bottom-right' if bottom_right_diagonal else 'top-left'} diagonal under a {name} mask; "
+                              "te-fl counts it from the mask's own")
+    elif (left >= 0 or right >= 0) and not bottom_right_diagonal and not one_diagonal:
+        if right != 0:
+            raise Unsupported(f"attention: a window ({left}, {right}) from the top-left diagonal under a {name} mask; te-fl counts it from the "
+                              "bottom-right one, except under causal masks")
+        name, right = ("padding_causal" if name == "padding" else "causal"), -1
+    return Mask(name, left, right)
+
+
+def softmax_of(softmax_type: Any) -> str:
+    return ("vanilla", "off_by_one", "learnable")[int(NVTE_Softmax_Type(int(softmax_type)))]
+
+
+def check_bias(bias_type: Any, layout: Layout, mask: Mask, softmax: str) -> None:
+    """Refuses the biases that the op does not take."""
+    if int(bias_type) == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
+        raise Unsupported("attention: a bias that is added before the scale; te-fl adds it behind (post_scale_bias)")
+    if int(bias_type) == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS and layout.op == "thd":
+        raise Unsupported("attention: a bias with layout thd")
+    if int(bias_type) == NVTE_Bias_Type.NVTE_ALIBI:
+        if "causal" not in mask.type:
+            raise Unsupported("attention: ALiBi without a causal mask; te-fl's grows with the key's position, the package's shrinks on both sides")
+        if softmax != "vanilla":
+            raise Unsupported("attention: ALiBi with a softmax that has a sink")
+
+
+@functools.lru_cache(maxsize=16)
+def alibi_slopes(heads: int, device: torch.device) -> torch.Tensor:
+    """The slopes of ALiBi (arXiv 2108.12409) for a number of heads: of the largest power of two in it, then every other one of twice that."""
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    slopes += [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)

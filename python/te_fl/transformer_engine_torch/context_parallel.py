@@ -1,0 +1,267 @@
+"""Sequences one behind the other (thd) under context parallelism: halves, their log-sum-exps and gradients, and the ranks' order.
+
+A rank r of R holds of each sequence the chunks r and 2 R - 1 - r of 2 R equal ones, in that order. cu_seqlens are the padded boundaries, int32
+[B + 1], on the device; no function waits for it, so nothing depends on their values in Python. Written with PyTorch's operations.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from te_fl.errors import InvalidArgument
+
+__all__ = ["thd_copy_valid_tokens_from_per_split_to_rank_local", "thd_cp_rank_order_to_sequence_order", "thd_get_partitioned_indices",
+           "thd_grad_correction", "thd_out_correction", "thd_read_half_tensor", "thd_read_second_half_lse", "thd_second_half_lse_correction",
+           "thd_sequence_order_to_cp_rank_order"]
+
+
+def _check_boundaries(function: str, cu_seqlens: torch.Tensor) -> None:
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+        raise InvalidArgument(f"{function}: cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; it is int32 [B + 1] for one sequence or more")
+
+
+class _Places(NamedTuple):
+    """Of each of the tokens: its sequence's begin, length and number, its place there, and whether it is in any."""
+
+    begin: torch.Tensor
+    length: torch.Tensor
+    sequence: torch.Tensor
+    within: torch.Tensor
+    inside: torch.Tensor
+
+
+def places(cu_seqlens: torch.Tensor, tokens: int) -> _Places:
+    cu = cu_seqlens.long()
+    token = torch.arange(tokens, device=cu.device)
+    sequence = torch.searchsorted(cu[1:], token, right=True).clamp_(max=cu.shape[0] - 2)
+    begin = cu[sequence]
+    length = cu[sequence + 1] - begin
+    within = token - begin
+    return _Places(begin, length, sequence, within, (within >= 0) & (within < length))
+
+
+def _along(mask: torch.Tensor, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """A value of each token, to be used with a tensor whose dimension dim is theirs."""
+    return mask.view([-1 if i == dim else 1 for i in range(tensor.dim())])
+
+
+def _token_dim(function: str, tensor: torch.Tensor) -> int:
+    if tensor.dim() not in (3, 4):
+        raise InvalidArgument(f"{function}: the tensor has shape {tuple(tensor.shape)}; it is [T, H, D] or [2, T, H, D]")
+    return tensor.dim() - 3
+
+
+def thd_read_half_tensor(tensor: torch.Tensor, cu_seqlens: torch.Tensor, half_idx: int) -> torch.Tensor:
+    """The first (0) or second (1) half of each sequence, one behind the other; tensor: [T, H, D] or [2, T, H, D]."""
+    name = "thd_read_half_tensor"
+    _check_boundaries(name, cu_seqlens)
+    if half_idx not in (0, 1):
+        raise InvalidArgument(f"{name}: half_idx is {half_idx}; it is 0 or 1")
+    dim = _token_dim(name, tensor)
+    tokens = tensor.shape[dim]
+    at = places(cu_seqlens // 2, tokens // 2)
+    source = 2 * at.begin + half_idx * at.length + at.within
+    return tensor.index_select(dim, source.clamp_(0, max(tokens - 1, 0)))
+
+
+def _lse_shape(function: str, lse: torch.Tensor, lse_packed: bool) -> None:
+    if lse.dtype != torch.float32 or lse.dim() != (2 if lse_packed else 3):
+        raise InvalidArgument(f"{function}: lse is {lse.dtype} {tuple(lse.shape)}; it is float32 {'[H, T]' if lse_packed else '[B, H, S]'} "
+                              f"with lse_packed={lse_packed}")
+
+
+def _half_of_lse(lse: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool) -> tuple:
+    """(where each element of lse is one of a second half, its place among the second halves), both of a shape that broadcasts to lse."""
+    if lse_packed:
+        at = places(cu_seqlens, lse.shape[1])
+        half = at.length // 2
+        return at.inside & (at.within >= half), at.begin // 2 + at.within - half
+    half = ((cu_seqlens[1:] - cu_seqlens[:-1]).long() // 2).view(-1, 1, 1)
+    place = torch.arange(lse.shape[2], device=lse.device) - half
+    return (place >= 0) & (place < half), place
+
+
+def _taken(source: torch.Tensor, place: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """source's elements at places of its last dimension, where any place outside gives some element."""
+    return source.gather(-1, place.clamp(0, max(source.shape[-1] - 1, 0)).expand(shape))
+
+
+def thd_second_half_lse_correction(lse: torch.Tensor, lse_per_step: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool) -> None:
+    """Adds the exponentials of a step over the sequences' second halves to those of lse, in place: log(exp(lse) + exp(lse_per_step))."""
+    name = "thd_second_half_lse_correction"
+    _check_boundaries(name, cu_seqlens)
+    for each in (lse, lse_per_step):
+        _lse_shape(name, each, lse_packed)
+    if lse.shape[-1] // 2 > lse_per_step.shape[-1]:
+        raise InvalidArgument(f"{name}: lse_per_step has {lse_per_step.shape[-1]} rows of a head; the second halves of lse have {lse.shape[-1] // 2}")
+    if lse.numel() == 0:
+        return
+    second, place = _half_of_lse(lse, cu_seqlens, lse_packed)
+    lse.copy_(torch.where(second, torch.logaddexp(lse, _taken(lse_per_step, place, lse.shape)), lse))
+
+
+def thd_read_second_half_lse(lse: torch.Tensor, cu_seqlens: torch.Tensor, lse_packed: bool, second_half_lse_seqlen: int) -> torch.Tensor:
+    """The elements of the sequences' second halves, [H, second_half_lse_seqlen] packed and else [B, H, second_half_lse_seqlen]; zeros behind them."""
+    name = "thd_read_second_half_lse"
+    _check_boundaries(name, cu_seqlens)
+    _lse_shape(name, lse, lse_packed)
+    if lse.shape[-1] // 2 > second_half_lse_seqlen:
+        raise InvalidArgument(f"{name}: second_half_lse_seqlen is {second_half_lse_seqlen}; the second halves have {lse.shape[-1] // 2} rows of a head")
+    shape = torch.Size((*lse.shape[:-1], second_half_lse_seqlen))
+    if lse.numel() == 0:
+        return torch.zeros(shape, dtype=lse.dtype, device=lse.device)
+    if lse_packed:
+        at = places(cu_seqlens // 2, second_half_lse_seqlen)
+        inside, source = at.inside, 2 * at.begin + at.length + at.within
+    else:
+        half = ((cu_seqlens[1:] - cu_seqlens[:-1]).long() // 2).view(-1, 1, 1)
+        place = torch.arange(second_half_lse_seqlen, device=lse.device)
+        inside, source = place < half, place + half
+    return torch.where(inside, _taken(lse, source, shape), 0.0)
+
+
+def _weights(lse: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """exp(lse - total), 0 where nothing was summed up."""
+    return torch.exp(lse - total).masked_fill_(total == -torch.inf, 0.0)
+
+
+def _by_token(lse: torch.Tensor, at: _Places, place: torch.Tensor, lse_packed: bool) -> torch.Tensor:
+    """lse of each token at a place of its row, [T, H]."""
+    place = place.clamp(0, max(lse.shape[-1] - 1, 0))
+    return lse[:, place].t() if lse_packed else lse[at.sequence, :, place]
+
+
+def thd_out_correction(out: torch.Tensor, out_per_step: torch.Tensor, old_lse: torch.Tensor, lse: torch.Tensor, lse_per_step: torch.Tensor,
+                       cu_seqlens: torch.Tensor, only_second_half: bool, lse_packed: bool) -> None:
+    """out exp(old_lse - lse) + out_per_step exp(lse_per_step - lse), in place; of the second halves alone, which a step then has, if asked.
+
+    out: [T, H, D]; out_per_step: as out, or [T / 2, H, D] of the second halves.
+    """
+    name = "thd_out_correction"
+    _check_boundaries(name, cu_seqlens)
+    for each in (old_lse, lse, lse_per_step):
+        _lse_shape(name, each, lse_packed)
+    tokens = out.shape[0]
+    if out_per_step.shape[0] != (tokens // 2 if only_second_half else tokens):
+        raise InvalidArgument(f"{name}: out_per_step has {out_per_step.shape[0]} tokens, out {tokens}, with only_second_half={only_second_half}")
+    if out.numel() == 0:
+        return
+    at = places(cu_seqlens, tokens)
+    half = at.length // 2
+    in_lse = at.begin + at.within if lse_packed else at.within
+    if only_second_half:
+        touched, place = at.inside & (at.within >= half), at.within - half
+        step_token = (at.begin // 2 + place).clamp_(0, max(out_per_step.shape[0] - 1, 0))
+        in_step = step_token if lse_packed else place
+        step = out_per_step.index_select(0, step_token)
+    else:
+        touched, in_step, step = at.inside, in_lse, out_per_step
+    total = _by_token(lse, at, in_lse, lse_packed)
+    old = _weights(_by_token(old_lse, at, in_lse, lse_packed), total).unsqueeze(-1)
+    new = _weights(_by_token(lse_per_step, at, in_step, lse_packed), total).unsqueeze(-1)
+    corrected = torch.addcmul(step.float() * new, out.float(), old).to(out.dtype)
+    out.copy_(torch.where(_along(touched, out, 0), corrected, out))
+
+
+_ACTIONS = ("none", "add", "copy", "zero")
+
+
+def thd_grad_correction(grad: torch.Tensor, grad_per_step: torch.Tensor, cu_seqlens: torch.Tensor, first_half: str, second_half: str) -> None:
+    """Adds a step's gradient to a half of each sequence of grad, copies it there, sets it to zero or leaves it, in place.
+
+    grad: [T, H, D] or [2, T, H, D]; grad_per_step: as grad where both halves take of it, else the tokens of that half alone.
+    """
+    name = "thd_grad_correction"
+    _check_boundaries(name, cu_seqlens)
+    for half, action in (("first_half", first_half), ("second_half", second_half)):
+        if action not in _ACTIONS:
+            raise InvalidArgument(f"{name}: {half} is {action!r}; it is one of {', '.join(_ACTIONS)}")
+    if grad.dtype == torch.uint8 and "add" in (first_half, second_half):
+        raise InvalidArgument(f"{name}: grad is codes of FP8, which are not added as bytes; copy or zero them")
+    dim, takes = _token_dim(name, grad), [action in ("add", "copy") for action in (first_half, second_half)]
+    tokens = grad.shape[dim]
+    expected = tokens if all(takes) else tokens // 2
+    if grad_per_step.shape[dim] != expected:
+        raise InvalidArgument(f"{name}: grad_per_step has {grad_per_step.shape[dim]} tokens; ({first_half}, {second_half}) takes {expected} of {tokens}")
+    if grad.numel() == 0:
+        return
+    at = places(cu_seqlens, tokens)
+    half = at.length // 2
+    step = grad_per_step
+    if not all(takes):
+        place = at.begin // 2 + at.within - (half if takes[1] else 0)
+        step = step.index_select(dim, place.clamp_(0, max(expected - 1, 0)))
+    result = grad
+    for mask, action in ((at.inside & (at.within < half), first_half), (at.inside & (at.within >= half), second_half)):
+        if action != "none":
+            value = step if action == "copy" else grad + step if action == "add" else torch.zeros_like(grad)
+            result = torch.where(_along(mask, grad, dim), value, result)
+    grad.copy_(result)
+
+
+def _check_ranks(function: str, total_tokens: int, world_size: int) -> None:
+    if world_size < 1 or total_tokens < 1 or total_tokens % (2 * world_size):
+        raise InvalidArgument(f"{function}: {total_tokens} tokens do not divide into 2 chunks for each of {world_size} ranks")
+
+
+def _tokens_of_ranks(cu_seqlens: torch.Tensor, tokens: int, world_size: int, rank: torch.Tensor | int) -> torch.Tensor:
+    """Which token of the whole each of a rank's tokens is. rank: a number, or [R, 1] for several."""
+    at = places(cu_seqlens // world_size, tokens // world_size)
+    chunk = at.length // 2
+    second = at.within >= chunk
+    number = torch.where(second, 2 * world_size - 1 - rank, rank)
+    source = at.begin * world_size + number * chunk + at.within - torch.where(second, chunk, 0)
+    return source.clamp_(0, tokens - 1)
+
+
+def thd_get_partitioned_indices(cu_seqlens: torch.Tensor, total_tokens: int, world_size: int, rank: int) -> torch.Tensor:
+    """The tokens that a rank holds, in its order; int32 [total_tokens / world_size]."""
+    name = "thd_get_partitioned_indices"
+    _check_boundaries(name, cu_seqlens)
+    _check_ranks(name, total_tokens, world_size)
+    if not 0 <= rank < world_size:
+        raise InvalidArgument(f"{name}: rank is {rank}; it is 0 or more, and less than world_size {world_size}")
+    return _tokens_of_ranks(cu_seqlens, total_tokens, world_size, rank).int()
+
+
+def _check_order(function: str, inp: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, total_tokens: int) -> None:
+    _check_boundaries(function, cu_seqlens)
+    _check_ranks(function, total_tokens, cp_size)
+    if inp.dim() < 1 or inp.shape[0] != total_tokens:
+        raise InvalidArgument(f"{function}: inp has shape {tuple(inp.shape)}; total_tokens says {total_tokens} tokens")
+
+
+def thd_sequence_order_to_cp_rank_order(inp: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, total_tokens: int) -> torch.Tensor:
+    """The tokens of rank 0, then those of rank 1, ..."""
+    _check_order("thd_sequence_order_to_cp_rank_order", inp, cu_seqlens, cp_size, total_tokens)
+    ranks = torch.arange(cp_size, device=cu_seqlens.device).view(-1, 1)
+    return inp.index_select(0, _tokens_of_ranks(cu_seqlens, total_tokens, cp_size, ranks).view(-1))
+
+
+def thd_cp_rank_order_to_sequence_order(inp: torch.Tensor, cu_seqlens: torch.Tensor, cp_size: int, total_tokens: int) -> torch.Tensor:
+    """The inverse of thd_sequence_order_to_cp_rank_order."""
+    _check_order("thd_cp_rank_order_to_sequence_order", inp, cu_seqlens, cp_size, total_tokens)
+    at = places(cu_seqlens, total_tokens)
+    size = (at.length // (2 * cp_size)).clamp_(min=1)
+    chunk = at.within // size
+    second = chunk >= cp_size
+    rank = torch.where(second, 2 * cp_size - 1 - chunk, chunk)
+    local = at.begin // cp_size + at.within % size + torch.where(second, size, 0)
+    return inp.index_select(0, (rank * (total_tokens // cp_size) + local).clamp_(0, total_tokens - 1))
+
+
+def thd_copy_valid_tokens_from_per_split_to_rank_local(out: torch.Tensor, inp: torch.Tensor, cu_seqlens_padded: torch.Tensor,
+                                                       cu_seqlens: torch.Tensor) -> None:
+    """Copies the tokens of each sequence that are no padding, in place; cu_seqlens: of the true lengths."""
+    name = "thd_copy_valid_tokens_from_per_split_to_rank_local"
+    _check_boundaries(name, cu_seqlens)
+    _check_boundaries(name, cu_seqlens_padded)
+    if cu_seqlens.shape != cu_seqlens_padded.shape or out.shape != inp.shape or out.dtype != inp.dtype or inp.dim() < 1:
+        raise InvalidArgument(f"{name}: out is {out.dtype} {tuple(out.shape)}, inp {inp.dtype} {tuple(inp.shape)}, cu_seqlens_padded "
+                              f"{tuple(cu_seqlens_padded.shape)}, cu_seqlens {tuple(cu_seqlens.shape)}; each pair is alike")
+    at = places(cu_seqlens_padded, inp.shape[0])
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    valid = at.inside & (at.within < lengths[at.sequence])
+    out.copy_(torch.where(_along(valid, out, 0), inp, out))

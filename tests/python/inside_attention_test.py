@@ -1,0 +1,304 @@
+"""Attention of NVIDIA's package on te-fl's ops (te_fl.inside on the host): DotProductAttention over layouts, masks, biases, windows, sinks, dropout,
+caches and FP8, RoPE, softmax, the helpers of sequences and of context parallelism, dropout; against sums in FP64 or by hand.
+
+Needs the distribution transformer_engine; without it the file is skipped.
+"""
+
+import math
+import unittest
+
+import torch
+
+import te_fl
+import te_fl.inside
+
+te_fl.inside.start("cpu")
+import transformer_engine  # noqa: E402,F401 its absence skips the file
+import transformer_engine.pytorch as te  # noqa: E402
+import transformer_engine_torch as tex  # noqa: E402
+from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as dpa  # noqa: E402
+from transformer_engine.pytorch.attention.dot_product_attention.utils import FusedAttentionParams  # noqa: E402
+from transformer_engine.pytorch.cpp_extensions import fused_attn  # noqa: E402
+
+CUDA = {"device": "cuda"}
+
+
+def seen(lengths, total=None):
+    """int32 boundaries of sequences of these lengths."""
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+def oracle(q, k, v, *, scale=None, mask=None, bias=None, window=(-1, -1), lens=None, sink=None, bottom_right=False, keep=None, p=0.0):
+    """softmax(scale q k^T + bias) v in FP64 of [B, S, H, D]; lens: (of queries, of keys) of each sequence; sink: a logit of each head."""
+    q, k, v = (x.double() for x in (q, k, v))
+    groups = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias.double()
+    batch, _, rows, columns = scores.shape
+    i, j = torch.arange(rows).view(-1, 1), torch.arange(columns).view(1, -1)
+    hidden = torch.zeros(batch, rows, columns, dtype=torch.bool)
+    for b in range(batch):
+        of_q, of_kv = (rows, columns) if lens is None else (lens[0][b], lens[1][b])
+        shift = of_kv - of_q if bottom_right else 0
+        hidden[b] |= (i >= of_q) | (j >= of_kv)
+        if mask == "causal":
+            hidden[b] |= j > i + shift
+        if window[0] >= 0:
+            hidden[b] |= j < i + shift - window[0]
+        if window[1] >= 0:
+            hidden[b] |= j > i + shift + window[1]
+    scores = scores.masked_fill(hidden.unsqueeze(1), -math.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink.double().view(1, -1, 1, 1).expand(batch, -1, rows, 1)], -1)
+    # A row that sees nothing is zeros, and so are its gradients.
+    blind = hidden.all(-1).view(batch, 1, rows, 1)
+    p_ = torch.softmax(scores.masked_fill(blind, 0.0), -1)[..., :columns].masked_fill(blind, 0.0)
+    if keep is not None:
+        p_ = p_ * keep / (1 - p)
+    return torch.einsum("bhij,bjhd->bihd", p_, v)
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(7)
+        dpa._attention_backends["backend_selection_requires_update"] = True
+
+    def near(self, got, want, tolerance=2e-2, what=""):
+        self.assertEqual(tuple(got.shape), tuple(want.shape), what)
+        self.assertFalse(got.isnan().any().item(), what)
+        scale = max(want.double().abs().max().item(), 1e-3)
+        error = (got.double() - want.double()).abs().max().item() if got.numel() else 0.0
+        self.assertLess(error, tolerance * scale, f"{what}: {error} of {scale}")
+
+    def inputs(self, batch, q_len, kv_len, heads, groups, dim, v_dim=None, dtype=torch.bfloat16):
+        shapes = ((batch, q_len, heads, dim), (batch, kv_len, groups, dim), (batch, kv_len, groups, v_dim or dim))
+        return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def used_backend():
+    return "fused" if dpa._attention_backends["use_fused_attention"] else "unfused" if dpa._attention_backends["use_unfused_attention"] else "none"
+
+
+class DotProductAttention(Case):
+    def check(self, q, k, v, want_backend="fused", layout="bshd", tolerance=2e-2, module=None, **options):
+        """The module against the oracle, forward and gradients; q, k, v: [B, S, H, D]. options: `call`, of the module's call; the oracle's others."""
+        call = dict(options.pop("call", {}))
+        settings = dict(options.pop("settings", {}))
+        heads, groups, dims = q.shape[2], k.shape[2], (q.shape[3], v.shape[3])
+        attention = te.DotProductAttention(heads, dims if dims[0] != dims[1] else dims[0], num_gqa_groups=groups, attention_dropout=0.0,
+                                           qkv_format=layout, **settings)
+        form = (lambda x: x.transpose(0, 1)) if layout == "sbhd" else (lambda x: x)
+        out = attention(form(q), form(k), form(v), **call)
+        self.assertEqual(used_backend(), want_backend)
+        want = oracle(q, k, v, **options)
+        out = form(out.view(*out.shape[:2], heads, dims[1]))
+        grad = torch.randn(out.shape).to(out.dtype)
+        lens = options.get("lens")
+        if lens is not None:
+            for b, length in enumerate(lens[0]):
+                grad[b, length:] = 0
+        got_grads = torch.autograd.grad(out, (q, k, v), grad)
+        want_grads = torch.autograd.grad(want, (q, k, v), grad.double())
+        real = torch.ones(q.shape[:2], dtype=torch.bool)
+        if lens is not None:
+            for b, length in enumerate(lens[0]):
+                real[b, length:] = False
+        self.near(out[real], want[real], tolerance, "o")
+        for name, got, expected in zip("qkv", got_grads, want_grads):
+            self.near(got, expected, tolerance * 1.5, f"d{name}")
+        return out
+
+    def test_self_attention(self):
+        for layout in ("bshd", "sbhd"):
+            for dtype in (torch.bfloat16, torch.float16):
+                q, k, v = self.inputs(2, 17, 17, 4, 4, 16, dtype=dtype)
+                self.check(q, k, v, layout=layout, mask="causal", settings={"attn_mask_type": "causal"})
+                self.check(q, k, v, layout=layout, settings={"attn_mask_type": "no_mask"})
+
+    def test_fp32_is_unfused(self):
+        q, k, v = self.inputs(2, 9, 9, 2, 2, 8, dtype=torch.float32)
+        self.check(q, k, v, "unfused", mask="causal", settings={"attn_mask_type": "causal"}, tolerance=1e-4)
+
+    def test_grouped_queries_and_other_value_sizes(self):
+        q, k, v = self.inputs(2, 13, 19, 6, 2, 16, 24)
+        self.check(q, k, v, settings={"attn_mask_type": "no_mask"})
+        self.check(q, k, v, settings={"attn_mask_type": "no_mask", "softmax_scale": 0.4}, scale=0.4)
+
+    def test_masks_of_cross_attention(self):
+        q, k, v = self.inputs(2, 5, 11, 2, 2, 16)
+        self.check(q, k, v, mask="causal", settings={"attn_mask_type": "causal"})
+        self.check(q, k, v, mask="causal", bottom_right=True, settings={"attn_mask_type": "causal_bottom_right"})
+
+    def test_windows(self):
+        q, k, v = self.inputs(2, 15, 15, 2, 2, 16)
+        self.check(q, k, v, mask="causal", window=(3, 0), settings={"attn_mask_type": "causal", "window_size": (3, 0)})
+        self.check(q, k, v, window=(2, 4), settings={"attn_mask_type": "no_mask", "window_size": (2, 4)})
+        q, k, v = self.inputs(2, 6, 15, 2, 2, 16)
+        self.check(q, k, v, mask="causal", bottom_right=True, window=(3, 0), settings={"attn_mask_type": "causal_bottom_right", "window_size": (3, 0)})
+
+    def test_padding(self):
+        q, k, v = self.inputs(3, 9, 9, 2, 2, 16)
+        lens = [9, 4, 1]
+        padded = (torch.arange(9) >= torch.tensor(lens).view(-1, 1)).view(3, 1, 1, 9)
+        for mask, of in (("padding", None), ("padding_causal", "causal")):
+            for layout in ("bshd", "sbhd"):
+                self.check(q, k, v, layout=layout, mask=of, lens=(lens, lens), settings={"attn_mask_type": mask}, call={"attention_mask": padded})
+        q, k, v = self.inputs(2, 5, 9, 2, 2, 16)
+        of_q, of_kv = [5, 2], [7, 9]
+        masks = tuple((torch.arange(n) >= torch.tensor(of).view(-1, 1)).view(2, 1, 1, n) for n, of in ((5, of_q), (9, of_kv)))
+        self.check(q, k, v, lens=(of_q, of_kv), settings={"attn_mask_type": "padding", "attention_type": "cross"}, call={"attention_mask": masks})
+        self.check(q, k, v, lens=(of_q, of_kv), mask="causal", bottom_right=True,
+                   settings={"attn_mask_type": "padding_causal_bottom_right", "attention_type": "cross"}, call={"attention_mask": masks})
+
+    def test_an_arbitrary_mask_is_unfused(self):
+        q, k, v = self.inputs(2, 6, 6, 2, 2, 16)
+        hidden = torch.rand(2, 1, 6, 6) > 0.5
+        hidden[..., 0] = False
+        bias = torch.zeros(2, 1, 6, 6, dtype=torch.float64).masked_fill(hidden, -math.inf)
+        self.check(q, k, v, "unfused", bias=bias, settings={"attn_mask_type": "arbitrary"}, call={"attention_mask": hidden})
+
+    def test_biases(self):
+        q, k, v = self.inputs(2, 7, 9, 2, 2, 16)
+        for shape in ((1, 2, 7, 9), (2, 2, 7, 9), (2, 1, 7, 9), (1, 1, 7, 9), (1, 1, 1, 9)):
+            bias = torch.randn(shape).bfloat16()
+            self.check(q, k, v, bias=bias, settings={"attn_mask_type": "no_mask"},
+                       call={"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias})
+        bias = torch.randn(1, 2, 7, 9).bfloat16()
+        self.check(q, k, v, "unfused", bias=bias.double() / 4, settings={"attn_mask_type": "no_mask"},
+                   call={"core_attention_bias_type": "pre_scale_bias", "core_attention_bias": bias})
+
+    def test_the_gradient_of_a_bias(self):
+        for shape in ((1, 2, 7, 9), (2, 1, 7, 9), (1, 1, 7, 9)):
+            q, k, v = self.inputs(2, 7, 9, 2, 2, 16)
+            bias = torch.randn(shape).bfloat16().requires_grad_()
+            attention = te.DotProductAttention(2, 16, attention_dropout=0.0, qkv_format="bshd", attn_mask_type="no_mask")
+            out = attention(q, k, v, core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
+            self.assertEqual(used_backend(), "fused")
+            grad = torch.randn(out.shape).bfloat16()
+            got, = torch.autograd.grad(out, bias, grad)
+            want, = torch.autograd.grad(oracle(q, k, v, bias=bias), bias, grad.double().view(2, 7, 2, 16))
+            self.near(got, want)
+
+    def test_alibi(self):
+        slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8])  # of 6 heads: of 4, and every other one of 8
+        i, j = torch.arange(9).view(-1, 1), torch.arange(9).view(1, -1)
+        bias = -slopes.view(1, -1, 1, 1) * (i - j).abs()
+        q, k, v = self.inputs(2, 9, 9, 6, 6, 16)
+        self.check(q, k, v, mask="causal", bias=bias, settings={"attn_mask_type": "causal"}, call={"core_attention_bias_type": "alibi"})
+        dpa._alibi_cache["_alibi_slopes_require_update"] = dpa._alibi_cache["_alibi_bias_require_update"] = True
+        self.check(q, k, v, "unfused", bias=bias, settings={"attn_mask_type": "no_mask"}, call={"core_attention_bias_type": "alibi"})
+        own = torch.tensor([0.5, 0.25, 0.1, 0.2, 0.3, 0.4])
+        dpa._alibi_cache["_alibi_slopes_require_update"] = dpa._alibi_cache["_alibi_bias_require_update"] = True
+        self.check(q, k, v, mask="causal", bias=-own.view(1, -1, 1, 1) * (i - j).abs(), settings={"attn_mask_type": "causal"},
+                   call={"core_attention_bias_type": "alibi", "alibi_slopes": own})
+
+    def test_softmax_with_a_sink(self):
+        q, k, v = self.inputs(2, 9, 9, 4, 2, 16)
+        self.check(q, k, v, mask="causal", sink=torch.zeros(4), settings={"attn_mask_type": "causal", "softmax_type": "off-by-one"})
+        attention = te.DotProductAttention(4, 16, num_gqa_groups=2, attention_dropout=0.0, qkv_format="bshd", attn_mask_type="causal",
+                                           softmax_type="learnable")
+        offset = attention.softmax_offset
+        with torch.no_grad():
+            offset.copy_(torch.randn(offset.shape))
+        out = attention(q, k, v)
+        self.assertEqual(used_backend(), "fused")
+        sink = offset.detach().double().view(-1).requires_grad_()
+        want = oracle(q, k, v, mask="causal", sink=sink)
+        self.near(out.view(want.shape), want)
+        grad = torch.randn(out.shape).bfloat16()
+        out.backward(grad)
+        expected, = torch.autograd.grad(want, sink, grad.double().view(want.shape))
+        self.near(offset.grad.view(-1), expected)
+
+    def thd(self, lens, padded, heads=4, groups=2, dim=16):
+        """(q, k, v of all tokens, boundaries of lengths, of padded lengths)."""
+        total = sum(padded)
+        q, k, v = (torch.randn(total, of, dim).bfloat16().requires_grad_() for of in (heads, groups, groups))
+        return q, k, v, seen(lens), seen(padded)
+
+    def test_sequences_one_behind_the_other(self):
+        for lens, padded in (([5, 1, 9], [5, 1, 9]), ([5, 0, 9], [8, 2, 11])):
+            for mask in ("padding", "padding_causal"):
+                q, k, v, cu, cu_padded = self.thd(lens, padded)
+                attention = te.DotProductAttention(4, 16, num_gqa_groups=2, attention_dropout=0.0, qkv_format="thd", attn_mask_type=mask)
+                pad = {} if lens == padded else dict(cu_seqlens_q_padded=cu_padded, cu_seqlens_kv_padded=cu_padded, pad_between_seqs=True)
+                out = attention(q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=max(lens), max_seqlen_kv=max(lens), **pad)
+                self.assertEqual(used_backend(), "fused")
+                grad = torch.randn(out.shape).bfloat16()
+                got = torch.autograd.grad(out, (q, k, v), grad)
+                want = torch.zeros(out.shape, dtype=torch.float64).view(-1, 4, 16)
+                for begin, length in zip(cu_padded.tolist(), lens):
+                    part = [x[begin:begin + length].unsqueeze(0) for x in (q, k, v)]
+                    want = torch.cat([want[:begin], oracle(*part, mask=mask.removeprefix("padding_"))[0] if length else want[:0],
+                                      want[begin + length:]])
+                self.near(out.view(want.shape), want, what="o")
+                for g, w in zip(got, torch.autograd.grad(want, (q, k, v), grad.double().view(want.shape))):
+                    self.near(g, w, 3e-2)
+
+    def test_packed_layouts(self):
+        """Views of one tensor, which the module recognises, and whose gradients are views of one."""
+        for layout, dims in (("bshd", (2, 9)), ("sbhd", (9, 2))):
+            for shape, dim in (((3, 4, 16), -3), ((4, 3, 16), -2)):
+                whole = torch.randn(*dims, *shape).bfloat16().requires_grad_()
+                q, k, v = whole.unbind(dim)
+                attention = te.DotProductAttention(4, 16, attention_dropout=0.0, qkv_format=layout, attn_mask_type="causal")
+                out = attention(q, k, v)
+                self.assertEqual(used_backend(), "fused")
+                form = (lambda x: x.transpose(0, 1)) if layout == "sbhd" else (lambda x: x)
+                want = form(oracle(form(q), form(k), form(v), mask="causal"))
+                self.near(out.view(want.shape), want)
+                grad = torch.randn(out.shape).bfloat16()
+                got, = torch.autograd.grad(out, whole, grad)
+                self.near(got, torch.autograd.grad(want, whole, grad.double().view(want.shape))[0], 3e-2)
+
+    def test_dropout(self):
+        q, k, v = self.inputs(2, 32, 32, 2, 2, 16)
+        attention = te.DotProductAttention(2, 16, attention_dropout=0.25, qkv_format="bshd", attn_mask_type="no_mask")
+        with torch.no_grad():
+            v.fill_(1)
+        torch.manual_seed(3)
+        first = attention(q, k, v)
+        self.assertEqual(used_backend(), "fused")
+        second = attention(q, k, v)
+        torch.manual_seed(3)
+        again = attention(q, k, v)
+        self.assertTrue(torch.equal(first, again))
+        self.assertFalse(torch.equal(first, second))
+        # Each row is the sum of what is kept of probabilities that sum up to 1, over 0.75: 1 on average.
+        self.assertAlmostEqual(first.float().mean().item(), 1.0, delta=0.02)
+        self.assertGreater(first.float().std().item(), 0.03)
+        attention.eval()
+        self.near(attention(q, k, v).view(v.shape), torch.ones(v.shape))
+
+    def test_dropout_backward_drops_the_same(self):
+        """o is linear in v: its gradient times v gives o back."""
+        q, k, v = self.inputs(1, 8, 8, 2, 2, 16)
+        attention = te.DotProductAttention(2, 16, attention_dropout=0.5, qkv_format="bshd", attn_mask_type="no_mask")
+        out = attention(q, k, v)
+        grad = torch.randn(out.shape).bfloat16()
+        dv, = torch.autograd.grad(out, v, grad)
+        self.assertAlmostEqual((dv.double() * v.double()).sum().item(), (grad.double() * out.double()).sum().item(), delta=0.1)
+
+    def test_the_largest_logit_is_unfused(self):
+        q, k, v = self.inputs(2, 9, 9, 2, 2, 16)
+        attention = te.DotProductAttention(2, 16, attention_dropout=0.0, qkv_format="bshd", attn_mask_type="no_mask", return_max_logit=True)
+        out, largest = attention(q, k, v)
+        self.assertEqual(used_backend(), "unfused")
+        scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 4
+        self.near(largest, scores.amax((0, 2, 3)))
+
+    def test_deterministic_gradients(self):
+        q, k, v = self.inputs(2, 16, 16, 2, 2, 16)
+        out, aux = fused_attn.fused_attn_fwd(True, 16, 16, seen([16, 16]), seen([16, 16]), q, k, v, torch.bfloat16, 1, qkv_layout="bshd_bshd_bshd",
+                                             o_format="bshd", attn_mask_type="causal")
+        args = (16, 16, seen([16, 16]), seen([16, 16]), q, k, v, out, out, torch.bfloat16, aux, 1)
+        options = dict(qkv_layout="bshd_bshd_bshd", o_format="bshd", do_format="bshd", dqkv_layout="bshd_bshd_bshd", attn_mask_type="causal")
+        first, second = (fused_attn.fused_attn_bwd(*args, deterministic=True, **options) for _ in range(2))
+        for a, b in zip(first[:3], second[:3]):
+            self.assertTrue(torch.equal(a, b))
+
+
+if __name__ == "__main__":
+    unittest.main()
