@@ -1,26 +1,20 @@
-"""Attention of NVIDIA's package on te-fl's ops (te_fl.inside on the host): DotProductAttention over layouts, masks, biases, windows, sinks, dropout,
-caches and FP8, RoPE, softmax, the helpers of sequences and of context parallelism, dropout; against sums in FP64 or by hand.
-
-Needs the distribution transformer_engine; without it the file is skipped.
-"""
+"""Attention of NVIDIA's package on te-fl: DotProductAttention over layouts, masks, biases, windows, sinks and dropout,
+and what te-fl answers about them; against sums in FP64."""
 
 import math
 import unittest
 
+import inside_package  # noqa: F401
 import torch
 
 import te_fl
-import te_fl.inside
-
-te_fl.inside.start("cpu")
-import transformer_engine  # noqa: E402,F401 its absence skips the file
-import transformer_engine.pytorch as te  # noqa: E402
-import transformer_engine_torch as tex  # noqa: E402
-from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as dpa  # noqa: E402
-from transformer_engine.pytorch.attention.dot_product_attention.utils import FusedAttentionParams  # noqa: E402
-from transformer_engine.pytorch.cpp_extensions import fused_attn  # noqa: E402
-
-CUDA = {"device": "cuda"}
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from te_fl.errors import Error, InvalidArgument, Unsupported
+from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as dpa
+from transformer_engine.pytorch.attention.dot_product_attention.utils import FusedAttentionParams
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.cpp_extensions import fused_attn
 
 
 def seen(lengths, total=None):
@@ -289,6 +283,14 @@ class DotProductAttention(Case):
         scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 4
         self.near(largest, scores.amax((0, 2, 3)))
 
+    def test_a_top_left_window_without_a_causal_mask(self):
+        """te-fl's op counts it from the other corner; where the corners are one it serves it, and else the package computes."""
+        q, k, v = self.inputs(2, 9, 9, 2, 2, 16)
+        settings = {"attn_mask_type": "no_mask", "window_size": (2, 3), "bottom_right_diagonal": False}
+        self.check(q, k, v, window=(2, 3), settings=settings)
+        q, k, v = self.inputs(2, 6, 9, 2, 2, 16)
+        self.check(q, k, v, "unfused", window=(2, 3), settings=settings)
+
     def test_deterministic_gradients(self):
         q, k, v = self.inputs(2, 16, 16, 2, 2, 16)
         out, aux = fused_attn.fused_attn_fwd(True, 16, 16, seen([16, 16]), seen([16, 16]), q, k, v, torch.bfloat16, 1, qkv_layout="bshd_bshd_bshd",
@@ -298,6 +300,78 @@ class DotProductAttention(Case):
         first, second = (fused_attn.fused_attn_bwd(*args, deterministic=True, **options) for _ in range(2))
         for a, b in zip(first[:3], second[:3]):
             self.assertTrue(torch.equal(a, b))
+
+    def test_nothing(self):
+        """The module itself cannot shape a result without elements; the functions beneath it can."""
+        for q_shape, k_shape in (((0, 5, 2, 16), (0, 5, 2, 16)), ((2, 0, 2, 16), (2, 3, 2, 16)), ((2, 3, 2, 16), (2, 0, 2, 16))):
+            q, k = torch.ones(q_shape).bfloat16(), torch.ones(k_shape).bfloat16()
+            lengths = [seen([x.shape[1]] * x.shape[0]) for x in (q, k)]
+            args = (q.shape[1], k.shape[1], *lengths, q, k, k)
+            options = dict(qkv_layout="bshd_bshd_bshd", o_format="bshd", attn_mask_type="no_mask")
+            out, aux = fused_attn.fused_attn_fwd(True, *args, torch.bfloat16, 1, **options)
+            self.assertTrue(torch.equal(out, torch.zeros(q_shape).bfloat16()))
+            grads = fused_attn.fused_attn_bwd(*args, out, out, torch.bfloat16, aux, 1, do_format="bshd", dqkv_layout="bshd_bshd_bshd", **options)
+            for got, like in zip(grads, (q, k, k)):
+                self.assertTrue(torch.equal(got, torch.zeros_like(like)))
+
+
+class Enquiry(Case):
+    """What get_fused_attn_backend answers, and the errors of calls that pass it by."""
+
+    def params(self, **changes):
+        known = dict(qkv_layout=tex.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, o_format=tex.NVTE_QKV_Format.NVTE_BSHD,
+                     do_format=tex.NVTE_QKV_Format.NVTE_BSHD, dqkv_layout=tex.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, batch_size=2, num_attn_heads=4,
+                     num_gqa_groups=2, head_dim_qk=16, head_dim_v=16, max_seqlen_q=8, max_seqlen_kv=8)
+        return FusedAttentionParams(**{**known, **changes})
+
+    def test_answers(self):
+        fp8 = dict(qkv_dtype=DType.kFloat8E4M3, o_dtype=DType.kFloat8E4M3, do_dtype=DType.kFloat8E5M2, dqkv_dtype=DType.kFloat8E5M2)
+        layouts, masks, biases = tex.NVTE_QKV_Layout, tex.NVTE_Mask_Type, tex.NVTE_Bias_Type
+        for expected, pattern, changes in (
+                (1, "^$", {}), (1, "^$", dict(qkv_dtype=DType.kFloat16)), (2, "^$", fp8),
+                (1, "^$", dict(qkv_layout=layouts.NVTE_THD_THD_THD)), (1, "^$", dict(qkv_layout=layouts.NVTE_SBHD_BSHD_BSHD)),
+                (1, "^$", dict(qkv_layout=layouts.NVTE_THD_SBHD_SBHD)), (1, "^$", dict(qkv_layout=layouts.NVTE_BHSD_BHSD_BHSD)),
+                (-1, "in pages", dict(qkv_layout=layouts.NVTE_Paged_KV_BSHD_BSHD_BSHD)),
+                (-1, "NVTE_QKV_Layout, and set", dict(qkv_layout=layouts.NVTE_QKV_Layout_NOT_SET)),
+                (-1, "max_logit", dict(return_max_logit=True)), (-1, "groups divide the heads", dict(num_gqa_groups=3)),
+                (-1, "before the scale", dict(bias_type=biases.NVTE_PRE_SCALE_BIAS)),
+                (-1, "a bias with layout thd", dict(bias_type=biases.NVTE_POST_SCALE_BIAS, qkv_layout=layouts.NVTE_THD_THD_THD)),
+                (-1, "without a causal mask", dict(bias_type=biases.NVTE_ALIBI)),
+                (1, "^$", dict(bias_type=biases.NVTE_ALIBI, attn_mask_type=masks.NVTE_CAUSAL_MASK)),
+                (-1, "has a sink", dict(bias_type=biases.NVTE_ALIBI, attn_mask_type=masks.NVTE_CAUSAL_MASK,
+                                        softmax_type=tex.NVTE_Softmax_Type.NVTE_OFF_BY_ONE_SOFTMAX)),
+                (-1, "from the top-left diagonal", dict(window_size_left=2, window_size_right=2, bottom_right_diagonal=False, max_seqlen_kv=9)),
+                (-1, "NVTE_MXFP8_1D_SCALING", dict(fp8, scaling_mode=tex.NVTEScalingMode.NVTE_MXFP8_1D_SCALING)),
+                (-1, "FP8 with o in torch.bfloat16", dict(fp8, o_dtype=DType.kBFloat16)), (-1, "'q' is i32", dict(qkv_dtype=DType.kInt32))):
+            backend, why = tex.get_fused_attn_backend(self.params(**changes))
+            self.assertEqual(int(backend), expected, (changes, why))
+            self.assertRegex(why, pattern, changes)
+
+    def test_a_policy_that_denies(self):
+        with te_fl.policy(per_op={"get_fused_attn_backend": ["vendor"]}):
+            backend, why = tex.get_fused_attn_backend(self.params())
+        self.assertEqual(int(backend), -1)
+        self.assertIn("get_fused_attn_backend", why)
+
+    def test_errors(self):
+        q = torch.randn(2, 8, 4, 16).bfloat16()
+        k = torch.randn(2, 8, 2, 16).bfloat16()
+
+        def call(error, pattern, q=q, k=k, v=k, layout="bshd_bshd_bshd", **options):
+            with self.assertRaisesRegex(error, pattern):
+                fused_attn.fused_attn_fwd(True, 8, 8, seen([8, 8]), seen([8, 8]), q, k, v, torch.bfloat16, 1, qkv_layout=layout, o_format="bshd",
+                                          attn_mask_type=options.pop("mask", "no_mask"), **options)
+
+        call(Error, "k has 3 heads, expected a divisor of q's 4", k=torch.randn(2, 8, 3, 16).bfloat16())
+        call(Error, "v has 7 positions, expected 8 as k", v=k[:, :7])
+        call(Error, "argument 'q' is i32", q=q.int(), k=k.int(), v=k.int())
+        call(Error, "q has shape", q=q[0])
+        call(Unsupported, "in pages", layout="paged_kv_bshd_bshd_bshd")
+        call(Unsupported, "in pages", page_table_k=seen([1]), page_table_v=seen([1]))
+        call(Unsupported, "return_max_logit", return_max_logit=True)
+        call(InvalidArgument, "without softmax_offset", softmax_type="learnable")
+        call(Error, "cu_seqlens_q has shape", mask="padding", k=k[:1], v=k[:1], q=q[:1])
+        call(Error, "bias has shape", attn_bias=torch.zeros(1, 4, 8, 9).bfloat16(), attn_bias_type="post_scale_bias")
 
 
 if __name__ == "__main__":

@@ -183,6 +183,10 @@ def install() -> None:
         setattr(torch.cuda.nvtx, name, lambda *arguments, **options: None)
     if torch.version.cuda is None:
         torch.version.cuda = "13.0"  # which formats the package offers depends on it
+    # The package joins small functions by torch.compile, whose compiler would look for CUDA's driver; and its tracer asks for the stream of an
+    # accelerator, of which there is none.
+    os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
+    torch.accelerator.is_available = lambda: False
     install_in_thread()
     print("te-fl answers for CUDA by the host in this process: torch.cuda.is_available() is true, tensors of the device cuda lie on the CPU",
           file=sys.stderr)

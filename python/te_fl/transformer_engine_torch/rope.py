@@ -40,7 +40,8 @@ def _rope(op: Callable, function: str) -> Callable:
         _check_angles(function, layout, input, freqs, cp_size)
         output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
         if output.numel():
-            op(input=input, freqs=freqs, output=output, start_positions=start_positions, cu_seqlens=cu_seqlens if layout == "thd" else None,
+            # Any strides are taken; elements of a head that do not lie together would be read one by one.
+            op(input=input if input.stride(-1) == 1 else input.contiguous(), freqs=freqs, output=output, start_positions=start_positions, cu_seqlens=cu_seqlens if layout == "thd" else None,
                layout=layout, interleaved=interleaved, cp_size=cp_size, cp_rank=cp_rank)
         return output
 
