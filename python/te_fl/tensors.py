@@ -15,10 +15,17 @@ class Tensor(Protocol):
     def __dlpack__(self) -> Any: ...
 
 
+def _shape_of(data: Any) -> tuple:
+    """The logical shape of codes, of which PyTorch packs two of 4 bits into an element."""
+    shape = tuple(data.shape)
+    return (*shape[:-1], 2 * shape[-1]) if shape and str(getattr(data, "dtype", "")).endswith("float4_e2m1fn_x2") else shape
+
+
 class Quantized:
     """A quantised tensor by its parts, each a tensor of any library on one device.
 
-    data: the row-wise codes, of the logical shape; None if there is only the column-wise copy.
+    data: the row-wise codes, of the logical shape; None if there is only the column-wise copy. 4-bit codes of PyTorch lie in elements of two
+      (torch.float4_e2m1fn_x2), so that its last dimension is half the logical one.
     scaling: "tensor", "block_1x128", "block_128x128", "mxfp8" or "nvfp4".
     shape: the logical shape; needed where data is None.
     The other parts are those of te_fl_quant in te_fl/plugin.h, with their shapes and dtypes. compute_scale: as an output, derive
@@ -36,8 +43,8 @@ class Quantized:
             raise ValueError(f"scaling is {scaling!r}; it is one of {', '.join(SCALINGS[1:])}")
         if data is None and (columnwise_data is None or shape is None):
             raise ValueError("give data, or columnwise_data with the logical shape")
-        if data is not None and shape is not None and tuple(shape) != tuple(data.shape):
-            raise ValueError(f"shape is {tuple(shape)}, data has {tuple(data.shape)}")
+        if data is not None and shape is not None and tuple(shape) != tuple(data.shape) and tuple(shape) != _shape_of(data):
+            raise ValueError(f"shape is {tuple(shape)}, data has {_shape_of(data)}")
         self.data, self._scaling, self._shape = data, SCALINGS.index(scaling), None if shape is None else tuple(shape)
         self._flags = (1 if compute_scale else 0) | (2 if pow2_scale else 0)
         self.columnwise_data, self.scale_inv, self.columnwise_scale_inv = columnwise_data, scale_inv, columnwise_scale_inv
@@ -49,7 +56,7 @@ class Quantized:
 
     @property
     def shape(self) -> tuple:
-        return tuple(self.data.shape) if self.data is not None else self._shape
+        return _shape_of(self.data) if self.data is not None else self._shape
 
     def __repr__(self) -> str:
         return f"te_fl.Quantized(shape={self.shape}, scaling={self.scaling!r})"

@@ -198,7 +198,16 @@ te_fl_dltensor Borrowed::describe(PyObject* object, bool written, const char* na
     t = by_capsule(object, written, name);
   }
   if (is_compact(t)) t.strides = nullptr;
+  if (t.dtype.lanes == 2 && t.dtype.bits == 4) count_packed(t);
   return t;
+}
+
+void Borrowed::count_packed(te_fl_dltensor& t) {
+  if (t.strides != nullptr || t.ndim < 1) return;  // te-fl's dtype check refuses it
+  std::vector<int64_t>& shape = shapes_.emplace_front(t.shape, t.shape + t.ndim);
+  shape.back() *= 2;
+  t.shape = shape.data();
+  t.dtype.lanes = 1;
 }
 
 void* Borrowed::stream(const te_fl_device& device) const {

@@ -1,7 +1,9 @@
 // Tensors of other libraries, borrowed by DLPack for the time of a call.
 #pragma once
 
+#include <forward_list>
 #include <optional>
+#include <vector>
 
 #include "py/py.hpp"
 #include "te_fl/plugin.h"
@@ -21,7 +23,8 @@ class Borrowed {
   // Describes `object`'s memory. `written`: it must be writable. `name` is the argument's, for
   // errors: TypeError for an object that speaks no DLPack, BufferError for memory that cannot be
   // lent. The descriptor's shape and strides live as long as this object; strides are NULL if the
-  // tensor is compact.
+  // tensor is compact. An element that packs two 4-bit ones (PyTorch's float4_e2m1fn_x2) counts as
+  // two along the last dimension.
   te_fl_dltensor describe(PyObject* object, bool written, const char* name);
 
   // The stream that work on `device` should go to: the current one of the library that lent a
@@ -31,8 +34,10 @@ class Borrowed {
  private:
   struct Lent;
   te_fl_dltensor by_capsule(PyObject* object, bool written, const char* name);
+  void count_packed(te_fl_dltensor& t);
 
-  Lent* lent_ = nullptr;            // capsules' tensors, the newest first
+  std::forward_list<std::vector<int64_t>> shapes_;  // of packed tensors
+  Lent* lent_ = nullptr;                            // capsules' tensors, the newest first
   const void* exchange_ = nullptr;  // of the last tensor that came by the exchange API
 };
 

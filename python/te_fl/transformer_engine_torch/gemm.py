@@ -34,7 +34,8 @@ def product(a: Any, trans_a: bool, b: Any, trans_b: bool, out: torch.Tensor, **o
     for name in ("pre_gelu_in", "pre_gelu_out"):
         if options.get(name) is not None:
             options[name] = options[name].view(rows, columns)
-    ops.generic_gemm(a=schemes.operand(b), trans_a=trans_b, b=schemes.operand(a), trans_b=trans_a, d=out.view(rows, columns), **options)
+    ops.generic_gemm(a=schemes.operand(b, columnwise=trans_b), trans_a=trans_b, b=schemes.operand(a, columnwise=not trans_a), trans_b=trans_a,
+                     d=out.view(rows, columns), **options)
 
 
 def _without_terms(out: torch.Tensor, accumulate: bool, beta: float, bias_grad: Optional[torch.Tensor], bias: Optional[torch.Tensor], grad: bool) -> None:

@@ -6,7 +6,7 @@ from typing import Any, List, Optional, Sequence
 
 import torch
 
-from te_fl import Quantized, ops
+from te_fl import ops
 from te_fl.errors import InvalidArgument
 from te_fl.transformer_engine_torch import schemes
 from te_fl.transformer_engine_torch.dtypes import FP8, fp8_dtype, torch_dtype
@@ -27,8 +27,7 @@ def quantize_into(values: torch.Tensor, quantizer: Any, output: Any, noop: Optio
     target = scheme.target(quantizer, output)
     if getattr(quantizer, "with_amax_reduction", False):
         # Every rank takes part, one whose tensor has no elements, too.
-        target = Quantized(target.data, columnwise_data=target.columnwise_data, shape=target.shape, scale_inv=target.scale_inv,
-                           scale=scheme.scale_of_ranks(quantizer, values))
+        target = scheme.for_ranks(quantizer, values, target)
     if values.numel() == 0:
         return output
     ops.quantize(input=matrix(values), output=target, noop_flag=noop)

@@ -50,8 +50,16 @@ class Scheme:
         """The tensor's parts as an operand, seen as a matrix."""
         raise NotImplementedError
 
+    def operand(self, tensor: Any, columnwise: bool) -> Any:
+        """The tensor as a product takes it. An op finds the copy that it needs."""
+        return self.quantized(tensor)
+
     def target(self, quantizer: Any, tensor: Any) -> Quantized:
         """The tensor's parts as an output."""
+        raise NotImplementedError
+
+    def for_ranks(self, quantizer: Any, values: torch.Tensor, target: Quantized) -> Quantized:
+        """The target whose scale comes from the largest value among the ranks of the quantizer's group, every one of which calls it."""
         raise NotImplementedError
 
     _NAMES: dict = {}  # attribute of the storage -> argument of its constructor
@@ -136,6 +144,14 @@ class Float8(Scheme):
         return Quantized(**self._parts(tensor, quantizer.dtype), scale=quantizer.scale, amax=quantizer.amax)
 
 
+def _largest_of_ranks(quantizer: Any, values: torch.Tensor) -> torch.Tensor:
+    """FP32 [1]: the largest absolute value among the ranks of the quantizer's group, every one of which calls it."""
+    amax = torch.empty(1, dtype=torch.float32, device=values.device)
+    ops.compute_amax(input=values.contiguous(), amax=amax)
+    torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
+    return amax
+
+
 class CurrentFloat8(Float8):
     """Its scale comes from the values, or from the largest one of all ranks of a group."""
 
@@ -146,11 +162,13 @@ class CurrentFloat8(Float8):
         return Quantized(**self._parts(tensor, quantizer.dtype), scale=one[0], amax=one[1], compute_scale=True,
                          pow2_scale=quantizer.force_pow_2_scales, amax_epsilon=quantizer.amax_epsilon)
 
-    def scale_of_ranks(self, quantizer, values):
+    def for_ranks(self, quantizer, values, target):
+        return Quantized(target.data, columnwise_data=target.columnwise_data, shape=target.shape, scale_inv=target.scale_inv,
+                         scale=self._scale_of_ranks(quantizer, values))
+
+    def _scale_of_ranks(self, quantizer, values):
         """The scale that the largest value among the ranks of the quantizer's group gives; FP32 [1]."""
-        amax = torch.empty(1, dtype=torch.float32, device=values.device)
-        ops.compute_amax(input=values, amax=amax)
-        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=quantizer._canonicalized_amax_reduction_group())
+        amax = _largest_of_ranks(quantizer, values)
         scale = torch.empty_like(amax)
         # Quantising the largest value alone gives its scale by the same rules, whatever implementation serves it.
         ops.quantize(input=amax, output=Quantized(torch.empty(1, dtype=fp8_dtype(quantizer.dtype), device=amax.device), scale=scale,
@@ -266,9 +284,94 @@ class MXFP8(Scheme):
         return Quantized(**self._parts(tensor, quantizer.dtype))
 
 
-_FLOAT8, _CURRENT, _BLOCK, _MX = Float8(), CurrentFloat8(), Float8Block(), MXFP8()
-_QUANTIZERS = {"Float8Quantizer": _FLOAT8, "Float8CurrentScalingQuantizer": _CURRENT, "Float8BlockQuantizer": _BLOCK, "MXFP8Quantizer": _MX}
-_STORAGES = {"Float8TensorStorage": _FLOAT8, "Float8BlockwiseQTensorStorage": _BLOCK, "MXFP8TensorStorage": _MX}
+class NVFP4(Scheme):
+    """An E4M3 scale for 16 elements and an amax for the tensor. The column-wise copy is transposed. Codes lie two in a byte."""
+
+    _NAMES = {**Float8Block._NAMES, "_amax_rowwise": "amax_rowwise", "_amax_columnwise": "amax_columnwise"}
+    _REFUSED = {"with_rht": False, "stochastic_rounding": False, "with_2d_quantization": False, "nvfp4_use_4over6": False,
+                "row_scaled_nvfp4": False}
+
+    def storage_class(self, quantizer):
+        classes = _classes()
+        return classes["NVFP4TensorStorage"] if quantizer.internal else classes["NVFP4Tensor"]
+
+    def buffers(self, quantizer, shape):
+        rows, columns = rows_and_columns(shape)
+        if rows % 16 or columns % 16:
+            raise InvalidArgument(f"NVFP4Quantizer: a tensor has shape {tuple(shape)}; seen as a matrix both its dimensions are multiples of 16")
+
+        def scales(m, k):
+            return (rounded_up(m, 128), rounded_up(-(-k // 16), 4)), torch.uint8
+
+        wanted = {}
+        if quantizer.rowwise_usage:
+            wanted.update(_rowwise_data=((*shape[:-1], columns // 2), torch.uint8), _rowwise_scale_inv=scales(rows, columns),
+                          _amax_rowwise=((1,), torch.float32))
+        if quantizer.columnwise_usage:
+            wanted.update(_columnwise_data=((columns, rows // 2), torch.uint8), _columnwise_scale_inv=scales(columns, rows),
+                          _amax_columnwise=((1,), torch.float32))
+        if not wanted:
+            raise InvalidArgument(f"{type(quantizer).__name__} has neither row-wise nor column-wise usage; set one by set_usage()")
+        return wanted
+
+    def constructor_arguments(self, quantizer):
+        return {"fp4_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False}
+
+    def check(self, quantizer):
+        for name, served in self._REFUSED.items():
+            if getattr(quantizer, name, served) != served:
+                raise Unsupported(f"NVFP4Quantizer.{name} is not served by te-fl, which computes blocks of 1 x 16 with one amax for a tensor; "
+                                  f"leave it at {served} (of a recipe: disable_rht, disable_stochastic_rounding, disable_2d_quantization)")
+
+    def mark(self, quantizer, tensor):
+        tensor._fp4_dtype = quantizer.dtype
+        tensor._with_gemm_swizzled_scales = False
+
+    def _parts(self, tensor):
+        from te_fl.transformer_engine_torch.swizzle import plain_scales
+        if tensor._row_scaled_nvfp4 or tensor._nvfp4_use_4over6:
+            raise Unsupported("an NVFP4Tensor with an amax for each row, or of 4over6, is not served by te-fl: blocks are 1 x 16 with one amax")
+        rows, columns = rows_and_columns(shape_of(tensor))
+        data, other = tensor._rowwise_data, tensor._columnwise_data
+        row_scales, column_scales = plain_scales(tensor)
+        row_amax, column_amax = tensor._amax_rowwise, tensor._amax_columnwise
+        return {"data": None if data is None else data.view(rows, columns // 2).view(torch.float4_e2m1fn_x2),
+                "columnwise_data": None if other is None else other.view(columns, rows // 2).view(torch.float4_e2m1fn_x2),
+                "scale_inv": None if row_scales is None else row_scales.view(torch.float8_e4m3fn),
+                "columnwise_scale_inv": None if column_scales is None else column_scales.view(torch.float8_e4m3fn),
+                "amax": column_amax if row_amax is None else row_amax, "columnwise_amax": None if row_amax is None else column_amax,
+                "shape": (rows, columns), "scaling": "nvfp4"}
+
+    def quantized(self, tensor):
+        return Quantized(**self._parts(tensor))
+
+    def target(self, quantizer, tensor):
+        return Quantized(**self._parts(tensor))
+
+    def operand(self, tensor, columnwise):
+        # No op multiplies codes of 4 bits; their values in FP32 are those that tensor cores multiply, from the copy that these read.
+        parts = self._parts(tensor)
+        if columnwise and parts["columnwise_data"] is not None:
+            parts["data"] = parts["scale_inv"] = None
+        elif parts["data"] is not None:
+            parts["columnwise_data"] = parts["columnwise_scale_inv"] = parts["columnwise_amax"] = None
+        if parts["data"] is None and parts["columnwise_amax"] is not None:
+            parts["amax"], parts["columnwise_amax"] = parts["columnwise_amax"], None
+        values = torch.empty(parts["shape"], dtype=torch.float32, device=parts["amax"].device)
+        ops.dequantize(input=Quantized(**parts), output=values)
+        return values
+
+    def for_ranks(self, quantizer, values, target):
+        amax = _largest_of_ranks(quantizer, values)
+        # The tensor's amax is at least amax_epsilon, and no value of this rank is larger.
+        target.amax_epsilon = amax.item()
+        return target
+
+
+_FLOAT8, _CURRENT, _BLOCK, _MX, _NV = Float8(), CurrentFloat8(), Float8Block(), MXFP8(), NVFP4()
+_QUANTIZERS = {"Float8Quantizer": _FLOAT8, "Float8CurrentScalingQuantizer": _CURRENT, "Float8BlockQuantizer": _BLOCK, "MXFP8Quantizer": _MX,
+               "NVFP4Quantizer": _NV}
+_STORAGES = {"Float8TensorStorage": _FLOAT8, "Float8BlockwiseQTensorStorage": _BLOCK, "MXFP8TensorStorage": _MX, "NVFP4TensorStorage": _NV}
 _by_type: dict = {}
 _package_classes: dict = {}
 
@@ -314,10 +417,10 @@ def shape_of(tensor: Any) -> Tuple[int, ...]:
     return tuple(tensor.size())
 
 
-def operand(tensor: Any) -> Any:
-    """A plain or quantised tensor as the matrix that an op takes."""
+def operand(tensor: Any, columnwise: bool = False) -> Any:
+    """A plain or quantised tensor as the matrix that a product takes. columnwise: it is contracted over its rows."""
     if is_quantised(tensor):
-        return of_tensor(tensor).quantized(tensor)
+        return of_tensor(tensor).operand(tensor, columnwise)
     if tensor.dim() != 2:
         tensor = tensor.reshape(rows_and_columns(tensor.shape))
     return tensor if tensor.is_contiguous() else tensor.contiguous()

@@ -1,0 +1,164 @@
+"""MXFP8 and NVFP4 tensors of NVIDIA's package on te-fl, to the bit against the definitions of the formats (docs/numerics.md)."""
+
+import itertools
+import unittest
+
+import inside_package  # noqa: F401
+import torch
+
+import te_fl
+from te_fl.errors import InvalidArgument, Unsupported
+from transformer_engine.pytorch import MXFP8Quantizer, NVFP4Quantizer
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.cpp_extensions import general_gemm
+import transformer_engine_torch as tex  # the package brings it
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def values(rows, columns, dtype=torch.bfloat16, seed=0):
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-3, 3, rows).view(-1, 1)
+    x[0, :columns // 2] = 0
+    return x.to(dtype)
+
+
+def to_blocks(x, size):
+    """[rows, blocks, size]; the last block is filled up by zeros."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % size)).view(x.shape[0], -1, size)
+
+
+def mxfp8(x, codes_dtype, largest):
+    """(codes, bits of the E8M0 factors) of blocks of 32 along the rows."""
+    blocks = to_blocks(x.float(), 32)
+    amax = blocks.abs().amax(-1).double()
+    exponent = torch.where(amax == 0, torch.tensor(-127.0, dtype=torch.double), torch.ceil(torch.log2(amax / largest)).clamp(-127, 127))
+    codes = (blocks.double() * torch.exp2(-exponent).unsqueeze(-1)).float().clamp(-largest, largest).to(codes_dtype)
+    return codes.reshape(x.shape[0], -1)[:, :x.shape[1]], (exponent + 127).to(torch.uint8)
+
+
+def nearest_e2m1(x):
+    """Codes of the nearest number, of two as near the one whose code is even."""
+    distance = (x.abs().unsqueeze(-1) - E2M1).abs()
+    best = distance.amin(-1, keepdim=True)
+    tied = distance == best
+    even = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # even codes first
+    code = even[tied[..., even].int().argmax(-1)]
+    return torch.where(torch.signbit(x), code + 8, code)
+
+
+def nvfp4(x):
+    """(codes, E4M3 factors, amax) of blocks of 16 along the rows."""
+    x = x.float()
+    amax = x.abs().max()
+    scale = torch.tensor(6.0 * 448.0) / amax
+    blocks = to_blocks(x, 16)
+    factor = (blocks.abs().amax(-1) / 6 * scale).to(torch.float8_e4m3fn)
+    encode = torch.where(factor.float() == 0, torch.zeros(()), scale / factor.float())
+    return nearest_e2m1((blocks * encode.unsqueeze(-1)).clamp(-6, 6)).reshape(x.shape[0], -1)[:, :x.shape[1]], factor, amax
+
+
+def unpacked(data):
+    return torch.stack([data & 15, data >> 4], -1).reshape(data.shape[0], -1).int()
+
+
+class MX(unittest.TestCase):
+    def check_side(self, codes, factors, want, transpose):
+        codes_want, bits = want
+        if transpose:
+            codes_want, bits = codes_want.t(), bits.t()
+        self.assertTrue(torch.equal(codes, codes_want.contiguous().view(torch.uint8)))
+        self.assertTrue(torch.equal(factors[:bits.shape[0], :bits.shape[1]], bits))
+        padding = factors.clone()
+        padding[:bits.shape[0], :bits.shape[1]] = 0
+        self.assertEqual(padding.count_nonzero().item(), 0)
+
+    def test_both_copies_are_the_definition(self):
+        for dtype, (fp8, kind, largest), (rows, columns) in itertools.product(
+                (torch.float32, torch.bfloat16), ((DType.kFloat8E4M3, torch.float8_e4m3fn, 448.0), (DType.kFloat8E5M2, torch.float8_e5m2, 57344.0)),
+                ((64, 96), (32, 32), (160, 128))):
+            x = values(rows, columns, dtype)
+            got = MXFP8Quantizer(fp8)(x)
+            self.check_side(got._rowwise_data, got._rowwise_scale_inv, mxfp8(x, kind, largest), False)
+            self.check_side(got._columnwise_data, got._columnwise_scale_inv, mxfp8(x.t().contiguous(), kind, largest), True)
+
+    def test_values_come_back(self):
+        x = values(64, 64)
+        codes, bits = mxfp8(x, torch.float8_e4m3fn, 448.0)
+        want = codes.double() * torch.exp2(bits.double() - 127).repeat_interleave(32, 1)
+        self.assertTrue(torch.equal(MXFP8Quantizer(DType.kFloat8E4M3)(x).dequantize(dtype=torch.float32).double(), want))
+
+    def test_infinity_and_nan_mark_their_block_alone(self):
+        x = torch.ones(32, 64)
+        x[3, 5], x[4, 40] = float("inf"), float("nan")
+        got = MXFP8Quantizer(DType.kFloat8E4M3, columnwise=False)(x)
+        self.assertEqual(got._rowwise_scale_inv[3, :2].tolist(), [254, 119])
+        self.assertEqual(torch.isnan(got.dequantize(dtype=torch.float32)).sum().item(), 1)
+
+    def test_2d_blocks_are_refused_by_name(self):
+        quantizer = MXFP8Quantizer(DType.kFloat8E4M3)
+        if not hasattr(quantizer, "with_2d_quantization"):
+            self.skipTest("this version of the package has no 2D blocks")
+        quantizer.with_2d_quantization = True
+        with self.assertRaisesRegex(Unsupported, "with_2d_quantization"):
+            quantizer(values(32, 32))
+
+
+class NV(unittest.TestCase):
+    def check_side(self, data, factors, amax, x):
+        codes, factor, largest = nvfp4(x)
+        got = unpacked(data)
+        self.assertTrue(torch.equal(got, codes.int()), (got != codes).nonzero()[:4].tolist())
+        self.assertTrue(torch.equal(factors[:factor.shape[0], :factor.shape[1]], factor.view(torch.uint8)))
+        self.assertEqual(amax.tolist(), [largest.item()])
+
+    def test_both_copies_are_the_definition(self):
+        for dtype, (rows, columns) in itertools.product((torch.float32, torch.bfloat16), ((32, 64), (16, 16), (144, 48))):
+            x = values(rows, columns, dtype)
+            got = NVFP4Quantizer()(x)
+            self.check_side(got._rowwise_data, got._rowwise_scale_inv, got._amax_rowwise, x)
+            self.check_side(got._columnwise_data, got._columnwise_scale_inv, got._amax_columnwise, x.t().contiguous())
+
+    def test_values_come_back(self):
+        x = values(32, 64)
+        codes, factor, amax = nvfp4(x)
+        want = E2M1[(codes & 7).long()] * torch.where(codes > 7, -1.0, 1.0) * factor.float().repeat_interleave(16, 1) * (amax / (6 * 448))
+        torch.testing.assert_close(NVFP4Quantizer()(x).dequantize(dtype=torch.float32), want, rtol=1e-6, atol=0)
+
+    def test_products_are_of_the_copies_that_are_contracted(self):
+        x, w, dy = values(32, 64, seed=1), values(48, 64, seed=2), values(32, 48, seed=3)
+        quantised = [NVFP4Quantizer()(t) for t in (x, w, dy)]
+        rows = [NVFP4Quantizer(columnwise=False)(t).dequantize(dtype=torch.float32) for t in (x, w, dy)]
+        columns = [NVFP4Quantizer(columnwise=False)(t.t().contiguous()).dequantize(dtype=torch.float32).t() for t in (x, w, dy)]
+        for layout, (a, b), want in (("TN", (1, 0), rows[0] @ rows[1].t()), ("NN", (1, 2), rows[2] @ columns[1]),
+                                     ("NT", (0, 2), columns[2].t() @ columns[0])):
+            out = general_gemm(quantised[a], quantised[b], torch.float32, layout=layout)[0]
+            torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5 * want.abs().max().item())
+
+    def test_factors_in_the_order_of_tensor_cores(self):
+        for quantizer in (NVFP4Quantizer(), MXFP8Quantizer(DType.kFloat8E4M3)):
+            tensor = quantizer(values(128, 128))
+            before, plain = tensor.dequantize(dtype=torch.float32), tensor._rowwise_scale_inv.clone()
+            tex.swizzle_scales_for_gemm_(tensor)
+            self.assertFalse(torch.equal(tensor._rowwise_scale_inv, plain))
+            row, factor = 37, 2  # a tile of 128 x 4 factors: row r, factor c at (r % 32) * 16 + (r // 32) * 4 + c
+            self.assertEqual(tensor._rowwise_scale_inv.view(-1)[(row % 32) * 16 + (row // 32) * 4 + factor], plain[row, factor])
+            self.assertTrue(torch.equal(tensor.dequantize(dtype=torch.float32), before))
+
+    def test_what_is_refused(self):
+        x = values(32, 32)
+        for option in ("with_rht", "stochastic_rounding", "with_2d_quantization", "row_scaled_nvfp4", "nvfp4_use_4over6"):
+            with self.assertRaisesRegex(Unsupported, f"NVFP4Quantizer.{option} "):
+                NVFP4Quantizer(**{option: True})(x)
+        with self.assertRaisesRegex(InvalidArgument, "multiples of 16"):
+            NVFP4Quantizer()(x[:8])
+
+    def test_packed_codes_are_an_argument_of_ops(self):
+        x = values(16, 32, torch.float32)
+        data, factors = torch.zeros(16, 16, dtype=torch.uint8), torch.zeros(128, 4, dtype=torch.uint8)
+        output = te_fl.Quantized(data.view(torch.float4_e2m1fn_x2), scaling="nvfp4", scale_inv=factors.view(torch.float8_e4m3fn),
+                                 amax=torch.zeros(1))
+        self.assertEqual(output.shape, (16, 32))
+        te_fl.ops.quantize(input=x, output=output)
+        self.assertTrue(torch.equal(unpacked(data), nvfp4(x)[0].int()))
+        with self.assertRaisesRegex(ValueError, "shape is"):
+            te_fl.Quantized(data.view(torch.float4_e2m1fn_x2), scaling="nvfp4", shape=(16, 31))
