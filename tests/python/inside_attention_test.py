@@ -331,7 +331,7 @@ class Enquiry(Case):
                 (1, "^$", {}), (1, "^$", dict(qkv_dtype=DType.kFloat16)), (2, "^$", fp8),
                 (1, "^$", dict(qkv_layout=layouts.NVTE_THD_THD_THD)), (1, "^$", dict(qkv_layout=layouts.NVTE_SBHD_BSHD_BSHD)),
                 (1, "^$", dict(qkv_layout=layouts.NVTE_THD_SBHD_SBHD)), (1, "^$", dict(qkv_layout=layouts.NVTE_BHSD_BHSD_BHSD)),
-                (-1, "in pages", dict(qkv_layout=layouts.NVTE_Paged_KV_BSHD_BSHD_BSHD)),
+                (1, "^$", dict(qkv_layout=layouts.NVTE_Paged_KV_THD_BSHD_BSHD)),
                 (-1, "NVTE_QKV_Layout, and set", dict(qkv_layout=layouts.NVTE_QKV_Layout_NOT_SET)),
                 (-1, "max_logit", dict(return_max_logit=True)), (-1, "groups divide the heads", dict(num_gqa_groups=3)),
                 (-1, "before the scale", dict(bias_type=biases.NVTE_PRE_SCALE_BIAS)),
@@ -366,8 +366,8 @@ class Enquiry(Case):
         call(Error, "v has 7 positions, expected 8 as k", v=k[:, :7])
         call(Error, "argument 'q' is i32", q=q.int(), k=k.int(), v=k.int())
         call(Error, "q has shape", q=q[0])
-        call(Unsupported, "in pages", layout="paged_kv_bshd_bshd_bshd")
-        call(Unsupported, "in pages", page_table_k=seen([1]), page_table_v=seen([1]))
+        call(InvalidArgument, "give page_table_k", layout="paged_kv_bshd_bshd_bshd")
+        call(InvalidArgument, "in no pages", page_table_k=seen([1]), page_table_v=seen([1]))
         call(Unsupported, "return_max_logit", return_max_logit=True)
         call(InvalidArgument, "without softmax_offset", softmax_type="learnable")
         call(Error, "cu_seqlens_q has shape", mask="padding", k=k[:1], v=k[:1], q=q[:1])

@@ -27,6 +27,10 @@ def _on_host(value: Any) -> Any:
     return torch.device("cpu") if _is_cuda(value) else value
 
 
+def _device_on_host(device: Any) -> Any:
+    return torch.device("cpu") if isinstance(device, int) and not isinstance(device, bool) else _on_host(device)
+
+
 _IS_CUDA = torch.Tensor.is_cuda.__get__
 
 
@@ -39,8 +43,7 @@ class _HostMode(TorchFunctionMode):
             return args[0]
         if kwargs:
             if "device" in kwargs:
-                device = kwargs["device"]
-                kwargs = {**kwargs, "device": torch.device("cpu") if isinstance(device, int) and not isinstance(device, bool) else _on_host(device)}
+                kwargs = {**kwargs, "device": _device_on_host(kwargs["device"])}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
         if any(map(_is_cuda, args)):
@@ -174,7 +177,18 @@ def _ops_of_the_host() -> None:
     torch.library.custom_op = on_host
 
 
+def _range_of_the_host() -> None:
+    """torch.range, which the package's caches call, is the one maker of tensors that asks no function mode."""
+    range_ = torch.range
+
+    def on_host(*arguments: Any, device: Any = None, **options: Any) -> torch.Tensor:
+        return range_(*arguments, device=_device_on_host(device), **options)
+
+    torch.range = on_host
+
+
 def install() -> None:
+    _range_of_the_host()
     _enter_in_backwards()
     _ops_of_the_host()
     for name, answer in _answers().items():

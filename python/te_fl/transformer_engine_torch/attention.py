@@ -24,8 +24,6 @@ def _layout_of(qkv_layout: Any) -> Layout:
     layout = LAYOUTS.get(int(qkv_layout))
     if layout is None:
         raise InvalidArgument(f"attention: qkv_layout is {int(qkv_layout)}; it is one of NVTE_QKV_Layout, and set")
-    if layout.paged:
-        raise Unsupported("attention: keys and values in pages; the package's unfused attention gathers them")
     return layout
 
 
@@ -101,6 +99,13 @@ def _values(tensor: Any) -> torch.Tensor:
     if tensor._data is None:
         raise InvalidArgument("attention: a Float8Tensor has no row-wise data")
     return tensor._data.view(fp8_dtype(tensor._fp8_dtype)) if tensor._data.dtype == torch.uint8 else tensor._data
+
+
+def _of_pages(cache: torch.Tensor, table: Optional[torch.Tensor], batch: int, layout: Layout) -> torch.Tensor:
+    """The sequences of a cache [pages, tokens of a page, G, D] one by one, [batch, S, G, D], by each one's pages in the table [batch or more, pages]."""
+    if table is None or layout.kv != "bshd":
+        raise InvalidArgument(f"fused_attn_fwd: layout {layout.name} with pages; give page_table_k and page_table_v, and keys and values as bshd")
+    return cache.index_select(0, table[:batch].reshape(-1)).view(batch, -1, *cache.shape[2:])
 
 
 def _operand(values: torch.Tensor, tensor: Any) -> Any:
@@ -217,11 +222,13 @@ def fused_attn_fwd(max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, att
     """
     layout = _layout_of(qkv_layout)
     _refuse_max_logit(return_max_logit)
-    if page_table_k is not None or page_table_v is not None:
-        raise Unsupported("attention: keys and values in pages; the package's unfused attention gathers them")
+    k, v = _values(K), _values(V)
+    if layout.paged:
+        k, v = (_of_pages(x, table, cu_seqlens_kv.shape[0] - 1, layout) for x, table in ((k, page_table_k), (v, page_table_v)))
+    elif page_table_k is not None or page_table_v is not None:
+        raise InvalidArgument(f"fused_attn_fwd: page tables with layout {layout.name}, whose keys and values are in no pages")
     call = _Call(layout, attn_scale, p_dropout, bias_type, attn_mask_type, softmax_type, window_size, bottom_right_diagonal,
-                 (max_seqlen_q, max_seqlen_kv), (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded), _values(Q), _values(K),
-                 _values(V))
+                 (max_seqlen_q, max_seqlen_kv), (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded), _values(Q), k, v)
     call.add_sink(SoftmaxOffset)
     form = FORMATS[int(o_format)]
     shape = shape_as((*call.q.shape[:-1], call.v.shape[-1]), layout.op, form)
@@ -273,7 +280,7 @@ def fused_attn_bwd(max_seqlen_q: int, max_seqlen_kv: int, attn_scale: float, p_d
                    cuda_graph: bool) -> List[Any]:
     """[dQ, dK, dV, the gradient of the bias or None, that of the softmax's offset, float32 [1, H, 1, 1], or None]."""
     layout, gradient_layout = _layout_of(qkv_layout), _layout_of(dqkv_layout)
-    if layout.op == "thd" and layout.kv != "thd":
+    if layout.paged or (layout.op == "thd" and layout.kv != "thd"):
         raise Unsupported(f"attention: a backward with layout {layout.name}, which is one of caches")
     call = _Call(layout, attn_scale, p_dropout, bias_type, attn_mask_type, softmax_type, window_size, bottom_right_diagonal,
                  (max_seqlen_q, max_seqlen_kv), (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded), _values(Q), _values(K),
