@@ -33,8 +33,14 @@ def read_determinism() -> None:
 
 
 def read_variables() -> None:
-    """Honours NVTE_ALLOW_NONDETERMINISTIC_ALGO, and warns of variables NVTE_.. that are set and that te-fl does not honour, of each once."""
+    """Honours NVTE_ALLOW_NONDETERMINISTIC_ALGO, and warns of variables NVTE_.. that are set and that te-fl does not honour, of each once.
+
+    Where NVIDIA's package runs on te-fl in this process (te_fl.inside), the variables are its.
+    """
     read_determinism()
+    inside = sys.modules.get("te_fl.inside")
+    if inside is not None and inside.started():
+        return
     ignored = sorted(n for n in os.environ if n.startswith("NVTE_") and n not in HONOURED and n not in _warned)
     if ignored:
         _warned.update(ignored)
