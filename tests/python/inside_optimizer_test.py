@@ -6,9 +6,10 @@ import inside_package  # noqa: F401
 import torch
 
 import transformer_engine.pytorch as te
-import transformer_engine_torch as tex
-from te_fl.errors import InvalidArgument
+import transformer_engine_torch as tex  # the package brings it
+from te_fl.errors import InvalidArgument, Unsupported
 from transformer_engine.common import recipe
+from transformer_engine.pytorch import Float8BlockQuantizer, MXFP8Quantizer
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD, multi_tensor_applier
 
@@ -217,3 +218,65 @@ class Lists(Compared):
         p = torch.ones(4)
         self.refused("is not an FP8 one", tex.multi_tensor_adam_fp8, 65536, flag(),
                      [[p], [p.byte()], [p], [p], [p], [p[:1]], [p[:1]], [p[:1]]], 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0, DType.kBFloat16)
+
+
+def parts(length, *cuts):
+    cuts = (0, *cuts, length)
+    return list(zip(cuts, cuts[1:]))
+
+
+class PartsOfMasterWeights(Compared):
+    """Ranks' parts together give what quantising the whole weight gives, to the bit."""
+
+    def test_blocks_of_128(self):
+        h, w = 300, 200
+        for dtype, kind in ((torch.float32, DType.kFloat8E4M3), (torch.bfloat16, DType.kFloat8E5M2)):
+            x = torch.randn(h, w, generator=torch.Generator().manual_seed(1)).to(dtype)
+            whole = Float8BlockQuantizer(kind, rowwise=True, columnwise=False, block_scaling_dim=2)(x)
+            amax, ranks = torch.zeros(3, 4), parts(h * w, 1, 12345, 40000)
+            for begin, end in ranks:
+                own = torch.full((3, 4), 9.0)
+                tex.fp8_block_scaling_compute_partial_amax(x.view(-1)[begin:end], own, h, w, begin, 128)
+                amax[:, :2] = torch.maximum(amax, own)[:, :2]
+            scale, inverse, codes = torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(h * w, dtype=torch.uint8)
+            tex.multi_tensor_compute_scale_and_scale_inv(65536, flag(), [[amax], [scale], [inverse]],
+                                                         448.0 if kind == DType.kFloat8E4M3 else 57344.0, True, 0.0)
+            for begin, end in ranks:
+                tex.fp8_block_scaling_partial_cast(x.view(-1)[begin:end], codes[begin:end], scale, h, w, begin, 128, kind)
+            self.assertTrue(torch.equal(inverse[:, :2], whole._rowwise_scale_inv[:, :2]))
+            self.assertTrue(torch.equal(codes.view(h, w), whole._rowwise_data))
+
+    def test_mxfp8(self):
+        h, w = 96, 160
+        x = torch.randn(h, w, generator=torch.Generator().manual_seed(1)).bfloat16()
+        x[0] = 0
+        whole = MXFP8Quantizer(DType.kFloat8E4M3)(x)
+        sides = [torch.zeros(whole._rowwise_scale_inv.shape).bfloat16(), torch.zeros(whole._columnwise_scale_inv.shape).bfloat16()]
+        ranks = parts(h * w, 1, 5000)
+        for begin, end in ranks:
+            own = [torch.ones_like(side) for side in sides]
+            tex.mxfp8_scaling_compute_partial_amax(x.view(-1)[begin:end], *own, h, w, begin)
+            sides = [torch.maximum(a, b) for a, b in zip(sides, own)]
+        bits = [torch.zeros(side.shape, dtype=torch.uint8) for side in sides]
+        tex.multi_tensor_compute_scale_inv_e8m0(65536, None, [sides, bits])
+        codes = torch.zeros(2, h * w, dtype=torch.uint8)
+        for begin, end in ranks:
+            tex.mxfp8_scaling_partial_cast(x.view(-1)[begin:end], codes[0, begin:end], codes[1, begin:end], *bits, h, w, begin)
+        for got, want in ((bits[0], whole._rowwise_scale_inv), (bits[1], whole._columnwise_scale_inv), (codes[0].view(h, w), whole._rowwise_data),
+                          (codes[1].view(h, w), whole._columnwise_data)):
+            self.assertTrue(torch.equal(got, want))
+
+    def test_bad_input_writes_nothing(self):
+        x, scale, out = torch.ones(256), torch.ones(2, 2), torch.zeros(256, dtype=torch.uint8)
+        for words, call, arguments in (
+                ("do not lie within", tex.fp8_block_scaling_partial_cast, (x, out, scale, 16, 16, 1, 128, DType.kFloat8E4M3)),
+                ("out has 5 elements", tex.fp8_block_scaling_partial_cast, (x, out[:5], scale, 16, 16, 0, 128, DType.kFloat8E4M3)),
+                ("has float32", tex.fp8_block_scaling_partial_cast, (x, out, scale.double(), 16, 16, 0, 128, DType.kFloat8E4M3)),
+                ("multiples of 32", tex.mxfp8_scaling_compute_partial_amax, (x, scale, scale, 16, 16, 0)),
+                ("have shape (2, 2)", tex.mxfp8_scaling_partial_cast, (x, out, out, scale, scale, 32, 32, 0))):
+            self.refused(words, call, *arguments)
+        self.assertEqual((out.count_nonzero().item(), scale.sum().item()), (0, 4.0))
+
+    def test_nvfp4_of_square_blocks_is_refused_by_name(self):
+        with self.assertRaisesRegex(Unsupported, "nvfp4_multi_tensor_2d_partial_cast"):
+            tex.nvfp4_multi_tensor_2d_partial_cast([], [], [], [], [], [], [])

@@ -5,8 +5,8 @@ The numbers of rows lie on the device and are read by the host, once a call.
 
 from __future__ import annotations
 
-import importlib
 import math
+import sys
 from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
@@ -71,7 +71,7 @@ def _create(name: str, quantizer: Any, tensor: torch.Tensor, num_tensors: int, f
             ends.append(ends[-1] + m * n)
         if tensor_offsets.tolist() != ends:
             raise InvalidArgument(f"{name}: tensor_offsets {tensor_offsets.tolist()} are not those of tensors that follow each other, {ends}")
-    storage = importlib.import_module("transformer_engine.pytorch.tensor.storage.grouped_tensor_storage").GroupedTensorStorage
+    storage = sys.modules["transformer_engine.pytorch.tensor.storage.grouped_tensor_storage"].GroupedTensorStorage
     group = storage.make_grouped_tensor(num_tensors, first_dims, last_dims, rows, columns, quantizer, tensor.device, tensor.dtype)
     if tensor_offsets is not None:
         group.tensor_offsets = tensor_offsets
@@ -80,7 +80,7 @@ def _create(name: str, quantizer: Any, tensor: torch.Tensor, num_tensors: int, f
 
 
 def _swizzles(quantizer: Any) -> bool:
-    """Whether a group of the quantizer's holds its factors in the order of the tensor cores."""
+    """True for a quantizer whose groups hold their factors in the order of the tensor cores."""
     return _kind(quantizer) == "MXFP8Quantizer" and bool(quantizer.optimize_for_gemm)
 
 

@@ -1,0 +1,183 @@
+"""Mixtures of experts: permutation of tokens by an index map, the router, its auxiliary loss, padding of groups."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional, Sequence, Tuple
+
+import torch
+
+from te_fl import ops
+from te_fl.errors import InvalidArgument
+from te_fl.transformer_engine_torch.dtypes import torch_dtype
+from te_fl.transformer_engine_torch.enums import NVTERoutingMapFormat
+
+__all__ = ["fused_moe_aux_loss_bwd", "fused_moe_aux_loss_fwd", "fused_moe_aux_loss_fwd_graph_safe", "fused_multi_row_padding",
+           "fused_multi_row_unpadding", "fused_score_for_moe_aux_loss_bwd", "fused_score_for_moe_aux_loss_fwd",
+           "fused_topk_with_score_function_bwd", "fused_topk_with_score_function_fwd", "moe_permute_bwd", "moe_permute_fwd", "moe_unpermute_bwd",
+           "moe_unpermute_fwd"]
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, dtype: Any) -> None:
+    if tensor.dtype not in (torch_dtype(dtype), torch.uint8):
+        raise InvalidArgument(f"{name}: the input is {tensor.dtype}; dtype says {torch_dtype(dtype)}")
+
+
+def _factors(prob: torch.Tensor) -> Optional[torch.Tensor]:
+    """Probabilities as ops take them; a tensor without elements says that there are none."""
+    return prob.float().contiguous() if prob.numel() else None
+
+
+def moe_permute_fwd(input: torch.Tensor, dtype: Any, indices: torch.Tensor, num_out_tokens: int, workspace: List[torch.Tensor],
+                    max_expanded_token_num: int) -> Tuple[torch.Tensor, torch.Tensor, List[torch.Tensor]]:
+    """(rows ordered by expert, the row of each pair of token and place INT32 [topK * tokens], workspace as it came).
+
+    num_out_tokens: rows of the output, the last pairs being dropped where there are more; 0 for as many as there are pairs.
+    """
+    _check_dtype("moe_permute_fwd", input, dtype)
+    tokens, top_k = indices.shape
+    rows = num_out_tokens if num_out_tokens > 0 else tokens * top_k
+    output = torch.empty((rows, input.shape[1]), dtype=input.dtype, device=input.device)
+    row_id_map = torch.empty(tokens * top_k, dtype=torch.int32, device=input.device)
+    ops.moe_permute_fwd(input=input.contiguous(), indices=indices.contiguous(), output=output, row_id_map=row_id_map.view(top_k, tokens))
+    return output, row_id_map, workspace
+
+
+def moe_unpermute_fwd(input: torch.Tensor, dtype: Any, row_id_map: torch.Tensor, prob: torch.Tensor, num_tokens: int, topK: int) -> torch.Tensor:
+    """The rows of each token, times its probabilities where there are any, summed."""
+    _check_dtype("moe_unpermute_fwd", input, dtype)
+    output = torch.empty((num_tokens, input.shape[1]), dtype=input.dtype, device=input.device)
+    ops.moe_unpermute_fwd(input=input.contiguous(), row_id_map=_map(row_id_map, topK, num_tokens), probs=_factors(prob), output=output)
+    return output
+
+
+def moe_permute_bwd(input: torch.Tensor, dtype: Any, row_id_map: torch.Tensor, prob: torch.Tensor, num_tokens: int, topK: int) -> torch.Tensor:
+    _check_dtype("moe_permute_bwd", input, dtype)
+    output = torch.empty((num_tokens, input.shape[1]), dtype=input.dtype, device=input.device)
+    ops.moe_permute_bwd(grad_output=input.contiguous(), row_id_map=_map(row_id_map, topK, num_tokens), probs=_factors(prob), grad_input=output)
+    return output
+
+
+def _map(row_id_map: torch.Tensor, top_k: int, tokens: int) -> torch.Tensor:
+    if row_id_map.numel() != top_k * tokens:
+        raise InvalidArgument(f"row_id_map has {row_id_map.numel()} elements; {tokens} tokens of {top_k} experts have {top_k * tokens}")
+    return row_id_map.view(top_k, tokens)
+
+
+def moe_unpermute_bwd(input_bwd: torch.Tensor, input_fwd: torch.Tensor, dtype: Any, row_id_map: torch.Tensor,
+                      prob: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(the gradient of the rows, of the probabilities FP32 [tokens, topK], 0 where there were none)."""
+    _check_dtype("moe_unpermute_bwd", input_bwd, dtype)
+    tokens, top_k = prob.shape if prob.numel() else (row_id_map.numel(), 1)
+    grad = torch.empty((input_fwd.shape[0], input_bwd.shape[1]), dtype=input_bwd.dtype, device=input_bwd.device)
+    grad_probs = torch.zeros((tokens, top_k), dtype=torch.float32, device=input_bwd.device)
+    ops.moe_unpermute_bwd(grad_output=input_bwd.contiguous(), fwd_input=input_fwd.contiguous(), row_id_map=_map(row_id_map, top_k, tokens),
+                          probs=_factors(prob), grad_input=grad, grad_probs=grad_probs if prob.numel() else None)
+    return grad, grad_probs
+
+
+def _is_bits(routing_map_format: int) -> bool:
+    return NVTERoutingMapFormat(int(routing_map_format)).name == "BITMAP_U8"
+
+
+def _routing_map(logits: torch.Tensor, routing_map_format: int) -> Tuple[str, torch.Tensor]:
+    """The op's argument for the map, and a tensor for it."""
+    *leading, experts = logits.shape
+    if _is_bits(routing_map_format):
+        return "routing_bits", torch.empty((*leading, -(-experts // 8)), dtype=torch.uint8, device=logits.device)
+    return "routing_map", torch.empty((*leading, experts), dtype=torch.bool, device=logits.device)
+
+
+def _check_indices(name: str, routing_map_format: int) -> None:
+    if _is_bits(routing_map_format):
+        raise InvalidArgument(f"{name}: topk_indices say the choice in place of a routing map; leave routing_map_format at BYTEMAP")
+
+
+def fused_topk_with_score_function_fwd(logits: torch.Tensor, topk: int, use_pre_softmax: bool, num_groups: Optional[int],
+                                       group_topk: Optional[int], scaling_factor: Optional[float], score_function: str,
+                                       expert_bias: Optional[torch.Tensor], routing_map_format: int = 0,
+                                       topk_indices: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(probabilities in logits' dtype, the routing map or topk_indices, what the gradient needs FP32)."""
+    if topk_indices is not None:
+        _check_indices("fused_topk_with_score_function_fwd", routing_map_format)
+    name, routing = ("topk_indices", topk_indices) if topk_indices is not None else _routing_map(logits, routing_map_format)
+    probs = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    intermediate = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    ops.fused_topk_with_score_function_fwd(
+        logits=logits.contiguous(), expert_bias=expert_bias, probs=probs, intermediate_output=intermediate, topk=topk,
+        use_pre_softmax=use_pre_softmax and score_function == "softmax", num_groups=num_groups or 0, group_topk=group_topk or 0,
+        scaling_factor=1.0 if scaling_factor is None else scaling_factor, score_function=score_function, **{name: routing})
+    return probs, routing, intermediate
+
+
+def fused_topk_with_score_function_bwd(routing_map: torch.Tensor, intermediate_output: torch.Tensor, grad_probs: torch.Tensor,
+                                       grad_logits: torch.Tensor, topk: int, use_pre_softmax: bool, scaling_factor: Optional[float],
+                                       score_function: str, use_dense_indices: bool = False, routing_map_format: int = 0) -> None:
+    """Writes grad_logits."""
+    if use_dense_indices:
+        _check_indices("fused_topk_with_score_function_bwd", routing_map_format)
+    name = "topk_indices" if use_dense_indices else "routing_bits" if _is_bits(routing_map_format) else "routing_map"
+    ops.fused_topk_with_score_function_bwd(
+        intermediate_output=intermediate_output, grad_probs=grad_probs, grad_logits=grad_logits, topk=topk,
+        use_pre_softmax=use_pre_softmax and score_function == "softmax", scaling_factor=1.0 if scaling_factor is None else scaling_factor,
+        score_function=score_function, **{name: routing_map})
+
+
+def fused_score_for_moe_aux_loss_fwd(logits: torch.Tensor, topk: int, score_function: str,
+                                     routing_map_format: int = 0) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(scores FP32, the routing map, what the gradient needs FP32)."""
+    name, routing = _routing_map(logits, routing_map_format)
+    scores, intermediate = (torch.empty(logits.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
+    ops.fused_score_for_moe_aux_loss_fwd(logits=logits.contiguous(), scores=scores, intermediate_output=intermediate, topk=topk,
+                                         score_function=score_function, **{name: routing})
+    return scores, routing, intermediate
+
+
+def fused_score_for_moe_aux_loss_bwd(intermediate_output: torch.Tensor, grad_scores: torch.Tensor, grad_logits: torch.Tensor, topk: int,
+                                     score_function: str) -> None:
+    """Writes grad_logits."""
+    ops.fused_score_for_moe_aux_loss_bwd(intermediate_output=intermediate_output, grad_scores=grad_scores, grad_logits=grad_logits, topk=topk,
+                                         score_function=score_function)
+
+
+def _aux_loss(name: str, probs: torch.Tensor, tokens_per_expert: torch.Tensor, num_rows: int, num_cols: int, **options: Any) -> tuple:
+    if tuple(probs.shape) != (num_rows, num_cols):
+        raise InvalidArgument(f"{name}: probs has shape {tuple(probs.shape)}; num_rows and num_cols say {(num_rows, num_cols)}")
+    aux_loss = torch.empty((), dtype=probs.dtype, device=probs.device)
+    const_buf = torch.empty(1, dtype=torch.float32, device=probs.device)
+    ops.fused_moe_aux_loss_fwd(probs=probs.contiguous(), tokens_per_expert=tokens_per_expert.contiguous(), aux_loss=aux_loss, const_buf=const_buf,
+                               **options)
+    return aux_loss, const_buf
+
+
+def fused_moe_aux_loss_fwd(probs: torch.Tensor, tokens_per_expert: torch.Tensor, total_num_tokens: int, num_experts: int, num_rows: int,
+                           num_cols: int, topk: int, coeff: float) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(the loss in probs' dtype, what the gradient needs)."""
+    return _aux_loss("fused_moe_aux_loss_fwd", probs, tokens_per_expert, num_rows, num_cols, total_num_tokens=int(total_num_tokens),
+                     num_experts=num_experts, topk=topk, coeff=coeff)
+
+
+def fused_moe_aux_loss_fwd_graph_safe(probs: torch.Tensor, tokens_per_expert: torch.Tensor, total_num_tokens: torch.Tensor, num_experts: int,
+                                      num_rows: int, num_cols: int, topk: int, coeff: float) -> Tuple[torch.Tensor, torch.Tensor]:
+    """As fused_moe_aux_loss_fwd, by a number of tokens that lies on the device."""
+    return _aux_loss("fused_moe_aux_loss_fwd_graph_safe", probs, tokens_per_expert, num_rows, num_cols, total_num_tokens_tensor=total_num_tokens,
+                     num_experts=num_experts, topk=topk, coeff=coeff)
+
+
+def fused_moe_aux_loss_bwd(Const_buf: torch.Tensor, tokens_per_expert: torch.Tensor, num_rows: int, num_cols: int,
+                           grad_aux_loss: torch.Tensor) -> torch.Tensor:
+    grad = torch.empty((num_rows, num_cols), dtype=grad_aux_loss.dtype, device=grad_aux_loss.device)
+    ops.fused_moe_aux_loss_bwd(const_buf=Const_buf, tokens_per_expert=tokens_per_expert.contiguous(), grad_aux_loss=grad_aux_loss.contiguous(),
+                               grad_probs=grad)
+    return grad
+
+
+def fused_multi_row_padding(input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int], padded_input_row_list: Sequence[int]) -> None:
+    """Writes to output the rows of each group, with zeros behind them."""
+    ops.fused_multi_row_padding(input=input.contiguous(), output=output, input_rows=list(input_row_list), padded_rows=list(padded_input_row_list))
+
+
+def fused_multi_row_unpadding(input: torch.Tensor, output: torch.Tensor, input_row_list: Sequence[int],
+                              unpadded_input_row_list: Sequence[int]) -> None:
+    """Writes to output the first rows of each group."""
+    ops.fused_multi_row_unpadding(input=input.contiguous(), output=output, input_rows=list(input_row_list),
+                                  unpadded_rows=list(unpadded_input_row_list))

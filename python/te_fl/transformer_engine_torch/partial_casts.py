@@ -1,0 +1,133 @@
+"""Parts of master weights, which ranks hold: their share of a weight's block amaxes, and their codes by scales of all ranks.
+
+A part is a vector, the elements of the weight [h, w] from start_offset on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Tuple
+
+import torch
+
+from te_fl import ops
+from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.transformer_engine_torch.dtypes import fp8_dtype
+
+__all__ = ["fp8_block_scaling_compute_partial_amax", "fp8_block_scaling_partial_cast", "mxfp8_scaling_compute_partial_amax",
+           "mxfp8_scaling_partial_cast"]
+
+
+class _Part:
+    """The whole rows of blocks in which the part lies."""
+
+    def __init__(self, name: str, values: torch.Tensor, h: int, w: int, start: int, block: int):
+        if start < 0 or start + values.numel() > h * w:
+            raise InvalidArgument(f"{name}: {values.numel()} elements from start_offset {start} on do not lie within {h} x {w}")
+        if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise InvalidArgument(f"{name}: the part is {values.dtype}; it is float32, bfloat16 or float16")
+        self.values, self.width, self.block = values.reshape(-1), w, block
+        self.first = start // w // block
+        self.last = max(-(-(start + values.numel()) // (w * block)), self.first)
+        self.begin = start - self.first * block * w
+
+    def absolute(self) -> torch.Tensor:
+        """[rows of blocks, block, w], FP32: 0 for what other ranks hold, and for NaN."""
+        rows = self.last - self.first
+        placed = torch.zeros(rows * self.block * self.width, dtype=torch.float32, device=self.values.device)
+        placed[self.begin:self.begin + self.values.numel()] = self.values.float().abs().nan_to_num(nan=0.0, posinf=float("inf"))
+        return placed.view(rows, self.block, self.width)
+
+    def factors(self, rows: torch.Tensor) -> torch.Tensor:
+        """What [rows, w], factors of every element of the rows of blocks, has for the part."""
+        return rows.reshape(-1)[self.begin:self.begin + self.values.numel()]
+
+    def cast(self, factors: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
+        if self.values.numel():
+            ops.cast_to_fp8(input=self.values.float() * factors, output=out.view(-1).view(dtype), scale=torch.ones(1, device=out.device))
+
+
+def _over_width(absolute: torch.Tensor, block: int) -> torch.Tensor:
+    """The last dimension as [blocks, block], filled up by zeros."""
+    padded = torch.nn.functional.pad(absolute, (0, -absolute.shape[-1] % block))
+    return padded.view(*padded.shape[:-1], -1, block)
+
+
+def _check_block(name: str, tensor: torch.Tensor, what: str, h: int, w: int, block_len: int) -> Tuple[int, int]:
+    """The numbers of blocks down and across."""
+    if block_len != 128:
+        raise Unsupported(f"{name}: block_len is {block_len}; it is 128")
+    down, across = -(-h // 128), -(-w // 128)
+    if tensor.dim() != 2 or tensor.dtype != torch.float32 or tensor.shape[0] < down or tensor.shape[1] < across:
+        raise InvalidArgument(f"{name}: {what} is {tensor.dtype} {tuple(tensor.shape)}; a weight of {h} x {w} has float32 ({down}, {across}) or more")
+    return down, across
+
+
+def fp8_block_scaling_compute_partial_amax(tensor: torch.Tensor, amax: torch.Tensor, h: int, w: int, start_offset: int, block_len: int = 128) -> None:
+    """amax, FP32 [blocks down, blocks across or more]: of the part in each block of 128 x 128, 0 where it has no element."""
+    name = "fp8_block_scaling_compute_partial_amax"
+    down, across = _check_block(name, amax, "amax", h, w, block_len)
+    part = _Part(name, tensor, h, w, start_offset, 128)
+    amax[:down, :across] = 0
+    if tensor.numel():
+        amax[part.first:part.last, :across] = _over_width(part.absolute(), 128).amax((1, 3))
+
+
+def fp8_block_scaling_partial_cast(inp: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, h: int, w: int, start_offset: int, block_len: int,
+                                   out_dtype: Any) -> None:
+    """out, as many bytes as the part has elements: the codes of the part times the scales of its blocks."""
+    name = "fp8_block_scaling_partial_cast"
+    _, across = _check_block(name, scale, "scale", h, w, block_len)
+    part = _Part(name, inp, h, w, start_offset, 128)
+    _check_out(name, "out", out, inp)
+    rows = scale[part.first:part.last, :across].repeat_interleave(128, 1)[:, :w].repeat_interleave(128, 0)
+    part.cast(part.factors(rows), out, fp8_dtype(out_dtype))
+
+
+def _check_out(name: str, what: str, out: torch.Tensor, inp: torch.Tensor) -> None:
+    if out.numel() != inp.numel() or out.dtype.itemsize != 1 or not out.is_contiguous():
+        raise InvalidArgument(f"{name}: {what} has {out.numel()} elements of {out.dtype}{'' if out.is_contiguous() else ', not contiguous'}; "
+                              f"the part has {inp.numel()}, and its codes are as many bytes")
+
+
+def _check_mxfp8(name: str, rows: int, cols: int, row_wise: torch.Tensor, column_wise: torch.Tensor) -> None:
+    if rows % 32 or cols % 32:
+        raise InvalidArgument(f"{name}: the weight is {rows} x {cols}; MXFP8 takes multiples of 32")
+    for what, tensor, least in (("row-wise", row_wise, (rows, cols // 32)), ("column-wise", column_wise, (rows // 32, cols))):
+        if tensor.dim() != 2 or tensor.shape[0] < least[0] or tensor.shape[1] < least[1]:
+            raise InvalidArgument(f"{name}: the {what} factors or amaxes have shape {tuple(tensor.shape)}; a weight of {rows} x {cols} has {least} "
+                                  "or more")
+
+
+def mxfp8_scaling_compute_partial_amax(input: torch.Tensor, amax_rowwise: torch.Tensor, amax_colwise: torch.Tensor, rows: int, cols: int,
+                                       start_offset: int) -> None:
+    """The amaxes of the part in each 1 x 32 and each 32 x 1, in the part's dtype, laid out as the factors are; 0 where it has no element."""
+    name = "mxfp8_scaling_compute_partial_amax"
+    _check_mxfp8(name, rows, cols, amax_rowwise, amax_colwise)
+    part = _Part(name, input, rows, cols, start_offset, 32)
+    amax_rowwise.zero_()
+    amax_colwise.zero_()
+    if input.numel():
+        absolute = part.absolute()
+        amax_rowwise[part.first * 32:part.last * 32, :cols // 32] = _over_width(absolute, 32).amax(-1).view(-1, cols // 32)
+        amax_colwise[part.first:part.last, :cols] = absolute.amax(1)
+
+
+def _power_of_two(bits: torch.Tensor) -> torch.Tensor:
+    """FP32: what values are multiplied by for a factor of those E8M0 bits."""
+    exponent = 254 - bits.to(torch.int32)
+    inverse = torch.where(exponent == 0, 0x400000, exponent << 23)  # the inverse of 2^127 is no normal number
+    return torch.where(exponent < 0, 0x7FC00000, inverse).view(torch.float32)
+
+
+def mxfp8_scaling_partial_cast(input: torch.Tensor, output_rowwise: torch.Tensor, output_colwise: torch.Tensor, scale_inv_rowwise: torch.Tensor,
+                               scale_inv_colwise: torch.Tensor, rows: int, cols: int, start_offset: int) -> None:
+    """Both copies' E4M3 codes of the part, as many bytes as it has elements, by factors of the whole weight."""
+    name = "mxfp8_scaling_partial_cast"
+    _check_mxfp8(name, rows, cols, scale_inv_rowwise, scale_inv_colwise)
+    part = _Part(name, input, rows, cols, start_offset, 32)
+    for what, out in (("output_rowwise", output_rowwise), ("output_colwise", output_colwise)):
+        _check_out(name, what, out, input)
+    row_wise = scale_inv_rowwise.view(torch.uint8)[part.first * 32:part.last * 32, :cols // 32].repeat_interleave(32, 1)
+    column_wise = scale_inv_colwise.view(torch.uint8)[part.first:part.last, :cols].repeat_interleave(32, 0)
+    part.cast(_power_of_two(part.factors(row_wise)), output_rowwise, torch.float8_e4m3fn)
+    part.cast(_power_of_two(part.factors(column_wise)), output_colwise, torch.float8_e4m3fn)
