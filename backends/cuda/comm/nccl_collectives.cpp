@@ -1,7 +1,5 @@
 // The collectives of NCCL, on the stream of the call.
-#include <cstdlib>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "comm/float_max.hpp"
@@ -128,14 +126,12 @@ void check_reduction(const te_fl_context& ctx, const Args& a) {
   backend::check_collective(ctx, a);
   const bool ordered = a.reduction == TE_FL_REDUCTION_MAX || !is_float(dtype_of(*a.input)) ||
                        a.comm->size <= 2 || (ctx.flags & TE_FL_CALL_DETERMINISTIC) == 0;
-  if (ordered) return;
-  const char* nvls = std::getenv("NCCL_NVLS_ENABLE");
-  const char* algorithm = std::getenv("NCCL_ALGO");
-  if (nvls != nullptr && std::string_view(nvls) == "0") return;
-  if (algorithm != nullptr && *algorithm != '\0') return;
+  const Nccl* library = nccl();
+  if (ordered || (library != nullptr && library->switches_are_out)) return;
   backend::unsupported(
       "NCCL may let NVLink's switches sum, in an order that is not always the same, and the call "
-      "asks for deterministic results; set NCCL_NVLS_ENABLE=0 on every rank, or NCCL_ALGO");
+      "asks for deterministic results; set NCCL_NVLS_ENABLE=0 on every rank, or NCCL_ALGO, before "
+      "the program starts");
 }
 
 // ---- copies

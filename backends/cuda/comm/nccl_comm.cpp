@@ -117,7 +117,7 @@ te_fl_status group_end(void*, const te_fl_error_sink* errors) noexcept {
 
 const char* version(void*) noexcept {
   const Nccl* found = nccl();
-  return found == nullptr ? nullptr : found->version_text.c_str();
+  return found == nullptr ? nullptr : found->compared_text.c_str();
 }
 
 constexpr te_fl_comm_api kApi = {

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <type_traits>
 
 #include "device/open_library.hpp"
@@ -15,6 +16,19 @@ std::string version_text(int number) {
   return std::to_string(major) + "." +
          std::to_string(number % (number < 10000 ? 1000 : 10000) / 100) + "." +
          std::to_string(number % 100);
+}
+
+void read_environment(Nccl& table) {
+  std::string set;
+  const auto value_of = [&](const char* name) -> std::string {
+    const char* value = std::getenv(name);
+    if (value == nullptr || *value == '\0') return {};
+    set += (set.empty() ? "" : ", ") + std::string(name) + "=" + value;
+    return value;
+  };
+  const std::string switches = value_of("NCCL_NVLS_ENABLE"), algorithm = value_of("NCCL_ALGO");
+  table.switches_are_out = switches == "0" || !algorithm.empty();
+  table.compared_text = table.version_text + (set.empty() ? "" : " (" + set + ")");
 }
 
 struct Library {
@@ -67,6 +81,7 @@ struct Library {
       missing = "NCCL " + version_text(table.number) + " (" + table.path + ") is too old" + remedy;
     }
     table.version_text = version_text(table.number);
+    read_environment(table);
   }
 };
 

@@ -73,8 +73,6 @@ TEST_F(CudaCollectives, SayWhichFunctionsTheyCall) {
 TEST_F(CudaCollectives, RefuseToRepeatSumsOfSwitches) {
   const Fake in({64}, kF32), out({64}, kF32);
   te_fl_all_reduce_args args{.input = &in.tensor, .output = &out.tensor, .comm = &comm};
-  unsetenv("NCCL_NVLS_ENABLE");
-  unsetenv("NCCL_ALGO");
   EXPECT_EQ(supports("all_reduce", &args), TE_FL_OK) << errors.text;
   ctx.flags = TE_FL_CALL_DETERMINISTIC;
   EXPECT_EQ(supports("all_reduce", &args), TE_FL_UNSUPPORTED);
@@ -84,10 +82,30 @@ TEST_F(CudaCollectives, RefuseToRepeatSumsOfSwitches) {
   args.reduction = TE_FL_REDUCTION_SUM;
   comm.size = 2;
   EXPECT_EQ(supports("all_reduce", &args), TE_FL_OK) << errors.text;
-  comm.size = 4;
-  setenv("NCCL_NVLS_ENABLE", "0", 1);
-  EXPECT_EQ(supports("all_reduce", &args), TE_FL_OK) << errors.text;
-  unsetenv("NCCL_NVLS_ENABLE");
+}
+
+// A change of the environment on one rank changes nothing, and ranks compare what was there first.
+TEST_F(CudaCollectives, AnswerForTheEnvironmentAtTheBeginning) {
+  const auto set = [](const char* name) {
+    const char* value = std::getenv(name);
+    return value == nullptr || *value == '\0' ? std::string() : name + ("=" + std::string(value));
+  };
+  const std::string switches = set("NCCL_NVLS_ENABLE"), algorithm = set("NCCL_ALGO");
+  const bool repeats = switches == "NCCL_NVLS_ENABLE=0" || !algorithm.empty();
+  const std::string either = switches + algorithm;  // never both
+  const Fake in({64}, kF32), part({16}, kF32);
+  const te_fl_reduce_scatter_args args{.input = &in.tensor, .output = &part.tensor, .comm = &comm};
+  ctx.flags = TE_FL_CALL_DETERMINISTIC;
+  for (const char* later : {"0", "1"}) {
+    EXPECT_EQ(TE_FL_STATUS_CODE(supports("reduce_scatter", &args)),
+              repeats ? TE_FL_OK : TE_FL_UNSUPPORTED)
+        << errors.text;
+    setenv("NCCL_NVLS_ENABLE", later, 1);
+  }
+  setenv("NCCL_NVLS_ENABLE", switches.empty() ? "" : switches.substr(17).c_str(), 1);
+  if (missing()) return;
+  EXPECT_EQ(std::string(plugin.comm().api->version(plugin.comm().self)),
+            "2.27.3" + (either.empty() ? "" : " (" + either + ")"));
 }
 
 TEST_F(CudaCollectives, RefuseWhatDoesNotFit) {
