@@ -5,7 +5,9 @@
 
 #include "comm/rep.hpp"
 #include "core/base/settings.hpp"
+#include "core/op/call_words.hpp"
 #include "core/op/collective.hpp"
+#include "policy/current.hpp"
 #include "te_fl/dtype.hpp"
 
 namespace te_fl::comm {
@@ -14,53 +16,49 @@ namespace {
 using core::CollectiveCall;
 
 // Calls of an op on different ranks need not have all in common, as its schema tells.
-struct OpShape {
-  bool transfer = false;  // between two ranks, not all
-  bool uneven = false;    // ranks bring tensors of several sizes
-};
-
-OpShape shape_of(const te_fl_op_schema& schema) {
-  OpShape shape;
+OpFacts facts_of(const core::CompiledOp& op) {
+  OpFacts facts;
+  facts.layout = op.layout().number;
+  const te_fl_op_schema& schema = op.schema();
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
-    if (arg.type == TE_FL_ARG_I64_LIST) shape.uneven = true;
-    if (arg.type == TE_FL_ARG_I32 && std::strcmp(arg.name, "peer") == 0) shape.transfer = true;
+    if (arg.type == TE_FL_ARG_I64_LIST) facts.uneven = true;
+    if (arg.type == TE_FL_ARG_I32 && std::strcmp(arg.name, "peer") == 0) facts.transfer = true;
+    if (arg.type == TE_FL_ARG_TENSOR && facts.tensor < 0) facts.tensor = arg.offset;
   }
-  return shape;
+  return facts;
 }
 
-const te_fl_tensor* first_tensor(const CollectiveCall& call) {
-  const te_fl_op_schema& schema = call.op.schema();
-  for (uint32_t i = 0; i < schema.arg_count; ++i) {
-    if (schema.args[i]->type != TE_FL_ARG_TENSOR) continue;
-    const te_fl_tensor* tensor = nullptr;
-    std::memcpy(&tensor, static_cast<const char*>(call.args) + schema.args[i]->offset,
-                sizeof tensor);
-    return tensor;
+// Called by the thread that is inside.
+const OpFacts& facts_of(Comm::Rep& rep, const core::CompiledOp& op) {
+  const uint64_t layout = op.layout().number;
+  for (const OpFacts& known : rep.known_ops) {
+    if (known.layout == layout) return known;
   }
-  return nullptr;
+  return rep.known_ops.emplace_back(facts_of(op));
 }
 
-Step step_of(const CollectiveCall& call, uint64_t number) {
-  Step step;
+void write_step(Step& step, const CollectiveCall& call, const OpFacts& facts, uint64_t number) {
   step.number = number;
   step.op = call.op.schema().name;
-  if (const te_fl_tensor* t = first_tensor(call); t != nullptr) {
-    step.dtype = t->dl.dtype;
-    step.rank = std::min<int32_t>(t->dl.ndim, static_cast<int32_t>(step.shape.size()));
-    for (int i = 0; i < step.rank; ++i) step.shape[static_cast<size_t>(i)] = t->dl.shape[i];
-  }
-  return step;
+  const te_fl_tensor* t = nullptr;
+  if (facts.tensor >= 0)
+    std::memcpy(&t, static_cast<const char*>(call.args) + facts.tensor, sizeof t);
+  step.rank = -1;
+  if (t == nullptr) return;
+  step.dtype = t->dl.dtype;
+  step.rank = std::min<int32_t>(t->dl.ndim, static_cast<int32_t>(step.shape.size()));
+  for (int i = 0; i < step.rank; ++i) step.shape[static_cast<size_t>(i)] = t->dl.shape[i];
 }
 
 std::string by_name(const Comm::Rep& rep) { return "communicator '" + rep.name + "'"; }
 
 // TE_FL_VALIDATE: no rank begins before all are known to begin the same.
-Status compare(Comm::Rep& rep, const Step& step, const OpShape& shape) {
-  if (rep.c.size == 1 || shape.transfer) return {};
+Status compare(Comm::Rep& rep, const Step& step, const OpFacts& facts) {
+  if (rep.c.size == 1 || facts.transfer) return {};
   StoreFace& store = *rep.face;
   Step compared = step;
-  if (shape.uneven) compared.rank = -1;
+  if (facts.uneven) compared.rank = -1;
   const std::string mine = compared.text();
   const std::string word = "step/" + std::to_string(step.number) + "/";
   TE_FL_RETURN_IF_ERROR(store.store().set(store.key(word + std::to_string(rep.c.rank)), mine));
@@ -77,8 +75,31 @@ Status compare(Comm::Rep& rep, const Step& step, const OpShape& shape) {
                                              ", and the others do not (TE_FL_VALIDATE): " + others);
 }
 
-Status begin(const CollectiveCall& call, uint64_t& ticket) {
-  const std::shared_ptr<Comm::Rep> rep = find(call.communicator.id);
+// The communicator's, with deterministic results where the thread's asks for them.
+uint32_t policy_of(const Comm::Rep& rep, uint32_t current) {
+  if (current == rep.policy) return current;
+  return policy::settings_of(current).deterministic ? rep.deterministic_policy : rep.policy;
+}
+
+// As compare(), whose failure is the communicator's.
+Status validate(const std::shared_ptr<Comm::Rep>& rep, const CollectiveCall& call,
+                const OpFacts& facts, uint64_t number) {
+  Step step;
+  write_step(step, call, facts, number);
+  Status same = compare(*rep, step, facts);
+  if (same.ok()) return same;
+  if (same.code() != StatusCode::kCommFailed) {
+    same = Status(StatusCode::kCommFailed,
+                  by_name(*rep) + ": " + step.text() + " could not be compared (TE_FL_VALIDATE)",
+                  same);
+  }
+  rep->inside.store(false, std::memory_order_release);
+  fail_all(rep, same);
+  return same;
+}
+
+Status begin(const CollectiveCall& call, core::CollectiveTicket& ticket) {
+  std::shared_ptr<Comm::Rep> rep = find(call.communicator.id);
   if (rep == nullptr) return {};  // a program's own, with a keeper of its own
   TE_FL_RETURN_IF_ERROR(check_process(*rep));
   if (rep->failed.load(std::memory_order_acquire)) return rep->failed_status();
@@ -92,30 +113,19 @@ Status begin(const CollectiveCall& call, uint64_t& ticket) {
                                " is used by another thread at this moment; a communicator is for "
                                "one thread at a time: split one off for each");
   }
-  const OpShape shape = shape_of(call.op.schema());
-  Step step;
+  const OpFacts& facts = facts_of(*rep, call.op);
+  Step& last = facts.transfer ? rep->last_transfer : rep->last;
+  if (core::g_validate.load(std::memory_order_relaxed)) [[unlikely]]
+    TE_FL_RETURN_IF_ERROR(validate(rep, call, facts, last.number + 1));
   {
     const std::lock_guard lock(rep->mutex);
-    Step& last = shape.transfer ? rep->last_transfer : rep->last;
-    step = step_of(call, last.number + 1);
+    write_step(last, call, facts, last.number + 1);
+    rep->in_transfer = facts.transfer;
   }
-  if (core::g_validate.load(std::memory_order_relaxed)) {
-    if (Status same = compare(*rep, step, shape); !same.ok()) {
-      if (same.code() != StatusCode::kCommFailed) {
-        same = Status(
-            StatusCode::kCommFailed,
-            by_name(*rep) + ": " + step.text() + " could not be compared (TE_FL_VALIDATE)", same);
-      }
-      rep->inside.store(false, std::memory_order_release);
-      fail_all(rep, same);
-      return same;
-    }
-  }
-  const std::lock_guard lock(rep->mutex);
-  (shape.transfer ? rep->last_transfer : rep->last) = step;
-  rep->running = true;
-  rep->since = Clock::now();
-  ticket = shape.transfer ? 2 : 1;
+  rep->since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
+  ticket.policy = policy_of(*rep, ticket.policy);
+  ticket.transfer = facts.transfer;
+  ticket.communicator = std::move(rep);
   return {};
 }
 
@@ -136,31 +146,42 @@ Status told_failure(Comm::Rep& rep, const Step& step) {
   return rep.failure = failed_in(rep, step, told);
 }
 
-Status end(const CollectiveCall& call, uint64_t ticket, Status result) {
-  if (ticket == 0) return result;
-  const std::shared_ptr<Comm::Rep> rep = find(call.communicator.id);
-  if (rep == nullptr) return result;
+Status end(const CollectiveCall& call, core::CollectiveTicket& ticket, Status result) {
+  if (ticket.communicator == nullptr) return result;
+  const auto rep = std::static_pointer_cast<Comm::Rep>(std::move(ticket.communicator));
+  // Until it is outside again no other thread writes this.
+  Step& last = ticket.transfer ? rep->last_transfer : rep->last;
+  const Clock::time_point since{Clock::duration(rep->since.exchange(0, std::memory_order_relaxed))};
+  if (result.ok()) [[likely]] {
+    if (!wait_for_group(rep, call, last) && !call.capturing)
+      mark_enqueued(*rep, call.stream, last, since);
+    rep->inside.store(false, std::memory_order_release);
+    return result;
+  }
   // A failure of another rank is one for all, whatever of this call was done.
   const bool unheard = result.clean() && result.code() != StatusCode::kCommFailed;
-  Step step;
-  {
+  const Step step = last;
+  if (unheard) {
     const std::lock_guard lock(rep->mutex);
-    Step& last = ticket == 2 ? rep->last_transfer : rep->last;
-    step = last;
-    rep->running = false;
-    if (!result.ok() && unheard) --last.number;  // nothing of it reached the others
+    --last.number;  // nothing of it reached the others
   }
-  if (result.ok() && !wait_for_group(rep, call, step) && !call.capturing)
-    mark_enqueued(*rep, call.stream, step);
   rep->inside.store(false, std::memory_order_release);
-  if (result.ok() || unheard) return result;
+  if (unheard) return result;
   // The others wait for what this rank has not done or have done what it has not seen.
   if (rep->failed.load(std::memory_order_acquire)) return told_failure(*rep, step);
   fail_all(rep, failed_in(*rep, step, result));
   return result.code() == StatusCode::kCommFailed ? told_failure(*rep, step) : result;
 }
 
-constexpr core::CollectiveKeeper kKeeper{begin, end};
+uint32_t policy_for(const te_fl_communicator& communicator, uint32_t current, std::string& name) {
+  const std::shared_ptr<Comm::Rep> rep = find(communicator.id);
+  if (rep == nullptr) return current;
+  const uint32_t policy = policy_of(*rep, current);
+  if (policy != current) name = rep->name;
+  return policy;
+}
+
+constexpr core::CollectiveKeeper kKeeper{begin, end, policy_for};
 
 }  // namespace
 
@@ -176,7 +197,7 @@ std::string Step::text() const {
   return out + "]";
 }
 
-void mark_enqueued(Comm::Rep& rep, void* stream, const Step& step) {
+void mark_enqueued(Comm::Rep& rep, void* stream, const Step& step, Clock::time_point since) {
   if (rep.device.is_host()) return;
   const std::lock_guard lock(rep.mutex);
   Mark& mark = rep.oldest.set ? rep.newest : rep.oldest;
@@ -187,7 +208,7 @@ void mark_enqueued(Comm::Rep& rep, void* stream, const Step& step) {
   }
   if (!mark.event.record(stream).ok()) return;
   mark.step = step;
-  mark.since = Clock::now();
+  mark.since = since;
   mark.set = true;
 }
 

@@ -11,9 +11,10 @@ namespace te_fl::comm {
 // From the first communicator on. May be called again.
 void watch_calls();
 
-// Marks, for the watchdog, what a call has enqueued on a stream of the communicator's device. A
-// device without events has no marks, and its provider alone sees what hangs.
-void mark_enqueued(Comm::Rep& rep, void* stream, const Step& step);
+// Marks, for the watchdog, what a call that began at `since` has enqueued on a stream of the
+// communicator's device. A device without events has no marks, and its provider alone sees what
+// hangs.
+void mark_enqueued(Comm::Rep& rep, void* stream, const Step& step, Clock::time_point since);
 
 // True if this thread has a group of the communicator's provider open: then the collective begins,
 // and is marked, as that ends.

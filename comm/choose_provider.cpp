@@ -3,7 +3,6 @@
 #include "core/op/op_table.hpp"
 #include "plugins/on_demand.hpp"
 #include "plugins/start.hpp"
-#include "policy/current.hpp"
 #include "policy/select.hpp"
 #include "te_fl/op_registry.hpp"
 #include "te_fl/policy.hpp"
@@ -37,6 +36,7 @@ std::string missing(const std::string& reasons, const Device& device, const std:
 }  // namespace
 
 Result<std::shared_ptr<CommProvider>> choose_provider(const Device& device,
+                                                      const PolicySettings& settings,
                                                       const std::string& named, bool processes) {
   plugins::start();
   plugins::on_demand::load(&device, OpRegistry::instance());
@@ -44,7 +44,6 @@ Result<std::shared_ptr<CommProvider>> choose_provider(const Device& device,
   std::vector<policy::Implementation> views;
   for (const auto& p : list) views.push_back(view_of(*p));
   const policy::CallTraits call{.op = "communicator", .device = device};
-  const PolicySettings& settings = policy::settings_of(policy::current_id());
   std::string reasons;
   for (const policy::Standing& v : policy::decide(settings, call, views).order) {
     const auto& p = list[v.impl];
@@ -66,10 +65,9 @@ Result<std::shared_ptr<CommProvider>> choose_provider(const Device& device,
 }
 
 std::vector<std::pair<std::string, std::string>> choose_implementations(
-    const CommProvider& provider, const Device& device) {
+    const CommProvider& provider, const PolicySettings& settings, const Device& device) {
   OpRegistry& registry = OpRegistry::instance();
   const std::vector<OpImplInfo> every = registry.snapshot();
-  const PolicySettings& settings = policy::settings_of(policy::current_id());
   std::vector<std::pair<std::string, std::string>> chosen;
   for (const std::string& op : registry.op_names()) {
     const te_fl_op_schema* schema = registry.schema(registry.find(op).value());

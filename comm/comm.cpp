@@ -4,18 +4,10 @@
 #include <map>
 #include <thread>
 
-#include "comm/agreement.hpp"
-#include "comm/calls.hpp"
-#include "comm/choose_provider.hpp"
-#include "comm/process_store.hpp"
+#include "comm/make_rep.hpp"
 #include "comm/rep.hpp"
-#include "comm/watchdog.hpp"
-#include "core/base/error_text.hpp"
 #include "core/base/fork.hpp"
-#include "registry/implementation.hpp"
-#include "te_fl/environment.hpp"
 #include "te_fl/log.hpp"
-#include "te_fl/watch.hpp"
 
 namespace te_fl {
 namespace comm {
@@ -23,7 +15,6 @@ namespace {
 
 constinit core::ForkMutex mutex(core::LockLevel::kComms);
 const core::ForkMutex::Registration registration(mutex);
-std::atomic<uint64_t> g_ids{0};
 std::atomic<uint64_t> g_forks{0};
 const core::ForkedChild child(core::LockLevel::kComms,
                               [] { g_forks.fetch_add(1, std::memory_order_relaxed); });
@@ -97,216 +88,6 @@ void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why) {
   }
   first->told.store(true, std::memory_order_release);
   log::error(why.to_string());
-}
-
-namespace {
-
-using std::chrono::milliseconds;
-
-Result<milliseconds> timeout_of(const CommOptions& options) {
-  if (options.timeout) return *options.timeout;
-  TE_FL_ASSIGN_OR_RETURN(const int64_t ms, environment::get_int("TE_FL_COMM_TIMEOUT_MS"));
-  return milliseconds(ms);
-}
-
-Status check(const CommOptions& o) {
-  const auto bad = [&](const std::string& why) {
-    return invalid_argument("communicator '" + o.name + "': " + why);
-  };
-  if (o.size < 1 || o.rank < 0 || o.rank >= o.size) {
-    return bad("rank " + std::to_string(o.rank) + " of " + std::to_string(o.size) +
-               ", must be one of 0 to size - 1");
-  }
-  if (o.name.empty() || o.name.find('/') != std::string::npos)
-    return bad("its name must not be empty and have no '/'");
-  if (o.timeout && o.timeout->count() < 1) return bad("timeout must be at least 1 ms");
-  if (o.store == nullptr && o.size > 1) {
-    return bad("it has " + std::to_string(o.size) +
-               " ranks and no store by which they find each other; give CommOptions::store "
-               "(Store::open, or Store::in_process for threads)");
-  }
-  return {};
-}
-
-std::string facts_of(const Comm::Rep& rep) {
-  std::string text = fingerprint_table();
-  if (!text.empty() && text.back() != '\n') text += '\n';
-  text += "communicator provider = " + rep.provider->name + " of plugin " + rep.provider->plugin +
-          " " + rep.provider->version;
-  if (rep.provider->api.version != nullptr) {
-    const char* library = rep.provider->api.version(rep.provider->desc.self);
-    text += std::string(", library ") + (library == nullptr ? "unknown" : library);
-  }
-  text += "\ncommunicator size = " + std::to_string(rep.c.size) +
-          "\ncommunicator timeout = " + std::to_string(rep.timeout.count()) + " ms\n";
-  for (const auto& [op, impl] : rep.implementations)
-    text += "communicator " + op + " = " + impl + "\n";
-  return text;
-}
-
-// The store's word of a rank whose provider did not make its part, for those that wait for it.
-constexpr char kRefused[] = "refused";
-
-// The failure that some rank told, if one did.
-Status refused(Comm::Rep& rep) {
-  const auto told = rep.face->store().look(rep.face->key(kRefused));
-  if (!told.ok() || !told->has_value()) return {};
-  return Status(StatusCode::kCommFailed, **told);
-}
-
-// The first failure is what all see; a store that does not take it leaves them their time-out.
-void tell_refused(Comm::Rep& rep, const Status& why) {
-  if (rep.c.size == 1) return;
-  (void)rep.face->store().set(rep.face->key(kRefused),
-                              "rank " + std::to_string(rep.c.rank) + ": " + why.to_string());
-}
-
-// Waits for rank 0's id as long as no rank has refused.
-Result<std::string> id_of_first(Comm::Rep& rep) {
-  const Clock::time_point end = Clock::now() + rep.timeout;
-  for (;;) {
-    const auto left = std::chrono::duration_cast<milliseconds>(end - Clock::now());
-    const milliseconds turn = std::clamp(left, milliseconds(1), milliseconds(200));
-    Result<std::string> id = rep.face->store().get(rep.face->key("id"), turn);
-    if (id.ok() || id.status().code() != StatusCode::kTimeout) return id;
-    TE_FL_RETURN_IF_ERROR(refused(rep));
-    if (left.count() <= 0) return id;
-  }
-}
-
-Result<std::string> id_of(Comm::Rep& rep) {
-  const te_fl_comm_api& api = rep.provider->api;
-  if (api.unique_id == nullptr) return std::string();
-  if (rep.c.rank != 0) return id_of_first(rep);
-  const std::string key = rep.face->key("id");
-  core::ErrorText errors;
-  size_t bytes = 0;
-  void* self = rep.provider->desc.self;
-  te_fl_status code =
-      errors.call([&] { return api.unique_id(self, nullptr, 0, &bytes, errors.sink()); });
-  std::string id(bytes, '\0');
-  if (code == TE_FL_OK && bytes != 0)
-    code =
-        errors.call([&] { return api.unique_id(self, id.data(), bytes, &bytes, errors.sink()); });
-  TE_FL_RETURN_IF_ERROR(errors.status(code, "unique_id of '" + rep.provider->name + "'"));
-  TE_FL_RETURN_IF_ERROR(rep.face->store().set(key, id));
-  return id;
-}
-
-// Waits until ready() says so.
-Status wait_ready(Comm::Rep& rep) {
-  if (rep.provider->api.ready == nullptr) return {};
-  const Clock::time_point end = Clock::now() + rep.timeout;
-  Clock::time_point look = Clock::now() + milliseconds(100);
-  for (auto pause = std::chrono::microseconds(50);;
-       pause = std::min(pause * 2, decltype(pause)(5000))) {
-    core::ErrorText errors;
-    int32_t done = 0;
-    const te_fl_status code =
-        errors.call([&] { return rep.provider->api.ready(rep.c.self, &done, errors.sink()); });
-    TE_FL_RETURN_IF_ERROR(errors.status(code, "communicator '" + rep.name + "'"));
-    if (done != 0) return {};
-    if (Clock::now() > look) {
-      TE_FL_RETURN_IF_ERROR(refused(rep));
-      look = Clock::now() + milliseconds(100);
-    }
-    if (Clock::now() > end) {
-      return Status(StatusCode::kTimeout, "communicator '" + rep.name + "' of provider '" +
-                                              rep.provider->name + "' was not ready within " +
-                                              std::to_string(rep.timeout.count()) +
-                                              " ms (TE_FL_COMM_TIMEOUT_MS)");
-    }
-    std::this_thread::sleep_for(pause);
-  }
-}
-
-te_fl_comm_config config_of(const Comm::Rep& rep, const std::string& id) {
-  te_fl_comm_config config;
-  config.device_provider = rep.c.device_provider;
-  config.device = rep.c.device;
-  config.rank = rep.c.rank;
-  config.size = rep.c.size;
-  config.name = rep.name.c_str();
-  config.id = id.empty() ? nullptr : id.data();
-  config.id_bytes = id.size();
-  config.store = rep.face->c();
-  config.timeout_ms = static_cast<uint32_t>(rep.timeout.count());
-  return config;
-}
-
-// The provider's part; `parent` and `color` if it is split off one.
-Status make(Comm::Rep& rep, const Comm::Rep* parent, int color) {
-  const te_fl_comm_api& api = rep.provider->api;
-  const bool splits = parent != nullptr && color >= 0 && api.split != nullptr;
-  std::string id;
-  if (!splits) {
-    TE_FL_ASSIGN_OR_RETURN(id, id_of(rep));
-  }
-  const te_fl_comm_config config = config_of(rep, id);
-  core::ErrorText errors;
-  void* self = nullptr;
-  const te_fl_status code = errors.call([&] {
-    return splits ? api.split(parent->c.self, &config, color, &self, errors.sink())
-                  : api.create(rep.provider->desc.self, &config, &self, errors.sink());
-  });
-  TE_FL_RETURN_IF_ERROR(errors.status(
-      code, "communicator '" + rep.name + "' of provider '" + rep.provider->name + "'"));
-  rep.provider->live.fetch_add(1);
-  rep.c.self = self;
-  rep.c.id = g_ids.fetch_add(1) + 1;  // from here on the destructor has something to destroy
-  return wait_ready(rep);
-}
-
-std::shared_ptr<Comm::Rep> start(const CommOptions& options, milliseconds timeout,
-                                 std::shared_ptr<registry::CommProvider> provider) {
-  auto rep = std::make_shared<Comm::Rep>();
-  rep->provider = std::move(provider);
-  rep->name = options.name;
-  rep->store = options.store != nullptr ? options.store : Store::in_process();
-  rep->face = std::make_unique<StoreFace>(rep->store, options.name);
-  rep->timeout = timeout;
-  rep->device = options.device;
-  rep->fork_generation = fork_generation();
-  rep->c.device = options.device.to_c();
-  rep->c.device_provider = options.device.provider;
-  rep->c.rank = options.rank;
-  rep->c.size = options.size;
-  rep->c.maker = registry::intern_string(rep->provider->plugin);
-  rep->origin = std::make_shared<const char>();
-  for (int rank = 0; rank < options.size; ++rank) rep->origin_ranks.push_back(rank);
-  return rep;
-}
-
-}  // namespace
-
-// All that create() and split() have in common.
-Result<std::shared_ptr<Comm::Rep>> make_rep(const CommOptions& options, const Comm::Rep* parent,
-                                            int color) {
-  TE_FL_RETURN_IF_ERROR(check(options));
-  TE_FL_ASSIGN_OR_RETURN(const milliseconds timeout, timeout_of(options));
-  std::shared_ptr<registry::CommProvider> provider;
-  if (parent != nullptr) {
-    provider = parent->provider;
-  } else {
-    const bool processes = options.store != nullptr &&
-                           dynamic_cast<const ProcessStore*>(options.store.get()) == nullptr;
-    TE_FL_ASSIGN_OR_RETURN(provider, choose_provider(options.device, options.provider, processes));
-  }
-  std::shared_ptr<Comm::Rep> rep = start(options, timeout, std::move(provider));
-  rep->implementations = choose_implementations(*rep->provider, rep->device);
-  const auto named = [&](const Status& s) {
-    return s.wrap("communicator '" + rep->name + "' cannot be made");
-  };
-  if (Status s = agree(*rep->face, rep->c.rank, rep->c.size, {facts_of(*rep)}, timeout); !s.ok())
-    return named(s);
-  if (Status s = make(*rep, parent, color); !s.ok()) {
-    tell_refused(*rep, s);
-    return named(s);
-  }
-  add(rep);
-  watch_calls();
-  watch();
-  return rep;
 }
 
 }  // namespace comm

@@ -71,12 +71,8 @@ std::vector<Pending> closed(const registry::CommProvider* provider) {
 }
 
 // While the provider begins them the watchdog sees them as it sees a call.
-void set_running(const std::vector<Pending>& pending, bool running) {
-  for (const Pending& p : pending) {
-    const std::lock_guard lock(p.rep->mutex);
-    p.rep->running = running;
-    p.rep->since = Clock::now();
-  }
+void set_running_since(const std::vector<Pending>& pending, Clock::rep since) {
+  for (const Pending& p : pending) p.rep->since.store(since, std::memory_order_release);
 }
 
 Status check_thread(const Comm::Rep& rep) {
@@ -91,15 +87,16 @@ Status check_thread(const Comm::Rep& rep) {
 // Ends the group of the provider; the status is that of the collectives in it.
 Status end_group(const std::shared_ptr<Comm::Rep>& rep) {
   const std::vector<Pending> pending = closed(rep->provider.get());
-  set_running(pending, true);
+  const Clock::time_point since = Clock::now();
+  set_running_since(pending, since.time_since_epoch().count());
   core::ErrorText errors;
   const te_fl_status code = errors.call(
       [&] { return rep->provider->api.group_end(rep->provider->desc.self, errors.sink()); });
-  set_running(pending, false);
+  set_running_since(pending, 0);
   Status status = errors.status(code, "communicator '" + rep->name + "': a group of collectives");
   if (status.ok()) {
     for (const Pending& p : pending)
-      if (!p.capturing) mark_enqueued(*p.rep, p.stream, p.step);
+      if (!p.capturing) mark_enqueued(*p.rep, p.stream, p.step, since);
   }
   if (status.code() == StatusCode::kCommFailed) fail_all(rep, status);
   return status;

@@ -31,6 +31,14 @@ struct Step {
   std::string text() const;
 };
 
+// What the schema of a collective says of its calls. `layout` is CallLayout::number of the op.
+struct OpFacts {
+  uint64_t layout = 0;
+  bool transfer = false;  // between two ranks, not all
+  bool uneven = false;    // ranks bring tensors of several sizes
+  int64_t tensor = -1;    // offset of the first tensor in the arguments; -1: there is none
+};
+
 // The mark behind collectives that were enqueued on a device.
 struct Mark {
   bool set = false;
@@ -52,6 +60,9 @@ struct Comm::Rep {
   te_fl_communicator c{};
   Device device;
   std::vector<std::pair<std::string, std::string>> implementations;
+  // The policy under which all ranks made it, which decides all its calls; and the same with
+  // deterministic results, for calls under a policy that asks for them.
+  uint32_t policy = 0, deterministic_policy = 0;
   uint64_t fork_generation = 0;
   bool is_world = false;
   // The one of Comm::create() that it was split off, or that it is itself, by an address of its own
@@ -60,16 +71,18 @@ struct Comm::Rep {
   std::vector<int> origin_ranks;
   mutable std::atomic<int> splits{0};
 
-  // The call that a thread is inside, and what was called before it.
+  // The call that a thread is inside, which alone writes what follows.
   std::atomic<bool> inside{false};
+  std::vector<comm::OpFacts> known_ops;
+  std::atomic<comm::Clock::rep> since{0};  // a call is inside the provider since then; 0: none is
   // Held while the provider is asked something by another thread than the one that calls
   // collectives, and while it destroys; `closed`, once it has.
   std::mutex life;
   bool closed = false;
   std::mutex mutex;  // of what follows; held for moments
   comm::Step last, last_transfer;
-  bool running = false;  // a call is inside the provider since `since`
-  comm::Clock::time_point since;
+  bool in_transfer = false;  // which of the two is the newest
+  const comm::Step& newest_step() const { return in_transfer ? last_transfer : last; }
   // The marks behind the oldest collective that may not have ended, and behind the newest, which
   // moves with every call while the first is not reached.
   comm::Mark oldest, newest;

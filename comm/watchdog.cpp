@@ -41,16 +41,19 @@ Status look(Comm::Rep& rep) {
       const std::string text = errors.text().empty() ? "it failed" : errors.text();
       const std::string who = "communicator '" + rep.name + "', rank " + std::to_string(rep.c.rank);
       const std::lock_guard lock(rep.mutex);
-      if (!rep.running) return Status(StatusCode::kCommFailed, who + ": " + text);
+      if (rep.since.load(std::memory_order_acquire) == 0)
+        return Status(StatusCode::kCommFailed, who + ": " + text);
       // The call says the same when it returns, which may be later.
-      return Status(StatusCode::kCommFailed,
-                    who + " of " + std::to_string(rep.c.size) + ": " + rep.last.text() + " failed",
-                    Status(StatusCode::kCommFailed, text));
+      return Status(
+          StatusCode::kCommFailed,
+          who + " of " + std::to_string(rep.c.size) + ": " + rep.newest_step().text() + " failed",
+          Status(StatusCode::kCommFailed, text));
     }
   }
+  const Clock::time_point since{Clock::duration(rep.since.load(std::memory_order_acquire))};
   const std::lock_guard lock(rep.mutex);
-  if (rep.running && Clock::now() - rep.since > rep.timeout + kGrace)
-    return Status(StatusCode::kCommFailed, late(rep, rep.last));
+  if (since != Clock::time_point() && Clock::now() - since > rep.timeout + kGrace)
+    return Status(StatusCode::kCommFailed, late(rep, rep.newest_step()));
   while (rep.oldest.set) {
     const Result<bool> done = rep.oldest.event.done();
     if (!done.ok() || !*done) break;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/device/device_list.hpp"
+#include "dispatch/attempt.hpp"
 #include "dispatch/manager_impl.hpp"
 #include "dispatch/watch/barred.hpp"
 #include "te_fl/op_manager.hpp"
@@ -66,7 +67,10 @@ Result<std::vector<dispatch::Failure>> refusals(const Call& call, const dispatch
   return list;
 }
 
-Result<dispatch::Choice> choose(Call& call) { return dispatch::choose(call, call.policy); }
+Result<dispatch::Choice> choose(Call& call) {
+  (void)dispatch::follow_communicator(call);
+  return dispatch::choose(call, call.policy);
+}
 
 Step chosen(const OpRow& row, const dispatch::Choice& decision,
             const std::vector<dispatch::Failure>& failures) {
@@ -101,9 +105,14 @@ Result<PreparedOp> OpManager::prepare(OpId op, const void* args, const CallOptio
 Result<Decision> OpManager::resolve(OpId op, const void* args, const CallOptions& options) {
   return with_call<Result<Decision>>(*impl_, op, args, options, [](Call& call) -> Result<Decision> {
     TE_FL_RETURN_IF_ERROR(dispatch::prepare_call(call));
-    TE_FL_ASSIGN_OR_RETURN(const dispatch::Choice decision, choose(call));
+    const std::string communicator = dispatch::follow_communicator(call);
+    TE_FL_ASSIGN_OR_RETURN(const dispatch::Choice decision, dispatch::choose(call, call.policy));
     TE_FL_ASSIGN_OR_RETURN(const auto failures, refusals(call, decision, false));
     Decision r = public_decision(call.row, decision, call.args, failures);
+    if (!communicator.empty()) {
+      r.policy += "; of communicator '" + communicator +
+                  "', on which its ranks agreed when it was made, in place of this thread's";
+    }
     if (const Step step = chosen(call.row, decision, failures); step.impl != nullptr) {
       auto [text, silent] = dispatch::described(call, step, decision.settings->deterministic);
       r.runs = std::move(text);

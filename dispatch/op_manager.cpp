@@ -50,16 +50,20 @@ void count(std::atomic<uint64_t>& counter) noexcept {
   return dispatch::run_route(call, &failure);
 }
 
-// Asks for the route, and leaves it in `known`.
+// Asks for the route, and leaves it in `known`. That of a collective is for run_route() to ask for,
+// since it may be its communicator's policy that decides.
 [[gnu::noinline]] Status run_first(Call& call, KnownCall& known) {
-  TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, dispatch::route_of(call));
+  const RouteEntry* entry = nullptr;
+  if (!dispatch::is_collective(call)) {
+    TE_FL_ASSIGN_OR_RETURN(entry, dispatch::route_of(call));
+  }
   known.forget_answer();
   known.table = call.table.id;
   known.policy = call.policy;
   known.capturing = call.capturing;
-  known.deterministic = entry->route->deterministic;
-  known.first = entry->first;
-  known.counter = entry->counter;
+  known.deterministic = entry != nullptr && entry->route->deterministic;
+  known.first = entry == nullptr ? nullptr : entry->first;
+  known.counter = entry == nullptr ? nullptr : entry->counter;
   return run(call, known);
 }
 

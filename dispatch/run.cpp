@@ -186,15 +186,27 @@ Status run_in_order(Call& call, const Failure* first, Served& served);
   if (keeper == nullptr || ranks == nullptr) return run_in_order(call, first, served);
   const core::CollectiveCall known{*call.row.compiled, call.args, *ranks, call.options.stream,
                                    call.capturing};
-  uint64_t ticket = 0;
+  core::CollectiveTicket ticket;
+  ticket.policy = call.policy;
   TE_FL_RETURN_IF_ERROR(keeper->begin(known, ticket));
+  call.policy = ticket.policy;
   return keeper->end(known, ticket, run_in_order(call, first, served));
 }
 
 }  // namespace
 
+std::string follow_communicator(Call& call) {
+  const core::CollectiveKeeper* const keeper =
+      core::g_collective_keeper.load(std::memory_order_acquire);
+  std::string name;
+  if (keeper == nullptr || call.args == nullptr || !is_collective(call)) return name;
+  const te_fl_communicator* const ranks = call.row.compiled->communicator(call.args);
+  if (ranks != nullptr) call.policy = keeper->policy(*ranks, call.policy, name);
+  return name;
+}
+
 Status run_order(Call& call, const Failure* first, Served& served) {
-  if ((call.row.compiled->schema().flags & TE_FL_SCHEMA_COLLECTIVE) != 0) [[unlikely]]
+  if (is_collective(call)) [[unlikely]]
     return run_collective(call, first, served);
   return run_in_order(call, first, served);
 }

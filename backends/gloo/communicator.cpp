@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "signals.hpp"
 #include "te_fl/backend.hpp"
@@ -192,7 +193,8 @@ void Communicator::run(const char* op, const std::function<void()>& f) {
                     ", of which this is a child; make one after the fork");
   }
   if (const std::string before = failure(); !before.empty()) throw Error(TE_FL_COMM_FAILED, before);
-  const BrokenPipes ignored;
+  std::optional<BrokenPipes> ignored;  // four calls of the system
+  if (size_ > 1) ignored.emplace();
   try {
     f();
   } catch (const PeerError& e) {

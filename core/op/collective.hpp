@@ -2,6 +2,8 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
+#include <string>
 
 #include "core/op/op_table.hpp"
 #include "te_fl/status.hpp"
@@ -17,11 +19,23 @@ struct CollectiveCall {
   bool capturing;
 };
 
-// Both run on the calling thread. `begin` may refuse the call, which then does not run; `ticket` is
-// for `end`, which gets the call's status and gives the one that the caller sees.
+// What the keeper knows of a call from its begin to its end.
+struct CollectiveTicket {
+  std::shared_ptr<void> communicator;  // null: nobody keeps it
+  bool transfer = false;               // between two ranks
+  uint32_t policy = 0;                 // the policy that decides; before begin() the thread's
+};
+
+// All run on the calling thread.
 struct CollectiveKeeper {
-  Status (*begin)(const CollectiveCall& call, uint64_t& ticket);
-  Status (*end)(const CollectiveCall& call, uint64_t ticket, Status result);
+  // May refuse the call, which then does not run.
+  Status (*begin)(const CollectiveCall& call, CollectiveTicket& ticket);
+  // Gets the call's status and gives the one that the caller sees.
+  Status (*end)(const CollectiveCall& call, CollectiveTicket& ticket, Status result);
+  // The policy that decides calls with the communicator where `current` is the thread's: the one
+  // under which its ranks made it, since a choice of one rank alone would leave the others waiting.
+  // `name` becomes the communicator's if the two differ.
+  uint32_t (*policy)(const te_fl_communicator& communicator, uint32_t current, std::string& name);
 };
 
 // Null until the first communicator is made. Never taken away.

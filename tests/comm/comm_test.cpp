@@ -4,12 +4,14 @@
 
 #include <atomic>
 #include <functional>
+#include <optional>
 #include <thread>
 #include <vector>
 
 #include "support/expect.hpp"
 #include "te_fl/comm.hpp"
 #include "te_fl/environment.hpp"
+#include "te_fl/op_manager.hpp"
 #include "te_fl/ops.hpp"
 #include "te_fl/policy.hpp"
 #include "te_fl/tensor.hpp"
@@ -49,12 +51,14 @@ std::vector<float> values(const Tensor& t) {
   return {first, first + t.numel()};
 }
 
-Status all_reduce(const Comm& comm, const Tensor& t) {
+te_fl_all_reduce_args in_place(const Comm& comm, const Tensor& t) {
   te_fl_all_reduce_args args;
   args.input = args.output = t.c();
   args.comm = comm.c();
-  return ops::all_reduce(args);
+  return args;
 }
+
+Status all_reduce(const Comm& comm, const Tensor& t) { return ops::all_reduce(in_place(comm, t)); }
 
 TEST_F(Comms, RanksReduceTogether) {
   on_ranks(3, [&](int rank) {
@@ -128,6 +132,80 @@ TEST_F(Comms, ADifferenceBetweenRanksIsRefusedOnAll) {
     EXPECT_HAS(comm.status().to_string(), "on rank 2");
     EXPECT_LACKS(comm.status().to_string(), "on rank 1");
   });
+}
+
+// Settings by which nothing here may serve a collective.
+PolicySettings nobody() {
+  PolicySettings settings;
+  settings.per_op["all_reduce"] = {{.type = PolicyToken::Type::kImpl, .name = "vendor.not_here"}};
+  settings.strict = true;
+  return settings;
+}
+
+TEST_F(Comms, APolicyOfOneRankThatCameLaterDecidesNothing) {
+  on_ranks(3, [&](int rank) {
+    const Result<Comm> comm = Comm::create(options(rank, 3));
+    ASSERT_OK(comm);
+    const Tensor t = of({1.0f + static_cast<float>(rank)});
+    std::optional<PolicyScope> scope;
+    ASSERT_OK(all_reduce(*comm, t));
+    if (rank == 1) scope.emplace(nobody());
+    ASSERT_OK(all_reduce(*comm, t));
+    ASSERT_OK(all_reduce(*comm, t)) << "as a call that is known";
+    EXPECT_EQ(values(t), std::vector<float>{54});
+    EXPECT_OK(comm->status());
+    const te_fl_all_reduce_args args = in_place(*comm, t);
+    OpManager& manager = OpManager::instance();
+    const Result<Decision> decision = manager.resolve(op::all_reduce, &args);
+    ASSERT_OK(decision);
+    EXPECT_EQ(decision->impl_id, "reference.host");
+    const std::string words = "of communicator 'world', on which its ranks agreed when it was made";
+    EXPECT_EQ(decision->policy.find(words) != std::string::npos, rank == 1) << decision->policy;
+    EXPECT_OK(manager.prepare(op::all_reduce, &args).status());
+    scope.reset();
+  });
+}
+
+// Deterministic results are asked of a call, and by a rank's policy of the moment.
+TEST_F(Comms, DeterministicResultsAreThePresentPolicysToAskFor) {
+  const Result<Comm> comm = Comm::create(options(0, 1));
+  ASSERT_OK(comm);
+  const Tensor t = of({1});
+  const te_fl_all_reduce_args args = in_place(*comm, t);
+  PolicySettings settings = nobody();
+  settings.deterministic = true;
+  const PolicyScope scope(settings);
+  const Result<Decision> decision = OpManager::instance().resolve(op::all_reduce, &args);
+  ASSERT_OK(decision);
+  EXPECT_HAS(decision->policy, "deterministic");
+  EXPECT_EQ(decision->impl_id, "reference.host");
+  EXPECT_OK(all_reduce(*comm, t));
+}
+
+// A new communicator is decided by the policy under which it is made.
+TEST_F(Comms, ASplitAgreesAnew) {
+  on_ranks(2, [&](int rank) {
+    const Result<Comm> comm = Comm::create(options(rank, 2));
+    ASSERT_OK(comm);
+    Comm part;
+    {
+      const PolicyScope scope(nobody());
+      Result<Comm> made = comm->split(0, rank, "part");
+      ASSERT_OK(made);
+      part = std::move(*made);
+    }
+    const Tensor t = of({1});
+    EXPECT_FAILS(all_reduce(part, t), kUnsupported, "vendor.not_here");
+    EXPECT_OK(all_reduce(*comm, t));
+  });
+}
+
+TEST_F(Comms, AnInvalidPolicyIsRefused) {
+  ASSERT_OK(environment::set("TE_FL_PER_OP", "all_reduec=reference"));
+  const Result<Comm> comm = Comm::create(options(0, 1));
+  EXPECT_FAILS(comm.status(), kInvalidArgument, "did you mean 'all_reduce'");
+  EXPECT_HAS(comm.status().to_string(), "communicator 'world' cannot be made");
+  ASSERT_OK(environment::unset("TE_FL_PER_OP"));
 }
 
 TEST_F(Comms, ARankThatDoesNotComeIsNamed) {
