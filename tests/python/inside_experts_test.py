@@ -1,5 +1,4 @@
-"""NVIDIA's GroupedLinear, padding, permutation by an index map, router and activations of experts on te-fl, forward and backward, against PyTorch
-in FP64. (Permutation by a routing map is the package's own Triton, which does not run on a host.)"""
+"""NVIDIA's GroupedLinear, groups of tensors and activations of experts on te-fl, forward and backward, against PyTorch in FP64."""
 
 import contextlib
 import itertools
@@ -16,7 +15,6 @@ from transformer_engine.pytorch import Float8BlockQuantizer, Float8CurrentScalin
 from transformer_engine.pytorch import ops as te_ops
 from transformer_engine.pytorch.constants import DType, TE_DType
 from transformer_engine.pytorch.cpp_extensions.gemm import general_grouped_gemm, general_grouped_gemm_for_grouped_tensor
-from transformer_engine.pytorch.router import fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function
 from transformer_engine.pytorch.tensor.storage.grouped_tensor_storage import GroupedTensorStorage
 
 E4M3 = DType.kFloat8E4M3

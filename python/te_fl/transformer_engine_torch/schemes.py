@@ -163,8 +163,10 @@ class CurrentFloat8(Float8):
                          pow2_scale=quantizer.force_pow_2_scales, amax_epsilon=quantizer.amax_epsilon)
 
     def for_ranks(self, quantizer, values, target):
-        return Quantized(target.data, columnwise_data=target.columnwise_data, shape=target.shape, scale_inv=target.scale_inv,
-                         scale=self._scale_of_ranks(quantizer, values))
+        scale = self._scale_of_ranks(quantizer, values)
+        if values.numel() == 0:  # no op writes it
+            torch.div(torch.ones_like(scale), scale, out=target.scale_inv)
+        return Quantized(target.data, columnwise_data=target.columnwise_data, shape=target.shape, scale_inv=target.scale_inv, scale=scale)
 
     def _scale_of_ranks(self, quantizer, values):
         """The scale that the largest value among the ranks of the quantizer's group gives; FP32 [1]."""
