@@ -41,6 +41,8 @@ class _HostMode(TorchFunctionMode):
             return args[0].device.type == "cpu"
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.device and any(map(_is_cuda, (*args, *kwargs.values()))):
+            return torch.device("cpu")  # whatever its index
         if kwargs:
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": _device_on_host(kwargs["device"])}

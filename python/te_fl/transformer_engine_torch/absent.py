@@ -23,6 +23,8 @@ REASONS = {
                     "nvfp4_compute_per_block_scale nvfp4_compute_global_scale nvfp4_fused_scale nvfp4_multi_tensor_fused_scale".split(), _FP4_BLOCKS),
     "fused_topk_with_score_function_qb_fwd": "the histogram of quantile balancing is not an op of te-fl; use fused_topk_with_score_function without it",
     "nvfp4_quantize_with_amax": _FP4_AMAX, "nvfp4_group_quantize_with_amax": _FP4_AMAX,
+    **dict.fromkeys("EpLayerConfig ep_combine ep_combine_bwd ep_combine_fwd ep_dispatch ep_dispatch_bwd ep_dispatch_fwd ep_finalize ep_get_zero_copy "
+                    "ep_handle_mem_size ep_initialize ep_prepare ep_prepare_and_dispatch ep_zero_copy_supported".split(), _EP),
     "cusolvermp_ctx_create": _SOLVER, "cusolvermp_ctx_destroy": _SOLVER, "newton_schulz": _SOLVER,
 }
 __all__ = sorted(REASONS)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+
 import torch
 
 __all__ = ["device_supports_multicast", "get_cublasLt_version", "get_cudnn_version", "get_num_cublas_streams", "get_stream_priority_range",
-           "ubuf_built_with_mpi"]
+           "nvte_built_with_cublasmp", "ubuf_built_with_mpi"]
 
 
+@functools.lru_cache(maxsize=None)
 def get_cublasLt_version() -> int:
-    """As cublasLtGetVersion() counts; 0 where PyTorch has no CUDA. The package asks it which layouts it may use."""
-    return 130100 if torch.version.cuda else 0
+    """As cublasLtGetVersion() counts, of the library that PyTorch brings; 0 where it has none. The package asks it which formats it may use."""
+    for name in (f"libcublasLt.so.{(torch.version.cuda or '').split('.')[0]}", "libcublasLt.so"):
+        try:
+            version = ctypes.CDLL(name).cublasLtGetVersion
+        except (OSError, AttributeError):
+            continue
+        version.restype = ctypes.c_size_t
+        return version()
+    return 0
 
 
 def get_cudnn_version() -> int:
@@ -29,6 +40,10 @@ def get_stream_priority_range(device_id: int = -1) -> tuple:
 
 
 def ubuf_built_with_mpi() -> bool:
+    return False
+
+
+def nvte_built_with_cublasmp() -> bool:
     return False
 
 
