@@ -2,78 +2,22 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cstring>
 #include <filesystem>
+#include <iterator>
 #include <map>
 #include <set>
 #include <utility>
 
 #include "nn/files/optimizer_files.hpp"
 #include "nn/files/place_text.hpp"
+#include "nn/files/shard_codes.hpp"
+#include "nn/files/shard_places.hpp"
 #include "te_fl/nn/files/sharded_safetensors.hpp"
 
 namespace te_fl::nn::detail {
 namespace {
 
 constexpr std::string_view kPrefix = "te_fl.shard.";
-
-std::string text_of(const Shard& shard) {
-  Shape rows;
-  for (const Shard::Rows& r : shard.rows) rows.insert(rows.end(), {r.begin, r.count});
-  return list_text(shard.whole) + ";" + list_text(shard.begin) + ";" + list_text(rows);
-}
-
-bool parse(std::string_view text, Shard& shard) {
-  const size_t first = text.find(';');
-  const size_t second = first == text.npos ? text.npos : text.find(';', first + 1);
-  if (second == text.npos) return false;
-  Shape rows;
-  if (!parse_list(text.substr(0, first), shard.whole) ||
-      !parse_list(text.substr(first + 1, second - first - 1), shard.begin) ||
-      !parse_list(text.substr(second + 1), rows) || rows.size() % 2 != 0) {
-    return false;
-  }
-  for (size_t i = 0; i < rows.size(); i += 2) shard.rows.push_back({rows[i], rows[i + 1]});
-  return true;
-}
-
-// The rows of the whole that the shard has, one by one; empty if they do not lie in it.
-std::vector<int64_t> rows_of(const Shard& shard, int64_t count) {
-  std::vector<int64_t> rows;
-  if (shard.begin[0] > shard.whole[0]) return rows;
-  if (shard.rows.empty()) {
-    for (int64_t i = 0; i < count; ++i) rows.push_back(shard.begin[0] + i);
-  }
-  for (const Shard::Rows& range : shard.rows) {
-    if (range.count > count || range.begin > shard.whole[0]) return {};
-    for (int64_t i = 0; i < range.count; ++i) rows.push_back(range.begin + i);
-  }
-  const bool inside = static_cast<int64_t>(rows.size()) == count &&
-                      std::ranges::all_of(rows, [&](int64_t r) { return r < shard.whole[0]; });
-  return inside ? rows : std::vector<int64_t>();
-}
-
-// Copies between a tensor and its place in the whole, both compact on the host, of one or two
-// dimensions. False if the place does not fit them.
-bool copy_part(const Tensor& whole, const Tensor& part, const Shard& shard, bool to_whole) {
-  const auto rank = static_cast<size_t>(part.rank());
-  if (rank < 1 || rank > 2 || shard.whole.size() != rank || shard.begin.size() != rank ||
-      !std::ranges::equal(whole.shape(), shard.whole) || whole.dtype() != part.dtype()) {
-    return false;
-  }
-  const std::vector<int64_t> rows = rows_of(shard, part.size(0));
-  const int64_t columns = rank == 2 ? part.size(1) : 1, width = rank == 2 ? whole.size(1) : 1;
-  const int64_t first = rank == 2 ? shard.begin[1] : 0;
-  if (rows.empty() || first > width - columns) return false;
-  const auto bytes = static_cast<size_t>(bytes_for(part.dtype(), columns));
-  for (size_t i = 0; i < rows.size(); ++i) {
-    char* const there = whole.data<char>() + bytes_for(whole.dtype(), rows[i] * width + first);
-    char* const here =
-        part.data<char>() + bytes_for(part.dtype(), static_cast<int64_t>(i) * columns);
-    std::memcpy(to_whole ? there : here, to_whole ? here : there, bytes);
-  }
-  return true;
-}
 
 struct Source {
   std::string path;
@@ -137,28 +81,52 @@ Status bad_place(const Source& source, const std::string& name) {
                     " in its whole is not there, or does not fit the tensor and the other files'");
 }
 
-// The tensor of all files put together; the first file's if it is not divided there.
-Result<Tensor> whole_of(const std::vector<Source>& sources, const std::string& name) {
+struct Placed {
+  Tensor tensor;
+  Shard place;
+};
+
+// The parts that all files have of a tensor; the first file's alone if it is not divided there.
+Result<std::vector<Placed>> parts_of(const std::vector<Source>& sources, const std::string& name) {
   const Tensor& first = sources[0].tensors.at(name);
   const std::string key = std::string(kPrefix) + parameter_of(name);
-  if (!sources[0].file.metadata.contains(key)) return first;
-  Tensor whole;
-  int64_t elements = 0;
+  if (!sources[0].file.metadata.contains(key)) {
+    return std::vector<Placed>{{first, place_of_whole(first.shape())}};
+  }
+  std::vector<Placed> parts;
+  int64_t elements = 1;
   for (const Source& source : sources) {
     const auto tensor = source.tensors.find(name);
     const auto place = source.file.metadata.find(key);
-    Shard shard;
+    Placed part;
     if (tensor == source.tensors.end() || place == source.file.metadata.end() ||
-        !parse(place->second, shard)) {
+        !parse_place(place->second, part.place)) {
       return bad_place(source, name);
     }
-    if (!whole.defined()) {
-      TE_FL_ASSIGN_OR_RETURN(whole, Tensor::empty(shard.whole, first.dtype()));
+    part.tensor = tensor->second;
+    const auto rank = static_cast<size_t>(part.tensor.rank());
+    if (part.place.whole.size() != rank || part.place.begin.size() != rank ||
+        (!parts.empty() && part.place.whole != parts[0].place.whole)) {
+      return bad_place(source, name);
     }
-    if (!copy_part(whole, tensor->second, shard, true)) return bad_place(source, name);
-    elements += tensor->second.numel();
+    parts.push_back(std::move(part));
   }
-  if (elements != whole.numel()) return bad_place(sources.back(), name);
+  for (const int64_t extent : parts[0].place.whole) elements *= extent;
+  for (const Placed& part : parts) elements -= part.tensor.numel();
+  if (elements != 0) return bad_place(sources.back(), name);
+  return parts;
+}
+
+// The tensor of all files put together.
+Result<Tensor> whole_of(const std::vector<Source>& sources, const std::string& name) {
+  TE_FL_ASSIGN_OR_RETURN(const std::vector<Placed> parts, parts_of(sources, name));
+  if (parts.size() == 1) return parts[0].tensor;
+  TE_FL_ASSIGN_OR_RETURN(Tensor whole,
+                         Tensor::empty(parts[0].place.whole, parts[0].tensor.dtype()));
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (!copy_part(whole, parts[i].tensor, parts[i].place, true))
+      return bad_place(sources[i], name);
+  }
   return whole;
 }
 
@@ -169,6 +137,51 @@ Result<Tensor> cut(const Tensor& whole, const Parameter& parameter, const std::s
   return invalid_argument(path + ": tensor " + name + " is " + whole.describe() +
                           " as a whole, of which this rank has no part of " +
                           parameter.value.describe() + "; the sizes of the module are others");
+}
+
+constexpr std::string_view kScale = ".scale_inv", kAmax = ".amax";
+
+// True if `name` is a parameter of FP8 codes alone, by the scale beside it.
+bool is_codes(const Source& source, const std::string& name) {
+  return source.tensors.contains(name) && source.tensors.contains(name + std::string(kScale));
+}
+
+// True if it is such a parameter's scale or amax, which come with the codes.
+bool beside_codes(const Source& source, std::string_view name) {
+  for (const std::string_view end : {kScale, kAmax}) {
+    if (!name.ends_with(end)) continue;
+    return is_codes(source, std::string(name.substr(0, name.size() - end.size())));
+  }
+  return false;
+}
+
+// The codes of this rank's part of a parameter, or the values, from the files of all.
+Result<std::vector<NamedTensor>> own_codes(const std::vector<Source>& sources,
+                                           const NamedParameter& parameter,
+                                           const std::string& path) {
+  const std::string& name = parameter.name;
+  TE_FL_ASSIGN_OR_RETURN(std::vector<Placed> parts, parts_of(sources, name));
+  std::vector<CodesPart> files;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const auto beside = [&](std::string_view end) {
+      const auto found = sources[i].tensors.find(name + std::string(end));
+      const bool one = found != sources[i].tensors.end() && found->second.numel() == 1 &&
+                       found->second.dtype() == DType::kF32;
+      return one ? found->second : Tensor();
+    };
+    CodesPart file{parts[i].tensor, beside(kScale), beside(kAmax), parts[i].place};
+    if (!file.scale_inv.defined()) {
+      return Status(StatusCode::kDataLoss, sources[i].path + ": tensor " + name + ".scale_inv, " +
+                                               "by which the codes are multiplied, is missing or "
+                                               "not f32[1]");
+    }
+    files.push_back(std::move(file));
+  }
+  const Shard& own = parameter.parameter->shard;
+  auto loaded = codes_of_part(name, files, parameter.value().shape(),
+                              own.whole.empty() ? place_of_whole(files[0].place.whole) : own);
+  if (!loaded.ok()) return loaded.status().wrap(path);
+  return loaded;
 }
 
 }  // namespace
@@ -182,13 +195,13 @@ Result<Metadata> places_of(const std::vector<NamedParameter>& parameters) {
   Metadata places;
   for (const NamedParameter& p : parameters) {
     if (p.parameter->shard.whole.empty()) continue;
-    if (p.value().quantized()) {
+    if (p.value().quantized() && p.value().scaling() != Scaling::kTensor) {
       return invalid_argument("save_checkpoint: the parameter " + p.name +
-                              " is divided over ranks and of FP8 codes alone, whose parts have "
-                              "scales of their own; save a module made without "
-                              "quantized_model_init");
+                              " is divided over ranks and " + p.value().describe() +
+                              ", whose scales have no places of their own; save codes that are "
+                              "scaled by tensor, or values");
     }
-    places[std::string(kPrefix) + p.name] = text_of(p.parameter->shard);
+    places[std::string(kPrefix) + p.name] = place_text(p.parameter->shard);
   }
   return places;
 }
@@ -198,15 +211,21 @@ Result<SafetensorsFile> load_shards(const std::string& path, int rank, int size,
   TE_FL_ASSIGN_OR_RETURN(const std::vector<Source> sources, open_all(path, optimizer));
   const bool same = static_cast<int>(sources.size()) == size;
   if (same) return sources[static_cast<size_t>(rank)].file;
-  std::map<std::string, const Parameter*> divided;
-  for (const NamedParameter& p : parameters) {
-    if (!p.parameter->shard.whole.empty()) divided.emplace(p.name, p.parameter.get());
-  }
+  std::map<std::string, const NamedParameter*> own;
+  for (const NamedParameter& p : parameters) own.emplace(p.name, &p);
   SafetensorsFile result{sources[0].file.metadata, {}};
   for (const NamedTensor& t : sources[0].file.tensors) {
+    const auto found = own.find(parameter_of(t.name));
+    const NamedParameter* const target = found == own.end() ? nullptr : found->second;
+    if (beside_codes(sources[0], t.name)) continue;
+    if (target != nullptr && is_codes(sources[0], t.name)) {
+      TE_FL_ASSIGN_OR_RETURN(auto tensors, own_codes(sources, *target, path));
+      std::ranges::move(tensors, std::back_inserter(result.tensors));
+      continue;
+    }
     TE_FL_ASSIGN_OR_RETURN(Tensor tensor, whole_of(sources, t.name));
-    if (const auto found = divided.find(parameter_of(t.name)); found != divided.end()) {
-      TE_FL_ASSIGN_OR_RETURN(tensor, cut(tensor, *found->second, t.name, path));
+    if (target != nullptr && !target->parameter->shard.whole.empty()) {
+      TE_FL_ASSIGN_OR_RETURN(tensor, cut(tensor, *target->parameter, t.name, path));
     }
     result.tensors.push_back({t.name, std::move(tensor)});
   }

@@ -15,8 +15,8 @@ namespace te_fl::nn::detail {
 std::string shard_path(const std::string& path, int rank, int size);
 
 // For the metadata, where each divided parameter lies in its whole: "te_fl.shard.NAME" = extents of
-// the whole, begin, and pairs of rows, as "64,32;0,0;16,8,48,8". INVALID_ARGUMENT for a divided
-// parameter of FP8 codes alone, whose parts have scales of their own.
+// the whole, begin, and pairs of rows, as "64,32;0,0;16,8,48,8". INVALID_ARGUMENT for codes that
+// are scaled by blocks.
 Result<Metadata> places_of(const std::vector<NamedParameter>& parameters);
 
 // The checkpoint at `path`, of any number of ranks, as this rank's parameters, and an optimizer's

@@ -78,8 +78,11 @@ TE_FL_API Result<Metadata> load_checkpoint(const std::string& path, Module& modu
 // Parts that every rank has (FP8 state, undivided parameters) come from the first file.
 // TensorParallel::random, where there is one, continues with the same number of ranks; with another
 // it stays where the program has set it.
-// INVALID_ARGUMENT for parameters of FP8 codes alone, FAILED_PRECONDITION where files of two
-// numbers of ranks lie at the path.
+// Parameters of FP8 codes alone have a scale in each part. Where the parts that a loading rank puts
+// together have the same one, it gets their codes, bit for bit; else their values, which it
+// quantises again with the scale of the largest. INVALID_ARGUMENT for divided parameters lent as
+// codes that are scaled by blocks, FAILED_PRECONDITION where files of two numbers of ranks lie at
+// the path.
 TE_FL_API Status save_checkpoint(const std::string& path, const TensorParallel& parallel,
                                  const Module& module, const Optimizer* optimizer = nullptr,
                                  const Metadata& metadata = {});
