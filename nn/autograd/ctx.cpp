@@ -8,7 +8,7 @@ namespace te_fl::nn {
 Ctx::Record::~Record() = default;
 Ctx::Ctx() = default;
 Ctx::~Ctx() = default;
-Ctx::Ctx(const Ctx& other) {
+Ctx::Ctx(const Ctx& other) : input_grad(other.input_grad) {
   if (other.record_ == nullptr || other.record_->copy == nullptr) return;
   record_ = other.record_->copy(*other.record_);
   owner_ = other.owner_;

@@ -43,6 +43,7 @@ Value call_module(const Module& module, const Value& x, const Forward& forward, 
   if (x.tape() == nullptr) return x;
   const auto run = [&](bool training) -> Result<Tape::Recorded> {
     auto ctx = training ? std::make_shared<Ctx>() : nullptr;
+    if (ctx != nullptr) ctx->input_grad = x.wants_grad();
     TE_FL_ASSIGN_OR_RETURN(Tensor y, forward(x.tensor(), ctx.get()));
     return Tape::Recorded{{std::move(y)},
                           [ctx, backward](const Tape::Tensors& dys) -> Result<Tape::Tensors> {

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "core/tensor/tensor_access.hpp"
 #include "nn/base/tensor_ops.hpp"
 
 namespace te_fl::nn {
@@ -21,22 +22,37 @@ Status wait_for(std::unique_ptr<SequenceRanks::Work>& work) {
   return status;
 }
 
-// A tensor of codes for all ranks' rows, with the part's scale where that is one number.
+// Codes for all ranks' rows, with the part's own scale, which is that of all.
+Result<Tensor> codes_like(const Tensor& part, const Shape& shape, bool columnwise) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor whole, Tensor::empty(shape, part.dtype(), part.device()));
+  struct Owner {
+    std::shared_ptr<void> scales;  // and not the part's codes
+    Tensor columns;
+  };
+  auto owner = std::make_shared<Owner>(Owner{Tensor::Access::quant_storage(part), Tensor()});
+  te_fl_quant quant = Tensor::Access::quant(part);
+  quant.columnwise_data = nullptr;
+  if (columnwise) {
+    TE_FL_ASSIGN_OR_RETURN(owner->columns,
+                           Tensor::empty({shape[1], shape[0]}, part.dtype(), part.device()));
+    quant.columnwise_data = owner->columns.raw_data();
+  }
+  Tensor::Access::set_quant(whole, quant, std::move(owner));
+  return whole;
+}
+
+// A tensor for all ranks' rows, as `part` is.
 Result<Tensor> whole_of(const Tensor& part, int size, Copies copies) {
-  const std::array<int64_t, 2> shape = {part.size(0) * size, part.size(1)};
+  const Shape shape = {part.size(0) * size, part.size(1)};
   if (!part.quantized()) return Tensor::empty(shape, part.dtype(), part.device());
-  QuantSpec spec{.dtype = part.dtype(),
-                 .scaling = part.scaling(),
-                 .rowwise = copies.rowwise,
-                 .columnwise = copies.columnwise,
-                 .clear_scales = false};
-  if (part.scaling() != Scaling::kTensor)
-    return Tensor::empty_quantized(shape, spec, part.device());
-  const Tensor scale = part.scale(), amax = part.amax();
-  spec.rowwise = true;  // from which the column-wise copy is made
-  spec.amax = amax.defined();
-  return Tensor::empty_quantized(shape, spec, part.device(), &scale,
-                                 amax.defined() ? &amax : nullptr);
+  // The column-wise copy is made from the row-wise one, which is there in any case.
+  if (part.scaling() == Scaling::kTensor) return codes_like(part, shape, copies.columnwise);
+  const QuantSpec spec{.dtype = part.dtype(),
+                       .scaling = part.scaling(),
+                       .rowwise = copies.rowwise,
+                       .columnwise = copies.columnwise,
+                       .clear_scales = false};
+  return Tensor::empty_quantized(shape, spec, part.device());
 }
 
 }  // namespace
@@ -123,7 +139,6 @@ Result<Tensor> RowGather::take_whole() {
     TE_FL_RETURN_IF_ERROR(copy(ordered, to));
   }
   if (!part_.quantized() || part_.scaling() != Scaling::kTensor) return std::move(whole_);
-  TE_FL_RETURN_IF_ERROR(copy(part_.scale_inv(), whole_.scale_inv()));
   if (copies_.columnwise) TE_FL_RETURN_IF_ERROR(fill_columns(whole_));
   return copies_.rowwise ? std::move(whole_) : whole_.columnwise_only();
 }

@@ -291,7 +291,7 @@ Result<te_fl_generic_gemm_args> GemmUnit::product(const Use& use, const Tensor& 
   args.a = input;
   args.b = weight;
   args.trans_b = 1;
-  if (bias_ != nullptr && spec_.adds_bias && !spec_.partial) args.bias = bias_->value;
+  if (bias_ != nullptr && spec_.adds_bias && spec_.first) args.bias = bias_->value;
   args.use_split_accumulator = split_accumulator(use.mode, false);
   return args;
 }

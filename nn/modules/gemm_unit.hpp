@@ -25,9 +25,9 @@ class GemmUnit {
     Device device;
     bool high_precision = false;
     bool adds_bias = true;  // false: the bias is the caller's to add
-    // The product is one of several ranks' whose sum is the map's: forward() leaves out the bias,
-    // which comes after the sum, and backward() has its gradient all the same.
-    bool partial = false;
+    // The product is one of several ranks' whose sum is the map's. The first of them has the bias,
+    // backward() on all of them its gradient.
+    bool partial = false, first = true;
     // The ranks that have parts of the rows, of the input or of the output and its gradient: x of
     // prepare_input() and dx of the backward are this rank's rows, or dy of prepare_grad() is.
     std::shared_ptr<SequenceRanks> input_rows, gradient_rows;
@@ -38,6 +38,7 @@ class GemmUnit {
     Fp8Mode mode;
     bool training = false;
     bool wgrad = false;            // the weight's gradient is wanted
+    bool dgrad = true;             // the input's gradient is wanted
     bool unscaled = false;         // no amax has set the scales, which may saturate
     Tensor input;                  // quantised or of the activation dtype; with wgrad only
     Tensor part;                   // this rank's rows of it, which a backward gathers again
@@ -51,10 +52,6 @@ class GemmUnit {
   const Spec& spec() const noexcept { return spec_; }
   const std::shared_ptr<Parameter>& weight() const noexcept { return weight_; }
   const std::shared_ptr<Parameter>& bias() const noexcept { return bias_; }
-  // The bias that the user of a partial product adds to the sum; undefined if there is none.
-  Tensor bias_to_add() const {
-    return bias_ != nullptr && spec_.adds_bias ? bias_->value : Tensor();
-  }
   const std::shared_ptr<Fp8State>& forward_state() const noexcept { return forward_; }
   const std::shared_ptr<Fp8State>& backward_state() const noexcept { return backward_; }
   const std::shared_ptr<DelayedWgrad>& delayed() const noexcept { return delayed_; }
@@ -107,7 +104,8 @@ class GemmUnit {
   // for frozen parameters. Where they are delayed, leaves that to delayed().
   Status wgrad(const Use& use, const Gradient& grad);
   // dgrad, wgrad. Where ranks have parts of the input's rows, its gather runs beside dgrad, and
-  // that of the result's sum over the ranks beside wgrad; the result is this rank's rows.
+  // that of the result's sum over the ranks beside wgrad; the result is this rank's rows. Without
+  // Use::dgrad it is undefined, and there are no dgrad and no sum.
   Result<Tensor> products(const Use& use, const Gradient& grad, const Tensor* into = nullptr);
   // prepare_grad, products. [rows, out] -> [rows, in].
   Result<Tensor> backward(const Use& use, const Tensor& dy, const Tensor* into = nullptr);

@@ -77,7 +77,10 @@ Status GemmUnit::wgrad_of(const Use& use, const Gradient& grad, RowGather& input
 
 Result<Tensor> GemmUnit::products(const Use& use, const Gradient& grad, const Tensor* into) {
   if (spec_.input_rows == nullptr) {
-    TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad.tensor, into));
+    Tensor dx;
+    if (use.dgrad) {
+      TE_FL_ASSIGN_OR_RETURN(dx, dgrad(use, grad.tensor, into));
+    }
     TE_FL_RETURN_IF_ERROR(wgrad(use, grad));
     return dx;
   }
@@ -87,8 +90,11 @@ Result<Tensor> GemmUnit::products(const Use& use, const Gradient& grad, const Te
     TE_FL_ASSIGN_OR_RETURN(
         input, RowGather::begin(ranks, use.part, {.rowwise = false, .columnwise = true}));
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad.tensor));
-  TE_FL_ASSIGN_OR_RETURN(RowScatter scatter, RowScatter::begin(ranks, std::move(dx)));
+  RowScatter scatter;
+  if (use.dgrad) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad.tensor));
+    TE_FL_ASSIGN_OR_RETURN(scatter, RowScatter::begin(ranks, std::move(dx)));
+  }
   TE_FL_RETURN_IF_ERROR(input.has_value() ? wgrad_of(use, grad, *input) : wgrad(use, grad));
   return scatter.take_part();
 }

@@ -47,6 +47,7 @@ Result<Tensor> Sequential::backward(const Tensor& dy, Ctx& ctx) {
   TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "Sequential"));
   auto& record = static_cast<SequentialRecord&>(*taken);
   Tensor gradient = dy;
+  if (!record.parts.empty()) record.parts.front().input_grad = ctx.input_grad;
   for (size_t i = entries_.size(); i-- > 0;) {
     TE_FL_ASSIGN_OR_RETURN(gradient, entries_[i].calls.backward(gradient, record.parts[i]));
     record.parts[i].reset();

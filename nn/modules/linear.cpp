@@ -36,9 +36,22 @@ Result<Tensor> backward_of(detail::GemmUnit& gemm, detail::SplitParameters* spli
   return dx;
 }
 
-}  // namespace
-
-namespace {
+// The unit's parameters by name, or those of `parts`, which it makes `split` of.
+Result<std::vector<NamedParameter>> parameters_of(const char* module, const detail::GemmUnit& gemm,
+                                                  const std::vector<ParameterPart>& parts,
+                                                  std::unique_ptr<detail::SplitParameters>& split) {
+  std::vector<NamedParameter> named;
+  if (parts.empty()) {
+    named.push_back({"weight", gemm.weight()});
+    if (gemm.bias() != nullptr) named.push_back({"bias", gemm.bias()});
+    return named;
+  }
+  TE_FL_ASSIGN_OR_RETURN(split, detail::SplitParameters::create(module, gemm, parts));
+  for (auto& part : split->named()) {
+    named.push_back({std::move(part.name), std::move(part.parameter)});
+  }
+  return named;
+}
 
 // The unit's delayed gradients, which those of parts surround with theirs.
 std::shared_ptr<detail::DelayedWgrad> delayed_of(const detail::GemmUnit& gemm,
@@ -52,10 +65,6 @@ std::shared_ptr<detail::DelayedWgrad> delayed_of(const detail::GemmUnit& gemm,
   }
   return gemm.delayed();
 }
-
-}  // namespace
-
-namespace {
 
 Status check_divisible(const char* module, const char* field, int64_t value, int size) {
   if (value % size == 0) return {};
@@ -128,6 +137,7 @@ Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
                                             .tied_weight = options.tied_weight,
                                             .return_bias = options.return_bias,
                                             .partial = options.parallel.divides() && row,
+                                            .first = !row || options.parallel.rank() == 0,
                                             .input_rows = column ? ranks : nullptr,
                                             .gradient_rows = row ? ranks : nullptr}));
   if (options.parallel.divides()) {
@@ -135,19 +145,15 @@ Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
     linear->mode_ = options.parallel_mode;
   }
   detail::GemmUnit& gemm = *linear->gemm_;
-  if (options.parameters_split.empty()) {
-    linear->register_parameter("weight", gemm.weight());
-    if (gemm.bias() != nullptr) linear->register_parameter("bias", gemm.bias());
-  } else if (options.tied_weight != nullptr) {
+  if (!options.parameters_split.empty() && options.tied_weight != nullptr) {
     return invalid_argument(
         "Linear: tied_weight and parameters_split are both given, and a shared weight is whole; "
         "leave one of them out");
-  } else {
-    TE_FL_ASSIGN_OR_RETURN(
-        linear->split_, detail::SplitParameters::create("Linear", gemm, options.parameters_split));
-    for (auto& part : linear->split_->named()) {
-      linear->register_parameter(std::move(part.name), std::move(part.parameter));
-    }
+  }
+  TE_FL_ASSIGN_OR_RETURN(auto parameters,
+                         parameters_of("Linear", gemm, options.parameters_split, linear->split_));
+  for (NamedParameter& p : parameters) {
+    linear->register_parameter(std::move(p.name), std::move(p.parameter));
   }
   linear->register_fp8("fp8", gemm.forward_state(), gemm.backward_state());
   linear->register_delayed(delayed_of(gemm, linear->split_.get()));
@@ -198,7 +204,7 @@ Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& 
     TE_FL_RETURN_IF_ERROR(check_no_into("Linear: forward", into));
     TE_FL_ASSIGN_OR_RETURN(y, gemm_->forward(record->use, input, options));
     TE_FL_ASSIGN_OR_RETURN(y, detail::summed(parallel_, y));
-    TE_FL_RETURN_IF_ERROR(detail::add_after_sum(y, gemm_->bias_to_add(), added));
+    if (added.defined()) TE_FL_RETURN_IF_ERROR(detail::add(y, added, y));
   } else {
     TE_FL_ASSIGN_OR_RETURN(
         y, gemm_->forward(record->use, input, options, if_defined(added), if_defined(out)));
@@ -220,8 +226,10 @@ Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx, const Tensor* into) 
   if (mode_ == ParallelMode::kColumn) {
     TE_FL_RETURN_IF_ERROR(check_no_into("Linear: backward", into));
   }
+  record.use.dgrad = ctx.input_grad || into != nullptr;
   TE_FL_ASSIGN_OR_RETURN(Tensor dx,
                          backward_of(*gemm_, split_.get(), record.use, flat, if_defined(out)));
+  if (!record.use.dgrad) return dx;
   if (mode_ == ParallelMode::kColumn && !parallel_.divides_sequence()) {
     TE_FL_ASSIGN_OR_RETURN(dx, detail::summed(parallel_, dx));
   }
@@ -264,15 +272,10 @@ Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
   if (module->norm_->bias() != nullptr) {
     module->register_parameter("layer_norm_bias", module->norm_->bias());
   }
-  if (options.parameters_split.empty()) {
-    module->register_parameter("weight", gemm.weight());
-    if (gemm.bias() != nullptr) module->register_parameter("bias", gemm.bias());
-  } else {
-    TE_FL_ASSIGN_OR_RETURN(module->split_, detail::SplitParameters::create(
-                                               "LayerNormLinear", gemm, options.parameters_split));
-    for (auto& part : module->split_->named()) {
-      module->register_parameter(std::move(part.name), std::move(part.parameter));
-    }
+  TE_FL_ASSIGN_OR_RETURN(auto parameters, parameters_of("LayerNormLinear", gemm,
+                                                        options.parameters_split, module->split_));
+  for (NamedParameter& p : parameters) {
+    module->register_parameter(std::move(p.name), std::move(p.parameter));
   }
   module->register_fp8("fp8", gemm.forward_state(), gemm.backward_state());
   module->register_delayed(delayed_of(gemm, module->split_.get()));
@@ -320,7 +323,9 @@ Result<Tensor> LayerNormLinear::backward(const Tensor& dy, Ctx& ctx, const Tenso
       const Tensor past,
       detail::residual_matrix(layernorm_output_grad, record.shape, gemm_->spec().in,
                               "LayerNormLinear: layernorm_output_grad"));
+  record.use.dgrad = ctx.input_grad || norm_->trains();
   TE_FL_ASSIGN_OR_RETURN(Tensor dz, backward_of(*gemm_, split_.get(), record.use, flat));
+  if (!record.use.dgrad) return dz;
   if (!parallel_.divides_sequence()) {
     TE_FL_ASSIGN_OR_RETURN(dz, detail::summed(parallel_, dz));
   }

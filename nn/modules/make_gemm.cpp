@@ -96,6 +96,7 @@ Result<std::unique_ptr<GemmUnit>> make_gemm(const GemmOptions& options) {
   spec.high_precision = options.high_precision;
   spec.adds_bias = !options.return_bias;
   spec.partial = options.partial;
+  spec.first = options.first;
   spec.input_rows = options.input_rows;
   spec.gradient_rows = options.gradient_rows;
   return std::make_unique<GemmUnit>(spec, std::move(weight), std::move(bias));

@@ -22,7 +22,8 @@ struct GemmOptions {
   bool high_precision = false;
   std::shared_ptr<Parameter> tied_weight = nullptr;
   bool return_bias = false;  // the bias is the caller's to add
-  bool partial = false;      // see GemmUnit::Spec, as for the next
+  bool partial = false;      // see GemmUnit::Spec, as for the next three
+  bool first = true;
   std::shared_ptr<SequenceRanks> input_rows = nullptr, gradient_rows = nullptr;
 };
 

@@ -210,6 +210,7 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
   gemm.seed = init::subseed(options.seed, 2);
   gemm.init_std = options.output_init_std;
   gemm.partial = options.parallel.divides();
+  gemm.first = options.parallel.rank() == 0;
   gemm.shard = {};
   if (options.ffn_whole != 0) {
     gemm.shard = {{options.hidden_size, options.ffn_whole}, {0, options.ffn_begin}};
@@ -256,7 +257,7 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   if (impl.parallel.divides()) {
     TE_FL_ASSIGN_OR_RETURN(y, impl.fc2->forward(record->fc2, activated, options));
     TE_FL_ASSIGN_OR_RETURN(y, detail::summed(impl.parallel, y));
-    TE_FL_RETURN_IF_ERROR(detail::add_after_sum(y, impl.fc2->bias_to_add(), added));
+    if (added.defined()) TE_FL_RETURN_IF_ERROR(detail::add(y, added, y));
   } else {
     TE_FL_ASSIGN_OR_RETURN(
         y, impl.fc2->forward(record->fc2, activated, options, added.defined() ? &added : nullptr));

@@ -20,6 +20,10 @@ class NormCore {
   const NormOptions& options() const noexcept { return options_; }
   const std::shared_ptr<Parameter>& weight() const noexcept { return weight_; }
   const std::shared_ptr<Parameter>& bias() const noexcept { return bias_; }  // null for RMSNorm
+  // True if a backward gives one of the parameters a gradient.
+  bool trains() const {
+    return weight_->requires_grad || (bias_ != nullptr && bias_->requires_grad);
+  }
 
   // z = norm(x); z may be quantised. Fills `saved`.
   Status forward(const Tensor& x, const Tensor& z, Saved& saved) const;

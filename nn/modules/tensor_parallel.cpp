@@ -1,6 +1,6 @@
 #include "nn/modules/tensor_parallel.hpp"
 
-#include <array>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -12,50 +12,50 @@
 namespace te_fl::nn {
 namespace {
 
-Status all_gather(const TensorParallel& parallel, const Tensor& from, const Tensor& to) {
+Status all_gather(const Comm& ranks, const Tensor& from, const Tensor& to) {
   te_fl_all_gather_args args{};
   args.input = from;
   args.output = to;
-  args.comm = parallel.ranks->c();
+  args.comm = ranks.c();
   return ops::all_gather(args, detail::call_options(from.device()));
 }
 
-Status all_reduce(const TensorParallel& parallel, const Tensor& data,
-                  int32_t reduction = TE_FL_REDUCTION_SUM) {
+Status all_reduce(const Comm& ranks, const Tensor& data, int32_t reduction = TE_FL_REDUCTION_SUM) {
   te_fl_all_reduce_args args{};
   args.reduction = reduction;
   args.input = data;
   args.output = data;
-  args.comm = parallel.ranks->c();
+  args.comm = ranks.c();
   return ops::all_reduce(args, detail::call_options(data.device()));
 }
 
 // The ranks of a communicator, whose ops are on the stream when they return.
 class CommRanks final : public SequenceRanks {
  public:
-  explicit CommRanks(const TensorParallel& parallel) : parallel_(parallel) {}
-  int size() const noexcept override { return parallel_.size(); }
+  explicit CommRanks(std::shared_ptr<const Comm> ranks) : ranks_(std::move(ranks)) {}
+  int size() const noexcept override { return ranks_->size(); }
+  int rank() const noexcept override { return ranks_->rank(); }
   Begun all_gather(const Tensor& part, const Tensor& whole) override {
-    TE_FL_RETURN_IF_ERROR(nn::all_gather(parallel_, part, whole));
+    TE_FL_RETURN_IF_ERROR(nn::all_gather(*ranks_, part, whole));
     return std::unique_ptr<Work>();
   }
   Begun reduce_scatter(const Tensor& whole, const Tensor& part) override {
     te_fl_reduce_scatter_args args{};
     args.input = whole;
     args.output = part;
-    args.comm = parallel_.ranks->c();
+    args.comm = ranks_->c();
     TE_FL_RETURN_IF_ERROR(ops::reduce_scatter(args, detail::call_options(whole.device())));
     return std::unique_ptr<Work>();
   }
   Status largest(const Tensor& values) override {
-    return all_reduce(parallel_, values, TE_FL_REDUCTION_MAX);
+    return all_reduce(*ranks_, values, TE_FL_REDUCTION_MAX);
   }
   bool share_amaxes(const AmaxReduction* reduction) const noexcept override {
-    return reduction != nullptr && reduction->is_over(*parallel_.ranks);
+    return reduction != nullptr && reduction->is_over(*ranks_);
   }
 
  private:
-  TensorParallel parallel_;
+  std::shared_ptr<const Comm> ranks_;
 };
 
 Status check_rows(const TensorParallel& parallel, const Tensor& x, std::string_view who) {
@@ -93,30 +93,20 @@ Result<Shape> output_shape(const TensorParallel& parallel, ParallelMode mode,
 std::shared_ptr<SequenceRanks> sequence_ranks_of(const TensorParallel& parallel) {
   if (!parallel.divides_sequence()) return nullptr;
   if (parallel.framework_ranks != nullptr) return parallel.framework_ranks;
-  return std::make_shared<CommRanks>(parallel);
+  return std::make_shared<CommRanks>(parallel.ranks);
 }
 
 Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial) {
   if (!parallel.divides()) return partial;
   if (!parallel.sequence_parallel) {
-    TE_FL_RETURN_IF_ERROR(all_reduce(parallel, partial));
+    TE_FL_RETURN_IF_ERROR(all_reduce(*parallel.ranks, partial));
     return partial;
   }
-  TE_FL_ASSIGN_OR_RETURN(RowScatter scatter,
-                         RowScatter::begin(*sequence_ranks_of(parallel), partial));
+  std::optional<CommRanks> own;
+  SequenceRanks* ranks = parallel.framework_ranks.get();
+  if (ranks == nullptr) ranks = &own.emplace(parallel.ranks);
+  TE_FL_ASSIGN_OR_RETURN(RowScatter scatter, RowScatter::begin(*ranks, partial));
   return scatter.take_part();
-}
-
-Status add_after_sum(const Tensor& y, const Tensor& bias, const Tensor& residual) {
-  if (bias.defined()) {
-    const std::array<int64_t, 2> strides = {0, 1};
-    TE_FL_ASSIGN_OR_RETURN(const Tensor wide, Tensor::wrap(bias.raw_data(), y.shape(), strides,
-                                                           bias.dtype(), bias.device(), nullptr));
-    TE_FL_ASSIGN_OR_RETURN(const Tensor rows, empty_like(y, y.dtype()));
-    TE_FL_RETURN_IF_ERROR(copy(wide, rows));
-    TE_FL_RETURN_IF_ERROR(add(y, rows, y));
-  }
-  return residual.defined() ? add(y, residual, y) : Status();
 }
 
 OwnRandom::OwnRandom(const TensorParallel& parallel, bool divided, const Device& device) {
@@ -148,7 +138,7 @@ Result<Tensor> gather_rows(const TensorParallel& parallel, const Tensor& x) {
   Shape shape(x.shape().begin(), x.shape().end());
   shape.front() *= parallel.size();
   TE_FL_ASSIGN_OR_RETURN(Tensor whole, Tensor::empty(shape, x.dtype(), x.device()));
-  TE_FL_RETURN_IF_ERROR(all_gather(parallel, part, whole));
+  TE_FL_RETURN_IF_ERROR(all_gather(*parallel.ranks, part, whole));
   return whole;
 }
 
@@ -198,7 +188,7 @@ Status sum_together(const TensorParallel& parallel, const std::vector<Tensor>& g
     parts.push_back(std::move(part));
     begin += g.numel();
   }
-  TE_FL_RETURN_IF_ERROR(all_reduce(parallel, flat));
+  TE_FL_RETURN_IF_ERROR(all_reduce(*parallel.ranks, flat));
   for (size_t i = 0; i < parts.size(); ++i) {
     TE_FL_RETURN_IF_ERROR(detail::copy(parts[i], gradients[i]));
   }

@@ -18,8 +18,6 @@ std::shared_ptr<SequenceRanks> sequence_ranks_of(const TensorParallel& parallel)
 // The sum of the ranks' matrices, or under sequence parallelism this rank's rows of it. May write
 // to `partial`.
 Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial);
-// y [rows, n] += bias [n], += residual; either may be undefined.
-Status add_after_sum(const Tensor& y, const Tensor& bias, const Tensor& residual);
 // While it lives, dropout on the thread draws from this rank's own stream, where there is one and
 // `divided` says that what is dropped is a part.
 class OwnRandom {

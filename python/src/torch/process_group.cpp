@@ -46,9 +46,11 @@ class GroupRanks final : public nn::SequenceRanks {
   explicit GroupRanks(PyObject* object)
       : object_(object), like_(Ref::take(PyObject_GetAttrString(object, "like")).get()) {
     size_ = static_cast<int>(integer_of(Ref::take(PyObject_GetAttrString(object, "size")).get()));
+    rank_ = static_cast<int>(integer_of(Ref::take(PyObject_GetAttrString(object, "rank")).get()));
     ranks_ = ranks_of(Ref::take(PyObject_GetAttrString(object, "ranks")).get());
   }
   int size() const noexcept override { return size_; }
+  int rank() const noexcept override { return rank_; }
   Begun all_gather(const Tensor& part, const Tensor& whole) override {
     return begin("all_gather", part, whole);
   }
@@ -83,7 +85,7 @@ class GroupRanks final : public nn::SequenceRanks {
   }
 
   Kept object_, like_;
-  int size_ = 1;
+  int size_ = 1, rank_ = 0;
   std::vector<int64_t> ranks_;  // sorted
 };
 

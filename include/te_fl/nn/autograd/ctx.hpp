@@ -30,6 +30,10 @@ class TE_FL_API Ctx {
   Ctx& operator=(Ctx&&) noexcept;
   bool empty() const noexcept { return record_ == nullptr; }
   void reset() noexcept;
+  // False: nobody wants the gradient of the forward's input. Set before the backward, which may
+  // leave it out then, with the collectives that make it, and gives an undefined tensor. Linear
+  // does, and LayerNormLinear where its norm is frozen; elsewhere parameters' gradients need it.
+  bool input_grad = true;
 
   // For modules. check_empty() comes first in a forward, before it computes; store() last, and
   // is FAILED_PRECONDITION as well unless empty. take() returns the record that `owner` stored;

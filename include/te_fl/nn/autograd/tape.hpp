@@ -44,6 +44,9 @@ class TE_FL_API Value {
   const Status& status() const noexcept { return status_; }
   const Tensor& tensor() const noexcept { return tensor_; }  // undefined after an error
   Tape* tape() const noexcept { return tape_; }              // null if the error came before one
+  // True if backward() gives it a gradient: it is an input() that wants one, or was made from such
+  // or from trained parameters.
+  bool wants_grad() const noexcept { return gradient_ != nullptr; }
   // Returns the gradient of an input() that wants it, after backward(); else undefined.
   Tensor grad() const;
 

@@ -36,6 +36,7 @@ class TE_FL_API SequenceRanks {
   SequenceRanks& operator=(const SequenceRanks&) = delete;
   virtual ~SequenceRanks();
   virtual int size() const noexcept = 0;
+  virtual int rank() const noexcept = 0;  // this one's, from 0
   // whole [size * n, ..] <- the ranks' parts [n, ..], one behind the other; F32, F16, BF16 or U8.
   virtual Begun all_gather(const Tensor& part, const Tensor& whole) = 0;
   // part [n, ..] <- this rank's rows of the sum of the ranks' `whole` [size * n, ..].

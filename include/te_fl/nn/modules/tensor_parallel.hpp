@@ -34,14 +34,17 @@ struct TensorParallel {
     if (framework_ranks != nullptr) return framework_ranks->size();
     return ranks == nullptr ? 1 : ranks->size();
   }
-  int rank() const noexcept { return ranks == nullptr ? 0 : ranks->rank(); }
+  int rank() const noexcept {
+    if (framework_ranks != nullptr) return framework_ranks->rank();
+    return ranks == nullptr ? 0 : ranks->rank();
+  }
   bool divides() const noexcept { return size() > 1; }
   bool divides_sequence() const noexcept { return divides() && sequence_parallel; }
 };
 
 // Says how ranks divide a linear map. kColumn: its output features; the input's gradient is the sum
-// of the ranks'. kRow: its input features; the output is the sum of the ranks' products, to which
-// the bias is added afterwards.
+// of the ranks'. kRow: its input features; the output is the sum of the ranks' products, of which
+// the first rank's has the bias.
 enum class ParallelMode : uint8_t { kNone, kColumn, kRow };
 
 // This rank's part of the first dimension: a view. INVALID_ARGUMENT if the number of ranks does not

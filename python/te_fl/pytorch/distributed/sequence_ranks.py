@@ -31,7 +31,7 @@ class SequenceRanks:
     which lives until the result's wait(). In C++ python/src/torch/process_group.cpp calls them."""
 
     def __init__(self, group: Optional[Any]):
-        self.group, self.size, self.ranks = group, collectives.size_of(group), global_ranks(group)
+        self.group, self.size, self.rank, self.ranks = group, collectives.size_of(group), collectives.rank_in(group), global_ranks(group)
         self.like = torch.empty(0)  # tensors are to be PyTorch's
 
     def all_gather(self, part: torch.Tensor, whole: torch.Tensor, stream: int) -> _Work:

@@ -1,0 +1,109 @@
+// A backward whose input's gradient nobody wants leaves it out, with the collectives that make it.
+#include "counting_ranks.hpp"
+#include "parallel_fixture.hpp"
+
+namespace te_fl::nn::testing {
+namespace {
+
+constexpr int64_t kRows = 8, kIn = 12, kOut = 16;
+
+int64_t calls_of(const std::string& op) {
+  uint64_t calls = 0;
+  for (const OpUsage& u : OpManager::instance().usage()) calls += u.op == op ? u.calls : 0;
+  return static_cast<int64_t>(calls);
+}
+
+// The products of a pass, and the gradients that it leaves; dx may be undefined.
+struct Pass {
+  int64_t products = 0;
+  Tensor dx;
+  std::map<std::string, Values> gradients;
+};
+
+template <class Layer>
+Pass pass(Layer& layer, int64_t rows, bool input_grad) {
+  check(layer.zero_grad());
+  Ctx ctx;
+  ctx.input_grad = input_grad;
+  const int64_t in = layer.parameters()[0].value().shape().back();
+  const Tensor y = take(layer.forward(tensor({rows, in}, random_values(rows * in, 1)), &ctx));
+  Pass result;
+  const int64_t before = calls_of("generic_gemm");
+  result.dx = take(layer.backward(y, ctx));
+  result.products = calls_of("generic_gemm") - before;
+  for (const NamedParameter& p : layer.parameters()) {
+    if (p.grad().defined()) result.gradients[p.name] = values_of(p.grad());
+  }
+  return result;
+}
+
+TEST(InputGradient, IsLeftOut) {
+  const auto linear = take(Linear::create({.in_features = kIn, .out_features = kOut, .seed = 1}));
+  const Pass with = pass(*linear, kRows, true), without = pass(*linear, kRows, false);
+  EXPECT_EQ(with.products, 2);
+  EXPECT_EQ(without.products, 1);
+  EXPECT_TRUE(with.dx.defined());
+  EXPECT_FALSE(without.dx.defined());
+  EXPECT_EQ(without.gradients, with.gradients);
+}
+
+TEST(InputGradient, OfATrainedNormIsNeeded) {
+  const auto layer =
+      take(LayerNormLinear::create({.in_features = kIn, .out_features = kOut, .seed = 1}));
+  const Pass with = pass(*layer, kRows, true), trained = pass(*layer, kRows, false);
+  EXPECT_EQ(trained.products, 2);
+  EXPECT_EQ(trained.gradients, with.gradients);
+  for (const NamedParameter& p : layer->parameters()) {
+    if (p.name.starts_with("layer_norm")) p.parameter->set_requires_grad(false);
+  }
+  const Pass frozen = pass(*layer, kRows, false);
+  EXPECT_EQ(frozen.products, 1);
+  EXPECT_FALSE(frozen.dx.defined());
+  EXPECT_EQ(frozen.gradients.at("weight"), with.gradients.at("weight"));
+}
+
+TEST(InputGradient, OfValuesThatWantNoneIsLeftOut) {
+  const auto linear = take(Linear::create({.in_features = kIn, .out_features = kOut, .seed = 1}));
+  const auto products = [&](bool wanted) {
+    Tape tape;
+    const Value x = tape.input(tensor({kRows, kIn}, random_values(kRows * kIn, 1)), wanted);
+    const Value y = call(*linear, x);
+    const int64_t before = calls_of("generic_gemm");
+    check(tape.backward(y, y.tensor()));
+    EXPECT_EQ(x.grad().defined(), wanted);
+    return calls_of("generic_gemm") - before;
+  };
+  EXPECT_EQ(products(true), 2);
+  EXPECT_EQ(products(false), 1);
+}
+
+TEST(InputGradient, TakesItsCollectiveWithIt) {
+  CountingRanks counting;
+  for (const bool sequence : {false, true}) {
+    std::map<std::string, CountingRanks::Count> counts[2];
+    std::map<std::string, Values> gradients[2];
+    for (const bool wanted : {false, true}) {
+      on_ranks(
+          2,
+          [&](const std::shared_ptr<const Comm>& ranks) {
+            const TensorParallel parallel{ranks, sequence, {}};
+            const LinearOptions whole{.in_features = kIn, .out_features = kOut, .seed = 1};
+            const auto column =
+                take(Linear::create(take(shard_of(whole, ParallelMode::kColumn, parallel))));
+            const Pass made = pass(*column, kRows / (sequence ? 2 : 1), wanted);
+            EXPECT_EQ(made.dx.defined(), wanted);
+            if (ranks->rank() == 0) gradients[wanted] = made.gradients;
+          },
+          "counted");
+      counts[wanted] = counting.take_counts();
+    }
+    const char* const sum = sequence ? "reduce_scatter" : "all_reduce";
+    EXPECT_EQ(counts[true][sum].calls, 2) << sum;
+    EXPECT_EQ(counts[false][sum].calls, 0) << sum;
+    EXPECT_EQ(counts[false]["all_gather"].calls, counts[true]["all_gather"].calls);
+    EXPECT_EQ(gradients[false], gradients[true]);
+  }
+}
+
+}  // namespace
+}  // namespace te_fl::nn::testing
