@@ -259,6 +259,25 @@ class Activations(Compared):
                 self.near(got, expected, tolerance)
             self.assertEqual(s.grad.dtype, dtype)
 
+    def test_between_grouped_products(self):
+        """te.ops, without biases: their gradients are the package's own Triton, which does not run on a host."""
+        splits, rows = [16, 0, 32], torch.tensor([16, 0, 32])
+        for dtype, how, tolerance in ((torch.float32, None, 1e-6), (torch.bfloat16, None, 6e-3), (torch.bfloat16, recipe.Float8CurrentScaling(), 0.12),
+                                      (torch.bfloat16, recipe.Float8BlockScaling(), 0.12)):
+            up, down = (te_ops.GroupedLinear(3, 64, n, bias=False, dtype=dtype, device="cuda") for n in (128, 64))
+            x, s = drawn(48, 64, dtype=dtype).requires_grad_(), drawn(48, dtype=dtype, seed=1).requires_grad_()
+            with te.autocast(enabled=how is not None, recipe=how):
+                y = te_ops.Sequential(up, te_ops.ScaledSwiGLU(), down)(x, rows, s, rows)
+            dy = drawn(48, 64, dtype=dtype, seed=2)
+            y.backward(dy)
+            wide, scales = x.detach().double().requires_grad_(), s.detach().double().requires_grad_()
+            weights = [[getattr(layer, f"weight{i}").detach().double() for i in range(3)] for layer in (up, down)]
+            want = torch.cat([self.oracle("swiglu", a @ u.t(), None) * f[:, None] @ d.t() for a, f, u, d in
+                              zip(wide.split(splits), scales.split(splits), *weights)])
+            want.backward(dy.double())
+            for got, expected in ((y, want), (x.grad, wide.grad), (s.grad, scales.grad)):
+                self.near(got, expected, tolerance)
+
     def test_situglu_alone_and_quantised(self):
         x = drawn(32, 64, dtype=torch.bfloat16).requires_grad_()
         y = te_ops.SiTUGLU()(x)

@@ -1,6 +1,10 @@
 """MXFP8 and NVFP4 tensors of NVIDIA's package on te-fl, to the bit against the definitions of the formats (docs/numerics.md)."""
 
 import itertools
+import pathlib
+import subprocess
+import sys
+import tempfile
 import unittest
 
 import inside_package  # noqa: F401
@@ -162,3 +166,14 @@ class NV(unittest.TestCase):
         self.assertTrue(torch.equal(unpacked(data), nvfp4(x)[0].int()))
         with self.assertRaisesRegex(ValueError, "shape is"):
             te_fl.Quantized(data.view(torch.float4_e2m1fn_x2), scaling="nvfp4", shape=(16, 31))
+
+
+class Ranks(unittest.TestCase):
+    def test_both_have_one_amax(self):
+        with tempfile.TemporaryDirectory() as folder:
+            script = str(pathlib.Path(__file__).with_name("inside_rank.py"))
+            ranks = [subprocess.Popen([sys.executable, script, folder, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                     for rank in range(2)]
+            said = [rank.communicate(timeout=120)[0] for rank in ranks]
+            self.assertEqual([rank.returncode for rank in ranks], [0, 0], "\n".join(said))
+            self.assertEqual(*(torch.load(f"{folder}/{rank}") for rank in range(2)))
