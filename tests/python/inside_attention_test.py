@@ -315,6 +315,74 @@ class DotProductAttention(Case):
                 self.assertTrue(torch.equal(got, torch.zeros_like(like)))
 
 
+class Layouts(Case):
+    """Every layout of the functions beneath the module, with gradients in one and another."""
+
+    ORDERS = {"bshd": (0, 1, 2, 3), "sbhd": (1, 0, 2, 3), "bhsd": (0, 2, 1, 3)}
+
+    def lies(self, x, form):
+        """[B, S, H, D] in the memory order of a format; thd: sequences of one length behind each other."""
+        return x.reshape(-1, *x.shape[2:]) if form == "thd" else x.permute(self.ORDERS[form]).contiguous()
+
+    def back(self, x, form, like):
+        if form == "thd":
+            return x.reshape(like.shape)
+        return x.permute([self.ORDERS[form].index(i) for i in range(4)]).reshape(like.shape)
+
+    def together(self, parts, group, formats):
+        """Tensors of a layout over shared memory, as the layout says."""
+        q, k, v = (self.lies(x, form) for x, form in zip(parts, formats))
+        if group in ("3hd", "h3d"):
+            dim = -3 if group == "3hd" else -2
+            return torch.stack((q, k, v), dim).unbind(dim)
+        if group in ("2hd", "h2d"):
+            dim = -3 if group == "2hd" else -2
+            return (q, *torch.stack((k, v), dim).unbind(dim))
+        return q, k, v
+
+    def formats_of(self, layout):
+        parts = layout.removeprefix("paged_kv_").split("_")
+        group = next((g for g in ("3hd", "h3d", "2hd", "h2d") if parts[-1].endswith(g)), "")
+        q, kv = ("".join(c for c in p if c.isalpha()) for p in (parts[0], parts[-1]))
+        return group, (q, kv, kv)
+
+    def test_layouts(self):
+        for layout in fused_attn.QKVLayout:
+            if layout.startswith("paged"):
+                continue
+            group, formats = self.formats_of(layout)
+            with self.subTest(layout=layout):
+                parts = self.inputs(3, 6, 6, 2, 2, 16)
+                q, k, v = self.together(parts, group, formats)
+                cu, thd = seen([6] * 3), "thd" in formats
+                o_form = "thd" if thd else "sbhd" if formats[0] == "bshd" else "bshd"
+                mask = "padding_causal" if thd else "causal"
+                args = (6, 6, cu, cu, q, k, v)
+                out, aux = fused_attn.fused_attn_fwd(True, *args, torch.bfloat16, 1, qkv_layout=layout, o_format=o_form, attn_mask_type=mask)
+                self.assertTrue(out.is_contiguous())
+                self.assertEqual(tuple(aux[0].shape), (18, 2, 1) if thd else (3, 2, 6, 1))
+                self.assertEqual((aux[1].dtype, tuple(aux[1].shape)), (torch.int64, (2,)))
+                want = oracle(*parts, mask="causal")
+                self.near(self.back(out, o_form, want), want)
+                scores = torch.einsum("bihd,bjhd->bhij", parts[0].double(), parts[1].double()) / 4
+                lse = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -math.inf).logsumexp(-1)
+                got = aux[0].view(3, 6, 2).transpose(1, 2) if thd else aux[0].squeeze(-1)
+                self.near(got, lse, 1e-3)
+                if thd and formats[1] != "thd":
+                    continue  # a layout of caches, which have no backward
+                grad = torch.randn(want.shape).bfloat16()
+                d_form, other = o_form, {"bshd": "sbh3d", "sbhd": "bsh3d", "bhsd": "bshd_bshd_bshd", "thd": layout}[formats[0]]
+                for d_layout in (layout, other):
+                    d_group, d_formats = self.formats_of(d_layout)
+                    got = fused_attn.fused_attn_bwd(*args, out, self.lies(grad, d_form), torch.bfloat16, aux, 1, qkv_layout=layout, o_format=o_form,
+                                                    do_format=d_form, dqkv_layout=d_layout, attn_mask_type=mask)
+                    if d_group:
+                        self.assertEqual(got[1].untyped_storage().data_ptr(), got[2].untyped_storage().data_ptr())
+                    expected = torch.autograd.grad(want, parts, grad.double(), retain_graph=True)
+                    for g, w, form in zip(got, expected, d_formats):
+                        self.near(self.back(g, form, w), w, 3e-2)
+
+
 class Enquiry(Case):
     """What get_fused_attn_backend answers, and the errors of calls that pass it by."""
 
