@@ -11,20 +11,13 @@ import te_fl
 from te_fl import Quantized, ops
 from te_fl.errors import Error, InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch import schemes
-from te_fl.transformer_engine_torch.attention_problem import (FORMATS, LAYOUTS, Layout, alibi_slopes, check_bias, mask_of, operands, packed, seen_as,
-                                                              shape_as, softmax_of)
+from te_fl.transformer_engine_torch.attention_problem import (FORMATS, LAYOUTS, LENGTH_DIMS, Layout, Problem, alibi_slopes, operands, packed,
+                                                              problem, seen_as, shape_as)
 from te_fl.transformer_engine_torch.dropout import draw
 from te_fl.transformer_engine_torch.dtypes import FP8, fp8_dtype, torch_dtype
-from te_fl.transformer_engine_torch.enums import NVTE_Bias_Type, NVTE_Fused_Attn_Backend, NVTEScalingMode
+from te_fl.transformer_engine_torch.enums import NVTE_Fused_Attn_Backend, NVTEScalingMode
 
 __all__ = ["fused_attn_bwd", "fused_attn_fwd", "get_fused_attn_backend"]
-
-
-def _layout_of(qkv_layout: Any) -> Layout:
-    layout = LAYOUTS.get(int(qkv_layout))
-    if layout is None:
-        raise InvalidArgument(f"attention: qkv_layout is {int(qkv_layout)}; it is one of NVTE_QKV_Layout, and set")
-    return layout
 
 
 def _refuse_max_logit(asked: bool) -> None:
@@ -62,20 +55,19 @@ def _check_heads(p: Any) -> None:
 
 
 def _enquire(p: Any) -> int:
-    layout, dtype = _layout_of(p.qkv_layout), torch_dtype(p.qkv_dtype)
+    known = problem(p.qkv_layout, p.bias_type, p.attn_mask_type, p.softmax_type, (p.window_size_left, p.window_size_right), p.bottom_right_diagonal,
+                    p.max_seqlen_q == p.max_seqlen_kv)
+    layout, mask, dtype = known.layout, known.mask, torch_dtype(p.qkv_dtype)
     _refuse_max_logit(p.return_max_logit)
     _check_heads(p)
     _check_fp8(p, dtype)
-    softmax = softmax_of(p.softmax_type)
-    mask = mask_of(p.attn_mask_type, (p.window_size_left, p.window_size_right), p.bottom_right_diagonal,
-                   layout.op != "thd" and p.max_seqlen_q == p.max_seqlen_kv)
-    check_bias(p.bias_type, layout, mask, softmax)
     # One group of heads and one sequence stand for all: which implementation serves a call depends on neither number.
     heads, answer = p.num_attn_heads // p.num_gqa_groups, torch.empty(1, dtype=torch.int32)
     k_dim, v_dim = p.head_dim_qk, p.head_dim_v
     ops.get_fused_attn_backend(q=_operand_like(layout, dtype, p.max_seqlen_q, heads, k_dim), k=_operand_like(layout, dtype, p.max_seqlen_kv, 1, k_dim),
                                v=_operand_like(layout, dtype, p.max_seqlen_kv, 1, v_dim), backend=answer, layout=layout.op, mask_type=mask.type,
-                               softmax_type=softmax, dropout_p=p.dropout, window_left=mask.left, window_right=mask.right, is_training=p.is_training)
+                               softmax_type=known.softmax, dropout_p=p.dropout, window_left=mask.left, window_right=mask.right,
+                               is_training=p.is_training)
     return int(answer)
 
 
@@ -139,61 +131,56 @@ def _result(quantizer: Any, codes: torch.Tensor, dtype: torch.dtype) -> tuple:
 class _Call:
     """The arguments that forward and backward have in common."""
 
-    def __init__(self, layout: Layout, attn_scale: float, p_dropout: float, bias_type: Any, attn_mask_type: Any, softmax_type: Any,
-                 window_size: Any, bottom_right_diagonal: bool, max_seqlen: Tuple[int, int], cu_seqlens: tuple, cu_seqlens_padded: tuple,
-                 q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
-        self.layout = layout
+    def __init__(self, known: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attn_scale: float, p_dropout: float,
+                 max_seqlen: Tuple[int, int], cu_seqlens: tuple, cu_seqlens_padded: tuple):
+        layout, mask = known.layout, known.mask
+        self.known = known
         self.q, self.k, self.v, starts = operands(layout, q, k, v)
-        self.softmax = softmax_of(softmax_type)
-        lengths = self._lengths()
-        mask = mask_of(attn_mask_type, window_size, bottom_right_diagonal, lengths is not None and lengths[0] == lengths[1])
-        check_bias(bias_type, layout, mask, self.softmax)
-        self.bias_type = int(bias_type)
-        self.arguments = dict(layout=layout.op, mask_type=mask.type, softmax_type=self.softmax, scale=float(attn_scale), dropout_p=float(p_dropout),
+        self.arguments = dict(layout=layout.op, mask_type=mask.type, softmax_type=known.softmax, scale=attn_scale, dropout_p=p_dropout,
                               window_left=mask.left, window_right=mask.right)
-        if layout.op == "thd" or mask.padding:
+        if known.variable:
             self.arguments.update(cu_seqlens_q=cu_seqlens[0], cu_seqlens_kv=cu_seqlens[1])
         if layout.op == "thd":
             # The package pads both or neither.
             padded = cu_seqlens_padded if None not in cu_seqlens_padded else (None, None)
-            self.arguments.update(max_seqlen_q=int(max_seqlen[0]), max_seqlen_kv=int(max_seqlen[1]), cu_seqlens_q_padded=padded[0],
+            self.arguments.update(max_seqlen_q=max_seqlen[0], max_seqlen_kv=max_seqlen[1], cu_seqlens_q_padded=padded[0],
                                   cu_seqlens_kv_padded=padded[1] if starts is None else starts[:cu_seqlens[1].shape[0]])
-        if self.bias_type == NVTE_Bias_Type.NVTE_ALIBI:
+        if known.alibi:
             self.arguments.update(alibi_slopes=alibi_slopes(self.q.shape[-2], self.q.device))
-
-    def _lengths(self) -> Optional[Tuple[int, int]]:
-        if self.layout.op == "thd":
-            return None
-        at = 0 if self.layout.op == "sbhd" else 1
-        return self.q.shape[at], self.k.shape[at]
 
     def bias(self, bias: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
         """[1 or B, 1 or H, Sq, Sk]; one for all queries is spread over them."""
-        if self.bias_type != NVTE_Bias_Type.NVTE_POST_SCALE_BIAS or bias is None:
+        if not self.known.bias or bias is None:
             return None
-        queries, keys = self._lengths()
+        at = LENGTH_DIMS[self.known.layout.op]
+        queries, keys = self.q.shape[at], self.k.shape[at]
         if bias.dim() == 4 and bias.shape[2] == 1 and queries != 1:
             bias = bias.expand(-1, -1, queries, keys)
         return bias.contiguous()
 
     def add_sink(self, offset: Optional[torch.Tensor]) -> None:
-        if self.softmax == "learnable":
+        if self.known.softmax == "learnable":
             if offset is None:
                 raise InvalidArgument("attention: softmax_type learnable without softmax_offset, float32 [1, H, 1, 1]")
             self.arguments.update(softmax_sink=offset.reshape(-1))
 
     def lse_shape(self) -> Tuple[int, ...]:
-        if self.layout.op == "thd":
-            return self.q.shape[0], self.q.shape[1]
-        batch, queries = (1, 0) if self.layout.op == "sbhd" else (0, 1)
-        return self.q.shape[batch], self.q.shape[2], self.q.shape[queries]
+        shape = self.q.shape
+        op = self.known.layout.op
+        return (shape[0], shape[1]) if op == "thd" else (shape[1], shape[2], shape[0]) if op == "sbhd" else (shape[0], shape[2], shape[1])
+
+
+def _is_square(qkv_layout: Any, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether there are as many keys as queries, as the shapes say it."""
+    layout = LAYOUTS.get(int(qkv_layout))
+    return layout is not None and q.shape[LENGTH_DIMS[layout.q]] == k.shape[LENGTH_DIMS[layout.kv]]
+
+
+def _window(window_size: Optional[Sequence[int]]) -> Optional[Tuple[int, int]]:
+    return None if window_size is None else (window_size[0], window_size[1])
 
 
 # -- Forward -------------------------------------------------------------------------------------------------------------------------------
-
-def _has_bias(bias_type: Any, bias: Optional[torch.Tensor]) -> bool:
-    return bias is not None and int(bias_type) in (NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS, NVTE_Bias_Type.NVTE_POST_SCALE_BIAS)
-
 
 _NO_DROPOUT: dict = {}
 
@@ -220,15 +207,16 @@ def fused_attn_fwd(max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, att
     The log-sum-exp is float32 [B, H, Sq, 1], with thd [T, H, 1]. set_zero, rng_elts_per_thread and cuda_graph speak of the extension's kernels:
     te-fl writes zeros for padding always, takes two random numbers for a call, and the same ops are captured as run.
     """
-    layout = _layout_of(qkv_layout)
     _refuse_max_logit(return_max_logit)
-    k, v = _values(K), _values(V)
+    q, k, v = _values(Q), _values(K), _values(V)
+    known = problem(qkv_layout, bias_type, attn_mask_type, softmax_type, _window(window_size), bottom_right_diagonal, _is_square(qkv_layout, q, k))
+    layout = known.layout
     if layout.paged:
         k, v = (_of_pages(x, table, cu_seqlens_kv.shape[0] - 1, layout) for x, table in ((k, page_table_k), (v, page_table_v)))
     elif page_table_k is not None or page_table_v is not None:
         raise InvalidArgument(f"fused_attn_fwd: page tables with layout {layout.name}, whose keys and values are in no pages")
-    call = _Call(layout, attn_scale, p_dropout, bias_type, attn_mask_type, softmax_type, window_size, bottom_right_diagonal,
-                 (max_seqlen_q, max_seqlen_kv), (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded), _values(Q), k, v)
+    call = _Call(known, q, k, v, attn_scale, p_dropout, (max_seqlen_q, max_seqlen_kv), (cu_seqlens_q, cu_seqlens_kv),
+                 (cu_seqlens_q_padded, cu_seqlens_kv_padded))
     call.add_sink(SoftmaxOffset)
     form = FORMATS[int(o_format)]
     shape = shape_as((*call.q.shape[:-1], call.v.shape[-1]), layout.op, form)
@@ -244,9 +232,9 @@ def fused_attn_fwd(max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, att
     ops.fused_attn_fwd(q=_operand(call.q, Q), k=_operand(call.k, K), v=_operand(call.v, V), o=target, softmax_lse=lse, bias=call.bias(Bias),
                        s_quant=_inner_scale(s_quantizer, call.q, "s_quantizer"), seed=random if p_dropout > 0 else 0, **call.arguments)
     auxiliary = [lse.unsqueeze(-1), random]
-    if _has_bias(bias_type, Bias):
+    if known.bias and Bias is not None:
         auxiliary.append(Bias)
-    if call.softmax != "vanilla" and SoftmaxOffset is not None:
+    if known.softmax != "vanilla" and SoftmaxOffset is not None:
         auxiliary.append(SoftmaxOffset)
     return [o, *auxiliary]
 
@@ -279,24 +267,24 @@ def fused_attn_bwd(max_seqlen_q: int, max_seqlen_kv: int, attn_scale: float, p_d
                    cu_seqlens_kv_padded: Optional[torch.Tensor], s_quantizer: Any, dp_quantizer: Any, dqkv_quantizer: Any,
                    cuda_graph: bool) -> List[Any]:
     """[dQ, dK, dV, the gradient of the bias or None, that of the softmax's offset, float32 [1, H, 1, 1], or None]."""
-    layout, gradient_layout = _layout_of(qkv_layout), _layout_of(dqkv_layout)
-    if layout.paged or (layout.op == "thd" and layout.kv != "thd"):
-        raise Unsupported(f"attention: a backward with layout {layout.name}, which is one of caches")
-    call = _Call(layout, attn_scale, p_dropout, bias_type, attn_mask_type, softmax_type, window_size, bottom_right_diagonal,
-                 (max_seqlen_q, max_seqlen_kv), (cu_seqlens_q, cu_seqlens_kv), (cu_seqlens_q_padded, cu_seqlens_kv_padded), _values(Q), _values(K),
-                 _values(V))
+    q, k, v = _values(Q), _values(K), _values(V)
+    known = problem(qkv_layout, bias_type, attn_mask_type, softmax_type, _window(window_size), bottom_right_diagonal, _is_square(qkv_layout, q, k))
+    layout, gradient_layout = known.layout, LAYOUTS.get(int(dqkv_layout))
+    if gradient_layout is None or layout.paged or gradient_layout.paged or (layout.op == "thd" and layout.kv != "thd"):
+        raise Unsupported(f"fused_attn_bwd: qkv_layout {layout.name}, dqkv_layout {int(dqkv_layout)}; layouts of caches have no gradient")
+    call = _Call(known, q, k, v, attn_scale, p_dropout, (max_seqlen_q, max_seqlen_kv), (cu_seqlens_q, cu_seqlens_kv),
+                 (cu_seqlens_q_padded, cu_seqlens_kv_padded))
     lse, random, *rest = Aux_CTX_Tensors
-    with_bias = int(bias_type) == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS
-    given_bias, dbias = rest[0] if with_bias and rest else None, None
-    if with_bias and given_bias is None:
+    given_bias, dbias = rest[0] if known.bias and rest else None, None
+    if known.bias and given_bias is None:
         raise InvalidArgument("fused_attn_bwd: bias_type says that there is a bias; Aux_CTX_Tensors has none")
-    call.add_sink(rest[-1] if len(rest) > with_bias else None)
+    call.add_sink(rest[-1] if len(rest) > known.bias else None)
     bias = call.bias(given_bias)
     if bias is not None:
         dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     heads = call.q.shape[-2]
-    dsink = torch.empty(heads, dtype=torch.float32, device=call.q.device) if call.softmax == "learnable" else None
-    results, targets = _gradients(layout, gradient_layout, (_values(Q).shape, _values(K).shape, _values(V).shape), dqkv_quantizer, fake_dtype,
+    dsink = torch.empty(heads, dtype=torch.float32, device=call.q.device) if known.softmax == "learnable" else None
+    results, targets = _gradients(layout, gradient_layout, (q.shape, k.shape, v.shape), dqkv_quantizer, fake_dtype,
                                   call.q.device)
     o, d_o = (_operand(seen_as(_values(t), FORMATS[int(form)], layout.op), t) for t, form in ((O, o_format), (dO, do_format)))
     with _deterministically(deterministic):
@@ -306,6 +294,6 @@ def fused_attn_bwd(max_seqlen_q: int, max_seqlen_kv: int, attn_scale: float, p_d
                            seed=random if p_dropout > 0 else 0, **call.arguments)
     if dbias is not None and dbias.shape != given_bias.shape:
         dbias = dbias.sum(2, keepdim=True)
-    if call.softmax == "off_by_one":
+    if known.softmax == "off_by_one":
         dsink = torch.zeros(heads, dtype=torch.float32, device=call.q.device)
     return [*results, dbias, None if dsink is None else dsink.view(1, -1, 1, 1)]

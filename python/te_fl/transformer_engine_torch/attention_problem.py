@@ -10,7 +10,7 @@ import torch
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch.enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout, NVTE_Softmax_Type
 
-__all__ = ["FORMATS", "LAYOUTS", "Layout", "Mask", "alibi_slopes", "check_bias", "mask_of", "operands", "packed", "seen_as", "softmax_of"]
+__all__ = ["FORMATS", "LAYOUTS", "LENGTH_DIMS", "Layout", "Mask", "Problem", "alibi_slopes", "mask_of", "operands", "packed", "problem", "seen_as", "shape_as"]
 
 FORMATS = {int(NVTE_QKV_Format[f"NVTE_{name.upper()}"]): name for name in ("sbhd", "bshd", "thd", "bhsd")}
 
@@ -36,6 +36,8 @@ def _layout(name: str) -> Layout:
 
 
 LAYOUTS = {int(each): _layout(each.name) for each in NVTE_QKV_Layout if each is not NVTE_QKV_Layout.NVTE_QKV_Layout_NOT_SET}
+
+LENGTH_DIMS = {"bshd": 1, "sbhd": 0, "bhsd": 2, "thd": 0}
 
 # The dimension of each letter's extent, and what an op's layout wants in its place.
 _MOVES = {("sbhd", "bshd"): (1, 0, 2, 3), ("bshd", "sbhd"): (1, 0, 2, 3), ("bhsd", "bshd"): (0, 2, 1, 3), ("bhsd", "sbhd"): (2, 0, 1, 3),
@@ -127,11 +129,7 @@ def mask_of(attn_mask_type: Any, window: Optional[Sequence[int]], bottom_right_d
     return Mask(name, left, right)
 
 
-def softmax_of(softmax_type: Any) -> str:
-    return ("vanilla", "off_by_one", "learnable")[int(NVTE_Softmax_Type(int(softmax_type)))]
-
-
-def check_bias(bias_type: Any, layout: Layout, mask: Mask, softmax: str) -> None:
+def _check_bias(bias_type: Any, layout: Layout, mask: Mask, softmax: str) -> None:
     """Refuses the biases that the op does not take."""
     if int(bias_type) == NVTE_Bias_Type.NVTE_PRE_SCALE_BIAS:
         raise Unsupported("attention: a bias that is added before the scale; te-fl adds it behind (post_scale_bias)")
@@ -142,6 +140,29 @@ def check_bias(bias_type: Any, layout: Layout, mask: Mask, softmax: str) -> None
             raise Unsupported("attention: ALiBi without a causal mask; te-fl's grows with the key's position, the package's shrinks on both sides")
         if softmax != "vanilla":
             raise Unsupported("attention: ALiBi with a softmax that has a sink")
+
+
+class Problem(NamedTuple):
+    layout: Layout
+    mask: Mask
+    softmax: str
+    bias: bool
+    alibi: bool
+    variable: bool  # cu_seqlens decide the lengths
+
+
+@functools.lru_cache(maxsize=1024)
+def problem(qkv_layout: int, bias_type: int, attn_mask_type: int, softmax_type: int, window: Optional[Tuple[int, int]], bottom_right_diagonal: bool,
+            square: bool) -> Problem:
+    """The settings of a call. square: see mask_of(); its answers are kept, as a model's calls have few settings."""
+    layout = LAYOUTS.get(int(qkv_layout))
+    if layout is None:
+        raise InvalidArgument(f"attention: qkv_layout is {int(qkv_layout)}; it is one of NVTE_QKV_Layout, and set")
+    softmax = ("vanilla", "off_by_one", "learnable")[int(NVTE_Softmax_Type(int(softmax_type)))]
+    mask = mask_of(attn_mask_type, window, bottom_right_diagonal, square and layout.op != "thd")
+    _check_bias(bias_type, layout, mask, softmax)
+    return Problem(layout, mask, softmax, int(bias_type) == NVTE_Bias_Type.NVTE_POST_SCALE_BIAS, int(bias_type) == NVTE_Bias_Type.NVTE_ALIBI,
+                   layout.op == "thd" or mask.padding)
 
 
 @functools.lru_cache(maxsize=16)
