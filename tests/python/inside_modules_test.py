@@ -1,0 +1,262 @@
+"""NVIDIA's own modules on te-fl, on the host: values and gradients of the modules of te_fl.pytorch with the same state_dict, which loads both
+ways, and what surrounds them: te.ops, checkpoint, quantised weights, offload, delayed and accumulated weight gradients, errors."""
+
+import math
+import unittest
+
+import inside_package  # noqa: F401  (first: it brings the package in)
+import torch
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from transformer_engine.common import recipe as recipes
+
+import te_fl
+import te_fl.pytorch as ours
+from te_fl.common import recipe as our_recipes
+from te_fl.errors import InvalidArgument, Unsupported
+
+BF16 = torch.bfloat16
+RECIPES = {"none": (None, None), "delayed": (recipes.DelayedScaling(amax_history_len=4), our_recipes.DelayedScaling(amax_history_len=4)),
+           "current": (recipes.Float8CurrentScaling(), our_recipes.Float8CurrentScaling()),
+           "block": (recipes.Float8BlockScaling(), our_recipes.Float8BlockScaling())}
+# What the package rounds to BF16 between two ops where te_fl.pytorch keeps FP32: a normalisation's result before it is quantised under current
+# and block scaling, and in an MLP the activation and the summands of its bias' gradient. One rounding is 2^-9 of a value; under FP8 it may move
+# a code, by 2^-4 of a value.
+EXACT = dict.fromkeys(RECIPES, 0.0)
+NORMS = {"none": 0.0, "delayed": 0.0, "current": 0.03, "block": 0.03}
+MLPS = {"none": 0.006, "delayed": 0.06, "current": 0.06, "block": 0.06}
+
+
+def step(te, module, x, recipe, weight, **arguments):
+    x.grad = None
+    module.zero_grad()
+    with te.autocast(enabled=recipe is not None, recipe=recipe):
+        y = module(x, **arguments)
+    (y.float() * weight).mean().backward()
+    return y.detach()
+
+
+def difference(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+
+
+class Modules(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(7)
+
+    def compare(self, make, name, shape, bounds, **arguments):
+        theirs = make(te)
+        mine = make(ours)
+        mine.load_state_dict(theirs.state_dict())
+        theirs.load_state_dict(mine.state_dict())
+        x = torch.randn(*shape, dtype=BF16).requires_grad_()
+        z = x.detach().clone().requires_grad_()
+        weight = torch.linspace(-1, 1, make(te)(x.detach(), **arguments).shape[-1])
+        for _ in range(3):
+            y = step(te, theirs, x, RECIPES[name][0], weight, **arguments)
+            want = step(ours, mine, z, RECIPES[name][1], weight, **arguments)
+        pairs = {"y": (y, want), "x": (x.grad, z.grad)}
+        gradients = dict(mine.named_parameters())
+        pairs.update((n, (p.grad, gradients[n].grad)) for n, p in theirs.named_parameters())
+        for what, (got, wanted) in pairs.items():
+            self.assertTrue(got.isfinite().all(), what)
+            self.assertLessEqual(difference(got, wanted), bounds[name], f"{name} {what}")
+
+    def test_linear(self):
+        for name in RECIPES:
+            with self.subTest(name):
+                self.compare(lambda t: t.Linear(256, 384, params_dtype=BF16, device="cpu"), name, (4, 32, 256), EXACT)
+                self.compare(lambda t: t.Linear(256, 128, bias=False, params_dtype=BF16, device="cpu"), name, (128, 256), EXACT)
+
+    def test_layernorm_linear(self):
+        for name in RECIPES:
+            for norm in ("LayerNorm", "RMSNorm"):
+                with self.subTest(name=name, norm=norm):
+                    self.compare(lambda t: t.LayerNormLinear(256, 384, normalization=norm, params_dtype=BF16, device="cpu"), name, (4, 32, 256), NORMS)
+
+    def test_layernorm_mlp(self):
+        for name in RECIPES:
+            for activation in ("gelu", "swiglu", "srelu"):
+                with self.subTest(name=name, activation=activation):
+                    self.compare(lambda t: t.LayerNormMLP(256, 512, activation=activation, params_dtype=BF16, device="cpu"), name, (4, 32, 256), MLPS)
+
+    def test_norms(self):
+        for kind in ("LayerNorm", "RMSNorm"):
+            for centred in (False, True):
+                self.compare(lambda t: getattr(t, kind)(96, zero_centered_gamma=centred, params_dtype=BF16, device="cpu"), "none", (5, 3, 96), EXACT)
+
+    def test_against_double_precision(self):
+        """Errors of a linear layer against FP64. A value's rounding is uniform within 2^-4 of it in E4M3 (2^-3 in E5M2, of gradients); a sum of many
+        has the root mean square of one, at most 2^-4 / sqrt(3) = 0.036 for each operand (0.072)."""
+        for name, bound in (("none", 0.005), ("delayed", 0.085), ("current", 0.085), ("block", 0.052)):
+            module = te.Linear(512, 256, params_dtype=BF16)
+            x = torch.randn(256, 512, dtype=BF16).requires_grad_()
+            weight = torch.randn(256)
+            for _ in range(3):
+                y = step(te, module, x, RECIPES[name][0], weight)
+            want = x.detach().double() @ module.weight.detach().double().t() + module.bias.detach().double()
+            dy = weight.double().expand(256, 256) / want.numel()
+            self.assertLess(difference(y, want), bound, name)
+            self.assertLess(difference(x.grad, dy @ module.weight.detach().double()), bound, name)
+            self.assertLess(difference(module.weight.grad, dy.t() @ x.detach().double()), bound, name)
+
+
+class Around(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(3)
+
+    def trained(self, module, x, recipe, steps=2, **arguments):
+        for _ in range(steps):
+            x = x.detach().requires_grad_()
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                y = module(x, **arguments)
+            y.float().square().mean().backward()
+        self.assertTrue(x.grad.isfinite().all())
+        return y.detach(), x.grad
+
+    def test_sequential_ops(self):
+        """te.ops, whose fusions are the package's own, are its modules' values."""
+        for name, (recipe, _) in RECIPES.items():
+            for activation, op in (("gelu", te.ops.GELU), ("swiglu", te.ops.SwiGLU)):
+                wide = 2 if activation == "swiglu" else 1
+                chain = te.ops.Sequential(te.ops.LayerNorm(128, dtype=BF16), te.ops.Linear(128, 256 * wide, dtype=BF16), op(),
+                                          te.ops.Linear(256, 128, dtype=BF16))
+                module = te.LayerNormMLP(128, 256, activation=activation, params_dtype=BF16)
+                with torch.no_grad():
+                    for mine, theirs in zip(chain.parameters(), module.parameters()):
+                        mine.copy_(theirs)
+                x = torch.randn(128, 128, dtype=BF16)
+                got, want = self.trained(chain, x, recipe), self.trained(module, x, recipe)
+                for g, w in zip(got, want):
+                    self.assertLess(difference(g, w), 0.01 if recipe is None else 0.12, f"{name} {activation}")
+
+    def test_checkpoint(self):
+        for name, (recipe, _) in RECIPES.items():
+            x = torch.randn(32, 2, 128, dtype=BF16)
+            results = []
+            for run in (lambda m, x: m(x), te.checkpoint):
+                torch.manual_seed(1)  # the same weights and masks in both, and scales of none before them
+                module = te.TransformerLayer(128, 256, 4, hidden_dropout=0.1, attention_dropout=0.0, params_dtype=BF16)
+                z = x.detach().requires_grad_()
+                with te.autocast(enabled=recipe is not None, recipe=recipe):
+                    y = run(module, z)
+                y.float().square().mean().backward()
+                results.append((y.detach(), z.grad))
+            for plain, again in zip(*results):
+                self.assertTrue(torch.equal(plain, again), name)
+
+    def test_quantised_weights_and_adam(self):
+        for name in ("delayed", "current", "block"):
+            recipe = RECIPES[name][0]
+            with te.quantized_model_init(enabled=True, recipe=recipe):
+                module = te.Linear(128, 128, params_dtype=BF16)
+            before = module.weight.dequantize().clone()
+            optimizer = te.optimizers.FusedAdam(module.parameters(), lr=0.01, master_weights=True)
+            losses, x = [], torch.randn(64, 128, dtype=BF16)
+            for _ in range(10):
+                losses.append(float(self.trained(module, x, recipe, 1)[0].float().square().mean()))
+                optimizer.step()
+                optimizer.zero_grad()
+            self.assertLess(losses[-1], 0.8 * losses[0], name)
+            self.assertGreater(difference(module.weight.dequantize(), before), 0.01, name)
+            self.assertIn("Float8", type(module.weight).__name__)
+
+    def test_offload(self):
+        for name, (recipe, _) in RECIPES.items():
+            modules = [te.Linear(128, 128, params_dtype=BF16) for _ in range(3)]
+            x, results = torch.randn(64, 128, dtype=BF16), []
+            for enabled in (False, True):
+                context, synchronize = te.get_cpu_offload_context(enabled=enabled, num_layers=2, model_layers=3)
+                copies = [clone_of(m) for m in modules]
+                z = y = x.detach().requires_grad_()
+                with te.autocast(enabled=recipe is not None, recipe=recipe):
+                    for module in copies:
+                        with context:
+                            y = module(y)
+                        y = synchronize(y)
+                y.float().square().mean().backward()
+                results.append([z.grad] + [m.weight.grad for m in copies])
+            for plain, offloaded in zip(*results):
+                self.assertTrue(torch.equal(plain, offloaded), name)
+
+    def test_weight_gradients_later_and_accumulated(self):
+        for name, (recipe, _) in RECIPES.items():
+            plain = te.Linear(128, 64, params_dtype=BF16)
+            later, added = (clone_of(plain, te.Linear(128, 64, params_dtype=BF16, **o)) for o in
+                            ({"delay_wgrad_compute": True}, {"fuse_wgrad_accumulation": True}))
+            added.weight.main_grad, added.weight.grad_added_to_main_grad = torch.zeros(64, 128), False
+            x = torch.randn(64, 128, dtype=BF16)
+            for module in (plain, later, added):
+                self.trained(module, x, recipe, 1)
+            later.backward_dw()
+            self.assertTrue(torch.equal(plain.weight.grad, later.weight.grad), name)
+            self.assertLess(difference(added.weight.main_grad, plain.weight.grad), 0.004, name)  # of BF16's rounding
+
+    def test_usage_and_policy(self):
+        te_fl.reset_usage()
+        self.trained(te.Linear(64, 64, params_dtype=BF16), torch.randn(32, 64, dtype=BF16), None, 1)
+        self.assertEqual({(u["op"], u["impl_id"]) for u in te_fl.usage()} & {("generic_gemm", "default.cpu")}, {("generic_gemm", "default.cpu")})
+        module = te.Linear(64, 64, params_dtype=BF16)
+        te_fl.reset_usage()
+        with te_fl.policy(prefer="reference"):
+            module(torch.randn(32, 64, dtype=BF16))
+        self.assertEqual([u["impl_id"] for u in te_fl.usage() if u["op"] == "generic_gemm"], ["reference.host"])
+
+
+def clone_of(module, into=None):
+    """Another module with the same parameters and no FP8 state yet."""
+    import copy
+    into = into if into is not None else copy.deepcopy(module)
+    with torch.no_grad():
+        for mine, theirs in zip(into.parameters(), module.parameters()):
+            mine.copy_(theirs)
+            mine.grad = None
+    return into
+
+
+class Trouble(unittest.TestCase):
+    def product(self, a, b, **changes):
+        arguments = dict(A=a, transA=True, B=b, transB=False, D=None, quantizer=None, output_dtype=tex.DType.kBFloat16, bias=None,
+                         bias_type=tex.DType.kBFloat16, gelu=False, gelu_in=None, grad=False, workspace=torch.empty(8, dtype=torch.uint8),
+                         workspace_size=8, accumulate=False, use_split_accumulator=False)
+        return tex.generic_gemm(**{**arguments, **changes})
+
+    def test_products(self):
+        a, b = torch.randn(8, 16, dtype=BF16), torch.randn(4, 16, dtype=BF16)
+        with self.assertRaisesRegex(InvalidArgument, "16 and 12 differ"):
+            self.product(a, torch.randn(4, 12, dtype=BF16))
+        with self.assertRaisesRegex(InvalidArgument, r"D has shape \(4, 9\).*the product has \(4, 8\)"):
+            self.product(a, b, D=torch.empty(4, 9, dtype=BF16))
+        with self.assertRaisesRegex(InvalidArgument, "beta is 0.5 without accumulate"):
+            self.product(a, b, beta=0.5)
+        with self.assertRaisesRegex(Unsupported, "comm_overlap.*ub_ arguments"):
+            self.product(a, b, comm_overlap=object())
+        with self.assertRaisesRegex(InvalidArgument, "A is None"):
+            self.product(None, b)
+        self.assertTrue(torch.equal(self.product(a[:, :0], b[:, :0])[0], torch.zeros(4, 8, dtype=BF16)))
+
+    def test_quantizers(self):
+        class Unknown(te.Quantizer):
+            def __init__(self):
+                pass
+        with self.assertRaisesRegex(Unsupported, "class Unknown is not served.*Float8Quantizer"):
+            tex.quantize(torch.randn(4, 4), Unknown())
+        with self.assertRaisesRegex(InvalidArgument, "do not sum to the tensor's 8 rows"):
+            tex.split_quantize(torch.randn(8, 16), [4, 5], [te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, "cpu")] * 2)
+        quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3)
+        empty = tex.quantize(torch.empty(0, 16), quantizer)
+        self.assertEqual(tuple(empty.shape), (0, 16))
+
+    def test_noop_keeps_the_codes(self):
+        quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3)
+        held = tex.quantize(torch.ones(16, 16), quantizer)
+        before = held._data.clone()
+        tex.quantize(torch.full((16, 16), 2.0), quantizer, held, torch.ones(1))
+        self.assertTrue(torch.equal(held._data, before))
+        tex.quantize(torch.full((16, 16), 2.0), quantizer, held, torch.zeros(1))
+        self.assertFalse(torch.equal(held._data, before))
+        self.assertTrue(math.isclose(float(held.dequantize()[0, 0]), 2.0))
+
+
+if __name__ == "__main__":
+    unittest.main()
