@@ -31,7 +31,8 @@ struct Step {
   std::string text() const;
 };
 
-// What the schema of a collective says of its calls. `layout` is CallLayout::number of the op.
+// The facts of a collective's schema that tell what its calls have in common on all ranks. `layout`
+// is CallLayout::number of the op.
 struct OpFacts {
   uint64_t layout = 0;
   bool transfer = false;  // between two ranks, not all
@@ -81,7 +82,7 @@ struct Comm::Rep {
   bool closed = false;
   std::mutex mutex;  // of what follows; held for moments
   comm::Step last, last_transfer;
-  bool in_transfer = false;  // which of the two is the newest
+  bool in_transfer = false;  // true: of the two, the latter is the newest
   const comm::Step& newest_step() const { return in_transfer ? last_transfer : last; }
   // The marks behind the oldest collective that may not have ended, and behind the newest, which
   // moves with every call while the first is not reached.

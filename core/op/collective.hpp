@@ -19,7 +19,7 @@ struct CollectiveCall {
   bool capturing;
 };
 
-// What the keeper knows of a call from its begin to its end.
+// The keeper's own record of a call, from begin() to end().
 struct CollectiveTicket {
   std::shared_ptr<void> communicator;  // null: nobody keeps it
   bool transfer = false;               // between two ranks

@@ -135,7 +135,7 @@ TEST_F(Comms, ADifferenceBetweenRanksIsRefusedOnAll) {
 }
 
 // Settings by which nothing here may serve a collective.
-PolicySettings nobody() {
+PolicySettings without_choice() {
   PolicySettings settings;
   settings.per_op["all_reduce"] = {{.type = PolicyToken::Type::kImpl, .name = "vendor.not_here"}};
   settings.strict = true;
@@ -149,7 +149,7 @@ TEST_F(Comms, APolicyOfOneRankThatCameLaterDecidesNothing) {
     const Tensor t = of({1.0f + static_cast<float>(rank)});
     std::optional<PolicyScope> scope;
     ASSERT_OK(all_reduce(*comm, t));
-    if (rank == 1) scope.emplace(nobody());
+    if (rank == 1) scope.emplace(without_choice());
     ASSERT_OK(all_reduce(*comm, t));
     ASSERT_OK(all_reduce(*comm, t)) << "as a call that is known";
     EXPECT_EQ(values(t), std::vector<float>{54});
@@ -172,7 +172,7 @@ TEST_F(Comms, DeterministicResultsAreThePresentPolicysToAskFor) {
   ASSERT_OK(comm);
   const Tensor t = of({1});
   const te_fl_all_reduce_args args = in_place(*comm, t);
-  PolicySettings settings = nobody();
+  PolicySettings settings = without_choice();
   settings.deterministic = true;
   const PolicyScope scope(settings);
   const Result<Decision> decision = OpManager::instance().resolve(op::all_reduce, &args);
@@ -189,7 +189,7 @@ TEST_F(Comms, ASplitAgreesAnew) {
     ASSERT_OK(comm);
     Comm part;
     {
-      const PolicyScope scope(nobody());
+      const PolicyScope scope(without_choice());
       Result<Comm> made = comm->split(0, rank, "part");
       ASSERT_OK(made);
       part = std::move(*made);

@@ -55,7 +55,7 @@ std::vector<std::string> environment_of(int rank, const std::string& store) {
 // One rank's process.
 struct Rank {
   pid_t pid = -1;   // -1: it has ended, or could not be started
-  int output = -1;  // what it prints
+  int output = -1;  // a file in memory that it prints into
   int status = 0;   // of waitpid(), once it has ended
 
   // te-fl conformance ends with 0, with 1 if a case failed, and with 77 if it has none.
@@ -176,8 +176,8 @@ Finding found(const Target& t, Outcome outcome, std::string message) {
   return f;
 }
 
-// What the ranks found of one op. `several` is set if a case of more than one rank ran; `refusal`
-// becomes the reason for which one did not.
+// Gives the findings of all ranks about one op. `several` is set if a case of more than one rank
+// ran; `refusal` becomes the reason for which one did not.
 std::vector<Finding> check_op(const CheckOptions& options, const Target& t,
                               const std::string& plugin, bool& several, std::string& refusal) {
   std::vector<std::string> words = {"te-fl",    "conformance", "--plugin", plugin,
