@@ -40,6 +40,7 @@ bool is_gpu_here(int index) {
 class GpuCollectives : public ::testing::Test {
  protected:
   void SetUp() override {
+    ASSERT_OK(current_policy()) << "nothing runs under a policy that is invalid";
     if (!is_gpu_here(0)) GTEST_SKIP() << "no GPU, or TE_FL_PLUGIN_MODULES is not set";
     if (cuda::nccl() == nullptr) GTEST_SKIP() << cuda::nccl_missing();
     stream = std::move(Stream::create(gpu(0))).value();
@@ -374,6 +375,7 @@ std::vector<int> run_ranks(const std::string& scenario) {
 class GpuRanks : public ::testing::Test {
  protected:
   void SetUp() override {
+    ASSERT_OK(current_policy());  // that of the ranks too
     if (!is_gpu_here(0)) GTEST_SKIP() << "no GPU, or TE_FL_PLUGIN_MODULES is not set";
     if (!is_gpu_here(1)) GTEST_SKIP() << "one GPU only";
     if (cuda::nccl() == nullptr) GTEST_SKIP() << cuda::nccl_missing();

@@ -140,7 +140,7 @@ def denied():
     x = torch.ones(2)
     collectives.reset_counts()
     errors = []
-    for settings in ({"per_op": {"all_reduce": "reference"}}, {"deny_vendors": "torch"}):
+    for settings in ({"per_op": {"all_reduce": "reference"}}, {"deny_vendors": "torch"}, {"allow_vendors": "nvidia"}):
         with te_fl.policy(**settings):
             errors.append(error_of(collectives.all_reduce, x))
     with te_fl.policy(per_op={"all_reduce": "reference"}):

@@ -25,16 +25,17 @@ class Ranks:
                                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for rank in range(count)]
         self.calls = 0
 
-    def call(self, module, function):
+    def call(self, module, function, killed=None):
+        """What each rank returns: (error, result). `killed`: the rank that the function ends, which gives None."""
         self.calls += 1
         files = [f"{self.folder.name}/{self.calls}.{rank}" for rank in range(len(self.processes))]
         for process, file in zip(self.processes, files):
             process.stdin.write(f"{module} {function} {file}\n")
             process.stdin.flush()
-        for process in self.processes:
-            if not process.stdout.readline():
+        for rank, process in enumerate(self.processes):
+            if not process.stdout.readline() and rank != killed:
                 raise RuntimeError(f"a rank ended in {module}.{function}() with {process.wait()}")
-        return [load(file) for file in files]
+        return [None if rank == killed else load(file) for rank, file in enumerate(files)]
 
     def close(self):
         for process in self.processes:

@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import signal
 import time
 
 import torch
@@ -12,6 +13,7 @@ from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8Curren
 from te_fl.pytorch import distributed as helpers
 from te_fl.pytorch.cross_entropy import parallel_cross_entropy
 from te_fl.pytorch.distributed import collectives
+from te_fl.pytorch.distributed.sequence_ranks import SequenceRanks
 
 
 def error_of(function):
@@ -63,6 +65,27 @@ def outside():
     """The error of a rank that is not in the group; the others go on."""
     group = dist.new_group([0])
     return error_of(lambda: helpers.allreduce(torch.ones(2), group))
+
+
+def killed():
+    """The error and its notes of a collective whose rank 1 is killed, of one that is waited for later, and the seconds of both."""
+    tensor = torch.ones(4, 3)
+    for _ in range(2):
+        collectives.all_reduce(tensor)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    ranks = SequenceRanks(None)
+    return (noted_error(lambda: collectives.all_reduce(tensor)),
+            noted_error(lambda: ranks.all_gather(tensor, torch.empty(12, 3), 0).wait()), time.monotonic() - begin)
+
+
+def noted_error(function):
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", error.__notes__
+    return None
 
 
 def error_in_a_backward():

@@ -1,9 +1,10 @@
 """Amaxes of two ranks in as few collectives as there can be; and groups that were destroyed, forked, others', or whose ranks fail."""
 
+import signal
 import unittest
 
 import trouble_cases as cases
-from ranks import on_ranks
+from ranks import Ranks, on_ranks
 
 
 class Amaxes(unittest.TestCase):
@@ -32,6 +33,22 @@ class Trouble(unittest.TestCase):
     def test_a_fork_after_init(self):
         for error in on_ranks(cases.forked):
             self.assertRegex(error, "FailedPrecondition.*forked after torch.distributed.init_process_group")
+
+    def test_a_killed_rank(self):
+        job = Ranks(3)  # of its own, as it does not come back
+        self.addCleanup(job.close)
+        first, killed, last = job.call("trouble_cases", "killed", killed=1)
+        self.assertEqual((killed, job.processes[1].wait(20)), (None, -signal.SIGKILL))
+        for rank, (failure, result) in ((0, first), (2, last)):
+            self.assertIsNone(failure)
+            (text, notes), (waited, wait_notes), seconds = result
+            self.assertRegex(text, "RuntimeError: (.|\n)*[Cc]onnection")
+            words = rf"te-fl: in number 3, all_reduce of float32\[4, 3\], reduction sum over gloo, as rank {rank} of 3 in group '.+'"
+            self.assertRegex("\n".join(notes), words)
+            self.assertRegex(waited, "RuntimeError")
+            self.assertRegex("\n".join(wait_notes), words.replace("number 3", "number [45]").replace(r"all_reduce of float32\[4, 3\], reduction sum",
+                                                                                                "(all_gather|reduce_scatter) of float32.*"))
+            self.assertLess(seconds, 20, "nobody waits for the group's time limit, which is a minute")
 
     def test_an_error_in_the_backward_of_one_rank(self):
         (waits, seconds), (raises, _) = on_ranks(cases.error_in_a_backward)

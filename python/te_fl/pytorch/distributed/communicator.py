@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from te_fl import _native
 from te_fl.errors import FailedPrecondition, InvalidArgument
-from te_fl.pytorch.distributed.same_call import SameCall, described
+from te_fl.pytorch.distributed.same_call import TRANSFERS, SameCall, described
 from te_fl.pytorch.runtime.device import native_device
 
 _from_parent: set = set()  # the groups of the process that this one was forked from, whose connections it has not
@@ -131,25 +131,34 @@ _CALLS: Dict[str, Callable[[Any, Dict[str, Any], bool], Optional[Any]]] = {
 class Communicator:
     """The ranks of a process group, for tensors of one device. Does not keep the group."""
 
-    __slots__ = ("_communicator", "_group", "backend", "same_call")
+    __slots__ = ("_communicator", "_group", "backend", "same_call", "collectives", "transfers")
 
     def __init__(self, group: Any, device: torch.device):
         self.backend = backend_of(group, device)
         word = re.sub("[^a-z0-9_.]", "_", self.backend)
         self._communicator = _native.communicator(word, native_device(device), dist.get_rank(group), dist.get_world_size(group), word != "gloo")
         self._group = weakref.ref(group)
+        self.collectives = self.transfers = 0  # how many were called, sends and receives apart
         self.same_call = SameCall.wanted(group, device)
 
     def begin(self, op: str, group: Any, arguments: Dict[str, Any], async_op: bool) -> Optional[Any]:
         """The Work of the op on this rank, or None where async_op is false: then it is on the current stream, and on the CPU done."""
+        if op in TRANSFERS:
+            self.transfers += 1
+        else:
+            self.collectives += 1
         try:
             if self.same_call is not None:
                 self.same_call.compare(op, arguments)
             return _CALLS[op](group, arguments, async_op)
         except Exception as error:
-            error.add_note(f"te-fl: in {described(op, arguments)} over {self.backend}, as rank {dist.get_rank(group)} of {dist.get_world_size(group)} in "
-                           f"group {getattr(group, 'group_name', '?')!r}")
+            error.add_note(self.note(op, group, arguments, self.transfers if op in TRANSFERS else self.collectives))
             raise
+
+    def note(self, op: str, group: Any, arguments: Dict[str, Any], number: int) -> str:
+        """What an error of torch.distributed does not say: which call it was of, the how manyth of this communicator's, and whose."""
+        return (f"te-fl: in number {number}, {described(op, arguments)} over {self.backend}, as rank {dist.get_rank(group)} of "
+                f"{dist.get_world_size(group)} in group {getattr(group, 'group_name', '?')!r}")
 
     def serve(self, op: str, arguments: Dict[str, Any]) -> None:
         """Does on this rank what te_fl.ops.OP(..., comm=self) asks for."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from te_fl import _native
 from te_fl.errors import CommFailed, InvalidArgument
 
-_TRANSFERS = ("send", "recv")  # between two ranks, not all
+TRANSFERS = ("send", "recv")  # between two ranks, not all
 
 
 def _limit() -> datetime.timedelta:
@@ -52,7 +52,7 @@ class SameCall:
 
     def compare(self, op: str, arguments: Dict[str, Any]) -> None:
         """CommFailed, on every rank, if ranks call different ops, or of different tensors; or if some rank does not come in TE_FL_COMM_TIMEOUT_MS."""
-        if op in _TRANSFERS:
+        if op in TRANSFERS:
             return
         self._number += 1
         mine = self._words(op, arguments)

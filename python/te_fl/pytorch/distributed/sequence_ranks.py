@@ -6,24 +6,33 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from te_fl.pytorch.distributed import collectives
+from te_fl.pytorch.distributed import collectives, communicator
 from te_fl.pytorch.distributed.amax_reduction import global_ranks, on_stream
 
 
 class _Work:
-    """A collective that has begun on a stream, and its tensors."""
+    """A collective that has begun on a stream, and its tensors, of which the first is its input."""
 
-    __slots__ = ("_work", "_tensors", "_stream")
+    __slots__ = ("_work", "_tensors", "_stream", "_op", "_group", "_number")
 
-    def __init__(self, work: Any, tensors: Tuple[torch.Tensor, ...], stream: int):
-        self._work, self._tensors, self._stream = work, tensors, stream
+    def __init__(self, work: Any, tensors: Tuple[torch.Tensor, ...], stream: int, op: str, group: Any):
+        self._work, self._tensors, self._stream, self._op, self._group = work, tensors, stream, op, group
+        self._number = communicator.of(group, tensors[0].device).collectives
 
     def wait(self) -> None:
         """Once, on any thread: that stream goes on after the collective; on a CPU the thread does."""
         if self._work is not None:
             with on_stream(self._tensors[0].device, self._stream):
-                self._work.wait()
-        self._work = self._tensors = None
+                self._wait()
+        self._work = self._tensors = self._group = None
+
+    def _wait(self) -> None:
+        try:
+            self._work.wait()
+        except Exception as error:
+            ranks = communicator.of(self._group, self._tensors[0].device)
+            error.add_note(ranks.note(self._op, communicator.member(self._group), {"input": self._tensors[0]}, self._number))
+            raise
 
 
 class SequenceRanks:
@@ -36,13 +45,13 @@ class SequenceRanks:
 
     def all_gather(self, part: torch.Tensor, whole: torch.Tensor, stream: int) -> _Work:
         with torch.no_grad(), on_stream(part.device, stream):
-            return _Work(collectives.all_gather_into(whole, part, self.group, wait=False), (part, whole), stream)
+            return _Work(collectives.all_gather_into(whole, part, self.group, wait=False), (part, whole), stream, "all_gather", self.group)
 
     def reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor, stream: int) -> _Work:
         with torch.no_grad(), on_stream(part.device, stream):
-            return _Work(collectives.reduce_scatter_into(part, whole, self.group, wait=False), (whole, part), stream)
+            return _Work(collectives.reduce_scatter_into(part, whole, self.group, wait=False), (whole, part), stream, "reduce_scatter", self.group)
 
     def largest(self, values: torch.Tensor, _: torch.Tensor, stream: int) -> _Work:
         """In place, as all_reduce() has it; `_` is the same tensor."""
         with torch.no_grad(), on_stream(values.device, stream):
-            return _Work(collectives.all_reduce(values, self.group, "max", wait=False), (values,), stream)
+            return _Work(collectives.all_reduce(values, self.group, "max", wait=False), (values,), stream, "all_reduce", self.group)
