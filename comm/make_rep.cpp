@@ -1,4 +1,4 @@
-// How a rank's part of a communicator is made: the choice, the ranks' agreement, the provider's
+// Makes a rank's part of a communicator: the choice, the ranks' agreement, the provider's
 // part.
 #include "comm/make_rep.hpp"
 

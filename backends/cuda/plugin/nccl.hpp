@@ -71,7 +71,7 @@ struct Nccl {
   int number = 0;            // version(), asked once
   std::string version_text;  // "2.28.9"
   std::string path;          // of the copy in use
-  // What ranks have to have alike: the version, and the variables by which a rank alone would
+  // Ranks have these alike: the version, and the variables by which a rank alone would
   // choose another order of sums, "2.28.9 (NCCL_NVLS_ENABLE=0)". The environment is read once, as
   // the library is opened, so that no rank's answer changes under a communicator.
   std::string compared_text;

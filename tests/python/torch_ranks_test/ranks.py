@@ -26,7 +26,7 @@ class Ranks:
         self.calls = 0
 
     def call(self, module, function, killed=None):
-        """What each rank returns: (error, result). `killed`: the rank that the function ends, which gives None."""
+        """Gives each rank's (error, result). `killed`: the rank that the function ends, which gives None."""
         self.calls += 1
         files = [f"{self.folder.name}/{self.calls}.{rank}" for rank in range(len(self.processes))]
         for process, file in zip(self.processes, files):

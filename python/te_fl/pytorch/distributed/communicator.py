@@ -138,7 +138,7 @@ class Communicator:
         word = re.sub("[^a-z0-9_.]", "_", self.backend)
         self._communicator = _native.communicator(word, native_device(device), dist.get_rank(group), dist.get_world_size(group), word != "gloo")
         self._group = weakref.ref(group)
-        self.collectives = self.transfers = 0  # how many were called, sends and receives apart
+        self.collectives = self.transfers = 0  # counts of calls: sends and receives are counted apart
         self.same_call = SameCall.wanted(group, device)
 
     def begin(self, op: str, group: Any, arguments: Dict[str, Any], async_op: bool) -> Optional[Any]:
@@ -156,7 +156,7 @@ class Communicator:
             raise
 
     def note(self, op: str, group: Any, arguments: Dict[str, Any], number: int) -> str:
-        """What an error of torch.distributed does not say: which call it was of, the how manyth of this communicator's, and whose."""
+        """Says what an error of torch.distributed does not: which call it was of, its number among this communicator's, and whose."""
         return (f"te-fl: in number {number}, {described(op, arguments)} over {self.backend}, as rank {dist.get_rank(group)} of "
                 f"{dist.get_world_size(group)} in group {getattr(group, 'group_name', '?')!r}")
 
