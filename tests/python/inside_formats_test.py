@@ -174,6 +174,6 @@ class Ranks(unittest.TestCase):
             script = str(pathlib.Path(__file__).with_name("inside_rank.py"))
             ranks = [subprocess.Popen([sys.executable, script, folder, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
                      for rank in range(2)]
-            said = [rank.communicate(timeout=120)[0] for rank in ranks]
-            self.assertEqual([rank.returncode for rank in ranks], [0, 0], "\n".join(said))
+            reports = [rank.communicate(timeout=120)[0] for rank in ranks]
+            self.assertEqual([rank.returncode for rank in ranks], [0, 0], "\n".join(reports))
             self.assertEqual(*(torch.load(f"{folder}/{rank}") for rank in range(2)))

@@ -38,7 +38,7 @@ class _Part:
         return placed.view(rows, self.block, self.width)
 
     def factors(self, rows: torch.Tensor) -> torch.Tensor:
-        """What [rows, w], factors of every element of the rows of blocks, has for the part."""
+        """The part's own of [rows, w], factors of every element of the rows of blocks."""
         return rows.reshape(-1)[self.begin:self.begin + self.values.numel()]
 
     def cast(self, factors: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
