@@ -8,6 +8,7 @@ that call install_in_thread(), and for the backward functions of all.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import types
@@ -166,15 +167,26 @@ def _enter_in_backwards() -> None:
     context.apply = apply_in_mode
 
 
+def _in_mode(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        with _mode:
+            return function(*arguments, **options)
+
+    return call
+
+
 def _ops_of_the_host() -> None:
-    """The package registers some ops of its own for CUDA; they are the host's here."""
+    """The package registers some ops of its own for CUDA; they are the host's here. PyTorch calls their functions outside of the mode."""
     custom_op = torch.library.custom_op
 
     def on_host(name: str, fn: Any = None, /, *, device_types: Any = None, **options: Any) -> Any:
+        if fn is None:
+            return lambda function: on_host(name, function, device_types=device_types, **options)
         if device_types is not None:
             kinds = {device_types} if isinstance(device_types, str) else set(device_types)
             device_types = tuple(kinds - {"cuda"} | {"cpu"}) if "cuda" in kinds else device_types
-        return custom_op(name, fn, device_types=device_types, **options)
+        return custom_op(name, _in_mode(fn), device_types=device_types, **options)
 
     torch.library.custom_op = on_host
 
