@@ -384,7 +384,7 @@ class Layouts(Case):
 
 
 class Enquiry(Case):
-    """What get_fused_attn_backend answers, and the errors of calls that pass it by."""
+    """The answers of get_fused_attn_backend, and the errors of calls that pass it by."""
 
     def params(self, **changes):
         known = dict(qkv_layout=tex.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, o_format=tex.NVTE_QKV_Format.NVTE_BSHD,

@@ -50,8 +50,8 @@ class Rope(Case):
     def check(self, x, freqs, form, positions, interleaved=False, starts=None, cp=(1, 0), tolerance=1e-5):
         """x: [B, S, H, D]."""
         lies = (lambda t: t.transpose(0, 1)) if form is SBHD else (lambda t: t)
-        given = lies(x)
-        got = tex.fused_rope_forward(given, freqs, starts, form, interleaved, None, *cp)
+        turned = lies(x)
+        got = tex.fused_rope_forward(turned, freqs, starts, form, interleaved, None, *cp)
         self.assertTrue(got.is_contiguous())
         self.near(lies(got), self.oracle(x, freqs, positions, interleaved), tolerance)
         grad, x = torch.randn(x.shape), x.detach().double().requires_grad_()
@@ -129,7 +129,7 @@ class Softmax(Case):
         grad = torch.randn(x.shape).to(x.dtype)
         before = grad.clone()
         back = getattr(tex, f"{kind}_softmax_backward")(grad, got, 0.7)
-        self.assertTrue(torch.equal(grad, before), "the gradient that was given has changed")
+        self.assertTrue(torch.equal(grad, before), "the gradient that was turned has changed")
         self.near(back, torch.autograd.grad(want, z, grad.double())[0], tolerance)
 
     def test_kinds(self):
@@ -214,7 +214,7 @@ class Sequences(Case):
 
 class Cache(Case):
     def loop(self, caches, news, table, new, cached, form, is_non_paged, page_size):
-        """The same by a loop over tokens."""
+        """The caches after the same call, by a loop over tokens."""
         caches, start = [c.clone() for c in caches], 0
         for b, (n, c) in enumerate(zip(new, cached)):
             for i in range(n):

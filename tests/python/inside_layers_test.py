@@ -38,7 +38,7 @@ class Case(unittest.TestCase):
 
 
 class BesideTeFl(Case):
-    """The same module of both packages: one state_dict, which loads both ways, and the same numbers."""
+    """A module of both packages has one state_dict, which loads both ways, and gives the same numbers."""
 
     def check(self, kind, inputs, call, **options):
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
@@ -58,11 +58,11 @@ class BesideTeFl(Case):
         modules[0].load_state_dict(modules[1].state_dict())
         results = []
         for module in modules:
-            given = [x.clone().requires_grad_() for x in inputs]
-            out = call(module, *given)
+            tokens = [x.clone().requires_grad_() for x in inputs]
+            out = call(module, *tokens)
             out = out[0] if isinstance(out, tuple) else out
             out.backward(torch.linspace(-1, 1, out.numel()).view(out.shape).to(dtype))
-            results.append((out, {**{f"input {i}": x.grad for i, x in enumerate(given)}, **{n: p.grad for n, p in module.named_parameters()}}))
+            results.append((out, {**{f"input {i}": x.grad for i, x in enumerate(tokens)}, **{n: p.grad for n, p in module.named_parameters()}}))
         (ours, our_grads), (want, want_grads) = results
         self.near(ours, want, tolerance, "result")
         self.assertEqual(our_grads.keys(), want_grads.keys())
@@ -199,11 +199,11 @@ class Caches(Case):
             cache.pre_step(OrderedDict(enumerate(steps)))
             parts = [x[b, done[b]:done[b] + n] for b, n in enumerate(steps)]
             if form == "thd":
-                given, lengths = torch.cat(parts), dict(max_seqlen_q=max(steps), max_seqlen_kv=32)
+                tokens, lengths = torch.cat(parts), dict(max_seqlen_q=max(steps), max_seqlen_kv=32)
             else:
-                given, lengths = torch.nn.utils.rnn.pad_sequence(parts, batch_first=form == "bshd"), {}
+                tokens, lengths = torch.nn.utils.rnn.pad_sequence(parts, batch_first=form == "bshd"), {}
             # RoPE's boundaries are those of the new tokens; attention takes its own from the cache.
-            out = stepwise(given, attn_mask_type="padding_causal", rotary_pos_emb=freqs, inference_params=cache, cu_seqlens_q=cache.cu_seqlens_q,
+            out = stepwise(tokens, attn_mask_type="padding_causal", rotary_pos_emb=freqs, inference_params=cache, cu_seqlens_q=cache.cu_seqlens_q,
                            cu_seqlens_kv=cache.cu_seqlens_q, **lengths)
             backends.add(used_backend())
             for b, n in enumerate(steps):

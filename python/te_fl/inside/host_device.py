@@ -201,7 +201,35 @@ def _range_of_the_host() -> None:
     torch.range = on_host
 
 
+class _Message:
+    """A message between processes, which may be waited for again, as NCCL's may; Gloo's would wait for ever."""
+
+    def __init__(self, work: Any):
+        self._work, self._done = work, False
+
+    def wait(self, *arguments: Any) -> bool:
+        if not self._done:
+            self._work.wait(*arguments)
+            self._done = True
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _messages_of_the_host() -> None:
+    for name in ("isend", "irecv"):
+        def call(*arguments: Any, _begin: Any = getattr(torch.distributed, name), **options: Any) -> Any:
+            work = _begin(*arguments, **options)
+            return None if work is None else _Message(work)
+
+        for module in (torch.distributed, torch.distributed.distributed_c10d):
+            setattr(module, name, call)
+
+
 def install() -> None:
+    if torch.distributed.is_available():
+        _messages_of_the_host()
     _range_of_the_host()
     _enter_in_backwards()
     _ops_of_the_host()

@@ -171,7 +171,7 @@ class _Call:
 
 
 def _is_square(qkv_layout: Any, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether there are as many keys as queries, as the shapes say it."""
+    """True if there are as many keys as queries, as the shapes say it."""
     layout = LAYOUTS.get(int(qkv_layout))
     return layout is not None and q.shape[LENGTH_DIMS[layout.q]] == k.shape[LENGTH_DIMS[layout.kv]]
 

@@ -1,4 +1,4 @@
-"""What the arguments of the package's attention say, in the words of te-fl's op: layouts, masks, windows, biases."""
+"""The arguments of the package's attention in the words of te-fl's op: layouts, masks, windows, biases."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def _check_boundaries(function: str, cu_seqlens: torch.Tensor) -> None:
 
 
 class _Places(NamedTuple):
-    """Of each of the tokens: its sequence's begin, length and number, its place there, and whether it is in any."""
+    """The begin, length and number of each token's sequence, the token's place there, and whether it is in any."""
 
     begin: torch.Tensor
     length: torch.Tensor
@@ -207,7 +207,7 @@ def _check_ranks(function: str, total_tokens: int, world_size: int) -> None:
 
 
 def _tokens_of_ranks(cu_seqlens: torch.Tensor, tokens: int, world_size: int, rank: torch.Tensor | int) -> torch.Tensor:
-    """Which token of the whole each of a rank's tokens is. rank: a number, or [R, 1] for several."""
+    """The numbers in the whole of a rank's tokens, in its order. rank: a number, or [R, 1] for several."""
     at = places(cu_seqlens // world_size, tokens // world_size)
     chunk = at.length // 2
     second = at.within >= chunk

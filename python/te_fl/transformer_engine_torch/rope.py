@@ -23,7 +23,7 @@ def _layout(qkv_format: Any, function: str, served: Sequence[str]) -> str:
 
 
 def _check_angles(function: str, layout: str, x: torch.Tensor, freqs: torch.Tensor, cp_size: int) -> None:
-    """Of thd the sequences' lengths are on the device, where the op checks them."""
+    """Refuses angles for too few positions; with thd the lengths are on the device, where the op checks them."""
     if freqs.dim() != 4 or freqs.shape[1] != 1 or freqs.shape[2] != 1 or freqs.dtype != torch.float32:
         raise InvalidArgument(f"{function}: freqs is {freqs.dtype} {tuple(freqs.shape)}; it is float32 [positions, 1, 1, angles]")
     if layout == "thd" or x.dim() != 4:
