@@ -14,6 +14,7 @@ import torch
 from te_fl import Quantized, ops
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch.dtypes import fp8_dtype
+from te_fl.transformer_engine_torch.swizzle import plain_scales
 
 __all__ = ["Scheme", "is_quantised", "of_quantizer", "of_tensor", "operand", "rounded_up", "rows_and_columns", "shape_of"]
 
@@ -268,7 +269,6 @@ class MXFP8(Scheme):
         tensor._with_gemm_swizzled_scales = False
 
     def _parts(self, tensor, dtype):
-        from te_fl.transformer_engine_torch.swizzle import plain_scales
         codes = fp8_dtype(dtype)
         rows, columns = rows_and_columns(shape_of(tensor))
         data, other = tensor._rowwise_data, tensor._columnwise_data
@@ -330,7 +330,6 @@ class NVFP4(Scheme):
         tensor._with_gemm_swizzled_scales = False
 
     def _parts(self, tensor):
-        from te_fl.transformer_engine_torch.swizzle import plain_scales
         if tensor._row_scaled_nvfp4 or tensor._nvfp4_use_4over6:
             raise Unsupported("an NVFP4Tensor with an amax for each row, or of 4over6, is not served by te-fl: blocks are 1 x 16 with one amax")
         rows, columns = rows_and_columns(shape_of(tensor))
