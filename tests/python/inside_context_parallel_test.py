@@ -1,0 +1,97 @@
+"""NVIDIA's context parallelism on te-fl: two processes over Gloo, by rings, gathered keys and exchanged heads, in every format, with and without a
+causal mask; each rank's output and gradients against the whole sequence's in FP64."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+RANKS, HEADS, GROUPS, DIM = 2, 4, 2, 16
+
+
+def exact(torch, q, k, v, causal):
+    """[B, S, H, D] in FP64."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+
+
+def tokens_of(torch, lengths, rank):
+    """The numbers of a rank's tokens: of each sequence chunks rank and 2 RANKS - 1 - rank of 2 RANKS."""
+    numbers, begin = [], 0
+    for n in lengths:
+        chunk = n // (2 * RANKS)
+        for c in (rank, 2 * RANKS - 1 - rank):
+            numbers += range(begin + c * chunk, begin + (c + 1) * chunk)
+        begin += n
+    return torch.tensor(numbers)
+
+
+def run_case(torch, te, group, rank, kind, form, causal):
+    """The relative errors of the output and of the gradients of q, k and v."""
+    torch.manual_seed(0)
+    mask = {"thd": ("padding", "padding_causal")}.get(form, ("no_mask", "causal"))[causal]
+    attention = te.DotProductAttention(HEADS, DIM, num_gqa_groups=GROUPS, attention_dropout=0.0, qkv_format=form, attn_mask_type=mask, cp_group=group,
+                                       cp_global_ranks=list(range(RANKS)), cp_stream=torch.cuda.Stream(), cp_comm_type=kind)
+    lengths = [8, 16, 8] if form == "thd" else [16]
+    places = (sum(lengths),) if form == "thd" else (2, 16)
+    whole = [torch.randn(*places, heads, DIM).bfloat16().requires_grad_() for heads in (HEADS, GROUPS, GROUPS)]
+    grad = torch.randn(*places, HEADS, DIM).bfloat16()
+    mine = tokens_of(torch, lengths, rank)
+    if form == "thd":
+        want = torch.cat([exact(torch, *(x.unsqueeze(0) for x in parts), causal)[0] for parts in zip(*(x.split(lengths) for x in whole))])
+        own = lambda x: x[mine]  # noqa: E731
+        cu = torch.tensor([0, 8, 24, 32], dtype=torch.int32)
+        options = dict(cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu, max_seqlen_q=16, max_seqlen_kv=16)
+    else:
+        want, options = exact(torch, *whole, causal), {}
+        own = (lambda x: x[:, mine].transpose(0, 1).contiguous()) if form == "sbhd" else (lambda x: x[:, mine])  # noqa: E731
+    want.backward(grad.double())
+    local = [own(x.detach()).clone().requires_grad_() for x in whole]
+    out = attention(*local, **options).view(local[0].shape)
+    out.backward(own(grad))
+    pairs = [(out, own(want)), *((x.grad, own(w.grad)) for x, w in zip(local, whole))]
+    return [((got.double() - expected.double()).norm() / expected.double().norm()).item() for got, expected in pairs]
+
+
+def work(rank, store):
+    import inside_package  # noqa: F401
+    import torch
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as dpa
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=RANKS, init_method=f"file://{store}")
+    group = torch.distributed.new_group(list(range(RANKS)))
+    for kind in ("p2p", "all_gather", "a2a"):
+        for form in ("bshd", "sbhd", "thd"):
+            for causal in (False, True):
+                dpa._attention_backends["backend_selection_requires_update"] = True
+                errors = run_case(torch, te, group, rank, kind, form, causal)
+                assert dpa._attention_backends["use_fused_attention"], (kind, form, causal)
+                assert max(errors) < 8e-3, (kind, form, causal, errors)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    print("18 cases")
+
+
+class ContextParallel(unittest.TestCase):
+    def test_two_ranks(self):
+        import inside_package  # noqa: F401 skips where the package is not installed
+        with tempfile.TemporaryDirectory() as folder:
+            begun = [subprocess.Popen([sys.executable, os.path.abspath(__file__), str(rank), os.path.join(folder, "store")], text=True,
+                                      stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(RANKS)]
+            try:
+                for process in begun:
+                    out, err = process.communicate(timeout=900)
+                    self.assertEqual(process.returncode, 0, err)
+                    self.assertIn("18 cases", out)
+            finally:
+                for process in begun:
+                    process.kill()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1].isdigit():
+        work(int(sys.argv[1]), sys.argv[2])
+    else:
+        unittest.main()
