@@ -4,6 +4,7 @@
 #include "ops/op_call.hpp"
 #include "ops/policy.hpp"
 #include "ops/report.hpp"
+#include "ops/storage.hpp"
 #include "plugins/modules.hpp"
 #include "plugins/registration.hpp"
 #include "py/errors.hpp"
@@ -64,6 +65,10 @@ Ref tuple_of_names(const char* const (&names)[N]) {
 PyMethodDef g_methods[] = {
     {"set_classes", set_classes, METH_VARARGS, "set_classes(errors, Quantized, Saved)"},
     {"op", make_op, METH_VARARGS, "op(name, doc) -> a callable that runs the op"},
+    {"matrix_op", make_matrix_op, METH_O, "matrix_op(name) -> a callable on matrices"},
+    {"storage_class", add_storage_class, METH_VARARGS,
+     "storage_class(type, data, columnwise_data, scale_inv, columnwise_scale_inv, code, stale, "
+     "square)"},
     {"schema", schema, METH_O, "schema(op) -> dict"},
     {"call", call_by, METH_VARARGS, "call(op, arguments, manager=None, positional=())"},
     {"resolve", resolve, METH_VARARGS,

@@ -1,6 +1,8 @@
 #include "ops/op_binding.hpp"
 
+#include <algorithm>
 #include <map>
+#include <string_view>
 
 #include "ops/op_defaults.hpp"
 #include "py/errors.hpp"
@@ -9,13 +11,21 @@
 namespace te_fl::python {
 namespace {
 
+// "M K", "... H", "trans_a ? K M : M K"; not "N", "@...", "any".
+bool is_matrix(const te_fl_arg_desc& arg) {
+  std::string_view rule = arg.shape != nullptr ? arg.shape : "";
+  rule = rule.substr(rule.find_last_of("?:") == rule.npos ? 0 : rule.find_last_of("?:") + 2);
+  const auto terms = 1 + std::count(rule.begin(), rule.end(), ' ');
+  return rule.starts_with("...") ? terms <= 2 : terms == 2;
+}
+
 std::unique_ptr<OpBinding> make_binding(OpId id) {
   const te_fl_op_schema* schema = OpManager::instance().registry().schema(id);
   auto binding = std::make_unique<OpBinding>(OpBinding{id, schema, {}, default_arguments(*schema)});
   for (uint32_t i = 0; i < schema->arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema->args[i];
     PyObject* name = Ref::take(PyUnicode_InternFromString(arg.name)).release();
-    binding->args.push_back({&arg, name, words_of(arg.enum_names)});
+    binding->args.push_back({&arg, name, words_of(arg.enum_names), is_matrix(arg)});
   }
   return binding;
 }

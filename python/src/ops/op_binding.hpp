@@ -13,6 +13,7 @@ struct BoundArg {
   const te_fl_arg_desc* desc;
   PyObject* name;                       // interned, kept for ever
   std::vector<std::string> enum_names;  // of an enum
+  bool is_matrix;  // by its rule a tensor of two dimensions, or of any number before the last
 };
 
 struct OpBinding {

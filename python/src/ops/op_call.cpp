@@ -1,7 +1,8 @@
 #include "ops/op_call.hpp"
 
+#include <array>
 #include <cstring>
-#include <deque>
+#include <forward_list>
 #include <map>
 #include <optional>
 
@@ -10,6 +11,7 @@
 #include "ops/manager.hpp"
 #include "ops/op_binding.hpp"
 #include "ops/policy.hpp"
+#include "ops/storage.hpp"
 #include "py/dlpack.hpp"
 #include "py/errors.hpp"
 #include "py/exchange.hpp"
@@ -44,11 +46,16 @@ struct SavedRecord {
 };
 constexpr const char* kSavedName = "te_fl.saved";
 
+// Parts of a product's operands and of its result.
+constexpr size_t kHeld = 16;
+
 // The arguments of one call, and what they point to.
 class Arguments {
  public:
-  explicit Arguments(const OpBinding& op) : op_(op), raw_(op.defaults) {
-    given_.resize(op.args.size());
+  // matrices: see make_matrix_op().
+  explicit Arguments(const OpBinding& op, bool matrices = false)
+      : op_(op), matrices_(matrices), raw_(op.defaults), given_(op.args.size()) {
+    if (matrices) held_.reserve(kHeld);
   }
   void set(PyObject* name, PyObject* value) {
     const int at = op_.find(name);
@@ -166,10 +173,10 @@ class Arguments {
     given_[at] = true;
     switch (desc.type) {
       case TE_FL_ARG_TENSOR:
-        if (value != Py_None) write(desc.offset, tensor(value, desc));
+        if (value != Py_None) write(desc.offset, tensor(value, arg));
         return;
       case TE_FL_ARG_TENSOR_LIST:
-        return set_tensors(desc, value);
+        return set_tensors(arg, value);
       case TE_FL_ARG_I64_LIST:
         return set_integers(desc, value);
       case TE_FL_ARG_SAVED:
@@ -244,21 +251,52 @@ class Arguments {
     if (!anywhere && !device_.has_value()) device_ = t.dl.device;
   }
 
-  const te_fl_tensor* tensor(PyObject* value, const te_fl_arg_desc& desc) {
+  const te_fl_tensor* tensor(PyObject* value, const BoundArg& arg) {
+    const te_fl_arg_desc& desc = *arg.desc;
+    if (matrices_) {
+      if (const StorageClass* kind = storage_class_of(Py_TYPE(value))) {
+        StorageView& view = views_.emplace_front();
+        read_storage(value, *kind, nullptr, desc.role != TE_FL_IN, desc.name, borrowed_, held_,
+                     view);
+        return noted(view.tensor, desc);
+      }
+      if (is_storage_target(value)) {
+        StorageView& view = views_.emplace_front();
+        read_storage_target(value, desc.role != TE_FL_IN, desc.name, borrowed_, held_, view);
+        return noted(view.tensor, desc);
+      }
+    }
     const int quantised = PyObject_IsInstance(value, g_quantized);
     check(quantised);
     if (quantised != 0) return quantised_tensor(value, desc);
-    te_fl_tensor& t = tensors_.emplace_back();
-    t = te_fl_tensor{};
+    te_fl_tensor& t = tensors_.emplace_front();
     t.dl = borrowed_.describe(value, desc.role != TE_FL_IN, desc.name);
+    if (matrices_) see_as_matrix(t, value, arg);
+    return noted(t, desc);
+  }
+  const te_fl_tensor* noted(te_fl_tensor& t, const te_fl_arg_desc& desc) {
     t.provider = provider_of(t, desc.name);
     note(t, desc);
     return &t;
   }
 
+  // An input that is not contiguous is copied first; an output stays as it lies.
+  void see_as_matrix(te_fl_tensor& t, PyObject* value, const BoundArg& arg) {
+    if (t.dl.strides != nullptr && arg.desc->role == TE_FL_IN) {
+      held_.push_back(Ref::take(PyObject_CallMethod(value, "contiguous", nullptr)));
+      t.dl = borrowed_.describe(held_.back().get(), false, arg.desc->name);
+    }
+    if (!arg.is_matrix || t.dl.ndim == 2 || t.dl.strides != nullptr) return;
+    std::array<int64_t, 2>& shape = matrix_shapes_.emplace_front(std::array<int64_t, 2>{1, 1});
+    if (t.dl.ndim > 0) shape[1] = t.dl.shape[t.dl.ndim - 1];
+    for (int32_t d = 0; d + 1 < t.dl.ndim; ++d) shape[0] *= t.dl.shape[d];
+    t.dl.ndim = 2;
+    t.dl.shape = shape.data();
+  }
+
   const te_fl_tensor* quantised_tensor(PyObject* value, const te_fl_arg_desc& desc) {
     const bool written = desc.role != TE_FL_IN;
-    Quantised& q = quantised_.emplace_back();
+    Quantised& q = quantised_.emplace_front();
     q.tensor = te_fl_tensor{};
     q.quant = te_fl_quant{};
     q.quant.scaling = static_cast<uint32_t>(number(value, "_scaling"));
@@ -307,13 +345,14 @@ class Arguments {
     return number;
   }
 
-  void set_tensors(const te_fl_arg_desc& desc, PyObject* value) {
+  void set_tensors(const BoundArg& arg, PyObject* value) {
     if (value == Py_None) return;
+    const te_fl_arg_desc& desc = *arg.desc;
     const Ref items = Ref::take(PySequence_List(value));
-    auto& list = lists_.emplace_back();
+    auto& list = lists_.emplace_front();
     const Py_ssize_t count = PyList_Size(items.get());
     for (Py_ssize_t i = 0; i < count; ++i) {
-      list.push_back(tensor(PyList_GetItem(items.get(), i), desc));
+      list.push_back(tensor(PyList_GetItem(items.get(), i), arg));
     }
     const te_fl_tensor* const* data = list.data();
     write(desc.offset, data);
@@ -323,7 +362,7 @@ class Arguments {
   void set_integers(const te_fl_arg_desc& desc, PyObject* value) {
     if (value == Py_None) return;
     const Ref items = Ref::take(PySequence_List(value));
-    auto& list = integers_.emplace_back();
+    auto& list = integers_.emplace_front();
     const Py_ssize_t count = PyList_Size(items.get());
     for (Py_ssize_t i = 0; i < count; ++i) {
       list.push_back(PyLong_AsLongLong(PyList_GetItem(items.get(), i)));
@@ -373,13 +412,17 @@ class Arguments {
   }
 
   const OpBinding& op_;
+  const bool matrices_;
   std::vector<std::byte> raw_;
   std::vector<bool> given_;
   Borrowed borrowed_;
-  std::deque<te_fl_tensor> tensors_;  // addresses stay
-  std::deque<Quantised> quantised_;
-  std::deque<std::vector<const te_fl_tensor*>> lists_;
-  std::deque<std::vector<int64_t>> integers_;
+  std::vector<Ref> held_;  // what Borrowed describes and this object alone may hold
+  std::forward_list<te_fl_tensor> tensors_;  // addresses stay
+  std::forward_list<Quantised> quantised_;
+  std::forward_list<StorageView> views_;
+  std::forward_list<std::array<int64_t, 2>> matrix_shapes_;
+  std::forward_list<std::vector<const te_fl_tensor*>> lists_;
+  std::forward_list<std::vector<int64_t>> integers_;
   std::optional<te_fl_device> device_;
   std::optional<void*> stream_;
   PyObject* server_ = nullptr;  // of the communicator, whose handle is the next
@@ -396,6 +439,7 @@ const OpBinding& binding_of(PyObject* self) {
   return *op;
 }
 
+template <bool kMatrices>
 PyObject* run_op(PyObject* self, PyObject* const* args, Py_ssize_t count,
                  PyObject* names) noexcept {
   return guarded([&]() -> Ref {
@@ -403,7 +447,7 @@ PyObject* run_op(PyObject* self, PyObject* const* args, Py_ssize_t count,
     if (count != 0) {
       throw_type_error(std::string(op.schema->name) + "() takes keyword arguments only");
     }
-    Arguments arguments(op);
+    Arguments arguments(op, kMatrices);
     const Py_ssize_t keywords = names != nullptr ? PyTuple_Size(names) : 0;
     for (Py_ssize_t i = 0; i < keywords; ++i) arguments.set(PyTuple_GetItem(names, i), args[i]);
     const DeterministicScope deterministic;
@@ -418,8 +462,12 @@ PyObject* run_op(PyObject* self, PyObject* const* args, Py_ssize_t count,
   });
 }
 
-const PyMethodDef kRun = {"op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_op)),
+const PyMethodDef kRun = {"op",
+                          reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_op<false>)),
                           METH_FASTCALL | METH_KEYWORDS, "Runs an op of te-fl."};
+const PyMethodDef kRunMatrices = {
+    "op", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(run_op<true>)),
+    METH_FASTCALL | METH_KEYWORDS, "Runs an op of te-fl on matrices."};
 
 PyObject* run_function_op(PyObject* self, PyObject* positional, PyObject* keywords) noexcept {
   return guarded([&] {
@@ -552,6 +600,17 @@ PyObject* make_op(PyObject*, PyObject* args) noexcept {
     method.definition.ml_doc = method.words.c_str();
     const Ref self = Ref::take(PyCapsule_New(const_cast<OpBinding*>(&op), kOpName, nullptr));
     return Ref::take(PyCFunction_NewEx(&method.definition, self.get(), nullptr));
+  });
+}
+
+PyObject* make_matrix_op(PyObject*, PyObject* name) noexcept {
+  return guarded([&] {
+    const OpBinding& op = bind(name);
+    static auto* methods = new std::map<const OpBinding*, PyMethodDef>();
+    const auto [at, added] = methods->try_emplace(&op, kRunMatrices);
+    if (added) at->second.ml_name = op.schema->name;
+    const Ref self = Ref::take(PyCapsule_New(const_cast<OpBinding*>(&op), kOpName, nullptr));
+    return Ref::take(PyCFunction_NewEx(&at->second, self.get(), nullptr));
   });
 }
 

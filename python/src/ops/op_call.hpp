@@ -13,6 +13,10 @@ PyObject* quantized_class() noexcept;  // borrowed
 // op(name, doc) -> a callable of keyword arguments that runs the op; doc: its signature and
 // description, which help() shows. KeyError-like te_fl.NotFound names the nearest op.
 PyObject* make_op(PyObject*, PyObject* args) noexcept;
+// matrix_op(name) -> the same of a callable that sees tensors as matrices: one whose rule has two
+// dimensions or begins with "..." is seen as [the others' product, last], an input that is not
+// contiguous is copied first, and it takes storages (storage.hpp). Its op is of the catalogue.
+PyObject* make_matrix_op(PyObject*, PyObject* name) noexcept;
 // call(op, arguments, manager=None, positional=()): runs the op, by the process's manager or
 // another; None, or what a function in Python returned where the op is of such (function_op.hpp).
 PyObject* call_by(PyObject*, PyObject* args) noexcept;

@@ -6,9 +6,9 @@ from typing import Any, Callable
 
 import torch
 
-from te_fl import ops
+from te_fl.transformer_engine_torch import matrix_ops as ops
 from te_fl.transformer_engine_torch import schemes
-from te_fl.transformer_engine_torch.quantize import bgrad_quantize, matrix, quantize_into
+from te_fl.transformer_engine_torch.quantize import bgrad_quantize, quantize_into
 
 _PLAIN, _GATED = "gelu qgelu relu srelu silu", "geglu qgeglu reglu sreglu swiglu glu"
 _WITH_BIAS = "gelu silu relu qgelu srelu"
@@ -19,7 +19,7 @@ def apply(op: Callable, inputs: dict, quantizer: Any, shape: Any, dtype: torch.d
     if quantizer is None:
         out = torch.empty(shape, dtype=dtype, device=device)
         if out.numel():
-            op(**inputs, output=matrix(out), **options)
+            op(**inputs, output=out, **options)
         return out
     scheme = schemes.of_quantizer(quantizer)
     out = scheme.create(quantizer, shape, dtype, device)
@@ -28,22 +28,21 @@ def apply(op: Callable, inputs: dict, quantizer: Any, shape: Any, dtype: torch.d
     if scheme.fused:
         op(**inputs, output=scheme.target(quantizer, out), **options)
         return out
-    values = torch.empty(schemes.rows_and_columns(shape), dtype=dtype, device=device)
+    values = torch.empty(shape, dtype=dtype, device=device)
     op(**inputs, output=values, **options)
     return quantize_into(values, quantizer, out)
 
 
 def _forward(op: Callable, gated: bool) -> Callable:
     def activation(input: torch.Tensor, quantizer: Any) -> Any:
-        x = matrix(input)
-        return apply(op, {"input": x}, quantizer, (*input.shape[:-1], input.shape[-1] // (2 if gated else 1)), input.dtype, input.device)
+        return apply(op, {"input": input}, quantizer, (*input.shape[:-1], input.shape[-1] // (2 if gated else 1)), input.dtype, input.device)
 
     return activation
 
 
 def _backward(op: Callable) -> Callable:
     def gradient(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> Any:
-        return apply(op, {"grad": matrix(grad), "input": matrix(fwd_input)}, quantizer, fwd_input.shape, fwd_input.dtype, fwd_input.device)
+        return apply(op, {"grad": grad, "input": fwd_input}, quantizer, fwd_input.shape, fwd_input.dtype, fwd_input.device)
 
     return gradient
 
@@ -57,7 +56,7 @@ def _backward_with_bias(op: Callable, plain: Callable) -> Callable:
             return bgrad_quantize(_backward(plain)(grad, fwd_input, None), quantizer)
         out = scheme.create(quantizer, fwd_input.shape, grad.dtype, fwd_input.device)
         dbias = torch.empty(fwd_input.shape[-1], dtype=grad.dtype, device=fwd_input.device)
-        op(grad=matrix(grad), input=matrix(fwd_input), output=scheme.target(quantizer, out), dbias=dbias)
+        op(grad=grad, input=fwd_input, output=scheme.target(quantizer, out), dbias=dbias)
         return [dbias, out]
 
     return gradients
@@ -76,11 +75,11 @@ __all__ += [_named(f"dbias_d{n}", _backward_with_bias(getattr(ops, f"dbias_d{n}"
 
 
 def clamped_swiglu(input: torch.Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0) -> Any:
-    return apply(ops.clamped_swiglu, {"input": matrix(input)}, quantizer, (*input.shape[:-1], input.shape[-1] // 2), input.dtype, input.device,
+    return apply(ops.clamped_swiglu, {"input": input}, quantizer, (*input.shape[:-1], input.shape[-1] // 2), input.dtype, input.device,
                  limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
 
 
 def clamped_dswiglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702,
                     glu_linear_offset: float = 1.0) -> Any:
-    return apply(ops.clamped_dswiglu, {"grad": matrix(grad), "input": matrix(fwd_input)}, quantizer, fwd_input.shape, fwd_input.dtype,
+    return apply(ops.clamped_dswiglu, {"grad": grad, "input": fwd_input}, quantizer, fwd_input.shape, fwd_input.dtype,
                  fwd_input.device, limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)

@@ -41,7 +41,7 @@ def _sum_rows(b: Any, out: torch.Tensor) -> None:
 def _multiply(a: Any, trans_a: bool, b: Any, trans_b: bool, out: torch.Tensor, *, bias: Optional[torch.Tensor] = None, pre_gelu: Any = None,
               grad: bool = False, accumulate: bool = False, use_split_accumulator: bool = False, alpha: float = 1.0, beta: float = 1.0) -> None:
     """out = op(b) op(a). With grad, bias is written with the sum of b's rows and pre_gelu is read, else bias is added and pre_gelu written."""
-    terms = schemes.rows_and_columns(schemes.shape_of(b))[0 if trans_b else 1]
+    terms = _output_shape(a, trans_a, b, trans_b)[1]
     if out.numel() == 0 or terms == 0:
         _without_terms(out, accumulate, beta, bias if grad else None, bias, grad)
         if pre_gelu is not None and not grad:
@@ -99,7 +99,7 @@ def te_general_grouped_gemm(A: Sequence[Any], transa: bool, B: Sequence[Any], tr
     _check_groups(name, A, B, {"bias": bias, "pre_gelu_out": pre_gelu_out})
     if D is None:
         raise InvalidArgument(f"{name}: D is None; give the tensors that the products are written to")
-    shapes = [_output_shape(a, transa, b, transb) for a, b in zip(A, B)]
+    shapes = [_output_shape(a, transa, b, transb)[0] for a, b in zip(A, B)]
     outputs = _outputs(name, shapes, D, torch_dtype(D_type), single_output)
     for a, b, out, i in zip(A, B, outputs, range(len(A))):
         _multiply(a, transa, b, transb, out, bias=_given(bias, i), pre_gelu=_given(pre_gelu_out, i), grad=grad, accumulate=accumulate,
@@ -127,7 +127,7 @@ def _grouped(name: str, A: Any, transa: bool, B: Any, transb: bool, D: Any, bias
     biases = None if bias is None else members(bias)
     _check_groups(name, a, b, {"D": outputs, "bias": biases})
     alphas, betas = _each(alpha, len(a), f"{name}: alpha"), _each(beta, len(a), f"{name}: beta")
-    shapes = [_output_shape(x, transa, y, transb) for x, y in zip(a, b)]
+    shapes = [_output_shape(x, transa, y, transb)[0] for x, y in zip(a, b)]
     for i, (out, shape) in enumerate(zip(outputs, shapes)):
         if out.numel() != torch.Size(shape).numel():
             raise InvalidArgument(f"{name}: D {i} has shape {tuple(out.shape)}; the product has {shape}")

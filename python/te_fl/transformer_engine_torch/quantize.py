@@ -6,13 +6,16 @@ from typing import Any, List, Optional, Sequence
 
 import torch
 
-from te_fl import ops
 from te_fl.errors import InvalidArgument
+from te_fl.transformer_engine_torch import matrix_ops as ops
 from te_fl.transformer_engine_torch import schemes
 from te_fl.transformer_engine_torch.dtypes import FP8, fp8_dtype, torch_dtype
 
 __all__ = ["bgrad_quantize", "bulk_allocate", "compute_amax", "create_empty_quantized_tensor", "dequantize", "fp8_transpose",
            "fused_amax_and_scale_update_after_reduction", "multi_tensor_quantize", "quantize", "split_quantize", "swap_first_dims"]
+
+
+_quantize = ops.quantize
 
 
 def matrix(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,13 +27,11 @@ def matrix(tensor: torch.Tensor) -> torch.Tensor:
 def quantize_into(values: torch.Tensor, quantizer: Any, output: Any, noop: Optional[torch.Tensor] = None) -> Any:
     """output: a tensor of the package's whose buffers fit the quantizer."""
     scheme = schemes.of_quantizer(quantizer)
-    target = scheme.target(quantizer, output)
-    if getattr(quantizer, "with_amax_reduction", False):
-        # Every rank takes part, one whose tensor has no elements, too.
-        target = scheme.for_ranks(quantizer, values, target)
+    # Every rank takes part, one whose tensor has no elements, too.
+    target = scheme.for_ranks(quantizer, values, output) if getattr(quantizer, "with_amax_reduction", False) else None
     if values.numel() == 0:
         return output
-    ops.quantize(input=matrix(values), output=target, noop_flag=noop)
+    _quantize(input=values, output=scheme.target(quantizer, output) if target is None else target, noop_flag=noop)
     return output
 
 
@@ -46,8 +47,7 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Opt
 def dequantize(input: Any, otype: Any) -> torch.Tensor:
     output = torch.empty(schemes.shape_of(input), dtype=torch_dtype(otype), device=input.device)
     if output.numel():
-        parts = schemes.of_tensor(input).quantized(input)
-        ops.dequantize(input=parts, output=output.view(parts.shape))
+        ops.dequantize(input=schemes.of_tensor(input).quantized(input), output=output)
     return output
 
 
@@ -70,7 +70,7 @@ def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list:
     if getattr(quantizer, "with_amax_reduction", False):
         torch.sum(values.view(-1, values.shape[-1]), 0, out=bias_grad)
         return [bias_grad, quantize_into(values, quantizer, output)]
-    ops.bgrad_quantize(input=matrix(values), output=scheme.target(quantizer, output), bias_grad=bias_grad)
+    ops.bgrad_quantize(input=values, output=scheme.target(quantizer, output), bias_grad=bias_grad)
     return [bias_grad, output]
 
 
@@ -94,7 +94,7 @@ def split_quantize(tensor: torch.Tensor, split_sections: Sequence[int], quantize
         return [quantize_into(part, q, out) for part, q, out in zip(parts, quantizer_list, outputs)]
     full = [i for i, part in enumerate(parts) if part.numel()]
     if full:
-        ops.multi_tensor_quantize(inputs=[matrix(parts[i]) for i in full],
+        ops.multi_tensor_quantize(inputs=[parts[i] for i in full],
                                   outputs=[schemes_of[i].target(quantizer_list[i], outputs[i]) for i in full])
     return outputs
 
@@ -111,7 +111,7 @@ def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: Optional[torch.Tensor
         raise InvalidArgument(f"fp8_transpose: out has {out.numel()} elements{'' if out.is_contiguous() else ', not contiguous'}; input has {codes.numel()}")
     if codes.numel():
         rows, columns = schemes.rows_and_columns(codes.shape)
-        ops.fp8_transpose(input=codes.view(torch.uint8).view(rows, columns), output=out.view(torch.uint8).view(columns, rows))
+        ops.fp8_transpose(input=codes.view(torch.uint8), output=out.view(torch.uint8).view(columns, rows))
     return out
 
 

@@ -11,12 +11,14 @@ from typing import Any, Optional, Sequence, Tuple
 
 import torch
 
-from te_fl import Quantized, ops
+from te_fl import Quantized, _native, ops
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch.dtypes import fp8_dtype
 from te_fl.transformer_engine_torch.swizzle import plain_scales
 
-__all__ = ["Scheme", "is_quantised", "of_quantizer", "of_tensor", "operand", "rounded_up", "rows_and_columns", "shape_of"]
+__all__ = ["Scheme", "is_quantised", "of_quantizer", "of_tensor", "operand", "rounded_up", "rows_and_columns", "scheme_of", "shape_of"]
+
+empty = torch.empty
 
 
 def rounded_up(n: int, multiple: int) -> int:
@@ -25,6 +27,8 @@ def rounded_up(n: int, multiple: int) -> int:
 
 def rows_and_columns(shape: Sequence[int]) -> Tuple[int, int]:
     """(rows, columns) of a tensor seen as a matrix."""
+    if len(shape) == 2:
+        return shape[0], shape[1]
     return math.prod(shape[:-1]), (shape[-1] if shape else 1)
 
 
@@ -47,19 +51,29 @@ class Scheme:
     def constructor_arguments(self, quantizer: Any) -> dict:
         raise NotImplementedError
 
-    def quantized(self, tensor: Any) -> Quantized:
-        """The tensor's parts as an operand, seen as a matrix."""
-        raise NotImplementedError
+    # The names by which ops on matrices (matrix_ops.py) read a storage: data, column-wise data, scale_inv, columnwise_scale_inv, dtype of the codes,
+    # whether the column-wise copy is stale, whether blocks are square. None: they read te_fl.Quantized.
+    PARTS: Optional[tuple] = None
+
+    def quantized(self, tensor: Any) -> Any:
+        """The tensor as an operand of ops on matrices."""
+        return tensor
 
     def operand(self, tensor: Any, columnwise: bool) -> Any:
         """The tensor as a product takes it. An op finds the copy that it needs."""
         return self.quantized(tensor)
 
-    def target(self, quantizer: Any, tensor: Any) -> Quantized:
-        """The tensor's parts as an output."""
+    def target(self, quantizer: Any, tensor: Any) -> Any:
+        """The tensor as an output of ops on matrices: te_fl.Quantized, or what _written() says."""
         raise NotImplementedError
 
-    def for_ranks(self, quantizer: Any, values: torch.Tensor, target: Quantized) -> Quantized:
+    def _written(self, tensor: Any, dtype: Any, scale: Any = None, amax: Any = None, flags: int = 0, amax_epsilon: float = 0.0) -> tuple:
+        """(storage, dtype of its codes, scale, amax, flags, amax_epsilon); one tensor [2] as scale and amax is both. flags: 1 | 2."""
+        if type(tensor) not in _by_type:
+            of_tensor(tensor)
+        return tensor, dtype, scale, amax, flags, amax_epsilon
+
+    def for_ranks(self, quantizer: Any, values: torch.Tensor, tensor: Any) -> Any:
         """The target whose scale comes from the largest value among the ranks of the quantizer's group, every one of which calls it."""
         raise NotImplementedError
 
@@ -71,10 +85,10 @@ class Scheme:
     def create(self, quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: Any, pin_memory: bool = False) -> Any:
         self.check(quantizer)
         shape = tuple(shape)
-        wanted = self.buffers(quantizer, shape)
-        parts = {argument: None for argument in self._NAMES.values()}
-        for name, (extents, kind) in wanted.items():
-            parts[self._NAMES[name]] = torch.empty(extents, dtype=kind, device=device, pin_memory=pin_memory)
+        parts = dict.fromkeys(self._NAMES.values())
+        options = {"pin_memory": True} if pin_memory else {}
+        for name, (extents, kind) in self.buffers(quantizer, shape).items():
+            parts[self._NAMES[name]] = empty(extents, dtype=kind, device=device, **options)
         parts.update(self.constructor_arguments(quantizer), quantizer=quantizer)
         if quantizer.internal:
             return self.storage_class(quantizer)(fake_dtype=dtype, **parts)
@@ -105,6 +119,17 @@ class Float8(Scheme):
     """One scale for a tensor. The column-wise copy is transposed."""
 
     _NAMES = {"_data": "data", "_transpose": "data_transpose", "_scale_inv": "fp8_scale_inv"}
+    PARTS = "_data", "_transpose", "_scale_inv", None, "_fp8_dtype", "_transpose_invalid", None
+
+    def create(self, quantizer, shape, dtype, device, pin_memory=False):
+        rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
+        if pin_memory or not quantizer.internal or not (rowwise or columnwise):
+            return super().create(quantizer, shape, dtype, device, pin_memory)
+        # What the general way makes, with less of the host's time: layers come here for each of their tensors.
+        return _classes()["Float8TensorStorage"](
+            data=empty(shape, dtype=torch.uint8, device=device) if rowwise else None,
+            data_transpose=empty(_transposed(shape), dtype=torch.uint8, device=device) if columnwise else None,
+            fp8_scale_inv=empty(1, dtype=torch.float32, device=device), fp8_dtype=quantizer.dtype, fake_dtype=dtype, quantizer=quantizer)
 
     def storage_class(self, quantizer):
         classes = _classes()
@@ -127,22 +152,8 @@ class Float8(Scheme):
         tensor._fp8_dtype = quantizer.dtype
         tensor._transpose_invalid = not quantizer.columnwise_usage
 
-    def _parts(self, tensor, dtype):
-        codes = fp8_dtype(dtype)
-        rows, columns = rows_and_columns(shape_of(tensor))
-        data = tensor._data
-        transpose = None if tensor._transpose_invalid else tensor._transpose
-        if data is None and transpose is None:
-            raise InvalidArgument("a Float8Tensor has neither its data nor a valid transpose")
-        return {"data": None if data is None else data.view(rows, columns).view(codes),
-                "columnwise_data": None if transpose is None else transpose.view(columns, rows).view(codes),
-                "scale_inv": tensor._scale_inv, "shape": (rows, columns)}
-
-    def quantized(self, tensor):
-        return Quantized(**self._parts(tensor, tensor._fp8_dtype))
-
     def target(self, quantizer, tensor):
-        return Quantized(**self._parts(tensor, quantizer.dtype), scale=quantizer.scale, amax=quantizer.amax)
+        return self._written(tensor, quantizer.dtype, quantizer.scale, quantizer.amax)
 
 
 def _largest_of_ranks(quantizer: Any, values: torch.Tensor) -> torch.Tensor:
@@ -159,15 +170,14 @@ class CurrentFloat8(Float8):
     fused = False  # its scale is that of the rounded values, as the package's own
 
     def target(self, quantizer, tensor):
-        one = torch.empty((2, 1), dtype=torch.float32, device=tensor._scale_inv.device)
-        return Quantized(**self._parts(tensor, quantizer.dtype), scale=one[0], amax=one[1], compute_scale=True,
-                         pow2_scale=quantizer.force_pow_2_scales, amax_epsilon=quantizer.amax_epsilon)
+        both = empty(2, dtype=torch.float32, device=tensor._scale_inv.device)
+        return self._written(tensor, quantizer.dtype, both, both, 3 if quantizer.force_pow_2_scales else 1, quantizer.amax_epsilon)
 
-    def for_ranks(self, quantizer, values, target):
+    def for_ranks(self, quantizer, values, tensor):
         scale = self._scale_of_ranks(quantizer, values)
         if values.numel() == 0:  # no op writes it
-            torch.div(torch.ones_like(scale), scale, out=target.scale_inv)
-        return Quantized(target.data, columnwise_data=target.columnwise_data, shape=target.shape, scale_inv=target.scale_inv, scale=scale)
+            torch.div(torch.ones_like(scale), scale, out=tensor._scale_inv)
+        return self._written(tensor, quantizer.dtype, scale)
 
     def _scale_of_ranks(self, quantizer, values):
         """The scale that the largest value among the ranks of the quantizer's group gives; FP32 [1]."""
@@ -187,6 +197,7 @@ class Float8Block(Scheme):
 
     _NAMES = {"_rowwise_data": "rowwise_data", "_columnwise_data": "columnwise_data", "_rowwise_scale_inv": "rowwise_scale_inv",
               "_columnwise_scale_inv": "columnwise_scale_inv"}
+    PARTS = "_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv", "_fp8_dtype", None, "_is_2D_scaled"
 
     def storage_class(self, quantizer):
         classes = _classes()
@@ -219,20 +230,8 @@ class Float8Block(Scheme):
         tensor._fp8_dtype = quantizer.dtype
         tensor._is_2D_scaled = quantizer.block_scaling_dim == 2
 
-    def _parts(self, tensor, dtype):
-        codes = fp8_dtype(dtype)
-        rows, columns = rows_and_columns(shape_of(tensor))
-        data, other = tensor._rowwise_data, tensor._columnwise_data
-        return {"data": None if data is None else data.view(rows, columns).view(codes),
-                "columnwise_data": None if other is None else other.view(columns, rows).view(codes), "scale_inv": tensor._rowwise_scale_inv,
-                "columnwise_scale_inv": tensor._columnwise_scale_inv, "shape": (rows, columns),
-                "scaling": "block_128x128" if tensor._is_2D_scaled else "block_1x128"}
-
-    def quantized(self, tensor):
-        return Quantized(**self._parts(tensor, tensor._fp8_dtype))
-
     def target(self, quantizer, tensor):
-        return Quantized(**self._parts(tensor, quantizer.dtype), pow2_scale=quantizer.force_pow_2_scales, amax_epsilon=quantizer.amax_epsilon)
+        return self._written(tensor, quantizer.dtype, flags=2 if quantizer.force_pow_2_scales else 0, amax_epsilon=quantizer.amax_epsilon)
 
 
 class MXFP8(Scheme):
@@ -362,7 +361,8 @@ class NVFP4(Scheme):
         ops.dequantize(input=Quantized(**parts), output=values)
         return values
 
-    def for_ranks(self, quantizer, values, target):
+    def for_ranks(self, quantizer, values, tensor):
+        target = self.target(quantizer, tensor)
         amax = _largest_of_ranks(quantizer, values)
         # The tensor's amax is at least amax_epsilon, and no value of this rank is larger.
         target.amax_epsilon = amax.item()
@@ -373,7 +373,7 @@ _FLOAT8, _CURRENT, _BLOCK, _MX, _NV = Float8(), CurrentFloat8(), Float8Block(), 
 _QUANTIZERS = {"Float8Quantizer": _FLOAT8, "Float8CurrentScalingQuantizer": _CURRENT, "Float8BlockQuantizer": _BLOCK, "MXFP8Quantizer": _MX,
                "NVFP4Quantizer": _NV}
 _STORAGES = {"Float8TensorStorage": _FLOAT8, "Float8BlockwiseQTensorStorage": _BLOCK, "MXFP8TensorStorage": _MX, "NVFP4TensorStorage": _NV}
-_by_type: dict = {}
+_by_type: dict = {}  # of a quantizer or tensor -> its scheme; of a plain tensor -> None
 _package_classes: dict = {}
 
 
@@ -397,16 +397,30 @@ def _scheme(kind: type, table: dict, what: str) -> Scheme:
         found = next((scheme for name, scheme in table.items() if issubclass(kind, known[name])), None)
         if found is None:
             raise Unsupported(f"{what} of class {kind.__name__} is not served by te-fl; it serves {', '.join(table)}")
+        if table is _STORAGES and found.PARTS is not None:
+            _native.storage_class(kind, *found.PARTS)
         _by_type[kind] = found
     return found
 
 
 def of_quantizer(quantizer: Any) -> Scheme:
-    return _scheme(type(quantizer), _QUANTIZERS, "a quantizer")
+    return _by_type.get(type(quantizer)) or _scheme(type(quantizer), _QUANTIZERS, "a quantizer")
 
 
 def of_tensor(tensor: Any) -> Scheme:
     return _scheme(type(tensor), _STORAGES, "a quantised tensor")
+
+
+def scheme_of(tensor: Any) -> Optional[Scheme]:
+    """None: the tensor is a plain one."""
+    kind = type(tensor)
+    if kind not in _by_type:
+        if is_quantised(tensor):
+            return of_tensor(tensor)
+        if kind not in (torch.Tensor, torch.nn.Parameter):
+            return None
+        _by_type[kind] = None
+    return _by_type[kind]
 
 
 def is_quantised(tensor: Any) -> bool:
@@ -419,9 +433,6 @@ def shape_of(tensor: Any) -> Tuple[int, ...]:
 
 
 def operand(tensor: Any, columnwise: bool = False) -> Any:
-    """A plain or quantised tensor as the matrix that a product takes. columnwise: it is contracted over its rows."""
-    if is_quantised(tensor):
-        return of_tensor(tensor).operand(tensor, columnwise)
-    if tensor.dim() != 2:
-        tensor = tensor.reshape(rows_and_columns(tensor.shape))
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
+    """A plain or quantised tensor as the matrix that a product on matrices takes. columnwise: it is contracted over its rows."""
+    scheme = scheme_of(tensor)
+    return tensor if scheme is None else scheme.operand(tensor, columnwise)

@@ -1,0 +1,201 @@
+"""Ops on the storages of NVIDIA's package read what they hold at the time of the call, as matrices, with sizes and dtypes checked."""
+
+import unittest
+
+import inside_package  # noqa: F401
+import torch
+
+from te_fl import _native
+from te_fl.errors import Error, InvalidArgument
+from te_fl.transformer_engine_torch import matrix_ops
+from transformer_engine.pytorch import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer
+from transformer_engine.pytorch.constants import DType
+import transformer_engine_torch as tex  # the package brings it
+
+E4M3 = torch.float8_e4m3fn
+
+
+def quantizer_of(kind, internal=True, rowwise=True, columnwise=True):
+    if kind == "delayed":
+        made = Float8Quantizer(scale=torch.full((1,), 2.0), amax=torch.zeros(1), fp8_dtype=DType.kFloat8E4M3)
+    elif kind == "current":
+        made = Float8CurrentScalingQuantizer(fp8_dtype=DType.kFloat8E4M3, device="cpu")
+    else:
+        made = Float8BlockQuantizer(fp8_dtype=DType.kFloat8E4M3, rowwise=True, columnwise=True, block_scaling_dim=2 if kind == "square" else 1)
+    made.internal = internal
+    made.set_usage(rowwise=rowwise, columnwise=columnwise)
+    return made
+
+
+def product(a, b, trans_b=True):
+    """b a^T, or b a of A as it lies."""
+    return tex.generic_gemm(a, trans_b, b, False, None, None, DType.kFloat32, None, DType.kFloat32, False, None, False, torch.empty(0), 0, False,
+                            False)[0]
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        torch.manual_seed(3)
+        self.x, self.w = torch.randn(16, 2, 32).bfloat16(), torch.randn(48, 32).bfloat16()
+
+    def values(self, tensor):
+        return tex.dequantize(tensor, DType.kFloat32)
+
+    def same_product(self, a, b):
+        torch.testing.assert_close(product(a, b), torch.matmul(self.values(b).double(), self.values(a).double().t()).float(), rtol=1e-5, atol=1e-4)
+
+
+class WhatItHoldsNow(Case):
+    """A storage whose buffers are replaced, filled anew or taken away after a product is read anew by the next."""
+
+    def pair(self, kind="delayed", **usages):
+        a = tex.quantize(self.w, quantizer_of(kind, **usages))
+        b = tex.quantize(self.x, quantizer_of("row" if kind == "square" else kind, **usages))
+        self.same_product(a, b)
+        return a, b
+
+    def test_new_values_in_place(self):
+        for kind in ("delayed", "current", "row", "square"):
+            with self.subTest(kind):
+                a, b = self.pair(kind)
+                before = product(a, b)
+                tex.quantize(self.w * 3 + 1, quantizer_of(kind), a)
+                self.same_product(a, b)
+                self.assertFalse(torch.equal(product(a, b), before))
+
+    def test_replaced_buffers(self):
+        a, b = self.pair()
+        other = tex.quantize(self.w.flip(0) * 0.5, quantizer_of("delayed"))
+        a._data, a._transpose, a._scale_inv = other._data, other._transpose, other._scale_inv
+        self.same_product(a, b)
+
+    def test_another_scale(self):
+        a, b = self.pair()
+        before = product(a, b)
+        a._scale_inv = a._scale_inv * 2
+        self.assertTrue(torch.equal(product(a, b), before * 2))
+
+    def test_a_buffer_whose_memory_is_another(self):
+        a, b = self.pair()
+        a._data.data = tex.quantize(-self.w, quantizer_of("delayed"))._data
+        a._transpose_invalid = True
+        self.same_product(a, b)
+
+    def test_the_transpose_alone_and_a_stale_one(self):
+        a, b = self.pair()
+        before = product(a, b)
+        a.update_usage(rowwise_usage=False, columnwise_usage=True)
+        self.assertIsNone(a._data)
+        self.assertTrue(torch.equal(product(a, b), before))
+        a._transpose_invalid = True
+        with self.assertRaisesRegex(InvalidArgument, "neither its data nor a valid transpose"):
+            product(a, b)
+
+    def test_a_stale_transpose_is_not_read(self):
+        a, b = self.pair()
+        before = product(a, b)
+        a._transpose = a._transpose[:31]
+        with self.assertRaisesRegex(InvalidArgument, "_transpose"):
+            product(a, b)
+        a._transpose_invalid = True
+        self.assertTrue(torch.equal(product(a, b), before))
+
+    def test_saved_and_cleared(self):
+        a, b = self.pair()
+        tensors, rest = a.prepare_for_saving()
+        with self.assertRaises((Error, AttributeError, TypeError)):
+            product(a, b)
+        self.assertEqual(rest.restore_from_saved(tensors), [])
+        self.same_product(a, b)
+        a.clear()
+        with self.assertRaises((Error, RuntimeError)):
+            product(a, b)
+
+    def test_tensors_as_storages(self):
+        for kind in ("delayed", "current", "row", "square"):
+            with self.subTest(kind):
+                self.pair(kind, internal=False)
+
+
+class AsMatrices(Case):
+    def test_copies_of_a_tensor_of_three_dimensions(self):
+        for kind in ("delayed", "current", "row", "square"):
+            with self.subTest(kind):
+                one = tex.quantize(self.x, quantizer_of(kind))
+                flat = tex.quantize(self.x.view(32, 32), quantizer_of(kind))
+                self.assertEqual(tuple(one.size()), (16, 2, 32))
+                for name in ("_data", "_transpose", "_scale_inv", "_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"):
+                    if hasattr(one, name):
+                        self.assertTrue(torch.equal(getattr(one, name).view(-1), getattr(flat, name).view(-1)), name)
+                columns = tex.quantize(self.x, quantizer_of(kind, rowwise=False))
+                self.assertTrue(torch.equal(self.values(columns), self.values(one)))
+
+    def test_inputs_that_are_not_contiguous(self):
+        turned = self.x.transpose(0, 1)
+        self.assertTrue(torch.equal(product(self.w, turned), product(self.w, turned.contiguous())))
+        wide = torch.randn(48, 64).bfloat16()[:, ::2]
+        self.assertTrue(torch.equal(product(wide, self.x), product(wide.contiguous(), self.x)))
+        self.assertTrue(torch.equal(tex.gelu(turned, None), tex.gelu(turned.contiguous(), None)))
+        one, other = (tex.quantize(t, quantizer_of("delayed")) for t in (turned, turned.contiguous()))
+        self.assertTrue(torch.equal(one._data, other._data))
+
+    def test_an_output_that_is_not_contiguous_is_refused(self):
+        out = torch.zeros(2, 16, 48, dtype=torch.float32).transpose(0, 1)
+        with self.assertRaises(Error):
+            matrix_ops.generic_gemm(a=self.x, b=self.w, trans_b=True, d=out)
+        self.assertEqual(out.abs().max(), 0)
+
+    def test_one_dimension(self):
+        x = torch.randn(32)
+        self.assertTrue(torch.equal(tex.relu(x, None), x.clamp(min=0)))
+
+    def test_an_unknown_op(self):
+        with self.assertRaisesRegex(AttributeError, "generic_gem"):
+            matrix_ops.generic_gem
+
+
+class WrongParts(Case):
+    def refuses(self, pattern, **parts):
+        for kind in parts.pop("kinds", ("delayed",)):
+            a, b = tex.quantize(self.w, quantizer_of(kind)), tex.quantize(self.x, quantizer_of("row" if kind == "square" else kind))
+            for name, value in parts.items():
+                setattr(a, name, value)
+            with self.subTest(kind), self.assertRaisesRegex(InvalidArgument, pattern):
+                product(a, b)
+
+    def test_sizes(self):
+        self.refuses(r"_transpose of the Float8TensorStorage has shape \[32, 47\]; the transpose of \[48, 32\]",
+                     _transpose=torch.zeros(32, 47, dtype=torch.uint8))
+        self.refuses("_scale_inv of the Float8TensorStorage has 0 elements; the scales of these codes are 1 or more", _scale_inv=torch.ones(0))
+        self.refuses("_rowwise_scale_inv of the Float8BlockwiseQTensorStorage has 47 elements; .* are 48 or more", kinds=("row",),
+                     _rowwise_scale_inv=torch.ones(1, 47))
+        self.refuses("_columnwise_scale_inv of the Float8BlockwiseQTensorStorage has 3 elements; .* are 4 or more", kinds=("square",),
+                     _columnwise_scale_inv=torch.ones(1, 3))
+
+    def test_dtypes(self):
+        self.refuses("_data of the Float8TensorStorage is not uint8", _data=torch.zeros(48, 32))
+        self.refuses("_scale_inv of the Float8TensorStorage is not FP32", _scale_inv=torch.ones(1, dtype=torch.double))
+        self.refuses("dtype 4 is not an FP8 one", _fp8_dtype=DType.kFloat32)
+
+    def test_what_is_not_contiguous(self):
+        self.refuses("_data of the Float8TensorStorage is not contiguous", _data=torch.zeros(32, 48, dtype=torch.uint8).t())
+
+    def test_a_quantizer_of_wrong_parts(self):
+        for name, value in (("scale", torch.ones(2)), ("amax", torch.zeros(0)), ("scale", torch.ones(1, dtype=torch.double))):
+            quantizer = quantizer_of("delayed")
+            setattr(quantizer, name, value)
+            out = tex.create_empty_quantized_tensor(quantizer, [48, 32], torch.bfloat16, "cpu", False)
+            out._data.fill_(5)
+            with self.subTest(name), self.assertRaisesRegex(InvalidArgument, rf"'output': the quantizer's {name} has shape .*; it is FP32 \[1\]"):
+                tex.quantize(self.w, quantizer, out)
+            self.assertTrue((out._data == 5).all())
+
+    def test_a_class_without_codes(self):
+        with self.assertRaisesRegex(ValueError, "names for data, columnwise_data and code"):
+            _native.storage_class(dict, "a", None, None, None, None, None, None)
+        with self.assertRaises(TypeError):
+            _native.storage_class("dict", "a", "b", None, None, "c", None, None)
+
+
+if __name__ == "__main__":
+    unittest.main()
