@@ -48,7 +48,7 @@ class Ops(unittest.TestCase):
                     else:
                         expected[a["name"]] = (OBJECTS[a["type"]], ...)
                 if schema["random"]:
-                    expected.update(seed=("int", 0), offset=("int", 0))
+                    expected.update(seed=("Union[int, _Plain]", 0), offset=("int", 0))
                 expected["stream"] = ("Any", None)
                 declared = {a.arg: (ast.unparse(a.annotation), ... if d is None else single(ast.literal_eval(d), schema, a.arg))
                             for a, d in zip(stub.args.kwonlyargs, stub.args.kw_defaults)}

@@ -416,7 +416,7 @@ class Arguments {
   std::vector<std::byte> raw_;
   std::vector<bool> given_;
   Borrowed borrowed_;
-  std::vector<Ref> held_;  // what Borrowed describes and this object alone may hold
+  std::vector<Ref> held_;  // described by borrowed_, and perhaps held by nobody else
   std::forward_list<te_fl_tensor> tensors_;  // addresses stay
   std::forward_list<Quantised> quantised_;
   std::forward_list<StorageView> views_;

@@ -21,7 +21,7 @@ struct StorageClass {
 // The class of that very type; null: it is none that storage_class() was told of.
 const StorageClass* storage_class_of(PyTypeObject* type) noexcept;
 
-// What an op reads of a storage. Addresses of it are in `tensor`.
+// A storage as an op reads it. `tensor` holds addresses of the other members.
 struct StorageView {
   te_fl_tensor tensor;
   te_fl_quant quant;
@@ -35,7 +35,7 @@ struct StorageView {
 void read_storage(PyObject* storage, const StorageClass& kind, PyObject* code, bool written,
                   const char* name, Borrowed& borrowed, std::vector<Ref>& held, StorageView& view);
 
-// What an output is given beside its storage: a tuple (storage, code, scale, amax, flags,
+// An output with its quantizer's settings is a tuple (storage, code, scale, amax, flags,
 // amax_epsilon). scale and amax: FP32 [1] or None; the same object twice is FP32 [2] with both.
 bool is_storage_target(PyObject* value) noexcept;
 void read_storage_target(PyObject* target, bool written, const char* name, Borrowed& borrowed,

@@ -17,8 +17,8 @@ _gemm = matrix_ops.generic_gemm
 
 
 def _output_shape(a: Any, trans_a: bool, b: Any, trans_b: bool) -> Tuple[tuple, int]:
-    """Of B op A: B's own leading dimensions where it is not transposed; and the terms of each sum. The package gives the operands in the order of
-    column-major libraries."""
+    """(the shape of B op A, which has B's own leading dimensions where B is not transposed; the terms of each of its sums). The package gives the
+    operands in the order of column-major libraries."""
     a_shape, b_shape = a.size(), b.size()
     a_rows, a_columns = schemes.rows_and_columns(a_shape)
     b_rows, b_columns = schemes.rows_and_columns(b_shape)

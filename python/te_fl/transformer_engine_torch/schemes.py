@@ -125,7 +125,7 @@ class Float8(Scheme):
         rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
         if pin_memory or not quantizer.internal or not (rowwise or columnwise):
             return super().create(quantizer, shape, dtype, device, pin_memory)
-        # What the general way makes, with less of the host's time: layers come here for each of their tensors.
+        # This is the general way with less of the host's time: layers come here for each of their tensors.
         return _classes()["Float8TensorStorage"](
             data=empty(shape, dtype=torch.uint8, device=device) if rowwise else None,
             data_transpose=empty(_transposed(shape), dtype=torch.uint8, device=device) if columnwise else None,
