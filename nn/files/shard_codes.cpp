@@ -32,7 +32,7 @@ Result<Tensor> values_of(const CodesPart& part) {
   spec.dtype = part.codes.dtype();
   TE_FL_ASSIGN_OR_RETURN(const Tensor quantised,
                          Tensor::empty_quantized(part.codes.shape(), spec, Device()));
-  const Tensor& any_amax = part.scale_inv;  // which values do not depend on
+  const Tensor& any_amax = part.scale_inv;  // Values do not depend on it.
   TE_FL_RETURN_IF_ERROR(load_codes(part.codes, part.scale_inv, any_amax, quantised));
   TE_FL_ASSIGN_OR_RETURN(Tensor values, Tensor::empty(part.codes.shape(), DType::kF32));
   TE_FL_RETURN_IF_ERROR(copy_values(quantised, values));

@@ -90,14 +90,14 @@ Result<Tensor> quantised_part(SequenceRanks& ranks, const Float8CurrentScaling& 
   return part;
 }
 
-Status RowGather::add(SequenceRanks& ranks, const Tensor& from, const Tensor& to,
-                      bool side_by_side) {
-  Array& array = arrays_[count_++];
+Status RowGather::Begun::add(SequenceRanks& ranks, const Tensor& from, const Tensor& to,
+                             bool side_by_side) {
+  Array& array = arrays[count++];
   array.from = from;
   array.gathered = to;
   if (side_by_side) {
     array.to = to;
-    TE_FL_ASSIGN_OR_RETURN(array.gathered, Tensor::empty({from.size(0) * size_, from.size(1)},
+    TE_FL_ASSIGN_OR_RETURN(array.gathered, Tensor::empty({from.size(0) * size, from.size(1)},
                                                          to.dtype(), to.device()));
   }
   TE_FL_ASSIGN_OR_RETURN(array.work, ranks.all_gather(array.from, array.gathered));
@@ -106,46 +106,56 @@ Status RowGather::add(SequenceRanks& ranks, const Tensor& from, const Tensor& to
 
 Result<RowGather> RowGather::begin(SequenceRanks& ranks, const Tensor& part, Copies copies) {
   RowGather gather;
-  gather.part_ = part;
-  gather.copies_ = copies;
-  gather.size_ = ranks.size();
-  TE_FL_ASSIGN_OR_RETURN(gather.whole_, whole_of(part, gather.size_, copies));
-  const Tensor& whole = gather.whole_;
+  gather.begun_ = std::make_unique<Begun>();
+  Begun& begun = *gather.begun_;
+  begun.part = part;
+  begun.copies = copies;
+  begun.size = ranks.size();
+  TE_FL_ASSIGN_OR_RETURN(begun.whole, whole_of(part, begun.size, copies));
+  const Tensor& whole = begun.whole;
   if (!part.quantized()) {
-    TE_FL_RETURN_IF_ERROR(gather.add(ranks, part, whole, false));
+    TE_FL_RETURN_IF_ERROR(begun.add(ranks, part, whole, false));
   } else if (part.scaling() == Scaling::kTensor) {
-    TE_FL_RETURN_IF_ERROR(gather.add(ranks, part.rowwise_codes(), whole.rowwise_codes(), false));
+    TE_FL_RETURN_IF_ERROR(begun.add(ranks, part.rowwise_codes(), whole.rowwise_codes(), false));
   } else if (copies.columnwise) {  // codes [n, rows], scales [rows / 128, n]
     TE_FL_RETURN_IF_ERROR(
-        gather.add(ranks, part.columnwise_codes(), whole.columnwise_codes(), true));
+        begun.add(ranks, part.columnwise_codes(), whole.columnwise_codes(), true));
     TE_FL_RETURN_IF_ERROR(
-        gather.add(ranks, part.columnwise_scale_inv(), whole.columnwise_scale_inv(), false));
+        begun.add(ranks, part.columnwise_scale_inv(), whole.columnwise_scale_inv(), false));
   } else {  // codes [rows, n], scales [n / 128, rows]
-    TE_FL_RETURN_IF_ERROR(gather.add(ranks, part.rowwise_codes(), whole.rowwise_codes(), false));
-    TE_FL_RETURN_IF_ERROR(gather.add(ranks, part.scale_inv(), whole.scale_inv(), true));
+    TE_FL_RETURN_IF_ERROR(begun.add(ranks, part.rowwise_codes(), whole.rowwise_codes(), false));
+    TE_FL_RETURN_IF_ERROR(begun.add(ranks, part.scale_inv(), whole.scale_inv(), true));
   }
   return gather;
 }
 
 Result<Tensor> RowGather::take_whole() {
-  for (int i = 0; i < count_; ++i) {
-    Array& array = arrays_[i];
+  Begun& begun = *begun_;
+  for (int i = 0; i < begun.count; ++i) {
+    Array& array = begun.arrays[i];
     TE_FL_RETURN_IF_ERROR(wait_for(array.work));
     if (!array.to.defined()) continue;
     const int64_t n = array.from.size(0), k = array.from.size(1);
-    TE_FL_ASSIGN_OR_RETURN(const Tensor parts, array.gathered.view({size_, n, k}));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor parts, array.gathered.view({begun.size, n, k}));
     TE_FL_ASSIGN_OR_RETURN(const Tensor ordered, parts.transpose(0, 1));
-    TE_FL_ASSIGN_OR_RETURN(const Tensor to, array.to.view({n, size_, k}));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor to, array.to.view({n, begun.size, k}));
     TE_FL_RETURN_IF_ERROR(copy(ordered, to));
   }
-  if (!part_.quantized() || part_.scaling() != Scaling::kTensor) return std::move(whole_);
-  if (copies_.columnwise) TE_FL_RETURN_IF_ERROR(fill_columns(whole_));
-  return copies_.rowwise ? std::move(whole_) : whole_.columnwise_only();
+  Tensor& whole = begun.whole;
+  if (!whole.quantized() || whole.scaling() != Scaling::kTensor) return std::move(whole);
+  if (begun.copies.columnwise) TE_FL_RETURN_IF_ERROR(fill_columns(whole));
+  return begun.copies.rowwise ? std::move(whole) : whole.columnwise_only();
 }
 
 Result<Tensor> gather_rows_now(SequenceRanks& ranks, const Tensor& part, Copies copies) {
-  TE_FL_ASSIGN_OR_RETURN(RowGather gather, RowGather::begin(ranks, part, copies));
-  return gather.take_whole();
+  if (part.quantized()) {
+    TE_FL_ASSIGN_OR_RETURN(RowGather gather, RowGather::begin(ranks, part, copies));
+    return gather.take_whole();
+  }
+  TE_FL_ASSIGN_OR_RETURN(Tensor whole, whole_of(part, ranks.size(), copies));
+  TE_FL_ASSIGN_OR_RETURN(auto work, ranks.all_gather(part, whole));
+  TE_FL_RETURN_IF_ERROR(wait_for(work));
+  return whole;
 }
 
 Result<RowScatter> RowScatter::begin(SequenceRanks& ranks, Tensor whole) {

@@ -30,18 +30,23 @@ class RowGather {
   Result<Tensor> take_whole();
 
  private:
-  // Gathers one array of the part into one of the whole, whose first extents may be another order.
-  Status add(SequenceRanks& ranks, const Tensor& from, const Tensor& to, bool side_by_side);
-
-  Tensor part_, whole_;
-  Copies copies_;
   struct Array {
     Tensor from, gathered;
     Tensor to;  // defined: [n, size * k], to which the `gathered` [size, n, k] are put together
     std::unique_ptr<SequenceRanks::Work> work;
   };
-  std::array<Array, 2> arrays_;
-  int count_ = 0, size_ = 1;
+  // In one piece, since eight tensors cost more to move than it to allocate.
+  struct Begun {
+    // Gathers one array of the part into one of the whole, whose first extents may be another
+    // order.
+    Status add(SequenceRanks& ranks, const Tensor& from, const Tensor& to, bool side_by_side);
+
+    Tensor part, whole;
+    Copies copies;
+    std::array<Array, 2> arrays;
+    int count = 0, size = 1;
+  };
+  std::unique_ptr<Begun> begun_;
 };
 
 // begin() and take_whole().

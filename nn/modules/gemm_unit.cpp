@@ -488,25 +488,25 @@ Status GemmUnit::sum_bias_grad(const Tensor& dy) {
   return {};
 }
 
-Status GemmUnit::wgrad(const Use& use, const Gradient& grad) {
-  if (!delayed_->enabled()) return run_wgrad(use, grad);
+Status GemmUnit::wgrad(const Use& use, const Gradient& grad, const Tensor& input) {
+  if (!delayed_->enabled()) return run_wgrad(use, grad, input);
   Use read = use;
-  read.weight = read.part = Tensor();
+  read.weight = read.part = read.input = Tensor();
   ++weight_->internals().delayed_wgrads;
-  delayed_->add([this, read = std::move(read), grad] {
+  delayed_->add([this, read = std::move(read), grad, input] {
     --weight_->internals().delayed_wgrads;
-    return run_wgrad(read, grad);
+    return run_wgrad(read, grad, input);
   });
   return {};
 }
 
-Status GemmUnit::run_wgrad(const Use& use, const Gradient& grad) {
+Status GemmUnit::run_wgrad(const Use& use, const Gradient& grad, const Tensor& input) {
   const bool with_bias = !grad.bias_done && wants_bias_grad();
   if (!wants_wgrad(use)) return with_bias ? sum_bias_grad(grad.tensor) : Status();
   te_fl_generic_gemm_args args{};
   args.a = grad.tensor;
   args.trans_a = 1;
-  args.b = use.input;
+  args.b = input;
   TE_FL_ASSIGN_OR_RETURN(args.accumulate, adds(*weight_));
   args.d = weight_->grad;
   if (with_bias) {

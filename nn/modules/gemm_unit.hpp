@@ -102,7 +102,7 @@ class GemmUnit {
                     const Tensor& sums);
   // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done; neither
   // for frozen parameters. Where they are delayed, leaves that to delayed().
-  Status wgrad(const Use& use, const Gradient& grad);
+  Status wgrad(const Use& use, const Gradient& grad) { return wgrad(use, grad, use.input); }
   // dgrad, wgrad. Where ranks have parts of the input's rows, its gather runs beside dgrad, and
   // that of the result's sum over the ranks beside wgrad; the result is this rank's rows. Without
   // Use::dgrad it is undefined, and there are no dgrad and no sum.
@@ -124,11 +124,12 @@ class GemmUnit {
   // x in codes that the ranks gather; see gathers_codes().
   Result<Tensor> part_of_input(const Use& use, const Tensor& x);
   Result<Tensor> grad_buffer(const Use& use, int64_t rows, bool columnwise);
-  // wgrad() of the input that the ranks gather.
+  // wgrad() of that input, and of one that the ranks gather.
+  Status wgrad(const Use& use, const Gradient& grad, const Tensor& input);
   Status wgrad_of(const Use& use, const Gradient& grad, RowGather& input);
   // Keeps what backward reads: of a quantised operand the column-wise copy.
   void keep(Use& use, const Tensor& input, const Tensor& weight) const;
-  Status run_wgrad(const Use& use, const Gradient& grad);
+  Status run_wgrad(const Use& use, const Gradient& grad, const Tensor& input);
   // The bias gradient from dy alone, for a frozen weight.
   Status sum_bias_grad(const Tensor& dy);
   // The arguments of forward() but for D, whose weight `weight` keeps.

@@ -69,10 +69,8 @@ Result<GemmUnit::Gradient> GemmUnit::gathered_grad(const Use& use, const Tensor&
 }
 
 Status GemmUnit::wgrad_of(const Use& use, const Gradient& grad, RowGather& input) {
-  Use whole = use;
-  whole.part = Tensor();
-  TE_FL_ASSIGN_OR_RETURN(whole.input, input.take_whole());
-  return wgrad(whole, grad);
+  TE_FL_ASSIGN_OR_RETURN(const Tensor whole, input.take_whole());
+  return wgrad(use, grad, whole);
 }
 
 Result<Tensor> GemmUnit::products(const Use& use, const Gradient& grad, const Tensor* into) {
