@@ -175,6 +175,18 @@ class DotProductAttention(Case):
             want, = torch.autograd.grad(oracle(q, k, v, bias=bias), bias, grad.double().view(2, 7, 2, 16))
             self.near(got, want)
 
+    def test_the_gradient_of_a_bias_for_all_queries(self):
+        """[1, 1, 1, Sk], which the module does not hand down where it needs the gradient."""
+        q, k, v = self.inputs(2, 7, 9, 2, 2, 16)
+        bias = torch.randn(1, 1, 1, 9).bfloat16().requires_grad_()
+        args = (7, 9, seen([7, 7]), seen([9, 9]), q, k, v)
+        options = dict(qkv_layout="bshd_bshd_bshd", o_format="bshd", attn_mask_type="no_mask", attn_bias_type="post_scale_bias")
+        out, aux = fused_attn.fused_attn_fwd(True, *args, torch.bfloat16, 1, bias, **options)
+        grad = torch.randn(out.shape).bfloat16()
+        *_, got, _ = fused_attn.fused_attn_bwd(*args, out, grad, torch.bfloat16, aux, 1, do_format="bshd", dqkv_layout="bshd_bshd_bshd", **options)
+        want, = torch.autograd.grad(oracle(q, k, v, bias=bias), bias, grad.double())
+        self.near(got, want)
+
     def test_alibi(self):
         slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8])  # of 6 heads: of 4, and every other one of 8
         i, j = torch.arange(9).view(-1, 1), torch.arange(9).view(1, -1)

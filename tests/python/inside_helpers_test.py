@@ -246,6 +246,7 @@ class Cache(Case):
         for form in ("bshd", "sbhd", "thd"):
             self.check([3, 1, 2], [5, 4, 2], form, [[4, 1], [0, 3], [2, 5]], 4, 6)
             self.check([0, 4, 1], [3, 4, 1], form, [[0, 1], [0, 3], [2, 5]], 4, 6)  # one without new tokens, whose table is another's
+            self.check([0, 4, 0], [3, 4, 2], form, [[0, 1], [0, 3], [2, 5]], 4, 6)
             self.check([0, 0], [3, 2], form, [[4, 1], [0, 3]], 4, 6)
             self.check([3, 1], [5, 4], form, [1, 2, 0], 8, 3, is_non_paged=True)
             self.check([1, 1, 1], [5, 4, 1], form, [[0], [1], [2]], 8, 3)

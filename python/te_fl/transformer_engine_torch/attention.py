@@ -20,6 +20,9 @@ from te_fl.transformer_engine_torch.enums import NVTE_Fused_Attn_Backend, NVTESc
 __all__ = ["fused_attn_bwd", "fused_attn_fwd", "get_fused_attn_backend"]
 
 
+_CODES = frozenset(FP8.values())
+
+
 def _refuse_max_logit(asked: bool) -> None:
     if asked:
         raise Unsupported("attention: return_max_logit; te-fl's op has no largest score. The package's unfused attention has")
@@ -31,13 +34,13 @@ def _operand_like(layout: Layout, dtype: torch.dtype, length: int, heads: int, d
     """Memory for an enquiry, which reads metadata only: one sequence."""
     shape = {"thd": (length, heads, dim), "bshd": (1, length, heads, dim), "sbhd": (length, 1, heads, dim)}[layout.op]
     tensor = torch.empty(shape, dtype=dtype, device="cuda")
-    if dtype not in FP8.values():
+    if dtype not in _CODES:
         return tensor
     return Quantized(tensor, scale_inv=torch.empty(1, dtype=torch.float32, device="cuda"))
 
 
 def _check_fp8(p: Any, dtype: torch.dtype) -> None:
-    if dtype not in FP8.values():
+    if dtype not in _CODES:
         return
     if int(p.scaling_mode) != NVTEScalingMode.NVTE_DELAYED_TENSOR_SCALING:
         raise Unsupported(f"attention: FP8 with {NVTEScalingMode(int(p.scaling_mode)).name}; te-fl takes one scale for a tensor")
@@ -84,7 +87,7 @@ def get_fused_attn_backend(fused_attn_params: Any) -> Tuple[NVTE_Fused_Attn_Back
 
 def _values(tensor: Any) -> torch.Tensor:
     """The memory of a plain tensor, or the codes of an FP8 one."""
-    if not schemes.is_quantised(tensor):
+    if type(tensor) is torch.Tensor or not schemes.is_quantised(tensor):
         return tensor
     if not hasattr(tensor, "_transpose_invalid"):
         raise Unsupported(f"attention: a tensor of class {type(tensor).__name__}; te-fl takes Float8Tensor, of one scale")
@@ -101,12 +104,14 @@ def _of_pages(cache: torch.Tensor, table: Optional[torch.Tensor], batch: int, la
 
 
 def _operand(values: torch.Tensor, tensor: Any) -> Any:
-    return Quantized(values, scale_inv=tensor._scale_inv) if schemes.is_quantised(tensor) else values
+    if type(tensor) is torch.Tensor or not schemes.is_quantised(tensor):
+        return values
+    return Quantized(values, scale_inv=tensor._scale_inv)
 
 
 def _inner_scale(quantizer: Any, values: torch.Tensor, name: str) -> Optional[Quantized]:
     """The scale and the amax of the probabilities or of their gradient, which are no tensors of the package's. values: the queries."""
-    if values.dtype not in FP8.values():
+    if values.dtype not in _CODES:
         return None
     if quantizer is None or not hasattr(quantizer, "scale") or not hasattr(quantizer, "amax"):
         raise Unsupported(f"attention: FP8 with {name} of class {type(quantizer).__name__}; te-fl needs a given scale (Float8Quantizer)")
@@ -221,7 +226,7 @@ def fused_attn_fwd(max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, att
     form = FORMATS[int(o_format)]
     shape = shape_as((*call.q.shape[:-1], call.v.shape[-1]), layout.op, form)
     if o_quantizer is None:
-        o = values = torch.empty(shape, dtype=fake_dtype if call.q.dtype in FP8.values() else call.q.dtype, device=call.q.device)
+        o = values = torch.empty(shape, dtype=fake_dtype if call.q.dtype in _CODES else call.q.dtype, device=call.q.device)
         target: Any = seen_as(values, form, layout.op)
     else:
         codes = torch.empty(shape, dtype=fp8_dtype(o_quantizer.dtype), device=call.q.device)
