@@ -117,6 +117,44 @@ class WhatItHoldsNow(Case):
                 self.pair(kind, internal=False)
 
 
+class Together(Case):
+    """Parts that split_quantize() makes over one buffer."""
+
+    def parts(self, kind, sections, alone=False, columns=32, **usages):
+        x = torch.randn(sum(sections), columns, generator=torch.Generator().manual_seed(1)).bfloat16()
+        quantizers = [quantizer_of(kind, **usages) for _ in sections]
+        return x, tex.split_quantize(x, sections, quantizers, alone)
+
+    def test_they_are_what_each_is_alone(self):
+        for kind, usages in (("delayed", {}), ("current", {}), ("delayed", {"rowwise": False}), ("current", {"columnwise": False}), ("row", {})):
+            with self.subTest(kind, **usages):
+                x, parts = self.parts(kind, [16, 0, 48, 32], **usages)
+                _, others = self.parts(kind, [16, 0, 48, 32], alone=True, **usages)
+                for rows, part, other in zip(x.split([16, 0, 48, 32]), parts, others):
+                    self.assertEqual(tuple(part.size()), tuple(rows.shape))
+                    self.assertEqual(type(part), type(other))
+                    if not len(rows):
+                        continue
+                    one = tex.quantize(rows, quantizer_of(kind, **usages))
+                    for name in ("_data", "_transpose", "_scale_inv", "_rowwise_data", "_columnwise_data"):
+                        for made in (part, other):
+                            value, want = getattr(made, name, None), getattr(one, name, None)
+                            self.assertEqual(value is None, want is None, name)
+                            self.assertTrue(value is None or torch.equal(value, want), name)
+
+    def test_whose_memory_they_share(self):
+        def memory(tensor):
+            return tensor._data.untyped_storage().data_ptr()
+        _, (a, b) = self.parts("delayed", [16, 48])
+        self.assertEqual(memory(a), memory(b))
+        self.assertNotEqual(memory(a), a._transpose.untyped_storage().data_ptr())
+        self.assertEqual([b._data.data_ptr() % 16, (b._scale_inv.data_ptr() - a._scale_inv.data_ptr()) % 16], [0, 0])
+        for why, (a, b) in (("asked for", self.parts("delayed", [16, 48], alone=True)[1]), ("unaligned", self.parts("delayed", [3, 5], columns=8)[1]),
+                            ("tensors", self.parts("delayed", [16, 48], internal=False)[1])):
+            with self.subTest(why):
+                self.assertNotEqual(memory(a), memory(b))
+
+
 class AsMatrices(Case):
     def test_copies_of_a_tensor_of_three_dimensions(self):
         for kind in ("delayed", "current", "row", "square"):

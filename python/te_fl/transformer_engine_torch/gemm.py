@@ -101,7 +101,8 @@ def generic_gemm(A: Any, transA: bool, B: Any, transB: bool, D: Any, quantizer: 
         plain_grad = bias_grad is not None and (not transB or quantised_a or schemes.scheme_of(B) is not None)
         if bias_grad is not None and not plain_grad:
             options["bias_grad"] = bias_grad
-        product(A, transA, B, transB, values, alpha=alpha, use_split_accumulator=use_split_accumulator, **options)
+        _gemm(a=schemes.operand(B, transB), trans_a=transB, b=schemes.operand(A, not transA), trans_b=transA, d=values, alpha=alpha,
+              use_split_accumulator=use_split_accumulator, **options)
         if plain_grad:
             rows = B if not schemes.is_quantised(B) else B.dequantize(dtype=torch.float32)
             torch.sum(rows.reshape(-1, rows.shape[-1]), 0, out=bias_grad)

@@ -38,10 +38,11 @@ def _sum_rows(b: Any, out: torch.Tensor) -> None:
         out.copy_(rows.sum(0, dtype=torch.float32))
 
 
-def _multiply(a: Any, trans_a: bool, b: Any, trans_b: bool, out: torch.Tensor, *, bias: Optional[torch.Tensor] = None, pre_gelu: Any = None,
-              grad: bool = False, accumulate: bool = False, use_split_accumulator: bool = False, alpha: float = 1.0, beta: float = 1.0) -> None:
-    """out = op(b) op(a). With grad, bias is written with the sum of b's rows and pre_gelu is read, else bias is added and pre_gelu written."""
-    terms = _output_shape(a, trans_a, b, trans_b)[1]
+def _multiply(a: Any, trans_a: bool, b: Any, trans_b: bool, out: torch.Tensor, terms: int, *, bias: Optional[torch.Tensor] = None,
+              pre_gelu: Any = None, grad: bool = False, accumulate: bool = False, use_split_accumulator: bool = False, alpha: float = 1.0,
+              beta: float = 1.0) -> None:
+    """out = op(b) op(a), sums of so many terms. With grad, bias is written with the sum of b's rows and pre_gelu is read, else bias is added and
+    pre_gelu written."""
     if out.numel() == 0 or terms == 0:
         _without_terms(out, accumulate, beta, bias if grad else None, bias, grad)
         if pre_gelu is not None and not grad:
@@ -60,7 +61,7 @@ def _check_dtype(name: str, out: torch.Tensor, dtype: torch.dtype) -> None:
         raise InvalidArgument(f"{name}: an output is {out.dtype}; D_type says {dtype}")
 
 
-def _outputs(name: str, shapes: List[Tuple[int, ...]], D: Sequence[torch.Tensor], dtype: torch.dtype, single_output: bool) -> List[torch.Tensor]:
+def _outputs(name: str, shapes: Sequence[Tuple[int, ...]], D: Sequence[torch.Tensor], dtype: torch.dtype, single_output: bool) -> List[torch.Tensor]:
     """The tensor of each product: of D, or of D[0] row after row."""
     for out in D:
         _check_dtype(name, out, dtype)
@@ -99,10 +100,10 @@ def te_general_grouped_gemm(A: Sequence[Any], transa: bool, B: Sequence[Any], tr
     _check_groups(name, A, B, {"bias": bias, "pre_gelu_out": pre_gelu_out})
     if D is None:
         raise InvalidArgument(f"{name}: D is None; give the tensors that the products are written to")
-    shapes = [_output_shape(a, transa, b, transb)[0] for a, b in zip(A, B)]
+    shapes, terms = zip(*(_output_shape(a, transa, b, transb) for a, b in zip(A, B)))
     outputs = _outputs(name, shapes, D, torch_dtype(D_type), single_output)
     for a, b, out, i in zip(A, B, outputs, range(len(A))):
-        _multiply(a, transa, b, transb, out, bias=_given(bias, i), pre_gelu=_given(pre_gelu_out, i), grad=grad, accumulate=accumulate,
+        _multiply(a, transa, b, transb, out, terms[i], bias=_given(bias, i), pre_gelu=_given(pre_gelu_out, i), grad=grad, accumulate=accumulate,
                   use_split_accumulator=use_split_accumulator)
     return bias
 
@@ -127,7 +128,7 @@ def _grouped(name: str, A: Any, transa: bool, B: Any, transb: bool, D: Any, bias
     biases = None if bias is None else members(bias)
     _check_groups(name, a, b, {"D": outputs, "bias": biases})
     alphas, betas = _each(alpha, len(a), f"{name}: alpha"), _each(beta, len(a), f"{name}: beta")
-    shapes = [_output_shape(x, transa, y, transb)[0] for x, y in zip(a, b)]
+    shapes, terms = zip(*(_output_shape(x, transa, y, transb) for x, y in zip(a, b)))
     for i, (out, shape) in enumerate(zip(outputs, shapes)):
         if out.numel() != torch.Size(shape).numel():
             raise InvalidArgument(f"{name}: D {i} has shape {tuple(out.shape)}; the product has {shape}")
@@ -137,7 +138,7 @@ def _grouped(name: str, A: Any, transa: bool, B: Any, transb: bool, D: Any, bias
             raise InvalidArgument(f"{name}: bias_scale has {bias_scale.numel()} elements for {rows} rows")
         bias_scale = bias_scale.view(-1)[:rows]
     for i, out in enumerate(outputs):
-        _multiply(a[i], transa, b[i], transb, out, bias=biases[i].reshape(-1) if biases is not None and bias_scale is None else None,
+        _multiply(a[i], transa, b[i], transb, out, terms[i], bias=biases[i].reshape(-1) if biases is not None and bias_scale is None else None,
                   accumulate=betas[i] != 0, alpha=alphas[i], beta=betas[i] or 1.0, use_split_accumulator=use_split_accumulator)
     if biases is not None and bias_scale is not None:
         _add_scaled_bias(outputs, biases, bias_scale)

@@ -81,7 +81,7 @@ def multi_tensor_quantize(tensor_list: Sequence[torch.Tensor], quantizer_list: S
 
 
 def split_quantize(tensor: torch.Tensor, split_sections: Sequence[int], quantizer_list: Sequence[Any], disable_bulk_allocation: bool = False) -> List[Any]:
-    """The parts of the first dimension, each by its quantizer. disable_bulk_allocation is met either way: each part has memory of its own."""
+    """The parts of the first dimension, each by its quantizer. Unless disable_bulk_allocation they may share their memory."""
     sections = [int(n) for n in split_sections]
     if len(sections) != len(quantizer_list):
         raise InvalidArgument(f"split_quantize: {len(sections)} sections have {len(quantizer_list)} quantizers; give one for each")
@@ -89,7 +89,11 @@ def split_quantize(tensor: torch.Tensor, split_sections: Sequence[int], quantize
         raise InvalidArgument(f"split_quantize: split_sections {sections} do not sum to the tensor's {tensor.shape[0]} rows, each at least 0")
     parts = list(tensor.contiguous().split(sections))
     schemes_of = [schemes.of_quantizer(q) for q in quantizer_list]
-    outputs = [s.create(q, part.shape, part.dtype, part.device) for s, q, part in zip(schemes_of, quantizer_list, parts)]
+    outputs = None
+    if not disable_bulk_allocation and len(set(schemes_of)) == 1:
+        outputs = schemes_of[0].create_together(quantizer_list, [part.shape for part in parts], tensor.dtype, tensor.device)
+    if outputs is None:
+        outputs = [s.create(q, part.shape, part.dtype, part.device) for s, q, part in zip(schemes_of, quantizer_list, parts)]
     if any(getattr(q, "with_amax_reduction", False) for q in quantizer_list):
         return [quantize_into(part, q, out) for part, q, out in zip(parts, quantizer_list, outputs)]
     full = [i for i, part in enumerate(parts) if part.numel()]

@@ -94,6 +94,10 @@ class Scheme:
             return self.storage_class(quantizer)(fake_dtype=dtype, **parts)
         return self.storage_class(quantizer)(shape=shape, dtype=dtype, device=torch.device(device), **parts)
 
+    def create_together(self, quantizers: Sequence[Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: Any) -> Optional[list]:
+        """Tensors that share their memory; None: each is created alone."""
+        return None
+
     def adapt(self, quantizer: Any, tensor: Any) -> Any:
         """A tensor that the caller gives as an output, with the buffers that the quantizer's usages need and no others."""
         self.check(quantizer)
@@ -130,6 +134,21 @@ class Float8(Scheme):
             data=empty(shape, dtype=torch.uint8, device=device) if rowwise else None,
             data_transpose=empty(_transposed(shape), dtype=torch.uint8, device=device) if columnwise else None,
             fp8_scale_inv=empty(1, dtype=torch.float32, device=device), fp8_dtype=quantizer.dtype, fake_dtype=dtype, quantizer=quantizer)
+
+    def create_together(self, quantizers: Sequence[Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: Any) -> Optional[list]:
+        """Tensors over one buffer for each kind of part, which lives as long as one of them does; None where they do not lie so."""
+        first, sizes = quantizers[0], [math.prod(shape) for shape in shapes]
+        rowwise, columnwise = first.rowwise_usage, first.columnwise_usage
+        alike = all(q.internal and q.rowwise_usage == rowwise and q.columnwise_usage == columnwise for q in quantizers)
+        if not alike or not (rowwise or columnwise) or any(size % 16 for size in sizes):  # codes begin at multiples of 16 bytes
+            return None
+        nothing = (None,) * len(sizes)
+        rows = empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes) if rowwise else nothing
+        columns = empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes) if columnwise else nothing
+        scales = empty((len(sizes), 4), dtype=torch.float32, device=device)[:, :1].unbind(0)  # and scales
+        kind = _classes()["Float8TensorStorage"]
+        return [kind(data=None if r is None else r.view(shape), data_transpose=None if c is None else c.view(_transposed(shape)), fp8_scale_inv=scale,
+                     fp8_dtype=q.dtype, fake_dtype=dtype, quantizer=q) for q, shape, r, c, scale in zip(quantizers, shapes, rows, columns, scales)]
 
     def storage_class(self, quantizer):
         classes = _classes()
