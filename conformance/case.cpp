@@ -336,11 +336,13 @@ Table all_cases() {
   add_collective_cases(table);
   add_dropout_cases(table);
   add_gemm_cases(table);
+  add_moe_cases(table);
   add_norm_cases(table);
   add_multi_tensor_cases(table);
   add_optimizer_cases(table);
   add_quantize_cases(table);
   add_rope_cases(table);
+  add_router_cases(table);
   add_softmax_cases(table);
   add_tensor_cases(table);
   add_special_cases(table);
@@ -356,11 +358,13 @@ void fuzz_all(Drawn& drawn) {
   fuzz_attention(drawn);
   fuzz_dropout(drawn);
   fuzz_gemm(drawn);
+  fuzz_moe(drawn);
   fuzz_norm(drawn);
   fuzz_optimizer(drawn);
   fuzz_multi_tensor(drawn);
   fuzz_quantize(drawn);
   fuzz_rope(drawn);
+  fuzz_router(drawn);
   fuzz_softmax(drawn);
   fuzz_tensor(drawn);
 }

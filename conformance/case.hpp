@@ -231,11 +231,13 @@ void add_collective_cases(Table&);
 void add_delayed_scaling_cases(Table&);  // part of the quantize family
 void add_dropout_cases(Table&);
 void add_gemm_cases(Table&);
+void add_moe_cases(Table&);
 void add_multi_tensor_cases(Table&);  // part of the optimizer family
 void add_norm_cases(Table&);
 void add_optimizer_cases(Table&);
 void add_quantize_cases(Table&);
 void add_rope_cases(Table&);
+void add_router_cases(Table&);  // part of the moe family
 void add_softmax_cases(Table&);
 void add_tensor_cases(Table&);
 void add_special_cases(Table&);  // NaN and infinities in cases of all families that are there
@@ -255,11 +257,13 @@ void fuzz_activation(Drawn&);
 void fuzz_attention(Drawn&);
 void fuzz_dropout(Drawn&);
 void fuzz_gemm(Drawn&);
+void fuzz_moe(Drawn&);
 void fuzz_multi_tensor(Drawn&);
 void fuzz_norm(Drawn&);
 void fuzz_optimizer(Drawn&);
 void fuzz_quantize(Drawn&);
 void fuzz_rope(Drawn&);
+void fuzz_router(Drawn&);
 void fuzz_softmax(Drawn&);
 void fuzz_tensor(Drawn&);
 

@@ -32,6 +32,8 @@ te_fl_op_desc descriptor(const char* op_name) {
 
 // Each appends the descriptors of one family; defined in <family>.cpp.
 void append_gemm(std::vector<te_fl_op_desc>& ops);
+void append_moe(std::vector<te_fl_op_desc>& ops);
+void append_router(std::vector<te_fl_op_desc>& ops);
 void append_quantize(std::vector<te_fl_op_desc>& ops);
 void append_activation(std::vector<te_fl_op_desc>& ops);
 void append_norm(std::vector<te_fl_op_desc>& ops);

@@ -20,6 +20,8 @@ constexpr AppendOps kFamilies[] = {
     append_activation,  //
     append_norm,        //
     append_tensor,      //
+    append_moe,         //
+    append_router,      //
     append_optimizer,   //
     append_attention,   //
     append_softmax,     //

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "dropout_kernels.hpp"
+#include "integers.hpp"
 #include "loss_kernels.hpp"
 #include "norm_kernels.hpp"
 #include "quant_store.hpp"
@@ -116,21 +117,6 @@ void fill(const te_fl_context&, const te_fl_fill_args& args) {
 Refusal refuse_fill(const te_fl_fill_args& args) { return refuse_copy(*args.output, *args.output); }
 
 // ---- embedding
-
-// Elements of a dense I32 or I64 tensor.
-class Integers {
- public:
-  explicit Integers(const te_fl_tensor& t)
-      : wide_(dtype_of(t) == TE_FL_I64), data_(backend::data<const char>(t)) {}
-  int64_t operator[](int64_t i) const {
-    return wide_ ? reinterpret_cast<const int64_t*>(data_)[i]
-                 : reinterpret_cast<const int32_t*>(data_)[i];
-  }
-
- private:
-  bool wide_;
-  const char* data_;
-};
 
 void check_range(const te_fl_tensor& t, const char* name, int64_t extent, const char* more,
                  const int64_t* ignored = nullptr) {

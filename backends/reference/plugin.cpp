@@ -18,6 +18,8 @@ constexpr AppendOps kFamilies[] = {
     append_activation,  //
     append_norm,        //
     append_tensor,      //
+    append_moe,         //
+    append_router,      //
     append_softmax,     //
     append_attention,   //
     append_rope,        //

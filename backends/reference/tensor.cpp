@@ -7,6 +7,7 @@
 #include "dispatch.hpp"
 #include "element.hpp"
 #include "families.hpp"
+#include "integers.hpp"
 #include "random.hpp"
 #include "te_fl/backend/number_checks.hpp"
 #include "te_fl/numeric.hpp"
@@ -158,20 +159,6 @@ void fill(const te_fl_context&, const te_fl_fill_args& args) {
 }
 
 // ---- embedding, cross-entropy
-
-// All values of an I32 or I64 tensor.
-std::vector<int64_t> integers(const te_fl_tensor& t) {
-  const int64_t size = backend::numel(t);
-  std::vector<int64_t> values(static_cast<size_t>(size));
-  int64_t* next = values.data();
-  for_each_run(t, 0, size, [&](int64_t offset, int64_t stride, int64_t count) {
-    for (int64_t j = 0; j < count; ++j) {
-      *next++ = dtype_of(t) == TE_FL_I32 ? backend::data<const int32_t>(t)[offset + j * stride]
-                                         : backend::data<const int64_t>(t)[offset + j * stride];
-    }
-  });
-  return values;
-}
 
 [[noreturn]] void out_of_range(const char* name, size_t i, int64_t value, int64_t extent,
                                const char* more) {

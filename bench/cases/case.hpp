@@ -163,11 +163,13 @@ void add_attention(Cases& cases);
 void add_delayed_scaling(Cases& cases);
 void add_dropout(Cases& cases);
 void add_gemm(Cases& cases);
+void add_moe(Cases& cases);
 void add_multi_tensor(Cases& cases);
 void add_norm(Cases& cases);
 void add_optimizer(Cases& cases);
 void add_quantize(Cases& cases);
 void add_rope(Cases& cases);
+void add_router(Cases& cases);
 void add_softmax(Cases& cases);
 void add_tensor(Cases& cases);
 

@@ -18,6 +18,8 @@ bool begins(const std::string& text, const std::string& part) { return text.rfin
 bool has_own(const Case& c) {
   // Rounding, copying, recurrences of scales and norms of lists list theirs in their own files.
   if (c.family == "quantize" || begins(c.op, "multi_tensor_")) return c.op != "multi_tensor_adam";
+  // Routers: a NaN among scores that are not chosen counts or not, by the order of the products.
+  if (begins(c.op, "fused_topk_") || begins(c.op, "fused_score_")) return true;
   // The effect of a NaN behind a mask is not fixed: a library may multiply it by a zero.
   return c.family == "attention" || c.op == "strided_copy";
 }

@@ -7,6 +7,7 @@ Cases all_cases() {
   add_activations(cases);
   add_attention(cases);
   add_gemm(cases);
+  add_moe(cases);
   add_norms(cases);
   add_norm_gradients(cases);
   add_optimizers(cases);
@@ -14,6 +15,7 @@ Cases all_cases() {
   add_quantize(cases);
   add_dequantize(cases);
   add_rope(cases);
+  add_router(cases);
   add_softmax(cases);
   add_tensor(cases);
   return cases;

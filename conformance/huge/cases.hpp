@@ -25,6 +25,7 @@ inline constexpr int64_t kCols = 4096, kOddCols = 4099;
 void add_activations(Cases& cases);
 void add_attention(Cases& cases);
 void add_gemm(Cases& cases);
+void add_moe(Cases& cases);
 void add_multi_tensor(Cases& cases);
 void add_norms(Cases& cases);
 void add_norm_gradients(Cases& cases);
@@ -32,6 +33,7 @@ void add_optimizers(Cases& cases);
 void add_quantize(Cases& cases);
 void add_dequantize(Cases& cases);
 void add_rope(Cases& cases);
+void add_router(Cases& cases);
 void add_softmax(Cases& cases);
 void add_tensor(Cases& cases);
 

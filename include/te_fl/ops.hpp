@@ -8,6 +8,7 @@
 #include "te_fl/ops/collective.h"
 #include "te_fl/ops/dropout.h"
 #include "te_fl/ops/gemm.h"
+#include "te_fl/ops/moe.h"
 #include "te_fl/ops/norm.h"
 #include "te_fl/ops/optimizer.h"
 #include "te_fl/ops/quantize.h"
@@ -63,6 +64,19 @@ inline constexpr OpId barrier{81};
 inline constexpr OpId dropout_fwd{32};
 inline constexpr OpId dropout_bwd{33};
 inline constexpr OpId generic_gemm{34};
+inline constexpr OpId moe_permute_fwd{82};
+inline constexpr OpId moe_permute_bwd{83};
+inline constexpr OpId moe_unpermute_fwd{84};
+inline constexpr OpId moe_unpermute_bwd{85};
+inline constexpr OpId fused_topk_with_score_function_fwd{86};
+inline constexpr OpId fused_topk_with_score_function_bwd{87};
+inline constexpr OpId fused_score_for_moe_aux_loss_fwd{88};
+inline constexpr OpId fused_score_for_moe_aux_loss_bwd{89};
+inline constexpr OpId fused_moe_aux_loss_fwd{90};
+inline constexpr OpId fused_moe_aux_loss_bwd{91};
+inline constexpr OpId fused_multi_row_padding{92};
+inline constexpr OpId fused_multi_row_unpadding{93};
+inline constexpr OpId splits_to_offsets{94};
 inline constexpr OpId layernorm_fwd{35};
 inline constexpr OpId layernorm_bwd{36};
 inline constexpr OpId rmsnorm_fwd{37};
@@ -345,6 +359,89 @@ namespace ops {
 // X^T if trans_x
 [[nodiscard]] inline Status generic_gemm(const te_fl_generic_gemm_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::generic_gemm, &args, options);
+}
+
+// moe: Mixtures of experts - permutation of tokens, router, padding of groups.
+
+// Copies the row of each token to each of its experts, ordered by expert. output[r] = input[t] for
+// the pair (t, s) number r by (indices[t, s], K t + s); row_id_map[s, t] = r, or -1 from r = R on;
+// rows that no pair has are 0
+[[nodiscard]] inline Status moe_permute_fwd(const te_fl_moe_permute_fwd_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::moe_permute_fwd, &args, options);
+}
+
+// Gradient of the tokens that were permuted. grad_input[t] = sum over s of probs[t, s]
+// grad_output[row_id_map[s, t]], without those of -1
+[[nodiscard]] inline Status moe_permute_bwd(const te_fl_moe_permute_bwd_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::moe_permute_bwd, &args, options);
+}
+
+// Sums the rows of each token, weighted by probabilities. output[t] = sum over s of probs[t, s]
+// input[row_id_map[s, t]], without those of -1
+[[nodiscard]] inline Status moe_unpermute_fwd(const te_fl_moe_unpermute_fwd_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::moe_unpermute_fwd, &args, options);
+}
+
+// Gradient of the permuted rows and of the probabilities. grad_input[r] = probs[t, s]
+// grad_output[t] for r = row_id_map[s, t], 0 for rows that no pair has; grad_probs[t, s] = sum
+// over h of grad_output[t, h] fwd_input[r, h], 0 where r is -1
+[[nodiscard]] inline Status moe_unpermute_bwd(const te_fl_moe_unpermute_bwd_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::moe_unpermute_bwd, &args, options);
+}
+
+// Chooses the experts of each token and their probabilities. s = f(logits); the topk largest of s
+// + expert_bias are chosen, with groups among those of the group_topk best; p = scaling_factor s
+// of the chosen, after softmax over them or divided by their sum + 1e-20; 0 elsewhere
+[[nodiscard]] inline Status fused_topk_with_score_function_fwd(const te_fl_fused_topk_with_score_function_fwd_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::fused_topk_with_score_function_fwd, &args, options);
+}
+
+// Gradient of the logits of the router. grad_logits = the derivative of probs by logits, times
+// grad_probs, with the choice held fixed
+[[nodiscard]] inline Status fused_topk_with_score_function_bwd(const te_fl_fused_topk_with_score_function_bwd_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::fused_topk_with_score_function_bwd, &args, options);
+}
+
+// Scores of all experts for the auxiliary loss, and the experts that they choose. scores =
+// softmax(logits); or f(logits), divided by their sum + 1e-20 if topk > 1
+[[nodiscard]] inline Status fused_score_for_moe_aux_loss_fwd(const te_fl_fused_score_for_moe_aux_loss_fwd_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::fused_score_for_moe_aux_loss_fwd, &args, options);
+}
+
+// Gradient of the logits of the auxiliary loss's scores. grad_logits = the derivative of scores by
+// logits, times grad_scores
+[[nodiscard]] inline Status fused_score_for_moe_aux_loss_bwd(const te_fl_fused_score_for_moe_aux_loss_bwd_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::fused_score_for_moe_aux_loss_bwd, &args, options);
+}
+
+// Auxiliary loss that keeps the load of experts even. c = coeff num_experts / (topk n^2), n =
+// total_num_tokens; loss = c sum over e of tokens_per_expert[e] (sum over t of probs[t, e]);
+// const_buf = c
+[[nodiscard]] inline Status fused_moe_aux_loss_fwd(const te_fl_fused_moe_aux_loss_fwd_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::fused_moe_aux_loss_fwd, &args, options);
+}
+
+// Gradient of the auxiliary loss. grad_probs[t, e] = const_buf tokens_per_expert[e] grad_aux_loss
+[[nodiscard]] inline Status fused_moe_aux_loss_bwd(const te_fl_fused_moe_aux_loss_bwd_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::fused_moe_aux_loss_bwd, &args, options);
+}
+
+// Pads the rows of each group with zeros. group after group: input_rows[i] rows of input, then
+// zeros up to padded_rows[i] rows of output
+[[nodiscard]] inline Status fused_multi_row_padding(const te_fl_fused_multi_row_padding_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::fused_multi_row_padding, &args, options);
+}
+
+// Takes the padding of each group away. group after group: the first unpadded_rows[i] of the
+// input_rows[i] rows of input
+[[nodiscard]] inline Status fused_multi_row_unpadding(const te_fl_fused_multi_row_unpadding_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::fused_multi_row_unpadding, &args, options);
+}
+
+// Offsets of parts that follow each other. offsets[i] = stride (splits[0] + ... + splits[i - 1]);
+// without leading_zero offsets[i] is that of i + 1
+[[nodiscard]] inline Status splits_to_offsets(const te_fl_splits_to_offsets_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::splits_to_offsets, &args, options);
 }
 
 // norm: Layer and RMS normalisation.

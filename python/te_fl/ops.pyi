@@ -273,6 +273,84 @@ def generic_gemm(*, a: Tensor, b: Tensor, d: Tensor, bias: Optional[Tensor] = No
     D = epilogue(alpha * op(A) op(B) + bias) + residual + beta * D if accumulate; op(X) = X^T if trans_x
     """
 
+def moe_permute_fwd(*, input: Tensor, indices: Tensor, output: Tensor, row_id_map: Tensor, num_experts: int = 0, stream: Any = None) -> None:
+    """Copies the row of each token to each of its experts, ordered by expert.
+
+    output[r] = input[t] for the pair (t, s) number r by (indices[t, s], K t + s); row_id_map[s, t] = r, or -1 from r = R on; rows that no pair has are 0
+    """
+
+def moe_permute_bwd(*, grad_output: Tensor, row_id_map: Tensor, grad_input: Tensor, probs: Optional[Tensor] = None, stream: Any = None) -> None:
+    """Gradient of the tokens that were permuted.
+
+    grad_input[t] = sum over s of probs[t, s] grad_output[row_id_map[s, t]], without those of -1
+    """
+
+def moe_unpermute_fwd(*, input: Tensor, row_id_map: Tensor, output: Tensor, probs: Optional[Tensor] = None, stream: Any = None) -> None:
+    """Sums the rows of each token, weighted by probabilities.
+
+    output[t] = sum over s of probs[t, s] input[row_id_map[s, t]], without those of -1
+    """
+
+def moe_unpermute_bwd(*, grad_output: Tensor, fwd_input: Tensor, row_id_map: Tensor, grad_input: Tensor, probs: Optional[Tensor] = None, grad_probs: Optional[Tensor] = None, stream: Any = None) -> None:
+    """Gradient of the permuted rows and of the probabilities.
+
+    grad_input[r] = probs[t, s] grad_output[t] for r = row_id_map[s, t], 0 for rows that no pair has; grad_probs[t, s] = sum over h of grad_output[t, h] fwd_input[r, h], 0 where r is -1
+    """
+
+def fused_topk_with_score_function_fwd(*, logits: Tensor, probs: Tensor, intermediate_output: Tensor, expert_bias: Optional[Tensor] = None, routing_map: Optional[Tensor] = None, routing_bits: Optional[Tensor] = None, topk_indices: Optional[Tensor] = None, topk: int = 1, use_pre_softmax: bool = False, num_groups: int = 0, group_topk: int = 0, scaling_factor: float = 1.0, score_function: Union[int, str] = 0, stream: Any = None) -> None:
+    """Chooses the experts of each token and their probabilities.
+
+    s = f(logits); the topk largest of s + expert_bias are chosen, with groups among those of the group_topk best; p = scaling_factor s of the chosen, after softmax over them or divided by their sum + 1e-20; 0 elsewhere
+    """
+
+def fused_topk_with_score_function_bwd(*, intermediate_output: Tensor, grad_probs: Tensor, grad_logits: Tensor, routing_map: Optional[Tensor] = None, routing_bits: Optional[Tensor] = None, topk_indices: Optional[Tensor] = None, topk: int = 1, use_pre_softmax: bool = False, scaling_factor: float = 1.0, score_function: Union[int, str] = 0, stream: Any = None) -> None:
+    """Gradient of the logits of the router.
+
+    grad_logits = the derivative of probs by logits, times grad_probs, with the choice held fixed
+    """
+
+def fused_score_for_moe_aux_loss_fwd(*, logits: Tensor, scores: Tensor, intermediate_output: Tensor, routing_map: Optional[Tensor] = None, routing_bits: Optional[Tensor] = None, topk: int = 1, score_function: Union[int, str] = 0, stream: Any = None) -> None:
+    """Scores of all experts for the auxiliary loss, and the experts that they choose.
+
+    scores = softmax(logits); or f(logits), divided by their sum + 1e-20 if topk > 1
+    """
+
+def fused_score_for_moe_aux_loss_bwd(*, intermediate_output: Tensor, grad_scores: Tensor, grad_logits: Tensor, topk: int = 1, score_function: Union[int, str] = 0, stream: Any = None) -> None:
+    """Gradient of the logits of the auxiliary loss's scores.
+
+    grad_logits = the derivative of scores by logits, times grad_scores
+    """
+
+def fused_moe_aux_loss_fwd(*, probs: Tensor, tokens_per_expert: Tensor, aux_loss: Tensor, const_buf: Tensor, total_num_tokens_tensor: Optional[Tensor] = None, total_num_tokens: int = 0, num_experts: int = 1, topk: int = 1, coeff: float = 1.0, stream: Any = None) -> None:
+    """Auxiliary loss that keeps the load of experts even.
+
+    c = coeff num_experts / (topk n^2), n = total_num_tokens; loss = c sum over e of tokens_per_expert[e] (sum over t of probs[t, e]); const_buf = c
+    """
+
+def fused_moe_aux_loss_bwd(*, const_buf: Tensor, tokens_per_expert: Tensor, grad_aux_loss: Tensor, grad_probs: Tensor, stream: Any = None) -> None:
+    """Gradient of the auxiliary loss.
+
+    grad_probs[t, e] = const_buf tokens_per_expert[e] grad_aux_loss
+    """
+
+def fused_multi_row_padding(*, input: Tensor, output: Tensor, input_rows: Sequence[int], padded_rows: Sequence[int], stream: Any = None) -> None:
+    """Pads the rows of each group with zeros.
+
+    group after group: input_rows[i] rows of input, then zeros up to padded_rows[i] rows of output
+    """
+
+def fused_multi_row_unpadding(*, input: Tensor, output: Tensor, input_rows: Sequence[int], unpadded_rows: Sequence[int], stream: Any = None) -> None:
+    """Takes the padding of each group away.
+
+    group after group: the first unpadded_rows[i] of the input_rows[i] rows of input
+    """
+
+def splits_to_offsets(*, splits: Tensor, offsets: Tensor, leading_zero: bool = True, stride: int = 1, stream: Any = None) -> None:
+    """Offsets of parts that follow each other.
+
+    offsets[i] = stride (splits[0] + ... + splits[i - 1]); without leading_zero offsets[i] is that of i + 1
+    """
+
 def layernorm_fwd(*, x: Tensor, gamma: Tensor, z: Tensor, mu: Tensor, rsigma: Tensor, beta: Optional[Tensor] = None, epsilon: float = 1e-05, zero_centered_gamma: bool = False, residual: Optional[Tensor] = None, sum: Optional[Tensor] = None, stream: Any = None) -> None:
     """Layer normalisation over the last dimension.
 

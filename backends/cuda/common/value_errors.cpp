@@ -36,6 +36,17 @@ std::string text_of(const ValueError& e) {
       return "sequence " + at + " of cu_seqlens has " + value +
              " tokens on this rank, expected an even number: with cp_size > 1 a rank holds two "
              "chunks of equal length";
+    case ValueRule::kPermutedRow:
+      return "row_id_map[" + at + "] is " + value + "; it must lie in [-1, " + bound +
+             "), -1 or a permuted row";
+    case ValueRule::kRowTwice:
+      return "row_id_map[" + at + "] is " + value +
+             ", as another element is; a row belongs to one pair";
+    case ValueRule::kExpert:
+      return std::string(e.argument) + "[" + at + "] is " + value + "; it must lie in [" +
+             std::to_string(e.more) + ", " + bound + "), the experts";
+    case ValueRule::kSplit:
+      return "splits[" + at + "] is " + value + ", expected 0 or more";
     default:
       return std::string(e.argument) + " has " + bound + " positions, but position " + value +
              " is needed (sequence " + at + ")";

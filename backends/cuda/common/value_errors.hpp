@@ -19,13 +19,17 @@ enum class ValueRule : int32_t {
   kSpan,    // sequence `at` of cu_seqlens goes from `value` to `more`: down, or out of [0, bound]
   kSpanMultiple,  // one of these is no multiple of cp_size, `bound`
   kOddLength,     // sequence `at` has `value` tokens on this rank, two equal chunks
+  kPermutedRow,   // row_id_map[at] is `value`, which is not in [-1, bound)
+  kRowTwice,      // row_id_map[at] is `value`, as another element is
+  kExpert,        // `argument`[at] is `value`, which is not in [more, bound), the experts
+  kSplit,         // splits[at] is `value`, less than 0
   kPosition       // `argument` has `bound` positions, sequence `at` needs position `value`
 };
 
 // Written by kernels, which only hand the texts on: they belong to the plugin.
 struct ValueError {
   const char* op = nullptr;
-  const char* argument = nullptr;  // kPosition: which table of angles
+  const char* argument = nullptr;  // of kPosition and kExpert
   ValueRule rule = ValueRule::kIndex;
   int64_t at = 0, value = 0, more = 0, bound = 0;
 };

@@ -56,6 +56,8 @@ void append_dropout(std::vector<te_fl_op_desc>& ops);
 void append_optimizer(std::vector<te_fl_op_desc>& ops);
 void append_softmax(std::vector<te_fl_op_desc>& ops);
 void append_gemm(std::vector<te_fl_op_desc>& ops);
+void append_moe(std::vector<te_fl_op_desc>& ops);
+void append_router(std::vector<te_fl_op_desc>& ops);
 void append_norm(std::vector<te_fl_op_desc>& ops);
 // `most_scratch`: bytes that a backward of attention may take to keep what it computes twice
 // otherwise. Before the first call.

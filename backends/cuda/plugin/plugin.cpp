@@ -20,8 +20,12 @@ using AppendOps = void (*)(std::vector<te_fl_op_desc>&);
 constexpr AppendOps kFamilies[] = {
     append_activation,  //
     append_quantize,    //
-    append_quantize_lists, append_dequantize, append_scale_update,
+    append_quantize_lists,
+    append_dequantize,
+    append_scale_update,
     append_tensor,     //
+    append_moe,        //
+    append_router,     //
     append_dropout,    //
     append_optimizer,  //
     append_softmax,    //

@@ -39,6 +39,12 @@ typedef enum te_fl_reduction {
   TE_FL_REDUCTION_AVG = 2
 } te_fl_reduction;
 
+typedef enum te_fl_score_function {
+  TE_FL_SCORE_FUNCTION_SIGMOID = 0,
+  TE_FL_SCORE_FUNCTION_SOFTMAX = 1,
+  TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS = 2
+} te_fl_score_function;
+
 typedef enum te_fl_softmax_type {
   TE_FL_SOFTMAX_TYPE_VANILLA = 0,
   TE_FL_SOFTMAX_TYPE_OFF_BY_ONE = 1,

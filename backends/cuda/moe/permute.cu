@@ -1,0 +1,371 @@
+// Permutation of tokens by expert, padding of groups, offsets of parts.
+#include <algorithm>
+#include <cub/device/device_radix_sort.cuh>
+
+#include "common/overlap.hpp"
+#include "common/value_checks.hpp"
+#include "moe/rows.cuh"
+#include "plugin/families.hpp"
+#include "te_fl/backend/moe_checks.hpp"
+#include "te_fl/ops/moe.h"
+
+namespace te_fl::cuda {
+namespace {
+
+// ---- launches over rows
+
+// The widest word that rows and both addresses are made of, in bytes.
+int64_t word_bytes(int64_t row_bytes, const te_fl_tensor& a, const te_fl_tensor& b) {
+  const auto at = reinterpret_cast<uintptr_t>(backend::data<const void>(a)) |
+                  reinterpret_cast<uintptr_t>(backend::data<const void>(b)) |
+                  static_cast<uintptr_t>(row_bytes);
+  return at % 16 == 0 ? 16 : at % 8 == 0 ? 8 : at % 4 == 0 ? 4 : at % 2 == 0 ? 2 : 1;
+}
+
+// Calls f with a value of the word type.
+template <class F>
+void with_word(int64_t bytes, F&& f) {
+  switch (bytes) {
+    case 16:
+      return f(uint4{});
+    case 8:
+      return f(uint2{});
+    case 4:
+      return f(uint32_t{});
+    case 2:
+      return f(uint16_t{});
+    default:
+      return f(uint8_t{});
+  }
+}
+
+int64_t row_bytes_of(const te_fl_tensor& t) { return t.dl.shape[1] * (t.dl.dtype.bits / 8); }
+
+// Calls f(pieces) for launches over `rows` rows of `words` words from row `first` on.
+template <class F>
+void for_pieces(int64_t first, int64_t rows, int64_t words, F&& f) {
+  if (rows <= 0 || words <= 0) return;
+  const int64_t most = std::max<int64_t>(1, (kFastDivLimit - 1) / words);
+  for (int64_t row = 0; row < rows; row += most) {
+    f(RowPieces{FastDiv(words), first + row, std::min(most, rows - row) * words});
+  }
+}
+
+unsigned blocks_of(int64_t pieces, int64_t each) {
+  return static_cast<unsigned>(ceil_div(pieces, each));
+}
+
+// A row of 2^31 words or more is beyond the launches above.
+constexpr const char* kWideRows = "rows have 2^31 elements or more";
+template <class... Tensors>
+Refusal refuse_wide(const Tensors*... tensors) {
+  return ((tensors->dl.shape[1] >= kFastDivLimit) || ...) ? kWideRows : nullptr;
+}
+
+// ---- permutation
+
+struct SortSpace {
+  size_t pairs, scratch;  // bytes of one list of pairs, and of the sort
+  size_t total() const { return 4 * pairs + scratch; }
+};
+
+int key_bits(int32_t num_experts) {
+  int bits = num_experts == 0 ? 32 : 1;
+  while (bits < 32 && (int64_t{1} << bits) < num_experts) ++bits;
+  return bits;
+}
+
+SortSpace sort_space(int64_t size, int bits) {
+  size_t scratch = 0;
+  check(cub::DeviceRadixSort::SortPairs(
+            nullptr, scratch, static_cast<const uint32_t*>(nullptr),
+            static_cast<uint32_t*>(nullptr), static_cast<const int32_t*>(nullptr),
+            static_cast<int32_t*>(nullptr), static_cast<int>(size), 0, bits),
+        "cub::DeviceRadixSort");
+  return {static_cast<size_t>(round_up(size * 4, 256)), scratch};
+}
+
+size_t permute_workspace(const te_fl_context& ctx, const te_fl_moe_permute_fwd_args& a) {
+  const int64_t pairs = backend::numel(*a.indices);
+  if (pairs == 0 || pairs >= kFastDivLimit) return 0;
+  const DeviceGuard guard(ctx.device.index);
+  return sort_space(pairs, key_bits(a.num_experts)).total();
+}
+
+void moe_permute_fwd(const te_fl_context& ctx, const te_fl_moe_permute_fwd_args& a) {
+  const int64_t tokens = a.indices->dl.shape[0], each = a.indices->dl.shape[1];
+  backend::check_pairs(tokens, each);
+  const int64_t pairs = tokens * each, rows = a.output->dl.shape[0];
+  const int64_t bytes = row_bytes_of(*a.input);
+  const cudaStream_t stream = stream_of(ctx);
+  auto* output = backend::data<char>(*a.output);
+  auto* map = backend::data<int32_t>(*a.row_id_map);
+  if (pairs > 0) {
+    const int bits = key_bits(a.num_experts);
+    SortSpace space = sort_space(pairs, bits);
+    char* const memory = static_cast<char*>(ctx.workspace);
+    auto* keys = reinterpret_cast<uint32_t*>(memory);
+    auto* sorted_keys = reinterpret_cast<uint32_t*>(memory + space.pairs);
+    auto* numbers = reinterpret_cast<int32_t*>(memory + 2 * space.pairs);
+    auto* sorted = reinterpret_cast<int32_t*>(memory + 3 * space.pairs);
+    const ValueErrorSink errors = value_errors_of(ctx, "moe_permute_fwd");
+    pair_keys_kernel<<<blocks_for(pairs), kThreads, 0, stream>>>(
+        Integers(*a.indices), pairs, a.num_experts, keys, numbers, errors);
+    check_launch("pair_keys_kernel");
+    if (validates(ctx)) refuse_noted(ctx);
+    check(cub::DeviceRadixSort::SortPairs(memory + 4 * space.pairs, space.scratch, keys,
+                                          sorted_keys, numbers, sorted, static_cast<int>(pairs), 0,
+                                          bits, stream),
+          "cub::DeviceRadixSort");
+    row_map_kernel<<<blocks_for(pairs), kThreads, 0, stream>>>(sorted, pairs, FastDiv(each), tokens,
+                                                               rows, map);
+    check_launch("row_map_kernel");
+  }
+  with_word(word_bytes(bytes, *a.input, *a.output), [&]<class Word>(Word) {
+    const auto* input = backend::data<const Word>(*a.input);
+    if (each == 0) return;
+    for_pieces(0, tokens, bytes / static_cast<int64_t>(sizeof(Word)), [&](const RowPieces& p) {
+      scatter_rows_kernel<<<blocks_of(p.size, kThreads * kAtOnce), kThreads, 0, stream>>>(
+          input, map, reinterpret_cast<Word*>(output), p, tokens, each);
+      check_launch("moe_permute_fwd");
+    });
+  });
+  if (rows <= pairs || bytes == 0) return;
+  check(cudaMemsetAsync(output + pairs * bytes, 0, static_cast<size_t>((rows - pairs) * bytes),
+                        stream),
+        "cudaMemsetAsync");
+}
+Refusal refuse_permute_fwd(const te_fl_moe_permute_fwd_args& a) {
+  if (!all_dense(a.input, a.indices, a.output, a.row_id_map)) return kNotContiguous;
+  if (overlaps(*a.output, *a.input)) return kOverlaps;
+  return refuse_wide(a.input);
+}
+
+// ---- sums
+
+PermutedRows permuted_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& map,
+                           const te_fl_tensor* probs, int64_t rows) {
+  return {backend::data<const int32_t>(map),
+          probs != nullptr ? backend::data<const float>(*probs) : nullptr,
+          map.dl.shape[1],
+          map.dl.shape[0],
+          rows,
+          value_errors_of(ctx, op)};
+}
+
+template <class T>
+bool whole_packs(int64_t cols, std::initializer_list<const te_fl_tensor*> tensors) {
+  auto at = static_cast<uintptr_t>(cols) * sizeof(T);
+  for (const te_fl_tensor* t : tensors) {
+    at |= reinterpret_cast<uintptr_t>(backend::data<const void>(*t));
+  }
+  return at % 16 == 0;
+}
+
+void sum_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& input,
+              const te_fl_tensor& map, const te_fl_tensor* probs, const te_fl_tensor& output) {
+  const PermutedRows rows = permuted_rows(ctx, op, map, probs, input.dl.shape[0]);
+  const cudaStream_t stream = stream_of(ctx);
+  const int64_t cols = output.dl.shape[1], pairs = backend::numel(map);
+  if (validates(ctx) && pairs > 0) {
+    check_rows_kernel<<<blocks_for(pairs), kThreads, 0, stream>>>(rows.map, pairs, rows.rows,
+                                                                  rows.errors);
+    check_launch("check_rows_kernel");
+    refuse_noted(ctx);
+  }
+  with_type(dtype_of(input), [&]<class T>(T) {
+    const auto launch = [&]<bool kWhole>(std::bool_constant<kWhole>) {
+      for_pieces(0, rows.tokens, cols / Piece<T, kWhole>::kSize, [&](const RowPieces& p) {
+        sum_rows_kernel<T, kWhole><<<blocks_of(p.size, kThreads), kThreads, 0, stream>>>(
+            backend::data<const T>(input), rows, backend::data<T>(output), p);
+        check_launch(op);
+      });
+    };
+    if (whole_packs<T>(cols, {&input, &output})) return launch(std::true_type{});
+    launch(std::false_type{});
+  });
+}
+
+void moe_permute_bwd(const te_fl_context& ctx, const te_fl_moe_permute_bwd_args& a) {
+  sum_rows(ctx, "moe_permute_bwd", *a.grad_output, *a.row_id_map, a.probs, *a.grad_input);
+}
+Refusal refuse_permute_bwd(const te_fl_moe_permute_bwd_args& a) {
+  if (!all_dense(a.grad_output, a.row_id_map, a.probs, a.grad_input)) return kNotContiguous;
+  if (overlaps(*a.grad_input, *a.grad_output)) return kOverlaps;
+  return refuse_wide(a.grad_input);
+}
+void moe_unpermute_fwd(const te_fl_context& ctx, const te_fl_moe_unpermute_fwd_args& a) {
+  sum_rows(ctx, "moe_unpermute_fwd", *a.input, *a.row_id_map, a.probs, *a.output);
+}
+Refusal refuse_unpermute_fwd(const te_fl_moe_unpermute_fwd_args& a) {
+  if (!all_dense(a.input, a.row_id_map, a.probs, a.output)) return kNotContiguous;
+  if (overlaps(*a.output, *a.input)) return kOverlaps;
+  return refuse_wide(a.output);
+}
+
+// ---- gradient of permuted rows
+
+size_t unpermute_bwd_workspace(const te_fl_context&, const te_fl_moe_unpermute_bwd_args& a) {
+  return static_cast<size_t>(ceil_div(a.grad_input->dl.shape[0], 32)) * sizeof(uint32_t);
+}
+
+void moe_unpermute_bwd(const te_fl_context& ctx, const te_fl_moe_unpermute_bwd_args& a) {
+  const int64_t rows = a.grad_input->dl.shape[0], cols = a.grad_input->dl.shape[1];
+  const PermutedRows m =
+      permuted_rows(ctx, "moe_unpermute_bwd", *a.row_id_map, a.probs, rows);
+  const cudaStream_t stream = stream_of(ctx);
+  const int64_t pairs = m.tokens * m.each;
+  auto* bits = static_cast<uint32_t*>(ctx.workspace);
+  if (rows > 0) {
+    check(cudaMemsetAsync(bits, 0, unpermute_bwd_workspace(ctx, a), stream), "cudaMemsetAsync");
+  }
+  if (pairs > 0) {
+    mark_rows_kernel<<<blocks_for(pairs), kThreads, 0, stream>>>(m.map, pairs, rows, bits,
+                                                                 m.errors);
+    check_launch("mark_rows_kernel");
+    if (validates(ctx)) refuse_noted(ctx);
+  }
+  auto* grad_probs = a.grad_probs != nullptr ? backend::data<float>(*a.grad_probs) : nullptr;
+  with_type(dtype_of(*a.grad_output), [&]<class T>(T) {
+    T* grad_input = backend::data<T>(*a.grad_input);
+    if (rows > 0 && cols > 0) {
+      zero_rows_kernel<T><<<blocks_for(rows), kThreads, 0, stream>>>(bits, rows, cols, grad_input);
+      check_launch("zero_rows_kernel");
+    }
+    const auto launch = [&]<bool kWhole>(std::bool_constant<kWhole>) {
+      const int64_t pieces = ceil_div(cols, Piece<T, kWhole>::kSize);
+      const auto threads = static_cast<unsigned>(
+          std::clamp<int64_t>(round_up(pieces, 32), 32, kThreads));
+      const size_t shared = grad_probs != nullptr ? static_cast<size_t>(m.each) * (threads / 32) *
+                                                        sizeof(float)
+                                                  : 0;
+      constexpr int64_t kMostTokens = 1 << 22;
+      for (int64_t first = 0; first < m.tokens && m.each > 0; first += kMostTokens) {
+        const auto blocks = static_cast<unsigned>(std::min(kMostTokens, m.tokens - first));
+        unpermute_gradient_kernel<T, kWhole><<<blocks, threads, shared, stream>>>(
+            backend::data<const T>(*a.grad_output), backend::data<const T>(*a.fwd_input), m,
+            grad_input, grad_probs, cols, first);
+        check_launch("moe_unpermute_bwd");
+      }
+    };
+    if (whole_packs<T>(cols, {a.grad_output, a.fwd_input, a.grad_input})) {
+      return launch(std::true_type{});
+    }
+    launch(std::false_type{});
+  });
+}
+
+// Shared memory holds a number for each warp and expert.
+constexpr int64_t kMostEach = 1024;
+Refusal refuse_unpermute_bwd(const te_fl_moe_unpermute_bwd_args& a) {
+  if (!all_dense(a.grad_output, a.fwd_input, a.row_id_map, a.probs, a.grad_input, a.grad_probs)) {
+    return kNotContiguous;
+  }
+  if (overlaps(*a.grad_input, *a.grad_output) || overlaps(*a.grad_input, *a.fwd_input)) {
+    return kOverlaps;
+  }
+  return a.row_id_map->dl.shape[0] > kMostEach ? "takes up to 1024 experts of a token" : nullptr;
+}
+
+// ---- groups
+
+void copy_groups(const te_fl_context& ctx, const char* op, const backend::PaddedGroups& groups,
+                 const te_fl_tensor& input, const te_fl_tensor& output, bool pads) {
+  const int64_t bytes = row_bytes_of(input);
+  int64_t from = 0, to = 0;
+  for (int64_t g = 0; g < groups.count;) {
+    RowGroups part;
+    const int64_t first = to;
+    for (; g < groups.count && part.count < kGroups; ++g) {
+      const int64_t rows_out = pads ? groups.padded[g] : groups.plain[g];
+      if (rows_out > 0) {
+        part.from[part.count] = from, part.to[part.count] = to;
+        part.rows[part.count++] = groups.plain[g];
+      }
+      from += pads ? groups.plain[g] : groups.padded[g], to += rows_out;
+    }
+    if (part.count == 0) continue;
+    with_word(word_bytes(bytes, input, output), [&]<class Word>(Word) {
+      const int64_t words = bytes / static_cast<int64_t>(sizeof(Word));
+      for_pieces(first, to - first, words, [&](const RowPieces& p) {
+        copy_groups_kernel<<<blocks_of(p.size, kThreads * kAtOnce), kThreads, 0, stream_of(ctx)>>>(
+            backend::data<const Word>(input), backend::data<Word>(output), part, p);
+        check_launch(op);
+      });
+    });
+  }
+}
+
+void fused_multi_row_padding(const te_fl_context& ctx,
+                             const te_fl_fused_multi_row_padding_args& a) {
+  const backend::PaddedGroups groups = backend::groups_of(a);
+  backend::check_groups(groups, a.input->dl.shape[0], a.output->dl.shape[0]);
+  copy_groups(ctx, "fused_multi_row_padding", groups, *a.input, *a.output, true);
+}
+void fused_multi_row_unpadding(const te_fl_context& ctx,
+                               const te_fl_fused_multi_row_unpadding_args& a) {
+  const backend::PaddedGroups groups = backend::groups_of(a);
+  backend::check_groups(groups, a.output->dl.shape[0], a.input->dl.shape[0]);
+  copy_groups(ctx, "fused_multi_row_unpadding", groups, *a.input, *a.output, false);
+}
+template <class Args>
+Refusal refuse_groups(const Args& a) {
+  if (!all_dense(a.input, a.output)) return kNotContiguous;
+  if (overlaps(*a.output, *a.input)) return kOverlaps;
+  return refuse_wide(a.input);
+}
+
+// ---- offsets
+
+void splits_to_offsets(const te_fl_context& ctx, const te_fl_splits_to_offsets_args& a) {
+  const int64_t size = backend::numel(*a.splits);
+  const Integers splits(*a.splits);
+  const ValueErrorSink errors = value_errors_of(ctx, "splits_to_offsets");
+  const cudaStream_t stream = stream_of(ctx);
+  if (validates(ctx) && size > 0) {
+    check_splits_kernel<<<blocks_for(size), kThreads, 0, stream>>>(splits, size, errors);
+    check_launch("check_splits_kernel");
+    refuse_noted(ctx);
+  }
+  const auto stride = static_cast<uint64_t>(a.stride);
+  const auto launch = [&]<class Out>(Out* out) {
+    offsets_kernel<<<1, kScanThreads, 0, stream>>>(splits, size, stride, a.leading_zero != 0, out,
+                                                   errors);
+  };
+  if (dtype_of(*a.offsets) == TE_FL_I64) {
+    launch(backend::data<int64_t>(*a.offsets));
+  } else {
+    launch(backend::data<int32_t>(*a.offsets));
+  }
+  check_launch("splits_to_offsets");
+}
+Refusal refuse_offsets(const te_fl_splits_to_offsets_args& a) {
+  if (!all_dense(a.splits, a.offsets)) return kNotContiguous;
+  return overlaps(*a.offsets, *a.splits) ? kOverlaps : nullptr;
+}
+
+}  // namespace
+
+void append_moe(std::vector<te_fl_op_desc>& ops) {
+  using Permute = te_fl_moe_permute_fwd_args;
+  using UnpermuteGradient = te_fl_moe_unpermute_bwd_args;
+  using Padding = te_fl_fused_multi_row_padding_args;
+  using Unpadding = te_fl_fused_multi_row_unpadding_args;
+  ops.push_back(descriptor<Permute, moe_permute_fwd, refuse_permute_fwd>("moe_permute_fwd"));
+  ops.back().workspace = backend::workspace_thunk<Permute, permute_workspace>;
+  ops.push_back(descriptor<te_fl_moe_permute_bwd_args, moe_permute_bwd, refuse_permute_bwd>(
+      "moe_permute_bwd"));
+  ops.push_back(descriptor<te_fl_moe_unpermute_fwd_args, moe_unpermute_fwd, refuse_unpermute_fwd>(
+      "moe_unpermute_fwd"));
+  ops.push_back(descriptor<UnpermuteGradient, moe_unpermute_bwd, refuse_unpermute_bwd>(
+      "moe_unpermute_bwd"));
+  ops.back().workspace = backend::workspace_thunk<UnpermuteGradient, unpermute_bwd_workspace>;
+  ops.push_back(descriptor<Padding, fused_multi_row_padding, refuse_groups<Padding>>(
+      "fused_multi_row_padding"));
+  ops.push_back(descriptor<Unpadding, fused_multi_row_unpadding, refuse_groups<Unpadding>>(
+      "fused_multi_row_unpadding"));
+  ops.push_back(descriptor<te_fl_splits_to_offsets_args, splits_to_offsets, refuse_offsets>(
+      "splits_to_offsets"));
+}
+
+}  // namespace te_fl::cuda

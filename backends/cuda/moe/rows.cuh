@@ -1,0 +1,334 @@
+// Kernels that move rows of tokens: one row to several, several summed into one, groups of rows.
+#pragma once
+
+#include "common/integers.cuh"
+#include "common/pack.cuh"
+#include "common/value_errors.cuh"
+
+namespace te_fl::cuda {
+
+constexpr int kAtOnce = 4;  // pieces of a thread, loaded before the first is stored
+
+// Pieces of `words` words in a row, numbered row after row from row `first` on; fewer than 2^31.
+struct RowPieces {
+  FastDiv words;
+  int64_t first = 0, size = 0;
+};
+
+// ---- permutation
+
+// Sorting keys of pairs and their numbers. With `bound` 0 indices are any 32-bit numbers.
+static __global__ void __launch_bounds__(kThreads)
+    pair_keys_kernel(Integers indices, int64_t size, int64_t bound, uint32_t* keys, int32_t* pairs,
+                     ValueErrorSink errors) {
+  const int64_t low = bound == 0 ? -(int64_t{1} << 31) : 0;
+  const int64_t high = bound == 0 ? int64_t{1} << 31 : bound;
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < size;
+       i += int64_t{gridDim.x} * kThreads) {
+    const int64_t v = indices[i];
+    if (v < low || v >= high) note(errors, ValueRule::kExpert, i, v, high, low, "indices");
+    keys[i] = static_cast<uint32_t>(v) ^ (bound == 0 ? 0x80000000u : 0u);
+    pairs[i] = static_cast<int32_t>(i);
+  }
+}
+
+static __global__ void __launch_bounds__(kThreads)
+    row_map_kernel(const int32_t* sorted_pairs, int64_t size, FastDiv each, int64_t tokens,
+                   int64_t rows, int32_t* map) {
+  for (int64_t r = blockIdx.x * int64_t{kThreads} + threadIdx.x; r < size;
+       r += int64_t{gridDim.x} * kThreads) {
+    uint32_t s = 0;
+    const uint32_t token = each(static_cast<uint32_t>(sorted_pairs[r]), s);
+    map[s * tokens + token] = r < rows ? static_cast<int32_t>(r) : -1;
+  }
+}
+
+// Each piece is read once and written to every row of its token.
+template <class Word>
+__global__ void __launch_bounds__(kThreads)
+    scatter_rows_kernel(const Word* input, const int32_t* map, Word* output, RowPieces p,
+                        int64_t tokens, int64_t each) {
+  const int64_t first = blockIdx.x * int64_t{kThreads * kAtOnce} + threadIdx.x;
+  Word held[kAtOnce];
+  int64_t token[kAtOnce];
+  uint32_t word[kAtOnce];
+#pragma unroll
+  for (int u = 0; u < kAtOnce; ++u) {
+    const int64_t i = first + u * kThreads;
+    token[u] = -1;
+    if (i >= p.size) continue;
+    token[u] = p.first + p.words(static_cast<uint32_t>(i), word[u]);
+    held[u] = input[token[u] * p.words.divisor + word[u]];
+  }
+  for (int64_t s = 0; s < each; ++s) {
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (token[u] < 0) continue;
+      const int64_t row = map[s * tokens + token[u]];
+      if (row >= 0) output[row * p.words.divisor + word[u]] = held[u];
+    }
+  }
+}
+
+// ---- sums
+
+struct PermutedRows {
+  const int32_t* map;  // [each, tokens]
+  const float* probs;  // [tokens, each]; null: 1
+  int64_t tokens, each, rows;
+  ValueErrorSink errors;
+
+  // -1 for what has no row; a wrong one is noted by the threads that `notes` is true for.
+  __device__ int64_t row(int64_t s, int64_t token, bool notes) const {
+    const int64_t at = s * tokens + token, row = map[at];
+    if (row >= -1 && row < rows) return row;
+    if (notes) note(errors, ValueRule::kPermutedRow, at, row, rows);
+    return -1;
+  }
+  __device__ float weight(int64_t s, int64_t token) const {
+    return probs != nullptr ? probs[token * each + s] : 1.0f;
+  }
+};
+
+static __global__ void __launch_bounds__(kThreads)
+    check_rows_kernel(const int32_t* map, int64_t size, int64_t rows, ValueErrorSink errors) {
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < size;
+       i += int64_t{gridDim.x} * kThreads) {
+    if (map[i] < -1 || map[i] >= rows) note(errors, ValueRule::kPermutedRow, i, map[i], rows);
+  }
+}
+
+// A pack of a row, or one element where rows are not made of whole packs.
+template <class T, bool kWhole>
+struct Piece {
+  static constexpr int kSize = kWhole ? Pack<T>::kSize : 1;
+  static __device__ void load(const T* p, float (&v)[kSize]) {
+    if constexpr (kWhole) {
+      Pack<T> pack;
+      pack.load(p);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) v[i] = pack[i];
+    } else {
+      v[0] = to_f32(*p);
+    }
+  }
+  static __device__ void store(T* p, const float (&v)[kSize]) {
+    if constexpr (kWhole) {
+      Pack<T> pack;
+      pack.set(v);
+      pack.store(p);
+    } else {
+      *p = from_f32<T>(v[0]);
+    }
+  }
+};
+
+template <class T, bool kWhole>
+__global__ void __launch_bounds__(kThreads)
+    sum_rows_kernel(const T* input, PermutedRows m, T* output, RowPieces p) {
+  using P = Piece<T, kWhole>;
+  const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  if (i >= p.size) return;
+  uint32_t word = 0;
+  const int64_t token = p.first + p.words(static_cast<uint32_t>(i), word);
+  const int64_t stride = int64_t{p.words.divisor} * P::kSize, col = int64_t{word} * P::kSize;
+  float sum[P::kSize] = {};
+  for (int64_t s = 0; s < m.each; s += kAtOnce) {
+    float v[kAtOnce][P::kSize];
+    int64_t row[kAtOnce];
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      row[u] = s + u < m.each ? m.row(s + u, token, word == 0) : -1;
+      if (row[u] >= 0) P::load(input + row[u] * stride + col, v[u]);
+    }
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (row[u] < 0) continue;
+      const float weight = m.weight(s + u, token);
+#pragma unroll
+      for (int e = 0; e < P::kSize; ++e) sum[e] = fmaf(weight, v[u][e], sum[e]);
+    }
+  }
+  P::store(output + token * stride + col, sum);
+}
+
+// ---- gradient of permuted rows
+
+// Sets the bit of each row that a pair has.
+static __global__ void __launch_bounds__(kThreads)
+    mark_rows_kernel(const int32_t* map, int64_t size, int64_t rows, uint32_t* bits,
+                     ValueErrorSink errors) {
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < size;
+       i += int64_t{gridDim.x} * kThreads) {
+    const int32_t row = map[i];
+    if (row == -1) continue;
+    if (row < -1 || row >= rows) {
+      note(errors, ValueRule::kPermutedRow, i, row, rows);
+      continue;
+    }
+    const uint32_t mine = 1u << (row % 32);
+    if ((atomicOr(bits + row / 32, mine) & mine) != 0) {
+      note(errors, ValueRule::kRowTwice, i, row, rows);
+    }
+  }
+}
+
+// Zeroes rows without a bit; a warp takes the 32 rows of a word.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    zero_rows_kernel(const uint32_t* bits, int64_t rows, int64_t cols, T* output) {
+  const int64_t warps = int64_t{gridDim.x} * (kThreads / 32);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  for (int64_t w = blockIdx.x * int64_t{kThreads / 32} + threadIdx.x / 32; w * 32 < rows;
+       w += warps) {
+    for (uint32_t missing = ~bits[w]; missing != 0; missing &= missing - 1) {
+      const int64_t row = w * 32 + __ffs(static_cast<int>(missing)) - 1;
+      if (row >= rows) break;
+      for (int64_t c = lane; c < cols; c += 32) output[row * cols + c] = from_f32<T>(0.0f);
+    }
+  }
+}
+
+// A block takes a token. `dots` [each, warps of the block] is shared memory, if grad_probs is not
+// null.
+template <class T, bool kWhole>
+__global__ void __launch_bounds__(kThreads)
+    unpermute_gradient_kernel(const T* grad_output, const T* fwd_input, PermutedRows m,
+                              T* grad_input, float* grad_probs, int64_t cols, int64_t first) {
+  using P = Piece<T, kWhole>;
+  extern __shared__ float dots[];
+  const int64_t token = first + blockIdx.x;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  const T* grad = grad_output + token * cols;
+  for (int64_t s = 0; s < m.each; ++s) {
+    const int64_t row = m.row(s, token, false);  // noted by mark_rows_kernel
+    float dot = 0.0f;
+    if (row >= 0) {
+      const float weight = m.weight(s, token);
+      const T* input = fwd_input + row * cols;
+      T* out = grad_input + row * cols;
+#pragma unroll 2
+      for (int64_t c = int64_t{threadIdx.x} * P::kSize; c < cols;
+           c += int64_t{blockDim.x} * P::kSize) {
+        float g[P::kSize], x[P::kSize];
+        P::load(grad + c, g);
+        if (grad_probs != nullptr) P::load(input + c, x);
+#pragma unroll
+        for (int e = 0; e < P::kSize; ++e) {
+          if (grad_probs != nullptr) dot = fmaf(g[e], x[e], dot);
+          g[e] *= weight;
+        }
+        P::store(out + c, g);
+      }
+    }
+    if (grad_probs == nullptr) continue;
+    dot = warp_sum(dot);
+    if (lane == 0) dots[s * warps + warp] = dot;
+  }
+  if (grad_probs == nullptr) return;
+  __syncthreads();
+  for (int64_t s = threadIdx.x; s < m.each; s += blockDim.x) {
+    float sum = 0.0f;
+    for (int w = 0; w < warps; ++w) sum += dots[s * warps + w];
+    grad_probs[token * m.each + s] = sum;
+  }
+}
+
+// ---- groups
+
+constexpr int kGroups = 64;  // of a launch: a kernel's parameters are 4 KiB at most
+
+// Groups of rows that follow each other in the output. Rows past `rows` of a group are 0.
+struct RowGroups {
+  int64_t from[kGroups];  // first row in the input
+  int64_t to[kGroups];    // first row in the output
+  int64_t rows[kGroups];
+  int count = 0;
+};
+
+template <class Word>
+__global__ void __launch_bounds__(kThreads)
+    copy_groups_kernel(const Word* input, Word* output, const __grid_constant__ RowGroups groups,
+                       RowPieces p) {
+  const int64_t first = blockIdx.x * int64_t{kThreads * kAtOnce} + threadIdx.x;
+  Word held[kAtOnce];
+#pragma unroll
+  for (int u = 0; u < kAtOnce; ++u) {
+    const int64_t i = first + u * kThreads;
+    if (i >= p.size) continue;
+    uint32_t word = 0;
+    const int64_t row = p.first + p.words(static_cast<uint32_t>(i), word);
+    int low = 0;
+    for (int high = groups.count; high - low > 1;) {
+      const int middle = (low + high) / 2;
+      (groups.to[middle] <= row ? low : high) = middle;
+    }
+    const int64_t at = row - groups.to[low];
+    held[u] = Word{};
+    if (at < groups.rows[low]) {
+      held[u] = input[(groups.from[low] + at) * p.words.divisor + word];
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kAtOnce; ++u) {
+    const int64_t i = first + u * kThreads;
+    if (i < p.size) output[p.first * p.words.divisor + i] = held[u];
+  }
+}
+
+// ---- offsets
+
+constexpr int kScanThreads = 1024;
+
+static __global__ void __launch_bounds__(kThreads)
+    check_splits_kernel(Integers splits, int64_t size, ValueErrorSink errors) {
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < size;
+       i += int64_t{gridDim.x} * kThreads) {
+    if (splits[i] < 0) note(errors, ValueRule::kSplit, i, splits[i], 0);
+  }
+}
+
+// One block; sums wrap around.
+template <class Out>
+__global__ void __launch_bounds__(kScanThreads)
+    offsets_kernel(Integers splits, int64_t size, uint64_t stride, bool leading_zero, Out* out,
+                   ValueErrorSink errors) {
+  constexpr int kEach = 4;
+  __shared__ uint64_t warp_sums[32];
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  uint64_t carry = 0;
+  if (leading_zero && threadIdx.x == 0) *out = 0;
+  if (leading_zero) ++out;
+  for (int64_t base = 0; base < size; base += kScanThreads * kEach) {
+    uint64_t sums[kEach], mine = 0;
+    const int64_t first = base + int64_t{threadIdx.x} * kEach;
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      const int64_t v = first + k < size ? splits[first + k] : 0;
+      if (v < 0) note(errors, ValueRule::kSplit, first + k, v, 0);
+      sums[k] = mine += static_cast<uint64_t>(v) * stride;
+    }
+    uint64_t before = mine;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const uint64_t other = __shfl_up_sync(0xFFFFFFFFu, before, step);
+      if (lane >= step) before += other;
+    }
+    if (lane == 31) warp_sums[warp] = before;
+    __syncthreads();
+    uint64_t all = 0, earlier = carry + before - mine;
+    for (int w = 0; w < kScanThreads / 32; ++w) {
+      if (w < warp) earlier += warp_sums[w];
+      all += warp_sums[w];
+    }
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) {
+      if (first + k < size) out[first + k] = static_cast<Out>(earlier + sums[k]);
+    }
+    carry += all;
+    __syncthreads();
+  }
+}
+
+}  // namespace te_fl::cuda

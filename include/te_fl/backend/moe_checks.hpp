@@ -1,0 +1,125 @@
+#pragma once
+
+// For backends with ops of experts: the checks of a call's extents and numbers that the ops'
+// descriptions cannot say, and the texts of values that are out of range. All throw
+// INVALID_ARGUMENT, clean, and read metadata only. Header-only.
+
+#include <cstdint>
+#include <limits>
+#include <string>
+
+#include "te_fl/backend.hpp"
+#include "te_fl/ops/moe.h"
+
+namespace te_fl::backend {
+
+// Row numbers are 32 bits: [rows, each] pairs of a token and an expert are fewer than 2^31.
+inline void check_pairs(int64_t tokens, int64_t each) {
+  if (each == 0 || tokens <= std::numeric_limits<int32_t>::max() / each) return;
+  invalid(std::to_string(tokens) + " tokens of " + std::to_string(each) +
+          " experts each are 2^31 rows or more, which row_id_map cannot number; split the tokens");
+}
+
+[[noreturn]] inline void wrong_value(const char* name, int64_t at, int64_t value, int64_t low,
+                                     int64_t bound, const char* more) {
+  invalid(std::string(name) + "[" + std::to_string(at) + "] is " + std::to_string(value) +
+          "; it must lie in [" + std::to_string(low) + ", " + std::to_string(bound) + ")" + more);
+}
+
+// `rows` pairs of lengths before and after padding: each unpadded one fits its padded one, and the
+// sums are those of the tensors.
+struct PaddedGroups {
+  const int64_t* plain;
+  const int64_t* padded;
+  int64_t count;
+};
+inline void check_groups(const PaddedGroups& groups, int64_t plain_rows, int64_t padded_rows) {
+  int64_t plain = 0, padded = 0;
+  for (int64_t i = 0; i < groups.count; ++i) {
+    if (groups.plain[i] > groups.padded[i]) {
+      invalid("group " + std::to_string(i) + " has " + std::to_string(groups.plain[i]) +
+              " rows and " + std::to_string(groups.padded[i]) +
+              " with padding, expected no fewer with padding");
+    }
+    plain += groups.plain[i], padded += groups.padded[i];
+    if (padded > padded_rows) break;  // before the sums can overflow
+  }
+  if (plain == plain_rows && padded == padded_rows) return;
+  invalid("the groups have " + std::to_string(plain) + " rows and " + std::to_string(padded) +
+          " with padding, but the tensors have " + std::to_string(plain_rows) + " and " +
+          std::to_string(padded_rows));
+}
+inline PaddedGroups groups_of(const te_fl_fused_multi_row_padding_args& a) {
+  if (a.input_rows_count != a.padded_rows_count) {
+    invalid("input_rows has " + std::to_string(a.input_rows_count) + " groups, padded_rows " +
+            std::to_string(a.padded_rows_count) + "; expected as many");
+  }
+  return {a.input_rows, a.padded_rows, a.input_rows_count};
+}
+inline PaddedGroups groups_of(const te_fl_fused_multi_row_unpadding_args& a) {
+  if (a.input_rows_count != a.unpadded_rows_count) {
+    invalid("input_rows has " + std::to_string(a.input_rows_count) + " groups, unpadded_rows " +
+            std::to_string(a.unpadded_rows_count) + "; expected as many");
+  }
+  return {a.unpadded_rows, a.input_rows, a.input_rows_count};
+}
+
+// The last extent of an optional tensor.
+inline void check_last(const char* name, const te_fl_tensor* t, int64_t want, const char* rule) {
+  if (t == nullptr || t->dl.shape[t->dl.ndim - 1] == want) return;
+  invalid(std::string(name) + " has shape " + shape_text(*t) + ", expected " +
+          std::to_string(want) + " in the last dimension: " + rule);
+}
+
+inline void check_topk(int64_t topk, int64_t experts) {
+  if (topk <= experts) return;
+  invalid("topk is " + std::to_string(topk) + ", but there are " + std::to_string(experts) +
+          " experts");
+}
+
+inline void check_router(const te_fl_fused_topk_with_score_function_fwd_args& a, int64_t experts) {
+  check_topk(a.topk, experts);
+  check_last("routing_bits", a.routing_bits, (experts + 7) / 8, "a bit for each expert");
+  check_last("topk_indices", a.topk_indices, a.topk, "topk");
+  if (a.num_groups == 0) return;
+  if (experts % a.num_groups != 0) {
+    invalid("num_groups is " + std::to_string(a.num_groups) + ", which does not divide the " +
+            std::to_string(experts) + " experts");
+  }
+  if (a.topk > a.group_topk * (experts / a.num_groups)) {
+    invalid("topk is " + std::to_string(a.topk) + ", but the " + std::to_string(a.group_topk) +
+            " chosen groups have " + std::to_string(a.group_topk * (experts / a.num_groups)) +
+            " experts");
+  }
+}
+
+inline void check_router(const te_fl_fused_topk_with_score_function_bwd_args& a, int64_t experts) {
+  if (a.routing_map == nullptr && a.routing_bits == nullptr && a.topk_indices == nullptr) {
+    invalid(
+        "no argument says which experts were chosen; give routing_map, routing_bits or "
+        "topk_indices");
+  }
+  check_topk(a.topk, experts);
+  check_last("routing_bits", a.routing_bits, (experts + 7) / 8, "a bit for each expert");
+  check_last("topk_indices", a.topk_indices, a.topk, "topk");
+}
+
+inline void check_router(const te_fl_fused_score_for_moe_aux_loss_fwd_args& a, int64_t experts) {
+  check_topk(a.topk, experts);
+  check_last("routing_bits", a.routing_bits, (experts + 7) / 8, "a bit for each expert");
+}
+
+inline void check_one_element(const char* name, const te_fl_tensor* t) {
+  if (t == nullptr || numel(*t) == 1) return;
+  invalid(std::string(name) + " has shape " + shape_text(*t) + ", expected one element");
+}
+
+inline void check_aux_loss(const te_fl_fused_moe_aux_loss_fwd_args& a) {
+  check_one_element("aux_loss", a.aux_loss);
+  check_one_element("total_num_tokens_tensor", a.total_num_tokens_tensor);
+  if (a.total_num_tokens_tensor == nullptr && a.total_num_tokens == 0) {
+    invalid("total_num_tokens is 0, expected at least 1, or total_num_tokens_tensor");
+  }
+}
+
+}  // namespace te_fl::backend
