@@ -175,7 +175,7 @@ void sum_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& inpu
   }
   with_type(dtype_of(input), [&]<class T>(T) {
     const auto launch = [&]<bool kWhole>(std::bool_constant<kWhole>) {
-      for_pieces(0, rows.tokens, cols / Piece<T, kWhole>::kSize, [&](const RowPieces& p) {
+      for_pieces(0, rows.tokens, cols / RowPiece<T, kWhole>::kSize, [&](const RowPieces& p) {
         sum_rows_kernel<T, kWhole><<<blocks_of(p.size, kThreads), kThreads, 0, stream>>>(
             backend::data<const T>(input), rows, backend::data<T>(output), p);
         check_launch(op);
@@ -233,7 +233,7 @@ void moe_unpermute_bwd(const te_fl_context& ctx, const te_fl_moe_unpermute_bwd_a
       check_launch("zero_rows_kernel");
     }
     const auto launch = [&]<bool kWhole>(std::bool_constant<kWhole>) {
-      const int64_t pieces = ceil_div(cols, Piece<T, kWhole>::kSize);
+      const int64_t pieces = ceil_div(cols, RowPiece<T, kWhole>::kSize);
       const auto threads = static_cast<unsigned>(
           std::clamp<int64_t>(round_up(pieces, 32), 32, kThreads));
       const size_t shared = grad_probs != nullptr ? static_cast<size_t>(m.each) * (threads / 32) *

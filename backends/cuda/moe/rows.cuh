@@ -100,7 +100,7 @@ static __global__ void __launch_bounds__(kThreads)
 
 // A pack of a row, or one element where rows are not made of whole packs.
 template <class T, bool kWhole>
-struct Piece {
+struct RowPiece {
   static constexpr int kSize = kWhole ? Pack<T>::kSize : 1;
   static __device__ void load(const T* p, float (&v)[kSize]) {
     if constexpr (kWhole) {
@@ -126,7 +126,7 @@ struct Piece {
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     sum_rows_kernel(const T* input, PermutedRows m, T* output, RowPieces p) {
-  using P = Piece<T, kWhole>;
+  using P = RowPiece<T, kWhole>;
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   if (i >= p.size) return;
   uint32_t word = 0;
@@ -195,7 +195,7 @@ template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     unpermute_gradient_kernel(const T* grad_output, const T* fwd_input, PermutedRows m,
                               T* grad_input, float* grad_probs, int64_t cols, int64_t first) {
-  using P = Piece<T, kWhole>;
+  using P = RowPiece<T, kWhole>;
   extern __shared__ float dots[];
   const int64_t token = first + blockIdx.x;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
