@@ -24,7 +24,7 @@ struct RouterShape {
 
 // ---- numbers
 
-__device__ inline float sigmoid_of(float x) { return 1.0f / (1.0f + expf(-x)); }
+__device__ inline float logistic_of(float x) { return 1.0f / (1.0f + expf(-x)); }
 __device__ inline float sqrt_softplus_of(float x) {
   return sqrtf((x < 0.0f ? 0.0f : x) + log1pf(expf(-fabsf(x))));
 }
@@ -212,7 +212,7 @@ __device__ inline void scores_row(int function, float (&x)[kPer]) {
   if (function == TE_FL_SCORE_FUNCTION_SOFTMAX) return softmax_row(x);
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
-    x[j] = function == TE_FL_SCORE_FUNCTION_SIGMOID ? sigmoid_of(x[j]) : sqrt_softplus_of(x[j]);
+    x[j] = function == TE_FL_SCORE_FUNCTION_SIGMOID ? logistic_of(x[j]) : sqrt_softplus_of(x[j]);
   }
 }
 
@@ -393,7 +393,7 @@ __device__ inline void gradient_row(int function, bool divides, uint32_t counts,
     if (function == TE_FL_SCORE_FUNCTION_SIGMOID) {
       g[j] *= y[j] * (1.0f - y[j]);
     } else {
-      g[j] *= sigmoid_of(saved[j]) / (2.0f * y[j] + 1e-20f);
+      g[j] *= logistic_of(saved[j]) / (2.0f * y[j] + 1e-20f);
     }
   }
 }
