@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- offsets
 
-constexpr int kScanThreads = 1024;
+constexpr int kScanThreads = 512;
 
 static __global__ void __launch_bounds__(kThreads)
     check_splits_kernel(Integers splits, int64_t size, ValueErrorSink errors) {
