@@ -8,6 +8,7 @@
 #include "te_fl/ops/collective.h"
 #include "te_fl/ops/dropout.h"
 #include "te_fl/ops/gemm.h"
+#include "te_fl/ops/moe.h"
 #include "te_fl/ops/norm.h"
 #include "te_fl/ops/optimizer.h"
 #include "te_fl/ops/quantize.h"
