@@ -21,6 +21,8 @@ ROOMS = [
     *[(f"pytorch/{room}", [f"te_fl.pytorch.{room}"]) for room in
       ("runtime", "distributed", "fp8", "autograd", "functions", "modules", "optimizers", "compile")],
     ("pytorch", ["te_fl.pytorch"]),
+    ("transformer_engine_torch", ["te_fl.transformer_engine_torch"]),
+    ("inside", ["te_fl.inside", "te_fl.transformer_engine_plugin"]),
     ("te_fl", ["te_fl"]),
     ("programs", ["te_fl.doctor", "te_fl.__main__", "te_fl._check"]),
 ]
@@ -32,6 +34,11 @@ FUNCTION_IMPORTS = {
     ("te_fl", "te_fl._modules"): "importing te_fl loads no plugin",
     ("te_fl", "te_fl.registration"): "importing te_fl takes no longer for those who register nothing",
     ("te_fl", "te_fl.compat.finder"): "only as_transformer_engine() needs it",
+    ("te_fl", "te_fl.inside"): "only inside_transformer_engine() needs it",
+    ("te_fl.inside.package", "te_fl.inside.host_device"): "it imports PyTorch, which is not to be imported before the program does",
+    ("te_fl.inside.package", "te_fl.transformer_engine_torch"): "it imports PyTorch, which is not to be imported before the program does",
+    ("te_fl.transformer_engine_plugin", "te_fl.transformer_engine_torch"): "what fails in it is refused under TE_FL_STRICT",
+    ("te_fl.transformer_engine_torch.schemes", "transformer_engine.pytorch.tensor"): "the package imports this module",
     ("te_fl.errors", "difflib"): "importing te_fl needs none of it",
     ("te_fl.registration", "te_fl.private_device"): "it imports PyTorch, which is optional",
     ("te_fl.jax", "jax"): "JAX is optional, and a missing one is to be refused by te_fl's message",

@@ -97,8 +97,8 @@ constexpr VariableSpec kSpecs[] = {
      "1: where te-fl's Python package is installed, `import transformer_engine` means te-fl from "
      "the interpreter's start (docs/transformer-engine.md)."},
     {"TE_FL_INSIDE_TRANSFORMER_ENGINE", "", kString, "", "",
-     "1: where te-fl's Python package is installed, NVIDIA's package transformer_engine, which is "
-     "installed too, computes with te-fl; cpu: and the host answers its requests for CUDA "
+     "1: where te-fl's Python package is installed, the package transformer_engine that is "
+     "installed too computes with te-fl; cpu: and the host answers its requests for CUDA "
      "(docs/inside-transformer-engine.md)."},
     {"TE_FL_TORCH_NODE", "", kBool, "1", "",
      "0: te_fl.pytorch leaves out the autograd node that `python -m te_fl build-node` has compiled "

@@ -9,19 +9,20 @@ from __future__ import annotations
 import os
 import sys
 
+from te_fl import inside
+from te_fl.compat import finder
+from te_fl.errors import FailedPrecondition
+from te_fl.inside import package
+
 
 def _load() -> None:
-    from te_fl import inside
-    from te_fl.compat import finder
-    from te_fl.errors import FailedPrecondition
-    from te_fl.inside import package
     if inside.started():
         raise FailedPrecondition(f"NVTE_PLUGIN: te-fl is inside this process already ({inside.VARIABLE}, te_fl.inside_transformer_engine); use one way")
     if finder.status()["active"]:
         raise FailedPrecondition("NVTE_PLUGIN: transformer_engine stands for te-fl in this process (te_fl.as_transformer_engine); use one way")
     package.check_version()
-    import te_fl.transformer_engine_torch as served
-    sys.modules["transformer_engine_torch"] = served
+    from te_fl import transformer_engine_torch
+    sys.modules["transformer_engine_torch"] = transformer_engine_torch
 
 
 def load_plugins() -> None:

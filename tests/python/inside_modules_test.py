@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 RECIPES = {"none": (None, None), "delayed": (recipes.DelayedScaling(amax_history_len=4), our_recipes.DelayedScaling(amax_history_len=4)),
            "current": (recipes.Float8CurrentScaling(), our_recipes.Float8CurrentScaling()),
            "block": (recipes.Float8BlockScaling(), our_recipes.Float8BlockScaling())}
-# What the package rounds to BF16 between two ops where te_fl.pytorch keeps FP32: a normalisation's result before it is quantised under current
+# The package rounds to BF16 between two ops where te_fl.pytorch keeps FP32: a normalisation's result before it is quantised under current
 # and block scaling, and in an MLP the activation and the summands of its bias' gradient. One rounding is 2^-9 of a value; under FP8 it may move
 # a code, by 2^-4 of a value.
 EXACT = dict.fromkeys(RECIPES, 0.0)
@@ -135,7 +135,7 @@ class Around(unittest.TestCase):
             x = torch.randn(32, 2, 128, dtype=BF16)
             results = []
             for run in (lambda m, x: m(x), te.checkpoint):
-                torch.manual_seed(1)  # the same weights and masks in both, and scales of none before them
+                torch.manual_seed(1)  # Both have the same weights and masks, and begin with no scales.
                 module = te.TransformerLayer(128, 256, 4, hidden_dropout=0.1, attention_dropout=0.0, params_dtype=BF16)
                 z = x.detach().requires_grad_()
                 with te.autocast(enabled=recipe is not None, recipe=recipe):

@@ -188,10 +188,10 @@ class Router(Compared):
         logits, indices = drawn(4, 8), torch.full((4, 2), 7, dtype=torch.int32)
         for options in (dict(topk=9), dict(topk=0), dict(num_groups=3, group_topk=1), dict(score_function="none"),
                         dict(score_function="softmax", expert_bias=drawn(8))):
-            given = dict(topk=2, use_pre_softmax=False, num_groups=None, group_topk=None, scaling_factor=None, score_function="sigmoid",
+            sound = dict(topk=2, use_pre_softmax=False, num_groups=None, group_topk=None, scaling_factor=None, score_function="sigmoid",
                          expert_bias=None, topk_indices=indices)
             with self.assertRaises((Error, ValueError)):
-                tex.fused_topk_with_score_function_fwd(logits, **{**given, **options})
+                tex.fused_topk_with_score_function_fwd(logits, **{**sound, **options})
         self.assertTrue(bool((indices == 7).all()))
         self.refused("num_rows and num_cols say (4, 7)", tex.fused_moe_aux_loss_fwd, logits, torch.zeros(8), 4, 8, 4, 7, 2, 1.0)
         with self.assertRaisesRegex(Unsupported, "quantile balancing"):

@@ -25,7 +25,7 @@ layer(torch.randn(16, 32, device="cuda")).sum().backward()
 import te_fl, transformer_engine_torch
 print("served by", sorted({u["impl_id"] for u in te_fl.usage()}), transformer_engine_torch.__name__)
 """
-# What the package does with NVTE_PLUGIN once its extension is loaded (transformer_engine/common/__init__.py), which needs NVIDIA's libraries.
+# The package does this with NVTE_PLUGIN once its extension is loaded, which needs NVIDIA's libraries (transformer_engine/common/__init__.py).
 PLUGIN = """
 import importlib, sys, types, warnings
 extension = types.ModuleType("transformer_engine_torch")

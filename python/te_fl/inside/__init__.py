@@ -6,7 +6,9 @@ import os
 import sys
 from typing import Optional
 
+from te_fl.compat import finder
 from te_fl.errors import FailedPrecondition, InvalidArgument
+from te_fl.inside import package
 
 __all__ = ["start", "started"]
 
@@ -33,7 +35,6 @@ def start(device: Optional[str] = None) -> None:
         if _started != wanted:
             raise FailedPrecondition(f"te_fl.inside_transformer_engine: it was called with device={_started or None!r} before; a process has one")
         return
-    from te_fl.compat import finder
     if finder.status()["active"]:
         raise FailedPrecondition("te_fl.inside_transformer_engine: transformer_engine stands for te-fl in this process "
                                  "(te_fl.as_transformer_engine, TE_FL_AS_TRANSFORMER_ENGINE); use one of the two ways")
@@ -42,13 +43,12 @@ def start(device: Optional[str] = None) -> None:
     if "transformer_engine" in sys.modules:
         raise FailedPrecondition("te_fl.inside_transformer_engine: transformer_engine was imported before; call this first, or set "
                                  f"{VARIABLE}=1")
-    from te_fl.inside import package
     package.install(host=device == "cpu")
     _started = wanted
 
 
 def start_by_variable() -> None:
-    """What TE_FL_INSIDE_TRANSFORMER_ENGINE asks for when the interpreter starts: 1, or cpu."""
+    """Does what TE_FL_INSIDE_TRANSFORMER_ENGINE asks for when the interpreter starts: 1, or cpu."""
     value = os.environ.get(VARIABLE, "").lower()
     if value in ("", "0", "false", "off", "no"):
         return

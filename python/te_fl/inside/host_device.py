@@ -43,7 +43,7 @@ class _HostMode(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.device and any(map(_is_cuda, (*args, *kwargs.values()))):
-            return torch.device("cpu")  # whatever its index
+            return torch.device("cpu")  # The index of a device means nothing here.
         if kwargs:
             if "device" in kwargs:
                 kwargs = {**kwargs, "device": _device_on_host(kwargs["device"])}
@@ -238,7 +238,7 @@ def install() -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *arguments, **options: None)
     if torch.version.cuda is None:
-        torch.version.cuda = "13.0"  # which formats the package offers depends on it
+        torch.version.cuda = "13.0"  # The package offers its formats by this version.
     # The package joins small functions by torch.compile, whose compiler would look for CUDA's driver; and its tracer asks for the stream of an
     # accelerator, of which there is none.
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")

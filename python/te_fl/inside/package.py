@@ -7,7 +7,6 @@ puts te_fl.transformer_engine_torch where it would have put the extension. The s
 
 from __future__ import annotations
 
-import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -45,7 +44,8 @@ def load_framework_extension(framework: str) -> None:
         # The package's top level goes on without a framework that cannot be imported.
         raise ImportError(f"te-fl serves the PyTorch side of transformer_engine only; for {framework} use te_fl.{framework}")
     check_version()
-    sys.modules[_EXTENSION] = importlib.import_module("te_fl.transformer_engine_torch")
+    from te_fl import transformer_engine_torch
+    sys.modules[_EXTENSION] = transformer_engine_torch
 
 
 class _Loader(importlib.abc.Loader):
@@ -78,9 +78,14 @@ def _execute_common(loader: Any, module: ModuleType) -> None:
     module.load_framework_extension = load_framework_extension
 
 
+def _answer_for_cuda() -> None:
+    from te_fl.inside import host_device
+    host_device.install()
+
+
 def _execute_torch(loader: Any, module: ModuleType) -> None:
     loader.exec_module(module)
-    importlib.import_module("te_fl.inside.host_device").install()
+    _answer_for_cuda()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -101,7 +106,7 @@ def install(host: bool) -> None:
     """host: the host answers for CUDA, from the import of torch on."""
     executions: dict = {_COMMON: _execute_common}
     if host and "torch" in sys.modules:
-        importlib.import_module("te_fl.inside.host_device").install()
+        _answer_for_cuda()
     elif host:
         executions["torch"] = _execute_torch
     sys.meta_path.insert(0, _Finder(executions))

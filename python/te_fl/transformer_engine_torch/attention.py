@@ -7,8 +7,8 @@ from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 
-import te_fl
-from te_fl import Quantized, ops
+from te_fl import ops
+from te_fl.policy import policy
 from te_fl.errors import Error, InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch import schemes
 from te_fl.transformer_engine_torch.attention_problem import (FORMATS, LAYOUTS, LENGTH_DIMS, Layout, Problem, alibi_slopes, operands, packed,
@@ -16,6 +16,7 @@ from te_fl.transformer_engine_torch.attention_problem import (FORMATS, LAYOUTS, 
 from te_fl.transformer_engine_torch.dropout import draw
 from te_fl.transformer_engine_torch.dtypes import FP8, fp8_dtype, torch_dtype
 from te_fl.transformer_engine_torch.enums import NVTE_Fused_Attn_Backend, NVTEScalingMode
+from te_fl.tensors import Quantized
 
 __all__ = ["fused_attn_bwd", "fused_attn_fwd", "get_fused_attn_backend"]
 
@@ -261,7 +262,7 @@ def _gradients(layout: Layout, dqkv_layout: Layout, shapes: tuple, quantizer: An
 
 
 def _deterministically(asked: bool) -> Any:
-    return te_fl.policy(deterministic=True) if asked else contextlib.nullcontext()
+    return policy(deterministic=True) if asked else contextlib.nullcontext()
 
 
 def fused_attn_bwd(max_seqlen_q: int, max_seqlen_kv: int, attn_scale: float, p_dropout: float, set_zero: bool, qkv_layout: Any, o_format: Any,

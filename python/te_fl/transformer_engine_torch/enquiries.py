@@ -48,5 +48,5 @@ def nvte_built_with_cublasmp() -> bool:
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """Of the communication buffers, which te-fl does not have."""
+    """Always false: it is asked for communication buffers, which te-fl does not have."""
     return False

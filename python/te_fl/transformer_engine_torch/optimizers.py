@@ -10,9 +10,10 @@ from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 
-from te_fl import Quantized, ops
+from te_fl import ops
 from te_fl.errors import InvalidArgument
 from te_fl.transformer_engine_torch.dtypes import fp8_dtype as codes_dtype
+from te_fl.tensors import Quantized
 
 __all__ = ["multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master", "multi_tensor_adam_fp8",
            "multi_tensor_adam_param_remainder", "multi_tensor_compute_scale_and_scale_inv", "multi_tensor_compute_scale_inv_e8m0",

@@ -11,10 +11,11 @@ from typing import Any, Optional, Sequence, Tuple
 
 import torch
 
-from te_fl import Quantized, _native, ops
+from te_fl import _native, ops
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch.dtypes import fp8_dtype
 from te_fl.transformer_engine_torch.swizzle import plain_scales
+from te_fl.tensors import Quantized
 
 __all__ = ["Scheme", "is_quantised", "of_quantizer", "of_tensor", "operand", "rounded_up", "rows_and_columns", "scheme_of", "shape_of"]
 
@@ -115,7 +116,7 @@ class Scheme:
         return tensor
 
     def mark(self, quantizer: Any, tensor: Any) -> None:
-        """What else the tensor says of itself."""
+        """Sets what else the tensor says of itself."""
         tensor._fp8_dtype = quantizer.dtype
 
 
@@ -399,13 +400,9 @@ _package_classes: dict = {}
 def _classes() -> dict:
     """The package's classes by name; they import this module, and are there when the first tensor is."""
     if not _package_classes:
-        from transformer_engine.pytorch import tensor
-        from transformer_engine.pytorch.tensor import storage
-        import importlib
-        for name in ("float8_tensor", "float8_blockwise_tensor", "mxfp8_tensor", "nvfp4_tensor"):
-            module = importlib.import_module(f"{tensor.__name__}.{name}")
-            kept = importlib.import_module(f"{storage.__name__}.{name}_storage")
-            _package_classes.update((n, c) for m in (module, kept) for n, c in vars(m).items() if isinstance(c, type))
+        from transformer_engine.pytorch.tensor import float8_blockwise_tensor, float8_tensor, mxfp8_tensor, nvfp4_tensor
+        modules = (float8_tensor, float8_blockwise_tensor, mxfp8_tensor, nvfp4_tensor)
+        _package_classes.update((n, c) for m in modules for n, c in vars(m).items() if isinstance(c, type))
     return _package_classes
 
 
