@@ -173,20 +173,20 @@ def page_text(known, table):
     for module in PAGE_MODULES:
         names = [n for n in known[module] if f"{module}.{n}" not in known]
         served = [n for n in names if table.home(module, n)]
-        lines += [f"## {module}", "", f"{len(served)} of {len(names)} names are served.", "", "| name | te-fl | |", "|---|---|---|"]
+        lines += [f"## {module}", "", f"{len(served)} of {len(names)} names are served.", "", "| name | te-fl | inside | |", "|---|---|---|---|"]
         for name in names:
-            home = table.home(module, name)
+            home, inside = table.home(module, name), table.inside(module, name)
             refused = [f"`{argument}`" for argument in table.PARTLY.get(f"{home}.{name}", ())] + \
                 [f"{method}'s `{argument}`" for method in ("forward", "__call__")
                  for argument in table.PARTLY.get(f"{home}.{name}.{method}", ())]
             if home and f"{home}.{name}" in table.MADE_BY:
-                lines.append(f"| {name} | partly: `{home}` | {table.MADE_BY[f'{home}.{name}']} |")
+                lines.append(f"| {name} | partly: `{home}` | {inside} | {table.MADE_BY[f'{home}.{name}']} |")
             elif home and (refused or name in table.UNUSABLE):
-                lines.append(f"| {name} | partly: `{home}` | {'refused: ' + ', '.join(refused) if refused else table.UNUSABLE_BECAUSE} |")
+                lines.append(f"| {name} | partly: `{home}` | {inside} | {'refused: ' + ', '.join(refused) if refused else table.UNUSABLE_BECAUSE} |")
             elif home:
-                lines.append(f"| {name} | served: `{home}` | |")
+                lines.append(f"| {name} | served: `{home}` | {inside} | |")
             else:
-                lines.append(f"| {name} | refused | {table.way_out(module, name)} |")
+                lines.append(f"| {name} | refused | {inside} | {table.way_out(module, name)} |")
         lines.append("")
     return "\n".join(lines)
 

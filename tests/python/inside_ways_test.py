@@ -96,6 +96,12 @@ class Ways(unittest.TestCase):
                        "m.version = lambda name: '2.9.0'\nimport transformer_engine.pytorch"), "2.9.0 is older than 2.14")
         self.fails(run("import te_fl; te_fl.inside_transformer_engine('cpu')\nimport transformer_engine.jax"), "use te_fl.jax")
 
+    def test_document(self):
+        page = (ROOT / "docs/inside-transformer-engine.md").read_text()
+        program = page.split("```python\n")[1].split("```")[0]
+        self.prints(run(program), "fused_attn_fwd", "default.cpu")
+        self.assertIn("pip install --no-deps " + (ROOT / "tests/python/requirements-inside.txt").read_text().split()[-1], page)
+
     def test_names(self):
         """Every name of the extension module is there: served, or refused with a reason."""
         import json

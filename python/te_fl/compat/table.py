@@ -181,7 +181,23 @@ package is installed.
   attribute raises `te_fl.errors.Unsupported`, which says what to use.
 - An argument that is not honoured is refused by name, never ignored. The tables list the arguments that take one value only.
 - A variable `NVTE_..` that is set and not honoured is a warning, once.
+
+The column "inside" is the other way, [inside Transformer Engine](inside-transformer-engine.md): NVIDIA's own package on te-fl's ops.
 """
+
+# Inside NVIDIA's package (docs/inside-transformer-engine.md) all of its names of PyTorch are its own, computed by te-fl, but these.
+INSIDE_REFUSED = frozenset("CusolverMpCtx newton_schulz newton_schulz_tp initialize_ub destroy_ub UserBufferQuantizationMode".split())
+INSIDE_OWN_KERNELS = frozenset(  # Triton's, or another library's
+    "FusedMLAQUpProjFunction FusedMLAQUpProjRopeQuant GatedDeltaNet2Attention GatedDeltaNetAttention GatedDeltaProductAttention "
+    "moe_permute_and_pad_with_probs moe_permute_with_probs moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs parallel_cross_entropy".split())
+
+
+def inside(module: str, name: str) -> str:
+    """The state of a name inside NVIDIA's package: served, refused, with kernels of the package, or nothing for JAX."""
+    if module.startswith("transformer_engine.jax"):
+        return ""
+    return "refused" if name in INSIDE_REFUSED else "the package's own kernels" if name in INSIDE_OWN_KERNELS else "served"
+
 
 _PLACES = [(home, frozenset(names.split())) for home, names in (*SERVED.items(), *PLUGINS.items())]
 
