@@ -212,10 +212,10 @@ def case_collectives_run_beside_products(ranks):
             module, x, events = _made(kind, group), _input(kind, group), []
 
             class Noted(sequence_ranks._Work):
-                def __init__(self, work, tensors, stream):
+                def __init__(self, work, tensors, *rest):
                     self.name = "scatter" if tensors[0].numel() > tensors[1].numel() else "gather"
                     events.append(f"begin {self.name}")
-                    super().__init__(work, tensors, stream)
+                    super().__init__(work, tensors, *rest)
 
                 def wait(self):
                     events.append(f"wait {self.name}")
