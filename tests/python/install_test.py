@@ -16,7 +16,8 @@ from te_fl import frameworks
 PACKAGE = os.path.dirname(os.path.abspath(te_fl.__file__))
 FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "triton", "numpy", "transformer_engine")
 # The modules that import a framework, since they are made for one.
-FOR_FRAMEWORKS = ("te_fl.pytorch", "te_fl.jax", "te_fl.private_device")  # the last is for devices of PyTorch, below te_fl.pytorch
+# te_fl.private_device is for devices of PyTorch, below te_fl.pytorch; NVIDIA's package, which has imported PyTorch, imports what follows it.
+FOR_FRAMEWORKS = ("te_fl.pytorch", "te_fl.jax", "te_fl.private_device", "te_fl.transformer_engine_torch", "te_fl.inside.host_device")
 
 
 def run(code, **environment):

@@ -43,7 +43,8 @@ std::string text_of(const ValueError& e) {
       return "row_id_map[" + at + "] is " + value +
              ", as another element is; a row belongs to one pair";
     case ValueRule::kExpert:
-      return std::string(e.argument) + "[" + at + "] is " + value + "; it must lie in [" +
+    case ValueRule::kChosenExpert:
+      return (e.rule == ValueRule::kExpert ? "indices[" : "topk_indices[") + at + "] is " + value + "; it must lie in [" +
              std::to_string(e.more) + ", " + bound + "), the experts";
     case ValueRule::kSplit:
       return "splits[" + at + "] is " + value + ", expected 0 or more";

@@ -21,7 +21,8 @@ enum class ValueRule : int32_t {
   kOddLength,     // sequence `at` has `value` tokens on this rank, two equal chunks
   kPermutedRow,   // row_id_map[at] is `value`, which is not in [-1, bound)
   kRowTwice,      // row_id_map[at] is `value`, as another element is
-  kExpert,        // `argument`[at] is `value`, which is not in [more, bound), the experts
+  kExpert,        // indices[at] is `value`, which is not in [more, bound), the experts
+  kChosenExpert,  // topk_indices[at] likewise
   kSplit,         // splits[at] is `value`, less than 0
   kPosition       // `argument` has `bound` positions, sequence `at` needs position `value`
 };
@@ -29,7 +30,8 @@ enum class ValueRule : int32_t {
 // Written by kernels, which only hand the texts on: they belong to the plugin.
 struct ValueError {
   const char* op = nullptr;
-  const char* argument = nullptr;  // of kPosition and kExpert
+  // Of kPosition: a parameter of the kernel, since a text of its own lies in the device's memory.
+  const char* argument = nullptr;
   ValueRule rule = ValueRule::kIndex;
   int64_t at = 0, value = 0, more = 0, bound = 0;
 };

@@ -334,7 +334,7 @@ struct ChoiceInputs {
       for (int i = 0; i < topk; ++i) {
         const int64_t at = token * topk + i, e = index(at);
         if (e < 0 || e >= experts) {
-          if (lane == 0) note(errors, ValueRule::kExpert, at, e, experts, 0, "topk_indices");
+          if (lane == 0) note(errors, ValueRule::kChosenExpert, at, e, experts);
         } else if (e % 32 == lane) {
           chosen |= 1u << e / 32;
         }
@@ -359,7 +359,7 @@ static __global__ void __launch_bounds__(kThreads)
        i += int64_t{gridDim.x} * kThreads) {
     const int64_t e = choice.index(i);
     if (e < 0 || e >= experts) {
-      note(choice.errors, ValueRule::kExpert, i, e, experts, 0, "topk_indices");
+      note(choice.errors, ValueRule::kChosenExpert, i, e, experts);
     }
   }
 }

@@ -26,7 +26,7 @@ static __global__ void __launch_bounds__(kThreads)
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < size;
        i += int64_t{gridDim.x} * kThreads) {
     const int64_t v = indices[i];
-    if (v < low || v >= high) note(errors, ValueRule::kExpert, i, v, high, low, "indices");
+    if (v < low || v >= high) note(errors, ValueRule::kExpert, i, v, high, low);
     keys[i] = static_cast<uint32_t>(v) ^ (bound == 0 ? 0x80000000u : 0u);
     pairs[i] = static_cast<int32_t>(i);
   }
