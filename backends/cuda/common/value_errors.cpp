@@ -44,8 +44,8 @@ std::string text_of(const ValueError& e) {
              ", as another element is; a row belongs to one pair";
     case ValueRule::kExpert:
     case ValueRule::kChosenExpert:
-      return (e.rule == ValueRule::kExpert ? "indices[" : "topk_indices[") + at + "] is " + value + "; it must lie in [" +
-             std::to_string(e.more) + ", " + bound + "), the experts";
+      return (e.rule == ValueRule::kExpert ? "indices[" : "topk_indices[") + at + "] is " + value +
+             "; it must lie in [" + std::to_string(e.more) + ", " + bound + "), the experts";
     case ValueRule::kSplit:
       return "splits[" + at + "] is " + value + ", expected 0 or more";
     default:

@@ -30,7 +30,7 @@ enum class ValueRule : int32_t {
 // Written by kernels, which only hand the texts on: they belong to the plugin.
 struct ValueError {
   const char* op = nullptr;
-  // Of kPosition: a parameter of the kernel, since a text of its own lies in the device's memory.
+  // The argument of kPosition. It is a kernel's parameter: a text of its own lies in the device.
   const char* argument = nullptr;
   ValueRule rule = ValueRule::kIndex;
   int64_t at = 0, value = 0, more = 0, bound = 0;

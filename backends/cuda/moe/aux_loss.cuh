@@ -53,8 +53,8 @@ static __global__ void __launch_bounds__(kThreads)
   __shared__ double warp_sums[kThreads / 32];
   const int64_t down = s.down();
   double sum = 0.0;
-  for (int64_t run = threadIdx.x % s.across; run * kGroup < s.experts && threadIdx.x / s.across < down;
-       run += s.across) {
+  for (int64_t run = threadIdx.x % s.across;
+       run * kGroup < s.experts && threadIdx.x / s.across < down; run += s.across) {
     const int64_t left = s.experts - run * kGroup;
     const int n = left < kGroup ? static_cast<int>(left) : kGroup;
     float weights[kGroup];
@@ -99,8 +99,8 @@ static __global__ void __launch_bounds__(kThreads)
                          Target out) {
   const int64_t down = s.down();
   const float factor = *constant * grad.at(0);
-  for (int64_t run = threadIdx.x % s.across; run * kGroup < s.experts && threadIdx.x / s.across < down;
-       run += s.across) {
+  for (int64_t run = threadIdx.x % s.across;
+       run * kGroup < s.experts && threadIdx.x / s.across < down; run += s.across) {
     const int64_t left = s.experts - run * kGroup;
     const int n = left < kGroup ? static_cast<int>(left) : kGroup;
     float v[kGroup];

@@ -223,8 +223,7 @@ __device__ inline int64_t first_token() { return blockIdx.x * int64_t{kWarps} + 
 template <int kPer>
 __global__ void __launch_bounds__(kThreads)
     topk_kernel(RowSource logits, const float* bias, RouterShape r, RowTarget probs,
-                RowTarget saved,
-                ChoiceOutputs choice) {
+                RowTarget saved, ChoiceOutputs choice) {
   extern __shared__ uint32_t group_scores[];  // [kWarps, groups]
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const bool softmax = r.function == TE_FL_SCORE_FUNCTION_SOFTMAX, after = softmax && !r.before;

@@ -119,12 +119,12 @@ TEST(CudaValueErrors, SayValueRuleAndWayOut) {
     EXPECT_HAS(late, part);
   }
   EXPECT_EQ(text_of({"", nullptr, ValueRule::kTarget, 0, -1, 0, 7}),
-            "targets[0] is -1;
+            "targets[0] is -1; it must lie in [0, 7), the classes, or be ignore_index");
   // These have no text of a kernel's, which would lie in the device's memory.
   EXPECT_EQ(text_of({"", nullptr, ValueRule::kExpert, 5, 9, 0, 8}),
             "indices[5] is 9; it must lie in [0, 8), the experts");
   EXPECT_EQ(text_of({"", nullptr, ValueRule::kChosenExpert, 2, -1, 0, 4}),
-            "topk_indices[2] is -1; it must lie in [0, 4), the experts"); it must lie in [0, 7), the classes, or be ignore_index");
+            "topk_indices[2] is -1; it must lie in [0, 4), the experts");
 }
 
 // The texts of what a call's sequences break, "" for one that breaks nothing.
