@@ -4,6 +4,7 @@
 
 #include "common/overlap.hpp"
 #include "common/value_checks.hpp"
+#include "moe/kernel_names.hpp"
 #include "moe/rows.cuh"
 #include "plugin/families.hpp"
 #include "te_fl/backend/moe_checks.hpp"
@@ -113,10 +114,10 @@ void moe_permute_fwd(const te_fl_context& ctx, const te_fl_moe_permute_fwd_args&
         Integers(*a.indices), pairs, a.num_experts, keys, numbers, errors);
     check_launch("pair_keys_kernel");
     if (validates(ctx)) refuse_noted(ctx);
-    check(cub::DeviceRadixSort::SortPairs(memory + 4 * space.pairs, space.scratch, keys,
-                                          sorted_keys, numbers, sorted, static_cast<int>(pairs), 0,
-                                          bits, stream),
-          "cub::DeviceRadixSort");
+    check(
+        cub::DeviceRadixSort::SortPairs(memory + 4 * space.pairs, space.scratch, keys, sorted_keys,
+                                        numbers, sorted, static_cast<int>(pairs), 0, bits, stream),
+        "cub::DeviceRadixSort");
     row_map_kernel<<<blocks_for(pairs), kThreads, 0, stream>>>(sorted, pairs, FastDiv(each), tokens,
                                                                rows, map);
     check_launch("row_map_kernel");
@@ -211,8 +212,7 @@ size_t unpermute_bwd_workspace(const te_fl_context&, const te_fl_moe_unpermute_b
 
 void moe_unpermute_bwd(const te_fl_context& ctx, const te_fl_moe_unpermute_bwd_args& a) {
   const int64_t rows = a.grad_input->dl.shape[0], cols = a.grad_input->dl.shape[1];
-  const PermutedRows m =
-      permuted_rows(ctx, "moe_unpermute_bwd", *a.row_id_map, a.probs, rows);
+  const PermutedRows m = permuted_rows(ctx, "moe_unpermute_bwd", *a.row_id_map, a.probs, rows);
   const cudaStream_t stream = stream_of(ctx);
   const int64_t pairs = m.tokens * m.each;
   auto* bits = static_cast<uint32_t*>(ctx.workspace);
@@ -234,11 +234,10 @@ void moe_unpermute_bwd(const te_fl_context& ctx, const te_fl_moe_unpermute_bwd_a
     }
     const auto launch = [&]<bool kWhole>(std::bool_constant<kWhole>) {
       const int64_t pieces = ceil_div(cols, RowPiece<T, kWhole>::kSize);
-      const auto threads = static_cast<unsigned>(
-          std::clamp<int64_t>(round_up(pieces, 32), 32, kThreads));
-      const size_t shared = grad_probs != nullptr ? static_cast<size_t>(m.each) * (threads / 32) *
-                                                        sizeof(float)
-                                                  : 0;
+      const auto threads =
+          static_cast<unsigned>(std::clamp<int64_t>(round_up(pieces, 32), 32, kThreads));
+      const size_t shared =
+          grad_probs != nullptr ? static_cast<size_t>(m.each) * (threads / 32) * sizeof(float) : 0;
       constexpr int64_t kMostTokens = 1 << 22;
       for (int64_t first = 0; first < m.tokens && m.each > 0; first += kMostTokens) {
         const auto blocks = static_cast<unsigned>(std::min(kMostTokens, m.tokens - first));
@@ -352,20 +351,29 @@ void append_moe(std::vector<te_fl_op_desc>& ops) {
   using Padding = te_fl_fused_multi_row_padding_args;
   using Unpadding = te_fl_fused_multi_row_unpadding_args;
   ops.push_back(descriptor<Permute, moe_permute_fwd, refuse_permute_fwd>("moe_permute_fwd"));
+  ops.back().describe =
+      describe_by<Permute, "kernels pair_keys, row_map and scatter_rows; a radix sort of CUB's">;
   ops.back().workspace = backend::workspace_thunk<Permute, permute_workspace>;
   ops.push_back(descriptor<te_fl_moe_permute_bwd_args, moe_permute_bwd, refuse_permute_bwd>(
       "moe_permute_bwd"));
+  ops.back().describe = describe_by<te_fl_moe_permute_bwd_args, "kernel sum_rows">;
   ops.push_back(descriptor<te_fl_moe_unpermute_fwd_args, moe_unpermute_fwd, refuse_unpermute_fwd>(
       "moe_unpermute_fwd"));
-  ops.push_back(descriptor<UnpermuteGradient, moe_unpermute_bwd, refuse_unpermute_bwd>(
-      "moe_unpermute_bwd"));
+  ops.back().describe = describe_by<te_fl_moe_unpermute_fwd_args, "kernel sum_rows">;
+  ops.push_back(
+      descriptor<UnpermuteGradient, moe_unpermute_bwd, refuse_unpermute_bwd>("moe_unpermute_bwd"));
+  ops.back().describe =
+      describe_by<UnpermuteGradient, "kernels mark_rows, zero_rows and unpermute_gradient">;
   ops.back().workspace = backend::workspace_thunk<UnpermuteGradient, unpermute_bwd_workspace>;
   ops.push_back(descriptor<Padding, fused_multi_row_padding, refuse_groups<Padding>>(
       "fused_multi_row_padding"));
+  ops.back().describe = describe_by<Padding, "kernel copy_groups">;
   ops.push_back(descriptor<Unpadding, fused_multi_row_unpadding, refuse_groups<Unpadding>>(
       "fused_multi_row_unpadding"));
+  ops.back().describe = describe_by<Unpadding, "kernel copy_groups">;
   ops.push_back(descriptor<te_fl_splits_to_offsets_args, splits_to_offsets, refuse_offsets>(
       "splits_to_offsets"));
+  ops.back().describe = describe_by<te_fl_splits_to_offsets_args, "kernel offsets">;
 }
 
 }  // namespace te_fl::cuda

@@ -1,4 +1,5 @@
 // The router of experts and its auxiliary loss.
+#include "moe/kernel_names.hpp"
 #include "moe/router.cuh"
 
 #include <algorithm>
@@ -41,17 +42,17 @@ void topk_fwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_functi
   const backend::Matrix m = backend::as_matrix(*a.logits);
   backend::check_router(a, m.cols);
   if (m.rows == 0) return;
-  const RouterShape shape{m.rows,       static_cast<int>(m.cols), a.topk,
-                          a.num_groups, a.group_topk,             a.score_function,
-                          a.use_pre_softmax != 0, a.scaling_factor};
+  const RouterShape shape{
+      m.rows,           static_cast<int>(m.cols), a.topk,          a.num_groups, a.group_topk,
+      a.score_function, a.use_pre_softmax != 0,   a.scaling_factor};
   const ChoiceOutputs choice{data_or_null<uint8_t>(a.routing_map),
                              data_or_null<uint8_t>(a.routing_bits),
                              data_or_null<void>(a.topk_indices), index_bytes_of(a.topk_indices)};
   const size_t shared = static_cast<size_t>(a.num_groups) * kWarps * sizeof(uint32_t);
   with_per_lane(m.cols, [&]<int kPer>(std::integral_constant<int, kPer>) {
     topk_kernel<kPer><<<router_blocks(m.rows), kThreads, shared, stream_of(ctx)>>>(
-        RowSource(*a.logits), data_or_null<const float>(a.expert_bias), shape,
-        RowTarget(*a.probs), RowTarget(*a.intermediate_output), choice);
+        RowSource(*a.logits), data_or_null<const float>(a.expert_bias), shape, RowTarget(*a.probs),
+        RowTarget(*a.intermediate_output), choice);
   });
   check_launch("fused_topk_with_score_function_fwd");
 }
@@ -60,8 +61,8 @@ Refusal refuse_topk_fwd(const te_fl_fused_topk_with_score_function_fwd_args& a) 
                  a.intermediate_output)) {
     return kNotContiguous;
   }
-  const bool fits = backend::as_matrix(*a.logits).cols <= kMostExperts &&
-                    a.num_groups <= kMostGroups;
+  const bool fits =
+      backend::as_matrix(*a.logits).cols <= kMostExperts && a.num_groups <= kMostGroups;
   return fits ? nullptr : kTooMany;
 }
 
@@ -69,13 +70,12 @@ void topk_bwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_functi
   const backend::Matrix m = backend::as_matrix(*a.grad_probs);
   backend::check_router(a, m.cols);
   if (m.rows == 0) return;
-  const RouterShape shape{m.rows, static_cast<int>(m.cols), a.topk, 0, 0, a.score_function,
-                          a.use_pre_softmax != 0, a.scaling_factor};
-  const ChoiceInputs choice{data_or_null<const uint8_t>(a.routing_map),
-                            data_or_null<const uint8_t>(a.routing_bits),
-                            data_or_null<const void>(a.topk_indices),
-                            index_bytes_of(a.topk_indices),
-                            value_errors_of(ctx, "fused_topk_with_score_function_bwd")};
+  const RouterShape shape{m.rows,           static_cast<int>(m.cols), a.topk,          0, 0,
+                          a.score_function, a.use_pre_softmax != 0,   a.scaling_factor};
+  const ChoiceInputs choice{
+      data_or_null<const uint8_t>(a.routing_map), data_or_null<const uint8_t>(a.routing_bits),
+      data_or_null<const void>(a.topk_indices), index_bytes_of(a.topk_indices),
+      value_errors_of(ctx, "fused_topk_with_score_function_bwd")};
   if (validates(ctx) && choice.map == nullptr && choice.bits == nullptr) {
     const int64_t size = m.rows * a.topk;
     check_indices_kernel<<<blocks_for(size), kThreads, 0, stream_of(ctx)>>>(choice, size,
@@ -85,8 +85,8 @@ void topk_bwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_functi
   }
   with_per_lane(m.cols, [&]<int kPer>(std::integral_constant<int, kPer>) {
     topk_gradient_kernel<kPer><<<router_blocks(m.rows), kThreads, 0, stream_of(ctx)>>>(
-        choice, RowSource(*a.intermediate_output),
-        RowSource(*a.grad_probs), shape, RowTarget(*a.grad_logits));
+        choice, RowSource(*a.intermediate_output), RowSource(*a.grad_probs), shape,
+        RowTarget(*a.grad_logits));
   });
   check_launch("fused_topk_with_score_function_bwd");
 }
@@ -103,14 +103,14 @@ void score_fwd(const te_fl_context& ctx, const te_fl_fused_score_for_moe_aux_los
   const backend::Matrix m = backend::as_matrix(*a.logits);
   backend::check_router(a, m.cols);
   if (m.rows == 0) return;
-  const RouterShape shape{m.rows, static_cast<int>(m.cols), a.topk, 0, 0, a.score_function,
-                          false, 1.0f};
+  const RouterShape shape{m.rows, static_cast<int>(m.cols), a.topk, 0,
+                          0,      a.score_function,         false,  1.0f};
   const ChoiceOutputs choice{data_or_null<uint8_t>(a.routing_map),
                              data_or_null<uint8_t>(a.routing_bits), nullptr, 4};
   with_per_lane(m.cols, [&]<int kPer>(std::integral_constant<int, kPer>) {
     scores_kernel<kPer><<<router_blocks(m.rows), kThreads, 0, stream_of(ctx)>>>(
-        RowSource(*a.logits), shape, RowTarget(*a.scores),
-        RowTarget(*a.intermediate_output), choice);
+        RowSource(*a.logits), shape, RowTarget(*a.scores), RowTarget(*a.intermediate_output),
+        choice);
   });
   check_launch("fused_score_for_moe_aux_loss_fwd");
 }
@@ -124,12 +124,12 @@ Refusal refuse_score_fwd(const te_fl_fused_score_for_moe_aux_loss_fwd_args& a) {
 void score_bwd(const te_fl_context& ctx, const te_fl_fused_score_for_moe_aux_loss_bwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.grad_scores);
   if (m.rows == 0 || m.cols == 0) return;
-  const RouterShape shape{m.rows, static_cast<int>(m.cols), a.topk, 0, 0, a.score_function,
-                          false, 1.0f};
+  const RouterShape shape{m.rows, static_cast<int>(m.cols), a.topk, 0,
+                          0,      a.score_function,         false,  1.0f};
   with_per_lane(m.cols, [&]<int kPer>(std::integral_constant<int, kPer>) {
     scores_gradient_kernel<kPer><<<router_blocks(m.rows), kThreads, 0, stream_of(ctx)>>>(
-        RowSource(*a.intermediate_output),
-        RowSource(*a.grad_scores), shape, RowTarget(*a.grad_logits));
+        RowSource(*a.intermediate_output), RowSource(*a.grad_scores), shape,
+        RowTarget(*a.grad_logits));
   });
   check_launch("fused_score_for_moe_aux_loss_bwd");
 }
@@ -146,8 +146,7 @@ LossShape loss_shape(const te_fl_tensor& t) {
   return {m.rows, m.cols, static_cast<int>(std::min<int64_t>(runs, kThreads))};
 }
 unsigned loss_blocks(const LossShape& s) {
-  return static_cast<unsigned>(
-      std::clamp<int64_t>(ceil_div(s.tokens, s.down()), 1, kLossBlocks));
+  return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(s.tokens, s.down()), 1, kLossBlocks));
 }
 
 size_t aux_loss_workspace(const te_fl_context&, const te_fl_fused_moe_aux_loss_fwd_args&) {
@@ -197,15 +196,21 @@ void append_router(std::vector<te_fl_op_desc>& ops) {
   using LossBwd = te_fl_fused_moe_aux_loss_bwd_args;
   ops.push_back(
       descriptor<TopkFwd, topk_fwd, refuse_topk_fwd>("fused_topk_with_score_function_fwd"));
+  ops.back().describe = describe_by<TopkFwd, "kernel topk">;
   ops.push_back(
       descriptor<TopkBwd, topk_bwd, refuse_topk_bwd>("fused_topk_with_score_function_bwd"));
+  ops.back().describe = describe_by<TopkBwd, "kernel topk_gradient">;
   ops.push_back(
       descriptor<ScoreFwd, score_fwd, refuse_score_fwd>("fused_score_for_moe_aux_loss_fwd"));
+  ops.back().describe = describe_by<ScoreFwd, "kernel scores">;
   ops.push_back(
       descriptor<ScoreBwd, score_bwd, refuse_score_bwd>("fused_score_for_moe_aux_loss_bwd"));
+  ops.back().describe = describe_by<ScoreBwd, "kernel scores_gradient">;
   ops.push_back(descriptor<LossFwd, aux_loss_fwd, refuse_aux_loss_fwd>("fused_moe_aux_loss_fwd"));
+  ops.back().describe = describe_by<LossFwd, "kernels loss_sums and loss">;
   ops.back().workspace = backend::workspace_thunk<LossFwd, aux_loss_workspace>;
   ops.push_back(descriptor<LossBwd, aux_loss_bwd, refuse_aux_loss_bwd>("fused_moe_aux_loss_bwd"));
+  ops.back().describe = describe_by<LossBwd, "kernel loss_gradient">;
 }
 
 }  // namespace te_fl::cuda
