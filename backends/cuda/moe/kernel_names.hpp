@@ -1,6 +1,5 @@
-// What the ops of experts say of their kernels (te_fl_op_desc.describe, rule R31): those that run
-// whatever the arguments are, in their order.
-#pragma once
+// Words of the kernels that an op of experts runs whatever its arguments are, in their order, for
+// te_fl_op_desc.describe (rule R31).
 
 #include <algorithm>
 #include <cstddef>
