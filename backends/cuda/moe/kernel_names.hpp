@@ -1,5 +1,6 @@
 // Words of the kernels that an op of experts runs whatever its arguments are, in their order, for
 // te_fl_op_desc.describe (rule R31).
+#pragma once
 
 #include <algorithm>
 #include <cstddef>
