@@ -231,6 +231,19 @@ class Trouble(unittest.TestCase):
             self.product(a, b, beta=0.5)
         with self.assertRaisesRegex(Unsupported, "comm_overlap.*ub_ arguments"):
             self.product(a, b, comm_overlap=object())
+        sums = torch.zeros(4, 8, dtype=BF16)
+        quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3)
+        codes = tex.quantize(torch.ones(4, 8, dtype=BF16), quantizer)
+        before = codes._data.clone()
+        with self.assertRaisesRegex(InvalidArgument, "accumulate is set without D"):
+            self.product(a, b, accumulate=True)
+        with self.assertRaisesRegex(InvalidArgument, "accumulate is set with a quantizer"):
+            self.product(a, b, D=codes, quantizer=quantizer, accumulate=True)
+        with self.assertRaisesRegex(InvalidArgument, "D is quantised and there is no quantizer"):
+            self.product(a, b, D=codes)
+        with self.assertRaisesRegex(InvalidArgument, "gelu with grad needs gelu_in"):
+            self.product(a, b, D=sums, gelu=True, grad=True)
+        self.assertTrue(torch.equal(codes._data, before) and not sums.any())
         with self.assertRaisesRegex(InvalidArgument, "A is None"):
             self.product(None, b)
         self.assertTrue(torch.equal(self.product(a[:, :0], b[:, :0])[0], torch.zeros(4, 8, dtype=BF16)))

@@ -1,5 +1,6 @@
 """Ops on the storages of NVIDIA's package read what they hold at the time of the call, as matrices, with sizes and dtypes checked."""
 
+import ctypes
 import unittest
 
 import inside_package  # noqa: F401
@@ -13,6 +14,20 @@ from transformer_engine.pytorch.constants import DType
 import transformer_engine_torch as tex  # the package brings it
 
 E4M3 = torch.float8_e4m3fn
+
+
+class Elsewhere:
+    """A tensor that says it lies on a GPU, by DLPack."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self):
+        capsule = self.tensor.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = 2  # kDLCUDA, behind the address of the data
+        return capsule
 
 
 def quantizer_of(kind, internal=True, rowwise=True, columnwise=True):
@@ -43,6 +58,20 @@ class Case(unittest.TestCase):
 
     def same_product(self, a, b):
         torch.testing.assert_close(product(a, b), torch.matmul(self.values(b).double(), self.values(a).double().t()).float(), rtol=1e-5, atol=1e-4)
+
+
+class OneDevice(Case):
+    def test_parts_on_two_devices_are_refused(self):
+        for part in ("_scale_inv", "_transpose", "_data"):
+            a = tex.quantize(self.w, quantizer_of("delayed"))
+            setattr(a, part, Elsewhere(getattr(a, part)))
+            with self.assertRaisesRegex(InvalidArgument, "lies on another device than the other parts"):
+                matrix_ops.dequantize(input=a, output=torch.empty(48, 32))
+        for part in ("scale", "amax"):
+            quantizer = quantizer_of("delayed")
+            setattr(quantizer, part, Elsewhere(getattr(quantizer, part)))
+            with self.assertRaisesRegex(InvalidArgument, f"the quantizer's {part} lies on another device"):
+                tex.quantize(self.w, quantizer)
 
 
 class WhatItHoldsNow(Case):

@@ -34,6 +34,20 @@ class E4M3:
         return capsule
 
 
+class Elsewhere:
+    """An array that says it lies on a GPU."""
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+
+    def __dlpack__(self):
+        capsule = self.array.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        ctypes.c_int32.from_address(pointer(capsule, b"dltensor") + 8).value = 2  # kDLCUDA, behind the address of the data
+        return capsule
+
+
 class Calls(unittest.TestCase):
     def setUp(self):
         self.x = np.random.default_rng(1).standard_normal((5, 7)).astype(np.float32)
@@ -96,6 +110,15 @@ class Calls(unittest.TestCase):
         self.assertEqual(list(codes[0]), [0x30, 0x38, 0xC0, 0x7E, 0x7E, 0x00])
         self.assertEqual(columns.tobytes(), codes.tobytes())
         self.assertEqual((amax[0], scale_inv[0]), (1000, 1))
+
+    def test_parts_on_two_devices_are_refused(self):
+        x, codes, one = np.ones((1, 6), np.float32), np.full((1, 6), 9, np.uint8), np.ones(1, np.float32)
+        for far in ("scale", "scale_inv", "amax", "columnwise_data", "data"):
+            parts = dict(data=E4M3(codes), columnwise_data=E4M3(codes.reshape(6, 1)), scale=one, scale_inv=one, amax=one)
+            parts[far] = Elsewhere(one if far in ("scale", "scale_inv", "amax") else codes if far == "data" else codes.reshape(6, 1))
+            with self.assertRaisesRegex(te_fl.errors.InvalidArgument, "lies on another device than the other parts"):
+                te_fl.ops.quantize(input=x, output=te_fl.Quantized(**parts))
+        self.assertTrue((codes == 9).all())
 
     def test_calls_of_threads(self):
         failures = []

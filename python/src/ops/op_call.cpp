@@ -302,18 +302,26 @@ class Arguments {
     q.quant.scaling = static_cast<uint32_t>(number(value, "_scaling"));
     q.quant.flags = static_cast<uint32_t>(number(value, "_flags"));
     q.quant.amax_epsilon = static_cast<float>(number(value, "amax_epsilon"));
+    std::optional<te_fl_device> device;  // of the first part
     for (const Part& part : kParts) {
       const Ref member = Ref::take(PyObject_GetAttrString(value, part.name));
       if (member.get() == Py_None) continue;
       const std::string name = std::string(desc.name) + "." + part.name;
       const te_fl_dltensor t = borrowed_.describe(member.get(), written, name.c_str());
       if (t.strides != nullptr) throw_value_error("'" + name + "' is not contiguous");
+      if (!device.has_value()) device = t.device;
+      check_part_device(t.device, *device, "'" + name + "'");
       void* data = static_cast<char*>(t.data) + t.byte_offset;
       std::memcpy(reinterpret_cast<char*>(&q.quant) + part.offset, &data, sizeof data);
       if (part.offset == offsetof(te_fl_quant, columnwise_data)) describe_columnwise(q, value, t);
     }
     const Ref data = Ref::take(PyObject_GetAttrString(value, "data"));
-    if (data.get() != Py_None) q.tensor.dl = borrowed_.describe(data.get(), written, desc.name);
+    if (data.get() != Py_None) {
+      q.tensor.dl = borrowed_.describe(data.get(), written, desc.name);
+      if (device.has_value()) {
+        check_part_device(q.tensor.dl.device, *device, "'" + std::string(desc.name) + ".data'");
+      }
+    }
     if (q.tensor.dl.shape == nullptr && q.tensor.dl.ndim != 0) {
       throw_value_error(std::string("'") + desc.name + "' has neither data nor columnwise_data");
     }

@@ -1,6 +1,7 @@
 #include "ops/storage.hpp"
 
 #include <forward_list>
+#include <optional>
 #include <string>
 
 #include "py/errors.hpp"
@@ -69,6 +70,8 @@ class Reader {
     t = borrowed_.describe(value, written_, name_);
     if (t.strides != nullptr)
       throw_invalid(words(name) + " is not contiguous; give a contiguous tensor");
+    if (!device_.has_value()) device_ = t.device;
+    check_part_device(t.device, *device_, words(name));
     return true;
   }
   void check_codes(PyObject* name, const te_fl_dltensor& t) const {
@@ -100,6 +103,7 @@ class Reader {
   const char* name_;
   Borrowed& borrowed_;
   std::vector<Ref>& held_;
+  std::optional<te_fl_device> device_;  // of the first part
 };
 
 te_fl_dtype dtype_of_codes(PyObject* code) {
@@ -129,10 +133,11 @@ void shape_of_columns(const te_fl_dltensor& t, int64_t (&shape)[2]) {
 }
 
 // A float of a target's tuple as an address; `count` elements of FP32.
-float* scalar_of(PyObject* value, int64_t count, bool written, const char* name, const char* what,
-                 Borrowed& borrowed) {
+float* scalar_of(PyObject* value, int64_t count, const te_fl_device& device, bool written,
+                 const char* name, const char* what, Borrowed& borrowed) {
   if (value == Py_None) return nullptr;
   const te_fl_dltensor t = borrowed.describe(value, written, name);
+  check_part_device(t.device, device, "'" + std::string(name) + "': the quantizer's " + what);
   if (dtype_index(t.dtype) != TE_FL_F32 || elements(t) != count || t.strides != nullptr) {
     throw_invalid("'" + std::string(name) + "': the quantizer's " + what + " has shape " +
                   words_of_shape(t) + "; it is FP32 [" + std::to_string(count) + "]");
@@ -209,9 +214,10 @@ void read_storage_target(PyObject* target, bool written, const char* name, Borro
   read_storage(storage, *storage_class_of(Py_TYPE(storage)), PyTuple_GetItem(target, 1), written,
                name, borrowed, held, view);
   const bool both = scale == amax && scale != Py_None;
-  view.quant.scale = scalar_of(scale, both ? 2 : 1, written, name, "scale", borrowed);
+  const te_fl_device& device = view.tensor.dl.device;
+  view.quant.scale = scalar_of(scale, both ? 2 : 1, device, written, name, "scale", borrowed);
   view.quant.amax =
-      both ? view.quant.scale + 1 : scalar_of(amax, 1, written, name, "amax", borrowed);
+      both ? view.quant.scale + 1 : scalar_of(amax, 1, device, written, name, "amax", borrowed);
   view.quant.flags = static_cast<uint32_t>(PyLong_AsUnsignedLong(PyTuple_GetItem(target, 4)));
   view.quant.amax_epsilon = static_cast<float>(PyFloat_AsDouble(PyTuple_GetItem(target, 5)));
   if (PyErr_Occurred() != nullptr) throw PythonError();

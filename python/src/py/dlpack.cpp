@@ -7,6 +7,7 @@
 
 #include "py/errors.hpp"
 #include "py/exchange.hpp"
+#include "te_fl/status.hpp"
 
 namespace te_fl::python {
 namespace {
@@ -213,6 +214,19 @@ void Borrowed::count_packed(te_fl_dltensor& t) {
 void* Borrowed::stream(const te_fl_device& device) const {
   const auto* api = static_cast<const Exchange*>(exchange_);
   return api == nullptr ? nullptr : current_stream(*api, device);
+}
+
+void check_part_device(const te_fl_device& part, const te_fl_device& other,
+                       const std::string& name) {
+  const auto pinned = [](const te_fl_device& d) {
+    return d.type == TE_FL_DEVICE_CUDA_HOST || d.type == TE_FL_DEVICE_ROCM_HOST;
+  };
+  if ((part.type == other.type && part.index == other.index) || pinned(part) || pinned(other))
+    return;
+  throw_status(Status(StatusCode::kInvalidArgument,
+                      name +
+                          " lies on another device than the other parts of the quantised tensor; "
+                          "move all of them to one"));
 }
 
 }  // namespace te_fl::python

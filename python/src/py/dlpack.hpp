@@ -41,4 +41,9 @@ class Borrowed {
   const void* exchange_ = nullptr;  // of the last tensor that came by the exchange API
 };
 
+// Throws te_fl.InvalidArgument unless a part of a quantised tensor lies where another does: an op
+// knows one device of it. Pinned memory may be any part, since host and devices reach it.
+void check_part_device(const te_fl_device& part, const te_fl_device& other,
+                       const std::string& name);
+
 }  // namespace te_fl::python

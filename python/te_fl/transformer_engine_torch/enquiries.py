@@ -35,8 +35,9 @@ def get_num_cublas_streams() -> int:
 
 
 def get_stream_priority_range(device_id: int = -1) -> tuple:
-    """(lowest, highest)."""
-    return (0, -1)
+    """(lowest, highest) of the current device, since PyTorch tells of no other; (0, 0) where streams have no priorities."""
+    priorities = getattr(torch.cuda.Stream, "priority_range", None) if torch.cuda.is_available() else None
+    return (0, 0) if priorities is None else tuple(priorities())
 
 
 def ubuf_built_with_mpi() -> bool:

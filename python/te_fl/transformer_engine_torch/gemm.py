@@ -66,6 +66,12 @@ def generic_gemm(A: Any, transA: bool, B: Any, transB: bool, D: Any, quantizer: 
         raise InvalidArgument(f"generic_gemm: {'A' if A is None else 'B'} is None")
     if not accumulate and beta:
         raise InvalidArgument(f"generic_gemm: beta is {beta} without accumulate; beta scales what is accumulated into")
+    if accumulate and (D is None or quantizer is not None):
+        raise InvalidArgument(f"generic_gemm: accumulate is set {'without D' if D is None else 'with a quantizer'}; it adds to a D that is not quantised")
+    if D is not None and quantizer is None and schemes.scheme_of(D) is not None:
+        raise InvalidArgument("generic_gemm: D is quantised and there is no quantizer; give the one that its codes are made by")
+    if gelu and grad and gelu_in is None:
+        raise InvalidArgument("generic_gemm: gelu with grad needs gelu_in, GELU's input in the forward")
     shape, terms = _output_shape(A, transA, B, transB)
     quantised_a = schemes.scheme_of(A) is not None
     # The nominal dtype of a quantised A is its codes', so without output_dtype such a product has no dtype to take.
