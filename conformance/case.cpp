@@ -336,6 +336,7 @@ Table all_cases() {
   add_collective_cases(table);
   add_dropout_cases(table);
   add_gemm_cases(table);
+  add_grouped_gemm_cases(table);
   add_moe_cases(table);
   add_norm_cases(table);
   add_multi_tensor_cases(table);
@@ -358,6 +359,7 @@ void fuzz_all(Drawn& drawn) {
   fuzz_attention(drawn);
   fuzz_dropout(drawn);
   fuzz_gemm(drawn);
+  fuzz_grouped_gemm(drawn);
   fuzz_moe(drawn);
   fuzz_norm(drawn);
   fuzz_optimizer(drawn);

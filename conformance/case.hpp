@@ -231,6 +231,7 @@ void add_collective_cases(Table&);
 void add_delayed_scaling_cases(Table&);  // part of the quantize family
 void add_dropout_cases(Table&);
 void add_gemm_cases(Table&);
+void add_grouped_gemm_cases(Table&);  // part of the gemm family
 void add_moe_cases(Table&);
 void add_multi_tensor_cases(Table&);  // part of the optimizer family
 void add_norm_cases(Table&);
@@ -257,6 +258,7 @@ void fuzz_activation(Drawn&);
 void fuzz_attention(Drawn&);
 void fuzz_dropout(Drawn&);
 void fuzz_gemm(Drawn&);
+void fuzz_grouped_gemm(Drawn&);
 void fuzz_moe(Drawn&);
 void fuzz_multi_tensor(Drawn&);
 void fuzz_norm(Drawn&);

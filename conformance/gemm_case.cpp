@@ -188,4 +188,67 @@ void set_up(Problem& p, const GemmCase& v) {
   });
 }
 
+std::string name_of_case(const GroupCase& v) {
+  GemmCase first = v.product;
+  first.m = first.n = first.k = 0;
+  std::string name = name_of_case(first);
+  const std::string none = dims_name({0, 0, 0});
+  return name.replace(name.find(none), none.size(), v.what);
+}
+
+void set_up(Problem& p, const GroupCase& group) {
+  const auto count = group.sizes.size();
+  const auto list = [&](const std::string& name, const auto& make) {
+    std::vector<Tensor*> all;
+    for (size_t i = 0; i < count; ++i) {
+      GemmCase v = group.product;
+      v.m = group.sizes[i][0], v.n = group.sizes[i][1], v.k = group.sizes[i][2];
+      all.push_back(p.unnamed(make(name + "[" + std::to_string(i) + "]", v)));
+    }
+    p.list(name, all);
+    return all;
+  };
+  using Name = const std::string&;
+  using Product = const GemmCase&;
+  const GemmCase& g = group.product;
+  const auto written = [&p](Name name, bool read, const Spec& spec, const Dims& dims) {
+    return read ? p.inout(name, spec, dims) : p.out(name, spec, dims);
+  };
+  const std::vector<Tensor*> none(count, nullptr);
+  const auto a = list("a", [&](Name n, Product v) {
+    return p.quantised_in(n, v.a, v.trans_a ? Dims{v.k, v.m} : Dims{v.m, v.k});
+  });
+  const auto b = list("b", [&](Name n, Product v) {
+    return p.quantised_in(n, v.b, v.trans_b ? Dims{v.n, v.k} : Dims{v.k, v.n});
+  });
+  const auto d = list("d", [&](Name n, Product v) {
+    return written(n, v.accumulate, v.d, {v.m, v.n});
+  });
+  const auto bias =
+      g.bias < 0 ? none : list("bias", [&](Name n, Product v) { return p.in(n, v.bias, {v.n}); });
+  const auto grad = g.bias_grad < 0 ? none : list("bias_grad", [&](Name n, Product v) {
+    return written(n, v.accumulate_bias_grad, v.bias_grad, {v.m});
+  });
+  for (const auto& [name, value] : {std::pair{"trans_a", g.trans_a},
+                                    {"trans_b", g.trans_b},
+                                    {"accumulate", g.accumulate},
+                                    {"accumulate_bias_grad", g.accumulate_bias_grad},
+                                    {"use_split_accumulator", g.split}})
+    p.set(name, value);
+  p.set("alpha", g.alpha), p.set("beta", g.beta);
+  p.may_refuse = g.refusal;
+  if (g.error) p.expect_error(-1, g.refusal);
+  p.oracle([&p, group, a, b, d, bias, grad] {
+    for (size_t i = 0; i < a.size(); ++i) {
+      GemmCase v = group.product;
+      if (v.error) {
+        p.expect_unchanged(d[i]);
+        continue;
+      }
+      v.m = group.sizes[i][0], v.n = group.sizes[i][1], v.k = group.sizes[i][2];
+      expect_results(p, v, a[i], b[i], d[i], bias[i], nullptr, nullptr, nullptr, grad[i], nullptr);
+    }
+  });
+}
+
 }  // namespace te_fl::conformance

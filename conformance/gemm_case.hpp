@@ -1,6 +1,7 @@
-// A case of generic_gemm: its arguments, and what must come out.
+// A case of generic_gemm or grouped_gemm: its arguments, and what must come out.
 #pragma once
 
+#include <array>
 #include <string>
 #include <vector>
 
@@ -31,5 +32,14 @@ std::string name_of_case(const GemmCase& v);
 void set_up(Problem& p, const GemmCase& v);
 
 void add_fp8_gemm_cases(std::vector<GemmCase>& all);
+
+// A case of grouped_gemm: `product` with each of these extents.
+struct GroupCase {
+  GemmCase product;
+  std::vector<std::array<int64_t, 3>> sizes;  // M, N, K
+  std::string what = {};                      // of the sizes, for the name
+};
+std::string name_of_case(const GroupCase& v);
+void set_up(Problem& p, const GroupCase& v);
 
 }  // namespace te_fl::conformance

@@ -1,5 +1,5 @@
-// generic_gemm: products by oneDNN on the pool, in BF16 where the operands are exact in it, with
-// FP32 sums; the epilogue in one pass over FP32 results that are rounded once.
+// generic_gemm and grouped_gemm: products by oneDNN on the pool, in BF16 where the operands are
+// exact in it, with FP32 sums; the epilogue in one pass over FP32 results that are rounded once.
 #include "te_fl/ops/gemm.h"
 
 #include <cmath>
@@ -12,6 +12,7 @@
 #include "quant_store.hpp"
 #include "sgemm.hpp"
 #include "te_fl/backend/describe.hpp"
+#include "te_fl/backend/grouped_gemm.hpp"
 
 namespace te_fl::cpu {
 namespace {
@@ -235,8 +236,10 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
                   .scratch_a = scratch,
                   .scratch_b = scratch + parts.a};
   product.k = product.a.transposed ? product.a.rows : product.a.cols;
-  const double alpha = static_cast<double>(args.alpha) * product.a.factor * product.b.factor;
-  product.alpha = static_cast<float>(alpha);
+  // The scale of an operand without elements may never have been written.
+  const double factor =
+      product.k == 0 ? 1.0 : static_cast<double>(product.a.factor) * product.b.factor;
+  product.alpha = static_cast<float>(args.alpha * factor);
   if (!std::isfinite(product.alpha)) {
     backend::unsupported("alpha times the operands' scale_inv does not fit in FP32");
   }
@@ -258,6 +261,39 @@ std::string words_of(const te_fl_context&, const Args& args) {
   return "oneDNN's BF16 product" + rest + "the operands are exact in BF16";
 }
 
+// ---- groups, one product after the other
+
+Refusal refuse_group(const te_fl_grouped_gemm_args& args) {
+  for (int64_t i = 0; i < args.a_count; ++i) {
+    const Args product = backend::product_of(args, i);
+    if (const Refusal refusal = refuse(product)) return refusal;
+    if (product.bias_grad != nullptr && is_block_scaled(*product.a)) {
+      return "sums no blocks into bias_grad";
+    }
+  }
+  return nullptr;
+}
+
+size_t group_workspace(const te_fl_context& ctx, const te_fl_grouped_gemm_args& args) {
+  size_t bytes = 0;
+  for (int64_t i = 0; i < args.a_count; ++i)
+    bytes = std::max(bytes, workspace(ctx, backend::product_of(args, i)));
+  return bytes;
+}
+
+void grouped_gemm(const te_fl_context& ctx, const te_fl_grouped_gemm_args& args) {
+  for (int64_t i = 0; i < args.a_count; ++i) {
+    const Args product = backend::product_of(args, i);
+    if (!backend::writes_nothing(product)) generic_gemm(ctx, product);
+  }
+}
+
+std::string words_of_group(const te_fl_context& ctx, const te_fl_grouped_gemm_args& args) {
+  std::string text = std::to_string(args.a_count) + " products one after the other";
+  if (args.a_count > 0) text += "; the first: " + words_of(ctx, backend::product_of(args, 0));
+  return text;
+}
+
 }  // namespace
 
 void append_gemm(std::vector<te_fl_op_desc>& ops) {
@@ -267,6 +303,11 @@ void append_gemm(std::vector<te_fl_op_desc>& ops) {
   desc.workspace = backend::workspace_thunk<Args, workspace>;
   desc.describe = backend::describe_thunk<Args, words_of>;
   ops.push_back(desc);
+  te_fl_op_desc group =
+      descriptor<te_fl_grouped_gemm_args, grouped_gemm, refuse_group>("grouped_gemm");
+  group.workspace = backend::workspace_thunk<te_fl_grouped_gemm_args, group_workspace>;
+  group.describe = backend::describe_thunk<te_fl_grouped_gemm_args, words_of_group>;
+  ops.push_back(group);
 }
 
 }  // namespace te_fl::cpu

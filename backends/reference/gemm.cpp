@@ -1,5 +1,5 @@
-// generic_gemm: exact dequantised operands, double accumulators, one rounding to FP32 and one to
-// the output's dtype.
+// generic_gemm and grouped_gemm: exact dequantised operands, double accumulators, one rounding to
+// FP32 and one to the output's dtype.
 //
 // Operands of a block scaling mode are read from the copy whose blocks run along the contraction
 // (row-wise for an operand stored [.., K], column-wise for one stored [K, ..]) if it exists, else
@@ -9,6 +9,7 @@
 #include "activation.hpp"
 #include "element.hpp"
 #include "families.hpp"
+#include "te_fl/backend/grouped_gemm.hpp"
 
 namespace te_fl::reference {
 namespace {
@@ -107,11 +108,16 @@ void generic_gemm(const te_fl_context&, const te_fl_generic_gemm_args& args) {
   if (args.d_sum != nullptr) write_sums(*args.d_sum, result, d.rows, d.cols);
 }
 
+void grouped_gemm(const te_fl_context& ctx, const te_fl_grouped_gemm_args& args) {
+  for (int64_t i = 0; i < args.a_count; ++i) generic_gemm(ctx, backend::product_of(args, i));
+}
+
 }  // namespace
 
 void append_gemm(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_generic_gemm_args, generic_gemm>("generic_gemm"));
   ops.back().later_args = "residual d_sum";
+  ops.push_back(descriptor<te_fl_grouped_gemm_args, grouped_gemm>("grouped_gemm"));
 }
 
 }  // namespace te_fl::reference

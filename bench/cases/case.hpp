@@ -163,6 +163,7 @@ void add_attention(Cases& cases);
 void add_delayed_scaling(Cases& cases);
 void add_dropout(Cases& cases);
 void add_gemm(Cases& cases);
+void add_grouped_gemm(Cases& cases);
 void add_moe(Cases& cases);
 void add_multi_tensor(Cases& cases);
 void add_norm(Cases& cases);

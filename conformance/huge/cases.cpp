@@ -7,6 +7,7 @@ Cases all_cases() {
   add_activations(cases);
   add_attention(cases);
   add_gemm(cases);
+  add_grouped_gemm(cases);
   add_moe(cases);
   add_norms(cases);
   add_norm_gradients(cases);

@@ -64,6 +64,7 @@ inline constexpr OpId barrier{81};
 inline constexpr OpId dropout_fwd{32};
 inline constexpr OpId dropout_bwd{33};
 inline constexpr OpId generic_gemm{34};
+inline constexpr OpId grouped_gemm{95};
 inline constexpr OpId moe_permute_fwd{82};
 inline constexpr OpId moe_permute_bwd{83};
 inline constexpr OpId moe_unpermute_fwd{84};
@@ -359,6 +360,12 @@ namespace ops {
 // X^T if trans_x
 [[nodiscard]] inline Status generic_gemm(const te_fl_generic_gemm_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::generic_gemm, &args, options);
+}
+
+// Matrix products of a group, each of its own matrices, in one call. d[i] = alpha * op(a[i])
+// op(b[i]) + bias[i] + beta * d[i] if accumulate; op(X) = X^T if trans_x
+[[nodiscard]] inline Status grouped_gemm(const te_fl_grouped_gemm_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::grouped_gemm, &args, options);
 }
 
 // moe: Mixtures of experts - permutation of tokens, router, padding of groups.

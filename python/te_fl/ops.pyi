@@ -273,6 +273,12 @@ def generic_gemm(*, a: Tensor, b: Tensor, d: Tensor, bias: Optional[Tensor] = No
     D = epilogue(alpha * op(A) op(B) + bias) + residual + beta * D if accumulate; op(X) = X^T if trans_x
     """
 
+def grouped_gemm(*, a: Sequence[Tensor], b: Sequence[Tensor], d: Sequence[Tensor], bias: Optional[Sequence[Tensor]] = None, bias_grad: Optional[Sequence[Tensor]] = None, trans_a: bool = False, trans_b: bool = False, accumulate: bool = False, accumulate_bias_grad: bool = False, use_split_accumulator: bool = False, alpha: float = 1.0, beta: float = 1.0, stream: Any = None) -> None:
+    """Matrix products of a group, each of its own matrices, in one call.
+
+    d[i] = alpha * op(a[i]) op(b[i]) + bias[i] + beta * d[i] if accumulate; op(X) = X^T if trans_x
+    """
+
 def moe_permute_fwd(*, input: Tensor, indices: Tensor, output: Tensor, row_id_map: Tensor, num_experts: int = 0, stream: Any = None) -> None:
     """Copies the row of each token to each of its experts, ordered by expert.
 

@@ -22,11 +22,11 @@
 #include "device/driver.hpp"
 #include "gemm/cublaslt.hpp"
 #include "gemm/fused_gemm.hpp"
+#include "gemm/gemm_call.hpp"
 #include "gemm/gemm_choice.hpp"
 #include "gemm/gemm_composed.hpp"
 #include "gemm/gemm_limits.hpp"
 #include "gemm/gemm_operand.cuh"
-#include "gemm/gemm_plan.hpp"
 #include "plugin/families.hpp"
 #include "pointwise/activation.cuh"
 #include "te_fl/backend/describe.hpp"
@@ -233,17 +233,17 @@ void need_workspace(const te_fl_context& ctx, const Args& args, size_t bytes) {
           text_of(args, problem_of(args)) + " needs " + std::to_string(bytes));
 }
 
-// Runs the direct way or the general one; `chosen`: the problem if it is known, else NULL.
-void run_product(const te_fl_context& ctx, const Args& args, const Problem* chosen) {
-  const Plan* plan = kept_plan(ctx, args);
-  Problem p = plan != nullptr     ? problem_of(*plan, args)
-              : chosen != nullptr ? *chosen
-                                  : problem_of(args);
+}  // namespace
+
+size_t product_scratch(const te_fl_generic_gemm_args& args, const Problem& p) {
+  return scratch(args, p, nullptr).bytes;
+}
+
+void enqueue_product(const te_fl_context& ctx, const te_fl_generic_gemm_args& args, Problem p,
+                     const Plan* plan) {
   const Scratch s = scratch(args, p, ctx.workspace);
   need_workspace(ctx, args, s.bytes);
   if (p.codes) p.found_amax = static_cast<float*>(ctx.workspace);
-  std::optional<Plan> own;
-  if (plan == nullptr && runs_library(p)) plan = &own.emplace(make_plan(ctx, args, p));
   p.bias_grad = plan != nullptr && plan->problem.bias_grad;
   if (args.bias_grad != nullptr && !p.bias_grad) {
     const bool along = args.trans_a == 0, accumulate = args.accumulate_bias_grad != 0;
@@ -263,6 +263,19 @@ void run_product(const te_fl_context& ctx, const Args& args, const Problem* chos
   if (p.m > 0 && p.n > 0) multiply(ctx, args, p, s, plan);
   if (p.codes) finish_codes(ctx, args, p);
   if (!p.direct) apply_epilogue(ctx, args, p, s);
+}
+
+namespace {
+
+// Runs the direct way or the general one; `chosen`: the problem if it is known, else NULL.
+void run_product(const te_fl_context& ctx, const Args& args, const Problem* chosen) {
+  const Plan* plan = kept_plan(ctx, args);
+  const Problem p = plan != nullptr     ? problem_of(*plan, args)
+                    : chosen != nullptr ? *chosen
+                                        : problem_of(args);
+  std::optional<Plan> own;
+  if (plan == nullptr && runs_library(p)) plan = &own.emplace(make_plan(ctx, args, p));
+  enqueue_product(ctx, args, p, plan);
 }
 
 void run_composed(const te_fl_context& ctx, const Args& args, const GemmPath& path) {
@@ -300,7 +313,9 @@ std::string words_of(const te_fl_context& ctx, const Args& args) {
   return path.text();
 }
 
-Refusal refuse(const te_fl_context& ctx, const Args& args) {
+}  // namespace
+
+Refusal refuse_product(const te_fl_context& ctx, const te_fl_generic_gemm_args& args) {
   for (const te_fl_tensor* t : {args.a, args.b, args.pre_gelu_in}) {
     if (t == nullptr) continue;
     const uint32_t scaling = backend::scaling(*t);
@@ -350,6 +365,8 @@ Refusal refuse(const te_fl_context& ctx, const Args& args) {
                     is_block(*args.a) && is_block(*args.b));
 }
 
+namespace {
+
 te_fl_status prepare(void*, const te_fl_context* ctx, const void* raw, void** plan) noexcept {
   return backend::guard(ctx->errors, [&] {
     refuse_after_fork();
@@ -372,7 +389,7 @@ void destroy_plan(void*, void* plan) { delete static_cast<Plan*>(plan); }
 }  // namespace
 
 void append_gemm(std::vector<te_fl_op_desc>& ops) {
-  ops.push_back(descriptor<Args, generic_gemm, refuse>("generic_gemm"));
+  ops.push_back(descriptor<Args, generic_gemm, refuse_product>("generic_gemm"));
   te_fl_op_desc& desc = ops.back();
   desc.later_args = "residual d_sum";
   desc.flags |= TE_FL_OP_CHEAP_EPILOGUES;
@@ -380,6 +397,7 @@ void append_gemm(std::vector<te_fl_op_desc>& ops) {
   desc.prepare = prepare;
   desc.destroy_plan = destroy_plan;
   desc.describe = backend::describe_thunk<Args, words_of>;
+  append_grouped_gemm(ops);
 }
 
 }  // namespace te_fl::cuda

@@ -56,6 +56,7 @@ void append_dropout(std::vector<te_fl_op_desc>& ops);
 void append_optimizer(std::vector<te_fl_op_desc>& ops);
 void append_softmax(std::vector<te_fl_op_desc>& ops);
 void append_gemm(std::vector<te_fl_op_desc>& ops);
+void append_grouped_gemm(std::vector<te_fl_op_desc>& ops);  // by append_gemm
 void append_moe(std::vector<te_fl_op_desc>& ops);
 void append_router(std::vector<te_fl_op_desc>& ops);
 void append_norm(std::vector<te_fl_op_desc>& ops);

@@ -651,6 +651,21 @@ const te_fl_arg_desc k_te_fl_splits_to_offsets_args_stride = {sizeof(te_fl_arg_d
 const te_fl_arg_desc* const k_te_fl_splits_to_offsets_args[] = {&k_te_fl_splits_to_offsets_args_splits, &k_te_fl_splits_to_offsets_args_offsets, &k_te_fl_splits_to_offsets_args_leading_zero, &k_te_fl_splits_to_offsets_args_stride};
 constexpr uint32_t k_te_fl_splits_to_offsets_args_least = offsetof(te_fl_splits_to_offsets_args, stride) + sizeof(te_fl_splits_to_offsets_args::stride);
 
+const te_fl_arg_desc k_te_fl_grouped_gemm_args_a = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR_LIST, TE_FL_IN, 0, 0, offsetof(te_fl_grouped_gemm_args, a), offsetof(te_fl_grouped_gemm_args, a_count), 0x3e, 0x3f, 0, "a", "trans_a ? K M : M K", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_grouped_gemm_args_b = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR_LIST, TE_FL_IN, 0, 0, offsetof(te_fl_grouped_gemm_args, b), offsetof(te_fl_grouped_gemm_args, b_count), 0x3e, 0x3f, 0, "b", "trans_b ? N K : K N", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_grouped_gemm_args_d = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR_LIST, TE_FL_INOUT, 0, 0, offsetof(te_fl_grouped_gemm_args, d), offsetof(te_fl_grouped_gemm_args, d_count), 0xe, 0x1, 0, "d", "M N", "accumulate", nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_grouped_gemm_args_bias = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR_LIST, TE_FL_IN, 0, TE_FL_ARG_OPTIONAL, offsetof(te_fl_grouped_gemm_args, bias), offsetof(te_fl_grouped_gemm_args, bias_count), 0xe, 0x1, 0, "bias", "N", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_grouped_gemm_args_bias_grad = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR_LIST, TE_FL_INOUT, 0, TE_FL_ARG_OPTIONAL, offsetof(te_fl_grouped_gemm_args, bias_grad), offsetof(te_fl_grouped_gemm_args, bias_grad_count), 0xe, 0x1, 0, "bias_grad", "M", "accumulate_bias_grad", nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_grouped_gemm_args_trans_a = {sizeof(te_fl_arg_desc), TE_FL_ARG_BOOL, TE_FL_IN, 0, 0, offsetof(te_fl_grouped_gemm_args, trans_a), 0, 0x0, 0x0, 0, "trans_a", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_grouped_gemm_args_trans_b = {sizeof(te_fl_arg_desc), TE_FL_ARG_BOOL, TE_FL_IN, 0, 0, offsetof(te_fl_grouped_gemm_args, trans_b), 0, 0x0, 0x0, 0, "trans_b", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_grouped_gemm_args_accumulate = {sizeof(te_fl_arg_desc), TE_FL_ARG_BOOL, TE_FL_IN, 0, 0, offsetof(te_fl_grouped_gemm_args, accumulate), 0, 0x0, 0x0, 0, "accumulate", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_grouped_gemm_args_accumulate_bias_grad = {sizeof(te_fl_arg_desc), TE_FL_ARG_BOOL, TE_FL_IN, 0, 0, offsetof(te_fl_grouped_gemm_args, accumulate_bias_grad), 0, 0x0, 0x0, 0, "accumulate_bias_grad", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_grouped_gemm_args_use_split_accumulator = {sizeof(te_fl_arg_desc), TE_FL_ARG_BOOL, TE_FL_IN, 0, 0, offsetof(te_fl_grouped_gemm_args, use_split_accumulator), 0, 0x0, 0x0, 0, "use_split_accumulator", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_grouped_gemm_args_alpha = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_grouped_gemm_args, alpha), 0, 0x0, 0x0, 0, "alpha", nullptr, nullptr, nullptr, nullptr, nullptr, 1.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_grouped_gemm_args_beta = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_grouped_gemm_args, beta), 0, 0x0, 0x0, 0, "beta", nullptr, nullptr, nullptr, nullptr, nullptr, 1.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_grouped_gemm_args[] = {&k_te_fl_grouped_gemm_args_a, &k_te_fl_grouped_gemm_args_b, &k_te_fl_grouped_gemm_args_d, &k_te_fl_grouped_gemm_args_bias, &k_te_fl_grouped_gemm_args_bias_grad, &k_te_fl_grouped_gemm_args_trans_a, &k_te_fl_grouped_gemm_args_trans_b, &k_te_fl_grouped_gemm_args_accumulate, &k_te_fl_grouped_gemm_args_accumulate_bias_grad, &k_te_fl_grouped_gemm_args_use_split_accumulator, &k_te_fl_grouped_gemm_args_alpha, &k_te_fl_grouped_gemm_args_beta};
+constexpr uint32_t k_te_fl_grouped_gemm_args_least = offsetof(te_fl_grouped_gemm_args, beta) + sizeof(te_fl_grouped_gemm_args::beta);
+
 const te_fl_op_schema k_gelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "gelu", "GELU activation.", "y = 0.5 x (1 + tanh(c (x + 0.044715 x^3))), c = sqrt(2/pi) = 0.7978845608", "docs/numerics.md, Activations", nullptr, "dgelu input", nullptr};
 const te_fl_op_schema k_qgelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "qgelu", "QGELU activation.", "y = x sigmoid(1.702 x)", "docs/numerics.md, Activations", nullptr, "dqgelu input", nullptr};
 const te_fl_op_schema k_relu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "relu", "RELU activation.", "y = max(x, 0)", "docs/numerics.md, Activations", nullptr, "drelu input", nullptr};
@@ -746,6 +761,7 @@ const te_fl_op_schema k_fused_moe_aux_loss_bwd = {sizeof(te_fl_op_schema), 0, si
 const te_fl_op_schema k_fused_multi_row_padding = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_fused_multi_row_padding_args), k_te_fl_fused_multi_row_padding_args_least, 4, 0, k_te_fl_fused_multi_row_padding_args, "fused_multi_row_padding", "Pads the rows of each group with zeros.", "group after group: input_rows[i] rows of input, then zeros up to padded_rows[i] rows of output", "docs/numerics.md, Experts", nullptr, "fused_multi_row_unpadding input_rows=padded_rows unpadded_rows=input_rows", nullptr};
 const te_fl_op_schema k_fused_multi_row_unpadding = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_fused_multi_row_unpadding_args), k_te_fl_fused_multi_row_unpadding_args_least, 4, 0, k_te_fl_fused_multi_row_unpadding_args, "fused_multi_row_unpadding", "Takes the padding of each group away.", "group after group: the first unpadded_rows[i] of the input_rows[i] rows of input", "docs/numerics.md, Experts", nullptr, "fused_multi_row_padding input_rows=unpadded_rows padded_rows=input_rows", nullptr};
 const te_fl_op_schema k_splits_to_offsets = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_splits_to_offsets_args), k_te_fl_splits_to_offsets_args_least, 4, 0, k_te_fl_splits_to_offsets_args, "splits_to_offsets", "Offsets of parts that follow each other.", "offsets[i] = stride (splits[0] + ... + splits[i - 1]); without leading_zero offsets[i] is that of i + 1", "docs/numerics.md, Experts", nullptr, nullptr, nullptr};
+const te_fl_op_schema k_grouped_gemm = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_grouped_gemm_args), k_te_fl_grouped_gemm_args_least, 12, 0, k_te_fl_grouped_gemm_args, "grouped_gemm", "Matrix products of a group, each of its own matrices, in one call.", "d[i] = alpha * op(a[i]) op(b[i]) + bias[i] + beta * d[i] if accumulate; op(X) = X^T if trans_x", "docs/numerics.md, GEMM", "accumulate_bias_grad requires bias_grad", nullptr, "2*M*N*K"};
 
 const te_fl_op_schema* const kSchemas[] = {
     &k_gelu,
@@ -843,10 +859,11 @@ const te_fl_op_schema* const kSchemas[] = {
     &k_fused_multi_row_padding,
     &k_fused_multi_row_unpadding,
     &k_splits_to_offsets,
+    &k_grouped_gemm,
 };
 
 const uint32_t kIds[] = {
-    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94,
+    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95,
 };
 
 const char* const kFamilies[] = {
@@ -945,14 +962,15 @@ const char* const kFamilies[] = {
     "moe",
     "moe",
     "moe",
+    "gemm",
 };
 
 }  // namespace
 
-std::span<const te_fl_op_schema* const> catalogue() { return {kSchemas, 95}; }
+std::span<const te_fl_op_schema* const> catalogue() { return {kSchemas, 96}; }
 
-std::span<const uint32_t> catalogue_ids() { return {kIds, 95}; }
+std::span<const uint32_t> catalogue_ids() { return {kIds, 96}; }
 
-std::span<const char* const> catalogue_families() { return {kFamilies, 95}; }
+std::span<const char* const> catalogue_families() { return {kFamilies, 96}; }
 
 }  // namespace te_fl::core

@@ -68,6 +68,49 @@ typedef struct te_fl_generic_gemm_args {
 #define TE_FL_GENERIC_GEMM_ARGS_INIT \
   { .struct_size = sizeof(te_fl_generic_gemm_args), .alpha = 1.0f, .beta = 1.0f }
 
+/*
+ * grouped_gemm: Matrix products of a group, each of its own matrices, in one call.
+ *   d[i] = alpha * op(a[i]) op(b[i]) + bias[i] + beta * d[i] if accumulate; op(X) = X^T if trans_x
+ */
+typedef struct te_fl_grouped_gemm_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_grouped_gemm_args));
+  /* left matrices, row-major; sizes may differ, and be 0. in; F32|F16|BF16|FP8; scaling
+  none|tensor|block|mx|nv; shape [trans_a ? K M : M K] */
+  const te_fl_tensor* const* a TE_FL_INIT(NULL);
+  int64_t a_count TE_FL_INIT(0);
+  /* right matrices, row-major. in; F32|F16|BF16|FP8; scaling none|tensor|block|mx|nv; shape
+  [trans_b ? N K : K N] */
+  const te_fl_tensor* const* b TE_FL_INIT(NULL);
+  int64_t b_count TE_FL_INIT(0);
+  /* results; where K is 0, the bias or 0. inout (read if accumulate); F32|F16|BF16; shape [M N] */
+  const te_fl_tensor* const* d TE_FL_INIT(NULL);
+  int64_t d_count TE_FL_INIT(0);
+  /* added to every row of a product. in, optional; F32|F16|BF16; shape [N] */
+  const te_fl_tensor* const* bias TE_FL_INIT(NULL);
+  int64_t bias_count TE_FL_INIT(0);
+  /* sums over K of op(a[i]): the bias gradients of weight-gradient products. inout (read if
+  accumulate_bias_grad), optional; F32|F16|BF16; shape [M] */
+  const te_fl_tensor* const* bias_grad TE_FL_INIT(NULL);
+  int64_t bias_grad_count TE_FL_INIT(0);
+  /* the left matrices are stored [K, M] */
+  int32_t trans_a TE_FL_INIT(0);
+  /* the right matrices are stored [N, K] */
+  int32_t trans_b TE_FL_INIT(0);
+  /* add beta * d */
+  int32_t accumulate TE_FL_INIT(0);
+  /* add the previous bias_grad */
+  int32_t accumulate_bias_grad TE_FL_INIT(0);
+  /* FP8: as in generic_gemm */
+  int32_t use_split_accumulator TE_FL_INIT(0);
+  /* factor of the products */
+  float alpha TE_FL_INIT(1.0f);
+  /* factor of the previous d when accumulate */
+  float beta TE_FL_INIT(1.0f);
+} te_fl_grouped_gemm_args;
+
+#define TE_FL_GROUPED_GEMM_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_grouped_gemm_args), .alpha = 1.0f, .beta = 1.0f }
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

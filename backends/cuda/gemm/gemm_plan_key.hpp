@@ -1,0 +1,28 @@
+// What plans are kept by. Plain C++, so that it can be tested where there is no GPU.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "gemm/gemm_problem.hpp"
+
+namespace te_fl::cuda {
+
+// All that make_plan() reads of a product without activation, residual and d_sum. Compared and
+// hashed by its bytes, so it has no padding.
+struct PlanKey {
+  int64_t m = 0, n = 0, k = 0;
+  int32_t device = 0;
+  uint32_t alignments = 0;  // of A, B and D: a byte each, as powers of two
+  uint32_t dtypes = 0;      // of A, B, D and the bias or its gradient: a byte each
+  uint32_t flags = 0;
+
+  PlanKey(int device, const te_fl_generic_gemm_args& args, const Problem& p);
+  bool operator==(const PlanKey&) const = default;
+
+  struct Hash {
+    size_t operator()(const PlanKey& key) const noexcept;
+  };
+};
+
+}  // namespace te_fl::cuda

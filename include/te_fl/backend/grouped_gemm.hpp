@@ -1,0 +1,35 @@
+#pragma once
+
+// For backends with grouped_gemm: one product of a group as a call of generic_gemm, by which a
+// backend that multiplies one at a time serves them all. Header-only.
+
+#include "te_fl/backend.hpp"
+#include "te_fl/ops/gemm.h"
+
+namespace te_fl::backend {
+
+// Product i, 0 <= i < args.a_count, of a call that has passed the checks of its op. It points to
+// the group's tensors.
+inline te_fl_generic_gemm_args product_of(const te_fl_grouped_gemm_args& args, int64_t i) noexcept {
+  te_fl_generic_gemm_args product;
+  product.a = args.a[i];
+  product.b = args.b[i];
+  product.d = args.d[i];
+  product.bias = args.bias_count > 0 ? args.bias[i] : nullptr;
+  product.bias_grad = args.bias_grad_count > 0 ? args.bias_grad[i] : nullptr;
+  product.trans_a = args.trans_a;
+  product.trans_b = args.trans_b;
+  product.accumulate = args.accumulate;
+  product.accumulate_bias_grad = args.accumulate_bias_grad;
+  product.use_split_accumulator = args.use_split_accumulator;
+  product.alpha = args.alpha;
+  product.beta = args.beta;
+  return product;
+}
+
+// True if the product leaves everything as it is: D is empty, and there is no gradient of a bias.
+inline bool writes_nothing(const te_fl_generic_gemm_args& product) noexcept {
+  return numel(*product.d) == 0 && product.bias_grad == nullptr;
+}
+
+}  // namespace te_fl::backend
