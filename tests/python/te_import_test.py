@@ -184,7 +184,7 @@ class PyTorch(unittest.TestCase):
 
     def test_refused_names_raise_when_they_are_used(self):
         run(self.USE + """
-from transformer_engine.pytorch import GroupedLinear, moe_permute, MXFP8Tensor
+from transformer_engine.pytorch import GroupedLinear, onnx_export, MXFP8Tensor
 from transformer_engine.pytorch.ops import Linear as FusibleLinear
 import torch
 assert not isinstance(torch.empty(1), MXFP8Tensor) and not isinstance(1, (str, MXFP8Tensor)) and not issubclass(int, GroupedLinear)
@@ -194,7 +194,7 @@ class Grouped(GroupedLinear):  # programs define these where they are imported
 class Both(torch.nn.Module, GroupedLinear):
     pass
 assert not isinstance(1, Grouped)
-for use in (lambda: GroupedLinear(1, 2, 3), lambda: moe_permute(), lambda: MXFP8Tensor.from_numpy, lambda: FusibleLinear(1, 2),
+for use in (lambda: GroupedLinear(1, 2, 3), lambda: onnx_export(), lambda: MXFP8Tensor.from_numpy, lambda: FusibleLinear(1, 2),
             lambda: MXFP8Tensor[int], lambda: Grouped(1), lambda: Both()):
     try:
         use()

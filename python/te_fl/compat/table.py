@@ -41,9 +41,14 @@ SERVED = {
     "te_fl.pytorch.optimizers":
         "FusedAdam FusedSGD MultiTensorApply multi_tensor_adam multi_tensor_applier multi_tensor_l2norm multi_tensor_scale "
         "multi_tensor_sgd multi_tensor_unscale_l2norm",
+    "te_fl.pytorch.padding": "Fp8Padding Fp8Unpadding",
+    "te_fl.pytorch.permutation":
+        "moe_permute moe_permute_and_pad_with_probs moe_permute_with_probs moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs "
+        "moe_unpermute",
     "te_fl.pytorch.rng":
         "CudaRNGStatesTracker get_all_rng_states graph_safe_rng_available is_graph_safe_rng_state set_all_rng_states",
     "te_fl.pytorch.rope": "RotaryPositionEmbedding apply_fused_qkv_rotary_pos_emb apply_rotary_pos_emb",
+    "te_fl.pytorch.router": "RoutingMapFormat fused_compute_score_for_moe_aux_loss fused_moe_aux_loss fused_topk_with_score_function",
     "te_fl.pytorch.softmax":
         "FusedScaleMaskSoftmax attention_mask_func scaled_aligned_causal_masked_softmax_backward "
         "scaled_aligned_causal_masked_softmax_forward scaled_masked_softmax_backward scaled_masked_softmax_forward "
@@ -102,6 +107,7 @@ PARTLY = {
     "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True, "master_weight_dtype": "torch.float16", "exp_avg_dtype": "torch.bfloat16",
                                            "exp_avg_sq_dtype": "torch.bfloat16", "store_param_remainders": True},
     "te_fl.pytorch.optimizers.FusedSGD": {"materialize_master_grads": False},
+    "te_fl.pytorch.router.fused_topk_with_score_function": {"qb_histogram": "a tensor", "qb_bin_bounds": "a tensor", "qb_histogram_mode": "two_kernel"},
     "te_fl.pytorch.softmax.FusedScaleMaskSoftmax": {"softmax_in_fp32": False},
 }
 
@@ -148,11 +154,7 @@ WAYS_OUT = (
     ("prepare_te_modules_for_fsdp", "use torch.distributed.fsdp.fully_shard, or leave the call out: FSDP shards the parameters without it"),
     ("activation_recompute_forward", "use checkpoint(), or recompute_contexts() as context_fn of torch.utils.checkpoint"),
     ("multi_tensor_", "use FusedAdam, or te_fl.ops.multi_tensor_adam"),
-    ("moe_sort", "gather the chunks with torch.index_select"),
-    ("moe_", "permute with te_fl.ops.moe_permute_fwd and moe_unpermute_fwd, by indices"),
     ("Grouped", "use one Linear for each group"),
-    ("Fp8Padding", "pad rows with te_fl.ops.fused_multi_row_padding, or torch.nn.functional.pad"),
-    ("Fp8Unpadding", "slice the rows, or call te_fl.ops.fused_multi_row_unpadding"),
     ("Request", "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"),
     ("QuantizerRole", "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"),
     ("Quantizer", "quantise with te_fl.ops.quantize and te_fl.Quantized"),

@@ -1,0 +1,291 @@
+"""Permutation of tokens by expert, and back.
+
+A map of rows, INT32 [K, T], has for token t the permuted rows [0, K) that it is copied to; -1 is none. By indices K is the number of experts of
+each token, by masks that of all experts. Every function here is one of three ops on such a map, and their gradients are such ops too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Optional, Tuple
+
+import torch
+
+from te_fl import ops
+from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.pytorch.functions.function import Op, differentiable
+
+__all__ = ["moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_probs", "moe_sort_chunks_by_index",
+           "moe_sort_chunks_by_index_with_probs", "moe_unpermute"]
+
+
+def _spread_run(tokens, rows, count):
+    if not tokens.numel():  # an expanded gradient without elements stays expanded, which ops refuse
+        return tokens.new_zeros((count, tokens.shape[1]))
+    tokens = tokens.contiguous()
+    output = tokens.new_empty((count, tokens.shape[1]))
+    # The op reads fwd_input for the gradient of probabilities alone, which is left out.
+    ops.moe_unpermute_bwd(grad_output=tokens, fwd_input=torch.empty_like(output), row_id_map=rows, grad_input=output)
+    return output
+
+
+def _gather_run(permuted, rows):
+    output = permuted.new_empty((rows.shape[1], permuted.shape[1]))
+    ops.moe_permute_bwd(grad_output=permuted.contiguous(), row_id_map=rows, grad_input=output)
+    return output
+
+
+def _spread_save(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+
+
+def _spread_gradient(op, ctx, grad):
+    return op(grad, *ctx.saved_tensors), None, None
+
+
+_gather = Op("moe_gather_rows(Tensor permuted, Tensor rows) -> Tensor", _gather_run,
+             lambda permuted, rows: permuted.new_empty((rows.shape[1], permuted.shape[1])))
+_spread = differentiable(  # output[rows[k, t]] = tokens[t]; rows of the output that no token has are 0
+    Op("moe_spread_rows(Tensor tokens, Tensor rows, SymInt count) -> Tensor", _spread_run,
+       lambda tokens, rows, count: tokens.new_empty((count, tokens.shape[1]))),
+    _gather, _spread_save, _spread_gradient)
+
+
+def _sort_run(tokens, indices, count):
+    tokens = tokens.contiguous()
+    output = tokens.new_empty((count, tokens.shape[1]))
+    rows = torch.empty(indices.shape[::-1], dtype=torch.int32, device=tokens.device)
+    ops.moe_permute_fwd(input=tokens, indices=indices.contiguous(), output=output, row_id_map=rows)
+    return output, rows
+
+
+def _sort_fake(tokens, indices, count):
+    return tokens.new_empty((count, tokens.shape[1])), indices.new_empty((indices.shape[1], indices.shape[0]), dtype=torch.int32)
+
+
+def _sort_save(ctx, inputs, output):
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _sort_gradient(op, ctx, grad, _grad_rows=None):
+    return None if grad is None else op(grad, *ctx.saved_tensors), None, None
+
+
+_sort = differentiable(Op("moe_sort_rows(Tensor tokens, Tensor indices, SymInt count) -> (Tensor, Tensor)", _sort_run, _sort_fake),
+                       _gather, _sort_save, _sort_gradient)
+
+
+def _combine_run(permuted, rows, probs):
+    output = permuted.new_empty((rows.shape[1], permuted.shape[1]))
+    ops.moe_unpermute_fwd(input=permuted.contiguous(), row_id_map=rows, probs=probs, output=output)
+    return output
+
+
+def _combine_backward(grad, permuted, rows, probs):
+    grad_permuted = torch.empty_like(permuted)
+    grad_probs = torch.empty_like(probs)
+    ops.moe_unpermute_bwd(grad_output=grad.contiguous(), fwd_input=permuted, row_id_map=rows, probs=probs, grad_input=grad_permuted,
+                          grad_probs=grad_probs)
+    return grad_permuted, grad_probs
+
+
+def _combine_save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _combine_gradient(op, ctx, grad):
+    grad_permuted, grad_probs = op(grad, *ctx.saved_tensors)
+    return grad_permuted, None, grad_probs
+
+
+_combine = differentiable(  # output[t] = sum over k of probs[t, k] permuted[rows[k, t]]
+    Op("moe_combine_rows(Tensor permuted, Tensor rows, Tensor probs) -> Tensor", _combine_run,
+       lambda permuted, rows, probs: permuted.new_empty((rows.shape[1], permuted.shape[1]))),
+    Op("moe_combine_rows_bwd(Tensor grad, Tensor permuted, Tensor rows, Tensor probs) -> (Tensor, Tensor)", _combine_backward,
+       lambda grad, permuted, rows, probs: (torch.empty_like(permuted), torch.empty_like(probs))),
+    _combine_save, _combine_gradient)
+
+
+def _sum_save(ctx, inputs, output):
+    ctx.save_for_backward(inputs[1])
+    ctx.count = inputs[0].shape[0]
+
+
+_sum = differentiable(  # _combine() without probabilities, whose gradient needs no tokens
+    Op("moe_sum_rows(Tensor permuted, Tensor rows) -> Tensor", _gather_run,
+       lambda permuted, rows: permuted.new_empty((rows.shape[1], permuted.shape[1]))),
+    Op("moe_sum_rows_bwd(Tensor grad, Tensor rows, SymInt count) -> Tensor", _spread_run,
+       lambda grad, rows, count: grad.new_empty((count, grad.shape[1]))),
+    _sum_save, lambda op, ctx, grad: (op(grad, ctx.saved_tensors[0], ctx.count), None))
+
+
+def _check_tokens(where: str, inp: torch.Tensor) -> None:
+    if type(inp) is not torch.Tensor and hasattr(inp, "dequantize") and "te_fl" in type(inp).__module__:
+        raise Unsupported(f"{where}: inp is a {type(inp).__name__}, and te-fl permutes values; give inp.dequantize()")
+    if inp.dim() != 2:
+        raise InvalidArgument(f"{where}: inp has shape {tuple(inp.shape)}; it is [tokens, hidden size]")
+
+
+def _mask_rows(where: str, inp: torch.Tensor, routing_map: torch.Tensor, pad_offsets: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """The map of rows of a mask [T, E]: experts one after the other, the tokens of each in their order."""
+    if routing_map.dim() != 2 or routing_map.shape[0] != inp.shape[0]:
+        raise InvalidArgument(f"{where}: routing_map has shape {tuple(routing_map.shape)} for {inp.shape[0]} tokens; a mask is [tokens, experts]")
+    routed = (routing_map != 0).t().contiguous()
+    rows = torch.cumsum(routed.view(-1), 0, dtype=torch.int32).view(routed.shape) - 1
+    return _padded(torch.where(routed, rows, -1), pad_offsets)
+
+
+def _padded(rows: torch.Tensor, pad_offsets: Optional[torch.Tensor]) -> torch.Tensor:
+    """Each expert's rows, moved by the padding of those before it."""
+    if pad_offsets is None:
+        return rows
+    return torch.where(rows < 0, rows, rows + pad_offsets.to(torch.int32).unsqueeze(1))
+
+
+def _spread_probs(where: str, probs: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """The probability of each permuted row: [T, E] as one column of E T tokens that have one row each."""
+    if probs.shape != (rows.shape[1], rows.shape[0]):
+        raise InvalidArgument(f"{where}: probs has shape {tuple(probs.shape)}; routing_map has {(rows.shape[1], rows.shape[0])}")
+    return _spread(probs.t().reshape(-1, 1), rows.view(1, -1), count).view(-1)
+
+
+def _check_count(where: str, num_out_tokens: int, least: int) -> None:
+    if num_out_tokens < least:
+        raise InvalidArgument(f"{where}: num_out_tokens is {num_out_tokens}; it is at least {least}: the number of pairs of a token and one of its experts")
+
+
+def _check_map_type(where: str, map_type: str) -> None:
+    if map_type not in ("mask", "index"):
+        raise ValueError(f"{where}: map_type is {map_type!r}; it is 'mask' or 'index'")
+
+
+def moe_permute(inp: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: int, max_token_num: int = -1,
+                map_type: str = "mask") -> Tuple[torch.Tensor, torch.Tensor]:
+    """(the rows of inp [T, H] ordered by expert, and row_id_map for moe_unpermute).
+
+    map_type "mask": routing_map [T, E] is 1 where the token goes to the expert, and num_out_tokens the number of those, or more: further rows
+    are 0. "index": routing_map [T, K] has the experts of each token, and pairs beyond num_out_tokens are dropped; 0 stands for K T.
+    row_id_map is INT32: by mask [E, T], by index [K T] in the order [K, T]. max_token_num means nothing: there is no workspace to size.
+    """
+    _check_map_type("moe_permute", map_type)
+    _check_tokens("moe_permute", inp)
+    if map_type == "mask":
+        _check_count("moe_permute", num_out_tokens, min(1, inp.shape[0]))
+        rows = _mask_rows("moe_permute", inp, routing_map)
+        return _spread(inp, rows, num_out_tokens if inp.shape[0] else 0), rows
+    _check_count("moe_permute", num_out_tokens, 0)
+    if routing_map.dim() != 2 or routing_map.shape[0] != inp.shape[0]:
+        raise InvalidArgument(f"moe_permute: routing_map has shape {tuple(routing_map.shape)} for {inp.shape[0]} tokens; indices are [tokens, topK]")
+    indices = routing_map if routing_map.dtype in (torch.int32, torch.int64) else routing_map.to(torch.int32)
+    output, rows = _sort(inp, indices, num_out_tokens if num_out_tokens and inp.shape[0] else indices.numel())
+    return output, rows.view(-1)
+
+
+def moe_permute_with_probs(inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor,
+                           num_out_tokens: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(permuted rows, their probabilities [num_out_tokens] of probs [T, E], row_id_map), by a mask."""
+    where = "moe_permute_with_probs"
+    _check_tokens(where, inp)
+    _check_count(where, num_out_tokens, min(1, inp.shape[0]))
+    rows = _mask_rows(where, inp, routing_map)
+    count = num_out_tokens if inp.shape[0] else 0
+    return _spread(inp, rows, count), _spread_probs(where, probs, rows, count), rows
+
+
+def moe_permute_and_pad_with_probs(inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, tokens_per_expert: torch.Tensor,
+                                   align_size: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, Optional[torch.Tensor], torch.Tensor]:
+    """As moe_permute_with_probs, each expert's rows followed by zeros up to a multiple of align_size.
+
+    Returns also pad_offsets [E] for moe_unpermute, the padding before each expert's rows, or None where there is none, and the padded number
+    of rows of each expert, INT64 [E]. The host reads the numbers of tokens.
+    """
+    where = "moe_permute_and_pad_with_probs"
+    _check_tokens(where, inp)
+    if tokens_per_expert is None:
+        raise InvalidArgument(f"{where}: tokens_per_expert is None; give the number of tokens of each expert")
+    if align_size <= 0:
+        raise InvalidArgument(f"{where}: align_size is {align_size}; it is at least 1")
+    counts = tokens_per_expert.to(inp.device, torch.int64)
+    padded = (counts + align_size - 1) // align_size * align_size
+    ends = torch.cumsum(padded - counts, 0)
+    padding, total = torch.stack((ends[-1], padded.sum())).tolist()
+    offsets = torch.nn.functional.pad(ends[:-1], (1, 0)) if padding else None
+    rows = _mask_rows(where, inp, routing_map)
+    there = _padded(rows, offsets)
+    return _spread(inp, there, total), _spread_probs(where, probs, there, total), rows, offsets, padded
+
+
+def moe_unpermute(inp: torch.Tensor, row_id_map: torch.Tensor, merging_probs: Optional[torch.Tensor] = None,
+                  restore_shape: Optional[torch.Size] = None, map_type: str = "mask", probs: Optional[torch.Tensor] = None,
+                  pad_offsets: Optional[torch.Tensor] = None) -> torch.Tensor:
+    """The rows of each token, times merging_probs [T, E] or, by index, [T, K] where there are any, summed in FP32.
+
+    row_id_map and map_type: moe_permute's. restore_shape: [T, H]; the map has T already. pad_offsets: that of moe_permute_and_pad_with_probs.
+    probs is an older name of merging_probs.
+    """
+    _check_map_type("moe_unpermute", map_type)
+    if probs is not None:
+        if merging_probs is not None:
+            raise ValueError("moe_unpermute: merging_probs and probs were both given; probs is deprecated: leave it out")
+        warnings.warn("moe_unpermute: probs is deprecated; give merging_probs", FutureWarning)
+        merging_probs = probs
+    _check_tokens("moe_unpermute", inp)
+    if map_type == "index":
+        if pad_offsets is not None:
+            raise InvalidArgument("moe_unpermute: pad_offsets belongs to map_type='mask'; leave it out")
+        rows = _index_rows(row_id_map, merging_probs)
+    else:
+        if row_id_map.dim() != 2:
+            raise InvalidArgument(f"moe_unpermute: row_id_map has shape {tuple(row_id_map.shape)}; that of a mask is [experts, tokens], as moe_permute made it")
+        rows = _padded(row_id_map, pad_offsets)
+    if restore_shape is not None and tuple(restore_shape) != (rows.shape[1], inp.shape[1]):
+        raise InvalidArgument(f"moe_unpermute: restore_shape is {tuple(restore_shape)}; row_id_map and inp say {(rows.shape[1], inp.shape[1])}")
+    if merging_probs is None:
+        return _sum(inp, rows)
+    if merging_probs.shape != (rows.shape[1], rows.shape[0]):
+        raise InvalidArgument(f"moe_unpermute: merging_probs has shape {tuple(merging_probs.shape)}; row_id_map says {(rows.shape[1], rows.shape[0])}")
+    return _combine(inp.contiguous(), rows, merging_probs.float().contiguous())
+
+
+def _index_rows(row_id_map: torch.Tensor, probs: Optional[torch.Tensor]) -> torch.Tensor:
+    """The map [K T] as [K, T]; without probabilities each token has one row."""
+    tokens, top_k = (row_id_map.numel(), 1) if probs is None else probs.shape
+    if row_id_map.numel() != tokens * top_k:
+        raise InvalidArgument(f"moe_unpermute: row_id_map has {row_id_map.numel()} elements; merging_probs of {tokens} x {top_k} has {tokens * top_k}")
+    return row_id_map.view(top_k, tokens)
+
+
+def _chunk_rows(where: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
+    """The map [1, T] of chunks in another order. On a host sizes that do not sum to T are refused; on a device rows beyond them have none."""
+    if split_sizes.dim() != 1 or split_sizes.shape != sorted_index.shape:
+        raise InvalidArgument(f"{where}: split_sizes has shape {tuple(split_sizes.shape)} and sorted_index {tuple(sorted_index.shape)}; both have one element for each chunk")
+    if split_sizes.device.type == "cpu" and not torch.compiler.is_compiling() and int(split_sizes.sum()) != inp.shape[0]:
+        raise InvalidArgument(f"{where}: split_sizes sum to {int(split_sizes.sum())}; inp has {inp.shape[0]} rows")
+    sizes, order = split_sizes.to(inp.device, torch.int64), sorted_index.to(inp.device, torch.int64)
+    ends = torch.cumsum(sizes, 0)
+    moved = sizes[order]
+    starts = torch.zeros_like(sizes).scatter_(0, order, torch.cumsum(moved, 0) - moved)
+    row = torch.arange(inp.shape[0], device=inp.device)
+    chunk = torch.searchsorted(ends, row, right=True)
+    known = chunk.clamp(max=sizes.shape[0] - 1)
+    there = row + (starts - (ends - sizes))[known]
+    return torch.where(chunk == known, there, -1).to(torch.int32).unsqueeze(0)
+
+
+def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
+    """Cuts inp [T, H] into chunks of split_sizes rows, and returns them in the order sorted_index."""
+    _check_tokens("moe_sort_chunks_by_index", inp)
+    return _spread(inp, _chunk_rows("moe_sort_chunks_by_index", inp, split_sizes, sorted_index), inp.shape[0])
+
+
+def moe_sort_chunks_by_index_with_probs(inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor,
+                                        sorted_index: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(chunks of inp [T, H] in another order, the same of probs [T])."""
+    where = "moe_sort_chunks_by_index_with_probs"
+    _check_tokens(where, inp)
+    if probs.shape != inp.shape[:1]:
+        raise InvalidArgument(f"{where}: probs has shape {tuple(probs.shape)}; inp has {inp.shape[0]} rows, each of which has one")
+    rows = _chunk_rows(where, inp, split_sizes, sorted_index)
+    return _spread(inp, rows, inp.shape[0]), _spread(probs.view(-1, 1), rows, inp.shape[0]).view(-1)

@@ -1,0 +1,211 @@
+"""The router of a mixture of experts: the choice of experts, and the auxiliary loss that keeps their load even."""
+
+from __future__ import annotations
+
+import enum
+from typing import Optional, Tuple, Union
+
+import torch
+
+from te_fl import ops
+from te_fl.errors import InvalidArgument
+from te_fl.pytorch.functions.function import Op, differentiable
+from te_fl.pytorch.runtime.refuse import choice, only
+
+__all__ = ["RoutingMapFormat", "fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"]
+
+
+class RoutingMapFormat(enum.IntEnum):
+    """BYTEMAP: bool [.., experts]. BITMAP_U8: a bit for each expert, uint8 [.., ceil(experts / 8)], the lowest first."""
+    BYTEMAP = 0
+    BITMAP_U8 = 1
+
+
+_FORMATS = {"bytemap": RoutingMapFormat.BYTEMAP, "bitmap_u8": RoutingMapFormat.BITMAP_U8}
+_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
+_INDICES = {torch.int16: 2, torch.int32: 3, torch.int64: 4}  # forms of the choice beyond the two maps
+
+
+def _form(where: str, routing_map_format: Union[str, RoutingMapFormat, int]) -> int:
+    if isinstance(routing_map_format, str) and routing_map_format in _FORMATS:
+        return int(_FORMATS[routing_map_format])
+    if isinstance(routing_map_format, int) and routing_map_format in (0, 1):
+        return int(routing_map_format)
+    raise ValueError(f"{where}: routing_map_format is {routing_map_format!r}; it is 'bytemap', 'bitmap_u8' or one of RoutingMapFormat")
+
+
+def _routing(logits: torch.Tensor, form: int, topk: int) -> Tuple[str, torch.Tensor]:
+    """The op's argument that holds the choice in this form, and a tensor for it."""
+    *leading, experts = logits.shape
+    if form == RoutingMapFormat.BYTEMAP:
+        return "routing_map", torch.empty((*leading, experts), dtype=torch.bool, device=logits.device)
+    if form == RoutingMapFormat.BITMAP_U8:
+        return "routing_bits", torch.empty((*leading, (experts + 7) // 8), dtype=torch.uint8, device=logits.device)
+    dtype = next(d for d, number in _INDICES.items() if number == form)
+    return "topk_indices", torch.empty((*leading, topk), dtype=dtype, device=logits.device)
+
+
+def _like(logits, dtype=None):
+    return torch.empty(logits.shape, dtype=dtype or logits.dtype, device=logits.device)
+
+
+def _choose(logits, expert_bias, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, form):
+    name, routing = _routing(logits, form, topk)
+    probs, intermediate = _like(logits), _like(logits, torch.float32)
+    ops.fused_topk_with_score_function_fwd(
+        logits=logits.contiguous(), expert_bias=expert_bias, probs=probs, intermediate_output=intermediate, topk=topk, use_pre_softmax=use_pre_softmax,
+        num_groups=num_groups, group_topk=group_topk, scaling_factor=scaling_factor, score_function=score_function, **{name: routing})
+    return probs, routing, intermediate
+
+
+def _choose_fake(logits, expert_bias, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, form):
+    return _like(logits), _routing(logits, form, topk)[1], _like(logits, torch.float32)
+
+
+def _choose_backward(grad, routing, intermediate, topk, use_pre_softmax, scaling_factor, score_function, form):
+    name = ("routing_map", "routing_bits")[form] if form < 2 else "topk_indices"
+    grad_logits = _like(grad)
+    ops.fused_topk_with_score_function_bwd(
+        intermediate_output=intermediate, grad_probs=grad.contiguous(), grad_logits=grad_logits, topk=topk, use_pre_softmax=use_pre_softmax,
+        scaling_factor=scaling_factor, score_function=score_function, **{name: routing})
+    return grad_logits
+
+
+def _choose_save(ctx, inputs, output):
+    _, _, topk, use_pre_softmax, _, _, scaling_factor, score_function, form = inputs
+    ctx.settings = topk, use_pre_softmax, scaling_factor, score_function, form
+    ctx.save_for_backward(*output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _choose_gradient(op, ctx, grad, *_others):
+    return None if grad is None else op(grad, *ctx.saved_tensors, *ctx.settings), *(None,) * 8
+
+
+_topk = differentiable(
+    Op("moe_topk(Tensor logits, Tensor? expert_bias, int topk, bool use_pre_softmax, int num_groups, int group_topk, float scaling_factor, "
+       "str score_function, int form) -> (Tensor, Tensor, Tensor)", _choose, _choose_fake),
+    Op("moe_topk_bwd(Tensor grad, Tensor routing, Tensor intermediate, int topk, bool use_pre_softmax, float scaling_factor, str score_function, "
+       "int form) -> Tensor", _choose_backward, lambda grad, *rest: _like(grad)),
+    _choose_save, _choose_gradient)
+
+
+def fused_topk_with_score_function(logits: torch.Tensor, topk: int, use_pre_softmax: bool, num_groups: Optional[int], group_topk: Optional[int],
+                                   scaling_factor: Optional[float], score_function: str, expert_bias: Optional[torch.Tensor],
+                                   routing_map_format: Union[str, RoutingMapFormat, int] = RoutingMapFormat.BYTEMAP,
+                                   topk_indices: Optional[torch.Tensor] = None, qb_histogram: Optional[torch.Tensor] = None,
+                                   qb_bin_bounds: Optional[torch.Tensor] = None,
+                                   qb_histogram_mode: Optional[str] = None) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(probabilities in the dtype and shape of logits [.., experts], the choice of topk experts for each token).
+
+    score_function: softmax, before the choice with use_pre_softmax, sigmoid or sqrtsoftplus, the latter two with expert_bias FP32 [experts] added
+    for the choice alone. num_groups and group_topk: the choice is among the experts of the best groups. The choice is a map of
+    routing_map_format, or topk_indices [.., topk], written, where they are given.
+    """
+    where = "fused_topk_with_score_function"
+    only(where, *((name, value, None, "te-fl counts no histogram for quantile balancing; leave it out") for name, value in
+                  (("qb_histogram", qb_histogram), ("qb_bin_bounds", qb_bin_bounds), ("qb_histogram_mode", qb_histogram_mode))))
+    choice(where, "score_function", score_function, _FUNCTIONS)
+    form = _form(where, routing_map_format)
+    if topk_indices is not None:
+        if form != RoutingMapFormat.BYTEMAP:
+            raise InvalidArgument(f"{where}: topk_indices hold the choice in place of a routing map; leave routing_map_format out")
+        if topk_indices.dtype not in _INDICES or topk_indices.shape != (*logits.shape[:-1], topk):
+            raise InvalidArgument(f"{where}: topk_indices is {topk_indices.dtype} {tuple(topk_indices.shape)}; it is int16, int32 or int64 "
+                                  f"{(*logits.shape[:-1], topk)}")
+        form = _INDICES[topk_indices.dtype]
+    probs, routing, _ = _topk(logits, expert_bias, topk, bool(use_pre_softmax) and score_function == "softmax", num_groups or 0, group_topk or 0,
+                              1.0 if scaling_factor is None else float(scaling_factor), score_function, form)
+    return probs, routing if topk_indices is None else topk_indices.copy_(routing)
+
+
+def _score(logits, topk, score_function, form):
+    name, routing = _routing(logits, form, topk)
+    scores, intermediate = _like(logits, torch.float32), _like(logits, torch.float32)
+    ops.fused_score_for_moe_aux_loss_fwd(logits=logits.contiguous(), scores=scores, intermediate_output=intermediate, topk=topk,
+                                         score_function=score_function, **{name: routing})
+    return routing, scores, intermediate
+
+
+def _score_fake(logits, topk, score_function, form):
+    return _routing(logits, form, topk)[1], _like(logits, torch.float32), _like(logits, torch.float32)
+
+
+def _score_backward(grad, intermediate, dtype, topk, score_function):
+    grad_logits = _like(grad, dtype)
+    ops.fused_score_for_moe_aux_loss_bwd(intermediate_output=intermediate, grad_scores=grad.contiguous(), grad_logits=grad_logits, topk=topk,
+                                         score_function=score_function)
+    return grad_logits
+
+
+def _score_save(ctx, inputs, output):
+    logits, topk, score_function, _ = inputs
+    ctx.settings = logits.dtype, topk, score_function
+    ctx.save_for_backward(output[2])
+    ctx.mark_non_differentiable(output[0], output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _score_gradient(op, ctx, _grad_routing, grad, _grad_intermediate=None):
+    return None if grad is None else op(grad, ctx.saved_tensors[0], *ctx.settings), None, None, None
+
+
+_scores = differentiable(
+    Op("moe_scores(Tensor logits, int topk, str score_function, int form) -> (Tensor, Tensor, Tensor)", _score, _score_fake),
+    Op("moe_scores_bwd(Tensor grad, Tensor intermediate, ScalarType dtype, int topk, str score_function) -> Tensor", _score_backward,
+       lambda grad, intermediate, dtype, *rest: _like(grad, dtype)),
+    _score_save, _score_gradient)
+
+
+def fused_compute_score_for_moe_aux_loss(logits: torch.Tensor, topk: int, score_function: str,
+                                         routing_map_format: Union[str, RoutingMapFormat, int] = RoutingMapFormat.BYTEMAP
+                                         ) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(the map of the topk largest, scores of all experts FP32) of logits [.., experts]; the map is of routing_map_format."""
+    where = "fused_compute_score_for_moe_aux_loss"
+    choice(where, "score_function", score_function, _FUNCTIONS)
+    return _scores(logits, topk, score_function, _form(where, routing_map_format))[:2]
+
+
+def _loss(probs, tokens_per_expert, total, total_tensor, num_experts, topk, coeff):
+    loss, factor = probs.new_empty(()), probs.new_empty(1, dtype=torch.float32)
+    totals = {"total_num_tokens": total} if total_tensor is None else {"total_num_tokens_tensor": total_tensor}
+    ops.fused_moe_aux_loss_fwd(probs=probs.contiguous(), tokens_per_expert=tokens_per_expert.contiguous(), aux_loss=loss, const_buf=factor,
+                               num_experts=num_experts, topk=topk, coeff=coeff, **totals)
+    return loss, factor
+
+
+def _loss_backward(grad, factor, tokens_per_expert, rows):
+    grad_probs = grad.new_empty((rows, tokens_per_expert.shape[0]))
+    ops.fused_moe_aux_loss_bwd(const_buf=factor, tokens_per_expert=tokens_per_expert.contiguous(), grad_aux_loss=grad.contiguous(),
+                               grad_probs=grad_probs)
+    return grad_probs
+
+
+def _loss_save(ctx, inputs, output):
+    ctx.rows = inputs[0].shape[0]
+    ctx.save_for_backward(output[1], inputs[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _loss_gradient(op, ctx, grad, _grad_factor=None):
+    return None if grad is None else op(grad, *ctx.saved_tensors, ctx.rows), *(None,) * 6
+
+
+_aux_loss = differentiable(
+    Op("moe_aux_loss(Tensor probs, Tensor tokens_per_expert, int total, Tensor? total_tensor, int num_experts, int topk, float coeff) -> "
+       "(Tensor, Tensor)", _loss, lambda probs, *rest: (probs.new_empty(()), probs.new_empty(1, dtype=torch.float32))),
+    Op("moe_aux_loss_bwd(Tensor grad, Tensor factor, Tensor tokens_per_expert, SymInt rows) -> Tensor", _loss_backward,
+       lambda grad, factor, tokens_per_expert, rows: grad.new_empty((rows, tokens_per_expert.shape[0]))),
+    _loss_save, _loss_gradient)
+
+
+def fused_moe_aux_loss(probs: torch.Tensor, tokens_per_expert: torch.Tensor, total_num_tokens: Union[int, torch.Tensor], num_experts: int, topk: int,
+                       coeff: float) -> torch.Tensor:
+    """The auxiliary loss, a scalar in the dtype of probs [tokens, experts]: coeff num_experts / (topk total_num_tokens^2) times the sum over
+    experts of tokens_per_expert by their sum of probs. total_num_tokens may be an INT64 tensor, for a graph that is replayed."""
+    if probs.dim() != 2:
+        raise InvalidArgument(f"fused_moe_aux_loss: probs has shape {tuple(probs.shape)}; it is [tokens, experts]")
+    tensor = total_num_tokens if isinstance(total_num_tokens, torch.Tensor) else None
+    return _aux_loss(probs, tokens_per_expert, 0 if tensor is not None else int(total_num_tokens), tensor, num_experts, topk, float(coeff))[0]
