@@ -68,6 +68,13 @@ class Modules(unittest.TestCase):
                 self.compare(lambda t: t.Linear(256, 384, params_dtype=BF16, device="cpu"), name, (4, 32, 256), EXACT)
                 self.compare(lambda t: t.Linear(256, 128, bias=False, params_dtype=BF16, device="cpu"), name, (128, 256), EXACT)
 
+    def test_grouped_linear(self):
+        for name in RECIPES:
+            for bias in (True, False):
+                with self.subTest(name=name, bias=bias):
+                    self.compare(lambda t: t.GroupedLinear(3, 128, 256, bias=bias, params_dtype=BF16, device="cpu"), name, (96, 128), EXACT,
+                                 m_splits=[32, 0, 64])
+
     def test_layernorm_linear(self):
         for name in RECIPES:
             for norm in ("LayerNorm", "RMSNorm"):

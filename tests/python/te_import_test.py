@@ -184,18 +184,18 @@ class PyTorch(unittest.TestCase):
 
     def test_refused_names_raise_when_they_are_used(self):
         run(self.USE + """
-from transformer_engine.pytorch import GroupedLinear, onnx_export, MXFP8Tensor
+from transformer_engine.pytorch import GatedDeltaNetAttention, onnx_export, MXFP8Tensor
 from transformer_engine.pytorch.ops import Linear as FusibleLinear
 import torch
-assert not isinstance(torch.empty(1), MXFP8Tensor) and not isinstance(1, (str, MXFP8Tensor)) and not issubclass(int, GroupedLinear)
-class Grouped(GroupedLinear):  # programs define these where they are imported
+assert not isinstance(torch.empty(1), MXFP8Tensor) and not isinstance(1, (str, MXFP8Tensor)) and not issubclass(int, GatedDeltaNetAttention)
+class Gated(GatedDeltaNetAttention):  # programs define these where they are imported
     def __init__(self, *arguments):
         super().__init__(*arguments)
-class Both(torch.nn.Module, GroupedLinear):
+class Both(torch.nn.Module, GatedDeltaNetAttention):
     pass
-assert not isinstance(1, Grouped)
-for use in (lambda: GroupedLinear(1, 2, 3), lambda: onnx_export(), lambda: MXFP8Tensor.from_numpy, lambda: FusibleLinear(1, 2),
-            lambda: MXFP8Tensor[int], lambda: Grouped(1), lambda: Both()):
+assert not isinstance(1, Gated)
+for use in (lambda: GatedDeltaNetAttention(1, 2, 3), lambda: onnx_export(), lambda: MXFP8Tensor.from_numpy, lambda: FusibleLinear(1, 2),
+            lambda: MXFP8Tensor[int], lambda: Gated(1), lambda: Both()):
     try:
         use()
     except Unsupported as error:

@@ -159,6 +159,7 @@ SAMPLES = {
     "FusedAdam": lambda torch: ([torch.nn.Parameter(torch.zeros(2))],),
     "FusedSGD": lambda torch: ([torch.nn.Parameter(torch.zeros(2))], 0.1),
     "FusedScaleMaskSoftmax": lambda torch: (print,),
+    "GroupedLinear": lambda torch: (2, 16, 16),
     "LayerNormDenseGeneral": lambda jax: (16,),
     "LayerNorm": lambda torch: (16,),
     "LayerNormLinear": lambda torch: (16, 16),

@@ -94,7 +94,7 @@ def main_grads_of(parameters: Sequence[torch.Tensor]) -> Tuple[Optional[Tuple[to
     return tuple(_main_grad(p) if p.dim() == 2 and p.requires_grad else None for p in parameters)
 
 
-def _check_main_grads(parameters: Sequence[torch.Tensor]) -> None:
+def check_main_grads(parameters: Sequence[torch.Tensor]) -> None:
     for p in parameters:
         if p.dim() != 2 or not p.requires_grad or hasattr(p, "__fsdp_param__"):
             continue
@@ -103,7 +103,7 @@ def _check_main_grads(parameters: Sequence[torch.Tensor]) -> None:
                                  "set weight.main_grad to a tensor of its shape before the forward")
 
 
-def _placeholder(parameter: torch.Tensor) -> Optional[torch.Tensor]:
+def placeholder(parameter: torch.Tensor) -> Optional[torch.Tensor]:
     """The gradient of a parameter whose main_grad took it, so that hooks that wait for one run. Its values mean nothing, unless the program
     asks for zeros."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
@@ -168,7 +168,7 @@ def _backward(ctx, grad: torch.Tensor):
     if call.updates:
         _ends(token, call.updates)
     if main_grads is not None:
-        own = tuple(_placeholder(p) if m is not None else g for p, m, g in zip(weights, main_grads, own))
+        own = tuple(placeholder(p) if m is not None else g for p, m, g in zip(weights, main_grads, own))
     if ctx.kept is not None and not keep:
         ctx.kept = None
     needed = ctx.needs_input_grad
@@ -209,7 +209,7 @@ def python_run(call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.T
         for t in tensors:
             if t.requires_grad:
                 if call.accumulates:
-                    _check_main_grads(tensors[call.inputs + call.extras:])
+                    check_main_grads(tensors[call.inputs + call.extras:])
                 return LayerFunction.apply(call, *tensors)
     n = call.inputs
     parameters = tensors[n + call.extras:]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Sequence
+from typing import Any, Callable, List, Sequence, Tuple
 
 import torch
 
@@ -47,11 +47,19 @@ class DelaysWgrad:
         """
         if not self.need_backward_dw():
             return
-        parameters = self._own()
-        layer = next((layer for (kind, _), layer in self._layers.items() if kind == self._kind), None)
-        if layer is None:
-            raise FailedPrecondition(f"FAILED_PRECONDITION: {type(self).__name__}: backward_dw(): no backward has left gradients of weights; it "
-                                     "is called once after each backward")
+        for layer, parameters in self._delayed():
+            if layer is None:
+                raise FailedPrecondition(f"FAILED_PRECONDITION: {type(self).__name__}: backward_dw(): no backward has left gradients of weights; it "
+                                         "is called once after each backward")
+            self._compute_delayed(layer, parameters)
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def _delayed(self) -> List[Tuple[Any, Sequence[torch.Tensor]]]:
+        """The layers, None for one that there is not yet, whose backwards leave gradients, each with its parameters."""
+        return [(next((layer for (kind, _), layer in self._layers.items() if kind == self._kind), None), self._own())]
+
+    def _compute_delayed(self, layer: Any, parameters: Sequence[torch.Tensor]) -> None:
         main_grads = main_grads_of(parameters) if self.fuse_wgrad_accumulation else None
         for p, grad in zip(parameters, _native.layer_backward_dw(layer.native, parameters, main_grads, _LIKE)):
             if grad is None or not p.requires_grad:
@@ -61,8 +69,6 @@ class DelaysWgrad:
             else:
                 with torch.no_grad():
                     p.grad += grad
-        for hook in self.wgrad_accumulation_and_reduce_hooks:
-            hook()
 
     def _check_hooks(self) -> None:
         """Refuses hooks of PyTorch's on gradients that do not pass by them."""

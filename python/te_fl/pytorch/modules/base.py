@@ -27,6 +27,9 @@ from te_fl.pytorch.runtime.refuse import refuse
 watch(quantization._state, weight_cache._thread, torch_checkpoint._reentrant)
 
 
+FP8State = List[Tuple[str, torch.Tensor]]  # tensors by te_fl::nn's names
+
+
 def default_init(weight: torch.Tensor) -> None:
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 
@@ -39,6 +42,20 @@ class States:
 
     def __reduce__(self):
         return States, ()
+
+    def of(self, key: Any) -> Any:
+        """The state in C++ of the layer of this key."""
+        return self.native
+
+    def tensors(self) -> FP8State:
+        return [(n, t.clone()) for n, t in _native.fp8_state(self.native, torch.empty(0))]
+
+    def load(self, state: FP8State) -> FP8State:
+        """Takes the state, what it lacks being reset, and returns what waits for a layer."""
+        return [] if _native.load_fp8_state(self.native, state) else state
+
+    def retire(self) -> None:
+        _native.retire_fp8_states(self.native)
 
 
 class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
@@ -56,7 +73,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         read_determinism()
         self.name = name
         self._layers: Dict[Tuple[str, Any], NativeLayer] = {}  # by kind and key
-        self._states = States()  # of all layers, and of the FusedLayer that this module is a part of
+        self._states = self._new_states()  # of all layers, and of the FusedLayer that this module is a part of
         self._loaded: List[Tuple[str, torch.Tensor]] = []  # FP8 state that waits for the first of them
         self._recipe = None  # of the last forward in an autocast
         self._in_fp8 = False  # true if the last forward outside of a backward computed in FP8
@@ -66,6 +83,9 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         self.wgrad_accumulation_and_reduce_hooks: List[Callable[[], Any]] = []
         self._model_init = quantization.model_init()  # None: weights stay in high precision
         self._products: List[str] = []  # the weights that become codes otherwise
+
+    def _new_states(self) -> Any:
+        return States()
 
     # -- parameters
 
@@ -192,7 +212,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         if layer is None:
             self._check_devices(device)  # a layer of another device than the parameters' would stay
             use_torch_memory(device)
-            states = (("", self._states.native),) if self._owns_state(kind) else ()
+            states = (("", self._states.of(key)),) if self._owns_state(kind) else ()
             native = _native.layer(kind, {**self._options_of(kind, key), "device": native_device(device)}, states)
             delays = self.delay_wgrad_compute and kind == self._kind
             if delays:
@@ -281,20 +301,21 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
 
     def _forget(self, state: List[Tuple[str, torch.Tensor]]) -> None:
         """Makes new layers when they are next needed, with this FP8 state."""
-        _native.retire_fp8_states(self._states.native)
-        self._layers, self._states = {}, States()
+        self._states.retire()
+        self._layers, self._states = {}, self._new_states()
         device = next((p.device for p in self.parameters(recurse=False)), None)
         self._loaded = [(n, t if device is None or device.type == "meta" else t.to(device)) for n, t in state]
 
     # -- FP8 state
 
     def _fp8_state(self) -> List[Tuple[str, torch.Tensor]]:
-        state = [(n, t.clone()) for n, t in _native.fp8_state(self._states.native, torch.empty(0))]
-        return state or list(self._loaded)
+        state = self._states.tensors()
+        there = {name for name, _ in state}
+        return state + [(name, tensor) for name, tensor in self._loaded if name not in there]
 
     def _load(self, state: List[Tuple[str, torch.Tensor]]) -> None:
         """The FP8 state from now on, in the memory that there is; what it lacks is reset."""
-        self._loaded = [] if _native.load_fp8_state(self._states.native, state) else state
+        self._loaded = self._states.load(state)
 
     def _load_waiting(self) -> None:
         if self._loaded:
@@ -354,7 +375,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        self._number, self._states = registry.enter(self), States()
+        self._number, self._states = registry.enter(self), self._new_states()
         device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
         if device.type != "meta":
             self._loaded = [(n, t.to(device)) for n, t in self._loaded]

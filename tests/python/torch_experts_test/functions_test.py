@@ -236,15 +236,15 @@ class Router(Compared):
         self.assertTrue(torch.equal((bits.unsqueeze(-1) >> torch.arange(8, device=DEVICE) & 1).flatten(1)[:, :11].bool(), mask))
         self.assertTrue(torch.equal(fused_compute_score_for_moe_aux_loss(logits, 3, "sigmoid", RoutingMapFormat.BITMAP_U8)[0], bits))
         for dtype in (torch.int16, torch.int32, torch.int64):
-            given = torch.empty(6, 3, dtype=dtype, device=DEVICE)
+            indices_out = torch.empty(6, 3, dtype=dtype, device=DEVICE)
 
             def served(logits):
-                probs, routing = fused_topk_with_score_function(logits, *settings, topk_indices=given)  # noqa: B023
-                self.assertIs(routing, given)  # noqa: B023
+                probs, routing = fused_topk_with_score_function(logits, *settings, topk_indices=indices_out)  # noqa: B023
+                self.assertIs(routing, indices_out)  # noqa: B023
                 return probs
 
             self.compare(served, lambda logits: routed(logits, *settings)[0], logits, compiled=False)
-            self.assertTrue(torch.equal(given.long(), indices))
+            self.assertTrue(torch.equal(indices_out.long(), indices))
 
     def test_scores_and_the_loss(self):
         for function, top_k in itertools.product(("softmax", "sigmoid", "sqrtsoftplus"), (1, 2)):

@@ -1,0 +1,240 @@
+"""Linear layers of a mixture's experts, whose rows follow each other in one input."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+
+from te_fl.errors import InvalidArgument
+from te_fl.pytorch.autograd.call import UNCACHED, check_main_grads
+from te_fl.pytorch.autograd.grouped_product import GradientInto, GroupedCall, GroupedProduct, Joined, parts_of
+from te_fl.pytorch.fp8 import quantization, weight_cache
+from te_fl.pytorch.fp8.availability import get_default_recipe
+from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
+from te_fl.pytorch.modules.base import FP8State, States, TransformerEngineBaseModule, default_init, parameter_dtype
+from te_fl.pytorch.modules.parallel import divided, set_parallel
+from te_fl.pytorch.runtime import refuse as rules
+from te_fl.pytorch.runtime.device import device_of
+from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
+from te_fl.pytorch.runtime.refuse import checks_keywords, refuse
+
+
+class _GroupStates:
+    """The FP8 state of each expert's layer. In the module's state the names of expert i begin with its site, gemm{i}."""
+
+    def __init__(self, count: int):
+        self.members = [States() for _ in range(count)]
+
+    def of(self, key: Any) -> Any:
+        return self.members[key].native
+
+    def tensors(self) -> FP8State:
+        return [(f"gemm{i}{name.removeprefix('fp8')}", t) for i, member in enumerate(self.members) for name, t in member.tensors()]
+
+    def load(self, state: FP8State) -> FP8State:
+        """As States.load(), for the experts that the state names, or without any for all."""
+        parts: Dict[int, FP8State] = {} if state else {i: [] for i in range(len(self.members))}
+        for name, t in state:
+            site, _, rest = name.partition(".")
+            parts.setdefault(int(site.removeprefix("gemm")), []).append((f"fp8.{rest}", t))
+        return [(f"gemm{i}{name.removeprefix('fp8')}", t) for i, part in parts.items() for name, t in self.members[i].load(part)]
+
+    def retire(self) -> None:
+        for member in self.members:
+            member.retire()
+
+
+class GroupedLinear(TransformerEngineBaseModule):
+    """y_i = x_i A_i^T + b_i for the rows x_i of each of num_gemms experts, in FP8 inside autocast.
+
+    The parameters are weight0, weight1, .. and bias0, .. . Without FP8 all experts' products are one op in each direction; with it each expert has
+    scales of its own, and its rows are quantised once for both directions. parallel_mode, tp_size and tp_group say the shapes alone: the ranks
+    exchange tokens before and after the module, which has no collective. return_bias returns a list of biases. save_original_input has no effect on
+    results: the backward reads what it needs of the input. use_grouped_tensor chooses among Transformer Engine's own ways, and has no effect.
+    single_grouped_weight and single_grouped_bias are refused; checkpoints of such modules can be loaded. The other arguments are Linear's.
+    """
+
+    _kind = "linear"
+    num_gemms = 0
+
+    @checks_keywords()
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
+                 tp_group: Optional[Any] = None, tp_size: int = 1, get_rng_state_tracker: Optional[Callable] = None,
+                 rng_tracker_name: Optional[str] = None, init_method: Optional[Callable] = None, bias: bool = True, return_bias: bool = False,
+                 params_dtype: Optional[torch.dtype] = None, parallel_mode: Optional[str] = None, device: Union[torch.device, str, None] = None,
+                 ub_overlap_rs: bool = False, ub_overlap_ag: bool = False, ub_name: Optional[str] = None, delay_wgrad_compute: bool = False,
+                 save_original_input: bool = False, single_grouped_weight: bool = False, single_grouped_bias: bool = False, name: Optional[str] = None,
+                 use_grouped_tensor: Optional[bool] = None) -> None:
+        if isinstance(num_gemms, bool) or not isinstance(num_gemms, int) or num_gemms < 1:
+            raise ValueError(f"GroupedLinear: num_gemms is {num_gemms!r}; it is the number of experts, 1 or more")
+        self.__dict__["num_gemms"] = num_gemms  # the base makes the states
+        super().__init__(name)
+        rules.tensor_parallel("GroupedLinear", tp_group, tp_size)
+        rules.parallel_mode("GroupedLinear", parallel_mode)
+        rules.only("GroupedLinear", *((n, bool(v), False, "te-fl has no Userbuffers; leave it out") for n, v in
+                                      (("ub_overlap_rs", ub_overlap_rs), ("ub_overlap_ag", ub_overlap_ag))),
+                   *((n, bool(v), False, "each expert has a parameter of its own; leave it out") for n, v in
+                     (("single_grouped_weight", single_grouped_weight), ("single_grouped_bias", single_grouped_bias))))
+        if use_grouped_tensor not in (None, True, False):
+            raise TypeError(f"GroupedLinear: use_grouped_tensor is {use_grouped_tensor!r}; it is a bool or None")
+        self._divide(tp_group, tp_size, sequence_parallel)
+        if self.tp_size > 1 and bias:
+            raise ValueError(f"GroupedLinear: bias=True with tp_size = {self.tp_size}: the sum over ranks, which is outside of the module, would count "
+                             "the biases several times; give bias=False")
+        self.parallel_mode, self.save_original_input = parallel_mode, save_original_input
+        self.in_features = divided("GroupedLinear", "in_features", in_features, self.tp_size) if parallel_mode == "row" else in_features
+        self.out_features = divided("GroupedLinear", "out_features", out_features, self.tp_size) if parallel_mode == "column" else out_features
+        self.params_dtype = parameter_dtype(params_dtype, "GroupedLinear")
+        self.use_bias, self.return_bias, self.apply_bias = bool(bias), bool(return_bias), bool(bias) and not return_bias
+        self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
+        self.get_rng_state_tracker, self.rng_tracker_name = get_rng_state_tracker, rng_tracker_name
+        self._add_experts(init_method or default_init, device_of(device))
+        self.reset_parameters(defer_init=self.weight0.device.type == "meta")
+        self._delay_wgrad(delay_wgrad_compute, False, self._weight_names + (self._bias_names if self.use_bias else ()))
+
+    def _add_experts(self, init: Callable, device: torch.device) -> None:
+        self._weight_names, self._bias_names = (tuple(f"{kind}{i}" for i in range(self.num_gemms)) for kind in ("weight", "bias"))
+        for weight, bias in zip(self._weight_names, self._bias_names):
+            self._add_weight(weight, torch.empty(self.out_features, self.in_features, dtype=self.params_dtype, device=device), init,
+                             self.get_rng_state_tracker)
+            if self.use_bias:
+                self._add_parameter(bias, torch.empty(self.out_features, dtype=self.params_dtype, device=device), torch.nn.init.zeros_)
+            else:
+                setattr(self, bias, torch.empty(0, dtype=self.params_dtype, device=device))
+
+    def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
+        super().reset_parameters(bool(defer_init))
+        if defer_init:
+            return
+        for name in self._weight_names:
+            set_parallel(getattr(self, name), 1 if self.parallel_mode == "row" else 0)
+        for name in self._bias_names if self.use_bias else ():
+            if self.parallel_mode == "row":
+                getattr(self, name).sequence_parallel = self.sequence_parallel
+            elif self.parallel_mode == "column":
+                set_parallel(getattr(self, name), 0)
+
+    # -- the state of the experts' layers
+
+    @property
+    def _sites(self) -> Tuple[str, ...]:
+        return tuple(f"gemm{i}" for i in range(self.num_gemms))
+
+    def _new_states(self) -> Any:
+        return _GroupStates(self.num_gemms)
+
+    def _options(self) -> dict:
+        return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias, "return_bias": self.return_bias,
+                "param_dtype": DTYPE_NAMES[self.params_dtype]}
+
+    def _expert(self, i: int) -> Tuple[torch.Tensor, ...]:
+        return self._tensors((self._weight_names[i], self._bias_names[i]) if self.use_bias else (self._weight_names[i],))
+
+    def _own(self) -> Tuple[torch.Tensor, ...]:
+        return self._tensors(self._weight_names + (self._bias_names if self.apply_bias else ()))
+
+    def _delayed(self) -> List[Tuple[Any, Sequence[torch.Tensor]]]:
+        return [(self._layers.get(("linear", i)), self._expert(i)) for i in range(self.num_gemms)]
+
+    @property
+    def fp8(self) -> bool:
+        """True if checkpoints have FP8 state of the module: that of delayed scaling."""
+        return bool(self._fp8_state())
+
+    @property
+    def fp8_calibration(self) -> bool:
+        return quantization.calibrating()
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """For frameworks that merge the states of experts before they load them: fp8_meta has a recipe after it."""
+        if num_gemms != self.num_gemms:
+            raise InvalidArgument(f"GroupedLinear: init_fp8_metadata({num_gemms}); the module has num_gemms = {self.num_gemms}")
+
+    @property
+    def fp8_meta(self) -> dict:
+        """What frameworks ask of a module with FP8 state: whether checkpoints have it, and by which recipe."""
+        meta = self.__dict__.setdefault("_fp8_meta", {})
+        meta["fp8_checkpoint"] = self.fp8
+        if self._recipe is not None or "recipe" not in meta:
+            meta["recipe"] = self._recipe or quantization.active_recipe() or get_default_recipe()
+        return meta
+
+    def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
+        for kind, names in (("weight", self._weight_names), ("bias", self._bias_names if self.use_bias else ())):
+            whole = state_dict.get(prefix + kind)
+            if names and whole is not None and prefix + names[0] not in state_dict:  # of a module with one parameter for all experts
+                del state_dict[prefix + kind]
+                state_dict.update((prefix + name, part) for name, part in zip(names, whole.unbind(0)))
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+    # -- a forward
+
+    def forward(self, inp: torch.Tensor, m_splits: Union[Sequence[int], torch.Tensor], is_first_microbatch: Optional[bool] = None,
+                out: Optional[torch.Tensor] = None, dgrad_out: Optional[torch.Tensor] = None):
+        """inp [.., in_features], of which m_splits[i] rows are expert i's -> [.., out_features], and a list of biases with return_bias.
+
+        m_splits: a list, or a tensor, which the host reads. out [rows, out_features] and dgrad_out [rows, in_features]: memory for the result, which
+        is returned over it, and for the gradient of inp. is_first_microbatch: as in Linear; True also overwrites main_grad.
+        """
+        if torch.compiler.is_compiling():
+            raise refuse("GroupedLinear", "m_splits", "the rows of each expert", "graphs of torch.compile hold no products of sizes that differ from "
+                         "step to step; leave fullgraph=True out, or call it outside of the compiled function")
+        if not isinstance(inp, torch.Tensor):
+            raise TypeError(f"GroupedLinear: the input is a {type(inp).__name__}; it must be a torch.Tensor")
+        splits = self._checked_splits(inp, m_splits)
+        if inp.dtype not in DTYPE_NAMES or isinstance(inp, Float8Tensor):
+            raise refuse("GroupedLinear", "input", f"a tensor of {inp.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
+        x = inp.reshape(-1, self.in_features).contiguous()
+        activation = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        _check_memory("out", out, (x.shape[0], self.out_features), activation, x.device)
+        _check_memory("dgrad_out", dgrad_out, (x.shape[0], self.in_features), x.dtype, x.device)
+        grouped = not (quantization.enabled() or self.fp8_calibration or self._in_fp8 or self.delay_wgrad_compute or self.primary_weights_in_fp8
+                       or weight_cache.number() != UNCACHED)
+        if grouped:
+            y = self._in_one(x, GroupedCall(splits, activation, self.fuse_wgrad_accumulation, bool(is_first_microbatch), out, dgrad_out))
+        else:
+            y = self._by_expert(x, splits, is_first_microbatch, out, dgrad_out)
+        y = y if out is not None or inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
+        return (y, [getattr(self, name).to(y.dtype) for name in self._bias_names]) if self.return_bias else y
+
+    def _checked_splits(self, inp: torch.Tensor, m_splits: Any) -> Tuple[int, ...]:
+        splits = tuple(m_splits.tolist() if isinstance(m_splits, torch.Tensor) else map(int, m_splits))
+        if len(splits) != self.num_gemms:
+            raise ValueError(f"GroupedLinear: m_splits has {len(splits)} elements; num_gemms is {self.num_gemms}")
+        if inp.dim() < 2 or inp.shape[-1] != self.in_features:
+            raise InvalidArgument(f"GroupedLinear: the input has shape {tuple(inp.shape)}; its last dimension is in_features = {self.in_features}")
+        rows = inp.numel() // self.in_features
+        if min(splits) < 0 or sum(splits) != rows:
+            raise InvalidArgument(f"GroupedLinear: m_splits is {list(splits)}, which sums to {sum(splits)}; the input has {rows} rows, and no expert "
+                                  "has fewer than 0")
+        return splits
+
+    def _in_one(self, x: torch.Tensor, call: GroupedCall) -> torch.Tensor:
+        self._check_devices(x.device)
+        self._notice()
+        parameters = self._own()
+        if call.accumulates and torch.is_grad_enabled():
+            check_main_grads(parameters)
+        return GroupedProduct.apply(call, x, *parameters)
+
+    def _by_expert(self, x: torch.Tensor, splits: Tuple[int, ...], first: Optional[bool], out: Optional[torch.Tensor],
+                   grad_out: Optional[torch.Tensor]) -> torch.Tensor:
+        """By each expert's own layer, which has its scales."""
+        if grad_out is not None:
+            x = GradientInto.apply(x, grad_out)
+        parts = x.split(splits) if x.requires_grad else parts_of(x, splits)
+        results = [self._run(self._layers.get(("linear", i)) or self._layer(x.device, "linear", i), (part,), self._expert(i), first,
+                             accumulates=self.fuse_wgrad_accumulation) for i, part in enumerate(parts)]
+        return Joined.apply(out, *results)
+
+    def extra_repr(self) -> str:
+        return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+
+
+def _check_memory(name: str, memory: Optional[torch.Tensor], shape: Tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    if memory is None:
+        return
+    if memory.shape != shape or memory.dtype != dtype or memory.device != device or not memory.is_contiguous() or memory.requires_grad:
+        raise InvalidArgument(f"GroupedLinear: {name} is {memory.dtype} {tuple(memory.shape)} on {memory.device}; it is a contiguous {dtype} {shape} "
+                              f"on {device} that needs no gradient")
