@@ -101,6 +101,14 @@ def power_limit():
         return 0
 
 
+def cudnn_version():
+    """PyTorch's cuDNN; the text of its complaint where the loader gives it another."""
+    try:
+        return torch.backends.cudnn.version()
+    except RuntimeError as error:
+        return str(error)
+
+
 def machine(library=None):
     """Device, versions, clocks, watts and throttle reasons, for the record. Versions are PyTorch's; `plugin` has those of the
     libraries that te-fl's plugin uses in this process, with their files."""
@@ -111,6 +119,6 @@ def machine(library=None):
     except (OSError, subprocess.CalledProcessError, IndexError):
         line = "nvidia-smi does not answer"
     return {"gpu": dict(zip(query.split(","), [x.strip() for x in line.split(",")])), "torch": torch.__version__,
-            "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
+            "cuda": torch.version.cuda, "cudnn": cudnn_version(),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "plugin": library.findings() if library is not None else None}

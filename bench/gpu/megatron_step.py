@@ -1,18 +1,24 @@
 #!/usr/bin/env python3
-"""A GPT of megatron-core with its Transformer Engine specification, on one GPU: with te_fl under Transformer Engine's names, with NVIDIA's package on
+"""A GPT of megatron-core with its Transformer Engine specification, on one GPU or several: with te_fl under Transformer Engine's names, with NVIDIA's package on
 te-fl, and with NVIDIA's package on its own extension. Losses of the same batches, and milliseconds a step.
 
-usage: megatron_step.py [--extension FOLDER] [--steps N] [--experts N] [--json FILE]
+usage: megatron_step.py [--extension FOLDER] [--steps N] [--experts N] [--tp N] [--dp N] [--hidden N] [--length N] [--recipe NAME] [--json FILE]
   --extension  a folder with transformer_engine and its compiled libraries, for the peer's process (default: where Python finds them)
   --experts    experts of each layer's mixture, top 2; 0: a dense MLP (default 0)
+  --tp, --dp   ranks that divide the layers, with sequence parallelism, and the batch, by Megatron's DistributedDataParallel; a GPU each (default 1 and 1)
+  --hidden     hidden size, with hidden / 64 heads (default 1024)
+  --length     tokens of a sequence; a batch is two of them for each data-parallel rank (default 512)
+  --recipe     FP8 recipe: delayed or tensorwise, which is current scaling (default delayed)
 
-Two layers of hidden size 1024, 2 x 512 tokens, BF16 and FP8 by delayed scaling. Needs megatron-core, te_fl on PYTHONPATH and
+Two layers, BF16 and FP8. megatron-core 0.16.1 gives DelayedScaling an argument that Transformer Engine 2.20 does not take any more
+(override_linear_precision, all False here); it is left out for all ways alike. Needs megatron-core, te_fl on PYTHONPATH and
 TE_FL_PLUGIN_MODULES naming the CUDA plugin of a build.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,7 +27,23 @@ import time
 WAYS = ("names", "inside", "extension")
 
 
-def train(way, fp8, steps, experts, store):
+def without_override_linear_precision(megatron_extension):
+    """Transformer Engine 2.20's DelayedScaling has no such argument, which Megatron gives as (False, False, False)."""
+    import inspect
+    base = megatron_extension.TEDelayedScaling.__mro__[1]
+    if "override_linear_precision" in inspect.signature(base.__init__).parameters:
+        return
+    plain = base.__init__
+
+    def init(self, *rest, override_linear_precision=(False, False, False), **named):
+        if any(override_linear_precision):
+            raise ValueError(f"override_linear_precision={override_linear_precision}: Transformer Engine 2.20 has it no more")
+        plain(self, *rest, **named)
+    base.__init__ = init
+
+
+def train(way, fp8, options, rank, store):
+    steps, experts, tp, dp, hidden, length = options.steps, options.experts, options.tp, options.dp, options.hidden, options.length
     import warnings
     warnings.simplefilter("ignore")
     import te_fl
@@ -31,63 +53,106 @@ def train(way, fp8, steps, experts, store):
         te_fl.inside_transformer_engine()
     import torch
     import torch.distributed as dist
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=tp * dp, device_id=torch.device("cuda", rank))
     from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.extensions import transformer_engine as megatron_extension
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
-    parallel_state.initialize_model_parallel()
+    without_override_linear_precision(megatron_extension)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     model_parallel_cuda_manual_seed(123)
-    options = {"fp8": "hybrid", "fp8_recipe": "delayed", "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"} if fp8 else {}
+    chosen = {"fp8": "hybrid", "fp8_recipe": options.recipe, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"} if fp8 else {}
     if experts:
-        options.update(num_moe_experts=experts, moe_router_topk=2, moe_grouped_gemm=True, moe_aux_loss_coeff=0.01, moe_permute_fusion=False,
+        chosen.update(num_moe_experts=experts, moe_router_topk=2, moe_grouped_gemm=True, moe_aux_loss_coeff=0.01, moe_permute_fusion=False,
                        add_bias_linear=False, moe_ffn_hidden_size=1024)
-    config = TransformerConfig(num_layers=2, hidden_size=1024, num_attention_heads=16, ffn_hidden_size=4096, hidden_dropout=0.0, attention_dropout=0.0,
+    config = TransformerConfig(num_layers=2, hidden_size=hidden, num_attention_heads=hidden // 64, ffn_hidden_size=4 * hidden, hidden_dropout=0.0, attention_dropout=0.0,
                                use_cpu_initialization=True, params_dtype=torch.bfloat16, bf16=True, pipeline_dtype=torch.bfloat16,
-                               gradient_accumulation_fusion=False, **options)
+                               gradient_accumulation_fusion=False, tensor_model_parallel_size=tp, sequence_parallel=tp > 1, **chosen)
     torch.manual_seed(1)
     model = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(num_experts=experts or None, moe_grouped_gemm=bool(experts)),
-                     vocab_size=512, max_sequence_length=512, position_embedding_type="learned_absolute").cuda().bfloat16()
-    optimizer = torch.optim.Adam(model.parameters(), 3e-4)
-    generator = torch.Generator().manual_seed(0)
-    texts = [((torch.randint(512, (2, 1), generator=generator) + 3 * torch.arange(513)) % 512).cuda() for _ in range(steps)]
-    places, losses = torch.arange(512, device="cuda").repeat(2, 1), []
+                     vocab_size=512, max_sequence_length=length, position_embedding_type="learned_absolute").cuda().bfloat16()
+    several = tp * dp > 1
+    if several:
+        model = DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True), model)
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters, 3e-4)
+    generator, own = torch.Generator().manual_seed(0), parallel_state.get_data_parallel_rank()
+    texts = [((torch.randint(512, (2 * dp, 1), generator=generator) + 3 * torch.arange(length + 1)) % 512)[2 * own:2 * own + 2].cuda() for _ in range(steps)]
+    places, losses = torch.arange(length, device="cuda").repeat(2, 1), []
 
-    def step(text):
-        optimizer.zero_grad()
+    def pass_of(text):
+        """A forward and a backward, with what Megatron's loop does around them."""
+        if several:
+            model.zero_grad_buffer()
+        else:
+            model.zero_grad()
         loss = model(text[:, :-1], places, None, labels=text[:, 1:]).mean()
         loss.backward()
-        optimizer.step()
+        if several:
+            finalize_model_grads([model])
         return loss.detach()
+
+    def step(text):
+        loss = pass_of(text)
+        if several:
+            for p in parameters:
+                p.grad = p.main_grad.to(p.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
     for text in texts:
         losses.append(step(text))
+    losses = torch.stack(losses)
+    if dp > 1:
+        dist.all_reduce(losses, dist.ReduceOp.AVG, group=parallel_state.get_data_parallel_group())
     torch.cuda.synchronize()
     times = []
     for _ in range(5):
         began = time.perf_counter()
         for text in texts[:10]:
-            model.zero_grad()
-            model(text[:, :-1], places, None, labels=text[:, 1:]).mean().backward()
+            pass_of(text)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - began) / 10 * 1e3)
-    print("RESULT " + json.dumps({"losses": [float(x) for x in losses], "ms": sorted(times)[2],
-                                  "served": sorted({u["impl_id"] for u in te_fl.usage()})}))
+    if rank == 0:
+        print("RESULT " + json.dumps({"losses": losses.tolist(), "ms": sorted(times)[2], "served": sorted({u["impl_id"] for u in te_fl.usage()})}), flush=True)
     dist.destroy_process_group()
 
 
 def child(way, fp8, options):
     environment = dict(os.environ)
+    # Megatron asks for it under sequence parallelism; NVLink multicast can put the GPUs of a shared host out of service.
+    environment.update(NCCL_NVLS_ENABLE="0", **({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if options.tp > 1 else {}))
     if way == "extension" and options.extension:
         environment["PYTHONPATH"] = os.pathsep.join([options.extension, environment.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--steps", str(options.steps), "--experts", str(options.experts), "--train", way, str(int(fp8)), f"{folder}/store"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
+        same = [f"--{name}={getattr(options, name)}" for name in ("steps", "experts", "tp", "dp", "hidden", "length", "recipe")]
+        logs = [open(f"{folder}/{rank}", "w+") for rank in range(options.tp * options.dp)]
+        ranks = [subprocess.Popen([sys.executable, __file__, *same, "--train", way, str(int(fp8)), str(rank), f"{folder}/store"], env=environment, stdout=log, stderr=log)
+                 for rank, log in enumerate(logs)]
+        end = time.monotonic() + 180
+        while any(r.poll() is None for r in ranks) and time.monotonic() < end and not any(r.poll() for r in ranks):
+            time.sleep(0.1)
+        time.sleep(1 if any(r.poll() for r in ranks) else 0)  # the others say what they know
+        failed = [r for r, process in enumerate(ranks) if process.poll() != 0]
+        for process in ranks:
+            process.kill()
+            process.wait()
+        texts = []
+        for log in logs:
+            log.seek(0)
+            texts.append(log.read())
+            log.close()
+    for line in texts[0].splitlines():
+        if line.startswith("RESULT ") and not failed:
             return json.loads(line[7:])
-    return {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:300], "tail": done.stderr[-1500:]}
+    text = texts[failed[0]] if failed else texts[0]
+    said = text.strip().splitlines() or ["no output"]
+    errors = [line for line in said if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception|Unsupported|Interrupt)\b", line)]
+    return {"error": (errors or said)[-1][:300], "tail": text[-3000:]}
 
 
 def main():
@@ -95,14 +160,17 @@ def main():
     parser.add_argument("--extension", default="")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--experts", type=int, default=0)
+    for name, default in (("tp", 1), ("dp", 1), ("hidden", 1024), ("length", 512)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--recipe", choices=("delayed", "tensorwise"), default="delayed")
     parser.add_argument("--json")
-    parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        return train(options.train[0], options.train[1] == "1", options.steps, options.experts, options.train[2])
+        return train(options.train[0], options.train[1] == "1", options, int(options.train[2]), options.train[3])
     results = {}
     for fp8 in (False, True):
-        name = "FP8 delayed" if fp8 else "BF16"
+        name = f"FP8 {options.recipe}" if fp8 else "BF16"
         rows = results[name] = {way: child(way, fp8, options) for way in WAYS}
         peer = rows["extension"]
         for way, row in rows.items():
