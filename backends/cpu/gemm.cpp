@@ -237,9 +237,9 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
                   .scratch_b = scratch + parts.a};
   product.k = product.a.transposed ? product.a.rows : product.a.cols;
   // The scale of an operand without elements may never have been written.
-  const double factor =
-      product.k == 0 ? 1.0 : static_cast<double>(product.a.factor) * product.b.factor;
-  product.alpha = static_cast<float>(args.alpha * factor);
+  if (product.k == 0) product.a.factor = product.b.factor = 1.0f;
+  const double alpha = static_cast<double>(args.alpha) * product.a.factor * product.b.factor;
+  product.alpha = static_cast<float>(alpha);
   if (!std::isfinite(product.alpha)) {
     backend::unsupported("alpha times the operands' scale_inv does not fit in FP32");
   }

@@ -22,10 +22,11 @@ namespace {
 
 PyObject* set_classes(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
-    PyObject *errors = nullptr, *quantized = nullptr, *saved = nullptr;
-    if (PyArg_ParseTuple(args, "OOO", &errors, &quantized, &saved) == 0) throw PythonError();
+    PyObject *errors = nullptr, *quantized = nullptr, *saved = nullptr, *rows = nullptr;
+    if (PyArg_ParseTuple(args, "OOOO", &errors, &quantized, &saved, &rows) == 0)
+      throw PythonError();
     set_error_classes(errors);
-    set_argument_classes(quantized, saved);
+    set_argument_classes(quantized, saved, rows);
     return Ref::share(Py_None);
   });
 }

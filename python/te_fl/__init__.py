@@ -14,9 +14,9 @@ except ImportError as error:
     raise ImportError(reason) from error
 from te_fl import errors
 from te_fl.errors import Error
-from te_fl.tensors import DTYPES, SCALINGS, Quantized, Saved, Tensor
+from te_fl.tensors import DTYPES, SCALINGS, Quantized, Rows, Saved, Tensor
 
-_native.set_classes(errors.BY_CODE, Quantized, Saved)
+_native.set_classes(errors.BY_CODE, Quantized, Saved, Rows)
 
 from te_fl import ops  # noqa: E402  (needs the classes)
 from te_fl.policy import policy, policy_text  # noqa: E402
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
 
 
 __version__ = "0.1.0"
-__all__ = ["BackendImplKind", "Error", "LentTensor", "OpImpl", "OpManager", "OpRegistry", "Quantized", "Saved", "Tensor",
+__all__ = ["BackendImplKind", "Error", "LentTensor", "OpImpl", "OpManager", "OpRegistry", "Quantized", "Rows", "Saved", "Tensor",
            "as_transformer_engine", "errors", "explain", "fingerprint", "info", "inside_transformer_engine", "load_plugin", "ops", "policy", "policy_text", "reload", "reset_usage",
            "saved_bytes", "schema", "usage", "verify_counts", "write_trace"]
 

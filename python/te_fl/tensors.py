@@ -1,8 +1,11 @@
-"""Arguments of ops besides plain tensors: quantised ones, and records that a forward leaves for its backward."""
+"""Arguments of ops besides plain tensors: quantised ones, parts of one tensor as a list, and records that a forward leaves for its backward."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Optional, Protocol, Sequence, runtime_checkable
+
+from te_fl.errors import Unsupported
 
 SCALINGS = ("none", "tensor", "block_1x128", "block_128x128", "mxfp8", "nvfp4")
 DTYPES = ("f64", "f32", "f16", "bf16", "f8e4m3", "f8e5m2", "f4e2m1", "f8e8m0", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "bool")
@@ -60,6 +63,37 @@ class Quantized:
 
     def __repr__(self) -> str:
         return f"te_fl.Quantized(shape={self.shape}, scaling={self.scaling!r})"
+
+
+def read_on_host(numbers: Any, what: str) -> list:
+    """The numbers of a list, or of a tensor, whose device is waited for. `what`: their name, for the refusal while a stream is captured."""
+    if isinstance(numbers, (list, tuple)):
+        return list(numbers)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(numbers, torch.Tensor) and numbers.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Unsupported(f"{what}: a tensor on the device, which the host would read, while the current stream is being captured; give a list of numbers, "
+                          "or leave this call out of the capture")
+    return numbers.tolist()
+
+
+class Rows:
+    """The parts of a tensor's first dimension, which follow each other, where an op takes a list of tensors: no tensor is made for each of them.
+
+    tensor: a plain one, of any library; ops see its rows [begin:begin + size] one part after the other.
+    sizes: the numbers of rows, each 0 or more, together all that the tensor has: a list, or a tensor of integers. One on a device is read by
+      the host, which waits for it; a stream that is being captured is refused with te_fl.errors.Unsupported.
+    """
+
+    __slots__ = ("tensor", "sizes")
+
+    def __init__(self, tensor: Tensor, sizes: Any):
+        self.tensor, self.sizes = tensor, read_on_host(sizes, "te_fl.Rows: sizes")
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __repr__(self) -> str:
+        return f"te_fl.Rows({self.sizes})"
 
 
 class Saved:

@@ -103,8 +103,8 @@ class Linear(Compared):
         self.refused("B has 1 tensors, A 2", call, a, b[:1], [out], TE_DType[torch.float32])
         self.refused("D_type says torch.bfloat16", call, a, b, [out], TE_DType[torch.bfloat16])
         self.refused("D is None", call, a, b, None, TE_DType[torch.float32])
-        self.refused("D[0] has shape (4, 6)", call, a, b, [out, out], TE_DType[torch.float32], False)
-        self.refused("do not multiply", call, [drawn(6, 7)] * 2, b, [out], TE_DType[torch.float32])
+        self.refused("argument 'd'[0] has shape [4, 6], must be [2, 6]", call, a, b, [out, out], TE_DType[torch.float32], False)
+        self.refused("argument 'b'[0] has shape [6, 7], must be [6, 8]", call, [drawn(6, 7)] * 2, b, [out.new_zeros(5, 6)], TE_DType[torch.float32])
         self.assertEqual(out.count_nonzero().item(), 0)
 
 

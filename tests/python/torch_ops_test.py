@@ -1,6 +1,7 @@
 """te_fl.ops on PyTorch's tensors: memory that is shared in place, views, FP8, and whose memory is let go."""
 
 import unittest
+import unittest.mock
 
 import torch
 
@@ -26,6 +27,52 @@ class Torch(unittest.TestCase):
         weight = torch.nn.Parameter(torch.ones(3, 4))
         te_fl.ops.fill(output=weight, value=2.0)
         self.assertTrue(bool((weight == 2).all()))
+
+    def test_rows_of_one_tensor_are_a_list(self):
+        torch.manual_seed(4)
+        weights, bias, sizes = [torch.randn(6, 8) for _ in range(3)], [torch.randn(6) for _ in range(3)], [2, 0, 3]
+        x = torch.randn(5, 16)[:, ::2]  # whose rows are not dense
+        y = torch.full((7, 6), 9.0)
+        want = torch.cat([a.double() @ w.double().t() + c for a, w, c in zip(x.split(sizes), weights, bias)])
+        for numbers in (sizes, tuple(sizes), torch.tensor(sizes), torch.tensor(sizes, dtype=torch.int32)):
+            y[1:6] = 0
+            te_fl.ops.grouped_gemm(a=te_fl.Rows(x.contiguous(), numbers), b=weights, d=te_fl.Rows(y[1:6], numbers), bias=bias, trans_b=True)
+            torch.testing.assert_close(y[1:6].double(), want, atol=1e-5, rtol=0)
+        self.assertTrue(bool((y[[0, 6]] == 9).all()))
+        doubled = torch.empty(5, 8)
+        te_fl.ops.multi_tensor_scale(inputs=te_fl.Rows(x, sizes), outputs=te_fl.Rows(doubled, sizes), noop_flag=torch.zeros(1, dtype=torch.int32),
+                                     scale=2.0)
+        self.assertTrue(torch.equal(doubled, 2 * x))
+        self.assertEqual((len(te_fl.Rows(x, sizes)), repr(te_fl.Rows(x, sizes))), (3, "te_fl.Rows([2, 0, 3])"))
+
+    def test_a_scale_of_nothing_is_not_read(self):
+        def codes(rows, columns, scale):
+            return te_fl.Quantized(torch.ones(rows, columns).to(torch.float8_e4m3fn), scale_inv=torch.tensor([scale]),
+                                   columnwise_data=torch.ones(columns, rows).to(torch.float8_e4m3fn))
+        nan = float("nan")
+        d, sums = [torch.full((32, 48), 7.0) for _ in range(2)], [torch.full((32,), 7.0) for _ in range(2)]
+        te_fl.ops.grouped_gemm(a=[codes(0, 32, nan), codes(16, 32, 2.0)], b=[codes(0, 48, nan), codes(16, 48, 1.0)], d=d, bias_grad=sums, trans_a=True)
+        self.assertEqual([t.unique().tolist() for t in (*d, *sums)], [[0.0], [32.0], [0.0], [32.0]])
+
+    def test_wrong_rows(self):
+        x, y, weights = torch.randn(5, 8), torch.zeros(5, 6), [torch.randn(6, 8)] * 2
+        for whole, sizes, words in ((x, [2, 4], "has a size 4 behind 2 of 5 rows"), (x, [-1, 6], "has a size -1 behind 0 of 5 rows"),
+                                    (x, [2, 2], "sizes whose sum is 4; the tensor has 5 rows"), (torch.tensor(1.0), [1, 0], "one dimension or more")):
+            with self.assertRaisesRegex(te_fl.errors.InvalidArgument, words):
+                te_fl.ops.grouped_gemm(a=te_fl.Rows(whole, sizes), b=weights, d=te_fl.Rows(y, [2, 3]), trans_b=True)
+        with self.assertRaisesRegex(te_fl.errors.InvalidArgument, "argument 'd'.0. has shape .3, 6., must be .2, 6."):
+            te_fl.ops.grouped_gemm(a=te_fl.Rows(x, [2, 3]), b=weights, d=te_fl.Rows(y, [3, 2]), trans_b=True)
+        self.assertEqual(y.count_nonzero().item(), 0)
+
+    def test_sizes_on_a_device_are_not_read_in_a_capture(self):
+        class OnDevice(torch.Tensor):
+            is_cuda = True
+        sizes = torch.tensor([2, 3]).as_subclass(OnDevice)
+        with unittest.mock.patch("torch.cuda.is_current_stream_capturing", lambda: True):
+            with self.assertRaisesRegex(te_fl.errors.Unsupported, "sizes: a tensor on the device, .* is being captured"):
+                te_fl.Rows(torch.zeros(5, 2), sizes)
+        with unittest.mock.patch("torch.cuda.is_current_stream_capturing", lambda: False):
+            self.assertEqual(te_fl.Rows(torch.zeros(5, 2), sizes).sizes, [2, 3])
 
     def test_fp8_by_given_scale(self):
         x = torch.randn(32, 48, generator=torch.Generator().manual_seed(2))

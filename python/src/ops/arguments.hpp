@@ -13,6 +13,7 @@
 #include "ops/function_op.hpp"
 #include "ops/manager.hpp"
 #include "ops/op_binding.hpp"
+#include "ops/row_parts.hpp"
 #include "ops/storage.hpp"
 #include "py/dlpack.hpp"
 #include "py/errors.hpp"
@@ -22,9 +23,10 @@
 
 namespace te_fl::python {
 
-// te_fl.Quantized and te_fl.Saved, once the package has set them.
+// te_fl.Quantized, te_fl.Saved and te_fl.Rows, once the package has set them.
 inline PyObject* g_quantized = nullptr;
 inline PyObject* g_saved = nullptr;
+inline PyObject* g_rows = nullptr;
 
 // The names of te_fl_quant's parts as te_fl.Quantized has them.
 struct Part {
@@ -357,16 +359,44 @@ class Arguments {
 
   void set_tensors(const BoundArg& arg, PyObject* value) {
     if (value == Py_None) return;
-    const te_fl_arg_desc& desc = *arg.desc;
-    const Ref items = Ref::take(PySequence_List(value));
     auto& list = lists_.emplace_front();
-    const Py_ssize_t count = PyList_Size(items.get());
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      list.push_back(tensor(PyList_GetItem(items.get(), i), arg));
+    const int rows = PyObject_IsInstance(value, g_rows);
+    check(rows);
+    if (rows != 0) {
+      cut_rows(arg, value, list);
+    } else {
+      const Ref items = Ref::take(PySequence_List(value));
+      const Py_ssize_t count = PyList_Size(items.get());
+      list.reserve(static_cast<size_t>(count));
+      for (Py_ssize_t i = 0; i < count; ++i) {
+        list.push_back(tensor(PyList_GetItem(items.get(), i), arg));
+      }
     }
     const te_fl_tensor* const* data = list.data();
-    write(desc.offset, data);
-    write(desc.count_offset, static_cast<int64_t>(count));
+    write(arg.desc->offset, data);
+    write(arg.desc->count_offset, static_cast<int64_t>(list.size()));
+  }
+
+  // The parts of a te_fl.Rows, each a tensor over the memory of the whole.
+  void cut_rows(const BoundArg& arg, PyObject* value, std::vector<const te_fl_tensor*>& list) {
+    const te_fl_arg_desc& desc = *arg.desc;
+    held_.push_back(Ref::take(PyObject_GetAttrString(value, "tensor")));
+    te_fl_tensor whole{};
+    whole.dl = borrowed_.describe(held_.back().get(), desc.role != TE_FL_IN, desc.name);
+    if (matrices_) see_as_matrix(whole, held_.back().get(), arg);
+    noted(whole, desc);
+    RowParts parts(whole, desc.name);
+    const Ref sizes = Ref::take(PyObject_GetAttrString(value, "sizes"));
+    const Ref items = Ref::take(PySequence_List(sizes.get()));
+    const Py_ssize_t count = PyList_Size(items.get());
+    list.reserve(static_cast<size_t>(count));
+    for (Py_ssize_t i = 0; i < count; ++i) {
+      const int64_t size = PyLong_AsLongLong(PyList_GetItem(items.get(), i));
+      if (PyErr_Occurred() != nullptr) throw PythonError();
+      const te_fl_tensor part = parts.next(size, part_shapes_.emplace_front());
+      list.push_back(&tensors_.emplace_front(part));
+    }
+    parts.end();
   }
 
   void set_integers(const te_fl_arg_desc& desc, PyObject* value) {
@@ -432,6 +462,7 @@ class Arguments {
   std::forward_list<StorageView> views_;
   std::forward_list<std::array<int64_t, 2>> matrix_shapes_;
   std::forward_list<std::vector<const te_fl_tensor*>> lists_;
+  std::forward_list<std::vector<int64_t>> part_shapes_;
   std::forward_list<std::vector<int64_t>> integers_;
   std::optional<te_fl_device> device_;
   std::optional<void*> stream_;

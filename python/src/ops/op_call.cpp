@@ -169,11 +169,13 @@ Ref default_of(const OpBinding& op, const te_fl_arg_desc& arg) {
 
 }  // namespace
 
-void set_argument_classes(PyObject* quantized, PyObject* saved) {
+void set_argument_classes(PyObject* quantized, PyObject* saved, PyObject* rows) {
   Py_INCREF(quantized);
   Py_INCREF(saved);
+  Py_INCREF(rows);
   g_quantized = quantized;
   g_saved = saved;
+  g_rows = rows;
 }
 
 PyObject* make_op(PyObject*, PyObject* args) noexcept {

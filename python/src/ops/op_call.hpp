@@ -5,9 +5,9 @@
 
 namespace te_fl::python {
 
-// The class that describes quantised tensors (te_fl.Quantized) and the one of saved records
-// (te_fl.Saved); set once by the package.
-void set_argument_classes(PyObject* quantized, PyObject* saved);
+// The class that describes quantised tensors (te_fl.Quantized), the one of saved records
+// (te_fl.Saved) and that of a tensor's rows as a list (te_fl.Rows); set once by the package.
+void set_argument_classes(PyObject* quantized, PyObject* saved, PyObject* rows);
 PyObject* quantized_class() noexcept;  // borrowed
 
 // op(name, doc) -> a callable of keyword arguments that runs the op; doc: its signature and

@@ -13,6 +13,7 @@ import torch
 
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.tensors import read_on_host
 from te_fl.transformer_engine_torch import schemes
 from te_fl.transformer_engine_torch.dtypes import torch_dtype
 from te_fl.transformer_engine_torch.quantize import bulk_allocate as bulk_allocated
@@ -43,7 +44,7 @@ def _shapes(name: str, rows: int, columns: int, num_tensors: int, first_dims: Op
             return [common] * num_tensors
         if dims.numel() != num_tensors:
             raise InvalidArgument(f"{name}: {what} has {dims.numel()} elements for {num_tensors} tensors")
-        found = dims.tolist()
+        found = read_on_host(dims, f"{name}: {what}")
         if min(found, default=0) < 0:
             raise InvalidArgument(f"{name}: {what} {found} has a negative number")
         return found

@@ -5,18 +5,22 @@ The workspaces and math_sm_count belong to the launch of other kernels; te-fl's 
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence
 
 import torch
 
+from te_fl import Rows
 from te_fl.errors import InvalidArgument
-from te_fl.transformer_engine_torch import schemes
+from te_fl.tensors import read_on_host
+from te_fl.transformer_engine_torch import matrix_ops, schemes
 from te_fl.transformer_engine_torch.dtypes import torch_dtype
 from te_fl.transformer_engine_torch.gemm import _output_shape, _without_terms, product
 from te_fl.transformer_engine_torch.grouped import members
 
 __all__ = ["get_grouped_gemm_setup_workspace_size", "te_general_grouped_gemm", "te_general_grouped_gemm_for_discrete_in",
            "te_general_grouped_gemm_for_discrete_out", "te_general_grouped_gemm_for_grouped_tensor"]
+
+_grouped_gemm = matrix_ops.grouped_gemm
 
 
 def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
@@ -56,31 +60,31 @@ def _multiply(a: Any, trans_a: bool, b: Any, trans_b: bool, out: torch.Tensor, t
         _sum_rows(b, bias)
 
 
-def _check_dtype(name: str, out: torch.Tensor, dtype: torch.dtype) -> None:
-    if out.dtype != dtype:
-        raise InvalidArgument(f"{name}: an output is {out.dtype}; D_type says {dtype}")
+def _multiply_all(a: Sequence[Any], trans_a: bool, b: Sequence[Any], trans_b: bool, d: Sequence[torch.Tensor], **options: Any) -> None:
+    """d[i] = op(b[i]) op(a[i]) in one call, of operands as the package gives them."""
+    _grouped_gemm(a=schemes.operands(b, trans_b), trans_a=trans_b, b=schemes.operands(a, not trans_a), trans_b=trans_a, d=d, **options)
 
 
-def _outputs(name: str, shapes: Sequence[Tuple[int, ...]], D: Sequence[torch.Tensor], dtype: torch.dtype, single_output: bool) -> List[torch.Tensor]:
-    """The tensor of each product: of D, or of D[0] row after row."""
-    for out in D:
-        _check_dtype(name, out, dtype)
-    if not single_output:
-        if len(D) != len(shapes):
-            raise InvalidArgument(f"{name}: D has {len(D)} tensors, A {len(shapes)}")
-        for i, (out, shape) in enumerate(zip(D, shapes)):
-            if out.numel() != torch.Size(shape).numel():
-                raise InvalidArgument(f"{name}: D[{i}] has shape {tuple(out.shape)}; the product has {shape}")
-        return list(D)
-    whole, total = D[0], sum(torch.Size(shape).numel() for shape in shapes)
-    if not whole.is_contiguous() or whole.numel() < total:
-        raise InvalidArgument(f"{name}: D has {whole.numel()} elements{'' if whole.is_contiguous() else ', not contiguous'}; "
-                              f"the products have {total}")
-    flat, parts, begin = whole.view(-1), [], 0
-    for shape in shapes:
-        parts.append(flat[begin:begin + torch.Size(shape).numel()].view(shape))
-        begin += parts[-1].numel()
-    return parts
+def _one_output(name: str, out: torch.Tensor, rows: Sequence[int], columns: int) -> Rows:
+    """D[0] as the list of the products' results, row after row. Rows behind them are left alone."""
+    total = sum(rows)
+    if not out.is_contiguous() or out.numel() < total * columns:
+        raise InvalidArgument(f"{name}: D has {out.numel()} elements{'' if out.is_contiguous() else ', not contiguous'}; "
+                              f"the products have {total * columns}")
+    if out.dim() != 2 or out.shape[1] != columns or out.shape[0] != total:
+        out = out.view(-1)[:total * columns].view(total, columns)
+    return Rows(out, rows)
+
+
+def _present(tensors: Optional[Sequence[torch.Tensor]]) -> Optional[bool]:
+    """True if every tensor has elements, False if none has; the package says by one without elements that there is none."""
+    if tensors is None:
+        return False
+    first = tensors[0]
+    if all(t is first for t in tensors):
+        return first.numel() > 0
+    count = sum(t.numel() > 0 for t in tensors)
+    return count > 0 if count in (0, len(tensors)) else None
 
 
 def _check_groups(name: str, A: Sequence[Any], B: Sequence[Any], lists: dict) -> None:
@@ -100,17 +104,41 @@ def te_general_grouped_gemm(A: Sequence[Any], transa: bool, B: Sequence[Any], tr
     _check_groups(name, A, B, {"bias": bias, "pre_gelu_out": pre_gelu_out})
     if D is None:
         raise InvalidArgument(f"{name}: D is None; give the tensors that the products are written to")
-    shapes, terms = zip(*(_output_shape(a, transa, b, transb) for a, b in zip(A, B)))
-    outputs = _outputs(name, shapes, D, torch_dtype(D_type), single_output)
-    for a, b, out, i in zip(A, B, outputs, range(len(A))):
-        _multiply(a, transa, b, transb, out, terms[i], bias=_given(bias, i), pre_gelu=_given(pre_gelu_out, i), grad=grad, accumulate=accumulate,
-                  use_split_accumulator=use_split_accumulator)
+    dtype = torch_dtype(D_type)
+    for found in {out.dtype for out in D} - {dtype}:
+        raise InvalidArgument(f"{name}: an output is {found}; D_type says {dtype}")
+    if not single_output and len(D) != len(A):
+        raise InvalidArgument(f"{name}: D has {len(D)} tensors, A {len(A)}")
+    d = D
+    if single_output:
+        rows = m_splits if isinstance(m_splits, list) and not transb else [_output_shape(a, transa, b, transb)[0][0] for a, b in zip(A, B)]
+        d = _one_output(name, D[0], rows, schemes.rows_and_columns(A[0].size())[0 if transa else 1])
+    with_bias = _present(bias)
+    if _present(pre_gelu_out) is not False or with_bias is None:
+        _one_by_one(A, transa, B, transb, d.tensor.split(d.sizes) if single_output else D, bias, pre_gelu_out, grad, accumulate, use_split_accumulator)
+        return bias
+    options = {}
+    summed = with_bias and grad and not (transb and schemes.scheme_of(B[0]) is None)
+    if with_bias and not summed:
+        options["bias_grad" if grad else "bias"] = bias
+    _multiply_all(A, transa, B, transb, d, accumulate=accumulate, use_split_accumulator=use_split_accumulator, **options)
+    if summed:
+        for b, out in zip(B, bias):
+            _sum_rows(b, out)
     return bias
+
+
+def _one_by_one(A: Sequence[Any], transa: bool, B: Sequence[Any], transb: bool, D: Sequence[torch.Tensor], bias: Sequence[torch.Tensor],
+                pre_gelu_out: Sequence[torch.Tensor], grad: bool, accumulate: bool, use_split_accumulator: bool) -> None:
+    """Products with GELU, or of which some have a bias."""
+    for i, (a, b, out) in enumerate(zip(A, B, D)):
+        _multiply(a, transa, b, transb, out, _output_shape(a, transa, b, transb)[1], bias=_given(bias, i), pre_gelu=_given(pre_gelu_out, i), grad=grad,
+                  accumulate=accumulate, use_split_accumulator=use_split_accumulator)
 
 
 def _each(factors: torch.Tensor, count: int, name: str) -> List[float]:
     """alpha or beta of each product: they lie on the device, one for all or one each."""
-    values = factors.tolist()
+    values = read_on_host(factors, name)
     if len(values) not in (1, count):
         raise InvalidArgument(f"{name}: {len(values)} factors for {count} products; it takes 1 or one each")
     return values if len(values) == count else values * count
@@ -128,18 +156,19 @@ def _grouped(name: str, A: Any, transa: bool, B: Any, transb: bool, D: Any, bias
     biases = None if bias is None else members(bias)
     _check_groups(name, a, b, {"D": outputs, "bias": biases})
     alphas, betas = _each(alpha, len(a), f"{name}: alpha"), _each(beta, len(a), f"{name}: beta")
-    shapes, terms = zip(*(_output_shape(x, transa, y, transb) for x, y in zip(a, b)))
-    for i, (out, shape) in enumerate(zip(outputs, shapes)):
-        if out.numel() != torch.Size(shape).numel():
-            raise InvalidArgument(f"{name}: D {i} has shape {tuple(out.shape)}; the product has {shape}")
-    rows = sum(shape[0] for shape in shapes)
+    rows = sum(_output_shape(x, transa, y, transb)[0][0] for x, y in zip(a, b))
     if bias_scale is not None:
         if bias_scale.numel() < rows:
             raise InvalidArgument(f"{name}: bias_scale has {bias_scale.numel()} elements for {rows} rows")
         bias_scale = bias_scale.view(-1)[:rows]
-    for i, out in enumerate(outputs):
-        _multiply(a[i], transa, b[i], transb, out, terms[i], bias=biases[i].reshape(-1) if biases is not None and bias_scale is None else None,
-                  accumulate=betas[i] != 0, alpha=alphas[i], beta=betas[i] or 1.0, use_split_accumulator=use_split_accumulator)
+    added = [bias.reshape(-1) for bias in biases] if biases is not None and bias_scale is None else None
+    if len(set(alphas)) == len(set(betas)) == 1:
+        _multiply_all(a, transa, b, transb, outputs, bias=added, accumulate=betas[0] != 0, alpha=alphas[0], beta=betas[0] or 1.0,
+                      use_split_accumulator=use_split_accumulator)
+    else:
+        for i, out in enumerate(outputs):
+            _multiply_all(a[i:i + 1], transa, b[i:i + 1], transb, outputs[i:i + 1], bias=added and added[i:i + 1], accumulate=betas[i] != 0,
+                          alpha=alphas[i], beta=betas[i] or 1.0, use_split_accumulator=use_split_accumulator)
     if biases is not None and bias_scale is not None:
         _add_scaled_bias(outputs, biases, bias_scale)
     return D

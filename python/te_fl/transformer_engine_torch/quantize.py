@@ -87,19 +87,22 @@ def split_quantize(tensor: torch.Tensor, split_sections: Sequence[int], quantize
         raise InvalidArgument(f"split_quantize: {len(sections)} sections have {len(quantizer_list)} quantizers; give one for each")
     if min(sections, default=0) < 0 or sum(sections) != tensor.shape[0]:
         raise InvalidArgument(f"split_quantize: split_sections {sections} do not sum to the tensor's {tensor.shape[0]} rows, each at least 0")
-    parts = list(tensor.contiguous().split(sections))
+    if not sections:
+        return []
+    tensor = tensor.contiguous()
+    shapes = [(n, *tensor.shape[1:]) for n in sections]
     schemes_of = [schemes.of_quantizer(q) for q in quantizer_list]
+    one = schemes_of[0] if schemes_of.count(schemes_of[0]) == len(schemes_of) else None
     outputs = None
-    if not disable_bulk_allocation and len(set(schemes_of)) == 1:
-        outputs = schemes_of[0].create_together(quantizer_list, [part.shape for part in parts], tensor.dtype, tensor.device)
+    if one is not None and not disable_bulk_allocation:
+        outputs = one.create_together(quantizer_list, shapes, tensor.dtype, tensor.device)
     if outputs is None:
-        outputs = [s.create(q, part.shape, part.dtype, part.device) for s, q, part in zip(schemes_of, quantizer_list, parts)]
+        outputs = [s.create(q, shape, tensor.dtype, tensor.device) for s, q, shape in zip(schemes_of, quantizer_list, shapes)]
     if any(getattr(q, "with_amax_reduction", False) for q in quantizer_list):
-        return [quantize_into(part, q, out) for part, q, out in zip(parts, quantizer_list, outputs)]
-    full = [i for i, part in enumerate(parts) if part.numel()]
-    if full:
-        ops.multi_tensor_quantize(inputs=[parts[i] for i in full],
-                                  outputs=[schemes_of[i].target(quantizer_list[i], outputs[i]) for i in full])
+        return [quantize_into(part, q, out) for part, q, out in zip(tensor.split(sections), quantizer_list, outputs)]
+    if tensor.numel():
+        targets = one.targets(quantizer_list, outputs) if one is not None else [s.target(*each) for s, *each in zip(schemes_of, quantizer_list, outputs)]
+        ops.split_quantize(input=tensor, outputs=targets)
     return outputs
 
 

@@ -6,6 +6,8 @@ scales lie alike on both sides (te_fl_quant in te_fl/plugin.h), so no value is c
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from typing import Any, Optional, Sequence, Tuple
 
@@ -17,7 +19,7 @@ from te_fl.transformer_engine_torch.dtypes import fp8_dtype
 from te_fl.transformer_engine_torch.swizzle import plain_scales
 from te_fl.tensors import Quantized
 
-__all__ = ["Scheme", "is_quantised", "of_quantizer", "of_tensor", "operand", "rounded_up", "rows_and_columns", "scheme_of", "shape_of"]
+__all__ = ["Scheme", "is_quantised", "of_quantizer", "of_tensor", "operand", "operands", "rounded_up", "rows_and_columns", "scheme_of", "shape_of"]
 
 empty = torch.empty
 
@@ -35,6 +37,21 @@ def rows_and_columns(shape: Sequence[int]) -> Tuple[int, int]:
 
 def _transposed(shape: Sequence[int]) -> Tuple[int, ...]:
     return (shape[-1], *shape[:-1]) if shape else ()
+
+
+def _pieces(shapes: Sequence[Tuple[int, ...]], dtype: torch.dtype, device: Any) -> Optional[Sequence[torch.Tensor]]:
+    """Tensors over one memory; None where one would not begin at a multiple of 16 bytes, as kernels want it."""
+    first, count = shapes[0], len(shapes)
+    if first == (1,) and shapes.count(first) == count:
+        return empty((count, 16 // dtype.itemsize), dtype=dtype, device=device)[:, :1].unbind(0)
+    sizes = [math.prod(shape) for shape in shapes]
+    if any(size * dtype.itemsize % 16 for size in sizes):
+        return None
+    # Of memory that nothing else has, so that the pieces need not know of each other.
+    if all(shape[1:] == first[1:] for shape in shapes):
+        rows = [shape[0] for shape in shapes]
+        return torch.unsafe_split_with_sizes(empty((sum(rows), *first[1:]), dtype=dtype, device=device), rows)
+    return [piece.view(shape) for piece, shape in zip(torch.unsafe_split_with_sizes(empty(sum(sizes), dtype=dtype, device=device), sizes), shapes)]
 
 
 class Scheme:
@@ -95,9 +112,34 @@ class Scheme:
             return self.storage_class(quantizer)(fake_dtype=dtype, **parts)
         return self.storage_class(quantizer)(shape=shape, dtype=dtype, device=torch.device(device), **parts)
 
-    def create_together(self, quantizers: Sequence[Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: Any) -> Optional[list]:
-        """Tensors that share their memory; None: each is created alone."""
-        return None
+    def _alike(self, quantizer: Any) -> tuple:
+        """All of a quantizer that buffers() and storage_class() read."""
+        return quantizer.internal, quantizer.rowwise_usage, quantizer.columnwise_usage
+
+    def create_together(self, quantizers: Sequence[Any], shapes: Sequence[Tuple[int, ...]], dtype: torch.dtype, device: Any) -> Optional[list]:
+        """Tensors over one memory for each kind of part, which lives as long as one of them does; None where they do not lie so: each is then created
+        alone."""
+        first = quantizers[0]
+        settings = self._alike(first)
+        if not first.internal or any(self._alike(q) != settings for q in quantizers):
+            return None
+        for quantizer in quantizers:
+            self.check(quantizer)
+        known: dict = {}
+        wanted = [known.get(shape) or known.setdefault(shape, self.buffers(first, shape)) for shape in shapes]
+        parts = dict.fromkeys(self._NAMES.values(), itertools.repeat(None))
+        for name, (_, kind) in wanted[0].items():
+            pieces = _pieces([w[name][0] for w in wanted], kind, device)
+            if pieces is None:
+                return None
+            parts[self._NAMES[name]] = pieces
+        storage, names = self.storage_class(first), tuple(parts)
+        return [storage(fake_dtype=dtype, quantizer=q, **dict(zip(names, values)), **self.constructor_arguments(q))
+                for q, *values in zip(quantizers, *parts.values())]
+
+    def targets(self, quantizers: Sequence[Any], tensors: Sequence[Any]) -> list:
+        """target() of each."""
+        return [self.target(quantizer, tensor) for quantizer, tensor in zip(quantizers, tensors)]
 
     def adapt(self, quantizer: Any, tensor: Any) -> Any:
         """A tensor that the caller gives as an output, with the buffers that the quantizer's usages need and no others."""
@@ -135,21 +177,6 @@ class Float8(Scheme):
             data=empty(shape, dtype=torch.uint8, device=device) if rowwise else None,
             data_transpose=empty(_transposed(shape), dtype=torch.uint8, device=device) if columnwise else None,
             fp8_scale_inv=empty(1, dtype=torch.float32, device=device), fp8_dtype=quantizer.dtype, fake_dtype=dtype, quantizer=quantizer)
-
-    def create_together(self, quantizers: Sequence[Any], shapes: Sequence[Sequence[int]], dtype: torch.dtype, device: Any) -> Optional[list]:
-        """Tensors over one buffer for each kind of part, which lives as long as one of them does; None where they do not lie so."""
-        first, sizes = quantizers[0], [math.prod(shape) for shape in shapes]
-        rowwise, columnwise = first.rowwise_usage, first.columnwise_usage
-        alike = all(q.internal and q.rowwise_usage == rowwise and q.columnwise_usage == columnwise for q in quantizers)
-        if not alike or not (rowwise or columnwise) or any(size % 16 for size in sizes):  # codes begin at multiples of 16 bytes
-            return None
-        nothing = (None,) * len(sizes)
-        rows = empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes) if rowwise else nothing
-        columns = empty(sum(sizes), dtype=torch.uint8, device=device).split(sizes) if columnwise else nothing
-        scales = empty((len(sizes), 4), dtype=torch.float32, device=device)[:, :1].unbind(0)  # and scales
-        kind = _classes()["Float8TensorStorage"]
-        return [kind(data=None if r is None else r.view(shape), data_transpose=None if c is None else c.view(_transposed(shape)), fp8_scale_inv=scale,
-                     fp8_dtype=q.dtype, fake_dtype=dtype, quantizer=q) for q, shape, r, c, scale in zip(quantizers, shapes, rows, columns, scales)]
 
     def storage_class(self, quantizer):
         classes = _classes()
@@ -193,6 +220,10 @@ class CurrentFloat8(Float8):
         both = empty(2, dtype=torch.float32, device=tensor._scale_inv.device)
         return self._written(tensor, quantizer.dtype, both, both, 3 if quantizer.force_pow_2_scales else 1, quantizer.amax_epsilon)
 
+    def targets(self, quantizers, tensors):
+        both = empty((len(tensors), 2), dtype=torch.float32, device=tensors[0]._scale_inv.device).unbind(0)
+        return [self._written(t, q.dtype, b, b, 3 if q.force_pow_2_scales else 1, q.amax_epsilon) for q, t, b in zip(quantizers, tensors, both)]
+
     def for_ranks(self, quantizer, values, tensor):
         scale = self._scale_of_ranks(quantizer, values)
         if values.numel() == 0:  # no op writes it
@@ -210,6 +241,16 @@ class CurrentFloat8(Float8):
         return scale
 
 
+@functools.lru_cache(maxsize=1024)
+def _block_shapes(shape: Tuple[int, ...], square: bool) -> tuple:
+    """The extents of codes and scales, row-wise and column-wise."""
+    rows, columns = rows_and_columns(shape)
+
+    def scales(m, k):
+        return (-(-m // 128), rounded_up(-(-k // 128), 4)) if square else (-(-k // 128), rounded_up(m, 4))
+    return shape, scales(rows, columns), _transposed(shape), scales(columns, rows)
+
+
 class Float8Block(Scheme):
     """A scale for 1 x 128 or 128 x 128 elements. The column-wise copy is transposed."""
 
@@ -223,18 +264,32 @@ class Float8Block(Scheme):
         classes = _classes()
         return classes["Float8BlockwiseQTensorStorage"] if quantizer.internal else classes["Float8BlockwiseQTensor"]
 
-    def buffers(self, quantizer, shape):
-        rows, columns = rows_and_columns(shape)
+    def _alike(self, quantizer):
+        return *super()._alike(quantizer), quantizer.block_scaling_dim
+
+    def create(self, quantizer, shape, dtype, device, pin_memory=False):
+        rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
+        if pin_memory or not quantizer.internal or not (rowwise or columnwise):
+            return super().create(quantizer, shape, dtype, device, pin_memory)
+        # The general way with less of the host's time.
+        self.check(quantizer)
         square = quantizer.block_scaling_dim == 2
+        codes, row_scales, transposed, column_scales = _block_shapes(tuple(shape), square)
+        bytes_, f32 = torch.uint8, torch.float32
+        return _classes()["Float8BlockwiseQTensorStorage"](
+            rowwise_data=empty(codes, dtype=bytes_, device=device) if rowwise else None,
+            rowwise_scale_inv=empty(row_scales, dtype=f32, device=device) if rowwise else None,
+            columnwise_data=empty(transposed, dtype=bytes_, device=device) if columnwise else None,
+            columnwise_scale_inv=empty(column_scales, dtype=f32, device=device) if columnwise else None,
+            fp8_dtype=quantizer.dtype, quantizer=quantizer, is_2D_scaled=square, fake_dtype=dtype)
 
-        def scales(m, k):
-            return (-(-m // 128), rounded_up(-(-k // 128), 4)) if square else (-(-k // 128), rounded_up(m, 4))
-
+    def buffers(self, quantizer, shape):
+        codes, row_scales, transposed, column_scales = _block_shapes(tuple(shape), quantizer.block_scaling_dim == 2)
         wanted = {}
         if quantizer.rowwise_usage:
-            wanted.update(_rowwise_data=(tuple(shape), torch.uint8), _rowwise_scale_inv=(scales(rows, columns), torch.float32))
+            wanted.update(_rowwise_data=(codes, torch.uint8), _rowwise_scale_inv=(row_scales, torch.float32))
         if quantizer.columnwise_usage:
-            wanted.update(_columnwise_data=(_transposed(shape), torch.uint8), _columnwise_scale_inv=(scales(columns, rows), torch.float32))
+            wanted.update(_columnwise_data=(transposed, torch.uint8), _columnwise_scale_inv=(column_scales, torch.float32))
         if not wanted:
             raise InvalidArgument(f"{type(quantizer).__name__} has neither row-wise nor column-wise usage; set one by set_usage()")
         return wanted
@@ -452,3 +507,10 @@ def operand(tensor: Any, columnwise: bool = False) -> Any:
     """A plain or quantised tensor as the matrix that a product on matrices takes. columnwise: it is contracted over its rows."""
     scheme = scheme_of(tensor)
     return tensor if scheme is None else scheme.operand(tensor, columnwise)
+
+
+def operands(tensors: Sequence[Any], columnwise: bool = False) -> Sequence[Any]:
+    """operand() of each."""
+    if all(kind in _by_type and ((scheme := _by_type[kind]) is None or scheme.PARTS is not None) for kind in set(map(type, tensors))):
+        return tensors  # ops on matrices read them as they are
+    return [operand(tensor, columnwise) for tensor in tensors]

@@ -1,0 +1,60 @@
+// The parts of a tensor's first dimension, as te_fl.Rows describes them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "py/errors.hpp"
+#include "te_fl/dtype.hpp"
+#include "te_fl/status.hpp"
+
+namespace te_fl::python {
+
+// Gives one part after the other. All throw te_fl.InvalidArgument, naming the argument `name`.
+class RowParts {
+ public:
+  // `whole` outlives this and its parts.
+  RowParts(const te_fl_tensor& whole, const char* name) : whole_(whole), name_(name) {
+    const int bits = te_fl::bits(static_cast<DType>(dtype_index(whole.dl.dtype)));
+    if (whole.dl.ndim == 0 || bits % 8 != 0)
+      fail("takes a tensor of one dimension or more, of whole bytes");
+    row_bytes_ = bits / 8;
+    for (int32_t d = 1; d < whole.dl.ndim && whole.dl.strides == nullptr; ++d)
+      row_bytes_ *= whole.dl.shape[d];
+    if (whole.dl.strides != nullptr) row_bytes_ *= whole.dl.strides[0];
+  }
+  // The next `size` rows; their extents are put into `shape`, which lives as long as the part.
+  te_fl_tensor next(int64_t size, std::vector<int64_t>& shape) {
+    if (size < 0 || size > rows() - begin_) {
+      fail("has a size " + std::to_string(size) + " behind " + std::to_string(begin_) + " of " +
+           std::to_string(rows()) +
+           " rows; sizes are 0 or more and their sum is the number of rows");
+    }
+    shape.assign(whole_.dl.shape, whole_.dl.shape + whole_.dl.ndim);
+    shape[0] = size;
+    te_fl_tensor part = whole_;
+    part.dl.shape = shape.data();
+    part.dl.byte_offset += static_cast<uint64_t>(begin_ * row_bytes_);
+    begin_ += size;
+    return part;
+  }
+  // Checks that no row is left.
+  void end() const {
+    if (begin_ == rows()) return;
+    fail("has sizes whose sum is " + std::to_string(begin_) + "; the tensor has " +
+         std::to_string(rows()) + " rows");
+  }
+
+ private:
+  int64_t rows() const { return whole_.dl.shape[0]; }
+  [[noreturn]] void fail(const std::string& text) const {
+    throw_status(
+        Status(StatusCode::kInvalidArgument, "'" + std::string(name_) + "': te_fl.Rows " + text));
+  }
+
+  const te_fl_tensor& whole_;
+  const char* name_;
+  int64_t row_bytes_ = 0, begin_ = 0;
+};
+
+}  // namespace te_fl::python
