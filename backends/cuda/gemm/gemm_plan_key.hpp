@@ -1,4 +1,5 @@
-// What plans are kept by. Plain C++, so that it can be tested where there is no GPU.
+// Plans of products are kept by this key. Plain C++, so that it can be tested where there is no
+// GPU.
 #pragma once
 
 #include <cstddef>

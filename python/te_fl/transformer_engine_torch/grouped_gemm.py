@@ -9,9 +9,8 @@ from typing import Any, List, Optional, Sequence
 
 import torch
 
-from te_fl import Rows
 from te_fl.errors import InvalidArgument
-from te_fl.tensors import read_on_host
+from te_fl.tensors import Rows, read_on_host
 from te_fl.transformer_engine_torch import matrix_ops, schemes
 from te_fl.transformer_engine_torch.dtypes import torch_dtype
 from te_fl.transformer_engine_torch.gemm import _output_shape, _without_terms, product

@@ -47,7 +47,7 @@ def _pieces(shapes: Sequence[Tuple[int, ...]], dtype: torch.dtype, device: Any) 
     sizes = [math.prod(shape) for shape in shapes]
     if any(size * dtype.itemsize % 16 for size in sizes):
         return None
-    # Of memory that nothing else has, so that the pieces need not know of each other.
+    # Nothing else has this memory, so that the pieces need not know of each other.
     if all(shape[1:] == first[1:] for shape in shapes):
         rows = [shape[0] for shape in shapes]
         return torch.unsafe_split_with_sizes(empty((sum(rows), *first[1:]), dtype=dtype, device=device), rows)
