@@ -36,7 +36,55 @@ assert extensions.HAVE_TE
 parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
 model_parallel_cuda_manual_seed(123, te_rng_tracker=True)  # Megatron's own tracker asks for a GPU
 
+def mixture(options):
+    # The ranks divide the experts and the batch. Megatron's router asks torch.cuda for the device of its weight.
+    torch.cuda.current_device = lambda: "cpu"
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=world)
+    model_parallel_cuda_manual_seed(123, te_rng_tracker=True)
+    te_fl.reset_usage()
+    grouped = options.pop("grouped")
+    config = TransformerConfig(num_layers=2, hidden_size=256, num_attention_heads=4, ffn_hidden_size=256, hidden_dropout=0.0, attention_dropout=0.0,
+                               use_cpu_initialization=True, params_dtype=torch.float32, bias_dropout_fusion=False, masked_softmax_fusion=False,
+                               gradient_accumulation_fusion=False, add_bias_linear=False, num_moe_experts=8, moe_router_topk=2, moe_router_dtype="fp32",
+                               moe_grouped_gemm=grouped, moe_token_dispatcher_type="allgather", moe_permute_fusion=grouped, moe_router_fusion=grouped,
+                               moe_router_load_balancing_type="aux_loss", expert_model_parallel_size=world, **options)
+    torch.manual_seed(1)
+    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=8, moe_grouped_gemm=grouped)
+    model = GPTModel(config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=32, position_embedding_type="learned_absolute",
+                     parallel_output=True)
+    first, ours = rank * 8 // world, set()
+    for number, layer in enumerate(model.decoder.layers):
+        experts = layer.mlp.experts
+        for i in range(8 // world):
+            for part, place in enumerate(("linear_fc1", "linear_fc2")):
+                weight = getattr(getattr(experts, place), f"weight{i}") if grouped else getattr(experts.local_experts[i], place).weight
+                seeded = torch.Generator().manual_seed(1000 * number + 10 * (first + i) + part)
+                weight.data.copy_(torch.randn(weight.shape, generator=seeded) / 16)
+                ours.add(weight)
+    for number, p in enumerate(p for p in model.parameters() if p not in ours and p.dim() == 2):
+        p.data.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(number)) / 16)
+    generator, optimizer, losses = torch.Generator().manual_seed(0), torch.optim.Adam(model.parameters(), 2e-3), []
+    places = torch.arange(16).repeat(4 // world, 1)
+    for step in range(8):
+        optimizer.zero_grad()
+        text = ((torch.randint(64, (4, 1), generator=generator) + 3 * torch.arange(17)) % 64).chunk(world)[rank]
+        loss = model(text[:, :-1], places, None, labels=text[:, 1:]).mean()
+        loss.backward()
+        whole = loss.detach() / world
+        dist.all_reduce(whole)
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= world
+                if p not in ours:
+                    dist.all_reduce(p.grad)
+        optimizer.step()
+        losses.append(whole.item())
+    return losses, sorted({used["op"] for used in te_fl.usage()})
+
 def trained(options):
+    if "grouped" in options:
+        return mixture(options)
     collectives.reset_counts()
     sequence = options.pop("sequence_parallel", False)
     config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=128, tensor_model_parallel_size=world, hidden_dropout=0.0,
@@ -75,33 +123,54 @@ dist.destroy_process_group()
 
 
 CASES = {"a GPT": {}, "in FP8": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "a decoder with sequence parallel": {"sequence_parallel": True}}
+OVER_RANKS = {"experts over ranks": {"grouped": True, "moe_aux_loss_coeff": 0.0}}
+MIXTURES = {"grouped": {"grouped": True, "moe_aux_loss_coeff": 0.01}, "a loop": {"grouped": False, "moe_aux_loss_coeff": 0.01},
+            "grouped in FP8": {"grouped": True, "moe_aux_loss_coeff": 0.01, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
+            "a loop in FP8": {"grouped": False, "moe_aux_loss_coeff": 0.01, "fp8": "hybrid", "fp8_recipe": "tensorwise"}}
 
 
-def trained(world):
-    """For each of CASES the losses, and the collectives that te-fl's modules began."""
+def trained(world, cases):
+    """For each of the cases the losses, and the collectives that te-fl's modules began, or of mixtures the ops."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), str(world), folder, json.dumps(list(CASES.values()))],
+        ranks = [subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), str(world), folder, json.dumps(list(cases.values()))],
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
                  for rank in range(world)]
         outputs = [rank.communicate(timeout=300) for rank in ranks]
     for rank, (_, errors) in zip(ranks, outputs):
         if rank.returncode != 0:
             raise AssertionError(errors)
-    return dict(zip(CASES, json.loads(outputs[0][0].splitlines()[-1])))
+    return dict(zip(cases, json.loads(outputs[0][0].splitlines()[-1])))
 
 
 class Megatron(unittest.TestCase):
     def test_two_ranks_train_as_one(self):
-        alone, several = trained(1), trained(2)
+        alone, several = trained(1, {**CASES, **OVER_RANKS, **MIXTURES}), trained(2, {**CASES, **OVER_RANKS})
         # By current scaling a rank's part of a weight has a scale of its own, so that FP8 rounds other values than on one rank.
         for name, tolerance, collectives in (("a GPT", 1e-4, ["all_reduce"]), ("in FP8", 1e-2, ["all_reduce"]),
                                              ("a decoder with sequence parallel", 1e-4, ["all_gather", "reduce_scatter"])):
             with self.subTest(name):
                 (losses, none), (others, counted) = alone[name], several[name]
-                self.assertLess(losses[-1], 0.7 * losses[0])
-                for a, b in zip(losses, others, strict=True):
-                    self.assertLessEqual(abs(a - b), tolerance * a)
+                self.near(losses, others, tolerance)
                 self.assertEqual((none, counted), ([], collectives))
+        with self.subTest("experts over ranks"):
+            self.near(alone["experts over ranks"][0], several["experts over ranks"][0], 1e-4)
+        self.check_mixtures(alone)
+
+    def near(self, losses, others, tolerance):
+        self.assertLess(losses[-1], 0.7 * losses[0])
+        for a, b in zip(losses, others, strict=True):
+            self.assertLessEqual(abs(a - b), tolerance * a)
+
+    def check_mixtures(self, alone):
+        """A mixture of experts by te-fl's grouped products, permutation and router is Megatron's own loop over linear layers and functions of PyTorch."""
+        own = {"grouped_gemm", "moe_unpermute_bwd", "moe_permute_bwd", "fused_topk_with_score_function_fwd", "fused_moe_aux_loss_bwd"}
+        # In FP8 another order of the sums of a token's experts may move a code.
+        for name, loop, tolerance in (("grouped", "a loop", 1e-4), ("grouped in FP8", "a loop in FP8", 1e-2)):
+            with self.subTest(name):
+                losses, ops = alone[name]
+                self.near(alone[loop][0], losses, tolerance)
+                self.assertEqual(own - set(ops), set() if name == "grouped" else {"grouped_gemm"})
+        self.assertEqual(own & set(alone["a loop"][1]), set())
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ SERVED = {
         "AttnBiasTypes AttnMaskTypes AttnTypes CPLoadBalancingStrategy DType GemmParallelModes LayerTypes MXFP8_BLOCK_SCALING_SIZE "
         "NVFP4_BLOCK_SCALING_SIZE TE_DType TE_DType_To_Torch dist_group_type",
     "te_fl.pytorch.cross_entropy": "parallel_cross_entropy",
+    "te_fl.pytorch.general_gemm": "general_gemm",
     "te_fl.pytorch.graph": "make_graphed_callables",
     "te_fl.pytorch.offload": "get_cpu_offload_context",
     "te_fl.pytorch.optimizers":
@@ -105,6 +106,9 @@ PARTLY = {
     "te_fl.pytorch.graph.make_graphed_callables": {"_order": [1, -1], "_num_layers_per_chunk": [1],
                                                    "_reuse_graph_input_output_buffers": True},
     "te_fl.pytorch.offload.get_cpu_offload_context": {"enabled": True},
+    "te_fl.pytorch.general_gemm.general_gemm": {
+        "quantization_params": "a quantizer", "gelu": True, "gelu_in": "a tensor", "ub": "a communicator", "ub_type": "a kind", "extra_output": "a tensor",
+        "bulk_overlap": True},
     "te_fl.pytorch.grouped_linear.GroupedLinear": {"ub_overlap_rs": True, "ub_overlap_ag": True, "single_grouped_weight": True,
                                                    "single_grouped_bias": True},
     "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True, "master_weight_dtype": "torch.float16", "exp_avg_dtype": "torch.bfloat16",

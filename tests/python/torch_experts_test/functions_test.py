@@ -10,6 +10,7 @@ import torch
 
 import te_fl.pytorch as te
 from te_fl.errors import Error, InvalidArgument, Unsupported
+from te_fl.pytorch.general_gemm import general_gemm
 from te_fl.pytorch.permutation import (moe_permute, moe_permute_and_pad_with_probs, moe_permute_with_probs, moe_sort_chunks_by_index,
                                        moe_sort_chunks_by_index_with_probs, moe_unpermute)
 from te_fl.pytorch.router import RoutingMapFormat, fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function
@@ -289,6 +290,34 @@ class Router(Compared):
                 ("probs has shape", lambda: fused_moe_aux_loss(logits[0], torch.ones(8), 4, 8, 2, 0.1))):
             with self.subTest(words), self.assertRaisesRegex((Error, ValueError), words):
                 call()
+
+
+class Product(Compared):
+    def test_layouts(self):
+        x, w, dy, bias = drawn(2, 5, 8), drawn(6, 8, seed=3), drawn(10, 6, seed=4), drawn(6, seed=5)
+        for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 6e-3)):
+            a, b, g = x.to(dtype), w.to(dtype), dy.to(dtype)
+            wide, flat = (t.double() for t in (b, a.view(10, 8)))
+            y, none, *rest = general_gemm(b, a, torch.float32, layout="TN", bias=bias)
+            self.assertEqual((y.dtype, none, rest), (torch.float32, None, [None, None]))
+            self.near(y, (flat @ wide.t() + bias.double()).view(2, 5, 6), torch.float32)
+            dw, db = general_gemm(a.view(10, 8), g, layout="NT", grad=True, bias=bias.to(dtype))[:2]
+            for got, want in ((general_gemm(b, g, layout="NN", grad=True)[0], g.double() @ wide), (dw, g.double().t() @ flat), (db, g.double().sum(0))):
+                self.assertEqual(got.dtype, dtype)
+                torch.testing.assert_close(got.double(), want, atol=tolerance * 16, rtol=tolerance)
+            out = torch.ones_like(dw)
+            self.assertIs(general_gemm(a.view(10, 8), g, layout="NT", out=out, accumulate=True, alpha=2.0, beta=3.0)[0], out)
+            torch.testing.assert_close(out.double(), 2 * g.double().t() @ flat + 3, atol=tolerance * 64, rtol=tolerance)
+
+    def test_what_is_refused(self):
+        a, b = drawn(6, 8), drawn(4, 8)
+        for words, options in (("gelu", {"gelu": True}), ("quantization_params", {"quantization_params": 1}), ("ub_type", {"ub_type": 1}),
+                               ("sums over 8 values, A over 6", {"layout": "NN"}), ("layout is 'TT'", {"layout": "TT"}),
+                               ("accumulate=True", {"accumulate": True}), ("beta is 2.0", {"beta": 2.0}), ("bias gradient", {"grad": True, "bias": drawn(6)})):
+            with self.subTest(words), self.assertRaisesRegex((Error, ValueError), words):
+                general_gemm(a, b, **options)
+        with self.assertRaisesRegex(Unsupported, "torch.float64"):
+            general_gemm(a.double(), b.double())
 
 
 class Padding(Compared):

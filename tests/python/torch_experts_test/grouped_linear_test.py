@@ -17,6 +17,7 @@ from te_fl.pytorch.router import fused_compute_score_for_moe_aux_loss, fused_moe
 RECIPES = (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling())
 SPLITS = ([16, 0, 32], [0, 48, 0], [16, 16, 16])
 F32, BF16 = torch.float32, torch.bfloat16
+torch.set_num_threads(1)  # the matrices are small
 
 
 def pair(device="cpu", experts=3, codes=None, **options):

@@ -153,7 +153,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     @property
     def fp8_meta(self) -> dict:
-        """What frameworks ask of a module with FP8 state: whether checkpoints have it, and by which recipe."""
+        """Tells frameworks if checkpoints have FP8 state of the module (fp8_checkpoint), and by which recipe."""
         meta = self.__dict__.setdefault("_fp8_meta", {})
         meta["fp8_checkpoint"] = self.fp8
         if self._recipe is not None or "recipe" not in meta:
