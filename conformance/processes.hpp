@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -21,6 +22,9 @@ class Processes {
   int rank() const { return job_.rank; }
   int size() const { return job_.size; }
   const std::shared_ptr<Store>& store() const { return store_; }
+  // Those that this process has made with others, by implementation and number of ranks. NCCL takes
+  // a third of a second to make one, and the cases are hundreds.
+  std::map<std::string, Comm>& communicators() { return communicators_; }
   // Counts how often they have heard of each other; it is alike on all of them between two cases.
   uint64_t count() const { return count_; }
   // Tells `own` and returns what every rank says, by rank. TIMEOUT names the rank that is silent.
@@ -31,6 +35,7 @@ class Processes {
       : job_(std::move(job)), store_(std::move(store)) {}
   Job job_;
   std::shared_ptr<Store> store_;
+  std::map<std::string, Comm> communicators_;
   uint64_t count_ = 0;
 };
 

@@ -153,8 +153,10 @@ Result Prepared::run_ranks(const std::string& impl_id, const How& how) {
 // The call of this process's rank, with its communicator.
 Result Prepared::run_own_rank(const std::string& impl_id, const How& how) {
   const int rank = processes_->rank();
-  auto made = own_communicators_.find(impl_id);
-  if (made == own_communicators_.end()) {
+  std::map<std::string, Comm>& kept = processes_->communicators();
+  const std::string key = impl_id + "/" + std::to_string(ranks_);
+  auto made = kept.find(key);
+  if (made == kept.end()) {
     te_fl::Result<CommOptions> options =
         comm_options(problem().op_name, impl_id, device_, rank, ranks_);
     if (!options.ok()) return {refusal(options.status()), options.status().to_string(), 0};
@@ -162,7 +164,7 @@ Result Prepared::run_own_rank(const std::string& impl_id, const How& how) {
     options->name += "-" + std::to_string(processes_->count());
     te_fl::Result<Comm> comm = Comm::create(*options);
     if (!comm.ok()) return {refusal(comm.status()), comm.status().to_string(), 0};
-    made = own_communicators_.emplace(impl_id, std::move(*comm)).first;
+    made = kept.emplace(key, std::move(*comm)).first;
   }
   Problem& p = *problems_[static_cast<size_t>(rank)];
   p.comm = made->second.c();
@@ -211,7 +213,8 @@ Result Prepared::run_processes(const std::string& impl_id, const How& how) {
     result = {Outcome::kFail, message, 0};
   }
   // All ranks make new ones for the next case: some of these have failed.
-  if (result.outcome != Outcome::kPass) own_communicators_.erase(impl_id);
+  if (result.outcome != Outcome::kPass)
+    processes_->communicators().erase(impl_id + "/" + std::to_string(ranks_));
   return result;
 }
 

@@ -53,7 +53,7 @@ class Prepared {
                     Processes* processes = nullptr);
   Result run(const std::string& impl_id, const How& how = {});
   // Destroys the communicators that runs have made; another run makes new ones.
-  void leave_ranks() { communicators_.clear(), own_communicators_.clear(); }
+  void leave_ranks() { communicators_.clear(); }
   // The contents of the memory of its tensors now, guards left out.
   std::vector<uint8_t> bytes() const;
   // True if `strided` changed anything.
@@ -75,7 +75,6 @@ class Prepared {
   int ranks_ = 0;
   std::map<std::string, Ranks> communicators_;  // by implementation
   Processes* processes_ = nullptr;
-  std::map<std::string, Comm> own_communicators_;  // of this process's rank, by implementation
   bool has_strided_inputs_ = false;
 };
 

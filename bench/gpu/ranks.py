@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Layers over several GPUs of one host against one GPU, and against Transformer Engine's package and PyTorch's own ways, in one run.
 
-usage: torchrun --nproc-per-node N bench/gpu/ranks.py [--only PART ...] [--recipes R ...] [--seconds S] [--ctas N ...] [--graph] [--no-peers] [--json FILE]
+usage: torchrun --nproc-per-node N bench/gpu/ranks.py [--only PART ...] [--recipes R ...] [--seconds S] [--ctas N ...] [--copies] [--graph] [--no-peers] [--json FILE]
   --only     layer: one quickstart layer, tensor and sequence parallel over all ranks; data: four of them, data parallel by DDP, and by megatron-core's
              DistributedDataParallel where it is installed, whose gradients the products write into its buckets; fsdp: the same four, FSDP2 with weights that are FP8 codes (default: all)
   --recipes  BF16, delayed, current and block, or some of them
   --seconds  of each case, in alternating blocks (default 3)
   --ctas     also groups whose collectives take at most so many thread blocks (NCCL's max_ctas), for data and fsdp
+  --copies   also a group whose gathers are to be made by copy engines, for fsdp (NCCL's zero-CTA policy, buffers of its own memory)
   --graph    replays CUDA graphs of the layer, so that the host's time does not count; part layer only, without PyTorch's own ways
   --no-peers te-fl alone
 
@@ -37,6 +38,7 @@ from te_fl.common import recipe as our_recipes  # noqa: E402
 HIDDEN, FFN, HEADS, SEQUENCE, BATCH = 4096, 16384, 32, 2048, 4
 BF16 = torch.bfloat16
 LAYER = {2: 0.90, 4: 0.78}  # targets of the delayed recipe
+COPIES = ", copy engines"
 RECIPES = ("BF16", "delayed", "current", "block")
 
 
@@ -230,13 +232,17 @@ def part_layer(options, rows):
         clean()
 
 
-def groups_of(options):
+def groups_of(options, copies=False):
     """{label: group} of all ranks: PyTorch's own, and those that leave the products more of the chip."""
     groups = {"": dist.group.WORLD}
     for most in options.ctas:
         how = dist.ProcessGroupNCCL.Options()
         how.config.max_ctas = most
         groups[f", {most} CTAs"] = dist.new_group(pg_options=how)
+    if copies and options.copies:
+        how = dist.ProcessGroupNCCL.Options()
+        how.config.cta_policy = dist.ProcessGroupNCCL.NCCL_CTA_POLICY_ZERO
+        groups[COPIES] = dist.new_group(pg_options=how)
     return groups
 
 
@@ -296,7 +302,7 @@ def part_fsdp(options, rows, layers=4):
     for name in options.recipes:
         recipe = recipe_of(our_recipes, name)
         steps = {}
-        cases = [("alone", None, False), *[(f"te-fl{label}", group, True) for label, group in groups_of(options).items()], ("te-fl, not resharded", world, False)]
+        cases = [("alone", None, False), *[(f"te-fl{label}", group, True) for label, group in groups_of(options, copies=True).items()], ("te-fl, not resharded", world, False)]
         for label, group, reshard in cases:
             with ours.quantized_model_init(enabled=recipe is not None, recipe=recipe() if recipe else None):
                 model = torch.nn.Sequential(*[layer(ours) for _ in range(layers)])
@@ -305,7 +311,15 @@ def part_fsdp(options, rows, layers=4):
                 for one in model:
                     fully_shard(one, mesh=mesh, reshard_after_forward=reshard)
                 fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-            steps[label] = step_of(ours, model, recipe, x, dy, world)
+                if label.endswith(COPIES):
+                    for one in (*model, model):
+                        one.set_allocate_memory_from_process_group_for_comm(True)
+            step = step_of(ours, model, recipe, x, dy, world)
+            try:
+                step()
+                steps[label] = step
+            except Exception as error:
+                say(f"    {label} does not run: {(str(error).splitlines() or ['?'])[0][:200]}")
         report(rows, "fsdp", name, measured(steps, options.seconds), "alone", 1, 0.95 if name == "delayed" else None)
         del steps, model
         clean()
@@ -317,6 +331,7 @@ def main():
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--seconds", type=float, default=3)
     parser.add_argument("--ctas", type=int, nargs="+", default=[])
+    parser.add_argument("--copies", action="store_true")
     parser.add_argument("--graph", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--json")

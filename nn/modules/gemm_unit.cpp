@@ -389,16 +389,17 @@ Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows, bool columnwi
 }
 
 Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& dy) {
-  return spec_.gradient_rows == nullptr ? whole_grad(use, dy) : gathered_grad(use, dy);
+  if (spec_.gradient_rows != nullptr) return gathered_grad(use, dy);
+  return whole_grad(use, dy, wants_bias_grad());
 }
 
-Result<GemmUnit::Gradient> GemmUnit::whole_grad(const Use& use, const Tensor& dy) {
+Result<GemmUnit::Gradient> GemmUnit::whole_grad(const Use& use, const Tensor& dy, bool with_bias) {
   Gradient grad;
   if (dy.quantized()) {
-    const bool columns = wants_wgrad(use) || wants_bias_grad();  // they come with its sums
+    const bool columns = wants_wgrad(use) || with_bias;  // they come with its sums
     TE_FL_RETURN_IF_ERROR(check_codes(use, dy, columns));
     TE_FL_ASSIGN_OR_RETURN(GradTarget dbias,
-                           GradTarget::open(wants_bias_grad() ? bias_.get() : nullptr));
+                           GradTarget::open(with_bias ? bias_.get() : nullptr));
     if (columns) TE_FL_RETURN_IF_ERROR(fill_columns(dy, dbias.tensor()));
     TE_FL_RETURN_IF_ERROR(dbias.commit());
     grad.tensor = dy;
@@ -407,23 +408,24 @@ Result<GemmUnit::Gradient> GemmUnit::whole_grad(const Use& use, const Tensor& dy
   }
   if (!use.mode.fp8) {
     TE_FL_ASSIGN_OR_RETURN(grad.tensor, cast(dy, spec_.activation_dtype));
-    grad.bias_done = !wants_bias_grad();
+    grad.bias_done = !with_bias;
     return grad;
   }
   TE_FL_ASSIGN_OR_RETURN(grad.tensor, grad_buffer(use, dy.size(0)));
   grad.bias_done = true;
-  if (!wants_bias_grad()) {
-    TE_FL_RETURN_IF_ERROR(quantize(dy, grad.tensor));
-    return grad;
-  }
+  TE_FL_RETURN_IF_ERROR(with_bias ? quantise_with_bias(dy, grad.tensor)
+                                  : quantize(dy, grad.tensor));
+  return grad;
+}
+
+Status GemmUnit::quantise_with_bias(const Tensor& dy, const Tensor& codes) {
   TE_FL_ASSIGN_OR_RETURN(GradTarget dbias, GradTarget::open(bias_.get()));
   te_fl_bgrad_quantize_args args{};
   args.input = dy;
-  args.output = grad.tensor;
+  args.output = codes;
   args.bias_grad = dbias.tensor();
   TE_FL_RETURN_IF_ERROR(ops::bgrad_quantize(args, call_options(spec_.device)));
-  TE_FL_RETURN_IF_ERROR(dbias.commit());
-  return grad;
+  return dbias.commit();
 }
 
 Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad, const Tensor* into) {

@@ -25,8 +25,8 @@ class GemmUnit {
     Device device;
     bool high_precision = false;
     bool adds_bias = true;  // false: the bias is the caller's to add
-    // The product is one of several ranks' whose sum is the map's. The first of them has the bias,
-    // backward() on all of them its gradient.
+    // The product is one of several ranks' whose sum is the map's. The first of them has the bias.
+    // backward() on all of them has its gradient, with gradient_rows that of this rank's rows.
     bool partial = false, first = true;
     // The ranks that have parts of the rows, of the input or of the output and its gradient: x of
     // prepare_input() and dx of the backward are this rank's rows, or dy of prepare_grad() is.
@@ -118,7 +118,7 @@ class GemmUnit {
   }
   // prepare_input() and prepare_grad() of all rows, and of this rank's part of them.
   Result<Tensor> whole_input(Use& use, const Tensor& x);
-  Result<Gradient> whole_grad(const Use& use, const Tensor& dy);
+  Result<Gradient> whole_grad(const Use& use, const Tensor& dy, bool with_bias);
   Result<Tensor> gathered_input(Use& use, const Tensor& x);
   Result<Gradient> gathered_grad(const Use& use, const Tensor& dy);
   // x in codes that the ranks gather; see gathers_codes().
@@ -130,8 +130,10 @@ class GemmUnit {
   // Keeps what backward reads: of a quantised operand the column-wise copy.
   void keep(Use& use, const Tensor& input, const Tensor& weight) const;
   Status run_wgrad(const Use& use, const Gradient& grad, const Tensor& input);
-  // The bias gradient from dy alone, for a frozen weight.
+  // The bias gradient from dy alone, for a frozen weight, and of this rank's rows.
   Status sum_bias_grad(const Tensor& dy);
+  // dy in codes, and the bias gradient.
+  Status quantise_with_bias(const Tensor& dy, const Tensor& codes);
   // The arguments of forward() but for D, whose weight `weight` keeps.
   Result<te_fl_generic_gemm_args> product(const Use& use, const Tensor& input,
                                           const ForwardOptions& options, Tensor& weight);

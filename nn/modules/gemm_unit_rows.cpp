@@ -49,17 +49,23 @@ Result<Tensor> GemmUnit::gathered_input(Use& use, const Tensor& x) {
 Result<GemmUnit::Gradient> GemmUnit::gathered_grad(const Use& use, const Tensor& dy) {
   TE_FL_RETURN_IF_ERROR(check_values(dy));
   SequenceRanks& ranks = *spec_.gradient_rows;
-  // The bias's gradient is the sum of the values of all rows.
-  if (wants_bias_grad() || !gathers_codes(ranks, use.mode, Role::kGradient, dy.size(0))) {
+  const bool values = !gathers_codes(ranks, use.mode, Role::kGradient, dy.size(0));
+  // The bias's gradient, of this rank's rows, comes with delayed scaling's codes, else before.
+  const bool with_bias = wants_bias_grad() && !values && use.mode.delayed() != nullptr;
+  if (wants_bias_grad() && !with_bias) {
+    TE_FL_ASSIGN_OR_RETURN(const Tensor own, cast(dy, spec_.activation_dtype));
+    TE_FL_RETURN_IF_ERROR(sum_bias_grad(own));
+  }
+  if (values) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor whole, gather_rows_now(ranks, dy));
-    return whole_grad(use, whole);
+    return whole_grad(use, whole, false);
   }
   Tensor part;
   if (const auto* current = std::get_if<Float8CurrentScaling>(use.mode.recipe.get())) {
     TE_FL_ASSIGN_OR_RETURN(part, quantised_part(ranks, *current, Role::kGradient, dy));
   } else {
     TE_FL_ASSIGN_OR_RETURN(part, grad_buffer(use, dy.size(0), false));
-    TE_FL_RETURN_IF_ERROR(quantize(dy, part));
+    TE_FL_RETURN_IF_ERROR(with_bias ? quantise_with_bias(dy, part) : quantize(dy, part));
   }
   Gradient grad;
   grad.bias_done = true;

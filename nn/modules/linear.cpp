@@ -145,6 +145,7 @@ Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
     linear->mode_ = options.parallel_mode;
   }
   detail::GemmUnit& gemm = *linear->gemm_;
+  if (row) detail::mark_partial(options.parallel, gemm.bias().get());
   if (!options.parameters_split.empty() && options.tied_weight != nullptr) {
     return invalid_argument(
         "Linear: tied_weight and parameters_split are both given, and a shared weight is whole; "

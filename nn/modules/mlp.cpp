@@ -216,6 +216,7 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
     gemm.shard = {{options.hidden_size, options.ffn_whole}, {0, options.ffn_begin}};
   }
   TE_FL_ASSIGN_OR_RETURN(impl.fc2, detail::make_gemm(gemm));
+  detail::mark_partial(options.parallel, impl.fc2->bias().get());
 
   if (impl.norm) {
     detail::mark_partial(options.parallel, impl.norm->weight().get());

@@ -47,6 +47,7 @@ class CommRanks final : public SequenceRanks {
     TE_FL_RETURN_IF_ERROR(ops::reduce_scatter(args, detail::call_options(whole.device())));
     return std::unique_ptr<Work>();
   }
+  Status sum(const Tensor& values) override { return all_reduce(*ranks_, values); }
   Status largest(const Tensor& values) override {
     return all_reduce(*ranks_, values, TE_FL_REDUCTION_MAX);
   }
@@ -98,13 +99,13 @@ std::shared_ptr<SequenceRanks> sequence_ranks_of(const TensorParallel& parallel)
 
 Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial) {
   if (!parallel.divides()) return partial;
-  if (!parallel.sequence_parallel) {
-    TE_FL_RETURN_IF_ERROR(all_reduce(*parallel.ranks, partial));
-    return partial;
-  }
   std::optional<CommRanks> own;
   SequenceRanks* ranks = parallel.framework_ranks.get();
   if (ranks == nullptr) ranks = &own.emplace(parallel.ranks);
+  if (!parallel.sequence_parallel) {
+    TE_FL_RETURN_IF_ERROR(ranks->sum(partial));
+    return partial;
+  }
   TE_FL_ASSIGN_OR_RETURN(RowScatter scatter, RowScatter::begin(*ranks, partial));
   return scatter.take_part();
 }

@@ -189,7 +189,8 @@ std::optional<int64_t> width_of(const Options& options) {
   return std::nullopt;
 }
 
-// Reads the ranks that have parts of the rows, where the kind takes them, and what becomes of them.
+// Reads the ranks that divide the layer, where the kind takes them, and what becomes of them. All
+// but a Transformer layer know them under sequence parallelism alone.
 template <class Options>
 void read_ranks(Fields& fields, Options& options) {
   constexpr bool linear = std::is_same_v<Options, nn::LinearOptions>;
@@ -197,6 +198,10 @@ void read_ranks(Fields& fields, Options& options) {
   if constexpr (linear || std::is_same_v<Options, nn::LayerNormMLPOptions>) {
     fields("sequence_ranks", options.parallel.framework_ranks);
     options.parallel.sequence_parallel = options.parallel.framework_ranks != nullptr;
+  }
+  if constexpr (std::is_same_v<Options, nn::TransformerLayerOptions>) {
+    fields("sequence_ranks", options.parallel.framework_ranks);
+    fields("sequence_parallel", options.parallel.sequence_parallel);
   }
 }
 

@@ -57,10 +57,8 @@ class GroupRanks final : public nn::SequenceRanks {
   Begun reduce_scatter(const Tensor& whole, const Tensor& part) override {
     return begin("reduce_scatter", whole, part);
   }
-  Status largest(const Tensor& values) override {
-    TE_FL_ASSIGN_OR_RETURN(const auto work, begin("largest", values, values));
-    return work->wait();
-  }
+  Status sum(const Tensor& values) override { return in_place("sum", values); }
+  Status largest(const Tensor& values) override { return in_place("largest", values); }
   bool share_amaxes(const nn::AmaxReduction* reduction) const noexcept override {
     if (reduction == nullptr || ranks_.empty()) return false;
     const auto& reduced = static_cast<const GroupReduction*>(reduction)->ranks();
@@ -68,6 +66,10 @@ class GroupRanks final : public nn::SequenceRanks {
   }
 
  private:
+  Status in_place(const char* method, const Tensor& values) {
+    TE_FL_ASSIGN_OR_RETURN(const auto work, begin(method, values, values));
+    return work->wait();
+  }
   // object.METHOD(from, to, stream) -> work
   Begun begin(const char* method, const Tensor& from, const Tensor& to) {
     const InterpreterLock lock;

@@ -4,7 +4,8 @@ import torch
 import torch.distributed as dist
 
 import te_fl.pytorch as te
-from common import compare, randomise, share
+from common import close, compare, randomise, share
+from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fl.pytorch.distributed import collectives
 
 CPU = dict(device="cpu")
@@ -176,6 +177,42 @@ def case_transformer_layer(ranks):
 
 def case_transformer_layer_in_bf16(ranks):
     over_groups(ranks, lambda group, sp: compare(_layer(torch.bfloat16), [x_of(8, 2, 32)], group, sp, dtype=torch.bfloat16))
+
+
+def _one_step(layer, x, recipe, group):
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    with te.autocast(enabled=recipe is not None, recipe=recipe, amax_reduction_group=group):
+        y = layer(x)
+    y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+    return y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())
+
+
+def case_a_divided_layer_is_one_call(ranks):
+    """A rank's part of a TransformerLayer as one call, and part by part: the same results, by each recipe, and over another group."""
+    size = ranks.world
+    group, other = ranks.groups[size], dist.new_group(list(range(size)))
+    for sp in (False, True):
+        for recipe in (None, DelayedScaling(), Float8CurrentScaling()):
+            torch.manual_seed(3)
+            whole, make = randomise(_layer(fuse_qkv_params=True)()), _layer(fuse_qkv_params=True)
+            one, parts = (share(whole, make(tp_group=group, sequence_parallel=sp), size, group.rank()) for _ in range(2))
+            parts._fused = None
+            x = x_of(32 // (size if sp else 1), 2, 32)
+            for group_of in (group, other):
+                one.set_tensor_parallel_group(group_of)
+                assert not one._fused._layers or group_of is group, "layers of the group before are kept"
+                want, got = _one_step(parts, x, recipe, group), _one_step(one, x, recipe, group)
+                assert one._fused._layers, "the layer ran part by part"
+                for i, (a, b) in enumerate(zip(got, want)):
+                    close(a, b, f"{recipe}, sp {sp}: result {i}", 1e-5 if recipe is None else 2e-2)
+    dropping = te.TransformerLayer(32, 64, 8, hidden_dropout=0.1, attention_dropout=0, set_parallel_mode=True, tp_group=group, **CPU)
+    dropping(x_of(8, 2, 32))
+    assert not dropping._fused._layers, "each rank's dropout is drawn part by part"
+    dropping.eval()
+    dropping(x_of(8, 2, 32))
+    assert dropping._fused._layers
+    dist.destroy_process_group(other)
 
 
 def case_frozen_weights_and_no_gradients(ranks):

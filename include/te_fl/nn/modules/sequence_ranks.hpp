@@ -10,8 +10,8 @@ namespace te_fl::nn {
 
 class AmaxReduction;
 
-// The ranks that have parts of the rows of activations, as linear maps need them under sequence
-// parallelism. Derived classes serve a framework's process groups; a te_fl::Comm needs none
+// The ranks that divide layers, as linear maps need them: under sequence parallelism they have
+// parts of the rows of activations. Derived classes serve a framework's process groups; a te_fl::Comm needs none
 // (TensorParallel::ranks). All ranks make the same calls in the same order. Tensors are compact and
 // lie on one device; calls are ordered on the calling thread's current stream of it. Calls come
 // from any thread, one at a time.
@@ -41,6 +41,8 @@ class TE_FL_API SequenceRanks {
   virtual Begun all_gather(const Tensor& part, const Tensor& whole) = 0;
   // part [n, ..] <- this rank's rows of the sum of the ranks' `whole` [size * n, ..].
   virtual Begun reduce_scatter(const Tensor& whole, const Tensor& part) = 0;
+  // Each value, F32, F16 or BF16, becomes the sum of the ranks'; the stream has it on return.
+  virtual Status sum(const Tensor& values) = 0;
   // Each value of F32 [n] becomes the largest that any rank has; the stream has it on return.
   virtual Status largest(const Tensor& values) = 0;
   // True if delayed scaling gives these ranks the same scales, as it takes the amaxes of all of

@@ -26,8 +26,7 @@ struct TensorParallel {
   // Dropout of divided activations draws from it: a random stream of this rank's own. Absent: the
   // thread's, with which the ranks' parts would be dropped alike.
   std::optional<Context> random = {};
-  // Ranks that a framework has in place of `ranks`, for linear maps and MLPs of the rank's own size
-  // under sequence_parallel.
+  // Ranks that a framework has in place of `ranks`, for layers of the rank's own sizes.
   std::shared_ptr<SequenceRanks> framework_ranks = {};
 
   int size() const noexcept {

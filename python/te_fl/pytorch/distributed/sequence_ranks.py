@@ -51,7 +51,14 @@ class SequenceRanks:
         with torch.no_grad(), on_stream(part.device, stream):
             return _Work(collectives.reduce_scatter_into(part, whole, self.group, wait=False), (whole, part), stream, "reduce_scatter", self.group)
 
-    def largest(self, values: torch.Tensor, _: torch.Tensor, stream: int) -> _Work:
+    def sum(self, values: torch.Tensor, _: torch.Tensor, stream: int) -> _Work:
         """In place, as all_reduce() has it; `_` is the same tensor."""
+        return self._reduce(values, "sum", stream)
+
+    def largest(self, values: torch.Tensor, _: torch.Tensor, stream: int) -> _Work:
+        """As sum()."""
+        return self._reduce(values, "max", stream)
+
+    def _reduce(self, values: torch.Tensor, op: str, stream: int) -> _Work:
         with torch.no_grad(), on_stream(values.device, stream):
-            return _Work(collectives.all_reduce(values, self.group, "max", wait=False), (values,), stream, "all_reduce", self.group)
+            return _Work(collectives.all_reduce(values, self.group, op, wait=False), (values,), stream, "all_reduce", self.group)

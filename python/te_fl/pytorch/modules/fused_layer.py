@@ -9,6 +9,7 @@ import torch
 from te_fl import _native
 from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.call import use_torch_memory
+from te_fl.pytorch.distributed.sequence_ranks import SequenceRanks
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.modules.attention import DotProductAttention, score_cap
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule, native_device
@@ -40,17 +41,26 @@ class FusedLayer:
         self._layers: dict = {}
         self._places: List[Tuple[torch.nn.Module, str, dict]] = []
         self._core = owner.self_attention.core_attention  # found once: usable() sees to it that it is still the one
+        self._divides = owner.tp_size > 1
         self._tree = [(path, part) for path, part in owner.named_modules() if path]
         # The modules' own tables of children, which show that one was replaced or added.
         self._children = [(m._modules, dict(m._modules)) for m in (owner, owner.self_attention)]
         self._parts = [(path, part) for path, part in self._tree if isinstance(part, TransformerEngineBaseModule)]
+        self._divided = [part for _, part in self._parts if part.tp_size > 1] if self._divides else []
         for _, part in self._parts:
             part.__dict__["_fused_in"] = self
 
-    def serves(self, call: TransformerCall) -> bool:
+    def serves(self, owner: torch.nn.Module, call: TransformerCall) -> bool:
         """True if the one call computes what `call` asks for, with the parts as they are now."""
         return (not call.checkpoint_core_attention and call.thd_attention_policies is None
-                and not isinstance(call.rotary_pos_emb, (tuple, list)) and self.usable())
+                and not isinstance(call.rotary_pos_emb, (tuple, list)) and (not self._divides or self._serves_ranks(owner)) and self.usable())
+
+    def _serves_ranks(self, owner: torch.nn.Module) -> bool:
+        """True if the one call stands for parts that ranks divide: one group does, and dropout draws from nobody's own stream."""
+        if torch.compiler.is_compiling() or owner.training and (owner.hidden_dropout > 0 or self._core.attention_dropout > 0):
+            return False
+        group = owner.layernorm_mlp.tp_group
+        return all(part.tp_group is group and part.tp_group_initialized for part in self._divided)
 
     def usable(self) -> bool:
         """True if the one call stands for the parts: they are of their own classes, and without hooks, which would not run."""
@@ -95,7 +105,7 @@ class FusedLayer:
             self.check_devices(device)
             use_torch_memory(device)
             options = {"hidden_size": attention.hidden_size, "ffn_hidden_size": mlp.ffn_hidden_size, "activation": mlp.activation,
-                       "num_attention_heads": attention.num_attention_heads, "num_gqa_groups": attention.num_gqa_groups,
+                       "num_attention_heads": attention.num_attention_heads_per_partition, "num_gqa_groups": attention.num_gqa_groups_per_partition,
                        "kv_channels": attention.kv_channels, "normalization": mlp.normalization, "epsilon": mlp.eps,
                        "zero_centered_gamma": mlp.zero_centered_gamma, "bias": mlp.use_bias, "hidden_dropout": hidden,
                        "attention_dropout": inner, "parallel_attention_mlp": owner.parallel_attention_mlp,
@@ -105,6 +115,8 @@ class FusedLayer:
                        "apply_residual_connection_post_layernorm": owner.apply_residual_connection_post_layernorm,
                        "output_layernorm": owner.output_layernorm, "fuse_qkv_params": attention.fuse_qkv_params,
                        "qkv_weight_interleaved": attention.qkv_weight_interleaved}
+            if self._divides:
+                options.update(sequence_ranks=SequenceRanks(mlp.tp_group), sequence_parallel=owner.sequence_parallel)
             if attention.qk_norm_type is not None:
                 options.update(qk_norm=attention.qk_norm_type, qk_norm_epsilon=attention.qk_norm_eps,
                                qk_norm_before_rope=attention.qk_norm_before_rope)

@@ -66,8 +66,11 @@ class TensorParallel:
             named = "the default group" if tp_group is None else "the group"
             raise ValueError(f"{where}: {named} has {collectives.size_of(tp_group)} ranks, and the module was made with tp_size = {self.tp_size}; "
                              "give a group of that size, or make the module with this one as tp_group")
-        if self._layer_moves_rows and tp_group is not self.tp_group:
-            self._layers = {}  # the next forward makes one of the new group
+        if tp_group is not self.tp_group:  # the next forward makes layers of the new group
+            if self._layer_moves_rows:
+                self._layers = {}
+            if getattr(self, "_fused_in", None) is not None:
+                self._fused_in.forget()
         self.__dict__["tp_group"], self.__dict__["tp_group_initialized"] = tp_group, True
 
     def _group(self) -> Any:

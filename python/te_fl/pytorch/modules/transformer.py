@@ -123,7 +123,7 @@ class TransformerLayer(torch.nn.Module):
             norm = LayerNorm if normalization == "LayerNorm" else RMSNorm
             self.layernorm = norm(hidden_size, eps=layernorm_epsilon, params_dtype=params_dtype, zero_centered_gamma=zero_centered_gamma,
                                   device=device, sequence_parallel=self.sequence_parallel)
-        usual = layer_type == "encoder" and drop_path_rate == 0.0 and not fuse_wgrad_accumulation and self.tp_size == 1
+        usual = layer_type == "encoder" and drop_path_rate == 0.0 and not fuse_wgrad_accumulation
         self._fused = FusedLayer(self) if usual else None  # the body of calls that it serves; the others' is _IN_PARTS
         self._recipe, self._in_fp8 = None, False  # see quantization.notice()
         self._number = registry.enter(self)
@@ -209,7 +209,7 @@ class TransformerLayer(torch.nn.Module):
             checkpoint_core_attention, rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv,
             cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, thd_attention_policies,
             thd_attention_policy_dispatch, self.softcap if softcap is None else softcap)
-        body = self._fused if self._fused is not None and self._fused.serves(call) else _IN_PARTS
+        body = self._fused if self._fused is not None and self._fused.serves(self, call) else _IN_PARTS
         return body.forward(self, call)
 
 
