@@ -198,8 +198,8 @@ class Check:
             good = len(ends) == n - 1 and all(codes) and any(named) and all("COMM_FAILED" in t for t in texts)
             detail = f"the others ended after {min(ends.values(), default=0):.1f} to {max(ends.values(), default=0):.1f} s, exit codes {codes}, {sum(named)} of {n - 1} name rank {lost}"
             self.row(name, good, detail)
-            said = re.findall(r"[^\n]*COMM_FAILED[^\n]*", texts[0])
-            print("    " + (said[-1][:400] if said else texts[0].strip()[-300:]))
+            errors = re.findall(r"[^\n]*COMM_FAILED[^\n]*", texts[0])
+            print("    " + (errors[-1][:400] if errors else texts[0].strip()[-300:]))
         finally:
             for process in ranks:
                 if process.poll() is None:

@@ -150,9 +150,9 @@ def child(way, fp8, options):
         if line.startswith("RESULT ") and not failed:
             return json.loads(line[7:])
     text = texts[failed[0]] if failed else texts[0]
-    said = text.strip().splitlines() or ["no output"]
-    errors = [line for line in said if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception|Unsupported|Interrupt)\b", line)]
-    return {"error": (errors or said)[-1][:300], "tail": text[-3000:]}
+    lines = text.strip().splitlines() or ["no output"]
+    errors = [line for line in lines if re.match(r"(\[rank\d+\]: *)?[\w.]*(Error|Exception|Unsupported|Interrupt)\b", line)]
+    return {"error": (errors or lines)[-1][:300], "tail": text[-3000:]}
 
 
 def main():

@@ -27,8 +27,8 @@ class OwnRandom {
  private:
   std::optional<ContextScope> scope_;
 };
-// Makes the gradient of a norm's parameter, or of the bias of a map by rows, partial where each rank
-// has rows of its own.
+// Makes the gradient of a norm's parameter, or of the bias of a map by rows, partial where each
+// rank has rows of its own.
 void mark_partial(const TensorParallel& parallel, Parameter* parameter);
 
 }  // namespace te_fl::nn::detail
