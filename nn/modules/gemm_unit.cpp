@@ -398,8 +398,7 @@ Result<GemmUnit::Gradient> GemmUnit::whole_grad(const Use& use, const Tensor& dy
   if (dy.quantized()) {
     const bool columns = wants_wgrad(use) || with_bias;  // they come with its sums
     TE_FL_RETURN_IF_ERROR(check_codes(use, dy, columns));
-    TE_FL_ASSIGN_OR_RETURN(GradTarget dbias,
-                           GradTarget::open(with_bias ? bias_.get() : nullptr));
+    TE_FL_ASSIGN_OR_RETURN(GradTarget dbias, GradTarget::open(with_bias ? bias_.get() : nullptr));
     if (columns) TE_FL_RETURN_IF_ERROR(fill_columns(dy, dbias.tensor()));
     TE_FL_RETURN_IF_ERROR(dbias.commit());
     grad.tensor = dy;

@@ -11,10 +11,10 @@ namespace te_fl::nn {
 class AmaxReduction;
 
 // The ranks that divide layers, as linear maps need them: under sequence parallelism they have
-// parts of the rows of activations. Derived classes serve a framework's process groups; a te_fl::Comm needs none
-// (TensorParallel::ranks). All ranks make the same calls in the same order. Tensors are compact and
-// lie on one device; calls are ordered on the calling thread's current stream of it. Calls come
-// from any thread, one at a time.
+// parts of the rows of activations. Derived classes serve a framework's process groups; a
+// te_fl::Comm needs none (TensorParallel::ranks). All ranks make the same calls in the same order.
+// Tensors are compact and lie on one device; calls are ordered on the calling thread's current
+// stream of it. Calls come from any thread, one at a time.
 class TE_FL_API SequenceRanks {
  public:
   // A collective that has begun. The tensors that it was given live until it ends.
