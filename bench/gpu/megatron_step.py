@@ -2,13 +2,18 @@
 """A GPT of megatron-core with its Transformer Engine specification, on one GPU or several: with te_fl under Transformer Engine's names, with NVIDIA's package on
 te-fl, and with NVIDIA's package on its own extension. Losses of the same batches, and milliseconds a step.
 
-usage: megatron_step.py [--extension FOLDER] [--steps N] [--experts N] [--tp N] [--dp N] [--hidden N] [--length N] [--recipe NAME] [--json FILE]
+usage: megatron_step.py [--extension FOLDER] [--steps N] [--experts N] [--tp N] [--dp N] [--hidden N] [--length N] [--recipe NAME] [--ways W ..]
+                        [--only bf16|fp8] [--profile] [--json FILE]
   --extension  a folder with transformer_engine and its compiled libraries, for the peer's process (default: where Python finds them)
   --experts    experts of each layer's mixture, top 2; 0: a dense MLP (default 0)
   --tp, --dp   ranks that divide the layers, with sequence parallelism, and the batch, by Megatron's DistributedDataParallel; a GPU each (default 1 and 1)
   --hidden     hidden size, with hidden / 64 heads (default 1024)
   --length     tokens of a sequence; a batch is two of them for each data-parallel rank (default 512)
   --recipe     FP8 recipe: delayed or tensorwise, which is current scaling (default delayed)
+
+  --ways       names, inside and extension, or some of them
+  --only       bf16 or fp8 alone
+  --profile    prints for each way what the first rank's steps spend on the host and on the GPU, most expensive first, after its times
 
 Two layers, BF16 and FP8. megatron-core 0.16.1 gives DelayedScaling an argument that Transformer Engine 2.20 does not take any more
 (override_linear_precision, all False here); it is left out for all ways alike. Needs megatron-core, te_fl on PYTHONPATH and
@@ -40,6 +45,16 @@ def without_override_linear_precision(megatron_extension):
             raise ValueError(f"override_linear_precision={override_linear_precision}: Transformer Engine 2.20 has it no more")
         plain(self, *rest, **named)
     base.__init__ = init
+
+
+def profile(steps, rank):
+    import torch
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as found:
+        steps()
+        torch.cuda.synchronize()
+    if rank == 0:
+        table = found.key_averages()
+        print("PROFILE " + json.dumps([table.table(sort_by=by, row_limit=22, max_name_column_width=70) for by in ("self_cpu_time_total", "self_cuda_time_total")]))
 
 
 def train(way, fp8, options, rank, store):
@@ -117,6 +132,8 @@ def train(way, fp8, options, rank, store):
             pass_of(text)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - began) / 10 * 1e3)
+    if options.profile:
+        profile(lambda: [pass_of(text) for text in texts[:5]], rank)
     if rank == 0:
         print("RESULT " + json.dumps({"losses": losses.tolist(), "ms": sorted(times)[2], "served": sorted({u["impl_id"] for u in te_fl.usage()})}), flush=True)
     dist.destroy_process_group()
@@ -129,7 +146,7 @@ def child(way, fp8, options):
     if way == "extension" and options.extension:
         environment["PYTHONPATH"] = os.pathsep.join([options.extension, environment.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
-        same = [f"--{name}={getattr(options, name)}" for name in ("steps", "experts", "tp", "dp", "hidden", "length", "recipe")]
+        same = [f"--{name}={getattr(options, name)}" for name in ("steps", "experts", "tp", "dp", "hidden", "length", "recipe")] + ["--profile"] * options.profile
         logs = [open(f"{folder}/{rank}", "w+") for rank in range(options.tp * options.dp)]
         ranks = [subprocess.Popen([sys.executable, __file__, *same, "--train", way, str(int(fp8)), str(rank), f"{folder}/store"], env=environment, stdout=log, stderr=log)
                  for rank, log in enumerate(logs)]
@@ -147,6 +164,9 @@ def child(way, fp8, options):
             texts.append(log.read())
             log.close()
     for line in texts[0].splitlines():
+        if line.startswith("PROFILE "):
+            print(way, *json.loads(line[8:]), sep="\n")
+    for line in texts[0].splitlines():
         if line.startswith("RESULT ") and not failed:
             return json.loads(line[7:])
     text = texts[failed[0]] if failed else texts[0]
@@ -163,16 +183,19 @@ def main():
     for name, default in (("tp", 1), ("dp", 1), ("hidden", 1024), ("length", 512)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--recipe", choices=("delayed", "tensorwise"), default="delayed")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--only", choices=("bf16", "fp8"))
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json")
     parser.add_argument("--train", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
         return train(options.train[0], options.train[1] == "1", options, int(options.train[2]), options.train[3])
     results = {}
-    for fp8 in (False, True):
+    for fp8 in (False, True) if options.only is None else (options.only == "fp8",):
         name = f"FP8 {options.recipe}" if fp8 else "BF16"
-        rows = results[name] = {way: child(way, fp8, options) for way in WAYS}
-        peer = rows["extension"]
+        rows = results[name] = {way: child(way, fp8, options) for way in options.ways}
+        peer = rows.get("extension", {"error": "not asked for"})
         for way, row in rows.items():
             if "error" in row:
                 print(f"{name:12} {way:10} does not run: {row['error']}")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Layers over several GPUs of one host against one GPU, and against Transformer Engine's package and PyTorch's own ways, in one run.
 
-usage: torchrun --nproc-per-node N bench/gpu/ranks.py [--only PART ...] [--recipes R ...] [--seconds S] [--ctas N ...] [--copies] [--graph] [--no-peers] [--json FILE]
+usage: torchrun --nproc-per-node N bench/gpu/ranks.py [--only PART ...] [--recipes R ...] [--seconds S] [--ctas N ...] [--copies] [--graph] [--profile] [--no-peers] [--json FILE]
   --only     layer: one quickstart layer, tensor and sequence parallel over all ranks; data: four of them, data parallel by DDP, and by megatron-core's
              DistributedDataParallel where it is installed, whose gradients the products write into its buckets; fsdp: the same four, FSDP2 with weights that are FP8 codes (default: all)
   --recipes  BF16, delayed, current and block, or some of them
@@ -9,6 +9,7 @@ usage: torchrun --nproc-per-node N bench/gpu/ranks.py [--only PART ...] [--recip
   --ctas     also groups whose collectives take at most so many thread blocks (NCCL's max_ctas), for data and fsdp
   --copies   also a group whose gathers are to be made by copy engines, for fsdp (NCCL's zero-CTA policy, buffers of its own memory)
   --graph    replays CUDA graphs of the layer, so that the host's time does not count; part layer only, without PyTorch's own ways
+  --profile  prints what the first rank's te-fl steps spend on the host and on the GPU, most expensive first, and measures nothing
   --no-peers te-fl alone
 
 The layer is the quickstart's (hidden 4096, ffn 16384, 32 heads, 2048 x 4 tokens; BF16 weights and gradients), forward and backward, no optimizer.
@@ -24,6 +25,7 @@ import importlib.util
 import json
 import os
 import statistics
+import time
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -39,6 +41,7 @@ HIDDEN, FFN, HEADS, SEQUENCE, BATCH = 4096, 16384, 32, 2048, 4
 BF16 = torch.bfloat16
 LAYER = {2: 0.90, 4: 0.78}  # targets of the delayed recipe
 COPIES = ", copy engines"
+HOST = {}
 RECIPES = ("BF16", "delayed", "current", "block")
 
 
@@ -46,19 +49,21 @@ def recipe_of(module, name):
     return {"BF16": None, "delayed": module.DelayedScaling, "current": module.Float8CurrentScaling, "block": module.Float8BlockScaling}[name]
 
 
-def say(*words):
+def say(*words, sep=" "):
     if dist.get_rank() == 0:
-        print(*words, flush=True)
+        print(*words, sep=sep, flush=True)
 
 
 def measured(steps, seconds, block=0.2):
-    """{name: [ms a step, one per block]}: blocks in turns, each the slowest rank's."""
+    """{name: [ms a step, one per block]}: blocks in turns, each the slowest rank's. HOST[name] becomes this rank's host ms a step."""
     def run(name, n):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         dist.barrier()
         begin.record()
+        began = time.perf_counter()
         for _ in range(n):
             steps[name]()
+        HOST[name] = (time.perf_counter() - began) / n * 1e3
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / n
@@ -183,16 +188,38 @@ def clean():
     torch.cuda.empty_cache()
 
 
+def profile(steps):
+    for name, step in steps.items():
+        if not name.startswith("te-fl"):
+            continue
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as found:
+            for _ in range(5):
+                step()
+            torch.cuda.synchronize()
+        for by in ("self_cpu_time_total", "self_cuda_time_total"):
+            say(name, found.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=80), sep="\n")
+
+
+def compare(options, rows, part, recipe, steps, base, divide, target):
+    if options.profile:
+        return profile(steps)
+    return report(rows, part, recipe, measured(steps, options.seconds), base, divide, target)
+
+
 def report(rows, part, recipe, times, base, divide, target=None):
     for name, ms in times.items():
         if name == base:
             continue
         efficiency = statistics.median(one / (divide * many) for one, many in zip(times[base], ms))
-        row = dict(part=part, recipe=recipe, name=name, ranks=dist.get_world_size(), ms=statistics.median(ms), one_ms=statistics.median(times[base]), efficiency=efficiency)
+        row = dict(part=part, recipe=recipe, name=name, ranks=dist.get_world_size(), ms=statistics.median(ms), one_ms=statistics.median(times[base]), efficiency=efficiency,
+                   host_ms=HOST[name])
         if name == "te-fl" and target:
             row["target"] = target
         rows.append(row)
-        say(f"{part:6} {recipe:8} {name:20} {row['ms']:8.3f} ms, one GPU {row['one_ms']:8.3f} ms, efficiency {efficiency:.3f}" + (f" (target {target})" if "target" in row else ""))
+        say(f"{part:6} {recipe:8} {name:20} {row['ms']:8.3f} ms, one GPU {row['one_ms']:8.3f} ms, efficiency {efficiency:.3f}, host {HOST[name]:.2f} ms" + (f" (target {target})" if "target" in row else ""))
 
 
 def part_layer(options, rows):
@@ -223,6 +250,9 @@ def part_layer(options, rows):
                     say(f"    no graph of {label}, {name}: {(str(error).splitlines() or ['?'])[0][:200]}")
         elif name == "BF16" and not options.no_peers:
             steps.update(dtensor_steps(x, dy, ("DTensor", "compiled DTensor", "async TP")))
+        if options.profile:
+            profile(steps)
+            continue
         times = measured(steps, options.seconds)
         report(rows, "layer", name, times, "whole", n, LAYER.get(n) if name == "delayed" else None)
         for label, ms in times.items():
@@ -288,7 +318,7 @@ def part_data(options, rows, layers=4):
                 steps["te-fl, Megatron's DDP"] = step
         except Exception as error:
             say(f"    megatron-core's does not run: {(str(error).splitlines() or ['?'])[0][:200]}")
-        report(rows, "data", name, measured(steps, options.seconds), "alone", 1, 0.97 if name == "delayed" else None)
+        compare(options, rows, "data", name, steps, "alone", 1, 0.97 if name == "delayed" else None)
         del steps, model
         clean()
 
@@ -320,7 +350,7 @@ def part_fsdp(options, rows, layers=4):
                 steps[label] = step
             except Exception as error:
                 say(f"    {label} does not run: {(str(error).splitlines() or ['?'])[0][:200]}")
-        report(rows, "fsdp", name, measured(steps, options.seconds), "alone", 1, 0.95 if name == "delayed" else None)
+        compare(options, rows, "fsdp", name, steps, "alone", 1, 0.95 if name == "delayed" else None)
         del steps, model
         clean()
 
@@ -333,6 +363,7 @@ def main():
     parser.add_argument("--ctas", type=int, nargs="+", default=[])
     parser.add_argument("--copies", action="store_true")
     parser.add_argument("--graph", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--json")
     options = parser.parse_args()
