@@ -11,6 +11,7 @@
 #include "device/bandwidth.hpp"
 #include "device/cuda_check.hpp"
 #include "device/driver.hpp"
+#include "device/side_streams.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -112,6 +113,7 @@ te_fl_status create_stream(void* self, void** stream, const te_fl_error_sink* er
 }
 te_fl_status destroy_stream(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
+    forget_side_streams(index_of(self), stream_of(stream));
     memory_of(self).forget(stream_of(stream));
     check(cudaStreamDestroy(stream_of(stream)), "cudaStreamDestroy");
   });
@@ -334,7 +336,10 @@ te_fl_status copy_between(void* self, void* dst, void* dst_stream, void* src_sel
 }
 
 te_fl_status retire_stream(void* self, void* stream, const te_fl_error_sink* errors) {
-  return on_device(self, errors, [&] { memory_of(self).forget(stream_of(stream)); });
+  return on_device(self, errors, [&] {
+    forget_side_streams(index_of(self), stream_of(stream));
+    memory_of(self).forget(stream_of(stream));
+  });
 }
 
 te_fl_status check_pointer(void* self, const void* data, size_t bytes,

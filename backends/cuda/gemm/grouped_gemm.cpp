@@ -1,12 +1,18 @@
-// grouped_gemm: the products of a group on cuBLASLt, one after the other on the call's stream, each
-// by the way that generic_gemm would go. Plans are kept by the products' sizes.
+// grouped_gemm: the products of a group on cuBLASLt, each by the way that generic_gemm would go, on
+// the call's stream or spread over streams beside it. Plans are kept by the products' sizes.
 #include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <memory>
 #include <string>
+#include <vector>
 
+#include "device/device_attributes.hpp"
+#include "device/side_streams.hpp"
 #include "gemm/gemm_call.hpp"
 #include "gemm/gemm_choice.hpp"
 #include "gemm/gemm_plan_cache.hpp"
+#include "gemm/grouped_gemm_choice.hpp"
 #include "plugin/families.hpp"
 #include "te_fl/backend/describe.hpp"
 #include "te_fl/backend/grouped_gemm.hpp"
@@ -33,33 +39,71 @@ Refusal refuse(const te_fl_context& ctx, const Args& args) {
   return nullptr;
 }
 
-size_t workspace(const te_fl_context&, const Args& args) {
-  size_t bytes = 0;
-  for (int64_t i = 0; i < args.a_count; ++i) {
-    const te_fl_generic_gemm_args product = backend::product_of(args, i);
-    bytes = std::max(bytes, product_scratch(product, problem_of(product)));
+std::atomic<int> g_streams{kGroupedStreams};
+
+// The work of one call, by metadata.
+struct Group {
+  struct Item {
+    te_fl_generic_gemm_args product;
+    Problem problem;
+  };
+  std::vector<Item> items;  // that write something
+  int lanes = 1;
+  size_t scratch = 0;  // bytes of each lane, a multiple of 256
+
+  Group(const te_fl_context& ctx, const Args& args) {
+    items.reserve(static_cast<size_t>(args.a_count));
+    GroupSize size;
+    for (int64_t i = 0; i < args.a_count; ++i) {
+      const te_fl_generic_gemm_args product = backend::product_of(args, i);
+      if (backend::writes_nothing(product)) continue;
+      const Problem& p = items.emplace_back(product, problem_of(product)).problem;
+      scratch = std::max(scratch, product_scratch(product, p));
+      if (runs_library(p)) size.add(p.m, p.n);
+    }
+    lanes = choose_lanes(size, multiprocessors(ctx.device.index), g_streams.load());
   }
-  return bytes;
-}
+  size_t bytes() const { return static_cast<size_t>(lanes) * scratch; }
+};
+
+size_t workspace(const te_fl_context& ctx, const Args& args) { return Group(ctx, args).bytes(); }
 
 void grouped_gemm(const te_fl_context& ctx, const Args& args) {
-  for (int64_t i = 0; i < args.a_count; ++i) {
-    const te_fl_generic_gemm_args product = backend::product_of(args, i);
-    if (backend::writes_nothing(product)) continue;
-    const Problem p = problem_of(product);
-    const std::shared_ptr<const Plan> plan = plan_cache().get(ctx, product, p);
-    enqueue_product(ctx, product, p, plan.get());
+  const Group group(ctx, args);
+  if (ctx.workspace_bytes < group.bytes()) {
+    backend::invalid("the workspace has " + std::to_string(ctx.workspace_bytes) +
+                     " bytes; workspace() asked for " + std::to_string(group.bytes()));
   }
+  SpreadWork work(ctx.device.index, static_cast<cudaStream_t>(ctx.stream), group.lanes);
+  te_fl_context lane_context = ctx;
+  lane_context.workspace_bytes = group.scratch;
+  int lane = 0;
+  for (const auto& [product, problem] : group.items) {
+    const std::shared_ptr<const Plan> plan = plan_cache().get(ctx, product, problem);
+    lane_context.stream = work.stream(lane);
+    lane_context.workspace =
+        static_cast<char*>(ctx.workspace) + static_cast<size_t>(lane) * group.scratch;
+    enqueue_product(lane_context, product, problem, plan.get());
+    lane = (lane + 1) % work.lanes();
+  }
+  work.join();
 }
 
 std::string words_of(const te_fl_context& ctx, const Args& args) {
   const te_fl_generic_gemm_args first = backend::product_of(args, 0);
   GemmPath path = choose_gemm(first, {});
   path.algorithm = algorithm_of(ctx, first, path.problem);
-  return std::to_string(args.a_count) + " products one after the other; the first: " + path.text();
+  const int lanes = Group(ctx, args).lanes;
+  return std::to_string(args.a_count) + " products " +
+         (lanes == 1 ? "one after the other" : "over " + std::to_string(lanes) + " streams") +
+         "; the first: " + path.text();
 }
 
 }  // namespace
+
+void configure_grouped_gemm(const char* streams) {
+  g_streams = streams != nullptr ? std::atoi(streams) : kGroupedStreams;
+}
 
 void append_grouped_gemm(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<Args, grouped_gemm, refuse>("grouped_gemm"));

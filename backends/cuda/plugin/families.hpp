@@ -57,6 +57,8 @@ void append_optimizer(std::vector<te_fl_op_desc>& ops);
 void append_softmax(std::vector<te_fl_op_desc>& ops);
 void append_gemm(std::vector<te_fl_op_desc>& ops);
 void append_grouped_gemm(std::vector<te_fl_op_desc>& ops);  // by append_gemm
+// `streams`: TE_FL_CUDA_GROUPED_STREAMS, which the host has checked; null: its default.
+void configure_grouped_gemm(const char* streams);
 void append_moe(std::vector<te_fl_op_desc>& ops);
 void append_router(std::vector<te_fl_op_desc>& ops);
 void append_norm(std::vector<te_fl_op_desc>& ops);

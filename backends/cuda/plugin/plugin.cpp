@@ -6,6 +6,7 @@
 #include "comm/nccl_comm.hpp"
 #include "device/cuda_check.hpp"
 #include "device/device.hpp"
+#include "device/side_streams.hpp"
 #include "gemm/gemm_algorithm.hpp"
 #include "plugin/diagnose.hpp"
 #include "plugin/entry.hpp"
@@ -39,6 +40,7 @@ constexpr AppendOps kFamilies[] = {
 struct Cuda : backend::DeviceInstance {
   explicit Cuda(const te_fl_host_api& host);
   ~Cuda() {
+    give_back_side_streams();
     for (Device& d : found) give_back_memory(d);
   }
 
@@ -65,6 +67,7 @@ Cuda::Cuda(const te_fl_host_api& host)
   watch_forks();
   configure_gemm_choices(backend::setting(host, "TE_FL_CUDA_GEMM_FILE"),
                          backend::setting_is_on(host, "TE_FL_CUDA_GEMM_TUNE"), &host);
+  configure_grouped_gemm(backend::setting(host, "TE_FL_CUDA_GROUPED_STREAMS"));
   configure_attention(backend::setting_mebibytes(host, "TE_FL_CUDA_ATTENTION_SCRATCH_MB", 2048));
   enumerate(backend::setting_mebibytes(host, "TE_FL_DEVICE_CACHE_MB", 512), found, why_no_device);
   if (found.empty()) backend::log(host, TE_FL_LOG_DEBUG, "no CUDA device: " + why_no_device);
@@ -98,6 +101,15 @@ constexpr te_fl_setting_desc kGemmTune = {
         "1: products that TE_FL_CUDA_GEMM_FILE lacks are measured when first met, all candidates "
         "of the library and what varies them, some 4 s each, and added to it.",
 };
+constexpr te_fl_setting_desc kGroupedStreamsSetting = {
+    .type = TE_FL_SETTING_INT,
+    .name = "TE_FL_CUDA_GROUPED_STREAMS",
+    .default_value = "4",
+    .choices = "1 8",
+    .doc =
+        "Streams over which the products of grouped_gemm go where one does not fill the GPU for "
+        "many waves; 1: the caller's alone.",
+};
 constexpr te_fl_setting_desc kNvtx = {
     .type = TE_FL_SETTING_BOOL,
     .name = "TE_FL_CUDA_NVTX",
@@ -105,7 +117,7 @@ constexpr te_fl_setting_desc kNvtx = {
     .doc = "1: each op is marked with an NVTX range of the op's and the implementation's name.",
 };
 constexpr const te_fl_setting_desc* kSettings[] = {&kAttentionScratch, &kGemmFile, &kGemmTune,
-                                                   &kNvtx};
+                                                   &kGroupedStreamsSetting, &kNvtx};
 
 constexpr te_fl_plugin_header kHeader =
     backend::plugin_header<Cuda>("cuda", "nvidia", TE_FL_VERSION, kSettings);

@@ -1,0 +1,150 @@
+// Products of groups on a GPU, spread over streams: in the order of the caller's stream, captured,
+// and by threads. Part of gpu_errors_test. Skipped where there is no GPU.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "support/expect.hpp"
+#include "te_fl/te_fl.hpp"
+
+namespace te_fl {
+namespace {
+
+const Device kGpu{TE_FL_DEVICE_CUDA, 0, 0};
+constexpr int64_t kN = 320, kK = 256;
+
+// Experts with 1 to 200 tokens, each fifth without any.
+struct Group {
+  std::vector<Tensor> a, b, d, alone;
+  std::vector<const te_fl_tensor*> as, bs, ds;
+
+  explicit Group(int64_t count, float scale = 1) {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t m = i % 5 == 4 ? 0 : 1 + i * 37 % 200;
+      a.push_back(drawn(m, kK, i, scale)), b.push_back(drawn(kN, kK, 100 + i, scale));
+      d.push_back(Tensor::zeros({m, kN}, DType::kBF16, kGpu).value());
+      alone.push_back(Tensor::zeros({m, kN}, DType::kBF16, kGpu).value());
+    }
+    for (size_t i = 0; i < a.size(); ++i)
+      as.push_back(a[i]), bs.push_back(b[i]), ds.push_back(d[i]);
+    EXPECT_OK(devices::synchronize(kGpu));  // other streams wait for nothing of the default one
+  }
+  static Tensor drawn(int64_t rows, int64_t cols, int64_t seed, float scale) {
+    std::vector<float> values(static_cast<size_t>(rows * cols));
+    auto state = static_cast<uint32_t>(seed * 2654435761u + 1);
+    for (float& v : values) {
+      state = state * 1664525u + 1013904223u;
+      v = scale * (static_cast<float>(state >> 8) * 0x1p-23f - 1.0f);
+    }
+    const Tensor host = Tensor::from_values({rows, cols}, values, DType::kBF16).value();
+    return host.to(kGpu).value();
+  }
+  Status multiply(const Stream& stream) const {
+    te_fl_grouped_gemm_args args;
+    args.a = as.data(), args.b = bs.data(), args.d = ds.data();
+    args.a_count = args.b_count = args.d_count = static_cast<int64_t>(as.size());
+    args.trans_b = 1;
+    CallOptions options;
+    options.stream = stream.get();
+    return OpManager::instance().call(op::grouped_gemm, &args, options);
+  }
+  // Compares with products one by one: the same kernels, so the same bits.
+  void check(const Stream& stream) const {
+    for (size_t i = 0; i < a.size(); ++i) {
+      const te_fl_generic_gemm_args args{.a = a[i], .b = b[i], .d = alone[i], .trans_b = 1};
+      CallOptions options;
+      options.stream = stream.get();
+      ASSERT_OK(OpManager::instance().call(op::generic_gemm, &args, options));
+    }
+    ASSERT_OK(stream.synchronize());
+    for (size_t i = 0; i < a.size(); ++i) {
+      const Tensor got = d[i].to(Device{}).value(), want = alone[i].to(Device{}).value();
+      const size_t bytes = static_cast<size_t>(got.numel()) * 2;
+      EXPECT_EQ(std::memcmp(got.raw_data(), want.raw_data(), bytes), 0) << "product " << i;
+    }
+  }
+};
+
+class GpuGroupedGemm : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    OpManager::instance();
+    if (!devices::find(kGpu).ok()) GTEST_SKIP() << "no GPU, or TE_FL_PLUGIN_MODULES is not set";
+  }
+};
+
+TEST_F(GpuGroupedGemm, IsItsProductsOneByOne) {
+  const Stream stream = std::move(Stream::create(kGpu)).value();
+  for (const int64_t count : {1, 2, 7, 64}) {
+    const Group group(count);
+    ASSERT_OK(group.multiply(stream));
+    group.check(stream);
+  }
+}
+
+// What comes before on the caller's stream is finished when a product begins, and what comes behind
+// finds the products there.
+TEST_F(GpuGroupedGemm, KeepsTheOrderOfTheStream) {
+  const Stream stream = std::move(Stream::create(kGpu)).value();
+  const Group group(64);
+  CallOptions options;
+  options.stream = stream.get();
+  for (int round = 0; round < 20; ++round) {
+    for (const Tensor& x : group.a) {
+      const te_fl_fill_args fill{.output = x, .value = static_cast<float>(round % 3)};
+      ASSERT_OK(OpManager::instance().call(op::fill, &fill, options));
+    }
+    ASSERT_OK(group.multiply(stream));
+  }
+  group.check(stream);
+}
+
+TEST_F(GpuGroupedGemm, IsCapturedWithItsStreams) {
+  const Stream stream = std::move(Stream::create(kGpu)).value();
+  const Group group(24);
+  for (const bool warm : {true, false}) {  // or the side streams are made in the capture
+    const Stream other = std::move(Stream::create(kGpu)).value();
+    if (warm) ASSERT_OK(group.multiply(other));
+    Capture capture = std::move(Capture::begin(kGpu, other.get())).value();
+    ASSERT_OK(group.multiply(other));
+    ASSERT_OK(group.multiply(stream));  // another stream's work is none of the capture's
+    ASSERT_OK(group.multiply(other));
+    const Graph graph = std::move(capture.end()).value();
+    ASSERT_OK(stream.synchronize());
+    for (const float value : {0.5f, -2.0f}) {
+      CallOptions options;
+      options.stream = other.get();
+      for (const Tensor& x : group.a) {
+        const te_fl_fill_args fill{.output = x, .value = value};
+        ASSERT_OK(OpManager::instance().call(op::fill, &fill, options));
+      }
+      ASSERT_OK(graph.launch());
+      group.check(other);
+    }
+    ASSERT_OK(group.multiply(other));  // without a capture again
+    group.check(other);
+  }
+}
+
+TEST_F(GpuGroupedGemm, ThreadsWithStreamsOfTheirOwnAndOneTogether) {
+  const Stream shared = std::move(Stream::create(kGpu)).value();
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&shared, t] {
+      const Group group(16, static_cast<float>(t + 1));
+      const Stream own = std::move(Stream::create(kGpu)).value();
+      for (int round = 0; round < 10; ++round) {
+        EXPECT_OK(group.multiply(round % 2 == 0 ? own : shared));
+        EXPECT_OK(shared.synchronize());
+        EXPECT_OK(own.synchronize());
+      }
+      group.check(own);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+}  // namespace te_fl
