@@ -13,9 +13,9 @@ using std::chrono::steady_clock;
 
 constexpr size_t kMostDifferences = 12;  // of one rank that are told
 
-class Deadline {
+class TimeLeft {
  public:
-  explicit Deadline(milliseconds timeout) : end_(steady_clock::now() + timeout) {}
+  explicit TimeLeft(milliseconds timeout) : end_(steady_clock::now() + timeout) {}
   milliseconds left() const {
     const auto left = std::chrono::duration_cast<milliseconds>(end_ - steady_clock::now());
     return std::max(left, milliseconds(1));
@@ -63,7 +63,7 @@ Status late(StoreFace& store, int size, const Status& why) {
 }
 
 // Rank 0 hears from all and tells all what it heard.
-Status decide(StoreFace& store, int size, const Deadline& deadline) {
+Status decide(StoreFace& store, int size, const TimeLeft& deadline) {
   std::string all;
   for (int r = 1; r < size; ++r) {
     Result<std::string> answer =
@@ -78,7 +78,7 @@ Status decide(StoreFace& store, int size, const Deadline& deadline) {
 
 Status agree(StoreFace& store, int rank, int size, const Facts& facts, milliseconds timeout) {
   if (size == 1) return {};
-  const Deadline deadline(timeout);
+  const TimeLeft deadline(timeout);
   Store& s = store.store();
   TE_FL_RETURN_IF_ERROR(s.set(store.key("facts/" + std::to_string(rank)), "here"));
   if (rank == 0) {

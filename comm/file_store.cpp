@@ -22,9 +22,9 @@ namespace {
 namespace fs = std::filesystem;
 using std::chrono::milliseconds;
 
-constexpr const char* kMark = "te_fl_run";         // rank 0 has begun; the number of ranks
-constexpr const char* kRoster = "te_fl_roster";    // every rank's token, a line each
-constexpr const char* kRefused = "te_fl_refused";  // a later rank 0 found the folder used
+constexpr const char* kMark = "te_fl_run";             // rank 0 has begun; the number of ranks
+constexpr const char* kRoster = "te_fl_roster";        // every rank's token, a line each
+constexpr const char* kRefusedMark = "te_fl_refused";  // a later rank 0 found the folder used
 constexpr std::string_view kTemporary = ".te_fl_new.";
 constexpr size_t kMostName = 200;  // of a file, of 255 that file systems take
 
@@ -210,7 +210,7 @@ class FileStore final : public Store {
 
   Status refuse(const std::set<std::string>& names) const {
     // A folder that is no store is somebody's and is left alone.
-    if (names.contains(kMark)) (void)publish(kRefused, "");
+    if (names.contains(kMark)) (void)publish(kRefusedMark, "");
     return earlier_run("is not empty (" + *names.begin() + (names.size() > 1 ? ", ...)" : ")"));
   }
 
@@ -261,7 +261,7 @@ class FileStore final : public Store {
   }
 
   Result<bool> read_roster(const std::string& token) const {
-    TE_FL_ASSIGN_OR_RETURN(const std::optional<std::string> refused, read(kRefused));
+    TE_FL_ASSIGN_OR_RETURN(const std::optional<std::string> refused, read(kRefusedMark));
     if (refused) return earlier_run("was refused by rank 0");
     TE_FL_ASSIGN_OR_RETURN(const std::optional<std::string> roster, read(kRoster));
     if (!roster) {

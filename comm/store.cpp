@@ -22,8 +22,8 @@ struct Opened {
 };
 using OpenedKey = std::tuple<std::string, int, pid_t>;  // a fork's child opens its own
 
-constinit core::ForkMutex mutex(core::LockLevel::kStores);
-const core::ForkMutex::Registration registration(mutex);
+constinit core::ForkMutex stores_mutex(core::LockLevel::kStores);
+const core::ForkMutex::Registration stores_registration(stores_mutex);
 
 std::map<OpenedKey, Opened>& opened() {
   static constinit std::atomic<std::map<OpenedKey, Opened>*> made = nullptr;
@@ -87,7 +87,7 @@ Result<std::shared_ptr<Store>> Store::open(std::string_view address, int rank, i
   const OpenedKey key{address, rank, ::getpid()};
   uint32_t generation = 0;
   {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(stores_mutex);
     Opened& entry = opened()[key];
     if (std::shared_ptr<Store> alive = entry.store.lock()) return alive;
     if (entry.opening) {
@@ -98,7 +98,7 @@ Result<std::shared_ptr<Store>> Store::open(std::string_view address, int rank, i
     generation = entry.generation + 1;
   }
   auto store = open_new(address, {rank, size, generation}, timeout);
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(stores_mutex);
   Opened& entry = opened()[key];
   entry.opening = false;
   if (store.ok()) {

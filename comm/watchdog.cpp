@@ -16,14 +16,14 @@ using std::chrono::milliseconds;
 constexpr milliseconds kPeriod{50};
 // A provider on the host ends its calls by the time-out itself, and says more; this is for one that
 // does not.
-constexpr milliseconds kGrace{400};
+constexpr milliseconds kAfterTimeout{400};
 
-constinit core::ForkMutex mutex(core::LockLevel::kCommWatchdog);
-const core::ForkMutex::Registration registration(mutex);
+constinit core::ForkMutex watchdog_mutex(core::LockLevel::kCommWatchdog);
+const core::ForkMutex::Registration watchdog_registration(watchdog_mutex);
 bool g_runs = false;  // under the mutex
 
 // In a child nobody looks until it makes a communicator of its own.
-const core::ForkedChild child(core::LockLevel::kCommWatchdog, [] { g_runs = false; });
+const core::ForkedChild watchdog_child(core::LockLevel::kCommWatchdog, [] { g_runs = false; });
 
 std::string late(const Comm::Rep& rep, const Step& step) {
   return "communicator '" + rep.name + "', rank " + std::to_string(rep.c.rank) + " of " +
@@ -52,7 +52,7 @@ Status look(Comm::Rep& rep) {
   }
   const Clock::time_point since{Clock::duration(rep.since.load(std::memory_order_acquire))};
   const std::lock_guard lock(rep.mutex);
-  if (since != Clock::time_point() && Clock::now() - since > rep.timeout + kGrace)
+  if (since != Clock::time_point() && Clock::now() - since > rep.timeout + kAfterTimeout)
     return Status(StatusCode::kCommFailed, late(rep, rep.newest_step()));
   while (rep.oldest.set) {
     const Result<bool> done = rep.oldest.event.done();
@@ -68,11 +68,11 @@ Status look(Comm::Rep& rep) {
 // thread, having found it running.
 bool goes_on() {
   {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(watchdog_mutex);
     g_runs = false;
   }
   if (all().empty()) return false;
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(watchdog_mutex);
   return !std::exchange(g_runs, true);
 }
 
@@ -98,7 +98,7 @@ void run() {
 }  // namespace
 
 void watch() {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(watchdog_mutex);
   if (g_runs) return;
   std::thread(run).detach();
   g_runs = true;

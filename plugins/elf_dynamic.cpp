@@ -10,7 +10,7 @@ namespace {
 // Caps far above any real library, so that a forged count costs bounded time and memory.
 constexpr std::uint64_t kMaxDynamicEntries = 16384;
 constexpr std::uint64_t kMaxSymbols = 2'000'000;
-constexpr std::uint64_t kMaxNameLength = 64 << 10;
+constexpr std::uint64_t kMaxStringLength = 64 << 10;
 constexpr std::uint64_t kMaxVersionBytes = 512 << 10;
 constexpr unsigned kMaxVersions = 16384;
 constexpr std::uint16_t kVersionIndexMask = 0x7fff;
@@ -128,7 +128,7 @@ class DynamicReader {
   std::optional<std::string_view> string_at(std::uint64_t offset) {
     if (offset >= strings_.size()) return std::nullopt;
     const auto* begin = reinterpret_cast<const char*>(strings_.data()) + offset;
-    const std::size_t limit = std::min<std::uint64_t>(strings_.size() - offset, kMaxNameLength);
+    const std::size_t limit = std::min<std::uint64_t>(strings_.size() - offset, kMaxStringLength);
     const void* end = std::memchr(begin, 0, limit);
     if (end == nullptr) return std::nullopt;
     const auto length = static_cast<std::size_t>(static_cast<const char*>(end) - begin);

@@ -26,7 +26,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-Status incompatible(std::string text) { return Status(StatusCode::kIncompatible, std::move(text)); }
+Status unfit(std::string text) { return Status(StatusCode::kIncompatible, std::move(text)); }
 
 // One attempt: what is known of the plugin so far, and how it ended.
 struct Attempt {
@@ -39,7 +39,7 @@ struct Attempt {
   std::shared_ptr<Instance> instance;
 };
 
-std::string version_text(unsigned major, unsigned minor) {
+std::string abi_text(unsigned major, unsigned minor) {
   return std::to_string(major) + "." + std::to_string(minor);
 }
 
@@ -47,15 +47,15 @@ std::string version_text(unsigned major, unsigned minor) {
 Status check_manifest(const Manifest& manifest) {
   const std::string host = host_architecture();
   if (!manifest.arch.empty() && manifest.arch != host) {
-    return incompatible("its manifest says it is for " + manifest.arch + ", and this process is " +
-                        host + "; install the plugin's build for " + host);
+    return unfit("its manifest says it is for " + manifest.arch + ", and this process is " + host +
+                 "; install the plugin's build for " + host);
   }
   const auto major = static_cast<unsigned>(manifest.abi_major);
   const auto minor = static_cast<unsigned>(manifest.abi_minor);
   if (const std::string why = version_problem(major, minor); !why.empty()) {
-    return incompatible("its manifest says plugin ABI " + version_text(major, minor) +
-                        ", and this te-fl " TE_FL_VERSION " speaks " +
-                        version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR) + "; " + why);
+    return unfit("its manifest says plugin ABI " + abi_text(major, minor) +
+                 ", and this te-fl " TE_FL_VERSION " speaks " +
+                 abi_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR) + "; " + why);
   }
   return {};
 }
@@ -86,7 +86,7 @@ Status check_file(Attempt& attempt) {
   if (!problem.empty()) return not_trusted(problem);
   const Manifest* manifest = attempt.request.manifest;
   if (manifest != nullptr) TE_FL_RETURN_IF_ERROR(check_manifest(*manifest));
-  if (would_crash_the_loader(attempt.elf)) return incompatible(path + " " + attempt.elf.problem);
+  if (would_crash_the_loader(attempt.elf)) return unfit(path + " " + attempt.elf.problem);
   problem = load_trust_problem(path, SearchRules::of_process());
   return problem.empty() ? Status() : not_trusted(problem);
 }
@@ -98,19 +98,19 @@ Status explain(const LoadRequest& request, const std::string& loader_text) {
   if (request.manifest != nullptr) packages = request.manifest->packages;
   const PreflightReport report =
       preflight(request.path, TE_FL_PLUGIN_QUERY_SYMBOL, SearchRules::of_process(), packages);
-  if (report.ok()) return incompatible(loader_text);
-  return incompatible(report.to_string() + "\n  the dynamic loader: " + loader_text);
+  if (report.ok()) return unfit(loader_text);
+  return unfit(report.to_string() + "\n  the dynamic loader: " + loader_text);
 }
 
 Status check_names(const Attempt& attempt, const Header& header) {
   const Manifest* manifest = attempt.request.manifest;
   if (manifest != nullptr && manifest->name != header.name) {
-    return incompatible("its manifest calls it '" + manifest->name + "', and the library says '" +
-                        header.name + "'; correct " + manifest->path);
+    return unfit("its manifest calls it '" + manifest->name + "', and the library says '" +
+                 header.name + "'; correct " + manifest->path);
   }
   if (manifest != nullptr && core::lower(manifest->vendor) != core::lower(header.vendor)) {
-    return incompatible("its manifest names the vendor '" + manifest->vendor +
-                        "', and the library '" + header.vendor + "'; correct " + manifest->path);
+    return unfit("its manifest names the vendor '" + manifest->vendor + "', and the library '" +
+                 header.vendor + "'; correct " + manifest->path);
   }
   if (const Record present = records::active(header.name); present.instance != nullptr) {
     if (present.info.origin == "built-in") {
@@ -156,15 +156,15 @@ Status check_settings(const Attempt& attempt, const Header& header) {
     if (!known && lacks(manifest->settings, s)) names.push_back(s.name);
   }
   if (names.empty()) return {};  // in another order
-  return incompatible("its manifest and the library declare its settings differently (rule R21): " +
-                      core::join(names) + "; correct " + manifest->path);
+  return unfit("its manifest and the library declare its settings differently (rule R21): " +
+               core::join(names) + "; correct " + manifest->path);
 }
 
 void describe(const Header& header, PluginInfo& info) {
   info.name = header.name;
   info.vendor = header.vendor;
   info.version = header.version;
-  info.abi = version_text(header.abi_major, header.abi_minor);
+  info.abi = abi_text(header.abi_major, header.abi_minor);
   if (!header.build_id.empty()) info.build_id = header.build_id;
 }
 
@@ -177,7 +177,7 @@ std::chrono::milliseconds time_limit() {
 // Opened here, and closed again on return unless the instance, or a create() that hangs, keeps it.
 Status open_and_activate(Attempt& attempt) {
   if (const Status regular = core::check_regular(attempt.request.path); !regular.ok())
-    return incompatible(regular.message());
+    return unfit(regular.message());
   attempt.was_mapped = is_mapped(attempt.request.path);
   Result<std::shared_ptr<Library>> opened = Library::open(attempt.request.path);
   if (!opened.ok()) return explain(attempt.request, opened.status().message());

@@ -18,8 +18,8 @@ struct Waiting {
   bool taken = false;
 };
 
-constinit core::ForkMutex mutex(core::LockLevel::kWaitingPlugins);
-const core::ForkMutex::Registration registration(mutex);
+constinit core::ForkMutex waiting_mutex(core::LockLevel::kWaitingPlugins);
+const core::ForkMutex::Registration waiting_registration(waiting_mutex);
 std::atomic<bool> g_any{false};
 
 std::vector<Waiting>& all() {  // never freed, like the records
@@ -34,7 +34,7 @@ bool serves(const Manifest& manifest, const Device& device) {
 }
 
 std::vector<Manifest> those_for(const Device* device) {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(waiting_mutex);
   std::vector<Manifest> list;
   for (const Waiting& w : all()) {
     if (device == nullptr || serves(w.manifest, *device)) list.push_back(w.manifest);
@@ -43,7 +43,7 @@ std::vector<Manifest> those_for(const Device* device) {
 }
 
 bool take(const std::string& name) {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(waiting_mutex);
   for (Waiting& w : all()) {
     if (w.manifest.name == name && !w.taken) return w.taken = true;
   }
@@ -53,13 +53,13 @@ bool take(const std::string& name) {
 }  // namespace
 
 void wait(const Manifest& manifest) {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(waiting_mutex);
   all().push_back({manifest});
   g_any.store(true, std::memory_order_release);
 }
 
 void forget(const std::string& name) {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(waiting_mutex);
   std::erase_if(all(), [&](const Waiting& w) { return w.manifest.name == name; });
   g_any.store(!all().empty(), std::memory_order_release);
 }

@@ -15,7 +15,7 @@
 namespace te_fl::plugins {
 namespace {
 
-constexpr std::size_t kMaxLibraries = 1024;
+constexpr std::size_t kMaxClosure = 1024;
 constexpr std::size_t kMaxDemangledInput = 2048;
 constexpr std::size_t kMaxSymbolsPerVersion = 3;
 
@@ -184,7 +184,7 @@ class Preflight {
         if (users.back() != nodes_[index].path) users.push_back(nodes_[index].path);
         continue;
       }
-      if (in_closure(name) || nodes_.size() >= kMaxLibraries) continue;
+      if (in_closure(name) || nodes_.size() >= kMaxClosure) continue;
       FoundLibrary found = find_library(name, chain_of(index), rules_);
       if (!found.path.empty()) {
         nodes_.push_back({name, found.path, found.loaded, index, std::move(found.elf), false});

@@ -6,16 +6,16 @@
 namespace te_fl::plugins {
 namespace {
 
-constexpr std::size_t kMaxShown = 240;
+constexpr std::size_t kMaxCharsShown = 240;
 
 // Names come from files that may be damaged: keep them on one line and of bearable length.
 std::string shown(const std::string& text) {
   std::string out;
-  for (const char c : text.substr(0, kMaxShown)) {
+  for (const char c : text.substr(0, kMaxCharsShown)) {
     const auto byte = static_cast<unsigned char>(c);
     out += byte < 0x20 || byte == 0x7f ? '?' : c;
   }
-  return text.size() > kMaxShown ? out + "..." : out;
+  return text.size() > kMaxCharsShown ? out + "..." : out;
 }
 
 std::string base_name(const std::string& path) { return path.substr(path.find_last_of('/') + 1); }

@@ -11,8 +11,8 @@ namespace te_fl::plugins {
 namespace {
 
 // Plugins are never entered while it is held, and nothing that it guards is destroyed under it.
-constinit core::ForkMutex mutex(core::LockLevel::kPluginRecords);
-const core::ForkMutex::Registration registration(mutex);
+constinit core::ForkMutex records_mutex(core::LockLevel::kPluginRecords);
+const core::ForkMutex::Registration records_registration(records_mutex);
 
 std::vector<Record>& all() {  // never freed: plugins serve until the last thread ends
   static auto* const list = new std::vector<Record>;
@@ -60,7 +60,7 @@ namespace records {
 
 void put(Record record) {
   Record old;  // destroyed after the lock
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(records_mutex);
   for (Record& r : all()) {
     if (!replaceable(r) || !same_plugin(r.info, record.info)) continue;
     old = std::exchange(r, std::move(record));
@@ -75,7 +75,7 @@ void put(Record record) {
 std::vector<PluginInfo> list() {
   std::vector<Record> now;  // copies hold their instances: they go after the lock
   {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(records_mutex);
     now = all();
   }
   std::vector<PluginInfo> out;
@@ -94,7 +94,7 @@ std::vector<PluginInfo> list() {
 }
 
 Record active(const std::string& name) {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(records_mutex);
   for (const Record& r : all()) {
     if (r.info.state == State::kActive && r.info.name == name) return r;
   }
@@ -102,7 +102,7 @@ Record active(const std::string& name) {
 }
 
 std::vector<std::string> failures_from(std::string_view origin) {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(records_mutex);
   std::vector<std::string> out;
   for (const Record& r : all()) {
     if (r.info.origin != origin) continue;
@@ -113,7 +113,7 @@ std::vector<std::string> failures_from(std::string_view origin) {
 }
 
 std::string why_kept(const std::string& name) {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(records_mutex);
   for (const Record& r : all()) {
     if (r.info.state == State::kRetired && r.info.name == name && r.instance != nullptr)
       return r.info.reason;
@@ -124,7 +124,7 @@ std::string why_kept(const std::string& name) {
 int64_t retired_objects(const std::string& name) {
   std::shared_ptr<Instance> retired;
   {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(records_mutex);
     for (const Record& r : all()) {
       if (r.info.state != State::kRetired || r.info.name != name) continue;
       retired = r.retired.lock();
@@ -136,7 +136,7 @@ int64_t retired_objects(const std::string& name) {
 
 bool is_abandoned(const std::string& path) {
   const std::string file = canonical(path);
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(records_mutex);
   return std::any_of(all().begin(), all().end(), [&](const Record& r) {
     return r.info.state == State::kAbandoned && canonical(r.info.path) == file;
   });
@@ -145,7 +145,7 @@ bool is_abandoned(const std::string& path) {
 void deactivated(const std::string& name, const std::string& reason,
                  std::shared_ptr<Library> kept) {
   std::shared_ptr<Instance> last;  // released after the lock, like `kept`: that enters the plugin
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(records_mutex);
   for (Record& r : all()) {
     if (r.info.state != State::kActive || r.info.name != name) continue;
     r.info.state = State::kRetired;

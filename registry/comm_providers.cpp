@@ -10,8 +10,8 @@
 namespace te_fl::registry {
 namespace {
 
-constinit core::ForkMutex mutex(core::LockLevel::kCommProviders);
-const core::ForkMutex::Registration registration(mutex);
+constinit core::ForkMutex providers_mutex(core::LockLevel::kCommProviders);
+const core::ForkMutex::Registration providers_registration(providers_mutex);
 
 using Providers = std::vector<std::shared_ptr<CommProvider>>;
 // Never destroyed: threads may still ask while the process ends.
@@ -95,7 +95,7 @@ Status add_comm_providers(std::span<const te_fl_comm_desc* const> list, const st
     one->keep_alive = keep_alive;
     made.push_back(std::move(one));
   }
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(providers_mutex);
   for (size_t i = 0; i < made.size(); ++i) {
     const auto same = [&](const auto& p) { return p->name == made[i]->name; };
     const auto others = std::find_if(providers().begin(), providers().end(), same);
@@ -111,7 +111,7 @@ Status add_comm_providers(std::span<const te_fl_comm_desc* const> list, const st
 
 Status remove_comm_providers(const std::string& plugin) {
   Providers gone;  // released without the lock
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(providers_mutex);
   for (const auto& p : providers()) {
     const int64_t live = p->live.load();
     if (p->plugin != plugin || live == 0) continue;
@@ -127,7 +127,7 @@ Status remove_comm_providers(const std::string& plugin) {
 }
 
 std::vector<std::shared_ptr<CommProvider>> comm_providers() {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(providers_mutex);
   return providers();
 }
 

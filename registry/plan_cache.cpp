@@ -26,8 +26,8 @@ std::atomic<uint64_t> g_plan_tick{0};
 namespace {
 
 // Guards every PlanCache. Plugins are never entered while it is held.
-constinit core::ForkMutex mutex(core::LockLevel::kPlans);
-const core::ForkMutex::Registration registration(mutex);
+constinit core::ForkMutex plans_mutex(core::LockLevel::kPlans);
+const core::ForkMutex::Registration plans_registration(plans_mutex);
 
 // log2 of the alignment, at most 8; 9 for none.
 uint64_t alignment_of(uint64_t address) noexcept {
@@ -64,7 +64,7 @@ class Asked {
  public:
   Asked() = default;
   ~Asked() {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(plans_mutex);
     for (const StreamOf& one : mine_) {
       const auto at = std::find(asked_streams().begin(), asked_streams().end(), one);
       if (at != asked_streams().end()) asked_streams().erase(at);  // else a fork came between
@@ -91,10 +91,10 @@ class Asked {
 
 // Threads that asked in the parent are not here.
 void after_fork_in_child() {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(plans_mutex);
   asked_streams().clear();
 }
-const core::ForkedChild forked_child(core::LockLevel::kPlans, &after_fork_in_child);
+const core::ForkedChild plans_forked_child(core::LockLevel::kPlans, &after_fork_in_child);
 
 // Changes when a launch that was noted may have to be noted again: a plan was captured, or a stream
 // left. Under the lock it is written.
@@ -108,7 +108,7 @@ bool is_captured(const Device& device, void* stream) {
 
 uint64_t pair_of(uint32_t low, uint32_t high) noexcept { return low | uint64_t{high} << 32; }
 
-const char* first_byte(const te_fl_tensor* t) noexcept {
+const char* first_byte_of(const te_fl_tensor* t) noexcept {
   if (t == nullptr || t->dl.data == nullptr) return nullptr;
   return static_cast<const char*>(t->dl.data) + t->dl.byte_offset;
 }
@@ -145,12 +145,12 @@ struct KeySink {
 void PlanKey::add_list_sharing(const te_fl_op_schema& schema, const void* args, uint32_t out) {
   const TensorList mine = list_argument(*schema.args[out], args);
   for (int64_t k = 0; k < mine.count; ++k) {
-    const char* memory = first_byte(mine.data[k]);
+    const char* memory = first_byte_of(mine.data[k]);
     uint64_t shared = 0;
     for (uint32_t j = 0; memory != nullptr && shared == 0 && j < schema.arg_count; ++j) {
       if (j == out || schema.args[j]->type != TE_FL_ARG_TENSOR_LIST) continue;
       const TensorList other = list_argument(*schema.args[j], args);
-      if (k < other.count && first_byte(other.data[k]) == memory) shared = j + 1;
+      if (k < other.count && first_byte_of(other.data[k]) == memory) shared = j + 1;
     }
     add(shared);
   }
@@ -162,7 +162,7 @@ void PlanKey::add_sharing(const te_fl_op_schema& schema, const void* args) {
   std::array<const char*, kKept> kept;  // where the first tensor arguments begin
   const auto find = [&](uint32_t i) {
     const te_fl_arg_desc& arg = *schema.args[i];
-    return arg.type == TE_FL_ARG_TENSOR ? first_byte(tensor_argument(arg, args)) : nullptr;
+    return arg.type == TE_FL_ARG_TENSOR ? first_byte_of(tensor_argument(arg, args)) : nullptr;
   };
   const uint32_t count = schema.arg_count;
   for (uint32_t i = 0; i < std::min(count, kKept); ++i) kept[i] = find(i);
@@ -240,7 +240,7 @@ void wait_for(const Device& device, void* stream) noexcept {
 bool is_work_done(const Plan& plan) noexcept try {
   Asked asked;
   {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(plans_mutex);
     asked.add(plan);
   }
   const auto captured = [](const StreamOf& one) { return is_captured(one.first, one.second); };
@@ -257,7 +257,7 @@ Plan::~Plan() {
   if (impl->plan_memory) {
     // Between two questions a stream may go.
     while (!is_work_done(*this)) std::this_thread::yield();
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(plans_mutex);
     live_plans().erase(this);
   }
   try {
@@ -270,7 +270,7 @@ Plan::~Plan() {
 }
 
 const Plan* PlanCache::find(std::string_view key, bool capturing) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(plans_mutex);
   const auto at = plans_.find(key);
   if (at == plans_.end()) return nullptr;
   at->second->use();
@@ -285,7 +285,7 @@ const Plan* PlanCache::find(std::string_view key, bool capturing) {
 std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
   std::vector<std::unique_ptr<Plan>> taken;
   std::list<Retired> gone;  // whose events are destroyed outside the lock
-  std::unique_lock lock(mutex);
+  std::unique_lock lock(plans_mutex);
   const auto is_of = [&](const Plan& plan) { return PlanKey::is_of(plan.key, device); };
   const auto is_looked_at = [&](const Retired& r) { return r.busy && is_of(*r.plan); };
   while (std::any_of(retired_.begin(), retired_.end(), is_looked_at)) {
@@ -314,7 +314,7 @@ std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
 }
 
 void Plan::note_stream(void* stream) const {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(plans_mutex);
   if (std::find(streams.begin(), streams.end(), stream) == streams.end()) {
     live_plans().insert(this);
     streams.push_back(stream);
@@ -325,14 +325,14 @@ void Plan::note_stream(void* stream) const {
 void leave_stream(const Device& device, void* stream) {
   const StreamOf one{device, stream};
   {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(plans_mutex);
     const auto& all = live_plans();
     const auto names_it = [&](const Plan* plan) { return has(*plan, device, stream); };
     if (std::none_of(all.begin(), all.end(), names_it) && !is_among(asked_streams(), one)) return;
   }
   wait_for(device, stream);
   for (;; std::this_thread::yield()) {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(plans_mutex);
     if (is_among(asked_streams(), one)) continue;
     for (const Plan* plan : live_plans()) {
       if (!has(*plan, device, stream)) continue;
@@ -358,7 +358,7 @@ void note_launch(const Device& device, void* stream) {
   constinit static thread_local Last last{};
   const uint64_t generation = g_launch_generation.load(std::memory_order_acquire);
   if (last.generation == generation && last.stream == StreamOf{device, stream}) return;
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(plans_mutex);
   for (const Plan* plan : live_plans()) {
     if (!plan->captured || plan->device != device || has(*plan, device, stream)) continue;
     plan->streams.push_back(stream);
@@ -374,7 +374,7 @@ Status check_captures(const std::function<bool(const Plan&)>& picks) {
   std::vector<Use> uses;
   Asked asked;
   {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(plans_mutex);
     for (const Plan* plan : live_plans()) {
       if (!picks(*plan)) continue;
       const size_t known = asked.streams().size();
@@ -429,7 +429,7 @@ void PlanCache::reap() {
   std::list<Retired> dead;  // destroyed outside the lock, when its streams are not asked about
   Asked asked;
   {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(plans_mutex);
     for (Retired& retired : retired_) {
       if (retired.epoch >= oldest) break;
       if (retired.busy) continue;
@@ -440,7 +440,7 @@ void PlanCache::reap() {
   }
   if (idle.empty()) return;
   for (Retired* retired : idle) retired->work = work_of(*retired);
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(plans_mutex);
   for (auto at = retired_.begin(); at != retired_.end();) {
     const auto next = std::next(at);
     if (std::find(idle.begin(), idle.end(), &*at) != idle.end()) {
@@ -457,7 +457,7 @@ const Plan* PlanCache::insert(std::string key, const Device& device, void* made)
   auto plan = std::make_unique<Plan>(impl_, std::move(key), device, made);
   reap();
   std::unique_ptr<Plan> dead;  // destroyed outside the lock
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(plans_mutex);
   g_plan_tick.fetch_add(1, std::memory_order_relaxed);
   plan->use();
   const auto [at, added] = plans_.try_emplace(plan->key, nullptr);
@@ -488,7 +488,7 @@ void PlanCache::drop_oldest() {
 }
 
 size_t PlanCache::size() const {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(plans_mutex);
   return plans_.size() + retired_.size();
 }
 

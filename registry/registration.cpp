@@ -14,8 +14,8 @@
 namespace te_fl::registry {
 namespace {
 
-constinit core::ForkMutex mutex(core::LockLevel::kInternedStrings);
-const core::ForkMutex::Registration registration(mutex);
+constinit core::ForkMutex strings_mutex(core::LockLevel::kInternedStrings);
+const core::ForkMutex::Registration strings_registration(strings_mutex);
 
 std::atomic<uint64_t> g_numbers{1};
 
@@ -189,7 +189,7 @@ Result<uint32_t> row_for(Table& table, const Implementation& impl) {
 }  // namespace
 
 const char* intern_string(std::string_view text) {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(strings_mutex);
   static auto* const strings = new std::unordered_set<std::string>;  // never freed
   return strings->emplace(text).first->c_str();
 }

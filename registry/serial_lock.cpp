@@ -10,8 +10,8 @@ namespace te_fl::registry {
 namespace {
 
 // Guards the list of threads that wait for a SerialLock while they hold another.
-constinit core::ForkMutex mutex(core::LockLevel::kSerialWaits);
-const core::ForkMutex::Registration registration(mutex);
+constinit core::ForkMutex waits_mutex(core::LockLevel::kSerialWaits);
+const core::ForkMutex::Registration waits_registration(waits_mutex);
 
 struct Wait {
   const ThreadRecord* thread;  // compared only: it may have ended
@@ -21,14 +21,14 @@ std::vector<Wait>& waits() {
   static auto* const all = new std::vector<Wait>;
   return *all;
 }
-[[maybe_unused]] const std::vector<Wait>& made_at_load = waits();
+[[maybe_unused]] const std::vector<Wait>& waits_made_at_load = waits();
 
 // No other thread waits in a forked child.
 void forget_waits() {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(waits_mutex);
   waits().clear();
 }
-const core::ForkedChild forked_child(core::LockLevel::kSerialWaits, &forget_waits);
+const core::ForkedChild waits_forked_child(core::LockLevel::kSerialWaits, &forget_waits);
 
 // The lock that a thread waits for; null if it waits for none, or holds nothing. The lock is held.
 const SerialLock* awaited(const ThreadRecord* thread) {
@@ -43,7 +43,7 @@ const SerialLock* awaited(const ThreadRecord* thread) {
 // the whole of it.
 bool SerialLock::wait(const ThreadRecord* self) {
   {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(waits_mutex);
     const SerialLock* next = this;
     while (next != nullptr) {
       const ThreadRecord* owner = next->owner_.load(std::memory_order_acquire);
@@ -53,7 +53,7 @@ bool SerialLock::wait(const ThreadRecord* self) {
     waits().push_back({self, this});
   }
   mutex_.lock();
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(waits_mutex);
   std::erase_if(waits(), [&](const Wait& w) { return w.thread == self; });
   return true;
 }

@@ -21,8 +21,8 @@ EpochCounter g_epoch;
 namespace {
 
 // Plugins are never entered while it is held.
-constinit core::ForkMutex mutex(core::LockLevel::kThreadRecords);
-const core::ForkMutex::Registration registration(mutex);
+constinit core::ForkMutex threads_mutex(core::LockLevel::kThreadRecords);
+const core::ForkMutex::Registration threads_registration(threads_mutex);
 
 // All living records and what ended threads counted. Never freed: threads may outlive static
 // destruction.
@@ -62,7 +62,7 @@ Threads& threads() {
 }
 // Made while the library is loaded: a child that is forked while another thread makes them would
 // wait for that thread.
-[[maybe_unused]] const Threads& made_at_load = threads();
+[[maybe_unused]] const Threads& threads_made_at_load = threads();
 
 // Adds a record's counts to `ended`. The lock is held.
 void keep_counts(Threads& all, const ThreadRecord& record) {
@@ -75,7 +75,7 @@ void end_thread(void* raw) {
   t_record = nullptr;
   Threads& all = threads();
   {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(threads_mutex);
     std::erase(all.records, record);
     keep_counts(all, *record);
   }
@@ -97,7 +97,7 @@ ThreadRecord& make_thread_record() {
   Threads& all = threads();
   auto* record = new ThreadRecord;
   {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(threads_mutex);
     all.records.push_back(record);
   }
   pthread_setspecific(all.key, record);
@@ -115,7 +115,7 @@ uint64_t oldest_inside() {
   // than this, so nothing retired from here on may be taken for gone.
   uint64_t oldest = g_epoch.value.load(std::memory_order_seq_cst);
   heavy_fence();
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(threads_mutex);
   for (const ThreadRecord* record : all.records) {
     const uint64_t entered = record->slot.epoch.load(std::memory_order_seq_cst);
     if (entered != 0) oldest = std::min(oldest, entered);
@@ -176,7 +176,7 @@ void CallCounters::clear(uint32_t index) noexcept {
 
 uint32_t allocate_counter() {
   Threads& all = threads();
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(threads_mutex);
   if (all.free_counters.empty()) return all.next_counter++;
   const uint32_t index = all.free_counters.back();
   all.free_counters.pop_back();
@@ -185,7 +185,7 @@ uint32_t allocate_counter() {
 
 void free_counter(uint32_t index) {
   Threads& all = threads();
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(threads_mutex);
   for (ThreadRecord* record : all.records) record->counters.clear(index);
   if (index < all.ended.size()) all.ended[index] = 0;
   all.free_counters.push_back(index);
@@ -193,7 +193,7 @@ void free_counter(uint32_t index) {
 
 uint64_t read_counter(uint32_t index) {
   Threads& all = threads();
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(threads_mutex);
   uint64_t sum = index < all.ended.size() ? all.ended[index] : 0;
   for (const ThreadRecord* record : all.records) sum += record->counters.read(index);
   return sum;
@@ -201,7 +201,7 @@ uint64_t read_counter(uint32_t index) {
 
 size_t thread_record_count() {
   Threads& all = threads();
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(threads_mutex);
   return all.records.size();
 }
 
@@ -210,7 +210,7 @@ namespace {
 // The other threads do not exist in a forked child.
 void forget_other_threads() {
   Threads& all = threads();
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(threads_mutex);
   // Their records may have been copied in the middle of a change, so they are neither searched for
   // an epoch nor freed.
   for (const ThreadRecord* record : all.records) {
@@ -220,7 +220,8 @@ void forget_other_threads() {
   if (t_record != nullptr) all.records.push_back(t_record);
   g_epoch.asymmetric.store(register_membarrier(), std::memory_order_relaxed);
 }
-const core::ForkedChild forked_child(core::LockLevel::kThreadRecords, &forget_other_threads);
+const core::ForkedChild threads_forked_child(core::LockLevel::kThreadRecords,
+                                             &forget_other_threads);
 
 }  // namespace
 }  // namespace te_fl::registry

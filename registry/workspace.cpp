@@ -13,8 +13,8 @@ namespace te_fl::registry {
 namespace {
 
 // Guards every DeviceArenas' map. Devices are not entered while it is held.
-constinit core::ForkMutex mutex(core::LockLevel::kScratch);
-const core::ForkMutex::Registration registration(mutex);
+constinit core::ForkMutex scratch_mutex(core::LockLevel::kScratch);
+const core::ForkMutex::Registration scratch_registration(scratch_mutex);
 
 // Advances when any arena goes: pointers that threads keep are then stale.
 std::atomic<uint64_t> g_generation{1};
@@ -60,7 +60,7 @@ DeviceArena* DeviceArenas::arena_of(const Key& key) {
   Last& last = lasts[std::get<5>(key) == 0 ? 0 : 1];
   const uint64_t generation = g_generation.load(std::memory_order_acquire);
   if (last.owner == this && last.generation == generation && last.key == key) return last.arena;
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(scratch_mutex);
   auto& slot = arenas_[key];
   if (slot == nullptr) {
     const bool scratch = std::get<5>(key) == 0;
@@ -93,7 +93,7 @@ Status allocate_block(const Device& device, void* stream, size_t bytes, const ch
 std::unique_lock<core::Mutex> DeviceArenas::lock_free(DeviceArena*& arena) {
   for (;;) {
     if (std::unique_lock<core::Mutex> held(arena->mutex, std::try_to_lock); held) return held;
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(scratch_mutex);
     if (arena->spare == nullptr) {
       arena->spare = std::make_unique<DeviceArena>(arena->mutex.rank().order);
     }
@@ -164,7 +164,7 @@ void DeviceArenas::release_if(Matches&& matches, bool on_default_stream) {
   };
   std::vector<Block> blocks;
   {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(scratch_mutex);
     g_generation.fetch_add(1, std::memory_order_release);
     std::erase_if(arenas_, [&](const auto& entry) {
       const auto& [type, index, provider, stream, depth, implementation] = entry.first;
@@ -182,7 +182,7 @@ void DeviceArenas::release_if(Matches&& matches, bool on_default_stream) {
 }
 
 int64_t DeviceArenas::held(const Device& device) const {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(scratch_mutex);
   int64_t count = 0;
   for (const auto& [key, arena] : arenas_) {
     if (Device{std::get<0>(key), std::get<1>(key), std::get<2>(key)} != device) continue;
@@ -204,7 +204,7 @@ void DeviceArenas::release(const Device& device, void* stream) {
 void DeviceArenas::release_state(uint64_t implementation) {
   std::vector<std::pair<Device, void*>> streams;
   {
-    std::lock_guard lock(mutex);
+    std::lock_guard lock(scratch_mutex);
     for (const auto& [key, arena] : arenas_) {
       const auto& [type, index, provider, stream, depth, owner] = key;
       if (owner == implementation) streams.push_back({Device{type, index, provider}, stream});
@@ -223,7 +223,7 @@ void DeviceArenas::release_state(uint64_t implementation) {
 }
 
 void DeviceArenas::forget_after_fork() {
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(scratch_mutex);
   for (auto& [key, arena] : arenas_) arena.release();  // NOLINT: its mutex may be held by nobody
   g_generation.fetch_add(1, std::memory_order_release);
   arenas_.clear();

@@ -96,12 +96,12 @@ void rmsnorm_fwd(const te_fl_context&, const te_fl_rmsnorm_fwd_args& args) {
 }
 
 // All backwards; absent tensors are null. Without mu there is no centring.
-struct Backward {
+struct BackwardArgs {
   const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;
   bool zero_centered_gamma;
 };
 
-void run_backward(const Backward& args) {
+void run_backward(const BackwardArgs& args) {
   const Matrix matrix = backend::as_matrix(*args.x);
   const auto rows = static_cast<size_t>(matrix.rows), cols = static_cast<size_t>(matrix.cols);
   const Reader dz(*args.dz), x(*args.x);

@@ -22,10 +22,10 @@ void quantize_rows(const te_fl_tensor& input, int64_t row_offset, const te_fl_te
   store_output(output, {&input}, values, Access::kAnywhere, largest_finite_of(dtype_of(input)));
 }
 
-bool is_noop(const te_fl_tensor* flag) { return flag != nullptr && scalar_f32(*flag) != 0.0f; }
+bool is_f32_noop(const te_fl_tensor* flag) { return flag != nullptr && scalar_f32(*flag) != 0.0f; }
 
 void quantize(const te_fl_context&, const te_fl_quantize_args& args) {
-  if (!is_noop(args.noop_flag)) quantize_rows(*args.input, 0, *args.output);
+  if (!is_f32_noop(args.noop_flag)) quantize_rows(*args.input, 0, *args.output);
 }
 
 void dequantize(const te_fl_context&, const te_fl_dequantize_args& args) {
@@ -54,7 +54,7 @@ void bgrad_quantize(const te_fl_context&, const te_fl_bgrad_quantize_args& args)
 }
 
 void multi_tensor_quantize(const te_fl_context&, const te_fl_multi_tensor_quantize_args& args) {
-  if (is_noop(args.noop_flag)) return;
+  if (is_f32_noop(args.noop_flag)) return;
   for (int64_t i = 0; i < args.outputs_count; ++i) {
     quantize_rows(*args.inputs[i], 0, *args.outputs[i]);
   }

@@ -10,8 +10,8 @@
 namespace te_fl::core {
 namespace {
 
-constinit ForkMutex mutex(LockLevel::kAllocators);
-const ForkMutex::Registration registration(mutex);
+constinit ForkMutex allocators_mutex(LockLevel::kAllocators);
+const ForkMutex::Registration allocators_registration(allocators_mutex);
 
 struct Installed {
   Device device;
@@ -28,7 +28,7 @@ std::atomic<int> g_installed{0};
 
 AllocatorRef allocator_of(const Device& device) noexcept {
   if (g_installed.load(std::memory_order_acquire) == 0) return nullptr;
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(allocators_mutex);
   for (const Installed& i : installed()) {
     if (i.device == device) return i.allocator;
   }
@@ -36,7 +36,7 @@ AllocatorRef allocator_of(const Device& device) noexcept {
 }
 
 AllocatorRef exchange_allocator(const Device& device, AllocatorRef next) {
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(allocators_mutex);
   auto& all = installed();
   AllocatorRef before;
   std::erase_if(all, [&](Installed& i) {

@@ -27,7 +27,7 @@ using nlohmann::json;
 
 constexpr std::string_view kMagic = "te-fl call 1\n";
 constexpr uint64_t kMaxDescription = uint64_t{1} << 28;
-constexpr uint64_t kMaxBytes = uint64_t{1} << 42;
+constexpr uint64_t kMaxArrayBytes = uint64_t{1} << 42;
 
 json offset_of(const void* at, const char* base) {
   if (at == nullptr) return nullptr;
@@ -266,7 +266,7 @@ Status FiledCall::fill(const json& d) {
   TE_FL_ASSIGN_OR_RETURN(device_, parse_device(d.at("device").get<std::string>()));
   deterministic_ = d.at("deterministic").get<bool>();
   bytes_ = d.at("bytes").get<size_t>();
-  if (bytes_ > kMaxBytes) return broken("it claims " + std::to_string(bytes_) + " bytes");
+  if (bytes_ > kMaxArrayBytes) return broken("it claims " + std::to_string(bytes_) + " bytes");
   const json& rng = d.at("rng");
   rng_.seed = rng.at("seed").get<uint64_t>();
   rng_.offset = rng.at("offset").get<uint64_t>();

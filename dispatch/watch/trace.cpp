@@ -56,7 +56,7 @@ struct Event {
 // it was staged.
 using Asked = std::tuple<uint32_t, uint64_t, bool>;
 
-struct State {
+struct Recording {
   std::string path;
   Status error;  // the reason for which the file cannot be written
   pid_t process = 0;
@@ -71,17 +71,18 @@ struct State {
   std::map<Asked, uint32_t> kernels;  // the implementations' answers, as numbers of texts
 };
 
-constinit core::ForkMutex mutex(core::LockLevel::kTrace);
-const core::ForkMutex::Registration registration(mutex);
+constinit core::ForkMutex trace_mutex(core::LockLevel::kTrace);
+const core::ForkMutex::Registration trace_registration(trace_mutex);
 const Clock::time_point g_began = Clock::now();
 // By the system's clock of that moment, traces of several processes are laid side by side.
 const std::chrono::system_clock::time_point g_began_at = std::chrono::system_clock::now();
 // The settings' generation at which the trace began; UINT64_MAX: it is to begin at the next call.
 std::atomic<uint64_t> g_started{UINT64_MAX};
-const core::ForkedChild forked_child(core::LockLevel::kTrace, [] { g_started.store(UINT64_MAX); });
+const core::ForkedChild trace_forked_child(core::LockLevel::kTrace,
+                                           [] { g_started.store(UINT64_MAX); });
 
-State& state() {
-  static State* const instance = new State;
+Recording& recording() {
+  static Recording* const instance = new Recording;
   return *instance;
 }
 
@@ -145,8 +146,8 @@ void start() {
   const Result<std::string> setting = environment::get("TE_FL_TRACE");
   const Result<int64_t> limit = environment::get_int("TE_FL_TRACE_EVENTS");
   const int rank = rank_in_job();
-  std::unique_lock lock(mutex);
-  State& s = state();
+  std::unique_lock lock(trace_mutex);
+  Recording& s = recording();
   static bool registered = false;
   if (!registered) std::atexit(&write_at_exit);
   registered = true;
@@ -206,10 +207,10 @@ uint32_t description_of(const Call& call) {
   metadata.set(*call.row.compiled, call.args, context);
   const std::string key = (std::to_string(call.op) + ' ').append(metadata.text());
   {
-    const std::lock_guard lock(mutex);
-    const auto at = state().known.find(key);
-    if (at != state().known.end()) return at->second;
-    if (state().descriptions.size() >= kMaxDescriptions) return kNone;
+    const std::lock_guard lock(trace_mutex);
+    const auto at = recording().known.find(key);
+    if (at != recording().known.end()) return at->second;
+    if (recording().descriptions.size() >= kMaxDescriptions) return kNone;
   }
   StagingPlan plan;
   if (!plan.make(*call.row.compiled, call.args, call.signature.device, call.options.rng,
@@ -227,15 +228,15 @@ uint32_t description_of(const Call& call) {
   } else {
     add_values(call, d);
   }
-  const std::lock_guard lock(mutex);
-  State& s = state();
+  const std::lock_guard lock(trace_mutex);
+  Recording& s = recording();
   const auto [at, added] = s.known.emplace(key, static_cast<uint32_t>(s.descriptions.size()));
   if (added) s.descriptions.push_back(std::move(d));
   return at->second;
 }
 
 // The text's number, which is a new one's if there is room. Requires the lock.
-uint32_t number_of(State& s, std::string text) {
+uint32_t number_of(Recording& s, std::string text) {
   if (text.empty()) return kNone;
   if (s.texts.size() >= kMaxDescriptions) text = "(too many different ones were kept already)";
   return s.texts.emplace(std::move(text), static_cast<uint32_t>(s.texts.size())).first->second;
@@ -247,14 +248,14 @@ uint32_t kernel_of(const Call& call, uint32_t description, const Served& served)
   if (served.impl->desc.describe == nullptr || description == kNone) return kNone;
   const Asked asked(description, served.impl->number, served.staged);
   {
-    const std::lock_guard lock(mutex);
-    const auto at = state().kernels.find(asked);
-    if (at != state().kernels.end()) return at->second;
+    const std::lock_guard lock(trace_mutex);
+    const auto at = recording().kernels.find(asked);
+    if (at != recording().kernels.end()) return at->second;
   }
   const bool deterministic = policy::settings_of(call.policy).deterministic;
   Described answer = described(call, {served.impl, served.staged}, deterministic);
-  const std::lock_guard lock(mutex);
-  State& s = state();
+  const std::lock_guard lock(trace_mutex);
+  Recording& s = recording();
   return s.kernels.try_emplace(asked, number_of(s, std::move(answer.text))).first->second;
 }
 
@@ -274,21 +275,21 @@ std::string hex(const void* p) {
 }
 
 // Bytes that are no UTF-8 (of a name or a message) are replaced.
-std::string text_of(const json& value) {
+std::string text_line(const json& value) {
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
 // A track of Perfetto, named once.
 void name_track(core::FileReplacement& out, int group, int64_t track, const std::string& name) {
-  out.write(text_of({{"ph", "M"},
-                     {"name", "thread_name"},
-                     {"pid", group},
-                     {"tid", track},
-                     {"args", {{"name", name}}}}) +
+  out.write(text_line({{"ph", "M"},
+                       {"name", "thread_name"},
+                       {"pid", group},
+                       {"tid", track},
+                       {"args", {{"name", name}}}}) +
             ",\n");
 }
 
-void write_events(core::FileReplacement& out, const State& s) {
+void write_events(core::FileReplacement& out, const Recording& s) {
   std::map<std::pair<std::string, void*>, int64_t> streams;
   std::set<int64_t> threads;
   std::vector<const std::string*> texts(s.texts.size());
@@ -323,14 +324,14 @@ void write_events(core::FileReplacement& out, const State& s) {
                   {"args", args}};
     if (threads.insert(e.thread).second)
       name_track(out, 1, e.thread, "thread " + std::to_string(e.thread));
-    out.write(text_of(event) + ",\n");
+    out.write(text_line(event) + ",\n");
     if (e.device.is_host()) continue;
     const auto key = std::pair(to_string(e.device), e.stream);
     const auto [at, added] = streams.emplace(key, static_cast<int64_t>(streams.size()) + 1);
     if (added) name_track(out, 2, at->second, key.first + " stream " + hex(e.stream));
     event["pid"] = 2;
     event["tid"] = at->second;
-    out.write(text_of(event) + ",\n");
+    out.write(text_line(event) + ",\n");
   }
 }
 
@@ -342,8 +343,8 @@ Status begin_trace() {
     start();
     g_started.store(current, std::memory_order_release);
   }
-  const std::lock_guard lock(mutex);
-  return state().error;
+  const std::lock_guard lock(trace_mutex);
+  return recording().error;
 }
 
 Status trace_status() {
@@ -361,8 +362,8 @@ void TracedCall::record(const Status& status, const Served& served) {
   const char* const op = registry::intern_string(call_.row.compiled->schema().name);
   const Implementation* impl = status.ok() ? served.impl : nullptr;
   const uint32_t kernel = impl == nullptr ? kNone : kernel_of(call_, description_, served);
-  const std::lock_guard lock(mutex);
-  State& s = state();
+  const std::lock_guard lock(trace_mutex);
+  Recording& s = recording();
   if (s.process != getpid()) return;
   if (s.events.size() >= s.limit) {
     ++s.dropped;
@@ -378,8 +379,8 @@ void TracedCall::record(const Status& status, const Served& served) {
 
 Status write_trace() {
   using namespace dispatch;
-  const std::lock_guard lock(mutex);
-  const State& s = state();
+  const std::lock_guard lock(trace_mutex);
+  const Recording& s = recording();
   if (s.path.empty() || s.process != getpid()) return {};
   core::FileReplacement out(s.path);
   out.write("{\"traceEvents\": [\n");
@@ -393,8 +394,8 @@ Status write_trace() {
                 {"process", s.process},
                 {"began_us", began}};
   if (s.rank >= 0) other["rank"] = s.rank;
-  out.write(text_of(last) + "],\n\"otherData\": " + text_of(other) +
-            ",\n\"te_fl_calls\": " + text_of(s.descriptions) + "}\n");
+  out.write(text_line(last) + "],\n\"otherData\": " + text_line(other) +
+            ",\n\"te_fl_calls\": " + text_line(s.descriptions) + "}\n");
   const Status written = out.commit();
   return written.ok() ? written : cannot_write(s.path, written);
 }

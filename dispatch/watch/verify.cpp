@@ -58,8 +58,8 @@ struct Verification::Rep {
 
 namespace {
 
-constinit core::ForkMutex mutex(core::LockLevel::kVerification);
-const core::ForkMutex::Registration registration(mutex);
+constinit core::ForkMutex verify_mutex(core::LockLevel::kVerification);
+const core::ForkMutex::Registration verify_registration(verify_mutex);
 
 struct Counters {
   std::atomic<uint64_t> agreed{0}, differed{0}, saved{0}, captured{0}, skipped{0}, failed{0};
@@ -165,7 +165,7 @@ Verification::~Verification() = default;
 // As the environment is now. Read anew only after it has changed.
 std::shared_ptr<const Verification::Config> Verification::read(State& state) {
   {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(verify_mutex);
     if (state.config != nullptr && state.config->generation == environment::generation()) {
       return state.config;
     }
@@ -178,7 +178,7 @@ std::shared_ptr<const Verification::Config> Verification::read(State& state) {
   made->quarantine = text_setting("TE_FL_VERIFY_ACTION") == "quarantine";
   made->folder = text_setting("TE_FL_VERIFY_DIR");
   made->cases = int_setting("TE_FL_VERIFY_CASES");
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(verify_mutex);
   return state.config = made;
 }
 
@@ -186,7 +186,7 @@ std::shared_ptr<const Verification::Config> Verification::read(State& state) {
 uint64_t Verification::count(State& state, Seen& seen, std::string_view op) {
   auto at = seen.calls.find(op);
   if (at == seen.calls.end()) {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(verify_mutex);
     at = seen.calls.emplace(op, &state.calls[std::string(op)]).first;
   }
   return at->second->fetch_add(1, std::memory_order_relaxed);
@@ -299,7 +299,7 @@ void Verification::differs(const Served& served, const Implementation& reference
   const Implementation& impl = *served.impl;
   uint64_t nth = 0;
   {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(verify_mutex);
     static auto* const counts = new std::map<std::string, uint64_t>;
     nth = ++(*counts)[impl.op + ' ' + impl.impl_id + ' ' + std::to_string(call.signature.dtypes) +
                       ' ' + std::to_string(call.signature.scalings)];

@@ -33,7 +33,7 @@ Shape with_tail(const Shape& lead, std::initializer_list<int64_t> tail) {
   return shape;
 }
 
-const Tensor* if_defined(const Tensor& tensor) { return tensor.defined() ? &tensor : nullptr; }
+const Tensor* optional_input(const Tensor& tensor) { return tensor.defined() ? &tensor : nullptr; }
 
 }  // namespace
 
@@ -302,9 +302,10 @@ Result<detail::PackedHeads> MultiheadAttention::Impl::project(const Tensor& x,
   Tensor& made = cross() ? packed.q : packed.qkv;
   if (norm_linear != nullptr) {
     TE_FL_ASSIGN_OR_RETURN(
-        made, norm_linear->forward(x, q_ctx, forward, if_defined(codes), layernorm_output));
+        made, norm_linear->forward(x, q_ctx, forward, optional_input(codes), layernorm_output));
   } else {
-    TE_FL_ASSIGN_OR_RETURN(made, linear->forward(x, q_ctx, forward, nullptr, if_defined(codes)));
+    TE_FL_ASSIGN_OR_RETURN(made,
+                           linear->forward(x, q_ctx, forward, nullptr, optional_input(codes)));
   }
   if (cross()) {
     TE_FL_ASSIGN_OR_RETURN(packed.kv,
@@ -406,7 +407,7 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
                                   with_tail(record.heads.q_lead, {impl.heads * impl.dim})));
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor d_merged,
-                         impl.proj->backward(dy, record.proj, if_defined(d_codes)));
+                         impl.proj->backward(dy, record.proj, optional_input(d_codes)));
   TE_FL_ASSIGN_OR_RETURN(Tensor d_o,
                          d_merged.view(with_tail(record.heads.q_lead, {impl.heads, impl.dim})));
   TE_FL_ASSIGN_OR_RETURN(detail::PackedHeads packed, impl.attention_backward(d_o, record, dbias));
@@ -416,7 +417,7 @@ Result<Tensor> MultiheadAttention::backward(const Tensor& dy, Ctx& ctx, const Te
   }
   const Tensor& d_mixed = impl.cross() ? packed.q : packed.qkv;
   if (impl.norm_linear != nullptr) {
-    return impl.norm_linear->backward(d_mixed, record.q, if_defined(residual),
+    return impl.norm_linear->backward(d_mixed, record.q, optional_input(residual),
                                       layernorm_output_grad);
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, impl.linear->backward(d_mixed, record.q));

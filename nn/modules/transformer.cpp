@@ -14,7 +14,7 @@
 namespace te_fl::nn {
 namespace {
 
-constexpr const char* kName = "TransformerLayer";
+constexpr const char* kLayerName = "TransformerLayer";
 
 // The end of a branch: residual + drop_path(dropout(branch)).
 class BranchAdd {
@@ -127,8 +127,8 @@ LayerNormMLPOptions mlp_options(const TransformerLayerOptions& o) {
 }
 
 Status check_options(const TransformerLayerOptions& o) {
-  TE_FL_RETURN_IF_ERROR(detail::check_dropout(kName, "hidden_dropout", o.hidden_dropout));
-  TE_FL_RETURN_IF_ERROR(detail::check_dropout(kName, "drop_path_rate", o.drop_path_rate));
+  TE_FL_RETURN_IF_ERROR(detail::check_dropout(kLayerName, "hidden_dropout", o.hidden_dropout));
+  TE_FL_RETURN_IF_ERROR(detail::check_dropout(kLayerName, "drop_path_rate", o.drop_path_rate));
   if (!o.parallel_attention_mlp) return {};
   const char* other = o.layer_type == LayerType::kDecoder ? "layer_type kDecoder"
                       : o.apply_residual_connection_post_layernorm
@@ -305,7 +305,7 @@ Result<Tensor> TransformerLayer::forward(const Tensor& x, Ctx* ctx, const Attent
                                          const AttentionInputs* cross) {
   Impl& impl = *impl_;
   TE_FL_RETURN_IF_ERROR(impl.check_cross(cross));
-  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<LayerRecord>(ctx, kName));
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<LayerRecord>(ctx, kLayerName));
   const bool training = ctx != nullptr;
   const bool post = impl.options.apply_residual_connection_post_layernorm;
   // With output_layernorm self-attention has no norm of its own.
@@ -334,9 +334,10 @@ Result<Tensor> TransformerLayer::forward(const Tensor& x, Ctx* ctx, const Attent
 Result<Tensor> TransformerLayer::backward(const Tensor& dy, Ctx& ctx, Tensor* dbias,
                                           Tensor* encoder_grad, Tensor* cross_dbias) {
   Impl& impl = *impl_;
-  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, kName));
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, kLayerName));
   auto& record = static_cast<LayerRecord&>(*taken);
-  TE_FL_RETURN_IF_ERROR(detail::check_gradient(dy, record.shape, impl.options.hidden_size, kName));
+  TE_FL_RETURN_IF_ERROR(
+      detail::check_gradient(dy, record.shape, impl.options.hidden_size, kLayerName));
   Tensor d_sum = dy;
   if (impl.layernorm != nullptr) {
     TE_FL_ASSIGN_OR_RETURN(d_sum, impl.layernorm->backward(dy, record.layernorm));

@@ -13,7 +13,7 @@ namespace {
 te_fl_status (*g_diagnose)(void*, const te_fl_finding_sink*, const te_fl_error_sink*) = nullptr;
 uint32_t g_api_size = sizeof(te_fl_plugin_api);
 
-const te_fl_plugin_header* query(const te_fl_host_info*) {
+const te_fl_plugin_header* query_findings(const te_fl_host_info*) {
   static te_fl_plugin_api api;
   api = te_fl_plugin_api{};
   api.struct_size = g_api_size;
@@ -39,7 +39,8 @@ const te_fl_plugin_header* query(const te_fl_host_info*) {
 
 Result<std::vector<Finding>> findings() {
   OpRegistry registry;
-  TE_FL_ASSIGN_OR_RETURN(const std::shared_ptr<Instance> instance, activate(query, registry));
+  TE_FL_ASSIGN_OR_RETURN(const std::shared_ptr<Instance> instance,
+                         activate(query_findings, registry));
   return instance->diagnose();
 }
 

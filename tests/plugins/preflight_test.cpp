@@ -16,7 +16,7 @@ namespace te_fl::plugins {
 namespace {
 
 constexpr char kEntry[] = "te_fl_plugin_query";
-constexpr char kPlugin[] = "extern \"C\" int te_fl_plugin_query(const void*) { return 1; }\n";
+constexpr char kQuery[] = "extern \"C\" int te_fl_plugin_query(const void*) { return 1; }\n";
 
 class PreflightTest : public test::LibraryFixture {
  protected:
@@ -32,7 +32,7 @@ class PreflightTest : public test::LibraryFixture {
 std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
 
 TEST_F(PreflightTest, ASoundPluginPasses) {
-  const std::string path = build("good.so", kPlugin, "-Wl,--no-as-needed -lm");
+  const std::string path = build("good.so", kQuery, "-Wl,--no-as-needed -lm");
   const PreflightReport report = preflight(path, kEntry);
   EXPECT_OK(report);
   EXPECT_TRUE(report.symbols_checked);
@@ -61,7 +61,7 @@ TEST_F(PreflightTest, AMissingLibraryIsNamedWithWhoNeedsIt) {
         "-Wl,-soname,libmid.so.1 -L. -l:libgone.so.7 -l:libcudnn.so.99");
   const std::string path =
       build("plugin.so",
-            std::string(kPlugin) + "int mid(); int gone(); int use() { return mid() + gone(); }",
+            std::string(kQuery) + "int mid(); int gone(); int use() { return mid() + gone(); }",
             "-L. -l:libmid.so.1 -l:libgone.so.7 -Wl,-rpath-link,. -Wl,--enable-new-dtags "
             "'-Wl,-rpath,${ORIGIN}'");
   std::remove((folder_ / "libgone.so.7").c_str());
@@ -90,7 +90,7 @@ TEST_F(PreflightTest, SearchFollowsTheLoadersOrder) {
     std::filesystem::copy_file(folder_ / "libdep.so.1",
                                folder_ / (std::string(sub) + "/libdep.so.1"));
   }
-  const std::string source = std::string(kPlugin) + "int dep(); int use() { return dep(); }";
+  const std::string source = std::string(kQuery) + "int dep(); int use() { return dep(); }";
   const std::string old_style = build(
       "old.so", source, "-L. -l:libdep.so.1 -Wl,--disable-new-dtags '-Wl,-rpath,$ORIGIN/rpath'");
   const std::string new_style = build(
@@ -123,7 +123,7 @@ TEST_F(PreflightTest, SearchFollowsTheLoadersOrder) {
 TEST_F(PreflightTest, ALibraryPathSetTooLateIsExplained) {
   build("libdep.so.1", "int dep() { return 1; }", "-Wl,-soname,libdep.so.1");
   const std::string path =
-      build("plugin.so", std::string(kPlugin) + "int dep(); int u() { return dep(); }",
+      build("plugin.so", std::string(kQuery) + "int dep(); int u() { return dep(); }",
             "-L. -l:libdep.so.1");
   const char* before = std::getenv("LD_LIBRARY_PATH");
   const std::string saved = before ? before : "";
@@ -140,7 +140,7 @@ TEST_F(PreflightTest, AFileForAnotherMachineIsPassedOver) {
   std::string bytes =
       test::read_file(build("libdep.so.1", "int dep() { return 1; }", "-Wl,-soname,libdep.so.1"));
   const std::string path =
-      build("plugin.so", std::string(kPlugin) + "int dep(); int u() { return dep(); }",
+      build("plugin.so", std::string(kQuery) + "int dep(); int u() { return dep(); }",
             "-L. -l:libdep.so.1 -Wl,-rpath,'$ORIGIN'");
   EXPECT_OK(preflight(path, kEntry));
   bytes[18] = bytes[18] == 8 ? 62 : 8;  // EM_MIPS
@@ -158,7 +158,7 @@ TEST_F(PreflightTest, AVersionThatTheLibraryLacks) {
       "extern \"C\" int first() { return 1; } extern \"C\" int second() { return 2; }";
   build("libdep.so.1", dep, "-Wl,-soname,libdep.so.1 -Wl,--version-script=two.map");
   const std::string path = build("plugin.so",
-                                 std::string(kPlugin) +
+                                 std::string(kQuery) +
                                      "extern \"C\" int first(); extern \"C\" int second();"
                                      "int use() { return first() + second(); }",
                                  "-L. -l:libdep.so.1 -Wl,-rpath,'$ORIGIN'");
@@ -179,7 +179,7 @@ TEST_F(PreflightTest, AVersionThatTheLibraryLacks) {
 TEST_F(PreflightTest, ANewerGlibc) {
   std::string bytes = test::read_file(
       build("plugin.so",
-            std::string("#include <pthread.h>\n") + kPlugin +
+            std::string("#include <pthread.h>\n") + kQuery +
                 "void* f(void*) { return nullptr; }\n"
                 "int use(pthread_t* t) { return pthread_create(t, nullptr, f, nullptr); }",
             "-pthread"));
@@ -196,7 +196,7 @@ TEST_F(PreflightTest, ANewerGlibc) {
 }
 
 TEST_F(PreflightTest, UndefinedSymbolsAreNamedDemangledAndCounted) {
-  std::string source = kPlugin;
+  std::string source = kQuery;
   std::string body = "int use() { return 0";
   for (int i = 0; i < 12; ++i) {
     const std::string name = "absent_" + std::to_string(i);
@@ -220,7 +220,7 @@ TEST_F(PreflightTest, TheProcessGlobalScopeProvides) {
   // No DT_NEEDED at all: puts() can only come from the process.
   const std::string path = build(
       "bare.so",
-      std::string(kPlugin) + "extern \"C\" int puts(const char*); int u() { return puts(\"\"); }",
+      std::string(kQuery) + "extern \"C\" int puts(const char*); int u() { return puts(\"\"); }",
       "-nostdlib");
   EXPECT_TRUE(inspect_elf(path).needed.empty());
   EXPECT_OK(preflight(path, kEntry));

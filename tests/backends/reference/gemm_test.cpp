@@ -9,7 +9,7 @@ namespace te_fl::testing {
 namespace {
 
 using Values = std::vector<double>;
-constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr double kUnread = std::numeric_limits<double>::quiet_NaN();
 
 te_fl_generic_gemm_args make(const te_fl_tensor* a, const te_fl_tensor* b, const te_fl_tensor* d,
                              bool trans_a = false, bool trans_b = false) {
@@ -23,10 +23,10 @@ te_fl_generic_gemm_args make(const te_fl_tensor* a, const te_fl_tensor* b, const
 }
 Outcome run(const te_fl_generic_gemm_args& args) { return call("generic_gemm", args); }
 
-double gelu(double x) {
+double tanh_gelu(double x) {
   return 0.5 * x * (1 + std::tanh(0.7978845608 * (x + 0.044715 * x * x * x)));
 }
-double dgelu(double x) { return (gelu(x + 1e-5) - gelu(x - 1e-5)) / 2e-5; }
+double tanh_dgelu(double x) { return (tanh_gelu(x + 1e-5) - tanh_gelu(x - 1e-5)) / 2e-5; }
 
 TEST(ReferenceGemm, AllTranspositions) {
   // [[1 2 3], [4 5 6]] times [[1 2], [3 4], [5 6]]
@@ -70,17 +70,17 @@ TEST(ReferenceGemm, EpilogueOrder) {
   args.pre_gelu_out = pre;
   EXPECT_OK(run(args));
   EXPECT_EQ(pre.values(), (Values{0.75, -0.5}));
-  expect_near(d.values(), {gelu(0.75) + 20, gelu(-0.5) + 40}, 1e-6, 1e-6);
+  expect_near(d.values(), {tanh_gelu(0.75) + 20, tanh_gelu(-0.5) + 40}, 1e-6, 1e-6);
 
   Array saved(TE_FL_F32, {1, 2}, {0.75, -0.5});
   args = make(a, b, d);
   args.pre_gelu_in = saved;
   EXPECT_OK(run(args));
-  expect_near(d.values(), {dgelu(0.75), -3 * dgelu(-0.5)}, 1e-6, 1e-6);
+  expect_near(d.values(), {tanh_dgelu(0.75), -3 * tanh_dgelu(-0.5)}, 1e-6, 1e-6);
 }
 
 TEST(ReferenceGemm, BetaZeroDoesNotReadD) {
-  Array a(TE_FL_F32, {1, 1}, {2}), b(TE_FL_F32, {1, 1}, {3}), d(TE_FL_F32, {1, 1}, {kNan});
+  Array a(TE_FL_F32, {1, 1}, {2}), b(TE_FL_F32, {1, 1}, {3}), d(TE_FL_F32, {1, 1}, {kUnread});
   auto args = make(a, b, d);
   args.accumulate = 1;
   args.beta = 0;

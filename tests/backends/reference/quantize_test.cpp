@@ -9,7 +9,7 @@
 namespace te_fl::testing {
 namespace {
 
-constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr double kNanInput = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInf = std::numeric_limits<double>::infinity();
 using Bytes = std::vector<uint8_t>;
 using Values = std::vector<double>;
@@ -31,7 +31,7 @@ std::vector<double> dequantize(const te_fl_tensor* input, std::vector<int64_t> s
 }
 
 TEST(ReferenceQuantize, GivenScaleSaturatesAndKeepsARunningAmax) {
-  Array x(TE_FL_F32, {7}, {0.5, -1, 300, kNan, 0, -0.0, 1.0 / 1024});
+  Array x(TE_FL_F32, {7}, {0.5, -1, 300, kNanInput, 0, -0.0, 1.0 / 1024});
   Array q(TE_FL_F8E4M3, {7});
   q.quantised(TE_FL_SCALING_TENSOR, 0, 1, 0, 2.0f).amax() = 5.0f;
   EXPECT_OK(quantize(x, q));
@@ -82,7 +82,7 @@ TEST(ReferenceQuantize, CurrentScalingDerivesTheScale) {
       {0.0, 0, 0, 1.0f, 0.0f},         // nothing to scale
       {1e-40, 0, 0, FLT_MAX, 1e-40f},  // an infinite scale is replaced
       {kInf, 0, 0, 1.0f, std::numeric_limits<float>::infinity()},
-      {kNan, 0, 0, 1.0f, 0.0f},
+      {kNanInput, 0, 0, 1.0f, 0.0f},
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(c.value);
@@ -184,7 +184,7 @@ TEST(ReferenceQuantize, Mxfp8KeepsTheElementOrderInBothCopies) {
   Array x(TE_FL_BF16, {2, 40}), q(TE_FL_F8E4M3, {2, 40});
   for (int k = 0; k < 40; ++k) {
     x.set(k, k < 32 ? 448 : 449 * 2);  // 449 * 2 rounds to 896 in BF16: scale 2
-    x.set(40 + k, k < 32 ? kNan : k == 33 ? kInf : 0);
+    x.set(40 + k, k < 32 ? kNanInput : k == 33 ? kInf : 0);
   }
   q.quantised(TE_FL_SCALING_MXFP8, 0, 128 * 4, 4 * 128);
   EXPECT_OK(quantize(x, q));
@@ -394,7 +394,7 @@ TEST(ReferenceQuantize, TransposeMovesCodes) {
 }
 
 TEST(ReferenceQuantize, AmaxIgnoresNanAndGaps) {
-  Array base(TE_FL_F32, {2, 3}, {1, -7, 100, kNan, 2, 100}), amax(TE_FL_F32, {1}, {50});
+  Array base(TE_FL_F32, {2, 3}, {1, -7, 100, kNanInput, 2, 100}), amax(TE_FL_F32, {1}, {50});
   Array x(base, TE_FL_F32, {2, 2}, {3, 1}), empty(TE_FL_F32, {0});
   te_fl_compute_amax_args args;
   args.input = x;

@@ -8,8 +8,8 @@ namespace {
 
 using Values = std::vector<double>;
 using Bytes = std::vector<uint8_t>;
-constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr double kNanValue = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInfValue = std::numeric_limits<double>::infinity();
 
 TEST(ReferenceTensor, AddInPlaceAndMixedDtypes) {
   Array a(TE_FL_F32, {2, 2}, {1, 2, 3, 4}), b(TE_FL_BF16, {2, 2}, {10, 20, 30, 40});
@@ -91,20 +91,20 @@ TEST(ReferenceTensor, CopyBetweenStrides) {
 TEST(ReferenceTensor, CopyConvertsWithOneRounding) {
   // By way of FP32, 1 + 2^-11 + 2^-40 becomes the tie 1 + 2^-11 and then 1.
   Array x(TE_FL_F64, {6},
-          {1 + std::ldexp(1, -11) + std::ldexp(1, -40), 65520, -1e300, kNan, 1e-30, 500});
+          {1 + std::ldexp(1, -11) + std::ldexp(1, -40), 65520, -1e300, kNanValue, 1e-30, 500});
   Array h(TE_FL_F16, {6}), e(TE_FL_F8E4M3, {6}), s(TE_FL_F8E8M0, {6}), back(TE_FL_F32, {6});
   te_fl_strided_copy_args args;
   args.input = x;
   args.output = h;
   EXPECT_OK(call("strided_copy", args));
-  expect_near(h.values(), {1 + std::ldexp(1, -10), kInf, -kInf, kNan, 0, 500}, 0, 0);
+  expect_near(h.values(), {1 + std::ldexp(1, -10), kInfValue, -kInfValue, kNanValue, 0, 500}, 0, 0);
   args.output = e;
   EXPECT_OK(call("strided_copy", args));
   EXPECT_EQ(e.bytes(), (Bytes{0x38, 0x7E, 0xFE, 0x7F, 0x00, 0x7E}));
   args.input = e;
   args.output = back;
   EXPECT_OK(call("strided_copy", args));
-  expect_near(back.values(), {1, 448, -448, kNan, 0, 448}, 0, 0);
+  expect_near(back.values(), {1, 448, -448, kNanValue, 0, 448}, 0, 0);
   args.input = x;
   args.output = s;
   EXPECT_OK(call("strided_copy", args));
@@ -151,7 +151,7 @@ TEST(ReferenceTensor, FillRanges) {
                         {TE_FL_U64, 18446744073709551616.0, false},
                         {TE_FL_BOOL, 1, true},
                         {TE_FL_BOOL, 2, false},
-                        {TE_FL_I16, kNan, false},
+                        {TE_FL_I16, kNanValue, false},
                         {TE_FL_F16, 1e9, true}};
   for (const Case& c : cases) {
     Array y(c.dtype, {3});
@@ -252,7 +252,7 @@ TEST(ReferenceTensor, CrossEntropyAndItsGradient) {
 }
 
 TEST(ReferenceTensor, CrossEntropyEdges) {
-  Array x(TE_FL_F32, {2}, {-kInf, 4}), target(TE_FL_I64, {}, {1}), loss(TE_FL_F32, {}),
+  Array x(TE_FL_F32, {2}, {-kInfValue, 4}), target(TE_FL_I64, {}, {1}), loss(TE_FL_F32, {}),
       lse(TE_FL_F32, {});
   te_fl_cross_entropy_fwd_args args;
   args.logits = x;

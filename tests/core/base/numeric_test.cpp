@@ -21,7 +21,7 @@
 namespace te_fl::numeric {
 namespace {
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kFloatInf = std::numeric_limits<float>::infinity();
 
 // A sign-and-magnitude format as its specification words it.
 struct Definition {
@@ -188,8 +188,8 @@ TEST(NumericFormats, Fp8SpecialCodes) {
     EXPECT_TRUE(std::isnan(e5m2_to_float(code))) << code;
     EXPECT_EQ(float_to_e5m2(e5m2_to_float(code)), 0x7F);
   }
-  EXPECT_EQ(e5m2_to_float(0x7C), kInf);
-  EXPECT_EQ(e5m2_to_float(0xFC), -kInf);
+  EXPECT_EQ(e5m2_to_float(0x7C), kFloatInf);
+  EXPECT_EQ(e5m2_to_float(0xFC), -kFloatInf);
   EXPECT_EQ(float_to_e4m3(e4m3_to_float(0xFF)), 0x7F);
 }
 
@@ -197,14 +197,14 @@ TEST(NumericFormats, HandDerivedVectors) {
   EXPECT_EQ(float_to_e4m3(448.0f), 0x7E);
   EXPECT_EQ(float_to_e4m3(464.0f), 0x7E);  // tie with the value that NaN displaced: saturates
   EXPECT_EQ(float_to_e4m3(1e30f), 0x7E);
-  EXPECT_EQ(float_to_e4m3(-kInf), 0xFE);
+  EXPECT_EQ(float_to_e4m3(-kFloatInf), 0xFE);
   EXPECT_EQ(float_to_e4m3(0x1p-10f), 0x00);  // half the least value: ties to even
   EXPECT_EQ(float_to_e4m3(-0x1.8p-9f), 0x82);
   EXPECT_EQ(float_to_e4m3(-0.0f), 0x80);
   EXPECT_EQ(float_to_e4m3(17.0f), 0x58);  // between 16 and 18
   EXPECT_EQ(float_to_e4m3(19.0f), 0x5A);  // between 18 and 20
   EXPECT_EQ(float_to_e5m2(61440.0f), 0x7B);
-  EXPECT_EQ(float_to_e5m2(-kInf), 0xFB);
+  EXPECT_EQ(float_to_e5m2(-kFloatInf), 0xFB);
   EXPECT_EQ(float_to_e5m2(0x1p-17f), 0x00);
   EXPECT_EQ(float_to_e5m2(0x1.8p-17f), 0x01);
   EXPECT_EQ(float_to_fp16(65519.996f), 0x7BFF);
@@ -278,8 +278,8 @@ TEST(NumericFormats, SixteenBitNanCodesStayNan) {
       ASSERT_EQ(float_to_bf16(bf16_to_float(code)), code | 0x40u);
     }
   }
-  EXPECT_EQ(fp16_to_float(0xFC00), -kInf);
-  EXPECT_EQ(bf16_to_float(0x7F80), kInf);
+  EXPECT_EQ(fp16_to_float(0xFC00), -kFloatInf);
+  EXPECT_EQ(bf16_to_float(0x7F80), kFloatInf);
 }
 
 // All 65,536 inputs of both 16-bit types, at several scales, into both FP8 formats. The product of
@@ -353,7 +353,7 @@ TEST(NumericFormats, E8m0EveryCode) {
     ASSERT_EQ(scale, std::ldexp(1.0, code - 127));
     ASSERT_EQ(float_to_e8m0(scale), code);
     ASSERT_EQ(double_to_e8m0(scale), code);
-    ASSERT_EQ(float_to_e8m0(std::nextafter(scale, kInf)), std::min(code + 1, 254));
+    ASSERT_EQ(float_to_e8m0(std::nextafter(scale, kFloatInf)), std::min(code + 1, 254));
     ASSERT_EQ(double_to_e8m0(std::nextafter(static_cast<double>(scale), 1e300)),
               std::min(code + 1, 254));
     // Just below 2^k still needs 2^k; below the least scale there is only the least.
@@ -366,7 +366,7 @@ TEST(NumericFormats, E8m0EveryCode) {
   EXPECT_TRUE(std::isnan(e8m0_reciprocal(e8m0::from_bits(0xFF))));
   EXPECT_EQ(float_to_e8m0(0.0f), 0x00);
   EXPECT_EQ(float_to_e8m0(std::numeric_limits<float>::denorm_min()), 0x00);
-  EXPECT_EQ(float_to_e8m0(kInf), 0xFE);
+  EXPECT_EQ(float_to_e8m0(kFloatInf), 0xFE);
   EXPECT_EQ(float_to_e8m0(std::numeric_limits<float>::max()), 0xFE);
   for (const std::uint32_t nan : nan_patterns()) {
     EXPECT_EQ(float_to_e8m0(std::bit_cast<float>(nan)), 0xFF);
