@@ -22,6 +22,10 @@ void Ctx::reset() noexcept {
   owner_ = nullptr;
 }
 
+void Ctx::visit(const Visitor& visitor) {
+  if (record_ != nullptr && record_->visit != nullptr) record_->visit(*record_, visitor);
+}
+
 Status Ctx::check_empty(std::string_view module) const {
   if (record_ == nullptr) return {};
   return failed_precondition(

@@ -16,6 +16,13 @@ Result<std::unique_ptr<Record>> new_record(const Ctx* ctx, std::string_view modu
   record->copy = [](const Ctx::Record& other) -> std::unique_ptr<Ctx::Record> {
     return std::make_unique<Record>(static_cast<const Record&>(other));
   };
+  if constexpr (requires(Record & made, const Ctx::Visitor& visitor) {
+                  made.visit_tensors(visitor);
+                }) {
+    record->visit = [](Ctx::Record& made, const Ctx::Visitor& visitor) {
+      static_cast<Record&>(made).visit_tensors(visitor);
+    };
+  }
   return record;
 }
 

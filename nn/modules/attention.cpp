@@ -31,6 +31,9 @@ struct AttentionRecord : Ctx::Record {
   te_fl_rng rng;
   te_fl_saved saved{};
   Tensor saved_storage;
+  void visit_tensors(const Ctx::Visitor& visitor) {
+    for (Tensor* t : {&q, &k, &v, &o, &lse}) visitor(*t);
+  }
 };
 
 // Extents that q, k and v agree on. thd: batch is 1 and the lengths are the longest sequences'.

@@ -45,6 +45,11 @@ class GemmUnit {
     Tensor weight;                 // likewise; undefined if it is the parameter's own value
     uint64_t version = 0;          // of the parameter at the forward
     DType dx_dtype = DType::kF32;  // of the input's gradient: the dtype that the input came in
+
+    void visit_tensors(const Ctx::Visitor& visitor) {
+      visitor(input);
+      visitor(part);
+    }
   };
 
   GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight, std::shared_ptr<Parameter> bias);

@@ -9,6 +9,9 @@ namespace {
 
 struct SequentialRecord : Ctx::Record {
   std::vector<Ctx> parts;
+  void visit_tensors(const Ctx::Visitor& visitor) {
+    for (Ctx& part : parts) part.visit(visitor);
+  }
 };
 
 }  // namespace

@@ -17,10 +17,15 @@ struct LinearRecord : Ctx::Record {
   detail::GemmUnit::Use use;
   Shape shape;         // of x
   Shape output_shape;  // but for its last extent, which is x's
+  void visit_tensors(const Ctx::Visitor& visitor) { use.visit_tensors(visitor); }
 };
 
 struct LayerNormLinearRecord : LinearRecord {
   detail::NormCore::Saved norm;
+  void visit_tensors(const Ctx::Visitor& visitor) {
+    use.visit_tensors(visitor);
+    norm.visit_tensors(visitor);
+  }
 };
 
 // GemmUnit::backward() of a unit whose parameters may be in parts.

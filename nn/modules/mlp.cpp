@@ -21,6 +21,12 @@ struct MlpRecord : Ctx::Record {
   detail::GemmUnit::Use fc2;
   Tensor pre;  // fc1's output, the activation's input
   Shape shape;
+  void visit_tensors(const Ctx::Visitor& visitor) {
+    norm.visit_tensors(visitor);
+    fc1.visit_tensors(visitor);
+    fc2.visit_tensors(visitor);
+    visitor(pre);
+  }
 };
 
 }  // namespace

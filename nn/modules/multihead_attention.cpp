@@ -25,6 +25,9 @@ struct MhaRecord : Ctx::Record {
   detail::QkvTransform::Record heads;
   Shape shape, encoder_shape;  // of x and of the encoder output
   detail::Fp8Mode fp8;         // of the attention itself
+  void visit_tensors(const Ctx::Visitor& visitor) {
+    for (Ctx* part : {&q, &kv, &core, &proj, &heads.q_norm, &heads.k_norm}) part->visit(visitor);
+  }
 };
 
 Shape with_tail(const Shape& lead, std::initializer_list<int64_t> tail) {

@@ -141,6 +141,7 @@ namespace {
 struct NormRecord : Ctx::Record {
   detail::NormCore::Saved saved;
   Shape shape;
+  void visit_tensors(const Ctx::Visitor& visitor) { saved.visit_tensors(visitor); }
 };
 
 }  // namespace

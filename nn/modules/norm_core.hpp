@@ -14,6 +14,10 @@ class NormCore {
   struct Saved {
     Tensor x, mu, rsigma;
     uint64_t version = 0;  // of the weight
+
+    void visit_tensors(const Ctx::Visitor& visitor) {
+      for (Tensor* t : {&x, &mu, &rsigma}) visitor(*t);
+    }
   };
 
   static Result<std::unique_ptr<NormCore>> create(Normalization kind, const NormOptions& options);

@@ -63,6 +63,9 @@ struct LayerRecord : Ctx::Record {
   PartRecord attention, inter, mlp;
   Ctx layernorm;
   Shape shape;  // of x
+  void visit_tensors(const Ctx::Visitor& visitor) {
+    for (Ctx* part : {&attention.part, &inter.part, &mlp.part, &layernorm}) part->visit(visitor);
+  }
 };
 
 MultiheadAttentionOptions attention_options(const TransformerLayerOptions& o) {

@@ -172,7 +172,6 @@ SAMPLES = {
     "TransformerLayer": lambda lib: (32, 64, 2),
     "fused_topk_with_score_function": lambda torch: (torch.zeros(2, 4), 1, False, None, None, None, "sigmoid", None),
     "general_gemm": lambda torch: (torch.zeros(4, 8), torch.zeros(2, 8)),
-    "get_cpu_offload_context": lambda torch: (),
     "make_graphed_callables": lambda torch: (torch.nn.Linear(2, 2), (torch.zeros(1, 2),)),
 }
 INPUTS = {

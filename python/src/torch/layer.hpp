@@ -45,6 +45,13 @@ PyObject* fp8_state(PyObject*, PyObject* args) noexcept;
 // load_fp8_state(states, [(name, tensor)]) -> whether a layer has brought sites, without which
 // nothing is loaded. Copies; what is not given is reset.
 PyObject* load_fp8_state(PyObject*, PyObject* args) noexcept;
+// saved_memory(token) -> the memory that the forward of this token keeps for its backward, as a
+// list of uint8 tensors that share it; no two overlap. None for a tensor that is no token.
+PyObject* saved_memory(PyObject*, PyObject* token) noexcept;
+// move_saved_memory(token, ((address, bytes, tensor), ..)): has the forward keep its bytes from
+// that address on in the tensor, which has the same contents, and lets the old memory go. Before a
+// backward they must be back on the device.
+PyObject* move_saved_memory(PyObject*, PyObject* args) noexcept;
 // retire_fp8_states(states): the module takes others from now on.
 PyObject* retire_fp8_states(PyObject*, PyObject* states) noexcept;
 

@@ -144,7 +144,8 @@ Result<Tensor> run(Layer& layer, Forward& f, ResultTensors& results,
                                            .trained = std::move(f.trained),
                                            .lent = std::move(f.lent),
                                            .first = f.options.is_first_microbatch == true,
-                                           .inputs = kinds_of(f)});
+                                           .inputs = kinds_of(f),
+                                           .device = f.inputs[0].device()});
   return y;
 }
 
@@ -178,7 +179,11 @@ Ref hand_out(Tensor output, std::shared_ptr<Record> record, ResultTensors& resul
              PyObject* like) {
   const Ref made = results.take(std::move(output), like);
   Ref token = Ref::share(Py_None);
-  if (record != nullptr) token = number_tensor(add_record(std::move(record)), drop_record, like);
+  if (record != nullptr) {
+    Record& kept = *record;
+    token = number_tensor(add_record(std::move(record)), drop_record, like);
+    kept.token = memory_of(token.get(), "token");
+  }
   return Ref::take(PyTuple_Pack(2, made.get(), token.get()));
 }
 

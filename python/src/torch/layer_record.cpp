@@ -55,4 +55,16 @@ std::shared_ptr<Record> record_of(PyObject* token) {
                       "again"));
 }
 
+std::shared_ptr<Record> record_that_waits(PyObject* object) {
+  const Tensor number = tensor_of(object, "token", false);
+  if (!number.device().is_host() || number.dtype() != DType::kI64 || number.numel() != 1) {
+    return nullptr;
+  }
+  Records& all = records();
+  const std::lock_guard lock(all.mutex);
+  const auto found = all.by_number.find(*number.data<int64_t>());
+  const bool same = found != all.by_number.end() && found->second->token == number.raw_data();
+  return same ? found->second : nullptr;
+}
+
 }  // namespace te_fl::python

@@ -24,6 +24,8 @@ struct Record {
   std::vector<Lent> lent;
   bool first = false;  // is_first_microbatch: gradients overwrite main_grad
   std::vector<std::pair<Shape, DType>> inputs;  // whose gradients the backward returns
+  Device device;                                // of the activations
+  const void* token = nullptr;                  // memory of the token; compared only
 };
 
 // Keeps the record until drop_record(); its number. From any thread.
@@ -32,5 +34,8 @@ void drop_record(int64_t number);
 // The record that a token, an int64 tensor of the host, names; FailedPrecondition for one that has
 // gone.
 std::shared_ptr<Record> record_of(PyObject* token);
+// The record if `object` is a token that a forward gave, and no copy of one; else null, also for
+// tensors that are no tokens.
+std::shared_ptr<Record> record_that_waits(PyObject* object);
 
 }  // namespace te_fl::python

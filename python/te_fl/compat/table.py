@@ -39,7 +39,8 @@ SERVED = {
     "te_fl.pytorch.cross_entropy": "parallel_cross_entropy",
     "te_fl.pytorch.general_gemm": "general_gemm",
     "te_fl.pytorch.graph": "make_graphed_callables",
-    "te_fl.pytorch.offload": "get_cpu_offload_context",
+    "te_fl.pytorch.offload":
+        "ManualOffloadSynchronizer get_cpu_offload_context is_cpu_offload_enabled mark_activation_offload mark_not_offload",
     "te_fl.pytorch.optimizers":
         "FusedAdam FusedSGD MultiTensorApply multi_tensor_adam multi_tensor_applier multi_tensor_l2norm multi_tensor_scale "
         "multi_tensor_sgd multi_tensor_unscale_l2norm",
@@ -105,7 +106,6 @@ PARTLY = {
     "te_fl.jax.sharding.MeshResource": {"cp_resource": "cp", "ep_resource": "ep"},
     "te_fl.pytorch.graph.make_graphed_callables": {"_order": [1, -1], "_num_layers_per_chunk": [1],
                                                    "_reuse_graph_input_output_buffers": True},
-    "te_fl.pytorch.offload.get_cpu_offload_context": {"enabled": True},
     "te_fl.pytorch.general_gemm.general_gemm": {
         "quantization_params": "a quantizer", "gelu": True, "gelu_in": "a tensor", "ub": "a communicator", "ub_type": "a kind", "extra_output": "a tensor",
         "bulk_overlap": True},
@@ -170,8 +170,8 @@ WAYS_OUT = (
     ("restore_", "save tensors with ctx.save_for_backward"),
     ("Gated", "use DotProductAttention or MultiheadAttention"),
     ("MLA", "use DotProductAttention or MultiheadAttention"),
-    ("offload", "keep activations on the device, or recompute them with checkpoint"),
-    ("Offload", "keep activations on the device, or recompute them with checkpoint"),
+    ("offload", "use get_cpu_offload_context, and mark_not_offload"),
+    ("Offload", "use get_cpu_offload_context, and mark_not_offload"),
     ("_ub", "leave ub_ arguments at False"),
     ("UserBuffer", "leave ub_ arguments at False"),
     ("newton_schulz", "iterate with torch.matmul"),

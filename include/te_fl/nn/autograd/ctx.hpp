@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string_view>
@@ -17,10 +18,13 @@ namespace te_fl::nn {
 // backward of its own, so that one forward can have several, as retained graphs of frameworks do.
 class TE_FL_API Ctx {
  public:
+  using Visitor = std::function<void(Tensor&)>;
   struct TE_FL_API Record {
     virtual ~Record();
     // Makes a copy of a record of this type. Null: it has none, and a copy of the Ctx is empty.
     std::unique_ptr<Record> (*copy)(const Record&) = nullptr;
+    // Gives the visitor the activations of a record of this type. Null: it shows none.
+    void (*visit)(Record&, const Visitor&) = nullptr;
   };
   Ctx();
   ~Ctx();
@@ -30,6 +34,10 @@ class TE_FL_API Ctx {
   Ctx& operator=(Ctx&&) noexcept;
   bool empty() const noexcept { return record_ == nullptr; }
   void reset() noexcept;
+  // Gives the visitor each tensor, defined or not, that the backward reads of what the forward
+  // made or was given, of the modules inside too: no weights, and no masks and lengths. The visitor
+  // may replace it by one of equal contents. Not beside a backward of this Ctx.
+  void visit(const Visitor& visitor);
   // False: nobody wants the gradient of the forward's input. Set before the backward, which may
   // leave it out then, with the collectives that make it, and gives an undefined tensor. Linear
   // does, and LayerNormLinear where its norm is frozen; elsewhere parameters' gradients need it.

@@ -1,20 +1,379 @@
-"""The context that Transformer Engine offloads activations in, which te-fl has switched off alone."""
+"""Activations in the host's memory between a layer's forward and its backward, with Transformer Engine's names.
+
+A layer's saved tensors are gathered while its forward runs (saved_tensors_hooks). Those of te-fl's layers lie in C++: autograd saves their token,
+whose memory, in FP8 codes and scales, is moved by _native.move_saved_memory(). Copies run on a stream of their own, into pinned memory; on a host
+without GPUs they are plain copies, and everything else is the same.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Optional
+import warnings
+import weakref
+from typing import Any, Dict, List, Optional, Tuple
 
-from te_fl.pytorch.runtime.refuse import refuse
+import torch
+
+from te_fl import _native
+
+__all__ = ["ManualOffloadSynchronizer", "get_cpu_offload_context", "is_cpu_offload_enabled", "mark_activation_offload", "mark_not_offload"]
+
+LEAST_BYTES = 256 * 1024  # smaller tensors stay: a copy of theirs costs more than it frees
+_kept: "weakref.WeakSet[Any]" = weakref.WeakSet()  # of _Mark, one for each tensor that is not to be offloaded
+_contexts: List[Any] = []  # that the program is in, the innermost last
+
+
+class _Mark:
+    """Lives as long as its tensor, of which it is an attribute."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.begin, self.end = _extent(tensor)
+
+
+def _extent(tensor: torch.Tensor) -> Tuple[int, int]:
+    """The addresses of a tensor's memory, from its first element to behind its last."""
+    reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
+    return tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size()
+
+
+class _Segment:
+    """Bytes of a layer's activations: on the device, on the host, or both."""
+
+    def __init__(self, memory: torch.Tensor):
+        self.device = memory.device
+        self.memory: Optional[torch.Tensor] = memory  # uint8 on the device; None while it is on the host alone
+        self.host: Optional[torch.Tensor] = None
+        self.ready = _event(self.device)  # when `memory` has its values
+        _record(self.ready, None)
+
+    @property
+    def bytes(self) -> int:
+        return (self.host if self.memory is None else self.memory).numel()
+
+
+def _event(device: torch.device) -> Optional[torch.cuda.Event]:
+    return torch.cuda.Event() if device.type == "cuda" else None
+
+
+def _record(event: Optional[torch.cuda.Event], stream: Optional[torch.cuda.Stream]) -> None:
+    if event is not None:
+        event.record(stream or torch.cuda.current_stream())
+
+
+class _Saved:
+    """Stands in autograd's graph for a tensor that is offloaded, and alone keeps its segment: what the graph drops is free."""
+
+    def __init__(self, state: "_LayerState", segment: _Segment, like: torch.Tensor):
+        self._state, self._segment = state, segment
+        self._dtype, self._shape = like.dtype, like.shape
+
+    def unpack(self) -> torch.Tensor:
+        self._state.bring()
+        _wait(self._segment)
+        return self._segment.memory.view(self._dtype).view(self._shape)
+
+
+class _Forward:
+    """As _Saved, for a token: the segments of a forward of te-fl, and where it has them."""
+
+    def __init__(self, state: "_LayerState", token: torch.Tensor, segments: List[_Segment]):
+        self._state, self._token, self._segments = state, token, segments
+        self._addresses = [s.memory.data_ptr() for s in segments]
+
+    def unpack(self) -> torch.Tensor:
+        if self._state.bring():
+            for segment in self._segments:
+                _wait(segment)
+            self.follow()
+        return self._token
+
+    def follow(self) -> None:
+        """Has the forward keep its segments where they are now."""
+        there = [s.host if s.memory is None else s.memory for s in self._segments]
+        _native.move_saved_memory(self._token, tuple([(a, s.bytes, t) for a, s, t in zip(self._addresses, self._segments, there)]))
+        self._addresses = [t.data_ptr() for t in there]
+
+
+def _wait(segment: _Segment) -> None:
+    if segment.ready is not None:
+        torch.cuda.current_stream().wait_event(segment.ready)
+
+
+class _LayerState:
+    """The activations of one forward of one layer."""
+
+    def __init__(self, owner: "OffloadSynchronizer", number: int):
+        self._owner, self.number, self.state = owner, number, "kept"
+        self._segments: "weakref.WeakValueDictionary[Tuple[int, int], _Segment]" = weakref.WeakValueDictionary()
+        self._forwards: "weakref.WeakSet[_Forward]" = weakref.WeakSet()
+        self._finished: Optional[torch.cuda.Event] = None
+
+    # -- the hooks of saved tensors
+
+    def push(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) is not torch.Tensor or isinstance(tensor, torch.nn.Parameter):
+            return tensor
+        memory = _native.saved_memory(tensor) if tensor.dtype is torch.int64 and tensor.numel() == 1 and tensor.is_cpu else None
+        if memory is not None:
+            forward = _Forward(self, tensor, [self._segment(m) for m in memory if _worth_it(m)])
+            self._forwards.add(forward)
+            return forward
+        if not _worth_it(tensor) or not tensor.is_contiguous():
+            return tensor
+        return _Saved(self, self._segment(tensor.detach().view(-1).view(torch.uint8)), tensor)
+
+    def _segment(self, memory: torch.Tensor) -> _Segment:
+        """The segment of this memory: one for all tensors that are saved of it."""
+        key = (memory.data_ptr(), memory.numel())
+        found = self._segments.get(key)
+        if found is None:
+            found = self._segments[key] = _Segment(memory)
+        return found
+
+    def bring(self) -> bool:
+        """True if the activations have been on the host; then their way back has begun."""
+        if self.state in ("offloading", "offloaded"):
+            self.start_reload()  # nobody has asked for it a layer ahead
+        return self.state == "reloading"
+
+    # -- the way to the host and back
+
+    def start_offload(self) -> None:
+        self._expect("start_offload_layer", "kept")
+        self.state = "offloading"
+        for index, segment in enumerate(list(self._segments.values())):
+            stream = self._owner.stream(segment.device)
+            if stream is not None:
+                stream.wait_event(segment.ready)
+            segment.host = self._owner.host_memory((self.number, index), segment)
+            with _on(stream):
+                segment.host.copy_(segment.memory, non_blocking=True)
+            if stream is not None:
+                self._finished = torch.cuda.Event()
+                self._finished.record(stream)
+
+    def release(self) -> None:
+        """Lets the device's memory go, in the order of the current stream, once it has been copied."""
+        self._expect("release_activation_forward_gpu_memory", "offloading")
+        self.state = "offloaded"
+        if self._finished is not None:
+            torch.cuda.current_stream().wait_event(self._finished)
+        for segment in list(self._segments.values()):
+            segment.memory = None
+        for forward in list(self._forwards):
+            forward.follow()
+
+    def start_reload(self) -> None:
+        if self.state == "offloading":
+            self.release()
+        self._expect("start_reload_layer", "offloaded")
+        self.state = "reloading"
+        for segment in list(self._segments.values()):
+            segment.memory = torch.empty(segment.bytes, dtype=torch.uint8, device=segment.device)
+            stream = self._owner.stream(segment.device)
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())  # the memory may be in use until then
+                segment.memory.record_stream(stream)
+            with _on(stream):
+                segment.memory.copy_(segment.host, non_blocking=True)
+                _record(segment.ready, stream)
+
+    def _expect(self, what: str, state: str) -> None:
+        if self.state != state:
+            raise RuntimeError(f"{what}: the activations of layer {self.number} are {self.state}; they are to be {state}")
+
+    def offloaded_bytes(self) -> int:
+        return sum(s.bytes for s in list(self._segments.values()) if s.host is not None)
+
+
+def _worth_it(tensor: torch.Tensor) -> bool:
+    if tensor.numel() * tensor.element_size() < LEAST_BYTES or tensor.is_meta or (torch.cuda.is_available() and not tensor.is_cuda):
+        return False
+    begin, end = _extent(tensor)
+    return all(mark.end <= begin or mark.begin >= end for mark in _kept)
+
+
+def _on(stream: Optional[torch.cuda.Stream]) -> Any:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+class OffloadSynchronizer:
+    """Knows where the activations of a sequence of num_layers layers are. retain_pinned_cpu_buffers: the host's memory of a step is used again by the next."""
+
+    def __init__(self, num_layers: int, retain_pinned_cpu_buffers: bool = False, offload_stream: Optional[torch.cuda.Stream] = None):
+        if num_layers < 1:
+            raise ValueError(f"get_cpu_offload_context: model_layers is {num_layers}; it is the number of layers that run in the context, 1 or more")
+        self.num_layers = num_layers
+        self._retains, self._stream = retain_pinned_cpu_buffers, offload_stream
+        self._buffers: Dict[Tuple[int, int], Tuple[torch.Tensor, weakref.ref]] = {}
+        self.layers: List[_LayerState] = []  # of the forward that runs, or ran last
+
+    def stream(self, device: torch.device) -> Optional[torch.cuda.Stream]:
+        if device.type != "cuda":
+            return None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+    def host_memory(self, place: Tuple[int, int], segment: _Segment) -> torch.Tensor:
+        known, user = self._buffers.get(place, (None, lambda: None))
+        if known is None or known.numel() != segment.bytes or user() is not None:
+            known = torch.empty(segment.bytes, dtype=torch.uint8, pin_memory=segment.device.type == "cuda")
+        if self._retains:
+            self._buffers[place] = (known, weakref.ref(segment))
+        return known
+
+    def begin_layer(self) -> _LayerState:
+        if len(self.layers) == self.num_layers:
+            self.layers = []
+        self.layers.append(_LayerState(self, len(self.layers)))
+        return self.layers[-1]
+
+    def begin_backward(self, layers: List[_LayerState], number: int) -> None:
+        """Before the backward of a layer of a forward whose states are `layers`."""
+
+    def push(self, state: _LayerState, tensor: torch.Tensor) -> Any:
+        return state.push(tensor)
+
+    def get_offloaded_total_size_mb(self) -> float:
+        """The host's memory of the last forward, in MiB."""
+        return sum(state.offloaded_bytes() for state in self.layers) / 2 ** 20
+
+
+class DefaultOffloadSynchronizer(OffloadSynchronizer):
+    """Offloads the first num_offloaded_layers: a layer goes to the host while the next one runs, and comes back while others' backwards run, so that
+    the device never has the activations of more than num_layers - num_offloaded_layers layers at the end of a forward."""
+
+    def __init__(self, num_layers: int, num_offloaded_layers: int, retain_pinned_cpu_buffers: bool = False,
+                 offload_stream: Optional[torch.cuda.Stream] = None):
+        super().__init__(num_layers, retain_pinned_cpu_buffers, offload_stream)
+        self._offloaded = num_offloaded_layers
+        self._distance = num_layers - num_offloaded_layers  # layers between the one that runs and the one that it makes room for
+
+    def begin_layer(self) -> _LayerState:
+        state = super().begin_layer()
+        before, released = state.number - 1, state.number - self._distance
+        if 0 <= before < self._offloaded:
+            self.layers[before].start_offload()
+        if 0 <= released < self._offloaded:
+            self.layers[released].release()
+        return state
+
+    def push(self, state: _LayerState, tensor: torch.Tensor) -> Any:
+        return state.push(tensor) if state.number < self._offloaded else tensor
+
+    def begin_backward(self, layers: List[_LayerState], number: int) -> None:
+        ahead = number - self._distance + 1
+        if 0 <= ahead < self._offloaded and layers[ahead].state in ("offloading", "offloaded"):
+            layers[ahead].start_reload()
+
+
+class ManualOffloadSynchronizer(OffloadSynchronizer):
+    """The program says when a layer of the last forward goes and comes; a backward brings back by itself what is still on the host."""
+
+    def start_offload_layer(self, layer_id: int) -> None:
+        self.layers[layer_id].start_offload()
+
+    def release_activation_forward_gpu_memory(self, layer_id: int) -> None:
+        self.layers[layer_id].release()
+
+    def start_reload_layer(self, layer_id: int) -> None:
+        self.layers[layer_id].start_reload()
+
+
+class _Context(contextlib.ContextDecorator):
+    """The forward of one layer; entered once for each."""
+
+    def __init__(self, synchronizer: OffloadSynchronizer):
+        self._synchronizer, self._hooks = synchronizer, None
+        self._layers: List[_LayerState] = []
+        self._last: Optional[_LayerState] = None
+
+    def __enter__(self) -> "_Context":
+        if self._hooks is not None:
+            raise RuntimeError("get_cpu_offload_context: the context was entered inside of itself; enter it for one layer after the other")
+        synchronizer = self._synchronizer
+        state = self._last = synchronizer.begin_layer()
+        self._layers = synchronizer.layers
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: synchronizer.push(state, tensor), _unpack)
+        self._hooks.__enter__()
+        _contexts.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _contexts.remove(self)
+        hooks, self._hooks = self._hooks, None
+        hooks.__exit__(*error)
+
+    def synchronization_function(self, tensor: torch.Tensor) -> torch.Tensor:
+        """For a layer's output, behind its context: notes when the layer's backward begins."""
+        if self._last is None or self._hooks is not None:
+            raise RuntimeError("get_cpu_offload_context: the second function takes a layer's output once its context has been left")
+        if not tensor.requires_grad:
+            raise ValueError(f"get_cpu_offload_context: a tensor of shape {tuple(tensor.shape)} was given to the second function, and it needs no "
+                             "gradient, so that it has no backward to wait for")
+        layers, number = self._layers, self._last.number
+        tensor.grad_fn.register_prehook(lambda grads: self._synchronizer.begin_backward(layers, number))
+        return tensor
+
+
+def _unpack(saved: Any) -> torch.Tensor:
+    return saved.unpack() if isinstance(saved, (_Saved, _Forward)) else saved
+
+
+def is_cpu_offload_enabled() -> bool:
+    """True inside of a context that offloads."""
+    return bool(_contexts)
+
+
+def mark_not_offload(*tensors: Optional[torch.Tensor]) -> None:
+    """Has the tensors stay on the device, as long as they live."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor._te_fl_stays = _Mark(tensor)
+            _kept.add(tensor._te_fl_stays)
+
+
+def mark_activation_offload(*tensors: Optional[torch.Tensor]) -> None:
+    """Takes back mark_not_offload(). All other activations are offloaded without a mark."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.__dict__.pop("_te_fl_stays", None)
 
 
 def get_cpu_offload_context(enabled: bool = False, num_layers: Optional[int] = 1, model_layers: int = 1, offload_activations: bool = True,
                             offload_weights: bool = False, double_buffering: bool = False, manual_synchronization: bool = False,
                             retain_pinned_cpu_buffers: bool = False, offload_stream: Optional[Any] = None):
-    """(context, sync_function), and None for the controller with manual_synchronization: they do nothing, as Transformer Engine's with
-    enabled=False, for which the other arguments say nothing. enabled=True is te_fl.errors.Unsupported."""
-    if enabled:
-        raise refuse("get_cpu_offload_context", "enabled", enabled, "te-fl offloads no activations; recompute them with checkpoint(), or keep them "
-                     "on the device")
-    nothing = contextlib.nullcontext(), lambda tensor: tensor
-    return (*nothing, None) if manual_synchronization else nothing
+    """(context, sync_function), and a ManualOffloadSynchronizer with manual_synchronization. For each of model_layers layers:
+
+        with context:
+            x = layer(x)
+        x = sync_function(x)
+
+    The first num_layers layers are offloaded, one fewer than model_layers at most; with manual_synchronization those of which the program says so.
+    Tensors of less than 256 KiB, parameters, tensors that are not contiguous and those of mark_not_offload() stay. enabled=False: both do nothing.
+    offload_stream: for copies, with manual_synchronization alone. offload_weights and double_buffering have no effect, as in Transformer Engine,
+    and the former a warning.
+    """
+    nothing = (contextlib.nullcontext(), lambda tensor: tensor, None)[:3 if manual_synchronization else 2]
+    if not enabled:
+        return nothing
+    if not offload_activations and not offload_weights:
+        raise ValueError("get_cpu_offload_context: offload_activations and offload_weights are both False, so there is nothing to offload")
+    if offload_weights:
+        warnings.warn("get_cpu_offload_context: offload_weights has no effect: weights stay on the device", FutureWarning)
+        if not offload_activations:
+            return nothing
+    if offload_stream is not None and not manual_synchronization:
+        raise ValueError("get_cpu_offload_context: offload_stream goes with manual_synchronization=True; leave it out")
+    if manual_synchronization:
+        manual = ManualOffloadSynchronizer(model_layers, retain_pinned_cpu_buffers, offload_stream)
+        context = _Context(manual)
+        return context, context.synchronization_function, manual
+    if not 0 <= num_layers < model_layers:
+        raise ValueError(f"get_cpu_offload_context: num_layers is {num_layers} and model_layers {model_layers}; the last layer is not offloaded, since its "
+                         "backward comes next")
+    if num_layers == model_layers - 1:
+        warnings.warn("get_cpu_offload_context: with num_layers = model_layers - 1 a layer is copied while nothing else can run; offload fewer", UserWarning)
+    context = _Context(DefaultOffloadSynchronizer(model_layers, num_layers, retain_pinned_cpu_buffers))
+    return context, context.synchronization_function

@@ -1,0 +1,53 @@
+#include "te_fl/nn/autograd/saved_memory.hpp"
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "py/errors.hpp"
+#include "py/framework_tensor.hpp"
+#include "torch/arguments.hpp"
+#include "torch/layer.hpp"
+#include "torch/layer_record.hpp"
+
+namespace te_fl::python {
+
+PyObject* saved_memory(PyObject*, PyObject* token) noexcept {
+  return guarded([&] {
+    const std::shared_ptr<Record> record = record_that_waits(token);
+    if (record == nullptr) return Ref::share(Py_None);
+    const auto memory = nn::saved_memory(record->ctx, record->device);
+    return list_of(memory, [&](const nn::SavedMemory& m) {
+      const std::array<int64_t, 1> shape{m.bytes};
+      return to_framework(
+          value_of(Tensor::wrap(m.data, shape, {}, DType::kU8, record->device, m.owner)), token);
+    });
+  });
+}
+
+PyObject* move_saved_memory(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *token = nullptr, *entries = nullptr;
+    if (PyArg_ParseTuple(args, "OO", &token, &entries) == 0) throw PythonError();
+    const std::shared_ptr<Record> record = record_of(token);
+    std::vector<nn::MovedMemory> moved;
+    for (PyObject* entry : items_of(entries, "memory")) {
+      unsigned long long from = 0;
+      long long bytes = 0;
+      PyObject* to = nullptr;
+      if (PyArg_ParseTuple(entry, "KLO", &from, &bytes, &to) == 0) throw PythonError();
+      auto owner = std::make_shared<Tensor>(tensor_of(to, "memory", true));
+      if (owner->numel() * bits(owner->dtype()) < bytes * 8 || !owner->contiguous()) {
+        throw_type_error("the new memory is " + owner->describe() + "; it must be " +
+                         std::to_string(bytes) + " bytes");
+      }
+      void* const data = owner->raw_data();
+      // NOLINTNEXTLINE(performance-no-int-to-ptr): an address that saved_memory() gave
+      moved.push_back({reinterpret_cast<const void*>(from), bytes, data, std::move(owner)});
+    }
+    nn::move_saved_memory(record->ctx, moved);
+    return Ref::share(Py_None);
+  });
+}
+
+}  // namespace te_fl::python

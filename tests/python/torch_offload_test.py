@@ -1,0 +1,209 @@
+"""Activations on the host between forward and backward (get_cpu_offload_context): the same gradients, and memory that goes and comes, through hooks
+for PyTorch's own tensors and through C++ for those of te-fl's layers. On a host without GPUs device and host are both its memory."""
+
+import gc
+import unittest
+import warnings
+from unittest import mock
+
+import torch
+
+import te_fl.pytorch as te
+from te_fl import _native
+from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fl.pytorch import offload
+from te_fl.pytorch.offload import get_cpu_offload_context, is_cpu_offload_enabled, mark_activation_offload, mark_not_offload
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RECIPES = (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling(), Float8BlockScaling())
+torch.set_num_threads(1)
+
+
+class Plain(torch.nn.Module):
+    """A layer of PyTorch's alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(64, 64, device=DEVICE)
+
+    def forward(self, x):
+        return torch.nn.functional.gelu(self.inner(x)) * x
+
+
+LAYERS = {
+    "plain": Plain,
+    "Linear": lambda: te.Linear(64, 64, device=DEVICE),
+    "LayerNormLinear": lambda: te.LayerNormLinear(64, 64, device=DEVICE),
+    "LayerNormMLP": lambda: te.LayerNormMLP(64, 128, activation="swiglu", device=DEVICE),
+    "RMSNorm": lambda: te.RMSNorm(64, device=DEVICE),
+    "GroupedLinear": lambda: Experts(),
+    "TransformerLayer": lambda: te.TransformerLayer(64, 128, 2, hidden_dropout=0.0, attention_dropout=0.0, device=DEVICE),
+    "TransformerLayer in parts": lambda: te.TransformerLayer(64, 128, 2, hidden_dropout=0.1, attention_dropout=0.1, drop_path_rate=0.1, device=DEVICE),
+}
+
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = te.GroupedLinear(2, 64, 64, device=DEVICE)
+
+    def forward(self, x):
+        return self.inner(x, [x.numel() // 128] * 2)
+
+
+def model_of(name, count=4):
+    torch.manual_seed(3)
+    return [LAYERS[name]() for _ in range(count)]
+
+
+def run(layers, recipe, context=None, sync=None, after=None, dtype=torch.float32, batches=1):
+    """Losses and gradients of two steps."""
+    seen = []
+    for step in range(2):
+        torch.manual_seed(step)
+        outputs, inputs = [], []
+        for batch in range(batches):
+            x = torch.randn(32, 2, 64, device=DEVICE).to(dtype).requires_grad_()
+            inputs.append(x)
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                for i, layer in enumerate(layers):
+                    with context or mock.MagicMock():
+                        x = layer(x)
+                    x = sync(x) if sync else x
+                    if after:
+                        after(i)
+            outputs.append(x)
+        for x in outputs:
+            x.float().square().mean().backward()
+        seen += [x.detach() for x in outputs] + [x.grad for x in inputs]
+        seen += [p.grad.clone() for layer in layers for p in layer.parameters()]
+        for layer in layers:
+            layer.zero_grad()
+    return seen
+
+
+class Offload(unittest.TestCase):
+    def setUp(self):
+        self.enterContext(mock.patch.object(offload, "LEAST_BYTES", 256))
+        self.enterContext(warnings.catch_warnings())
+        warnings.simplefilter("ignore", UserWarning)
+
+    def same(self, got, want):
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            self.assertTrue(torch.equal(a, b), f"{i}: {(a - b).abs().max()}")
+
+    def test_gradients_are_the_same(self):
+        for name in LAYERS:
+            for recipe in RECIPES[:1] if name in ("plain", "RMSNorm") else RECIPES:
+                for count in (3, 1):
+                    with self.subTest(layer=name, recipe=type(recipe).__name__, count=count):
+                        context, sync = get_cpu_offload_context(True, num_layers=count, model_layers=4)
+                        sizes = []
+                        got = run(model_of(name), recipe, context, sync, lambda i: sizes.append(context._synchronizer.get_offloaded_total_size_mb()))  # noqa: B023
+                        self.same(got, run(model_of(name), recipe))
+                        self.assertGreater(max(sizes), count * 32 * 2 * 64 / 2 ** 20)  # at least a code for each element
+
+    def check_moved(self, state, before):
+        for forward in state._forwards:
+            now = {m.data_ptr() for m in _native.saved_memory(forward._token)}
+            self.assertEqual({s.host.data_ptr() for s in forward._segments} - now, set())
+            self.assertEqual(before & now, set())
+
+    def test_the_devices_memory_goes(self):
+        """While a layer is on the host, nothing holds what it kept on the device."""
+        for name in LAYERS:
+            for recipe in RECIPES[:2]:
+                with self.subTest(layer=name, recipe=type(recipe).__name__):
+                    context, sync, controller = get_cpu_offload_context(True, model_layers=2, manual_synchronization=True)
+                    layers, x = model_of(name, 2), torch.randn(32, 2, 64, device=DEVICE, requires_grad=True)
+                    with te.autocast(enabled=recipe is not None, recipe=recipe):
+                        with context:
+                            y = layers[0](x * 1.0)
+                        y = sync(y)
+                    state = controller.layers[0]
+                    before = [s.memory.data_ptr() for s in state._segments.values()]
+                    self.assertTrue(before)
+                    controller.start_offload_layer(0)
+                    controller.release_activation_forward_gpu_memory(0)
+                    gc.collect()
+                    self.check_moved(state, set(before))
+                    controller.start_reload_layer(0)
+                    y.sum().backward()
+                    self.assertTrue(x.grad.isfinite().all())
+                    del y
+                    gc.collect()
+                    self.assertEqual(len(state._segments), 0)  # the graph alone held them
+
+    def test_manual_and_late(self):
+        """A layer that nobody brought back comes when its backward asks."""
+        for brings in (True, False):
+            context, sync, controller = get_cpu_offload_context(True, model_layers=3, manual_synchronization=True, retain_pinned_cpu_buffers=True)
+
+            def after(i):
+                if i < 2:
+                    controller.start_offload_layer(i)  # noqa: B023
+                else:
+                    for layer in range(2):
+                        controller.release_activation_forward_gpu_memory(layer)  # noqa: B023
+                        if brings:  # noqa: B023
+                            controller.start_reload_layer(layer)  # noqa: B023
+            self.same(run(model_of("LayerNormMLP", 3), RECIPES[2], context, sync, after), run(model_of("LayerNormMLP", 3), RECIPES[2]))
+            self.assertRaisesRegex(RuntimeError, "layer 2 are kept; they are to be offloading", controller.release_activation_forward_gpu_memory, 2)
+
+    def test_several_batches_in_flight(self):
+        context, sync = get_cpu_offload_context(True, num_layers=2, model_layers=3, retain_pinned_cpu_buffers=True)
+        self.same(run(model_of("Linear", 3), None, context, sync, batches=3), run(model_of("Linear", 3), None, batches=3))
+
+    def test_graphs_that_are_kept_and_dropped(self):
+        context, sync = get_cpu_offload_context(True, num_layers=1, model_layers=2)
+        layers, x = model_of("LayerNormLinear", 2), torch.randn(32, 2, 64, device=DEVICE, requires_grad=True)
+        grads = []
+        for step in range(3):
+            y = x
+            for layer in layers:
+                with context:
+                    y = layer(y)
+                y = sync(y)
+            if step == 0:
+                continue  # this graph has no backward
+            for retain in (True, False):
+                x.grad = None
+                y.sum().backward(retain_graph=retain)
+                grads.append(x.grad)
+        self.same(grads[1:], grads[:-1])
+
+    def test_marks(self):
+        layer, x = te.Linear(64, 64, device=DEVICE), torch.randn(64, 64, device=DEVICE) * torch.ones(1, device=DEVICE, requires_grad=True)
+        for marks, offloaded in (((), True), ((mark_not_offload,), False), ((mark_not_offload, mark_activation_offload), True)):
+            for mark in marks:
+                mark(x, None)
+            context, _, controller = get_cpu_offload_context(True, model_layers=1, manual_synchronization=True)
+            with context:
+                self.assertTrue(is_cpu_offload_enabled())
+                y = layer(x)
+            self.assertFalse(is_cpu_offload_enabled())
+            controller.start_offload_layer(0)
+            self.assertEqual(controller.get_offloaded_total_size_mb() > 0, offloaded)
+            y.sum().backward(retain_graph=True)
+
+    def test_arguments(self):
+        for words, error, arguments in (("nothing to offload", ValueError, dict(offload_activations=False)), ("num_layers is 2", ValueError, dict(num_layers=2, model_layers=2)),
+                                        ("manual_synchronization=True", ValueError, dict(offload_stream=1)),
+                                        ("model_layers is 0", ValueError, dict(model_layers=0, manual_synchronization=True))):
+            with self.subTest(words), self.assertRaisesRegex(error, words):
+                get_cpu_offload_context(True, **arguments)
+        self.assertEqual(len(get_cpu_offload_context(manual_synchronization=True)), 3)
+        with self.assertWarnsRegex(FutureWarning, "offload_weights"):
+            context, sync = get_cpu_offload_context(True, offload_activations=False, offload_weights=True)
+        x = torch.zeros(2)
+        with context:
+            self.assertIs(sync(x), x)
+        context, sync = get_cpu_offload_context(True, num_layers=1, model_layers=2)
+        self.assertRaisesRegex(RuntimeError, "has been left", sync, x)
+        with context:
+            self.assertRaisesRegex(RuntimeError, "inside of itself", context.__enter__)
+        self.assertRaisesRegex(ValueError, "needs no gradient", sync, x)
+
+
+if __name__ == "__main__":
+    unittest.main()
