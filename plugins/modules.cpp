@@ -12,7 +12,7 @@
 namespace te_fl::plugins {
 namespace {
 
-constexpr const char* kModules = "TE_FL_PLUGIN_MODULES";
+constexpr const char* kModulesSetting = "TE_FL_PLUGIN_MODULES";
 constexpr const char* kSkip = "TE_FL_SKIP_MODULES";
 
 std::atomic<decltype(ModuleLoader::load)> g_load{nullptr};
@@ -24,8 +24,8 @@ void record(const PluginInfo& info) {
 }
 
 std::string how_to_silence(const PluginInfo& info) {
-  return info.origin == kModules
-             ? "leave it out of " + std::string(kModules)
+  return info.origin == kModulesSetting
+             ? "leave it out of " + std::string(kModulesSetting)
              : "uninstall the package, or name the module in " + std::string(kSkip);
 }
 
@@ -46,7 +46,7 @@ void start(const std::vector<std::string>& named, const std::vector<std::string>
   std::erase_if(wanted, is_skipped);
   for (PluginInfo& info : g_load.load()(wanted, !is_skipped("*"), skip)) {
     const bool was_named = std::find(named.begin(), named.end(), info.name) != named.end();
-    if (was_named) info.origin = kModules;
+    if (was_named) info.origin = kModulesSetting;
     // A name of TE_FL_PLUGIN_MODULES has to mean something where modules are loaded.
     if (was_named && info.state == State::kSkipped && info.path.empty()) {
       info.state = State::kFailed;

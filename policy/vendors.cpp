@@ -25,8 +25,8 @@ struct FoundAlias {
   std::string alias, vendor;
 };
 
-constinit core::ForkMutex mutex(core::LockLevel::kVendorAliases);
-const core::ForkMutex::Registration registration(mutex);
+constinit core::ForkMutex aliases_mutex(core::LockLevel::kVendorAliases);
+const core::ForkMutex::Registration aliases_registration(aliases_mutex);
 
 // The aliases that manifests brought. Its caller holds the mutex.
 std::vector<FoundAlias>& found() {
@@ -41,7 +41,7 @@ std::vector<std::string> vendors_of(const std::string& name) {
   for (const ShippedAlias& known : kShipped) {
     if (known.alias == name) vendors.emplace_back(known.vendor);
   }
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(aliases_mutex);
   for (const FoundAlias& known : found()) {
     if (known.alias == name) vendors.push_back(known.vendor);
   }
@@ -54,7 +54,7 @@ bool add_vendor_alias(std::string_view alias, std::string_view vendor) {
   FoundAlias added{lower(alias), lower(vendor)};
   const std::vector<std::string> known = vendors_of(added.alias);
   if (std::find(known.begin(), known.end(), added.vendor) != known.end()) return false;
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(aliases_mutex);
   found().push_back(std::move(added));
   return true;
 }

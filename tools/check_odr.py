@@ -5,7 +5,10 @@ usage: tools/check_odr.py [ROOT]     (default: this repository; only tracked fil
 
 It reads sources, as compiling all of a plugin a second time with -flto -Wodr takes as long as the first. What counts as
 one program stands in PROGRAMS. Definitions in unnamed namespaces, static functions and constants, which every file has
-for itself, are passed over, and so is whatever only macros define."""
+for itself, are passed over, and so is whatever only macros define.
+
+In UNITED folders, whose files the sanitizer builds compile as one (te_fl_unite in CMakeLists.txt), the names in unnamed
+namespaces must differ too."""
 import pathlib
 import re
 import subprocess
@@ -27,6 +30,10 @@ PROGRAMS = {
     "the tests of the CUDA plugin": ["include", "tests/backends/cuda", "tests/support"],
     "the tests of nn": ["include", "tests/nn", "tests/support"],
 }
+# Folders of which each is compiled as one file, with those below them but APART.
+APART = ["conformance/cases", "conformance/check"]
+UNITED = ["conformance", "core", "policy", "registry", "plugins", "dispatch", "comm", "nn", "backends/reference", "tests/core", "tests/policy", "tests/registry",
+          "tests/plugins", "tests/dispatch", "tests/comm", "tests/backends/reference"]
 TOKEN = re.compile(r"""
     (?P<raw>R"(?P<delim>[^()\\\s]{0,16})\(.*?\)(?P=delim)")
   | (?P<string>"(?:\\.|[^"\\\n])*")
@@ -135,7 +142,7 @@ def definition(head):
         return variable(head)
     if paren < 0:
         return variable(head)
-    if words & {"static", "using", "typedef", "concept", "friend"}:
+    if words & {"static", "using", "typedef", "concept", "friend", "catch"}:
         return None
     key = function_key(head)
     return ("function", key + mark) if key and not key.startswith("main(") else None
@@ -150,15 +157,30 @@ def variable(head):
     return "variable", words[-1]
 
 
-def definitions(source):
-    """(namespace, kind, name, line) of a file's definitions that other files could see."""
+def local_variable(head):
+    """A variable of an unnamed namespace; None: a declaration that may stand twice."""
+    head = re.sub(r"\balignas\s*\([^)]*\)|\[\[.*?\]\]", "", head, flags=re.S)
+    initialised = re.search(r"(?<![=!<>+\-*/|&^])=(?!=)", head)
+    before = head[:initialised.start()] if initialised else head
+    words = set(re.findall(r"\w+", before))
+    if words & {"using", "typedef", "namespace", "extern", "static_assert", "friend", "template", "operator", "catch"}:
+        return None
+    paren = first_parenthesis(before)
+    if paren >= 0 and not words & {"const", "constinit", "constexpr", "thread_local"}:  # a function, declared
+        return None
+    name = re.search(r"(\w+)\s*(?:\[[^\]]*\]\s*)*$", before[:paren] if paren >= 0 else before)
+    return ("variable", name.group(1)) if name and len(words) > 1 else None
+
+
+def definitions(source, unnamed=False):
+    """(namespace, kind, name, line) of a file's definitions that other files could see; unnamed: of those in unnamed namespaces."""
     text = without_text(source)
     scopes, head, head_line, line = [], "", 1, 1
     found = []
     i = 0
 
     def add(entry):
-        if entry is not None and None not in scopes:
+        if entry is not None and (None in scopes) == unnamed:
             found.append(("::".join(s for s in scopes if s), *entry, head_line))
 
     while i < len(text):
@@ -176,7 +198,7 @@ def definitions(source):
                 scopes.append("")
                 head = ""
             else:
-                add(definition(head))
+                add(definition(head) or (local_variable(head) if unnamed else None))
                 end = closing(text, i, "{}")
                 line += text.count("\n", i, end)
                 i = end
@@ -189,7 +211,9 @@ def definitions(source):
                 scopes.pop()
             head = ""
         elif c == ";":
-            if head and not head.startswith("\0") and re.search(r"\binline\b", head.split("(")[0]):
+            if head and not head.startswith("\0") and unnamed:
+                add(local_variable(head))
+            elif head and not head.startswith("\0") and re.search(r"\binline\b", head.split("(")[0]):
                 add(variable(strip_templates(head)[0]))
             head = ""
         else:
@@ -227,7 +251,23 @@ def clashes(root):
                 at = " and ".join(f"{p}:{n}" for p, n in sorted(where.items()))
                 result.append(f"{kind} {whole} is defined in {at}, both of {program}: rename one, give them one header, or use an "
                               "unnamed namespace (in .cpp and .cu only)")
-    return result, count
+    return result + united_clashes(root, files), count
+
+
+def united_clashes(root, files):
+    """Names that two files of one united folder have in unnamed namespaces."""
+    places, result = {}, []
+    for path in files:
+        united, apart = (any(pathlib.PurePosixPath(f) in path.parents for f in folders) for folders in (UNITED, APART))
+        if path.suffix == ".cpp" and united and not apart:
+            for space, kind, name, line in definitions((pathlib.Path(root) / path).read_text(errors="replace"), unnamed=True):
+                places.setdefault((path.parent, space, kind, name), {}).setdefault(path, line)
+    for (_, _, kind, name), where in sorted(places.items()):
+        if len(where) > 1:
+            at = " and ".join(f"{p}:{n}" for p, n in sorted(where.items()))
+            result.append(f"{kind} {name} is in the unnamed namespaces of {at}, which the sanitizer builds compile as one file: rename one, "
+                          "or give them one header")
+    return result
 
 
 def main():

@@ -47,6 +47,22 @@ class OneDefinition(unittest.TestCase):
                  "inline bool operator==(const A& l, const A& r) { return false; }", "function te_fl::cuda::operator==(const A&, const A&)")):
             self.assertEqual(self.in_namespace(one, other), [name], one)
 
+    def test_unnamed_namespaces_of_files_that_are_compiled_as_one(self):
+        united = ("nn/modules/one.cpp", "nn/modules/other.cpp")
+        for text, other, name in (
+                ("constexpr int kMost = 1;", "const char* const kMost[] = {\"a\", \"b\"};", "variable kMost"),
+                ("constinit core::ForkMutex mutex(core::Level::kOne);", "core::Mutex mutex{3};", "variable mutex"),
+                ("struct Plan { int i; };", "class Plan { };", "type Plan"),
+                ("int f(int i) { return i; }", "int f(int k) { return 2; }", "function f(int)")):
+            one, two = f"namespace te_fl {{ namespace {{\n{text}\n}} }}", f"namespace te_fl {{ namespace {{\n{other}\n}} }}"
+            found = [line.split(" is in the unnamed")[0] for line in self.found(one, two, paths=united)]
+            self.assertEqual(found, [name], text)
+            self.assertEqual(self.found(one, two, paths=("nn/modules/one.cpp", "nn/optim/other.cpp")), [], "other folders are apart")
+            self.assertEqual(self.found(one, two, paths=("backends/cuda/gemm/one.cpp", "backends/cuda/gemm/other.cpp")), [], "and other libraries")
+        for text, other in (("int f(int);", "int f(int i) { return i; }"), ("int f(int i) { return i; }", "int f(long i) { return 1; }"),
+                            ("using Clock = std::chrono::steady_clock;", "using Clock = std::chrono::steady_clock;")):
+            self.assertEqual(self.found(f"namespace {{\n{text}\n}}", f"namespace {{\n{other}\n}}", paths=united), [], text)
+
     def test_what_is_no_clash(self):
         for one, other in (
                 ("struct A;\nint f(int);", "struct A { int i; };\nint f(int i) { return i; }"),  # declarations
