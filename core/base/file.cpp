@@ -45,6 +45,18 @@ void sync_folder_of(const std::string& path) {
 
 }  // namespace
 
+std::string contents_hash(std::string_view contents) {
+  using Wide = unsigned __int128;
+  Wide hash = Wide{0x6c62272e07bb0142} << 64 | 0x62b821756295c58d;
+  constexpr Wide kPrime = Wide{1} << 88 | 0x13b;
+  for (const char c : contents) hash = (hash ^ static_cast<unsigned char>(c)) * kPrime;
+  std::string out;
+  for (int shift = 124; shift >= 0; shift -= 4) {
+    out += "0123456789abcdef"[static_cast<unsigned>(hash >> shift) & 15];
+  }
+  return out;
+}
+
 Result<std::string> read_file(const std::string& path, uint64_t most) {
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
   struct stat st {};

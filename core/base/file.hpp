@@ -13,6 +13,9 @@ namespace te_fl::core {
 // that fits behind "the file PATH ": a folder, a pipe or device (which is not waited for), more
 // than `most` bytes, no permission, an I/O error.
 Result<std::string> read_file(const std::string& path, uint64_t most);
+// 128 bits of FNV-1a in hex digits, by which ranks compare what they have read: nobody forges
+// anything.
+std::string contents_hash(std::string_view contents);
 // FAILED_PRECONDITION, "PATH is a folder", or "is a device, a pipe or a socket", to which opening
 // would wait for somebody or do something. OK: it is a regular file, or what opening says better.
 Status check_regular(const std::string& path);

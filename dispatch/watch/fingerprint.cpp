@@ -18,19 +18,6 @@ namespace {
 
 using Lines = std::map<std::string, std::string>;
 
-// FNV-1a of 128 bits in hex digits: ranks compare what they have, and nobody forges anything.
-std::string hash_of(const std::string& text) {
-  using Wide = unsigned __int128;
-  Wide hash = Wide{0x6c62272e07bb0142} << 64 | 0x62b821756295c58d;
-  constexpr Wide kPrime = Wide{1} << 88 | 0x13b;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * kPrime;
-  std::string out;
-  for (int shift = 124; shift >= 0; shift -= 4) {
-    out += "0123456789abcdef"[static_cast<unsigned>(hash >> shift) & 15];
-  }
-  return out;
-}
-
 void add_devices(Lines& lines) {
   // By type and not by index: ranks use different devices of one kind.
   for (const Device& device : devices::list()) {
@@ -73,15 +60,17 @@ void add_quarantines(Lines& lines) {
   }
 }
 
-// Settings of active plugins that are set; of a file its contents, wherever a rank has it.
+// Settings of active plugins that are set, and te-fl's own files; of a file its contents, wherever
+// a rank has it.
 void add_settings(Lines& lines) {
   constexpr uint64_t kMost = uint64_t{1} << 30;
   for (const environment::Variable& v : environment::table()) {
-    if (v.plugin.empty() || !v.active || v.value == v.default_value) continue;
+    const bool counts = v.plugin.empty() ? v.type == "file" : v.active;
+    if (!counts || v.value == v.default_value) continue;
     std::string text = v.value;
     if (v.type == "file") {
       const Result<std::string> contents = core::read_file(v.value, kMost);
-      text = contents.ok() ? hash_of(*contents) : "unreadable";
+      text = contents.ok() ? core::contents_hash(*contents) : "unreadable";
     }
     lines["setting " + v.name] = text;
   }
@@ -129,11 +118,11 @@ Lines parsed(const std::string& table) {
 
 }  // namespace
 
-std::string fingerprint() { return hash_of(text_of(resolved())); }
+std::string fingerprint() { return core::contents_hash(text_of(resolved())); }
 
 std::string fingerprint_table() {
   const std::string table = text_of(resolved());
-  return "fingerprint = " + hash_of(table) + "\n" + table;
+  return "fingerprint = " + core::contents_hash(table) + "\n" + table;
 }
 
 std::vector<std::string> fingerprint_difference(const std::string& a, const std::string& b) {

@@ -10,6 +10,10 @@ namespace te_fl::nn {
 SequenceRanks::~SequenceRanks() = default;
 SequenceRanks::Work::~Work() = default;
 
+SequenceRanks::Begun SequenceRanks::reduce_scatter_beside(const Tensor& whole, const Tensor& part) {
+  return reduce_scatter(whole, part);
+}
+
 namespace detail {
 namespace {
 
@@ -158,12 +162,14 @@ Result<Tensor> gather_rows_now(SequenceRanks& ranks, const Tensor& part, Copies 
   return whole;
 }
 
-Result<RowScatter> RowScatter::begin(SequenceRanks& ranks, Tensor whole) {
+Result<RowScatter> RowScatter::begin(SequenceRanks& ranks, Tensor whole, bool beside) {
   RowScatter scatter;
   TE_FL_ASSIGN_OR_RETURN(scatter.part, Tensor::empty({whole.size(0) / ranks.size(), whole.size(1)},
                                                      whole.dtype(), whole.device()));
   scatter.whole = std::move(whole);
-  TE_FL_ASSIGN_OR_RETURN(scatter.work, ranks.reduce_scatter(scatter.whole, scatter.part));
+  TE_FL_ASSIGN_OR_RETURN(scatter.work,
+                         beside ? ranks.reduce_scatter_beside(scatter.whole, scatter.part)
+                                : ranks.reduce_scatter(scatter.whole, scatter.part));
   return scatter;
 }
 

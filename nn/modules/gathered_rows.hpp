@@ -52,11 +52,12 @@ class RowGather {
 // begin() and take_whole().
 Result<Tensor> gather_rows_now(SequenceRanks& ranks, const Tensor& part, Copies copies = {});
 
-// The reduce-scatter of a gradient that has begun.
+// A reduce-scatter that has begun.
 struct RowScatter {
   Tensor whole, part;
   std::unique_ptr<SequenceRanks::Work> work;
-  static Result<RowScatter> begin(SequenceRanks& ranks, Tensor whole);
+  // beside: the ranks may go on beside it even if that costs the host more.
+  static Result<RowScatter> begin(SequenceRanks& ranks, Tensor whole, bool beside = false);
   // This rank's rows of the sum; waits. Once.
   Result<Tensor> take_part();
 };

@@ -208,8 +208,8 @@ Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& 
   Tensor y;
   if (gemm_->spec().partial) {
     TE_FL_RETURN_IF_ERROR(check_no_into("Linear: forward", into));
-    TE_FL_ASSIGN_OR_RETURN(y, gemm_->forward(record->use, input, options));
-    TE_FL_ASSIGN_OR_RETURN(y, detail::summed(parallel_, y));
+    TE_FL_ASSIGN_OR_RETURN(y,
+                           detail::forward_summed(*gemm_, parallel_, record->use, input, options));
     if (added.defined()) TE_FL_RETURN_IF_ERROR(detail::add(y, added, y));
   } else {
     TE_FL_ASSIGN_OR_RETURN(

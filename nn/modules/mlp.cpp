@@ -262,8 +262,8 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   normed = Tensor();
   Tensor y;
   if (impl.parallel.divides()) {
-    TE_FL_ASSIGN_OR_RETURN(y, impl.fc2->forward(record->fc2, activated, options));
-    TE_FL_ASSIGN_OR_RETURN(y, detail::summed(impl.parallel, y));
+    TE_FL_ASSIGN_OR_RETURN(
+        y, detail::forward_summed(*impl.fc2, impl.parallel, record->fc2, activated, options));
     if (added.defined()) TE_FL_RETURN_IF_ERROR(detail::add(y, added, y));
   } else {
     TE_FL_ASSIGN_OR_RETURN(
@@ -298,7 +298,9 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   record.fc2 = {};
   d_out = {};
   record.pre = Tensor();
+  record.fc1.dgrad = ctx.input_grad || (impl.norm && impl.norm->trains());
   TE_FL_ASSIGN_OR_RETURN(Tensor d_normed, impl.fc1->products(record.fc1, d_pre));
+  if (!record.fc1.dgrad) return d_normed;
   if (!impl.parallel.divides_sequence()) {
     TE_FL_ASSIGN_OR_RETURN(d_normed, detail::summed(impl.parallel, d_normed));
   }

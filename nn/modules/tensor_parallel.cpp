@@ -6,58 +6,11 @@
 
 #include "nn/autograd/parameter.hpp"
 #include "nn/base/tensor_ops.hpp"
+#include "nn/modules/comm_ranks.hpp"
 #include "nn/modules/gathered_rows.hpp"
-#include "te_fl/nn/fp8/amax_reduction.hpp"
 
 namespace te_fl::nn {
 namespace {
-
-Status all_gather(const Comm& ranks, const Tensor& from, const Tensor& to) {
-  te_fl_all_gather_args args{};
-  args.input = from;
-  args.output = to;
-  args.comm = ranks.c();
-  return ops::all_gather(args, detail::call_options(from.device()));
-}
-
-Status all_reduce(const Comm& ranks, const Tensor& data, int32_t reduction = TE_FL_REDUCTION_SUM) {
-  te_fl_all_reduce_args args{};
-  args.reduction = reduction;
-  args.input = data;
-  args.output = data;
-  args.comm = ranks.c();
-  return ops::all_reduce(args, detail::call_options(data.device()));
-}
-
-// The ranks of a communicator, whose ops are on the stream when they return.
-class CommRanks final : public SequenceRanks {
- public:
-  explicit CommRanks(std::shared_ptr<const Comm> ranks) : ranks_(std::move(ranks)) {}
-  int size() const noexcept override { return ranks_->size(); }
-  int rank() const noexcept override { return ranks_->rank(); }
-  Begun all_gather(const Tensor& part, const Tensor& whole) override {
-    TE_FL_RETURN_IF_ERROR(nn::all_gather(*ranks_, part, whole));
-    return std::unique_ptr<Work>();
-  }
-  Begun reduce_scatter(const Tensor& whole, const Tensor& part) override {
-    te_fl_reduce_scatter_args args{};
-    args.input = whole;
-    args.output = part;
-    args.comm = ranks_->c();
-    TE_FL_RETURN_IF_ERROR(ops::reduce_scatter(args, detail::call_options(whole.device())));
-    return std::unique_ptr<Work>();
-  }
-  Status sum(const Tensor& values) override { return all_reduce(*ranks_, values); }
-  Status largest(const Tensor& values) override {
-    return all_reduce(*ranks_, values, TE_FL_REDUCTION_MAX);
-  }
-  bool share_amaxes(const AmaxReduction* reduction) const noexcept override {
-    return reduction != nullptr && reduction->is_over(*ranks_);
-  }
-
- private:
-  std::shared_ptr<const Comm> ranks_;
-};
 
 Status check_rows(const TensorParallel& parallel, const Tensor& x, std::string_view who) {
   if (x.defined() && x.rank() >= 1 && x.size(0) % parallel.size() == 0) return {};
@@ -110,6 +63,13 @@ Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial) {
   return scatter.take_part();
 }
 
+Result<Tensor> forward_summed(GemmUnit& gemm, const TensorParallel& parallel, GemmUnit::Use& use,
+                              const Tensor& input, const ForwardOptions& options) {
+  if (gemm.spec().gradient_rows != nullptr) return gemm.forward_scattered(use, input, options);
+  TE_FL_ASSIGN_OR_RETURN(const Tensor y, gemm.forward(use, input, options));
+  return summed(parallel, y);
+}
+
 OwnRandom::OwnRandom(const TensorParallel& parallel, bool divided, const Device& device) {
   if (!divided || !parallel.random.has_value()) return;
   scope_.emplace(parallel.random->with_stream(device, devices::current_stream(device)));
@@ -139,7 +99,7 @@ Result<Tensor> gather_rows(const TensorParallel& parallel, const Tensor& x) {
   Shape shape(x.shape().begin(), x.shape().end());
   shape.front() *= parallel.size();
   TE_FL_ASSIGN_OR_RETURN(Tensor whole, Tensor::empty(shape, x.dtype(), x.device()));
-  TE_FL_RETURN_IF_ERROR(all_gather(*parallel.ranks, part, whole));
+  TE_FL_RETURN_IF_ERROR(detail::all_gather(*parallel.ranks, part, whole));
   return whole;
 }
 
@@ -189,7 +149,7 @@ Status sum_together(const TensorParallel& parallel, const std::vector<Tensor>& g
     parts.push_back(std::move(part));
     begin += g.numel();
   }
-  TE_FL_RETURN_IF_ERROR(all_reduce(*parallel.ranks, flat));
+  TE_FL_RETURN_IF_ERROR(detail::all_reduce(*parallel.ranks, flat));
   for (size_t i = 0; i < parts.size(); ++i) {
     TE_FL_RETURN_IF_ERROR(detail::copy(parts[i], gradients[i]));
   }

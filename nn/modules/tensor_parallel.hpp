@@ -3,6 +3,7 @@
 #include <memory>
 #include <string_view>
 
+#include "nn/modules/gemm_unit.hpp"
 #include "te_fl/nn/modules/tensor_parallel.hpp"
 
 // The steps around the product of a linear map where ranks divide it. All of it does nothing, and
@@ -18,6 +19,9 @@ std::shared_ptr<SequenceRanks> sequence_ranks_of(const TensorParallel& parallel)
 // The sum of the ranks' matrices, or under sequence parallelism this rank's rows of it. May write
 // to `partial`.
 Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial);
+// summed() of the forward of a map by rows.
+Result<Tensor> forward_summed(GemmUnit& gemm, const TensorParallel& parallel, GemmUnit::Use& use,
+                              const Tensor& input, const ForwardOptions& options);
 // While it lives, dropout on the thread draws from this rank's own stream, where there is one and
 // `divided` says that what is dropped is a part.
 class OwnRandom {

@@ -13,6 +13,7 @@
 #include "torch/layer.hpp"
 #include "torch/layer_arguments.hpp"
 #include "torch/lent_parameter.hpp"
+#include "torch/process_group.hpp"
 #include "torch/recompute.hpp"
 #include "torch/result_tensors.hpp"
 #include "torch/scale_functions.hpp"
@@ -84,6 +85,7 @@ PyMethodDef g_methods[] = {
     {"reset_usage", reset_usage, METH_VARARGS, "reset_usage(manager=None)"},
     {"reload", reload, METH_NOARGS, "reload(): reads the environment again"},
     {"info", info, METH_NOARGS, "info() -> dict"},
+    {"device_name", device_name, METH_O, "device_name(device) -> str"},
     {"load_plugin", load_plugin, METH_O, "load_plugin(path_or_name) -> name"},
     {"verify_counts", verify_counts, METH_NOARGS, "verify_counts() -> dict"},
     {"fingerprint", fingerprint, METH_NOARGS, "fingerprint() -> str"},
@@ -117,7 +119,9 @@ PyMethodDef g_methods[] = {
      "layer_forward(layer, activation, mode, is_first_microbatch, inputs, parameters, attention, "
      "random) -> (output, token)"},
     {"layer_backward", fast(layer_backward), METH_FASTCALL,
-     "layer_backward(token, gradient, parameters, main_grads, keep) -> (gradients, gradients)"},
+     "layer_backward(token, gradient, parameters, main_grads, keep, input_grad) -> (gradients, "
+     "gradients)"},
+    {"stripes", stripes, METH_NOARGS, "stripes() -> str"},
     {"end_backward", end_backward, METH_O, "end_backward(token)"},
     {"set_empty", set_empty, METH_O, "set_empty(function(like, shape, dtype) -> tensor)"},
     {"set_codes_class", set_codes_class, METH_O, "set_codes_class(type)"},

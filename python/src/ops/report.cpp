@@ -91,6 +91,18 @@ PyObject* info(PyObject*, PyObject*) noexcept {
   });
 }
 
+PyObject* device_name(PyObject*, PyObject* device) noexcept {
+  return guarded([&] {
+    const std::string text(text_of(device, "the device"));
+    const auto properties = without_lock([&]() -> Result<te_fl_device_props> {
+      (void)OpManager::instance();  // discovers plugins
+      TE_FL_ASSIGN_OR_RETURN(const Device parsed, parse_device(text));
+      return devices::properties(parsed);
+    });
+    return to_python(std::string_view(value_of(Result(properties)).name));
+  });
+}
+
 PyObject* load_plugin(PyObject*, PyObject* path) noexcept {
   return guarded([&] {
     const std::string text(text_of(path, "the plugin's path or name"));

@@ -11,9 +11,10 @@ PyObject* usage(PyObject*, PyObject*) noexcept;        // (manager=None) -> list
 PyObject* reset_usage(PyObject*, PyObject*) noexcept;  // (manager=None) -> None
 PyObject* reload(PyObject*, PyObject*) noexcept;       // () -> None: reads the environment again
 PyObject* info(PyObject*, PyObject*) noexcept;         // () -> dict: version, devices, plugins
-PyObject* load_plugin(PyObject*, PyObject* path) noexcept;  // (path or name) -> name
-PyObject* verify_counts(PyObject*, PyObject*) noexcept;     // () -> dict
-PyObject* fingerprint(PyObject*, PyObject*) noexcept;       // () -> str
-PyObject* write_trace(PyObject*, PyObject*) noexcept;       // () -> None
+PyObject* device_name(PyObject*, PyObject* device) noexcept;  // ("cuda:0") -> the chip's name
+PyObject* load_plugin(PyObject*, PyObject* path) noexcept;    // (path or name) -> name
+PyObject* verify_counts(PyObject*, PyObject*) noexcept;       // () -> dict
+PyObject* fingerprint(PyObject*, PyObject*) noexcept;         // () -> str
+PyObject* write_trace(PyObject*, PyObject*) noexcept;         // () -> None
 
 }  // namespace te_fl::python

@@ -17,7 +17,8 @@
   X(kGradient, "gradient")                \
   X(kParameters, "parameters")            \
   X(kMainGrads, "main_grads")             \
-  X(kKeep, "keep")
+  X(kKeep, "keep")                        \
+  X(kInputGrad, "input_grad")
 
 namespace te_fl::python {
 

@@ -74,7 +74,7 @@ std::vector<Tensor> take_gradients(Runner& runner, const std::vector<MainGrad>& 
 Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Lent> kept,
                                std::vector<LentParameter>& parameters,
                                const std::vector<MainGrad>& main_grads, ResultTensors& results,
-                               void* stream, bool keep, bool deterministic) {
+                               void* stream, bool keep, bool input_grad, bool deterministic) {
   Layer& layer = *record.layer;
   const LayerLock lock(layer);
   TE_FL_RETURN_IF_ERROR(lend(*record.runner, parameters, record.numbers, &record.trained));
@@ -87,8 +87,10 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Len
   Gradients gradients;
   if (keep) {
     nn::Ctx copy = record.ctx;
+    copy.input_grad = input_grad;
     TE_FL_ASSIGN_OR_RETURN(gradients.inputs, record.runner->backward(dy, copy));
   } else {
+    record.ctx.input_grad = input_grad;
     TE_FL_ASSIGN_OR_RETURN(gradients.inputs, record.runner->backward(dy, record.ctx));
   }
   gradients.parameters = take_gradients(*record.runner, main_grads);
@@ -171,17 +173,22 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     const auto main_grads = main_grads_of(args[Argument::kMainGrads], parameters.size());
     void* const stream = current_stream_of(args[Argument::kGradient], dy.device());
     ResultTensors results(args[Argument::kGradient], dy.device());
-    for (const auto& [shape, dtype] : record->inputs) results.expect(shape, dtype);
+    const bool input_grad = args[Argument::kInputGrad] == Py_True;
+    if (input_grad) {
+      for (const auto& [shape, dtype] : record->inputs) results.expect(shape, dtype);
+    }
     expect_gradients(results, *record->layer, parameters, record->trained, main_grads);
     const bool deterministic = wants_deterministic();
     std::optional<Result<Gradients>> gradients;
     {
       const WithoutLock unlocked;
       gradients.emplace(run_backward(*record, dy, std::move(kept), parameters, main_grads, results,
-                                     stream, args[Argument::kKeep] == Py_True, deterministic));
+                                     stream, args[Argument::kKeep] == Py_True, input_grad,
+                                     deterministic));
     }
     Gradients made = value_of(*std::move(gradients));
     gradients.reset();
+    if (!input_grad) made.inputs.assign(made.inputs.size(), Tensor());
     const Ref inputs = tuple_of(std::move(made.inputs), results, args[Argument::kGradient]);
     const Ref own = tuple_of(std::move(made.parameters), results, args[Argument::kGradient]);
     return Ref::take(PyTuple_Pack(2, inputs.get(), own.get()));

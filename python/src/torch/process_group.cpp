@@ -6,6 +6,7 @@
 #include "py/framework_tensor.hpp"
 #include "py/interpreter.hpp"
 #include "te_fl/device.hpp"
+#include "te_fl/nn/modules/stripes.hpp"
 #include "torch/arguments.hpp"
 #include "torch/callback.hpp"
 
@@ -102,6 +103,10 @@ std::vector<int64_t> ranks_of(PyObject* tuple) {
 
 std::shared_ptr<nn::SequenceRanks> sequence_ranks_of(PyObject* object) {
   return std::make_shared<GroupRanks>(object);
+}
+
+PyObject* stripes(PyObject*, PyObject*) noexcept {
+  return guarded([] { return to_python(value_of(nn::stripes_in_words())); });
 }
 
 }  // namespace te_fl::python

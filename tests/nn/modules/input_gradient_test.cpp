@@ -62,6 +62,24 @@ TEST(InputGradient, OfATrainedNormIsNeeded) {
   EXPECT_EQ(frozen.gradients.at("weight"), with.gradients.at("weight"));
 }
 
+TEST(InputGradient, OfAnMlpIsLeftOutWithoutATrainedNorm) {
+  for (const bool normalizes : {false, true}) {
+    const auto mlp = take(LayerNormMLP::create(
+        {.hidden_size = kIn, .ffn_hidden_size = kOut, .seed = 1, .normalizes = normalizes}));
+    const Pass with = pass(*mlp, kRows, true), trained = pass(*mlp, kRows, false);
+    EXPECT_EQ(with.products, 4);
+    EXPECT_EQ(trained.products, normalizes ? 4 : 3);
+    EXPECT_EQ(trained.gradients, with.gradients);
+    for (const NamedParameter& p : mlp->parameters()) {
+      if (p.name.starts_with("layer_norm")) p.parameter->set_requires_grad(false);
+    }
+    const Pass frozen = pass(*mlp, kRows, false);
+    EXPECT_EQ(frozen.products, 3);
+    EXPECT_FALSE(frozen.dx.defined());
+    EXPECT_EQ(frozen.gradients.at("fc1_weight"), with.gradients.at("fc1_weight"));
+  }
+}
+
 TEST(InputGradient, OfValuesThatWantNoneIsLeftOut) {
   const auto linear = take(Linear::create({.in_features = kIn, .out_features = kOut, .seed = 1}));
   const auto products = [&](bool wanted) {

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 
+import te_fl
 import te_fl.pytorch as te
 from common import randomise
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -164,6 +165,38 @@ def case_gathers_that_nobody_needs(ranks):
             module.eval()
             with torch.no_grad(), te.autocast(enabled=recipe is not None, recipe=recipe):
                 assert torch.equal(module(x), y)
+
+
+def _products():
+    return sum(row["calls"] for row in te_fl.usage() if row["op"] == "generic_gemm")
+
+
+def case_gradients_that_nobody_wants(ranks):
+    """A layer whose input wants no gradient computes none and calls no collective for it, divided or not; those of its parameters are the same. A
+    normalisation in front of a product wants one, unless it is frozen."""
+    for size in ranks.degrees():
+        for sp in (False, True):
+            for kind, products in (("column", 1), ("row", 1), ("norm", 1), ("mlp", 3)):
+                for group in (ranks.groups[size], ranks.groups[1]):
+                    torch.manual_seed(11 + group.rank())
+                    module = randomise(KINDS[kind](tp_group=group, sequence_parallel=sp, device="cpu"))
+                    for name, p in module.named_parameters():
+                        p.requires_grad_("layer_norm" not in name)
+                    columns = {"row": 256 // group.size()}.get(kind, 128)
+                    rows = 32 // (group.size() if sp and kind != "row" else 1)
+                    found = []
+                    for wanted in (True, False):
+                        x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(5 + group.rank())).requires_grad_(wanted)
+                        module.zero_grad()
+                        y = module(x)
+                        collectives.reset_counts()
+                        before = _products()
+                        y.square().sum().backward()
+                        found.append(([p.grad for p in module.parameters() if p.requires_grad], _products() - before, _calls("all_reduce") + _calls("reduce_scatter")))
+                    with_it, without = found
+                    assert all(map(torch.equal, with_it[0], without[0])), (kind, sp)
+                    assert (with_it[1], without[1]) == (products + 1, products), (kind, sp, group.size(), with_it[1:], without[1:])
+                    assert with_it[2] == (kind != "row" and group.size() > 1) and without[2] == 0, (kind, sp, group.size(), with_it[2], without[2])
 
 
 def case_two_forwards_before_a_backward(ranks):

@@ -40,7 +40,8 @@ class TE_FL_API Ctx {
   void visit(const Visitor& visitor);
   // False: nobody wants the gradient of the forward's input. Set before the backward, which may
   // leave it out then, with the collectives that make it, and gives an undefined tensor. Linear
-  // does, and LayerNormLinear where its norm is frozen; elsewhere parameters' gradients need it.
+  // does, and LayerNormLinear and LayerNormMLP where they have no norm or it is frozen; elsewhere
+  // parameters' gradients need it.
   bool input_grad = true;
 
   // For modules. check_empty() comes first in a forward, before it computes; store() last, and

@@ -41,6 +41,9 @@ class TE_FL_API SequenceRanks {
   virtual Begun all_gather(const Tensor& part, const Tensor& whole) = 0;
   // part [n, ..] <- this rank's rows of the sum of the ranks' `whole` [size * n, ..].
   virtual Begun reduce_scatter(const Tensor& whole, const Tensor& part) = 0;
+  // As reduce_scatter(), for work that the current stream goes on with beside it, where the ranks
+  // can have that; without a definition of one's own it is reduce_scatter().
+  virtual Begun reduce_scatter_beside(const Tensor& whole, const Tensor& part);
   // Each value, F32, F16 or BF16, becomes the sum of the ranks'; the stream has it on return.
   virtual Status sum(const Tensor& values) = 0;
   // Each value of F32 [n] becomes the largest that any rank has; the stream has it on return.

@@ -21,7 +21,7 @@ TRAINING, UNCACHED = 0, 1  # modes of _native.layer_forward(); others are the nu
 
 # The order in which te_fl.pytorch gives layer_forward() and layer_backward() their arguments is the order in which te_fl reads them.
 assert _native.LAYER_FORWARD_ARGUMENTS == ("layer", "activation", "mode", "is_first_microbatch", "inputs", "parameters", "attention", "random")
-assert _native.LAYER_BACKWARD_ARGUMENTS == ("token", "gradient", "parameters", "main_grads", "keep")
+assert _native.LAYER_BACKWARD_ARGUMENTS == ("token", "gradient", "parameters", "main_grads", "keep", "input_grad")
 
 _devices = set()  # those whose memory comes from PyTorch
 
@@ -164,14 +164,15 @@ def _backward(ctx, grad: torch.Tensor):
         token = ctx.kept.token
     weights = ctx.kept.weights if call.accumulates else ()
     main_grads = main_grads_of(weights) if call.accumulates else None
-    inputs, own = _native.layer_backward(token, grad.contiguous() if grad.numel() else grad.new_empty(grad.shape), parameters, None if call.delays else main_grads, keep)
+    needed = ctx.needs_input_grad
+    inputs, own = _native.layer_backward(token, grad.contiguous() if grad.numel() else grad.new_empty(grad.shape), parameters,
+                                         None if call.delays else main_grads, keep, any(needed[1:n + 1]))
     if call.updates:
         _ends(token, call.updates)
     if main_grads is not None:
         own = tuple(placeholder(p) if m is not None else g for p, m, g in zip(weights, main_grads, own))
     if ctx.kept is not None and not keep:
         ctx.kept = None
-    needed = ctx.needs_input_grad
     if n == 1:
         return (None, inputs[0] if needed[1] else None, *own)
     return (None, *(g if needed[i + 1] else None for i, g in enumerate(inputs[:n])), *own)

@@ -170,6 +170,10 @@ class LayerNode final : public torch::autograd::Node {
     args[Argument::kParameters] = parameters.get();
     args[Argument::kMainGrads] = Py_None;
     args[Argument::kKeep] = keep;
+    args[Argument::kInputGrad] = Py_False;
+    for (size_t i = 0; i < followed; ++i) {
+      if (next_edge(i).is_valid()) args[Argument::kInputGrad] = Py_True;
+    }
     const Ref both = checked(PyObject_Vectorcall(layer_backward, args, Argument::kCount, nullptr));
     if (field(call_, kUpdates) != Py_None && PyObject_IsTrue(field(call_, kUpdates)) == 1) {
       PyObject* const about[] = {saved[0].get(), field(call_, kUpdates)};

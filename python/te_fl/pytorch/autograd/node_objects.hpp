@@ -36,7 +36,8 @@ namespace te_fl::node {
   X(kGradient, "gradient")          \
   X(kParameters, "parameters")      \
   X(kMainGrads, "main_grads")       \
-  X(kKeep, "keep")
+  X(kKeep, "keep")                  \
+  X(kInputGrad, "input_grad")
 #define TE_FL_PLACE(place, name) place,
 enum Field { TE_FL_CALL_FIELDS(TE_FL_PLACE) kFields };
 struct ForwardArgument {

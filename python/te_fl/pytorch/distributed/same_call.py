@@ -15,7 +15,8 @@ from te_fl.errors import CommFailed, InvalidArgument
 TRANSFERS = ("send", "recv")  # between two ranks, not all
 
 
-def _limit() -> datetime.timedelta:
+def time_limit() -> datetime.timedelta:
+    """TE_FL_COMM_TIMEOUT_MS, how long ranks wait for each other on the host."""
     text = os.environ.get("TE_FL_COMM_TIMEOUT_MS") or "600000"
     if not text.isdecimal() or not 1 <= int(text) <= 86400000:
         raise InvalidArgument(f"INVALID_ARGUMENT: TE_FL_COMM_TIMEOUT_MS is {text!r}, must be a whole number from 1 to 86400000")
@@ -39,7 +40,7 @@ class SameCall:
         self._group, self._device = group.group_name, device
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._store = dist.PrefixStore(f"te_fl/{device.type}", store)
-        self._limit = _limit()
+        self._limit = time_limit()
         self._number = 0
 
     @classmethod

@@ -6,7 +6,7 @@ from typing import Any, Optional, Tuple
 
 import torch
 
-from te_fl.pytorch.distributed import collectives, communicator
+from te_fl.pytorch.distributed import collectives, communicator, same_stripes
 from te_fl.pytorch.distributed.amax_reduction import global_ranks, on_stream
 
 
@@ -37,9 +37,10 @@ class _Work:
 
 class SequenceRanks:
     """The ranks of a group, None for the default one. Each method begins a collective on the stream of that handle; the tensors share te-fl's memory,
-    which lives until the result's wait(). In C++ python/src/torch/process_group.cpp calls them."""
+    which lives until the result's wait(). In C++ python/src/torch/process_group.cpp calls them. All ranks of the group make one at the same time."""
 
     def __init__(self, group: Optional[Any]):
+        same_stripes.agree(group)
         self.group, self.size, self.rank, self.ranks = group, collectives.size_of(group), collectives.rank_in(group), global_ranks(group)
         self.like = torch.empty(0)  # tensors are to be PyTorch's
 
