@@ -42,7 +42,7 @@ class SpreadWork {
 
 // Before a stream is destroyed: destroys its side streams, which finish what they have.
 void forget_side_streams(int device, cudaStream_t stream) noexcept;
-// The same of all, when the plugin ends; in a child of a fork they are out of reach.
+// Destroys all of them as the plugin ends; in a child of a fork they are out of reach.
 void give_back_side_streams() noexcept;
 
 }  // namespace te_fl::cuda

@@ -84,7 +84,7 @@ TEST_F(GpuGroupedGemm, IsItsProductsOneByOne) {
   }
 }
 
-// What comes before on the caller's stream is finished when a product begins, and what comes behind
+// Work that comes before on the caller's stream is finished when a product begins, and work behind it
 // finds the products there.
 TEST_F(GpuGroupedGemm, KeepsTheOrderOfTheStream) {
   const Stream stream = std::move(Stream::create(kGpu)).value();
