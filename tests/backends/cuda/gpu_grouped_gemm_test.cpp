@@ -84,8 +84,8 @@ TEST_F(GpuGroupedGemm, IsItsProductsOneByOne) {
   }
 }
 
-// Work that comes before on the caller's stream is finished when a product begins, and work behind it
-// finds the products there.
+// Work that comes before on the caller's stream is finished when a product begins, and work behind
+// it finds the products there.
 TEST_F(GpuGroupedGemm, KeepsTheOrderOfTheStream) {
   const Stream stream = std::move(Stream::create(kGpu)).value();
   const Group group(64);
