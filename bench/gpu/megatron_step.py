@@ -15,9 +15,7 @@ usage: megatron_step.py [--extension FOLDER] [--steps N] [--experts N] [--tp N] 
   --only       bf16 or fp8 alone
   --profile    prints for each way what the first rank's steps spend on the host and on the GPU, most expensive first, after its times
 
-Two layers, BF16 and FP8. megatron-core 0.16.1 gives DelayedScaling an argument that Transformer Engine 2.20 does not take any more
-(override_linear_precision, all False here); it is left out for all ways alike. Needs megatron-core, te_fl on PYTHONPATH and
-TE_FL_PLUGIN_MODULES naming the CUDA plugin of a build.
+Two layers, BF16 and FP8. Needs megatron-core, te_fl on PYTHONPATH and TE_FL_PLUGIN_MODULES naming the CUDA plugin of a build.
 """
 
 import argparse
@@ -30,21 +28,6 @@ import tempfile
 import time
 
 WAYS = ("names", "inside", "extension")
-
-
-def without_override_linear_precision(megatron_extension):
-    """Transformer Engine 2.20's DelayedScaling has no such argument, which Megatron gives as (False, False, False)."""
-    import inspect
-    base = megatron_extension.TEDelayedScaling.__mro__[1]
-    if "override_linear_precision" in inspect.signature(base.__init__).parameters:
-        return
-    plain = base.__init__
-
-    def init(self, *rest, override_linear_precision=(False, False, False), **named):
-        if any(override_linear_precision):
-            raise ValueError(f"override_linear_precision={override_linear_precision}: Transformer Engine 2.20 has it no more")
-        plain(self, *rest, **named)
-    base.__init__ = init
 
 
 def profile(steps, rank):
@@ -72,12 +55,10 @@ def train(way, fp8, options, rank, store):
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=tp * dp, device_id=torch.device("cuda", rank))
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.extensions import transformer_engine as megatron_extension
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
-    without_override_linear_precision(megatron_extension)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
     model_parallel_cuda_manual_seed(123)
     chosen = {"fp8": "hybrid", "fp8_recipe": options.recipe, "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max"} if fp8 else {}

@@ -108,7 +108,10 @@ def replayed(step):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
-    return graph.replay
+
+    def replay(kept=step):  # with the step goes the memory that the graph reads
+        graph.replay()
+    return replay
 
 
 def layer(te, group=None, **more):

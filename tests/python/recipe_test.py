@@ -63,6 +63,15 @@ class Recipes(unittest.TestCase):
             with self.assertRaisesRegex(InvalidArgument, named):
                 make()
 
+    def test_unknown_keywords_have_no_effect(self):
+        """Megatron gives DelayedScaling override_linear_precision and params_dtype, which Transformer Engine 2.20 takes so."""
+        for kind in (recipe.DelayedScaling, recipe.Float8CurrentScaling, recipe.Float8BlockScaling, recipe.MXFP8BlockScaling):
+            with self.assertWarnsRegex(UserWarning, f"{kind.__name__} has no argument override_linear_precision, params_dtype: .*no effect"):
+                made = kind(override_linear_precision=(False, False, False), params_dtype=None)
+            self.assertEqual(repr(made), repr(kind()))
+        with self.assertRaises(TypeError):
+            recipe.DelayedScaling(*range(20))
+
     def test_native_values(self):
         own = max
         self.assertEqual(recipe.native_of(recipe.DelayedScaling(margin=1, amax_history_len=16, amax_compute_algo=own, fp8_dpa=True)),

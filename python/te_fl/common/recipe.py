@@ -6,7 +6,9 @@ build recipes that they never use keep working. The defaults of some arguments c
 
 from __future__ import annotations
 
+import functools
 import os
+import warnings
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Callable, Literal, NamedTuple, Optional, Union
@@ -123,6 +125,25 @@ class Recipe:
         _require(self, "backward_override", self.backward_override in _OVERRIDES, f"it is one of {_OVERRIDES} (NVTE_BACKWARD_OVERRIDE)")
 
 
+def _ignoring_unknown(recipe: type) -> type:
+    """Transformer Engine's recipes take keywords that they do not know, without effect, and programs that were written for another version of it
+    give them, as Megatron gives override_linear_precision. So do these, with a warning."""
+    plain = recipe.__init__
+
+    @functools.wraps(plain)
+    def init(self, *fields: Any, **named: Any) -> None:
+        unknown = [name for name in named if name not in recipe.__dataclass_fields__]
+        for name in unknown:
+            del named[name]
+        if unknown:
+            warnings.warn(f"{recipe.__name__} has no argument {', '.join(unknown)}: what was given has no effect, as in Transformer Engine 2.20", stacklevel=2)
+        plain(self, *fields, **named)
+
+    recipe.__init__ = init
+    return recipe
+
+
+@_ignoring_unknown
 @dataclass(repr=False)
 class DelayedScaling(Recipe):
     """One scale per tensor, from the amaxes of the last amax_history_len steps: scale = fp8_max / amax / 2^margin."""
@@ -149,6 +170,7 @@ class DelayedScaling(Recipe):
         _require(self, "backward_override", self.backward_override is None, "delayed scaling has only None")
 
 
+@_ignoring_unknown
 @dataclass(repr=False)
 class Float8CurrentScaling(Recipe):
     """One scale per tensor, from the tensor's own amax. fp8_quant_fwd_inp, fp8_quant_fwd_weight and fp8_quant_bwd_grad may be set after."""
@@ -170,6 +192,7 @@ class Float8CurrentScaling(Recipe):
         self.fp8_quant_fwd_inp = self.fp8_quant_fwd_weight = self.fp8_quant_bwd_grad = QParams(power_2_scale=self.use_power_2_scales)
 
 
+@_ignoring_unknown
 @dataclass(repr=False)
 class MXFP8BlockScaling(Recipe):
     """One power of two for each 32 values in a row."""
@@ -187,6 +210,7 @@ class MXFP8BlockScaling(Recipe):
         self._check_common()
 
 
+@_ignoring_unknown
 @dataclass(repr=False)
 class Float8BlockScaling(Recipe):
     """One scale for each 1x128 values of inputs and gradients and for each 128x128 of weights. The fp8_quant_ may be set after."""
@@ -221,6 +245,7 @@ class Float8BlockScaling(Recipe):
         self.fp8_quant_fwd_inp = self.fp8_quant_fwd_weight = self.fp8_quant_bwd_grad = QParams(power_2_scale=not self.use_f32_scales)
 
 
+@_ignoring_unknown
 @dataclass(repr=False)
 class NVFP4BlockScaling(Recipe):
     """Four-bit values with an E4M3 scale for each 16 of them and one FP32 scale per tensor."""
@@ -257,6 +282,7 @@ class NVFP4BlockScaling(Recipe):
         return super().__repr__() + ", "
 
 
+@_ignoring_unknown
 @dataclass(repr=False)
 class CustomRecipe(Recipe):
     """A function of the program chooses the quantiser of each tensor."""
