@@ -73,10 +73,12 @@ Matrices multiply(const GemmCase& v, const std::vector<double>& a, const std::ve
 
 // Factor of the slack for FP8 products. Hopper's matrix unit aligns the 32 products of an
 // instruction before it adds them, and drops what lies below 14 bits; partial sums are kept so too,
-// for all of K or, with the split accumulator, for 128 of it.
+// for all of K or, with the split accumulator, for 128 of it: of the slack of a longer sum, which
+// grows with K, that takes a smaller part.
 double accumulation(const GemmCase& v) {
   if (!v.a.quantised()) return 1;
-  return v.split && v.k > 128 ? 64 : 128;
+  if (!v.split) return 128;
+  return std::clamp(128.0 * 128.0 / static_cast<double>(std::max<int64_t>(v.k, 1)), 64.0, 128.0);
 }
 
 // Half a step of F16 or BF16 at x; 0 of F32.

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "device/device_attributes.hpp"
+#include "device/driver.hpp"
 #include "device/side_streams.hpp"
 #include "gemm/gemm_call.hpp"
 #include "gemm/gemm_choice.hpp"
@@ -63,6 +64,13 @@ struct Group {
     }
     lanes = choose_lanes(size, multiprocessors(ctx.device.index), g_streams.load());
   }
+  // Its streams: in a capture the caller's alone, since streams that join one must all come back to
+  // it whatever a product's enqueuing ends with.
+  int lanes_on(cudaStream_t stream) const {
+    cudaStreamCaptureStatus status{};
+    if (lanes == 1 || stream_capture_status(stream, &status) != cudaSuccess) return 1;
+    return status == cudaStreamCaptureStatusNone ? lanes : 1;
+  }
   size_t bytes() const { return static_cast<size_t>(lanes) * scratch; }
 };
 
@@ -74,7 +82,8 @@ void grouped_gemm(const te_fl_context& ctx, const Args& args) {
     backend::invalid("the workspace has " + std::to_string(ctx.workspace_bytes) +
                      " bytes; workspace() asked for " + std::to_string(group.bytes()));
   }
-  SpreadWork work(ctx.device.index, static_cast<cudaStream_t>(ctx.stream), group.lanes);
+  auto* const stream = static_cast<cudaStream_t>(ctx.stream);
+  SpreadWork work(ctx.device.index, stream, group.lanes_on(stream));
   te_fl_context lane_context = ctx;
   lane_context.workspace_bytes = group.scratch;
   int lane = 0;
@@ -93,7 +102,7 @@ std::string words_of(const te_fl_context& ctx, const Args& args) {
   const te_fl_generic_gemm_args first = backend::product_of(args, 0);
   GemmPath path = choose_gemm(first, {});
   path.algorithm = algorithm_of(ctx, first, path.problem);
-  const int lanes = Group(ctx, args).lanes;
+  const int lanes = Group(ctx, args).lanes_on(static_cast<cudaStream_t>(ctx.stream));
   return std::to_string(args.a_count) + " products " +
          (lanes == 1 ? "one after the other" : "over " + std::to_string(lanes) + " streams") +
          "; the first: " + path.text();

@@ -101,10 +101,11 @@ TEST_F(GpuGroupedGemm, KeepsTheOrderOfTheStream) {
   group.check(stream);
 }
 
-TEST_F(GpuGroupedGemm, IsCapturedWithItsStreams) {
+// In a capture the products are on the caller's stream alone.
+TEST_F(GpuGroupedGemm, IsCaptured) {
   const Stream stream = std::move(Stream::create(kGpu)).value();
   const Group group(24);
-  for (const bool warm : {true, false}) {  // or the side streams are made in the capture
+  for (const bool warm : {true, false}) {
     const Stream other = std::move(Stream::create(kGpu)).value();
     if (warm) ASSERT_OK(group.multiply(other));
     Capture capture = std::move(Capture::begin(kGpu, other.get())).value();
