@@ -128,11 +128,11 @@ class Recipe:
 def _ignoring_unknown(recipe: type) -> type:
     """Transformer Engine's recipes take keywords that they do not know, without effect, and programs that were written for another version of it
     give them, as Megatron gives override_linear_precision. So do these, with a warning."""
-    plain = recipe.__init__
+    plain, known = recipe.__init__, tuple(recipe.__dataclass_fields__)  # torch.compile follows a tuple, and no table of fields
 
     @functools.wraps(plain)
     def init(self, *fields: Any, **named: Any) -> None:
-        unknown = [name for name in named if name not in recipe.__dataclass_fields__]
+        unknown = [name for name in named if name not in known]
         for name in unknown:
             del named[name]
         if unknown:
