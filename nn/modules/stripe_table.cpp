@@ -194,13 +194,21 @@ std::shared_ptr<const Table> current() {
   return seen->table;
 }
 
-// Asking a driver is too slow for every call.
+// Asking a driver is too slow for every call. A name that two threads ask for at once may be asked
+// for again. Not by thread: two copies of the library in one process have no room for more of that.
+using Names = std::vector<std::pair<Device, std::string>>;
+std::atomic<std::shared_ptr<const Names>> device_names;
 Result<std::string> name_of(const Device& device) {
-  thread_local std::vector<std::pair<Device, std::string>> known;
-  const auto at = std::ranges::find(known, device, &std::pair<Device, std::string>::first);
-  if (at != known.end()) return at->second;
+  const std::shared_ptr<const Names> known = device_names.load();
+  if (known != nullptr) {
+    const auto at = std::ranges::find(*known, device, &Names::value_type::first);
+    if (at != known->end()) return at->second;
+  }
   TE_FL_ASSIGN_OR_RETURN(const te_fl_device_props properties, devices::properties(device));
-  return known.emplace_back(device, properties.name).second;
+  auto more = std::make_shared<Names>(known != nullptr ? *known : Names());
+  std::string name = more->emplace_back(device, properties.name).second;
+  device_names.store(std::move(more));
+  return name;
 }
 
 std::string operands_of(const Tensor& input) {
