@@ -69,13 +69,12 @@ def outside():
 
 def killed():
     """The error and its notes of a collective whose rank 1 is killed, of one that is waited for later, and the seconds of both."""
-    tensor = torch.ones(4, 3)
+    tensor, ranks = torch.ones(4, 3), SequenceRanks(None)
     for _ in range(2):
         collectives.all_reduce(tensor)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
-    ranks = SequenceRanks(None)
     return (noted_error(lambda: collectives.all_reduce(tensor)),
             noted_error(lambda: ranks.all_gather(tensor, torch.empty(12, 3), 0).wait()), time.monotonic() - begin)
 

@@ -557,7 +557,7 @@ class Commands(unittest.TestCase):
         for shell in ("bash", "zsh", "fish"):
             self.assertIn("te-fl __complete", self.ok("completion", shell))
         for line, expected in (("te-fl explain gel", "gelu"), ("te-fl explain add --device ext:far:", "0 1"),
-                               ("te-fl explain gelu --set TE_FL_STRI", "TE_FL_STRICT=")):
+                               ("te-fl explain gelu --set TE_FL_STRIC", "TE_FL_STRICT=")):
             script = (f'PATH="{os.path.dirname(TE_FL)}:$PATH"; source <(te-fl completion bash); '
                       f'COMP_LINE="{line}"; COMP_POINT=${{#COMP_LINE}}; _te_fl; echo "${{COMPREPLY[@]}}"')
             out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60,
