@@ -65,10 +65,6 @@ sanitizer_build() { # NAME
   [ "$1" = tsan ] || for source in tests/fuzz/fuzz_*.cpp; do targets+=("$(basename "$source" .cpp)"); done
   te_fl_configure_"$1" "$long_tests" && build build/"$1" --target "${targets[@]}"
 }
-# A folder that is compiled as one, and a precompiled header, hide that a file lacks an include.
-file_by_file() {
-  te_fl_configure_sanitized build/files thread -DTE_FL_UNITY=OFF && build build/files --target te_fl_objects te_fl_reference te_fl_conformance
-}
 sanitizer_tests() { # NAME
   # LLVM 14 takes what lies before a block of thread-local memory for glibc 2.19's header if the block starts 16 bytes into a
   # page, and its leak check then reads whatever address it finds there. Without that interceptor the check still finds what
@@ -104,7 +100,6 @@ if [ "$mode" != quick ]; then
   stage fuzz tools/fuzz.sh --seconds "$([ "$mode" = long ] && echo 300 || echo 10)"
   stage tsan-build sanitizer_build tsan
   stage tsan-tests sanitizer_tests tsan
-  [ "$mode" != long ] || stage file-by-file file_by_file
 fi
 stage release-build release_build
 [ "$mode" = quick ] || stage wheel wheel
