@@ -16,10 +16,10 @@ enum class LockLevel : int {
   kReducedSites,     // nn: the sites of an AmaxReduction
   kGradientUpdates,  // nn: the gradient scales that wait for the end of a backward
   kRandomPosition,   // nn: the random position of a Context
-  kComms,            // the communicators
-  kCommWatchdog,     // the thread that watches them
   kServing,          // held while an implementation runs: see LockRank
   kSerialWaits,      // waiters for implementations that are not thread-safe
+  kComms,            // the communicators
+  kCommWatchdog,     // the thread that watches them
   kEnvironment,      // the settings
   kDeviceList,       // the devices
   kStreams,          // the records of streams
