@@ -434,13 +434,18 @@ Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad, const Tensor*
   } else {
     TE_FL_ASSIGN_OR_RETURN(dx, Tensor::empty({grad.size(0), spec_.in}, use.dx_dtype, spec_.device));
   }
+  te_fl_generic_gemm_args args = dgrad_product(use, grad);
+  args.d = dx;
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
+  return dx;
+}
+
+te_fl_generic_gemm_args GemmUnit::dgrad_product(const Use& use, const Tensor& grad) const {
   te_fl_generic_gemm_args args{};
   args.a = grad;
   args.b = weight_of(use);
-  args.d = dx;
   args.use_split_accumulator = split_accumulator(use.mode, true);
-  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
-  return dx;
+  return args;
 }
 
 Status GemmUnit::dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pre,
@@ -502,8 +507,21 @@ Status GemmUnit::wgrad(const Use& use, const Gradient& grad, const Tensor& input
 }
 
 Status GemmUnit::run_wgrad(const Use& use, const Gradient& grad, const Tensor& input) {
+  TE_FL_ASSIGN_OR_RETURN(const auto args, wgrad_product(use, grad, input));
+  if (!args.has_value()) return {};
+  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(*args, call_options(spec_.device)));
+  wrote_wgrad(*args);
+  return {};
+}
+
+Result<std::optional<te_fl_generic_gemm_args>> GemmUnit::wgrad_product(const Use& use,
+                                                                       const Gradient& grad,
+                                                                       const Tensor& input) {
   const bool with_bias = !grad.bias_done && wants_bias_grad();
-  if (!wants_wgrad(use)) return with_bias ? sum_bias_grad(grad.tensor) : Status();
+  if (!wants_wgrad(use)) {
+    if (with_bias) TE_FL_RETURN_IF_ERROR(sum_bias_grad(grad.tensor));
+    return std::optional<te_fl_generic_gemm_args>();
+  }
   te_fl_generic_gemm_args args{};
   args.a = grad.tensor;
   args.trans_a = 1;
@@ -515,10 +533,12 @@ Status GemmUnit::run_wgrad(const Use& use, const Gradient& grad, const Tensor& i
     args.bias_grad = bias_->grad;
   }
   args.use_split_accumulator = split_accumulator(use.mode, true);
-  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
+  return std::optional(args);
+}
+
+void GemmUnit::wrote_wgrad(const te_fl_generic_gemm_args& product) {
   wrote(*weight_);
-  if (with_bias) wrote(*bias_);
-  return {};
+  if (product.bias_grad != nullptr) wrote(*bias_);
 }
 
 }  // namespace te_fl::nn::detail

@@ -120,12 +120,27 @@ class GemmUnit {
   // prepare_grad, products. [rows, out] -> [rows, in].
   Result<Tensor> backward(const Use& use, const Tensor& dy, const Tensor* into = nullptr);
 
- private:
-  static constexpr int64_t kInputSlot = 0, kWeightSlot = 1;  // of the forward state
+  // The parts of the above for a group of units, whose products are one call. They point to their
+  // arguments and to the unit's tensors.
+  // The arguments of forward() but for D, whose weight `weight` keeps.
+  Result<te_fl_generic_gemm_args> product(const Use& use, const Tensor& input,
+                                          const ForwardOptions& options, Tensor& weight);
+  // Keeps what backward reads: of a quantised operand the column-wise copy.
+  void keep(Use& use, const Tensor& input, const Tensor& weight) const;
+  // The arguments of dgrad() but for D.
+  te_fl_generic_gemm_args dgrad_product(const Use& use, const Tensor& grad) const;
+  // The arguments of wgrad(), after whose call wrote_wgrad() follows. None for a frozen weight:
+  // then the bias's gradient, if wanted, is accumulated here.
+  Result<std::optional<te_fl_generic_gemm_args>> wgrad_product(const Use& use, const Gradient& grad,
+                                                               const Tensor& input);
+  void wrote_wgrad(const te_fl_generic_gemm_args& product);
   bool wants_wgrad(const Use& use) const { return use.wgrad && weight_->requires_grad; }
   bool wants_bias_grad() const {
     return bias_ != nullptr && spec_.adds_bias && bias_->requires_grad;
   }
+
+ private:
+  static constexpr int64_t kInputSlot = 0, kWeightSlot = 1;  // of the forward state
   // forward_scattered() in more than one stripe.
   Result<Tensor> forward_in_stripes(Use& use, const Tensor& input, const ForwardOptions& options,
                                     int stripes);
@@ -140,16 +155,11 @@ class GemmUnit {
   // wgrad() of that input, and of one that the ranks gather.
   Status wgrad(const Use& use, const Gradient& grad, const Tensor& input);
   Status wgrad_of(const Use& use, const Gradient& grad, RowGather& input);
-  // Keeps what backward reads: of a quantised operand the column-wise copy.
-  void keep(Use& use, const Tensor& input, const Tensor& weight) const;
   Status run_wgrad(const Use& use, const Gradient& grad, const Tensor& input);
   // The bias gradient from dy alone, for a frozen weight, and of this rank's rows.
   Status sum_bias_grad(const Tensor& dy);
   // dy in codes, and the bias gradient.
   Status quantise_with_bias(const Tensor& dy, const Tensor& codes);
-  // The arguments of forward() but for D, whose weight `weight` keeps.
-  Result<te_fl_generic_gemm_args> product(const Use& use, const Tensor& input,
-                                          const ForwardOptions& options, Tensor& weight);
   Result<Tensor> gemm_weight(const Use& use, const ForwardOptions& options);
   Result<Tensor> make_weight(const Use& use, bool columnwise);
   // The weight in new memory, quantised.

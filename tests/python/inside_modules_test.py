@@ -14,6 +14,7 @@ import te_fl
 import te_fl.pytorch as ours
 from te_fl.common import recipe as our_recipes
 from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.pytorch.fp8 import extra_state
 
 BF16 = torch.bfloat16
 RECIPES = {"none": (None, None), "delayed": (recipes.DelayedScaling(amax_history_len=4), our_recipes.DelayedScaling(amax_history_len=4)),
@@ -61,6 +62,7 @@ class Modules(unittest.TestCase):
         for what, (got, wanted) in pairs.items():
             self.assertTrue(got.isfinite().all(), what)
             self.assertLessEqual(difference(got, wanted), bounds[name], f"{name} {what}")
+        return theirs, mine
 
     def test_linear(self):
         for name in RECIPES:
@@ -72,8 +74,16 @@ class Modules(unittest.TestCase):
         for name in RECIPES:
             for bias in (True, False):
                 with self.subTest(name=name, bias=bias):
-                    self.compare(lambda t: t.GroupedLinear(3, 128, 256, bias=bias, params_dtype=BF16, device="cpu"), name, (96, 128), EXACT,
-                                 m_splits=[32, 0, 64])
+                    theirs, mine = self.compare(lambda t: t.GroupedLinear(3, 128, 256, bias=bias, params_dtype=BF16, device="cpu"), name, (96, 128),
+                                                EXACT, m_splits=[32, 0, 64])
+                    if name == "delayed":  # each expert's scales and histories, also of the one without rows
+                        kept = extra_state.read(mine.get_extra_state(), "test")
+                        for way, products in (("fwd", 3), ("bwd", 2)):  # theirs have a place for each product's output that no product uses
+                            used = [products * expert + at for expert in range(3) for at in range(products - 1)]
+                            meta = theirs.fp8_meta[f"scaling_{way}"]
+                            for words, own in (("scale", meta.scale), ("amax_history", meta.amax_history)):
+                                self.assertTrue(torch.equal(kept[f"{words}_{way}"][..., used], own[..., used]), f"{words}_{way}")
+                        self.assertEqual(float(kept["amax_history_fwd"][:, 3].abs().max()), 0.0)
 
     def test_layernorm_linear(self):
         for name in RECIPES:

@@ -169,7 +169,7 @@ class Megatron(unittest.TestCase):
             with self.subTest(name):
                 losses, ops = alone[name]
                 self.near(alone[loop][0], losses, tolerance)
-                self.assertEqual(own - set(ops), set() if name == "grouped" else {"grouped_gemm"})
+                self.assertEqual(own - set(ops), set())
         self.assertEqual(own & set(alone["a loop"][1]), set())
 
 

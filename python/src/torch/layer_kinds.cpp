@@ -153,6 +153,28 @@ struct ModuleCall {
     return std::vector<Tensor>{std::move(dx)};
   }
 };
+// Its second input is the rows of each map, int64 on the host.
+template <>
+struct ModuleCall<nn::GroupedLinear> {
+  static Result<Tensor> forward(nn::GroupedLinear& m, const std::vector<Tensor>& in, nn::Ctx* ctx,
+                                const nn::AttentionInputs&, const nn::ForwardOptions& options) {
+    const Tensor& splits = in.back();
+    if (in.size() != 2 || splits.dtype() != DType::kI64 || !splits.device().is_host() ||
+        !splits.contiguous()) {
+      return Status(StatusCode::kInvalidArgument,
+                    "a grouped_linear takes x and the rows of each map, int64 on the host; the "
+                    "last input is " +
+                        splits.describe());
+    }
+    const auto* rows = static_cast<const int64_t*>(splits.raw_data());
+    return m.forward(in[0], {rows, static_cast<size_t>(splits.numel())}, ctx, options);
+  }
+  static Result<std::vector<Tensor>> backward(nn::GroupedLinear& m, const Tensor& dy,
+                                              nn::Ctx& ctx) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor dx, m.backward(dy, ctx));
+    return std::vector<Tensor>{std::move(dx), Tensor()};
+  }
+};
 template <>
 struct ModuleCall<nn::TransformerLayer> {
   static Result<Tensor> forward(nn::TransformerLayer& m, const std::vector<Tensor>& in,
@@ -267,8 +289,9 @@ MakeRunner make(std::string_view kind, PyObject* dict) {
 
 MakeRunner runner_of(std::string_view kind, PyObject* options) {
   using Make = MakeRunner (*)(std::string_view, PyObject*);
-  static constexpr std::array<Word<Make>, 7> kinds{
+  static constexpr std::array<Word<Make>, 8> kinds{
       {{"linear", make<nn::Linear, nn::LinearOptions>},
+       {"grouped_linear", make<nn::GroupedLinear, nn::GroupedLinearOptions>},
        {"layernorm_linear", make<nn::LayerNormLinear, nn::LayerNormLinearOptions>},
        {"layernorm_mlp", make<nn::LayerNormMLP, nn::LayerNormMLPOptions>},
        {"layernorm", make<nn::LayerNorm, nn::NormOptions>},

@@ -1,6 +1,7 @@
 // Written by tools/modulegen.py from nn/modules.yaml; do not edit.
 #pragma once
 
+#include "te_fl/nn/modules/grouped_linear.hpp"
 #include "te_fl/nn/modules/linear.hpp"
 #include "te_fl/nn/modules/mlp.hpp"
 #include "te_fl/nn/modules/norm.hpp"
@@ -30,6 +31,17 @@ void read(Fields& fields, nn::LinearOptions& o) {
   fields("device", o.device);
   fields("high_precision", o.high_precision);
   fields("parameters_split", o.parameters_split);
+  fields("return_bias", o.return_bias);
+}
+
+template <class Fields>
+void read(Fields& fields, nn::GroupedLinearOptions& o) {
+  fields("num_gemms", o.num_gemms);
+  fields("in_features", o.in_features);
+  fields("out_features", o.out_features);
+  fields("bias", o.bias);
+  fields("param_dtype", o.param_dtype);
+  fields("device", o.device);
   fields("return_bias", o.return_bias);
 }
 

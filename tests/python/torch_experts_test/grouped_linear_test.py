@@ -3,13 +3,15 @@
 import copy
 import pickle
 import unittest
+from unittest import mock
 
 import torch
 from torch_oracle import DEVICES, randn
 
+import te_fl
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fl.errors import FailedPrecondition, InvalidArgument
+from te_fl.errors import FailedPrecondition, InvalidArgument, Unsupported
 from te_fl.pytorch.fp8 import extra_state
 from te_fl.pytorch.permutation import moe_permute_with_probs, moe_unpermute
 from te_fl.pytorch.router import fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function
@@ -140,6 +142,50 @@ class Values(Same):
         self.same(grouped.bias2.grad, torch.full((48,), 32.0))
         y, biases = te.GroupedLinear(2, 32, 48, bias=False, return_bias=True, device="cpu")(x, [48, 0])
         self.assertEqual([b.numel() for b in biases], [0, 0])
+
+
+class Calls(Same):
+    """The ops that a step calls, and the times that the host reads numbers on a device."""
+
+    def counts(self, grouped, recipe, splits=None):
+        te_fl.reset_usage()
+        x = randn(48, 32).requires_grad_()
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            y = grouped(x, [16, 0, 32] if splits is None else splits)
+        y.backward(torch.ones_like(y))
+        counts = {}
+        for row in te_fl.usage():
+            counts[row["op"]] = counts.get(row["op"], 0) + row["calls"]
+        return counts
+
+    def test_one_product_for_all_experts_and_one_quantisation(self):
+        for recipe in RECIPES:
+            for bias in (True, False):
+                with self.subTest(recipe=type(recipe).__name__, bias=bias):
+                    counts = self.counts(te.GroupedLinear(3, 32, 48, bias=bias, device="cpu"), recipe)
+                    self.assertEqual((counts["grouped_gemm"], "generic_gemm" in counts), (3, False))
+                    want = {} if recipe is None else {"quantize": 3, "split_quantize": 1, "bgrad_quantize": 3} if bias else \
+                        {"quantize": 3, "split_quantize": 2}  # the weights' are one each
+                    self.assertEqual({op: n for op, n in counts.items() if "quantize" in op}, want)
+
+    def test_sizes_on_a_device_are_read_once(self):
+        class OnDevice(torch.Tensor):
+            is_cuda = True
+
+        sizes = torch.tensor([16, 0, 32]).as_subclass(OnDevice)
+        for recipe in RECIPES:
+            grouped, loop = pair()
+            reads = []
+            read = torch.Tensor.tolist
+            with mock.patch.object(torch.Tensor, "tolist", lambda t: reads.append("tolist") or read(t)), \
+                    mock.patch.object(torch.Tensor, "item", lambda t: reads.append("item")), \
+                    mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False):
+                self.counts(grouped, recipe, sizes)
+            self.assertEqual(reads, ["tolist"])
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+            with self.assertRaisesRegex(Unsupported, "m_splits.*being captured.*a list of numbers"):
+                grouped(randn(48, 32), sizes)
+            grouped(randn(48, 32), [16, 0, 32])
 
 
 class Training(Same):
@@ -290,6 +336,7 @@ class Refused(unittest.TestCase):
                 ("in_features = 32", InvalidArgument, lambda: layer(randn(8, 16), [4, 4])),
                 ("must be a torch.Tensor", TypeError, lambda: layer([1], [4, 4])),
                 ("torch.float64", NotImplementedError, lambda: layer(x.double(), [4, 4])),
+                ("m_splits is torch.float32", TypeError, lambda: layer(x, torch.ones(2))),
                 ("num_gemms is 0", ValueError, lambda: te.GroupedLinear(0, 32, 48)),
                 ("bias=True with tp_size = 2", ValueError, lambda: te.GroupedLinear(2, 32, 48, tp_size=2)),
                 ("use_grouped_tensor", TypeError, lambda: te.GroupedLinear(2, 32, 48, use_grouped_tensor="yes")),

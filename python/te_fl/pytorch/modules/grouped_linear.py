@@ -2,60 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+import sys
+from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
 import torch
 
 from te_fl.errors import InvalidArgument
-from te_fl.pytorch.autograd.call import UNCACHED, check_main_grads
-from te_fl.pytorch.autograd.grouped_product import GradientInto, GroupedCall, GroupedProduct, Joined, parts_of
-from te_fl.pytorch.fp8 import quantization, weight_cache
+from te_fl.pytorch.autograd.given_memory import GradientInto, ResultInto
+from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.fp8.availability import get_default_recipe
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
-from te_fl.pytorch.modules.base import FP8State, States, TransformerEngineBaseModule, default_init, parameter_dtype
+from te_fl.pytorch.modules.base import TransformerEngineBaseModule, default_init, parameter_dtype
 from te_fl.pytorch.modules.parallel import divided, set_parallel
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, refuse
-
-
-class _GroupStates:
-    """The FP8 state of each expert's layer. In the module's state the names of expert i begin with its site, gemm{i}."""
-
-    def __init__(self, count: int):
-        self.members = [States() for _ in range(count)]
-
-    def of(self, key: Any) -> Any:
-        return self.members[key].native
-
-    def tensors(self) -> FP8State:
-        return [(f"gemm{i}{name.removeprefix('fp8')}", t) for i, member in enumerate(self.members) for name, t in member.tensors()]
-
-    def load(self, state: FP8State) -> FP8State:
-        """As States.load(), for the experts that the state names, or without any for all."""
-        parts: Dict[int, FP8State] = {} if state else {i: [] for i in range(len(self.members))}
-        for name, t in state:
-            site, _, rest = name.partition(".")
-            parts.setdefault(int(site.removeprefix("gemm")), []).append((f"fp8.{rest}", t))
-        return [(f"gemm{i}{name.removeprefix('fp8')}", t) for i, part in parts.items() for name, t in self.members[i].load(part)]
-
-    def retire(self) -> None:
-        for member in self.members:
-            member.retire()
+from te_fl.tensors import read_on_host
 
 
 class GroupedLinear(TransformerEngineBaseModule):
     """y_i = x_i A_i^T + b_i for the rows x_i of each of num_gemms experts, in FP8 inside autocast.
 
-    The parameters are weight0, weight1, .. and bias0, .. . Without FP8 all experts' products are one op in each direction; with it each expert has
-    scales of its own, and its rows are quantised once for both directions. parallel_mode, tp_size and tp_group say the shapes alone: the ranks
+    The parameters are weight0, weight1, .. and bias0, .. . All experts' products are one op in each direction. In FP8 each expert has scales of its
+    own, and the rows of all are quantised in one op, once for both directions (with biases, gradients expert by expert, with their sums). parallel_mode, tp_size and tp_group say the shapes alone: the ranks
     exchange tokens before and after the module, which has no collective. return_bias returns a list of biases. save_original_input has no effect on
     results: the backward reads what it needs of the input. use_grouped_tensor chooses among Transformer Engine's own ways, and has no effect.
     single_grouped_weight and single_grouped_bias are refused; checkpoints of such modules can be loaded. The other arguments are Linear's.
     """
 
-    _kind = "linear"
+    _kind = "grouped_linear"
     num_gemms = 0
 
     @checks_keywords()
@@ -68,8 +44,8 @@ class GroupedLinear(TransformerEngineBaseModule):
                  use_grouped_tensor: Optional[bool] = None) -> None:
         if isinstance(num_gemms, bool) or not isinstance(num_gemms, int) or num_gemms < 1:
             raise ValueError(f"GroupedLinear: num_gemms is {num_gemms!r}; it is the number of experts, 1 or more")
-        self.__dict__["num_gemms"] = num_gemms  # the base makes the states
         super().__init__(name)
+        self.num_gemms = num_gemms
         rules.tensor_parallel("GroupedLinear", tp_group, tp_size)
         rules.parallel_mode("GroupedLinear", parallel_mode)
         rules.only("GroupedLinear", *((n, bool(v), False, "te-fl has no Userbuffers; leave it out") for n, v in
@@ -115,27 +91,18 @@ class GroupedLinear(TransformerEngineBaseModule):
             elif self.parallel_mode == "column":
                 set_parallel(getattr(self, name), 0)
 
-    # -- the state of the experts' layers
+    # -- the layer
 
     @property
     def _sites(self) -> Tuple[str, ...]:
         return tuple(f"gemm{i}" for i in range(self.num_gemms))
 
-    def _new_states(self) -> Any:
-        return _GroupStates(self.num_gemms)
-
     def _options(self) -> dict:
-        return {"in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias, "return_bias": self.return_bias,
-                "param_dtype": DTYPE_NAMES[self.params_dtype]}
-
-    def _expert(self, i: int) -> Tuple[torch.Tensor, ...]:
-        return self._tensors((self._weight_names[i], self._bias_names[i]) if self.use_bias else (self._weight_names[i],))
+        return {"num_gemms": self.num_gemms, "in_features": self.in_features, "out_features": self.out_features, "bias": self.use_bias,
+                "return_bias": self.return_bias, "param_dtype": DTYPE_NAMES[self.params_dtype]}
 
     def _own(self) -> Tuple[torch.Tensor, ...]:
-        return self._tensors(self._weight_names + (self._bias_names if self.apply_bias else ()))
-
-    def _delayed(self) -> List[Tuple[Any, Sequence[torch.Tensor]]]:
-        return [(self._layers.get(("linear", i)), self._expert(i)) for i in range(self.num_gemms)]
+        return self._tensors(self._weight_names + (self._bias_names if self.use_bias else ()))
 
     @property
     def fp8(self) -> bool:
@@ -174,8 +141,9 @@ class GroupedLinear(TransformerEngineBaseModule):
                 out: Optional[torch.Tensor] = None, dgrad_out: Optional[torch.Tensor] = None):
         """inp [.., in_features], of which m_splits[i] rows are expert i's -> [.., out_features], and a list of biases with return_bias.
 
-        m_splits: a list, or a tensor, which the host reads. out [rows, out_features] and dgrad_out [rows, in_features]: memory for the result, which
-        is returned over it, and for the gradient of inp. is_first_microbatch: as in Linear; True also overwrites main_grad.
+        m_splits: a list, or a tensor of integers. The host reads one on a device, once in a forward, and waits for it; while a stream is captured
+        that is refused. out [rows, out_features] and dgrad_out [rows, in_features]: memory for the result, which is returned over it, and for
+        the gradient of inp. is_first_microbatch: as in Linear; True also overwrites main_grad.
         """
         if torch.compiler.is_compiling():
             raise refuse("GroupedLinear", "m_splits", "the rows of each expert", "graphs of torch.compile hold no products of sizes that differ from "
@@ -189,17 +157,21 @@ class GroupedLinear(TransformerEngineBaseModule):
         activation = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         _check_memory("out", out, (x.shape[0], self.out_features), activation, x.device)
         _check_memory("dgrad_out", dgrad_out, (x.shape[0], self.in_features), x.dtype, x.device)
-        grouped = not (quantization.enabled() or self.fp8_calibration or self._in_fp8 or self.delay_wgrad_compute or self.primary_weights_in_fp8
-                       or weight_cache.number() != UNCACHED)
-        if grouped:
-            y = self._in_one(x, GroupedCall(splits, activation, self.fuse_wgrad_accumulation, bool(is_first_microbatch), out, dgrad_out))
-        else:
-            y = self._by_expert(x, splits, is_first_microbatch, out, dgrad_out)
+        if dgrad_out is not None:
+            x = GradientInto.apply(x, dgrad_out)
+        y = _untraced()(self, x, torch.tensor(splits, dtype=torch.int64, device="cpu"), is_first_microbatch)
+        if out is not None:
+            y = ResultInto.apply(y, out)
         y = y if out is not None or inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
         return (y, [getattr(self, name).to(y.dtype) for name in self._bias_names]) if self.return_bias else y
 
+    def _compute(self, x: torch.Tensor, splits: torch.Tensor, first: Optional[bool]) -> torch.Tensor:
+        return self._run(self._layer_of(x), (x, splits), self._own(), first, accumulates=self.fuse_wgrad_accumulation)
+
     def _checked_splits(self, inp: torch.Tensor, m_splits: Any) -> Tuple[int, ...]:
-        splits = tuple(m_splits.tolist() if isinstance(m_splits, torch.Tensor) else map(int, m_splits))
+        if isinstance(m_splits, torch.Tensor) and (m_splits.dim() != 1 or m_splits.is_floating_point() or m_splits.dtype == torch.bool):
+            raise TypeError(f"GroupedLinear: m_splits is {m_splits.dtype} {tuple(m_splits.shape)}; it is a list, or integers [{self.num_gemms}]")
+        splits = tuple(read_on_host(m_splits, "GroupedLinear: m_splits") if isinstance(m_splits, torch.Tensor) else map(int, m_splits))
         if len(splits) != self.num_gemms:
             raise ValueError(f"GroupedLinear: m_splits has {len(splits)} elements; num_gemms is {self.num_gemms}")
         if inp.dim() < 2 or inp.shape[-1] != self.in_features:
@@ -210,26 +182,22 @@ class GroupedLinear(TransformerEngineBaseModule):
                                   "has fewer than 0")
         return splits
 
-    def _in_one(self, x: torch.Tensor, call: GroupedCall) -> torch.Tensor:
-        self._check_devices(x.device)
-        self._notice()
-        parameters = self._own()
-        if call.accumulates and torch.is_grad_enabled():
-            check_main_grads(parameters)
-        return GroupedProduct.apply(call, x, *parameters)
-
-    def _by_expert(self, x: torch.Tensor, splits: Tuple[int, ...], first: Optional[bool], out: Optional[torch.Tensor],
-                   grad_out: Optional[torch.Tensor]) -> torch.Tensor:
-        """By each expert's own layer, which has its scales."""
-        if grad_out is not None:
-            x = GradientInto.apply(x, grad_out)
-        parts = x.split(splits) if x.requires_grad else parts_of(x, splits)
-        results = [self._run(self._layers.get(("linear", i)) or self._layer(x.device, "linear", i), (part,), self._expert(i), first,
-                             accumulates=self.fuse_wgrad_accumulation) for i, part in enumerate(parts)]
-        return Joined.apply(out, *results)
-
     def extra_repr(self) -> str:
         return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
+
+
+_disabled: Optional[Callable] = None
+
+
+def _untraced() -> Callable:
+    """GroupedLinear._compute(), which torch.compile leaves to Python where it runs the forward so."""
+    global _disabled
+    dynamo = sys.modules.get("torch._dynamo")  # there once a program compiles
+    if dynamo is None:
+        return GroupedLinear._compute
+    if _disabled is None:
+        _disabled = dynamo.disable(GroupedLinear._compute)
+    return _disabled
 
 
 def _check_memory(name: str, memory: Optional[torch.Tensor], shape: Tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:

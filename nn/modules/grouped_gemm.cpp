@@ -1,0 +1,211 @@
+#include "nn/modules/grouped_gemm.hpp"
+
+#include <algorithm>
+
+#include "nn/autograd/parameter.hpp"
+#include "nn/base/tensor_ops.hpp"
+
+namespace te_fl::nn::detail {
+namespace {
+
+using Product = te_fl_generic_gemm_args;
+
+// The parts of the rows, over their memory.
+Result<std::vector<Tensor>> parts_of(const Tensor& rows, GroupedGemm::Splits splits) {
+  std::vector<Tensor> parts;
+  parts.reserve(splits.size());
+  int64_t begin = 0;
+  for (const int64_t count : splits) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor part, rows.slice(0, begin, begin + count));
+    parts.push_back(std::move(part));
+    begin += count;
+  }
+  return parts;
+}
+
+// Quantises the rows of all parts.
+Status quantise_parts(const Tensor& rows, const std::vector<Tensor>& parts, const Device& device) {
+  if (rows.numel() == 0) return {};
+  std::vector<const te_fl_tensor*> outputs(parts.begin(), parts.end());
+  te_fl_split_quantize_args args{};
+  args.input = rows;
+  args.outputs = outputs.data();
+  args.outputs_count = static_cast<int64_t>(outputs.size());
+  return ops::split_quantize(args, call_options(device));
+}
+
+// Lists of one member of each product; empty where the first has none.
+class Members {
+ public:
+  Members(const std::vector<Product>& products, const te_fl_tensor* Product::*member) {
+    if (products.front().*member == nullptr) return;
+    for (const Product& p : products) list_.push_back(p.*member);
+  }
+  void into(const te_fl_tensor* const*& list, int64_t& count) const {
+    list = list_.empty() ? nullptr : list_.data();
+    count = static_cast<int64_t>(list_.size());
+  }
+
+ private:
+  std::vector<const te_fl_tensor*> list_;
+};
+
+// The products in one call; but for their tensors they have the same arguments.
+Status multiply(const std::vector<Product>& products, const Device& device) {
+  const Members a(products, &Product::a), b(products, &Product::b), d(products, &Product::d),
+      bias(products, &Product::bias), bias_grad(products, &Product::bias_grad);
+  te_fl_grouped_gemm_args args{};
+  a.into(args.a, args.a_count);
+  b.into(args.b, args.b_count);
+  d.into(args.d, args.d_count);
+  bias.into(args.bias, args.bias_count);
+  bias_grad.into(args.bias_grad, args.bias_grad_count);
+  const Product& first = products.front();
+  args.trans_a = first.trans_a;
+  args.trans_b = first.trans_b;
+  args.accumulate = first.accumulate;
+  args.accumulate_bias_grad = first.accumulate_bias_grad;
+  args.use_split_accumulator = first.use_split_accumulator;
+  return ops::grouped_gemm(args, call_options(device));
+}
+
+bool alike(const Product& a, const Product& b) {
+  return a.accumulate == b.accumulate && a.accumulate_bias_grad == b.accumulate_bias_grad &&
+         (a.bias_grad == nullptr) == (b.bias_grad == nullptr);
+}
+
+}  // namespace
+
+Result<std::vector<Tensor>> GroupedGemm::inputs(Uses& uses, const Tensor& x, Splits splits) {
+  for (GemmUnit::Use& use : uses) use.dx_dtype = x.dtype();
+  if (!uses.front().mode.fp8) {
+    TE_FL_ASSIGN_OR_RETURN(const Tensor rows, cast(x, spec().activation_dtype));
+    return parts_of(rows, splits);
+  }
+  std::vector<Tensor> parts;
+  parts.reserve(units_.size());
+  for (size_t i = 0; i < units_.size(); ++i) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor part, units_[i]->input_buffer(uses[i], splits[i]));
+    parts.push_back(std::move(part));
+  }
+  TE_FL_RETURN_IF_ERROR(quantise_parts(x, parts, spec().device));
+  return parts;
+}
+
+Result<Tensor> GroupedGemm::forward(Uses& uses, const Tensor& x, Splits splits,
+                                    const ForwardOptions& options, bool training) {
+  uses.clear();
+  for (const auto& unit : units_) {
+    TE_FL_ASSIGN_OR_RETURN(GemmUnit::Use use, unit->begin(training));
+    uses.push_back(std::move(use));
+  }
+  TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> in, inputs(uses, x, splits));
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor y, Tensor::empty({x.size(0), spec().out}, spec().activation_dtype, spec().device));
+  TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> out, parts_of(y, splits));
+  std::vector<Tensor> weights(units_.size());
+  std::vector<Product> products;
+  for (size_t i = 0; i < units_.size(); ++i) {
+    TE_FL_ASSIGN_OR_RETURN(Product product,
+                           units_[i]->product(uses[i], in[i], options, weights[i]));
+    product.d = out[i];
+    products.push_back(product);
+  }
+  TE_FL_RETURN_IF_ERROR(multiply(products, spec().device));
+  for (size_t i = 0; i < units_.size(); ++i) units_[i]->keep(uses[i], in[i], weights[i]);
+  return y;
+}
+
+Result<GroupedGemm::Gradients> GroupedGemm::gradients(const Uses& uses, const Tensor& dy,
+                                                      Splits splits) {
+  Gradients grads;
+  const auto wants_bias = [](const auto& unit) { return unit->wants_bias_grad(); };
+  if (!uses.front().mode.fp8 || std::ranges::any_of(units_, wants_bias)) {
+    // The sums of biases come with the codes of each unit.
+    Tensor rows = dy;
+    if (!uses.front().mode.fp8) {
+      TE_FL_ASSIGN_OR_RETURN(rows, cast(dy, spec().activation_dtype));
+    }
+    TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> parts, parts_of(rows, splits));
+    for (size_t i = 0; i < units_.size(); ++i) {
+      TE_FL_ASSIGN_OR_RETURN(GemmUnit::Gradient grad, units_[i]->prepare_grad(uses[i], parts[i]));
+      grads.push_back(std::move(grad));
+    }
+    return grads;
+  }
+  std::vector<Tensor> parts;
+  for (size_t i = 0; i < units_.size(); ++i) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor part, units_[i]->grad_buffer(uses[i], splits[i]));
+    parts.push_back(part);
+    grads.push_back({.tensor = std::move(part), .bias_done = true});
+  }
+  TE_FL_RETURN_IF_ERROR(quantise_parts(dy, parts, spec().device));
+  return grads;
+}
+
+Result<Tensor> GroupedGemm::dgrad(const Uses& uses, const Gradients& grads, Splits splits,
+                                  int64_t rows) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor dx,
+                         Tensor::empty({rows, spec().in}, uses.front().dx_dtype, spec().device));
+  TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> parts, parts_of(dx, splits));
+  std::vector<Product> products;
+  for (size_t i = 0; i < units_.size(); ++i) {
+    products.push_back(units_[i]->dgrad_product(uses[i], grads[i].tensor));
+    products.back().d = parts[i];
+  }
+  TE_FL_RETURN_IF_ERROR(multiply(products, spec().device));
+  return dx;
+}
+
+Status GroupedGemm::run_wgrad(const Uses& uses, const Gradients& grads) {
+  std::vector<std::pair<size_t, Product>> left;
+  for (size_t i = 0; i < units_.size(); ++i) {
+    TE_FL_ASSIGN_OR_RETURN(const auto product,
+                           units_[i]->wgrad_product(uses[i], grads[i], uses[i].input));
+    if (product.has_value()) left.emplace_back(i, *product);
+  }
+  while (!left.empty()) {  // once, unless some gradients are there and others are not
+    const Product first = left.front().second;
+    const auto others = std::ranges::stable_partition(
+        left, [&](const auto& one) { return alike(one.second, first); });
+    std::vector<Product> products;
+    for (auto it = left.begin(); it != others.begin(); ++it) products.push_back(it->second);
+    TE_FL_RETURN_IF_ERROR(multiply(products, spec().device));
+    for (auto it = left.begin(); it != others.begin(); ++it) {
+      units_[it->first]->wrote_wgrad(it->second);
+    }
+    left.erase(left.begin(), others.begin());
+  }
+  return {};
+}
+
+Status GroupedGemm::wgrad(const Uses& uses, const Gradients& grads) {
+  if (!delayed_->enabled()) return run_wgrad(uses, grads);
+  const auto count = [this](int change) {
+    for (const auto& unit : units_) unit->weight()->internals().delayed_wgrads += change;
+  };
+  Uses read = uses;
+  for (GemmUnit::Use& use : read) use.weight = Tensor();
+  count(1);
+  delayed_->add([this, count, read = std::move(read), grads] {
+    count(-1);
+    return run_wgrad(read, grads);
+  });
+  return {};
+}
+
+Result<Tensor> GroupedGemm::backward(const Uses& uses, const Tensor& dy, Splits splits,
+                                     bool wants_dgrad) {
+  for (size_t i = 0; i < units_.size(); ++i) {
+    TE_FL_RETURN_IF_ERROR(units_[i]->check_unchanged(uses[i]));
+  }
+  TE_FL_ASSIGN_OR_RETURN(const Gradients grads, gradients(uses, dy, splits));
+  Tensor dx;
+  if (wants_dgrad) {
+    TE_FL_ASSIGN_OR_RETURN(dx, dgrad(uses, grads, splits, dy.size(0)));
+  }
+  TE_FL_RETURN_IF_ERROR(wgrad(uses, grads));
+  return dx;
+}
+
+}  // namespace te_fl::nn::detail

@@ -1,0 +1,103 @@
+#include "te_fl/nn/modules/grouped_linear.hpp"
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+
+#include "nn/autograd/ctx.hpp"
+#include "nn/base/tensor_ops.hpp"
+#include "nn/modules/grouped_gemm.hpp"
+#include "nn/modules/make_gemm.hpp"
+
+namespace te_fl::nn {
+namespace {
+
+struct GroupedLinearRecord : Ctx::Record {
+  std::vector<detail::GemmUnit::Use> uses;
+  std::vector<int64_t> splits;
+  Shape shape;  // of x
+  void visit_tensors(const Ctx::Visitor& visitor) {
+    for (auto& use : uses) use.visit_tensors(visitor);
+  }
+};
+
+Status check_splits(std::span<const int64_t> splits, size_t members, const Tensor& x) {
+  std::string why;
+  if (splits.size() != members) {
+    why = "one number for each of the " + std::to_string(members) + " maps";
+  } else if (std::ranges::any_of(splits, [](int64_t rows) { return rows < 0; })) {
+    why = "no number below 0";
+  } else if (x.shape().size() != 2 ||
+             std::accumulate(splits.begin(), splits.end(), int64_t{0}) != x.size(0)) {
+    why = "numbers that sum to the rows of x, which is " + x.describe();
+  } else {
+    return {};
+  }
+  std::string list;
+  for (const int64_t rows : splits) list += (list.empty() ? "" : ",") + std::to_string(rows);
+  return invalid_argument("GroupedLinear: splits is [" + list + "]; it has " + why);
+}
+
+}  // namespace
+
+GroupedLinear::GroupedLinear() = default;
+GroupedLinear::~GroupedLinear() = default;
+
+Result<std::unique_ptr<GroupedLinear>> GroupedLinear::create(const GroupedLinearOptions& options) {
+  TE_FL_RETURN_IF_ERROR(detail::check_size("GroupedLinear", "num_gemms", options.num_gemms));
+  std::vector<std::unique_ptr<detail::GemmUnit>> units;
+  for (int64_t i = 0; i < options.num_gemms; ++i) {
+    TE_FL_ASSIGN_OR_RETURN(auto unit,
+                           detail::make_gemm({.module = "GroupedLinear",
+                                              .in = options.in_features,
+                                              .out = options.out_features,
+                                              .bias = options.bias,
+                                              .param_dtype = options.param_dtype,
+                                              .activation_dtype = options.activation_dtype,
+                                              .device = options.device,
+                                              .seed = init::subseed(options.seed, i),
+                                              .init_std = options.init_std,
+                                              .return_bias = options.return_bias}));
+    units.push_back(std::move(unit));
+  }
+  std::unique_ptr<GroupedLinear> module(new GroupedLinear);
+  module->group_ = std::make_unique<detail::GroupedGemm>(std::move(units));
+  const auto& made = module->group_->units();
+  for (size_t i = 0; i < made.size(); ++i) {
+    const std::string number = std::to_string(i);
+    module->register_parameter("weight" + number, made[i]->weight());
+    module->register_fp8("gemm" + number, made[i]->forward_state(), made[i]->backward_state());
+  }
+  for (size_t i = 0; i < made.size() && options.bias; ++i) {
+    module->register_parameter("bias" + std::to_string(i), made[i]->bias());
+  }
+  module->register_delayed(module->group_->delayed());
+  return module;
+}
+
+Result<Tensor> GroupedLinear::forward(const Tensor& x, std::span<const int64_t> splits, Ctx* ctx,
+                                      const ForwardOptions& options) {
+  TE_FL_ASSIGN_OR_RETURN(const Tensor rows,
+                         detail::as_matrix(x, group_->spec().in, "GroupedLinear: x"));
+  TE_FL_RETURN_IF_ERROR(check_splits(splits, group_->units().size(), x));
+  TE_FL_ASSIGN_OR_RETURN(auto record,
+                         detail::new_record<GroupedLinearRecord>(ctx, "GroupedLinear"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor y,
+                         group_->forward(record->uses, rows, splits, options, ctx != nullptr));
+  record->splits.assign(splits.begin(), splits.end());
+  record->shape.assign(x.shape().begin(), x.shape().end());
+  if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
+  return y;
+}
+
+Result<Tensor> GroupedLinear::backward(const Tensor& dy, Ctx& ctx) {
+  TE_FL_ASSIGN_OR_RETURN(auto taken, ctx.take(this, "GroupedLinear"));
+  const auto& record = static_cast<GroupedLinearRecord&>(*taken);
+  TE_FL_RETURN_IF_ERROR(
+      detail::check_gradient(dy, record.shape, group_->spec().out, "GroupedLinear"));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor rows,
+                         detail::as_matrix(dy, group_->spec().out, "GroupedLinear: dy"));
+  return group_->backward(record.uses, rows, record.splits, ctx.input_grad);
+}
+
+}  // namespace te_fl::nn

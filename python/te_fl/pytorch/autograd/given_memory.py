@@ -1,0 +1,30 @@
+"""Results and gradients in memory that a program gives."""
+
+from __future__ import annotations
+
+import torch
+
+
+class ResultInto(torch.autograd.Function):
+    """y in the memory, which is returned over it. forward(y, memory)."""
+
+    @staticmethod
+    def forward(ctx, y: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return memory.detach().copy_(y)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return grad, None
+
+
+class GradientInto(torch.autograd.Function):
+    """x; its gradient is written to the memory. forward(x, memory)."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        ctx.memory = memory.detach()
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        return ctx.memory.copy_(grad), None
