@@ -267,10 +267,17 @@ class Adam(Compared):
         self.assertIsNone(weights[0].grad)
 
     def test_what_is_refused(self):
-        for option in (dict(amsgrad=True), dict(master_weight_dtype=torch.float16), dict(exp_avg_dtype=torch.bfloat16),
-                       dict(exp_avg_sq_dtype=torch.uint8), dict(store_param_remainders=True)):
-            with self.assertRaisesRegex(Unsupported, next(iter(option))):
-                optimizers.FusedAdam(params(), **option)
+        with self.assertRaisesRegex(Unsupported, "amsgrad"):
+            optimizers.FusedAdam(params(), amsgrad=True)
+        for words, options in (("master_weight_dtype is torch.bfloat16", dict(master_weights=True, master_weight_dtype=torch.bfloat16)),
+                               ("exp_avg_dtype is torch.float64", dict(exp_avg_dtype=torch.float64)),
+                               ("exp_avg_sq_dtype is torch.int8", dict(exp_avg_sq_dtype=torch.int8)),
+                               ("capturable=True with exp_avg_dtype=torch.float16", dict(capturable=True, exp_avg_dtype=torch.float16)),
+                               ("capturable=True with exp_avg_dtype=torch.bfloat16", dict(capturable=True, exp_avg_dtype=torch.bfloat16)),
+                               ("whole master weights", dict(capturable=True, master_weights=True, master_weight_dtype=torch.float16)),
+                               ("whole master weights", dict(capturable=True, master_weights=True, store_param_remainders=True))):
+            with self.subTest(words), self.assertRaisesRegex(InvalidArgument, words):
+                optimizers.FusedAdam(params(), **options)
         weights = [torch.nn.Parameter(torch.randn(4, 5, device=DEVICE).t())]
         give_grads(weights, 0)
         with self.assertRaisesRegex(Unsupported, "not contiguous"):
@@ -279,6 +286,137 @@ class Adam(Compared):
         give_grads(weights, 0)
         with self.assertRaisesRegex(Unsupported, "float64"):
             optimizers.FusedAdam(weights).step()
+
+
+def rounded(values, dtype):
+    """The values that a state of the dtype keeps, by hand: FP16 and FP8 (uint8) times the largest magnitude over the largest that is used."""
+    if dtype is torch.float32 or not values.numel():
+        return values.clone()
+    if dtype is torch.bfloat16:
+        return values.bfloat16().float()
+    scale = values.abs().max() / (65504 / 2 if dtype is torch.float16 else 448)
+    scale = scale if scale > 0 else torch.ones(())
+    codes = (values / scale).half() if dtype is torch.float16 else (values * (1 / scale)).to(torch.float8_e4m3fn)
+    return codes.float() * scale
+
+
+class AdamStates(Compared):
+    """State in other dtypes than FP32, against Adam by hand whose state is rounded after each step."""
+
+    KINDS = (dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16), dict(exp_avg_dtype=torch.float16, exp_avg_sq_dtype=torch.float16),
+             dict(exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.float16), dict(exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.uint8),
+             dict(master_weight_dtype=torch.float16), dict(exp_avg_dtype=torch.bfloat16))
+
+    def by_hand(self, weights, kinds, count, lr=0.01, wd=0.1):
+        kept = [[torch.zeros_like(p, dtype=torch.float32), torch.zeros_like(p, dtype=torch.float32),
+                 rounded(p.detach().float(), kinds.get("master_weight_dtype", torch.float32))] for p in weights]
+        results = [p.detach().clone() for p in weights]
+        for step in range(count):
+            give_grads(weights, step)
+            for state, p, at in zip(kept, weights, range(len(kept))):
+                m, v, w, g = *(t.double() for t in state), p.grad.double()
+                a, b = (float(torch.tensor(beta, dtype=torch.float32)) for beta in (0.9, 0.999))  # as the op has them
+                m, v, t = a * m + (1 - a) * g, b * v + (1 - b) * g * g, step + 1
+                w = w - lr * (m / (1 - a ** t) / ((v / (1 - b ** t)).sqrt() + 1e-8) + wd * w)
+                results[at] = w.float().to(p.dtype)
+                state[:] = [rounded(x.float(), kinds.get(name, torch.float32)) for x, name in
+                            ((m, "exp_avg_dtype"), (v, "exp_avg_sq_dtype"), (w, "master_weight_dtype"))]
+        return results, kept
+
+    def test_against_adam_by_hand(self):
+        for kinds in self.KINDS:
+            with self.subTest(**kinds):
+                weights = params(torch.bfloat16)
+                want, kept = self.by_hand(params(torch.bfloat16), kinds, 4)
+                optimizer = optimizers.FusedAdam(weights, lr=0.01, weight_decay=0.1, master_weights=True, **kinds)
+                steps(optimizer, weights)
+                for p, w, state in zip(weights, want, kept):
+                    torch.testing.assert_close(p.detach().float(), w.float(), atol=1e-2, rtol=8e-3)  # a unit of BF16, where FP32 sums differ by one
+                    if not p.numel():
+                        continue
+                    for name, values in zip(("exp_avg", "exp_avg_sq", "master_param"), state):
+                        own = optimizer.get_unscaled_state(p, name)
+                        self.assertEqual(own.dtype, torch.float32)
+                        # A sum that lies between two codes may take the other one.
+                        step = {torch.uint8: 0.13, torch.bfloat16: 8e-3}.get(optimizer._states.dtypes[name], 2e-3 if name == "master_param" else 1e-5)
+                        torch.testing.assert_close(own, values, atol=step * float(values.abs().max()) / 16, rtol=step)
+                self.assertEqual(optimizer.state[weights[0]]["exp_avg"].dtype, kinds.get("exp_avg_dtype", torch.float32))
+
+    def test_state_travels(self):
+        for kinds in (*self.KINDS, dict(store_param_remainders=True)):
+            with self.subTest(**kinds):
+                weights = params(torch.bfloat16)
+                optimizer = optimizers.FusedAdam(weights, lr=0.01, master_weights=True, **kinds)
+                steps(optimizer, weights)
+                saved = copy.deepcopy(optimizer.state_dict())
+                remainders = "store_param_remainders" in kinds
+                self.assertEqual({k: t.dtype for k, t in saved["state"][0].items()},
+                                 {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master_param": torch.int16 if remainders else torch.float32})
+                others = [torch.nn.Parameter(p.detach().clone()) for p in weights]
+                other = optimizers.FusedAdam(others, lr=0.01, master_weights=True, **kinds)
+                other.load_state_dict(saved)
+                steps(optimizer, weights, first=4)
+                steps(other, others, first=4)
+                for a, b in zip(weights, others):
+                    self.assertTrue(torch.equal(a, b))
+
+    def test_remainders_are_whole_master_weights(self):
+        weights, others = params(torch.bfloat16), params(torch.bfloat16)
+        kept = optimizers.FusedAdam(weights, lr=1e-3, master_weights=True, store_param_remainders=True)
+        whole = optimizers.FusedAdam(others, lr=1e-3, master_weights=True)
+        before = weights[0]._version
+        for first in range(0, 12, 4):
+            steps(kept, weights, first)
+            steps(whole, others, first)
+            for p, q in zip(weights, others):
+                low, high = kept.state[p]["master_param"].to(torch.int32), p.detach().view(torch.int16).to(torch.int32)
+                bits = ((high - (low < 0).int()) << 16) | (low & 0xFFFF)
+                self.assertTrue(torch.equal(bits.view(torch.float32), whole.state[q]["master_param"]))
+                self.assertTrue(torch.equal(p, q))
+        self.assertEqual(kept.state[weights[0]]["master_param"].dtype, torch.int16)
+        self.assertGreater(weights[0]._version, before)
+        for optimizer, state in ((whole, kept), (kept, whole)):
+            with self.assertRaisesRegex(InvalidArgument, "store_param_remainders as when it was saved"):
+                optimizer.load_state_dict(copy.deepcopy(state.state_dict()))
+        plain = params()
+        steps(optimizers.FusedAdam(plain, master_weights=True, store_param_remainders=True), plain)  # of FP32 parameters none are kept
+        with self.assertRaisesRegex(InvalidArgument, "store_param_remainders=False for a parameter of torch.bfloat16"):
+            kept.initialize_state(weights[0], False)
+
+    def test_zeros(self):
+        for kinds in self.KINDS:
+            weights = [torch.nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16, device=DEVICE))]
+            weights[0].grad = torch.zeros_like(weights[0])
+            optimizer = optimizers.FusedAdam(weights, master_weights=True, **kinds)
+            for _ in range(2):
+                optimizer.step()
+            self.assertEqual([float(optimizer.get_unscaled_state(weights[0], n).abs().max()) for n in ("exp_avg", "exp_avg_sq", "master_param")], [0.0] * 3)
+
+    def test_capturable_in_bfloat16(self):
+        kinds = dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
+        weights, others = params(torch.bfloat16), params(torch.bfloat16)
+        steps(optimizers.FusedAdam(weights, lr=0.01, master_weights=True, capturable=True, **kinds), weights)
+        steps(optimizers.FusedAdam(others, lr=0.01, master_weights=True, **kinds), others)
+        for p, q in zip(weights, others):
+            self.assertTrue(torch.equal(p, q))
+        optimizer = optimizers.FusedAdam(params(torch.bfloat16), **kinds)
+        optimizer.initialize_state(weights[0])
+        self.assertEqual(optimizer.get_unscaled_state(weights[0], "exp_avg", skip_unscale=True).dtype, torch.bfloat16)
+        with self.assertRaisesRegex(InvalidArgument, "skip_unscale"):
+            other = optimizers.FusedAdam(weights)
+            other.initialize_state(weights[0])
+            other.get_unscaled_state(weights[0], "exp_avg", skip_unscale=True)
+
+    def test_weights_that_are_codes(self):
+        import te_fl.pytorch as te
+        for kinds in (dict(master_weight_dtype=torch.float16), dict(exp_avg_dtype=torch.uint8, exp_avg_sq_dtype=torch.bfloat16)):
+            with te.quantized_model_init():
+                layer = te.Linear(32, 16, bias=False, params_dtype=torch.bfloat16)
+            before = layer.weight.dequantize()
+            optimizer = optimizers.FusedAdam([layer.weight], lr=0.1, master_weights=True, **kinds)
+            layer.weight.grad = torch.ones(16, 32, dtype=torch.bfloat16, device=layer.weight.device)
+            optimizer.step()
+            torch.testing.assert_close(layer.weight.dequantize().float(), before.float() - 0.1, atol=0.01, rtol=0.07)
 
 
 class SGD(Compared):

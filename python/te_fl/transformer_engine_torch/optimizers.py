@@ -12,6 +12,7 @@ import torch
 
 from te_fl import ops
 from te_fl.errors import InvalidArgument
+from te_fl.remainders import divide, joined
 from te_fl.transformer_engine_torch.dtypes import fp8_dtype as codes_dtype
 from te_fl.tensors import Quantized
 
@@ -126,20 +127,6 @@ def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Li
     _adam("multi_tensor_adam", noop_flag, lists, beta1, beta2, epsilon, mode, bias_correction, weight_decay, lr=float(lr), step=int(step))
 
 
-def _joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """FP32 values from BF16 ones, which were rounded to nearest, and the 16 bits that the rounding left."""
-    bits = low.to(torch.int32)
-    upper = high.view(torch.int16).to(torch.int32) - (bits < 0).to(torch.int32)
-    return ((upper << 16) | (bits & 0xFFFF)).view(torch.float32)
-
-
-def _divide(values: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
-    """Writes what _joined() joins."""
-    bits = values.view(torch.int32)
-    low.copy_(bits.to(torch.int16))
-    high.view(torch.int16).copy_((bits >> 16) + (low < 0).to(torch.int32))
-
-
 def multi_tensor_adam_param_remainder(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: float, beta1: float, beta2: float,
                                       epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float) -> None:
     """[gradients, BF16 parameters, moments, INT16 remainders]: parameter and remainder together are the FP32 master weight."""
@@ -149,11 +136,11 @@ def multi_tensor_adam_param_remainder(chunk_size: int, noop_flag: torch.Tensor, 
         if p.dtype != torch.bfloat16 or r.dtype != torch.int16:
             raise InvalidArgument(f"{name}: a parameter is {p.dtype} and its remainder {r.dtype}; they are bfloat16 and int16")
     remainders = _alike(remainders, params)
-    masters = [_joined(p, r) for p, r in zip(params, remainders)]
+    masters = [joined(p, r) for p, r in zip(params, remainders)]
     _adam(name, noop_flag, [gradients, masters, firsts, seconds], beta1, beta2, epsilon, mode, bias_correction, weight_decay,
           lr=float(lr), step=int(step))
     for master, p, r in zip(masters, params, remainders):
-        _divide(master, p, r)
+        divide(master, p, r)
 
 
 def multi_tensor_adam_fp8(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: float, beta1: float, beta2: float, epsilon: float,

@@ -13,20 +13,14 @@ from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 from te_fl.pytorch.fp8.shards import write_all
+from te_fl.pytorch.optimizers.states import MOMENTS, States
+from te_fl.pytorch.optimizers.states import local as _local
 from te_fl.pytorch.runtime.refuse import checks_keywords
 
 __all__ = ["FusedAdam", "FusedSGD", "MultiTensorApply", "multi_tensor_adam", "multi_tensor_applier", "multi_tensor_l2norm",
            "multi_tensor_scale", "multi_tensor_sgd", "multi_tensor_unscale_l2norm"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor; another tensor itself."""
-    return tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
 
 
 def _float32(param: torch.Tensor) -> torch.Tensor:
@@ -104,13 +98,33 @@ class _Optimizer(Optimizer):
         super().zero_grad(set_to_none=set_to_none is not False)
 
 
+def _check_state_dtypes(capturable: bool, master_weights: bool, master: torch.dtype, first: torch.dtype, second: torch.dtype, remainders: bool) -> None:
+    if master_weights and master not in (torch.float32, torch.float16):
+        raise InvalidArgument(f"FusedAdam: master_weight_dtype is {master}; it is torch.float32 or torch.float16")
+    for name, dtype in (("exp_avg_dtype", first), ("exp_avg_sq_dtype", second)):
+        if dtype not in (*_FLOATS, torch.uint8):
+            raise InvalidArgument(f"FusedAdam: {name} is {dtype}; it is torch.float32, float16, bfloat16, or uint8 for FP8")
+    if not capturable:
+        return
+    if (first, second) not in ((torch.float32,) * 2, (torch.bfloat16,) * 2):
+        raise InvalidArgument(f"FusedAdam: capturable=True with exp_avg_dtype={first} and exp_avg_sq_dtype={second}; both are float32, or both bfloat16")
+    if master_weights and (master is not torch.float32 or remainders):
+        raise InvalidArgument("FusedAdam: capturable=True goes with whole master weights in float32; leave master_weight_dtype and "
+                              "store_param_remainders out")
+
+
 class FusedAdam(_Optimizer):
     """Adam, or AdamW with adam_w_mode (the default), over float32, float16 and bfloat16 parameters.
 
     master_weights: parameters of 16 bits and of FP8 codes are copies of FP32 weights that the optimizer holds. Without, a step of codes
     rounds the new values to FP8, and one that is too small is lost. capturable: step count, learning rate and
     whether to skip a step (grad_scaler) are read from device memory, so that a CUDA graph may hold the step. use_decoupled_grad: gradients
-    are read from param.decoupled_grad. State is FP32 (exp_avg, exp_avg_sq, master_param); other dtypes of it are refused.
+    are read from param.decoupled_grad.
+
+    State is exp_avg, exp_avg_sq and master_param, FP32 unless exp_avg_dtype, exp_avg_sq_dtype (float16, bfloat16, or uint8 for FP8) and
+    master_weight_dtype (float16) say otherwise; float16 and FP8 have a scale for each tensor. A step computes in FP32 and rounds each new
+    value once; state_dict() has FP32 values. store_param_remainders: with master weights in FP32, BF16 parameters have as master_param the
+    INT16 remainders of their weights, in half the memory. capturable takes FP32 master weights, and moments that are both FP32 or both BF16.
     """
 
     @checks_keywords()
@@ -121,19 +135,15 @@ class FusedAdam(_Optimizer):
                  set_grad_none: Optional[bool] = None):
         if amsgrad:
             raise Unsupported("FusedAdam: amsgrad=True is not served; leave it out")
-        for name, dtype in (("master_weight_dtype", master_weight_dtype), ("exp_avg_dtype", exp_avg_dtype),
-                            ("exp_avg_sq_dtype", exp_avg_sq_dtype)):
-            if dtype is not torch.float32:
-                raise Unsupported(f"FusedAdam: {name}={dtype} is not served; leave it at torch.float32")
-        if store_param_remainders:
-            raise Unsupported("FusedAdam: store_param_remainders=True is not served; master_weights=True keeps whole FP32 weights")
+        _check_state_dtypes(capturable, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, store_param_remainders)
         if capturable and not isinstance(lr, torch.Tensor):
             lr = torch.tensor(lr, dtype=torch.float32)
         super().__init__(params, {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode, self.capturable = 1 if adam_w_mode else 0, capturable
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
         self.master_weight_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype = master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype
-        self.store_param_remainders = False
+        self.store_param_remainders = bool(store_param_remainders and master_weights and master_weight_dtype is torch.float32)
+        self._states = States(master_weight_dtype if master_weights else torch.float32, exp_avg_dtype, exp_avg_sq_dtype, self.store_param_remainders)
         self._deprecated_set_grad_none(set_grad_none)
         if capturable:
             self._step_supports_amp_scaling = True
@@ -152,29 +162,65 @@ class FusedAdam(_Optimizer):
                 elif getattr(param, "decoupled_grad", None) is not None:
                     param.decoupled_grad.zero_()
 
-    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool = False) -> None:
-        """Makes a parameter's state, as its first step does."""
-        if store_param_remainders:
-            raise Unsupported("FusedAdam: store_param_remainders=True is not served; give False")
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: Optional[bool] = None) -> None:
+        """Makes a parameter's state, as its first step does. store_param_remainders: as the optimizer was made with."""
+        if store_param_remainders not in (None, self._states.has_remainders(param, "master_param")):
+            raise InvalidArgument(f"FusedAdam: initialize_state: store_param_remainders={store_param_remainders} for a parameter of {param.dtype}; the "
+                                  f"optimizer was made with store_param_remainders={self.store_param_remainders}, which counts for bfloat16")
         _check_parameter("FusedAdam", param)
         state = self.state[param]
-        state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
-        state["exp_avg_sq"] = torch.zeros_like(state["exp_avg"])
+        for name in MOMENTS:
+            state[name] = self._states.empty(param, name)
         if self._has_master(param):
-            state["master_param"] = _float32(param)
+            self._make_master(param)
+
+    def _make_master(self, param: torch.Tensor) -> None:
+        self.state[param]["master_param"] = master = self._states.empty(param, "master_param")
+        self._states.write(param, "master_param", master, _float32(param))
 
     def _has_master(self, param: torch.Tensor) -> bool:
         return self.master_weights and (param.dtype is not torch.float32 or isinstance(_local(param), Float8Tensor))
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
-        """One of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter, which are FP32 without a scale."""
-        return _local(self.state[param][state_name]).detach()
+        """One of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter in FP32, without a scale; of remainders the INT16 themselves.
+        skip_unscale: of bfloat16 moments the state itself."""
+        own, dtype = _local(self.state[param][state_name]).detach(), self._states.dtype_of(param, state_name)
+        if skip_unscale and dtype is not torch.bfloat16:
+            raise InvalidArgument(f"FusedAdam: get_unscaled_state: skip_unscale=True, and {state_name} is {dtype}; it goes with torch.bfloat16")
+        return own if skip_unscale or dtype is torch.int16 else self._states.read(param, state_name, own)
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
-        """Copies values into one of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter."""
+        """Takes values for one of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter, as get_unscaled_state() gives them."""
+        remainders = self._states.has_remainders(param, state_name)
+        if remainders != (unscaled_state.dtype is torch.int16):
+            raise InvalidArgument(f"FusedAdam: {state_name} is {unscaled_state.dtype}, and the optimizer keeps "
+                                  f"{'INT16 remainders' if remainders else 'values'} of it; give store_param_remainders as when it was saved")
         if state_name not in self.state[param]:
-            self.state[param][state_name] = torch.empty_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
-        _local(self.state[param][state_name]).copy_(_local(unscaled_state))
+            self.state[param][state_name] = self._states.empty(param, state_name)
+        state, values = self.state[param][state_name], _local(unscaled_state).to(param.device)
+        if remainders:
+            _local(state).copy_(values)
+        else:
+            self._states.write(param, state_name, state, values.float())
+
+    def state_dict(self) -> dict:
+        """PyTorch's, with the state as get_unscaled_state() gives it."""
+        saved = super().state_dict()
+        if self._states.plain:
+            return saved
+        numbers = {number: param for group, own in zip(saved["param_groups"], self.param_groups) for number, param in zip(group["params"], own["params"])}
+        for number, entry in saved["state"].items():
+            saved["state"][number] = {name: self._whole(numbers[number], name, value) for name, value in entry.items()}
+        return saved
+
+    def _whole(self, param: torch.Tensor, name: str, state: torch.Tensor) -> torch.Tensor:
+        """A state for state_dict(); a DTensor of a DTensor."""
+        values = self.get_unscaled_state(param, name)
+        if _local(state) is state:
+            return values
+        whole = torch.empty_like(state, dtype=values.dtype)
+        _local(whole).copy_(values)
+        return whole
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads state of this optimizer's or of Transformer Engine's. PyTorch's own would round it to the parameters' dtype."""
@@ -188,9 +234,9 @@ class FusedAdam(_Optimizer):
             self.state[param] = {}
             for name, value in entry.items():
                 if value is not None and (name != "master_param" or self._has_master(param)):
-                    self.set_scaled_state(param, name, value.float())
+                    self.set_scaled_state(param, name, value if value.dtype is torch.int16 else value.float())
             if self._has_master(param) and "master_param" not in self.state[param]:
-                self.state[param]["master_param"] = _float32(param)  # saved by an optimizer that had none
+                self._make_master(param)  # saved by an optimizer that had none
         for group in self.param_groups:
             if "step" in group and self.capturable:
                 group["step"] = torch.as_tensor(group["step"]).reshape(1).to(self._device(group), torch.int64)
@@ -232,19 +278,33 @@ class FusedAdam(_Optimizer):
         skip = self._skip_flags(grad_scaler)
         for group in self.param_groups:
             self._advance(group, skip)
-            calls = _GroupedCalls("FusedAdam")
+            calls, rounded = _GroupedCalls("FusedAdam"), []
             for param in group["params"]:
                 grad = getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
                 if grad is None:
                     continue
-                state = self.state[param]
-                if not state:
+                if not self.state[param]:
                     self.initialize_state(param)
-                calls.add(param, grad, _local(state["exp_avg"]), _local(state["exp_avg_sq"]), master=state.get("master_param"))
+                self._add(calls, param, grad, rounded)
             for device, _, lists in calls:
                 self._update(group, lists, skip.get(device))
             calls.write_codes()
+            for each in rounded:
+                self._states.write(*each)
         return loss
+
+    def _add(self, calls: _GroupedCalls, param: torch.Tensor, grad: torch.Tensor, rounded: list) -> None:
+        """A parameter's row, and in `rounded` the values of its state that are to be written after the call."""
+        state = self.state[param]
+        if self._states.plain:
+            return calls.add(param, grad, _local(state["exp_avg"]), _local(state["exp_avg_sq"]), master=state.get("master_param"))
+        values = {name: self._states.read(param, name, t) for name, t in state.items()}
+        rounded += [(param, name, state[name], t) for name, t in values.items() if self._states.dtype_of(param, name) is not torch.float32]
+        master = values.get("master_param")
+        if master is not None and self._states.has_remainders(param, "master_param"):  # divides into the parameter and them
+            torch.autograd.graph.increment_version([param])
+            return calls.add(master, grad, values["exp_avg"], values["exp_avg_sq"])
+        calls.add(param, grad, values["exp_avg"], values["exp_avg_sq"], master=master)
 
     def _update(self, group: dict, lists: list, skip: Optional[torch.Tensor]) -> None:
         options = {"lr_tensor": group["lr"].reshape(1), "step_tensor": group["step"]} if self.capturable else \
