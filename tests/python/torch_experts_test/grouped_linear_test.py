@@ -177,7 +177,7 @@ class Calls(Same):
             grouped, loop = pair()
             reads = []
             read = torch.Tensor.tolist
-            with mock.patch.object(torch.Tensor, "tolist", lambda t: reads.append("tolist") or read(t)), \
+            with mock.patch.object(torch.Tensor, "tolist", lambda t: reads.append("tolist") or read(t.as_subclass(torch.Tensor))), \
                     mock.patch.object(torch.Tensor, "item", lambda t: reads.append("item")), \
                     mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False):
                 self.counts(grouped, recipe, sizes)
