@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import unittest
+from unittest import mock
 
 import inside_package  # noqa: F401
 import torch
@@ -10,6 +11,7 @@ import torch
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex  # the package brings it
 from te_fl.errors import Error, InvalidArgument, Unsupported
+from te_fl.transformer_engine_torch import sizes
 from transformer_engine.common import recipe
 from transformer_engine.pytorch import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from transformer_engine.pytorch import ops as te_ops
@@ -162,6 +164,53 @@ class Groups(Compared):
                 general_grouped_gemm_for_grouped_tensor(x, group(dy), outs, layout="NT", accumulate=True)
                 for got, grad in zip(outs, grads):
                     self.near(got, 1 + grad, tolerance)
+
+    def test_sizes_on_the_device_are_read_once(self):
+        """The calls of a forward and its backward, as the package's GroupedLinear makes them, wait for the device once."""
+        for name, make in ((None, None), *self.QUANTIZERS.items()):
+            with self.subTest(name):
+                self.assertEqual(self.reads(make), 1)
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True):
+            self.refused("first_dims: a tensor on the device", tex.group_quantize, self.x, self.QUANTIZERS["current"](), 3, self.rows)
+
+    def reads(self, make):
+        total, dy = sum(self.SPLITS), drawn(len(self.x), 384, dtype=torch.bfloat16, seed=9)
+        w, quantizer = [drawn(384, 256, dtype=torch.bfloat16, seed=i) for i in range(3)], make and make()
+        if make:
+            square = Float8BlockQuantizer(E4M3, rowwise=True, columnwise=True, block_scaling_dim=2)
+            w = [(square if isinstance(quantizer, Float8BlockQuantizer) else quantizer)(t) for t in w]
+        read, on_device, count = torch.Tensor.tolist, set(), [0]
+
+        def tolist(tensor):
+            count[0] += any(tensor.data_ptr() == other.data_ptr() for other in on_device)
+            with torch._C.DisableTorchFunction():  # the mode that answers for CUDA would call this again
+                return read(tensor)
+
+        with mock.patch.object(torch.Tensor, "tolist", tolist):
+            rows, (ins, outs) = tex.splits_to_offsets_multi(self.rows, "cuda", strides=[256, 384], include_leading_zero=[True, True],
+                                                            dtypes=[torch.int64, torch.int64], bulk_allocate=True)
+            on_device |= {self.rows, rows, ins, outs}
+
+            def group(values, columns, offsets):
+                if make is None:
+                    return GroupedTensorStorage(shape=(len(values), columns), dtype=values.dtype, num_tensors=3, quantizer=None, data=values.view(-1),
+                                                first_dims=rows, tensor_offsets=offsets)
+                return tex.group_quantize(values, quantizer, 3, rows, tensor_offsets=offsets)
+
+            def plain(columns, offsets):
+                return GroupedTensorStorage(shape=(len(self.x), columns), dtype=torch.bfloat16, num_tensors=3, quantizer=None, first_dims=rows,
+                                            data=torch.empty(len(self.x) * columns, dtype=torch.bfloat16), tensor_offsets=offsets)
+
+            x, y, dx = group(self.x, 256, ins), plain(384, outs), plain(256, ins)
+            general_grouped_gemm_for_grouped_tensor(w, x, y, layout="TN")
+            grads = group(dy, 384, outs)
+            general_grouped_gemm_for_grouped_tensor(w, grads, dx, layout="NN")
+            general_grouped_gemm_for_grouped_tensor(x, grads, [torch.empty(384, 256) for _ in w], layout="NT")
+        want = torch.cat([a.double() @ (t.dequantize(dtype=torch.float32) if make else t).double().t() for a, t in zip(self.parts, w)])
+        self.near(y.rowwise_data.view(-1, 384)[:total], want, 0.06)
+        rows.fill_(0)  # a write that PyTorch counts: read again
+        self.assertEqual(sizes.read(rows, "rows"), [0, 0, 0])
+        return count[0]
 
     def test_scaled_bias(self):
         a, b, out = [drawn(4, 8, seed=i) for i in range(2)], drawn(5, 8, seed=3), torch.empty(5, 4)

@@ -1,10 +1,11 @@
 """Groups of tensors in one memory (the package's GroupedTensor): quantisation by members, and the offsets of rows.
 
-The numbers of rows lie on the device and are read by the host, once a call.
+The numbers of rows lie on the device and are read by the host, once for the calls that share them (sizes.py).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from typing import Any, List, Optional, Sequence, Tuple
@@ -13,8 +14,7 @@ import torch
 
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
-from te_fl.tensors import read_on_host
-from te_fl.transformer_engine_torch import schemes
+from te_fl.transformer_engine_torch import schemes, sizes
 from te_fl.transformer_engine_torch.dtypes import torch_dtype
 from te_fl.transformer_engine_torch.quantize import bulk_allocate as bulk_allocated
 from te_fl.transformer_engine_torch.quantize import dequantize, quantize_into
@@ -28,12 +28,23 @@ _GROUPS = ("MXFP8Quantizer", "Float8CurrentScalingQuantizer", "Float8BlockQuanti
 
 def members(grouped: Any) -> List[Any]:
     """The members of a group, over its memory."""
+    _know_shapes(grouped)
     parts = grouped.split_into_quantized_tensors()
     if grouped.quantizer is not None:
         for part in parts:
             if hasattr(part, "_with_gemm_swizzled_scales"):
                 part._with_gemm_swizzled_scales = grouped._with_gemm_swizzled_scales
     return parts
+
+
+def _know_shapes(grouped: Any) -> None:
+    """Gives a group the numbers that it would read itself, each time."""
+    if grouped.tensor_shapes is None and (grouped.first_dims is not None or grouped.last_dims is not None):
+        count, (rows, columns) = grouped.num_tensors, grouped.logical_shape
+        grouped.tensor_shapes = list(zip(*([common] * count if dims is None else sizes.read(dims, "a group's dimensions")
+                                           for dims, common in ((grouped.first_dims, rows), (grouped.last_dims, columns)))))
+    if grouped.offsets is None and grouped.tensor_offsets is not None:
+        grouped.offsets = sizes.read(grouped.tensor_offsets, "a group's tensor_offsets")
 
 
 def _shapes(name: str, rows: int, columns: int, num_tensors: int, first_dims: Optional[torch.Tensor],
@@ -44,7 +55,7 @@ def _shapes(name: str, rows: int, columns: int, num_tensors: int, first_dims: Op
             return [common] * num_tensors
         if dims.numel() != num_tensors:
             raise InvalidArgument(f"{name}: {what} has {dims.numel()} elements for {num_tensors} tensors")
-        found = read_on_host(dims, f"{name}: {what}")
+        found = sizes.read(dims, f"{name}: {what}")
         if min(found, default=0) < 0:
             raise InvalidArgument(f"{name}: {what} {found} has a negative number")
         return found
@@ -61,22 +72,28 @@ def _shapes(name: str, rows: int, columns: int, num_tensors: int, first_dims: Op
     return shapes
 
 
-def _create(name: str, quantizer: Any, tensor: torch.Tensor, num_tensors: int, first_dims: Optional[torch.Tensor],
-            last_dims: Optional[torch.Tensor], tensor_offsets: Optional[torch.Tensor], columns: Optional[int] = None) -> Any:
-    """A group for the rows of a matrix, of `columns` columns where they are not the matrix's."""
-    rows, columns = tensor.shape[0], tensor.shape[1] if columns is None else columns
-    shapes = _shapes(name, rows, columns, num_tensors, first_dims, last_dims)
-    if tensor_offsets is not None:
-        ends = [0]
-        for m, n in shapes:
-            ends.append(ends[-1] + m * n)
-        if tensor_offsets.tolist() != ends:
-            raise InvalidArgument(f"{name}: tensor_offsets {tensor_offsets.tolist()} are not those of tensors that follow each other, {ends}")
-    storage = sys.modules["transformer_engine.pytorch.tensor.storage.grouped_tensor_storage"].GroupedTensorStorage
-    group = storage.make_grouped_tensor(num_tensors, first_dims, last_dims, rows, columns, quantizer, tensor.device, tensor.dtype)
+def _create(name: str, quantizer: Any, tensor: torch.Tensor, shapes: Sequence[Tuple[int, int]], first_dims: Optional[torch.Tensor],
+            last_dims: Optional[torch.Tensor], tensor_offsets: Optional[torch.Tensor]) -> Any:
+    """A group for the parts of a matrix."""
+    ends = [0, *itertools.accumulate(m * n for m, n in shapes)]
+    if tensor_offsets is not None and (own := sizes.read(tensor_offsets, f"{name}: tensor_offsets")) != ends:
+        raise InvalidArgument(f"{name}: tensor_offsets {own} are not those of tensors that follow each other, {ends}")
+    group = _make(shapes, first_dims, last_dims, tensor.shape, quantizer, tensor.device, tensor.dtype)
     if tensor_offsets is not None:
         group.tensor_offsets = tensor_offsets
     group._with_gemm_swizzled_scales = _swizzles(quantizer)
+    return group
+
+
+def _make(shapes: Sequence[Tuple[int, int]], first_dims: Optional[torch.Tensor], last_dims: Optional[torch.Tensor], whole: Sequence[int],
+          quantizer: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """The package's group of these members. It reads their numbers, so it gets them where that waits for nothing."""
+    storage = sys.modules["transformer_engine.pytorch.tensor.storage.grouped_tensor_storage"].GroupedTensorStorage
+    here = [None if dims is None else torch.tensor(numbers, dtype=torch.int64, device="cpu") for dims, numbers in zip((first_dims, last_dims), zip(*shapes))]
+    group = storage.make_grouped_tensor(len(shapes), *here, *whole, quantizer, device, dtype)
+    group.first_dims, group.last_dims = first_dims, last_dims
+    if group.tensor_offsets is not None:
+        group.tensor_offsets = group.tensor_offsets.to(device, non_blocking=True)
     return group
 
 
@@ -155,12 +172,16 @@ def group_quantize(tensor: torch.Tensor, quantizer: Any, num_tensors: int, first
     shapes = _shapes(name, *tensor.shape, num_tensors, first_dims, last_dims)
     _check_quantizer(name, quantizer, _GROUPS, shapes)
     if output is None:
-        output = _create(name, quantizer, tensor, num_tensors, first_dims, last_dims, tensor_offsets)
+        output = _create(name, quantizer, tensor, shapes, first_dims, last_dims, tensor_offsets)
     else:
         _check_output(name, output, quantizer, tensor, num_tensors, (first_dims, last_dims, tensor_offsets))
-    for i, (values, part) in enumerate(zip(_parts(tensor, shapes), members(output))):
-        _quantize_member(values, quantizer, output, i, part, noop_flag)
-    return output
+    return _quantize_members(tensor, quantizer, shapes, output, noop_flag)
+
+
+def _quantize_members(tensor: torch.Tensor, quantizer: Any, shapes: Sequence[Tuple[int, int]], group: Any, noop: Optional[torch.Tensor] = None) -> Any:
+    for i, (values, part) in enumerate(zip(_parts(tensor, shapes), members(group))):
+        _quantize_member(values, quantizer, group, i, part, noop)
+    return group
 
 
 def bgrad_group_quantize(tensor: torch.Tensor, quantizer: Any, num_tensors: int, first_dims: Optional[torch.Tensor],
@@ -172,7 +193,7 @@ def bgrad_group_quantize(tensor: torch.Tensor, quantizer: Any, num_tensors: int,
         raise InvalidArgument(f"{name}: last_dims is given; the tensors have one number of columns")
     shapes = _shapes(name, *tensor.shape, num_tensors, first_dims, None)
     _check_quantizer(name, quantizer, ("MXFP8Quantizer", "Float8BlockQuantizer"), shapes)
-    group = group_quantize(tensor, quantizer, num_tensors, first_dims, None, tensor_offsets)
+    group = _quantize_members(tensor, quantizer, shapes, _create(name, quantizer, tensor, shapes, first_dims, None, tensor_offsets))
     bias_grads = torch.stack([part.sum(0, dtype=torch.float32).to(tensor.dtype) for part in _parts(tensor, shapes)])
     return group, bias_grads
 
@@ -183,8 +204,9 @@ def group_dequantize(input: Any, otype: Any) -> Any:
     if input.quantizer is None:
         raise InvalidArgument("group_dequantize: the group is not quantised")
     data = input.rowwise_data if input.rowwise_data is not None else input.columnwise_data
-    group = type(input).make_grouped_tensor(input.num_tensors, input.first_dims, input.last_dims, *input.logical_shape, None, data.device, dtype)
-    for part, out in zip(members(input), members(group)):
+    parts = members(input)
+    group = _make([schemes.rows_and_columns(part.size()) for part in parts], input.first_dims, input.last_dims, input.logical_shape, None, data.device, dtype)
+    for part, out in zip(parts, members(group)):
         if out.numel():
             out.copy_(dequantize(part, otype))
     return group
@@ -232,7 +254,7 @@ def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.
         raise InvalidArgument(f"splits_to_offsets: first_dims is {first_dims.dtype} of {first_dims.dim()} dimensions; it is int64 of one")
     if logical_last_dim <= 0:
         raise InvalidArgument(f"splits_to_offsets: logical_last_dim is {logical_last_dim}; it is at least 1")
-    return _sums(first_dims, logical_last_dim, True, torch.int64)
+    return sizes.note(_sums(first_dims, logical_last_dim, True, torch.int64))
 
 
 def splits_to_offsets_multi(split_sizes: torch.Tensor, device: Any, *, strides: Sequence[int], include_leading_zero: Sequence[bool],
@@ -241,12 +263,14 @@ def splits_to_offsets_multi(split_sizes: torch.Tensor, device: Any, *, strides: 
     if not len(strides) == len(include_leading_zero) == len(dtypes):
         raise InvalidArgument(f"splits_to_offsets_multi: {len(strides)} strides, {len(include_leading_zero)} include_leading_zero and "
                               f"{len(dtypes)} dtypes; give one of each for every output")
-    splits = split_sizes.to(device=device, dtype=torch.int64)
+    # Always in memory of its own, so that the numbers which the host has read stay what it holds.
+    splits = split_sizes.to(device=device, dtype=torch.int64, copy=True)
+    sizes.note(splits, None if split_sizes.is_cuda or split_sizes.device.type != "cpu" else split_sizes.tolist())
     sums = [_sums(splits, *each) for each in zip(strides, include_leading_zero, dtypes)]
     if bulk_allocate and sums:
         memory = bulk_allocated([tuple(s.shape) for s in sums], list(dtypes), splits.device, [16] * len(sums))
         sums = [place.copy_(s) for place, s in zip(memory, sums)]
-    return splits, sums
+    return splits, [sizes.note(s, None, sizes.sums_of(splits, stride, leading)) for s, stride, leading in zip(sums, strides, include_leading_zero)]
 
 
 def copy_data_ptrs_to_device(tensors: Sequence[torch.Tensor], device: Any) -> torch.Tensor:

@@ -10,8 +10,8 @@ from typing import Any, List, Optional, Sequence
 import torch
 
 from te_fl.errors import InvalidArgument
-from te_fl.tensors import Rows, read_on_host
-from te_fl.transformer_engine_torch import matrix_ops, schemes
+from te_fl.tensors import Rows
+from te_fl.transformer_engine_torch import matrix_ops, schemes, sizes
 from te_fl.transformer_engine_torch.dtypes import torch_dtype
 from te_fl.transformer_engine_torch.gemm import _output_shape, _without_terms, product
 from te_fl.transformer_engine_torch.grouped import members
@@ -137,7 +137,7 @@ def _one_by_one(A: Sequence[Any], transa: bool, B: Sequence[Any], transb: bool, 
 
 def _each(factors: torch.Tensor, count: int, name: str) -> List[float]:
     """alpha or beta of each product: they lie on the device, one for all or one each."""
-    values = read_on_host(factors, name)
+    values = sizes.factors(factors, name)
     if len(values) not in (1, count):
         raise InvalidArgument(f"{name}: {len(values)} factors for {count} products; it takes 1 or one each")
     return values if len(values) == count else values * count
