@@ -39,10 +39,9 @@ int64_t numel_of(const te_fl_tensor& t) noexcept {
 }
 
 bool is_compact(const te_fl_tensor& t) noexcept {
-  if (t.dl.strides == nullptr) return true;
+  if (t.dl.strides == nullptr || numel_of(t) == 0) return true;
   int64_t expected = 1;
   for (int i = t.dl.ndim - 1; i >= 0; --i) {
-    if (t.dl.shape[i] == 0) return true;
     if (t.dl.shape[i] != 1 && t.dl.strides[i] != expected) return false;
     expected *= t.dl.shape[i];
   }

@@ -99,9 +99,9 @@ Result<std::shared_ptr<void>> shared_memory(Device device, int64_t bytes) {
 namespace {
 
 bool is_compact(std::span<const int64_t> shape, std::span<const int64_t> strides) {
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return true;  // of no elements
   int64_t expected = 1;
   for (size_t i = shape.size(); i-- > 0;) {
-    if (shape[i] == 0) return true;
     if (shape[i] != 1 && strides[i] != expected) return false;
     expected *= shape[i];
   }

@@ -172,6 +172,68 @@ class Offload(unittest.TestCase):
                 grads.append(x.grad)
         self.same(grads[1:], grads[:-1])
 
+    def test_writes_between_forward_and_backward(self):
+        """PyTorch looks for none where hooks save: a gradient of the new values would be wrong without a word."""
+        for name in ("plain", "LayerNormMLP"):
+            for least in (256, 2 ** 30):  # of tensors that go, and of those that stay
+                for when in ("in the layer", "before the next", "behind the next"):
+                    for wrote in ("input", "weight"):
+                        with self.subTest(name, least=least, when=when, wrote=wrote), mock.patch.object(offload, "LEAST_BYTES", least):
+                            layers = model_of(name, 2)
+                            context, sync = get_cpu_offload_context(True, num_layers=1, model_layers=2)
+                            x = torch.randn(32, 64, device=DEVICE).requires_grad_() * 2
+                            written = (x if wrote == "input" else next(p for p in layers[0].parameters() if p.dim() == 2)).detach()
+                            with context:
+                                y = layers[0](x)
+                                if when == "in the layer":
+                                    written.mul_(2)
+                            if when == "before the next":
+                                written.mul_(2)
+                            y = sync(y)
+                            with context:
+                                y = layers[1](y)
+                            if when == "behind the next":
+                                written.mul_(2)
+                            loss = sync(y).sum()
+                            if when == "behind the next" and least == 256 and wrote == "input":
+                                loss.backward()  # the host has the values of before
+                            else:
+                                self.assertRaisesRegex(RuntimeError, "was written after the forward had saved it", loss.backward)
+
+    def test_writes_before_a_layer_and_aliases_that_count_none(self):
+        context, sync = get_cpu_offload_context(True, num_layers=1, model_layers=2)
+        grads = []
+        for offloads in (False, True):
+            layers = model_of("plain", 2)
+            leaf = torch.linspace(-1, 1, 2048, device=DEVICE).view(32, 64).requires_grad_()
+            x = leaf * 1
+            x.add_(1)
+            alias = x.data  # It has the same memory and counts its own writes.
+            y = x
+            for layer in layers:
+                with context if offloads else mock.MagicMock():
+                    y = layer(y) * alias * x
+                y = sync(y) if offloads else y
+            y.sum().backward()
+            grads.append([leaf.grad, *(p.grad for layer in layers for p in layer.parameters())])
+        self.same(*grads)
+
+    def test_forwards_that_fail_or_have_fewer_layers(self):
+        context, sync = get_cpu_offload_context(True, num_layers=2, model_layers=4)
+        want = run(model_of("LayerNormMLP"), None)
+        for fails in range(4):
+            y = torch.randn(32, 2, 64, device=DEVICE, requires_grad=True)
+            with self.assertRaises(KeyError):
+                for i, layer in enumerate(model_of("LayerNormMLP")):
+                    with context:
+                        if i == fails:
+                            raise KeyError
+                        y = layer(y)
+                    y = sync(y)
+            self.same(run(model_of("LayerNormMLP"), None, context, sync), want)
+        self.same(run(model_of("LayerNormMLP", 3), None, context, sync), run(model_of("LayerNormMLP", 3), None))
+        self.same(run(model_of("LayerNormMLP"), None, context, sync), want)
+
     def test_marks(self):
         layer, x = te.Linear(64, 64, device=DEVICE), torch.randn(64, 64, device=DEVICE) * torch.ones(1, device=DEVICE, requires_grad=True)
         for marks, offloaded in (((), True), ((mark_not_offload,), False), ((mark_not_offload, mark_activation_offload), True)):

@@ -1,5 +1,6 @@
 #include "py/dlpack.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <string>
@@ -56,10 +57,11 @@ bool is_immutable(PyObject* object) {
 }
 
 bool is_compact(const te_fl_dltensor& t) {
-  if (t.strides == nullptr) return true;
+  if (t.strides == nullptr || std::find(t.shape, t.shape + t.ndim, 0) != t.shape + t.ndim) {
+    return true;  // PyTorch keeps the strides of an expanded tensor without elements
+  }
   int64_t expected = 1;
   for (int32_t d = t.ndim - 1; d >= 0; --d) {
-    if (t.shape[d] == 0) return true;
     if (t.shape[d] != 1 && t.strides[d] != expected) return false;
     expected *= t.shape[d];
   }

@@ -1,5 +1,6 @@
 #include "py/lent_tensor.hpp"
 
+#include <algorithm>
 #include <numeric>
 #include <vector>
 
@@ -51,9 +52,9 @@ Ref tuple_of(const std::vector<int64_t>& numbers) {
 }
 
 bool is_compact(const LentTensor& t) {
+  if (std::find(t.shape.begin(), t.shape.end(), 0) != t.shape.end()) return true;
   int64_t expected = 1;
   for (size_t d = t.shape.size(); d-- > 0;) {
-    if (t.shape[d] == 0) return true;
     if (t.shape[d] != 1 && t.strides[d] != expected) return false;
     expected *= t.shape[d];
   }

@@ -58,6 +58,10 @@ TEST(Tensor, ScalarsAndEmptyTensors) {
   const Tensor none = Tensor::zeros({3, 0, 2}, DType::kF32).value();
   EXPECT_EQ(none.numel(), 0);
   EXPECT_OK(none.clone());
+  const int64_t shape[] = {0, 8}, strides[] = {0, 0};  // as PyTorch's expand() leaves them
+  const auto expanded = Tensor::wrap(nullptr, shape, strides, DType::kF32, {}, nullptr);
+  ASSERT_OK(expanded);
+  EXPECT_TRUE(expanded->contiguous());
 }
 
 TEST(Tensor, ConstructorsRefuse) {

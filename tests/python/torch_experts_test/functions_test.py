@@ -152,6 +152,9 @@ class Permutation(Compared):
         z = moe_unpermute(y, rows, restore_shape=x.shape)
         z.sum().backward()
         self.assertEqual((tuple(y.shape), tuple(p.shape), tuple(z.shape), tuple(x.grad.shape)), ((0, 8), (0,), (0, 8), (0, 8)))
+        probs = torch.empty(0, 4, device=DEVICE, requires_grad=True)
+        moe_unpermute(y.detach(), rows, probs).sum().backward()  # whose gradient is expanded, with strides of 0
+        self.assertEqual(tuple(probs.grad.shape), (0, 4))
         y, rows = moe_permute(x, torch.empty(0, 2, device=DEVICE, dtype=torch.int32), 0, map_type="index")
         self.assertEqual((tuple(y.shape), rows.numel()), ((0, 8), 0))
         x = drawn(3, 8).requires_grad_()
@@ -180,6 +183,11 @@ class Permutation(Compared):
                 call()
         with self.assertRaisesRegex(InvalidArgument, "sum to 4; inp has 3"):
             moe_sort_chunks_by_index(x, torch.tensor([1, 3]), torch.tensor([0, 1]))
+        for order in ([0, 0], [0, 2], [-1, 0]):
+            with self.subTest(order), self.assertRaisesRegex(InvalidArgument, "each of the 2 chunks once"):
+                moe_sort_chunks_by_index(x, torch.tensor([1, 2]), torch.tensor(order))
+        with self.assertRaisesRegex(InvalidArgument, "no chunk has fewer than 0"):
+            moe_sort_chunks_by_index(x, torch.tensor([4, -1]), torch.tensor([0, 1]))
         with te.quantized_model_init(recipe=te.recipe.Float8CurrentScaling()):
             weight = te.Linear(16, 16, device=DEVICE).weight
         with self.assertRaisesRegex(Unsupported, "dequantize"):
@@ -308,6 +316,13 @@ class Product(Compared):
             out = torch.ones_like(dw)
             self.assertIs(general_gemm(a.view(10, 8), g, layout="NT", out=out, accumulate=True, alpha=2.0, beta=3.0)[0], out)
             torch.testing.assert_close(out.double(), 2 * g.double().t() @ flat + 3, atol=tolerance * 64, rtol=tolerance)
+
+    def test_matrices_without_elements(self):
+        for layout, a, b, shape in (("TN", (6, 0), (2, 5, 0), (2, 5, 6)), ("NN", (0, 6), (5, 0), (5, 6)), ("NT", (0, 6), (0, 5), (5, 6)),
+                                    ("TN", (0, 8), (5, 8), (5, 0)), ("NT", (8, 0), (8, 5), (5, 0))):
+            with self.subTest(layout=layout, a=a, b=b):
+                y = general_gemm(drawn(*a), drawn(*b), layout=layout)[0]
+                self.assertEqual((tuple(y.shape), y.count_nonzero().item()), (shape, 0))
 
     def test_what_is_refused(self):
         a, b = drawn(6, 8), drawn(4, 8)

@@ -43,12 +43,22 @@ class _Segment:
         self.device = memory.device
         self.memory: Optional[torch.Tensor] = memory  # uint8 on the device; None while it is on the host alone
         self.host: Optional[torch.Tensor] = None
+        self.saved: "weakref.WeakSet[_Saved]" = weakref.WeakSet()  # that stand for the program's tensors on this memory
         self.ready = _event(self.device)  # when `memory` has its values
         _record(self.ready, None)
 
     @property
     def bytes(self) -> int:
         return (self.host if self.memory is None else self.memory).numel()
+
+    def to_host(self, host: torch.Tensor, stream: Optional[torch.cuda.Stream]) -> None:
+        if stream is not None:
+            stream.wait_event(self.ready)
+        for saved in list(self.saved):
+            saved.let_go()
+        self.host = host
+        with _on(stream):
+            host.copy_(self.memory, non_blocking=True)
 
 
 def _event(device: torch.device) -> Optional[torch.cuda.Event]:
@@ -60,14 +70,43 @@ def _record(event: Optional[torch.cuda.Event], stream: Optional[torch.cuda.Strea
         event.record(stream or torch.cuda.current_stream())
 
 
+def _written_error(dtype: torch.dtype, shape: torch.Size) -> RuntimeError:
+    return RuntimeError(f"get_cpu_offload_context: a tensor of {dtype} {tuple(shape)} that this backward reads was written after the forward had saved it; "
+                        "write a copy of it, or write it after the backward")
+
+
+class _Staying:
+    """Stands in autograd's graph for a tensor that stays on the device, and looks for writes, which PyTorch does not do where hooks save."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor, self._version = tensor, tensor._version
+
+    @property
+    def written(self) -> bool:
+        return self._tensor._version != self._version
+
+    def unpack(self) -> torch.Tensor:
+        if self.written:
+            raise _written_error(self._tensor.dtype, self._tensor.shape)
+        return self._tensor
+
+
 class _Saved:
     """Stands in autograd's graph for a tensor that is offloaded, and alone keeps its segment: what the graph drops is free."""
 
-    def __init__(self, state: "_LayerState", segment: _Segment, like: torch.Tensor):
-        self._state, self._segment = state, segment
-        self._dtype, self._shape = like.dtype, like.shape
+    def __init__(self, state: "_LayerState", segment: _Segment, tensor: torch.Tensor):
+        self._state, self._segment, self._dtype, self._shape = state, segment, tensor.dtype, tensor.shape
+        self._kept: Optional[_Staying] = _Staying(tensor.detach())  # until the segment is copied
+        self._written = False  # true if the copy has other values than the forward saved
+        segment.saved.add(self)
+
+    def let_go(self) -> None:
+        """Before the segment is copied to the host."""
+        self._written, self._kept = self._kept is not None and self._kept.written, None
 
     def unpack(self) -> torch.Tensor:
+        if self._written or self._kept is not None and self._kept.written:
+            raise _written_error(self._dtype, self._shape)
         self._state.bring()
         _wait(self._segment)
         return self._segment.memory.view(self._dtype).view(self._shape)
@@ -111,15 +150,15 @@ class _LayerState:
     # -- the hooks of saved tensors
 
     def push(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) is not torch.Tensor or isinstance(tensor, torch.nn.Parameter):
-            return tensor
+        if type(tensor) is not torch.Tensor or self.state != "kept":  # parameters, and activations of a layer that goes already, stay
+            return _Staying(tensor)
         memory = _native.saved_memory(tensor) if tensor.dtype is torch.int64 and tensor.numel() == 1 and tensor.is_cpu else None
         if memory is not None:
             forward = _Forward(self, tensor, [self._segment(m) for m in memory if _worth_it(m)])
             self._forwards.add(forward)
             return forward
         if not _worth_it(tensor) or not tensor.is_contiguous():
-            return tensor
+            return _Staying(tensor)
         return _Saved(self, self._segment(tensor.detach().view(-1).view(torch.uint8)), tensor)
 
     def _segment(self, memory: torch.Tensor) -> _Segment:
@@ -143,11 +182,7 @@ class _LayerState:
         self.state = "offloading"
         for index, segment in enumerate(list(self._segments.values())):
             stream = self._owner.stream(segment.device)
-            if stream is not None:
-                stream.wait_event(segment.ready)
-            segment.host = self._owner.host_memory((self.number, index), segment)
-            with _on(stream):
-                segment.host.copy_(segment.memory, non_blocking=True)
+            segment.to_host(self._owner.host_memory((self.number, index), segment), stream)
             if stream is not None:
                 self._finished = torch.cuda.Event()
                 self._finished.record(stream)
@@ -253,14 +288,15 @@ class DefaultOffloadSynchronizer(OffloadSynchronizer):
     def begin_layer(self) -> _LayerState:
         state = super().begin_layer()
         before, released = state.number - 1, state.number - self._distance
-        if 0 <= before < self._offloaded:
+        # Backwards may have run already where a forward has fewer layers than num_layers, or failed between them.
+        if 0 <= before < self._offloaded and self.layers[before].state == "kept":
             self.layers[before].start_offload()
-        if 0 <= released < self._offloaded:
+        if 0 <= released < self._offloaded and self.layers[released].state == "offloading":
             self.layers[released].release()
         return state
 
     def push(self, state: _LayerState, tensor: torch.Tensor) -> Any:
-        return state.push(tensor) if state.number < self._offloaded else tensor
+        return state.push(tensor) if state.number < self._offloaded else _Staying(tensor)
 
     def begin_backward(self, layers: List[_LayerState], number: int) -> None:
         ahead = number - self._distance + 1
@@ -304,6 +340,8 @@ class _Context(contextlib.ContextDecorator):
         _contexts.remove(self)
         hooks, self._hooks = self._hooks, None
         hooks.__exit__(*error)
+        if error[0] is not None:
+            self._synchronizer.layers = []  # the next forward begins with its first layer
 
     def synchronization_function(self, tensor: torch.Tensor) -> torch.Tensor:
         """For a layer's output, behind its context: notes when the layer's backward begins."""
@@ -318,7 +356,7 @@ class _Context(contextlib.ContextDecorator):
 
 
 def _unpack(saved: Any) -> torch.Tensor:
-    return saved.unpack() if isinstance(saved, (_Saved, _Forward)) else saved
+    return saved.unpack()
 
 
 def is_cpu_offload_enabled() -> bool:

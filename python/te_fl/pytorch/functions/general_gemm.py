@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Optional, Tuple
 
 import torch
@@ -47,7 +48,7 @@ def general_gemm(A: torch.Tensor, B: torch.Tensor, out_dtype: Optional[torch.dty
     if beta is not None and not accumulate and beta != 0.0:
         raise InvalidArgument(f"{where}: beta is {beta} without accumulate, which it is a factor of; leave it out")
     lead = B.shape[:-1]
-    a, b = (t.detach().reshape(-1, t.shape[-1]).contiguous() for t in (A, B))
+    a, b = (t.detach().reshape(math.prod(t.shape[:-1]), t.shape[-1]).contiguous() for t in (A, B))
     rows, columns = _extents(where, a, b, layout[0] == "T", layout[1] == "T")
     if out is None and accumulate:
         raise InvalidArgument(f"{where}: accumulate=True adds to what `out` has, and there is none; give it")

@@ -20,8 +20,6 @@ __all__ = ["moe_permute", "moe_permute_and_pad_with_probs", "moe_permute_with_pr
 
 
 def _spread_run(tokens, rows, count):
-    if not tokens.numel():  # an expanded gradient without elements stays expanded, which ops refuse
-        return tokens.new_zeros((count, tokens.shape[1]))
     tokens = tokens.contiguous()
     output = tokens.new_empty((count, tokens.shape[1]))
     # The op reads fwd_input for the gradient of probabilities alone, which is left out.
@@ -257,12 +255,24 @@ def _index_rows(row_id_map: torch.Tensor, probs: Optional[torch.Tensor]) -> torc
     return row_id_map.view(top_k, tokens)
 
 
+def _check_chunks(where: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> None:
+    """Refuses chunks that are none of inp, as far as they are on the host."""
+    if split_sizes.device.type == "cpu":
+        sizes = split_sizes.tolist()
+        if sum(sizes) != inp.shape[0]:
+            raise InvalidArgument(f"{where}: split_sizes sum to {sum(sizes)}; inp has {inp.shape[0]} rows")
+        if min(sizes, default=0) < 0:
+            raise InvalidArgument(f"{where}: split_sizes is {sizes}; no chunk has fewer than 0 rows")
+    if sorted_index.device.type == "cpu" and sorted(order := sorted_index.tolist()) != list(range(len(order))):
+        raise InvalidArgument(f"{where}: sorted_index is {order}; it names each of the {len(order)} chunks once")
+
+
 def _chunk_rows(where: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
     """The map [1, T] of chunks in another order. On a host sizes that do not sum to T are refused; on a device rows beyond them have none."""
     if split_sizes.dim() != 1 or split_sizes.shape != sorted_index.shape:
         raise InvalidArgument(f"{where}: split_sizes has shape {tuple(split_sizes.shape)} and sorted_index {tuple(sorted_index.shape)}; both have one element for each chunk")
-    if split_sizes.device.type == "cpu" and not torch.compiler.is_compiling() and int(split_sizes.sum()) != inp.shape[0]:
-        raise InvalidArgument(f"{where}: split_sizes sum to {int(split_sizes.sum())}; inp has {inp.shape[0]} rows")
+    if not torch.compiler.is_compiling():
+        _check_chunks(where, inp, split_sizes, sorted_index)
     sizes, order = split_sizes.to(inp.device, torch.int64), sorted_index.to(inp.device, torch.int64)
     ends = torch.cumsum(sizes, 0)
     moved = sizes[order]
