@@ -1,4 +1,4 @@
-"""Questions about availability, named random states, and orders of weights."""
+"""Questions about availability, named random states, orders of weights, and what frameworks import besides."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import te_fl
 from te_fl.common import recipe
 from te_fl.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
 from te_fl.pytorch.fp8 import availability
-from te_fl.pytorch.functions import weights
+from te_fl.pytorch.functions import framework_helpers, weights
 from te_fl.pytorch.runtime import constants, rng
 
 
@@ -136,6 +136,35 @@ class RandomStates(unittest.TestCase):
             self.draw()
         tracker.reset()
         self.assertEqual(tracker.get_states(), {})
+
+
+class OfFrameworks(unittest.TestCase):
+    def test_splits(self):
+        for sections, squeeze, count in (([2, 1, 3], False, 3), (2, False, 3), (1, True, 6)):
+            for dim in (1, -2):
+                x, y = (torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+                parts, want = framework_helpers.SplitAlongDim.apply(x, dim, sections, squeeze), torch.split(y, sections, dim)
+                want = [p.squeeze(dim) for p in want] if squeeze else want
+                self.assertEqual(len(parts), count)
+                for a, b in zip(parts, want, strict=True):
+                    self.assertTrue(torch.equal(a, b))
+                torch.autograd.backward([p.sin().sum() for p in parts[:2]])  # the others have no gradient
+                torch.autograd.backward([p.sin().sum() for p in want[:2]])
+                torch.testing.assert_close(x.grad, y.grad, atol=0, rtol=0)
+
+    def test_gradients_that_are_not_read(self):
+        first = framework_helpers.get_dummy_wgrad([3, 4], torch.bfloat16, zero=True)
+        again = framework_helpers.get_dummy_wgrad([3, 4], torch.bfloat16)
+        self.assertEqual((first.shape, first.dtype, first.data_ptr()), ((3, 4), torch.bfloat16, again.data_ptr()))
+        self.assertEqual(float(again.abs().max()), 0.0)
+        self.assertNotEqual(framework_helpers.get_dummy_wgrad([4, 3], torch.bfloat16).data_ptr(), first.data_ptr())
+
+    def test_autocast(self):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with framework_helpers.gpu_autocast_ctx(enabled=True, dtype=torch.bfloat16):
+            self.assertTrue(torch.is_autocast_enabled(device))
+            with framework_helpers.gpu_autocast_ctx(enabled=False):
+                self.assertFalse(torch.is_autocast_enabled(device))
 
 
 class Weights(unittest.TestCase):

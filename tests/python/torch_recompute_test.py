@@ -14,6 +14,7 @@ from torch_oracle import DEVICES, near, randomise  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
+from te_fl.pytorch.autograd import checkpoint as runs  # noqa: E402
 from te_fl.pytorch.fp8 import extra_state  # noqa: E402
 
 
@@ -51,6 +52,59 @@ class Recomputation(Each):
         with self.assertRaisesRegex(RuntimeError, "outside of its autocast.*recompute_contexts"):
             y.sum().backward()
         Other.apply(module, x).sum().backward()
+
+    def test_a_checkpoint_of_the_programs_own(self):
+        """activation_recompute_forward() around both runs, as frameworks have checkpoints of their own; two microbatches are under way."""
+        class Own(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, function, recipe, x):
+                ctx.function, ctx.recipe = function, recipe
+                ctx.save_for_backward(x)
+                with runs.activation_recompute_forward(activation_recompute=True, recompute_phase=False):
+                    self.assertEqual(runs.in_fp8_activation_recompute_phase(), False)
+                    self.assertEqual(runs.is_fp8_activation_recompute_enabled(), recipe is not None)
+                    return function(x)
+
+            @staticmethod
+            def backward(ctx, grad):
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                with torch.enable_grad(), scope(ctx.recipe), runs.activation_recompute_forward(True, recompute_phase=True):
+                    self.assertTrue(runs.in_fp8_activation_recompute_phase())
+                    y = ctx.function(x)
+                torch.autograd.backward(y, grad)
+                return None, None, x.grad
+
+        def train(own, recipe):
+            torch.manual_seed(3)
+            modules = [randomise(te.Linear(32, 32, device="cpu")), randomise(te.LayerNormMLP(32, 64, device="cpu"))]
+            seen = []
+            for _ in range(3):
+                inputs, results = [], []
+                for m in range(2):
+                    x = input_of(seed=m)
+                    with scope(recipe):
+                        y = x
+                        for module in modules:
+                            y = Own.apply(module, recipe, y) if own else module(y)
+                    inputs.append(x)
+                    results.append(y)
+                for y in results:
+                    y.square().sum().backward()
+                seen += [*(x.grad for x in inputs), *(p.grad.clone() for m in modules for p in m.parameters()),
+                         *(t for m in modules for _, t in m._fp8_state())]
+            return seen
+
+        for recipe in RECIPES:
+            with self.subTest(recipe=type(recipe).__name__):
+                self.same(train(True, recipe), train(False, recipe))
+        layer = te.Linear(32, 32, device="cpu")
+        with scope(Float8CurrentScaling()):
+            with runs.activation_recompute_forward(True, False):
+                layer.eval()(input_of())  # of which no second run follows
+            with runs.activation_recompute_forward(True, True), self.assertRaisesRegex(RuntimeError, "no forward of this module to repeat"):
+                layer(input_of())
+            with runs.activation_recompute_forward():
+                layer(input_of())
 
     def test_torch_checkpoint_in_eval(self):
         """As with adapters on a model whose own layers are in eval()."""

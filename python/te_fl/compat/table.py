@@ -13,8 +13,8 @@ SERVED = {
     "te_fl.pytorch.transformer": "DropPath TransformerLayer",
     "te_fl.pytorch.base": "TransformerEngineBaseModule",
     "te_fl.pytorch.checkpoint":
-        "checkpoint get_activation_recompute_contexts in_fp8_activation_recompute_phase is_fp8_activation_recompute_enabled "
-        "use_reentrant_activation_recompute",
+        "activation_recompute_forward checkpoint get_activation_recompute_contexts in_fp8_activation_recompute_phase "
+        "is_fp8_activation_recompute_enabled use_reentrant_activation_recompute",
     "te_fl.pytorch.float8_tensor": "Float8Tensor QuantizedTensor",
     "te_fl.pytorch.global_state": "FP8GlobalStateManager",
     "te_fl.pytorch.grouped_linear": "GroupedLinear",
@@ -37,6 +37,7 @@ SERVED = {
         "AttnBiasTypes AttnMaskTypes AttnTypes CPLoadBalancingStrategy DType GemmParallelModes LayerTypes MXFP8_BLOCK_SCALING_SIZE "
         "NVFP4_BLOCK_SCALING_SIZE TE_DType TE_DType_To_Torch dist_group_type",
     "te_fl.pytorch.cross_entropy": "parallel_cross_entropy",
+    "te_fl.pytorch.framework_helpers": "SplitAlongDim get_dummy_wgrad gpu_autocast_ctx",
     "te_fl.pytorch.general_gemm": "general_gemm",
     "te_fl.pytorch.graph": "make_graphed_callables",
     "te_fl.pytorch.offload":
@@ -158,7 +159,6 @@ WAYS_OUT = (
     ("symm", "call allreduce(), over whatever backend the group has"),
     ("FullySharded", "use torch.distributed.fsdp.fully_shard, which gathers te-fl's FP8 weights as codes"),
     ("prepare_te_modules_for_fsdp", "use torch.distributed.fsdp.fully_shard, or leave the call out: FSDP shards the parameters without it"),
-    ("activation_recompute_forward", "use checkpoint(), or recompute_contexts() as context_fn of torch.utils.checkpoint"),
     ("multi_tensor_", "use FusedAdam, or te_fl.ops.multi_tensor_adam"),
     ("Grouped", "use one Linear for each group"),
     ("Request", "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"),

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from te_fl import _native
 from te_fl.pytorch.autograd.saved_parts import saved_in_parts
-from te_fl.pytorch.autograd.torch_checkpoint import own_runs
+from te_fl.pytorch.autograd.torch_checkpoint import declared, declared_run, own_runs
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.refuse import refuse
@@ -66,14 +66,33 @@ def get_activation_recompute_contexts() -> Tuple[Any, Any]:
     return recompute_contexts()
 
 
+class activation_recompute_forward(contextlib.ContextDecorator):
+    """The two runs of a checkpoint that a program has itself, in FP8: with activation_recompute_forward(activation_recompute=True,
+    recompute_phase=False) around the first, which keeps no activations, and recompute_phase=True around the second in the backward, inside of the
+    same autocast. The second reads the scales of the first and collects nothing. Several first runs of a module in training may wait; they are repeated
+    in their order. Without activation_recompute it has no effect.
+    """
+
+    def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False):
+        self.activation_recompute, self.recompute_phase = bool(activation_recompute), bool(recompute_phase)
+        self._entered: list = []
+
+    def __enter__(self) -> None:
+        self._entered.append(declared_run(self.recompute_phase) if self.activation_recompute else contextlib.nullcontext())
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
 def is_fp8_activation_recompute_enabled() -> bool:
-    """True in either run of a function under checkpoint() or recompute_contexts(), inside of an FP8 autocast."""
-    return bool(own_runs.scopes) and quantization.enabled()
+    """True in either run of a function under checkpoint(), recompute_contexts() or activation_recompute_forward(), inside of an FP8 autocast."""
+    return (bool(own_runs.scopes) or declared() is not None) and quantization.enabled()
 
 
 def in_fp8_activation_recompute_phase() -> bool:
-    """True in the second run of a function under checkpoint() or recompute_contexts()."""
-    return bool(own_runs.scopes) and own_runs.scopes[-1].is_second
+    """True in the second run of a function under checkpoint(), recompute_contexts() or activation_recompute_forward()."""
+    return own_runs.scopes[-1].is_second if own_runs.scopes else bool(declared())
 
 
 def use_reentrant_activation_recompute() -> bool:

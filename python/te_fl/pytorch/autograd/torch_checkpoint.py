@@ -10,10 +10,13 @@ first, and the inner one's second is the third. All repeat the record of the fir
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import functools
 import itertools
 import threading
-from typing import Any, Callable, List, NamedTuple, Optional, Tuple
+import weakref
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.utils.checkpoint
@@ -35,11 +38,28 @@ class _Threads(threading.local):
 
 
 class _Reentrant(NamedTuple):
-    """A run of a checkpoint with use_reentrant=True."""
+    """A run of a checkpoint with use_reentrant=True; without an owner, one that a program declares (declared_run())."""
 
     owner: Any  # its node of autograd
     second: bool
     number: int
+
+
+@contextlib.contextmanager
+def declared_run(second: bool) -> Iterator[None]:
+    """In the scope, forwards are those of the first or second run of a checkpoint that te-fl does not know. The second run of a module follows the
+    earliest first one that has had none yet."""
+    _reentrant.scopes.append(_Reentrant(None, second, next(_numbers)))
+    try:
+        yield
+    finally:
+        _reentrant.scopes.pop()
+
+
+def declared() -> Optional[bool]:
+    """None outside of declared_run(), else whether it is the second."""
+    run = _reentrant.scopes[-1] if _reentrant.scopes else None
+    return None if run is None or run.owner is not None else run.second
 
 
 own_runs = _Threads()  # the runs of te_fl.pytorch.recompute_contexts() that a thread is in, which keep a record themselves
@@ -155,13 +175,30 @@ def _runs() -> Tuple[list, Optional[_Second]]:
         if kind == _FIRST:
             firsts.append(_cell(pack, "frame"))
     firsts += [r.owner for r in _inner_firsts()]
-    seconds = [r for r in _reentrant.scopes if r.second]
+    seconds = [r for r in _reentrant.scopes if r.second and r.owner is not None]
     forwards = seconds[-1].owner.__dict__.get("_te_fl_forwards") if seconds else None
     return firsts, None if forwards is None else _Second(forwards, (_task(), seconds[-1].number))
 
 
+_waiting: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each module the first runs that a program declared, without a second one yet
+
+
+def _declared_piece(module: Any, second: bool) -> Optional[Piece]:
+    waiting = _waiting.setdefault(module, collections.deque())
+    if not second:
+        forward = _Forward(None, _native.recompute_record(), module._notice())
+        if module.training:  # else no second run follows
+            waiting.append(forward)
+        return Piece(forward, False, torch.is_grad_enabled())
+    if not waiting:
+        raise FailedPrecondition(f"FAILED_PRECONDITION: {type(module).__name__}: activation_recompute_forward(recompute_phase=True) has no forward of this "
+                                 "module to repeat; run it under activation_recompute_forward(activation_recompute=True) in training first, once for "
+                                 "each second run")
+    return Piece(waiting.popleft(), True, torch.is_grad_enabled())
+
+
 def _inner_firsts() -> List[_Reentrant]:
-    runs = _reentrant.scopes
+    runs = [r for r in _reentrant.scopes if r.owner is not None]
     last = max((i for i, r in enumerate(runs) if r.second), default=-1)
     return runs[last + 1:]
 
@@ -180,6 +217,8 @@ def piece(module: Any) -> Optional[Piece]:
     scopes = quantization._state.scopes
     if (scopes and not scopes[-1].enabled) or (not scopes and _task() < 0) or own_runs.scopes:
         return None
+    if (again := declared()) is not None:
+        return _declared_piece(module, again) if scopes else None
     firsts, second = _runs()
     keeps = torch.is_grad_enabled()
     if second is not None and any(f.module is module for f in second.forwards.all):

@@ -1,0 +1,47 @@
+"""Small functions of Transformer Engine's that frameworks import."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Sequence, Tuple, Union
+
+import torch
+
+from te_fl.pytorch.runtime.device import default_device
+
+__all__ = ["SplitAlongDim", "get_dummy_wgrad", "gpu_autocast_ctx"]
+
+
+class SplitAlongDim(torch.autograd.Function):
+    """torch.split with Transformer Engine's order of arguments; squeeze takes the dimension out of the parts."""
+
+    @staticmethod
+    def forward(ctx, mixed_x_layer: torch.Tensor, split_dim: int, split_size_or_sections: Union[int, Sequence[int]],
+                squeeze: bool = False) -> Tuple[torch.Tensor, ...]:
+        ctx.split_dim, ctx.squeeze = split_dim, squeeze
+        sections = split_size_or_sections if isinstance(split_size_or_sections, int) else list(split_size_or_sections)
+        parts = torch.split(mixed_x_layer, sections, dim=split_dim)
+        return tuple(part.squeeze(split_dim) for part in parts) if squeeze else parts
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor):
+        return torch.cat([g.unsqueeze(ctx.split_dim) for g in grads] if ctx.squeeze else grads, ctx.split_dim), None, None, None
+
+
+_dummies: Dict[tuple, torch.Tensor] = {}
+
+
+def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False) -> torch.Tensor:
+    """A tensor on the default device in memory that all calls of one shape and dtype share: a gradient that only says that there is one. Its values
+    mean nothing, but with zero, which writes zeros now."""
+    device = default_device()
+    key = (*shape, dtype, device)
+    if key not in _dummies:
+        _dummies[key] = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if zero:
+        _dummies[key].zero_()
+    return _dummies[key].detach()
+
+
+def gpu_autocast_ctx(enabled: bool = True, dtype: Any = None, cache_enabled: Any = None) -> torch.amp.autocast:
+    """torch.amp.autocast on the default device."""
+    return torch.amp.autocast(default_device().type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
