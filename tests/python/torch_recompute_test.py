@@ -272,6 +272,23 @@ class Recomputation(Each):
         (module(x) * 2.0 + shift).sum().backward()
         self.same(gradients(module), got)
 
+    def test_checkpoint_within_contexts_of_the_program(self):
+        seen = []
+
+        class Noted:
+            def __init__(self, name):
+                self.name = name
+
+            __enter__ = lambda self: seen.append(f"into {self.name}")
+            __exit__ = lambda self, *error: seen.append(f"out of {self.name}")
+
+        contexts = lambda: (Noted("first"), Noted("second"))
+        for recipe in RECIPES:
+            want = self.steps("LayerNormMLP", "cpu", recipe, lambda m, x: m(x))
+            seen.clear()
+            self.same(self.steps("LayerNormMLP", "cpu", recipe, lambda m, x: te.checkpoint(m, x, context_fn=contexts)), want)
+            self.assertEqual(seen[:4], ["into first", "out of first", "into second", "out of second"])
+
     def test_checkpoint_inside_torchs_autocast(self):
         for recipe in RECIPES:
             with self.subTest(recipe=type(recipe).__name__):

@@ -100,6 +100,26 @@ def use_reentrant_activation_recompute() -> bool:
     return False
 
 
+class _Both:
+    """A run within a context manager of the program's."""
+
+    def __init__(self, theirs: Any, run: Any):
+        self._theirs, self._run, self._entered = theirs, run, []
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._theirs)
+            stack.enter_context(self._run)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> Optional[bool]:
+        return self._entered.pop().__exit__(*error)
+
+
+def _with(contexts: Optional[Callable], runs: Tuple[Any, Any]) -> Tuple[Any, Any]:
+    return runs if contexts is None else tuple(_Both(theirs, run) for theirs, run in zip(contexts(), runs, strict=True))
+
+
 _OF_PYTORCH = ("preserve_rng_state", "determinism_check", "debug", "early_stop")  # of the keywords; the others are the function's
 
 
@@ -109,15 +129,18 @@ def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
     Of the keywords these are its own: get_rng_state_tracker, whose streams are set back for the second run; use_reentrant, for
     compatibility: te-fl always takes PyTorch's way that is not re-entrant, which gives the same gradients; distribute_saved_activations:
     of the first argument, which all ranks of tp_group (None: the default group) have alike, each rank keeps its part, and the backward
-    gathers it.
+    gathers it; context_fn, whose two context managers are around the two runs too.
     """
     tracker = kwargs.pop("get_rng_state_tracker", None)
     kwargs.pop("use_reentrant", None)
     distributes, group = kwargs.pop("distribute_saved_activations", False), kwargs.pop("tp_group", None)
+    contexts = kwargs.pop("context_fn", None)
     if torch.compiler.is_compiling():
+        if contexts is not None:
+            raise refuse("checkpoint", "context_fn", contexts, "a graph of torch.compile repeats its own operations; leave it out there")
         if distributes:
             raise refuse("checkpoint", "distribute_saved_activations", True, "graphs of torch.compile keep whole inputs; leave it out there")
         return traced.graph.recomputed(function, args, {k: v for k, v in kwargs.items() if k not in _OF_PYTORCH})
     keeping = saved_in_parts(args[0] if args else None, group) if distributes else contextlib.nullcontext()
     with keeping:
-        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: recompute_contexts(tracker), **kwargs)
+        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: _with(contexts, recompute_contexts(tracker)), **kwargs)
