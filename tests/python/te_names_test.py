@@ -153,8 +153,12 @@ class Names(unittest.TestCase):
         subprocess.run([sys.executable, ROOT / "tools/transformer_engine_names.py", "--check"], check=True)
 
 
-# Arguments that a name needs besides the one that it refuses, and those of a module's forward.
+# Arguments that a name needs besides the one that it refuses, by place or by name, and those of a module's forward.
 SAMPLES = {
+    "Float8BlockQuantizer": lambda torch: {"fp8_dtype": 7, "rowwise": True, "columnwise": True},
+    "Float8CurrentScalingQuantizer": lambda torch: {"fp8_dtype": 7},
+    "Float8Quantizer": lambda torch: {"fp8_dtype": 7, "scale": torch.ones(1), "amax": torch.zeros(1)},
+    "Quantizer": lambda torch: {"rowwise": True, "columnwise": True},
     "DotProductAttention": lambda lib: (2, 16) if lib.__name__ == "torch" else (16, 2),
     "FusedAdam": lambda torch: ([torch.nn.Parameter(torch.zeros(2))],),
     "FusedSGD": lambda torch: ([torch.nn.Parameter(torch.zeros(2))], 0.1),
@@ -188,7 +192,8 @@ INPUTS = {
 
 def use(framework, own, name, making, calling):
     """Makes an object with some arguments and, if it is a module, calls it; Flax's look at either only then."""
-    made = own(*SAMPLES[name](framework), **making)
+    sample = SAMPLES[name](framework)
+    made = own(**{**sample, **making}) if isinstance(sample, dict) else own(*sample, **making)
     if framework.__name__ == "jax":
         import jax.numpy as jnp
         keys = {name: framework.random.key(0) for name in ("params", "dropout")}

@@ -24,6 +24,7 @@ SERVED = {
     "te_fl.pytorch.norm": "LayerNorm RMSNorm",
     "te_fl.pytorch.own_classes": "get_te_classes has_te_modules",
     "te_fl.pytorch.quantized_gather": "gather_along_first_dim",
+    "te_fl.pytorch.quantizers": "Float8BlockQuantizer Float8CurrentScalingQuantizer Float8Quantizer Quantizer",
     "te_fl.pytorch.rank_helpers":
         "HAS_TORCH_SYMMETRIC allreduce gather_split_1d_tensor get_distributed_rank get_distributed_world_size initialize_affine_weight_gpu "
         "reduce_scatter_along_first_dim set_tensor_model_parallel_attributes split_tensor_into_1d_equal_chunks symmetric_all_reduce",
@@ -114,6 +115,10 @@ PARTLY = {
                                                    "single_grouped_bias": True},
     "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True},
     "te_fl.pytorch.optimizers.FusedSGD": {"materialize_master_grads": False},
+    "te_fl.pytorch.quantizers.Float8BlockQuantizer": {"rowwise": False, "block_scaling_dim": 1},
+    "te_fl.pytorch.quantizers.Float8CurrentScalingQuantizer": {"rowwise": False, "with_amax_reduction": True},
+    "te_fl.pytorch.quantizers.Float8Quantizer": {"rowwise": False},
+    "te_fl.pytorch.quantizers.Quantizer": {"rowwise": False},
     "te_fl.pytorch.router.fused_topk_with_score_function": {"qb_histogram": "a tensor", "qb_bin_bounds": "a tensor", "qb_histogram_mode": "two_kernel"},
     "te_fl.pytorch.softmax.FusedScaleMaskSoftmax": {"softmax_in_fp32": False},
 }

@@ -65,6 +65,14 @@ class Codes:
                                                     amax_epsilon=self.rules.amax_epsilon, **parts))
         self.columns_are_old = False
 
+    def write_scaled(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        """Quantises values, scaled by tensor, with a scale F32 [1]; amax becomes theirs."""
+        values = self._prepared(values)
+        self.amax.zero_()
+        if values.numel():
+            ops.quantize(input=values, output=Quantized(self.data, scale_inv=self.scale_inv, columnwise_data=self.columns, amax=self.amax, scale=scale))
+        self.columns_are_old = False
+
     def _prepared(self, values: torch.Tensor) -> torch.Tensor:
         dtype = values.dtype if values.dtype in DTYPE_NAMES else torch.float32
         return values.to(self.data.device, dtype).expand(self.data.shape).contiguous()

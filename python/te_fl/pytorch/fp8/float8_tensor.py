@@ -94,6 +94,16 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
     def _scale_inv(self) -> torch.Tensor:
         return self._codes.scale_inv
 
+    @property
+    def _transpose(self) -> Optional[torch.Tensor]:
+        """The codes transposed, where a quantizer or a training forward has made them and they are of now; else None."""
+        codes = self._codes
+        return None if codes.columns is None or codes.columns_are_old else codes.columns.view(torch.uint8)
+
+    @property
+    def _fp8_dtype(self) -> DType:
+        return DType.kFloat8E4M3
+
     # -- te-fl's modules
 
     def _lent(self, training: bool) -> tuple:
