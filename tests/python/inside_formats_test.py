@@ -128,6 +128,12 @@ class NV(unittest.TestCase):
         want = E2M1[(codes & 7).long()] * torch.where(codes > 7, -1.0, 1.0) * factor.float().repeat_interleave(16, 1) * (amax / (6 * 448))
         torch.testing.assert_close(NVFP4Quantizer()(x).dequantize(dtype=torch.float32), want, rtol=1e-6, atol=0)
 
+    def test_parts_without_rows(self):
+        parts = tex.split_quantize(values(48, 32), [16, 0, 32], [NVFP4Quantizer() for _ in range(3)])
+        self.assertEqual([tuple(part.dequantize().shape) for part in parts], [(16, 32), (0, 32), (32, 32)])
+        out = tex.layernorm_fwd(torch.empty(0, 32), torch.ones(32), torch.zeros(32), 1e-5, None, NVFP4Quantizer(), DType.kFloat32, 0, False)[0]
+        self.assertEqual(tuple(out.shape), (0, 32))
+
     def test_products_are_of_the_copies_that_are_contracted(self):
         x, w, dy = values(32, 64, seed=1), values(48, 64, seed=2), values(32, 48, seed=3)
         quantised = [NVFP4Quantizer()(t) for t in (x, w, dy)]

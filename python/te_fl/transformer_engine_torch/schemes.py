@@ -414,7 +414,9 @@ class NVFP4(Scheme):
                 "columnwise_data": None if other is None else other.view(columns, rows // 2).view(torch.float4_e2m1fn_x2),
                 "scale_inv": None if row_scales is None else row_scales.view(torch.float8_e4m3fn),
                 "columnwise_scale_inv": None if column_scales is None else column_scales.view(torch.float8_e4m3fn),
-                "amax": column_amax if row_amax is None else row_amax, "columnwise_amax": None if row_amax is None else column_amax,
+                # A copy without elements has no memory, and so no amax of its own.
+                "amax": column_amax if row_amax is None else row_amax,
+                "columnwise_amax": None if row_amax is None or other is None or not other.numel() else column_amax,
                 "shape": (rows, columns), "scaling": "nvfp4"}
 
     def quantized(self, tensor):
