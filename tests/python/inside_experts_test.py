@@ -269,6 +269,8 @@ class Groups(Compared):
         self.assertEqual((splits.dtype, splits.tolist()), (torch.int64, self.SPLITS))
         self.assertEqual([s.tolist() for s in sums], [[0, 128, 128, 384], [512, 512, 1536]])
         self.assertEqual([s.dtype for s in sums], [torch.int32, torch.int64])
+        splits.zero_()  # The sums are those of the numbers before.
+        self.assertEqual([sizes.read(s, "sums") for s in sums], [[0, 128, 128, 384], [512, 512, 1536]])
         self.refused("give one of each", tex.splits_to_offsets_multi, self.rows, torch.device("cpu"), strides=[1], include_leading_zero=[], dtypes=[])
         self.assertEqual(tex.copy_data_ptrs_to_device([self.x, self.rows], "cpu").tolist(), [self.x.data_ptr(), self.rows.data_ptr()])
 

@@ -33,6 +33,9 @@ class _Note:
     def __init__(self, tensor: torch.Tensor, numbers: Optional[list], sums: Optional[_Sums]):
         self.version, self.numbers, self.sums = tensor._version, numbers, sums
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return self.version == tensor._version
+
 
 def note(tensor: torch.Tensor, numbers: Optional[list] = None, sums: Optional[_Sums] = None) -> torch.Tensor:
     """The tensor, which te-fl has just made. numbers: what it holds, if the host knows; sums: what it follows from."""
@@ -48,10 +51,11 @@ def sums_of(tensor: torch.Tensor, stride: int, leading_zero: bool) -> _Sums:
 def read(tensor: Any, what: str) -> List[int]:
     """The tensor's numbers. `what`: their name, for the refusal while a stream is captured."""
     found: Optional[_Note] = getattr(tensor, _NOTE, None)
-    if found is None or found.version != tensor._version:
+    if found is None or not found.holds(tensor):
         return read_on_host(tensor, what)
     if found.numbers is None:
-        if found.sums is None:
+        source: Optional[_Note] = None if found.sums is None else getattr(found.sums.of, _NOTE, None)
+        if source is None or not source.holds(found.sums.of):  # what they were made from has other numbers now
             found.numbers = read_on_host(tensor, what)
         else:
             ends = itertools.accumulate(n * found.sums.stride for n in read(found.sums.of, what))
