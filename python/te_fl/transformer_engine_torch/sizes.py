@@ -55,7 +55,7 @@ def read(tensor: Any, what: str) -> List[int]:
         return read_on_host(tensor, what)
     if found.numbers is None:
         source: Optional[_Note] = None if found.sums is None else getattr(found.sums.of, _NOTE, None)
-        if source is None or not source.holds(found.sums.of):  # what they were made from has other numbers now
+        if source is None or not source.holds(found.sums.of):  # The splits have other numbers now.
             found.numbers = read_on_host(tensor, what)
         else:
             ends = itertools.accumulate(n * found.sums.stride for n in read(found.sums.of, what))
