@@ -512,6 +512,50 @@ class Lists(Compared):
         for a, b in zip(weights, others):
             self.assertTrue(torch.equal(a, b))
 
+    def test_numbers_on_the_device(self):
+        flag, factor = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.tensor([0.25], device=DEVICE)
+        sources = [p.detach() for p in params()]
+        out = [torch.empty_like(p) for p in sources]
+        optimizers.multi_tensor_applier(optimizers.multi_tensor_scale_tensor, flag, [sources, out], factor)
+        for p, quarter in zip(sources, out):
+            self.assertTrue(torch.equal(quarter, p * 0.25))
+        for dtype, function in ((torch.float32, optimizers.multi_tensor_adam_capturable), (torch.bfloat16, optimizers.multi_tensor_adam_capturable_master)):
+            weights, others = params(dtype), params(dtype)
+            give_grads(weights, 0)
+            give_grads(others, 0)
+            masters = [[p.detach().float() for p in others]] if dtype is torch.bfloat16 else []
+            state = [[torch.zeros_like(p, dtype=torch.float32) for p in others] for _ in range(2)]
+            for p in others:
+                p.grad.mul_(4)  # a loss scale
+            before = others[0]._version
+            optimizers.multi_tensor_applier(function, flag, [[p.grad for p in others], others, *state, *masters], torch.tensor([0.1], device=DEVICE), 0.9,
+                                            0.999, 1e-8, torch.tensor([1], dtype=torch.int32, device=DEVICE), 1, 1, 0.1, factor)
+            grads = [p.grad.clone() for p in weights]
+            optimizers.FusedAdam(weights, lr=0.1, weight_decay=0.1, master_weights=bool(masters)).step()
+            for a, b, g in zip(weights, others, grads):
+                torch.testing.assert_close(b.detach(), a.detach(), atol=1e-6, rtol=1e-6)
+                self.assertTrue(torch.equal(b.grad, g))
+            self.assertGreater(others[0]._version, before)
+
+    def test_parameters_of_codes(self):
+        flag = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        masters = [p.detach().clone() for p in params() if p.numel()]
+        want = [torch.nn.Parameter(m.clone()) for m in masters]
+        give_grads(want, 0)
+        optimizers.FusedAdam(want, lr=0.1).step()
+        codes = [torch.zeros_like(m, dtype=torch.uint8) for m in masters]
+        state = [[torch.zeros_like(m) for m in masters] for _ in range(2)]
+        scales, amaxes, inverses = ([torch.full((1,), v, device=DEVICE) for _ in masters] for v in (16.0, 0.0, 0.0))
+        optimizers.multi_tensor_applier(optimizers.multi_tensor_adam_fp8, flag, [[p.grad for p in want], codes, *state, masters, scales, amaxes, inverses],
+                                        0.1, 0.9, 0.999, 1e-8, 1, 1, 1, 0.0, 7)
+        for p, master, code, amax, inverse in zip(want, masters, codes, amaxes, inverses):
+            self.assertTrue(torch.equal(master, p))
+            self.assertTrue(torch.equal(code, (p.detach() * 16).to(torch.float8_e4m3fn).view(torch.uint8)))
+            self.assertEqual((float(amax), float(inverse)), (float(p.detach().abs().max()), 1 / 16))
+        with self.assertRaisesRegex(InvalidArgument, "fp8_dtype is 5"):
+            optimizers.multi_tensor_adam_fp8(1, flag, [[p.grad for p in want], codes, *state, masters, scales, amaxes, inverses], 0.1, 0.9, 0.999, 1e-8, 1,
+                                             1, 1, 0.0, 5)
+
     def test_lists_of_unequal_length(self):
         with self.assertRaisesRegex(InvalidArgument, r"\[2, 1\]"):
             optimizers.multi_tensor_applier(optimizers.multi_tensor_scale, None, [params()[:2], params()[:1]], 1.0)

@@ -44,8 +44,9 @@ SERVED = {
     "te_fl.pytorch.offload":
         "ManualOffloadSynchronizer get_cpu_offload_context is_cpu_offload_enabled mark_activation_offload mark_not_offload",
     "te_fl.pytorch.optimizers":
-        "FusedAdam FusedSGD MultiTensorApply multi_tensor_adam multi_tensor_applier multi_tensor_l2norm multi_tensor_scale "
-        "multi_tensor_sgd multi_tensor_unscale_l2norm",
+        "FusedAdam FusedSGD MultiTensorApply multi_tensor_adam multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
+        "multi_tensor_adam_fp8 multi_tensor_applier multi_tensor_l2norm multi_tensor_scale multi_tensor_scale_tensor multi_tensor_sgd "
+        "multi_tensor_unscale_l2norm",
     "te_fl.pytorch.padding": "Fp8Padding Fp8Unpadding",
     "te_fl.pytorch.permutation":
         "moe_permute moe_permute_and_pad_with_probs moe_permute_with_probs moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs "
@@ -164,7 +165,6 @@ WAYS_OUT = (
     ("symm", "call allreduce(), over whatever backend the group has"),
     ("FullySharded", "use torch.distributed.fsdp.fully_shard, which gathers te-fl's FP8 weights as codes"),
     ("prepare_te_modules_for_fsdp", "use torch.distributed.fsdp.fully_shard, or leave the call out: FSDP shards the parameters without it"),
-    ("multi_tensor_", "use FusedAdam, or te_fl.ops.multi_tensor_adam"),
     ("Grouped", "use one Linear for each group"),
     ("Request", "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"),
     ("QuantizerRole", "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"),

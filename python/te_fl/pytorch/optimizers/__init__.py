@@ -9,7 +9,7 @@ from typing import Any, Optional
 import torch
 from torch.optim.optimizer import Optimizer, required
 
-from te_fl import ops
+from te_fl import multi_tensor, ops
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 from te_fl.pytorch.fp8.shards import write_all
@@ -17,8 +17,9 @@ from te_fl.pytorch.optimizers.states import MOMENTS, States
 from te_fl.pytorch.optimizers.states import local as _local
 from te_fl.pytorch.runtime.refuse import checks_keywords
 
-__all__ = ["FusedAdam", "FusedSGD", "MultiTensorApply", "multi_tensor_adam", "multi_tensor_applier", "multi_tensor_l2norm",
-           "multi_tensor_scale", "multi_tensor_sgd", "multi_tensor_unscale_l2norm"]
+__all__ = ["FusedAdam", "FusedSGD", "MultiTensorApply", "multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master",
+           "multi_tensor_adam_fp8", "multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale", "multi_tensor_scale_tensor", "multi_tensor_sgd",
+           "multi_tensor_unscale_l2norm"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -442,6 +443,37 @@ def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: li
                           noop_flag=noop_flag, lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, step=step,
                           mode="adamw" if mode else "l2", bias_correction=bool(bias_correction), weight_decay=weight_decay, **masters)
     torch.autograd.graph.increment_version(tensor_lists[1])
+
+
+def multi_tensor_adam_capturable(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, lr: torch.Tensor, beta1: float, beta2: float,
+                                 epsilon: float, step: torch.Tensor, mode: int, bias_correction: int, weight_decay: float,
+                                 inv_scale: torch.Tensor) -> None:
+    """As multi_tensor_adam without FP32 weights, of gradients times inv_scale, which are multiplied in place; lr, step and inv_scale lie on the device."""
+    multi_tensor.multi_tensor_adam_capturable(chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay,
+                                              inv_scale)
+    torch.autograd.graph.increment_version(tensor_lists[1])
+
+
+def multi_tensor_adam_capturable_master(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, lr: torch.Tensor, beta1: float, beta2: float,
+                                        epsilon: float, step: torch.Tensor, mode: int, bias_correction: int, weight_decay: float,
+                                        inv_scale: torch.Tensor) -> None:
+    """As multi_tensor_adam_capturable, with FP32 weights as the fifth list."""
+    multi_tensor.multi_tensor_adam_capturable_master(chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction,
+                                                     weight_decay, inv_scale)
+    torch.autograd.graph.increment_version(tensor_lists[1])
+
+
+def multi_tensor_adam_fp8(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, lr: float, beta1: float, beta2: float, epsilon: float,
+                          step: int, mode: int, bias_correction: int, weight_decay: float, fp8_dtype: Any) -> None:
+    """As multi_tensor_adam, on [gradients, uint8 codes of the parameters, exp_avg, exp_avg_sq, FP32 weights, scales, amaxes, scale_invs]. fp8_dtype: a
+    DType of te_fl.pytorch.constants."""
+    multi_tensor.multi_tensor_adam_fp8(chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, mode, bias_correction, weight_decay, fp8_dtype)
+    torch.autograd.graph.increment_version(tensor_lists[1])
+
+
+def multi_tensor_scale_tensor(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, scale: torch.Tensor) -> None:
+    """As multi_tensor_scale, by a factor that lies on the device."""
+    multi_tensor.multi_tensor_scale_tensor(chunk_size, noop_flag, tensor_lists, scale)
 
 
 def multi_tensor_sgd(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list, wd: float, momentum: float, dampening: float, lr: float,

@@ -1,4 +1,5 @@
-"""Optimizers and helpers over lists of tensors. chunk_size is a hint to a kernel's launch, and changes no value.
+"""Optimizers and helpers over lists of tensors, with Transformer Engine's names and arguments. chunk_size is a hint to a kernel's launch, and changes
+no value.
 
 tensor_lists holds one list for each role. Sums and products are FP32, each result rounded once to the dtype of its tensor. A flag that is set
 leaves everything of an optimizer's untouched.
@@ -13,7 +14,6 @@ import torch
 from te_fl import ops
 from te_fl.errors import InvalidArgument
 from te_fl.remainders import divide, joined
-from te_fl.transformer_engine_torch.dtypes import fp8_dtype as codes_dtype
 from te_fl.tensors import Quantized
 
 __all__ = ["multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master", "multi_tensor_adam_fp8",
@@ -22,6 +22,7 @@ __all__ = ["multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_ad
 
 Lists = Sequence[Sequence[torch.Tensor]]
 _LARGEST = torch.finfo(torch.float32).max
+_CODES = {7: torch.float8_e4m3fn, 8: torch.float8_e5m2}  # by Transformer Engine's numbers of dtypes
 
 
 def _lists(function: str, tensor_lists: Lists, roles: str, optional: str = "") -> List[List[torch.Tensor]]:
@@ -149,7 +150,9 @@ def multi_tensor_adam_fp8(chunk_size: int, noop_flag: torch.Tensor, tensor_lists
     name = "multi_tensor_adam_fp8"
     gradients, codes, firsts, seconds, masters, scales, amaxes, scale_invs = _lists(
         name, tensor_lists, "gradients parameters exp_avgs exp_avg_sqs master_weights scales amaxes scale_invs")
-    dtype = codes_dtype(fp8_dtype)
+    dtype = _CODES.get(int(fp8_dtype))
+    if dtype is None:
+        raise InvalidArgument(f"{name}: fp8_dtype is {int(fp8_dtype)}, which is not an FP8 one: kFloat8E4M3 (7) or kFloat8E5M2 (8)")
     outputs = [Quantized(c.view(dtype).view(m.shape), scale=_one(s), amax=_one(a), scale_inv=_one(i))
                for c, m, s, a, i in zip(codes, masters, scales, amaxes, scale_invs)]
     _adam(name, noop_flag, [gradients, masters, firsts, seconds], beta1, beta2, epsilon, mode, bias_correction, weight_decay,
