@@ -122,6 +122,10 @@ Result<Tensor> GemmUnit::quantised_weight(const Use& use, bool columnwise) {
                          empty_quantized(*use.mode.recipe, Role::kWeight, weight_->value.shape(),
                                          {.rowwise = true, .columnwise = columnwise}, spec_.device,
                                          *forward_, kWeightSlot));
+  if (pending_ != nullptr && !use.unscaled) {  // else product() looks at the codes
+    pending_->emplace_back(weight_->value, weight);
+    return weight;
+  }
   TE_FL_RETURN_IF_ERROR(quantize(weight_->value, weight));
   return weight;
 }

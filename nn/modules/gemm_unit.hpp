@@ -2,6 +2,8 @@
 
 #include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "nn/autograd/delayed_wgrad.hpp"
 #include "nn/fp8/autocast.hpp"
@@ -125,6 +127,12 @@ class GemmUnit {
   // The arguments of forward() but for D, whose weight `weight` keeps.
   Result<te_fl_generic_gemm_args> product(const Use& use, const Tensor& input,
                                           const ForwardOptions& options, Tensor& weight);
+  // Values and the codes that they are to become.
+  using Pending = std::vector<std::pair<Tensor, Tensor>>;
+  // Until it is called with null, product() leaves the quantisation of weights to the caller, who
+  // does it before anything reads them, or forgets the weights that are kept.
+  void leave_quantising(Pending* pending) noexcept { pending_ = pending; }
+  void forget_weights() noexcept { serving_ = cached_ = flagged_ = {}; }
   // Keeps what backward reads: of a quantised operand the column-wise copy.
   void keep(Use& use, const Tensor& input, const Tensor& weight) const;
   // The arguments of dgrad() but for D.
@@ -183,6 +191,7 @@ class GemmUnit {
   std::shared_ptr<WeightCopy>
       copy_;  // an optimizer may write it; null in high precision and of FP8-only weights
   std::shared_ptr<DelayedWgrad> delayed_ = std::make_shared<DelayedWgrad>();
+  Pending* pending_ = nullptr;
   struct Kept {
     Tensor weight;
     uint64_t version = 0;  // of the parameter

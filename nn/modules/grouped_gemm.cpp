@@ -34,6 +34,22 @@ Status quantise_parts(const Tensor& rows, const std::vector<Tensor>& parts, cons
   return ops::split_quantize(args, call_options(device));
 }
 
+// Quantises tensors of their own.
+Status quantise_all(const GemmUnit::Pending& pending, const Device& device) {
+  if (pending.empty()) return {};
+  std::vector<const te_fl_tensor*> inputs, outputs;
+  for (const auto& [values, codes] : pending) {
+    inputs.push_back(values);
+    outputs.push_back(codes);
+  }
+  te_fl_multi_tensor_quantize_args args{};
+  args.inputs = inputs.data();
+  args.inputs_count = static_cast<int64_t>(inputs.size());
+  args.outputs = outputs.data();
+  args.outputs_count = static_cast<int64_t>(outputs.size());
+  return ops::multi_tensor_quantize(args, call_options(device));
+}
+
 // Lists of one member of each product; empty where the first has none.
 class Members {
  public:
@@ -104,16 +120,31 @@ Result<Tensor> GroupedGemm::forward(Uses& uses, const Tensor& x, Splits splits,
       Tensor y, Tensor::empty({x.size(0), spec().out}, spec().activation_dtype, spec().device));
   TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> out, parts_of(y, splits));
   std::vector<Tensor> weights(units_.size());
-  std::vector<Product> products;
-  for (size_t i = 0; i < units_.size(); ++i) {
-    TE_FL_ASSIGN_OR_RETURN(Product product,
-                           units_[i]->product(uses[i], in[i], options, weights[i]));
-    product.d = out[i];
-    products.push_back(product);
-  }
-  TE_FL_RETURN_IF_ERROR(multiply(products, spec().device));
+  TE_FL_ASSIGN_OR_RETURN(std::vector<Product> all, products(uses, in, options, weights));
+  for (size_t i = 0; i < units_.size(); ++i) all[i].d = out[i];
+  TE_FL_RETURN_IF_ERROR(multiply(all, spec().device));
   for (size_t i = 0; i < units_.size(); ++i) units_[i]->keep(uses[i], in[i], weights[i]);
   return y;
+}
+
+Result<std::vector<Product>> GroupedGemm::products(const Uses& uses,
+                                                   const std::vector<Tensor>& inputs,
+                                                   const ForwardOptions& options,
+                                                   std::vector<Tensor>& weights) {
+  GemmUnit::Pending pending;
+  std::vector<Product> all;
+  Status status;
+  for (size_t i = 0; i < units_.size() && status.ok(); ++i) {
+    units_[i]->leave_quantising(&pending);
+    Result<Product> product = units_[i]->product(uses[i], inputs[i], options, weights[i]);
+    units_[i]->leave_quantising(nullptr);
+    status = product.status();
+    if (status.ok()) all.push_back(*product);
+  }
+  if (status.ok()) status = quantise_all(pending, spec().device);
+  if (status.ok()) return all;
+  for (const auto& unit : units_) unit->forget_weights();  // of which some have no codes
+  return status;
 }
 
 Result<GroupedGemm::Gradients> GroupedGemm::gradients(const Uses& uses, const Tensor& dy,

@@ -35,6 +35,12 @@ class GroupedGemm {
   using Gradients = std::vector<GemmUnit::Gradient>;
   // The rows of each unit as its products read them.
   Result<std::vector<Tensor>> inputs(Uses& uses, const Tensor& x, Splits splits);
+  // The products of a forward but for D; `weights` keeps their weights, of which all that are
+  // quantised are so in one op.
+  Result<std::vector<te_fl_generic_gemm_args>> products(const Uses& uses,
+                                                        const std::vector<Tensor>& inputs,
+                                                        const ForwardOptions& options,
+                                                        std::vector<Tensor>& weights);
   Result<Gradients> gradients(const Uses& uses, const Tensor& dy, Splits splits);
   Result<Tensor> dgrad(const Uses& uses, const Gradients& grads, Splits splits, int64_t rows);
   Status wgrad(const Uses& uses, const Gradients& grads);

@@ -164,8 +164,8 @@ class Calls(Same):
                 with self.subTest(recipe=type(recipe).__name__, bias=bias):
                     counts = self.counts(te.GroupedLinear(3, 32, 48, bias=bias, device="cpu"), recipe)
                     self.assertEqual((counts["grouped_gemm"], "generic_gemm" in counts), (3, False))
-                    want = {} if recipe is None else {"quantize": 3, "split_quantize": 1, "bgrad_quantize": 3} if bias else \
-                        {"quantize": 3, "split_quantize": 2}  # the weights' are one each
+                    want = {} if recipe is None else {"multi_tensor_quantize": 1, "split_quantize": 1, "bgrad_quantize": 3} if bias else \
+                        {"multi_tensor_quantize": 1, "split_quantize": 2}
                     self.assertEqual({op: n for op, n in counts.items() if "quantize" in op}, want)
 
     def test_sizes_on_a_device_are_read_once(self):
@@ -241,6 +241,19 @@ class Training(Same):
             for _ in range(2):
                 x = randn(48, 32, dtype=BF16)
                 self.same(grouped(x, SPLITS[0]), torch.cat([layer(p) for layer, p in zip(loop, x.split(SPLITS[0]))]))
+
+    def test_weights_whose_quantisation_fails_are_not_used_again(self):
+        grouped, _ = pair(bias=False)
+        x = randn(48, 32, dtype=BF16)
+        with te.autocast(recipe=RECIPES[2]):
+            want = grouped(x, SPLITS[0], True)
+            with torch.no_grad():
+                grouped.weight0.mul_(2)
+            with te_fl.policy(per_op={"multi_tensor_quantize": ["vendor"]}), self.assertRaisesRegex(RuntimeError, "multi_tensor_quantize"):
+                grouped(x, SPLITS[0], True)
+            y = grouped(x, SPLITS[0], False)
+        self.same(y[:16], 2 * want[:16])
+        self.same(y[16:], want[16:])
 
     def test_recomputation(self):
         for recipe in RECIPES[:3]:
