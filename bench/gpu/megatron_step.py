@@ -71,7 +71,7 @@ def train(way, fp8, options, rank, store):
     torch.manual_seed(1)
     model = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(num_experts=experts or None, moe_grouped_gemm=bool(experts)),
                      vocab_size=512, max_sequence_length=length, position_embedding_type="learned_absolute").cuda().bfloat16()
-    several = tp * dp > 1
+    several, whole = tp * dp > 1, model
     if several:
         model = DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True), model)
     parameters = list(model.parameters())
@@ -86,6 +86,7 @@ def train(way, fp8, options, rank, store):
             model.zero_grad_buffer()
         else:
             model.zero_grad()
+        whole.set_is_first_microbatch()  # without it FP8 weights are those of the first step
         loss = model(text[:, :-1], places, None, labels=text[:, 1:]).mean()
         loss.backward()
         if several:

@@ -172,35 +172,30 @@ void recv(const te_fl_context& ctx, const te_fl_recv_args& a) {
       "ncclRecv");
 }
 
-// One send and one receive for each other rank, begun together; this rank's own part is copied.
+// One send and one receive for each rank, begun together. NCCL copies this rank's own part beside
+// the others' traffic; a copy of our own would come before or behind all of it.
 class Exchange {
  public:
-  Exchange(const te_fl_context& ctx, const te_fl_communicator& comm, const NcclRanks& ranks)
-      : comm_(comm), stream_(stream_of(ctx)), call_(ranks) {
+  Exchange(const te_fl_context& ctx, const NcclRanks& ranks)
+      : stream_(stream_of(ctx)), call_(ranks) {
     call_.group_start();
   }
   void send(int rank, char* from, int64_t n) {
-    if (n == 0 || rank == comm_.rank) return;
+    if (n == 0) return;
     note(call_->send(from, size_of(n), kNcclU8, rank, call_.handle(), stream_), "ncclSend");
   }
   void recv(int rank, char* to, int64_t n) {
-    if (n == 0 || rank == comm_.rank) return;
+    if (n == 0) return;
     note(call_->recv(to, size_of(n), kNcclU8, rank, call_.handle(), stream_), "ncclRecv");
   }
   // Ends the group whatever went wrong in it. Throws the first error.
-  void end(const char* own_from, char* own_to, int64_t own_bytes) {
-    if (status_ == kNcclSuccess) {
+  void end() {
+    if (status_ == kNcclSuccess) return call_.group_end();
+    try {
       call_.group_end();
-    } else {
-      try {
-        call_.group_end();
-      } catch (const backend::Error&) {  // of the same failure
-      }
-      call_.check(status_, function_);
+    } catch (const backend::Error&) {  // of the same failure
     }
-    if (own_bytes == 0) return;
-    check(cudaMemcpyAsync(own_to, own_from, size_of(own_bytes), cudaMemcpyDeviceToDevice, stream_),
-          "cudaMemcpyAsync");
+    call_.check(status_, function_);
   }
 
  private:
@@ -210,7 +205,6 @@ class Exchange {
     function_ = function;
   }
 
-  const te_fl_communicator& comm_;
   cudaStream_t stream_;
   NcclCall call_;
   int status_ = kNcclSuccess;
@@ -220,28 +214,25 @@ class Exchange {
 void all_to_all(const te_fl_context& ctx, const te_fl_all_to_all_args& a) {
   const int64_t n = bytes_of(*a.input) / a.comm->size;
   if (n == 0) return;
-  Exchange exchange(ctx, *a.comm, ranks_of(a));
+  Exchange exchange(ctx, ranks_of(a));
   for (int r = 0; r < a.comm->size; ++r) {
     exchange.send(r, bytes(*a.input) + r * n, n);
     exchange.recv(r, bytes(*a.output) + r * n, n);
   }
-  const int64_t own = a.comm->rank * n;
-  exchange.end(bytes(*a.input) + own, bytes(*a.output) + own, n);
+  exchange.end();
 }
 
 void all_to_all_v(const te_fl_context& ctx, const te_fl_all_to_all_v_args& a) {
   const int64_t row = backend::row_bytes(*a.input);
-  Exchange exchange(ctx, *a.comm, ranks_of(a));
+  Exchange exchange(ctx, ranks_of(a));
   char *from = bytes(*a.input), *to = bytes(*a.output);
-  char *own_from = nullptr, *own_to = nullptr;
   for (int r = 0; r < a.comm->size; ++r) {
-    if (r == a.comm->rank) own_from = from, own_to = to;
     exchange.send(r, from, a.input_rows[r] * row);
     exchange.recv(r, to, a.output_rows[r] * row);
     from += a.input_rows[r] * row;
     to += a.output_rows[r] * row;
   }
-  exchange.end(own_from, own_to, a.input_rows[a.comm->rank] * row);
+  exchange.end();
 }
 
 void check_rows(const te_fl_context& ctx, const te_fl_all_to_all_v_args& a) {
@@ -286,7 +277,7 @@ std::string reduction_words(const te_fl_context&, const Args& a) {
 constexpr char kAllReduce[] = "ncclAllReduce", kReduceScatter[] = "ncclReduceScatter",
                kAllGather[] = "ncclAllGather", kBroadcast[] = "ncclBroadcast", kSend[] = "ncclSend",
                kRecv[] = "ncclRecv",
-               kExchange[] = "ncclSend and ncclRecv for each other rank, in one group",
+               kExchange[] = "ncclSend and ncclRecv for each rank, in one group",
                kBarrier[] = "ncclAllReduce of one byte";
 
 template <class Args, auto F, auto Checks, auto Describes>
