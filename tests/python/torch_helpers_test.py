@@ -9,6 +9,7 @@ import torch
 import te_fl
 from te_fl.common import recipe
 from te_fl.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
+from te_fl.pytorch.compile import graph_state
 from te_fl.pytorch.fp8 import availability
 from te_fl.pytorch.functions import framework_helpers, weights
 from te_fl.pytorch.runtime import constants, rng
@@ -158,6 +159,47 @@ class OfFrameworks(unittest.TestCase):
         self.assertEqual((first.shape, first.dtype, first.data_ptr()), ((3, 4), torch.bfloat16, again.data_ptr()))
         self.assertEqual(float(again.abs().max()), 0.0)
         self.assertNotEqual(framework_helpers.get_dummy_wgrad([4, 3], torch.bfloat16).data_ptr(), first.data_ptr())
+
+    def test_memory_without_an_owner(self):
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        x = torch.randn(6, 8, device=device).to(torch.bfloat16)[1:5, ::2]
+        made = framework_helpers.make_weak_ref({"a": (x, 3, None), "b": [x.t(), True]})
+        self.assertEqual((made["a"][1:], made["b"][1]), ((3, None), True))
+        for got, want in ((made["a"][0], x), (made["b"][0], x.t())):
+            self.assertEqual((got.data_ptr(), got.stride(), got.dtype), (want.data_ptr(), want.stride(), want.dtype))
+            self.assertTrue(torch.equal(got, want))
+        self.assertEqual(made["a"][0] is x, device == "cpu")
+        self.assertEqual(framework_helpers.make_weak_ref(torch.empty(0, 3, device=device)).shape, (0, 3))
+        with self.assertRaisesRegex(TypeError, "str"):
+            framework_helpers.make_weak_ref("text")
+
+    def test_captures_of_a_frameworks_own(self):
+        """FP8 state of before a warm-up comes back; a framework says when it captures."""
+        layers = torch.nn.Sequential(te_fl.pytorch.Linear(32, 32, device="cpu"), te_fl.pytorch.GroupedLinear(2, 32, 32, device="cpu"))
+        scaling, x = recipe.DelayedScaling(amax_history_len=4), torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+
+        def step():
+            with te_fl.pytorch.autocast(recipe=scaling):
+                y = layers[1](layers[0](x), [4, 12])
+            y.sum().backward()
+
+        def state():
+            return [t.clone() for m in layers for _, t in m._fp8_state()]
+
+        step()
+        before, saved = state(), graph_state.save_fp8_tensors([layers], scaling)
+        step()
+        self.assertFalse(all(map(torch.equal, state(), before)))
+        self.assertRaisesRegex(InvalidArgument, "of 2 modules, and there are 1", graph_state.restore_fp8_tensors, [layers[0]], saved)
+        graph_state.restore_fp8_tensors([layers], saved)
+        self.assertTrue(all(map(torch.equal, state(), before)))
+        self.assertIsNone(graph_state.save_fp8_tensors([layers], recipe.Float8CurrentScaling()))
+        graph_state.restore_fp8_tensors([layers], None)
+        self.assertFalse(graph_state.is_graph_capturing())
+        graph_state.set_capture_start()
+        self.assertTrue(graph_state.is_graph_capturing())
+        graph_state.set_capture_end()
+        self.assertFalse(graph_state.is_graph_capturing())
 
     def test_autocast(self):
         device = "cuda" if torch.cuda.is_available() else "cpu"

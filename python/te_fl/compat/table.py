@@ -38,9 +38,11 @@ SERVED = {
         "AttnBiasTypes AttnMaskTypes AttnTypes CPLoadBalancingStrategy DType GemmParallelModes LayerTypes MXFP8_BLOCK_SCALING_SIZE "
         "NVFP4_BLOCK_SCALING_SIZE TE_DType TE_DType_To_Torch dist_group_type",
     "te_fl.pytorch.cross_entropy": "parallel_cross_entropy",
-    "te_fl.pytorch.framework_helpers": "SplitAlongDim get_dummy_wgrad gpu_autocast_ctx",
+    "te_fl.pytorch.framework_helpers": "SplitAlongDim get_dummy_wgrad gpu_autocast_ctx make_weak_ref",
     "te_fl.pytorch.general_gemm": "general_gemm",
     "te_fl.pytorch.graph": "make_graphed_callables",
+    "te_fl.pytorch.graph_state":
+        "graph_pool_handle is_graph_capturing restore_fp8_tensors save_fp8_tensors set_capture_end set_capture_start",
     "te_fl.pytorch.offload":
         "ManualOffloadSynchronizer get_cpu_offload_context is_cpu_offload_enabled mark_activation_offload mark_not_offload",
     "te_fl.pytorch.optimizers":

@@ -22,7 +22,7 @@ ROOMS = {
     "functions": "cross_entropy divided_cross_entropy framework_helpers function general_gemm permutation rope router softmax weights",
     "modules": "attention base fused_layer grouped_linear layer_in_parts layers linear mlp multihead_attention norm own_classes padding transformer transformer_call",
     "optimizers": "",  # its public name is the room's own
-    "compile": "compiled compiled_scopes graph",
+    "compile": "compiled compiled_scopes graph graph_state",
 }
 _PLACES = {f"{PACKAGE}.{name}": f"{PACKAGE}.{room}.{name}" for room, names in ROOMS.items() for name in names.split()}
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from te_fl.errors import FailedPrecondition, InvalidArgument
+from te_fl.pytorch.compile.graph_state import set_capture_end, set_capture_start
 from te_fl.pytorch.fp8.quantization import autocast, reusing_weights
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.runtime.refuse import only, refuse
@@ -300,7 +301,11 @@ def make_graphed_callables(modules: Any, sample_args: Any, num_warmup_iters: int
     pieces = [_Piece(f, args if isinstance(args, tuple) else (args,), kwargs or {}, scope_of(bool(on)), supplied, allow_unused_input,
                      retain_graph_in_backward, clone_param_grads_on_return)
               for f, args, kwargs, on, supplied in zip(modules, each_args, each_kwargs, each_enabled, hooks)]
-    _capture_all(pieces, num_warmup_iters, pool, pre_warmup_hook, post_warmup_hook)
+    set_capture_start()
+    try:
+        _capture_all(pieces, num_warmup_iters, pool, pre_warmup_hook, post_warmup_hook)
+    finally:
+        set_capture_end()
     graphed = tuple(_replaced(piece, flag) for piece in pieces)
     return graphed[0] if one else graphed
 

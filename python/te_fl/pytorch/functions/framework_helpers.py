@@ -8,7 +8,7 @@ import torch
 
 from te_fl.pytorch.runtime.device import default_device
 
-__all__ = ["SplitAlongDim", "get_dummy_wgrad", "gpu_autocast_ctx"]
+__all__ = ["SplitAlongDim", "get_dummy_wgrad", "gpu_autocast_ctx", "make_weak_ref"]
 
 
 class SplitAlongDim(torch.autograd.Function):
@@ -45,3 +45,32 @@ def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False
 def gpu_autocast_ctx(enabled: bool = True, dtype: Any = None, cache_enabled: Any = None) -> torch.amp.autocast:
     """torch.amp.autocast on the default device."""
     return torch.amp.autocast(default_device().type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+
+class _Memory:
+    """Bytes on a CUDA device, which nobody keeps."""
+
+    def __init__(self, address: int, count: int):
+        self.__cuda_array_interface__ = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _without_owner(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() == 0:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+    memory = torch.as_tensor(_Memory(tensor.data_ptr(), elements * tensor.element_size()), device=tensor.device)
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def make_weak_ref(x: Any) -> Any:
+    """x, a tensor, number, None, or tuples, lists and dicts of them, with tensors on cuda that do not keep their memory: for memory that a CUDA graph
+    keeps. Tensors elsewhere stay as they are."""
+    if isinstance(x, torch.Tensor):
+        return _without_owner(x) if x.is_cuda else x
+    if isinstance(x, (tuple, list)):
+        return type(x)(make_weak_ref(part) for part in x)
+    if isinstance(x, dict):
+        return {key: make_weak_ref(part) for key, part in x.items()}
+    if x is None or isinstance(x, (bool, int, float)):
+        return x
+    raise TypeError(f"make_weak_ref: {type(x).__name__} is not served; it takes tensors, numbers, None, and tuples, lists and dicts of them")

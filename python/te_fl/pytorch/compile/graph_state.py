@@ -1,0 +1,56 @@
+"""For frameworks that capture te-fl's modules in CUDA graphs of their own, with Transformer Engine's names."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Iterable, List, Optional
+
+import torch
+
+from te_fl.common.recipe import DelayedScaling, Recipe
+from te_fl.errors import InvalidArgument
+from te_fl.pytorch.modules.base import TransformerEngineBaseModule
+
+__all__ = ["graph_pool_handle", "is_graph_capturing", "restore_fp8_tensors", "save_fp8_tensors", "set_capture_end", "set_capture_start"]
+
+_capturing = False  # of the process, as one graph is captured at a time
+
+
+def set_capture_start() -> None:
+    """From now on is_graph_capturing() is true. te-fl's layers ask the stream itself."""
+    global _capturing
+    _capturing = True
+
+
+def set_capture_end() -> None:
+    global _capturing
+    _capturing = False
+
+
+def is_graph_capturing() -> bool:
+    """True inside make_graphed_callables(), and between set_capture_start() and set_capture_end()."""
+    return _capturing
+
+
+def graph_pool_handle() -> Any:
+    """torch.cuda.graph_pool_handle()."""
+    return torch.cuda.graph_pool_handle()
+
+
+def _parts(modules: Iterable[torch.nn.Module]) -> List[TransformerEngineBaseModule]:
+    return [m for module in modules for m in module.modules() if isinstance(m, TransformerEngineBaseModule)]
+
+
+def save_fp8_tensors(modules: Iterable[torch.nn.Module], recipe: Optional[Recipe]) -> Optional[List[Callable[[], None]]]:
+    """The FP8 state of all of the modules' parts, for restore_fp8_tensors(); None unless the recipe is delayed scaling, which has state."""
+    return [m._saved() for m in _parts(modules)] if isinstance(recipe, DelayedScaling) else None
+
+
+def restore_fp8_tensors(modules: Iterable[torch.nn.Module], fp8_tensors: Optional[List[Callable[[], None]]]) -> None:
+    """Gives the modules the state of save_fp8_tensors(), in the memory that they have now, so that warm-ups leave no trace."""
+    if fp8_tensors is None:
+        return
+    count = len(_parts(modules))
+    if len(fp8_tensors) != count:
+        raise InvalidArgument(f"restore_fp8_tensors: the state is of {len(fp8_tensors)} modules, and there are {count}; give those of save_fp8_tensors()")
+    for restore in fp8_tensors:
+        restore()
