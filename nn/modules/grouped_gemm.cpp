@@ -1,6 +1,7 @@
 #include "nn/modules/grouped_gemm.hpp"
 
 #include <algorithm>
+#include <set>
 
 #include "nn/autograd/parameter.hpp"
 #include "nn/base/tensor_ops.hpp"
@@ -83,6 +84,10 @@ Status multiply(const std::vector<Product>& products, const Device& device) {
   args.accumulate_bias_grad = first.accumulate_bias_grad;
   args.use_split_accumulator = first.use_split_accumulator;
   return ops::grouped_gemm(args, call_options(device));
+}
+
+const char* first_byte(const te_fl_tensor& t) {
+  return static_cast<const char*>(t.dl.data) + t.dl.byte_offset;
 }
 
 bool alike(const Product& a, const Product& b) {
@@ -195,10 +200,14 @@ Status GroupedGemm::run_wgrad(const Uses& uses, const Gradients& grads) {
                            units_[i]->wgrad_product(uses[i], grads[i], uses[i].input));
     if (product.has_value()) left.emplace_back(i, *product);
   }
-  while (!left.empty()) {  // once, unless some gradients are there and others are not
+  // Once, unless some gradients are there and others are not, or units share a gradient: products
+  // of one call have no order.
+  while (!left.empty()) {
     const Product first = left.front().second;
-    const auto others = std::ranges::stable_partition(
-        left, [&](const auto& one) { return alike(one.second, first); });
+    std::set<const char*> written;
+    const auto others = std::ranges::stable_partition(left, [&](const auto& one) {
+      return alike(one.second, first) && written.insert(first_byte(*one.second.d)).second;
+    });
     std::vector<Product> products;
     for (auto it = left.begin(); it != others.begin(); ++it) products.push_back(it->second);
     TE_FL_RETURN_IF_ERROR(multiply(products, spec().device));

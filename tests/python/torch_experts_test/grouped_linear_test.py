@@ -207,6 +207,19 @@ class Training(Same):
         grouped, _ = pair(fuse_wgrad_accumulation=True)
         self.assertRaisesRegex(AttributeError, "main_grad", grouped, randn(48, 32), SPLITS[0])
 
+    def test_experts_that_share_a_weight(self):
+        """Products of one call have no order, so those that add to one main_grad are not of one call."""
+        grouped = te.GroupedLinear(3, 32, 48, bias=False, fuse_wgrad_accumulation=True, device="cpu")
+        grouped.weight1 = grouped.weight0
+        for weight in (grouped.weight0, grouped.weight2):
+            weight.main_grad = torch.zeros_like(weight)
+        x, dy = randn(48, 32), randn(48, 48)
+        te_fl.reset_usage()
+        grouped(x, [16, 8, 24]).backward(dy)
+        self.assertEqual([row["calls"] for row in te_fl.usage() if row["op"] == "grouped_gemm"], [3])  # a forward and two for weights
+        torch.testing.assert_close(grouped.weight0.main_grad, dy[:24].t() @ x[:24])
+        torch.testing.assert_close(grouped.weight2.main_grad, dy[24:].t() @ x[24:])
+
     def test_gradients_that_are_delayed(self):
         for recipe in RECIPES:
             grouped, loop = pair(delay_wgrad_compute=True)
