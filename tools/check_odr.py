@@ -7,7 +7,7 @@ It reads sources, as compiling all of a plugin a second time with -flto -Wodr ta
 one program stands in PROGRAMS. Definitions in unnamed namespaces, static functions and constants, which every file has
 for itself, are passed over, and so is whatever only macros define.
 
-In UNITED folders, whose files the sanitizer builds compile as one (te_fl_unite in CMakeLists.txt), the names in unnamed
+In UNITED folders, whose files tools/test.sh's builds compile as one (te_fl_unite in CMakeLists.txt), the names in unnamed
 namespaces must differ too."""
 import pathlib
 import re
@@ -31,9 +31,10 @@ PROGRAMS = {
     "the tests of nn": ["include", "tests/nn", "tests/support"],
 }
 # Folders of which each is compiled as one file, with those below them but APART.
-APART = ["conformance/cases", "conformance/check"]
-UNITED = ["conformance", "core", "policy", "registry", "plugins", "dispatch", "comm", "nn", "backends/reference", "tests/core", "tests/policy", "tests/registry",
-          "tests/plugins", "tests/dispatch", "tests/comm", "tests/backends/reference"]
+APART = ["conformance/cases"]
+UNITED = ["conformance", "core", "policy", "registry", "plugins", "dispatch", "comm", "nn", "backends/reference", "backends/gloo", "python/src", "tools/te-fl",
+          "examples/train_gpt", "tests/core", "tests/policy", "tests/registry", "tests/plugins", "tests/dispatch", "tests/comm", "tests/nn",
+          "tests/backends/reference", "tests/backends/cpu"]
 TOKEN = re.compile(r"""
     (?P<raw>R"(?P<delim>[^()\\\s]{0,16})\(.*?\)(?P=delim)")
   | (?P<string>"(?:\\.|[^"\\\n])*")

@@ -205,7 +205,7 @@ void print(const Report& r) {
   const Matrix matrix(r);
   if (!matrix.totals.empty()) {
     std::printf("\n");
-    Table table({"op", "implementation", "passed", "failed", "not supported"});
+    te_fl_tool::Table table({"op", "implementation", "passed", "failed", "not supported"});
     for (const auto& [key, t] : matrix.totals)
       table.add({key.first, key.second, paint(Color::kGreen, std::to_string(t.passed)),
                  t.failed > 0 ? paint(Color::kRed, std::to_string(t.failed)) : "0",

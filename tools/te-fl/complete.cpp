@@ -74,10 +74,10 @@ const std::map<std::string, Values>& values_by_name() {
   return known;
 }
 
-const std::set<std::string> kFiles = {"file", "files", "a",     "b",   "plugin",
-                                      "out",  "json",  "junit", "html"};
+const std::set<std::string> kTakesFiles = {"file", "files", "a",     "b",   "plugin",
+                                           "out",  "json",  "junit", "html"};
 
-// The name by which values_by_name() and kFiles know an option: "impl" for --impl.
+// The name by which values_by_name() and kTakesFiles know an option: "impl" for --impl.
 std::string plain_name(const CLI::Option& option) {
   return option.get_lnames().empty() ? option.get_name() : option.get_lnames().front();
 }
@@ -150,7 +150,7 @@ class Completion {
   }
 
   void values(const std::string& name) {
-    if (kFiles.count(name) != 0) kind_ = "files";
+    if (kTakesFiles.count(name) != 0) kind_ = "files";
     const auto known = values_by_name().find(name);
     if (known == values_by_name().end()) return;
     // The last word of a list is completed; the words before the last comma stay.

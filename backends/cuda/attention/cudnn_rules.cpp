@@ -6,15 +6,13 @@
 #include "attention/attention_choice.hpp"
 #include "attention/cudnn.hpp"
 #include "attention/cudnn_limits.hpp"
+#include "common/dtype_bytes.hpp"
 #include "common/overlap.hpp"
 #include "device/device.hpp"
 #include "te_fl/attention/mask.hpp"
-#include "te_fl/dtype.hpp"
 
 namespace te_fl::cuda {
 namespace {
-
-int dtype_of(const te_fl_tensor& t) { return dtype_index(t.dl.dtype); }
 
 constexpr int64_t kMostHeadDim = 256;
 

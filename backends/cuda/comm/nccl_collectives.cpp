@@ -4,10 +4,10 @@
 
 #include "comm/float_max.hpp"
 #include "comm/nccl_group.hpp"
+#include "common/dtype_bytes.hpp"
 #include "plugin/families.hpp"
 #include "te_fl/backend/collective.hpp"
 #include "te_fl/backend/describe.hpp"
-#include "te_fl/dtype.hpp"
 #include "te_fl/ops/collective.h"
 
 namespace te_fl::cuda {
@@ -26,7 +26,6 @@ char* bytes(const te_fl_tensor& t) { return backend::data<char>(t); }
 
 // ---- reductions
 
-int dtype_of(const te_fl_tensor& t) { return dtype_index(t.dl.dtype); }
 bool is_float(int dtype) { return dtype != TE_FL_I32 && dtype != TE_FL_I64; }
 
 // NCCL's type of a dtype that is reduced.

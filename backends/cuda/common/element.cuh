@@ -7,9 +7,9 @@
 
 #include <cstdint>
 
+#include "common/dtype_bytes.hpp"
 #include "device/cuda_check.hpp"
 #include "te_fl/backend.hpp"
-#include "te_fl/dtype.hpp"
 
 namespace te_fl::cuda {
 
@@ -18,7 +18,6 @@ using fp16 = __half;
 using e4m3 = __nv_fp8_e4m3;
 using e5m2 = __nv_fp8_e5m2;
 
-inline int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
 inline cudaStream_t stream_of(const te_fl_context& ctx) {
   return static_cast<cudaStream_t>(ctx.stream);
 }
@@ -102,8 +101,8 @@ __device__ inline void load_group(const T* p, int n, float* out) {
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) out[i] = i < n ? to_f32(p[i]) : 0.0f;
 }
-// One access of 8 or 16 bytes to global memory. The compiler takes an assignment apart into what the words were made
-// of: stores of 2 or 4 bytes, up to a third slower.
+// One access of 8 or 16 bytes to global memory. The compiler takes an assignment apart into what
+// the words were made of: stores of 2 or 4 bytes, up to a third slower.
 __device__ inline void store_whole(uint4* to, const uint4& v) { __stwb(to, v); }
 __device__ inline void store_whole(uint2* to, const uint2& v) { __stwb(to, v); }
 

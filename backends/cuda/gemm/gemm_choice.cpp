@@ -1,6 +1,6 @@
 #include "gemm/gemm_choice.hpp"
 
-#include "te_fl/dtype.hpp"
+#include "common/dtype_bytes.hpp"
 
 namespace te_fl::cuda {
 namespace {
@@ -9,7 +9,6 @@ using Args = te_fl_generic_gemm_args;
 
 constexpr int64_t kExtent = 256;  // of a cluster of fused_gemm.cu, both ways
 
-int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
 bool plain_bf16(const te_fl_tensor& t, uintptr_t alignment) {
   return t.quant == nullptr && dtype_of(t) == TE_FL_BF16 &&
          reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % alignment == 0;

@@ -2,12 +2,10 @@
 
 #include "common/dtype_bytes.hpp"
 #include "pointwise/activation.hpp"
-#include "te_fl/dtype.hpp"
 
 namespace te_fl::cuda {
 namespace {
 
-int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
 size_t round_up(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 }  // namespace

@@ -5,19 +5,18 @@
 #include <cstring>
 #include <vector>
 
+#include "common/dtype_bytes.hpp"
 #include "device/cuda_check.hpp"
 #include "gemm/cublaslt.hpp"
 #include "gemm/gemm_algorithm.hpp"
 #include "gemm/gemm_space.hpp"
 #include "gemm/gemm_tune.hpp"
-#include "te_fl/dtype.hpp"
 
 namespace te_fl::cuda {
 namespace {
 
 using Args = te_fl_generic_gemm_args;
 
-int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
 cudaStream_t stream_of(const te_fl_context& ctx) { return static_cast<cudaStream_t>(ctx.stream); }
 
 cudaDataType library_type(int dtype) {
@@ -59,7 +58,7 @@ struct FailingCall {
   const Args& args;
   const Problem& problem;
 };
-void check(cublasStatus_t status, const char* function, const FailingCall& call) {
+void check_call(cublasStatus_t status, const char* function, const FailingCall& call) {
   if (status != CUBLAS_STATUS_SUCCESS) {
     cuda::check(status, function, text_of(call.args, call.problem));
   }
@@ -68,8 +67,8 @@ void check(cublasStatus_t status, const char* function, const FailingCall& call)
 template <class T>
 void set(Matmul& matmul, cublasLtMatmulDescAttributes_t attribute, const T& value,
          const FailingCall& call) {
-  check(cublaslt()->desc_set(&matmul.desc, attribute, &value, sizeof value),
-        "cublasLtMatmulDescSetAttribute", call);
+  check_call(cublaslt()->desc_set(&matmul.desc, attribute, &value, sizeof value),
+             "cublasLtMatmulDescSetAttribute", call);
 }
 
 cublasLtEpilogue_t epilogue_of(const Args& args, const Problem& p) {
@@ -117,8 +116,9 @@ uint32_t alignment_of(const void* p) {
 
 void describe_operation(Matmul& matmul, const Args& args, const Problem& p,
                         const FailingCall& call) {
-  check(cublaslt()->desc_init(&matmul.desc, sizeof matmul.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
-        "cublasLtMatmulDescInit", call);
+  check_call(
+      cublaslt()->desc_init(&matmul.desc, sizeof matmul.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+      "cublasLtMatmulDescInit", call);
   // FP8 is TN only: both operands are read with the contraction along their rows.
   const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
   set(matmul, CUBLASLT_MATMUL_DESC_TRANSA, b_along ? CUBLAS_OP_T : CUBLAS_OP_N, call);
@@ -199,9 +199,9 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   const bool widen = p.convert == Convert::kWiden;
   const auto layout = [&](cublasLtMatrixLayoutOpaque_t& out, int dtype, int64_t rows,
                           int64_t cols) {
-    check(lt.layout_init(&out, sizeof out, library_type(dtype), static_cast<uint64_t>(rows),
-                         static_cast<uint64_t>(cols), std::max<int64_t>(rows, 1)),
-          "cublasLtMatrixLayoutInit", call);
+    check_call(lt.layout_init(&out, sizeof out, library_type(dtype), static_cast<uint64_t>(rows),
+                              static_cast<uint64_t>(cols), std::max<int64_t>(rows, 1)),
+               "cublasLtMatrixLayoutInit", call);
   };
   const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
   const int64_t n = p.padded_n, k = p.padded_k;
@@ -213,10 +213,11 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
     layout(matmul.added, args.bias != nullptr ? dtype_of(*args.bias) : TE_FL_BF16, n, p.m);
 
   cublasLtMatmulPreferenceOpaque_t preference;
-  check(lt.preference_init(&preference, sizeof preference), "cublasLtMatmulPreferenceInit", call);
+  check_call(lt.preference_init(&preference, sizeof preference), "cublasLtMatmulPreferenceInit",
+             call);
   const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-    check(lt.preference_set(&preference, attribute, &value, sizeof value),
-          "cublasLtMatmulPreferenceSetAttribute", call);
+    check_call(lt.preference_set(&preference, attribute, &value, sizeof value),
+               "cublasLtMatmulPreferenceSetAttribute", call);
   };
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kLibraryWorkspace});
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, operand_alignment(p, p.b));
@@ -242,7 +243,7 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
     }
     backend::unsupported("cuBLASLt has no algorithm for " + text_of(args, p));
   }
-  check(status, "cublasLtMatmulAlgoGetHeuristic", call);
+  check_call(status, "cublasLtMatmulAlgoGetHeuristic", call);
   matmul.algo = found[0].algo;
   if (tunes) {
     std::vector<cublasLtMatmulAlgo_t> candidates;
@@ -272,10 +273,11 @@ void run_plan(const te_fl_context& ctx, const Args& args, const Problem& p, cons
   const bool adds = p.direct && args.residual != nullptr;
   const float beta = adds ? 1.0f : p.direct && args.accumulate ? args.beta : 0.0f;
   const void* added = adds ? backend::data<const void>(*args.residual) : p.codes ? nullptr : out;
-  check(cublaslt()->matmul(cublaslt_handle(ctx.device.index), &matmul.desc, &args.alpha, left,
-                           &matmul.left, right, &matmul.right, &beta, added, matmul.addend(), out,
-                           &matmul.out, &matmul.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
-        "cublasLtMatmul", call);
+  check_call(
+      cublaslt()->matmul(cublaslt_handle(ctx.device.index), &matmul.desc, &args.alpha, left,
+                         &matmul.left, right, &matmul.right, &beta, added, matmul.addend(), out,
+                         &matmul.out, &matmul.algo, workspace, kLibraryWorkspace, stream_of(ctx)),
+      "cublasLtMatmul", call);
 }
 
 }  // namespace te_fl::cuda

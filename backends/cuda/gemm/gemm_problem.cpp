@@ -1,14 +1,13 @@
 #include "gemm/gemm_problem.hpp"
 
 #include "common/column_sums.hpp"
-#include "te_fl/dtype.hpp"
+#include "common/dtype_bytes.hpp"
 
 namespace te_fl::cuda {
 namespace {
 
 using Args = te_fl_generic_gemm_args;
 
-int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
 int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
 // Codes under a given scale, in one copy: what the library writes of FP8 operands. E5M2 comes from

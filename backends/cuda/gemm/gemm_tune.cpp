@@ -2,20 +2,18 @@
 
 #include <optional>
 
+#include "common/dtype_bytes.hpp"
 #include "device/cuda_check.hpp"
 #include "device/device_memory.hpp"
 #include "gemm/cublaslt.hpp"
 #include "gemm/gemm_algorithm.hpp"
 #include "gemm/gemm_compare.hpp"
 #include "gemm/gemm_space.hpp"
-#include "te_fl/dtype.hpp"
 
 namespace te_fl::cuda {
 namespace {
 
 using Args = te_fl_generic_gemm_args;
-
-int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
 
 // The results of an algorithm: D, and the amax or the bias gradient that come with it.
 struct Results {

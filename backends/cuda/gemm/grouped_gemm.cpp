@@ -21,14 +21,14 @@
 namespace te_fl::cuda {
 namespace {
 
-using Args = te_fl_grouped_gemm_args;
+using GroupedArgs = te_fl_grouped_gemm_args;
 
 PlanCache& plan_cache() {
   static PlanCache cache;
   return cache;
 }
 
-Refusal refuse(const te_fl_context& ctx, const Args& args) {
+Refusal refuse(const te_fl_context& ctx, const GroupedArgs& args) {
   if (args.a_count == 0) return "grouped_gemm: no tensor says which device is meant";
   for (int64_t i = 0; i < args.a_count; ++i) {
     const te_fl_generic_gemm_args product = backend::product_of(args, i);
@@ -52,7 +52,7 @@ struct Group {
   int lanes = 1;
   size_t scratch = 0;  // bytes of each lane, a multiple of 256
 
-  Group(const te_fl_context& ctx, const Args& args) {
+  Group(const te_fl_context& ctx, const GroupedArgs& args) {
     items.reserve(static_cast<size_t>(args.a_count));
     GroupSize size;
     for (int64_t i = 0; i < args.a_count; ++i) {
@@ -74,9 +74,11 @@ struct Group {
   size_t bytes() const { return static_cast<size_t>(lanes) * scratch; }
 };
 
-size_t workspace(const te_fl_context& ctx, const Args& args) { return Group(ctx, args).bytes(); }
+size_t workspace(const te_fl_context& ctx, const GroupedArgs& args) {
+  return Group(ctx, args).bytes();
+}
 
-void grouped_gemm(const te_fl_context& ctx, const Args& args) {
+void grouped_gemm(const te_fl_context& ctx, const GroupedArgs& args) {
   const Group group(ctx, args);
   if (ctx.workspace_bytes < group.bytes()) {
     backend::invalid("the workspace has " + std::to_string(ctx.workspace_bytes) +
@@ -98,7 +100,7 @@ void grouped_gemm(const te_fl_context& ctx, const Args& args) {
   work.join();
 }
 
-std::string words_of(const te_fl_context& ctx, const Args& args) {
+std::string words_of(const te_fl_context& ctx, const GroupedArgs& args) {
   const te_fl_generic_gemm_args first = backend::product_of(args, 0);
   GemmPath path = choose_gemm(first, {});
   path.algorithm = algorithm_of(ctx, first, path.problem);
@@ -115,10 +117,10 @@ void configure_grouped_gemm(const char* streams) {
 }
 
 void append_grouped_gemm(std::vector<te_fl_op_desc>& ops) {
-  ops.push_back(descriptor<Args, grouped_gemm, refuse>("grouped_gemm"));
+  ops.push_back(descriptor<GroupedArgs, grouped_gemm, refuse>("grouped_gemm"));
   te_fl_op_desc& desc = ops.back();
-  desc.workspace = backend::workspace_thunk<Args, workspace>;
-  desc.describe = backend::describe_thunk<Args, words_of>;
+  desc.workspace = backend::workspace_thunk<GroupedArgs, workspace>;
+  desc.describe = backend::describe_thunk<GroupedArgs, words_of>;
 }
 
 }  // namespace te_fl::cuda

@@ -19,7 +19,7 @@
 namespace te_fl::python {
 namespace {
 
-constexpr const char* kName = "te_fl.communicator";
+constexpr const char* kHandleName = "te_fl.communicator";
 constexpr const char* kServer = "_communicator";
 constexpr const char* kVendor = "torch";
 thread_local ServedCall* g_call = nullptr;
@@ -144,8 +144,8 @@ PyObject* make_communicator(PyObject*, PyObject* args) noexcept {
     c.id = next_id();
     c.maker = known->find(handle->maker)->c_str();
     c.self = handle.get();
-    Ref capsule = Ref::take(PyCapsule_New(handle.get(), kName, [](PyObject* capsule) {
-      delete static_cast<Handle*>(PyCapsule_GetPointer(capsule, kName));
+    Ref capsule = Ref::take(PyCapsule_New(handle.get(), kHandleName, [](PyObject* capsule) {
+      delete static_cast<Handle*>(PyCapsule_GetPointer(capsule, kHandleName));
     }));
     static_cast<void>(handle.release());
     return capsule;
@@ -156,14 +156,14 @@ Ref handle_of(PyObject* object, const char* name) {
   PyObject* found = PyObject_GetAttrString(object, kServer);
   if (found == nullptr) PyErr_Clear();
   Ref handle = found == nullptr ? Ref() : Ref::take(found);
-  if (handle && PyCapsule_IsValid(handle.get(), kName) != 0) return handle;
+  if (handle && PyCapsule_IsValid(handle.get(), kHandleName) != 0) return handle;
   throw_type_error(std::string("'") + name + "' is a " + type_name(object) +
                    ", not a communicator; te_fl.pytorch.communicator.of(group, device) gives that "
                    "of a process group");
 }
 
 const te_fl_communicator* communicator_in(const Ref& handle) noexcept {
-  return &static_cast<Handle*>(PyCapsule_GetPointer(handle.get(), kName))->communicator;
+  return &static_cast<Handle*>(PyCapsule_GetPointer(handle.get(), kHandleName))->communicator;
 }
 
 ServedCall::ServedCall(PyObject* server, const te_fl_communicator* communicator,

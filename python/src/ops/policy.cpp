@@ -17,7 +17,7 @@
 namespace te_fl::python {
 namespace {
 
-constexpr const char* kName = "te_fl.policy_scope";
+constexpr const char* kScopeName = "te_fl.policy_scope";
 
 struct Scope {
   SelectionPolicy policy;
@@ -35,7 +35,7 @@ PyObject* g_wants = nullptr;  // kept until the process ends
 thread_local Scope* t_innermost = nullptr;
 
 Scope& scope_of(PyObject* capsule) {
-  auto* scope = static_cast<Scope*>(PyCapsule_GetPointer(capsule, kName));
+  auto* scope = static_cast<Scope*>(PyCapsule_GetPointer(capsule, kScopeName));
   if (scope == nullptr) throw PythonError();
   return *scope;
 }
@@ -208,8 +208,8 @@ PyObject* enter_policy(PyObject*, PyObject* settings) noexcept {
     auto scope = std::make_unique<Scope>();
     scope->policy = SelectionPolicy::intern(settings_of(settings));
     scope->asked = asked_of(settings);
-    Ref capsule = Ref::take(PyCapsule_New(scope.get(), kName, [](PyObject* c) {
-      auto* dropped = static_cast<Scope*>(PyCapsule_GetPointer(c, kName));
+    Ref capsule = Ref::take(PyCapsule_New(scope.get(), kScopeName, [](PyObject* c) {
+      auto* dropped = static_cast<Scope*>(PyCapsule_GetPointer(c, kScopeName));
       // One that was never left stays in force on its thread, as a C++ scope would.
       if (dropped->entered == nullptr) delete dropped;
     }));

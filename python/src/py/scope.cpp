@@ -91,23 +91,23 @@ PyObject* exit(PyObject* self, PyObject*) noexcept {
   });
 }
 
-PyMethodDef g_methods[] = {
+PyMethodDef g_scope_methods[] = {
     {"__enter__", enter, METH_NOARGS, "Opens the scope."},
     {"__exit__", exit, METH_VARARGS, "Closes the scope."},
     {nullptr, nullptr, 0, nullptr},
 };
-PyType_Slot g_slots[] = {
+PyType_Slot g_scope_slots[] = {
     {Py_tp_doc, const_cast<char*>("A scope whose opening and closing cannot be interrupted.")},
-    {Py_tp_methods, g_methods},
+    {Py_tp_methods, g_scope_methods},
     {0, nullptr},
 };
-PyType_Spec g_spec = {"te_fl._native.Scope", sizeof(PyObject), 0,
-                      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, g_slots};
+PyType_Spec g_scope_spec = {"te_fl._native.Scope", sizeof(PyObject), 0,
+                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, g_scope_slots};
 
 }  // namespace
 
 PyObject* scope_class() {
-  static PyObject* const type = PyType_FromSpec(&g_spec);
+  static PyObject* const type = PyType_FromSpec(&g_scope_spec);
   if (type == nullptr) throw PythonError();
   return type;
 }

@@ -11,9 +11,9 @@ namespace te_fl::python {
 namespace {
 
 constexpr const char* kRecordName = "te_fl.recompute_record";
-constexpr const char* kScopeName = "te_fl.recompute_scope";
+constexpr const char* kPieceName = "te_fl.recompute_scope";
 
-struct Record {
+struct Recording {
   nn::RecomputeRecord record;
   struct Forward {
     const void* layer;
@@ -25,7 +25,7 @@ struct Record {
 
 // One that nobody ended stays in force on its thread, as a C++ scope would.
 struct Piece {
-  std::shared_ptr<Record> record;
+  std::shared_ptr<Recording> record;
   bool second = false;
   size_t next = 0;  // of the first run's forwards, in a second run
   Piece* outer = nullptr;
@@ -46,8 +46,9 @@ void assign(PyObject* list, PyObject* items) {
   check(PyList_SetSlice(list, 0, PyList_Size(list), items));
 }
 
-const std::shared_ptr<Record>& record_of(PyObject* capsule) {
-  auto* record = static_cast<std::shared_ptr<Record>*>(PyCapsule_GetPointer(capsule, kRecordName));
+const std::shared_ptr<Recording>& recording_of(PyObject* capsule) {
+  auto* record =
+      static_cast<std::shared_ptr<Recording>*>(PyCapsule_GetPointer(capsule, kRecordName));
   if (record == nullptr) throw PythonError();
   return *record;
 }
@@ -80,9 +81,9 @@ Contents contents_in_piece(const void* layer, Contents now) {
 
 PyObject* recompute_record(PyObject*, PyObject*) noexcept {
   return guarded([] {
-    auto record = std::make_unique<std::shared_ptr<Record>>(std::make_shared<Record>());
+    auto record = std::make_unique<std::shared_ptr<Recording>>(std::make_shared<Recording>());
     Ref capsule = Ref::take(PyCapsule_New(record.get(), kRecordName, [](PyObject* c) {
-      delete static_cast<std::shared_ptr<Record>*>(PyCapsule_GetPointer(c, kRecordName));
+      delete static_cast<std::shared_ptr<Recording>*>(PyCapsule_GetPointer(c, kRecordName));
     }));
     record.release();
     return capsule;
@@ -96,14 +97,14 @@ PyObject* begin_recompute(PyObject*, PyObject* args) noexcept {
     if (PyArg_ParseTuple(args, "OpO", &capsule, &second, &thread) == 0) throw PythonError();
     Ref scopes = Ref::take(PyObject_GetAttrString(thread, "scopes"));
     auto piece = std::make_unique<Piece>();
-    piece->record = record_of(capsule);
+    piece->record = recording_of(capsule);
     piece->second = second != 0;
     piece->scope = std::make_unique<nn::RecomputeScope>(
         piece->record->record,
         piece->second ? nn::RecomputePhase::kSecond : nn::RecomputePhase::kFirst);
     piece->outer = t_piece;
-    Ref scope = Ref::take(PyCapsule_New(piece.get(), kScopeName, [](PyObject* c) {
-      auto* dropped = static_cast<Piece*>(PyCapsule_GetPointer(c, kScopeName));
+    Ref scope = Ref::take(PyCapsule_New(piece.get(), kPieceName, [](PyObject* c) {
+      auto* dropped = static_cast<Piece*>(PyCapsule_GetPointer(c, kPieceName));
       if (dropped->scope == nullptr) delete dropped;
     }));
     if (piece->second) {
@@ -120,7 +121,7 @@ PyObject* begin_recompute(PyObject*, PyObject* args) noexcept {
 
 PyObject* end_recompute(PyObject*, PyObject* capsule) noexcept {
   return guarded([&] {
-    auto* piece = static_cast<Piece*>(PyCapsule_GetPointer(capsule, kScopeName));
+    auto* piece = static_cast<Piece*>(PyCapsule_GetPointer(capsule, kPieceName));
     if (piece == nullptr) throw PythonError();
     if (piece != t_piece) {
       throw_precondition("its scopes end on the thread that began them, the innermost first");

@@ -4,7 +4,7 @@
 #include "support/cpu_call.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::testing {
+namespace te_fl::testing::attention_test {
 namespace {
 
 class CpuAttention : public ::testing::TestWithParam<Case> {};
@@ -233,4 +233,4 @@ TEST(CpuAttentionTest, RefusalsAndErrors) {
 }
 
 }  // namespace
-}  // namespace te_fl::testing
+}  // namespace te_fl::testing::attention_test

@@ -13,7 +13,7 @@
 #include "te_fl/numeric.hpp"
 #include "te_fl/plugin.h"
 
-namespace te_fl::cpu {
+namespace te_fl::cpu::convert_test {
 namespace {
 
 // Every test runs for each SIMD target that the backend is compiled for and this machine has.
@@ -154,4 +154,4 @@ TEST_P(CpuConvert, Fp8ToBf16IsExact) {
 }
 
 }  // namespace
-}  // namespace te_fl::cpu
+}  // namespace te_fl::cpu::convert_test

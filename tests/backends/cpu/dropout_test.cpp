@@ -6,7 +6,7 @@
 #include "support/cpu_call.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::testing {
+namespace te_fl::testing::dropout_test {
 namespace {
 
 TEST(CpuDropout, MaskIsTheStreamAndValuesFollow) {
@@ -68,4 +68,4 @@ TEST(CpuDropout, StateInMemoryCountsAndMaskIsChecked) {
 }
 
 }  // namespace
-}  // namespace te_fl::testing
+}  // namespace te_fl::testing::dropout_test

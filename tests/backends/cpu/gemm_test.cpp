@@ -9,7 +9,7 @@
 #include "te_fl/numeric.hpp"
 #include "te_fl/te_fl.hpp"
 
-namespace te_fl {
+namespace te_fl::gemm_test {
 namespace {
 
 constexpr int64_t kRows = 5, kCols = 64, kDepth = 7;
@@ -90,4 +90,4 @@ TEST(CpuQuantizeInPlace, AColumnwiseCopyMayLieInTheInput) {
 }
 
 }  // namespace
-}  // namespace te_fl
+}  // namespace te_fl::gemm_test

@@ -11,7 +11,7 @@
 
 #include "backends/cpu/convert.hpp"
 
-namespace te_fl::cpu {
+namespace te_fl::cpu::loss_test {
 namespace {
 
 class CpuLoss : public ::testing::TestWithParam<int64_t> {
@@ -64,4 +64,4 @@ TEST_P(CpuLoss, SumOfExpHoldsAgainstDouble) {
 }
 
 }  // namespace
-}  // namespace te_fl::cpu
+}  // namespace te_fl::cpu::loss_test

@@ -20,7 +20,7 @@
 
 extern "C" const te_fl_plugin_header* te_fl_cpu_query(const te_fl_host_info*);
 
-namespace te_fl {
+namespace te_fl::ops_test {
 namespace {
 
 constexpr te_fl_dtype kF32{TE_FL_CODE_FLOAT, 32, 1};
@@ -284,4 +284,4 @@ TEST_F(CpuOps, ThreadCountMustBeANumberInRange) {
 }
 
 }  // namespace
-}  // namespace te_fl
+}  // namespace te_fl::ops_test

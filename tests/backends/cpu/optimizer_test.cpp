@@ -8,7 +8,7 @@
 #include "support/cpu_call.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::testing {
+namespace te_fl::testing::optimizer_test {
 namespace {
 
 // A list of tensors and a copy of it for the oracle.
@@ -186,4 +186,4 @@ TEST(CpuOptimizer, Norms) {
 }
 
 }  // namespace
-}  // namespace te_fl::testing
+}  // namespace te_fl::testing::optimizer_test

@@ -6,7 +6,7 @@
 #include "support/cpu_call.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::testing {
+namespace te_fl::testing::rope_test {
 namespace {
 
 double relative(int dtype) { return dtype == TE_FL_F32 ? 5e-6 : dtype == TE_FL_F16 ? 1e-3 : 1e-2; }
@@ -121,4 +121,4 @@ TEST(CpuRope, ErrorsNameTheArgument) {
 }
 
 }  // namespace
-}  // namespace te_fl::testing
+}  // namespace te_fl::testing::rope_test

@@ -22,7 +22,7 @@
 #include "backends/cpu/thread_pool.hpp"
 #include "support/sanitizers.hpp"
 
-namespace te_fl::cpu {
+namespace te_fl::cpu::sgemm_test {
 namespace {
 
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
@@ -366,4 +366,4 @@ TEST(GemmPartition, LargeProductsUseEveryThreadAndSmallOnesOne) {
 }
 
 }  // namespace
-}  // namespace te_fl::cpu
+}  // namespace te_fl::cpu::sgemm_test

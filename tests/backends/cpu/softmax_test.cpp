@@ -6,7 +6,7 @@
 #include "support/cpu_call.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::testing {
+namespace te_fl::testing::softmax_test {
 namespace {
 
 double relative(int dtype) { return dtype == TE_FL_F32 ? 1e-5 : dtype == TE_FL_F16 ? 1e-3 : 1e-2; }
@@ -92,4 +92,4 @@ TEST(CpuSoftmax, MaskedRowsNanAndInfinity) {
 }
 
 }  // namespace
-}  // namespace te_fl::testing
+}  // namespace te_fl::testing::softmax_test

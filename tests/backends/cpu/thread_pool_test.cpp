@@ -38,7 +38,7 @@ std::atomic<int64_t> allocations{0};
 [[gnu::noinline]] void operator delete(void* p, size_t) noexcept { std::free(p); }
 #endif
 
-namespace te_fl::cpu {
+namespace te_fl::cpu::thread_pool_test {
 namespace {
 
 using Ranges = std::set<std::pair<int64_t, int64_t>>;
@@ -412,4 +412,4 @@ TEST(CpuCount, FollowsTheAffinityMask) {
 }
 
 }  // namespace
-}  // namespace te_fl::cpu
+}  // namespace te_fl::cpu::thread_pool_test

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::attention_choice_test {
 namespace {
 
 alignas(16) char attention_memory[64];
@@ -202,4 +202,4 @@ TEST(CudaAttentionScratch, IsNoneForSequencesOfUnknownLength) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::attention_choice_test

@@ -6,7 +6,7 @@
 
 #include <string>
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::cudnn_limits_test {
 namespace {
 
 TEST(CudaCudnnLimits, LongFp8ForwardsAreKeptFromOldVersions) {
@@ -24,4 +24,4 @@ TEST(CudaCudnnLimits, LongFp8ForwardsAreKeptFromOldVersions) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::cudnn_limits_test

@@ -7,7 +7,7 @@
 
 #include "metadata_tensor.hpp"
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::gemm_choice_test {
 namespace {
 
 constexpr GemmDevice kHopper{90, 132, true};
@@ -157,4 +157,4 @@ TEST(CudaGemmChoice, ProductsOfOtherPreActivationsAreNotComposed) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::gemm_choice_test

@@ -18,7 +18,7 @@
 #include "support/expect.hpp"
 #include "te_fl/backend.hpp"
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::gemm_choices_test {
 namespace {
 
 GemmChoice choice(const std::string& problem, int power_limit = 700, uint64_t id = 1) {
@@ -244,4 +244,4 @@ TEST_F(CudaGemmChoices, SettingsThatCannotBeAreErrorsOfEachLookUp) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::gemm_choices_test

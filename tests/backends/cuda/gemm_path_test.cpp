@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::gemm_path_test {
 namespace {
 
 TEST(GemmPath, OneProductNamesTheLibraryAndWhatIsLeftOfTheEpilogue) {
@@ -40,4 +40,4 @@ TEST(GemmPath, WithGeluItSaysWhyNoKernelDoesBoth) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::gemm_path_test

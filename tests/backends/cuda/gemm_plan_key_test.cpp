@@ -8,7 +8,7 @@
 
 #include "metadata_tensor.hpp"
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::gemm_plan_key_test {
 namespace {
 
 struct Product {
@@ -76,4 +76,4 @@ TEST(CudaGemmPlanKey, WhateverDiffersGivesAnotherKey) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::gemm_plan_key_test

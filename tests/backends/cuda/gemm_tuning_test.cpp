@@ -13,7 +13,7 @@
 #include "backends/cuda/gemm/gemm_compare.hpp"
 #include "backends/cuda/gemm/gemm_selection.hpp"
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::gemm_tuning_test {
 namespace {
 
 // A chip on which candidate i takes cold[i] us, and hot[i] in sequences of 20 ms and more.
@@ -208,4 +208,4 @@ TEST(CudaGemmCompare, NoNumberAndInfinityAgreeWithTheSameOnly) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::gemm_tuning_test

@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::grouped_gemm_choice_test {
 namespace {
 
 int lanes(int64_t count, int64_t m, int64_t n, int most = kGroupedStreams) {
@@ -28,4 +28,4 @@ TEST(CudaGroupedGemmChoice, OneProductOrManyWavesStayOnTheCallersStream) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::grouped_gemm_choice_test

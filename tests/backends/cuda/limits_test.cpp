@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::limits_test {
 namespace {
 
 std::string limit(int architecture, size_t version, bool fp8, bool blocks) {
@@ -149,4 +149,4 @@ TEST(CudaPerDevice, DevicesPastTheTableAreAskedEachTime) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::limits_test

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::norm_choice_test {
 namespace {
 
 alignas(16) char norm_memory[64];
@@ -214,4 +214,4 @@ TEST(CudaNormChoice, Gradients) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::norm_choice_test

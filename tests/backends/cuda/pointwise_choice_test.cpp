@@ -8,7 +8,7 @@
 #include "backends/cuda/optimizer/list_choice.hpp"
 #include "metadata_tensor.hpp"
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::pointwise_choice_test {
 namespace {
 
 const std::string kOnce = ": eight elements are read and written at once";
@@ -97,4 +97,4 @@ TEST(CudaListChoice, ListsAreCutIntoLaunches) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::pointwise_choice_test

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::quantize_choice_test {
 namespace {
 
 alignas(16) char quantize_memory[64];
@@ -296,4 +296,4 @@ TEST(CudaQuantizeChoice, TranspositionsTakeTilesOfWholePieces) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::quantize_choice_test

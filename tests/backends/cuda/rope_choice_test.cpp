@@ -8,7 +8,7 @@
 
 #include "metadata_tensor.hpp"
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::rope_choice_test {
 namespace {
 
 RopeChoice chosen(std::vector<int64_t> shape, int64_t columns, uint64_t offset = 0) {
@@ -74,4 +74,4 @@ TEST(CudaRopeChoice, PackedHeads) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::rope_choice_test

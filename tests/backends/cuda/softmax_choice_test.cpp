@@ -7,7 +7,7 @@
 
 #include "metadata_tensor.hpp"
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::softmax_choice_test {
 namespace {
 
 constexpr SoftmaxDevice kHopper{90, 227 << 10};
@@ -103,4 +103,4 @@ TEST(CudaSoftmaxChoice, EveryWidthHasTheNarrowestRowThatHoldsIt) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::softmax_choice_test

@@ -13,7 +13,7 @@
 #include "backends/cuda/pointwise/rope_positions.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::cuda {
+namespace te_fl::cuda::value_errors_test {
 namespace {
 
 using Slots = std::vector<ValueErrorSlot>;
@@ -188,4 +188,4 @@ TEST(CudaRopePositions, SharedAmongRanks) {
 }
 
 }  // namespace
-}  // namespace te_fl::cuda
+}  // namespace te_fl::cuda::value_errors_test

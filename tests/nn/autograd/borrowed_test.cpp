@@ -4,7 +4,7 @@
 #include "te_fl/nn/fp8/fp8_parameters.hpp"
 #include "te_fl/wrap_quantized.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::borrowed_test {
 namespace {
 
 constexpr int64_t kRows = 4, kHidden = 16;
@@ -328,4 +328,4 @@ TEST(InitialValues, OfAShardAreThoseOfTheWhole) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::borrowed_test

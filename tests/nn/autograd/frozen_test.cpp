@@ -3,7 +3,7 @@
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::frozen_test {
 namespace {
 
 constexpr int64_t kRows = 6, kHidden = 16;
@@ -226,4 +226,4 @@ TEST(Frozen, CheckpointsHoldTheValuesAllTheSame) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::frozen_test

@@ -4,7 +4,7 @@
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::random_streams_test {
 namespace {
 
 Tensor ones() { return tensor({16, 16}, Values(256, 1)); }
@@ -76,4 +76,4 @@ TEST(RandomStreams, AreReplayed) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::random_streams_test

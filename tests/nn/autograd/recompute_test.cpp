@@ -5,7 +5,7 @@
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::recompute_test {
 namespace {
 
 constexpr int64_t kHidden = 32, kRows = 12, kLayers = 2;
@@ -283,4 +283,4 @@ TEST(Recompute, ScopesServeAnotherCheckpoint) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::recompute_test

@@ -6,7 +6,7 @@
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::tape_test {
 namespace {
 
 constexpr int64_t kRows = 6, kWidth = 8;
@@ -413,4 +413,4 @@ TEST(Tape, LossesAddUp) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::tape_test

@@ -5,7 +5,7 @@
 #include "support/expect.hpp"
 #include "support/temp_folder.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::checkpoint_files_test {
 namespace {
 
 mode_t kind_of(const std::string& path) {
@@ -52,4 +52,4 @@ TEST(CheckpointFiles, NamesThatAreNoTextAreRefusedBeforeAnythingIsWritten) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::checkpoint_files_test

@@ -4,7 +4,7 @@
 #include "support/expect.hpp"
 #include "support/temp_folder.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::divided_codes_test {
 namespace {
 
 constexpr int64_t kIn = 32, kMiddle = 64;
@@ -237,4 +237,4 @@ TEST(DividedCodes, AFileWithoutAScaleIsRefused) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::divided_codes_test

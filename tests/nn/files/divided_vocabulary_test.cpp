@@ -7,7 +7,7 @@
 #include "parallel_fixture.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::divided_vocabulary_test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -118,4 +118,4 @@ TEST(DividedVocabulary, ACheckpointIsLoadedByAnotherNumberOfRanks) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::divided_vocabulary_test

@@ -6,7 +6,7 @@
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::safetensors_test {
 namespace {
 
 std::string temp_path(const std::string& name) {
@@ -467,4 +467,4 @@ TEST_P(CheckpointContinues, BitForBitWithFp8StateAndDropout) {
 INSTANTIATE_TEST_SUITE_P(All, CheckpointContinues, ::testing::Range(0, 4));
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::safetensors_test

@@ -6,7 +6,7 @@
 #include "parallel_fixture.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::shard_random_test {
 namespace {
 
 constexpr int64_t kLength = 4, kBatch = 2, kHidden = 16;
@@ -55,4 +55,4 @@ TEST(ShardRandom, ResumingIsGoingOn) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::shard_random_test

@@ -4,7 +4,7 @@
 #include "autocast_fixture.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::amax_function_test {
 namespace {
 
 using Compute = std::function<Status(const Tensor&, const Tensor&)>;
@@ -128,4 +128,4 @@ TEST(AmaxFunction, IsPartOfTheRecipe) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::amax_function_test

@@ -7,7 +7,7 @@
 #include "autocast_fixture.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::autocast_test {
 namespace {
 
 std::map<std::string, uint64_t> all_calls() {
@@ -501,4 +501,4 @@ TEST(RecipeNames, AreParsedAndDescribed) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::autocast_test

@@ -5,7 +5,7 @@
 #include "autocast_fixture.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::delayed_scaling_test {
 namespace {
 
 uint64_t calls(const std::string& op) {
@@ -400,4 +400,4 @@ TEST(Calibrating, CoversTheFusedModules) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::delayed_scaling_test

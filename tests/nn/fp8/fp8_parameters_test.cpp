@@ -7,7 +7,7 @@
 #include "support/expect.hpp"
 #include "te_fl/numeric/formats.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::fp8_parameters_test {
 namespace {
 
 const DelayedScaling kDelayed{.amax_history_len = 2};
@@ -340,4 +340,4 @@ TEST(Fp8Parameters, WhatCannotBeIsRefused) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::fp8_parameters_test

@@ -5,7 +5,7 @@
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::fp8_weights_test {
 namespace {
 
 constexpr int64_t kHidden = 32, kRows = 12;
@@ -220,4 +220,4 @@ TEST(Fp8Weights, NoGraphHoldsSuchAStep) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::fp8_weights_test

@@ -8,7 +8,7 @@
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::order_test {
 namespace {
 
 constexpr int64_t kRows = 4, kSize = 16;
@@ -222,4 +222,4 @@ TEST(CachedWeights, OfAnEarlierMicrobatchAreNotCaptured) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::order_test

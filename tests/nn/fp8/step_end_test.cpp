@@ -9,7 +9,7 @@
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::step_end_test {
 namespace {
 
 constexpr int64_t kRows = 16, kSize = 32;
@@ -424,4 +424,4 @@ TEST(InputGradient, OfAttentionHasEachInputsDType) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::step_end_test

@@ -7,7 +7,7 @@
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::activation_memory_test {
 namespace {
 
 using te_fl::testing::RecordingDevice;
@@ -81,4 +81,4 @@ TEST(ActivationMemory, IsWhatBackwardReads) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::activation_memory_test

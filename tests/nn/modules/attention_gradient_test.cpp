@@ -3,7 +3,7 @@
 #include "oracle.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::attention_gradient_test {
 namespace {
 
 struct Case {
@@ -445,4 +445,4 @@ TEST(Attention, WrongShapesAreNamed) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::attention_gradient_test

@@ -5,7 +5,7 @@
 #include "oracle.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::attention_masks_test {
 namespace {
 
 constexpr int64_t kBatch = 2, kSq = 5, kSk = 6, kHeads = 4, kGroups = 2, kDim = 6;
@@ -269,4 +269,4 @@ TEST(PaddingMaskRules, WhatDoesNotFitIsNamed) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::attention_masks_test

@@ -3,7 +3,7 @@
 #include "oracle.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::attention_variants_test {
 namespace {
 
 constexpr int64_t kBatch = 2, kSq = 5, kSk = 4, kHidden = 12;
@@ -386,4 +386,4 @@ TEST(MhaVariantRules, WhatDoesNotFitIsNamed) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::attention_variants_test

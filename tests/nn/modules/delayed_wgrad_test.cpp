@@ -3,7 +3,7 @@
 #include "nn/autograd/parameter.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::delayed_wgrad_test {
 namespace {
 
 // Gradients after two microbatches, whose weight gradients come with each or after both.
@@ -119,4 +119,4 @@ TEST(DelayedWgrad, HooksWaitForNothingThatIsDelayed) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::delayed_wgrad_test

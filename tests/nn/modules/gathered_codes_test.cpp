@@ -4,7 +4,7 @@
 #include "parallel_fixture.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::gathered_codes_test {
 namespace {
 
 constexpr int64_t kRows = 32, kIn = 64, kOut = 96;
@@ -199,4 +199,4 @@ TEST_F(GatheredCodes, ComputeAsOneRank) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::gathered_codes_test

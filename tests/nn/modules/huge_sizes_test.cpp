@@ -1,7 +1,7 @@
 // Sizes for which there is no memory are an error like any other.
 #include "nn_test_util.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::huge_sizes_test {
 namespace {
 
 constexpr int64_t kVast = int64_t{1} << 50;
@@ -24,4 +24,4 @@ TEST(HugeSizes, OfAnglesAreRefusedWithAStatus) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::huge_sizes_test

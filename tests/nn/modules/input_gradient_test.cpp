@@ -2,7 +2,7 @@
 #include "counting_ranks.hpp"
 #include "parallel_fixture.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::input_gradient_test {
 namespace {
 
 constexpr int64_t kRows = 8, kIn = 12, kOut = 16;
@@ -124,4 +124,4 @@ TEST(InputGradient, TakesItsCollectiveWithIt) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::input_gradient_test

@@ -3,7 +3,7 @@
 #include "oracle.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::layer_variants_test {
 namespace {
 
 constexpr int64_t kBatch = 2, kSeq = 5, kEncoder = 4, kHidden = 12;
@@ -355,4 +355,4 @@ TEST(LayerVariantRules, WhatDoesNotGoTogetherIsNamed) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::layer_variants_test

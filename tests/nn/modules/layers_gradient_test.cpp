@@ -4,7 +4,7 @@
 #include "oracle.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::layers_gradient_test {
 namespace {
 
 using oracle::maybe;
@@ -401,4 +401,4 @@ TEST(Misuse, IsRefusedWithAReason) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::layers_gradient_test

@@ -1,7 +1,7 @@
 // LayerNormMLP with GELU in its products against the same with GELU in calls of its own.
 #include "nn_test_util.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::mlp_joined_test {
 namespace {
 
 constexpr int64_t kHidden = 32, kFfn = 64, kRows = 24;
@@ -170,4 +170,4 @@ TEST(JoinedActivation, WithoutTrainingToo) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::mlp_joined_test

@@ -11,7 +11,7 @@
 #include "oracle.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::parameter_parts_test {
 namespace {
 
 constexpr int64_t kRows = 5, kIn = 12, kOut = 9;
@@ -323,4 +323,4 @@ TEST(MlpBiases, TheLastMayBeReturned) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::parameter_parts_test

@@ -4,7 +4,7 @@
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::residual_shape_test {
 namespace {
 
 constexpr int64_t kWidth = 4;
@@ -68,4 +68,4 @@ TEST_F(ResidualShape, PositionsWithoutAnglesAreNotPassedOver) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::residual_shape_test

@@ -4,7 +4,7 @@
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::rotary_angles_test {
 namespace {
 
 // The frequency of each pair: the angles of position 1.
@@ -128,4 +128,4 @@ TEST(RotaryAngles, WrongOptionsAreNamed) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::rotary_angles_test

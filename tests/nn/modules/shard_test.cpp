@@ -2,7 +2,7 @@
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::shard_test {
 namespace {
 
 Values weight(const Module& module, const std::string& name = "weight") {
@@ -158,4 +158,4 @@ TEST(Shards, ThatDoNotFitAreRefused) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::shard_test

@@ -6,7 +6,7 @@
 #include "support/expect.hpp"
 #include "support/temp_folder.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::stripes_test {
 namespace {
 
 constexpr int64_t kRows = 16, kHidden = 256, kFfn = 64;
@@ -157,4 +157,4 @@ TEST_F(Stripes, RanksCompareContents) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::stripes_test

@@ -5,7 +5,7 @@
 #include "parallel_fixture.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::tensor_parallel_test {
 namespace {
 
 constexpr int64_t kHidden = 32, kLength = 8, kBatch = 2;
@@ -192,4 +192,4 @@ TEST(TensorParallel, GathersAndScattersOnATape) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::tensor_parallel_test

@@ -4,7 +4,7 @@
 #include "support/expect.hpp"
 #include "support/far_device.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::two_devices_test {
 namespace {
 
 using te_fl::testing::FarDevice;
@@ -133,4 +133,4 @@ TEST(TwoDevices, AStepUsesItsOwnStreamWhoeverHasTheInnermostScope) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::two_devices_test

@@ -7,7 +7,7 @@
 #include "support/expect.hpp"
 #include "support/far_device.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::vocabulary_parallel_test {
 namespace {
 
 constexpr int64_t kVocabulary = 24, kHidden = 8, kRows = 8;
@@ -177,4 +177,4 @@ TEST(VocabularyParallel, IdsAreLookedUpOnADevice) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::vocabulary_parallel_test

@@ -4,7 +4,7 @@
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::captured_decisions_test {
 namespace {
 
 using te_fl::testing::RecordingDevice;
@@ -128,4 +128,4 @@ TEST_F(CapturedDecisions, RandomNumbersOfAnotherContextAreRefused) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::captured_decisions_test

@@ -3,7 +3,7 @@
 #include "parallel_fixture.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::data_parallel_test {
 namespace {
 
 TEST(DataParallel, SaysWhichGradientIsNotInItsBucket) {
@@ -198,4 +198,4 @@ TEST(BucketSchedule, NeverCallsHeldBucketsComplete) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::data_parallel_test

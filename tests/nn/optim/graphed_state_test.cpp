@@ -6,7 +6,7 @@
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::graphed_state_test {
 namespace {
 
 using te_fl::testing::RecordingDevice;
@@ -289,4 +289,4 @@ TEST_F(GraphedState, AGradientClearedOutsideIsOverwrittenByTheNextLaunch) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::graphed_state_test

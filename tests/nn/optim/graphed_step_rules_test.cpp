@@ -2,7 +2,7 @@
 // weights, mistakes.
 #include "graphed_step_fixture.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::graphed_step_rules_test {
 namespace {
 
 TEST_F(GraphedSteps, GradientsThatAreNotFiniteChangeNothing) {
@@ -361,4 +361,4 @@ TEST(GraphedStepOps, AnOpThatIsNotGraphSafeIsRefusedByName) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::graphed_step_rules_test

@@ -3,7 +3,7 @@
 
 #include "graphed_step_fixture.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::graphed_step_test {
 namespace {
 
 constexpr int64_t kHidden = 32, kSequence = 6, kBatch = 2, kVocabulary = 11;
@@ -428,4 +428,4 @@ TEST(CapturableOptimizer, GivesTheBitsOfTheOtherOnTheHost) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::graphed_step_test

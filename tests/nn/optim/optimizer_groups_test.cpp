@@ -5,7 +5,7 @@
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::optimizer_groups_test {
 namespace {
 
 // Parameters without modules: three of one element each.
@@ -197,4 +197,4 @@ TEST(LossScaler, StaysWithinItsBounds) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::optimizer_groups_test

@@ -2,7 +2,7 @@
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::optimizer_test {
 namespace {
 
 struct Model {
@@ -160,4 +160,4 @@ TEST(Optimizer, BadOptionsAreNamed) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::optimizer_test

@@ -5,7 +5,7 @@
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::overlap_stream_test {
 namespace {
 
 using te_fl::testing::RecordingDevice;
@@ -201,4 +201,4 @@ TEST_F(HalvingRanks, GraphsHaveTheCollectivesOnTheirStream) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::overlap_stream_test

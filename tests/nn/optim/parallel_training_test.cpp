@@ -8,7 +8,7 @@
 #include "parallel_fixture.hpp"
 #include "support/expect.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::parallel_training_test {
 namespace {
 
 constexpr int64_t kVocabulary = 32, kHidden = 32, kLength = 8, kBatch = 8, kSteps = 50;
@@ -269,4 +269,4 @@ TEST(ParallelTraining, ACheckpointGoesOnAtAnotherDegree) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::parallel_training_test

@@ -7,7 +7,7 @@
 #include "support/expect.hpp"
 #include "support/temp_folder.hpp"
 
-namespace te_fl::nn::testing {
+namespace te_fl::nn::testing::zero_test {
 namespace {
 
 constexpr int64_t kIn = 37, kMiddle = 50;  // sizes that no number of ranks divides
@@ -272,4 +272,4 @@ TEST(Zero, OfOneRankIsAsWithout) {
 }
 
 }  // namespace
-}  // namespace te_fl::nn::testing
+}  // namespace te_fl::nn::testing::zero_test
