@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <utility>
@@ -190,10 +191,17 @@ Result run_one(Problem& p, const Device& device, const std::string& impl_id, con
   Result result;
   const auto id = OpRegistry::instance().find(p.op_name);
   if (!id.ok()) return {Outcome::kFail, id.status().to_string(), 0};
-  DeviceMirror mirror(device, how.stream, how.guard_alignment, how.guard_start, how.margins);
-  DeviceMirror saved_mirror(device, how.stream, how.guard_alignment, how.guard_start, how.margins);
+  std::optional<te_fl::Stream> own;
+  if (how.own_stream) {
+    te_fl::Result<te_fl::Stream> made = te_fl::Stream::create(device);
+    if (!made.ok()) return {Outcome::kFail, made.status().to_string(), 0};
+    own.emplace(std::move(*made));
+  }
+  void* const stream = own.has_value() ? own->get() : nullptr;
+  DeviceMirror mirror(device, stream, how.guard_alignment, how.guard_start, how.margins);
+  DeviceMirror saved_mirror(device, stream, how.guard_alignment, how.guard_start, how.margins);
   CallOptions options;
-  options.stream = how.stream;
+  options.stream = stream;
   options.rng = p.rng;
   const te_fl_op_schema& schema = *OpRegistry::instance().schema(*id);
   Status placed = mirror.upload(p.tensors, host_tensors(schema, p));

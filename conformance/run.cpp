@@ -65,6 +65,13 @@ std::string other_bits(const std::vector<std::unique_ptr<Problem>>& ranks) {
   return {};
 }
 
+// A call that was begun before the communicator failed leaves what its memory held, and no status
+// of its own says so.
+void note_failure(const Comm& comm, Result& result) {
+  const Status status = comm.status();
+  if (!status.ok()) result = {Outcome::kFail, status.to_string(), result.milliseconds};
+}
+
 // A communicator that cannot be made here is no failure of the implementation.
 Outcome refusal(const Status& status) {
   const bool cannot =
@@ -140,6 +147,7 @@ Result Prepared::run_ranks(const std::string& impl_id, const How& how) {
       result.outcome = Outcome::kPass;
     else
       result = run_one(p, device_of(device_, r), impl_id, how);
+    note_failure(made->second[r], result);
     // The others may wait for a call that was refused.
     if (result.outcome != Outcome::kPass) made->second[r].abort("its case did not pass");
   });
@@ -170,6 +178,7 @@ Result Prepared::run_own_rank(const std::string& impl_id, const How& how) {
   p.comm = made->second.c();
   if (p.op_name.empty()) return {Outcome::kPass, {}, 0};
   Result result = run_one(p, device_of(device_, rank), impl_id, how);
+  note_failure(made->second, result);
   if (result.outcome != Outcome::kPass) made->second.abort("its case did not pass");
   return result;
 }

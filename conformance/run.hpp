@@ -24,8 +24,9 @@ struct Result {
 
 // The way in which a case is run, beyond which implementation serves it.
 struct How {
-  void* stream = nullptr;      // of the device; copies and the call go there, and nobody waits for
-                               // any other stream
+  // On a device: copies and the call go to a stream made for them, each rank's to one of its own
+  // device, and nobody waits for any other stream.
+  bool own_stream = false;
   bool deterministic = false;  // asks for the same bits every time
   // Not 0, on the host: tensors lie before pages that nobody may touch, at this alignment. With 1
   // they are aligned to their elements only, and a byte past the end is found.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <thread>
 
@@ -26,13 +27,15 @@ Finding made(const char* check, Outcome outcome, const std::string& message,
   return f;
 }
 
-// A passing case of every dtype, up to `most`, none of them large or made to be refused.
-std::vector<const Case*> passing(const Subject& subject, const Table& cases, size_t most) {
+// A passing case of every dtype, up to `most`, none of them large or made to be refused, and none
+// of more than `ranks` ranks.
+std::vector<const Case*> passing(const Subject& subject, const Table& cases, size_t most,
+                                 int ranks = std::numeric_limits<int>::max()) {
   std::vector<const Case*> chosen;
   std::set<std::string> dtypes;
   for (const Case& c : cases) {
     if (chosen.size() >= most) break;
-    if (c.large) continue;
+    if (c.large || c.ranks > ranks) continue;
     Prepared prepared(c, subject.device);
     if (prepared.problem().want_code != 0 || prepared.bytes().empty()) continue;
     if (dtypes.count(dtype_of(prepared.problem())) != 0) continue;
@@ -82,8 +85,12 @@ std::unique_ptr<Prepared> alone(const Subject& subject, const Case& c, uint64_t 
   return std::make_unique<Prepared>(c, subject.device);
 }
 
+// Collectives of several communicators on the same devices must be begun in one order on all of
+// them, or their queues wait for each other for good; threads that know nothing of each other have
+// no such order. So those of devices are run with one rank each.
 std::vector<Finding> concurrent(const Subject& subject, const Table& cases) {
-  const auto chosen = passing(subject, cases, 4);
+  const bool queues = !subject.device.is_host();
+  const auto chosen = queues ? passing(subject, cases, 4, 1) : passing(subject, cases, 4);
   if (chosen.empty()) return {};
   std::vector<std::vector<std::unique_ptr<Prepared>>> work(kThreads);
   for (int t = 0; t < kThreads; ++t)

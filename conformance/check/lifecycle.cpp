@@ -68,6 +68,19 @@ Finding watch(const std::vector<Ran>& ran, int64_t threads_before, const std::st
   return made(Outcome::kPass, when, std::to_string(ran.size()) + " ops had run");
 }
 
+// A driver starts threads when a device is used for the first time, and ranks use those that come
+// after the subject's as well.
+void use_devices(const std::vector<std::pair<Subject, conformance::Table>>& work) {
+  for (const auto& [subject, cases] : work) {
+    const auto first = te_fl::parse_device(subject.device_name);
+    if (!first.ok() || first->is_host()) continue;
+    for (te_fl::Device d = *first; te_fl::devices::find(d).ok(); ++d.index) {
+      const auto memory = te_fl::devices::allocate(d, 1, nullptr);
+      if (memory.ok()) te_fl::devices::free(d, *memory, nullptr);
+    }
+  }
+}
+
 te_fl::Status end(const te_fl::plugins::PluginInfo& plugin) {
   using te_fl::plugins::State;
   TE_FL_RETURN_IF_ERROR(te_fl::plugins::deactivate(plugin.name, true));
@@ -92,6 +105,7 @@ std::vector<Finding> lifecycle_of(const te_fl::plugins::PluginInfo& plugin,
   const bool is_module = plugin.abi == "Python";
   const std::string path = is_module ? plugin.name : plugin.path;
   if (is_module) run_all(work);
+  use_devices(work);
   int64_t before = 0;
   if (const te_fl::Status status = end(plugin); !status.ok())
     return {made(Outcome::kFail, "deactivate at once", status.to_string())};

@@ -184,7 +184,7 @@ std::optional<Finding> stream_of(const Subject& subject, const conformance::Case
     return finding("stream", subject, c, prepared,
                    {conformance::Outcome::kFail, stream.status().to_string(), 0});
   }
-  conformance::Result result = prepared.run(subject.impl, {.stream = stream->get()});
+  conformance::Result result = prepared.run(subject.impl, {.own_stream = true});
   if (result.outcome != conformance::Outcome::kPass) {
     result.message = "on a stream of its own: " + result.message +
                      " (rule R11: all of the work goes to ctx->stream)";

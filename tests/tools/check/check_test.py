@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """te-fl check: each check finds the mistake that it is made for. usage: check_test.py TE_FL WRONG.so WRONG_FILE.so
-WRONG_DEVICE.so AUTHOR.so NULL.so WRONG_RANKS.so"""
+WRONG_DEVICE.so AUTHOR.so NULL.so WRONG_RANKS.so DEVICE_RANKS.so"""
 import concurrent.futures
 import json
 import os
@@ -12,7 +12,7 @@ import tempfile
 import unittest
 import xml.etree.ElementTree as ET
 
-TE_FL, WRONG, WRONG_FILE, WRONG_DEVICE, AUTHOR, NULL, WRONG_RANKS = sys.argv[1:8]
+TE_FL, WRONG, WRONG_FILE, WRONG_DEVICE, AUTHOR, NULL, WRONG_RANKS, DEVICE_RANKS = sys.argv[1:9]
 del sys.argv[1:]
 
 # vendor.wrong.NAME: (the check, words of its message). Every implementation of wrong_plugin.cpp is here or in RIGHT.
@@ -205,6 +205,12 @@ class Catches(unittest.TestCase):
         self.assertIn("processes: not run: the plugin has no collectives", text)
         _, text, files = check(WRONG_RANKS, "--case", "broadcast/1ranks/")
         self.assertIn("processes: not run: no case of several ranks was chosen", text)
+
+    def test_ranks_have_streams_of_their_own_devices(self):
+        _, text, files = check(DEVICE_RANKS, "--op", "broadcast", "--case", "broadcast/2ranks/", "--quick")
+        results = json.loads(files["json"])["results"]
+        self.assertEqual([r for r in results if r["result"] == "fail" and r["check"] != "processes"], [], text)
+        self.assertTrue([r for r in results if r["check"] == "stream" and r["result"] == "pass"], text)
 
     def test_a_leaking_device_is_no_ops_fault(self):
         _, text, files = self.runs["far_leaking_device"]
