@@ -114,15 +114,19 @@ Result<std::vector<Tensor>> GroupedGemm::inputs(Uses& uses, const Tensor& x, Spl
 }
 
 Result<Tensor> GroupedGemm::forward(Uses& uses, const Tensor& x, Splits splits,
-                                    const ForwardOptions& options, bool training) {
+                                    const ForwardOptions& options, bool training,
+                                    const Tensor& into) {
   uses.clear();
   for (const auto& unit : units_) {
     TE_FL_ASSIGN_OR_RETURN(GemmUnit::Use use, unit->begin(training));
     uses.push_back(std::move(use));
   }
   TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> in, inputs(uses, x, splits));
-  TE_FL_ASSIGN_OR_RETURN(
-      Tensor y, Tensor::empty({x.size(0), spec().out}, spec().activation_dtype, spec().device));
+  Tensor y = into;
+  if (!y.defined()) {
+    TE_FL_ASSIGN_OR_RETURN(
+        y, Tensor::empty({x.size(0), spec().out}, spec().activation_dtype, spec().device));
+  }
   TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> out, parts_of(y, splits));
   std::vector<Tensor> weights(units_.size());
   TE_FL_ASSIGN_OR_RETURN(std::vector<Product> all, products(uses, in, options, weights));
@@ -180,9 +184,12 @@ Result<GroupedGemm::Gradients> GroupedGemm::gradients(const Uses& uses, const Te
 }
 
 Result<Tensor> GroupedGemm::dgrad(const Uses& uses, const Gradients& grads, Splits splits,
-                                  int64_t rows) {
-  TE_FL_ASSIGN_OR_RETURN(Tensor dx,
-                         Tensor::empty({rows, spec().in}, uses.front().dx_dtype, spec().device));
+                                  int64_t rows, const Tensor& into) {
+  Tensor dx = into;
+  if (!dx.defined()) {
+    TE_FL_ASSIGN_OR_RETURN(dx,
+                           Tensor::empty({rows, spec().in}, uses.front().dx_dtype, spec().device));
+  }
   TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> parts, parts_of(dx, splits));
   std::vector<Product> products;
   for (size_t i = 0; i < units_.size(); ++i) {
@@ -235,14 +242,14 @@ Status GroupedGemm::wgrad(const Uses& uses, const Gradients& grads) {
 }
 
 Result<Tensor> GroupedGemm::backward(const Uses& uses, const Tensor& dy, Splits splits,
-                                     bool wants_dgrad) {
+                                     bool wants_dgrad, const Tensor& into) {
   for (size_t i = 0; i < units_.size(); ++i) {
     TE_FL_RETURN_IF_ERROR(units_[i]->check_unchanged(uses[i]));
   }
   TE_FL_ASSIGN_OR_RETURN(const Gradients grads, gradients(uses, dy, splits));
   Tensor dx;
-  if (wants_dgrad) {
-    TE_FL_ASSIGN_OR_RETURN(dx, dgrad(uses, grads, splits, dy.size(0)));
+  if (wants_dgrad || into.defined()) {
+    TE_FL_ASSIGN_OR_RETURN(dx, dgrad(uses, grads, splits, dy.size(0), into));
   }
   TE_FL_RETURN_IF_ERROR(wgrad(uses, grads));
   return dx;

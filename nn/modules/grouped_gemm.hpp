@@ -22,13 +22,14 @@ class GroupedGemm {
   const GemmUnit::Spec& spec() const noexcept { return units_.front()->spec(); }
   const std::shared_ptr<DelayedWgrad>& delayed() const noexcept { return delayed_; }
 
-  // x [rows, in] -> [rows, out] in the activation dtype, and in `uses` what each unit's backward
-  // reads. Splits sum to x's rows.
+  // x [rows, in] -> [rows, out] in the activation dtype, in `into` if that is defined, and in
+  // `uses` what each unit's backward reads. Splits sum to x's rows.
   Result<Tensor> forward(std::vector<GemmUnit::Use>& uses, const Tensor& x, Splits splits,
-                         const ForwardOptions& options, bool training);
-  // dy [rows, out] -> dx [rows, in], undefined without `dgrad`; adds to the parameters' gradients.
+                         const ForwardOptions& options, bool training, const Tensor& into);
+  // dy [rows, out] -> dx [rows, in], in `into` if that is defined, else undefined without `dgrad`;
+  // adds to the parameters' gradients.
   Result<Tensor> backward(const std::vector<GemmUnit::Use>& uses, const Tensor& dy, Splits splits,
-                          bool dgrad);
+                          bool dgrad, const Tensor& into);
 
  private:
   using Uses = std::vector<GemmUnit::Use>;
@@ -42,7 +43,8 @@ class GroupedGemm {
                                                         const ForwardOptions& options,
                                                         std::vector<Tensor>& weights);
   Result<Gradients> gradients(const Uses& uses, const Tensor& dy, Splits splits);
-  Result<Tensor> dgrad(const Uses& uses, const Gradients& grads, Splits splits, int64_t rows);
+  Result<Tensor> dgrad(const Uses& uses, const Gradients& grads, Splits splits, int64_t rows,
+                       const Tensor& into);
   Status wgrad(const Uses& uses, const Gradients& grads);
   Status run_wgrad(const Uses& uses, const Gradients& grads);
 

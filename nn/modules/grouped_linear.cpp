@@ -15,7 +15,8 @@ namespace {
 struct GroupedLinearRecord : Ctx::Record {
   std::vector<detail::GemmUnit::Use> uses;
   std::vector<int64_t> splits;
-  Shape shape;  // of x
+  Shape shape;        // of x
+  Tensor input_grad;  // memory for it; undefined: new
   void visit_tensors(const Ctx::Visitor& visitor) {
     for (auto& use : uses) use.visit_tensors(visitor);
   }
@@ -36,6 +37,15 @@ Status check_splits(std::span<const int64_t> splits, size_t members, const Tenso
   std::string list;
   for (const int64_t rows : splits) list += (list.empty() ? "" : ",") + std::to_string(rows);
   return invalid_argument("GroupedLinear: splits is [" + list + "]; it has " + why);
+}
+
+Status check_memory(const Tensor& memory, const Shape& shape, DType dtype, const char* name) {
+  if (!memory.defined() || (memory.contiguous() && memory.dtype() == dtype &&
+                            std::ranges::equal(memory.shape(), shape))) {
+    return {};
+  }
+  return invalid_argument("GroupedLinear: the memory for " + std::string(name) + " is " +
+                          memory.describe() + "; it must be compact, and as the result is");
 }
 
 }  // namespace
@@ -76,14 +86,20 @@ Result<std::unique_ptr<GroupedLinear>> GroupedLinear::create(const GroupedLinear
 }
 
 Result<Tensor> GroupedLinear::forward(const Tensor& x, std::span<const int64_t> splits, Ctx* ctx,
-                                      const ForwardOptions& options) {
+                                      const ForwardOptions& options, const GroupedMemory& memory) {
   TE_FL_ASSIGN_OR_RETURN(const Tensor rows,
                          detail::as_matrix(x, group_->spec().in, "GroupedLinear: x"));
   TE_FL_RETURN_IF_ERROR(check_splits(splits, group_->units().size(), x));
+  const auto& spec = group_->spec();
+  TE_FL_RETURN_IF_ERROR(
+      check_memory(memory.output, {rows.size(0), spec.out}, spec.activation_dtype, "the output"));
+  TE_FL_RETURN_IF_ERROR(
+      check_memory(memory.input_grad, {rows.size(0), spec.in}, x.dtype(), "the gradient of x"));
   TE_FL_ASSIGN_OR_RETURN(auto record,
                          detail::new_record<GroupedLinearRecord>(ctx, "GroupedLinear"));
-  TE_FL_ASSIGN_OR_RETURN(Tensor y,
-                         group_->forward(record->uses, rows, splits, options, ctx != nullptr));
+  TE_FL_ASSIGN_OR_RETURN(Tensor y, group_->forward(record->uses, rows, splits, options,
+                                                   ctx != nullptr, memory.output));
+  record->input_grad = memory.input_grad;
   record->splits.assign(splits.begin(), splits.end());
   record->shape.assign(x.shape().begin(), x.shape().end());
   if (ctx != nullptr) TE_FL_RETURN_IF_ERROR(ctx->store(this, std::move(record)));
@@ -97,7 +113,7 @@ Result<Tensor> GroupedLinear::backward(const Tensor& dy, Ctx& ctx) {
       detail::check_gradient(dy, record.shape, group_->spec().out, "GroupedLinear"));
   TE_FL_ASSIGN_OR_RETURN(const Tensor rows,
                          detail::as_matrix(dy, group_->spec().out, "GroupedLinear: dy"));
-  return group_->backward(record.uses, rows, record.splits, ctx.input_grad);
+  return group_->backward(record.uses, rows, record.splits, ctx.input_grad, record.input_grad);
 }
 
 }  // namespace te_fl::nn

@@ -173,6 +173,7 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     const auto main_grads = main_grads_of(args[Argument::kMainGrads], parameters.size());
     void* const stream = current_stream_of(args[Argument::kGradient], dy.device());
     ResultTensors results(args[Argument::kGradient], dy.device());
+    for (const auto& [begin, end] : record->memory) results.permit(begin, end);
     const bool input_grad = args[Argument::kInputGrad] == Py_True;
     if (input_grad) {
       for (const auto& [shape, dtype] : record->inputs) results.expect(shape, dtype);

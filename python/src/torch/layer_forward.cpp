@@ -115,6 +115,16 @@ std::vector<std::pair<Shape, DType>> kinds_of(const Forward& f) {
   return kinds;
 }
 
+// The memory of the inputs behind the first, which may be for results.
+std::vector<std::pair<const void*, const void*>> input_memory(const Forward& f) {
+  std::vector<std::pair<const void*, const void*>> memory;
+  for (size_t i = 1; i < f.inputs.size(); ++i) {
+    const auto* begin = static_cast<const char*>(f.inputs[i].raw_data());
+    memory.emplace_back(begin, begin + bytes_for(f.inputs[i].dtype(), f.inputs[i].numel()));
+  }
+  return memory;
+}
+
 Result<Tensor> run(Layer& layer, Forward& f, ResultTensors& results,
                    std::shared_ptr<Record>& record) {
   const LayerLock lock(layer);
@@ -132,6 +142,7 @@ Result<Tensor> run(Layer& layer, Forward& f, ResultTensors& results,
   const bool keeps = training || f.random.defined();
   nn::Ctx ctx;
   results.expect(runner->output_shape(f.inputs), f.activation);
+  for (const auto& [begin, end] : input_memory(f)) results.permit(begin, end);
   const ResultScope framework(results);
   TE_FL_ASSIGN_OR_RETURN(Tensor y,
                          runner->forward(f.inputs, keeps ? &ctx : nullptr, f.attention, f.options));
@@ -145,6 +156,7 @@ Result<Tensor> run(Layer& layer, Forward& f, ResultTensors& results,
                                            .lent = std::move(f.lent),
                                            .first = f.options.is_first_microbatch == true,
                                            .inputs = kinds_of(f),
+                                           .memory = input_memory(f),
                                            .device = f.inputs[0].device()});
   return y;
 }

@@ -153,26 +153,32 @@ struct ModuleCall {
     return std::vector<Tensor>{std::move(dx)};
   }
 };
-// Its second input is the rows of each map, int64 on the host.
+// Its second input is the rows of each map, int64 on the host. Behind it there may be memory for
+// the output and for the gradient of the first, each of which without extents [0] is none.
 template <>
 struct ModuleCall<nn::GroupedLinear> {
   static Result<Tensor> forward(nn::GroupedLinear& m, const std::vector<Tensor>& in, nn::Ctx* ctx,
                                 const nn::AttentionInputs&, const nn::ForwardOptions& options) {
-    const Tensor& splits = in.back();
-    if (in.size() != 2 || splits.dtype() != DType::kI64 || !splits.device().is_host() ||
-        !splits.contiguous()) {
+    const Tensor splits = in.size() > 1 ? in[1] : Tensor();
+    if ((in.size() != 2 && in.size() != 4) || splits.dtype() != DType::kI64 ||
+        !splits.device().is_host() || !splits.contiguous()) {
       return Status(StatusCode::kInvalidArgument,
-                    "a grouped_linear takes x and the rows of each map, int64 on the host; the "
-                    "last input is " +
-                        splits.describe());
+                    "a grouped_linear takes x, the rows of each map, int64 on the host, and "
+                    "memory for two results or none; there are " +
+                        std::to_string(in.size()) + " inputs, the second " +
+                        (splits.defined() ? splits.describe() : "missing"));
     }
     const auto* rows = static_cast<const int64_t*>(splits.raw_data());
-    return m.forward(in[0], {rows, static_cast<size_t>(splits.numel())}, ctx, options);
+    const auto memory = [&](size_t i) {
+      return i < in.size() && in[i].rank() > 1 ? in[i] : Tensor();
+    };
+    return m.forward(in[0], {rows, static_cast<size_t>(splits.numel())}, ctx, options,
+                     {.output = memory(2), .input_grad = memory(3)});
   }
   static Result<std::vector<Tensor>> backward(nn::GroupedLinear& m, const Tensor& dy,
                                               nn::Ctx& ctx) {
     TE_FL_ASSIGN_OR_RETURN(Tensor dx, m.backward(dy, ctx));
-    return std::vector<Tensor>{std::move(dx), Tensor()};
+    return std::vector<Tensor>{std::move(dx), Tensor(), Tensor(), Tensor()};
   }
 };
 template <>

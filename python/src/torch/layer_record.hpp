@@ -23,9 +23,10 @@ struct Record {
   std::vector<bool> trained;
   std::vector<Lent> lent;
   bool first = false;  // is_first_microbatch: gradients overwrite main_grad
-  std::vector<std::pair<Shape, DType>> inputs;  // whose gradients the backward returns
-  Device device;                                // of the activations
-  const void* token = nullptr;                  // memory of the token; compared only
+  std::vector<std::pair<Shape, DType>> inputs;              // whose gradients the backward returns
+  std::vector<std::pair<const void*, const void*>> memory;  // of inputs, where results may lie
+  Device device;                                            // of the activations
+  const void* token = nullptr;                              // memory of the token; compared only
 };
 
 // Keeps the record until drop_record(); its number. From any thread.

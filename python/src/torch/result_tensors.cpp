@@ -121,7 +121,10 @@ Ref ResultTensors::take(Tensor result, PyObject* exchanged) {
                                            steps.get(), static_cast<long long>(offset)));
     return Ref::take(PyObject_CallMethod(object.get(), "detach", nullptr));
   }
-  if (g_empty != nullptr && result.numel() > 0) {
+  const bool permitted = std::ranges::any_of(permitted_, [&](const auto& memory) {
+    return memory.first <= result.raw_data() && result.raw_data() < memory.second;
+  });
+  if (g_empty != nullptr && result.numel() > 0 && !permitted) {
     const std::string text =
         "a layer's result " + result.describe() +
         " was not made by the framework, so record_stream() does not hold for it";

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "py/py.hpp"
@@ -21,6 +22,8 @@ class ResultTensors {
 
   // The call may return a tensor of this shape and dtype.
   void expect(Shape shape, DType dtype);
+  // A result may lie in this memory, which is the framework's.
+  void permit(const void* begin, const void* end) { permitted_.emplace_back(begin, end); }
   // For ResultMemory: memory of a new tensor of the framework, if one of this size is expected.
   // OUT_OF_MEMORY, whose cause is the framework's exception, if it cannot be made.
   Result<std::shared_ptr<void>> make(std::span<const int64_t> shape, DType dtype,
@@ -46,6 +49,7 @@ class ResultTensors {
   Device device_;
   std::vector<Expected> expected_;
   std::vector<Made> made_;
+  std::vector<std::pair<const void*, const void*>> permitted_;
 };
 
 // While it lives, nn's calls on this thread make their results by `results`.

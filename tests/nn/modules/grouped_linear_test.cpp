@@ -88,6 +88,24 @@ TEST_F(GroupedLinearTest, HasParametersAndSitesOfEachExpert) {
   }
 }
 
+TEST_F(GroupedLinearTest, WritesToMemoryThatIsGiven) {
+  const Tensor x = tensor({16, kIn}, random_values(16 * kIn, 1));
+  const Tensor dy = tensor({16, kOut}, random_values(16 * kOut, 2));
+  const std::vector<int64_t> splits = {8, 0, 8};
+  const auto want = step_grouped(x, dy, splits);
+  const GroupedMemory memory = {.output = tensor({16, kOut}, Values(16 * kOut, 7)),
+                                .input_grad = tensor({16, kIn}, Values(16 * kIn, 7))};
+  Ctx ctx;
+  ctx.input_grad = false;  // the memory asks for it
+  const Tensor y = take(grouped->forward(x, splits, &ctx, {}, memory));
+  EXPECT_EQ(y.raw_data(), memory.output.raw_data());
+  EXPECT_EQ(values_of(memory.output), want[0]);
+  EXPECT_EQ(take(grouped->backward(dy, ctx)).raw_data(), memory.input_grad.raw_data());
+  EXPECT_EQ(values_of(memory.input_grad), want[1]);
+  EXPECT_FAILS(grouped->forward(x, splits, nullptr, {}, {.output = memory.input_grad}).status(),
+               kInvalidArgument, "the memory for the output is");
+}
+
 TEST_F(GroupedLinearTest, RefusesSplitsThatAreNotTheRows) {
   const Tensor x = tensor({4, kIn}, random_values(4 * kIn, 1));
   const auto forward = [&](const std::vector<int64_t>& splits) {

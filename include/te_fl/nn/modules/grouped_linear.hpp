@@ -26,6 +26,13 @@ struct GroupedLinearOptions {
   bool return_bias = false;  // the biases are parameters that the caller adds, as in Linear
 };
 
+// Compact memory for what GroupedLinear computes, of the result's shape and dtype, which the caller
+// keeps until then; undefined: memory of its own.
+struct GroupedMemory {
+  Tensor output;      // [rows, out]
+  Tensor input_grad;  // [rows, in], which the backward of the forward with it writes
+};
+
 // The linear maps of a mixture's experts: y_i = x_i W_i^T + b_i, where the rows x_i follow each
 // other. The products of all experts are one op in each direction; in FP8 each expert has scales of
 // its own, as a Linear would have, and the rows of all are quantised in one op. Values and
@@ -39,9 +46,9 @@ class TE_FL_API GroupedLinear : public Module {
   // all that x has, else INVALID_ARGUMENT. An expert without rows keeps its amaxes, and its
   // parameters get gradients of zeros. ctx and options are as in Linear.
   Result<Tensor> forward(const Tensor& x, std::span<const int64_t> splits, Ctx* ctx,
-                         const ForwardOptions& options = {});
-  // dy [rows, out] -> dx [rows, in] in x's dtype, undefined where ctx does not want it; adds to the
-  // parameters' gradients.
+                         const ForwardOptions& options = {}, const GroupedMemory& memory = {});
+  // dy [rows, out] -> dx [rows, in] in x's dtype, undefined where ctx does not want it and there is
+  // no memory for it; adds to the parameters' gradients.
   Result<Tensor> backward(const Tensor& dy, Ctx& ctx);
 
  private:

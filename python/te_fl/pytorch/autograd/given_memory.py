@@ -10,7 +10,8 @@ class ResultInto(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, y: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        return memory.detach().copy_(y)
+        memory = memory.detach()
+        return memory if y.data_ptr() == memory.data_ptr() else memory.copy_(y)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
@@ -27,4 +28,4 @@ class GradientInto(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return ctx.memory.copy_(grad), None
+        return ctx.memory if grad.data_ptr() == ctx.memory.data_ptr() else ctx.memory.copy_(grad), None

@@ -160,14 +160,17 @@ class GroupedLinear(TransformerEngineBaseModule):
         _check_memory("dgrad_out", dgrad_out, (x.shape[0], self.in_features), x.dtype, x.device)
         if dgrad_out is not None:
             x = GradientInto.apply(x, dgrad_out)
-        y = _untraced()(self, x, torch.tensor(splits, dtype=torch.int64, device="cpu"), is_first_microbatch)
+        inputs = (x, torch.tensor(splits, dtype=torch.int64, device="cpu"))
+        if out is not None or dgrad_out is not None:  # `data`: without the count of writes that autograd looks at, as nothing is read there
+            inputs += tuple(_NO_MEMORY if t is None else t.data for t in (out, dgrad_out if x.requires_grad else None))
+        y = _untraced()(self, inputs, is_first_microbatch)
         if out is not None:
             y = ResultInto.apply(y, out)
         y = y if out is not None or inp.dim() == 2 else y.view(*inp.shape[:-1], self.out_features)
         return (y, [getattr(self, name).to(y.dtype) for name in self._bias_names]) if self.return_bias else y
 
-    def _compute(self, x: torch.Tensor, splits: torch.Tensor, first: Optional[bool]) -> torch.Tensor:
-        return self._run(self._layer_of(x), (x, splits), self._own(), first, accumulates=self.fuse_wgrad_accumulation)
+    def _compute(self, inputs: Tuple[torch.Tensor, ...], first: Optional[bool]) -> torch.Tensor:
+        return self._run(self._layer_of(inputs[0]), inputs, self._own(), first, accumulates=self.fuse_wgrad_accumulation)
 
     def _checked_splits(self, inp: torch.Tensor, m_splits: Any) -> Tuple[int, ...]:
         if isinstance(m_splits, torch.Tensor) and (m_splits.dim() != 1 or m_splits.is_floating_point() or m_splits.dtype == torch.bool):
@@ -187,6 +190,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
 
 
+_NO_MEMORY = torch.empty(0)
 _disabled: Optional[Callable] = None
 
 
