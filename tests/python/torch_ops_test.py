@@ -22,6 +22,13 @@ class Torch(unittest.TestCase):
         self.assertTrue(torch.equal(y[:, 3:13], x))
         self.assertEqual(float(y[:, :3].abs().sum() + y[:, 13:].abs().sum()), 0.0)
 
+    def test_a_view_that_is_negated_where_it_is_read_is_refused(self):
+        x = torch.randn(4, 8, dtype=torch.complex64).conj().imag
+        output = torch.empty(4, 8)
+        self.assertRaisesRegex(ValueError, "argument 'input' is to be negated.*resolve_neg", te_fl.ops.relu, input=x, output=output)
+        te_fl.ops.relu(input=x.resolve_neg(), output=output)
+        torch.testing.assert_close(output, torch.relu(x))
+
     def test_parameters_lend_their_memory(self):
         # A leaf that requires grad: te-fl reads and writes memory, autograd knows nothing of it.
         weight = torch.nn.Parameter(torch.ones(3, 4))

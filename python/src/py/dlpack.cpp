@@ -56,6 +56,20 @@ bool is_immutable(PyObject* object) {
                     "' is written by this op, and its memory is read-only");
 }
 
+// The imaginary part of a conjugate of PyTorch's is the memory of the original with a mark that
+// says to negate it, which DLPack does not tell. Such views have gaps, so only tensors with gaps
+// are asked.
+void refuse_negated(PyObject* object, const char* name) {
+  PyObject* const found = PyObject_CallMethod(object, "is_neg", nullptr);
+  if (found == nullptr) return PyErr_Clear();  // another library's tensor
+  const Ref negated = Ref::take(found);
+  if (negated.get() == Py_True) {
+    throw_value_error("argument '" + std::string(name) +
+                      "' is to be negated where it is read, which its memory does not say; give " +
+                      "its resolve_neg()");
+  }
+}
+
 bool is_compact(const te_fl_dltensor& t) {
   if (t.strides == nullptr || std::find(t.shape, t.shape + t.ndim, 0) != t.shape + t.ndim) {
     return true;  // PyTorch keeps the strides of an expanded tensor without elements
@@ -200,7 +214,11 @@ te_fl_dltensor Borrowed::describe(PyObject* object, bool written, const char* na
   } else {
     t = by_capsule(object, written, name);
   }
-  if (is_compact(t)) t.strides = nullptr;
+  if (is_compact(t)) {
+    t.strides = nullptr;
+  } else if (exchange_ != nullptr) {
+    refuse_negated(object, name);
+  }
   if (t.dtype.lanes == 2 && t.dtype.bits == 4) count_packed(t);
   return t;
 }
