@@ -266,7 +266,7 @@ def united_clashes(root, files):
     for (_, _, kind, name), where in sorted(places.items()):
         if len(where) > 1:
             at = " and ".join(f"{p}:{n}" for p, n in sorted(where.items()))
-            result.append(f"{kind} {name} is in the unnamed namespaces of {at}, which the sanitizer builds compile as one file: rename one, "
+            result.append(f"{kind} {name} is in the unnamed namespaces of {at}, which tools/test.sh's builds compile as one file: rename one, "
                           "or give them one header")
     return result
 
