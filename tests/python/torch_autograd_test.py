@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import unittest
+import warnings
 import weakref
 from unittest import mock
 
@@ -674,6 +675,16 @@ class Functional(Each):
             return
         for n, p in module.named_parameters():
             near(self, got[n], p.grad, 1e-6, n)
+
+    @each(["Linear", "LayerNorm"])
+    def test_traces_are_right_or_refused(self, module, device, _):
+        x, other = (input_of(device).detach() * factor for factor in (1, 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            traced = torch.jit.trace(module, x, check_trace=False)
+            near(self, traced(other), module(other), 1e-6, "output")
+            with torch.no_grad(), self.assertRaisesRegex(RuntimeError, "torch.jit.trace records"):
+                torch.jit.trace(module, x, check_trace=False)
 
     @each(["Linear", "LayerNorm"])
     def test_vmap_is_right_or_refused(self, module, device, _):

@@ -15,6 +15,7 @@ from te_fl.pytorch.runtime.dtypes import BY_CODE
 _queue = torch.autograd.Variable._execution_engine.queue_callback
 _task = torch._C._current_graph_task_id
 _transforms = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func
+_tracing = torch._C._get_tracing_state  # None outside of torch.jit.trace
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 TRAINING, UNCACHED = 0, 1  # modes of _native.layer_forward(); others are the numbers of scopes (te_fl.pytorch.fp8.weight_cache)
@@ -212,6 +213,9 @@ def python_run(call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.T
                 if call.accumulates:
                     check_main_grads(tensors[call.inputs + call.extras:])
                 return LayerFunction.apply(call, *tensors)
+    if _tracing() is not None:
+        raise Unsupported("torch.jit.trace records PyTorch's own ops alone, of a layer of te-fl its empty result; use torch.compile, or trace with "
+                          "gradients, for which a layer is one function of autograd's")
     n = call.inputs
     parameters = tensors[n + call.extras:]
     return _native.layer_forward(call.layer, call.activation, UNCACHED if caching == UNCACHED or not lasting(parameters) else caching, call.first,

@@ -236,11 +236,10 @@ auto make_node(Args&&... args) {
   }
 }
 
-// True if PyTorch transforms functions here (torch.func), or a tensor has a tangent: LayerFunction
-// has the messages for those.
+// True if PyTorch transforms functions here (torch.func), traces them (torch.jit.trace), or a
+// tensor has a tangent: LayerFunction does what these take, or has the messages for them.
 bool transformed(PyObject* const* tensors, Py_ssize_t count) {
-  const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
-  if (keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) return true;
+  if (follows_ops()) return true;
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (THPVariable_Unpack(tensors[i])._fw_grad(0).defined()) return true;
   }
@@ -299,6 +298,9 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   follows = follows && at::GradMode::is_enabled();
   if (!follows) {
+    if (follows_ops()) {
+      return PyObject_Vectorcall(python_run, args, static_cast<size_t>(count), nullptr);
+    }
     long mode = PyLong_AsLong(args[1]);
     if (mode == -1 && PyErr_Occurred() != nullptr) return nullptr;
     for (Py_ssize_t i = followed; i < all; ++i) {

@@ -68,6 +68,14 @@ inline long code_of(at::ScalarType dtype) {
   }
 }
 
+// True if PyTorch follows each of its ops here: inside of torch.func's transforms, and of
+// torch.jit.trace.
+inline bool follows_ops() {
+  const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
+  return keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         keys.has(c10::DispatchKey::Tracer);
+}
+
 // True if a layer takes the tensor as it is, and PyTorch neither transforms nor profiles the
 // program.
 inline bool is_plain(PyObject* x, PyObject* parameter_type) {
@@ -75,10 +83,7 @@ inline bool is_plain(PyObject* x, PyObject* parameter_type) {
     return false;
   }
   if (torch::profiler::impl::profilerEnabled()) return false;
-  if (c10::impl::tls_local_dispatch_key_set().included_.has(
-          c10::DispatchKey::FuncTorchDynamicLayerFrontMode)) {
-    return false;
-  }
+  if (follows_ops()) return false;
   const at::Tensor& v = THPVariable_Unpack(x);
   return (v.is_cpu() || v.is_cuda()) && v.layout() == at::kStrided &&
          code_of(v.scalar_type()) > 0 && v.is_contiguous();
