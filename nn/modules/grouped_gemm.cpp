@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "nn/autograd/parameter.hpp"
 #include "nn/base/tensor_ops.hpp"
@@ -212,16 +213,17 @@ Status GroupedGemm::run_wgrad(const Uses& uses, const Gradients& grads) {
   while (!left.empty()) {
     const Product first = left.front().second;
     std::set<const char*> written;
-    const auto others = std::ranges::stable_partition(left, [&](const auto& one) {
-      return alike(one.second, first) && written.insert(first_byte(*one.second.d)).second;
-    });
-    std::vector<Product> products;
-    for (auto it = left.begin(); it != others.begin(); ++it) products.push_back(it->second);
-    TE_FL_RETURN_IF_ERROR(multiply(products, spec().device));
-    for (auto it = left.begin(); it != others.begin(); ++it) {
-      units_[it->first]->wrote_wgrad(it->second);
+    std::vector<std::pair<size_t, Product>> now, later;
+    for (auto& one : left) {
+      const bool joins =
+          alike(one.second, first) && written.insert(first_byte(*one.second.d)).second;
+      (joins ? now : later).push_back(std::move(one));
     }
-    left.erase(left.begin(), others.begin());
+    std::vector<Product> products;
+    for (const auto& one : now) products.push_back(one.second);
+    TE_FL_RETURN_IF_ERROR(multiply(products, spec().device));
+    for (const auto& [unit, product] : now) units_[unit]->wrote_wgrad(product);
+    left = std::move(later);
   }
   return {};
 }
