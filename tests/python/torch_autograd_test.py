@@ -14,6 +14,7 @@ import weakref
 from unittest import mock
 
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from torch_cases import BF16, F32, MODULES, PRODUCTS, RECIPES, Each, each, gradients, input_of, scope  # noqa: E402
@@ -685,6 +686,10 @@ class Functional(Each):
             near(self, traced(other), module(other), 1e-6, "output")
             with torch.no_grad(), self.assertRaisesRegex(RuntimeError, "torch.jit.trace records"):
                 torch.jit.trace(module, x, check_trace=False)
+        for wanted in (x, x.clone().requires_grad_()):
+            with torch.set_grad_enabled(wanted.requires_grad), self.assertRaisesRegex(RuntimeError, "make_fx records"):
+                make_fx(module)(wanted)
+        near(self, module(x), traced(x), 1e-6, "output")
 
     @each(["Linear", "LayerNorm"])
     def test_vmap_is_right_or_refused(self, module, device, _):

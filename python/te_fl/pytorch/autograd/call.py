@@ -16,6 +16,7 @@ _queue = torch.autograd.Variable._execution_engine.queue_callback
 _task = torch._C._current_graph_task_id
 _transforms = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func
 _tracing = torch._C._get_tracing_state  # None outside of torch.jit.trace
+_dispatch_mode, _PROXY = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY  # None outside of make_fx
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 TRAINING, UNCACHED = 0, 1  # modes of _native.layer_forward(); others are the numbers of scopes (te_fl.pytorch.fp8.weight_cache)
@@ -207,6 +208,8 @@ def python_run(call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.T
     if _transforms() is not None:
         raise Unsupported("te_fl.pytorch's layers do not run inside torch.func's transforms (grad, vmap, jvp and their like); take gradients with "
                           "torch.autograd.grad, and give batches as dimensions of the input")
+    if _dispatch_mode(_PROXY) is not None:
+        raise Unsupported("make_fx records PyTorch's own ops alone, of a layer of te-fl its empty result; use torch.compile")
     if torch.is_grad_enabled():
         for t in tensors:
             if t.requires_grad:

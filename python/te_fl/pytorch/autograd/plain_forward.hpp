@@ -5,6 +5,7 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 #include <Python.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/profiler/api.h>
 
@@ -68,12 +69,15 @@ inline long code_of(at::ScalarType dtype) {
   }
 }
 
-// True if PyTorch follows each of its ops here: inside of torch.func's transforms, and of
-// torch.jit.trace.
+// True if PyTorch follows each of its ops here: inside of torch.func's transforms, of
+// torch.jit.trace and of make_fx.
 inline bool follows_ops() {
+  using Modes = c10::impl::TorchDispatchModeTLS;
   const auto keys = c10::impl::tls_local_dispatch_key_set().included_;
   return keys.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
-         keys.has(c10::DispatchKey::Tracer);
+         keys.has(c10::DispatchKey::Tracer) ||
+         (keys.has(c10::DispatchKey::Python) &&
+          Modes::get_mode(c10::impl::TorchDispatchModeKey::PROXY).has_value());
 }
 
 // True if a layer takes the tensor as it is, and PyTorch neither transforms nor profiles the
