@@ -7,11 +7,14 @@
 
 #include "parallel_fixture.hpp"
 #include "support/expect.hpp"
+#include "support/sanitizers.hpp"
 
 namespace te_fl::nn::testing::parallel_training_test {
 namespace {
 
-constexpr int64_t kVocabulary = 32, kHidden = 32, kLength = 8, kBatch = 8, kSteps = 50;
+constexpr int64_t kVocabulary = 32, kHidden = 32, kLength = 8, kBatch = 8;
+// Under the address sanitizer, where a step takes twenty times as long, enough to pass all code.
+constexpr int64_t kSteps = TE_FL_ASAN ? 12 : 50;
 
 struct Grid {
   int tp = 1, dp = 1;
@@ -179,7 +182,7 @@ const Grid kGrids[] = {
 
 TEST(ParallelTraining, LossesAreThoseOfOneRank) {
   const std::vector<double> one = mean_losses(train({}));
-  EXPECT_LT(one.back(), 0.9 * one.front()) << "it learns";
+  if (!TE_FL_ASAN) EXPECT_LT(one.back(), 0.9 * one.front()) << "it learns";
   for (const Grid& grid : kGrids) {
     const std::vector<double> many = mean_losses(train(grid));
     for (size_t i = 0; i < one.size(); ++i) {
