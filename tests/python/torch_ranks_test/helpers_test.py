@@ -70,8 +70,8 @@ class Helpers(unittest.TestCase):
         te_fl.as_transformer_engine()
         import transformer_engine.pytorch.distributed as theirs
         self.assertIs(theirs.allreduce, helpers.allreduce)
-        for name in ("FullyShardedDataParallel", "prepare_te_modules_for_fsdp", "activation_recompute_forward", "symm_mem_alloc"):
-            with self.assertRaisesRegex(Unsupported, f"{name} is not served.*(fully_shard|recompute_contexts|allreduce)"):
+        for name in ("FullyShardedDataParallel", "prepare_te_modules_for_fsdp", "symm_mem_alloc"):
+            with self.assertRaisesRegex(Unsupported, f"{name} is not served.*(fully_shard|allreduce)"):
                 getattr(theirs, name)(1)
         with self.assertRaisesRegex(AttributeError, "fully_shard"):
             helpers.FullyShardedDataParallel
