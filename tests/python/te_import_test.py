@@ -234,7 +234,8 @@ else:
 """)
 
     def test_a_star_brings_what_is_served(self):
-        run(self.USE + "from transformer_engine.pytorch.optimizers import *; FusedSGD; assert 'multi_tensor_adam_fp8' not in globals()")
+        run(self.USE + "from transformer_engine.pytorch.optimizers import *; FusedSGD, multi_tensor_adam_fp8")
+        run(self.USE + "from transformer_engine.pytorch.distributed import *; allreduce; assert 'FullyShardedDataParallel' not in globals()")
 
     def test_a_missing_framework_is_an_import_error(self):
         blocked = "import sys; sys.modules['torch'] = None; " + ALIAS
