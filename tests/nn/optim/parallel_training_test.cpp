@@ -182,7 +182,9 @@ const Grid kGrids[] = {
 
 TEST(ParallelTraining, LossesAreThoseOfOneRank) {
   const std::vector<double> one = mean_losses(train({}));
-  if (!TE_FL_ASAN) EXPECT_LT(one.back(), 0.9 * one.front()) << "it learns";
+  if (!TE_FL_ASAN) {
+    EXPECT_LT(one.back(), 0.9 * one.front()) << "it learns";
+  }
   for (const Grid& grid : kGrids) {
     const std::vector<double> many = mean_losses(train(grid));
     for (size_t i = 0; i < one.size(); ++i) {
