@@ -91,7 +91,12 @@ std::unique_ptr<Prepared> alone(const Subject& subject, const Case& c, uint64_t 
 std::vector<Finding> concurrent(const Subject& subject, const Table& cases) {
   const bool queues = !subject.device.is_host();
   const auto chosen = queues ? passing(subject, cases, 4, 1) : passing(subject, cases, 4);
-  if (chosen.empty()) return {};
+  if (chosen.empty()) {
+    const auto several = [](const Case& c) { return c.ranks > 1; };
+    if (!queues || std::none_of(cases.begin(), cases.end(), several)) return {};
+    return {made("concurrent", Outcome::kUnsupported,
+                 "it has no case of one rank, and threads' collectives of several have no order")};
+  }
   std::vector<std::vector<std::unique_ptr<Prepared>>> work(kThreads);
   for (int t = 0; t < kThreads; ++t)
     for (const Case* c : chosen) work[t].push_back(alone(subject, *c, static_cast<uint64_t>(t)));
