@@ -65,21 +65,13 @@ def step_of(torch, te, recipes, row, recipe_name):
     return step
 
 
-def heat(torch, seconds=2.0):
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    until = time.perf_counter() + seconds
-    while time.perf_counter() < until:
-        for _ in range(20):
-            a @ a
-        torch.cuda.synchronize()
-
-
 def serve(way):
     """A child: reads [row, recipe, calls, heat] a line, answers with microseconds a call, or why there are none."""
     import te_fl
     if way != "extension":
         te_fl.inside_transformer_engine()
     import torch
+    from measure import heat
     if way == "native":
         import te_fl.pytorch as te
         from te_fl.common import recipe as recipes
@@ -97,7 +89,7 @@ def serve(way):
                 for _ in range(3):
                     steps[row, recipe]()
             if hot:
-                heat(torch)
+                heat()
             steps[row, recipe]()
             torch.cuda.synchronize()
             began = time.perf_counter()

@@ -2,6 +2,7 @@
 
 import statistics
 import subprocess
+import time
 
 import torch
 
@@ -48,6 +49,30 @@ class Graph:
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) * 1000 / self.calls
+
+
+class HostCalls:
+    """As Graph, of calls on the host: for trying a benchmark where there is no GPU."""
+
+    def __init__(self, closures, calls=MIN_CALLS):
+        self.calls = -(-max(calls, len(closures)) // len(closures)) * len(closures)
+        self.closures = closures
+
+    def time(self):
+        begin = time.perf_counter()
+        for i in range(self.calls):
+            self.closures[i % len(self.closures)]()
+        return (time.perf_counter() - begin) * 1e6 / self.calls
+
+
+def heat(seconds=2.0):
+    """Products for that long, so that clocks and temperature are those of a chip at work."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        for _ in range(20):
+            a @ a
+        torch.cuda.synchronize()
 
 
 def alternate(graphs, rounds):
