@@ -180,7 +180,7 @@ class Recipes(Case):
 
 
 class Caches(Case):
-    """Token by token over a cache, as over the whole sequence at once."""
+    """Token by token over a cache, as over the whole sequence at once, and as te_fl.pytorch's module over its own cache."""
 
     def run_steps(self, paged, form, dtype, rope):
         options = dict(num_gqa_groups=2, attention_dropout=0.0, params_dtype=dtype, layer_number=1, device="cuda", init_method=wide,
@@ -188,15 +188,24 @@ class Caches(Case):
         stepwise = te.MultiheadAttention(HIDDEN, HEADS, qkv_format=form, **options).eval()
         whole = te.MultiheadAttention(HIDDEN, HEADS, qkv_format="bshd", **options).eval()
         whole.load_state_dict(stepwise.state_dict())
+        ours = fl.MultiheadAttention(HIDDEN, HEADS, qkv_format=form, **{**options, "device": "cpu"}).eval()
+        ours.load_state_dict(stepwise.state_dict())
         freqs = RotaryPositionEmbedding(HIDDEN // HEADS)(32) if rope else None
         x = torch.randn(2, 9, HIDDEN).to(dtype)
         want = whole(x, attn_mask_type="causal", rotary_pos_emb=freqs)
         pages = dict(page_size=4, total_num_pages=16) if paged else {}
-        cache = InferenceParams(2, 32, num_heads_kv=2, head_dim_k=HIDDEN // HEADS, dtype=dtype, is_paged=paged, qkv_format=form, max_ctx_len=5, **pages)
+        cache, own = (made(2, 32, num_heads_kv=2, head_dim_k=HIDDEN // HEADS, dtype=dtype, is_paged=paged, qkv_format=form, max_ctx_len=5, **pages)
+                      for made in (InferenceParams, fl.InferenceParams))
+        self.assertEqual(repr(own), repr(cache))
         cache.allocate_memory(1)
         done, backends = [0, 0], set()
         for steps in ([5, 3], [1, 1], [1, 1], [1, 1]):
-            cache.pre_step(OrderedDict(enumerate(steps)))
+            for each in (cache, own):
+                each.pre_step(OrderedDict(enumerate(steps)))
+            for name in ("cu_seqlens_q", "cu_seqlens_kv", "pre_step_seqlens", "batch_size", "sequences", "sequences_pre_step"):
+                theirs = getattr(cache, name)
+                same = torch.equal(theirs, getattr(own, name)) if isinstance(theirs, torch.Tensor) else theirs == getattr(own, name)
+                self.assertTrue(same, name)
             parts = [x[b, done[b]:done[b] + n] for b, n in enumerate(steps)]
             if form == "thd":
                 tokens, lengths = torch.cat(parts), dict(max_seqlen_q=max(steps), max_seqlen_kv=32)
@@ -206,11 +215,17 @@ class Caches(Case):
             out = stepwise(tokens, attn_mask_type="padding_causal", rotary_pos_emb=freqs, inference_params=cache, cu_seqlens_q=cache.cu_seqlens_q,
                            cu_seqlens_kv=cache.cu_seqlens_q, **lengths)
             backends.add(used_backend())
+            mine = ours(tokens, attn_mask_type="padding_causal", rotary_pos_emb=freqs, inference_params=own, cu_seqlens_q=own.cu_seqlens_q,
+                        cu_seqlens_kv=own.cu_seqlens_q, **lengths)
+            self.assertEqual(own.output_qkv_format, cache.output_qkv_format)
             for b, n in enumerate(steps):
                 begin = sum(steps[:b])
-                got = out[begin:begin + n] if form == "thd" else (out[b, :n] if form == "bshd" else out[:n, b])
-                self.near(got, want[b, done[b]:done[b] + n], 1e-5 if dtype == torch.float32 else 2e-2)
+                for result in (out, mine):
+                    got = result[begin:begin + n] if form == "thd" else (result[b, :n] if form == "bshd" else result[:n, b])
+                    self.near(got, want[b, done[b]:done[b] + n], 1e-5 if dtype == torch.float32 else 2e-2)
                 done[b] += n
+        for theirs, got in zip(cache.cache_manager.cache[1], own.cache_manager.cache[1]):
+            self.near(got, theirs, 1e-5 if dtype == torch.float32 else 2e-2)
         self.assertEqual(backends, {"unfused" if dtype == torch.float32 else "fused"})
 
     def test_steps(self):

@@ -171,9 +171,8 @@ SAMPLES = {
     "Linear": lambda torch: (16, 16),
     "MeshResource": lambda jax: (),
     "MultiHeadAttention": lambda jax: (16, 2),
-    "MultiheadAttention": lambda torch: (32, 2),
     "RMSNorm": lambda torch: (16,),
-    "TransformerLayer": lambda lib: (32, 64, 2),
+    "TransformerLayer": lambda jax: (32, 64, 2),
     "fused_topk_with_score_function": lambda torch: (torch.zeros(2, 4), 1, False, None, None, None, "sigmoid", None),
     "general_gemm": lambda torch: (torch.zeros(4, 8), torch.zeros(2, 8)),
     "make_graphed_callables": lambda torch: (torch.nn.Linear(2, 2), (torch.zeros(1, 2),)),
@@ -185,7 +184,6 @@ INPUTS = {
     "LayerNormMLP": [(4, 16)],
     "Linear": [(16, 16)],
     "MultiHeadAttention": [(4, 1, 32)] * 2,
-    "MultiheadAttention": [(4, 1, 32)],
     "TransformerLayer": [(4, 1, 32)],
 }
 

@@ -18,6 +18,7 @@ SERVED = {
     "te_fl.pytorch.float8_tensor": "Float8Tensor QuantizedTensor",
     "te_fl.pytorch.global_state": "FP8GlobalStateManager",
     "te_fl.pytorch.grouped_linear": "GroupedLinear",
+    "te_fl.pytorch.inference": "InferenceParams KVCacheManager NonPagedKVCacheManager PagedKVCacheManager",
     "te_fl.pytorch.linear": "LayerNormLinear Linear",
     "te_fl.pytorch.master_weights": "cast_master_weights_to_fp8 clear_columnwise_cache post_all_gather_processing quantize_master_weights replace_raw_data",
     "te_fl.pytorch.mlp": "LayerNormMLP",
@@ -88,16 +89,14 @@ PARTLY = {
     "te_fl.pytorch.attention.DotProductAttention": {"cp_group": "a group", "return_max_logit": True},
     "te_fl.pytorch.attention.DotProductAttention.forward": {"fp8_output": True, "bf16_backward": True, "num_splits": 2,
         "score_mod": "a function", "score_mod_bprop": "a function", "score_mod_tensors": "tensors", "score_mod_bprop_tensors": "tensors",
-        "inference_params": "a cache", "thd_attention_policies": "policies"},
+        "thd_attention_policies": "policies"},
     "te_fl.pytorch.linear.LayerNormLinear": {"symmetric_ar_type": "two_shot"},
     "te_fl.pytorch.linear.LayerNormLinear.forward": {"fp8_output": True, "fp8_grad": True},
     "te_fl.pytorch.linear.Linear": {"symmetric_ar_type": "two_shot"},
     "te_fl.pytorch.linear.Linear.forward": {"fp8_output": True, "fp8_grad": True},
     "te_fl.pytorch.mlp.LayerNormMLP": {"symmetric_ar_type": "two_shot"},
-    "te_fl.pytorch.multihead_attention.MultiheadAttention.forward": {"inference_params": "a cache"},
     "te_fl.pytorch.norm.LayerNorm": {"sm_margin": 4},
     "te_fl.pytorch.norm.RMSNorm": {"sm_margin": 4},
-    "te_fl.pytorch.transformer.TransformerLayer.forward": {"inference_params": "a cache"},
     # By hand:
     "te_fl.jax.flax.DotProductAttention": {
         "max_segments_per_seq": 2, "context_parallel_strategy": "RING", "context_parallel_causal_load_balanced": True,
@@ -183,7 +182,6 @@ WAYS_OUT = (
     ("newton_schulz", "iterate with torch.matmul"),
     ("Cusolver", "iterate with torch.matmul"),
     ("onnx", "export the model in plain PyTorch; the parameters have the same names"),
-    ("InferenceParams", "keep keys and values in the program"),
 )
 OTHERWISE = "te-fl has nothing in its place"
 

@@ -14,6 +14,7 @@ from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.checkpoint import checkpoint
 from te_fl.pytorch.fp8 import extra_state
 from te_fl.pytorch.distributed import collectives
+from te_fl.pytorch.modules import cached_attention
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.modules.parallel import divided
@@ -286,6 +287,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         the last query is level with the last key (None and True) or the first with the first. core_attention_bias_type: 'no_bias',
         'pre_scale_bias' or 'post_scale_bias' with core_attention_bias, or 'alibi', with alibi_slopes [heads] or [batch, heads] of one's own.
         fast_zero_fill: taken for compatibility, te-fl writes the rows of padding anyway. max_seqlen: at least the longest sequence, for 'thd'.
+        inference_params: an InferenceParams, whose cache of this layer_number gets the keys and values and gives those of all tokens; lengths and
+        masks are its own then, and nothing has a gradient.
         """
         where = "DotProductAttention"
         if pad_between_seqs is False:  # the tokens of all sequences follow one another, whatever lengths with padding are given
@@ -298,7 +301,6 @@ class DotProductAttention(TransformerEngineBaseModule):
              ("num_splits", num_splits, 1, _OWN_KERNEL), ("score_mod", score_mod, None, _OWN_KERNEL),
              ("score_mod_bprop", score_mod_bprop, None, _OWN_KERNEL), ("score_mod_tensors", score_mod_tensors, None, _OWN_KERNEL),
              ("score_mod_bprop_tensors", score_mod_bprop_tensors, None, _OWN_KERNEL),
-             ("inference_params", inference_params, None, "te_fl.pytorch keeps no key-value cache; give all keys and values"),
              ("thd_attention_policies", thd_attention_policies, None, "give one mask for all sequences"))
         if qkv_layer is not None or kv_layer is not None:
             query_layer, key_layer, value_layer = _unpack(where, query_layer, key_layer, value_layer, qkv_layer, kv_layer,
@@ -307,17 +309,27 @@ class DotProductAttention(TransformerEngineBaseModule):
         rules.choice(where, "qkv_format", layout, FORMATS)
         bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
+        mask = mask_type(where, attn_mask_type or self.attn_mask_type)
+        own = (self.softmax_offset,) if self.softmax_type == "learnable" else ()
+        if inference_params is not None:
+            params = cached_attention.check(where, inference_params)
+            sources = (query_layer, key_layer, value_layer, core_attention_bias, *own)
+            cached = cached_attention.over_cache(where, self, params, query_layer, key_layer, value_layer, layout, mask, attention_mask, lengths)
+            (query_layer, key_layer, value_layer), layout, mask, lengths = cached[:3], *cached[3:]
         mask, size, inputs, extras = self._prepared(
-            where, layout, attn_mask_type or self.attn_mask_type, self.window_size if window_size is None else window_size, bottom_right, cap,
+            where, layout, mask, self.window_size if window_size is None else window_size, bottom_right, cap,
             query_layer, key_layer, attention_mask, lengths, core_attention_bias_type, core_attention_bias, alibi_slopes)
 
         def compute(q, k, v, *biases):
             layer = self._layer_for(q.device, layout, mask, size, cap)
             dropped = generator.draw_for(self, q.device) if self.training and self.attention_dropout > 0 else None
-            own = (self.softmax_offset,) if self.softmax_type == "learnable" else ()
             return self._run(layer, (q, k, v), own, attention=inputs, random=dropped, extras=biases)
 
-        if checkpoint_core_attention and torch.is_grad_enabled():
+        if inference_params is not None:
+            with torch.no_grad():
+                out = compute(query_layer, key_layer, value_layer, *extras)
+            out = cached.output(out, qkv_format or self.qkv_format, *sources)
+        elif checkpoint_core_attention and torch.is_grad_enabled():
             out = checkpoint(compute, query_layer, key_layer, value_layer, *extras, use_reentrant=False)
         else:
             out = compute(query_layer, key_layer, value_layer, *extras)

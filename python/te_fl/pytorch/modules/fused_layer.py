@@ -52,7 +52,7 @@ class FusedLayer:
 
     def serves(self, owner: torch.nn.Module, call: TransformerCall) -> bool:
         """True if the one call computes what `call` asks for, with the parts as they are now."""
-        return (not call.checkpoint_core_attention and call.thd_attention_policies is None
+        return (not call.checkpoint_core_attention and call.thd_attention_policies is None and call.inference_params is None
                 and not isinstance(call.rotary_pos_emb, (tuple, list)) and (not self._divides or self._serves_ranks(owner)) and self.usable())
 
     def _serves_ranks(self, owner: torch.nn.Module) -> bool:

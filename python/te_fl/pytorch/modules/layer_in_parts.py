@@ -63,4 +63,5 @@ class LayerInParts:
                     core_attention_bias=call.core_attention_bias, alibi_slopes=call.alibi_slopes, cu_seqlens_q=call.cu_seqlens_q,
                     cu_seqlens_q_padded=call.cu_seqlens_q_padded, max_seqlen_q=call.max_seqlen_q, fast_zero_fill=call.fast_zero_fill,
                     pad_between_seqs=call.pad_between_seqs, thd_attention_policies=call.thd_attention_policies,
-                    thd_attention_policy_dispatch=call.thd_attention_policy_dispatch, softcap=call.softcap)
+                    thd_attention_policy_dispatch=call.thd_attention_policy_dispatch, softcap=call.softcap,
+                    **({} if call.inference_params is None else {"inference_params": call.inference_params}))

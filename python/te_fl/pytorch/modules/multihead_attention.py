@@ -7,14 +7,16 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 import torch
 
 from te_fl.pytorch.functions.rope import apply_rotary_pos_emb
+from te_fl.pytorch.modules import cached_attention
 from te_fl.pytorch.modules.attention import DotProductAttention, checked_mask
+from te_fl.pytorch.modules.inference import InferenceParams
 from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
 from te_fl.pytorch.modules.linear import LayerNormLinear, Linear
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.modules.parallel import divided, size_of
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import registry
-from te_fl.pytorch.runtime.refuse import checks_keywords, only
+from te_fl.pytorch.runtime.refuse import checks_keywords
 
 
 class _NormOfItsInput(RMSNorm):
@@ -204,6 +206,12 @@ class MultiheadAttention(torch.nn.Module):
         return apply_rotary_pos_emb(t, angles, self.qkv_format, fused=True, cu_seqlens=cu_seqlens if self.qkv_format == "thd" else None,
                                     interleaved=self.rotary_pos_interleaved)
 
+    def _rotate_over_cache(self, t: torch.Tensor, angles: torch.Tensor, params: InferenceParams) -> torch.Tensor:
+        thd = self.qkv_format == "thd"
+        starts, angles = cached_attention.rotary_places(params, angles, 0 if thd else t.shape[self.qkv_format.index("s")])
+        return apply_rotary_pos_emb(t, angles, self.qkv_format, start_positions=starts, fused=True, interleaved=self.rotary_pos_interleaved,
+                                    cu_seqlens=params.cu_seqlens_q[:params.batch_size + 1] if thd else None)
+
     def forward(self, hidden_states: torch.Tensor, attention_mask: Optional[Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]] = None,
                 encoder_output: Optional[torch.Tensor] = None, attn_mask_type: Optional[str] = None,
                 window_size: Optional[Tuple[int, int]] = None, bottom_right_diagonal: Optional[bool] = None,
@@ -221,12 +229,17 @@ class MultiheadAttention(torch.nn.Module):
 
         rotary_pos_emb: angles [positions, 1, 1, rotated channels] for queries and keys, or a pair. Others as DotProductAttention's.
         """
-        only("MultiheadAttention", ("inference_params", inference_params, None, "te_fl.pytorch keeps no key-value cache"))
+        params = None
+        if inference_params is not None:
+            params = cached_attention.check("MultiheadAttention", inference_params, self.attention_type == "cross")
         q, k, v, normed = self._projected(hidden_states, encoder_output, is_first_microbatch)
         if self.q_norm is not None and self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary_pos_emb is not None:
             for_q, for_k = rotary_pos_emb if isinstance(rotary_pos_emb, (tuple, list)) else (rotary_pos_emb, rotary_pos_emb)
+        if rotary_pos_emb is not None and params is not None:
+            q, k = self._rotate_over_cache(q, for_q, params), self._rotate_over_cache(k, for_k, params)
+        elif rotary_pos_emb is not None:
             padded = pad_between_seqs is not False and cu_seqlens_q_padded is not None
             q = self._rotate(q, for_q, cu_seqlens_q_padded if padded else cu_seqlens_q)
             k = self._rotate(k, for_k, cu_seqlens_kv_padded if padded else (cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv))
@@ -241,7 +254,7 @@ class MultiheadAttention(torch.nn.Module):
             softcap=self.softcap if softcap is None else softcap, checkpoint_core_attention=checkpoint_core_attention,
             core_attention_bias_type=core_attention_bias_type, core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
             fast_zero_fill=fast_zero_fill, pad_between_seqs=pad_between_seqs, thd_attention_policies=thd_attention_policies,
-            thd_attention_policy_dispatch=thd_attention_policy_dispatch)
+            thd_attention_policy_dispatch=thd_attention_policy_dispatch, **({} if params is None else {"inference_params": params}))
         out = self.proj(context, is_first_microbatch=is_first_microbatch)
         result = out if self.return_bias else (out,)
         if self.return_layernorm_output:

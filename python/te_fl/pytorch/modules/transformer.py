@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 import torch
 
 from te_fl.errors import FailedPrecondition
+from te_fl.pytorch.modules import cached_attention
 from te_fl.pytorch.modules.attention import checked_mask
 from te_fl.pytorch.modules.fused_layer import FusedLayer
 from te_fl.pytorch.modules.layer_in_parts import LayerInParts
@@ -19,7 +20,7 @@ from te_fl.pytorch.modules.transformer_call import TransformerCall
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import registry
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
-from te_fl.pytorch.runtime.refuse import checks_keywords, only
+from te_fl.pytorch.runtime.refuse import checks_keywords
 
 
 class DropPath(torch.nn.Module):
@@ -192,7 +193,7 @@ class TransformerLayer(torch.nn.Module):
                 softcap: Optional[float] = None) -> torch.Tensor:
         """hidden_states in attn_input_format, heads and channels as one dimension -> the same shape. Arguments as MultiheadAttention's."""
         if inference_params is not None:
-            only("TransformerLayer", ("inference_params", inference_params, None, "te_fl.pytorch keeps no key-value cache"))
+            cached_attention.check("TransformerLayer", inference_params, self.layer_type == "decoder")
         if self.layer_type == "encoder" and encoder_output is not None:
             raise ValueError("TransformerLayer: encoder_output is for layer_type='decoder'")
         if pad_between_seqs is False:  # the tokens of all sequences follow one another, whatever lengths with padding are given
@@ -208,7 +209,7 @@ class TransformerLayer(torch.nn.Module):
             self.enc_dec_bottom_right_diagonal if enc_dec_bottom_right_diagonal is None else enc_dec_bottom_right_diagonal, is_first_microbatch,
             checkpoint_core_attention, rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_kv,
             cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv, fast_zero_fill, pad_between_seqs, thd_attention_policies,
-            thd_attention_policy_dispatch, self.softcap if softcap is None else softcap)
+            thd_attention_policy_dispatch, self.softcap if softcap is None else softcap, inference_params)
         body = self._fused if self._fused is not None and self._fused.serves(self, call) else _IN_PARTS
         return body.forward(self, call)
 

@@ -37,3 +37,4 @@ class TransformerCall(NamedTuple):
     thd_attention_policies: Optional[List[Dict[str, Any]]]
     thd_attention_policy_dispatch: str
     softcap: float
+    inference_params: Any  # an InferenceParams, or None

@@ -1,0 +1,119 @@
+"""Attention of new tokens to those that a cache has: what a forward with inference_params turns its arguments into."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional, Tuple
+
+import torch
+
+from te_fl.common.recipe import attends
+from te_fl.errors import FailedPrecondition, InvalidArgument, Unsupported
+from te_fl.pytorch.fp8 import quantization
+from te_fl.pytorch.modules.inference import InferenceParams
+from te_fl.pytorch.runtime.refuse import refuse
+
+
+class CachedCall(NamedTuple):
+    """Arguments of attention, with all keys and values, and cumulative lengths as attention's forward orders them."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    layout: str
+    mask: str
+    lengths: tuple
+
+    def output(self, out: torch.Tensor, layout: str, *inputs: Optional[torch.Tensor]) -> torch.Tensor:
+        """The output in the forward's own layout, without a gradient for these inputs."""
+        if layout == "sbhd":
+            out = out.transpose(0, 1).contiguous()
+        needs = [t for t in inputs if t is not None and t.requires_grad]
+        return _WithoutGradient.apply(out, *needs) if needs and torch.is_grad_enabled() else out
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Hands on an output that has no gradient, and says so when one is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise Unsupported("DotProductAttention: a forward with inference_params has no gradient, as the cache holds numbers alone; train without "
+                          "inference_params, and generate under torch.no_grad()")
+
+
+def check(where: str, params: Any, recomputes_keys: bool = False) -> InferenceParams:
+    """Refuses what serves no forward of self-attention; recomputes_keys: keys are another input's."""
+    if not isinstance(params, InferenceParams):
+        raise refuse(where, "inference_params", params, "give a te_fl.pytorch.InferenceParams")
+    if recomputes_keys:
+        raise refuse(where, "inference_params", params, "keys of cross-attention are the encoder's at each step, and a cache would add them to those "
+                     "before; leave it out there, or take a decoder of self-attention alone")
+    if torch.compiler.is_compiling():
+        raise refuse(where, "inference_params", params, "graphs of torch.compile hold no caches of keys and values; leave fullgraph=True out")
+    if quantization.enabled() and attends(quantization.active_recipe()):
+        raise refuse(where, "inference_params", params, "FP8 attention would scale all tokens anew with each one; take a recipe without fp8_dpa")
+    if params.batch_size == 0:
+        raise FailedPrecondition(f"FAILED_PRECONDITION: {where}: inference_params has no batch; call its pre_step() before each pass of the model")
+    return params
+
+
+def rotary_places(params: InferenceParams, angles: torch.Tensor, tokens: int) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(each sequence's first position, angles of as many positions as the padded input reaches). tokens: of a sequence, with padding."""
+    longest = max(params.sequences.values())
+    if longest > angles.shape[0]:
+        raise InvalidArgument(f"MultiheadAttention: rotary_pos_emb has {angles.shape[0]} positions, and the longest sequence of inference_params "
+                              f"{longest} tokens; give the angles of max_sequence_length positions")
+    reached = max(params.sequences_pre_step.values()) + tokens
+    if reached > angles.shape[0]:  # by padding alone
+        angles = torch.cat((angles, angles.new_zeros(reached - angles.shape[0], *angles.shape[1:])))
+    return params.get_seqlens_pre_step()[:params.batch_size], angles
+
+
+def _check_lengths(where: str, name: str, given: Optional[torch.Tensor], *known: torch.Tensor) -> None:
+    """Refuses cumulative lengths that are none of the cache's. Tensors other than the cache's own are read from the device, which waits for it,
+    but while a CUDA graph is captured."""
+    if given is None or any(given is one for one in known) or given.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    found = given.tolist()
+    if not any(found == one.tolist()[:len(found)] for one in known):
+        raise InvalidArgument(f"{where}: {name} is {found}, and inference_params.{name} {known[-1].tolist()}; give that, or leave it out")
+
+
+def _check_call(where: str, params: InferenceParams, mask: str, attention_mask: Any, lengths: tuple) -> None:
+    cu_q, cu_kv, cu_q_padded, cu_kv_padded, max_q, max_kv = lengths
+    if "padding" not in mask:
+        raise InvalidArgument(f"{where}: attn_mask_type is {mask!r} with inference_params, whose sequences have lengths of their own; give "
+                              "'padding_causal' or 'padding'")
+    for name, value in (("attention_mask", attention_mask), ("cu_seqlens_q_padded", cu_q_padded), ("cu_seqlens_kv_padded", cu_kv_padded)):
+        if value is not None:
+            raise InvalidArgument(f"{where}: {name} is given with inference_params, which knows the lengths of its sequences; leave it out")
+    for name, given, longest in (("max_seqlen_q", max_q, max(params.new_tokens())), ("max_seqlen_kv", max_kv, max(params.new_tokens()))):
+        if given is not None and given < longest:
+            raise InvalidArgument(f"{where}: {name} is {given}, and a sequence of inference_params' batch has {longest} new tokens; leave it out")
+    _check_lengths(where, "cu_seqlens_q", cu_q, params.cu_seqlens_q)
+    _check_lengths(where, "cu_seqlens_kv", cu_kv, params.cu_seqlens_q, params.cu_seqlens_kv)
+
+
+def over_cache(where: str, module: Any, params: InferenceParams, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, mask: str,
+               attention_mask: Any, lengths: tuple) -> CachedCall:
+    """Writes new keys and values to the cache of the module's layer_number, and returns the call of the queries and all keys and values. A call
+    that is refused has written nothing. lengths: as in CachedCall, of the forward; they are the batch's, or None."""
+    _check_call(where, params, mask, attention_mask, lengths)
+    if q.shape[:-2] != k.shape[:-2]:
+        raise InvalidArgument(f"{where}: queries have shape {tuple(q.shape)} and keys {tuple(k.shape)} with inference_params; give those of the same "
+                              "new tokens")
+    params.check_owner(module.layer_number, int(module._number))
+    k, v, cu_q, cu_kv, longest, _ = params.step(module.layer_number, k, v, layout)
+    if params.is_paged:
+        k, v = params.convert_paged_to_nonpaged(module.layer_number)
+    batch = params.batch_size
+    k, v, cu_q, cu_kv = k[:batch], v[:batch], cu_q[:batch + 1], cu_kv[:batch + 1]
+    mask = "padding_causal_bottom_right" if "causal" in mask else mask  # queries are a sequence's last tokens
+    if layout != "thd":
+        return CachedCall(q.transpose(0, 1) if layout == "sbhd" else q, k, v, "bshd", mask, (cu_q, cu_kv, None, None, None, None))
+    # The caches' rows are sequences with padding between them.
+    begins = torch.arange(batch + 1, dtype=torch.int32, device=k.device) * longest
+    return CachedCall(q, k.flatten(0, 1), v.flatten(0, 1), "thd", mask, (cu_q, cu_kv, cu_q, begins, params.max_ctx_len, longest))

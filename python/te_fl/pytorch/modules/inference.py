@@ -1,0 +1,318 @@
+"""Caches of keys and values for generation, with Transformer Engine's names."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple, Type, Union
+
+import torch
+
+from te_fl.errors import FailedPrecondition, InvalidArgument
+from te_fl.pytorch.functions.kv_cache import of_pages, write_tokens
+from te_fl.pytorch.runtime import refuse as rules
+from te_fl.pytorch.runtime.device import default_device
+from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
+from te_fl.pytorch.runtime.refuse import checks_keywords
+
+Steps = Mapping[Hashable, int]  # tokens by the sequence's id, in the order of the batch
+_LAYOUTS = ("bshd", "sbhd", "thd")
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):  # a tensor made in inference mode could not be written to outside of it
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
+class KVCacheManager:
+    """The base of managers of caches. `cache`: keys and values by layer number; `sequences`: the tokens that each sequence has."""
+
+    def __init__(self) -> None:
+        self.cache: Dict[int, Tuple[Any, Any]] = {}
+        self.sequences: "OrderedDict[Hashable, int]" = OrderedDict()
+
+    def reset(self) -> None:
+        """Forgets all sequences. The memory of the caches stays."""
+        self.sequences = OrderedDict()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Makes the caches of a layer."""
+        self.cache[layer_number] = (None, None)
+
+    def pre_step(self, step_dict: Steps) -> "OrderedDict[Hashable, int]":
+        """Takes the new tokens that each sequence of the batch is about to get, and returns `sequences`, which counts them."""
+        return self.sequences
+
+    def step(self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, cu_new_seqlens: torch.Tensor,
+             cu_cached_seqlens: torch.Tensor, qkv_format: str) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Writes the new tokens and returns the layer's caches."""
+        return self.cache[layer_number]
+
+    def _advanced(self, step_dict: Steps) -> "OrderedDict[Hashable, int]":
+        """The sequences of the batch in its order, with the new tokens counted. Those that it leaves out have ended."""
+        return OrderedDict((name, self.sequences.get(name, 0) + new) for name, new in step_dict.items())
+
+
+class NonPagedKVCacheManager(KVCacheManager):
+    """Caches [max_batch_size, max_seqlen, heads, channels], whose row i belongs to sequence i of the batch."""
+
+    def __init__(self, max_batch_size: int, max_seqlen: int, num_heads: int, head_dim_k: int, dtype: torch.dtype,
+                 head_dim_v: Optional[int] = None, device: Union[torch.device, str, None] = None) -> None:
+        super().__init__()
+        self.max_batch_size, self.max_seqlen, self.num_heads, self.dtype = max_batch_size, max_seqlen, num_heads, dtype
+        self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_k if head_dim_v is None else head_dim_v
+        self.device = default_device() if device is None else torch.device(device)
+
+    def allocate_memory(self, layer_number: int) -> None:
+        self.cache[layer_number] = tuple(_zeros((self.max_batch_size, self.max_seqlen, self.num_heads, channels), self.dtype, self.device)
+                                         for channels in (self.head_dim_k, self.head_dim_v))
+
+    @torch.no_grad()
+    def pre_step(self, step_dict: Steps) -> "OrderedDict[Hashable, int]":
+        """Also moves the rows of sequences to their places in the batch. It does so here and in all layers, since a CUDA graph, which holds the
+        layers' steps, holds one order of the rows."""
+        had = {name: row for row, name in enumerate(self.sequences)}
+        rows = [had.get(name) for name in step_dict]
+        if any(row is not None and row != at for at, row in enumerate(rows)):
+            # A new sequence's row is read by nobody before it is written: any will do.
+            source = torch.tensor([at if row is None else row for at, row in enumerate(rows)])
+            for caches in self.cache.values():
+                for cache in caches:
+                    cache[:len(rows)] = cache[source.to(cache.device)]
+        self.sequences = self._advanced(step_dict)
+        return self.sequences
+
+    @torch.no_grad()
+    def step(self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, cu_new_seqlens: torch.Tensor,
+             cu_cached_seqlens: torch.Tensor, qkv_format: str) -> Tuple[torch.Tensor, torch.Tensor]:
+        k_cache, v_cache = self.cache[layer_number]
+        write_tokens((k_cache, v_cache), (new_k, new_v), qkv_format, cu_new_seqlens, cu_cached_seqlens)
+        batch = self.max_batch_size if qkv_format == "thd" else new_k.shape[0 if qkv_format == "bshd" else 1]
+        return k_cache[:batch], v_cache[:batch]
+
+
+class PagedKVCacheManager(KVCacheManager):
+    """Caches [total_num_pages, page_size, heads, channels]; page_table, int32 [max_batch_size, pages of a sequence], has the pages of sequence i
+    of the batch in row i."""
+
+    def __init__(self, total_num_pages: int, page_size: int, num_heads: int, head_dim_k: int, dtype: torch.dtype, max_batch_size: int,
+                 max_seqlen: int, head_dim_v: Optional[int] = None, device: Union[torch.device, str, None] = None) -> None:
+        super().__init__()
+        self.total_num_pages, self.page_size, self.num_heads, self.dtype = total_num_pages, page_size, num_heads, dtype
+        self.max_batch_size, self.max_seqlen, self.max_pages_per_seq = max_batch_size, max_seqlen, max_seqlen // page_size
+        self.head_dim_k, self.head_dim_v = head_dim_k, head_dim_k if head_dim_v is None else head_dim_v
+        self.device = default_device() if device is None else torch.device(device)
+        self.free_pages = list(range(total_num_pages))
+        self.allocated_pages: Dict[Hashable, List[int]] = {}
+        self.page_table = _zeros((max_batch_size, self.max_pages_per_seq), torch.int32, self.device)
+
+    def reset(self) -> None:
+        super().reset()
+        self.free_pages, self.allocated_pages = list(range(self.total_num_pages)), {}
+        self.page_table.zero_()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        self.cache[layer_number] = tuple(_zeros((self.total_num_pages, self.page_size, self.num_heads, channels), self.dtype, self.device)
+                                         for channels in (self.head_dim_k, self.head_dim_v))
+
+    def pre_step(self, step_dict: Steps) -> "OrderedDict[Hashable, int]":
+        advanced = self._advanced(step_dict)
+        kept = {name: pages for name, pages in self.allocated_pages.items() if name in advanced}
+        free = self.free_pages + [page for name, pages in self.allocated_pages.items() if name not in advanced for page in pages]
+        wanted = {name: -(-tokens // self.page_size) - len(kept.get(name, ())) for name, tokens in advanced.items()}
+        if sum(wanted.values()) > len(free):
+            raise InvalidArgument(f"PagedKVCacheManager: the batch needs {sum(wanted.values())} pages more and {len(free)} are free; give a larger "
+                                  "total_num_pages")
+        for name, pages in wanted.items():
+            kept[name] = kept.get(name, []) + free[:pages]
+            free = free[pages:]
+        self.free_pages, self.allocated_pages, self.sequences = free, kept, advanced
+        table = torch.zeros(len(advanced), self.max_pages_per_seq, dtype=torch.int32)
+        for row, name in enumerate(advanced):
+            table[row, :len(kept[name])] = torch.tensor(kept[name], dtype=torch.int32)
+        self.page_table[:len(advanced)].copy_(table)
+        return self.sequences
+
+    @torch.no_grad()
+    def step(self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, cu_new_seqlens: torch.Tensor,
+             cu_cached_seqlens: torch.Tensor, qkv_format: str) -> Tuple[torch.Tensor, torch.Tensor]:
+        k_cache, v_cache = self.cache[layer_number]
+        write_tokens((k_cache, v_cache), (new_k, new_v), qkv_format, cu_new_seqlens, cu_cached_seqlens, self.page_table)
+        return k_cache, v_cache
+
+
+class InferenceParams:
+    """The keys and values of the tokens so far, of all layers that forward(inference_params=..) gives it to.
+
+    Before each pass of the model pre_step() takes the batch: a dict of the number of new tokens by the sequence's id, in the order of the batch.
+    An id that the last batch had goes on where it was, another one begins anew, and what a batch leaves out has ended. The layers have a
+    layer_number each and a mask with padding; 'padding_causal' is from the bottom right, as queries are the last tokens.
+
+    max_batch_size, max_sequence_length: of sequences, and of the tokens of one. num_heads_kv, head_dim_k, head_dim_v, dtype: of the keys and values
+    of this rank. is_paged, page_size, total_num_pages: caches lie in pages, as many as all sequences need at their longest. qkv_format: of the
+    inputs, which a call of attention may say anew. max_ctx_len: with 'thd' the most new tokens of a sequence in a pass. custom_cache_manager: a
+    class derived from KVCacheManager. device: where caches are, by default that of new modules.
+    Not for several threads at a time. pre_step() or step() that raises has changed nothing.
+    """
+
+    @checks_keywords()
+    def __init__(self, max_batch_size: int, max_sequence_length: int, num_heads_kv: Optional[int] = None, head_dim_k: Optional[int] = None,
+                 dtype: Optional[torch.dtype] = None, head_dim_v: Optional[int] = None, is_paged: bool = False,
+                 total_num_pages: Optional[int] = None, page_size: Optional[int] = None, max_ctx_len: Optional[int] = None,
+                 qkv_format: str = "bshd", custom_cache_manager: Optional[Type[KVCacheManager]] = None,
+                 device: Union[torch.device, str, None] = None) -> None:
+        where = "InferenceParams"
+        rules.choice(where, "qkv_format", qkv_format, _LAYOUTS)
+        head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        for name, value in (("max_batch_size", max_batch_size), ("max_sequence_length", max_sequence_length), ("num_heads_kv", num_heads_kv),
+                            ("head_dim_k", head_dim_k), ("head_dim_v", head_dim_v)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{where}: {name} is {value!r}; it is an int of 1 or more")
+        if dtype not in DTYPE_NAMES:
+            raise rules.refuse(where, "dtype", dtype, "give the dtype of keys and values, torch.float32, torch.bfloat16 or torch.float16")
+        if max_ctx_len is None and qkv_format == "thd" or max_ctx_len is not None and not 1 <= max_ctx_len <= max_sequence_length:
+            raise ValueError(f"{where}: max_ctx_len is {max_ctx_len} with qkv_format {qkv_format!r}; it is from 1 to max_sequence_length, "
+                             f"{max_sequence_length}, and 'thd' needs it")
+        self.max_batch_size, self.max_sequence_length, self.max_ctx_len = max_batch_size, max_sequence_length, max_ctx_len
+        self.num_heads_kv, self.head_dim_k, self.head_dim_v, self.dtype = num_heads_kv, head_dim_k, head_dim_v, dtype
+        self.is_paged, self.cache_qkv_format = bool(is_paged), "bshd"
+        self.device = default_device() if device is None else torch.empty(0, device=device).device
+        if self.is_paged:
+            self._check_pages(total_num_pages, page_size)
+        elif total_num_pages is not None or page_size is not None:
+            raise ValueError(f"{where}: total_num_pages is {total_num_pages} and page_size {page_size} with is_paged=False; give is_paged=True, or "
+                             "leave them out")
+        self.total_num_pages, self.page_size = total_num_pages, page_size
+        self.cache_manager = self._manager(custom_cache_manager)
+        self._take_format(qkv_format)
+        self.sequences_pre_step: "OrderedDict[Hashable, int]" = OrderedDict()
+        self.sequences: "OrderedDict[Hashable, int]" = OrderedDict()
+        self.batch_size = 0
+        self._owners: Dict[int, int] = {}  # layer number -> the module that has it
+        self.cu_seqlens_q = _zeros((max_batch_size + 1,), torch.int32, self.device)
+        self.cu_seqlens_kv = _zeros((max_batch_size + 1,), torch.int32, self.device)
+        self.pre_step_seqlens = _zeros((max_batch_size,), torch.int32, self.device)
+
+    def _check_pages(self, total: Any, size: Any) -> None:
+        if not isinstance(size, int) or size < 1 or self.max_sequence_length % size != 0:
+            raise ValueError(f"InferenceParams: page_size is {size!r}; with is_paged it divides max_sequence_length, {self.max_sequence_length}")
+        needed = self.max_batch_size * (self.max_sequence_length // size)
+        if total != needed:
+            raise ValueError(f"InferenceParams: total_num_pages is {total!r}; it is max_batch_size * max_sequence_length / page_size, {needed}")
+
+    def _manager(self, custom: Optional[Type[KVCacheManager]]) -> KVCacheManager:
+        if custom is not None and not (isinstance(custom, type) and issubclass(custom, KVCacheManager)):
+            raise TypeError(f"InferenceParams: custom_cache_manager is {custom!r}; it is a class derived from KVCacheManager")
+        kind: Any = custom or (PagedKVCacheManager if self.is_paged else NonPagedKVCacheManager)
+        options: Dict[str, Any] = dict(max_batch_size=self.max_batch_size, max_seqlen=self.max_sequence_length, num_heads=self.num_heads_kv,
+                                       head_dim_k=self.head_dim_k, dtype=self.dtype, head_dim_v=self.head_dim_v)
+        if self.is_paged:
+            options.update(total_num_pages=self.total_num_pages, page_size=self.page_size)
+        if custom is None:
+            options["device"] = self.device
+        return kind(**options)
+
+    def _take_format(self, qkv_format: str) -> None:
+        self.input_qkv_format = qkv_format
+        self.output_qkv_format = qkv_format if qkv_format == self.cache_qkv_format else f"{qkv_format}_2{self.cache_qkv_format}"
+
+    def __repr__(self) -> str:
+        pages = f"total_pages={self.total_num_pages}, page_size={self.page_size}"
+        rows = f"max_batch_size={self.max_batch_size}, max_seqlen={self.max_sequence_length}"
+        return (f"dtype={self.dtype}, is_paged={self.is_paged}, {pages if self.is_paged else rows}, num_heads={self.num_heads_kv}, "
+                f"head_dim_k={self.head_dim_k}, head_dim_v={self.head_dim_v}")
+
+    def reset(self) -> None:
+        """Forgets all sequences, and which modules the layers are. The memory of the caches stays."""
+        self.sequences, self.sequences_pre_step, self.batch_size, self._owners = OrderedDict(), OrderedDict(), 0, {}
+        self.cache_manager.reset()
+
+    def allocate_memory(self, layer_number: int) -> None:
+        """Makes the caches of a layer, which its first step does otherwise."""
+        self.cache_manager.allocate_memory(layer_number)
+
+    def pre_step(self, step_dict: Steps) -> None:
+        """Takes the batch of the next pass: new tokens, 1 or more, by the sequence's id, in the order of the batch."""
+        self._check_steps(step_dict)
+        self.sequences = self.cache_manager.pre_step(step_dict)
+        if list(self.sequences) != list(step_dict):
+            raise FailedPrecondition(f"FAILED_PRECONDITION: {type(self.cache_manager).__name__}.pre_step() has returned the sequences "
+                                     f"{list(self.sequences)} for a batch of {list(step_dict)}; they have one order")
+        self.batch_size = len(step_dict)
+        self.sequences_pre_step = OrderedDict((name, total - step_dict[name]) for name, total in self.sequences.items())
+        self.pre_step_seqlens[:self.batch_size].copy_(torch.tensor(list(self.sequences_pre_step.values()), dtype=torch.int32))
+        for sums, lengths in ((self.cu_seqlens_q, step_dict), (self.cu_seqlens_kv, self.sequences)):
+            padded = [*lengths.values()] + [0] * (self.max_batch_size - self.batch_size)
+            sums[1:].copy_(torch.tensor(padded).cumsum(0).int())
+
+    def _check_steps(self, step_dict: Steps) -> None:
+        where = "InferenceParams.pre_step"
+        if not isinstance(step_dict, Mapping) or not 1 <= len(step_dict) <= self.max_batch_size:
+            raise InvalidArgument(f"{where}: step_dict is {step_dict!r}; it is a dict of 1 to max_batch_size, {self.max_batch_size}, sequences")
+        for name, new in step_dict.items():
+            before = self.sequences.get(name, 0)
+            if isinstance(new, bool) or not isinstance(new, int) or new < 1:
+                raise InvalidArgument(f"{where}: sequence {name!r} has {new!r} new tokens; give an int of 1 or more, or leave the sequence out, which "
+                                      "ends it")
+            if before + new > self.max_sequence_length:
+                raise InvalidArgument(f"{where}: sequence {name!r} has {before} tokens and gets {new} more; max_sequence_length is "
+                                      f"{self.max_sequence_length}")
+            if self.max_ctx_len is not None and new > self.max_ctx_len:
+                raise InvalidArgument(f"{where}: sequence {name!r} gets {new} tokens; max_ctx_len is {self.max_ctx_len}")
+
+    def new_tokens(self) -> List[int]:
+        """The tokens that each sequence of the batch gets."""
+        return [total - self.sequences_pre_step[name] for name, total in self.sequences.items()]
+
+    def check_owner(self, layer_number: Optional[int], module: int) -> None:
+        """Refuses a module whose layer_number another one has taken; module: its number in runtime/registry.py."""
+        if layer_number is None:
+            raise ValueError("DotProductAttention: layer_number is None with inference_params; give each layer one of its own, from 1 on")
+        if self._owners.setdefault(layer_number, module) != module:
+            raise ValueError(f"DotProductAttention: two layers have the layer_number {layer_number}, and inference_params keeps one cache for each; give "
+                             "each layer one of its own, or call reset() where one model follows another")
+
+    def get_seqlens_pre_step(self) -> torch.Tensor:
+        """The tokens that each sequence of the batch had before, int32 [max_batch_size]."""
+        return self.pre_step_seqlens
+
+    def convert_paged_to_nonpaged(self, layer_number: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Copies of a layer's caches of pages as [batch, max_sequence_length, heads, channels]."""
+        manager: Any = self.cache_manager
+        pages = manager.page_table[:self.batch_size]
+        k_cache, v_cache = manager.cache[layer_number]
+        return of_pages(k_cache, pages), of_pages(v_cache, pages)
+
+    def step(self, layer_number: int, new_k: torch.Tensor, new_v: torch.Tensor, qkv_format: str):
+        """Writes a layer's new keys and values; again after the same pre_step(), it writes to the same places.
+
+        Returns the caches, the cumulative lengths of the new tokens and of all, int32 [max_batch_size + 1], max_sequence_length, and the layouts of
+        the inputs and of the caches as one word.
+        """
+        rules.choice("InferenceParams.step", "qkv_format", qkv_format, _LAYOUTS)
+        self._check_tokens(new_k, new_v, qkv_format)
+        if layer_number not in self.cache_manager.cache:
+            self.allocate_memory(layer_number)
+        self._take_format(qkv_format)
+        caches = self.cache_manager.step(layer_number, new_k, new_v, self.cu_seqlens_q, self.cu_seqlens_kv, qkv_format)
+        return (*caches, self.cu_seqlens_q, self.cu_seqlens_kv, self.max_sequence_length, self.output_qkv_format)
+
+    def _check_tokens(self, new_k: torch.Tensor, new_v: torch.Tensor, layout: str) -> None:
+        where = "InferenceParams.step"
+        if self.batch_size == 0:
+            raise FailedPrecondition(f"FAILED_PRECONDITION: {where}: no batch has been given; call pre_step() before each pass of the model")
+        new = self.new_tokens()
+        if layout == "thd" and self.max_ctx_len is None:
+            raise InvalidArgument(f"{where}: qkv_format is 'thd', and InferenceParams has no max_ctx_len; give it one")
+        for name, t, channels in (("new_k", new_k, self.head_dim_k), ("new_v", new_v, self.head_dim_v)):
+            if t.dtype != self.dtype or t.device != self.device:
+                raise InvalidArgument(f"{where}: {name} is {t.dtype} on {t.device}; the caches are {self.dtype} on {self.device}, as InferenceParams' "
+                                      "dtype and device say")
+            lead = (sum(new),) if layout == "thd" else (self.batch_size, max(new)) if layout == "bshd" else (max(new), self.batch_size)
+            # Tokens may be followed by padding, sequences by none.
+            fits = t.dim() == len(layout) and t.shape[-2:] == (self.num_heads_kv, channels) and all(
+                had >= needed if axis == "s" or axis == "t" else had == needed for had, needed, axis in zip(t.shape, lead, layout))
+            if not fits:
+                raise InvalidArgument(f"{where}: {name} has shape {tuple(t.shape)}; for the {sum(new)} tokens of the {self.batch_size} sequences of "
+                                      f"pre_step() it is {[*lead, self.num_heads_kv, channels]} in {layout!r}, or longer")
+        if new_k.shape[:-1] != new_v.shape[:-1]:
+            raise InvalidArgument(f"{where}: new_k has shape {tuple(new_k.shape)} and new_v {tuple(new_v.shape)}; they have the same tokens")
