@@ -20,9 +20,7 @@ def _load() -> None:
         raise FailedPrecondition(f"NVTE_PLUGIN: te-fl is inside this process already ({inside.VARIABLE}, te_fl.inside_transformer_engine); use one way")
     if finder.status()["active"]:
         raise FailedPrecondition("NVTE_PLUGIN: transformer_engine stands for te-fl in this process (te_fl.as_transformer_engine); use one way")
-    package.check_version()
-    from te_fl import transformer_engine_torch
-    sys.modules["transformer_engine_torch"] = transformer_engine_torch
+    sys.modules["transformer_engine_torch"] = package.extension()
 
 
 def load_plugins() -> None:

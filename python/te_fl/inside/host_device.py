@@ -191,14 +191,16 @@ def _ops_of_the_host() -> None:
     torch.library.custom_op = on_host
 
 
-def _range_of_the_host() -> None:
-    """torch.range, which the package's caches call, is the one maker of tensors that asks no function mode."""
-    range_ = torch.range
+def _makers_of_the_host() -> None:
+    """The makers of tensors that ask no function mode: torch.range, which the package's caches call, and that of quantised tensors."""
+    def of(make: Any) -> Any:
+        def on_host(*arguments: Any, device: Any = None, **options: Any) -> torch.Tensor:
+            return make(*arguments, device=_device_on_host(device), **options)
 
-    def on_host(*arguments: Any, device: Any = None, **options: Any) -> torch.Tensor:
-        return range_(*arguments, device=_device_on_host(device), **options)
+        return on_host
 
-    torch.range = on_host
+    torch.range = of(torch.range)
+    torch.Tensor._make_wrapper_subclass = staticmethod(of(torch.Tensor._make_wrapper_subclass))
 
 
 class _Message:
@@ -230,7 +232,7 @@ def _messages_of_the_host() -> None:
 def install() -> None:
     if torch.distributed.is_available():
         _messages_of_the_host()
-    _range_of_the_host()
+    _makers_of_the_host()
     _enter_in_backwards()
     _ops_of_the_host()
     for name, answer in _answers().items():

@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
+import importlib.util
 import os
+import pathlib
 import sys
 from types import ModuleType
 from typing import Any, Callable, Optional
@@ -18,7 +20,7 @@ from typing import Any, Callable, Optional
 from te_fl.errors import Unsupported
 
 _COMMON, _EXTENSION = "transformer_engine.common", "transformer_engine_torch"
-OLDEST = (2, 14)
+OLDEST, NEWEST = (2, 14), (2, 20)
 _BUILDING = "NVTE_PROJECT_BUILDING"
 
 
@@ -32,20 +34,45 @@ def version_of(text: str) -> tuple:
     return tuple(numbers)
 
 
-def check_version() -> None:
-    found = importlib.metadata.version("transformer_engine")
+def _dotted(version: tuple) -> str:
+    return ".".join(map(str, version))
+
+
+def _check_version(found: str) -> None:
     if version_of(found) < OLDEST:
-        raise Unsupported(f"transformer_engine {found} is older than {'.'.join(map(str, OLDEST))}, the oldest whose extension module te-fl knows; "
+        raise Unsupported(f"transformer_engine {found} is older than {_dotted(OLDEST)}, the oldest whose extension module te-fl knows; "
                           "install a newer one")
+
+
+def _refuse_unknown(module: ModuleType, found: str) -> None:
+    """For a version that is newer than te-fl: what it calls in a way that te-fl does not know is refused when it is called, and named now."""
+    from te_fl.transformer_engine_torch import absent
+    from te_fl.inside import calls
+    spec = importlib.util.find_spec("transformer_engine")
+    unknown = calls.unknown(calls.of_package(pathlib.Path(spec.origin).parent), vars(module))
+    for name, why in unknown.items():
+        setattr(module, name, absent.refused(name, f"{why}, and transformer_engine {found} is newer than {_dotted(NEWEST)}, the newest that te-fl knows"))
+    named = f"; refused by name: {', '.join(sorted(unknown))}" if unknown else ""
+    print(f"te-fl knows transformer_engine up to {_dotted(NEWEST)} and is not tested with {found}{named}", file=sys.stderr)
+
+
+def extension() -> ModuleType:
+    """te-fl's module for the version of the package that is installed. te_fl.errors.Unsupported: it is too old."""
+    found = importlib.metadata.version("transformer_engine")
+    _check_version(found)
+    from te_fl import transformer_engine_torch
+    from te_fl.transformer_engine_torch import older
+    older.adopt(transformer_engine_torch, version_of(found))
+    if version_of(found)[:2] > NEWEST:
+        _refuse_unknown(transformer_engine_torch, found)
+    return transformer_engine_torch
 
 
 def load_framework_extension(framework: str) -> None:
     if framework != "torch":
         # The package's top level goes on without a framework that cannot be imported.
         raise ImportError(f"te-fl serves the PyTorch side of transformer_engine only; for {framework} use te_fl.{framework}")
-    check_version()
-    from te_fl import transformer_engine_torch
-    sys.modules[_EXTENSION] = transformer_engine_torch
+    sys.modules[_EXTENSION] = extension()
 
 
 class _Loader(importlib.abc.Loader):

@@ -9,6 +9,7 @@ from te_fl.errors import Unsupported
 _OVERLAP = "kernels that overlap with collectives need NVIDIA's user buffers; leave the ub_ arguments of modules at False"
 _NVSHMEM = "NVSHMEM is NVIDIA's own; use torch.distributed"
 _EP = "expert parallelism over NCCL's device API is NVIDIA's own; use all-to-all of torch.distributed"
+_GROUPED_MLP = "te.ops' fused grouped MLP is kernels of Blackwell's; leave them out by NVTE_CUTEDSL_FUSED_GROUPED_MLP=0"
 _SOLVER = "cuSolverMp is NVIDIA's own; iterate with torch.matmul"
 _FP4_BLOCKS = "te-fl computes NVFP4 with blocks of 1 x 16; give the recipe disable_2d_quantization=True"
 _FP4_AMAX = "te-fl's NVFP4 finds a tensor's amax itself; quantise by quantize()"
@@ -25,17 +26,28 @@ REASONS = {
     "nvfp4_quantize_with_amax": _FP4_AMAX, "nvfp4_group_quantize_with_amax": _FP4_AMAX,
     **dict.fromkeys("EpLayerConfig ep_combine ep_combine_bwd ep_combine_fwd ep_dispatch ep_dispatch_bwd ep_dispatch_fwd ep_finalize ep_get_zero_copy "
                     "ep_handle_mem_size ep_initialize ep_prepare ep_prepare_and_dispatch ep_zero_copy_supported".split(), _EP),
+    "grouped_mlp_experimental": _GROUPED_MLP, "convert_host_pointers_to_tensor": _GROUPED_MLP, "get_device_pointer_for_data_and_scales": _GROUPED_MLP,
     "cusolvermp_ctx_create": _SOLVER, "cusolvermp_ctx_destroy": _SOLVER, "newton_schulz": _SOLVER,
 }
 __all__ = sorted(REASONS)
 
 
-def _absent(name: str, reason: str) -> Any:
+class _Absent(type):
+    """A name that is not served, whose attributes are refused for the same reason."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return refused(f"{cls.__name__}.{name}", cls.reason)
+
+
+def refused(name: str, reason: str) -> Any:
+    """Stands for a name: calling it, or making an object of it, is Unsupported and says why."""
     def refuse(cls: type, *arguments: Any, **options: Any) -> Any:
         raise Unsupported(f"transformer_engine_torch.{name} is not served by te-fl: {reason}")
 
     # A class, since the package names some of them in annotations and isinstance(); no object of it is ever made.
-    return type(name, (), {"__new__": refuse, "__module__": "transformer_engine_torch", "__doc__": f"Not served: {reason}."})
+    return _Absent(name, (), {"__new__": refuse, "__module__": "transformer_engine_torch", "__doc__": f"Not served: {reason}.", "reason": reason})
 
 
-globals().update((name, _absent(name, reason)) for name, reason in REASONS.items())
+globals().update((name, refused(name, reason)) for name, reason in REASONS.items())

@@ -19,7 +19,7 @@ _gemm = matrix_ops.generic_gemm
 def _output_shape(a: Any, trans_a: bool, b: Any, trans_b: bool) -> Tuple[tuple, int]:
     """(the shape of B op A, which has B's own leading dimensions where B is not transposed; the terms of each of its sums). The package gives the
     operands in the order of column-major libraries."""
-    a_shape, b_shape = a.size(), b.size()
+    a_shape, b_shape = (t.size() if type(t) is torch.Tensor else schemes.shape_of(t) for t in (a, b))
     a_rows, a_columns = schemes.rows_and_columns(a_shape)
     b_rows, b_columns = schemes.rows_and_columns(b_shape)
     inner_a, inner_b = (a_columns if trans_a else a_rows), (b_rows if trans_b else b_columns)

@@ -205,7 +205,7 @@ def group_dequantize(input: Any, otype: Any) -> Any:
         raise InvalidArgument("group_dequantize: the group is not quantised")
     data = input.rowwise_data if input.rowwise_data is not None else input.columnwise_data
     parts = members(input)
-    group = _make([schemes.rows_and_columns(part.size()) for part in parts], input.first_dims, input.last_dims, input.logical_shape, None, data.device, dtype)
+    group = _make([schemes.rows_and_columns(schemes.shape_of(part)) for part in parts], input.first_dims, input.last_dims, input.logical_shape, None, data.device, dtype)
     for part, out in zip(parts, members(group)):
         if out.numel():
             out.copy_(dequantize(part, otype))

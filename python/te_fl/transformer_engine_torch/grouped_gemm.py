@@ -111,7 +111,7 @@ def te_general_grouped_gemm(A: Sequence[Any], transa: bool, B: Sequence[Any], tr
     d = D
     if single_output:
         rows = m_splits if isinstance(m_splits, list) and not transb else [_output_shape(a, transa, b, transb)[0][0] for a, b in zip(A, B)]
-        d = _one_output(name, D[0], rows, schemes.rows_and_columns(A[0].size())[0 if transa else 1])
+        d = _one_output(name, D[0], rows, schemes.rows_and_columns(schemes.shape_of(A[0]))[0 if transa else 1])
     with_bias = _present(bias)
     if _present(pre_gelu_out) is not False or with_bias is None:
         _one_by_one(A, transa, B, transb, d.tensor.split(d.sizes) if single_output else D, bias, pre_gelu_out, grad, accumulate, use_split_accumulator)

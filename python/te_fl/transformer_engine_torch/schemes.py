@@ -217,15 +217,31 @@ class CurrentFloat8(Float8):
     fused = False  # its scale is that of the rounded values, as the package's own
 
     def target(self, quantizer, tensor):
-        both = empty(2, dtype=torch.float32, device=tensor._scale_inv.device)
-        return self._written(tensor, quantizer.dtype, both, both, 3 if quantizer.force_pow_2_scales else 1, quantizer.amax_epsilon)
+        scale, amax = self._kept(quantizer)
+        if scale is None:
+            scale = amax = empty(2, dtype=torch.float32, device=tensor._scale_inv.device)
+        return self._written(tensor, quantizer.dtype, scale, amax, 3 if quantizer.force_pow_2_scales else 1, quantizer.amax_epsilon)
 
     def targets(self, quantizers, tensors):
+        if self._kept(quantizers[0])[0] is not None:
+            return super().targets(quantizers, tensors)
         both = empty((len(tensors), 2), dtype=torch.float32, device=tensors[0]._scale_inv.device).unbind(0)
         return [self._written(t, q.dtype, b, b, 3 if q.force_pow_2_scales else 1, q.amax_epsilon) for q, t, b in zip(quantizers, tensors, both)]
 
+    def check(self, quantizer):
+        if getattr(quantizer, "use_existing_amax", False):
+            raise Unsupported("Float8CurrentScalingQuantizer.use_existing_amax is not served by te-fl, which finds the amax of the values; leave it at False")
+
+    @staticmethod
+    def _kept(quantizer: Any) -> tuple:
+        """The scale and the amax that a quantizer of the package's keeps of its last tensor, which its optimizers read, before 2.16; else None twice."""
+        return getattr(quantizer, "scale", None), getattr(quantizer, "amax", None)
+
     def for_ranks(self, quantizer, values, tensor):
         scale = self._scale_of_ranks(quantizer, values)
+        kept, _ = self._kept(quantizer)
+        if kept is not None:
+            kept.copy_(scale)
         if values.numel() == 0:  # no op writes it
             torch.div(torch.ones_like(scale), scale, out=tensor._scale_inv)
         return self._written(tensor, quantizer.dtype, scale)
@@ -233,6 +249,9 @@ class CurrentFloat8(Float8):
     def _scale_of_ranks(self, quantizer, values):
         """The scale that the largest value among the ranks of the quantizer's group gives; FP32 [1]."""
         amax = _largest_of_ranks(quantizer, values)
+        _, kept = self._kept(quantizer)
+        if kept is not None:
+            kept.copy_(amax)
         scale = torch.empty_like(amax)
         # Quantising the largest value alone gives its scale by the same rules, whatever implementation serves it.
         ops.quantize(input=amax, output=Quantized(torch.empty(1, dtype=fp8_dtype(quantizer.dtype), device=amax.device), scale=scale,
@@ -404,7 +423,8 @@ class NVFP4(Scheme):
         tensor._with_gemm_swizzled_scales = False
 
     def _parts(self, tensor):
-        if tensor._row_scaled_nvfp4 or tensor._nvfp4_use_4over6:
+        # Before 2.17 there was no such tensor.
+        if getattr(tensor, "_row_scaled_nvfp4", False) or getattr(tensor, "_nvfp4_use_4over6", False):
             raise Unsupported("an NVFP4Tensor with an amax for each row, or of 4over6, is not served by te-fl: blocks are 1 x 16 with one amax")
         rows, columns = rows_and_columns(shape_of(tensor))
         data, other = tensor._rowwise_data, tensor._columnwise_data
@@ -501,7 +521,11 @@ def is_quantised(tensor: Any) -> bool:
 
 
 def shape_of(tensor: Any) -> Tuple[int, ...]:
-    """The logical shape, of a storage as of a tensor."""
+    """The logical shape, of a storage as of a tensor. Read off the copy where that is transposed only, [last, others...]: the size() of such a storage
+    of more than two dimensions is another before 2.19."""
+    transpose = getattr(tensor, "_transpose", None)
+    if transpose is not None and tensor._data is None:
+        return (*transpose.shape[1:], transpose.shape[0])
     return tuple(tensor.size())
 
 

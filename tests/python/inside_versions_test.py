@@ -1,0 +1,173 @@
+"""Versions of NVIDIA's package before and after the newest that te-fl is made for: what each calls is taken as it means it, the oldest computes the
+same numbers, and what a newer one would call otherwise is refused by name. tools/inside_versions.py makes the record and the table of the page."""
+
+import inspect
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+import unittest
+from unittest import mock
+
+import inside_package  # noqa: F401  (first: it brings the package in)
+import torch
+import transformer_engine
+import transformer_engine_torch as tex
+
+from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.inside import calls, package
+from te_fl.transformer_engine_torch import absent, older
+
+HERE = pathlib.Path(__file__).resolve().parent
+RECORD = json.loads((HERE / "transformer_engine_torch_versions.json").read_text())
+# The recipes' own words where the package refuses, and numbers that are a version's own.
+REFUSED = {"te.ops.Sequential block": "Fusible operations do not support FP8 block scaling"}
+# Until 2.15 FusedAdam writes codes by the scale that a quantizer keeps, as under delayed scaling.
+OWN_NUMBERS = {"quantized_model_init current": 4}
+
+
+def uses_of(version):
+    """What a version calls and names, with what the record has of newer ones only."""
+    forms = {}
+    for newer, entry in RECORD.items():
+        forms = {**{n: f for n, f in forms.items() if n not in entry["uncalled"]}, **entry["calls"]}
+        if newer == version:
+            sets = {name: {(count, frozenset(keywords)) for count, keywords in found} for name, found in forms.items()}
+            return calls.Uses(sets, set(forms) | set(entry["names"]))
+    raise KeyError(version)
+
+
+def members_for(version):
+    return {**vars(tex), **older.forms_of(package.version_of(version))}
+
+
+def trial(version, *only):
+    """What inside_trial.py finds; None where tools/test.sh has not installed the version."""
+    folder = os.path.join(os.environ.get("INSIDE_VERSIONS", sys.prefix), version if "INSIDE_VERSIONS" in os.environ else f"inside-{version}")
+    if version == transformer_engine.__version__:
+        folder = str(pathlib.Path(transformer_engine.__file__).parents[1])
+    if not os.path.isdir(folder):
+        return None
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("NVTE_", "TE_FL_"))}
+    result = subprocess.run([sys.executable, str(HERE / "inside_trial.py"), folder, *only], env=environment, capture_output=True, text=True, timeout=300)
+    if result.returncode:
+        raise AssertionError(result.stderr)
+    return json.loads(result.stdout)
+
+
+class Record(unittest.TestCase):
+    def test_every_call_of_every_version_is_taken(self):
+        for version in RECORD:
+            with self.subTest(version):
+                self.assertEqual(calls.unknown(uses_of(version), members_for(version)), {})
+
+    def test_arguments_by_place_are_those_of_the_version(self):
+        """Where a version's parameters are not those of 2.20, what is called has its names in its order."""
+        for version, entry in RECORD.items():
+            members = members_for(version)
+            for name, wanted in entry["parameters"].items():
+                if name in absent.REASONS:
+                    continue
+                found = inspect.signature(members[name]).parameters
+                behind = list(found.values())[len(wanted):]  # of a newer version, at the end
+                with self.subTest(f"{version} {name}"):
+                    self.assertEqual([_plain(n) for n in list(found)[:len(wanted)]], [_plain(n) for n in wanted])
+                    self.assertFalse([p.name for p in behind if p.default is p.empty])
+
+    def test_installed_package_is_the_record(self):
+        folder = pathlib.Path(transformer_engine.__file__).parent
+        self.assertEqual(calls.of_package(folder), uses_of(transformer_engine.__version__))
+
+
+def _plain(name):
+    """te-fl's names of a parameter where they are not the header's."""
+    return {"fwd_input": "input", "grad_probs": "grad_scores"}.get(name, name)
+
+
+class Numbers(unittest.TestCase):
+    def compare(self, version, *only):
+        found = trial(version, *only)
+        if found is None:
+            self.skipTest(f"transformer_engine {version} is not installed (tests/python/requirements-inside-older.txt)")
+        self.assertEqual(found["version"], version)
+        base = trial(transformer_engine.__version__, *only)["cases"]
+        self.assertGreaterEqual(len(base), 2 if only else 40)
+        for name, numbers in found["cases"].items():
+            with self.subTest(name):
+                self.assertNotIsInstance(base[name], str)
+                if name in REFUSED:
+                    self.assertIn(REFUSED[name], numbers)
+                else:
+                    own = OWN_NUMBERS.get(name)
+                    self.assertEqual(numbers[:own], base[name][:own])
+
+    def test_oldest(self):
+        self.compare("2.14.1")
+
+    def test_middle(self):
+        self.compare("2.17.1", "router")
+
+
+class Enquiries(unittest.TestCase):
+    """Forms whose values the trial does not show."""
+
+    def test_shares_of_a_result(self):
+        """Until 2.19 each step adds its share by the last log-sum-exp."""
+        torch.manual_seed(1)
+        tokens, heads, ends = 8, 2, torch.tensor([0, 8], dtype=torch.int32)
+        steps = [(torch.randn(tokens, heads, 4), torch.randn(heads, tokens)) for _ in range(3)]
+        total = torch.logsumexp(torch.stack([lse for _, lse in steps]), 0)
+        out = torch.zeros(tokens, heads, 4)
+        for step, lse in steps:
+            older.thd_out_correction(out, step, total, lse, ends, False, True)
+        want = sum(step * (lse - total).exp().t().unsqueeze(-1) for step, lse in steps)
+        torch.testing.assert_close(out, want)
+
+    def test_window_from_a_corner_that_is_not_said(self):
+        shared = (True, tex.DType.kBFloat16, tex.DType.kBFloat16, tex.NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD, tex.NVTE_Bias_Type.NVTE_NO_BIAS)
+        sizes = (tex.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX, 0.0, 4, 4, 16, 32, 16, 16)
+        flags = (False, False, False)
+        none = tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend
+        ask = older.get_fused_attn_backend
+        masks = tex.NVTE_Mask_Type
+        self.assertNotEqual(ask(*shared, masks.NVTE_NO_MASK, *sizes, -1, -1, *flags), none)
+        self.assertEqual(ask(*shared, masks.NVTE_NO_MASK, *sizes, 4, 4, *flags), none)
+        self.assertNotEqual(ask(*shared, masks.NVTE_CAUSAL_MASK, *sizes, 4, 0, *flags), none)
+        self.assertEqual(ask(*shared[:2], tex.DType.kFloat16, *shared[3:], masks.NVTE_NO_MASK, *sizes, -1, -1, *flags), none)
+
+    def test_disagreements(self):
+        grad = torch.zeros(4, 8)
+        former = older.forms_of((2, 16))["fused_score_for_moe_aux_loss_bwd"]
+        with self.assertRaisesRegex(InvalidArgument, r"num_tokens and num_experts say \(8, 4\)"):
+            former(8, 4, grad, grad, grad, 2, "softmax")
+
+
+class Newer(unittest.TestCase):
+    def test_unknown(self):
+        """What a newer version calls otherwise is named at the import and refused when called; the rest is as ever."""
+        uses = calls.Uses({"quantize": {(7, frozenset())}, "dequantize": {(2, frozenset())}}, {"quantize", "dequantize", "invented"})
+        module = types.ModuleType("transformer_engine_torch")
+        vars(module).update(vars(tex))
+        with mock.patch.object(calls, "of_package", lambda folder: uses), mock.patch("sys.stderr") as told:
+            package._refuse_unknown(module, "2.21.0")
+        text = "".join(call.args[0] for call in told.write.call_args_list)
+        self.assertIn("refused by name: invented, quantize", text)
+        for name in ("quantize", "invented"):
+            with self.assertRaisesRegex(Unsupported, f"{name} is not served.*2.21.0 is newer than 2.20"):
+                getattr(module, name)(1)
+        self.assertIs(module.dequantize, tex.dequantize)
+
+    def test_versions(self):
+        for found, too_old in (("2.13.9", True), ("2.9.0", True), ("2.14.0", False), ("2.20.2+cu13", False), ("3.0.0.dev0", False)):
+            with self.subTest(found):
+                if too_old:
+                    self.assertRaisesRegex(Unsupported, "older than 2.14", package._check_version, found)
+                else:
+                    package._check_version(found)
+        self.assertEqual(older.forms_of(package.version_of("2.20.0")), {})
+
+
+if __name__ == "__main__":
+    unittest.main()
