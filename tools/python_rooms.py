@@ -19,7 +19,7 @@ ROOMS = [
     ("compat", ["te_fl.compat"]),
     ("jax", ["te_fl.jax"]),
     *[(f"pytorch/{room}", [f"te_fl.pytorch.{room}"]) for room in
-      ("runtime", "distributed", "fp8", "autograd", "functions", "modules", "optimizers", "compile")],
+      ("runtime", "distributed", "fp8", "autograd", "functions", "modules", "ops", "optimizers", "compile")],
     ("pytorch", ["te_fl.pytorch"]),
     ("transformer_engine_torch", ["te_fl.transformer_engine_torch"]),
     ("inside", ["te_fl.inside", "te_fl.transformer_engine_plugin"]),

@@ -2,6 +2,7 @@
 ways, and what surrounds them: te.ops, checkpoint, quantised weights, offload, delayed and accumulated weight gradients, errors."""
 
 import math
+import os
 import unittest
 
 import inside_package  # noqa: F401  (first: it brings the package in)
@@ -116,6 +117,115 @@ class Modules(unittest.TestCase):
             self.assertLess(difference(y, want), bound, name)
             self.assertLess(difference(x.grad, dy @ module.weight.detach().double()), bound, name)
             self.assertLess(difference(module.weight.grad, dy.t() @ x.detach().double()), bound, name)
+
+
+# (the operations of a package's ops, the input's shape, extra inputs' shapes), for te.ops.Sequential of both packages.
+CHAINS = {
+    "linears": (lambda o, d: (o.LayerNorm(128, dtype=d), o.Linear(128, 256, dtype=d), o.GELU(), o.Linear(256, 64, bias=False, dtype=d)), (32, 4, 128), ()),
+    "gated": (lambda o, d: (o.RMSNorm(64, dtype=d, zero_centered_gamma=True), o.BasicLinear(64, 256, dtype=d), o.Bias(256, dtype=d), o.SwiGLU(),
+                            o.Linear(128, 64, dtype=d)), (64, 64), ()),
+    "extras": (lambda o, d: (o.MakeExtraOutput(), o.LayerNorm((4, 16), dtype=d), o.Reshape((-1, 64)), o.Linear(64, 64, dtype=d), o.MakeExtraOutput(in_place=True),
+                             o.Identity(), o.AddExtraInput(), o.ConstantScale(0.5), o.Linear(64, 32, dtype=d), o.AddExtraInput(in_place=True)),
+               (32, 4, 16), ((32, 64), (32, 32))),
+    "channels": (lambda o, d: (o.MakeExtraOutput().set_extra_output_channel(0, "residual", output_to_caller=False), o.Linear(64, 64, dtype=d),
+                               o.MakeExtraOutput().set_extra_output_channel(0, "shown"), o.SiLU(), o.AddExtraInput().set_extra_input_channel(0, "residual"),
+                               o.AddExtraInput(), o.AddExtraInput().set_extra_input_channel(0, "shown")), (32, 64), ((32, 64),)),
+    "modules": (lambda o, d: (o.Linear(64, 64, dtype=d), o.MakeExtraOutput(), torch.nn.Tanh(), o.AddExtraInput(), o.L2Normalization(eps=1e-3),
+                              o.Dropout(0.0), o.Quantize(False)), (32, 64), ((32, 64),)),
+    **{name: (lambda o, d, name=name: (getattr(o, name)(),), (12, 8, 64), ()) for name in
+       "GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU SReGLU SiLU SwiGLU SiTUGLU ClampedSwiGLU".split()},
+    "turns": (lambda o, d: (o.SwiGLU(glu_interleave_size=8), o.ClampedSwiGLU(limit=0.5, alpha=1.2, glu_linear_offset=0.25, glu_interleave_size=4),
+                            o.SiTUGLU(beta1=1.0, beta2=2.0, glu_interleave_size=4)), (12, 64), ()),
+    "scaled": (lambda o, d: (o.ScaledSReLU(), o.ScaledTanhSReLU(tanh_clamp_scale=0.75), o.ScaledSwiGLU(), o.ScaledSiTUGLU(4, beta1=1.0, beta2=2.0),
+                             o.ScaledClampedQGeGLU(glu_interleave_size=4, limit=0.5, alpha=1.2, glu_linear_offset=0.25)), (12, 64), ((12,),) * 5),
+}
+
+
+class Operations(unittest.TestCase):
+    """te.ops of NVIDIA's package and of te_fl.pytorch: one state_dict, which loads both ways, and the same values."""
+
+    def setUp(self):
+        torch.manual_seed(5)
+
+    def results(self, package, chain, x, extras, recipe, steps):
+        inputs = [t.detach().clone().requires_grad_() for t in (x, *extras)]
+        for _ in range(steps):
+            for t in (*inputs, *chain.parameters()):
+                t.grad = None
+            with package.autocast(enabled=recipe is not None, recipe=recipe):
+                # Operations that write over an extra input want one that is no leaf.
+                found = chain(inputs[0], *[t * 1 for t in inputs[1:]])
+            found = found if isinstance(found, tuple) else (found,)
+            sum(((i + 1) * y.float() * torch.linspace(-1, 1, y.shape[-1])).mean() for i, y in enumerate(found)).backward()
+        return [*found, *(t.grad for t in inputs), *(p.grad for p in chain.parameters())]
+
+    def compare(self, name, dtype, recipe, bound):
+        make, shape, extras = CHAINS[name]
+        theirs, mine = (package.ops.Sequential(*make(package.ops, dtype)) for package in (te, ours))
+        with torch.no_grad():
+            for p in theirs.parameters():
+                p.add_(torch.randn(p.shape).to(dtype) * 0.1)
+        self.assertEqual(list(mine.state_dict()), list(theirs.state_dict()))
+        mine.load_state_dict(theirs.state_dict())
+        # Their Linear without a bias cannot load its own state_dict either.
+        theirs.load_state_dict(mine.state_dict(), strict=name != "linears")
+        self.assertEqual([n for n, _ in mine.named_parameters()], [n for n, _ in theirs.named_parameters()])
+        x, extras = torch.randn(shape).to(dtype), [torch.randn(s).to(dtype) for s in extras]
+        got, want = (self.results(package, chain, x, extras, recipe and recipe[i], 1 if recipe is None else 3)
+                     for i, (package, chain) in enumerate(((te, theirs), (ours, mine))))
+        self.assertEqual(len(got), len(want))
+        for i, (a, b) in enumerate(zip(got, want)):
+            self.assertEqual((a.shape, a.dtype), (b.shape, b.dtype))
+            self.assertLessEqual(difference(b, a), bound, f"result {i}")
+        return theirs, mine
+
+    def test_values(self):
+        for name in CHAINS:
+            for dtype, bound in ((torch.float32, 2e-6), (BF16, 0.012)):
+                with self.subTest(name=name, dtype=dtype):
+                    self.compare(name, dtype, None, bound)
+
+    def test_in_fp8(self):
+        for recipe in ("delayed", "current", "block"):
+            for name in ("linears", "gated", "extras"):
+                with self.subTest(recipe=recipe, name=name):
+                    self.compare(name, BF16, RECIPES[recipe], 0.08)
+
+    def test_state_of_delayed_scaling(self):
+        theirs, mine = self.compare("linears", BF16, RECIPES["delayed"], 0.08)
+        read = [extra_state.read(module.state_dict()["1.basic_ops.0._extra_state"], "test") for module in (theirs, mine)]
+        for mode in ("forward", "backward"):
+            for name, tensor in read[0][mode].items():
+                if isinstance(tensor, torch.Tensor):
+                    self.assertEqual(tensor.shape, read[1][mode][name].shape)
+                    if "scale" in name:  # powers of two, and of equal amaxes but for a rounding
+                        self.assertLessEqual((tensor / read[1][mode][name]).log2().abs().max().item(), 0.1)
+        os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"
+        self.addCleanup(os.environ.pop, "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE")
+        for module, other, package, recipe in ((mine, theirs, ours, 1), (theirs, mine, te, 0)):
+            fresh = package.ops.Sequential(*CHAINS["linears"][0](package.ops, BF16))
+            fresh.load_state_dict(other.state_dict(), strict=package is ours)
+            state = extra_state.read(fresh.state_dict()["1.basic_ops.0._extra_state"], "test")
+            wanted = extra_state.read(other.state_dict()["1.basic_ops.0._extra_state"], "test")
+            for mode in ("forward", "backward"):
+                for name, tensor in wanted[mode].items():
+                    if isinstance(tensor, torch.Tensor):
+                        self.assertTrue(torch.equal(tensor, state[mode][name]), name)
+
+    def test_grouped_linear(self):
+        for recipe in (None, "delayed", "current"):
+            for scaled in (False, True):
+                with self.subTest(recipe=recipe, scaled=scaled):
+                    theirs, mine = (package.ops.GroupedLinear(3, 64, 32, bias=scaled, scale_bias=scaled, dtype=BF16) for package in (te, ours))
+                    mine.load_state_dict(theirs.state_dict())
+                    self.assertEqual(sorted(mine.state_dict()), sorted(theirs.state_dict()))
+                    rows, x, scales = torch.tensor([32, 0, 16]), torch.randn(48, 64).to(BF16), torch.rand(48)
+                    found = []
+                    for i, (package, module) in enumerate(((te, theirs), (ours, mine))):
+                        used = RECIPES[recipe][i] if recipe else None
+                        with torch.no_grad(), package.autocast(enabled=used is not None, recipe=used):
+                            found.append(module(x, rows, *((scales,) if scaled else ())))
+                    self.assertLessEqual(difference(found[1], found[0]), 0.006)
 
 
 class Around(unittest.TestCase):

@@ -185,7 +185,8 @@ class PyTorch(unittest.TestCase):
     def test_refused_names_raise_when_they_are_used(self):
         run(self.USE + """
 from transformer_engine.pytorch import GatedDeltaNetAttention, onnx_export, MXFP8Tensor
-from transformer_engine.pytorch.ops import Linear as FusibleLinear
+from transformer_engine.pytorch.ops import Linear as FusibleLinear, register_forward_fusion
+from transformer_engine.pytorch.ops.fuser import OperationFuser
 import torch
 assert not isinstance(torch.empty(1), MXFP8Tensor) and not isinstance(1, (str, MXFP8Tensor)) and not issubclass(int, GatedDeltaNetAttention)
 class Gated(GatedDeltaNetAttention):  # programs define these where they are imported
@@ -193,8 +194,8 @@ class Gated(GatedDeltaNetAttention):  # programs define these where they are imp
         super().__init__(*arguments)
 class Both(torch.nn.Module, GatedDeltaNetAttention):
     pass
-assert not isinstance(1, Gated)
-for use in (lambda: GatedDeltaNetAttention(1, 2, 3), lambda: onnx_export(), lambda: MXFP8Tensor.from_numpy, lambda: FusibleLinear(1, 2),
+assert not isinstance(1, Gated) and FusibleLinear is te.ops.Linear is not te.Linear and FusibleLinear.__module__.startswith('te_fl.pytorch.ops')
+for use in (lambda: GatedDeltaNetAttention(1, 2, 3), lambda: onnx_export(), lambda: MXFP8Tensor.from_numpy, lambda: register_forward_fusion(print), lambda: OperationFuser([]),
             lambda: MXFP8Tensor[int], lambda: Gated(1), lambda: Both()):
     try:
         use()

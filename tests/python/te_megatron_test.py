@@ -86,12 +86,12 @@ def trained(options):
     if "grouped" in options:
         return mixture(options)
     collectives.reset_counts()
-    sequence = options.pop("sequence_parallel", False)
+    sequence, fuser = options.pop("sequence_parallel", False), options.pop("fuser", False)
     config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=128, tensor_model_parallel_size=world, hidden_dropout=0.0,
                                attention_dropout=0.0, use_cpu_initialization=True, params_dtype=torch.float32, bias_dropout_fusion=False,
                                masked_softmax_fusion=False, gradient_accumulation_fusion=False, sequence_parallel=sequence and world > 1, **options)
     torch.manual_seed(1)
-    model = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(), vocab_size=64, max_sequence_length=32,
+    model = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fuser), vocab_size=64, max_sequence_length=32,
                      position_embedding_type="learned_absolute", parallel_output=True)
     generator = torch.Generator().manual_seed(0)
     optimizer, losses = torch.optim.Adam(model.parameters(), 3e-3), []
@@ -122,7 +122,8 @@ dist.destroy_process_group()
 """
 
 
-CASES = {"a GPT": {}, "in FP8": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "a decoder with sequence parallel": {"sequence_parallel": True}}
+CASES = {"a GPT": {}, "in FP8": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "a decoder with sequence parallel": {"sequence_parallel": True},
+         "a GPT of operations": {"fuser": True}, "a decoder of operations with sequence parallel": {"fuser": True, "sequence_parallel": True}}
 OVER_RANKS = {"experts over ranks": {"grouped": True, "moe_aux_loss_coeff": 0.0}}
 MIXTURES = {"grouped": {"grouped": True, "moe_aux_loss_coeff": 0.01}, "a loop": {"grouped": False, "moe_aux_loss_coeff": 0.01},
             "grouped in FP8": {"grouped": True, "moe_aux_loss_coeff": 0.01, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
@@ -147,11 +148,16 @@ class Megatron(unittest.TestCase):
         alone, several = trained(1, {**CASES, **OVER_RANKS, **MIXTURES}), trained(2, {**CASES, **OVER_RANKS})
         # By current scaling a rank's part of a weight has a scale of its own, so that FP8 rounds other values than on one rank.
         for name, tolerance, collectives in (("a GPT", 1e-4, ["all_reduce"]), ("in FP8", 1e-2, ["all_reduce"]),
-                                             ("a decoder with sequence parallel", 1e-4, ["all_gather", "reduce_scatter"])):
+                                             ("a decoder with sequence parallel", 1e-4, ["all_gather", "reduce_scatter"]),
+                                             ("a GPT of operations", 1e-4, ["all_reduce"]),
+                                             ("a decoder of operations with sequence parallel", 1e-4, ["all_gather", "reduce_scatter"])):
             with self.subTest(name):
                 (losses, none), (others, counted) = alone[name], several[name]
                 self.near(losses, others, tolerance)
                 self.assertEqual((none, counted), ([], collectives))
+        for name, module in (("a GPT of operations", "a GPT"), ("a decoder of operations with sequence parallel", "a decoder with sequence parallel")):
+            with self.subTest(name):  # te_fl.pytorch.ops' Sequential in place of its LayerNormLinear and Linear
+                self.near(alone[module][0], alone[name][0], 1e-4)
         with self.subTest("experts over ranks"):
             self.near(alone["experts over ranks"][0], several["experts over ranks"][0], 1e-4)
         self.check_mixtures(alone)

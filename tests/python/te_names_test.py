@@ -159,6 +159,11 @@ SAMPLES = {
     "Float8CurrentScalingQuantizer": lambda torch: {"fp8_dtype": 7},
     "Float8Quantizer": lambda torch: {"fp8_dtype": 7, "scale": torch.ones(1), "amax": torch.zeros(1)},
     "Quantizer": lambda torch: {"rowwise": True, "columnwise": True},
+    **{name: lambda torch: () for name in
+       "AllReduce GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU SReGLU SiLU SwiGLU SiTUGLU ClampedSwiGLU ScaledSReLU ScaledSwiGLU ScaledSiTUGLU "
+       "ScaledClampedQGeGLU".split()},
+    "ScaledTanhSReLU": lambda torch: {"tanh_clamp_scale": 1.0},
+    "BasicLinear": lambda torch: (16, 16),
     "DotProductAttention": lambda lib: (2, 16) if lib.__name__ == "torch" else (16, 2),
     "FusedAdam": lambda torch: ([torch.nn.Parameter(torch.zeros(2))],),
     "FusedSGD": lambda torch: ([torch.nn.Parameter(torch.zeros(2))], 0.1),

@@ -64,6 +64,11 @@ SERVED = {
         "scaled_softmax_backward scaled_softmax_forward scaled_upper_triang_masked_softmax_backward "
         "scaled_upper_triang_masked_softmax_forward",
     "te_fl.pytorch.weights": "deinterleave_glu_tensor interleave_glu_tensor",
+    # After the modules, whose names some of the operations have.
+    "te_fl.pytorch.ops":
+        "AddExtraInput AllGather AllReduce BasicLinear BasicOperation Bias ClampedSwiGLU ConstantScale Dropout FusedOperation FusibleOperation GEGLU "
+        "GELU GLU GroupedLinear Identity L2Normalization LayerNorm Linear MakeExtraOutput OperationContext QGEGLU QGELU Quantize RMSNorm ReGLU ReLU "
+        "ReduceScatter Reshape SReGLU SReLU ScaledClampedQGeGLU ScaledSReLU ScaledSiTUGLU ScaledSwiGLU ScaledTanhSReLU Sequential SiLU SiTUGLU SwiGLU",
     "te_fl.jax.activation": "activation",
     "te_fl.jax.attention":
         "AttnBiasType AttnMaskType AttnSoftmaxType QKVLayout SequenceDescriptor canonicalize_attn_mask_type fused_attn",
@@ -115,6 +120,15 @@ PARTLY = {
         "bulk_overlap": True},
     "te_fl.pytorch.grouped_linear.GroupedLinear": {"ub_overlap_rs": True, "ub_overlap_ag": True, "single_grouped_weight": True,
                                                    "single_grouped_bias": True},
+    **{f"te_fl.pytorch.ops.{name}": {"cache_quantized_input": True} for name in
+       "GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU SReGLU SiLU SwiGLU SiTUGLU ClampedSwiGLU".split()},
+    **{f"te_fl.pytorch.ops.{name}": {"activation_recompute_in_mlp": True} for name in
+       "ScaledSReLU ScaledTanhSReLU ScaledSwiGLU ScaledSiTUGLU ScaledClampedQGeGLU".split()},
+    "te_fl.pytorch.ops.AllReduce": {"reduce_in_backward": False},
+    "te_fl.pytorch.ops.BasicLinear": {"userbuffers_options": {"comm_name": "fc1"}},
+    "te_fl.pytorch.ops.GroupedLinear": {"single_grouped_weight": True, "single_grouped_bias": True},
+    "te_fl.pytorch.ops.LayerNorm": {"sm_margin": 4},
+    "te_fl.pytorch.ops.RMSNorm": {"sm_margin": 4},
     "te_fl.pytorch.optimizers.FusedAdam": {"amsgrad": True},
     "te_fl.pytorch.optimizers.FusedSGD": {"materialize_master_grads": False},
     "te_fl.pytorch.quantizers.Float8BlockQuantizer": {"rowwise": False, "block_scaling_dim": 1},
@@ -131,6 +145,9 @@ MADE_BY = {
     "te_fl.pytorch.base.TransformerEngineBaseModule": "the base of te-fl's modules, for isinstance",
     "te_fl.pytorch.float8_tensor.Float8Tensor": "made by quantized_model_init, with block scaling too",
     "te_fl.pytorch.float8_tensor.QuantizedTensor": "the base of Float8Tensor, for isinstance",
+    "te_fl.pytorch.ops.BasicOperation": "a program's own has op_forward and op_backward, and no extra tensors",
+    "te_fl.pytorch.ops.FusedOperation": "its basic operations compute, one after the other",
+    "te_fl.pytorch.ops.Quantize": "refused in an FP8 autocast, where products quantise their inputs themselves",
 }
 
 # Parameters that te-fl has beyond Transformer Engine's, after them.
@@ -150,7 +167,7 @@ PLUGINS = {
 
 # Beginnings of modules in which te-fl serves names, and the beginning of te-fl's own modules that are asked.
 HOMES = (
-    ("transformer_engine.pytorch.ops", None),  # its Linear and LayerNorm are other classes of the same names
+    ("transformer_engine.pytorch.ops", ("te_fl.pytorch.ops",)),  # its Linear and LayerNorm are other classes of the same names
     ("transformer_engine.pytorch", ("te_fl.pytorch", "te_fl.common")),
     ("transformer_engine.jax.flax", ("te_fl.jax.flax",)),
     ("transformer_engine.jax", ("te_fl.jax", "te_fl.common")),
@@ -160,7 +177,7 @@ HOMES = (
 
 # The ways out without a name, by its beginning or a part of it; the first that fits counts.
 WAYS_OUT = (
-    ("transformer_engine.pytorch.ops", "use the modules of te_fl.pytorch"),
+    ("transformer_engine.pytorch.ops", "string operations together with Sequential, which te-fl does not fuse further"),
     ("transformer_engine.pytorch.cpp_extensions", "call the op by its name in te_fl.ops (docs/ops.md)"),
     ("transformer_engine.jax.cpp_extensions", "call the op by its name in te_fl.ops (docs/ops.md)"),
     ("symm", "call allreduce(), over whatever backend the group has"),

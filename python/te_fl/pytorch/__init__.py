@@ -29,7 +29,7 @@ from te_fl.pytorch.rooms import open_rooms as _open_rooms  # noqa: E402
 _read_variables()
 _open_rooms()
 
-_LATER = ("availability", "constants", "cross_entropy", "global_state", "offload", "optimizers", "rng", "rope", "softmax", "weights")
+_LATER = ("availability", "constants", "cross_entropy", "global_state", "offload", "ops", "optimizers", "rng", "rope", "softmax", "weights")
 
 
 def __getattr__(name: str):

@@ -19,8 +19,9 @@ ROOMS = {
     "distributed": "amax_reduction collectives communicator rank_helpers same_call",
     "fp8": "availability codes extra_state float8_tensor global_state master_weights quantization quantized_gather quantizers scale_functions sharded_weights sharding shards weight_cache",
     "autograd": "call checkpoint delayed_wgrad given_memory offload once saved_parts torch_checkpoint",
-    "functions": "cross_entropy divided_cross_entropy framework_helpers function general_gemm kv_cache permutation rope router softmax weights",
+    "functions": "activation cross_entropy divided_cross_entropy framework_helpers function general_gemm kv_cache permutation rope router softmax weights",
     "modules": "attention base cached_attention fused_layer grouped_linear inference layer_in_parts layers linear mlp multihead_attention norm own_classes padding transformer transformer_call",
+    "ops": "",  # its public name is the room's own
     "optimizers": "",  # its public name is the room's own
     "compile": "compiled compiled_scopes graph graph_state",
 }

@@ -124,7 +124,7 @@ class Caches(unittest.TestCase):
         params = params_of(device)
         params.allocate_memory(1)
         with torch.inference_mode():
-            said = {name: list(prompt) for name, prompt in prompts.items()}
+            texts = {name: list(prompt) for name, prompt in prompts.items()}
             new = {name: list(prompt) for name, prompt in prompts.items()}
             for step in range(6):
                 if step == 3:
@@ -135,8 +135,8 @@ class Caches(unittest.TestCase):
                                  cu_seqlens_kv=params.cu_seqlens_kv)
                 new = {name: [out[i, len(those) - 1].item()] for i, (name, those) in enumerate(new.items())}
                 for name, those in new.items():
-                    said[name] += those
-            for name, those in said.items():
+                    texts[name] += those
+            for name, those in texts.items():
                 alone = list(prompts[name])
                 while len(alone) < len(those):
                     alone.append(next_words(words[torch.tensor([alone], device=device)], self_attn_mask_type="causal")[0, -1].item())

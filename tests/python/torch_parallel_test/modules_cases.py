@@ -4,8 +4,9 @@ import torch
 import torch.distributed as dist
 
 import te_fl.pytorch as te
-from common import close, compare, randomise, share
+from common import close, compare, randomise, rows, share
 from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling
+from te_fl.pytorch import ops
 from te_fl.pytorch.distributed import collectives
 
 CPU = dict(device="cpu")
@@ -75,6 +76,50 @@ def case_row_returns_its_bias(ranks):
         part = te.Linear(16, 24, parallel_mode="row", tp_group=ranks.groups[size], return_bias=True, **CPU)
         out, bias = part(x_of(8, 16 // size))
         assert bias is not None and torch.equal(bias, part.bias) and out.shape == (8, 24)
+
+
+def _operation(group, sp, mode):
+    """te_fl.pytorch.ops.Linear over the group, and the operations that it is made of."""
+    size, rank = group.size(), group.rank()
+    whole = randomise(ops.Linear(16, 24, **CPU))
+    part = ops.Linear(16, 24, tensor_parallel_mode=mode, tensor_parallel_group=group, sequence_parallel=sp, **CPU)
+    features, column = (lambda t, dim=-1: t.chunk(size, dim)[rank]), mode == "column"
+    with torch.no_grad():
+        part.weight.copy_(features(whole.weight, 0 if column else 1))
+        part.bias.copy_(features(whole.bias) if column else whole.bias / size)  # a row-parallel one's ranks sum their biases
+    x = x_of(8, 2, 16).requires_grad_()
+    of_x = (lambda t: rows(t, size, rank, sp)) if column else features
+    of_y = features if column else (lambda t: rows(t, size, rank, sp))
+    own = of_x(x.detach()).clone().requires_grad_()
+    want, got = whole(x), part(own)
+    grad = torch.randn_like(want)
+    close(got, of_y(want), "output")
+    want.backward(grad)
+    got.backward(of_y(grad).contiguous())
+    close(own.grad, of_x(x.grad), "the input's gradient")
+    close(part.weight.grad, features(whole.weight.grad, 0 if column else 1), "the weight's gradient")
+    close(part.bias.grad, features(whole.bias.grad) if column else whole.bias.grad, "the bias's gradient")
+
+
+def case_operations(ranks):
+    for mode in ("column", "row"):
+        over_groups(ranks, lambda group, sp: _operation(group, sp, mode))
+
+
+def case_operations_that_are_collectives(ranks):
+    for size in ranks.degrees():
+        group, rank = ranks.groups[size], ranks.groups[size].rank()
+        torch.manual_seed(2)
+        parts = [torch.randn(2 * size, 3) for _ in range(size)]
+        for op, want, gradient in ((ops.AllReduce(group), sum(parts), lambda g: g), (ops.AllGather(group), torch.cat(parts), lambda g: size * g.chunk(size)[rank]),
+                                   (ops.ReduceScatter(group), sum(parts).chunk(size)[rank], lambda g: torch.cat([g] * size))):
+            x = parts[rank].clone().requires_grad_()
+            y = ops.Sequential(ops.ConstantScale(1.0), op)(x)
+            close(y, want, type(op).__name__)
+            grad = torch.randn(want.shape)
+            y.backward(grad)
+            close(x.grad, gradient(grad), f"the gradient of {type(op).__name__}")
+            assert torch.equal(x.detach(), parts[rank])
 
 
 def case_without_a_mode_nothing_is_divided(ranks):

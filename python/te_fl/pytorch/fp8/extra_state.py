@@ -74,8 +74,13 @@ class _Reader(pickle.Unpickler):
 
 def write(recipe: Any, tensors: dict, extra: dict) -> torch.Tensor:
     """The bytes of one module's state, uint8."""
+    return write_dict({"recipe": recipe, **tensors, "extra_fp8_variables": extra})
+
+
+def write_dict(state: dict) -> torch.Tensor:
+    """The bytes of a dict of such states, or of what they are made of, uint8."""
     stream = io.BytesIO()
-    _Writer(stream, protocol=4).dump({"recipe": recipe, **tensors, "extra_fp8_variables": extra})
+    _Writer(stream, protocol=4).dump(state)
     return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
 
 

@@ -72,12 +72,12 @@ def rotary_places(params: InferenceParams, angles: torch.Tensor, tokens: int) ->
     return params.get_seqlens_pre_step()[:params.batch_size], angles
 
 
-def _check_lengths(where: str, name: str, given: Optional[torch.Tensor], *known: torch.Tensor) -> None:
+def _check_lengths(where: str, name: str, sums: Optional[torch.Tensor], *known: torch.Tensor) -> None:
     """Refuses cumulative lengths that are none of the cache's. Tensors other than the cache's own are read from the device, which waits for it,
     but while a CUDA graph is captured."""
-    if given is None or any(given is one for one in known) or given.is_cuda and torch.cuda.is_current_stream_capturing():
+    if sums is None or any(sums is one for one in known) or sums.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    found = given.tolist()
+    found = sums.tolist()
     if not any(found == one.tolist()[:len(found)] for one in known):
         raise InvalidArgument(f"{where}: {name} is {found}, and inference_params.{name} {known[-1].tolist()}; give that, or leave it out")
 
@@ -90,9 +90,9 @@ def _check_call(where: str, params: InferenceParams, mask: str, attention_mask: 
     for name, value in (("attention_mask", attention_mask), ("cu_seqlens_q_padded", cu_q_padded), ("cu_seqlens_kv_padded", cu_kv_padded)):
         if value is not None:
             raise InvalidArgument(f"{where}: {name} is given with inference_params, which knows the lengths of its sequences; leave it out")
-    for name, given, longest in (("max_seqlen_q", max_q, max(params.new_tokens())), ("max_seqlen_kv", max_kv, max(params.new_tokens()))):
-        if given is not None and given < longest:
-            raise InvalidArgument(f"{where}: {name} is {given}, and a sequence of inference_params' batch has {longest} new tokens; leave it out")
+    for name, bound, longest in (("max_seqlen_q", max_q, max(params.new_tokens())), ("max_seqlen_kv", max_kv, max(params.new_tokens()))):
+        if bound is not None and bound < longest:
+            raise InvalidArgument(f"{where}: {name} is {bound}, and a sequence of inference_params' batch has {longest} new tokens; leave it out")
     _check_lengths(where, "cu_seqlens_q", cu_q, params.cu_seqlens_q)
     _check_lengths(where, "cu_seqlens_kv", cu_kv, params.cu_seqlens_q, params.cu_seqlens_kv)
 

@@ -1,0 +1,270 @@
+"""Activations as operations. Gated ones take [.., 2H], the half that is activated first, and give [.., H]."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Callable, Optional
+
+import torch
+
+from te_fl.errors import InvalidArgument
+from te_fl.pytorch.functions import activation
+from te_fl.pytorch.ops.operation import BasicOperation, Result
+from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
+from te_fl.pytorch.runtime.refuse import checks_keywords, only, refuse
+
+
+def _cast(where: str, x: torch.Tensor) -> torch.Tensor:
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if x.dtype not in DTYPE_NAMES:
+        raise refuse(where, "input", f"a tensor of {x.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
+    return x
+
+
+def _halves_in_order(where: str, x: torch.Tensor, size: Optional[int]) -> torch.Tensor:
+    """The input whose halves lie one behind the other, of one where they take turns of `size` columns."""
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise InvalidArgument(f"{where}: the input has shape {tuple(x.shape)}; its last dimension is two halves")
+    if not size:
+        return x
+    if size < 0 or x.shape[-1] % (2 * size):
+        raise InvalidArgument(f"{where}: glu_interleave_size is {size}; it divides the {x.shape[-1] // 2} columns of a half")
+    return x.unflatten(-1, (-1, 2, size)).transpose(-3, -2).flatten(-3)
+
+
+class _Activation(BasicOperation):
+    """cache_quantized_input: refused, as it would make gradients those of a rounded input."""
+
+    _function: Callable
+    _gated = False
+
+    @checks_keywords()
+    def __init__(self, *, cache_quantized_input: bool = False) -> None:
+        super().__init__()
+        self._refuse_cache(cache_quantized_input)
+
+    def _refuse_cache(self, cache_quantized_input: Any) -> None:
+        only(type(self).__name__, ("cache_quantized_input", bool(cache_quantized_input), False, "the backward reads the input as it was; leave it out"))
+        self.cache_quantized_input = False
+
+    def _compute(self, x: torch.Tensor) -> Result:
+        where = type(self).__name__
+        x = _cast(where, x)
+        return type(self)._function(_halves_in_order(where, x, None) if self._gated else x), ()
+
+
+class GELU(_Activation):
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+
+    _function = staticmethod(activation.gelu)
+
+
+class QGELU(_Activation):
+    """x sigmoid(1.702 x)."""
+
+    _function = staticmethod(activation.qgelu)
+
+
+class ReLU(_Activation):
+    """max(x, 0)."""
+
+    _function = staticmethod(activation.relu)
+
+
+class SReLU(_Activation):
+    """max(x, 0)^2."""
+
+    _function = staticmethod(activation.srelu)
+
+
+class SiLU(_Activation):
+    """x sigmoid(x)."""
+
+    _function = staticmethod(activation.silu)
+
+
+class GLU(_Activation):
+    """sigmoid(a) b."""
+
+    _function, _gated = staticmethod(activation.glu), True
+
+
+class GEGLU(_Activation):
+    """gelu(a) b."""
+
+    _function, _gated = staticmethod(activation.geglu), True
+
+
+class QGEGLU(_Activation):
+    """qgelu(a) b."""
+
+    _function, _gated = staticmethod(activation.qgeglu), True
+
+
+class ReGLU(_Activation):
+    """relu(a) b."""
+
+    _function, _gated = staticmethod(activation.reglu), True
+
+
+class SReGLU(_Activation):
+    """srelu(a) b."""
+
+    _function, _gated = staticmethod(activation.sreglu), True
+
+
+def _betas(where: str, beta1: float, beta2: float) -> tuple:
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        if not 0.0 < beta < math.inf:
+            raise ValueError(f"{where}: {name} is {beta}; it is finite and greater than 0")
+    return float(beta1), float(beta2)
+
+
+def _situ(x: torch.Tensor, beta1: float, beta2: float) -> torch.Tensor:
+    """In FP32, of halves in order."""
+    a, b = x.float().chunk(2, -1)
+    return beta1 * torch.tanh(a / beta1) * torch.sigmoid(a) * (beta2 * torch.tanh(b / beta2))
+
+
+class SwiGLU(_Activation):
+    """silu(a) b. glu_interleave_size: the halves take turns of so many columns; None: they lie one behind the other."""
+
+    @checks_keywords()
+    def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: Optional[int] = None) -> None:
+        BasicOperation.__init__(self)
+        self._refuse_cache(cache_quantized_input)
+        self.glu_interleave_size = glu_interleave_size
+
+    def _compute(self, x: torch.Tensor) -> Result:
+        where = type(self).__name__
+        return self._activated(_halves_in_order(where, _cast(where, x), self.glu_interleave_size)), ()
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.swiglu(x)
+
+
+class SiTUGLU(SwiGLU):
+    """beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2). Others as SwiGLU's."""
+
+    @checks_keywords()
+    def __init__(self, *, beta1: float = 4.0, beta2: float = 25.0, cache_quantized_input: bool = False,
+                 glu_interleave_size: Optional[int] = None) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
+        self.beta1, self.beta2 = _betas("SiTUGLU", beta1, beta2)
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        return _situ(x, self.beta1, self.beta2).to(x.dtype)
+
+
+class ClampedSwiGLU(SwiGLU):
+    """a' sigmoid(alpha a') (b' + glu_linear_offset), a' = min(a, limit), b' = clamp(b, -limit, limit). Others as SwiGLU's."""
+
+    @checks_keywords()
+    def __init__(self, *, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, cache_quantized_input: bool = False,
+                 glu_interleave_size: Optional[int] = None) -> None:
+        super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
+        self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.clamped_swiglu(x, self.limit, self.alpha, self.glu_linear_offset)
+
+
+class _Scaled(BasicOperation):
+    """An activation times a factor for each row, an extra input [..], of an input [.., columns]. All is computed in FP32 and rounded once."""
+
+    num_extra_inputs = 1
+
+    def _refuse_recompute(self, activation_recompute_in_mlp: Any) -> None:
+        only(type(self).__name__, ("activation_recompute_in_mlp", bool(activation_recompute_in_mlp), False, "the backward reads what the forward kept; "
+                                   "compute the model again with te_fl.pytorch.checkpoint()"))
+        self.activation_recompute_in_mlp = False
+
+    def _compute(self, x: torch.Tensor, scales: torch.Tensor) -> Result:
+        x = _cast(type(self).__name__, x)
+        if scales.numel() * x.shape[-1] != x.numel():
+            raise InvalidArgument(f"{type(self).__name__}: the extra input has shape {tuple(scales.shape)}; an input {tuple(x.shape)} has "
+                                  f"{x.numel() // max(x.shape[-1], 1)} rows")
+        return (self._activated(x.float()) * scales.to(x.dtype).float().view(*x.shape[:-1], 1)).to(x.dtype), ()
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class ScaledSReLU(_Scaled):
+    """max(x, 0)^2 s."""
+
+    @checks_keywords()
+    def __init__(self, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__()
+        self._refuse_recompute(activation_recompute_in_mlp)
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.srelu(x)
+
+
+class ScaledTanhSReLU(_Scaled):
+    """(t tanh(max(x, 0) / t))^2 s, t = tanh_clamp_scale."""
+
+    @checks_keywords()
+    def __init__(self, *, tanh_clamp_scale: float, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__()
+        self._refuse_recompute(activation_recompute_in_mlp)
+        self.tanh_clamp_scale = float(tanh_clamp_scale)
+        if not 0.0 < self.tanh_clamp_scale < math.inf:
+            raise ValueError(f"ScaledTanhSReLU: tanh_clamp_scale is {tanh_clamp_scale}; it is finite and greater than 0")
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.tanh_clamp_scale * torch.tanh(torch.relu(x) / self.tanh_clamp_scale)).square()
+
+
+class _ScaledGLU(_Scaled):
+    def _set_up(self, glu_interleave_size: Optional[int], activation_recompute_in_mlp: Any) -> None:
+        self._refuse_recompute(activation_recompute_in_mlp)
+        self.glu_interleave_size = glu_interleave_size
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        return self._gate(_halves_in_order(type(self).__name__, x, self.glu_interleave_size))
+
+    def _gate(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class ScaledSwiGLU(_ScaledGLU):
+    """silu(a) b s. glu_interleave_size: as SwiGLU's."""
+
+    @checks_keywords()
+    def __init__(self, glu_interleave_size: Optional[int] = None, *, activation_recompute_in_mlp: bool = False) -> None:
+        super().__init__()
+        self._set_up(glu_interleave_size, activation_recompute_in_mlp)
+
+    def _gate(self, x: torch.Tensor) -> torch.Tensor:
+        return activation.swiglu(x)
+
+
+class ScaledSiTUGLU(_ScaledGLU):
+    """SiTUGLU's result times s. glu_interleave_size: as SwiGLU's."""
+
+    @checks_keywords()
+    def __init__(self, glu_interleave_size: Optional[int] = None, *, activation_recompute_in_mlp: bool = False, beta1: float = 4.0,
+                 beta2: float = 25.0) -> None:
+        super().__init__()
+        self._set_up(glu_interleave_size, activation_recompute_in_mlp)
+        self.beta1, self.beta2 = _betas("ScaledSiTUGLU", beta1, beta2)
+
+    def _gate(self, x: torch.Tensor) -> torch.Tensor:
+        return _situ(x, self.beta1, self.beta2)
+
+
+class ScaledClampedQGeGLU(_ScaledGLU):
+    """ClampedSwiGLU's result times s. glu_interleave_size: as SwiGLU's."""
+
+    @checks_keywords()
+    def __init__(self, glu_interleave_size: Optional[int] = None, *, activation_recompute_in_mlp: bool = False, limit: float = 7.0,
+                 alpha: float = 1.702, glu_linear_offset: float = 1.0) -> None:
+        super().__init__()
+        self._set_up(glu_interleave_size, activation_recompute_in_mlp)
+        self._clamped = ClampedSwiGLU(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
+
+    def _gate(self, x: torch.Tensor) -> torch.Tensor:
+        return self._clamped._activated(x)

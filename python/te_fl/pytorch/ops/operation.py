@@ -1,0 +1,214 @@
+"""Transformer Engine's FusibleOperation and its kinds, and rows of them.
+
+An operation takes a tensor and perhaps extra ones, and gives a tensor and perhaps extra ones. A row hands the tensor from one to the next. An
+extra tensor comes from the caller and goes to it, in the operations' order, unless a channel names it, which an earlier operation of the row
+fills for later ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+
+import torch
+
+from te_fl.errors import FailedPrecondition, InvalidArgument, Unsupported
+from te_fl.pytorch.autograd.once import once_differentiable
+
+Result = Tuple[torch.Tensor, Sequence[torch.Tensor]]  # the tensor for the next operation, and the extra ones
+
+
+class FusibleOperation(torch.nn.Module):
+    """The base of operations. Called by itself, one is a row of one."""
+
+    @property
+    def is_fused_op(self) -> bool:
+        """True if it stands for several basic operations."""
+        raise NotImplementedError
+
+    def _materialise(self) -> None:
+        """Gives parameters on the meta device memory and their initial values."""
+
+
+class BasicOperation(FusibleOperation):
+    """One operation. num_extra_inputs, num_extra_outputs: of the extra tensors.
+
+    A program's own class defines op_forward(ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer, **kwargs), where both quantizers
+    are None, and op_backward(ctx, grad_output), which returns the gradient of the input and an iterable of those of the parameters. ctx is an
+    OperationContext. It has no extra tensors.
+    """
+
+    num_extra_inputs: int = 0
+    num_extra_outputs: int = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open_channels()
+
+    def _open_channels(self) -> None:
+        self._extra_input_channels: List[Optional[str]] = [None] * self.num_extra_inputs
+        self._extra_output_channels: List[Optional[str]] = [None] * self.num_extra_outputs
+        self._extra_output_to_caller: List[bool] = [True] * self.num_extra_outputs
+        self._in_a_row = False  # true once it has computed: its channels stay as they are
+
+    @property
+    def is_fused_op(self) -> bool:
+        return False
+
+    def _check_channel(self, kind: str, index: int, count: int, channel: Optional[str]) -> None:
+        where = type(self).__name__
+        if not 0 <= index < count:
+            raise IndexError(f"{where}: extra {kind} {index} of {count}")
+        if channel is not None and (not isinstance(channel, str) or not channel):
+            raise ValueError(f"{where}: channel is {channel!r}; it is a name, or None")
+        if self._in_a_row:
+            raise FailedPrecondition(f"FAILED_PRECONDITION: {where}: it has computed, and its channels stay as they were; name the channels of a new "
+                                     "operation")
+
+    def set_extra_input_channel(self, index: int, channel: Optional[str]) -> "BasicOperation":
+        """The extra input comes from the operation before it in a row that fills the channel. None: from the caller."""
+        self._check_channel("input", index, self.num_extra_inputs, channel)
+        self._extra_input_channels[index] = channel
+        return self
+
+    def set_extra_output_channel(self, index: int, channel: Optional[str], *, output_to_caller: bool = True) -> "BasicOperation":
+        """The extra output fills the channel for later operations of a row, and with output_to_caller goes to the caller too. None: to the caller."""
+        self._check_channel("output", index, self.num_extra_outputs, channel)
+        if not isinstance(output_to_caller, bool):
+            raise TypeError(f"{type(self).__name__}: output_to_caller is {output_to_caller!r}; it is a bool")
+        self._extra_output_channels[index], self._extra_output_to_caller[index] = channel, channel is None or output_to_caller
+        return self
+
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
+        """The output; with extra outputs a tuple of it and them."""
+        return Row((self,))(input, *extra_inputs, basic_op_kwargs=[kwargs])
+
+    def _takes_bias(self, after: Any, x: torch.Tensor) -> bool:
+        """True if for this input it adds the bias of the operation after it by itself."""
+        return False
+
+    def _compute(self, x: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Result:
+        kind = type(self)
+        if not hasattr(kind, "op_forward") or not hasattr(kind, "op_backward") or hasattr(kind, "fuser_forward") or self.num_extra_outputs or extra_inputs:
+            raise Unsupported(f"{kind.__name__}: an operation of one's own is served with op_forward() and op_backward(), and without extra tensors and "
+                              "fuser_forward(); write what it does as a torch.nn.Module, which Sequential takes too")
+        return _OwnOperation.apply(self, kwargs, torch.is_grad_enabled(), x, *self.parameters()), ()
+
+    # Checkpoints have a state of each operation, which is empty but for delayed scaling.
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        if state is not None and state.numel() > 0:
+            raise InvalidArgument(f"{type(self).__name__}: the checkpoint has {state.numel()} bytes of FP8 state for it, and it has none")
+
+
+class FusedOperation(FusibleOperation):
+    """Several basic operations one after the other."""
+
+    def __init__(self, basic_ops: Iterable[FusibleOperation]) -> None:
+        super().__init__()
+        self.basic_ops = torch.nn.ModuleList(basic_ops)
+        if len(self.basic_ops) == 0:
+            raise ValueError(f"{type(self).__name__}: basic_ops is empty; give one operation or more")
+
+    @property
+    def is_fused_op(self) -> bool:
+        return True
+
+    def _materialise(self) -> None:
+        for op in self.basic_ops:
+            op._materialise()
+
+    def forward(self, input: torch.Tensor, *extra_inputs: torch.Tensor,
+                basic_op_kwargs: Optional[List[Dict[str, Any]]] = None) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
+        """The output of the last operation; with extra outputs a tuple. basic_op_kwargs: of each basic operation's forward."""
+        return Row((self,))(input, *extra_inputs, basic_op_kwargs=basic_op_kwargs)
+
+
+@dataclasses.dataclass
+class OperationContext:
+    """An operation of one's own keeps in it what op_backward() needs of op_forward(): attributes, and tensors by save_for_backward()."""
+
+    saved_tensors: Optional[Tuple[Optional[torch.Tensor], ...]] = None
+    to_save: Optional[Tuple[Optional[torch.Tensor], ...]] = None
+    _saved_tensors_range: Optional[Tuple[int, int]] = None  # Transformer Engine's own, which te-fl leaves at None
+    requires_grad: bool = True
+
+    def save_for_backward(self, *tensors: Optional[torch.Tensor]) -> None:
+        self.to_save = tensors
+
+
+class _OwnOperation(torch.autograd.Function):
+    """The call of a program's own operation."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, kwargs: dict, grads: bool, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        own = OperationContext(requires_grad=grads and any(t.requires_grad for t in (x, *parameters)))
+        out = op.op_forward(own, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **kwargs)
+        ctx.save_for_backward(*(own.to_save or ()))
+        own.to_save = None
+        ctx.op, ctx.own, ctx.parameters = op, own, len(parameters)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.own.saved_tensors = ctx.saved_tensors
+        dx, dparameters = ctx.op.op_backward(ctx.own, grad)
+        dparameters = tuple(dparameters)
+        if len(dparameters) != ctx.parameters:
+            raise InvalidArgument(f"{type(ctx.op).__name__}: op_backward() has returned {len(dparameters)} gradients of parameters; it has {ctx.parameters}")
+        return (None, None, None, dx, *dparameters)
+
+
+class Row:
+    """Operations one after the other. It checks the channels when it is made."""
+
+    def __init__(self, ops: Sequence[FusibleOperation]):
+        self._ops = ops
+        self.basic_ops: List[Any] = [basic for op in ops for basic in (op.basic_ops if op.is_fused_op else (op,))]
+        self._check_channels()
+        for op in self.basic_ops:
+            op._in_a_row = True
+        self.num_extra_inputs = sum(channel is None for op in self.basic_ops for channel in op._extra_input_channels)
+
+    def _check_channels(self) -> None:
+        filled: Dict[str, str] = {}
+        for op in self.basic_ops:
+            for channel in op._extra_input_channels:
+                if channel is not None and channel not in filled:
+                    raise ValueError(f"{type(op).__name__}: no operation before it fills the channel {channel!r}")
+            for channel in op._extra_output_channels:
+                if channel in filled:
+                    raise ValueError(f"{type(op).__name__}: the channel {channel!r} is filled by {filled[channel]} already")
+                if channel is not None:
+                    filled[channel] = type(op).__name__
+
+    def __call__(self, x: torch.Tensor, *extra_inputs: torch.Tensor, basic_op_kwargs: Optional[Sequence[Dict[str, Any]]] = None
+                 ) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
+        if len(extra_inputs) != self.num_extra_inputs:
+            raise ValueError(f"{', '.join(type(op).__name__ for op in self.basic_ops)}: {len(extra_inputs)} extra inputs are given; they take "
+                             f"{self.num_extra_inputs}")
+        kwargs = [{}] * len(self.basic_ops) if basic_op_kwargs is None else basic_op_kwargs
+        if len(kwargs) != len(self.basic_ops):
+            raise ValueError(f"basic_op_kwargs has {len(kwargs)} elements; there are {len(self.basic_ops)} basic operations")
+        for op in self._ops:
+            op._materialise()
+        waiting, channels, shown = list(extra_inputs), {}, []
+        at = 0
+        while at < len(self.basic_ops):
+            op, after = self.basic_ops[at], self.basic_ops[at + 1] if at + 1 < len(self.basic_ops) else None
+            if after is not None and not kwargs[at] and not kwargs[at + 1] and op._takes_bias(after, x):
+                x, at = op._with_bias(x, after.bias), at + 2  # The sum is rounded once.
+                continue
+            own = [waiting.pop(0) if channel is None else channels[channel] for channel in op._extra_input_channels]
+            x, extras = op._compute(x, *own, **kwargs[at])
+            for extra, channel, to_caller in zip(extras, op._extra_output_channels, op._extra_output_to_caller):
+                if channel is not None:
+                    channels[channel] = extra
+                if to_caller:
+                    shown.append(extra)
+            at += 1
+        return (x, *shown) if shown else x

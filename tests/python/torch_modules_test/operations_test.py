@@ -1,0 +1,360 @@
+"""te_fl.pytorch.ops against plain PyTorch in FP64, and Sequential's ways. tests/python/inside_modules_test.py has NVIDIA's own operations beside them."""
+
+import copy
+import pickle
+import unittest
+
+import torch
+import torch.nn.functional as F
+
+from torch_oracle import DEVICES, randn, randomise
+
+import te_fl.pytorch as te
+from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling
+from te_fl.errors import Unsupported
+from te_fl.pytorch import ops
+
+
+def halves(x, size=0):
+    if size:
+        x = x.unflatten(-1, (-1, 2, size)).transpose(-3, -2).flatten(-3)
+    return x.chunk(2, -1)
+
+
+def gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+def qgelu(x):
+    return x * torch.sigmoid(1.702 * x)
+
+
+def srelu(x):
+    return F.relu(x).square()
+
+
+def gated(function, size=0):
+    return lambda x: function(halves(x, size)[0]) * halves(x, size)[1]
+
+
+def clamped(limit, alpha, offset, size=0):
+    def function(x):
+        a, b = halves(x, size)
+        a, b = a.clamp(max=limit), b.clamp(-limit, limit)
+        return a * torch.sigmoid(alpha * a) * (b + offset)
+    return function
+
+
+def situ(beta1, beta2, size=0):
+    def function(x):
+        a, b = halves(x, size)
+        return beta1 * torch.tanh(a / beta1) * torch.sigmoid(a) * beta2 * torch.tanh(b / beta2)
+    return function
+
+
+def scaled(function):
+    return lambda x, s: function(x) * s[..., None]
+
+
+# (the operation, the same in PyTorch, extra inputs' shapes) of an input [6, 5, 32].
+PLAIN = {
+    "GELU": (lambda: ops.GELU(), gelu, ()), "QGELU": (lambda: ops.QGELU(), qgelu, ()), "ReLU": (lambda: ops.ReLU(), F.relu, ()),
+    "SReLU": (lambda: ops.SReLU(), srelu, ()), "SiLU": (lambda: ops.SiLU(), F.silu, ()), "GLU": (lambda: ops.GLU(), gated(torch.sigmoid), ()),
+    "GEGLU": (lambda: ops.GEGLU(), gated(gelu), ()), "QGEGLU": (lambda: ops.QGEGLU(), gated(qgelu), ()), "ReGLU": (lambda: ops.ReGLU(), gated(F.relu), ()),
+    "SReGLU": (lambda: ops.SReGLU(), gated(srelu), ()), "SwiGLU": (lambda: ops.SwiGLU(glu_interleave_size=4), gated(F.silu, 4), ()),
+    "SiTUGLU": (lambda: ops.SiTUGLU(beta1=1.0, beta2=2.0), situ(1.0, 2.0), ()),
+    "ClampedSwiGLU": (lambda: ops.ClampedSwiGLU(limit=0.7, alpha=1.1, glu_linear_offset=0.5), clamped(0.7, 1.1, 0.5), ()),
+    "ScaledSReLU": (lambda: ops.ScaledSReLU(), scaled(srelu), ((6, 5),)),
+    "ScaledTanhSReLU": (lambda: ops.ScaledTanhSReLU(tanh_clamp_scale=0.6), scaled(lambda x: (0.6 * torch.tanh(F.relu(x) / 0.6)).square()), ((6, 5),)),
+    "ScaledSwiGLU": (lambda: ops.ScaledSwiGLU(8), scaled(gated(F.silu, 8)), ((6, 5),)),
+    "ScaledSiTUGLU": (lambda: ops.ScaledSiTUGLU(beta1=1.0, beta2=2.0), scaled(situ(1.0, 2.0)), ((6, 5),)),
+    "ScaledClampedQGeGLU": (lambda: ops.ScaledClampedQGeGLU(4, limit=0.7), scaled(clamped(0.7, 1.702, 1.0, 4)), ((6, 5),)),
+    "L2Normalization": (lambda: ops.L2Normalization(eps=0.5), lambda x: x / (x.square().sum(-1, keepdim=True) + 0.5).sqrt(), ()),
+    "Identity": (lambda: ops.Identity(), lambda x: x, ()), "Reshape": (lambda: ops.Reshape((3, -1)), lambda x: x.reshape(3, -1), ()),
+    "ConstantScale": (lambda: ops.ConstantScale(-1.5), lambda x: -1.5 * x, ()), "AddExtraInput": (lambda: ops.AddExtraInput(), torch.add, ((6, 5, 32),)),
+    "MakeExtraOutput": (lambda: ops.MakeExtraOutput(), lambda x: (x, x), ()), "Quantize": (lambda: ops.Quantize(), lambda x: x, ()),
+    "AllReduce": (lambda: ops.AllReduce(), lambda x: x, ()), "AllGather": (lambda: ops.AllGather(), lambda x: x, ()),
+    "ReduceScatter": (lambda: ops.ReduceScatter(), lambda x: x, ()), "Dropout": (lambda: ops.Dropout(0.5).eval(), lambda x: x, ()),
+}
+
+
+class Values(unittest.TestCase):
+    def near(self, got, want, tolerance, what):
+        self.assertEqual(got.shape, want.shape, what)
+        self.assertLessEqual((got.double().cpu() - want).norm().item(), tolerance * want.norm().item() + 1e-30, what)
+
+    def check(self, made, plain, parameters, inputs, tolerance):
+        """made(*inputs) is plain(parameters in FP64, *inputs in FP64), with all gradients."""
+        exact = [t.detach().double().cpu().requires_grad_() for t in inputs]
+        of_parameters = {n: p.detach().double().cpu().requires_grad_() for n, p in parameters.items()}
+        got, want = made(*inputs), plain(of_parameters, *exact)
+        got, want = (r if isinstance(r, tuple) else (r,) for r in (got, want))
+        self.assertEqual(len(got), len(want))
+        for i, (a, b) in enumerate(zip(got, want)):
+            self.near(a, b, tolerance, f"output {i}")
+        slopes = [torch.linspace(-1, 1, b.shape[-1]) for b in want]
+        sum((a.float().cpu() * s * (i + 1)).sum() for i, (a, s) in enumerate(zip(got, slopes))).backward()
+        sum((b * s.double() * (i + 1)).sum() for i, (b, s) in enumerate(zip(want, slopes))).backward()
+        for i, (a, b) in enumerate(zip(inputs, exact)):
+            self.near(a.grad, b.grad, tolerance, f"the gradient of input {i}")
+        for n, b in of_parameters.items():
+            self.near(parameters[n].grad, b.grad, tolerance, f"the gradient of {n}")
+
+    def test_operations_without_parameters(self):
+        for device in DEVICES:
+            for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 0.01)):
+                for name, (make, plain, extras) in PLAIN.items():
+                    with self.subTest(name=name, device=device, dtype=dtype):
+                        inputs = [randn(*s, seed=i, dtype=dtype, device=device).requires_grad_() for i, s in enumerate(((6, 5, 32), *extras))]
+                        self.check(make(), lambda parameters, *x: plain(*x), {}, inputs, tolerance)
+
+    def test_a_chain(self):
+        """Normalisations, products with and without biases, an activation and a residual branch; its gradients pass through all of them."""
+        for device in DEVICES:
+            for dtype, tolerance in ((torch.float32, 5e-6), (torch.bfloat16, 0.02)):
+                with self.subTest(device=device, dtype=dtype):
+                    where = dict(device=device, dtype=dtype)
+                    chain = randomise(ops.Sequential(
+                        ops.MakeExtraOutput(), ops.LayerNorm((4, 8), eps=0.1, zero_centered_gamma=True, **where), ops.Reshape((12, 32)),
+                        ops.Linear(32, 64, **where), ops.GEGLU(), ops.BasicLinear(32, 48, **where), ops.Bias(48, **where), torch.nn.Tanh(),
+                        ops.Linear(48, 32, bias=False, **where), ops.AddExtraInput(), ops.RMSNorm(32, **where)))
+
+                    def plain(p, x, extra):
+                        y = F.layer_norm(x, (4, 8), 1 + p["1.weight"], p["1.bias"], 0.1).reshape(12, 32)
+                        y = gated(gelu)(y @ p["3.weight"].T + p["3.bias"])
+                        y = torch.tanh(y @ p["5.weight"].T + p["6.bias"]) @ p["8.weight"].T + extra
+                        return y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * p["10.weight"], x
+
+                    inputs = [randn(*s, seed=i, dtype=dtype, device=device).requires_grad_() for i, s in enumerate(((12, 4, 8), (12, 32)))]
+                    self.check(chain, plain, dict(chain.named_parameters()), inputs, tolerance)
+
+    def test_grouped_linear(self):
+        for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 0.01)):
+            for scale_bias in (False, True):
+                with self.subTest(dtype=dtype, scale_bias=scale_bias):
+                    op, rows = randomise(ops.GroupedLinear(3, 16, 8, scale_bias=scale_bias, dtype=dtype, device="cpu")), torch.tensor([5, 0, 7])
+                    factors = (randn(12, seed=4, dtype=dtype).requires_grad_(),) if scale_bias else ()
+
+                    def plain(p, x, *scales):
+                        owner = torch.arange(3).repeat_interleave(rows)
+                        weights, biases = (torch.stack([p[f"{kind}{i}"] for i in range(3)])[owner] for kind in ("weight", "bias"))
+                        return torch.einsum("ti,toi->to", x, weights) + biases * (scales[0][:, None] if scales else 1)
+
+                    self.check(lambda x, *scales: op(x, rows, *scales), plain, dict(op.named_parameters()),
+                               [randn(12, 16, seed=3, dtype=dtype).requires_grad_(), *factors], tolerance)
+
+    def test_a_product_and_its_bias_are_a_modules(self):
+        """Bit for bit, in FP8 too: both are one product in C++. The state of delayed scaling is the module's."""
+        for recipe in (None, DelayedScaling(amax_history_len=4), Float8CurrentScaling()):
+            op, module = ops.Linear(32, 48, device="cpu", dtype=torch.bfloat16), te.Linear(32, 48, device="cpu", params_dtype=torch.bfloat16)
+            with torch.no_grad():
+                module.weight.copy_(op.weight)
+                module.bias.copy_(op.bias.normal_())
+            for _ in range(3):
+                x = [randn(16, 32, dtype=torch.bfloat16).requires_grad_() for _ in range(2)]
+                with te.autocast(enabled=recipe is not None, recipe=recipe):
+                    results = [made(t) for made, t in zip((op, module), x)]
+                for result in results:
+                    result.float().square().sum().backward()
+                self.assertTrue(torch.equal(*results))
+                self.assertTrue(torch.equal(x[0].grad, x[1].grad))
+            self.assertTrue(torch.equal(op.weight.grad, module.weight.grad) and torch.equal(op.bias.grad, module.bias.grad))
+
+    def test_dropout(self):
+        x = torch.ones(4000, requires_grad=True)
+        y = ops.Dropout(0.25)(x)
+        y.sum().backward()
+        self.assertTrue(torch.equal(y.detach(), x.grad))
+        self.assertEqual(y.detach().unique().tolist(), [0.0, torch.tensor(1 / 0.75).item()])
+        self.assertLess(abs((y == 0).float().mean().item() - 0.25), 0.04)
+
+
+class OwnScale(ops.BasicOperation):
+    """A program's own operation: x * weight."""
+
+    def __init__(self, n):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((n,), 2.0))
+
+    def op_forward(self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer, power=1):
+        if ctx.requires_grad:
+            ctx.save_for_backward(input_)
+        ctx.power = power
+        return input_ * self.weight ** power
+
+    def op_backward(self, ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        return grad_output * self.weight ** ctx.power, (ctx.power * (grad_output * x * self.weight ** (ctx.power - 1)).sum(0),)
+
+
+class Containers(unittest.TestCase):
+    def test_a_list(self):
+        a, b, c, d = (ops.ConstantScale(n) for n in (2, 3, 5, 7))
+        chain = ops.Sequential(a, b)
+        chain.append(c).extend([d])
+        self.assertEqual((len(chain), list(chain), chain[1], chain[-1], list(chain[1:3])), (4, [a, b, c, d], b, d, [b, c]))
+        self.assertEqual(chain(torch.ones(1)).item(), 210)
+        self.assertIs(chain.pop(1), b)
+        self.assertEqual(list(chain.insert(0, b)), [b, a, c, d])
+        del chain[2]
+        chain[0] = c
+        self.assertEqual(list(chain), [c, a, d])
+        self.assertEqual(list(chain + [b]), [c, a, d, b])
+        self.assertEqual(list(ops.Sequential({"x": a, "y": b})._modules), ["x", "y"])
+        chain += [b]
+        self.assertEqual(chain(torch.ones(1)).item(), 210)
+        with self.assertRaisesRegex(IndexError, "index 9 of 4"):
+            chain[9]
+
+    def test_extra_tensors(self):
+        chain = ops.Sequential(ops.AddExtraInput(), ops.MakeExtraOutput(), torch.nn.Identity(), ops.AddExtraInput(), ops.MakeExtraOutput(), ops.ConstantScale(3))
+        x, a, b = (torch.full((2,), v) for v in (1.0, 10.0, 100.0))
+        self.assertEqual([t[0].item() for t in chain(x, a, b)], [333, 11, 111])
+        for extras in ((a,), (a, b, b)):
+            with self.assertRaisesRegex(ValueError, f"{len(extras)} extra inputs are given; its operations take 2"):
+                chain(x, *extras)
+        with self.assertRaisesRegex(ValueError, "AddExtraInput: 0 extra inputs are given; they take 1"):
+            ops.AddExtraInput()(x)
+        into = a.clone()
+        self.assertEqual(ops.AddExtraInput(in_place=True)(x, into).data_ptr(), into.data_ptr())
+        self.assertEqual(into[0].item(), 11)
+
+    def test_channels(self):
+        source = ops.MakeExtraOutput().set_extra_output_channel(0, "kept", output_to_caller=False)
+        chain = ops.Sequential(source, ops.ConstantScale(2), ops.AddExtraInput().set_extra_input_channel(0, "kept"), ops.ConstantScale(10),
+                               ops.AddExtraInput().set_extra_input_channel(0, "kept"))
+        x = torch.ones(1, requires_grad=True)
+        y = chain(x)
+        y.backward()
+        self.assertEqual((y.item(), x.grad.item()), (31, 31))
+        with self.assertRaisesRegex(RuntimeError, "MakeExtraOutput: it has computed"):
+            source.set_extra_output_channel(0, None)
+        for message, row in (("no operation before it fills the channel 'a'", [ops.AddExtraInput().set_extra_input_channel(0, "a")]),
+                             ("'a' is filled by MakeExtraOutput already", [ops.MakeExtraOutput().set_extra_output_channel(0, "a") for _ in range(2)])):
+            with self.assertRaisesRegex(ValueError, message):
+                ops.Sequential(*row)(x)
+        with self.assertRaisesRegex(IndexError, "extra input 1 of 1"):
+            ops.AddExtraInput().set_extra_input_channel(1, "a")
+
+    def test_an_operation_of_ones_own(self):
+        own = OwnScale(8)
+        chain = ops.Sequential(ops.ReLU(), own, ops.Linear(8, 8, device="cpu"))
+        x = randn(4, 8).requires_grad_()
+        chain(x, op_kwargs={1: {"power": 3}}).sum().backward()
+        y = x.detach().requires_grad_()
+        weight = own.weight.detach().requires_grad_()
+        F.linear(F.relu(y) * weight ** 3, chain[2].weight.detach(), chain[2].bias.detach()).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+        torch.testing.assert_close(own.weight.grad, weight.grad)
+        with torch.no_grad():
+            self.assertFalse(own(x).requires_grad)
+        with self.assertRaisesRegex(TypeError, "powr"):
+            own(x, powr=2)
+
+        class Extra(OwnScale):
+            num_extra_outputs = 1
+        for kind in (Extra, ops.BasicOperation):
+            with self.assertRaisesRegex(Unsupported, f"{kind.__name__}: an operation of one's own is served with op_forward"):
+                (kind(8) if kind is Extra else kind())(x)
+        with self.assertRaisesRegex(ValueError, "op_kwargs names Identity"):
+            chain(x, op_kwargs={torch.nn.Identity(): {}})
+        with self.assertRaisesRegex(TypeError, "out"):
+            chain(x, op_kwargs={own: {}, 0: {"out": x}})
+
+
+class Parameters(unittest.TestCase):
+    def test_a_linears_parameters_are_its_operations(self):
+        op = ops.Linear(8, 16, device="cpu")
+        self.assertEqual(list(op.state_dict()), ["basic_ops.0.weight", "basic_ops.0._extra_state", "basic_ops.1.bias", "basic_ops.1._extra_state"])
+        self.assertEqual([n for n, _ in op.named_parameters()], ["weight", "bias"])
+
+        def one():
+            self.assertIs(op.weight, op.basic_ops[0].weight)
+            self.assertIs(op.bias, op.basic_ops[1].bias)
+        one()
+        op.weight = torch.nn.Parameter(torch.ones(16, 8))
+        one()
+        self.assertEqual(op(torch.ones(1, 8))[0, 0].item(), 8)
+        for other in (op.to(torch.bfloat16), op.float(), copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+            self.assertIs(other.weight, other.basic_ops[0].weight)
+            self.assertEqual(other(torch.ones(1, 8, dtype=other.weight.dtype))[0, 0].item(), 8)
+        other = ops.Linear(8, 16, device="meta")
+        other.load_state_dict(op.state_dict(), assign=True)
+        self.assertEqual(other(torch.ones(1, 8))[0, 0].item(), 8)
+        self.assertIs(other.weight, other.basic_ops[0].weight)
+        with self.assertRaisesRegex(ValueError, "bias=False"):
+            ops.Linear(8, 16, bias=False, device="cpu").bias = op.bias
+        with self.assertRaisesRegex(RuntimeError, "basic_ops.0.weight"):
+            op.load_state_dict({"weight": op.weight})
+
+    def test_meta(self):
+        """Parameters on meta get memory and values in the first forward, and a parameter of another module may come before that."""
+        torch.manual_seed(0)
+        device = DEVICES[-1]
+        chain = ops.Sequential(*(kind(16, device="meta") for kind in (ops.LayerNorm, ops.RMSNorm, ops.Bias)), ops.Linear(16, 16, device="meta"),
+                               ops.BasicLinear(16, 8, device="meta"))
+        lent = torch.nn.Parameter(torch.zeros(8, 16, device=device))
+        chain[4].weight = lent
+        self.assertEqual(chain(torch.randn(4, 16, device=device)).abs().max().item(), 0)
+        self.assertEqual({p.device.type for p in chain.parameters()}, {device})
+        self.assertIs(chain[4].weight, lent)
+        self.assertEqual((chain[0].weight.min().item(), chain[2].bias.abs().max().item()), (1, 0))
+        self.assertGreater(chain[3].weight.std().item(), 0)
+        self.assertLessEqual(chain[3].weight.abs().max().item(), 0.25)  # uniform within 1 / sqrt(16)
+
+    def test_gradients_into_main_grad(self):
+        op = ops.Linear(8, 8, device="cpu", accumulate_into_main_grad=True)
+        op.weight.main_grad = torch.ones(8, 8)
+        x = randn(4, 8)
+        op(x).sum().backward()
+        torch.testing.assert_close(op.weight.main_grad, 1 + torch.ones(8, 4) @ x)
+
+    def test_weights_of_codes(self):
+        with te.quantized_model_init(recipe=Float8CurrentScaling()):
+            chain = ops.Sequential(ops.Linear(32, 32, device="cpu", dtype=torch.bfloat16), ops.BasicLinear(32, 16, device="cpu", dtype=torch.bfloat16))
+        for weight in (chain[0].weight, chain[0].basic_ops[0].weight, chain[1].weight):
+            self.assertIsInstance(weight, te.Float8Tensor)
+        x = randn(16, 32, dtype=torch.bfloat16).requires_grad_()
+        with te.autocast(recipe=Float8CurrentScaling()):
+            y = chain(x)
+        y.sum().backward()
+        want = F.linear(F.linear(x.float(), chain[0].weight.dequantize().float(), chain[0].bias.float()), chain[1].weight.dequantize().float())
+        self.assertLess(((y.float() - want).norm() / want.norm()).item(), 0.08)
+        self.assertIsNotNone(chain[0].weight.grad)
+
+    def test_torch_compile(self):
+        chain = ops.Sequential(ops.LayerNorm(16, device="cpu"), ops.MakeExtraOutput(), ops.Linear(16, 32, device="cpu"), ops.SwiGLU(), ops.AddExtraInput(),
+                               ops.BasicLinear(16, 16, device="cpu"))
+        x, extra = randn(4, 16).requires_grad_(), randn(4, 16)
+        want = chain(x, extra)
+        got = torch.compile(chain, fullgraph=True, backend="aot_eager")(x, extra)
+        for a, b in zip(got, want):
+            self.assertTrue(torch.equal(a, b))
+        grads = [torch.autograd.grad(sum(t.square().sum() for t in found), [x, *chain.parameters()]) for found in (want, got)]
+        for a, b in zip(*grads):
+            self.assertTrue(torch.equal(a, b))
+
+
+class Refusals(unittest.TestCase):
+    def test_arguments(self):
+        for message, make in (("Quantize: forward = True", lambda: ops.Quantize()(torch.ones(1))), ("Quantize: backward = True", lambda: ops.Quantize(False, True)(
+                torch.ones(1))), ("FP8 autocast products quantise", lambda: ops.Sequential(ops.Quantize(), ops.Linear(4, 4, device="cpu"))(torch.ones(1, 4)))):
+            with te.autocast(recipe=Float8CurrentScaling()), self.assertRaisesRegex(Unsupported, message):
+                make()
+        for message, make in (("p is 1.5", lambda: ops.Dropout(1.5)), ("glu_interleave_size is 3", lambda: ops.SwiGLU(glu_interleave_size=3)(torch.ones(2, 8))),
+                              ("two halves", lambda: ops.GEGLU()(torch.ones(2, 7))), ("4 rows", lambda: ops.ScaledSReLU()(torch.ones(4, 8), torch.ones(3))),
+                              ("tanh_clamp_scale is 0", lambda: ops.ScaledTanhSReLU(tanh_clamp_scale=0.0)), ("beta2 is inf", lambda: ops.SiTUGLU(beta2=float("inf"))),
+                              ("last dimension is 8", lambda: ops.Bias(8, device="cpu")(torch.ones(2, 1))), ("basic_ops is empty", lambda: ops.FusedOperation([])),
+                              ("parallel_mode is 'rows'", lambda: ops.Linear(8, 8, tensor_parallel_mode="rows")),
+                              ("with in_place they are alike", lambda: ops.AddExtraInput(in_place=True)(torch.ones(1, 8), torch.ones(4, 8)))):
+            with self.assertRaisesRegex(ValueError, message):
+                make()
+        with self.assertRaisesRegex(TypeError, r"GELU\(\) has no argument 'cache'"):
+            ops.GELU(cache=True)
+        for make in (ops.GELU, ops.SiTUGLU, lambda: ops.BasicLinear(2, 2, device="cpu"), lambda: ops.RMSNorm(2, device="cpu")):
+            with self.assertRaisesRegex(Unsupported, "torch.float64"):
+                make()(torch.ones(2, 2, dtype=torch.float64))
+
+
+if __name__ == "__main__":
+    unittest.main()
