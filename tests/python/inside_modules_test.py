@@ -136,6 +136,8 @@ CHAINS = {
        "GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU SReGLU SiLU SwiGLU SiTUGLU ClampedSwiGLU".split()},
     "turns": (lambda o, d: (o.SwiGLU(glu_interleave_size=8), o.ClampedSwiGLU(limit=0.5, alpha=1.2, glu_linear_offset=0.25, glu_interleave_size=4),
                             o.SiTUGLU(beta1=1.0, beta2=2.0, glu_interleave_size=4)), (12, 64), ()),
+    "cached": (lambda o, d: (o.SwiGLU(cache_quantized_input=True, glu_interleave_size=4), o.ClampedSwiGLU(cache_quantized_input=True, limit=0.5),
+                             o.GELU(cache_quantized_input=True), o.SiTUGLU(cache_quantized_input=True)), (12, 64), ()),
     "scaled": (lambda o, d: (o.ScaledSReLU(), o.ScaledTanhSReLU(tanh_clamp_scale=0.75), o.ScaledSwiGLU(), o.ScaledSiTUGLU(4, beta1=1.0, beta2=2.0),
                              o.ScaledClampedQGeGLU(glu_interleave_size=4, limit=0.5, alpha=1.2, glu_linear_offset=0.25)), (12, 64), ((12,),) * 5),
 }

@@ -120,8 +120,6 @@ PARTLY = {
         "bulk_overlap": True},
     "te_fl.pytorch.grouped_linear.GroupedLinear": {"ub_overlap_rs": True, "ub_overlap_ag": True, "single_grouped_weight": True,
                                                    "single_grouped_bias": True},
-    **{f"te_fl.pytorch.ops.{name}": {"cache_quantized_input": True} for name in
-       "GELU GEGLU GLU QGELU QGEGLU ReLU ReGLU SReLU SReGLU SiLU SwiGLU SiTUGLU ClampedSwiGLU".split()},
     **{f"te_fl.pytorch.ops.{name}": {"activation_recompute_in_mlp": True} for name in
        "ScaledSReLU ScaledTanhSReLU ScaledSwiGLU ScaledSiTUGLU ScaledClampedQGeGLU".split()},
     "te_fl.pytorch.ops.AllReduce": {"reduce_in_backward": False},

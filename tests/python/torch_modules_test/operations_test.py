@@ -102,7 +102,7 @@ class Values(unittest.TestCase):
 
     def test_operations_without_parameters(self):
         for device in DEVICES:
-            for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 0.01)):
+            for dtype, tolerance in ((torch.float32, 2e-6 if device == "cpu" else 1e-5), (torch.bfloat16, 0.01)):
                 for name, (make, plain, extras) in PLAIN.items():
                     with self.subTest(name=name, device=device, dtype=dtype):
                         inputs = [randn(*s, seed=i, dtype=dtype, device=device).requires_grad_() for i, s in enumerate(((6, 5, 32), *extras))]
@@ -111,7 +111,7 @@ class Values(unittest.TestCase):
     def test_a_chain(self):
         """Normalisations, products with and without biases, an activation and a residual branch; its gradients pass through all of them."""
         for device in DEVICES:
-            for dtype, tolerance in ((torch.float32, 5e-6), (torch.bfloat16, 0.02)):
+            for dtype, tolerance in ((torch.float32, 5e-6 if device == "cpu" else 1e-4), (torch.bfloat16, 0.02)):
                 with self.subTest(device=device, dtype=dtype):
                     where = dict(device=device, dtype=dtype)
                     chain = randomise(ops.Sequential(
@@ -159,6 +159,21 @@ class Values(unittest.TestCase):
                 self.assertTrue(torch.equal(*results))
                 self.assertTrue(torch.equal(x[0].grad, x[1].grad))
             self.assertTrue(torch.equal(op.weight.grad, module.weight.grad) and torch.equal(op.bias.grad, module.bias.grad))
+
+    def test_an_input_that_is_kept_as_codes(self):
+        """The forward is that of the input, the gradient that of its codes, which the oracle rounds by itself."""
+        for dtype, tolerance in ((torch.float32, 5e-6), (torch.bfloat16, 0.01)):
+            x = randn(6, 32, dtype=dtype).requires_grad_()
+            y = ops.SwiGLU(cache_quantized_input=True)(x)
+            self.near(y, gated(F.silu)(x.detach().double()), tolerance, "output")
+            y.float().sum().backward()
+            scale = 448 / x.detach().abs().max().float()
+            rounded = ((x.detach().float() * scale).to(torch.float8_e4m3fn).float() / scale).to(dtype).double().requires_grad_()
+            gated(F.silu)(rounded).sum().backward()
+            self.near(x.grad, rounded.grad, tolerance, "gradient")
+            exact = x.detach().double().requires_grad_()
+            gated(F.silu)(exact).sum().backward()
+            self.assertGreater(((x.grad - exact.grad).norm() / exact.grad.norm()).item(), 0.005)
 
     def test_dropout(self):
         x = torch.ones(4000, requires_grad=True)

@@ -8,8 +8,11 @@ from typing import Any, Callable, Optional
 import torch
 
 from te_fl.errors import InvalidArgument
+from te_fl.pytorch.autograd.once import once_differentiable
+from te_fl.pytorch.fp8.quantizers import Float8CurrentScalingQuantizer
 from te_fl.pytorch.functions import activation
 from te_fl.pytorch.ops.operation import BasicOperation, Result
+from te_fl.pytorch.runtime.constants import DType
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, only, refuse
 
@@ -33,8 +36,25 @@ def _halves_in_order(where: str, x: torch.Tensor, size: Optional[int]) -> torch.
     return x.unflatten(-1, (-1, 2, size)).transpose(-3, -2).flatten(-3)
 
 
+class _OfCodes(torch.autograd.Function):
+    """A function of a tensor that keeps it as E4M3 codes for the backward, which computes the function of what they stand for again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, function: Callable) -> torch.Tensor:
+        ctx.codes, ctx.function = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, columnwise=False)(x), function
+        return function(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x = ctx.codes.dequantize().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        return torch.autograd.grad(y, x, grad)[0], None
+
+
 class _Activation(BasicOperation):
-    """cache_quantized_input: refused, as it would make gradients those of a rounded input."""
+    """cache_quantized_input: the backward keeps E4M3 codes of the input, a byte an element, and its gradient is that of the rounded input."""
 
     _function: Callable
     _gated = False
@@ -42,16 +62,19 @@ class _Activation(BasicOperation):
     @checks_keywords()
     def __init__(self, *, cache_quantized_input: bool = False) -> None:
         super().__init__()
-        self._refuse_cache(cache_quantized_input)
-
-    def _refuse_cache(self, cache_quantized_input: Any) -> None:
-        only(type(self).__name__, ("cache_quantized_input", bool(cache_quantized_input), False, "the backward reads the input as it was; leave it out"))
-        self.cache_quantized_input = False
+        self.cache_quantized_input = bool(cache_quantized_input)
 
     def _compute(self, x: torch.Tensor) -> Result:
         where = type(self).__name__
         x = _cast(where, x)
-        return type(self)._function(_halves_in_order(where, x, None) if self._gated else x), ()
+        if not self.cache_quantized_input or not x.numel():
+            return self._result(x), ()
+        if torch.compiler.is_compiling():
+            raise refuse(where, "cache_quantized_input", True, "graphs of torch.compile hold no tensors of codes; leave fullgraph=True out")
+        return _OfCodes.apply(x, self._result), ()
+
+    def _result(self, x: torch.Tensor) -> torch.Tensor:
+        return type(self)._function(_halves_in_order(type(self).__name__, x, None) if self._gated else x)
 
 
 class GELU(_Activation):
@@ -132,13 +155,11 @@ class SwiGLU(_Activation):
 
     @checks_keywords()
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: Optional[int] = None) -> None:
-        BasicOperation.__init__(self)
-        self._refuse_cache(cache_quantized_input)
+        super().__init__(cache_quantized_input=cache_quantized_input)
         self.glu_interleave_size = glu_interleave_size
 
-    def _compute(self, x: torch.Tensor) -> Result:
-        where = type(self).__name__
-        return self._activated(_halves_in_order(where, _cast(where, x), self.glu_interleave_size)), ()
+    def _result(self, x: torch.Tensor) -> torch.Tensor:
+        return self._activated(_halves_in_order(type(self).__name__, x, self.glu_interleave_size))
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         return activation.swiglu(x)
