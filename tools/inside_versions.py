@@ -69,7 +69,7 @@ def facts(folder, sources=None):
 
 
 def trial(folder, python, *only):
-    """What tests/python/inside_trial.py prints of a version."""
+    """The output of tests/python/inside_trial.py for a version."""
     result = subprocess.run([python, ROOT / "tests/python/inside_trial.py", folder, *only], capture_output=True, text=True)
     if result.returncode:
         raise SystemExit(f"{folder}: {result.stderr}")
@@ -77,7 +77,7 @@ def trial(folder, python, *only):
 
 
 def _told(cases, base, prefixes):
-    """What a cell says: the cases that are as with the newest version, and those that are not."""
+    """The words of a cell: the cases that are as with the newest version, and those that are not."""
     mine = {name: found for name, found in cases.items() if name.startswith(prefixes)}
     refused = [name for name, found in mine.items() if isinstance(found, str)]
     other = [name for name, found in mine.items() if name not in refused and found != base[name]]

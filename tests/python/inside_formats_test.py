@@ -1,4 +1,5 @@
-"""MXFP8 and NVFP4 tensors of NVIDIA's package on te-fl, to the bit against the definitions of the formats (docs/numerics.md)."""
+"""MXFP8 and NVFP4 tensors of NVIDIA's package on te-fl, to the bit against the definitions of the formats (docs/numerics.md), and NVFP4 as its
+recipe asks for it against the package's own reference."""
 
 import itertools
 import pathlib
@@ -6,17 +7,23 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from unittest import mock
 
 import inside_package  # noqa: F401
 import torch
 
 import te_fl
 from te_fl.errors import InvalidArgument, Unsupported
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import NVFP4BlockScaling
 from transformer_engine.pytorch import MXFP8Quantizer, NVFP4Quantizer
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
 import transformer_engine_torch as tex  # the package brings it
 
+TRANSFORM = dict(with_rht=True, with_post_rht_amax=True)
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -156,9 +163,11 @@ class NV(unittest.TestCase):
 
     def test_what_is_refused(self):
         x = values(32, 32)
-        for option in ("with_rht", "stochastic_rounding", "with_2d_quantization", "row_scaled_nvfp4", "nvfp4_use_4over6"):
-            with self.assertRaisesRegex(Unsupported, f"NVFP4Quantizer.{option} "):
-                NVFP4Quantizer(**{option: True})(x)
+        for options in (dict(row_scaled_nvfp4=True), dict(nvfp4_use_4over6=True), dict(with_rht=True), dict(TRANSFORM, with_2d_quantization=True)):
+            with self.assertRaisesRegex(Unsupported, f"NVFP4Quantizer.{next(iter(options))} "):
+                NVFP4Quantizer(**options)(x)
+        with self.assertRaisesRegex(InvalidArgument, "is torch.float32; the random Hadamard transform is defined of bfloat16"):
+            NVFP4Quantizer(**TRANSFORM)(x.float())
         with self.assertRaisesRegex(InvalidArgument, "multiples of 16"):
             NVFP4Quantizer()(x[:8])
 
@@ -172,6 +181,142 @@ class NV(unittest.TestCase):
         self.assertTrue(torch.equal(unpacked(data), nvfp4(x)[0].int()))
         with self.assertRaisesRegex(ValueError, "shape is"):
             te_fl.Quantized(data.view(torch.float4_e2m1fn_x2), scaling="nvfp4", shape=(16, 31))
+
+
+class Recipe(unittest.TestCase):
+    """NVFP4 as NVFP4BlockScaling asks for it: square blocks of weights, transformed copies, stochastic rounding."""
+
+    PARTS = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv", "_amax_rowwise", "_amax_columnwise")
+
+    def check(self, got, x, **options):
+        """Against the package's own reference, in Python."""
+        want = NVFP4QuantizerRef(dtype=Fp4Formats.E2M1, **options)._quantize(x)
+        for name, part in zip(self.PARTS, want):
+            held = getattr(got, name)
+            held = held[:part.shape[0], :part.shape[1]] if part.dim() == 2 else held
+            self.assertTrue(torch.equal(held, part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part), name)
+
+    def test_both_copies_are_the_definition(self):
+        for (rows, columns), seed in itertools.product(((32, 64), (16, 16), (144, 48)), range(2)):
+            x = values(rows, columns, seed=seed)
+            self.check(NVFP4Quantizer(with_2d_quantization=True)(x), x, quant_tile_shape=(16, 16))
+            self.check(NVFP4Quantizer(**TRANSFORM)(x), x, with_rht=True)
+            self.check(NVFP4Quantizer(with_random_sign_mask=False, **TRANSFORM)(x), x, with_rht=True, with_random_sign_mask=False)
+            self.check(NVFP4Quantizer(with_2d_quantization=True)(x.float()), x.float(), quant_tile_shape=(16, 16))
+        x = torch.zeros(32, 32, dtype=torch.bfloat16)
+        self.check(NVFP4Quantizer(with_2d_quantization=True)(x), x, quant_tile_shape=(16, 16))
+
+    def test_stochastic_rounding_is_unbiased(self):
+        torch.manual_seed(3)
+        x, count = torch.randn(16, 32).bfloat16(), 4096
+        one = NVFP4Quantizer()(x)
+        factors = one._rowwise_scale_inv[:16, :2].view(torch.float8_e4m3fn).float().repeat_interleave(16, 1) * one._amax_rowwise / (6 * 448)
+        exact = (x.float() / factors).clamp(-6, 6)
+        draws = []
+        for _ in range(count // 64):  # a tensor of many equal rows of blocks is as many draws
+            got = NVFP4Quantizer(stochastic_rounding=True, columnwise=False)(x.repeat(64, 1))
+            codes = unpacked(got._rowwise_data).view(64, 16, 32).long()
+            draws.append(E2M1[codes & 7] * torch.where(codes > 7, -1.0, 1.0))
+        drawn = torch.cat(draws)
+        lower = E2M1[(torch.searchsorted(E2M1, exact.abs().contiguous(), right=True) - 1).clamp(0, 7)]
+        upper = E2M1[torch.searchsorted(E2M1, exact.abs().contiguous()).clamp(0, 7)]
+        near = (drawn.abs() - lower).abs().minimum((drawn.abs() - upper).abs())
+        self.assertLess(near.max().item(), 1e-6)  # one of the two neighbours
+        spread = ((upper - lower) / 2).clamp_min(1e-9) / count ** 0.5
+        deviation = (drawn.mean(0) - exact).abs() / spread
+        self.assertLess(deviation.max().item(), 5.5)
+        self.assertLess((drawn.mean() - exact.mean()).abs().item(), 5 * spread.norm().item() / exact.numel())
+        self.assertGreater(drawn.std(0)[upper > lower].min().item(), 0)
+
+    def test_copies_are_rounded_apart(self):
+        torch.manual_seed(3)
+        x = values(32, 32)
+        x = (x + x.t()) / 2  # its copies have the same values
+        got = NVFP4Quantizer(stochastic_rounding=True)(x)
+        self.assertFalse(torch.equal(got._rowwise_data, got._columnwise_data))
+        self.assertTrue(torch.equal(got._rowwise_scale_inv, got._columnwise_scale_inv))
+
+    def test_outputs_that_are_there(self):
+        torch.manual_seed(3)
+        quantizer = NVFP4Quantizer(stochastic_rounding=True, **TRANSFORM)
+        x, other = values(32, 64, seed=1), values(32, 64, seed=2)
+        out = quantizer(x)
+        held = {name: getattr(out, name) for name in self.PARTS}
+        before = {name: part.clone() for name, part in held.items()}
+        tex.quantize(other, quantizer, out, torch.ones(1))
+        for name, part in held.items():
+            self.assertIs(getattr(out, name), part)
+            self.assertTrue(torch.equal(part, before[name]), name)
+        tex.quantize(other, quantizer, out, torch.zeros(1))
+        self.assertTrue(all(getattr(out, name) is part for name, part in held.items()))
+        self.assertFalse(torch.equal(out._rowwise_data, before["_rowwise_data"]))
+        torch.testing.assert_close(out._amax_rowwise, other.float().abs().max().view(1))
+
+    def test_functions_with_a_quantizer(self):
+        """Each quantises what it returns without one."""
+        quantizer, x, grad = NVFP4Quantizer(with_2d_quantization=True), values(32, 64), values(32, 64, seed=5)
+        pairs = [(tex.gelu(x, quantizer), tex.gelu(x, None)),
+                 (tex.rmsnorm_fwd(x, torch.ones(64).bfloat16(), 1e-5, None, quantizer, DType.kBFloat16, 0, False)[0],
+                  tex.rmsnorm_fwd(x, torch.ones(64).bfloat16(), 1e-5, None, None, DType.kBFloat16, 0, False)[0]),
+                 (tex.bgrad_quantize(grad, quantizer)[1], grad), (tex.dbias_dgelu(grad, x, quantizer)[1], tex.dbias_dgelu(grad, x, None)[1]),
+                 *zip(tex.split_quantize(x, [16, 0, 16], [quantizer] * 3), x.split([16, 0, 16]))]
+        for got, plain in pairs:
+            want = quantizer(plain)
+            for name in self.PARTS:
+                self.assertTrue(torch.equal(getattr(got, name), getattr(want, name)) or not plain.numel(), name)
+
+    def test_column_wise_copy_of_a_row_wise_one(self):
+        x = values(32, 64)
+        got, want = NVFP4Quantizer(with_2d_quantization=True, columnwise=False)(x), NVFP4Quantizer(with_2d_quantization=True)(x)
+        got.update_usage(columnwise_usage=True)
+        for name in self.PARTS[2:4]:
+            rows = 64
+            self.assertTrue(torch.equal(getattr(got, name)[:rows, :2], getattr(want, name)[:rows, :2]), name)
+        self.assertTrue(torch.equal(got._columnwise_data, want._columnwise_data))
+
+    def test_ranks_have_one_amax(self):
+        def reduce(amax, op, group):
+            self.assertEqual(group, "the group")
+            amax.fill_(1e4)
+
+        quantizer = NVFP4Quantizer(with_amax_reduction=True, amax_reduction_group="the group", **TRANSFORM)
+        with mock.patch.object(torch.distributed, "all_reduce", reduce), \
+                mock.patch.object(NVFP4Quantizer, "_canonicalized_amax_reduction_group", lambda self: self.amax_reduction_group):
+            got = quantizer(values(32, 32))
+        self.assertEqual((got._amax_rowwise.item(), got._amax_columnwise.item()), (1e4, 1e4))
+        error = (got.dequantize(dtype=torch.float32) - values(32, 32).float()).abs().max()
+        self.assertLess(error, 0.1 * values(32, 32).float().abs().max())
+
+    def test_the_default_recipe_trains(self):
+        torch.manual_seed(0)
+        layer = te.LayerNormMLP(64, 128, params_dtype=torch.bfloat16)
+        optimizer = te.optimizers.FusedAdam(layer.parameters(), lr=1e-2)
+        x, target = torch.randn(64, 64, dtype=torch.bfloat16), torch.randn(64, 64)
+        losses = []
+        for _ in range(30):
+            with te.autocast(recipe=NVFP4BlockScaling()):
+                loss = (layer(x).float() - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        self.assertLess(losses[-1], 0.6 * losses[0], losses)
+
+    def test_gradients_are_near(self):
+        """The transform of both operands of the weight's gradient cancels, and rounding leaves errors of the format's size."""
+        torch.manual_seed(0)
+        layer, x, dy = te.Linear(128, 64, bias=False, params_dtype=torch.bfloat16), torch.randn(256, 128, dtype=torch.bfloat16), torch.randn(256, 64).bfloat16()
+        found = {}
+        for name, recipe in (("plain", None), ("fp4", NVFP4BlockScaling())):
+            z = x.clone().requires_grad_()
+            layer.zero_grad()
+            with te.autocast(enabled=recipe is not None, recipe=recipe):
+                y = layer(z)
+            y.backward(dy)
+            found[name] = [t.float() for t in (y, z.grad, layer.weight.grad)]
+        for got, want in zip(found["fp4"], found["plain"]):
+            error = ((got - want).norm() / want.norm()).item()
+            self.assertTrue(0.02 < error < 0.25, error)
 
 
 class Ranks(unittest.TestCase):

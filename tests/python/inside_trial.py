@@ -191,6 +191,9 @@ for name, recipe in RECIPES.items():
         f"checkpoint {name}": lambda r=recipe: checkpointed(r)})
     if recipe is not None:
         CASES[f"quantized_model_init {name}"] = lambda r=recipe: quantized_weights(r)
+BLOCKS = {"mxfp8": recipes.MXFP8BlockScaling(), "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)}  # what is random is tested elsewhere
+for name, recipe in BLOCKS.items():
+    CASES[f"TransformerLayer {name}"] = lambda r=recipe: trained(layer(), r, shape=(16, 2, WIDTH))
 CASES.update({
     "Linear float32": lambda: trained(te.Linear(WIDTH, 64, params_dtype=torch.float32), None, dtype=torch.float32),
     "TransformerLayer padding": lambda: trained(layer(self_attn_mask_type="padding"), None, attention_mask=_mask(), shape=(16, 2, WIDTH)),

@@ -20,6 +20,7 @@ from typing import Any, Callable, Optional
 from te_fl.errors import Unsupported
 
 _COMMON, _EXTENSION = "transformer_engine.common", "transformer_engine_torch"
+_QUANTIZATION = "transformer_engine.pytorch.quantization"
 OLDEST, NEWEST = (2, 14), (2, 20)
 _BUILDING = "NVTE_PROJECT_BUILDING"
 
@@ -115,6 +116,13 @@ def _execute_torch(loader: Any, module: ModuleType) -> None:
     _answer_for_cuda()
 
 
+def _execute_quantization(loader: Any, module: ModuleType) -> None:
+    """The package asks a GPU's generation which formats its recipes may use; te-fl's ops serve all of them on the host."""
+    loader.exec_module(module)
+    for name in ("check_mxfp8_support", "check_nvfp4_support"):
+        setattr(module, name, lambda: (True, ""))
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, executions: dict):
         self._executions = executions
@@ -131,7 +139,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def install(host: bool) -> None:
     """host: the host answers for CUDA, from the import of torch on."""
-    executions: dict = {_COMMON: _execute_common}
+    executions: dict = {_COMMON: _execute_common, **({_QUANTIZATION: _execute_quantization} if host else {})}
     if host and "torch" in sys.modules:
         _answer_for_cuda()
     elif host:

@@ -11,7 +11,7 @@ _NVSHMEM = "NVSHMEM is NVIDIA's own; use torch.distributed"
 _EP = "expert parallelism over NCCL's device API is NVIDIA's own; use all-to-all of torch.distributed"
 _GROUPED_MLP = "te.ops' fused grouped MLP is kernels of Blackwell's; leave them out by NVTE_CUTEDSL_FUSED_GROUPED_MLP=0"
 _SOLVER = "cuSolverMp is NVIDIA's own; iterate with torch.matmul"
-_FP4_BLOCKS = "te-fl computes NVFP4 with blocks of 1 x 16; give the recipe disable_2d_quantization=True"
+_FP4_SHARDS = "te-fl has no casts of sharded master weights to NVFP4; keep weights in high precision, or whole on each rank"
 _FP4_AMAX = "te-fl's NVFP4 finds a tensor's amax itself; quantise by quantize()"
 
 REASONS = {
@@ -20,8 +20,8 @@ REASONS = {
     "init_nvshmem_backend": _NVSHMEM, "create_nvshmem_tensor": _NVSHMEM, "nvshmem_send_on_current_stream": _NVSHMEM,
     "nvshmem_wait_on_current_stream": _NVSHMEM, "nvshmem_finalize": _NVSHMEM,
     **dict.fromkeys("nvfp4_2d_compute_partial_amax nvfp4_multi_tensor_compute_partial_amax nvfp4_2d_partial_cast nvfp4_multi_tensor_2d_partial_cast "
-                    "nvfp4_2d_scale_transpose nvfp4_2d_multi_tensor_transpose nvfp4_data_transpose nvfp4_expand_scale_to_fp8 "
-                    "nvfp4_compute_per_block_scale nvfp4_compute_global_scale nvfp4_fused_scale nvfp4_multi_tensor_fused_scale".split(), _FP4_BLOCKS),
+                    "nvfp4_2d_multi_tensor_transpose nvfp4_expand_scale_to_fp8 "
+                    "nvfp4_compute_per_block_scale nvfp4_compute_global_scale nvfp4_fused_scale nvfp4_multi_tensor_fused_scale".split(), _FP4_SHARDS),
     "fused_topk_with_score_function_qb_fwd": "the histogram of quantile balancing is not an op of te-fl; use fused_topk_with_score_function without it",
     "nvfp4_quantize_with_amax": _FP4_AMAX, "nvfp4_group_quantize_with_amax": _FP4_AMAX,
     **dict.fromkeys("EpLayerConfig ep_combine ep_combine_bwd ep_combine_fwd ep_dispatch ep_dispatch_bwd ep_dispatch_fwd ep_finalize ep_get_zero_copy "

@@ -27,6 +27,8 @@ def matrix(tensor: torch.Tensor) -> torch.Tensor:
 def quantize_into(values: torch.Tensor, quantizer: Any, output: Any, noop: Optional[torch.Tensor] = None) -> Any:
     """output: a tensor of the package's whose buffers fit the quantizer."""
     scheme = schemes.of_quantizer(quantizer)
+    if scheme.write(quantizer, values, output, noop):
+        return output
     # Every rank takes part, one whose tensor has no elements, too.
     target = scheme.for_ranks(quantizer, values, output) if getattr(quantizer, "with_amax_reduction", False) else None
     if values.numel() == 0:
@@ -67,7 +69,7 @@ def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list:
         return [bias_grad, values]
     scheme = schemes.of_quantizer(quantizer)
     output = scheme.create(quantizer, values.shape, values.dtype, values.device)
-    if getattr(quantizer, "with_amax_reduction", False):
+    if scheme.is_single(quantizer):
         torch.sum(values.view(-1, values.shape[-1]), 0, out=bias_grad)
         return [bias_grad, quantize_into(values, quantizer, output)]
     ops.bgrad_quantize(input=values, output=scheme.target(quantizer, output), bias_grad=bias_grad)
@@ -98,7 +100,7 @@ def split_quantize(tensor: torch.Tensor, split_sections: Sequence[int], quantize
         outputs = one.create_together(quantizer_list, shapes, tensor.dtype, tensor.device)
     if outputs is None:
         outputs = [s.create(q, shape, tensor.dtype, tensor.device) for s, q, shape in zip(schemes_of, quantizer_list, shapes)]
-    if any(getattr(q, "with_amax_reduction", False) for q in quantizer_list):
+    if any(s.is_single(q) for s, q in zip(schemes_of, quantizer_list)):
         return [quantize_into(part, q, out) for part, q, out in zip(tensor.split(sections), quantizer_list, outputs)]
     if tensor.numel():
         targets = one.targets(quantizer_list, outputs) if one is not None else [s.target(*each) for s, *each in zip(schemes_of, quantizer_list, outputs)]

@@ -15,6 +15,7 @@ import torch
 
 from te_fl import _native, ops
 from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.transformer_engine_torch import nvfp4
 from te_fl.transformer_engine_torch.dtypes import fp8_dtype
 from te_fl.transformer_engine_torch.swizzle import plain_scales
 from te_fl.tensors import Quantized
@@ -90,6 +91,14 @@ class Scheme:
         if type(tensor) not in _by_type:
             of_tensor(tensor)
         return tensor, dtype, scale, amax, flags, amax_epsilon
+
+    def is_single(self, quantizer: Any) -> bool:
+        """True if an op writes a tensor of the quantizer's from its values alone or not at all: its amax is that of ranks, or it is written by write()."""
+        return getattr(quantizer, "with_amax_reduction", False)
+
+    def write(self, quantizer: Any, values: torch.Tensor, tensor: Any, noop: Optional[torch.Tensor]) -> bool:
+        """Writes the tensor by PyTorch's operations if the quantizer asks for what no op does; every rank of its group calls it. False: an op does it."""
+        return False
 
     def for_ranks(self, quantizer: Any, values: torch.Tensor, tensor: Any) -> Any:
         """The target whose scale comes from the largest value among the ranks of the quantizer's group, every one of which calls it."""
@@ -383,8 +392,8 @@ class NVFP4(Scheme):
     """An E4M3 scale for 16 elements and an amax for the tensor. The column-wise copy is transposed. Codes lie two in a byte."""
 
     _NAMES = {**Float8Block._NAMES, "_amax_rowwise": "amax_rowwise", "_amax_columnwise": "amax_columnwise"}
-    _REFUSED = {"with_rht": False, "stochastic_rounding": False, "with_2d_quantization": False, "nvfp4_use_4over6": False,
-                "row_scaled_nvfp4": False}
+    _REFUSED = {"nvfp4_use_4over6": False, "row_scaled_nvfp4": False}
+    fused = False  # the package quantises what was rounded to the activation dtype
 
     def storage_class(self, quantizer):
         classes = _classes()
@@ -415,8 +424,18 @@ class NVFP4(Scheme):
     def check(self, quantizer):
         for name, served in self._REFUSED.items():
             if getattr(quantizer, name, served) != served:
-                raise Unsupported(f"NVFP4Quantizer.{name} is not served by te-fl, which computes blocks of 1 x 16 with one amax for a tensor; "
-                                  f"leave it at {served} (of a recipe: disable_rht, disable_stochastic_rounding, disable_2d_quantization)")
+                raise Unsupported(f"NVFP4Quantizer.{name} is not served by te-fl, whose tensors have one amax and the largest code in every block; "
+                                  f"leave it at {served}")
+        nvfp4.check(quantizer)
+
+    def is_single(self, quantizer):
+        return super().is_single(quantizer) or nvfp4.is_asked(quantizer)
+
+    def write(self, quantizer, values, tensor, noop):
+        if not nvfp4.is_asked(quantizer):
+            return False
+        nvfp4.write(values, quantizer, tensor, noop)
+        return True
 
     def mark(self, quantizer, tensor):
         tensor._fp4_dtype = quantizer.dtype
@@ -521,11 +540,14 @@ def is_quantised(tensor: Any) -> bool:
 
 
 def shape_of(tensor: Any) -> Tuple[int, ...]:
-    """The logical shape, of a storage as of a tensor. Read off the copy where that is transposed only, [last, others...]: the size() of such a storage
-    of more than two dimensions is another before 2.19."""
+    """The logical shape, of a storage as of a tensor. Read off the copy where that is transposed only, [last, others...]: of such a storage size() is
+    another before 2.19 if it has more than two dimensions, and of NVFP4 it warns."""
     transpose = getattr(tensor, "_transpose", None)
     if transpose is not None and tensor._data is None:
         return (*transpose.shape[1:], transpose.shape[0])
+    if transpose is None and hasattr(tensor, "_fp4_dtype") and tensor._rowwise_data is None and not isinstance(tensor, torch.Tensor):
+        packed = tensor._columnwise_data.shape
+        return (*packed[1:-1], 2 * packed[-1], packed[0])
     return tuple(tensor.size())
 
 
