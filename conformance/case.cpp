@@ -344,6 +344,8 @@ Table all_cases() {
   add_quantize_cases(table);
   add_rope_cases(table);
   add_router_cases(table);
+  add_chunk_cases(table);
+  add_scaled_activation_cases(table);
   add_softmax_cases(table);
   add_tensor_cases(table);
   add_special_cases(table);
@@ -367,6 +369,8 @@ void fuzz_all(Drawn& drawn) {
   fuzz_quantize(drawn);
   fuzz_rope(drawn);
   fuzz_router(drawn);
+  fuzz_chunks(drawn);
+  fuzz_scaled_activation(drawn);
   fuzz_softmax(drawn);
   fuzz_tensor(drawn);
 }

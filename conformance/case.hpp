@@ -227,6 +227,7 @@ struct Case {
 using Table = std::vector<Case>;
 void add_activation_cases(Table&);
 void add_attention_cases(Table&);
+void add_chunk_cases(Table&);  // part of the moe family
 void add_collective_cases(Table&);
 void add_delayed_scaling_cases(Table&);  // part of the quantize family
 void add_dropout_cases(Table&);
@@ -238,7 +239,8 @@ void add_norm_cases(Table&);
 void add_optimizer_cases(Table&);
 void add_quantize_cases(Table&);
 void add_rope_cases(Table&);
-void add_router_cases(Table&);  // part of the moe family
+void add_router_cases(Table&);             // part of the moe family
+void add_scaled_activation_cases(Table&);  // part of the activation family
 void add_softmax_cases(Table&);
 void add_tensor_cases(Table&);
 void add_special_cases(Table&);  // NaN and infinities in cases of all families that are there
@@ -256,6 +258,7 @@ Table sweep_cases(const std::string& op);
 class Drawn;  // a family draws its variants with it
 void fuzz_activation(Drawn&);
 void fuzz_attention(Drawn&);
+void fuzz_chunks(Drawn&);
 void fuzz_dropout(Drawn&);
 void fuzz_gemm(Drawn&);
 void fuzz_grouped_gemm(Drawn&);
@@ -266,6 +269,7 @@ void fuzz_optimizer(Drawn&);
 void fuzz_quantize(Drawn&);
 void fuzz_rope(Drawn&);
 void fuzz_router(Drawn&);
+void fuzz_scaled_activation(Drawn&);
 void fuzz_softmax(Drawn&);
 void fuzz_tensor(Drawn&);
 

@@ -64,7 +64,7 @@ Refusal refuse_dbias_backward(const te_fl_activation_dbias_act_args& args) {
 // ---- gated forms
 
 template <class Args>
-void gated(Act act, Clamp clamp, const Args& args) {
+void gated(Act act, GateOptions options, const Args& args) {
   const Loader input(*args.input);
   const int64_t half = backend::as_matrix(*args.output).cols;
   const auto values = [&](const Piece& piece, float* out) {
@@ -72,7 +72,7 @@ void gated(Act act, Clamp clamp, const Args& args) {
     const int64_t first = piece.row * 2 * half + piece.col;
     input(first, piece.n, out);
     input(first + half, piece.n, b.data);
-    gated_forward(act, clamp, out, b.data, piece.n, out);
+    gated_forward(act, options, out, b.data, piece.n, out);
   };
   store_output(*args.output, values);
 }
@@ -85,7 +85,7 @@ Refusal refuse_gated(const Args& args) {
 
 // Both gradients of a piece at once, written to their halves: the output may be the input's array.
 template <class Args>
-void gated_gradient_in_pairs(Act act, Clamp clamp, const Args& args) {
+void gated_gradient_in_pairs(Act act, GateOptions options, const Args& args) {
   const Loader grad(*args.grad), input(*args.input);
   const backend::Matrix out = backend::as_matrix(*args.grad);
   const int64_t half = out.cols, chunks = ceil_div(half, kChunk);
@@ -103,7 +103,7 @@ void gated_gradient_in_pairs(Act act, Clamp clamp, const Args& args) {
       grad(row * half + col, n, dy.data);
       input(first, n, a.data);
       input(first + half, n, b.data);
-      gated_backward(act, clamp, dy.data, a.data, b.data, n, a.data, b.data);
+      gated_backward(act, options, dy.data, a.data, b.data, n, a.data, b.data);
       store_f32(dtype, a.data, n, to + first * bytes, stream);
       store_f32(dtype, b.data, n, to + (first + half) * bytes, stream);
     }
@@ -112,9 +112,9 @@ void gated_gradient_in_pairs(Act act, Clamp clamp, const Args& args) {
 }
 
 template <class Args>
-void gated_gradient(Act act, Clamp clamp, const Args& args) {
+void gated_gradient(Act act, GateOptions options, const Args& args) {
   if (backend::scaling(*args.output) == TE_FL_SCALING_NONE) {
-    return gated_gradient_in_pairs(act, clamp, args);
+    return gated_gradient_in_pairs(act, options, args);
   }
   const Loader grad(*args.grad), input(*args.input);
   const int64_t half = backend::as_matrix(*args.grad).cols;
@@ -130,7 +130,7 @@ void gated_gradient(Act act, Clamp clamp, const Args& args) {
       input(at, n, a.data);
       input(at + half, n, b.data);
       float* gradient = first ? a.data : b.data;
-      gated_backward(act, clamp, dy.data, a.data, b.data, n, first ? gradient : nullptr,
+      gated_backward(act, options, dy.data, a.data, b.data, n, first ? gradient : nullptr,
                      first ? nullptr : gradient);
       std::copy_n(gradient, n, out + done);
       done += n;
@@ -158,10 +158,13 @@ void gated_bwd(const te_fl_context&, const te_fl_activation_glu_bwd_args& args) 
   gated_gradient(kAct, {}, args);
 }
 void clamped_fwd(const te_fl_context&, const te_fl_activation_clamped_fwd_args& args) {
-  gated(Act::kClamped, {args.limit, args.alpha, args.glu_linear_offset}, args);
+  gated(Act::kClamped, {.limit = args.limit, .alpha = args.alpha, .offset = args.glu_linear_offset},
+        args);
 }
 void clamped_bwd(const te_fl_context&, const te_fl_activation_clamped_bwd_args& args) {
-  gated_gradient(Act::kClamped, {args.limit, args.alpha, args.glu_linear_offset}, args);
+  gated_gradient(Act::kClamped,
+                 {.limit = args.limit, .alpha = args.alpha, .offset = args.glu_linear_offset},
+                 args);
 }
 
 using Ops = std::vector<te_fl_op_desc>;

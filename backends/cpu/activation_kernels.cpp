@@ -132,7 +132,7 @@ HWY_INLINE VF Within(VF x, VF limit) {
   return AtMost(hn::IfThenElse(hn::Lt(x, low), low, x), limit);
 }
 
-void ClampedForward(const Clamp& clamp, const float* a, const float* b, int64_t n, float* y) {
+void ClampedForward(const GateOptions& clamp, const float* a, const float* b, int64_t n, float* y) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   const VF limit = SetF(clamp.limit), alpha = SetF(clamp.alpha), offset = SetF(clamp.offset);
   for (int64_t i = 0; i < n; i += lanes) {
@@ -143,8 +143,8 @@ void ClampedForward(const Clamp& clamp, const float* a, const float* b, int64_t 
   }
 }
 
-void ClampedBackward(const Clamp& clamp, const float* dy, const float* a, const float* b, int64_t n,
-                     float* da, float* db) {
+void ClampedBackward(const GateOptions& clamp, const float* dy, const float* a, const float* b,
+                     int64_t n, float* da, float* db) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   const VF limit = SetF(clamp.limit), alpha = SetF(clamp.alpha), offset = SetF(clamp.offset);
   for (int64_t i = 0; i < n; i += lanes) {
@@ -157,6 +157,51 @@ void ClampedBackward(const Clamp& clamp, const float* dy, const float* a, const 
     if (da != nullptr) StoreF32(hn::IfThenZeroElse(hn::Gt(x, limit), grad_a), da + i);
     if (db != nullptr) {
       StoreF32(hn::IfThenZeroElse(hn::Gt(hn::Abs(second), limit), grad_b), db + i);
+    }
+  }
+}
+
+// beta tanh(x / beta) and its derivative. Odd powers where 1 - exp(-2 |u|) has lost digits.
+HWY_INLINE void BoundedBoth(VF x, float beta, VF& value, VF& derivative) {
+  const VF one = SetF(1.0f), most = SetF(100.0f);
+  const VF u = hn::Max(hn::Min(hn::Div(x, SetF(beta)), most), hn::Neg(most)), u2 = hn::Mul(u, u);
+  VF series = hn::MulAdd(u2, SetF(62.0f / 2835.0f), SetF(-17.0f / 315.0f));
+  series = hn::MulAdd(u2, series, SetF(2.0f / 15.0f));
+  series = hn::MulAdd(u2, series, SetF(-1.0f / 3.0f));
+  const VF size = hn::Abs(u), small = hn::MulAdd(hn::Mul(u, u2), series, u);
+  const VF e = ExpInRange(hn::Max(hn::Mul(size, SetF(-2.0f)), SetF(-87.0f)));
+  const VF r = hn::Div(one, hn::Add(one, e));
+  const VF large = hn::CopySign(hn::Mul(hn::Sub(one, e), r), u);
+  const VF t = hn::IfThenElse(hn::Lt(size, SetF(0.25f)), small, large);
+  const auto is_number = hn::Eq(x, x);  // Min and Max may lose a NaN
+  value = hn::IfThenElse(is_number, hn::Mul(SetF(beta), t), x);
+  derivative = hn::IfThenElse(is_number, hn::Mul(hn::Mul(SetF(4.0f), e), hn::Mul(r, r)), x);
+}
+
+void SituForward(const GateOptions& o, const float* a, const float* b, int64_t n, float* y) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  for (int64_t i = 0; i < n; i += lanes) {
+    const VF x = LoadF32(a + i);
+    VF first, second, unused;
+    BoundedBoth(x, o.beta1, first, unused);
+    BoundedBoth(LoadF32(b + i), o.beta2, second, unused);
+    StoreF32(hn::Mul(hn::Mul(first, Sigmoid(x)), second), y + i);
+  }
+}
+
+void SituBackward(const GateOptions& o, const float* dy, const float* a, const float* b, int64_t n,
+                  float* da, float* db) {
+  const auto lanes = static_cast<int64_t>(NumLanes());
+  for (int64_t i = 0; i < n; i += lanes) {
+    const VF x = LoadF32(a + i), grad = LoadF32(dy + i);
+    const VF plus = Sigmoid(x), minus = Sigmoid(hn::Neg(x));
+    VF first, first_slope, second, second_slope;
+    BoundedBoth(x, o.beta1, first, first_slope);
+    BoundedBoth(LoadF32(b + i), o.beta2, second, second_slope);
+    const VF slope = hn::Mul(plus, hn::MulAdd(first, minus, first_slope));
+    if (da != nullptr) StoreF32(hn::Mul(hn::Mul(grad, slope), second), da + i);
+    if (db != nullptr) {
+      StoreF32(hn::Mul(hn::Mul(grad, hn::Mul(first, plus)), second_slope), db + i);
     }
   }
 }
@@ -195,7 +240,8 @@ void ActBackward(Act act, const float* dy, const float* x, int64_t n, float* dx)
   }
 }
 
-void GatedForwardByAct(Act act, Clamp clamp, const float* a, const float* b, int64_t n, float* y) {
+void GatedForwardByAct(Act act, GateOptions clamp, const float* a, const float* b, int64_t n,
+                       float* y) {
   switch (act) {
     case Act::kGelu:
       return GatedForward<Gelu>(a, b, n, y);
@@ -209,12 +255,14 @@ void GatedForwardByAct(Act act, Clamp clamp, const float* a, const float* b, int
       return GatedForward<Silu>(a, b, n, y);
     case Act::kSigmoid:
       return GatedForward<Sigmoid_>(a, b, n, y);
+    case Act::kSitu:
+      return SituForward(clamp, a, b, n, y);
     default:
       return ClampedForward(clamp, a, b, n, y);
   }
 }
 
-void GatedBackwardByAct(Act act, Clamp clamp, const float* dy, const float* a, const float* b,
+void GatedBackwardByAct(Act act, GateOptions clamp, const float* dy, const float* a, const float* b,
                         int64_t n, float* da, float* db) {
   switch (act) {
     case Act::kGelu:
@@ -229,6 +277,8 @@ void GatedBackwardByAct(Act act, Clamp clamp, const float* dy, const float* a, c
       return GatedBackward<Silu>(dy, a, b, n, da, db);
     case Act::kSigmoid:
       return GatedBackward<Sigmoid_>(dy, a, b, n, da, db);
+    case Act::kSitu:
+      return SituBackward(clamp, dy, a, b, n, da, db);
     default:
       return ClampedBackward(clamp, dy, a, b, n, da, db);
   }
@@ -251,10 +301,11 @@ void act_forward(Act act, const float* x, int64_t n, float* y) {
 void act_backward(Act act, const float* dy, const float* x, int64_t n, float* dx) {
   HWY_DYNAMIC_DISPATCH(ActBackward)(act, dy, x, n, dx);
 }
-void gated_forward(Act act, Clamp clamp, const float* a, const float* b, int64_t n, float* y) {
+void gated_forward(Act act, GateOptions clamp, const float* a, const float* b, int64_t n,
+                   float* y) {
   HWY_DYNAMIC_DISPATCH(GatedForwardByAct)(act, clamp, a, b, n, y);
 }
-void gated_backward(Act act, Clamp clamp, const float* dy, const float* a, const float* b,
+void gated_backward(Act act, GateOptions clamp, const float* dy, const float* a, const float* b,
                     int64_t n, float* da, float* db) {
   HWY_DYNAMIC_DISPATCH(GatedBackwardByAct)(act, clamp, dy, a, b, n, da, db);
 }

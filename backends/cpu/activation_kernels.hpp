@@ -6,23 +6,26 @@
 
 namespace te_fl::cpu {
 
-enum class Act { kGelu, kQgelu, kRelu, kSrelu, kSilu, kSigmoid, kClamped };
+enum class Act { kGelu, kQgelu, kRelu, kSrelu, kSilu, kSigmoid, kClamped, kSitu };
 
-// The parameters of kClamped, the activation of clamped_swiglu.
-struct Clamp {
+// The parameters of kClamped, the activation of clamped_swiglu, and of kSitu, that of situglu.
+struct GateOptions {
   float limit = 0.0f;
   float alpha = 0.0f;
   float offset = 0.0f;
+  float beta1 = 0.0f;
+  float beta2 = 0.0f;
 };
 
-// y = act(x). Not for kClamped.
+// y = act(x). Not for kClamped and kSitu.
 void act_forward(Act act, const float* x, int64_t n, float* y);
-// dx = dy act'(x). Not for kClamped.
+// dx = dy act'(x). Not for kClamped and kSitu.
 void act_backward(Act act, const float* dy, const float* x, int64_t n, float* dx);
 // y = act(a) b.
-void gated_forward(Act act, Clamp clamp, const float* a, const float* b, int64_t n, float* y);
+void gated_forward(Act act, GateOptions options, const float* a, const float* b, int64_t n,
+                   float* y);
 // da = dy act'(a) b, db = dy act(a). Either may be null.
-void gated_backward(Act act, Clamp clamp, const float* dy, const float* a, const float* b,
+void gated_backward(Act act, GateOptions options, const float* dy, const float* a, const float* b,
                     int64_t n, float* da, float* db);
 
 }  // namespace te_fl::cpu

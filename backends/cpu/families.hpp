@@ -33,9 +33,11 @@ te_fl_op_desc descriptor(const char* op_name) {
 // Each appends the descriptors of one family; defined in <family>.cpp.
 void append_gemm(std::vector<te_fl_op_desc>& ops);
 void append_moe(std::vector<te_fl_op_desc>& ops);
+void append_chunks(std::vector<te_fl_op_desc>& ops);
 void append_router(std::vector<te_fl_op_desc>& ops);
 void append_quantize(std::vector<te_fl_op_desc>& ops);
 void append_activation(std::vector<te_fl_op_desc>& ops);
+void append_scaled_activation(std::vector<te_fl_op_desc>& ops);
 void append_norm(std::vector<te_fl_op_desc>& ops);
 void append_tensor(std::vector<te_fl_op_desc>& ops);
 void append_optimizer(std::vector<te_fl_op_desc>& ops);

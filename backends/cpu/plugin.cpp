@@ -15,18 +15,18 @@ namespace {
 
 using AppendOps = void (*)(std::vector<te_fl_op_desc>&);
 constexpr AppendOps kFamilies[] = {
-    append_gemm,        //
-    append_quantize,    //
-    append_activation,  //
-    append_norm,        //
-    append_tensor,      //
-    append_moe,         //
-    append_router,      //
-    append_optimizer,   //
-    append_attention,   //
-    append_softmax,     //
-    append_rope,        //
-    append_dropout,     //
+    append_gemm,      //
+    append_quantize,  //
+    append_activation, append_scaled_activation,
+    append_norm,    //
+    append_tensor,  //
+    append_moe,        append_chunks,
+    append_router,     //
+    append_optimizer,  //
+    append_attention,  //
+    append_softmax,    //
+    append_rope,       //
+    append_dropout,    //
 };
 
 // TE_FL_NUM_THREADS; absent or 0 chooses the CPUs available to the process.

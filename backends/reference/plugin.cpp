@@ -13,12 +13,12 @@ namespace {
 
 using AppendOps = void (*)(std::vector<te_fl_op_desc>&);
 constexpr AppendOps kFamilies[] = {
-    append_gemm,        //
-    append_quantize,    //
-    append_activation,  //
-    append_norm,        //
-    append_tensor,      //
-    append_moe,         //
+    append_gemm,      //
+    append_quantize,  //
+    append_activation, append_scaled_activation,
+    append_norm,    //
+    append_tensor,  //
+    append_moe,        append_chunks,
     append_router,      //
     append_softmax,     //
     append_attention,   //

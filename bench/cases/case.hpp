@@ -160,6 +160,7 @@ inline int64_t rows_each(int64_t rows, int tensors) {
 
 void add_activation(Cases& cases);
 void add_attention(Cases& cases);
+void add_chunks(Cases& cases);
 void add_delayed_scaling(Cases& cases);
 void add_dropout(Cases& cases);
 void add_gemm(Cases& cases);
@@ -171,6 +172,7 @@ void add_optimizer(Cases& cases);
 void add_quantize(Cases& cases);
 void add_rope(Cases& cases);
 void add_router(Cases& cases);
+void add_scaled_activation(Cases& cases);
 void add_softmax(Cases& cases);
 void add_tensor(Cases& cases);
 

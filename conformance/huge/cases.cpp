@@ -17,6 +17,8 @@ Cases all_cases() {
   add_dequantize(cases);
   add_rope(cases);
   add_router(cases);
+  add_chunks(cases);
+  add_scaled_activations(cases);
   add_softmax(cases);
   add_tensor(cases);
   return cases;

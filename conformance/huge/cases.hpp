@@ -24,6 +24,7 @@ inline constexpr int64_t kCols = 4096, kOddCols = 4099;
 
 void add_activations(Cases& cases);
 void add_attention(Cases& cases);
+void add_chunks(Cases& cases);
 void add_gemm(Cases& cases);
 void add_grouped_gemm(Cases& cases);
 void add_moe(Cases& cases);
@@ -35,6 +36,7 @@ void add_quantize(Cases& cases);
 void add_dequantize(Cases& cases);
 void add_rope(Cases& cases);
 void add_router(Cases& cases);
+void add_scaled_activations(Cases& cases);
 void add_softmax(Cases& cases);
 void add_tensor(Cases& cases);
 

@@ -49,6 +49,16 @@ inline constexpr OpId dbias_dsilu{25};
 inline constexpr OpId dbias_drelu{26};
 inline constexpr OpId dbias_dqgelu{27};
 inline constexpr OpId dbias_dsrelu{28};
+inline constexpr OpId situglu{98};
+inline constexpr OpId dsituglu{99};
+inline constexpr OpId scaled_swiglu{100};
+inline constexpr OpId scaled_dswiglu{101};
+inline constexpr OpId scaled_clamped_swiglu{102};
+inline constexpr OpId scaled_clamped_dswiglu{103};
+inline constexpr OpId scaled_srelu{104};
+inline constexpr OpId scaled_dsrelu{105};
+inline constexpr OpId scaled_situglu{106};
+inline constexpr OpId scaled_dsituglu{107};
 inline constexpr OpId fused_attn_fwd{29};
 inline constexpr OpId fused_attn_bwd{30};
 inline constexpr OpId get_fused_attn_backend{31};
@@ -78,6 +88,8 @@ inline constexpr OpId fused_moe_aux_loss_bwd{91};
 inline constexpr OpId fused_multi_row_padding{92};
 inline constexpr OpId fused_multi_row_unpadding{93};
 inline constexpr OpId splits_to_offsets{94};
+inline constexpr OpId moe_sort_chunks_fwd{96};
+inline constexpr OpId moe_sort_chunks_bwd{97};
 inline constexpr OpId layernorm_fwd{35};
 inline constexpr OpId layernorm_bwd{36};
 inline constexpr OpId rmsnorm_fwd{37};
@@ -268,6 +280,61 @@ namespace ops {
   return OpManager::instance().call(op::dbias_dsrelu, &args, options);
 }
 
+// Gated activation with two bounded halves. y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b /
+// beta2), input = [a, b] along the last dimension
+[[nodiscard]] inline Status situglu(const te_fl_situglu_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::situglu, &args, options);
+}
+
+// Gradient of situglu. derivative of situglu
+[[nodiscard]] inline Status dsituglu(const te_fl_dsituglu_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::dsituglu, &args, options);
+}
+
+// swiglu with a factor of each row. s silu(a) b, rounded once
+[[nodiscard]] inline Status scaled_swiglu(const te_fl_scaled_swiglu_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::scaled_swiglu, &args, options);
+}
+
+// Gradient of scaled_swiglu and of its factors. output = s times the derivative of swiglu;
+// grad_scales = sum over the row of grad silu(a) b
+[[nodiscard]] inline Status scaled_dswiglu(const te_fl_scaled_dswiglu_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::scaled_dswiglu, &args, options);
+}
+
+// clamped_swiglu with a factor of each row. s clamped_swiglu(a, b), rounded once
+[[nodiscard]] inline Status scaled_clamped_swiglu(const te_fl_scaled_clamped_swiglu_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::scaled_clamped_swiglu, &args, options);
+}
+
+// Gradient of scaled_clamped_swiglu and of its factors. output = s times the derivative of
+// clamped_swiglu; grad_scales = sum over the row of grad clamped_swiglu(a, b)
+[[nodiscard]] inline Status scaled_clamped_dswiglu(const te_fl_scaled_clamped_dswiglu_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::scaled_clamped_dswiglu, &args, options);
+}
+
+// srelu with a factor of each row. s max(x, 0)^2, rounded once
+[[nodiscard]] inline Status scaled_srelu(const te_fl_scaled_srelu_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::scaled_srelu, &args, options);
+}
+
+// Gradient of scaled_srelu and of its factors. output = 2 s grad max(x, 0); grad_scales = sum over
+// the row of grad max(x, 0)^2
+[[nodiscard]] inline Status scaled_dsrelu(const te_fl_scaled_dsrelu_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::scaled_dsrelu, &args, options);
+}
+
+// situglu with a factor of each row. s situglu(a, b), rounded once
+[[nodiscard]] inline Status scaled_situglu(const te_fl_scaled_situglu_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::scaled_situglu, &args, options);
+}
+
+// Gradient of scaled_situglu and of its factors. output = s times the derivative of situglu;
+// grad_scales = sum over the row of grad situglu(a, b)
+[[nodiscard]] inline Status scaled_dsituglu(const te_fl_scaled_dsituglu_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::scaled_dsituglu, &args, options);
+}
+
 // attention: Scaled dot-product attention.
 
 // Scaled dot-product attention. O = dropout(softmax(cap(scale * Q K^T) + bias, masked)) V, cap(x)
@@ -449,6 +516,20 @@ namespace ops {
 // without leading_zero offsets[i] is that of i + 1
 [[nodiscard]] inline Status splits_to_offsets(const te_fl_splits_to_offsets_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::splits_to_offsets, &args, options);
+}
+
+// Puts chunks of rows in another order. chunk i is split_sizes[i] rows of input, one chunk after
+// the other; output has the chunks sorted_index[0], sorted_index[1], ..; row_id_map[t] is the row
+// of output that row t went to; rows behind the chunks become 0 and have -1
+[[nodiscard]] inline Status moe_sort_chunks_fwd(const te_fl_moe_sort_chunks_fwd_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::moe_sort_chunks_fwd, &args, options);
+}
+
+// Gradient of rows whose chunks were put in another order. grad_input[t] =
+// grad_output[row_id_map[t]], grad_probs[t] = grad_permuted_probs[row_id_map[t]]; 0 where
+// row_id_map is -1
+[[nodiscard]] inline Status moe_sort_chunks_bwd(const te_fl_moe_sort_chunks_bwd_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::moe_sort_chunks_bwd, &args, options);
 }
 
 // norm: Layer and RMS normalisation.

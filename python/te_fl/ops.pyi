@@ -183,6 +183,66 @@ def dbias_dsrelu(*, grad: Tensor, input: Tensor, output: Tensor, dbias: Tensor, 
     dx = dy * srelu'(x); dbias = sum over rows of dx
     """
 
+def situglu(*, input: Tensor, output: Tensor, beta1: float = 4.0, beta2: float = 25.0, stream: Any = None) -> None:
+    """Gated activation with two bounded halves.
+
+    y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2), input = [a, b] along the last dimension
+    """
+
+def dsituglu(*, grad: Tensor, input: Tensor, output: Tensor, beta1: float = 4.0, beta2: float = 25.0, stream: Any = None) -> None:
+    """Gradient of situglu.
+
+    derivative of situglu
+    """
+
+def scaled_swiglu(*, input: Tensor, act_scales: Tensor, output: Tensor, glu_interleave_size: int = 0, stream: Any = None) -> None:
+    """swiglu with a factor of each row.
+
+    s silu(a) b, rounded once
+    """
+
+def scaled_dswiglu(*, grad: Tensor, input: Tensor, act_scales: Tensor, output: Tensor, grad_scales: Optional[Tensor] = None, glu_interleave_size: int = 0, stream: Any = None) -> None:
+    """Gradient of scaled_swiglu and of its factors.
+
+    output = s times the derivative of swiglu; grad_scales = sum over the row of grad silu(a) b
+    """
+
+def scaled_clamped_swiglu(*, input: Tensor, act_scales: Tensor, output: Tensor, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, glu_interleave_size: int = 0, stream: Any = None) -> None:
+    """clamped_swiglu with a factor of each row.
+
+    s clamped_swiglu(a, b), rounded once
+    """
+
+def scaled_clamped_dswiglu(*, grad: Tensor, input: Tensor, act_scales: Tensor, output: Tensor, grad_scales: Optional[Tensor] = None, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, glu_interleave_size: int = 0, stream: Any = None) -> None:
+    """Gradient of scaled_clamped_swiglu and of its factors.
+
+    output = s times the derivative of clamped_swiglu; grad_scales = sum over the row of grad clamped_swiglu(a, b)
+    """
+
+def scaled_srelu(*, input: Tensor, act_scales: Tensor, output: Tensor, stream: Any = None) -> None:
+    """srelu with a factor of each row.
+
+    s max(x, 0)^2, rounded once
+    """
+
+def scaled_dsrelu(*, grad: Tensor, input: Tensor, act_scales: Tensor, output: Tensor, grad_scales: Optional[Tensor] = None, stream: Any = None) -> None:
+    """Gradient of scaled_srelu and of its factors.
+
+    output = 2 s grad max(x, 0); grad_scales = sum over the row of grad max(x, 0)^2
+    """
+
+def scaled_situglu(*, input: Tensor, act_scales: Tensor, output: Tensor, beta1: float = 4.0, beta2: float = 25.0, glu_interleave_size: int = 0, stream: Any = None) -> None:
+    """situglu with a factor of each row.
+
+    s situglu(a, b), rounded once
+    """
+
+def scaled_dsituglu(*, grad: Tensor, input: Tensor, act_scales: Tensor, output: Tensor, grad_scales: Optional[Tensor] = None, beta1: float = 4.0, beta2: float = 25.0, glu_interleave_size: int = 0, stream: Any = None) -> None:
+    """Gradient of scaled_situglu and of its factors.
+
+    output = s times the derivative of situglu; grad_scales = sum over the row of grad situglu(a, b)
+    """
+
 def fused_attn_fwd(*, q: Tensor, k: Tensor, v: Tensor, o: Tensor, softmax_lse: Optional[Tensor] = None, bias: Optional[Tensor] = None, alibi_slopes: Optional[Tensor] = None, attn_mask: Optional[Tensor] = None, cu_seqlens_q: Optional[Tensor] = None, cu_seqlens_kv: Optional[Tensor] = None, cu_seqlens_q_padded: Optional[Tensor] = None, cu_seqlens_kv_padded: Optional[Tensor] = None, softmax_sink: Optional[Tensor] = None, s_quant: Optional[Tensor] = None, saved: Optional[Saved] = None, layout: Union[int, str] = 0, mask_type: Union[int, str] = 0, softmax_type: Union[int, str] = 0, scale: float = 1.0, dropout_p: float = 0.0, window_left: int = -1, window_right: int = -1, max_seqlen_q: int = 0, max_seqlen_kv: int = 0, softcap: float = 0.0, stream: Any = None, seed: Union[int, _Plain] = 0, offset: int = 0) -> None:
     """Scaled dot-product attention.
 
@@ -355,6 +415,18 @@ def splits_to_offsets(*, splits: Tensor, offsets: Tensor, leading_zero: bool = T
     """Offsets of parts that follow each other.
 
     offsets[i] = stride (splits[0] + ... + splits[i - 1]); without leading_zero offsets[i] is that of i + 1
+    """
+
+def moe_sort_chunks_fwd(*, input: Tensor, split_sizes: Tensor, sorted_index: Tensor, output: Tensor, row_id_map: Tensor, probs: Optional[Tensor] = None, permuted_probs: Optional[Tensor] = None, stream: Any = None) -> None:
+    """Puts chunks of rows in another order.
+
+    chunk i is split_sizes[i] rows of input, one chunk after the other; output has the chunks sorted_index[0], sorted_index[1], ..; row_id_map[t] is the row of output that row t went to; rows behind the chunks become 0 and have -1
+    """
+
+def moe_sort_chunks_bwd(*, grad_output: Tensor, row_id_map: Tensor, grad_input: Tensor, grad_permuted_probs: Optional[Tensor] = None, grad_probs: Optional[Tensor] = None, stream: Any = None) -> None:
+    """Gradient of rows whose chunks were put in another order.
+
+    grad_input[t] = grad_output[row_id_map[t]], grad_probs[t] = grad_permuted_probs[row_id_map[t]]; 0 where row_id_map is -1
     """
 
 def layernorm_fwd(*, x: Tensor, gamma: Tensor, z: Tensor, mu: Tensor, rsigma: Tensor, beta: Optional[Tensor] = None, epsilon: float = 1e-05, zero_centered_gamma: bool = False, residual: Optional[Tensor] = None, sum: Optional[Tensor] = None, stream: Any = None) -> None:

@@ -48,6 +48,15 @@ std::string text_of(const ValueError& e) {
              "; it must lie in [" + std::to_string(e.more) + ", " + bound + "), the experts";
     case ValueRule::kSplit:
       return "splits[" + at + "] is " + value + ", expected 0 or more";
+    case ValueRule::kChunkSize:
+      return "split_sizes[" + at + "] is " + value + "; it is 0 or more, and the " + bound +
+             " rows have " + std::to_string(e.more) + " left for it";
+    case ValueRule::kChunk:
+      return "sorted_index[" + at + "] is " + value + "; it must lie in [0, " + bound +
+             "), the chunks";
+    case ValueRule::kChunkTwice:
+      return "sorted_index[" + at + "] is " + value +
+             ", as another element is; each chunk is named once";
     default:
       return std::string(e.argument) + " has " + bound + " positions, but position " + value +
              " is needed (sequence " + at + ")";

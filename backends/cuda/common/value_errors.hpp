@@ -24,6 +24,9 @@ enum class ValueRule : int32_t {
   kExpert,        // indices[at] is `value`, which is not in [more, bound), the experts
   kChosenExpert,  // topk_indices[at] likewise
   kSplit,         // splits[at] is `value`, less than 0
+  kChunkSize,     // split_sizes[at] is `value`: less than 0, or more than the `more` rows left
+  kChunk,         // sorted_index[at] is `value`, which is not in [0, bound), the chunks
+  kChunkTwice,    // sorted_index[at] is `value`, as another element is
   kPosition       // `argument` has `bound` positions, sequence `at` needs position `value`
 };
 

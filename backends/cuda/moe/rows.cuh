@@ -4,16 +4,9 @@
 #include "common/integers.cuh"
 #include "common/pack.cuh"
 #include "common/value_errors.cuh"
+#include "moe/row_launch.cuh"
 
 namespace te_fl::cuda {
-
-constexpr int kAtOnce = 4;  // pieces of a thread, loaded before the first is stored
-
-// Pieces of `words` words in a row, numbered row after row from row `first` on; fewer than 2^31.
-struct RowPieces {
-  FastDiv words;
-  int64_t first = 0, size = 0;
-};
 
 // ---- permutation
 

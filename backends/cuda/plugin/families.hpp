@@ -45,6 +45,7 @@ te_fl_op_desc descriptor(const char* op_name) {
 
 // Each appends the descriptors of one family; defined in <family>.cu or .cpp.
 void append_activation(std::vector<te_fl_op_desc>& ops);
+void append_scaled_activation(std::vector<te_fl_op_desc>& ops);
 void append_quantize(std::vector<te_fl_op_desc>& ops);
 void append_quantize_lists(std::vector<te_fl_op_desc>& ops);
 void append_dequantize(std::vector<te_fl_op_desc>& ops);
@@ -60,6 +61,7 @@ void append_grouped_gemm(std::vector<te_fl_op_desc>& ops);  // by append_gemm
 // `streams`: TE_FL_CUDA_GROUPED_STREAMS, which the host has checked; null: its default.
 void configure_grouped_gemm(const char* streams);
 void append_moe(std::vector<te_fl_op_desc>& ops);
+void append_chunks(std::vector<te_fl_op_desc>& ops);
 void append_router(std::vector<te_fl_op_desc>& ops);
 void append_norm(std::vector<te_fl_op_desc>& ops);
 // `most_scratch`: bytes that a backward of attention may take to keep what it computes twice

@@ -19,13 +19,15 @@ namespace {
 
 using AppendOps = void (*)(std::vector<te_fl_op_desc>&);
 constexpr AppendOps kFamilies[] = {
-    append_activation,  //
-    append_quantize,    //
+    append_activation,
+    append_scaled_activation,
+    append_quantize,  //
     append_quantize_lists,
     append_dequantize,
     append_scale_update,
-    append_tensor,     //
-    append_moe,        //
+    append_tensor,  //
+    append_moe,
+    append_chunks,
     append_router,     //
     append_dropout,    //
     append_optimizer,  //

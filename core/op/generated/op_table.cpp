@@ -666,6 +666,111 @@ const te_fl_arg_desc k_te_fl_grouped_gemm_args_beta = {sizeof(te_fl_arg_desc), T
 const te_fl_arg_desc* const k_te_fl_grouped_gemm_args[] = {&k_te_fl_grouped_gemm_args_a, &k_te_fl_grouped_gemm_args_b, &k_te_fl_grouped_gemm_args_d, &k_te_fl_grouped_gemm_args_bias, &k_te_fl_grouped_gemm_args_bias_grad, &k_te_fl_grouped_gemm_args_trans_a, &k_te_fl_grouped_gemm_args_trans_b, &k_te_fl_grouped_gemm_args_accumulate, &k_te_fl_grouped_gemm_args_accumulate_bias_grad, &k_te_fl_grouped_gemm_args_use_split_accumulator, &k_te_fl_grouped_gemm_args_alpha, &k_te_fl_grouped_gemm_args_beta};
 constexpr uint32_t k_te_fl_grouped_gemm_args_least = offsetof(te_fl_grouped_gemm_args, beta) + sizeof(te_fl_grouped_gemm_args::beta);
 
+const te_fl_arg_desc k_te_fl_moe_sort_chunks_fwd_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_RAW_FP8, offsetof(te_fl_moe_sort_chunks_fwd_args, input), 0, 0x103e, 0x1, 0, "input", "T H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_sort_chunks_fwd_args_split_sizes = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_moe_sort_chunks_fwd_args, split_sizes), 0, 0xc00, 0x1, 0, "split_sizes", "N", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_sort_chunks_fwd_args_sorted_index = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_moe_sort_chunks_fwd_args, sorted_index), 0, 0xc00, 0x1, 0, "sorted_index", "N", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_sort_chunks_fwd_args_probs = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_OPTIONAL, offsetof(te_fl_moe_sort_chunks_fwd_args, probs), 0, 0xe, 0x1, 0, "probs", "T", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_sort_chunks_fwd_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_RAW_FP8 | TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_moe_sort_chunks_fwd_args, output), 0, 0x103e, 0x1, 0, "output", "T H", nullptr, nullptr, "input", nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_sort_chunks_fwd_args_permuted_probs = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_OPTIONAL | TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_moe_sort_chunks_fwd_args, permuted_probs), 0, 0xe, 0x1, 0, "permuted_probs", "T", nullptr, nullptr, "probs", nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_sort_chunks_fwd_args_row_id_map = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, 0, offsetof(te_fl_moe_sort_chunks_fwd_args, row_id_map), 0, 0x400, 0x1, 0, "row_id_map", "T", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_moe_sort_chunks_fwd_args[] = {&k_te_fl_moe_sort_chunks_fwd_args_input, &k_te_fl_moe_sort_chunks_fwd_args_split_sizes, &k_te_fl_moe_sort_chunks_fwd_args_sorted_index, &k_te_fl_moe_sort_chunks_fwd_args_probs, &k_te_fl_moe_sort_chunks_fwd_args_output, &k_te_fl_moe_sort_chunks_fwd_args_permuted_probs, &k_te_fl_moe_sort_chunks_fwd_args_row_id_map};
+constexpr uint32_t k_te_fl_moe_sort_chunks_fwd_args_least = offsetof(te_fl_moe_sort_chunks_fwd_args, row_id_map) + sizeof(te_fl_moe_sort_chunks_fwd_args::row_id_map);
+
+const te_fl_arg_desc k_te_fl_moe_sort_chunks_bwd_args_grad_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_RAW_FP8, offsetof(te_fl_moe_sort_chunks_bwd_args, grad_output), 0, 0x103e, 0x1, 0, "grad_output", "T H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_sort_chunks_bwd_args_row_id_map = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_moe_sort_chunks_bwd_args, row_id_map), 0, 0x400, 0x1, 0, "row_id_map", "T", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_sort_chunks_bwd_args_grad_permuted_probs = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_OPTIONAL, offsetof(te_fl_moe_sort_chunks_bwd_args, grad_permuted_probs), 0, 0xe, 0x1, 0, "grad_permuted_probs", "T", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_sort_chunks_bwd_args_grad_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_RAW_FP8 | TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_moe_sort_chunks_bwd_args, grad_input), 0, 0x103e, 0x1, 0, "grad_input", "T H", nullptr, nullptr, "grad_output", nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_sort_chunks_bwd_args_grad_probs = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_OPTIONAL | TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_moe_sort_chunks_bwd_args, grad_probs), 0, 0xe, 0x1, 0, "grad_probs", "T", nullptr, nullptr, "grad_permuted_probs", nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_moe_sort_chunks_bwd_args[] = {&k_te_fl_moe_sort_chunks_bwd_args_grad_output, &k_te_fl_moe_sort_chunks_bwd_args_row_id_map, &k_te_fl_moe_sort_chunks_bwd_args_grad_permuted_probs, &k_te_fl_moe_sort_chunks_bwd_args_grad_input, &k_te_fl_moe_sort_chunks_bwd_args_grad_probs};
+constexpr uint32_t k_te_fl_moe_sort_chunks_bwd_args_least = offsetof(te_fl_moe_sort_chunks_bwd_args, grad_probs) + sizeof(te_fl_moe_sort_chunks_bwd_args::grad_probs);
+
+const te_fl_arg_desc k_te_fl_situglu_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_situglu_args, input), 0, 0xe, 0x1, 0, "input", "... 2*H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_situglu_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, 0, offsetof(te_fl_situglu_args, output), 0, 0xe, 0x1, 0, "output", "... H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_situglu_args_beta1 = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_situglu_args, beta1), 0, 0x0, 0x0, 0, "beta1", nullptr, nullptr, nullptr, nullptr, nullptr, 4.0, 1e-30, 3e+38, nullptr};
+const te_fl_arg_desc k_te_fl_situglu_args_beta2 = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_situglu_args, beta2), 0, 0x0, 0x0, 0, "beta2", nullptr, nullptr, nullptr, nullptr, nullptr, 25.0, 1e-30, 3e+38, nullptr};
+const te_fl_arg_desc* const k_te_fl_situglu_args[] = {&k_te_fl_situglu_args_input, &k_te_fl_situglu_args_output, &k_te_fl_situglu_args_beta1, &k_te_fl_situglu_args_beta2};
+constexpr uint32_t k_te_fl_situglu_args_least = offsetof(te_fl_situglu_args, beta2) + sizeof(te_fl_situglu_args::beta2);
+
+const te_fl_arg_desc k_te_fl_dsituglu_args_grad = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_dsituglu_args, grad), 0, 0xe, 0x1, 0, "grad", "... H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_dsituglu_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_dsituglu_args, input), 0, 0xe, 0x1, 0, "input", "... 2*H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_dsituglu_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, 0, offsetof(te_fl_dsituglu_args, output), 0, 0xe, 0x1, 0, "output", "... 2*H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_dsituglu_args_beta1 = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_dsituglu_args, beta1), 0, 0x0, 0x0, 0, "beta1", nullptr, nullptr, nullptr, nullptr, nullptr, 4.0, 1e-30, 3e+38, nullptr};
+const te_fl_arg_desc k_te_fl_dsituglu_args_beta2 = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_dsituglu_args, beta2), 0, 0x0, 0x0, 0, "beta2", nullptr, nullptr, nullptr, nullptr, nullptr, 25.0, 1e-30, 3e+38, nullptr};
+const te_fl_arg_desc* const k_te_fl_dsituglu_args[] = {&k_te_fl_dsituglu_args_grad, &k_te_fl_dsituglu_args_input, &k_te_fl_dsituglu_args_output, &k_te_fl_dsituglu_args_beta1, &k_te_fl_dsituglu_args_beta2};
+constexpr uint32_t k_te_fl_dsituglu_args_least = offsetof(te_fl_dsituglu_args, beta2) + sizeof(te_fl_dsituglu_args::beta2);
+
+const te_fl_arg_desc k_te_fl_scaled_swiglu_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_swiglu_args, input), 0, 0xe, 0x1, 0, "input", "... 2*H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_swiglu_args_act_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_swiglu_args, act_scales), 0, 0xe, 0x1, 0, "act_scales", "@...", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_swiglu_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, 0, offsetof(te_fl_scaled_swiglu_args, output), 0, 0xe, 0x1, 0, "output", "... H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_swiglu_args_glu_interleave_size = {sizeof(te_fl_arg_desc), TE_FL_ARG_I64, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_swiglu_args, glu_interleave_size), 0, 0x0, 0x0, 0, "glu_interleave_size", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 1099511627776.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_scaled_swiglu_args[] = {&k_te_fl_scaled_swiglu_args_input, &k_te_fl_scaled_swiglu_args_act_scales, &k_te_fl_scaled_swiglu_args_output, &k_te_fl_scaled_swiglu_args_glu_interleave_size};
+constexpr uint32_t k_te_fl_scaled_swiglu_args_least = offsetof(te_fl_scaled_swiglu_args, glu_interleave_size) + sizeof(te_fl_scaled_swiglu_args::glu_interleave_size);
+
+const te_fl_arg_desc k_te_fl_scaled_dswiglu_args_grad = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_dswiglu_args, grad), 0, 0xe, 0x1, 0, "grad", "... H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dswiglu_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_dswiglu_args, input), 0, 0xe, 0x1, 0, "input", "... 2*H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dswiglu_args_act_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_dswiglu_args, act_scales), 0, 0xe, 0x1, 0, "act_scales", "@...", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dswiglu_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, 0, offsetof(te_fl_scaled_dswiglu_args, output), 0, 0xe, 0x1, 0, "output", "... 2*H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dswiglu_args_grad_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_OPTIONAL, offsetof(te_fl_scaled_dswiglu_args, grad_scales), 0, 0xe, 0x1, 0, "grad_scales", "@...", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dswiglu_args_glu_interleave_size = {sizeof(te_fl_arg_desc), TE_FL_ARG_I64, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_dswiglu_args, glu_interleave_size), 0, 0x0, 0x0, 0, "glu_interleave_size", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 1099511627776.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_scaled_dswiglu_args[] = {&k_te_fl_scaled_dswiglu_args_grad, &k_te_fl_scaled_dswiglu_args_input, &k_te_fl_scaled_dswiglu_args_act_scales, &k_te_fl_scaled_dswiglu_args_output, &k_te_fl_scaled_dswiglu_args_grad_scales, &k_te_fl_scaled_dswiglu_args_glu_interleave_size};
+constexpr uint32_t k_te_fl_scaled_dswiglu_args_least = offsetof(te_fl_scaled_dswiglu_args, glu_interleave_size) + sizeof(te_fl_scaled_dswiglu_args::glu_interleave_size);
+
+const te_fl_arg_desc k_te_fl_scaled_clamped_swiglu_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_clamped_swiglu_args, input), 0, 0xe, 0x1, 0, "input", "... 2*H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_swiglu_args_act_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_clamped_swiglu_args, act_scales), 0, 0xe, 0x1, 0, "act_scales", "@...", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_swiglu_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, 0, offsetof(te_fl_scaled_clamped_swiglu_args, output), 0, 0xe, 0x1, 0, "output", "... H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_swiglu_args_limit = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_clamped_swiglu_args, limit), 0, 0x0, 0x0, 0, "limit", nullptr, nullptr, nullptr, nullptr, nullptr, 7.0, 0.0, 3e+38, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_swiglu_args_alpha = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_clamped_swiglu_args, alpha), 0, 0x0, 0x0, 0, "alpha", nullptr, nullptr, nullptr, nullptr, nullptr, 1.702, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_swiglu_args_glu_linear_offset = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_clamped_swiglu_args, glu_linear_offset), 0, 0x0, 0x0, 0, "glu_linear_offset", nullptr, nullptr, nullptr, nullptr, nullptr, 1.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_swiglu_args_glu_interleave_size = {sizeof(te_fl_arg_desc), TE_FL_ARG_I64, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_clamped_swiglu_args, glu_interleave_size), 0, 0x0, 0x0, 0, "glu_interleave_size", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 1099511627776.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_scaled_clamped_swiglu_args[] = {&k_te_fl_scaled_clamped_swiglu_args_input, &k_te_fl_scaled_clamped_swiglu_args_act_scales, &k_te_fl_scaled_clamped_swiglu_args_output, &k_te_fl_scaled_clamped_swiglu_args_limit, &k_te_fl_scaled_clamped_swiglu_args_alpha, &k_te_fl_scaled_clamped_swiglu_args_glu_linear_offset, &k_te_fl_scaled_clamped_swiglu_args_glu_interleave_size};
+constexpr uint32_t k_te_fl_scaled_clamped_swiglu_args_least = offsetof(te_fl_scaled_clamped_swiglu_args, glu_interleave_size) + sizeof(te_fl_scaled_clamped_swiglu_args::glu_interleave_size);
+
+const te_fl_arg_desc k_te_fl_scaled_clamped_dswiglu_args_grad = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_clamped_dswiglu_args, grad), 0, 0xe, 0x1, 0, "grad", "... H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_dswiglu_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_clamped_dswiglu_args, input), 0, 0xe, 0x1, 0, "input", "... 2*H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_dswiglu_args_act_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_clamped_dswiglu_args, act_scales), 0, 0xe, 0x1, 0, "act_scales", "@...", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_dswiglu_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, 0, offsetof(te_fl_scaled_clamped_dswiglu_args, output), 0, 0xe, 0x1, 0, "output", "... 2*H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_dswiglu_args_grad_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_OPTIONAL, offsetof(te_fl_scaled_clamped_dswiglu_args, grad_scales), 0, 0xe, 0x1, 0, "grad_scales", "@...", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_dswiglu_args_limit = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_clamped_dswiglu_args, limit), 0, 0x0, 0x0, 0, "limit", nullptr, nullptr, nullptr, nullptr, nullptr, 7.0, 0.0, 3e+38, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_dswiglu_args_alpha = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_clamped_dswiglu_args, alpha), 0, 0x0, 0x0, 0, "alpha", nullptr, nullptr, nullptr, nullptr, nullptr, 1.702, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_dswiglu_args_glu_linear_offset = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_clamped_dswiglu_args, glu_linear_offset), 0, 0x0, 0x0, 0, "glu_linear_offset", nullptr, nullptr, nullptr, nullptr, nullptr, 1.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_clamped_dswiglu_args_glu_interleave_size = {sizeof(te_fl_arg_desc), TE_FL_ARG_I64, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_clamped_dswiglu_args, glu_interleave_size), 0, 0x0, 0x0, 0, "glu_interleave_size", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 1099511627776.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_scaled_clamped_dswiglu_args[] = {&k_te_fl_scaled_clamped_dswiglu_args_grad, &k_te_fl_scaled_clamped_dswiglu_args_input, &k_te_fl_scaled_clamped_dswiglu_args_act_scales, &k_te_fl_scaled_clamped_dswiglu_args_output, &k_te_fl_scaled_clamped_dswiglu_args_grad_scales, &k_te_fl_scaled_clamped_dswiglu_args_limit, &k_te_fl_scaled_clamped_dswiglu_args_alpha, &k_te_fl_scaled_clamped_dswiglu_args_glu_linear_offset, &k_te_fl_scaled_clamped_dswiglu_args_glu_interleave_size};
+constexpr uint32_t k_te_fl_scaled_clamped_dswiglu_args_least = offsetof(te_fl_scaled_clamped_dswiglu_args, glu_interleave_size) + sizeof(te_fl_scaled_clamped_dswiglu_args::glu_interleave_size);
+
+const te_fl_arg_desc k_te_fl_scaled_srelu_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_srelu_args, input), 0, 0xe, 0x1, 0, "input", "... H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_srelu_args_act_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_srelu_args, act_scales), 0, 0xe, 0x1, 0, "act_scales", "@...", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_srelu_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, 0, offsetof(te_fl_scaled_srelu_args, output), 0, 0xe, 0x1, 0, "output", "... H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_scaled_srelu_args[] = {&k_te_fl_scaled_srelu_args_input, &k_te_fl_scaled_srelu_args_act_scales, &k_te_fl_scaled_srelu_args_output};
+constexpr uint32_t k_te_fl_scaled_srelu_args_least = offsetof(te_fl_scaled_srelu_args, output) + sizeof(te_fl_scaled_srelu_args::output);
+
+const te_fl_arg_desc k_te_fl_scaled_dsrelu_args_grad = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_dsrelu_args, grad), 0, 0xe, 0x1, 0, "grad", "... H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dsrelu_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_dsrelu_args, input), 0, 0xe, 0x1, 0, "input", "... H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dsrelu_args_act_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_dsrelu_args, act_scales), 0, 0xe, 0x1, 0, "act_scales", "@...", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dsrelu_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, 0, offsetof(te_fl_scaled_dsrelu_args, output), 0, 0xe, 0x1, 0, "output", "... H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dsrelu_args_grad_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_OPTIONAL, offsetof(te_fl_scaled_dsrelu_args, grad_scales), 0, 0xe, 0x1, 0, "grad_scales", "@...", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_scaled_dsrelu_args[] = {&k_te_fl_scaled_dsrelu_args_grad, &k_te_fl_scaled_dsrelu_args_input, &k_te_fl_scaled_dsrelu_args_act_scales, &k_te_fl_scaled_dsrelu_args_output, &k_te_fl_scaled_dsrelu_args_grad_scales};
+constexpr uint32_t k_te_fl_scaled_dsrelu_args_least = offsetof(te_fl_scaled_dsrelu_args, grad_scales) + sizeof(te_fl_scaled_dsrelu_args::grad_scales);
+
+const te_fl_arg_desc k_te_fl_scaled_situglu_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_situglu_args, input), 0, 0xe, 0x1, 0, "input", "... 2*H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_situglu_args_act_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_situglu_args, act_scales), 0, 0xe, 0x1, 0, "act_scales", "@...", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_situglu_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, 0, offsetof(te_fl_scaled_situglu_args, output), 0, 0xe, 0x1, 0, "output", "... H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_situglu_args_beta1 = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_situglu_args, beta1), 0, 0x0, 0x0, 0, "beta1", nullptr, nullptr, nullptr, nullptr, nullptr, 4.0, 1e-30, 3e+38, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_situglu_args_beta2 = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_situglu_args, beta2), 0, 0x0, 0x0, 0, "beta2", nullptr, nullptr, nullptr, nullptr, nullptr, 25.0, 1e-30, 3e+38, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_situglu_args_glu_interleave_size = {sizeof(te_fl_arg_desc), TE_FL_ARG_I64, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_situglu_args, glu_interleave_size), 0, 0x0, 0x0, 0, "glu_interleave_size", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 1099511627776.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_scaled_situglu_args[] = {&k_te_fl_scaled_situglu_args_input, &k_te_fl_scaled_situglu_args_act_scales, &k_te_fl_scaled_situglu_args_output, &k_te_fl_scaled_situglu_args_beta1, &k_te_fl_scaled_situglu_args_beta2, &k_te_fl_scaled_situglu_args_glu_interleave_size};
+constexpr uint32_t k_te_fl_scaled_situglu_args_least = offsetof(te_fl_scaled_situglu_args, glu_interleave_size) + sizeof(te_fl_scaled_situglu_args::glu_interleave_size);
+
+const te_fl_arg_desc k_te_fl_scaled_dsituglu_args_grad = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_dsituglu_args, grad), 0, 0xe, 0x1, 0, "grad", "... H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dsituglu_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_dsituglu_args, input), 0, 0xe, 0x1, 0, "input", "... 2*H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dsituglu_args_act_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_dsituglu_args, act_scales), 0, 0xe, 0x1, 0, "act_scales", "@...", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dsituglu_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, 0, offsetof(te_fl_scaled_dsituglu_args, output), 0, 0xe, 0x1, 0, "output", "... 2*H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dsituglu_args_grad_scales = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_OPTIONAL, offsetof(te_fl_scaled_dsituglu_args, grad_scales), 0, 0xe, 0x1, 0, "grad_scales", "@...", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dsituglu_args_beta1 = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_dsituglu_args, beta1), 0, 0x0, 0x0, 0, "beta1", nullptr, nullptr, nullptr, nullptr, nullptr, 4.0, 1e-30, 3e+38, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dsituglu_args_beta2 = {sizeof(te_fl_arg_desc), TE_FL_ARG_F32, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_dsituglu_args, beta2), 0, 0x0, 0x0, 0, "beta2", nullptr, nullptr, nullptr, nullptr, nullptr, 25.0, 1e-30, 3e+38, nullptr};
+const te_fl_arg_desc k_te_fl_scaled_dsituglu_args_glu_interleave_size = {sizeof(te_fl_arg_desc), TE_FL_ARG_I64, TE_FL_IN, 0, 0, offsetof(te_fl_scaled_dsituglu_args, glu_interleave_size), 0, 0x0, 0x0, 0, "glu_interleave_size", nullptr, nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 1099511627776.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_scaled_dsituglu_args[] = {&k_te_fl_scaled_dsituglu_args_grad, &k_te_fl_scaled_dsituglu_args_input, &k_te_fl_scaled_dsituglu_args_act_scales, &k_te_fl_scaled_dsituglu_args_output, &k_te_fl_scaled_dsituglu_args_grad_scales, &k_te_fl_scaled_dsituglu_args_beta1, &k_te_fl_scaled_dsituglu_args_beta2, &k_te_fl_scaled_dsituglu_args_glu_interleave_size};
+constexpr uint32_t k_te_fl_scaled_dsituglu_args_least = offsetof(te_fl_scaled_dsituglu_args, glu_interleave_size) + sizeof(te_fl_scaled_dsituglu_args::glu_interleave_size);
+
 const te_fl_op_schema k_gelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "gelu", "GELU activation.", "y = 0.5 x (1 + tanh(c (x + 0.044715 x^3))), c = sqrt(2/pi) = 0.7978845608", "docs/numerics.md, Activations", nullptr, "dgelu input", nullptr};
 const te_fl_op_schema k_qgelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "qgelu", "QGELU activation.", "y = x sigmoid(1.702 x)", "docs/numerics.md, Activations", nullptr, "dqgelu input", nullptr};
 const te_fl_op_schema k_relu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "relu", "RELU activation.", "y = max(x, 0)", "docs/numerics.md, Activations", nullptr, "drelu input", nullptr};
@@ -762,6 +867,18 @@ const te_fl_op_schema k_fused_multi_row_padding = {sizeof(te_fl_op_schema), 0, s
 const te_fl_op_schema k_fused_multi_row_unpadding = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_fused_multi_row_unpadding_args), k_te_fl_fused_multi_row_unpadding_args_least, 4, 0, k_te_fl_fused_multi_row_unpadding_args, "fused_multi_row_unpadding", "Takes the padding of each group away.", "group after group: the first unpadded_rows[i] of the input_rows[i] rows of input", "docs/numerics.md, Experts", nullptr, "fused_multi_row_padding input_rows=unpadded_rows padded_rows=input_rows", nullptr};
 const te_fl_op_schema k_splits_to_offsets = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_splits_to_offsets_args), k_te_fl_splits_to_offsets_args_least, 4, 0, k_te_fl_splits_to_offsets_args, "splits_to_offsets", "Offsets of parts that follow each other.", "offsets[i] = stride (splits[0] + ... + splits[i - 1]); without leading_zero offsets[i] is that of i + 1", "docs/numerics.md, Experts", nullptr, nullptr, nullptr};
 const te_fl_op_schema k_grouped_gemm = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_grouped_gemm_args), k_te_fl_grouped_gemm_args_least, 12, 0, k_te_fl_grouped_gemm_args, "grouped_gemm", "Matrix products of a group, each of its own matrices, in one call.", "d[i] = alpha * op(a[i]) op(b[i]) + bias[i] + beta * d[i] if accumulate; op(X) = X^T if trans_x", "docs/numerics.md, GEMM", "accumulate_bias_grad requires bias_grad", nullptr, "2*M*N*K"};
+const te_fl_op_schema k_moe_sort_chunks_fwd = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_moe_sort_chunks_fwd_args), k_te_fl_moe_sort_chunks_fwd_args_least, 7, 0, k_te_fl_moe_sort_chunks_fwd_args, "moe_sort_chunks_fwd", "Puts chunks of rows in another order.", "chunk i is split_sizes[i] rows of input, one chunk after the other; output has the chunks sorted_index[0], sorted_index[1], ..; row_id_map[t] is the row of output that row t went to; rows behind the chunks become 0 and have -1", "docs/numerics.md, Experts", "probs requires permuted_probs; permuted_probs requires probs", "moe_sort_chunks_bwd row_id_map", nullptr};
+const te_fl_op_schema k_moe_sort_chunks_bwd = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_moe_sort_chunks_bwd_args), k_te_fl_moe_sort_chunks_bwd_args_least, 5, 0, k_te_fl_moe_sort_chunks_bwd_args, "moe_sort_chunks_bwd", "Gradient of rows whose chunks were put in another order.", "grad_input[t] = grad_output[row_id_map[t]], grad_probs[t] = grad_permuted_probs[row_id_map[t]]; 0 where row_id_map is -1", "docs/numerics.md, Experts", "grad_probs requires grad_permuted_probs; grad_permuted_probs requires grad_probs", nullptr, nullptr};
+const te_fl_op_schema k_situglu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_situglu_args), k_te_fl_situglu_args_least, 4, 0, k_te_fl_situglu_args, "situglu", "Gated activation with two bounded halves.", "y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2), input = [a, b] along the last dimension", "docs/numerics.md, Activations", nullptr, "dsituglu input", nullptr};
+const te_fl_op_schema k_dsituglu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_dsituglu_args), k_te_fl_dsituglu_args_least, 5, 0, k_te_fl_dsituglu_args, "dsituglu", "Gradient of situglu.", "derivative of situglu", "docs/numerics.md, Activations", nullptr, nullptr, nullptr};
+const te_fl_op_schema k_scaled_swiglu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_scaled_swiglu_args), k_te_fl_scaled_swiglu_args_least, 4, 0, k_te_fl_scaled_swiglu_args, "scaled_swiglu", "swiglu with a factor of each row.", "s silu(a) b, rounded once", "docs/numerics.md, Activations", nullptr, "scaled_dswiglu input act_scales", nullptr};
+const te_fl_op_schema k_scaled_dswiglu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_scaled_dswiglu_args), k_te_fl_scaled_dswiglu_args_least, 6, 0, k_te_fl_scaled_dswiglu_args, "scaled_dswiglu", "Gradient of scaled_swiglu and of its factors.", "output = s times the derivative of swiglu; grad_scales = sum over the row of grad silu(a) b", "docs/numerics.md, Activations", nullptr, nullptr, nullptr};
+const te_fl_op_schema k_scaled_clamped_swiglu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_scaled_clamped_swiglu_args), k_te_fl_scaled_clamped_swiglu_args_least, 7, 0, k_te_fl_scaled_clamped_swiglu_args, "scaled_clamped_swiglu", "clamped_swiglu with a factor of each row.", "s clamped_swiglu(a, b), rounded once", "docs/numerics.md, Activations", nullptr, "scaled_clamped_dswiglu input act_scales", nullptr};
+const te_fl_op_schema k_scaled_clamped_dswiglu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_scaled_clamped_dswiglu_args), k_te_fl_scaled_clamped_dswiglu_args_least, 9, 0, k_te_fl_scaled_clamped_dswiglu_args, "scaled_clamped_dswiglu", "Gradient of scaled_clamped_swiglu and of its factors.", "output = s times the derivative of clamped_swiglu; grad_scales = sum over the row of grad clamped_swiglu(a, b)", "docs/numerics.md, Activations", nullptr, nullptr, nullptr};
+const te_fl_op_schema k_scaled_srelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_scaled_srelu_args), k_te_fl_scaled_srelu_args_least, 3, 0, k_te_fl_scaled_srelu_args, "scaled_srelu", "srelu with a factor of each row.", "s max(x, 0)^2, rounded once", "docs/numerics.md, Activations", nullptr, "scaled_dsrelu input act_scales", nullptr};
+const te_fl_op_schema k_scaled_dsrelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_scaled_dsrelu_args), k_te_fl_scaled_dsrelu_args_least, 5, 0, k_te_fl_scaled_dsrelu_args, "scaled_dsrelu", "Gradient of scaled_srelu and of its factors.", "output = 2 s grad max(x, 0); grad_scales = sum over the row of grad max(x, 0)^2", "docs/numerics.md, Activations", nullptr, nullptr, nullptr};
+const te_fl_op_schema k_scaled_situglu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_scaled_situglu_args), k_te_fl_scaled_situglu_args_least, 6, 0, k_te_fl_scaled_situglu_args, "scaled_situglu", "situglu with a factor of each row.", "s situglu(a, b), rounded once", "docs/numerics.md, Activations", nullptr, "scaled_dsituglu input act_scales", nullptr};
+const te_fl_op_schema k_scaled_dsituglu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_scaled_dsituglu_args), k_te_fl_scaled_dsituglu_args_least, 8, 0, k_te_fl_scaled_dsituglu_args, "scaled_dsituglu", "Gradient of scaled_situglu and of its factors.", "output = s times the derivative of situglu; grad_scales = sum over the row of grad situglu(a, b)", "docs/numerics.md, Activations", nullptr, nullptr, nullptr};
 
 const te_fl_op_schema* const kSchemas[] = {
     &k_gelu,
@@ -860,10 +977,22 @@ const te_fl_op_schema* const kSchemas[] = {
     &k_fused_multi_row_unpadding,
     &k_splits_to_offsets,
     &k_grouped_gemm,
+    &k_moe_sort_chunks_fwd,
+    &k_moe_sort_chunks_bwd,
+    &k_situglu,
+    &k_dsituglu,
+    &k_scaled_swiglu,
+    &k_scaled_dswiglu,
+    &k_scaled_clamped_swiglu,
+    &k_scaled_clamped_dswiglu,
+    &k_scaled_srelu,
+    &k_scaled_dsrelu,
+    &k_scaled_situglu,
+    &k_scaled_dsituglu,
 };
 
 const uint32_t kIds[] = {
-    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95,
+    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107,
 };
 
 const char* const kFamilies[] = {
@@ -963,14 +1092,26 @@ const char* const kFamilies[] = {
     "moe",
     "moe",
     "gemm",
+    "moe",
+    "moe",
+    "activation",
+    "activation",
+    "activation",
+    "activation",
+    "activation",
+    "activation",
+    "activation",
+    "activation",
+    "activation",
+    "activation",
 };
 
 }  // namespace
 
-std::span<const te_fl_op_schema* const> catalogue() { return {kSchemas, 96}; }
+std::span<const te_fl_op_schema* const> catalogue() { return {kSchemas, 108}; }
 
-std::span<const uint32_t> catalogue_ids() { return {kIds, 96}; }
+std::span<const uint32_t> catalogue_ids() { return {kIds, 108}; }
 
-std::span<const char* const> catalogue_families() { return {kFamilies, 96}; }
+std::span<const char* const> catalogue_families() { return {kFamilies, 108}; }
 
 }  // namespace te_fl::core

@@ -26,6 +26,24 @@ inline void check_pairs(int64_t tokens, int64_t each) {
           "; it must lie in [" + std::to_string(low) + ", " + std::to_string(bound) + ")" + more);
 }
 
+// Chunk i of `size` rows, behind `before` rows of the earlier ones, where there are `rows`.
+inline void check_chunk(int64_t i, int64_t size, int64_t before, int64_t rows) {
+  if (size >= 0 && size <= rows - before) return;
+  invalid("split_sizes[" + std::to_string(i) + "] is " + std::to_string(size) +
+          "; it is 0 or more, and the " + std::to_string(rows) + " rows have " +
+          std::to_string(rows - before) + " left for it");
+}
+[[noreturn]] inline void chunk_twice(int64_t at, int64_t chunk) {
+  invalid("sorted_index[" + std::to_string(at) + "] is " + std::to_string(chunk) +
+          ", as an earlier element is; each chunk is named once");
+}
+// Row numbers are 32 bits.
+inline void check_chunk_rows(int64_t rows) {
+  if (rows <= std::numeric_limits<int32_t>::max()) return;
+  invalid("the input has " + std::to_string(rows) +
+          " rows, 2^31 or more, which row_id_map cannot number; split the rows");
+}
+
 // `rows` pairs of lengths before and after padding: each unpadded one fits its padded one, and the
 // sums are those of the tensors.
 struct PaddedGroups {

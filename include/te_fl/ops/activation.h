@@ -283,6 +283,233 @@ typedef te_fl_activation_dbias_act_args te_fl_dbias_dsrelu_args;
 #define TE_FL_DBIAS_DSRELU_ARGS_INIT \
   { .struct_size = sizeof(te_fl_dbias_dsrelu_args) }
 
+/*
+ * situglu: Gated activation with two bounded halves.
+ *   y = beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2), input = [a, b] along the last
+ *   dimension
+ */
+typedef struct te_fl_situglu_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_situglu_args));
+  /* [a, b]: the activated half first, then the gate. in; F32|F16|BF16; shape [... 2*H] */
+  const te_fl_tensor* input TE_FL_INIT(NULL);
+  /* result. out; F32|F16|BF16; shape [... H] */
+  const te_fl_tensor* output TE_FL_INIT(NULL);
+  /* bound of the activated half */
+  float beta1 TE_FL_INIT(4.0f);
+  /* bound of the gate */
+  float beta2 TE_FL_INIT(25.0f);
+} te_fl_situglu_args;
+
+#define TE_FL_SITUGLU_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_situglu_args), .beta1 = 4.0f, .beta2 = 25.0f }
+
+/*
+ * dsituglu: Gradient of situglu.
+ *   derivative of situglu
+ */
+typedef struct te_fl_dsituglu_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_dsituglu_args));
+  /* gradient of the output. in; F32|F16|BF16; shape [... H] */
+  const te_fl_tensor* grad TE_FL_INIT(NULL);
+  /* [a, b], the forward's input. in; F32|F16|BF16; shape [... 2*H] */
+  const te_fl_tensor* input TE_FL_INIT(NULL);
+  /* gradient of [a, b], in the order of the input. out; F32|F16|BF16; shape [... 2*H] */
+  const te_fl_tensor* output TE_FL_INIT(NULL);
+  /* bound of the activated half */
+  float beta1 TE_FL_INIT(4.0f);
+  /* bound of the gate */
+  float beta2 TE_FL_INIT(25.0f);
+} te_fl_dsituglu_args;
+
+#define TE_FL_DSITUGLU_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_dsituglu_args), .beta1 = 4.0f, .beta2 = 25.0f }
+
+/*
+ * scaled_swiglu: swiglu with a factor of each row.
+ *   s silu(a) b, rounded once
+ */
+typedef struct te_fl_scaled_swiglu_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_scaled_swiglu_args));
+  /* [a, b]: the activated half first, then the gate. in; F32|F16|BF16; shape [... 2*H] */
+  const te_fl_tensor* input TE_FL_INIT(NULL);
+  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  const te_fl_tensor* act_scales TE_FL_INIT(NULL);
+  /* result. out; F32|F16|BF16; shape [... H] */
+  const te_fl_tensor* output TE_FL_INIT(NULL);
+  /* 0: a and b are halves of a row; else they take turns of as many columns, which divides H */
+  int64_t glu_interleave_size TE_FL_INIT(0);
+} te_fl_scaled_swiglu_args;
+
+#define TE_FL_SCALED_SWIGLU_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_scaled_swiglu_args) }
+
+/*
+ * scaled_dswiglu: Gradient of scaled_swiglu and of its factors.
+ *   output = s times the derivative of swiglu; grad_scales = sum over the row of grad silu(a) b
+ */
+typedef struct te_fl_scaled_dswiglu_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_scaled_dswiglu_args));
+  /* gradient of the output. in; F32|F16|BF16; shape [... H] */
+  const te_fl_tensor* grad TE_FL_INIT(NULL);
+  /* [a, b], the forward's input. in; F32|F16|BF16; shape [... 2*H] */
+  const te_fl_tensor* input TE_FL_INIT(NULL);
+  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  const te_fl_tensor* act_scales TE_FL_INIT(NULL);
+  /* gradient of [a, b], in the order of the input. out; F32|F16|BF16; shape [... 2*H] */
+  const te_fl_tensor* output TE_FL_INIT(NULL);
+  /* gradient of s, summed in FP32. out, optional; F32|F16|BF16; shape [@...] */
+  const te_fl_tensor* grad_scales TE_FL_INIT(NULL);
+  /* 0: a and b are halves of a row; else they take turns of as many columns, which divides H */
+  int64_t glu_interleave_size TE_FL_INIT(0);
+} te_fl_scaled_dswiglu_args;
+
+#define TE_FL_SCALED_DSWIGLU_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_scaled_dswiglu_args) }
+
+/*
+ * scaled_clamped_swiglu: clamped_swiglu with a factor of each row.
+ *   s clamped_swiglu(a, b), rounded once
+ */
+typedef struct te_fl_scaled_clamped_swiglu_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_scaled_clamped_swiglu_args));
+  /* [a, b]: the activated half first, then the gate. in; F32|F16|BF16; shape [... 2*H] */
+  const te_fl_tensor* input TE_FL_INIT(NULL);
+  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  const te_fl_tensor* act_scales TE_FL_INIT(NULL);
+  /* result. out; F32|F16|BF16; shape [... H] */
+  const te_fl_tensor* output TE_FL_INIT(NULL);
+  /* clamp bound */
+  float limit TE_FL_INIT(7.0f);
+  /* factor inside the sigmoid */
+  float alpha TE_FL_INIT(1.702f);
+  /* added to the clamped b */
+  float glu_linear_offset TE_FL_INIT(1.0f);
+  /* 0: a and b are halves of a row; else they take turns of as many columns, which divides H */
+  int64_t glu_interleave_size TE_FL_INIT(0);
+} te_fl_scaled_clamped_swiglu_args;
+
+#define TE_FL_SCALED_CLAMPED_SWIGLU_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_scaled_clamped_swiglu_args), .limit = 7.0f, .alpha = 1.702f, .glu_linear_offset = 1.0f }
+
+/*
+ * scaled_clamped_dswiglu: Gradient of scaled_clamped_swiglu and of its factors.
+ *   output = s times the derivative of clamped_swiglu; grad_scales = sum over the row of grad
+ *   clamped_swiglu(a, b)
+ */
+typedef struct te_fl_scaled_clamped_dswiglu_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_scaled_clamped_dswiglu_args));
+  /* gradient of the output. in; F32|F16|BF16; shape [... H] */
+  const te_fl_tensor* grad TE_FL_INIT(NULL);
+  /* [a, b], the forward's input. in; F32|F16|BF16; shape [... 2*H] */
+  const te_fl_tensor* input TE_FL_INIT(NULL);
+  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  const te_fl_tensor* act_scales TE_FL_INIT(NULL);
+  /* gradient of [a, b], in the order of the input. out; F32|F16|BF16; shape [... 2*H] */
+  const te_fl_tensor* output TE_FL_INIT(NULL);
+  /* gradient of s, summed in FP32. out, optional; F32|F16|BF16; shape [@...] */
+  const te_fl_tensor* grad_scales TE_FL_INIT(NULL);
+  /* clamp bound */
+  float limit TE_FL_INIT(7.0f);
+  /* factor inside the sigmoid */
+  float alpha TE_FL_INIT(1.702f);
+  /* added to the clamped b */
+  float glu_linear_offset TE_FL_INIT(1.0f);
+  /* 0: a and b are halves of a row; else they take turns of as many columns, which divides H */
+  int64_t glu_interleave_size TE_FL_INIT(0);
+} te_fl_scaled_clamped_dswiglu_args;
+
+#define TE_FL_SCALED_CLAMPED_DSWIGLU_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_scaled_clamped_dswiglu_args), .limit = 7.0f, .alpha = 1.702f, .glu_linear_offset = 1.0f }
+
+/*
+ * scaled_srelu: srelu with a factor of each row.
+ *   s max(x, 0)^2, rounded once
+ */
+typedef struct te_fl_scaled_srelu_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_scaled_srelu_args));
+  /* x. in; F32|F16|BF16; shape [... H] */
+  const te_fl_tensor* input TE_FL_INIT(NULL);
+  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  const te_fl_tensor* act_scales TE_FL_INIT(NULL);
+  /* result. out; F32|F16|BF16; shape [... H] */
+  const te_fl_tensor* output TE_FL_INIT(NULL);
+} te_fl_scaled_srelu_args;
+
+#define TE_FL_SCALED_SRELU_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_scaled_srelu_args) }
+
+/*
+ * scaled_dsrelu: Gradient of scaled_srelu and of its factors.
+ *   output = 2 s grad max(x, 0); grad_scales = sum over the row of grad max(x, 0)^2
+ */
+typedef struct te_fl_scaled_dsrelu_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_scaled_dsrelu_args));
+  /* gradient of the output. in; F32|F16|BF16; shape [... H] */
+  const te_fl_tensor* grad TE_FL_INIT(NULL);
+  /* x, the forward's input. in; F32|F16|BF16; shape [... H] */
+  const te_fl_tensor* input TE_FL_INIT(NULL);
+  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  const te_fl_tensor* act_scales TE_FL_INIT(NULL);
+  /* gradient of x. out; F32|F16|BF16; shape [... H] */
+  const te_fl_tensor* output TE_FL_INIT(NULL);
+  /* gradient of s, summed in FP32. out, optional; F32|F16|BF16; shape [@...] */
+  const te_fl_tensor* grad_scales TE_FL_INIT(NULL);
+} te_fl_scaled_dsrelu_args;
+
+#define TE_FL_SCALED_DSRELU_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_scaled_dsrelu_args) }
+
+/*
+ * scaled_situglu: situglu with a factor of each row.
+ *   s situglu(a, b), rounded once
+ */
+typedef struct te_fl_scaled_situglu_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_scaled_situglu_args));
+  /* [a, b]: the activated half first, then the gate. in; F32|F16|BF16; shape [... 2*H] */
+  const te_fl_tensor* input TE_FL_INIT(NULL);
+  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  const te_fl_tensor* act_scales TE_FL_INIT(NULL);
+  /* result. out; F32|F16|BF16; shape [... H] */
+  const te_fl_tensor* output TE_FL_INIT(NULL);
+  /* bound of the activated half */
+  float beta1 TE_FL_INIT(4.0f);
+  /* bound of the gate */
+  float beta2 TE_FL_INIT(25.0f);
+  /* 0: a and b are halves of a row; else they take turns of as many columns, which divides H */
+  int64_t glu_interleave_size TE_FL_INIT(0);
+} te_fl_scaled_situglu_args;
+
+#define TE_FL_SCALED_SITUGLU_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_scaled_situglu_args), .beta1 = 4.0f, .beta2 = 25.0f }
+
+/*
+ * scaled_dsituglu: Gradient of scaled_situglu and of its factors.
+ *   output = s times the derivative of situglu; grad_scales = sum over the row of grad situglu(a,
+ *   b)
+ */
+typedef struct te_fl_scaled_dsituglu_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_scaled_dsituglu_args));
+  /* gradient of the output. in; F32|F16|BF16; shape [... H] */
+  const te_fl_tensor* grad TE_FL_INIT(NULL);
+  /* [a, b], the forward's input. in; F32|F16|BF16; shape [... 2*H] */
+  const te_fl_tensor* input TE_FL_INIT(NULL);
+  /* s, a factor of each row. in; F32|F16|BF16; shape [@...] */
+  const te_fl_tensor* act_scales TE_FL_INIT(NULL);
+  /* gradient of [a, b], in the order of the input. out; F32|F16|BF16; shape [... 2*H] */
+  const te_fl_tensor* output TE_FL_INIT(NULL);
+  /* gradient of s, summed in FP32. out, optional; F32|F16|BF16; shape [@...] */
+  const te_fl_tensor* grad_scales TE_FL_INIT(NULL);
+  /* bound of the activated half */
+  float beta1 TE_FL_INIT(4.0f);
+  /* bound of the gate */
+  float beta2 TE_FL_INIT(25.0f);
+  /* 0: a and b are halves of a row; else they take turns of as many columns, which divides H */
+  int64_t glu_interleave_size TE_FL_INIT(0);
+} te_fl_scaled_dsituglu_args;
+
+#define TE_FL_SCALED_DSITUGLU_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_scaled_dsituglu_args), .beta1 = 4.0f, .beta2 = 25.0f }
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

@@ -337,6 +337,58 @@ typedef struct te_fl_splits_to_offsets_args {
 #define TE_FL_SPLITS_TO_OFFSETS_ARGS_INIT \
   { .struct_size = sizeof(te_fl_splits_to_offsets_args), .leading_zero = 1, .stride = 1 }
 
+/*
+ * moe_sort_chunks_fwd: Puts chunks of rows in another order.
+ *   chunk i is split_sizes[i] rows of input, one chunk after the other; output has the chunks
+ *   sorted_index[0], sorted_index[1], ..; row_id_map[t] is the row of output that row t went to;
+ *   rows behind the chunks become 0 and have -1
+ */
+typedef struct te_fl_moe_sort_chunks_fwd_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_moe_sort_chunks_fwd_args));
+  /* rows, fewer than 2^31. in; F32|F16|BF16|FP8|U8; shape [T H] */
+  const te_fl_tensor* input TE_FL_INIT(NULL);
+  /* rows of each chunk; one less than 0, or more than T together, are an error: at once on the
+  host and under TE_FL_VALIDATE, else at the next wait for the stream. in; I32|I64; shape [N] */
+  const te_fl_tensor* split_sizes TE_FL_INIT(NULL);
+  /* each chunk once, in the order of the output; one outside [0, N) or twice is an error as in
+  split_sizes. in; I32|I64; shape [N] */
+  const te_fl_tensor* sorted_index TE_FL_INIT(NULL);
+  /* a number of each row, which goes with it. in, optional; F32|F16|BF16; shape [T] */
+  const te_fl_tensor* probs TE_FL_INIT(NULL);
+  /* rows in the new order. out; F32|F16|BF16|FP8|U8; shape [T H]; dtype of input */
+  const te_fl_tensor* output TE_FL_INIT(NULL);
+  /* probs in the new order. out, optional; F32|F16|BF16; shape [T]; dtype of probs */
+  const te_fl_tensor* permuted_probs TE_FL_INIT(NULL);
+  /* row of output of each row of input, or -1. out; I32; shape [T] */
+  const te_fl_tensor* row_id_map TE_FL_INIT(NULL);
+} te_fl_moe_sort_chunks_fwd_args;
+
+#define TE_FL_MOE_SORT_CHUNKS_FWD_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_moe_sort_chunks_fwd_args) }
+
+/*
+ * moe_sort_chunks_bwd: Gradient of rows whose chunks were put in another order.
+ *   grad_input[t] = grad_output[row_id_map[t]], grad_probs[t] =
+ *   grad_permuted_probs[row_id_map[t]]; 0 where row_id_map is -1
+ */
+typedef struct te_fl_moe_sort_chunks_bwd_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_moe_sort_chunks_bwd_args));
+  /* gradient of the rows in the new order. in; F32|F16|BF16|FP8|U8; shape [T H] */
+  const te_fl_tensor* grad_output TE_FL_INIT(NULL);
+  /* the forward's; a row outside [-1, T) is an error: at once on the host and under
+  TE_FL_VALIDATE, else at the next wait for the stream, its row being 0. in; I32; shape [T] */
+  const te_fl_tensor* row_id_map TE_FL_INIT(NULL);
+  /* gradient of permuted_probs. in, optional; F32|F16|BF16; shape [T] */
+  const te_fl_tensor* grad_permuted_probs TE_FL_INIT(NULL);
+  /* gradient of the rows. out; F32|F16|BF16|FP8|U8; shape [T H]; dtype of grad_output */
+  const te_fl_tensor* grad_input TE_FL_INIT(NULL);
+  /* gradient of probs. out, optional; F32|F16|BF16; shape [T]; dtype of grad_permuted_probs */
+  const te_fl_tensor* grad_probs TE_FL_INIT(NULL);
+} te_fl_moe_sort_chunks_bwd_args;
+
+#define TE_FL_MOE_SORT_CHUNKS_BWD_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_moe_sort_chunks_bwd_args) }
+
 #ifdef __cplusplus
 } /* extern "C" */
 #endif

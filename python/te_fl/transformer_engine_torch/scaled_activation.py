@@ -19,25 +19,6 @@ __all__ = ["dsituglu", "group_scaled_clamped_swiglu", "group_scaled_swiglu", "sc
            "scaled_dsrelu", "scaled_dswiglu", "scaled_situglu", "scaled_srelu", "scaled_swiglu", "situglu"]
 
 
-def _situ(input: torch.Tensor, beta1: float, beta2: float) -> Tuple[torch.Tensor, ...]:
-    """(the gate, the gate's derivative, the other half, its derivative), each FP32 [rows, H]."""
-    a, b = input.float().chunk(2, -1)
-    tanh_a, tanh_b, sigmoid = torch.tanh(a / beta1), torch.tanh(b / beta2), torch.sigmoid(a)
-    slope = (1 - tanh_a * tanh_a) * sigmoid + beta1 * tanh_a * sigmoid * (1 - sigmoid)
-    return beta1 * tanh_a * sigmoid, slope, beta2 * tanh_b, 1 - tanh_b * tanh_b
-
-
-def _situ_forward(*, input: torch.Tensor, output: torch.Tensor, beta1: float, beta2: float) -> None:
-    gate, _, other, _ = _situ(input, beta1, beta2)
-    torch.mul(gate, other, out=output)
-
-
-def _situ_backward(*, grad: torch.Tensor, input: torch.Tensor, output: torch.Tensor, beta1: float, beta2: float) -> None:
-    gate, slope, other, other_slope = _situ(input, beta1, beta2)
-    grad = grad.float()
-    output.copy_(torch.cat([grad * other * slope, grad * gate * other_slope], -1))
-
-
 def _check_betas(name: str, beta1: float, beta2: float) -> None:
     for what, beta in (("beta1", beta1), ("beta2", beta2)):
         if not 0 < beta < float("inf"):
@@ -52,120 +33,105 @@ def _from_fp32(values: torch.Tensor, shape: Any, dtype: torch.dtype, quantizer: 
     return quantize_into(values, quantizer, schemes.of_quantizer(quantizer).create(quantizer, shape, dtype, values.device))
 
 
+def _values(shape: Any, device: torch.device, op: Callable, **arguments: Any) -> torch.Tensor:
+    """A result in FP32, which is rounded or quantised after."""
+    out = torch.empty(shape, dtype=torch.float32, device=device)
+    op(output=out, **arguments)
+    return out
+
+
 def situglu(input: torch.Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
     """beta1 tanh(a / beta1) sigmoid(a) beta2 tanh(b / beta2) of the halves a and b."""
     _check_betas("situglu", beta1, beta2)
-    gate, _, other, _ = _situ(matrix(input), beta1, beta2)
-    return _from_fp32(gate * other, (*input.shape[:-1], input.shape[-1] // 2), input.dtype, quantizer)
+    x = matrix(input)
+    values = _values((x.shape[0], x.shape[1] // 2), x.device, ops.situglu, input=x, beta1=beta1, beta2=beta2)
+    return _from_fp32(values, (*input.shape[:-1], input.shape[-1] // 2), input.dtype, quantizer)
 
 
 def dsituglu(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0) -> Any:
     _check_betas("dsituglu", beta1, beta2)
     x = matrix(fwd_input)
-    values = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    _situ_backward(grad=matrix(grad), input=x, output=values, beta1=beta1, beta2=beta2)
+    values = _values(x.shape, x.device, ops.dsituglu, grad=matrix(grad), input=x, beta1=beta1, beta2=beta2)
     return _from_fp32(values, fwd_input.shape, fwd_input.dtype, quantizer)
 
 
-class _Layout:
-    """The input as [rows, 2H] with whole halves, and gradients back in the input's order."""
+class _Rows:
+    """An input as [rows, columns], and its factors."""
 
-    def __init__(self, name: str, input: torch.Tensor, scales: torch.Tensor, gated: bool, interleave: int = 0):
-        self.shape, self.interleave = tuple(input.shape), interleave
-        if gated and (not self.shape or self.shape[-1] % 2):
-            raise InvalidArgument(f"{name}: the input has shape {self.shape}; its last dimension is two halves")
-        self.columns = self.shape[-1] // (2 if gated else 1)
-        if interleave and (interleave < 0 or self.columns % interleave):
-            raise InvalidArgument(f"{name}: glu_interleave_size is {interleave}; it is 0, or divides the {self.columns} columns of a half")
-        self.matrix = matrix(input)
+    def __init__(self, name: str, input: torch.Tensor, scales: torch.Tensor, gated: bool, interleave: int):
+        shape = tuple(input.shape)
+        if gated and (not shape or shape[-1] % 2):
+            raise InvalidArgument(f"{name}: the input has shape {shape}; its last dimension is two halves")
+        columns = shape[-1] // (2 if gated else 1)
+        if interleave and (interleave < 0 or columns % interleave):
+            raise InvalidArgument(f"{name}: glu_interleave_size is {interleave}; it is 0, or divides the {columns} columns of a half")
+        self.result_shape, self.matrix, self.dtype = (*shape[:-1], columns), matrix(input), input.dtype
         if scales.numel() != self.matrix.shape[0]:
             raise InvalidArgument(f"{name}: act_scales has {scales.numel()} elements; the input has {self.matrix.shape[0]} rows")
-        if interleave:
-            self.matrix = self._turns(self.matrix, self.columns // interleave, 2)
-        self.scales = scales.reshape(-1, 1).float()
-
-    def _turns(self, values: torch.Tensor, first: int, second: int) -> torch.Tensor:
-        return values.view(values.shape[0], first, second, self.interleave).transpose(1, 2).reshape(values.shape)
-
-    def in_order(self, values: torch.Tensor) -> torch.Tensor:
-        values = self._turns(values, 2, self.columns // self.interleave) if self.interleave else values
-        return values.view(self.shape)
+        self.arguments = {"input": self.matrix, "act_scales": scales.reshape(-1).contiguous(), **({"glu_interleave_size": interleave} if gated else {})}
 
 
-def _activated(op: Callable, layout: _Layout, options: dict) -> torch.Tensor:
-    """The activation without its factors, FP32."""
-    out = torch.empty((layout.matrix.shape[0], layout.columns), dtype=torch.float32, device=layout.matrix.device)
-    if out.numel():
-        op(input=layout.matrix, output=out, **options)
-    return out
-
-
-def _scaled(op: Callable, layout: _Layout, dtype: torch.dtype, quantizer: Any, **options: Any) -> Any:
-    out = (_activated(op, layout, options) * layout.scales).to(dtype).view((*layout.shape[:-1], layout.columns))
+def _scaled(name: str, input: torch.Tensor, scales: torch.Tensor, quantizer: Any, gated: bool = True, interleave: int = 0, **options: float) -> Any:
+    rows = _Rows(name, input, scales, gated, interleave)
+    out = torch.empty(rows.result_shape, dtype=rows.dtype, device=input.device)
+    getattr(ops, name)(output=matrix(out), **rows.arguments, **options)
     return out if quantizer is None else quantize(out, quantizer)
 
 
-def _scaled_gradients(forward: Callable, backward: Callable, layout: _Layout, grad: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype,
-                      quantizer: Any, wanted: bool, **options: Any) -> tuple:
+def _scaled_gradients(name: str, grad: torch.Tensor, input: torch.Tensor, scales: torch.Tensor, quantizer: Any, wanted: bool, gated: bool = True,
+                      interleave: int = 0, **options: float) -> tuple:
     """(the gradient of the input, of the factors or None)."""
-    dy = matrix(grad).float()
-    if tuple(dy.shape) != (layout.matrix.shape[0], layout.columns):
-        raise InvalidArgument(f"the gradient of a scaled activation has shape {tuple(grad.shape)}; the output has "
-                              f"{(*layout.shape[:-1], layout.columns)}")
-    dx = torch.empty(layout.matrix.shape, dtype=dtype, device=dy.device)
-    if dx.numel():
-        backward(grad=dy * layout.scales, input=layout.matrix, output=dx, **options)
-    dx = layout.in_order(dx)
-    factors = (dy * _activated(forward, layout, options)).sum(-1).to(scales.dtype).view(scales.shape) if wanted else None
+    rows = _Rows(name, input, scales, gated, interleave)
+    if matrix(grad).shape != (rows.matrix.shape[0], rows.result_shape[-1]):
+        raise InvalidArgument(f"the gradient of a scaled activation has shape {tuple(grad.shape)}; the output has {rows.result_shape}")
+    dx = torch.empty(input.shape, dtype=rows.dtype, device=input.device)
+    factors = torch.empty(scales.shape, dtype=scales.dtype, device=input.device) if wanted else None
+    getattr(ops, name)(grad=matrix(grad), output=matrix(dx), grad_scales=None if factors is None else factors.view(-1), **rows.arguments,
+                       **options)
     return dx if quantizer is None else quantize(dx, quantizer), factors
 
 
 def scaled_swiglu(input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, glu_interleave_size: int = 0) -> Any:
-    return _scaled(ops.swiglu, _Layout("scaled_swiglu", input, act_scales, True, glu_interleave_size), input.dtype, quantizer)
+    return _scaled("scaled_swiglu", input, act_scales, quantizer, interleave=glu_interleave_size)
 
 
 def scaled_dswiglu(grad: torch.Tensor, fwd_input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, glu_interleave_size: int = 0,
                    compute_scale_grad: bool = True) -> tuple:
-    layout = _Layout("scaled_dswiglu", fwd_input, act_scales, True, glu_interleave_size)
-    return _scaled_gradients(ops.swiglu, ops.dswiglu, layout, grad, act_scales, fwd_input.dtype, quantizer, compute_scale_grad)
+    return _scaled_gradients("scaled_dswiglu", grad, fwd_input, act_scales, quantizer, compute_scale_grad, interleave=glu_interleave_size)
 
 
 def scaled_situglu(input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0,
                    glu_interleave_size: int = 0) -> Any:
     _check_betas("scaled_situglu", beta1, beta2)
-    layout = _Layout("scaled_situglu", input, act_scales, True, glu_interleave_size)
-    return _scaled(_situ_forward, layout, input.dtype, quantizer, beta1=beta1, beta2=beta2)
+    return _scaled("scaled_situglu", input, act_scales, quantizer, interleave=glu_interleave_size, beta1=beta1, beta2=beta2)
 
 
 def scaled_dsituglu(grad: torch.Tensor, fwd_input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, beta1: float = 4.0, beta2: float = 25.0,
                     glu_interleave_size: int = 0, compute_scale_grad: bool = True) -> tuple:
     _check_betas("scaled_dsituglu", beta1, beta2)
-    layout = _Layout("scaled_dsituglu", fwd_input, act_scales, True, glu_interleave_size)
-    return _scaled_gradients(_situ_forward, _situ_backward, layout, grad, act_scales, fwd_input.dtype, quantizer, compute_scale_grad,
-                             beta1=beta1, beta2=beta2)
+    return _scaled_gradients("scaled_dsituglu", grad, fwd_input, act_scales, quantizer, compute_scale_grad, interleave=glu_interleave_size, beta1=beta1,
+                             beta2=beta2)
 
 
 def scaled_clamped_swiglu(input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, limit: float = 7.0, alpha: float = 1.702,
                           glu_linear_offset: float = 1.0, glu_interleave_size: int = 0) -> Any:
-    layout = _Layout("scaled_clamped_swiglu", input, act_scales, True, glu_interleave_size)
-    return _scaled(ops.clamped_swiglu, layout, input.dtype, quantizer, limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
+    return _scaled("scaled_clamped_swiglu", input, act_scales, quantizer, interleave=glu_interleave_size, limit=limit, alpha=alpha,
+                   glu_linear_offset=glu_linear_offset)
 
 
 def scaled_clamped_dswiglu(grad: torch.Tensor, fwd_input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, limit: float = 7.0,
                            alpha: float = 1.702, glu_linear_offset: float = 1.0, glu_interleave_size: int = 0,
                            compute_scale_grad: bool = True) -> tuple:
-    layout = _Layout("scaled_clamped_dswiglu", fwd_input, act_scales, True, glu_interleave_size)
-    return _scaled_gradients(ops.clamped_swiglu, ops.clamped_dswiglu, layout, grad, act_scales, fwd_input.dtype, quantizer, compute_scale_grad,
+    return _scaled_gradients("scaled_clamped_dswiglu", grad, fwd_input, act_scales, quantizer, compute_scale_grad, interleave=glu_interleave_size,
                              limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
 
 
 def scaled_srelu(input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any) -> Any:
-    return _scaled(ops.srelu, _Layout("scaled_srelu", input, act_scales, False), input.dtype, quantizer)
+    return _scaled("scaled_srelu", input, act_scales, quantizer, gated=False)
 
 
 def scaled_dsrelu(grad: torch.Tensor, fwd_input: torch.Tensor, act_scales: torch.Tensor, quantizer: Any, compute_scale_grad: bool = True) -> tuple:
-    layout = _Layout("scaled_dsrelu", fwd_input, act_scales, False)
-    return _scaled_gradients(ops.srelu, ops.dsrelu, layout, grad, act_scales, fwd_input.dtype, quantizer, compute_scale_grad)
+    return _scaled_gradients("scaled_dsrelu", grad, fwd_input, act_scales, quantizer, compute_scale_grad, gated=False)
 
 
 def _group(name: str, input_2h: torch.Tensor, prob: torch.Tensor, quantizer: Any, values: Callable, num_tensors: int,

@@ -1,7 +1,8 @@
 """Permutation of tokens by expert, and back.
 
 A map of rows, INT32 [K, T], has for token t the permuted rows [0, K) that it is copied to; -1 is none. By indices K is the number of experts of
-each token, by masks that of all experts. Every function here is one of three ops on such a map, and their gradients are such ops too.
+each token, by masks that of all experts. Every function here but the sort of chunks is one of three ops on such a map, and their gradients are such
+ops too.
 """
 
 from __future__ import annotations
@@ -267,27 +268,68 @@ def _check_chunks(where: str, inp: torch.Tensor, split_sizes: torch.Tensor, sort
         raise InvalidArgument(f"{where}: sorted_index is {order}; it names each of the {len(order)} chunks once")
 
 
-def _chunk_rows(where: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
-    """The map [1, T] of chunks in another order. On a host sizes that do not sum to T are refused; on a device rows beyond them have none."""
+def _chunks_run(tokens, probs, sizes, order):
+    tokens = tokens.contiguous()
+    probs = None if probs is None else probs.contiguous()
+    output, moved = torch.empty_like(tokens), None if probs is None else torch.empty_like(probs)
+    rows = torch.empty(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+    ops.moe_sort_chunks_fwd(input=tokens, split_sizes=sizes, sorted_index=order, probs=probs, output=output, permuted_probs=moved, row_id_map=rows)
+    return output, moved, rows
+
+
+def _chunks_backward(grad, grad_moved, rows):
+    grad = grad.contiguous()
+    grad_moved = None if grad_moved is None else grad_moved.contiguous()
+    tokens, probs = torch.empty_like(grad), None if grad_moved is None else torch.empty_like(grad_moved)
+    ops.moe_sort_chunks_bwd(grad_output=grad, row_id_map=rows, grad_permuted_probs=grad_moved, grad_input=tokens, grad_probs=probs)
+    return tokens, probs
+
+
+def _compact(tensor):
+    return tensor.new_empty(tensor.shape)
+
+
+def _row_numbers(tokens):
+    return tokens.new_empty(tokens.shape[0], dtype=torch.int32)
+
+
+def _chunks_save(ctx, inputs, output):
+    ctx.save_for_backward(output[-1])
+    ctx.mark_non_differentiable(output[-1])
+
+
+def _plain_chunks_run(tokens, sizes, order):
+    output, _, rows = _chunks_run(tokens, None, sizes, order)
+    return output, rows
+
+
+_sort_chunks = differentiable(
+    Op("moe_sort_chunks(Tensor tokens, Tensor sizes, Tensor order) -> (Tensor, Tensor)", _plain_chunks_run,
+       lambda tokens, sizes, order: (_compact(tokens), _row_numbers(tokens))),
+    Op("moe_sort_chunks_bwd(Tensor grad, Tensor rows) -> Tensor", lambda grad, rows: _chunks_backward(grad, None, rows)[0],
+       lambda grad, rows: _compact(grad)),
+    _chunks_save, lambda op, ctx, grad, _grad_rows=None: (op(grad, *ctx.saved_tensors), None, None))
+_sort_chunks_with_probs = differentiable(
+    Op("moe_sort_chunks_with_probs(Tensor tokens, Tensor probs, Tensor sizes, Tensor order) -> (Tensor, Tensor, Tensor)", _chunks_run,
+       lambda tokens, probs, sizes, order: (_compact(tokens), _compact(probs), _row_numbers(tokens))),
+    Op("moe_sort_chunks_with_probs_bwd(Tensor grad, Tensor grad_moved, Tensor rows) -> (Tensor, Tensor)", _chunks_backward,
+       lambda grad, grad_moved, rows: (_compact(grad), _compact(grad_moved))),
+    _chunks_save, lambda op, ctx, grad, grad_moved, _grad_rows=None: (*op(grad, grad_moved, *ctx.saved_tensors), None, None))
+
+
+def _chunks_of(where: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The sizes and the order as the op takes them. On a host sizes that do not sum to T are refused; on a device rows beyond them have none."""
     if split_sizes.dim() != 1 or split_sizes.shape != sorted_index.shape:
         raise InvalidArgument(f"{where}: split_sizes has shape {tuple(split_sizes.shape)} and sorted_index {tuple(sorted_index.shape)}; both have one element for each chunk")
     if not torch.compiler.is_compiling():
         _check_chunks(where, inp, split_sizes, sorted_index)
-    sizes, order = split_sizes.to(inp.device, torch.int64), sorted_index.to(inp.device, torch.int64)
-    ends = torch.cumsum(sizes, 0)
-    moved = sizes[order]
-    starts = torch.zeros_like(sizes).scatter_(0, order, torch.cumsum(moved, 0) - moved)
-    row = torch.arange(inp.shape[0], device=inp.device)
-    chunk = torch.searchsorted(ends, row, right=True)
-    known = chunk.clamp(max=sizes.shape[0] - 1)
-    there = row + (starts - (ends - sizes))[known]
-    return torch.where(chunk == known, there, -1).to(torch.int32).unsqueeze(0)
+    return tuple(t.to(inp.device, t.dtype if t.dtype in (torch.int32, torch.int64) else torch.int64).contiguous() for t in (split_sizes, sorted_index))
 
 
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
     """Cuts inp [T, H] into chunks of split_sizes rows, and returns them in the order sorted_index."""
     _check_tokens("moe_sort_chunks_by_index", inp)
-    return _spread(inp, _chunk_rows("moe_sort_chunks_by_index", inp, split_sizes, sorted_index), inp.shape[0])
+    return _sort_chunks(inp, *_chunks_of("moe_sort_chunks_by_index", inp, split_sizes, sorted_index))[0]
 
 
 def moe_sort_chunks_by_index_with_probs(inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor,
@@ -297,5 +339,4 @@ def moe_sort_chunks_by_index_with_probs(inp: torch.Tensor, probs: torch.Tensor, 
     _check_tokens(where, inp)
     if probs.shape != inp.shape[:1]:
         raise InvalidArgument(f"{where}: probs has shape {tuple(probs.shape)}; inp has {inp.shape[0]} rows, each of which has one")
-    rows = _chunk_rows(where, inp, split_sizes, sorted_index)
-    return _spread(inp, rows, inp.shape[0]), _spread(probs.view(-1, 1), rows, inp.shape[0]).view(-1)
+    return _sort_chunks_with_probs(inp, probs, *_chunks_of(where, inp, split_sizes, sorted_index))[:2]

@@ -1,0 +1,69 @@
+// Launches over rows that are moved as they are: words of up to 16 bytes, numbered row after row.
+#pragma once
+
+#include <algorithm>
+
+#include "common/pack.cuh"
+#include "te_fl/backend/refusal.hpp"
+
+namespace te_fl::cuda {
+
+using backend::Refusal;
+
+constexpr int kAtOnce = 4;  // pieces of a thread, loaded before the first is stored
+
+// Pieces of `words` words in a row, numbered row after row from row `first` on; fewer than 2^31.
+struct RowPieces {
+  FastDiv words;
+  int64_t first = 0, size = 0;
+};
+
+// The widest word that rows and both addresses are made of, in bytes.
+inline int64_t word_bytes(int64_t row_bytes, const te_fl_tensor& a, const te_fl_tensor& b) {
+  const auto at = reinterpret_cast<uintptr_t>(backend::data<const void>(a)) |
+                  reinterpret_cast<uintptr_t>(backend::data<const void>(b)) |
+                  static_cast<uintptr_t>(row_bytes);
+  return at % 16 == 0 ? 16 : at % 8 == 0 ? 8 : at % 4 == 0 ? 4 : at % 2 == 0 ? 2 : 1;
+}
+
+// Calls f with a value of the word type.
+template <class F>
+void with_word(int64_t bytes, F&& f) {
+  switch (bytes) {
+    case 16:
+      return f(uint4{});
+    case 8:
+      return f(uint2{});
+    case 4:
+      return f(uint32_t{});
+    case 2:
+      return f(uint16_t{});
+    default:
+      return f(uint8_t{});
+  }
+}
+
+inline int64_t row_bytes_of(const te_fl_tensor& t) { return t.dl.shape[1] * (t.dl.dtype.bits / 8); }
+
+// Calls f(pieces) for launches over `rows` rows of `words` words from row `first` on.
+template <class F>
+void for_pieces(int64_t first, int64_t rows, int64_t words, F&& f) {
+  if (rows <= 0 || words <= 0) return;
+  const int64_t most = std::max<int64_t>(1, (kFastDivLimit - 1) / words);
+  for (int64_t row = 0; row < rows; row += most) {
+    f(RowPieces{FastDiv(words), first + row, std::min(most, rows - row) * words});
+  }
+}
+
+inline unsigned blocks_of(int64_t pieces, int64_t each) {
+  return static_cast<unsigned>(ceil_div(pieces, each));
+}
+
+// A row of 2^31 words or more is beyond the launches above.
+inline constexpr const char* kWideRows = "rows have 2^31 elements or more";
+template <class... Tensors>
+Refusal refuse_wide(const Tensors*... tensors) {
+  return ((tensors->dl.shape[1] >= kFastDivLimit) || ...) ? kWideRows : nullptr;
+}
+
+}  // namespace te_fl::cuda
