@@ -116,9 +116,7 @@ void chunks_backward(Problem& p, const ChunkMapVariant& v) {
   });
 }
 
-bool is_high(int dtype) {
-  return dtype == TE_FL_F32 || dtype == TE_FL_F16 || dtype == TE_FL_BF16;
-}
+bool is_high(int dtype) { return dtype == TE_FL_F32 || dtype == TE_FL_F16 || dtype == TE_FL_BF16; }
 
 // Chunks of drawn sizes, some empty, in a drawn order.
 void draw_chunks(Random& r, int64_t count, int64_t most, ChunkVariant& v) {
