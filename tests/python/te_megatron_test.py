@@ -82,9 +82,35 @@ def mixture(options):
         losses.append(whole.item())
     return losses, sorted({used["op"] for used in te_fl.usage()})
 
+def generation(options):
+    # Token by token over Megatron's own cache as the whole text at once: the largest difference of a pass, and the largest value.
+    from megatron.core.inference.contexts import StaticInferenceContext
+    torch.cuda.current_device = lambda: "cpu"
+    config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=128, hidden_dropout=0.0,
+                               attention_dropout=0.0, tensor_model_parallel_size=world, use_cpu_initialization=True, params_dtype=torch.float32,
+                               bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False)
+    torch.manual_seed(1)
+    model = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=options["fuser"]), vocab_size=64,
+                     max_sequence_length=32, position_embedding_type="rope", parallel_output=True).eval()
+    text, places = torch.randint(64, (2, 12), generator=torch.Generator().manual_seed(0)), torch.arange(12).repeat(2, 1)
+    context, at, off = StaticInferenceContext(2, 32), 0, []
+    context.materialize_only_last_token_logits = False
+    with torch.no_grad():
+        whole = model(text, places, None, runtime_gather_output=True)
+        for new in (5, 1, 1, 1):
+            part = slice(at, at + new)
+            got = model(text[:, part], places[:, part], None, inference_context=context, runtime_gather_output=True)
+            off.append((got - whole[:, part]).abs().max().item())
+            context.increment_sequence_len_offset(new)
+            context.enable_decode_mode()
+            at += new
+    return off, whole.abs().max().item()
+
 def trained(options):
     if "grouped" in options:
         return mixture(options)
+    if "generates" in options:
+        return generation(options)
     collectives.reset_counts()
     sequence, fuser = options.pop("sequence_parallel", False), options.pop("fuser", False)
     config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=128, tensor_model_parallel_size=world, hidden_dropout=0.0,
@@ -124,6 +150,7 @@ dist.destroy_process_group()
 
 CASES = {"a GPT": {}, "in FP8": {"fp8": "hybrid", "fp8_recipe": "tensorwise"}, "a decoder with sequence parallel": {"sequence_parallel": True},
          "a GPT of operations": {"fuser": True}, "a decoder of operations with sequence parallel": {"fuser": True, "sequence_parallel": True}}
+GENERATION = {"generation": {"generates": True, "fuser": False}, "generation of operations": {"generates": True, "fuser": True}}
 OVER_RANKS = {"experts over ranks": {"grouped": True, "moe_aux_loss_coeff": 0.0}}
 MIXTURES = {"grouped": {"grouped": True, "moe_aux_loss_coeff": 0.01}, "a loop": {"grouped": False, "moe_aux_loss_coeff": 0.01},
             "grouped in FP8": {"grouped": True, "moe_aux_loss_coeff": 0.01, "fp8": "hybrid", "fp8_recipe": "tensorwise"},
@@ -145,7 +172,7 @@ def trained(world, cases):
 
 class Megatron(unittest.TestCase):
     def test_two_ranks_train_as_one(self):
-        alone, several = trained(1, {**CASES, **OVER_RANKS, **MIXTURES}), trained(2, {**CASES, **OVER_RANKS})
+        alone, several = trained(1, {**CASES, **GENERATION, **OVER_RANKS, **MIXTURES}), trained(2, {**CASES, **GENERATION, **OVER_RANKS})
         # By current scaling a rank's part of a weight has a scale of its own, so that FP8 rounds other values than on one rank.
         for name, tolerance, collectives in (("a GPT", 1e-4, ["all_reduce"]), ("in FP8", 1e-2, ["all_reduce"]),
                                              ("a decoder with sequence parallel", 1e-4, ["all_gather", "reduce_scatter"]),
@@ -158,6 +185,9 @@ class Megatron(unittest.TestCase):
         for name, module in (("a GPT of operations", "a GPT"), ("a decoder of operations with sequence parallel", "a decoder with sequence parallel")):
             with self.subTest(name):  # te_fl.pytorch.ops' Sequential in place of its LayerNormLinear and Linear
                 self.near(alone[module][0], alone[name][0], 1e-4)
+        for name in GENERATION:
+            for differences, largest in (alone[name], several[name]):
+                self.assertLessEqual(max(differences), 1e-5 * largest, name)
         with self.subTest("experts over ranks"):
             self.near(alone["experts over ranks"][0], several["experts over ranks"][0], 1e-4)
         self.check_mixtures(alone)

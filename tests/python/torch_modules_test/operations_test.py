@@ -234,6 +234,14 @@ class Containers(unittest.TestCase):
         self.assertEqual(ops.AddExtraInput(in_place=True)(x, into).data_ptr(), into.data_ptr())
         self.assertEqual(into[0].item(), 11)
 
+    def test_operations_of_operations(self):
+        op = ops.FusedOperation([ops.FusedOperation([ops.ConstantScale(2), ops.AddExtraInput()]), ops.MakeExtraOutput(), ops.Linear(4, 4, device="cpu")])
+        x, extra = randn(2, 4), randn(2, 4, seed=2)
+        y, shown = op(x, extra)
+        torch.testing.assert_close(shown, 2 * x + extra)
+        torch.testing.assert_close(y, F.linear(shown, op.basic_ops[2].weight, op.basic_ops[2].bias))
+        self.assertEqual(len(list(op.parameters())), 2)
+
     def test_channels(self):
         source = ops.MakeExtraOutput().set_extra_output_channel(0, "kept", output_to_caller=False)
         chain = ops.Sequential(source, ops.ConstantScale(2), ops.AddExtraInput().set_extra_input_channel(0, "kept"), ops.ConstantScale(10),

@@ -15,10 +15,19 @@ class _Missing(Unsupported, AttributeError):
     """Machinery of Transformer Engine's that te-fl's layers do without."""
 
 
+# The calls by which a framework that captures CUDA graphs itself updates scales and quantised weights around replays.
+_OF_CAPTURES = frozenset(("add_fp8_tensors_to_global_buffer", "fp8_graph_capturing", "get_skip_fp8_weight_update_tensor", "is_first_fp8_module",
+                          "reduce_and_update_fp8_tensors", "set_skip_fp8_weight_update_tensor"))
+
+
 class _Questions(type):
     def __getattr__(cls, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in _OF_CAPTURES:
+            raise _Missing(f"{cls.__name__}.{name} is not served by te-fl: it is for CUDA graphs of FP8 layers that a framework captures itself; capture with "
+                           "te_fl.pytorch.make_graphed_callables(), whose graphs update scales and weights, or leave graphs out in FP8 (Megatron-core: "
+                           "cuda_graph_impl='none')")
         raise _Missing(f"{cls.__name__}.{name} is not served by te-fl, whose layers keep their own FP8 state; it has is_fp8_enabled(), "
                        "is_fp8_calibration(), get_fp8_recipe(), with_fp8_parameters(), with_high_precision_init_val() and the is_.._available()")
 

@@ -163,12 +163,16 @@ class _OwnOperation(torch.autograd.Function):
         return (None, None, None, dx, *dparameters)
 
 
+def _basic(op: Any) -> List[Any]:
+    return [basic for part in op.basic_ops for basic in _basic(part)] if op.is_fused_op else [op]
+
+
 class Row:
     """Operations one after the other. It checks the channels when it is made."""
 
     def __init__(self, ops: Sequence[FusibleOperation]):
         self._ops = ops
-        self.basic_ops: List[Any] = [basic for op in ops for basic in (op.basic_ops if op.is_fused_op else (op,))]
+        self.basic_ops: List[Any] = [basic for op in ops for basic in _basic(op)]
         self._check_channels()
         for op in self.basic_ops:
             op._in_a_row = True
