@@ -143,7 +143,7 @@ MADE_BY = {
     "te_fl.pytorch.base.TransformerEngineBaseModule": "the base of te-fl's modules, for isinstance",
     "te_fl.pytorch.float8_tensor.Float8Tensor": "made by quantized_model_init, with block scaling too",
     "te_fl.pytorch.float8_tensor.QuantizedTensor": "the base of Float8Tensor, for isinstance",
-    "te_fl.pytorch.ops.BasicOperation": "a program's own has op_forward and op_backward, and no extra tensors",
+    "te_fl.pytorch.ops.BasicOperation": "a program's own has op_forward or fuser_forward, whose quantizers are None",
     "te_fl.pytorch.ops.FusedOperation": "its basic operations compute, one after the other",
     "te_fl.pytorch.ops.Quantize": "refused in an FP8 autocast, where products quantise their inputs themselves",
 }

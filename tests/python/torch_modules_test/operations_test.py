@@ -202,6 +202,25 @@ class OwnScale(ops.BasicOperation):
         return grad_output * self.weight ** ctx.power, (ctx.power * (grad_output * x * self.weight ** (ctx.power - 1)).sum(0),)
 
 
+class OwnGate(ops.BasicOperation):
+    """A program's own operation with extra tensors: x * gate * weight, and gate as it is, and the number of rows."""
+
+    num_extra_inputs, num_extra_outputs = 1, 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(3.0))
+
+    def fuser_forward(self, basic_op_ctxs, input_, *, basic_op_extra_inputs, prev_op_grad_output_quantizer, next_op_input_quantizer, basic_op_kwargs):
+        (gate,), = basic_op_extra_inputs
+        basic_op_ctxs[0].save_for_backward(input_, gate)
+        return input_ * gate * self.weight, [(gate, torch.tensor(len(input_)))]
+
+    def fuser_backward(self, basic_op_ctxs, grad_output, *, basic_op_grad_extra_outputs):
+        x, gate = basic_op_ctxs[0].saved_tensors
+        return grad_output * gate * self.weight, [((grad_output * x * gate).sum(),)], [(grad_output * x * self.weight + basic_op_grad_extra_outputs[0][0],)]
+
+
 class Containers(unittest.TestCase):
     def test_a_list(self):
         a, b, c, d = (ops.ConstantScale(n) for n in (2, 3, 5, 7))
@@ -233,6 +252,42 @@ class Containers(unittest.TestCase):
         into = a.clone()
         self.assertEqual(ops.AddExtraInput(in_place=True)(x, into).data_ptr(), into.data_ptr())
         self.assertEqual(into[0].item(), 11)
+
+    def test_an_operation_derived_from_a_served_one(self):
+        class Product(ops.BasicLinear):
+            def op_forward(self, ctx, input_, **quantizers):
+                return input_ @ self.weight.T * 2
+
+            def op_backward(self, ctx, grad_output):
+                return grad_output @ self.weight * 2, (None,)
+
+        class Half(ops.GELU):
+            def op_backward(self, ctx, grad_output):
+                return grad_output, ()
+        chain = ops.Sequential(Product(8, 8, device="cpu"), ops.Bias(8, device="cpu"))
+        x = randn(4, 8).requires_grad_()
+        y = chain(x)
+        torch.testing.assert_close(y, 2 * x @ chain[0].weight.T)
+        y.sum().backward()
+        torch.testing.assert_close(x.grad, 2 * chain[0].weight.sum(0).expand(4, 8))
+        with self.assertRaisesRegex(Unsupported, "Half: an operation of one's own"):
+            Half()(x)
+
+    def test_an_operation_of_ones_own_with_extra_tensors(self):
+        op = OwnGate()
+        op.set_extra_output_channel(0, "gate", output_to_caller=True)
+        chain = ops.Sequential(op, ops.AddExtraInput().set_extra_input_channel(0, "gate"), ops.ConstantScale(2.0))
+        inputs = [randn(4, 8, seed=i).requires_grad_() for i in range(2)]
+        exact = [t.detach().requires_grad_() for t in inputs]
+        y, gate, rows = chain(*inputs)
+        want = 2 * (exact[0] * exact[1] * 3 + exact[1])
+        torch.testing.assert_close(y, want)
+        self.assertEqual(rows.item(), 4)
+        (y.square().sum() + 5 * gate.sum()).backward()
+        (want.square().sum() + 5 * exact[1].sum()).backward()
+        for a, b in zip(inputs, exact):
+            torch.testing.assert_close(a.grad, b.grad)
+        torch.testing.assert_close(op.weight.grad, (4 * want * exact[0] * exact[1]).sum().detach())
 
     def test_operations_of_operations(self):
         op = ops.FusedOperation([ops.FusedOperation([ops.ConstantScale(2), ops.AddExtraInput()]), ops.MakeExtraOutput(), ops.Linear(4, 4, device="cpu")])
@@ -276,9 +331,15 @@ class Containers(unittest.TestCase):
 
         class Extra(OwnScale):
             num_extra_outputs = 1
+
+        class Short(OwnScale):
+            def op_backward(self, ctx, grad_output):
+                return grad_output, ()
         for kind in (Extra, ops.BasicOperation):
             with self.assertRaisesRegex(Unsupported, f"{kind.__name__}: an operation of one's own is served with op_forward"):
                 (kind(8) if kind is Extra else kind())(x)
+        with self.assertRaisesRegex(ValueError, "Short: it has returned 0 gradients of parameters; it has 1"):
+            Short(8)(x).sum().backward()
         with self.assertRaisesRegex(ValueError, "op_kwargs names Identity"):
             chain(x, op_kwargs={torch.nn.Identity(): {}})
         with self.assertRaisesRegex(TypeError, "out"):

@@ -35,7 +35,9 @@ class BasicOperation(FusibleOperation):
 
     A program's own class defines op_forward(ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer, **kwargs), where both quantizers
     are None, and op_backward(ctx, grad_output), which returns the gradient of the input and an iterable of those of the parameters. ctx is an
-    OperationContext. It has no extra tensors.
+    OperationContext. With extra tensors it defines fuser_forward(ctxs, input_, *, basic_op_extra_inputs, .., basic_op_kwargs), which returns the
+    output and [extra outputs], and fuser_backward(ctxs, grad_output, *, basic_op_grad_extra_outputs), which returns the gradients of the input,
+    [of parameters] and [of extra inputs]. The lists have one element.
     """
 
     num_extra_inputs: int = 0
@@ -88,11 +90,12 @@ class BasicOperation(FusibleOperation):
         return False
 
     def _compute(self, x: torch.Tensor, *extra_inputs: torch.Tensor, **kwargs: Any) -> Result:
-        kind = type(self)
-        if not hasattr(kind, "op_forward") or not hasattr(kind, "op_backward") or hasattr(kind, "fuser_forward") or self.num_extra_outputs or extra_inputs:
-            raise Unsupported(f"{kind.__name__}: an operation of one's own is served with op_forward() and op_backward(), and without extra tensors and "
-                              "fuser_forward(); write what it does as a torch.nn.Module, which Sequential takes too")
-        return _OwnOperation.apply(self, kwargs, torch.is_grad_enabled(), x, *self.parameters()), ()
+        pairs = (("fuser_forward", "fuser_backward"), ("op_forward", "op_backward"))
+        if not any(all(hasattr(self, name) for name in pair) for pair in (pairs if self.num_extra_inputs + self.num_extra_outputs == 0 else pairs[:1])):
+            raise Unsupported(f"{type(self).__name__}: an operation of one's own is served with op_forward() and op_backward(), or with extra tensors with "
+                              "fuser_forward() and fuser_backward(); define them, or write what it does as a torch.nn.Module, which Sequential takes too")
+        out, *shown = _OwnOperation.apply(self, kwargs, torch.is_grad_enabled(), x, *extra_inputs, *self.parameters())
+        return out, shown
 
     # Checkpoints have a state of each operation, which is empty but for delayed scaling.
 
@@ -141,26 +144,49 @@ class OperationContext:
 
 
 class _OwnOperation(torch.autograd.Function):
-    """The call of a program's own operation."""
+    """The call of a program's own operation: the output, and the extra ones."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, kwargs: dict, grads: bool, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-        own = OperationContext(requires_grad=grads and any(t.requires_grad for t in (x, *parameters)))
-        out = op.op_forward(own, x, prev_op_grad_output_quantizer=None, next_op_input_quantizer=None, **kwargs)
+    def forward(ctx: Any, op: Any, kwargs: dict, grads: bool, x: torch.Tensor, *others: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+        extras, own = others[:op.num_extra_inputs], OperationContext(requires_grad=grads and any(t.requires_grad for t in (x, *others)))
+        no_quantizers: dict = dict(prev_op_grad_output_quantizer=None, next_op_input_quantizer=None)
+        if hasattr(op, "fuser_forward"):
+            out, (shown,) = op.fuser_forward([own], x, basic_op_extra_inputs=[extras], basic_op_kwargs=[kwargs], **no_quantizers)
+        else:
+            out, shown = op.op_forward(own, x, **no_quantizers, **kwargs), ()
+        _check_count(op, "extra outputs", len(shown), op.num_extra_outputs)
         ctx.save_for_backward(*(own.to_save or ()))
         own.to_save = None
-        ctx.op, ctx.own, ctx.parameters = op, own, len(parameters)
-        return out
+        ctx.op, ctx.own, ctx.parameters = op, own, len(others) - len(extras)
+        results: List[torch.Tensor] = []
+        for t in (out, *shown):  # PyTorch wants outputs that are tensors of their own
+            results.append(t.view_as(t) if any(t is one for one in (x, *others, *results)) else t)
+        ctx.mark_non_differentiable(*(t for t in results if not t.is_floating_point()))
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ctx.own.saved_tensors = ctx.saved_tensors
-        dx, dparameters = ctx.op.op_backward(ctx.own, grad)
-        dparameters = tuple(dparameters)
-        if len(dparameters) != ctx.parameters:
-            raise InvalidArgument(f"{type(ctx.op).__name__}: op_backward() has returned {len(dparameters)} gradients of parameters; it has {ctx.parameters}")
-        return (None, None, None, dx, *dparameters)
+    def backward(ctx: Any, grad: torch.Tensor, *of_extras: torch.Tensor) -> Any:
+        op, ctx.own.saved_tensors = ctx.op, ctx.saved_tensors
+        if hasattr(op, "fuser_backward"):
+            dx, (dparameters,), (dextras,) = op.fuser_backward([ctx.own], grad, basic_op_grad_extra_outputs=[of_extras])
+        else:
+            dx, dparameters = op.op_backward(ctx.own, grad)
+            dextras = ()
+        dparameters, dextras = tuple(dparameters), tuple(dextras)
+        _check_count(op, "gradients of parameters", len(dparameters), ctx.parameters)
+        _check_count(op, "gradients of extra inputs", len(dextras), op.num_extra_inputs)
+        return (None, None, None, dx, *dextras, *dparameters)
+
+
+def _computes_its_own_way(op: Any) -> bool:
+    """True if the program's class says how it computes, which te-fl's operations, that it may be derived from, do by other means."""
+    return any(hasattr(op, name) for name in ("op_forward", "op_backward", "fuser_forward", "fuser_backward"))
+
+
+def _check_count(op: Any, what: str, count: int, wanted: int) -> None:
+    if count != wanted:
+        raise InvalidArgument(f"{type(op).__name__}: it has returned {count} {what}; it has {wanted}")
 
 
 def _basic(op: Any) -> List[Any]:
@@ -204,11 +230,12 @@ class Row:
         at = 0
         while at < len(self.basic_ops):
             op, after = self.basic_ops[at], self.basic_ops[at + 1] if at + 1 < len(self.basic_ops) else None
-            if after is not None and not kwargs[at] and not kwargs[at + 1] and op._takes_bias(after, x):
+            own_way = _computes_its_own_way(op)
+            if after is not None and not own_way and not kwargs[at] and not kwargs[at + 1] and op._takes_bias(after, x):
                 x, at = op._with_bias(x, after.bias), at + 2  # The sum is rounded once.
                 continue
             own = [waiting.pop(0) if channel is None else channels[channel] for channel in op._extra_input_channels]
-            x, extras = op._compute(x, *own, **kwargs[at])
+            x, extras = (BasicOperation._compute if own_way else type(op)._compute)(op, x, *own, **kwargs[at])
             for extra, channel, to_caller in zip(extras, op._extra_output_channels, op._extra_output_to_caller):
                 if channel is not None:
                     channels[channel] = extra
