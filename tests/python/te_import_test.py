@@ -179,6 +179,7 @@ class PyTorch(unittest.TestCase):
             "from transformer_engine.pytorch.fp8 import check_mxfp8_support; assert check_mxfp8_support()[0] is False\n"
             "from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb as a, RotaryPositionEmbedding as r\n"
             "assert r is te.RotaryPositionEmbedding is te.attention.RotaryPositionEmbedding\n"
+            "from transformer_engine.pytorch.attention.inference import InferenceParams as i, NonPagedKVCacheManager; assert i is te.attention.InferenceParams\n"
             "from transformer_engine.pytorch.distributed import CudaRNGStatesTracker as c; assert c is te.CudaRNGStatesTracker\n"
             "assert te.is_fp8_available() in (True, False); assert 'jax' not in sys.modules")
 
