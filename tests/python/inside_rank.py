@@ -1,4 +1,5 @@
-"""usage: inside_rank.py FOLDER RANK. One of the two ranks of inside_formats_test.py: quantises its part of a matrix by the amax of both."""
+"""usage: inside_rank.py FOLDER RANK. One of the two ranks of inside_formats_test.py: quantises its part of a matrix by the amax of both, and computes
+its part of Linear under sequence parallelism, whose activations go between ranks as codes."""
 
 import datetime
 import sys
@@ -7,8 +8,9 @@ import inside_package  # noqa: F401
 import torch
 import torch.distributed as dist
 
-import transformer_engine.pytorch as te  # noqa: F401
+import transformer_engine.pytorch as te
 import transformer_engine_torch as tex  # the package brings it
+from transformer_engine.common import recipe as recipes
 from transformer_engine.pytorch import Float8CurrentScalingQuantizer, NVFP4Quantizer
 from transformer_engine.pytorch.constants import DType
 
@@ -26,5 +28,35 @@ parts = tex.split_quantize(whole[:0] if rank == 0 else whole, [0, 0] if rank == 
 scales = [part._scale_inv.item() for part in parts]
 largest = torch.stack([whole[:32].abs().max(), whole[32:].abs().max()])
 assert scales == (1 / (torch.full((2,), 448.0) / largest)).tolist(), scales
+
+
+def step(module, x, recipe, grad):
+    x = x.clone().requires_grad_()
+    with te.autocast(recipe=recipe, amax_reduction_group=group):
+        y = module(x)
+    y.backward(grad)
+    return y, x.grad, module.weight.grad
+
+
+def divided(mode, w):
+    module = te.Linear(*reversed(w.shape), bias=False, params_dtype=torch.bfloat16) if mode is None else te.Linear(
+        w.shape[1] * (2 if mode == "row" else 1), w.shape[0] * (2 if mode == "column" else 1), bias=False, params_dtype=torch.bfloat16,
+        parallel_mode=mode, sequence_parallel=True, tp_group=group, tp_size=2)
+    module.weight.data.copy_(w)
+    return module
+
+
+# Both parts of each tensor are alike, so that the amax of a part is the amax of the whole, and the codes of the parts those of the whole.
+generator = torch.Generator().manual_seed(4)
+w = (torch.randn(64, 32, generator=generator) / 8).bfloat16().repeat(2, 2)
+x, dy = (torch.randn(64, n, generator=generator).bfloat16().repeat(1, 2) for n in (32, 64))
+tokens, outputs, inputs = slice(32 * rank, 32 * rank + 32), slice(64 * rank, 64 * rank + 64), slice(32 * rank, 32 * rank + 32)
+for recipe in (recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)):
+    y, dx, dw = step(divided(None, w), x, recipe, dy)
+    by_columns = step(divided("column", w[outputs]), x[tokens], recipe, dy[:, outputs].contiguous())
+    by_rows = step(divided("row", w[:, inputs]), x[:, inputs].contiguous(), recipe, dy[tokens])
+    for found, want in (*zip(by_columns, (y[:, outputs], dx[tokens], dw[outputs])), *zip(by_rows, (y[tokens], dx[:, inputs], dw[:, inputs]))):
+        # What the ranks' sums of BF16 round, against one sum: 2^-9 of a value.
+        assert (found.float() - want.float()).norm() <= 0.004 * want.float().norm(), (type(recipe).__name__, found, want)
 torch.save(scales, f"{folder}/{rank}")
 dist.destroy_process_group()

@@ -227,6 +227,25 @@ def _messages_of_the_host() -> None:
 
         for module in (torch.distributed, torch.distributed.distributed_c10d):
             setattr(module, name, call)
+    for module in (torch.distributed, torch.distributed.distributed_c10d):
+        module._coalescing_manager = _one_by_one
+
+
+class _Done:
+    """The handle of collectives that were done one by one."""
+
+    def append(self, work: Any) -> None:
+        if work is not None:
+            work.wait()
+
+    def wait(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
+    """Gloo joins no collectives; each within is done when its call returns."""
+    yield _Done()
 
 
 def install() -> None:

@@ -20,7 +20,6 @@ from typing import Any, Callable, Optional
 from te_fl.errors import Unsupported
 
 _COMMON, _EXTENSION = "transformer_engine.common", "transformer_engine_torch"
-_QUANTIZATION = "transformer_engine.pytorch.quantization"
 OLDEST, NEWEST = (2, 14), (2, 20)
 _BUILDING = "NVTE_PROJECT_BUILDING"
 
@@ -123,6 +122,17 @@ def _execute_quantization(loader: Any, module: ModuleType) -> None:
         setattr(module, name, lambda: (True, ""))
 
 
+def _execute_padding(loader: Any, module: ModuleType) -> None:
+    """The one kernel of Triton's between ranks under sequence parallelism: zeros behind NVFP4's factors, to multiples of 128 and 4."""
+    loader.exec_module(module)
+
+    def pad_columnwise_scale_inv(inp: Any) -> Any:
+        rows, columns = inp.shape
+        return sys.modules["torch"].nn.functional.pad(inp, (0, -columns % 4, 0, -rows % 128))
+
+    module.pad_columnwise_scale_inv = pad_columnwise_scale_inv
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, executions: dict):
         self._executions = executions
@@ -137,9 +147,12 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+_ON_HOST = {"transformer_engine.pytorch.quantization": _execute_quantization, "transformer_engine.pytorch.triton.pad": _execute_padding}
+
+
 def install(host: bool) -> None:
     """host: the host answers for CUDA, from the import of torch on."""
-    executions: dict = {_COMMON: _execute_common, **({_QUANTIZATION: _execute_quantization} if host else {})}
+    executions: dict = {_COMMON: _execute_common, **(_ON_HOST if host else {})}
     if host and "torch" in sys.modules:
         _answer_for_cuda()
     elif host:
