@@ -44,7 +44,7 @@ def members_for(version):
 
 
 def trial(version, *only):
-    """What inside_trial.py finds; None where tools/test.sh has not installed the version."""
+    """The findings of inside_trial.py; None where tools/test.sh has not installed the version."""
     folder = os.path.join(os.environ.get("INSIDE_VERSIONS", sys.prefix), version if "INSIDE_VERSIONS" in os.environ else f"inside-{version}")
     if version == transformer_engine.__version__:
         folder = str(pathlib.Path(transformer_engine.__file__).parents[1])
@@ -146,7 +146,7 @@ class Enquiries(unittest.TestCase):
 
 class Newer(unittest.TestCase):
     def test_unknown(self):
-        """What a newer version calls otherwise is named at the import and refused when called; the rest is as ever."""
+        """Calls of a newer version that are not known are named at the import and refused when called; the rest is as ever."""
         uses = calls.Uses({"quantize": {(7, frozenset())}, "dequantize": {(2, frozenset())}}, {"quantize", "dequantize", "invented"})
         module = types.ModuleType("transformer_engine_torch")
         vars(module).update(vars(tex))
