@@ -190,6 +190,27 @@ def groups(e):
             Case(f"chunk sort with probs {shape}", chunks_probs)]
 
 
+def activations(e):
+    """Of the products of experts, times each row's probability."""
+    cases = []
+    for name, gradient, halves in (("scaled_swiglu", "scaled_dswiglu", 2), ("scaled_clamped_swiglu", "scaled_clamped_dswiglu", 2),
+                                   ("scaled_situglu", "scaled_dsituglu", 2), ("scaled_srelu", "scaled_dsrelu", 1)):
+        def forward(device, name=name, halves=halves):
+            x = torch.randn(e.rows, halves * e.hidden, device=device, dtype=BF16)
+            y, scales = torch.empty(e.rows, e.hidden, device=device, dtype=BF16), torch.rand(e.rows, device=device)
+            return lambda: getattr(ops, name)(input=x, act_scales=scales, output=y), size_of(x, y, scales)
+
+        def backward(device, gradient=gradient, halves=halves):
+            x = torch.randn(e.rows, halves * e.hidden, device=device, dtype=BF16)
+            dy, scales, dx = torch.randn(e.rows, e.hidden, device=device, dtype=BF16), torch.rand(e.rows, device=device), torch.empty_like(x)
+            dscales = torch.empty_like(scales)
+            return (lambda: getattr(ops, gradient)(grad=dy, input=x, act_scales=scales, output=dx, grad_scales=dscales),
+                    size_of(x, dy, scales, dx, dscales))
+        shape = f"{e.rows}x{e.hidden}"
+        cases += [Case(f"{name} {shape}", forward), Case(f"{gradient} {shape}", backward)]
+    return cases
+
+
 SCALINGS = ("delayed", "current", "block")
 
 
@@ -258,5 +279,5 @@ def inside_quantisation(e):
 def expert_cases(size, inside):
     cases = []
     for e in SIZES[size]:
-        cases += permutations(e) + routers(e) + groups(e) + quantisation(e) + (inside_quantisation(e) if inside else [])
+        cases += permutations(e) + routers(e) + groups(e) + activations(e) + quantisation(e) + (inside_quantisation(e) if inside else [])
     return cases

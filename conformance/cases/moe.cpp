@@ -213,7 +213,13 @@ void add_rows(Table& table) {
   add_rows_ops(table, {.tokens = 0}), add_rows_ops(table, {.width = 0});
   add_rows_ops(table, {.each = 0, .rows = 3});
   add_rows_ops(table, {.tokens = 3, .each = 1}), add_rows_ops(table, {.tokens = 3, .each = 33});
+  // Maps of masks: many places, few of which have a row.
+  add_rows_ops(table, {.dtype = TE_FL_BF16, .tokens = 6, .each = 70, .width = 2080, .rows = 30});
+  add_rows_ops(table, {.tokens = 5, .each = 40, .width = 19, .rows = 44, .probs = false});
+  add(table, "moe", "moe_unpermute_fwd", "wide/2x1100x8",
+      [](Problem& p) { rows_sum(p, {.tokens = 2, .each = 1100, .width = 8}, "input", "output"); });
   for (int64_t bad : {-2, 14, 2147483647}) add_rows_ops(table, {.bad_row = bad});
+  add_rows_ops(table, {.tokens = 3, .each = 12, .bad_row = 900});
   for (const RowsVariant& v :
        {RowsVariant{.probs = false, .grad_probs = false},
         RowsVariant{.width = 64, .grad_probs = false}, RowsVariant{.twice = true}})

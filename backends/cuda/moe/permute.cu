@@ -5,6 +5,7 @@
 #include "common/overlap.hpp"
 #include "common/value_checks.hpp"
 #include "moe/kernel_names.hpp"
+#include "moe/listed_rows.cuh"
 #include "moe/row_launch.cuh"
 #include "moe/rows.cuh"
 #include "plugin/families.hpp"
@@ -114,6 +115,23 @@ bool whole_packs(int64_t cols, std::initializer_list<const te_fl_tensor*> tensor
   return at % 16 == 0;
 }
 
+// Threads of a block that takes a token's row in pieces of `size` elements.
+unsigned threads_of_row(int64_t cols, int size) {
+  return static_cast<unsigned>(
+      std::clamp<int64_t>(round_up(ceil_div(cols, size), 32), 32, kThreads));
+}
+// Calls f(first token, blocks) for launches with a block for each token.
+template <class F>
+void for_tokens(int64_t tokens, F&& f) {
+  constexpr int64_t kMostTokens = 1 << 22;
+  for (int64_t first = 0; first < tokens; first += kMostTokens) {
+    f(first, static_cast<unsigned>(std::min(kMostTokens, tokens - first)));
+  }
+}
+// Of many places of a token, as those of a mask's map, few have a row: they are listed first.
+constexpr int64_t kFewPlaces = 8;
+bool lists_rows(int64_t each) { return each > kFewPlaces && each <= kMostListed; }
+
 void sum_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& input,
               const te_fl_tensor& map, const te_fl_tensor* probs, const te_fl_tensor& output) {
   const PermutedRows rows = permuted_rows(ctx, op, map, probs, input.dl.shape[0]);
@@ -127,6 +145,14 @@ void sum_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& inpu
   }
   with_type(dtype_of(input), [&]<class T>(T) {
     const auto launch = [&]<bool kWhole>(std::bool_constant<kWhole>) {
+      if (lists_rows(rows.each) && cols > 0) {
+        const unsigned threads = threads_of_row(cols, RowPiece<T, kWhole>::kSize);
+        return for_tokens(rows.tokens, [&](int64_t first, unsigned blocks) {
+          sum_listed_rows_kernel<T, kWhole><<<blocks, threads, row_list_bytes(rows.each), stream>>>(
+              backend::data<const T>(input), rows, backend::data<T>(output), cols, first);
+          check_launch(op);
+        });
+      }
       for_pieces(0, rows.tokens, cols / RowPiece<T, kWhole>::kSize, [&](const RowPieces& p) {
         sum_rows_kernel<T, kWhole><<<blocks_of(p.size, kThreads), kThreads, 0, stream>>>(
             backend::data<const T>(input), rows, backend::data<T>(output), p);
@@ -184,19 +210,15 @@ void moe_unpermute_bwd(const te_fl_context& ctx, const te_fl_moe_unpermute_bwd_a
       check_launch("zero_rows_kernel");
     }
     const auto launch = [&]<bool kWhole>(std::bool_constant<kWhole>) {
-      const int64_t pieces = ceil_div(cols, RowPiece<T, kWhole>::kSize);
-      const auto threads =
-          static_cast<unsigned>(std::clamp<int64_t>(round_up(pieces, 32), 32, kThreads));
-      const size_t shared =
-          grad_probs != nullptr ? static_cast<size_t>(m.each) * (threads / 32) * sizeof(float) : 0;
-      constexpr int64_t kMostTokens = 1 << 22;
-      for (int64_t first = 0; first < m.tokens && m.each > 0; first += kMostTokens) {
-        const auto blocks = static_cast<unsigned>(std::min(kMostTokens, m.tokens - first));
+      const unsigned threads = threads_of_row(cols, RowPiece<T, kWhole>::kSize);
+      size_t shared = row_list_bytes(m.each);
+      if (grad_probs != nullptr) shared += static_cast<size_t>(m.each) * (threads / 32) * 4;
+      for_tokens(m.each > 0 ? m.tokens : 0, [&](int64_t first, unsigned blocks) {
         unpermute_gradient_kernel<T, kWhole><<<blocks, threads, shared, stream>>>(
             backend::data<const T>(*a.grad_output), backend::data<const T>(*a.fwd_input), m,
             grad_input, grad_probs, cols, first);
         check_launch("moe_unpermute_bwd");
-      }
+      });
     };
     if (whole_packs<T>(cols, {a.grad_output, a.fwd_input, a.grad_input})) {
       return launch(std::true_type{});
@@ -205,8 +227,6 @@ void moe_unpermute_bwd(const te_fl_context& ctx, const te_fl_moe_unpermute_bwd_a
   });
 }
 
-// Shared memory holds a number for each warp and expert.
-constexpr int64_t kMostEach = 1024;
 Refusal refuse_unpermute_bwd(const te_fl_moe_unpermute_bwd_args& a) {
   if (!all_dense(a.grad_output, a.fwd_input, a.row_id_map, a.probs, a.grad_input, a.grad_probs)) {
     return kNotContiguous;
@@ -214,7 +234,7 @@ Refusal refuse_unpermute_bwd(const te_fl_moe_unpermute_bwd_args& a) {
   if (overlaps(*a.grad_input, *a.grad_output) || overlaps(*a.grad_input, *a.fwd_input)) {
     return kOverlaps;
   }
-  return a.row_id_map->dl.shape[0] > kMostEach ? "takes up to 1024 experts of a token" : nullptr;
+  return a.row_id_map->dl.shape[0] > kMostListed ? "takes up to 1024 experts of a token" : nullptr;
 }
 
 // ---- groups
@@ -307,10 +327,14 @@ void append_moe(std::vector<te_fl_op_desc>& ops) {
   ops.back().workspace = backend::workspace_thunk<Permute, permute_workspace>;
   ops.push_back(descriptor<te_fl_moe_permute_bwd_args, moe_permute_bwd, refuse_permute_bwd>(
       "moe_permute_bwd"));
-  ops.back().describe = describe_by<te_fl_moe_permute_bwd_args, "kernel sum_rows">;
+  ops.back().describe =
+      describe_by<te_fl_moe_permute_bwd_args,
+                  "kernel sum_rows; sum_listed_rows for 9 to 1024 places of a token">;
   ops.push_back(descriptor<te_fl_moe_unpermute_fwd_args, moe_unpermute_fwd, refuse_unpermute_fwd>(
       "moe_unpermute_fwd"));
-  ops.back().describe = describe_by<te_fl_moe_unpermute_fwd_args, "kernel sum_rows">;
+  ops.back().describe =
+      describe_by<te_fl_moe_unpermute_fwd_args,
+                  "kernel sum_rows; sum_listed_rows for 9 to 1024 places of a token">;
   ops.push_back(
       descriptor<UnpermuteGradient, moe_unpermute_bwd, refuse_unpermute_bwd>("moe_unpermute_bwd"));
   ops.back().describe =

@@ -25,14 +25,18 @@ def _cast(where: str, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _halves_in_order(where: str, x: torch.Tensor, size: Optional[int]) -> torch.Tensor:
-    """The input whose halves lie one behind the other, of one where they take turns of `size` columns."""
+def _check_halves(where: str, x: torch.Tensor, size: Optional[int]) -> None:
     if x.dim() == 0 or x.shape[-1] % 2:
         raise InvalidArgument(f"{where}: the input has shape {tuple(x.shape)}; its last dimension is two halves")
+    if size and (size < 0 or x.shape[-1] % (2 * size)):
+        raise InvalidArgument(f"{where}: glu_interleave_size is {size}; it divides the {x.shape[-1] // 2} columns of a half")
+
+
+def _halves_in_order(where: str, x: torch.Tensor, size: Optional[int]) -> torch.Tensor:
+    """The input whose halves lie one behind the other, of one where they take turns of `size` columns."""
+    _check_halves(where, x, size)
     if not size:
         return x
-    if size < 0 or x.shape[-1] % (2 * size):
-        raise InvalidArgument(f"{where}: glu_interleave_size is {size}; it divides the {x.shape[-1] // 2} columns of a half")
     return x.unflatten(-1, (-1, 2, size)).transpose(-3, -2).flatten(-3)
 
 
@@ -144,12 +148,6 @@ def _betas(where: str, beta1: float, beta2: float) -> tuple:
     return float(beta1), float(beta2)
 
 
-def _situ(x: torch.Tensor, beta1: float, beta2: float) -> torch.Tensor:
-    """In FP32, of halves in order."""
-    a, b = x.float().chunk(2, -1)
-    return beta1 * torch.tanh(a / beta1) * torch.sigmoid(a) * (beta2 * torch.tanh(b / beta2))
-
-
 class SwiGLU(_Activation):
     """silu(a) b. glu_interleave_size: the halves take turns of so many columns; None: they lie one behind the other."""
 
@@ -175,7 +173,7 @@ class SiTUGLU(SwiGLU):
         self.beta1, self.beta2 = _betas("SiTUGLU", beta1, beta2)
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
-        return _situ(x, self.beta1, self.beta2).to(x.dtype)
+        return activation.situglu(x, self.beta1, self.beta2)
 
 
 class ClampedSwiGLU(SwiGLU):
@@ -206,9 +204,10 @@ class _Scaled(BasicOperation):
         if scales.numel() * x.shape[-1] != x.numel():
             raise InvalidArgument(f"{type(self).__name__}: the extra input has shape {tuple(scales.shape)}; an input {tuple(x.shape)} has "
                                   f"{x.numel() // max(x.shape[-1], 1)} rows")
-        return (self._activated(x.float()) * scales.to(x.dtype).float().view(*x.shape[:-1], 1)).to(x.dtype), ()
+        return self._scaled(x, scales.to(x.dtype).reshape(-1)), ()
 
-    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+    def _scaled(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """scales: a factor for each row."""
         raise NotImplementedError
 
 
@@ -220,8 +219,8 @@ class ScaledSReLU(_Scaled):
         super().__init__()
         self._refuse_recompute(activation_recompute_in_mlp)
 
-    def _activated(self, x: torch.Tensor) -> torch.Tensor:
-        return activation.srelu(x)
+    def _scaled(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return activation.scaled_srelu(x, scales)
 
 
 class ScaledTanhSReLU(_Scaled):
@@ -235,8 +234,9 @@ class ScaledTanhSReLU(_Scaled):
         if not 0.0 < self.tanh_clamp_scale < math.inf:
             raise ValueError(f"ScaledTanhSReLU: tanh_clamp_scale is {tanh_clamp_scale}; it is finite and greater than 0")
 
-    def _activated(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.tanh_clamp_scale * torch.tanh(torch.relu(x) / self.tanh_clamp_scale)).square()
+    def _scaled(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        values = (self.tanh_clamp_scale * torch.tanh(torch.relu(x.float()) / self.tanh_clamp_scale)).square()
+        return (values * scales.float().view(*x.shape[:-1], 1)).to(x.dtype)
 
 
 class _ScaledGLU(_Scaled):
@@ -244,10 +244,11 @@ class _ScaledGLU(_Scaled):
         self._refuse_recompute(activation_recompute_in_mlp)
         self.glu_interleave_size = glu_interleave_size
 
-    def _activated(self, x: torch.Tensor) -> torch.Tensor:
-        return self._gate(_halves_in_order(type(self).__name__, x, self.glu_interleave_size))
+    def _scaled(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        _check_halves(type(self).__name__, x, self.glu_interleave_size)
+        return self._gate(x, scales, self.glu_interleave_size or 0)
 
-    def _gate(self, x: torch.Tensor) -> torch.Tensor:
+    def _gate(self, x: torch.Tensor, scales: torch.Tensor, turns: int) -> torch.Tensor:
         raise NotImplementedError
 
 
@@ -259,8 +260,8 @@ class ScaledSwiGLU(_ScaledGLU):
         super().__init__()
         self._set_up(glu_interleave_size, activation_recompute_in_mlp)
 
-    def _gate(self, x: torch.Tensor) -> torch.Tensor:
-        return activation.swiglu(x)
+    def _gate(self, x: torch.Tensor, scales: torch.Tensor, turns: int) -> torch.Tensor:
+        return activation.scaled_swiglu(x, scales, turns)
 
 
 class ScaledSiTUGLU(_ScaledGLU):
@@ -273,8 +274,8 @@ class ScaledSiTUGLU(_ScaledGLU):
         self._set_up(glu_interleave_size, activation_recompute_in_mlp)
         self.beta1, self.beta2 = _betas("ScaledSiTUGLU", beta1, beta2)
 
-    def _gate(self, x: torch.Tensor) -> torch.Tensor:
-        return _situ(x, self.beta1, self.beta2)
+    def _gate(self, x: torch.Tensor, scales: torch.Tensor, turns: int) -> torch.Tensor:
+        return activation.scaled_situglu(x, scales, self.beta1, self.beta2, turns)
 
 
 class ScaledClampedQGeGLU(_ScaledGLU):
@@ -285,7 +286,7 @@ class ScaledClampedQGeGLU(_ScaledGLU):
                  alpha: float = 1.702, glu_linear_offset: float = 1.0) -> None:
         super().__init__()
         self._set_up(glu_interleave_size, activation_recompute_in_mlp)
-        self._clamped = ClampedSwiGLU(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)
+        self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
 
-    def _gate(self, x: torch.Tensor) -> torch.Tensor:
-        return self._clamped._activated(x)
+    def _gate(self, x: torch.Tensor, scales: torch.Tensor, turns: int) -> torch.Tensor:
+        return activation.scaled_clamped_swiglu(x, scales, self.limit, self.alpha, self.glu_linear_offset, turns)
