@@ -56,7 +56,7 @@ for recipe in (recipes.MXFP8BlockScaling(), recipes.NVFP4BlockScaling(disable_st
     by_columns = step(divided("column", w[outputs]), x[tokens], recipe, dy[:, outputs].contiguous())
     by_rows = step(divided("row", w[:, inputs]), x[:, inputs].contiguous(), recipe, dy[tokens])
     for found, want in (*zip(by_columns, (y[:, outputs], dx[tokens], dw[outputs])), *zip(by_rows, (y[tokens], dx[:, inputs], dw[:, inputs]))):
-        # What the ranks' sums of BF16 round, against one sum: 2^-9 of a value.
+        # The ranks' sums are rounded to BF16 before they are added: 2^-9 of a value.
         assert (found.float() - want.float()).norm() <= 0.004 * want.float().norm(), (type(recipe).__name__, found, want)
 torch.save(scales, f"{folder}/{rank}")
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What NVIDIA's package computes on te-fl, in a process of its own for each version: python inside_trial.py FOLDER, the folder into which the pure
+"""Tries what NVIDIA's package computes on te-fl, in a process of its own for each version: python inside_trial.py FOLDER, the folder into which the pure
 package is unpacked. Prints one JSON object {"version", "cases": {name: numbers or what was refused}}. The numbers are sums of the results and
 gradients against fixed weights, and are alike for all versions that compute alike (tools/inside_versions.py, inside_versions_test.py)."""
 
@@ -191,7 +191,7 @@ for name, recipe in RECIPES.items():
         f"checkpoint {name}": lambda r=recipe: checkpointed(r)})
     if recipe is not None:
         CASES[f"quantized_model_init {name}"] = lambda r=recipe: quantized_weights(r)
-BLOCKS = {"mxfp8": recipes.MXFP8BlockScaling(), "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)}  # what is random is tested elsewhere
+BLOCKS = {"mxfp8": recipes.MXFP8BlockScaling(), "nvfp4": recipes.NVFP4BlockScaling(disable_stochastic_rounding=True)}  # Random rounding has tests of its own.
 for name, recipe in BLOCKS.items():
     CASES[f"TransformerLayer {name}"] = lambda r=recipe: trained(layer(), r, shape=(16, 2, WIDTH))
 CASES.update({

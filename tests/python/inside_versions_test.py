@@ -29,7 +29,7 @@ OWN_NUMBERS = {"quantized_model_init current": 4}
 
 
 def uses_of(version):
-    """What a version calls and names, with what the record has of newer ones only."""
+    """The calls and names of a version, with what the record has of newer ones only."""
     forms = {}
     for newer, entry in RECORD.items():
         forms = {**{n: f for n, f in forms.items() if n not in entry["uncalled"]}, **entry["calls"]}
