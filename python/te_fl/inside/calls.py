@@ -1,4 +1,4 @@
-"""How a version of the package calls its extension module, read from its sources without running them.
+"""The ways in which a version of the package calls its extension module, read from its sources without running them.
 
 For a version that te-fl was not made for: what it calls otherwise than te-fl's functions take it is refused by name, since an argument by place
 could be taken for another.
@@ -12,7 +12,7 @@ import pathlib
 from typing import Any, Dict, FrozenSet, Iterator, NamedTuple, Set, Tuple
 
 _EXTENSION = "transformer_engine_torch"
-_NOWHERE = {"LayerNorm"}  # which onnx_extensions names, and NVIDIA's extension has not either
+_NOWHERE = {"LayerNorm"}  # onnx_extensions names it, and NVIDIA's extension does not have it either
 Form = Tuple[int, FrozenSet[str]]  # the number of arguments by place, the names of the others
 
 
@@ -67,7 +67,7 @@ def of_package(folder: pathlib.Path) -> Uses:
 
 
 def takes(function: Any, form: Form) -> bool:
-    """Whether the function can be called so."""
+    """True if the function can be called so."""
     count, keywords = form
     try:
         inspect.signature(function).bind(*[None] * count, **dict.fromkeys(keywords))

@@ -21,7 +21,7 @@ _MIDPOINTS_TO_LOWER, _MIDPOINTS_TO_UPPER = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 
 
 
 def is_asked(quantizer: Any) -> bool:
-    """Whether a quantizer asks for what no op of te-fl does."""
+    """True if a quantizer asks for what no op of te-fl does."""
     return quantizer.with_rht or quantizer.with_2d_quantization or quantizer.stochastic_rounding
 
 

@@ -26,7 +26,7 @@ __all__ = ["adopt", "forms_of"]
 # -- Attention -----------------------------------------------------------------------------------------------------------------------------
 
 def _recipe_is_delayed() -> bool:
-    """Whether FP8 attention has given scales, which an enquiry does not say before 2.20."""
+    """True if FP8 attention has given scales, which an enquiry does not say before 2.20."""
     state = getattr(sys.modules.get("transformer_engine.pytorch.quantization"), "FP8GlobalStateManager", None)
     recipe = None if state is None else state.get_fp8_recipe()
     return recipe is None or recipe.delayed()
@@ -56,7 +56,7 @@ def get_fused_attn_backend(is_training: bool, q_dtype: Any, kv_dtype: Any, qkv_l
 
 
 def _formats(qkv_layout: Any) -> Tuple[NVTE_QKV_Format, NVTE_QKV_Format]:
-    """Of the queries, which the result and its gradient share, and none of scales: they are arguments since 2.15."""
+    """The format of the queries, which the result and its gradient share, and none for scales: they are arguments since 2.15."""
     layout = LAYOUTS.get(int(qkv_layout))
     if layout is None:
         raise InvalidArgument(f"attention: qkv_layout is {int(qkv_layout)}; it is one of NVTE_QKV_Layout, and set")
