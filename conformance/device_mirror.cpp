@@ -68,7 +68,7 @@ te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std:
 // The buffer that it returns stands for whole(), of which nothing but the contents is there.
 te_fl::Result<uint8_t*> DeviceMirror::surrounded_copy_of(Buffer* buffer, const std::string& name) {
   Surrounded made{name, nullptr, margins_->around(*buffer, name)};
-  margins_->placed.push_back(name);
+  margins_->add_placed(name);
   TE_FL_ASSIGN_OR_RETURN(void* const data, devices::allocate(device_, made.bytes.size(), stream_));
   remember(data, made.bytes.size());
   made.begin = static_cast<uint8_t*>(data);

@@ -1,6 +1,7 @@
 #include "conformance/margins.hpp"
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "conformance/run.hpp"
@@ -49,7 +50,7 @@ class MarginSearch {
     quiet_ = prepared_.bytes();
     if (shows(calm)) return plain;  // two equal calls differ, which is another check's to find
     found.outcome = Outcome::kFail;
-    for (const std::string& name : std::exchange(calm.placed, {})) {
+    for (const std::string& name : calm.take_placed()) {
       for (const bool before : {false, true}) {
         calm.odd_name = name, calm.odd_before = before, calm.odd_fill = loud;
         calm.odd_bytes = bytes_;
@@ -87,6 +88,26 @@ class MarginSearch {
 };
 
 }  // namespace
+
+namespace {
+
+// It is one for all margins, which are copied and few.
+std::mutex& placed_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+}  // namespace
+
+void Margins::add_placed(const std::string& name) {
+  const std::scoped_lock lock(placed_mutex());
+  placed_.push_back(name);
+}
+
+std::vector<std::string> Margins::take_placed() {
+  const std::scoped_lock lock(placed_mutex());
+  return std::exchange(placed_, {});
+}
 
 std::vector<uint8_t> Margins::around(const Buffer& buffer, const std::string& name) const {
   std::vector<uint8_t> all(bytes + buffer.size() + bytes, fill);

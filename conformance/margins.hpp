@@ -32,7 +32,11 @@ struct Margins {
   bool odd_before = false;
   size_t odd_bytes = 0;
   uint8_t odd_fill = kNan;
-  std::vector<std::string> placed;  // a run adds the names of all that it put between margins
+
+  // Adds the name of a tensor that a run put between margins; from the threads of a case's ranks.
+  void add_placed(const std::string& name);
+  // Those names; none of them are left.
+  std::vector<std::string> take_placed();
 
   // The buffer's contents between its margins.
   std::vector<uint8_t> around(const Buffer& buffer, const std::string& name) const;
@@ -40,6 +44,9 @@ struct Margins {
   // bytes".
   std::string written_outside(const Buffer& buffer, const std::vector<uint8_t>& made,
                               const std::vector<uint8_t>& now) const;
+
+ private:
+  std::vector<std::string> placed_;
 };
 
 // Runs a case on a device with one set of margins and with another. It passes if both results are

@@ -1,10 +1,12 @@
 // te-fl check: the end of a plugin (rule R15), and a second life.
 #include <chrono>
-#include <filesystem>
+#include <map>
 #include <memory>
+#include <string>
 #include <thread>
 
 #include "conformance/check/steps.hpp"
+#include "conformance/check/threads.hpp"
 
 namespace te_fl_tool::check {
 namespace {
@@ -18,11 +20,16 @@ Finding made(Outcome outcome, const std::string& name, const std::string& messag
   return f;
 }
 
-int64_t threads_now() {
-  int64_t n = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/task"))
-    ++n;
-  return n;
+using Threads = std::map<std::string, std::string>;
+
+// The plugin's threads that were not there before, by id. Those that te-fl, a driver, a
+// communicator's library or an interpreter start on first use have none of its code on their
+// stacks.
+Threads came_since(const Threads& before) {
+  Threads came;
+  for (auto& thread : threads_now())
+    if (!before.contains(thread.first) && runs_code(thread.first, &in_plugin)) came.insert(thread);
+  return came;
 }
 
 struct Ran {
@@ -52,8 +59,9 @@ std::vector<Ran> run_all(const std::vector<std::pair<Subject, conformance::Table
 }
 
 // Threads of the plugin may take a moment to end; memory that it writes late, too.
-Finding watch(const std::vector<Ran>& ran, int64_t threads_before, const std::string& when) {
-  for (int i = 0; i < 20 && threads_now() > threads_before; ++i)
+Finding watch(const std::vector<Ran>& ran, const Threads& before, const std::string& when) {
+  for (int i = 0; i < 20 && threads_now().size() > before.size() && !came_since(before).empty();
+       ++i)
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
   for (const Ran& r : ran)
@@ -61,24 +69,15 @@ Finding watch(const std::vector<Ran>& ran, int64_t threads_before, const std::st
       return made(Outcome::kFail, when,
                   "memory of the finished call " + r.name +
                       " was written after the plugin was deactivated (rule R15)");
-  if (const int64_t left = threads_now() - threads_before; left > 0)
-    return made(
-        Outcome::kFail, when,
-        std::to_string(left) + " threads of the plugin run on after it was deactivated (rule R15)");
-  return made(Outcome::kPass, when, std::to_string(ran.size()) + " ops had run");
-}
-
-// A driver starts threads when a device is used for the first time, and ranks use those that come
-// after the subject's as well.
-void use_devices(const std::vector<std::pair<Subject, conformance::Table>>& work) {
-  for (const auto& [subject, cases] : work) {
-    const auto first = te_fl::parse_device(subject.device_name);
-    if (!first.ok() || first->is_host()) continue;
-    for (te_fl::Device d = *first; te_fl::devices::find(d).ok(); ++d.index) {
-      const auto memory = te_fl::devices::allocate(d, 1, nullptr);
-      if (memory.ok()) te_fl::devices::free(d, *memory, nullptr);
-    }
+  if (const Threads came = came_since(before); !came.empty()) {
+    std::string names;
+    for (const auto& [id, name] : came) names += (names.empty() ? "" : ", ") + name;
+    return made(Outcome::kFail, when,
+                std::to_string(came.size()) +
+                    " threads of the plugin run on after it was deactivated (rule R15), named " +
+                    names);
   }
+  return made(Outcome::kPass, when, std::to_string(ran.size()) + " ops had run");
 }
 
 te_fl::Status end(const te_fl::plugins::PluginInfo& plugin) {
@@ -100,17 +99,11 @@ te_fl::Status end(const te_fl::plugins::PluginInfo& plugin) {
 std::vector<Finding> lifecycle_of(const te_fl::plugins::PluginInfo& plugin,
                                   const std::vector<std::pair<Subject, conformance::Table>>& work) {
   std::vector<Finding> found;
-  // Threads that te-fl itself starts on first use count as there before, and so do those of a
-  // module's libraries: an interpreter does not let go of them.
-  const bool is_module = plugin.abi == "Python";
-  const std::string path = is_module ? plugin.name : plugin.path;
-  if (is_module) run_all(work);
-  use_devices(work);
-  int64_t before = 0;
+  const std::string path = plugin.abi == "Python" ? plugin.name : plugin.path;
   if (const te_fl::Status status = end(plugin); !status.ok())
     return {made(Outcome::kFail, "deactivate at once", status.to_string())};
   std::this_thread::sleep_for(std::chrono::milliseconds(100));
-  before = threads_now();
+  const Threads before = threads_now();
   for (int life = 1; life <= 2; ++life) {
     const std::string when = "deactivate, life " + std::to_string(life);
     if (const auto again = te_fl::plugins::load(path); !again.ok()) {

@@ -484,6 +484,8 @@ std::string note_code_of(const te_fl::plugins::PluginInfo& plugin) {
   return info.dli_fname;
 }
 
+bool in_plugin(uintptr_t address) { return g_code_begin <= address && address < g_code_end; }
+
 void beat() {
   static std::atomic<int64_t> last{0};
   const auto now = std::chrono::duration_cast<std::chrono::seconds>(
