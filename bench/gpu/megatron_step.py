@@ -2,16 +2,19 @@
 """A GPT of megatron-core with its Transformer Engine specification, on one GPU or several: with te_fl under Transformer Engine's names, with NVIDIA's package on
 te-fl, and with NVIDIA's package on its own extension. Losses of the same batches, and milliseconds a step.
 
-usage: megatron_step.py [--extension FOLDER] [--steps N] [--experts N] [--tp N] [--dp N] [--hidden N] [--length N] [--recipe NAME] [--ways W ..]
-                        [--only bf16|fp8] [--profile] [--json FILE]
+usage: megatron_step.py [--extension FOLDER] [--steps N] [--experts N] [--tp N] [--dp N] [--hidden N] [--length N] [--noise P] [--recipe NAME]
+                        [--ways W ..] [--only bf16|fp8] [--profile] [--json FILE]
   --extension  a folder with transformer_engine and its compiled libraries, for the peer's process (default: where Python finds them)
   --experts    experts of each layer's mixture, top 2; 0: a dense MLP (default 0)
   --tp, --dp   ranks that divide the layers, with sequence parallelism, and the batch, by Megatron's DistributedDataParallel; a GPU each (default 1 and 1)
   --hidden     hidden size, with hidden / 64 heads (default 1024)
   --length     tokens of a sequence; a batch is two of them for each data-parallel rank (default 512)
+  --noise      the share of tokens that are drawn at random, which nobody can learn; 0: the text is known after some ten steps, in which the loss falls by
+               a quarter a step and roundings tell (default 0)
   --recipe     FP8 recipe: delayed or tensorwise, which is current scaling (default delayed)
 
-  --ways       names, inside and extension, or some of them
+  --ways       names, inside, extension and nudged, or some of them; nudged, which is not in the default, is extension with the last bit of one in 64 parameters
+               changed at the beginning: how far apart the losses of one package are from its own
   --only       bf16 or fp8 alone
   --profile    prints for each way what the first rank's steps spend on the host and on the GPU, most expensive first, after its times
 
@@ -27,7 +30,22 @@ import sys
 import tempfile
 import time
 
-WAYS = ("names", "inside", "extension")
+WAYS = ("names", "inside", "extension", "nudged")
+
+
+def nudge(parameters):
+    """The last bit of one in 64 values changed, the same ones in each run."""
+    import torch
+    generator = torch.Generator().manual_seed(5)
+    for p in parameters:
+        bits = p.detach().view(torch.int16)
+        bits ^= (torch.randint(64, p.shape, generator=generator) == 0).to(bits)
+
+
+def noisy(texts, share, generator):
+    import torch
+    random = torch.rand(texts.shape, generator=generator) < share
+    return torch.where(random, torch.randint(512, texts.shape, generator=generator), texts)
 
 
 def profile(steps, rank):
@@ -75,9 +93,12 @@ def train(way, fp8, options, rank, store):
     if several:
         model = DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True), model)
     parameters = list(model.parameters())
+    if way == "nudged":
+        nudge(parameters)
     optimizer = torch.optim.Adam(parameters, 3e-4)
     generator, own = torch.Generator().manual_seed(0), parallel_state.get_data_parallel_rank()
-    texts = [((torch.randint(512, (2 * dp, 1), generator=generator) + 3 * torch.arange(length + 1)) % 512)[2 * own:2 * own + 2].cuda() for _ in range(steps)]
+    texts = [(torch.randint(512, (2 * dp, 1), generator=generator) + 3 * torch.arange(length + 1)) % 512 for _ in range(steps)]
+    texts = [noisy(text, options.noise, generator)[2 * own:2 * own + 2].cuda() for text in texts]
     places, losses = torch.arange(length, device="cuda").repeat(2, 1), []
 
     def pass_of(text):
@@ -125,10 +146,10 @@ def child(way, fp8, options):
     environment = dict(os.environ)
     # Megatron asks for it under sequence parallelism; NVLink multicast can put the GPUs of a shared host out of service.
     environment.update(NCCL_NVLS_ENABLE="0", **({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if options.tp > 1 else {}))
-    if way == "extension" and options.extension:
+    if way in ("extension", "nudged") and options.extension:
         environment["PYTHONPATH"] = os.pathsep.join([options.extension, environment.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as folder:
-        same = [f"--{name}={getattr(options, name)}" for name in ("steps", "experts", "tp", "dp", "hidden", "length", "recipe")] + ["--profile"] * options.profile
+        same = [f"--{name}={getattr(options, name)}" for name in ("steps", "experts", "tp", "dp", "hidden", "length", "noise", "recipe")] + ["--profile"] * options.profile
         logs = [open(f"{folder}/{rank}", "w+") for rank in range(options.tp * options.dp)]
         ranks = [subprocess.Popen([sys.executable, __file__, *same, "--train", way, str(int(fp8)), str(rank), f"{folder}/store"], env=environment, stdout=log, stderr=log)
                  for rank, log in enumerate(logs)]
@@ -164,8 +185,9 @@ def main():
     parser.add_argument("--experts", type=int, default=0)
     for name, default in (("tp", 1), ("dp", 1), ("hidden", 1024), ("length", 512)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument("--recipe", choices=("delayed", "tensorwise"), default="delayed")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS[:3])
     parser.add_argument("--only", choices=("bf16", "fp8"))
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json")

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Layers over several GPUs of one host against one GPU, and against Transformer Engine's package and PyTorch's own ways, in one run.
 
-usage: torchrun --nproc-per-node N bench/gpu/ranks.py [--only PART ...] [--recipes R ...] [--seconds S] [--ctas N ...] [--copies] [--graph] [--profile] [--no-peers] [--json FILE]
+usage: torchrun --nproc-per-node N bench/gpu/ranks.py [--only PART ...] [--recipes R ...] [--seconds S] [--ctas N ...] [--overlap] [--copies] [--graph] [--profile] [--no-peers] [--json FILE]
   --only     layer: one quickstart layer, tensor and sequence parallel over all ranks; data: four of them, data parallel by DDP, and by megatron-core's
              DistributedDataParallel where it is installed, whose gradients the products write into its buckets; fsdp: the same four, FSDP2 with weights that are FP8 codes (default: all)
   --recipes  BF16, delayed, current and block, or some of them
   --seconds  of each case, in alternating blocks (default 3)
   --ctas     also groups whose collectives take at most so many thread blocks (NCCL's max_ctas), for data and fsdp
+  --overlap  also with TE_FL_TP_OVERLAP=1, for layer: transfers beside the products
   --copies   also a group whose gathers are to be made by copy engines, for fsdp (NCCL's zero-CTA policy, buffers of its own memory)
   --graph    replays CUDA graphs of the layer, so that the host's time does not count; part layer only, without PyTorch's own ways
   --profile  prints what the first rank's te-fl steps spend on the host and on the GPU, most expensive first, and measures nothing
@@ -26,6 +27,7 @@ import json
 import os
 import statistics
 import time
+from unittest import mock
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
@@ -41,6 +43,7 @@ HIDDEN, FFN, HEADS, SEQUENCE, BATCH = 4096, 16384, 32, 2048, 4
 BF16 = torch.bfloat16
 LAYER = {2: 0.90, 4: 0.78}  # targets of the delayed recipe
 COPIES = ", copy engines"
+OVERLAPPED = "te-fl, overlapped"
 HOST = {}
 RECIPES = ("BF16", "delayed", "current", "block")
 
@@ -219,7 +222,7 @@ def report(rows, part, recipe, times, base, divide, target=None):
         efficiency = statistics.median(one / (divide * many) for one, many in zip(times[base], ms))
         row = dict(part=part, recipe=recipe, name=name, ranks=dist.get_world_size(), ms=statistics.median(ms), one_ms=statistics.median(times[base]), efficiency=efficiency,
                    host_ms=HOST[name])
-        if name == "te-fl" and target:
+        if name in ("te-fl", OVERLAPPED) and target:
             row["target"] = target
         rows.append(row)
         say(f"{part:6} {recipe:8} {name:20} {row['ms']:8.3f} ms, one GPU {row['one_ms']:8.3f} ms, efficiency {efficiency:.3f}, host {HOST[name]:.2f} ms" + (f" (target {target})" if "target" in row else ""))
@@ -234,6 +237,11 @@ def part_layer(options, rows):
     for name in options.recipes:
         recipe = recipe_of(our_recipes, name)
         steps = {"whole": step_of(ours, layer(ours), recipe, whole_x, whole_dy, world), "te-fl": step_of(ours, layer(ours, world), recipe, x, dy, world)}
+        if options.overlap:
+            with mock.patch.dict(os.environ, {"TE_FL_TP_OVERLAP": "1"}):  # read when a layer first meets its group
+                steps[OVERLAPPED] = step_of(ours, layer(ours, world), recipe, x, dy, world)
+                for _ in range(2):
+                    steps[OVERLAPPED]()
         if peer:
             used = recipe_of(peer[1], name)
             for label, make, one_x, one_dy in (("Transformer Engine", lambda: layer(peer[0], world), x, dy),):
@@ -259,8 +267,9 @@ def part_layer(options, rows):
         times = measured(steps, options.seconds)
         report(rows, "layer", name, times, "whole", n, LAYER.get(n) if name == "delayed" else None)
         for label, ms in times.items():
-            if label not in ("whole", "te-fl"):
-                say(f"       te-fl takes {statistics.median(a / b for a, b in zip(times['te-fl'], ms)):.3f} of {label}'s time")
+            for own in ("te-fl", OVERLAPPED) if OVERLAPPED in times else ("te-fl",):
+                if label not in ("whole", "te-fl", OVERLAPPED):
+                    say(f"       {own} takes {statistics.median(a / b for a, b in zip(times[own], ms)):.3f} of {label}'s time")
         del steps
         clean()
 
@@ -365,6 +374,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=3)
     parser.add_argument("--ctas", type=int, nargs="+", default=[])
     parser.add_argument("--copies", action="store_true")
+    parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--graph", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
