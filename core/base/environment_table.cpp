@@ -121,6 +121,10 @@ constexpr VariableSpec kSpecs[] = {
      "parallelism, each one's reduce_scatter beside the next one's product, as "
      "bench/gpu/tune_stripes.py measures it (docs/ranks.md); all ranks need the same; unset: one.",
      true},
+    {"TE_FL_TP_OVERLAP", "", kBool, "0", "",
+     "1: te_fl.pytorch's products under sequence parallelism are computed in pieces beside the "
+     "transfers that they feed or follow, which the copy engines of one host's GPUs make "
+     "(docs/ranks.md); all ranks need the same."},
     {"TE_FL_QUARANTINE_FILE", "", kString, "", "",
      "File of implementations that do not serve what they got wrong; unset: te_fl/quarantine.json "
      "in $XDG_STATE_HOME or ~/.local/state; empty: none.",

@@ -14,6 +14,11 @@ SequenceRanks::Begun SequenceRanks::reduce_scatter_beside(const Tensor& whole, c
   return reduce_scatter(whole, part);
 }
 
+Result<std::unique_ptr<SequenceRanks::Pieces>> SequenceRanks::scatter_pieces(const Tensor&,
+                                                                             const Tensor&) {
+  return internal_error("scatter_pieces: these ranks have no size from which they sum in pieces");
+}
+
 namespace detail {
 namespace {
 
@@ -60,6 +65,17 @@ Result<Tensor> whole_of(const Tensor& part, int size, Copies copies) {
 }
 
 }  // namespace
+
+bool in_pieces(const SequenceRanks& ranks, const Tensor& part) {
+  if (part.quantized() && part.scaling() != Scaling::kTensor) return false;
+  const int64_t from = ranks.pieces_from();
+  return from != 0 && bytes_for(part.dtype(), part.numel()) >= from;
+}
+
+Result<Tensor> piece_of(const Tensor& x, int64_t begin, int64_t count) {
+  const Tensor rowwise = x.quantized() ? x.rowwise_only() : x;
+  return rowwise.slice(0, begin, begin + count);
+}
 
 bool gathers_codes(const SequenceRanks& ranks, const Fp8Mode& mode, Role role, int64_t rows) {
   if (!mode.fp8) return false;
@@ -115,6 +131,7 @@ Result<RowGather> RowGather::begin(SequenceRanks& ranks, const Tensor& part, Cop
   begun.part = part;
   begun.copies = copies;
   begun.size = ranks.size();
+  begun.rank = ranks.rank();
   TE_FL_ASSIGN_OR_RETURN(begun.whole, whole_of(part, begun.size, copies));
   const Tensor& whole = begun.whole;
   if (!part.quantized()) {
@@ -151,6 +168,13 @@ Result<Tensor> RowGather::take_whole() {
   return begun.copies.rowwise ? std::move(whole) : whole.columnwise_only();
 }
 
+Status RowGather::arrive() {
+  for (int i = 0; i < begun_->count; ++i) {
+    TE_FL_RETURN_IF_ERROR(wait_for(begun_->arrays[i].work));
+  }
+  return {};
+}
+
 Result<Tensor> gather_rows_now(SequenceRanks& ranks, const Tensor& part, Copies copies) {
   if (part.quantized()) {
     TE_FL_ASSIGN_OR_RETURN(RowGather gather, RowGather::begin(ranks, part, copies));
@@ -170,6 +194,25 @@ Result<RowScatter> RowScatter::begin(SequenceRanks& ranks, Tensor whole, bool be
   TE_FL_ASSIGN_OR_RETURN(scatter.work,
                          beside ? ranks.reduce_scatter_beside(scatter.whole, scatter.part)
                                 : ranks.reduce_scatter(scatter.whole, scatter.part));
+  return scatter;
+}
+
+Result<RowScatter> RowScatter::in_pieces(SequenceRanks& ranks, Tensor whole,
+                                         const std::function<Status(int64_t, int64_t)>& product) {
+  const int size = ranks.size(), own = ranks.rank();
+  const int64_t rows = whole.size(0) / size;
+  RowScatter scatter;
+  TE_FL_ASSIGN_OR_RETURN(scatter.part,
+                         Tensor::empty({rows, whole.size(1)}, whole.dtype(), whole.device()));
+  TE_FL_ASSIGN_OR_RETURN(std::unique_ptr<SequenceRanks::Pieces> pieces,
+                         ranks.scatter_pieces(whole, scatter.part));
+  scatter.whole = std::move(whole);
+  for (int i = 1; i <= size; ++i) {  // this rank's rows, which need not travel, are the last
+    const int rank = (own + i) % size;
+    TE_FL_RETURN_IF_ERROR(product(rank * rows, rows));
+    TE_FL_RETURN_IF_ERROR(pieces->rows_done(rank));
+  }
+  scatter.work = std::move(pieces);
   return scatter;
 }
 

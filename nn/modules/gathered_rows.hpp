@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <functional>
 #include <memory>
 
 #include "nn/fp8/autocast.hpp"
@@ -19,6 +20,14 @@ bool gathers_codes(const SequenceRanks& ranks, const Fp8Mode& mode, Role role, i
 Result<Tensor> quantised_part(SequenceRanks& ranks, const Float8CurrentScaling& recipe, Role role,
                               const Tensor& x);
 
+// True if a product of the ranks' parts, of which `part` is this rank's, is computed in pieces: of
+// values or codes scaled by tensor, whose rows are tensors of their own.
+bool in_pieces(const SequenceRanks& ranks, const Tensor& part);
+
+// Rows [begin, begin + count) of values or of codes scaled by tensor, for a product that reads the
+// row-wise copy.
+Result<Tensor> piece_of(const Tensor& x, int64_t begin, int64_t count);
+
 // A gather of the ranks' parts that has begun. Its collectives are over when this goes.
 class RowGather {
  public:
@@ -28,6 +37,12 @@ class RowGather {
   static Result<RowGather> begin(SequenceRanks& ranks, const Tensor& part, Copies copies);
   // The whole [size * rows, n]; waits. Once.
   Result<Tensor> take_whole();
+  // This rank's part, and the whole, whose other rows are there after arrive(), but for a
+  // column-wise copy: for products in pieces.
+  const Tensor& part() const noexcept { return begun_->part; }
+  const Tensor& whole() const noexcept { return begun_->whole; }
+  int rank() const noexcept { return begun_->rank; }
+  Status arrive();
 
  private:
   struct Array {
@@ -44,7 +59,7 @@ class RowGather {
     Tensor part, whole;
     Copies copies;
     std::array<Array, 2> arrays;
-    int count = 0, size = 1;
+    int count = 0, size = 1, rank = 0;
   };
   std::unique_ptr<Begun> begun_;
 };
@@ -58,6 +73,10 @@ struct RowScatter {
   std::unique_ptr<SequenceRanks::Work> work;
   // beside: the ranks may go on beside it even if that costs the host more.
   static Result<RowScatter> begin(SequenceRanks& ranks, Tensor whole, bool beside = false);
+  // The rows of `whole` are written piece by piece by `product`, which is given the first row and
+  // their count.
+  static Result<RowScatter> in_pieces(SequenceRanks& ranks, Tensor whole,
+                                      const std::function<Status(int64_t, int64_t)>& product);
   // This rank's rows of the sum; waits. Once.
   Result<Tensor> take_part();
 };

@@ -311,8 +311,13 @@ Result<Tensor> GemmUnit::forward(Use& use, const Tensor& input, const ForwardOpt
         output, Tensor::empty({input.size(0), spec_.out}, spec_.activation_dtype, spec_.device));
   }
   args.d = output;
-  if (residual != nullptr) args.residual = *residual;
-  TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
+  if (use.arriving != nullptr) {
+    TE_FL_RETURN_IF_ERROR(product_in_pieces(args, *use.arriving, output, residual));
+    use.arriving = nullptr;
+  } else {
+    if (residual != nullptr) args.residual = *residual;
+    TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
+  }
   keep(use, input, weight);
   return output;
 }
@@ -356,12 +361,19 @@ Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const Forwa
   joined.pre_gelu_out = pre;
   joined.d = activated;
   args.d = pre;
-  TE_FL_ASSIGN_OR_RETURN(const bool join,
-                         joins(joined, args, op::gelu, &gelu, call_options(spec_.device)));
+  bool join = false;
+  if (use.arriving == nullptr) {  // an activation's codes have one amax
+    TE_FL_ASSIGN_OR_RETURN(join, joins(joined, args, op::gelu, &gelu, call_options(spec_.device)));
+  }
   if (join) {
     TE_FL_RETURN_IF_ERROR(ops::generic_gemm(joined, call_options(spec_.device)));
   } else {
-    TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
+    if (use.arriving != nullptr) {
+      TE_FL_RETURN_IF_ERROR(product_in_pieces(args, *use.arriving, pre));
+      use.arriving = nullptr;
+    } else {
+      TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
+    }
     TE_FL_RETURN_IF_ERROR(ops::gelu(gelu, call_options(spec_.device)));
   }
   keep(use, input, weight);
@@ -392,8 +404,9 @@ Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows, bool columnwi
                          kGradSlot);
 }
 
-Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& dy) {
-  if (spec_.gradient_rows != nullptr) return gathered_grad(use, dy);
+Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& dy,
+                                                  bool may_arrive) {
+  if (spec_.gradient_rows != nullptr) return gathered_grad(use, dy, may_arrive);
   return whole_grad(use, dy, wants_bias_grad());
 }
 
@@ -431,7 +444,8 @@ Status GemmUnit::quantise_with_bias(const Tensor& dy, const Tensor& codes) {
   return dbias.commit();
 }
 
-Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad, const Tensor* into) {
+Result<Tensor> GemmUnit::dgrad(const Use& use, Gradient& gradient, const Tensor* into) {
+  const Tensor& grad = gradient.tensor;
   Tensor dx;
   if (into != nullptr) {
     dx = *into;
@@ -439,6 +453,11 @@ Result<Tensor> GemmUnit::dgrad(const Use& use, const Tensor& grad, const Tensor*
     TE_FL_ASSIGN_OR_RETURN(dx, Tensor::empty({grad.size(0), spec_.in}, use.dx_dtype, spec_.device));
   }
   te_fl_generic_gemm_args args = dgrad_product(use, grad);
+  if (gradient.arriving != nullptr) {
+    TE_FL_RETURN_IF_ERROR(product_in_pieces(args, *gradient.arriving, dx));
+    TE_FL_RETURN_IF_ERROR(arrived(gradient));
+    return dx;
+  }
   args.d = dx;
   TE_FL_RETURN_IF_ERROR(ops::generic_gemm(args, call_options(spec_.device)));
   return dx;
@@ -452,8 +471,9 @@ te_fl_generic_gemm_args GemmUnit::dgrad_product(const Use& use, const Tensor& gr
   return args;
 }
 
-Status GemmUnit::dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pre,
+Status GemmUnit::dgrad_gelu(const Use& use, Gradient& gradient, const Tensor& pre,
                             const Tensor& into, const Tensor& sums) {
+  const Tensor& grad = gradient.tensor;
   te_fl_generic_gemm_args joined{};
   joined.a = grad;
   joined.b = weight_of(use);
@@ -473,11 +493,14 @@ Status GemmUnit::dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pr
   with_sums.output = into;
   if (sums.defined()) with_sums.dbias = sums;
   const CallOptions options = call_options(spec_.device);
-  TE_FL_ASSIGN_OR_RETURN(
-      const bool join, sums.defined() ? joins(joined, product, op::dbias_dgelu, &with_sums, options)
-                                      : joins(joined, product, op::dgelu, &plain, options));
+  bool join = false;
+  if (gradient.arriving == nullptr) {
+    TE_FL_ASSIGN_OR_RETURN(join, sums.defined()
+                                     ? joins(joined, product, op::dbias_dgelu, &with_sums, options)
+                                     : joins(joined, product, op::dgelu, &plain, options));
+  }
   if (join) return ops::generic_gemm(joined, options);
-  TE_FL_ASSIGN_OR_RETURN(const Tensor between, dgrad(use, grad));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor between, dgrad(use, gradient));
   plain.grad = with_sums.grad = between;
   return sums.defined() ? ops::dbias_dgelu(with_sums, options) : ops::dgelu(plain, options);
 }

@@ -39,11 +39,12 @@ class GemmUnit {
   struct Use {
     Fp8Mode mode;
     bool training = false;
-    bool wgrad = false;            // the weight's gradient is wanted
-    bool dgrad = true;             // the input's gradient is wanted
-    bool unscaled = false;         // no amax has set the scales, which may saturate
-    Tensor input;                  // quantised or of the activation dtype; with wgrad only
-    Tensor part;                   // this rank's rows of it, which a backward gathers again
+    bool wgrad = false;     // the weight's gradient is wanted
+    bool dgrad = true;      // the input's gradient is wanted
+    bool unscaled = false;  // no amax has set the scales, which may saturate
+    Tensor input;           // quantised or of the activation dtype; with wgrad only
+    Tensor part;            // this rank's rows of it, which a backward gathers again
+    std::shared_ptr<RowGather> arriving = nullptr;  // of the input: the product waits for it
     Tensor weight;                 // likewise; undefined if it is the parameter's own value
     uint64_t version = 0;          // of the parameter at the forward
     DType dx_dtype = DType::kF32;  // of the input's gradient: the dtype that the input came in
@@ -101,16 +102,19 @@ class GemmUnit {
   struct Gradient {
     Tensor tensor;           // quantised or of the activation dtype
     bool bias_done = false;  // the bias gradient is already accumulated, or not wanted
+    std::shared_ptr<RowGather> arriving = nullptr;  // of `tensor`, whole after arrived()
   };
   // dy [rows, out] as the backward GEMMs want it, of all ranks' rows. Row-wise codes are taken as
-  // they are and bring room for the column-wise copy.
-  Result<Gradient> prepare_grad(const Use& use, const Tensor& dy);
-  // dy W, [rows, in] in Use::dx_dtype, or in `into`.
-  Result<Tensor> dgrad(const Use& use, const Tensor& grad, const Tensor* into = nullptr);
+  // they are and bring room for the column-wise copy. may_arrive: the gather may go on beside
+  // dgrad(), which is called next.
+  Result<Gradient> prepare_grad(const Use& use, const Tensor& dy, bool may_arrive = false);
+  static Status arrived(Gradient& grad);
+  // dy W, [rows, in] in Use::dx_dtype, or in `into`. The gradient has arrived then.
+  Result<Tensor> dgrad(const Use& use, Gradient& grad, const Tensor* into = nullptr);
   // The gradient behind GELU, gelu'(pre) * (dy W), of the map whose output `pre` [rows, in] was:
   // into `into`, quantised or not, and the sums of its columns into `sums` [in] unless undefined.
   // In one call or in two, as forward_gelu().
-  Status dgrad_gelu(const Use& use, const Tensor& grad, const Tensor& pre, const Tensor& into,
+  Status dgrad_gelu(const Use& use, Gradient& grad, const Tensor& pre, const Tensor& into,
                     const Tensor& sums);
   // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done; neither
   // for frozen parameters. Where they are delayed, leaves that to delayed().
@@ -118,7 +122,7 @@ class GemmUnit {
   // dgrad, wgrad. Where ranks have parts of the input's rows, its gather runs beside dgrad, and
   // that of the result's sum over the ranks beside wgrad; the result is this rank's rows. Without
   // Use::dgrad it is undefined, and there are no dgrad and no sum.
-  Result<Tensor> products(const Use& use, const Gradient& grad, const Tensor* into = nullptr);
+  Result<Tensor> products(const Use& use, Gradient& grad, const Tensor* into = nullptr);
   // prepare_grad, products. [rows, out] -> [rows, in].
   Result<Tensor> backward(const Use& use, const Tensor& dy, const Tensor* into = nullptr);
 
@@ -149,6 +153,12 @@ class GemmUnit {
 
  private:
   static constexpr int64_t kInputSlot = 0, kWeightSlot = 1;  // of the forward state
+  // One product after the other: of the rows of `rows` that this rank has, and of the others once
+  // they have come. A, D and `residual` of `args` are theirs.
+  Status product_in_pieces(const te_fl_generic_gemm_args& args, RowGather& rows, const Tensor& d,
+                           const Tensor* residual = nullptr) const;
+  // forward_scattered() in pieces of the output's rows, each on its way while the next is computed.
+  Result<Tensor> forward_in_pieces(Use& use, const Tensor& input, const ForwardOptions& options);
   // forward_scattered() in more than one stripe.
   Result<Tensor> forward_in_stripes(Use& use, const Tensor& input, const ForwardOptions& options,
                                     int stripes);
@@ -156,7 +166,7 @@ class GemmUnit {
   Result<Tensor> whole_input(Use& use, const Tensor& x);
   Result<Gradient> whole_grad(const Use& use, const Tensor& dy, bool with_bias);
   Result<Tensor> gathered_input(Use& use, const Tensor& x);
-  Result<Gradient> gathered_grad(const Use& use, const Tensor& dy);
+  Result<Gradient> gathered_grad(const Use& use, const Tensor& dy, bool may_arrive);
   // x in codes that the ranks gather; see gathers_codes().
   Result<Tensor> part_of_input(const Use& use, const Tensor& x);
   Result<Tensor> grad_buffer(const Use& use, int64_t rows, bool columnwise);

@@ -43,6 +43,13 @@ Result<Tensor> rows_of(const Tensor& weight, int64_t begin, int64_t count) {
   return rows;
 }
 
+// True if the ranks' sum of a product of `input` is scattered in pieces of its rows.
+bool sums_in_pieces(const SequenceRanks& ranks, const Tensor& input, int64_t out, DType dtype) {
+  if (input.quantized() && input.scaling() != Scaling::kTensor) return false;
+  const int64_t from = ranks.pieces_from();
+  return from != 0 && bytes_for(dtype, input.size(0) / ranks.size() * out) >= from;
+}
+
 }  // namespace
 
 Result<Tensor> GemmUnit::forward_scattered(Use& use, const Tensor& input,
@@ -53,6 +60,9 @@ Result<Tensor> GemmUnit::forward_scattered(Use& use, const Tensor& input,
                                                         .out = spec_.out,
                                                         .output = spec_.activation_dtype}));
   if (stripes > 1) return forward_in_stripes(use, input, options, stripes);
+  if (sums_in_pieces(ranks, input, spec_.out, spec_.activation_dtype)) {
+    return forward_in_pieces(use, input, options);
+  }
   TE_FL_ASSIGN_OR_RETURN(Tensor y, forward(use, input, options));
   TE_FL_ASSIGN_OR_RETURN(RowScatter scatter, RowScatter::begin(ranks, std::move(y)));
   return scatter.take_part();
@@ -94,6 +104,50 @@ Result<Tensor> GemmUnit::forward_in_stripes(Use& use, const Tensor& input,
   return y;
 }
 
+Status GemmUnit::product_in_pieces(const te_fl_generic_gemm_args& args, RowGather& rows,
+                                   const Tensor& d, const Tensor* residual) const {
+  const int64_t own = rows.part().size(0), begin = rows.rank() * own;
+  const auto product = [&](const Tensor& a, int64_t from, int64_t count) -> Status {
+    if (count == 0) return {};
+    te_fl_generic_gemm_args piece = args;
+    TE_FL_ASSIGN_OR_RETURN(const Tensor to, d.slice(0, from, from + count));
+    Tensor added;
+    if (residual != nullptr) {
+      TE_FL_ASSIGN_OR_RETURN(added, residual->slice(0, from, from + count));
+      piece.residual = added;
+    }
+    piece.a = a;
+    piece.d = to;
+    return ops::generic_gemm(piece, call_options(spec_.device));
+  };
+  TE_FL_ASSIGN_OR_RETURN(const Tensor mine, piece_of(rows.part(), 0, own));
+  TE_FL_RETURN_IF_ERROR(product(mine, begin, own));
+  TE_FL_RETURN_IF_ERROR(rows.arrive());
+  const int64_t end = begin + own, all = d.size(0);
+  TE_FL_ASSIGN_OR_RETURN(const Tensor before, piece_of(rows.whole(), 0, begin));
+  TE_FL_RETURN_IF_ERROR(product(before, 0, begin));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor behind, piece_of(rows.whole(), end, all - end));
+  return product(behind, end, all - end);
+}
+
+Result<Tensor> GemmUnit::forward_in_pieces(Use& use, const Tensor& input,
+                                           const ForwardOptions& options) {
+  Tensor weight;
+  TE_FL_ASSIGN_OR_RETURN(te_fl_generic_gemm_args args, product(use, input, options, weight));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor y, Tensor::empty({input.size(0), spec_.out},
+                                                       spec_.activation_dtype, spec_.device));
+  const auto piece = [&](int64_t begin, int64_t count) -> Status {
+    TE_FL_ASSIGN_OR_RETURN(const Tensor a, piece_of(input, begin, count));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor d, y.slice(0, begin, begin + count));
+    args.a = a;
+    args.d = d;
+    return ops::generic_gemm(args, call_options(spec_.device));
+  };
+  TE_FL_ASSIGN_OR_RETURN(RowScatter scatter, RowScatter::in_pieces(*spec_.gradient_rows, y, piece));
+  keep(use, input, weight);
+  return scatter.take_part();
+}
+
 Result<Tensor> GemmUnit::part_of_input(const Use& use, const Tensor& x) {
   if (const auto* current = std::get_if<Float8CurrentScaling>(use.mode.recipe.get())) {
     return quantised_part(*spec_.input_rows, *current, Role::kInput, x);
@@ -121,10 +175,17 @@ Result<Tensor> GemmUnit::gathered_input(Use& use, const Tensor& x) {
     const bool blocks = part.quantized() && part.scaling() != Scaling::kTensor;
     use.part = blocks ? part.columnwise_only() : part;
   }
-  return gather_rows_now(ranks, part);
+  // A search for amaxes, and for saturated codes, reads the whole before the product does.
+  if (!in_pieces(ranks, part) || use.mode.calibrating || use.unscaled) {
+    return gather_rows_now(ranks, part);
+  }
+  TE_FL_ASSIGN_OR_RETURN(RowGather begun, RowGather::begin(ranks, part, {}));
+  use.arriving = std::make_shared<RowGather>(std::move(begun));
+  return use.arriving->whole();
 }
 
-Result<GemmUnit::Gradient> GemmUnit::gathered_grad(const Use& use, const Tensor& dy) {
+Result<GemmUnit::Gradient> GemmUnit::gathered_grad(const Use& use, const Tensor& dy,
+                                                   bool may_arrive) {
   TE_FL_RETURN_IF_ERROR(check_values(dy));
   SequenceRanks& ranks = *spec_.gradient_rows;
   const bool values = !gathers_codes(ranks, use.mode, Role::kGradient, dy.size(0));
@@ -147,9 +208,22 @@ Result<GemmUnit::Gradient> GemmUnit::gathered_grad(const Use& use, const Tensor&
   }
   Gradient grad;
   grad.bias_done = true;
-  TE_FL_ASSIGN_OR_RETURN(
-      grad.tensor, gather_rows_now(ranks, part, {.rowwise = true, .columnwise = wants_wgrad(use)}));
+  const Copies copies{.rowwise = true, .columnwise = wants_wgrad(use)};
+  if (!may_arrive || !in_pieces(ranks, part)) {
+    TE_FL_ASSIGN_OR_RETURN(grad.tensor, gather_rows_now(ranks, part, copies));
+    return grad;
+  }
+  TE_FL_ASSIGN_OR_RETURN(RowGather begun, RowGather::begin(ranks, part, copies));
+  grad.arriving = std::make_shared<RowGather>(std::move(begun));
+  grad.tensor = grad.arriving->whole();
   return grad;
+}
+
+Status GemmUnit::arrived(Gradient& grad) {
+  if (grad.arriving == nullptr) return {};
+  TE_FL_ASSIGN_OR_RETURN(grad.tensor, grad.arriving->take_whole());
+  grad.arriving = nullptr;
+  return {};
 }
 
 Status GemmUnit::wgrad_of(const Use& use, const Gradient& grad, RowGather& input) {
@@ -157,12 +231,13 @@ Status GemmUnit::wgrad_of(const Use& use, const Gradient& grad, RowGather& input
   return wgrad(use, grad, whole);
 }
 
-Result<Tensor> GemmUnit::products(const Use& use, const Gradient& grad, const Tensor* into) {
+Result<Tensor> GemmUnit::products(const Use& use, Gradient& grad, const Tensor* into) {
   if (spec_.input_rows == nullptr) {
     Tensor dx;
     if (use.dgrad) {
-      TE_FL_ASSIGN_OR_RETURN(dx, dgrad(use, grad.tensor, into));
+      TE_FL_ASSIGN_OR_RETURN(dx, dgrad(use, grad, into));
     }
+    TE_FL_RETURN_IF_ERROR(arrived(grad));
     TE_FL_RETURN_IF_ERROR(wgrad(use, grad));
     return dx;
   }
@@ -174,7 +249,7 @@ Result<Tensor> GemmUnit::products(const Use& use, const Gradient& grad, const Te
   }
   RowScatter scatter;
   if (use.dgrad) {
-    TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad.tensor));
+    TE_FL_ASSIGN_OR_RETURN(Tensor dx, dgrad(use, grad));
     TE_FL_ASSIGN_OR_RETURN(scatter, RowScatter::begin(ranks, std::move(dx)));
   }
   TE_FL_RETURN_IF_ERROR(input.has_value() ? wgrad_of(use, grad, *input) : wgrad(use, grad));
@@ -183,7 +258,7 @@ Result<Tensor> GemmUnit::products(const Use& use, const Gradient& grad, const Te
 
 Result<Tensor> GemmUnit::backward(const Use& use, const Tensor& dy, const Tensor* into) {
   TE_FL_RETURN_IF_ERROR(check_unchanged(use));
-  TE_FL_ASSIGN_OR_RETURN(const Gradient grad, prepare_grad(use, dy));
+  TE_FL_ASSIGN_OR_RETURN(Gradient grad, prepare_grad(use, dy, true));
   return products(use, grad, into);
 }
 

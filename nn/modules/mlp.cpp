@@ -62,7 +62,8 @@ struct LayerNormMLP::Impl {
   // Makes the tensor that the gradient of fc1's output goes to: quantised in FP8.
   Result<Tensor> gradient_buffer(const MlpRecord& record);
   // fc2's dgrad and pre_gradient() of it.
-  Result<detail::GemmUnit::Gradient> narrow_gradient(const MlpRecord& record, const Tensor& grad);
+  Result<detail::GemmUnit::Gradient> narrow_gradient(const MlpRecord& record,
+                                                     detail::GemmUnit::Gradient& grad);
   Result<detail::GemmUnit::Gradient> pre_gradient(const MlpRecord& record, const Tensor& grad);
 };
 
@@ -94,8 +95,8 @@ Result<Tensor> LayerNormMLP::Impl::gradient_buffer(const MlpRecord& record) {
   return detail::empty_like(record.pre, options.activation_dtype);
 }
 
-Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::narrow_gradient(const MlpRecord& record,
-                                                                       const Tensor& grad) {
+Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::narrow_gradient(
+    const MlpRecord& record, detail::GemmUnit::Gradient& grad) {
   if (!may_join(record.fc1)) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor d_activated, fc2->dgrad(record.fc2, grad));
     return pre_gradient(record, d_activated);
@@ -291,10 +292,18 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
   TE_FL_ASSIGN_OR_RETURN(const Tensor past,
                          detail::residual_matrix(layernorm_output_grad, record.shape, hidden,
                                                  "LayerNormMLP: layernorm_output_grad"));
-  TE_FL_ASSIGN_OR_RETURN(auto d_out, impl.fc2->prepare_grad(record.fc2, flat));
+  TE_FL_ASSIGN_OR_RETURN(auto d_out, impl.fc2->prepare_grad(record.fc2, flat, true));
+  detail::GemmUnit::Gradient d_pre;
+  // The weight's gradient first frees fc2's input; but its product reads all ranks' rows.
+  const bool arriving = d_out.arriving != nullptr;
+  if (arriving) {
+    TE_FL_ASSIGN_OR_RETURN(d_pre, impl.narrow_gradient(record, d_out));
+  }
   TE_FL_RETURN_IF_ERROR(impl.fc2->wgrad(record.fc2, d_out));
   record.fc2.input = Tensor();
-  TE_FL_ASSIGN_OR_RETURN(auto d_pre, impl.narrow_gradient(record, d_out.tensor));
+  if (!arriving) {
+    TE_FL_ASSIGN_OR_RETURN(d_pre, impl.narrow_gradient(record, d_out));
+  }
   record.fc2 = {};
   d_out = {};
   record.pre = Tensor();

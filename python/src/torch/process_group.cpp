@@ -42,6 +42,36 @@ class GroupWork final : public nn::SequenceRanks::Work {
   PyObject* work_;  // null once it was waited for
 };
 
+// A sum of rows that go to their ranks as they are written.
+class GroupPieces final : public nn::SequenceRanks::Pieces {
+ public:
+  GroupPieces(Ref pieces, const Device& device)
+      : pieces_(PyObject_GetAttrString(pieces.get(), "rows_done")),
+        device_(device),
+        work_(std::move(pieces)) {
+    if (pieces_ == nullptr) throw PythonError();
+  }
+  ~GroupPieces() override {
+    const InterpreterLock lock;
+    if (lock.held()) Py_DECREF(pieces_);
+  }
+  Status rows_done(int rank) override {
+    const InterpreterLock lock;
+    if (!lock.held()) return interpreter_ended();
+    const Ref stream = Ref::take(PyLong_FromVoidPtr(devices::current_stream(device_)));
+    PyObject* const done = PyObject_CallFunction(pieces_, "iO", rank, stream.get());
+    if (done == nullptr) return callback_failed();
+    Py_DECREF(done);
+    return {};
+  }
+  Status wait() override { return work_.wait(); }
+
+ private:
+  PyObject* pieces_;  // its method rows_done
+  Device device_;
+  GroupWork work_;
+};
+
 class GroupRanks final : public nn::SequenceRanks {
  public:
   explicit GroupRanks(PyObject* object)
@@ -49,6 +79,7 @@ class GroupRanks final : public nn::SequenceRanks {
     size_ = static_cast<int>(integer_of(Ref::take(PyObject_GetAttrString(object, "size")).get()));
     rank_ = static_cast<int>(integer_of(Ref::take(PyObject_GetAttrString(object, "rank")).get()));
     ranks_ = ranks_of(Ref::take(PyObject_GetAttrString(object, "ranks")).get());
+    pieces_from_ = integer_of(Ref::take(PyObject_GetAttrString(object, "pieces_from")).get());
   }
   int size() const noexcept override { return size_; }
   int rank() const noexcept override { return rank_; }
@@ -57,6 +88,17 @@ class GroupRanks final : public nn::SequenceRanks {
   }
   Begun reduce_scatter(const Tensor& whole, const Tensor& part) override {
     return begin("reduce_scatter", whole, part);
+  }
+  int64_t pieces_from() const noexcept override { return pieces_from_; }
+  Result<std::unique_ptr<Pieces>> scatter_pieces(const Tensor& whole, const Tensor& part) override {
+    const InterpreterLock lock;
+    if (!lock.held()) return interpreter_ended();
+    try {
+      TE_FL_ASSIGN_OR_RETURN(Ref pieces, called("scatter_pieces", whole, part));
+      return std::unique_ptr<Pieces>(new GroupPieces(std::move(pieces), whole.device()));
+    } catch (const PythonError&) {
+      return callback_failed();
+    }
   }
   Status sum(const Tensor& values) override { return in_place("sum", values); }
   Status largest(const Tensor& values) override { return in_place("largest", values); }
@@ -71,17 +113,21 @@ class GroupRanks final : public nn::SequenceRanks {
     TE_FL_ASSIGN_OR_RETURN(const auto work, begin(method, values, values));
     return work->wait();
   }
-  // object.METHOD(from, to, stream) -> work
+  // object.METHOD(from, to, stream), with the interpreter's lock.
+  Result<Ref> called(const char* method, const Tensor& from, const Tensor& to) {
+    const Ref a = to_framework(from, like_.get()), b = to_framework(to, like_.get());
+    const Ref stream = Ref::take(PyLong_FromVoidPtr(devices::current_stream(from.device())));
+    PyObject* const result =
+        PyObject_CallMethod(object_.get(), method, "OOO", a.get(), b.get(), stream.get());
+    if (result == nullptr) return callback_failed();
+    return Ref::take(result);
+  }
   Begun begin(const char* method, const Tensor& from, const Tensor& to) {
     const InterpreterLock lock;
     if (!lock.held()) return interpreter_ended();
     try {
-      const Ref a = to_framework(from, like_.get()), b = to_framework(to, like_.get());
-      const Ref stream = Ref::take(PyLong_FromVoidPtr(devices::current_stream(from.device())));
-      PyObject* const work =
-          PyObject_CallMethod(object_.get(), method, "OOO", a.get(), b.get(), stream.get());
-      if (work == nullptr) return callback_failed();
-      return std::unique_ptr<Work>(new GroupWork(Ref::take(work)));
+      TE_FL_ASSIGN_OR_RETURN(Ref work, called(method, from, to));
+      return std::unique_ptr<Work>(new GroupWork(std::move(work)));
     } catch (const PythonError&) {
       return callback_failed();
     }
@@ -89,6 +135,7 @@ class GroupRanks final : public nn::SequenceRanks {
 
   Kept object_, like_;
   int size_ = 1, rank_ = 0;
+  int64_t pieces_from_ = 0;
   std::vector<int64_t> ranks_;  // sorted
 };
 

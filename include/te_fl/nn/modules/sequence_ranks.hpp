@@ -44,6 +44,18 @@ class TE_FL_API SequenceRanks {
   // As reduce_scatter(), for work that the current stream goes on with beside it, where the ranks
   // can have that; without a definition of one's own it is reduce_scatter().
   virtual Begun reduce_scatter_beside(const Tensor& whole, const Tensor& part);
+  // Parts of at least so many bytes travel beside products and cost them nothing, so products of
+  // all ranks' rows are computed in pieces: this rank's rows while the others' are gathered, and
+  // last where each rank gets its rows of the sum. 0: there is no such size.
+  virtual int64_t pieces_from() const noexcept { return 0; }
+  // A reduce_scatter() of rows that are written one rank's after the other's.
+  class TE_FL_API Pieces : public Work {
+   public:
+    // The current stream has the rows of that rank. Of each rank once, before wait().
+    virtual Status rows_done(int rank) = 0;
+  };
+  // Asked for where pieces_from() is not 0 alone.
+  virtual Result<std::unique_ptr<Pieces>> scatter_pieces(const Tensor& whole, const Tensor& part);
   // Each value, F32, F16 or BF16, becomes the sum of the ranks'; the stream has it on return.
   virtual Status sum(const Tensor& values) = 0;
   // Each value of F32 [n] becomes the largest that any rank has; the stream has it on return.

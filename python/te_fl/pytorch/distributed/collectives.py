@@ -13,7 +13,7 @@ import atexit
 import os
 import sys
 import threading
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -85,13 +85,14 @@ if os.environ.get("TE_FL_USAGE", "0").lower() in ("1", "true", "on", "yes"):
 _rank: Optional[int] = None  # in the default group, which may be gone at the end
 
 
-def _run(op: str, group: Optional[Any], tensor: Optional[torch.Tensor], wait: bool, **arguments: Any) -> Optional[Any]:
-    """Runs te-fl's op over the group; `tensor` is the one whose bytes count, None a barrier's."""
+def _run(op: str, group: Optional[Any], tensor: Optional[torch.Tensor], wait: bool, begin: Optional[Callable[[], Any]] = None,
+         **arguments: Any) -> Optional[Any]:
+    """Runs te-fl's op over the group; `tensor` is the one whose bytes count, None a barrier's. begin: makes the Work in place of torch.distributed."""
     group = communicator.member(group)
     communicator.check(op, group)
     device = _device_of(group) if tensor is None else tensor.device
     ranks = communicator.of(group, device)
-    call = communicator.Begun(ranks, group, not wait)
+    call = communicator.Begun(ranks, group, not wait, begin)
     getattr(ops, op)(comm=call, **arguments)
     if tensor is not None:
         _count(_NAMES.get(op, op), ranks.backend, tensor)
@@ -138,15 +139,16 @@ def all_reduce(tensor: torch.Tensor, group: Optional[Any] = None, op: str = "sum
     return _run("all_reduce", group, tensor, wait, input=tensor, output=tensor, reduction=_reduction(op))
 
 
-def all_gather_into(output: torch.Tensor, tensor: torch.Tensor, group: Optional[Any] = None, wait: bool = True) -> Optional[Any]:
-    """output [ranks * n, ..] <- the ranks' tensors [n, ..], one after the other."""
-    return _run("all_gather", group, output, wait, input=_moved(tensor), output=_moved(output))
+def all_gather_into(output: torch.Tensor, tensor: torch.Tensor, group: Optional[Any] = None, wait: bool = True,
+                    begin: Optional[Callable[[], Any]] = None) -> Optional[Any]:
+    """output [ranks * n, ..] <- the ranks' tensors [n, ..], one after the other; begin: makes the Work in place of torch.distributed."""
+    return _run("all_gather", group, output, wait, begin, input=_moved(tensor), output=_moved(output))
 
 
 def reduce_scatter_into(output: torch.Tensor, tensor: torch.Tensor, group: Optional[Any] = None, op: str = "sum",
-                        wait: bool = True) -> Optional[Any]:
-    """output [n, ..] <- this rank's part of the reduction of all ranks' tensors [ranks * n, ..]."""
-    return _run("reduce_scatter", group, tensor, wait, input=tensor, output=output, reduction=_reduction(op))
+                        wait: bool = True, begin: Optional[Callable[[], Any]] = None) -> Optional[Any]:
+    """output [n, ..] <- this rank's part of the reduction of all ranks' tensors [ranks * n, ..]; begin: as of all_gather_into()."""
+    return _run("reduce_scatter", group, tensor, wait, begin, input=tensor, output=output, reduction=_reduction(op))
 
 
 def all_to_all(output: torch.Tensor, tensor: torch.Tensor, group: Optional[Any] = None, output_sizes: Optional[Sequence[int]] = None,

@@ -141,8 +141,9 @@ class Communicator:
         self.collectives = self.transfers = 0  # counts of calls: sends and receives are counted apart
         self.same_call = SameCall.wanted(group, device)
 
-    def begin(self, op: str, group: Any, arguments: Dict[str, Any], async_op: bool) -> Optional[Any]:
-        """The Work of the op on this rank, or None where async_op is false: then it is on the current stream, and on the CPU done."""
+    def begin(self, op: str, group: Any, arguments: Dict[str, Any], async_op: bool, how: Optional[Callable[[], Any]] = None) -> Optional[Any]:
+        """The Work of the op on this rank, or None where async_op is false: then it is on the current stream, and on the CPU done. how: makes it in place
+        of torch.distributed."""
         if op in TRANSFERS:
             self.transfers += 1
         else:
@@ -150,7 +151,7 @@ class Communicator:
         try:
             if self.same_call is not None:
                 self.same_call.compare(op, arguments)
-            return _CALLS[op](group, arguments, async_op)
+            return _CALLS[op](group, arguments, async_op) if how is None else how()
         except Exception as error:
             error.add_note(self.note(op, group, arguments, self.transfers if op in TRANSFERS else self.collectives))
             raise
@@ -172,13 +173,13 @@ class Communicator:
 class Begun:
     """One call of an op that need not be waited for: the argument `comm` of that call, and its `work` afterwards."""
 
-    __slots__ = ("_communicator", "_ranks", "_group", "_async_op", "work")
+    __slots__ = ("_communicator", "_ranks", "_group", "_async_op", "_how", "work")
 
-    def __init__(self, ranks: Communicator, group: Any, async_op: bool):
-        self._communicator, self._ranks, self._group, self._async_op = ranks._communicator, ranks, group, async_op
+    def __init__(self, ranks: Communicator, group: Any, async_op: bool, how: Optional[Callable[[], Any]] = None):
+        self._communicator, self._ranks, self._group, self._async_op, self._how = ranks._communicator, ranks, group, async_op, how
 
     def serve(self, op: str, arguments: Dict[str, Any]) -> None:
-        self.work = self._ranks.begin(op, self._group, arguments, self._async_op)
+        self.work = self._ranks.begin(op, self._group, arguments, self._async_op, self._how)
 
 
 _known: "weakref.WeakKeyDictionary[Any, Dict[torch.device, Communicator]]" = weakref.WeakKeyDictionary()

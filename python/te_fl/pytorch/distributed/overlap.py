@@ -1,0 +1,146 @@
+"""Transfers of sequence parallelism beside the products that they feed or follow, with TE_FL_TP_OVERLAP=1.
+
+A product of gathered rows begins with this rank's own while the others' arrive, and a product whose sum the ranks scatter ends with them, while the others'
+are on their way. Between GPUs of one host the copy engines move them (peer_copies), which leaves the processors to the products. On hosts the group's own
+transfers do, which is for trying and for tests: they take the cores that products compute on.
+"""
+
+from __future__ import annotations
+
+import socket
+import warnings
+import weakref
+from typing import Any, Dict, List, Optional
+
+import torch
+import torch.distributed as dist
+
+from te_fl.pytorch.distributed import communicator, overlap_setting, peer_copies
+from te_fl.pytorch.distributed.same_stripes import exchanged
+
+_LEAST = 1 << 20  # bytes of a part below which a collective of the group's is over sooner than copies are begun
+_STEP = 32 << 20  # bytes by which the memory for copies grows
+_TAG = 0x7EF1  # of sends, that a program's own receives do not take
+
+
+class HostOverlap:
+    """Of tensors on a host, over the group's own sends and receives."""
+
+    pieces_from = 1
+
+    def __init__(self, group: Any):
+        self._group = weakref.ref(group)
+
+    def gathers(self, part: torch.Tensor) -> bool:
+        return False  # the group's own gather is asynchronous
+
+    def scatters(self, whole: torch.Tensor) -> bool:
+        return True
+
+    def scatter(self, whole: torch.Tensor, part: torch.Tensor) -> "_HostScatter":
+        return _HostScatter(self._group(), whole, part)
+
+
+class _HostScatter:
+    def __init__(self, group: Any, whole: torch.Tensor, part: torch.Tensor):
+        self._group, self._part, self._rank = group, part, dist.get_rank(group)
+        self._rows = whole.view(dist.get_world_size(group), *part.shape)
+        self._came = {other: torch.empty_like(part) for other in range(len(self._rows)) if other != self._rank}
+        self._works = [dist.irecv(came, group=group, group_src=other, tag=_TAG) for other, came in self._came.items()]
+
+    def rows_done(self, rank: int) -> None:
+        if rank != self._rank:
+            self._works.append(dist.isend(self._rows[rank], group=self._group, group_dst=rank, tag=_TAG))
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        parts = [self._came.get(rank, self._rows[self._rank]) for rank in range(len(self._rows))]
+        self._part.copy_(torch.stack(parts).to(torch.float32).sum(0) if len(parts) > 2 else parts[0] + parts[1])
+
+
+class DeviceOverlap:
+    """Of tensors on the GPUs of one host, by copies into each other's memory."""
+
+    pieces_from = _LEAST
+
+    def __init__(self, group: Any, device: torch.device):
+        self._group, self._device = weakref.ref(group), device
+        self._memory: Optional[peer_copies.PeerMemory] = None
+        self._captured: List[peer_copies.PeerMemory] = []  # graphs go on using them
+
+    def gathers(self, part: torch.Tensor) -> bool:
+        return self._has(part)
+
+    def scatters(self, whole: torch.Tensor) -> bool:
+        return self._has(whole)
+
+    def gather(self, part: torch.Tensor, whole: torch.Tensor) -> peer_copies.Gather:
+        return peer_copies.Gather(self._memory, part, whole)
+
+    def scatter(self, whole: torch.Tensor, part: torch.Tensor) -> peer_copies.Scatter:
+        return peer_copies.Scatter(self._memory, whole, part)
+
+    def _has(self, tensor: torch.Tensor) -> bool:
+        """True if there is memory for such a tensor. All ranks ask for the same sizes in the same order, so they make it at the same time. None can be made
+        while a graph is captured, which then has the group's own collective."""
+        size, capturing = tensor.numel() * tensor.element_size(), torch.cuda.is_current_stream_capturing()
+        if tensor.device != self._device:
+            return False
+        if self._memory is None or self._memory.size < size:
+            if capturing:
+                return False
+            torch.cuda.synchronize(self._device)
+            self._memory = None
+            self._memory = peer_copies.PeerMemory(self._group(), self._device, -(-size // _STEP) * _STEP)
+        if capturing and self._memory not in self._captured:
+            self._captured.append(self._memory)
+        return True
+
+
+_known: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+
+
+def of(group: Any) -> Optional[Any]:
+    """What moves the group's rows beside products; None without TE_FL_TP_OVERLAP, and where the group's collectives do. All ranks get the same; all come
+    to the first call for a group, and same_stripes.agree() has compared their settings."""
+    group = communicator.member(group)
+    if not overlap_setting.wanted():
+        return None
+    if group not in _known:
+        _known[group] = _made(group)
+    return _known[group]
+
+
+def _made(group: Any) -> Optional[Any]:
+    backend = str(dist.get_backend(group)).lower()
+    if "nccl" not in backend:
+        return HostOverlap(group) if "gloo" in backend else None
+    device = torch.device("cuda", torch.cuda.current_device())
+    places = exchanged(group, "overlap/places", f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
+    if places is None:
+        return None
+    refusals = exchanged(group, "overlap/refusals", _refusal(places, device))
+    told = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why)
+    if not told:
+        return DeviceOverlap(group, device)
+    if dist.get_rank(group) == 0:
+        warnings.warn(f"TE_FL_TP_OVERLAP=1 has no effect on group {group.group_name!r}, whose collectives NCCL does: {told}", stacklevel=2)
+    return None
+
+
+def _refusal(places: List[str], device: torch.device) -> str:
+    """Why this rank cannot copy to the others' GPUs; empty if it can."""
+    if len(places) > peer_copies.MOST_RANKS:
+        return f"the group has {len(places)} ranks, and copies serve {peer_copies.MOST_RANKS}"
+    here = socket.gethostname()
+    visible: Dict[str, int] = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    for rank, place in enumerate(places):
+        host, uuid = place.rsplit(" ", 1)
+        if host != here:
+            return f"rank {rank} is on another host, {host}"
+        if uuid not in visible:
+            return f"rank {rank}'s GPU is not among those that CUDA_VISIBLE_DEVICES shows here"
+        if visible[uuid] != device.index and not torch.cuda.can_device_access_peer(device, visible[uuid]):
+            return f"its GPU cannot reach that of rank {rank}"
+    return ""

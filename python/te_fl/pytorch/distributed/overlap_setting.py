@@ -1,0 +1,22 @@
+"""TE_FL_TP_OVERLAP: whether transfers of sequence parallelism go beside the products that they feed or follow."""
+
+from __future__ import annotations
+
+import os
+
+from te_fl.errors import InvalidArgument
+
+_ON, _OFF = ("1", "true", "on", "yes"), ("", "0", "false", "off", "no")
+
+
+def wanted() -> bool:
+    """InvalidArgument for a value that is neither on nor off."""
+    value = os.environ.get("TE_FL_TP_OVERLAP", "").lower()
+    if value not in _ON + _OFF:
+        raise InvalidArgument(f"TE_FL_TP_OVERLAP is {value!r}; it is 1, where transfers of sequence parallelism are to go beside products, or 0")
+    return value in _ON
+
+
+def words() -> str:
+    """What ranks compare: they must agree on it."""
+    return ", TE_FL_TP_OVERLAP=1" if wanted() else ""

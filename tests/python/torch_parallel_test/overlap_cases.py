@@ -1,0 +1,108 @@
+"""Products in pieces beside the transfers that they feed or follow, with TE_FL_TP_OVERLAP=1, over a host's sends and receives."""
+
+import contextlib
+import os
+from unittest import mock
+
+import torch
+
+import te_fl.pytorch as te
+from common import close, randomise
+from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fl.errors import FailedPrecondition, InvalidArgument
+from te_fl.pytorch.distributed import overlap, same_stripes
+
+ROWS, HIDDEN, WIDE = 256, 128, 512
+
+
+def _on(value="1"):
+    return mock.patch.dict(os.environ, {"TE_FL_TP_OVERLAP": value})
+
+
+def _modules(group, **more):
+    more.update(tp_group=group, sequence_parallel=True, device="cpu")
+    return {"column": te.Linear(HIDDEN, WIDE, parallel_mode="column", **more), "row": te.Linear(WIDE, HIDDEN, parallel_mode="row", **more),
+            "normed": te.LayerNormLinear(HIDDEN, WIDE, parallel_mode="column", return_layernorm_output=True, **more),
+            "mlp": te.LayerNormMLP(HIDDEN, WIDE, set_parallel_mode=True, **more),
+            "gated": te.LayerNormMLP(HIDDEN, WIDE, set_parallel_mode=True, activation="swiglu", bias=False, **more),
+            "layer": te.TransformerLayer(HIDDEN, WIDE, 4, set_parallel_mode=True, attention_dropout=0, hidden_dropout=0, **more)}
+
+
+def _shape(kind, size):
+    if kind == "row":
+        return (ROWS, WIDE // size)
+    return (ROWS // size, 2, HIDDEN) if kind == "layer" else (ROWS // size, HIDDEN)
+
+
+def _steps(group, kind, recipe, **more):
+    """Outputs and gradients of two steps, and of a forward without gradients."""
+    torch.manual_seed(5 + group.rank())
+    module = randomise(_modules(group, **more)[kind], 0.05)
+    results = []
+    for step in range(3):
+        torch.manual_seed(50 + step + group.rank())
+        x = torch.randn(_shape(kind, group.size()), dtype=more.get("params_dtype", torch.float32)).requires_grad_(step < 2)
+        module.zero_grad()
+        with te.autocast(recipe=recipe(), amax_reduction_group=group) if recipe is not None else contextlib.nullcontext():
+            with contextlib.nullcontext() if step < 2 else torch.no_grad():
+                ys = module(x)
+        ys = ys if isinstance(ys, tuple) else (ys,)
+        results += [y.detach() for y in ys]
+        if step < 2:
+            sum((y * torch.randn_like(y)).sum() for y in ys).backward()
+            results += [x.grad, *(p.grad.clone() for p in module.parameters())]
+    return results
+
+
+def case_results_are_those_without(ranks):
+    """Outputs and gradients in F32, BF16 and by every recipe, two and more ranks."""
+    for size in ranks.degrees():
+        group = ranks.groups[size]
+        for recipe in (None, DelayedScaling, Float8CurrentScaling, Float8BlockScaling):
+            for kind in ("column", "row", "normed", "mlp", "gated", "layer"):
+                more = {"params_dtype": torch.bfloat16} if kind == "mlp" and recipe is None else {}
+                want = _steps(group, kind, recipe, **more)
+                with _on(), mock.patch.object(overlap.HostOverlap, "scatter", autospec=True, side_effect=overlap.HostOverlap.scatter) as scatter:
+                    got = _steps(group, kind, recipe, **more)
+                assert scatter.call_count > 0, (kind, recipe)
+                for i, (a, b) in enumerate(zip(got, want)):
+                    close(a, b, f"{kind}, {recipe}, {size} ranks, result {i}", 3e-2 if more else 2e-6)
+
+
+def case_delayed_weight_gradients_and_recomputing(ranks):
+    """The gradient has come from all ranks before a weight's gradient is put off, and a recomputed forward sends its rows again."""
+    group = ranks.groups[ranks.world]
+    results = []
+    for value in ("0", "1"):
+        with _on(value):
+            torch.manual_seed(5 + group.rank())
+            module = randomise(te.LayerNormMLP(HIDDEN, WIDE, set_parallel_mode=True, delay_wgrad_compute=True, tp_group=group, sequence_parallel=True,
+                                               device="cpu"), 0.05)
+            x = torch.randn(_shape("mlp", group.size()), requires_grad=True)
+            with te.autocast(recipe=DelayedScaling(), amax_reduction_group=group):
+                y = te.checkpoint(module, x)
+            y.square().sum().backward()
+            module.backward_dw()
+            results.append([y.detach(), x.grad, *(p.grad for p in module.parameters())])
+    for i, (a, b) in enumerate(zip(*results)):
+        close(b, a, f"result {i}", 2e-6)
+
+
+def case_a_setting_of_one_rank_alone(ranks):
+    """is refused by all, which say who has what; so is a value that is neither on nor off."""
+    group = torch.distributed.new_group(list(range(ranks.world)))
+    with _on("1" if ranks.rank == 1 else "0"):
+        try:
+            same_stripes.agree(group)
+        except FailedPrecondition as error:
+            assert "rank 1: no file, TE_FL_TP_OVERLAP=1" in str(error) and "rank 0: no file;" in str(error), error
+        else:
+            raise AssertionError("nobody refused")
+    with _on("maybe"):
+        try:
+            overlap.of(group)
+        except InvalidArgument as error:
+            assert "TE_FL_TP_OVERLAP is 'maybe'" in str(error), error
+        else:
+            raise AssertionError("nobody refused")
+    torch.distributed.destroy_process_group(group)
