@@ -365,7 +365,7 @@ TEST(Memory, IsBoundedOverManyShapes) {
   };
   some(1, 2000);
   const struct mallinfo2 before = mallinfo2();
-  some(2000, TE_FL_ASAN || TE_FL_TSAN ? 12000 : 102000);  // their allocators count nothing here
+  some(2000, TE_FL_ASAN || TE_FL_TSAN ? 4000 : 102000);  // their allocators count nothing here
   const struct mallinfo2 after = mallinfo2();
   EXPECT_LT(after.uordblks, before.uordblks + (64u << 10));
 }

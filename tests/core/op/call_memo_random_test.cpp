@@ -13,6 +13,7 @@
 #include "memo_check.hpp"
 #include "op_fixture.hpp"
 #include "support/expect.hpp"
+#include "support/rounds.hpp"
 #include "te_fl/ops/activation.h"
 #include "te_fl/ops/gemm.h"
 #include "te_fl/ops/norm.h"
@@ -238,15 +239,15 @@ TEST(MemoOverRandomCalls, NeverKnowsWhatTheCheckRefuses) {
   for (const te_fl_op_schema* schema : catalogue()) {
     const Insides op(*schema);
     if (!op.impl.lists.empty()) continue;
-    for (int i = 0; i < 4000; ++i) {
+    for (int i = 0; i < testing::rounds(4000); ++i) {
       spoiler.round(op);
       if (HasFatalFailure()) return;
     }
   }
   // The comparison means something only if all outcomes are frequent.
-  EXPECT_GT(spoiler.known, 10000);
-  EXPECT_GT(spoiler.accepted, 10000);
-  EXPECT_GT(spoiler.refused, 10000);
+  EXPECT_GT(spoiler.known, testing::rounds(10000));
+  EXPECT_GT(spoiler.accepted, testing::rounds(10000));
+  EXPECT_GT(spoiler.refused, testing::rounds(10000));
 }
 
 // Rules and types that the catalogue does not combine.
@@ -262,7 +263,7 @@ TEST(MemoOverRandomCalls, OddSchemas) {
                                  "g requires c or d; g <= 2"};
   std::mt19937_64 random(11);
   Spoiler spoiler(13);
-  for (int round = 0; round < 400; ++round) {
+  for (int round = 0; round < testing::rounds(400); ++round) {
     SchemaBuilder b;
     const char* const names[] = {"a", "b", "c", "d", "e"};
     for (const char* name : names) {
@@ -289,7 +290,7 @@ TEST(MemoOverRandomCalls, OddSchemas) {
     const Insides op(b.build());
     for (int i = 0; i < 500 && !HasFatalFailure(); ++i) spoiler.round(op);
   }
-  EXPECT_GT(spoiler.known, 1000);
+  EXPECT_GT(spoiler.known, testing::rounds(1000));
 }
 
 // The calls that matter for speed are known the second time, in place and on other memory too.

@@ -12,6 +12,7 @@
 #include "core/base/settings.hpp"
 #include "memo_check.hpp"
 #include "support/dispatch_fixture.hpp"
+#include "support/rounds.hpp"
 #include "te_fl/ops/optimizer.h"
 
 namespace te_fl::core {
@@ -349,7 +350,7 @@ TEST(Memo, RecognisesNothingThatTheCheckRefuses) {
     ASSERT_TRUE(call.op().check(call.args(), plain))
         << name << ": " << call.op().check_status(call.args()).to_string();
     int good = 0, bad = 0;
-    for (int i = 0; i < 60000; ++i) {
+    for (int i = 0; i < testing::rounds(60000); ++i) {
       std::vector<std::function<void()>> undo;
       for (uint64_t n = random() % 3; n > 0; --n) undo.push_back(call.change(random));
       const bool expected = call.op().check(call.args(), plain);
@@ -365,8 +366,8 @@ TEST(Memo, RecognisesNothingThatTheCheckRefuses) {
         undo.pop_back();
       }
     }
-    EXPECT_GT(good, 10000) << name;
-    EXPECT_GT(bad, 10000) << name;
+    EXPECT_GT(good, testing::rounds(10000)) << name;
+    EXPECT_GT(bad, testing::rounds(10000)) << name;
   }
 }
 
@@ -385,7 +386,7 @@ TEST(ExactMemo, RecognisesOnlyTheCallItself) {
                               call.op().layout().saved.offset == 0 &&
                               call.op().schema().args_size <= ExactMemo::kMaxArgs &&
                               call.op().schema().args_size % 8 == 0;
-    for (int i = 0; i < 30000; ++i) {
+    for (int i = 0; i < testing::rounds(30000); ++i) {
       const auto undo = call.change(random);
       if (memo.is(call.args())) {
         ++same;
@@ -398,8 +399,8 @@ TEST(ExactMemo, RecognisesOnlyTheCallItself) {
       undo();
       ASSERT_EQ(memo.is(call.args()), expects_hits) << name;
     }
-    EXPECT_GT(other, 1000) << name;
-    EXPECT_GE(same, expects_hits ? 1000 : 0) << name;
+    EXPECT_GT(other, testing::rounds(1000)) << name;
+    EXPECT_GE(same, expects_hits ? testing::rounds(1000) : 0) << name;
   }
 }
 
