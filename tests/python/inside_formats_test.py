@@ -105,13 +105,30 @@ class MX(unittest.TestCase):
         self.assertEqual(got._rowwise_scale_inv[3, :2].tolist(), [254, 119])
         self.assertEqual(torch.isnan(got.dequantize(dtype=torch.float32)).sum().item(), 1)
 
-    def test_2d_blocks_are_refused_by_name(self):
-        quantizer = MXFP8Quantizer(DType.kFloat8E4M3)
-        if not hasattr(quantizer, "with_2d_quantization"):
-            self.skipTest("this version of the package has no 2D blocks")
-        quantizer.with_2d_quantization = True
-        with self.assertRaisesRegex(Unsupported, "with_2d_quantization"):
-            quantizer(values(32, 32))
+    def test_square_blocks(self):
+        """Each has the factor of the block of 32 that its elements with the largest value make."""
+        for (rows, columns), (fp8, kind, largest) in itertools.product(((64, 96), (32, 32), (160, 64)), (
+                (DType.kFloat8E4M3, torch.float8_e4m3fn, 448.0), (DType.kFloat8E5M2, torch.float8_e5m2, 57344.0))):
+            x = values(rows, columns)
+            maxima = x.float().abs().view(rows // 32, 32, columns // 32, 32).amax((1, 3))
+            _, bits = mxfp8(maxima.repeat_interleave(32, 1), kind, largest)
+            each = torch.exp2(127.0 - bits.double()).repeat_interleave(32, 0).repeat_interleave(32, 1)
+            codes = (x.double() * each).float().clamp(-largest, largest).to(kind)
+            quantizer = MXFP8Quantizer(fp8, with_2d_quantization=True)
+            for got in (quantizer(x), tex.split_quantize(x, [rows], [quantizer])[0], tex.bgrad_quantize(x, quantizer)[1]):
+                self.check_side(got._rowwise_data, got._rowwise_scale_inv, (codes, bits.repeat_interleave(32, 0)), False)
+                self.check_side(got._columnwise_data, got._columnwise_scale_inv, (codes.t(), bits.t().repeat_interleave(32, 0)), True)
+            for got, plain in ((tex.gelu(x, quantizer), tex.gelu(x, None)), (tex.swiglu(x.repeat(1, 2), quantizer), tex.swiglu(x.repeat(1, 2), None))):
+                self.assertTrue(torch.equal(got._rowwise_data, quantizer(plain)._rowwise_data))
+
+    def test_a_noop_flag_keeps_factors_in_the_order_of_tensor_cores(self):
+        for quantizer in (MXFP8Quantizer(DType.kFloat8E4M3), NVFP4Quantizer(), MXFP8Quantizer(DType.kFloat8E4M3, with_2d_quantization=True)):
+            out = quantizer(values(128, 128))
+            want, held = out.dequantize(dtype=torch.float32), out._rowwise_data
+            tex.swizzle_scales_for_gemm_(out)
+            tex.quantize(values(128, 128, seed=1), quantizer, out, torch.ones(1))
+            self.assertTrue(torch.equal(out.dequantize(dtype=torch.float32), want))
+            self.assertIs(out._rowwise_data, held)
 
 
 class NV(unittest.TestCase):

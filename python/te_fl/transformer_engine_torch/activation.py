@@ -25,7 +25,7 @@ def apply(op: Callable, inputs: dict, quantizer: Any, shape: Any, dtype: torch.d
     out = scheme.create(quantizer, shape, dtype, device)
     if not torch.Size(shape).numel():
         return out
-    if scheme.fused:
+    if scheme.is_fused(quantizer):
         op(**inputs, output=scheme.target(quantizer, out), **options)
         return out
     values = torch.empty(shape, dtype=dtype, device=device)
@@ -51,7 +51,7 @@ def _backward_with_bias(op: Callable, plain: Callable) -> Callable:
     def gradients(grad: torch.Tensor, fwd_input: torch.Tensor, quantizer: Any) -> list:
         """[the gradient of the bias, the gradient]."""
         scheme = None if quantizer is None else schemes.of_quantizer(quantizer)
-        if grad.numel() == 0 or scheme is None or not scheme.fused:
+        if grad.numel() == 0 or scheme is None or not scheme.is_fused(quantizer):
             # The package rounds the gradient to its dtype first, and sums what was rounded.
             return bgrad_quantize(_backward(plain)(grad, fwd_input, None), quantizer)
         out = scheme.create(quantizer, fwd_input.shape, grad.dtype, fwd_input.device)

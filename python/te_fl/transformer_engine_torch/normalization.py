@@ -22,7 +22,7 @@ def _forward(op: Any, input: torch.Tensor, ln_out: Any, quantizer: Any, otype: A
         return out
     scheme = schemes.of_quantizer(quantizer)
     out = scheme.create(quantizer, input.shape, torch_dtype(otype), input.device) if ln_out is None else scheme.adapt(quantizer, ln_out)
-    if scheme.fused:
+    if scheme.is_fused(quantizer):
         op(x=input, z=scheme.target(quantizer, out), **arguments)
         return out
     values = torch.empty(input.shape, dtype=torch_dtype(otype), device=input.device)

@@ -74,7 +74,7 @@ def _unpacked(data: torch.Tensor) -> torch.Tensor:
     return torch.stack((data & 15, data >> 4), -1).view(data.shape[0], -1)
 
 
-def _set(held: torch.Tensor, new: torch.Tensor, noop: Optional[torch.Tensor]) -> None:
+def overwrite(held: torch.Tensor, new: torch.Tensor, noop: Optional[torch.Tensor]) -> None:
     """Writes where no noop flag is set, which lies on the device."""
     new = new.view(held.dtype).view(held.shape)
     held.copy_(new if noop is None else torch.where(noop.view(-1)[:1].view([1] * held.dim()) != 0, held, new))
@@ -88,11 +88,11 @@ def _write_side(x: torch.Tensor, quantizer: Any, data: torch.Tensor, factors: to
     scaled = (x.float().view(rows, -1, _BLOCK) * each.unsqueeze(-1)).clamp(-_LARGEST_CODE, _LARGEST_CODE).view(rows, columns)
     magnitudes = scaled.abs()
     codes = _at_random(magnitudes) if quantizer.stochastic_rounding else _nearest(magnitudes)
-    _set(data, _packed(codes | scaled.signbit().to(torch.uint8) << 3), noop)
+    overwrite(data, _packed(codes | scaled.signbit().to(torch.uint8) << 3), noop)
     padded = torch.zeros_like(factors)
     padded[:rows, :columns // _BLOCK] = new.view(torch.uint8)
-    _set(factors, padded, noop)
-    _set(amax, largest, noop)
+    overwrite(factors, padded, noop)
+    overwrite(amax, largest, noop)
 
 
 def _transformed(x: torch.Tensor, quantizer: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ def _check_betas(name: str, beta1: float, beta2: float) -> None:
 
 def _from_fp32(values: torch.Tensor, shape: Any, dtype: torch.dtype, quantizer: Any) -> Any:
     """The values rounded to dtype, or quantised: a scheme whose ops fuse it rounds once."""
-    if quantizer is None or not schemes.of_quantizer(quantizer).fused:
+    if quantizer is None or not schemes.of_quantizer(quantizer).is_fused(quantizer):
         rounded = values.to(dtype).view(shape)
         return rounded if quantizer is None else quantize(rounded, quantizer)
     return quantize_into(values, quantizer, schemes.of_quantizer(quantizer).create(quantizer, shape, dtype, values.device))

@@ -15,7 +15,7 @@ import torch
 
 from te_fl import _native, ops
 from te_fl.errors import InvalidArgument, Unsupported
-from te_fl.transformer_engine_torch import nvfp4
+from te_fl.transformer_engine_torch import nvfp4, square_mxfp8
 from te_fl.transformer_engine_torch.dtypes import fp8_dtype
 from te_fl.transformer_engine_torch.swizzle import plain_scales
 from te_fl.tensors import Quantized
@@ -58,7 +58,7 @@ def _pieces(shapes: Sequence[Tuple[int, ...]], dtype: torch.dtype, device: Any) 
 class Scheme:
     """One class of storage. Objects have no state: all of it is the quantizer's and the tensor's."""
 
-    fused = True  # ops write into it directly, from FP32 values
+    fused = True
 
     def storage_class(self, quantizer: Any) -> type:
         raise NotImplementedError
@@ -91,6 +91,10 @@ class Scheme:
         if type(tensor) not in _by_type:
             of_tensor(tensor)
         return tensor, dtype, scale, amax, flags, amax_epsilon
+
+    def is_fused(self, quantizer: Any) -> bool:
+        """True if ops write into a tensor of the quantizer's directly, from FP32 values."""
+        return self.fused
 
     def is_single(self, quantizer: Any) -> bool:
         """True if an op writes a tensor of the quantizer's from its values alone or not at all: its amax is that of ranks, or it is written by write()."""
@@ -337,6 +341,15 @@ class Float8Block(Scheme):
         return self._written(tensor, quantizer.dtype, flags=2 if quantizer.force_pow_2_scales else 0, amax_epsilon=quantizer.amax_epsilon)
 
 
+def _put_in_plain_order(tensor: Any) -> None:
+    """Has the factors of an output in the order that ops write: what a noop flag keeps stays what it is."""
+    if tensor._with_gemm_swizzled_scales:
+        for held, plain in zip((tensor._rowwise_scale_inv, tensor._columnwise_scale_inv), plain_scales(tensor)):
+            if held is not None:
+                held.copy_(plain)
+        tensor._with_gemm_swizzled_scales = False
+
+
 class MXFP8(Scheme):
     """An E8M0 scale for 32 elements. Both copies keep the order of the elements."""
 
@@ -362,13 +375,25 @@ class MXFP8(Scheme):
     def constructor_arguments(self, quantizer):
         return {"fp8_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False}
 
-    def check(self, quantizer):
-        if getattr(quantizer, "with_2d_quantization", False):
-            raise Unsupported("MXFP8Quantizer.with_2d_quantization is not served by te-fl: blocks are 1 x 32; leave it at False")
+    def is_fused(self, quantizer):
+        return not self._is_square(quantizer)
+
+    def is_single(self, quantizer):
+        return self._is_square(quantizer)
+
+    @staticmethod
+    def _is_square(quantizer: Any) -> bool:
+        return getattr(quantizer, "with_2d_quantization", False)  # since 2.19
+
+    def write(self, quantizer, values, tensor, noop):
+        if not self._is_square(quantizer):
+            return False
+        square_mxfp8.write(values, quantizer, tensor, noop)
+        return True
 
     def mark(self, quantizer, tensor):
+        _put_in_plain_order(tensor)
         tensor._fp8_dtype = quantizer.dtype
-        tensor._with_gemm_swizzled_scales = False
 
     def _parts(self, tensor, dtype):
         codes = fp8_dtype(dtype)
@@ -438,8 +463,8 @@ class NVFP4(Scheme):
         return True
 
     def mark(self, quantizer, tensor):
+        _put_in_plain_order(tensor)
         tensor._fp4_dtype = quantizer.dtype
-        tensor._with_gemm_swizzled_scales = False
 
     def _parts(self, tensor):
         # Before 2.17 there was no such tensor.
