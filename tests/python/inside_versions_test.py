@@ -14,6 +14,7 @@ from unittest import mock
 import inside_package  # noqa: F401  (first: it brings the package in)
 import torch
 import transformer_engine
+import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 
 from te_fl.errors import InvalidArgument, Unsupported
@@ -136,6 +137,24 @@ class Enquiries(unittest.TestCase):
         self.assertEqual(ask(*shared, masks.NVTE_NO_MASK, *sizes, 4, 4, *flags), none)
         self.assertNotEqual(ask(*shared, masks.NVTE_CAUSAL_MASK, *sizes, 4, 0, *flags), none)
         self.assertEqual(ask(*shared[:2], tex.DType.kFloat16, *shared[3:], masks.NVTE_NO_MASK, *sizes, -1, -1, *flags), none)
+
+    def test_amax_that_is_there(self):
+        """Before 2.16 a quantizer of current scaling keeps scale and amax, and may be told to use the amax that it has."""
+        torch.manual_seed(1)
+        x = torch.randn(16, 32)
+        for internal in (False, True):
+            quantizer = te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, device="cpu")
+            quantizer.internal = internal
+            quantizer.scale, quantizer.amax, quantizer.use_existing_amax = torch.ones(1), torch.zeros(1), False
+            tex.quantize(x, quantizer)
+            self.assertEqual((quantizer.amax.item(), quantizer.scale.item()), (x.abs().max().item(), (448.0 / x.abs().max()).item()))
+            quantizer.amax.fill_(1.0)
+            quantizer.use_existing_amax = True
+            out = tex.quantize(x, quantizer)
+            self.assertEqual((quantizer.scale.item(), quantizer.amax.item()), (448.0, 1.0))
+            want = (x * 448.0).clamp(-448, 448).to(torch.float8_e4m3fn)
+            self.assertTrue(torch.equal(out._data, want.view(torch.uint8)))
+            torch.testing.assert_close(out._scale_inv, torch.tensor([1 / 448.0]))
 
     def test_disagreements(self):
         grad = torch.zeros(4, 8)

@@ -43,6 +43,10 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Opt
         output = scheme.create(quantizer, tensor.shape, tensor.dtype, tensor.device)
     else:
         output = scheme.adapt(quantizer, output)
+    if getattr(quantizer, "use_existing_amax", False):  # before 2.16, of this function alone
+        if tensor.numel():
+            _quantize(input=tensor, output=scheme.by_existing_amax(quantizer, output), noop_flag=noop)
+        return output
     return quantize_into(tensor, quantizer, output, noop)
 
 

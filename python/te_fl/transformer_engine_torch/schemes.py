@@ -241,10 +241,6 @@ class CurrentFloat8(Float8):
         both = empty((len(tensors), 2), dtype=torch.float32, device=tensors[0]._scale_inv.device).unbind(0)
         return [self._written(t, q.dtype, b, b, 3 if q.force_pow_2_scales else 1, q.amax_epsilon) for q, t, b in zip(quantizers, tensors, both)]
 
-    def check(self, quantizer):
-        if getattr(quantizer, "use_existing_amax", False):
-            raise Unsupported("Float8CurrentScalingQuantizer.use_existing_amax is not served by te-fl, which finds the amax of the values; leave it at False")
-
     @staticmethod
     def _kept(quantizer: Any) -> tuple:
         """The scale and the amax that a quantizer of the package's keeps of its last tensor, which its optimizers read, before 2.16; else None twice."""
@@ -265,6 +261,17 @@ class CurrentFloat8(Float8):
         _, kept = self._kept(quantizer)
         if kept is not None:
             kept.copy_(amax)
+        return self._scale_of(quantizer, amax)
+
+    def by_existing_amax(self, quantizer: Any, tensor: Any) -> Any:
+        """The target whose scale comes from the amax that the quantizer keeps, as its use_existing_amax asks before 2.16."""
+        if quantizer.with_amax_reduction:
+            raise Unsupported("Float8CurrentScalingQuantizer.use_existing_amax with with_amax_reduction; reduce the amax, and leave one of them at False")
+        quantizer.scale.copy_(self._scale_of(quantizer, quantizer.amax))
+        return self._written(tensor, quantizer.dtype, quantizer.scale)
+
+    @staticmethod
+    def _scale_of(quantizer: Any, amax: torch.Tensor) -> torch.Tensor:
         scale = torch.empty_like(amax)
         # Quantising the largest value alone gives its scale by the same rules, whatever implementation serves it.
         ops.quantize(input=amax, output=Quantized(torch.empty(1, dtype=fp8_dtype(quantizer.dtype), device=amax.device), scale=scale,
