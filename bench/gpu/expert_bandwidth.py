@@ -45,7 +45,7 @@ def timer_of(closures, device):
         return measure.HostCalls(closures), "host"
     try:
         return measure.Graph(closures), "graph"
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # ValueError is what NVIDIA's groups of tensors raise in a capture
         torch.cuda.synchronize()
         return measure.Graph(closures, capture=False), "launches"
 
@@ -103,7 +103,7 @@ def main():
             continue
         try:
             rows.append(measured(case, options.device, options.rounds))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             rows.append({"name": case.name, "error": str(error).splitlines()[0][:160]})
         print(table(rows[-1:]).splitlines()[1], flush=True)
         gc.collect()

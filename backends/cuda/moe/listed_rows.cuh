@@ -40,32 +40,42 @@ struct RowList {
 };
 inline size_t row_list_bytes(int64_t each) { return static_cast<size_t>(each) * 12; }
 
-// sum_rows_kernel for tokens with many places.
+// sum_rows_kernel for wide rows, and for tokens with many places. A thread has four loads under
+// way: two pieces of two rows.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     sum_listed_rows_kernel(const T* input, PermutedRows m, T* output, int64_t cols, int64_t first) {
   using P = RowPiece<T, kWhole>;
+  constexpr int kPair = 2;
   extern __shared__ int32_t listed[];
   const RowList list(listed, m.each);
-  const int64_t token = first + blockIdx.x;
+  const int64_t token = first + blockIdx.x, step = int64_t{blockDim.x} * P::kSize;
   const int count = list.fill(m, token, true);
-  for (int64_t c = int64_t{threadIdx.x} * P::kSize; c < cols; c += int64_t{blockDim.x} * P::kSize) {
-    float sum[P::kSize] = {};
-    for (int k = 0; k < count; k += kAtOnce) {
-      float v[kAtOnce][P::kSize];
+  for (int64_t c = int64_t{threadIdx.x} * P::kSize; c < cols; c += kPair * step) {
+    const bool both = c + step < cols;
+    float sum[kPair][P::kSize] = {};
+    for (int k = 0; k < count; k += kPair) {
+      float v[kPair][kPair][P::kSize];  // of a row and a piece
 #pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        if (k + u < count) P::load(input + list.rows[k + u] * cols + c, v[u]);
+      for (int u = 0; u < kPair; ++u) {
+        if (k + u >= count) continue;
+        const T* const row = input + list.rows[k + u] * cols + c;
+        P::load(row, v[u][0]);
+        if (both) P::load(row + step, v[u][1]);
       }
 #pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
+      for (int u = 0; u < kPair; ++u) {
         if (k + u >= count) continue;
         const float weight = list.weights[k + u];
 #pragma unroll
-        for (int e = 0; e < P::kSize; ++e) sum[e] = fmaf(weight, v[u][e], sum[e]);
+        for (int e = 0; e < P::kSize; ++e) {
+          sum[0][e] = fmaf(weight, v[u][0][e], sum[0][e]);
+          if (both) sum[1][e] = fmaf(weight, v[u][1][e], sum[1][e]);
+        }
       }
     }
-    P::store(output + token * cols + c, sum);
+    P::store(output + token * cols + c, sum[0]);
+    if (both) P::store(output + token * cols + c + step, sum[1]);
   }
 }
 

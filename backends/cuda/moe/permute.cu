@@ -128,9 +128,12 @@ void for_tokens(int64_t tokens, F&& f) {
     f(first, static_cast<unsigned>(std::min(kMostTokens, tokens - first)));
   }
 }
-// Of many places of a token, as those of a mask's map, few have a row: they are listed first.
-constexpr int64_t kFewPlaces = 8;
-bool lists_rows(int64_t each) { return each > kFewPlaces && each <= kMostListed; }
+// The rows of a token are listed by a block that takes it: where a row has pieces for two warps,
+// and where a token has many places, as those of a mask's map, of which few have a row.
+constexpr int64_t kFewPlaces = 8, kPiecesOfBlock = 64;
+bool lists_rows(int64_t each, int64_t pieces) {
+  return each <= kMostListed && (each > kFewPlaces || pieces >= kPiecesOfBlock);
+}
 
 void sum_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& input,
               const te_fl_tensor& map, const te_fl_tensor* probs, const te_fl_tensor& output) {
@@ -145,7 +148,7 @@ void sum_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& inpu
   }
   with_type(dtype_of(input), [&]<class T>(T) {
     const auto launch = [&]<bool kWhole>(std::bool_constant<kWhole>) {
-      if (lists_rows(rows.each) && cols > 0) {
+      if (cols > 0 && lists_rows(rows.each, ceil_div(cols, RowPiece<T, kWhole>::kSize))) {
         const unsigned threads = threads_of_row(cols, RowPiece<T, kWhole>::kSize);
         return for_tokens(rows.tokens, [&](int64_t first, unsigned blocks) {
           sum_listed_rows_kernel<T, kWhole><<<blocks, threads, row_list_bytes(rows.each), stream>>>(
@@ -327,14 +330,14 @@ void append_moe(std::vector<te_fl_op_desc>& ops) {
   ops.back().workspace = backend::workspace_thunk<Permute, permute_workspace>;
   ops.push_back(descriptor<te_fl_moe_permute_bwd_args, moe_permute_bwd, refuse_permute_bwd>(
       "moe_permute_bwd"));
-  ops.back().describe =
-      describe_by<te_fl_moe_permute_bwd_args,
-                  "kernel sum_rows; sum_listed_rows for 9 to 1024 places of a token">;
+  ops.back().describe = describe_by<
+      te_fl_moe_permute_bwd_args,
+      "kernel sum_listed_rows; sum_rows for short rows, and for more than 1024 places of a token">;
   ops.push_back(descriptor<te_fl_moe_unpermute_fwd_args, moe_unpermute_fwd, refuse_unpermute_fwd>(
       "moe_unpermute_fwd"));
-  ops.back().describe =
-      describe_by<te_fl_moe_unpermute_fwd_args,
-                  "kernel sum_rows; sum_listed_rows for 9 to 1024 places of a token">;
+  ops.back().describe = describe_by<
+      te_fl_moe_unpermute_fwd_args,
+      "kernel sum_listed_rows; sum_rows for short rows, and for more than 1024 places of a token">;
   ops.push_back(
       descriptor<UnpermuteGradient, moe_unpermute_bwd, refuse_unpermute_bwd>("moe_unpermute_bwd"));
   ops.back().describe =

@@ -14,7 +14,7 @@ import torch
 
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
-from te_fl.transformer_engine_torch import schemes, sizes
+from te_fl.transformer_engine_torch import matrix_ops, schemes, sizes
 from te_fl.transformer_engine_torch.dtypes import torch_dtype
 from te_fl.transformer_engine_torch.quantize import bulk_allocate as bulk_allocated
 from te_fl.transformer_engine_torch.quantize import dequantize, quantize_into
@@ -179,9 +179,31 @@ def group_quantize(tensor: torch.Tensor, quantizer: Any, num_tensors: int, first
 
 
 def _quantize_members(tensor: torch.Tensor, quantizer: Any, shapes: Sequence[Tuple[int, int]], group: Any, noop: Optional[torch.Tensor] = None) -> Any:
-    for i, (values, part) in enumerate(zip(_parts(tensor, shapes), members(group))):
+    pairs = list(zip(_parts(tensor, shapes), members(group)))
+    if _in_one_call(quantizer, group):
+        filled = [i for i, (values, _) in enumerate(pairs) if values.numel()]
+        if filled:
+            inputs, parts = zip(*(pairs[i] for i in filled))
+            matrix_ops.multi_tensor_quantize(inputs=inputs, outputs=_targets(quantizer, group, parts, filled), noop_flag=noop)
+        return group
+    for i, (values, part) in enumerate(pairs):
         _quantize_member(values, quantizer, group, i, part, noop)
     return group
+
+
+def _in_one_call(quantizer: Any, group: Any) -> bool:
+    """True unless members need steps of their own, or share what the quantizer keeps of its last tensor."""
+    if group._with_gemm_swizzled_scales or schemes.of_quantizer(quantizer).is_single(quantizer):
+        return False
+    return _kind(quantizer) != "Float8CurrentScalingQuantizer" or getattr(quantizer, "scale", None) is None
+
+
+def _targets(quantizer: Any, group: Any, parts: Sequence[Any], places: Sequence[int]) -> list:
+    """The parts as outputs of an op, in whose places the group keeps scales and largest values."""
+    scheme = schemes.of_quantizer(quantizer)
+    if group.scale is None or group.amax is None or _kind(quantizer) != "Float8CurrentScalingQuantizer":
+        return scheme.targets([quantizer] * len(parts), parts)
+    return [scheme.target_with(quantizer, part, group.scale[i:i + 1], group.amax[i:i + 1]) for part, i in zip(parts, places)]
 
 
 def bgrad_group_quantize(tensor: torch.Tensor, quantizer: Any, num_tensors: int, first_dims: Optional[torch.Tensor],
@@ -194,8 +216,15 @@ def bgrad_group_quantize(tensor: torch.Tensor, quantizer: Any, num_tensors: int,
     shapes = _shapes(name, *tensor.shape, num_tensors, first_dims, None)
     _check_quantizer(name, quantizer, ("MXFP8Quantizer", "Float8BlockQuantizer"), shapes)
     group = _quantize_members(tensor, quantizer, shapes, _create(name, quantizer, tensor, shapes, first_dims, None, tensor_offsets))
-    bias_grads = torch.stack([part.sum(0, dtype=torch.float32).to(tensor.dtype) for part in _parts(tensor, shapes)])
-    return group, bias_grads
+    return group, _column_sums(tensor, shapes)
+
+
+def _column_sums(tensor: torch.Tensor, shapes: Sequence[Tuple[int, int]]) -> torch.Tensor:
+    """The sums of each part's columns, in FP32 and rounded once."""
+    rows, columns = shapes[0]
+    if all(shape == shapes[0] for shape in shapes) and rows * len(shapes) == tensor.shape[0]:
+        return tensor.contiguous().view(len(shapes), rows, columns).sum(1, dtype=torch.float32).to(tensor.dtype)
+    return torch.stack([part.sum(0, dtype=torch.float32).to(tensor.dtype) for part in _parts(tensor, shapes)])
 
 
 def group_dequantize(input: Any, otype: Any) -> Any:

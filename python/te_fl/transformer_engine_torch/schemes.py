@@ -233,6 +233,10 @@ class CurrentFloat8(Float8):
         scale, amax = self._kept(quantizer)
         if scale is None:
             scale = amax = empty(2, dtype=torch.float32, device=tensor._scale_inv.device)
+        return self.target_with(quantizer, tensor, scale, amax)
+
+    def target_with(self, quantizer: Any, tensor: Any, scale: torch.Tensor, amax: torch.Tensor) -> Any:
+        """target(), which writes the scale and the largest value there."""
         return self._written(tensor, quantizer.dtype, scale, amax, 3 if quantizer.force_pow_2_scales else 1, quantizer.amax_epsilon)
 
     def targets(self, quantizers, tensors):
