@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 
+import te_fl
 import te_fl.pytorch as te
 from te_fl.errors import Error, InvalidArgument, Unsupported
 from te_fl.pytorch.general_gemm import general_gemm
@@ -195,7 +196,9 @@ class Permutation(Compared):
 
     def test_a_row_out_of_range_is_refused_and_not_written(self):
         x, mask = drawn(3, 8), torch.ones(3, 4, device=DEVICE)
+        self.addCleanup(te_fl.reload)
         with mock.patch.dict(os.environ, TE_FL_VALIDATE="1"):
+            te_fl.reload()
             with self.assertRaisesRegex(Error, r"row_id_map.* must lie in \[-1, 5\)"):
                 moe_permute(x, mask, 5)  # has 12 pairs
             with self.assertRaisesRegex(Error, "row_id_map"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from typing import Any, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple, Type, Union
 
@@ -207,7 +208,7 @@ class InferenceParams:
                                        head_dim_k=self.head_dim_k, dtype=self.dtype, head_dim_v=self.head_dim_v)
         if self.is_paged:
             options.update(total_num_pages=self.total_num_pages, page_size=self.page_size)
-        if custom is None:
+        if custom is None or "device" in inspect.signature(kind).parameters:  # those written for Transformer Engine have none
             options["device"] = self.device
         return kind(**options)
 
