@@ -10,7 +10,7 @@ usage: expert_bandwidth.py [--device cuda|cpu] [--sizes full|small] [--match TEX
   --no-inside  without the rows of NVIDIA's package (group_quantize), which is imported otherwise
 
 Needs te_fl on PYTHONPATH, and on a GPU TE_FL_PLUGIN_MODULES naming the CUDA plugin of a build. A row's bytes are those of the tensors that it
-reads and writes, each once (under current scaling the input twice); its copy reads half of them and writes the other half. Both are captured as CUDA
+reads and writes, each once (under current scaling the input twice); its copy reads half of them and writes the other half, in whole pieces of 4 KiB. Both are captured as CUDA
 graphs of many calls over rotating tensors that exceed the caches, and alternate on a chip that was heated; of_copy is the median of the paired
 ratios. A row that cannot be captured says `launches`, and its time includes the host's where that is longer. The table comes last.
 """
@@ -27,10 +27,11 @@ import torch
 import measure
 
 TARGET = 0.85
+COPY_UNIT = 4096  # a copy of 2^27 + 64 bytes takes 1.5 times as long as one of 2^27
 
 
 def copies_of(count, moved, device):
-    half = moved // 32 * 16
+    half = max(1, round(moved / 2 / COPY_UNIT)) * COPY_UNIT
     closures = []
     for _ in range(count):
         source = torch.randint(0, 256, (half,), dtype=torch.uint8, device=device)
