@@ -191,7 +191,7 @@ def groups(e):
 
 
 def activations(e):
-    """Of the products of experts, times each row's probability."""
+    """Cases of the products of experts, times each row's probability."""
     cases = []
     for name, gradient, halves in (("scaled_swiglu", "scaled_dswiglu", 2), ("scaled_clamped_swiglu", "scaled_clamped_dswiglu", 2),
                                    ("scaled_situglu", "scaled_dsituglu", 2), ("scaled_srelu", "scaled_dsrelu", 1)):

@@ -13,9 +13,9 @@
 namespace te_fl_tool::check {
 namespace {
 
-// Where the thread's stack is used from: /proc/self/task/ID/syscall is "NUMBER ARGUMENTS.. SP PC"
-// of one that waits, and "running". 0: it has ended; nothing: it is busy, or the system does not
-// say.
+// The place from which the thread's stack is used: /proc/self/task/ID/syscall is "NUMBER
+// ARGUMENTS.. SP PC" of one that waits, and "running". 0: it has ended; nothing: it is busy, or the
+// system does not say.
 std::optional<uintptr_t> stack_pointer(const std::string& thread) {
   const std::string folder = "/proc/self/task/" + thread;
   for (int i = 0; i < 20; ++i) {

@@ -1,4 +1,4 @@
-// What the threads of a case's ranks have in common while their tensors lie between margins.
+// Margins are noted by the threads of a case's ranks at the same time.
 #include "conformance/margins.hpp"
 
 #include <gtest/gtest.h>

@@ -88,7 +88,7 @@ struct ScaledRows {
   int step;
 
   __host__ __device__ bool gated() const { return width != half; }
-  // Where a's column lies; b's is `turns` further.
+  // The place of a's column; b's is `turns` further.
   __device__ int64_t place(int64_t row, int64_t col) const {
     const int64_t skipped = gated() ? static_cast<uint32_t>(col) / turns * int64_t{turns} : 0;
     return row * width + col + skipped;
@@ -116,7 +116,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// What lies behind a row's last columns is loaded as 0, of which every gate is 0.
+// Columns behind a row's last are loaded as 0, of which every gate is 0.
 static __global__ void __launch_bounds__(kThreads)
     scaled_gradient_kernel(Source grad, Source input, Source scales, Target output,
                            Target grad_scales, ScaledRows rows, ScaledOptions options) {

@@ -24,7 +24,7 @@ _TAG = 0x7EF1  # of sends, that a program's own receives do not take
 
 
 class HostOverlap:
-    """Of tensors on a host, over the group's own sends and receives."""
+    """Transfers of tensors on a host, over the group's own sends and receives."""
 
     pieces_from = 1
 
@@ -60,7 +60,7 @@ class _HostScatter:
 
 
 class DeviceOverlap:
-    """Of tensors on the GPUs of one host, by copies into each other's memory."""
+    """Transfers of tensors on the GPUs of one host, by copies into each other's memory."""
 
     pieces_from = _LEAST
 
@@ -102,8 +102,8 @@ _known: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 def of(group: Any) -> Optional[Any]:
-    """What moves the group's rows beside products; None without TE_FL_TP_OVERLAP, and where the group's collectives do. All ranks get the same; all come
-    to the first call for a group, and same_stripes.agree() has compared their settings."""
+    """The transfers that move the group's rows beside products; None without TE_FL_TP_OVERLAP, and where the group's collectives do. All ranks get the
+    same; all come to the first call for a group, and same_stripes.agree() has compared their settings."""
     group = communicator.member(group)
     if not overlap_setting.wanted():
         return None
@@ -130,7 +130,7 @@ def _made(group: Any) -> Optional[Any]:
 
 
 def _refusal(places: List[str], device: torch.device) -> str:
-    """Why this rank cannot copy to the others' GPUs; empty if it can."""
+    """The reason why this rank cannot copy to the others' GPUs; empty if it can."""
     if len(places) > peer_copies.MOST_RANKS:
         return f"the group has {len(places)} ranks, and copies serve {peer_copies.MOST_RANKS}"
     here = socket.gethostname()

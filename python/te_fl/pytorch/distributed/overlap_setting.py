@@ -18,5 +18,5 @@ def wanted() -> bool:
 
 
 def words() -> str:
-    """What ranks compare: they must agree on it."""
+    """The words that ranks compare: they must agree on it."""
     return ", TE_FL_TP_OVERLAP=1" if wanted() else ""

@@ -72,9 +72,9 @@ class PeerMemory:
         _done("cuMemcpyDtoDAsync", _driver().cuMemcpyDtoDAsync_v2(to, source, size, stream))
 
     def begin(self, stream: torch.cuda.Stream) -> None:
-        """That stream goes on once the memory is free."""
+        """The stream goes on once the memory is free."""
         if self.begun is not None:
-            self.begun.finish(stream)
+            self.begun.let_wait(stream)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         """The memory's stream goes on after what that one has now."""
@@ -82,7 +82,7 @@ class PeerMemory:
         self._stream.wait_event(self._followed)
 
     def now(self) -> torch.cuda.Event:
-        """What the memory's stream has now."""
+        """An event of what the memory's stream has now."""
         event = torch.cuda.Event()
         event.record(self._stream)
         return event
@@ -119,9 +119,9 @@ class Gather:
         memory.begun = self
 
     def wait(self) -> None:
-        self.finish(torch.cuda.current_stream(self._device))
+        self.let_wait(torch.cuda.current_stream(self._device))
 
-    def finish(self, stream: torch.cuda.Stream) -> None:
+    def let_wait(self, stream: torch.cuda.Stream) -> None:
         stream.wait_event(self._came)
         if self._memory.begun is self:
             self._memory.begun = None
@@ -152,9 +152,9 @@ class Scatter:
 
     def wait(self) -> None:
         """The current stream has the sum: of F32 numbers, in the order of ranks where there are more than two, rounded once."""
-        self.finish(torch.cuda.current_stream(self._part.device))
+        self.let_wait(torch.cuda.current_stream(self._part.device))
 
-    def finish(self, stream: torch.cuda.Stream) -> None:
+    def let_wait(self, stream: torch.cuda.Stream) -> None:
         """wait() for that stream; what the next collective calls, if nobody has waited."""
         memory = self._memory
         if memory.begun is self:

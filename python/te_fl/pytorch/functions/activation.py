@@ -53,7 +53,7 @@ situglu = _make("situglu", "dsituglu", True, ("beta1", "beta2"))
 
 
 def _make_scaled(name: str, gradient: str, gated: bool, options: Sequence[str] = ()) -> Callable:
-    """Of (input, a factor for each of its rows, the options); gated ones take glu_interleave_size last, 0 for halves one behind the other."""
+    """The function of (input, a factor for each of its rows, the options); gated ones take glu_interleave_size last, 0 for halves one behind the other."""
     forward_op, backward_op = getattr(ops, name), getattr(ops, gradient)
     names = (*options, "glu_interleave_size") if gated else tuple(options)
 
