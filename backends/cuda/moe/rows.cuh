@@ -182,6 +182,52 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// For tokens with few places. A block takes a token. `dots` [each, warps of the block] is shared
+// memory, if grad_probs is not null.
+template <class T, bool kWhole>
+__global__ void __launch_bounds__(kThreads)
+    few_rows_gradient_kernel(const T* grad_output, const T* fwd_input, PermutedRows m,
+                             T* grad_input, float* grad_probs, int64_t cols, int64_t first) {
+  using P = RowPiece<T, kWhole>;
+  extern __shared__ float dots[];
+  const int64_t token = first + blockIdx.x;
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int warps = static_cast<int>(blockDim.x) / 32;
+  const T* grad = grad_output + token * cols;
+  for (int64_t s = 0; s < m.each; ++s) {
+    const int64_t row = m.row(s, token, false);  // noted by mark_rows_kernel
+    float dot = 0.0f;
+    if (row >= 0) {
+      const float weight = m.weight(s, token);
+      const T* input = fwd_input + row * cols;
+      T* out = grad_input + row * cols;
+#pragma unroll 2
+      for (int64_t c = int64_t{threadIdx.x} * P::kSize; c < cols;
+           c += int64_t{blockDim.x} * P::kSize) {
+        float g[P::kSize], x[P::kSize];
+        P::load(grad + c, g);
+        if (grad_probs != nullptr) P::load(input + c, x);
+#pragma unroll
+        for (int e = 0; e < P::kSize; ++e) {
+          if (grad_probs != nullptr) dot = fmaf(g[e], x[e], dot);
+          g[e] *= weight;
+        }
+        P::store(out + c, g);
+      }
+    }
+    if (grad_probs == nullptr) continue;
+    dot = warp_sum(dot);
+    if (lane == 0) dots[s * warps + warp] = dot;
+  }
+  if (grad_probs == nullptr) return;
+  __syncthreads();
+  for (int64_t s = threadIdx.x; s < m.each; s += blockDim.x) {
+    float sum = 0.0f;
+    for (int w = 0; w < warps; ++w) sum += dots[s * warps + w];
+    grad_probs[token * m.each + s] = sum;
+  }
+}
+
 // ---- groups
 
 constexpr int kGroups = 64;  // of a launch: a kernel's parameters are 4 KiB at most
