@@ -78,17 +78,11 @@ sanitizer_tests() { # NAME
 }
 # A folder that is new is built with the files of a folder as one (TE_FL_UNITY); one that is there stays as it is, as each change
 # would take longer. The long run builds file by file, and so finds a missing include in what the thread sanitizer's has not.
-# CUDA kernels of a new folder are compiled with -O1 where no GPU would run them.
 release_build() {
-  local unity=() kernels=()
-  if [ "$mode" = long ] || [ -e /dev/nvidiactl ]; then
-    kernels=(-DTE_FL_CUDA_O1=OFF)
-  elif [ "$mode" = default ] && [ ! -f build/release/CMakeCache.txt ]; then
-    kernels=(-DTE_FL_CUDA_O1=ON)
-  fi
+  local unity=()
   if [ "$mode" = long ]; then unity=(-DTE_FL_UNITY=OFF); elif [ ! -f build/release/CMakeCache.txt ]; then unity=(-DTE_FL_UNITY=ON); fi
   te_fl_configure build/release -DCMAKE_BUILD_TYPE=Release -DTE_FL_BUILD_TESTS=ON -DTE_FL_BUILD_EXAMPLES=ON -DTE_FL_BUILD_BENCH=ON \
-    -DTE_FL_CUDA=AUTO -DTE_FL_WHEEL_PYTHON="${wheel_python:-}" "${unity[@]}" "${kernels[@]}" "$long_tests" && build build/release
+    -DTE_FL_CUDA=AUTO -DTE_FL_WHEEL_PYTHON="${wheel_python:-}" "${unity[@]}" "$long_tests" && build build/release
 }
 wheel() {
   wait "$python_env_job"

@@ -53,11 +53,6 @@ void report_device(const te_fl_finding_sink& findings, int index) {
                   rate / 1e9);
   }
   const std::string subject = "cuda:" + std::to_string(index);
-  if (TE_FL_CUDA_O1)
-    backend::write_finding(findings, TE_FL_FINDING_PROBLEM, subject,
-                           "this build's kernels were compiled with -O1",
-                           "the speed of every op of vendor.cuda on it",
-                           "configure te-fl with -DTE_FL_CUDA_O1=OFF and build again");
   const bool served = built_for(TE_FL_CUDA_ARCHITECTURES, 10 * p.major + p.minor);
   if (served) return backend::write_finding(findings, TE_FL_FINDING_OK, subject, text);
   const std::string_view wanted = architecture_for(10 * p.major + p.minor);
