@@ -77,7 +77,7 @@ DEVICES = {
     14: ("device/timed events", "ns passed on the host"),
     15: ("device/leak", "the used memory grows by"),
 }
-RIGHT = ("right", "says", "far_right", "far_leaking_device", "attention")
+RIGHT = ("right", "says", "library_thread", "far_right", "far_leaking_device", "attention")
 
 
 def check(plugin, *options):

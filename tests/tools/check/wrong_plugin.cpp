@@ -1,6 +1,9 @@
 // relu on FP32, implemented many ways: right, and wrong in the ways that te-fl check exists for;
 // and an attention that is wrong in shapes that only drawn cases have. Each is an implementation of
 // its own, vendor.wrong.NAME. For tests; never installed.
+#include <signal.h>
+#include <time.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
@@ -143,6 +146,17 @@ void stray_thread(const ReluCall& c) {
     std::thread([] {
       for (;;) std::this_thread::sleep_for(std::chrono::seconds(1));
     }).detach();
+}
+
+// Leaves a thread of a library's, as drivers do: glibc keeps the one that it starts for such
+// timers.
+void library_thread(const ReluCall& c) {
+  relu(c.x, c.y, c.n);
+  sigevent event{};
+  event.sigev_notify = SIGEV_THREAD;
+  event.sigev_notify_function = [](sigval) {};
+  timer_t timer{};
+  if (timer_create(CLOCK_MONOTONIC, &event, &timer) == 0) timer_delete(timer);
 }
 
 using Host = void (*)(const ReluCall&);
@@ -377,6 +391,7 @@ te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_err
     made->host<rounding_mode>("vendor.wrong.rounding_mode");
     made->host<stale_pointer>("vendor.wrong.stale_pointer");
     made->host<stray_thread>("vendor.wrong.stray_thread");
+    made->host<library_thread>("vendor.wrong.library_thread");
     made->attention<false>("vendor.wrong.attention");
     made->attention<true>("vendor.wrong.attention_odd_heads");
     made->far<Far::kRight>("vendor.wrong.far_right");
