@@ -114,7 +114,9 @@ inline uint8_t e8m0_from_amax(float amax, float fp8_max) {
 inline float nvfp4_global(float amax) {
   return scale_from_amax(amax, 6.0f * 448.0f, 0, false, std::numeric_limits<float>::max());
 }
-inline float nvfp4_block(float block_amax, float global) { return block_amax / 6.0f * global; }
+inline float nvfp4_block(float block_amax, float global) {
+  return std::min(block_amax * (global * (1.0f / 6.0f)), 448.0f);
+}
 
 // The parts of a quantised tensor as bytes.
 struct QuantImage {
@@ -153,7 +155,8 @@ inline void quantise_copy(const std::vector<double>& x, const CopyLayout& at, co
         store(TE_FL_F8E4M3, scale_inv.data(), where,
               static_cast<double>(nvfp4_block(block_amax, global)));
         const auto block = static_cast<float>(load(TE_FL_F8E4M3, scale_inv.data(), where));
-        factor = block == 0 ? 0 : global / block;
+        const float reciprocal = 1.0f / (block * (1.0f / global));
+        factor = block == 0 ? 0 : std::min(reciprocal, std::numeric_limits<float>::max());
       } else if (at.scaling != TE_FL_SCALING_TENSOR) {
         factor = scale_from_amax(block_amax, fp8_max, spec.epsilon, spec.pow2(),
                                  static_cast<float>(largest(input_dtype)));

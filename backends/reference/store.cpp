@@ -183,11 +183,13 @@ class Quantizer {
     }
     if (quant_.scaling == TE_FL_SCALING_NVFP4) {
       // The block's scale in units of the tensor's, as E4M3; then what brings |x| to at most 6. A
-      // block too small for its scale becomes zeros.
-      const numeric::fp8e4m3 code(amax / kMax * second_level_);
+      // block too small for its scale becomes zeros. The order of the products is Transformer
+      // Engine's: another one rounds some codes otherwise.
+      const numeric::fp8e4m3 code(
+          std::min(amax * (second_level_ * (1.0f / kMax)), numeric::kE4m3Max));
       save(scales, index, code);
       const float units = numeric::to_float(code);
-      return units == 0.0f ? 0.0f : std::min(second_level_ / units, FLT_MAX);
+      return units == 0.0f ? 0.0f : std::min(1.0f / (units * (1.0f / second_level_)), FLT_MAX);
     }
     const float scale = numeric::scale_from_amax(
         amax, kMax, quant_.amax_epsilon, (quant_.flags & TE_FL_QUANT_POW2_SCALE) != 0, inf_scale_);

@@ -73,6 +73,17 @@ def packed_attention():
     return [y, q.grad, k.grad, v.grad]
 
 
+def output_in_codes():
+    """A gradient flows through the codes that the first product hands to the second."""
+    torch.manual_seed(3)
+    first, second = te.Linear(WIDTH, 64, params_dtype=BF16), te.Linear(64, 32, params_dtype=BF16)
+    x = torch.randn(TOKENS, WIDTH).to(BF16).requires_grad_()
+    with te.autocast(recipe=recipes.DelayedScaling()):
+        y = second(first(x, fp8_output=True))
+    y.float().square().sum().backward()
+    return [y, x.grad, first.weight.grad, second.weight.grad]
+
+
 def sequential(recipe):
     return trained(te.ops.Sequential(te.ops.LayerNorm(WIDTH, dtype=BF16), te.ops.Linear(WIDTH, 2 * WIDTH, dtype=BF16), te.ops.SwiGLU(),
                                      te.ops.Linear(WIDTH, WIDTH, dtype=BF16)), recipe)
@@ -195,6 +206,7 @@ BLOCKS = {"mxfp8": recipes.MXFP8BlockScaling(), "nvfp4": recipes.NVFP4BlockScali
 for name, recipe in BLOCKS.items():
     CASES[f"TransformerLayer {name}"] = lambda r=recipe: trained(layer(), r, shape=(16, 2, WIDTH))
 CASES.update({
+    "Linear fp8_output": output_in_codes, "TransformerLayer fp8_dpa": lambda: trained(layer(), recipes.DelayedScaling(fp8_dpa=True), shape=(16, 2, WIDTH)),
     "Linear float32": lambda: trained(te.Linear(WIDTH, 64, params_dtype=torch.float32), None, dtype=torch.float32),
     "TransformerLayer padding": lambda: trained(layer(self_attn_mask_type="padding"), None, attention_mask=_mask(), shape=(16, 2, WIDTH)),
     "DotProductAttention causal": attention, "DotProductAttention no_mask": lambda: attention(attn_mask_type="no_mask"),

@@ -133,6 +133,14 @@ def _execute_padding(loader: Any, module: ModuleType) -> None:
     module.pad_columnwise_scale_inv = pad_columnwise_scale_inv
 
 
+def _execute_quantized_tensor(loader: Any, module: ModuleType) -> None:
+    """Before 2.18 the package's tensors remember a requires_grad that autograd does not write, and leave gradients of what computed them out."""
+    loader.exec_module(module)
+    if version_of(importlib.metadata.version("transformer_engine")) < (2, 18):
+        for name in {"requires_grad", "requires_grad_"} & vars(module.QuantizedTensor).keys():
+            delattr(module.QuantizedTensor, name)
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, executions: dict):
         self._executions = executions
@@ -152,7 +160,7 @@ _ON_HOST = {"transformer_engine.pytorch.quantization": _execute_quantization, "t
 
 def install(host: bool) -> None:
     """host: the host answers for CUDA, from the import of torch on."""
-    executions: dict = {_COMMON: _execute_common, **(_ON_HOST if host else {})}
+    executions: dict = {_COMMON: _execute_common, "transformer_engine.pytorch.quantized_tensor": _execute_quantized_tensor, **(_ON_HOST if host else {})}
     if host and "torch" in sys.modules:
         _answer_for_cuda()
     elif host:

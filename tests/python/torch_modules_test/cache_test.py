@@ -1,16 +1,18 @@
 """Generation over InferenceParams: step by step as over whole sequences at once, and in FP64; what is refused leaves the caches as they were."""
 
+import copy
 import itertools
 import unittest
 from collections import OrderedDict
 
+import numpy
 import torch
 
 from torch_oracle import DEVICES, randn, randomise
 
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fl.errors import Error, Unsupported
+from te_fl.errors import Error, InvalidArgument, Unsupported
 
 HIDDEN, HEADS, CHANNELS, LONGEST = 64, 4, 16, 32
 F32 = {"cpu": 1e-5, "cuda": 1e-4}  # of a norm
@@ -265,6 +267,28 @@ class Refusals(unittest.TestCase):
                 params.pre_step(steps)
             with self.assertRaisesRegex(ValueError, "sequence 0 has 32 tokens and gets 1 more; max_sequence_length is 32"):
                 params.pre_step({0: 1})
+
+    def test_a_refused_call_takes_no_place(self):
+        params, right = params_of("cpu"), te.DotProductAttention(HEADS, CHANNELS, 2, qkv_format="bshd", attn_mask_type="padding_causal", layer_number=1)
+        params.pre_step({0: 1, 1: 1})
+        with self.assertRaisesRegex(InvalidArgument, "new_k has shape"):
+            self.call(params, batch=1)
+        self.call(params, module=right)
+
+    def test_a_copy_of_the_model_goes_on_with_a_copy_of_the_cache(self):
+        params = params_of("cpu")
+        params.pre_step({0: 2, 1: 2})
+        self.call(params, tokens=2)
+        module, copied = copy.deepcopy((self.module, params))
+        for one in (params, copied):
+            one.pre_step({0: 1, 1: 1})
+        q, k = randn(2, 1, HEADS, CHANNELS), randn(2, 1, 2, CHANNELS)
+        self.assertTrue(torch.equal(self.call(params, q=q, k=k), self.call(copied, q=q, k=k, module=module)))
+
+    def test_counts_of_other_libraries(self):
+        params = te.InferenceParams(numpy.int64(3), 8, 2, CHANNELS, torch.float32, device="cpu")
+        params.pre_step({0: numpy.int64(2), 1: torch.tensor(3)})
+        self.assertEqual(dict(params.sequences), {0: 2, 1: 3})
 
     def state(self, params):
         manager = params.cache_manager

@@ -368,7 +368,7 @@ class Parameters(unittest.TestCase):
         self.assertIs(other.weight, other.basic_ops[0].weight)
         with self.assertRaisesRegex(ValueError, "bias=False"):
             ops.Linear(8, 16, bias=False, device="cpu").bias = op.bias
-        with self.assertRaisesRegex(RuntimeError, "basic_ops.0.weight"):
+        with self.assertRaisesRegex(RuntimeError, "basic_ops.1.bias"):
             op.load_state_dict({"weight": op.weight})
 
     def test_meta(self):
@@ -429,8 +429,7 @@ class Refusals(unittest.TestCase):
                               ("two halves", lambda: ops.GEGLU()(torch.ones(2, 7))), ("4 rows", lambda: ops.ScaledSReLU()(torch.ones(4, 8), torch.ones(3))),
                               ("tanh_clamp_scale is 0", lambda: ops.ScaledTanhSReLU(tanh_clamp_scale=0.0)), ("beta2 is inf", lambda: ops.SiTUGLU(beta2=float("inf"))),
                               ("last dimension is 8", lambda: ops.Bias(8, device="cpu")(torch.ones(2, 1))), ("basic_ops is empty", lambda: ops.FusedOperation([])),
-                              ("parallel_mode is 'rows'", lambda: ops.Linear(8, 8, tensor_parallel_mode="rows")),
-                              ("with in_place they are alike", lambda: ops.AddExtraInput(in_place=True)(torch.ones(1, 8), torch.ones(4, 8)))):
+                              ("parallel_mode is 'rows'", lambda: ops.Linear(8, 8, tensor_parallel_mode="rows"))):
             with self.assertRaisesRegex(ValueError, message):
                 make()
         with self.assertRaisesRegex(TypeError, r"GELU\(\) has no argument 'cache'"):
@@ -438,6 +437,106 @@ class Refusals(unittest.TestCase):
         for make in (ops.GELU, ops.SiTUGLU, lambda: ops.BasicLinear(2, 2, device="cpu"), lambda: ops.RMSNorm(2, device="cpu")):
             with self.assertRaisesRegex(Unsupported, "torch.float64"):
                 make()(torch.ones(2, 2, dtype=torch.float64))
+
+
+class Changed(unittest.TestCase):
+    """Operations that were cast, loaded, written or compiled, or that a program has made its own."""
+
+    def test_products_compute_in_the_dtype_that_their_weights_have_now(self):
+        for make, inputs in ((lambda dtype: ops.Linear(8, 4, device="cpu", dtype=dtype), ()), (lambda dtype: ops.BasicLinear(8, 4, device="cpu", dtype=dtype), ()),
+                             (lambda dtype: ops.GroupedLinear(2, 8, 4, device="cpu", dtype=dtype), (torch.tensor([2, 1]),))):
+            op = make(torch.float32).bfloat16()
+            self.assertEqual(op(randn(3, 8, dtype=torch.bfloat16), *inputs).dtype, torch.bfloat16)
+            wide, x = make(torch.bfloat16).float(), randn(3, 8)
+            weights = [p for p in wide.parameters() if p.dim() == 2]
+            whole = torch.cat([F.linear(rows, w) for rows, w in zip(x.split([2, 1]) if inputs else (x,), weights)])
+            self.assertLess((wide(x, *inputs) - whole).abs().max(), 1e-5)
+
+    def test_a_checkpoint_of_pytorchs_linear_loads(self):
+        theirs, x = torch.nn.Linear(8, 4), randn(3, 8)
+        for prefix in ("", "0."):
+            ours = ops.Linear(8, 4, device="cpu")
+            holder = ops.Sequential(ours) if prefix else ours
+            holder.load_state_dict({prefix + name: t for name, t in theirs.state_dict().items()}, strict=False)
+            self.assertLess((ours(x) - theirs(x)).abs().max(), 1e-5)
+        with self.assertRaisesRegex(ValueError, "its bias cannot be None; make a Linear with bias=False"):
+            ours.bias = None
+
+    def test_parameters_of_groups_are_in_the_order_of_transformer_engines(self):
+        self.assertEqual([name for name, _ in ops.GroupedLinear(2, 8, 8, device="cpu").named_parameters()], ["weight0", "weight1", "bias0", "bias1"])
+
+    def test_groups_with_and_without_memory_for_the_result(self):
+        op, splits, x = ops.GroupedLinear(2, 8, 4, bias=False, device="cpu"), torch.tensor([2, 1]), randn(3, 8)
+        want = op(x, splits)
+        for _ in range(2):
+            memory = torch.empty(3, 4)
+            self.assertEqual(op(x, splits).tolist(), want.tolist())
+            self.assertEqual(op(x, splits, output=memory).tolist(), want.tolist())
+            self.assertEqual(memory.tolist(), want.tolist())
+
+    def test_a_sum_in_place(self):
+        for compiled in (False, True):
+            op = ops.AddExtraInput(in_place=True)
+            call = torch.compile(op, backend="eager") if compiled else op
+            x, extra = randn(3, 4).requires_grad_(), randn(3, 4).requires_grad_()
+            memory = extra * 1
+            want = x + memory
+            y = call(x, memory)
+            y.sum().backward()
+            self.assertTrue(torch.equal(y, want) and torch.equal(memory, want))
+            self.assertTrue(torch.equal(x.grad, torch.ones(3, 4)) and torch.equal(extra.grad, torch.ones(3, 4)))
+        narrow = randn(1, 4, dtype=torch.bfloat16).requires_grad_()
+        y = ops.AddExtraInput(in_place=True)(narrow, randn(3, 4))
+        y.sum().backward()
+        self.assertEqual((y.dtype, narrow.grad.tolist()), (torch.float32, [[3.0] * 4]))
+
+    def test_autocast_rounds_no_input_of_these(self):
+        x = randn(3, 4)
+        with torch.autocast("cpu", torch.bfloat16):
+            self.assertTrue(torch.equal(ops.Dropout(0.5).eval()(x), x))
+            self.assertEqual(ops.L2Normalization()(x).dtype, torch.float32)
+
+    def test_the_hooks_of_a_programs_own_operation(self):
+        class Own(ops.BasicOperation):
+            def __init__(self):
+                super().__init__()
+                self.first, self.before = 0, []
+
+            def pre_first_fuser_forward(self):
+                self.first += 1
+
+            def pre_fuser_forward(self, *, requires_grad):
+                self.before.append(requires_grad)
+
+            def op_forward(self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer):
+                return 2 * input_
+
+            def op_backward(self, ctx, grad_output):
+                return 2 * grad_output, ()
+
+        own = Own()
+        row = ops.Sequential(ops.Identity(), own)
+        row(randn(2, 3).requires_grad_())
+        row(randn(2, 3))
+        with torch.no_grad():
+            row(randn(2, 3).requires_grad_())
+        self.assertEqual((own.first, own.before), (1, [True, False, False]))
+
+    def test_an_operation_that_is_twice_in_a_row_takes_its_arguments_once(self):
+        class Times(ops.BasicOperation):
+            def op_forward(self, ctx, input_, prev_op_grad_output_quantizer, next_op_input_quantizer, factor=2):
+                return factor * input_
+
+            def op_backward(self, ctx, grad_output):
+                return grad_output, ()
+
+        op = Times()
+        self.assertEqual(ops.Sequential(op, op)(torch.ones(1), op_kwargs={op: {"factor": 3}}).item(), 6)
+
+    def test_codes_are_taken_for_what_they_stand_for(self):
+        codes = te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, columnwise=False)(randn(16, 16))
+        for op in (ops.Linear(16, 16, device="cpu"), ops.LayerNorm(16, device="cpu"), ops.GELU(), ops.Identity()):
+            self.assertTrue(torch.equal(op(codes), op(codes.dequantize())), op)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from unittest import mock
 
 import torch
 
+import te_fl
 import te_fl.pytorch as te
 from common import close, randomise
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -88,6 +89,23 @@ def case_delayed_weight_gradients_and_recomputing(ranks):
         close(b, a, f"result {i}", 2e-6)
 
 
+def case_a_product_that_fails_on_all_ranks(ranks):
+    """waits for nobody's rows, and the group goes on."""
+    group = ranks.groups[ranks.world]
+    with _on():
+        module = _modules(group)["row"]
+        x = torch.randn(_shape("row", group.size()))
+        want = module(x).detach()
+        with te_fl.policy(per_op={"generic_gemm": ["vendor:NVIDIA"]}, strict=True):
+            try:
+                module(x)
+            except te_fl.errors.Error:
+                pass
+            else:
+                raise AssertionError("nobody refused the product")
+        close(module(x).detach(), want, "the call after it", 0)
+
+
 def case_a_setting_of_one_rank_alone(ranks):
     """is refused by all, which say who has what; so is a value that is neither on nor off."""
     group = torch.distributed.new_group(list(range(ranks.world)))
@@ -100,7 +118,7 @@ def case_a_setting_of_one_rank_alone(ranks):
             raise AssertionError("nobody refused")
     with _on("maybe"):
         try:
-            overlap.of(group)
+            overlap.of(group, torch.device("cpu"))
         except InvalidArgument as error:
             assert "TE_FL_TP_OVERLAP is 'maybe'" in str(error), error
         else:

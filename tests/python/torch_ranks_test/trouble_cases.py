@@ -69,7 +69,7 @@ def outside():
 
 def killed():
     """The error and its notes of a collective whose rank 1 is killed, of one that is waited for later, and the seconds of both."""
-    tensor, ranks = torch.ones(4, 3), SequenceRanks(None)
+    tensor, ranks = torch.ones(4, 3), SequenceRanks(None, torch.device("cpu"))
     for _ in range(2):
         collectives.all_reduce(tensor)
     if dist.get_rank() == 1:

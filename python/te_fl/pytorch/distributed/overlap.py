@@ -29,7 +29,7 @@ class HostOverlap:
     pieces_from = 1
 
     def __init__(self, group: Any):
-        self._group = weakref.ref(group)
+        self._group, self._number = weakref.ref(group), 0
 
     def gathers(self, part: torch.Tensor) -> bool:
         return False  # the group's own gather is asynchronous
@@ -38,24 +38,32 @@ class HostOverlap:
         return True
 
     def scatter(self, whole: torch.Tensor, part: torch.Tensor) -> "_HostScatter":
-        return _HostScatter(self._group(), whole, part)
+        self._number += 1
+        return _HostScatter(self._group(), whole, part, _TAG + self._number % (1 << 20))
 
 
 class _HostScatter:
-    def __init__(self, group: Any, whole: torch.Tensor, part: torch.Tensor):
-        self._group, self._part, self._rank = group, part, dist.get_rank(group)
+    """Each has a tag of its own, so that rows of one that was given up are not taken for the next one's."""
+
+    def __init__(self, group: Any, whole: torch.Tensor, part: torch.Tensor, tag: int):
+        self._group, self._part, self._rank, self._tag = group, part, dist.get_rank(group), tag
         self._rows = whole.view(dist.get_world_size(group), *part.shape)
-        self._came = {other: torch.empty_like(part) for other in range(len(self._rows)) if other != self._rank}
-        self._works = [dist.irecv(came, group=group, group_src=other, tag=_TAG) for other, came in self._came.items()]
+        self._works: List[Any] = []
 
     def rows_done(self, rank: int) -> None:
         if rank != self._rank:
-            self._works.append(dist.isend(self._rows[rank], group=self._group, group_dst=rank, tag=_TAG))
+            self._works.append(dist.isend(self._rows[rank], group=self._group, group_dst=rank, tag=self._tag))
+
+    def abandon(self) -> None:
+        """Some rows do not come: the product of theirs has failed."""
 
     def wait(self) -> None:
+        came = {other: torch.empty_like(self._part) for other in range(len(self._rows)) if other != self._rank}
+        for other, part in came.items():
+            self._works.append(dist.irecv(part, group=self._group, group_src=other, tag=self._tag))
         for work in self._works:
             work.wait()
-        parts = [self._came.get(rank, self._rows[self._rank]) for rank in range(len(self._rows))]
+        parts = [came.get(rank, self._rows[self._rank]) for rank in range(len(self._rows))]
         self._part.copy_(torch.stack(parts).to(torch.float32).sum(0) if len(parts) > 2 else parts[0] + parts[1])
 
 
@@ -67,7 +75,7 @@ class DeviceOverlap:
     def __init__(self, group: Any, device: torch.device):
         self._group, self._device = weakref.ref(group), device
         self._memory: Optional[peer_copies.PeerMemory] = None
-        self._captured: List[peer_copies.PeerMemory] = []  # graphs go on using them
+        self._kept: List[peer_copies.PeerMemory] = []  # graphs go on using them, or copies that were given up
 
     def gathers(self, part: torch.Tensor) -> bool:
         return self._has(part)
@@ -87,40 +95,46 @@ class DeviceOverlap:
         size, capturing = tensor.numel() * tensor.element_size(), torch.cuda.is_current_stream_capturing()
         if tensor.device != self._device:
             return False
+        if self._memory is not None and self._memory.broken:
+            self._kept.append(self._memory)
+            self._memory = None
         if self._memory is None or self._memory.size < size:
             if capturing:
                 return False
             torch.cuda.synchronize(self._device)
             self._memory = None
             self._memory = peer_copies.PeerMemory(self._group(), self._device, -(-size // _STEP) * _STEP)
-        if capturing and self._memory not in self._captured:
-            self._captured.append(self._memory)
+        if capturing and self._memory not in self._kept:
+            self._kept.append(self._memory)
         return True
 
 
-_known: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[Any, Dict[torch.device, Any]]" = weakref.WeakKeyDictionary()
 
 
-def of(group: Any) -> Optional[Any]:
-    """The transfers that move the group's rows beside products; None without TE_FL_TP_OVERLAP, and where the group's collectives do. All ranks get the
-    same; all come to the first call for a group, and same_stripes.agree() has compared their settings."""
+def of(group: Any, device: torch.device) -> Optional[Any]:
+    """What moves the group's rows of tensors on the device beside products; None without TE_FL_TP_OVERLAP, and where the group's collectives do. All ranks
+    get the same; all come to the first call for a group and their device, and same_stripes.agree() has compared their settings."""
     group = communicator.member(group)
     if not overlap_setting.wanted():
         return None
-    if group not in _known:
-        _known[group] = _made(group)
-    return _known[group]
+    devices = _known.setdefault(group, {})
+    if device not in devices:
+        devices[device] = _made(group, device, len(devices))
+    return devices[device]
 
 
-def _made(group: Any) -> Optional[Any]:
-    backend = str(dist.get_backend(group)).lower()
-    if "nccl" not in backend:
+def _made(group: Any, device: torch.device, number: int) -> Optional[Any]:
+    backend = communicator.backend_of(group, device)
+    if device.type == "cpu":
         return HostOverlap(group) if "gloo" in backend else None
-    device = torch.device("cuda", torch.cuda.current_device())
-    places = exchanged(group, "overlap/places", f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
+    if device.type != "cuda" or "nccl" not in backend:
+        return None
+    uuid = torch.cuda.get_device_properties(device).uuid
+    places = exchanged(group, f"overlap/{number}/places", f"{socket.gethostname()} {uuid}")
     if places is None:
         return None
-    refusals = exchanged(group, "overlap/refusals", _refusal(places, device))
+    refusals = exchanged(group, f"overlap/{number}/refusals", _refusal(places, device, dist.get_rank(group)))
     told = "; ".join(f"rank {rank}: {why}" for rank, why in enumerate(refusals) if why)
     if not told:
         return DeviceOverlap(group, device)
@@ -129,7 +143,7 @@ def _made(group: Any) -> Optional[Any]:
     return None
 
 
-def _refusal(places: List[str], device: torch.device) -> str:
+def _refusal(places: List[str], device: torch.device, own: int) -> str:
     """The reason why this rank cannot copy to the others' GPUs; empty if it can."""
     if len(places) > peer_copies.MOST_RANKS:
         return f"the group has {len(places)} ranks, and copies serve {peer_copies.MOST_RANKS}"
@@ -141,6 +155,8 @@ def _refusal(places: List[str], device: torch.device) -> str:
             return f"rank {rank} is on another host, {host}"
         if uuid not in visible:
             return f"rank {rank}'s GPU is not among those that CUDA_VISIBLE_DEVICES shows here"
+        if rank != own and visible[uuid] == device.index:
+            return f"rank {rank} has the same GPU"
         if visible[uuid] != device.index and not torch.cuda.can_device_access_peer(device, visible[uuid]):
             return f"its GPU cannot reach that of rank {rank}"
     return ""

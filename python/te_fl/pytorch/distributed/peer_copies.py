@@ -59,6 +59,8 @@ class PeerMemory:
         self.others = [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
         self._pointers = [int(p) for p in self._handle.buffer_ptrs]
         self.begun: Optional[Any] = None  # the last collective, until it is waited for
+        self.broken = False  # one was given up before its end: ranks do not know what lies there
+        self._free: Optional[torch.cuda.Event] = None  # of the last one that ended outside of a capture
 
     def address(self, owner: int, offset: int = 0) -> int:
         return self._pointers[owner] + _FLAGS + offset
@@ -75,11 +77,20 @@ class PeerMemory:
         """The stream goes on once the memory is free."""
         if self.begun is not None:
             self.begun.let_wait(stream)
+        elif self._free is not None and not torch.cuda.is_current_stream_capturing():  # that one may have been on another stream
+            stream.wait_event(self._free)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
         """The memory's stream goes on after what that one has now."""
         self._followed.record(stream)
         self._stream.wait_event(self._followed)
+
+    def ended(self) -> torch.cuda.Event:
+        """What the memory's stream has now, after which the memory is free."""
+        event = self.now()
+        if not torch.cuda.is_current_stream_capturing():
+            self._free = event
+        return event
 
     def now(self) -> torch.cuda.Event:
         """An event of what the memory's stream has now."""
@@ -114,7 +125,7 @@ class Gather:
         for other in memory.others:
             memory.copy(to + other * size, memory.address(other), size, memory.stream)
         memory.meet(0)
-        self._memory, self._came, self._device = memory, memory.now(), part.device
+        self._memory, self._came, self._device = memory, memory.ended(), part.device
         memory.copy(to + memory.rank * size, source, size, stream.cuda_stream)
         memory.begun = self
 
@@ -169,8 +180,12 @@ class Scatter:
             self._sum(stream)
         memory.follow(stream)
         memory.meet(0)
-        self._came = memory.now()
+        self._came = memory.ended()
         stream.wait_event(self._came)
+
+    def abandon(self) -> None:
+        """Some rows do not come: the product of theirs has failed."""
+        self._memory.begun, self._memory.broken = None, True
 
     def _sum(self, stream: torch.cuda.Stream) -> None:
         memory, part = self._memory, self._part

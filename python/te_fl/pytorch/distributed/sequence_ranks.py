@@ -61,6 +61,14 @@ class _Pieces(_Work):
         with torch.no_grad(), on_stream(self._tensors[1].device, stream):
             self._work.rows_done(rank)
 
+    def wait(self) -> None:
+        """As _Work's. Before all rows are there it waits for nothing: a product has failed, whose error is on its way."""
+        if self._missing > 0:
+            if self._work is not None:
+                self._work.abandon()
+            self._work = None
+        super().wait()
+
     def _wait(self) -> None:
         with torch.no_grad():
             super()._wait()
@@ -70,11 +78,11 @@ class SequenceRanks:
     """The ranks of a group, None for the default one. Each method begins a collective on the stream of that handle; the tensors share te-fl's memory,
     which lives until the result's wait(). In C++ python/src/torch/process_group.cpp calls them. All ranks of the group make one at the same time."""
 
-    def __init__(self, group: Optional[Any]):
+    def __init__(self, group: Optional[Any], device: torch.device):
         same_stripes.agree(group)
         self.group, self.size, self.rank, self.ranks = group, collectives.size_of(group), collectives.rank_in(group), global_ranks(group)
         self.like = torch.empty(0)  # tensors are to be PyTorch's
-        self._overlap = overlap.of(group)
+        self._overlap = overlap.of(group, device)
         self.pieces_from = 0 if self._overlap is None else self._overlap.pieces_from  # bytes of a part; 0: products are never in pieces
 
     def _in_pieces(self, part: torch.Tensor) -> bool:

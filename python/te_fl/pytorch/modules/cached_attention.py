@@ -100,13 +100,15 @@ def _check_call(where: str, params: InferenceParams, mask: str, attention_mask: 
 def over_cache(where: str, module: Any, params: InferenceParams, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: str, mask: str,
                attention_mask: Any, lengths: tuple) -> CachedCall:
     """Writes new keys and values to the cache of the module's layer_number, and returns the call of the queries and all keys and values. A call
-    that is refused has written nothing. lengths: as in CachedCall, of the forward; they are the batch's, or None."""
+    that is refused here has written nothing; one that attention refuses afterwards may have written the places of its tokens, which a repeated call
+    writes again. lengths: as in CachedCall, of the forward; they are the batch's, or None."""
     _check_call(where, params, mask, attention_mask, lengths)
     if q.shape[:-2] != k.shape[:-2]:
         raise InvalidArgument(f"{where}: queries have shape {tuple(q.shape)} and keys {tuple(k.shape)} with inference_params; give those of the same "
                               "new tokens")
     params.check_owner(module.layer_number, int(module._number))
     k, v, cu_q, cu_kv, longest, _ = params.step(module.layer_number, k, v, layout)
+    params.take_place(module.layer_number, int(module._number))
     if params.is_paged:
         k, v = params.convert_paged_to_nonpaged(module.layer_number)
     batch = params.batch_size

@@ -116,7 +116,7 @@ class FusedLayer:
                        "output_layernorm": owner.output_layernorm, "fuse_qkv_params": attention.fuse_qkv_params,
                        "qkv_weight_interleaved": attention.qkv_weight_interleaved}
             if self._divides:
-                options.update(sequence_ranks=SequenceRanks(mlp.tp_group), sequence_parallel=owner.sequence_parallel)
+                options.update(sequence_ranks=SequenceRanks(mlp.tp_group, device), sequence_parallel=owner.sequence_parallel)
             if attention.qk_norm_type is not None:
                 options.update(qk_norm=attention.qk_norm_type, qk_norm_epsilon=attention.qk_norm_eps,
                                qk_norm_before_rope=attention.qk_norm_before_rope)

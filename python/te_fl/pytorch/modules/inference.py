@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections import OrderedDict
 from typing import Any, Dict, Hashable, List, Mapping, Optional, Sequence, Tuple, Type, Union
 
@@ -17,6 +18,15 @@ from te_fl.pytorch.runtime.refuse import checks_keywords
 
 Steps = Mapping[Hashable, int]  # tokens by the sequence's id, in the order of the batch
 _LAYOUTS = ("bshd", "sbhd", "thd")
+
+
+def _count_of(value: Any) -> Optional[int]:
+    """An integer of 1 or more as an int, whichever library's it is; None for anything else."""
+    try:
+        count = operator.index(value)
+    except (TypeError, RuntimeError):
+        return None
+    return None if isinstance(value, bool) or count < 1 else count
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -164,10 +174,12 @@ class InferenceParams:
         where = "InferenceParams"
         rules.choice(where, "qkv_format", qkv_format, _LAYOUTS)
         head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
-        for name, value in (("max_batch_size", max_batch_size), ("max_sequence_length", max_sequence_length), ("num_heads_kv", num_heads_kv),
-                            ("head_dim_k", head_dim_k), ("head_dim_v", head_dim_v)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length, "num_heads_kv": num_heads_kv, "head_dim_k": head_dim_k,
+                 "head_dim_v": head_dim_v}
+        for name, value in sizes.items():
+            if _count_of(value) is None:
                 raise ValueError(f"{where}: {name} is {value!r}; it is an int of 1 or more")
+        max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, head_dim_v = map(_count_of, sizes.values())
         if dtype not in DTYPE_NAMES:
             raise rules.refuse(where, "dtype", dtype, "give the dtype of keys and values, torch.float32, torch.bfloat16 or torch.float16")
         if max_ctx_len is None and qkv_format == "thd" or max_ctx_len is not None and not 1 <= max_ctx_len <= max_sequence_length:
@@ -233,11 +245,12 @@ class InferenceParams:
 
     def pre_step(self, step_dict: Steps) -> None:
         """Takes the batch of the next pass: new tokens, 1 or more, by the sequence's id, in the order of the batch."""
-        self._check_steps(step_dict)
-        self.sequences = self.cache_manager.pre_step(step_dict)
-        if list(self.sequences) != list(step_dict):
+        step_dict = self._checked_steps(step_dict)
+        sequences = self.cache_manager.pre_step(step_dict)
+        if list(sequences) != list(step_dict):
             raise FailedPrecondition(f"FAILED_PRECONDITION: {type(self.cache_manager).__name__}.pre_step() has returned the sequences "
-                                     f"{list(self.sequences)} for a batch of {list(step_dict)}; they have one order")
+                                     f"{list(sequences)} for a batch of {list(step_dict)}; they have one order")
+        self.sequences = sequences
         self.batch_size = len(step_dict)
         self.sequences_pre_step = OrderedDict((name, total - step_dict[name]) for name, total in self.sequences.items())
         self.pre_step_seqlens[:self.batch_size].copy_(torch.tensor(list(self.sequences_pre_step.values()), dtype=torch.int32))
@@ -245,32 +258,43 @@ class InferenceParams:
             padded = [*lengths.values()] + [0] * (self.max_batch_size - self.batch_size)
             sums[1:].copy_(torch.tensor(padded).cumsum(0).int())
 
-    def _check_steps(self, step_dict: Steps) -> None:
+    def _checked_steps(self, step_dict: Steps) -> "OrderedDict[Hashable, int]":
         where = "InferenceParams.pre_step"
         if not isinstance(step_dict, Mapping) or not 1 <= len(step_dict) <= self.max_batch_size:
             raise InvalidArgument(f"{where}: step_dict is {step_dict!r}; it is a dict of 1 to max_batch_size, {self.max_batch_size}, sequences")
-        for name, new in step_dict.items():
-            before = self.sequences.get(name, 0)
-            if isinstance(new, bool) or not isinstance(new, int) or new < 1:
-                raise InvalidArgument(f"{where}: sequence {name!r} has {new!r} new tokens; give an int of 1 or more, or leave the sequence out, which "
+        steps: "OrderedDict[Hashable, int]" = OrderedDict()
+        for name, given in step_dict.items():
+            before, new = self.sequences.get(name, 0), _count_of(given)
+            if new is None:
+                raise InvalidArgument(f"{where}: sequence {name!r} has {given!r} new tokens; give an int of 1 or more, or leave the sequence out, which "
                                       "ends it")
             if before + new > self.max_sequence_length:
                 raise InvalidArgument(f"{where}: sequence {name!r} has {before} tokens and gets {new} more; max_sequence_length is "
                                       f"{self.max_sequence_length}")
             if self.max_ctx_len is not None and new > self.max_ctx_len:
                 raise InvalidArgument(f"{where}: sequence {name!r} gets {new} tokens; max_ctx_len is {self.max_ctx_len}")
+            steps[name] = new
+        return steps
 
     def new_tokens(self) -> List[int]:
         """The tokens that each sequence of the batch gets."""
         return [total - self.sequences_pre_step[name] for name, total in self.sequences.items()]
 
     def check_owner(self, layer_number: Optional[int], module: int) -> None:
-        """Refuses a module whose layer_number another one has taken; module: its number in runtime/registry.py."""
+        """Refuses a module whose layer_number another one has taken, by take_place(); module: its number in runtime/registry.py."""
         if layer_number is None:
             raise ValueError("DotProductAttention: layer_number is None with inference_params; give each layer one of its own, from 1 on")
-        if self._owners.setdefault(layer_number, module) != module:
+        if self._owners.get(layer_number, module) != module:
             raise ValueError(f"DotProductAttention: two layers have the layer_number {layer_number}, and inference_params keeps one cache for each; give "
                              "each layer one of its own, or call reset() where one model follows another")
+
+    def take_place(self, layer_number: int, module: int) -> None:
+        """The layer is that module's from now on."""
+        self._owners[layer_number] = module
+
+    def __getstate__(self) -> dict:
+        """A copy serves a copy of the model, whose modules have other numbers."""
+        return {**self.__dict__, "_owners": {}}
 
     def get_seqlens_pre_step(self) -> torch.Tensor:
         """The tokens that each sequence of the batch had before, int32 [max_batch_size]."""

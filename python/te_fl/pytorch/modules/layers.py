@@ -41,7 +41,7 @@ class NativeLayer:
         if len(inputs) == 1 and not inputs[0].is_contiguous():  # several are attention's, which takes strided ones
             inputs = (inputs[0].contiguous(),)
         call = self.last
-        if (call is None or attention is not None or random is not None or call.first is not first or call.activation != activation
+        if (call is None or call.inputs != len(inputs) or attention is not None or random is not None or call.first is not first or call.activation != activation
                 or call.updates != updates or call.accumulates is not accumulates):
             call = LayerCall(self.native, len(inputs), len(extras), activation, first, attention, random, updates, accumulates, self.delays)
             if attention is None and random is None:

@@ -82,7 +82,9 @@ class TensorParallel:
 
     def _row_options(self) -> dict:
         """The options of a layer in C++ that gathers and scatters rows itself."""
-        return {"sequence_ranks": SequenceRanks(self._group())} if self._layer_moves_rows else {}
+        if not self._layer_moves_rows:
+            return {}
+        return {"sequence_ranks": SequenceRanks(self._group(), next(self.parameters()).device)}
 
     def _own_rows(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's rows of x, or of a row-parallel product all, as such a layer takes them."""

@@ -45,13 +45,14 @@ class _OfCodes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, function: Callable) -> torch.Tensor:
-        ctx.codes, ctx.function = Float8CurrentScalingQuantizer(DType.kFloat8E4M3, columnwise=False)(x), function
+        ctx.function = function
+        ctx.save_for_backward(Float8CurrentScalingQuantizer(DType.kFloat8E4M3, columnwise=False)(x))
         return function(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        x = ctx.codes.dequantize().requires_grad_()
+        x = ctx.saved_tensors[0].dequantize().requires_grad_()
         with torch.enable_grad():
             y = ctx.function(x)
         return torch.autograd.grad(y, x, grad)[0], None
@@ -286,7 +287,8 @@ class ScaledClampedQGeGLU(_ScaledGLU):
                  alpha: float = 1.702, glu_linear_offset: float = 1.0) -> None:
         super().__init__()
         self._set_up(glu_interleave_size, activation_recompute_in_mlp)
-        self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
+        self._clamped = ClampedSwiGLU(limit=limit, alpha=alpha, glu_linear_offset=glu_linear_offset)  # checkpoints have its state
 
     def _gate(self, x: torch.Tensor, scales: torch.Tensor, turns: int) -> torch.Tensor:
-        return activation.scaled_clamped_swiglu(x, scales, self.limit, self.alpha, self.glu_linear_offset, turns)
+        clamped = self._clamped
+        return activation.scaled_clamped_swiglu(x, scales, clamped.limit, clamped.alpha, clamped.glu_linear_offset, turns)

@@ -58,4 +58,5 @@ class L2Normalization(BasicOperation, multihead_attention.L2Normalization):
         self._open_channels()
 
     def _compute(self, x: torch.Tensor) -> Result:
-        return multihead_attention.L2Normalization.forward(self, x), ()
+        with torch.autocast(x.device.type, enabled=False):  # which would round the input
+            return multihead_attention.L2Normalization.forward(self, x), ()

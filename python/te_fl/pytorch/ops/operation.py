@@ -14,6 +14,7 @@ import torch
 
 from te_fl.errors import FailedPrecondition, InvalidArgument, Unsupported
 from te_fl.pytorch.autograd.once import once_differentiable
+from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 
 Result = Tuple[torch.Tensor, Sequence[torch.Tensor]]  # the tensor for the next operation, and the extra ones
 
@@ -28,6 +29,12 @@ class FusibleOperation(torch.nn.Module):
 
     def _materialise(self) -> None:
         """Gives parameters on the meta device memory and their initial values."""
+
+    def pre_first_fuser_forward(self) -> None:
+        """Called before the first forward, of a program's own operation that defines it: to make its parameters, say."""
+
+    def pre_fuser_forward(self, *, requires_grad: bool) -> None:
+        """Called before each forward, of a program's own operation that defines it. requires_grad: a backward may follow."""
 
 
 class BasicOperation(FusibleOperation):
@@ -51,6 +58,7 @@ class BasicOperation(FusibleOperation):
         self._extra_input_channels: List[Optional[str]] = [None] * self.num_extra_inputs
         self._extra_output_channels: List[Optional[str]] = [None] * self.num_extra_outputs
         self._extra_output_to_caller: List[bool] = [True] * self.num_extra_outputs
+        self._began = False  # true once pre_first_fuser_forward() has been called
         self._in_a_row = False  # true once it has computed: its channels stay as they are
 
     @property
@@ -184,6 +192,12 @@ def _computes_its_own_way(op: Any) -> bool:
     return any(hasattr(op, name) for name in ("op_forward", "op_backward", "fuser_forward", "fuser_backward"))
 
 
+def _has_hooks(op: Any) -> bool:
+    kind = type(op)
+    return (kind.pre_first_fuser_forward is not FusibleOperation.pre_first_fuser_forward
+            or kind.pre_fuser_forward is not FusibleOperation.pre_fuser_forward)
+
+
 def _check_count(op: Any, what: str, count: int, wanted: int) -> None:
     if count != wanted:
         raise InvalidArgument(f"{type(op).__name__}: it has returned {count} {what}; it has {wanted}")
@@ -216,6 +230,16 @@ class Row:
                 if channel is not None:
                     filled[channel] = type(op).__name__
 
+    def _call_hooks(self, ops: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
+        for op in ops:
+            if not op._began:
+                op.pre_first_fuser_forward()
+                op._began = True
+        parameters = [p for op in self.basic_ops for p in op.parameters()]
+        needs = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, *parameters))
+        for op in ops:
+            op.pre_fuser_forward(requires_grad=needs)
+
     def __call__(self, x: torch.Tensor, *extra_inputs: torch.Tensor, basic_op_kwargs: Optional[Sequence[Dict[str, Any]]] = None
                  ) -> Union[torch.Tensor, Tuple[torch.Tensor, ...]]:
         if len(extra_inputs) != self.num_extra_inputs:
@@ -224,8 +248,12 @@ class Row:
         kwargs = [{}] * len(self.basic_ops) if basic_op_kwargs is None else basic_op_kwargs
         if len(kwargs) != len(self.basic_ops):
             raise ValueError(f"basic_op_kwargs has {len(kwargs)} elements; there are {len(self.basic_ops)} basic operations")
+        x, *extra_inputs = (t.dequantize() if isinstance(t, Float8Tensor) else t for t in (x, *extra_inputs))
         for op in self._ops:
             op._materialise()
+        own_hooks = [op for op in self.basic_ops if _has_hooks(op)]
+        if own_hooks:
+            self._call_hooks(own_hooks, (x, *extra_inputs))
         waiting, channels, shown = list(extra_inputs), {}, []
         at = 0
         while at < len(self.basic_ops):

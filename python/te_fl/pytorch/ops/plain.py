@@ -6,7 +6,6 @@ from typing import Any, Iterable, Optional
 
 import torch
 
-from te_fl.errors import InvalidArgument
 from te_fl.pytorch.autograd import regions
 from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.fp8 import quantization
@@ -56,9 +55,11 @@ class Dropout(BasicOperation):
         self.dropout_probability = p
 
     def _compute(self, x: torch.Tensor) -> Result:
+        if not self.training:
+            return x, ()
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        return torch.nn.functional.dropout(x, self.dropout_probability, self.training), ()
+        return torch.nn.functional.dropout(x, self.dropout_probability), ()
 
 
 class _AddInto(torch.autograd.Function):
@@ -86,9 +87,11 @@ class AddExtraInput(BasicOperation):
     def _compute(self, x: torch.Tensor, extra: torch.Tensor) -> Result:
         if not self._in_place:
             return extra + x, ()
-        if x.shape != extra.shape or x.dtype != extra.dtype:
-            raise InvalidArgument(f"AddExtraInput: the input is {x.dtype} {tuple(x.shape)} and the extra input {extra.dtype} {tuple(extra.shape)}; with "
-                                  "in_place they are alike")
+        if torch.compiler.is_compiling():  # a graph takes no written alias out of a node
+            out = extra + x
+            with torch.no_grad():
+                extra.copy_(out)
+            return out.to(extra.dtype), ()
         return _AddInto.apply(x, extra), ()
 
 

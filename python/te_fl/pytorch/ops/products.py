@@ -38,6 +38,7 @@ class _Product(BasicOperation):
     """Shared by products: they keep scales of the input and of the weight, and of the output's gradient, as Transformer Engine's operations do."""
 
     _places = extra_state.Places((0, 1), (0,), (2, 1))
+    _first_weight = "weight"
 
     def get_extra_state(self) -> torch.Tensor:
         flat = extra_state.read(super(BasicOperation, self).get_extra_state(), type(self).__name__)
@@ -61,9 +62,13 @@ class _Product(BasicOperation):
         if any(p.device.type == "meta" for p in self.parameters(recurse=False)):
             self.reset_parameters()
 
+    def _own_dtype(self) -> torch.dtype:
+        """The dtype of the parameters as they are now: a model may have been cast, or loaded with assign=True."""
+        return getattr(self, self._first_weight).dtype
+
     def _in_own_dtype(self, x: torch.Tensor) -> torch.Tensor:
         """Operations compute in their weight's dtype, or in that of torch.autocast. What a module refuses is left to it."""
-        return x if torch.is_autocast_enabled(x.device.type) or x.dtype not in DTYPE_NAMES else x.to(self.params_dtype)
+        return x if torch.is_autocast_enabled(x.device.type) or x.dtype not in DTYPE_NAMES else x.to(self._own_dtype())
 
 
 class BasicLinear(_Product, linear.Linear):
@@ -102,7 +107,7 @@ class BasicLinear(_Product, linear.Linear):
         return self.local_out_features
 
     def _takes_bias(self, after: Any, x: torch.Tensor) -> bool:
-        own = self.params_dtype
+        own = self._own_dtype()
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != own:
             return False  # a sum with a bias of another dtype is of the wider one
         return type(after) is Bias and not self._divides and after.bias.dtype == own and after.bias.shape == (self.local_out_features,)
@@ -195,6 +200,8 @@ class Linear(FusedOperation):
         """Also gives the parameter to the operation whose it is."""
         if name == "bias" and param is not None and not self._has_bias:
             raise ValueError("Linear: it was made with bias=False and takes no bias")
+        if param is None and name in ("weight", "bias")[:1 + self._has_bias]:
+            raise ValueError(f"Linear: its {name} cannot be None; make a Linear with bias=False where it is to have no bias")
         super().register_parameter(name, param)
         if name in ("weight", "bias") and param is not None:
             setattr(self.basic_ops[0 if name == "weight" else 1], name, param)
@@ -204,8 +211,12 @@ class Linear(FusedOperation):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         pass
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
-        pass
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *arguments: Any) -> None:
+        """Gives what a checkpoint of torch.nn.Linear has to the operations, which load after this."""
+        for at, name in enumerate(("weight", "bias") if self._has_bias else ("weight",)):
+            own = f"{prefix}basic_ops.{at}.{name}"
+            if own not in state_dict and prefix + name in state_dict:
+                state_dict[own] = state_dict.pop(prefix + name)
 
 
 def _show_parameters_of(module: Linear, keys: Any) -> None:
@@ -220,6 +231,7 @@ class GroupedLinear(_Product, grouped_linear.GroupedLinear):
     """
 
     num_extra_inputs = 1
+    _first_weight = "weight0"
 
     @checks_keywords()
     def __init__(self, num_groups: int, in_features: int, out_features: int, *, bias: bool = True, device: Union[torch.device, str, None] = None,
@@ -231,6 +243,8 @@ class GroupedLinear(_Product, grouped_linear.GroupedLinear):
                                               get_rng_state_tracker=rng_state_tracker_function, init_method=_init, bias=bias, return_bias=scales,
                                               params_dtype=dtype, device=device, delay_wgrad_compute=delay_wgrad_compute,
                                               single_grouped_weight=single_grouped_weight, single_grouped_bias=single_grouped_bias)
+        for name in [name for name in self._parameters if name.startswith("bias")]:  # states of optimizers go by the order of parameters
+            self._parameters[name] = self._parameters.pop(name)
         self.num_groups, self._scale_bias = num_groups, scales
         self.num_extra_inputs = 2 if scales else 1
         self._open_channels()

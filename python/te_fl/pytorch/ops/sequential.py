@@ -102,7 +102,7 @@ class Sequential(torch.nn.Module):
                 x = row(x)
                 continue
             own, extra_inputs = extra_inputs[:row.num_extra_inputs], extra_inputs[row.num_extra_inputs:]
-            found = row(x, *own, basic_op_kwargs=[by_op.get(id(op), {}) for op in row.basic_ops])
+            found = row(x, *own, basic_op_kwargs=[by_op.pop(id(op), {}) for op in row.basic_ops])
             x, *extras = found if isinstance(found, tuple) else (found,)
             shown += extras
         return (x, *shown) if shown else x
