@@ -58,5 +58,5 @@ class L2Normalization(BasicOperation, multihead_attention.L2Normalization):
         self._open_channels()
 
     def _compute(self, x: torch.Tensor) -> Result:
-        with torch.autocast(x.device.type, enabled=False):  # which would round the input
+        with torch.autocast(x.device.type, enabled=False):  # Its rounding of the input is not Transformer Engine's.
             return multihead_attention.L2Normalization.forward(self, x), ()
