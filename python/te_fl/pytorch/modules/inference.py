@@ -263,10 +263,10 @@ class InferenceParams:
         if not isinstance(step_dict, Mapping) or not 1 <= len(step_dict) <= self.max_batch_size:
             raise InvalidArgument(f"{where}: step_dict is {step_dict!r}; it is a dict of 1 to max_batch_size, {self.max_batch_size}, sequences")
         steps: "OrderedDict[Hashable, int]" = OrderedDict()
-        for name, given in step_dict.items():
-            before, new = self.sequences.get(name, 0), _count_of(given)
+        for name, count in step_dict.items():
+            before, new = self.sequences.get(name, 0), _count_of(count)
             if new is None:
-                raise InvalidArgument(f"{where}: sequence {name!r} has {given!r} new tokens; give an int of 1 or more, or leave the sequence out, which "
+                raise InvalidArgument(f"{where}: sequence {name!r} has {count!r} new tokens; give an int of 1 or more, or leave the sequence out, which "
                                       "ends it")
             if before + new > self.max_sequence_length:
                 raise InvalidArgument(f"{where}: sequence {name!r} has {before} tokens and gets {new} more; max_sequence_length is "
