@@ -86,7 +86,7 @@ class PeerMemory:
         self._stream.wait_event(self._followed)
 
     def ended(self) -> torch.cuda.Event:
-        """What the memory's stream has now, after which the memory is free."""
+        """Returns the event of the last step of a collective, after which the memory is free."""
         event = self.now()
         if not torch.cuda.is_current_stream_capturing():
             self._free = event
