@@ -113,8 +113,8 @@ _known: "weakref.WeakKeyDictionary[Any, Dict[torch.device, Any]]" = weakref.Weak
 
 
 def of(group: Any, device: torch.device) -> Optional[Any]:
-    """What moves the group's rows of tensors on the device beside products; None without TE_FL_TP_OVERLAP, and where the group's collectives do. All ranks
-    get the same; all come to the first call for a group and their device, and same_stripes.agree() has compared their settings."""
+    """Returns what moves the group's rows of tensors on the device beside products; None without TE_FL_TP_OVERLAP, and where the group's collectives
+    do. All ranks get the same; all come to the first call for a group and their device, and same_stripes.agree() has compared their settings."""
     group = communicator.member(group)
     if not overlap_setting.wanted():
         return None
