@@ -109,7 +109,8 @@ std::vector<Finding> structs_of(const te_fl::plugins::PluginInfo& plugin);
 // Remembers where the plugin's code lies, so that a crash can be placed in it. Returns the file
 // that the code is in.
 std::string note_code_of(const te_fl::plugins::PluginInfo& plugin);
-// True of an address in what note_code_of() found last, also once that is unmapped.
+// True of an address in what note_code_of() found last, also once that is unmapped; of any if it
+// found nothing, since nobody can tell then.
 bool in_plugin(uintptr_t address);
 
 // Deactivates the plugin after its ops have run, loads it again, and watches what it leaves behind.

@@ -484,7 +484,9 @@ std::string note_code_of(const te_fl::plugins::PluginInfo& plugin) {
   return info.dli_fname;
 }
 
-bool in_plugin(uintptr_t address) { return g_code_begin <= address && address < g_code_end; }
+bool in_plugin(uintptr_t address) {
+  return g_code_end == 0 || (g_code_begin <= address && address < g_code_end);
+}
 
 void beat() {
   static std::atomic<int64_t> last{0};
