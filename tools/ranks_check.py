@@ -7,7 +7,7 @@ usage: tools/ranks_check.py [--build DIR] [--device cuda|cpu] [--ranks N ...] [-
   --build DIR   a build tree, or a folder with its bin/{te-fl,train_gpt,gpu_collectives_test} and plugins (default build/release)
   --device      where the ranks compute (default cuda)
   --ranks N ... numbers of ranks (default 2, and 4 where there are four GPUs)
-  --only PART   some of collectives, conformance, certificate, train, graph, checkpoints, trouble, pytorch
+  --only PART   some of collectives, conformance, certificate, train, graph, checkpoints, trouble, pytorch, overlap
   --python PATH a Python with PyTorch and te_fl (default: python3, with DIR/python in its path)
   --text FILE   what is learnt (default build/data/text.txt, from tools/fetch_text.sh; where it is absent, the documents of this project)
   --out DIR     where logs go (default build/ranks_check)"""
@@ -24,7 +24,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PARTS = ("collectives", "conformance", "certificate", "train", "graph", "checkpoints", "trouble", "pytorch")
+PARTS = ("collectives", "conformance", "certificate", "train", "graph", "checkpoints", "trouble", "pytorch", "overlap")
 TIMEOUT_MS = 4000  # of collectives, in the jobs that are to fail
 TRAIN = ["--batch", "16", "--sample-bytes", "0", "--report-every", "10", "--eval-batches", "4", "--hidden", "256", "--layers", "2",
          "--seq-len", "128", "--heads", "8"]
@@ -215,15 +215,34 @@ class Check:
         return pathlib.Path(file.name).read_text(encoding="utf-8", errors="replace")
 
     # ---- te_fl.pytorch
-    def pytorch(self):
-        python = self.options.python or sys.executable
+    def torchrun(self, name, ranks, command, **more):
         path = os.pathsep.join(x for x in (str(self.build / "python") if (self.build / "python").is_dir() else "", os.environ.get("PYTHONPATH", "")) if x)
+        return self.run(name, [self.options.python or sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *command],
+                        PYTHONPATH=path, TE_FL_PLUGIN_MODULES=str(self.plugin) if self.options.device == "cuda" else "", **more)
+
+    def overlap(self):
+        """TE_FL_TP_OVERLAP=1 between GPUs; over Gloo it is among the tests."""
+        if self.options.device != "cuda":
+            return
+        program = str(ROOT / "tests/python/torch_parallel_test/overlap_on_gpus.py")
+        for n in self.options.ranks:
+            name = f"transfers beside products, {n} ranks"
+            code, text = self.torchrun(name, n, [program])
+            print("\n".join(x for x in text.splitlines() if x.startswith("rank ")))
+            found = re.findall(r"\d+ passed, \d+ failed", text)
+            self.row(name, code == 0, found[-1] if found else f"exit code {code}")
+        began = time.monotonic()
+        code, text = self.torchrun("a rank lost beside products", n, [program, "--lose-rank"])
+        self.row(f"a rank killed beside products, {n} ranks", code not in (0, None) and "went on" not in text, f"torchrun ended all after {time.monotonic() - began:.0f} s")
+        code, text = self.torchrun("after a rank lost", n, [program])
+        self.row("the devices after it", code == 0, "the same job passes" if code == 0 else f"exit code {code}")
+
+    def pytorch(self):
         for recipe in ("none", "delayed", "current", "block"):
             losses, wrong = {}, []
             for name, ranks, tp in [("one rank", 1, 1)] + [(f"tp {t} dp {n // t}", n, t) for n in self.options.ranks for t in (1, 2, 4) if n % t == 0 and t <= n]:
-                command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(ROOT / "examples/pytorch/parallel_gpt.py"), "--tp", str(tp),
-                           "--recipe", recipe, "--steps", "50", "--device", self.options.device]
-                code, text = self.run(f"pytorch {recipe} {name}", command, PYTHONPATH=path, TE_FL_PLUGIN_MODULES=str(self.plugin) if self.options.device == "cuda" else "")
+                command = [str(ROOT / "examples/pytorch/parallel_gpt.py"), "--tp", str(tp), "--recipe", recipe, "--steps", "50", "--device", self.options.device]
+                code, text = self.torchrun(f"pytorch {recipe} {name}", ranks, command)
                 found = re.findall(r"step +\d+ +loss ([\d.]+)", text)
                 if code != 0 or not found:
                     wrong.append(f"{name}: exit code {code}")
@@ -263,7 +282,7 @@ def main():
     if not check.plugin.exists() or not os.access(check.program("train_gpt"), os.X_OK):
         sys.exit(f"ranks_check.py: {check.build} has no {check.plugin.name} and bin/train_gpt; build the project, or name a build by --build")
     steps = {"collectives": check.collectives, "conformance": check.conformance, "certificate": check.certificate, "train": check.training, "graph": check.graph,
-             "checkpoints": check.checkpoints, "trouble": check.trouble, "pytorch": check.pytorch}
+             "checkpoints": check.checkpoints, "trouble": check.trouble, "pytorch": check.pytorch, "overlap": check.overlap}
     began = time.monotonic()
     for part in PARTS:
         if part in options.only:

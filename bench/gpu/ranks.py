@@ -58,15 +58,17 @@ def say(*words, sep=" "):
 
 
 def measured(steps, seconds, block=0.2):
-    """{name: [ms a step, one per block]}: blocks in turns, each the slowest rank's. HOST[name] becomes this rank's host ms a step."""
+    """{name: [ms a step, one per block]}: blocks in turns, each the slowest rank's. HOST[name] becomes this rank's host ms of a step that finds the GPU's
+    queue empty: later ones wait in between, since a queue that is full takes nothing until the GPU has computed."""
     def run(name, n):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         dist.barrier()
         begin.record()
         began = time.perf_counter()
-        for _ in range(n):
+        steps[name]()
+        host[name].append((time.perf_counter() - began) * 1e3)
+        for _ in range(n - 1):
             steps[name]()
-        HOST[name] = (time.perf_counter() - began) / n * 1e3
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / n
@@ -75,7 +77,7 @@ def measured(steps, seconds, block=0.2):
         t = torch.tensor(values, device="cuda")
         dist.all_reduce(t, dist.ReduceOp.MAX)
         return t.tolist()
-    counts = {}
+    counts, host = {}, {name: [] for name in steps}
     for name in steps:
         run(name, 5)
         counts[name] = max(1, int(block * 1e3 / slowest([run(name, 3)])[0]))
@@ -83,6 +85,7 @@ def measured(steps, seconds, block=0.2):
     for _ in range(max(3, round(seconds / block))):
         for name in steps:
             times[name].append(run(name, counts[name]))
+    HOST.update((name, statistics.median(ms)) for name, ms in host.items())
     return {name: slowest(t) for name, t in times.items()}
 
 
