@@ -85,6 +85,7 @@ struct Options {
   std::string json;
   size_t least = 1024, most = size_t{64} << 20;
   int rounds = 15;
+  size_t queued = 8;
 };
 
 struct Row {
@@ -180,8 +181,10 @@ class Bench {
       peer_->call(op, in.data<float>(), out.data<float>(), elements, stream_.get());
     };
     // Many short calls to a block; the number is the same on all ranks, being of the size alone. A
-    // device's queue takes these without making the host wait.
-    const int calls = static_cast<int>(std::clamp<size_t>((size_t{4} << 20) / bytes, 1, 100));
+    // device's queue takes these without making the host wait. Of large ones it has a few at once,
+    // as nccl-tests does, since one alone would be of the host's latency as well as of bandwidth.
+    const size_t least = on_host() ? 1 : options_.queued;
+    const int calls = static_cast<int>(std::clamp<size_t>((size_t{4} << 20) / bytes, least, 100));
     for (const auto& one : {std::function<void()>(ours), std::function<void()>(theirs)})
       (void)block(std::min(calls, 10), one);
     std::vector<Times> times[2];
@@ -256,6 +259,8 @@ int run(int argc, char** argv) {
       ->check(CLI::Range(1024, 1 << 30));
   app.add_option("--rounds", o.rounds, "blocks of calls of each of the two (15)")
       ->check(CLI::Range(1, 10000));
+  app.add_option("--queued", o.queued, "calls at least in a device's queue; 1: one at a time (8)")
+      ->check(CLI::Range(1, 100));
   CLI11_PARSE(app, argc, argv);
   Bench bench(o);
   bench.run();
