@@ -56,6 +56,8 @@ def one_step(module, group, recipe, x, dy):
 def steps(module, group, recipe, streams=()):
     results = []
     for i in range(4):
+        if streams and recipe is DelayedScaling:  # its scales are of the steps before, which a program's own events order
+            streams[i % len(streams)].wait_stream(streams[(i - 1) % len(streams)])
         with torch.cuda.stream(streams[i % len(streams)]) if streams else contextlib.nullcontext():
             x, dy = tensors(group, i)
             results += [t.clone() for t in one_step(module, group, recipe, x.requires_grad_(), dy)]
