@@ -162,6 +162,22 @@ void freeze(Tensor& t) {
   for (Buffer* b : t.buffers()) b->freeze();
   t.bind();
 }
+
+// Fills all that the spec asks for by the exact rules.
+void put_quantised(Tensor& t, const Fill& fill, Random& random) {
+  std::vector<double> x(static_cast<size_t>(t.numel()));
+  for (int64_t i = 0; i < t.numel(); ++i) x[i] = static_cast<float>(fill(random, i));
+  const QuantImage image = quantise_exact(x, t.rows(), t.cols(), t.spec, TE_FL_F32);
+  auto put = [](const std::vector<uint8_t>& from, const std::shared_ptr<Buffer>& to) {
+    if (to != nullptr && !from.empty()) std::copy(from.begin(), from.end(), to->data());
+  };
+  put(image.data, t.data), put(image.col_data, t.col_data);
+  put(t.spec.row ? image.scale_inv : image.col_scale_inv,
+      t.spec.row || t.spec.scaling == TE_FL_SCALING_TENSOR ? t.scale_inv : nullptr);
+  put(image.col_scale_inv, t.col_scale_inv);
+  if (t.amax != nullptr) store(TE_FL_F32, t.amax->data(), 0, static_cast<double>(image.amax));
+  if (t.scale != nullptr) store(TE_FL_F32, t.scale->data(), 0, static_cast<double>(image.scale));
+}
 }  // namespace
 
 Tensor* Problem::strided(const std::string& name, Role role, Spec spec, const Dims& shape,
@@ -175,7 +191,7 @@ Tensor* Problem::strided(const std::string& name, Role role, Spec spec, const Di
         std::make_shared<Buffer>(bytes_for(spec.dtype, storage_elements), poison_of(spec.dtype));
   t->data = std::move(storage);
   allocate(*t);
-  if (role != Role::kOut)
+  if (fills && role != Role::kOut)
     for (int64_t i = 0; i < t->numel(); ++i) t->put(i, fill(random, i));
   freeze(*t);
   singles[name] = t.get();
@@ -206,19 +222,8 @@ Tensor* Problem::quantised_in(const std::string& name, Spec spec, const Dims& sh
   if (!spec.quantised()) return in(name, spec, shape, fill);
   auto t = std::make_unique<Tensor>();
   t->name = name, t->role = Role::kIn, t->spec = spec, t->shape = shape;
-  std::vector<double> x(static_cast<size_t>(t->numel()));
-  for (int64_t i = 0; i < t->numel(); ++i) x[i] = static_cast<float>(fill(random, i));
   allocate(*t);
-  const QuantImage image = quantise_exact(x, t->rows(), t->cols(), spec, TE_FL_F32);
-  auto put = [](const std::vector<uint8_t>& from, const std::shared_ptr<Buffer>& to) {
-    if (to != nullptr && !from.empty()) std::copy(from.begin(), from.end(), to->data());
-  };
-  put(image.data, t->data), put(image.col_data, t->col_data);
-  put(spec.row ? image.scale_inv : image.col_scale_inv,
-      spec.row || spec.scaling == TE_FL_SCALING_TENSOR ? t->scale_inv : nullptr);
-  put(image.col_scale_inv, t->col_scale_inv);
-  if (t->amax != nullptr) store(TE_FL_F32, t->amax->data(), 0, static_cast<double>(image.amax));
-  if (t->scale != nullptr) store(TE_FL_F32, t->scale->data(), 0, static_cast<double>(image.scale));
+  if (fills) put_quantised(*t, fill, random);
   freeze(*t);
   singles[name] = t.get();
   tensors.push_back(std::move(t));

@@ -193,6 +193,8 @@ class Problem {
 
   std::string op_name;  // of a collective: this rank's op, as recv beside send; empty: it has none
   Random random;
+  // False: the tensors get no values, for callers that ask for shapes and types alone.
+  bool fills = true;
   int rank = 0, ranks = 0;                   // of a collective; another op has 0 ranks
   const te_fl_communicator* comm = nullptr;  // likewise, while it runs
   std::vector<std::unique_ptr<Tensor>> tensors;

@@ -106,7 +106,7 @@ std::vector<std::string> uncovered(const Table& table) {
     std::vector<Seen> seen(schema.arg_count);
     for (const Case* c : by_op[op]) {
       Problem p(c->op, c->seed);
-      p.ranks = c->ranks;
+      p.ranks = c->ranks, p.fills = false;
       c->build(p);
       for (uint32_t i = 0; i < schema.arg_count; ++i) look_at(*schema.args[i], p, seen[i]);
     }

@@ -83,6 +83,7 @@ struct Kind {
 };
 Kind kind_of(const Case& c) {
   Problem p(c.op, c.seed);
+  p.fills = false;
   c.build(p);
   Kind kind;
   if (p.want_code != 0 || !p.may_refuse.empty() || p.late_error) return kind;
