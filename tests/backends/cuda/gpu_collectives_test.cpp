@@ -151,12 +151,10 @@ TEST_F(GpuCollectives, WhatNeedsScratchIsRefusedInAGroup) {
   OnGpu x(gpu(0), DType::kF32, values_of(0, 5)), y(gpu(0), DType::kF32, 5);
   CommGroup group = std::move(CommGroup::begin(comm)).value();
   ASSERT_OK(ops::all_reduce({.input = x.tensor, .output = y.tensor, .comm = comm.c()}, options));
-  // Of one rank this is a copy, which needs none; a barrier sums a number of its own.
-  ASSERT_OK(ops::all_reduce({.input = x.tensor,
-                             .output = y.tensor,
-                             .comm = comm.c(),
-                             .reduction = TE_FL_REDUCTION_MAX},
-                            options));
+  // A reduction of one rank is a copy, which needs none; a barrier sums a number of its own.
+  ASSERT_OK(ops::all_reduce(
+      {.input = x.tensor, .output = y.tensor, .comm = comm.c(), .reduction = TE_FL_REDUCTION_MAX},
+      options));
   EXPECT_FAILS(ops::barrier({.comm = comm.c()}, options), kFailedPrecondition, "group");
   ASSERT_OK(group.end());
   ASSERT_OK(stream.synchronize());
