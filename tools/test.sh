@@ -89,7 +89,7 @@ wheel() {
   local made=$?
   trap - EXIT
   [ "$made" = 0 ] || { cat build/logs/python-env.log; return 1; }
-  te_fl_install_wheel build/release && "$wheel_python" -m te_fl build-node
+  te_fl_install_wheel build/release && PYTHONDONTWRITEBYTECODE="" PYTHONPYCACHEPREFIX=$PWD/build/release/pycache "$wheel_python" -m te_fl build-node
 }
 
 stage format tools/check_format.sh

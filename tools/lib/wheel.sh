@@ -34,12 +34,12 @@ te_fl_make_python_env() {
       >"$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/te_fl_test_python.pth"
   else
     # Three gigabytes: a connection that breaks for good is tried once more from what has arrived.
-    local install=("$python" -m pip install --quiet --disable-pip-version-check --retries 8 --timeout 60 -r tests/python/requirements.txt)
+    local install=("$python" -m pip install --quiet --no-compile --disable-pip-version-check --retries 8 --timeout 60 -r tests/python/requirements.txt)
     "${install[@]}" || "${install[@]}" || {
       te_fl_no_test_python "pip could not install tests/python/requirements.txt; its messages are above."
       return 1
     }
-    "$python" -m pip install --quiet --disable-pip-version-check --retries 8 --timeout 60 --no-deps --target "$te_fl_python_env/inside" \
+    "$python" -m pip install --quiet --no-compile --disable-pip-version-check --retries 8 --timeout 60 --no-deps --target "$te_fl_python_env/inside" \
       -r tests/python/requirements-inside.txt || {
       te_fl_no_test_python "pip could not install tests/python/requirements-inside.txt; its messages are above."
       return 1
@@ -57,7 +57,7 @@ te_fl_add_older_inside() {
     folder=$te_fl_python_env/inside-${requirement#*==}
     [ -d "$folder" ] && continue
     rm -rf "$folder.part"
-    "$te_fl_python_env/bin/python" -m pip install --quiet --disable-pip-version-check --retries 8 --timeout 60 --no-deps --target "$folder.part" \
+    "$te_fl_python_env/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check --retries 8 --timeout 60 --no-deps --target "$folder.part" \
       "$requirement" && mv "$folder.part" "$folder" || echo "pip could not install $requirement; its tests are skipped" >&2
   done
 }
@@ -73,5 +73,5 @@ te_fl_install_wheel() { # BUILD
     return 1
   }
   python3 tools/check_wheel.py build/wheel/te_fl-*.whl &&
-    "$python" -m pip install --quiet --disable-pip-version-check --force-reinstall --no-deps --no-index build/wheel/te_fl-*.whl
+    "$python" -m pip install --quiet --no-compile --disable-pip-version-check --force-reinstall --no-deps --no-index build/wheel/te_fl-*.whl
 }
