@@ -97,7 +97,7 @@ class Adam(Compared):
         optimizer = optimizers.FusedAdam(weights, lr=1e-3, master_weights=True)
         steps(optimizer, weights)
         steps(torch.optim.AdamW(oracle, lr=1e-3, weight_decay=0), oracle)
-        self.same([optimizer.state[p].get("master_param", p) for p in weights], oracle)
+        self.same([optimizer.state[p]["master_param"] for p in weights], oracle)
 
     def test_decoupled_gradients(self):
         weights = params(torch.bfloat16)
@@ -169,6 +169,54 @@ class Adam(Compared):
             steps(other, others, first=4)
             for a, b in zip(weights, others):
                 self.assertTrue(torch.equal(a, b))
+
+    def test_a_float32_parameter_is_its_own_master_weight(self):
+        for kinds in ({}, dict(master_weight_dtype=torch.float16), dict(exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)):
+            weights, others = params(), params()
+            optimizer = optimizers.FusedAdam(weights, lr=0.01, master_weights=True, **kinds)
+            steps(optimizer, weights)
+            steps(optimizers.FusedAdam(others, lr=0.01, **{k: v for k, v in kinds.items() if k != "master_weight_dtype"}), others)
+            for p, q in zip(weights, others):
+                self.assertTrue(torch.equal(p, q))
+                self.assertTrue(torch.equal(optimizer.get_unscaled_state(p, "master_param"), p))
+                self.assertEqual(optimizer.state[p]["master_param"].data_ptr(), p.data_ptr())
+            saved = optimizer.state_dict()
+            self.assertEqual(set(saved["state"][0]), {"exp_avg", "exp_avg_sq", "master_param"})
+            self.assertTrue(torch.equal(saved["state"][0]["master_param"], weights[0]))
+            kept = weights[0].detach().clone()
+            saved["state"][0]["master_param"].zero_()  # as Transformer Engine's, which no step of its has written
+            optimizer.load_state_dict(saved)
+            self.assertTrue(torch.equal(weights[0], kept))
+            weights[0].data = weights[0].data.clone()
+            steps(optimizer, weights, first=4)
+            steps_of = optimizers.FusedAdam(others, lr=0.01, **{k: v for k, v in kinds.items() if k != "master_weight_dtype"})
+            steps_of.load_state_dict({**saved, "state": {n: {k: v for k, v in e.items() if k != "master_param"} for n, e in saved["state"].items()}})
+            steps(steps_of, others, first=4)
+            for p, q in zip(weights, others):
+                self.assertTrue(torch.equal(p, q))
+                self.assertEqual(optimizer.state[p]["master_param"].data_ptr(), p.data_ptr())
+
+    def test_state_of_pytorchs_own(self):
+        oracle = wide(params())
+        wanted = torch.optim.AdamW(oracle, lr=0.01, weight_decay=0.1)
+        steps(wanted, oracle)
+        weights = [torch.nn.Parameter(p.detach().float()) for p in oracle]
+        optimizer = optimizers.FusedAdam(weights)
+        optimizer.load_state_dict(wanted.state_dict())
+        self.assertEqual(optimizer.param_groups[0]["step"], 4)
+        steps(wanted, oracle, first=4)
+        steps(optimizer, weights, first=4)
+        self.same(weights, oracle)
+        for option in ("amsgrad", "maximize"):
+            state = torch.optim.AdamW(oracle, **{option: True}).state_dict()
+            with self.assertRaisesRegex(Unsupported, f"{option}=True"):
+                optimizer.load_state_dict(state)
+        give_grads(oracle[:1], 9)
+        for p in oracle[1:]:
+            p.grad = None
+        wanted.step()
+        with self.assertRaisesRegex(InvalidArgument, r"\[8, 9\] steps"):
+            optimizer.load_state_dict(wanted.state_dict())
 
     def test_state_goes_on_as_capturable(self):
         weights = params()

@@ -13,7 +13,7 @@ from te_fl import multi_tensor, ops
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 from te_fl.pytorch.fp8.shards import write_all
-from te_fl.pytorch.optimizers.states import MOMENTS, States
+from te_fl.pytorch.optimizers.states import MOMENTS, States, is_own_master
 from te_fl.pytorch.optimizers.states import local as _local
 from te_fl.pytorch.runtime.refuse import checks_keywords
 
@@ -114,11 +114,28 @@ def _check_state_dtypes(capturable: bool, master_weights: bool, master: torch.dt
                               "store_param_remainders out")
 
 
+def _with_group_steps(state_dict: dict, defaults: dict) -> dict:
+    """A state_dict with the number of steps in each group: PyTorch's Adam counts them for each parameter."""
+    state, groups = {number: dict(entry) for number, entry in state_dict["state"].items()}, [dict(group) for group in state_dict["param_groups"]]
+    for group in groups:
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise Unsupported(f"FusedAdam: the state_dict is of an optimizer with {option}=True, which FusedAdam has not; train on with that optimizer")
+        counted = {int(state[number].pop("step")) for number in group["params"] if "step" in state.get(number, ())}
+        if len(counted) > 1:
+            raise InvalidArgument(f"FusedAdam: the parameters of a group of the state_dict have made {sorted(counted)} steps, and FusedAdam counts those of "
+                                  "a group; give parameters with other numbers groups of their own")
+        if counted:
+            group.setdefault("step", counted.pop())
+        group.setdefault("bias_correction", defaults["bias_correction"])
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
 class FusedAdam(_Optimizer):
     """Adam, or AdamW with adam_w_mode (the default), over float32, float16 and bfloat16 parameters.
 
-    master_weights: parameters of 16 bits and of FP8 codes are copies of FP32 weights that the optimizer holds. Without, a step of codes
-    rounds the new values to FP8, and one that is too small is lost. capturable: step count, learning rate and
+    master_weights: parameters of 16 bits and of FP8 codes are copies of FP32 weights that the optimizer holds, and an FP32 parameter is its own
+    master_param. Without, a step of codes rounds the new values to FP8, and one that is too small is lost. capturable: step count, learning rate and
     whether to skip a step (grad_scaler) are read from device memory, so that a CUDA graph may hold the step. use_decoupled_grad: gradients
     are read from param.decoupled_grad.
 
@@ -174,24 +191,35 @@ class FusedAdam(_Optimizer):
             state[name] = self._states.empty(param, name)
         if self._has_master(param):
             self._make_master(param)
+        elif self.master_weights:
+            state["master_param"] = param.detach()
 
     def _make_master(self, param: torch.Tensor) -> None:
         self.state[param]["master_param"] = master = self._states.empty(param, "master_param")
         self._states.write(param, "master_param", master, _float32(param))
 
     def _has_master(self, param: torch.Tensor) -> bool:
-        return self.master_weights and (param.dtype is not torch.float32 or isinstance(_local(param), Float8Tensor))
+        return self.master_weights and not is_own_master(param)
+
+    def _is_master(self, param: torch.Tensor) -> bool:
+        """True if the state's master_param is the parameter's own memory."""
+        return self.master_weights and is_own_master(param)
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
         """One of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter in FP32, without a scale; of remainders the INT16 themselves.
         skip_unscale: of bfloat16 moments the state itself."""
-        own, dtype = _local(self.state[param][state_name]).detach(), self._states.dtype_of(param, state_name)
+        state = param if state_name == "master_param" and self._is_master(param) else self.state[param][state_name]
+        own, dtype = _local(state).detach(), self._states.dtype_of(param, state_name)
         if skip_unscale and dtype is not torch.bfloat16:
             raise InvalidArgument(f"FusedAdam: get_unscaled_state: skip_unscale=True, and {state_name} is {dtype}; it goes with torch.bfloat16")
         return own if skip_unscale or dtype is torch.int16 else self._states.read(param, state_name, own)
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
-        """Takes values for one of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter, as get_unscaled_state() gives them."""
+        """Takes values for one of 'exp_avg', 'exp_avg_sq' and 'master_param' of a parameter, as get_unscaled_state() gives them. The master_param of
+        an FP32 parameter stays the parameter: Transformer Engine's checkpoints hold values there that its steps have not written."""
+        if state_name == "master_param" and self._is_master(param):
+            self.state[param][state_name] = param.detach()
+            return
         remainders = self._states.has_remainders(param, state_name)
         if remainders != (unscaled_state.dtype is torch.int16):
             raise InvalidArgument(f"FusedAdam: {state_name} is {unscaled_state.dtype}, and the optimizer keeps "
@@ -207,7 +235,7 @@ class FusedAdam(_Optimizer):
     def state_dict(self) -> dict:
         """PyTorch's, with the state as get_unscaled_state() gives it."""
         saved = super().state_dict()
-        if self._states.plain:
+        if self._states.plain and not self.master_weights:
             return saved
         numbers = {number: param for group, own in zip(saved["param_groups"], self.param_groups) for number, param in zip(group["params"], own["params"])}
         for number, entry in saved["state"].items():
@@ -217,6 +245,8 @@ class FusedAdam(_Optimizer):
     def _whole(self, param: torch.Tensor, name: str, state: torch.Tensor) -> torch.Tensor:
         """A state for state_dict(); a DTensor of a DTensor."""
         values = self.get_unscaled_state(param, name)
+        if name == "master_param" and self._is_master(param):
+            values = values.clone()  # what is written to the checkpoint's tensor, as by a loader in place, must not reach the parameter
         if _local(state) is state:
             return values
         whole = torch.empty_like(state, dtype=values.dtype)
@@ -224,7 +254,9 @@ class FusedAdam(_Optimizer):
         return whole
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads state of this optimizer's or of Transformer Engine's. PyTorch's own would round it to the parameters' dtype."""
+        """Loads state of this optimizer's, of Transformer Engine's, or of PyTorch's Adam and AdamW. PyTorch's own would round it to the parameters'
+        dtype."""
+        state_dict = _with_group_steps(state_dict, self.defaults)
         super().load_state_dict(state_dict)
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
@@ -234,7 +266,7 @@ class FusedAdam(_Optimizer):
                 continue
             self.state[param] = {}
             for name, value in entry.items():
-                if value is not None and (name != "master_param" or self._has_master(param)):
+                if value is not None and (name != "master_param" or self.master_weights):
                     self.set_scaled_state(param, name, value if value.dtype is torch.int16 else value.float())
             if self._has_master(param) and "master_param" not in self.state[param]:
                 self._make_master(param)  # saved by an optimizer that had none
@@ -286,6 +318,8 @@ class FusedAdam(_Optimizer):
                     continue
                 if not self.state[param]:
                     self.initialize_state(param)
+                elif self._is_master(param):
+                    self._follow(param)
                 self._add(calls, param, grad, rounded)
             for device, _, lists in calls:
                 self._update(group, lists, skip.get(device))
@@ -294,9 +328,17 @@ class FusedAdam(_Optimizer):
                 self._states.write(*each)
         return loss
 
+    def _follow(self, param: torch.Tensor) -> None:
+        """Has the state show the parameter's memory of now, which Module.to() and its like replace."""
+        state = self.state[param]
+        if "master_param" not in state or _local(state["master_param"]).data_ptr() != _local(param).data_ptr():
+            state["master_param"] = param.detach()
+
     def _add(self, calls: _GroupedCalls, param: torch.Tensor, grad: torch.Tensor, rounded: list) -> None:
         """A parameter's row, and in `rounded` the values of its state that are to be written after the call."""
         state = self.state[param]
+        if self._is_master(param):
+            state = {name: state[name] for name in MOMENTS}
         if self._states.plain:
             return calls.add(param, grad, _local(state["exp_avg"]), _local(state["exp_avg_sq"]), master=state.get("master_param"))
         values = {name: self._states.read(param, name, t) for name, t in state.items()}

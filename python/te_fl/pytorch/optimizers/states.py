@@ -8,6 +8,7 @@ import torch
 
 from te_fl import ops
 from te_fl.errors import InvalidArgument
+from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 from te_fl.remainders import divide, joined
 from te_fl.tensors import Quantized
 
@@ -22,6 +23,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_own_master(param: torch.Tensor) -> bool:
+    """True if the parameter holds FP32 values, so that a step needs no other weight than itself."""
+    return param.dtype is torch.float32 and not isinstance(local(param), Float8Tensor)
 
 
 class States:
@@ -45,6 +51,8 @@ class States:
         return self.remainders and name == "master_param" and param.dtype == torch.bfloat16
 
     def dtype_of(self, param: torch.Tensor, name: str) -> torch.dtype:
+        if name == "master_param" and is_own_master(param):
+            return torch.float32
         return torch.int16 if self.has_remainders(param, name) else self.dtypes[name]
 
     def empty(self, param: torch.Tensor, name: str) -> torch.Tensor:
