@@ -1,5 +1,6 @@
 """Questions about availability, named random states, orders of weights, and what frameworks import besides."""
 
+import collections
 import subprocess
 import sys
 import unittest
@@ -170,6 +171,10 @@ class OfFrameworks(unittest.TestCase):
             self.assertTrue(torch.equal(got, want))
         self.assertEqual(made["a"][0] is x, device == "cpu")
         self.assertEqual(framework_helpers.make_weak_ref(torch.empty(0, 3, device=device)).shape, (0, 3))
+        named = framework_helpers.make_weak_ref(torch.max(x, dim=0))
+        self.assertTrue(torch.equal(named[0], x.max(0).values))
+        pair = collections.namedtuple("Pair", "a b")
+        self.assertEqual(framework_helpers.make_weak_ref(pair(1, [None])), pair(1, [None]))
         with self.assertRaisesRegex(TypeError, "str"):
             framework_helpers.make_weak_ref("text")
 

@@ -146,6 +146,15 @@ class Permutation(Compared):
 
         self.compare(lambda x, p: moe_sort_chunks_by_index_with_probs(x, p, sizes, order), oracle, drawn(12, 8), drawn(12, seed=3))
         self.compare(lambda x: moe_sort_chunks_by_index(x, sizes, order), oracle, drawn(12, 8, dtype=torch.bfloat16))
+        for dtype in (torch.float64, torch.int32, torch.bool, torch.uint8):
+            x, p = (drawn(*shape, seed=4).mul(5).to(dtype) for shape in ((12, 8), (12,)))
+            self.assertTrue(torch.equal(moe_sort_chunks_by_index(x, sizes, order), oracle(x)[0]))
+            for got, want in zip(moe_sort_chunks_by_index_with_probs(x, p, sizes, order), oracle(x, p)):
+                self.assertTrue(torch.equal(got, want))
+        x = drawn(12, 8).double().requires_grad_()
+        weights = torch.arange(96.0, dtype=torch.float64, device=DEVICE).view(12, 8)
+        got, want = (torch.autograd.grad((y * weights).sum(), x)[0] for y in (moe_sort_chunks_by_index(x, sizes, order), oracle(x)[0]))
+        self.assertTrue(torch.equal(got, want))
 
     def test_no_tokens_and_no_experts(self):
         x = torch.empty(0, 8, device=DEVICE, requires_grad=True)

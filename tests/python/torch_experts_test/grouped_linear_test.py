@@ -366,6 +366,7 @@ class State(Same):
 class Refused(unittest.TestCase):
     def test_bad_input(self):
         layer, x = te.GroupedLinear(2, 32, 48, device="cpu"), randn(8, 32)
+        square = te.GroupedLinear(2, 32, 32, device="cpu")
         for words, error, call in (
                 ("m_splits has 3", ValueError, lambda: layer(x, [4, 4, 0])),
                 ("sums to 9; the input has 8 rows", InvalidArgument, lambda: layer(x, [4, 5])),
@@ -373,6 +374,7 @@ class Refused(unittest.TestCase):
                 ("in_features = 32", InvalidArgument, lambda: layer(randn(8, 16), [4, 4])),
                 ("must be a torch.Tensor", TypeError, lambda: layer([1], [4, 4])),
                 ("torch.float64", NotImplementedError, lambda: layer(x.double(), [4, 4])),
+                ("shares memory", InvalidArgument, lambda: square(x[:4], [2, 2], out=x[3:7])),
                 ("m_splits is torch.float32", TypeError, lambda: layer(x, torch.ones(2))),
                 ("num_gemms is 0", ValueError, lambda: te.GroupedLinear(0, 32, 48)),
                 ("bias=True with tp_size = 2", ValueError, lambda: te.GroupedLinear(2, 32, 48, tp_size=2)),

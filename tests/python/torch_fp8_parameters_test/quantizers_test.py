@@ -93,6 +93,27 @@ class Quantizers(unittest.TestCase):
         (made.dequantize() * 3).sum().backward()
         self.assertTrue(torch.equal(x.grad, torch.full_like(x, 3)))
 
+    def test_inputs_of_modules(self):
+        """A module takes codes as it takes what they stand for, and gradients pass."""
+        quantizer = Float8CurrentScalingQuantizer(E4M3, columnwise=False)
+        x = randn(16, 32, dtype=BF16)
+        for make in (te.Linear, te.LayerNormLinear, te.LayerNormMLP, te.LayerNorm, te.RMSNorm, te.TransformerLayer):
+            shape = ((32,), (32, 48), (32, 48, 4))[{te.LayerNorm: 0, te.RMSNorm: 0, te.TransformerLayer: 2}.get(make, 1)]
+            layer = make(*shape, params_dtype=BF16, device="cpu").eval()
+            rows = x.view(8, 2, 32) if make is te.TransformerLayer else x
+            for recipe in (None, Float8CurrentScaling()):
+                outputs, gradients = [], []
+                for view in (lambda t: t, lambda t: t.dequantize()):
+                    leaf = rows.clone().requires_grad_()
+                    with te.autocast(enabled=recipe is not None, recipe=recipe):
+                        outputs.append(layer(view(quantizer(leaf))))
+                    gradients.append(torch.autograd.grad(outputs[-1].sum(), leaf)[0])
+                with self.subTest(make.__name__, fp8=recipe is not None):
+                    self.assertTrue(torch.equal(*outputs))
+                    self.assertTrue(torch.equal(*gradients))
+        experts = te.GroupedLinear(2, 32, 48, params_dtype=BF16, device="cpu")
+        self.assertTrue(torch.equal(experts(quantizer(x), [4, 12]), experts(quantizer(x).dequantize(), [4, 12])))
+
     def test_a_weight_of_its_own(self):
         """A layer computes with what a quantizer made as with the weights of quantized_model_init."""
         with te.quantized_model_init():

@@ -32,6 +32,16 @@ class LinearTest(Modules):
         self.check(lambda **k: te.Linear(24, 8, **k), lambda p, x: linear(x.transpose(0, 1), p["weight"], p["bias"]), (3, 4, 24),
                    call=lambda m, x: m(x.transpose(0, 1)))
 
+    def test_views_that_are_to_be_negated(self):
+        """PyTorch leaves the negation of such a view, which the memory does not show, to who reads it."""
+        layer, x, g = te.Linear(24, 8, device="cpu"), randn(4, 24), randn(4, 8, seed=3)
+        for view in (lambda t: -t, torch._neg_view):
+            leaf = x.clone().requires_grad_()
+            layer(view(leaf)).backward(view(g))
+            with self.subTest(view):
+                torch.testing.assert_close(layer(view(x)), linear(-x, layer.weight, layer.bias).float())
+                torch.testing.assert_close(leaf.grad, g @ layer.weight.detach(), check_layout=False)
+
     def test_no_rows(self):
         for device, dtype in EVERYWHERE:
             module = te.Linear(8, 4, device=device, params_dtype=dtype)

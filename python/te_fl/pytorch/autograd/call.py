@@ -167,7 +167,7 @@ def _backward(ctx, grad: torch.Tensor):
     weights = ctx.kept.weights if call.accumulates else ()
     main_grads = main_grads_of(weights) if call.accumulates else None
     needed = ctx.needs_input_grad
-    inputs, own = _native.layer_backward(token, grad.contiguous() if grad.numel() else grad.new_empty(grad.shape), parameters,
+    inputs, own = _native.layer_backward(token, grad.resolve_neg().contiguous() if grad.numel() else grad.new_empty(grad.shape), parameters,
                                          None if call.delays else main_grads, keep, any(needed[1:n + 1]))
     if call.updates:
         _ends(token, call.updates)

@@ -159,7 +159,7 @@ class LayerNode final : public torch::autograd::Node {
     }
     // An empty expanded tensor counts as contiguous, strides of 0 and all.
     const Ref dense =
-        wrapped(gradient.numel() != 0 ? gradient.contiguous()
+        wrapped(gradient.numel() != 0 ? gradient.resolve_neg().contiguous()
                                       : at::empty(gradient.sizes(), gradient.options()));
     PyObject* const keep =
         torch::autograd::get_current_graph_task_keep_graph() ? Py_True : Py_False;

@@ -90,7 +90,7 @@ inline bool is_plain(PyObject* x, PyObject* parameter_type) {
   if (follows_ops()) return false;
   const at::Tensor& v = THPVariable_Unpack(x);
   return (v.is_cpu() || v.is_cuda()) && v.layout() == at::kStrided &&
-         code_of(v.scalar_type()) > 0 && v.is_contiguous();
+         code_of(v.scalar_type()) > 0 && v.is_contiguous() && !v.is_neg();
 }
 
 // The dtype as base._run()'s `activation` has it; -1 outside of torch.autocast.

@@ -169,7 +169,7 @@ def _backward(token, about, grad, parameters, needed, trained, sizes, ranks, dty
             raise FailedPrecondition("FAILED_PRECONDITION: what this forward kept for its backward has gone: a hook for saved tensors replaced it by "
                                      "a copy; run the forward again")
         _, token = _again[again].run(native, True)
-    inputs, found = _native.layer_backward(token, grad.contiguous(), native, None, call._keeps_graph(), any(needed))
+    inputs, found = _native.layer_backward(token, grad.resolve_neg().contiguous(), native, None, call._keeps_graph(), any(needed))
     if thread:
         _updates_scales(token, thread)
     own = dict(zip(order, found))

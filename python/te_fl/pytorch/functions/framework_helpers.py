@@ -68,7 +68,8 @@ def make_weak_ref(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return _without_owner(x) if x.is_cuda else x
     if isinstance(x, (tuple, list)):
-        return type(x)(make_weak_ref(part) for part in x)
+        parts = [make_weak_ref(part) for part in x]
+        return type(x)._make(parts) if hasattr(type(x), "_make") else type(x)(parts)
     if isinstance(x, dict):
         return {key: make_weak_ref(part) for key, part in x.items()}
     if x is None or isinstance(x, (bool, int, float)):

@@ -326,10 +326,22 @@ def _chunks_of(where: str, inp: torch.Tensor, split_sizes: torch.Tensor, sorted_
     return tuple(t.to(inp.device, t.dtype if t.dtype in (torch.int32, torch.int64) else torch.int64).contiguous() for t in (split_sizes, sorted_index))
 
 
+_SORTED = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8)  # the op's dtypes
+
+
+def _moved(values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The rows of values, of any dtype, at the places that the op has put its own to; those behind the chunks, which have none, are left out."""
+    count = values.shape[0]
+    return values.new_zeros((count + 1, *values.shape[1:])).index_copy(0, torch.where(rows < 0, count, rows).long(), values)[:count]
+
+
 def moe_sort_chunks_by_index(inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor) -> torch.Tensor:
     """Cuts inp [T, H] into chunks of split_sizes rows, and returns them in the order sorted_index."""
     _check_tokens("moe_sort_chunks_by_index", inp)
-    return _sort_chunks(inp, *_chunks_of("moe_sort_chunks_by_index", inp, split_sizes, sorted_index))[0]
+    chunks = _chunks_of("moe_sort_chunks_by_index", inp, split_sizes, sorted_index)
+    if inp.dtype in _SORTED:
+        return _sort_chunks(inp, *chunks)[0]
+    return _moved(inp, _sort_chunks(inp.new_zeros((inp.shape[0], 1), dtype=torch.uint8), *chunks)[1])
 
 
 def moe_sort_chunks_by_index_with_probs(inp: torch.Tensor, probs: torch.Tensor, split_sizes: torch.Tensor,
@@ -339,4 +351,8 @@ def moe_sort_chunks_by_index_with_probs(inp: torch.Tensor, probs: torch.Tensor, 
     _check_tokens(where, inp)
     if probs.shape != inp.shape[:1]:
         raise InvalidArgument(f"{where}: probs has shape {tuple(probs.shape)}; inp has {inp.shape[0]} rows, each of which has one")
-    return _sort_chunks_with_probs(inp, probs, *_chunks_of(where, inp, split_sizes, sorted_index))[:2]
+    chunks = _chunks_of(where, inp, split_sizes, sorted_index)
+    if inp.dtype in _SORTED and probs.dtype in _SORTED[:3]:
+        return _sort_chunks_with_probs(inp, probs, *chunks)[:2]
+    rows = _sort_chunks(inp.new_zeros((inp.shape[0], 1), dtype=torch.uint8), *chunks)[1]
+    return _moved(inp, rows), _moved(probs, rows)

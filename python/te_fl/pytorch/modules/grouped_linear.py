@@ -152,12 +152,15 @@ class GroupedLinear(TransformerEngineBaseModule):
         if not isinstance(inp, torch.Tensor):
             raise TypeError(f"GroupedLinear: the input is a {type(inp).__name__}; it must be a torch.Tensor")
         splits = self._checked_splits(inp, m_splits)
-        if inp.dtype not in DTYPE_NAMES or isinstance(inp, Float8Tensor):
+        if isinstance(inp, Float8Tensor):
+            inp = inp.dequantize()
+        if inp.dtype not in DTYPE_NAMES:
             raise refuse("GroupedLinear", "input", f"a tensor of {inp.dtype}", "give torch.float32, torch.bfloat16 or torch.float16")
-        x = inp.reshape(-1, self.in_features).contiguous()
+        x = inp.reshape(-1, self.in_features).resolve_neg().contiguous()
         activation = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         _check_memory("out", out, (x.shape[0], self.out_features), activation, x.device)
         _check_memory("dgrad_out", dgrad_out, (x.shape[0], self.in_features), x.dtype, x.device)
+        _check_apart(out, x)
         if dgrad_out is not None:
             x = GradientInto.apply(x, dgrad_out)
         inputs = (x, torch.tensor(splits, dtype=torch.int64, device="cpu"))
@@ -203,6 +206,15 @@ def _untraced() -> Callable:
     if _disabled is None:
         _disabled = dynamo.disable(GroupedLinear._compute)
     return _disabled
+
+
+def _check_apart(out: Optional[torch.Tensor], x: torch.Tensor) -> None:
+    """Refuses a result over the input's memory: an expert's rows would be written before a later expert or the backward reads them."""
+    if out is None:
+        return
+    (begin, end), (first, last) = ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (out, x))
+    if begin < last and first < end:
+        raise InvalidArgument("GroupedLinear: out shares memory with the input, whose rows would be written before they are read; give it memory of its own")
 
 
 def _check_memory(name: str, memory: Optional[torch.Tensor], shape: Tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:

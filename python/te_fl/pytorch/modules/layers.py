@@ -9,9 +9,15 @@ import torch
 from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.call import LayerCall, profiling, run, shown
 from te_fl.pytorch.fp8 import quantization, weight_cache
+from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 from te_fl.pytorch.runtime import traced
 
 Tensors = Tuple[torch.Tensor, ...]
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """An input whose memory holds its values: neither codes, nor what PyTorch has yet to negate."""
+    return tensor.dequantize() if type(tensor) is Float8Tensor else tensor.resolve_neg()
 
 
 class NativeLayer:
@@ -38,6 +44,10 @@ class NativeLayer:
             module._check_hooks()
         if first is None:
             first = quantization.reused_weights()
+        for t in inputs:
+            if type(t) is Float8Tensor or t.is_neg():
+                inputs = tuple(map(_values, inputs))
+                break
         if len(inputs) == 1 and not inputs[0].is_contiguous():  # several are attention's, which takes strided ones
             inputs = (inputs[0].contiguous(),)
         call = self.last

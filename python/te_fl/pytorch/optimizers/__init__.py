@@ -246,7 +246,7 @@ class FusedAdam(_Optimizer):
         """A state for state_dict(); a DTensor of a DTensor."""
         values = self.get_unscaled_state(param, name)
         if name == "master_param" and self._is_master(param):
-            values = values.clone()  # what is written to the checkpoint's tensor, as by a loader in place, must not reach the parameter
+            values = values.clone()  # a loader that writes to the tensors of this dict must not reach the parameter
         if _local(state) is state:
             return values
         whole = torch.empty_like(state, dtype=values.dtype)
