@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "nn_test_util.hpp"
+#include "support/rounds.hpp"
 
 // The modules' forward computations written again, plainly and in double precision. Gradients come
 // from differentiating them numerically.
@@ -492,10 +493,11 @@ inline double dot(const Values& a, const Values& b) {
   return sum;
 }
 
-// Largest number of elements checked per tensor; larger ones are sampled.
+// Largest number of elements checked per tensor; larger ones are sampled. Under a sanitizer, which
+// is there for the modules and not for the oracle's arithmetic, few are.
 inline void expect_gradient(const Function& f, Params inputs, const std::string& name,
                             const Values& weight, const Values& got, double tolerance,
-                            int64_t max_checked = 48) {
+                            int64_t max_checked = te_fl::testing::rounds(48)) {
   SCOPED_TRACE("gradient of " + name);
   Values& values = inputs.at(name);
   ASSERT_EQ(values.size(), got.size());

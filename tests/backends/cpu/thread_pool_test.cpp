@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "backends/cpu/cpu_count.hpp"
+#include "support/rounds.hpp"
 #include "support/sanitizers.hpp"
 
 #if !TE_FL_TSAN && !TE_FL_ASAN
@@ -272,7 +273,7 @@ TEST(ThreadPoolFork, ChildWorksWhileTheParentsThreadsAreInThePool) {
       while (!stop) sum_in_parallel(pool, 1000);
     });
   }
-  for (int i = 0; i < 50; ++i) {
+  for (int i = 0; i < te_fl::testing::rounds(50); ++i) {
     EXPECT_TRUE(child_succeeds([&] {
       const auto start = std::chrono::steady_clock::now();
       const bool right = sum_in_parallel(pool, 1000) == 499500;

@@ -6,6 +6,7 @@
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 #include "support/recording_device.hpp"
+#include "support/sanitizers.hpp"
 
 namespace te_fl::nn::testing::activation_memory_test {
 namespace {
@@ -70,7 +71,10 @@ TEST(ActivationMemory, IsWhatBackwardReads) {
       {"block", Float8BlockScaling{}, 2, false, 25.8},
   };
   RecordingDevice recorder;
-  for (const Plan& plan : plans) {
+  // Bytes are the same under the address sanitizer, where a step takes twenty times as long: there
+  // the first and the one of FP8 attention will do.
+  for (size_t i = 0; i < std::size(plans); i += TE_FL_ASAN ? 5 : 1) {
+    const Plan& plan = plans[i];
     SCOPED_TRACE(plan.name);
     const double bytes = kept(recorder.device(), plan);
     std::printf("%-26s %5.2f bytes per token and hidden\n", plan.name, bytes);
