@@ -227,7 +227,7 @@ assert not state.is_fp8_enabled() and isinstance(state.get_fp8_recipe(), Delayed
 with te.autocast(recipe=Float8CurrentScaling()):
     assert state.is_fp8_enabled() and not state.is_fp8_calibration() and state.get_fp8_recipe().float8_current_scaling()
 assert state.is_mxfp8_available()[0] is False and not hasattr(state, 'quantizer')
-for name, way_out in (('reduce_and_update_fp8_tensors', 'make_graphed_callables'), ('set_skip_fp8_weight_update_tensor', 'cuda_graph_impl'), ('quantizer', 'is_fp8_enabled')):
+for name, way_out in (('reduce_and_update_fp8_tensors', 'make_graphed_callables'), ('add_fp8_tensors_to_global_buffer', 'cuda_graph_impl'), ('quantizer', 'is_fp8_enabled')):
     try:
         getattr(state, name)
     except Unsupported as error:

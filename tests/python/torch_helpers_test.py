@@ -11,7 +11,7 @@ import te_fl
 from te_fl.common import recipe
 from te_fl.errors import AlreadyExists, InvalidArgument, NotFound, Unsupported
 from te_fl.pytorch.compile import graph_state
-from te_fl.pytorch.fp8 import availability
+from te_fl.pytorch.fp8 import availability, quantization
 from te_fl.pytorch.functions import framework_helpers, weights
 from te_fl.pytorch.runtime import constants, rng
 
@@ -177,6 +177,43 @@ class OfFrameworks(unittest.TestCase):
         self.assertEqual(framework_helpers.make_weak_ref(pair(1, [None])), pair(1, [None]))
         with self.assertRaisesRegex(TypeError, "str"):
             framework_helpers.make_weak_ref("text")
+
+    def test_weights_in_captures_of_a_frameworks_own(self):
+        """A framework's flag, and no argument of the call, says while a graph is made if quantised weights are used again; elsewhere it says nothing."""
+        manager, device = te_fl.pytorch.FP8GlobalStateManager, "cuda" if torch.cuda.is_available() else "cpu"
+        self.assertIsNone(manager.get_skip_fp8_weight_update_tensor())
+        self.addCleanup(setattr, quantization.captures, "flag", None)
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).to(device)
+        by_tensor, by_blocks = recipe.Float8CurrentScaling(), recipe.Float8BlockScaling()
+        for layer, scaling in ((te_fl.pytorch.Linear(32, 32, device=device), by_blocks), (te_fl.pytorch.LayerNormMLP(32, 64, device=device), by_tensor),
+                               (te_fl.pytorch.GroupedLinear(1, 32, 32, device=device), by_tensor),
+                               (te_fl.pytorch.TransformerLayer(32, 64, 4, device=device).eval(), by_tensor)):
+            def output(first=None, layer=layer, scaling=scaling):
+                with te_fl.pytorch.autocast(recipe=scaling):
+                    rest = ([16],) if isinstance(layer, te_fl.pytorch.GroupedLinear) else ()
+                    rows = x.view(8, 2, 32) if isinstance(layer, te_fl.pytorch.TransformerLayer) else x
+                    return layer(rows, *rest, is_first_microbatch=first)
+
+            def captured(skip, first, output=output):
+                manager.set_skip_fp8_weight_update_tensor(skip)
+                graph_state.set_capture_start()
+                try:
+                    self.assertTrue(manager.fp8_graph_capturing())
+                    return output(first)
+                finally:
+                    graph_state.set_capture_end()
+
+            before = output()
+            with self.subTest(type(layer).__name__, scaling=type(scaling).__name__):
+                self.assertTrue(torch.equal(captured(False, None), before))
+                for p in layer.parameters():
+                    p.data.mul_(2 if p.dim() == 2 else 1)  # a write that PyTorch does not count
+                self.assertTrue(torch.equal(captured(True, True), before))
+                after = output()
+                self.assertFalse(torch.equal(after, before))
+                self.assertTrue(torch.equal(captured(False, False), after))
+        self.assertFalse(manager.fp8_graph_capturing())
+        self.assertEqual(manager.get_skip_fp8_weight_update_tensor().tolist(), [0.0])
 
     def test_captures_of_a_frameworks_own(self):
         """FP8 state of before a warm-up comes back; a framework says when it captures."""

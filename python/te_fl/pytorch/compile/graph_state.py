@@ -8,27 +8,23 @@ import torch
 
 from te_fl.common.recipe import DelayedScaling, Recipe
 from te_fl.errors import InvalidArgument
+from te_fl.pytorch.fp8.quantization import captures
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 
 __all__ = ["graph_pool_handle", "is_graph_capturing", "restore_fp8_tensors", "save_fp8_tensors", "set_capture_end", "set_capture_start"]
 
-_capturing = False  # of the process, as one graph is captured at a time
-
-
 def set_capture_start() -> None:
-    """From now on is_graph_capturing() is true. te-fl's layers ask the stream itself."""
-    global _capturing
-    _capturing = True
+    """From now on is_graph_capturing() is true, and layers follow FP8GlobalStateManager.set_skip_fp8_weight_update_tensor()."""
+    captures.started = True
 
 
 def set_capture_end() -> None:
-    global _capturing
-    _capturing = False
+    captures.started = False
 
 
 def is_graph_capturing() -> bool:
     """True inside make_graphed_callables(), and between set_capture_start() and set_capture_end()."""
-    return _capturing
+    return captures.started
 
 
 def graph_pool_handle() -> Any:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Optional, Tuple
 
+import torch
+
 from te_fl.common.recipe import Recipe
 from te_fl.errors import Unsupported
 from te_fl.pytorch.fp8 import availability, quantization
+from te_fl.pytorch.runtime.device import default_device
 
 __all__ = ["FP8GlobalStateManager"]
 
@@ -15,9 +18,8 @@ class _Missing(Unsupported, AttributeError):
     """Machinery of Transformer Engine's that te-fl's layers do without."""
 
 
-# The calls by which a framework that captures CUDA graphs itself updates scales and quantised weights around replays.
-_OF_CAPTURES = frozenset(("add_fp8_tensors_to_global_buffer", "fp8_graph_capturing", "get_skip_fp8_weight_update_tensor", "is_first_fp8_module",
-                          "reduce_and_update_fp8_tensors", "set_skip_fp8_weight_update_tensor"))
+# The calls by which a framework that captures CUDA graphs itself updates scales of delayed scaling around replays.
+_OF_CAPTURES = frozenset(("add_fp8_tensors_to_global_buffer", "is_first_fp8_module", "reduce_and_update_fp8_tensors"))
 
 
 class _Questions(type):
@@ -25,9 +27,9 @@ class _Questions(type):
         if name.startswith("__"):
             raise AttributeError(name)
         if name in _OF_CAPTURES:
-            raise _Missing(f"{cls.__name__}.{name} is not served by te-fl: it is for CUDA graphs of FP8 layers that a framework captures itself; capture with "
-                           "te_fl.pytorch.make_graphed_callables(), whose graphs update scales and weights, or leave graphs out in FP8 (Megatron-core: "
-                           "cuda_graph_impl='none')")
+            raise _Missing(f"{cls.__name__}.{name} is not served by te-fl: it is for delayed scaling in CUDA graphs that a framework captures itself; give another recipe "
+                           "(Megatron-core: fp8_recipe='tensorwise' or 'blockwise'), capture with te_fl.pytorch.make_graphed_callables(), whose graphs update "
+                           "scales, or leave graphs out (cuda_graph_impl='none')")
         raise _Missing(f"{cls.__name__}.{name} is not served by te-fl, whose layers keep their own FP8 state; it has is_fp8_enabled(), "
                        "is_fp8_calibration(), get_fp8_recipe(), with_fp8_parameters(), with_high_precision_init_val() and the is_.._available()")
 
@@ -64,6 +66,28 @@ class FP8GlobalStateManager(metaclass=_Questions):
         """True if their weights keep the values that the codes were made from."""
         init = quantization.model_init()
         return init is not None and init.preserve_high_precision_init_val
+
+    @classmethod
+    def fp8_graph_capturing(cls) -> bool:
+        """True while a CUDA graph is made."""
+        return quantization.graph_capturing()
+
+    @classmethod
+    def set_skip_fp8_weight_update_tensor(cls, skip: bool) -> None:
+        """For a framework that captures CUDA graphs itself: says to replays from now on if weights that are quantised already are used again.
+
+        To be called before the first warm-up: what is captured between pytorch.graph's set_capture_start() and set_capture_end() reads it,
+        whatever is_first_microbatch is.
+        """
+        captures = quantization.captures
+        if captures.flag is None:
+            captures.flag = torch.zeros(1, dtype=torch.float32, device=default_device())
+        captures.flag.fill_(float(skip))
+
+    @classmethod
+    def get_skip_fp8_weight_update_tensor(cls) -> Optional[torch.Tensor]:
+        """What set_skip_fp8_weight_update_tensor() has written, F32 [1]; None before."""
+        return quantization.captures.flag
 
     @classmethod
     def is_fp8_available(cls) -> Tuple[bool, str]:

@@ -80,6 +80,31 @@ def reused_weights() -> Optional[torch.Tensor]:
     return _state.scopes[-1].reuse_weights if _state.scopes else None
 
 
+class Captures:
+    """CUDA graphs that a framework makes itself, of the process, as one is captured at a time.
+
+    started: True from graph_state.set_capture_start() to set_capture_end(). flag: F32 [1] that the framework writes between replays; in what it captures
+    weights that are quantised already are used again where it is not 0. None: there is none.
+    """
+
+    started = False
+    flag: Optional[torch.Tensor] = None
+
+
+captures = Captures()
+
+
+def graph_capturing() -> bool:
+    """True while a framework makes a CUDA graph, warm-ups included, and while the current stream is captured."""
+    return captures.started or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
+
+def captured_first(first: Any) -> Any:
+    """is_first_microbatch of a forward where captures.flag is set: the flag in FP8 while a graph is made, whatever the program says, as a replay repeats
+    what was said then."""
+    return captures.flag if not isinstance(first, torch.Tensor) and enabled() and graph_capturing() else first
+
+
 def enabled() -> bool:
     return bool(_state.scopes) and _state.scopes[-1].enabled
 

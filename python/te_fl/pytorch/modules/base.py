@@ -15,6 +15,7 @@ from te_fl.pytorch.autograd.call import plain, use_torch_memory, watch
 from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.fp8 import extra_state, quantization, weight_cache
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes, rules_of
+from te_fl.pytorch.fp8.quantization import captures
 from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
 from te_fl.pytorch.modules.parallel import TensorParallel
 from te_fl.pytorch.fp8.sharded_weights import initialise, is_sharded
@@ -258,7 +259,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
     def _forward(self, key: Tuple[str, None], inp: Any, first: Optional[bool], accumulates: bool) -> torch.Tensor:
         """The output of the module's own layer, of that key in _layers, for one input and the parameters of _own(): as _run() computes it, by
         the shortest way that the call allows."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and captures.flag is None:
             try:
                 output = plain(self.__dict__, key, inp, first)
             except RuntimeError:

@@ -10,6 +10,7 @@ from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.call import LayerCall, profiling, run, shown
 from te_fl.pytorch.fp8 import quantization, weight_cache
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
+from te_fl.pytorch.fp8.quantization import captures
 from te_fl.pytorch.runtime import traced
 
 Tensors = Tuple[torch.Tensor, ...]
@@ -44,6 +45,8 @@ class NativeLayer:
             module._check_hooks()
         if first is None:
             first = quantization.reused_weights()
+        if captures.flag is not None:
+            first = quantization.captured_first(first)
         for t in inputs:
             if type(t) is Float8Tensor or t.is_neg():
                 inputs = tuple(map(_values, inputs))
