@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """Times what dividing a module over ranks costs on the host, in one process: its process groups are PyTorch's "fake" ones, which move nothing.
 
-usage: host_ranks.py [--device DEVICE] [--blocks N] [--hidden N] [--tokens N]
+usage: host_ranks.py [--device DEVICE] [--blocks N] [--hidden N] [--tokens N] [--ranks N] [--delayed]
   --blocks  alternating blocks per row; each figure is the median of the blocks' means (default 21)
   --hidden, --tokens  of the layer (default 1024 and 512; with few of both the host decides on a CPU too)
 
-The rows are collectives of te_fl.pytorch beside the same calls of torch.distributed, a Linear with and without a group of one rank, and a
-TransformerLayer: as one call of te-fl, as the calls of its parts, and as the part
-of one of two ranks with sequence_parallel. Of the last, the time inside the collectives' functions is taken off and shown.
+  --ranks   of the groups (default 2)
+  --delayed the TransformerLayer in FP8 by delayed scaling, whose amaxes all ranks reduce
+
+The rows are collectives of te_fl.pytorch beside the same calls of torch.distributed, as functions and in a layer, a Linear with and without a group of one
+rank, and a TransformerLayer: as one call of te-fl, as the calls of its parts, and as the part of one of the ranks with sequence_parallel. Of the last,
+the time inside torch.distributed's functions is taken off and shown.
 """
 
 import argparse
@@ -19,18 +22,27 @@ from host_time import medians
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import te_fl.pytorch as te
+from te_fl.common.recipe import DelayedScaling
 from te_fl.pytorch.distributed import collectives
 
 
 class Watch:
-    """Sums the time inside the collectives' functions."""
+    """Sums the time inside torch.distributed's functions, and counts their calls."""
 
-    NAMES = ("all_reduce", "all_gather_into", "reduce_scatter_into")
+    NAMES = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 
     def __init__(self):
         self.seconds, self.calls = 0.0, 0
-        for name in self.NAMES:
-            setattr(collectives, name, self.timed(getattr(collectives, name)))
+
+    def __enter__(self):
+        self.own = {name: getattr(dist, name) for name in self.NAMES}
+        for name, function in self.own.items():
+            setattr(dist, name, self.timed(function))
+        return self
+
+    def __exit__(self, *error):
+        for name, function in self.own.items():
+            setattr(dist, name, function)
 
     def timed(self, function):
         def call(*arguments, **more):
@@ -44,7 +56,7 @@ class Watch:
 
 def collective_rows(device, blocks):
     """Prints what te-fl's dispatch adds to torch.distributed's own host time, by collective."""
-    part, whole = torch.ones(8, device=device), torch.empty(16, device=device)
+    part, whole = torch.ones(8, device=device), torch.empty(8 * dist.get_world_size(), device=device)
     pairs = {"all_reduce": (lambda: collectives.all_reduce(part), lambda: dist.all_reduce(part)),
              "all_gather": (lambda: collectives.all_gather_into(whole, part), lambda: dist.all_gather_into_tensor(whole, part)),
              "reduce_scatter": (lambda: collectives.reduce_scatter_into(part, whole), lambda: dist.reduce_scatter_tensor(part, whole)),
@@ -56,15 +68,59 @@ def collective_rows(device, blocks):
         print(f"{name:14} {ours:8.1f} us, by torch.distributed alone {theirs:6.1f} us: {ours - theirs:.1f} us more")
 
 
-def step_of(module, x):
-    dy = torch.randn_like(module(x))
+def least(cases, blocks, calls=50):
+    """{name: microseconds of this thread's processor time a call}, the cases in turn; the least of the blocks, as other work on the machine only adds."""
+    times = {name: [] for name in cases}
+    for _ in range(4 * blocks):
+        for name, call in cases.items():
+            began = time.thread_time()
+            for _ in range(calls):
+                call()
+            times[name].append((time.thread_time() - began) / calls * 1e6)
+    return {name: min(t) for name, t in times.items()}
+
+
+def product_rows(device, dtype, blocks):
+    """Prints what a collective of a layer's takes the host: a forward of a small Linear whose rows are gathered or scattered, less that of one alone of
+    as many products."""
+    ranks, own = dist.get_world_size(), {"params_dtype": dtype, "device": device}
+    group = {"tp_group": dist.group.WORLD, "sequence_parallel": True}
+    pairs = {"all_gather": (te.Linear(64, 64 * ranks, parallel_mode="column", **group, **own), te.Linear(64, 64, **own), 8, 8 * ranks),
+             "reduce_scatter": (te.Linear(64 * ranks, 64, parallel_mode="row", bias=False, **group, **own), te.Linear(64, 64, bias=False, **own), 8 * ranks,
+                                8 * ranks)}
+    part, whole = torch.ones(8, 64, device=device, dtype=dtype), torch.ones(8 * ranks, 64, device=device, dtype=dtype)
+    raw = {"all_gather": lambda: dist.all_gather_into_tensor(whole, part), "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole)}
+    cases = {}
+    for name, (divided, alone, rows, all_rows) in pairs.items():
+        cases[name, "divided"] = forward_of(divided, torch.ones(rows, 64, device=device, dtype=dtype))
+        cases[name, "alone"] = forward_of(alone, torch.ones(all_rows, 64, device=device, dtype=dtype))
+        cases[name, "raw"] = raw[name]
+    found = least(cases, blocks)
+    for name in pairs:
+        more = found[name, "divided"] - found[name, "alone"]
+        print(f"{name:14} of a layer {more:8.1f} us, by torch.distributed alone {found[name, 'raw']:6.1f} us: {more - found[name, 'raw']:.1f} us more")
+
+
+def forward_of(module, x):
+    def forward():
+        with torch.no_grad():
+            module(x)
+    return forward
+
+
+def step_of(module, x, recipe=None):
     parameters = list(module.parameters())
+
+    def forward():
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
+            return module(x)
+    dy = torch.randn_like(forward())
 
     def step():
         for p in parameters:
             p.grad = None
         x.grad = None
-        module(x).backward(dy)
+        forward().backward(dy)
     return step
 
 
@@ -79,13 +135,16 @@ def main():
     parser.add_argument("--blocks", type=int, default=21)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--delayed", action="store_true")
     options = parser.parse_args()
     device = torch.device(options.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.ranks)
     alone = dist.new_group([0])
 
     collective_rows(device, options.blocks)
+    product_rows(device, dtype, options.blocks)
 
     def x_of(*shape):
         return torch.randn(*shape, device=device, dtype=dtype, requires_grad=True)
@@ -97,23 +156,28 @@ def main():
         print(f"Linear [8, 64], forward and backward, {name:22} {us:8.1f} us")
     print(f"the group costs {found['tp_group of one rank'] - found['without a group']:.1f} us  target 10")
 
-    hidden, tokens, heads = options.hidden, options.tokens, max(options.hidden // 64, 2)
+    hidden, tokens, heads = options.hidden, options.tokens, max(options.hidden // 64, options.ranks)
+    recipe = DelayedScaling() if options.delayed else None
     parts = layer(hidden, heads, device, dtype)
     parts._fused = None
-    divided = layer(hidden, heads, device, dtype, tp_group=dist.group.WORLD, sequence_parallel=True)
+    divided = step_of(layer(hidden, heads, device, dtype, tp_group=dist.group.WORLD, sequence_parallel=True), x_of(tokens // options.ranks, 1, hidden), recipe)
     watch = Watch()
-    cases = {"one call": step_of(layer(hidden, heads, device, dtype), x_of(tokens, 1, hidden)), "in parts": step_of(parts, x_of(tokens, 1, hidden)),
-             "two ranks": step_of(divided, x_of(tokens // 2, 1, hidden))}
-    watch.seconds, watch.calls = 0.0, 0
+
+    def watched():
+        with watch:
+            divided()
+    name = f"{options.ranks} ranks"
+    cases = {"one call": step_of(layer(hidden, heads, device, dtype), x_of(tokens, 1, hidden), recipe),
+             "in parts": step_of(parts, x_of(tokens, 1, hidden), recipe), name: watched}
     calls = 200 if hidden * tokens < 1 << 14 else 4
     found = medians(device, cases, options.blocks, calls)
     steps = (options.blocks + 3) * calls
     inside = watch.seconds / steps * 1e6
-    for name, us in found.items():
-        print(f"TransformerLayer hidden {hidden}, {tokens} tokens, forward and backward, {name:10} {us:10.1f} us")
-    beyond = found["two ranks"] - inside
-    print(f"two ranks beyond {watch.calls // steps} collectives ({inside:.1f} us): {beyond:.1f} us, of one call {beyond / found['one call']:.2f} (target 1.15), "
-          f"of parts {beyond / found['in parts']:.2f}")
+    for case, us in found.items():
+        print(f"TransformerLayer hidden {hidden}, {tokens} tokens, {'FP8 delayed, ' if recipe else ''}forward and backward, {case:10} {us:10.1f} us")
+    beyond = found[name] - inside
+    print(f"{name} beyond {watch.calls // steps} calls of torch.distributed ({inside:.1f} us): {beyond:.1f} us, of one call "
+          f"{beyond / found['one call']:.2f} (target 1.15), of parts {beyond / found['in parts']:.2f}")
     dist.destroy_process_group()
 
 

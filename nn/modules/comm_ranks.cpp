@@ -79,12 +79,12 @@ Status SideStream::join(Event event) {
   return {};
 }
 
-SequenceRanks::Begun CommRanks::all_gather(const Tensor& part, const Tensor& whole) {
+SequenceRanks::Begun CommRanks::all_gather(const Tensor& part, const Tensor& whole, bool) {
   TE_FL_RETURN_IF_ERROR(detail::all_gather(*ranks_, part, whole));
   return std::unique_ptr<Work>();
 }
 
-SequenceRanks::Begun CommRanks::reduce_scatter(const Tensor& whole, const Tensor& part) {
+SequenceRanks::Begun CommRanks::reduce_scatter(const Tensor& whole, const Tensor& part, bool) {
   TE_FL_RETURN_IF_ERROR(detail::reduce_scatter(*ranks_, whole, part));
   return std::unique_ptr<Work>();
 }
@@ -93,7 +93,7 @@ SequenceRanks::Begun CommRanks::reduce_scatter_beside(const Tensor& whole, const
   if (!std::exchange(looked_for_side_, true)) {
     TE_FL_ASSIGN_OR_RETURN(side_, SideStream::create(whole.device()));
   }
-  if (side_ == nullptr) return reduce_scatter(whole, part);
+  if (side_ == nullptr) return reduce_scatter(whole, part, false);
   TE_FL_ASSIGN_OR_RETURN(Event done,
                          side_->run([&] { return detail::reduce_scatter(*ranks_, whole, part); }));
   return std::unique_ptr<Work>(new BesideWork(side_, std::move(done)));

@@ -50,8 +50,8 @@ class CommRanks final : public SequenceRanks {
   explicit CommRanks(std::shared_ptr<const Comm> ranks) : ranks_(std::move(ranks)) {}
   int size() const noexcept override { return ranks_->size(); }
   int rank() const noexcept override { return ranks_->rank(); }
-  Begun all_gather(const Tensor& part, const Tensor& whole) override;
-  Begun reduce_scatter(const Tensor& whole, const Tensor& part) override;
+  Begun all_gather(const Tensor& part, const Tensor& whole, bool now) override;
+  Begun reduce_scatter(const Tensor& whole, const Tensor& part, bool now) override;
   Begun reduce_scatter_beside(const Tensor& whole, const Tensor& part) override;
   Status sum(const Tensor& values) override;
   Status largest(const Tensor& values) override;

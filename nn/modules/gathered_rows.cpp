@@ -11,7 +11,7 @@ SequenceRanks::~SequenceRanks() = default;
 SequenceRanks::Work::~Work() = default;
 
 SequenceRanks::Begun SequenceRanks::reduce_scatter_beside(const Tensor& whole, const Tensor& part) {
-  return reduce_scatter(whole, part);
+  return reduce_scatter(whole, part, false);
 }
 
 Result<std::unique_ptr<SequenceRanks::Pieces>> SequenceRanks::scatter_pieces(const Tensor&,
@@ -111,7 +111,7 @@ Result<Tensor> quantised_part(SequenceRanks& ranks, const Float8CurrentScaling& 
 }
 
 Status RowGather::Begun::add(SequenceRanks& ranks, const Tensor& from, const Tensor& to,
-                             bool side_by_side) {
+                             bool side_by_side, bool now) {
   Array& array = arrays[count++];
   array.from = from;
   array.gathered = to;
@@ -120,11 +120,12 @@ Status RowGather::Begun::add(SequenceRanks& ranks, const Tensor& from, const Ten
     TE_FL_ASSIGN_OR_RETURN(array.gathered, Tensor::empty({from.size(0) * size, from.size(1)},
                                                          to.dtype(), to.device()));
   }
-  TE_FL_ASSIGN_OR_RETURN(array.work, ranks.all_gather(array.from, array.gathered));
+  TE_FL_ASSIGN_OR_RETURN(array.work, ranks.all_gather(array.from, array.gathered, now));
   return {};
 }
 
-Result<RowGather> RowGather::begin(SequenceRanks& ranks, const Tensor& part, Copies copies) {
+Result<RowGather> RowGather::begin(SequenceRanks& ranks, const Tensor& part, Copies copies,
+                                   bool now) {
   RowGather gather;
   gather.begun_ = std::make_unique<Begun>();
   Begun& begun = *gather.begun_;
@@ -135,17 +136,19 @@ Result<RowGather> RowGather::begin(SequenceRanks& ranks, const Tensor& part, Cop
   TE_FL_ASSIGN_OR_RETURN(begun.whole, whole_of(part, begun.size, copies));
   const Tensor& whole = begun.whole;
   if (!part.quantized()) {
-    TE_FL_RETURN_IF_ERROR(begun.add(ranks, part, whole, false));
+    TE_FL_RETURN_IF_ERROR(begun.add(ranks, part, whole, false, now));
   } else if (part.scaling() == Scaling::kTensor) {
-    TE_FL_RETURN_IF_ERROR(begun.add(ranks, part.rowwise_codes(), whole.rowwise_codes(), false));
+    TE_FL_RETURN_IF_ERROR(
+        begun.add(ranks, part.rowwise_codes(), whole.rowwise_codes(), false, now));
   } else if (copies.columnwise) {  // codes [n, rows], scales [rows / 128, n]
     TE_FL_RETURN_IF_ERROR(
-        begun.add(ranks, part.columnwise_codes(), whole.columnwise_codes(), true));
+        begun.add(ranks, part.columnwise_codes(), whole.columnwise_codes(), true, now));
     TE_FL_RETURN_IF_ERROR(
-        begun.add(ranks, part.columnwise_scale_inv(), whole.columnwise_scale_inv(), false));
+        begun.add(ranks, part.columnwise_scale_inv(), whole.columnwise_scale_inv(), false, now));
   } else {  // codes [rows, n], scales [n / 128, rows]
-    TE_FL_RETURN_IF_ERROR(begun.add(ranks, part.rowwise_codes(), whole.rowwise_codes(), false));
-    TE_FL_RETURN_IF_ERROR(begun.add(ranks, part.scale_inv(), whole.scale_inv(), true));
+    TE_FL_RETURN_IF_ERROR(
+        begun.add(ranks, part.rowwise_codes(), whole.rowwise_codes(), false, now));
+    TE_FL_RETURN_IF_ERROR(begun.add(ranks, part.scale_inv(), whole.scale_inv(), true, now));
   }
   return gather;
 }
@@ -177,11 +180,11 @@ Status RowGather::arrive() {
 
 Result<Tensor> gather_rows_now(SequenceRanks& ranks, const Tensor& part, Copies copies) {
   if (part.quantized()) {
-    TE_FL_ASSIGN_OR_RETURN(RowGather gather, RowGather::begin(ranks, part, copies));
+    TE_FL_ASSIGN_OR_RETURN(RowGather gather, RowGather::begin(ranks, part, copies, true));
     return gather.take_whole();
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor whole, whole_of(part, ranks.size(), copies));
-  TE_FL_ASSIGN_OR_RETURN(auto work, ranks.all_gather(part, whole));
+  TE_FL_ASSIGN_OR_RETURN(auto work, ranks.all_gather(part, whole, true));
   TE_FL_RETURN_IF_ERROR(wait_for(work));
   return whole;
 }
@@ -193,8 +196,16 @@ Result<RowScatter> RowScatter::begin(SequenceRanks& ranks, Tensor whole, bool be
   scatter.whole = std::move(whole);
   TE_FL_ASSIGN_OR_RETURN(scatter.work,
                          beside ? ranks.reduce_scatter_beside(scatter.whole, scatter.part)
-                                : ranks.reduce_scatter(scatter.whole, scatter.part));
+                                : ranks.reduce_scatter(scatter.whole, scatter.part, false));
   return scatter;
+}
+
+Result<Tensor> scatter_rows_now(SequenceRanks& ranks, const Tensor& whole) {
+  TE_FL_ASSIGN_OR_RETURN(Tensor part, Tensor::empty({whole.size(0) / ranks.size(), whole.size(1)},
+                                                    whole.dtype(), whole.device()));
+  TE_FL_ASSIGN_OR_RETURN(auto work, ranks.reduce_scatter(whole, part, true));
+  TE_FL_RETURN_IF_ERROR(wait_for(work));
+  return part;
 }
 
 Result<RowScatter> RowScatter::in_pieces(SequenceRanks& ranks, Tensor whole,

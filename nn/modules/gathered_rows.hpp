@@ -34,7 +34,9 @@ class RowGather {
   // The copies that take_whole() is to have; of values there is one.
   // part [rows, n]: values; codes scaled by tensor, which have row-wise ones at least; or codes
   // scaled by blocks of 1x128, of which `copies` takes one that the part has.
-  static Result<RowGather> begin(SequenceRanks& ranks, const Tensor& part, Copies copies);
+  // now: take_whole() follows at once.
+  static Result<RowGather> begin(SequenceRanks& ranks, const Tensor& part, Copies copies,
+                                 bool now = false);
   // The whole [size * rows, n]; waits. Once.
   Result<Tensor> take_whole();
   // This rank's part, and the whole, whose other rows are there after arrive(), but for a
@@ -54,7 +56,8 @@ class RowGather {
   struct Begun {
     // Gathers one array of the part into one of the whole, whose first extents may be another
     // order.
-    Status add(SequenceRanks& ranks, const Tensor& from, const Tensor& to, bool side_by_side);
+    Status add(SequenceRanks& ranks, const Tensor& from, const Tensor& to, bool side_by_side,
+               bool now);
 
     Tensor part, whole;
     Copies copies;
@@ -66,6 +69,9 @@ class RowGather {
 
 // begin() and take_whole().
 Result<Tensor> gather_rows_now(SequenceRanks& ranks, const Tensor& part, Copies copies = {});
+
+// This rank's rows of the sum of the ranks' `whole`.
+Result<Tensor> scatter_rows_now(SequenceRanks& ranks, const Tensor& whole);
 
 // A reduce-scatter that has begun.
 struct RowScatter {

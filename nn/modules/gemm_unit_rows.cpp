@@ -63,9 +63,8 @@ Result<Tensor> GemmUnit::forward_scattered(Use& use, const Tensor& input,
   if (sums_in_pieces(ranks, input, spec_.out, spec_.activation_dtype)) {
     return forward_in_pieces(use, input, options);
   }
-  TE_FL_ASSIGN_OR_RETURN(Tensor y, forward(use, input, options));
-  TE_FL_ASSIGN_OR_RETURN(RowScatter scatter, RowScatter::begin(ranks, std::move(y)));
-  return scatter.take_part();
+  TE_FL_ASSIGN_OR_RETURN(const Tensor y, forward(use, input, options));
+  return scatter_rows_now(ranks, y);
 }
 
 Result<Tensor> GemmUnit::forward_in_stripes(Use& use, const Tensor& input,

@@ -59,8 +59,7 @@ Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial) {
     TE_FL_RETURN_IF_ERROR(ranks->sum(partial));
     return partial;
   }
-  TE_FL_ASSIGN_OR_RETURN(RowScatter scatter, RowScatter::begin(*ranks, partial));
-  return scatter.take_part();
+  return scatter_rows_now(*ranks, partial);
 }
 
 Result<Tensor> forward_summed(GemmUnit& gemm, const TensorParallel& parallel, GemmUnit::Use& use,

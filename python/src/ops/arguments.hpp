@@ -94,7 +94,7 @@ class Arguments {
                        "(): 'stream' is given, and a process group's work is on PyTorch's current "
                        "stream; leave it out, in `with torch.cuda.stream(..)` for another one");
     }
-    ServedCall served(server_, communicator_in(handle_), by_name);
+    PythonCall served(server_, communicator_in(handle_), by_name);
     const Status status = call();
     if (status.ok()) return;
     served.raise_failure();

@@ -108,12 +108,6 @@ struct Handle {
   te_fl_communicator communicator;
 };
 
-// "RuntimeError: connection closed by peer"
-std::string words_of_error(PyObject* value) {
-  const Ref text = Ref::take(PyObject_Str(value));
-  return type_name(value) + ": " + std::string(text_of(text.get(), "an error's text"));
-}
-
 }  // namespace
 
 PyObject* make_communicator(PyObject*, PyObject* args) noexcept {
@@ -166,25 +160,17 @@ const te_fl_communicator* communicator_in(const Ref& handle) noexcept {
   return &static_cast<Handle*>(PyCapsule_GetPointer(handle.get(), kHandleName))->communicator;
 }
 
-ServedCall::ServedCall(PyObject* server, const te_fl_communicator* communicator,
-                       PyObject* arguments) noexcept
-    : server_(server), communicator_(communicator), arguments_(arguments), outer_(g_call) {
+std::string words_of_error(PyObject* value) {
+  const Ref text = Ref::take(PyObject_Str(value));
+  return type_name(value) + ": " + std::string(text_of(text.get(), "an error's text"));
+}
+
+ServedCall::ServedCall(const te_fl_communicator* communicator) noexcept
+    : communicator_(communicator), outer_(g_call) {
   g_call = this;
 }
 
-ServedCall::~ServedCall() {
-  g_call = outer_;
-  Py_XDECREF(type_);
-  Py_XDECREF(value_);
-  Py_XDECREF(trace_);
-}
-
-void ServedCall::raise_failure() {
-  if (type_ == nullptr) return;
-  PyErr_Restore(std::exchange(type_, nullptr), std::exchange(value_, nullptr),
-                std::exchange(trace_, nullptr));
-  throw PythonError();
-}
+ServedCall::~ServedCall() { g_call = outer_; }
 
 te_fl_status ServedCall::serve(const te_fl_communicator* communicator, const char* op,
                                const te_fl_error_sink* errors) noexcept {
@@ -200,24 +186,41 @@ te_fl_status ServedCall::serve(const te_fl_communicator* communicator, const cha
     backend::report(errors, "its process group is PyTorch's, whose interpreter is ending");
     return TE_FL_FAILED_PRECONDITION;
   }
-  return g_call->serve(op, errors);
-}
-
-te_fl_status ServedCall::serve(const char* op, const te_fl_error_sink* errors) {
-  PyObject* done = PyObject_CallMethod(server_, "serve", "sO", op, arguments_);
-  if (done != nullptr) {
-    Py_DECREF(done);
-    return TE_FL_OK;
-  }
-  PyErr_Fetch(&type_, &value_, &trace_);
-  PyErr_NormalizeException(&type_, &value_, &trace_);
   try {
-    backend::report(errors, words_of_error(value_).c_str());
+    g_call->run(op);
+    return TE_FL_OK;
+  } catch (const PythonError&) {
+  }
+  try {
+    backend::report(errors, g_call->take_failure().c_str());
   } catch (const PythonError&) {
     PyErr_Clear();
     backend::report(errors, "an exception in Python that cannot be put into words");
   }
   return TE_FL_COMM_FAILED;
+}
+
+PythonCall::~PythonCall() {
+  Py_XDECREF(type_);
+  Py_XDECREF(value_);
+  Py_XDECREF(trace_);
+}
+
+void PythonCall::raise_failure() {
+  if (type_ == nullptr) return;
+  PyErr_Restore(std::exchange(type_, nullptr), std::exchange(value_, nullptr),
+                std::exchange(trace_, nullptr));
+  throw PythonError();
+}
+
+void PythonCall::run(const char* op) {
+  Ref::take(PyObject_CallMethod(server_, "serve", "sO", op, arguments_));
+}
+
+std::string PythonCall::take_failure() {
+  PyErr_Fetch(&type_, &value_, &trace_);
+  PyErr_NormalizeException(&type_, &value_, &trace_);
+  return words_of_error(value_);
 }
 
 }  // namespace te_fl::python

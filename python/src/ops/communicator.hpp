@@ -1,6 +1,8 @@
 // Communicators of Python: an object that has one serves the collectives that are called with it.
 #pragma once
 
+#include <string>
+
 #include "py/py.hpp"
 #include "te_fl/plugin.h"
 
@@ -18,18 +20,13 @@ Ref handle_of(PyObject* object, const char* name);
 // Valid as long as the handle.
 const te_fl_communicator* communicator_in(const Ref& handle) noexcept;
 
-// A call of a collective on this thread, while it is dispatched.
+// A call of a collective on this thread, while it is dispatched: from its making to its end.
 class ServedCall {
  public:
-  // `server` has `communicator` and serves the call; `arguments` is a dict of them. The caller
-  // keeps both, and has the interpreter's lock here and in the destructor.
-  ServedCall(PyObject* server, const te_fl_communicator* communicator,
-             PyObject* arguments) noexcept;
-  ~ServedCall();
+  explicit ServedCall(const te_fl_communicator* communicator) noexcept;
+  virtual ~ServedCall();
   ServedCall(const ServedCall&) = delete;
   ServedCall& operator=(const ServedCall&) = delete;
-  // Raises what the server raised, if it did.
-  void raise_failure();
 
   // Has the innermost call of this thread served, which must be one with `communicator`. Called
   // without the interpreter's lock.
@@ -37,13 +34,37 @@ class ServedCall {
                             const te_fl_error_sink* errors) noexcept;
 
  private:
-  te_fl_status serve(const char* op, const te_fl_error_sink* errors);
+  // Does the collective; with the interpreter's lock. Throws PythonError where the exception that
+  // is set is the call's.
+  virtual void run(const char* op) = 0;
+  // Takes the exception that is set, and returns its words. As run().
+  virtual std::string take_failure() = 0;
+
+  const te_fl_communicator* const communicator_;
+  ServedCall* const outer_;
+};
+
+// "RuntimeError: connection closed by peer"
+std::string words_of_error(PyObject* value);
+
+// A call that comes from Python, whose exception it raises again.
+class PythonCall final : public ServedCall {
+ public:
+  // `server` has `communicator` and serves the call; `arguments` is a dict of them. The caller
+  // keeps both, and has the interpreter's lock here and in the destructor.
+  PythonCall(PyObject* server, const te_fl_communicator* communicator, PyObject* arguments) noexcept
+      : ServedCall(communicator), server_(server), arguments_(arguments) {}
+  ~PythonCall() override;
+  // Raises what the server raised, if it did.
+  void raise_failure();
+
+ private:
+  void run(const char* op) override;
+  std::string take_failure() override;
 
   PyObject* const server_;
-  const te_fl_communicator* const communicator_;
   PyObject* const arguments_;
   PyObject *type_ = nullptr, *value_ = nullptr, *trace_ = nullptr;
-  ServedCall* const outer_;
 };
 
 }  // namespace te_fl::python

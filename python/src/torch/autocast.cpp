@@ -1,14 +1,18 @@
+#include <algorithm>
+#include <deque>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "py/errors.hpp"
 #include "py/framework_tensor.hpp"
 #include "py/interpreter.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/nn/fp8/autocast.hpp"
+#include "torch/callback.hpp"
 #include "torch/layer.hpp"
 #include "torch/process_group.hpp"
 #include "torch/scale_functions.hpp"
@@ -18,6 +22,32 @@ namespace {
 
 constexpr const char* kScopeName = "te_fl.autocast";
 constexpr const char* kReductionName = "te_fl.amax_reduction";
+
+// Lists of amaxes as tensors of the framework, which are the same at each step until sites come or
+// go. They keep the memory of the amaxes. Under the interpreter's lock.
+class KnownRows {
+ public:
+  Ref find(std::span<const Tensor> amaxes, PyObject* like) {
+    const auto same = [](const Tensor& a, const Tensor& b) {
+      return a.raw_data() == b.raw_data() && a.numel() == b.numel() && a.device() == b.device();
+    };
+    const auto found = std::ranges::find_if(
+        all_, [&](const Rows& known) { return std::ranges::equal(known.amaxes, amaxes, same); });
+    if (found != all_.end()) return Ref::share(found->list->get());
+    const Ref made = list_of(amaxes, [&](const Tensor& row) { return to_framework(row, like); });
+    if (all_.size() == kMost) all_.pop_front();
+    all_.push_back({{amaxes.begin(), amaxes.end()}, std::make_unique<Kept>(made.get())});
+    return Ref::share(made.get());
+  }
+
+ private:
+  static constexpr size_t kMost = 4;  // a forward's and a backward's, eager and captured
+  struct Rows {
+    std::vector<Tensor> amaxes;
+    std::unique_ptr<Kept> list;
+  };
+  std::deque<Rows> all_;
+};
 
 // The interpreter's error as te-fl's, for callers that know no Python.
 Status python_error(const char* call) {
@@ -127,14 +157,14 @@ PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept {
     if (PyArg_ParseTuple(args, "OOO", &reduce, &like, &ranks) == 0) throw PythonError();
     Py_INCREF(reduce);  // for as long as the process lives, as the group that it is of
     Py_INCREF(like);
-    const auto call = [reduce, like](std::span<const Tensor> amaxes) -> Status {
+    const auto known = std::make_shared<KnownRows>();
+    const auto call = [reduce, like, known](std::span<const Tensor> amaxes) -> Status {
       const InterpreterLock lock;
       if (!lock.held()) return {};
       try {
-        const Ref rows =
-            list_of(amaxes, [&](const Tensor& row) { return to_framework(row, like); });
-        const Ref stream =
-            Ref::take(PyLong_FromVoidPtr(devices::current_stream(amaxes.front().device())));
+        const Device& device = amaxes.front().device();
+        const Ref stream = other_stream(like, device, devices::current_stream(device));
+        const Ref rows = known->find(amaxes, like);
         PyObject* const done =
             PyObject_CallFunctionObjArgs(reduce, rows.get(), stream.get(), nullptr);
         if (done == nullptr) return python_error("torch.distributed.all_reduce");

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 
+#include "ops/communicator.hpp"
 #include "py/errors.hpp"
 #include "py/framework_tensor.hpp"
 #include "py/interpreter.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/nn/modules/stripes.hpp"
+#include "te_fl/ops.hpp"
 #include "torch/arguments.hpp"
 #include "torch/callback.hpp"
 
@@ -18,12 +20,34 @@ Status interpreter_ended() {
       "the interpreter has ended, so the process group's collectives cannot run");
 }
 
-// A collective that torch.distributed has begun.
+// The strings by which Python's methods are called, which live as long as the process.
+PyObject* word(const char* text) { return Ref::take(PyUnicode_InternFromString(text)).release(); }
+
+// A te_fl.pytorch.distributed.sequence_ranks.SequenceRanks.
+class Group {
+ public:
+  explicit Group(PyObject* object)
+      : object_(object),
+        like_(Ref::take(PyObject_GetAttrString(object, "like")).get()),
+        handle_(handle_of(object, "SequenceRanks").get()),
+        communicator_(communicator_in(Ref::share(handle_.get()))) {}
+  PyObject* object() const noexcept { return object_.get(); }
+  PyObject* like() const noexcept { return like_.get(); }
+  const te_fl_communicator* communicator() const noexcept { return communicator_; }
+
+ private:
+  Kept object_, like_, handle_;
+  const te_fl_communicator* communicator_;
+};
+
+// A collective that torch.distributed has begun on a stream.
 class GroupWork final : public nn::SequenceRanks::Work {
  public:
-  explicit GroupWork(Ref work) : work_(work.release()) {}
+  // begun: the work, its op, its first tensor, and its number among the group's collectives.
+  GroupWork(std::shared_ptr<const Group> group, Ref begun, const Device& device, void* stream)
+      : group_(std::move(group)), begun_(begun.release()), device_(device), stream_(stream) {}
   ~GroupWork() override {
-    if (work_ == nullptr) return;
+    if (begun_ == nullptr) return;
     static_cast<void>(wait());  // an error on the way out has been returned already
     const InterpreterLock lock;
     if (lock.held()) PyErr_Clear();
@@ -31,51 +55,136 @@ class GroupWork final : public nn::SequenceRanks::Work {
   Status wait() override {
     const InterpreterLock lock;
     if (!lock.held()) return interpreter_ended();
-    const Ref work = Ref::take(std::exchange(work_, nullptr));
-    PyObject* const done = PyObject_CallMethod(work.get(), "wait", nullptr);
-    if (done == nullptr) return callback_failed();
-    Py_DECREF(done);
-    return {};
+    static PyObject* const plain = word("wait");
+    static PyObject* const elsewhere = word("wait_on");
+    const Ref begun = Ref::take(std::exchange(begun_, nullptr));
+    try {
+      const Ref stream = other_stream(group_->like(), device_, stream_);
+      PyObject* const work = PyTuple_GetItem(begun.get(), 0);
+      if (work == nullptr) throw PythonError();
+      Ref::take(stream.get() == Py_None ? PyObject_CallMethodObjArgs(work, plain, nullptr)
+                                        : PyObject_CallMethodObjArgs(group_->object(), elsewhere,
+                                                                     work, stream.get(), nullptr));
+      return {};
+    } catch (const PythonError&) {
+      return failed(begun.get());
+    }
   }
 
  private:
-  PyObject* work_;  // null once it was waited for
+  // The exception that is set, with a note on the call.
+  Status failed(PyObject* begun) {
+    static PyObject* const note = word("add_note_to");
+    PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    PyObject* const noted = value == nullptr ? nullptr
+                                             : PyObject_CallMethodObjArgs(group_->object(), note,
+                                                                          value, begun, nullptr);
+    if (noted == nullptr) PyErr_Clear();
+    Py_XDECREF(noted);
+    PyErr_Restore(type, value, trace);
+    return callback_failed();
+  }
+
+  std::shared_ptr<const Group> group_;
+  PyObject* begun_;  // null once it was waited for
+  Device device_;
+  void* stream_;
+};
+
+// A collective as te-fl's op, which Python begins when it is dispatched to the process group.
+class GroupCall final : public ServedCall {
+ public:
+  GroupCall(const std::shared_ptr<const Group>& group, const char* way, const Tensor& from,
+            const Tensor& to, bool now)
+      : ServedCall(group->communicator()),
+        group_(group),
+        way_(way),
+        from_(from),
+        to_(to),
+        stream_(devices::current_stream(from.device())),
+        now_(now) {}
+  ~GroupCall() override {
+    if (begun_ != nullptr) take_work();  // which waits for what has begun
+  }
+  // What the op has ended with, as a work; null: the stream has it.
+  nn::SequenceRanks::Begun ended(const Status& op) {
+    if (!failure_.ok()) return failure_;
+    TE_FL_RETURN_IF_ERROR(op);
+    return take_work();
+  }
+
+ private:
+  std::unique_ptr<nn::SequenceRanks::Work> take_work() {
+    if (begun_ == nullptr) return nullptr;
+    const InterpreterLock lock;
+    if (!lock.held()) return nullptr;
+    return std::make_unique<GroupWork>(group_, Ref::take(std::exchange(begun_, nullptr)),
+                                       from_.device(), stream_);
+  }
+  void run(const char*) override {
+    static PyObject* const begin = word("begin");
+    const Ref from = to_framework(from_, group_->like());
+    const Ref to = &from_ == &to_ ? Ref::share(from.get()) : to_framework(to_, group_->like());
+    const Ref way = to_python(std::string_view(way_));
+    const Ref stream = other_stream(group_->like(), from_.device(), stream_);
+    Ref begun = Ref::take(PyObject_CallMethodObjArgs(group_->object(), begin, way.get(), from.get(),
+                                                     to.get(), now_ ? Py_True : Py_False,
+                                                     stream.get(), nullptr));
+    if (begun.get() != Py_None) begun_ = begun.release();
+  }
+  std::string take_failure() override {
+    failure_ = callback_failed();
+    return std::string(failure_.message());
+  }
+
+  const std::shared_ptr<const Group>& group_;
+  const char* way_;
+  const Tensor &from_, &to_;
+  void* stream_;
+  bool now_;
+  PyObject* begun_ = nullptr;
+  Status failure_;
 };
 
 // A sum of rows that go to their ranks as they are written.
 class GroupPieces final : public nn::SequenceRanks::Pieces {
  public:
-  GroupPieces(Ref pieces, const Device& device)
-      : pieces_(PyObject_GetAttrString(pieces.get(), "rows_done")),
-        device_(device),
-        work_(std::move(pieces)) {
-    if (pieces_ == nullptr) throw PythonError();
-  }
+  GroupPieces(Ref pieces, const Device& device) : pieces_(pieces.release()), device_(device) {}
   ~GroupPieces() override {
+    if (pieces_ == nullptr) return;
+    static_cast<void>(wait());  // an error on the way out has been returned already
     const InterpreterLock lock;
-    if (lock.held()) Py_DECREF(pieces_);
+    if (lock.held()) PyErr_Clear();
   }
   Status rows_done(int rank) override {
     const InterpreterLock lock;
     if (!lock.held()) return interpreter_ended();
     const Ref stream = Ref::take(PyLong_FromVoidPtr(devices::current_stream(device_)));
-    PyObject* const done = PyObject_CallFunction(pieces_, "iO", rank, stream.get());
+    PyObject* const done = PyObject_CallMethod(pieces_, "rows_done", "iO", rank, stream.get());
     if (done == nullptr) return callback_failed();
     Py_DECREF(done);
     return {};
   }
-  Status wait() override { return work_.wait(); }
+  Status wait() override {
+    const InterpreterLock lock;
+    if (!lock.held()) return interpreter_ended();
+    const Ref pieces = Ref::take(std::exchange(pieces_, nullptr));
+    PyObject* const done = PyObject_CallMethod(pieces.get(), "wait", nullptr);
+    if (done == nullptr) return callback_failed();
+    Py_DECREF(done);
+    return {};
+  }
 
  private:
-  PyObject* pieces_;  // its method rows_done
+  PyObject* pieces_;  // null once it was waited for
   Device device_;
-  GroupWork work_;
 };
 
 class GroupRanks final : public nn::SequenceRanks {
  public:
-  explicit GroupRanks(PyObject* object)
-      : object_(object), like_(Ref::take(PyObject_GetAttrString(object, "like")).get()) {
+  explicit GroupRanks(PyObject* object) : group_(std::make_shared<Group>(object)) {
     size_ = static_cast<int>(integer_of(Ref::take(PyObject_GetAttrString(object, "size")).get()));
     rank_ = static_cast<int>(integer_of(Ref::take(PyObject_GetAttrString(object, "rank")).get()));
     ranks_ = ranks_of(Ref::take(PyObject_GetAttrString(object, "ranks")).get());
@@ -83,25 +192,34 @@ class GroupRanks final : public nn::SequenceRanks {
   }
   int size() const noexcept override { return size_; }
   int rank() const noexcept override { return rank_; }
-  Begun all_gather(const Tensor& part, const Tensor& whole) override {
-    return begin("all_gather", part, whole);
+  Begun all_gather(const Tensor& part, const Tensor& whole, bool now) override {
+    te_fl_all_gather_args args{};
+    args.input = part;
+    args.output = whole;
+    args.comm = group_->communicator();
+    GroupCall call(group_, "all_gather", part, whole, now);
+    return call.ended(ops::all_gather(args, options_on(part.device())));
   }
-  Begun reduce_scatter(const Tensor& whole, const Tensor& part) override {
-    return begin("reduce_scatter", whole, part);
+  Begun reduce_scatter(const Tensor& whole, const Tensor& part, bool now) override {
+    if (pieces_from_ > 0 && bytes_for(part.dtype(), part.numel()) >= pieces_from_) {
+      return scattered_in_pieces(whole, part);
+    }
+    te_fl_reduce_scatter_args args{};
+    args.input = whole;
+    args.output = part;
+    args.comm = group_->communicator();
+    GroupCall call(group_, "reduce_scatter", whole, part, now);
+    return call.ended(ops::reduce_scatter(args, options_on(part.device())));
   }
   int64_t pieces_from() const noexcept override { return pieces_from_; }
   Result<std::unique_ptr<Pieces>> scatter_pieces(const Tensor& whole, const Tensor& part) override {
-    const InterpreterLock lock;
-    if (!lock.held()) return interpreter_ended();
-    try {
-      TE_FL_ASSIGN_OR_RETURN(Ref pieces, called("scatter_pieces", whole, part));
-      return std::unique_ptr<Pieces>(new GroupPieces(std::move(pieces), whole.device()));
-    } catch (const PythonError&) {
-      return callback_failed();
-    }
+    TE_FL_ASSIGN_OR_RETURN(auto pieces, pieces_of("scatter_pieces", whole, part));
+    return std::unique_ptr<Pieces>(std::move(pieces));
   }
-  Status sum(const Tensor& values) override { return in_place("sum", values); }
-  Status largest(const Tensor& values) override { return in_place("largest", values); }
+  Status sum(const Tensor& values) override { return reduce("sum", values, TE_FL_REDUCTION_SUM); }
+  Status largest(const Tensor& values) override {
+    return reduce("max", values, TE_FL_REDUCTION_MAX);
+  }
   bool share_amaxes(const nn::AmaxReduction* reduction) const noexcept override {
     if (reduction == nullptr || ranks_.empty()) return false;
     const auto& reduced = static_cast<const GroupReduction*>(reduction)->ranks();
@@ -109,37 +227,57 @@ class GroupRanks final : public nn::SequenceRanks {
   }
 
  private:
-  Status in_place(const char* method, const Tensor& values) {
-    TE_FL_ASSIGN_OR_RETURN(const auto work, begin(method, values, values));
-    return work->wait();
+  static CallOptions options_on(const Device& device) {
+    CallOptions options;
+    options.stream = devices::current_stream(device);
+    return options;
   }
-  // object.METHOD(from, to, stream), with the interpreter's lock.
-  Result<Ref> called(const char* method, const Tensor& from, const Tensor& to) {
-    const Ref a = to_framework(from, like_.get()), b = to_framework(to, like_.get());
-    const Ref stream = Ref::take(PyLong_FromVoidPtr(devices::current_stream(from.device())));
-    PyObject* const result =
-        PyObject_CallMethod(object_.get(), method, "OOO", a.get(), b.get(), stream.get());
-    if (result == nullptr) return callback_failed();
-    return Ref::take(result);
+  Status reduce(const char* way, const Tensor& values, int32_t reduction) {
+    te_fl_all_reduce_args args{};
+    args.input = values;
+    args.output = values;
+    args.comm = group_->communicator();
+    args.reduction = reduction;
+    GroupCall call(group_, way, values, values, true);
+    TE_FL_ASSIGN_OR_RETURN(auto work,
+                           call.ended(ops::all_reduce(args, options_on(values.device()))));
+    return work == nullptr ? Status() : work->wait();
   }
-  Begun begin(const char* method, const Tensor& from, const Tensor& to) {
+  Begun scattered_in_pieces(const Tensor& whole, const Tensor& part) {
+    TE_FL_ASSIGN_OR_RETURN(auto pieces, pieces_of("reduce_scatter", whole, part));
+    return std::unique_ptr<Work>(std::move(pieces));
+  }
+  // The _Pieces of object.METHOD(whole, part, stream).
+  Result<std::unique_ptr<GroupPieces>> pieces_of(const char* method, const Tensor& whole,
+                                                 const Tensor& part) {
     const InterpreterLock lock;
     if (!lock.held()) return interpreter_ended();
     try {
-      TE_FL_ASSIGN_OR_RETURN(Ref work, called(method, from, to));
-      return std::unique_ptr<Work>(new GroupWork(std::move(work)));
+      const Ref from = to_framework(whole, group_->like());
+      const Ref to = to_framework(part, group_->like());
+      const Ref stream = Ref::take(PyLong_FromVoidPtr(devices::current_stream(whole.device())));
+      return std::make_unique<GroupPieces>(
+          Ref::take(PyObject_CallMethod(group_->object(), method, "OOO", from.get(), to.get(),
+                                        stream.get())),
+          whole.device());
     } catch (const PythonError&) {
       return callback_failed();
     }
   }
 
-  Kept object_, like_;
+  std::shared_ptr<const Group> group_;
   int size_ = 1, rank_ = 0;
   int64_t pieces_from_ = 0;
   std::vector<int64_t> ranks_;  // sorted
 };
 
 }  // namespace
+
+Ref other_stream(PyObject* like, const Device& device, void* stream) {
+  const bool streams = device.type == TE_FL_DEVICE_CUDA || device.type == TE_FL_DEVICE_ROCM;
+  if (!streams || current_stream_of(like, device) == stream) return Ref::share(Py_None);
+  return Ref::take(PyLong_FromVoidPtr(stream));
+}
 
 std::vector<int64_t> ranks_of(PyObject* tuple) {
   std::vector<int64_t> ranks;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "py/py.hpp"
+#include "te_fl/device.hpp"
 #include "te_fl/nn/fp8/amax_reduction.hpp"
 #include "te_fl/nn/modules/sequence_ranks.hpp"
 
@@ -23,6 +24,10 @@ class GroupReduction : public nn::AmaxReduction {
  private:
   std::vector<int64_t> ranks_;
 };
+
+// The handle of a stream as Python takes it to make it the current one; None where it is already
+// the current one of the framework that `like` is of.
+Ref other_stream(PyObject* like, const Device& device, void* stream);
 
 // The integers of a tuple; sorted.
 std::vector<int64_t> ranks_of(PyObject* tuple);

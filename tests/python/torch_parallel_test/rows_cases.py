@@ -7,12 +7,13 @@ import os
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 import te_fl
 import te_fl.pytorch as te
 from common import randomise
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_fl.pytorch.distributed import collectives, sequence_ranks
+from te_fl.pytorch.distributed import collectives
 
 KINDS = {"column": lambda **k: te.Linear(128, 128, parallel_mode="column", **k),
          "row": lambda **k: te.Linear(256, 128, parallel_mode="row", **k),
@@ -244,20 +245,22 @@ def case_collectives_run_beside_products(ranks):
         for kind in ("column", "mlp"):
             module, x, events = _made(kind, group), _input(kind, group), []
 
-            class Noted(sequence_ranks._Work):
-                def __init__(self, work, tensors, *rest):
-                    self.name = "scatter" if tensors[0].numel() > tensors[1].numel() else "gather"
-                    events.append(f"begin {self.name}")
-                    super().__init__(work, tensors, *rest)
-
-                def wait(self):
-                    events.append(f"wait {self.name}")
-                    super().wait()
-            with mock.patch.object(sequence_ranks, "_Work", Noted):
+            def noted(name, begin):
+                def call(*arguments):
+                    work = begin(*arguments)
+                    if work is None:
+                        events.append(f"{name} now")
+                        return None
+                    events.append(f"begin {name}")
+                    return mock.Mock(wait=lambda: (events.append(f"wait {name}"), work.wait()))
+                return call
+            with mock.patch.object(dist, "all_gather_into_tensor", noted("gather", dist.all_gather_into_tensor)), \
+                    mock.patch.object(dist, "reduce_scatter_tensor", noted("scatter", dist.reduce_scatter_tensor)):
                 y = module(x)
+                assert events == {"column": ["gather now"], "mlp": ["gather now", "scatter now"]}[kind], (kind, events)
                 events.clear()
                 y.sum().backward()
-            first = ["begin gather", "wait gather"] if kind == "mlp" else []  # of fc2's gradient
+            first = ["gather now"] if kind == "mlp" else []  # of fc2's gradient
             assert events == first + ["begin gather", "begin scatter", "wait gather", "wait scatter"], (kind, events)
 
 

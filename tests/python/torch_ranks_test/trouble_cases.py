@@ -13,7 +13,6 @@ from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8Curren
 from te_fl.pytorch import distributed as helpers
 from te_fl.pytorch.cross_entropy import parallel_cross_entropy
 from te_fl.pytorch.distributed import collectives
-from te_fl.pytorch.distributed.sequence_ranks import SequenceRanks
 
 
 def error_of(function):
@@ -68,22 +67,24 @@ def outside():
 
 
 def killed():
-    """The error and its notes of a collective whose rank 1 is killed, of one that is waited for later, and the seconds of both."""
-    tensor, ranks = torch.ones(4, 3), SequenceRanks(None, torch.device("cpu"))
+    """The error and its notes of a collective whose rank 1 is killed, of one in a layer's backward, which waits for it later, and the seconds of both."""
+    tensor = torch.ones(4, 3)
+    y = te.Linear(4, 6, parallel_mode="column", sequence_parallel=True, tp_group=dist.group.WORLD, device="cpu")(torch.ones(2, 4))
     for _ in range(2):
         collectives.all_reduce(tensor)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     return (noted_error(lambda: collectives.all_reduce(tensor)),
-            noted_error(lambda: ranks.all_gather(tensor, torch.empty(12, 3), 0).wait()), time.monotonic() - begin)
+            noted_error(lambda: y.sum().backward()), time.monotonic() - begin)
 
 
 def noted_error(function):
     try:
         function()
     except Exception as error:
-        return f"{type(error).__name__}: {error}", error.__notes__
+        own = error.__cause__ or error
+        return f"{type(own).__name__}: {own}", own.__notes__
     return None
 
 

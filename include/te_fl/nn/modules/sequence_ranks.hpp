@@ -38,9 +38,10 @@ class TE_FL_API SequenceRanks {
   virtual int size() const noexcept = 0;
   virtual int rank() const noexcept = 0;  // this one's, from 0
   // whole [size * n, ..] <- the ranks' parts [n, ..], one behind the other; F32, F16, BF16 or U8.
-  virtual Begun all_gather(const Tensor& part, const Tensor& whole) = 0;
-  // part [n, ..] <- this rank's rows of the sum of the ranks' `whole` [size * n, ..].
-  virtual Begun reduce_scatter(const Tensor& whole, const Tensor& part) = 0;
+  // now: the caller waits at once, so nothing is gained by what lets other work run beside it.
+  virtual Begun all_gather(const Tensor& part, const Tensor& whole, bool now) = 0;
+  // part [n, ..] <- this rank's rows of the sum of the ranks' `whole` [size * n, ..]; now as above.
+  virtual Begun reduce_scatter(const Tensor& whole, const Tensor& part, bool now) = 0;
   // As reduce_scatter(), for work that the current stream goes on with beside it, where the ranks
   // can have that; without a definition of one's own it is reduce_scatter().
   virtual Begun reduce_scatter_beside(const Tensor& whole, const Tensor& part);

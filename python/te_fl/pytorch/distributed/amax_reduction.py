@@ -49,10 +49,10 @@ def on_stream(device: torch.device, stream: int):
 
 
 def _largest_in(group: Any):
-    def reduce(rows: List[torch.Tensor], stream: int) -> None:
-        with torch.no_grad(), on_stream(rows[0].device, stream):
+    def reduce(rows: List[torch.Tensor], stream: Optional[int]) -> None:
+        with contextlib.nullcontext() if stream is None else on_stream(rows[0].device, stream):
             largest = torch.cat(rows)
             collectives.all_reduce(largest, group, "max")
-            torch._foreach_copy_(rows, list(largest.split([row.numel() for row in rows])))
+            torch._foreach_copy_(rows, largest.split([row.shape[0] for row in rows]))
 
     return reduce

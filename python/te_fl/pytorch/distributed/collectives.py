@@ -13,7 +13,7 @@ import atexit
 import os
 import sys
 import threading
-from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,14 @@ class Count(NamedTuple):
     bytes: int
 
 
-_counts: Dict[Tuple[str, str], Count] = {}  # by collective and backend
+_counts: Dict[Tuple[str, str], List[int]] = {}  # calls and bytes by collective and backend
 _lock = threading.Lock()  # backwards run on threads of PyTorch's
 
 
 def counts() -> Dict[Tuple[str, str], Count]:
     """The counts so far, by (collective, backend): {("all_reduce", "gloo"): Count(calls=3, bytes=96)}."""
     with _lock:
-        return dict(_counts)
+        return {key: Count(*count) for key, count in _counts.items()}
 
 
 def reset_counts() -> None:
@@ -95,7 +95,7 @@ def _run(op: str, group: Optional[Any], tensor: Optional[torch.Tensor], wait: bo
     call = communicator.Begun(ranks, group, not wait, begin)
     getattr(ops, op)(comm=call, **arguments)
     if tensor is not None:
-        _count(_NAMES.get(op, op), ranks.backend, tensor)
+        count(_NAMES.get(op, op), ranks.backend, tensor)
     return call.work
 
 
@@ -109,14 +109,17 @@ def _device_of(group: Any) -> torch.device:
     return found if found.type == "cpu" or found.index is not None else torch.device(found.type, torch.get_device_module(found).current_device())
 
 
-def _count(name: str, backend: str, tensor: torch.Tensor) -> None:
-    key = (name, backend)
+def count(name: str, backend: str, tensor: torch.Tensor) -> None:
+    """Adds a call to the counts; `tensor` is the one whose bytes count."""
     global _rank
     if _rank is None:
         _rank = rank_in(None)
     with _lock:
-        calls, size = _counts.get(key, (0, 0))
-        _counts[key] = Count(calls + 1, size + tensor.numel() * tensor.element_size())
+        known = _counts.get((name, backend))
+        if known is None:
+            known = _counts[name, backend] = [0, 0]
+        known[0] += 1
+        known[1] += tensor.nbytes
 
 
 _REDUCTIONS = ("sum", "max", "avg")

@@ -131,10 +131,10 @@ _CALLS: Dict[str, Callable[[Any, Dict[str, Any], bool], Optional[Any]]] = {
 class Communicator:
     """The ranks of a process group, for tensors of one device. Does not keep the group."""
 
-    __slots__ = ("_communicator", "_group", "backend", "same_call", "collectives", "transfers")
+    __slots__ = ("_communicator", "_group", "device", "backend", "same_call", "collectives", "transfers")
 
     def __init__(self, group: Any, device: torch.device):
-        self.backend = backend_of(group, device)
+        self.device, self.backend = device, backend_of(group, device)
         word = re.sub("[^a-z0-9_.]", "_", self.backend)
         self._communicator = _native.communicator(word, native_device(device), dist.get_rank(group), dist.get_world_size(group), word != "gloo")
         self._group = weakref.ref(group)
