@@ -106,9 +106,9 @@ class GroupCall final : public ServedCall {
         stream_(devices::current_stream(from.device())),
         now_(now) {}
   ~GroupCall() override {
-    if (begun_ != nullptr) take_work();  // which waits for what has begun
+    if (begun_ != nullptr) take_work();  // A work that is dropped waits for what has begun.
   }
-  // What the op has ended with, as a work; null: the stream has it.
+  // Returns what the op has ended with as a work, and null where the stream has all of it.
   nn::SequenceRanks::Begun ended(const Status& op) {
     if (!failure_.ok()) return failure_;
     TE_FL_RETURN_IF_ERROR(op);

@@ -116,7 +116,7 @@ class SequenceRanks:
         return 0 < self.pieces_from <= part.numel() * part.element_size()
 
     def reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor, stream: int) -> "_Pieces":
-        """Of parts of pieces_from bytes and more, all of whose rows are there."""
+        """Begins one for parts of pieces_from bytes and more, all of whose rows are there."""
         pieces = self.scatter_pieces(whole, part, stream)
         for other in range(1, self.size + 1):
             pieces.rows_done((self.rank + other) % self.size, stream)

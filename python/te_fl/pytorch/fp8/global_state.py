@@ -86,7 +86,7 @@ class FP8GlobalStateManager(metaclass=_Questions):
 
     @classmethod
     def get_skip_fp8_weight_update_tensor(cls) -> Optional[torch.Tensor]:
-        """What set_skip_fp8_weight_update_tensor() has written, F32 [1]; None before."""
+        """Returns what set_skip_fp8_weight_update_tensor() has written, F32 [1], and None before its first call."""
         return quantization.captures.flag
 
     @classmethod
