@@ -65,18 +65,22 @@ void refuse_in_group(const char* op) {
                            "memory that the group would outlive; call it outside");
 }
 
-// The reduction of one rank's values are these values. NCCL 2.28, which copies them too, keeps 176
-// bytes of the host for each such call.
+// The result of one rank's reduction, gather or exchange is its input. NCCL 2.28, which copies it
+// too, takes the host longer, and keeps 176 bytes of the host for each reduction.
 template <class Args>
-bool of_one_rank(const te_fl_context& ctx, const Args& a) {
+bool of_one_rank(const te_fl_context& ctx, const Args& a, int64_t size) {
   if (a.comm->size != 1) return false;
   const NcclCall call(ranks_of(a));  // refuses a communicator that was aborted
   if (bytes(*a.input) != bytes(*a.output)) {
-    check(cudaMemcpyAsync(bytes(*a.output), bytes(*a.input), size_of(bytes_of(*a.input)),
+    check(cudaMemcpyAsync(bytes(*a.output), bytes(*a.input), size_of(size),
                           cudaMemcpyDeviceToDevice, stream_of(ctx)),
           "cudaMemcpyAsync");
   }
   return true;
+}
+template <class Args>
+bool of_one_rank(const te_fl_context& ctx, const Args& a) {
+  return of_one_rank(ctx, a, bytes_of(*a.input));
 }
 
 template <class Args>
@@ -154,6 +158,7 @@ void check_reduction(const te_fl_context& ctx, const Args& a) {
 void all_gather(const te_fl_context& ctx, const te_fl_all_gather_args& a) {
   const int64_t n = bytes_of(*a.input);
   if (n == 0) return;
+  if (of_one_rank(ctx, a)) return;
   const NcclCall call(ranks_of(a));
   call.check(call->all_gather(bytes(*a.input), bytes(*a.output), size_of(n), kNcclU8, call.handle(),
                               stream_of(ctx)),
@@ -164,6 +169,7 @@ void broadcast(const te_fl_context& ctx, const te_fl_broadcast_args& a) {
   const int64_t n = bytes_of(*a.data);
   if (n == 0) return;
   const NcclCall call(ranks_of(a));
+  if (a.comm->size == 1) return;
   call.check(call->broadcast(bytes(*a.data), bytes(*a.data), size_of(n), kNcclU8, a.root,
                              call.handle(), stream_of(ctx)),
              "ncclBroadcast");
@@ -229,6 +235,7 @@ class Exchange {
 void all_to_all(const te_fl_context& ctx, const te_fl_all_to_all_args& a) {
   const int64_t n = bytes_of(*a.input) / a.comm->size;
   if (n == 0) return;
+  if (of_one_rank(ctx, a)) return;
   Exchange exchange(ctx, ranks_of(a));
   for (int r = 0; r < a.comm->size; ++r) {
     exchange.send(r, bytes(*a.input) + r * n, n);
@@ -239,6 +246,7 @@ void all_to_all(const te_fl_context& ctx, const te_fl_all_to_all_args& a) {
 
 void all_to_all_v(const te_fl_context& ctx, const te_fl_all_to_all_v_args& a) {
   const int64_t row = backend::row_bytes(*a.input);
+  if (of_one_rank(ctx, a, a.input_rows[0] * row)) return;
   Exchange exchange(ctx, ranks_of(a));
   char *from = bytes(*a.input), *to = bytes(*a.output);
   for (int r = 0; r < a.comm->size; ++r) {
@@ -272,13 +280,19 @@ void barrier(const te_fl_context& ctx, const te_fl_barrier_args& a) {
 
 // ---- descriptors
 
-std::string words(const char* functions) {
+template <class Args>
+std::string words(const Args& a, const char* functions) {
   const Nccl* n = nccl();
-  return n == nullptr ? std::string(nccl_missing()) : "NCCL " + n->version_text + ": " + functions;
+  if (n == nullptr) return std::string(nccl_missing());
+  if (a.comm->size == 1) {
+    if constexpr (requires { a.input, a.output; }) functions = "a copy, since there is one rank";
+    if constexpr (requires { a.data; }) functions = "nothing to do, since there is one rank";
+  }
+  return "NCCL " + n->version_text + ": " + functions;
 }
 template <const char* kFunctions, class Args>
-std::string words_of(const te_fl_context&, const Args&) {
-  return words(kFunctions);
+std::string words_of(const te_fl_context&, const Args& a) {
+  return words(a, kFunctions);
 }
 template <const char* kFunctions, class Args>
 std::string reduction_words(const te_fl_context&, const Args& a) {
@@ -286,7 +300,7 @@ std::string reduction_words(const te_fl_context&, const Args& a) {
                             ? " of integers that order as the values do, NaN last, between two "
                               "kernels of the plugin's own"
                             : "";
-  return words((std::string(kFunctions) + between).c_str());
+  return words(a, (std::string(kFunctions) + between).c_str());
 }
 
 constexpr char kAllReduce[] = "ncclAllReduce", kReduceScatter[] = "ncclReduceScatter",

@@ -67,6 +67,11 @@ TEST_F(CudaCollectives, SayWhichFunctionsTheyCall) {
   sum.reduction = TE_FL_REDUCTION_MAX;
   EXPECT_HAS(words("all_reduce", &sum), "integers that order as the values do, NaN last");
   EXPECT_EQ(scratch("all_reduce", &sum), 64u * 4);
+  comm.size = 1;
+  const te_fl_barrier_args barrier{.comm = &comm};
+  EXPECT_EQ(words("all_reduce", &sum), "NCCL 2.27.3: a copy, since there is one rank");
+  EXPECT_EQ(words("broadcast", &broadcast), "NCCL 2.27.3: nothing to do, since there is one rank");
+  EXPECT_EQ(words("barrier", &barrier), "NCCL 2.27.3: ncclAllReduce of one byte");
 }
 
 // Sums of three and more have an order, which is not the same twice where switches sum.
