@@ -1,6 +1,7 @@
 """NVIDIA's own modules on te-fl, on the host: values and gradients of the modules of te_fl.pytorch with the same state_dict, which loads both
 ways, and what surrounds them: te.ops, checkpoint, quantised weights, offload, delayed and accumulated weight gradients, errors."""
 
+import functools
 import math
 import os
 import unittest
@@ -263,7 +264,7 @@ class Around(unittest.TestCase):
         for name, (recipe, _) in RECIPES.items():
             x = torch.randn(32, 2, 128, dtype=BF16)
             results = []
-            for run in (lambda m, x: m(x), te.checkpoint):
+            for run in (lambda m, x: m(x), te.checkpoint, functools.partial(te.checkpoint, use_reentrant=False)):
                 torch.manual_seed(1)  # Both have the same weights and masks, and begin with no scales.
                 module = te.TransformerLayer(128, 256, 4, hidden_dropout=0.1, attention_dropout=0.0, params_dtype=BF16)
                 z = x.detach().requires_grad_()
@@ -271,8 +272,9 @@ class Around(unittest.TestCase):
                     y = run(module, z)
                 y.float().square().mean().backward()
                 results.append((y.detach(), z.grad))
-            for plain, again in zip(*results):
+            for plain, again, kept in zip(*results):
                 self.assertTrue(torch.equal(plain, again), name)
+                self.assertLess(difference(kept, plain), 0.02, name)  # its GELU is not joined with the bias
 
     def test_quantised_weights_and_adam(self):
         for name in ("delayed", "current", "block"):
@@ -376,6 +378,39 @@ class Trouble(unittest.TestCase):
         with self.assertRaisesRegex(InvalidArgument, "A is None"):
             self.product(None, b)
         self.assertTrue(torch.equal(self.product(a[:, :0], b[:, :0])[0], torch.zeros(4, 8, dtype=BF16)))
+
+    def test_blocks(self):
+        def blocks(rows, columns, dim, dtype=tex.DType.kFloat8E4M3):
+            return te.Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, block_scaling_dim=dim)(torch.randn(rows, columns, dtype=BF16))
+
+        square, rows, e5m2 = blocks(48, 64, 2), blocks(32, 64, 1), blocks(32, 64, 1, tex.DType.kFloat8E5M2)
+        bias, before = torch.randn(1, 48, dtype=BF16), torch.randn(32, 48, dtype=BF16)
+        want = rows.dequantize(dtype=torch.float64) @ square.dequantize(dtype=torch.float64).t()
+        split = dict(use_split_accumulator=True)
+        got = self.product(square, rows, bias=bias, **split)[0]  # a bias of one row
+        self.assertLess(difference(got, want + bias), 4e-3)
+        # GELU and its gradient are of the sum with what D holds.
+        x = torch.randn(32, 48, dtype=BF16)
+        z = x.double().requires_grad_()
+        torch.nn.functional.gelu(z, approximate="tanh").backward(want + before)
+        got = self.product(square, rows, D=before.clone(), accumulate=True, gelu=True, gelu_in=x, grad=True, **split)[0]
+        self.assertLess(difference(got, z.grad), 8e-3)
+        plain = [t.dequantize(dtype=BF16) for t in (square, rows)]
+        got, _, pre, _ = self.product(*plain, D=before.clone(), accumulate=True, gelu=True)
+        self.assertLess(difference(pre, want + before), 8e-3)
+        self.assertLess(difference(got, torch.nn.functional.gelu(pre.double(), approximate="tanh")), 4e-3)
+        for words, a, b, options in (
+                ("CUBLAS_STATUS_NOT_SUPPORTED", square, rows, dict(use_split_accumulator=False)),
+                ("CUBLAS_STATUS_NOT_SUPPORTED", e5m2, e5m2, split),
+                ("Epilogue requested outside of the available", square, rows, dict(bias=bias, grad=True, **split)),
+                ("Epilogue requested outside of the available", square, rows, dict(gelu=True, **split)),
+                ("an unsupported value or parameter was passed", square, rows, dict(gelu=True, gelu_in=x.float(), grad=True, output_dtype=tex.DType.kFloat32, **split)),
+                ("Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling supported", square, square, split),
+                ("leading dimension requirement", blocks(48, 56, 2), blocks(32, 56, 1), split),
+                ("outer dimension requirement", blocks(44, 64, 2), rows, split),
+                ("outer dimension requirement", square, blocks(31, 64, 1), split)):
+            with self.assertRaisesRegex(Unsupported, words):
+                self.product(a, b, **options)
 
     def test_quantizers(self):
         class Unknown(te.Quantizer):

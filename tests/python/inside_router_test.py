@@ -11,7 +11,7 @@ import torch
 import te_fl
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex  # the package brings it
-from te_fl.errors import Error, Unsupported
+from te_fl.errors import Error
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.permutation import moe_permute, moe_unpermute
@@ -170,7 +170,7 @@ class Router(Compared):
             wide = logits.detach().double().requires_grad_()
             want = scores_of(wide, function)
             self.assertTrue(torch.equal(routing, torch.zeros(9, 8, dtype=torch.bool).scatter(-1, want.topk(top_k).indices, True)))
-            if function != "softmax" and top_k > 1:
+            if function != "softmax":
                 want = want / (want.sum(-1, keepdim=True) + 1e-20)
             self.assertEqual(scores.dtype, torch.float32)
             self.near(scores, want, 2e-6)
@@ -194,8 +194,31 @@ class Router(Compared):
                 tex.fused_topk_with_score_function_fwd(logits, **{**sound, **options})
         self.assertTrue(bool((indices == 7).all()))
         self.refused("num_rows and num_cols say (4, 7)", tex.fused_moe_aux_loss_fwd, logits, torch.zeros(8), 4, 8, 4, 7, 2, 1.0)
-        with self.assertRaisesRegex(Unsupported, "quantile balancing"):
-            tex.fused_topk_with_score_function_qb_fwd(logits)
+
+    def test_the_histogram_of_quantile_balancing(self):
+        logits, bias, bounds = drawn(33, 40), torch.linspace(-0.2, 0.2, 40), torch.tensor([-1.0, 1.0])
+        scores = torch.sigmoid(logits.double())
+        order = (scores + bias).sort(-1, descending=True)
+        cutoff, want = order.values[:, 4], torch.zeros(40, 10, dtype=torch.int32)
+        places = ((cutoff.unsqueeze(1) - scores + 1) * 5).floor().clamp(0, 9).long()
+        for token in places:
+            want[torch.arange(40), token] += 1
+        histogram = torch.zeros_like(want)
+        for mode, dense in (("two_kernel", None), ("fused_atomic", torch.empty(33, 4, dtype=torch.int16))):
+            x, y = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+            got, routing = fused_topk_with_score_function(x, 4, False, None, None, 1.5, "sigmoid", bias, topk_indices=dense, qb_histogram=histogram,
+                                                          qb_bin_bounds=bounds, qb_histogram_mode=mode)
+            plain, chosen_plain = fused_topk_with_score_function(y, 4, False, None, None, 1.5, "sigmoid", bias)
+            self.assertTrue(torch.equal(got, plain))
+            self.assertTrue(torch.equal(routing if dense is None else torch.zeros(33, 40).scatter(1, routing.long(), 1).bool(), chosen_plain))
+            for loss in (got, plain):
+                (loss * logits).sum().backward()
+            self.assertTrue(torch.equal(x.grad, y.grad))
+        self.assertTrue(torch.equal(histogram, 2 * want))
+        raw = (logits, 4, None, bias, 0, None, histogram)
+        self.near(tex.fused_topk_with_score_function_qb_fwd(*raw, bounds, 0)[3], cutoff, 1e-6)
+        for wrong in ([1.0, 1.0], [1.0, -1.0], [float("nan"), 1.0]):
+            self.refused("finite with lower < upper", tex.fused_topk_with_score_function_qb_fwd, *raw, torch.tensor(wrong), 0)
 
 
 class Padding(Compared):

@@ -45,7 +45,7 @@ def quantizer_of(kind, internal=True, rowwise=True, columnwise=True):
 def product(a, b, trans_b=True):
     """b a^T, or b a of A as it lies."""
     return tex.generic_gemm(a, trans_b, b, False, None, None, DType.kFloat32, None, DType.kFloat32, False, None, False, torch.empty(0), 0, False,
-                            False)[0]
+                            True)[0]
 
 
 class Case(unittest.TestCase):

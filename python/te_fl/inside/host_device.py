@@ -176,6 +176,17 @@ def _in_mode(function: Any) -> Any:
     return call
 
 
+def _enter_in_unpacking() -> None:
+    """Nor does it stay in the mode where it unpacks what was saved, which recomputes a checkpoint's forward."""
+    hooks = torch.autograd.graph.saved_tensors_hooks
+    init = hooks.__init__
+
+    def with_mode(self: Any, pack_hook: Any, unpack_hook: Any) -> None:
+        init(self, pack_hook, _in_mode(unpack_hook))
+
+    hooks.__init__ = with_mode
+
+
 def _ops_of_the_host() -> None:
     """The package registers some ops of its own for CUDA; they are the host's here. PyTorch calls their functions outside of the mode."""
     custom_op = torch.library.custom_op
@@ -253,6 +264,7 @@ def install() -> None:
         _messages_of_the_host()
     _makers_of_the_host()
     _enter_in_backwards()
+    _enter_in_unpacking()
     _ops_of_the_host()
     for name, answer in _answers().items():
         setattr(torch.cuda, name, answer)

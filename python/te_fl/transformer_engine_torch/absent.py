@@ -22,7 +22,6 @@ REASONS = {
     **dict.fromkeys("nvfp4_2d_compute_partial_amax nvfp4_multi_tensor_compute_partial_amax nvfp4_2d_partial_cast nvfp4_multi_tensor_2d_partial_cast "
                     "nvfp4_2d_multi_tensor_transpose nvfp4_expand_scale_to_fp8 "
                     "nvfp4_compute_per_block_scale nvfp4_compute_global_scale nvfp4_fused_scale nvfp4_multi_tensor_fused_scale".split(), _FP4_SHARDS),
-    "fused_topk_with_score_function_qb_fwd": "the histogram of quantile balancing is not an op of te-fl; use fused_topk_with_score_function without it",
     "nvfp4_quantize_with_amax": _FP4_AMAX, "nvfp4_group_quantize_with_amax": _FP4_AMAX,
     **dict.fromkeys("EpLayerConfig ep_combine ep_combine_bwd ep_combine_fwd ep_dispatch ep_dispatch_bwd ep_dispatch_fwd ep_finalize ep_get_zero_copy "
                     "ep_handle_mem_size ep_initialize ep_prepare ep_prepare_and_dispatch ep_zero_copy_supported".split(), _EP),

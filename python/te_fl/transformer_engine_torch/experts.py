@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
@@ -9,12 +10,12 @@ import torch
 from te_fl import ops
 from te_fl.errors import InvalidArgument
 from te_fl.transformer_engine_torch.dtypes import torch_dtype
-from te_fl.transformer_engine_torch.enums import NVTERoutingMapFormat
+from te_fl.transformer_engine_torch.enums import NVTEQBHistogramMode, NVTERoutingMapFormat
 
 __all__ = ["fused_moe_aux_loss_bwd", "fused_moe_aux_loss_fwd", "fused_moe_aux_loss_fwd_graph_safe", "fused_multi_row_padding",
            "fused_multi_row_unpadding", "fused_score_for_moe_aux_loss_bwd", "fused_score_for_moe_aux_loss_fwd",
-           "fused_topk_with_score_function_bwd", "fused_topk_with_score_function_fwd", "moe_permute_bwd", "moe_permute_fwd", "moe_unpermute_bwd",
-           "moe_unpermute_fwd"]
+           "fused_topk_with_score_function_bwd", "fused_topk_with_score_function_fwd", "fused_topk_with_score_function_qb_fwd", "moe_permute_bwd",
+           "moe_permute_fwd", "moe_unpermute_bwd", "moe_unpermute_fwd"]
 
 
 def _check_dtype(name: str, tensor: torch.Tensor, dtype: Any) -> None:
@@ -109,6 +110,41 @@ def fused_topk_with_score_function_fwd(logits: torch.Tensor, topk: int, use_pre_
     return probs, routing, intermediate
 
 
+def _check_bounds(bin_bounds: torch.Tensor) -> None:
+    lower, upper = bin_bounds.tolist()
+    if not (math.isfinite(lower) and math.isfinite(upper) and lower < upper):
+        raise InvalidArgument(f"fused_topk_with_score_function_qb_fwd: bin_bounds are {lower} and {upper}; they are finite with lower < upper")
+
+
+def fused_topk_with_score_function_qb_fwd(logits: torch.Tensor, topk: int, scaling_factor: Optional[float], expert_bias: torch.Tensor,
+                                          routing_map_format: int, topk_indices: Optional[torch.Tensor], histogram: torch.Tensor,
+                                          bin_bounds: torch.Tensor, histogram_mode: int, bin_bounds_validated: bool = False) -> tuple:
+    """The router by sigmoid with a bias, and the histogram of the biases that experts would need to be chosen (quantile balancing).
+
+    histogram: INT32 [experts, bins], to which a token adds one for each expert, in the bin of its cutoff less the expert's score; the cutoff is
+    the first biased score that is not chosen. bin_bounds: FP32 [2], the ends of the bins; what lies beyond goes to the first or last bin. They are
+    read on the host unless bin_bounds_validated. Both histogram_modes are one. Returns (probabilities, the routing map or topk_indices, what the
+    gradient needs FP32, cutoffs FP32 of the shape before the experts, histogram).
+    """
+    experts, bins = histogram.shape
+    if logits.shape[-1] != experts or not 0 < topk < experts:
+        raise InvalidArgument(f"fused_topk_with_score_function_qb_fwd: histogram has rows for {experts} experts, logits {logits.shape[-1]} and topk is "
+                              f"{topk}; topk is at least 1, and smaller than the number of experts")
+    NVTEQBHistogramMode(int(histogram_mode))  # refuses another
+    if not bin_bounds_validated:
+        _check_bounds(bin_bounds)
+    probs, routing, intermediate = fused_topk_with_score_function_fwd(logits, topk, False, None, None, scaling_factor, "sigmoid", expert_bias,
+                                                                      routing_map_format, topk_indices)
+    scores = torch.sigmoid(logits.float()).view(-1, experts)
+    cutoff = (scores + expert_bias).topk(topk + 1).values[:, -1]
+    lower, upper = bin_bounds.unbind()
+    places = ((cutoff.unsqueeze(1) - scores - lower) * (bins / (upper - lower))).floor().clamp(0, bins - 1).to(torch.int64)
+    places += torch.arange(0, experts * bins, bins, device=logits.device)
+    flat = places.view(-1)
+    histogram.view(-1).scatter_add_(0, flat, torch.ones((), dtype=histogram.dtype, device=logits.device).expand(flat.shape))
+    return probs, routing, intermediate, cutoff.view(logits.shape[:-1]), histogram
+
+
 def fused_topk_with_score_function_bwd(routing_map: torch.Tensor, intermediate_output: torch.Tensor, grad_probs: torch.Tensor,
                                        grad_logits: torch.Tensor, topk: int, use_pre_softmax: bool, scaling_factor: Optional[float],
                                        score_function: str, use_dense_indices: bool = False, routing_map_format: int = 0) -> None:
@@ -129,14 +165,19 @@ def fused_score_for_moe_aux_loss_fwd(logits: torch.Tensor, topk: int, score_func
     scores, intermediate = (torch.empty(logits.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
     ops.fused_score_for_moe_aux_loss_fwd(logits=logits.contiguous(), scores=scores, intermediate_output=intermediate, topk=topk,
                                          score_function=score_function, **{name: routing})
+    if topk == 1 and score_function != "softmax":  # The op divides by the sum from two experts on, the package always.
+        scores /= scores.sum(-1, keepdim=True) + 1e-20
     return scores, routing, intermediate
 
 
 def fused_score_for_moe_aux_loss_bwd(intermediate_output: torch.Tensor, grad_scores: torch.Tensor, grad_logits: torch.Tensor, topk: int,
                                      score_function: str) -> None:
     """Writes grad_logits."""
-    ops.fused_score_for_moe_aux_loss_bwd(intermediate_output=intermediate_output, grad_scores=grad_scores, grad_logits=grad_logits, topk=topk,
-                                         score_function=score_function)
+    if score_function != "softmax" and grad_scores.shape[-1] == 1:  # a score of one, whatever its logit
+        grad_logits.zero_()
+        return
+    ops.fused_score_for_moe_aux_loss_bwd(intermediate_output=intermediate_output, grad_scores=grad_scores, grad_logits=grad_logits,
+                                         topk=topk if score_function == "softmax" else max(topk, 2), score_function=score_function)
 
 
 def _aux_loss(name: str, probs: torch.Tensor, tokens_per_expert: torch.Tensor, num_rows: int, num_cols: int, **options: Any) -> tuple:

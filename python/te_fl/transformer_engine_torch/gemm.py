@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Optional, Tuple
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch import matrix_ops, schemes
 from te_fl.transformer_engine_torch.dtypes import torch_dtype
+from te_fl.transformer_engine_torch.enums import DType
 from te_fl.transformer_engine_torch.quantize import quantize_into
 
 __all__ = ["generic_gemm", "product"]
@@ -55,6 +57,38 @@ def _check_output(out: torch.Tensor, shape: tuple, dtype: Optional[torch.dtype])
         raise InvalidArgument(f"generic_gemm: D is {out.dtype}; output_dtype says {dtype}")
 
 
+def _refusal_of_blocks(a: Any, b: Any, shape: tuple, terms: int, dtype: torch.dtype, bias: bool, gelu: bool, grad: bool, split: bool) -> str:
+    """Says why NVIDIA's extension refuses a product of operands that are both scaled by blocks; empty if it does not. Programs know its errors by
+    these words."""
+    rows, columns = schemes.rows_and_columns(shape)
+    if terms % 16:
+        return f"{terms} elements are contracted, which breaks the leading dimension requirement: multiples of 16"
+    if columns % 8 or (rows % 8 and not b._is_2D_scaled):
+        return f"the result has {rows} rows and {columns} columns, which breaks the outer dimension requirement: multiples of 8"
+    if a._is_2D_scaled and b._is_2D_scaled:
+        return "both have 128 x 128 blocks. Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling supported"
+    if (bias and grad) or (gelu and (bias or not grad)):
+        return "Epilogue requested outside of the available ones: a bias, or the gradient of GELU"
+    if not split:
+        return "use_split_accumulator is not set (cuBLAS: CUBLAS_STATUS_NOT_SUPPORTED); set it"
+    if int(a._fp8_dtype) == int(b._fp8_dtype) == int(DType.kFloat8E5M2):
+        return "both are E5M2 (cuBLAS: CUBLAS_STATUS_NOT_SUPPORTED); one of them is E4M3"
+    if gelu and dtype == torch.float32:
+        return "the gradient of GELU is asked for in float32 (cuBLAS: an unsupported value or parameter was passed); ask for bfloat16"
+    return ""
+
+
+def _activate_sum(values: torch.Tensor, pre_gelu_out: Optional[torch.Tensor], gelu_in: Optional[torch.Tensor]) -> None:
+    """Applies GELU in place to a product and what it was added to, which go to pre_gelu_out, or without that tensor GELU's gradient at gelu_in. The
+    op has the order of the two the other way round."""
+    total = values.clone()
+    if pre_gelu_out is None:
+        matrix_ops.dgelu(grad=total, input=gelu_in, output=values)
+    else:
+        pre_gelu_out.copy_(total)
+        matrix_ops.gelu(input=total, output=values)
+
+
 def generic_gemm(A: Any, transA: bool, B: Any, transB: bool, D: Any, quantizer: Any, output_dtype: Any, bias: Optional[torch.Tensor],
                  bias_type: Any, gelu: bool, gelu_in: Optional[torch.Tensor], grad: bool, workspace: torch.Tensor, workspace_size: int,
                  accumulate: bool, use_split_accumulator: bool, comm_overlap: Any = None, comm_type: Any = None, extra_output: Any = None,
@@ -76,6 +110,10 @@ def generic_gemm(A: Any, transA: bool, B: Any, transB: bool, D: Any, quantizer: 
     quantised_a = schemes.scheme_of(A) is not None
     # The nominal dtype of a quantised A is its codes', so without output_dtype such a product has no dtype to take.
     dtype = torch_dtype(output_dtype) if output_dtype is not None else A._dtype if quantised_a else A.dtype
+    if quantised_a and terms and schemes.are_blocks(A, B) and math.prod(shape):
+        refusal = _refusal_of_blocks(A, B, shape, terms, dtype, bias is not None, gelu, grad, use_split_accumulator)
+        if refusal:
+            raise Unsupported(f"generic_gemm: A and B are scaled by blocks, and {refusal}")
     device = B.device
     values = None
     if D is not None and schemes.scheme_of(D) is None:
@@ -89,18 +127,17 @@ def generic_gemm(A: Any, transA: bool, B: Any, transB: bool, D: Any, quantizer: 
     if bias is not None and grad:
         bias_grad = torch.empty(shape[0] if transB else terms, dtype=dtype, device=device)
     elif bias is not None:
-        options["bias"] = bias
-    if gelu and grad:
-        options["pre_gelu_in"] = gelu_in
-    elif gelu:
+        options["bias"] = bias if bias.dim() == 1 else bias.reshape(-1)
+    if gelu and not grad:
         low_precision = quantised_a or schemes.scheme_of(B) is not None
         pre_gelu_out = torch.empty(shape, dtype=torch_dtype(bias_type) if low_precision else dtype, device=device)
-        options.update(gelu=True, pre_gelu_out=pre_gelu_out)
+    if gelu and not accumulate:
+        options.update({"pre_gelu_in": gelu_in} if grad else {"gelu": True, "pre_gelu_out": pre_gelu_out})
     if accumulate:
         options.update(accumulate=True, beta=1.0 if beta is None else beta)
     if terms == 0 or values.numel() == 0:
         _without_terms(values, accumulate, 1.0 if beta is None else beta, bias_grad, bias, grad)
-        if pre_gelu_out is not None:
+        if pre_gelu_out is not None and not accumulate:
             pre_gelu_out.copy_(values)
             values.copy_(torch.nn.functional.gelu(pre_gelu_out, approximate="tanh"))
     else:
@@ -112,6 +149,8 @@ def generic_gemm(A: Any, transA: bool, B: Any, transB: bool, D: Any, quantizer: 
         if plain_grad:
             rows = B if not schemes.is_quantised(B) else B.dequantize(dtype=torch.float32)
             torch.sum(rows.reshape(-1, rows.shape[-1]), 0, out=bias_grad)
+    if gelu and accumulate and values.numel():
+        _activate_sum(values, pre_gelu_out, gelu_in)
     if quantizer is not None:
         scheme = schemes.of_quantizer(quantizer)
         D = scheme.create(quantizer, shape, dtype, device) if D is None else scheme.adapt(quantizer, D)

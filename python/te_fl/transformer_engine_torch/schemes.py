@@ -571,6 +571,11 @@ def scheme_of(tensor: Any) -> Optional[Scheme]:
     return _by_type[kind]
 
 
+def are_blocks(a: Any, b: Any) -> bool:
+    """True of two tensors scaled by blocks of 128."""
+    return scheme_of(a) is _BLOCK and scheme_of(b) is _BLOCK
+
+
 def is_quantised(tensor: Any) -> bool:
     return hasattr(tensor, "_quantizer")
 
