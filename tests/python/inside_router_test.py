@@ -56,6 +56,12 @@ class Permutation(Compared):
         self.assertEqual(y.view(-1).tolist(), [1, 2, 1, 3, 2, 3])
         self.assertEqual(rows.tolist(), [2, 1, 5, 0, 4, 3])  # of the tokens' first experts, then of their second ones
 
+    def test_compiled(self):
+        x, indices = drawn(6, 4).requires_grad_(), chosen(6, 5, 2)
+        permute = torch.compile(lambda x: moe_permute(x, indices, 12, map_type="index"), fullgraph=True, backend="aot_eager")
+        for got, want in zip(permute(x), moe_permute(x, indices, 12, map_type="index")):
+            self.assertTrue(torch.equal(got, want))
+
     def test_there_and_back(self):
         for dtype, tolerance, rows in ((torch.float32, 1e-6, 0), (torch.bfloat16, 5e-3, 0), (torch.float32, 1e-6, 10), (torch.float32, 1e-6, 17)):
             tokens, top_k = 7, 2

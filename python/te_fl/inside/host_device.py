@@ -205,8 +205,10 @@ def _ops_of_the_host() -> None:
 def _makers_of_the_host() -> None:
     """The makers of tensors that ask no function mode: torch.range, which the package's caches call, and that of quantised tensors."""
     def of(make: Any) -> Any:
-        def on_host(*arguments: Any, device: Any = None, **options: Any) -> torch.Tensor:
-            return make(*arguments, device=_device_on_host(device), **options)
+        def on_host(*arguments: Any, **options: Any) -> torch.Tensor:
+            if "device" in options:
+                options["device"] = _device_on_host(options["device"])
+            return make(*map(_on_host, arguments), **options)
 
         return on_host
 
