@@ -211,11 +211,17 @@ def activations(e):
     return cases
 
 
-SCALINGS = ("delayed", "current", "block")
+SCALINGS = ("delayed", "current", "block", "mxfp8")
 
 
 def quantised(rows, cols, scaling, device, dtype=E4M3):
     """Room for row-wise and column-wise codes."""
+    if scaling == "mxfp8":
+        padded = [-(-n // 128) * 128 for n in (rows, cols)]
+        scales = [torch.empty(m, k, dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
+                  for m, k in ((padded[0], padded[1] // 32), (padded[0] // 32, padded[1]))]
+        return te_fl.Quantized(torch.empty(rows, cols, dtype=dtype, device=device), scaling="mxfp8", scale_inv=scales[0],
+                               columnwise_data=torch.empty(rows, cols, dtype=dtype, device=device), columnwise_scale_inv=scales[1])
     codes = dict(data=torch.empty(rows, cols, dtype=dtype, device=device), columnwise_data=torch.empty(cols, rows, dtype=dtype, device=device))
     if scaling == "block":
         padded = [-(-n // 4) * 4 for n in (rows, cols)]

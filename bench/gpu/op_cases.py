@@ -5,7 +5,7 @@ from typing import Callable, Optional
 
 import torch
 
-from te_fl_bench import BLOCK_128X128, BLOCK_1X128, COMPUTE_SCALE, POW2_SCALE, TENSOR, OpCall, Tensor, fp8, plain
+from te_fl_bench import BLOCK_128X128, BLOCK_1X128, COMPUTE_SCALE, MXFP8, POW2_SCALE, TENSOR, OpCall, Tensor, fp8, plain
 
 BF16, F32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 TOKENS, HIDDEN, FFN, HEADS = 8192, 4096, 16384, 32
@@ -75,10 +75,21 @@ def quantisation():
                           call("bgrad_quantize", input=t(TOKENS, cols), output=q(TOKENS, cols, E5M2), bias_grad=t(cols)),
                           0.85))
     modes = [("current", TENSOR, COMPUTE_SCALE, E4M3), ("1x128", BLOCK_1X128, POW2_SCALE, E4M3),
-             ("128x128", BLOCK_128X128, POW2_SCALE, E4M3)]
+             ("128x128", BLOCK_128X128, POW2_SCALE, E4M3), ("mxfp8", MXFP8, 0, E4M3)]
     for name, scaling, flags, dtype in modes:
         cases.append(Case(f"quantize row+col {name} 8192x4096",
                           call("quantize", input=t(TOKENS, HIDDEN), output=q(TOKENS, HIDDEN, dtype, True, scaling, flags))))
+    cases.append(Case("quantize f16 row+col mxfp8 8192x4096",
+                      call("quantize", input=t(TOKENS, HIDDEN, dtype=torch.float16), output=q(TOKENS, HIDDEN, scaling=MXFP8))))
+    cases.append(Case("quantize f32 weight row+col mxfp8 16384x4096",
+                      call("quantize", input=t(FFN, HIDDEN, dtype=F32), output=q(FFN, HIDDEN, scaling=MXFP8))))
+    cases.append(Case("quantize row mxfp8 8192x4096",
+                      call("quantize", input=t(TOKENS, HIDDEN), output=q(TOKENS, HIDDEN, columnwise=False, scaling=MXFP8))))
+    cases.append(Case("dequantize mxfp8 8192x4096", call("dequantize", input=q(TOKENS, HIDDEN, columnwise=False, scaling=MXFP8),
+                                                         output=t(TOKENS, HIDDEN))))
+    cases.append(Case("bgrad_quantize row+col mxfp8 8192x12288",
+                      call("bgrad_quantize", input=t(TOKENS, 3 * HIDDEN), bias_grad=t(3 * HIDDEN),
+                           output=q(TOKENS, 3 * HIDDEN, scaling=MXFP8))))
     for cols in (HIDDEN, 3 * HIDDEN):
         cases.append(Case(f"bgrad_quantize row+col 1x128 8192x{cols}",
                           call("bgrad_quantize", input=t(TOKENS, cols), bias_grad=t(cols),

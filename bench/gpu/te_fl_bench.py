@@ -10,7 +10,7 @@ DTYPES = {  # torch dtype: DLPack code, bits
     torch.float32: (2, 32), torch.float16: (2, 16), torch.bfloat16: (4, 16), torch.int32: (0, 32),
     torch.int64: (0, 64), torch.uint8: (1, 8), torch.float8_e4m3fn: (10, 8), torch.float8_e5m2: (12, 8),
 }
-TENSOR, BLOCK_1X128, BLOCK_128X128 = 1, 2, 3
+TENSOR, BLOCK_1X128, BLOCK_128X128, MXFP8 = 1, 2, 3, 4
 COMPUTE_SCALE, POW2_SCALE = 1, 2
 
 
@@ -18,7 +18,7 @@ class Quant(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_uint32), ("scaling", ctypes.c_uint32), ("flags", ctypes.c_uint32),
                 ("amax_epsilon", ctypes.c_float), ("columnwise_data", ctypes.c_void_p),
                 ("scale_inv", ctypes.c_void_p), ("columnwise_scale_inv", ctypes.c_void_p), ("amax", ctypes.c_void_p),
-                ("scale", ctypes.c_void_p)]
+                ("scale", ctypes.c_void_p), ("columnwise_amax", ctypes.c_void_p)]
 
 
 class TensorStruct(ctypes.Structure):
@@ -65,22 +65,25 @@ def fp8(rows, cols, dtype=torch.float8_e4m3fn, columnwise=True, scaling=TENSOR, 
     def codes(a, b):
         return torch.empty((a, b), dtype=torch.bfloat16, device="cuda").normal_(0, 8).to(dtype)
     data = codes(rows, cols)
-    column = codes(cols, rows) if columnwise else None
+    column = codes(*((rows, cols) if scaling == MXFP8 else (cols, rows))) if columnwise else None
     if scaling == TENSOR:
         numbers = [1, 1]
     elif scaling == BLOCK_1X128:
         numbers = [-(-cols // 128) * (-(-rows // 4) * 4), -(-rows // 128) * (-(-cols // 4) * 4)]
+    elif scaling == MXFP8:
+        numbers = [-(-rows // 128) * -(-cols // 128) * 512] * 2
     else:
         padded = lambda n: -(-(-(-n // 128)) // 4) * 4
         numbers = [-(-rows // 128) * padded(cols), -(-cols // 128) * padded(rows)]
-    scale_inv = torch.full((numbers[0],), 0.01, device="cuda")
-    column_scale = scale_inv if scaling == TENSOR else torch.full((numbers[1],), 0.01, device="cuda")
+    value = dict(fill_value=120, dtype=torch.uint8) if scaling == MXFP8 else dict(fill_value=0.01)
+    scale_inv = torch.full((numbers[0],), device="cuda", **value)
+    column_scale = scale_inv if scaling == TENSOR else torch.full((numbers[1],), device="cuda", **value)
     amax = torch.zeros(1, device="cuda")
     scale = torch.full((1,), 64.0, device="cuda")
     per_tensor = scaling == TENSOR
     quant = Quant(ctypes.sizeof(Quant), scaling, flags, 0.0, column.data_ptr() if columnwise else None,
                   scale_inv.data_ptr(), column_scale.data_ptr() if columnwise else None,
-                  amax.data_ptr() if per_tensor else None, scale.data_ptr() if per_tensor else None)
+                  amax.data_ptr() if per_tensor else None, scale.data_ptr() if per_tensor else None, None)
     return Tensor(data, quant, (column, scale_inv, column_scale, amax, scale))
 
 
@@ -93,7 +96,7 @@ def quantised(values, dtype, empty=False):
         data.copy_((values.float() * scale).clamp(-most, most).to(dtype))
     scale_inv, amax = 1 / scale, torch.zeros(1, device="cuda")
     quant = Quant(ctypes.sizeof(Quant), TENSOR, 0, 0.0, None, scale_inv.data_ptr(), None, amax.data_ptr(),
-                  scale.data_ptr())
+                  scale.data_ptr(), None)
     return Tensor(data, quant, (scale, scale_inv, amax))
 
 
