@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, Optional, Protocol, Sequence, runtime_checkable
+from typing import Any, Optional, Protocol, Sequence, Union, runtime_checkable
 
 from te_fl.errors import Unsupported
 
@@ -79,14 +79,16 @@ def read_on_host(numbers: Any, what: str) -> list:
 class Rows:
     """The parts of a tensor's first dimension, which follow each other, where an op takes a list of tensors: no tensor is made for each of them.
 
-    tensor: a plain one, of any library; ops see its rows [begin:begin + size] one part after the other.
+    tensor: a plain one, of any library; ops see its rows [begin:begin + size] one part after the other. Or a Quantized [rows, columns] of FP8
+      codes, of which each part is a quantised tensor of its own: in the memory of columnwise_data, scale_inv and the other parts, of any shape,
+      what te_fl_quant says of one lies behind that of the one before it, so that per tensor there is a number for each.
     sizes: the numbers of rows, each 0 or more, together all that the tensor has: a list, or a tensor of integers. One on a device is read by
       the host, which waits for it; a stream that is being captured is refused with te_fl.errors.Unsupported.
     """
 
     __slots__ = ("tensor", "sizes")
 
-    def __init__(self, tensor: Tensor, sizes: Any):
+    def __init__(self, tensor: Union[Tensor, Quantized], sizes: Any):
         self.tensor, self.sizes = tensor, read_on_host(sizes, "te_fl.Rows: sizes")
 
     def __len__(self) -> int:

@@ -128,7 +128,9 @@ class Groups(Compared):
 
     def test_members_are_quantised_as_tensors_are(self):
         for make in self.QUANTIZERS.values():
-            group = tex.group_quantize(self.x, make(), 3, self.rows, tensor_offsets=tex.splits_to_offsets(self.rows, 256))
+            # The package's tensors of members, each of which costs the host more than its quantisation, are not made.
+            with mock.patch.object(GroupedTensorStorage, "split_into_quantized_tensors", side_effect=AssertionError):
+                group = tex.group_quantize(self.x, make(), 3, self.rows, tensor_offsets=tex.splits_to_offsets(self.rows, 256))
             for member, part in zip(group.split_into_quantized_tensors(), self.parts):
                 if part.numel():
                     self.assertTrue(torch.equal(member.dequantize(dtype=torch.float32), make()(part).dequantize(dtype=torch.float32)))

@@ -8,6 +8,10 @@ import torch
 import te_fl
 
 
+def padded(n, multiple):
+    return -(-n // multiple) * multiple
+
+
 class Torch(unittest.TestCase):
     def test_an_op_writes_a_tensor_in_place(self):
         x = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
@@ -51,6 +55,49 @@ class Torch(unittest.TestCase):
                                      scale=2.0)
         self.assertTrue(torch.equal(doubled, 2 * x))
         self.assertEqual((len(te_fl.Rows(x, sizes)), repr(te_fl.Rows(x, sizes))), (3, "te_fl.Rows([2, 0, 3])"))
+
+    FACTORS = {"tensor": lambda m, k: (1, 1), "block_1x128": lambda m, k: (-(-k // 128) * padded(m, 4), -(-m // 128) * padded(k, 4)),
+               "block_128x128": lambda m, k: (-(-m // 128) * padded(-(-k // 128), 4), -(-k // 128) * padded(-(-m // 128), 4)),
+               "mxfp8": lambda m, k: (padded(m, 128) * padded(-(-k // 32), 4), padded(-(-m // 32), 4) * padded(k, 128))}
+
+    def quantised(self, scaling, sizes, columns):
+        """Room for the members of such sizes, one after another, and its parts."""
+        rows, codes = sum(sizes), torch.float8_e4m3fn
+        counts = [sum(n) for n in zip(*(self.FACTORS[scaling](m, columns) for m in sizes))]
+        factors = [torch.full((n,), 7, dtype=torch.uint8).view(torch.float8_e8m0fnu) if scaling == "mxfp8" else torch.full((n,), 7.0) for n in counts]
+        parts = dict(data=torch.zeros(rows, columns, dtype=codes), columnwise_data=torch.zeros(rows * columns, dtype=codes), scale_inv=factors[0])
+        if scaling == "tensor":
+            parts.update(scale=torch.zeros(len(sizes)), amax=torch.zeros(len(sizes)), compute_scale=True)
+        else:
+            parts.update(columnwise_scale_inv=factors[1], scaling=scaling)
+        return te_fl.Quantized(**parts), [p.view(torch.uint8) for p in parts.values() if isinstance(p, torch.Tensor)]
+
+    def test_rows_of_a_quantised_matrix_are_quantised_tensors(self):
+        sizes, columns = [40, 0, 7, 130], 160
+        x = torch.randn(sum(sizes), columns, generator=torch.Generator().manual_seed(5))
+        for scaling in self.FACTORS:
+            whole, got = self.quantised(scaling, sizes, columns)
+            te_fl.ops.multi_tensor_quantize(inputs=te_fl.Rows(x, sizes), outputs=te_fl.Rows(whole, sizes))
+            alone = [self.quantised(scaling, [n], columns) for n in sizes]
+            for part, (one, _) in zip(x.split(sizes), alone):
+                te_fl.ops.quantize(input=part, output=one)
+            for g, *parts in zip(got, *(p for _, p in alone)):
+                self.assertTrue(torch.equal(g.view(-1), torch.cat([p.view(-1) for p in parts])), scaling)
+            back = [torch.empty(n, columns) for n in sizes]
+            for (one, _), out in zip(alone, back):
+                te_fl.ops.dequantize(input=one, output=out)
+            torch.testing.assert_close(torch.cat(back), x, atol=0.01, rtol=0.1)
+
+    def test_wrong_rows_of_a_quantised_matrix(self):
+        x = torch.ones(8, 32)
+        whole, parts = self.quantised("mxfp8", [8], 32)
+        for sizes, words in (([8, 1], "has a size 1 behind 8 of 8 rows"), ([7], "sizes whose sum is 7; the tensor has 8 rows"),
+                             ([3, 5], "scale_inv is 1024 bytes or more; that of the te_fl.Quantized is 512")):
+            with self.assertRaisesRegex(te_fl.errors.InvalidArgument, words):
+                te_fl.ops.multi_tensor_quantize(inputs=te_fl.Rows(x, [3, 5]), outputs=te_fl.Rows(whole, sizes))
+        with self.assertRaisesRegex(te_fl.errors.InvalidArgument, "a contiguous matrix of FP8 codes"):
+            te_fl.ops.multi_tensor_quantize(inputs=te_fl.Rows(x, [8]), outputs=te_fl.Rows(te_fl.Quantized(whole.data[0], scale_inv=torch.ones(1)), [32]))
+        self.assertEqual(parts[0].count_nonzero().item(), 0)
 
     def test_a_scale_of_nothing_is_not_read(self):
         def codes(rows, columns, scale):

@@ -13,6 +13,7 @@
 #include "ops/function_op.hpp"
 #include "ops/manager.hpp"
 #include "ops/op_binding.hpp"
+#include "ops/quantised_rows.hpp"
 #include "ops/row_parts.hpp"
 #include "ops/storage.hpp"
 #include "py/dlpack.hpp"
@@ -27,20 +28,6 @@ namespace te_fl::python {
 inline PyObject* g_quantized = nullptr;
 inline PyObject* g_saved = nullptr;
 inline PyObject* g_rows = nullptr;
-
-// The names of te_fl_quant's parts as te_fl.Quantized has them.
-struct Part {
-  const char* name;
-  size_t offset;
-};
-constexpr Part kParts[] = {
-    {"columnwise_data", offsetof(te_fl_quant, columnwise_data)},
-    {"scale_inv", offsetof(te_fl_quant, scale_inv)},
-    {"columnwise_scale_inv", offsetof(te_fl_quant, columnwise_scale_inv)},
-    {"amax", offsetof(te_fl_quant, amax)},
-    {"columnwise_amax", offsetof(te_fl_quant, columnwise_amax)},
-    {"scale", offsetof(te_fl_quant, scale)},
-};
 
 // A saved record outlives the call that fills it: the forward's is the backward's argument.
 struct SavedRecord {
@@ -119,12 +106,6 @@ class Arguments {
   }
 
  private:
-  struct Quantised {
-    te_fl_tensor tensor;
-    te_fl_quant quant;
-    std::vector<int64_t> shape;
-  };
-
   [[noreturn]] void no_such_argument(std::string_view name) const {
     std::string text =
         std::string(op_.schema->name) + "() has no argument '" + std::string(name) + "'; it takes";
@@ -272,7 +253,7 @@ class Arguments {
     }
     const int quantised = PyObject_IsInstance(value, g_quantized);
     check(quantised);
-    if (quantised != 0) return quantised_tensor(value, desc);
+    if (quantised != 0) return &quantised_tensor(value, desc).tensor;
     te_fl_tensor& t = tensors_.emplace_front();
     t.dl = borrowed_.describe(value, desc.role != TE_FL_IN, desc.name);
     if (matrices_) see_as_matrix(t, value, arg);
@@ -298,9 +279,9 @@ class Arguments {
     t.dl.shape = shape.data();
   }
 
-  const te_fl_tensor* quantised_tensor(PyObject* value, const te_fl_arg_desc& desc) {
+  QuantisedTensor& quantised_tensor(PyObject* value, const te_fl_arg_desc& desc) {
     const bool written = desc.role != TE_FL_IN;
-    Quantised& q = quantised_.emplace_front();
+    QuantisedTensor& q = quantised_.emplace_front();
     q.tensor = te_fl_tensor{};
     q.quant = te_fl_quant{};
     q.quant.scaling = static_cast<uint32_t>(number(value, "_scaling"));
@@ -317,6 +298,7 @@ class Arguments {
       check_part_device(t.device, *device, "'" + name + "'");
       void* data = static_cast<char*>(t.data) + t.byte_offset;
       std::memcpy(reinterpret_cast<char*>(&q.quant) + part.offset, &data, sizeof data);
+      q.part_bytes[static_cast<size_t>(&part - kParts)] = bytes_of(t);
       if (part.offset == offsetof(te_fl_quant, columnwise_data)) describe_columnwise(q, value, t);
     }
     const Ref data = Ref::take(PyObject_GetAttrString(value, "data"));
@@ -332,10 +314,16 @@ class Arguments {
     q.tensor.quant = &q.quant;
     q.tensor.provider = provider_of(q.tensor, desc.name);
     note(q.tensor, desc);
-    return &q.tensor;
+    return q;
+  }
+  static int64_t bytes_of(const te_fl_dltensor& t) {
+    int64_t bits = t.dtype.bits * t.dtype.lanes;
+    for (int32_t d = 0; d < t.ndim; ++d) bits *= t.shape[d];
+    return bits / 8;
   }
   // Where there is no row-wise copy, the logical shape is that of the object.
-  static void describe_columnwise(Quantised& q, PyObject* value, const te_fl_dltensor& columns) {
+  static void describe_columnwise(QuantisedTensor& q, PyObject* value,
+                                  const te_fl_dltensor& columns) {
     const Ref shape = Ref::take(PyObject_GetAttrString(value, "shape"));
     const Ref list = Ref::take(PySequence_List(shape.get()));
     q.shape.resize(static_cast<size_t>(PyList_Size(list.get())));
@@ -381,22 +369,41 @@ class Arguments {
   void cut_rows(const BoundArg& arg, PyObject* value, std::vector<const te_fl_tensor*>& list) {
     const te_fl_arg_desc& desc = *arg.desc;
     held_.push_back(Ref::take(PyObject_GetAttrString(value, "tensor")));
+    PyObject* const tensor = held_.back().get();
+    const int quantised = PyObject_IsInstance(tensor, g_quantized);
+    check(quantised);
+    if (quantised != 0) {
+      QuantisedRows parts(quantised_tensor(tensor, desc), desc.name);
+      for_each_size(value, list, [&](int64_t size) {
+        QuantisedTensor& part = quantised_.emplace_front();
+        parts.next(size, part);
+        list.push_back(&part.tensor);
+      });
+      return parts.end();
+    }
     te_fl_tensor whole{};
-    whole.dl = borrowed_.describe(held_.back().get(), desc.role != TE_FL_IN, desc.name);
-    if (matrices_) see_as_matrix(whole, held_.back().get(), arg);
+    whole.dl = borrowed_.describe(tensor, desc.role != TE_FL_IN, desc.name);
+    if (matrices_) see_as_matrix(whole, tensor, arg);
     noted(whole, desc);
     RowParts parts(whole, desc.name);
-    const Ref sizes = Ref::take(PyObject_GetAttrString(value, "sizes"));
+    for_each_size(value, list, [&](int64_t size) {
+      const te_fl_tensor part = parts.next(size, part_shapes_.emplace_front());
+      list.push_back(&tensors_.emplace_front(part));
+    });
+    parts.end();
+  }
+  // Calls f(size) for each of a te_fl.Rows.
+  template <class F>
+  static void for_each_size(PyObject* rows, std::vector<const te_fl_tensor*>& list, F&& f) {
+    const Ref sizes = Ref::take(PyObject_GetAttrString(rows, "sizes"));
     const Ref items = Ref::take(PySequence_List(sizes.get()));
     const Py_ssize_t count = PyList_Size(items.get());
     list.reserve(static_cast<size_t>(count));
     for (Py_ssize_t i = 0; i < count; ++i) {
       const int64_t size = PyLong_AsLongLong(PyList_GetItem(items.get(), i));
       if (PyErr_Occurred() != nullptr) throw PythonError();
-      const te_fl_tensor part = parts.next(size, part_shapes_.emplace_front());
-      list.push_back(&tensors_.emplace_front(part));
+      f(size);
     }
-    parts.end();
   }
 
   void set_integers(const te_fl_arg_desc& desc, PyObject* value) {
@@ -458,7 +465,7 @@ class Arguments {
   Borrowed borrowed_;
   std::vector<Ref> held_;  // described by borrowed_, and perhaps held by nobody else
   std::forward_list<te_fl_tensor> tensors_;  // addresses stay
-  std::forward_list<Quantised> quantised_;
+  std::forward_list<QuantisedTensor> quantised_;
   std::forward_list<StorageView> views_;
   std::forward_list<std::array<int64_t, 2>> matrix_shapes_;
   std::forward_list<std::vector<const te_fl_tensor*>> lists_;

@@ -14,8 +14,9 @@ import torch
 
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.tensors import Quantized, Rows
 from te_fl.transformer_engine_torch import matrix_ops, schemes, sizes
-from te_fl.transformer_engine_torch.dtypes import torch_dtype
+from te_fl.transformer_engine_torch.dtypes import fp8_dtype, torch_dtype
 from te_fl.transformer_engine_torch.quantize import bulk_allocate as bulk_allocated
 from te_fl.transformer_engine_torch.quantize import dequantize, quantize_into
 from te_fl.transformer_engine_torch.swizzle import grouped_swizzle_for_gemm, plain_scales, swizzle_scales_for_gemm_
@@ -78,19 +79,55 @@ def _create(name: str, quantizer: Any, tensor: torch.Tensor, shapes: Sequence[Tu
     ends = [0, *itertools.accumulate(m * n for m, n in shapes)]
     if tensor_offsets is not None and (own := sizes.read(tensor_offsets, f"{name}: tensor_offsets")) != ends:
         raise InvalidArgument(f"{name}: tensor_offsets {own} are not those of tensors that follow each other, {ends}")
-    group = _make(shapes, first_dims, last_dims, tensor.shape, quantizer, tensor.device, tensor.dtype)
-    if tensor_offsets is not None:
-        group.tensor_offsets = tensor_offsets
-    group._with_gemm_swizzled_scales = _swizzles(quantizer)
-    return group
+    if tensor_offsets is None and (first_dims is not None or last_dims is not None):
+        tensor_offsets = torch.tensor(ends, dtype=torch.int64, device="cpu").to(tensor.device, non_blocking=True)
+    kind = _storage_module().GroupedTensorStorage if quantizer.internal else sys.modules["transformer_engine.pytorch.tensor"].GroupedTensor
+    return kind(tuple(tensor.shape), tensor.dtype, num_tensors=len(shapes), shapes=list(shapes), quantizer=quantizer, first_dims=first_dims,
+                last_dims=last_dims, tensor_offsets=tensor_offsets, offsets=ends, with_gemm_swizzled_scales=_swizzles(quantizer),
+                **_buffers(quantizer, shapes, tensor.numel(), tensor.device))
 
 
-def _make(shapes: Sequence[Tuple[int, int]], first_dims: Optional[torch.Tensor], last_dims: Optional[torch.Tensor], whole: Sequence[int],
-          quantizer: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """The package's group of these members. It reads their numbers, so it gets them where that waits for nothing."""
-    storage = sys.modules["transformer_engine.pytorch.tensor.storage.grouped_tensor_storage"].GroupedTensorStorage
+def _storage_module() -> Any:
+    return sys.modules["transformer_engine.pytorch.tensor.storage.grouped_tensor_storage"]
+
+
+def _buffers(quantizer: Any, shapes: Sequence[Tuple[int, int]], elements: int, device: torch.device) -> dict:
+    """The memory of a group's parts, by the names of the package's constructor, and where each member's scales begin in it."""
+    rowwise, columnwise = quantizer.rowwise_usage, quantizer.columnwise_usage
+    if _kind(quantizer) == "Float8CurrentScalingQuantizer":
+        # Where products take any layout, the package keeps the row-wise copy alone.
+        any_layout = getattr(_storage_module(), "is_non_tn_fp8_gemm_supported", None)
+        if any_layout is not None and any_layout():
+            rowwise, columnwise = True, False
+        scales, amax, inverses = (torch.empty(len(shapes), dtype=torch.float32, device=device) for _ in range(3))
+        parts = {"scale": scales, "amax": amax}
+        ends = list(range(len(shapes) + 1))
+        factors = {side: (inverses, ends) for side in (False, True)}
+    else:
+        scheme, parts = schemes.of_quantizer(quantizer), {}
+        wanted = {shape: scheme.buffers(quantizer, shape) for shape in set(shapes)}
+        factors = {}
+        for side, name in ((False, "_rowwise_scale_inv"), (True, "_columnwise_scale_inv")):
+            if not (columnwise if side else rowwise):
+                continue
+            sizes_of = {shape: math.prod(buffers[name][0]) for shape, buffers in wanted.items()}
+            ends = [0, *itertools.accumulate(sizes_of[shape] for shape in shapes)]
+            factors[side] = torch.empty(ends[-1], dtype=wanted[shapes[0]][name][1], device=device), ends
+    if rowwise:
+        parts["data"] = torch.empty(elements, dtype=torch.uint8, device=device)
+        parts["scale_inv"], parts["scale_inv_offsets"] = factors[False]
+    if columnwise:
+        parts["columnwise_data"] = torch.empty(elements, dtype=torch.uint8, device=device)
+        parts["columnwise_scale_inv"], parts["columnwise_scale_inv_offsets"] = factors[True]
+    return parts
+
+
+def _make_plain(shapes: Sequence[Tuple[int, int]], first_dims: Optional[torch.Tensor], last_dims: Optional[torch.Tensor], whole: Sequence[int],
+                device: torch.device, dtype: torch.dtype) -> Any:
+    """The package's group of plain members. It reads their numbers, so it gets them where that waits for nothing."""
+    storage = _storage_module().GroupedTensorStorage
     here = [None if dims is None else torch.tensor(numbers, dtype=torch.int64, device="cpu") for dims, numbers in zip((first_dims, last_dims), zip(*shapes))]
-    group = storage.make_grouped_tensor(len(shapes), *here, *whole, quantizer, device, dtype)
+    group = storage.make_grouped_tensor(len(shapes), *here, *whole, None, device, dtype)
     group.first_dims, group.last_dims = first_dims, last_dims
     if group.tensor_offsets is not None:
         group.tensor_offsets = group.tensor_offsets.to(device, non_blocking=True)
@@ -179,16 +216,43 @@ def group_quantize(tensor: torch.Tensor, quantizer: Any, num_tensors: int, first
 
 
 def _quantize_members(tensor: torch.Tensor, quantizer: Any, shapes: Sequence[Tuple[int, int]], group: Any, noop: Optional[torch.Tensor] = None) -> Any:
-    pairs = list(zip(_parts(tensor, shapes), members(group)))
     if _in_one_call(quantizer, group):
-        filled = [i for i, (values, _) in enumerate(pairs) if values.numel()]
-        if filled:
-            inputs, parts = zip(*(pairs[i] for i in filled))
+        if group.last_dims is None:
+            _quantize_rows(tensor, quantizer, [rows for rows, _ in shapes], group, noop)
+            return group
+        pairs = [(i, *pair) for i, pair in enumerate(zip(_parts(tensor, shapes), members(group))) if pair[0].numel()]
+        if pairs:
+            filled, inputs, parts = zip(*pairs)
             matrix_ops.multi_tensor_quantize(inputs=inputs, outputs=_targets(quantizer, group, parts, filled), noop_flag=noop)
         return group
-    for i, (values, part) in enumerate(pairs):
+    for i, (values, part) in enumerate(zip(_parts(tensor, shapes), members(group))):
         _quantize_member(values, quantizer, group, i, part, noop)
     return group
+
+
+def _quantize_rows(tensor: torch.Tensor, quantizer: Any, rows: Sequence[int], group: Any, noop: Optional[torch.Tensor]) -> None:
+    """All members of one number of columns, in the group's memory: no tensor is made for any of them."""
+    columns, total = tensor.shape[1], sum(rows)
+    if total * columns == 0:
+        return
+    data, other = group.rowwise_data, group.columnwise_data
+    codes, kind = fp8_dtype(quantizer.dtype), _kind(quantizer)
+    parts = {"data": None if data is None else data[:total * columns].view(total, columns).view(codes),
+             "columnwise_data": None if other is None else other.view(codes), "shape": (total, columns),
+             "scale_inv": group.scale_inv, "columnwise_scale_inv": group.columnwise_scale_inv}
+    if kind == "Float8CurrentScalingQuantizer":
+        scale, amax = (torch.empty(len(rows), dtype=torch.float32, device=tensor.device) if t is None else t for t in (group.scale, group.amax))
+        parts.update(scale_inv=group.columnwise_scale_inv if group.scale_inv is None else group.scale_inv, columnwise_scale_inv=None, scale=scale,
+                     amax=amax, compute_scale=True, pow2_scale=quantizer.force_pow_2_scales, amax_epsilon=quantizer.amax_epsilon)
+    elif kind == "Float8BlockQuantizer":
+        parts.update(scaling="block_128x128" if quantizer.block_scaling_dim == 2 else "block_1x128", pow2_scale=quantizer.force_pow_2_scales,
+                     amax_epsilon=quantizer.amax_epsilon)
+    else:
+        parts["scaling"] = "mxfp8"
+    if kind != "Float8CurrentScalingQuantizer":
+        rows = [n for n in rows if n]  # the others have no scales either
+    values = tensor.contiguous()
+    ops.multi_tensor_quantize(inputs=Rows(values if total == len(values) else values[:total], rows), outputs=Rows(Quantized(**parts), rows), noop_flag=noop)
 
 
 def _in_one_call(quantizer: Any, group: Any) -> bool:
@@ -234,7 +298,8 @@ def group_dequantize(input: Any, otype: Any) -> Any:
         raise InvalidArgument("group_dequantize: the group is not quantised")
     data = input.rowwise_data if input.rowwise_data is not None else input.columnwise_data
     parts = members(input)
-    group = _make([schemes.rows_and_columns(schemes.shape_of(part)) for part in parts], input.first_dims, input.last_dims, input.logical_shape, None, data.device, dtype)
+    group = _make_plain([schemes.rows_and_columns(schemes.shape_of(part)) for part in parts], input.first_dims, input.last_dims, input.logical_shape,
+                        data.device, dtype)
     for part, out in zip(parts, members(group)):
         if out.numel():
             out.copy_(dequantize(part, otype))
