@@ -7,6 +7,8 @@ import sys
 import tempfile
 import unittest
 
+from forkserver import PYTHON
+
 RANKS, HEADS, GROUPS, DIM = 2, 4, 2, 16
 
 
@@ -78,7 +80,7 @@ class ContextParallel(unittest.TestCase):
     def test_two_ranks(self):
         import inside_package  # noqa: F401 skips where the package is not installed
         with tempfile.TemporaryDirectory() as folder:
-            begun = [subprocess.Popen([sys.executable, os.path.abspath(__file__), str(rank), os.path.join(folder, "store")], text=True,
+            begun = [subprocess.Popen([*PYTHON, os.path.abspath(__file__), str(rank), os.path.join(folder, "store")], text=True,
                                       stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(RANKS)]
             try:
                 for process in begun:

@@ -4,12 +4,12 @@ recipe asks for it against the package's own reference."""
 import itertools
 import pathlib
 import subprocess
-import sys
 import tempfile
 import unittest
 from unittest import mock
 
 import inside_package  # noqa: F401
+from forkserver import PYTHON
 import torch
 
 import te_fl
@@ -340,7 +340,7 @@ class Ranks(unittest.TestCase):
     def test_both_have_one_amax(self):
         with tempfile.TemporaryDirectory() as folder:
             script = str(pathlib.Path(__file__).with_name("inside_rank.py"))
-            ranks = [subprocess.Popen([sys.executable, script, folder, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            ranks = [subprocess.Popen([*PYTHON, script, folder, str(rank)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
                      for rank in range(2)]
             reports = [rank.communicate(timeout=120)[0] for rank in ranks]
             self.assertEqual([rank.returncode for rank in ranks], [0, 0], "\n".join(reports))

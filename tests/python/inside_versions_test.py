@@ -12,6 +12,7 @@ import unittest
 from unittest import mock
 
 import inside_package  # noqa: F401  (first: it brings the package in)
+from forkserver import PYTHON
 import torch
 import transformer_engine
 import transformer_engine.pytorch as te
@@ -52,7 +53,7 @@ def trial(version, *only):
     if not os.path.isdir(folder):
         return None
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("NVTE_", "TE_FL_"))}
-    result = subprocess.run([sys.executable, str(HERE / "inside_trial.py"), folder, *only], env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run([*PYTHON, str(HERE / "inside_trial.py"), folder, *only], env=environment, capture_output=True, text=True, timeout=300)
     if result.returncode:
         raise AssertionError(result.stderr)
     return json.loads(result.stdout)

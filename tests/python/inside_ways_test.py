@@ -9,6 +9,8 @@ import sys
 import tempfile
 import unittest
 
+from forkserver import PYTHON
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BESIDE = os.path.join(sys.prefix, "inside")
 FOUND = os.path.isdir(BESIDE) or importlib.util.find_spec("transformer_engine") is not None
@@ -39,14 +41,15 @@ print(sys.modules["transformer_engine_torch"].__name__)
 """
 
 
-def run(program, site=None, **variables):
-    """site: a folder that plays site-packages."""
+def run(program, site=None, python=PYTHON, **variables):
+    """site: a folder that plays site-packages. python: what runs it, with PyTorch imported already unless it is sys.executable alone."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("NVTE_", "TE_FL_"))}
     environment.update({k: v for k, v in variables.items() if v is not None})
     environment["PYTHONPATH"] = os.pathsep.join(p for p in (site, BESIDE, os.environ.get("PYTHONPATH", "")) if p)
     if site:
         program = f"import site; site.addsitedir({site!r})\n{program}"
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", program], env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT / "tests")
+    program = f"import warnings; warnings.simplefilter('ignore')\n{program}"
+    return subprocess.run([*python, "-c", program], env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT / "tests")
 
 
 class Ways(unittest.TestCase):
@@ -62,7 +65,7 @@ class Ways(unittest.TestCase):
 
     def test_call(self):
         served = "served by ['default.cpu'] te_fl.transformer_engine_torch"
-        result = run("import te_fl; te_fl.inside_transformer_engine(device='cpu')" + TRAIN)
+        result = run("import te_fl; te_fl.inside_transformer_engine(device='cpu')" + TRAIN, python=[sys.executable])
         self.prints(result, served)
         self.assertIn("te-fl answers for CUDA by the host", result.stderr)
         self.prints(run("import torch, te_fl; te_fl.inside_transformer_engine('cpu'); te_fl.inside_transformer_engine('cpu')" + TRAIN), served)
@@ -70,10 +73,10 @@ class Ways(unittest.TestCase):
     def test_variable(self):
         with tempfile.TemporaryDirectory() as site:
             pathlib.Path(site, "te_fl.pth").write_text((ROOT / "python/te_fl_as_transformer_engine.pth").read_text())
-            self.prints(run(TRAIN, site, TE_FL_INSIDE_TRANSFORMER_ENGINE="cpu"), "served by ['default.cpu'] te_fl.transformer_engine_torch")
-            result = run("import sys; print('te_fl' in sys.modules)", site, TE_FL_INSIDE_TRANSFORMER_ENGINE="0")
+            self.prints(run(TRAIN, site, [sys.executable], TE_FL_INSIDE_TRANSFORMER_ENGINE="cpu"), "served by ['default.cpu'] te_fl.transformer_engine_torch")
+            result = run("import sys; print('te_fl' in sys.modules)", site, [sys.executable], TE_FL_INSIDE_TRANSFORMER_ENGINE="0")
             self.prints(result, "False")
-            result = run("import te_fl.inside; print(te_fl.inside.started())", site, TE_FL_INSIDE_TRANSFORMER_ENGINE="1")
+            result = run("import te_fl.inside; print(te_fl.inside.started())", site, [sys.executable], TE_FL_INSIDE_TRANSFORMER_ENGINE="1")
             self.prints(result, "True")
             result = run("import transformer_engine", site, TE_FL_INSIDE_TRANSFORMER_ENGINE="gpu")
             self.assertIn("TE_FL_INSIDE_TRANSFORMER_ENGINE is 'gpu'; it is 1, cpu or 0", result.stderr)

@@ -10,6 +10,8 @@ import tempfile
 import textwrap
 import unittest
 
+from forkserver import PYTHON
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HAS_TORCH, HAS_FLAX = (importlib.util.find_spec(name) is not None for name in ("torch", "flax"))
 
@@ -357,9 +359,9 @@ for model in (Unfused(own_attention=False), Unfused(own_attention=True), Fused()
 """
 
 
-def run(program, *arguments, **plugins):
+def run(program, *arguments, python=(sys.executable,), **plugins):
     """The output of the program, as a user runs it with the variable set and nothing else changed; plugins are modules' texts by
-    name."""
+    name. python: what runs it."""
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "program.py")
         path.write_text(textwrap.dedent(program))
@@ -370,7 +372,7 @@ def run(program, *arguments, **plugins):
         for name, text in plugins.items():
             pathlib.Path(folder, f"{name}.py").write_text(text)
             environment["TE_FL_PLUGIN_MODULES"] = ",".join(plugins)
-        done = subprocess.run([sys.executable, "-c", start, str(path), *arguments], capture_output=True, text=True, env=environment)
+        done = subprocess.run([*python, "-c", start, str(path), *arguments], capture_output=True, text=True, env=environment)
     if done.returncode != 0:
         raise AssertionError(f"exit {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
@@ -381,13 +383,13 @@ class Examples(unittest.TestCase):
     def test_quickstart(self):
         for dtype in ("float32", "bfloat16", "float16"):
             with self.subTest(dtype=dtype):
-                run(QUICKSTART, dtype)
+                run(QUICKSTART, dtype, python=[sys.executable] if dtype == "float32" else PYTHON)
 
     @unittest.skipUnless(HAS_TORCH, "needs PyTorch")
     def test_guide_in_pytorch(self):
         import torch
         pasted = GUIDE_PYTORCH if torch.cuda.is_available() else GUIDE_PYTORCH.replace('device="cuda"', 'device="cpu"')
-        run(pasted + GUIDE_PYTORCH_CHECKS)
+        run(pasted + GUIDE_PYTORCH_CHECKS, python=PYTHON)
 
     def test_guide_of_a_vendor(self):
         *lines, call = GUIDE_VENDOR.strip().splitlines()

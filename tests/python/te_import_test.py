@@ -1,4 +1,4 @@
-"""te-fl under Transformer Engine's import name. Each test has its own interpreter, since imports last."""
+"""te-fl under Transformer Engine's import name. Each test has its own process, since imports last."""
 
 import os
 import pathlib
@@ -6,6 +6,8 @@ import subprocess
 import sys
 import tempfile
 import unittest
+
+from forkserver import PYTHON
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 try:
@@ -18,9 +20,9 @@ except ModuleNotFoundError:
     flax = None
 
 
-def run(code, expect=0, **variables):
+def run(code, expect=0, python=(sys.executable,), **variables):
     environment = {**{k: v for k, v in os.environ.items() if not k.startswith("NVTE_")}, **variables}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    done = subprocess.run([*python, "-c", code], capture_output=True, text=True, env=environment)
     if done.returncode != expect:
         raise AssertionError(f"exit {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout.strip() + done.stderr.strip()
@@ -139,9 +141,9 @@ class OtherPackage(unittest.TestCase):
         output = "import te_fl, te_fl.pytorch as te; print(te_fl.policy_text()); import os; os.environ.update(later); te.Linear(8, 8, device='cpu'); " \
                "print(te_fl.policy_text())"
         asked = dict(NVTE_ALLOW_NONDETERMINISTIC_ALGO="0")
-        self.assertEqual(run("later = {}; " + output, **asked).split(), ["deterministic=1"] * 2)
-        self.assertEqual(run(f"later = {asked}; " + output).splitlines(), ["pure priority", "deterministic=1"])
-        self.assertEqual(run("later = {}; " + output, TE_FL_DETERMINISTIC="0", **asked).splitlines(), ["pure priority"] * 2)
+        self.assertEqual(run("later = {}; " + output, python=PYTHON, **asked).split(), ["deterministic=1"] * 2)
+        self.assertEqual(run(f"later = {asked}; " + output, python=PYTHON).splitlines(), ["pure priority", "deterministic=1"])
+        self.assertEqual(run("later = {}; " + output, python=PYTHON, TE_FL_DETERMINISTIC="0", **asked).splitlines(), ["pure priority"] * 2)
 
     def test_an_installed_one_is_passed_over(self):
         output = run(ALIAS + "import transformer_engine; from te_fl.compat.finder import status; "
@@ -173,6 +175,10 @@ class OtherPackage(unittest.TestCase):
 class PyTorch(unittest.TestCase):
     USE = ALIAS + "import transformer_engine.pytorch as te; from te_fl.errors import Unsupported\n"
 
+    def run_forked(self, code):
+        """Where PyTorch was imported first, as in most programs."""
+        return run(code, python=PYTHON)
+
     def test_names_come_from_te_fl(self):
         run(self.USE + "from transformer_engine.pytorch.optimizers import FusedAdam; import te_fl.pytorch.optimizers as o\n"
             "assert FusedAdam is o.FusedAdam is te.optimizers.FusedAdam\n"
@@ -184,7 +190,7 @@ class PyTorch(unittest.TestCase):
             "assert te.is_fp8_available() in (True, False); assert 'jax' not in sys.modules")
 
     def test_refused_names_raise_when_they_are_used(self):
-        run(self.USE + """
+        self.run_forked(self.USE + """
 from transformer_engine.pytorch import GatedDeltaNetAttention, onnx_export, MXFP8Tensor
 from transformer_engine.pytorch.ops import Linear as FusibleLinear, register_forward_fusion
 from transformer_engine.pytorch.ops.fuser import OperationFuser
@@ -207,7 +213,7 @@ for use in (lambda: GatedDeltaNetAttention(1, 2, 3), lambda: onnx_export(), lamb
 """)
 
     def test_the_extension_module(self):
-        run(self.USE + """
+        self.run_forked(self.USE + """
 import transformer_engine_torch as tex
 assert not hasattr(tex, 'gelu')
 try:
@@ -220,7 +226,7 @@ else:
         self.assertIn("ImportError", run(ALIAS + "from transformer_engine_torch import gelu", expect=1))
 
     def test_the_scope_that_a_program_is_in(self):
-        run(self.USE + """
+        self.run_forked(self.USE + """
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as state
 from transformer_engine.common.recipe import Float8CurrentScaling, DelayedScaling
 assert not state.is_fp8_enabled() and isinstance(state.get_fp8_recipe(), DelayedScaling)
@@ -237,8 +243,8 @@ for name, way_out in (('reduce_and_update_fp8_tensors', 'make_graphed_callables'
 """)
 
     def test_a_star_brings_what_is_served(self):
-        run(self.USE + "from transformer_engine.pytorch.optimizers import *; FusedSGD, multi_tensor_adam_fp8")
-        run(self.USE + "from transformer_engine.pytorch.distributed import *; allreduce; assert 'FullyShardedDataParallel' not in globals()")
+        self.run_forked(self.USE + "from transformer_engine.pytorch.optimizers import *; FusedSGD, multi_tensor_adam_fp8")
+        self.run_forked(self.USE + "from transformer_engine.pytorch.distributed import *; allreduce; assert 'FullyShardedDataParallel' not in globals()")
 
     def test_a_missing_framework_is_an_import_error(self):
         blocked = "import sys; sys.modules['torch'] = None; " + ALIAS

@@ -4,9 +4,10 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import unittest
+
+from forkserver import PYTHON
 
 if importlib.util.find_spec("megatron") is None:
     raise unittest.SkipTest("megatron-core is not installed")
@@ -161,7 +162,7 @@ MIXTURES = {"grouped": {"grouped": True, "moe_aux_loss_coeff": 0.01}, "a loop": 
 def trained(world, cases):
     """For each of the cases the losses, and the collectives that te-fl's modules began, or of mixtures the ops."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [subprocess.Popen([sys.executable, "-c", PROGRAM, str(rank), str(world), folder, json.dumps(list(cases.values()))],
+        ranks = [subprocess.Popen([*PYTHON, "-c", PROGRAM, str(rank), str(world), folder, json.dumps(list(cases.values()))],
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
                  for rank in range(world)]
         outputs = [rank.communicate(timeout=300) for rank in ranks]

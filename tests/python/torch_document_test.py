@@ -11,6 +11,8 @@ import unittest
 
 import torch
 
+from forkserver import PYTHON
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
@@ -34,7 +36,7 @@ class Document(unittest.TestCase):
         self.assertRegex(out.getvalue(), "^op +implementation +calls +staged\n")
 
     def test_the_example(self):
-        run = subprocess.run([sys.executable, str(ROOT / "examples" / "pytorch" / "quickstart.py"), "--device", "cpu", "--steps", "61"],
+        run = subprocess.run([*PYTHON, str(ROOT / "examples" / "pytorch" / "quickstart.py"), "--device", "cpu", "--steps", "61"],
                              capture_output=True, text=True, timeout=300)
         self.assertEqual(run.returncode, 0, run.stderr)
         losses = [float(n) for n in re.findall(r"loss ([0-9.]+)", run.stdout)]
@@ -56,7 +58,7 @@ class Document(unittest.TestCase):
             self.assertAlmostEqual(a, b, delta=3e-4)
 
     def test_a_misspelt_recipe(self):
-        run = subprocess.run([sys.executable, str(ROOT / "examples" / "pytorch" / "quickstart.py"), "--recipe", "delayd"],
+        run = subprocess.run([*PYTHON, str(ROOT / "examples" / "pytorch" / "quickstart.py"), "--recipe", "delayd"],
                              capture_output=True, text=True, timeout=120)
         self.assertEqual(run.returncode, 2)
         self.assertIn("invalid choice: 'delayd'", run.stderr)

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from forkserver import PYTHON
 from torch_cases import MODULES, RECIPES, Each, each, gradients, input_of, scope
 from torch_oracle import DEVICES, randn, randomise
 
@@ -45,7 +46,7 @@ def using(run):
 
 
 def python(program, **environment):
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+    return subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
 
 
 class PlainTest(unittest.TestCase):

@@ -50,7 +50,7 @@ class Training(Script):
 
     def test_fp8_learns_as_fp32(self):
         te_fl.reset_usage()
-        status, output = self.run_script("--device", "cpu", "--recipes", "delayed,current,block", "--steps", "60", "--batch", "8",
+        status, output = self.run_script("--device", "cpu", "--recipes", "delayed,current,block", "--steps", "60", "--batch", "4",
                                          "--within", "0.02")
         self.assertEqual(status, 0, output)
         found = self.read_results()

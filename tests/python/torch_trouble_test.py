@@ -12,6 +12,7 @@ import unittest
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from forkserver import PYTHON  # noqa: E402
 from torch_cases import RECIPES, Each, each, gradients, input_of, scope  # noqa: E402
 from torch_oracle import randn, randomise  # noqa: E402
 
@@ -287,7 +288,7 @@ for i in range(25):
     step()
 print("goes on")
 """
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+        done = subprocess.run([*PYTHON, "-c", program], capture_output=True, text=True, timeout=120)
         self.assertEqual((done.returncode, done.stdout.strip()), (0, "goes on"), done.stderr)
 
 

@@ -71,9 +71,10 @@ def main():
 
 def launched():
     """Runs the cases; what went wrong, by name of the case, with the rank that it went wrong on."""
+    from forkserver import PYTHON
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(WORLD), folder], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        processes = [subprocess.Popen([*PYTHON, __file__, str(rank), str(WORLD), folder], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                       env=environment) for rank in range(WORLD)]
         try:
             outputs = [p.communicate(timeout=600)[0] for p in processes]

@@ -19,9 +19,10 @@ _started = {}
 
 class Ranks:
     def __init__(self, count):
+        from forkserver import PYTHON
         self.folder = tempfile.TemporaryDirectory()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.processes = [subprocess.Popen([sys.executable, __file__, str(rank), str(count), f"{self.folder.name}/store"], env=environment,
+        self.processes = [subprocess.Popen([*PYTHON, __file__, str(rank), str(count), f"{self.folder.name}/store"], env=environment,
                                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for rank in range(count)]
         self.calls = 0
 

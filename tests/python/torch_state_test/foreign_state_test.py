@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 
+from forkserver import PYTHON
 from common import DELAYED, MODULES, State, each, step, trained
 from torch_oracle import DEVICES, near, randn, randomise
 import te_fl.pytorch as te
@@ -344,7 +345,7 @@ dist.destroy_process_group()
 class Ranks(unittest.TestCase):
     def test_scales_are_those_of_the_largest_amax_of_the_group(self):
         with tempfile.TemporaryDirectory() as folder:
-            ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(rank), "2", os.path.join(folder, "store")], stdout=subprocess.PIPE,
+            ranks = [subprocess.Popen([*PYTHON, "-c", RANK, str(rank), "2", os.path.join(folder, "store")], stdout=subprocess.PIPE,
                                       stderr=subprocess.PIPE, text=True) for rank in range(2)]
             outputs = [rank.communicate(timeout=300) for rank in ranks]
         for rank, (_, errors) in zip(ranks, outputs):

@@ -1,0 +1,194 @@
+"""usage: forkserver.py [-c PROGRAM | FILE] ARGUMENTS... Python's command line for programs that import PyTorch, which takes seconds. Where
+TEST_FORKSERVER is set, as it is by ctest, a server that has imported PyTorch and its compiler forks, and the program runs in the fork; elsewhere, or
+where PyTorch is not installed, it runs in an interpreter of its own.
+
+The first call under a ctest begins the server, which ends with that ctest. A fork has the caller's environment, folder, module path and standard
+streams, and the caller ends as the fork did, by the same status or signal. Not for tests of what an import does, of the order of imports, or of
+variables that PyTorch reads when it is imported: they start sys.executable."""
+
+import builtins
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import types
+
+PYTHON = (sys.executable, os.path.abspath(__file__))  # a test starts it in place of sys.executable
+CREDENTIALS = struct.Struct("3i")  # pid, user and group of a socket's other end
+
+
+def address_of(process):
+    """The abstract socket of a process. A pid may come again, but not with the same time of its beginning."""
+    with open(f"/proc/{process}/stat") as file:
+        begun = file.read().rpartition(")")[2].split()[19]
+    return f"\0te-fl-tests-{os.getuid()}-{process}-{begun}"
+
+
+def receive(connection, size):
+    found = b""
+    while len(found) < size:
+        part = connection.recv(size - len(found))
+        if not part:
+            raise EOFError
+        found += part
+    return found
+
+
+def call(arguments):
+    """Has the server run the arguments and ends as they did. Returns if there is no server."""
+    if os.environ["TEST_FORKSERVER"] == "1":
+        os.environ["TEST_FORKSERVER"] = str(os.getppid())
+    process = os.environ["TEST_FORKSERVER"]
+    request = json.dumps({"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
+    connection = connect(process)
+    try:
+        socket.send_fds(connection, [struct.pack("Q", len(request))], [0, 1, 2])
+        connection.sendall(request)
+        receive(connection, 1)  # the fork is there
+    except (EOFError, OSError):
+        return  # the server has ended, as it could not import PyTorch
+    status, = struct.unpack("i", receive(connection, 4))
+    if os.WIFSIGNALED(status):
+        if os.WTERMSIG(status) != signal.SIGKILL:
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def connect(process):
+    address, connection = address_of(process), socket.socket(socket.AF_UNIX)
+    while True:
+        try:
+            connection.connect(address)
+            return connection
+        except ConnectionRefusedError:
+            begin(address, process)
+
+
+def begin(address, process):
+    """Begins the server, unless another call was faster. Calls wait in its queue while it imports."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        try:
+            listener.bind(address)
+        except OSError:
+            time.sleep(0.01)  # until the other call listens
+            return
+        listener.listen(64)
+        subprocess.Popen([*PYTHON, "--serve", str(listener.fileno()), process], pass_fds=[listener.fileno()], start_new_session=True, cwd="/",
+                         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+class Fork:
+    def __init__(self, connection, child):
+        self.connection, self.child = connection, child
+        self.own_group()
+
+    def own_group(self):
+        try:
+            os.setpgid(self.child, self.child)  # the child does it too, as either may be first
+        except (PermissionError, ProcessLookupError):
+            pass
+
+    def kill(self):
+        """Ends the child and what it has started."""
+        try:
+            os.killpg(self.child, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def answer(self):
+        """Tells the caller how the child ended; False while it runs."""
+        child, status = os.waitpid(self.child, os.WNOHANG)
+        if child:
+            try:
+                self.connection.sendall(struct.pack("i", status))
+            except OSError:
+                pass  # the caller was killed
+            self.connection.close()
+        return bool(child)
+
+
+def serve(listener, process):
+    """Forks for each call, until the process is gone. Returns the arguments in a fork, ready to run."""
+    import gc
+
+    import torch
+    import torch._dynamo.backends.debugging  # noqa: F401
+    gc.collect()
+    gc.freeze()  # so that no collection of a fork writes to what all share
+    folders = [folder for folder in sys.path[1:] if folder not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    address, forks = address_of(process), []
+    while runs(process, address):
+        ready, _, _ = select.select([listener, *(fork.connection for fork in forks)], [], [], 0.02 if forks else 0.5)
+        for fork in forks:
+            if fork.connection in ready:
+                fork.kill()  # its caller was killed
+        forks = [fork for fork in forks if not fork.answer()]
+        if listener in ready:
+            connection, _ = listener.accept()
+            _, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+            size, streams, _, _ = socket.recv_fds(connection, 8, 3)
+            request = json.loads(receive(connection, *struct.unpack("Q", size)))
+            child = os.fork() if user == os.getuid() else -1
+            if child == 0:
+                os.setpgid(0, 0)
+                for other in (listener, connection, *(fork.connection for fork in forks)):
+                    other.close()
+                return enter(request, streams, folders)
+            for stream in streams:
+                os.close(stream)
+            if child > 0:
+                connection.sendall(b"1")
+                forks.append(Fork(connection, child))
+    for fork in forks:
+        fork.kill()
+    os._exit(0)
+
+
+def runs(process, address):
+    try:
+        return address_of(process) == address
+    except OSError:
+        return False
+
+
+def enter(request, streams, folders):
+    """Makes this process the caller's."""
+    for place, stream in enumerate(streams):
+        os.dup2(stream, place)
+        os.close(stream)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    arguments = request["arguments"]
+    program = "" if arguments[0] == "-c" else os.path.dirname(os.path.abspath(arguments[0]))
+    sys.path[:] = [program, *(f for f in os.environ.get("PYTHONPATH", "").split(os.pathsep) if f), *folders]
+    return arguments
+
+
+def run(arguments):
+    main = types.ModuleType("__main__")
+    main.__builtins__ = builtins
+    if arguments[0] == "-c":
+        name, text, sys.argv = "<string>", arguments[1], ["-c", *arguments[2:]]
+    else:
+        name, sys.argv = os.path.abspath(arguments[0]), arguments
+        main.__file__ = name
+        with open(name, "rb") as file:
+            text = file.read()
+    server, sys.modules["__main__"] = sys.modules["__main__"], main  # noqa: F841  (its functions are below on the stack)
+    exec(compile(text, name, "exec"), vars(main))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        run(serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[3]))
+    else:
+        if "TEST_FORKSERVER" in os.environ:
+            call(sys.argv[1:])
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
