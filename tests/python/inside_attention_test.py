@@ -203,20 +203,22 @@ class DotProductAttention(Case):
     def test_softmax_with_a_sink(self):
         q, k, v = self.inputs(2, 9, 9, 4, 2, 16)
         self.check(q, k, v, mask="causal", sink=torch.zeros(4), settings={"attn_mask_type": "causal", "softmax_type": "off-by-one"})
-        attention = te.DotProductAttention(4, 16, num_gqa_groups=2, attention_dropout=0.0, qkv_format="bshd", attn_mask_type="causal",
-                                           softmax_type="learnable")
-        offset = attention.softmax_offset
-        with torch.no_grad():
-            offset.copy_(torch.randn(offset.shape))
-        out = attention(q, k, v)
-        self.assertEqual(used_backend(), "fused")
-        sink = offset.detach().double().view(-1).requires_grad_()
-        want = oracle(q, k, v, mask="causal", sink=sink)
-        self.near(out.view(want.shape), want)
-        grad = torch.randn(out.shape).bfloat16()
-        out.backward(grad)
-        expected, = torch.autograd.grad(want, sink, grad.double().view(want.shape))
-        self.near(offset.grad.view(-1), expected)
+        for softmax in ("learnable", "off-by-one"):
+            attention = te.DotProductAttention(4, 16, num_gqa_groups=2, attention_dropout=0.0, qkv_format="bshd", attn_mask_type="causal",
+                                               softmax_type=softmax)
+            offset = attention.softmax_offset.requires_grad_()
+            if softmax == "learnable":
+                with torch.no_grad():
+                    offset.copy_(torch.randn(offset.shape))
+            out = attention(q, k, v)
+            self.assertEqual(used_backend(), "fused")
+            sink = offset.detach().double().view(-1).requires_grad_()
+            want = oracle(q, k, v, mask="causal", sink=sink)
+            self.near(out.view(want.shape), want)
+            grad = torch.randn(out.shape).bfloat16()
+            out.backward(grad)
+            expected, = torch.autograd.grad(want, sink, grad.double().view(want.shape))
+            self.near(offset.grad.view(-1), expected)
 
     def thd(self, lens, padded, heads=4, groups=2, dim=16):
         """(q, k, v of all tokens, boundaries of lengths, of padded lengths)."""
@@ -287,13 +289,29 @@ class DotProductAttention(Case):
         dv, = torch.autograd.grad(out, v, grad)
         self.assertAlmostEqual((dv.double() * v.double()).sum().item(), (grad.double() * out.double()).sum().item(), delta=0.1)
 
-    def test_the_largest_logit_is_unfused(self):
-        q, k, v = self.inputs(2, 9, 9, 2, 2, 16)
-        attention = te.DotProductAttention(2, 16, attention_dropout=0.0, qkv_format="bshd", attn_mask_type="no_mask", return_max_logit=True)
-        out, largest = attention(q, k, v)
-        self.assertEqual(used_backend(), "unfused")
-        scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 4
-        self.near(largest, scores.amax((0, 2, 3)))
+    def test_the_largest_logit(self):
+        """It is that of each head, beside the result and its gradients."""
+        q, k, v = self.inputs(2, 6, 9, 4, 2, 16)
+        i, j = torch.arange(6).view(-1, 1), torch.arange(9).view(1, -1)
+        scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double().repeat_interleave(2, 2)).detach() / 4
+        bias = torch.randn(1, 4, 6, 9).bfloat16()
+        for mask, window, hidden, added in (("no_mask", (-1, -1), j < 0, None), ("causal", (1, 0), (j > i) | (j < i - 1), None),
+                                            ("causal_bottom_right", (2, 0), (j > i + 3) | (j < i + 1), None), ("no_mask", (-1, -1), j < 0, bias)):
+            attention = te.DotProductAttention(4, 16, num_gqa_groups=2, attention_dropout=0.0, qkv_format="bshd", attn_mask_type=mask, window_size=window,
+                                               attention_type="cross", return_max_logit=True)
+            bias_type = "no_bias" if added is None else "post_scale_bias"
+            out, largest = attention(q, k, v, core_attention_bias_type=bias_type, core_attention_bias=added)
+            self.assertEqual(used_backend(), "fused")
+            self.near(largest, (scores + (0 if added is None else added)).masked_fill(hidden, -math.inf).amax((0, 2, 3)))
+            self.assertTrue(all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), (q, k, v))))
+        attention = te.DotProductAttention(4, 16, num_gqa_groups=2, attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding_causal",
+                                           return_max_logit=True)
+        lens = seen([6, 3])
+        rows = [torch.cat([x[0, :6], x[1, :3]]) for x in (q, k, v)]
+        _, largest = attention(*rows, cu_seqlens_q=lens, cu_seqlens_kv=lens, max_seqlen_q=6, max_seqlen_kv=6)
+        self.assertEqual(used_backend(), "fused")
+        wanted = torch.stack([part.masked_fill((j > i)[:n, :n], -math.inf).amax((1, 2)) for part, n in ((scores[0, :, :6, :6], 6), (scores[1, :, :3, :3], 3))])
+        self.near(largest, wanted.amax(0))
 
     def test_a_top_left_window_without_a_causal_mask(self):
         """te-fl's op counts it from the other corner; where the corners are one it serves it, and else the package computes."""
@@ -413,7 +431,9 @@ class Enquiry(Case):
                 (1, "^$", dict(qkv_layout=layouts.NVTE_THD_SBHD_SBHD)), (1, "^$", dict(qkv_layout=layouts.NVTE_BHSD_BHSD_BHSD)),
                 (1, "^$", dict(qkv_layout=layouts.NVTE_Paged_KV_THD_BSHD_BSHD)),
                 (-1, "NVTE_QKV_Layout, and set", dict(qkv_layout=layouts.NVTE_QKV_Layout_NOT_SET)),
-                (-1, "max_logit", dict(return_max_logit=True)), (-1, "groups divide the heads", dict(num_gqa_groups=3)),
+                (1, "^$", dict(return_max_logit=True)), (-1, "max_logit in FP8", dict(fp8, return_max_logit=True)),
+                (1, "^$", dict(attn_mask_type=masks.NVTE_CAUSAL_MASK, window_size_left=2, max_seqlen_kv=9)),
+                (-1, "groups divide the heads", dict(num_gqa_groups=3)),
                 (-1, "before the scale", dict(bias_type=biases.NVTE_PRE_SCALE_BIAS)),
                 (-1, "a bias with layout thd", dict(bias_type=biases.NVTE_POST_SCALE_BIAS, qkv_layout=layouts.NVTE_THD_THD_THD)),
                 (-1, "without a causal mask", dict(bias_type=biases.NVTE_ALIBI)),
@@ -448,7 +468,7 @@ class Enquiry(Case):
         call(Error, "q has shape", q=q[0])
         call(InvalidArgument, "give page_table_k", layout="paged_kv_bshd_bshd_bshd")
         call(InvalidArgument, "in no pages", page_table_k=seen([1]), page_table_v=seen([1]))
-        call(Unsupported, "return_max_logit", return_max_logit=True)
+        call(Unsupported, "return_max_logit with ALiBi", return_max_logit=True, attn_bias_type="alibi", mask="causal")
         call(InvalidArgument, "without softmax_offset", softmax_type="learnable")
         call(Error, "cu_seqlens_q has shape", mask="padding", k=k[:1], v=k[:1], q=q[:1])
         call(Error, "bias has shape", attn_bias=torch.zeros(1, 4, 8, 9).bfloat16(), attn_bias_type="post_scale_bias")

@@ -137,6 +137,7 @@ class Enquiries(unittest.TestCase):
         self.assertNotEqual(ask(*shared, masks.NVTE_NO_MASK, *sizes, -1, -1, *flags), none)
         self.assertEqual(ask(*shared, masks.NVTE_NO_MASK, *sizes, 4, 4, *flags), none)
         self.assertNotEqual(ask(*shared, masks.NVTE_CAUSAL_MASK, *sizes, 4, 0, *flags), none)
+        self.assertEqual(ask(*shared, masks.NVTE_CAUSAL_MASK, *sizes, -1, -1, True, False, False), none)
         self.assertEqual(ask(*shared[:2], tex.DType.kFloat16, *shared[3:], masks.NVTE_NO_MASK, *sizes, -1, -1, *flags), none)
 
     def test_amax_that_is_there(self):

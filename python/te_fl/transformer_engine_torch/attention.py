@@ -11,11 +11,12 @@ from te_fl import ops
 from te_fl.policy import policy
 from te_fl.errors import Error, InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch import schemes
+from te_fl.transformer_engine_torch.attention_logits import max_logits
 from te_fl.transformer_engine_torch.attention_problem import (FORMATS, LAYOUTS, LENGTH_DIMS, Layout, Problem, alibi_slopes, operands, packed,
                                                               problem, seen_as, shape_as)
 from te_fl.transformer_engine_torch.dropout import draw
 from te_fl.transformer_engine_torch.dtypes import FP8, fp8_dtype, torch_dtype
-from te_fl.transformer_engine_torch.enums import NVTE_Fused_Attn_Backend, NVTEScalingMode
+from te_fl.transformer_engine_torch.enums import NVTE_Fused_Attn_Backend, NVTE_Mask_Type, NVTEScalingMode
 from te_fl.tensors import Quantized
 
 __all__ = ["fused_attn_bwd", "fused_attn_fwd", "get_fused_attn_backend"]
@@ -24,9 +25,10 @@ __all__ = ["fused_attn_bwd", "fused_attn_fwd", "get_fused_attn_backend"]
 _CODES = frozenset(FP8.values())
 
 
-def _refuse_max_logit(asked: bool) -> None:
-    if asked:
-        raise Unsupported("attention: return_max_logit; te-fl's op has no largest score. The package's unfused attention has")
+def _check_max_logit(asked: bool, alibi: bool, dtype: torch.dtype) -> None:
+    if asked and (alibi or dtype in _CODES):
+        raise Unsupported(f"attention: return_max_logit {'with ALiBi' if alibi else 'in FP8'}; te-fl has the largest score of plain queries and keys, and "
+                          "of a bias")
 
 
 # -- Which backend -------------------------------------------------------------------------------------------------------------------------
@@ -58,11 +60,18 @@ def _check_heads(p: Any) -> None:
                               "groups divide the heads")
 
 
+def _own_diagonal(p: Any) -> bool:
+    """True for the bottom-right one. The package's calls count a causal mask's window from the mask's own diagonal, whatever their enquiry says."""
+    masks, mask = NVTE_Mask_Type, int(p.attn_mask_type)
+    bottom_right = mask in (masks.NVTE_CAUSAL_BOTTOM_RIGHT_MASK, masks.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
+    return bottom_right or (p.bottom_right_diagonal and mask not in (masks.NVTE_CAUSAL_MASK, masks.NVTE_PADDING_CAUSAL_MASK))
+
+
 def _enquire(p: Any) -> int:
-    known = problem(p.qkv_layout, p.bias_type, p.attn_mask_type, p.softmax_type, (p.window_size_left, p.window_size_right), p.bottom_right_diagonal,
+    known = problem(p.qkv_layout, p.bias_type, p.attn_mask_type, p.softmax_type, (p.window_size_left, p.window_size_right), _own_diagonal(p),
                     p.max_seqlen_q == p.max_seqlen_kv)
     layout, mask, dtype = known.layout, known.mask, torch_dtype(p.qkv_dtype)
-    _refuse_max_logit(p.return_max_logit)
+    _check_max_logit(p.return_max_logit, known.alibi, dtype)
     _check_heads(p)
     _check_fp8(p, dtype)
     # One group of heads and one sequence stand for all: which implementation serves a call depends on neither number.
@@ -165,10 +174,11 @@ class _Call:
         return bias.contiguous()
 
     def add_sink(self, offset: Optional[torch.Tensor]) -> None:
-        if self.known.softmax == "learnable":
-            if offset is None:
-                raise InvalidArgument("attention: softmax_type learnable without softmax_offset, float32 [1, H, 1, 1]")
-            self.arguments.update(softmax_sink=offset.reshape(-1))
+        """The package gives "off-by-one" an offset too, of zeros, whose gradient it takes."""
+        if self.known.softmax == "learnable" and offset is None:
+            raise InvalidArgument("attention: softmax_type learnable without softmax_offset, float32 [1, H, 1, 1]")
+        if self.known.softmax != "vanilla" and offset is not None:
+            self.arguments.update(softmax_type="learnable", softmax_sink=offset.reshape(-1))
 
     def lse_shape(self) -> Tuple[int, ...]:
         shape = self.q.shape
@@ -208,15 +218,17 @@ def fused_attn_fwd(max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, att
                    page_table_k: Optional[torch.Tensor], page_table_v: Optional[torch.Tensor], s_quantizer: Any, o_quantizer: Any,
                    Bias: Optional[torch.Tensor], SoftmaxOffset: Optional[torch.Tensor], rng_gen: Optional[torch.Generator],
                    rng_elts_per_thread: int, return_max_logit: bool, cuda_graph: bool) -> List[Any]:
-    """[O, log-sum-exp, seed and offset of dropout, the bias if there is one, the softmax's offset if there is one].
+    """[O, log-sum-exp, the largest scores if they are asked for, seed and offset of dropout, the bias if there is one, the softmax's offset if there is
+    one].
 
-    The log-sum-exp is float32 [B, H, Sq, 1], with thd [T, H, 1]. set_zero, rng_elts_per_thread and cuda_graph speak of the extension's kernels:
+    The log-sum-exp is float32 [B, H, Sq, 1], with thd [T, H, 1]; the largest scores always [B, H, Sq, 1]. set_zero, rng_elts_per_thread and cuda_graph
+    speak of the extension's kernels:
     te-fl writes zeros for padding always, takes two random numbers for a call, and the same ops are captured as run.
     """
-    _refuse_max_logit(return_max_logit)
     q, k, v = _values(Q), _values(K), _values(V)
     known = problem(qkv_layout, bias_type, attn_mask_type, softmax_type, _window(window_size), bottom_right_diagonal, _is_square(qkv_layout, q, k))
     layout = known.layout
+    _check_max_logit(return_max_logit, known.alibi, q.dtype)
     if layout.paged:
         k, v = (_of_pages(x, table, cu_seqlens_kv.shape[0] - 1, layout) for x, table in ((k, page_table_k), (v, page_table_v)))
     elif page_table_k is not None or page_table_v is not None:
@@ -234,10 +246,10 @@ def fused_attn_fwd(max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, att
         o, scale_inv = _result(o_quantizer, codes, fake_dtype)
         target = Quantized(seen_as(codes, form, layout.op), scale_inv=scale_inv, scale=o_quantizer.scale, amax=o_quantizer.amax)
     lse = torch.empty(call.lse_shape(), dtype=torch.float32, device=call.q.device)
-    random = _random_state(p_dropout, call.q.device, rng_gen)
-    ops.fused_attn_fwd(q=_operand(call.q, Q), k=_operand(call.k, K), v=_operand(call.v, V), o=target, softmax_lse=lse, bias=call.bias(Bias),
+    random, bias = _random_state(p_dropout, call.q.device, rng_gen), call.bias(Bias)
+    ops.fused_attn_fwd(q=_operand(call.q, Q), k=_operand(call.k, K), v=_operand(call.v, V), o=target, softmax_lse=lse, bias=bias,
                        s_quant=_inner_scale(s_quantizer, call.q, "s_quantizer"), seed=random if p_dropout > 0 else 0, **call.arguments)
-    auxiliary = [lse.unsqueeze(-1), random]
+    auxiliary = [lse.unsqueeze(-1), *([max_logits(call.q, call.k, bias, **call.arguments)] if return_max_logit else []), random]
     if known.bias and Bias is not None:
         auxiliary.append(Bias)
     if known.softmax != "vanilla" and SoftmaxOffset is not None:
@@ -289,7 +301,7 @@ def fused_attn_bwd(max_seqlen_q: int, max_seqlen_kv: int, attn_scale: float, p_d
     if bias is not None:
         dbias = torch.empty(bias.shape, dtype=bias.dtype, device=bias.device)
     heads = call.q.shape[-2]
-    dsink = torch.empty(heads, dtype=torch.float32, device=call.q.device) if known.softmax == "learnable" else None
+    dsink = torch.empty(heads, dtype=torch.float32, device=call.q.device) if call.arguments["softmax_type"] == "learnable" else None
     results, targets = _gradients(layout, gradient_layout, (q.shape, k.shape, v.shape), dqkv_quantizer, fake_dtype,
                                   call.q.device)
     o, d_o = (_operand(seen_as(_values(t), FORMATS[int(form)], layout.op), t) for t, form in ((O, o_format), (dO, do_format)))
@@ -300,6 +312,6 @@ def fused_attn_bwd(max_seqlen_q: int, max_seqlen_kv: int, attn_scale: float, p_d
                            seed=random if p_dropout > 0 else 0, **call.arguments)
     if dbias is not None and dbias.shape != given_bias.shape:
         dbias = dbias.sum(2, keepdim=True)
-    if known.softmax == "off_by_one":
+    if call.arguments["softmax_type"] == "off_by_one":
         dsink = torch.zeros(heads, dtype=torch.float32, device=call.q.device)
     return [*results, dbias, None if dsink is None else dsink.view(1, -1, 1, 1)]

@@ -14,7 +14,7 @@ from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import torch
 
-from te_fl.errors import InvalidArgument
+from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch import attention, context_parallel, experts, grouped, grouped_gemm, schemes
 from te_fl.transformer_engine_torch.attention_problem import LAYOUTS
 from te_fl.transformer_engine_torch.dtypes import FP8, torch_dtype
@@ -36,9 +36,12 @@ def get_fused_attn_backend(is_training: bool, q_dtype: Any, kv_dtype: Any, qkv_l
                            p_dropout: float, num_attn_heads: int, num_gqa_groups: int, max_seqlen_q: int, max_seqlen_kv: int, head_dim_qk: int,
                            head_dim_v: int, window_size_left: int, window_size_right: int, return_max_logit: bool, cuda_graph: bool,
                            deterministic: bool) -> NVTE_Fused_Attn_Backend:
-    """The backend alone. The call does not say from which corner a window is counted: both have to be served unless the mask says it."""
+    """The backend alone. The call does not say from which corner a window is counted: both have to be served unless the mask says it.
+
+    The largest scores are the package's own unfused way, for versions read them in other places of the results.
+    """
     none = NVTE_Fused_Attn_Backend.NVTE_No_Backend
-    if int(q_dtype) != int(kv_dtype) or (int(q_dtype) in FP8 and not _recipe_is_delayed()):
+    if return_max_logit or int(q_dtype) != int(kv_dtype) or (int(q_dtype) in FP8 and not _recipe_is_delayed()):
         return none
     mask = NVTE_Mask_Type(int(attn_mask_type)).name
     corners = (mask.endswith("BOTTOM_RIGHT_MASK"),) if "CAUSAL" in mask else (True, False)
@@ -48,7 +51,7 @@ def get_fused_attn_backend(is_training: bool, q_dtype: Any, kv_dtype: Any, qkv_l
             bias_type=bias_type, attn_mask_type=attn_mask_type, softmax_type=softmax_type, dropout=p_dropout, num_attn_heads=num_attn_heads,
             num_gqa_groups=num_gqa_groups, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, head_dim_qk=head_dim_qk, head_dim_v=head_dim_v,
             window_size_left=window_size_left, window_size_right=window_size_right, bottom_right_diagonal=bottom_right,
-            return_max_logit=return_max_logit, scaling_mode=NVTEScalingMode.NVTE_DELAYED_TENSOR_SCALING)
+            return_max_logit=False, scaling_mode=NVTEScalingMode.NVTE_DELAYED_TENSOR_SCALING)
         backend, _ = attention.get_fused_attn_backend(params)
         if backend is none:
             break
@@ -71,6 +74,8 @@ def fused_attn_fwd(max_seqlen_q: int, max_seqlen_kv: int, is_training: bool, att
                    Bias: Optional[torch.Tensor], SoftmaxOffset: Optional[torch.Tensor], rng_gen: Optional[torch.Generator],
                    rng_elts_per_thread: int, return_max_logit: bool, cuda_graph: bool) -> List[Any]:
     """Until 2.14. FP8 gives two statistics of the softmax, of which te-fl's are the first."""
+    if return_max_logit:
+        raise Unsupported("fused_attn_fwd: return_max_logit before 2.15; the package's unfused attention has it")
     result = attention.fused_attn_fwd(
         max_seqlen_q, max_seqlen_kv, is_training, attn_scale, p_dropout, set_zero, qkv_layout, *_formats(qkv_layout), bias_type, attn_mask_type,
         softmax_type, window_size, bottom_right_diagonal, cu_seqlens_q, cu_seqlens_kv, Q, K, V, fake_dtype, cu_seqlens_q_padded, cu_seqlens_kv_padded,

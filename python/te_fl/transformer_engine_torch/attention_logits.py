@@ -1,0 +1,66 @@
+"""The largest score of each query, for the package's return_max_logit: te-fl's op keeps the log-sum-exp only."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Optional
+
+import torch
+
+__all__ = ["max_logits"]
+
+_MOST_SCORES = 1 << 25  # in memory at a time
+
+
+def _sequences(tensor: torch.Tensor, layout: str, starts: Optional[torch.Tensor], length: int) -> torch.Tensor:
+    """[B, S, H, D]; under thd every sequence has the longest one's rows, of which the last are others'."""
+    if layout != "thd":
+        return tensor.transpose(0, 1) if layout == "sbhd" else tensor
+    rows = starts[:-1, None].long() + torch.arange(length, device=tensor.device)
+    return tensor[rows.clamp_(max=tensor.shape[0] - 1)]
+
+
+def _lengths(starts: Optional[torch.Tensor], batch: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.full((batch,), length, device=device) if starts is None else starts.diff().long()
+
+
+def _hidden(queries: torch.Tensor, keys: torch.Tensor, rows: int, columns: int, mask_type: str, left: int, right: int) -> torch.Tensor:
+    """True for each score [rows, columns] that a sequence of so many queries and keys does not see."""
+    i, j = torch.arange(rows, device=queries.device)[:, None], torch.arange(columns, device=queries.device)[None]
+    top_left = "causal" in mask_type and not mask_type.endswith("bottom_right")
+    distance = j - i if top_left else j - i - (keys - queries)
+    hidden = (i >= queries) | (j >= keys)
+    if "causal" in mask_type:
+        hidden |= distance > 0
+    if left >= 0:
+        hidden |= distance < -left
+    if right >= 0:
+        hidden |= distance > right
+    return hidden
+
+
+@torch.no_grad()
+def max_logits(q: torch.Tensor, k: torch.Tensor, bias: Optional[torch.Tensor], *, layout: str, mask_type: str, scale: float, window_left: int,
+               window_right: int, cu_seqlens_q: Optional[torch.Tensor] = None, cu_seqlens_kv: Optional[torch.Tensor] = None, max_seqlen_q: int = 0,
+               max_seqlen_kv: int = 0, cu_seqlens_q_padded: Optional[torch.Tensor] = None, cu_seqlens_kv_padded: Optional[torch.Tensor] = None,
+               **_: Any) -> torch.Tensor:
+    """float32 [B, H, Sq, 1] of the arguments of fused_attn_fwd; -inf for a query that sees nothing. No sink counts."""
+    q = _sequences(q, layout, cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded, max_seqlen_q)
+    k = _sequences(k, layout, cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded, max_seqlen_kv)
+    (batch, rows, heads, _), (columns, groups) = q.shape, k.shape[1:3]
+    of_q, of_k = _lengths(cu_seqlens_q, batch, rows, q.device), _lengths(cu_seqlens_kv, batch, columns, q.device)
+    result = torch.full((batch, groups, heads // groups, rows), -math.inf, device=q.device)
+    if not q.numel() or not k.numel():
+        return result.view(batch, heads, rows, 1)
+    step = max(1, _MOST_SCORES // (rows * columns * (heads // groups)))
+    for b in range(batch):
+        hidden = _hidden(of_q[b], of_k[b], rows, columns, mask_type, window_left, window_right)
+        of_heads = None if bias is None else bias[b if bias.shape[0] > 1 else 0].float()
+        for g in range(0, groups, step):
+            part = slice(g, g + step)
+            left = q[b].view(rows, groups, heads // groups, -1)[:, part].permute(1, 2, 0, 3)
+            scores = left.float() @ k[b, :, part].permute(1, 2, 0).unsqueeze(1).float() * scale
+            if of_heads is not None:
+                scores += of_heads.view(groups, heads // groups, rows, columns)[part] if of_heads.shape[0] > 1 else of_heads
+            result[b, part] = scores.masked_fill_(hidden, -math.inf).amax(-1)
+    return result.view(batch, heads, rows, 1)
