@@ -18,14 +18,20 @@ from te_fl.errors import Internal
 
 MOST_RANKS = 32
 _FLAGS = 4096  # bytes at the beginning of a rank's memory: a word for each meeting and rank
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+
+
+class _WordStep(ctypes.Structure):
+    """CUstreamBatchMemOpParams: a word that a stream writes, or waits for."""
+    _fields_ = [("operation", ctypes.c_uint32), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64), ("flags", ctypes.c_uint32),
+                ("alias", ctypes.c_uint64), ("rest", ctypes.c_uint64)]
 
 
 @functools.lru_cache(maxsize=None)
 def _driver() -> Any:
     driver = ctypes.CDLL("libcuda.so.1")
-    for name, types in (("cuStreamWriteValue32_v2", (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)),
-                        ("cuStreamWaitValue32_v2", (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)),
+    for name, types in (("cuStreamBatchMemOp_v2", (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(_WordStep), ctypes.c_uint)),
                         ("cuMemcpyDtoDAsync_v2", (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p))):
         function = getattr(driver, name)
         function.argtypes, function.restype = types, ctypes.c_int
@@ -58,6 +64,7 @@ class PeerMemory:
         self._followed = torch.cuda.Event()
         self.others = [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
         self._pointers = [int(p) for p in self._handle.buffer_ptrs]
+        self._meetings = [self._steps_of(0), self._steps_of(1)]
         self.begun: Optional[Any] = None  # the last collective, until it is waited for
         self.broken = False  # one was given up before its end: ranks do not know what lies there
         self._free: Optional[torch.cuda.Event] = None  # of the last one that ended outside of a capture
@@ -101,14 +108,16 @@ class PeerMemory:
     def meet(self, meeting: int) -> None:
         """The memory's stream goes on once all ranks' have come here. Meetings 1 and 0 take turns, so a word is read and cleared before it can be
         written again."""
-        driver = _driver()
-        for other in self.others:
-            word = self._pointers[other] + 4 * (meeting * MOST_RANKS + self.rank)
-            _done("cuStreamWriteValue32", driver.cuStreamWriteValue32_v2(self.stream, word, 1, 0))
+        steps = self._meetings[meeting]
+        _done("cuStreamBatchMemOp", _driver().cuStreamBatchMemOp_v2(self.stream, len(steps), steps, 0))
+
+    def _steps_of(self, meeting: int) -> Any:
+        """Tells each other rank, and takes each one's word."""
+        steps = [_WordStep(_WRITE, self._pointers[other] + 4 * (meeting * MOST_RANKS + self.rank), 1, 0) for other in self.others]
         for other in self.others:
             word = self._pointers[self.rank] + 4 * (meeting * MOST_RANKS + other)
-            _done("cuStreamWaitValue32", driver.cuStreamWaitValue32_v2(self.stream, word, 1, _EQUAL))
-            _done("cuStreamWriteValue32", driver.cuStreamWriteValue32_v2(self.stream, word, 0, 0))
+            steps += [_WordStep(_WAIT, word, 1, _EQUAL), _WordStep(_WRITE, word, 0, 0)]
+        return (_WordStep * len(steps))(*steps)
 
 
 class Gather:
