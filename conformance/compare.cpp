@@ -238,8 +238,8 @@ std::string check_block_scale(const Expectation& e, const CopyLayout& at, const 
   const double got = load(at.scale_dtype, scales.data(), where);
   if (at.scaling == TE_FL_SCALING_MXFP8) {
     const uint8_t code = scales.data()[where];
-    const uint8_t low = e8m0_from_amax(amax.low, fp8_max),
-                  high = e8m0_from_amax(amax.high, fp8_max);
+    const uint8_t low = e8m0_from_amax(std::max(amax.low, t.spec.epsilon), fp8_max),
+                  high = e8m0_from_amax(std::max(amax.high, t.spec.epsilon), fp8_max);
     if (code < low || code > high) return scale_out_of_range(t, at, where, code, low, high);
     factor.low = factor.high = static_cast<float>(std::ldexp(1.0, 127 - code));
     return {};

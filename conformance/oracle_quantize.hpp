@@ -147,7 +147,7 @@ inline void quantise_copy(const std::vector<double>& x, const CopyLayout& at, co
           block_amax = amax_with(block_amax, x[i * at.k + j]);
       const int64_t where = at.scale_index(bm, bk);
       if (at.scaling == TE_FL_SCALING_MXFP8) {
-        const uint8_t code = e8m0_from_amax(block_amax, fp8_max);
+        const uint8_t code = e8m0_from_amax(std::max(block_amax, spec.epsilon), fp8_max);
         scale_inv[where] = code;
         factor = static_cast<float>(std::ldexp(1.0, 127 - code));
       } else if (at.scaling == TE_FL_SCALING_NVFP4) {

@@ -15,8 +15,32 @@ namespace {
 
 constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 
-enum class Data { kGaussian, kSpecial, kTiny, kHuge, kZeros };
-const char* const kDataNames[] = {"", "/special", "/tiny", "/huge", "/zeros"};
+enum class Data { kGaussian, kSpecial, kTiny, kHuge, kZeros, kBlocks };
+const char* const kDataNames[] = {"", "/special", "/tiny", "/huge", "/zeros", "/blocks"};
+
+// Element i of a [.., 256] matrix whose strips of 32 columns are each of one kind: blocks of zeros,
+// NaN, infinities and subnormal numbers alone, and amaxes beside those at which E8M0 scales change.
+double block_value(double g, int64_t i) {
+  const double beside = 1 + static_cast<double>(i / 256 % 3) * 0x1p-22 / 3.5;
+  switch (i / 32 % 8) {
+    case 1:
+      return 0;
+    case 2:
+      return nan_value();
+    case 3:
+      return i % 2 == 0 ? infinity() : -infinity();
+    case 4:
+      return g * 1e-40;
+    case 5:
+      return 448 * 0x1p-127 * beside;
+    case 6:
+      return 57344 * 0x1p-127 * beside;
+    case 7:
+      return 448 * beside;
+    default:
+      return g * 1e38;
+  }
+}
 
 // Gaussian; or with NaN, infinities, zeros and rounding ties; amaxes that make a scale overflow;
 // large values; zeros.
@@ -38,6 +62,8 @@ Fill data_fill(Data data) {
         return g * 1e37;
       case Data::kZeros:
         return i % 2 == 0 ? 0.0 : -0.0;
+      case Data::kBlocks:
+        return block_value(g, i);
       default:
         return g;
     }
@@ -51,8 +77,14 @@ void expect_quantised(Problem& p, Tensor* y, std::vector<double> x, int input_dt
     p.expect_exact(y, std::move(x), input_dtype);
 }
 
-void quantize(Problem& p, int in, const Spec& spec, const Dims& shape, Data data, double noop) {
-  Tensor* x = p.in("input", in, shape, data_fill(data));
+// `shift`: the elements that lie before the input in its memory.
+void quantize(Problem& p, int in, const Spec& spec, const Dims& shape, Data data, double noop,
+              int64_t shift = 0) {
+  int64_t elements = shift;
+  for (int64_t rest = 1; const int64_t e : shape) elements = shift + (rest *= e);
+  Tensor* x = shift == 0 ? p.in("input", in, shape, data_fill(data))
+                         : p.strided("input", Role::kIn, in, shape, {}, data_fill(data), nullptr,
+                                     shift, elements);
   Tensor* y = p.out("output", spec, shape);
   if (noop >= 0) p.in("noop_flag", TE_FL_F32, {1}, constant(noop));
   p.oracle([&p, in, noop, x, y] {
@@ -78,6 +110,24 @@ void dequantize_codes(Problem& p, int dtype) {
   p.oracle([&p, x, y] { p.expect(y, dequantised(*x)); });
 }
 
+// Every E8M0 scale, that of NaN included, in each copy of MXFP8.
+void dequantize_scales(Problem& p, bool columnwise) {
+  const Dims shape = columnwise ? Dims{32, 256} : Dims{256, 32};
+  Tensor* x =
+      p.quantised_in("input", {TE_FL_F8E4M3, TE_FL_SCALING_MXFP8, !columnwise, columnwise}, shape);
+  Buffer& codes = columnwise ? *x->col_data : *x->data;
+  Buffer& scales = columnwise ? *x->col_scale_inv : *x->scale_inv;
+  static constexpr uint8_t kCodes[] = {0x38, 0xB8, 0x30};  // 1, -1, 0.5
+  for (int64_t i = 0; i < x->numel(); ++i) codes.data()[i] = kCodes[i % 3];
+  const CopyLayout at(TE_FL_SCALING_MXFP8, columnwise, shape[0], shape[1]);
+  for (int i = 0; i < 256; ++i)
+    scales.data()[columnwise ? at.scale_index(0, i) : at.scale_index(i, 0)] =
+        static_cast<uint8_t>(i);
+  codes.freeze(), scales.freeze();
+  Tensor* y = p.out("output", TE_FL_F32, shape);
+  p.oracle([&p, x, y] { p.expect(y, dequantised(*x)); });
+}
+
 void bgrad(Problem& p, int in, const Spec& spec, int out, const Dims& shape) {
   Tensor* x = p.in("input", in, shape);
   Tensor* y = p.out("output", spec, shape);
@@ -91,6 +141,16 @@ void bgrad(Problem& p, int in, const Spec& spec, int out, const Dims& shape) {
     expect_quantised(p, y, x->values(), in);
     p.expect(bias, sum, size).widen = 4;
   });
+}
+
+// MXFP8 beside what all families take of it: the other codes, and a lower bound of amaxes.
+std::vector<Spec> mxfp8_specs() {
+  constexpr int kMxfp8 = TE_FL_SCALING_MXFP8;
+  return {{TE_FL_F8E4M3, kMxfp8, true, false},
+          {TE_FL_F8E4M3, kMxfp8, false, true},
+          {TE_FL_F8E4M3, kMxfp8, true, true},
+          {TE_FL_F8E5M2, kMxfp8, true, true},
+          {TE_FL_F8E4M3, kMxfp8, true, true, 0, 3.0f}};
 }
 
 std::string spec_case(int in, const Dims& shape, const Spec& spec) {
@@ -125,6 +185,22 @@ void add_quantize(Table& table) {
     one(TE_FL_F32, spec, {9, 40}, Data::kGaussian, 0);
     one(TE_FL_F32, spec, {9, 40}, Data::kGaussian, 1);
   }
+  for (const Spec& spec : mxfp8_specs()) {
+    // Rows of more than one tile, and tiles of padding alone.
+    for (const int in : kHigh) {
+      one(in, spec, {40, 1096});
+      one(in, spec, {33, 520});
+      one(in, spec, {96, 256}, Data::kBlocks);
+    }
+    one(TE_FL_F32, spec, {97, 516});
+    one(TE_FL_BF16, spec, {50, 259}, Data::kSpecial);
+    one(TE_FL_F32, spec, {96, 256}, Data::kBlocks, 1);
+    for (const int in : kHigh)
+      add(table, "quantize", "quantize", spec_case(in, {34, 136}, spec) + "/shifted",
+          [=](Problem& p) {
+            quantize(p, in, spec, {34, 136}, Data::kGaussian, -1, 1);
+          });
+  }
   one(TE_FL_F32, quantised_specs()[0], {}, Data::kGaussian);
   for (size_t i : {3u, 12u, 17u})
     one(TE_FL_BF16, quantised_specs()[i], {520, 1000}, Data::kGaussian, -1, true);
@@ -147,6 +223,10 @@ void add_dequantize(Table& table) {
   for (int d : {TE_FL_F8E4M3, TE_FL_F8E5M2})
     add(table, "quantize", "dequantize", std::string("all_codes/") + name_of(d),
         [d](Problem& p) { dequantize_codes(p, d); });
+  for (const bool columnwise : {false, true})
+    add(table, "quantize", "dequantize",
+        std::string("all_scales/mxfp8") + (columnwise ? ".col/f32" : ".row/f32"),
+        [=](Problem& p) { dequantize_scales(p, columnwise); });
 }
 
 void add_bgrad(Table& table) {
@@ -160,7 +240,7 @@ void add_bgrad(Table& table) {
           bgrad(p, TE_FL_BF16, spec, TE_FL_BF16, {144, 200});
         });
   }
-  for (size_t s : {5u, 7u, 14u})  // more rows than one round of partial sums covers
+  for (size_t s : {5u, 7u, 14u, 21u})  // more rows than one round of partial sums covers
     add(
         table, "quantize", "bgrad_quantize",
         spec_case(TE_FL_BF16, {16640, 8}, quantised_specs()[s]),
@@ -168,7 +248,7 @@ void add_bgrad(Table& table) {
           bgrad(p, TE_FL_BF16, quantised_specs()[s], TE_FL_F32, {16640, 8});
         },
         true);
-  for (size_t s : {5u, 7u, 14u})  // few rows: the first sums are all there is
+  for (size_t s : {5u, 7u, 14u, 21u})  // few rows: the first sums are all there is
     for (int out : kHigh)
       add(table, "quantize", "bgrad_quantize",
           spec_case(TE_FL_BF16, {128, 200}, quantised_specs()[s]) + "/bias=" + name_of(out),
@@ -188,13 +268,15 @@ void add_bgrad(Table& table) {
         [=](Problem& p) { bgrad(p, TE_FL_F32, spec, TE_FL_F32, shape); }, shape[0] == 300);
 }
 
-void multi_quantize(Problem& p, int count, const Spec& spec, double noop, bool even = false) {
+// Tensor i is of the form i mod their number.
+void multi_quantize(Problem& p, int count, const std::vector<Spec>& specs, double noop,
+                    bool even = false) {
   std::vector<Tensor*> xs, ys;
   for (int i = 0; i < count; ++i) {
     const std::string n = "[" + std::to_string(i) + "]";
     const Dims shape = even ? Dims{i % 5 * 48, i % 7 * 40 + 8} : Dims{i % 5 * 13, i % 3 * 20 + 2};
     xs.push_back(p.unnamed(p.in("inputs" + n, kHigh[i % 3], shape)));
-    Spec s = spec;
+    Spec s = specs[static_cast<size_t>(i) % specs.size()];
     s.scale = static_cast<float>(i + 1);
     ys.push_back(p.unnamed(p.out("outputs" + n, s, shape)));
   }
@@ -301,16 +383,24 @@ void add_small_ops(Table& table) {
       const Spec spec = quantised_specs()[s];
       add(table, "quantize", "multi_tensor_quantize",
           std::to_string(count) + "_tensors/out=" + spec.name(),
-          [=](Problem& p) { multi_quantize(p, count, spec, -1); });
+          [=](Problem& p) { multi_quantize(p, count, {spec}, -1); });
     }
-  for (size_t s : {3u, 7u, 12u, 18u})
+  for (size_t s : {3u, 7u, 12u, 18u, 21u})
     add(table, "quantize", "multi_tensor_quantize",
         "40_even_tensors/out=" + quantised_specs()[s].name(),
-        [=](Problem& p) { multi_quantize(p, 40, quantised_specs()[s], -1, true); });
+        [=](Problem& p) { multi_quantize(p, 40, {quantised_specs()[s]}, -1, true); });
+  for (const bool even : {false, true})
+    add(table, "quantize", "multi_tensor_quantize",
+        std::string("40_") + (even ? "even_" : "") + "tensors/out=mxfp8_and_others",
+        [=](Problem& p) {
+          std::vector<Spec> specs = mxfp8_specs();
+          for (const size_t s : {0u, 7u, 12u, 18u}) specs.push_back(quantised_specs()[s]);
+          multi_quantize(p, 40, specs, -1, even);
+        });
   for (double noop : {0.0, 1.0})
     add(table, "quantize", "multi_tensor_quantize",
         noop > 0 ? "3_tensors/noop=1" : "3_tensors/noop=0",
-        [=](Problem& p) { multi_quantize(p, 3, quantised_specs()[7], noop); });
+        [=](Problem& p) { multi_quantize(p, 3, {quantised_specs()[7]}, noop); });
   for (size_t s = 0; s < quantised_specs().size(); ++s) {
     const Spec spec = quantised_specs()[s];
     add(table, "quantize", "split_quantize",
@@ -322,6 +412,11 @@ void add_small_ops(Table& table) {
           split(p, TE_FL_F32, spec, {16, 0, 144, 32}, 136);
         });
   }
+  for (const Spec& spec : mxfp8_specs())
+    add(table, "quantize", "split_quantize", "bf16/32,0,100,1x520/out=" + spec.name(),
+        [=](Problem& p) {
+          split(p, TE_FL_BF16, spec, {32, 0, 100, 1}, 520);
+        });
   const Spec spec = quantised_specs()[7];
   add(table, "quantize", "split_quantize", "f32/none",
       [=](Problem& p) { split(p, TE_FL_F32, spec, {}, 16); });

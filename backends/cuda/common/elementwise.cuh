@@ -8,6 +8,7 @@
 #include "common/store.cuh"
 #include "common/store_choice.hpp"
 #include "common/tile_block128.cuh"
+#include "common/tile_mxfp8.cuh"
 
 namespace te_fl::cuda {
 
@@ -60,9 +61,13 @@ struct Anywhere {
 // since each has two kernels more for that.
 template <class Math>
 concept SelfScaled = Math::kSelfScaled;
+// A Math, of one result, that mxfp8_kernel takes; the others' MXFP8 is quantise_kernel's.
+template <class Math>
+concept WritesMxfp8 = Math::kWritesMxfp8;
 
 static_assert(store_choice::kTileRows == kTileRows && store_choice::kTileCols == kTileCols &&
-              store_choice::kBlockTile == kBlockTile);
+              store_choice::kBlockTile == kBlockTile && store_choice::kMxfp8Rows == kMxfp8Rows &&
+              store_choice::kMxfp8Cols == kMxfp8Cols);
 
 // The kernels of a call into `out`; `bias` and `measured` as in store_elementwise().
 template <class Math>
@@ -77,7 +82,8 @@ StoreChoice choose_store(const Elementwise<Math>& op, const te_fl_tensor& out,
   }
   // With the others measure_kernel would have to read halves of rows.
   constexpr bool kMeasures = Math::kSources == 1 || Bounded<Math>;
-  return choose_store({sources, &out, Math::kOutputs, bias, kMeasures, measured, SelfScaled<Math>});
+  return choose_store({sources, &out, Math::kOutputs, bias, kMeasures, measured, SelfScaled<Math>,
+                       WritesMxfp8<Math>});
 }
 
 template <class Math>
@@ -93,16 +99,27 @@ TileSources<Math::kSources> tile_sources(const Elementwise<Math>& op) {
 }
 
 // The tiles of a [rows, cols] matrix. Sums keep at most column_parts() steps.
-inline TileGrid tile_grid(int64_t rows, int64_t cols, int64_t tile_cols, bool sums) {
+inline TileGrid tile_grid(int64_t rows, int64_t cols, int64_t row_tiles, int64_t tile_cols,
+                          bool sums) {
   TileGrid g{};
   g.rows = rows;
   g.cols = cols;
-  const int64_t row_tiles = ceil_div(rows, kTileRows);
   const int64_t each = sums ? ceil_div(row_tiles, column_parts(rows)) : 1;
   g.each = static_cast<int>(each);
   g.row_steps = static_cast<unsigned>(ceil_div(row_tiles, each));
   g.col_tiles = static_cast<unsigned>(ceil_div(cols, tile_cols));
   return g;
+}
+inline TileGrid tile_grid(int64_t rows, int64_t cols, int64_t tile_cols, bool sums) {
+  return tile_grid(rows, cols, ceil_div(rows, kTileRows), tile_cols, sums);
+}
+inline TileGrid mxfp8_grid(int64_t rows, int64_t cols, bool sums) {
+  return tile_grid(rows, cols, mxfp8_padded_rows(rows) / kMxfp8Rows, kMxfp8Cols, sums);
+}
+// The tiles of the kernel that writes codes of this scaling, from a Math of one result.
+inline TileGrid codes_grid(uint32_t scaling, int64_t rows, int64_t cols, bool sums) {
+  if (scaling == TE_FL_SCALING_MXFP8) return mxfp8_grid(rows, cols, sums);
+  return tile_grid(rows, cols, scaling == TE_FL_SCALING_TENSOR ? kTileCols : kBlockTile, sums);
 }
 
 // *found = the amax of the results, by measure_kernel or tensor_kernel. Leaves `q` as it was.
@@ -144,6 +161,16 @@ void launch_quantise(const te_fl_context& ctx, const Elementwise<Math>& op, Quan
         <<<g.row_steps * g.col_tiles * Math::kOutputs, kBlockThreads, 0, stream>>>(
             in, g, q, op.math, partials);
     return check_launch("block_kernel");
+  }
+  if constexpr (WritesMxfp8<Math>) {
+    if (choice.result == StoreKernel::kMxfp8) {
+      const TileGrid g = mxfp8_grid(q.m, cols, kSums);
+      clear_amax(ctx, q);
+      q.running_amax = q.amax;
+      mxfp8_kernel<Math, kBytes, kSums>
+          <<<g.row_steps * g.col_tiles, kThreads, 0, stream>>>(in, g, q, op.math, partials);
+      return check_launch("mxfp8_kernel");
+    }
   }
   TileGrid g = tile_grid(q.m, cols, kTileCols, kSums);
   if constexpr (SelfScaled<Math> && !kSums) {
@@ -219,9 +246,10 @@ void store_elementwise(const te_fl_context& ctx, const te_fl_tensor& out,
            : launch_quantise<Math, 2, kSums>(ctx, op, q, compute_scale, choice, sums);
   }
   if (choice.sums == StoreSums::kPartials) {
-    const int64_t tile_cols = choice.result == StoreKernel::kBlock ? kBlockTile : kTileCols;
-    const unsigned steps = tile_grid(m.rows, m.cols, tile_cols, kSums).row_steps;
-    add_partials(ctx, partials, steps, m.cols, *bias, false);
+    const TileGrid g = choice.result == StoreKernel::kMxfp8
+                           ? mxfp8_grid(m.rows, m.cols, kSums)
+                           : tile_grid(m.rows, m.cols, kTileCols, kSums);
+    add_partials(ctx, partials, g.row_steps, m.cols, *bias, false);
   }
 }
 

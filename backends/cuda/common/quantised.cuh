@@ -4,6 +4,7 @@
 #include <cfloat>
 
 #include "common/element.cuh"
+#include "common/mxfp8.hpp"
 #include "te_fl/numeric/scaling.hpp"
 
 namespace te_fl::cuda {
@@ -12,9 +13,9 @@ template <class T>
 inline constexpr float kLargest = std::is_same_v<T, e4m3> ? 448.0f : 57344.0f;
 
 struct Quantised {
-  void* rows = nullptr;     // codes [M, K]
-  void* columns = nullptr;  // codes [K, M]
-  float* scale_inv = nullptr;
+  void* rows = nullptr;        // codes [M, K]
+  void* columns = nullptr;     // codes [K, M]; MXFP8: [M, K]
+  float* scale_inv = nullptr;  // MXFP8: bytes
   float* column_scale_inv = nullptr;
   float* amax = nullptr;
   float* scale = nullptr;         // per tensor
@@ -35,6 +36,9 @@ struct Quantised {
   }
   __device__ float block_scale(float block_amax) const {
     return numeric::scale_from_amax(block_amax, largest(), epsilon, pow2, inf_scale);
+  }
+  __device__ uint32_t mxfp8_scale(float block_amax) const {
+    return mxfp8_code(__float_as_uint(fmaxf(block_amax, epsilon)), is_e5m2);
   }
   // By one thread of a launch.
   __device__ void write_tensor_scale(float value) const {
@@ -58,6 +62,18 @@ struct Quantised {
   __device__ float* column_square_block(int64_t i, int64_t j) const {
     return column_scale_inv + j * (((m + 127) / 128 + 3) / 4 * 4) + i;
   }
+  // Block j of row `row`, and block i of column `col`, of MXFP8.
+  __device__ uint8_t* mxfp8_row_block(int64_t row, int64_t j) const {
+    return reinterpret_cast<uint8_t*>(scale_inv) + row * mxfp8_row_pitch(k) + j;
+  }
+  __device__ uint8_t* mxfp8_column_block(int64_t i, int64_t col) const {
+    return reinterpret_cast<uint8_t*>(column_scale_inv) + i * mxfp8_column_pitch(k) + col;
+  }
 };
+
+// Gives the factor of a block's elements on the way to codes.
+__device__ inline float mxfp8_factor(uint32_t code) {
+  return __uint_as_float(mxfp8_factor_bits(code));
+}
 
 }  // namespace te_fl::cuda

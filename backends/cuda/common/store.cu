@@ -77,6 +77,7 @@ Quantised quantised(const te_fl_tensor& out, const float* noop, float inf_scale)
 }
 
 void clear_scales(const te_fl_context& ctx, const Quantised& q) {
+  if (q.scaling == TE_FL_SCALING_MXFP8) return clear_amax(ctx, q);
   const int64_t rows = q.scale_inv != nullptr ? scales_of(q, false) : 0;
   const int64_t columns = q.column_scale_inv != nullptr ? scales_of(q, true) : 0;
   clear_kernel<<<blocks_for(std::max(rows, columns)), kThreads, 0, stream_of(ctx)>>>(q, rows,

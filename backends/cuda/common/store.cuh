@@ -1,6 +1,6 @@
 // store_output: FP32 values that a functor computes, into an output of any float dtype or,
-// quantised per tensor or in 128 blocks, into FP8 codes, row-wise, column-wise (transposed) or
-// both.
+// quantised per tensor, in 128 blocks or as MXFP8, into FP8 codes, row-wise, column-wise (but for
+// MXFP8 transposed) or both.
 //
 // A Produce is copied to the device: `void operator()(int64_t row, int64_t col, int n, float* v)`
 // computes elements [col, col + n) of a row of the output's matrix view, n <= kGroup, and may be
@@ -18,10 +18,7 @@ inline constexpr size_t kStoreWorkspace = 256;  // bytes at the beginning of ctx
 
 // The outputs that store_output does not serve; nullptr if it serves `out`.
 inline Refusal refuse_output(const te_fl_tensor& out) noexcept {
-  const uint32_t scaling = backend::scaling(out);
-  if (scaling == TE_FL_SCALING_MXFP8 || scaling == TE_FL_SCALING_NVFP4) {
-    return "does not write MXFP8 and NVFP4";
-  }
+  if (backend::scaling(out) == TE_FL_SCALING_NVFP4) return "does not write NVFP4";
   if (!backend::is_contiguous(out)) return "writes compact outputs only";
   return nullptr;
 }
@@ -73,6 +70,44 @@ __device__ inline void write_codes(void* codes, int64_t first, int n, const floa
   store_group(static_cast<e4m3*>(codes) + first, n, v);
 }
 
+// MXFP8 from a tile in shared memory, a block of 32 elements for a thread at a time. Scales are
+// padded to whole tiles, so what lies outside of the matrix is cleared here.
+__device__ inline void store_mxfp8_tile(const Quantised& q, const float* tile, int64_t row0,
+                                        int64_t col0, int rows, int cols) {
+  constexpr int kBlocks = kTile * (kTile / kMxfp8Block);
+  for (int b = static_cast<int>(threadIdx.x); q.rows != nullptr && b < kBlocks; b += kThreads) {
+    const int r = b / 4, first = b % 4 * kMxfp8Block;
+    const int count = r < rows ? min(cols - first, kMxfp8Block) : 0;
+    const float* const x = tile + r * kPitch + first;
+    float most = 0.0f;
+    for (int c = 0; c < count; ++c) most = amax_of(most, x[c]);
+    const uint32_t code = count > 0 ? q.mxfp8_scale(most) : 0;
+    const float factor = mxfp8_factor(code);
+    *q.mxfp8_row_block(row0 + r, (col0 + first) / kMxfp8Block) = static_cast<uint8_t>(code);
+    for (int c = 0; c < count; c += kGroup) {
+      float v[kGroup];
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) v[i] = c + i < count ? x[c + i] * factor : 0.0f;
+      write_codes(q.rows, (row0 + r) * q.k + col0 + first + c, min(count - c, kGroup), v,
+                  q.is_e5m2);
+    }
+  }
+  for (int b = static_cast<int>(threadIdx.x); q.columns != nullptr && b < kBlocks; b += kThreads) {
+    const int c = b % kTile, first = b / kTile * kMxfp8Block;
+    const int count = c < cols ? min(rows - first, kMxfp8Block) : 0;
+    const float* const x = tile + first * kPitch + c;
+    float most = 0.0f;
+    for (int r = 0; r < count; ++r) most = amax_of(most, x[r * kPitch]);
+    const uint32_t code = count > 0 ? q.mxfp8_scale(most) : 0;
+    const float factor = mxfp8_factor(code);
+    *q.mxfp8_column_block((row0 + first) / kMxfp8Block, col0 + c) = static_cast<uint8_t>(code);
+    for (int r = 0; r < count; ++r) {
+      const float v[kGroup] = {x[r * kPitch] * factor};
+      write_codes(q.columns, (row0 + first + r) * q.k + col0 + c, 1, v, q.is_e5m2);
+    }
+  }
+}
+
 // One 128 x 128 tile for each block.
 template <class Produce>
 __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce produce) {
@@ -117,6 +152,9 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
     if (lead) q.write_tensor_scale(scale);
   }
   if (thread == 0 && q.running_amax != nullptr) atomic_amax(q.running_amax, most);
+  if (q.scaling == TE_FL_SCALING_MXFP8) {
+    return store_mxfp8_tile(q, tile, row0, col0, rows, cols);
+  }
   if (q.scaling == TE_FL_SCALING_BLOCK_128X128) {
     scale = q.block_scale(most);
     if (thread == 0) {
@@ -172,7 +210,8 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
 
 // Gathers the kernels' parameters; `amax` is the workspace's first float, used by current scaling.
 Quantised quantised(const te_fl_tensor& out, const float* noop, float inf_scale);
-// Zeroes scale_inv with its padding, and the amax that blocks maximise; the amax alone.
+// Zeroes scale_inv with its padding, which the kernels of MXFP8 do themselves, and the amax that
+// blocks maximise; the amax alone.
 void clear_scales(const te_fl_context& ctx, const Quantised& q);
 void clear_amax(const te_fl_context& ctx, const Quantised& q);
 // Empty output: only what does not depend on values (scale_inv, amax) is written.

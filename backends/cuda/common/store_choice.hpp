@@ -9,6 +9,7 @@
 #include <string>
 
 #include "common/dtype_bytes.hpp"
+#include "common/mxfp8.hpp"
 #include "te_fl/backend.hpp"
 #include "te_fl/dtype.hpp"
 
@@ -35,6 +36,7 @@ struct StoreCall {
   bool measured = false;  // the workspace begins with the results' amax
   // True if self_scaled_kernel knows the op, which measure_kernel then does too.
   bool self_scales = false;
+  bool writes_mxfp8 = false;  // mxfp8_kernel knows the op
 };
 
 enum class StoreKernel {
@@ -43,6 +45,7 @@ enum class StoreKernel {
   kTensor,
   kSelfScaled,
   kBlock,
+  kMxfp8,
   kMeasure,
   kStore,
   kQuantise,
@@ -50,8 +53,8 @@ enum class StoreKernel {
 };
 constexpr const char* name_of(StoreKernel kernel) noexcept {
   constexpr const char* kNames[] = {
-      "none",           "plain_kernel", "tensor_kernel",   "self_scaled_kernel", "block_kernel",
-      "measure_kernel", "store_kernel", "quantise_kernel", "amax_kernel"};
+      "none",         "plain_kernel",   "tensor_kernel", "self_scaled_kernel", "block_kernel",
+      "mxfp8_kernel", "measure_kernel", "store_kernel",  "quantise_kernel",    "amax_kernel"};
   return kNames[static_cast<int>(kernel)];
 }
 
@@ -71,7 +74,8 @@ struct StoreChoice {
 
   bool tiles() const noexcept {
     return result == StoreKernel::kPlain || result == StoreKernel::kTensor ||
-           result == StoreKernel::kSelfScaled || result == StoreKernel::kBlock;
+           result == StoreKernel::kSelfScaled || result == StoreKernel::kBlock ||
+           result == StoreKernel::kMxfp8;
   }
   std::string text() const {
     std::string t;
@@ -87,8 +91,10 @@ struct StoreChoice {
 
 namespace store_choice {
 
-// Numbers of tile.cuh and tile_block128.cuh, which elementwise.cuh compares with these.
+// Numbers of tile.cuh, tile_block128.cuh and tile_mxfp8.cuh, which elementwise.cuh compares with
+// these.
 constexpr int64_t kTileRows = 128, kTileCols = 64, kBlockTile = 128;
+constexpr int64_t kMxfp8Rows = 32, kMxfp8Cols = 512;
 constexpr int64_t kFewCols = 16384;
 // Each block of self_scaled_kernel reads all of the input: bytes of it, and of all blocks together.
 // A multiprocessor reads the first in some 3 us and the chip the second from its cache, which is
@@ -114,8 +120,24 @@ inline const char* refuse_sources(const StoreCall& c, int64_t cols) noexcept {
   }
   return nullptr;
 }
+// Says why mxfp8_kernel does not serve the call.
+inline const char* refuse_mxfp8(const StoreCall& c, const backend::Matrix& m) noexcept {
+  if (!c.writes_mxfp8) return "MXFP8 of an op for which mxfp8_kernel is not built";
+  const te_fl_quant& quant = *c.out->quant;
+  if (!aligned(backend::data<const void>(*c.out), 8) || !aligned(columns(*c.out), 8)) {
+    return "codes that are not aligned to 8 bytes";
+  }
+  if (!aligned(quant.scale_inv, 8) || !aligned(quant.columnwise_scale_inv, 8)) {
+    return "scales that are not aligned to 8 bytes";
+  }
+  return mxfp8_padded_rows(m.rows) / kMxfp8Rows * ((m.cols + kMxfp8Cols - 1) / kMxfp8Cols) >
+                 INT32_MAX
+             ? "more than 2^31 tiles"
+             : nullptr;
+}
 // Says why codes cannot be written in whole pieces.
 inline const char* refuse_codes(const StoreCall& c, const backend::Matrix& m) noexcept {
+  if (backend::scaling(*c.out) == TE_FL_SCALING_MXFP8) return refuse_mxfp8(c, m);
   if (const void* rows = backend::data<const void>(*c.out); rows != nullptr) {
     if (!aligned(rows, 8)) return "codes that are not aligned to 8 bytes";
     if (m.cols * bytes_of(c.sources[0].dtype) % 16 != 0) {
@@ -150,9 +172,11 @@ inline const char* refuse_tiles(const StoreCall& c) noexcept {
              : "an output that is not aligned to 16 bytes";
 }
 
-// Kernels of blocks write sums in FP32 only.
-inline StoreSums tile_sums(const StoreCall& c, bool blocks) noexcept {
+// Kernels of blocks write sums in FP32 only, and those of MXFP8 no last ones.
+inline StoreSums tile_sums(const StoreCall& c, uint32_t scaling) noexcept {
   if (c.bias == nullptr) return StoreSums::kNone;
+  if (scaling == TE_FL_SCALING_MXFP8) return StoreSums::kPartials;
+  const bool blocks = scaling != TE_FL_SCALING_NONE && scaling != TE_FL_SCALING_TENSOR;
   const bool one_step = backend::as_matrix(*c.out).rows <= kTileRows;
   const bool writes = !blocks || dtype_index(c.bias->dl.dtype) == TE_FL_F32;
   return one_step && writes ? StoreSums::kResult : StoreSums::kPartials;
@@ -199,7 +223,7 @@ inline StoreChoice choose_store(const StoreCall& c) noexcept {
     if (finds_scale) choice.amax = StoreKernel::kAmax;
     return choice;
   }
-  choice.sums = tile_sums(c, scaling != TE_FL_SCALING_NONE && scaling != TE_FL_SCALING_TENSOR);
+  choice.sums = tile_sums(c, scaling);
   if (scaling == TE_FL_SCALING_NONE) {
     choice.result = StoreKernel::kPlain;
     choice.reason = "no codes, and memory for accesses of 16 bytes";
@@ -211,6 +235,9 @@ inline StoreChoice choose_store(const StoreCall& c) noexcept {
       choice.result = choice.amax = StoreKernel::kSelfScaled;
       choice.reason = "one scale of few elements, and memory for accesses of 16 bytes";
     }
+  } else if (scaling == TE_FL_SCALING_MXFP8) {
+    choice.result = StoreKernel::kMxfp8;
+    choice.reason = "scales of MXFP8 blocks, and memory for accesses of 16 bytes";
   } else {
     choice.result = StoreKernel::kBlock;
     choice.reason = "scales of 128 blocks, and memory for accesses of 16 bytes";

@@ -273,6 +273,7 @@ inline NormChoice choose_norm(const NormForward& f, const NormDevice& device) {
   const backend::Matrix m = backend::as_matrix(*f.x);
   if (m.rows == 0 || m.cols == 0) return general(f, device, "a tensor without elements");
   if (scaling == TE_FL_SCALING_TENSOR) return scaled(f, device);
+  if (scaling == TE_FL_SCALING_MXFP8) return general(f, device, "codes of MXFP8");
   if (scaling != TE_FL_SCALING_NONE) {
     if (const char* why = refuse_block128(f)) return general(f, device, why);
     return {NormKernel::kBlock128, NormKernel::kNone, false, "scales of 128 blocks"};

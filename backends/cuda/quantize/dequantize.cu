@@ -7,16 +7,24 @@ namespace {
 
 struct Decode {
   Source codes;
-  const float* scale_inv;
+  const void* scale_inv;
   uint32_t scaling;
   int64_t m, k;
-  bool transposed;  // codes and scales are those of the column-wise copy
+  bool columnwise;  // codes and scales are those of the column-wise copy
+  bool transposed;  // and are the transposed matrix's
+  __device__ const uint8_t* mxfp8_scale(int64_t row, int64_t col) const {
+    const auto* codes = static_cast<const uint8_t*>(scale_inv);
+    return columnwise ? codes + row / kMxfp8Block * mxfp8_column_pitch(k) + col
+                      : codes + row * mxfp8_row_pitch(k) + col / kMxfp8Block;
+  }
   __device__ float scale(int64_t row, int64_t col) const {
     const int64_t i = transposed ? col : row, j = transposed ? row : col;
     const int64_t rows = transposed ? k : m, cols = transposed ? m : k;
-    if (scaling == TE_FL_SCALING_TENSOR) return *scale_inv;
-    if (scaling == TE_FL_SCALING_BLOCK_1X128) return scale_inv[j / 128 * ((rows + 3) / 4 * 4) + i];
-    return scale_inv[i / 128 * (((cols + 127) / 128 + 3) / 4 * 4) + j / 128];
+    const auto* factors = static_cast<const float*>(scale_inv);
+    if (scaling == TE_FL_SCALING_TENSOR) return *factors;
+    if (scaling == TE_FL_SCALING_MXFP8) return numeric::e8m0_to_float(*mxfp8_scale(row, col));
+    if (scaling == TE_FL_SCALING_BLOCK_1X128) return factors[j / 128 * ((rows + 3) / 4 * 4) + i];
+    return factors[i / 128 * (((cols + 127) / 128 + 3) / 4 * 4) + j / 128];
   }
   __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
     if (!transposed) codes.load(row * k + col, n, v);
@@ -28,22 +36,29 @@ struct Decode {
   }
 };
 
-// kDecodeRows x kDecodeCols for each block: four rows of eight codes for each thread.
+// kDecodeRows x kDecodeCols for each block: four rows of eight codes for each thread. kColumns: the
+// column-wise copy of MXFP8, where each of a thread's columns has a scale, which its rows share.
+template <bool kColumns>
 __global__ void __launch_bounds__(kThreads) decode_kernel(Decode in, Target out, unsigned strips) {
   const unsigned step = blockIdx.x / strips, strip = blockIdx.x - step * strips;
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t col = int64_t{strip} * kDecodeCols + thread % 16 * 8;
   const int64_t row = int64_t{step} * kDecodeRows + thread / 16 * 4;
   if (col >= in.k) return;
-  uint2 raw[4];
-  float scale[4];
+  uint2 raw[4], column_scales{};
+  float scale[4] = {};
+  if constexpr (kColumns) {
+    const int64_t r = row < in.m ? row : in.m - 1;
+    column_scales = *reinterpret_cast<const uint2*>(in.mxfp8_scale(r, col));
+  }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int64_t r = row + i < in.m ? row + i : in.m - 1;
     raw[i] =
         *reinterpret_cast<const uint2*>(static_cast<const char*>(in.codes.data) + r * in.k + col);
-    scale[i] = in.scale(r, col);
+    if constexpr (!kColumns) scale[i] = in.scale(r, col);
   }
+  const uint32_t scale_words[2] = {column_scales.x, column_scales.y};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (row + i >= in.m) return;
@@ -52,14 +67,16 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(Decode in, Target out,
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const auto code = static_cast<uint8_t>(words[e / 4] >> (e % 4 * 8));
+      const auto own = static_cast<uint8_t>(scale_words[e / 4] >> (e % 4 * 8));
+      const float factor = kColumns ? numeric::e8m0_to_float(own) : scale[i];
       if (in.codes.dtype == TE_FL_F8E4M3) {
         e4m3 value;
         value.__x = code;
-        v[e] = to_f32(value) * scale[i];
+        v[e] = to_f32(value) * factor;
       } else {
         e5m2 value;
         value.__x = code;
-        v[e] = to_f32(value) * scale[i];
+        v[e] = to_f32(value) * factor;
       }
     }
     store_piece<8>(out, (row + i) * in.k + col, v);
@@ -67,7 +84,8 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(Decode in, Target out,
 }
 void launch_decode(const te_fl_context& ctx, const Decode& in, const te_fl_tensor& out) {
   const int64_t strips = ceil_div(in.k, kDecodeCols), steps = ceil_div(in.m, kDecodeRows);
-  decode_kernel<<<static_cast<unsigned>(steps * strips), kThreads, 0, stream_of(ctx)>>>(
+  const auto kernel = in.columnwise ? decode_kernel<true> : decode_kernel<false>;
+  kernel<<<static_cast<unsigned>(steps * strips), kThreads, 0, stream_of(ctx)>>>(
       in, Target(out), static_cast<unsigned>(strips));
   check_launch("decode_kernel");
 }
@@ -76,22 +94,23 @@ void dequantize(const te_fl_context& ctx, const te_fl_dequantize_args& args) {
   const te_fl_tensor& input = *args.input;
   const te_fl_quant& quant = *input.quant;
   const backend::Matrix matrix = backend::as_matrix(input);
-  const bool transposed = input.dl.data == nullptr;
-  const void* scale_inv = transposed && quant.columnwise_scale_inv != nullptr
-                              ? quant.columnwise_scale_inv
-                              : quant.scale_inv;
-  Decode decode{Source(input), static_cast<const float*>(scale_inv),
-                quant.scaling, matrix.rows,
-                matrix.cols,   transposed};
-  if (transposed) decode.codes.data = quant.columnwise_data;
+  const bool columnwise = input.dl.data == nullptr;
+  Decode decode{};
+  decode.codes = Source(input);
+  if (columnwise) decode.codes.data = quant.columnwise_data;
+  decode.scale_inv = columnwise && quant.columnwise_scale_inv != nullptr
+                         ? quant.columnwise_scale_inv
+                         : quant.scale_inv;
+  decode.scaling = quant.scaling;
+  decode.m = matrix.rows;
+  decode.k = matrix.cols;
+  decode.columnwise = columnwise;
+  decode.transposed = columnwise && quant.scaling != TE_FL_SCALING_MXFP8;
   if (choose_quantize(args).whole) return launch_decode(ctx, decode, *args.output);
   store_output(ctx, *args.output, decode);
 }
 Refusal refuse_dequantize(const te_fl_dequantize_args& args) {
-  const uint32_t scaling = backend::scaling(*args.input);
-  if (scaling == TE_FL_SCALING_MXFP8 || scaling == TE_FL_SCALING_NVFP4) {
-    return "does not read MXFP8 and NVFP4";
-  }
+  if (backend::scaling(*args.input) == TE_FL_SCALING_NVFP4) return "does not read NVFP4";
   if (!all_dense(args.input, args.output)) return kNotContiguous;
   return overlaps(*args.output, *args.input) ? kInPlace : nullptr;
 }

@@ -25,7 +25,7 @@ inline StoreChoice choose_quantize(const te_fl_tensor& input, int64_t first_row,
   const int64_t cols = backend::as_matrix(output).cols;
   const StoreSource source{
       dtype, backend::data<const char>(input) + first_row * cols * bytes_of(dtype), cols};
-  return choose_store({{&source, 1}, &output, 1, bias, true, false, true});
+  return choose_store({{&source, 1}, &output, 1, bias, true, false, true, true});
 }
 inline StoreChoice choose_quantize(const te_fl_quantize_args& a) noexcept {
   return choose_quantize(*a.input, 0, *a.output);
@@ -75,22 +75,30 @@ inline auto pairs_of(const te_fl_split_quantize_args& a) {
 }
 
 // Tensors of one kind go through list_kernel together.
+enum class QuantizeCodes { kTensor, kBlock, kMxfp8 };
 struct QuantizeKind {
-  bool is_f32, blocks, compute_scale;
+  bool is_f32;
+  QuantizeCodes codes;
+  bool compute_scale;
   bool operator==(const QuantizeKind&) const = default;
 };
-inline constexpr std::array<QuantizeKind, 6> kQuantizeKinds{{{false, false, false},
-                                                             {false, false, true},
-                                                             {false, true, false},
-                                                             {true, false, false},
-                                                             {true, false, true},
-                                                             {true, true, false}}};
+inline constexpr std::array<QuantizeKind, 8> kQuantizeKinds{{{false, QuantizeCodes::kTensor, false},
+                                                             {false, QuantizeCodes::kTensor, true},
+                                                             {false, QuantizeCodes::kBlock, false},
+                                                             {false, QuantizeCodes::kMxfp8, false},
+                                                             {true, QuantizeCodes::kTensor, false},
+                                                             {true, QuantizeCodes::kTensor, true},
+                                                             {true, QuantizeCodes::kBlock, false},
+                                                             {true, QuantizeCodes::kMxfp8, false}}};
 // The place of the tensor's kind in kQuantizeKinds; kQuantizeKinds.size(): it goes by itself.
 inline size_t quantize_kind(const QuantizePair& pair) noexcept {
   const StoreChoice choice = choose_quantize(pair);
   if (!choice.tiles()) return kQuantizeKinds.size();
   const QuantizeKind kind{dtype_index(pair.input->dl.dtype) == TE_FL_F32,
-                          choice.result == StoreKernel::kBlock, choice.amax != StoreKernel::kNone};
+                          choice.result == StoreKernel::kBlock   ? QuantizeCodes::kBlock
+                          : choice.result == StoreKernel::kMxfp8 ? QuantizeCodes::kMxfp8
+                                                                 : QuantizeCodes::kTensor,
+                          choice.amax != StoreKernel::kNone};
   size_t k = 0;
   while (!(kQuantizeKinds[k] == kind)) ++k;
   return k;
@@ -171,12 +179,17 @@ inline CodesChoice choose_quantize(const te_fl_dequantize_args& a) noexcept {
   const backend::Matrix m = backend::as_matrix(*a.input);
   const auto general = [](const char* why) { return CodesChoice{false, "store_kernel", why}; };
   if (m.rows == 0 || m.cols == 0) return {false, "none", "there are no elements"};
-  if (a.input->dl.data == nullptr && a.input->quant->columnwise_data != nullptr) {
+  const te_fl_quant& quant = *a.input->quant;
+  const bool columns = a.input->dl.data == nullptr && quant.columnwise_data != nullptr;
+  if (columns && quant.scaling != TE_FL_SCALING_MXFP8) {
     return general("the codes are those of the column-wise copy");
   }
   if (m.cols % 8 != 0) return general("rows of no multiple of 8 elements");
-  if (!aligned(backend::data<const void>(*a.input), 8)) {
+  if (!aligned(columns ? quant.columnwise_data : backend::data<const void>(*a.input), 8)) {
     return general("codes that are not aligned to 8 bytes");
+  }
+  if (columns && !aligned(quant.columnwise_scale_inv, 8)) {
+    return general("scales that are not aligned to 8 bytes");
   }
   if (!aligned(backend::data<const void>(*a.output), 16)) {
     return general("an output that is not aligned to 16 bytes");
@@ -185,7 +198,9 @@ inline CodesChoice choose_quantize(const te_fl_dequantize_args& a) noexcept {
       INT32_MAX) {
     return general("more than 2^31 tiles");
   }
-  return {true, "decode_kernel", "row-wise codes, and memory for accesses of 8 codes"};
+  return {true, "decode_kernel",
+          columns ? "column-wise codes that are not transposed, and memory for accesses of 8 codes"
+                  : "row-wise codes, and memory for accesses of 8 codes"};
 }
 
 inline CodesChoice choose_quantize(const te_fl_fp8_transpose_args& a) noexcept {

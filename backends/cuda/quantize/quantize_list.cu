@@ -23,8 +23,16 @@ struct Items {
   bool backwards;
 };
 
-template <int kBytes, bool kBlocks, int kCapacity>
-__global__ void __launch_bounds__(kBlocks ? kBlockThreads : kThreads, kBlocks ? 2 : 3)
+constexpr int threads_of(QuantizeCodes codes) {
+  return codes == QuantizeCodes::kBlock ? kBlockThreads : kThreads;
+}
+// Blocks that a multiprocessor holds at once.
+constexpr int resident_of(QuantizeCodes codes, int bytes) {
+  return codes == QuantizeCodes::kBlock || (codes == QuantizeCodes::kMxfp8 && bytes == 4) ? 2 : 3;
+}
+
+template <int kBytes, QuantizeCodes kCodes, int kCapacity>
+__global__ void __launch_bounds__(threads_of(kCodes), resident_of(kCodes, kBytes))
     list_kernel(const __grid_constant__ Items<kCapacity> list) {
   const unsigned block = list.backwards ? list.blocks - 1 - blockIdx.x : blockIdx.x;
   int which = 0;
@@ -42,29 +50,45 @@ __global__ void __launch_bounds__(kBlocks ? kBlockThreads : kThreads, kBlocks ? 
   in.base[0] = item.input;
   in.row_bytes[0] = item.q.k * kBytes;
   in.is_half = item.is_half;
-  constexpr int kCols = kBlocks ? kBlockTile : kTileCols;
+  constexpr bool kMxfp8 = kCodes == QuantizeCodes::kMxfp8;
+  constexpr int kCols = kMxfp8                            ? kMxfp8Cols
+                        : kCodes == QuantizeCodes::kBlock ? kBlockTile
+                                                          : kTileCols;
+  const int64_t row_tiles =
+      kMxfp8 ? mxfp8_padded_rows(item.q.m) / kMxfp8Rows : (item.q.m + kTileRows - 1) / kTileRows;
   TileGrid g;
   g.rows = item.q.m;
   g.cols = item.q.k;
-  g.row_steps = static_cast<unsigned>((item.q.m + kTileRows - 1) / kTileRows);
+  g.row_steps = static_cast<unsigned>(row_tiles);
   g.col_tiles = static_cast<unsigned>((item.q.k + kCols - 1) / kCols);
   g.each = 1;
   g.backwards = false;
   const unsigned own = block - item.first_block;
-  if constexpr (kBlocks) {
+  if constexpr (kMxfp8) {
+    quantise_mxfp8<Copy, kBytes, false>(in, g, item.q, Copy{}, nullptr, own);
+  } else if constexpr (kCodes == QuantizeCodes::kBlock) {
     quantise_blocks<Copy, kBytes, false>(in, g, item.q, Copy{}, nullptr, own);
   } else {
     quantise_tiles<Copy, kBytes, false>(in, g, item.q, Copy{}, {}, own);
   }
 }
 
+template <int kBytes, int kCapacity>
+auto kernel_of(QuantizeCodes codes) {
+  switch (codes) {
+    case QuantizeCodes::kBlock:
+      return list_kernel<kBytes, QuantizeCodes::kBlock, kCapacity>;
+    case QuantizeCodes::kMxfp8:
+      return list_kernel<kBytes, QuantizeCodes::kMxfp8, kCapacity>;
+    default:
+      return list_kernel<kBytes, QuantizeCodes::kTensor, kCapacity>;
+  }
+}
 template <int kCapacity>
 void launch(const te_fl_context& ctx, const Items<kCapacity>& list, const QuantizeKind& kind) {
   const auto kernel =
-      kind.is_f32 ? kind.blocks ? list_kernel<4, true, kCapacity> : list_kernel<4, false, kCapacity>
-      : kind.blocks ? list_kernel<2, true, kCapacity>
-                    : list_kernel<2, false, kCapacity>;
-  kernel<<<list.blocks, kind.blocks ? kBlockThreads : kThreads, 0, stream_of(ctx)>>>(list);
+      kind.is_f32 ? kernel_of<4, kCapacity>(kind.codes) : kernel_of<2, kCapacity>(kind.codes);
+  kernel<<<list.blocks, threads_of(kind.codes), 0, stream_of(ctx)>>>(list);
   check_launch("list_kernel");
 }
 
@@ -79,12 +103,12 @@ class Launcher {
     Item& item = list_.items[list_.count];
     item.input = static_cast<const char*>(op.in[0].source.data) + op.in[0].first * bytes_of(dtype);
     item.q = quantised(*pair.output, noop, largest_finite_of(dtype));
-    if (kind_.blocks) clear_amax(ctx_, item.q);
+    if (kind_.codes != QuantizeCodes::kTensor) clear_amax(ctx_, item.q);
     item.q.measure = kind_.compute_scale;
     item.q.running_amax = kind_.compute_scale ? found : item.q.amax;
     item.is_half = dtype == TE_FL_F16;
     item.first_block = list_.blocks;
-    const TileGrid g = tile_grid(item.q.m, item.q.k, kind_.blocks ? kBlockTile : kTileCols, false);
+    const TileGrid g = codes_grid(item.q.scaling, item.q.m, item.q.k, false);
     // Few tensors have more than 2^31 tiles together; the grid is cut before it would overflow.
     const int64_t blocks = int64_t{g.row_steps} * g.col_tiles;
     if (list_.blocks + blocks > INT32_MAX) {

@@ -146,6 +146,12 @@ TEST(CudaNormChoice, CurrentScalingNeedsTheAmaxFirst) {
             "statistics by general, result by general: rows of no multiple of 8 elements");
 }
 
+TEST(CudaNormChoice, Mxfp8TakesStatisticsAndTheGeneralKernel) {
+  NormCall call(TE_FL_BF16, 64, 1024, TE_FL_F8E4M3);
+  call.z.quantise(TE_FL_SCALING_MXFP8, true);
+  EXPECT_EQ(chosen(call), "statistics by rowwise, result by general: codes of MXFP8");
+}
+
 TEST(CudaNormChoice, Blocks) {
   for (const uint32_t scaling : {TE_FL_SCALING_BLOCK_1X128, TE_FL_SCALING_BLOCK_128X128}) {
     NormCall call(TE_FL_F16, 64, 1024, TE_FL_F8E4M3);

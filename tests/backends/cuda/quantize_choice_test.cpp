@@ -78,6 +78,55 @@ TEST(CudaQuantizeChoice, AlignedTensorsTakeTilesByTheirScaling) {
   }
 }
 
+TEST(CudaQuantizeChoice, Mxfp8TakesTilesOfItsOwn) {
+  constexpr const char* kTiles =
+      "mxfp8_kernel: scales of MXFP8 blocks, and memory for accesses of 16 bytes";
+  for (const int dtype : {TE_FL_F32, TE_FL_BF16, TE_FL_F16}) {
+    QuantizeCall call(dtype, 250);  // its columns are not transposed: any number of rows
+    for (const bool columns : {false, true}) {
+      call.output.quantise(TE_FL_SCALING_MXFP8, columns);
+      EXPECT_EQ(call.chosen(), kTiles);
+    }
+    EXPECT_EQ(call.with_bias(),
+              "mxfp8_kernel and column_totals, which sum the columns: scales of MXFP8 blocks, and "
+              "memory for accesses of 16 bytes");
+  }
+  QuantizeCall few(TE_FL_BF16, 32);
+  few.output.quantise(TE_FL_SCALING_MXFP8);
+  EXPECT_EQ(few.with_bias(),
+            "mxfp8_kernel and column_totals, which sum the columns: scales of MXFP8 blocks, and "
+            "memory for accesses of 16 bytes")
+      << "also of a few rows";
+}
+
+TEST(CudaQuantizeChoice, Mxfp8ThatIsNotAlignedTakesTheGeneralKernel) {
+  const auto chosen = [](auto&& change) {
+    QuantizeCall call(TE_FL_BF16);
+    call.output.quantise(TE_FL_SCALING_MXFP8, true);
+    change(call);
+    return call.chosen();
+  };
+  EXPECT_EQ(chosen([](QuantizeCall& c) { c.output.move(4); }),
+            "quantise_kernel: codes that are not aligned to 8 bytes");
+  EXPECT_EQ(chosen([](QuantizeCall& c) { c.output.quant.columnwise_data = quantize_memory + 4; }),
+            "quantise_kernel: codes that are not aligned to 8 bytes");
+  for (const bool columns : {false, true}) {
+    EXPECT_EQ(chosen([&](QuantizeCall& c) {
+                te_fl_quant& quant = c.output.quant;
+                (columns ? quant.columnwise_scale_inv : quant.scale_inv) = quantize_memory + 4;
+              }),
+              "quantise_kernel: scales that are not aligned to 8 bytes");
+  }
+  EXPECT_EQ(chosen([](QuantizeCall& c) { c.input.move(2); }),
+            "quantise_kernel: an input that is not aligned to 16 bytes");
+  QuantizeCall odd(TE_FL_F32, 64, 33);
+  odd.output.quantise(TE_FL_SCALING_MXFP8);
+  EXPECT_EQ(odd.chosen(), "quantise_kernel: rows that are not whole pieces of 16 bytes");
+  QuantizeCall narrow(TE_FL_BF16, int64_t{1} << 36, 8);
+  narrow.output.quantise(TE_FL_SCALING_MXFP8);
+  EXPECT_EQ(narrow.chosen(), "quantise_kernel: more than 2^31 tiles") << "of 32 rows";
+}
+
 TEST(CudaQuantizeChoice, FewElementsFindTheirScaleInOneLaunch) {
   constexpr const char* kOne =
       "self_scaled_kernel: one scale of few elements, and memory for accesses of 16 bytes";
@@ -194,6 +243,10 @@ TEST(CudaStoreChoice, HalvesOfAResultShareNoBlock) {
   call.out = &narrow.t;
   EXPECT_EQ(choose_store(call).text(),
             "quantise_kernel: blocks of 128 that hold parts of both halves");
+  output.quantise(TE_FL_SCALING_MXFP8);
+  call.out = &output.t;
+  EXPECT_EQ(choose_store(call).text(),
+            "quantise_kernel: MXFP8 of an op for which mxfp8_kernel is not built");
 }
 
 TEST(CudaQuantizeChoice, BareCodesGoLikeATensorUnderAGivenScale) {
@@ -208,8 +261,9 @@ TEST(CudaQuantizeChoice, BareCodesGoLikeATensorUnderAGivenScale) {
 
 TEST(CudaQuantizeChoice, ListsTakeTogetherWhatTilesServe) {
   const QuantizeCall a(TE_FL_BF16), b(TE_FL_F16, 64, 512), c(TE_FL_F32), odd(TE_FL_BF16, 3, 1001);
-  QuantizeCall blocks(TE_FL_BF16);
+  QuantizeCall blocks(TE_FL_BF16), mxfp8(TE_FL_BF16, 40, 96), mxfp8_f32(TE_FL_F32, 40, 96);
   blocks.output.quantise(TE_FL_SCALING_BLOCK_128X128);
+  mxfp8.output.quantise(TE_FL_SCALING_MXFP8), mxfp8_f32.output.quantise(TE_FL_SCALING_MXFP8);
   std::vector<const te_fl_tensor*> inputs, outputs;
   te_fl_multi_tensor_quantize_args args;
   const auto chosen = [&](std::vector<const QuantizeCall*> calls) {
@@ -227,6 +281,8 @@ TEST(CudaQuantizeChoice, ListsTakeTogetherWhatTilesServe) {
   EXPECT_EQ(chosen({&a, &odd, &c, &blocks}),
             "list_kernel for 3 of 4 tensors, of 3 kinds: memory for accesses of 16 bytes; 1 by "
             "themselves, the first by quantise_kernel: rows that are not whole pieces of 16 bytes");
+  EXPECT_EQ(chosen({&mxfp8, &a, &mxfp8, &mxfp8_f32, &blocks}),
+            "list_kernel for 5 of 5 tensors, of 4 kinds: memory for accesses of 16 bytes");
   EXPECT_EQ(chosen({&odd}),
             "1 by themselves, the first by quantise_kernel: rows that are not whole pieces of 16 "
             "bytes");
@@ -276,6 +332,14 @@ TEST(CudaQuantizeChoice, CodesAreReadInPiecesWhereMemoryAllows) {
             "decode_kernel: row-wise codes, and memory for accesses of 8 codes");
   codes.t.dl.data = nullptr;
   EXPECT_EQ(choose_quantize(a).text(), "store_kernel: the codes are those of the column-wise copy");
+  codes.quantise(TE_FL_SCALING_MXFP8, true);
+  EXPECT_EQ(choose_quantize(a).text(),
+            "decode_kernel: column-wise codes that are not transposed, and memory for accesses of "
+            "8 codes");
+  codes.quant.columnwise_scale_inv = quantize_memory + 4;
+  EXPECT_EQ(choose_quantize(a).text(), "store_kernel: scales that are not aligned to 8 bytes");
+  codes.quant.columnwise_data = quantize_memory + 4;
+  EXPECT_EQ(choose_quantize(a).text(), "store_kernel: codes that are not aligned to 8 bytes");
 }
 
 TEST(CudaQuantizeChoice, TranspositionsTakeTilesOfWholePieces) {
