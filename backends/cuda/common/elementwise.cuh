@@ -61,7 +61,8 @@ struct Anywhere {
 // since each has two kernels more for that.
 template <class Math>
 concept SelfScaled = Math::kSelfScaled;
-// A Math, of one result, that mxfp8_kernel takes; the others' MXFP8 is quantise_kernel's.
+// A Math whose results are its one source's elements, which mxfp8_kernel takes; the MXFP8 of others
+// is quantise_kernel's.
 template <class Math>
 concept WritesMxfp8 = Math::kWritesMxfp8;
 
@@ -167,8 +168,8 @@ void launch_quantise(const te_fl_context& ctx, const Elementwise<Math>& op, Quan
       const TileGrid g = mxfp8_grid(q.m, cols, kSums);
       clear_amax(ctx, q);
       q.running_amax = q.amax;
-      mxfp8_kernel<Math, kBytes, kSums>
-          <<<g.row_steps * g.col_tiles, kThreads, 0, stream>>>(in, g, q, op.math, partials);
+      mxfp8_kernel<kBytes, kSums>
+          <<<g.row_steps * g.col_tiles, kThreads, 0, stream>>>(in, g, q, partials);
       return check_launch("mxfp8_kernel");
     }
   }

@@ -1,8 +1,9 @@
-// Elementwise kernels (tile.cuh) into MXFP8. A warp takes 32 rows x 64 columns, and a lane eight
-// rows of eight columns: whole blocks of both directions lie in a warp, and as both copies keep
-// the order of elements, codes leave from registers. Results are computed once for each copy, which
-// is for ops that cost little. Scales are padded to whole tiles of 128 x 128 elements, whose zeros
-// are written here as well.
+// Copies into MXFP8 at the speed of memory. A warp takes 32 rows x 64 columns, and a lane eight
+// rows of eight columns (Place of tile.cuh): whole blocks of both directions lie in a warp, and as
+// both copies keep the order of elements, codes leave from registers. Elements of 16 bits are
+// compared, and BF16 multiplied, in pairs: else arithmetic, not memory, would be what takes the
+// time. Scales are padded to whole tiles of 128 x 128 elements, and the tiles here cover that
+// padding.
 #pragma once
 
 #include "common/tile.cuh"
@@ -18,132 +19,306 @@ struct Mxfp8Shared {
   float warp_amax[kWarps];
 };
 
-// Clears the scales of a warp's tile that lies outside of the matrix: they are padding.
-inline __device__ void clear_mxfp8_scales(const Quantised& q, int64_t row0, int64_t col0, int warp,
-                                          Mxfp8Shared& shared) {
-  const int lane = static_cast<int>(threadIdx.x) & 31;
+// ---- two elements of 16 bits in a word
+
+template <class T>
+__device__ inline uint32_t larger_pair(uint32_t a, uint32_t b) {
+  using Two = std::conditional_t<std::is_same_v<T, bf16>, __nv_bfloat162, __half2>;
+  const Two most = __hmax2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
+  return reinterpret_cast<const uint32_t&>(most);
+}
+__device__ inline uint32_t absolute_pair(uint32_t pair) { return pair & 0x7FFF7FFFu; }
+template <class T>
+__device__ inline float2 values_of_pair(uint32_t pair) {
+  if constexpr (std::is_same_v<T, bf16>) {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
+  } else {
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
+  }
+}
+
+// ---- a lane's eight elements of a row, and what they are multiplied by
+
+template <class T>
+struct Mxfp8Row {
+  static constexpr int kBytes = sizeof(T), kWords = 2 * kBytes;
+  uint32_t words[kWords];
+
+  __device__ explicit Mxfp8Row(const uint4 (&raw)[Piece<kBytes>::kCount]) {
 #pragma unroll
-  for (int j = 0; j < kTileCols / kMxfp8Block; ++j) {
-    shared.row_scales[lane][warp * (kTileCols / kMxfp8Block) + j] = 0;
-    const int64_t col = col0 + j * 32 + lane;
-    if (q.columns != nullptr && col < mxfp8_column_pitch(q.k)) {
-      *q.mxfp8_column_block(row0 / kMxfp8Block, col) = 0;
+    for (int p = 0; p < Piece<kBytes>::kCount; ++p) {
+      words[4 * p] = raw[p].x, words[4 * p + 1] = raw[p].y;
+      words[4 * p + 2] = raw[p].z, words[4 * p + 3] = raw[p].w;
+    }
+  }
+  __device__ void values(float (&v)[8]) const {
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      if constexpr (kBytes == 4) {
+        v[w] = __uint_as_float(words[w]);
+      } else {
+        const float2 pair = values_of_pair<T>(words[w]);
+        v[2 * w] = pair.x, v[2 * w + 1] = pair.y;
+      }
+    }
+  }
+};
+
+// Factors of eight columns.
+template <class T>
+struct Mxfp8Factors {
+  float of[8];
+
+  __device__ void set_pair(int w, uint32_t first, uint32_t second) {
+    of[2 * w] = mxfp8_factor(first), of[2 * w + 1] = mxfp8_factor(second);
+  }
+  template <bool kE5m2>
+  __device__ void codes(const Mxfp8Row<T>& row, uint32_t (&codes)[2]) const {
+    float v[8];
+    row.values(v);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      codes[h] = codes_of(v[4 * h] * of[4 * h], v[4 * h + 1] * of[4 * h + 1],
+                          v[4 * h + 2] * of[4 * h + 2], v[4 * h + 3] * of[4 * h + 3], kE5m2);
+    }
+  }
+};
+// Powers of two, and products with them, are BF16, too: none overflows, and those that are
+// subnormal become zero in either FP8 type, whatever they lose before.
+template <>
+struct Mxfp8Factors<bf16> {
+  uint32_t pairs[4];
+
+  __device__ void set_pair(int w, uint32_t first, uint32_t second) {
+    pairs[w] = __byte_perm(mxfp8_factor_bits(first), mxfp8_factor_bits(second), 0x7632);
+  }
+  template <bool kE5m2>
+  __device__ void codes(const Mxfp8Row<bf16>& row, uint32_t (&codes)[2]) const {
+    float2 v[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const __nv_bfloat162 scaled = __hmul2(reinterpret_cast<const __nv_bfloat162&>(row.words[w]),
+                                            reinterpret_cast<const __nv_bfloat162&>(pairs[w]));
+      v[w] = values_of_pair<bf16>(reinterpret_cast<const uint32_t&>(scaled));
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      codes[h] = codes_of(v[2 * h].x, v[2 * h].y, v[2 * h + 1].x, v[2 * h + 1].y, kE5m2);
+    }
+  }
+};
+
+// ---- largest magnitudes; a NaN does not enter
+
+// Of eight columns, over the rows that it has seen.
+template <class T>
+struct Mxfp8Columns {
+  uint32_t most[2 * sizeof(T)] = {};
+
+  // Adds a row. Returns its own: of 16 bits, even and odd elements in a word each; else unused.
+  __device__ uint32_t add(const Mxfp8Row<T>& row) {
+    uint32_t row_most = 0;
+#pragma unroll
+    for (int w = 0; w < Mxfp8Row<T>::kWords; ++w) {
+      const uint32_t own = larger_here(row.words[w], most[w]);
+      most[w] = own;
+      if constexpr (sizeof(T) == 2) {
+        row_most = larger_pair<T>(row_most, absolute_pair(row.words[w]));
+      }
+    }
+    return row_most;
+  }
+  // Joins the lanes of the warp's 32 rows.
+  __device__ void join() {
+#pragma unroll
+    for (int w = 0; w < Mxfp8Row<T>::kWords; ++w) {
+#pragma unroll
+      for (int step = 8; step <= 16; step *= 2) {
+        most[w] = larger_here(__shfl_xor_sync(0xFFFFFFFFu, most[w], step), most[w]);
+      }
+    }
+  }
+  __device__ float value(int column) const {
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(most[column]);
+    } else {
+      const float2 pair = values_of_pair<T>(most[column / 2]);
+      return column % 2 == 0 ? pair.x : pair.y;
+    }
+  }
+  __device__ static uint32_t larger_here(uint32_t word, uint32_t most) {
+    if constexpr (sizeof(T) == 2) {
+      return larger_pair<T>(absolute_pair(word), most);
+    } else {
+      return __float_as_uint(fmaxf(fabsf(__uint_as_float(word)), __uint_as_float(most)));
+    }
+  }
+};
+
+// The amaxes of two rows' blocks, in all lanes of a block. `runs`: a lane's 8 / kRun blocks.
+template <class T>
+__device__ inline void find_row_amaxes(const Mxfp8Row<T> (&rows)[2], const uint32_t (&pairs)[2],
+                                       float (&amax)[2][sizeof(T) / 2]) {
+  if constexpr (sizeof(T) == 2) {
+    // The first row in the low half, the second in the high one.
+    uint32_t both = larger_pair<T>(__byte_perm(pairs[0], pairs[1], 0x5410),
+                                   __byte_perm(pairs[0], pairs[1], 0x7632));
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+      both = larger_pair<T>(both, __shfl_xor_sync(0xFFFFFFFFu, both, step));
+    }
+    const float2 values = values_of_pair<T>(both);
+    amax[0][0] = values.x, amax[1][0] = values.y;
+  } else {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+#pragma unroll
+      for (int run = 0; run < 2; ++run) {
+        float most = 0.0f;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          most = fmaxf(most, fabsf(__uint_as_float(rows[j].words[4 * run + e])));
+        }
+#pragma unroll
+        for (int step = 1; step <= 4; step *= 2) {
+          most = fmaxf(most, __shfl_xor_sync(0xFFFFFFFFu, most, step));
+        }
+        amax[j][run] = most;
+      }
     }
   }
 }
 
-// The tile of a warp, the `warp`th of its block, which begins inside of the matrix.
-template <class Math, int kBytes, bool kSums>
-__device__ inline void quantise_mxfp8_warp(const TileSources<Math::kSources>& in, const TileGrid& g,
-                                           const Quantised& q, const Math& math, int64_t row0,
-                                           int64_t col0, int warp, const Place<kBytes>& at,
+// ---- tiles
+
+// The place of a warp's tile. Of rows and columns, fewer than none may be left: then the tile is
+// padding, and loads repeat the matrix's last row and columns, as they do past the end of others.
+struct Mxfp8Tile {
+  int64_t row0, col0;
+  int rows_left, cols_left, warp;
+
+  __device__ Mxfp8Tile(const TileGrid& g, int64_t row0_, int64_t tile0, int warp_)
+      : row0(row0_), col0(tile0 + warp_ * kTileCols), warp(warp_) {
+    rows_left = static_cast<int>(g.rows - row0 < kMxfp8Rows ? g.rows - row0 : kMxfp8Rows);
+    cols_left = static_cast<int>(g.cols - col0 < kTileCols ? g.cols - col0 : kTileCols);
+  }
+};
+
+template <class T, bool kE5m2, bool kSums>
+__device__ inline void quantise_mxfp8_warp(const TileSources<1>& in, const Quantised& q,
+                                           const Mxfp8Tile& tile, const Place<sizeof(T)>& at,
                                            Mxfp8Shared& shared, float (&sum)[8], float& most) {
+  constexpr int kBytes = sizeof(T), kPieces = Piece<kBytes>::kCount;
   // Elements of a lane's row in one block, the lanes that share it, and a lane's blocks.
   constexpr int kRun = kBytes == 2 ? 8 : 4, kLanes = kMxfp8Block / kRun, kRuns = 8 / kRun;
-  const int left = static_cast<int>(g.cols - col0 < kTileCols ? g.cols - col0 : kTileCols);
-  uint4 raw[Math::kSources][kMxfp8LaneRows][Piece<kBytes>::kCount];
-  load_tile<kBytes>(in, g, row0, col0, at, 0, raw);
-  float column_most[8] = {};
+  const int first = at.group * 4;
+  uint4 raw[kMxfp8LaneRows][kPieces];
+  const char* const from = in.base[0] + tile.row0 * in.row_bytes[0] + tile.col0 * kBytes;
 #pragma unroll
   for (int i = 0; i < kMxfp8LaneRows; ++i) {
-    const int r = at.group * 4 + i;
-    const bool inside = row0 + r < g.rows;
-    float v[1][8], row_most[kRuns] = {};
-    compute_row<kBytes>(raw, i, in.is_half, math, v);
+    const char* const row = from + min(first + i, tile.rows_left - 1) * in.row_bytes[0];
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const float absolute = fabsf(v[0][e]);
-      column_most[e] = fmaxf(column_most[e], absolute);
-      row_most[e / kRun] = fmaxf(row_most[e / kRun], absolute);
-      if (kSums && inside) sum[e] += v[0][e];
-    }
-    if (q.rows == nullptr) continue;
-    uint32_t codes[2];
-#pragma unroll
-    for (int run = 0; run < kRuns; ++run) {
-#pragma unroll
-      for (int step = kLanes / 2; step > 0; step /= 2) {
-        const float other = __shfl_xor_sync(0xFFFFFFFFu, row_most[run], step);
-        row_most[run] = fmaxf(row_most[run], other);
-      }
-      const uint32_t scale = q.mxfp8_scale(row_most[run]);
-      const float factor = mxfp8_factor(scale);
-      const int block = at.col(run * kRun) / kMxfp8Block;
-      if (at.c % kLanes == 0) {
-        shared.row_scales[r][warp * (kTileCols / kMxfp8Block) + block] =
-            static_cast<uint8_t>(inside && block * kMxfp8Block < left ? scale : 0);
-      }
-#pragma unroll
-      for (int h = run * kRun / 4; h < (run + 1) * kRun / 4; ++h) {
-        codes[h] = codes_of(v[0][4 * h] * factor, v[0][4 * h + 1] * factor,
-                            v[0][4 * h + 2] * factor, v[0][4 * h + 3] * factor, q.is_e5m2);
-      }
-    }
-    if (inside) {
-      write_row<kBytes>(static_cast<uint8_t*>(q.rows) + (row0 + r) * q.k + col0, left, at, codes);
+    for (int p = 0; p < kPieces; ++p) {
+      const int col = min(at.col(p * 4), tile.cols_left - Piece<kBytes>::kElements);
+      raw[i][p] = *reinterpret_cast<const uint4*>(row + col * kBytes);
     }
   }
+  const int64_t place = (tile.row0 + first) * q.k + tile.col0;
+  const auto scale_of = [&](float amax) {
+    return mxfp8_code(__float_as_uint(fmaxf(amax, q.epsilon)), kE5m2);
+  };
+  Mxfp8Columns<T> columns;
 #pragma unroll
-  for (int e = 0; e < 8; ++e) most = fmaxf(most, column_most[e]);
+  for (int i = 0; i < kMxfp8LaneRows; i += 2) {
+    const Mxfp8Row<T> rows[2] = {Mxfp8Row<T>(raw[i]), Mxfp8Row<T>(raw[i + 1])};
+    const uint32_t pairs[2] = {columns.add(rows[0]), columns.add(rows[1])};
+    float amax[2][kRuns];
+    if (q.rows != nullptr) find_row_amaxes(rows, pairs, amax);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int r = first + i + j;
+      if (kSums && r < tile.rows_left) {
+        float v[8];
+        rows[j].values(v);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sum[e] += v[e];
+      }
+      if (q.rows == nullptr) continue;
+      Mxfp8Factors<T> factors;
+#pragma unroll
+      for (int run = 0; run < kRuns; ++run) {
+        const uint32_t scale = scale_of(amax[j][run]);
+#pragma unroll
+        for (int w = run * kRun / 2; w < (run + 1) * kRun / 2; ++w) {
+          factors.set_pair(w, scale, scale);
+        }
+        const int block = at.col(run * kRun) / kMxfp8Block;
+        const bool inside = r < tile.rows_left && block * kMxfp8Block < tile.cols_left;
+        if (at.c % kLanes == 0) {
+          shared.row_scales[r][tile.warp * (kTileCols / kMxfp8Block) + block] =
+              static_cast<uint8_t>(inside ? scale : 0);
+        }
+      }
+      uint32_t codes[2];
+      factors.template codes<kE5m2>(rows[j], codes);
+      if (r < tile.rows_left) {
+        write_row<kBytes>(static_cast<uint8_t*>(q.rows) + place + (i + j) * q.k, tile.cols_left, at,
+                          codes);
+      }
+    }
+  }
+  if (q.running_amax != nullptr) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) most = fmaxf(most, columns.value(e));
+  }
   if (q.columns == nullptr) return;
-  float factor[8];
+  columns.join();
+  Mxfp8Factors<T> factors;
   uint32_t scales[2] = {};
 #pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    float block_most = column_most[e];
-    block_most = fmaxf(block_most, __shfl_xor_sync(0xFFFFFFFFu, block_most, 8));
-    block_most = fmaxf(block_most, __shfl_xor_sync(0xFFFFFFFFu, block_most, 16));
-    const uint32_t scale = q.mxfp8_scale(block_most);
-    factor[e] = mxfp8_factor(scale);
-    if (at.col(e) < left) scales[e / 4] |= scale << (e % 4 * 8);
+  for (int w = 0; w < 4; ++w) {
+    const uint32_t low = scale_of(columns.value(2 * w)), high = scale_of(columns.value(2 * w + 1));
+    factors.set_pair(w, low, high);
+    scales[w / 2] |= (low | high << 8) << (w % 2 * 16);
   }
   if (at.group == 0) {
-    const int64_t padded = mxfp8_column_pitch(q.k) - col0;
-    write_row<kBytes>(q.mxfp8_column_block(row0 / kMxfp8Block, col0),
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (tile.rows_left <= 0 || at.col(4 * h) >= tile.cols_left) scales[h] = 0;
+    }
+    const int64_t padded = mxfp8_column_pitch(q.k) - tile.col0;
+    write_row<kBytes>(q.mxfp8_column_block(tile.row0 / kMxfp8Block, tile.col0),
                       static_cast<int>(padded < kTileCols ? padded : kTileCols), at, scales);
   }
 #pragma unroll
   for (int i = 0; i < kMxfp8LaneRows; ++i) {
-    const int64_t row = row0 + at.group * 4 + i;
-    float v[1][8];
-    compute_row<kBytes>(raw, i, in.is_half, math, v);
     uint32_t codes[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      codes[h] = codes_of(v[0][4 * h] * factor[4 * h], v[0][4 * h + 1] * factor[4 * h + 1],
-                          v[0][4 * h + 2] * factor[4 * h + 2], v[0][4 * h + 3] * factor[4 * h + 3],
-                          q.is_e5m2);
-    }
-    if (row < g.rows) {
-      write_row<kBytes>(static_cast<uint8_t*>(q.columns) + row * q.k + col0, left, at, codes);
+    factors.template codes<kE5m2>(Mxfp8Row<T>(raw[i]), codes);
+    if (first + i < tile.rows_left) {
+      write_row<kBytes>(static_cast<uint8_t*>(q.columns) + place + i * q.k, tile.cols_left, at,
+                        codes);
     }
   }
 }
 
-template <class Math, int kBytes, bool kSums>
-__device__ inline void quantise_mxfp8(const TileSources<Math::kSources>& in, const TileGrid& g,
-                                      const Quantised& q, const Math& math, float* partials,
-                                      unsigned block) {
-  static_assert(Math::kOutputs == 1);
-  __shared__ Mxfp8Shared shared;
+template <class T, bool kE5m2, bool kSums>
+__device__ inline void quantise_mxfp8_tiles(const TileSources<1>& in, const TileGrid& g,
+                                            const Quantised& q, float* partials, unsigned block,
+                                            Mxfp8Shared& shared) {
   unsigned step, strip;
   place_block(g, block, step, strip);
   const int thread = static_cast<int>(threadIdx.x), warp = thread >> 5;
-  Place<kBytes> at(thread & 31);
+  Place<sizeof(T)> at(thread & 31);
   at.group *= kMxfp8LaneRows / 4;
-  const int64_t tile0 = int64_t{strip} * kMxfp8Cols, col0 = tile0 + warp * kTileCols;
+  const int64_t tile0 = int64_t{strip} * kMxfp8Cols;
   float most = 0.0f, sum[8] = {};
   const int each = kSums ? g.each : 1;
   for (int t = 0; t < each; ++t) {
     const int64_t row0 = (int64_t{step} * each + t) * kMxfp8Rows;
     if (row0 >= mxfp8_padded_rows(g.rows)) break;
     if (t > 0) __syncthreads();
-    if (row0 < g.rows && col0 < g.cols) {
-      quantise_mxfp8_warp<Math, kBytes, kSums>(in, g, q, math, row0, col0, warp, at, shared, sum,
-                                               most);
-    } else {
-      clear_mxfp8_scales(q, row0, col0, warp, shared);
-    }
+    quantise_mxfp8_warp<T, kE5m2, kSums>(in, q, Mxfp8Tile(g, row0, tile0, warp), at, shared, sum,
+                                         most);
     if (q.rows == nullptr) continue;
     __syncthreads();
     constexpr int kWords = kMxfp8Cols / kMxfp8Block / 4;
@@ -160,19 +335,36 @@ __device__ inline void quantise_mxfp8(const TileSources<Math::kSources>& in, con
   }
   if constexpr (kSums) {
     const float2 pair = combine_columns(sum, [](float a, float b) { return a + b; });
-    const int64_t col = col0 + pair_col(at);
+    const int64_t col = tile0 + warp * kTileCols + pair_col(at);
     if (col < g.cols) *reinterpret_cast<float2*>(&partials[step * g.cols + col]) = pair;
   }
 }
 
+// Elements of kBytes, by the type that `in` names.
+template <int kBytes, bool kSums>
+__device__ inline void quantise_mxfp8(const TileSources<1>& in, const TileGrid& g,
+                                      const Quantised& q, float* partials, unsigned block) {
+  __shared__ Mxfp8Shared shared;
+  const auto of_type = [&](auto type) {
+    using T = decltype(type);
+    if (q.is_e5m2) return quantise_mxfp8_tiles<T, true, kSums>(in, g, q, partials, block, shared);
+    quantise_mxfp8_tiles<T, false, kSums>(in, g, q, partials, block, shared);
+  };
+  if constexpr (kBytes == 4) {
+    of_type(float{});
+  } else {
+    if (in.is_half) return of_type(fp16{});
+    of_type(bf16{});
+  }
+}
+
 // A block of 16-bit elements holds so few registers that there is room for three of them.
-template <class Math, int kBytes, bool kSums>
-__global__ void __launch_bounds__(kThreads, Math::kSources* kBytes <= 2 && !kSums ? 3 : 2)
-    mxfp8_kernel(const __grid_constant__ TileSources<Math::kSources> in,
-                 const __grid_constant__ TileGrid g, const __grid_constant__ Quantised q, Math math,
-                 float* partials) {
+template <int kBytes, bool kSums>
+__global__ void __launch_bounds__(kThreads, kBytes == 2 && !kSums ? 3 : 2)
+    mxfp8_kernel(const __grid_constant__ TileSources<1> in, const __grid_constant__ TileGrid g,
+                 const __grid_constant__ Quantised q, float* partials) {
   if (q.skip()) return;
-  quantise_mxfp8<Math, kBytes, kSums>(in, g, q, math, partials, blockIdx.x);
+  quantise_mxfp8<kBytes, kSums>(in, g, q, partials, blockIdx.x);
 }
 
 }  // namespace te_fl::cuda

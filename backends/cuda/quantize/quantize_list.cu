@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(threads_of(kCodes), resident_of(kCodes, kBytes
   g.backwards = false;
   const unsigned own = block - item.first_block;
   if constexpr (kMxfp8) {
-    quantise_mxfp8<Copy, kBytes, false>(in, g, item.q, Copy{}, nullptr, own);
+    quantise_mxfp8<kBytes, false>(in, g, item.q, nullptr, own);
   } else if constexpr (kCodes == QuantizeCodes::kBlock) {
     quantise_blocks<Copy, kBytes, false>(in, g, item.q, Copy{}, nullptr, own);
   } else {
