@@ -61,10 +61,6 @@ struct Anywhere {
 // since each has two kernels more for that.
 template <class Math>
 concept SelfScaled = Math::kSelfScaled;
-// A Math whose results are its one source's elements, which mxfp8_kernel takes; the MXFP8 of others
-// is quantise_kernel's.
-template <class Math>
-concept WritesMxfp8 = Math::kWritesMxfp8;
 
 static_assert(store_choice::kTileRows == kTileRows && store_choice::kTileCols == kTileCols &&
               store_choice::kBlockTile == kBlockTile && store_choice::kMxfp8Rows == kMxfp8Rows &&
@@ -83,8 +79,8 @@ StoreChoice choose_store(const Elementwise<Math>& op, const te_fl_tensor& out,
   }
   // With the others measure_kernel would have to read halves of rows.
   constexpr bool kMeasures = Math::kSources == 1 || Bounded<Math>;
-  return choose_store({sources, &out, Math::kOutputs, bias, kMeasures, measured, SelfScaled<Math>,
-                       WritesMxfp8<Math>});
+  return choose_store(
+      {sources, &out, Math::kOutputs, bias, kMeasures, measured, SelfScaled<Math>, Copies<Math>});
 }
 
 template <class Math>
@@ -163,7 +159,7 @@ void launch_quantise(const te_fl_context& ctx, const Elementwise<Math>& op, Quan
             in, g, q, op.math, partials);
     return check_launch("block_kernel");
   }
-  if constexpr (WritesMxfp8<Math>) {
+  if constexpr (Copies<Math>) {
     if (choice.result == StoreKernel::kMxfp8) {
       const TileGrid g = mxfp8_grid(q.m, cols, kSums);
       clear_amax(ctx, q);

@@ -36,7 +36,7 @@ struct StoreCall {
   bool measured = false;  // the workspace begins with the results' amax
   // True if self_scaled_kernel knows the op, which measure_kernel then does too.
   bool self_scales = false;
-  bool writes_mxfp8 = false;  // mxfp8_kernel knows the op
+  bool copies = false;  // the results are the source's elements, as mxfp8_kernel takes them
 };
 
 enum class StoreKernel {
@@ -122,7 +122,7 @@ inline const char* refuse_sources(const StoreCall& c, int64_t cols) noexcept {
 }
 // Says why mxfp8_kernel does not serve the call.
 inline const char* refuse_mxfp8(const StoreCall& c, const backend::Matrix& m) noexcept {
-  if (!c.writes_mxfp8) return "MXFP8 of an op for which mxfp8_kernel is not built";
+  if (!c.copies) return "MXFP8 of results that are no copies";
   const te_fl_quant& quant = *c.out->quant;
   if (!aligned(backend::data<const void>(*c.out), 8) || !aligned(columns(*c.out), 8)) {
     return "codes that are not aligned to 8 bytes";

@@ -6,6 +6,9 @@
 //     __device__ void operator()(const float (&x)[kSources], float (&v)[kOutputs]) const;
 //   };
 //
+// One whose results are its one source's elements says `static constexpr bool kCopies = true`: what
+// is written for bits alone then serves it.
+//
 // A block takes tiles of 128 rows x 64 columns. Each thread loads eight columns of four rows of
 // every source before it computes anything, writes the row-wise result from registers, and passes
 // FP8 codes through shared memory, four rows in a word, to write 128 bytes of a column at once.
@@ -18,6 +21,9 @@
 namespace te_fl::cuda {
 
 constexpr int kTileRows = 128, kTileCols = 64, kWarps = kThreads / 32;
+
+template <class Math>
+concept Copies = Math::kCopies;
 
 template <int kSources>
 struct TileSources {
@@ -165,13 +171,17 @@ __device__ inline void stage_columns(uint32_t (*columns)[32], const uint32_t (&c
     }
   }
 }
-// Writes the staged columns, `count` of them, to a [.., m] matrix; rows are a multiple of 16.
-template <int kBytes, int kBlock>
+// Writes the staged columns, `count` of kCols, to a [.., m] matrix; rows are a multiple of 16.
+template <int kBytes, int kBlock, int kCols>
 __device__ inline void write_columns(const uint32_t (*columns)[32], uint8_t* to, int64_t m,
                                      int64_t row0, int count) {
-  for (int i = static_cast<int>(threadIdx.x); i < count * 8; i += kBlock) {
-    const int col = i >> 3, piece = i & 7;
-    if (row0 + piece * 16 >= m) continue;
+  static_assert(kCols * 8 % kBlock == 0);
+  const int piece = static_cast<int>(threadIdx.x) & 7, first = static_cast<int>(threadIdx.x) >> 3;
+  if (row0 + piece * 16 >= m) return;
+#pragma unroll
+  for (int begin = 0; begin < kCols; begin += kBlock / 8) {
+    const int col = begin + first;
+    if (col >= count) return;
     *reinterpret_cast<uint4*>(to + col * m + row0 + piece * 16) =
         *reinterpret_cast<const uint4*>(&columns[col][(piece ^ writer_of<kBytes>(col)) * 4]);
   }
@@ -193,12 +203,12 @@ __device__ inline void write_row(uint8_t* row, int cols_left, const Place<kBytes
 
 // Combines 2 kHalf values with those of the lane whose number differs in the bit kStep. Each of the
 // two goes on with one half of them: the lane with the bit with the upper one.
-template <int kStep, int kHalf, class F>
-__device__ inline void fold(const float (&v)[2 * kHalf], float (&r)[kHalf], F&& combine) {
+template <int kStep, int kHalf, class V, class F>
+__device__ inline void fold(const V (&v)[2 * kHalf], V (&r)[kHalf], F&& combine) {
   const bool upper = (threadIdx.x & kStep) != 0;
 #pragma unroll
   for (int j = 0; j < kHalf; ++j) {
-    const float mine = upper ? v[kHalf + j] : v[j], other = upper ? v[j] : v[kHalf + j];
+    const V mine = upper ? v[kHalf + j] : v[j], other = upper ? v[j] : v[kHalf + j];
     r[j] = combine(mine, __shfl_xor_sync(0xFFFFFFFFu, other, kStep));
   }
 }
@@ -313,9 +323,9 @@ __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, con
     __syncthreads();
 #pragma unroll
     for (int o = 0; o < Math::kOutputs; ++o) {
-      write_columns<kBytes, kThreads>(columns[o],
-                                      static_cast<uint8_t*>(q.columns) + (o * g.cols + col0) * q.m,
-                                      q.m, row0, cols_left);
+      write_columns<kBytes, kThreads, kTileCols>(
+          columns[o], static_cast<uint8_t*>(q.columns) + (o * g.cols + col0) * q.m, q.m, row0,
+          cols_left);
     }
   }
   if (q.running_amax != nullptr) {

@@ -1,7 +1,9 @@
 // Elementwise kernels (tile.cuh) into FP8 scaled in 128 blocks: a tile is 128 x 128, so that it
-// holds whole blocks in both directions, and every input is read once.
+// holds whole blocks in both directions, and every input is read once. Copies of 16-bit elements
+// compare them in pairs: else arithmetic, not memory, would be what takes the time.
 #pragma once
 
+#include "common/pairs.cuh"
 #include "common/tile.cuh"
 
 namespace te_fl::cuda {
@@ -10,19 +12,22 @@ constexpr int kBlockTile = 128, kBlockThreads = 512, kBlockWarps = kBlockThreads
 
 struct BlockShared {
   __align__(16) uint32_t columns[kBlockTile][32];
-  float row_amax[2][kBlockTile];  // of the tile's left and right half
+  __align__(8) float row_amax[2][kBlockTile];  // of the tile's left and right half
   __align__(8) float column_amax[kBlockWarps / 2][kBlockTile];
-  float row_scale[kBlockTile], column_scale[kBlockTile];
+  __align__(16) float row_scale[kBlockTile];
+  __align__(16) float column_scale[kBlockTile];
   float amax;
 };
 
-// Scales of the tile from the values' amaxes; all in shared memory when it returns.
+__device__ inline bool finds_columns(const Quantised& q) {
+  return q.scaling != TE_FL_SCALING_BLOCK_128X128 && q.columns != nullptr;
+}
+
+// Leaves a warp's amaxes in shared memory.
 template <int kBytes>
-__device__ inline void find_block_scales(const Quantised& q, const float (&v)[4][8], int64_t row0,
-                                         int64_t col0, int right, int warp_row,
-                                         const Place<kBytes>& at, int64_t cols_end,
-                                         BlockShared& shared) {
-  const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
+__device__ inline void keep_amaxes(const Quantised& q, const float (&v)[4][8], int right,
+                                   int warp_row, const Place<kBytes>& at, BlockShared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
   const auto larger = [](float a, float b) { return fmaxf(a, b); };
   float row_most[4] = {}, column_most[8] = {};
 #pragma unroll
@@ -40,11 +45,53 @@ __device__ inline void find_block_scales(const Quantised& q, const float (&v)[4]
   if (lane % 2 == 0) {
     shared.row_amax[right][at.group * 4 + (lane & 4) / 2 + (lane & 2) / 2] = one[0];
   }
-  const bool square = q.scaling == TE_FL_SCALING_BLOCK_128X128;
-  if (!square && q.columns != nullptr) {
+  if (finds_columns(q)) {
     *reinterpret_cast<float2*>(&shared.column_amax[warp_row][right * kTileCols + pair_col(at)]) =
         combine_columns(column_most, larger);
   }
+}
+// Leaves those of 16-bit elements as they were loaded.
+template <class T>
+__device__ inline void keep_pair_amaxes(const Quantised& q, const uint4 (&raw)[4], int right,
+                                        int warp_row, const Place<2>& at, BlockShared& shared) {
+  const int lane = static_cast<int>(threadIdx.x) & 31;
+  const auto larger = [](uint32_t a, uint32_t b) { return larger_pair<T>(a, b); };
+  uint32_t row_most[4] = {}, column_most[4] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const uint32_t pair = absolute_pair(words[w]);
+      row_most[i] = larger(row_most[i], pair);
+      column_most[w] = larger(column_most[w], pair);
+    }
+  }
+  const uint32_t rows[2] = {larger_halves<T>(row_most[0], row_most[1]),
+                            larger_halves<T>(row_most[2], row_most[3])};
+  uint32_t two_rows[1];
+  fold<4>(rows, two_rows, larger);
+#pragma unroll
+  for (int step = 2; step > 0; step /= 2) {
+    two_rows[0] = larger(two_rows[0], __shfl_xor_sync(0xFFFFFFFFu, two_rows[0], step));
+  }
+  if (lane % 4 == 0) {
+    *reinterpret_cast<float2*>(&shared.row_amax[right][at.group * 4 + (lane & 4) / 2]) =
+        values_of_pair<T>(two_rows[0]);
+  }
+  if (!finds_columns(q)) return;
+  uint32_t half[2], two_columns[1];
+  fold<8>(column_most, half, larger);
+  fold<16>(half, two_columns, larger);
+  *reinterpret_cast<float2*>(&shared.column_amax[warp_row][right * kTileCols + pair_col(at)]) =
+      values_of_pair<T>(two_columns[0]);
+}
+
+// Scales of the tile from the amaxes of all warps; all in shared memory when it returns.
+__device__ inline void find_block_scales(const Quantised& q, int64_t row0, int64_t col0,
+                                         int64_t cols_end, BlockShared& shared) {
+  const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
+  const bool square = q.scaling == TE_FL_SCALING_BLOCK_128X128;
   __syncthreads();
   if (square || q.running_amax != nullptr) {
     if (thread < 32) {
@@ -60,8 +107,8 @@ __device__ inline void find_block_scales(const Quantised& q, const float (&v)[4]
     __syncthreads();
   }
   if (thread < kBlockTile) {
-    const float most = square ? shared.amax
-                              : fmaxf(shared.row_amax[0][thread], shared.row_amax[1][thread]);
+    const float most =
+        square ? shared.amax : fmaxf(shared.row_amax[0][thread], shared.row_amax[1][thread]);
     const float scale = q.block_scale(most);
     shared.row_scale[thread] = scale;
     // Factors come in fours: what is beyond the last row, block or column is 0.
@@ -80,7 +127,7 @@ __device__ inline void find_block_scales(const Quantised& q, const float (&v)[4]
       if (q.columns != nullptr && mine(i, down)) *q.column_square_block(i + thread, j) = factor;
     }
     if (square) shared.column_scale[thread] = scale;
-  } else if (thread < 2 * kBlockTile && !square && q.columns != nullptr) {
+  } else if (thread < 2 * kBlockTile && finds_columns(q)) {
     const int col = thread - kBlockTile;
     float most = 0.0f;
 #pragma unroll
@@ -94,7 +141,8 @@ __device__ inline void find_block_scales(const Quantised& q, const float (&v)[4]
   __syncthreads();
 }
 
-// With two outputs, neighbouring blocks take one each: the second finds the sources in the L2 cache.
+// With two outputs, neighbouring blocks take one each: the second finds the sources in the L2
+// cache.
 template <class Math, int kBytes, bool kSums>
 __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, const TileGrid& g,
                                        const Quantised& q, const Math& math, float* partials,
@@ -150,7 +198,8 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
       if (t > 0) pair.x += total->x, pair.y += total->y;  // the lane wrote it itself
       *total = pair;
     }
-    find_block_scales<kBytes>(q, v, row0, out0 + tile0, right, warp_row, at, out0 + g.cols, shared);
+    keep_amaxes<kBytes>(q, v, right, warp_row, at, shared);
+    find_block_scales(q, row0, out0 + tile0, out0 + g.cols, shared);
     if (q.rows != nullptr) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -181,9 +230,8 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
     }
     stage_columns<kBytes>(shared.columns, codes, at, right * kTileCols);
     __syncthreads();
-    write_columns<kBytes, kBlockThreads>(shared.columns,
-                                         static_cast<uint8_t*>(q.columns) + (out0 + tile0) * q.m,
-                                         q.m, row0, left);
+    write_columns<kBytes, kBlockThreads, kBlockTile>(
+        shared.columns, static_cast<uint8_t*>(q.columns) + (out0 + tile0) * q.m, q.m, row0, left);
   }
   if constexpr (kSums) {
     __syncthreads();
@@ -196,13 +244,98 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
   }
 }
 
+// A tile of a copy: the codes of 16-bit elements as they were loaded.
+template <class T, bool kE5m2>
+__device__ inline void quantise_block_pairs(const uint4 (&raw)[4], const Quantised& q, int64_t row0,
+                                            int64_t tile0, int left, int right, bool inside,
+                                            const Place<2>& at, BlockShared& shared) {
+  const auto values = [&](int i, float(&v)[8]) {
+    const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      const float2 pair = values_of_pair<T>(words[w]);
+      v[2 * w] = pair.x, v[2 * w + 1] = pair.y;
+    }
+  };
+  const int rows_left = static_cast<int>(q.m - row0 < kBlockTile ? q.m - row0 : kBlockTile);
+  if (q.rows != nullptr) {
+    const float4 four = *reinterpret_cast<const float4*>(&shared.row_scale[at.group * 4]);
+    const float scale[4] = {four.x, four.y, four.z, four.w};
+    const bool has = inside && at.col(0) < left - right * kTileCols;
+    uint8_t* to = static_cast<uint8_t*>(q.rows) + (row0 + at.group * 4) * q.k + tile0 +
+                  right * kTileCols + at.col(0);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float v[8];
+      values(i, v);
+      const float s = scale[i];
+      const uint2 codes = make_uint2(codes_of(v[0] * s, v[1] * s, v[2] * s, v[3] * s, kE5m2),
+                                     codes_of(v[4] * s, v[5] * s, v[6] * s, v[7] * s, kE5m2));
+      if (has && at.group * 4 + i < rows_left) store_whole(reinterpret_cast<uint2*>(to), codes);
+      to += q.k;
+    }
+  }
+  if (q.columns == nullptr) return;
+  const auto* scales =
+      reinterpret_cast<const float4*>(&shared.column_scale[right * kTileCols + at.col(0)]);
+  const float4 low = scales[0], high = scales[1];
+  uint32_t codes[4][2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float v[8];
+    values(i, v);
+    codes[i][0] = codes_of(v[0] * low.x, v[1] * low.y, v[2] * low.z, v[3] * low.w, kE5m2);
+    codes[i][1] = codes_of(v[4] * high.x, v[5] * high.y, v[6] * high.z, v[7] * high.w, kE5m2);
+  }
+  stage_columns<2>(shared.columns, codes, at, right * kTileCols);
+  __syncthreads();
+  write_columns<2, kBlockThreads, kBlockTile>(
+      shared.columns, static_cast<uint8_t*>(q.columns) + tile0 * q.m, q.m, row0, left);
+}
+
+// Copies of 16-bit elements, by the type that `in` names.
+template <class T, bool kE5m2>
+__device__ inline void copy_block_pairs(const TileSources<1>& in, const TileGrid& g,
+                                        const Quantised& q, unsigned block, BlockShared& shared) {
+  unsigned step, strip;
+  place_block(g, block, step, strip);
+  const int thread = static_cast<int>(threadIdx.x), warp = thread >> 5;
+  const int right = warp & 1, warp_row = warp >> 1;
+  const Place<2> at(warp_row * 32 + (thread & 31));
+  const int64_t row0 = int64_t{step} * kTileRows, tile0 = int64_t{strip} * kBlockTile;
+  // The right half of the last tile may lie outside: it repeats columns of the left one.
+  const bool inside = tile0 + right * kTileCols < g.cols;
+  const int left = static_cast<int>(g.cols - tile0 < kBlockTile ? g.cols - tile0 : kBlockTile);
+  uint4 raw[1][4][1];
+  load_tile<2>(in, g, row0, inside ? tile0 + right * kTileCols : tile0, at, 0, raw);
+  const uint4 own[4] = {raw[0][0][0], raw[0][1][0], raw[0][2][0], raw[0][3][0]};
+  keep_pair_amaxes<T>(q, own, right, warp_row, at, shared);
+  find_block_scales(q, row0, tile0, g.cols, shared);
+  quantise_block_pairs<T, kE5m2>(own, q, row0, tile0, left, right, inside, at, shared);
+}
+__device__ inline void copy_blocks(const TileSources<1>& in, const TileGrid& g, const Quantised& q,
+                                   unsigned block) {
+  __shared__ BlockShared shared;
+  const auto of_type = [&](auto type) {
+    using T = decltype(type);
+    if (q.is_e5m2) return copy_block_pairs<T, true>(in, g, q, block, shared);
+    copy_block_pairs<T, false>(in, g, q, block, shared);
+  };
+  if (in.is_half) return of_type(fp16{});
+  of_type(bf16{});
+}
+
 template <class Math, int kBytes, bool kSums>
-__global__ void __launch_bounds__(kBlockThreads, Math::kSources * kBytes <= 6 ? 2 : 1)
+__global__ void __launch_bounds__(kBlockThreads, Math::kSources* kBytes <= 6 ? 2 : 1)
     block_kernel(const __grid_constant__ TileSources<Math::kSources> in,
                  const __grid_constant__ TileGrid g, const __grid_constant__ Quantised q, Math math,
                  float* partials) {
   if (q.skip()) return;
-  quantise_blocks<Math, kBytes, kSums>(in, g, q, math, partials, blockIdx.x);
+  if constexpr (Copies<Math> && kBytes == 2 && !kSums) {
+    copy_blocks(in, g, q, blockIdx.x);
+  } else {
+    quantise_blocks<Math, kBytes, kSums>(in, g, q, math, partials, blockIdx.x);
+  }
 }
 
 }  // namespace te_fl::cuda

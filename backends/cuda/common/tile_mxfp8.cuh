@@ -6,6 +6,7 @@
 // padding.
 #pragma once
 
+#include "common/pairs.cuh"
 #include "common/tile.cuh"
 
 namespace te_fl::cuda {
@@ -18,24 +19,6 @@ struct Mxfp8Shared {
   __align__(4) uint8_t row_scales[kMxfp8Rows][kMxfp8Cols / kMxfp8Block];
   float warp_amax[kWarps];
 };
-
-// ---- two elements of 16 bits in a word
-
-template <class T>
-__device__ inline uint32_t larger_pair(uint32_t a, uint32_t b) {
-  using Two = std::conditional_t<std::is_same_v<T, bf16>, __nv_bfloat162, __half2>;
-  const Two most = __hmax2(reinterpret_cast<const Two&>(a), reinterpret_cast<const Two&>(b));
-  return reinterpret_cast<const uint32_t&>(most);
-}
-__device__ inline uint32_t absolute_pair(uint32_t pair) { return pair & 0x7FFF7FFFu; }
-template <class T>
-__device__ inline float2 values_of_pair(uint32_t pair) {
-  if constexpr (std::is_same_v<T, bf16>) {
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
-  } else {
-    return __half22float2(reinterpret_cast<const __half2&>(pair));
-  }
-}
 
 // ---- a lane's eight elements of a row, and what they are multiplied by
 
@@ -110,7 +93,7 @@ struct Mxfp8Factors<bf16> {
 
 // ---- largest magnitudes; a NaN does not enter
 
-// Of eight columns, over the rows that it has seen.
+// Holds those of eight columns over the rows that were added.
 template <class T>
 struct Mxfp8Columns {
   uint32_t most[2 * sizeof(T)] = {};
@@ -161,8 +144,7 @@ __device__ inline void find_row_amaxes(const Mxfp8Row<T> (&rows)[2], const uint3
                                        float (&amax)[2][sizeof(T) / 2]) {
   if constexpr (sizeof(T) == 2) {
     // The first row in the low half, the second in the high one.
-    uint32_t both = larger_pair<T>(__byte_perm(pairs[0], pairs[1], 0x5410),
-                                   __byte_perm(pairs[0], pairs[1], 0x7632));
+    uint32_t both = larger_halves<T>(pairs[0], pairs[1]);
 #pragma unroll
     for (int step = 1; step <= 2; step *= 2) {
       both = larger_pair<T>(both, __shfl_xor_sync(0xFFFFFFFFu, both, step));

@@ -147,7 +147,8 @@ __device__ inline void do_tile(const Block128Args& a, const Item& item, float sc
   const bool has_cols = a.q.rows != nullptr && col0 + my_col < a.shape.cols;
   uint32_t codes[4][2];
   if constexpr (kBlocks) {
-    find_block_scales<2>(a.q, v, row0, col0, right, warp_row, at, a.q.k, shared.tile);
+    keep_amaxes<2>(a.q, v, right, warp_row, at, shared.tile);
+    find_block_scales(a.q, row0, col0, a.q.k, shared.tile);
     if (has_cols) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -191,9 +192,9 @@ __device__ inline void do_tile(const Block128Args& a, const Item& item, float sc
   }
   stage_columns<2>(shared.tile.columns, codes, at, right * kTileCols);
   __syncthreads();
-  write_columns<2, kBlockThreads>(shared.tile.columns,
-                                  static_cast<uint8_t*>(a.q.columns) + col0 * a.q.m, a.q.m, row0,
-                                  min(a.shape.cols - col0, kBlockTile));
+  write_columns<2, kBlockThreads, kBlockTile>(shared.tile.columns,
+                                              static_cast<uint8_t*>(a.q.columns) + col0 * a.q.m,
+                                              a.q.m, row0, min(a.shape.cols - col0, kBlockTile));
 }
 
 template <class T, bool kResidual>

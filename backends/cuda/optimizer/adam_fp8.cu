@@ -187,7 +187,7 @@ __device__ inline void update_tile(const Item& t, const Adam& a, bool keeps, uns
   __syncthreads();
   uint8_t* to = t.columns + col0 * t.row_count;
   if constexpr (kAligned) {
-    write_columns<4, kThreads>(columns, to, t.row_count, row0, cols_left);
+    write_columns<4, kThreads, kTileCols>(columns, to, t.row_count, row0, cols_left);
   } else {
     write_column_ones(columns, to, t.row_count, row0, cols_left);
   }

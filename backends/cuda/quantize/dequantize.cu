@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
     __syncthreads();
-    write_columns<1, kThreads>(columns, out + col0 * m, m, row0, count);
+    write_columns<1, kThreads, 128>(columns, out + col0 * m, m, row0, count);
   }
   if constexpr (kSums) store_sums(sum, sums, col0, k, step);
 }

@@ -13,7 +13,7 @@ inline constexpr const char* kInPlace = "the output shares memory with the input
 
 struct Copy {
   static constexpr int kSources = 1, kOutputs = 1;
-  static constexpr bool kSelfScaled = true, kWritesMxfp8 = true;
+  static constexpr bool kSelfScaled = true, kCopies = true;
   __device__ void operator()(const float (&x)[1], float (&v)[1]) const { v[0] = x[0]; }
 };
 

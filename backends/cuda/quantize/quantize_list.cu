@@ -66,6 +66,8 @@ __global__ void __launch_bounds__(threads_of(kCodes), resident_of(kCodes, kBytes
   const unsigned own = block - item.first_block;
   if constexpr (kMxfp8) {
     quantise_mxfp8<kBytes, false>(in, g, item.q, nullptr, own);
+  } else if constexpr (kCodes == QuantizeCodes::kBlock && kBytes == 2) {
+    copy_blocks(in, g, item.q, own);
   } else if constexpr (kCodes == QuantizeCodes::kBlock) {
     quantise_blocks<Copy, kBytes, false>(in, g, item.q, Copy{}, nullptr, own);
   } else {
