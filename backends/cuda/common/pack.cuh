@@ -25,6 +25,11 @@ struct Pack {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) reinterpret_cast<uint4*>(p)[i] = raw[i];
   }
+  // The same for values that were set, which the compiler would store as they were made.
+  __device__ void store_set(T* p) const {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) store_whole(reinterpret_cast<uint4*>(p) + i, raw[i]);
+  }
   // Elements begin <= i < end of p, of any alignment; the others become 0 or are left alone.
   __device__ void load_some(const T* p, int begin, int end) {
     T* values = reinterpret_cast<T*>(raw);

@@ -1,10 +1,124 @@
-// Kernels in which a block takes a token and lists the rows that it has before it moves them: a
-// token has few of the rows that a mask's map has places for.
+// Kernels that list the rows which a token has before they move them: a token has few of the rows
+// that a mask's map has places for.
 #pragma once
 
 #include "moe/rows.cuh"
 
 namespace te_fl::cuda {
+
+// ---- sums
+
+// Elements as they are read: a pack, or one where rows are not made of whole packs.
+template <class T>
+struct OneElement {
+  static constexpr int kSize = 1;
+  T raw;
+  __device__ void load(const T* p) { raw = *p; }
+  __device__ void store_set(T* p) const { *p = raw; }
+  __device__ float operator[](int) const { return to_f32(raw); }
+  __device__ void set(const float (&v)[1]) { raw = from_f32<T>(v[0]); }
+};
+template <class T, bool kWhole>
+using RawPiece = std::conditional_t<kWhole, Pack<T>, OneElement<T>>;
+
+// The rows of 64 places of a token, two in each lane of a warp.
+struct TokenRows {
+  int32_t row[2];
+
+  __device__ void load(const PermutedRows& m, int64_t token, int64_t first) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t s = first + h * 32 + threadIdx.x % 32;
+      row[h] = s < m.each ? m.map[s * m.tokens + token] : -1;
+    }
+  }
+  // Wrong rows become none, and are noted if asked for.
+  __device__ void check(const PermutedRows& m, int64_t token, int64_t first, bool notes) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (row[h] >= -1 && row[h] < m.rows) continue;
+      const int64_t at = (first + h * 32 + threadIdx.x % 32) * m.tokens + token;
+      if (notes) note(m.errors, ValueRule::kPermutedRow, at, row[h], m.rows);
+      row[h] = -1;
+    }
+  }
+  // Bit i: place i has a row. All lanes call these.
+  __device__ uint64_t there() const {
+    const uint64_t high = __ballot_sync(0xFFFFFFFFu, row[1] >= 0);
+    return high << 32 | __ballot_sync(0xFFFFFFFFu, row[0] >= 0);
+  }
+  __device__ int64_t row_of(int place) const {
+    return __shfl_sync(0xFFFFFFFFu, place < 32 ? row[0] : row[1], place % 32);
+  }
+};
+
+// sum_rows_kernel for wide rows, and for tokens with many places. A warp takes parts of rows, and
+// looks up the rows of the next while it sums: four loads of a thread are under way, two pieces of
+// two rows.
+template <class T, bool kWhole>
+__global__ void __launch_bounds__(kThreads, 4)
+    sum_listed_rows_kernel(const T* input, PermutedRows m, T* output, RowPieces p, int64_t cols) {
+  using Piece = RawPiece<T, kWhole>;
+  constexpr int kSize = Piece::kSize, kPieces = 2, kRows = 2;
+  const uint32_t warps = gridDim.x * (kThreads / 32), size = static_cast<uint32_t>(p.size);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  uint32_t item = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  if (item >= size) return;
+  uint32_t part = 0;
+  const auto token_of = [&](int64_t i) {
+    return p.first + p.words(static_cast<uint32_t>(i), part);
+  };
+  TokenRows next;
+  next.load(m, token_of(item), 0);
+  for (; item < size; item += warps) {
+    TokenRows now = next;
+    if (item + warps < size) next.load(m, token_of(item + warps), 0);
+    const int64_t token = token_of(item);
+    const int64_t col = (int64_t{part} * (32 * kPieces) + lane) * kSize;
+    const bool holds[kPieces] = {col < cols, col + 32 * kSize < cols};
+    float sum[kPieces][kSize] = {};
+    for (int64_t first = 0;;) {
+      now.check(m, token, first, part == 0);
+      for (uint64_t there = now.there(); there != 0;) {
+        const int count = min(__popcll(there), kRows);
+        Piece x[kRows][kPieces];
+        float weight[kRows];
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+          if (k >= count) continue;
+          const int place = __ffsll(static_cast<int64_t>(there)) - 1;
+          there &= there - 1;
+          weight[k] = m.weight(first + place, token);
+          const T* const from = input + now.row_of(place) * cols + col;
+#pragma unroll
+          for (int i = 0; i < kPieces; ++i) {
+            if (holds[i]) x[k][i].load(from + i * 32 * kSize);
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+          if (k >= count) continue;
+#pragma unroll
+          for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+            for (int e = 0; e < kSize; ++e) sum[i][e] = fmaf(weight[k], x[k][i][e], sum[i][e]);
+          }
+        }
+      }
+      first += 64;
+      if (first >= m.each) break;
+      now.load(m, token, first);
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      Piece y;
+      y.set(sum[i]);
+      if (holds[i]) y.store_set(output + token * cols + col + i * 32 * kSize);
+    }
+  }
+}
+
+// ---- gradient of permuted rows
 
 constexpr int64_t kMostListed = 1024;  // places of a token: 4 words of shared memory each, and dots
 
@@ -39,45 +153,6 @@ struct RowList {
   }
 };
 inline size_t row_list_bytes(int64_t each) { return static_cast<size_t>(each) * 12; }
-
-// sum_rows_kernel for wide rows, and for tokens with many places. A thread has four loads under
-// way: two pieces of two rows.
-template <class T, bool kWhole>
-__global__ void __launch_bounds__(kThreads)
-    sum_listed_rows_kernel(const T* input, PermutedRows m, T* output, int64_t cols, int64_t first) {
-  using P = RowPiece<T, kWhole>;
-  constexpr int kPair = 2;
-  extern __shared__ int32_t listed[];
-  const RowList list(listed, m.each);
-  const int64_t token = first + blockIdx.x, step = int64_t{blockDim.x} * P::kSize;
-  const int count = list.fill(m, token, true);
-  for (int64_t c = int64_t{threadIdx.x} * P::kSize; c < cols; c += kPair * step) {
-    const bool both = c + step < cols;
-    float sum[kPair][P::kSize] = {};
-    for (int k = 0; k < count; k += kPair) {
-      float v[kPair][kPair][P::kSize];  // of a row and a piece
-#pragma unroll
-      for (int u = 0; u < kPair; ++u) {
-        if (k + u >= count) continue;
-        const T* const row = input + list.rows[k + u] * cols + c;
-        P::load(row, v[u][0]);
-        if (both) P::load(row + step, v[u][1]);
-      }
-#pragma unroll
-      for (int u = 0; u < kPair; ++u) {
-        if (k + u >= count) continue;
-        const float weight = list.weights[k + u];
-#pragma unroll
-        for (int e = 0; e < P::kSize; ++e) {
-          sum[0][e] = fmaf(weight, v[u][0][e], sum[0][e]);
-          if (both) sum[1][e] = fmaf(weight, v[u][1][e], sum[1][e]);
-        }
-      }
-    }
-    P::store(output + token * cols + c, sum[0]);
-    if (both) P::store(output + token * cols + c + step, sum[1]);
-  }
-}
 
 // Shared memory is that of the list, then, if grad_probs is not null, a number for each place and
 // warp.

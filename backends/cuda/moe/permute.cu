@@ -1,13 +1,14 @@
 // Permutation of tokens by expert, padding of groups, offsets of parts.
 #include <algorithm>
-#include <cub/device/device_radix_sort.cuh>
 
 #include "common/overlap.hpp"
 #include "common/value_checks.hpp"
+#include "device/device_attributes.hpp"
 #include "moe/kernel_names.hpp"
 #include "moe/listed_rows.cuh"
 #include "moe/row_launch.cuh"
 #include "moe/rows.cuh"
+#include "moe/sort_pairs.cuh"
 #include "plugin/families.hpp"
 #include "te_fl/backend/moe_checks.hpp"
 #include "te_fl/ops/moe.h"
@@ -17,32 +18,42 @@ namespace {
 
 // ---- permutation
 
-struct SortSpace {
-  size_t pairs, scratch;  // bytes of one list of pairs, and of the sort
-  size_t total() const { return 4 * pairs + scratch; }
-};
-
-int key_bits(int32_t num_experts) {
-  int bits = num_experts == 0 ? 32 : 1;
-  while (bits < 32 && (int64_t{1} << bits) < num_experts) ++bits;
-  return bits;
+void scatter_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& input,
+                  const te_fl_tensor& map, const te_fl_tensor& output) {
+  const int64_t bytes = row_bytes_of(input), each = map.dl.shape[0], tokens = map.dl.shape[1];
+  if (each == 0) return;
+  with_word(word_bytes(bytes, input, output), [&]<class Word>(Word) {
+    for_parts(tokens, bytes / static_cast<int64_t>(sizeof(Word)), [&](const RowParts& p) {
+      scatter_rows_kernel<<<blocks_of(p.size << p.lanes_log2, kThreads), kThreads, 0,
+                            stream_of(ctx)>>>(
+          backend::data<const Word>(input), backend::data<const int32_t>(map),
+          backend::data<Word>(output), p, tokens, each, output.dl.shape[0]);
+      check_launch(op);
+    });
+  });
 }
 
-SortSpace sort_space(int64_t size, int bits) {
-  size_t scratch = 0;
-  check(cub::DeviceRadixSort::SortPairs(
-            nullptr, scratch, static_cast<const uint32_t*>(nullptr),
-            static_cast<uint32_t*>(nullptr), static_cast<const int32_t*>(nullptr),
-            static_cast<int32_t*>(nullptr), static_cast<int>(size), 0, bits),
-        "cub::DeviceRadixSort");
-  return {static_cast<size_t>(round_up(size * 4, 256)), scratch};
-}
-
-size_t permute_workspace(const te_fl_context& ctx, const te_fl_moe_permute_fwd_args& a) {
+size_t permute_workspace(const te_fl_context&, const te_fl_moe_permute_fwd_args& a) {
   const int64_t pairs = backend::numel(*a.indices);
-  if (pairs == 0 || pairs >= kFastDivLimit) return 0;
-  const DeviceGuard guard(ctx.device.index);
-  return sort_space(pairs, key_bits(a.num_experts)).total();
+  return pairs < kFastDivLimit ? 2 * static_cast<size_t>(pairs) * sizeof(int32_t) : 0;
+}
+
+void sort_pairs(const te_fl_context& ctx, const PairIndices& in, const PairRows& out) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = 1;
+  config.blockDim = kSortThreads;
+  config.stream = stream_of(ctx);
+  if (compute_capability(ctx.device.index) < 90) {
+    check(cudaLaunchKernelEx(&config, sort_pairs_kernel<1>, in, out), "sort_pairs_kernel");
+    return;
+  }
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = config.gridDim.x = kSortBlocks;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, sort_pairs_kernel<kSortBlocks>, in, out), "sort_pairs_kernel");
 }
 
 void moe_permute_fwd(const te_fl_context& ctx, const te_fl_moe_permute_fwd_args& a) {
@@ -51,41 +62,22 @@ void moe_permute_fwd(const te_fl_context& ctx, const te_fl_moe_permute_fwd_args&
   const int64_t pairs = tokens * each, rows = a.output->dl.shape[0];
   const int64_t bytes = row_bytes_of(*a.input);
   const cudaStream_t stream = stream_of(ctx);
-  auto* output = backend::data<char>(*a.output);
-  auto* map = backend::data<int32_t>(*a.row_id_map);
   if (pairs > 0) {
-    const int bits = key_bits(a.num_experts);
-    SortSpace space = sort_space(pairs, bits);
-    char* const memory = static_cast<char*>(ctx.workspace);
-    auto* keys = reinterpret_cast<uint32_t*>(memory);
-    auto* sorted_keys = reinterpret_cast<uint32_t*>(memory + space.pairs);
-    auto* numbers = reinterpret_cast<int32_t*>(memory + 2 * space.pairs);
-    auto* sorted = reinterpret_cast<int32_t*>(memory + 3 * space.pairs);
-    const ValueErrorSink errors = value_errors_of(ctx, "moe_permute_fwd");
-    pair_keys_kernel<<<blocks_for(pairs), kThreads, 0, stream>>>(
-        Integers(*a.indices), pairs, a.num_experts, keys, numbers, errors);
-    check_launch("pair_keys_kernel");
-    if (validates(ctx)) refuse_noted(ctx);
-    check(
-        cub::DeviceRadixSort::SortPairs(memory + 4 * space.pairs, space.scratch, keys, sorted_keys,
-                                        numbers, sorted, static_cast<int>(pairs), 0, bits, stream),
-        "cub::DeviceRadixSort");
-    row_map_kernel<<<blocks_for(pairs), kThreads, 0, stream>>>(sorted, pairs, FastDiv(each), tokens,
-                                                               rows, map);
-    check_launch("row_map_kernel");
+    const PairIndices in{Integers(*a.indices), pairs, a.num_experts,
+                         value_errors_of(ctx, "moe_permute_fwd")};
+    if (validates(ctx)) {
+      check_experts_kernel<<<blocks_for(pairs), kThreads, 0, stream>>>(in);
+      check_launch("check_experts_kernel");
+      refuse_noted(ctx);
+    }
+    sort_pairs(ctx, in,
+               {static_cast<int32_t*>(ctx.workspace), backend::data<int32_t>(*a.row_id_map), pairs,
+                FastDiv(each), tokens, rows});
   }
-  with_word(word_bytes(bytes, *a.input, *a.output), [&]<class Word>(Word) {
-    const auto* input = backend::data<const Word>(*a.input);
-    if (each == 0) return;
-    for_pieces(0, tokens, bytes / static_cast<int64_t>(sizeof(Word)), [&](const RowPieces& p) {
-      scatter_rows_kernel<<<blocks_of(p.size, kThreads * kAtOnce), kThreads, 0, stream>>>(
-          input, map, reinterpret_cast<Word*>(output), p, tokens, each);
-      check_launch("moe_permute_fwd");
-    });
-  });
+  scatter_rows(ctx, "moe_permute_fwd", *a.input, *a.row_id_map, *a.output);
   if (rows <= pairs || bytes == 0) return;
-  check(cudaMemsetAsync(output + pairs * bytes, 0, static_cast<size_t>((rows - pairs) * bytes),
-                        stream),
+  check(cudaMemsetAsync(backend::data<char>(*a.output) + pairs * bytes, 0,
+                        static_cast<size_t>((rows - pairs) * bytes), stream),
         "cudaMemsetAsync");
 }
 Refusal refuse_permute_fwd(const te_fl_moe_permute_fwd_args& a) {
@@ -128,13 +120,6 @@ void for_tokens(int64_t tokens, F&& f) {
     f(first, static_cast<unsigned>(std::min(kMostTokens, tokens - first)));
   }
 }
-// The rows of a token are listed by a block that takes it: where a row has pieces for two warps,
-// and where a token has many places, as those of a mask's map, of which few have a row.
-constexpr int64_t kFewPlaces = 8, kPiecesOfBlock = 64;
-bool lists_rows(int64_t each, int64_t pieces) {
-  return each <= kMostListed && (each > kFewPlaces || pieces >= kPiecesOfBlock);
-}
-
 void sum_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& input,
               const te_fl_tensor& map, const te_fl_tensor* probs, const te_fl_tensor& output) {
   const PermutedRows rows = permuted_rows(ctx, op, map, probs, input.dl.shape[0]);
@@ -148,15 +133,17 @@ void sum_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& inpu
   }
   with_type(dtype_of(input), [&]<class T>(T) {
     const auto launch = [&]<bool kWhole>(std::bool_constant<kWhole>) {
-      if (cols > 0 && lists_rows(rows.each, ceil_div(cols, RowPiece<T, kWhole>::kSize))) {
-        const unsigned threads = threads_of_row(cols, RowPiece<T, kWhole>::kSize);
-        return for_tokens(rows.tokens, [&](int64_t first, unsigned blocks) {
-          sum_listed_rows_kernel<T, kWhole><<<blocks, threads, row_list_bytes(rows.each), stream>>>(
-              backend::data<const T>(input), rows, backend::data<T>(output), cols, first);
+      const int64_t pieces = ceil_div(cols, RowPiece<T, kWhole>::kSize);
+      if (lists_rows(rows.each, pieces)) {
+        return for_pieces(0, rows.tokens, ceil_div(pieces, 64), [&](const RowPieces& p) {
+          const auto most = static_cast<unsigned>(4 * multiprocessors(ctx.device.index));
+          sum_listed_rows_kernel<T, kWhole>
+              <<<std::min(blocks_of(p.size, kThreads / 32), most), kThreads, 0, stream>>>(
+                  backend::data<const T>(input), rows, backend::data<T>(output), p, cols);
           check_launch(op);
         });
       }
-      for_pieces(0, rows.tokens, cols / RowPiece<T, kWhole>::kSize, [&](const RowPieces& p) {
+      for_pieces(0, rows.tokens, pieces, [&](const RowPieces& p) {
         sum_rows_kernel<T, kWhole><<<blocks_of(p.size, kThreads), kThreads, 0, stream>>>(
             backend::data<const T>(input), rows, backend::data<T>(output), p);
         check_launch(op);
@@ -206,12 +193,15 @@ void moe_unpermute_bwd(const te_fl_context& ctx, const te_fl_moe_unpermute_bwd_a
     if (validates(ctx)) refuse_noted(ctx);
   }
   auto* grad_probs = a.grad_probs != nullptr ? backend::data<float>(*a.grad_probs) : nullptr;
+  const bool copies = a.probs == nullptr && grad_probs == nullptr;
   with_type(dtype_of(*a.grad_output), [&]<class T>(T) {
     T* grad_input = backend::data<T>(*a.grad_input);
     if (rows > 0 && cols > 0) {
       zero_rows_kernel<T><<<blocks_for(rows), kThreads, 0, stream>>>(bits, rows, cols, grad_input);
       check_launch("zero_rows_kernel");
     }
+    if (copies)
+      return scatter_rows(ctx, "moe_unpermute_bwd", *a.grad_output, *a.row_id_map, *a.grad_input);
     const auto launch = [&]<bool kWhole>(std::bool_constant<kWhole>) {
       const unsigned threads = threads_of_row(cols, RowPiece<T, kWhole>::kSize);
       // Where a token has few places, listing them takes 1.4 times as long.
@@ -329,24 +319,24 @@ void append_moe(std::vector<te_fl_op_desc>& ops) {
   using Padding = te_fl_fused_multi_row_padding_args;
   using Unpadding = te_fl_fused_multi_row_unpadding_args;
   ops.push_back(descriptor<Permute, moe_permute_fwd, refuse_permute_fwd>("moe_permute_fwd"));
-  ops.back().describe =
-      describe_by<Permute, "kernels pair_keys, row_map and scatter_rows; a radix sort of CUB's">;
+  ops.back().describe = describe_by<Permute, "kernels sort_pairs and scatter_rows">;
   ops.back().workspace = backend::workspace_thunk<Permute, permute_workspace>;
   ops.push_back(descriptor<te_fl_moe_permute_bwd_args, moe_permute_bwd, refuse_permute_bwd>(
       "moe_permute_bwd"));
   ops.back().describe = describe_by<
       te_fl_moe_permute_bwd_args,
-      "kernel sum_listed_rows; sum_rows for short rows, and for more than 1024 places of a token">;
+      "kernel sum_listed_rows, or sum_rows for short rows of up to 8 places of a token">;
   ops.push_back(descriptor<te_fl_moe_unpermute_fwd_args, moe_unpermute_fwd, refuse_unpermute_fwd>(
       "moe_unpermute_fwd"));
   ops.back().describe = describe_by<
       te_fl_moe_unpermute_fwd_args,
-      "kernel sum_listed_rows; sum_rows for short rows, and for more than 1024 places of a token">;
+      "kernel sum_listed_rows, or sum_rows for short rows of up to 8 places of a token">;
   ops.push_back(
       descriptor<UnpermuteGradient, moe_unpermute_bwd, refuse_unpermute_bwd>("moe_unpermute_bwd"));
   ops.back().describe = describe_by<UnpermuteGradient,
                                     "kernels mark_rows, zero_rows and unpermute_gradient, or "
-                                    "few_rows_gradient for up to 8 places of a token">;
+                                    "few_rows_gradient for up to 8 places of a token, or "
+                                    "scatter_rows without probabilities">;
   ops.back().workspace = backend::workspace_thunk<UnpermuteGradient, unpermute_bwd_workspace>;
   ops.push_back(descriptor<Padding, fused_multi_row_padding, refuse_groups<Padding>>(
       "fused_multi_row_padding"));

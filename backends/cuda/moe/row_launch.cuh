@@ -4,18 +4,24 @@
 #include <algorithm>
 
 #include "common/pack.cuh"
+#include "moe/row_choice.hpp"
 #include "te_fl/backend/refusal.hpp"
 
 namespace te_fl::cuda {
 
 using backend::Refusal;
 
-constexpr int kAtOnce = 4;  // pieces of a thread, loaded before the first is stored
-
 // Pieces of `words` words in a row, numbered row after row from row `first` on; fewer than 2^31.
 struct RowPieces {
   FastDiv words;
   int64_t first = 0, size = 0;
+};
+
+// Parts of rows, numbered row after row from row `first` on; fewer than 2^31.
+struct RowParts {
+  FastDiv parts;
+  int lanes_log2 = 0;
+  int64_t pieces = 0, first = 0, size = 0;  // pieces of a row
 };
 
 // The widest word that rows and both addresses are made of, in bytes.
@@ -52,6 +58,18 @@ void for_pieces(int64_t first, int64_t rows, int64_t words, F&& f) {
   const int64_t most = std::max<int64_t>(1, (kFastDivLimit - 1) / words);
   for (int64_t row = 0; row < rows; row += most) {
     f(RowPieces{FastDiv(words), first + row, std::min(most, rows - row) * words});
+  }
+}
+
+// Calls f(parts) for launches over `rows` rows of `pieces` pieces.
+template <class F>
+void for_parts(int64_t rows, int64_t pieces, F&& f) {
+  if (rows <= 0 || pieces <= 0) return;
+  const RowCut cut = cut_of(pieces);
+  const int64_t most = std::max<int64_t>(1, (kFastDivLimit - 1) / cut.parts);
+  for (int64_t row = 0; row < rows; row += most) {
+    f(RowParts{FastDiv(cut.parts), cut.lanes_log2, pieces, row,
+               std::min(most, rows - row) * cut.parts});
   }
 }
 

@@ -10,55 +10,38 @@ namespace te_fl::cuda {
 
 // ---- permutation
 
-// Sorting keys of pairs and their numbers. With `bound` 0 indices are any 32-bit numbers.
-static __global__ void __launch_bounds__(kThreads)
-    pair_keys_kernel(Integers indices, int64_t size, int64_t bound, uint32_t* keys, int32_t* pairs,
-                     ValueErrorSink errors) {
-  const int64_t low = bound == 0 ? -(int64_t{1} << 31) : 0;
-  const int64_t high = bound == 0 ? int64_t{1} << 31 : bound;
-  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < size;
-       i += int64_t{gridDim.x} * kThreads) {
-    const int64_t v = indices[i];
-    if (v < low || v >= high) note(errors, ValueRule::kExpert, i, v, high, low);
-    keys[i] = static_cast<uint32_t>(v) ^ (bound == 0 ? 0x80000000u : 0u);
-    pairs[i] = static_cast<int32_t>(i);
-  }
-}
-
-static __global__ void __launch_bounds__(kThreads)
-    row_map_kernel(const int32_t* sorted_pairs, int64_t size, FastDiv each, int64_t tokens,
-                   int64_t rows, int32_t* map) {
-  for (int64_t r = blockIdx.x * int64_t{kThreads} + threadIdx.x; r < size;
-       r += int64_t{gridDim.x} * kThreads) {
-    uint32_t s = 0;
-    const uint32_t token = each(static_cast<uint32_t>(sorted_pairs[r]), s);
-    map[s * tokens + token] = r < rows ? static_cast<int32_t>(r) : -1;
-  }
-}
-
-// Each piece is read once and written to every row of its token.
+// Copies the row of each token to those that the map [each, tokens] has for it. A part of a row is
+// read once, and the map once for it.
 template <class Word>
 __global__ void __launch_bounds__(kThreads)
-    scatter_rows_kernel(const Word* input, const int32_t* map, Word* output, RowPieces p,
-                        int64_t tokens, int64_t each) {
-  const int64_t first = blockIdx.x * int64_t{kThreads * kAtOnce} + threadIdx.x;
+    scatter_rows_kernel(const Word* input, const int32_t* map, Word* output, RowParts p,
+                        int64_t tokens, int64_t each, int64_t rows) {
+  const int64_t thread = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  const int64_t item = thread >> p.lanes_log2;
+  if (item >= p.size) return;
+  uint32_t part = 0;
+  const int64_t token = p.first + p.parts(static_cast<uint32_t>(item), part);
+  const int64_t lane = thread & ((1 << p.lanes_log2) - 1);
+  const int64_t word = (int64_t{part} * kAtOnce << p.lanes_log2) + lane;
+  const auto holds = [&](int u) { return word + (u << p.lanes_log2) < p.pieces; };
+  const Word* const from = input + token * p.pieces + word;
   Word held[kAtOnce];
-  int64_t token[kAtOnce];
-  uint32_t word[kAtOnce];
 #pragma unroll
   for (int u = 0; u < kAtOnce; ++u) {
-    const int64_t i = first + u * kThreads;
-    token[u] = -1;
-    if (i >= p.size) continue;
-    token[u] = p.first + p.words(static_cast<uint32_t>(i), word[u]);
-    held[u] = input[token[u] * p.words.divisor + word[u]];
+    if (holds(u)) held[u] = from[u << p.lanes_log2];
   }
-  for (int64_t s = 0; s < each; ++s) {
+  for (int64_t s = 0; s < each; s += kAtOnce) {
+    int64_t row[kAtOnce];
 #pragma unroll
-    for (int u = 0; u < kAtOnce; ++u) {
-      if (token[u] < 0) continue;
-      const int64_t row = map[s * tokens + token[u]];
-      if (row >= 0) output[row * p.words.divisor + word[u]] = held[u];
+    for (int k = 0; k < kAtOnce; ++k) row[k] = s + k < each ? map[(s + k) * tokens + token] : -1;
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (row[k] < 0 || row[k] >= rows) continue;
+      Word* const to = output + row[k] * p.pieces + word;
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        if (holds(u)) __stcs(to + (u << p.lanes_log2), held[u]);
+      }
     }
   }
 }
@@ -116,6 +99,7 @@ struct RowPiece {
   }
 };
 
+// For tokens with short rows and few places: a thread takes a piece.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     sum_rows_kernel(const T* input, PermutedRows m, T* output, RowPieces p) {

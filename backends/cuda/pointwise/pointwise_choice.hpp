@@ -1,9 +1,10 @@
-// Kernels that the calls of dropout, addition, embedding and cross-entropy take: pure functions of
-// metadata, so that they can be tested where there is no GPU. Kernels have the names of their
-// functions, without "_kernel".
+// Kernels that the calls of dropout, addition, embedding, cross-entropy and scaled activations
+// take: pure functions of metadata, so that they can be tested where there is no GPU. Kernels have
+// the names of their functions, without "_kernel".
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include "te_fl/backend.hpp"
@@ -105,6 +106,26 @@ inline PointwiseChoice choose_pointwise(const te_fl_cross_entropy_bwd_args& a) n
   if (packs <= kBlockThreads)
     return {"cross_entropy_gradient of 1 pack", "a block holds a row", false, 1};
   return {"cross_entropy_gradient of 4 packs", "several blocks may share a row", false, 4};
+}
+
+// `rows` are the tensors that have rows; results have `half` columns each, and `turns` of a's
+// columns come before as many of b's.
+inline PointwiseChoice choose_scaled(bool forward, std::initializer_list<const te_fl_tensor*> rows,
+                                     int64_t half, int64_t turns) noexcept {
+  using namespace pointwise_choice;
+  const char* const plain = forward ? "scaled_forward" : "scaled_gradient";
+  if (turns % kPackElements != 0) {
+    return {plain, "one column of a thread, as glu_interleave_size is no multiple of 8"};
+  }
+  bool same = true, aligned = half % kPackElements == 0;
+  for (const te_fl_tensor* t : rows) {
+    same = same && dtype_in(*t) == dtype_in(**rows.begin());
+    aligned = aligned && aligned16(*t);
+  }
+  if (!same) return {plain, "eight columns of a thread, of tensors of several dtypes"};
+  if (!aligned) return {plain, "eight columns of a thread, of rows that are not whole packs"};
+  return {forward ? "scaled_forward_packs" : "scaled_gradient_packs", "sixteen columns of a thread",
+          true};
 }
 
 }  // namespace te_fl::cuda

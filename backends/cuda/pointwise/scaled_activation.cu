@@ -1,11 +1,11 @@
-// Activations with a factor of each row, and SiTU-GLU. A block takes a row at a time; the
-// activation and the dtypes are looked at while the kernel runs, which memory hides.
+// Activations with a factor of each row, and SiTU-GLU. A block takes a row at a time.
 #include <algorithm>
 
 #include "common/overlap.hpp"
 #include "common/pack.cuh"
 #include "plugin/families.hpp"
 #include "pointwise/activation.cuh"
+#include "pointwise/pointwise_choice.hpp"
 #include "te_fl/backend/activation_checks.hpp"
 #include "te_fl/backend/describe.hpp"
 #include "te_fl/ops/activation.h"
@@ -13,70 +13,91 @@
 namespace te_fl::cuda {
 namespace {
 
-enum class ScaledAct : int { kSrelu, kSwiglu, kClamped, kSitu };
-
-struct ScaledOptions {
-  ScaledAct act = ScaledAct::kSwiglu;
-  float limit = 0, alpha = 0, offset = 0;
-  float beta1 = 1, beta2 = 1;
-};
-
 // ---- arithmetic
-
-// beta tanh(x / beta) and its derivative; odd powers where 1 - exp(-2 |u|) has lost digits.
-struct Bounded {
-  float value, slope;
-  __device__ Bounded(float x, float beta) {
-    const float u = x / beta, size = fabsf(u), u2 = u * u;
-    const float e = fast_exp2(-2.0f * kLog2E * size), r = fast_reciprocal(1.0f + e);
-    const float series =
-        fmaf(u2, fmaf(u2, fmaf(u2, 62.0f / 2835.0f, -17.0f / 315.0f), 2.0f / 15.0f), -1.0f / 3.0f);
-    const float t = size < 0.25f ? fmaf(u * u2, series, u) : copysignf((1.0f - e) * r, u);
-    value = isnan(x) ? x : beta * t;
-    slope = 4.0f * e * r * r;
-  }
-};
 
 // The result of (a, b) and its derivatives by both; srelu has no b.
 struct GateAt {
   float value, by_a, by_b;
 };
 
-__device__ inline GateAt clamped_gate(const ScaledOptions& o, float a, float b) {
-  const float x = a > o.limit ? o.limit : a;  // a NaN passes
-  const float low = b < -o.limit ? -o.limit : b, y = low > o.limit ? o.limit : low;
-  const Dual act = swish_dual(x, o.alpha);
-  return {act.value * (y + o.offset), a > o.limit ? 0.0f : act.derivative * (y + o.offset),
-          fabsf(b) > o.limit ? 0.0f : act.value};
-}
-__device__ inline GateAt situ_gate(const ScaledOptions& o, float a, float b) {
-  const Bounded first(a, o.beta1), second(b, o.beta2);
-  const Sigmoids s(-kLog2E * a);
-  return {first.value * s.plus * second.value,
-          s.plus * fmaf(first.value, s.minus, first.slope) * second.value,
-          first.value * s.plus * second.slope};
-}
-
-// Calls f with the gate of the call: the switch stands outside of the loop over elements.
-template <class F>
-__device__ inline void with_gate(const ScaledOptions& o, F&& f) {
-  switch (o.act) {
-    case ScaledAct::kSrelu:
-      return f([](float a, float) {
-        const Dual act = Srelu::dual(a);
-        return GateAt{act.value, act.derivative, 0.0f};
-      });
-    case ScaledAct::kSwiglu:
-      return f([](float a, float b) {
-        const Dual act = Silu::dual(a);
-        return GateAt{act.value * b, act.derivative * b, act.value};
-      });
-    case ScaledAct::kClamped:
-      return f([&o](float a, float b) { return clamped_gate(o, a, b); });
-    default:
-      return f([&o](float a, float b) { return situ_gate(o, a, b); });
+struct SreluGate {
+  static constexpr bool kGated = false;
+  __device__ float value(float a, float) const { return Srelu::value(a); }
+  __device__ GateAt at(float a, float) const {
+    const Dual act = Srelu::dual(a);
+    return {act.value, act.derivative, 0.0f};
   }
-}
+};
+
+struct SwigluGate {
+  static constexpr bool kGated = true;
+  __device__ float value(float a, float b) const { return Silu::value(a) * b; }
+  __device__ GateAt at(float a, float b) const {
+    const Dual act = Silu::dual(a);
+    return {act.value * b, act.derivative * b, act.value};
+  }
+};
+
+struct ClampedGate {
+  static constexpr bool kGated = true;
+  float limit, alpha, offset;
+  __device__ float value(float a, float b) const {
+    return swish(low(a), alpha) * (within(b) + offset);
+  }
+  __device__ GateAt at(float a, float b) const {
+    const Dual act = swish_dual(low(a), alpha);
+    const float factor = within(b) + offset;
+    return {act.value * factor, a > limit ? 0.0f : act.derivative * factor,
+            fabsf(b) > limit ? 0.0f : act.value};
+  }
+
+ private:
+  __device__ float low(float a) const { return a > limit ? limit : a; }  // a NaN passes
+  __device__ float within(float b) const { return low(b < -limit ? -limit : b); }
+};
+
+// beta tanh(u), u = x / beta: where 1 - exp(-2 |u|) loses digits a series, else a quotient.
+struct Bounded {
+  bool small;
+  float series, power, divisor, dividend;
+  __device__ Bounded(float x, float beta, float inverse) {
+    const float u = x * inverse, u2 = u * u;
+    small = fabsf(u) < 0.125f;
+    series = fmaf(x * u2, fmaf(u2, 2.0f / 15.0f, -1.0f / 3.0f), x);
+    power = fast_exp2(-2.0f * kLog2E * fabsf(u));
+    divisor = 1.0f + power;
+    dividend = copysignf(fmaf(-beta, power, beta), x);
+  }
+};
+struct BoundedDual {
+  float value, slope;
+  __device__ BoundedDual(const Bounded& b) {
+    const float r = fast_reciprocal(b.divisor), share = b.power * r;
+    value = b.small ? b.series : b.dividend * r;
+    slope = 4.0f * fmaf(-share, share, share);
+  }
+};
+
+struct SituGate {
+  static constexpr bool kGated = true;
+  float beta1, beta2, inverse1, inverse2;
+  SituGate(float first, float second)
+      : beta1(first), beta2(second), inverse1(1.0f / first), inverse2(1.0f / second) {}
+
+  // One reciprocal of the three divisors: it takes as long as eight multiplications.
+  __device__ float value(float a, float b) const {
+    const Bounded x(a, beta1, inverse1), y(b, beta2, inverse2);
+    const float divisor = (x.small ? 1.0f : x.divisor) * (y.small ? 1.0f : y.divisor);
+    const float r = fast_reciprocal(divisor * (1.0f + fast_exp2(-kLog2E * a)));
+    return (x.small ? x.series : x.dividend) * r * (y.small ? y.series : y.dividend);
+  }
+  __device__ GateAt at(float a, float b) const {
+    const BoundedDual x(Bounded(a, beta1, inverse1)), y(Bounded(b, beta2, inverse2));
+    const Sigmoids s(-kLog2E * a);
+    const float factor = s.plus * y.value;
+    return {x.value * factor, factor * fmaf(x.value, s.minus, x.slope), x.value * s.plus * y.slope};
+  }
+};
 
 // ---- kernels
 
@@ -84,113 +105,225 @@ __device__ inline void with_gate(const ScaledOptions& o, F&& f) {
 // takes `step` columns, which no turn parts.
 struct ScaledRows {
   int64_t count, half, width;
-  uint32_t turns;
+  FastDiv turns;
   int step;
 
-  __host__ __device__ bool gated() const { return width != half; }
-  // The place of a's column; b's is `turns` further.
-  __device__ int64_t place(int64_t row, int64_t col) const {
-    const int64_t skipped = gated() ? static_cast<uint32_t>(col) / turns * int64_t{turns} : 0;
-    return row * width + col + skipped;
+  // Where a row has a's column; b's is `turns` further.
+  template <class Gate>
+  __device__ uint32_t place(uint32_t col) const {
+    if constexpr (!Gate::kGated) return col;
+    uint32_t rest = 0;
+    return col + turns(col, rest) * turns.divisor;
   }
 };
 
-static __global__ void __launch_bounds__(kThreads)
-    scaled_forward_kernel(Source input, Source scales, Target output, ScaledRows rows,
-                          ScaledOptions options) {
+template <class Gate>
+__global__ void __launch_bounds__(kThreads)
+    scaled_forward_kernel(Source input, Source scales, Target output, ScaledRows rows, Gate gate) {
   for (int64_t row = blockIdx.x; row < rows.count; row += gridDim.x) {
     const float scale = scales.data != nullptr ? scales.at(row) : 1.0f;
     for (int64_t col = int64_t{threadIdx.x} * rows.step; col < rows.half;
          col += int64_t{blockDim.x} * rows.step) {
       const int n = static_cast<int>(min(int64_t{rows.step}, rows.half - col));
-      const int64_t at = rows.place(row, col);
+      const int64_t at = row * rows.width + rows.place<Gate>(static_cast<uint32_t>(col));
       float a[kGroup], b[kGroup] = {};
       input.load(at, n, a);
-      if (rows.gated()) input.load(at + rows.turns, n, b);
-      with_gate(options, [&](auto gate) {
+      if constexpr (Gate::kGated) input.load(at + rows.turns.divisor, n, b);
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) a[i] = scale * gate(a[i], b[i]).value;
-      });
+      for (int i = 0; i < kGroup; ++i) a[i] = scale * gate.value(a[i], b[i]);
       output.store(row * rows.half + col, n, a);
     }
   }
 }
 
-// Columns behind a row's last are loaded as 0, of which every gate is 0.
-static __global__ void __launch_bounds__(kThreads)
-    scaled_gradient_kernel(Source grad, Source input, Source scales, Target output,
-                           Target grad_scales, ScaledRows rows, ScaledOptions options) {
+// The sum of what the threads of a block have, for thread 0.
+__device__ inline float block_dot(float dot) {
   __shared__ float dots[kThreads / 32];
+  __syncthreads();  // the sum before this one has been read
+  dot = warp_sum(dot);
+  if (threadIdx.x % 32 == 0) dots[threadIdx.x / 32] = dot;
+  __syncthreads();
+  float sum = 0.0f;
+  for (unsigned w = 0; threadIdx.x == 0 && w < blockDim.x / 32; ++w) sum += dots[w];
+  return sum;
+}
+
+// Gradients of one pair of columns, `dot` being the sum of dy times the results.
+template <class Gate>
+__device__ inline void gradient_of(const Gate& gate, float scale, float dy, float& a, float& b,
+                                   float& dot) {
+  const GateAt g = gate.at(a, b);
+  dot = fmaf(dy, g.value, dot);
+  const float scaled = scale * dy;
+  a = scaled * g.by_a, b = scaled * g.by_b;
+}
+
+// Columns behind a row's last are loaded as 0, of which every gate is 0.
+template <class Gate>
+__global__ void __launch_bounds__(kThreads)
+    scaled_gradient_kernel(Source grad, Source input, Source scales, Target output,
+                           Target grad_scales, ScaledRows rows, Gate gate) {
   for (int64_t row = blockIdx.x; row < rows.count; row += gridDim.x) {
     const float scale = scales.data != nullptr ? scales.at(row) : 1.0f;
     float dot = 0.0f;
     for (int64_t col = int64_t{threadIdx.x} * rows.step; col < rows.half;
          col += int64_t{blockDim.x} * rows.step) {
       const int n = static_cast<int>(min(int64_t{rows.step}, rows.half - col));
-      const int64_t at = rows.place(row, col);
+      const int64_t at = row * rows.width + rows.place<Gate>(static_cast<uint32_t>(col));
       float a[kGroup], b[kGroup] = {}, dy[kGroup];
       input.load(at, n, a);
-      if (rows.gated()) input.load(at + rows.turns, n, b);
+      if constexpr (Gate::kGated) input.load(at + rows.turns.divisor, n, b);
       grad.load(row * rows.half + col, n, dy);
-      with_gate(options, [&](auto gate) {
 #pragma unroll
-        for (int i = 0; i < kGroup; ++i) {
-          const GateAt g = gate(a[i], b[i]);
-          dot = fmaf(dy[i], g.value, dot);
-          const float scaled = scale * dy[i];
-          a[i] = scaled * g.by_a, b[i] = scaled * g.by_b;
-        }
-      });
+      for (int i = 0; i < kGroup; ++i) gradient_of(gate, scale, dy[i], a[i], b[i], dot);
       output.store(at, n, a);
-      if (rows.gated()) output.store(at + rows.turns, n, b);
+      if constexpr (Gate::kGated) output.store(at + rows.turns.divisor, n, b);
     }
     if (grad_scales.data == nullptr) continue;
-    dot = warp_sum(dot);
-    if (threadIdx.x % 32 == 0) dots[threadIdx.x / 32] = dot;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      float sum = 0.0f;
-      for (unsigned w = 0; w < blockDim.x / 32; ++w) sum += dots[w];
-      grad_scales.store(row, 1, &sum);
+    const float sum = block_dot(dot);
+    if (threadIdx.x == 0) grad_scales.store(row, 1, &sum);
+  }
+}
+
+// The same for rows of one dtype that are whole packs: a thread loads two of them before it works.
+constexpr int kPacksAtOnce = 2;
+
+template <class T, class Gate>
+__global__ void __launch_bounds__(kThreads)
+    scaled_forward_packs(const T* input, Source scales, T* output, ScaledRows rows, Gate gate) {
+  using Columns = Pack<T, kGroup>;
+  const uint32_t step = blockDim.x * kGroup, half = static_cast<uint32_t>(rows.half);
+  for (int64_t row = blockIdx.x; row < rows.count; row += gridDim.x) {
+    const float scale = scales.data != nullptr ? scales.at(row) : 1.0f;
+    const T* const x = input + row * rows.width;
+    T* const y = output + row * rows.half;
+    for (uint32_t first = threadIdx.x * kGroup; first < half; first += kPacksAtOnce * step) {
+      Columns a[kPacksAtOnce], b[kPacksAtOnce];
+      uint32_t at[kPacksAtOnce];
+#pragma unroll
+      for (int u = 0; u < kPacksAtOnce; ++u) {
+        const uint32_t col = first + u * step;
+        if (col >= half) continue;
+        at[u] = rows.place<Gate>(col);
+        a[u].load(x + at[u]);
+        if constexpr (Gate::kGated) b[u].load(x + at[u] + rows.turns.divisor);
+      }
+#pragma unroll
+      for (int u = 0; u < kPacksAtOnce; ++u) {
+        const uint32_t col = first + u * step;
+        if (col >= half) continue;
+        float v[kGroup];
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          v[i] = scale * gate.value(a[u][i], Gate::kGated ? b[u][i] : 0.0f);
+        }
+        a[u].set(v);
+        a[u].store_set(y + col);
+      }
     }
-    __syncthreads();
+  }
+}
+
+template <class T, class Gate>
+__global__ void __launch_bounds__(kThreads)
+    scaled_gradient_packs(const T* grad, const T* input, Source scales, T* output,
+                          Target grad_scales, ScaledRows rows, Gate gate) {
+  using Columns = Pack<T, kGroup>;
+  const uint32_t step = blockDim.x * kGroup, half = static_cast<uint32_t>(rows.half);
+  for (int64_t row = blockIdx.x; row < rows.count; row += gridDim.x) {
+    const float scale = scales.data != nullptr ? scales.at(row) : 1.0f;
+    const T* const x = input + row * rows.width;
+    const T* const dy = grad + row * rows.half;
+    T* const dx = output + row * rows.width;
+    float dot = 0.0f;
+    for (uint32_t first = threadIdx.x * kGroup; first < half; first += kPacksAtOnce * step) {
+      Columns a[kPacksAtOnce], b[kPacksAtOnce], g[kPacksAtOnce];
+      uint32_t at[kPacksAtOnce];
+#pragma unroll
+      for (int u = 0; u < kPacksAtOnce; ++u) {
+        const uint32_t col = first + u * step;
+        if (col >= half) continue;
+        at[u] = rows.place<Gate>(col);
+        a[u].load(x + at[u]);
+        if constexpr (Gate::kGated) b[u].load(x + at[u] + rows.turns.divisor);
+        g[u].load(dy + col);
+      }
+#pragma unroll
+      for (int u = 0; u < kPacksAtOnce; ++u) {
+        const uint32_t col = first + u * step;
+        if (col >= half) continue;
+        float by_a[kGroup], by_b[kGroup];
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          by_a[i] = a[u][i], by_b[i] = Gate::kGated ? b[u][i] : 0.0f;
+          gradient_of(gate, scale, g[u][i], by_a[i], by_b[i], dot);
+        }
+        a[u].set(by_a);
+        a[u].store_set(dx + at[u]);
+        if constexpr (Gate::kGated) {
+          b[u].set(by_b);
+          b[u].store_set(dx + at[u] + rows.turns.divisor);
+        }
+      }
+    }
+    if (grad_scales.data == nullptr) continue;
+    const float sum = block_dot(dot);
+    if (threadIdx.x == 0) grad_scales.store(row, 1, &sum);
   }
 }
 
 // ---- calls
 
 template <class Args>
-ScaledOptions options_of(const Args& a) {
-  ScaledOptions o;
+auto gate_of(const Args& a) {
   if constexpr (requires { a.beta1; }) {
-    o.act = ScaledAct::kSitu, o.beta1 = a.beta1, o.beta2 = a.beta2;
+    return SituGate(a.beta1, a.beta2);
   } else if constexpr (requires { a.limit; }) {
-    o.act = ScaledAct::kClamped;
-    o.limit = a.limit, o.alpha = a.alpha, o.offset = a.glu_linear_offset;
-  } else if constexpr (!requires { a.glu_interleave_size; }) {
-    o.act = ScaledAct::kSrelu;
+    return ClampedGate{a.limit, a.alpha, a.glu_linear_offset};
+  } else if constexpr (requires { a.glu_interleave_size; }) {
+    return SwigluGate{};
+  } else {
+    return SreluGate{};
   }
-  return o;
+}
+
+// Columns of a before as many of b.
+template <class Args>
+int64_t turns_of(const Args& a, int64_t half) {
+  int64_t turns = 0;
+  if constexpr (requires { a.glu_interleave_size; }) turns = a.glu_interleave_size;
+  backend::check_interleave(turns, half);
+  return turns;
 }
 
 // `narrow` has the rows of results.
 template <class Args>
 ScaledRows rows_of(const Args& a, const te_fl_tensor& narrow) {
   const backend::Matrix m = backend::as_matrix(narrow);
-  int64_t turns = 0;
-  if constexpr (requires { a.glu_interleave_size; }) turns = a.glu_interleave_size;
-  backend::check_interleave(turns, m.cols);
+  const int64_t turns = turns_of(a, m.cols);
   const int step = turns % kGroup == 0 ? kGroup : 1;
-  if (turns == 0) turns = std::max<int64_t>(m.cols, 1);
-  return {m.rows, m.cols, backend::as_matrix(*a.input).cols, static_cast<uint32_t>(turns), step};
+  return {m.rows, m.cols, backend::as_matrix(*a.input).cols,
+          FastDiv(turns == 0 ? std::max<int64_t>(m.cols, 1) : turns), step};
 }
 
+template <class Args>
+PointwiseChoice choice_of(const Args& a) {
+  if constexpr (requires { a.grad; }) {
+    const int64_t half = backend::as_matrix(*a.grad).cols;
+    return choose_scaled(false, {a.grad, a.input, a.output}, half, turns_of(a, half));
+  } else {
+    const int64_t half = backend::as_matrix(*a.output).cols;
+    return choose_scaled(true, {a.input, a.output}, half, turns_of(a, half));
+  }
+}
+
+// A thread has `each` columns of a row at once.
 struct RowLaunch {
   unsigned blocks, threads;
-  explicit RowLaunch(const ScaledRows& rows)
+  RowLaunch(const ScaledRows& rows, int64_t each)
       : blocks(static_cast<unsigned>(std::min<int64_t>(rows.count, 1 << 22))),
         threads(static_cast<unsigned>(
-            std::clamp<int64_t>(round_up(ceil_div(rows.half, rows.step), 32), 32, kThreads))) {}
+            std::clamp<int64_t>(round_up(ceil_div(rows.half, each), 32), 32, kThreads))) {}
 };
 
 Source source_of(const te_fl_tensor* t) { return t != nullptr ? Source(*t) : Source(); }
@@ -217,21 +350,42 @@ template <class Args>
 void scaled_forward(const te_fl_context& ctx, const Args& a) {
   const ScaledRows rows = rows_of(a, *a.output);
   if (rows.count == 0 || rows.half == 0) return;
-  const RowLaunch launch(rows);
-  scaled_forward_kernel<<<launch.blocks, launch.threads, 0, stream_of(ctx)>>>(
-      Source(*a.input), source_of(scales_of(a)), Target(*a.output), rows, options_of(a));
-  check_launch("scaled_forward_kernel");
+  const auto gate = gate_of(a);
+  const Source scales = source_of(scales_of(a));
+  if (!choice_of(a).aligned) {
+    const RowLaunch launch(rows, rows.step);
+    scaled_forward_kernel<<<launch.blocks, launch.threads, 0, stream_of(ctx)>>>(
+        Source(*a.input), scales, Target(*a.output), rows, gate);
+    return check_launch("scaled_forward_kernel");
+  }
+  const RowLaunch launch(rows, kPacksAtOnce * kGroup);
+  with_type(dtype_of(*a.input), [&]<class T>(T) {
+    scaled_forward_packs<<<launch.blocks, launch.threads, 0, stream_of(ctx)>>>(
+        backend::data<const T>(*a.input), scales, backend::data<T>(*a.output), rows, gate);
+  });
+  check_launch("scaled_forward_packs");
 }
 
 template <class Args>
 void scaled_backward(const te_fl_context& ctx, const Args& a) {
   const ScaledRows rows = rows_of(a, *a.grad);
   if (rows.count == 0) return;
-  const RowLaunch launch(rows);
-  scaled_gradient_kernel<<<launch.blocks, launch.threads, 0, stream_of(ctx)>>>(
-      Source(*a.grad), Source(*a.input), source_of(scales_of(a)), Target(*a.output),
-      target_of(grad_scales_of(a)), rows, options_of(a));
-  check_launch("scaled_gradient_kernel");
+  const auto gate = gate_of(a);
+  const Source scales = source_of(scales_of(a));
+  const Target grad_scales = target_of(grad_scales_of(a));
+  if (!choice_of(a).aligned) {
+    const RowLaunch launch(rows, rows.step);
+    scaled_gradient_kernel<<<launch.blocks, launch.threads, 0, stream_of(ctx)>>>(
+        Source(*a.grad), Source(*a.input), scales, Target(*a.output), grad_scales, rows, gate);
+    return check_launch("scaled_gradient_kernel");
+  }
+  const RowLaunch launch(rows, kPacksAtOnce * kGroup);
+  with_type(dtype_of(*a.input), [&]<class T>(T) {
+    scaled_gradient_packs<<<launch.blocks, launch.threads, 0, stream_of(ctx)>>>(
+        backend::data<const T>(*a.grad), backend::data<const T>(*a.input), scales,
+        backend::data<T>(*a.output), grad_scales, rows, gate);
+  });
+  check_launch("scaled_gradient_packs");
 }
 
 // ---- what is not served
@@ -253,23 +407,18 @@ Refusal refuse_scaled_backward(const Args& a) {
   return backend::as_matrix(*a.input).cols < kFastDivLimit ? nullptr : kLongRows;
 }
 
-template <class Args, bool kForward>
+template <class Args>
 std::string scaled_words(const te_fl_context&, const Args& a) {
-  const te_fl_tensor* narrow = a.output;
-  if constexpr (!kForward) narrow = a.grad;
-  return std::string(kForward ? "scaled_forward_kernel: " : "scaled_gradient_kernel: ") +
-         (rows_of(a, *narrow).step == kGroup
-              ? "eight columns of a thread"
-              : "one column of a thread, as glu_interleave_size is no multiple of 8");
+  return choice_of(a).text();
 }
 
 template <class Forward, class Backward>
 void append_scaled(std::vector<te_fl_op_desc>& ops, const char* name, const char* gradient) {
   ops.push_back(descriptor<Forward, scaled_forward<Forward>, refuse_scaled_forward<Forward>>(name));
-  ops.back().describe = backend::describe_thunk<Forward, scaled_words<Forward, true>>;
+  ops.back().describe = backend::describe_thunk<Forward, scaled_words<Forward>>;
   ops.push_back(
       descriptor<Backward, scaled_backward<Backward>, refuse_scaled_backward<Backward>>(gradient));
-  ops.back().describe = backend::describe_thunk<Backward, scaled_words<Backward, false>>;
+  ops.back().describe = backend::describe_thunk<Backward, scaled_words<Backward>>;
 }
 
 }  // namespace

@@ -1,0 +1,179 @@
+// Rows of pairs of a token and an expert, by a stable sort in one launch: a cluster of blocks
+// counts digits of the indices, from the smallest index on and as many digits as their range has.
+// Fewer than 257 experts are one digit.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include <cstring>
+
+#include "common/integers.cuh"
+#include "common/pack.cuh"
+#include "common/value_errors.cuh"
+
+namespace te_fl::cuda {
+
+constexpr int kSortBlocks = 8, kSortThreads = 1024, kSortWarps = kSortThreads / 32;
+constexpr int kDigitBits = 8, kDigits = 1 << kDigitBits;
+
+struct PairIndices {
+  Integers indices;
+  int64_t size, bound;  // with bound 0 indices are any 32-bit numbers
+  ValueErrorSink errors;
+
+  __device__ void check(int64_t pair, int64_t v) const {
+    const int64_t low = bound == 0 ? -(int64_t{1} << 31) : 0;
+    const int64_t high = bound == 0 ? int64_t{1} << 31 : bound;
+    if (v < low || v >= high) note(errors, ValueRule::kExpert, pair, v, high, low);
+  }
+  // Orders as the indices do.
+  __device__ uint32_t key(int64_t v) const {
+    return static_cast<uint32_t>(v) ^ (bound == 0 ? 0x80000000u : 0u);
+  }
+};
+
+static __global__ void __launch_bounds__(kThreads) check_experts_kernel(PairIndices p) {
+  for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < p.size;
+       i += int64_t{gridDim.x} * kThreads) {
+    p.check(i, p.indices[i]);
+  }
+}
+
+// Where the rows of pairs go. Two lists of as many pairs, `apart` from each other, hold them
+// between digits.
+struct PairRows {
+  int32_t *lists, *map;  // the map is [each, tokens]
+  int64_t apart;
+  FastDiv each;
+  int64_t tokens, rows;
+
+  __device__ void put(int32_t pair, uint32_t row) const {
+    uint32_t s = 0;
+    const uint32_t token = each(static_cast<uint32_t>(pair), s);
+    map[s * tokens + token] = row < rows ? static_cast<int32_t>(row) : -1;
+  }
+};
+
+// The blocks of a cluster; one block is no cluster. Clusters need compute capability 9.0.
+template <int kBlocks>
+struct SortCluster {
+  // A barrier of all their threads, which orders their accesses to all memory.
+  static __device__ void sync() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kBlocks > 1) return cooperative_groups::this_cluster().sync();
+#endif
+    __syncthreads();
+  }
+  // That place in the shared memory of block b.
+  static __device__ uint32_t* of(uint32_t* place, int b) {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (kBlocks > 1) return cooperative_groups::this_cluster().map_shared_rank(place, b);
+#endif
+    return place;
+  }
+};
+
+template <int kBlocks>
+__global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices in, PairRows out) {
+  using Cluster = SortCluster<kBlocks>;
+  constexpr int kDigitWarps = kDigits / 32;
+  __shared__ uint32_t counts[kSortWarps][kDigits], totals[kDigits], starts[kDigits];
+  __shared__ uint32_t range[2], warp_sums[kDigitWarps];
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
+  const int block = static_cast<int>(blockIdx.x);
+
+  if (thread == 0) range[0] = 0xFFFFFFFFu, range[1] = 0;
+  __syncthreads();
+  uint32_t low = 0xFFFFFFFFu, high = 0;
+#pragma unroll 4
+  for (int64_t i = block * kSortThreads + thread; i < in.size; i += kBlocks * kSortThreads) {
+    const int64_t v = in.indices[i];
+    in.check(i, v);
+    low = min(low, in.key(v)), high = max(high, in.key(v));
+  }
+  low = __reduce_min_sync(0xFFFFFFFFu, low), high = __reduce_max_sync(0xFFFFFFFFu, high);
+  if (lane == 0) atomicMin(range, low), atomicMax(range + 1, high);
+  Cluster::sync();
+  for (int b = 0; b < kBlocks; ++b) {
+    low = min(low, Cluster::of(range, b)[0]), high = max(high, Cluster::of(range, b)[1]);
+  }
+
+  // A warp has a run of pairs in their order, and counts for itself.
+  const int64_t run = round_up(ceil_div(in.size, kBlocks * kSortWarps), 32);
+  const int64_t begin = min((block * kSortWarps + warp) * run, in.size);
+  const int64_t end = min(begin + run, in.size);
+  uint32_t* const mine = counts[warp];
+  for (int pass = 0;; ++pass) {
+    const int shift = pass * kDigitBits;
+    const uint32_t most = (high - low) >> shift;
+    const bool last = most < kDigits;
+    const int bits = last ? 32 - __clz(static_cast<int>(most)) : kDigitBits;
+    const int32_t* const from = pass == 0 ? nullptr : out.lists + (pass - 1) % 2 * out.apart;
+    int32_t* const to = out.lists + pass % 2 * out.apart;
+    const auto pair_at = [&](int64_t i) {
+      return from == nullptr ? static_cast<int32_t>(i) : __ldcg(from + i);
+    };
+    const auto digit_of = [&](int32_t pair) {
+      return (in.key(in.indices[pair]) - low) >> shift & (kDigits - 1);
+    };
+
+    for (int d = lane; d < kDigits; d += 32) mine[d] = 0;
+    __syncwarp();
+#pragma unroll 4
+    for (int64_t i = begin + lane; i < end; i += 32) atomicAdd(mine + digit_of(pair_at(i)), 1u);
+    __syncthreads();
+    uint32_t sum = 0;
+    if (thread < kDigits) {  // a thread has a digit: of warps in this block, then of all blocks
+      for (int w = 0; w < kSortWarps; ++w) {
+        const uint32_t count = counts[w][thread];
+        counts[w][thread] = sum;
+        sum += count;
+      }
+      totals[thread] = sum;
+    }
+    Cluster::sync();
+    uint32_t before = 0, all = 0;
+    if (thread < kDigits) {
+      for (int b = 0; b < kBlocks; ++b) {
+        const uint32_t total = Cluster::of(totals, b)[thread];
+        before += b < block ? total : 0;
+        all += total;
+      }
+      sum = all;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const uint32_t other = __shfl_up_sync(0xFFFFFFFFu, sum, step);
+        if (lane >= step) sum += other;
+      }
+      if (lane == 31) warp_sums[warp] = sum;
+    }
+    __syncthreads();
+    if (thread < kDigits) {
+      for (int w = 0; w < warp; ++w) before += warp_sums[w];
+      starts[thread] = before + sum - all;
+    }
+    __syncthreads();
+
+    for (int64_t first = begin; first < end; first += 32) {
+      const bool there = first + lane < end;
+      const int32_t pair = there ? pair_at(first + lane) : 0;
+      const uint32_t digit = there ? digit_of(pair) : 0;
+      unsigned peers = __ballot_sync(0xFFFFFFFFu, there);  // lanes that have the same digit
+      for (int bit = 0; bit < bits; ++bit) {
+        const bool is = (digit >> bit & 1u) != 0;
+        const unsigned ones = __ballot_sync(0xFFFFFFFFu, is);
+        peers &= is ? ones : ~ones;
+      }
+      const uint32_t row = starts[digit] + mine[digit] + __popc(peers & ((1u << lane) - 1));
+      __syncwarp();
+      if (there && peers >> lane == 1u) mine[digit] += __popc(peers);  // the last of them
+      if (there && last) out.put(pair, row);
+      if (there && !last) to[row] = pair;
+      __syncwarp();
+    }
+    Cluster::sync();  // lists are whole, and nobody reads this block's totals any more
+    if (last) return;
+  }
+}
+
+}  // namespace te_fl::cuda
