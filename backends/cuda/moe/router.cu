@@ -16,15 +16,20 @@ namespace {
 
 constexpr const char* kTooMany = "takes up to 1024 experts, in up to 512 groups";
 
-// Calls f with the number of a lane's experts, for up to kMostExperts.
+// Calls f with the lanes of a token and the experts of a lane, for up to kMostExperts.
 template <class F>
-void with_per_lane(int64_t experts, F&& f) {
-  if (experts <= 32) return f(std::integral_constant<int, 1>{});
-  if (experts <= 64) return f(std::integral_constant<int, 2>{});
-  if (experts <= 128) return f(std::integral_constant<int, 4>{});
-  if (experts <= 256) return f(std::integral_constant<int, 8>{});
-  if (experts <= 512) return f(std::integral_constant<int, 16>{});
-  f(std::integral_constant<int, 32>{});
+void with_lanes(int64_t experts, F&& f) {
+  const auto call = [&]<int kLanes, int kPer>() {
+    f(std::integral_constant<int, kLanes>{}, std::integral_constant<int, kPer>{});
+  };
+  if (experts <= 8) return call.template operator()<1, 8>();
+  if (experts <= 16) return call.template operator()<2, 8>();
+  if (experts <= 32) return call.template operator()<4, 8>();
+  if (experts <= 64) return call.template operator()<8, 8>();
+  if (experts <= 128) return call.template operator()<16, 8>();
+  if (experts <= 256) return call.template operator()<32, 8>();
+  if (experts <= 512) return call.template operator()<32, 16>();
+  call.template operator()<32, 32>();
 }
 
 template <class T>
@@ -33,9 +38,10 @@ T* data_or_null(const te_fl_tensor* t) {
 }
 int index_bytes_of(const te_fl_tensor* t) { return t != nullptr ? t->dl.dtype.bits / 8 : 4; }
 
-// Warps for each token, as many as the device takes a few times over.
-unsigned router_blocks(int64_t tokens) {
-  return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(tokens, kWarps), 1, 132 * 32));
+// Lanes for each token, as many as the device takes a few times over.
+unsigned router_blocks(int64_t tokens, int lanes) {
+  return static_cast<unsigned>(
+      std::clamp<int64_t>(ceil_div(tokens, kThreads / lanes), 1, 132 * 32));
 }
 
 void topk_fwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_function_fwd_args& a) {
@@ -48,9 +54,11 @@ void topk_fwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_functi
   const ChoiceOutputs choice{data_or_null<uint8_t>(a.routing_map),
                              data_or_null<uint8_t>(a.routing_bits),
                              data_or_null<void>(a.topk_indices), index_bytes_of(a.topk_indices)};
-  const size_t shared = static_cast<size_t>(a.num_groups) * kWarps * sizeof(uint32_t);
-  with_per_lane(m.cols, [&]<int kPer>(std::integral_constant<int, kPer>) {
-    topk_kernel<kPer><<<router_blocks(m.rows), kThreads, shared, stream_of(ctx)>>>(
+  with_lanes(m.cols, [&]<int kLanes, int kPer>(std::integral_constant<int, kLanes>,
+                                               std::integral_constant<int, kPer>) {
+    const size_t shared =
+        static_cast<size_t>(a.num_groups) * (kThreads / kLanes) * sizeof(uint32_t);
+    topk_kernel<kLanes, kPer><<<router_blocks(m.rows, kLanes), kThreads, shared, stream_of(ctx)>>>(
         RowSource(*a.logits), data_or_null<const float>(a.expert_bias), shape, RowTarget(*a.probs),
         RowTarget(*a.intermediate_output), choice);
   });
@@ -83,10 +91,12 @@ void topk_bwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_functi
     check_launch("check_indices_kernel");
     refuse_noted(ctx);
   }
-  with_per_lane(m.cols, [&]<int kPer>(std::integral_constant<int, kPer>) {
-    topk_gradient_kernel<kPer><<<router_blocks(m.rows), kThreads, 0, stream_of(ctx)>>>(
-        choice, RowSource(*a.intermediate_output), RowSource(*a.grad_probs), shape,
-        RowTarget(*a.grad_logits));
+  with_lanes(m.cols, [&]<int kLanes, int kPer>(std::integral_constant<int, kLanes>,
+                                               std::integral_constant<int, kPer>) {
+    topk_gradient_kernel<kLanes, kPer>
+        <<<router_blocks(m.rows, kLanes), kThreads, 0, stream_of(ctx)>>>(
+            choice, RowSource(*a.intermediate_output), RowSource(*a.grad_probs), shape,
+            RowTarget(*a.grad_logits));
   });
   check_launch("fused_topk_with_score_function_bwd");
 }
@@ -107,8 +117,9 @@ void score_fwd(const te_fl_context& ctx, const te_fl_fused_score_for_moe_aux_los
                           0,      a.score_function,         false,  1.0f};
   const ChoiceOutputs choice{data_or_null<uint8_t>(a.routing_map),
                              data_or_null<uint8_t>(a.routing_bits), nullptr, 4};
-  with_per_lane(m.cols, [&]<int kPer>(std::integral_constant<int, kPer>) {
-    scores_kernel<kPer><<<router_blocks(m.rows), kThreads, 0, stream_of(ctx)>>>(
+  with_lanes(m.cols, [&]<int kLanes, int kPer>(std::integral_constant<int, kLanes>,
+                                               std::integral_constant<int, kPer>) {
+    scores_kernel<kLanes, kPer><<<router_blocks(m.rows, kLanes), kThreads, 0, stream_of(ctx)>>>(
         RowSource(*a.logits), shape, RowTarget(*a.scores), RowTarget(*a.intermediate_output),
         choice);
   });
@@ -126,10 +137,12 @@ void score_bwd(const te_fl_context& ctx, const te_fl_fused_score_for_moe_aux_los
   if (m.rows == 0 || m.cols == 0) return;
   const RouterShape shape{m.rows, static_cast<int>(m.cols), a.topk, 0,
                           0,      a.score_function,         false,  1.0f};
-  with_per_lane(m.cols, [&]<int kPer>(std::integral_constant<int, kPer>) {
-    scores_gradient_kernel<kPer><<<router_blocks(m.rows), kThreads, 0, stream_of(ctx)>>>(
-        RowSource(*a.intermediate_output), RowSource(*a.grad_scores), shape,
-        RowTarget(*a.grad_logits));
+  with_lanes(m.cols, [&]<int kLanes, int kPer>(std::integral_constant<int, kLanes>,
+                                               std::integral_constant<int, kPer>) {
+    scores_gradient_kernel<kLanes, kPer>
+        <<<router_blocks(m.rows, kLanes), kThreads, 0, stream_of(ctx)>>>(
+            RowSource(*a.intermediate_output), RowSource(*a.grad_scores), shape,
+            RowTarget(*a.grad_logits));
   });
   check_launch("fused_score_for_moe_aux_loss_bwd");
 }

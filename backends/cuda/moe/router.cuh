@@ -1,4 +1,4 @@
-// Kernels of the router: a warp takes a token, and a lane every 32nd expert, in registers.
+// Kernels of the router: a group of lanes takes a token, and a lane a run of experts, in registers.
 #pragma once
 
 #include "common/element.cuh"
@@ -9,9 +9,8 @@
 
 namespace te_fl::cuda {
 
-constexpr int kMostExperts = 1024;  // 32 registers of a lane
+constexpr int kMostExperts = 1024;  // 32 registers of each lane of a warp
 constexpr int kMostGroups = 512;    // whose scores a block holds in shared memory
-constexpr int kWarps = kThreads / 32;
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 struct RouterShape {
@@ -29,12 +28,35 @@ __device__ inline float sqrt_softplus_of(float x) {
   return sqrtf((x < 0.0f ? 0.0f : x) + log1pf(expf(-fabsf(x))));
 }
 __device__ inline float max_or_nan(float a, float b) { return b > a || isnan(b) ? b : a; }
-__device__ inline float warp_max_or_nan(float v) {
+
+// ---- lanes of a token. All lanes of a warp call these; the tokens of a warp are beside each
+// other.
+
+template <int kLanes>
+__device__ inline int lane_of() {
+  return static_cast<int>(threadIdx.x) % kLanes;
+}
+template <int kLanes, class T, class F>
+__device__ inline T over_lanes(T v, F&& f) {
 #pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    v = max_or_nan(v, __shfl_xor_sync(kAllLanes, v, step));
-  }
+  for (int step = kLanes / 2; step > 0; step /= 2) v = f(v, __shfl_xor_sync(kAllLanes, v, step));
   return v;
+}
+template <int kLanes>
+__device__ inline float sum_of_lanes(float v) {
+  return over_lanes<kLanes>(v, [](float a, float b) { return a + b; });
+}
+template <int kLanes>
+__device__ inline uint32_t max_of_lanes(uint32_t v) {
+  if constexpr (kLanes == 32) return __reduce_max_sync(kAllLanes, v);
+  return over_lanes<kLanes>(v, [](uint32_t a, uint32_t b) { return max(a, b); });
+}
+// The first lane that says so; one does.
+template <int kLanes>
+__device__ inline int first_lane(bool says) {
+  if constexpr (kLanes == 1) return 0;
+  const unsigned all = __ballot_sync(kAllLanes, says);
+  return __ffs(static_cast<int>(all >> (threadIdx.x % 32 / kLanes * kLanes))) - 1;
 }
 
 // Orders as the numbers do, a NaN above all; 0 is below all.
@@ -45,62 +67,69 @@ __device__ inline uint32_t order_of(float v) {
 }
 
 // The expert of the largest key, of equal ones the first; its key becomes 0. All lanes get it.
-template <int kPer>
+template <int kLanes, int kPer>
 __device__ inline int take_largest(uint32_t (&keys)[kPer]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  uint32_t best = 0;
+  uint32_t mine = 0;
+#pragma unroll
+  for (int j = 0; j < kPer; ++j) mine = max(mine, keys[j]);
+  const uint32_t largest = max_of_lanes<kLanes>(mine);
+  const int holder = first_lane<kLanes>(mine == largest);
   int at = 0;
 #pragma unroll
-  for (int j = 0; j < kPer; ++j) {
-    if (keys[j] > best) best = keys[j], at = j;
+  for (int j = kPer - 1; j >= 0; --j) {
+    if (keys[j] == largest) at = j;
   }
-  const uint32_t largest = __reduce_max_sync(kAllLanes, best);
-  const unsigned mine = best == largest ? static_cast<unsigned>(at * 32 + lane) : 0xFFFFFFFFu;
-  const int expert = static_cast<int>(__reduce_min_sync(kAllLanes, mine));
+  if constexpr (kLanes > 1) at = __shfl_sync(kAllLanes, at, holder, kLanes);
+  const int there = lane_of<kLanes>() == holder ? at : -1;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
-    if (j * 32 + lane == expert) keys[j] = 0;
+    if (j == there) keys[j] = 0;
   }
-  return expert;
+  return holder * kPer + at;
 }
 
 // The value that the lane of an expert holds, for all lanes.
-template <int kPer>
+template <int kLanes, int kPer>
 __device__ inline float value_of(const float (&values)[kPer], int expert) {
   float mine = 0.0f;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
-    if (j == expert / 32) mine = values[j];
+    if (j == expert % kPer) mine = values[j];
   }
-  return __shfl_sync(kAllLanes, mine, expert % 32);
+  return kLanes == 1 ? mine : __shfl_sync(kAllLanes, mine, expert / kPer, kLanes);
+}
+
+// Bit j: the lane has an expert j.
+template <int kLanes, int kPer>
+__device__ inline uint32_t experts_of_lane(int experts) {
+  const int left = experts - lane_of<kLanes>() * kPer;
+  return left >= kPer ? 0xFFFFFFFFu >> (32 - kPer) : left > 0 ? (1u << left) - 1 : 0;
 }
 
 // ---- choice
 
-// Keeps the keys of the best groups alone. `scores` is the warp's, of a number for each group.
-template <int kPer>
+// Keeps the keys of the best groups alone. `scores` is the token's, of a number for each group.
+template <int kLanes, int kPer>
 __device__ inline void keep_groups(const RouterShape& r, const float (&judged)[kPer],
                                    uint32_t (&keys)[kPer], uint32_t* scores) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int size = r.experts / r.groups;
+  const int first = lane_of<kLanes>() * kPer, size = r.experts / r.groups;
   for (int g = 0; g < r.groups; ++g) {
     uint32_t inside[kPer];
 #pragma unroll
     for (int j = 0; j < kPer; ++j) {
-      const int e = j * 32 + lane;
-      inside[j] = e >= g * size && e < (g + 1) * size ? keys[j] : 0;
+      inside[j] = (first + j) / size == g ? keys[j] : 0;
     }
     float sum = 0.0f;
     for (int i = 0; i < r.topk / r.group_topk; ++i) {
-      sum += value_of(judged, take_largest(inside));
+      sum += value_of<kLanes>(judged, take_largest<kLanes>(inside));
     }
-    if (lane == 0) scores[g] = order_of(sum);
+    if (first == 0) scores[g] = order_of(sum);
   }
   __syncwarp();
   // A group stays if fewer than group_topk are better, or equal and before it.
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
-    const int mine = (j * 32 + lane) / size;
+    const int mine = (first + j) / size;
     if (mine >= r.groups) continue;
     int better = 0;
     for (int g = 0; g < r.groups; ++g) {
@@ -126,46 +155,59 @@ struct ChoiceOutputs {
       static_cast<int64_t*>(indices)[at] = expert;
     }
   }
-  // Bit j of `chosen`: the lane's expert j is. All lanes of the warp call it.
-  template <int kPer>
+  // Bit j of `chosen`: the lane's expert j is.
+  template <int kLanes, int kPer>
   __device__ void put(int64_t token, int experts, uint32_t chosen) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32, bytes = (experts + 7) / 8;
+    const int bytes = (experts + 7) / 8;
 #pragma unroll
-    for (int j = 0; j < kPer; ++j) {
-      const int e = j * 32 + lane;
-      const bool is = (chosen >> j & 1u) != 0;
-      if (map != nullptr && e < experts) map[token * experts + e] = is ? 1 : 0;
-      if (bits == nullptr) continue;
-      const unsigned word = __ballot_sync(kAllLanes, is);
-      if (lane < 4 && j * 4 + lane < bytes) {
-        bits[token * bytes + j * 4 + lane] = static_cast<uint8_t>(word >> lane * 8);
+    for (int j = 0; j < kPer; j += kGroup) {
+      const int first = lane_of<kLanes>() * kPer + j, n = min(experts - first, kGroup);
+      if (n <= 0) continue;
+      const uint32_t eight = chosen >> j & 0xFFu;
+      if (map != nullptr) {
+        uint8_t* const to = map + token * experts + first;
+        // Bits 0 to 3 to the lowest bits of four bytes.
+        const uint2 words{(eight & 0xFu) * 0x00204081u & 0x01010101u,
+                          (eight >> 4) * 0x00204081u & 0x01010101u};
+        if (n == kGroup && reinterpret_cast<uintptr_t>(to) % sizeof words == 0) {
+          *reinterpret_cast<uint2*>(to) = words;
+        } else {
+#pragma unroll
+          for (int i = 0; i < kGroup; ++i) {
+            if (i < n) to[i] = static_cast<uint8_t>(eight >> i & 1u);
+          }
+        }
       }
+      if (bits != nullptr) bits[token * bytes + first / 8] = static_cast<uint8_t>(eight);
     }
   }
 };
 
-// Rows of a float tensor; the dtype is looked at once for a row.
+// Rows of a float tensor; the dtype is looked at once for a row. Nothing is loaded or stored behind
+// the last of the experts.
 struct RowSource {
   const void* data;
   int dtype;
   explicit RowSource(const te_fl_tensor& t)
       : data(backend::data<const void>(t)), dtype(dtype_of(t)) {}
   // Experts past the last become `other`.
-  template <int kPer>
+  template <int kLanes, int kPer>
   __device__ void load(int64_t row, int experts, float other, float (&v)[kPer]) const {
-    if (dtype == TE_FL_F32) return load_as<float>(row, experts, other, v);
-    if (dtype == TE_FL_BF16) return load_as<bf16>(row, experts, other, v);
-    load_as<fp16>(row, experts, other, v);
+    if (dtype == TE_FL_F32) return load_as<float, kLanes>(row, experts, other, v);
+    if (dtype == TE_FL_BF16) return load_as<bf16, kLanes>(row, experts, other, v);
+    load_as<fp16, kLanes>(row, experts, other, v);
   }
 
  private:
-  template <class T, int kPer>
+  template <class T, int kLanes, int kPer>
   __device__ void load_as(int64_t row, int experts, float other, float (&v)[kPer]) const {
     const T* const p = static_cast<const T*>(data) + row * experts;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
-    for (int j = 0; j < kPer; ++j) {
-      v[j] = j * 32 + lane < experts ? to_f32(p[j * 32 + lane]) : other;
+    for (int j = 0; j < kPer; j += kGroup) {
+      const int first = lane_of<kLanes>() * kPer + j, n = min(experts - first, kGroup);
+      load_group(p + first, n, v + j);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) v[j + i] = i < n ? v[j + i] : other;
     }
   }
 };
@@ -174,88 +216,96 @@ struct RowTarget {
   void* data;
   int dtype;
   explicit RowTarget(const te_fl_tensor& t) : data(backend::data<void>(t)), dtype(dtype_of(t)) {}
-  template <int kPer>
+  template <int kLanes, int kPer>
   __device__ void store(int64_t row, int experts, const float (&v)[kPer]) const {
-    if (dtype == TE_FL_F32) return store_as<float>(row, experts, v);
-    if (dtype == TE_FL_BF16) return store_as<bf16>(row, experts, v);
-    store_as<fp16>(row, experts, v);
+    if (dtype == TE_FL_F32) return store_as<float, kLanes>(row, experts, v);
+    if (dtype == TE_FL_BF16) return store_as<bf16, kLanes>(row, experts, v);
+    store_as<fp16, kLanes>(row, experts, v);
   }
 
  private:
-  template <class T, int kPer>
+  template <class T, int kLanes, int kPer>
   __device__ void store_as(int64_t row, int experts, const float (&v)[kPer]) const {
     T* const p = static_cast<T*>(data) + row * experts;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
-    for (int j = 0; j < kPer; ++j) {
-      if (j * 32 + lane < experts) p[j * 32 + lane] = from_f32<T>(v[j]);
+    for (int j = 0; j < kPer; j += kGroup) {
+      const int first = lane_of<kLanes>() * kPer + j;
+      store_group(p + first, min(experts - first, kGroup), v + j);
     }
   }
 };
 
 // x becomes its softmax; experts past the last are -infinity.
-template <int kPer>
+template <int kLanes, int kPer>
 __device__ inline void softmax_row(float (&x)[kPer]) {
   float top = -INFINITY, sum = 0.0f;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) top = max_or_nan(top, x[j]);
-  top = warp_max_or_nan(top);
+  top = over_lanes<kLanes>(top, [](float a, float b) { return max_or_nan(a, b); });
 #pragma unroll
   for (int j = 0; j < kPer; ++j) sum += x[j] = expf(x[j] - top);
-  sum = warp_sum(sum);
+  const float share = 1.0f / sum_of_lanes<kLanes>(sum);
 #pragma unroll
-  for (int j = 0; j < kPer; ++j) x[j] /= sum;
+  for (int j = 0; j < kPer; ++j) x[j] *= share;
 }
 
-template <int kPer>
+template <int kLanes, int kPer>
 __device__ inline void scores_row(int function, float (&x)[kPer]) {
-  if (function == TE_FL_SCORE_FUNCTION_SOFTMAX) return softmax_row(x);
+  if (function == TE_FL_SCORE_FUNCTION_SOFTMAX) return softmax_row<kLanes>(x);
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
     x[j] = function == TE_FL_SCORE_FUNCTION_SIGMOID ? logistic_of(x[j]) : sqrt_softplus_of(x[j]);
   }
 }
 
-// The number of tokens' warps in the grid, and a warp's first token.
-__device__ inline int64_t warps_of_grid() { return int64_t{gridDim.x} * kWarps; }
-__device__ inline int64_t first_token() { return blockIdx.x * int64_t{kWarps} + threadIdx.x / 32; }
+// Calls f(token, experts) for the tokens of these lanes, all lanes of a warp equally often: where
+// there is no token left, experts is 0.
+template <int kLanes, class F>
+__device__ inline void for_tokens_of_lanes(const RouterShape& r, F&& f) {
+  const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes);
+  int64_t first = blockIdx.x * int64_t{kThreads / kLanes} + threadIdx.x / 32 * (32 / kLanes);
+  for (; first < r.tokens; first += step) {
+    const int64_t token = first + threadIdx.x % 32 / kLanes;
+    f(token, token < r.tokens ? r.experts : 0);
+  }
+}
 
-template <int kPer>
+template <int kLanes, int kPer>
 __global__ void __launch_bounds__(kThreads)
     topk_kernel(RowSource logits, const float* bias, RouterShape r, RowTarget probs,
                 RowTarget saved, ChoiceOutputs choice) {
-  extern __shared__ uint32_t group_scores[];  // [kWarps, groups]
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  extern __shared__ uint32_t group_scores[];  // [tokens of a block, groups]
+  const int lane = lane_of<kLanes>();
   const bool softmax = r.function == TE_FL_SCORE_FUNCTION_SOFTMAX, after = softmax && !r.before;
-  for (int64_t token = first_token(); token < r.tokens; token += warps_of_grid()) {
+  const bool saves_logits = r.function == TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS;
+  for_tokens_of_lanes<kLanes>(r, [&](int64_t token, int experts) {
+    const uint32_t there = experts_of_lane<kLanes, kPer>(experts);
     float s[kPer], judged[kPer];
     uint32_t keys[kPer];
-    logits.load(token, r.experts, -INFINITY, s);
-    if (r.function == TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS) {
-      saved.store(token, r.experts, s);
-    }
-    if (!after) scores_row(r.function, s);
-    if (!after && r.function != TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS) {
-      saved.store(token, r.experts, s);
-    }
+    logits.load<kLanes>(token, experts, -INFINITY, s);
+    if (saves_logits) saved.store<kLanes>(token, experts, s);
+    if (!after) scores_row<kLanes>(r.function, s);
+    if (!after && !saves_logits) saved.store<kLanes>(token, experts, s);
 #pragma unroll
     for (int j = 0; j < kPer; ++j) {
-      const int e = j * 32 + lane;
-      judged[j] = bias != nullptr && e < r.experts ? s[j] + bias[e] : s[j];
-      keys[j] = e < r.experts ? order_of(judged[j]) : 0;
+      const bool is = (there >> j & 1u) != 0;
+      judged[j] = bias != nullptr && is ? s[j] + bias[lane * kPer + j] : s[j];
+      keys[j] = is ? order_of(judged[j]) : 0;
     }
     if (r.groups > 0) {
-      keep_groups(r, judged, keys, group_scores + threadIdx.x / 32 * r.groups);
+      keep_groups<kLanes>(r, judged, keys, group_scores + threadIdx.x / kLanes * r.groups);
     }
     uint32_t chosen = 0;
     float top = 0.0f;
     for (int i = 0; i < r.topk; ++i) {
-      const int e = take_largest(keys);
-      if (e % 32 == lane) chosen |= 1u << e / 32;
-      if (after && i == 0) top = value_of(s, e);
-      if (choice.indices != nullptr && lane == 0) choice.put_index(token * r.topk + i, e);
+      const int e = take_largest<kLanes>(keys);
+      if (e / kPer == lane) chosen |= 1u << e % kPer;
+      if (after && i == 0) top = value_of<kLanes>(s, e);
+      if (choice.indices != nullptr && lane == 0 && experts > 0) {
+        choice.put_index(token * r.topk + i, e);
+      }
     }
-    choice.put<kPer>(token, r.experts, chosen);
+    choice.put<kLanes, kPer>(token, experts, chosen);
     float sum = 0.0f;
 #pragma unroll
     for (int j = 0; j < kPer; ++j) {
@@ -263,51 +313,52 @@ __global__ void __launch_bounds__(kThreads)
       if (after) s[j] = is ? expf(s[j] - top) : 0.0f;
       sum += is ? s[j] : 0.0f;
     }
-    sum = warp_sum(sum);
-    const float divisor = after ? sum : !softmax && r.topk > 1 ? sum + 1e-20f : 1.0f;
+    sum = sum_of_lanes<kLanes>(sum);
+    const float share = after ? 1.0f / sum : !softmax && r.topk > 1 ? 1.0f / (sum + 1e-20f) : 1.0f;
 #pragma unroll
     for (int j = 0; j < kPer; ++j) {
       const bool is = (chosen >> j & 1u) != 0;
-      const float p = is ? s[j] / divisor : 0.0f;
+      const float p = is ? s[j] * share : 0.0f;
       judged[j] = is ? p : -INFINITY;
       s[j] = is ? r.scaling * p : 0.0f;
     }
-    if (after) saved.store(token, r.experts, judged);
-    probs.store(token, r.experts, s);
-  }
+    if (after) saved.store<kLanes>(token, experts, judged);
+    probs.store<kLanes>(token, experts, s);
+  });
 }
 
-template <int kPer>
+template <int kLanes, int kPer>
 __global__ void __launch_bounds__(kThreads)
     scores_kernel(RowSource logits, RouterShape r, RowTarget scores, RowTarget saved,
                   ChoiceOutputs choice) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  for (int64_t token = first_token(); token < r.tokens; token += warps_of_grid()) {
+  const int lane = lane_of<kLanes>();
+  const bool saves_logits = r.function == TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS;
+  for_tokens_of_lanes<kLanes>(r, [&](int64_t token, int experts) {
+    const uint32_t there = experts_of_lane<kLanes, kPer>(experts);
     float s[kPer];
-    logits.load(token, r.experts, -INFINITY, s);
-    const bool saves_logits = r.function == TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS;
-    if (saves_logits) saved.store(token, r.experts, s);
-    scores_row(r.function, s);
-    if (!saves_logits) saved.store(token, r.experts, s);
+    logits.load<kLanes>(token, experts, -INFINITY, s);
+    if (saves_logits) saved.store<kLanes>(token, experts, s);
+    scores_row<kLanes>(r.function, s);
+    if (!saves_logits) saved.store<kLanes>(token, experts, s);
     if (r.function != TE_FL_SCORE_FUNCTION_SOFTMAX && r.topk > 1) {
       float sum = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kPer; ++j) sum += j * 32 + lane < r.experts ? s[j] : 0.0f;
-      sum = warp_sum(sum) + 1e-20f;
+      for (int j = 0; j < kPer; ++j) sum += (there >> j & 1u) != 0 ? s[j] : 0.0f;
+      const float share = 1.0f / (sum_of_lanes<kLanes>(sum) + 1e-20f);
 #pragma unroll
-      for (int j = 0; j < kPer; ++j) s[j] /= sum;
+      for (int j = 0; j < kPer; ++j) s[j] *= share;
     }
-    scores.store(token, r.experts, s);
-    if (choice.map == nullptr && choice.bits == nullptr) continue;
+    scores.store<kLanes>(token, experts, s);
+    if (choice.map == nullptr && choice.bits == nullptr) return;
     uint32_t keys[kPer], chosen = 0;
 #pragma unroll
-    for (int j = 0; j < kPer; ++j) keys[j] = j * 32 + lane < r.experts ? order_of(s[j]) : 0;
+    for (int j = 0; j < kPer; ++j) keys[j] = (there >> j & 1u) != 0 ? order_of(s[j]) : 0;
     for (int i = 0; i < r.topk; ++i) {
-      const int e = take_largest(keys);
-      if (e % 32 == lane) chosen |= 1u << e / 32;
+      const int e = take_largest<kLanes>(keys);
+      if (e / kPer == lane) chosen |= 1u << e % kPer;
     }
-    choice.put<kPer>(token, r.experts, chosen);
-  }
+    choice.put<kLanes, kPer>(token, experts, chosen);
+  });
 }
 
 // ---- gradients
@@ -325,28 +376,40 @@ struct ChoiceInputs {
     return static_cast<const int64_t*>(indices)[at];
   }
   // Bit j: the lane's expert j is chosen.
-  template <int kPer>
+  template <int kLanes, int kPer>
   __device__ uint32_t get(int64_t token, int experts, int topk) const {
-    const int lane = static_cast<int>(threadIdx.x) % 32, bytes = (experts + 7) / 8;
+    const int lane = lane_of<kLanes>(), bytes = (experts + 7) / 8;
     uint32_t chosen = 0;
     if (map == nullptr && bits == nullptr) {
-      for (int i = 0; i < topk; ++i) {
+      for (int i = 0; i < topk && experts > 0; ++i) {
         const int64_t at = token * topk + i, e = index(at);
         if (e < 0 || e >= experts) {
           if (lane == 0) note(errors, ValueRule::kChosenExpert, at, e, experts);
-        } else if (e % 32 == lane) {
-          chosen |= 1u << e / 32;
+        } else if (e / kPer == lane) {
+          chosen |= 1u << e % kPer;
         }
       }
       return chosen;
     }
 #pragma unroll
-    for (int j = 0; j < kPer; ++j) {
-      const int e = j * 32 + lane;
-      if (e >= experts) continue;
-      const bool is = map != nullptr ? map[token * experts + e] != 0
-                                     : (bits[token * bytes + e / 8] >> e % 8 & 1) != 0;
-      if (is) chosen |= 1u << j;
+    for (int j = 0; j < kPer; j += kGroup) {
+      const int first = lane * kPer + j, n = min(experts - first, kGroup);
+      if (n <= 0) continue;
+      const uint8_t* const from = map + token * experts + first;
+      if (map == nullptr) {
+        chosen |= (bits[token * bytes + first / 8] & (0xFFu >> (8 - n))) << j;
+      } else if (n == kGroup && reinterpret_cast<uintptr_t>(from) % sizeof(uint2) == 0) {
+        const uint2 words = *reinterpret_cast<const uint2*>(from);
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          if (((i < 4 ? words.x : words.y) >> i % 4 * 8 & 0xFFu) != 0) chosen |= 1u << (j + i);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+          if (i < n && from[i] != 0) chosen |= 1u << (j + i);
+        }
+      }
     }
     return chosen;
   }
@@ -365,7 +428,7 @@ static __global__ void __launch_bounds__(kThreads)
 
 // g, the gradient of scores, becomes that of logits. Sums go over the experts of `counts`, which
 // are none past the last.
-template <int kPer>
+template <int kLanes, int kPer>
 __device__ inline void gradient_row(int function, bool divides, uint32_t counts,
                                     const float (&saved)[kPer], float (&g)[kPer]) {
   float y[kPer], sum = 0.0f, dot = 0.0f;
@@ -375,7 +438,7 @@ __device__ inline void gradient_row(int function, bool divides, uint32_t counts,
     if ((counts >> j & 1u) == 0) continue;
     sum += y[j], dot = fmaf(g[j], y[j], dot);
   }
-  dot = warp_sum(dot);
+  dot = sum_of_lanes<kLanes>(dot);
   if (function == TE_FL_SCORE_FUNCTION_SOFTMAX) {
 #pragma unroll
     for (int j = 0; j < kPer; ++j) {
@@ -383,12 +446,12 @@ __device__ inline void gradient_row(int function, bool divides, uint32_t counts,
     }
     return;
   }
-  sum = warp_sum(sum) + 1e-20f;
-  // In two steps: the square of a small sum is beyond what FP32 holds.
-  const float less = dot / sum / sum;
+  const float share = 1.0f / (sum_of_lanes<kLanes>(sum) + 1e-20f);
+  // In two steps: the square of a large share is beyond what FP32 holds.
+  const float less = dot * share * share;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
-    if (divides) g[j] = (counts >> j & 1u) != 0 ? g[j] / sum - less : 0.0f;
+    if (divides) g[j] = (counts >> j & 1u) != 0 ? fmaf(g[j], share, -less) : 0.0f;
     if (function == TE_FL_SCORE_FUNCTION_SIGMOID) {
       g[j] *= y[j] * (1.0f - y[j]);
     } else {
@@ -397,48 +460,40 @@ __device__ inline void gradient_row(int function, bool divides, uint32_t counts,
   }
 }
 
-__device__ inline uint32_t all_experts(int experts, int per) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  uint32_t all = 0;
-  for (int j = 0; j < per; ++j) all |= j * 32 + lane < experts ? 1u << j : 0u;
-  return all;
-}
-
-template <int kPer>
+template <int kLanes, int kPer>
 __global__ void __launch_bounds__(kThreads)
     topk_gradient_kernel(ChoiceInputs choice, RowSource saved, RowSource grad_probs, RouterShape r,
                          RowTarget grad_logits) {
-  const uint32_t all = all_experts(r.experts, kPer);
-  for (int64_t token = first_token(); token < r.tokens; token += warps_of_grid()) {
-    const uint32_t chosen = choice.get<kPer>(token, r.experts, r.topk);
+  for_tokens_of_lanes<kLanes>(r, [&](int64_t token, int experts) {
+    const uint32_t chosen = choice.get<kLanes, kPer>(token, experts, r.topk);
     float g[kPer], y[kPer];
-    grad_probs.load(token, r.experts, 0.0f, g);
-    saved.load(token, r.experts, 0.0f, y);
+    grad_probs.load<kLanes>(token, experts, 0.0f, g);
+    saved.load<kLanes>(token, experts, 0.0f, y);
 #pragma unroll
     for (int j = 0; j < kPer; ++j) g[j] = (chosen >> j & 1u) != 0 ? g[j] * r.scaling : 0.0f;
-    gradient_row(r.function, r.topk > 1, r.before ? all : chosen, y, g);
+    gradient_row<kLanes>(r.function, r.topk > 1,
+                         r.before ? experts_of_lane<kLanes, kPer>(experts) : chosen, y, g);
     if (!r.before) {
 #pragma unroll
       for (int j = 0; j < kPer; ++j) {
         if ((chosen >> j & 1u) == 0) g[j] = 0.0f;  // 0 times infinity is none
       }
     }
-    grad_logits.store(token, r.experts, g);
-  }
+    grad_logits.store<kLanes>(token, experts, g);
+  });
 }
 
-template <int kPer>
+template <int kLanes, int kPer>
 __global__ void __launch_bounds__(kThreads)
     scores_gradient_kernel(RowSource saved, RowSource grad_scores, RouterShape r,
                            RowTarget grad_logits) {
-  const uint32_t all = all_experts(r.experts, kPer);
-  for (int64_t token = first_token(); token < r.tokens; token += warps_of_grid()) {
+  for_tokens_of_lanes<kLanes>(r, [&](int64_t token, int experts) {
     float g[kPer], y[kPer];
-    grad_scores.load(token, r.experts, 0.0f, g);
-    saved.load(token, r.experts, 0.0f, y);
-    gradient_row(r.function, r.topk > 1, all, y, g);
-    grad_logits.store(token, r.experts, g);
-  }
+    grad_scores.load<kLanes>(token, experts, 0.0f, g);
+    saved.load<kLanes>(token, experts, 0.0f, y);
+    gradient_row<kLanes>(r.function, r.topk > 1, experts_of_lane<kLanes, kPer>(experts), y, g);
+    grad_logits.store<kLanes>(token, experts, g);
+  });
 }
 
 }  // namespace te_fl::cuda
