@@ -5,7 +5,7 @@ grouped quantisation. See bench/README.md.
 usage: expert_bandwidth.py [--device cuda|cpu] [--sizes full|small] [--match TEXT] [--rounds N] [--no-inside] [--json FILE]
   --device     cpu: for trying, without a GPU (default cuda)
   --sizes      small: shapes for a host (default: full on a GPU, small on a host)
-  --match      only rows whose name contains TEXT
+  --match      only rows whose name contains TEXT, or one of several texts with commas between them
   --rounds     paired rounds of an op and its copy (default 21)
   --no-inside  without the rows of NVIDIA's package (group_quantize), which is imported otherwise
 
@@ -100,7 +100,7 @@ def main():
         measure.heat()
     rows = []
     for case in expert_cases(options.sizes or ("full" if options.device == "cuda" else "small"), not options.no_inside):
-        if options.match not in case.name:
+        if not any(text in case.name for text in options.match.split(",")):
             continue
         try:
             rows.append(measured(case, options.device, options.rounds))

@@ -60,11 +60,12 @@ void permute_forward(Problem& p, const PermuteVariant& v) {
     if (v.bad_index != 0) return p.expect_unchanged(y);
     const int64_t pairs = at->numel();
     std::vector<double> want(static_cast<size_t>(y->numel()), 0), want_map(map->numel());
-    for (int64_t i = 0; i < pairs; ++i) {
-      int64_t row = 0;  // pairs before this one
-      for (int64_t j = 0; j < pairs; ++j)
-        row += at->get(j) < at->get(i) || (at->get(j) == at->get(i) && j < i);
-      const int64_t token = i / v.each;
+    std::vector<int64_t> sorted(static_cast<size_t>(pairs));
+    std::iota(sorted.begin(), sorted.end(), int64_t{0});
+    std::stable_sort(sorted.begin(), sorted.end(),
+                     [at](int64_t i, int64_t j) { return at->get(i) < at->get(j); });
+    for (int64_t row = 0; row < pairs; ++row) {
+      const int64_t i = sorted[row], token = i / v.each;
       want_map[i % v.each * v.tokens + token] = row < v.rows_out() ? static_cast<double>(row) : -1;
       for (int64_t c = 0; c < v.width && row < v.rows_out(); ++c)
         want[row * v.width + c] = x->get(token * v.width + c);
@@ -88,8 +89,21 @@ void add_permute(Table& table) {
   all.push_back({.tokens = 40, .each = 3, .experts = 1});
   for (int index : {TE_FL_I32, TE_FL_I64})
     all.push_back({.index = index, .tokens = 30, .any_index = true});
-  all.push_back(
-      {.dtype = TE_FL_BF16, .tokens = 1500, .each = 4, .width = 8, .experts = 300, .large = true});
+  // Pairs of many warps, whose indices are one digit of a sort, two and four.
+  for (int64_t experts : {64, 300, 2000})
+    all.push_back({.dtype = TE_FL_BF16,
+                   .tokens = 5000,
+                   .each = 4,
+                   .width = 8,
+                   .experts = experts,
+                   .large = true});
+  all.push_back({.dtype = TE_FL_BF16,
+                 .tokens = 5000,
+                 .width = 8,
+                 .experts = 2100,
+                 .rows = 9000,
+                 .any_index = true,
+                 .large = true});
   for (double bad : {5.0, -1.0}) all.push_back({.bad_index = bad});
   all.push_back({.index = TE_FL_I64, .bad_index = 4294967297.0});
   all.push_back({.index = TE_FL_I64, .any_index = true, .bad_index = 4294967297.0});
@@ -216,12 +230,27 @@ void add_rows(Table& table) {
   // Maps of masks: many places, few of which have a row.
   add_rows_ops(table, {.dtype = TE_FL_BF16, .tokens = 6, .each = 70, .width = 2080, .rows = 30});
   add_rows_ops(table, {.tokens = 5, .each = 40, .width = 19, .rows = 44, .probs = false});
+  add_rows_ops(table, {.dtype = TE_FL_BF16, .tokens = 9, .each = 130, .width = 72, .rows = 50});
+  add(
+      table, "moe", "moe_unpermute_fwd", "many/700x2x8200",
+      [](Problem& p) {
+        const RowsVariant many{.dtype = TE_FL_BF16, .tokens = 700, .width = 8200, .rows = 1300};
+        rows_sum(p, many, "input", "output");
+      },
+      true);
   add(table, "moe", "moe_unpermute_fwd", "wide/2x1100x8",
       [](Problem& p) { rows_sum(p, {.tokens = 2, .each = 1100, .width = 8}, "input", "output"); });
   for (int64_t bad : {-2, 14, 2147483647}) add_rows_ops(table, {.bad_row = bad});
   add_rows_ops(table, {.tokens = 3, .each = 12, .bad_row = 900});
   for (const RowsVariant& v :
        {RowsVariant{.probs = false, .grad_probs = false},
+        RowsVariant{.dtype = TE_FL_BF16,
+        .tokens = 6,
+        .each = 70,
+        .width = 2088,
+        .rows = 30,
+        .probs = false,
+        .grad_probs = false},
         RowsVariant{.width = 64, .grad_probs = false}, RowsVariant{.twice = true}})
     add(table, "moe", "moe_unpermute_bwd", "alone/" + rows_name(v),
         [v](Problem& p) { rows_gradient(p, v); });

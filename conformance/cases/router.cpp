@@ -222,6 +222,11 @@ std::vector<RouterVariant> router_variants() {
   kinds({.options = {.topk = 1}, .shape = {3}, .experts = 1});
   kinds({.options = {.topk = 6}, .shape = {3}, .experts = 1000});
   kinds({.options = {.topk = 6}, .shape = {3}, .experts = 1500});
+  // Several tokens to a warp, of whole runs of eight experts and others.
+  kinds({.options = {.topk = 2}, .shape = {300}, .experts = 8});
+  kinds({.options = {.topk = 3}, .dtype = TE_FL_BF16, .shape = {37}, .experts = 12});
+  kinds({.options = {.topk = 2}, .dtype = TE_FL_F16, .shape = {21}, .experts = 16});
+  kinds({.options = {.topk = 10}, .shape = {5}, .experts = 512});
   kinds({.shape = {0}}), kinds({.shape = {}});
   kinds({.options = {.topk = 8}, .shape = {40}, .experts = 64, .ties = true});
   return all;
@@ -268,11 +273,16 @@ void add_router_ops(Table& table) {
                       .experts = 45,
                       .ties = true});
     }
+  more.push_back({.options = {.function = kSigmoid, .topk = 2, .groups = 4, .group_topk = 1},
+                  .shape = {21},
+                  .experts = 16,
+                  .bias = true});
   for (bool before : {true, false})
     more.push_back({.options = {kSoftmax, before, 6, 4, 2}, .shape = {9}, .experts = 32});
   for (int64_t at : {0, 5, 32})
     for (int function : {kSigmoid, kSoftmax, kRoot})
       more.push_back({.options = {.function = function, .topk = 3}, .shape = {4}, .nan_at = at});
+  more.push_back({.options = {.function = kSoftmax}, .shape = {9}, .experts = 8, .nan_at = 5});
   for (const RouterVariant& v : more)
     add(table, "moe", forward, router_name(v), [v](Problem& p) { router_forward(p, v); });
   for (const bool bits : {true, false}) {

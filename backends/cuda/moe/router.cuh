@@ -47,6 +47,10 @@ __device__ inline float sum_of_lanes(float v) {
   return over_lanes<kLanes>(v, [](float a, float b) { return a + b; });
 }
 template <int kLanes>
+__device__ inline float top_of_lanes(float v) {
+  return over_lanes<kLanes>(v, [](float a, float b) { return max_or_nan(a, b); });
+}
+template <int kLanes>
 __device__ inline uint32_t max_of_lanes(uint32_t v) {
   if constexpr (kLanes == 32) return __reduce_max_sync(kAllLanes, v);
   return over_lanes<kLanes>(v, [](uint32_t a, uint32_t b) { return max(a, b); });
@@ -241,7 +245,7 @@ __device__ inline void softmax_row(float (&x)[kPer]) {
   float top = -INFINITY, sum = 0.0f;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) top = max_or_nan(top, x[j]);
-  top = over_lanes<kLanes>(top, [](float a, float b) { return max_or_nan(a, b); });
+  top = top_of_lanes<kLanes>(top);
 #pragma unroll
   for (int j = 0; j < kPer; ++j) sum += x[j] = expf(x[j] - top);
   const float share = 1.0f / sum_of_lanes<kLanes>(sum);
@@ -296,17 +300,20 @@ __global__ void __launch_bounds__(kThreads)
       keep_groups<kLanes>(r, judged, keys, group_scores + threadIdx.x / kLanes * r.groups);
     }
     uint32_t chosen = 0;
-    float top = 0.0f;
     for (int i = 0; i < r.topk; ++i) {
       const int e = take_largest<kLanes>(keys);
       if (e / kPer == lane) chosen |= 1u << e % kPer;
-      if (after && i == 0) top = value_of<kLanes>(s, e);
       if (choice.indices != nullptr && lane == 0 && experts > 0) {
         choice.put_index(token * r.topk + i, e);
       }
     }
     choice.put<kLanes, kPer>(token, experts, chosen);
-    float sum = 0.0f;
+    float top = -INFINITY, sum = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) {
+      if ((chosen >> j & 1u) != 0) top = max_or_nan(top, s[j]);
+    }
+    top = top_of_lanes<kLanes>(top);
 #pragma unroll
     for (int j = 0; j < kPer; ++j) {
       const bool is = (chosen >> j & 1u) != 0;

@@ -29,6 +29,25 @@ TEST(CudaPointwiseChoice, DropoutAndAdditionGoByAlignment) {
   EXPECT_EQ(choose_pointwise(a).text(), "add_mixed: tensors of several dtypes");
 }
 
+TEST(CudaPointwiseChoice, ScaledActivationsTakePacksOfOneDtype) {
+  const MetadataTensor x(TE_FL_BF16, {4, 64}), y(TE_FL_BF16, {4, 32}), wide(TE_FL_F32, {4, 32});
+  const MetadataTensor askew(TE_FL_BF16, {4, 32}, 8);
+  const std::string packs = "scaled_forward_packs: sixteen columns of a thread";
+  EXPECT_EQ(choose_scaled(true, {&x.t, &y.t}, 32, 0).text(), packs);
+  EXPECT_EQ(choose_scaled(true, {&x.t, &y.t}, 32, 16).text(), packs);
+  EXPECT_EQ(choose_scaled(false, {&y.t, &x.t, &x.t}, 32, 0).text(),
+            "scaled_gradient_packs: sixteen columns of a thread");
+  EXPECT_EQ(choose_scaled(true, {&x.t, &y.t}, 32, 4).text(),
+            "scaled_forward: one column of a thread, as glu_interleave_size is no multiple of 8");
+  EXPECT_EQ(choose_scaled(true, {&x.t, &wide.t}, 32, 0).text(),
+            "scaled_forward: eight columns of a thread, of tensors of several dtypes");
+  for (const bool aligned : {true, false}) {
+    EXPECT_EQ(
+        choose_scaled(false, {aligned ? &y.t : &askew.t, &x.t, &x.t}, aligned ? 36 : 32, 0).text(),
+        "scaled_gradient: eight columns of a thread, of rows that are not whole packs");
+  }
+}
+
 std::string lookup(int dtype, int64_t cols, int out_dtype, uint64_t offset = 0,
                    int64_t tokens = 3) {
   const MetadataTensor weight(dtype, {100, cols}, offset), indices(TE_FL_I64, {tokens});

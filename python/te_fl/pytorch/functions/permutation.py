@@ -131,9 +131,9 @@ def _mask_rows(where: str, inp: torch.Tensor, routing_map: torch.Tensor, pad_off
     """The map of rows of a mask [T, E]: experts one after the other, the tokens of each in their order."""
     if routing_map.dim() != 2 or routing_map.shape[0] != inp.shape[0]:
         raise InvalidArgument(f"{where}: routing_map has shape {tuple(routing_map.shape)} for {inp.shape[0]} tokens; a mask is [tokens, experts]")
-    routed = (routing_map != 0).t().contiguous()
-    rows = torch.cumsum(routed.view(-1), 0, dtype=torch.int32).view(routed.shape) - 1
-    return _padded(torch.where(routed, rows, -1), pad_offsets)
+    mask = routing_map if routing_map.dtype == torch.bool else routing_map != 0
+    routed = mask.t().to(torch.int32, memory_format=torch.contiguous_format)
+    return _padded(torch.cumsum(routed.view(-1), 0, dtype=torch.int32).view(routed.shape) * routed - 1, pad_offsets)
 
 
 def _padded(rows: torch.Tensor, pad_offsets: Optional[torch.Tensor]) -> torch.Tensor:
