@@ -64,7 +64,7 @@ struct SortCluster {
 #endif
     __syncthreads();
   }
-  // That place in the shared memory of block b.
+  // Returns the same place in the shared memory of block b.
   static __device__ uint32_t* of(uint32_t* place, int b) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (kBlocks > 1) return cooperative_groups::this_cluster().map_shared_rank(place, b);

@@ -108,7 +108,7 @@ struct ScaledRows {
   FastDiv turns;
   int step;
 
-  // Where a row has a's column; b's is `turns` further.
+  // Returns where a row has a's column; b's is `turns` further.
   template <class Gate>
   __device__ uint32_t place(uint32_t col) const {
     if constexpr (!Gate::kGated) return col;
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The same for rows of one dtype that are whole packs: a thread loads two of them before it works.
+// These kernels take rows of one dtype that are whole packs: a thread loads two before it works.
 constexpr int kPacksAtOnce = 2;
 
 template <class T, class Gate>
