@@ -25,7 +25,7 @@ struct Pack {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) reinterpret_cast<uint4*>(p)[i] = raw[i];
   }
-  // The same for values that were set, which the compiler would store as they were made.
+  // Stores values that were set: the compiler takes store() apart into what they were made of.
   __device__ void store_set(T* p) const {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) store_whole(reinterpret_cast<uint4*>(p) + i, raw[i]);

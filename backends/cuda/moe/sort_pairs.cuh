@@ -39,7 +39,7 @@ static __global__ void __launch_bounds__(kThreads) check_experts_kernel(PairIndi
   }
 }
 
-// Where the rows of pairs go. Two lists of as many pairs, `apart` from each other, hold them
+// A pair has its row in the map. Two lists of as many pairs, `apart` from each other, hold them
 // between digits.
 struct PairRows {
   int32_t *lists, *map;  // the map is [each, tokens]
