@@ -117,11 +117,15 @@ struct ScaledRows {
   }
 };
 
+__device__ inline float scale_of(const Source& scales, int64_t row) {
+  return scales.data != nullptr ? scales.at(row) : 1.0f;
+}
+
 template <class Gate>
 __global__ void __launch_bounds__(kThreads)
     scaled_forward_kernel(Source input, Source scales, Target output, ScaledRows rows, Gate gate) {
   for (int64_t row = blockIdx.x; row < rows.count; row += gridDim.x) {
-    const float scale = scales.data != nullptr ? scales.at(row) : 1.0f;
+    const float scale = scale_of(scales, row);
     for (int64_t col = int64_t{threadIdx.x} * rows.step; col < rows.half;
          col += int64_t{blockDim.x} * rows.step) {
       const int n = static_cast<int>(min(int64_t{rows.step}, rows.half - col));
@@ -164,7 +168,7 @@ __global__ void __launch_bounds__(kThreads)
     scaled_gradient_kernel(Source grad, Source input, Source scales, Target output,
                            Target grad_scales, ScaledRows rows, Gate gate) {
   for (int64_t row = blockIdx.x; row < rows.count; row += gridDim.x) {
-    const float scale = scales.data != nullptr ? scales.at(row) : 1.0f;
+    const float scale = scale_of(scales, row);
     float dot = 0.0f;
     for (int64_t col = int64_t{threadIdx.x} * rows.step; col < rows.half;
          col += int64_t{blockDim.x} * rows.step) {
@@ -194,7 +198,6 @@ __global__ void __launch_bounds__(kThreads)
   using Columns = Pack<T, kGroup>;
   const uint32_t step = blockDim.x * kGroup, half = static_cast<uint32_t>(rows.half);
   for (int64_t row = blockIdx.x; row < rows.count; row += gridDim.x) {
-    const float scale = scales.data != nullptr ? scales.at(row) : 1.0f;
     const T* const x = input + row * rows.width;
     T* const y = output + row * rows.half;
     for (uint32_t first = threadIdx.x * kGroup; first < half; first += kPacksAtOnce * step) {
@@ -208,6 +211,7 @@ __global__ void __launch_bounds__(kThreads)
         a[u].load(x + at[u]);
         if constexpr (Gate::kGated) b[u].load(x + at[u] + rows.turns.divisor);
       }
+      const float scale = scale_of(scales, row);
 #pragma unroll
       for (int u = 0; u < kPacksAtOnce; ++u) {
         const uint32_t col = first + u * step;
@@ -231,7 +235,6 @@ __global__ void __launch_bounds__(kThreads)
   using Columns = Pack<T, kGroup>;
   const uint32_t step = blockDim.x * kGroup, half = static_cast<uint32_t>(rows.half);
   for (int64_t row = blockIdx.x; row < rows.count; row += gridDim.x) {
-    const float scale = scales.data != nullptr ? scales.at(row) : 1.0f;
     const T* const x = input + row * rows.width;
     const T* const dy = grad + row * rows.half;
     T* const dx = output + row * rows.width;
@@ -248,6 +251,7 @@ __global__ void __launch_bounds__(kThreads)
         if constexpr (Gate::kGated) b[u].load(x + at[u] + rows.turns.divisor);
         g[u].load(dy + col);
       }
+      const float scale = scale_of(scales, row);
 #pragma unroll
       for (int u = 0; u < kPacksAtOnce; ++u) {
         const uint32_t col = first + u * step;
