@@ -100,10 +100,12 @@ void add_fp8(std::vector<Variant>& all) {
 }
 
 void add_blocks(std::vector<Variant>& all) {
-  auto one = [](bool col, uint32_t flags = kPow2) {
-    return Spec(kE4, TE_FL_SCALING_BLOCK_1X128, !col, col, flags);
+  auto one = [](bool col, uint32_t flags = kPow2, int codes = kE4) {
+    return Spec(codes, TE_FL_SCALING_BLOCK_1X128, !col, col, flags);
   };
-  auto two = [](bool col) { return Spec(kE4, TE_FL_SCALING_BLOCK_128X128, !col, col, kPow2); };
+  auto two = [](bool col, int codes = kE4) {
+    return Spec(codes, TE_FL_SCALING_BLOCK_128X128, !col, col, kPow2);
+  };
   for (int ta = 0; ta < 2; ++ta)
     for (int tb = 0; tb < 2; ++tb) {
       // The copy whose blocks lie along K: row-wise unless A is stored [K, M] or B [K, N].
@@ -185,6 +187,37 @@ void add_blocks(std::vector<Variant>& all) {
                  .trans_b = false,
                  .accumulate = true,
                  .split = true});
+  // A short last block along K, and codes of both formats.
+  for (const int64_t k : {int64_t{64}, int64_t{208}})
+    for (const auto [a, b] : {std::pair{kE4, kE4}, std::pair{kE5, kE4}, std::pair{kE4, kE5}}) {
+      for (const int d : {TE_FL_BF16, TE_FL_F32}) {
+        all.push_back({.a = one(false, kPow2, a),
+                       .b = two(false, b),
+                       .d = d,
+                       .m = 136,
+                       .n = 144,
+                       .k = k,
+                       .split = true});
+        all.push_back({.a = two(false, a),
+                       .b = one(false, kPow2, b),
+                       .d = d,
+                       .m = 55,
+                       .n = 144,
+                       .k = k,
+                       .split = true});
+      }
+      all.push_back({.a = one(true, kPow2, a),
+                     .b = one(true, kPow2, b),
+                     .d = TE_FL_BF16,
+                     .m = 24,
+                     .n = 48,
+                     .k = k,
+                     .trans_a = true,
+                     .trans_b = false,
+                     .accumulate = true,
+                     .split = true,
+                     .bias = TE_FL_BF16});
+    }
   all.push_back({.a = two(false),
                  .b = two(false),
                  .d = TE_FL_BF16,

@@ -32,8 +32,9 @@ bool whole_rows(const te_fl_tensor& t) {
 }
 
 // The reason for which the library does not do the epilogue; nullptr if it does.
-const char* refuse_epilogue(const Args& args, bool fp8) {
+const char* refuse_epilogue(const Args& args, const Problem& p) {
   const int d = dtype_of(*args.d);
+  const bool fp8 = p.fp8;
   if (args.d_sum != nullptr) return "d_sum is asked for";
   if (is_fp8(d)) {
     return direct_codes(args, fp8) ? nullptr : "the library writes no such codes of such a call";
@@ -53,9 +54,12 @@ const char* refuse_epilogue(const Args& args, bool fp8) {
     return "a residual that the library does not add";
   }
   // Reading C from where D goes, the library rounds to D's type before it adds the bias (seen with
-  // cuBLASLt 13.1); from other memory it rounds once.
+  // cuBLASLt 13.1); from other memory it rounds once. Of blocks it rounds before it adds to D with
+  // no bias, too, and NVIDIA's numbers are those.
   const bool in_place = args.accumulate || adds_in_place(args);
-  if (half && in_place && args.bias != nullptr) return "a bias on a sum that D holds";
+  if (half && in_place && args.bias != nullptr && !(p.block && args.accumulate)) {
+    return "a bias on a sum that D holds";
+  }
   // The library's GELU takes the chip's approximate tanh: 6e-4 off on an H200 (cuBLASLt 13), which
   // is beyond the tolerance of BF16. Its gradient is off by more than F16's, and slower than a
   // kernel of its own (bench/README.md).
@@ -72,7 +76,7 @@ const char* refuse_direct(const Args& args, const Problem& p) {
   if (p.k == 0) return "there is nothing to contract";
   if (!fits) return "D is not where, or of no dtype in which, the library could write it";
   if (!types) return "D is of a dtype that the library does not make of such operands";
-  return refuse_epilogue(args, p.fp8);
+  return refuse_epilogue(args, p);
 }
 
 }  // namespace
@@ -112,8 +116,10 @@ Problem problem_of(const Args& args) {
              (p.a.dtype == TE_FL_F8E5M2 && p.b.dtype == TE_FL_F8E5M2)) {
     p.convert = Convert::kWiden;
   } else if (a_block) {
-    const bool whole = p.k % 128 == 0 && p.n % 16 == 0 && p.m % 8 == 0 &&
-                       p.a.dtype == TE_FL_F8E4M3 && p.b.dtype == TE_FL_F8E4M3;
+    // The last block along K may be a part of one; the right operand's rows come in eights if each
+    // has scales of its own.
+    const bool squares = backend::scaling(*args.a) == TE_FL_SCALING_BLOCK_128X128;
+    const bool whole = p.k % 16 == 0 && p.n % 16 == 0 && (squares || p.m % 8 == 0);
     const bool present = p.a.codes != nullptr && p.b.codes != nullptr && aligned16(p.a.codes) &&
                          aligned16(p.b.codes) && aligned16(p.a.scale_inv) &&
                          aligned16(p.b.scale_inv);

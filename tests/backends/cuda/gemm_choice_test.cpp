@@ -88,6 +88,26 @@ TEST(CudaGemmChoice, Blocks) {
   EXPECT_EQ(odd.text(), "cuBLASLt on operands widened to FP32, which writes the result");
 }
 
+TEST(CudaGemmChoice, BlocksOfBothFormatsWhoseLastIsShort) {
+  const auto in_blocks = [](int64_t m, int64_t k, int a, int b, uint32_t a_scaling) {
+    GemmCall call(TE_FL_F8E4M3, m, 48, k);
+    call.a.t.dl.dtype = to_c(static_cast<DType>(a));
+    call.b.t.dl.dtype = to_c(static_cast<DType>(b));
+    call.a.quantise(a_scaling, true);
+    call.b.quantise(TE_FL_SCALING_BLOCK_1X128, true);
+    return choose_gemm(call.args, kHopper).problem.block;
+  };
+  constexpr int kE4 = TE_FL_F8E4M3, kE5 = TE_FL_F8E5M2;
+  constexpr uint32_t kRows = TE_FL_SCALING_BLOCK_1X128, kSquares = TE_FL_SCALING_BLOCK_128X128;
+  EXPECT_TRUE(in_blocks(64, 80, kE4, kE4, kRows));
+  EXPECT_TRUE(in_blocks(64, 128, kE5, kE4, kRows));
+  EXPECT_TRUE(in_blocks(64, 128, kE4, kE5, kSquares));
+  EXPECT_FALSE(in_blocks(64, 128, kE5, kE5, kRows));
+  EXPECT_TRUE(in_blocks(63, 128, kE4, kE4, kSquares));
+  EXPECT_FALSE(in_blocks(63, 128, kE4, kE4, kRows));
+  EXPECT_FALSE(in_blocks(64, 120, kE4, kE4, kRows));
+}
+
 TEST(CudaGemmChoice, EpiloguesThatTheLibraryDoesNotDo) {
   const std::string general = "cuBLASLt into FP32 scratch, then the epilogue's kernel: ";
   GemmCall bias(TE_FL_BF16, 64, 44, 32);
