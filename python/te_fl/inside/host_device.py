@@ -16,6 +16,7 @@ from typing import Any, Tuple
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils import _triton
 
 CAPABILITY = (9, 0)
 
@@ -278,6 +279,8 @@ def install() -> None:
     # accelerator, of which there is none.
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")
     torch.accelerator.is_available = lambda: False
+    # A program's own torch.compile would ask Triton for CUDA's driver, though only for the name of a cache.
+    _triton.has_triton = lambda: False
     install_in_thread()
     print("te-fl answers for CUDA by the host in this process: torch.cuda.is_available() is true, tensors of the device cuda lie on the CPU",
           file=sys.stderr)
