@@ -210,9 +210,16 @@ int64_t product(const Dims& dims) {
   return n;
 }
 
+// An element of a row's product with V: the sum, that of the magnitudes, and the rounding of FP8's
+// probabilities, as a variance and at most.
+struct Column {
+  double sum = 0, size = 0, variance = 0, most = 0;
+};
+
 Forward attend(const Variant& v, const Inputs& in) {
   const Attention& a = *in.a;
   Forward r;
+  std::vector<Column> columns(static_cast<size_t>(a.dv));
   r.o.assign(static_cast<size_t>(product(in.o_shape)), 0), r.slack = r.o,
                                                            r.skip_o.assign(r.o.size(), a.thd());
   r.lse.assign(static_cast<size_t>(product(in.lse_shape)), -infinity()),
@@ -226,21 +233,27 @@ Forward attend(const Variant& v, const Inputs& in) {
         r.skip_lse[la] = row.lse == -infinity() && a.softmax != TE_FL_SOFTMAX_TYPE_VANILLA;
         const double error = score_error(v.dtype, a, row);
         r.lse_slack[la] = error;
-        for (int64_t e = 0; e < a.dv; ++e) {
-          double sum = 0, size = 0, variance = 0, most = 0;
-          for (int64_t j = 0; j < static_cast<int64_t>(row.p.size()); ++j) {
-            double p = a.kept(n, head, i, j) ? row.p[j] / (1 - static_cast<double>(a.dropout)) : 0,
-                   step = 0;
-            r.p_max = std::max(r.p_max, p);
-            const double value = a.v[a.at(n, j, a.kv_head(head), a.g, a.dv, false) + e];
-            if (v.rounds()) {
-              const double other = unnormalised_step(p, v.scale_p);
-              p = through_fp8(kE4, p, v.scale_p, &step);
-              variance += (step * step + other * other) / 12 * value * value;
-              most += (step + other) / 2 * std::fabs(value);
-            }
-            sum += p * value, size += std::fabs(p * value);
+        std::fill(columns.begin(), columns.end(), Column{});
+        for (int64_t j = 0; j < static_cast<int64_t>(row.p.size()); ++j) {
+          double p = a.kept(n, head, i, j) ? row.p[j] / (1 - static_cast<double>(a.dropout)) : 0,
+                 step = 0, other = 0;
+          r.p_max = std::max(r.p_max, p);
+          if (v.rounds()) {
+            other = unnormalised_step(p, v.scale_p);
+            p = through_fp8(kE4, p, v.scale_p, &step);
           }
+          const double* values = &a.v[a.at(n, j, a.kv_head(head), a.g, a.dv, false)];
+          for (int64_t e = 0; e < a.dv; ++e) {
+            Column& c = columns[e];
+            if (v.rounds()) {
+              c.variance += (step * step + other * other) / 12 * values[e] * values[e];
+              c.most += (step + other) / 2 * std::fabs(values[e]);
+            }
+            c.sum += p * values[e], c.size += std::fabs(p * values[e]);
+          }
+        }
+        for (int64_t e = 0; e < a.dv; ++e) {
+          const auto& [sum, size, variance, most] = columns[e];
           r.o[oa + e] = sum, r.skip_o[oa + e] = 0;
           r.slack[oa + e] = size * (2 * error + 2 * unit(v.dtype)) +
                             product_slack(v.dtype, static_cast<double>(row.p.size()), size) +

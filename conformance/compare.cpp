@@ -195,21 +195,20 @@ void widen_amax(Interval& amax, const Interval& v) {
   amax.high = std::max({amax.high, std::fabs(v.low), std::fabs(v.high)});
 }
 
-// The bounds of these elements' amax. With one slack for all, the bounds of the largest element are
-// the largest bounds, as both grow with the magnitude.
+// The bounds of these elements' amax.
 Interval amax_interval(const Expectation& e, int64_t i0, int64_t i1, int64_t j0, int64_t j1,
                        int64_t columns) {
   Interval amax{0, 0};
-  int64_t most = -1;
   for (int64_t i = i0; i < i1; ++i) {
     for (int64_t n = i * columns + j0; n < i * columns + j1; ++n) {
-      if (!e.extra.empty())
-        widen_amax(amax, value_interval(e, static_cast<size_t>(n)));
-      else if (most < 0 ? !std::isnan(e.want[n]) : std::fabs(e.want[n]) > std::fabs(e.want[most]))
-        most = n;
+      const auto at = static_cast<size_t>(n);
+      const double a = std::fabs(e.want[at]), slack = tolerance(e, TE_FL_F32, at);
+      // Most elements widen neither bound; of the others the interval has FP32's roundings.
+      if (a - slack >= static_cast<double>(amax.low) ||
+          !((a + slack) * (1 + 1e-6) < static_cast<double>(amax.high)))
+        widen_amax(amax, value_interval(e, at));
     }
   }
-  if (most >= 0) widen_amax(amax, value_interval(e, static_cast<size_t>(most)));
   return amax;
 }
 
