@@ -22,9 +22,9 @@ from te_fl.pytorch.fp8 import quantization
 
 class Modules(Compiled):
     def test_each(self):
-        for backend in ("eager", "aot_eager"):
+        for backend, recipes in (("eager", (DELAYED,)), ("aot_eager", (None, DELAYED))):
             for name, make in MODULES.items():
-                for recipe in (None, DELAYED):
+                for recipe in recipes:
                     torch._dynamo.reset()
                     with self.subTest(module=name, backend=backend, recipe=type(recipe).__name__):
                         self.both(lambda: make(device=DEVICE), call, recipe, backend=backend)
