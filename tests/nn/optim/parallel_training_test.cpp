@@ -254,9 +254,13 @@ TEST(ParallelTraining, ACheckpointGoesOnAtAnotherDegree) {
       for (const Grid& grid : {Grid{2, 2, false, fp8}, Grid{4, 1, false, fp8},
                                Grid{1, 4, false, fp8, true}, Grid{1, 1, false, fp8}}) {
         const std::vector<double> rest = mean_losses(train(grid, {4, kSteps, path, {}}));
+        // In FP8 a rounding of the processor's moves codes, and a step's loss by half a per cent.
+        double of_rest = 0, of_one = 0;
         for (size_t i = 0; i < rest.size(); ++i) {
-          EXPECT_NEAR(rest[i], one[i + 4], fp8 ? 0.005 * one[i + 4] : 1e-4) << to_text(grid);
+          EXPECT_NEAR(rest[i], one[i + 4], fp8 ? 0.01 * one[i + 4] : 1e-4) << to_text(grid);
+          of_rest += rest[i], of_one += one[i + 4];
         }
+        EXPECT_NEAR(of_rest, of_one, 0.005 * of_one) << to_text(grid);
       }
     }
     for (int rank = 0; rank < 2; ++rank) {
