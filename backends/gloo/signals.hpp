@@ -28,11 +28,12 @@ class AllSignalsBlocked {
 class BrokenPipes {
  public:
   BrokenPipes() {
+    const sigset_t pipe = one();
+    pthread_sigmask(SIG_BLOCK, &pipe, &before_);
+    if (sigismember(&before_, SIGPIPE) != 1) return;  // None can be pending then.
     sigset_t pending;
     sigpending(&pending);
     was_pending_ = sigismember(&pending, SIGPIPE) == 1;
-    sigset_t pipe = one();
-    pthread_sigmask(SIG_BLOCK, &pipe, &before_);
   }
   ~BrokenPipes() {
     const sigset_t pipe = one();
@@ -51,7 +52,7 @@ class BrokenPipes {
     return set;
   }
   sigset_t before_;
-  bool was_pending_;
+  bool was_pending_ = false;
 };
 
 }  // namespace te_fl::gloo_ranks
