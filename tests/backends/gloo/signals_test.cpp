@@ -1,5 +1,5 @@
-// What the plugin does about SIGPIPE, which is the program's: it comes neither from a write of the
-// plugin's own, nor does one that the program has blocked get lost.
+// These tests hold the plugin to its promise about SIGPIPE, whose handling is the program's: no
+// write of the plugin's raises it, and one that the program has blocked is not lost.
 #include "backends/gloo/signals.hpp"
 
 #include <gtest/gtest.h>
