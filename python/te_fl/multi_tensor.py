@@ -190,16 +190,44 @@ def multi_tensor_adam_capturable_master(chunk_size: int, noop_flag: torch.Tensor
 
 def multi_tensor_sgd(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, wd: float, momentum: float, dampening: float, lr: float,
                      nesterov: bool, first_run: bool, wd_after_momentum: bool, scale: float) -> None:
-    """[gradients, parameters, momentums in the dtype of the parameters, and if wanted copies of the parameters to write]."""
+    """[gradients, parameters, momentums in the dtype of the parameters, and if wanted copies of the parameters to write].
+
+    What is added to a parameter is rounded to its dtype before, as Transformer Engine's is: of FP16 that are two roundings.
+    """
     gradients, params, kept, *copies = _lists("multi_tensor_sgd", tensor_lists, "gradients parameters momentums", "copies")
+    options: dict = dict(momentum=momentum, dampening=dampening, nesterov=bool(nesterov), first_run=bool(first_run),
+                         wd_after_momentum=bool(wd_after_momentum), scale=scale)
+    copied = _alike(copies[0], params) if copies else None
+    if any(p.dtype != torch.float32 for p in params):
+        _sgd_by_roundings(_one(noop_flag), _alike(gradients, params), params, _alike(kept, params), copied, float(lr), wd, **options)
+        return
     momentums = [m if m.dtype == torch.float32 else m.float() for m in kept]
-    ops.multi_tensor_sgd(grads=_alike(gradients, params), params=params, momentums=_alike(momentums, params),
-                         param_copies=_alike(copies[0], params) if copies else None, noop_flag=_one(noop_flag), lr=float(lr), weight_decay=wd,
-                         momentum=momentum, dampening=dampening, scale=scale, nesterov=bool(nesterov), first_run=bool(first_run),
-                         wd_after_momentum=bool(wd_after_momentum))
+    ops.multi_tensor_sgd(grads=_alike(gradients, params), params=params, momentums=_alike(momentums, params), param_copies=copied,
+                         noop_flag=_one(noop_flag), lr=float(lr), weight_decay=wd, **options)
     rounded = [i for i, m in enumerate(kept) if m.dtype != torch.float32]
     if rounded and momentum != 0:
         torch._foreach_copy_([kept[i] for i in rounded], [momentums[i] for i in rounded])
+
+
+@torch.no_grad()
+def _sgd_by_roundings(noop_flag: torch.Tensor, gradients: List[torch.Tensor], params: List[torch.Tensor], momentums: List[torch.Tensor],
+                      copies: Optional[List[torch.Tensor]], lr: float, weight_decay: float, *, momentum: float, dampening: float, nesterov: bool,
+                      first_run: bool, wd_after_momentum: bool, scale: float) -> None:
+    """No op has two roundings, so this is written with PyTorch's operations."""
+    skipped = noop_flag.view(()) != 0
+    for i, (p, kept) in enumerate(zip(params, momentums)):
+        step, decay = gradients[i].float() * scale, p.float() * weight_decay if weight_decay else None
+        if decay is not None and not wd_after_momentum:
+            step = step + decay
+        if momentum != 0:
+            new = step if first_run else kept.float() * momentum + step * (1 - dampening)
+            kept.copy_(torch.where(skipped, kept, new.to(kept.dtype)))
+            step = step + new * momentum if nesterov else new
+        if decay is not None and wd_after_momentum:
+            step = step + decay
+        p.copy_(torch.where(skipped, p, p + (step * -lr).to(p.dtype)))
+        if copies is not None:
+            copies[i].copy_(torch.where(skipped, copies[i], p.to(copies[i].dtype)))
 
 
 def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -163,6 +163,27 @@ class SGD(Compared):
                 steps(torch.optim.SGD(oracle, lr=0.1, **options), oracle)
                 self.near(steps(FusedSGD(weights, lr=0.1, **options), weights), oracle, tolerance)
 
+    def test_fp16_is_rounded_where_pytorch_rounds(self):
+        """By powers of two a momentum and a rate round nothing themselves, so that PyTorch's numbers are these to the bit."""
+        weights = [torch.nn.Parameter(torch.rand(4001, dtype=torch.float16))]
+        oracle = [torch.nn.Parameter(weights[0].detach().clone())]
+        ours, theirs = (kind(of, lr=0.25, momentum=0.125) for kind, of in ((FusedSGD, weights), (torch.optim.SGD, oracle)))
+        for _ in range(5):
+            weights[0].grad = torch.rand(4001, dtype=torch.float16)
+            oracle[0].grad = weights[0].grad.clone()
+            ours.step()
+            theirs.step()
+        self.assertTrue(torch.equal(weights[0], oracle[0]))
+
+    def test_a_flag_leaves_all_as_it_is(self):
+        for dtype in (torch.float16, torch.float32):
+            lists = [[torch.full((3,), value, dtype=dtype)] for value in (1.0, 2.0, 3.0, 4.0)]
+            tex.multi_tensor_sgd(65536, torch.ones(1, dtype=torch.int32), lists, 0.1, 0.5, 0.0, 0.5, False, False, False, 1.0)
+            self.assertEqual([each[0].tolist() for each in lists], [[value] * 3 for value in (1.0, 2.0, 3.0, 4.0)])
+            tex.multi_tensor_sgd(65536, flag(), lists, 0.25, 0.5, 0.5, 0.5, True, False, True, 2.0)
+            # The momentum is 3 / 2 + (1 - 0.5) 2 = 2.5, the step 2 + 2.5 / 2 + 2 / 4 = 3.75.
+            self.assertEqual([each[0].tolist() for each in lists], [[1.0] * 3, [0.125] * 3, [2.5] * 3, [0.125] * 3])
+
     def test_copies_of_the_weights(self):
         p, copy = torch.tensor([1.0, -2.0]), torch.zeros(2, dtype=torch.float16)
         tex.multi_tensor_sgd(65536, flag(), [[torch.tensor([2.0, 4.0])], [p], [torch.zeros(2)], [copy]], 0.0, 0.0, 0.0, 0.5, False, True, False, 0.25)
