@@ -1,5 +1,6 @@
 #include "conformance/attention_case.hpp"
 
+#include <algorithm>
 #include <cstdio>
 
 #include "conformance/compare.hpp"
@@ -198,10 +199,10 @@ double code_slack(int dtype, double x, double error, float scale) {
   return std::max(through_fp8(dtype, x + error, scale, &step) - here,
                   here - through_fp8(dtype, x - error, scale, &step));
 }
-// The step of the codes of exp(score - maximum), as a difference of probabilities: at most an
-// eighth of p (E4M3 has three bits), but for the smallest codes.
-double unnormalised_step(double p, float scale) {
-  return std::max(p / 8, 0x1p-9 / static_cast<double>(scale));
+// The largest step of the codes of exp(score - a maximum), at most an eighth of it (E4M3 has three
+// bits) but for the smallest codes.
+double most_step(double e, float scale) {
+  return std::max(e / 8, 0x1p-9 / static_cast<double>(scale));
 }
 
 int64_t product(const Dims& dims) {
@@ -234,13 +235,15 @@ Forward attend(const Variant& v, const Inputs& in) {
         const double error = score_error(v.dtype, a, row);
         r.lse_slack[la] = error;
         std::fill(columns.begin(), columns.end(), Column{});
+        const double top = row.p.empty() ? 0 : *std::max_element(row.p.begin(), row.p.end());
+        const double kept = 1 / (1 - static_cast<double>(a.dropout));
+        const float scale = std::min(v.scale_p, static_cast<float>(format_of(kE4).max / kept));
         for (int64_t j = 0; j < static_cast<int64_t>(row.p.size()); ++j) {
-          double p = a.kept(n, head, i, j) ? row.p[j] / (1 - static_cast<double>(a.dropout)) : 0,
-                 step = 0, other = 0;
+          double p = a.kept(n, head, i, j) ? row.p[j] * kept : 0, step = 0, other = 0;
           r.p_max = std::max(r.p_max, p);
-          if (v.rounds()) {
-            other = unnormalised_step(p, v.scale_p);
-            p = through_fp8(kE4, p, v.scale_p, &step);
+          if (v.rounds() && p > 0) {
+            other = top * most_step(p / top, scale);
+            p = top * through_fp8(kE4, p / top, scale, &step), step *= top;
           }
           const double* values = &a.v[a.at(n, j, a.kv_head(head), a.g, a.dv, false)];
           for (int64_t e = 0; e < a.dv; ++e) {

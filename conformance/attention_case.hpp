@@ -14,9 +14,10 @@
 // - Sums of products of codes get the slack of FP8 GEMMs (kFp8Sums).
 // - Where a value that is quantised inside may have an error, its code is any between those of the
 //   value less and plus the error.
-// - The forward may quantise exp(score - maximum), before the row's sum is known, in place of the
-//   probability. Both are rounded by up to half a step of their own, uniformly: the slack is six
-//   standard deviations of the sum of those errors over the row, but not more than all of them.
+// - The forward quantises exp(score - the row's largest), and one that goes over the keys once
+//   exp(score - the largest so far). Both are rounded by up to half a step of their own, uniformly:
+//   the slack is six standard deviations of the sum of those errors over the row, but not more than
+//   all of them.
 namespace te_fl::conformance::attention {
 
 constexpr int kS = TE_FL_LAYOUT_SBHD, kB = TE_FL_LAYOUT_BSHD, kT = TE_FL_LAYOUT_THD;

@@ -1,5 +1,6 @@
 #include "attention.hpp"
 
+#include <algorithm>
 #include <cmath>
 
 #include "families.hpp"
@@ -47,26 +48,29 @@ void Heads::store(const te_fl_tensor& out) const {
   store_output(out, rounded.data());
 }
 
-Fp8Rounding::Fp8Rounding(const te_fl_tensor* quant) : tensor_(quant) {
+Fp8Rounding::Fp8Rounding(const te_fl_tensor* quant, double largest) : tensor_(quant) {
   if (quant == nullptr) return;
   e4m3_ = dtype_of(*quant) == TE_FL_F8E4M3;
-  scale_ = *quant->quant->scale;
-  scale_inv_ = 1.0f / scale_;
+  given_ = scale_ = *quant->quant->scale;
+  if (largest > 0) {
+    scale_ = std::min(
+        scale_, static_cast<float>((e4m3_ ? numeric::kE4m3Max : numeric::kE5m2Max) / largest));
+  }
 }
 
-double Fp8Rounding::operator()(double x) {
+double Fp8Rounding::operator()(double x, double share) {
   if (tensor_ == nullptr) return x;
   const auto value = static_cast<float>(x);
-  amax_ = numeric::amax_accumulate(amax_, value);
+  amax_ = numeric::amax_accumulate(amax_, static_cast<float>(x * share));
   const float code = e4m3_ ? numeric::e4m3_to_float(numeric::float_to_e4m3(value * scale_))
                            : numeric::e5m2_to_float(numeric::float_to_e5m2(value * scale_));
-  return double{code} * scale_inv_;
+  return double{code} / scale_;
 }
 
 void Fp8Rounding::write_back() const {
   if (tensor_ == nullptr) return;
   const te_fl_quant& quant = *tensor_->quant;
-  if (quant.scale_inv != nullptr) *static_cast<float*>(quant.scale_inv) = scale_inv_;
+  if (quant.scale_inv != nullptr) *static_cast<float*>(quant.scale_inv) = 1.0f / given_;
   if (quant.amax != nullptr) *quant.amax = numeric::amax_accumulate(*quant.amax, amax_);
 }
 

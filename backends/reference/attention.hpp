@@ -34,15 +34,18 @@ class Heads {
 // values through.
 class Fp8Rounding {
  public:
-  explicit Fp8Rounding(const te_fl_tensor* quant);
-  double operator()(double x);
+  // `largest`, unless 0: values reach it, so a scale that takes it beyond FP8's largest number is
+  // not used; the largest that does not is.
+  explicit Fp8Rounding(const te_fl_tensor* quant, double largest = 0);
+  // `share` times x is what the amax is of.
+  double operator()(double x, double share = 1);
   void write_back() const;  // scale_inv, and amax as a running maximum
 
  private:
   const te_fl_tensor* tensor_;
   bool e4m3_ = false;
+  float given_ = 1;  // the tensor's scale
   float scale_ = 1;
-  float scale_inv_ = 1;
   float amax_ = 0;
 };
 
@@ -94,6 +97,7 @@ class AttentionDropout {
     const int64_t row = (b * heads_ + h) * extents_.q + i;
     return stream_.keep(static_cast<uint64_t>(row * extents_.kv + j)) ? kept_ : 0.0;
   }
+  double largest_factor() const { return kept_; }
 
  private:
   DropoutStream stream_;

@@ -25,7 +25,7 @@ class Forward {
         lse_(static_cast<size_t>(p_.q.batch * p_.q.seqlen * p_.heads), -INFINITY),
         scores_(p_, q_, k_),
         dropout_(ctx, p_, backend::logical_extents(p_, spans_)),
-        round_p_(a.s_quant) {}
+        round_p_(a.s_quant, dropout_.largest_factor()) {}
 
   void run() {
     for (int64_t b = 0; b < p_.batch; ++b) {
@@ -44,21 +44,24 @@ class Forward {
   void row(const SequenceSpan& span, int64_t b, int64_t h, int64_t i) {
     scores_.compute(span, b, h, i);
     const KeyRange keys = scores_.visible();
-    double top = -INFINITY;
-    for (int64_t j = keys.begin; j < keys.end; ++j) top = max_or_nan(top, scores_.at(j));
-    if (top == -INFINITY) return;  // no key: zeros and -inf, as initialised
+    double largest = -INFINITY;
+    for (int64_t j = keys.begin; j < keys.end; ++j) largest = max_or_nan(largest, scores_.at(j));
+    if (largest == -INFINITY) return;  // no key: zeros and -inf, as initialised
     const double sink = sink_logit(p_, h);
-    top = max_or_nan(top, sink);
+    const double top = max_or_nan(largest, sink);
     double sum = std::exp(sink - top);
     for (int64_t j = keys.begin; j < keys.end; ++j) sum += std::exp(scores_.at(j) - top);
     lse_[static_cast<size_t>(lse_index(p_, span, b, h, i))] =
         static_cast<float>(top + std::log(sum));
     double* o = o_.row(b, span.q_begin + i, h);
+    const double share = std::exp(largest - top) / sum;
     for (int64_t j = keys.begin; j < keys.end; ++j) {
       if (scores_.masked(j)) continue;
-      const double p = round_p_(std::exp(scores_.at(j) - top) / sum * dropout_.factor(b, h, i, j));
+      // FP8 rounds exp(score - the largest), whose codes do not get fewer with the keys.
+      const double e =
+          round_p_(std::exp(scores_.at(j) - largest) * dropout_.factor(b, h, i, j), share);
       const double* v = v_.row(b, span.kv_begin + j, p_.kv_head(h));
-      for (int64_t d = 0; d < p_.head_dim_v; ++d) o[d] += p * v[d];
+      for (int64_t d = 0; d < p_.head_dim_v; ++d) o[d] += e * share * v[d];
     }
   }
 

@@ -45,6 +45,18 @@ void add_fp8(std::vector<Variant>& all) {
                    .dv = 128,
                    .scale = 0.03125,
                    .scale_p = 4096});
+    // The scale that delayed scaling begins with, under which these probabilities have no codes.
+    all.push_back({.dtype = kE4,
+                   .layout = layout,
+                   .b = 1,
+                   .sq = 64,
+                   .sk = 1600,
+                   .h = 1,
+                   .g = 1,
+                   .d = 128,
+                   .dv = 128,
+                   .scale = 0.03125,
+                   .scale_p = 1});
   }
   constexpr int kNone = TE_FL_MASK_TYPE_NONE, kCausal = TE_FL_MASK_TYPE_CAUSAL;
   for (const auto& [sq, sk] : std::vector<std::pair<int64_t, int64_t>>{{64, 130}, {128, 70}})
@@ -189,6 +201,8 @@ void add_fp8_terms(std::vector<Variant>& all) {
                    .len_k = {9, 2}});
   }
   all.push_back({.dtype = kE4, .dropout = 0.25f});
+  all.push_back({.dtype = kE4, .dropout = 0.5f, .scale_p = 4096});
+  all.push_back({.dtype = kE4, .sk = 1600, .h = 1, .g = 1, .scale = 0.03125, .scale_p = 1});
   all.push_back({.dtype = kE4, .mask = TE_FL_MASK_TYPE_CAUSAL, .g = 2, .dropout = 0.1f});
   all.push_back({.dtype = kE4, .scale = -0.5});
   all.push_back({.dtype = kE4, .saved = true});

@@ -27,9 +27,11 @@
 //  - Dropout acts on the probabilities. Element ((b H + h) Sq + i) Sk + j of the random stream
 //    decides; thd takes max_seqlen_q and max_seqlen_kv for Sq and Sk, or the longest lengths where
 //    these are 0.
-//  - FP8: s_quant quantises the probabilities after dropout (for P V and dV = P^T dO), dp_quant
-//    quantises dS, times the cap's slope (for dQ and dK). Without them P and dS stay FP32. dbias
-//    and dsink come from the unquantised values.
+//  - FP8: s_quant quantises the probabilities after dropout: for dV = P^T dO themselves, for P V
+//    their quotients by the row's largest before dropout, under a scale of at most the type's
+//    largest number times 1 - dropout_p (those reach 1 / (1 - dropout_p)). Its amax is that of the
+//    probabilities. dp_quant quantises dS, times the cap's slope (for dQ and dK). Without them P
+//    and dS stay FP32. dbias and dsink come from the unquantised values.
 #pragma once
 
 #include "te_fl/attention/host.hpp"

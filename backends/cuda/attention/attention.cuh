@@ -3,6 +3,7 @@
 
 #include "attention/attention_choice.hpp"
 #include "common/element.cuh"
+#include "common/quantised.cuh"
 #include "te_fl/attention/problem.hpp"
 #include "te_fl/numeric/philox.hpp"
 
@@ -72,10 +73,14 @@ struct RoundingScale {
   float scale = 1.0f, inverse = 1.0f;
   bool used = false, is_e5m2 = false;
 
-  __device__ explicit RoundingScale(const Rounding& r)
+  // `largest`, unless 0: values reach it, so no scale that takes it beyond the type is used.
+  __device__ explicit RoundingScale(const Rounding& r, float largest = 0.0f)
       : used(r.scale != nullptr), is_e5m2(r.is_e5m2) {
     if (!used) return;
     scale = *r.scale;
+    if (largest > 0.0f) {
+      scale = fminf(scale, (is_e5m2 ? kLargest<e5m2> : kLargest<e4m3>) / largest);
+    }
     inverse = 1.0f / scale;
   }
   __device__ float operator()(float x) const {
@@ -356,7 +361,8 @@ void clear_heads(cudaStream_t stream, const HeadData& t, int64_t batch, int64_t 
 // says so.
 void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
                        const Rounding& rounding, bool tensor_cores);
-// Its part that quantises P, which has to know a row's sum first and so goes over the keys twice.
+// Its part that quantises P, which has to know a row's largest score first and so goes over the keys
+// twice.
 void quantised_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
                        const Rounding& rounding);
 

@@ -6,8 +6,8 @@
 namespace te_fl::cuda {
 namespace {
 
-// As forward_kernel of attention_scalar.cu, but over the keys twice: P is quantised after the
-// division by the row's sum.
+// As forward_kernel of attention_scalar.cu, but over the keys twice: what is quantised of P is
+// exp(score - the row's largest), whose codes do not get fewer with the keys.
 template <int kPerLane>  // elements of a head that a thread holds
 __global__ void __launch_bounds__(kThreads)
     quantised_forward_kernel(Attention p, HeadData o, float* lse, Rounding rounding) {
@@ -42,7 +42,8 @@ __global__ void __launch_bounds__(kThreads)
 
   const RowTotal total(row, p.sink_logit(h));
   const bool empty = row.empty();
-  const RoundingScale codes(rounding);
+  const float share = empty ? 0.0f : total.factor / total.total;
+  const RoundingScale codes(rounding, p.kept);
   int64_t logical_rows, logical_cols;
   p.logical(logical_rows, logical_cols);
   const int64_t dropout_row = (b * p.heads + h) * logical_rows + i;
@@ -58,9 +59,9 @@ __global__ void __launch_bounds__(kThreads)
       const int key = lane + c * kLanes;
       float value = -1.0f;  // a key that takes no part, whatever its v is
       if (!scores.hidden[c] && !empty) {
-        value = expf(scores.score[c] - total.top) / total.total *
+        value = RowSoftmax::exponential(scores.score[c], row.top) *
                 p.dropout(dropout_row, logical_cols, k0 + key);
-        most_p = amax_of(most_p, value);
+        most_p = amax_of(most_p, value * share);
         value = codes(value);
       }
       probabilities[r * (kTileRows + 1) + key] = value;
@@ -85,8 +86,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int d = 0; d < kPerLane; ++d) {
       const int element = lane + d * kLanes;
       if (element >= o.dim) continue;
-      o.put(at + element * o.element, out[d]);
-      most = amax_of(most, out[d]);
+      const float value = out[d] * share;
+      o.put(at + element * o.element, value);
+      most = amax_of(most, value);
     }
     if (lane == 0 && lse != nullptr) {
       lse[p.lse_index(s, b, h, i)] = empty ? -INFINITY : total.lse();

@@ -1,4 +1,5 @@
 // FP8 attention of the reference backend, and the enquiry that tells it from the others.
+#include <algorithm>
 #include <cmath>
 
 #include "support/expect.hpp"
@@ -61,8 +62,14 @@ double e5m2(double x, float scale) {
   return double{numeric::e5m2_to_float(numeric::double_to_e5m2(x * scale))} / scale;
 }
 
-TEST(ReferenceAttention, Fp8RoundsProbabilitiesAndOutput) {
+// The product with V takes the probabilities' quotients by the row's largest in codes, under no
+// larger scale than these have room for.
+class Fp8Forward : public ::testing::TestWithParam<float> {};
+
+TEST_P(Fp8Forward, RoundsProbabilitiesAndOutput) {
   Fp8Case c;
+  const float scale = std::min(GetParam(), 448.0f);
+  c.s_quant.set_scale(GetParam());
   c.o.amax = 1000;  // a running maximum stays
   ASSERT_OK(run_reference("fused_attn_fwd", c.fwd));
   const std::vector<double> v = c.v.values(), o = c.o.values();
@@ -70,10 +77,11 @@ TEST(ReferenceAttention, Fp8RoundsProbabilitiesAndOutput) {
   int differ_from_exact = 0;
   for (int64_t i = 0; i < c.s; ++i) {
     const std::vector<double> p = c.probabilities(i);
+    const double top = *std::max_element(p.begin(), p.end());
     for (int64_t e = 0; e < c.d; ++e) {
       double rounded = 0, exact = 0;
       for (int64_t j = 0; j < c.s; ++j) {
-        rounded += e4m3(p[j], 240) * v[j * c.d + e];
+        rounded += top * e4m3(p[j] / top, scale) * v[j * c.d + e];
         exact += p[j] * v[j * c.d + e];
         amax = std::max(amax, p[j]);
       }
@@ -83,7 +91,7 @@ TEST(ReferenceAttention, Fp8RoundsProbabilitiesAndOutput) {
   }
   EXPECT_GT(differ_from_exact, 0) << "rounding P makes no difference: the test shows nothing";
   EXPECT_NEAR(c.s_quant.amax, amax, 1e-6);
-  EXPECT_EQ(c.s_quant.scale_inv, 1.0f / 240);
+  EXPECT_EQ(c.s_quant.scale_inv, 1.0f / GetParam());
   EXPECT_EQ(c.o.amax, 1000);
   c.o.amax = 0;
   c.fwd.s_quant = nullptr;
@@ -91,6 +99,7 @@ TEST(ReferenceAttention, Fp8RoundsProbabilitiesAndOutput) {
   EXPECT_GT(c.o.amax, 0);
   EXPECT_LT(c.o.amax, 1000);
 }
+INSTANTIATE_TEST_SUITE_P(ReferenceAttention, Fp8Forward, ::testing::Values(1, 240, 4096));
 
 TEST(ReferenceAttention, Fp8BackwardRoundsPAndDs) {
   Fp8Case c;
