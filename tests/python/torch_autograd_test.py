@@ -13,6 +13,7 @@ import warnings
 import weakref
 from unittest import mock
 
+import numpy
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -406,6 +407,29 @@ class Writes(Each):
         with cached, scope(recipe):  # a forward with gradients keeps nothing
             y = module(input_of(device))
         y.sum().backward()
+
+    def test_weights_of_one_call(self):
+        """New parameters for each call, as functional_call() takes them: such a tensor may lie where the last one was, in the same memory and with as
+        many writes, and is another one all the same."""
+        recipe, x, values = Float8CurrentScaling(), input_of("cpu").detach(), randn(5, 48, 32)
+        wanted = [te.Linear(32, 48, bias=False, device="cpu") for _ in values]
+        for first, around in ((False, contextlib.nullcontext), (None, te.cache_quantized_weights)):
+            module, memory = te.Linear(32, 48, bias=False, device="cpu"), numpy.zeros((48, 32), dtype=numpy.float32)
+            found = torch.empty(len(values), *x.shape[:-1], 48).unbind()
+
+            def served():
+                weight = torch.nn.Parameter(torch.from_numpy(memory))  # noqa: B023
+                with scope(recipe), torch.set_grad_enabled(first is False):  # noqa: B023
+                    return torch.func.functional_call(module, {"weight": weight}, (x,), {"is_first_microbatch": first}).detach()  # noqa: B023
+
+            with around():
+                for own, value in zip(found, values.numpy()):
+                    memory[:] = value
+                    own.copy_(served())
+            for want, value, got in zip(wanted, values, found):
+                want.load_state_dict({"weight": value}, strict=False)
+                with self.subTest(first=first), torch.no_grad(), scope(recipe):
+                    self.assertTrue(torch.equal(got, want(x)))
 
 
 class Storages(Each):

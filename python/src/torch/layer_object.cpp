@@ -6,6 +6,7 @@
 #include <string>
 
 #include "py/errors.hpp"
+#include "py/interpreter.hpp"
 #include "te_fl/nn/modules/init.hpp"
 #include "te_fl/op_manager.hpp"
 #include "torch/arguments.hpp"
@@ -70,6 +71,8 @@ PyObject* make_layer(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     PyObject *kind = nullptr, *options = nullptr, *states = nullptr;
     if (PyArg_ParseTuple(args, "OOO", &kind, &options, &states) == 0) throw PythonError();
+    // Layers that have gone leave weak references.
+    drop_dropped();
     without_lock([] { OpManager::instance(); });  // the first use loads plugins, perhaps Python's
     auto layer = std::make_shared<Layer>();
     layer->make = runner_of(text_of(kind, "the kind of layer"), options);

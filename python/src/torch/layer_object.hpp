@@ -14,6 +14,7 @@
 
 #include "py/framework_tensor.hpp"
 #include "py/py.hpp"
+#include "py/weak_ref.hpp"
 #include "torch/fp8_states.hpp"
 #include "torch/layer_kinds.hpp"
 
@@ -22,6 +23,7 @@ namespace te_fl::python {
 // A framework's parameter as the last forward saw it.
 struct Seen {
   const PyObject* object = nullptr;  // compared only; it may have gone
+  WeakRef life;                      // of it: another one may lie at its address since
   const void* data = nullptr;
   long version = -1;
   uint64_t number = 0;  // of its contents, as Parameter::borrow() wants it

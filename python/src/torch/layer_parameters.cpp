@@ -63,9 +63,10 @@ Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
     Seen& seen = layer.seen[i];
     const void* data = lent[i].value.raw_data();
     const bool moved = caching && data != seen.data;
-    if (changed || moved || seen.object != objects[i] || seen.version != now) {
-      seen.number = ++layer.numbers;
-    }
+    const bool same = seen.object == objects[i] && seen.version == now && !moved;
+    const bool known = !changed && same && seen.life.is(objects[i]);
+    if (!known) seen.number = ++layer.numbers;
+    if (!same || (!changed && !known)) seen.life.point_at(objects[i]);
     seen.object = objects[i], seen.version = now, seen.data = data;
     contents.numbers[i] = seen.number;
     contents.versions[i] = now;

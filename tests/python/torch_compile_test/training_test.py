@@ -11,6 +11,7 @@ import torch.utils.checkpoint
 from common import Compiled, DELAYED, DEVICE, call, state_of
 from torch_cases import MODULES, input_of, scope
 from torch_oracle import near, randn, randomise
+import te_fl
 import te_fl.pytorch as te
 from te_fl.common.recipe import Float8CurrentScaling
 
@@ -90,6 +91,37 @@ class Training(Compiled):
                         found.append(outputs)
                     for want, got in zip(*found):
                         self.close(got, want, "output")
+
+    def test_a_scope_quantises_weights_once(self):
+        """te.cache_quantized_weights() around a graph is the scope that its layers look at when they run."""
+        module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE).detach()
+        called, cached = torch.compile(module, backend="aot_eager", fullgraph=True), te.cache_quantized_weights()
+
+        def served(function=called):
+            before = sum(row["calls"] for row in te_fl.usage() if "quantize" in row["op"])
+            with torch.no_grad(), scope(Float8CurrentScaling()):
+                y = function(x)
+            return y, sum(row["calls"] for row in te_fl.usage() if "quantize" in row["op"]) - before
+
+        def want():
+            return served(copy.deepcopy(module))[0]  # a call of the module itself would quantise for the graph
+
+        each_call = served()[1]
+        for _ in range(2):  # writes that PyTorch does not count are seen outside of a scope, and by the next scope
+            for _ in range(3):
+                module.weight.data.mul_(1.25)
+                got, quantised = served()
+                self.close(got, want(), "outside of a scope")
+                self.assertEqual(quantised, each_call)
+            module.weight.data.mul_(1.25)
+            with cached:
+                for _ in range(3):
+                    got, fewer = served()
+                    self.close(got, want(), "in a scope")
+                self.assertLess(fewer, each_call)
+                with torch.no_grad():
+                    module.weight.mul_(1.25)
+                self.close(served()[0], want(), "a write that PyTorch counts")
 
     def test_shapes(self):
         def give(device, seed):

@@ -364,6 +364,13 @@ class Padding(Compared):
         for dtype in (torch.float32, torch.bfloat16):
             self.compare(served, oracle, drawn(2, 7, 8, dtype=dtype), compiled=False)
 
+    def test_sizes_that_the_program_writes(self):
+        x, splits = drawn(7, 8).requires_grad_(), [3, 4]
+        y, padded = te.Fp8Padding(2, 4)(x, splits)
+        splits[:], padded[:] = (4, 3), (8, 0)
+        y.sum().backward()
+        self.assertTrue(torch.equal(x.grad, torch.ones(7, 8)))
+
     def test_the_size_is_the_recipes(self):
         x, pad = drawn(32, 8), te.Fp8Padding(2)
         self.assertEqual(pad(x[:20], [4, 16])[1], [16, 16])

@@ -128,6 +128,13 @@ class Values(Same):
         torch.testing.assert_close(x.grad, torch.cat([torch.ones(n, 48) @ getattr(grouped, f"weight{i}") for i, n in enumerate(SPLITS[0])]))
         torch.testing.assert_close(grouped(x, SPLITS[0], out=torch.empty(48, 48)), y - 1, atol=1e-5, rtol=1e-5)  # memory that nobody else keeps
 
+    def test_memory_that_a_backward_still_reads(self):
+        grouped, _ = pair()
+        out, other = torch.empty(48, 48), randn(48, 48, seed=7).requires_grad_()
+        product = grouped(randn(48, 32), SPLITS[0], out=out) * other
+        grouped(randn(48, 32, seed=2), SPLITS[0], out=out)
+        self.assertRaisesRegex(RuntimeError, "modified by an inplace operation", product.sum().backward)
+
     def test_frozen_parameters(self):
         for recipe in RECIPES[:2]:
             grouped, loop = pair()

@@ -161,6 +161,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         _check_memory("out", out, (x.shape[0], self.out_features), activation, x.device)
         _check_memory("dgrad_out", dgrad_out, (x.shape[0], self.in_features), x.dtype, x.device)
         _check_apart(out, x)
+        if out is not None and not out.is_inference():  # so that the backward of an older result in this memory raises
+            torch.autograd.graph.increment_version(out)
         if dgrad_out is not None:
             x = GradientInto.apply(x, dgrad_out)
         inputs = (x, torch.tensor(splits, dtype=torch.int64, device="cpu"))

@@ -28,7 +28,7 @@ def _unpad(rows: torch.Tensor, splits: List[int], padded: List[int]) -> torch.Te
 
 
 def _save(ctx, inputs, output):
-    ctx.splits, ctx.padded = inputs[1:]
+    ctx.splits, ctx.padded = map(list, inputs[1:])  # of its own: the program has these lists, and may write them
 
 
 def _gradient(op, ctx, grad):
