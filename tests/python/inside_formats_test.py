@@ -200,6 +200,21 @@ class NV(unittest.TestCase):
             te_fl.Quantized(data.view(torch.float4_e2m1fn_x2), scaling="nvfp4", shape=(16, 31))
 
 
+class AsTensors(unittest.TestCase):
+    def test_pytorchs_operations_take_their_values(self):
+        """Also where autograd is left already, which has a tensor move itself to where its values are made."""
+        x = values(64, 64)
+        for quantizer in (MXFP8Quantizer(DType.kFloat8E4M3), NVFP4Quantizer()):
+            tensor = quantizer(x)
+            held = tensor.dequantize()
+            for operation in (lambda t: t + 1, lambda t: torch.cat([t, t]), lambda t: t.transpose(0, 1), lambda t: t == t, lambda t: t.unsqueeze(0),
+                              lambda t: torch.split(t, [16, 48])[1], lambda t: t.to(torch.float32), lambda t: t.to(device="cuda")):
+                got = operation(tensor)
+                self.assertTrue(torch.equal(got.dequantize() if got is tensor else got, operation(held)))
+            quantizer.internal = True
+            self.assertTrue(torch.equal(quantizer(x).dequantize(dtype=x.dtype), held))
+
+
 class Recipe(unittest.TestCase):
     """NVFP4 as NVFP4BlockScaling asks for it: square blocks of weights, transformed copies, stochastic rounding."""
 

@@ -133,6 +133,20 @@ def _execute_padding(loader: Any, module: ModuleType) -> None:
     module.pad_columnwise_scale_inv = pad_columnwise_scale_inv
 
 
+def _execute_block_storage(loader: Any, module: ModuleType) -> None:
+    """A tensor of MXFP8 or NVFP4 asks itself for CUDA's device before it is dequantised; what lies on the host lies there. Below autograd PyTorch would
+    have it copy itself for that, by its dequantised values."""
+    loader.exec_module(module)
+
+    def to(self: Any, *arguments: Any, **options: Any) -> Any:
+        if not arguments and options.keys() == {"device"} and str(options["device"]).split(":")[0] in ("cuda", "cpu"):
+            return self
+        return sys.modules["torch"].Tensor.to(self, *arguments, **options)
+
+    for name in {"MXFP8TensorStorage", "NVFP4TensorStorage"} & vars(module).keys():
+        getattr(module, name).to = to
+
+
 def _execute_quantized_tensor(loader: Any, module: ModuleType) -> None:
     """Before 2.18 the package's tensors remember a requires_grad that autograd does not write, and leave gradients of what computed them out."""
     loader.exec_module(module)
@@ -155,7 +169,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-_ON_HOST = {"transformer_engine.pytorch.quantization": _execute_quantization, "transformer_engine.pytorch.triton.pad": _execute_padding}
+_STORAGES = "transformer_engine.pytorch.tensor.storage"
+_ON_HOST = {"transformer_engine.pytorch.quantization": _execute_quantization, "transformer_engine.pytorch.triton.pad": _execute_padding,
+            f"{_STORAGES}.mxfp8_tensor_storage": _execute_block_storage, f"{_STORAGES}.nvfp4_tensor_storage": _execute_block_storage}
 
 
 def install(host: bool) -> None:
