@@ -11,6 +11,7 @@ import te_fl
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from te_fl.errors import Error, InvalidArgument, Unsupported
+from te_fl.transformer_engine_torch import attention as attention_calls
 from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as dpa
 from transformer_engine.pytorch.attention.dot_product_attention.utils import FusedAttentionParams
 from transformer_engine.pytorch.constants import DType
@@ -110,6 +111,14 @@ class DotProductAttention(Case):
                 q, k, v = self.inputs(2, 17, 17, 4, 4, 16, dtype=dtype)
                 self.check(q, k, v, layout=layout, mask="causal", settings={"attn_mask_type": "causal"})
                 self.check(q, k, v, layout=layout, settings={"attn_mask_type": "no_mask"})
+
+    def test_training_after_inference_mode(self):
+        """Autograd saves no tensor of inference mode, so te-fl keeps none from a first call in it."""
+        attention_calls._NO_DROPOUT.clear()
+        q, k, v = self.inputs(1, 5, 5, 2, 2, 16)
+        with torch.inference_mode():
+            te.DotProductAttention(2, 16, attention_dropout=0.0, qkv_format="bshd")(q.detach(), k.detach(), v.detach())
+        self.check(q, k, v, mask="causal", settings={"attn_mask_type": "causal"})
 
     def test_fp32_is_unfused(self):
         q, k, v = self.inputs(2, 9, 9, 2, 2, 8, dtype=torch.float32)

@@ -207,7 +207,8 @@ def _random_state(p_dropout: float, device: torch.device, generator: Optional[to
         return draw(device, generator)
     state = _NO_DROPOUT.get(device)
     if state is None:
-        state = _NO_DROPOUT[device] = torch.zeros(2, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # Autograd saves it; one that inference mode has made it would refuse from then on.
+            state = _NO_DROPOUT[device] = torch.zeros(2, dtype=torch.int64, device=device)
     return state
 
 
