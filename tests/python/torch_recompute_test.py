@@ -1,5 +1,6 @@
 """te_fl.pytorch's modules whose forward runs again in the backward."""
 
+import copy
 import functools
 import os
 import sys
@@ -224,6 +225,23 @@ class Recomputation(Each):
                     for reentrant in (False, True):
                         self.same(self.steps("", device, recipe, lambda m, x: torch.utils.checkpoint.checkpoint(
                             m, x, use_reentrant=reentrant), **dropout), want)
+
+    def test_checkpoint_of_microbatches(self):
+        """The second run of the first microbatch leaves its quantised weight to the others."""
+        for recipe in RECIPES:
+            for run in (te.checkpoint, *PLAIN[1:]):
+                base, results = randomise(te.Linear(32, 48, device="cpu")), []
+                for way in (lambda f, *a, **k: f(*a, **k), run):
+                    module, found = copy.deepcopy(base), []
+                    for first in (True, False, False):
+                        x = input_of()
+                        with scope(recipe):
+                            y = way(functools.partial(module, is_first_microbatch=first), x)
+                        y.square().sum().backward()
+                        found += [y.detach(), *gradients(module, x), *(t for _, t in module._fp8_state())]
+                    results.append(found)
+                with self.subTest(recipe=type(recipe).__name__):
+                    self.same(*results)
 
     def test_checkpoint_of_several_modules(self):
         for device in DEVICES:

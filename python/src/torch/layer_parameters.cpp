@@ -54,10 +54,14 @@ Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
   // Parameters are written in ways that PyTorch does not count (`data`, views of NumPy's, FSDP2's
   // gathering), and a new one may lie where the last one was. So contents are the same only where
   // the caller says that they are: by is_first_microbatch, or by a scope.
+  Contents contents{std::vector<uint64_t>(objects.size()), std::vector<long>(objects.size())};
+  if (repeats_piece()) {  // by the first run's numbers, and what is kept stays
+    for (size_t i = 0; i < objects.size(); ++i) contents.versions[i] = version_of(objects[i]);
+    return contents;
+  }
   const bool caching = mode > kUncached;
   const bool changed = caching ? layer.caching != mode : !reused;
   if (caching) layer.caching = mode;
-  Contents contents{std::vector<uint64_t>(objects.size()), std::vector<long>(objects.size())};
   for (size_t i = 0; i < objects.size(); ++i) {
     const long now = version_of(objects[i]);
     Seen& seen = layer.seen[i];

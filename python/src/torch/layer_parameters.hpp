@@ -21,7 +21,8 @@ std::vector<LentParameter> parameters_of(const Layer& layer, const std::vector<P
                                          bool training);
 // For each parameter its requires_grad, under the interpreter's lock.
 std::vector<bool> trained_of(const std::vector<PyObject*>& parameters);
-// The parameters' contents now. Under the interpreter's lock.
+// The parameters' contents now, without numbers where a piece is repeated. Under the interpreter's
+// lock.
 Contents number_contents(Layer& layer, const std::vector<PyObject*>& objects,
                          const std::vector<LentParameter>& lent, long long mode, bool reused);
 // Has the module's parameters borrow these for one call. trained: null where the forward trains

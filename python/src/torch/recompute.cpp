@@ -53,11 +53,19 @@ const std::shared_ptr<Recording>& recording_of(PyObject* capsule) {
   return *record;
 }
 
+// The innermost piece that this thread repeats.
+Piece* second_run() {
+  Piece* piece = t_piece;
+  while (piece != nullptr && !piece->second) piece = piece->outer;
+  return piece;
+}
+
 }  // namespace
 
+bool repeats_piece() { return second_run() != nullptr; }
+
 Contents contents_in_piece(const void* layer, Contents now) {
-  Piece* second = t_piece;
-  while (second != nullptr && !second->second) second = second->outer;
+  Piece* const second = second_run();
   if (second != nullptr) {
     const auto& forwards = second->record->forwards;
     if (second->next == forwards.size() || forwards[second->next].layer != layer) {

@@ -15,6 +15,8 @@ struct Contents {
   std::vector<long> versions;
 };
 
+// True if this thread repeats a piece.
+bool repeats_piece();
 // The contents by the numbers of the first run if this thread repeats a piece, else `now`, which is
 // noted if the piece is to be repeated. Throws FAILED_PRECONDITION if the forward does not follow
 // the first run, or if parameters were written since.
