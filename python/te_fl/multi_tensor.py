@@ -60,6 +60,7 @@ def multi_tensor_scale(chunk_size: int, is_infinite: torch.Tensor, tensor_lists:
     ops.multi_tensor_scale(inputs=_alike(inputs, outputs), outputs=outputs, noop_flag=_one(is_infinite), scale=float(scale))
 
 
+@torch.no_grad()
 def multi_tensor_scale_tensor(chunk_size: int, is_infinite: torch.Tensor, tensor_lists: Lists, scale: torch.Tensor) -> None:
     """As multi_tensor_scale, by a factor that lies on the device."""
     inputs, outputs = _lists("multi_tensor_scale_tensor", tensor_lists, "inputs outputs")
@@ -109,6 +110,7 @@ class _Moments:
             torch._foreach_copy_(self._kept[1], self.second)
 
 
+@torch.no_grad()
 def _adam(function: str, noop_flag: torch.Tensor, lists: List[List[torch.Tensor]], beta1: float, beta2: float, epsilon: float, mode: int,
           bias_correction: int, weight_decay: float, **options: Any) -> None:
     """lists: gradients, parameters, moments, and master weights or not."""
@@ -128,6 +130,7 @@ def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Li
     _adam("multi_tensor_adam", noop_flag, lists, beta1, beta2, epsilon, mode, bias_correction, weight_decay, lr=float(lr), step=int(step))
 
 
+@torch.no_grad()
 def multi_tensor_adam_param_remainder(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, lr: float, beta1: float, beta2: float,
                                       epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float) -> None:
     """[gradients, BF16 parameters, moments, INT16 remainders]: parameter and remainder together are the FP32 master weight."""
@@ -159,6 +162,7 @@ def multi_tensor_adam_fp8(chunk_size: int, noop_flag: torch.Tensor, tensor_lists
           lr=float(lr), step=int(step), fp8_params=outputs)
 
 
+@torch.no_grad()
 def _capturable(name: str, noop_flag: torch.Tensor, lists: List[List[torch.Tensor]], lr: torch.Tensor, beta1: float, beta2: float, epsilon: float,
                 step: torch.Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: torch.Tensor) -> None:
     """The gradients are unscaled in place, and used before they are rounded."""
@@ -234,6 +238,7 @@ def _flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
+@torch.no_grad()
 def _write(values: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     torch._foreach_copy_(list(tensors), [part.view(t.shape) for part, t in zip(values.split([t.numel() for t in tensors]), tensors)])
 

@@ -192,6 +192,17 @@ class SGD(Compared):
 
 
 class Lists(Compared):
+    def test_parameters_are_written(self):
+        """The calls are outside of autograd, also where their caller is not."""
+        for call, factor in ((tex.multi_tensor_scale, 2.0), (tex.multi_tensor_scale_tensor, torch.tensor(2.0))):
+            p = torch.nn.Parameter(torch.ones(3))
+            call(65536, flag(), [[torch.ones(3)], [p]], factor)
+            self.assertEqual(p.tolist(), [2.0] * 3)
+        p, moments = torch.nn.Parameter(torch.ones(3).bfloat16()), [[torch.zeros(3)], [torch.zeros(3)]]
+        tex.multi_tensor_adam_param_remainder(65536, flag(), [[torch.ones(3)], [p], *moments, [torch.zeros(3, dtype=torch.int16)]], 0.5, 0.9, 0.99,
+                                              1e-8, 1, 1, 1, 0.0)
+        self.assertEqual(p.tolist(), [0.5] * 3)
+
     def test_scale(self):
         for scale in (0.5, torch.tensor([0.5])):
             call = tex.multi_tensor_scale_tensor if isinstance(scale, torch.Tensor) else tex.multi_tensor_scale
