@@ -180,8 +180,12 @@ class NV(unittest.TestCase):
 
     def test_what_is_refused(self):
         x = values(32, 32)
-        for options in (dict(row_scaled_nvfp4=True), dict(nvfp4_use_4over6=True), dict(with_rht=True), dict(TRANSFORM, with_2d_quantization=True)):
+        for options in (dict(with_rht=True), dict(TRANSFORM, with_2d_quantization=True)):
             with self.assertRaisesRegex(Unsupported, f"NVFP4Quantizer.{next(iter(options))} "):
+                NVFP4Quantizer(**options)(x)
+        for options in (dict(row_scaled_nvfp4=True, with_2d_quantization=True), dict(row_scaled_nvfp4=True, rowwise=False),
+                        dict(nvfp4_use_4over6=True, **TRANSFORM), dict(nvfp4_use_4over6=True, stochastic_rounding=True)):
+            with self.assertRaisesRegex(InvalidArgument, f"NVFP4Quantizer.{next(iter(options))} "):
                 NVFP4Quantizer(**options)(x)
         with self.assertRaisesRegex(InvalidArgument, "is torch.float32; the random Hadamard transform is defined of bfloat16"):
             NVFP4Quantizer(**TRANSFORM)(x.float())
@@ -237,6 +241,55 @@ class Recipe(unittest.TestCase):
             self.check(NVFP4Quantizer(with_2d_quantization=True)(x.float()), x.float(), quant_tile_shape=(16, 16))
         x = torch.zeros(32, 32, dtype=torch.bfloat16)
         self.check(NVFP4Quantizer(with_2d_quantization=True)(x), x, quant_tile_shape=(16, 16))
+
+    def test_an_amax_for_each_row_and_4over6(self):
+        better = [dict(nvfp4_use_4over6=True, nvfp4_e4m3_max=most, nvfp4_4over6_err_mode=mode) for most in (256, 448) for mode in ("MAE", "MSE")]
+        zeros = values(32, 32)
+        zeros[3:21] = 0
+        for x in (values(32, 64), values(144, 48, torch.float32, seed=1), zeros, torch.zeros(16, 16)):
+            for options in (dict(row_scaled_nvfp4=True), *better, *(dict(each, row_scaled_nvfp4=True) for each in better)):
+                self.check(NVFP4Quantizer(**options)(x), x, **options)
+            for options in better:
+                self.check(NVFP4Quantizer(with_2d_quantization=True, **options)(x), x, quant_tile_shape=(16, 16), **options)
+
+    def test_their_values_and_products(self):
+        x, w = values(32, 64), values(48, 64, seed=1)
+        for options in (dict(row_scaled_nvfp4=True), dict(nvfp4_use_4over6=True, nvfp4_e4m3_max=256), dict(nvfp4_use_4over6=True),
+                        dict(row_scaled_nvfp4=True, nvfp4_use_4over6=True, nvfp4_e4m3_max=256)):
+            got = []
+            for each in (x, w):
+                t = NVFP4Quantizer(**options)(each)
+                codes, rows = unpacked(t._rowwise_data), each.shape[0]
+                factors = t._rowwise_scale_inv[:rows, :4].view(torch.float8_e4m3fn).double() * t._amax_rowwise.double().view(-1, 1)
+                exact = E2M1[codes & 7].double() * torch.where(codes > 7, -1.0, 1.0) * factors.repeat_interleave(16, 1)
+                got.append((t, exact / (6 * options.get("nvfp4_e4m3_max", 448))))
+                torch.testing.assert_close(t.dequantize(dtype=torch.float32).double(), got[-1][1], rtol=1e-6, atol=0)
+                self.assertLess((t.dequantize(dtype=torch.float32) - each.float()).norm(), 0.15 * each.float().norm())
+            (qx, x_exact), (qw, w_exact) = got
+            want = x_exact @ w_exact.t()
+            product = general_gemm(qw, qx, torch.float32)[0].double()
+            self.assertLess((product - want).norm(), 1e-5 * want.norm())
+            again = NVFP4Quantizer()(torch.zeros(32, 64, dtype=torch.bfloat16))
+            NVFP4Quantizer(**options).update_quantized(x, again)  # A tensor becomes what its last quantizer makes.
+            self.assertTrue(torch.equal(again.dequantize(), qx.dequantize()))
+
+    def test_recipes_of_them_train(self):
+        torch.manual_seed(0)
+        x, grad = torch.randn(64, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+        layer = te.Linear(64, 64, params_dtype=torch.bfloat16)
+        results = []
+        plain = dict(disable_rht=True, disable_stochastic_rounding=True)
+        for made in (None, NVFP4BlockScaling(row_scaled_activation=True, backward_override="high_precision", **plain),
+                     NVFP4BlockScaling(nvfp4_4over6="all", **plain), NVFP4BlockScaling(nvfp4_4over6="weights", nvfp4_4over6_err_mode="MSE", **plain)):
+            z = x.clone().requires_grad_()
+            layer.zero_grad()
+            with te.autocast(enabled=made is not None, recipe=made):
+                out = layer(z)
+            out.backward(grad)
+            results.append([t.float() for t in (out.detach(), z.grad, layer.weight.grad)])
+        for got in results[1:]:
+            for ours, want in zip(got, results[0]):
+                self.assertLess((ours - want).norm(), 0.2 * want.norm())
 
     def test_stochastic_rounding_is_unbiased(self):
         torch.manual_seed(3)

@@ -1,7 +1,9 @@
 """NVFP4 as the package's recipe asks for it by default: square blocks of weights, the random Hadamard transform of column-wise copies, stochastic
-rounding of gradients (arXiv 2509.25149). No op of te-fl does these; they are written with PyTorch's operations.
+rounding of gradients (arXiv 2509.25149); and as it may: an amax for each row, and blocks whose largest value is the code 4 or 6, whichever is nearer
+to all of them (4over6). No op of te-fl does these; they are written with PyTorch's operations.
 
-A code's value is c s d, where c is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign, s the E4M3 factor of a block, and d = amax / (6 * 448) of the tensor.
+A code's value is c s d, where c is one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 with a sign, s the E4M3 factor of a block, and d = amax / (6 * 448) of the tensor
+or the row; under 4over6 the 448 may be 256, which leaves factors of the code 4 room.
 """
 
 from __future__ import annotations
@@ -12,20 +14,50 @@ import torch
 
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch import matrix_ops as ops
+from te_fl.transformer_engine_torch.swizzle import plain_scales
 
 __all__ = ["nvfp4_2d_scale_transpose", "nvfp4_data_transpose"]
 
 _BLOCK, _LARGEST_CODE, _LARGEST_FACTOR = 16, 6.0, 448.0
+_CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FINITE = torch.finfo(torch.float32).max
 _MIDPOINTS_TO_LOWER, _MIDPOINTS_TO_UPPER = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)  # a tie is the code whose last bit is 0
 
 
+def by_rows(quantizer: Any) -> bool:
+    return getattr(quantizer, "row_scaled_nvfp4", False)  # since 2.17, as the next one
+
+
+def _four_over_six(quantizer: Any) -> bool:
+    return getattr(quantizer, "nvfp4_use_4over6", False)
+
+
 def is_asked(quantizer: Any) -> bool:
     """True if a quantizer asks for what no op of te-fl does."""
-    return quantizer.with_rht or quantizer.with_2d_quantization or quantizer.stochastic_rounding
+    return (quantizer.with_rht or quantizer.with_2d_quantization or quantizer.stochastic_rounding or by_rows(quantizer)
+            or _four_over_six(quantizer))
+
+
+def settings(quantizer: Any) -> dict:
+    """The settings that a tensor has of its quantizer, in the words of its constructor; nothing for the plain format."""
+    if not by_rows(quantizer) and not _four_over_six(quantizer):
+        return {}
+    return {"row_scaled_nvfp4": quantizer.row_scaled_nvfp4, "nvfp4_use_4over6": quantizer.nvfp4_use_4over6, "nvfp4_e4m3_max": quantizer.nvfp4_e4m3_max}
+
+
+def is_plain(tensor: Any) -> bool:
+    """True of a tensor that te-fl's ops read: one amax, factors up to 448."""
+    return not getattr(tensor, "_row_scaled_nvfp4", False) and getattr(tensor, "_nvfp4_e4m3_max", _LARGEST_FACTOR) == _LARGEST_FACTOR
 
 
 def check(quantizer: Any) -> None:
+    for asked, name, excluded in ((by_rows, "row_scaled_nvfp4", "with_rht with_2d_quantization stochastic_rounding with_amax_reduction"),
+                                  (_four_over_six, "nvfp4_use_4over6", "with_rht stochastic_rounding")):
+        for other in excluded.split() if asked(quantizer) else ():
+            if getattr(quantizer, other):
+                raise InvalidArgument(f"NVFP4Quantizer.{name} and {other}: the format does not define both; set one of them")
+    if by_rows(quantizer) and not quantizer.rowwise_usage:
+        raise InvalidArgument("NVFP4Quantizer.row_scaled_nvfp4 without row-wise usage, which it is of; set_usage(rowwise=True)")
     if not quantizer.with_rht:
         return
     if not quantizer.with_post_rht_amax:
@@ -34,17 +66,31 @@ def check(quantizer: Any) -> None:
         raise Unsupported("NVFP4Quantizer.with_rht and with_2d_quantization: a transformed copy is no transpose, as square blocks are; set one of them")
 
 
-def _factors(x: torch.Tensor, amax: torch.Tensor, square: bool) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(the blocks' factors E4M3 [rows, columns / 16], what each element is multiplied by FP32, of the same shape). amax: FP32 [1]."""
+def _largest_of_blocks(x: torch.Tensor, square: bool) -> torch.Tensor:
+    """[rows, columns / 16]; of square blocks each row's."""
     rows, columns = x.shape
     largest = x.abs().view(rows, columns // _BLOCK, _BLOCK).amax(-1)
-    if square:
-        largest = largest.view(rows // _BLOCK, _BLOCK, -1).amax(1).repeat_interleave(_BLOCK, 0)
-    encode = (torch.full_like(amax, _LARGEST_FACTOR * _LARGEST_CODE) / amax).clamp(max=_FINITE)  # a number over a tensor is rounded twice
-    encode = torch.where(encode == 0, 1.0, encode)
-    sixth = torch.full_like(amax, _LARGEST_CODE).reciprocal()
-    factors = (largest * (encode * sixth)).clamp(max=_LARGEST_FACTOR).to(torch.float8_e4m3fn)
-    return factors, (factors.float() * encode.reciprocal()).reciprocal().clamp(max=_FINITE)
+    return largest.view(rows // _BLOCK, _BLOCK, -1).amax(1).repeat_interleave(_BLOCK, 0) if square else largest
+
+
+def _over(dividend: float, divisor: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(divisor, dividend) / divisor  # a number over a tensor is rounded twice
+
+
+def _encode(amax: torch.Tensor, largest_factor: float) -> torch.Tensor:
+    """The multiplier of values before the factors of blocks are taken; [n, 1] of [n] amaxes, of the tensor or of each row."""
+    encode = _over(largest_factor * _LARGEST_CODE, amax.view(-1, 1)).clamp(max=_FINITE)
+    return torch.where(encode == 0, 1.0, encode)
+
+
+def _as_factors(values: torch.Tensor) -> torch.Tensor:
+    return values.clamp(max=_LARGEST_FACTOR).to(torch.float8_e4m3fn)
+
+
+def _scaled(x: torch.Tensor, factors: torch.Tensor, encode: torch.Tensor) -> torch.Tensor:
+    """[rows, columns], from -6 to 6, of x and its blocks' factors."""
+    each = (factors.float() * encode.reciprocal()).reciprocal().clamp(max=_FINITE)
+    return (x.view(*factors.shape, _BLOCK) * each.unsqueeze(-1)).clamp(-_LARGEST_CODE, _LARGEST_CODE).view(x.shape)
 
 
 def _nearest(magnitudes: torch.Tensor) -> torch.Tensor:
@@ -65,6 +111,45 @@ def _at_random(magnitudes: torch.Tensor) -> torch.Tensor:
     return _nearest(lower + torch.where(upwards, step, 0.0))
 
 
+def _codes(scaled: torch.Tensor, at_random: bool) -> torch.Tensor:
+    magnitudes = scaled.abs()
+    return (_at_random(magnitudes) if at_random else _nearest(magnitudes)) | scaled.signbit().to(torch.uint8) << 3
+
+
+def _decoded(codes: torch.Tensor) -> torch.Tensor:
+    magnitudes = torch.tensor(_CODES, device=codes.device)[(codes & 7).long()]
+    return torch.where(codes > 7, -magnitudes, magnitudes)
+
+
+def _error(x: torch.Tensor, codes: torch.Tensor, factors: torch.Tensor, amax: torch.Tensor, quantizer: Any) -> torch.Tensor:
+    """[rows, blocks]: the sum of a block's errors, or of their squares, in the order in which NVIDIA's kernel adds them."""
+    value = _decoded(codes).view(*factors.shape, _BLOCK) * factors.float().unsqueeze(-1) * amax.view(-1, 1, 1)
+    difference = value / torch.full_like(value, _LARGEST_CODE * quantizer.nvfp4_e4m3_max) - x.view(value.shape)
+    errors = difference * difference if quantizer.nvfp4_4over6_err_mode == "MSE" else difference.abs()
+    total = torch.zeros_like(errors[..., 0])
+    for error in errors.unbind(-1):
+        total = total + error
+    if not quantizer.with_2d_quantization:
+        return total
+    total = total.view(-1, _BLOCK, total.shape[1])
+    while total.shape[1] > 1:
+        lower, upper = total.chunk(2, 1)
+        total = lower + upper
+    return total.squeeze(1).repeat_interleave(_BLOCK, 0)
+
+
+def _four_or_six(x: torch.Tensor, largest: torch.Tensor, encode: torch.Tensor, amax: torch.Tensor, quantizer: Any) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(codes, factors), a block's largest value being the code 4 where that is nearer to its values than 6 is. largest: of the blocks."""
+    base = largest / torch.full_like(largest, _LARGEST_CODE) * encode
+    found = []
+    for factors in (_as_factors(base * (_LARGEST_CODE / 4)), _as_factors(base)):
+        codes = _codes(_scaled(x, factors, encode), False)
+        found.append((codes, factors, _error(x, codes, factors, amax, quantizer)))
+    (codes4, factors4, error4), (codes6, factors6, error6) = found
+    four = error4 < error6
+    return torch.where(four.repeat_interleave(_BLOCK, 1), codes4, codes6), torch.where(four, factors4.float(), factors6.float()).to(factors6.dtype)
+
+
 def _packed(codes: torch.Tensor) -> torch.Tensor:
     """Two codes in a byte, the first in its lower half."""
     return codes[:, ::2] | codes[:, 1::2] << 4
@@ -82,13 +167,16 @@ def overwrite(held: torch.Tensor, new: torch.Tensor, noop: Optional[torch.Tensor
 
 def _write_side(x: torch.Tensor, quantizer: Any, data: torch.Tensor, factors: torch.Tensor, amax: torch.Tensor, largest: torch.Tensor,
                 noop: Optional[torch.Tensor]) -> None:
-    """Writes one copy. x: FP32 or BF16 [rows, columns], blocks along its rows; largest: its amax, of all ranks where they share it."""
-    rows, columns = x.shape
-    new, each = _factors(x.float(), largest, quantizer.with_2d_quantization)
-    scaled = (x.float().view(rows, -1, _BLOCK) * each.unsqueeze(-1)).clamp(-_LARGEST_CODE, _LARGEST_CODE).view(rows, columns)
-    magnitudes = scaled.abs()
-    codes = _at_random(magnitudes) if quantizer.stochastic_rounding else _nearest(magnitudes)
-    overwrite(data, _packed(codes | scaled.signbit().to(torch.uint8) << 3), noop)
+    """Writes one copy. x: any dtype [rows, columns], blocks along its rows; largest: its amax or those of its rows, of all ranks where they share it."""
+    (rows, columns), x = x.shape, x.float()
+    blocks = _largest_of_blocks(x, quantizer.with_2d_quantization)
+    if _four_over_six(quantizer):
+        codes, new = _four_or_six(x, blocks, _encode(largest, quantizer.nvfp4_e4m3_max), largest, quantizer)
+    else:
+        encode = _encode(largest, _LARGEST_FACTOR)
+        new = _as_factors(blocks * (encode * torch.full_like(encode, _LARGEST_CODE).reciprocal()))
+        codes = _codes(_scaled(x, new, encode), quantizer.stochastic_rounding)
+    overwrite(data, _packed(codes), noop)
     padded = torch.zeros_like(factors)
     padded[:rows, :columns // _BLOCK] = new.view(torch.uint8)
     overwrite(factors, padded, noop)
@@ -105,7 +193,9 @@ def _transformed(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
 
 
 def _largest(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
-    """FP32 [1]: the largest absolute value, among the ranks of the quantizer's group if it has one, every one of which calls it."""
+    """FP32 [1]: the largest absolute value, among the ranks of the quantizer's group if it has one, every one of which calls it. Or FP32 [rows]."""
+    if by_rows(quantizer):
+        return x.float().abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax(1) if x.numel() else torch.zeros(x.shape[0], device=x.device)
     amax = torch.zeros(1, dtype=torch.float32, device=x.device)
     if x.numel():
         ops.compute_amax(input=x, amax=amax)
@@ -130,6 +220,18 @@ def write(values: torch.Tensor, quantizer: Any, tensor: Any, noop: Optional[torc
         largest = _largest(x, quantizer)
         if x.numel():
             _write_side(x, quantizer, tensor._columnwise_data, tensor._columnwise_scale_inv, tensor._amax_columnwise, largest, noop)
+
+
+def values(tensor: Any, columnwise: bool) -> torch.Tensor:
+    """FP32 [rows, columns] of one copy of a tensor of any of these formats: of the column-wise one where it is asked for and there, or the only one."""
+    columnwise = tensor._rowwise_data is None or (columnwise and tensor._columnwise_data is not None)
+    data, amax = (tensor._columnwise_data, tensor._amax_columnwise) if columnwise else (tensor._rowwise_data, tensor._amax_rowwise)
+    codes = _unpacked(data.reshape(-1, data.shape[-1]))
+    rows, blocks = codes.shape[0], codes.shape[1] // _BLOCK
+    factors = plain_scales(tensor)[columnwise].view(torch.float8_e4m3fn)[:rows, :blocks].float()
+    each = factors * amax.view(-1, 1) * torch.full_like(amax[:1], _LARGEST_CODE * tensor._nvfp4_e4m3_max).reciprocal()
+    found = (_decoded(codes).view(rows, blocks, _BLOCK) * each.unsqueeze(-1)).view(codes.shape)
+    return found.t().contiguous() if columnwise else found
 
 
 def nvfp4_data_transpose(input: torch.Tensor, *, out: Optional[torch.Tensor]) -> torch.Tensor:

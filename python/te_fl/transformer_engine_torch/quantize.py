@@ -53,7 +53,10 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Opt
 def dequantize(input: Any, otype: Any) -> torch.Tensor:
     output = torch.empty(schemes.shape_of(input), dtype=torch_dtype(otype), device=input.device)
     if output.numel():
-        ops.dequantize(input=schemes.of_tensor(input).quantized(input), output=output)
+        operand = schemes.of_tensor(input).quantized(input)
+        if type(operand) is torch.Tensor:
+            return output.copy_(operand.view(output.shape))
+        ops.dequantize(input=operand, output=output)
     return output
 
 

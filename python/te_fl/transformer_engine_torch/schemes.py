@@ -75,7 +75,7 @@ class Scheme:
     PARTS: Optional[tuple] = None
 
     def quantized(self, tensor: Any) -> Any:
-        """The tensor as an operand of ops on matrices."""
+        """The tensor as an operand of ops on matrices; its values in FP32 where no op reads its format."""
         return tensor
 
     def operand(self, tensor: Any, columnwise: bool) -> Any:
@@ -428,12 +428,14 @@ class NVFP4(Scheme):
     """An E4M3 scale for 16 elements and an amax for the tensor. The column-wise copy is transposed. Codes lie two in a byte."""
 
     _NAMES = {**Float8Block._NAMES, "_amax_rowwise": "amax_rowwise", "_amax_columnwise": "amax_columnwise"}
-    _REFUSED = {"nvfp4_use_4over6": False, "row_scaled_nvfp4": False}
     fused = False  # the package quantises what was rounded to the activation dtype
 
     def storage_class(self, quantizer):
         classes = _classes()
         return classes["NVFP4TensorStorage"] if quantizer.internal else classes["NVFP4Tensor"]
+
+    def _alike(self, quantizer):
+        return *super()._alike(quantizer), nvfp4.by_rows(quantizer)
 
     def buffers(self, quantizer, shape):
         rows, columns = rows_and_columns(shape)
@@ -446,22 +448,18 @@ class NVFP4(Scheme):
         wanted = {}
         if quantizer.rowwise_usage:
             wanted.update(_rowwise_data=((*shape[:-1], columns // 2), torch.uint8), _rowwise_scale_inv=scales(rows, columns),
-                          _amax_rowwise=((1,), torch.float32))
+                          _amax_rowwise=((rows if nvfp4.by_rows(quantizer) else 1,), torch.float32))
         if quantizer.columnwise_usage:
             wanted.update(_columnwise_data=((columns, rows // 2), torch.uint8), _columnwise_scale_inv=scales(columns, rows),
-                          _amax_columnwise=((1,), torch.float32))
+                          _amax_columnwise=((columns if nvfp4.by_rows(quantizer) else 1,), torch.float32))
         if not wanted:
             raise InvalidArgument(f"{type(quantizer).__name__} has neither row-wise nor column-wise usage; set one by set_usage()")
         return wanted
 
     def constructor_arguments(self, quantizer):
-        return {"fp4_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False}
+        return {"fp4_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False, **nvfp4.settings(quantizer)}
 
     def check(self, quantizer):
-        for name, served in self._REFUSED.items():
-            if getattr(quantizer, name, served) != served:
-                raise Unsupported(f"NVFP4Quantizer.{name} is not served by te-fl, whose tensors have one amax and the largest code in every block; "
-                                  f"leave it at {served}")
         nvfp4.check(quantizer)
 
     def is_single(self, quantizer):
@@ -476,11 +474,11 @@ class NVFP4(Scheme):
     def mark(self, quantizer, tensor):
         _put_in_plain_order(tensor)
         tensor._fp4_dtype = quantizer.dtype
+        for name, default in (("row_scaled_nvfp4", False), ("nvfp4_use_4over6", False), ("nvfp4_e4m3_max", 448)):
+            if hasattr(tensor, f"_{name}"):  # since 2.17
+                setattr(tensor, f"_{name}", getattr(quantizer, name, default))
 
     def _parts(self, tensor):
-        # Before 2.17 there was no such tensor.
-        if getattr(tensor, "_row_scaled_nvfp4", False) or getattr(tensor, "_nvfp4_use_4over6", False):
-            raise Unsupported("an NVFP4Tensor with an amax for each row, or of 4over6, is not served by te-fl: blocks are 1 x 16 with one amax")
         rows, columns = rows_and_columns(shape_of(tensor))
         data, other = tensor._rowwise_data, tensor._columnwise_data
         row_scales, column_scales = plain_scales(tensor)
@@ -495,12 +493,14 @@ class NVFP4(Scheme):
                 "shape": (rows, columns), "scaling": "nvfp4"}
 
     def quantized(self, tensor):
-        return Quantized(**self._parts(tensor))
+        return Quantized(**self._parts(tensor)) if nvfp4.is_plain(tensor) else nvfp4.values(tensor, False)
 
     def target(self, quantizer, tensor):
         return Quantized(**self._parts(tensor))
 
     def operand(self, tensor, columnwise):
+        if not nvfp4.is_plain(tensor):
+            return nvfp4.values(tensor, columnwise)
         # No op multiplies codes of 4 bits; their values in FP32 are those that tensor cores multiply, from the copy that these read.
         parts = self._parts(tensor)
         if columnwise and parts["columnwise_data"] is not None:
