@@ -716,6 +716,15 @@ class Functional(Each):
         near(self, module(x), traced(x), 1e-6, "output")
 
     @each(["Linear", "LayerNorm"])
+    def test_forward_mode_is_refused(self, module, device, _):
+        x, ahead = input_of(device).detach(), torch.autograd.forward_ad
+        with ahead.dual_level():
+            self.assertRaisesRegex(NotImplementedError, "jvp", module, ahead.make_dual(x, x))
+            with torch.no_grad():
+                self.assertRaisesRegex(RuntimeError, "would drop the tangent", module, ahead.make_dual(x, x))
+                module(x)
+
+    @each(["Linear", "LayerNorm"])
     def test_vmap_is_right_or_refused(self, module, device, _):
         x = input_of(device).detach()
         try:

@@ -222,6 +222,8 @@ class RefusalTest(unittest.TestCase):
             with torch.autograd.forward_ad.dual_level():
                 self.module(torch.autograd.forward_ad.make_dual(self.x, torch.ones_like(self.x)))
         self.assertIn("jvp", self.both(tangent))
+        with torch.no_grad():
+            self.assertIn("would drop the tangent", self.both(tangent))
         self.assertTrue(torch.equal(weight, self.module.weight))
 
     def test_an_error_of_the_layer(self):

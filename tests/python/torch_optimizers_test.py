@@ -1,6 +1,7 @@
 """FusedAdam and FusedSGD against PyTorch's own in FP64, and what of their state can be saved, loaded and looked at."""
 
 import copy
+import pickle
 import unittest
 
 import torch
@@ -523,6 +524,25 @@ class SGD(Compared):
             optimizers.FusedSGD(params(), lr=0.1, materialize_master_grads=False)
         with self.assertRaisesRegex(ValueError, "lr"):
             optimizers.FusedSGD(params())
+
+
+class Copies(Compared):
+    def test_a_copy_goes_on_as_its_original(self):
+        for make in (lambda p: optimizers.FusedAdam(p, lr=0.1, adam_w_mode=False, weight_decay=0.1),
+                     lambda p: optimizers.FusedAdam(p, lr=0.1, master_weights=True, exp_avg_dtype=torch.uint8),
+                     lambda p: optimizers.FusedAdam(p, lr=0.1, capturable=True),
+                     lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, wd_after_momentum=True)):
+            for copied in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
+                weights = params(torch.bfloat16)
+                optimizer = make(weights)
+                steps(optimizer, weights)
+                other = copied(optimizer)
+                others = other.param_groups[0]["params"]
+                steps(other, others, first=4, count=2)
+                self.assertFalse(torch.equal(others[0], weights[0]))
+                steps(optimizer, weights, first=4, count=2)
+                for a, b in zip(weights, others):
+                    self.assertTrue(torch.equal(a, b))
 
 
 class Lists(Compared):

@@ -6,6 +6,7 @@ from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
 from weakref import WeakValueDictionary
 
 import torch
+from torch.autograd import forward_ad
 
 from te_fl import _native, private_device, torch_node
 from te_fl.errors import Unsupported
@@ -216,6 +217,8 @@ def python_run(call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.T
                 if call.accumulates:
                     check_main_grads(tensors[call.inputs + call.extras:])
                 return LayerFunction.apply(call, *tensors)
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise Unsupported("te_fl.pytorch's layers have no forward-mode derivative (jvp), and would drop the tangent; take gradients with torch.autograd.grad")
     if _tracing() is not None:
         raise Unsupported("torch.jit.trace records PyTorch's own ops alone, of a layer of te-fl its empty result; use torch.compile, or trace with "
                           "gradients, for which a layer is one function of autograd's")

@@ -298,7 +298,7 @@ PyObject* run(PyObject*, PyObject* const* args, Py_ssize_t count) {
   }
   follows = follows && at::GradMode::is_enabled();
   if (!follows) {
-    if (follows_ops()) {
+    if (transformed(tensors, all)) {
       return PyObject_Vectorcall(python_run, args, static_cast<size_t>(count), nullptr);
     }
     long mode = PyLong_AsLong(args[1]);

@@ -84,6 +84,10 @@ class _Optimizer(Optimizer):
     """Shared by both: Transformer Engine's zero_grad, which lets gradients go unless told otherwise."""
 
     set_grad_none: Optional[bool] = None
+    _kept: tuple = ("set_grad_none",)  # attributes that copies and pickles have, besides those of PyTorch's optimizers
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in self._kept if name in self.__dict__}}
 
     def _deprecated_set_grad_none(self, value: Optional[bool]) -> None:
         self.set_grad_none = value
@@ -144,6 +148,9 @@ class FusedAdam(_Optimizer):
     value once; state_dict() has FP32 values. store_param_remainders: with master weights in FP32, BF16 parameters have as master_param the
     INT16 remainders of their weights, in half the memory. capturable takes FP32 master weights, and moments that are both FP32 or both BF16.
     """
+
+    _kept = ("adam_w_mode", "capturable", "master_weights", "use_decoupled_grad", "master_weight_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
+             "store_param_remainders", "_states", "_step_supports_amp_scaling", *_Optimizer._kept)
 
     @checks_keywords()
     def __init__(self, params: Iterable[torch.nn.Parameter | dict], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
@@ -367,6 +374,8 @@ class FusedSGD(_Optimizer):
 
     wd_after_momentum: the weight decay joins after the momentum instead of before.
     """
+
+    _kept = ("wd_after_momentum", "materialize_master_grads", *_Optimizer._kept)
 
     @checks_keywords()
     def __init__(self, params: Iterable[torch.nn.Parameter | dict], lr: float | Any = required, momentum: float = 0.0,
