@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 
 #include "core/base/abi_struct.hpp"
 #include "core/base/text.hpp"
@@ -16,6 +17,15 @@ namespace core {
 namespace {
 
 static_assert(core::AllocationUse::kMaxRank >= kMaxRank);
+
+// `strides` has room for as many as there are extents.
+void write_compact_strides(std::span<const int64_t> shape, int64_t* strides) {
+  int64_t step = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = step;
+    step *= std::max<int64_t>(shape[i], 1);
+  }
+}
 
 Status bad_shape(std::span<const int64_t> shape, DType dtype, const std::string& why) {
   const bool long_list = shape.size() > 32;  // a garbage rank shall not become a long message
@@ -52,11 +62,7 @@ Result<int64_t> checked_bytes(std::span<const int64_t> shape, DType dtype) {
 
 std::vector<int64_t> compact_strides(std::span<const int64_t> shape) {
   std::vector<int64_t> strides(shape.size());
-  int64_t step = 1;
-  for (size_t i = shape.size(); i-- > 0;) {
-    strides[i] = step;
-    step *= std::max<int64_t>(shape[i], 1);
-  }
+  write_compact_strides(shape, strides.data());
   return strides;
 }
 
@@ -110,17 +116,19 @@ bool is_compact(std::span<const int64_t> shape, std::span<const int64_t> strides
 
 }  // namespace
 
-Tensor Tensor::Access::make(const Parts& parts) {
+Tensor Tensor::Access::make(Parts parts) {
   Tensor t;
   t.rank_ = static_cast<int32_t>(parts.shape.size());
   std::copy(parts.shape.begin(), parts.shape.end(), t.shape_.begin());
-  const auto compact = core::compact_strides(parts.shape);
   const bool strided = !parts.strides.empty() && !is_compact(parts.shape, parts.strides);
-  std::copy_n(strided ? parts.strides.begin() : std::span<const int64_t>(compact).begin(),
-              parts.shape.size(), t.strides_.begin());
+  if (strided) {
+    std::ranges::copy(parts.strides, t.strides_.begin());
+  } else {
+    core::write_compact_strides(parts.shape, t.strides_.data());
+  }
   t.dtype_ = parts.dtype;
   t.device_ = parts.device;
-  t.storage_ = parts.storage;
+  t.storage_ = std::move(parts.storage);
   t.c_.provider = parts.device.provider;
   t.c_.dl.data = parts.data;
   t.c_.dl.device = parts.device.to_c();

@@ -19,7 +19,7 @@ struct Tensor::Access {
     uint64_t byte_offset = 0;
   };
   // Trusts its caller: everything has been checked.
-  static Tensor make(const Parts& parts);
+  static Tensor make(Parts parts);
   static void set_quant(Tensor& tensor, const te_fl_quant& quant, std::shared_ptr<void> storage);
   static const std::shared_ptr<void>& storage(const Tensor& tensor) { return tensor.storage_; }
   static const std::shared_ptr<void>& quant_storage(const Tensor& tensor) {

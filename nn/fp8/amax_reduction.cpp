@@ -1,6 +1,7 @@
 #include "te_fl/nn/fp8/amax_reduction.hpp"
 
 #include <utility>
+#include <vector>
 
 #include "nn/base/tensor_ops.hpp"
 #include "nn/fp8/pending_updates.hpp"
@@ -13,14 +14,16 @@ AmaxReduction::~AmaxReduction() = default;
 
 namespace {
 
-Status copy_between(const Tensor& flat, std::span<const Tensor> parts, bool to_flat) {
-  int64_t begin = 0;
-  for (const Tensor& part : parts) {
-    TE_FL_ASSIGN_OR_RETURN(const Tensor slice, flat.slice(0, begin, begin + part.numel()));
-    TE_FL_RETURN_IF_ERROR(to_flat ? detail::copy(part, slice) : detail::copy(slice, part));
-    begin += part.numel();
-  }
-  return {};
+// One call for the whole list. The op that scales lists copies them by a factor of 1; what it tells
+// of non-finite values is of no use here, where those stay as they are.
+Status copy_lists(const std::vector<const te_fl_tensor*>& from,
+                  const std::vector<const te_fl_tensor*>& to, const Tensor& flag) {
+  te_fl_multi_tensor_scale_args args{};
+  args.inputs = from.data();
+  args.outputs = to.data();
+  args.inputs_count = args.outputs_count = static_cast<int64_t>(from.size());
+  args.noop_flag = flag;
+  return ops::multi_tensor_scale(args, detail::call_options(flag.device()));
 }
 
 Status reduce_over(const Comm& ranks, std::span<const Tensor> amaxes) {
@@ -29,14 +32,24 @@ Status reduce_over(const Comm& ranks, std::span<const Tensor> amaxes) {
   for (const Tensor& amax : amaxes) total += amax.numel();
   const Device device = amaxes.front().device();
   TE_FL_ASSIGN_OR_RETURN(const Tensor flat, Tensor::empty({total}, DType::kF32, device));
-  TE_FL_RETURN_IF_ERROR(copy_between(flat, amaxes, true));
+  TE_FL_ASSIGN_OR_RETURN(const Tensor flag, Tensor::empty({1}, DType::kI32, device));
+  std::vector<Tensor> slices;
+  std::vector<const te_fl_tensor*> parts, places;
+  slices.reserve(amaxes.size());
+  for (int64_t begin = 0; const Tensor& amax : amaxes) {
+    TE_FL_ASSIGN_OR_RETURN(Tensor slice, flat.slice(0, begin, begin + amax.numel()));
+    parts.push_back(amax);
+    places.push_back(slices.emplace_back(std::move(slice)));
+    begin += amax.numel();
+  }
+  TE_FL_RETURN_IF_ERROR(copy_lists(parts, places, flag));
   te_fl_all_reduce_args args{};
   args.input = flat;
   args.output = flat;
   args.comm = ranks.c();
   args.reduction = TE_FL_REDUCTION_MAX;
   TE_FL_RETURN_IF_ERROR(ops::all_reduce(args, detail::call_options(device)));
-  return copy_between(flat, amaxes, false);
+  return copy_lists(places, parts, flag);
 }
 
 }  // namespace
