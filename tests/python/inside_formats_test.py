@@ -121,6 +121,18 @@ class MX(unittest.TestCase):
             for got, plain in ((tex.gelu(x, quantizer), tex.gelu(x, None)), (tex.swiglu(x.repeat(1, 2), quantizer), tex.swiglu(x.repeat(1, 2), None))):
                 self.assertTrue(torch.equal(got._rowwise_data, quantizer(plain)._rowwise_data))
 
+    def test_functions_round_before_they_quantise(self):
+        """As the package's kernels do: each quantises what it returns without a quantizer."""
+        quantizer, x, grad, gamma = MXFP8Quantizer(DType.kFloat8E4M3), values(64, 64), values(64, 64, seed=5), torch.ones(64).bfloat16()
+        pairs = [[call(each) for each in (quantizer, None)] for call in (
+            lambda q: tex.gelu(x, q), lambda q: tex.dgelu(grad, x, q), lambda q: tex.swiglu(x, q), lambda q: tex.dbias_dgelu(grad, x, q)[1],
+            lambda q: tex.situglu(x, q), lambda q: tex.rmsnorm_fwd(x, gamma, 1e-5, None, q, DType.kBFloat16, 0, False)[0],
+            lambda q: tex.layernorm_fwd(x, gamma, gamma, 1e-5, None, q, DType.kBFloat16, 0, False)[0])]
+        for got, plain in pairs:
+            want = quantizer(plain)
+            for name in ("_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"):
+                self.assertTrue(torch.equal(getattr(got, name), getattr(want, name)), name)
+
     def test_a_noop_flag_keeps_factors_in_the_order_of_tensor_cores(self):
         for quantizer in (MXFP8Quantizer(DType.kFloat8E4M3), NVFP4Quantizer(), MXFP8Quantizer(DType.kFloat8E4M3, with_2d_quantization=True)):
             out = quantizer(values(128, 128))

@@ -364,6 +364,8 @@ def _put_in_plain_order(tensor: Any) -> None:
 class MXFP8(Scheme):
     """An E8M0 scale for 32 elements. Both copies keep the order of the elements."""
 
+    fused = False  # the package's kernels quantise what they have rounded to the activation dtype
+
     _NAMES = Float8Block._NAMES
 
     def storage_class(self, quantizer):
@@ -385,9 +387,6 @@ class MXFP8(Scheme):
 
     def constructor_arguments(self, quantizer):
         return {"fp8_dtype": quantizer.dtype, "with_gemm_swizzled_scales": False}
-
-    def is_fused(self, quantizer):
-        return not self._is_square(quantizer)
 
     def is_single(self, quantizer):
         return self._is_square(quantizer)
