@@ -108,14 +108,16 @@ void backward(Problem& p, const Op& op, const Variant& v) {
   // Probabilities of random scores under the op's own mask.
   const int64_t k = v.shape.back();
   auto scores = std::make_shared<std::vector<double>>();
-  Problem scratch(p.op_name, 7);
-  Tensor* x = scratch.in("x", TE_FL_F32, v.shape, gaussian(v.sigma));
-  probabilities(
-      x,
-      [&](int64_t i, int64_t j) {
-        return op.mask == Mask::kGiven ? (i * 7 + j) % 5 == 0 : masked_out(op, v, nullptr, i, j);
-      },
-      v.scale, *scores);
+  if (p.fills) {
+    Problem scratch(p.op_name, 7);
+    Tensor* x = scratch.in("x", TE_FL_F32, v.shape, gaussian(v.sigma));
+    probabilities(
+        x,
+        [&](int64_t i, int64_t j) {
+          return op.mask == Mask::kGiven ? (i * 7 + j) % 5 == 0 : masked_out(op, v, nullptr, i, j);
+        },
+        v.scale, *scores);
+  }
   Tensor* y = p.in("softmax_results", v.dtype, v.shape,
                    [scores](Random&, int64_t i) { return (*scores)[i]; });
   Tensor* dx = v.in_place ? p.in_place("input_grad", dy) : p.out("input_grad", v.dtype, v.shape);
