@@ -137,6 +137,18 @@ class Products(unittest.TestCase):
         self.assertEqual(float(after.dgrad.scale[0]), 1.0)
         self.assertEqual(float(after.x.amax_history[-1]), np.abs(self.x).max())
 
+    def test_a_product_that_the_loss_does_not_depend_on(self):
+        """JAX makes zeros of its state, which count as none; update_collections keeps the state."""
+        state = create_set(recipe.DelayedScaling(amax_history_len=2))
+        unused = jax.grad(lambda q: 0.0 * jnp.sum(self.x) + jnp.sum(jax.lax.stop_gradient(te.dense.dense(self.x, self.kernel, quantizer_set=q))))(state)
+        self.assertEqual(float(unused.x.scale[0]), 0.0)
+        y, (dx, _, after) = self.run_dense(unused)
+        wanted, (wanted_dx, _, wanted_after) = self.run_dense(state)
+        np.testing.assert_array_equal(y, wanted)
+        np.testing.assert_array_equal(dx, wanted_dx)
+        self.assertEqual(jax.tree.map(np.ndarray.tolist, jax.device_get(after)), jax.tree.map(np.ndarray.tolist, jax.device_get(wanted_after)))
+        self.assertEqual(float(unused.x.after(jnp.zeros(1)).scale[0]), 1.0)
+
 
 class Fused(unittest.TestCase):
     """The norm and the activation write the codes themselves. Their FP32 results may differ from NumPy's in the last bit, and so may
@@ -247,6 +259,12 @@ class Recipes(unittest.TestCase):
 
     def test_update_collections(self):
         self.assertEqual(te.update_collections({"a": {"b": 2}, "other": 1}, {"a": {"b": 1, "c": 3}, "d": 4}), {"a": {"b": 2, "c": 3}, "d": 4})
+        state = {"x_scale": jnp.array([3.0]), "x_amax_history": jnp.array([0.0, 2.0])}
+        unused = {"x_scale": jnp.array([0.0]), "x_amax_history": jnp.array([0.0, 0.0])}
+        kept = te.update_collections({"layer": {**unused, "y_scale": 0}}, {"layer": {**state, "y_scale": 1}})["layer"]
+        self.assertEqual((float(kept["x_scale"][0]), kept["x_amax_history"].tolist(), kept["y_scale"]), (3.0, [0.0, 2.0], 0))
+        taken = te.update_collections(state, {**state, "x_scale": jnp.array([5.0])})
+        self.assertEqual(float(taken["x_scale"][0]), 3.0)
 
 
 if __name__ == "__main__":

@@ -62,8 +62,9 @@ class Quantizer:
         return self.scaling == "tensor" and not self.delayed and bool(_partition.may_cut_programs() or sharding.named_manual_axes())
 
     def output(self, rowwise: bool = True, columnwise: bool = True, spread: Optional[Tuple[int, int]] = None) -> QuantizedOutput:
-        return QuantizedOutput(jnp.dtype(self.dtype), self.scaling, rowwise, columnwise, self.scale, self.pow2_scale, self.amax_epsilon,
-                               spread=spread)
+        # The gradient of a product that the loss does not depend on is zero: no state, but where one would be.
+        scale = jnp.where(self.scale == 0, 1.0, self.scale) if self.delayed else None
+        return QuantizedOutput(jnp.dtype(self.dtype), self.scaling, rowwise, columnwise, scale, self.pow2_scale, self.amax_epsilon, spread=spread)
 
     def derived_scale(self, x: jax.Array) -> jax.Array:
         """docs/numerics.md, "Scale from amax"."""
@@ -99,7 +100,7 @@ class Quantizer:
         most = last if self.amax_compute_algo == "most_recent" else jnp.max(rows, keepdims=True)
         scale = jnp.minimum(_LARGEST[self.dtype] * 2.0**-self.margin / most, jnp.finfo(jnp.float32).max)
         rolled = jnp.concatenate([self.amax_history[1:], last]).at[0].set(0.0)
-        return dataclasses.replace(self, scale=jnp.where(_positive(most), scale, self.scale),
+        return dataclasses.replace(self, scale=jnp.where(_positive(most), scale, jnp.where(self.scale == 0, 1.0, self.scale)),
                                    amax_history=jnp.where(last != 0, rolled, self.amax_history))
 
 
@@ -229,9 +230,17 @@ def fp8_autocast(enabled: bool = False, fp8_recipe: Optional[recipes.Recipe] = N
 
 
 def update_collections(new: Mapping, original: Mapping) -> dict:
-    """`original` with what `new` has put in its place, level by level; keys that `original` lacks are left out."""
+    """`original` with what `new` has put in its place, level by level; keys that `original` lacks are left out.
+
+    The state of delayed scaling whose new scale is 0 stays as it was: the loss did not depend on its product.
+    """
     made = dict(original)
     for key, value in new.items():
         if key in made:
             made[key] = update_collections(value, made[key]) if isinstance(value, Mapping) else value
+    for key in [key for key in made if key.endswith("_scale")]:
+        history = key.removesuffix("scale") + "amax_history"
+        if key in new and history in new and history in made:
+            unused = jnp.asarray(new[key]) == 0
+            made.update({name: jnp.where(unused, original[name], new[name]) for name in (key, history)})
     return made
