@@ -16,6 +16,9 @@ constexpr size_t kAlignment = 256;
 // A pattern that is NaN in every float format and no likely result elsewhere.
 uint8_t poison_of(int dtype) { return is_float(dtype) && dtype != TE_FL_F4E2M1 ? 0xff : 0xab; }
 
+// More than any value of the cases that are not about large values.
+constexpr float kLargeAmax = 1e30f;
+
 }  // namespace
 
 uint64_t hash_of(const std::string& s) {
@@ -62,6 +65,7 @@ std::string Spec::name() const {
   if (pow2()) text += ".pow2";
   if (epsilon != 0) text += ".eps";
   if (!has_amax) text += ".noamax";
+  if (amax_before == kLargeAmax) text += ".kept_amax";
   return text + (row && col ? ".row+col" : row ? ".row" : ".col");
 }
 
@@ -149,6 +153,8 @@ void allocate(Tensor& t) {
   }
   if (s.scaling == TE_FL_SCALING_TENSOR || s.scaling == TE_FL_SCALING_NVFP4) {
     if (s.has_amax) t.amax = make(TE_FL_F32, 1);
+    // An amax that is set is no running maximum: what the memory held does not matter.
+    if (t.amax != nullptr) store(TE_FL_F32, t.amax->data(), 0, kLargeAmax);
   }
   if (s.scaling != TE_FL_SCALING_TENSOR) return;
   t.scale = make(TE_FL_F32, 1);
@@ -304,7 +310,10 @@ const std::vector<Spec>& quantised_specs() {
     Spec no_amax(kE4, TE_FL_SCALING_TENSOR, true, false);
     no_amax.has_amax = false;
     Spec small(kE5, TE_FL_SCALING_TENSOR, true, true);  // amax stays what it was
-    small.scale = 0.37f, small.amax_before = 1e6f;
+    small.scale = 0.37f, small.amax_before = kLargeAmax;
+    Spec rows(kE4, TE_FL_SCALING_TENSOR, true, false);
+    Spec columns(kE4, TE_FL_SCALING_TENSOR, false, true);
+    rows.amax_before = columns.amax_before = kLargeAmax;  // one copy has kernels of its own
     return std::vector<Spec>{{kE4, TE_FL_SCALING_TENSOR, true, false},
                              {kE5, TE_FL_SCALING_TENSOR, true, false},
                              {kE4, TE_FL_SCALING_TENSOR, false, true},
@@ -314,7 +323,7 @@ const std::vector<Spec>& quantised_specs() {
                              {kE4, TE_FL_SCALING_TENSOR, true, false, kCurrent},
                              {kE5, TE_FL_SCALING_TENSOR, true, true, kCurrent},
                              {kE4, TE_FL_SCALING_TENSOR, false, true, kCurrent | kPow2},
-                             {kE4, TE_FL_SCALING_TENSOR, true, true, kCurrent, 100.0f},
+                             {kE4, TE_FL_SCALING_TENSOR, true, true, kCurrent, 3e5f},
                              {kE4, TE_FL_SCALING_BLOCK_1X128, true, false, kPow2},
                              {kE4, TE_FL_SCALING_BLOCK_1X128, false, true, kPow2},
                              {kE4, TE_FL_SCALING_BLOCK_1X128, true, true},
@@ -323,13 +332,15 @@ const std::vector<Spec>& quantised_specs() {
                              {kE4, TE_FL_SCALING_BLOCK_128X128, true, false, kPow2},
                              {kE4, TE_FL_SCALING_BLOCK_128X128, false, true, kPow2},
                              {kE4, TE_FL_SCALING_BLOCK_128X128, true, true},
-                             {kE4, TE_FL_SCALING_BLOCK_128X128, true, true, kPow2, 30.0f},
+                             {kE4, TE_FL_SCALING_BLOCK_128X128, true, true, kPow2, 3e4f},
                              {kE4, TE_FL_SCALING_MXFP8, true, false},
                              {kE4, TE_FL_SCALING_MXFP8, false, true},
                              {kE4, TE_FL_SCALING_MXFP8, true, true},
                              {TE_FL_F4E2M1, TE_FL_SCALING_NVFP4, true, false},
                              {TE_FL_F4E2M1, TE_FL_SCALING_NVFP4, false, true},
-                             {TE_FL_F4E2M1, TE_FL_SCALING_NVFP4, true, true}};
+                             {TE_FL_F4E2M1, TE_FL_SCALING_NVFP4, true, true},
+                             rows,
+                             columns};
   }();
   return specs;
 }

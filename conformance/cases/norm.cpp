@@ -253,6 +253,7 @@ void add_fused_shapes(std::vector<Variant>& all) {
                        .out = spec,
                        .shape = shape,
                        .zero_centered = shape[0] == 48,
+                       .epsilon = 0.1,
                        .large = true});
       }
     }
@@ -270,7 +271,13 @@ void add_fused_shapes(std::vector<Variant>& all) {
 void add_residual(std::vector<Variant>& all) {
   for (const int x : kHigh)
     for (const int r : kHigh)
-      all.push_back({.x = x, .gamma = x, .out = x, .shape = {7, 40}, .residual = r, .sum = x});
+      all.push_back({.x = x,
+                     .gamma = x,
+                     .out = x,
+                     .shape = {7, 40},
+                     .epsilon = 0.1,
+                     .residual = r,
+                     .sum = x});
   for (const int sum : kHigh)
     all.push_back({.x = TE_FL_BF16, .shape = {5, 33}, .residual = TE_FL_F32, .sum = sum});
   for (const Spec& spec : quantised_specs())
@@ -279,6 +286,7 @@ void add_residual(std::vector<Variant>& all) {
                      .gamma = TE_FL_BF16,
                      .out = spec,
                      .shape = {48, 264},
+                     .epsilon = 0.1,
                      .residual = TE_FL_BF16,
                      .sum = TE_FL_BF16});
       if (spec.scaling != TE_FL_SCALING_BLOCK_1X128) continue;
@@ -315,7 +323,8 @@ void add_norm_cases(Table& table) {
     const bool layer = op[0] == 'l';
     auto variants = common_variants();
     for (const Spec& spec : quantised_specs()) {
-      variants.push_back({.x = TE_FL_BF16, .gamma = TE_FL_BF16, .out = spec, .shape = {130, 258}});
+      variants.push_back(
+          {.x = TE_FL_BF16, .gamma = TE_FL_BF16, .out = spec, .shape = {130, 258}, .epsilon = 0.1});
       if (spec.row && spec.col && spec.dtype != TE_FL_F4E2M1)
         variants.push_back({.out = spec, .shape = {3, 7, 37}, .zero_centered = true});
     }
@@ -376,7 +385,7 @@ void fuzz_norm(Drawn& drawn) {
     const bool layer = op[0] == 'l';
     drawn.cases("norm", op, [&](Draw& r) -> DrawnCase {
       Variant v = draw(r);
-      v.out = Drawn::output(r, v.shape);
+      v.out = Drawn::output(r, v.shape), v.epsilon = 0.1;
       return {variant_name(v, false), [layer, v](Problem& p) { forward(p, layer, v); }};
     });
   }
