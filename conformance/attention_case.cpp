@@ -33,6 +33,8 @@ std::string variant_name(const Variant& v) {
     name += v.softmax == TE_FL_SOFTMAX_TYPE_OFF_BY_ONE ? "/off_by_one" : "/learnable";
   if (v.dropout > 0) name += "/dropout";
   if (v.rng_offset > 1000) name += "/offset";
+  if (v.rng_seed == kOtherSeed) name += "/other_seed";
+  if (v.rng_in_memory) name += "/state";
   if (v.bias >= 0) name += std::string("/bias=") + name_of(v.bias) + "." + dims_name(v.bias_bh);
   if (v.alibi > 0) name += v.alibi == 1 ? "/alibi" : "/alibi.batch";
   if (v.packed) name += "/packed";
@@ -115,7 +117,7 @@ Inputs make_inputs(Problem& p, const Variant& v) {
   a.h = v.h, a.g = v.g;
   a.d = v.d, a.dv = v.dv, a.scale = static_cast<double>(static_cast<float>(v.scale)),
   a.dropout = v.dropout, a.left = v.left, a.right = v.right, a.softcap = v.softcap;
-  p.rng = {.seed = 0xfeedu, .offset = v.rng_offset};
+  p.set_rng(v.rng_seed, v.rng_offset, v.rng_in_memory);
   a.rng = p.rng;
   lengths(p, v, a);
   in.q_shape = shape_of(v, a, true, v.h, v.d), in.k_shape = shape_of(v, a, false, v.g, v.d);

@@ -28,6 +28,8 @@ constexpr float kScaleP = 256, kScaleDs = 64;
 // (gemm_case.cpp, accumulation()).
 constexpr double kFp8Sums = 128;
 
+constexpr uint64_t kOtherSeed = 0xfedcba987654321u;
+
 struct Variant {
   int dtype = TE_FL_F32;  // FP8: the forward's type
   int out = -1;           // of o and dq, dk, dv; -1: dtype
@@ -35,7 +37,8 @@ struct Variant {
   int64_t b = 2, sq = 7, sk = 9, h = 4, g = 4, d = 16, dv = 16;
   int64_t left = -1, right = -1;
   float dropout = 0;
-  uint64_t rng_offset = 3;
+  uint64_t rng_seed = 0xfeedu, rng_offset = 3;
+  bool rng_in_memory = false;
   int bias = -1;  // dtype
   Dims bias_bh = {1, 1};
   int alibi = 0;  // 1: [H], 2: [B, H]

@@ -275,6 +275,16 @@ void Problem::expect_bytes(Tensor* t, std::vector<uint8_t> bytes) {
     throw std::logic_error(t->name + ": oracle of another size");
   expectations.push_back(std::move(e));
 }
+void Problem::set_rng(uint64_t seed, uint64_t offset, bool in_memory) {
+  rng = {.seed = seed, .offset = offset};
+  if (!in_memory) return;
+  rng_state = {seed, ~offset, offset};  // the two lie apart
+  rng = {.seed = ~seed,                 // the one at the address wins
+         .offset = 77,                  // the offsets add
+         .seed_address = &rng_state[0],
+         .offset_address = &rng_state[2]};
+}
+
 void Problem::expect_unchanged(Tensor* t) {
   Expectation e;
   e.kind = Expectation::Kind::kUnchanged, e.tensor = t;

@@ -176,6 +176,9 @@ class Problem {
     number_lists[name] = std::move(numbers);
   }
 
+  // The call's random state. `in_memory`: by addresses, beside other members that do not count.
+  void set_rng(uint64_t seed, uint64_t offset, bool in_memory);
+
   void oracle(std::function<void()> f) { oracles.push_back(std::move(f)); }
   void evaluate();
   Expectation& expect(Tensor* t, std::vector<double> want, std::vector<double> extra = {});

@@ -390,6 +390,15 @@ void add_terms(std::vector<Variant>& all) {
     all.push_back({.dtype = TE_FL_BF16, .softmax = softmax, .g = 2});
   }
   for (int layout : {kS, kB}) all.push_back({.layout = layout, .dropout = 0.25f});
+  all.push_back({.dtype = TE_FL_BF16, .dropout = 0.25f});
+  // As calls before, whose plans must keep neither seed nor offset, and with both in memory.
+  for (const bool in_memory : {false, true})
+    for (const int dtype : {TE_FL_F32, TE_FL_BF16})
+      all.push_back({.dtype = dtype,
+                     .dropout = 0.25f,
+                     .rng_seed = kOtherSeed,
+                     .rng_offset = (uint64_t{1} << 33) + 11,
+                     .rng_in_memory = in_memory});
   all.push_back({.mask = TE_FL_MASK_TYPE_CAUSAL,
                  .sq = 21,
                  .sk = 21,

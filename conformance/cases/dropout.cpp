@@ -9,6 +9,9 @@ namespace {
 
 constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 
+// A call that differs from another one in these alone has its plan, which must not keep them.
+constexpr uint64_t kOtherSeed = 0xfedcba987654321ull, kOtherOffset = (uint64_t{1} << 33) + 6;
+
 struct Variant {
   int dtype = TE_FL_F32;
   Dims shape = {};
@@ -21,6 +24,7 @@ std::string variant_name(const Variant& v) {
   std::string name =
       std::string(name_of(v.dtype)) + "/" + dims_name(v.shape) + "/p=" + std::to_string(v.p);
   if (v.offset > 1000) name += "/offset";
+  if (v.seed == kOtherSeed) name += "/other_seed";
   return name + (v.in_place ? "/in_place" : "") + (v.state ? "/state" : "");
 }
 
@@ -43,18 +47,8 @@ void expect_mask(Problem& p, Tensor* mask, int64_t n, float drop) {
   });
 }
 
-void set_rng(Problem& p, const Variant& v) {
-  p.rng = {.seed = v.seed, .offset = v.offset};
-  if (!v.state) return;
-  p.rng_state = {v.seed, ~v.offset, v.offset};  // the two lie apart
-  p.rng = {.seed = ~v.seed,                     // the one at the address wins
-           .offset = 77,                        // the offsets add
-           .seed_address = &p.rng_state[0],
-           .offset_address = &p.rng_state[2]};
-}
-
 void forward(Problem& p, const Variant& v) {
-  set_rng(p, v);
+  p.set_rng(v.seed, v.offset, v.state);
   Tensor* x = p.in("input", v.dtype, v.shape);
   Tensor* y = v.in_place ? p.in_place("output", x) : p.out("output", v.dtype, v.shape);
   const int64_t n = x->numel();
@@ -104,11 +98,12 @@ struct AddVariant {
   Dims shape;
   float p;
   std::string in_place;
-  bool mask_at_zero = false, large = false;
+  bool mask_at_zero = false, large = false, state = false;
+  uint64_t seed = 42, offset = 9;
 };
 
 void add_op(Problem& p, const AddVariant& v) {
-  p.rng = {.seed = 42, .offset = 9};
+  p.set_rng(v.seed, v.offset, v.state);
   Tensor* a = p.in("a", v.a, v.shape);
   Tensor* b = p.in("b", v.b, v.shape);
   Tensor* y = v.in_place == "a"   ? p.in_place("output", a)
@@ -140,9 +135,9 @@ void add_dropout_cases(Table& table) {
           table, "dropout", "dropout_bwd", variant_name(v), [v](Problem& p) { backward(p, v); },
           v.large);
   }
-  const Variant state{.shape = {5, 31}, .state = true};
-  add(table, "dropout", "dropout_fwd", variant_name(state),
-      [state](Problem& p) { forward(p, state); });
+  for (const Variant& v : {Variant{.shape = {5, 31}, .state = true},
+                           Variant{.shape = {7, 33}, .seed = kOtherSeed, .offset = kOtherOffset}})
+    add(table, "dropout", "dropout_fwd", variant_name(v), [v](Problem& p) { forward(p, v); });
 
   add(table, "tensor", "add", "mistake/no_mask", [](Problem& p) {
     p.in("a", TE_FL_F32, {4}), p.in("b", TE_FL_F32, {4});
@@ -170,11 +165,25 @@ void add_dropout_cases(Table& table) {
   adds.push_back({TE_FL_F32, TE_FL_F32, TE_FL_F32, {9, 40}, 0.5f, "b"});
   adds.push_back({TE_FL_F32, TE_FL_F32, TE_FL_F32, {9, 40}, 0, "", true});
   adds.push_back({TE_FL_BF16, TE_FL_BF16, TE_FL_BF16, {512, 512}, 0.1f, "", false, true});
+  adds.push_back({TE_FL_F32, TE_FL_F32, TE_FL_F32, {7, 33}, 0.25f, "", false, false, true});
+  adds.push_back({TE_FL_F32,
+                  TE_FL_F32,
+                  TE_FL_F32,
+                  {7, 33},
+                  0.25f,
+                  "",
+                  false,
+                  false,
+                  false,
+                  kOtherSeed,
+                  kOtherOffset});
   for (const AddVariant& v : adds) {
     std::string name = std::string(name_of(v.a)) + "+" + name_of(v.b) + "/" + dims_name(v.shape) +
                        "/out=" + name_of(v.out) + "/p=" + std::to_string(v.p);
     if (!v.in_place.empty()) name += "/in_place=" + v.in_place;
     if (v.mask_at_zero) name += "/mask";
+    if (v.state) name += "/state";
+    if (v.seed == kOtherSeed) name += "/other_seed";
     add(
         table, "tensor", "add", name, [v](Problem& p) { add_op(p, v); }, v.large);
   }
