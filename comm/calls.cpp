@@ -53,6 +53,20 @@ void write_step(Step& step, const CollectiveCall& call, const OpFacts& facts, ui
 
 std::string by_name(const Comm::Rep& rep) { return "communicator '" + rep.name + "'"; }
 
+// The store's word for the comparison of a step. One that was refused before anything was sent
+// leaves its number to the next: the same call on this rank alone is held against what the others
+// told of theirs, and another call, which all ranks come to then, has a word of its own.
+std::string comparison(Comm::Rep& rep, uint64_t number, const std::string& mine) {
+  Compared& last = rep.compared;
+  if (last.number != number)
+    last = {number, 0, mine};
+  else if (last.text != mine)
+    last = {number, last.attempt + 1, mine};
+  std::string word = "step/" + std::to_string(number);
+  if (last.attempt > 0) word += "." + std::to_string(last.attempt);
+  return word + "/";
+}
+
 // TE_FL_VALIDATE: no rank begins before all are known to begin the same.
 Status compare(Comm::Rep& rep, const Step& step, const OpFacts& facts) {
   if (rep.c.size == 1 || facts.transfer) return {};
@@ -60,7 +74,7 @@ Status compare(Comm::Rep& rep, const Step& step, const OpFacts& facts) {
   Step compared = step;
   if (facts.uneven) compared.rank = -1;
   const std::string mine = compared.text();
-  const std::string word = "step/" + std::to_string(step.number) + "/";
+  const std::string word = comparison(rep, step.number, mine);
   TE_FL_RETURN_IF_ERROR(store.store().set(store.key(word + std::to_string(rep.c.rank)), mine));
   std::string others;
   for (int r = 0; r < rep.c.size; ++r) {

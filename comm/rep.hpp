@@ -40,6 +40,14 @@ struct OpFacts {
   int64_t tensor = -1;    // offset of the first tensor in the arguments; -1: there is none
 };
 
+// The step that TE_FL_VALIDATE compared last, and how many others were compared as that number
+// before it.
+struct Compared {
+  uint64_t number = 0;
+  int attempt = 0;
+  std::string text;
+};
+
 // The mark behind collectives that were enqueued on a device.
 struct Mark {
   bool set = false;
@@ -75,6 +83,7 @@ struct Comm::Rep {
   // The call that a thread is inside, which alone writes what follows.
   std::atomic<bool> inside{false};
   std::vector<comm::OpFacts> known_ops;
+  comm::Compared compared;
   std::atomic<comm::Clock::rep> since{0};  // a call is inside the provider since then; 0: none is
   // Held while the provider is asked something by another thread than the one that calls
   // collectives, and while it destroys; `closed`, once it has.

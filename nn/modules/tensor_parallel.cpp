@@ -21,6 +21,22 @@ Status check_rows(const TensorParallel& parallel, const Tensor& x, std::string_v
                           std::to_string(parallel.size()));
 }
 
+// The ranks of a TensorParallel that divides: the framework's, or those of its communicator.
+class Ranks {
+ public:
+  explicit Ranks(const TensorParallel& parallel) : ranks_(parallel.framework_ranks.get()) {
+    if (ranks_ == nullptr) ranks_ = &own_.emplace(parallel.ranks);
+  }
+  Ranks(const Ranks&) = delete;
+  Ranks& operator=(const Ranks&) = delete;
+  SequenceRanks& operator*() const noexcept { return *ranks_; }
+  SequenceRanks* operator->() const noexcept { return ranks_; }
+
+ private:
+  std::optional<detail::CommRanks> own_;
+  SequenceRanks* ranks_;
+};
+
 }  // namespace
 
 namespace detail {
@@ -52,9 +68,7 @@ std::shared_ptr<SequenceRanks> sequence_ranks_of(const TensorParallel& parallel)
 
 Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial) {
   if (!parallel.divides()) return partial;
-  std::optional<CommRanks> own;
-  SequenceRanks* ranks = parallel.framework_ranks.get();
-  if (ranks == nullptr) ranks = &own.emplace(parallel.ranks);
+  const Ranks ranks(parallel);
   if (!parallel.sequence_parallel) {
     TE_FL_RETURN_IF_ERROR(ranks->sum(partial));
     return partial;
@@ -98,7 +112,8 @@ Result<Tensor> gather_rows(const TensorParallel& parallel, const Tensor& x) {
   Shape shape(x.shape().begin(), x.shape().end());
   shape.front() *= parallel.size();
   TE_FL_ASSIGN_OR_RETURN(Tensor whole, Tensor::empty(shape, x.dtype(), x.device()));
-  TE_FL_RETURN_IF_ERROR(detail::all_gather(*parallel.ranks, part, whole));
+  TE_FL_ASSIGN_OR_RETURN(const auto work, Ranks(parallel)->all_gather(part, whole, true));
+  if (work != nullptr) TE_FL_RETURN_IF_ERROR(work->wait());
   return whole;
 }
 
@@ -148,7 +163,7 @@ Status sum_together(const TensorParallel& parallel, const std::vector<Tensor>& g
     parts.push_back(std::move(part));
     begin += g.numel();
   }
-  TE_FL_RETURN_IF_ERROR(detail::all_reduce(*parallel.ranks, flat));
+  TE_FL_RETURN_IF_ERROR(Ranks(parallel)->sum(flat));
   for (size_t i = 0; i < parts.size(); ++i) {
     TE_FL_RETURN_IF_ERROR(detail::copy(parts[i], gradients[i]));
   }

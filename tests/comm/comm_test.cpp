@@ -310,6 +310,37 @@ TEST_F(Comms, ValidateComparesBeforeACollectiveBegins) {
   ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
 }
 
+// A call whose mistake the provider alone sees has been compared by then, and its number is the
+// next one's.
+TEST_F(Comms, ValidateGoesOnAfterARefusedCall) {
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
+  on_ranks(2, [&](int rank) {
+    Result<Comm> comm = Comm::create(options(rank, 2));
+    ASSERT_OK(comm);
+    const Tensor t = of({1, 2, 3, 4}), one = of({1});
+    te_fl_broadcast_args broadcast;
+    broadcast.data = t.c();
+    broadcast.comm = comm->c();
+    for (int root : {7, 8, 1}) {
+      broadcast.root = root;
+      const Status status = ops::broadcast(broadcast);
+      EXPECT_EQ(status.code(), root == 1 ? StatusCode::kOk : StatusCode::kInvalidArgument);
+    }
+    broadcast.root = 7;
+    EXPECT_FAILS(ops::broadcast(broadcast), kInvalidArgument, "'root' is rank 7");
+    EXPECT_OK(all_reduce(*comm, one)) << "another op as that number";
+    broadcast.root = rank == 0 ? 7 : 0;
+    if (rank == 0) {
+      EXPECT_FAILS(ops::broadcast(broadcast), kInvalidArgument, "'root' is rank 7");
+      broadcast.root = 0;
+    }
+    EXPECT_OK(ops::broadcast(broadcast)) << "again on the rank alone that made the mistake";
+    EXPECT_OK(all_reduce(*comm, t));
+    EXPECT_EQ(values(one)[0], 2);
+  });
+  ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
+}
+
 TEST_F(Comms, BadOptionsAreNamed) {
   EXPECT_FAILS(Comm::create(options(3, 3)).status(), kInvalidArgument, "rank 3 of 3");
   CommOptions o = options(0, 2);

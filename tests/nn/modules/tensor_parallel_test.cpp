@@ -2,6 +2,7 @@
 // scales. The ranks are threads.
 #include <algorithm>
 
+#include "nn/modules/comm_ranks.hpp"
 #include "parallel_fixture.hpp"
 #include "support/expect.hpp"
 
@@ -188,6 +189,23 @@ TEST(TensorParallel, GathersAndScattersOnATape) {
     EXPECT_EQ(values_of(y.tensor()), (Values{2, 4, 6, 8}));
     check(tape.backward(y, tensor({4, 1}, {1, 10, 100, 1000})));
     EXPECT_EQ(values_of(x.grad()), (Values{2, 20, 200, 2000}));
+  });
+}
+
+// A framework gives them in place of a communicator.
+TEST(TensorParallel, RowsAndPartialGradientsGoOverAFrameworksRanks) {
+  on_ranks(2, [&](const std::shared_ptr<const Comm>& comm) {
+    const TensorParallel parallel{.sequence_parallel = true,
+                                  .framework_ranks = std::make_shared<detail::CommRanks>(comm)};
+    const Values whole = {1, 2, 3, 4}, own = rows_of(parallel, whole);
+    EXPECT_EQ(values_of(take(scatter_rows(parallel, tensor({4, 1}, whole)))), own);
+    EXPECT_EQ(values_of(take(gather_rows(parallel, tensor({2, 1}, own)))), whole);
+    const auto norm = take(LayerNorm::create({.hidden_size = 1}));
+    const NamedParameter gamma = norm->parameters()[0];
+    gamma.parameter->partial_grad = true;
+    check(gamma.parameter->give_grad(tensor({1}, {own[0]}), true));
+    check(sum_partial_gradients(parallel, {gamma}));
+    EXPECT_EQ(values_of(gamma.grad()), (Values{4}));
   });
 }
 
