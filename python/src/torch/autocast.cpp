@@ -155,18 +155,19 @@ PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept {
   return guarded([&] {
     PyObject *reduce = nullptr, *like = nullptr, *ranks = nullptr;
     if (PyArg_ParseTuple(args, "OOO", &reduce, &like, &ranks) == 0) throw PythonError();
-    Py_INCREF(reduce);  // for as long as the process lives, as the group that it is of
-    Py_INCREF(like);
+    const auto held_reduce = std::make_shared<const Kept>(reduce);
+    const auto held_like = std::make_shared<const Kept>(like);
     const auto known = std::make_shared<KnownRows>();
-    const auto call = [reduce, like, known](std::span<const Tensor> amaxes) -> Status {
+    const auto call = [held_reduce, held_like, known](std::span<const Tensor> amaxes) -> Status {
       const InterpreterLock lock;
       if (!lock.held()) return {};
+      PyObject* const like = held_like->get();
       try {
         const Device& device = amaxes.front().device();
         const Ref stream = other_stream(like, device, devices::current_stream(device));
         const Ref rows = known->find(amaxes, like);
         PyObject* const done =
-            PyObject_CallFunctionObjArgs(reduce, rows.get(), stream.get(), nullptr);
+            PyObject_CallFunctionObjArgs(held_reduce->get(), rows.get(), stream.get(), nullptr);
         if (done == nullptr) return python_error("torch.distributed.all_reduce");
         Py_DECREF(done);
       } catch (const PythonError&) {
@@ -179,6 +180,7 @@ PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept {
     Ref capsule = Ref::take(PyCapsule_New(reduction.get(), kReductionName, [](PyObject* c) {
       delete static_cast<std::shared_ptr<nn::AmaxReduction>*>(
           PyCapsule_GetPointer(c, kReductionName));
+      drop_dropped();
     }));
     reduction.release();
     return capsule;

@@ -101,6 +101,7 @@ PyObject* make_layer(PyObject*, PyObject* args) noexcept {
     auto owner = std::make_unique<std::shared_ptr<Layer>>(std::move(layer));
     Ref capsule = Ref::take(PyCapsule_New(owner.get(), kLayerName, [](PyObject* c) {
       delete static_cast<std::shared_ptr<Layer>*>(PyCapsule_GetPointer(c, kLayerName));
+      drop_dropped();
     }));
     owner.release();
     return capsule;

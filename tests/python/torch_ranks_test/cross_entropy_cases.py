@@ -5,6 +5,7 @@ import itertools
 import torch
 import torch.distributed as dist
 
+from te_fl.errors import InvalidArgument
 from te_fl.pytorch.cross_entropy import parallel_cross_entropy
 from te_fl.pytorch.distributed import collectives
 
@@ -44,3 +45,15 @@ def losses():
 def all_ignored():
     logits = torch.randn(2, 2, 8)
     return of(logits, torch.full((2, 2), -100), None, reduce_loss=True, dist_process_group=dist.group.WORLD)
+
+
+def refused_targets():
+    """The errors of ids that are not in the vocabulary, and of ids of other dtypes; and the loss of a call after them."""
+    logits = torch.zeros(2, 2, 8)
+    errors = []
+    for wrong in (torch.tensor([[0, 8 * dist.get_world_size()], [1, 2]]), torch.tensor([[0, 1], [-1, 2]]), torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.int16)):
+        try:
+            parallel_cross_entropy(logits, wrong, dist_process_group=dist.group.WORLD)
+        except InvalidArgument as error:
+            errors.append(str(error))
+    return errors, parallel_cross_entropy(logits, torch.zeros(2, 2, dtype=torch.int32), dist_process_group=dist.group.WORLD)

@@ -25,6 +25,13 @@ class CrossEntropy(unittest.TestCase):
             self.assertEqual((loss.item(), grad.abs().max().item()), (0, 0))
         self.assertEqual(parallel_cross_entropy(torch.ones(1, 2, 4), torch.full((1, 2), -100), reduce_loss=True).item(), 0)
 
+    def test_targets_that_are_refused(self):
+        for errors, loss in on_ranks(cases.refused_targets):
+            self.assertEqual(len(errors), 4, errors)
+            for error, words in zip(errors, (r"number 1 is 16; it must lie in \[0, 16\)", r"number 2 is -1", "dtype torch.float32", "dtype torch.int16")):
+                self.assertRegex(error, words)
+            self.assertTrue(torch.allclose(loss, torch.tensor(16.0).log()))
+
 
 if __name__ == "__main__":
     unittest.main()

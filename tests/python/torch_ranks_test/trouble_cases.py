@@ -1,9 +1,11 @@
 """The functions that each rank runs for trouble_test.py."""
 
 import datetime
+import gc
 import os
 import signal
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -58,6 +60,37 @@ def destroyed_group():
     x = torch.ones(1, 2, 4)
     return [error_of(forward), error_of(lambda: helpers.allreduce(torch.ones(2), group)),
             error_of(lambda: parallel_cross_entropy(x, torch.zeros(1, 2, dtype=torch.int64), dist_process_group=group))]
+
+
+def groups_that_stay():
+    """By use: whether a group outlives its destruction and the layers that had it. And the error of a backward that comes after that of its amaxes' group."""
+    group = ()
+
+    def used(kind):
+        if kind == "collective":
+            collectives.all_reduce(torch.ones(2), group)
+            return
+        parallel = {} if kind == "amaxes" else {"parallel_mode": "column", "tp_group": group, "sequence_parallel": kind != "tensor parallel"}
+        layer = te.Linear(16, 16, device="cpu", **parallel)
+        with te.autocast(enabled=kind in ("amaxes", "rows and amaxes"), recipe=DelayedScaling(), amax_reduction_group=group):
+            layer(torch.ones(16, 16)).sum().backward()
+
+    stay = {}
+    for kind in ("collective", "amaxes", "tensor parallel", "rows", "rows and amaxes"):
+        group = dist.new_group(list(range(dist.get_world_size())))
+        used(kind)
+        seen = weakref.ref(group)
+        dist.destroy_process_group(group)
+        group = None
+        gc.collect()
+        stay[kind] = seen() is not None
+    group = dist.new_group(list(range(dist.get_world_size())))
+    with te.autocast(recipe=DelayedScaling(), amax_reduction_group=group):
+        y = te.Linear(16, 16, device="cpu")(torch.ones(16, 16))
+    dist.destroy_process_group(group)
+    group = None
+    gc.collect()
+    return stay, error_of(lambda: y.sum().backward())
 
 
 def outside():

@@ -25,6 +25,11 @@ class Trouble(unittest.TestCase):
             for error in errors:
                 self.assertRegex(error, "FAILED_PRECONDITION: all_.*destroyed; make a new group")
 
+    def test_a_group_that_nothing_keeps(self):
+        for stay, error in on_ranks(cases.groups_that_stay):
+            self.assertEqual([kind for kind, stays in stay.items() if stays], [])
+            self.assertRegex(error, "the process group whose ranks share the amaxes of an autocast is gone")
+
     def test_a_group_of_others(self):
         inside, outside = on_ranks(cases.outside)
         self.assertIsNone(inside)

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, List, NamedTuple, Optional, Tuple
+import weakref
+from typing import Any, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
 
 from te_fl import _native
-from te_fl.pytorch.distributed import collectives
+from te_fl.errors import FailedPrecondition
+from te_fl.pytorch.distributed import collectives, communicator
 
-
-class _Reduction(NamedTuple):
-    group: Any
-    native: Any  # of _native.amax_reduction()
-
-
-_reductions: dict = {}  # by the group's id
+# Has what _native.amax_reduction() made, or None for a single rank, by group. Nothing here keeps a group: the threads of one of Gloo's, which end
+# with it, would meet the interpreter's end.
+_reductions: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 
 
 def reduction_of(group: Optional[Any]) -> Optional[Any]:
     """The reduction of amaxes in an autocast; None: this rank's are all. group: None is the default group."""
     if not collectives.available():
         return None
-    group = dist.group.WORLD if group is None else group
-    known = _reductions.get(id(group))
-    if known is None or known.group is not group:
+    group = communicator.member(group)
+    try:
+        return _reductions[group]
+    except KeyError:
         several = collectives.size_of(group) > 1
-        known = _Reduction(group, _native.amax_reduction(_largest_in(group), torch.empty(0), global_ranks(group)) if several else None)
-        _reductions[id(group)] = known
-    return known.native
+        made = _reductions[group] = _native.amax_reduction(_largest_in(group), torch.empty(0), global_ranks(group)) if several else None
+        return made
 
 
 def global_ranks(group: Optional[Any]) -> Tuple[int, ...]:
@@ -49,7 +47,13 @@ def on_stream(device: torch.device, stream: int):
 
 
 def _largest_in(group: Any):
+    held = weakref.ref(group)
+
     def reduce(rows: List[torch.Tensor], stream: Optional[int]) -> None:
+        group = held()
+        if group is None:
+            raise FailedPrecondition("FAILED_PRECONDITION: the process group whose ranks share the amaxes of an autocast is gone; run the backwards of "
+                                     "its forwards before torch.distributed.destroy_process_group()")
         with contextlib.nullcontext() if stream is None else on_stream(rows[0].device, stream):
             largest = torch.cat(rows)
             collectives.all_reduce(largest, group, "max")

@@ -13,7 +13,7 @@ import torch
 from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, Recipe, describe_natively, native_of
 from te_fl.errors import FailedPrecondition
-from te_fl.pytorch.distributed import amax_reduction
+from te_fl.pytorch.distributed import amax_reduction, collectives
 from te_fl.pytorch.fp8.availability import get_default_recipe
 from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.refuse import hides_misspelt, misspelling, refuse
@@ -160,7 +160,7 @@ class _GraphScope:
     def __enter__(self) -> "_GraphScope":
         if torch.compiler.is_compiling():
             enabled, calibrating, _, native, group = self._given
-            if group is not None and enabled and native.get("reduce_amax") and amax_reduction.reduction_of(group) is not None:
+            if group is not None and enabled and native.get("reduce_amax") and collectives.available() and collectives.size_of(group) > 1:
                 raise refuse("autocast", "amax_reduction_group", group, "graphs of torch.compile reduce over the default group; leave it out, or "
                              "leave fullgraph=True out")
             self._entered.append(traced.graph.begin_autocast(enabled, calibrating, native))

@@ -97,7 +97,7 @@ def parallel_cross_entropy(inp: torch.Tensor, target: torch.Tensor, label_smooth
 
     inp: logits [b, s, vocabulary] or [s, b, vocabulary]. target: a token id for each row. overwrite_input: backward writes the gradient
     over inp, which must not be read after. dist_process_group: its ranks divide the vocabulary, inp has this rank's columns, and target ids of
-    the whole vocabulary. is_cg_capturable means nothing: the ops may always be captured.
+    the whole vocabulary, where others are refused on a host and have an infinite loss on a device. is_cg_capturable means nothing: the ops may always be captured.
     """
     if _input is not None:
         warnings.warn("parallel_cross_entropy: _input is deprecated; give inp", FutureWarning)

@@ -16,6 +16,19 @@ __all__ = ["divided_cross_entropy"]
 _CHUNK = 1 << 24  # logits whose gradient is computed at a time, in FP32
 
 
+def _check_targets(targets: torch.Tensor, vocabulary: int, ignore_index: int) -> None:
+    """As the op of one rank: the dtype everywhere, the values on a host."""
+    if targets.dtype not in (torch.int32, torch.int64):
+        raise InvalidArgument(f"INVALID_ARGUMENT: parallel_cross_entropy: target has the dtype {targets.dtype}; it must be torch.int32 or torch.int64")
+    if targets.device.type != "cpu":
+        return
+    outside = ((targets < 0) | (targets >= vocabulary)) & (targets != ignore_index)
+    if outside.any():
+        at = int(outside.flatten().to(torch.uint8).argmax())
+        raise InvalidArgument(f"INVALID_ARGUMENT: parallel_cross_entropy: target number {at} is {int(targets.flatten()[at])}; it must lie in "
+                              f"[0, {vocabulary}), the vocabulary that the ranks divide, or be {ignore_index}, which is ignored")
+
+
 def _own_columns(targets: torch.Tensor, columns: int, group: Any) -> Tuple[torch.Tensor, torch.Tensor]:
     """(the column of each row's target among this rank's, or column 0; whether the target is among them)."""
     column = targets.long() - columns * collectives.rank_in(group)
@@ -91,7 +104,8 @@ def divided_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, label_smo
                           overwrite: bool) -> torch.Tensor:
     """The FP32 loss [b, s] of each row of the whole vocabulary, the same on all ranks of `group`, which all call it.
 
-    logits: this rank's columns [b, s, vocabulary / ranks], contiguous. targets: ids [b, s] in the whole vocabulary. Its backward takes no
-    collective.
+    logits: this rank's columns [b, s, vocabulary / ranks], contiguous. targets: ids [b, s] in the whole vocabulary, int32 or int64. Others are
+    InvalidArgument on a host, before the collective; on a device their losses are infinite. Its backward takes no collective.
     """
+    _check_targets(targets, logits.shape[-1] * collectives.size_of(group), ignore_index)
     return _Loss.apply(logits, targets, label_smoothing, group, ignore_index, overwrite)
