@@ -1,6 +1,7 @@
 """NVIDIA's FusedAdam and FusedSGD, and the calls on lists of tensors beneath them, on te-fl, against PyTorch's own in FP64 and values by hand."""
 
 import unittest
+from unittest import mock
 
 import inside_package  # noqa: F401
 import torch
@@ -9,9 +10,11 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex  # the package brings it
 from te_fl.errors import InvalidArgument, Unsupported
 from transformer_engine.common import recipe
-from transformer_engine.pytorch import Float8BlockQuantizer, MXFP8Quantizer
+from transformer_engine.pytorch import Float8BlockQuantizer, MXFP8Quantizer, NVFP4Quantizer
 from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.optimizers import FusedAdam, FusedSGD, multi_tensor_applier
+from transformer_engine.pytorch.tensor.utils import post_all_gather_processing, quantize_master_weights
 
 SHAPES = ((5, 7), (3,), (0, 4), (33, 2), (1,))
 
@@ -309,6 +312,62 @@ class PartsOfMasterWeights(Compared):
             self.refused(words, call, *arguments)
         self.assertEqual((out.count_nonzero().item(), scale.sum().item()), (0, 4.0))
 
-    def test_nvfp4_of_square_blocks_is_refused_by_name(self):
-        with self.assertRaisesRegex(Unsupported, "nvfp4_multi_tensor_2d_partial_cast"):
-            tex.nvfp4_multi_tensor_2d_partial_cast([], [], [], [], [], [], [])
+    def test_nvfp4_of_square_blocks(self):
+        """Two parts of a weight, which do not end at a block or a byte: factors and codes by hand, and near those of the whole weight."""
+        h, w = 48, 80
+        for seed, cut in ((0, 1000), (1, 16 * w), (2, 2001), (3, 0)):
+            whole = torch.randn(h * w, generator=torch.Generator().manual_seed(seed)) * torch.logspace(-2, 2, h).repeat_interleave(w)
+            whole[:16 * w].view(16, w)[:, :16] = 0
+            target = NVFP4Quantizer(with_2d_quantization=True, columnwise=False)(torch.zeros(h, w))
+            data, parts = torch.full((h * w // 2,), 0x5A, dtype=torch.uint8), [(whole[:cut], 0), (whole[cut:].clone(), cut)]
+            amaxes, tops = zip(*((torch.full((3, 5), 9.0), torch.empty(1)) for _ in parts))
+            values, starts = zip(*parts)
+            tex.nvfp4_multi_tensor_compute_partial_amax(values, amaxes, tops, [h] * 2, [w] * 2, starts, 16)
+            amax, top, scale, factors = torch.maximum(*amaxes), torch.maximum(*tops), torch.empty(1), torch.empty(3, 5)
+            blocks = whole.view(3, 16, 5, 16).abs().amax((1, 3))
+            self.assertTrue(torch.equal(amax, blocks) and top.item() == blocks.max().item())
+            tex.nvfp4_compute_global_scale(top, scale)
+            tex.nvfp4_multi_tensor_fused_scale([amax], [top], [factors], [target._rowwise_scale_inv], [target._amax_rowwise], [3], [5], [128], 16)
+            for part, start in parts:
+                end = start + part.numel()
+                tex.nvfp4_multi_tensor_2d_partial_cast([part], [data[start // 2:(end + 1) // 2]], [factors], [scale], [h], [w], [start], 16)
+            multiplier = torch.tensor(2688.0) / blocks.max()
+            by_hand = (blocks / torch.tensor(6.0) * multiplier).to(torch.float8_e4m3fn)
+            self.assertTrue(torch.equal(target._rowwise_scale_inv[:h, :5], by_hand.view(torch.uint8).repeat_interleave(16, 0)))
+            each = (by_hand.float() * (1 / multiplier)).reciprocal().clamp(max=torch.finfo(torch.float32).max)
+            scaled = (whole.view(h, w) * each.repeat_interleave(16, 0).repeat_interleave(16, 1)).clamp(-6, 6)
+            codes = torch.stack((data & 15, data >> 4), -1).view(h, w).long()
+            numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+            got = numbers[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+            self.assertTrue(torch.equal((scaled - got).abs(), (scaled.unsqueeze(-1) - torch.cat((numbers, -numbers))).abs().amin(-1)))
+            target._rowwise_data.copy_(data.view(h, w // 2))
+            alone = NVFP4Quantizer(with_2d_quantization=True)(whole.view(h, w))
+            self.assertLess((target.dequantize() - alone.dequantize()).norm(), 0.02 * whole.norm())
+            other = torch.empty_like(alone._columnwise_data), torch.empty_like(alone._columnwise_scale_inv)
+            tex.nvfp4_2d_multi_tensor_transpose([alone._rowwise_data], other[:1], [alone._rowwise_scale_inv], other[1:], [h], [w])
+            self.assertTrue(torch.equal(other[0], alone._columnwise_data) and torch.equal(other[1], alone._columnwise_scale_inv))
+
+    def test_master_weights_of_nvfp4(self):
+        torch.manual_seed(0)
+        quantizer, master = NVFP4Quantizer(with_2d_quantization=True), torch.randn(64, 96)
+        weight = quantizer(torch.zeros(64, 96))
+        with mock.patch.object(torch.distributed, "all_reduce"):
+            quantize_master_weights([weight], [master.view(-1)], [0], None)
+        post_all_gather_processing([weight])
+        self.assertEqual(weight._amax_rowwise.item(), master.abs().max().item())
+        alone = quantizer(master)
+        self.assertLess((weight.dequantize() - alone.dequantize()).norm(), 0.02 * master.norm())
+        ours, theirs = (general_gemm(w, torch.eye(96), torch.float32, layout="TN")[0] for w in (weight, alone))
+        self.assertLess((ours - theirs).norm(), 0.02 * theirs.norm())
+
+    def test_nvfp4_parts_that_do_not_fit(self):
+        x, scale, out = torch.ones(8), torch.ones(1, 1), torch.zeros(4, dtype=torch.uint8)
+        for words, call, arguments in (
+                ("do not lie within", tex.nvfp4_2d_compute_partial_amax, (x, scale, 16, 16, 250)),
+                ("lie in 5 bytes", tex.nvfp4_2d_partial_cast, (x, out, scale, torch.ones(1), 16, 16, 3)),
+                ("it is torch.float32 (1, 1)", tex.nvfp4_2d_partial_cast, (x, out, scale.double(), torch.ones(1), 16, 16, 0)),
+                ("one for each weight", tex.nvfp4_multi_tensor_2d_partial_cast, ([x], [out], [scale], [], [16], [16], [0]))):
+            self.refused(words, call, *arguments)
+        with self.assertRaisesRegex(Unsupported, "block_len is 128; it is 16"):
+            tex.nvfp4_2d_compute_partial_amax(x, scale, 16, 16, 0, 128)
+        self.assertEqual((out.count_nonzero().item(), scale.item()), (0, 1.0))

@@ -19,6 +19,7 @@ from te_fl.transformer_engine_torch.grouped_gemm import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.normalization import *  # noqa: F401,F403
 from te_fl.multi_tensor import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.nvfp4 import *  # noqa: F401,F403
+from te_fl.transformer_engine_torch.nvfp4_shards import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.partial_casts import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.quantize import *  # noqa: F401,F403
 from te_fl.transformer_engine_torch.scaled_activation import *  # noqa: F401,F403

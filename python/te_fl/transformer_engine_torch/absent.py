@@ -11,7 +11,6 @@ _NVSHMEM = "NVSHMEM is NVIDIA's own; use torch.distributed"
 _EP = "expert parallelism over NCCL's device API is NVIDIA's own; use all-to-all of torch.distributed"
 _GROUPED_MLP = "te.ops' fused grouped MLP is kernels of Blackwell's; leave them out by NVTE_CUTEDSL_FUSED_GROUPED_MLP=0"
 _SOLVER = "cuSolverMp is NVIDIA's own; iterate with torch.matmul"
-_FP4_SHARDS = "te-fl has no casts of sharded master weights to NVFP4; keep weights in high precision, or whole on each rank"
 _FP4_AMAX = "te-fl's NVFP4 finds a tensor's amax itself; quantise by quantize()"
 
 REASONS = {
@@ -19,9 +18,6 @@ REASONS = {
     "CommOverlapHelper": _OVERLAP, "bulk_overlap_ag_with_external_gemm": _OVERLAP,
     "init_nvshmem_backend": _NVSHMEM, "create_nvshmem_tensor": _NVSHMEM, "nvshmem_send_on_current_stream": _NVSHMEM,
     "nvshmem_wait_on_current_stream": _NVSHMEM, "nvshmem_finalize": _NVSHMEM,
-    **dict.fromkeys("nvfp4_2d_compute_partial_amax nvfp4_multi_tensor_compute_partial_amax nvfp4_2d_partial_cast nvfp4_multi_tensor_2d_partial_cast "
-                    "nvfp4_2d_multi_tensor_transpose nvfp4_expand_scale_to_fp8 "
-                    "nvfp4_compute_per_block_scale nvfp4_compute_global_scale nvfp4_fused_scale nvfp4_multi_tensor_fused_scale".split(), _FP4_SHARDS),
     "nvfp4_quantize_with_amax": _FP4_AMAX, "nvfp4_group_quantize_with_amax": _FP4_AMAX,
     **dict.fromkeys("EpLayerConfig ep_combine ep_combine_bwd ep_combine_fwd ep_dispatch ep_dispatch_bwd ep_dispatch_fwd ep_finalize ep_get_zero_copy "
                     "ep_handle_mem_size ep_initialize ep_prepare ep_prepare_and_dispatch ep_zero_copy_supported".split(), _EP),

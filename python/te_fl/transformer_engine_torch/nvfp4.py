@@ -77,10 +77,10 @@ def _over(dividend: float, divisor: torch.Tensor) -> torch.Tensor:
     return torch.full_like(divisor, dividend) / divisor  # a number over a tensor is rounded twice
 
 
-def _encode(amax: torch.Tensor, largest_factor: float) -> torch.Tensor:
+def encode(amax: torch.Tensor, largest_factor: float) -> torch.Tensor:
     """The multiplier of values before the factors of blocks are taken; [n, 1] of [n] amaxes, of the tensor or of each row."""
-    encode = _over(largest_factor * _LARGEST_CODE, amax.view(-1, 1)).clamp(max=_FINITE)
-    return torch.where(encode == 0, 1.0, encode)
+    multiplier = _over(largest_factor * _LARGEST_CODE, amax.view(-1, 1)).clamp(max=_FINITE)
+    return torch.where(multiplier == 0, 1.0, multiplier)
 
 
 def _as_factors(values: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,8 @@ def _at_random(magnitudes: torch.Tensor) -> torch.Tensor:
     return _nearest(lower + torch.where(upwards, step, 0.0))
 
 
-def _codes(scaled: torch.Tensor, at_random: bool) -> torch.Tensor:
+def codes_of(scaled: torch.Tensor, at_random: bool) -> torch.Tensor:
+    """UINT8, of values from -6 to 6."""
     magnitudes = scaled.abs()
     return (_at_random(magnitudes) if at_random else _nearest(magnitudes)) | scaled.signbit().to(torch.uint8) << 3
 
@@ -143,14 +144,14 @@ def _four_or_six(x: torch.Tensor, largest: torch.Tensor, encode: torch.Tensor, a
     base = largest / torch.full_like(largest, _LARGEST_CODE) * encode
     found = []
     for factors in (_as_factors(base * (_LARGEST_CODE / 4)), _as_factors(base)):
-        codes = _codes(_scaled(x, factors, encode), False)
+        codes = codes_of(_scaled(x, factors, encode), False)
         found.append((codes, factors, _error(x, codes, factors, amax, quantizer)))
     (codes4, factors4, error4), (codes6, factors6, error6) = found
     four = error4 < error6
     return torch.where(four.repeat_interleave(_BLOCK, 1), codes4, codes6), torch.where(four, factors4.float(), factors6.float()).to(factors6.dtype)
 
 
-def _packed(codes: torch.Tensor) -> torch.Tensor:
+def packed(codes: torch.Tensor) -> torch.Tensor:
     """Two codes in a byte, the first in its lower half."""
     return codes[:, ::2] | codes[:, 1::2] << 4
 
@@ -171,12 +172,12 @@ def _write_side(x: torch.Tensor, quantizer: Any, data: torch.Tensor, factors: to
     (rows, columns), x = x.shape, x.float()
     blocks = _largest_of_blocks(x, quantizer.with_2d_quantization)
     if _four_over_six(quantizer):
-        codes, new = _four_or_six(x, blocks, _encode(largest, quantizer.nvfp4_e4m3_max), largest, quantizer)
+        codes, new = _four_or_six(x, blocks, encode(largest, quantizer.nvfp4_e4m3_max), largest, quantizer)
     else:
-        encode = _encode(largest, _LARGEST_FACTOR)
-        new = _as_factors(blocks * (encode * torch.full_like(encode, _LARGEST_CODE).reciprocal()))
-        codes = _codes(_scaled(x, new, encode), quantizer.stochastic_rounding)
-    overwrite(data, _packed(codes), noop)
+        multiplier = encode(largest, _LARGEST_FACTOR)
+        new = _as_factors(blocks * (multiplier * torch.full_like(multiplier, _LARGEST_CODE).reciprocal()))
+        codes = codes_of(_scaled(x, new, multiplier), quantizer.stochastic_rounding)
+    overwrite(data, packed(codes), noop)
     padded = torch.zeros_like(factors)
     padded[:rows, :columns // _BLOCK] = new.view(torch.uint8)
     overwrite(factors, padded, noop)
@@ -238,7 +239,7 @@ def nvfp4_data_transpose(input: torch.Tensor, *, out: Optional[torch.Tensor]) ->
     """The codes of [M, K] as those of [K, M]; both UINT8 with two codes in a byte of the last dimension."""
     if input.dtype != torch.uint8 or input.dim() != 2 or input.shape[0] % 2:
         raise InvalidArgument(f"nvfp4_data_transpose: input is {input.dtype} {tuple(input.shape)}; it is uint8 [M, K / 2] with an even M")
-    codes = _packed(_unpacked(input).t())
+    codes = packed(_unpacked(input).t())
     if out is None:
         return codes
     if out.shape != codes.shape:

@@ -17,7 +17,7 @@ __all__ = ["fp8_block_scaling_compute_partial_amax", "fp8_block_scaling_partial_
            "mxfp8_scaling_partial_cast"]
 
 
-class _Part:
+class Part:
     """The whole rows of blocks in which the part lies."""
 
     def __init__(self, name: str, values: torch.Tensor, h: int, w: int, start: int, block: int):
@@ -46,7 +46,7 @@ class _Part:
             ops.cast_to_fp8(input=self.values.float() * factors, output=out.view(-1).view(dtype), scale=torch.ones(1, device=out.device))
 
 
-def _over_width(absolute: torch.Tensor, block: int) -> torch.Tensor:
+def over_width(absolute: torch.Tensor, block: int) -> torch.Tensor:
     """The last dimension as [blocks, block], filled up by zeros."""
     padded = torch.nn.functional.pad(absolute, (0, -absolute.shape[-1] % block))
     return padded.view(*padded.shape[:-1], -1, block)
@@ -66,10 +66,10 @@ def fp8_block_scaling_compute_partial_amax(tensor: torch.Tensor, amax: torch.Ten
     """amax, FP32 [blocks down, blocks across or more]: of the part in each block of 128 x 128, 0 where it has no element."""
     name = "fp8_block_scaling_compute_partial_amax"
     down, across = _check_block(name, amax, "amax", h, w, block_len)
-    part = _Part(name, tensor, h, w, start_offset, 128)
+    part = Part(name, tensor, h, w, start_offset, 128)
     amax[:down, :across] = 0
     if tensor.numel():
-        amax[part.first:part.last, :across] = _over_width(part.absolute(), 128).amax((1, 3))
+        amax[part.first:part.last, :across] = over_width(part.absolute(), 128).amax((1, 3))
 
 
 def fp8_block_scaling_partial_cast(inp: torch.Tensor, out: torch.Tensor, scale: torch.Tensor, h: int, w: int, start_offset: int, block_len: int,
@@ -77,7 +77,7 @@ def fp8_block_scaling_partial_cast(inp: torch.Tensor, out: torch.Tensor, scale: 
     """out, as many bytes as the part has elements: the codes of the part times the scales of its blocks."""
     name = "fp8_block_scaling_partial_cast"
     _, across = _check_block(name, scale, "scale", h, w, block_len)
-    part = _Part(name, inp, h, w, start_offset, 128)
+    part = Part(name, inp, h, w, start_offset, 128)
     _check_out(name, "out", out, inp)
     rows = scale[part.first:part.last, :across].repeat_interleave(128, 1)[:, :w].repeat_interleave(128, 0)
     part.cast(part.factors(rows), out, fp8_dtype(out_dtype))
@@ -103,12 +103,12 @@ def mxfp8_scaling_compute_partial_amax(input: torch.Tensor, amax_rowwise: torch.
     """The amaxes of the part in each 1 x 32 and each 32 x 1, in the part's dtype, laid out as the factors are; 0 where it has no element."""
     name = "mxfp8_scaling_compute_partial_amax"
     _check_mxfp8(name, rows, cols, amax_rowwise, amax_colwise)
-    part = _Part(name, input, rows, cols, start_offset, 32)
+    part = Part(name, input, rows, cols, start_offset, 32)
     amax_rowwise.zero_()
     amax_colwise.zero_()
     if input.numel():
         absolute = part.absolute()
-        amax_rowwise[part.first * 32:part.last * 32, :cols // 32] = _over_width(absolute, 32).amax(-1).view(-1, cols // 32)
+        amax_rowwise[part.first * 32:part.last * 32, :cols // 32] = over_width(absolute, 32).amax(-1).view(-1, cols // 32)
         amax_colwise[part.first:part.last, :cols] = absolute.amax(1)
 
 
@@ -124,7 +124,7 @@ def mxfp8_scaling_partial_cast(input: torch.Tensor, output_rowwise: torch.Tensor
     """Both copies' E4M3 codes of the part, as many bytes as it has elements, by factors of the whole weight."""
     name = "mxfp8_scaling_partial_cast"
     _check_mxfp8(name, rows, cols, scale_inv_rowwise, scale_inv_colwise)
-    part = _Part(name, input, rows, cols, start_offset, 32)
+    part = Part(name, input, rows, cols, start_offset, 32)
     for what, out in (("output_rowwise", output_rowwise), ("output_colwise", output_colwise)):
         _check_out(name, what, out, input)
     row_wise = scale_inv_rowwise.view(torch.uint8)[part.first * 32:part.last * 32, :cols // 32].repeat_interleave(32, 1)
