@@ -256,6 +256,23 @@ class TransformerLayerTest(Modules):
         p = {n: t.double() for n, t in module.named_parameters()}
         near(self, module(x), oracle.transformer(p, x.double(), seen=allowed(4, 4, True)), 1e-5, "output")
 
+    def test_settings_that_a_program_changes_are_used(self):
+        x, turned = randn(4, 2, 32), angles(4, 8)
+        for path, name, value, options in (("self_attention.layernorm_qkv", "eps", 0.5, dict(eps=0.5)),
+                                           ("self_attention.core_attention", "softmax_scale", 2.0, {}),
+                                           ("self_attention", "rotary_pos_interleaved", True, dict(rope_interleaved=True))):
+            with self.subTest(name=name):
+                module = randomise(te.TransformerLayer(32, 48, 4, hidden_dropout=0, attention_dropout=0, device="cpu"))
+                before = module(x, rotary_pos_emb=turned)
+                setattr(module.get_submodule(path), name, value)
+                p = {n: t.double() for n, t in module.named_parameters()}
+                if name == "softmax_scale":
+                    for n in ("query_weight", "query_bias"):
+                        p[f"self_attention.layernorm_qkv.{n}"] *= value * 8 ** 0.5
+                got = module(x, rotary_pos_emb=turned)
+                near(self, got, oracle.transformer(p, x.double(), seen=allowed(4, 4, True), angles=turned.double(), **options), 1e-5, "output")
+                self.assertGreater((got - before).abs().max().item(), 1e-3)
+
     def test_drop_path(self):
         module = te.TransformerLayer(32, 48, 4, drop_path_rate=0.5, hidden_dropout=0, attention_dropout=0, device="cpu",
                                      attn_input_format="bshd")

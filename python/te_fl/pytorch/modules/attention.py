@@ -171,6 +171,7 @@ class DotProductAttention(TransformerEngineBaseModule):
     _sites = ("fp8",)  # of FP8 attention: a recipe with fp8_dpa
     _places = extra_state.ATTENTION
     _attends = True
+    _remade = frozenset(("softmax_scale",))
     _device: Optional[torch.device] = None  # of the layers
 
     @checks_keywords()

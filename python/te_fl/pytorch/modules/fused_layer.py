@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Sequence, Tuple, Union
+from typing import List, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -40,7 +40,9 @@ class FusedLayer:
     def __init__(self, owner: torch.nn.Module):
         self._layers: dict = {}
         self._places: List[Tuple[torch.nn.Module, str, dict]] = []
-        self._core = owner.self_attention.core_attention  # found once: usable() sees to it that it is still the one
+        self._attention, self._mlp = owner.self_attention, owner.layernorm_mlp
+        self._core = self._attention.core_attention  # found once: usable() sees to it that it is still the one
+        self._agree: Optional[bool] = None  # True if the norms have the settings that the one call has for them, None before the first look
         self._divides = owner.tp_size > 1
         self._tree = [(path, part) for path, part in owner.named_modules() if path]
         # The modules' own tables of children, which show that one was replaced or added.
@@ -70,11 +72,19 @@ class FusedLayer:
         for _, part in self._tree:
             if type(part) not in _KINDS or part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
                 return False
-        return True
+        if self._agree is None:
+            self._agree = self._norms_agree()
+        return self._agree
+
+    def _norms_agree(self) -> bool:
+        """True if all norms have one epsilon and one form of gamma, but for those of queries and keys, which have their own."""
+        usual, own = (self._mlp.eps, self._mlp.zero_centered_gamma), (self._attention.qk_norm_eps, False)
+        return all((part.eps, part.zero_centered_gamma) == (own if path.endswith(("q_norm", "k_norm")) else usual)
+                   for path, part in self._parts if isinstance(part, (LayerNormLinear, LayerNorm, RMSNorm)))
 
     def forget(self) -> None:
-        """Makes new layers when they are next needed, since a part has other memory or FP8 state."""
-        self._layers = {}
+        """Makes new layers when they are next needed, since a part has other memory, FP8 state or settings."""
+        self._layers, self._agree = {}, None
 
     def parameters(self) -> List[Tuple[torch.nn.Module, str]]:
         """The parts' own parameters, in the parts' order."""
@@ -98,10 +108,10 @@ class FusedLayer:
         mask, softcap, *size, drops = name
         core = self._core
         hidden, inner = (owner.hidden_dropout, core.attention_dropout) if drops else (0.0, 0.0)
-        key = (device, mask, softcap, *size, hidden, inner)
+        attention, mlp = self._attention, self._mlp
+        key = (device, mask, softcap, *size, hidden, inner, attention.rotary_pos_interleaved)
         layer = self._layers.get(key)
         if layer is None:
-            attention, mlp = owner.self_attention, owner.layernorm_mlp
             self.check_devices(device)
             use_torch_memory(device)
             options = {"hidden_size": attention.hidden_size, "ffn_hidden_size": mlp.ffn_hidden_size, "activation": mlp.activation,
