@@ -134,6 +134,12 @@ class Values(Same):
         product = grouped(randn(48, 32), SPLITS[0], out=out) * other
         grouped(randn(48, 32, seed=2), SPLITS[0], out=out)
         self.assertRaisesRegex(RuntimeError, "modified by an inplace operation", product.sum().backward)
+        x = randn(48, 32).requires_grad_()
+        self.assertRaisesRegex(InvalidArgument, "dgrad_out shares memory with the input", grouped, x, SPLITS[0], dgrad_out=x.detach())
+        hidden = torch.sigmoid(x)  # whose backward reads it, while that of the layer reads codes
+        with te.autocast(recipe=RECIPES[2]):
+            y = grouped(hidden, SPLITS[0], dgrad_out=hidden.detach())
+        self.assertRaisesRegex(RuntimeError, "modified by an inplace operation", y.sum().backward)
 
     def test_frozen_parameters(self):
         for recipe in RECIPES[:2]:

@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 
 
+def count_write(memory: torch.Tensor) -> None:
+    """Has a backward that still reads what was in the memory raise, as after PyTorch's own writes in place."""
+    if not memory.is_inference():
+        torch.autograd.graph.increment_version(memory)
+
+
 class ResultInto(torch.autograd.Function):
     """y in the memory, which is returned over it. forward(y, memory)."""
 
@@ -28,4 +34,5 @@ class GradientInto(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
+        count_write(ctx.memory)
         return ctx.memory if grad.data_ptr() == ctx.memory.data_ptr() else ctx.memory.copy_(grad), None

@@ -8,7 +8,7 @@ from typing import Any, Callable, Optional, Sequence, Tuple, Union
 import torch
 
 from te_fl.errors import InvalidArgument
-from te_fl.pytorch.autograd.given_memory import GradientInto, ResultInto
+from te_fl.pytorch.autograd.given_memory import GradientInto, ResultInto, count_write
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.fp8.availability import get_default_recipe
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
@@ -160,9 +160,11 @@ class GroupedLinear(TransformerEngineBaseModule):
         activation = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         _check_memory("out", out, (x.shape[0], self.out_features), activation, x.device)
         _check_memory("dgrad_out", dgrad_out, (x.shape[0], self.in_features), x.dtype, x.device)
-        _check_apart(out, x)
-        if out is not None and not out.is_inference():  # so that the backward of an older result in this memory raises
-            torch.autograd.graph.increment_version(out)
+        _check_apart("out", out, x)
+        if not quantization.enabled():  # in FP8 the backward reads codes of the input
+            _check_apart("dgrad_out", dgrad_out, x)
+        if out is not None:
+            count_write(out)
         if dgrad_out is not None:
             x = GradientInto.apply(x, dgrad_out)
         inputs = (x, torch.tensor(splits, dtype=torch.int64, device="cpu"))
@@ -210,13 +212,14 @@ def _untraced() -> Callable:
     return _disabled
 
 
-def _check_apart(out: Optional[torch.Tensor], x: torch.Tensor) -> None:
+def _check_apart(name: str, memory: Optional[torch.Tensor], x: torch.Tensor) -> None:
     """Refuses a result over the input's memory: an expert's rows would be written before a later expert or the backward reads them."""
-    if out is None:
+    if memory is None:
         return
-    (begin, end), (first, last) = ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (out, x))
+    (begin, end), (first, last) = ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (memory, x))
     if begin < last and first < end:
-        raise InvalidArgument("GroupedLinear: out shares memory with the input, whose rows would be written before they are read; give it memory of its own")
+        raise InvalidArgument(f"GroupedLinear: {name} shares memory with the input, whose rows would be written before they are read; give it memory of "
+                              "its own")
 
 
 def _check_memory(name: str, memory: Optional[torch.Tensor], shape: Tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
