@@ -72,4 +72,19 @@ void note_cause(PyObject* exception, const std::string& text) {
   Py_XDECREF(old);
 }
 
+StatusCode code_of(PyObject* exception) noexcept {
+  PyObject *name = nullptr, *kind = nullptr;
+  Py_ssize_t at = 0;
+  while (g_classes != nullptr && PyDict_Next(g_classes, &at, &name, &kind) != 0) {
+    if (PyErr_GivenExceptionMatches(exception, kind) == 0) continue;
+    for (int32_t code = TE_FL_OK; code <= TE_FL_COMM_FAILED; ++code) {
+      const auto found = static_cast<StatusCode>(code);
+      if (PyUnicode_CompareWithASCIIString(name, std::string(to_string(found)).c_str()) == 0) {
+        return found;
+      }
+    }
+  }
+  return StatusCode::kInternal;
+}
+
 }  // namespace te_fl::python

@@ -17,6 +17,9 @@ void set_error_classes(PyObject* classes);
 // `text`. Both are kept until the next failure.
 void note_cause(PyObject* exception, const std::string& text);
 
+// The code whose class the exception is of; INTERNAL for one that is not te-fl's.
+StatusCode code_of(PyObject* exception) noexcept;
+
 inline void check(const Status& status) {
   if (!status.ok()) throw_status(status);
 }

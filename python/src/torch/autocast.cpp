@@ -49,20 +49,6 @@ class KnownRows {
   std::deque<Rows> all_;
 };
 
-// The interpreter's error as te-fl's, for callers that know no Python.
-Status python_error(const char* call) {
-  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
-  PyErr_Fetch(&type, &value, &trace);
-  const Ref kind = Ref::take(type == nullptr ? Py_NewRef(Py_None) : type);
-  const Ref owned = Ref::take(value == nullptr ? Py_NewRef(Py_None) : value);
-  Py_XDECREF(trace);
-  PyObject* const text = PyObject_Str(owned.get());
-  if (text == nullptr) PyErr_Clear();
-  const Ref keeps = Ref::take(text == nullptr ? Py_NewRef(Py_None) : text);
-  const std::string words = text == nullptr ? "an error" : std::string(text_of(text, "error"));
-  return Status(StatusCode::kInternal, std::string(call) + ": " + words);
-}
-
 PyObject* get(PyObject* dict, const char* key) {
   PyObject* value = PyDict_GetItemString(dict, key);
   if (value == nullptr) throw_type_error(std::string("the recipe lacks '") + key + "'");
@@ -168,10 +154,10 @@ PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept {
         const Ref rows = known->find(amaxes, like);
         PyObject* const done =
             PyObject_CallFunctionObjArgs(held_reduce->get(), rows.get(), stream.get(), nullptr);
-        if (done == nullptr) return python_error("torch.distributed.all_reduce");
+        if (done == nullptr) return callback_failed().wrap("torch.distributed.all_reduce");
         Py_DECREF(done);
       } catch (const PythonError&) {
-        return python_error("amaxes as tensors");
+        return callback_failed().wrap("amaxes as tensors");
       }
       return {};
     };

@@ -25,7 +25,7 @@ Status callback_failed() {
   const std::string message =
       type_name(owned.get()) + ": " + std::string(text_of(words.get(), "an error"));
   note_cause(owned.get(), message);
-  return internal_error(message);
+  return Status(code_of(owned.get()), message);
 }
 
 }  // namespace te_fl::python

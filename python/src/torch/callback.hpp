@@ -21,7 +21,8 @@ class Kept {
 };
 
 // Takes the Python exception that is set, as a status; it is the cause of the exception that the
-// call into te-fl ends with. Under the interpreter's lock.
+// call into te-fl ends with, which is of te-fl's class if this one is, else Internal. Under the
+// interpreter's lock.
 Status callback_failed();
 
 }  // namespace te_fl::python

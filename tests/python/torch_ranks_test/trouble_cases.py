@@ -6,11 +6,13 @@ import os
 import signal
 import time
 import weakref
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import te_fl.pytorch as te
+from as_ops_cases import environment
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fl.pytorch import distributed as helpers
 from te_fl.pytorch.cross_entropy import parallel_cross_entropy
@@ -110,6 +112,32 @@ def killed():
     begin = time.monotonic()
     return (noted_error(lambda: collectives.all_reduce(tensor)),
             noted_error(lambda: y.sum().backward()), time.monotonic() - begin)
+
+
+def raised_by_layers():
+    """The types of errors of collectives in C++: a gather of other rows and a reduction of other amaxes (TE_FL_VALIDATE), and one that is interrupted."""
+    rank, ranks, delayed = dist.get_rank(), list(range(dist.get_world_size())), DelayedScaling()
+    types = []
+
+    def call(rows, sites, group):
+        layers = [te.Linear(16, 16, device="cpu") for _ in range(sites)]
+        split = te.Linear(16, 16, parallel_mode="column", sequence_parallel=True, tp_group=group, device="cpu")
+        with te.autocast(recipe=delayed, amax_reduction_group=group):
+            for layer in (*layers, *[split] * (rows > 0)):
+                layer(torch.ones(max(rows, 16), 16))
+
+    def note(*how):
+        try:
+            call(*how)
+        except BaseException as error:
+            types.append(type(error).__name__)
+
+    with environment(TE_FL_VALIDATE="1"):
+        for rows, sites in ((16 + 16 * rank, 0), (0, 1 + rank)):
+            note(rows, sites, dist.new_group(ranks))
+    with mock.patch.object(collectives, "all_reduce", side_effect=KeyboardInterrupt):
+        note(0, 1, dist.group.WORLD)
+    return types
 
 
 def noted_error(function):

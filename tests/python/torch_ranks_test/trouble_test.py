@@ -30,6 +30,10 @@ class Trouble(unittest.TestCase):
             self.assertEqual([kind for kind, stays in stay.items() if stays], [])
             self.assertRegex(error, "the process group whose ranks share the amaxes of an autocast is gone")
 
+    def test_what_layers_raise(self):
+        for types in on_ranks(cases.raised_by_layers):
+            self.assertEqual(types, ["CommFailed", "CommFailed", "KeyboardInterrupt"])
+
     def test_a_group_of_others(self):
         inside, outside = on_ranks(cases.outside)
         self.assertIsNone(inside)
