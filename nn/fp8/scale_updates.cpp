@@ -123,33 +123,47 @@ Status reduce_amaxes(const AmaxReduction& reduction, const std::vector<PendingUp
   return {};
 }
 
-// Makes the amaxes those of all ranks, and adds the sites that other ranks may have used.
-Status reduce_all(PendingUpdates& updates, Direction direction,
-                  std::vector<std::shared_ptr<AmaxReduction>> reductions) {
+using Reductions = std::vector<std::shared_ptr<AmaxReduction>>;
+
+// Makes the amaxes those of the reduction's ranks, and adds the sites that other ranks may have
+// used.
+Status reduce_by(const std::shared_ptr<AmaxReduction>& reduction, PendingUpdates& updates,
+                 Direction direction) {
+  const std::vector<PendingUpdate> sites = reduction->sites().all(direction);
+  bool captured = false;
+  for (const PendingUpdate& site : sites) {
+    TE_FL_ASSIGN_OR_RETURN(const bool here, capturing(site.state->device()));
+    captured = captured || here;
+  }
+  if (captured) {  // a launch repeats what this step updates, and nothing of other steps
+    std::vector<PendingUpdate> own;
+    std::ranges::copy_if(updates.all(), std::back_inserter(own),
+                         [&](const PendingUpdate& u) { return u.reduction == reduction; });
+    return reduce_amaxes(*reduction, own);
+  }
+  TE_FL_RETURN_IF_ERROR(reduce_amaxes(*reduction, sites));
+  for (const PendingUpdate& site : sites) updates.add_new(site);
+  return {};
+}
+
+// Makes the amaxes those of all ranks. One reduction's failure, which is returned, keeps no ranks
+// of another waiting; `failed` gets those whose sites cannot be updated.
+Status reduce_all(PendingUpdates& updates, Direction direction, Reductions reductions,
+                  Reductions& failed) {
   for (const PendingUpdate& update : updates.all()) {
     if (update.reduction != nullptr &&
         std::ranges::find(reductions, update.reduction) == reductions.end()) {
       reductions.push_back(update.reduction);
     }
   }
+  Status first;
   for (const std::shared_ptr<AmaxReduction>& reduction : reductions) {
-    const std::vector<PendingUpdate> sites = reduction->sites().all(direction);
-    bool captured = false;
-    for (const PendingUpdate& site : sites) {
-      TE_FL_ASSIGN_OR_RETURN(const bool here, capturing(site.state->device()));
-      captured = captured || here;
-    }
-    if (captured) {  // a launch repeats what this step updates, and nothing of other steps
-      std::vector<PendingUpdate> own;
-      std::ranges::copy_if(updates.all(), std::back_inserter(own),
-                           [&](const PendingUpdate& u) { return u.reduction == reduction; });
-      TE_FL_RETURN_IF_ERROR(reduce_amaxes(*reduction, own));
-      continue;
-    }
-    TE_FL_RETURN_IF_ERROR(reduce_amaxes(*reduction, sites));
-    for (const PendingUpdate& site : sites) updates.add_new(site);
+    Status status = reduce_by(reduction, updates, direction);
+    if (status.ok()) continue;
+    failed.push_back(reduction);
+    if (first.ok()) first = std::move(status);
   }
-  return {};
+  return first;
 }
 
 Status update_group(const std::vector<const PendingUpdate*>& group) {
@@ -219,13 +233,17 @@ std::shared_ptr<GradientUpdates> exchange_gradient_updates(
 }
 
 Status update_scales(std::vector<PendingUpdate> pending, Direction direction,
-                     std::vector<std::shared_ptr<AmaxReduction>> reductions) {
+                     Reductions reductions) {
   PendingUpdates all;
   for (PendingUpdate& update : pending) all.add(std::move(update));
   if (direction == Direction::kForward) TE_FL_RETURN_IF_ERROR(add_waiting(all));
-  TE_FL_RETURN_IF_ERROR(reduce_all(all, direction, std::move(reductions)));
+  Reductions failed;
+  const Status reduced = reduce_all(all, direction, std::move(reductions), failed);
   const std::vector<PendingUpdate>& updates = all.all();
   std::vector<bool> done(updates.size(), false);
+  for (size_t i = 0; i < updates.size() && !failed.empty(); ++i) {
+    done[i] = std::ranges::find(failed, updates[i].reduction) != failed.end();
+  }
   for (size_t i = 0; i < updates.size(); ++i) {
     if (done[i] || !updates[i].state->defined()) continue;
     std::vector<const PendingUpdate*> group = {&updates[i]};
@@ -238,7 +256,7 @@ Status update_scales(std::vector<PendingUpdate> pending, Direction direction,
       return status.wrap("delayed scaling: the scale update failed");
     }
   }
-  return {};
+  return reduced;
 }
 
 }  // namespace te_fl::nn::detail

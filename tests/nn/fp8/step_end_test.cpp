@@ -208,6 +208,32 @@ TEST(StepEnd, AFailedReductionIsTheScopesError) {
   EXPECT_HAS(message(status), "a rank is gone");
 }
 
+// A backward that raised leaves its amaxes to the thread's next one, whose ranks may be others.
+TEST(StepEnd, AFailedReductionKeepsNoOtherRanksWaiting) {
+  int calls = 0;
+  const auto gone = std::make_shared<AmaxReduction>(
+      [](std::span<const Tensor>) { return Status(StatusCode::kCommFailed, "a rank is gone"); });
+  const auto here = std::make_shared<AmaxReduction>([&](std::span<const Tensor>) -> Status {
+    ++calls;
+    return {};
+  });
+  auto left = make_module(), own = make_module();
+  const auto backward = [](auto& module, const std::shared_ptr<AmaxReduction>& reduction) {
+    Ctx ctx;
+    autocast fp8({.amax_reduction = reduction}, kRecipe);
+    (void)take(module.forward(values(1), &ctx));
+    (void)fp8.exit();
+    (void)take(module.backward(values(2), ctx));
+  };
+  backward(*left, gone);
+  backward(*own, here);
+  const int before = calls;
+  EXPECT_FAILS(backward_end(), kCommFailed, "a rank is gone");
+  EXPECT_EQ(calls, before + 1);
+  EXPECT_GT(fp8_state(*own).at("fc2_fp8.bwd.scale")[0], 1e4);
+  EXPECT_EQ(fp8_state(*left).at("fc2_fp8.bwd.scale")[0], 1) << "its amaxes were not reduced";
+}
+
 // ---- modules that stand for one
 
 TEST(SharedFp8States, AreOneStateOfSeveralModules) {
