@@ -36,6 +36,7 @@ FUNCTION_IMPORTS = {
     ("te_fl", "te_fl.compat.finder"): "only as_transformer_engine() needs it",
     ("te_fl", "te_fl.inside"): "only inside_transformer_engine() needs it",
     ("te_fl.inside.package", "te_fl.inside.host_device"): "it imports PyTorch, which is not to be imported before the program does",
+    ("te_fl.inside.package", "te_fl.inside.host_kernels"): "it imports PyTorch, which is not to be imported before the program does",
     ("te_fl.inside.package", "te_fl.inside.calls"): "only a version that te-fl does not know needs it",
     ("te_fl.inside.package", "te_fl.transformer_engine_torch.absent"): "it imports PyTorch, which is not to be imported before the program does",
     ("te_fl.inside.package", "te_fl.transformer_engine_torch.older"): "it imports PyTorch, which is not to be imported before the program does",

@@ -313,7 +313,6 @@ class Activations(Compared):
             self.assertEqual(s.grad.dtype, dtype)
 
     def test_between_grouped_products(self):
-        """te.ops, without biases: their gradients are the package's own Triton, which does not run on a host."""
         splits, rows = [16, 0, 32], torch.tensor([16, 0, 32])
         for dtype, how, tolerance in ((torch.float32, None, 1e-6), (torch.bfloat16, None, 6e-3), (torch.bfloat16, recipe.Float8CurrentScaling(), 0.12),
                                       (torch.bfloat16, recipe.Float8BlockScaling(), 0.12)):
@@ -329,6 +328,25 @@ class Activations(Compared):
                               zip(wide.split(splits), scales.split(splits), *weights)])
             want.backward(dy.double())
             for got, expected in ((y, want), (x.grad, wide.grad), (s.grad, scales.grad)):
+                self.near(got, expected, tolerance)
+
+    def test_biases_of_groups(self):
+        """te.ops.GroupedLinear's, with a scale for each row or not: their gradients are by PyTorch on a host, the package's Triton elsewhere."""
+        rows = torch.tensor([16, 0, 32])
+        for scaled, (dtype, tolerance) in itertools.product((False, True), ((torch.float32, 1e-6), (torch.bfloat16, 6e-3))):
+            layer = te_ops.GroupedLinear(3, 64, 32, bias=True, dtype=dtype, device="cuda", **({"scale_bias": True} if scaled else {}))
+            for i in range(3):
+                getattr(layer, f"bias{i}").data.normal_()
+            x, s = drawn(48, 64, dtype=dtype).requires_grad_(), drawn(48, seed=1).abs().requires_grad_()
+            y, dy = layer(x, rows, *([s] if scaled else [])), drawn(48, 32, dtype=dtype, seed=2)
+            y.backward(dy)
+            wide, scales = x.detach().double(), s.detach().double().requires_grad_()
+            biases = [getattr(layer, f"bias{i}").detach().double().requires_grad_() for i in range(3)]
+            want = torch.cat([a @ getattr(layer, f"weight{i}").detach().double().t() + b * (f[:, None] if scaled else 1) for i, (a, b, f) in
+                              enumerate(zip(wide.split(rows.tolist()), biases, scales.split(rows.tolist())))])
+            want.backward(dy.double())
+            pairs = [(y, want), *((getattr(layer, f"bias{i}").grad, b.grad) for i, b in enumerate(biases)), *([(s.grad, scales.grad)] if scaled else [])]
+            for got, expected in pairs:
                 self.near(got, expected, tolerance)
 
     def test_situglu_alone_and_quantised(self):

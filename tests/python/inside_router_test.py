@@ -1,8 +1,9 @@
-"""NVIDIA's permutation by an index map, router, auxiliary loss and padding on te-fl, forward and backward, against PyTorch in FP64, and a mixture
-of experts of them that learns. Permutation by a routing map is the package's own Triton, which does not run on a host."""
+"""NVIDIA's permutation, router, auxiliary loss and padding on te-fl, forward and backward, against PyTorch in FP64, and a mixture of experts of them
+that learns; and what the package's own Triton kernels compute, by PyTorch on a host: permutation by a routing map, cross-entropy."""
 
 import itertools
 import unittest
+from unittest import mock
 import warnings
 
 import inside_package  # noqa: F401
@@ -15,7 +16,8 @@ import transformer_engine_torch as tex  # the package brings it
 from te_fl.errors import Error
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.constants import TE_DType
-from transformer_engine.pytorch.permutation import moe_permute, moe_unpermute
+from transformer_engine.pytorch.permutation import (moe_permute, moe_permute_and_pad_with_probs, moe_permute_with_probs, moe_sort_chunks_by_index,
+                                                    moe_sort_chunks_by_index_with_probs, moe_unpermute)
 from transformer_engine.pytorch.router import fused_compute_score_for_moe_aux_loss, fused_moe_aux_loss, fused_topk_with_score_function
 
 if not hasattr(te_fl.ops, "moe_permute_fwd"):
@@ -228,6 +230,103 @@ class Router(Compared):
         self.near(tex.fused_topk_with_score_function_qb_fwd(*raw, bounds, 0)[3], cutoff, 1e-6)
         for wrong in ([1.0, 1.0], [1.0, -1.0], [float("nan"), 1.0]):
             self.refused("finite with lower < upper", tex.fused_topk_with_score_function_qb_fwd, *raw, torch.tensor(wrong), 0)
+
+
+class ByRoutingMap(Compared):
+    def order(self, chosen):
+        """[(token, expert)] of the rows."""
+        return [(t, e) for e in range(chosen.shape[1]) for t in range(chosen.shape[0]) if chosen[t, e]]
+
+    def test_there_and_back(self):
+        for dtype, padded in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+            routes = torch.rand(9, 5, generator=torch.Generator().manual_seed(3)) > 0.6
+            routes[:, 3] = False  # an expert without tokens
+            routes[4] = False  # a token without experts
+            tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+            pairs = self.order(routes)
+            token, expert = torch.tensor(pairs).t()
+            x, probs, weights = (t.requires_grad_() for t in (drawn(9, 6, dtype=dtype), torch.rand(9, 5), torch.rand(9, 5)))
+            if padded:
+                counts = routes.sum(0)
+                y, of_rows, rows, offsets, aligned = moe_permute_and_pad_with_probs(x, probs, routes.int(), counts, 4)
+                self.assertEqual(aligned.tolist(), [-(-n // 4) * 4 for n in counts.tolist()])
+                begins = aligned.cumsum(0) - aligned
+                place = torch.cat([begins[e] + torch.arange(n) for e, n in enumerate(counts.tolist())])
+                self.assertEqual(y.detach().double().sum(1).ne(0).sum().item(), len(pairs))  # the others are zeros
+            else:
+                y, of_rows, rows = moe_permute_with_probs(x, probs, routes.int(), num_out_tokens=len(pairs))
+                offsets, place = None, torch.arange(len(pairs))
+            self.assertTrue(torch.equal(y[place], x[token]) and torch.equal(of_rows[place], probs[token, expert]))
+            z = moe_unpermute(y * of_rows.unsqueeze(1).to(dtype), rows, merging_probs=weights, restore_shape=x.shape, map_type="mask",
+                              pad_offsets=offsets)
+            copies = [t.detach().double().requires_grad_() for t in (x, probs, weights)]
+            want = torch.zeros(9, 6, dtype=torch.float64).index_add(
+                0, token, copies[0][token] * (copies[1] * copies[2])[token, expert].unsqueeze(1))
+            self.near(z, want, tolerance)
+            grad = drawn(9, 6, dtype=dtype, seed=1)
+            z.backward(grad)
+            want.backward(grad.double())
+            for ours, theirs in zip((x, probs, weights), copies):
+                self.near(ours.grad, theirs.grad, 2 * tolerance)
+
+    def test_sums_and_rows_of_no_probability(self):
+        routes = torch.tensor([[1, 1, 0], [0, 1, 1]], dtype=torch.int32)
+        x, probs = drawn(2, 4).requires_grad_(), torch.tensor([[0.5, 0.0, 9.0], [9.0, 0.25, 1.0]])
+        y, rows = moe_permute(x, routes, num_out_tokens=4, map_type="mask")
+        z = moe_unpermute(y, rows, restore_shape=x.shape, map_type="mask")
+        self.assertTrue(torch.equal(z, 2 * x))
+        z.backward(torch.ones(2, 4))
+        self.assertTrue(torch.equal(x.grad, torch.full((2, 4), 2.0)))
+        y, of_rows, _ = moe_permute_with_probs(x, probs, routes, num_out_tokens=4)
+        self.assertEqual(of_rows.tolist(), [0.5, 0.0, 0.25, 1.0])
+        self.assertEqual(y[1].count_nonzero().item(), 0)
+
+    def test_chunks(self):
+        sizes, order = torch.tensor([2, 0, 3, 1]), torch.tensor([2, 0, 3, 1])
+        x, probs = drawn(6, 4).requires_grad_(), torch.rand(6).requires_grad_()
+        parts = [x.split(sizes.tolist())[i] for i in order], [probs.split(sizes.tolist())[i] for i in order]
+        y, of_rows = moe_sort_chunks_by_index_with_probs(x, probs, sizes, order)
+        self.assertTrue(torch.equal(y, torch.cat(parts[0])) and torch.equal(of_rows, torch.cat(parts[1])))
+        grads = drawn(6, 4, seed=1), torch.rand(6)
+        want = torch.autograd.grad((torch.cat(parts[0]), torch.cat(parts[1])), (x, probs), grads)
+        for ours, theirs in zip(torch.autograd.grad((y, of_rows), (x, probs), grads), want):
+            self.assertTrue(torch.equal(ours, theirs))
+        self.assertTrue(torch.equal(moe_sort_chunks_by_index(x, sizes, order), y))
+
+
+class CrossEntropy(Compared):
+    def test_against_pytorch(self):
+        for dtype, smoothing, reduce, overwrite in itertools.product((torch.float32, torch.bfloat16), (0.0, 0.2), (False, True), (False, True)):
+            x, target = (drawn(3, 5, 11, dtype=dtype) * 4).requires_grad_(), torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(1))
+            target[1, 2] = target[2, 4] = 7
+            z = x.detach().double().requires_grad_()
+            loss = te.parallel_cross_entropy(x if not overwrite else x * 1, target, smoothing, reduce, None, 7, overwrite_input=overwrite)
+            want = torch.nn.functional.cross_entropy(z.view(15, 11), target.view(-1), label_smoothing=smoothing, ignore_index=7,
+                                                     reduction="mean" if reduce else "none")
+            self.near(loss.view(want.shape), want, 1e-5)
+            grad = torch.rand(loss.shape, generator=torch.Generator().manual_seed(2))
+            loss.backward(grad)
+            want.backward(grad.view(want.shape).double())
+            self.near(x.grad, z.grad, 1e-5 if dtype == torch.float32 else 1e-2)
+
+    def test_parts_of_the_vocabulary(self):
+        whole, target, parts = drawn(2, 3, 12) * 4, torch.tensor([[0, 5, 6], [11, 7, 2]]), []
+        z = whole.double().requires_grad_()
+        want = torch.nn.functional.cross_entropy(z.view(6, 12), target.view(-1), label_smoothing=0.1, ignore_index=2, reduction="none")
+        want.sum().backward()
+
+        def collect(gathered, part, group):
+            parts.append(part.clone())
+            gathered.copy_(torch.cat([part, part]))
+
+        for gather, rank in itertools.product((collect, lambda gathered, part, group: gathered.copy_(torch.cat(parts))), range(2)):
+            x = whole[..., 6 * rank:6 * rank + 6].clone().requires_grad_()
+            with mock.patch.multiple(torch.distributed, get_rank=lambda group: rank, get_world_size=lambda group: 2, all_gather_into_tensor=gather):
+                loss = te.parallel_cross_entropy(x, target, 0.1, False, "a group", 2)
+            if gather is not collect:
+                loss.sum().backward()
+                self.near(loss.view(-1), want, 1e-5)
+                self.near(x.grad, z.grad[..., 6 * rank:6 * rank + 6], 1e-5)
 
 
 class Padding(Compared):

@@ -133,6 +133,12 @@ def _execute_padding(loader: Any, module: ModuleType) -> None:
     module.pad_columnwise_scale_inv = pad_columnwise_scale_inv
 
 
+def _execute_kernels(loader: Any, module: ModuleType) -> None:
+    loader.exec_module(module)
+    from te_fl.inside import host_kernels
+    host_kernels.adopt(module)
+
+
 def _execute_block_storage(loader: Any, module: ModuleType) -> None:
     """A tensor of MXFP8 or NVFP4 asks itself for CUDA's device before it is dequantised; what lies on the host lies there. Below autograd PyTorch would
     have it copy itself for that, by its dequantised values."""
@@ -171,6 +177,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 _STORAGES = "transformer_engine.pytorch.tensor.storage"
 _ON_HOST = {"transformer_engine.pytorch.quantization": _execute_quantization, "transformer_engine.pytorch.triton.pad": _execute_padding,
+            **dict.fromkeys((f"transformer_engine.pytorch.triton.{name}" for name in ("permutation", "cross_entropy", "grouped_dbias_dscales")),
+                            _execute_kernels),
             f"{_STORAGES}.mxfp8_tensor_storage": _execute_block_storage, f"{_STORAGES}.nvfp4_tensor_storage": _execute_block_storage}
 
 
