@@ -424,6 +424,17 @@ class Trouble(unittest.TestCase):
         empty = tex.quantize(torch.empty(0, 16), quantizer)
         self.assertEqual(tuple(empty.shape), (0, 16))
 
+    def test_what_is_quantised_already_is_quantised_by_its_values(self):
+        """The package hands such gradients on, as in attention that it emulates in FP8."""
+        torch.manual_seed(2)
+        held = te.Float8CurrentScalingQuantizer(tex.DType.kFloat8E4M3, "cpu")(torch.randn(32, 32).to(BF16))
+        for quantizer in (te.Float8Quantizer(torch.full((1,), 3.0), torch.zeros(1), tex.DType.kFloat8E5M2), te.MXFP8Quantizer(tex.DType.kFloat8E4M3)):
+            want = quantizer(held.dequantize())
+            sums, again = tex.bgrad_quantize(held, quantizer)
+            for got in (quantizer(held), again):
+                self.assertTrue(torch.equal(got.dequantize(), want.dequantize()))
+            self.assertTrue(torch.equal(sums, tex.bgrad_quantize(held.dequantize(), quantizer)[0]))
+
     def test_noop_keeps_the_codes(self):
         quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3)
         held = tex.quantize(torch.ones(16, 16), quantizer)

@@ -24,6 +24,11 @@ def matrix(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 2 else tensor.view(-1, tensor.shape[-1]) if tensor.numel() else tensor.reshape(schemes.rows_and_columns(tensor.shape))
 
 
+def _high_precision(tensor: Any) -> torch.Tensor:
+    """The values of a tensor that a caller has quantised before, as attention emulated in FP8 does the gradient of the next product."""
+    return tensor.dequantize() if type(tensor) is not torch.Tensor and schemes.is_quantised(tensor) else tensor
+
+
 def quantize_into(values: torch.Tensor, quantizer: Any, output: Any, noop: Optional[torch.Tensor] = None) -> Any:
     """output: a tensor of the package's whose buffers fit the quantizer."""
     scheme = schemes.of_quantizer(quantizer)
@@ -38,7 +43,7 @@ def quantize_into(values: torch.Tensor, quantizer: Any, output: Any, noop: Optio
 
 
 def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Optional[torch.Tensor] = None) -> Any:
-    scheme = schemes.of_quantizer(quantizer)
+    scheme, tensor = schemes.of_quantizer(quantizer), _high_precision(tensor)
     if output is None:
         output = scheme.create(quantizer, tensor.shape, tensor.dtype, tensor.device)
     else:
@@ -66,7 +71,7 @@ def create_empty_quantized_tensor(quantizer: Any, shape: Sequence[int], dtype: t
 
 def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list:
     """[the gradient of the bias, in input's dtype; the quantised gradient, or without a quantizer the gradient itself]."""
-    values = input.contiguous()
+    values = _high_precision(input).contiguous()
     bias_grad = torch.empty(values.shape[-1], dtype=values.dtype, device=values.device)
     if values.numel() == 0:
         bias_grad.zero_()
