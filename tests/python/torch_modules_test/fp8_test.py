@@ -1,5 +1,6 @@
 """Modules in FP8."""
 
+import numpy
 import torch
 
 from common import BF16, EVERYWHERE, F32, Modules, grown
@@ -97,6 +98,11 @@ class Fp8(Modules):
                 module.weight.mul_(2)
             for value in (False, True, None):  # a change is noticed
                 self.assertTrue(torch.equal(module(x, is_first_microbatch=value), 2 * first))
+            for true, false in ((1, 0), (numpy.True_, numpy.False_), (torch.tensor(True), torch.tensor(False))):
+                module(x, is_first_microbatch=true)
+                module.weight.data.mul_(2)  # a change that PyTorch does not count
+                before, after = (module(x, is_first_microbatch=value) for value in (false, true))
+                self.assertTrue(torch.equal(after, 2 * before))
 
     def test_microbatches_have_the_same_gradients(self):
         for device in DEVICES:

@@ -45,6 +45,8 @@ class NativeLayer:
             module._check_hooks()
         if first is None:
             first = quantization.reused_weights()
+        elif first is not True and first is not False:  # 1, or a bool of NumPy's or PyTorch's
+            first = bool(first)
         if captures.flag is not None:
             first = quantization.captured_first(first)
         for t in inputs:
