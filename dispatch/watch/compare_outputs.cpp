@@ -188,7 +188,9 @@ class Comparison {
       if (std::isnan(e.got) && std::isnan(e.wanted)) return;
       if (e.got == e.wanted && !(e.allowed < 0)) return;  // NaN: of infinities
       const double error = std::abs(e.got - e.wanted);
-      if (error <= e.allowed) return;  // false if either is NaN
+      // No error is allowed of an infinity, of which a share would be infinite. A NaN is not
+      // finite.
+      if (std::isfinite(error) && error <= e.allowed) return;
       if (d.wrong++ == 0) d.first = walk.index(n);
       const double excess = std::isnan(error) ? std::numeric_limits<double>::infinity()
                                               : error - std::max(e.allowed, 0.0);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <thread>
 
 #include "dispatch/watch/barred.hpp"
@@ -101,6 +102,25 @@ TEST_F(Verify, RightResultsAgreeAndWrongOnesAreFoundAndSaved) {
     ++files;
   }
   EXPECT_EQ(files, 1);
+}
+
+TEST_F(Verify, AnInfinityAgreesWithOneOfItsSignAlone) {
+  set("TE_FL_VERIFY", "1");
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  FiveCall call;
+  call.tensors[0].data<float>()[1] = kInfinity;
+  ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(counts().agreed, 1u);
+  for (const float wrong : {0.0f, 3e38f, -kInfinity}) {
+    fast.run_body = [wrong](const te_fl_context&, const void* raw) {
+      const auto& args = *static_cast<const FiveArgs*>(raw);
+      const te_fl_status status = sum(args, 0);
+      static_cast<float*>(args.out->dl.data)[1] = wrong;
+      return status;
+    };
+    ASSERT_OK(manager.call(op, &call.args));
+  }
+  EXPECT_EQ(counts().differed, 3u);
 }
 
 TEST_F(Verify, SavesNoMoreThanTheFolderIsToHold) {
