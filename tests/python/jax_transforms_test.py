@@ -51,6 +51,11 @@ class OneDevice(unittest.TestCase):
         close(self, jax.vmap(one, in_axes=(0, None))(x, kernel[0])[1][1], jnp.stack([one(a, kernel[0])[1][1] for a in x]))
         close(self, jax.vmap(attend)(normal(2, 1, 4, 2, 8).at[1].set(1.0))[1], attend(jnp.ones((1, 4, 2, 8))))
 
+    def test_vmap_of_lists_is_the_loop(self):
+        a, b = normal(2, 4, 5), normal(2, 5, 3)
+        one = lambda a, b: te.ops.grouped_gemm(a=[a], b=[b], d=[jnp.zeros((4, 3))])[0]  # noqa: E731
+        close(self, jax.vmap(one)(a, b), a @ b)
+
     def test_scan_stacks_the_state(self):
         kernels, x = normal(3, 16, 16) / 4, normal(8, 16)
         states = jax.tree.map(lambda a: jnp.stack([a] * 3), create_set(recipe.DelayedScaling(amax_history_len=2)))

@@ -34,7 +34,7 @@ _HIGH = (jnp.float32, jnp.float16, jnp.bfloat16)
 def _schema(op: str) -> dict:
     found = _native.schema(op)
     found["by_name"] = {arg["name"]: arg for arg in found["args"]}
-    found["elementwise"] = all(arg["shape"] == "..." for arg in found["args"] if arg["type"] == _TENSOR)
+    found["elementwise"] = all(arg["shape"] == "..." for arg in found["args"] if arg["type"] in (_TENSOR, _LIST))
     return found
 
 
