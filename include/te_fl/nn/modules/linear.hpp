@@ -54,14 +54,14 @@ class TE_FL_API Linear : public Module {
  public:
   static Result<std::unique_ptr<Linear>> create(const LinearOptions& options);
   ~Linear() override;
-  // ctx null: nothing is kept, no backward follows, and delayed-scaling state is read but not
-  // changed, whatever the recipe's history length; FAILED_PRECONDITION if there is none yet, or its
-  // scales are still the initial 1 (no autocast has ended since amaxes were first collected).
-  // residual (the output's shape): added to the output; its gradient is dy itself.
-  // Under delayed scaling x and dy may be row-wise codes scaled by tensor; training fills their
-  // column-wise copy, for which they bring the room. `into`: a compact tensor of the result's shape
-  // to write to, which may be codes. Under sequence parallelism x of kColumn and the output of kRow
-  // are this rank's rows, and neither x of kColumn nor dy of kRow may be codes.
+  // ctx null: nothing is kept, no backward follows, and delayed scaling's scales are read but not
+  // changed, whatever the recipe's history length; its amaxes count in the thread's next update,
+  // and before the first one scales are 1 (autocast.hpp). residual (the output's shape): added to
+  // the output; its gradient is dy itself. Under delayed scaling x and dy may be row-wise codes
+  // scaled by tensor; training fills their column-wise copy, for which they bring the room. `into`:
+  // a compact tensor of the result's shape to write to, which may be codes. Under sequence
+  // parallelism x of kColumn and the output of kRow are this rank's rows, and neither x of kColumn
+  // nor dy of kRow may be codes.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},
                          const Tensor* residual = nullptr, const Tensor* into = nullptr);
   // dy [..., out] -> dx [..., in] in x's dtype (the activation dtype if x was codes); adds to the
