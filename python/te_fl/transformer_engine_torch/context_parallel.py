@@ -137,7 +137,8 @@ def thd_out_correction(out: torch.Tensor, out_per_step: torch.Tensor, old_lse: t
                        cu_seqlens: torch.Tensor, only_second_half: bool, lse_packed: bool) -> None:
     """out exp(old_lse - lse) + out_per_step exp(lse_per_step - lse), in place; of the second halves alone, which a step then has, if asked.
 
-    out: [T, H, D]; out_per_step: as out, or [T / 2, H, D] of the second halves.
+    out: [T, H, D]; out_per_step: as out, or [T / 2, H, D] of the second halves. Where lse_per_step is -inf the step had no keys and out stays: for
+    padding, which no step has keys for, the package has made lse a NaN.
     """
     name = "thd_out_correction"
     _check_boundaries(name, cu_seqlens)
@@ -160,9 +161,11 @@ def thd_out_correction(out: torch.Tensor, out_per_step: torch.Tensor, old_lse: t
         touched, in_step, step = at.inside, in_lse, out_per_step
     total = _by_token(lse, at, in_lse, lse_packed)
     old = _weights(_by_token(old_lse, at, in_lse, lse_packed), total).unsqueeze(-1)
-    new = _weights(_by_token(lse_per_step, at, in_step, lse_packed), total).unsqueeze(-1)
+    step_lse = _by_token(lse_per_step, at, in_step, lse_packed)
+    new = _weights(step_lse, total).unsqueeze(-1)
     corrected = torch.addcmul(step.float() * new, out.float(), old).to(out.dtype)
-    out.copy_(torch.where(_along(touched, out, 0), corrected, out))
+    touched = touched.unsqueeze(-1) & (step_lse != -torch.inf)
+    out.copy_(torch.where(touched.unsqueeze(-1), corrected, out))
 
 
 _ACTIONS = ("none", "add", "copy", "zero")
