@@ -4,6 +4,7 @@ import tempfile
 import unittest
 from unittest import mock
 
+import numpy
 import torch
 
 from common import BF16, F32, grown
@@ -66,6 +67,14 @@ class Arguments(unittest.TestCase):
         for module in (te.Linear(8, 8, device="cpu"), te.LayerNorm(8, device="cpu"), te.TransformerLayer(8, 8, 1, device="cpu")):
             with self.assertRaisesRegex(Unsupported, type(module).__name__ + ".*torch.float64"):
                 module(torch.zeros(2, 1, 8, dtype=torch.float64))
+
+    def test_integers_of_numpy(self):
+        four, eight = numpy.int64(4), numpy.int64(8)
+        for make in (lambda: te.LayerNorm(eight, device="cpu"), lambda: te.RMSNorm(eight, device="cpu"), lambda: te.Linear(eight, four, device="cpu")):
+            self.assertEqual(make()(torch.ones(2, 8)).shape[0], 2)
+        grouped = te.GroupedLinear(numpy.int64(2), eight, four, device="cpu")
+        self.assertEqual(grouped(torch.ones(4, 8), [numpy.int64(1), numpy.int64(3)]).shape, (4, 4))
+        self.assertEqual(te.DotProductAttention(four, eight)(*torch.ones(3, 5, 2, 4, 8)).shape, (5, 2, 32))
 
     def test_dtypes_of_outputs(self):
         """A bias has the output's, and a normalisation's is the weight's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
@@ -186,7 +187,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         super().__init__(name)
         where = "DotProductAttention"
         rules.check(where, locals())
-        channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        channels = (kv_channels, kv_channels) if isinstance(kv_channels, numbers.Integral) else tuple(kv_channels)
         if len(channels) != 2:
             raise ValueError(f"{where}: kv_channels is {kv_channels!r}; it is the head size, or a pair: that of q and k, and that of v")
         self.kv_channels, self.value_channels = int(channels[0]), int(channels[1])

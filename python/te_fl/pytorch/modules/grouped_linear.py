@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import sys
 from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
@@ -43,10 +44,10 @@ class GroupedLinear(TransformerEngineBaseModule):
                  ub_overlap_rs: bool = False, ub_overlap_ag: bool = False, ub_name: Optional[str] = None, delay_wgrad_compute: bool = False,
                  save_original_input: bool = False, single_grouped_weight: bool = False, single_grouped_bias: bool = False, name: Optional[str] = None,
                  use_grouped_tensor: Optional[bool] = None) -> None:
-        if isinstance(num_gemms, bool) or not isinstance(num_gemms, int) or num_gemms < 1:
+        if isinstance(num_gemms, bool) or not isinstance(num_gemms, numbers.Integral) or num_gemms < 1:
             raise ValueError(f"GroupedLinear: num_gemms is {num_gemms!r}; it is the number of experts, 1 or more")
         super().__init__(name)
-        self.num_gemms = num_gemms
+        self.num_gemms = int(num_gemms)
         rules.tensor_parallel("GroupedLinear", tp_group, tp_size)
         rules.parallel_mode("GroupedLinear", parallel_mode)
         rules.only("GroupedLinear", *((n, bool(v), False, "te-fl has no Userbuffers; leave it out") for n, v in
@@ -60,8 +61,8 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise ValueError(f"GroupedLinear: bias=True with tp_size = {self.tp_size}: the sum over ranks, which is outside of the module, would count "
                              "the biases several times; give bias=False")
         self.parallel_mode, self.save_original_input = parallel_mode, save_original_input
-        self.in_features = divided("GroupedLinear", "in_features", in_features, self.tp_size) if parallel_mode == "row" else in_features
-        self.out_features = divided("GroupedLinear", "out_features", out_features, self.tp_size) if parallel_mode == "column" else out_features
+        self.in_features = divided("GroupedLinear", "in_features", int(in_features), self.tp_size if parallel_mode == "row" else 1)
+        self.out_features = divided("GroupedLinear", "out_features", int(out_features), self.tp_size if parallel_mode == "column" else 1)
         self.params_dtype = parameter_dtype(params_dtype, "GroupedLinear")
         self.use_bias, self.return_bias, self.apply_bias = bool(bias), bool(return_bias), bool(bias) and not return_bias
         self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)

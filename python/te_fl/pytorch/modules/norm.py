@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any, Iterable, Optional, Tuple, Union
 
 import torch
@@ -20,7 +21,7 @@ class _Norm(TransformerEngineBaseModule):
         if (normalized_shape is None) == (hidden_size is None):
             raise ValueError(f"{where}: give normalized_shape, or hidden_size, which is its older name")
         shape = hidden_size if normalized_shape is None else normalized_shape
-        self.normalized_shape: Tuple[int, ...] = (int(shape),) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        self.normalized_shape: Tuple[int, ...] = (int(shape),) if isinstance(shape, numbers.Integral) else tuple(int(n) for n in shape)
         self.sequence_parallel = sequence_parallel
         device, dtype, margin = kwargs.pop("device", None), kwargs.pop("dtype", None), kwargs.pop("sm_margin", 0)
         if margin not in (0, None) and margin != {}:
