@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import List, Sequence, Tuple, Union
 
 import torch
 
@@ -42,7 +42,6 @@ class FusedLayer:
         self._places: List[Tuple[torch.nn.Module, str, dict]] = []
         self._attention, self._mlp = owner.self_attention, owner.layernorm_mlp
         self._core = self._attention.core_attention  # found once: usable() sees to it that it is still the one
-        self._agree: Optional[bool] = None  # True if the norms have the settings that the one call has for them, None before the first look
         self._divides = owner.tp_size > 1
         self._tree = [(path, part) for path, part in owner.named_modules() if path]
         # The modules' own tables of children, which show that one was replaced or added.
@@ -51,6 +50,7 @@ class FusedLayer:
         self._divided = [part for _, part in self._parts if part.tp_size > 1] if self._divides else []
         for _, part in self._parts:
             part.__dict__["_fused_in"] = self
+        self._agree = self._norms_agree()  # not at a call, as torch.compile would make another graph once it is known
 
     def serves(self, owner: torch.nn.Module, call: TransformerCall) -> bool:
         """True if the one call computes what `call` asks for, with the parts as they are now."""
@@ -72,8 +72,6 @@ class FusedLayer:
         for _, part in self._tree:
             if type(part) not in _KINDS or part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
                 return False
-        if self._agree is None:
-            self._agree = self._norms_agree()
         return self._agree
 
     def _norms_agree(self) -> bool:
@@ -84,7 +82,7 @@ class FusedLayer:
 
     def forget(self) -> None:
         """Makes new layers when they are next needed, since a part has other memory, FP8 state or settings."""
-        self._layers, self._agree = {}, None
+        self._layers, self._agree = {}, self._norms_agree()
 
     def parameters(self) -> List[Tuple[torch.nn.Module, str]]:
         """The parts' own parameters, in the parts' order."""
