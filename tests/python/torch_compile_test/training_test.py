@@ -66,6 +66,17 @@ class Training(Compiled):
                     for want, got in zip(*found):
                         self.close(got, want, "microbatch")
 
+    def test_a_microbatch_that_a_tensor_tells(self):
+        """It breaks the graph, and has the meaning of its value."""
+        module, x = randomise(te.Linear(32, 32, device=DEVICE)), input_of(DEVICE)
+        called = torch.compile(module, backend="aot_eager")
+        for first in (torch.tensor(True), torch.ones(1), torch.tensor(False)):
+            with scope(Float8CurrentScaling()):
+                module(x, is_first_microbatch=True)
+                module.weight.data.mul_(2)  # a write that PyTorch does not count
+                y, want = called(x, is_first_microbatch=first), copy.deepcopy(module)(x)
+            self.assertEqual(torch.equal(y, want), bool(first))
+
     def test_serving(self):
         for name, recipes in (("LayerNormLinear", (None, DELAYED, Float8CurrentScaling())), ("TransformerLayer", (DELAYED,))):
             for recipe in recipes:

@@ -107,7 +107,7 @@ _again: dict = {}  # by number
 _again_numbers = itertools.count(1)
 
 
-def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters,
+def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, activation, width, inputs, extras, parameters,
              names, others, lengths, random, after):
     module = registry.module_of(number)
     layer, order = module._in_graph(inputs[0].device, kind, (*words, *numbers))
@@ -116,13 +116,13 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, wh
     own = [parameters[i] for i in order]
     if keeps:
         inputs, extras, others = ([_own(t) for t in group] for group in (inputs, extras, others))
-        random, when = (None if t is None else _own(t) for t in (random, when))
+        random = None if random is None else _own(random)
         own = [_trained(parameters[i], trained[i]) for i in order]
         mode = call.TRAINING
     else:
         inputs = [t.contiguous() for t in inputs]
         mode = weight_cache.number() if call.lasting(own) else call.UNCACHED
-    microbatch = when if when is not None else quantization.reused_weights() if first < 0 else bool(first)
+    microbatch = quantization.reused_weights() if first < 0 else bool(first)
     # call.py asserts this order.
     arguments = (layer.native, activation, mode, microbatch, tuple(inputs), tuple(own), _attention(names, others, lengths, extras) or None, random)
     if not (keeps and recomputes):
@@ -140,7 +140,7 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, wh
     return output, torch.zeros(1, dtype=torch.int64), about
 
 
-def _forward_fake(number, kind, words, numbers, keeps, recomputes, trained, first, when, activation, width, inputs, extras, parameters,
+def _forward_fake(number, kind, words, numbers, keeps, recomputes, trained, first, activation, width, inputs, extras, parameters,
                   names, others, lengths, random, after):
     if torch.compiler.is_exporting():
         raise refuse("torch.export", "mod", f"a model with a {kind} of te_fl.pytorch", "an exported program would name a module of this "
@@ -154,9 +154,9 @@ def _forward_fake(number, kind, words, numbers, keeps, recomputes, trained, firs
     return output, token, about
 
 
-# keeps: whether a backward may follow; trained: which parameters it is for. first, when: is_first_microbatch as -1, 0 or 1, or as a tensor.
+# keeps: whether a backward may follow; trained: which parameters it is for. first: is_first_microbatch as 0 or 1, -1 for None.
 _forward_op = define("layer_forward(Tensor module, str kind, str[] words, SymInt[] numbers, bool keeps, bool recomputes, "
-                     "bool[] trained, int first, Tensor? when, int activation, int width, Tensor[] inputs, Tensor[] extras, "
+                     "bool[] trained, int first, int activation, int width, Tensor[] inputs, Tensor[] extras, "
                      "Tensor[] parameters, str[] names, Tensor[] others, SymInt[] lengths, Tensor? random, Tensor? after) "
                      "-> (Tensor output, Tensor token, Tensor about)", _forward, _forward_fake)
 
@@ -248,7 +248,6 @@ def forward(module: Any, layer: TracedLayer, activation: int, first: Any, inputs
     """TracedLayer.compute(). Dynamo traces this function."""
     trained = [p.requires_grad for p in parameters]
     keeps = torch.is_grad_enabled() and (any(trained) or any([t.requires_grad for t in (*inputs, *extras)]))
-    when = first if isinstance(first, torch.Tensor) else None
     names, others, lengths = [], [], [-1, -1]
     for name, value in (attention or {}).items():
         if name == "max_seqlen_q" and value is not None:
@@ -260,7 +259,7 @@ def forward(module: Any, layer: TracedLayer, activation: int, first: Any, inputs
             others.append(value)
     output, _, about = _forward_op(module._number, layer.kind, [k for k in layer.key if isinstance(k, str)],
                                    [int(k) for k in layer.key if not isinstance(k, str)], keeps, bool(recomputing), trained,
-                                   -1 if first is None or when is not None else int(first), when, activation, layer.width, list(inputs),
+                                   -1 if first is None else int(bool(first)), activation, layer.width, list(inputs),
                                    list(extras), list(parameters), names, others, lengths, random, chain[-1] if chain else None)
     if chain:
         chain[-1] = about
