@@ -155,23 +155,32 @@ Holdings growth_of(const te_fl::Device& device, const Round& round) {
 }
 
 // Finds leaks: memory that grows with every call, round after round; a cache that fills once is
-// none.
+// none. And what runs out or is wrong after many calls.
 std::vector<Finding> leaks(const Subject& subject, const Table& cases) {
   const auto chosen = passing(subject, cases, 2);
   if (chosen.empty()) return {};
   const Case& c = *chosen[0];
   Prepared prepared(c, subject.device);
   double slowest = 0.02;
+  int made_calls = 0;
+  std::string wrong;  // the first that did not pass
   const auto calls = [&](int n, const conformance::How& how = {}) {
     for (int i = 0; i < n; ++i) {
-      slowest = std::max(slowest, prepared.run(subject.impl, how).milliseconds);
+      const conformance::Result r = prepared.run(subject.impl, how);
+      slowest = std::max(slowest, r.milliseconds);
       beat();
+      if (how.describe) continue;
+      ++made_calls;
+      if (r.outcome != conformance::Outcome::kPass && wrong.empty())
+        wrong = "right at first, and wrong in call " + std::to_string(made_calls) + " of one case" +
+                " in a row: " + r.message;
     }
   };
   calls(20);
   const int n = std::clamp(static_cast<int>(300 / slowest), 20, 250);
   calls(n);
   Holdings least = growth_of(subject.device, [&] { calls(n); });
+  if (!wrong.empty()) return {made("leak", Outcome::kFail, wrong, &c)};
   if (!subject.device.is_host() && least.device_used > 0) {
     // Places the same tensors and copies them back without a call: growth without one is the
     // device's.

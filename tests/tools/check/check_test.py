@@ -31,6 +31,7 @@ CAUGHT = {
     "hangs_at_128": ("result", "did not return within 1 s"),
     "reads_past": ("guard", "bytes behind the end of input"),
     "leaks": ("leak", "the heap"),
+    "wrong_later": ("leak", "right at first, and wrong in call "),
     "says_nothing": ("describe", "its describe() wrote nothing (rule R31)"),
     "throws_words": ("describe", "describe() threw an exception (rule R5)"),
     "dies_saying": ("describe", "the process died: SIGABRT"),

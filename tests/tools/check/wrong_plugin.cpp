@@ -105,6 +105,12 @@ void leaks(const ReluCall& c) {
   kept = std::malloc(48);
   relu(c.x, c.y, c.n);
 }
+// As if it ran out of something that every call takes one of.
+void wrong_later(const ReluCall& c) {
+  static std::atomic<int> calls{0};
+  relu(c.x, c.y, c.n);
+  if (c.n == 231 && ++calls > 500) c.y[0] += 1;
+}
 void overruns(const ReluCall& c) {
   relu(c.x, c.y, c.n);
   if (c.n % 4 != 0) c.y[c.n] = 0;  // a whole vector, where the tensor has none
@@ -382,6 +388,7 @@ te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_err
     made->host<hangs_at_128>("vendor.wrong.hangs_at_128");
     made->host<reads_past>("vendor.wrong.reads_past");
     made->host<leaks>("vendor.wrong.leaks");
+    made->host<wrong_later>("vendor.wrong.wrong_later");
     made->host<overruns>("vendor.wrong.overruns");
     made->host<writes_input>("vendor.wrong.writes_input");
     made->host<not_in_place>("vendor.wrong.not_in_place");
