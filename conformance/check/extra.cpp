@@ -172,8 +172,8 @@ std::vector<Finding> leaks(const Subject& subject, const Table& cases) {
       if (how.describe) continue;
       ++made_calls;
       if (r.outcome != conformance::Outcome::kPass && wrong.empty())
-        wrong = "right at first, and wrong in call " + std::to_string(made_calls) + " of one case" +
-                " in a row: " + r.message;
+        wrong = "right at first, and wrong in call " + std::to_string(made_calls) +
+                " of one case in a row: " + r.message;
     }
   };
   calls(20);
