@@ -143,20 +143,22 @@ TEST(StepEnd, AnErrorOfAScopesEndIsReturnedByBackwardEnd) {
 
 // The other rank is a function that has an amax of 7 everywhere.
 TEST(StepEnd, OneReductionForEachDirectionOverAllSitesThatWereEverUsed) {
+  // The inference at the end leaves its amaxes to the next scope's end, which is another test's:
+  // the reduction owns what it writes.
+  const auto all = std::make_shared<std::vector<std::vector<float>>>();
   struct Rank {
-    std::vector<std::vector<float>> reduced;  // of each call, the other rank's amaxes being 7
-    std::shared_ptr<AmaxReduction> reduction =
-        std::make_shared<AmaxReduction>([this](std::span<const Tensor> amaxes) -> Status {
-          reduced.emplace_back();
-          for (const Tensor& row : amaxes) {
-            for (int64_t i = 0; i < row.numel(); ++i) {
-              reduced.back().push_back(row.data<float>()[i]);
-              const_cast<float*>(row.data<float>())[i] = std::max(row.data<float>()[i], 7.0f);
-            }
-          }
-          return {};
-        });
-  } rank;
+    std::vector<std::vector<float>>& reduced;  // of each call, the other rank's amaxes being 7
+    std::shared_ptr<AmaxReduction> reduction;
+  } rank{*all, std::make_shared<AmaxReduction>([all](std::span<const Tensor> amaxes) -> Status {
+           std::vector<float>& reduced = all->emplace_back();
+           for (const Tensor& row : amaxes) {
+             for (int64_t i = 0; i < row.numel(); ++i) {
+               reduced.push_back(row.data<float>()[i]);
+               const_cast<float*>(row.data<float>())[i] = std::max(row.data<float>()[i], 7.0f);
+             }
+           }
+           return {};
+         })};
   auto a = take(Linear::create({.in_features = kSize, .out_features = kSize, .seed = 1}));
   auto b = take(Linear::create({.in_features = kSize, .out_features = kSize, .seed = 2}));
   const auto scales = [](const Module& module) {
