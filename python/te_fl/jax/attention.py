@@ -180,7 +180,8 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
     """softmax(scaling_factor q k^T + bias, masked) v, with dropout of the probabilities while training.
 
     sequence_descriptor: for the padding masks the lengths (SequenceDescriptor), or a mask [batch or 1, heads or 1, queries, keys], not 0
-    where masked out. seed: uint32 [4] as of te_fl.jax.quantize.random_state(). softmax_offset: [heads] logits of a learnable softmax.
+    where masked out; the other masks do not read it, as in Transformer Engine. seed: uint32 [4] as of te_fl.jax.quantize.random_state().
+    softmax_offset: [heads] logits of a learnable softmax.
     transpose_batch_sequence: arrays are [sequence, batch, ..].
     """
     _refuse(max_segments_per_seq=(max_segments_per_seq, 1, "one sequence per row: leave it 1"),
