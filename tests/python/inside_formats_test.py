@@ -11,6 +11,7 @@ from unittest import mock
 import inside_package  # noqa: F401
 from forkserver import PYTHON
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import te_fl
 from te_fl.errors import InvalidArgument, Unsupported
@@ -263,6 +264,21 @@ class Recipe(unittest.TestCase):
                 self.check(NVFP4Quantizer(**options)(x), x, **options)
             for options in better:
                 self.check(NVFP4Quantizer(with_2d_quantization=True, **options)(x), x, quant_tile_shape=(16, 16), **options)
+
+    def test_they_take_no_numbers_of_the_host(self):
+        """Such as torch.tensor() of a list: on a device the host waits for its copy, and a stream that is captured takes none."""
+        taken, x = set(), values(32, 64)
+
+        class Operations(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                taken.add(str(function))
+                return function(*args, **kwargs or {})
+
+        for options in (dict(row_scaled_nvfp4=True), dict(nvfp4_use_4over6=True), dict(nvfp4_use_4over6=True, nvfp4_e4m3_max=256)):
+            with self.subTest(options), Operations():
+                NVFP4Quantizer(**options)(x).dequantize()
+        self.assertIn("aten.where.self", taken)
+        self.assertFalse({"aten.lift_fresh.default", "aten._local_scalar_dense.default"} & taken)
 
     def test_their_values_and_products(self):
         x, w = values(32, 64), values(48, 64, seed=1)
