@@ -141,6 +141,15 @@ class Values(Same):
             y = grouped(hidden, SPLITS[0], dgrad_out=hidden.detach())
         self.assertRaisesRegex(RuntimeError, "modified by an inplace operation", y.sum().backward)
 
+    def test_a_gradient_over_the_input_of_frozen_weights(self):
+        grouped, _ = pair()
+        grouped.requires_grad_(False)
+        x, dy = randn(48, 32).requires_grad_(), randn(48, 48, seed=3)
+        (wanted,) = torch.autograd.grad(grouped(x, SPLITS[0]), x, dy)
+        (got,) = torch.autograd.grad(grouped(x, SPLITS[0], dgrad_out=x.detach()), x, dy)
+        self.assertEqual(got.data_ptr(), x.data_ptr())
+        self.assertTrue(torch.equal(got, wanted))
+
     def test_frozen_parameters(self):
         for recipe in RECIPES[:2]:
             grouped, loop = pair()

@@ -162,7 +162,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         _check_memory("out", out, (x.shape[0], self.out_features), activation, x.device)
         _check_memory("dgrad_out", dgrad_out, (x.shape[0], self.in_features), x.dtype, x.device)
         _check_apart("out", out, x)
-        if not quantization.enabled():  # in FP8 the backward reads codes of the input
+        # The backward reads the input for the weights' gradients alone, and in FP8 codes of it.
+        if dgrad_out is not None and not quantization.enabled() and any(getattr(self, name).requires_grad for name in self._weight_names):
             _check_apart("dgrad_out", dgrad_out, x)
         if out is not None:
             count_write(out)
