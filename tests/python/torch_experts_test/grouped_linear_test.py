@@ -398,6 +398,8 @@ class Refused(unittest.TestCase):
                 ("torch.float64", NotImplementedError, lambda: layer(x.double(), [4, 4])),
                 ("shares memory", InvalidArgument, lambda: square(x[:4], [2, 2], out=x[3:7])),
                 ("m_splits is torch.float32", TypeError, lambda: layer(x, torch.ones(2))),
+                ("as an integer", TypeError, lambda: te.GroupedLinear(2, 32.5, 48)),
+                ("as an integer", TypeError, lambda: te.GroupedLinear(2, 32, 48 / 2)),
                 ("num_gemms is 0", ValueError, lambda: te.GroupedLinear(0, 32, 48)),
                 ("bias=True with tp_size = 2", ValueError, lambda: te.GroupedLinear(2, 32, 48, tp_size=2)),
                 ("use_grouped_tensor", TypeError, lambda: te.GroupedLinear(2, 32, 48, use_grouped_tensor="yes")),
