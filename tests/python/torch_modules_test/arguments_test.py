@@ -76,6 +76,16 @@ class Arguments(unittest.TestCase):
         self.assertEqual(grouped(torch.ones(4, 8), [numpy.int64(1), numpy.int64(3)]).shape, (4, 4))
         self.assertEqual(te.DotProductAttention(four, eight)(*torch.ones(3, 5, 2, 4, 8)).shape, (5, 2, 32))
 
+    def test_sizes_that_are_no_integers(self):
+        for message, make in (("Linear: in_features is 32.5; it is an integer", lambda: te.Linear(32.5, 32)),
+                              ("LayerNormLinear: out_features is '32'", lambda: te.LayerNormLinear(32, "32")),
+                              ("LayerNormMLP: ffn_hidden_size is 64.0", lambda: te.LayerNormMLP(32, 64.0)),
+                              ("DotProductAttention: num_attention_heads is 4.5", lambda: te.DotProductAttention(4.5, 8)),
+                              ("MultiheadAttention: num_attention_heads is 4.0", lambda: te.MultiheadAttention(32, 4.0)),
+                              ("TransformerLayer: hidden_size is 32.5", lambda: te.TransformerLayer(32.5, 32, 4))):
+            with self.assertRaisesRegex(TypeError, message):
+                make()
+
     def test_dtypes_of_outputs(self):
         """A bias has the output's, and a normalisation's is the weight's."""
         for device in DEVICES:

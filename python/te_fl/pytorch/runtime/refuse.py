@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from typing import Any, Callable, Iterable, Mapping, Tuple, TypeVar, cast
 
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from te_fl.errors import Unsupported, did_you_mean
 from te_fl.pytorch.runtime.argument_rules import RULES
 
 _ONE_RANK = "te_fl.pytorch divides no sequence and no experts over ranks so far; leave it out"
+
+_SIZES = ("in_features", "out_features", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_gqa_groups")
 
 _Init = TypeVar("_Init", bound=Callable[..., Any])
 
@@ -93,9 +96,20 @@ def choice(where: str, argument: str, value: Any, served: Iterable[str]) -> None
         raise ValueError(f"{where}: {argument} is {value!r}; it is one of {', '.join(map(repr, served))}")
 
 
+def integer(where: str, argument: str, value: Any) -> None:
+    """Refuses what Python would cut off to an integer, or parse."""
+    try:
+        operator.index(value)
+    except TypeError:
+        raise TypeError(f"{where}: {argument} is {value!r}; it is an integer") from None
+
+
 def check(where: str, arguments: Mapping[str, Any]) -> None:
-    """Refuses the arguments of a module's constructor that are not honoured, by the module's rules in nn/modules.yaml. arguments: by name,
-    as the constructor's locals() has them."""
+    """Refuses the arguments of a module's constructor that are not honoured, by the module's rules in nn/modules.yaml, and sizes that are no integers.
+    arguments: by name, as the constructor's locals() has them."""
+    for size in _SIZES:
+        if arguments.get(size) is not None:
+            integer(where, size, arguments[size])
     for kind, names, *more in RULES[where]:
         values = [arguments[name] for name in names]
         if kind == "choice":
