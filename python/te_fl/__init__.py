@@ -61,9 +61,11 @@ def explain(op: str, /, *positional: Any, device: str = "cpu", dtypes: Sequence[
     if arguments or positional:
         return _native.resolve(op, arguments, None, positional)
     for names, known, what in ((dtypes, DTYPES, "dtype"), (scalings, SCALINGS, "scaling")):
+        if isinstance(names, str):
+            raise TypeError(f"explain: {what}s is {names!r}; it is a list of names, such as [{names!r}]")
         for name in names:
             if name not in known:
-                raise ValueError(f"{what} {name!r} is not known; it is one of {', '.join(known)}")
+                raise ValueError(f"{what} {name!r} is not known{errors.did_you_mean(str(name).split('.')[-1], known)}; it is one of {', '.join(known)}")
     return _native.explain(op, device, [DTYPES.index(d) for d in dtypes], [SCALINGS.index(s) for s in scalings])
 
 

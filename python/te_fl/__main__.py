@@ -17,6 +17,11 @@ def main() -> int:
         return getattr(doctor, words[0])("--json" in words)
     if words == ["build-node"]:
         return torch_node.build()
+    if words[:1] == ["build-node"]:
+        asked = words[1:] in (["--help"], ["-h"])
+        print("te-fl build-node compiles te_fl.pytorch's node of autograd for the installed PyTorch (docs/pytorch.md); CXX names the compiler. "
+              "It takes no arguments" + ("." if asked else f", and '{words[1]}' is given."), file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     try:
         if words in (["--help"], ["-h"]):
             status = subprocess.run([program(), *words]).returncode

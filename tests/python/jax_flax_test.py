@@ -162,6 +162,10 @@ class Modules(unittest.TestCase):
                 (lambda: tf.TransformerLayer(16, 32, 4, mlp_activations=("silu", "linaer")), "TransformerLayer.*did you mean 'linear'"),
                 (lambda: tf.TransformerLayer(18, 32, 4), "hidden_size 18 is not a multiple of num_attention_heads 4"),
                 (lambda: tf.TransformerLayer(16, 0, 4), r"TransformerLayer\(mlp_hidden_size=0\)"),
+                (lambda: tf.TransformerLayer(16, 32, 4, layer_type="encoder").init(jax.random.key(0), normal(1, 4, 16)), "layer_type is 'encoder'; it is one of"),
+                (lambda: tf.DotProductAttention(8, 2, qkv_layout="bshd").init(jax.random.key(0), *[normal(1, 4, 2, 8)] * 3),
+                 "qkv_layout is 'bshd'; it is one of bs3hd"),
+                (lambda: tf.DotProductAttention(8, 2, window_size=5).init(jax.random.key(0), *[normal(1, 4, 2, 8)] * 3), "window_size is 5; it is a pair"),
                 (lambda: te.activation.activation(normal(3, 1, 4), ("gellu",)), "activation_type is .*did you mean 'gelu'")):
             with self.subTest(text), self.assertRaisesRegex(ValueError, text):
                 make()

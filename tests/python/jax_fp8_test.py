@@ -201,6 +201,13 @@ class Recipes(unittest.TestCase):
             with te.autocast(enabled=False, recipe=chosen):  # as a switch that is off, nothing is asked of it
                 self.assertIsNone(te.quantize.get_global_quantize_recipe())
 
+    def test_what_is_no_recipe_or_mesh_resource_says_so(self):
+        for chosen, text in ((dict(recipe=recipe.DelayedScaling), "the recipe is <class .*it is an object"), (dict(recipe="delayed"), "the recipe is 'delayed'"),
+                             (dict(mesh_resource="dp"), "the mesh resource is 'dp'; it is a MeshResource")):
+            with self.assertRaisesRegex(TypeError, text):
+                with te.autocast(enabled=True, **chosen):
+                    pass
+
     def test_autocast_nests(self):
         outer, inner = recipe.DelayedScaling(), recipe.MXFP8BlockScaling()
         with te.autocast(enabled=True, recipe=outer):

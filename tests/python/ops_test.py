@@ -238,6 +238,11 @@ class Choosing(unittest.TestCase):
         described = te_fl.explain("gelu", device="cpu", dtypes=["f32"])
         self.assertEqual(described["impl_id"], decision["impl_id"])
 
+    def test_explain_names_what_it_does_not_know(self):
+        for dtypes, kind, text in (("bf16", TypeError, r"such as \['bf16'\]"), (["bf61"], ValueError, "did you mean 'bf16'")):
+            with self.assertRaisesRegex(kind, text):
+                te_fl.explain("gelu", dtypes=dtypes)
+
     def test_info_and_schema(self):
         self.assertIn("cpu", te_fl.info()["devices"])
         self.assertEqual([a["name"] for a in te_fl.schema("gelu")["args"]], ["input", "output"])

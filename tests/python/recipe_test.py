@@ -54,6 +54,8 @@ class Recipes(unittest.TestCase):
                             (lambda: recipe.DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo"),
                             (lambda: recipe.DelayedScaling(scaling_factor_compute_algo="max"), "scaling_factor_compute_algo"),
                             (lambda: recipe.DelayedScaling(amax_history_len=0), "amax_history_len"),
+                            (lambda: recipe.DelayedScaling(amax_history_len="16"), "amax_history_len is '16'"),
+                            (lambda: recipe.DelayedScaling(margin="two"), "margin is 'two'"),
                             (lambda: recipe.DelayedScaling(backward_override="dequantized"), "backward_override"),
                             (lambda: recipe.Float8BlockScaling(x_block_scaling_dim=2), "only one"),
                             (lambda: recipe.Float8BlockScaling(fp8_dpa=True), "fp8_dpa"),

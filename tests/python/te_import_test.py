@@ -109,6 +109,9 @@ assert not manager.registry.get_implementations("my_op") and get_manager() is no
         self.assertIn("did you mean 'DelayedScaling'?", output)
         self.assertIn("did you mean 'OpRegistry'?", run("import te_fl; te_fl.OpRegisty", expect=1))
         self.assertIn("build-node", run("import sys, te_fl.__main__ as m; sys.argv = ['te_fl', '--help']; m.main()"))
+        ask = "import sys, te_fl.__main__ as m; sys.argv = ['te_fl', 'build-node', {!r}]; sys.exit(m.main())"
+        self.assertIn("build-node compiles te_fl.pytorch's node", run(ask.format("--help")))
+        self.assertIn("takes no arguments, and '--fast' is given", run(ask.format("--fast"), expect=2))
         self.assertIn("gelu by default.cpu: 1 calls", run("import te_fl, numpy as np; x = np.ones(4, 'f'); te_fl.ops.gelu(input=x, output=x); "
                                                           "assert te_fl.fingerprint() == te_fl.fingerprint() != ''", TE_FL_USAGE="1"))
         if torch is not None:

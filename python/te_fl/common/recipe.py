@@ -7,6 +7,7 @@ build recipes that they never use keep working. The defaults of some arguments c
 from __future__ import annotations
 
 import functools
+import numbers
 import os
 import warnings
 from dataclasses import dataclass, replace
@@ -166,7 +167,9 @@ class DelayedScaling(Recipe):
         _require(self, "amax_compute_algo", algo in ("max", "most_recent") or callable(algo), "it is 'max', 'most_recent' or a function")
         scale = self.scaling_factor_compute_algo
         _require(self, "scaling_factor_compute_algo", scale is None or callable(scale), "it is a function or None")
-        _require(self, "amax_history_len", self.amax_history_len >= 1, "it is at least 1")
+        _require(self, "margin", isinstance(self.margin, numbers.Real), "it is a number")
+        _require(self, "amax_history_len", isinstance(self.amax_history_len, numbers.Integral) and self.amax_history_len >= 1,
+                 "it is a whole number and at least 1")
         _require(self, "backward_override", self.backward_override is None, "delayed scaling has only None")
 
 
@@ -368,7 +371,7 @@ def without_functions(recipe: Any) -> Any:
 def native_of(recipe: Recipe) -> dict:
     """The result of describe_natively() for the recipe, kept with it until a field changes. The dict is shared: its readers leave
     it as it is."""
-    kept = getattr(recipe, "_native", None)
+    kept = None if isinstance(recipe, type) else getattr(recipe, "_native", None)  # a class has the slot itself there
     if kept is not None and kept[0] == recipe.__dict__:
         return kept[1]
     native = describe_natively(recipe)

@@ -203,6 +203,8 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
         raise ValueError(f"softmax_type {softmax_type.name} goes {'without' if softmax_offset is not None else 'with'} softmax_offset")
     q, k, v = _split(qkv, qkv_layout)
     sequence = 0 if transpose_batch_sequence else 1
+    if window_size is not None and (isinstance(window_size, (str, int, float)) or len(window_size) != 2):
+        raise ValueError(f"window_size is {window_size!r}; it is a pair, the numbers of keys before and after a query's own, or None")
     window = (-1, -1) if window_size is None else tuple(int(w) for w in window_size)
     dropout = float(dropout_probability) if is_training else 0.0
     if dropout > 0 and seed is None:

@@ -132,6 +132,8 @@ def _refuse(recipe: recipes.Recipe, field: str, way_out: str) -> None:
 
 def _check(recipe: Any) -> None:
     """NotImplementedError for what te_fl.jax does not do, naming the field."""
+    if not isinstance(recipe, recipes.Recipe):
+        raise TypeError(f"the recipe is {recipe!r}; it is an object of te_fl.common.recipe, such as DelayedScaling()")
     if not isinstance(recipe, (recipes.DelayedScaling, recipes.Float8CurrentScaling, recipes.Float8BlockScaling, recipes.MXFP8BlockScaling)):
         raise NotImplementedError(f"te_fl.jax has no {type(recipe).__name__}; it has DelayedScaling, Float8CurrentScaling, "
                                   "Float8BlockScaling and MXFP8BlockScaling")

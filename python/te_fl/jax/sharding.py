@@ -69,6 +69,8 @@ def global_mesh_resource() -> MeshResource:
 @contextlib.contextmanager
 def global_shard_guard(resource: Optional[MeshResource]) -> Iterator[None]:
     """Lays out on these axes, as they are now, all that this thread traces inside; None: on none."""
+    if resource is not None and not isinstance(resource, MeshResource):
+        raise TypeError(f"the mesh resource is {resource!r}; it is a MeshResource, such as MeshResource(dp_resource='data')")
     with _resource(MeshResource() if resource is None else dataclasses.replace(resource)):
         yield
 

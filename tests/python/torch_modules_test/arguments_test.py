@@ -64,6 +64,14 @@ class Arguments(unittest.TestCase):
                               ("TransformerLayer: attn_mask_type is 'casual'", lambda: te.TransformerLayer(32, 32, 4, self_attn_mask_type="casual"))):
             with self.assertRaisesRegex(ValueError, message):
                 make()
+        layer, x = te.TransformerLayer(8, 8, 1, self_attn_mask_type="padding", device="cpu"), torch.zeros(3, 2, 8)
+        for length in (2, 4):
+            with self.assertRaisesRegex(ValueError, rf"padding mask is \(2, 1, 1, {length}\).*the queries have length 3"):
+                layer(x, attention_mask=torch.zeros(2, 1, 1, length, dtype=torch.bool))
+        with self.assertRaisesRegex(ValueError, "window_size is 5; it is a pair"):
+            te.DotProductAttention(1, 8, window_size=5)
+        with self.assertRaisesRegex(TypeError, "the recipe is <class .*DelayedScaling'>; it is an object"):
+            te.autocast(recipe=DelayedScaling)
         for module in (te.Linear(8, 8, device="cpu"), te.LayerNorm(8, device="cpu"), te.TransformerLayer(8, 8, 1, device="cpu")):
             with self.assertRaisesRegex(Unsupported, type(module).__name__ + ".*torch.float64"):
                 module(torch.zeros(2, 1, 8, dtype=torch.float64))

@@ -220,6 +220,17 @@ def case_transformer_layer(ranks):
         over_groups(ranks, lambda group, sp: compare(_layer(**options), inputs, group, sp, gated="activation" in options, call=call))
 
 
+def case_transformer_layer_with_masks(ranks):
+    """Masks and ALiBi are of the whole sequence, of which a rank's input is a part under sequence parallelism."""
+    hidden = torch.ones(8, 8, dtype=torch.bool).triu(2)[None, None]
+    padding = torch.zeros(2, 1, 1, 8, dtype=torch.bool)
+    padding[0, ..., 6:] = True
+    for options in ({"self_attn_mask_type": "causal", "attention_mask": hidden}, {"self_attn_mask_type": "no_mask", "attention_mask": hidden},
+                    {"self_attn_mask_type": "padding", "attention_mask": padding},
+                    {"self_attn_mask_type": "no_mask", "core_attention_bias_type": "alibi"}):
+        over_groups(ranks, lambda group, sp: compare(_layer(), [x_of(8, 2, 32)], group, sp, call=lambda m, x: m(x, **options)))
+
+
 def case_transformer_layer_in_bf16(ranks):
     over_groups(ranks, lambda group, sp: compare(_layer(torch.bfloat16), [x_of(8, 2, 32)], group, sp, dtype=torch.bfloat16))
 

@@ -111,9 +111,12 @@ class DotProductAttention(nn.Module):
         seed = None
         if self.attention_dropout > 0 and not deterministic:
             seed = random_state(self.make_rng(self.dropout_rng_name))
+        layout = self.qkv_layout.upper()
+        if layout not in QKVLayout.__members__:
+            raise ValueError(f"qkv_layout is {self.qkv_layout!r}; it is one of {', '.join(known.value for known in QKVLayout)}")
         strategy = self.context_parallel_strategy.upper()
         out = fused_attn((query, key, value), bias, mask if sequence_descriptor is None else sequence_descriptor, seed, bias_type,
-                         canonicalize_attn_mask_type(self.attn_mask_type), QKVLayout[self.qkv_layout.upper()], softmax_type,
+                         canonicalize_attn_mask_type(self.attn_mask_type), QKVLayout[layout], softmax_type,
                          1.0 / math.sqrt(self.head_dim) if self.scale_factor is None else self.scale_factor, self.attention_dropout,
                          not deterministic, self.max_segments_per_seq, self.window_size, None if strategy == "DEFAULT" else strategy,
                          self.context_parallel_causal_load_balanced, self.context_parallel_axis, softmax_offset=offset,
@@ -374,7 +377,7 @@ class TransformerLayer(nn.Module):
         return x
 
     def _check(self, inputs: jax.Array, encoded: Optional[jax.Array]) -> None:
-        if self.layer_type not in TransformerLayerType:
+        if not isinstance(self.layer_type, TransformerLayerType):
             raise ValueError(f"layer_type is {self.layer_type!r}; it is one of {list(TransformerLayerType)}")
         if inputs.ndim != 3:
             raise ValueError(f"inputs has shape {inputs.shape}, not [batch, sequence, hidden]")

@@ -84,6 +84,8 @@ def padded(cumulative: torch.Tensor, length: int) -> torch.Tensor:
 def window(where: str, size: Optional[Tuple[int, int]], mask: str) -> Tuple[int, int]:
     """The numbers of keys before and after its own that a query sees; -1: all. A causal mask has none after, and (-1, 0) with
     another mask is what Transformer Engine takes for no window."""
+    if size is not None and (isinstance(size, (str, numbers.Number)) or len(size) != 2):
+        raise ValueError(f"{where}: window_size is {size!r}; it is a pair, the numbers of keys before and after a query's own, or None")
     left, right = (-1, -1) if size is None else (int(size[0]), int(size[1]))
     if left < -1 or right < -1:
         raise ValueError(f"{where}: window_size is {size}; its numbers are -1 (no bound) or more")
@@ -419,6 +421,10 @@ class DotProductAttention(TransformerEngineBaseModule):
                 if isinstance(masks_of_call, torch.Tensor) and self._length(q, layout) != self._length(k, layout):
                     raise ValueError(f"{where}: queries and keys differ in length; give attention_mask as a pair, of queries and of keys")
                 of_q, of_kv = masks
+                for of, t, whose in ((of_q, q, "queries"), (of_kv, k, "keys")):
+                    if of.dim() == 4 and of.shape[3] != self._length(t, layout):
+                        raise ValueError(f"{where}: the padding mask is {tuple(of.shape)}; it must be bool [batch, 1, 1, length], and the {whose} have "
+                                         f"length {self._length(t, layout)}")
                 cu_q = cumulative_lengths(where, of_q)
                 cu_kv = cu_q if of_kv is of_q else cumulative_lengths(where, of_kv)
             inputs.update(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv)

@@ -144,8 +144,10 @@ class FusedLayer:
         where, x, core = "TransformerLayer", call.hidden_states, self._core
         cap = score_cap(where, call.softcap)
         lengths = (call.cu_seqlens_q, call.cu_seqlens_q, call.cu_seqlens_q_padded, call.cu_seqlens_q_padded, call.max_seqlen_q, call.max_seqlen_q)
+        # Under sequence parallelism x is this rank's part of the first dimension, and attention sees the whole.
+        whole = x.new_empty(1).expand(x.shape[0] * owner.tp_size, *x.shape[1:]) if self._divides and owner.sequence_parallel and x.dim() == 3 else x
         mask, size, attention, extras = core._prepared(
-            where, owner.attn_input_format, call.self_attn_mask_type, call.window_size, None, cap, x, x, call.attention_mask, lengths,
+            where, owner.attn_input_format, call.self_attn_mask_type, call.window_size, None, cap, whole, whole, call.attention_mask, lengths,
             call.core_attention_bias_type, call.core_attention_bias, call.alibi_slopes)
         angles = call.rotary_pos_emb
         if angles is not None:
