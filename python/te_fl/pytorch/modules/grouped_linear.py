@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numbers
-import operator
 import sys
 from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
@@ -62,8 +61,10 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise ValueError(f"GroupedLinear: bias=True with tp_size = {self.tp_size}: the sum over ranks, which is outside of the module, would count "
                              "the biases several times; give bias=False")
         self.parallel_mode, self.save_original_input = parallel_mode, save_original_input
-        self.in_features = divided("GroupedLinear", "in_features", operator.index(in_features), self.tp_size if parallel_mode == "row" else 1)
-        self.out_features = divided("GroupedLinear", "out_features", operator.index(out_features), self.tp_size if parallel_mode == "column" else 1)
+        rules.integer("GroupedLinear", "in_features", in_features)
+        rules.integer("GroupedLinear", "out_features", out_features)
+        self.in_features = divided("GroupedLinear", "in_features", int(in_features), self.tp_size if parallel_mode == "row" else 1)
+        self.out_features = divided("GroupedLinear", "out_features", int(out_features), self.tp_size if parallel_mode == "column" else 1)
         self.params_dtype = parameter_dtype(params_dtype, "GroupedLinear")
         self.use_bias, self.return_bias, self.apply_bias = bool(bias), bool(return_bias), bool(bias) and not return_bias
         self.fuse_wgrad_accumulation = bool(fuse_wgrad_accumulation)
