@@ -371,6 +371,7 @@ Table all_cases() {
   add_rope_cases(table);
   add_router_cases(table);
   add_chunk_cases(table);
+  add_permute_by_mask_cases(table);
   add_scaled_activation_cases(table);
   add_softmax_cases(table);
   add_tensor_cases(table);
@@ -396,6 +397,7 @@ void fuzz_all(Drawn& drawn) {
   fuzz_rope(drawn);
   fuzz_router(drawn);
   fuzz_chunks(drawn);
+  fuzz_permute_by_mask(drawn);
   fuzz_scaled_activation(drawn);
   fuzz_softmax(drawn);
   fuzz_tensor(drawn);

@@ -233,6 +233,7 @@ using Table = std::vector<Case>;
 void add_activation_cases(Table&);
 void add_attention_cases(Table&);
 void add_chunk_cases(Table&);  // part of the moe family
+void add_permute_by_mask_cases(Table&);
 void add_collective_cases(Table&);
 void add_delayed_scaling_cases(Table&);  // part of the quantize family
 void add_dropout_cases(Table&);
@@ -264,6 +265,7 @@ class Drawn;  // a family draws its variants with it
 void fuzz_activation(Drawn&);
 void fuzz_attention(Drawn&);
 void fuzz_chunks(Drawn&);
+void fuzz_permute_by_mask(Drawn&);
 void fuzz_dropout(Drawn&);
 void fuzz_gemm(Drawn&);
 void fuzz_grouped_gemm(Drawn&);

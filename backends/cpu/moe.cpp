@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "integers.hpp"
@@ -92,6 +93,79 @@ void moe_permute_fwd(const te_fl_context&, const te_fl_moe_permute_fwd_args& a) 
 Refusal refuse_permute_fwd(const te_fl_moe_permute_fwd_args& a) {
   if (!all_dense(a.input, a.indices, a.output, a.row_id_map)) return kNotContiguous;
   return overlaps(*a.output, *a.input) ? kOverlaps : nullptr;
+}
+
+// The row of each pair [e, t] of the mask goes to the map. Returns the element [t, e] of each row,
+// -1 for rows that no pair has; throws before anything is written.
+std::vector<int64_t> masked_rows(const te_fl_moe_permute_by_mask_fwd_args& a) {
+  const int64_t tokens = a.routing_map->dl.shape[0], experts = a.routing_map->dl.shape[1];
+  const int64_t rows = a.output->dl.shape[0];
+  const auto* mask = backend::data<const uint8_t>(*a.routing_map);
+  std::vector<int64_t> next(static_cast<size_t>(experts), 0),
+      pair_of(static_cast<size_t>(rows), -1);
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t e = 0; e < experts; ++e) {
+      next[static_cast<size_t>(e)] += mask[t * experts + e] != 0 ? 1 : 0;
+    }
+  }
+  int64_t pairs = 0, before = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    const int64_t pad = a.pad_offsets != nullptr ? Integers(*a.pad_offsets)[e] : 0;
+    backend::check_pad_offset(e, pad, before);
+    const int64_t count = std::exchange(next[static_cast<size_t>(e)], pairs + pad);
+    before = pad, pairs += count;
+    if (count == 0 || pad + pairs <= rows) continue;
+    int64_t row = pad + pairs - count;  // of the expert's first pair
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t at = t * experts + e;
+      if (mask[at] != 0) backend::check_masked_row(at, row++, rows);
+    }
+  }
+  auto* map = backend::data<int32_t>(*a.row_id_map);
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t e = 0; e < experts; ++e) {
+      const int64_t at = t * experts + e, row = mask[at] != 0 ? next[static_cast<size_t>(e)]++ : -1;
+      map[e * tokens + t] = static_cast<int32_t>(row);
+      if (row >= 0) pair_of[static_cast<size_t>(row)] = at;
+    }
+  }
+  return pair_of;
+}
+
+void moe_permute_by_mask_fwd(const te_fl_context&, const te_fl_moe_permute_by_mask_fwd_args& a) {
+  const int64_t experts = a.routing_map->dl.shape[1], rows = a.output->dl.shape[0];
+  backend::check_pairs(a.routing_map->dl.shape[0], experts);
+  backend::check_chunk_rows(rows, "output");
+  const std::vector<int64_t> pair_of = masked_rows(a);
+  // Row r of `to` becomes row pair_of[r] / each of `from`, 0 where there is none.
+  const auto gather = [&](const te_fl_tensor& from, const te_fl_tensor& to, int64_t bytes,
+                          int64_t each) {
+    const char* input = backend::data<const char>(from);
+    char* output = backend::data<char>(to);
+    ThreadPool::instance().parallel_for(
+        rows, grain_of_rows(bytes, 4 * kGrain), [&](int64_t begin, int64_t end) {
+          for (int64_t r = begin; r < end; ++r) {
+            const int64_t pair = pair_of[static_cast<size_t>(r)];
+            if (pair < 0) {
+              std::memset(output + r * bytes, 0, static_cast<size_t>(bytes));
+            } else {
+              std::memcpy(output + r * bytes, input + pair / each * bytes,
+                          static_cast<size_t>(bytes));
+            }
+          }
+        });
+  };
+  if (row_bytes_of(*a.input) > 0) gather(*a.input, *a.output, row_bytes_of(*a.input), experts);
+  if (a.probs != nullptr) gather(*a.probs, *a.permuted_probs, element_bytes(*a.probs), 1);
+}
+Refusal refuse_permute_by_mask_fwd(const te_fl_moe_permute_by_mask_fwd_args& a) {
+  if (!all_dense(a.input, a.routing_map, a.probs, a.pad_offsets, a.output, a.permuted_probs) ||
+      !dense(a.row_id_map)) {
+    return kNotContiguous;
+  }
+  const bool meets = overlaps(*a.output, *a.input) ||
+                     (a.probs != nullptr && overlaps(*a.permuted_probs, *a.probs));
+  return meets ? kOverlaps : nullptr;
 }
 
 void check_map(const te_fl_tensor& row_id_map, int64_t rows) {
@@ -286,6 +360,8 @@ void append_moe(std::vector<te_fl_op_desc>& ops) {
   using Unpadding = te_fl_fused_multi_row_unpadding_args;
   ops.push_back(descriptor<te_fl_moe_permute_fwd_args, moe_permute_fwd, refuse_permute_fwd>(
       "moe_permute_fwd"));
+  ops.push_back(descriptor<te_fl_moe_permute_by_mask_fwd_args, moe_permute_by_mask_fwd,
+                           refuse_permute_by_mask_fwd>("moe_permute_by_mask_fwd"));
   ops.push_back(descriptor<te_fl_moe_permute_bwd_args, moe_permute_bwd, refuse_permute_bwd>(
       "moe_permute_bwd"));
   ops.push_back(descriptor<te_fl_moe_unpermute_fwd_args, moe_unpermute_fwd, refuse_unpermute_fwd>(

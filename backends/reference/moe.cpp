@@ -75,6 +75,50 @@ void moe_permute_fwd(const te_fl_context&, const te_fl_moe_permute_fwd_args& a) 
   write_integers(*a.row_id_map, map);
 }
 
+// The row of each pair [e, t] that the mask has, -1 for the others.
+std::vector<int64_t> masked_rows(const te_fl_moe_permute_by_mask_fwd_args& a) {
+  const int64_t tokens = a.routing_map->dl.shape[0], experts = a.routing_map->dl.shape[1];
+  const int64_t rows = a.output->dl.shape[0];
+  const std::vector<int64_t> mask = integers(*a.routing_map);
+  const std::vector<int64_t> pads = a.pad_offsets != nullptr
+                                        ? integers(*a.pad_offsets)
+                                        : std::vector<int64_t>(static_cast<size_t>(experts), 0);
+  std::vector<int64_t> map(mask.size(), -1);
+  int64_t pairs = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    const int64_t pad = pads[static_cast<size_t>(e)];
+    backend::check_pad_offset(e, pad, e > 0 ? pads[static_cast<size_t>(e - 1)] : 0);
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t at = t * experts + e;
+      if (mask[static_cast<size_t>(at)] == 0) continue;
+      backend::check_masked_row(at, pairs + pad, rows);
+      map[static_cast<size_t>(e * tokens + t)] = pairs++ + pad;
+    }
+  }
+  return map;
+}
+
+void moe_permute_by_mask_fwd(const te_fl_context&, const te_fl_moe_permute_by_mask_fwd_args& a) {
+  const int64_t tokens = a.routing_map->dl.shape[0], experts = a.routing_map->dl.shape[1];
+  backend::check_pairs(tokens, experts);
+  backend::check_chunk_rows(a.output->dl.shape[0], "output");
+  const std::vector<int64_t> map = masked_rows(a);
+  const Rows input(*a.input), output(*a.output);
+  for (int64_t r = 0; r < output.count; ++r) zero_row(output, r);
+  std::vector<float> numbers;
+  if (a.probs != nullptr) numbers.assign(static_cast<size_t>(output.count), 0.0f);
+  const std::vector<float> probs = a.probs != nullptr ? Reader(*a.probs).all() : numbers;
+  for (size_t i = 0; i < map.size(); ++i) {
+    if (map[i] < 0) continue;
+    const auto at = static_cast<int64_t>(i), t = at % tokens, e = at / tokens;
+    copy_row(input, t, output, map[i]);
+    if (a.probs == nullptr) continue;
+    numbers[static_cast<size_t>(map[i])] = probs[static_cast<size_t>(t * experts + e)];
+  }
+  if (a.probs != nullptr) Writer(*a.permuted_probs).write(0, output.count, numbers.data());
+  write_integers(*a.row_id_map, map);
+}
+
 // The map as numbers, all in [-1, rows).
 std::vector<int64_t> checked_map(const te_fl_tensor& row_id_map, int64_t rows) {
   std::vector<int64_t> map = integers(row_id_map);
@@ -208,6 +252,8 @@ void append_moe(std::vector<te_fl_op_desc>& ops) {
   using Padding = te_fl_fused_multi_row_padding_args;
   using Unpadding = te_fl_fused_multi_row_unpadding_args;
   ops.push_back(descriptor<te_fl_moe_permute_fwd_args, moe_permute_fwd>("moe_permute_fwd"));
+  ops.push_back(descriptor<te_fl_moe_permute_by_mask_fwd_args, moe_permute_by_mask_fwd>(
+      "moe_permute_by_mask_fwd"));
   ops.push_back(descriptor<te_fl_moe_permute_bwd_args, moe_permute_bwd>("moe_permute_bwd"));
   ops.push_back(descriptor<te_fl_moe_unpermute_fwd_args, moe_unpermute_fwd>("moe_unpermute_fwd"));
   ops.push_back(descriptor<te_fl_moe_unpermute_bwd_args, moe_unpermute_bwd>("moe_unpermute_bwd"));

@@ -161,6 +161,7 @@ inline int64_t rows_each(int64_t rows, int tensors) {
 void add_activation(Cases& cases);
 void add_attention(Cases& cases);
 void add_chunks(Cases& cases);
+void add_permute_by_mask(Cases& cases);
 void add_delayed_scaling(Cases& cases);
 void add_dropout(Cases& cases);
 void add_gemm(Cases& cases);

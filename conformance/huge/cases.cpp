@@ -18,6 +18,7 @@ Cases all_cases() {
   add_rope(cases);
   add_router(cases);
   add_chunks(cases);
+  add_permute_by_mask(cases);
   add_scaled_activations(cases);
   add_softmax(cases);
   add_tensor(cases);

@@ -25,6 +25,7 @@ inline constexpr int64_t kCols = 4096, kOddCols = 4099;
 void add_activations(Cases& cases);
 void add_attention(Cases& cases);
 void add_chunks(Cases& cases);
+void add_permute_by_mask(Cases& cases);
 void add_gemm(Cases& cases);
 void add_grouped_gemm(Cases& cases);
 void add_moe(Cases& cases);

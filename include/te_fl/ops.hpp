@@ -88,6 +88,7 @@ inline constexpr OpId fused_moe_aux_loss_bwd{91};
 inline constexpr OpId fused_multi_row_padding{92};
 inline constexpr OpId fused_multi_row_unpadding{93};
 inline constexpr OpId splits_to_offsets{94};
+inline constexpr OpId moe_permute_by_mask_fwd{108};
 inline constexpr OpId moe_sort_chunks_fwd{96};
 inline constexpr OpId moe_sort_chunks_bwd{97};
 inline constexpr OpId layernorm_fwd{35};
@@ -516,6 +517,14 @@ namespace ops {
 // without leading_zero offsets[i] is that of i + 1
 [[nodiscard]] inline Status splits_to_offsets(const te_fl_splits_to_offsets_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::splits_to_offsets, &args, options);
+}
+
+// Copies the row of each token to each of its experts, which a mask says, ordered by expert.
+// output[r] = input[t] and permuted_probs[r] = probs[t, e] for each pair (t, e) whose
+// routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e]; row_id_map[e, t] = r,
+// -1 for other pairs; rows that no pair has are 0
+[[nodiscard]] inline Status moe_permute_by_mask_fwd(const te_fl_moe_permute_by_mask_fwd_args& args, const CallOptions& options = {}) {
+  return OpManager::instance().call(op::moe_permute_by_mask_fwd, &args, options);
 }
 
 // Puts chunks of rows in another order. chunk i is split_sizes[i] rows of input, one chunk after

@@ -57,6 +57,12 @@ std::string text_of(const ValueError& e) {
     case ValueRule::kChunkTwice:
       return "sorted_index[" + at + "] is " + value +
              ", as another element is; each chunk is named once";
+    case ValueRule::kPadOffset:
+      return "pad_offsets[" + at + "] is " + value + ", expected " + std::to_string(e.more) +
+             " or more: the rows left out before an expert, in all";
+    case ValueRule::kMaskedRow:
+      return "routing_map[" + at + "] has row " + value + ", but the output has " + bound +
+             " rows; give it one for each pair and for what pad_offsets leaves out";
     default:
       return std::string(e.argument) + " has " + bound + " positions, but position " + value +
              " is needed (sequence " + at + ")";

@@ -27,6 +27,8 @@ enum class ValueRule : int32_t {
   kChunkSize,     // split_sizes[at] is `value`: less than 0, or more than the `more` rows left
   kChunk,         // sorted_index[at] is `value`, which is not in [0, bound), the chunks
   kChunkTwice,    // sorted_index[at] is `value`, as another element is
+  kPadOffset,     // pad_offsets[at] is `value`, less than `more`
+  kMaskedRow,     // routing_map[at] has row `value`, which is not in [0, bound)
   kPosition       // `argument` has `bound` positions, sequence `at` needs position `value`
 };
 

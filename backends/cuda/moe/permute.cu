@@ -8,6 +8,7 @@
 #include "moe/listed_rows.cuh"
 #include "moe/row_launch.cuh"
 #include "moe/rows.cuh"
+#include "moe/scatter_rows.cuh"
 #include "moe/sort_pairs.cuh"
 #include "plugin/families.hpp"
 #include "te_fl/backend/moe_checks.hpp"
@@ -17,21 +18,6 @@ namespace te_fl::cuda {
 namespace {
 
 // ---- permutation
-
-void scatter_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& input,
-                  const te_fl_tensor& map, const te_fl_tensor& output) {
-  const int64_t bytes = row_bytes_of(input), each = map.dl.shape[0], tokens = map.dl.shape[1];
-  if (each == 0) return;
-  with_word(word_bytes(bytes, input, output), [&]<class Word>(Word) {
-    for_parts(tokens, bytes / static_cast<int64_t>(sizeof(Word)), [&](const RowParts& p) {
-      scatter_rows_kernel<<<blocks_of(p.size << p.lanes_log2, kThreads), kThreads, 0,
-                            stream_of(ctx)>>>(
-          backend::data<const Word>(input), backend::data<const int32_t>(map),
-          backend::data<Word>(output), p, tokens, each, output.dl.shape[0]);
-      check_launch(op);
-    });
-  });
-}
 
 size_t permute_workspace(const te_fl_context&, const te_fl_moe_permute_fwd_args& a) {
   const int64_t pairs = backend::numel(*a.indices);

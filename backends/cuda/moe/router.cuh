@@ -11,6 +11,7 @@ namespace te_fl::cuda {
 
 constexpr int kMostExperts = 1024;  // 32 registers of each lane of a warp
 constexpr int kMostGroups = 512;    // whose scores a block holds in shared memory
+constexpr int kFewChoices = 2;    // take less time one after the other
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 struct RouterShape {
@@ -90,6 +91,64 @@ __device__ inline int take_largest(uint32_t (&keys)[kPer]) {
     if (j == there) keys[j] = 0;
   }
   return holder * kPer + at;
+}
+
+// ---- the largest of a token's keys at once: each lane sorts its own, and lanes merge their lists
+
+__device__ inline void sort_two(uint32_t& first, uint32_t& second) {
+  const uint32_t larger = max(first, second);
+  second = min(first, second), first = larger;
+}
+// Downwards, by Batcher's network of 19 exchanges.
+__device__ inline void sort_eight(uint32_t (&v)[8]) {
+  constexpr int kPairs[][2] = {{0, 1}, {2, 3}, {4, 5}, {6, 7}, {0, 2}, {1, 3}, {4, 6},
+                               {5, 7}, {1, 2}, {5, 6}, {0, 4}, {1, 5}, {2, 6}, {3, 7},
+                               {2, 4}, {3, 5}, {1, 2}, {3, 4}, {5, 6}};
+#pragma unroll
+  for (const auto& pair : kPairs) sort_two(v[pair[0]], v[pair[1]]);
+}
+// The n-th largest key of a token, 1 <= n <= 8.
+template <int kLanes>
+__device__ inline uint32_t nth_largest(const uint32_t (&keys)[8], int n) {
+  uint32_t top[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) top[j] = keys[j];
+  sort_eight(top);
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) {
+    uint32_t theirs[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) theirs[j] = __shfl_xor_sync(kAllLanes, top[j], step);
+    // The largest of both lists go up and then down, so that three rounds of exchanges sort them.
+#pragma unroll
+    for (int j = 0; j < 8; ++j) top[j] = max(top[j], theirs[7 - j]);
+#pragma unroll
+    for (int stride = 4; stride > 0; stride /= 2) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if ((j & stride) == 0) sort_two(top[j], top[j + stride]);
+      }
+    }
+  }
+  uint32_t nth = top[0];
+#pragma unroll
+  for (int j = 1; j < 8; ++j) nth = j < n ? top[j] : nth;
+  return nth;
+}
+// Bit j: the lane's expert j is among the n best. False, for all lanes, if equal keys leave it open.
+template <int kLanes, int kPer>
+__device__ inline bool choose_at_once(const uint32_t (&keys)[kPer], uint32_t there, int experts,
+                                      int n, uint32_t& chosen) {
+  if constexpr (kPer == 8) {
+    const uint32_t least = nth_largest<kLanes>(keys, n);
+    uint32_t best = 0;
+#pragma unroll
+    for (int j = 0; j < kPer; ++j) best |= keys[j] >= least ? 1u << j : 0;
+    best &= there;
+    const int count = over_lanes<kLanes>(__popc(best), [](int a, int b) { return a + b; });
+    if (__all_sync(kAllLanes, count == n || experts == 0)) return chosen = best, true;
+  }
+  return false;
 }
 
 // The value that the lane of an expert holds, for all lanes.
@@ -300,7 +359,9 @@ __global__ void __launch_bounds__(kThreads, kPer == 8 ? 4 : 1)
       keep_groups<kLanes>(r, judged, keys, group_scores + threadIdx.x / kLanes * r.groups);
     }
     uint32_t chosen = 0;
-    for (int i = 0; i < r.topk; ++i) {
+    const bool at_once = r.topk > kFewChoices && r.topk <= 8 && choice.indices == nullptr &&
+                         choose_at_once<kLanes>(keys, there, experts, r.topk, chosen);
+    for (int i = 0; i < r.topk && !at_once; ++i) {
       const int e = take_largest<kLanes>(keys);
       if (e / kPer == lane) chosen |= 1u << e % kPer;
       if (choice.indices != nullptr && lane == 0 && experts > 0) {
@@ -360,7 +421,9 @@ __global__ void __launch_bounds__(kThreads)
     uint32_t keys[kPer], chosen = 0;
 #pragma unroll
     for (int j = 0; j < kPer; ++j) keys[j] = (there >> j & 1u) != 0 ? order_of(s[j]) : 0;
-    for (int i = 0; i < r.topk; ++i) {
+    const bool at_once = r.topk > kFewChoices && r.topk <= 8 &&
+                         choose_at_once<kLanes>(keys, there, experts, r.topk, chosen);
+    for (int i = 0; i < r.topk && !at_once; ++i) {
       const int e = take_largest<kLanes>(keys);
       if (e / kPer == lane) chosen |= 1u << e % kPer;
     }

@@ -1,4 +1,4 @@
-// Kernels that move rows of tokens: one row to several, several summed into one, groups of rows.
+// Kernels that move rows of tokens: several summed into one, groups of rows.
 #pragma once
 
 #include "common/integers.cuh"
@@ -7,44 +7,6 @@
 #include "moe/row_launch.cuh"
 
 namespace te_fl::cuda {
-
-// ---- permutation
-
-// Copies the row of each token to those that the map [each, tokens] has for it. A part of a row is
-// read once, and the map once for it.
-template <class Word>
-__global__ void __launch_bounds__(kThreads)
-    scatter_rows_kernel(const Word* input, const int32_t* map, Word* output, RowParts p,
-                        int64_t tokens, int64_t each, int64_t rows) {
-  const int64_t thread = blockIdx.x * int64_t{kThreads} + threadIdx.x;
-  const int64_t item = thread >> p.lanes_log2;
-  if (item >= p.size) return;
-  uint32_t part = 0;
-  const int64_t token = p.first + p.parts(static_cast<uint32_t>(item), part);
-  const int64_t lane = thread & ((1 << p.lanes_log2) - 1);
-  const int64_t word = (int64_t{part} * kAtOnce << p.lanes_log2) + lane;
-  const auto holds = [&](int u) { return word + (u << p.lanes_log2) < p.pieces; };
-  const Word* const from = input + token * p.pieces + word;
-  Word held[kAtOnce];
-#pragma unroll
-  for (int u = 0; u < kAtOnce; ++u) {
-    if (holds(u)) held[u] = from[u << p.lanes_log2];
-  }
-  for (int64_t s = 0; s < each; s += kAtOnce) {
-    int64_t row[kAtOnce];
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) row[k] = s + k < each ? map[(s + k) * tokens + token] : -1;
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (row[k] < 0 || row[k] >= rows) continue;
-      Word* const to = output + row[k] * p.pieces + word;
-#pragma unroll
-      for (int u = 0; u < kAtOnce; ++u) {
-        if (holds(u)) __stcs(to + (u << p.lanes_log2), held[u]);
-      }
-    }
-  }
-}
 
 // ---- sums
 

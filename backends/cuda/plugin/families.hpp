@@ -62,6 +62,7 @@ void append_grouped_gemm(std::vector<te_fl_op_desc>& ops);  // by append_gemm
 void configure_grouped_gemm(const char* streams);
 void append_moe(std::vector<te_fl_op_desc>& ops);
 void append_chunks(std::vector<te_fl_op_desc>& ops);
+void append_permute_by_mask(std::vector<te_fl_op_desc>& ops);
 void append_router(std::vector<te_fl_op_desc>& ops);
 void append_norm(std::vector<te_fl_op_desc>& ops);
 // `most_scratch`: bytes that a backward of attention may take to keep what it computes twice

@@ -28,6 +28,7 @@ constexpr AppendOps kFamilies[] = {
     append_tensor,  //
     append_moe,
     append_chunks,
+    append_permute_by_mask,
     append_router,     //
     append_dropout,    //
     append_optimizer,  //

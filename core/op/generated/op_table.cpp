@@ -771,6 +771,16 @@ const te_fl_arg_desc k_te_fl_scaled_dsituglu_args_glu_interleave_size = {sizeof(
 const te_fl_arg_desc* const k_te_fl_scaled_dsituglu_args[] = {&k_te_fl_scaled_dsituglu_args_grad, &k_te_fl_scaled_dsituglu_args_input, &k_te_fl_scaled_dsituglu_args_act_scales, &k_te_fl_scaled_dsituglu_args_output, &k_te_fl_scaled_dsituglu_args_grad_scales, &k_te_fl_scaled_dsituglu_args_beta1, &k_te_fl_scaled_dsituglu_args_beta2, &k_te_fl_scaled_dsituglu_args_glu_interleave_size};
 constexpr uint32_t k_te_fl_scaled_dsituglu_args_least = offsetof(te_fl_scaled_dsituglu_args, glu_interleave_size) + sizeof(te_fl_scaled_dsituglu_args::glu_interleave_size);
 
+const te_fl_arg_desc k_te_fl_moe_permute_by_mask_fwd_args_input = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_RAW_FP8, offsetof(te_fl_moe_permute_by_mask_fwd_args, input), 0, 0x103e, 0x1, 0, "input", "T H", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_permute_by_mask_fwd_args_routing_map = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, 0, offsetof(te_fl_moe_permute_by_mask_fwd_args, routing_map), 0, 0x11000, 0x1, 0, "routing_map", "T E", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_permute_by_mask_fwd_args_probs = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_OPTIONAL, offsetof(te_fl_moe_permute_by_mask_fwd_args, probs), 0, 0xe, 0x1, 0, "probs", "T E", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_permute_by_mask_fwd_args_pad_offsets = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_IN, 0, TE_FL_ARG_OPTIONAL, offsetof(te_fl_moe_permute_by_mask_fwd_args, pad_offsets), 0, 0xc00, 0x1, 0, "pad_offsets", "E", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc k_te_fl_moe_permute_by_mask_fwd_args_output = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_RAW_FP8 | TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_moe_permute_by_mask_fwd_args, output), 0, 0x103e, 0x1, 0, "output", "R H", nullptr, nullptr, "input", nullptr, 0.0, 0.0, 0.0, "R is the caller's choice: a row for each pair and for what pad_offsets leaves out, or more; a pair without a row is an error as in pad_offsets, and left out"};
+const te_fl_arg_desc k_te_fl_moe_permute_by_mask_fwd_args_permuted_probs = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, TE_FL_ARG_OPTIONAL | TE_FL_ARG_SAME_DTYPE, offsetof(te_fl_moe_permute_by_mask_fwd_args, permuted_probs), 0, 0xe, 0x1, 0, "permuted_probs", "R", nullptr, nullptr, "probs", nullptr, 0.0, 0.0, 0.0, "[R], those of output"};
+const te_fl_arg_desc k_te_fl_moe_permute_by_mask_fwd_args_row_id_map = {sizeof(te_fl_arg_desc), TE_FL_ARG_TENSOR, TE_FL_OUT, 0, 0, offsetof(te_fl_moe_permute_by_mask_fwd_args, row_id_map), 0, 0x400, 0x1, 0, "row_id_map", "E T", nullptr, nullptr, nullptr, nullptr, 0.0, 0.0, 0.0, nullptr};
+const te_fl_arg_desc* const k_te_fl_moe_permute_by_mask_fwd_args[] = {&k_te_fl_moe_permute_by_mask_fwd_args_input, &k_te_fl_moe_permute_by_mask_fwd_args_routing_map, &k_te_fl_moe_permute_by_mask_fwd_args_probs, &k_te_fl_moe_permute_by_mask_fwd_args_pad_offsets, &k_te_fl_moe_permute_by_mask_fwd_args_output, &k_te_fl_moe_permute_by_mask_fwd_args_permuted_probs, &k_te_fl_moe_permute_by_mask_fwd_args_row_id_map};
+constexpr uint32_t k_te_fl_moe_permute_by_mask_fwd_args_least = offsetof(te_fl_moe_permute_by_mask_fwd_args, row_id_map) + sizeof(te_fl_moe_permute_by_mask_fwd_args::row_id_map);
+
 const te_fl_op_schema k_gelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "gelu", "GELU activation.", "y = 0.5 x (1 + tanh(c (x + 0.044715 x^3))), c = sqrt(2/pi) = 0.7978845608", "docs/numerics.md, Activations", nullptr, "dgelu input", nullptr};
 const te_fl_op_schema k_qgelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "qgelu", "QGELU activation.", "y = x sigmoid(1.702 x)", "docs/numerics.md, Activations", nullptr, "dqgelu input", nullptr};
 const te_fl_op_schema k_relu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_activation_act_fwd_args), k_te_fl_activation_act_fwd_args_least, 2, 0, k_te_fl_activation_act_fwd_args, "relu", "RELU activation.", "y = max(x, 0)", "docs/numerics.md, Activations", nullptr, "drelu input", nullptr};
@@ -879,6 +889,7 @@ const te_fl_op_schema k_scaled_srelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl
 const te_fl_op_schema k_scaled_dsrelu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_scaled_dsrelu_args), k_te_fl_scaled_dsrelu_args_least, 5, 0, k_te_fl_scaled_dsrelu_args, "scaled_dsrelu", "Gradient of scaled_srelu and of its factors.", "output = 2 s grad max(x, 0); grad_scales = sum over the row of grad max(x, 0)^2", "docs/numerics.md, Activations", nullptr, nullptr, nullptr};
 const te_fl_op_schema k_scaled_situglu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_scaled_situglu_args), k_te_fl_scaled_situglu_args_least, 6, 0, k_te_fl_scaled_situglu_args, "scaled_situglu", "situglu with a factor of each row.", "s situglu(a, b), rounded once", "docs/numerics.md, Activations", nullptr, "scaled_dsituglu input act_scales", nullptr};
 const te_fl_op_schema k_scaled_dsituglu = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_scaled_dsituglu_args), k_te_fl_scaled_dsituglu_args_least, 8, 0, k_te_fl_scaled_dsituglu_args, "scaled_dsituglu", "Gradient of scaled_situglu and of its factors.", "output = s times the derivative of situglu; grad_scales = sum over the row of grad situglu(a, b)", "docs/numerics.md, Activations", nullptr, nullptr, nullptr};
+const te_fl_op_schema k_moe_permute_by_mask_fwd = {sizeof(te_fl_op_schema), 0, sizeof(te_fl_moe_permute_by_mask_fwd_args), k_te_fl_moe_permute_by_mask_fwd_args_least, 7, 0, k_te_fl_moe_permute_by_mask_fwd_args, "moe_permute_by_mask_fwd", "Copies the row of each token to each of its experts, which a mask says, ordered by expert.", "output[r] = input[t] and permuted_probs[r] = probs[t, e] for each pair (t, e) whose routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e]; row_id_map[e, t] = r, -1 for other pairs; rows that no pair has are 0", "docs/numerics.md, Experts", "probs requires permuted_probs; permuted_probs requires probs", "moe_permute_bwd row_id_map", nullptr};
 
 const te_fl_op_schema* const kSchemas[] = {
     &k_gelu,
@@ -989,10 +1000,11 @@ const te_fl_op_schema* const kSchemas[] = {
     &k_scaled_dsrelu,
     &k_scaled_situglu,
     &k_scaled_dsituglu,
+    &k_moe_permute_by_mask_fwd,
 };
 
 const uint32_t kIds[] = {
-    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107,
+    0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71, 72, 73, 74, 75, 76, 77, 78, 79, 80, 81, 82, 83, 84, 85, 86, 87, 88, 89, 90, 91, 92, 93, 94, 95, 96, 97, 98, 99, 100, 101, 102, 103, 104, 105, 106, 107, 108,
 };
 
 const char* const kFamilies[] = {
@@ -1104,14 +1116,15 @@ const char* const kFamilies[] = {
     "activation",
     "activation",
     "activation",
+    "moe",
 };
 
 }  // namespace
 
-std::span<const te_fl_op_schema* const> catalogue() { return {kSchemas, 108}; }
+std::span<const te_fl_op_schema* const> catalogue() { return {kSchemas, 109}; }
 
-std::span<const uint32_t> catalogue_ids() { return {kIds, 108}; }
+std::span<const uint32_t> catalogue_ids() { return {kIds, 109}; }
 
-std::span<const char* const> catalogue_families() { return {kFamilies, 108}; }
+std::span<const char* const> catalogue_families() { return {kFamilies, 109}; }
 
 }  // namespace te_fl::core

@@ -38,10 +38,24 @@ inline void check_chunk(int64_t i, int64_t size, int64_t before, int64_t rows) {
           ", as an earlier element is; each chunk is named once");
 }
 // Row numbers are 32 bits.
-inline void check_chunk_rows(int64_t rows) {
+inline void check_chunk_rows(int64_t rows, const char* tensor = "input") {
   if (rows <= std::numeric_limits<int32_t>::max()) return;
-  invalid("the input has " + std::to_string(rows) +
+  invalid(std::string("the ") + tensor + " has " + std::to_string(rows) +
           " rows, 2^31 or more, which row_id_map cannot number; split the rows");
+}
+
+// pad_offsets of expert `at` is `value`, and that of the expert before it `before`, or 0.
+inline void check_pad_offset(int64_t at, int64_t value, int64_t before) {
+  if (value >= before) return;
+  invalid("pad_offsets[" + std::to_string(at) + "] is " + std::to_string(value) + ", expected " +
+          std::to_string(before) + " or more: the rows left out before an expert, in all");
+}
+// Element `at` of routing_map is a pair; its row is one of the output's.
+inline void check_masked_row(int64_t at, int64_t row, int64_t rows) {
+  if (row < rows) return;
+  invalid("routing_map[" + std::to_string(at) + "] has row " + std::to_string(row) +
+          ", but the output has " + std::to_string(rows) +
+          " rows; give it one for each pair and for what pad_offsets leaves out");
 }
 
 // `rows` pairs of lengths before and after padding: each unpadded one fits its padded one, and the

@@ -338,6 +338,37 @@ typedef struct te_fl_splits_to_offsets_args {
   { .struct_size = sizeof(te_fl_splits_to_offsets_args), .leading_zero = 1, .stride = 1 }
 
 /*
+ * moe_permute_by_mask_fwd: Copies the row of each token to each of its experts, which a mask says,
+ * ordered by expert.
+ *   output[r] = input[t] and permuted_probs[r] = probs[t, e] for each pair (t, e) whose
+ *   routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e]; row_id_map[e, t] = r,
+ *   -1 for other pairs; rows that no pair has are 0
+ */
+typedef struct te_fl_moe_permute_by_mask_fwd_args {
+  uint32_t struct_size TE_FL_INIT(sizeof(te_fl_moe_permute_by_mask_fwd_args));
+  /* tokens. in; F32|F16|BF16|FP8|U8; shape [T H] */
+  const te_fl_tensor* input TE_FL_INIT(NULL);
+  /* not 0 where the token goes to the expert; fewer than 2^31 pairs. in; BOOL|U8; shape [T E] */
+  const te_fl_tensor* routing_map TE_FL_INIT(NULL);
+  /* a number of each pair, which goes with it. in, optional; F32|F16|BF16; shape [T E] */
+  const te_fl_tensor* probs TE_FL_INIT(NULL);
+  /* rows left out before those of each expert, in all; absent: 0. One less than 0 or than the
+  expert's before is an error: at once on the host and under TE_FL_VALIDATE, else at the next wait
+  for the stream. in, optional; I32|I64; shape [E] */
+  const te_fl_tensor* pad_offsets TE_FL_INIT(NULL);
+  /* permuted rows. out; F32|F16|BF16|FP8|U8; shape [R H]; dtype of input */
+  const te_fl_tensor* output TE_FL_INIT(NULL);
+  /* probs of the rows; 0 for rows that no pair has. out, optional; F32|F16|BF16; shape [R]; dtype
+  of probs */
+  const te_fl_tensor* permuted_probs TE_FL_INIT(NULL);
+  /* row of each pair, or -1. out; I32; shape [E T] */
+  const te_fl_tensor* row_id_map TE_FL_INIT(NULL);
+} te_fl_moe_permute_by_mask_fwd_args;
+
+#define TE_FL_MOE_PERMUTE_BY_MASK_FWD_ARGS_INIT \
+  { .struct_size = sizeof(te_fl_moe_permute_by_mask_fwd_args) }
+
+/*
  * moe_sort_chunks_fwd: Puts chunks of rows in another order.
  *   chunk i is split_sizes[i] rows of input, one chunk after the other; output has the chunks
  *   sorted_index[0], sorted_index[1], ..; row_id_map[t] is the row of output that row t went to;

@@ -1,8 +1,7 @@
 """Permutation of tokens by expert, and back.
 
 A map of rows, INT32 [K, T], has for token t the permuted rows [0, K) that it is copied to; -1 is none. By indices K is the number of experts of
-each token, by masks that of all experts. Every function here but the sort of chunks is one of three ops on such a map, and their gradients are such
-ops too.
+each token, by masks that of all experts. Two ops make a map and permute the rows with it; what goes back, and gradients, are ops on a map.
 """
 
 from __future__ import annotations
@@ -34,20 +33,41 @@ def _gather_run(permuted, rows):
     return output
 
 
-def _spread_save(ctx, inputs, output):
-    ctx.save_for_backward(inputs[1])
-
-
-def _spread_gradient(op, ctx, grad):
-    return op(grad, *ctx.saved_tensors), None, None
-
-
 _gather = Op("moe_gather_rows(Tensor permuted, Tensor rows) -> Tensor", _gather_run,
              lambda permuted, rows: permuted.new_empty((rows.shape[1], permuted.shape[1])))
-_spread = differentiable(  # output[rows[k, t]] = tokens[t]; rows of the output that no token has are 0
-    Op("moe_spread_rows(Tensor tokens, Tensor rows, SymInt count) -> Tensor", _spread_run,
-       lambda tokens, rows, count: tokens.new_empty((count, tokens.shape[1]))),
-    _gather, _spread_save, _spread_gradient)
+
+
+def _mask_run(tokens, mask, probs, pads, count):
+    tokens = tokens.contiguous()
+    output, rows = tokens.new_empty((count, tokens.shape[1])), torch.empty(mask.shape[::-1], dtype=torch.int32, device=tokens.device)
+    moved = tokens.new_empty(0) if probs is None else probs.new_empty(count)
+    ops.moe_permute_by_mask_fwd(input=tokens, routing_map=mask.contiguous(), probs=None if probs is None else probs.contiguous(),
+                                pad_offsets=None if pads is None else pads.contiguous(), output=output,
+                                permuted_probs=None if probs is None else moved, row_id_map=rows)
+    return output, moved, rows
+
+
+def _mask_fake(tokens, mask, probs, pads, count):
+    return (tokens.new_empty((count, tokens.shape[1])), tokens.new_empty(0) if probs is None else probs.new_empty(count),
+            mask.new_empty((mask.shape[1], mask.shape[0]), dtype=torch.int32))
+
+
+def _mask_save(ctx, inputs, output):
+    ctx.save_for_backward(output[2])
+    ctx.mark_non_differentiable(output[2], *(() if inputs[2] is not None else (output[1],)))
+    ctx.set_materialize_grads(False)
+
+
+def _mask_gradient(op, ctx, grad, grad_moved=None, _grad_rows=None):
+    rows, = ctx.saved_tensors
+    grad_probs = None
+    if grad_moved is not None and ctx.needs_input_grad[2]:  # one column of E T tokens that have one row each
+        grad_probs = op(grad_moved.reshape(-1, 1), rows.view(1, -1)).view(rows.shape).t()
+    return None if grad is None else op(grad, rows), None, grad_probs, None, None
+
+
+_permute_by_mask = differentiable(Op("moe_permute_rows(Tensor tokens, Tensor mask, Tensor? probs, Tensor? pads, SymInt count) -> (Tensor, Tensor, Tensor)",
+                                     _mask_run, _mask_fake), _gather, _mask_save, _mask_gradient)
 
 
 def _sort_run(tokens, indices, count):
@@ -127,13 +147,15 @@ def _check_tokens(where: str, inp: torch.Tensor) -> None:
         raise InvalidArgument(f"{where}: inp has shape {tuple(inp.shape)}; it is [tokens, hidden size]")
 
 
-def _mask_rows(where: str, inp: torch.Tensor, routing_map: torch.Tensor, pad_offsets: Optional[torch.Tensor] = None) -> torch.Tensor:
-    """The map of rows of a mask [T, E]: experts one after the other, the tokens of each in their order."""
+def _by_mask(where: str, inp: torch.Tensor, routing_map: torch.Tensor, count: int, probs: Optional[torch.Tensor] = None,
+             pad_offsets: Optional[torch.Tensor] = None) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(permuted rows, their probabilities, the map) of a mask [T, E]: experts one after the other, the tokens of each in their order."""
     if routing_map.dim() != 2 or routing_map.shape[0] != inp.shape[0]:
         raise InvalidArgument(f"{where}: routing_map has shape {tuple(routing_map.shape)} for {inp.shape[0]} tokens; a mask is [tokens, experts]")
-    mask = routing_map if routing_map.dtype == torch.bool else routing_map != 0
-    routed = mask.t().to(torch.int32, memory_format=torch.contiguous_format)
-    return _padded(torch.cumsum(routed.view(-1), 0, dtype=torch.int32).view(routed.shape) * routed - 1, pad_offsets)
+    if probs is not None and probs.shape != routing_map.shape:
+        raise InvalidArgument(f"{where}: probs has shape {tuple(probs.shape)}; routing_map has {tuple(routing_map.shape)}")
+    mask = routing_map if routing_map.dtype in (torch.bool, torch.uint8) else routing_map != 0
+    return _permute_by_mask(inp, mask, probs, pad_offsets, count)
 
 
 def _padded(rows: torch.Tensor, pad_offsets: Optional[torch.Tensor]) -> torch.Tensor:
@@ -141,13 +163,6 @@ def _padded(rows: torch.Tensor, pad_offsets: Optional[torch.Tensor]) -> torch.Te
     if pad_offsets is None:
         return rows
     return torch.where(rows < 0, rows, rows + pad_offsets.to(torch.int32).unsqueeze(1))
-
-
-def _spread_probs(where: str, probs: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
-    """The probability of each permuted row: [T, E] as one column of E T tokens that have one row each."""
-    if probs.shape != (rows.shape[1], rows.shape[0]):
-        raise InvalidArgument(f"{where}: probs has shape {tuple(probs.shape)}; routing_map has {(rows.shape[1], rows.shape[0])}")
-    return _spread(probs.t().reshape(-1, 1), rows.view(1, -1), count).view(-1)
 
 
 def _check_count(where: str, num_out_tokens: int, least: int) -> None:
@@ -172,8 +187,8 @@ def moe_permute(inp: torch.Tensor, routing_map: torch.Tensor, num_out_tokens: in
     _check_tokens("moe_permute", inp)
     if map_type == "mask":
         _check_count("moe_permute", num_out_tokens, min(1, inp.shape[0]))
-        rows = _mask_rows("moe_permute", inp, routing_map)
-        return _spread(inp, rows, num_out_tokens if inp.shape[0] else 0), rows
+        output, _, rows = _by_mask("moe_permute", inp, routing_map, num_out_tokens if inp.shape[0] else 0)
+        return output, rows
     _check_count("moe_permute", num_out_tokens, 0)
     if routing_map.dim() != 2 or routing_map.shape[0] != inp.shape[0]:
         raise InvalidArgument(f"moe_permute: routing_map has shape {tuple(routing_map.shape)} for {inp.shape[0]} tokens; indices are [tokens, topK]")
@@ -188,9 +203,7 @@ def moe_permute_with_probs(inp: torch.Tensor, probs: torch.Tensor, routing_map: 
     where = "moe_permute_with_probs"
     _check_tokens(where, inp)
     _check_count(where, num_out_tokens, min(1, inp.shape[0]))
-    rows = _mask_rows(where, inp, routing_map)
-    count = num_out_tokens if inp.shape[0] else 0
-    return _spread(inp, rows, count), _spread_probs(where, probs, rows, count), rows
+    return _by_mask(where, inp, routing_map, num_out_tokens if inp.shape[0] else 0, probs)
 
 
 def moe_permute_and_pad_with_probs(inp: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, tokens_per_expert: torch.Tensor,
@@ -211,9 +224,8 @@ def moe_permute_and_pad_with_probs(inp: torch.Tensor, probs: torch.Tensor, routi
     ends = torch.cumsum(padded - counts, 0)
     padding, total = torch.stack((ends[-1], padded.sum())).tolist()
     offsets = torch.nn.functional.pad(ends[:-1], (1, 0)) if padding else None
-    rows = _mask_rows(where, inp, routing_map)
-    there = _padded(rows, offsets)
-    return _spread(inp, there, total), _spread_probs(where, probs, there, total), rows, offsets, padded
+    output, moved, rows = _by_mask(where, inp, routing_map, total, probs, offsets)
+    return output, moved, rows if offsets is None else _padded(rows, -offsets), offsets, padded
 
 
 def moe_unpermute(inp: torch.Tensor, row_id_map: torch.Tensor, merging_probs: Optional[torch.Tensor] = None,

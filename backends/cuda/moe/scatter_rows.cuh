@@ -1,0 +1,72 @@
+// Copies of the rows of tokens to the rows that a map has for them.
+#pragma once
+
+#include "moe/row_launch.cuh"
+
+namespace te_fl::cuda {
+
+// Copies the row of each token to those that the map [each, tokens] has for it. A part of a row is
+// read once, and the map once for it; with kLists by the lanes of a warp, which takes one part.
+template <class Word, bool kLists>
+__global__ void __launch_bounds__(kThreads)
+    scatter_rows_kernel(const Word* input, const int32_t* map, Word* output, RowParts p,
+                        int64_t tokens, int64_t each, int64_t rows) {
+  const int64_t thread = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  const int64_t item = thread >> p.lanes_log2;
+  if (item >= p.size) return;
+  uint32_t part = 0;
+  const int64_t token = p.first + p.parts(static_cast<uint32_t>(item), part);
+  const int64_t lane = thread & ((1 << p.lanes_log2) - 1);
+  const int64_t word = (int64_t{part} * kAtOnce << p.lanes_log2) + lane;
+  const auto holds = [&](int u) { return word + (u << p.lanes_log2) < p.pieces; };
+  const Word* const from = input + token * p.pieces + word;
+  Word held[kAtOnce];
+#pragma unroll
+  for (int u = 0; u < kAtOnce; ++u) {
+    if (holds(u)) held[u] = from[u << p.lanes_log2];
+  }
+  const auto put = [&](int64_t row) {
+    Word* const to = output + row * p.pieces + word;
+#pragma unroll
+    for (int u = 0; u < kAtOnce; ++u) {
+      if (holds(u)) __stcs(to + (u << p.lanes_log2), held[u]);
+    }
+  };
+  if constexpr (kLists) {
+    for (int64_t s = 0; s < each; s += 32) {
+      const int32_t mine = s + lane < each ? map[(s + lane) * tokens + token] : -1;
+      unsigned there = __ballot_sync(0xFFFFFFFFu, mine >= 0 && mine < rows);
+      for (; there != 0; there &= there - 1) {
+        put(__shfl_sync(0xFFFFFFFFu, mine, __ffs(static_cast<int>(there)) - 1));
+      }
+    }
+    return;
+  }
+  for (int64_t s = 0; s < each; s += kAtOnce) {
+    int64_t row[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) row[k] = s + k < each ? map[(s + k) * tokens + token] : -1;
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (row[k] >= 0 && row[k] < rows) put(row[k]);
+    }
+  }
+}
+
+inline void scatter_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& input,
+                         const te_fl_tensor& map, const te_fl_tensor& output) {
+  const int64_t bytes = row_bytes_of(input), each = map.dl.shape[0], tokens = map.dl.shape[1];
+  if (each == 0) return;
+  with_word(word_bytes(bytes, input, output), [&]<class Word>(Word) {
+    for_parts(tokens, bytes / static_cast<int64_t>(sizeof(Word)), [&](const RowParts& p) {
+      const auto kernel = each > kFewPlaces && p.lanes_log2 == 5 ? scatter_rows_kernel<Word, true>
+                                                                 : scatter_rows_kernel<Word, false>;
+      kernel<<<blocks_of(p.size << p.lanes_log2, kThreads), kThreads, 0, stream_of(ctx)>>>(
+          backend::data<const Word>(input), backend::data<const int32_t>(map),
+          backend::data<Word>(output), p, tokens, each, output.dl.shape[0]);
+      check_launch(op);
+    });
+  });
+}
+
+}  // namespace te_fl::cuda
