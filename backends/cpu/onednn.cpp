@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <mutex>
 #include <new>
@@ -24,16 +25,13 @@ namespace te_fl::cpu {
 namespace {
 
 constexpr const char* kSoname = TE_FL_ONEDNN_SONAME;
+constexpr int64_t kSmall = 16;  // extent of the products that make a kind's objects
 
 void check(dnnl_status_t status, const char* what) {
   if (status == dnnl_success) return;
   throw std::runtime_error(std::string("oneDNN: ") + what + " failed with status " +
                            std::to_string(static_cast<int>(status)));
 }
-
-// Held while the library is opened and generates its code. A fork waits for it, so that a child
-// never inherits a half-opened library or the dynamic linker's lock.
-std::mutex opening;
 
 // Counts the threads inside the library. A fork and the end of the process wait until nobody is: a
 // child would inherit locks of the library whose owners are not there, and its static objects are
@@ -54,6 +52,10 @@ void open_gate() {
   gate.compare_exchange_strong(forking, kOpen);
 }
 
+[[noreturn]] void refuse_at_end() {
+  throw std::runtime_error("the process is ending: oneDNN makes no product any more");
+}
+
 class Inside {
  public:
   Inside() {
@@ -62,9 +64,7 @@ class Inside {
       const int now = gate.load();
       if (now == kOpen) break;
       inside.fetch_sub(1);
-      if (now == kEnded) {
-        throw std::runtime_error("the process is ending: oneDNN makes no product any more");
-      }
+      if (now == kEnded) refuse_at_end();
     }
     ++t_inside;
   }
@@ -76,13 +76,40 @@ class Inside {
   Inside& operator=(const Inside&) = delete;
 };
 
+// Held while the library is opened and generates its code. A fork and the end of the process wait
+// for it, so that a child never inherits a half-opened library or the dynamic linker's lock.
+std::mutex opening;
+constinit thread_local bool t_opening = false;
+// True once the thread that loaded te-fl has ended: mostly that begins the end of the process.
+constinit std::atomic<bool> loader_ended{false};
+
+class Opening {
+ public:
+  Opening() {
+    t_opening = true;  // first: a signal's handler that exits does not wait for its own thread
+    opening.lock();
+    if (!loader_ended.exchange(false)) return;
+    opening.unlock();
+    for (int ms = 0; ms < 100 && gate.load() != kEnded; ++ms) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    opening.lock();
+  }
+  ~Opening() {
+    opening.unlock();
+    t_opening = false;
+  }
+  Opening(const Opening&) = delete;
+  Opening& operator=(const Opening&) = delete;
+};
+
 void before_fork() {
-  opening.lock();
+  if (!t_opening) opening.lock();
   close_gate(kForking);
 }
 void after_fork() {
   open_gate();
-  opening.unlock();
+  if (!t_opening) opening.unlock();
 }
 [[maybe_unused]] const int forks_registered = pthread_atfork(&before_fork, &after_fork, [] {
   inside.store(t_inside);  // a thread that was about to look at the gate is not here
@@ -91,18 +118,42 @@ void after_fork() {
 
 // Registered after the library has made its static objects, so it runs before they are destroyed.
 void before_exit() {
-  const std::lock_guard<std::mutex> lock(opening);
+  std::unique_lock<std::mutex> lock(opening, std::defer_lock);
+  if (!t_opening) lock.lock();
   close_gate(kEnded);
 }
 
-// The library makes the objects of a kind of product at its first use: registers after each.
-void made(bool bf16, bool trans_a, bool trans_b, bool vector, float beta) {
+// exit() destroys its thread's own objects before it runs what atexit() registered. This one, of
+// the thread that loads te-fl, which is mostly the main thread, waits while another thread has the
+// library make static objects: until before_exit() is registered after them.
+struct EndOfLoader {
+  bool watches = false;
+  ~EndOfLoader() {
+    if (!watches || t_opening) return;
+    const Opening lock;
+    std::atexit(&before_exit);
+    loader_ended.store(true);
+  }
+};
+thread_local EndOfLoader t_end;
+[[maybe_unused]] const bool end_watched = t_end.watches = true;
+
+// The library makes the objects of a kind of product at its first use: `product` makes a small one,
+// so that none of a program's is under way before before_exit() is registered.
+template <class Product>
+void ready(bool bf16, bool trans_a, bool trans_b, bool row, bool column, float beta,
+           Product&& product) {
   static constinit std::atomic<uint64_t> kinds{0};
-  const int scaled = beta == 0.0f ? 0 : beta == 1.0f ? 1 : 2;
-  const int kind = ((scaled * 2 + bf16) * 2 + trans_a) * 4 + trans_b * 2 + vector;
+  const int sum = bf16 ? 3 : beta == 0.0f ? 0 : beta == 1.0f ? 1 : 2;
+  const int kind = sum * 16 + trans_a * 8 + trans_b * 4 + row * 2 + column;
   const uint64_t bit = uint64_t{1} << kind;
+  if ((kinds.load(std::memory_order_acquire) & bit) != 0) return;
+  const Opening lock;
   if ((kinds.load(std::memory_order_relaxed) & bit) != 0) return;
-  if ((kinds.fetch_or(bit) & bit) == 0) std::atexit(&before_exit);
+  if (gate.load() == kEnded) refuse_at_end();
+  product();
+  std::atexit(&before_exit);
+  kinds.fetch_or(bit, std::memory_order_release);
 }
 
 // Not a function-local static: a fork between its guard and the lock would stop the child for ever.
@@ -357,11 +408,13 @@ void OneDnn::prepare() {
 const OneDnn& OneDnn::instance() {
   const OneDnn* library = opened.load(std::memory_order_acquire);
   if (library == nullptr) {
-    const std::lock_guard<std::mutex> lock(opening);
+    const Opening lock;
     library = opened.load(std::memory_order_relaxed);
     if (library == nullptr) {
+      if (gate.load() == kEnded) refuse_at_end();
       alignas(OneDnn) static unsigned char storage[sizeof(OneDnn)];
       library = new (storage) OneDnn();
+      std::atexit(&before_exit);
       opened.store(library, std::memory_order_release);
     }
   }
@@ -382,17 +435,39 @@ bool OneDnn::available(std::string* reason) {
 void OneDnn::sgemm(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
                    const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* c,
                    int64_t ldc) const {
+  ready(false, trans_a, trans_b, m == 1, n == 1, beta, [&] {
+    float zeros[kSmall * kSmall] = {}, result[kSmall * kSmall] = {};
+    make_sgemm(trans_a, trans_b, m == 1 ? 1 : kSmall, n == 1 ? 1 : kSmall, kSmall, alpha, zeros,
+               kSmall, zeros, kSmall, beta, result, kSmall);
+  });
   const Inside in_library;
+  make_sgemm(trans_a, trans_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+}
+
+void OneDnn::make_sgemm(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                        const float* a, int64_t lda, const float* b, int64_t ldb, float beta,
+                        float* c, int64_t ldc) const {
   const OneThread<Api> one_thread(*api_);
   check(api_->sgemm(trans_a ? 'T' : 'N', trans_b ? 'T' : 'N', m, n, k, alpha, a, lda, b, ldb, beta,
                     c, ldc),
         "sgemm");
-  made(false, trans_a, trans_b, m == 1 || n == 1, beta);
 }
 
 void OneDnn::bf16(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, const uint16_t* a,
                   int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc) const {
+  ready(true, trans_a, trans_b, m == 1, n == 1, 0.0f, [&] {
+    const uint16_t zeros[kSmall * kSmall] = {};
+    float result[kSmall * kSmall];
+    make_bf16(trans_a, trans_b, m == 1 ? 1 : kSmall, n == 1 ? 1 : kSmall, kSmall, zeros, kSmall,
+              zeros, kSmall, result, kSmall);
+  });
   const Inside in_library;
+  make_bf16(trans_a, trans_b, m, n, k, a, lda, b, ldb, c, ldc);
+}
+
+void OneDnn::make_bf16(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k,
+                       const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, float* c,
+                       int64_t ldc) const {
   const OneThread<Api> one_thread(*api_);
   const Layout<Api> layout_a(*api_, dnnl_bf16, m, k, trans_a ? 1 : lda, trans_a ? lda : 1);
   const Layout<Api> layout_b(*api_, dnnl_bf16, k, n, trans_b ? 1 : ldb, trans_b ? ldb : 1);
@@ -410,7 +485,6 @@ void OneDnn::bf16(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, c
       api_->primitive_execute(bf16_->product[trans_a][trans_b], stream, 3, arguments);
   api_->stream_destroy(stream);
   check(status, "a BF16 product");
-  made(true, trans_a, trans_b, m == 1 || n == 1, 0.0f);
 }
 
 }  // namespace te_fl::cpu

@@ -43,6 +43,12 @@ class OneDnn {
   OneDnn();
   void open();
   void prepare();
+  // sgemm() and bf16() for callers that keep a fork and the end of the process waiting.
+  void make_sgemm(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, float alpha,
+                  const float* a, int64_t lda, const float* b, int64_t ldb, float beta, float* c,
+                  int64_t ldc) const;
+  void make_bf16(bool trans_a, bool trans_b, int64_t m, int64_t n, int64_t k, const uint16_t* a,
+                 int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc) const;
 
   const Api* api_ = nullptr;  // Never closed: its threads' exit handlers would outlive it.
   const Bf16* bf16_ = nullptr;

@@ -9,6 +9,7 @@
 #include <bit>
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <fstream>
 #include <limits>
@@ -356,6 +357,48 @@ TEST_F(Gemm, AProgramThatEndsDuringAGemmEndsWell) {
       while (busy < 3) std::this_thread::yield();
       std::exit(0);
     }));
+  }
+}
+
+constexpr const char* kDelay = "TEST_EXIT_AFTER_US";
+
+// In a process of its own, which AProgramThatEndsDuringItsFirstGemmEndsWell starts: the main thread
+// exits while another has the library make the static objects of each kind of product.
+TEST(GemmExit, DISABLED_DuringTheFirst) {
+  const char* delay = std::getenv(kDelay);
+  ASSERT_NE(delay, nullptr);
+  std::atomic<bool> begun{false};
+  std::thread([&] {
+    begun = true;
+    for (int flags = 0; flags < 8; ++flags) {
+      try {
+        const Case t{64, 64, 64, (flags & 1) != 0, (flags & 2) != 0, 1, flags < 4 ? 0.0f : 1.0f};
+        const Operands x(t);
+        run_sgemm(t, x), run_bf16(t, x);
+      } catch (const std::exception&) {  // refused once the exit began
+      }
+    }
+    for (;;) pause();
+  }).detach();
+  while (!begun) std::this_thread::yield();
+  std::this_thread::sleep_for(std::chrono::microseconds(std::atoi(delay)));
+  std::exit(0);
+}
+
+TEST(GemmExit, AProgramThatEndsDuringItsFirstGemmEndsWell) {
+  TE_FL_SKIP_FORK_THEN_THREADS();
+  for (int us = 0; us < 48'000; us += 2'000) {
+    const pid_t child = fork();
+    if (child == 0) {
+      setenv(kDelay, std::to_string(us).c_str(), 1);
+      execl("/proc/self/exe", "unit_cpu", "--gtest_filter=GemmExit.DISABLED_DuringTheFirst",
+            "--gtest_also_run_disabled_tests", "--gtest_brief=1", nullptr);
+      _exit(127);
+    }
+    int status = -1;
+    waitpid(child, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0)
+        << "after " << us << " us: status " << status;
   }
 }
 
