@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
+#include <tuple>
 
 #include "conformance/case.hpp"
 #include "conformance/coverage.hpp"
@@ -77,6 +78,25 @@ struct Options {
   }
 };
 
+std::string did_you_mean(const std::string& word, const std::vector<std::string>& names) {
+  const std::string near = environment::nearest(word, names);
+  return near.empty() ? "" : ", did you mean '" + near + "'?";
+}
+
+// Empty, or the mistake: a name that no case has.
+std::string unknown_name(const Options& o) {
+  if (o.op.empty() && o.family.empty()) return {};
+  std::set<std::string> ops, families;
+  for (const Case& c : all_cases()) ops.insert(c.op), families.insert(c.family);
+  for (const auto& [option, name, known] :
+       {std::tuple{"--op ", o.op, ops}, {"--family ", o.family, families}}) {
+    if (name.empty() || known.count(name) != 0) continue;
+    return option + name + ": the table has no such name" +
+           did_you_mean(name, {known.begin(), known.end()}) + "; see --list";
+  }
+  return {};
+}
+
 // Empty, or the mistake.
 std::string parse(int argc, char** argv, Options& o) {
   const std::map<std::string, std::string*> texts = {
@@ -101,7 +121,12 @@ std::string parse(int argc, char** argv, Options& o) {
       continue;
     }
     const auto text = texts.find(word);
-    if (text == texts.end() && word != "--plugin") return "unknown option " + word + "; see --help";
+    if (text == texts.end() && word != "--plugin") {
+      std::vector<std::string> known = {"--plugin"};
+      for (const auto& [name, value] : texts) known.push_back(name);
+      for (const auto& [name, value] : flags) known.push_back(name);
+      return "unknown option " + word + did_you_mean(word, known) + "; see --help";
+    }
     if (++i == argc) return word + " wants a value";
     if (word == "--plugin")
       o.plugins.push_back(argv[i]);
@@ -429,6 +454,9 @@ int run(int argc, char** argv, const std::string& folder) {
     return 0;
   }
   std::vector<Unsupported> expected;
+  if (error.empty() && o.fuzz.find_first_not_of("0123456789") != std::string::npos)
+    error = "--fuzz " + o.fuzz + ": the seed is a whole number, 0 or more";
+  if (error.empty()) error = unknown_name(o);
   if (error.empty()) expected = read_expected(o.expected_file(), error);
   if (!error.empty()) {
     std::fprintf(stderr, "conformance: %s\n", error.c_str());

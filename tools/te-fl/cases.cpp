@@ -67,8 +67,9 @@ Result<std::vector<const CaseSpec*>> cases_of(const std::string& op, const std::
                             (near.empty() ? "" : "; did you mean '" + near + "'?") +
                             (near.empty() ? ";" : "") + " `te-fl bench --list` shows all");
   }
-  return te_fl::not_found("no case of " + op + " matches --dtype '" + dtype + "' --case '" +
-                          variant + "'; there are " + variants_of(op));
+  return te_fl::not_found(
+      "no case of " + op + " matches" + (dtype.empty() ? "" : " --dtype '" + dtype + "'") +
+      (variant.empty() ? "" : " --case '" + variant + "'") + "; there are " + variants_of(op));
 }
 
 Result<Shape> extents_of(const CaseSpec& spec, const std::string& shape, const Device& device) {

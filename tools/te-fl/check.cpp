@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -150,7 +152,12 @@ class Run {
   // Starts a child and waits until it has loaded the plugin; the first one says what is there.
   bool open(Child& child, bool first) {
     if (!child.start()) {
-      add({.check = "load", .outcome = Outcome::kFail, .message = "no process could be started"});
+      const std::string why = std::strerror(errno);
+      add({.check = "load",
+           .outcome = Outcome::kFail,
+           .message = "no process could be started" +
+                      (options_.python.empty() ? "" : " with --python " + options_.python) + ": " +
+                      why});
       return false;
     }
     const double load_limit = std::max(options_.time_limit, 5.0);

@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <csignal>
 #include <cstring>
 #include <vector>
@@ -95,6 +96,7 @@ bool Child::start() {
   if (error == 0) return true;
   pid_ = -1;
   close(orders_), close(answers_);
+  errno = error;
   return false;
 }
 

@@ -102,34 +102,67 @@ std::string did_you_mean(const std::string& word, const std::vector<std::string>
   return near.empty() ? "" : "; did you mean '" + near + "'?";
 }
 
+// The innermost command that the words name.
+struct NamedCommand {
+  const CLI::App* command;
+  std::string path;  // "te-fl quarantine clear"
+};
+NamedCommand named_command(const CLI::App& app) {
+  NamedCommand named{&app, "te-fl"};
+  while (!named.command->get_subcommands().empty()) {
+    named.command = named.command->get_subcommands().front();
+    named.path += " " + named.command->get_name();
+  }
+  return named;
+}
+
+std::vector<std::string> commands_of(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::App* sub : app.get_subcommands({})) names.push_back(sub->get_name());
+  return names;
+}
+
 // Tells of an argument that the given command does not know, an option or a subcommand; CLI11 only
 // says that it was not expected, or what else is missing.
 void complain_of_argument(const CLI::App& app) {
-  const CLI::App* command = &app;
-  std::string path = "te-fl";
-  while (!command->get_subcommands().empty()) {
-    command = command->get_subcommands().front();
-    path += " " + command->get_name();
-  }
+  const auto [command, path] = named_command(app);
   const std::vector<std::string> extras = app.remaining(true);
   const auto dashed = std::find_if(extras.begin(), extras.end(),
                                    [](const std::string& word) { return word.rfind('-', 0) == 0; });
   const std::string word = dashed == extras.end() ? extras.front() : *dashed;
-  std::vector<std::string> names;
+  std::vector<std::string> names = commands_of(*command);
   for (const CLI::Option* option : command->get_options()) names.push_back(option->get_name());
-  for (const CLI::App* sub : command->get_subcommands({})) names.push_back(sub->get_name());
   complain("unknown argument '" + word + "'" + did_you_mean(word.substr(0, word.find('=')), names) +
            " (" + path + " --help lists all)");
 }
 
-// A misspelt subcommand or option, with the nearest; other mistakes in CLI11's words.
+// The mistake in words of te-fl's where CLI11's name its own types or nothing that could be given.
+std::string mistake(const CLI::App& command, const CLI::ParseError& error) {
+  const std::string text = error.what();
+  const std::string conversion = "Could not convert: ", equals = " = ";
+  const size_t value = text.find(equals);
+  if (text.rfind(conversion, 0) == 0 && value != std::string::npos) {
+    return text.substr(conversion.size(), value - conversion.size()) +
+           " does not take the value '" + text.substr(value + equals.size()) + "'";
+  }
+  if (dynamic_cast<const CLI::ArgumentMismatch*>(&error) != nullptr) {
+    return text.substr(0, text.find(':')) + " wants a value";
+  }
+  const std::vector<std::string> commands = commands_of(command);
+  if (dynamic_cast<const CLI::RequiredError*>(&error) == nullptr || commands.empty()) return text;
+  std::string all;
+  for (const std::string& name : commands) all += (all.empty() ? "" : ", ") + name;
+  return "it wants one of its commands: " + all;
+}
+
+// A misspelt subcommand or option, with the nearest; other mistakes with the command's name.
 int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, char** argv) {
+  if (error.get_exit_code() == 0) return app.exit(error);  // --help, --version
   if (argc > 1 && argv[1][0] != '-') {
-    std::vector<std::string> names;
-    for (const auto* sub : app.get_subcommands({})) names.push_back(sub->get_name());
+    const std::vector<std::string> names = commands_of(app);
     if (std::find(names.begin(), names.end(), argv[1]) == names.end()) {
       complain(std::string("unknown command '") + argv[1] + "'" + did_you_mean(argv[1], names) +
-               " te-fl --help lists all.");
+               " (te-fl --help lists all)");
       return kUsage;
     }
   }
@@ -139,7 +172,10 @@ int usage_error(const CLI::App& app, const CLI::ParseError& error, int argc, cha
     complain_of_argument(app);
     return kUsage;
   }
-  return app.exit(error) == 0 ? kSuccess : kUsage;
+  const auto [command, path] = named_command(app);
+  const std::string of = command == &app ? "" : path.substr(path.find(' ') + 1) + ": ";
+  complain(of + mistake(*command, error) + " (" + path + " --help lists all)");
+  return kUsage;
 }
 
 // A number of these; CLI11's own ranges hold what is no number for one of them.
@@ -151,6 +187,12 @@ CLI::Validator within(double least, double most, const std::string& text) {
         return "'" + word + "' is not " + text;
       },
       "");
+}
+
+std::string is_shell(const std::string& word) {
+  const std::vector<std::string> shells = {"bash", "zsh", "fish"};
+  if (std::find(shells.begin(), shells.end(), word) != shells.end()) return {};
+  return "'" + word + "' is not bash, zsh or fish" + did_you_mean(word, shells);
 }
 
 std::string not_empty(const std::string& shape) {
@@ -303,7 +345,7 @@ int main(int argc, char** argv) {
       ->capture_default_str();
   check_command
       ->add_option("--jobs", check_options.jobs, "children at a time (default: processors)")
-      ->check(CLI::Range(1, 256));
+      ->check(within(1, 256, "a number from 1 to 256"));
   check_command->add_option("--json", check_options.json, "write every result to this file");
   check_command->add_option("--junit", check_options.junit, "write JUnit XML to this file");
   check_command->add_option("--html", check_options.html, "write a page to this file");
@@ -372,9 +414,7 @@ int main(int argc, char** argv) {
 
   std::string shell;
   auto* completion_command = app.add_subcommand("completion", "Prints a shell's completion script");
-  completion_command->add_option("shell", shell, "bash, zsh or fish")
-      ->required()
-      ->check(CLI::IsMember({"bash", "zsh", "fish"}));
+  completion_command->add_option("shell", shell, "bash, zsh or fish")->required()->check(is_shell);
   completion_command->callback([&] { exit_code = completion(shell); });
 
   add_examples(app);

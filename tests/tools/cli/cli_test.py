@@ -255,6 +255,26 @@ class Commands(unittest.TestCase):
                                (("info", "everything"), "'everything' (te-fl info --help lists all)")):
             self.fails(2, f"unknown argument {nearest}", *words)
 
+    def test_usage_errors_name_the_command(self):
+        for words, text in ((("trace",), "te-fl: unknown command 'trace' (te-fl --help lists all)"),
+                            (("infos",), "te-fl: unknown command 'infos'; did you mean 'info'? (te-fl --help lists all)"),
+                            (("tune",), "te-fl: tune: files is required (te-fl tune --help lists all)"),
+                            (("merge-traces", "a.json"), "te-fl: merge-traces: --out is required (te-fl merge-traces --help lists all)"),
+                            (("fingerprint", "diff", "a"), "te-fl: fingerprint diff: b is required"),
+                            (("quarantine",), "te-fl: quarantine: it wants one of its commands: list, clear (te-fl quarantine --help"),
+                            ((), "te-fl: it wants one of its commands: info, "),
+                            (("explain", "gelu", "--dtype"), "te-fl: explain: --dtype wants a value"),
+                            (("check", "--builtin", "cpu", "--seed", "abc"), "te-fl: check: --seed does not take the value 'abc'"),
+                            (("check", "--builtin", "cpu", "--jobs", "0"), "te-fl: check: --jobs: '0' is not a number from 1 to 256"),
+                            (("completion", "fissh"), "te-fl: completion: shell: 'fissh' is not bash, zsh or fish; did you mean 'fish'?"),
+                            (("bench", "gelu", "--dtype", "bf17"), "no case of gelu matches --dtype 'bf17'; there are"),
+                            (("conformance", "--op", "gelo"), "--op gelo: the table has no such name, did you mean 'gelu'?"),
+                            (("conformance", "--fuzz", "some"), "--fuzz some: the seed is a whole number"),
+                            (("conformance", "--plugn", "x"), "unknown option --plugn, did you mean '--plugin'?")):
+            self.assertIn(text, self.fails(2, "", *words))
+        started = run("check", "nomodule", "--python", "nopython")
+        self.assertIn("with --python nopython: No such file", started.stdout + started.stderr)
+
     def test_invalid_variables_never_abort(self):
         self.fails(1, "TE_FL_PREFER", "env", TE_FL_PERFER="vendor")
         self.fails(1, "vendor", "env", TE_FL_PREFER="vedor")
