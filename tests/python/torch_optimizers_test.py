@@ -327,6 +327,15 @@ class Adam(Compared):
                                ("whole master weights", dict(capturable=True, master_weights=True, store_param_remainders=True))):
             with self.subTest(words), self.assertRaisesRegex(InvalidArgument, words):
                 optimizers.FusedAdam(params(), **options)
+        for words, options in (("lr is -1.0; it is 0 or more", dict(lr=-1)), ("lr is -1.0", dict(lr=torch.tensor(-1.0), capturable=True)),
+                               ("lr is nan", dict(lr=float("nan"))), ("lr is a tensor of 2 elements", dict(lr=torch.ones(2))),
+                               ("eps is -1.0", dict(eps=-1)), ("weight_decay is -0.1", dict(weight_decay=-0.1)),
+                               (r"betas\[0\] is 1.0; it is 0 or more and less than 1", dict(betas=(1.0, 0.9))),
+                               (r"betas\[1\] is -0.5", dict(betas=(0.9, -0.5))), (r"betas is \(0.9,\); it is a pair", dict(betas=(0.9,)))):
+            with self.subTest(words), self.assertRaisesRegex(InvalidArgument, words):
+                optimizers.FusedAdam(params(), **options)
+        with self.assertRaisesRegex(TypeError, "FusedAdam: lr is '0.1'; it is a number"):
+            optimizers.FusedAdam(params(), lr="0.1")
         weights = [torch.nn.Parameter(torch.randn(4, 5, device=DEVICE).t())]
         give_grads(weights, 0)
         with self.assertRaisesRegex(Unsupported, "not contiguous"):

@@ -167,7 +167,7 @@ class DelayedScaling(Recipe):
         _require(self, "amax_compute_algo", algo in ("max", "most_recent") or callable(algo), "it is 'max', 'most_recent' or a function")
         scale = self.scaling_factor_compute_algo
         _require(self, "scaling_factor_compute_algo", scale is None or callable(scale), "it is a function or None")
-        _require(self, "margin", isinstance(self.margin, numbers.Real), "it is a number")
+        _require(self, "margin", isinstance(self.margin, numbers.Real) and float(self.margin).is_integer(), "it is a whole number, of powers of two")
         _require(self, "amax_history_len", isinstance(self.amax_history_len, numbers.Integral) and self.amax_history_len >= 1,
                  "it is a whole number and at least 1")
         _require(self, "backward_override", self.backward_override is None, "delayed scaling has only None")

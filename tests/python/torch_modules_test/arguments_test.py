@@ -94,6 +94,39 @@ class Arguments(unittest.TestCase):
             with self.assertRaisesRegex(TypeError, message):
                 make()
 
+    def test_numbers_without_a_meaning(self):
+        """They are refused where the module is made, not at its first forward, and none is taken without a word."""
+        def layer(**options):
+            return te.TransformerLayer(**{**dict(hidden_size=8, ffn_hidden_size=8, num_attention_heads=2, device="cpu"), **options})
+        nan, queries = float("nan"), lambda **options: te.DotProductAttention(**{**dict(num_attention_heads=2, kv_channels=4), **options})
+        for message, make in (("hidden_dropout is 2.0; it is a probability, 0 or more and less than 1", lambda: layer(hidden_dropout=2.0)),
+                              ("hidden_dropout is nan", lambda: layer(hidden_dropout=nan)), ("drop_path_rate is -0.5", lambda: layer(drop_path_rate=-0.5)),
+                              ("drop_path_rate is 1.0", lambda: layer(drop_path_rate=1.0)), ("attention_dropout is 1.5", lambda: layer(attention_dropout=1.5)),
+                              ("DotProductAttention: attention_dropout is -1.0", lambda: queries(attention_dropout=-1.0)),
+                              ("softmax_scale is inf; it is finite", lambda: queries(softmax_scale=float("inf"))),
+                              ("kv_channels is 0; it is 1 or more", lambda: queries(kv_channels=(4, 0))),
+                              ("kv_channels is -8", lambda: layer(kv_channels=-8)), ("num_gqa_groups is 0; it is 1 or more", lambda: layer(num_gqa_groups=0)),
+                              ("num_attention_heads is -2", lambda: layer(num_attention_heads=-2)), ("layernorm_epsilon is nan", lambda: layer(layernorm_epsilon=nan)),
+                              ("ffn_hidden_size is 0", lambda: te.LayerNormMLP(8, 0)), ("Linear: in_features is 0; it is 1 or more", lambda: te.Linear(0, 64)),
+                              ("Linear: out_features is -1", lambda: te.ops.Linear(4, -1)), ("in_features is 0", lambda: te.GroupedLinear(2, 0, 4)),
+                              ("LayerNorm: normalized_shape is 0", lambda: te.LayerNorm((4, 0))), ("RMSNorm: eps is -1.0", lambda: te.RMSNorm(4, eps=-1.0)),
+                              ("L2Normalization: eps is -1.0", lambda: te.ops.L2Normalization(eps=-1.0)), ("limit is nan", lambda: te.ops.ClampedSwiGLU(limit=nan)),
+                              ("glu_interleave_size is -1", lambda: te.ops.SwiGLU(glu_interleave_size=-1)), ("size is -1", lambda: te.ops.Bias(-1)),
+                              ("align_size is 0", lambda: te.Fp8Padding(2, 0)), ("num_gemms is 0", lambda: te.Fp8Unpadding(0)),
+                              ("rotary_base is 0", lambda: te.RotaryPositionEmbedding(16, rotary_base=0)),
+                              ("margin is nan; it is a whole number", lambda: DelayedScaling(margin=nan)), ("margin is 1.5", lambda: DelayedScaling(margin=1.5))):
+            with self.subTest(message), self.assertRaisesRegex(ValueError, message):
+                make()
+        for message, make in (("hidden_dropout is '0.1'; it is a number", lambda: layer(hidden_dropout="0.1")), ("attention_dropout is None", lambda: layer(attention_dropout=None)),
+                              ("kv_channels is '16'; it is an integer", lambda: layer(kv_channels="16")), ("kv_channels is 8.5", lambda: queries(kv_channels=8.5)),
+                              ("layer_number is 1.5", lambda: layer(layer_number=1.5)), ("softmax_scale is '1'", lambda: queries(softmax_scale="1")),
+                              (r"window_size is \(1.5, 0\); its numbers are integers", lambda: layer(window_size=(1.5, 0))), ("normalized_shape is '64'", lambda: te.LayerNorm("64")),
+                              ("normalized_shape is 2.5", lambda: te.RMSNorm(2.5)), ("init_method is 'normal'; it is a function", lambda: te.Linear(8, 8, init_method="normal")),
+                              ("p is '0.1'", lambda: te.ops.Dropout("0.1")), ("dim is 16.5", lambda: te.RotaryPositionEmbedding(16.5))):
+            with self.subTest(message), self.assertRaisesRegex(TypeError, message):
+                make()
+        self.assertEqual(layer(kv_channels=0).self_attention.kv_channels, 4)  # none, as in Transformer Engine
+
     def test_dtypes_of_outputs(self):
         """A bias has the output's, and a normalisation's is the weight's."""
         for device in DEVICES:

@@ -15,6 +15,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 
 from te_fl import _native
+from te_fl.pytorch.runtime.refuse import integer
 
 __all__ = ["ManualOffloadSynchronizer", "get_cpu_offload_context", "is_cpu_offload_enabled", "mark_activation_offload", "mark_not_offload"]
 
@@ -408,6 +409,8 @@ def get_cpu_offload_context(enabled: bool = False, num_layers: Optional[int] = 1
         manual = ManualOffloadSynchronizer(model_layers, retain_pinned_cpu_buffers, offload_stream)
         context = _Context(manual)
         return context, context.synchronization_function, manual
+    for name, value in (("num_layers", num_layers), ("model_layers", model_layers)):
+        integer("get_cpu_offload_context", name, value)
     if not 0 <= num_layers < model_layers:
         raise ValueError(f"get_cpu_offload_context: num_layers is {num_layers} and model_layers {model_layers}; the last layer is not offloaded, since its "
                          "backward comes next")

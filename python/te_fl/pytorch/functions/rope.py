@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import List, Optional, Union
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.functions.function import Op, differentiable
+from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import default_device
 from te_fl.pytorch.runtime.refuse import checks_keywords
 
@@ -26,6 +28,10 @@ class RotaryPositionEmbedding(torch.nn.Module):
     def __init__(self, dim: int, rotary_percent: float = 1.0, seq_len_interpolation_factor: Optional[int] = None,
                  pretrained_max_position_embeddings: Optional[int] = None, rotary_base: float = 10000.0, interleaved: bool = False):
         super().__init__()
+        where = "RotaryPositionEmbedding"
+        rules.size(where, "dim", dim)
+        rules.number(where, "rotary_percent", rotary_percent, "a share, 0 or more", lambda v: v >= 0.0)
+        rules.number(where, "rotary_base", rotary_base, "finite and greater than 0", lambda v: 0.0 < v < math.inf)
         if rotary_percent < 1.0:
             dim = int(dim * rotary_percent)
         self.seq_len_interpolation_factor = seq_len_interpolation_factor

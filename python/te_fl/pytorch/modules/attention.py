@@ -86,6 +86,9 @@ def window(where: str, size: Optional[Tuple[int, int]], mask: str) -> Tuple[int,
     another mask is what Transformer Engine takes for no window."""
     if size is not None and (isinstance(size, (str, numbers.Number)) or len(size) != 2):
         raise ValueError(f"{where}: window_size is {size!r}; it is a pair, the numbers of keys before and after a query's own, or None")
+    for number in size or ():
+        if isinstance(number, (float, str)):
+            raise TypeError(f"{where}: window_size is {size!r}; its numbers are integers")
     left, right = (-1, -1) if size is None else (int(size[0]), int(size[1]))
     if left < -1 or right < -1:
         raise ValueError(f"{where}: window_size is {size}; its numbers are -1 (no bound) or more")
@@ -189,9 +192,11 @@ class DotProductAttention(TransformerEngineBaseModule):
         super().__init__(name)
         where = "DotProductAttention"
         rules.check(where, locals())
-        channels = (kv_channels, kv_channels) if isinstance(kv_channels, numbers.Integral) else tuple(kv_channels)
+        channels = tuple(kv_channels) if isinstance(kv_channels, (list, tuple)) else (kv_channels, kv_channels)
         if len(channels) != 2:
             raise ValueError(f"{where}: kv_channels is {kv_channels!r}; it is the head size, or a pair: that of q and k, and that of v")
+        for size in channels:
+            rules.size(where, "kv_channels", size)
         self.kv_channels, self.value_channels = int(channels[0]), int(channels[1])
         self.num_attention_heads = int(num_attention_heads)
         self.num_gqa_groups = int(num_attention_heads if num_gqa_groups is None else num_gqa_groups)

@@ -48,6 +48,7 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise ValueError(f"GroupedLinear: num_gemms is {num_gemms!r}; it is the number of experts, 1 or more")
         super().__init__(name)
         self.num_gemms = int(num_gemms)
+        rules.values("GroupedLinear", locals())
         rules.tensor_parallel("GroupedLinear", tp_group, tp_size)
         rules.parallel_mode("GroupedLinear", parallel_mode)
         rules.only("GroupedLinear", *((n, bool(v), False, "te-fl has no Userbuffers; leave it out") for n, v in
@@ -61,8 +62,6 @@ class GroupedLinear(TransformerEngineBaseModule):
             raise ValueError(f"GroupedLinear: bias=True with tp_size = {self.tp_size}: the sum over ranks, which is outside of the module, would count "
                              "the biases several times; give bias=False")
         self.parallel_mode, self.save_original_input = parallel_mode, save_original_input
-        rules.integer("GroupedLinear", "in_features", in_features)
-        rules.integer("GroupedLinear", "out_features", out_features)
         self.in_features = divided("GroupedLinear", "in_features", int(in_features), self.tp_size if parallel_mode == "row" else 1)
         self.out_features = divided("GroupedLinear", "out_features", int(out_features), self.tp_size if parallel_mode == "column" else 1)
         self.params_dtype = parameter_dtype(params_dtype, "GroupedLinear")

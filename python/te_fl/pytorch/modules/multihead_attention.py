@@ -31,6 +31,7 @@ class L2Normalization(torch.nn.Module):
 
     def __init__(self, *, eps: float = 1e-6, seq_length: Optional[int] = None, micro_batch_size: Optional[int] = None) -> None:
         super().__init__()
+        rules.epsilon("L2Normalization", "eps", eps)
         self.eps = eps
         self._norms: Dict[Any, RMSNorm] = {}
         self._number = registry.enter(self)
@@ -99,13 +100,15 @@ class MultiheadAttention(torch.nn.Module):
         rules.check(where, locals())
         if layer_number is not None and layer_number < 1:
             raise ValueError(f"{where}: layer_number is {layer_number}; layers count from 1")
-        if num_attention_heads < 1 or not kv_channels and hidden_size % num_attention_heads != 0:
+        if kv_channels is not None:
+            rules.size(where, "kv_channels", kv_channels, least=0)  # 0 is none, as in Transformer Engine
+        if not kv_channels and hidden_size % num_attention_heads != 0:
             raise ValueError(f"{where}: hidden_size is {hidden_size} and num_attention_heads {num_attention_heads}, which does not divide it; give "
                              "kv_channels, the size of a head")
         checked_mask(where, attn_mask_type, window_size, softcap)
         self.hidden_size, self.num_attention_heads = int(hidden_size), int(num_attention_heads)
         self.kv_channels = int(kv_channels or hidden_size // num_attention_heads)
-        self.num_gqa_groups = int(num_gqa_groups or num_attention_heads)
+        self.num_gqa_groups = int(num_attention_heads if num_gqa_groups is None else num_gqa_groups)
         self.attn_mask_type, self.window_size, self.bottom_right_diagonal = attn_mask_type, window_size, bottom_right_diagonal
         self.softcap, self.layer_number, self.name = softcap, 1 if layer_number is None else layer_number, name
         self.input_layernorm, self.attention_type, self.qkv_format = bool(input_layernorm), attention_type, qkv_format

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
-from typing import Any, Iterable, Optional, Tuple, Union
+from collections.abc import Iterable
+from typing import Any, Optional, Tuple, Union
 
 import torch
 
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule, parameter_dtype
+from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, refuse
@@ -21,7 +22,11 @@ class _Norm(TransformerEngineBaseModule):
         if (normalized_shape is None) == (hidden_size is None):
             raise ValueError(f"{where}: give normalized_shape, or hidden_size, which is its older name")
         shape = hidden_size if normalized_shape is None else normalized_shape
-        self.normalized_shape: Tuple[int, ...] = (int(shape),) if isinstance(shape, numbers.Integral) else tuple(int(n) for n in shape)
+        extents = tuple(shape) if isinstance(shape, Iterable) and not isinstance(shape, str) else (shape,)
+        for extent in extents:
+            rules.size(where, "normalized_shape", extent)
+        rules.epsilon(where, "eps", eps)
+        self.normalized_shape: Tuple[int, ...] = tuple(int(n) for n in extents)
         self.sequence_parallel = sequence_parallel
         device, dtype, margin = kwargs.pop("device", None), kwargs.pop("dtype", None), kwargs.pop("sm_margin", 0)
         if margin not in (0, None) and margin != {}:

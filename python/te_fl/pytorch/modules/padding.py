@@ -11,6 +11,7 @@ from te_fl.errors import InvalidArgument
 from te_fl.pytorch.fp8.availability import get_align_size_for_quantization
 from te_fl.pytorch.fp8.global_state import FP8GlobalStateManager
 from te_fl.pytorch.functions.function import Op, differentiable
+from te_fl.pytorch.runtime import refuse as rules
 
 __all__ = ["Fp8Padding", "Fp8Unpadding"]
 
@@ -45,6 +46,10 @@ _padded_rows, _unpadded_rows = (differentiable(*pair, _save, _gradient) for pair
 class _Aligned(torch.nn.Module):
     def __init__(self, num_gemms: int, align_size: Optional[int] = None) -> None:
         super().__init__()
+        where = type(self).__name__
+        rules.size(where, "num_gemms", num_gemms)
+        if align_size is not None:
+            rules.size(where, "align_size", align_size)
         self.num_gemms, self.align_size = num_gemms, align_size
 
     def _sizes(self, m_splits: List[int]) -> Tuple[List[int], List[int]]:

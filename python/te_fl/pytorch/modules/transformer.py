@@ -29,6 +29,7 @@ class DropPath(torch.nn.Module):
     @checks_keywords()
     def __init__(self, drop_prob: float = 0.0) -> None:
         super().__init__()
+        rules.number("DropPath", "drop_prob", drop_prob, "a probability, 0 or more and less than 1", lambda v: 0.0 <= v < 1.0)
         self.drop_prob = drop_prob
 
     def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from te_fl.pytorch.autograd.once import once_differentiable
 from te_fl.pytorch.fp8.quantizers import Float8CurrentScalingQuantizer
 from te_fl.pytorch.functions import activation
 from te_fl.pytorch.ops.operation import BasicOperation, Result
+from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.constants import DType
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, only, refuse
@@ -28,8 +29,13 @@ def _cast(where: str, x: torch.Tensor) -> torch.Tensor:
 def _check_halves(where: str, x: torch.Tensor, size: Optional[int]) -> None:
     if x.dim() == 0 or x.shape[-1] % 2:
         raise InvalidArgument(f"{where}: the input has shape {tuple(x.shape)}; its last dimension is two halves")
-    if size and (size < 0 or x.shape[-1] % (2 * size)):
+    if size and x.shape[-1] % (2 * size):
         raise InvalidArgument(f"{where}: glu_interleave_size is {size}; it divides the {x.shape[-1] // 2} columns of a half")
+
+
+def _check_turns(where: str, size: Optional[int]) -> None:
+    if size is not None:
+        rules.size(where, "glu_interleave_size", size, least=0)  # 0 is none
 
 
 def _halves_in_order(where: str, x: torch.Tensor, size: Optional[int]) -> torch.Tensor:
@@ -155,6 +161,7 @@ class SwiGLU(_Activation):
     @checks_keywords()
     def __init__(self, *, cache_quantized_input: bool = False, glu_interleave_size: Optional[int] = None) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input)
+        _check_turns(type(self).__name__, glu_interleave_size)
         self.glu_interleave_size = glu_interleave_size
 
     def _result(self, x: torch.Tensor) -> torch.Tensor:
@@ -184,6 +191,9 @@ class ClampedSwiGLU(SwiGLU):
     def __init__(self, *, limit: float = 7.0, alpha: float = 1.702, glu_linear_offset: float = 1.0, cache_quantized_input: bool = False,
                  glu_interleave_size: Optional[int] = None) -> None:
         super().__init__(cache_quantized_input=cache_quantized_input, glu_interleave_size=glu_interleave_size)
+        rules.number("ClampedSwiGLU", "limit", limit, "0 or more", lambda v: v >= 0.0)
+        for name, value in (("alpha", alpha), ("glu_linear_offset", glu_linear_offset)):
+            rules.number("ClampedSwiGLU", name, value, "finite", math.isfinite)
         self.limit, self.alpha, self.glu_linear_offset = limit, alpha, glu_linear_offset
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
@@ -243,6 +253,7 @@ class ScaledTanhSReLU(_Scaled):
 class _ScaledGLU(_Scaled):
     def _set_up(self, glu_interleave_size: Optional[int], activation_recompute_in_mlp: Any) -> None:
         self._refuse_recompute(activation_recompute_in_mlp)
+        _check_turns(type(self).__name__, glu_interleave_size)
         self.glu_interleave_size = glu_interleave_size
 
     def _scaled(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

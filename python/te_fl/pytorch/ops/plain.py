@@ -10,6 +10,7 @@ from te_fl.pytorch.autograd import regions
 from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.ops.operation import BasicOperation, Result
+from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.refuse import checks_keywords, only, process_group, refuse
 
 
@@ -38,6 +39,7 @@ class ConstantScale(BasicOperation):
     @checks_keywords()
     def __init__(self, scale: float) -> None:
         super().__init__()
+        rules.number("ConstantScale", "scale", scale, "a number", lambda v: True)
         self.scale = scale
 
     def _compute(self, x: torch.Tensor) -> Result:
@@ -50,8 +52,7 @@ class Dropout(BasicOperation):
     @checks_keywords()
     def __init__(self, p: float) -> None:
         super().__init__()
-        if not 0.0 <= p <= 1.0:
-            raise ValueError(f"Dropout: p is {p}; it is a probability, from 0 to 1")
+        rules.number("Dropout", "p", p, "a probability, from 0 to 1", lambda v: 0.0 <= v <= 1.0)
         self.dropout_probability = p
 
     def _compute(self, x: torch.Tensor) -> Result:

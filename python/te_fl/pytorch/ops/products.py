@@ -16,6 +16,7 @@ from te_fl.pytorch.modules.layers import NativeLayer
 from te_fl.pytorch.modules.parallel import divided
 from te_fl.pytorch.ops.operation import BasicOperation, FusedOperation, Result
 from te_fl.pytorch.ops.plain import AllReduce, ReduceScatter
+from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import default_device, device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.pytorch.runtime.refuse import checks_keywords, only, parallel_mode, refuse
@@ -128,6 +129,7 @@ class Bias(BasicOperation):
     def __init__(self, size: int, *, device: Union[torch.device, str, None] = None, dtype: Optional[torch.dtype] = None, tensor_parallel: bool = False,
                  tensor_parallel_group: Optional[Any] = None) -> None:
         super().__init__()
+        rules.size("Bias", "size", size)
         self.tensor_parallel_size = collectives.size_of(tensor_parallel_group) if tensor_parallel else 1
         self.tensor_parallel, self.tensor_parallel_group = self.tensor_parallel_size > 1, tensor_parallel_group if tensor_parallel else None
         self.local_size = divided("Bias", "size", int(size), self.tensor_parallel_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable
 from typing import Any, Optional
@@ -78,6 +79,17 @@ class _GroupedCalls:
     def write_codes(self) -> None:
         write_all([(param._codes, values) for param, values in self._codes])
         torch.autograd.graph.increment_version([param for param, _ in self._codes])
+
+
+def _check_number(optimizer: str, name: str, value: Any, rule: str = "0 or more", below: float = math.inf) -> None:
+    """As PyTorch's optimizers refuse: of the defaults of all groups. What a scheduler or a group says later is the program's."""
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise InvalidArgument(f"{optimizer}: {name} is a tensor of {value.numel()} elements; it has one")
+    if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
+        raise TypeError(f"{optimizer}: {name} is {value!r}; it is a number")
+    number = float(value)
+    if not (0.0 <= number < below or number == below == math.inf):
+        raise InvalidArgument(f"{optimizer}: {name} is {number}; it is {rule}")
 
 
 class _Optimizer(Optimizer):
@@ -160,6 +172,12 @@ class FusedAdam(_Optimizer):
                  set_grad_none: Optional[bool] = None):
         if amsgrad:
             raise Unsupported("FusedAdam: amsgrad=True is not served; leave it out")
+        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+            _check_number("FusedAdam", name, value)
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise InvalidArgument(f"FusedAdam: betas is {betas!r}; it is a pair, the decay of exp_avg and that of exp_avg_sq")
+        for i, beta in enumerate(betas):
+            _check_number("FusedAdam", f"betas[{i}]", beta, "0 or more and less than 1", 1.0)
         _check_state_dtypes(capturable, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, store_param_remainders)
         if capturable and not isinstance(lr, torch.Tensor):
             lr = torch.tensor(lr, dtype=torch.float32)
@@ -382,8 +400,7 @@ class FusedSGD(_Optimizer):
                  dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *, wd_after_momentum=False,
                  materialize_master_grads=True, set_grad_none: Optional[bool] = None):
         for name, value in (("lr", 0.0 if lr is required else lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if value < 0.0:
-                raise InvalidArgument(f"FusedSGD: {name} is {value}; it is 0 or more")
+            _check_number("FusedSGD", name, value)
         if nesterov and (momentum <= 0.0 or dampening != 0.0):
             raise InvalidArgument(f"FusedSGD: nesterov=True needs momentum above 0 and no dampening; they are {momentum} and {dampening}")
         if not materialize_master_grads:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
 from typing import Any, Callable, Iterable, Mapping, Tuple, TypeVar, cast
 
@@ -15,6 +16,9 @@ from te_fl.pytorch.runtime.argument_rules import RULES
 _ONE_RANK = "te_fl.pytorch divides no sequence and no experts over ranks so far; leave it out"
 
 _SIZES = ("in_features", "out_features", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_gqa_groups")
+_PROBABILITIES = ("attention_dropout", "hidden_dropout", "drop_path_rate")
+_EPSILONS = ("eps", "layernorm_epsilon", "qk_norm_eps")
+_FUNCTIONS = ("init_method", "output_layer_init_method", "get_rng_state_tracker")
 
 _Init = TypeVar("_Init", bound=Callable[..., Any])
 
@@ -104,19 +108,56 @@ def integer(where: str, argument: str, value: Any) -> None:
         raise TypeError(f"{where}: {argument} is {value!r}; it is an integer") from None
 
 
+def size(where: str, argument: str, value: Any, least: int = 1) -> None:
+    integer(where, argument, value)
+    if value < least:
+        raise ValueError(f"{where}: {argument} is {value}; it is {least} or more")
+
+
+def number(where: str, argument: str, value: Any, rule: str, holds: Callable[[float], bool]) -> None:
+    """Refuses what is no number, a string of one included, and a number for which the rule does not hold."""
+    if isinstance(value, (str, bytes)) or not hasattr(type(value), "__float__"):
+        raise TypeError(f"{where}: {argument} is {value!r}; it is a number")
+    if not holds(float(value)):
+        raise ValueError(f"{where}: {argument} is {value}; it is {rule}")
+
+
+def epsilon(where: str, argument: str, value: Any) -> None:
+    number(where, argument, value, "finite and 0 or more", lambda v: 0.0 <= v < math.inf)
+
+
+def values(where: str, arguments: Mapping[str, Any]) -> None:
+    """Refuses the constructor's arguments that have no meaning, whatever the module: those of the names above, where they are given."""
+    given = {name: value for name, value in arguments.items() if value is not None}
+    for name in _SIZES:
+        if name in given:
+            size(where, name, given[name])
+    for name in _PROBABILITIES:
+        if name in arguments:
+            number(where, name, arguments[name], "a probability, 0 or more and less than 1", lambda v: 0.0 <= v < 1.0)
+    for name in _EPSILONS:
+        if name in arguments:
+            epsilon(where, name, arguments[name])
+    for name in _FUNCTIONS:
+        if name in given and not callable(given[name]):
+            raise TypeError(f"{where}: {name} is {given[name]!r}; it is a function, or None")
+    if "layer_number" in given:
+        integer(where, "layer_number", given["layer_number"])
+    if "softmax_scale" in given:
+        number(where, "softmax_scale", given["softmax_scale"], "finite", math.isfinite)
+
+
 def check(where: str, arguments: Mapping[str, Any]) -> None:
-    """Refuses the arguments of a module's constructor that are not honoured, by the module's rules in nn/modules.yaml, and sizes that are no integers.
+    """Refuses the arguments of a module's constructor that are not honoured, by the module's rules in nn/modules.yaml, and those without a meaning.
     arguments: by name, as the constructor's locals() has them."""
-    for size in _SIZES:
-        if arguments.get(size) is not None:
-            integer(where, size, arguments[size])
+    values(where, arguments)
     for kind, names, *more in RULES[where]:
-        values = [arguments[name] for name in names]
+        given = [arguments[name] for name in names]
         if kind == "choice":
-            choice(where, names[0], values[0], more[0])
+            choice(where, names[0], given[0], more[0])
         elif kind == "off":
-            only(where, (names[0], bool(values[0]), False, more[0]))
+            only(where, (names[0], bool(given[0]), False, more[0]))
         elif kind == "group_of_one":
-            group_of_one(where, names[0], values[0])
+            group_of_one(where, names[0], given[0])
         else:
-            {"tensor_parallel": tensor_parallel, "parallel_mode": parallel_mode, "symmetric": symmetric}[kind](where, *values)
+            {"tensor_parallel": tensor_parallel, "parallel_mode": parallel_mode, "symmetric": symmetric}[kind](where, *given)
