@@ -21,6 +21,7 @@ def _load() -> None:
     if finder.status()["active"]:
         raise FailedPrecondition("NVTE_PLUGIN: transformer_engine stands for te-fl in this process (te_fl.as_transformer_engine); use one way")
     sys.modules["transformer_engine_torch"] = package.extension()
+    package.install_beside_extension()
 
 
 def load_plugins() -> None:

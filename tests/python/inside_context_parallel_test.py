@@ -12,11 +12,15 @@ from forkserver import PYTHON
 RANKS, HEADS, GROUPS, DIM = 2, 4, 2, 16
 
 
-def exact(torch, q, k, v, causal):
+def exact(torch, q, k, v, causal, window=None):
     """[B, S, H, D] in FP64."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
+    shown = None
+    if window is not None:
+        behind = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
+        shown = (behind >= -window[0]) & (behind <= window[1])
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, shown, is_causal=causal).transpose(1, 2)
 
 
 def tokens_of(torch, lengths, rank):
@@ -30,13 +34,13 @@ def tokens_of(torch, lengths, rank):
     return torch.tensor(numbers)
 
 
-def run_case(torch, te, group, rank, kind, form, causal):
+def run_case(torch, te, group, rank, kind, form, causal, window=None):
     """The relative errors of the output and of the gradients of q, k and v."""
     torch.manual_seed(0)
     thd, padded = form.startswith("thd"), form == "thd padded"
     mask = (("padding", "padding_causal") if thd else ("no_mask", "causal"))[causal]
-    attention = te.DotProductAttention(HEADS, DIM, num_gqa_groups=GROUPS, attention_dropout=0.0, qkv_format=form.split()[0], attn_mask_type=mask, cp_group=group,
-                                       cp_global_ranks=list(range(RANKS)), cp_stream=torch.cuda.Stream(), cp_comm_type=kind)
+    attention = te.DotProductAttention(HEADS, DIM, num_gqa_groups=GROUPS, attention_dropout=0.0, qkv_format=form.split()[0], attn_mask_type=mask, window_size=window,
+                                       cp_group=group, cp_global_ranks=list(range(RANKS)), cp_stream=torch.cuda.Stream(), cp_comm_type=kind)
     lengths, tokens = [8, 16, 8] if thd else [16], [5, 9, 1] if padded else [8, 16, 8]
     places = (sum(lengths),) if thd else (2, 16)
     whole = [torch.randn(*places, heads, DIM).bfloat16().requires_grad_() for heads in (HEADS, GROUPS, GROUPS)]
@@ -50,7 +54,7 @@ def run_case(torch, te, group, rank, kind, form, causal):
         options = dict(cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu_padded, cu_seqlens_kv_padded=cu_padded, max_seqlen_q=16,
                        max_seqlen_kv=16, pad_between_seqs=padded)
     else:
-        want, options = exact(torch, *whole, causal), {}
+        want, options = exact(torch, *whole, causal, window), {}
         own = (lambda x: x[:, mine].transpose(0, 1).contiguous()) if form == "sbhd" else (lambda x: x[:, mine])  # noqa: E731
     want.backward(grad.double())
     local = [own(x.detach()).clone().requires_grad_() for x in whole]
@@ -62,6 +66,7 @@ def run_case(torch, te, group, rank, kind, form, causal):
 
 def work(rank, store):
     import inside_package  # noqa: F401
+    import te_fl
     import torch
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as dpa
@@ -74,6 +79,14 @@ def work(rank, store):
                 errors = run_case(torch, te, group, rank, kind, form, causal)
                 assert dpa._attention_backends["use_fused_attention"], (kind, form, causal)
                 assert all(error < 8e-3 for error in errors), (kind, form, causal, errors)
+    for kind, served in (("all_gather", False), ("a2a", True)):
+        for window in ((4, 4), (4, 0)):
+            dpa._attention_backends["backend_selection_requires_update"] = True
+            try:
+                errors = run_case(torch, te, group, rank, kind, "bshd", False, window)
+                assert served and all(error < 8e-3 for error in errors), (kind, window, errors)
+            except te_fl.Error as error:  # on each rank, so that none waits for the others
+                assert not served and f"window_size = {window} with attn_mask_type 'no_mask' and cp_comm_type 'all_gather'" in str(error), (kind, error)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     print("24 cases")

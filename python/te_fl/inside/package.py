@@ -7,10 +7,12 @@ puts te_fl.transformer_engine_torch where it would have put the extension. The s
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import pathlib
 import sys
@@ -161,6 +163,25 @@ def _execute_quantized_tensor(loader: Any, module: ModuleType) -> None:
             delattr(module.QuantizedTensor, name)
 
 
+def _execute_context_parallel(loader: Any, module: ModuleType) -> None:
+    """With all_gather the package trims the keys of a step as if a window that is not causal ended at the step's last key, and then asks for one that
+    begins at the first. Some steps, and so some ranks, would be refused and others computed; here each rank is refused before it sends anything."""
+    loader.exec_module(module)
+    forward = module.attn_forward_func_with_cp
+    signature = inspect.signature(forward)
+
+    @functools.wraps(forward)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        call = signature.bind(*arguments, **options).arguments
+        size, mask = call.get("window_size"), call.get("attn_mask_type", "causal")
+        if call["cp_comm_type"] == "all_gather" and call.get("use_fused_attention") and "causal" not in mask and size not in (None, (-1, -1), (-1, 0)):
+            raise Unsupported(f"attention: window_size = {size} with attn_mask_type {mask!r} and cp_comm_type 'all_gather' is not served; give a causal "
+                              "mask, or cp_comm_type='a2a'")
+        return forward(*arguments, **options)
+
+    module.attn_forward_func_with_cp = checked
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, executions: dict):
         self._executions = executions
@@ -175,6 +196,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+_CONTEXT_PARALLEL = {"transformer_engine.pytorch.attention.dot_product_attention.context_parallel": _execute_context_parallel}
 _STORAGES = "transformer_engine.pytorch.tensor.storage"
 _ON_HOST = {"transformer_engine.pytorch.quantization": _execute_quantization, "transformer_engine.pytorch.triton.pad": _execute_padding,
             **dict.fromkeys((f"transformer_engine.pytorch.triton.{name}" for name in ("permutation", "cross_entropy", "grouped_dbias_dscales")),
@@ -182,9 +204,15 @@ _ON_HOST = {"transformer_engine.pytorch.quantization": _execute_quantization, "t
             f"{_STORAGES}.mxfp8_tensor_storage": _execute_block_storage, f"{_STORAGES}.nvfp4_tensor_storage": _execute_block_storage}
 
 
+def install_beside_extension() -> None:
+    """For NVTE_PLUGIN: refuses what install() has refused above the extension."""
+    sys.meta_path.insert(0, _Finder(_CONTEXT_PARALLEL))
+
+
 def install(host: bool) -> None:
     """host: the host answers for CUDA, from the import of torch on."""
-    executions: dict = {_COMMON: _execute_common, "transformer_engine.pytorch.quantized_tensor": _execute_quantized_tensor, **(_ON_HOST if host else {})}
+    executions: dict = {_COMMON: _execute_common, "transformer_engine.pytorch.quantized_tensor": _execute_quantized_tensor, **_CONTEXT_PARALLEL,
+                        **(_ON_HOST if host else {})}
     if host and "torch" in sys.modules:
         _answer_for_cuda()
     elif host:

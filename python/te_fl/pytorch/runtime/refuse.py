@@ -78,7 +78,7 @@ def group_of_one(where: str, argument: str, group: Any) -> None:
 
 
 def tensor_parallel(where: str, tp_group: Any, tp_size: Any) -> None:
-    """As Transformer Engine does, modules take the size of a given group for tp_size."""
+    """As Transformer Engine does, modules take the size of a named group for tp_size."""
     process_group(where, "tp_group", tp_group)
     if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
         raise ValueError(f"{where}: tp_size is {tp_size!r}; it is the number of ranks that divide the module, 1 or more")
@@ -128,10 +128,10 @@ def epsilon(where: str, argument: str, value: Any) -> None:
 
 def values(where: str, arguments: Mapping[str, Any]) -> None:
     """Refuses the constructor's arguments that have no meaning, whatever the module: those of the names above, where they are given."""
-    given = {name: value for name, value in arguments.items() if value is not None}
+    named = {name: value for name, value in arguments.items() if value is not None}
     for name in _SIZES:
-        if name in given:
-            size(where, name, given[name])
+        if name in named:
+            size(where, name, named[name])
     for name in _PROBABILITIES:
         if name in arguments:
             number(where, name, arguments[name], "a probability, 0 or more and less than 1", lambda v: 0.0 <= v < 1.0)
@@ -139,12 +139,12 @@ def values(where: str, arguments: Mapping[str, Any]) -> None:
         if name in arguments:
             epsilon(where, name, arguments[name])
     for name in _FUNCTIONS:
-        if name in given and not callable(given[name]):
-            raise TypeError(f"{where}: {name} is {given[name]!r}; it is a function, or None")
-    if "layer_number" in given:
-        integer(where, "layer_number", given["layer_number"])
-    if "softmax_scale" in given:
-        number(where, "softmax_scale", given["softmax_scale"], "finite", math.isfinite)
+        if name in named and not callable(named[name]):
+            raise TypeError(f"{where}: {name} is {named[name]!r}; it is a function, or None")
+    if "layer_number" in named:
+        integer(where, "layer_number", named["layer_number"])
+    if "softmax_scale" in named:
+        number(where, "softmax_scale", named["softmax_scale"], "finite", math.isfinite)
 
 
 def check(where: str, arguments: Mapping[str, Any]) -> None:
@@ -152,12 +152,12 @@ def check(where: str, arguments: Mapping[str, Any]) -> None:
     arguments: by name, as the constructor's locals() has them."""
     values(where, arguments)
     for kind, names, *more in RULES[where]:
-        given = [arguments[name] for name in names]
+        named = [arguments[name] for name in names]
         if kind == "choice":
-            choice(where, names[0], given[0], more[0])
+            choice(where, names[0], named[0], more[0])
         elif kind == "off":
-            only(where, (names[0], bool(given[0]), False, more[0]))
+            only(where, (names[0], bool(named[0]), False, more[0]))
         elif kind == "group_of_one":
-            group_of_one(where, names[0], given[0])
+            group_of_one(where, names[0], named[0])
         else:
-            {"tensor_parallel": tensor_parallel, "parallel_mode": parallel_mode, "symmetric": symmetric}[kind](where, *given)
+            {"tensor_parallel": tensor_parallel, "parallel_mode": parallel_mode, "symmetric": symmetric}[kind](where, *named)
