@@ -118,7 +118,7 @@ std::vector<MaskVariant> mask_variants() {
                  .every = 2,
                  .more = 70,
                  .large = true});
-  all.push_back({.tokens = 3, .experts = 2100, .width = 2, .every = 64});
+  all.push_back({.tokens = 3, .experts = 2040, .width = 2, .every = 64});
   // Every pair has a row, and one fewer than that; what is left out before an expert grows.
   all.push_back({.tokens = 3,
                  .experts = 2,

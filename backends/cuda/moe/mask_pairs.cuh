@@ -1,5 +1,5 @@
-// Rows of the pairs of a token and an expert that a mask has: tiles of tokens count their pairs, and
-// then every block adds up what lies before its own.
+// Rows of the pairs of a token and an expert that a mask has: tiles of tokens count their pairs,
+// and then every block adds up what lies before its own.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,12 @@ namespace te_fl::cuda {
 
 constexpr int kMostMasked = 2048;  // experts, for which a block has 16 bytes of shared memory each
 constexpr int64_t kLeastTile = 64, kMostTiles = 512;
-constexpr int kGapBlocks = 128;  // that zero the rows which no pair has
+constexpr int kGapBlocks = 32;  // that zero the rows which no pair has
+constexpr int kPlaceThreads = 512;
+// Loads of a thread that nothing decides on, so that they are under way together; those past the
+// last read the last again.
+constexpr int kLoads = 16;
+constexpr int kPiece = 64;  // tokens, and experts, of a piece of the mask in shared memory
 
 struct MaskPairs {
   const uint8_t* mask;  // [tokens, experts]
@@ -20,7 +25,7 @@ struct MaskPairs {
   int experts;
   int64_t tile;  // tokens of a tile
   int tiles;
-  uint32_t* counts;  // [experts, tiles]
+  uint32_t* counts;  // [tiles, experts]
 
   MaskPairs(const te_fl_tensor& routing_map, void* workspace)
       : mask(backend::data<const uint8_t>(routing_map)),
@@ -30,7 +35,7 @@ struct MaskPairs {
         tiles(static_cast<int>(ceil_div(tokens, tile))),
         counts(static_cast<uint32_t*>(workspace)) {}
   __device__ bool has(int64_t token, int expert) const {
-    return mask[token * experts + expert] != 0;
+    return __ldg(mask + token * experts + expert) != 0;
   }
 };
 
@@ -43,17 +48,21 @@ static __global__ void __launch_bounds__(kThreads) count_masked_kernel(MaskPairs
   // Threads beside each other have experts beside each other; the block takes `beside` tokens.
   const int width = min(m.experts, static_cast<int>(kThreads)), beside = kThreads / width;
   const int of_token = static_cast<int>(threadIdx.x) / width;
+  const int64_t from = of_token < beside ? begin + of_token : end;
   for (int e = static_cast<int>(threadIdx.x) % width; e < m.experts; e += width) {
     uint32_t count = 0;
-#pragma unroll 4
-    for (int64_t t = begin + of_token; t < end; t += beside) {
-      count += of_token < beside && m.has(t, e) ? 1 : 0;
+    for (int64_t t = from; t < end; t += kLoads * beside) {
+      bool has[kLoads];
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) has[u] = m.has(min(t + u * beside, end - 1), e);
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) count += has[u] && t + u * beside < end ? 1 : 0;
     }
     if (count > 0) atomicAdd(found + e, count);
   }
   __syncthreads();
   for (int e = static_cast<int>(threadIdx.x); e < m.experts; e += kThreads) {
-    m.counts[int64_t{e} * m.tiles + blockIdx.x] = found[e];
+    m.counts[int64_t{blockIdx.x} * m.experts + e] = found[e];
   }
 }
 
@@ -86,28 +95,44 @@ struct MaskedRows {
 };
 
 // The first m.tiles blocks have a tile each, and write the map and what goes with the pairs. The
-// others zero the rows, of `words` words, that no pair has. `starts` [experts] is shared memory: the
-// row of the first pair of each expert; totals and before [experts] lie behind it. With kChecks
+// others zero the rows, of `words` words, that no pair has. `starts` [experts] is shared memory:
+// the row of the first pair of each expert; totals and before [experts] lie behind it. With kChecks
 // nothing is written, and values that break a rule are noted all the same.
 template <class Word, bool kChecks>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kPlaceThreads)
     place_masked_kernel(MaskPairs m, MaskedRows out, Word* output, int64_t words) {
   extern __shared__ int64_t starts[];
   auto* const totals = reinterpret_cast<uint32_t*>(starts + m.experts);
   uint32_t* const before = totals + m.experts;
-  constexpr int kWarps = kThreads / 32;
+  constexpr int kWarps = kPlaceThreads / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int tile = static_cast<int>(blockIdx.x);
 
-  for (int e = warp; e < m.experts; e += kWarps) {
+  for (int e = static_cast<int>(threadIdx.x); e < 2 * m.experts; e += kPlaceThreads) totals[e] = 0;
+  __syncthreads();
+  const int width = min(m.experts, kPlaceThreads), beside = kPlaceThreads / width;
+  const int of_tile = static_cast<int>(threadIdx.x) / width;
+  for (int e = static_cast<int>(threadIdx.x) % width; e < m.experts && of_tile < beside;
+       e += width) {
     uint32_t all = 0, mine = 0;
-#pragma unroll 4
-    for (int k = lane; k < m.tiles; k += 32) {
-      const uint32_t count = m.counts[int64_t{e} * m.tiles + k];
-      all += count, mine += k < tile ? count : 0;
+    // Each block begins elsewhere, so that not all of them ask for the same bytes at a time.
+    const auto turned = [&](int k) {
+      const int of = min(k, m.tiles - 1) + tile % m.tiles;
+      return of < m.tiles ? of : of - m.tiles;
+    };
+    for (int k = of_tile; k < m.tiles; k += kLoads * beside) {
+      uint32_t count[kLoads];
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) {
+        count[u] = m.counts[int64_t{turned(k + u * beside)} * m.experts + e];
+      }
+#pragma unroll
+      for (int u = 0; u < kLoads; ++u) {
+        const bool is = k + u * beside < m.tiles;
+        all += is ? count[u] : 0, mine += is && turned(k + u * beside) < tile ? count[u] : 0;
+      }
     }
-    all = __reduce_add_sync(0xFFFFFFFFu, all), mine = __reduce_add_sync(0xFFFFFFFFu, mine);
-    if (lane == 0) totals[e] = all, before[e] = mine;
+    atomicAdd(totals + e, all), atomicAdd(before + e, mine);
   }
   __syncthreads();
   if (warp == 0) {
@@ -132,31 +157,63 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
 
   if (tile < m.tiles) {
+    // A warp has each kWarps-th expert of a piece, whose tokens lie apart in the mask: from shared
+    // memory, in rows of an odd number of words, its lanes read them without conflicts of banks.
+    __shared__ uint8_t piece[kPiece][kPiece + 4];
+    constexpr int kEach = kPiece / kWarps;
     const int64_t begin = tile * m.tile, end = min(begin + m.tile, m.tokens);
-    for (int e = warp; e < m.experts; e += kWarps) {
-      int64_t next = starts[e] + before[e];
-      for (int64_t first = begin; first < end; first += 32) {
-        const int64_t token = first + lane;
-        const bool is = token < end && m.has(token, e);
-        const unsigned peers = __ballot_sync(0xFFFFFFFFu, is);
-        const int64_t row = next + __popc(peers & ((1u << lane) - 1));
-        const int64_t pair = token * m.experts + e;
-        const bool fits = is && row >= 0 && row < out.rows;
-        if (is && !fits) note(out.errors, ValueRule::kMaskedRow, pair, row, out.rows);
-        next += __popc(peers);
-        if (kChecks || token >= end) continue;
-        out.map[e * m.tokens + token] = fits ? static_cast<int32_t>(row) : -1;
-        if (fits) out.move_prob(row, pair);
+    for (int first_expert = 0; first_expert < m.experts; first_expert += kPiece) {
+      const int experts = min(kPiece, m.experts - first_expert);
+      int64_t next[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int e = first_expert + warp + i * kWarps;
+        next[i] = e < m.experts ? starts[e] + before[e] : 0;
+      }
+      for (int64_t first = begin; first < end; first += kPiece) {
+        __syncthreads();  // nobody reads the piece before any more
+        bool has[kPiece * kPiece / kPlaceThreads];
+#pragma unroll
+        for (int i = 0; i < kPiece * kPiece / kPlaceThreads; ++i) {
+          const int at = i * kPlaceThreads + static_cast<int>(threadIdx.x);
+          has[i] = m.has(min(first + at / kPiece, end - 1),
+                         first_expert + min(at % kPiece, experts - 1));
+        }
+#pragma unroll
+        for (int i = 0; i < kPiece * kPiece / kPlaceThreads; ++i) {
+          const int at = i * kPlaceThreads + static_cast<int>(threadIdx.x);
+          piece[at / kPiece][at % kPiece] = has[i] && first + at / kPiece < end ? 1 : 0;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          const int e = warp + i * kWarps;
+          if (e >= experts) break;
+#pragma unroll
+          for (int half = 0; half < kPiece; half += 32) {
+            const int64_t token = first + half + lane;
+            const bool is = piece[half + lane][e] != 0;
+            const unsigned peers = __ballot_sync(0xFFFFFFFFu, is);
+            const int64_t row = next[i] + __popc(peers & ((1u << lane) - 1));
+            const int64_t pair = token * m.experts + first_expert + e;
+            const bool fits = is && row >= 0 && row < out.rows;
+            if (is && !fits) note(out.errors, ValueRule::kMaskedRow, pair, row, out.rows);
+            next[i] += __popc(peers);
+            if (kChecks || token >= end) continue;
+            out.map[(first_expert + e) * m.tokens + token] = fits ? static_cast<int32_t>(row) : -1;
+            if (fits) out.move_prob(row, pair);
+          }
+        }
       }
     }
     return;
   }
-  if (kChecks) return;
-  for (int e = 0; e <= m.experts; ++e) {  // the gap before each expert, and that behind the last
+  for (int e = 0; e <= m.experts && !kChecks;
+       ++e) {  // the gap before each expert, and that behind the last
     const int64_t from = e > 0 ? max(starts[e - 1] + totals[e - 1], int64_t{0}) : 0;
     const int64_t to = e < m.experts ? min(starts[e], out.rows) : out.rows;
     for (int64_t row = from + tile - m.tiles; row < to; row += kGapBlocks) {
-      for (int64_t w = threadIdx.x; w < words; w += kThreads) output[row * words + w] = Word{};
+      for (int64_t w = threadIdx.x; w < words; w += kPlaceThreads) output[row * words + w] = Word{};
       if (threadIdx.x == 0) out.zero_prob(row);
     }
   }

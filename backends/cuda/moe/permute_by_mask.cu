@@ -52,12 +52,12 @@ void moe_permute_by_mask_fwd(const te_fl_context& ctx, const Args& a) {
     Word* const output = backend::data<Word>(*a.output);
     if (validates(ctx)) {
       place_masked_kernel<Word, true>
-          <<<std::max(tiles, 1u), kThreads, shared, stream>>>(pairs, out, output, words);
+          <<<std::max(tiles, 1u), kPlaceThreads, shared, stream>>>(pairs, out, output, words);
       check_launch("place_masked_kernel");
       refuse_noted(ctx);
     }
     place_masked_kernel<Word, false>
-        <<<tiles + kGapBlocks, kThreads, shared, stream>>>(pairs, out, output, words);
+        <<<tiles + kGapBlocks, kPlaceThreads, shared, stream>>>(pairs, out, output, words);
     check_launch("place_masked_kernel");
   });
   scatter_rows(ctx, "moe_permute_by_mask_fwd", *a.input, *a.row_id_map, *a.output);

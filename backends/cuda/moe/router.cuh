@@ -11,7 +11,7 @@ namespace te_fl::cuda {
 
 constexpr int kMostExperts = 1024;  // 32 registers of each lane of a warp
 constexpr int kMostGroups = 512;    // whose scores a block holds in shared memory
-constexpr int kFewChoices = 2;    // take less time one after the other
+constexpr int kFewChoices = 2;      // take less time one after the other
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 struct RouterShape {
@@ -64,11 +64,11 @@ __device__ inline int first_lane(bool says) {
   return __ffs(static_cast<int>(all >> (threadIdx.x % 32 / kLanes * kLanes))) - 1;
 }
 
-// Orders as the numbers do, a NaN above all; 0 is below all.
+// Orders as the numbers do, a NaN above all; 0 is below all. The sum makes -0 to 0, and every NaN
+// to the one whose bits are 0x7FFFFFFF.
 __device__ inline uint32_t order_of(float v) {
-  if (isnan(v)) return 0xFFFFFFFFu;
-  const uint32_t bits = __float_as_uint(v + 0.0f);  // -0 is 0
-  return (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
+  const uint32_t bits = __float_as_uint(__fadd_rn(v, 0.0f));
+  return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
 // The expert of the largest key, of equal ones the first; its key becomes 0. All lanes get it.
@@ -119,7 +119,7 @@ __device__ inline uint32_t nth_largest(const uint32_t (&keys)[8], int n) {
     uint32_t theirs[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) theirs[j] = __shfl_xor_sync(kAllLanes, top[j], step);
-    // The largest of both lists go up and then down, so that three rounds of exchanges sort them.
+      // The largest of both lists go up and then down, so that three rounds of exchanges sort them.
 #pragma unroll
     for (int j = 0; j < 8; ++j) top[j] = max(top[j], theirs[7 - j]);
 #pragma unroll
@@ -135,7 +135,8 @@ __device__ inline uint32_t nth_largest(const uint32_t (&keys)[8], int n) {
   for (int j = 1; j < 8; ++j) nth = j < n ? top[j] : nth;
   return nth;
 }
-// Bit j: the lane's expert j is among the n best. False, for all lanes, if equal keys leave it open.
+// Bit j: the lane's expert j is among the n best. False, for all lanes, if equal keys leave it
+// open.
 template <int kLanes, int kPer>
 __device__ inline bool choose_at_once(const uint32_t (&keys)[kPer], uint32_t there, int experts,
                                       int n, uint32_t& chosen) {
@@ -334,7 +335,7 @@ __device__ inline void for_tokens_of_lanes(const RouterShape& r, F&& f) {
 }
 
 template <int kLanes, int kPer>
-__global__ void __launch_bounds__(kThreads, kPer == 8 ? 4 : 1)
+__global__ void __launch_bounds__(kThreads, kPer == 8 ? 3 : 1)
     topk_kernel(RowSource logits, const float* bias, RouterShape r, RowTarget probs,
                 RowTarget saved, ChoiceOutputs choice) {
   extern __shared__ uint32_t group_scores[];  // [tokens of a block, groups]

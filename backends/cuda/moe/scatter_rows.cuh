@@ -40,15 +40,15 @@ __global__ void __launch_bounds__(kThreads)
         put(__shfl_sync(0xFFFFFFFFu, mine, __ffs(static_cast<int>(there)) - 1));
       }
     }
-    return;
-  }
-  for (int64_t s = 0; s < each; s += kAtOnce) {
-    int64_t row[kAtOnce];
+  } else {
+    for (int64_t s = 0; s < each; s += kAtOnce) {
+      int64_t row[kAtOnce];
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) row[k] = s + k < each ? map[(s + k) * tokens + token] : -1;
+      for (int k = 0; k < kAtOnce; ++k) row[k] = s + k < each ? map[(s + k) * tokens + token] : -1;
 #pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      if (row[k] >= 0 && row[k] < rows) put(row[k]);
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (row[k] >= 0 && row[k] < rows) put(row[k]);
+      }
     }
   }
 }

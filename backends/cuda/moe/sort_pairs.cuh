@@ -39,6 +39,18 @@ static __global__ void __launch_bounds__(kThreads) check_experts_kernel(PairIndi
   }
 }
 
+// The numbers of up to kHeld pairs of a lane, 32 apart from each other: loads that nothing decides
+// on are under way together.
+constexpr int kHeld = 8;
+template <class T>
+__device__ inline void load_held(const void* indices, int64_t first, int64_t size,
+                                 int64_t (&v)[kHeld]) {
+#pragma unroll
+  for (int u = 0; u < kHeld; ++u) {
+    v[u] = static_cast<const T*>(indices)[min(first + u * 32, size - 1)];
+  }
+}
+
 // A pair has its row in the map. Two lists of as many pairs, `apart` from each other, hold them
 // between digits.
 struct PairRows {
@@ -84,12 +96,31 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices
 
   if (thread == 0) range[0] = 0xFFFFFFFFu, range[1] = 0;
   __syncthreads();
-  uint32_t low = 0xFFFFFFFFu, high = 0;
-#pragma unroll 4
-  for (int64_t i = block * kSortThreads + thread; i < in.size; i += kBlocks * kSortThreads) {
-    const int64_t v = in.indices[i];
+  // A warp has a run of pairs in their order, and counts for itself. A short one stays in
+  // registers.
+  const int64_t run = round_up(ceil_div(in.size, kBlocks * kSortWarps), 32);
+  const int64_t begin = min((block * kSortWarps + warp) * run, in.size);
+  const int64_t end = min(begin + run, in.size);
+  const bool holds = run <= 32 * kHeld;
+  uint32_t held[kHeld], low = 0xFFFFFFFFu, high = 0;
+  const auto meet = [&](int64_t i, int64_t v) {
     in.check(i, v);
     low = min(low, in.key(v)), high = max(high, in.key(v));
+  };
+  if (holds) {
+    int64_t v[kHeld];
+    if (in.indices.wide) {
+      load_held<int64_t>(in.indices.data, begin + lane, in.size, v);
+    } else {
+      load_held<int32_t>(in.indices.data, begin + lane, in.size, v);
+    }
+#pragma unroll
+    for (int u = 0; u < kHeld; ++u) {
+      held[u] = in.key(v[u]);
+      if (begin + lane + u * 32 < end) meet(begin + lane + u * 32, v[u]);
+    }
+  } else {
+    for (int64_t i = begin + lane; i < end; i += 32) meet(i, in.indices[i]);
   }
   low = __reduce_min_sync(0xFFFFFFFFu, low), high = __reduce_max_sync(0xFFFFFFFFu, high);
   if (lane == 0) atomicMin(range, low), atomicMax(range + 1, high);
@@ -98,10 +129,6 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices
     low = min(low, Cluster::of(range, b)[0]), high = max(high, Cluster::of(range, b)[1]);
   }
 
-  // A warp has a run of pairs in their order, and counts for itself.
-  const int64_t run = round_up(ceil_div(in.size, kBlocks * kSortWarps), 32);
-  const int64_t begin = min((block * kSortWarps + warp) * run, in.size);
-  const int64_t end = min(begin + run, in.size);
   uint32_t* const mine = counts[warp];
   for (int pass = 0;; ++pass) {
     const int shift = pass * kDigitBits;
@@ -119,8 +146,14 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices
 
     for (int d = lane; d < kDigits; d += 32) mine[d] = 0;
     __syncwarp();
-#pragma unroll 4
-    for (int64_t i = begin + lane; i < end; i += 32) atomicAdd(mine + digit_of(pair_at(i)), 1u);
+    if (holds && pass == 0) {
+#pragma unroll
+      for (int u = 0; u < kHeld; ++u) {
+        if (begin + lane + u * 32 < end) atomicAdd(mine + (held[u] - low & (kDigits - 1)), 1u);
+      }
+    } else {
+      for (int64_t i = begin + lane; i < end; i += 32) atomicAdd(mine + digit_of(pair_at(i)), 1u);
+    }
     __syncthreads();
     uint32_t sum = 0;
     if (thread < kDigits) {  // a thread has a digit: of warps in this block, then of all blocks
@@ -154,10 +187,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices
     }
     __syncthreads();
 
-    for (int64_t first = begin; first < end; first += 32) {
-      const bool there = first + lane < end;
-      const int32_t pair = there ? pair_at(first + lane) : 0;
-      const uint32_t digit = there ? digit_of(pair) : 0;
+    const auto place = [&](bool there, int32_t pair, uint32_t digit) {
       unsigned peers = __ballot_sync(0xFFFFFFFFu, there);  // lanes that have the same digit
       for (int bit = 0; bit < bits; ++bit) {
         const bool is = (digit >> bit & 1u) != 0;
@@ -170,6 +200,20 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices
       if (there && last) out.put(pair, row);
       if (there && !last) to[row] = pair;
       __syncwarp();
+    };
+    if (holds && pass == 0) {
+#pragma unroll
+      for (int u = 0; u < kHeld; ++u) {
+        const int64_t i = begin + u * 32 + lane;
+        if (begin + u * 32 >= end) break;
+        place(i < end, static_cast<int32_t>(i), i < end ? held[u] - low & (kDigits - 1) : 0);
+      }
+    } else {
+      for (int64_t first = begin; first < end; first += 32) {
+        const bool there = first + lane < end;
+        const int32_t pair = there ? pair_at(first + lane) : 0;
+        place(there, pair, there ? digit_of(pair) : 0);
+      }
     }
     Cluster::sync();  // lists are whole, and nobody reads this block's totals any more
     if (last) return;
