@@ -41,6 +41,8 @@ FUNCTION_IMPORTS = {
     ("te_fl.inside.package", "te_fl.transformer_engine_torch.absent"): "it imports PyTorch, which is not to be imported before the program does",
     ("te_fl.inside.package", "te_fl.transformer_engine_torch.older"): "it imports PyTorch, which is not to be imported before the program does",
     ("te_fl.inside.package", "te_fl.transformer_engine_torch"): "it imports PyTorch, which is not to be imported before the program does",
+    ("te_fl.inside.host_device", "torch._dynamo"): "it keeps the functions of torch.cuda that are there when it is imported",
+    ("te_fl.inside.host_device", "torch._dynamo.variables"): "it keeps the functions of torch.cuda that are there when it is imported",
     ("te_fl.transformer_engine_torch.schemes", "transformer_engine.pytorch.tensor"): "the package imports this module",
     ("te_fl.pytorch.distributed.peer_copies", "torch.distributed._symmetric_memory"): "PyTorch may change it, and only TE_FL_TP_OVERLAP needs it",
     ("te_fl.errors", "difflib"): "importing te_fl needs none of it",

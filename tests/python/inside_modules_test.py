@@ -446,5 +446,50 @@ class Trouble(unittest.TestCase):
         self.assertTrue(math.isclose(float(held.dequantize()[0, 0]), 2.0))
 
 
+class Host(unittest.TestCase):
+    """The host answers what programs ask of CUDA beside the requests of the package itself."""
+
+    def test_a_tensor_brought_to_the_host_is_a_copy(self):
+        x = torch.nn.Parameter(torch.ones(3, device="cuda"))
+        copies = (x.cpu(), x.to("cpu"), x.to(device="cpu"), x.pin_memory())
+        with torch.no_grad():
+            x.add_(1)
+        for copy in copies:
+            self.assertEqual(copy.tolist(), [1.0] * 3)
+        self.assertIs(x.to(x.device), x)
+        copies[0].sum().backward()
+        self.assertEqual(x.grad.tolist(), [1.0] * 3)
+        self.assertEqual(x.to(0, torch.float64).dtype, torch.float64)
+        self.assertIsNone(x.record_stream(torch.cuda.current_stream()))
+
+    def test_random_numbers(self):
+        generator = torch.Generator(device="cuda")
+        for known in (generator, torch.default_generator):
+            self.assertIsInstance(known, torch.Generator)
+        numbers = torch.rand(3, device="cuda", generator=generator.manual_seed(5))
+        torch.manual_seed(5)
+        for options in ({}, {"devices": ["cuda"]}, {"devices": [0]}):
+            with torch.random.fork_rng(**options):
+                self.assertEqual(torch.rand(3, device="cuda").tolist(), numbers.tolist())
+        self.assertEqual(torch.cuda.initial_seed(), 5)
+
+    def test_compiled(self):
+        def branch(x):
+            return x * torch.cuda.get_device_properties(x.device).major if x.is_cuda else x
+
+        self.assertEqual(torch.compile(branch, fullgraph=True, backend="aot_eager")(torch.ones(2, device="cuda")).tolist(), [9.0] * 2)
+
+    def test_events_and_memory(self):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with self.assertRaises(RuntimeError) as caught:
+            begin.elapsed_time(end)
+        self.assertIn("call record()", str(caught.exception))
+        begin.record()
+        end.record()
+        self.assertGreaterEqual(begin.elapsed_time(end), 0)
+        free, total = torch.cuda.mem_get_info()
+        self.assertTrue(0 < free <= total)
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import sys
-import types
+import time
 from typing import Any, Tuple
 
 import torch
@@ -36,6 +36,23 @@ def _device_on_host(device: Any) -> Any:
 _IS_CUDA = torch.Tensor.is_cuda.__get__
 
 
+_TO_THE_HOST = (torch.Tensor.cpu, torch.Tensor.pin_memory, torch.Tensor.to)
+
+
+def _to_the_host(func: Any, args: Tuple, kwargs: dict) -> Any:
+    """A program that brings a tensor to the host by name has a copy there, which later writes to the tensor do not reach."""
+    if func is torch.Tensor.pin_memory:
+        return args[0].clone()
+    moved = func is torch.Tensor.cpu
+    if func is torch.Tensor.to:
+        moved = "cpu" in (v for v in (*args[1:2], kwargs.get("device")) if type(v) is str)
+        args = (args[0], *map(_device_on_host, args[1:2]), *args[2:])
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _device_on_host(kwargs["device"])}
+    result = func(*args, **kwargs)
+    return result.clone() if moved and result is args[0] and type(result) in (torch.Tensor, torch.nn.Parameter) else result
+
+
 class _HostMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -43,6 +60,8 @@ class _HostMode(TorchFunctionMode):
             return args[0].device.type == "cpu"
         if func is torch.Tensor.cuda:
             return args[0]
+        if func in _TO_THE_HOST:
+            return _to_the_host(func, args, kwargs)
         if func is torch.device and any(map(_is_cuda, (*args, *kwargs.values()))):
             return torch.device("cpu")  # The index of a device means nothing here.
         if kwargs:
@@ -93,10 +112,16 @@ class Stream:
 
 class Event:
     def __init__(self, *arguments: Any, **options: Any):
-        pass
+        self._seconds: Any = None
 
     def record(self, stream: Any = None) -> None:
-        pass
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end_event: "Event") -> float:
+        """The milliseconds between the records of the two."""
+        if self._seconds is None or end_event._seconds is None:
+            raise RuntimeError("torch.cuda.Event.elapsed_time: an event was not recorded; call record() of both before")
+        return (end_event._seconds - self._seconds) * 1e3
 
     def wait(self, stream: Any = None) -> None:
         pass
@@ -108,9 +133,21 @@ class Event:
         return True
 
 
-def _properties(device: Any = None) -> Any:
-    return types.SimpleNamespace(name="the host, by te-fl", major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=os.cpu_count() or 1,
-                                 total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+class _Properties:
+    """torch.cuda.get_device_properties(): of one device, and so one object."""
+
+    def __init__(self) -> None:
+        self.name, (self.major, self.minor) = "the host, by te-fl", CAPABILITY
+        self.multi_processor_count, self.total_memory = os.cpu_count() or 1, _memory()[1]
+
+
+@functools.lru_cache(maxsize=1)
+def _the_properties() -> _Properties:
+    return _Properties()
+
+
+def _properties(device: Any = None) -> _Properties:
+    return _the_properties()
 
 
 def _no_op() -> Any:
@@ -124,6 +161,12 @@ def _no_scope() -> Any:
         yield
 
     return scope
+
+
+def _memory(device: Any = None) -> Tuple[int, int]:
+    """(free, all) bytes of the host."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
 
 
 def _no_graphs() -> Any:
@@ -143,6 +186,8 @@ def _answers() -> dict:
         "empty_cache": _no_op(), "is_current_stream_capturing": lambda: False, "is_bf16_supported": lambda including_emulation=True: True,
         "manual_seed": lambda seed: torch.manual_seed(seed), "manual_seed_all": _no_op(), "get_rng_state": lambda device=None: torch.get_rng_state(),
         "set_rng_state": lambda state, device=None: torch.set_rng_state(state), "default_generators": (torch.default_generator,),
+        "seed": lambda: torch.seed(), "seed_all": _no_op(), "initial_seed": lambda: torch.initial_seed(), "ExternalStream": Stream,
+        "mem_get_info": _memory, "memory_summary": lambda device=None, abbreviated=False: "the host's memory is not counted",
         "CUDAGraph": _no_graphs(), "graph": _no_graphs(), "make_graphed_callables": _no_graphs(), "graph_pool_handle": _no_graphs(),
         "memory_allocated": lambda device=None: 0, "max_memory_allocated": lambda device=None: 0, "reset_peak_memory_stats": _no_op(),
     }
@@ -203,6 +248,33 @@ def _ops_of_the_host() -> None:
     torch.library.custom_op = on_host
 
 
+class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, torch._C.Generator)
+
+
+class _Generator(torch._C.Generator, metaclass=_GeneratorType):
+    """torch.Generator, which asks no function mode."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return torch._C.Generator(_device_on_host(device))
+
+
+def _random_state_of_the_host() -> None:
+    """There is one, where a program with a GPU keeps one more for each."""
+    @contextlib.contextmanager
+    def fork_rng(devices: Any = None, enabled: bool = True, *arguments: Any, **options: Any) -> Any:
+        state = torch.get_rng_state() if enabled else None
+        try:
+            yield
+        finally:
+            if state is not None:
+                torch.set_rng_state(state)
+
+    torch.random.fork_rng = fork_rng
+    torch.Generator = _Generator
+
+
 def _makers_of_the_host() -> None:
     """The makers of tensors that ask no function mode: torch.range, which the package's caches call, and that of quantised tensors."""
     def of(make: Any) -> Any:
@@ -214,7 +286,21 @@ def _makers_of_the_host() -> None:
         return on_host
 
     torch.range = of(torch.range)
+    torch.Tensor.record_stream = lambda self, stream: None  # It asks none either, and knows PyTorch's streams alone.
     torch.Tensor._make_wrapper_subclass = staticmethod(of(torch.Tensor._make_wrapper_subclass))
+
+
+def _compiler_of_the_host() -> None:
+    """torch.compile answers by itself what its tracer asks a tensor, and takes a device's properties for a constant by their class."""
+    from torch._dynamo import utils
+    from torch._dynamo.variables import constant, tensor
+
+    utils.common_constant_types.add(_Properties)
+
+    def is_cuda(self: Any, tx: Any) -> Any:
+        return None if self.device is None else constant.ConstantVariable.create(self.device.type == "cpu")
+
+    tensor.TensorVariable.method_attr_is_cuda = is_cuda
 
 
 class _Message:
@@ -266,11 +352,13 @@ def install() -> None:
     if torch.distributed.is_available():
         _messages_of_the_host()
     _makers_of_the_host()
+    _random_state_of_the_host()
     _enter_in_backwards()
     _enter_in_unpacking()
     _ops_of_the_host()
     for name, answer in _answers().items():
         setattr(torch.cuda, name, answer)
+    _compiler_of_the_host()
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *arguments, **options: None)
     if torch.version.cuda is None:
