@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "conformance/format.hpp"
+#include "conformance/oracle_quantize.hpp"
 
 namespace te_fl::huge {
 namespace {
@@ -31,11 +32,22 @@ float scale_from(double amax, int dtype, bool pow2) {
   return pow2 ? float_of(bits_of(scale) & 0xff800000u) : scale;
 }
 
+// MXFP8's: the power of two whose inverse is stored as an E8M0 code.
+double mxfp8_scale_from(double amax, int dtype) {
+  const uint8_t code =
+      conformance::e8m0_from_amax(static_cast<float>(amax), static_cast<float>(largest(dtype)));
+  return std::ldexp(1.0, 127 - code);
+}
+
 }  // namespace
 
 int64_t scale_index(Scaling scaling, bool columnwise, int64_t m, int64_t k, int64_t row,
                     int64_t col) {
   if (scaling == Scaling::kTensor) return 0;
+  if (scaling == Scaling::kMXFP8) {
+    const conformance::CopyLayout at(TE_FL_SCALING_MXFP8, columnwise, m, k);
+    return at.scale_index(row / at.block_m, col / at.block_k);
+  }
   // The column-wise form is that of the transposed matrix.
   if (columnwise) std::swap(m, k), std::swap(row, col);
   return scaling == Scaling::kBlock1x128 ? col / kBlock * up_to_4(m) + row
@@ -67,21 +79,22 @@ Quantised::Quantised(Run& run, const Shape& shape, const QuantSpec& spec, float 
   }
 }
 
-// One of the two copies, as a matrix.
+// One of the two copies, as a matrix. MXFP8's column-wise codes keep the matrix's order.
 struct Quantised::Copy {
-  bool columnwise;
+  bool columnwise, transposed;
   int64_t m, k;
   Tensor codes, scale_inv;
   const char* name;
 
-  int64_t row(int64_t i) const { return columnwise ? i % m : i / k; }
-  int64_t col(int64_t i) const { return columnwise ? i / m : i % k; }
+  int64_t row(int64_t i) const { return transposed ? i % m : i / k; }
+  int64_t col(int64_t i) const { return transposed ? i / m : i % k; }
 };
 
 void Quantised::expect_scale_inv(Run& run, const Copy& copy, int64_t at, double scale,
                                  bool exact) const {
   const std::vector<float> got = run.read(copy.scale_inv, at, 1);
-  const float want = 1.0f / static_cast<float>(scale);
+  const float want = spec_.scaling == Scaling::kMXFP8 ? static_cast<float>(127 - std::ilogb(scale))
+                                                      : 1.0f / static_cast<float>(scale);
   if (run.failed()) return;
   const bool fine = exact ? got[0] == want : std::fabs(got[0] - want) <= 1e-4f * want;
   if (!fine) {
@@ -94,7 +107,9 @@ void Quantised::expect_copy(Run& run, const Copy& copy, const Value& value, bool
   const int dtype = abi(spec_.dtype);
   const Format& format = format_of(dtype);
   const double step = std::ldexp(1.0, -format.mantissa_bits);
-  const bool wide = spec_.scaling == Scaling::kBlock128x128;
+  const bool wide = spec_.scaling == Scaling::kBlock128x128,
+             micro = spec_.scaling == Scaling::kMXFP8;
+  const int64_t block = micro ? 32 : kBlock;
   std::unordered_map<int64_t, double> scales;  // by element of scale_inv
   const auto scale_of = [&](int64_t row, int64_t col) {
     if (spec_.scaling == Scaling::kTensor) {
@@ -104,15 +119,16 @@ void Quantised::expect_copy(Run& run, const Copy& copy, const Value& value, bool
     const auto known = scales.find(at);
     if (known != scales.end()) return known->second;
     const bool down = wide || copy.columnwise, right = wide || !copy.columnwise;
-    const int64_t row0 = down ? row / kBlock * kBlock : row, rows = down ? kBlock : 1;
-    const int64_t col0 = right ? col / kBlock * kBlock : col, cols = right ? kBlock : 1;
+    const int64_t row0 = down ? row / block * block : row, rows = down ? block : 1;
+    const int64_t col0 = right ? col / block * block : col, cols = right ? block : 1;
     double amax = 0;
     for (int64_t r = row0; r < std::min(row0 + rows, copy.m); ++r) {
       for (int64_t c = col0; c < std::min(col0 + cols, copy.k); ++c) {
         amax = std::max(amax, std::fabs(value(r * copy.k + c)));
       }
     }
-    const double scale = scale_from(amax, dtype, spec_.pow2_scale);
+    const double scale =
+        micro ? mxfp8_scale_from(amax, dtype) : double{scale_from(amax, dtype, spec_.pow2_scale)};
     expect_scale_inv(run, copy, at, scale, exact);
     return scales[at] = scale;
   };
@@ -148,13 +164,13 @@ void Quantised::expect(Run& run, const Value& value, double amax, bool exact, do
   const int64_t k = tensor_.size(-1), m = tensor_.numel() / k;
   const bool one_scale = spec_.scaling == Scaling::kTensor;
   if (spec_.rowwise) {
-    expect_copy(run, {false, m, k, tensor_.rowwise_codes(), tensor_.scale_inv(), "row-wise"}, value,
-                exact);
+    expect_copy(run, {false, false, m, k, tensor_.rowwise_codes(), tensor_.scale_inv(), "row-wise"},
+                value, exact);
   }
   if (spec_.columnwise) {
     const Tensor own = tensor_.columnwise_scale_inv();
     expect_copy(run,
-                {true, m, k, tensor_.columnwise_codes(),
+                {true, spec_.scaling != Scaling::kMXFP8, m, k, tensor_.columnwise_codes(),
                  one_scale && !own.defined() ? tensor_.scale_inv() : own, "column-wise"},
                 value, exact);
   }

@@ -44,8 +44,8 @@ class Codes {
   std::vector<double> values_;
 };
 
-// Element of scale_inv (docs/numerics.md) that belongs to logical element (row, col) of an [m, k]
-// matrix.
+// Element of scale_inv (te_fl_quant in plugin.h) that belongs to logical element (row, col) of an
+// [m, k] matrix.
 int64_t scale_index(Scaling scaling, bool columnwise, int64_t m, int64_t k, int64_t row,
                     int64_t col);
 

@@ -156,5 +156,8 @@ constexpr QuantSpec kLines{.scaling = Scaling::kBlock1x128, .columnwise = true};
 constexpr QuantSpec kPow2Lines{
     .scaling = Scaling::kBlock1x128, .columnwise = true, .pow2_scale = true};
 constexpr QuantSpec kSquares{.scaling = Scaling::kBlock128x128, .columnwise = true};
+constexpr QuantSpec kMicro{.scaling = Scaling::kMXFP8, .columnwise = true};
+constexpr QuantSpec kMicroRows{.scaling = Scaling::kMXFP8};
+constexpr QuantSpec kMicroColumns{.scaling = Scaling::kMXFP8, .rowwise = false, .columnwise = true};
 
 }  // namespace te_fl::huge::quantize_calls
