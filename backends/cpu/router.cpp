@@ -316,7 +316,7 @@ void score_fwd(const te_fl_context&, const te_fl_fused_score_for_moe_aux_loss_fw
       logits(t * m.cols, m.cols, x.data());
       scores_row(x.data(), m.cols, a.score_function, s.data());
       store_row(*a.intermediate_output, t, m.cols, saves_logits ? x : s);
-      if (a.score_function != TE_FL_SCORE_FUNCTION_SOFTMAX && a.topk > 1) {
+      if (a.score_function != TE_FL_SCORE_FUNCTION_SOFTMAX) {
         double sum = double{kEpsilon};
         for (int64_t e = 0; e < m.cols; ++e) sum += s[e];
         for (int64_t e = 0; e < m.cols; ++e) s[e] = static_cast<float>(s[e] / sum);
@@ -341,7 +341,7 @@ void score_bwd(const te_fl_context&, const te_fl_fused_score_for_moe_aux_loss_bw
     for (int64_t t = begin; t < end; ++t) {
       grads(t * m.cols, m.cols, g.data());
       intermediate(t * m.cols, m.cols, saved.data());
-      gradient_row(g, saved, all.data(), a.score_function, a.topk > 1, m.cols, scratch);
+      gradient_row(g, saved, all.data(), a.score_function, true, m.cols, scratch);
       store_row(*a.grad_logits, t, m.cols, g);
     }
   });

@@ -255,7 +255,7 @@ void score_fwd(const te_fl_context&, const te_fl_fused_score_for_moe_aux_loss_fw
     Values s = scores_of(x, a.score_function);
     put_row(*a.intermediate_output, t,
             a.score_function == TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS ? x : s);
-    if (a.score_function != TE_FL_SCORE_FUNCTION_SOFTMAX && a.topk > 1) {
+    if (a.score_function != TE_FL_SCORE_FUNCTION_SOFTMAX) {
       const double sum = sum_of(s) + kEpsilon;
       for (double& v : s) v /= sum;
       round_to_f32(s);
@@ -276,7 +276,7 @@ void score_bwd(const te_fl_context&, const te_fl_fused_score_for_moe_aux_loss_bw
     if (a.score_function == TE_FL_SCORE_FUNCTION_SOFTMAX) {
       softmax_gradient(g, y, all.data());
     } else {
-      score_gradient(g, y, a.score_function, a.topk > 1, all.data());
+      score_gradient(g, y, a.score_function, true, all.data());
     }
     put_row(*a.grad_logits, t, g);
   }

@@ -343,7 +343,7 @@ void score_forward(Problem& p, const RouterVariant& v) {
       Numbers s = scores_of(logits, v.options.function);
       const Numbers& kept = v.options.function == kRoot ? logits : s;
       want_saved.insert(want_saved.end(), kept.begin(), kept.end());
-      if (v.options.function != kSoftmax && v.options.topk > 1) {
+      if (v.options.function != kSoftmax) {
         double sum = 1e-20;
         for (double value : s) sum += value;
         for (double& value : s) value /= sum;
@@ -373,7 +373,7 @@ void score_backward(Problem& p, const RouterVariant& v) {
     for (int64_t t = 0; t < tokens_of(v.shape); ++t) {
       const RowGradient r =
           score_gradient(row_of(dy, t, v.experts), row_of(saved, t, v.experts), counts,
-                         v.options.function, v.options.topk > 1 && v.options.function != kSoftmax);
+                         v.options.function, v.options.function != kSoftmax);
       want.insert(want.end(), r.value.begin(), r.value.end());
       for (double size : r.size) slack.push_back(4e-6 * size);
     }

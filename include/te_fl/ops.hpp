@@ -478,7 +478,7 @@ namespace ops {
 }
 
 // Scores of all experts for the auxiliary loss, and the experts that they choose. scores =
-// softmax(logits); or f(logits), divided by their sum + 1e-20 if topk > 1
+// softmax(logits); or f(logits), divided by their sum + 1e-20
 [[nodiscard]] inline Status fused_score_for_moe_aux_loss_fwd(const te_fl_fused_score_for_moe_aux_loss_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::fused_score_for_moe_aux_loss_fwd, &args, options);
 }

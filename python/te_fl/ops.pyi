@@ -378,7 +378,7 @@ def fused_topk_with_score_function_bwd(*, intermediate_output: Tensor, grad_prob
 def fused_score_for_moe_aux_loss_fwd(*, logits: Tensor, scores: Tensor, intermediate_output: Tensor, routing_map: Optional[Tensor] = None, routing_bits: Optional[Tensor] = None, topk: int = 1, score_function: Union[int, str] = 0, stream: Any = None) -> None:
     """Scores of all experts for the auxiliary loss, and the experts that they choose.
 
-    scores = softmax(logits); or f(logits), divided by their sum + 1e-20 if topk > 1
+    scores = softmax(logits); or f(logits), divided by their sum + 1e-20
     """
 
 def fused_score_for_moe_aux_loss_bwd(*, intermediate_output: Tensor, grad_scores: Tensor, grad_logits: Tensor, topk: int = 1, score_function: Union[int, str] = 0, stream: Any = None) -> None:

@@ -409,7 +409,7 @@ __global__ void __launch_bounds__(kThreads)
     if (saves_logits) saved.store<kLanes>(token, experts, s);
     scores_row<kLanes>(r.function, s);
     if (!saves_logits) saved.store<kLanes>(token, experts, s);
-    if (r.function != TE_FL_SCORE_FUNCTION_SOFTMAX && r.topk > 1) {
+    if (r.function != TE_FL_SCORE_FUNCTION_SOFTMAX) {
       float sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < kPer; ++j) sum += (there >> j & 1u) != 0 ? s[j] : 0.0f;
@@ -562,7 +562,7 @@ __global__ void __launch_bounds__(kThreads)
     float g[kPer], y[kPer];
     grad_scores.load<kLanes>(token, experts, 0.0f, g);
     saved.load<kLanes>(token, experts, 0.0f, y);
-    gradient_row<kLanes>(r.function, r.topk > 1, experts_of_lane<kLanes, kPer>(experts), y, g);
+    gradient_row<kLanes>(r.function, true, experts_of_lane<kLanes, kPer>(experts), y, g);
     grad_logits.store<kLanes>(token, experts, g);
   });
 }

@@ -179,7 +179,7 @@ typedef struct te_fl_fused_topk_with_score_function_bwd_args {
 /*
  * fused_score_for_moe_aux_loss_fwd: Scores of all experts for the auxiliary loss, and the experts
  * that they choose.
- *   scores = softmax(logits); or f(logits), divided by their sum + 1e-20 if topk > 1
+ *   scores = softmax(logits); or f(logits), divided by their sum + 1e-20
  */
 typedef struct te_fl_fused_score_for_moe_aux_loss_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_score_for_moe_aux_loss_fwd_args));

@@ -165,19 +165,14 @@ def fused_score_for_moe_aux_loss_fwd(logits: torch.Tensor, topk: int, score_func
     scores, intermediate = (torch.empty(logits.shape, dtype=torch.float32, device=logits.device) for _ in range(2))
     ops.fused_score_for_moe_aux_loss_fwd(logits=logits.contiguous(), scores=scores, intermediate_output=intermediate, topk=topk,
                                          score_function=score_function, **{name: routing})
-    if topk == 1 and score_function != "softmax":  # The op divides by the sum from two experts on, the package always.
-        scores /= scores.sum(-1, keepdim=True) + 1e-20
     return scores, routing, intermediate
 
 
 def fused_score_for_moe_aux_loss_bwd(intermediate_output: torch.Tensor, grad_scores: torch.Tensor, grad_logits: torch.Tensor, topk: int,
                                      score_function: str) -> None:
     """Writes grad_logits."""
-    if score_function != "softmax" and grad_scores.shape[-1] == 1:  # a score of one, whatever its logit
-        grad_logits.zero_()
-        return
-    ops.fused_score_for_moe_aux_loss_bwd(intermediate_output=intermediate_output, grad_scores=grad_scores, grad_logits=grad_logits,
-                                         topk=topk if score_function == "softmax" else max(topk, 2), score_function=score_function)
+    ops.fused_score_for_moe_aux_loss_bwd(intermediate_output=intermediate_output, grad_scores=grad_scores, grad_logits=grad_logits, topk=topk,
+                                         score_function=score_function)
 
 
 def _aux_loss(name: str, probs: torch.Tensor, tokens_per_expert: torch.Tensor, num_rows: int, num_cols: int, **options: Any) -> tuple:

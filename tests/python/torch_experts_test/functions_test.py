@@ -271,7 +271,7 @@ class Router(Compared):
         for function, top_k in itertools.product(("softmax", "sigmoid", "sqrtsoftplus"), (1, 2)):
             def oracle(logits):
                 scores = scores_of(logits, function)  # noqa: B023
-                if function != "softmax" and top_k > 1:  # noqa: B023
+                if function != "softmax":  # noqa: B023
                     scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
                 mask = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.topk(top_k).indices, True)  # noqa: B023
                 return mask, scores, (2e-2 * 8 / (top_k * 13 ** 2)) * (mask.sum(0) * scores.sum(0)).sum()  # noqa: B023
