@@ -127,6 +127,32 @@ class Recomputation(Each):
                             got = self.steps(name, "cpu", recipe, lambda m, x: outer(lambda t: inner(m, torch.relu(t)) + t, x))
                             self.same(got, want)
 
+    def test_te_fls_checkpoint_and_pytorchs_inside_of_each_other(self):
+        """Of several modules, so that each run meets the record that is its module's; twice nested too."""
+        def told(f, *a):
+            return torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False, context_fn=te.recompute_contexts)
+
+        nests = [(outer, inner) for plain in PLAIN for own in (te.checkpoint, told) for outer, inner in ((plain, own), (own, plain))]
+        for recipe in (DelayedScaling(amax_history_len=4), Float8CurrentScaling()):
+            def results(outer, inner):
+                one, two, last = (randomise(m, seed) for seed, m in enumerate((te.TransformerLayer(32, 64, 2, hidden_dropout=0.1, device="cpu"),
+                                                                              te.LayerNormMLP(32, 64, device="cpu"), te.Linear(32, 32, device="cpu"))))
+                found = []
+                for seed in (1, 2):
+                    for m in (one, two, last):
+                        m.zero_grad()
+                    x = input_of(seed=seed).view(-1, 2, 32).detach().requires_grad_()
+                    torch.manual_seed(seed)
+                    with scope(recipe):
+                        y = outer(lambda t: inner(lambda u: outer(two, u), last(inner(one, t))), x)
+                    y.sum().backward()
+                    found += [y.detach(), x.grad.clone(), *(p.grad.clone() for m in (one, two, last) for p in m.parameters())]
+                return found
+            want = results(lambda f, x: f(x), lambda f, x: f(x))
+            for number, (outer, inner) in enumerate(nests):
+                with self.subTest(recipe=type(recipe).__name__, nest=number):
+                    self.same(results(outer, inner), want)
+
     def test_hooks_of_the_program_inside_of_what_is_checkpointed(self):
         def step(module, x):
             with torch.autograd.graph.save_on_cpu():

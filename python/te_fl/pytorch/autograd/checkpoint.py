@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from te_fl import _native
 from te_fl.pytorch.autograd.saved_parts import saved_in_parts
-from te_fl.pytorch.autograd.torch_checkpoint import declared, declared_run, own_runs
+from te_fl.pytorch.autograd.torch_checkpoint import declared, declared_run, followed, followed_runs, own_runs
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.refuse import refuse
@@ -26,10 +26,24 @@ class _Run(_native.Scope):
         self.is_second = second
 
 
+class _FollowedRun:
+    """One of the runs inside of a run of PyTorch's own checkpoint, which follows each module itself."""
+
+    def __init__(self, second: bool):
+        self.is_second = second
+
+    def __enter__(self) -> "_FollowedRun":
+        followed_runs.scopes.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        followed_runs.scopes.pop()
+
+
 class _TrackedRun:
     """A run whose second time begins with the tracker's random states of the first."""
 
-    def __init__(self, run: _Run, second: bool, first_states: list, tracker: Callable):
+    def __init__(self, run: Any, second: bool, first_states: list, tracker: Callable):
         self._run, self._second, self._first_states, self._tracker = run, second, first_states, tracker
         self._outside: list = []
 
@@ -53,8 +67,12 @@ class _TrackedRun:
 
 def recompute_contexts(get_rng_state_tracker: Optional[Callable] = None) -> Tuple[Any, Any]:
     """The context_fn of torch.utils.checkpoint.checkpoint(use_reentrant=False) for functions that call te-fl's modules in FP8."""
-    record = _native.recompute_record()
-    runs = _Run(record, False), _Run(record, True)
+    runs: Tuple[Any, Any]
+    if followed():
+        runs = _FollowedRun(False), _FollowedRun(True)
+    else:
+        record = _native.recompute_record()
+        runs = _Run(record, False), _Run(record, True)
     if get_rng_state_tracker is None:
         return runs
     states: list = []
@@ -85,14 +103,18 @@ class activation_recompute_forward(contextlib.ContextDecorator):
         self._entered.pop().__exit__(*error)
 
 
+def _runs() -> list:
+    return own_runs.scopes or followed_runs.scopes
+
+
 def is_fp8_activation_recompute_enabled() -> bool:
     """True in either run of a function under checkpoint(), recompute_contexts() or activation_recompute_forward(), inside of an FP8 autocast."""
-    return (bool(own_runs.scopes) or declared() is not None) and quantization.enabled()
+    return (bool(_runs()) or declared() is not None) and quantization.enabled()
 
 
 def in_fp8_activation_recompute_phase() -> bool:
     """True in the second run of a function under checkpoint(), recompute_contexts() or activation_recompute_forward()."""
-    return own_runs.scopes[-1].is_second if own_runs.scopes else bool(declared())
+    return _runs()[-1].is_second if _runs() else bool(declared())
 
 
 def use_reentrant_activation_recompute() -> bool:

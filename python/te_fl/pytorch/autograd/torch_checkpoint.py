@@ -62,6 +62,7 @@ def declared() -> Optional[bool]:
     return None if run is None or run.owner is not None else run.second
 
 
+followed_runs = _Threads()  # the runs of checkpoint() that a thread is in, which piece() follows
 own_runs = _Threads()  # the runs of te_fl.pytorch.recompute_contexts() that a thread is in, which keep a record themselves
 _reentrant = _Threads()  # the _Reentrant that a thread is in, the innermost last
 _numbers = itertools.count()
@@ -203,10 +204,37 @@ def _inner_firsts() -> List[_Reentrant]:
     return runs[last + 1:]
 
 
+def followed() -> bool:
+    """True in a run of PyTorch's checkpoint that piece() follows, whichever of its runs it is. A checkpoint that begins there leaves its runs to it."""
+    if torch.compiler.is_compiling() or own_runs.scopes or (not _reentrant.scopes and _hooks(False) is None):
+        return False
+    firsts, second = _runs()
+    return second is not None or bool(firsts)
+
+
 def _add(owners: list, forward: _Forward) -> None:
     for owner in owners:
         if owner is not None:
             owner.__dict__.setdefault("_te_fl_forwards", _Forwards()).all.append(forward)
+
+
+def _inner_piece(module: Any) -> Optional[Piece]:
+    """The first run of PyTorch's own checkpoints inside of a run that keeps a record itself: theirs is kept beside it, for their second runs, which are
+    outside of it. Of the hooks in force the outermost are those of own_runs, one for each."""
+    frames, known = [], len(own_runs.scopes)
+    for pack, *_ in _all_hooks():
+        kind = getattr(pack, "__qualname__", "")
+        if kind == _SECOND:
+            known -= 1
+            break
+        if kind == _FIRST:
+            frames.append(_cell(pack, "frame"))
+    owners = frames[:max(len(frames) - known, 0)] + [r.owner for r in _inner_firsts()]
+    if not owners:
+        return None
+    forward = _Forward(module, _native.recompute_record(), module._notice())
+    _add(owners, forward)
+    return Piece(forward, False, torch.is_grad_enabled())
 
 
 def piece(module: Any) -> Optional[Piece]:
@@ -215,8 +243,10 @@ def piece(module: Any) -> Optional[Piece]:
     if not _reentrant.scopes and _hooks(False) is None:
         return None
     scopes = quantization._state.scopes
-    if (scopes and not scopes[-1].enabled) or (not scopes and _task() < 0) or own_runs.scopes:
+    if (scopes and not scopes[-1].enabled) or (not scopes and _task() < 0):
         return None
+    if own_runs.scopes:
+        return _inner_piece(module)
     if (again := declared()) is not None:
         return _declared_piece(module, again) if scopes else None
     firsts, second = _runs()
