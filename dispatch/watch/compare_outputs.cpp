@@ -87,18 +87,25 @@ Walk walk_of(const te_fl_tensor& t) {
   return {std::move(shape), std::move(strides)};
 }
 
-// The root mean square of the finite ones among value(base, number, offset).
+// Values from here on stand for an infinity, as the largest of a type does in many masks. Beside
+// them the root mean square of the whole would allow any error in the others.
+double huge_from(int dtype) { return dtype == TE_FL_F16 ? 65504.0 : 0x1p96; }
+
+// The root mean square of those among value(base, number, offset) that are below `huge`; of the
+// finite ones if there are none.
 template <class Value>
-double rms(const Walk& walk, const char* base, Value&& value) {
-  double sum = 0;
-  int64_t count = 0;
+double rms(const Walk& walk, const char* base, double huge, Value&& value) {
+  double sums[2] = {};  // of those below, and of the others
+  int64_t counts[2] = {};
   walk.each([&](int64_t n, int64_t at) {
     const double v = value(base, n, at);
     if (!std::isfinite(v)) return;
-    sum += v * v;
-    ++count;
+    const int which = std::abs(v) < huge ? 0 : 1;
+    sums[which] += v * v;
+    ++counts[which];
   });
-  return count == 0 ? 0 : std::sqrt(sum / static_cast<double>(count));
+  const int which = counts[0] > 0 ? 0 : 1;
+  return counts[which] == 0 ? 0 : std::sqrt(sums[which] / static_cast<double>(counts[which]));
 }
 
 // Two arrays of one layout.
@@ -119,7 +126,8 @@ class Comparison {
     const auto value = [&](const char* base, int64_t, int64_t at) {
       return element(p.dtype, base, at);
     };
-    const double floor = tolerance_.floor + tolerance_.of_rms * rms(walk, p.wanted, value);
+    const double floor =
+        tolerance_.floor + tolerance_.of_rms * rms(walk, p.wanted, huge_from(p.dtype), value);
     const double share = Tolerance::relative(p.dtype);
     run(name, walk, false, [&](int64_t, int64_t at) -> Found {
       const double got = element(p.dtype, p.got, at), wanted = element(p.dtype, p.wanted, at);
@@ -148,7 +156,8 @@ class Comparison {
     const auto value = [&](const char* base, int64_t n, int64_t at) {
       return element(p.dtype, base, at) * factors(n).second;
     };
-    const double floor = tolerance_.floor + tolerance_.of_rms * rms(walk, p.wanted, value);
+    const double floor =
+        tolerance_.floor + tolerance_.of_rms * rms(walk, p.wanted, huge_from(p.dtype), value);
     const Steps steps = steps_of(p.dtype);
     run(name, walk, true, [&](int64_t n, int64_t at) -> Found {
       const auto [of_got, of_wanted] = factors(n);
@@ -349,9 +358,10 @@ Tolerance Tolerance::of(const core::CompiledOp& op, const void* args) {
         length = std::max({length, m, k});
         if (arg.role == TE_FL_OUT || dtype > TE_FL_BF16 || t.dl.data == nullptr) return;
         const char* base = static_cast<const char*>(t.dl.data) + t.dl.byte_offset;
-        largest = std::max(largest, rms(walk_of(t), base, [&](const char* at, int64_t, int64_t i) {
-                             return element(dtype, at, i);
-                           }));
+        largest = std::max(largest, rms(walk_of(t), base, huge_from(dtype),
+                                        [&](const char* at, int64_t, int64_t i) {
+                                          return element(dtype, at, i);
+                                        }));
       });
   return {2 * unit + 0x1p-21 * std::sqrt(static_cast<double>(length)),
           0x1p-20 * std::min(largest, 1.0)};

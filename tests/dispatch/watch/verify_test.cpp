@@ -123,6 +123,22 @@ TEST_F(Verify, AnInfinityAgreesWithOneOfItsSignAlone) {
   EXPECT_EQ(counts().differed, 3u);
 }
 
+// The largest number stands for an infinity in masks. It allows no error in the elements beside it.
+TEST_F(Verify, TheLargestNumberHidesNoErrorInOthers) {
+  set("TE_FL_VERIFY", "1");
+  for (const float largest : {std::numeric_limits<float>::max(), -1e30f}) {
+    FiveCall call;
+    call.tensors[0].data<float>()[0] = largest;
+    call.tensors[0].data<float>()[1] = 2;
+    off = 0;
+    ASSERT_OK(manager.call(op, &call.args));
+    off = 1e-3f;
+    ASSERT_OK(manager.call(op, &call.args));
+  }
+  EXPECT_EQ(counts().agreed, 2u);
+  EXPECT_EQ(counts().differed, 2u);
+}
+
 TEST_F(Verify, SavesNoMoreThanTheFolderIsToHold) {
   set("TE_FL_VERIFY", "1");
   set("TE_FL_VERIFY_CASES", "2");
