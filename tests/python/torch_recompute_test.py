@@ -128,7 +128,7 @@ class Recomputation(Each):
                             self.same(got, want)
 
     def test_te_fls_checkpoint_and_pytorchs_inside_of_each_other(self):
-        """Of several modules, so that each run meets the record that is its module's; twice nested too."""
+        """Nests checkpoints of several modules, so that each run meets the record that is its module's; twice nested too."""
         def told(f, *a):
             return torch.utils.checkpoint.checkpoint(f, *a, use_reentrant=False, context_fn=te.recompute_contexts)
 
