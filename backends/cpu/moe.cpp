@@ -136,7 +136,7 @@ void moe_permute_by_mask_fwd(const te_fl_context&, const te_fl_moe_permute_by_ma
   const int64_t experts = a.routing_map->dl.shape[1], rows = a.output->dl.shape[0];
   backend::check_pairs(a.routing_map->dl.shape[0], experts);
   backend::check_chunk_rows(rows, "output");
-  const std::vector<int64_t> pair_of = masked_rows(a);
+  std::vector<int64_t> pair_of = masked_rows(a);
   // Row r of `to` becomes row pair_of[r] / each of `from`, 0 where there is none.
   const auto gather = [&](const te_fl_tensor& from, const te_fl_tensor& to, int64_t bytes,
                           int64_t each) {
@@ -155,8 +155,20 @@ void moe_permute_by_mask_fwd(const te_fl_context&, const te_fl_moe_permute_by_ma
           }
         });
   };
+  if (a.probs != nullptr) {
+    gather(*a.probs, *a.permuted_probs, element_bytes(*a.probs), 1);
+    const Loader load(*a.permuted_probs);
+    Chunk probs;
+    for (int64_t first = 0; first < rows;
+         first += kChunk) {  // a pair of probability 0 has no token
+      const int64_t n = std::min(kChunk, rows - first);
+      load(first, n, probs.data);
+      for (int64_t i = 0; i < n; ++i) {
+        if (probs.data[i] == 0) pair_of[static_cast<size_t>(first + i)] = -1;
+      }
+    }
+  }
   if (row_bytes_of(*a.input) > 0) gather(*a.input, *a.output, row_bytes_of(*a.input), experts);
-  if (a.probs != nullptr) gather(*a.probs, *a.permuted_probs, element_bytes(*a.probs), 1);
 }
 Refusal refuse_permute_by_mask_fwd(const te_fl_moe_permute_by_mask_fwd_args& a) {
   if (!all_dense(a.input, a.routing_map, a.probs, a.pad_offsets, a.output, a.permuted_probs) ||

@@ -111,9 +111,9 @@ void moe_permute_by_mask_fwd(const te_fl_context&, const te_fl_moe_permute_by_ma
   for (size_t i = 0; i < map.size(); ++i) {
     if (map[i] < 0) continue;
     const auto at = static_cast<int64_t>(i), t = at % tokens, e = at / tokens;
-    copy_row(input, t, output, map[i]);
-    if (a.probs == nullptr) continue;
-    numbers[static_cast<size_t>(map[i])] = probs[static_cast<size_t>(t * experts + e)];
+    const float prob = a.probs != nullptr ? probs[static_cast<size_t>(t * experts + e)] : 1.0f;
+    if (prob != 0) copy_row(input, t, output, map[i]);
+    if (a.probs != nullptr) numbers[static_cast<size_t>(map[i])] = prob;
   }
   if (a.probs != nullptr) Writer(*a.permuted_probs).write(0, output.count, numbers.data());
   write_integers(*a.row_id_map, map);

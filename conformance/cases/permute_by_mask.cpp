@@ -56,7 +56,13 @@ void permute_by_mask(Problem& p, const MaskVariant& v) {
   Tensor* x = p.in("input", v.dtype, {v.tokens, v.width},
                    v.dtype == TE_FL_U8 ? integers(200) : gaussian(3));
   p.in("routing_map", v.mask, {v.tokens, v.experts}, numbers_of(mask));
-  Tensor* probs = v.probs >= 0 ? p.in("probs", v.probs, {v.tokens, v.experts}) : nullptr;
+  // A pair in four has the number 0, or -0, and carries no token.
+  Tensor* probs = v.probs >= 0 ? p.in("probs", v.probs, {v.tokens, v.experts},
+                                      [](Random& r, int64_t) {
+                                        if (r.below(4) == 0) return r.below(2) == 0 ? 0.0 : -0.0;
+                                        return 0.01 + static_cast<double>(r.below(100));
+                                      })
+                               : nullptr;
   if (v.pad >= 0) p.in("pad_offsets", v.pad, {v.experts}, numbers_of(pads));
   Tensor* y = p.out("output", v.dtype, {rows, v.width});
   Tensor* moved = v.probs >= 0 ? p.out("permuted_probs", v.probs, {rows}) : nullptr;
@@ -72,8 +78,10 @@ void permute_by_mask(Problem& p, const MaskVariant& v) {
         if (mask[t * v.experts + e] == 0) continue;
         const int64_t row = number++ + pads[e];
         want_map[e * v.tokens + t] = static_cast<double>(row);
+        const double prob = probs != nullptr ? probs->get(t * v.experts + e) : 1.0;
+        if (probs != nullptr) want_moved[row] = prob;
+        if (prob == 0) continue;
         for (int64_t c = 0; c < v.width; ++c) want[row * v.width + c] = x->get(t * v.width + c);
-        if (probs != nullptr) want_moved[row] = probs->get(t * v.experts + e);
       }
     p.expect_exact(y, want, v.dtype);
     p.expect_exact(map, want_map, TE_FL_F32);
@@ -209,7 +217,8 @@ void permute_by_mask(Run& run, int64_t cols) {
       y, "output",
       [&](int64_t i) -> double {
         const int64_t pair = pair_of(i / cols);
-        return pair < 0 ? 0.0 : double{pattern.at(pair / kExperts * cols + i % cols)};
+        if (pair < 0 || weights.at(pair) == 0) return 0.0;
+        return pattern.at(pair / kExperts * cols + i % cols);
       },
       0, 0);
   run.expect(

@@ -520,9 +520,9 @@ namespace ops {
 }
 
 // Copies the row of each token to each of its experts, which a mask says, ordered by expert.
-// output[r] = input[t] and permuted_probs[r] = probs[t, e] for each pair (t, e) whose
-// routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e]; row_id_map[e, t] = r,
-// -1 for other pairs; rows that no pair has are 0
+// output[r] = input[t], 0 where probs[t, e] is 0, and permuted_probs[r] = probs[t, e] for each
+// pair (t, e) whose routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e];
+// row_id_map[e, t] = r, -1 for other pairs; rows that no pair has are 0
 [[nodiscard]] inline Status moe_permute_by_mask_fwd(const te_fl_moe_permute_by_mask_fwd_args& args, const CallOptions& options = {}) {
   return OpManager::instance().call(op::moe_permute_by_mask_fwd, &args, options);
 }

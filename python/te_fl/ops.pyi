@@ -420,7 +420,7 @@ def splits_to_offsets(*, splits: Tensor, offsets: Tensor, leading_zero: bool = T
 def moe_permute_by_mask_fwd(*, input: Tensor, routing_map: Tensor, output: Tensor, row_id_map: Tensor, probs: Optional[Tensor] = None, pad_offsets: Optional[Tensor] = None, permuted_probs: Optional[Tensor] = None, stream: Any = None) -> None:
     """Copies the row of each token to each of its experts, which a mask says, ordered by expert.
 
-    output[r] = input[t] and permuted_probs[r] = probs[t, e] for each pair (t, e) whose routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e]; row_id_map[e, t] = r, -1 for other pairs; rows that no pair has are 0
+    output[r] = input[t], 0 where probs[t, e] is 0, and permuted_probs[r] = probs[t, e] for each pair (t, e) whose routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e]; row_id_map[e, t] = r, -1 for other pairs; rows that no pair has are 0
     """
 
 def moe_sort_chunks_fwd(*, input: Tensor, split_sizes: Tensor, sorted_index: Tensor, output: Tensor, row_id_map: Tensor, probs: Optional[Tensor] = None, permuted_probs: Optional[Tensor] = None, stream: Any = None) -> None:

@@ -60,7 +60,8 @@ void moe_permute_by_mask_fwd(const te_fl_context& ctx, const Args& a) {
         <<<tiles + kGapBlocks, kPlaceThreads, shared, stream>>>(pairs, out, output, words);
     check_launch("place_masked_kernel");
   });
-  scatter_rows(ctx, "moe_permute_by_mask_fwd", *a.input, *a.row_id_map, *a.output);
+  scatter_rows(ctx, "moe_permute_by_mask_fwd", *a.input, *a.row_id_map, *a.output,
+               {out.probs, out.prob_bytes});
 }
 
 Refusal refuse(const Args& a) {

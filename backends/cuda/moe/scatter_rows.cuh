@@ -5,12 +5,24 @@
 
 namespace te_fl::cuda {
 
+// The numbers of pairs [tokens, each] that may say that a pair carries no token.
+struct PairProbs {
+  const void* data = nullptr;  // null: every pair carries one
+  int bytes = 4;  // of a number: F32, F16 or BF16, whose bits but the sign's are 0 for 0
+
+  __device__ bool zero(int64_t pair) const {
+    if (data == nullptr) return false;
+    if (bytes == 4) return (static_cast<const uint32_t*>(data)[pair] & 0x7FFFFFFFu) == 0;
+    return (static_cast<const uint16_t*>(data)[pair] & 0x7FFFu) == 0;
+  }
+};
+
 // Copies the row of each token to those that the map [each, tokens] has for it. A part of a row is
 // read once, and the map once for it; with kLists by the lanes of a warp, which takes one part.
 template <class Word, bool kLists>
 __global__ void __launch_bounds__(kThreads)
     scatter_rows_kernel(const Word* input, const int32_t* map, Word* output, RowParts p,
-                        int64_t tokens, int64_t each, int64_t rows) {
+                        int64_t tokens, int64_t each, int64_t rows, PairProbs probs) {
   const int64_t thread = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   const int64_t item = thread >> p.lanes_log2;
   if (item >= p.size) return;
@@ -25,19 +37,22 @@ __global__ void __launch_bounds__(kThreads)
   for (int u = 0; u < kAtOnce; ++u) {
     if (holds(u)) held[u] = from[u << p.lanes_log2];
   }
-  const auto put = [&](int64_t row) {
+  const auto put = [&](int64_t row, bool zero) {
     Word* const to = output + row * p.pieces + word;
 #pragma unroll
     for (int u = 0; u < kAtOnce; ++u) {
-      if (holds(u)) __stcs(to + (u << p.lanes_log2), held[u]);
+      if (holds(u)) __stcs(to + (u << p.lanes_log2), zero ? Word{} : held[u]);
     }
   };
   if constexpr (kLists) {
     for (int64_t s = 0; s < each; s += 32) {
       const int32_t mine = s + lane < each ? map[(s + lane) * tokens + token] : -1;
-      unsigned there = __ballot_sync(0xFFFFFFFFu, mine >= 0 && mine < rows);
+      const bool is = mine >= 0 && mine < rows;
+      unsigned there = __ballot_sync(0xFFFFFFFFu, is);
+      const unsigned zeros = __ballot_sync(0xFFFFFFFFu, is && probs.zero(token * each + s + lane));
       for (; there != 0; there &= there - 1) {
-        put(__shfl_sync(0xFFFFFFFFu, mine, __ffs(static_cast<int>(there)) - 1));
+        const int of = __ffs(static_cast<int>(there)) - 1;
+        put(__shfl_sync(0xFFFFFFFFu, mine, of), (zeros >> of & 1u) != 0);
       }
     }
   } else {
@@ -47,14 +62,15 @@ __global__ void __launch_bounds__(kThreads)
       for (int k = 0; k < kAtOnce; ++k) row[k] = s + k < each ? map[(s + k) * tokens + token] : -1;
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        if (row[k] >= 0 && row[k] < rows) put(row[k]);
+        if (row[k] >= 0 && row[k] < rows) put(row[k], probs.zero(token * each + s + k));
       }
     }
   }
 }
 
 inline void scatter_rows(const te_fl_context& ctx, const char* op, const te_fl_tensor& input,
-                         const te_fl_tensor& map, const te_fl_tensor& output) {
+                         const te_fl_tensor& map, const te_fl_tensor& output,
+                         const PairProbs& probs = {}) {
   const int64_t bytes = row_bytes_of(input), each = map.dl.shape[0], tokens = map.dl.shape[1];
   if (each == 0) return;
   with_word(word_bytes(bytes, input, output), [&]<class Word>(Word) {
@@ -63,7 +79,7 @@ inline void scatter_rows(const te_fl_context& ctx, const char* op, const te_fl_t
                                                                  : scatter_rows_kernel<Word, false>;
       kernel<<<blocks_of(p.size << p.lanes_log2, kThreads), kThreads, 0, stream_of(ctx)>>>(
           backend::data<const Word>(input), backend::data<const int32_t>(map),
-          backend::data<Word>(output), p, tokens, each, output.dl.shape[0]);
+          backend::data<Word>(output), p, tokens, each, output.dl.shape[0], probs);
       check_launch(op);
     });
   });

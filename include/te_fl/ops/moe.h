@@ -340,9 +340,9 @@ typedef struct te_fl_splits_to_offsets_args {
 /*
  * moe_permute_by_mask_fwd: Copies the row of each token to each of its experts, which a mask says,
  * ordered by expert.
- *   output[r] = input[t] and permuted_probs[r] = probs[t, e] for each pair (t, e) whose
- *   routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e]; row_id_map[e, t] = r,
- *   -1 for other pairs; rows that no pair has are 0
+ *   output[r] = input[t], 0 where probs[t, e] is 0, and permuted_probs[r] = probs[t, e] for each
+ *   pair (t, e) whose routing_map[t, e] is not 0; r is its number by (e, t), + pad_offsets[e];
+ *   row_id_map[e, t] = r, -1 for other pairs; rows that no pair has are 0
  */
 typedef struct te_fl_moe_permute_by_mask_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_moe_permute_by_mask_fwd_args));
@@ -350,7 +350,8 @@ typedef struct te_fl_moe_permute_by_mask_fwd_args {
   const te_fl_tensor* input TE_FL_INIT(NULL);
   /* not 0 where the token goes to the expert; fewer than 2^31 pairs. in; BOOL|U8; shape [T E] */
   const te_fl_tensor* routing_map TE_FL_INIT(NULL);
-  /* a number of each pair, which goes with it. in, optional; F32|F16|BF16; shape [T E] */
+  /* a number of each pair, which goes with it; 0 is a pair that fills its expert's rows up and
+  carries no token. in, optional; F32|F16|BF16; shape [T E] */
   const te_fl_tensor* probs TE_FL_INIT(NULL);
   /* rows left out before those of each expert, in all; absent: 0. One less than 0 or than the
   expert's before is an error: at once on the host and under TE_FL_VALIDATE, else at the next wait

@@ -203,6 +203,18 @@ class Permutation(Compared):
         with self.assertRaisesRegex(Unsupported, "dequantize"):
             moe_permute(weight, torch.ones(16, 4), 3)
 
+    def test_a_pair_of_probability_0_carries_no_token(self):
+        """Transformer Engine's kernels take such a pair for one that fills an expert's rows up; its row counts in the gradient all the same."""
+        x, mask = drawn(3, 8).requires_grad_(), torch.ones(3, 2, dtype=torch.bool, device=DEVICE)
+        probs = torch.tensor([[0.5, 0.0], [-0.0, 1.0], [0.25, 0.75]], device=DEVICE)
+        y, moved, rows = moe_permute_with_probs(x, probs, mask, 6)
+        want = torch.cat([x, x]) * (probs.t().reshape(-1, 1) != 0)
+        self.assertTrue(torch.equal(y, want))
+        self.assertTrue(torch.equal(moved, probs.t().reshape(-1)))
+        self.assertTrue(torch.equal(rows, torch.arange(6, dtype=torch.int32, device=DEVICE).view(2, 3)))
+        y.sum().backward()
+        self.assertTrue(torch.equal(x.grad, torch.full_like(x, 2)))
+
     def test_a_row_out_of_range_is_refused_and_not_written(self):
         x, mask = drawn(3, 8), torch.ones(3, 4, device=DEVICE)
         self.addCleanup(te_fl.reload)
