@@ -335,7 +335,7 @@ __device__ inline void for_tokens_of_lanes(const RouterShape& r, F&& f) {
 }
 
 template <int kLanes, int kPer>
-__global__ void __launch_bounds__(kThreads, kPer == 8 ? 3 : 1)
+__global__ void __launch_bounds__(kThreads, kPer == 8 ? (kLanes == 1 ? 4 : 3) : 1)
     topk_kernel(RowSource logits, const float* bias, RouterShape r, RowTarget probs,
                 RowTarget saved, ChoiceOutputs choice) {
   extern __shared__ uint32_t group_scores[];  // [tokens of a block, groups]
