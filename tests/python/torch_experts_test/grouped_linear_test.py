@@ -398,6 +398,7 @@ class Refused(unittest.TestCase):
                 ("torch.float64", NotImplementedError, lambda: layer(x.double(), [4, 4])),
                 ("shares memory", InvalidArgument, lambda: square(x[:4], [2, 2], out=x[3:7])),
                 ("m_splits is torch.float32", TypeError, lambda: layer(x, torch.ones(2))),
+                (r"m_splits is \[4.7, 4\]; it is a list of 2 integers", TypeError, lambda: layer(x, [4.7, 4])),  # was cut off to 4
                 ("GroupedLinear: in_features is 32.5; it is an integer", TypeError, lambda: te.GroupedLinear(2, 32.5, 48)),
                 ("GroupedLinear: out_features is 24.0; it is an integer", TypeError, lambda: te.GroupedLinear(2, 32, 48 / 2)),
                 ("num_gemms is 0", ValueError, lambda: te.GroupedLinear(0, 32, 48)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import operator
 import sys
 from typing import Any, Callable, Optional, Sequence, Tuple, Union
 
@@ -185,7 +186,10 @@ class GroupedLinear(TransformerEngineBaseModule):
     def _checked_splits(self, inp: torch.Tensor, m_splits: Any) -> Tuple[int, ...]:
         if isinstance(m_splits, torch.Tensor) and (m_splits.dim() != 1 or m_splits.is_floating_point() or m_splits.dtype == torch.bool):
             raise TypeError(f"GroupedLinear: m_splits is {m_splits.dtype} {tuple(m_splits.shape)}; it is a list, or integers [{self.num_gemms}]")
-        splits = tuple(read_on_host(m_splits, "GroupedLinear: m_splits") if isinstance(m_splits, torch.Tensor) else map(int, m_splits))
+        try:
+            splits = tuple(map(operator.index, read_on_host(m_splits, "GroupedLinear: m_splits") if isinstance(m_splits, torch.Tensor) else m_splits))
+        except TypeError:
+            raise TypeError(f"GroupedLinear: m_splits is {m_splits!r}; it is a list of {self.num_gemms} integers") from None
         if len(splits) != self.num_gemms:
             raise ValueError(f"GroupedLinear: m_splits has {len(splits)} elements; num_gemms is {self.num_gemms}")
         if inp.dim() < 2 or inp.shape[-1] != self.in_features:
