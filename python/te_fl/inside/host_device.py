@@ -141,13 +141,8 @@ class _Properties:
         self.multi_processor_count, self.total_memory = os.cpu_count() or 1, _memory()[1]
 
 
-@functools.lru_cache(maxsize=1)
-def _the_properties() -> _Properties:
-    return _Properties()
-
-
 def _properties(device: Any = None) -> _Properties:
-    return _the_properties()
+    return _PROPERTIES
 
 
 def _no_op() -> Any:
@@ -167,6 +162,9 @@ def _memory(device: Any = None) -> Tuple[int, int]:
     """(free, all) bytes of the host."""
     page = os.sysconf("SC_PAGE_SIZE")
     return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
+
+
+_PROPERTIES = _Properties()  # made here, since torch.compile would make it anew in a graph
 
 
 def _no_graphs() -> Any:
