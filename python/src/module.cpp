@@ -144,6 +144,8 @@ PyMethodDef g_methods[] = {
     {"begin_recompute", begin_recompute, METH_VARARGS,
      "begin_recompute(record, second, thread) -> scope"},
     {"end_recompute", end_recompute, METH_O, "end_recompute(scope)"},
+    {"hooks_in_force", hooks_in_force, METH_VARARGS,
+     "hooks_in_force(top, pop, push) -> list of (pack, unpack)"},
     {"quiet_out_of_memory", quiet_out_of_memory, METH_VARARGS, "quiet_out_of_memory(...)"},
     {"use_allocator", use_allocator, METH_VARARGS, "use_allocator(device, allocate, free, trim)"},
     {"jax_handlers", jax_handlers, METH_NOARGS, "jax_handlers() -> dict of platform to capsule"},

@@ -206,15 +206,25 @@ TEST_F(HotPath, SupportsWorkspaceAndPlans) {
   expect_clean([&] { return manager.call(op, &five.args); });
 }
 
-// A call that no thread knows finds its plan under a lock.
+// A call that no thread knows finds its plan under a lock. Some are not known again: where more
+// calls than a set of the memo holds hash into one, which of the 600 shapes do depends on the op.
 TEST_F(HotPath, ManyPlannedShapes) {
   give_plans(portable);
   ASSERT_OK(registry.unregister_op("test::five", "default.p"));
   ASSERT_OK(registry.register_op(portable.desc));
   const auto calls = make_shapes(600);
-  for (const auto& call : calls) ASSERT_OK(manager.call(op, &call->args));
   size_t next = 0;
-  expect_clean([&] { return manager.call(op, &calls[next++ % calls.size()]->args); });
+  bool good = true;
+  const auto pass = [&] {
+    for (size_t i = 0; i < calls.size(); ++i) {
+      good = manager.call(op, &calls[next++ % calls.size()]->args).ok() && good;
+    }
+  };
+  pass();
+  const Counts counts = counted(pass);
+  EXPECT_TRUE(good);
+  EXPECT_EQ(counts.allocations, 0);
+  EXPECT_LE(counts.locks, 30);
 }
 
 TEST_F(HotPath, SavedRecords) {

@@ -1,5 +1,6 @@
 """te_fl.pytorch in trouble: tensors whose memory goes before the backward, forked workers, interrupts, and any order of imports."""
 
+import functools
 import itertools
 import os
 import pathlib
@@ -8,8 +9,10 @@ import sys
 import tempfile
 import threading
 import unittest
+import unittest.mock
 
 import torch
+import torch.utils.checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from forkserver import PYTHON  # noqa: E402
@@ -158,15 +161,15 @@ class Workers(unittest.TestCase):
 
 
 class _Stop:
-    """A trace function that raises KeyboardInterrupt at the n-th line or call in te_fl's own files, or, where Python traces them (3.12
-    does not always), at the n-th instruction."""
+    """A trace function that raises KeyboardInterrupt at the n-th line or call in te_fl's own files, or in those of a part of it, or, where
+    Python traces them (3.12 does not always), at the n-th instruction."""
 
-    def __init__(self, number, instructions):
-        self.number, self.instructions, self.where = number, instructions, None
+    def __init__(self, number, instructions, part):
+        self.number, self.instructions, self.part, self.where = number, instructions, f"{os.sep}te_fl{os.sep}{part}", None
 
     def __call__(self, frame, event, argument):
         # An exception that a generator's end raises is not seen by anybody, here as everywhere in Python.
-        if f"{os.sep}te_fl{os.sep}" not in frame.f_code.co_filename or frame.f_code.co_name.startswith("<"):
+        if self.part not in frame.f_code.co_filename or frame.f_code.co_name.startswith("<"):
             return None
         frame.f_trace_opcodes = self.instructions
         if event in ("call", "line", "opcode"):
@@ -178,12 +181,12 @@ class _Stop:
 
 
 class Interrupts(Each):
-    def points(self, function, instructions=False):
+    def points(self, function, instructions=False, part=""):
         """The places at which KeyboardInterrupt was raised while the function ran, each once."""
         number = 0
         while True:
             number += 1
-            stop = _Stop(number, instructions)
+            stop = _Stop(number, instructions, part)
             try:
                 sys.settrace(stop)
                 function()
@@ -221,6 +224,28 @@ class Interrupts(Each):
             y.sum().backward()
             self.same([y.detach(), x.grad], high, where)
             self.same(step(), want, where)
+
+    # PyTorch's generator of a forward that failed in a backward takes off hooks that are off already, when it is collected.
+    @unittest.mock.patch.object(sys, "unraisablehook", lambda _: None)
+    def test_at_every_line_of_pytorchs_checkpoints(self):
+        """No run is left open, and PyTorch's hooks of saved tensors are those of before."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks
+        outer, inner = (randomise(te.Linear(32, 32, device="cpu"), seed) for seed in (1, 2))
+        checkpoint, recipe = torch.utils.checkpoint.checkpoint, Float8CurrentScaling()
+        ways = {"hooks": functools.partial(checkpoint, use_reentrant=False), "reentrant": functools.partial(checkpoint, use_reentrant=True),
+                "te.checkpoint": te.checkpoint}
+        for first, second in (("hooks", "te.checkpoint"), ("te.checkpoint", "reentrant"), ("reentrant", "hooks")):
+            def step():
+                x = input_of()
+                with scope(recipe):
+                    y = ways[first](lambda t: outer(ways[second](inner, t)), x)
+                y.sum().backward()
+                return [y.detach(), x.grad]
+
+            want = step()
+            for where in self.points(step, part=os.path.join("pytorch", "autograd", "")):
+                self.assertIsNone(hooks(False), where)
+                self.same(step(), want, f"{first} around {second}: {where}")
 
     def test_at_every_line_of_a_first_forward(self):
         # An object that is made then is there whole, or not at all, the loaded FP8 state too.

@@ -91,9 +91,31 @@ PyObject* exit(PyObject* self, PyObject*) noexcept {
   });
 }
 
+PyObject* within(PyObject* self, PyObject* args) noexcept {
+  return guarded([&] {
+    const Py_ssize_t count = PyTuple_Size(args);
+    if (count < 1) throw_type_error("within() takes a function and its arguments");
+    const Ref rest = Ref::take(PyTuple_GetSlice(args, 1, count));
+    const Ref entered = Ref::take(enter(self, nullptr));
+    PyObject* const result = PyObject_Call(PyTuple_GetItem(args, 0), rest.get(), nullptr);
+    PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject* const left = exit(self, nullptr);
+    if (type != nullptr) {  // the function's own error goes on
+      PyErr_Clear();
+      PyErr_Restore(type, value, trace);
+    }
+    Py_XDECREF(left);
+    if (result != nullptr && left == nullptr) Py_DECREF(result);
+    return Ref::take(left == nullptr ? nullptr : result);
+  });
+}
+
 PyMethodDef g_scope_methods[] = {
     {"__enter__", enter, METH_NOARGS, "Opens the scope."},
     {"__exit__", exit, METH_VARARGS, "Closes the scope."},
+    {"within", within, METH_VARARGS,
+     "within(function, *arguments) -> what the function returns, called inside of the scope."},
     {nullptr, nullptr, 0, nullptr},
 };
 PyType_Slot g_scope_slots[] = {

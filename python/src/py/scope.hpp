@@ -15,6 +15,8 @@ namespace te_fl::python {
 //   _entered: a list, empty at first, of the times that the object was entered; each thread leaves
 //     what it entered itself, so that one object may serve several
 //   _thread: None, or an object whose `scopes` is the calling thread's list of the objects entered
+// within(function, *arguments) calls the function inside of the scope: where a function of Python
+// ends a `with` or begins a `finally`, it can be interrupted before the scope is left.
 // A _close that fails leaves a scope entered if _thread is None, and else not.
 PyObject* scope_class();
 

@@ -60,6 +60,17 @@ Piece* second_run() {
   return piece;
 }
 
+// A generator of PyTorch's that a failed forward has left takes hooks off when it is collected.
+class NoCollection {
+ public:
+  ~NoCollection() {
+    if (was_enabled_) PyGC_Enable();
+  }
+
+ private:
+  const bool was_enabled_ = PyGC_Disable() != 0;
+};
+
 }  // namespace
 
 bool repeats_piece() { return second_run() != nullptr; }
@@ -85,6 +96,25 @@ Contents contents_in_piece(const void* layer, Contents now) {
     piece->record->forwards.push_back({layer, now});
   }
   return now;
+}
+
+PyObject* hooks_in_force(PyObject*, PyObject* args) noexcept {
+  return guarded([&] {
+    PyObject *top = nullptr, *pop = nullptr, *push = nullptr;
+    if (PyArg_ParseTuple(args, "OOO", &top, &pop, &push) == 0) throw PythonError();
+    const NoCollection guard;
+    Ref found = Ref::take(PyList_New(0));
+    for (;;) {
+      const Ref hooks = Ref::take(PyObject_CallFunctionObjArgs(top, Py_False, nullptr));
+      if (hooks.get() == Py_None) break;
+      check(PyList_Append(found.get(), hooks.get()));
+      Ref::take(PyObject_CallNoArgs(pop));
+    }
+    for (Py_ssize_t i = PyList_Size(found.get()) - 1; i >= 0; --i) {
+      Ref::take(PyObject_Call(push, PyList_GetItem(found.get(), i), nullptr));
+    }
+    return found;
+  });
 }
 
 PyObject* recompute_record(PyObject*, PyObject*) noexcept {

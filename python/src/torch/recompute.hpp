@@ -30,5 +30,9 @@ PyObject* recompute_record(PyObject*, PyObject*) noexcept;
 // first began.
 PyObject* begin_recompute(PyObject*, PyObject* args) noexcept;
 PyObject* end_recompute(PyObject*, PyObject* scope) noexcept;
+// hooks_in_force(top, pop, push) -> list of (pack, unpack): PyTorch's hooks of saved tensors on
+// this thread, the innermost first. PyTorch shows the innermost alone (`top(False)`, None if there
+// is none), so all are taken off and put back; a function of Python could be interrupted between.
+PyObject* hooks_in_force(PyObject*, PyObject* args) noexcept;
 
 }  // namespace te_fl::python

@@ -10,34 +10,30 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from te_fl import _native
 from te_fl.pytorch.autograd.saved_parts import saved_in_parts
-from te_fl.pytorch.autograd.torch_checkpoint import declared, declared_run, followed, followed_runs, own_runs
+from te_fl.pytorch.autograd.torch_checkpoint import Noted, Recomputed, Reentrant, declared, followed, followed_runs, own_runs
 from te_fl.pytorch.fp8 import quantization
 from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.refuse import refuse
 
 
-class _Run(_native.Scope):
+class _Run(Recomputed):
     """One of the two runs: the second reads the scales and draws the numbers of the first, and collects nothing."""
 
-    _open, _close, _thread = _native.begin_recompute, _native.end_recompute, own_runs
+    _thread = own_runs
 
     def __init__(self, record: Any, second: bool):
-        self._arguments, self._entered = (record, second, quantization._state), []
+        super().__init__(record, second)
         self.is_second = second
 
 
-class _FollowedRun:
+class _FollowedRun(Noted):
     """One of the runs inside of a run of PyTorch's own checkpoint, which follows each module itself."""
 
+    _thread = followed_runs
+
     def __init__(self, second: bool):
+        super().__init__()
         self.is_second = second
-
-    def __enter__(self) -> "_FollowedRun":
-        followed_runs.scopes.append(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        followed_runs.scopes.pop()
 
 
 class _TrackedRun:
@@ -84,7 +80,7 @@ def get_activation_recompute_contexts() -> Tuple[Any, Any]:
     return recompute_contexts()
 
 
-class activation_recompute_forward(contextlib.ContextDecorator):
+class activation_recompute_forward(Reentrant, contextlib.ContextDecorator):
     """The two runs of a checkpoint that a program has itself, in FP8: with activation_recompute_forward(activation_recompute=True,
     recompute_phase=False) around the first, which keeps no activations, and recompute_phase=True around the second in the backward, inside of the
     same autocast. The second reads the scales of the first and collects nothing. Several first runs of a module in training may wait; they are repeated
@@ -92,15 +88,10 @@ class activation_recompute_forward(contextlib.ContextDecorator):
     """
 
     def __init__(self, activation_recompute: bool = False, recompute_phase: bool = False):
+        super().__init__(None, bool(recompute_phase))
+        if not activation_recompute:
+            self._thread = None
         self.activation_recompute, self.recompute_phase = bool(activation_recompute), bool(recompute_phase)
-        self._entered: list = []
-
-    def __enter__(self) -> None:
-        self._entered.append(declared_run(self.recompute_phase) if self.activation_recompute else contextlib.nullcontext())
-        self._entered[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
 
 
 def _runs() -> list:

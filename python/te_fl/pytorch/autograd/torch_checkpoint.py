@@ -11,7 +11,6 @@ first, and the inner one's second is the third. All repeat the record of the fir
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import itertools
 import threading
@@ -37,45 +36,42 @@ class _Threads(threading.local):
         self.scopes = []
 
 
-class _Reentrant(NamedTuple):
-    """A run of a checkpoint with use_reentrant=True; without an owner, one that a program declares (declared_run())."""
-
-    owner: Any  # its node of autograd
-    second: bool
-    number: int
+followed_runs = _Threads()  # the runs of checkpoint() that a thread is in, which piece() follows
+own_runs = _Threads()  # the runs of te_fl.pytorch.recompute_contexts() that a thread is in, which keep a record themselves
+_reentrant = _Threads()  # the Reentrant that a thread is in, the innermost last
+_numbers = itertools.count()
 
 
-@contextlib.contextmanager
-def declared_run(second: bool) -> Iterator[None]:
-    """In the scope, forwards are those of the first or second run of a checkpoint that te-fl does not know. The second run of a module follows the
-    earliest first one that has had none yet."""
-    _reentrant.scopes.append(_Reentrant(None, second, next(_numbers)))
-    try:
-        yield
-    finally:
-        _reentrant.scopes.pop()
+class Noted(_native.Scope):
+    """A scope that does nothing but stand in a thread's list."""
+
+    _open, _arguments, _close = object, (), id
+
+    def __init__(self) -> None:
+        self._entered: list = []
+
+
+class Reentrant(Noted):
+    """A run of a checkpoint with use_reentrant=True; without an owner, one of a checkpoint that te-fl does not know, which a program declares. Then
+    the second run of a module follows the earliest first one that has had none yet."""
+
+    _thread = _reentrant
+
+    def __init__(self, owner: Any, second: bool):
+        super().__init__()
+        self.owner, self.second, self.number = owner, second, next(_numbers)  # the owner is its node of autograd
 
 
 def declared() -> Optional[bool]:
-    """None outside of declared_run(), else whether it is the second."""
+    """None outside of a run that a program declares, else whether it is the second."""
     run = _reentrant.scopes[-1] if _reentrant.scopes else None
     return None if run is None or run.owner is not None else run.second
-
-
-followed_runs = _Threads()  # the runs of checkpoint() that a thread is in, which piece() follows
-own_runs = _Threads()  # the runs of te_fl.pytorch.recompute_contexts() that a thread is in, which keep a record themselves
-_reentrant = _Threads()  # the _Reentrant that a thread is in, the innermost last
-_numbers = itertools.count()
 
 
 def _followed(method: Callable, second: bool) -> Callable:
     @functools.wraps(method)
     def follow(ctx: Any, *arguments: Any) -> Any:
-        _reentrant.scopes.append(_Reentrant(ctx, second, next(_numbers)))
-        try:
-            return method(ctx, *arguments)
-        finally:
-            _reentrant.scopes.pop()
+        return Reentrant(ctx, second).within(method, ctx, *arguments)
     return follow
 
 
@@ -115,6 +111,15 @@ class _Forwards:
         return found if found.module is module else None
 
 
+class Recomputed(_native.Scope):
+    """The first or second run that a record of _native.recompute_record() is of."""
+
+    _open, _close, _thread = _native.begin_recompute, _native.end_recompute, None
+
+    def __init__(self, record: Any, second: bool):
+        self._arguments, self._entered = (record, second, quantization._state), []
+
+
 class Piece:
     """A module's forward in one of the two runs."""
 
@@ -122,16 +127,13 @@ class Piece:
         self.updates, self._record, self._second, self._keeps = forward.updates, forward.record, second, keeps
 
     def run(self, call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
-        scope = _native.begin_recompute(self._record, self._second, quantization._state)
-        try:
-            if self._keeps:
-                return run(call, caching, *tensors)
-            # Without gradients, as PyTorch has the first run of use_reentrant=True; the layer computes as the second will.
-            n = call.inputs
-            return _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:],
-                                         call.attention, call.random)[0]
-        finally:
-            _native.end_recompute(scope)
+        return Recomputed(self._record, self._second).within(run if self._keeps else _without_gradients, call, caching, *tensors)
+
+
+def _without_gradients(call: LayerCall, caching: int, *tensors: torch.Tensor) -> torch.Tensor:
+    """As PyTorch has the first run of use_reentrant=True; the layer computes as the second will."""
+    n = call.inputs
+    return _native.layer_forward(call.layer, call.activation, TRAINING, call.first, tensors[:n], tensors[n + call.extras:], call.attention, call.random)[0]
 
 
 def _cell(hook: Any, name: str) -> Any:
@@ -141,15 +143,7 @@ def _cell(hook: Any, name: str) -> Any:
 
 def _all_hooks() -> list:
     """The hooks of saved tensors that are in force on this thread, the innermost first."""
-    found: list = []
-    try:
-        while (hooks := _hooks(False)) is not None:
-            found.append(hooks)
-            _pop()
-    finally:
-        for hooks in reversed(found):
-            _push(*hooks)
-    return found
+    return _native.hooks_in_force(_hooks, _pop, _push)
 
 
 class _Second(NamedTuple):
@@ -198,7 +192,7 @@ def _declared_piece(module: Any, second: bool) -> Optional[Piece]:
     return Piece(waiting.popleft(), True, torch.is_grad_enabled())
 
 
-def _inner_firsts() -> List[_Reentrant]:
+def _inner_firsts() -> List[Reentrant]:
     runs = [r for r in _reentrant.scopes if r.owner is not None]
     last = max((i for i, r in enumerate(runs) if r.second), default=-1)
     return runs[last + 1:]

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from te_fl import _native
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.autograd import call
+from te_fl.pytorch.autograd.torch_checkpoint import Recomputed
 from te_fl.pytorch.fp8 import quantization, weight_cache
 from te_fl.pytorch.modules.attention import sums_of_lengths
 from te_fl.pytorch.modules.layers import TracedLayer
@@ -96,11 +97,7 @@ class _Again(NamedTuple):
     arguments: tuple  # of _native.layer_forward(), with the parameters left out: the graph keeps those
 
     def run(self, parameters: Tuple[torch.Tensor, ...], second: bool):
-        scope = _native.begin_recompute(self.record, second, quantization._state)
-        try:
-            return _native.layer_forward(*self.arguments[:_PARAMETERS], parameters, *self.arguments[_PARAMETERS:])
-        finally:
-            _native.end_recompute(scope)
+        return Recomputed(self.record, second).within(_native.layer_forward, *self.arguments[:_PARAMETERS], parameters, *self.arguments[_PARAMETERS:])
 
 
 _again: dict = {}  # by number
