@@ -178,6 +178,19 @@ class OfFrameworks(unittest.TestCase):
         with self.assertRaisesRegex(TypeError, "str"):
             framework_helpers.make_weak_ref("text")
 
+    def test_reset(self):
+        """Between tests, as Transformer Engine's own suites call it; a scope that is open ends itself."""
+        manager = te_fl.pytorch.FP8GlobalStateManager
+        manager.set_skip_fp8_weight_update_tensor(True)
+        graph_state.set_capture_start()
+        manager.reset()
+        self.assertIsNone(manager.get_skip_fp8_weight_update_tensor())
+        self.assertFalse(manager.fp8_graph_capturing())
+        for inside in (te_fl.pytorch.autocast(recipe=recipe.Float8CurrentScaling()), te_fl.pytorch.quantized_model_init()):
+            with inside, self.assertRaisesRegex(te_fl.errors.FailedPrecondition, "call it after their scope"):
+                manager.reset()
+        manager.reset()
+
     def test_weights_in_captures_of_a_frameworks_own(self):
         """A framework's flag, and no argument of the call, says while a graph is made if quantised weights are used again; elsewhere it says nothing."""
         manager, device = te_fl.pytorch.FP8GlobalStateManager, "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,7 +7,7 @@ from typing import Optional, Tuple
 import torch
 
 from te_fl.common.recipe import Recipe
-from te_fl.errors import Unsupported
+from te_fl.errors import FailedPrecondition, Unsupported
 from te_fl.pytorch.fp8 import availability, quantization
 from te_fl.pytorch.runtime.device import default_device
 
@@ -88,6 +88,15 @@ class FP8GlobalStateManager(metaclass=_Questions):
     def get_skip_fp8_weight_update_tensor(cls) -> Optional[torch.Tensor]:
         """Returns what set_skip_fp8_weight_update_tensor() has written, F32 [1], and None before its first call."""
         return quantization.captures.flag
+
+    @classmethod
+    def reset(cls) -> None:
+        """Back to what the process began with, as between tests: forgets the flag of set_skip_fp8_weight_update_tensor() and a capture's start. The FP8
+        state of layers is their own and stays. FailedPrecondition inside of te.autocast or quantized_model_init, which end themselves."""
+        if quantization._state.scopes or quantization.model_init() is not None:
+            raise FailedPrecondition("FAILED_PRECONDITION: FP8GlobalStateManager.reset() was called inside of te.autocast or quantized_model_init, which would "
+                                     "end them early; call it after their scope")
+        quantization.captures.started, quantization.captures.flag = False, None
 
     @classmethod
     def is_fp8_available(cls) -> Tuple[bool, str]:
