@@ -59,7 +59,7 @@ class Document(unittest.TestCase):
 
     def test_a_misspelt_recipe(self):
         run = subprocess.run([*PYTHON, str(ROOT / "examples" / "pytorch" / "quickstart.py"), "--recipe", "delayd"],
-                             capture_output=True, text=True, timeout=120)
+                             capture_output=True, text=True, timeout=300)
         self.assertEqual(run.returncode, 2)
         self.assertIn("invalid choice: 'delayd'", run.stderr)
 

@@ -12,7 +12,7 @@ from forkserver import PYTHON
 
 
 def run(*arguments, **options):
-    return subprocess.run([*PYTHON, *arguments], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run([*PYTHON, *arguments], capture_output=True, text=True, timeout=300, **options)
 
 
 class Programs(unittest.TestCase):
@@ -48,7 +48,7 @@ class Programs(unittest.TestCase):
         caller = subprocess.Popen([*PYTHON, "-c", "import subprocess, time; print('runs', flush=True); subprocess.run(['sleep', '100'])"], stdout=subprocess.PIPE)
         self.assertEqual(caller.stdout.readline(), b"runs\n")
         caller.kill()
-        self.assertEqual(caller.communicate(timeout=30), (b"", None))  # the other ends of the pipe are closed
+        self.assertEqual(caller.communicate(timeout=120), (b"", None))  # the other ends of the pipe are closed
 
 
 if __name__ == "__main__":
