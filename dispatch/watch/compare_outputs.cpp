@@ -9,6 +9,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <set>
 
 #include "core/op/op_finder.hpp"
 #include "core/tensor/tensor_access.hpp"
@@ -120,7 +121,8 @@ class Comparison {
   Comparison(std::vector<OutputDifference>& out, int& compared, Tolerance tolerance)
       : out_(out), compared_(compared), tolerance_(tolerance) {}
 
-  void plain(const std::string& name, const Walk& walk, const Pair& p) {
+  // False, as is run(): elements differ.
+  bool plain(const std::string& name, const Walk& walk, const Pair& p) {
     if (!is_float(p.dtype)) return exact(name, walk, p);
     if (is_code(p.dtype)) return codes(name, walk, p, nullptr);
     const auto value = [&](const char* base, int64_t, int64_t at) {
@@ -129,10 +131,40 @@ class Comparison {
     const double floor =
         tolerance_.floor + tolerance_.of_rms * rms(walk, p.wanted, huge_from(p.dtype), value);
     const double share = Tolerance::relative(p.dtype);
-    run(name, walk, false, [&](int64_t, int64_t at) -> Found {
+    const double least = p.dtype == TE_FL_F16 ? 0x1p-24 : 0;  // its step among subnormal values
+    return run(name, walk, false, [&](int64_t, int64_t at) -> Found {
       const double got = element(p.dtype, p.got, at), wanted = element(p.dtype, p.wanted, at);
-      return {got, wanted, share * std::abs(wanted) + floor};
+      return {got, wanted, share * std::abs(wanted) + floor + least};
     });
+  }
+
+  // An argument that is read and written, as a parameter is by an optimizer: a step may be smaller
+  // than what plain() allows, and a run that takes none would agree. So not nearly all elements
+  // that the reference changes may be as they were. Rounding decides on some of them, and on all
+  // only if they are alike: different values are wanted.
+  void changed(const std::string& name, const Walk& walk, const Pair& p, const char* before) {
+    constexpr int64_t kLeast = 64;
+    constexpr size_t kValues = 16;
+    if (!is_float(p.dtype) || is_code(p.dtype)) return;
+    OutputDifference d;
+    d.name = name;
+    d.left = true;
+    double furthest = -1;
+    std::set<uint64_t> values;
+    walk.each([&](int64_t n, int64_t at) {
+      const uint64_t old = raw(p.dtype, before, at);
+      if (raw(p.dtype, p.wanted, at) == old) return;
+      ++d.elements;
+      if (values.size() < kValues) values.insert(old);
+      if (raw(p.dtype, p.got, at) != old) return;
+      if (d.wrong++ == 0) d.first = walk.index(n);
+      const double got = element(p.dtype, p.got, at), wanted = element(p.dtype, p.wanted, at);
+      if (std::abs(got - wanted) <= furthest) return;
+      furthest = std::abs(got - wanted);
+      d.got = got, d.wanted = wanted;
+    });
+    if (d.elements < kLeast || values.size() < kValues || 10 * d.wrong <= 9 * d.elements) return;
+    out_.push_back(std::move(d));
   }
 
   // scale, scale_inv and amax: what an output with the call's error may have for its largest value.
@@ -151,7 +183,7 @@ class Comparison {
   // Codes next to each other are a tie that rounded differently. Others are compared decoded:
   // `scale(n)` gives the two factors of element n; null: 1.
   using Scale = std::function<std::pair<double, double>(int64_t)>;
-  void codes(const std::string& name, const Walk& walk, const Pair& p, const Scale& scale) {
+  bool codes(const std::string& name, const Walk& walk, const Pair& p, const Scale& scale) {
     const auto factors = [&](int64_t n) { return scale ? scale(n) : std::pair{1.0, 1.0}; };
     const auto value = [&](const char* base, int64_t n, int64_t at) {
       return element(p.dtype, base, at) * factors(n).second;
@@ -159,7 +191,7 @@ class Comparison {
     const double floor =
         tolerance_.floor + tolerance_.of_rms * rms(walk, p.wanted, huge_from(p.dtype), value);
     const Steps steps = steps_of(p.dtype);
-    run(name, walk, true, [&](int64_t n, int64_t at) -> Found {
+    return run(name, walk, true, [&](int64_t n, int64_t at) -> Found {
       const auto [of_got, of_wanted] = factors(n);
       const double got = element(p.dtype, p.got, at) * of_got;
       const double wanted = element(p.dtype, p.wanted, at) * of_wanted;
@@ -176,8 +208,8 @@ class Comparison {
     double got, wanted, allowed;
   };
 
-  void exact(const std::string& name, const Walk& walk, const Pair& p) {
-    run(name, walk, false, [&](int64_t, int64_t at) -> Found {
+  bool exact(const std::string& name, const Walk& walk, const Pair& p) {
+    return run(name, walk, false, [&](int64_t, int64_t at) -> Found {
       const double got = element(p.dtype, p.got, at), wanted = element(p.dtype, p.wanted, at);
       const bool same = raw(p.dtype, p.got, at) == raw(p.dtype, p.wanted, at);
       return {same ? wanted : got, wanted, same ? 0.0 : -1.0};
@@ -185,7 +217,7 @@ class Comparison {
   }
 
   template <class F>
-  void run(const std::string& name, const Walk& walk, bool codes, F&& f) {
+  bool run(const std::string& name, const Walk& walk, bool codes, F&& f) {
     ++compared_;
     OutputDifference d;
     d.name = name;
@@ -207,7 +239,9 @@ class Comparison {
       worst = excess;
       d.got = e.got, d.wanted = e.wanted, d.allowed = std::max(e.allowed, 0.0);
     });
-    if (d.wrong > 0) out_.push_back(std::move(d));
+    if (d.wrong == 0) return true;
+    out_.push_back(std::move(d));
+    return false;
   }
 
   std::vector<OutputDifference>& out_;
@@ -306,15 +340,18 @@ class QuantComparison {
 };
 
 void compare_tensor(Comparison& to, const te_fl_arg_desc& arg, const std::string& name,
-                    const te_fl_tensor& t, ptrdiff_t distance) {
+                    const te_fl_tensor& t, const CallDistances& distances) {
   const bool data = (arg.flags & TE_FL_ARG_QUANT_ONLY) == 0;
   if (const te_fl_quant* q = core::quant_of(t)) {
-    QuantComparison(to, name, t, *q, distance).run(data);
+    QuantComparison(to, name, t, *q, distances.other).run(data);
     return;
   }
   if (!data || t.dl.data == nullptr) return;
   const char* wanted = static_cast<const char*>(t.dl.data) + t.dl.byte_offset;
-  to.plain(name, walk_of(t), {wanted + distance, wanted, dtype_index(t.dl.dtype)});
+  const Walk walk = walk_of(t);
+  const Pair pair{wanted + distances.other, wanted, dtype_index(t.dl.dtype)};
+  if (to.plain(name, walk, pair) && arg.role == TE_FL_INOUT)
+    to.changed(name, walk, pair, wanted + distances.before);
 }
 
 std::string number(double v) {
@@ -328,6 +365,11 @@ std::string number(double v) {
 std::string OutputDifference::text() const {
   std::string at;
   for (const int64_t i : first) at += (at.empty() ? "" : ",") + std::to_string(i);
+  if (left) {
+    return "'" + name + "': " + std::to_string(wrong) + " of " + std::to_string(elements) +
+           " elements that the call changes are as before, the first at [" + at + "], " +
+           number(got) + " instead of " + number(wanted);
+  }
   return "'" + name + "': " + std::to_string(wrong) + " of " + std::to_string(elements) +
          " elements differ, the first at [" + at + "]; at the worst " + number(got) +
          " instead of " + number(wanted) + (codes ? " (decoded)" : "") + ", " + number(allowed) +
@@ -368,13 +410,13 @@ Tolerance Tolerance::of(const core::CompiledOp& op, const void* args) {
 }
 
 std::vector<OutputDifference> compare_outputs(const core::CompiledOp& op, const void* args,
-                                              ptrdiff_t distance, int& compared) {
+                                              const CallDistances& distances, int& compared) {
   std::vector<OutputDifference> out;
   Comparison comparison(out, compared, Tolerance::of(op, args));
   for_each_tensor(op, args,
                   [&](const te_fl_arg_desc& arg, const std::string& name, const te_fl_tensor& t) {
                     if (arg.role == TE_FL_IN || (arg.flags & TE_FL_ARG_OPAQUE) != 0) return;
-                    compare_tensor(comparison, arg, name, t, distance);
+                    compare_tensor(comparison, arg, name, t, distances);
                   });
   return out;
 }

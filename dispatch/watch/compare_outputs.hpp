@@ -22,6 +22,7 @@ struct OutputDifference {
   double wanted = 0;
   double allowed = 0;  // difference
   bool codes = false;  // got and wanted are decoded FP8 or FP4
+  bool left = false;   // the wrong ones are as they were before the call
 
   std::string text() const;
 };
@@ -34,9 +35,15 @@ struct Tolerance {
   static double relative(int dtype);  // share of the element itself
 };
 
-// `args` are the arguments of the run that is right, in host memory; the other run's outputs lie
-// `distance` bytes further. All outputs that differ. `compared`: outputs and parts looked at.
+// Where the other memory of the call lies, in bytes from that of the run that is right.
+struct CallDistances {
+  ptrdiff_t other = 0;   // to what the other run has written
+  ptrdiff_t before = 0;  // to what both runs began with
+};
+
+// `args` are the arguments of the run that is right, in host memory. All outputs that differ.
+// `compared`: outputs and parts looked at.
 std::vector<OutputDifference> compare_outputs(const core::CompiledOp& op, const void* args,
-                                              ptrdiff_t distance, int& compared);
+                                              const CallDistances& distances, int& compared);
 
 }  // namespace te_fl::dispatch

@@ -89,7 +89,8 @@ std::vector<std::string> differences(const core::CompiledOp& op, FiledCall& call
   const void* args = call.bind(const_cast<char*>(wanted), Device{}, const_cast<char*>(wanted));
   std::vector<std::string> out;
   compared = 0;
-  for (const OutputDifference& d : compare_outputs(op, args, got - wanted, compared))
+  const CallDistances distances{got - wanted, call.before().data() - wanted};
+  for (const OutputDifference& d : compare_outputs(op, args, distances, compared))
     out.push_back(d.text());
   return out;
 }

@@ -280,9 +280,11 @@ void Verification::check(const Served& served) {
 
 void Verification::compare(const Implementation& reference, const Served& served) {
   const core::CompiledOp& op = *rep_->call.row.compiled;
-  const ptrdiff_t distance = rep_->copy.written().data() - rep_->copy.again().data();
+  const char* const right = rep_->copy.again().data();
+  const CallDistances distances{rep_->copy.written().data() - right,
+                                rep_->copy.read().data() - right};
   int compared = 0;
-  const auto found = compare_outputs(op, rep_->copy.plan().args(), distance, compared);
+  const auto found = compare_outputs(op, rep_->copy.plan().args(), distances, compared);
   if (found.empty()) {
     ++(compared == 0 ? g_counts.skipped : g_counts.agreed);
     return;

@@ -1,9 +1,12 @@
 // TE_FL_VERIFY: wrong results are found, saved, run again and kept from serving.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <limits>
 #include <thread>
 
@@ -147,6 +150,73 @@ TEST_F(Verify, SavesNoMoreThanTheFolderIsToHold) {
   for (int i = 0; i < 5; ++i) ASSERT_OK(manager.call(op, &call.args));
   EXPECT_EQ(counts().differed, 5u);
   EXPECT_EQ(counts().saved, 2u);
+}
+
+TEST_F(Verify, ASubnormalNumberInF16MayBeTheOneBesideIt) {
+  set("TE_FL_VERIFY", "1");
+  uint16_t first = 0x0023;
+  const auto write = [](const void* raw, uint16_t number) -> te_fl_status {
+    const auto& args = *static_cast<const FiveArgs*>(raw);
+    *static_cast<uint16_t*>(args.out->dl.data) = number;
+    return TE_FL_OK;
+  };
+  reference.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, 0x0023); };
+  fast.run_body = [&](const te_fl_context&, const void* raw) { return write(raw, first); };
+  FiveCall call(DType::kF16);
+  first = 0x0024;
+  ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(counts().agreed, 1u);
+  first = 0x0025;
+  ASSERT_OK(manager.call(op, &call.args));
+  EXPECT_EQ(counts().differed, 1u);
+}
+
+// A step of a parameter in BF16 may be one unit in its last place, which any difference in rounding
+// may be: what tells a step that was not taken from a right one is that nothing has changed.
+TEST_F(Verify, AStepThatIsNotTakenIsFoundHoweverSmallItIs) {
+  const auto step = [](const void* raw, int skipped) -> te_fl_status {
+    const auto& args = *static_cast<const te_fl_multi_tensor_sgd_args*>(raw);
+    auto* p = static_cast<uint16_t*>(args.params[0]->dl.data);
+    for (int64_t i = skipped; i < args.params[0]->dl.shape[0]; ++i) ++p[i];
+    return TE_FL_OK;
+  };
+  int skipped = 0;
+  Fake right("reference.slow"), quick("default.fast");
+  right.run_body = [&](const te_fl_context&, const void* raw) { return step(raw, 0); };
+  quick.run_body = [&](const te_fl_context&, const void* raw) { return step(raw, skipped); };
+  for (Fake* f : {&right, &quick}) {
+    f->desc.op_name = "multi_tensor_sgd";
+    f->desc.schema = nullptr;
+    f->desc.later_args = nullptr;
+    f->desc.dtypes = TE_FL_MASK_ANY_DTYPE;
+    add(*f);
+  }
+  set("TE_FL_VERIFY", "1");
+  const Tensor p = Tensor::zeros({1000}, DType::kBF16).value();
+  const Tensor g = Tensor::zeros({1000}, DType::kBF16).value();
+  const Tensor m = Tensor::zeros({1000}, DType::kF32).value();
+  const std::array<const te_fl_tensor*, 3> all{g, p, m};
+  te_fl_multi_tensor_sgd_args args;
+  args.grads_count = args.params_count = args.momentums_count = 1;
+  args.grads = &all[0], args.params = &all[1], args.momentums = &all[2];
+  const auto differed = [&](int without, bool alike) {
+    skipped = without;
+    for (int i = 0; i < 1000; ++i) {
+      p.data<uint16_t>()[i] = static_cast<uint16_t>(0x3F80 + (alike ? 0 : i % 64));
+    }
+    const uint64_t so_far = counts().differed;
+    EXPECT_OK(manager.call(op, &args));
+    return counts().differed - so_far;
+  };
+  EXPECT_EQ(differed(0, false), 0u);
+  EXPECT_EQ(differed(300, false), 0u) << "rounding may decide on some";
+  EXPECT_EQ(differed(1000, true), 0u) << "and on all that are alike";
+  EXPECT_EQ(differed(1000, false), 1u);
+  ASSERT_EQ(counts().saved, 1u);
+  const auto saved = std::filesystem::directory_iterator(folder / "cases")->path();
+  std::ifstream file(saved, std::ios::binary);
+  const std::string contents(std::istreambuf_iterator<char>(file), {});
+  EXPECT_HAS(contents, "'params[0]': 1000 of 1000 elements that the call changes are as before");
 }
 
 TEST_F(Verify, AnInputThatIsTheOutputIsCopiedBeforeItIsOverwritten) {
