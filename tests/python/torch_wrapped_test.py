@@ -172,6 +172,38 @@ class Uses(Each):
                 self.assertTrue(torch.equal(module(x), plain(x)))
                 module.parametrizations.weight.original.mul_(1.25)
 
+    def test_copies_of_parametrised_modules(self):
+        """As AveragedModel makes them. PyTorch copies what it has parametrised in a way of its own."""
+        from torch.nn.utils import parametrizations
+        for name in ("Linear", "LayerNormLinear"):
+            for recipe in (None, DelayedScaling(amax_history_len=4)):
+                with self.subTest(module=name, recipe=type(recipe).__name__):
+                    module = parametrizations.weight_norm(randomise(MODULES[name](device="cpu")))
+                    for seed in (1, 2):
+                        with scope(recipe):
+                            module(input_of(seed=seed)).square().sum().backward()
+                    other = copy.deepcopy(module)
+                    outputs = []
+                    for each in (module, other):
+                        with scope(recipe):
+                            outputs.append([each(input_of(seed=3)).detach()])
+                    self.same(*outputs)
+
+    def test_contents_of_parameters_are_swapped(self):
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            for name in PRODUCTS:
+                with self.subTest(module=name):
+                    module, other = (randomise(MODULES[name](device="cpu"), seed) for seed in (1, 2))
+                    module(input_of()).sum().backward()
+                    module.load_state_dict(other.state_dict())
+                    x = input_of().detach()
+                    self.same([module(x)], [other(x)])
+                    module.to(BF16)
+                    self.assertEqual(module(x.to(BF16)).dtype, BF16)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(False)
+
     def test_the_output_of_attention_is_written(self):
         """Its backward reads it, so PyTorch refuses, as it does for its own attention."""
         module, q = te.DotProductAttention(4, 8, attn_mask_type="no_mask", qkv_format="bshd"), randn(2, 6, 4, 8).requires_grad_()

@@ -226,6 +226,32 @@ class TransformerLayerTest(Modules):
                     module(x).sum().backward()
                     self.assertEqual(len(ran), 1)
 
+    def test_hooks_of_all_modules_run(self):
+        layer, ran = te.TransformerLayer(32, 64, 4, device="cpu"), []
+        layer(randn(6, 2, 32))
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: ran.append(module))
+        try:
+            layer(randn(6, 2, 32))
+        finally:
+            handle.remove()
+        self.assertIn(layer.layernorm_mlp, ran)
+
+    def test_a_forward_that_a_program_sets_runs(self):
+        """As Accelerate gives the parts of a model its hooks."""
+        layer, ran = te.TransformerLayer(32, 64, 4, device="cpu"), []
+        layer(randn(6, 2, 32))
+        own = layer.self_attention.proj.forward
+        layer.self_attention.proj.forward = lambda *args, **kwargs: ran.append(1) or own(*args, **kwargs)
+        layer(randn(6, 2, 32))
+        self.assertEqual(ran, [1])
+
+    def test_attention_in_another_mode(self):
+        x = randn(6, 2, 32)
+        for drops in (True, False):
+            layer = te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0.5, device="cpu").train(not drops)
+            layer.self_attention.core_attention.train(drops)
+            self.assertNotEqual(torch.equal(layer(x), layer(x)), drops)
+
     def test_hooks_of_parameters_run(self):
         module = te.TransformerLayer(32, 48, 4, device="cpu")
         ran = []

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, attends, without_functions
@@ -295,6 +297,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         if self._fused_in is not None:
             self._fused_in.forget()
         state = self._fp8_state()
+        self._layers = {}  # first: they refer to parameters weakly, and PyTorch swaps the contents of no tensor that is referred to so
         with keeping_codes():
             result = super()._apply(fn, recurse)
         self._forget(state)
@@ -306,6 +309,13 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         self._layers, self._states = {}, self._new_states()
         device = next((p.device for p in self.parameters(recurse=False)), None)
         self._loaded = [(n, t if device is None or device.type == "meta" else t.to(device)) for n, t in state]
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        if torch.__future__.get_swap_module_params_on_conversion():  # see _apply()
+            if self._fused_in is not None:
+                self._fused_in.forget()
+            self._layers = {}
+        super()._load_from_state_dict(*arguments)
 
     # -- FP8 state
 
@@ -364,6 +374,12 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         self._load([])
 
     # -- copies
+
+    def __deepcopy__(self, memo: dict) -> "TransformerEngineBaseModule":
+        """As without this method. PyTorch's parametrisations give a class that has none a copy of the whole __dict__, and refuse __getstate__."""
+        made = memo[id(self)] = self.__new__(type(self))
+        made.__setstate__(copy.deepcopy(type_before_parametrizations(self).__getstate__(self), memo))
+        return made
 
     def __getstate__(self) -> dict:
         state = self.__dict__.copy()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import List, Sequence, Tuple, Union
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 
 from te_fl import _native
 from te_fl.pytorch.autograd import torch_checkpoint
@@ -55,7 +56,8 @@ class FusedLayer:
     def serves(self, owner: torch.nn.Module, call: TransformerCall) -> bool:
         """True if the one call computes what `call` asks for, with the parts as they are now."""
         return (not call.checkpoint_core_attention and call.thd_attention_policies is None and call.inference_params is None
-                and not isinstance(call.rotary_pos_emb, (tuple, list)) and (not self._divides or self._serves_ranks(owner)) and self.usable())
+                and not isinstance(call.rotary_pos_emb, (tuple, list)) and (not self._divides or self._serves_ranks(owner))
+                and self._core.training is owner.training and self.usable())
 
     def _serves_ranks(self, owner: torch.nn.Module) -> bool:
         """True if the one call stands for parts that ranks divide: one group does, and dropout draws from nobody's own stream."""
@@ -65,12 +67,14 @@ class FusedLayer:
         return all(part.tp_group is group and part.tp_group_initialized for part in self._divided)
 
     def usable(self) -> bool:
-        """True if the one call stands for the parts: they are of their own classes, and without hooks, which would not run."""
+        """True if the one call stands for the parts: they are of their own classes and forwards, and without hooks, which would not run."""
+        if _has_any_global_hook():
+            return False
         for children, known in self._children:
             if children != known:
                 return False
         for _, part in self._tree:
-            if type(part) not in _KINDS or part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+            if type(part) not in _KINDS or "forward" in part.__dict__ or part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
                 return False
         return self._agree
 
