@@ -124,6 +124,18 @@ class Gradients(Each):
         with self.assertRaisesRegex(RuntimeError, "no second derivative"):
             (y.sum() + (dx.norm() - 1) ** 2).backward()
 
+    @each()
+    def test_a_gradient_penalty_does_not_drop_out_of_gradients_that_are_asked_for(self, module, device, _):
+        x = input_of(device)
+        y = module(x)
+        (dx,) = torch.autograd.grad(y, x, grad_outputs=torch.ones_like(y), create_graph=True)
+        penalised = y.sum() + (dx.norm() - 1) ** 2
+        for wanted in (x, next(module.parameters())):
+            with self.assertRaisesRegex(RuntimeError, "no second derivative"):
+                torch.autograd.grad(penalised, wanted, retain_graph=True)
+        with self.assertRaisesRegex(RuntimeError, "no second derivative"):
+            torch.autograd.functional.hessian(lambda x: module(x).square().sum(), x.detach())
+
     def test_a_backward_that_raises_leaves_nothing(self):
         from te_fl.pytorch.autograd import call
         class Fails(torch.autograd.Function):

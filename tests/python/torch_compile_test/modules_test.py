@@ -97,10 +97,14 @@ class Modules(Compiled):
             found.append((y, x.grad, module.parametrizations.weight.original.grad))
         for want, got in zip(*found):
             self.close(got, want, "value")
+        torch._dynamo.reset()
+        base = parametrize.register_parametrization(te.Linear(32, 32, device=DEVICE), "weight", Doubled())
+        self.close(torch.compile(copy.deepcopy(base), backend="aot_eager")(x), base(x), "output of a copy")
+        other, module = te.Linear.__new__(te.Linear), te.Linear(32, 32, device=DEVICE)
+        other.__dict__ = copy.deepcopy(module.__dict__)
         with self.assertRaisesRegex(FailedPrecondition, "copied"):
             torch._dynamo.reset()
-            base = parametrize.register_parametrization(te.Linear(32, 32, device=DEVICE), "weight", Doubled())
-            torch.compile(copy.deepcopy(base), backend="aot_eager")(x)
+            torch.compile(other, backend="aot_eager")(x)
 
     def test_mixed_precision(self):
         def run(module, x):

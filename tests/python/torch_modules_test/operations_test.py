@@ -7,7 +7,7 @@ import unittest
 import torch
 import torch.nn.functional as F
 
-from torch_oracle import DEVICES, randn, randomise
+from torch_oracle import DEVICES, near, randn, randomise
 
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling
@@ -370,6 +370,21 @@ class Parameters(unittest.TestCase):
             ops.Linear(8, 16, bias=False, device="cpu").bias = op.bias
         with self.assertRaisesRegex(RuntimeError, "basic_ops.1.bias"):
             op.load_state_dict({"weight": op.weight})
+
+    def test_a_linear_with_a_parametrised_weight(self):
+        linear, x = ops.Linear(32, 32, device="cpu"), randn(8, 32)
+        want = 2 * linear.weight.detach()
+        register = torch.nn.utils.parametrize.register_parametrization
+
+        class Doubled(torch.nn.Module):
+            def forward(self, w):
+                return 2 * w
+        register(linear.basic_ops[0], "weight", Doubled())
+        near(self, linear(x), x.double() @ want.T.double() + linear.bias.double(), 1e-5, "output")
+        other = ops.Linear(32, 32, device="cpu")
+        register(other, "weight", Doubled())
+        with self.assertRaisesRegex(Unsupported, "basic_ops"):
+            other(x)
 
     def test_meta(self):
         """Parameters on meta get memory and values in the first forward, and a parameter of another module may come before that."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import wraps
-from typing import Callable
+from typing import Any, Callable, Iterable, List
 
 import torch
 
@@ -11,19 +11,39 @@ _MESSAGE = (b"te_fl.pytorch's layers and functions have no second derivative: a 
             b"penalty, a Hessian) was differentiated again. Compute that part with torch.nn's layers, which have the same parameters")
 
 
+class _Unpacked:
+    """A function's ctx, of which torch.utils.checkpoint lets a backward read the saved tensors once."""
+
+    def __init__(self, ctx: Any):
+        self.__dict__.update(ctx=ctx, saved_tensors=ctx.saved_tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["ctx"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.ctx, name, value)
+
+
+def _trained(tensors: Iterable[Any]) -> List[torch.Tensor]:
+    return [t for t in tensors if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
 def once_differentiable(backward: Callable) -> Callable:
     """backward(ctx, *grads) without a graph. Under create_graph=True its results raise when they are differentiated, whatever the incoming
-    gradients need: PyTorch's function of this name lets gradients of constants drop out of a sum in silence."""
+    gradients need: PyTorch's function of this name lets gradients of constants drop out of a sum in silence, and those that
+    torch.autograd.grad() is asked for, since its results depend on nothing."""
 
     @wraps(backward)
     def guarded(ctx, *grads):
-        with torch.no_grad():
-            found = backward(ctx, *grads)
         if not torch.is_grad_enabled():
-            return found
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            ctx = _Unpacked(ctx)
+            found = backward(ctx, *grads)
         results = list(found) if isinstance(found, tuple) else [found]
         at = [i for i, g in enumerate(results) if isinstance(g, torch.Tensor) and g.is_floating_point()]
-        refused = torch._C._functions.DelayedError(_MESSAGE, len(at))(*[results[i].detach().requires_grad_() for i in at])
+        sources = _trained(grads) + _trained(ctx.saved_tensors)
+        refused = torch._C._functions.DelayedError(_MESSAGE, len(at) + len(sources))(*[results[i].detach().requires_grad_() for i in at], *sources)
         for i, g in zip(at, refused if isinstance(refused, tuple) else (refused,)):
             results[i] = g
         return tuple(results) if isinstance(found, tuple) else results[0]

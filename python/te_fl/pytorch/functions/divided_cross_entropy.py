@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from te_fl import ops
 from te_fl.errors import InvalidArgument
+from te_fl.pytorch.autograd.once import once_differentiable
 from te_fl.pytorch.distributed import collectives
 
 __all__ = ["divided_cross_entropy"]

@@ -7,7 +7,7 @@ import copy
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
-from torch.nn.utils.parametrize import type_before_parametrizations
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from te_fl import _native
 from te_fl.common.recipe import DelayedScaling, attends, without_functions
@@ -375,8 +375,15 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
 
     # -- copies
 
-    def __deepcopy__(self, memo: dict) -> "TransformerEngineBaseModule":
-        """As without this method. PyTorch's parametrisations give a class that has none a copy of the whole __dict__, and refuse __getstate__."""
+    @property
+    def __deepcopy__(self) -> Callable:
+        """The copy of a module with PyTorch's parametrisations, which would copy the whole __dict__ of a class without this, and refuse __getstate__.
+        Other modules do not have it, as wrappers that show a module's attributes for their own (torch.compile's) would be copied by it."""
+        if not is_parametrized(self):
+            raise AttributeError("__deepcopy__")
+        return self._copied
+
+    def _copied(self, memo: dict) -> "TransformerEngineBaseModule":
         made = memo[id(self)] = self.__new__(type(self))
         made.__setstate__(copy.deepcopy(type_before_parametrizations(self).__getstate__(self), memo))
         return made

@@ -6,8 +6,9 @@ import math
 from typing import Any, Callable, Dict, Optional, Tuple, Union
 
 import torch
+from torch.nn.utils.parametrize import is_parametrized
 
-from te_fl.errors import InvalidArgument
+from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.fp8 import extra_state
 from te_fl.pytorch.modules import grouped_linear, linear
@@ -184,7 +185,8 @@ class Linear(FusedOperation):
 
     def _materialise(self) -> None:
         super()._materialise()
-        if self.weight is not self.basic_ops[0].weight or self._has_bias and self.bias is not self.basic_ops[1].bias:
+        own = self._parameters
+        if own.get("weight") is not self.basic_ops[0]._parameters.get("weight") or self._has_bias and own.get("bias") is not self.basic_ops[1]._parameters.get("bias"):
             self._show_parameters()
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "Linear":
@@ -194,9 +196,12 @@ class Linear(FusedOperation):
         return self
 
     def _show_parameters(self) -> None:
-        """Registers the operations' parameters as its own too."""
-        torch.nn.Module.register_parameter(self, "weight", self.basic_ops[0].weight)
-        torch.nn.Module.register_parameter(self, "bias", self.basic_ops[1].bias if self._has_bias else None)
+        """Registers the operations' parameters as its own too; what PyTorch's parametrisations make of one is an attribute of the operation's alone."""
+        if is_parametrized(self):
+            raise Unsupported(f"Linear: {', '.join(self.parametrizations)} was parametrised, and its operations have it in their own right; parametrise the "
+                              "operation: linear.basic_ops[0] for the weight, linear.basic_ops[1] for the bias")
+        torch.nn.Module.register_parameter(self, "weight", self.basic_ops[0]._parameters.get("weight"))
+        torch.nn.Module.register_parameter(self, "bias", self.basic_ops[1]._parameters.get("bias") if self._has_bias else None)
 
     def register_parameter(self, name: str, param: Optional[torch.nn.Parameter]) -> None:
         """Also gives the parameter to the operation whose it is."""
