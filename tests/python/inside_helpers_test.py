@@ -69,7 +69,9 @@ class Rope(Case):
     def test_starts_and_ranks(self):
         x, freqs = torch.randn(2, 4, 3, 8), torch.rand(20, 1, 1, 8) * 6
         starts = torch.tensor([3, 9], dtype=torch.int32)
-        self.check(x, freqs, BSHD, torch.arange(4) + starts.view(2, 1), starts=starts)
+        for longer in (starts, torch.cat((starts, starts + 30))):
+            for form in (BSHD, SBHD):
+                self.check(x, freqs, form, torch.arange(4) + starts.view(2, 1), starts=longer)
         # Rank 1 of 2 holds chunks 1 and 2 of four, of two tokens each.
         self.check(x, freqs, SBHD, torch.tensor([2, 3, 4, 5]).expand(2, 4), cp=(2, 1))
         self.check(x, freqs, SBHD, torch.tensor([0, 1, 6, 7]).expand(2, 4), cp=(2, 0))
@@ -82,6 +84,13 @@ class Rope(Case):
         grad, z = torch.randn(9, 3, 8), x.double().requires_grad_()
         want, = torch.autograd.grad(self.oracle(z.unsqueeze(0), freqs, positions, False), z, grad.double().unsqueeze(0))
         self.near(tex.fused_rope_backward(grad, freqs, None, THD, False, boundaries(5, 0, 4), 1, 0), want)
+        # Starts may be as many as the boundaries, of which those of the sequences are read.
+        starts, moved = torch.tensor([1, 7, 2, 9], dtype=torch.int32), torch.tensor([[1, 2, 3, 4, 5, 2, 3, 4, 5]])
+        got = tex.fused_rope_forward(x, freqs, starts, THD, False, boundaries(5, 0, 4), 1, 0)
+        self.near(got.unsqueeze(0), self.oracle(x.unsqueeze(0), freqs, moved, False))
+        want, = torch.autograd.grad(self.oracle(z.unsqueeze(0), freqs, moved, False), z, grad.double().unsqueeze(0))
+        self.near(tex.fused_rope_backward(grad, freqs, starts, THD, False, boundaries(5, 0, 4), 1, 0), want)
+        self.refuses("start_positions|cu_seqlens", lambda: tex.fused_rope_forward(x, freqs, starts[:2], THD, False, boundaries(5, 0, 4), 1, 0))
         # Rank 0 of 2 holds chunks 0 and 3 of the four of each whole sequence.
         got = tex.fused_rope_forward(x[:4], freqs, None, THD, False, boundaries(4, 4), 2, 0)
         self.near(got.unsqueeze(0), self.oracle(x[:4].unsqueeze(0), freqs, torch.tensor([[0, 3, 0, 3]]), False))

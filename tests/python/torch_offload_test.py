@@ -247,6 +247,8 @@ class Offload(unittest.TestCase):
             controller.start_offload_layer(0)
             self.assertEqual(controller.get_offloaded_total_size_mb() > 0, offloaded)
             y.sum().backward(retain_graph=True)
+        for mark in (mark_not_offload, mark_activation_offload):
+            self.assertRaisesRegex(TypeError, f"{mark.__name__}: it marks tensors, and Linear is none", mark, x, layer)
 
     def test_arguments(self):
         for words, error, arguments in (("nothing to offload", ValueError, dict(offload_activations=False)), ("num_layers is 2", ValueError, dict(num_layers=2, model_layers=2)),

@@ -332,6 +332,7 @@ class Recomputation(Each):
             seen.clear()
             self.same(self.steps("LayerNormMLP", "cpu", recipe, lambda m, x: te.checkpoint(m, x, context_fn=contexts)), want)
             self.assertEqual(seen[:4], ["into first", "out of first", "into second", "out of second"])
+            self.same(self.steps("LayerNormMLP", "cpu", recipe, lambda m, x: te.checkpoint(m, x, debug=True)), want)
 
     def test_checkpoint_inside_torchs_autocast(self):
         for recipe in RECIPES:

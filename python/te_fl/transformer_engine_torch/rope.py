@@ -33,6 +33,13 @@ def _check_angles(function: str, layout: str, x: torch.Tensor, freqs: torch.Tens
         raise InvalidArgument(f"{function}: freqs has {freqs.shape[0]} positions; a sequence has {needed} on all ranks of context parallelism")
 
 
+def _starts(start_positions: Optional[torch.Tensor], layout: str, x: torch.Tensor, cu_seqlens: Optional[torch.Tensor] = None) -> Optional[torch.Tensor]:
+    """Those of the sequences: callers may give more, as one for each boundary in cu_seqlens, and the package's extension reads no further."""
+    if start_positions is None or start_positions.dim() != 1 or (layout == "thd" and cu_seqlens is None):
+        return start_positions
+    return start_positions[:cu_seqlens.numel() - 1 if layout == "thd" else x.shape[layout.index("b")]]
+
+
 def _rope(op: Callable, function: str) -> Callable:
     def rope(input: torch.Tensor, freqs: torch.Tensor, start_positions: Optional[torch.Tensor], qkv_format: Any, interleaved: bool,
              cu_seqlens: Optional[torch.Tensor], cp_size: int, cp_rank: int) -> torch.Tensor:
@@ -41,7 +48,8 @@ def _rope(op: Callable, function: str) -> Callable:
         output = torch.empty(input.shape, dtype=input.dtype, device=input.device)
         if output.numel():
             # Any strides are taken; elements of a head that do not lie together would be read one by one.
-            op(input=input if input.stride(-1) == 1 else input.contiguous(), freqs=freqs, output=output, start_positions=start_positions, cu_seqlens=cu_seqlens if layout == "thd" else None,
+            op(input=input if input.stride(-1) == 1 else input.contiguous(), freqs=freqs, output=output,
+               start_positions=_starts(start_positions, layout, input, cu_seqlens), cu_seqlens=cu_seqlens if layout == "thd" else None,
                layout=layout, interleaved=interleaved, cp_size=cp_size, cp_rank=cp_rank)
         return output
 
@@ -73,8 +81,9 @@ def fused_qkv_rope_forward(qkv_input: torch.Tensor, q_freqs: torch.Tensor, k_fre
     heads = ((groups * dims["q_dim"] // dims["k_dim"], dims["k_dim"]), (groups, dims["k_dim"]), (groups, dims["v_dim"]))
     q, k, v = (torch.empty((*places, *of), dtype=qkv_input.dtype, device=qkv_input.device) for of in heads)
     if qkv_input.numel():
-        ops.fused_qkv_rope_forward(qkv_input=qkv_input, q_freqs=q_freqs, k_freqs=k_freqs, q_out=q, k_out=k, v_out=v, start_positions=start_positions,
-                                   layout=layout, interleaved=interleaved, cp_size=cp_size, cp_rank=cp_rank, **dims)
+        ops.fused_qkv_rope_forward(qkv_input=qkv_input, q_freqs=q_freqs, k_freqs=k_freqs, q_out=q, k_out=k, v_out=v,
+                                   start_positions=_starts(start_positions, layout, qkv_input), layout=layout, interleaved=interleaved, cp_size=cp_size,
+                                   cp_rank=cp_rank, **dims)
     return q, k, v
 
 

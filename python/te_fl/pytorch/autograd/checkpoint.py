@@ -133,7 +133,7 @@ def _with(contexts: Optional[Callable], runs: Tuple[Any, Any]) -> Tuple[Any, Any
     return runs if contexts is None else tuple(_Both(theirs, run) for theirs, run in zip(contexts(), runs, strict=True))
 
 
-_OF_PYTORCH = ("preserve_rng_state", "determinism_check", "debug", "early_stop")  # of the keywords; the others are the function's
+_OF_PYTORCH = ("preserve_rng_state", "determinism_check", "early_stop")  # of the keywords; the others are the function's
 
 
 def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -142,8 +142,10 @@ def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
     Of the keywords these are its own: get_rng_state_tracker, whose streams are set back for the second run; use_reentrant, for
     compatibility: te-fl always takes PyTorch's way that is not re-entrant, which gives the same gradients; distribute_saved_activations:
     of the first argument, which all ranks of tp_group (None: the default group) have alike, each rank keeps its part, and the backward
-    gathers it; context_fn, whose two context managers are around the two runs too.
+    gathers it; context_fn, whose two context managers are around the two runs too; debug, without effect as in Transformer Engine: PyTorch
+    joins it with no context managers, and te-fl has its own.
     """
+    kwargs.pop("debug", None)
     tracker = kwargs.pop("get_rng_state_tracker", None)
     kwargs.pop("use_reentrant", None)
     distributes, group = kwargs.pop("distribute_saved_activations", False), kwargs.pop("tp_group", None)

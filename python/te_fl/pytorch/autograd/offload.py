@@ -365,19 +365,25 @@ def is_cpu_offload_enabled() -> bool:
     return bool(_contexts)
 
 
+def _tensors(function: str, tensors: Tuple[Optional[torch.Tensor], ...]) -> List[torch.Tensor]:
+    for tensor in tensors:
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{function}: it marks tensors, and {type(tensor).__name__} is none; give it the activations themselves, as an input of a "
+                            "layer. Parameters always stay")
+    return [tensor for tensor in tensors if tensor is not None]
+
+
 def mark_not_offload(*tensors: Optional[torch.Tensor]) -> None:
     """Has the tensors stay on the device, as long as they live."""
-    for tensor in tensors:
-        if tensor is not None:
-            tensor._te_fl_stays = _Mark(tensor)
-            _kept.add(tensor._te_fl_stays)
+    for tensor in _tensors("mark_not_offload", tensors):
+        tensor._te_fl_stays = _Mark(tensor)
+        _kept.add(tensor._te_fl_stays)
 
 
 def mark_activation_offload(*tensors: Optional[torch.Tensor]) -> None:
     """Takes back mark_not_offload(). All other activations are offloaded without a mark."""
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.__dict__.pop("_te_fl_stays", None)
+    for tensor in _tensors("mark_activation_offload", tensors):
+        tensor.__dict__.pop("_te_fl_stays", None)
 
 
 def get_cpu_offload_context(enabled: bool = False, num_layers: Optional[int] = 1, model_layers: int = 1, offload_activations: bool = True,
