@@ -1,5 +1,7 @@
 """MultiheadAttention and TransformerLayer."""
 
+import unittest.mock
+
 import torch
 
 from common import EVERYWHERE, F32, Modules, grown
@@ -244,6 +246,11 @@ class TransformerLayerTest(Modules):
         layer.self_attention.proj.forward = lambda *args, **kwargs: ran.append(1) or own(*args, **kwargs)
         layer(randn(6, 2, 32))
         self.assertEqual(ran, [1])
+        layer, forward = te.TransformerLayer(32, 64, 4, device="cpu"), te.Linear.forward
+        layer(randn(6, 2, 32))
+        with unittest.mock.patch.object(te.Linear, "forward", lambda *args, **kwargs: ran.append(2) or forward(*args, **kwargs)):
+            layer(randn(6, 2, 32))
+        self.assertEqual(ran, [1, 2])
 
     def test_attention_in_another_mode(self):
         x = randn(6, 2, 32)

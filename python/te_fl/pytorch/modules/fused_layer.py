@@ -25,7 +25,7 @@ from te_fl.pytorch.runtime.device import check_devices
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 
 # The classes of parts that the one call stands for. Parts have the same names as modules and in te_fl::nn::TransformerLayer.
-_KINDS = (LayerNormLinear, DotProductAttention, Linear, LayerNormMLP, MultiheadAttention, LayerNorm, RMSNorm, L2Normalization)
+_FORWARDS = {kind: kind.forward for kind in (LayerNormLinear, DotProductAttention, Linear, LayerNormMLP, MultiheadAttention, LayerNorm, RMSNorm, L2Normalization)}
 
 
 def _find(module: torch.nn.Module, path: str) -> torch.nn.Module:
@@ -74,7 +74,10 @@ class FusedLayer:
             if children != known:
                 return False
         for _, part in self._tree:
-            if type(part) not in _KINDS or "forward" in part.__dict__ or part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+            kind = type(part)
+            if kind not in _FORWARDS or kind.forward is not _FORWARDS[kind] or "forward" in part.__dict__:
+                return False
+            if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
                 return False
         return self._agree
 
