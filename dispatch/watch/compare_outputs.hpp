@@ -35,10 +35,10 @@ struct Tolerance {
   static double relative(int dtype);  // share of the element itself
 };
 
-// Where the other memory of the call lies, in bytes from that of the run that is right.
+// The call's other memory lies so many bytes behind that of the run that is right.
 struct CallDistances {
-  ptrdiff_t other = 0;   // to what the other run has written
-  ptrdiff_t before = 0;  // to what both runs began with
+  ptrdiff_t other = 0;   // the other run has written there
+  ptrdiff_t before = 0;  // there lies what both runs began with
 };
 
 // `args` are the arguments of the run that is right, in host memory. All outputs that differ.

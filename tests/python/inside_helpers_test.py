@@ -109,6 +109,11 @@ class Rope(Case):
                 want = (self.oracle(parts[0], freqs, positions, interleaved), self.oracle(parts[1], k_freqs, positions, interleaved), parts[2])
                 for got, expected in zip((q, k, v), want):
                     self.near(lies(got), expected)
+                starts = torch.tensor([1, 0, 30], dtype=torch.int32)  # one more than there are sequences
+                moved = positions + starts[:2].view(2, 1)
+                got = tex.fused_qkv_rope_forward(lies(qkv).contiguous(), freqs, k_freqs, starts, [16, 8, 8], form, interleaved, 1, 0)
+                self.near(lies(got[0]), self.oracle(parts[0], freqs, moved, interleaved))
+                self.near(lies(got[1]), self.oracle(parts[1], k_freqs, moved, interleaved))
                 grads = [torch.randn(w.shape) for w in want]
                 expected, = torch.autograd.grad(want, x, [g.double() for g in grads])
                 got = tex.fused_qkv_rope_backward(*(lies(g).contiguous() for g in grads), freqs, k_freqs, [16, 8, 8], form, interleaved, 1, 0)

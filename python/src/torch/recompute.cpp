@@ -104,15 +104,33 @@ PyObject* hooks_in_force(PyObject*, PyObject* args) noexcept {
     if (PyArg_ParseTuple(args, "OOO", &top, &pop, &push) == 0) throw PythonError();
     const NoCollection guard;
     Ref found = Ref::take(PyList_New(0));
-    for (;;) {
-      const Ref hooks = Ref::take(PyObject_CallFunctionObjArgs(top, Py_False, nullptr));
-      if (hooks.get() == Py_None) break;
-      check(PyList_Append(found.get(), hooks.get()));
-      Ref::take(PyObject_CallNoArgs(pop));
+    Py_ssize_t taken = 0;
+    const auto put_back = [&] {
+      while (taken > 0) {
+        Ref::take(PyObject_Call(push, PyList_GetItem(found.get(), taken - 1), nullptr));
+        --taken;
+      }
+    };
+    try {
+      for (;;) {
+        const Ref hooks = Ref::take(PyObject_CallFunctionObjArgs(top, Py_False, nullptr));
+        if (hooks.get() == Py_None) break;
+        check(PyList_Append(found.get(), hooks.get()));
+        Ref::take(PyObject_CallNoArgs(pop));
+        ++taken;
+      }
+    } catch (const PythonError&) {
+      PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+      PyErr_Fetch(&type, &value, &trace);
+      try {
+        put_back();
+      } catch (const PythonError&) {
+        PyErr_Clear();
+      }
+      PyErr_Restore(type, value, trace);
+      throw;
     }
-    for (Py_ssize_t i = PyList_Size(found.get()) - 1; i >= 0; --i) {
-      Ref::take(PyObject_Call(push, PyList_GetItem(found.get(), i), nullptr));
-    }
+    put_back();
     return found;
   });
 }

@@ -174,10 +174,17 @@ TEST_F(Verify, ASubnormalNumberInF16MayBeTheOneBesideIt) {
 // A step of a parameter in BF16 may be one unit in its last place, which any difference in rounding
 // may be: what tells a step that was not taken from a right one is that nothing has changed.
 TEST_F(Verify, AStepThatIsNotTakenIsFoundHoweverSmallItIs) {
-  const auto step = [](const void* raw, int skipped) -> te_fl_status {
+  uint32_t places = 1;  // of F32
+  const auto step = [&](const void* raw, int skipped) -> te_fl_status {
     const auto& args = *static_cast<const te_fl_multi_tensor_sgd_args*>(raw);
-    auto* p = static_cast<uint16_t*>(args.params[0]->dl.data);
-    for (int64_t i = skipped; i < args.params[0]->dl.shape[0]; ++i) ++p[i];
+    const te_fl_dltensor& p = args.params[0]->dl;
+    for (int64_t i = skipped; i < p.shape[0]; ++i) {
+      if (p.dtype.bits == 32) {
+        static_cast<uint32_t*>(p.data)[i] += places;
+      } else {
+        ++static_cast<uint16_t*>(p.data)[i];
+      }
+    }
     return TE_FL_OK;
   };
   int skipped = 0;
@@ -217,6 +224,13 @@ TEST_F(Verify, AStepThatIsNotTakenIsFoundHoweverSmallItIs) {
   std::ifstream file(saved, std::ios::binary);
   const std::string contents(std::istreambuf_iterator<char>(file), {});
   EXPECT_HAS(contents, "'params[0]': 1000 of 1000 elements that the call changes are as before");
+  const Tensor p32 = Tensor::zeros({1000}, DType::kF32).value();
+  for (int i = 0; i < 1000; ++i) p32.data<float>()[i] = 1 + static_cast<float>(i) / 1000;
+  const te_fl_tensor* const params = p32;
+  args.params = &params;
+  EXPECT_EQ(differed(1000, false), 0u) << "a last place of F32 may be what both compute anew";
+  places = 32;
+  EXPECT_EQ(differed(1000, false), 1u) << "less than the share that F32 may differ by";
 }
 
 TEST_F(Verify, AnInputThatIsTheOutputIsCopiedBeforeItIsOverwritten) {

@@ -15,7 +15,7 @@ import functools
 import itertools
 import threading
 import weakref
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.utils.checkpoint
