@@ -12,6 +12,7 @@
 #include <cstring>
 #include <map>
 #include <thread>
+#include <unordered_map>
 
 #include "backends/cpu/cache_size.hpp"
 #include "bench/cases/case.hpp"

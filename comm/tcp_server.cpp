@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <list>
 #include <map>
+#include <new>
 #include <system_error>
 #include <vector>
 

@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <type_traits>
 
 namespace te_fl::conformance {
 namespace {

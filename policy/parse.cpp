@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <functional>
 
 #include "core/op/op_table.hpp"
 #include "policy/text.hpp"

@@ -4,6 +4,7 @@
 #include "te_fl/environment.hpp"
 
 #include <algorithm>
+#include <cctype>
 #include <deque>
 #include <mutex>
 #include <tuple>

@@ -1,6 +1,7 @@
 // TE_FL_POLICY_FILE: all that the variables can say, and lists for single signatures.
 
 #include <algorithm>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <set>
 

@@ -1,6 +1,7 @@
 #include "registry/comm_providers.hpp"
 
 #include <algorithm>
+#include <iterator>
 #include <mutex>
 
 #include "core/base/abi_struct.hpp"

@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <iterator>
 #include <mutex>
 #include <thread>
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that checks the project: format, layering, generated files, the address+undefined and the thread
+# Everything that checks the project: format, layering, includes, generated files, the address+undefined and the thread
 # sanitizer builds, the fuzzers, the installed prefix, and last ctest on the release build, with the Python tests on a wheel of it.
 # usage: tools/test.sh [--quick | --long]
 #   --quick  static checks and the release build only; the Python tests run on the build tree, with what the system's Python has
@@ -77,7 +77,7 @@ sanitizer_tests() { # NAME
   grep -q 'LeakSanitizer has encountered a fatal error' build/logs/"$1"-tests.log && "${tests[@]}" --rerun-failed
 }
 # A folder that is new is built with the files of a folder as one (TE_FL_UNITY); one that is there stays as it is, as each change
-# would take longer. The long run builds file by file, and so finds a missing include in what the thread sanitizer's has not.
+# would take longer. tools/check_includes.py finds what compiles only so; the long run builds file by file.
 release_build() {
   local unity=()
   if [ "$mode" = long ]; then unity=(-DTE_FL_UNITY=OFF); elif [ ! -f build/release/CMakeCache.txt ]; then unity=(-DTE_FL_UNITY=ON); fi
@@ -95,6 +95,7 @@ wheel() {
 stage format tools/check_format.sh
 stage layering python3 tools/check_layering.py
 stage one-definition python3 tools/check_odr.py
+stage includes python3 tools/check_includes.py
 stage comments python3 tools/check_comments.py
 stage generated python3 tools/opgen.py --check
 stage generated-arguments python3 tools/modulegen.py --check

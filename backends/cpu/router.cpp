@@ -1,6 +1,7 @@
 // The router of experts and its auxiliary loss: rows of tokens on the pool, each on one thread.
 #include <bit>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <vector>
 

@@ -5,6 +5,7 @@
 #include <gloo/transport/device.h>
 #include <sys/types.h>
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>

@@ -4,6 +4,7 @@
 #include <gloo/transport/pair.h>
 
 #include <algorithm>
+#include <chrono>
 
 namespace te_fl::gloo_ranks {
 

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
+#include <exception>
 #include <fstream>
 #include <functional>
 #include <nlohmann/json.hpp>

@@ -12,6 +12,7 @@
 #include <gloo/transport/tcp/device.h>
 
 #include <cstdlib>
+#include <stdexcept>
 
 namespace te_fl::bench_collectives {
 namespace {

@@ -3,6 +3,7 @@
 // their oracles look.
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <map>
 #include <set>
 #include <string>

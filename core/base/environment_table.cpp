@@ -1,5 +1,6 @@
 #include "core/base/environment_table.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <vector>
 

@@ -1,6 +1,7 @@
 #include "core/base/text.hpp"
 
 #include <algorithm>
+#include <cstdio>
 
 #include "te_fl/environment.hpp"
 

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <bit>
 #include <memory>
 #include <string>

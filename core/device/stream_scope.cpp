@@ -1,5 +1,6 @@
 // The calling thread's streams: scopes, each for one device.
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>

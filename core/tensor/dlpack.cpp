@@ -1,5 +1,6 @@
 #include "core/tensor/dlpack.hpp"
 
+#include <algorithm>
 #include <memory>
 
 #include "core/base/text.hpp"

@@ -1,6 +1,7 @@
 #include "dispatch/watch/replay_command.hpp"
 
 #include <algorithm>
+#include <cctype>
 
 #include "plugins/records.hpp"
 

@@ -1,5 +1,6 @@
 #include "nn/files/optimizer_files.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <cstring>
 #include <functional>

@@ -1,6 +1,7 @@
 #include "te_fl/nn/fp8/recipe.hpp"
 
 #include <algorithm>
+#include <cctype>
 #include <cmath>
 #include <cstdio>
 

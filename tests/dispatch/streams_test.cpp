@@ -2,6 +2,7 @@
 // graphs and of streams that come and go: on devices that run their work when it is waited for.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <vector>

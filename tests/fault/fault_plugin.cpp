@@ -1,6 +1,6 @@
-// One plugin with one mistake. Compiled once and linked once per fault: fault_name, from
-// fault_name.c, is the fault and the plugin's name. Without a mistake ("good") it serves relu for
-// F32 on the host as vendor.fault.
+// One plugin with one mistake. Compiled and linked once, and copied for each fault: fault_name,
+// from fault_name.c, is the fault and the plugin's name. Without a mistake ("good") it serves relu
+// for F32 on the host as vendor.fault.
 #include <cstdlib>
 #include <cstring>
 #include <ctime>

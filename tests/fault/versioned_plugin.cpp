@@ -3,6 +3,7 @@
 #include <spdlog/sinks/ostream_sink.h>
 #include <spdlog/spdlog.h>
 
+#include <memory>
 #include <sstream>
 
 #include "fault_ops.hpp"

@@ -2,6 +2,8 @@
 // output.
 #pragma once
 
+#include <algorithm>
+
 #include "nn_test_util.hpp"
 
 namespace te_fl::nn::testing {

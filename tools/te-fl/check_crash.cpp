@@ -2,6 +2,7 @@
 #include <cxxabi.h>
 #include <elf.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>

@@ -1,6 +1,7 @@
 // te-fl check: what a report says of the run itself.
 #include <sys/utsname.h>
 
+#include <cstdio>
 #include <ctime>
 #include <fstream>
 #include <thread>

@@ -1,5 +1,6 @@
 // The part of te-fl check that reads the plugin's file and does not open it.
 #include <algorithm>
+#include <cstdlib>
 
 #include "check_parent.hpp"
 #include "plugins/preflight.hpp"

@@ -5,6 +5,7 @@
 
 #include <cuda_bf16.h>
 
+#include "common/element.cuh"
 #include "common/hopper.cuh"
 
 namespace te_fl::cuda::tiles {

@@ -3,6 +3,7 @@
 
 #include <cublasLt.h>
 
+#include <cstdint>
 #include <string>
 
 namespace te_fl::cuda {

@@ -1,6 +1,7 @@
 #include "gemm/gemm_plan_key.hpp"
 
 #include <bit>
+#include <functional>
 #include <string_view>
 #include <type_traits>
 

@@ -1,5 +1,6 @@
 #include "jax/jax_call.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <cstring>
 #include <optional>

@@ -1,5 +1,7 @@
 #include "plugins/modules.hpp"
 
+#include <exception>
+
 #include "py/interpreter.hpp"
 #include "te_fl/log.hpp"
 #include "te_fl/plugins.hpp"

@@ -1,6 +1,7 @@
 #include "py/lent_tensor.hpp"
 
 #include <algorithm>
+#include <exception>
 #include <numeric>
 #include <vector>
 

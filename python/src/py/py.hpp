@@ -6,6 +6,9 @@
 #include <Python.h>
 #include <unistd.h>
 
+#include <cstdint>
+#include <exception>
+#include <new>
 #include <string>
 #include <string_view>
 #include <utility>

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <string>
+#include <type_traits>
 
 #include "py/errors.hpp"
 #include "torch/layer_options.hpp"

@@ -8,6 +8,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <ios>
 #include <vector>
 
 #include "te_fl/numeric.hpp"

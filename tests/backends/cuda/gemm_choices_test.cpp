@@ -10,6 +10,7 @@
 #include <latch>
 #include <set>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>

@@ -2,6 +2,7 @@
 // gpu_errors_test. Skipped where there is no GPU.
 #include <gtest/gtest.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <limits>
 

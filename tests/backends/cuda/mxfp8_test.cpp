@@ -5,6 +5,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <ios>
 
 #include "te_fl/numeric/scaling.hpp"
 

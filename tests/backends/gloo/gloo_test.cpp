@@ -12,7 +12,9 @@
 #include <functional>
 #include <iostream>
 #include <map>
+#include <stdexcept>
 #include <thread>
+#include <type_traits>
 
 #include "support/temp_folder.hpp"
 #include "te_fl/comm.hpp"

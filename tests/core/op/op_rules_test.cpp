@@ -2,6 +2,7 @@
 // catalogue. Lists of integers.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <set>
 #include <string>

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <type_traits>
 
 #include "support/expect.hpp"
 #include "te_fl/tensor.hpp"

@@ -1,4 +1,6 @@
 // Parameters and gradients in memory that somebody else owns.
+#include <algorithm>
+
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 #include "te_fl/nn/fp8/fp8_parameters.hpp"

@@ -1,5 +1,8 @@
 // Divided weights that are FP8 codes alone in checkpoints: saved by one number of ranks and loaded
 // by another, as codes or as values.
+#include <algorithm>
+#include <mutex>
+
 #include "parallel_fixture.hpp"
 #include "support/expect.hpp"
 #include "support/temp_folder.hpp"

@@ -2,6 +2,7 @@
 // the whole one on one rank: gradients, steps, and checkpoints that other numbers of ranks load.
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 
 #include "parallel_fixture.hpp"

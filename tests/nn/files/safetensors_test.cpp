@@ -1,6 +1,8 @@
 // The safetensors reader and writer: round trips, every truncation, corrupt headers, and loading
 // into modules, where an error must change nothing.
+#include <algorithm>
 #include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "nn_test_util.hpp"

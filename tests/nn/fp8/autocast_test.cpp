@@ -1,5 +1,6 @@
 // FP8 autocast: recipes against high precision, fused data flow, nesting, and capture by other
 // threads.
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <thread>

@@ -1,5 +1,7 @@
 // Delayed scaling: the order of scale updates against hand-computed scales, weight caching, and
 // calibration.
+#include <algorithm>
+#include <stdexcept>
 #include <thread>
 
 #include "autocast_fixture.hpp"

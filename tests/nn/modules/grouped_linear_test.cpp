@@ -1,4 +1,6 @@
 // GroupedLinear is a loop over Linear with the same parameters: the same values and gradients.
+#include <algorithm>
+
 #include "te_fl/nn/modules/grouped_linear.hpp"
 
 #include "autocast_fixture.hpp"

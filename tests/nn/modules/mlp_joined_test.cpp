@@ -1,4 +1,6 @@
 // LayerNormMLP with GELU in its products against the same with GELU in calls of its own.
+#include <tuple>
+
 #include "nn_test_util.hpp"
 
 namespace te_fl::nn::testing::mlp_joined_test {

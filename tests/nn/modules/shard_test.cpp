@@ -1,4 +1,6 @@
 // The initial values of a module's shards, put together, are those of the whole.
+#include <stdexcept>
+
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 

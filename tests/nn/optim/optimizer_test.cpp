@@ -1,4 +1,6 @@
 // Adam, SGD and gradient clipping against the published formulas in double precision.
+#include <limits>
+
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
 

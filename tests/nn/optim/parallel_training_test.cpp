@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <stdexcept>
 
 #include "parallel_fixture.hpp"
 #include "support/expect.hpp"

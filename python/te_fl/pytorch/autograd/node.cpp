@@ -14,6 +14,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
