@@ -12,7 +12,7 @@ import sys
 
 import check_odr
 
-# What each standard header declares; a name that stands twice comes from either.
+# The names that each standard header declares; one that stands twice comes from either.
 STANDARD = {
     "algorithm": "all_of any_of none_of for_each find find_if find_if_not count count_if equal mismatch search copy copy_n copy_if copy_backward "
                  "transform replace fill fill_n generate generate_n remove remove_if unique reverse rotate partition stable_partition sort "
@@ -83,7 +83,7 @@ WITH_CONTAINERS = {"begin", "end", "size", "data", "empty", "rbegin", "rend", "c
 KEYWORDS = set("alignas alignof and asm auto bool break case catch char class concept const consteval constexpr constinit continue decltype default delete do double else enum "
                "explicit extern false float for friend goto if inline int long namespace new noexcept not operator or private protected public requires return short signed "
                "sizeof static static_assert struct switch template this throw true try typedef typename union unsigned using virtual void volatile while defined".split())
-# What every unit's own language or C headers bring, wherever they are included from.
+# C's headers and those of C++ that declare the same.
 C_HEADERS = {"stdint.h": "cstdint", "string.h": "cstring", "stdio.h": "cstdio", "stdlib.h": "cstdlib", "math.h": "cmath", "stddef.h": "cstddef", "errno.h": "cerrno",
              "signal.h": "csignal", "time.h": "ctime", "ctype.h": "cctype", "float.h": "cfloat"}
 POSIX = {"accept", "bind", "close", "connect", "listen", "open", "pipe", "read", "recv", "remove", "send", "write"}
