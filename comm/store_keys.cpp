@@ -1,4 +1,5 @@
-// What ranks tell each other through the store beside the agreement, and what is taken out of it.
+// The words that ranks tell each other through the store beside the agreement, and when they are
+// taken out of it.
 #include <new>
 
 #include "comm/rep.hpp"
