@@ -56,6 +56,41 @@ def case_column(ranks):
         over_groups(ranks, lambda group, sp: _column(group, sp, **more))
 
 
+def case_compiled(ranks):
+    """torch.compile leaves divided modules to Python, and what te-fl's layers call of it untraced: the bits are those without it."""
+    group = dist.group.WORLD
+    options = dict(tp_group=group, **CPU)
+    size = group.size()
+    modules = {
+        "Linear, column": (lambda sp: te.Linear(16, 24, parallel_mode="column", sequence_parallel=sp, **options), (8, 2, 16)),
+        "Linear, row": (lambda sp: te.Linear(16, 24, parallel_mode="row", sequence_parallel=sp, **options), (8, 2, 16 // size)),
+        "LayerNormLinear": (lambda sp: te.LayerNormLinear(16, 24, parallel_mode="column", sequence_parallel=sp, **options), (8, 2, 16)),
+        "LayerNormMLP": (lambda sp: te.LayerNormMLP(16, 24, set_parallel_mode=True, sequence_parallel=sp, **options), (8, 2, 16)),
+        "TransformerLayer": (lambda sp: te.TransformerLayer(16, 32, 4, set_parallel_mode=True, fuse_qkv_params=True, sequence_parallel=sp, hidden_dropout=0,
+                                                            attention_dropout=0, **options), (8, 2, 16)),
+    }
+    for name, (make, shape) in modules.items():
+        for sp in (True, False):
+            module = make(sp)
+
+            def function(x):
+                return module(x * 2) + 1
+            results = []
+            for run in (function, torch.compile(function, backend="aot_eager"), function):
+                module.zero_grad()
+                x = torch.linspace(-1, 1, 8 * 2 * shape[-1]).view(shape).requires_grad_()
+                y = run(x)
+                y.square().sum().backward()
+                results.append([y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())])
+            assert all(torch.equal(a, b) for a, b in zip(results[0], results[2], strict=True)), (name, sp)
+            for a, b in zip(results[0], results[1], strict=True):
+                if name == "TransformerLayer":  # compiled, it runs its modules, and otherwise one layer in C++
+                    close(b, a, (name, sp))
+                else:
+                    assert torch.equal(a, b), (name, sp)
+    torch._dynamo.reset()
+
+
 MARKS = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride")
 
 
