@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/base/file.hpp"
 #include "te_fl/watch.hpp"
 
 namespace te_fl::comm {
@@ -62,41 +63,50 @@ Status late(StoreFace& store, int size, const Status& why) {
   return why.wrap("of " + std::to_string(size) + " ranks these did not come: " + ranks);
 }
 
+// The first letter of an answer: this rank asks that collectives be compared, or not.
+constexpr char kValidates = 'v', kPlain = '-';
+
 // Rank 0 hears from all and tells all what it heard.
-Status decide(StoreFace& store, int size, const TimeLeft& deadline) {
+Status decide(StoreFace& store, int size, const Facts& facts, const TimeLeft& deadline) {
+  bool validates = facts.validates;
   std::string all;
   for (int r = 1; r < size; ++r) {
     Result<std::string> answer =
         store.store().get(store.key("differs/" + std::to_string(r)), deadline.left());
     if (!answer.ok()) return late(store, size, answer.status());
-    all += *answer;
+    validates = validates || answer->front() == kValidates;
+    if (answer->size() > 1) all += difference(facts.table, answer->substr(1), r);
   }
-  return store.store().set(store.key("agreed"), all);
+  return store.store().set(store.key("agreed"), (validates ? kValidates : kPlain) + all);
 }
 
 }  // namespace
 
-Status agree(StoreFace& store, int rank, int size, const Facts& facts, milliseconds timeout) {
-  if (size == 1) return {};
+// The tables, of some thousand bytes, are alike nearly always, and the store keeps what it is
+// given: rank 0 gives its table's hash, and a rank its own table only where that has another.
+Result<bool> agree(StoreFace& store, int rank, int size, const Facts& facts, milliseconds timeout) {
+  if (size == 1) return facts.validates;
   const TimeLeft deadline(timeout);
   Store& s = store.store();
+  const std::string hash = core::contents_hash(facts.table);
   TE_FL_RETURN_IF_ERROR(s.set(store.key("facts/" + std::to_string(rank)), "here"));
   if (rank == 0) {
-    TE_FL_RETURN_IF_ERROR(s.set(store.key("facts"), facts.table));
-    TE_FL_RETURN_IF_ERROR(decide(store, size, deadline));
+    TE_FL_RETURN_IF_ERROR(s.set(store.key("facts"), hash));
+    TE_FL_RETURN_IF_ERROR(decide(store, size, facts, deadline));
   } else {
     Result<std::string> first = s.get(store.key("facts"), deadline.left());
     if (!first.ok()) return late(store, size, first.status());
-    TE_FL_RETURN_IF_ERROR(
-        s.set(store.key("differs/" + std::to_string(rank)), difference(*first, facts.table, rank)));
+    TE_FL_RETURN_IF_ERROR(s.set(
+        store.key("differs/" + std::to_string(rank)),
+        (facts.validates ? kValidates : kPlain) + (*first == hash ? std::string() : facts.table)));
   }
   Result<std::string> agreed = s.get(store.key("agreed"), deadline.left());
   if (!agreed.ok()) return late(store, size, agreed.status());
-  if (agreed->empty()) return {};
+  if (agreed->size() == 1) return agreed->front() == kValidates;
   return failed_precondition(
       "the ranks would not do the same, which is refused before the first collective; give all of "
       "them the same plugins, libraries and settings:" +
-      *agreed);
+      agreed->substr(1));
 }
 
 }  // namespace te_fl::comm

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <sstream>
 
 #include "comm/rep.hpp"
-#include "core/base/settings.hpp"
 #include "core/op/call_words.hpp"
 #include "core/op/collective.hpp"
 #include "policy/current.hpp"
@@ -25,6 +25,9 @@ OpFacts facts_of(const core::CompiledOp& op) {
     if (arg.type == TE_FL_ARG_I64_LIST) facts.uneven = true;
     if (arg.type == TE_FL_ARG_I32 && std::strcmp(arg.name, "peer") == 0) facts.transfer = true;
     if (arg.type == TE_FL_ARG_TENSOR && facts.tensor < 0) facts.tensor = arg.offset;
+    const bool peer = std::strcmp(arg.name, "peer") == 0;
+    if (arg.type == TE_FL_ARG_ENUM || (arg.type == TE_FL_ARG_I32 && !peer))
+      facts.alike.push_back({arg.name, arg.offset, arg.enum_names});
   }
   return facts;
 }
@@ -59,21 +62,41 @@ std::string by_name(const Comm::Rep& rep) { return "communicator '" + rep.name +
 std::string comparison(Comm::Rep& rep, uint64_t number, const std::string& mine) {
   Compared& last = rep.compared;
   if (last.number != number)
-    last = {number, 0, mine};
+    last = {number, 0, mine, last.word};
   else if (last.text != mine)
-    last = {number, last.attempt + 1, mine};
+    last = {number, last.attempt + 1, mine, last.word};
   std::string word = "step/" + std::to_string(number);
   if (last.attempt > 0) word += "." + std::to_string(last.attempt);
   return word + "/";
 }
 
+int32_t value_of(const OpFacts::Alike& arg, const void* args) {
+  int32_t value = 0;
+  std::memcpy(&value, static_cast<const char*>(args) + arg.offset, sizeof value);
+  return value;
+}
+
+// "max" of an enum, else the number.
+std::string word_of(const OpFacts::Alike& arg, int32_t value) {
+  std::istringstream words(arg.words == nullptr ? "" : arg.words);
+  std::string word;
+  for (int32_t i = 0; words >> word; ++i) {
+    if (i == value) return word;
+  }
+  return std::to_string(value);
+}
+
 // TE_FL_VALIDATE: no rank begins before all are known to begin the same.
-Status compare(Comm::Rep& rep, const Step& step, const OpFacts& facts) {
+Status compare(Comm::Rep& rep, const CollectiveCall& call, const Step& step, const OpFacts& facts) {
   if (rep.c.size == 1 || facts.transfer) return {};
   StoreFace& store = *rep.face;
-  Step compared = step;
-  if (facts.uneven) compared.rank = -1;
-  const std::string mine = compared.text();
+  std::string mine = facts.uneven ? step.text_of_rows() : step.text();
+  for (const OpFacts::Alike& arg : facts.alike) {
+    const int32_t value = value_of(arg, call.args);
+    // A rank that does not exist is this rank's mistake, which is refused before anything is sent.
+    if (arg.words == nullptr && (value < 0 || value >= rep.c.size)) return {};
+    mine += ", " + std::string(arg.name) + " " + word_of(arg, value);
+  }
   const std::string word = comparison(rep, step.number, mine);
   TE_FL_RETURN_IF_ERROR(store.store().set(store.key(word + std::to_string(rep.c.rank)), mine));
   std::string others;
@@ -83,7 +106,13 @@ Status compare(Comm::Rep& rep, const Step& step, const OpFacts& facts) {
     if (its != mine)
       others += (others.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + ": " + its;
   }
-  if (others.empty()) return {};
+  if (others.empty()) {
+    const std::string own = word + std::to_string(rep.c.rank);
+    const std::string before = std::exchange(rep.compared.word, own);
+    // All have come here, so all have read the texts of the comparison before.
+    if (!before.empty() && before != own) forget(store, before);
+    return {};
+  }
   return Status(StatusCode::kCommFailed, by_name(rep) + ": rank " + std::to_string(rep.c.rank) +
                                              " calls " + mine +
                                              ", and the others do not (TE_FL_VALIDATE): " + others);
@@ -100,36 +129,62 @@ Status validate(const std::shared_ptr<Comm::Rep>& rep, const CollectiveCall& cal
                 const OpFacts& facts, uint64_t number) {
   Step step;
   write_step(step, call, facts, number);
-  Status same = compare(*rep, step, facts);
+  Status same = compare(*rep, call, step, facts);
   if (same.ok()) return same;
   if (same.code() != StatusCode::kCommFailed) {
     same = Status(StatusCode::kCommFailed,
                   by_name(*rep) + ": " + step.text() + " could not be compared (TE_FL_VALIDATE)",
                   same);
   }
-  rep->inside.store(false, std::memory_order_release);
   fail_all(rep, same);
   return same;
 }
 
+// A call's part in its communicator, from begin() to end().
+class Part {
+ public:
+  explicit Part(std::shared_ptr<Comm::Rep> rep) : rep_(std::move(rep)) { rep_->use(); }
+  Part(const Part&) = delete;
+  Part& operator=(const Part&) = delete;
+  ~Part() {
+    if (rep_ == nullptr) return;
+    if (inside_) rep_->inside.store(false, std::memory_order_release);
+    rep_->leave();
+  }
+  // True once another thread is inside.
+  bool enter() { return inside_ = !rep_->inside.exchange(true, std::memory_order_acquire); }
+  // It goes on in the ticket, whose end() leaves.
+  std::shared_ptr<Comm::Rep> keep() { return std::move(rep_); }
+
+ private:
+  std::shared_ptr<Comm::Rep> rep_;
+  bool inside_ = false;
+};
+
 Status begin(const CollectiveCall& call, core::CollectiveTicket& ticket) {
-  std::shared_ptr<Comm::Rep> rep = find(call.communicator.id);
+  const std::shared_ptr<Comm::Rep> rep = find(call.communicator.id);
   if (rep == nullptr) return {};  // a program's own, with a keeper of its own
   TE_FL_RETURN_IF_ERROR(check_process(*rep));
+  Part part(rep);
+  if (rep->dropped.load()) {
+    return failed_precondition(by_name(*rep) +
+                               " was destroyed by another thread; it lives until the last of its "
+                               "collectives has returned, and no other begins");
+  }
   if (rep->failed.load(std::memory_order_acquire)) return rep->failed_status();
   if (call.capturing && (rep->provider->desc.flags & TE_FL_COMM_CAPTURABLE) == 0) {
     return failed_precondition(by_name(*rep) + " is of provider '" + rep->provider->name +
                                "', whose collectives cannot be captured into a graph; leave them "
                                "out of the graph");
   }
-  if (rep->inside.exchange(true, std::memory_order_acquire)) {
+  if (!part.enter()) {
     return failed_precondition(by_name(*rep) +
                                " is used by another thread at this moment; a communicator is for "
                                "one thread at a time: split one off for each");
   }
   const OpFacts& facts = facts_of(*rep, call.op);
   Step& last = facts.transfer ? rep->last_transfer : rep->last;
-  if (core::g_validate.load(std::memory_order_relaxed)) [[unlikely]]
+  if (rep->validates) [[unlikely]]
     TE_FL_RETURN_IF_ERROR(validate(rep, call, facts, last.number + 1));
   {
     const std::lock_guard lock(rep->mutex);
@@ -139,7 +194,7 @@ Status begin(const CollectiveCall& call, core::CollectiveTicket& ticket) {
   rep->since.store(Clock::now().time_since_epoch().count(), std::memory_order_release);
   ticket.policy = policy_of(*rep, ticket.policy);
   ticket.transfer = facts.transfer;
-  ticket.communicator = std::move(rep);
+  ticket.communicator = part.keep();
   return {};
 }
 
@@ -163,6 +218,7 @@ Status told_failure(Comm::Rep& rep, const Step& step) {
 Status end(const CollectiveCall& call, core::CollectiveTicket& ticket, Status result) {
   if (ticket.communicator == nullptr) return result;
   const auto rep = std::static_pointer_cast<Comm::Rep>(std::move(ticket.communicator));
+  const Use use(*rep, true);
   // Until it is outside again no other thread writes this.
   Step& last = ticket.transfer ? rep->last_transfer : rep->last;
   const Clock::time_point since{Clock::duration(rep->since.exchange(0, std::memory_order_relaxed))};
@@ -199,13 +255,19 @@ constexpr core::CollectiveKeeper kKeeper{begin, end, policy_for};
 
 }  // namespace
 
-std::string Step::text() const {
+std::string Step::text_of_rows() const {
   std::string out =
       std::string(op == nullptr ? "nothing" : op) + " number " + std::to_string(number);
   if (rank < 0) return out;
   const int index = dtype_index(dtype);
-  out += " of " +
-         (index == kInvalidDType ? "?" : std::string(te_fl::name(static_cast<DType>(index)))) + "[";
+  return out + " of " +
+         (index == kInvalidDType ? "?" : std::string(te_fl::name(static_cast<DType>(index))));
+}
+
+std::string Step::text() const {
+  std::string out = text_of_rows();
+  if (rank < 0) return out;
+  out += "[";
   for (int i = 0; i < rank; ++i)
     out += (i == 0 ? "" : ",") + std::to_string(shape[static_cast<size_t>(i)]);
   return out + "]";

@@ -65,8 +65,17 @@ Status check_process(const Comm::Rep& rep) {
                              "are the parent's; make another one in the child");
 }
 
-void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why) {
+void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string aborted) {
   if (!first->mark_failed(why)) return;
+  if (aborted.empty()) {
+    first->abort();  // The store may not answer for a while.
+    if (Result<std::string> told = told_abort(*first); told.ok()) aborted = std::move(*told);
+    if (!aborted.empty() && why.message().find(aborted) == std::string::npos) {
+      why = Status(why.code(), why.message() + "; " + aborted, why.cause());
+      const std::lock_guard lock(first->mutex);
+      first->failure = why;
+    }
+  }
   // All of them know why before any is aborted: a call that ends by it tells the reason.
   std::vector<std::shared_ptr<Comm::Rep>> failed{first};
   for (const auto& rep : all()) {
@@ -78,6 +87,9 @@ void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why) {
     if (!now) continue;
     rep->told.store(true, std::memory_order_release);
     failed.push_back(rep);
+  }
+  for (const auto& rep : failed) {
+    if (!aborted.empty()) tell_abort(*rep, aborted);
   }
   for (const auto& rep : failed) rep->abort();
   for (const auto& rep : failed) tell_last(*rep);
@@ -94,6 +106,15 @@ void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why) {
 
 Comm::Rep::~Rep() { close(); }
 
+void Comm::Rep::drop() noexcept {
+  dropped.store(true);
+  if (users.load() == 0) close();
+}
+
+void Comm::Rep::leave() noexcept {
+  if (users.fetch_sub(1) == 1 && dropped.load()) close();
+}
+
 void Comm::Rep::close() noexcept {
   if (c.id == 0) return;
   // The parent's communicator is the parent's to end, and the lock may be another thread's there.
@@ -101,6 +122,7 @@ void Comm::Rep::close() noexcept {
   comm::remove(*this);
   const std::lock_guard lock(life);
   if (std::exchange(closed, true)) return;
+  comm::forget_making(*this);
   try {
     provider->api.destroy(c.self);
   } catch (...) {
@@ -141,7 +163,7 @@ Comm& Comm::operator=(Comm&& other) noexcept {
   return *this;
 }
 Comm::~Comm() {
-  if (rep_ != nullptr) rep_->close();
+  if (rep_ != nullptr) rep_->drop();
 }
 
 Result<Comm> Comm::create(const CommOptions& options) {
@@ -149,9 +171,43 @@ Result<Comm> Comm::create(const CommOptions& options) {
   return Comm(std::move(rep));
 }
 
+namespace {
+
+// The process's one attempt to make the job's communicator, as long as it goes on. A child of a
+// fork has none of its parent's.
+class WorldAttempt {
+ public:
+  WorldAttempt() {
+    const uint64_t mine = comm::fork_generation() + 1;
+    uint64_t before = g_attempt.load();
+    while (before != mine && !g_attempt.compare_exchange_weak(before, mine)) {
+    }
+    alone_ = before != mine;
+  }
+  WorldAttempt(const WorldAttempt&) = delete;
+  WorldAttempt& operator=(const WorldAttempt&) = delete;
+  ~WorldAttempt() {
+    if (alone_) g_attempt.store(0);
+  }
+  bool alone() const { return alone_; }
+
+ private:
+  static std::atomic<uint64_t> g_attempt;  // 0: none; else the process's forks and 1
+  bool alone_ = false;
+};
+constinit std::atomic<uint64_t> WorldAttempt::g_attempt{0};
+
+}  // namespace
+
 Result<Comm> Comm::world(const Device& device) {
+  const WorldAttempt attempt;
+  if (!attempt.alone()) {
+    return failed_precondition(
+        "Comm::world: another thread of this process makes the job's communicator at this moment; "
+        "use that one, or split() it");
+  }
   for (const auto& rep : comm::all()) {
-    if (!rep->is_world) continue;
+    if (!rep->is_world.load()) continue;
     return failed_precondition(
         "Comm::world: this process has the job's communicator already; use that one, or split() "
         "it");
@@ -167,16 +223,18 @@ Result<Comm> Comm::world(const Device& device) {
                            Store::open(job.store_address, job.rank, job.size, timeout));
   }
   TE_FL_ASSIGN_OR_RETURN(Comm made, create(options));
-  made.rep_->is_world = true;
+  made.rep_->is_world.store(true);
   return made;
 }
 
 Result<Comm> Comm::split(int color, int key, std::string name) const {
   if (rep_ == nullptr) return invalid_argument("Comm::split: the Comm is empty");
   TE_FL_RETURN_IF_ERROR(comm::check_process(*rep_));
+  const comm::Use use(*rep_);
   if (rep_->failed.load()) return rep_->failed_status();
   // All ranks tell color and key, and each finds its own among them.
-  const std::string word = "split" + std::to_string(rep_->splits.fetch_add(1)) + "/";
+  const int number = rep_->splits.fetch_add(1);
+  const std::string word = "split" + std::to_string(number) + "/";
   comm::StoreFace& face = *rep_->face;
   TE_FL_RETURN_IF_ERROR(face.store().set(face.key(word + std::to_string(rep_->c.rank)),
                                          std::to_string(color) + " " + std::to_string(key)));
@@ -190,6 +248,9 @@ Result<Comm> Comm::split(int color, int key, std::string name) const {
     if (std::stoi(answer) == color && color >= 0)
       mine.emplace_back(std::stoi(answer.substr(blank + 1)), r);
   }
+  // All have come here, so all have read the answers to the split before.
+  if (number > 0)
+    comm::forget(face, "split" + std::to_string(number - 1) + "/" + std::to_string(rep_->c.rank));
   std::sort(mine.begin(), mine.end());
   CommOptions options;
   options.device = rep_->device;
@@ -253,8 +314,11 @@ Status Comm::status() const {
 
 void Comm::abort(std::string reason) {
   if (rep_ == nullptr) return;
-  comm::fail_all(rep_, Status(StatusCode::kCommFailed,
-                              "communicator '" + rep_->name + "' was aborted: " + reason));
+  comm::fail_all(
+      rep_,
+      Status(StatusCode::kCommFailed, "communicator '" + rep_->name + "' was aborted: " + reason),
+      "rank " + std::to_string(rep_->c.rank) + " of communicator '" + rep_->name +
+          "' aborted it: " + reason);
 }
 
 }  // namespace te_fl

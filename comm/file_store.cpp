@@ -111,6 +111,14 @@ class FileStore final : public Store {
     return read(name);
   }
 
+  Status forget(std::string_view prefix) override {
+    TE_FL_ASSIGN_OR_RETURN(const std::string first, name_of(prefix));
+    TE_FL_ASSIGN_OR_RETURN(const std::set<std::string> names, entries());
+    for (auto at = names.lower_bound(first); at != names.end() && at->starts_with(first); ++at)
+      ::unlink(path(*at).c_str());
+    return {};
+  }
+
   std::string address() const override { return "file:" + folder_; }
 
  private:

@@ -84,6 +84,17 @@ Status check_thread(const Comm::Rep& rep) {
       "the thread of CommGroup::begin");
 }
 
+// Leaves the communicators of a group, and the one that it was begun with, when end_group()
+// returns.
+struct LeavingGroup {
+  ~LeavingGroup() {
+    for (const Pending& p : pending) p.rep->leave();
+    rep->leave();
+  }
+  const std::shared_ptr<Comm::Rep>& rep;
+  const std::vector<Pending>& pending;
+};
+
 // Ends the group of the provider; the status is that of the collectives in it.
 Status end_group(const std::shared_ptr<Comm::Rep>& rep) {
   const std::vector<Pending> pending = closed(rep->provider.get());
@@ -93,6 +104,7 @@ Status end_group(const std::shared_ptr<Comm::Rep>& rep) {
   const te_fl_status code = errors.call(
       [&] { return rep->provider->api.group_end(rep->provider->desc.self, errors.sink()); });
   set_running_since(pending, 0);
+  const LeavingGroup leaving{rep, pending};
   Status status = errors.status(code, "communicator '" + rep->name + "': a group of collectives");
   if (status.ok()) {
     for (const Pending& p : pending)
@@ -111,6 +123,7 @@ bool wait_for_group(const std::shared_ptr<Comm::Rep>& rep, const core::Collectiv
   OpenGroup* group = open_group(rep->provider.get());
   if (group == nullptr) return false;
   group->pending.push_back({rep, call.capturing, call.stream, step});
+  rep->use();  // until the group has ended
   return true;
 }
 
@@ -133,6 +146,7 @@ Result<CommGroup> CommGroup::begin(const Comm& comm) {
       errors.call([&] { return api.group_start(rep->provider->desc.self, errors.sink()); });
   TE_FL_RETURN_IF_ERROR(errors.status(code, "communicator '" + rep->name + "': group_start"));
   comm::opened(rep->provider.get());
+  rep->use();
   return CommGroup(rep);
 }
 

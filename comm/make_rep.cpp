@@ -14,6 +14,7 @@
 #include "comm/process_store.hpp"
 #include "comm/watchdog.hpp"
 #include "core/base/error_text.hpp"
+#include "core/base/settings.hpp"
 #include "policy/current.hpp"
 #include "registry/implementation.hpp"
 #include "te_fl/environment.hpp"
@@ -63,6 +64,8 @@ std::string facts_of(const Comm::Rep& rep) {
 
 // The store's word of a rank whose provider did not make its part, for those that wait for it.
 constexpr char kRefused[] = "refused";
+// Providers take 32 bits of it (te_fl_comm_config.timeout_ms), 49 days.
+constexpr milliseconds kLongestTimeout{UINT32_MAX};
 
 // The failure that some rank told, if one did.
 Status refused(Comm::Rep& rep) {
@@ -216,7 +219,7 @@ void keep_policy(Comm::Rep& rep, const SelectionPolicy& policy) {
 }  // namespace
 
 Result<milliseconds> timeout_of(const CommOptions& options) {
-  if (options.timeout) return *options.timeout;
+  if (options.timeout) return std::min(*options.timeout, kLongestTimeout);
   TE_FL_ASSIGN_OR_RETURN(const int64_t ms, environment::get_int("TE_FL_COMM_TIMEOUT_MS"));
   return milliseconds(ms);
 }
@@ -242,12 +245,15 @@ Result<std::shared_ptr<Comm::Rep>> make_rep(const CommOptions& options, const Co
   std::shared_ptr<Comm::Rep> rep = start(options, timeout, std::move(provider));
   keep_policy(*rep, *policy);
   rep->implementations = choose_implementations(*rep->provider, policy->settings(), rep->device);
-  if (Status s = agree(*rep->face, rep->c.rank, rep->c.size, {facts_of(*rep)}, timeout); !s.ok())
-    return cannot(s);
+  const Facts facts{facts_of(*rep), core::g_validate.load(std::memory_order_relaxed)};
+  const Result<bool> validates = agree(*rep->face, rep->c.rank, rep->c.size, facts, timeout);
+  if (!validates.ok()) return cannot(validates.status());
+  rep->validates = *validates;
   if (Status s = make(*rep, parent, color); !s.ok()) {
     tell_refused(*rep, s);
     return cannot(s);
   }
+  tell_made(*rep);
   add(rep);
   watch_calls();
   watch();

@@ -20,6 +20,13 @@ Result<std::string> ProcessStore::get(std::string_view key, std::chrono::millise
   return values_.find(key)->second;
 }
 
+Status ProcessStore::forget(std::string_view prefix) {
+  const std::lock_guard lock(mutex_);
+  auto at = values_.lower_bound(prefix);
+  while (at != values_.end() && at->first.starts_with(prefix)) at = values_.erase(at);
+  return {};
+}
+
 Result<std::optional<std::string>> ProcessStore::look(std::string_view key) {
   const std::lock_guard lock(mutex_);
   const auto at = values_.find(key);

@@ -12,11 +12,12 @@
 namespace te_fl::comm {
 
 // A store for ranks that are threads of one process: a map. All of them share the one object.
-class ProcessStore final : public Store {
+class ProcessStore : public Store {
  public:
   Status set(std::string_view key, std::string_view value) override;
   Result<std::string> get(std::string_view key, std::chrono::milliseconds timeout) override;
   Result<std::optional<std::string>> look(std::string_view key) override;
+  Status forget(std::string_view prefix) override;
   std::string address() const override { return "threads of this process"; }
 
  private:

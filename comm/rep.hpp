@@ -29,6 +29,8 @@ struct Step {
   std::array<int64_t, 8> shape{};
   // "all_reduce number 17 of f32[1024,64]"
   std::string text() const;
+  // text() without the shape, which differs where ranks bring rows of their own.
+  std::string text_of_rows() const;
 };
 
 // The facts of a collective's schema that tell what its calls have in common on all ranks. `layout`
@@ -38,14 +40,21 @@ struct OpFacts {
   bool transfer = false;  // between two ranks, not all
   bool uneven = false;    // ranks bring tensors of several sizes
   int64_t tensor = -1;    // offset of the first tensor in the arguments; -1: there is none
+  // Offsets of the numbers that all ranks give alike, with their words for messages.
+  struct Alike {
+    const char* name = nullptr;
+    uint32_t offset = 0;
+    const char* words = nullptr;  // of an enum, space separated
+  };
+  std::vector<Alike> alike;
 };
 
 // The step that TE_FL_VALIDATE compared last, and how many others were compared as that number
-// before it.
+// before it. `word`: where this rank's text is in the store.
 struct Compared {
   uint64_t number = 0;
   int attempt = 0;
-  std::string text;
+  std::string text, word;
 };
 
 // The mark behind collectives that were enqueued on a device.
@@ -73,13 +82,22 @@ struct Comm::Rep {
   // deterministic results, for calls under a policy that asks for them.
   uint32_t policy = 0, deterministic_policy = 0;
   uint64_t fork_generation = 0;
-  bool is_world = false;
+  std::atomic<bool> is_world{false};
+  bool validates = false;  // some rank asked for TE_FL_VALIDATE when it was made, and all compare
   // The one of Comm::create() that it was split off, or that it is itself, by an address of its own
   // in this process, and the ranks of that which are in this one, by their ranks here.
   std::shared_ptr<const char> origin;
   std::vector<int> origin_ranks;
   mutable std::atomic<int> splits{0};
 
+  // Calls and groups that are under way, and true from the end of the Comm on: the provider's part
+  // ends with the last of them.
+  std::atomic<int> users{0};
+  std::atomic<bool> dropped{false};
+  // Its Comm is gone: closes it now, or lets the last user do so.
+  void drop() noexcept;
+  void use() noexcept { users.fetch_add(1); }
+  void leave() noexcept;
   // The call that a thread is inside, which alone writes what follows.
   std::atomic<bool> inside{false};
   std::vector<comm::OpFacts> known_ops;
@@ -89,6 +107,8 @@ struct Comm::Rep {
   // collectives, and while it destroys; `closed`, once it has.
   std::mutex life;
   bool closed = false;
+  // The watchdog's: when it asks the store next if another rank aborted it; max(): never again.
+  comm::Clock::time_point next_question{};
   std::mutex mutex;  // of what follows; held for moments
   comm::Step last, last_transfer;
   bool in_transfer = false;  // true: of the two, the latter is the newest
@@ -124,8 +144,34 @@ uint64_t fork_generation() noexcept;
 // FAILED_PRECONDITION in a child of the process that made it.
 Status check_process(const Comm::Rep& rep);
 // Fails the communicator, then every other of the process because of it, and adds to the failure
-// where the other ranks are, as far as they say so within a moment.
-void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why);
+// where the other ranks are, as far as they say so within a moment. `aborted`: the program aborted
+// it, in words for the other ranks of all of them.
+void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string aborted = {});
+// Tells the other ranks that a program aborted it, and gives what one of them told so; empty: none.
+void tell_abort(Comm::Rep& rep, const std::string& text);
+Result<std::string> told_abort(Comm::Rep& rep);
+// A call's part in a communicator, which is not destroyed meanwhile. `begun`: use() was called.
+class Use {
+ public:
+  explicit Use(Comm::Rep& rep, bool begun = false) : rep_(rep) {
+    if (!begun) rep_.use();
+  }
+  Use(const Use&) = delete;
+  Use& operator=(const Use&) = delete;
+  ~Use() { rep_.leave(); }
+
+ private:
+  Comm::Rep& rep_;
+};
+
+// Takes a key of the communicator, or all that begin with it, out of the store, which needs none of
+// them any more. A store that fails keeps it.
+void forget(StoreFace& face, const std::string& prefix) noexcept;
+// Says in the store that this rank has made its part.
+void tell_made(Comm::Rep& rep) noexcept;
+// On rank 0, takes out of the store what the ranks told each other to make a communicator, if all
+// of them have.
+void forget_making(Comm::Rep& rep) noexcept;
 // Puts this rank's last collective into the store, for the others to tell.
 void tell_last(Comm::Rep& rep);
 // Says where each rank was when it failed, as each tells.

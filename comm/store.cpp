@@ -1,5 +1,6 @@
 #include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 #include <map>
 #include <tuple>
@@ -59,9 +60,10 @@ Result<HostPort> parse_host_port(std::string_view address, std::string_view rest
   return HostPort{std::string(host), port};
 }
 
+constexpr std::string_view kFile = "file:", kTcp = "tcp://";
+
 Result<std::shared_ptr<Store>> open_new(std::string_view address, const comm::StoreRank& rank,
                                         std::chrono::milliseconds timeout) {
-  constexpr std::string_view kFile = "file:", kTcp = "tcp://";
   if (address.starts_with(kFile)) {
     const std::string_view path = address.substr(kFile.size());
     if (path.empty()) return malformed(address, "names no folder");
@@ -75,6 +77,21 @@ Result<std::shared_ptr<Store>> open_new(std::string_view address, const comm::St
   return malformed(address, "is of no known kind");
 }
 
+// True in a child of a fork whose parent has opened a store there. The caller holds stores_mutex.
+bool opened_by_parent(std::string_view address) {
+  return std::ranges::any_of(opened(), [&](const auto& entry) {
+    return std::get<0>(entry.first) == address && std::get<2>(entry.first) != ::getpid() &&
+           entry.second.generation > 0;
+  });
+}
+
+// The parent may use it still: what is said of earlier runs, whose folder can go, is wrong here.
+Result<std::shared_ptr<Store>> is_parents(std::string_view address, StatusCode code) {
+  return Status(code, "the store " + std::string(address) +
+                          " is that of the process which this one was forked off, whose job goes "
+                          "on with it; name another one for the child's job (TE_FL_STORE)");
+}
+
 }  // namespace
 
 Result<std::shared_ptr<Store>> Store::open(std::string_view address, int rank, int size,
@@ -86,8 +103,10 @@ Result<std::shared_ptr<Store>> Store::open(std::string_view address, int rank, i
   }
   const OpenedKey key{address, rank, ::getpid()};
   uint32_t generation = 0;
+  bool parents = false;
   {
     const std::lock_guard lock(stores_mutex);
+    parents = opened_by_parent(address);
     Opened& entry = opened()[key];
     if (std::shared_ptr<Store> alive = entry.store.lock()) return alive;
     if (entry.opening) {
@@ -97,7 +116,10 @@ Result<std::shared_ptr<Store>> Store::open(std::string_view address, int rank, i
     entry.opening = true;
     generation = entry.generation + 1;
   }
-  auto store = open_new(address, {rank, size, generation}, timeout);
+  auto store = parents && address.starts_with(kFile)
+                   ? is_parents(address, StatusCode::kAlreadyExists)
+                   : open_new(address, {rank, size, generation}, timeout);
+  if (parents && !store.ok()) store = is_parents(address, store.status().code());
   const std::lock_guard lock(stores_mutex);
   Opened& entry = opened()[key];
   entry.opening = false;
@@ -107,6 +129,8 @@ Result<std::shared_ptr<Store>> Store::open(std::string_view address, int rank, i
   }
   return store;
 }
+
+Status Store::forget(std::string_view) { return {}; }
 
 std::shared_ptr<Store> Store::in_process() { return std::make_shared<comm::ProcessStore>(); }
 

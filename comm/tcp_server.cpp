@@ -152,7 +152,7 @@ class TcpServer::Loop {
     if (c.in.size() < sizeof(wire::Request)) return false;
     const auto request = wire::head_of<wire::Request>(c.in);
     if (request.key_bytes > wire::kMostKeyBytes || request.value_bytes > kMostValueBytes ||
-        request.verb < wire::Verb::kSet || request.verb > wire::Verb::kLook) {
+        request.verb < wire::Verb::kSet || request.verb > wire::Verb::kForget) {
       c.gone = true;  // no client sends such
       return false;
     }
@@ -210,6 +210,7 @@ class TcpServer::Loop {
   void serve_request(Connection& c, const wire::Request& request, std::string key,
                      std::string value) {
     if (request.verb == wire::Verb::kSet) return set(c, std::move(key), std::move(value));
+    if (request.verb == wire::Verb::kForget) return forget(c, key);
     const auto at = values_.find(key);
     if (at != values_.end()) return answer(c, TE_FL_OK, at->second, true);
     if (request.verb == wire::Verb::kLook) return answer(c, TE_FL_OK, {});
@@ -232,6 +233,15 @@ class TcpServer::Loop {
       answer(other, TE_FL_OK, kept, true);
       send(other);
     }
+  }
+
+  void forget(Connection& c, const std::string& prefix) {
+    auto at = values_.lower_bound(prefix);
+    while (at != values_.end() && at->first.starts_with(prefix)) {
+      held_ -= at->first.size() + at->second.size();
+      at = values_.erase(at);
+    }
+    answer(c, TE_FL_OK, {});
   }
 
   // Nobody waits for a rank that does not read: each socket gets what it takes at once.

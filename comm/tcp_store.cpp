@@ -97,6 +97,12 @@ class TcpStore final : public Store {
     return std::optional<std::string>(std::move(answer.bytes));
   }
 
+  Status forget(std::string_view prefix) override {
+    TE_FL_ASSIGN_OR_RETURN(const Answer answer,
+                           ask(wire::Verb::kForget, prefix, {}, milliseconds(0)));
+    return status_of(answer);
+  }
+
   std::string address() const override {
     const bool brackets = host_.find(':') != std::string::npos;
     return "tcp://" + (brackets ? "[" + host_ + "]" : host_) + ":" + std::to_string(port_);

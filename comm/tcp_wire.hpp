@@ -9,7 +9,7 @@
 namespace te_fl::comm::wire {
 
 constexpr char kMagic[8] = {'T', 'E', '_', 'F', 'L', 'K', 'V', '\n'};
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr uint32_t kMostKeyBytes = 4096;
 constexpr uint32_t kMostTextBytes = 4096;  // of an error
 
@@ -31,9 +31,9 @@ struct Welcome {
   uint32_t zero;
 };
 
-enum class Verb : uint32_t { kSet = 1, kGet = 2, kLook = 3 };
+enum class Verb : uint32_t { kSet = 1, kGet = 2, kLook = 3, kForget = 4 };
 
-// Behind it: the key, then the value of a kSet.
+// Behind it: the key, then the value of a kSet. A kForget is of all keys that begin with it.
 struct Request {
   Verb verb;
   uint32_t key_bytes;

@@ -17,6 +17,7 @@ constexpr milliseconds kPeriod{50};
 // A provider on the host ends its calls by the time-out itself, and says more; this is for one that
 // does not.
 constexpr milliseconds kAfterTimeout{400};
+constexpr milliseconds kQuestionPeriod{500};
 
 constinit core::ForkMutex watchdog_mutex(core::LockLevel::kCommWatchdog);
 const core::ForkMutex::Registration watchdog_registration(watchdog_mutex);
@@ -64,6 +65,26 @@ Status look(Comm::Rep& rep) {
   return Status(StatusCode::kCommFailed, late(rep, rep.oldest.step));
 }
 
+// Another rank's abort ends what waits here. A collective that waits for half a second has the
+// store asked, again and again, since a provider need not see that another rank aborted.
+Status ask_for_abort(Comm::Rep& rep) {
+  const Clock::time_point now = Clock::now();
+  if (now < rep.next_question) return {};
+  Clock::time_point since{Clock::duration(rep.since.load(std::memory_order_acquire))};
+  {
+    const std::lock_guard lock(rep.mutex);
+    if (since == Clock::time_point() && rep.oldest.set) since = rep.oldest.since;
+  }
+  if (since == Clock::time_point() || now - since < kQuestionPeriod) return {};
+  const Result<std::string> told = told_abort(rep);
+  // A store that has gone once is not waited for again.
+  rep.next_question = told.ok() ? Clock::now() + kQuestionPeriod : Clock::time_point::max();
+  if (!told.ok() || told->empty()) return {};
+  return Status(StatusCode::kCommFailed, "communicator '" + rep.name + "', rank " +
+                                             std::to_string(rep.c.rank) + " of " +
+                                             std::to_string(rep.c.size) + ": " + *told);
+}
+
 // Called when there was nothing to watch: true if something has come since that counts on this
 // thread, having found it running.
 bool goes_on() {
@@ -88,6 +109,7 @@ void run() {
         const std::lock_guard lock(rep->life);
         if (!rep->closed) why = look(*rep);
       }
+      if (why.ok()) why = ask_for_abort(*rep);
       if (!why.ok()) fail_all(rep, std::move(why));
     }
     reps.clear();

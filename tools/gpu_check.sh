@@ -95,7 +95,8 @@ cudnn_name() { # LOG I
 conformance=("$build/bin/conformance" --plugin "$plugin" --device cuda:0 --impl vendor.cuda
   --expected conformance/expected_unsupported.txt)
 
-all_families="activation attention dropout gemm norm optimizer quantize rope softmax tensor"
+# What takes longest first. Every family of ops but collective, which gpu_collectives_test runs.
+all_families="gemm moe activation attention quantize softmax norm tensor rope optimizer dropout"
 # What spends its time on the host, or leaves most of the GPU idle, runs side by side: start NAME COMMAND.. leaves $out/NAME.log and
 # NAME.code when `wait` is over.
 room=$(($(nproc) / 2))
@@ -191,7 +192,7 @@ else
       --json "$out/conformance-cudnn$i.json"
   done
   start conformance-no-scratch env TE_FL_CUDA_ATTENTION_SCRATCH_MB=0 "${conformance[@]}" --op fused_attn_bwd
-  for family in gemm activation attention quantize softmax norm tensor rope optimizer dropout; do
+  for family in $all_families; do
     start "conformance-$family" "${conformance[@]}" --family $family --json "$out/conformance-$family.json"
   done
   wait
@@ -231,7 +232,7 @@ else
     row "collectives" "$(result_of collectives)" "$(grep -E '^\[  (PASSED|FAILED|SKIPPED) ' "$out/collectives.log" | head -n 2 | tr '\n' ' ')"
   fi
   # Every check on: pointers and streams before each op, a wait after it, a range around it.
-  for family in activation attention gemm quantize softmax norm tensor rope optimizer dropout; do
+  for family in $all_families; do
     start "validate-$family" env TE_FL_VALIDATE=1 TE_FL_SYNC=1 TE_FL_CUDA_NVTX=1 "${conformance[@]}" --reduced --family $family
   done
 fi
@@ -249,7 +250,7 @@ if [ $quick = 0 ]; then
     joined=("${conformance[@]}" --family gemm --case 512x17664x128)
     start_sanitizer racecheck joined-gemm "${joined[@]}"
     for tool in racecheck memcheck initcheck; do
-      for family in activation attention quantize softmax norm tensor rope optimizer dropout; do
+      for family in ${all_families/gemm/}; do
         start_sanitizer $tool $family "${conformance[@]}" --reduced --family $family
       done
     done

@@ -29,6 +29,26 @@ Communicator& comm_of(const te_fl_communicator* comm) {
   return backend::communicator<Communicator>(comm);
 }
 
+// ---- what the ranks' calls have in common
+
+enum class Op : uint8_t {
+  kAllReduce,
+  kShare,
+  kReduceScatter,
+  kAllGather,
+  kAllToAll,
+  kAllToAllV,
+  kBroadcast,
+  kReceived,
+  kBarrier
+};
+
+// A number for calls that belong together: of one op, type of elements, and reduction or root.
+uint64_t kind_of(Op op, const te_fl_dtype& type, int32_t detail = 0) {
+  return static_cast<uint64_t>(op) << 56 | static_cast<uint64_t>(type.code) << 48 |
+         static_cast<uint64_t>(type.bits) << 40 | static_cast<uint32_t>(detail);
+}
+
 // ---- reductions
 
 // Divides n elements over the ranks into parts that differ by one element at most.
@@ -45,12 +65,12 @@ size_t scratch_bytes(const te_fl_communicator& comm, size_t part_bytes) {
 }
 
 // This rank's part of `input`, reduced over all ranks, to `out`, which may be that part.
-void reduce_own(Communicator& comm, const Parts& input, Element element, int32_t reduction,
-                char* scratch, char* out) {
+void reduce_own(Communicator& comm, uint64_t kind, const Parts& input, Element element,
+                int32_t reduction, char* scratch, char* out) {
   const auto rank = static_cast<size_t>(comm.rank());
   const size_t own = input.bytes[rank];
   const Parts theirs(scratch, comm.size(), own);
-  comm.exchange(input, theirs);
+  comm.exchange(kind, input, theirs);
   std::vector<const char*> parts;
   for (const size_t at : theirs.offset) parts.push_back(scratch + at);
   parts[rank] = input.base + input.offset[rank];
@@ -64,11 +84,12 @@ void all_reduce_halves(Communicator& comm, const te_fl_all_reduce_args& a, Eleme
   const auto rank = static_cast<size_t>(comm.rank());
   const std::vector<size_t> parts = shares(n, comm.size(), width);
   const Parts out(data<char>(*a.output), parts);
-  reduce_own(comm, Parts(data<char>(*a.input), parts), element, a.reduction, scratch,
+  reduce_own(comm, kind_of(Op::kAllReduce, a.input->dl.dtype, a.reduction),
+             Parts(data<char>(*a.input), parts), element, a.reduction, scratch,
              out.base + out.offset[rank]);
   Parts own(out.base + out.offset[rank], comm.size(), out.bytes[rank]);
   for (size_t& at : own.offset) at = 0;  // every rank gets the same part
-  comm.exchange(own, out);
+  comm.exchange(kind_of(Op::kShare, a.input->dl.dtype, a.reduction), own, out);
 }
 
 template <class T>
@@ -78,7 +99,7 @@ void all_reduce_by_gloo(Communicator& comm, const te_fl_all_reduce_args& a, Elem
   if (data<T>(*a.input) != data<T>(*a.output)) options.setInput(data<T>(*a.input), n);
   options.setOutput(data<T>(*a.output), n);
   options.setReduceFunction(pairwise(element, a.reduction));
-  const auto kind = static_cast<uint64_t>(element) << 8 | static_cast<uint64_t>(a.reduction);
+  const uint64_t kind = kind_of(Op::kAllReduce, a.input->dl.dtype, a.reduction);
   options.setTag(comm.next_tag(kind, bytes(*a.input)));
   ::gloo::allreduce(options);
   if (a.reduction == TE_FL_REDUCTION_AVG) divide(element, data<T>(*a.output), n, comm.size());
@@ -98,7 +119,8 @@ void reduce_scatter(Communicator& comm, const te_fl_context& ctx,
                     const te_fl_reduce_scatter_args& a) {
   if (comm.size() == 1) return copy(data<char>(*a.output), data<char>(*a.input), bytes(*a.input));
   if (bytes(*a.input) == 0) return;
-  reduce_own(comm, Parts(data<char>(*a.input), comm.size(), bytes(*a.output)),
+  reduce_own(comm, kind_of(Op::kReduceScatter, a.input->dl.dtype, a.reduction),
+             Parts(data<char>(*a.input), comm.size(), bytes(*a.output)),
              element_of(a.input->dl.dtype), a.reduction, static_cast<char*>(ctx.workspace),
              data<char>(*a.output));
 }
@@ -124,19 +146,20 @@ void all_gather(Communicator& comm, const te_fl_context&, const te_fl_all_gather
   ::gloo::AllgatherOptions options(comm.mesh());
   if (own != data<char>(*a.input)) options.setInput(data<char>(*a.input), part);
   options.setOutput(out, part * static_cast<size_t>(comm.size()));
-  options.setTag(comm.next_tag(1, part));
+  options.setTag(comm.next_tag(kind_of(Op::kAllGather, a.input->dl.dtype), part));
   ::gloo::allgather(options);
 }
 
-void exchange_copied(Communicator& comm, const Parts& in, const Parts& out) {
+void exchange_copied(Communicator& comm, uint64_t kind, const Parts& in, const Parts& out) {
   const auto rank = static_cast<size_t>(comm.rank());
   copy(out.base + out.offset[rank], in.base + in.offset[rank], in.bytes[rank]);
-  if (comm.size() > 1) comm.exchange(in, out);
+  if (comm.size() > 1) comm.exchange(kind, in, out);
 }
 
 void all_to_all(Communicator& comm, const te_fl_context&, const te_fl_all_to_all_args& a) {
   const size_t part = bytes(*a.input) / static_cast<size_t>(comm.size());
-  exchange_copied(comm, Parts(data<char>(*a.input), comm.size(), part),
+  exchange_copied(comm, kind_of(Op::kAllToAll, a.input->dl.dtype),
+                  Parts(data<char>(*a.input), comm.size(), part),
                   Parts(data<char>(*a.output), comm.size(), part));
 }
 
@@ -155,8 +178,22 @@ void all_to_all_v(Communicator& comm, const te_fl_context&, const te_fl_all_to_a
                      " rows from this very rank " + std::to_string(rank) +
                      ", for which 'input_rows' has " + std::to_string(a.input_rows[rank]));
   }
-  exchange_copied(comm, Parts(data<char>(*a.input), bytes_of_rows(a.input_rows, *a.input, ranks)),
+  exchange_copied(comm, kind_of(Op::kAllToAllV, a.input->dl.dtype),
+                  Parts(data<char>(*a.input), bytes_of_rows(a.input_rows, *a.input, ranks)),
                   Parts(data<char>(*a.output), bytes_of_rows(a.output_rows, *a.input, ranks)));
+}
+
+// Every other rank tells the root that it has received, by a byte. Ranks that each take themselves
+// for the root would send in vain and see no failure otherwise.
+void tell_root(Communicator& comm, uint64_t kind, int32_t root) {
+  std::vector<size_t> to(static_cast<size_t>(comm.size())), from(to);
+  if (comm.rank() == root) {
+    from.assign(from.size(), 1);
+  } else {
+    to[static_cast<size_t>(root)] = 1;
+  }
+  std::vector<char> out(1), in(from.size());
+  comm.exchange(kind, Parts(out.data(), std::move(to)), Parts(in.data(), std::move(from)));
 }
 
 void broadcast(Communicator& comm, const te_fl_context&, const te_fl_broadcast_args& a) {
@@ -164,14 +201,16 @@ void broadcast(Communicator& comm, const te_fl_context&, const te_fl_broadcast_a
   ::gloo::BroadcastOptions options(comm.mesh());
   options.setOutput(data<char>(*a.data), bytes(*a.data));
   options.setRoot(a.root);
-  options.setTag(comm.next_tag(static_cast<uint64_t>(a.root) << 8 | 2, bytes(*a.data)));
+  const uint64_t kind = kind_of(Op::kBroadcast, a.data->dl.dtype, a.root);
+  options.setTag(comm.next_tag(kind, bytes(*a.data)));
   ::gloo::broadcast(options);
+  tell_root(comm, kind_of(Op::kReceived, a.data->dl.dtype, a.root), a.root);
 }
 
 void barrier(Communicator& comm, const te_fl_context&, const te_fl_barrier_args&) {
   if (comm.size() == 1) return;
   ::gloo::BarrierOptions options(comm.mesh());
-  options.setTag(comm.next_tag(3, 0));
+  options.setTag(comm.next_tag(kind_of(Op::kBarrier, {}), 0));
   ::gloo::barrier(options);
 }
 

@@ -248,8 +248,8 @@ uint32_t Communicator::next_tag(uint64_t kind, uint64_t bytes) {
   return static_cast<uint32_t>(mixed(mixed(++calls_, kind), bytes) >> 32);
 }
 
-void Communicator::exchange(const Parts& out, const Parts& in) {
-  const uint64_t call = ++calls_;
+void Communicator::exchange(uint64_t kind, const Parts& out, const Parts& in) {
+  const uint64_t call = mixed(++calls_, kind);
   const auto total = [](const Parts& p) { return p.offset.back() + p.bytes.back(); };
   const auto sender = mesh_->createUnboundBuffer(out.base, total(out));
   const auto receiver = mesh_->createUnboundBuffer(in.base, total(in));

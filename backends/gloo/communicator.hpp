@@ -73,8 +73,9 @@ class Communicator {
   // The tag of the next op of all ranks. Calls of another op, size or kind get another tag, so that
   // they wait for each other in vain and no bytes go where they do not fit.
   uint32_t next_tag(uint64_t kind, uint64_t bytes);
-  // Gives parts `out` of all ranks to them, and takes theirs into `in`; this rank's own is left.
-  void exchange(const Parts& out, const Parts& in);
+  // Gives parts `out` of all ranks to them, and takes theirs into `in`; this rank's own is left. It
+  // waits in vain for a call of another kind, as that of next_tag() does.
+  void exchange(uint64_t kind, const Parts& out, const Parts& in);
   Transfer begin_send(const void* data, size_t bytes, int peer);
   Transfer begin_receive(void* data, size_t bytes, int peer);
   void wait(Transfer& transfer) const;

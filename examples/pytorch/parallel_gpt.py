@@ -1,6 +1,6 @@
 """Trains a small GPT over several ranks: tensor and sequence parallel in te_fl.pytorch's layers, data parallel by PyTorch's DDP.
 
-usage: torchrun --nproc-per-node N parallel_gpt.py [--tp RANKS] [--no-sequence-parallel] [--device DEVICE] [--recipe none|delayed|current] [--steps N]
+usage: torchrun --nproc-per-node N parallel_gpt.py [--tp RANKS] [--no-sequence-parallel] [--device DEVICE] [--recipe none|delayed|current|block] [--steps N]
   --tp      ranks that divide each layer; the others repeat the model on parts of the batch (default: 1)
   --device  cuda where there is one, else cpu
   --recipe  of FP8; none trains in FP32 on the CPU and in BF16 on a GPU (default: none)
@@ -22,7 +22,7 @@ import te_fl.pytorch as te
 from te_fl.common import recipe
 from te_fl.pytorch.distributed import collectives
 
-RECIPES = {"none": None, "delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling}
+RECIPES = {"none": None, "delayed": recipe.DelayedScaling, "current": recipe.Float8CurrentScaling, "block": recipe.Float8BlockScaling}
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH = 2, 64, 4, 64, 16
 
 

@@ -29,6 +29,9 @@ class TE_FL_API Store {
   virtual Result<std::string> get(std::string_view key, std::chrono::milliseconds timeout) = 0;
   // The value if it has been set; never waits for a rank.
   virtual Result<std::optional<std::string>> look(std::string_view key) = 0;
+  // Takes every key that begins with `prefix` out of the store, to save memory: no rank asks for
+  // one of them any more. A store may keep them, as this one does.
+  virtual Status forget(std::string_view prefix);
   // "file:/shared/job7" or "tcp://10.0.0.1:29511", for messages.
   virtual std::string address() const = 0;
 
@@ -61,19 +64,22 @@ struct CommOptions {
   // The provider's name ("nccl", "gloo", "threads"). Empty: that which policy ranks first of those
   // that serve the device, by kind, vendor filters and priority, as it ranks implementations.
   std::string provider;
-  // For making it and for every collective; absent: TE_FL_COMM_TIMEOUT_MS.
+  // For making it and for every collective; absent: TE_FL_COMM_TIMEOUT_MS. One of 2^32 ms or more
+  // is as one of 2^32 - 1 ms, 49 days.
   std::optional<std::chrono::milliseconds> timeout;
 };
 
 // The ranks that call collectives together (te_fl::ops::all_reduce(..., comm.c())). When one is
 // made, all ranks compare what could make them choose or compute differently - plugins, versions,
 // policy, the job's settings - and agree on the implementations of the collectives; a difference
-// is FAILED_PRECONDITION on every rank, with the difference by rank. From then on a failure of one
-// rank is COMM_FAILED on all: a watchdog looks for errors and for collectives that do not end, and
-// what it finds aborts every communicator of the process.
+// is FAILED_PRECONDITION on every rank, with the difference by rank. If TE_FL_VALIDATE is on then
+// for one of them, all compare each collective before it begins, as long as the communicator lives.
+// From then on a failure of one rank is COMM_FAILED on all: a watchdog looks for errors and for
+// collectives that do not end, and what it finds aborts every communicator of the process.
 //
 // Movable, not copyable. All ranks call the same collectives in the same order, from one thread at
-// a time. A communicator is destroyed by each rank for itself. After a fork the child's calls are
+// a time. A communicator is destroyed by each rank for itself; under a collective or a group of
+// another thread, as soon as that has ended. After a fork the child's calls are
 // FAILED_PRECONDITION.
 class Comm {
  public:
@@ -82,7 +88,7 @@ class Comm {
   // for a difference between ranks.
   TE_FL_API static Result<Comm> create(const CommOptions& options);
   // All ranks of the job, by Job::from_environment(). A second one in a process is
-  // FAILED_PRECONDITION while the first is alive.
+  // FAILED_PRECONDITION while the first is alive or made, by this thread or another.
   TE_FL_API static Result<Comm> world(const Device& device);
   Comm() = default;
   TE_FL_API Comm(Comm&& other) noexcept;
@@ -110,7 +116,8 @@ class Comm {
       const noexcept;
   // OK, or the failure that aborted it.
   TE_FL_API Status status() const;
-  // Ends what its collectives wait for, on this rank at once and on the others as these notice.
+  // Ends what its collectives wait for, on this rank at once and on the others as these notice, a
+  // second later at most where they wait. Their failures have the reason, too.
   TE_FL_API void abort(std::string reason);
 
   struct Rep;  // the library's own

@@ -2,12 +2,16 @@
 // failure of one is told on all.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <optional>
 #include <thread>
 #include <vector>
 
+#include "comm/process_store.hpp"
 #include "support/expect.hpp"
 #include "te_fl/comm.hpp"
 #include "te_fl/environment.hpp"
@@ -339,6 +343,183 @@ TEST_F(Comms, ValidateGoesOnAfterARefusedCall) {
     EXPECT_EQ(values(one)[0], 2);
   });
   ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
+}
+
+// Ranks that call with other reductions or roots are told so.
+TEST_F(Comms, ValidateComparesReductionsAndRoots) {
+  ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
+  const auto differ = [&](const std::function<Status(const Comm&, int)>& call, const char* mine) {
+    store = Store::in_process();
+    on_ranks(2, [&](int rank) {
+      const Result<Comm> comm = Comm::create(options(rank, 2));
+      ASSERT_OK(comm);
+      const Status status = call(*comm, rank);
+      EXPECT_FAILS(status, kCommFailed, "TE_FL_VALIDATE");
+      EXPECT_HAS(status.to_string(), mine);
+    });
+  };
+  differ(
+      [](const Comm& comm, int rank) {
+        const Tensor t = of({1, 2});
+        te_fl_all_reduce_args args = in_place(comm, t);
+        args.reduction = rank == 0 ? TE_FL_REDUCTION_SUM : TE_FL_REDUCTION_MAX;
+        return ops::all_reduce(args);
+      },
+      "all_reduce number 1 of f32[2], reduction max");
+  differ(
+      [](const Comm& comm, int rank) {
+        const Tensor t = of({1, 2}), part = of({1});
+        te_fl_reduce_scatter_args args;
+        args.input = t.c();
+        args.output = part.c();
+        args.comm = comm.c();
+        args.reduction = rank == 0 ? TE_FL_REDUCTION_SUM : TE_FL_REDUCTION_AVG;
+        return ops::reduce_scatter(args);
+      },
+      "reduction avg");
+  differ(
+      [](const Comm& comm, int rank) {
+        const Tensor t = of({1, 2});
+        return ops::broadcast({.data = t, .comm = comm.c(), .root = rank});
+      },
+      "broadcast number 1 of f32[2], root 1");
+  differ(
+      [](const Comm& comm, int rank) {
+        const Tensor in = of({1, 2}), wide = Tensor::zeros({2}, DType::kF64).value();
+        const Tensor out = of({0, 0}), wide_out = Tensor::zeros({2}, DType::kF64).value();
+        const int64_t rows[] = {1, 1};
+        te_fl_all_to_all_v_args args;
+        args.input = rank == 0 ? in.c() : wide.c();
+        args.output = rank == 0 ? out.c() : wide_out.c();
+        args.input_rows = args.output_rows = rows;
+        args.input_rows_count = args.output_rows_count = 2;
+        args.comm = comm.c();
+        return ops::all_to_all_v(args);
+      },
+      "all_to_all_v number 1 of f64");
+  ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
+}
+
+// It is one process's setting here, so it changes between the ranks' parts: whichever has it, all
+// compare, and none waits for one that does not.
+TEST_F(Comms, ValidateOnOneRankAloneIsForAll) {
+  for (int asks = 0; asks < 2; ++asks) {
+    store = Store::in_process();
+    std::atomic<int> turn{0};
+    on_ranks(2, [&](int rank) {
+      // A rank has read the setting once it has told its facts.
+      const std::string told = "world/facts/" + std::to_string(1 - rank);
+      if (rank != asks) {
+        EXPECT_TRUE(store->get(told, milliseconds(20000)).ok());
+        EXPECT_OK(environment::unset("TE_FL_VALIDATE"));
+      } else {
+        EXPECT_OK(environment::set("TE_FL_VALIDATE", "1"));
+      }
+      const Result<Comm> comm = Comm::create(options(rank, 2));
+      ASSERT_OK(comm);
+      const Tensor t = of({1});
+      ASSERT_OK(all_reduce(*comm, t));
+      const Tensor other = Tensor::zeros({rank + 1}, DType::kF32).value();
+      EXPECT_FAILS(all_reduce(*comm, other), kCommFailed, "TE_FL_VALIDATE");
+      ++turn;
+    });
+  }
+}
+
+// The other way about: it was off when the communicator was made.
+TEST_F(Comms, ValidateThatComesLaterWaitsForNobody) {
+  on_ranks(2, [&](int rank) {
+    const Result<Comm> comm = Comm::create(options(rank, 2));
+    ASSERT_OK(comm);
+    const Tensor t = of({1});
+    ASSERT_OK(all_reduce(*comm, t));
+    if (rank == 0) {
+      EXPECT_OK(environment::set("TE_FL_VALIDATE", "1"));
+    }
+    ASSERT_OK(all_reduce(*comm, t));
+    EXPECT_EQ(values(t)[0], 4);
+  });
+  ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
+}
+
+// Counts what it holds.
+class CountedStore final : public comm::ProcessStore {
+ public:
+  Status set(std::string_view key, std::string_view value) override {
+    {
+      const std::lock_guard lock(mutex);
+      held[std::string(key)] = key.size() + value.size();
+    }
+    return ProcessStore::set(key, value);
+  }
+  Status forget(std::string_view prefix) override {
+    {
+      const std::lock_guard lock(mutex);
+      std::erase_if(held, [&](const auto& entry) { return entry.first.starts_with(prefix); });
+    }
+    return ProcessStore::forget(prefix);
+  }
+  size_t bytes() {
+    const std::lock_guard lock(mutex);
+    size_t sum = 0;
+    for (const auto& [key, size] : held) sum += size;
+    return sum;
+  }
+
+ private:
+  std::mutex mutex;
+  std::map<std::string, size_t> held;
+};
+
+TEST_F(Comms, SplitsAndComparisonsLeaveNothingInTheStore) {
+  for (const char* validate : {"0", "1"}) {
+    ASSERT_OK(environment::set("TE_FL_VALIDATE", validate));
+    const auto counted = std::make_shared<CountedStore>();
+    constexpr int kRounds = 24;
+    std::array<size_t, kRounds> bytes{};
+    on_ranks(2, [&](int rank) {
+      CommOptions o = options(rank, 2);
+      o.store = counted;
+      Result<Comm> comm = Comm::create(o);
+      ASSERT_OK(comm);
+      const Tensor t = of({1});
+      for (int i = 0; i < kRounds; ++i) {
+        {
+          Result<Comm> part = comm->split(0, rank, "part" + std::to_string(i));
+          ASSERT_OK(part);
+          ASSERT_OK(all_reduce(*part, t));
+        }
+        ASSERT_OK(all_reduce(*comm, t));
+        if (rank == 0) bytes[static_cast<size_t>(i)] = counted->bytes();
+        ASSERT_OK(all_reduce(*comm, t));
+      }
+    });
+    // A comparison's last texts stay with each part.
+    EXPECT_LT(bytes.back(), bytes.front() + kRounds * (*validate == '1' ? 200 : 10)) << validate;
+    EXPECT_LT(bytes.front(), 1500u);
+  }
+  ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
+}
+
+// Threads that ask at once: one makes it, and the others are told so.
+TEST_F(Comms, OneWorldOfManyThreads) {
+  for (int round = 0; round < 20; ++round) {
+    std::atomic<int> made{0}, refused{0}, ready{0};
+    on_ranks(4, [&](int) {
+      ++ready;
+      while (ready < 4) std::this_thread::yield();
+      const Result<Comm> world = Comm::world(Device());
+      if (world.ok()) {
+        ++made;
+      } else {
+        EXPECT_FAILS(world.status(), kFailedPrecondition, "use that one, or split() it");
+        ++refused;
+      }
+      while (made + refused < 4) std::this_thread::yield();  // it lives until all have asked
+    });
+    EXPECT_EQ(made, 1);
+    EXPECT_EQ(refused, 3);
+  }
 }
 
 TEST_F(Comms, BadOptionsAreNamed) {

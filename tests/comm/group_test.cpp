@@ -2,7 +2,9 @@
 // does, and of what the watchdog sees of one that hangs there.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <limits>
 #include <thread>
 
 #include "registry/comm_providers.hpp"
@@ -25,6 +27,10 @@ using std::chrono::steady_clock;
 struct Telegraph {
   std::atomic<bool> hangs{false}, aborted{false};
   std::atomic<int> open{0};
+  std::atomic<bool> holds{false};  // a broadcast waits until this is over
+  std::atomic<int> running{0}, destroyed{0};
+  std::atomic<bool> misused{false};  // destroyed while it ran, or run when it was destroyed
+  std::atomic<uint32_t> timeout_ms{0};
 };
 Telegraph g_wire;
 
@@ -39,18 +45,27 @@ te_fl_status group_end(void*, const te_fl_error_sink*) {
     std::this_thread::sleep_for(milliseconds(5));
   return g_wire.aborted ? TE_FL_COMM_FAILED : TE_FL_OK;
 }
-void broadcast(const te_fl_context&, const te_fl_broadcast_args&) {}
+void broadcast(const te_fl_context&, const te_fl_broadcast_args&) {
+  ++g_wire.running;
+  while (g_wire.holds) std::this_thread::sleep_for(milliseconds(1));
+  if (g_wire.destroyed > 0) g_wire.misused = true;
+  --g_wire.running;
+}
 
 class Groups : public ::testing::Test {
  protected:
   void SetUp() override {
-    g_wire.hangs = g_wire.aborted = false;
-    g_wire.open = 0;
-    api.create = [](void*, const te_fl_comm_config*, void** comm, const te_fl_error_sink*) {
+    g_wire.hangs = g_wire.aborted = g_wire.holds = g_wire.misused = false;
+    g_wire.open = g_wire.running = g_wire.destroyed = 0;
+    api.create = [](void*, const te_fl_comm_config* config, void** comm, const te_fl_error_sink*) {
+      g_wire.timeout_ms = config->timeout_ms;
       *comm = &g_wire;
       return te_fl_status{TE_FL_OK};
     };
-    api.destroy = [](void*) {};
+    api.destroy = [](void*) {
+      if (g_wire.running > 0 || g_wire.open > 0) g_wire.misused = true;
+      ++g_wire.destroyed;
+    };
     api.abort = [](void*) { g_wire.aborted = true; };
     api.group_start = group_start;
     api.group_end = group_end;
@@ -77,11 +92,11 @@ class Groups : public ::testing::Test {
     EXPECT_OK(OpManager::instance().registry().unregister_owner("wires"));
     EXPECT_OK(registry::remove_comm_providers("wires"));
   }
-  static Comm made() {
+  static Comm made(milliseconds timeout = milliseconds(100)) {
     CommOptions o;
     o.provider = "telegraph";
     o.name = "wire";
-    o.timeout = milliseconds(100);
+    o.timeout = timeout;
     Result<Comm> comm = Comm::create(o);
     EXPECT_OK(comm);
     return comm.ok() ? std::move(comm).value() : Comm();
@@ -129,6 +144,52 @@ TEST_F(Groups, EndOnTheThreadThatBeganThem) {
   }).join();
   EXPECT_OK(group.end());
   EXPECT_EQ(g_wire.open, 0);
+}
+
+// A Comm that ends under another thread's call, or with a group open, goes with the last of them.
+TEST_F(Groups, OutliveTheirComm) {
+  {
+    Comm comm = made(seconds(20));
+    ASSERT_TRUE(comm);
+    g_wire.holds = true;
+    std::thread caller([&, c = comm.c()] { EXPECT_OK(ops::broadcast({.data = data, .comm = c})); });
+    while (g_wire.running == 0) std::this_thread::yield();
+    comm = Comm();
+    EXPECT_EQ(g_wire.destroyed, 0);
+    g_wire.holds = false;
+    caller.join();
+    EXPECT_EQ(g_wire.destroyed, 1) << "by the call that ended last";
+  }
+  g_wire.destroyed = 0;
+  {
+    Comm first = made(seconds(20)), second = made(seconds(20));
+    CommGroup group = std::move(CommGroup::begin(first)).value();
+    ASSERT_OK(call(first, data));
+    ASSERT_OK(call(second, data));
+    first = Comm();
+    second = Comm();
+    EXPECT_EQ(g_wire.destroyed, 0);
+    EXPECT_OK(group.end());
+    EXPECT_EQ(g_wire.destroyed, 2);
+  }
+  g_wire.destroyed = 0;
+  { const Comm comm = made(); }
+  EXPECT_EQ(g_wire.destroyed, 1) << "at once where nothing is under way";
+  EXPECT_FALSE(g_wire.misused);
+}
+
+// A provider's time-out has 32 bits, and 0 of them stand for ever.
+TEST_F(Groups, LongTimeOutsAreNotWrapped) {
+  constexpr int64_t k32 = int64_t{1} << 32;
+  for (const int64_t ms :
+       {int64_t{1}, k32 - 2, k32 - 1, k32, k32 + 1, k32 * 3,
+        std::numeric_limits<int64_t>::max() / 1000000, std::numeric_limits<int64_t>::max()}) {
+    const Comm comm = made(milliseconds(ms));
+    ASSERT_TRUE(comm) << ms;
+    EXPECT_EQ(g_wire.timeout_ms, std::min(ms, k32 - 1)) << ms;
+    EXPECT_OK(call(comm, data));
+    EXPECT_OK(comm.status());
+  }
 }
 
 }  // namespace

@@ -402,5 +402,47 @@ TEST(Store, ChildOfAForkOpensItsOwn) {
   EXPECT_TRUE((*zero)->set("k", "v").ok());
 }
 
+// A child of a rank's process that opens the parent's store is told whose it is, and the parent's
+// other ranks come in all the same.
+TEST(Store, ChildOfAForkIsNotToldToRemoveItsParents) {
+  const test::TempFolder folder;
+  for (const std::string& address : {"file:" + folder.path() + "/job", free_address()}) {
+    auto zero = Store::open(address, 0, 1, 1000ms);
+    ASSERT_TRUE(zero.ok());
+    const pid_t child = in_child([&] {
+      const Status status = Store::open(address, 0, 1, 1000ms).status();
+      const auto has = [&](const char* part) {
+        return status.message().find(part) != std::string::npos;
+      };
+      if (status.ok() || !has(address.c_str()) || !has("forked off")) return 1;
+      return has("remove") || has("earlier run") || has("free port") ? 2 : 0;
+    });
+    EXPECT_EQ(exit_code(child), 0) << address;
+    EXPECT_FALSE(std::filesystem::exists(folder.path() + "/job/te_fl_refused"));
+    EXPECT_TRUE((*zero)->set("k", "v").ok());
+  }
+}
+
+TEST(Store, ForgetsWhatBeginsWithAPrefix) {
+  const test::TempFolder folder;
+  std::vector<StorePtr> stores{Store::in_process()};
+  for (const std::string& address : {"file:" + folder.path() + "/job", free_address()}) {
+    auto opened = Store::open(address, 0, 1, 1000ms);
+    ASSERT_TRUE(opened.ok());
+    stores.push_back(*opened);
+  }
+  for (const StorePtr& store : stores) {
+    for (const char* key : {"part/a", "part/b/0", "part", "pars", "paru", "q"})
+      ASSERT_TRUE(store->set(key, "1").ok());
+    ASSERT_TRUE(store->forget("part/").ok());
+    ASSERT_TRUE(store->forget("none").ok());
+    for (const char* key : {"part", "pars", "paru", "q"})
+      EXPECT_TRUE(store->look(key)->has_value()) << key << " of " << store->address();
+    for (const char* key : {"part/a", "part/b/0"})
+      EXPECT_FALSE(store->look(key)->has_value()) << key << " of " << store->address();
+    EXPECT_TRUE(store->set("part/a", "2").ok());
+  }
+}
+
 }  // namespace
 }  // namespace te_fl

@@ -57,6 +57,20 @@ class Document(unittest.TestCase):
         for a, b in zip(alone, several, strict=True):
             self.assertAlmostEqual(a, b, delta=3e-4)
 
+    def test_recipes_of_the_examples(self):
+        """Both take the recipes that the tools give them (tools/ranks_check.py)."""
+        for ranks in (1, 2):
+            run = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks),
+                                  str(ROOT / "examples" / "pytorch" / "parallel_gpt.py"), "--device", "cpu", "--steps", "2", "--tp", str(ranks),
+                                  "--recipe", "block"], capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            self.assertEqual(run.returncode, 0, run.stderr)
+            self.assertRegex(run.stdout, "loss [0-9.]+")
+        tool = (ROOT / "tools" / "ranks_check.py").read_text()
+        asked = set(re.findall(r'"(\w+)"', re.search(r"for recipe in \(([^)]*)\)", tool).group(1)))
+        for example in ("quickstart.py", "parallel_gpt.py"):
+            text = (ROOT / "examples" / "pytorch" / example).read_text()
+            self.assertLessEqual(asked, set(re.findall(r'"(\w+)": (?:None|recipe)', text)), example)
+
     def test_a_misspelt_recipe(self):
         run = subprocess.run([*PYTHON, str(ROOT / "examples" / "pytorch" / "quickstart.py"), "--recipe", "delayd"],
                              capture_output=True, text=True, timeout=300)

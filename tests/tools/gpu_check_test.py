@@ -94,6 +94,16 @@ class GpuCheck(unittest.TestCase):
         self.assertEqual(rows["benchmarks: collectives"], ("below", "  1 of 2 within 1 us of NCCL on the host"), rows)
         self.assertIn("losses within 0.00005", rows["TE_FL_PREFER=reference"][1])
 
+    def test_every_family_of_ops(self):
+        families = {os.path.splitext(name)[0] for name in os.listdir(os.path.join(ROOT, "ops")) if name.endswith(".yaml")} - {"collective"}
+        _, rows = self.check()
+        self.assertEqual({name.removeprefix("conformance ") for name in rows if name.startswith("conformance ") and "," not in name}, families)
+        # And each is looked at in the rows that are of all of them.
+        logs = os.listdir(os.path.join(self.folder.name, "out"))
+        for part in ("validate", "memcheck", "racecheck", "initcheck"):
+            looked = {name.removeprefix(part + "-").removesuffix(".log").removesuffix("-f32") for name in logs if name.startswith(part + "-")}
+            self.assertLessEqual(families, looked, part)
+
     def test_every_huge_case_is_the_plugins(self):
         code, rows = self.check(HUGE="default.cpu")
         self.assertEqual((code, self.failed(rows)), (1, ["more than 2^31 elements", "attention, 2^31, cuDNN 9.19.0"]))

@@ -28,6 +28,14 @@ std::atomic<Dropped*> g_dropped{nullptr};
 // Other threads are not in the child.
 void forked_child() { g_inside.store(t_inside, std::memory_order_relaxed); }
 
+// The module of torch.compile that sets what traces Python's frames, by its name; it is there once
+// a program compiles. Under the interpreter's lock.
+PyObject* tracer_module() noexcept {
+  static constinit PyObject* name = nullptr;
+  if (name == nullptr) name = PyUnicode_InternFromString("torch._dynamo.eval_frame");
+  return name;
+}
+
 // The thread that ends the interpreter still has it: what runs at exit may call ops.
 bool may_enter() noexcept {
   if (Py_IsInitialized() == 0) return false;
@@ -56,13 +64,44 @@ InterpreterLock::InterpreterLock() noexcept {
   if (may_enter()) {
     state_ = lock_or_sleep([] { return PyGILState_Ensure(); });
     held_ = true;
+    stop_tracing();
   }
 }
 
 InterpreterLock::~InterpreterLock() {
-  if (held_) PyGILState_Release(state_);
+  if (held_) {
+    trace_again();
+    PyGILState_Release(state_);
+  }
   --t_inside;
   g_inside.fetch_sub(1);
+}
+
+void InterpreterLock::stop_tracing() noexcept {
+  PyObject* const name = tracer_module();
+  PyObject* const modules = name == nullptr ? nullptr : PyImport_GetModuleDict();
+  PyObject* const module = modules == nullptr ? nullptr : PyDict_GetItem(modules, name);
+  if (module == nullptr) return;
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  set_tracer_ = PyObject_GetAttrString(module, "set_eval_frame");  // absent while it is imported
+  if (set_tracer_ != nullptr) tracer_ = PyObject_CallFunctionObjArgs(set_tracer_, Py_None, nullptr);
+  PyErr_Clear();
+  PyErr_Restore(type, value, trace);
+}
+
+void InterpreterLock::trace_again() noexcept {
+  if (set_tracer_ == nullptr) return;
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  if (tracer_ != nullptr) {
+    PyObject* const stopped = PyObject_CallFunctionObjArgs(set_tracer_, tracer_, nullptr);
+    Py_XDECREF(stopped);
+    Py_DECREF(tracer_);
+  }
+  Py_DECREF(set_tracer_);
+  PyErr_Clear();
+  PyErr_Restore(type, value, trace);
 }
 
 bool interpreter_alive() noexcept { return may_enter(); }

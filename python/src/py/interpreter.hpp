@@ -7,7 +7,8 @@ namespace te_fl::python {
 
 // Holds the interpreter's lock for a thread of any origin. held() is false when the interpreter is
 // ending or has ended: then nothing of Python may be touched. While it is held the end is waited
-// for, so no thread is ended inside C++.
+// for, so no thread is ended inside C++. torch.compile does not trace what runs meanwhile,
+// which C++ calls as it is written: traced, a collective would give a tensor and no work.
 class InterpreterLock {
  public:
   InterpreterLock() noexcept;
@@ -17,8 +18,13 @@ class InterpreterLock {
   bool held() const noexcept { return held_; }
 
  private:
+  void stop_tracing() noexcept;
+  void trace_again() noexcept;
+
   bool held_ = false;
   PyGILState_STATE state_{};
+  // torch.compile's set_eval_frame, once a program compiles, and the tracer that was in force.
+  PyObject *set_tracer_ = nullptr, *tracer_ = nullptr;
 };
 
 // True if InterpreterLock would be held, for work that needs no lock but must not outlive Python.

@@ -154,7 +154,7 @@ PyObject* make_amax_reduction(PyObject*, PyObject* args) noexcept {
         const Ref rows = known->find(amaxes, like);
         PyObject* const done =
             PyObject_CallFunctionObjArgs(held_reduce->get(), rows.get(), stream.get(), nullptr);
-        if (done == nullptr) return callback_failed().wrap("torch.distributed.all_reduce");
+        if (done == nullptr) return collective_failed().wrap("torch.distributed.all_reduce");
         Py_DECREF(done);
       } catch (const PythonError&) {
         return callback_failed().wrap("amaxes as tensors");

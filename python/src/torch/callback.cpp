@@ -10,7 +10,38 @@ namespace te_fl::python {
 Kept::Kept(PyObject* object) : object_(Ref::share(object).release()) {}
 Kept::~Kept() { drop_later(object_); }
 
-Status callback_failed() {
+namespace {
+
+Ref owned_or_null(PyObject* object) noexcept {
+  Ref shared = Ref::share(object);
+  Py_XDECREF(object);
+  return shared;
+}
+
+// "; te-fl: in number 3, all_reduce of float32[4] ...", from add_note().
+std::string notes_of(PyObject* exception) {
+  std::string text;
+  const Ref notes = owned_or_null(PyObject_GetAttrString(exception, "__notes__"));
+  if (!notes) PyErr_Clear();
+  const Py_ssize_t count = notes && PyList_Check(notes.get()) ? PyList_Size(notes.get()) : 0;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const Ref note = owned_or_null(PyObject_Str(PyList_GetItem(notes.get(), i)));
+    if (note) text += "; " + std::string(text_of(note.get(), "a note"));
+    PyErr_Clear();
+  }
+  return text;
+}
+
+// The exception in words. One of te-fl's own begins with its code, which the status says.
+std::string words_of(PyObject* exception, std::string text, StatusCode code) {
+  const std::string prefix = std::string(to_string(code)) + ": ";
+  if (text.starts_with(prefix)) return text.substr(prefix.size());
+  return type_name(exception) + ": " + text;
+}
+
+}  // namespace
+
+Status callback_failed(StatusCode other) {
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
   PyErr_Fetch(&type, &value, &trace);
   PyErr_NormalizeException(&type, &value, &trace);
@@ -19,13 +50,15 @@ Status callback_failed() {
   PyObject* const text = value == nullptr ? nullptr : PyObject_Str(owned.get());
   if (text == nullptr) {
     PyErr_Clear();
-    return internal_error("an error without words");
+    return Status(other, "an error without words");
   }
   const Ref words = Ref::take(text);
+  const StatusCode code = code_of(owned.get());
   const std::string message =
-      type_name(owned.get()) + ": " + std::string(text_of(words.get(), "an error"));
+      words_of(owned.get(), std::string(text_of(words.get(), "an error")), code) +
+      notes_of(owned.get());
   note_cause(owned.get(), message);
-  return Status(code_of(owned.get()), message);
+  return Status(code == StatusCode::kInternal ? other : code, message);
 }
 
 }  // namespace te_fl::python

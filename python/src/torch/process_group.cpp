@@ -84,7 +84,7 @@ class GroupWork final : public nn::SequenceRanks::Work {
     if (noted == nullptr) PyErr_Clear();
     Py_XDECREF(noted);
     PyErr_Restore(type, value, trace);
-    return callback_failed();
+    return collective_failed();
   }
 
   std::shared_ptr<const Group> group_;
@@ -135,7 +135,7 @@ class GroupCall final : public ServedCall {
     if (begun.get() != Py_None) begun_ = begun.release();
   }
   std::string take_failure() override {
-    failure_ = callback_failed();
+    failure_ = collective_failed();
     return std::string(failure_.message());
   }
 
@@ -163,7 +163,7 @@ class GroupPieces final : public nn::SequenceRanks::Pieces {
     if (!lock.held()) return interpreter_ended();
     const Ref stream = Ref::take(PyLong_FromVoidPtr(devices::current_stream(device_)));
     PyObject* const done = PyObject_CallMethod(pieces_, "rows_done", "iO", rank, stream.get());
-    if (done == nullptr) return callback_failed();
+    if (done == nullptr) return collective_failed();
     Py_DECREF(done);
     return {};
   }
@@ -172,7 +172,7 @@ class GroupPieces final : public nn::SequenceRanks::Pieces {
     if (!lock.held()) return interpreter_ended();
     const Ref pieces = Ref::take(std::exchange(pieces_, nullptr));
     PyObject* const done = PyObject_CallMethod(pieces.get(), "wait", nullptr);
-    if (done == nullptr) return callback_failed();
+    if (done == nullptr) return collective_failed();
     Py_DECREF(done);
     return {};
   }
@@ -261,7 +261,7 @@ class GroupRanks final : public nn::SequenceRanks {
                                         stream.get())),
           whole.device());
     } catch (const PythonError&) {
-      return callback_failed();
+      return collective_failed();
     }
   }
 

@@ -547,6 +547,80 @@ TEST(Gloo, OtherSizesAndOpsNeverMeet) {
   EXPECT_EQ(sizes, std::vector<int>(2, 0));
 }
 
+template <class T>
+Answer reduce_as(Rank& r, size_t n, int reduction) {
+  Values<T> in(n), out(n);
+  te_fl_all_reduce_args args;
+  args.input = &in.t;
+  args.output = &out.t;
+  args.reduction = reduction;
+  return r.call("all_reduce", args);
+}
+
+template <class T>
+Answer scatter_as(Rank& r, size_t n, int reduction) {
+  Values<T> in(n * static_cast<size_t>(r.comm.size)), out(n);
+  te_fl_reduce_scatter_args args;
+  args.input = &in.t;
+  args.output = &out.t;
+  args.reduction = reduction;
+  return r.call("reduce_scatter", args);
+}
+
+template <class T>
+Answer gather_as(Rank& r) {
+  Values<T> in(8), out(8 * static_cast<size_t>(r.comm.size));
+  te_fl_all_gather_args args;
+  args.input = &in.t;
+  args.output = &out.t;
+  return r.call("all_gather", args);
+}
+
+template <class T>
+Answer spread_as(Rank& r) {
+  Values<T> in(8), out(8);
+  te_fl_all_to_all_args args;
+  args.input = &in.t;
+  args.output = &out.t;
+  return r.call("all_to_all", args);
+}
+
+Answer broadcast_from(Rank& r, size_t n, int root) {
+  Values<float> data(n);
+  te_fl_broadcast_args args;
+  args.data = &data.t;
+  args.root = root;
+  return r.call("broadcast", args);
+}
+
+// Ranks whose calls have the same op and bytes and differ in reduction, root or type fail, in
+// whatever way the op goes: by Gloo's rings, by halves, by one exchange.
+TEST(Gloo, OtherReductionsRootsAndTypesNeverMeet) {
+  using numeric::bfloat16;
+  const std::vector<std::function<Answer(Rank&, bool)>> calls = {
+      [](Rank& r, bool other) { return reduce_as<float>(r, 100, other ? 1 : 0); },
+      [](Rank& r, bool other) { return reduce_as<int64_t>(r, 100, other ? 1 : 0); },
+      [](Rank& r, bool other) { return reduce_as<bfloat16>(r, 100, other ? 2 : 0); },
+      [](Rank& r, bool other) { return scatter_as<float>(r, 100, other ? 2 : 0); },
+      [](Rank& r, bool other) { return scatter_as<bfloat16>(r, 100, other ? 1 : 2); },
+      [](Rank& r, bool other) { return broadcast_from(r, 10, other ? 1 : 0); },
+      [](Rank& r, bool other) { return broadcast_from(r, 1 << 20, other ? 1 : 0); },
+      [](Rank& r, bool other) { return other ? gather_as<float>(r) : gather_as<int32_t>(r); },
+      [](Rank& r, bool other) { return other ? spread_as<float>(r) : spread_as<int32_t>(r); },
+  };
+  for (size_t i = 0; i < calls.size(); ++i) {
+    const auto codes = as_processes(
+        2,
+        [&](Rank& r) {
+          CHECK(calls[i](r, false).status == TE_FL_OK);
+          CHECK(calls[i](r, r.comm.rank == 1).failed_with({"did not answer"}));
+          return 0;
+        },
+        200);
+    EXPECT_EQ(codes, std::vector<int>(2, 0)) << "call " << i;
+  }
+}
+
 // A rank's tensor arrives although it destroys its communicator at once.
 TEST(Gloo, RankMayLeaveAfterItsLastOp) {
   const auto codes = as_processes(2, [](Rank& r) {

@@ -1,7 +1,12 @@
 """Each module over a group against the whole module on one rank: outputs, gradients of inputs and of weights."""
 
+import copy
+import pickle
+
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import te_fl.pytorch as te
 from common import close, compare, randomise, rows, share
@@ -49,6 +54,93 @@ def _column(group, sp, **more):
 def case_column(ranks):
     for more in ({}, {"bias": False}, {"return_bias": True}, {"parameters_split": ("a", "b")}):
         over_groups(ranks, lambda group, sp: _column(group, sp, **more))
+
+
+def case_compiled(ranks):
+    """torch.compile leaves divided modules to Python, and what te-fl's layers call of it untraced: the bits are those without it."""
+    group = dist.group.WORLD
+    options = dict(tp_group=group, **CPU)
+    size = group.size()
+    modules = {
+        "Linear, column": (lambda sp: te.Linear(16, 24, parallel_mode="column", sequence_parallel=sp, **options), (8, 2, 16)),
+        "Linear, row": (lambda sp: te.Linear(16, 24, parallel_mode="row", sequence_parallel=sp, **options), (8, 2, 16 // size)),
+        "LayerNormLinear": (lambda sp: te.LayerNormLinear(16, 24, parallel_mode="column", sequence_parallel=sp, **options), (8, 2, 16)),
+        "LayerNormMLP": (lambda sp: te.LayerNormMLP(16, 24, set_parallel_mode=True, sequence_parallel=sp, **options), (8, 2, 16)),
+        "TransformerLayer": (lambda sp: te.TransformerLayer(16, 32, 4, set_parallel_mode=True, fuse_qkv_params=True, sequence_parallel=sp, hidden_dropout=0,
+                                                            attention_dropout=0, **options), (8, 2, 16)),
+    }
+    for name, (make, shape) in modules.items():
+        for sp in (True, False):
+            module = make(sp)
+
+            def function(x):
+                return module(x * 2) + 1
+            results = []
+            for run in (function, torch.compile(function, backend="aot_eager"), function):
+                module.zero_grad()
+                x = torch.linspace(-1, 1, 8 * 2 * shape[-1]).view(shape).requires_grad_()
+                y = run(x)
+                y.square().sum().backward()
+                results.append([y.detach(), x.grad, *(p.grad.clone() for p in module.parameters())])
+            assert all(torch.equal(a, b) for a, b in zip(results[0], results[2], strict=True)), (name, sp)
+            for a, b in zip(results[0], results[1], strict=True):
+                if name == "TransformerLayer":  # compiled, it runs its modules, and otherwise one layer in C++
+                    close(b, a, (name, sp))
+                else:
+                    assert torch.equal(a, b), (name, sp)
+    torch._dynamo.reset()
+
+
+MARKS = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride")
+
+
+def marks_of(module):
+    return {name: {mark: getattr(p, mark) for mark in MARKS if hasattr(p, mark)} for name, p in module.named_parameters()}
+
+
+def _with_future(setter, change):
+    def run(module):
+        setter(True)
+        try:
+            return change(module)
+        finally:
+            setter(False)
+    return run
+
+
+# All the ways by which PyTorch puts another Parameter in a parameter's place.
+REPLACEMENTS = {
+    "copy.deepcopy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+    "a copy of a copy": lambda module: copy.deepcopy(copy.deepcopy(module)),
+    "fully_shard": lambda module: fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
+    "to_empty": lambda module: module.to(device="meta").to_empty(device="cpu"),
+    "overwritten": _with_future(torch.__future__.set_overwrite_module_params_on_conversion, lambda module: module.to(torch.bfloat16)),
+    "swapped": _with_future(torch.__future__.set_swap_module_params_on_conversion, lambda module: module.to(torch.bfloat16)),
+    "assigned": lambda module: (module.load_state_dict({k: v.clone() for k, v in module.state_dict().items()}, assign=True), module)[1],
+}
+
+
+def case_marks_stay_with_parameters(ranks):
+    """Programs sum marked gradients over their ranks: a mark that is lost is a sum that is not."""
+    group = dist.group.WORLD
+    options = dict(tp_group=group, sequence_parallel=True, **CPU)
+    modules = {
+        "LayerNorm": lambda: te.LayerNorm(16, sequence_parallel=True, **CPU),
+        "RMSNorm": lambda: te.RMSNorm(16, sequence_parallel=True, **CPU),
+        "Linear, column": lambda: te.Linear(16, 24, parallel_mode="column", **options),
+        "Linear, row": lambda: te.Linear(16, 24, parallel_mode="row", **options),
+        "LayerNormLinear": lambda: te.LayerNormLinear(16, 24, parallel_mode="column", **options),
+        "LayerNormMLP": lambda: te.LayerNormMLP(16, 24, set_parallel_mode=True, **options),
+        "GroupedLinear": lambda: te.GroupedLinear(2, 16, 24, parallel_mode="column", tp_group=group, tp_size=group.size(), bias=False, **CPU),
+        "TransformerLayer": lambda: te.TransformerLayer(16, 32, 4, set_parallel_mode=True, fuse_qkv_params=True, **options),
+    }
+    for name, make in modules.items():
+        want = marks_of(make())
+        assert any(want.values()), name
+        for how, replace in REPLACEMENTS.items():
+            got = marks_of(replace(make()))
+            assert got == want, (name, how, got, want)
 
 
 def case_row(ranks):

@@ -140,6 +140,31 @@ def raised_by_layers():
     return types
 
 
+def failed_in_layers():
+    """The errors of layers whose torch.distributed fails in each collective of theirs: (class, text) by layer, and of the next one's."""
+    group, found = dist.group.WORLD, {}
+    options = dict(tp_group=group, sequence_parallel=True, device="cpu")
+    layers = {
+        "all_gather": lambda: te.Linear(16, 16, parallel_mode="column", **options)(torch.ones(4, 16)),
+        "reduce_scatter": lambda: te.Linear(16, 16, parallel_mode="row", **options)(torch.ones(4, 8)),
+        "all_gather of a norm": lambda: te.LayerNormLinear(16, 16, parallel_mode="column", **options)(torch.ones(4, 16)),
+        "all_gather of a layer": lambda: te.TransformerLayer(16, 32, 4, set_parallel_mode=True, fuse_qkv_params=True, **options)(torch.ones(4, 2, 16)),
+        "all_reduce of a layer": lambda: te.TransformerLayer(16, 32, 4, set_parallel_mode=True, fuse_qkv_params=True, tp_group=group,
+                                                             device="cpu")(torch.ones(4, 2, 16)),
+    }
+
+    def fails(*arguments, **keywords):
+        raise RuntimeError("the network is gone")
+    for name, call in layers.items():
+        with mock.patch.object(dist, "all_gather_into_tensor", fails), mock.patch.object(dist, "reduce_scatter_tensor", fails), \
+                mock.patch.object(dist, "all_reduce", fails):
+            try:
+                call()
+            except Exception as error:
+                found[name] = type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return found
+
+
 def noted_error(function):
     try:
         function()

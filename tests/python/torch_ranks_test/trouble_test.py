@@ -23,7 +23,7 @@ class Trouble(unittest.TestCase):
     def test_a_destroyed_group(self):
         for errors in on_ranks(cases.destroyed_group):
             for error in errors:
-                self.assertRegex(error, "FAILED_PRECONDITION: all_.*destroyed; make a new group")
+                self.assertRegex(error, "(?s)FAILED_PRECONDITION: .*all_.*destroyed; make a new group")
 
     def test_a_group_that_nothing_keeps(self):
         for stay, error in on_ranks(cases.groups_that_stay):
@@ -33,6 +33,16 @@ class Trouble(unittest.TestCase):
     def test_what_layers_raise(self):
         for types in on_ranks(cases.raised_by_layers):
             self.assertEqual(types, ["CommFailed", "CommFailed", "KeyboardInterrupt"])
+
+    def test_collectives_that_fail_in_layers(self):
+        for rank, found in enumerate(on_ranks(cases.failed_in_layers)):
+            self.assertEqual(len(found), 5)
+            for name, (kind, text) in found.items():
+                self.assertRegex(text, rf"number \d+, {name.split()[0]} of float32\[.*as rank {rank} of 2", name)
+                self.assertIn("the network is gone", text, name)
+                # A layer whose collectives are around it and not in it has PyTorch's own error, with a note.
+                self.assertEqual(kind, "RuntimeError" if name == "all_reduce of a layer" else "CommFailed", (name, text))
+                self.assertEqual(text.count("COMM_FAILED"), int(kind == "CommFailed"), text)
 
     def test_a_group_of_others(self):
         inside, outside = on_ranks(cases.outside)

@@ -19,7 +19,7 @@ from te_fl.pytorch.fp8 import extra_state, quantization, weight_cache
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes, rules_of
 from te_fl.pytorch.fp8.quantization import captures
 from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
-from te_fl.pytorch.modules.parallel import TensorParallel
+from te_fl.pytorch.modules.parallel import TensorParallel, mark_again, marks_of
 from te_fl.pytorch.fp8.sharded_weights import initialise, is_sharded
 from te_fl.pytorch.runtime import registry
 from te_fl.pytorch.runtime.device import check_devices, default_device, native_device
@@ -287,7 +287,10 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
     _remade: frozenset = frozenset()  # the attributes that a layer is made from, and that a program may set
 
     def __setattr__(self, name: str, value: Any) -> None:
+        marks = marks_of(self._parameters[name]) if name in self.__dict__.get("_parameters", ()) else {}
         super().__setattr__(name, value)
+        if marks:
+            mark_again(self._parameters.get(name), marks)
         if name in self._remade and "_layers" in self.__dict__:
             if self._fused_in is not None:
                 self._fused_in.forget()
@@ -298,10 +301,19 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             self._fused_in.forget()
         state = self._fp8_state()
         self._layers = {}  # first: they refer to parameters weakly, and PyTorch swaps the contents of no tensor that is referred to so
+        marks = self._marks()
         with keeping_codes():
             result = super()._apply(fn, recurse)
+        self._mark_again(marks)
         self._forget(state)
         return result
+
+    def _marks(self) -> Dict[str, Dict[str, Any]]:
+        return {name: marks_of(param) for name, param in self._parameters.items()}
+
+    def _mark_again(self, marks: Dict[str, Dict[str, Any]]) -> None:
+        for name, param in self._parameters.items():
+            mark_again(param, marks.get(name, {}))
 
     def _forget(self, state: List[Tuple[str, torch.Tensor]]) -> None:
         """Makes new layers when they are next needed, with this FP8 state."""
@@ -392,13 +404,16 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         state = self.__dict__.copy()
         state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
         state["_layers"], state["_fused_in"], state["_recipe"] = {}, None, without_functions(self._recipe)
+        state["_copied_marks"] = self._marks()
         del state["_number"], state["_states"]
         if "tp_group" in state:  # process groups have no copies; set_tensor_parallel_group() gives the copy one
             state["tp_group"], state["tp_group_initialized"] = None, self.tp_size == 1
         return state
 
     def __setstate__(self, state: dict) -> None:
+        marks = state.pop("_copied_marks", {})
         super().__setstate__(state)
+        self._mark_again(marks)
         self._number, self._states = registry.enter(self), self._new_states()
         device = next((p.device for p in self.parameters(recurse=False)), torch.device("cpu"))
         if device.type != "meta":

@@ -7,7 +7,7 @@ docs/ranks.md says who reduces what.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any, Dict, Optional
 
 import torch
 
@@ -34,6 +34,22 @@ def size_of(tp_group: Optional[Any], tp_size: int) -> int:
 def set_parallel(param: Any, dim: int) -> None:
     """Says to frameworks which dimension of a parameter the group divides."""
     param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, 1
+
+
+_MARKS = ("sequence_parallel", "tensor_model_parallel", "partition_dim", "partition_stride")
+
+
+def marks_of(param: Any) -> Dict[str, Any]:
+    """The attributes of a divided module's parameter that frameworks read. PyTorch's replacements of a parameter (copy.deepcopy, fully_shard, to_empty) drop it."""
+    attributes = getattr(param, "__dict__", {})
+    return {name: attributes[name] for name in _MARKS if name in attributes}
+
+
+def mark_again(param: Any, marks: Dict[str, Any]) -> None:
+    """Gives a parameter's replacement the marks that it has none of its own for."""
+    for name, mark in marks.items():
+        if param is not None and name not in param.__dict__:
+            setattr(param, name, mark)
 
 
 class TensorParallel:

@@ -1,0 +1,63 @@
+// The words that ranks tell each other through the store beside the agreement, and when they are
+// taken out of it.
+#include <new>
+
+#include "comm/rep.hpp"
+
+namespace te_fl::comm {
+namespace {
+
+constexpr char kMade[] = "made/";
+constexpr char kAborted[] = "aborted";
+
+// The ranks' words until all have made the communicator; those of the provider among them.
+constexpr const char* kMaking[] = {"facts", "differs/", "agreed", "id", kMade, "provider/"};
+
+// Runs f, whose failure leaves the store as it is.
+template <class F>
+void try_to(F&& f) noexcept {
+  try {
+    f();
+  } catch (const std::bad_alloc&) {  // the store keeps a key longer, or has one less
+  }
+}
+
+std::string made_key(const Comm::Rep& rep, int rank) {
+  return rep.face->key(kMade + std::to_string(rank));
+}
+
+}  // namespace
+
+void forget(StoreFace& face, const std::string& prefix) noexcept {
+  try_to([&] { (void)face.store().forget(face.key(prefix)); });
+}
+
+void tell_made(Comm::Rep& rep) noexcept {
+  if (rep.c.size == 1) return;
+  try_to([&] { (void)rep.face->store().set(made_key(rep, rep.c.rank), "1"); });
+}
+
+void forget_making(Comm::Rep& rep) noexcept {
+  if (rep.c.size == 1 || rep.c.rank != 0 || rep.failed.load()) return;
+  try_to([&] {
+    for (int r = 0; r < rep.c.size; ++r) {
+      const auto made = rep.face->store().look(made_key(rep, r));
+      if (!made.ok() || !made->has_value()) return;
+    }
+    for (const char* prefix : kMaking) forget(*rep.face, prefix);
+  });
+}
+
+void tell_abort(Comm::Rep& rep, const std::string& text) {
+  // The first one's stays, and a store that does not take it leaves the others their own failure.
+  if (rep.c.size > 1) (void)rep.face->store().set(rep.face->key(kAborted), text);
+}
+
+Result<std::string> told_abort(Comm::Rep& rep) {
+  if (rep.c.size == 1) return std::string();
+  TE_FL_ASSIGN_OR_RETURN(const std::optional<std::string> told,
+                         rep.face->store().look(rep.face->key(kAborted)));
+  return told.value_or("");
+}
+
+}  // namespace te_fl::comm
