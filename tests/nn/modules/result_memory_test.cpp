@@ -17,7 +17,7 @@ const std::vector<std::optional<Recipe>>& recipes() {
   return all;
 }
 
-// Where in a buffer of three times the rows a result lies whose operand has the middle rows.
+// The place of a result in a buffer of three times the rows, whose middle rows the operand has.
 enum class Place { kApart, kSame, kBefore, kBehind };
 int64_t row_of(Place place) {
   if (place == Place::kApart) return 0;
