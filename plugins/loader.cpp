@@ -5,8 +5,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
+#include <mutex>
 
 #include "core/base/file.hpp"
+#include "core/base/fork.hpp"
 #include "core/base/plugin_settings.hpp"
 #include "core/base/text.hpp"
 #include "core/device/inside.hpp"
@@ -316,8 +318,18 @@ Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry
   return Status(status.code(), "plugin " + request.path + ": " + info.reason);
 }
 
+namespace {
+
+// A fork comes before a built-in backend is loaded or after it, so that a child has whole ones.
+constinit core::ForkMutex builtins_mutex(core::LockLevel::kBuiltins);
+const core::ForkMutex::Registration builtins_registration(builtins_mutex);
+
+}  // namespace
+
 void load_builtin(const char* name, te_fl_plugin_query_fn query, OpRegistry& registry) {
   const LoadTurn turn;
+  const std::lock_guard lock(builtins_mutex);
+  if (records::has_builtin(name)) return;
   const Clock::time_point began = Clock::now();
   PluginInfo info;
   info.name = name;

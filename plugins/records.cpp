@@ -72,6 +72,12 @@ void put(Record record) {
   all().insert(at, std::move(record));
 }
 
+bool has_builtin(const std::string& name) {
+  const std::lock_guard lock(records_mutex);
+  return std::ranges::any_of(all(),
+                             [&](const Record& r) { return is_builtin(r) && r.info.name == name; });
+}
+
 std::vector<PluginInfo> list() {
   std::vector<Record> now;  // copies hold their instances: they go after the lock
   {

@@ -29,6 +29,8 @@ namespace records {
 void put(Record record);
 // All, built-ins first, with the state as it is now.
 std::vector<PluginInfo> list();
+// True if there is a record of the built-in backend of a name, in whatever state.
+bool has_builtin(const std::string& name);
 // The active (also built-in) plugin of a name; `instance` is null if there is none.
 Record active(const std::string& name);
 // The reason for which the deactivated plugin of a name is kept for ever; empty if there is none.

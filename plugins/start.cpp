@@ -48,6 +48,17 @@ void bring_devices(const Device* device) noexcept {
   }
 }
 
+// Those that are not there yet.
+void load_builtins(OpRegistry& registry) {
+  for (const Builtin& builtin : builtins()) load_builtin(builtin.name, builtin.query, registry);
+}
+
+void come_to_end() noexcept {
+  t_starting = false;
+  g_start.store(kStarted, std::memory_order_release);
+  g_start.notify_all();
+}
+
 [[maybe_unused]] const bool hooked = [] {
   core::g_bring_devices.store(&bring_devices, std::memory_order_release);
   return true;
@@ -66,10 +77,13 @@ void log_remarks() {
 void start() {
   if (started() || t_starting || LoadTurn::mine()) return;
   int expected = kCutShort;
-  if (g_start.compare_exchange_strong(expected, kStarted, std::memory_order_acq_rel)) {
+  if (g_start.compare_exchange_strong(expected, kStarting, std::memory_order_acq_rel)) {
+    t_starting = true;
+    load_builtins(OpRegistry::instance());
     log::warning(
         "this process was forked while its parent was loading plugins; those not loaded yet are "
         "missing");
+    come_to_end();
     return;
   }
   expected = kNotStarted;
@@ -79,12 +93,10 @@ void start() {
   }
   t_starting = true;
   OpRegistry& registry = OpRegistry::instance();
-  for (const Builtin& builtin : builtins()) load_builtin(builtin.name, builtin.query, registry);
+  load_builtins(registry);
   discover(registry);
   log_remarks();
-  t_starting = false;
-  g_start.store(kStarted, std::memory_order_release);
-  g_start.notify_all();
+  come_to_end();
 }
 
 }  // namespace te_fl::plugins

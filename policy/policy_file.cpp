@@ -194,8 +194,11 @@ Result<PolicySettings> load_policy_file(const std::string& path) {
   };
   try {
     file = json::parse(*text, note_key);
-  } catch (const json::parse_error& e) {
-    return invalid_argument(what + " is not JSON: " + e.what());
+  } catch (const json::exception& e) {   // no JSON, or a number that no double holds
+    const std::string words = e.what();  // "[its name] why"
+    const size_t name = words.find("] ");
+    return invalid_argument(what + " is not JSON that can be read: " +
+                            (name == words.npos ? words : words.substr(name + 2)));
   }
   if (!twice.empty()) {
     return invalid_argument(what + " has the key " + policy::quoted(twice) +

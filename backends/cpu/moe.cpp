@@ -112,10 +112,10 @@ std::vector<int64_t> masked_rows(const te_fl_moe_permute_by_mask_fwd_args& a) {
   for (int64_t e = 0; e < experts; ++e) {
     const int64_t pad = a.pad_offsets != nullptr ? Integers(*a.pad_offsets)[e] : 0;
     backend::check_pad_offset(e, pad, before);
-    const int64_t count = std::exchange(next[static_cast<size_t>(e)], pairs + pad);
+    int64_t row = backend::first_masked_row(pad, pairs);
+    const int64_t count = std::exchange(next[static_cast<size_t>(e)], row);
     before = pad, pairs += count;
-    if (count == 0 || pad + pairs <= rows) continue;
-    int64_t row = pad + pairs - count;  // of the expert's first pair
+    if (count == 0 || row <= rows - count) continue;
     for (int64_t t = 0; t < tokens; ++t) {
       const int64_t at = t * experts + e;
       if (mask[at] != 0) backend::check_masked_row(at, row++, rows);

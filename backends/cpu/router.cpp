@@ -243,9 +243,10 @@ Sums sums_of(const Row& g, const Row& y, const uint8_t* counts, int64_t n) {
   return sums;
 }
 
-// g, the gradient of scores, becomes that of logits. `scratch` is another row.
-void gradient_row(Row& g, const Row& saved, const uint8_t* counts, int function, bool divides,
-                  int64_t n, Row& scratch) {
+// g, the gradient of scores, becomes that of logits; `saved` and `scratch`, another row, become
+// anything.
+void gradient_row(Row& g, Row& saved, const uint8_t* counts, int function, bool divides, int64_t n,
+                  Row& scratch) {
   const bool plain = function != TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS;
   if (!plain) sqrt_softplus_f32(saved.data(), n, scratch.data());
   const Row& y = plain ? saved : scratch;
@@ -267,9 +268,14 @@ void gradient_row(Row& g, const Row& saved, const uint8_t* counts, int function,
     for (int64_t e = 0; e < n; ++e) g[e] *= y[e] * (1.0f - y[e]);
     return;
   }
-  for (int64_t e = 0; e < n; ++e) g[e] /= 2.0f * y[e] + kEpsilon;
-  sigmoid_f32(saved.data(), n, scratch.data());
-  for (int64_t e = 0; e < n; ++e) g[e] *= scratch[e];
+  sigmoid_f32(saved.data(), n, saved.data());
+  // The slope is at most about 1, while its parts, and the gradients' quotients by small sums, lie
+  // near the ends of FP32's range. Where FP32 has no sigmoid(x) any more it is y y.
+  constexpr float kSmall = 4e-18f;  // y where x is -80
+  for (int64_t e = 0; e < n; ++e) {
+    const double root = y[e], top = y[e] < kSmall ? root * root : double{saved[e]};
+    g[e] = static_cast<float>(g[e] * (top / (2.0 * root + double{kEpsilon})));
+  }
 }
 
 void topk_bwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_bwd_args& a) {

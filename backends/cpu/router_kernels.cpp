@@ -23,7 +23,10 @@ void SqrtSoftplusRow(const float* x, int64_t n, float* y) {
     const VF v = LoadF32(x + i);
     const VF term = hn::Log1p(DF(), Exp(hn::Neg(hn::Abs(v))));
     const VF value = hn::Sqrt(hn::Add(hn::Max(v, SetF(0.0f)), term));
-    StoreF32(hn::IfThenElse(hn::IsNaN(v), v, value), y + i);
+    // exp(x / 2) there, to FP32's precision, where exp(x) becomes 0 before its root does.
+    const VF small = Exp(hn::Mul(v, SetF(0.5f)));
+    const VF either = hn::IfThenElse(hn::Lt(v, SetF(-20.0f)), small, value);
+    StoreF32(hn::IfThenElse(hn::IsNaN(v), v, either), y + i);
   }
 }
 

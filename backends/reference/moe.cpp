@@ -91,8 +91,9 @@ std::vector<int64_t> masked_rows(const te_fl_moe_permute_by_mask_fwd_args& a) {
     for (int64_t t = 0; t < tokens; ++t) {
       const int64_t at = t * experts + e;
       if (mask[static_cast<size_t>(at)] == 0) continue;
-      backend::check_masked_row(at, pairs + pad, rows);
-      map[static_cast<size_t>(e * tokens + t)] = pairs++ + pad;
+      const int64_t row = backend::first_masked_row(pad, pairs++);
+      backend::check_masked_row(at, row, rows);
+      map[static_cast<size_t>(e * tokens + t)] = row;
     }
   }
   return map;

@@ -52,7 +52,7 @@ void permute_by_mask(Problem& p, const MaskVariant& v) {
   }
   const int64_t pairs = mask.size() - std::count(mask.begin(), mask.end(), 0);
   const int64_t rows =
-      std::max<int64_t>(pairs + (v.experts > 0 ? pads[v.experts - 1] : 0) + v.more, 0);
+      std::max<int64_t>(pairs + ((v.experts > 0 ? pads[v.experts - 1] : 0) + v.more), 0);
   Tensor* x = p.in("input", v.dtype, {v.tokens, v.width},
                    v.dtype == TE_FL_U8 ? integers(200) : gaussian(3));
   p.in("routing_map", v.mask, {v.tokens, v.experts}, numbers_of(mask));
@@ -153,6 +153,17 @@ std::vector<MaskVariant> mask_variants() {
                  .more = -4294967296 + 6,
                  .pads = {0, 4294967296},
                  .wrong = "has row 42949"});
+  // The padding and the pairs before it sum to more than 64 bits hold.
+  constexpr int64_t kMost = 0x7FFFFFFFFFFFF000;  // as a double says it
+  for (int64_t every : {1, 3})
+    all.push_back({.pad = TE_FL_I64,
+                   .tokens = 5000,
+                   .experts = 3,
+                   .width = 2,
+                   .every = every,
+                   .more = -kMost + 6,
+                   .pads = {0, 0, kMost},
+                   .wrong = "has row "});
   return all;
 }
 

@@ -22,6 +22,7 @@ struct RouterVariant {
   bool bias = false, has_map = true, has_bits = true, has_indices = true;
   bool ties = false;  // logits are few whole numbers
   int64_t nan_at = -1;
+  int shift = 0;  // of the logits; not 0: all experts are chosen, in whatever order
 };
 
 std::string router_name(const RouterVariant& v) {
@@ -39,6 +40,7 @@ std::string router_name(const RouterVariant& v) {
           (v.has_indices ? std::string(".") + name_of(v.index) : std::string());
   if (v.ties) name += "/ties";
   if (v.nan_at >= 0) name += "/nan_at=" + std::to_string(v.nan_at);
+  if (v.shift != 0) name += "/shift=" + std::to_string(v.shift);
   return name;
 }
 
@@ -68,7 +70,7 @@ void set_options(Problem& p, const RouterOptions& o, bool forward) {
 Fill logits_of(const RouterVariant& v) {
   return [v](Random& r, int64_t i) {
     if (v.nan_at >= 0 && i % v.experts == v.nan_at && i / v.experts % 2 == 0) return nan_value();
-    return v.ties ? static_cast<double>(r.below(3)) - 1 : 2 * r.gaussian();
+    return v.ties ? static_cast<double>(r.below(3)) - 1 : v.shift + 2 * r.gaussian();
   };
 }
 
@@ -122,8 +124,9 @@ void router_forward(Problem& p, const RouterVariant& v) {
       const Routed r = route(row_of(x, t, v.experts), b, v.options);
       want.insert(want.end(), r.probs.begin(), r.probs.end());
       want_saved.insert(want_saved.end(), r.saved.begin(), r.saved.end());
-      skip.resize(want.size(), r.unclear), skip_saved.resize(want.size(), r.unclear && after);
-      choice->add(r.chosen, v.experts, r.unclear);
+      const bool unclear = r.unclear && v.shift == 0;
+      skip.resize(want.size(), unclear), skip_saved.resize(want.size(), unclear && after);
+      choice->add(r.chosen, v.experts, unclear);
     }
     p.expect(probs, want).skip = skip;
     p.expect(saved, want_saved).skip = skip_saved;
@@ -171,7 +174,7 @@ void router_backward(Problem& p, const RouterVariant& v, bool in_place = false,
   }
   const bool after = o.function == kSoftmax && !o.before;
   Tensor* saved = p.in("intermediate_output", TE_FL_F32, all, [=](Random& r, int64_t i) {
-    if (o.function == kRoot) return 2 * r.gaussian();
+    if (o.function == kRoot) return v.shift + 2 * r.gaussian();
     const double drawn = r.uniform();
     return after && map[i] == 0 ? -infinity() : drawn;
   });
@@ -229,6 +232,15 @@ std::vector<RouterVariant> router_variants() {
   kinds({.options = {.topk = 10}, .shape = {5}, .experts = 512});
   kinds({.shape = {0}}), kinds({.shape = {}});
   kinds({.options = {.topk = 8}, .shape = {40}, .experts = 64, .ties = true});
+  // Logits whose exponentials, and then their roots too, are near the end of FP32's range.
+  for (int shift : {-20, -80, -88, -100, -150, -300, 100})
+    for (int dtype : {TE_FL_F32, TE_FL_BF16})
+      kinds({.options = {.topk = 12},
+             .dtype = dtype,
+             .shape = {7},
+             .experts = 12,
+             .has_indices = false,
+             .shift = shift});
   return all;
 }
 
@@ -313,6 +325,16 @@ void add_router_ops(Table& table) {
   mistake(table, "group_topk",
           {.options = {.topk = 5, .groups = 4, .group_topk = 2}, .shape = {3}, .experts = 8},
           "chosen groups have 4");
+  add(table, "moe", forward, "mistake/index_of_16_bits", [](Problem& p) {
+    p.in("logits", TE_FL_F32, {2, 40000});
+    Tensor* y = p.out("probs", TE_FL_F32, {2, 40000});
+    p.out("intermediate_output", TE_FL_F32, {2, 40000});
+    p.out("topk_indices", TE_FL_I16, {2, 3}), p.set("topk", 3);
+    p.expect_error(TE_FL_INVALID_ARGUMENT, "i16, which numbers 32768 experts");
+    p.oracle([&p, y] { p.expect_unchanged(y); });
+  });
+  RouterVariant most{.options = {.topk = 3}, .index = TE_FL_I16, .shape = {2}, .experts = 32768};
+  add(table, "moe", forward, router_name(most), [most](Problem& p) { router_forward(p, most); });
   mistake(table, "bits", {.shape = {3}, .experts = 8}, "a bit for each expert", 1);
   add(table, "moe", backward, "mistake/no_choice", [](Problem& p) {
     p.in("intermediate_output", TE_FL_F32, {3, 4}), p.in("grad_probs", TE_FL_F32, {3, 4});
@@ -351,7 +373,7 @@ void score_forward(Problem& p, const RouterVariant& v) {
       want.insert(want.end(), s.begin(), s.end());
       Picker picker;
       const std::vector<int64_t> chosen = picker.pick(s, up_to(0, v.experts), v.options.topk);
-      choice->add(chosen, v.experts, picker.unclear);
+      choice->add(chosen, v.experts, picker.unclear && v.shift == 0);
     }
     p.expect(scores, want), p.expect(saved, want_saved);
     choice->expect(p);
@@ -361,7 +383,7 @@ void score_forward(Problem& p, const RouterVariant& v) {
 void score_backward(Problem& p, const RouterVariant& v) {
   const Dims all = with(v.shape, v.experts);
   Tensor* saved = p.in("intermediate_output", TE_FL_F32, all, [=](Random& r, int64_t) {
-    return v.options.function == kRoot ? 2 * r.gaussian() : r.uniform();
+    return v.options.function == kRoot ? v.shift + 2 * r.gaussian() : r.uniform();
   });
   Tensor* dy = p.in("grad_scores", TE_FL_F32, all);
   Tensor* dx = p.out("grad_logits", v.dtype, all);

@@ -4,8 +4,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -41,6 +43,32 @@ void sync_folder_of(const std::string& path) {
   const Descriptor file(
       ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (file.get() >= 0) (void)::fsync(file.get());
+}
+
+// The file that a path leads to, whether it is there yet or not.
+std::string target_of(const std::string& path) {
+  const std::unique_ptr<char, decltype(&std::free)> real(::realpath(path.c_str(), nullptr),
+                                                         &std::free);
+  if (real != nullptr) return real.get();
+  constexpr int kMaxLinks = 40;  // as the system has it
+  std::filesystem::path target = path;
+  std::error_code error;
+  for (int i = 0; i < kMaxLinks && std::filesystem::is_symlink(target, error); ++i) {
+    const auto next = std::filesystem::read_symlink(target, error);
+    if (error) break;
+    target = target.parent_path() / next;
+  }
+  return target.string();
+}
+
+// A name beside `path` that no other process and no other call has. As names have at most 255
+// bytes, it has the beginning of a long one.
+std::string name_beside(const std::string& path) {
+  static std::atomic<unsigned> number{0};
+  const std::string end =
+      "." + std::to_string(::getpid()) + "." + std::to_string(number++) + ".part";
+  const size_t slash = path.rfind('/'), name = slash == std::string::npos ? 0 : slash + 1;
+  return path.substr(0, std::min(path.size(), name + NAME_MAX - end.size())) + end;
 }
 
 }  // namespace
@@ -91,17 +119,14 @@ Status check_regular(const std::string& path) {
   return failed_precondition(path + " " + kind_of(st.st_mode) + "; name a regular file");
 }
 
-FileReplacement::FileReplacement(const std::string& path) : path_(path) {
-  const std::unique_ptr<char, decltype(&std::free)> real(::realpath(path.c_str(), nullptr),
-                                                         &std::free);
-  if (real != nullptr) path_ = real.get();
+FileReplacement::FileReplacement(const std::string& path)
+    : path_(target_of(path)), temporary_(name_beside(path_)) {
   struct stat st {};
-  if (::stat(path_.c_str(), &st) == 0 && !S_ISREG(st.st_mode)) {
-    fail(kind_of(st.st_mode));
+  const bool there = ::stat(path_.c_str(), &st) == 0;
+  if (there ? !S_ISREG(st.st_mode) : errno != ENOENT) {
+    fail(there ? kind_of(st.st_mode) : std::strerror(errno));
     return;
   }
-  static std::atomic<unsigned> number{0};
-  temporary_ = path_ + "." + std::to_string(::getpid()) + "." + std::to_string(number++) + ".part";
   ::unlink(temporary_.c_str());  // of a process that had the number before
   fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd_ < 0) fail(std::strerror(errno));

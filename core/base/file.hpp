@@ -23,8 +23,8 @@ Status check_regular(const std::string& path);
 // Collects what a file is to hold, and puts it in the file's place when it is complete: written
 // beside the file, synchronised with the disk, renamed, which is synchronised too. Until then, and
 // if anything fails, the file is as it was. A symbolic link stays, and the file that it leads to is
-// replaced. What is there and is no regular file (a device, a pipe) is refused. One thread at a
-// time.
+// replaced, or made. What is there and is no regular file (a device, a pipe) is refused. One thread
+// at a time.
 class FileReplacement {
  public:
   explicit FileReplacement(const std::string& path);

@@ -34,6 +34,8 @@ const char* name(LockLevel level) noexcept {
       return "communicators";
     case LockLevel::kCommWatchdog:
       return "the watchdog of communicators";
+    case LockLevel::kBuiltins:
+      return "built-in backends";
     case LockLevel::kServing:
       return "serving implementation";
     case LockLevel::kSerialWaits:

@@ -20,6 +20,7 @@ enum class LockLevel : int {
   kSerialWaits,      // waiters for implementations that are not thread-safe
   kComms,            // the communicators
   kCommWatchdog,     // the thread that watches them
+  kBuiltins,         // the built-in backends, while one is loaded
   kEnvironment,      // the settings
   kDeviceList,       // the devices
   kStreams,          // the records of streams

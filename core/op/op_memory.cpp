@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdio>
 #include <exception>
+#include <string>
 
 #include "core/base/answer.hpp"
 #include "core/base/settings.hpp"
@@ -44,13 +45,15 @@ int parts_of(const te_fl_tensor& t, Parts& parts) {
 
 using CheckPointer = decltype(te_fl_device_api::check_pointer);
 
-bool belongs(CheckPointer check, void* self, const void* data, size_t bytes,
-             const te_fl_error_sink& sink) noexcept {
+// kLost: of a lost device's memory nothing is known.
+enum class Answer { kBelongs, kDoesNot, kLost };
+
+Answer ask(CheckPointer check, void* self, const void* data, size_t bytes,
+           const te_fl_error_sink& sink) noexcept {
   try {
     const te_fl_status code = known_status(check(self, data, bytes, &sink));
-    // Nothing is known of a lost device's memory; who runs the call meets the same and says
-    // so.
-    return code == TE_FL_OK || TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST;
+    if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST) return Answer::kLost;
+    return code == TE_FL_OK ? Answer::kBelongs : Answer::kDoesNot;
   } catch (const std::exception& e) {  // R5 forbids it
     char text[160];
     std::snprintf(text, sizeof text, "check_pointer threw an exception (rule R5): %s", e.what());
@@ -58,7 +61,16 @@ bool belongs(CheckPointer check, void* self, const void* data, size_t bytes,
   } catch (...) {
     sink.write(sink.host, "check_pointer threw an exception (rule R5)");
   }
-  return false;
+  return Answer::kDoesNot;
+}
+
+// From now on nothing enters the device; dispatch says so of this call too.
+void retire(const Device& device, const char* op, const char* arg, const char* detail) noexcept {
+  try {
+    lose_device(device, "op '" + std::string(op) + "': the memory of argument '" + arg +
+                            "' cannot be looked at (TE_FL_VALIDATE): " + detail);
+  } catch (...) {  // no memory for the words: the device says it again when it is next asked
+  }
 }
 
 }  // namespace
@@ -93,7 +105,12 @@ bool Finder::check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexce
   const int count = parts_of(*t, parts);
   for (int k = 0; k < count; ++k) {
     const auto bytes = static_cast<size_t>(parts[k].bytes);
-    if (belongs(check, entry->desc->self, parts[k].data, bytes, sink)) continue;
+    const Answer answer = ask(check, entry->desc->self, parts[k].data, bytes, sink);
+    if (answer == Answer::kBelongs) continue;
+    if (answer == Answer::kLost) {
+      retire(device_, op_.schema.name, op_.schema.args[i]->name, detail_);
+      return true;
+    }
     part_ = parts[k].name;
     return fail(Problem::kNotItsMemory, i, index);
   }

@@ -299,12 +299,13 @@ Status step_boundary() {
     // Held entries come into force in one step under the lock, so that two threads lose none.
     const std::unique_lock lock = lock_with_list();
     State& s = state();
-    List all = *s.list;
-    for (Quarantine& q : s.held) {
-      if (contains(all, q)) continue;
-      all.push_back(q);
-      added.push_back(std::move(q));
+    const std::shared_ptr<const List> before = s.list;
+    QuarantineIndex known(*before);
+    for (const Quarantine& q : s.held) {
+      if (known.add(q)) added.push_back(q);
     }
+    List all = *before;
+    all.insert(all.end(), added.begin(), added.end());
     s.held.clear();
     g_held.store(false, std::memory_order_release);
     if (!added.empty()) s.list = std::make_shared<const List>(std::move(all));
@@ -329,9 +330,10 @@ Result<int> clear_quarantines(const std::string& op, const std::string& impl_id)
   List cleared = *entries();
   std::erase_if(cleared, std::not_fn(meant));
   if (cleared.empty()) return 0;
+  const QuarantineIndex index(cleared);
   // An entry that step_boundary() adds from here on stays in force, here and in the file.
   const auto goes = [&](const Quarantine& q) {
-    return meant(q) && (contains(cleared, q) || !contains(*entries(), q));
+    return meant(q) && (index.contains(q) || !contains(*entries(), q));
   };
   if (const std::string path = file_name(); !path.empty()) {
     TE_FL_RETURN_IF_ERROR(remove_from_quarantine_file(path, goes));
@@ -339,7 +341,7 @@ Result<int> clear_quarantines(const std::string& op, const std::string& impl_id)
   {
     const std::unique_lock lock = lock_with_list();
     List left = *state().list;
-    std::erase_if(left, [&](const Quarantine& q) { return contains(cleared, q); });
+    std::erase_if(left, [&](const Quarantine& q) { return index.contains(q); });
     state().list = std::make_shared<const List>(std::move(left));
   }
   registry::choose_again();

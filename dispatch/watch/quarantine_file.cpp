@@ -168,6 +168,10 @@ bool contains(const std::vector<Quarantine>& list, const Quarantine& q) {
   return std::any_of(list.begin(), list.end(), [&](const auto& e) { return same(e, q); });
 }
 
+bool QuarantineIndex::Less::operator()(const Quarantine* a, const Quarantine* b) const {
+  return key_of(*a) < key_of(*b);
+}
+
 QuarantineFile read_quarantine_file(const std::string& path) {
   QuarantineFile out;
   const Parsed file = parse(path);
@@ -193,17 +197,18 @@ QuarantineFile read_quarantine_file(const std::string& path) {
 Status add_to_quarantine_file(const std::string& path, const std::vector<Quarantine>& added) {
   std::string lost;
   TE_FL_RETURN_IF_ERROR(change_file(path, [&](json& entries) {
-    std::vector<Quarantine> known;
+    std::vector<Quarantine> there;
     for (const json& item : entries) {
-      if (Result<Quarantine> q = from_json(item); q.ok()) known.push_back(std::move(q).value());
+      if (Result<Quarantine> q = from_json(item); q.ok()) there.push_back(std::move(q).value());
     }
+    QuarantineIndex known(there);
     for (const Quarantine& q : added) {
-      if (contains(known, q)) continue;
+      if (known.contains(q)) continue;
       if (!comes_back(q)) {
         lost += (lost.empty() ? "'" : ", '") + q.impl_id + "' of op '" + q.op + "'";
         continue;
       }
-      known.push_back(q);
+      known.add(q);
       entries.push_back(to_json(q));
     }
   }));

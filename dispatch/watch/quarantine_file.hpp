@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,24 @@ QuarantineFile read_quarantine_file(const std::string& path);
 // True if two entries are about the same implementation, signature and device.
 bool same(const Quarantine& a, const Quarantine& b);
 bool contains(const std::vector<Quarantine>& list, const Quarantine& q);
+
+// Entries by what they are about, for lists that are compared. They outlive it, where they are.
+class QuarantineIndex {
+ public:
+  QuarantineIndex() = default;
+  explicit QuarantineIndex(const std::vector<Quarantine>& list) {
+    for (const Quarantine& q : list) add(q);
+  }
+  // False if one like it is there.
+  bool add(const Quarantine& q) { return entries_.insert(&q).second; }
+  bool contains(const Quarantine& q) const { return entries_.contains(&q); }
+
+ private:
+  struct Less {
+    bool operator()(const Quarantine* a, const Quarantine* b) const;
+  };
+  std::set<const Quarantine*, Less> entries_;
+};
 
 // Adds entries to the file, whatever other threads and processes add meanwhile; entries that this
 // te-fl does not understand stay. FAILED_PRECONDITION: it cannot be written, or holds something

@@ -3,9 +3,13 @@
 #include <string>
 #include <utility>
 
+#include "nn/fp8/autocast.hpp"
+
 namespace te_fl::nn {
 
-Ctx::Record::~Record() = default;
+Ctx::Record::~Record() {
+  if (unfinished) detail::note_forward(true);
+}
 Ctx::Ctx() = default;
 Ctx::~Ctx() = default;
 Ctx::Ctx(const Ctx& other) : input_grad(other.input_grad) {
@@ -37,7 +41,9 @@ Status Ctx::check_empty(std::string_view module) const {
 Status Ctx::store(const void* owner, std::unique_ptr<Record> record) {
   TE_FL_RETURN_IF_ERROR(check_empty("Ctx::store"));
   record_ = std::move(record);
+  record_->unfinished = false;
   owner_ = owner;
+  detail::note_forward(false);
   return {};
 }
 

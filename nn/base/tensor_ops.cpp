@@ -1,11 +1,46 @@
 #include "nn/base/tensor_ops.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cstdint>
 #include <string>
 
 #include "te_fl/device.hpp"
 
 namespace te_fl::nn::detail {
+
+namespace {
+
+bool parts_share_memory(const Tensor& a, const Tensor& b) {
+  if (!a.defined() || !b.defined() || a.numel() == 0 || b.numel() == 0) return false;
+  const auto begin = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.raw_data()); };
+  const auto end = [&](const Tensor& t) {
+    int64_t last = 0;
+    for (int i = 0; i < t.rank(); ++i) {
+      last += (t.size(i) - 1) * t.strides()[static_cast<size_t>(i)];
+    }
+    return begin(t) + static_cast<uintptr_t>(bytes_for(t.dtype(), last + 1));
+  };
+  return begin(a) < end(b) && begin(b) < end(a);
+}
+
+std::array<Tensor, 2> parts_of(const Tensor& t) {
+  if (!t.quantized()) return {t, Tensor()};
+  return {t.rowwise_codes(), t.columnwise_codes()};
+}
+
+}  // namespace
+
+bool shares_memory(const Tensor& a, const Tensor& b) {
+  if (!a.defined() || !b.defined() || a.device() != b.device()) return false;
+  if (!a.quantized() && !b.quantized()) return parts_share_memory(a, b);
+  for (const Tensor& x : parts_of(a)) {
+    for (const Tensor& y : parts_of(b)) {
+      if (parts_share_memory(x, y)) return true;
+    }
+  }
+  return false;
+}
 
 CallOptions call_options(const Device& device) {
   CallOptions options;

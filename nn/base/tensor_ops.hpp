@@ -13,6 +13,9 @@ namespace te_fl::nn::detail {
 // The calling thread's stream of `device`, on which the op's tensors are; no random numbers.
 CallOptions call_options(const Device& device);
 
+// True if the two have bytes in common: of values or codes, row-wise and column-wise. Views that
+// lie between each other's rows count as having.
+bool shares_memory(const Tensor& a, const Tensor& b);
 Result<Tensor> empty_like(const Tensor& tensor, DType dtype);
 Status fill(const Tensor& tensor, double value);
 Status copy(const Tensor& from, const Tensor& to);

@@ -73,8 +73,9 @@ uint64_t tensor_bytes(const Tensor& tensor) {
   return static_cast<uint64_t>(bytes_for(tensor.dtype(), tensor.numel()));
 }
 
-// JSON is UTF-8, and other bytes would come back as other names.
-bool is_text(const std::string& text) {
+}  // namespace
+
+bool detail::is_text(const std::string& text) {
   try {
     (void)nlohmann::json(text).dump();
     return true;
@@ -83,11 +84,13 @@ bool is_text(const std::string& text) {
   }
 }
 
+namespace {
+
 // The JSON header, padded with spaces so that the data starts 8-byte aligned.
 Result<std::string> make_header(const std::vector<NamedTensor>& tensors, const Metadata& metadata) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   for (const auto& [key, value] : metadata) {
-    if (is_text(key) && is_text(value)) continue;
+    if (detail::is_text(key) && detail::is_text(value)) continue;
     return invalid_argument("save_safetensors: metadata \"" + key +
                             "\" or its value is not UTF-8, which the format cannot hold");
   }
@@ -107,7 +110,7 @@ Result<std::string> make_header(const std::vector<NamedTensor>& tensors, const M
     if (t.name.empty() || t.name == "__metadata__" || !names.insert(t.name).second) {
       return complain("has a name that is empty, reserved or used twice");
     }
-    if (!is_text(t.name)) return complain("has a name that is not UTF-8");
+    if (!detail::is_text(t.name)) return complain("has a name that is not UTF-8");
     const uint64_t bytes = tensor_bytes(t.tensor);
     header[t.name] = {
         {"dtype", dtype},

@@ -11,12 +11,12 @@ namespace {
 // The rows of the whole that the shard has, one by one; empty if they do not lie in it.
 std::vector<int64_t> rows_of(const Shard& shard, int64_t count) {
   std::vector<int64_t> rows;
-  if (shard.begin[0] > shard.whole[0]) return rows;
+  if (shard.begin[0] > shard.whole[0] - count) return rows;
   if (shard.rows.empty()) {
     for (int64_t i = 0; i < count; ++i) rows.push_back(shard.begin[0] + i);
   }
   for (const Shard::Rows& range : shard.rows) {
-    if (range.count > count || range.begin > shard.whole[0]) return {};
+    if (range.count > count || range.begin > shard.whole[0] - range.count) return {};
     for (int64_t i = 0; i < range.count; ++i) rows.push_back(range.begin + i);
   }
   const bool inside = static_cast<int64_t>(rows.size()) == count &&
@@ -77,7 +77,8 @@ bool overlap(std::span<const int64_t> a_shape, const Shard& a, std::span<const i
   const bool meet = std::ranges::any_of(
       rows_of(b, b_shape[0]), [&](int64_t row) { return std::ranges::binary_search(rows, row); });
   if (!meet || a_shape.size() == 1) return meet;
-  return a.begin[1] < b.begin[1] + b_shape[1] && b.begin[1] < a.begin[1] + a_shape[1];
+  // Differences, as sums of what a file says may be more than 64 bits hold.
+  return a.begin[1] - b.begin[1] < b_shape[1] && b.begin[1] - a.begin[1] < a_shape[1];
 }
 
 }  // namespace te_fl::nn::detail

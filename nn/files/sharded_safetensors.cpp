@@ -18,6 +18,7 @@
 #include <utility>
 
 #include "core/base/file.hpp"
+#include "nn/files/safetensors.hpp"
 #include "te_fl/device.hpp"
 #include "te_fl/log.hpp"
 
@@ -281,6 +282,10 @@ Status save_sharded(const std::string& folder, const std::vector<NamedTensor>& t
     return invalid_argument(
         "save_sharded: max_shard_bytes is " + std::to_string(options.max_shard_bytes) +
         " and stem \"" + options.stem + "\"; they must be at least 1, and a name without a folder");
+  }
+  if (!detail::is_text(options.stem)) {
+    return invalid_argument("save_sharded: the stem \"" + options.stem +
+                            "\" is not UTF-8, which an index of several files cannot hold");
   }
   std::set<std::string> names;  // across the files, of each of which the names are checked
   for (const NamedTensor& t : tensors) {

@@ -5,6 +5,7 @@
 
 #include "nn/base/capture.hpp"
 #include "nn/base/run_log.hpp"
+#include "nn/base/tensor_ops.hpp"
 #include "te_fl/log.hpp"
 
 namespace te_fl::nn {
@@ -38,6 +39,29 @@ void push_frame(const std::shared_ptr<AutocastFrame>& frame) {
   tls_frame = frame;
 }
 
+void note_forward(bool failed) noexcept {
+  if (tls_frame == nullptr) return;
+  std::atomic<bool>& noted = tls_frame->session->failed;
+  if (noted.load(std::memory_order_relaxed) != failed) noted = failed;
+}
+
+namespace {
+
+// The amaxes that a failed step has left go, so that they are in no later update; but those that
+// inferences may have left beside them stay.
+Status drop_amaxes(const std::vector<PendingUpdate>& pending) {
+  for (const PendingUpdate& update : pending) {
+    Fp8State& state = *update.state;
+    if (!update.counts() || !state.defined() || state.waits_on() != 0) continue;
+    TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(state.device()));
+    if (captured) continue;  // the capture is as failed as the step
+    TE_FL_RETURN_IF_ERROR(fill(state.amaxes(), 0));
+  }
+  return {};
+}
+
+}  // namespace
+
 Status pop_frame(const std::shared_ptr<AutocastFrame>& frame, std::optional<bool> updates) {
   // The thread whose list has it, which need not be this one, drops it when it looks next; so
   // scopes may also end in another order than the reverse.
@@ -45,6 +69,7 @@ Status pop_frame(const std::shared_ptr<AutocastFrame>& frame, std::optional<bool
   (void)current_frame();
   std::vector<PendingUpdate> pending;
   std::vector<std::shared_ptr<AmaxReduction>> reductions;
+  bool failed = false;
   {
     Session& session = *frame->session;
     std::lock_guard lock(session.mutex);
@@ -52,8 +77,12 @@ Status pop_frame(const std::shared_ptr<AutocastFrame>& frame, std::optional<bool
     pending = session.forward.take();
     reductions = std::exchange(session.reductions, {});
     const bool trained = std::exchange(session.trained, false);
-    updates = updates.value_or(trained) || std::exchange(session.calibrated, false);
+    const bool calibrated = std::exchange(session.calibrated, false);
+    // Ranks that share amaxes update together, whatever became of this one's step.
+    failed = session.failed.exchange(false) && !updates.has_value() && reductions.empty();
+    updates = updates.value_or(trained) || calibrated;
   }
+  if (failed) return drop_amaxes(pending);
   if (*updates)
     return update_scales(std::move(pending), Direction::kForward, std::move(reductions));
   if (!pending.empty()) wait_for_update(std::move(pending));

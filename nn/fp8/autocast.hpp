@@ -20,6 +20,8 @@ struct Session {
   int scopes = 0;
   bool trained = false;     // a forward in it was no inference
   bool calibrated = false;  // a forward in it calibrated
+  std::atomic<bool> failed =
+      false;  // the last module's forward that trained did not come to its end
   PendingUpdates forward;
   std::vector<std::shared_ptr<AmaxReduction>> reductions;  // of its scopes
 };
@@ -43,6 +45,10 @@ std::shared_ptr<AutocastFrame> current_frame();
 // A frame for another thread or a later time that does what `captured` does (null: no autocast) and
 // counts in its session.
 std::shared_ptr<AutocastFrame> frame_like(const std::shared_ptr<AutocastFrame>& captured);
+
+// A module's forward that trained came to its end, or failed, on this thread: a session whose last
+// one failed leaves the scales alone.
+void note_forward(bool failed) noexcept;
 
 // Says how a forward is to compute.
 struct Fp8Mode {

@@ -109,6 +109,7 @@ Status Fp8State::retype(DType dtype) {
 }
 
 Status Fp8State::load(const Tensor& from_history, const Tensor& from_scale, bool calibrated) {
+  forget_updates();
   if (!defined() || history().size(0) != from_history.size(0)) {
     TE_FL_RETURN_IF_ERROR(check_length(from_history.size(0)));
     // Own storage: the given tensors stay the caller's.
@@ -127,6 +128,7 @@ Status Fp8State::load(const Tensor& from_history, const Tensor& from_scale, bool
 
 Status Fp8State::reset() {
   if (!defined()) return {};
+  forget_updates();
   ++shared_->generation;
   shared_->calibrated = false;
   shared_->dtype = DType::kF32;

@@ -41,6 +41,8 @@ class Fp8State {
   // Counts the changes of the scales: what was quantised in another generation may have had another
   // scale.
   uint64_t generation() const noexcept { return shared_->generation; }
+  // Counts load() and reset(): amaxes that were collected before one have no update after it.
+  uint64_t loads() const noexcept { return shared_->loads; }
   // True if amaxes were collected whose update is still to come; of gradients' states only.
   bool pending() const noexcept { return shared_->pending; }
   void set_pending(bool pending) noexcept { shared_->pending = pending; }
@@ -84,6 +86,12 @@ class Fp8State {
   const Tensor& amaxes() const { return shared_->tensors->amaxes; }
 
  private:
+  // No update of amaxes from before waits for the state any more.
+  void forget_updates() noexcept {
+    ++shared_->loads;
+    shared_->pending = false;
+    shared_->waits_on = 0;
+  }
   static constexpr int kLooks = 16;
   struct Tensors {
     Tensor history, scale, amaxes;
@@ -92,6 +100,7 @@ class Fp8State {
   // Flags are atomic since the end of an autocast sets them on whatever thread it runs.
   struct Shared {
     std::atomic<uint64_t> generation = 0;
+    std::atomic<uint64_t> loads = 0;
     std::atomic<bool> calibrated = false;
     std::atomic<bool> pending = false;
     std::atomic<int> looks = 0;  // kLooks + 1: it has been warned

@@ -34,6 +34,7 @@ std::vector<PendingUpdate> ReducedSites::all(Direction direction) {
   const std::lock_guard lock(mutex_);
   for (auto* sites : {&forward_, &backward_}) {
     std::erase_if(*sites, [](const PendingUpdate& site) { return site.state->retired(); });
+    for (PendingUpdate& site : *sites) site.loads = site.state->loads();
   }
   return direction == Direction::kForward ? forward_ : backward_;
 }

@@ -26,6 +26,9 @@ struct PendingUpdate {
   DelayedScaling recipe;
   DType dtype = DType::kF8E4M3;
   std::shared_ptr<AmaxReduction> reduction = nullptr;
+  uint64_t loads = state == nullptr ? 0 : state->loads();  // when it was used
+  // False: the state was loaded or reset since, and its scales are what was loaded.
+  bool counts() const noexcept { return loads == state->loads(); }
 };
 
 enum class Direction : uint8_t { kForward, kBackward };

@@ -92,7 +92,7 @@ Status add_waiting(PendingUpdates& updates) {
   ThreadWaiting& waiting = thread_waiting();
   for (Waiting& w : std::exchange(waiting.updates, {})) {
     w.update.state = w.state.lock();
-    if (w.update.state == nullptr) continue;
+    if (w.update.state == nullptr || !w.update.counts()) continue;
     TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(w.update.state->device()));
     if (captured) {
       w.update.state = nullptr;
@@ -184,7 +184,12 @@ Status update_group(const std::vector<const PendingUpdate*>& group) {
 
 void wait_for_update(std::vector<PendingUpdate> updates) {
   ThreadWaiting& waiting = thread_waiting();
+  std::erase_if(waiting.updates, [](const Waiting& w) {
+    const auto state = w.state.lock();
+    return state == nullptr || state->loads() != w.update.loads;
+  });
   for (PendingUpdate& update : updates) {
+    if (!update.counts()) continue;
     if (update.state->waits_on().exchange(waiting.number) == waiting.number) continue;
     const std::shared_ptr<Fp8State> state = std::exchange(update.state, nullptr);
     waiting.updates.push_back({Fp8State::Weak(*state), std::move(update)});
@@ -195,7 +200,7 @@ bool waits_here(Fp8State& state) { return state.waits_on() == thread_waiting().n
 
 void GradientUpdates::add(PendingUpdate update) {
   std::lock_guard lock(mutex_);
-  update.state->set_pending(true);
+  if (update.counts()) update.state->set_pending(true);
   pending_.add(std::move(update));
 }
 
@@ -235,7 +240,9 @@ std::shared_ptr<GradientUpdates> exchange_gradient_updates(
 Status update_scales(std::vector<PendingUpdate> pending, Direction direction,
                      Reductions reductions) {
   PendingUpdates all;
-  for (PendingUpdate& update : pending) all.add(std::move(update));
+  for (PendingUpdate& update : pending) {
+    if (update.counts()) all.add(std::move(update));
+  }
   if (direction == Direction::kForward) TE_FL_RETURN_IF_ERROR(add_waiting(all));
   Reductions failed;
   const Status reduced = reduce_all(all, direction, std::move(reductions), failed);

@@ -125,6 +125,7 @@ Result<std::unique_ptr<ActivationLayer>> ActivationLayer::create(const Activatio
 }
 
 Result<Tensor> ActivationLayer::forward(const Tensor& x, Ctx* ctx) {
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<ActivationRecord>(ctx, "ActivationLayer"));
   const int64_t width = x.defined() && x.rank() > 0 ? x.size(-1) : 0;
   const bool gated = is_gated(options_.activation);
   if (width == 0 || (gated && width % 2 != 0)) {
@@ -134,7 +135,6 @@ Result<Tensor> ActivationLayer::forward(const Tensor& x, Ctx* ctx) {
         (gated ? ", and even, as " + std::string(name(options_.activation)) + " is gated"
                : std::string()));
   }
-  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<ActivationRecord>(ctx, "ActivationLayer"));
   TE_FL_ASSIGN_OR_RETURN(record->x, detail::as_matrix(x, width, "ActivationLayer: x"));
   const int64_t out = gated ? width / 2 : width;
   TE_FL_ASSIGN_OR_RETURN(const Tensor y,

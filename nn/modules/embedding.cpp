@@ -137,8 +137,8 @@ Result<Tensor> Embedding::rows(const Tensor& indices) {
 }
 
 Result<Tensor> Embedding::forward(const Tensor& indices, Ctx* ctx) {
-  if (!indices.defined()) return invalid_argument("Embedding: indices is undefined");
   TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<IndicesRecord>(ctx, "Embedding"));
+  if (!indices.defined()) return invalid_argument("Embedding: indices is undefined");
   TE_FL_RETURN_IF_ERROR(detail::same_parameter(weight_.get()));
   record->indices = indices;
   record->shape.assign(indices.shape().begin(), indices.shape().end());
@@ -187,9 +187,9 @@ Status Embedding::backward(const Tensor& dy, Ctx& ctx) {
 }
 
 Result<Tensor> Residual::forward(const Tensor& a, const Tensor& b, Ctx* ctx) {
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MaskRecord>(ctx, "Residual"));
   TE_FL_RETURN_IF_ERROR(detail::check_dropout("Residual", "dropout", p_));
   if (!a.defined() || !b.defined()) return invalid_argument("Residual: a or b is undefined");
-  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MaskRecord>(ctx, "Residual"));
   TE_FL_ASSIGN_OR_RETURN(Tensor y, detail::empty_like(a, a.dtype()));
   te_fl_add_args args{};
   args.a = a;

@@ -384,6 +384,26 @@ Status GemmUnit::check_unchanged(const Use& use) const {
   return !use.weight.defined() ? nn::detail::check_unchanged(*weight_, use.version) : Status();
 }
 
+Status check_apart(const Tensor& into, const Tensor& read, const char* what, const char* reader) {
+  if (!shares_memory(into, read)) return {};
+  return invalid_argument(std::string(what) + " is " + into.describe() + " in the memory of " +
+                          reader +
+                          ", which is read after it is written; give it memory of its own");
+}
+
+Status GemmUnit::check_result(const Use& use, const Tensor& dy, const Tensor& into,
+                              const char* what) const {
+  if (!into.defined()) return {};
+  if (wants_wgrad(use)) {
+    for (const Tensor& input : {use.input, use.part}) {
+      TE_FL_RETURN_IF_ERROR(check_apart(into, input, what, "the forward's input"));
+    }
+  }
+  TE_FL_RETURN_IF_ERROR(check_apart(into, weight_of(use), what, "the weight"));
+  const bool as_it_is = dy.quantized() || (!use.mode.fp8 && dy.dtype() == spec_.activation_dtype);
+  return as_it_is ? check_apart(into, dy, what, "the output's gradient") : Status();
+}
+
 Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows, bool columnwise) {
   if (use.mode.delayed() != nullptr) {
     // The gradient has been cleared since amaxes were collected: another step has begun, and nobody
@@ -525,12 +545,19 @@ Status GemmUnit::wgrad(const Use& use, const Gradient& grad, const Tensor& input
   if (!delayed_->enabled()) return run_wgrad(use, grad, input);
   Use read = use;
   read.weight = read.part = read.input = Tensor();
+  Gradient kept = grad;
+  settle(read, kept);
   ++weight_->internals().delayed_wgrads;
-  delayed_->add([this, read = std::move(read), grad, input] {
+  delayed_->add([this, read = std::move(read), kept = std::move(kept), input] {
     --weight_->internals().delayed_wgrads;
-    return run_wgrad(read, grad, input);
+    return run_wgrad(read, kept, input);
   });
   return {};
+}
+
+void GemmUnit::settle(Use& use, Gradient& grad) const {
+  use.wgrad = wants_wgrad(use);
+  grad.bias_done = grad.bias_done || !wants_bias_grad();
 }
 
 Status GemmUnit::run_wgrad(const Use& use, const Gradient& grad, const Tensor& input) {

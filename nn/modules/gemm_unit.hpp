@@ -15,6 +15,10 @@
 
 namespace te_fl::nn::detail {
 
+// INVALID_ARGUMENT if `into`, the caller's memory for the result `what`, shares memory with `read`,
+// which it says as "the memory of `reader`".
+Status check_apart(const Tensor& into, const Tensor& read, const char* what, const char* reader);
+
 // One linear map with its weight, bias, FP8 state and cached weight copies: what Linear,
 // LayerNormLinear and the two halves of LayerNormMLP have in common. Works on matrices [rows,
 // features].
@@ -95,6 +99,9 @@ class GemmUnit {
   // FAILED_PRECONDITION if the backward would read the weight in the parameter itself and that has
   // changed since the forward. First in a backward, before anything is written.
   Status check_unchanged(const Use& use) const;
+  // INVALID_ARGUMENT naming `what` if `into`, which dgrad() is to write, shares memory with what
+  // the products of that backward read of `use` and of `dy`.
+  Status check_result(const Use& use, const Tensor& dy, const Tensor& into, const char* what) const;
   // A quantised tensor [rows, out] for a producer of the output gradient; FP8 only.
   Result<Tensor> grad_buffer(const Use& use, int64_t rows) {
     return grad_buffer(use, rows, wants_wgrad(use));
@@ -146,6 +153,9 @@ class GemmUnit {
   Result<std::optional<te_fl_generic_gemm_args>> wgrad_product(const Use& use, const Gradient& grad,
                                                                const Tensor& input);
   void wrote_wgrad(const te_fl_generic_gemm_args& product);
+  // Before a delay: what is frozen now stays without a gradient of this backward, whose operands
+  // were prepared without it. What is frozen until then has none either.
+  void settle(Use& use, Gradient& grad) const;
   bool wants_wgrad(const Use& use) const { return use.wgrad && weight_->requires_grad; }
   bool wants_bias_grad() const {
     return bias_ != nullptr && spec_.adds_bias && bias_->requires_grad;

@@ -116,13 +116,20 @@ Result<std::vector<Tensor>> GroupedGemm::inputs(Uses& uses, const Tensor& x, Spl
 
 Result<Tensor> GroupedGemm::forward(Uses& uses, const Tensor& x, Splits splits,
                                     const ForwardOptions& options, bool training,
-                                    const Tensor& into) {
+                                    const Tensor& into, const Tensor& input_grad) {
   uses.clear();
   for (const auto& unit : units_) {
     TE_FL_ASSIGN_OR_RETURN(GemmUnit::Use use, unit->begin(training));
     uses.push_back(std::move(use));
   }
   TE_FL_ASSIGN_OR_RETURN(const std::vector<Tensor> in, inputs(uses, x, splits));
+  for (size_t i = 0; i < units_.size(); ++i) {
+    TE_FL_RETURN_IF_ERROR(
+        check_apart(into, in[i], "GroupedLinear: the memory for the output", "x"));
+    if (!uses[i].wgrad) continue;
+    TE_FL_RETURN_IF_ERROR(
+        check_apart(input_grad, in[i], "GroupedLinear: the memory for the gradient of x", "x"));
+  }
   Tensor y = into;
   if (!y.defined()) {
     TE_FL_ASSIGN_OR_RETURN(
@@ -234,11 +241,15 @@ Status GroupedGemm::wgrad(const Uses& uses, const Gradients& grads) {
     for (const auto& unit : units_) unit->weight()->internals().delayed_wgrads += change;
   };
   Uses read = uses;
-  for (GemmUnit::Use& use : read) use.weight = Tensor();
+  Gradients kept = grads;
+  for (size_t i = 0; i < units_.size(); ++i) {
+    read[i].weight = Tensor();
+    units_[i]->settle(read[i], kept[i]);
+  }
   count(1);
-  delayed_->add([this, count, read = std::move(read), grads] {
+  delayed_->add([this, count, read = std::move(read), kept = std::move(kept)] {
     count(-1);
-    return run_wgrad(read, grads);
+    return run_wgrad(read, kept);
   });
   return {};
 }
@@ -247,6 +258,8 @@ Result<Tensor> GroupedGemm::backward(const Uses& uses, const Tensor& dy, Splits 
                                      bool wants_dgrad, const Tensor& into) {
   for (size_t i = 0; i < units_.size(); ++i) {
     TE_FL_RETURN_IF_ERROR(units_[i]->check_unchanged(uses[i]));
+    TE_FL_RETURN_IF_ERROR(units_[i]->check_result(
+        uses[i], dy, into, "GroupedLinear: the memory for the gradient of x"));
   }
   TE_FL_ASSIGN_OR_RETURN(const Gradients grads, gradients(uses, dy, splits));
   Tensor dx;

@@ -23,9 +23,11 @@ class GroupedGemm {
   const std::shared_ptr<DelayedWgrad>& delayed() const noexcept { return delayed_; }
 
   // x [rows, in] -> [rows, out] in the activation dtype, in `into` if that is defined, and in
-  // `uses` what each unit's backward reads. Splits sum to x's rows.
+  // `uses` what each unit's backward reads, of which `input_grad`, its `into`, may hold nothing.
+  // Splits sum to x's rows.
   Result<Tensor> forward(std::vector<GemmUnit::Use>& uses, const Tensor& x, Splits splits,
-                         const ForwardOptions& options, bool training, const Tensor& into);
+                         const ForwardOptions& options, bool training, const Tensor& into,
+                         const Tensor& input_grad);
   // dy [rows, out] -> dx [rows, in], in `into` if that is defined, else undefined without `dgrad`;
   // adds to the parameters' gradients.
   Result<Tensor> backward(const std::vector<GemmUnit::Use>& uses, const Tensor& dy, Splits splits,

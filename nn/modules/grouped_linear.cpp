@@ -1,7 +1,6 @@
 #include "te_fl/nn/modules/grouped_linear.hpp"
 
 #include <algorithm>
-#include <numeric>
 #include <string>
 
 #include "nn/autograd/ctx.hpp"
@@ -22,14 +21,22 @@ struct GroupedLinearRecord : Ctx::Record {
   }
 };
 
+// True if the numbers, none below 0, sum to `rows`; their sum may be more than 64 bits hold.
+bool sum_to(std::span<const int64_t> numbers, int64_t rows) {
+  for (const int64_t number : numbers) {
+    if (number > rows) return false;
+    rows -= number;
+  }
+  return rows == 0;
+}
+
 Status check_splits(std::span<const int64_t> splits, size_t members, const Tensor& x) {
   std::string why;
   if (splits.size() != members) {
     why = "one number for each of the " + std::to_string(members) + " maps";
   } else if (std::ranges::any_of(splits, [](int64_t rows) { return rows < 0; })) {
     why = "no number below 0";
-  } else if (x.shape().size() != 2 ||
-             std::accumulate(splits.begin(), splits.end(), int64_t{0}) != x.size(0)) {
+  } else if (x.shape().size() != 2 || !sum_to(splits, x.size(0))) {
     why = "numbers that sum to the rows of x, which is " + x.describe();
   } else {
     return {};
@@ -87,6 +94,8 @@ Result<std::unique_ptr<GroupedLinear>> GroupedLinear::create(const GroupedLinear
 
 Result<Tensor> GroupedLinear::forward(const Tensor& x, std::span<const int64_t> splits, Ctx* ctx,
                                       const ForwardOptions& options, const GroupedMemory& memory) {
+  TE_FL_ASSIGN_OR_RETURN(auto record,
+                         detail::new_record<GroupedLinearRecord>(ctx, "GroupedLinear"));
   TE_FL_ASSIGN_OR_RETURN(const Tensor rows,
                          detail::as_matrix(x, group_->spec().in, "GroupedLinear: x"));
   TE_FL_RETURN_IF_ERROR(check_splits(splits, group_->units().size(), x));
@@ -95,10 +104,9 @@ Result<Tensor> GroupedLinear::forward(const Tensor& x, std::span<const int64_t> 
       check_memory(memory.output, {rows.size(0), spec.out}, spec.activation_dtype, "the output"));
   TE_FL_RETURN_IF_ERROR(
       check_memory(memory.input_grad, {rows.size(0), spec.in}, x.dtype(), "the gradient of x"));
-  TE_FL_ASSIGN_OR_RETURN(auto record,
-                         detail::new_record<GroupedLinearRecord>(ctx, "GroupedLinear"));
-  TE_FL_ASSIGN_OR_RETURN(Tensor y, group_->forward(record->uses, rows, splits, options,
-                                                   ctx != nullptr, memory.output));
+  TE_FL_ASSIGN_OR_RETURN(
+      Tensor y, group_->forward(record->uses, rows, splits, options, ctx != nullptr, memory.output,
+                                memory.input_grad));
   record->input_grad = memory.input_grad;
   record->splits.assign(splits.begin(), splits.end());
   record->shape.assign(x.shape().begin(), x.shape().end());

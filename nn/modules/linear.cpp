@@ -193,8 +193,8 @@ Status check_no_into(const char* what, const Tensor* into) {
 
 Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
                                const Tensor* residual, const Tensor* into) {
-  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(x, gemm_->spec().in, "Linear: x"));
   TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<LinearRecord>(ctx, "Linear"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_operand(x, gemm_->spec().in, "Linear: x"));
   TE_FL_ASSIGN_OR_RETURN(const Shape shape,
                          detail::output_shape(parallel_, mode_, x.shape(), "Linear"));
   if (split_ != nullptr) TE_FL_RETURN_IF_ERROR(split_->gather());
@@ -205,6 +205,7 @@ Result<Tensor> Linear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& 
       detail::residual_matrix(residual, shape, gemm_->spec().out, "Linear: residual"));
   TE_FL_ASSIGN_OR_RETURN(const Tensor out,
                          result_matrix(into, shape, gemm_->spec().out, "Linear: into"));
+  TE_FL_RETURN_IF_ERROR(detail::check_apart(out, input, "Linear: into", "x"));
   Tensor y;
   if (gemm_->spec().partial) {
     TE_FL_RETURN_IF_ERROR(check_no_into("Linear: forward", into));
@@ -232,6 +233,7 @@ Result<Tensor> Linear::backward(const Tensor& dy, Ctx& ctx, const Tensor* into) 
   if (mode_ == ParallelMode::kColumn) {
     TE_FL_RETURN_IF_ERROR(check_no_into("Linear: backward", into));
   }
+  TE_FL_RETURN_IF_ERROR(gemm_->check_result(record.use, flat, out, "Linear: into"));
   record.use.dgrad = ctx.input_grad || into != nullptr;
   TE_FL_ASSIGN_OR_RETURN(Tensor dx,
                          backward_of(*gemm_, split_.get(), record.use, flat, if_defined(out)));
@@ -290,9 +292,9 @@ Result<std::unique_ptr<LayerNormLinear>> LayerNormLinear::create(
 
 Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
                                         const Tensor* into, Tensor* layernorm_output) {
-  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, gemm_->spec().in, "LayerNormLinear: x"));
   TE_FL_ASSIGN_OR_RETURN(auto record,
                          detail::new_record<LayerNormLinearRecord>(ctx, "LayerNormLinear"));
+  TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, gemm_->spec().in, "LayerNormLinear: x"));
   TE_FL_ASSIGN_OR_RETURN(const Shape shape, detail::output_shape(parallel_, ParallelMode::kColumn,
                                                                  x.shape(), "LayerNormLinear"));
   if (split_ != nullptr) TE_FL_RETURN_IF_ERROR(split_->gather());
@@ -305,6 +307,9 @@ Result<Tensor> LayerNormLinear::forward(const Tensor& x, Ctx* ctx, const Forward
   }
   TE_FL_ASSIGN_OR_RETURN(const Tensor out,
                          result_matrix(into, shape, gemm_->spec().out, "LayerNormLinear: into"));
+  if (ctx != nullptr) {
+    TE_FL_RETURN_IF_ERROR(detail::check_apart(out, record->norm.x, "LayerNormLinear: into", "x"));
+  }
   TE_FL_ASSIGN_OR_RETURN(Tensor y,
                          gemm_->forward(record->use, input, options, nullptr, if_defined(out)));
   record->shape.assign(x.shape().begin(), x.shape().end());

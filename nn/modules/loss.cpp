@@ -212,6 +212,7 @@ Result<Tensor> CrossEntropyLoss::divided_backward(const Saved& saved, const Tens
 
 Result<Tensor> CrossEntropyLoss::forward(const Tensor& logits, const Tensor& targets, Ctx* ctx,
                                          double divisor) {
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<Saved>(ctx, "CrossEntropyLoss"));
   if (!logits.defined() || !targets.defined()) {
     return invalid_argument("CrossEntropyLoss: logits or targets is undefined");
   }
@@ -219,7 +220,6 @@ Result<Tensor> CrossEntropyLoss::forward(const Tensor& logits, const Tensor& tar
     return invalid_argument("CrossEntropyLoss: divisor is " + std::to_string(divisor) +
                             "; it must be greater than 0, or 0 for the number of rows");
   }
-  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<Saved>(ctx, "CrossEntropyLoss"));
   record->logits = logits;
   record->targets = targets;
   record->divisor =

@@ -104,8 +104,12 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::narrow_gradient(
   detail::GemmUnit::Gradient result;
   TE_FL_ASSIGN_OR_RETURN(result.tensor, gradient_buffer(record));
   TE_FL_ASSIGN_OR_RETURN(auto dbias, detail::GradTarget::open(fc1->bias().get()));
-  TE_FL_RETURN_IF_ERROR(
-      fc2->dgrad_gelu(record.fc2, grad, record.pre, result.tensor, dbias.tensor()));
+  Tensor sums = dbias.tensor();
+  if (!sums.defined() &&
+      fc1->bias() != nullptr) {  // frozen; what computes dx does not depend on it
+    TE_FL_ASSIGN_OR_RETURN(sums, detail::empty_like(fc1->bias()->value, DType::kF32));
+  }
+  TE_FL_RETURN_IF_ERROR(fc2->dgrad_gelu(record.fc2, grad, record.pre, result.tensor, sums));
   TE_FL_RETURN_IF_ERROR(dbias.commit());
   result.bias_done = true;
   return result;
@@ -116,15 +120,17 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::narrow_gradient(
 Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRecord& record,
                                                                     const Tensor& grad) {
   const bool fp8 = record.fc1.mode.fp8;
-  const bool with_bias = fc1->bias() != nullptr && fc1->bias()->requires_grad;
-  if (with_bias ? is_gated(options.activation) : !fp8) {
+  // A frozen bias goes the way of one that trains: the gradient of x stays the same.
+  const bool has_bias = fc1->bias() != nullptr;
+  if (has_bias ? is_gated(options.activation) : !fp8) {
     TE_FL_ASSIGN_OR_RETURN(Tensor high, detail::empty_like(record.pre, options.activation_dtype));
     TE_FL_RETURN_IF_ERROR(activate_backward(grad, record.pre, high));
     return fc1->prepare_grad(record.fc1, high);
   }
   detail::GemmUnit::Gradient result;
   TE_FL_ASSIGN_OR_RETURN(result.tensor, gradient_buffer(record));
-  if (!with_bias) {
+  result.bias_done = true;
+  if (!has_bias || !fc1->bias()->requires_grad) {
     TE_FL_RETURN_IF_ERROR(activate_backward(grad, record.pre, result.tensor));
     return result;
   }
@@ -137,7 +143,6 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRec
   TE_FL_RETURN_IF_ERROR(OpManager::instance().call(detail::ops_of(options.activation).dbias, &args,
                                                    detail::call_options(options.device)));
   TE_FL_RETURN_IF_ERROR(dbias.commit());
-  result.bias_done = true;
   return result;
 }
 
@@ -244,6 +249,7 @@ Result<std::unique_ptr<LayerNormMLP>> LayerNormMLP::create(const LayerNormMLPOpt
 
 Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options,
                                      const Tensor* residual, Tensor* layernorm_output) {
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MlpRecord>(ctx, "LayerNormMLP"));
   Impl& impl = *impl_;
   const bool training = ctx != nullptr;
   TE_FL_ASSIGN_OR_RETURN(Tensor flat,
@@ -251,7 +257,6 @@ Result<Tensor> LayerNormMLP::forward(const Tensor& x, Ctx* ctx, const ForwardOpt
   TE_FL_ASSIGN_OR_RETURN(const Tensor added,
                          detail::residual_matrix(residual, x.shape(), impl.options.hidden_size,
                                                  "LayerNormMLP: residual"));
-  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MlpRecord>(ctx, "LayerNormMLP"));
   TE_FL_ASSIGN_OR_RETURN(record->fc1, impl.fc1->begin(training));
   TE_FL_ASSIGN_OR_RETURN(record->fc2, impl.fc2->begin(training));
   TE_FL_ASSIGN_OR_RETURN(Tensor normed, impl.normed(*record, flat, layernorm_output));

@@ -360,21 +360,14 @@ Result<bool> calibrated(const Tensor& history, const Tensor& scale) {
          std::any_of(h + rows.size(1), h + rows.numel(), [](float v) { return v != 0; });
 }
 
-bool overlap(const Tensor& a, const Tensor& b) {
-  const auto begin = [](const Tensor& t) { return reinterpret_cast<uintptr_t>(t.raw_data()); };
-  const auto end = [&](const Tensor& t) {
-    return begin(t) + static_cast<uintptr_t>(bytes_for(t.dtype(), t.numel()));
-  };
-  return begin(a) < end(b) && begin(b) < end(a);
-}
-
 // A copy of `tensor` on `device`, so that later failures cannot leave half a load behind; the
 // tensor itself if it can be read there and is none of the module's `own`, which are written.
 Result<Tensor> staged(const Tensor& tensor, const Device& device,
                       const std::vector<NamedTensor>& own) {
   const bool usable = tensor.device() == device && tensor.contiguous() &&
-                      std::none_of(own.begin(), own.end(),
-                                   [&](const NamedTensor& o) { return overlap(o.tensor, tensor); });
+                      std::none_of(own.begin(), own.end(), [&](const NamedTensor& o) {
+                        return detail::shares_memory(o.tensor, tensor);
+                      });
   return usable ? Result<Tensor>(tensor) : tensor.to(device);
 }
 

@@ -320,9 +320,9 @@ Result<detail::PackedHeads> MultiheadAttention::Impl::project(const Tensor& x,
 Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs,
                                            const ForwardOptions& options, const Tensor* residual,
                                            Tensor* layernorm_output) {
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MhaRecord>(ctx, kName));
   Impl& impl = *impl_;
   TE_FL_RETURN_IF_ERROR(impl.check(x, inputs, layernorm_output != nullptr));
-  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<MhaRecord>(ctx, kName));
   const Tensor& encoder = impl.cross() ? inputs.encoder_output : x;
   record->shape.assign(x.shape().begin(), x.shape().end());
   record->encoder_shape.assign(encoder.shape().begin(), encoder.shape().end());

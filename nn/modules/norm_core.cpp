@@ -157,9 +157,9 @@ Status Norm::init(Normalization kind, const NormOptions& options) {
 }
 
 Result<Tensor> Norm::forward(const Tensor& x, Ctx* ctx) {
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<NormRecord>(ctx, "Norm"));
   const NormOptions& options = core_->options();
   TE_FL_ASSIGN_OR_RETURN(Tensor flat, detail::as_matrix(x, options.hidden_size, "Norm: x"));
-  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<NormRecord>(ctx, "Norm"));
   TE_FL_ASSIGN_OR_RETURN(Tensor z, detail::empty_like(flat, options.activation_dtype));
   TE_FL_RETURN_IF_ERROR(core_->forward(flat, z, record->saved));
   record->shape.assign(x.shape().begin(), x.shape().end());

@@ -306,9 +306,9 @@ Result<Tensor> TransformerLayer::Impl::transform_backward(const Tensor& dy, Part
 Result<Tensor> TransformerLayer::forward(const Tensor& x, Ctx* ctx, const AttentionInputs& inputs,
                                          const ForwardOptions& options,
                                          const AttentionInputs* cross) {
+  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<LayerRecord>(ctx, kLayerName));
   Impl& impl = *impl_;
   TE_FL_RETURN_IF_ERROR(impl.check_cross(cross));
-  TE_FL_ASSIGN_OR_RETURN(auto record, detail::new_record<LayerRecord>(ctx, kLayerName));
   const bool training = ctx != nullptr;
   const bool post = impl.options.apply_residual_connection_post_layernorm;
   // With output_layernorm self-attention has no norm of its own.

@@ -302,15 +302,19 @@ TEST_F(DeviceErrors, TensorsOfALostDeviceAreNoMistake) {
   chip.api.check_pointer = [](void*, const void*, size_t, const te_fl_error_sink* errors) {
     return lost(errors);
   };
-  native.run_status = TE_FL_DEVICE_LOST;
-  native.run_text = "launch failed";
-  EXPECT_FAILS(call(), kDeviceLost, "launch failed");
+  const Status failed = call();
+  EXPECT_FAILS(failed, kDeviceLost, "device cuda:0 is lost since op 'test::five'");
+  EXPECT_HAS(failed.to_string(), "it fell off the bus");
+  EXPECT_EQ(native.runs.load(), 0);
+  ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
   EXPECT_FAILS(call(), kDeviceLost, "device cuda:0 is lost since");
+  EXPECT_FAILS(devices::synchronize(device, nullptr), kDeviceLost, "is lost since");
 }
 
 TEST_F(DeviceErrors, ARandomStateOnALostDeviceIsNoMistake) {
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
-  chip.api.check_pointer = [](void*, const void*, size_t, const te_fl_error_sink* errors) {
+  chip.api.check_pointer = [](void*, const void*, size_t bytes, const te_fl_error_sink* errors) {
+    if (bytes != sizeof(uint64_t)) return te_fl_status{TE_FL_OK};  // of the tensors
     return lost(errors);
   };
   const uint64_t state = 1;

@@ -114,9 +114,9 @@ extern "C" void __cxa_guard_abort(__guard* guard) noexcept {
 namespace te_fl::test {
 namespace {
 
+// A child may lack plugins that its parent had not loaded yet; the built-in backends it has.
 bool right(const Status& status, const Tensor& out) {
-  // A child lacks what its parent had not loaded yet, and is told so.
-  return !status.ok() || values_of(out) == std::vector<float>{0, 2, 0, 4};
+  return status.ok() && values_of(out) == std::vector<float>{0, 2, 0, 4};
 }
 
 // Most of what te-fl has. False if a result is wrong.

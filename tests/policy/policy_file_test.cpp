@@ -192,6 +192,35 @@ TEST_F(PolicyFile, TuningPinsTheFastestOfATracedRun) {
   EXPECT_FALSE(tune({folder.write("other.json", "{}")}, 0.01).ok());
 }
 
+// JSON's numbers may be larger than any that a program holds, wherever one stands.
+TEST_F(PolicyFile, NumbersThatNoProgramHoldsAreErrors) {
+  const char* const places[] = {R"(NUMBER)",
+                                R"([NUMBER])",
+                                R"({"te_fl_policy": NUMBER})",
+                                R"({"te_fl_policy": 1, "max_staged_bytes": NUMBER})",
+                                R"({"te_fl_policy": 1, "prefer": NUMBER})",
+                                R"({"te_fl_policy": 1, "strict": NUMBER})",
+                                R"({"te_fl_policy": 1, "deny_vendors": [NUMBER]})",
+                                R"({"te_fl_policy": 1, "per_op": {"gelu": [NUMBER]}})",
+                                R"({"te_fl_policy": 1, "per_op": {"gelu": NUMBER}})",
+                                R"({"te_fl_policy": 1, "per_signature": [NUMBER]})",
+                                R"({"te_fl_policy": 1, "per_signature":
+          [{"op": "gelu", "dtypes": ["f32"], "bytes": [0, NUMBER], "use": ["reference"]}]})"};
+  for (const char* place : places) {
+    for (const char* number : {"1e999", "-1e999", "123456789012345678901234567890", "1e-999"}) {
+      std::string text = place;
+      text.replace(text.find("NUMBER"), 6, number);
+      const std::string error = error_of(text);
+      EXPECT_HAS(error, "wrong.json");
+      EXPECT_EQ(error.find("json.exception"), std::string::npos) << error;
+      ASSERT_OK(environment::set("TE_FL_POLICY_FILE", folder.write("policy.json", text)));
+      te_fl_gelu_args args{};
+      EXPECT_FALSE(OpManager::instance().call("gelu", &args).ok()) << text;  // and no end of it
+      ASSERT_OK(environment::unset("TE_FL_POLICY_FILE"));
+    }
+  }
+}
+
 // The user named it, so calls fail until it is mended; the message names the file and what it is.
 TEST_F(PolicyFile, OneThatIsNoWholeFileIsAnErrorThatNamesIt) {
   EXPECT_HAS(error_of(""), "wrong.json is empty");

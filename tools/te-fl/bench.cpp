@@ -293,10 +293,11 @@ void print(const std::vector<Row>& rows, const Bench& bench) {
   }
 }
 
-int list_cases(bool as_json) {
+int list_cases(const std::vector<const CaseSpec*>& cases, bool as_json) {
   if (as_json) {
     json out = json::array();
-    for (const CaseSpec& spec : te_fl::bench::all_cases()) {
+    for (const CaseSpec* const one : cases) {
+      const CaseSpec& spec = *one;
       json entry = {{"op", spec.op}, {"case", spec.variant}, {"axes", spec.axes}};
       if (!spec.axes.empty()) {
         entry["extents_on_host"] = spec.extents;
@@ -308,7 +309,8 @@ int list_cases(bool as_json) {
     return kSuccess;
   }
   Table table({"op", "case", "extents", "on the host", "on an accelerator"});
-  for (const CaseSpec& spec : te_fl::bench::all_cases()) {
+  for (const CaseSpec* const one : cases) {
+    const CaseSpec& spec = *one;
     const bool sized = !spec.axes.empty();
     table.add({spec.op, spec.variant, sized ? spec.axes : "fixed",
                sized ? text_of(spec.extents) : "-", sized ? text_of(spec.large) : "-"});
@@ -325,7 +327,11 @@ int usage_problem(const Status& status) {
 }  // namespace
 
 int bench(const BenchOptions& options) {
-  if (options.list) return list_cases(options.json);
+  if (options.list && options.op.empty()) {
+    std::vector<const CaseSpec*> all;
+    for (const CaseSpec& spec : te_fl::bench::all_cases()) all.push_back(&spec);
+    return list_cases(all, options.json);
+  }
   if (options.op.empty()) {
     return usage_problem(
         te_fl::invalid_argument("bench needs the name of an op; --list shows all"));
@@ -333,6 +339,7 @@ int bench(const BenchOptions& options) {
   te_fl::OpManager::instance();
   const auto cases = cases_of(options.op, options.dtype, options.variant);
   if (!cases.ok()) return usage_problem(cases.status());
+  if (options.list) return list_cases(*cases, options.json);
   const auto device = te_fl::parse_device(options.device);
   if (!device.ok()) return usage_problem(device.status());
   (void)te_fl::devices::find(*device);  // loads its plugin, which the next line asks about

@@ -72,6 +72,24 @@ Result<std::vector<const CaseSpec*>> cases_of(const std::string& op, const std::
       (variant.empty() ? "" : " --case '" + variant + "'") + "; there are " + variants_of(op));
 }
 
+namespace {
+
+// No memory has tensors of that size, and their numbers of bytes would not be numbers.
+te_fl::Status check_size(const Shape& extents, const std::string& shape) {
+  constexpr int64_t kMost = int64_t{1} << 59;
+  int64_t all = 1;
+  for (const int64_t e : extents) {
+    if (e > kMost / all) {
+      return te_fl::invalid_argument("--shape " + shape +
+                                     ": the extents' product is above 2^59; give smaller ones");
+    }
+    all *= e;
+  }
+  return {};
+}
+
+}  // namespace
+
 Result<Shape> extents_of(const CaseSpec& spec, const std::string& shape, const Device& device) {
   const Shape& usual = device.is_host() ? spec.extents : spec.large;
   if (shape.empty()) return usual;
@@ -87,7 +105,10 @@ Result<Shape> extents_of(const CaseSpec& spec, const std::string& shape, const D
     const auto [stop, error] = std::from_chars(at, end, extent);
     if (error != std::errc() || extent < 1) break;
     extents.push_back(extent);
-    if (stop == end && extents.size() == usual.size()) return extents;
+    if (stop == end && extents.size() == usual.size()) {
+      TE_FL_RETURN_IF_ERROR(check_size(extents, shape));
+      return extents;
+    }
     if (stop == end || *stop != 'x') break;
     at = stop + 1;
   }

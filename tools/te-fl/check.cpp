@@ -202,7 +202,8 @@ class Run {
     report_.version = hello["version"], report_.build_id = hello["build_id"];
     report_.path = hello["path"];
     code_ = hello["code"];
-    if (!std::filesystem::is_regular_file(code_)) code_ = report_.path;
+    std::error_code unknown;
+    if (!std::filesystem::is_regular_file(code_, unknown)) code_ = report_.path;
     for (const json& d : hello["devices"])
       report_.devices.push_back({d["name"], d["chip"], d["driver"]});
     std::set<std::string> served;
@@ -336,8 +337,9 @@ int check_plugin(const CheckOptions& requested) {
     complain("check --python wants the name of a module, as import takes it");
     return kUsage;
   }
+  std::error_code unknown;
   if (is_name && options.python.empty() && !options.plugin.empty() &&
-      std::filesystem::is_regular_file(options.plugin))
+      std::filesystem::is_regular_file(options.plugin, unknown))
     options.plugin = "./" + options.plugin;
   if (options.plugin.empty() == options.builtin.empty()) {
     complain("check wants a plugin (a path, or a name from the manifests), or --builtin NAME");

@@ -4,6 +4,7 @@
 #include <cfloat>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <filesystem>
 #include <string>
 #include <string_view>
@@ -195,6 +196,29 @@ std::string is_shell(const std::string& word) {
   return "'" + word + "' is not bash, zsh or fish" + did_you_mean(word, shells);
 }
 
+// Options that take names with commas between them. CLI11 passes over a name that is not there.
+bool lists_are_whole(int argc, char** argv) {
+  for (const std::string option : {"--dtype", "--scaling", "--impl"}) {
+    for (int i = 2; i < argc; ++i) {
+      const std::string word = argv[i];
+      std::string list;
+      if (word.rfind(option + "=", 0) == 0) {
+        list = word.substr(option.size() + 1);
+      } else if (word == option && i + 1 < argc) {
+        list = argv[i + 1];
+      } else {
+        continue;
+      }
+      const std::string between = "," + list + ",";
+      if (between.find(",,") == std::string::npos) continue;
+      complain(std::string(argv[1]) + ": " + option + " '" + list +
+               "' has an empty name; leave it out, with its comma");
+      return false;
+    }
+  }
+  return true;
+}
+
 std::string not_empty(const std::string& shape) {
   return shape.empty() ? "it is empty; give extents, for example 8192x4096, or leave it out" : "";
 }
@@ -216,7 +240,9 @@ void leave_watching_to_programs() {
 
 }  // namespace te_fl_tool
 
-int main(int argc, char** argv) {
+namespace {
+
+int run_command(int argc, char** argv) {
   if (argc > 1 && std::string_view(argv[1]) == "conformance") {  // has a parser of its own
     const std::string folder = own_prefix() + "/share/te_fl/conformance";
     return te_fl::conformance::run_program(argc - 1, argv + 1, folder);
@@ -428,13 +454,29 @@ int main(int argc, char** argv) {
   // explain describes no call if a setting makes every call fail.
   if (command == "explain") explain_options.watching = te_fl::watch_status();
   if (command != "env" && command != "doctor") leave_watching_to_programs();
+  if (!lists_are_whole(argc, argv)) return kUsage;
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return usage_error(app, error, argc, argv);
   }
+  return exit_code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  int exit_code = kProblem;
+  try {
+    exit_code = run_command(argc, argv);
+  } catch (const std::exception& error) {  // no memory, no thread
+    complain(error.what());
+  }
+  // Help that could not be written is an error as well.
+  errno = 0;
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
-    complain(std::string("standard output cannot be written: ") + std::strerror(errno));
+    complain(std::string("standard output cannot be written: ") +
+             (errno != 0 ? std::strerror(errno) : "an earlier write failed"));
     return kProblem;
   }
   return exit_code;

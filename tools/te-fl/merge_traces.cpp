@@ -32,6 +32,13 @@ te_fl::Status not_a_trace(const std::string& path, const std::string& why) {
                        path + " is no trace of TE_FL_TRACE: " + why);
 }
 
+// A library's words, "[its name] why", without the name.
+std::string words_without_name(const json::exception& error) {
+  const std::string text = error.what();
+  const size_t name = text.find("] ");
+  return name == std::string::npos ? text : text.substr(name + 2);
+}
+
 te_fl::Status cannot_read(const std::string& path, const std::string& why) {
   return te_fl::Status(te_fl::StatusCode::kNotFound, "cannot read " + path + ": " + why);
 }
@@ -57,7 +64,7 @@ te_fl::Result<Trace> read_trace(const std::string& path) try {
   static_cast<void>(trace.content.at("traceEvents").get_ref<const json::array_t&>());
   return trace;
 } catch (const json::exception& e) {
-  return not_a_trace(path, e.what());
+  return not_a_trace(path, words_without_name(e));
 }
 
 // An event as it stands in the file of all: on the time of the first of them, in the tracks of the
@@ -87,7 +94,7 @@ te_fl::Status add(Trace& trace, size_t place, int64_t first_us, json& all) try {
   all["otherData"]["merged"].push_back(std::move(part));
   return {};
 } catch (const json::exception& e) {
-  return not_a_trace(trace.path, e.what());
+  return not_a_trace(trace.path, words_without_name(e));
 }
 
 te_fl::Result<json> merged(std::vector<Trace>& traces) {

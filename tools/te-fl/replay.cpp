@@ -1,4 +1,5 @@
 #include <cstdio>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "commands.hpp"
@@ -38,6 +39,16 @@ int failed(const ReplayOptions& options, const te_fl::Status& status) {
 }  // namespace
 
 int replay(const ReplayOptions& options) {
+  std::error_code unknown;
+  const auto kind = std::filesystem::status(options.file, unknown).type();
+  if (std::filesystem::exists(std::filesystem::file_status(kind)) &&
+      kind != std::filesystem::file_type::regular) {
+    return failed(options, te_fl::invalid_argument(options.file +
+                                                   (kind == std::filesystem::file_type::directory
+                                                        ? " is a folder"
+                                                        : " is a device, a pipe or a socket") +
+                                                   "; name a saved call"));
+  }
   const auto r = te_fl::replay(options.file, options.impl, options.device);
   if (!r.ok()) return failed(options, r.status());
   if (options.json) {

@@ -149,7 +149,8 @@ __global__ void __launch_bounds__(kPlaceThreads)
       if (e < m.experts) {
         const int64_t pad = out.pad(e), least = e > 0 ? out.pad(e - 1) : 0;
         if (tile == 0 && pad < least) note(out.errors, ValueRule::kPadOffset, e, pad, 0, least);
-        starts[e] = carry + sum - total + pad;
+        // A padding beyond all rows is cut, so that the sum fits; neither is a row.
+        starts[e] = carry + sum - total + min(pad, int64_t{1} << 62);
       }
       carry += __shfl_sync(0xFFFFFFFFu, sum, 31);
     }

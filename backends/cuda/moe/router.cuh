@@ -26,7 +26,15 @@ struct RouterShape {
 
 __device__ inline float logistic_of(float x) { return 1.0f / (1.0f + expf(-x)); }
 __device__ inline float sqrt_softplus_of(float x) {
+  // Below, exp(x / 2) to FP32's precision, where exp(x) becomes 0 before its root does.
+  if (x < -20.0f) return expf(0.5f * x);
   return sqrtf((x < 0.0f ? 0.0f : x) + log1pf(expf(-fabsf(x))));
+}
+// The derivative at x, where the function is y: sigmoid(x) / (2 y + 1e-20). Where FP32 has no
+// sigmoid(x) any more that is y y.
+__device__ inline float sqrt_softplus_slope(float x, float y) {
+  const float divisor = 2.0f * y + 1e-20f;
+  return x < -80.0f ? y / divisor * y : logistic_of(x) / divisor;
 }
 __device__ inline float max_or_nan(float a, float b) { return b > a || isnan(b) ? b : a; }
 
@@ -526,7 +534,7 @@ __device__ inline void gradient_row(int function, bool divides, uint32_t counts,
     if (function == TE_FL_SCORE_FUNCTION_SIGMOID) {
       g[j] *= y[j] * (1.0f - y[j]);
     } else {
-      g[j] *= logistic_of(saved[j]) / (2.0f * y[j] + 1e-20f);
+      g[j] *= sqrt_softplus_slope(saved[j], y[j]);
     }
   }
 }

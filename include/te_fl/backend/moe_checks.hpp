@@ -50,6 +50,12 @@ inline void check_pad_offset(int64_t at, int64_t value, int64_t before) {
   invalid("pad_offsets[" + std::to_string(at) + "] is " + std::to_string(value) + ", expected " +
           std::to_string(before) + " or more: the rows left out before an expert, in all");
 }
+// The first row of an expert that has `pairs` pairs before it and `pad` rows left out. The largest
+// number stands for larger sums, which are no rows either.
+inline int64_t first_masked_row(int64_t pad, int64_t pairs) {
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+  return pad > kMost - pairs ? kMost : pad + pairs;
+}
 // Element `at` of routing_map is a pair; its row is one of the output's.
 inline void check_masked_row(int64_t at, int64_t row, int64_t rows) {
   if (row < rows) return;
@@ -113,6 +119,11 @@ inline void check_router(const te_fl_fused_topk_with_score_function_fwd_args& a,
   check_topk(a.topk, experts);
   check_last("routing_bits", a.routing_bits, (experts + 7) / 8, "a bit for each expert");
   check_last("topk_indices", a.topk_indices, a.topk, "topk");
+  constexpr int64_t kMostOf16Bits = int64_t{std::numeric_limits<int16_t>::max()} + 1;
+  if (a.topk_indices != nullptr && a.topk_indices->dl.dtype.bits == 16 && experts > kMostOf16Bits) {
+    invalid("topk_indices is i16, which numbers " + std::to_string(kMostOf16Bits) +
+            " experts, and there are " + std::to_string(experts) + "; give i32 or i64");
+  }
   if (a.num_groups == 0) return;
   if (experts % a.num_groups != 0) {
     invalid("num_groups is " + std::to_string(a.num_groups) + ", which does not divide the " +

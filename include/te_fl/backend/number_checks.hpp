@@ -34,7 +34,15 @@ T whole_number(double value, const char* type) {
 inline void check_parts(const te_fl_split_quantize_args& args) {
   const int64_t expected = as_matrix(*args.input).rows;
   int64_t rows = 0;
-  for (int64_t i = 0; i < args.outputs_count; ++i) rows += as_matrix(*args.outputs[i]).rows;
+  for (int64_t i = 0; i < args.outputs_count; ++i) {
+    const int64_t part = as_matrix(*args.outputs[i]).rows;
+    if (part > expected - rows) {  // as a sum it need not be a number of 64 bits
+      invalid("outputs[" + std::to_string(i) + "] has " + std::to_string(part) + " rows behind " +
+              std::to_string(rows) + ", input has " + std::to_string(expected) +
+              "; the parts must cover the input");
+    }
+    rows += part;
+  }
   if (rows == expected) return;
   invalid("the rows of outputs sum to " + std::to_string(rows) + ", input has " +
           std::to_string(expected) + "; the parts must cover the input");

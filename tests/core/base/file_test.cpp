@@ -53,6 +53,37 @@ TEST(WholeFile, IsAsItWasIfItIsNotCompleted) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
 }
 
+TEST(WholeFile, ALinkStaysAndWhatItLeadsToIsMade) {
+  const test::TempFolder folder;
+  std::filesystem::create_directory(folder / "there");
+  const std::string target = folder / "there/a", near = folder / "there/near", far = folder / "far";
+  std::filesystem::create_symlink("a", near);  // seen from the folder of the link
+  std::filesystem::create_symlink("there/near", far);
+  ASSERT_OK(replace_file(far, "new"));
+  EXPECT_EQ(test::read_file(target), "new");
+  EXPECT_TRUE(std::filesystem::is_symlink(far));
+  EXPECT_TRUE(std::filesystem::is_symlink(near));
+  // A ring of links leads nowhere, and no link of it is replaced.
+  std::filesystem::create_symlink(folder / "one", folder / "other");
+  std::filesystem::create_symlink(folder / "other", folder / "one");
+  EXPECT_FALSE(replace_file(folder / "one", "new").ok());
+  EXPECT_TRUE(std::filesystem::is_symlink(folder / "one"));
+  EXPECT_TRUE(std::filesystem::is_symlink(folder / "other"));
+}
+
+TEST(WholeFile, ANameMayBeAsLongAsTheSystemAllows) {
+  for (const size_t length : {1, 230, 250, 255}) {
+    const test::TempFolder folder;
+    const std::string path = folder / std::string(length, 'n');
+    ASSERT_OK(replace_file(path, "new")) << length;
+    EXPECT_EQ(test::read_file(path), "new");
+    EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
+  }
+  const test::TempFolder folder;
+  EXPECT_FAILS(replace_file(folder / std::string(256, 'n'), "new"), kFailedPrecondition,
+               "too long");
+}
+
 TEST(WholeFile, ALinkStaysAndWhatItLeadsToIsReplaced) {
   const test::TempFolder folder;
   const std::string target = folder.write("there/a", "old"), link = folder / "link";

@@ -1,4 +1,7 @@
 // Frozen parameters, and gradients that are made when they are first written.
+#include <functional>
+#include <optional>
+
 #include "nn/autograd/parameter.hpp"
 #include "nn_test_util.hpp"
 #include "support/expect.hpp"
@@ -122,6 +125,157 @@ TEST(Frozen, GradientsOfTheOthersAndOfTheInputStayTheSame) {
           EXPECT_LT(relative_l2(some.of.at(name), values), 1e-5) << name;
         } else {
           EXPECT_EQ(some.of.at(name), values) << name;
+        }
+      }
+    }
+  }
+}
+
+const std::vector<std::optional<Recipe>> kRecipes = {std::nullopt, DelayedScaling{},
+                                                     Float8CurrentScaling{}, Float8BlockScaling{}};
+
+// Makes modules of one kind and runs their passes; of what has several parameters, each is frozen.
+struct Kind {
+  std::string name;
+  std::function<std::unique_ptr<Module>(DType)> make;
+  std::function<Result<Tensor>(Module&, const Tensor& x, Ctx&)> forward;
+  std::function<Result<Tensor>(Module&, const Tensor& dy, Ctx&)> backward;
+};
+
+template <class M>
+Kind kind(std::string name, std::function<std::unique_ptr<M>(DType)> make) {
+  return {
+      std::move(name), make,
+      [](Module& m, const Tensor& x, Ctx& ctx) { return static_cast<M&>(m).forward(x, &ctx); },
+      [](Module& m, const Tensor& dy, Ctx& ctx) { return static_cast<M&>(m).backward(dy, ctx); }};
+}
+
+std::vector<Kind> kinds() {
+  std::vector<Kind> all;
+  all.push_back(kind<Linear>("Linear", [](DType dtype) {
+    return take(Linear::create(
+        {.in_features = kHidden, .out_features = kHidden, .activation_dtype = dtype, .seed = 3}));
+  }));
+  all.push_back(kind<LayerNormLinear>("LayerNormLinear", [](DType dtype) {
+    return take(LayerNormLinear::create(
+        {.in_features = kHidden, .out_features = kHidden, .activation_dtype = dtype, .seed = 3}));
+  }));
+  for (Activation activation :
+       {Activation::kGelu, Activation::kQGelu, Activation::kRelu, Activation::kSRelu,
+        Activation::kSilu, Activation::kGeglu, Activation::kQGeglu, Activation::kReglu,
+        Activation::kSReglu, Activation::kSwiglu, Activation::kGlu, Activation::kClampedSwiglu}) {
+    const std::string name = "LayerNormMLP " + std::to_string(static_cast<int>(activation));
+    all.push_back(kind<LayerNormMLP>(name, [activation](DType dtype) {
+      return take(LayerNormMLP::create({.hidden_size = kHidden,
+                                        .ffn_hidden_size = 32,
+                                        .activation = activation,
+                                        .activation_dtype = dtype,
+                                        .seed = 3}));
+    }));
+  }
+  Kind grouped{"GroupedLinear",
+               [](DType dtype) -> std::unique_ptr<Module> {
+                 return take(GroupedLinear::create({.num_gemms = 2,
+                                                    .in_features = kHidden,
+                                                    .out_features = kHidden,
+                                                    .activation_dtype = dtype,
+                                                    .seed = 3}));
+               },
+               [](Module& m, const Tensor& x, Ctx& ctx) {
+                 const std::vector<int64_t> splits = {2, kRows - 2};
+                 return static_cast<GroupedLinear&>(m).forward(x, splits, &ctx);
+               },
+               [](Module& m, const Tensor& dy, Ctx& ctx) {
+                 return static_cast<GroupedLinear&>(m).backward(dy, ctx);
+               }};
+  all.push_back(std::move(grouped));
+  return all;
+}
+
+// The gradients of two steps of a new module; `before` the backwards and `between` them and
+// backward_dw(), if that is called, something changes.
+Grads two_steps(const Kind& kind, DType dtype, const std::optional<Recipe>& recipe, bool delays,
+                const std::function<void(Module&)>& before,
+                const std::function<void(Module&)>& between) {
+  const auto module = kind.make(dtype);
+  for (const NamedParameter& p : module->parameters()) {
+    check(p.parameter->write(tensor({p.value().numel()}, random_values(p.value().numel(), 9, 0.3))
+                                 .view(p.value().shape())
+                                 .value()));
+  }
+  module->set_delay_wgrad(delays);
+  const int64_t n = kRows * kHidden;
+  const Tensor x = tensor({kRows, kHidden}, random_values(n, 1, 1, true), dtype);
+  const Tensor dy = tensor({kRows, kHidden}, random_values(n, 2, 1, true), dtype);
+  Grads result;
+  for (int i = 0; i < 2; ++i) {
+    check(module->zero_grad());
+    Ctx ctx;
+    {
+      autocast fp8(recipe.has_value(), recipe.value_or(DelayedScaling{}));
+      check(kind.forward(*module, x, ctx).status());
+    }
+    before(*module);
+    result.dx = take(kind.backward(*module, dy, ctx));
+    between(*module);
+    check(module->backward_dw());
+    check(backward_end());
+  }
+  for (const NamedParameter& p : module->parameters()) {
+    if (p.grad().defined() && p.parameter->internals().grad_written) {
+      result.of[p.name] = values_of(p.grad());
+    }
+  }
+  return result;
+}
+
+std::vector<std::string> names_of(const Kind& kind) {
+  std::vector<std::string> names;
+  for (const NamedParameter& p : kind.make(DType::kF32)->parameters()) names.push_back(p.name);
+  return names;
+}
+auto setting(const std::string& name, bool trains) {
+  return [name, trains](Module& module) {
+    for (const NamedParameter& p : module.parameters()) {
+      if (p.name == name) p.parameter->set_requires_grad(trains);
+    }
+  };
+}
+const auto kNothing = [](Module&) {};
+
+TEST(Frozen, TheGradientOfTheInputIsTheSameWhicheverParameterIsFrozen) {
+  for (const Kind& kind : kinds()) {
+    for (DType dtype : {DType::kF32, DType::kBF16}) {
+      for (const auto& recipe : kRecipes) {
+        const Grads all = two_steps(kind, dtype, recipe, false, kNothing, kNothing);
+        for (const std::string& name : names_of(kind)) {
+          SCOPED_TRACE(::testing::Message()
+                       << kind.name << " " << static_cast<int>(dtype) << " "
+                       << (recipe ? describe(*recipe) : "no FP8") << " " << name);
+          const Grads some = two_steps(kind, dtype, recipe, false, setting(name, false), kNothing);
+          EXPECT_TRUE(same_bits(some.dx, all.dx));
+          EXPECT_EQ(some.of.count(name), 0u);
+        }
+      }
+    }
+  }
+}
+
+// A parameter that is frozen in the backward has no gradient of it, even if it is thawed before
+// backward_dw().
+TEST(Frozen, InTheBackwardAndThawedBeforeBackwardDwHasNoGradient) {
+  for (const Kind& kind : kinds()) {
+    for (DType dtype : {DType::kF32, DType::kBF16}) {
+      for (const auto& recipe : kRecipes) {
+        for (const std::string& name : names_of(kind)) {
+          SCOPED_TRACE(::testing::Message()
+                       << kind.name << " " << static_cast<int>(dtype) << " "
+                       << (recipe ? describe(*recipe) : "no FP8") << " " << name);
+          const auto thaw = setting(name, true);
+          const Grads frozen = two_steps(kind, dtype, recipe, true, setting(name, false), kNothing);
+          const Grads thawed = two_steps(kind, dtype, recipe, true, setting(name, false), thaw);
+          EXPECT_TRUE(same_bits(thawed.dx, frozen.dx));
+          EXPECT_EQ(thawed.of, frozen.of);
         }
       }
     }

@@ -186,7 +186,8 @@ TEST_F(Sharded, WhatIsWrongIsNamed) {
     put(index, changed);
     return load();
   };
-  for (const char* text : {"", "{", "[]", "{}", R"({"weight_map": 3})"}) {
+  for (const char* text :
+       {"", "{", "[]", "{}", R"({"weight_map": 3})", R"({"weight_map": {"a": 1e999}})"}) {
     put(index, text);
     EXPECT_FAILS(load(), kDataLoss, "is no index");
   }
@@ -211,6 +212,8 @@ TEST_F(Sharded, WhatIsWrongIsNamed) {
                "max_shard_bytes is 0");
   EXPECT_FAILS(save_sharded(folder_.string(), tensors(), {.stem = "a/b"}), kInvalidArgument,
                "without a folder");
+  EXPECT_FAILS(save_sharded(folder_.string(), tensors(), {.max_shard_bytes = 8, .stem = "a\xff"}),
+               kInvalidArgument, "is not UTF-8");
   auto twice = tensors();
   twice[3].name = "a";
   EXPECT_FAILS(save_sharded(folder_.string(), twice, {.max_shard_bytes = 8}), kInvalidArgument,

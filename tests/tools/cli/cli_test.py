@@ -91,19 +91,19 @@ class Commands(unittest.TestCase):
             os.mkfifo(pipe)
             for command in (["replay", pipe], ["tune", pipe]):
                 with self.subTest(command):
-                    result = run(*command)
-                    self.assertNotEqual(result.returncode, 0)
-                    self.assertIn("is a device, a pipe or a socket", result.stderr)
+                    self.fails(2, "is a device, a pipe or a socket", *command)
             self.assertIn("is a device, a pipe or a socket", run("info", TE_FL_PLUGIN_MODULES=pipe).stdout)
             result = run("tune", "absent.json", "--out", "/dev/full")
             self.assertNotEqual(result.returncode, 0)
             self.assertIn("/dev/full (--out): it is a device, a pipe or a socket", result.stderr)
         self.assertTrue(stat.S_ISCHR(os.stat("/dev/full").st_mode))
-        for command in ("ops", "info", "env"):
-            with open("/dev/full", "w") as full:
-                result = subprocess.run([TE_FL, command], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-            self.assertEqual(result.returncode, 1)
-            self.assertIn("standard output cannot be written", result.stderr)
+        for command in ("ops", "info", "env", "--help", "--version", "ops --help", "quarantine clear --help", "conformance --help", "bench --list",
+                        "completion bash"):
+            for output in ("> /dev/full", ">&-"):
+                with self.subTest(command, output=output):
+                    result = subprocess.run(["sh", "-c", f'"$0" {command} {output}', TE_FL], stderr=subprocess.PIPE, text=True, timeout=60)
+                    self.assertEqual(result.returncode, 1)
+                    self.assertIn("standard output cannot be written", result.stderr)
 
     def test_a_plugin_listed_twice_is_there_once(self):
         plugins = json.loads(run("info", "--json", TE_FL_PLUGIN_MODULES=FAR + "," + FAR).stdout)["plugins"]
@@ -226,6 +226,18 @@ class Commands(unittest.TestCase):
         self.fails(2, "--seconds", "tune", "absent", "--seconds", "nan")
         self.fails(2, "--time-limit", "check", "--builtin", "cpu", "--time-limit", "nan")
 
+    def test_what_no_call_could_have_is_a_usage_error(self):
+        for shape in ("4294967296x4294967296", "9223372036854775807x2"):
+            for command in ("bench", "explain"):
+                self.fails(2, "above 2^59", command, "gelu", "--shape", shape)
+        for command, option in (("explain", "--dtype"), ("explain", "--scaling"), ("bench", "--impl")):
+            for words in ("bf16,,f32", ",f32", "f32,", ""):
+                self.fails(2, "has an empty name", command, "gelu", option, words)
+                self.fails(2, "has an empty name", command, "gelu", f"{option}={words}")
+        self.fails(2, "there is no benchmark of 'nosuch'", "bench", "--list", "nosuch")
+        self.fails(2, "no case of gelu matches --case 'nosuch'", "bench", "gelu", "--list", "--case", "nosuch")
+        self.assertEqual({row["op"] for row in json.loads(self.ok("bench", "gelu", "--list", "--json"))}, {"gelu"})
+
     def test_usage_errors_name_the_nearest(self):
         self.fails(2, "explain", "explian", "gelu")
         self.fails(2, "gelu", "explain", "gelo")
@@ -341,6 +353,13 @@ class Commands(unittest.TestCase):
             with open(policy) as text:
                 self.assertEqual(json.load(text)["te_fl_policy"], 1)
             self.fails(2, "neither a trace", "tune", policy)
+
+    def test_merging_what_is_no_trace_says_so_without_a_librarys_names(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "wrong.json")
+            for text in ("", "{", "[]", "{}", '{"otherData": 1e999}', '{"otherData": {"began_us": "x"}}', '{"otherData": {"began_us": 1, "process": []}}'):
+                pathlib.Path(path).write_text(text)
+                self.assertNotIn("json.exception", self.fails(2, "is no trace of TE_FL_TRACE", "merge-traces", path, "--out", path + ".out"))
 
     def test_traces_of_ranks_lie_side_by_side_in_one_file(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -540,6 +559,9 @@ class Commands(unittest.TestCase):
         self.fails(2, "te-fl: /tmp is a folder", "check", "/tmp")
         self.fails(1, "is a text file", "check", __file__)  # it is read, and is no plugin
         self.fails(2, "is not a saved call", "replay", TE_FL)
+        for kind, path in (("a folder", "/tmp"), ("a device", "/dev/null")):
+            self.fails(2, f"{path} is {kind}", "replay", path)
+            self.assertIn(kind, json.loads(run("replay", path, "--json").stdout)["error"]["message"])
         # Found before anything is timed.
         self.fails(2, "cannot write /absent/policy.json (--out)", "tune", TE_FL, "--out", "/absent/policy.json")
 

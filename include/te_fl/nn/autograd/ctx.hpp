@@ -21,6 +21,9 @@ class TE_FL_API Ctx {
   using Visitor = std::function<void(Tensor&)>;
   struct TE_FL_API Record {
     virtual ~Record();
+    // True from the beginning of a forward that is to have a backward until a Ctx stores the
+    // record.
+    bool unfinished = false;
     // Makes a copy of a record of this type. Null: it has none, and a copy of the Ctx is empty.
     std::unique_ptr<Record> (*copy)(const Record&) = nullptr;
     // Gives the visitor the activations of a record of this type. Null: it shows none.

@@ -27,8 +27,10 @@ struct AutocastOptions {
 // is. Scopes nest, the innermost that has not ended counts. When the outermost ends, the scales of
 // the forward tensors used inside it are updated (delayed scaling). If all forwards inside were
 // inferences (no ctx), scales stay as they are: their amaxes count in the next update on this
-// thread. Before the first update scales are 1; an inference that saturates then says so in the
-// log. Backward calls need no scope: they follow their forward.
+// thread. If the last forward that trained inside failed, scales and amaxes are as before the
+// scope, unless ranks share the amaxes or exit() says otherwise. Before the first update scales are
+// 1; an inference that saturates then says so in the log. Backward calls need no scope: they follow
+// their forward.
 //   { nn::autocast fp8(true, nn::DelayedScaling{}); y = layer->forward(x, &ctx); }
 //   layer->backward(dy, ctx);  nn::backward_end();
 // An invalid recipe makes every forward inside the scope fail with its message.

@@ -27,7 +27,8 @@ struct GroupedLinearOptions {
 };
 
 // Compact memory for what GroupedLinear computes, of the result's shape and dtype, which the caller
-// keeps until then; undefined: memory of its own.
+// keeps until then; undefined: memory of its own. INVALID_ARGUMENT where it is memory that the
+// products still read: x, where no codes are made of it, or the output's gradient.
 struct GroupedMemory {
   Tensor output;      // [rows, out]
   Tensor input_grad;  // [rows, in], which the backward of the forward with it writes

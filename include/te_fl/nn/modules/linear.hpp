@@ -59,7 +59,8 @@ class TE_FL_API Linear : public Module {
   // and before the first one scales are 1 (autocast.hpp). residual (the output's shape): added to
   // the output; its gradient is dy itself. Under delayed scaling x and dy may be row-wise codes
   // scaled by tensor; training fills their column-wise copy, for which they bring the room. `into`:
-  // a compact tensor of the result's shape to write to, which may be codes. Under sequence
+  // a compact tensor of the result's shape to write to, which may be codes, in memory that neither
+  // the product nor the backward reads, else INVALID_ARGUMENT. Under sequence
   // parallelism x of kColumn and the output of kRow are this rank's rows, and neither x of kColumn
   // nor dy of kRow may be codes.
   Result<Tensor> forward(const Tensor& x, Ctx* ctx, const ForwardOptions& options = {},

@@ -86,11 +86,12 @@ class TE_FL_API Module {
   // Copies tensors into parameters and FP8 state. First everything is checked, so an error changes
   // nothing: a missing parameter, a name that the module does not have, a wrong dtype or shape;
   // each error names `source`, the tensor, what it was and what it must be. FP8 state that
-  // `tensors` lacks is reset. Everything is copied into the memory that is there, so captured
-  // graphs go on with what was loaded; an FP8-only parameter takes codes with their scale_inv, or a
-  // high-precision tensor, which it quantises by its own amax; only an amax history of another
-  // length takes new memory, which is FAILED_PRECONDITION while a graph uses the old. Names in
-  // `tensors` for which `skip` answers true are left to the caller.
+  // `tensors` lacks is reset. Amaxes that were collected before are in no update any more.
+  // Everything is copied into the memory that is there, so captured graphs go on with what was
+  // loaded; an FP8-only parameter takes codes with their scale_inv, or a high-precision tensor,
+  // which it quantises by its own amax; only an amax history of another length takes new memory,
+  // which is FAILED_PRECONDITION while a graph uses the old. Names in `tensors` for which `skip`
+  // answers true are left to the caller.
   Status load_state(const std::vector<NamedTensor>& tensors, std::string_view source,
                     const std::function<bool(std::string_view)>& skip = nullptr);
   // Does so for FP8 state alone: `tensors` names no parameters, and those stay.
