@@ -360,12 +360,33 @@ def attends(recipe: Recipe) -> bool:
     return bool(getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False))
 
 
-def without_functions(recipe: Any) -> Any:
-    """The recipe as data, which pickles everywhere: with te-fl's own ways in place of its functions."""
-    if not isinstance(recipe, DelayedScaling) or not (callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None):
+def _as_data(value: Any) -> Any:
+    """The value in the types of this module and of Python: a program may give a number of NumPy's, or a class derived from MMParams."""
+    if value is None or isinstance(value, Format):
+        return value
+    for kind in (MMParams, QParams):
+        if isinstance(value, kind):
+            return kind(**{name: _as_data(getattr(value, name)) for name in kind.__dataclass_fields__})
+    for kind, plain in ((numbers.Integral, int), (numbers.Real, float), (str, str)):
+        if isinstance(value, kind):
+            return bool(value) if isinstance(value, bool) else plain(value)
+    return bool(value) if type(value).__name__ in ("bool", "bool_") else value  # NumPy's truth values are no numbers
+
+
+def as_data(recipe: Any) -> Any:
+    """The recipe as data, which pickles everywhere and names no class of the program's: an object of this module's class from which the
+    recipe's is derived, with that class's fields, and with te-fl's own ways in place of its functions."""
+    kind = next((k for k in type(recipe).__mro__ if k.__module__ == __name__ and k is not Recipe), None) if isinstance(recipe, Recipe) else None
+    if kind is None:
         return recipe
-    algo = recipe.amax_compute_algo
-    return replace(recipe, amax_compute_algo="max" if callable(algo) else algo, scaling_factor_compute_algo=None)
+    data = object.__new__(kind)  # its __init__ would judge once more what the program may have set since
+    for name, value in recipe.__dict__.items():
+        if name in kind.__dataclass_fields__ or name.startswith(("fp8_quant_", "fp4_quant_")):
+            setattr(data, name, _as_data(value))
+    if kind is DelayedScaling:
+        data.amax_compute_algo = "max" if callable(recipe.amax_compute_algo) else data.amax_compute_algo
+        data.scaling_factor_compute_algo = None
+    return data
 
 
 def native_of(recipe: Recipe) -> dict:

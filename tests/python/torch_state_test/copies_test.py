@@ -116,14 +116,28 @@ class Dicts(State):
         with self.assertRaisesRegex(RuntimeError, "size mismatch.*" + first):
             module.load_state_dict({**state, first: torch.zeros(3, 5)})
 
-    @each(["TransformerLayer", "Linear"])
+    @each()
     def test_of_plain_weights(self, name, device, _):
-        """A checkpoint without extra state loads with strict=False."""
+        """A checkpoint without extra state loads, strictly too, where there is no FP8 state yet; whatever else is missing is told."""
         module = trained(name, device)
-        other = MODULES[name](device=device)
-        result = other.load_state_dict({k: v for k, v in module.state_dict().items() if not k.endswith("_extra_state")}, strict=False)
-        self.assertTrue(all(k.endswith("_extra_state") for k in result.missing_keys))
-        self.same(step(other, device), step(module, device))
+        plain = {k: v for k, v in module.state_dict().items() if not k.endswith("_extra_state")}
+        for strict in (True, False):
+            other = MODULES[name](device=device)
+            self.assertEqual(other.load_state_dict(plain, strict=strict), ([], []))
+            self.same(step(other, device), step(module, device))
+        last = next(reversed(plain))
+        with self.assertRaisesRegex(RuntimeError, f"Missing key\\(s\\) in state_dict: \"{last}\"\\. *$"):
+            MODULES[name](device=device).load_state_dict({k: v for k, v in plain.items() if k != last})
+
+    @each([name for name in MODULES if "Norm" not in name or "Linear" in name or "MLP" in name], recipes=(DELAYED,))
+    def test_of_plain_weights_into_scales(self, name, device, recipe):
+        """A module with scales keeps them, so that a strict load says that the checkpoint has none."""
+        module = trained(name, device, recipe)
+        plain = {k: v for k, v in module.state_dict().items() if not k.endswith("_extra_state")}
+        with self.assertRaisesRegex(RuntimeError, "Missing key.*_extra_state"):
+            module.load_state_dict(plain)
+        missing = module.load_state_dict(plain, strict=False).missing_keys
+        self.assertTrue(missing and all(k.endswith("_extra_state") for k in missing), missing)
 
     @each()
     def test_assign(self, name, device, _):

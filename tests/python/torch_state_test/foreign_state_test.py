@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import pickle
+import pickletools
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ import types
 import unittest
 from unittest import mock
 
+import numpy as np
 import torch
 
 from forkserver import PYTHON
@@ -136,6 +138,80 @@ class TheirState(State):
         shapes = {k: tuple(state[k].shape) for k in ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")}
         self.assertEqual(shapes, {"scale_fwd": (3,), "amax_history_fwd": (4, 3), "scale_bwd": (2,), "amax_history_bwd": (4, 2)})
         self.assertIn("extra_fp8_variables", state)
+
+    def test_it_names_no_class_of_the_program(self):
+        """By the opcodes of what was written: every name is one that Transformer Engine, PyTorch or Python has."""
+        class Whole(int):
+            pass
+
+        class Options(recipe.QParams):
+            pass
+
+        class WithArguments(DelayedScaling):  # Megatron's is made from its own configuration
+            def __init__(self, config):
+                super().__init__(amax_history_len=config["length"], margin=1)
+                self.config = config
+
+        class Twice(WithArguments):
+            pass
+
+        class Current(Float8CurrentScaling):
+            pass
+
+        with_options = Float8CurrentScaling()
+        with_options.fp8_quant_fwd_inp = with_options.fp8_quant_fwd_weight = with_options.fp8_quant_bwd_grad = Options(amax_epsilon=np.float32(0.5))
+        recipes = (WithArguments({"length": 4}), Twice({"length": 4}), DelayedScaling(margin=Whole(1), amax_history_len=np.int64(4)),
+                   DelayedScaling(margin=1, amax_history_len=4, reduce_amax=np.bool_(True)),
+                   DelayedScaling(margin=1, amax_history_len=4, amax_compute_algo=lambda history: history.amax(0)))
+        for i, own in enumerate(recipes):
+            for name in ("Linear", "LayerNormMLP"):
+                for last in (own, Current(), with_options):  # the state is that of the recipe that ran last
+                    with self.subTest(recipe=i, module=name, last=type(last).__name__):
+                        module = trained(name, recipe=own)
+                        if last is not own:
+                            step(module, recipe=last)
+                        data = module.state_dict()["_extra_state"].numpy().tobytes()
+                        strings = [text for _, text, _ in pickletools.genops(data) if isinstance(text, str)]
+                        self.assertEqual([s for s in strings if __name__ in s or "numpy" in s or "megatron" in s or "te_fl" in s], [])
+                        with mock.patch.dict(sys.modules, stand_in()):
+                            state = pickle.loads(data)
+                        if last is own:
+                            self.assertEqual((state["recipe"].amax_history_len, state["recipe"].margin), (4, 1))
+                        copies = (randomise(MODULES[name](device="cpu")), copy.deepcopy(module), pickle.loads(pickle.dumps(module)))
+                        copies[0].load_state_dict(module.state_dict())
+                        for fresh in copies:
+                            self.assertTrue(torch.equal(fresh.state_dict()["_extra_state"], module.state_dict()["_extra_state"]))
+
+    def test_megatrons_recipe_is_read(self):
+        """Transformer Engine's modules save Megatron's class by its name."""
+        places = ("megatron.core.extensions.transformer_engine", "megatron.core.transformer.custom_layers.transformer_engine")
+        for place in places:
+            with self.subTest(place=place):
+                modules = stand_in()
+                base = modules["transformer_engine.common.recipe"].DelayedScaling
+                theirs = type("TEDelayedScaling", (base,), {"__module__": place})
+                levels = [".".join(place.split(".")[:i + 1]) for i in range(place.count(".") + 1)]
+                modules.update({level: types.ModuleType(level) for level in levels})
+                modules[place].TEDelayedScaling = theirs
+                with mock.patch.dict(sys.modules, modules):
+                    data = pickled({**pickle.loads(self.delayed().numpy().tobytes()), "recipe": theirs(amax_history_len=4)})
+                module = randomise(te.Linear(32, 16, bias=False, device="cpu"))
+                module.load_state_dict({"weight": module.weight.detach().clone(), "_extra_state": data})
+                right = randomise(te.Linear(32, 16, bias=False, device="cpu"))
+                right.load_state_dict({"weight": module.weight.detach().clone(), "_extra_state": self.delayed()})
+                self.assertTrue(torch.equal(module.state_dict()["_extra_state"], right.state_dict()["_extra_state"]))
+                self.assertTrue(torch.isfinite(step(module, recipe=DELAYED)[0]).all())
+
+    def test_the_same_state_has_the_same_bytes(self):
+        for name in ("Linear", "LayerNormMLP"):
+            with self.subTest(module=name):
+                module = trained(name, recipe=DELAYED)
+                first, kept = module.state_dict()["_extra_state"], [torch.empty(n) for n in range(1, 50)]  # memory elsewhere, for the second
+                again = randomise(MODULES[name](device="cpu"))
+                again.load_state_dict(module.state_dict())
+                self.assertEqual(len(kept), 49)
+                for other in (module, again, copy.deepcopy(module)):
+                    self.assertTrue(torch.equal(first, other.state_dict()["_extra_state"]))
 
     def test_of_other_recipes(self):
         modules = stand_in()

@@ -34,11 +34,11 @@ class _Writer(pickle._Pickler):
         return self.save_global(obj) if obj.__module__ == _OURS else super().save_type(obj)
 
     def save_storage(self, storage):
-        """With a key of one length in place of the storage's address, so that the same state has the same size in every process: tools that
-        read a checkpoint into present tensors want one of its size."""
+        """With one key in place of the storage's address, so that the same state has the same bytes in every process: tools that read a
+        checkpoint into present tensors want one of its size, and others compare or hash what they wrote. A stream holds one storage."""
         load, (data,) = storage.__reduce__()
         address = str(storage._untyped_storage._cdata).encode()
-        key, fixed = (b"X" + struct.pack("<I", len(a)) + a for a in (address, address.rjust(20, b"0")))
+        key, fixed = (b"X" + struct.pack("<I", len(a)) + a for a in (address, b"0" * 20))
         head, *rest = data.split(key, 2)  # it is named twice, before the storage's own bytes
         self.save_reduce(load, (fixed.join((head, *rest)),), obj=storage)
 
@@ -58,6 +58,9 @@ _ALLOWED = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
     ("torch.storage", "_load_from_bytes"): lambda data: torch.load(io.BytesIO(data), weights_only=True),
+    # Megatron derives its recipe, and Transformer Engine's modules name it in what they save. It has no fields of its own.
+    ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"): recipes.DelayedScaling,
+    ("megatron.core.transformer.custom_layers.transformer_engine", "TEDelayedScaling"): recipes.DelayedScaling,
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from te_fl import _native
-from te_fl.common.recipe import DelayedScaling, attends, without_functions
+from te_fl.common.recipe import DelayedScaling, as_data, attends
 from te_fl.compat.variables import read_determinism
 from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.call import plain, use_torch_memory, watch
@@ -322,12 +322,15 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         device = next((p.device for p in self.parameters(recurse=False)), None)
         self._loaded = [(n, t if device is None or device.type == "meta" else t.to(device)) for n, t in state]
 
-    def _load_from_state_dict(self, *arguments: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, strict: bool, missing_keys: List[str], *others: Any) -> None:
         if torch.__future__.get_swap_module_params_on_conversion():  # see _apply()
             if self._fused_in is not None:
                 self._fused_in.forget()
             self._layers = {}
-        super()._load_from_state_dict(*arguments)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
+        own = prefix + "_extra_state"
+        if own in missing_keys and not self._fp8_state():  # weights of PyTorch's own layers: a module without scales needs none
+            missing_keys.remove(own)
 
     # -- FP8 state
 
@@ -363,7 +366,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         if recipe is None:
             recipe = DelayedScaling(amax_history_len=state[1][1].shape[0])
         products = len(self._sites) * self._places.kept[1] // 2
-        return extra_state.write(without_functions(recipe), extra_state.to_theirs(state, self._sites, self._places),
+        return extra_state.write(as_data(recipe), extra_state.to_theirs(state, self._sites, self._places),
                                  {"fp8_checkpoint": True, "num_gemms": products})
 
     def set_extra_state(self, state: Any) -> None:
@@ -403,7 +406,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
     def __getstate__(self) -> dict:
         state = self.__dict__.copy()
         state["_loaded"] = [(n, t.detach().cpu()) for n, t in self._fp8_state()]
-        state["_layers"], state["_fused_in"], state["_recipe"] = {}, None, without_functions(self._recipe)
+        state["_layers"], state["_fused_in"], state["_recipe"] = {}, None, as_data(self._recipe)
         state["_copied_marks"] = self._marks()
         del state["_number"], state["_states"]
         if "tp_group" in state:  # process groups have no copies; set_tensor_parallel_group() gives the copy one
