@@ -74,7 +74,7 @@ Status decide(StoreFace& store, int size, const Facts& facts, const TimeLeft& de
     Result<std::string> answer =
         store.store().get(store.key("differs/" + std::to_string(r)), deadline.left());
     if (!answer.ok()) return late(store, size, answer.status());
-    validates = validates || answer->front() == kValidates;
+    validates = validates || answer->starts_with(kValidates);
     if (answer->size() > 1) all += difference(facts.table, answer->substr(1), r);
   }
   return store.store().set(store.key("agreed"), (validates ? kValidates : kPlain) + all);
@@ -102,7 +102,7 @@ Result<bool> agree(StoreFace& store, int rank, int size, const Facts& facts, mil
   }
   Result<std::string> agreed = s.get(store.key("agreed"), deadline.left());
   if (!agreed.ok()) return late(store, size, agreed.status());
-  if (agreed->size() == 1) return agreed->front() == kValidates;
+  if (agreed->size() <= 1) return agreed->starts_with(kValidates);
   return failed_precondition(
       "the ranks would not do the same, which is refused before the first collective; give all of "
       "them the same plugins, libraries and settings:" +

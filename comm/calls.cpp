@@ -151,7 +151,7 @@ class Part {
     if (inside_) rep_->inside.store(false, std::memory_order_release);
     rep_->leave();
   }
-  // True once another thread is inside.
+  // False if another thread is inside.
   bool enter() { return inside_ = !rep_->inside.exchange(true, std::memory_order_acquire); }
   // It goes on in the ticket, whose end() leaves.
   std::shared_ptr<Comm::Rep> keep() { return std::move(rep_); }

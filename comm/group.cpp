@@ -84,8 +84,8 @@ Status check_thread(const Comm::Rep& rep) {
       "the thread of CommGroup::begin");
 }
 
-// Leaves the communicators of a group, and the one that it was begun with, when end_group()
-// returns.
+// Counts a group's calls, and the group itself, out of their communicators at the end of
+// end_group().
 struct LeavingGroup {
   ~LeavingGroup() {
     for (const Pending& p : pending) p.rep->leave();

@@ -147,8 +147,9 @@ Status check_process(const Comm::Rep& rep);
 // where the other ranks are, as far as they say so within a moment. `aborted`: the program aborted
 // it, in words for the other ranks of all of them.
 void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string aborted = {});
-// Tells the other ranks that a program aborted it, and gives what one of them told so; empty: none.
+// Puts into the store, for the other ranks, that this one's program aborted the communicator.
 void tell_abort(Comm::Rep& rep, const std::string& text);
+// The text that some rank put there by tell_abort(); empty if none did.
 Result<std::string> told_abort(Comm::Rep& rep);
 // A call's part in a communicator, which is not destroyed meanwhile. `begun`: use() was called.
 class Use {
@@ -169,8 +170,8 @@ class Use {
 void forget(StoreFace& face, const std::string& prefix) noexcept;
 // Says in the store that this rank has made its part.
 void tell_made(Comm::Rep& rep) noexcept;
-// On rank 0, takes out of the store what the ranks told each other to make a communicator, if all
-// of them have.
+// On rank 0, removes from the store the keys by which the ranks made the communicator, if each of
+// them has made it.
 void forget_making(Comm::Rep& rep) noexcept;
 // Puts this rank's last collective into the store, for the others to tell.
 void tell_last(Comm::Rep& rep);

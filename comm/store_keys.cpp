@@ -10,7 +10,8 @@ namespace {
 constexpr char kMade[] = "made/";
 constexpr char kAborted[] = "aborted";
 
-// The ranks' words until all have made the communicator; those of the provider among them.
+// Keys that no rank reads any more once all have made the communicator. The last are its
+// provider's.
 constexpr const char* kMaking[] = {"facts", "differs/", "agreed", "id", kMade, "provider/"};
 
 // Runs f, whose failure leaves the store as it is.

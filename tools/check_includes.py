@@ -5,7 +5,7 @@ usage: tools/check_includes.py [ROOT]     (default: this repository; only tracke
 
 A name of the standard library is declared by the headers that STANDARD says, and by no header that happens to include one of those. A name of
 the project is declared by the headers that define it; it is taken for declared wherever a header that the file includes, itself or by way of
-others, mentions it at all, so that members, parameters and forward declarations are no finding."""
+others, has one like it, so that members, parameters and forward declarations are no finding: what is used by such a name may be overlooked."""
 import pathlib
 import re
 import sys
@@ -86,16 +86,31 @@ KEYWORDS = set("alignas alignof and asm auto bool break case catch char class co
 # C's headers and those of C++ that declare the same.
 C_HEADERS = {"stdint.h": "cstdint", "string.h": "cstring", "stdio.h": "cstdio", "stdlib.h": "cstdlib", "math.h": "cmath", "stddef.h": "cstddef", "errno.h": "cerrno",
              "signal.h": "csignal", "time.h": "ctime", "ctype.h": "cctype", "float.h": "cfloat"}
+# Functions of the system, which are called as ::open(), each with its headers.
+SYSTEM = {
+    "fcntl.h": "open fcntl openat posix_fallocate", "unistd.h": "access chdir close dup dup2 execv execve execvp fdatasync fork fsync ftruncate getcwd geteuid getpid getppid "
+    "getuid isatty link lseek pipe pread pwrite read readlink rmdir setsid sysconf unlink usleep write _exit pause alarm",
+    "sys/stat.h": "chmod fstat lstat mkdir stat umask fchmod", "sys/mman.h": "mmap munmap mprotect madvise", "sys/wait.h": "wait waitpid",
+    "sys/socket.h": "accept bind connect listen recv send setsockopt getsockopt shutdown socket socketpair", "poll.h": "poll", "dlfcn.h": "dladdr dlclose dlerror dlopen dlsym dlinfo",
+    "sys/file.h": "flock", "signal.h": "kill sigaction sigprocmask", "pthread.h": "pthread_atfork pthread_self",
+}
 POSIX = {"accept", "bind", "close", "connect", "listen", "open", "pipe", "read", "recv", "remove", "send", "write"}
 FIXED_WIDTH = re.compile(r"\b(?:u?int(?:8|16|32|64)_t|u?intptr_t|INT64_MAX|INT64_MIN|INT32_MAX|INT32_MIN|UINT64_MAX|UINT32_MAX|UINT16_MAX|UINT8_MAX|INT8_MAX|INT16_MAX)\b")
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.M)
-NAME = re.compile(r"(?P<before>(?:\w+\s*::\s*)*(?:::\s*)?|[.>]\s*)\b(?P<name>[A-Za-z_]\w*)\b(?P<call>\s*(?:<[^<>;(){}]*>)?\s*\()?")
+NAME = re.compile(r"(?P<before>(?:\w+\s*::\s*)*(?:::\s*)?|(?:\.|->)\s*)\b(?P<name>[A-Za-z_]\w*)\b(?P<call>\s*(?:<[^<>;(){}]*>)?\s*\()?")
+# Places at which a file names something of its own.
+NAMING = (
+    r"(?:\b(?:struct|class|enum|union|namespace|using|auto|concept|typename)|(?!\b(?:return|else|throw|case|co_return|new|not|and|or)\b)\b\w+[>&*\]]*)"
+    r"[ \t\n]+[&*]*(\w+)\s*(?=[({=;,):\[<>])",
+    r",\s*[&*]*(\w+)\s*(?=[=;,{])", r"\bTEST(?:_F|_P)?\(\w+,\s*(\w+)", r"#\s*define\s+(\w+)", r"#\s*define\s+.*##\s*(\w+)", r"[&*>]\s*(\w+)\s*(?=[,){;=(\[])",
+    r"\[[^\]]*?(\w+)\s*=", r"[{,]\s*(\w+)\s*(?=[,}=])", r"\busing\s+[\w:]+::(\w+)\s*;")
 PATHS = ("", "include/", "tests/", "python/src/", "tests/nn/")
 
 
-def tables():
+def tables(lists):
+    """The headers of each name, from lists of names by header."""
     headers = {}
-    for header, names in STANDARD.items():
+    for header, names in lists.items():
         for name in names.split():
             headers.setdefault(name, set()).add(header)
     return headers
@@ -107,9 +122,8 @@ class Tree:
         self.paths = {str(p) for p in check_odr.sources(root) if (self.root / p).exists()}
         self.raw = {p: (self.root / p).read_text(errors="replace") for p in self.paths}
         self.text = {p: check_odr.without_text(t) for p, t in self.raw.items()}
-        self.words = {p: set(re.findall(r"[A-Za-z_]\w*", t + " ".join(re.findall(r"^\s*#\s*define\b.*(?:\\\n.*)*", self.raw[p], re.M)))) for p, t in self.text.items()}
         self.direct = {p: self.includes(p) for p in self.paths}
-        self.reached, self.folders = {}, {}
+        self.reached, self.folders, self.named = {}, {}, {}
 
     def includes(self, path):
         """(the project's files, the other headers) that a file names."""
@@ -156,6 +170,13 @@ class Tree:
         if folder not in self.folders:
             self.folders[folder] = set().union(*(self.closure(p)[0] for p in self.paths if p.rpartition("/")[0] == folder))
         return self.folders[folder]
+
+    def names_in(self, path):
+        """The names that stand in a file as those of a member, a parameter, a variable, a forward declaration or the like."""
+        if path not in self.named:
+            text, raw = self.text[path], self.raw[path]
+            self.named[path] = {name for name, _ in declared(text)}.union(*(set(re.findall(p, raw if "define" in p else text)) for p in NAMING))
+        return self.named[path]
 
     def defined(self):
         """The names of namespaces that headers of the project define, each with these headers and whether one is a type."""
@@ -204,6 +225,9 @@ def names_of(head):
     kind = re.match(r"(?:typedef\s+)?(?:struct|class|union|enum(?:\s+(?:class|struct))?)\s+(?:[A-Z_]+\s+(?=\w))?(\w+)\s*(?:final\s*)?(?::(?!:).*)?$", head, re.S)
     if kind:
         return [(kind.group(1), "type")]
+    constant = re.match(r"(?:inline\s+|extern\s+|static\s+)*(?:constexpr|const)\b[^=({]*?\b(k[A-Z]\w*)\s*(?:\[[^\]]*\]\s*)*(?:[={(]|$)", head)
+    if constant:
+        return [(constant.group(1), "type")]
     if re.match(r"(?:using|friend|static_assert|typedef|struct|class|enum|template|concept)\b", head) or "operator" in head:
         return []
     key = check_odr.function_key(head) if "(" in head else None
@@ -215,11 +239,14 @@ def used(text):
     """(qualifier, name, is called, line) of each name in a text."""
     for match in NAME.finditer(text):
         before = re.sub(r"\s", "", match.group("before"))
+        first, colons, rest = before.partition("::")
+        if first in KEYWORDS:  # return ::open()
+            before = colons + rest
         yield before, match.group("name"), bool(match.group("call")), match.start("name")
 
 
 def findings(root):
-    tree, standard, result = Tree(root), tables(), []
+    tree, standard, system, result = Tree(root), tables(STANDARD), tables(SYSTEM), []
     project = tree.defined()
     spaces = {"te_fl"} | {part for text in tree.text.values() for chain in re.findall(r"\bnamespace\s+(?:\w+\s*=\s*)?([\w:]+)", text) for part in chain.split("::")}
     for path in sorted(tree.paths):
@@ -228,10 +255,8 @@ def findings(root):
         files, headers = tree.closure(path)
         text = tree.text[path]
         beside = tree.beside(path)
-        known, seen = set().union(*(tree.words[f] for f in files if f != path)), set()
-        local = set(re.findall(r"(?:\b(?:struct|class|enum|union|namespace|using|auto|concept|typename)|(?!\b(?:return|else|throw|case|co_return|new|not|and|or)\b)\b\w+[>&*\]]*)[ \t\n]+[&*]*(\w+)\s*(?=[({=;,):\[<>])", text)) | \
-            set(re.findall(r",\s*[&*]*(\w+)\s*(?=[=;,{])", text)) | set(re.findall(r"\bTEST(?:_F|_P)?\(\w+,\s*(\w+)", text)) | \
-            set(re.findall(r"#\s*define\s+(\w+)", tree.raw[path])) | set(re.findall(r"[&*>]\s*(\w+)\s*(?=[,){;=(\[])", text)) | set(re.findall(r"\[[^\]]*?(\w+)\s*=", text))
+        known, seen = set().union(*(tree.names_in(f) for f in files if f != path)), set()
+        local = tree.names_in(path)
 
         def report(name, at, what):
             if name not in seen:
@@ -246,7 +271,10 @@ def findings(root):
                 wanted = standard.get(f"{parts[0]}::*") if parts else standard.get(name)
                 if wanted and not wanted & headers and not (name in WITH_CONTAINERS and headers & CONTAINERS):
                     report(f"std::{'::'.join([*parts, name])}", at, "include " + " or ".join(f"<{h}>" for h in sorted(wanted)))
-            elif before[:1] in (".", ">") or name in KEYWORDS or re.search(r">\s*::\s*$", text[max(0, at - 8):at]) or before.startswith(("std", "testing", "benchmark", "nlohmann", "hwy", "hn", "dnnl")):
+            elif (before == "::" and called and (wanted := system.get(name))) or (before == "abi::" and (wanted := {"cxxabi.h"})):
+                if not wanted & headers and not headers & {"Python.h"} and not (wanted & {"signal.h"} and "csignal" in headers):
+                    report(name, at, "include " + " or ".join(f"<{h}>" for h in sorted(wanted)))
+            elif before[:1] in (".", "-") or name in KEYWORDS or re.search(r">\s*::\s*$", text[max(0, at - 8):at]) or before.startswith(("std", "testing", "benchmark", "nlohmann", "hwy", "hn", "dnnl")):
                 continue
             elif before and before.rstrip(":").rpartition("::")[2] not in spaces or name in POSIX:
                 continue  # a member, or another library's

@@ -345,7 +345,8 @@ TEST_F(Comms, ValidateGoesOnAfterARefusedCall) {
   ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
 }
 
-// Ranks that call with other reductions or roots are told so.
+// Two ranks whose calls differ in reduction or root both fail, and the error names what this one
+// called.
 TEST_F(Comms, ValidateComparesReductionsAndRoots) {
   ASSERT_OK(environment::set("TE_FL_VALIDATE", "1"));
   const auto differ = [&](const std::function<Status(const Comm&, int)>& call, const char* mine) {
@@ -407,7 +408,7 @@ TEST_F(Comms, ValidateOnOneRankAloneIsForAll) {
     store = Store::in_process();
     std::atomic<int> turn{0};
     on_ranks(2, [&](int rank) {
-      // A rank has read the setting once it has told its facts.
+      // A rank reads the setting before it writes its facts, so that it may change from then on.
       const std::string told = "world/facts/" + std::to_string(1 - rank);
       if (rank != asks) {
         EXPECT_TRUE(store->get(told, milliseconds(20000)).ok());
@@ -501,7 +502,8 @@ TEST_F(Comms, SplitsAndComparisonsLeaveNothingInTheStore) {
   ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
 }
 
-// Threads that ask at once: one makes it, and the others are told so.
+// When threads ask for the world at the same time, the first gets it, and each other one an
+// error.
 TEST_F(Comms, OneWorldOfManyThreads) {
   for (int round = 0; round < 20; ++round) {
     std::atomic<int> made{0}, refused{0}, ready{0};

@@ -402,8 +402,8 @@ TEST(Store, ChildOfAForkOpensItsOwn) {
   EXPECT_TRUE((*zero)->set("k", "v").ok());
 }
 
-// A child of a rank's process that opens the parent's store is told whose it is, and the parent's
-// other ranks come in all the same.
+// A forked child that opens its parent's store is refused with an error that says whose store it
+// is, and the parent's other ranks can still open it.
 TEST(Store, ChildOfAForkIsNotToldToRemoveItsParents) {
   const test::TempFolder folder;
   for (const std::string& address : {"file:" + folder.path() + "/job", free_address()}) {

@@ -54,6 +54,20 @@ class CheckIncludes(unittest.TestCase):
         self.found("auto now() { return std::chrono::steady_clock::now(); }\n", "std::chrono::steady_clock", "<chrono>")
         self.found("int64_t f();\n", "fixed-width", "<cstdint>")
 
+    def test_a_constant_and_a_function_of_the_system(self):
+        table = HEADER.replace("using Rows", "constexpr int kMostRows = 8;\nusing Rows")
+        found = findings(core__table_hpp=table, core__user_cpp=USER, core__one_cpp="int f() { return te_fl::kMostRows; }\n")
+        self.assertEqual(len(found), 1, found)
+        self.assertIn("kMostRows", found[0])
+        self.found("int f() { return ::getpid(); }\n", "getpid", "<unistd.h>")
+        self.found("char* f(const char* n) { return abi::__cxa_demangle(n, nullptr, nullptr, nullptr); }\n", "<cxxabi.h>")
+        self.clean("struct Own { static int open(); };\nint Own::open() { return 1; }\n")
+
+    def test_a_name_of_a_header_that_mentions_it_in_a_call_alone(self):
+        caller = '#pragma once\n#include "core/table.hpp"\nnamespace te_fl {\ninline int twice(const Table& t) { return 2 * count_rows(t); }\n}\n'
+        text = '#include "core/caller.hpp"\nnamespace te_fl {\nint f() { return twice({}); }\n}\n'
+        self.assertEqual(findings(core__table_hpp=HEADER, core__caller_hpp=caller, core__user_cpp=USER, core__one_cpp=text), [])
+
     def test_a_header_is_held_to_it_too(self):
         found = findings(core__table_hpp=HEADER.replace("#include <vector>\n", ""), core__user_cpp="#include <vector>\n" + USER)
         self.assertEqual(len(found), 1, found)

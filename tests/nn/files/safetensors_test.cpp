@@ -1,5 +1,7 @@
 // The safetensors reader and writer: round trips, every truncation, corrupt headers, and loading
 // into modules, where an error must change nothing.
+#include <unistd.h>
+
 #include <algorithm>
 #include <fstream>
 #include <iterator>

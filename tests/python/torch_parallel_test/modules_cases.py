@@ -141,6 +141,9 @@ def case_marks_stay_with_parameters(ranks):
         for how, replace in REPLACEMENTS.items():
             got = marks_of(replace(make()))
             assert got == want, (name, how, got, want)
+    module = modules["Linear, column"]()  # Megatron gives it a bias of its own and marks that, which it asserts to have no marks
+    module.bias = torch.nn.Parameter(torch.zeros(module.bias.shape))
+    assert marks_of(module)["bias"] == {}, marks_of(module)
 
 
 def case_row(ranks):

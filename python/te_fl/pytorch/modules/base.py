@@ -287,10 +287,10 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
     _remade: frozenset = frozenset()  # the attributes that a layer is made from, and that a program may set
 
     def __setattr__(self, name: str, value: Any) -> None:
-        marks = marks_of(self._parameters[name]) if name in self.__dict__.get("_parameters", ()) else {}
+        before = self.__dict__.get("_parameters", {}).get(name)
         super().__setattr__(name, value)
-        if marks:
-            mark_again(self._parameters.get(name), marks)
+        if before is not None and (is_sharded(before) or is_sharded(value)):  # by fully_shard; a program marks a parameter of its own itself
+            mark_again(self._parameters.get(name), marks_of(before))
         if name in self._remade and "_layers" in self.__dict__:
             if self._fused_in is not None:
                 self._fused_in.forget()
@@ -327,7 +327,9 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             if self._fused_in is not None:
                 self._fused_in.forget()
             self._layers = {}
+        marks = self._marks()
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
+        self._mark_again(marks)  # of those that load_state_dict(assign=True) has replaced
         own = prefix + "_extra_state"
         if own in missing_keys and not self._fp8_state():  # weights of PyTorch's own layers: a module without scales needs none
             missing_keys.remove(own)
