@@ -27,8 +27,8 @@ esac
 [ "${1:-}" = -- ] && shift
 
 te_fl_need_packages "${te_fl_build_packages[@]}" "${te_fl_example_packages[@]}"
-targets=(train_gpt te-fl te_fl_null)
-te_fl_configure build/release -DCMAKE_BUILD_TYPE=Release -DTE_FL_CUDA=$cuda --log-level=WARNING
+targets=(train_gpt)
+te_fl_configure build/release -DCMAKE_BUILD_TYPE=Release -DTE_FL_CUDA=$cuda "$(te_fl_unity build/release)" --log-level=WARNING
 if grep -q '^build te_fl_cuda:' build/release/build.ninja; then
   targets+=(te_fl_cuda)
 elif [ $cuda != OFF ]; then

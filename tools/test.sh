@@ -13,6 +13,7 @@ export -n TE_FL_TEST_PYTHON
 . tools/lib/packages.sh
 . tools/lib/build.sh
 . tools/lib/wheel.sh
+. tools/lib/stages.sh
 mode=default
 case "${1:-}" in
   "") ;;
@@ -33,7 +34,7 @@ if [ "$mode" != quick ]; then # downloads while the builds compute
   wheel_python=$PWD/$te_fl_python_env/bin/python
 fi
 long_tests=-DTE_FL_LONG_TESTS=$([ "$mode" = long ] && echo ON || echo OFF)
-stages=() failures=0 causes=()
+stages=() times=() failures=0 causes=()
 
 # stage NAME COMMAND...: runs it with its output in build/logs/NAME.log; shows the end of the log on failure, and keeps its first
 # errors for the end, where they are read first.
@@ -48,7 +49,11 @@ stage() {
     causes+=("$name:" "$(grep -nE 'FAILED|[Ee]rror:|error:|Killed|No space|undefined reference' "build/logs/$name.log" | cut -c1-300 | head -n 8)")
     causes+=("$(df -Ph . | awk 'NR == 2 { print "  " $4 " free on this disk" }'), $(awk '/MemAvailable/ { print int($2 / 1048576) }' /proc/meminfo) GiB of memory free")
   fi
-  stages+=("$(printf '%-22s %-7s %5ds  build/logs/%s.log' "$name" "$result" $((SECONDS - start)) "$name")")
+  note_stage "$name" "$result" $((SECONDS - start))
+}
+note_stage() { # NAME RESULT SECONDS
+  stages+=("$(printf '%-22s %-7s %5ds  build/logs/%s.log' "$1" "$2" "$3" "$1")")
+  times+=("$1 $3")
 }
 
 # Builds once more, one file after the other, what a first try left: a compiler that the system has killed for its memory then has
@@ -76,13 +81,13 @@ sanitizer_tests() { # NAME
   # Should the leak check itself crash as a program ends, which says nothing of the program, what failed runs once more.
   grep -q 'LeakSanitizer has encountered a fatal error' build/logs/"$1"-tests.log && "${tests[@]}" --rerun-failed
 }
-# A folder that is new is built with the files of a folder as one (TE_FL_UNITY); one that is there stays as it is, as each change
-# would take longer. tools/check_includes.py finds what compiles only so; the long run builds file by file.
+# tools/check_includes.py finds what compiles only with the files of a folder as one; the long run builds file by file.
 release_build() {
-  local unity=()
-  if [ "$mode" = long ]; then unity=(-DTE_FL_UNITY=OFF); elif [ ! -f build/release/CMakeCache.txt ]; then unity=(-DTE_FL_UNITY=ON); fi
+  local unity
+  unity=$(te_fl_unity build/release)
+  if [ "$mode" = long ]; then unity=-DTE_FL_UNITY=OFF; fi
   te_fl_configure build/release -DCMAKE_BUILD_TYPE=Release -DTE_FL_BUILD_TESTS=ON -DTE_FL_BUILD_EXAMPLES=ON -DTE_FL_BUILD_BENCH=ON \
-    -DTE_FL_CUDA=AUTO -DTE_FL_WHEEL_PYTHON="${wheel_python:-}" "${unity[@]}" "$long_tests" && build build/release
+    -DTE_FL_CUDA=AUTO -DTE_FL_WHEEL_PYTHON="${wheel_python:-}" "$unity" "$long_tests" && build build/release
 }
 wheel() {
   wait "$python_env_job"
@@ -113,11 +118,12 @@ start=$SECONDS
 echo "== ctest"
 ctest --test-dir build/release -j "$te_fl_jobs" --output-on-failure 2>&1 | tee build/logs/ctest.log
 tests=${PIPESTATUS[0]}
-stages+=("$(printf '%-22s %-7s %5ds  build/logs/%s.log' ctest "$([ "$tests" = 0 ] && echo passed || echo FAILED)" $((SECONDS - start)) ctest)")
+note_stage ctest "$([ "$tests" = 0 ] && echo passed || echo FAILED)" $((SECONDS - start))
 
 echo
 printf '%s\n' "${stages[@]}"
 printf '%-22s %-7s %5ds\n' total "" $((SECONDS - begun))
+[ "$mode" = long ] || te_fl_slow_stages CONTRIBUTING.md "${times[@]}" "total $((SECONDS - begun))"
 python3 tools/last_gpu_check.py
 echo
 sed -n '/tests passed,/,$p' build/logs/ctest.log

@@ -8,6 +8,16 @@ if command -v ccache >/dev/null; then
   te_fl_launchers=(-DCMAKE_C_COMPILER_LAUNCHER=ccache -DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_CUDA_COMPILER_LAUNCHER=ccache)
 fi
 
+# A folder that is new is built with the files of a folder as one (TE_FL_UNITY); one that is there stays as it is, as each change
+# would take longer.
+te_fl_unity() { # FOLDER
+  local setting=ON
+  if [ -f "$1/CMakeCache.txt" ]; then
+    setting=$(sed -n 's/^TE_FL_UNITY:BOOL=//p' "$1/CMakeCache.txt")
+  fi
+  echo "-DTE_FL_UNITY=${setting:-OFF}"
+}
+
 te_fl_configure() { # FOLDER CMAKE_ARGUMENTS...
   local folder=$1
   shift
