@@ -71,8 +71,21 @@ class Recipes(unittest.TestCase):
             with self.assertWarnsRegex(UserWarning, f"{kind.__name__} has no argument override_linear_precision, params_dtype: .*no effect"):
                 made = kind(override_linear_precision=(False, False, False), params_dtype=None)
             self.assertEqual(repr(made), repr(kind()))
+        for kind, name in ((recipe.Float8BlockScaling, "use_power_2_scales"), (recipe.DelayedScaling, "interval")):
+            with self.assertWarnsRegex(UserWarning, f"{kind.__name__} has no argument {name}: .*no effect"):
+                kind(**{name: 1})
         with self.assertRaises(TypeError):
             recipe.DelayedScaling(*range(20))
+
+    def test_misspelt_keywords_name_the_nearest(self):
+        for kind in recipe.Recipe.__subclasses__():
+            for field in kind.__dataclass_fields__:
+                for misspelt in (field + "s", field[1:], field.replace("_", "")):
+                    if misspelt not in kind.__dataclass_fields__:
+                        with self.assertRaisesRegex(TypeError, rf"{kind.__name__}\(\) has no argument '{misspelt}'; did you mean '", msg=(kind, misspelt)):
+                            kind(**{misspelt: 1})
+        with self.assertRaisesRegex(TypeError, "'amax_history_length'; did you mean 'amax_history_len'"):
+            recipe.DelayedScaling(amax_history_length=16)
 
     def test_native_values(self):
         own = max

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Callable, Literal, NamedTuple, Optional, Union
 
-from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.errors import InvalidArgument, Unsupported, did_you_mean
 
 __all__ = ["CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "MMParams", "MXFP8BlockScaling",
            "NVFP4BlockScaling", "QParams", "Recipe", "native_of"]
@@ -126,15 +126,31 @@ class Recipe:
         _require(self, "backward_override", self.backward_override in _OVERRIDES, f"it is one of {_OVERRIDES} (NVTE_BACKWARD_OVERRIDE)")
 
 
+def switch(where: str, argument: str, value: Any, by_name: str = "recipe") -> bool:
+    """The value of an argument that is True or False. Whatever else Python takes for true is TypeError, most of all a recipe: it would count as True,
+    and another recipe would compute. by_name: the argument that takes a recipe."""
+    if value is True or value is False:
+        return value
+    kind = type(value)
+    if kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"):
+        return bool(value)
+    shown = kind.__name__ if isinstance(value, Recipe) else repr(value)
+    raise TypeError(f"{where}(): {argument} is {shown}; it is True or False" + (
+        f", and a recipe is given by name: {where}({by_name}=...)" if isinstance(value, Recipe) or isinstance(value, type) else ""))
+
+
 def _ignoring_unknown(recipe: type) -> type:
     """Transformer Engine's recipes take keywords that they do not know, without effect, and programs that were written for another version of it
-    give them, as Megatron gives override_linear_precision. So do these, with a warning."""
+    give them, as Megatron gives override_linear_precision. So do these, with a warning; but one that is nearly a field's name is misspelt."""
     plain, known = recipe.__init__, tuple(recipe.__dataclass_fields__)  # torch.compile follows a tuple, and no table of fields
 
     @functools.wraps(plain)
     def init(self, *fields: Any, **named: Any) -> None:
         unknown = [name for name in named if name not in known]
         for name in unknown:
+            misspelt = did_you_mean(name, known)
+            if misspelt and not any(name in kind.__dataclass_fields__ for kind in Recipe.__subclasses__()):  # one of another recipe's is spelt right
+                raise TypeError(f"{recipe.__name__}() has no argument {name!r}{misspelt}")
             del named[name]
         if unknown:
             warnings.warn(f"{recipe.__name__} has no argument {', '.join(unknown)}: what was given has no effect, as in Transformer Engine 2.20", stacklevel=2)

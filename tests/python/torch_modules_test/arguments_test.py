@@ -55,6 +55,44 @@ class Names(unittest.TestCase):
             te.Linaer
 
 
+class Switches(unittest.TestCase):
+    """An argument that is True or False takes nothing else: a recipe in its place would count as True, and the default recipe would compute."""
+
+    SCOPES = {"autocast": (te.autocast, ("enabled", "calibrating")), "fp8_autocast": (te.fp8_autocast, ("enabled", "calibrating")),
+              "quantized_model_init": (te.quantized_model_init, ("enabled", "preserve_high_precision_init_val")),
+              "fp8_model_init": (te.fp8_model_init, ("enabled", "preserve_high_precision_init_val"))}
+
+    def test_a_recipe_goes_by_its_name(self):
+        for name, (make, arguments) in self.SCOPES.items():
+            way_out = "fp8_recipe" if name == "fp8_autocast" else "recipe"
+            for recipe in (Float8BlockScaling(), DelayedScaling(), Float8CurrentScaling()):
+                for wrong in (lambda: make(recipe), *(lambda a=a: make(**{a: recipe}) for a in arguments)):
+                    with self.assertRaisesRegex(TypeError, rf"is {type(recipe).__name__}; it is True or False, and a recipe is given by name: \w+\({way_out}="):
+                        with wrong():
+                            pass
+            with self.assertRaisesRegex(TypeError, "enabled is .*DelayedScaling.*a recipe is given by name"):
+                make(DelayedScaling)
+
+    def test_what_is_no_bool(self):
+        for make, arguments in self.SCOPES.values():
+            for argument in arguments:
+                for wrong in (None, 1, 0.0, "no", [], torch.tensor(True)):
+                    with self.subTest(make=make.__name__, argument=argument, value=wrong), self.assertRaisesRegex(TypeError, f"{argument} is .*; it is True or False"):
+                        make(**{argument: wrong})
+                for right in (True, False, numpy.bool_(True), numpy.bool_(False)):
+                    with make(**{argument: right}):
+                        pass
+
+    def test_in_a_compiled_function(self):
+        module = te.Linear(8, 8, device="cpu")
+
+        def step(x):
+            with te.autocast(DelayedScaling()):
+                return module(x)
+        with self.assertRaisesRegex(Exception, "recipe is given by name"):
+            torch.compile(step, backend="eager")(torch.randn(8, 8))
+
+
 class Arguments(unittest.TestCase):
     """Wrong arguments are refused where they are given, and those that mean nothing on one rank are taken."""
 

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from te_fl.common.recipe import switch
 from te_fl.errors import FailedPrecondition, InvalidArgument
 from te_fl.pytorch.compile.graph_state import set_capture_end, set_capture_start
 from te_fl.pytorch.fp8.quantization import autocast, reusing_weights
@@ -283,12 +284,12 @@ def make_graphed_callables(modules: Any, sample_args: Any, num_warmup_iters: int
         raise FailedPrecondition(f"FAILED_PRECONDITION: {_WHERE}: torch.autocast keeps casts, which a graph would read for ever; give it "
                                  "cache_enabled=False")
     each_args, each_kwargs = _for_each("sample_args", sample_args, count), _for_each("sample_kwargs", sample_kwargs, count)
-    each_enabled = _for_each("enabled", enabled, count)
+    each_enabled = [switch("make_graphed_callables", "enabled", on) for on in _for_each("enabled", enabled, count)]
     hooks = [{}] * count if capture_time_hooks is None else [h or {} for h in _for_each("capture_time_hooks", tuple(capture_time_hooks), count)]
     for supplied in hooks:
         if set(supplied) - set(_HOOKS):
             raise InvalidArgument(f"INVALID_ARGUMENT: {_WHERE}: capture_time_hooks has {sorted(set(supplied) - set(_HOOKS))}; it knows {_HOOKS}")
-    flag = torch.zeros(1, device="cuda") if caches else None
+    flag = torch.zeros(1, dtype=torch.float32, device="cuda") if caches else None
 
     def scope_of(on: bool) -> Callable:
         def scope():

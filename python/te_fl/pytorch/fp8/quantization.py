@@ -11,7 +11,7 @@ from typing import Any, Iterator, NamedTuple, NoReturn, Optional
 import torch
 
 from te_fl import _native
-from te_fl.common.recipe import DelayedScaling, Recipe, describe_natively, native_of
+from te_fl.common.recipe import DelayedScaling, Recipe, describe_natively, native_of, switch
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.distributed import amax_reduction, collectives
 from te_fl.pytorch.fp8.availability import get_default_recipe
@@ -190,7 +190,7 @@ def autocast(enabled: bool = True, calibrating: bool = False, recipe: Optional[R
     """
     if misspelt:
         raise misspelling(autocast, misspelt)
-    enabled, calibrating = bool(enabled), bool(calibrating)
+    enabled, calibrating = switch("autocast", "enabled", enabled), switch("autocast", "calibrating", calibrating)
     if torch.compiler.is_compiling():
         chosen = get_default_recipe() if recipe is None else recipe
         native = describe_natively(chosen if enabled or calibrating else DelayedScaling())
@@ -227,6 +227,7 @@ def fp8_autocast(enabled: bool = True, calibrating: bool = False, fp8_recipe: Op
         _warned = True
         warnings.warn("fp8_autocast is the older name of autocast, which takes recipe and amax_reduction_group", DeprecationWarning,
                       stacklevel=2)
+    enabled, calibrating = (switch("fp8_autocast", name, value, "fp8_recipe") for name, value in (("enabled", enabled), ("calibrating", calibrating)))
     return autocast(enabled=enabled, calibrating=calibrating, recipe=fp8_recipe, amax_reduction_group=fp8_group, _graph=_graph)
 
 
@@ -235,10 +236,19 @@ def model_init() -> Optional[ModelInit]:
     return _state.model_init
 
 
-@hides_misspelt
 @contextlib.contextmanager
+def _making_codes(settings: Optional[ModelInit]) -> Iterator[None]:
+    outer = _state.model_init
+    _state.model_init = settings
+    try:
+        yield
+    finally:
+        _state.model_init = outer
+
+
+@hides_misspelt
 def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, preserve_high_precision_init_val: bool = False,
-                         **misspelt: NoReturn) -> Iterator[None]:
+                         **misspelt: NoReturn) -> contextlib.AbstractContextManager:
     """Modules made inside hold the weights of their products as FP8 codes alone (te_fl.pytorch.float8_tensor.Float8Tensor).
 
     enabled: False makes modules as outside of all such scopes. recipe: says how codes are scaled; None: that of get_default_recipe(). A
@@ -247,13 +257,10 @@ def quantized_model_init(enabled: bool = True, recipe: Optional[Recipe] = None, 
     """
     if misspelt:
         raise misspelling(quantized_model_init, misspelt)
+    enabled = switch("quantized_model_init", "enabled", enabled)
+    preserves = switch("quantized_model_init", "preserve_high_precision_init_val", preserve_high_precision_init_val)
     recipe = get_default_recipe() if recipe is None else recipe
-    outer = _state.model_init
-    _state.model_init = ModelInit(recipe, native_of(recipe), bool(preserve_high_precision_init_val)) if enabled else None
-    try:
-        yield
-    finally:
-        _state.model_init = outer
+    return _making_codes(ModelInit(recipe, native_of(recipe), preserves) if enabled else None)
 
 
 @hides_misspelt
