@@ -67,7 +67,8 @@ LayerLock::LayerLock(Layer& layer) : mutexes_(layer.mutexes) {
   }
   if (interruptions == layer.interruptions) return;
   layer.interruptions = interruptions;
-  // What the parent's thread was changing is left alone: its destructors could read it.
+  // The objects that the parent's thread was changing are left alone: their destructors could read
+  // them.
   new std::map(std::move(layer.runners));
   new std::deque(std::move(layer.delayed));
   layer.runners.clear();

@@ -44,8 +44,8 @@ struct Layer {
   std::map<DType, std::shared_ptr<Runner>> runners;  // by the activations' dtype
   std::vector<std::pair<std::string, std::shared_ptr<ModuleStates>>> states;  // by prefix
   std::vector<Mutex*> mutexes;  // of the states, in the order in which they are taken
-  // Of the mutexes at the last call: another number says that a call of a thread which this process
-  // does not have was cut short by a fork.
+  // The mutexes' interruptions at the last call: another number says that a fork cut short the call
+  // of a thread which this process does not have.
   uint32_t interruptions = 0;
   std::vector<std::pair<std::string, Shape>> parameters;
   // The tensors that the gradients of parameters may be parts of, each with one of those

@@ -230,7 +230,7 @@ class State(unittest.TestCase):
             self.assertTrue(torch.equal(got(x), want(x)))
 
     def test_memory_has_the_values(self):
-        """What reads a tensor's memory itself, whatever it is: the address, the extent and the bytes of the values of the dtype that it shows."""
+        """A reader of the memory itself finds the address, the extent and the bytes of the values of the dtype that the tensor shows."""
         for recipe in RECIPES:
             for dtype in (F32, BF16, torch.float16):
                 weight = made("Linear", recipe, params_dtype=dtype).weight

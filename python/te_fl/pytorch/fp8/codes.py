@@ -142,7 +142,7 @@ class Codes:
         return Codes(self.rules, *parts)
 
     def __deepcopy__(self, memo: dict) -> "Codes":
-        staged = called_from("torch.distributed.checkpoint.")  # which copies to the host what it writes while the program goes on
+        staged = called_from("torch.distributed.checkpoint.")  # it copies to the host what it writes while the program goes on
         return self.to(torch.device("cpu") if staged else self.data.device, always=True)
 
 

@@ -177,8 +177,8 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
         return self._codes.data.is_shared()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """That of data_ptr()."""
-        if called_from(_DISTRIBUTED):  # which handles such tensors by their operations where they have no memory of their dtype
+        """The storage that data_ptr() points into."""
+        if called_from(_DISTRIBUTED):  # it handles tensors without memory of their dtype by their operations
             return torch.UntypedStorage(0, device=self.device)
         return self._shown().untyped_storage()
 
@@ -218,7 +218,7 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory is: that of the codes where it is a Float8Tensor."""
+    """The address of a tensor's memory, of a Float8Tensor's codes."""
     return tensor._codes.data.data_ptr() if isinstance(tensor, Float8Tensor) else tensor.data_ptr()
 
 
