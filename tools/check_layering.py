@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Checks who includes whom, that no unit of the library includes itself by way of others, and that no op, no plugin's setting or
-file, no vendor and no package is known by name below nn. Prints every violation; exits 1 on any. docs/architecture.md has the rooms and
+file, no vendor and no package is known by name below nn, and that the binding has no mutex that a fork may leave taken. Prints every violation; exits 1 on any. docs/architecture.md has the rooms and
 what they hold.
 
 A unit is a header and its source: the files of a room that share a name, and in nn's wings the public header of that name in the wing's
@@ -182,6 +182,13 @@ def words_known(path, text, words):
                 yield f"knows a vendor, plugin or package by name, which belongs in a manifest: {word} in {match.group(1)}"
 
 
+def mutexes_known(path, text):
+    """The mutexes of the standard library in the binding, which a forked child may find taken for ever."""
+    if path.startswith("python/src/") and not path.startswith("python/src/py/mutex."):
+        for match in re.finditer(r"\bstd::((?:recursive_|shared_)?(?:timed_)?mutex|condition_variable(?:_any)?|once_flag|call_once)\b", text):
+            yield f"has std::{match.group(1)}, which a forked child may find taken: python/src/py/mutex.hpp has the binding's mutex"
+
+
 def problems_of(path, text, ops, plugins, words=frozenset()):
     folders = path.split("/")
     backend = folders[1] if folders[0] == "backends" else ""
@@ -193,6 +200,8 @@ def problems_of(path, text, ops, plugins, words=frozenset()):
             why = include_problem(path, target)
             if why:
                 yield f"{path}: includes {target}: {why}"
+    for what in mutexes_known(path, text):
+        yield f"{path}: {what}"
     if folders[0] in NEUTRAL and "generated" not in folders:
         for what in names_known(text, ops, plugins):
             yield f"{path}: {what}"

@@ -132,6 +132,7 @@ PyMethodDef g_methods[] = {
     {"load_fp8_state", load_fp8_state, METH_VARARGS, "load_fp8_state(states, state) -> bool"},
     {"saved_memory", saved_memory, METH_O, "saved_memory(token)"},
     {"move_saved_memory", move_saved_memory, METH_VARARGS, "move_saved_memory(token, moved)"},
+    {"empty_bytes", empty_bytes, METH_O, "empty_bytes(like) -> tensor"},
     {"retire_fp8_states", retire_fp8_states, METH_O, "retire_fp8_states(states)"},
     {"amax_reduction", make_amax_reduction, METH_VARARGS,
      "amax_reduction(reduce, like, ranks) -> reduction"},

@@ -1,6 +1,9 @@
 """Hugging Face Accelerate's Transformer Engine integration trains with te-fl under Transformer Engine's name."""
 
+import os
+import tempfile
 import unittest
+import warnings
 
 import te_fl
 
@@ -12,6 +15,7 @@ import torch.utils.checkpoint  # noqa: E402
 from accelerate.utils import TERecipeKwargs, has_transformer_engine_layers  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
+from te_fl.common.recipe import DelayedScaling  # noqa: E402
 
 
 def model():
@@ -46,7 +50,83 @@ class Checkpointed(torch.nn.Module):
         return rest(first) if self.reentrant is None else torch.utils.checkpoint.checkpoint(rest, first, use_reentrant=self.reentrant)
 
 
+class Layers(torch.nn.Module):
+    """States that are empty and some that are not, and parameters that lie in one array."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.second = te.Linear(32, 32, device="cpu"), te.Linear(32, 32, device="cpu")
+        self.split = te.LayerNormLinear(32, 48, parameters_split=("query", "key", "value"), device="cpu")
+        self.attention = te.MultiheadAttention(48, 4, fuse_qkv_params=False, device="cpu")
+        self.operations = te.ops.Sequential(te.ops.Linear(48, 32, device="cpu"), te.ops.GELU())
+        self.norm = te.RMSNorm(32, device="cpu")
+        with torch.no_grad():
+            for p in self.parameters():
+                p.normal_()
+
+    def forward(self, x):
+        with te.autocast(recipe=DelayedScaling()):
+            x = self.first(x)
+        x = self.attention(self.split(self.second(x)).view(*x.shape[:-1], 48))
+        return self.norm(self.operations(x))
+
+
 class Accelerate(unittest.TestCase):
+    def same(self, got, want):
+        self.assertEqual(list(got), list(want))
+        for name in want:
+            self.assertTrue(torch.equal(got[name], want[name]), name)
+
+    def test_every_key_of_a_state_survives(self):
+        import io
+
+        from safetensors.torch import load_file, load_model, save_file, save_model
+        from torch.distributed import checkpoint as dcp
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module, path = Layers(1), os.path.join(folder, "model.safetensors")
+            module(torch.randn(8, 2, 32)).sum().backward()
+            want = {name: value.clone() for name, value in module.state_dict().items()}
+            self.assertEqual(sum(v.numel() == 0 for n, v in want.items() if n.endswith("_extra_state")) > 3, True)
+
+            def again():
+                other = Layers(2)
+                other(torch.randn(8, 2, 32))
+                return other
+
+            stream, other = io.BytesIO(), again()
+            torch.save(module.state_dict(), stream)
+            other.load_state_dict(torch.load(io.BytesIO(stream.getvalue())))
+            self.same(other.state_dict(), want)
+            save_file(module.state_dict(), path)
+            self.same(dict(sorted(load_file(path).items())), dict(sorted(want.items())))
+            other = again()
+            save_model(module, path)
+            self.assertEqual(load_model(other, path), (set(), []))
+            self.same(other.state_dict(), want)
+            reset = accelerate.state.AcceleratorState._reset_state  # the other tests' precision is FP8, for which prepare() converts models
+            reset(True)
+            self.addCleanup(reset, True)
+            for safe in (True, False):
+                accelerator, other = accelerate.Accelerator(cpu=True), again()
+                prepared = accelerator.prepare(module)
+                accelerator.save_state(os.path.join(folder, f"state {safe}"), safe_serialization=safe)
+                self.same(accelerator.get_state_dict(prepared), want)
+                accelerator.save_model(prepared, os.path.join(folder, f"model {safe}"), safe_serialization=safe)
+                accelerator = accelerate.Accelerator(cpu=True)
+                accelerator.prepare(other)
+                accelerator.load_state(os.path.join(folder, f"state {safe}"))
+                self.same(other.state_dict(), want)
+            self.same(dict(sorted(load_file(os.path.join(folder, "model True", "model.safetensors")).items())), dict(sorted(want.items())))
+            for save in (dcp.save, lambda state, **k: dcp.async_save(state, **k).result()):
+                other = again()
+                save({"model": module.state_dict()}, checkpoint_id=os.path.join(folder, "dcp"))
+                state = {"model": other.state_dict()}
+                dcp.load(state, checkpoint_id=os.path.join(folder, "dcp"))
+                other.load_state_dict(state["model"])
+                self.same(other.state_dict(), want)
+
     def test_a_model_trains_in_fp8(self):
         accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs(amax_history_len=16)])
         net = model()

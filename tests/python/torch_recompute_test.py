@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from torch_cases import BF16, MODULES, PRODUCTS, RECIPES, Each, each, gradients, input_of, scope  # noqa: E402
-from torch_oracle import DEVICES, near, randomise  # noqa: E402
+from torch_oracle import DEVICES, near, randn, randomise  # noqa: E402
 
 import te_fl.pytorch as te  # noqa: E402
 from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E402
@@ -20,6 +20,24 @@ from te_fl.pytorch.fp8 import extra_state  # noqa: E402
 
 
 PLAIN = tuple(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=r) for r in (False, True))  # without te-fl's context_fn
+
+
+class Other(torch.autograd.Function):
+    """A checkpoint as libraries have their own."""
+
+    @staticmethod
+    def forward(ctx, function, x):
+        ctx.function = function
+        ctx.save_for_backward(x)
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.function(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
 
 
 class Recomputation(Each):
@@ -36,23 +54,52 @@ class Recomputation(Each):
             self.same(gradients(module, x), want)
 
     def test_torch_checkpoint_where_the_first_run_is_not_known(self):
-        """The second run would be in another precision, so it is refused; without FP8 the same module goes on as ever."""
-        class Other(torch.autograd.Function):  # as libraries have their own
-            forward = staticmethod(lambda ctx, function, x: (setattr(ctx, "of", (function, x)), function(x))[1])
+        """It is outside of the autocast. By the one recipe that the first run can have had it is bit for bit that run; where there were several, and by
+        delayed scaling, whose scales have been updated, it would be another function's and is refused. What does not compute in FP8 runs."""
+        def rerun(module, *recipes):
+            inputs = [randn(4, 2, 4, 8, seed=i).requires_grad_() if isinstance(module, te.DotProductAttention) else input_of(seed=i) for i in range(len(recipes))]
+            module.zero_grad()
+            outputs = []
+            for x, recipe in zip(inputs, recipes):
+                with scope(recipe):
+                    outputs.append(Other.apply(lambda t: module(t, t, t) if isinstance(module, te.DotProductAttention) else module(t), x))
+            for y in outputs:
+                y.sum().backward()
+            return [x.grad for x in inputs]
 
-            @staticmethod
-            def backward(ctx, grad):
-                function, x = ctx.of
-                with torch.enable_grad():
-                    torch.autograd.backward(function(x), grad)
-                return None, None
-
-        module, x = randomise(te.LayerNormMLP(32, 64, device="cpu")), input_of()
-        with scope(Float8CurrentScaling()):
-            y = Other.apply(module, x)
-        with self.assertRaisesRegex(RuntimeError, "outside of its autocast.*recompute_contexts"):
+        def plain(module, recipe):
+            x = randn(4, 2, 4, 8, seed=0).requires_grad_() if isinstance(module, te.DotProductAttention) else input_of(seed=0)
+            module.zero_grad()
+            with scope(recipe):
+                y = module(x, x, x) if isinstance(module, te.DotProductAttention) else module(x)
             y.sum().backward()
-        Other.apply(module, x).sum().backward()
+            return [x.grad, *(p.grad for p in module.parameters())]
+
+        products = [lambda: te.Linear(32, 32, device="cpu"), lambda: te.LayerNormMLP(32, 64, device="cpu"),
+                    lambda: te.MultiheadAttention(32, 4, attention_dropout=0, device="cpu"),
+                    lambda: te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu")]
+        others = [lambda: te.DotProductAttention(4, 8, attention_dropout=0), lambda: te.RMSNorm(32, device="cpu"), lambda: te.LayerNorm(32, device="cpu")]
+        current, delayed = Float8CurrentScaling(), DelayedScaling()
+        for make in products:
+            module = randomise(make())
+            with self.subTest(type(module).__name__):
+                want = plain(module, current)
+                for _ in range(2):  # the second time by the shortest way that a call has
+                    got = rerun(module, current) + [p.grad for p in module.parameters()]
+                    self.same(got, want)
+                self.same(rerun(module, None), plain(module, None)[:1])
+                with self.assertRaisesRegex(RuntimeError, "outside of its autocast.*updated.*recompute_contexts"):
+                    rerun(randomise(make()), delayed)
+                with self.assertRaisesRegex(RuntimeError, "outside of its autocast.*several recipes.*recompute_contexts"):
+                    rerun(randomise(make()), current, Float8CurrentScaling(use_power_2_scales=True))
+        for make in others:
+            module = randomise(make())
+            for recipe in (current, delayed, None):
+                with self.subTest(type(module).__name__, recipe=recipe):
+                    want = plain(module, None)[:1]
+                    self.same(rerun(module, recipe), want)
+        with self.assertRaisesRegex(RuntimeError, "outside of its autocast.*updated"):
+            rerun(te.DotProductAttention(4, 8, attention_dropout=0), DelayedScaling(fp8_dpa=True))
 
     def test_a_checkpoint_of_the_programs_own(self):
         """activation_recompute_forward() around both runs, as frameworks have checkpoints of their own; two microbatches are under way."""

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,18 +55,65 @@ class Memory(Each):
         def move(t):
             t.untyped_storage().resize_(16 * t.untyped_storage().nbytes())
 
+        def shrink(t):
+            t.untyped_storage().resize_(t.untyped_storage().nbytes() - 1)
+
+        def refill(t):  # as Megatron's CheckpointWithoutOutput
+            kept, size = t.detach().clone(), t.untyped_storage().nbytes()
+            t.untyped_storage().resize_(0)
+            junk.append(torch.full_like(kept, 7))
+            t.untyped_storage().resize_(size)
+            t.untyped_storage().copy_(kept.untyped_storage())
+
         def replace(t):
             t.data = torch.zeros_like(t)
 
-        for change in (free, move, replace):
+        junk = []
+        for keeps in (False, True):
+            x = input_of(device)
+            hidden = x * 1
+            module.zero_grad()
+            module(hidden).square().sum().backward()
+            want = gradients(module, x)
+            for change in (move, refill, replace):
+                x = input_of(device)
+                hidden = x * 1
+                y = module(hidden)
+                for last in (False, True) if keeps else (True,):
+                    change(hidden)
+                    module.zero_grad()
+                    x.grad = None
+                    y.square().sum().backward(retain_graph=not last)
+                    if change is not replace or device == "cpu":
+                        self.same(gradients(module, x), want, change.__name__)
+        for change in (free, shrink):
             x = input_of(device)
             hidden = x * 1
             y = module(hidden)
             change(hidden)
-            with self.assertRaisesRegex(FailedPrecondition, "the memory of 'input' has been freed or replaced since the forward"):
-                y.sum().backward()
+            for _ in range(2):
+                with self.assertRaisesRegex(FailedPrecondition, "the memory of 'input' has been freed or replaced since the forward"):
+                    y.sum().backward(retain_graph=True)
         module.zero_grad()
         module(input_of(device)).sum().backward()
+
+    def test_operands_of_attention_that_are_emptied_and_refilled(self):
+        for mask, call in (("causal", {}), ("arbitrary", {"attention_mask": randn(1, 1, 6, 6, seed=3) > 1}),
+                           ("no_mask", {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": randn(1, 4, 6, 6, seed=4)})):
+            module, q = self.attention(attn_mask_type=mask)
+            found, junk = [], []
+            for refills in (False, True):
+                q.grad, operands = None, [q * 1 for _ in range(3)]
+                y = module(*operands, **call)
+                for t in operands if refills else ():
+                    kept, size = t.detach().clone(), t.untyped_storage().nbytes()
+                    t.untyped_storage().resize_(0)
+                    junk.append(torch.full_like(kept, 7))
+                    t.untyped_storage().resize_(size)
+                    t.untyped_storage().copy_(kept.untyped_storage())
+                y.square().sum().backward()
+                found.append(q.grad)
+            self.same(found[1:], found[:1], mask)
 
     def test_what_the_backward_does_not_read_may_go(self):
         # In FP8 a product keeps its input's quantised copy.
@@ -158,6 +206,62 @@ class Workers(unittest.TestCase):
                 self.assertEqual(len(got), len(want))
                 self.assertTrue(all(torch.equal(g, w) for g, w in zip(got, want)))
             self.assertTrue(torch.equal(data[0], want[0]))  # and this process goes on
+
+
+    def test_forks_while_threads_are_in_calls(self):
+        """A child calls the layer that another thread of its parent was in, other layers, and what they keep for their backwards."""
+        def step(module, recipe):
+            x = input_of()
+            with scope(recipe):
+                y = module(x)
+            y.square().sum().backward()
+            return [y.detach(), x.grad]
+
+        recipes = (None, Float8CurrentScaling())
+        shared = [randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu")), randomise(te.Linear(32, 32, device="cpu")),
+                  randomise(te.Linear(32, 32, device="cpu", delay_wgrad_compute=True))]
+        for module in shared:
+            module.requires_grad_(False)
+        shared[2].requires_grad_(True)
+        pairs = list(itertools.product(shared, recipes))
+        want = [step(*pair) for pair in pairs]
+        stop, errors = threading.Event(), []
+
+        def work(pair):
+            try:
+                while not stop.is_set():
+                    step(*pair)
+                    if pair[0] is shared[2]:
+                        pair[0].backward_dw()
+                        pair[0].state_dict()
+            except BaseException as error:
+                errors.append(error)
+                raise
+
+        threads = [threading.Thread(target=work, args=(pair,), daemon=True) for pair in pairs]
+        for thread in threads:
+            thread.start()
+        children = []
+        try:
+            for _ in range(24):
+                pid = os.fork()
+                if pid == 0:
+                    signal.alarm(40)  # whose default action ends a child that hangs
+                    code = 1
+                    try:
+                        got = [step(*pair) for pair in pairs for _ in range(2)]
+                        code = 0 if all(torch.equal(a, b) for i, g in enumerate(got) for a, b in zip(g, want[i // 2])) else 3
+                    finally:
+                        os._exit(code)
+                children.append(pid)
+                if len(children) % 4 == 0:
+                    ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children[-4:]]
+                    self.assertEqual(ends, [0] * 4, "-14: the child hung; 3: it computed something else")
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(60)
+        self.assertEqual(errors, [])
 
 
 class _Stop:

@@ -44,7 +44,71 @@ Result<Tensor> wrap(const te_fl_dltensor& t, std::shared_ptr<void> owner) {
                       std::move(owner));
 }
 
-// The parts of a number_tensor(), in one allocation.
+// The bytes from a tensor's first element to behind its last.
+int64_t reach_of(const te_fl_dltensor& t) {
+  int64_t last = 0;
+  for (int i = 0; i < t.ndim; ++i) {
+    if (t.shape[i] == 0) return 0;
+    int64_t stride = 1;
+    if (t.strides != nullptr) {
+      stride = t.strides[i];
+    } else {
+      for (int j = i + 1; j < t.ndim; ++j) stride *= t.shape[j];
+    }
+    last += (t.shape[i] - 1) * stride;
+  }
+  return (last + 1) * t.dtype.bits * t.dtype.lanes / 8;
+}
+
+struct Place {
+  const char* base = nullptr;
+  int64_t bytes = 0;
+};
+
+PyObject* torch_attribute(const char* module, const char* name) {
+  const Ref from = Ref::take(PyImport_ImportModule(module));
+  return Ref::take(PyObject_GetAttrString(from.get(), name)).release();
+}
+
+// The storage of a tensor of PyTorch's, whatever its class says of it; null of another object.
+Ref storage_of(PyObject* tensor) {
+  static PyObject* const base = torch_attribute("torch._C", "TensorBase");
+  static PyObject* const storage =
+      Ref::take(PyObject_GetAttrString(base, "untyped_storage")).release();
+  PyObject* found = PyObject_CallFunctionObjArgs(storage, tensor, nullptr);
+  if (found == nullptr) PyErr_Clear();
+  return found == nullptr ? Ref() : Ref::take(found);
+}
+
+bool is_storage(PyObject* object) {
+  static PyObject* const type = torch_attribute("torch", "UntypedStorage");
+  const int is = PyObject_IsInstance(object, type);
+  check(is);
+  return is != 0;
+}
+
+long long number_of(PyObject* storage, PyObject* method) {
+  const Ref number = Ref::take(PyObject_CallMethodObjArgs(storage, method, nullptr));
+  const long long value = PyLong_AsLongLong(number.get());
+  if (value == -1 && PyErr_Occurred() != nullptr) throw PythonError();
+  return value;
+}
+
+// The memory of a storage.
+Place place_of(PyObject* storage) {
+  static PyObject* const pointer = PyUnicode_InternFromString("data_ptr");
+  static PyObject* const bytes = PyUnicode_InternFromString("nbytes");
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): PyTorch gives addresses as integers
+  return {reinterpret_cast<const char*>(number_of(storage, pointer)), number_of(storage, bytes)};
+}
+
+// The memory of a tensor that keeps itself.
+Place place_of_tensor(PyObject* tensor) {
+  const te_fl_dltensor t = describe(tensor, "tensor");
+  return {static_cast<const char*>(t.data) + t.byte_offset, reach_of(t)};
+}
+
+// The parts of a tensor that number_tensor() or tensor_of_no_bytes() makes, in one allocation.
 struct Number {
   ManagedVersioned managed{};
   int64_t number = 0;
@@ -54,6 +118,23 @@ struct Number {
   int64_t stride = 1;
   void (*gone)(int64_t) = nullptr;
 };
+
+// A vector in the number's memory on the host, which `deleter` frees with it.
+ManagedVersioned* vector_in(std::unique_ptr<Number> number, int64_t extent, DType dtype,
+                            void (*deleter)(ManagedVersioned*)) {
+  number->extent = extent;
+  ManagedVersioned& m = number->managed;
+  m.version = {1, 0};
+  m.context = number.get();
+  m.deleter = deleter;
+  m.tensor.data = &number->value;
+  m.tensor.device = {TE_FL_DEVICE_CPU, 0};
+  m.tensor.ndim = 1;
+  m.tensor.dtype = to_c(dtype);
+  m.tensor.shape = &number->extent;
+  m.tensor.strides = &number->stride;
+  return &number.release()->managed;
+}
 
 Ref to_object(const Exchange& api, ManagedVersioned* managed) {
   void* object = nullptr;
@@ -75,10 +156,18 @@ Tensor tensor_of(PyObject* object, const char* name, bool keep) {
 
 Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent) {
   const te_fl_dltensor t = describe(object, name);
-  const std::shared_ptr<void> owner = keep_alive(object);
+  const char* const data = static_cast<char*>(t.data) + t.byte_offset;
+  const int64_t bytes = reach_of(t);
+  const Ref storage = storage_of(object);
+  const Place place = storage.get() == nullptr ? Place{} : place_of(storage.get());
+  // A tensor of another class may have its memory elsewhere.
+  const bool inside =
+      place.base != nullptr && data >= place.base && data + bytes <= place.base + place.bytes;
+  PyObject* const keeper = inside ? storage.get() : object;
+  const std::shared_ptr<void> owner = keep_alive(keeper);
   auto made = wrap(t, owner);
   if (!made.ok()) throw_status(made.status().wrap(name));
-  lent.emplace_back(object, name, t.data, owner);
+  lent.emplace_back(keeper, name, inside ? place.base : data, data, bytes, owner);
   return *std::move(made);
 }
 
@@ -87,14 +176,40 @@ void* memory_of(PyObject* object, const char* name) {
   return static_cast<char*>(t.data) + t.byte_offset;
 }
 
-void Lent::check() const {
-  const std::shared_ptr<void> kept = owner_.lock();
-  if (kept == nullptr || describe(object_, name_.c_str()).data == data_) return;
+void Lent::refuse() const {
   throw_status(Status(
       StatusCode::kFailedPrecondition,
       "the memory of '" + name_ +
           "' has been freed or replaced since the forward, and the backward reads it; leave the "
-          "tensor's storage and .data as they are until the backward has run"));
+          "tensor's storage as it is, or give it its contents back before the backward runs"));
+}
+
+std::optional<nn::MovedMemory> Lent::moved() {
+  const std::shared_ptr<void> kept = owner_.lock();
+  if (lost_) refuse();
+  if (kept == nullptr) return std::nullopt;
+  const Place now = is_storage(object_) ? place_of(object_) : place_of_tensor(object_);
+  if (now.base == base_ && (bytes_ == 0 || now.base != nullptr)) return std::nullopt;
+  const auto offset = static_cast<const char*>(data_) - static_cast<const char*>(base_);
+  if (!is_storage(object_) || now.base == nullptr || offset + bytes_ > now.bytes) refuse();
+  nn::MovedMemory move{.from = data_,
+                       .bytes = bytes_,
+                       .to = const_cast<char*>(now.base) + offset,
+                       .owner = keep_alive(object_)};
+  base_ = now.base;
+  data_ = move.to;
+  owner_ = move.owner;
+  return move;
+}
+
+void Lent::check() const {
+  Lent copy = *this;
+  if (copy.moved().has_value()) refuse();
+}
+
+void Lent::check_moved(const std::weak_ptr<void>& old) {
+  lost_ = !old.expired();
+  if (lost_) refuse();
 }
 
 Ref to_framework(const Tensor& tensor, PyObject* like) {
@@ -108,20 +223,17 @@ Ref number_tensor(int64_t number, void (*gone)(int64_t), PyObject* like) {
   auto owner = std::make_unique<Number>();
   owner->number = owner->value = number;
   owner->gone = gone;
-  ManagedVersioned& m = owner->managed;
-  m.version = {1, 0};
-  m.context = owner.get();
-  m.deleter = [](ManagedVersioned* self) {
-    const std::unique_ptr<Number> dropped(static_cast<Number*>(self->context));
-    dropped->gone(dropped->number);
-  };
-  m.tensor.data = &owner->value;
-  m.tensor.device = {TE_FL_DEVICE_CPU, 0};
-  m.tensor.ndim = 1;
-  m.tensor.dtype = to_c(DType::kI64);
-  m.tensor.shape = &owner->extent;
-  m.tensor.strides = &owner->stride;
-  return to_object(api, &owner.release()->managed);
+  return to_object(api, vector_in(std::move(owner), 1, DType::kI64, [](ManagedVersioned* self) {
+                     const std::unique_ptr<Number> dropped(static_cast<Number*>(self->context));
+                     dropped->gone(dropped->number);
+                   }));
+}
+
+Ref tensor_of_no_bytes(PyObject* like) {
+  const Exchange& api = exchange_for(like, "the argument");
+  return to_object(
+      api, vector_in(std::make_unique<Number>(), 0, DType::kU8,
+                     [](ManagedVersioned* self) { delete static_cast<Number*>(self->context); }));
 }
 
 namespace {

@@ -1,12 +1,15 @@
 // Tensors of a framework as te-fl's, and te-fl's as the framework's, without copies.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "py/py.hpp"
 #include "te_fl/device.hpp"
+#include "te_fl/nn/autograd/saved_memory.hpp"
 #include "te_fl/tensor.hpp"
 
 namespace te_fl::python {
@@ -19,20 +22,36 @@ Tensor tensor_of(PyObject* object, const char* name, bool keep);
 // The address of the first element of such an object. Errors as tensor_of().
 void* memory_of(PyObject* object, const char* name);
 
-// A tensor that a forward was given and may keep for its backward, by its address.
+// The memory of a tensor that a forward was given and may keep for its backward. It keeps the
+// tensor's storage: programs free and refill that in between (untyped_storage().resize_()), which
+// no version counter shows, and give the tensor another one (.data =), which the backward does not
+// read.
 class Lent {
  public:
-  Lent(PyObject* object, const char* name, const void* data, const std::shared_ptr<void>& owner)
-      : object_(object), name_(name), data_(data), owner_(owner) {}
-  // FAILED_PRECONDITION naming the tensor if it is kept and its memory has been freed or replaced
-  // since: by untyped_storage().resize_() or .data =, which no version counter shows.
+  // `data`: of the tensor, `bytes` of the memory at `base`, which `object` has: the storage, or a
+  // tensor without one.
+  Lent(PyObject* object, const char* name, const void* base, const void* data, int64_t bytes,
+       const std::shared_ptr<void>& owner)
+      : object_(object), name_(name), base_(base), data_(data), bytes_(bytes), owner_(owner) {}
+  // The memory's new place if it is kept and has moved since the last look; none if it lies where
+  // it lay. FAILED_PRECONDITION naming the tensor if there is none any more.
+  std::optional<nn::MovedMemory> moved();
+  // FAILED_PRECONDITION naming the tensor if it is kept and is not where it was.
   void check() const;
+  // After a move: FAILED_PRECONDITION unless all who kept the old place have the new one.
+  void check_moved(const std::weak_ptr<void>& old);
+  const std::weak_ptr<void>& owner() const noexcept { return owner_; }
 
  private:
+  [[noreturn]] void refuse() const;
+
   PyObject* object_;  // lives as long as its owner
   std::string name_;
+  const void* base_;
   const void* data_;
+  int64_t bytes_;
   std::weak_ptr<void> owner_;
+  bool lost_ = false;  // somebody kept the old place
 };
 // As tensor_of() with `keep`, noting it in `lent`.
 Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent);
@@ -44,6 +63,9 @@ Ref to_framework(const Tensor& tensor, PyObject* like);
 // `gone(number)` runs when the last tensor that shares its memory goes, on any thread and without
 // the interpreter's lock.
 Ref number_tensor(int64_t number, void (*gone)(int64_t), PyObject* like);
+// A tensor of the framework that `like` is of, uint8 [0] on the host, whose storage has an address
+// of its own.
+Ref tensor_of_no_bytes(PyObject* like);
 
 // The framework's current stream of the device; null on the host.
 void* current_stream_of(PyObject* like, const Device& device);

@@ -10,6 +10,7 @@
 
 #include "py/errors.hpp"
 #include "py/interpreter.hpp"
+#include "py/mutex.hpp"
 #include "te_fl/memory.hpp"
 #include "te_fl/op_manager.hpp"
 #include "torch/layer.hpp"
@@ -50,32 +51,33 @@ constexpr int kFatalOnly = 3;  // of c10's severities
 thread_local bool t_direct = false, t_quiet = false;
 
 struct TorchLog {
-  std::mutex mutex;
-  int* level = nullptr;  // the least severity that is logged
+  Mutex mutex{AtFork::kTaken};
+  int* level = nullptr;  // the least severity that is logged; null before an allocator of CUDA
   int threads = 0;       // that want it quiet
   int before = 0;
 };
-TorchLog& torch_log() {
-  static auto* log = [] {
-    auto* made = new TorchLog();
-    if (void* library = dlopen("libc10.so", RTLD_NOLOAD | RTLD_LAZY | RTLD_LOCAL)) {
-      made->level = static_cast<int*>(dlsym(library, "FLAGS_caffe2_log_level"));
-    }
-    return made;
-  }();
-  return *log;
+// Never destroyed: threads may allocate when static objects have gone.
+TorchLog& g_torch_log = *new TorchLog();
+
+void find_log_level() {
+  void* library = dlopen("libc10.so", RTLD_NOLOAD | RTLD_LAZY | RTLD_LOCAL);
+  if (library == nullptr) return;
+  auto* level = static_cast<int*>(dlsym(library, "FLAGS_caffe2_log_level"));
+  const std::lock_guard lock(g_torch_log.mutex);
+  g_torch_log.level = level;
 }
 
 void quieten() {
-  TorchLog& log = torch_log();
-  if (t_quiet || log.level == nullptr) return;
+  TorchLog& log = g_torch_log;
+  if (t_quiet) return;
   const std::lock_guard lock(log.mutex);
+  if (log.level == nullptr) return;
   if (log.threads++ == 0) log.before = std::exchange(*log.level, kFatalOnly);
   t_quiet = true;
 }
 void end_quiet() {
   if (!t_quiet) return;
-  TorchLog& log = torch_log();
+  TorchLog& log = g_torch_log;
   const std::lock_guard lock(log.mutex);
   if (--log.threads == 0) *log.level = log.before;
   t_quiet = false;
@@ -89,7 +91,7 @@ struct Allocator {
   PyObject* allocate;
   PyObject* release;
   PyObject* trim;
-  std::mutex mutex;
+  Mutex mutex{AtFork::kTaken};
   std::unordered_map<void*, void*> streams;  // of all allocations
   std::unordered_map<void*, std::set<void*>> users;
 };
@@ -259,7 +261,10 @@ PyObject* use_allocator(PyObject*, PyObject* args) noexcept {
     without_lock([] { OpManager::instance(); });  // the first use loads plugins, perhaps Python's
     auto allocator = std::make_unique<Allocator>();
     allocator->device = value_of(parse_device(text_of(name, "the device")));
-    if (allocator->device.type == TE_FL_DEVICE_CUDA) allocator->direct = find_torch_cuda();
+    if (allocator->device.type == TE_FL_DEVICE_CUDA) {
+      allocator->direct = find_torch_cuda();
+      find_log_level();
+    }
     Py_INCREF(allocate_fn), Py_INCREF(release_fn), Py_INCREF(trim_fn);
     allocator->allocate = allocate_fn;
     allocator->release = release_fn;

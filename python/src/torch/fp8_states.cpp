@@ -1,6 +1,7 @@
 #include "torch/fp8_states.hpp"
 
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -79,6 +80,10 @@ PyObject* load_fp8_state(PyObject*, PyObject* args) noexcept {
     check(status);
     return Ref::share(sites ? Py_True : Py_False);
   });
+}
+
+PyObject* empty_bytes(PyObject*, PyObject* like) noexcept {
+  return guarded([&] { return tensor_of_no_bytes(like); });
 }
 
 PyObject* retire_fp8_states(PyObject*, PyObject* capsule) noexcept {

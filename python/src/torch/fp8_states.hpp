@@ -2,8 +2,8 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 
+#include "py/mutex.hpp"
 #include "py/py.hpp"
 #include "te_fl/nn/modules/module.hpp"
 
@@ -12,7 +12,8 @@ namespace te_fl::python {
 // Shared by the layers of one module.
 struct ModuleStates {
   nn::Fp8States fp8;
-  std::mutex mutex;  // taken without the interpreter's lock, which others wait for inside
+  // Taken without the interpreter's lock, which others wait for inside.
+  Mutex mutex{AtFork::kFreedInChild};
 };
 
 // The states that the capsule of make_fp8_states() holds; a PythonError for another object.

@@ -53,6 +53,8 @@ PyObject* saved_memory(PyObject*, PyObject* token) noexcept;
 // that address on in the tensor, which has the same contents, and lets the old memory go. Before a
 // backward they must be back on the device.
 PyObject* move_saved_memory(PyObject*, PyObject* args) noexcept;
+// empty_bytes(like): uint8 [0], whose storage has an address of its own.
+PyObject* empty_bytes(PyObject*, PyObject* like) noexcept;
 // retire_fp8_states(states): the module takes others from now on.
 PyObject* retire_fp8_states(PyObject*, PyObject* states) noexcept;
 

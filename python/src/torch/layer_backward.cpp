@@ -1,9 +1,12 @@
 #include <memory>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "ops/policy.hpp"
 #include "py/errors.hpp"
 #include "py/framework_tensor.hpp"
+#include "te_fl/nn/autograd/saved_memory.hpp"
 #include "te_fl/nn/fp8/autocast.hpp"
 #include "torch/arguments.hpp"
 #include "torch/layer.hpp"
@@ -146,6 +149,27 @@ std::vector<MainGrad> main_grads_of(PyObject* tuple, size_t parameters) {
   return grads;
 }
 
+// Has a forward's record read its inputs where their storages are now.
+void follow_memory(Record& record) {
+  std::vector<nn::MovedMemory> all;
+  std::vector<std::pair<Lent*, std::weak_ptr<void>>> old;
+  for (Lent& lent : record.lent) {
+    std::weak_ptr<void> before = lent.owner();
+    std::optional<nn::MovedMemory> moved = lent.moved();
+    if (!moved.has_value()) continue;
+    old.emplace_back(&lent, std::move(before));
+    for (auto& [begin, end] : record.memory) {
+      if (begin != moved->from) continue;
+      begin = moved->to;
+      end = static_cast<char*>(moved->to) + moved->bytes;
+    }
+    all.push_back(*std::move(moved));
+  }
+  if (all.empty()) return;
+  nn::move_saved_memory(record.ctx, all);
+  for (const auto& [lent, before] : old) lent->check_moved(before);
+}
+
 Ref tuple_of(std::vector<Tensor> tensors, ResultTensors& results, PyObject* like) {
   Ref tuple = Ref::take(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -163,7 +187,7 @@ PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noe
     using Argument = BackwardArgument;
     check_count("layer_backward", count, Argument::kCount);
     const std::shared_ptr<Record> record = record_of(args[Argument::kToken]);
-    for (const Lent& lent : record->lent) lent.check();
+    follow_memory(*record);
     std::vector<Lent> kept;
     const bool delays = record->layer->delays_wgrad;
     const Tensor dy = delays ? tensor_of(args[Argument::kGradient], "gradient", kept)

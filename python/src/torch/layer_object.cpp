@@ -59,6 +59,22 @@ const std::shared_ptr<Layer>& layer_of(PyObject* capsule) {
   return *layer;
 }
 
+LayerLock::LayerLock(Layer& layer) : mutexes_(layer.mutexes) {
+  uint32_t interruptions = 0;
+  for (Mutex* mutex : mutexes_) {
+    mutex->lock();
+    interruptions += mutex->interruptions();
+  }
+  if (interruptions == layer.interruptions) return;
+  layer.interruptions = interruptions;
+  // The objects that the parent's thread was changing are left alone: their destructors could read
+  // them.
+  new std::map(std::move(layer.runners));
+  new std::deque(std::move(layer.delayed));
+  layer.runners.clear();
+  layer.delayed.clear();
+}
+
 Result<std::shared_ptr<Runner>> runner_for(Layer& layer, DType dtype) {
   std::shared_ptr<Runner>& runner = layer.runners[dtype];
   if (runner == nullptr) {

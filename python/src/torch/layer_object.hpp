@@ -7,12 +7,12 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "py/framework_tensor.hpp"
+#include "py/mutex.hpp"
 #include "py/py.hpp"
 #include "py/weak_ref.hpp"
 #include "torch/fp8_states.hpp"
@@ -43,7 +43,10 @@ struct Layer {
   MakeRunner make;
   std::map<DType, std::shared_ptr<Runner>> runners;  // by the activations' dtype
   std::vector<std::pair<std::string, std::shared_ptr<ModuleStates>>> states;  // by prefix
-  std::vector<std::mutex*> mutexes;  // of the states, in the order in which they are taken
+  std::vector<Mutex*> mutexes;  // of the states, in the order in which they are taken
+  // The mutexes' interruptions at the last call: another number says that a fork cut short the call
+  // of a thread which this process does not have.
+  uint32_t interruptions = 0;
   std::vector<std::pair<std::string, Shape>> parameters;
   // The tensors that the gradients of parameters may be parts of, each with one of those
   // parameters.
@@ -55,20 +58,20 @@ struct Layer {
   std::deque<DelayedGradients> delayed;  // in the order of their backwards
 };
 
-// One layer's call at a time, of all layers that share states with it.
+// One layer's call at a time, of all layers that share states with it. In a forked child, a layer
+// that was in a call of another thread begins anew: with its parameters and FP8 states, but with
+// modules of its own, since those of the parent may be half changed.
 class LayerLock {
  public:
-  explicit LayerLock(const Layer& layer) : mutexes_(layer.mutexes) {
-    for (std::mutex* mutex : mutexes_) mutex->lock();
-  }
+  explicit LayerLock(Layer& layer);
   ~LayerLock() {
-    for (std::mutex* mutex : mutexes_) mutex->unlock();
+    for (Mutex* mutex : mutexes_) mutex->unlock();
   }
   LayerLock(const LayerLock&) = delete;
   LayerLock& operator=(const LayerLock&) = delete;
 
  private:
-  const std::vector<std::mutex*>& mutexes_;
+  const std::vector<Mutex*>& mutexes_;
 };
 
 // The layer that the capsule of make_layer() holds; a PythonError for another object.

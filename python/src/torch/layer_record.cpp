@@ -4,6 +4,7 @@
 #include <unordered_map>
 
 #include "py/errors.hpp"
+#include "py/mutex.hpp"
 
 namespace te_fl::python {
 
@@ -11,31 +12,27 @@ namespace {
 
 // The forwards that wait, by number. A token that was copied elsewhere names one that has gone.
 struct Records {
-  std::mutex mutex;
+  Mutex mutex{AtFork::kTaken};
   std::unordered_map<int64_t, std::shared_ptr<Record>> by_number;
   int64_t last = 0;
 };
-Records& records() {
-  static auto* all = new Records();
-  return *all;
-}
+// Never destroyed: tokens may go after static objects.
+Records& g_records = *new Records();
 
 }  // namespace
 
 int64_t add_record(std::shared_ptr<Record> record) {
-  Records& all = records();
-  const std::lock_guard lock(all.mutex);
-  all.by_number.emplace(++all.last, std::move(record));
-  return all.last;
+  const std::lock_guard lock(g_records.mutex);
+  g_records.by_number.emplace(++g_records.last, std::move(record));
+  return g_records.last;
 }
 void drop_record(int64_t number) {
   std::shared_ptr<Record> dropped;  // goes after the lock
-  Records& all = records();
-  const std::lock_guard lock(all.mutex);
-  const auto found = all.by_number.find(number);
-  if (found == all.by_number.end()) return;
+  const std::lock_guard lock(g_records.mutex);
+  const auto found = g_records.by_number.find(number);
+  if (found == g_records.by_number.end()) return;
   dropped = std::move(found->second);
-  all.by_number.erase(found);
+  g_records.by_number.erase(found);
 }
 
 std::shared_ptr<Record> record_of(PyObject* token) {
@@ -43,11 +40,10 @@ std::shared_ptr<Record> record_of(PyObject* token) {
   if (!number.device().is_host() || number.dtype() != DType::kI64 || number.numel() != 1) {
     throw_type_error("the token is " + number.describe() + "; it must be the int64 of a forward");
   }
-  Records& all = records();
   {
-    const std::lock_guard lock(all.mutex);
-    const auto found = all.by_number.find(*number.data<int64_t>());
-    if (found != all.by_number.end()) return found->second;
+    const std::lock_guard lock(g_records.mutex);
+    const auto found = g_records.by_number.find(*number.data<int64_t>());
+    if (found != g_records.by_number.end()) return found->second;
   }
   throw_status(Status(StatusCode::kFailedPrecondition,
                       "what this forward kept for its backward has gone: a hook for saved tensors "
@@ -60,10 +56,9 @@ std::shared_ptr<Record> record_that_waits(PyObject* object) {
   if (!number.device().is_host() || number.dtype() != DType::kI64 || number.numel() != 1) {
     return nullptr;
   }
-  Records& all = records();
-  const std::lock_guard lock(all.mutex);
-  const auto found = all.by_number.find(*number.data<int64_t>());
-  const bool same = found != all.by_number.end() && found->second->token == number.raw_data();
+  const std::lock_guard lock(g_records.mutex);
+  const auto found = g_records.by_number.find(*number.data<int64_t>());
+  const bool same = found != g_records.by_number.end() && found->second->token == number.raw_data();
   return same ? found->second : nullptr;
 }
 

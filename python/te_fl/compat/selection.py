@@ -97,6 +97,15 @@ _manager: Optional[OpManager] = None
 _lock = threading.Lock()
 
 
+def _forget_lock() -> None:
+    """Another thread of the parent may have held it at the fork."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
+
+
 def get_default_manager() -> OpManager:
     """The process's manager, which te_fl.ops and the layers use; the same object until reset_default_manager()."""
     global _manager

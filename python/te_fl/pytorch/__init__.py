@@ -13,6 +13,7 @@ from te_fl.common import recipe as recipe  # noqa: E402
 from te_fl.errors import did_you_mean  # noqa: E402
 from te_fl.pytorch.modules.attention import DotProductAttention as DotProductAttention  # noqa: E402
 from te_fl.pytorch.autograd.checkpoint import checkpoint as checkpoint, recompute_contexts as recompute_contexts  # noqa: E402
+from te_fl.pytorch.fp8.plain_codes import saving_codes as saving_codes  # noqa: E402
 from te_fl.pytorch.fp8.quantization import autocast as autocast, fp8_autocast as fp8_autocast  # noqa: E402
 from te_fl.pytorch.fp8.quantization import fp8_model_init as fp8_model_init, quantized_model_init as quantized_model_init  # noqa: E402
 from te_fl.pytorch.modules.linear import LayerNormLinear as LayerNormLinear, Linear as Linear  # noqa: E402

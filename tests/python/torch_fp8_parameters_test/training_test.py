@@ -1,12 +1,17 @@
 """Training of weights that are FP8 codes alone, and their state."""
 
 import copy
+import ctypes
 import enum
+import importlib.util
 import io
+import os
 import pickle
 import sys
+import tempfile
 import types
 import unittest
+import warnings
 from unittest import mock
 
 import torch
@@ -209,6 +214,97 @@ class State(unittest.TestCase):
                     for n, p in codes(other).items():
                         self.same_codes(p, module.get_parameter(n))
                     self.assertTrue(all(torch.equal(a, b) for a, b in zip(step(other, recipe), step(module, recipe))))
+
+    def cleared(self, name, recipe, **arguments):
+        module = made(name, recipe, **arguments)
+        with torch.no_grad():
+            for p in module.parameters():
+                p.zero_()
+        return module
+
+    def same_modules(self, got, want, recipe):
+        for n, p in codes(got).items():
+            self.same_codes(p, want.get_parameter(n))
+        x = torch.randn(16, 160, generator=torch.Generator().manual_seed(5)).to(want.weight.dtype)
+        with torch.no_grad(), te.autocast(recipe=recipe):
+            self.assertTrue(torch.equal(got(x), want(x)))
+
+    def test_memory_has_the_values(self):
+        """A reader of the memory itself finds the address, the extent and the bytes of the values of the dtype that the tensor shows."""
+        for recipe in RECIPES:
+            for dtype in (F32, BF16, torch.float16):
+                weight = made("Linear", recipe, params_dtype=dtype).weight
+                for t in (weight, weight.detach(), weight.detach().clone()):
+                    storage = t.untyped_storage()
+                    self.assertEqual((t.data_ptr(), storage.nbytes()), (storage.data_ptr(), t.numel() * t.element_size()))
+                    read = (ctypes.c_uint8 * storage.nbytes()).from_address(t.data_ptr())
+                    self.assertTrue(torch.equal(torch.frombuffer(bytearray(read), dtype=dtype).view(t.shape), t.dequantize().detach()))
+                with torch.no_grad():
+                    weight.mul_(2)
+                read = (ctypes.c_uint8 * weight.untyped_storage().nbytes()).from_address(weight.data_ptr())
+                self.assertTrue(torch.equal(torch.frombuffer(bytearray(read), dtype=dtype).view(weight.shape), weight.detach().dequantize()))
+
+    @unittest.skipIf(importlib.util.find_spec("safetensors") is None, "safetensors is not installed")
+    def test_safetensors(self):
+        from safetensors.torch import load_file, load_model, save_file, save_model
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "model.safetensors")
+            for recipe in RECIPES:
+                for dtype in (F32, BF16, torch.float16):
+                    with self.subTest(recipe=recipe, dtype=dtype):
+                        module = made("Linear", recipe, params_dtype=dtype)
+                        save_file({"weight": module.weight.detach(), "twice": module.weight.detach()}, path)
+                        read = load_file(path)
+                        for name in ("weight", "twice"):
+                            self.assertTrue(torch.equal(read[name], module.weight.detach().dequantize()))
+                        save_model(module, path)
+                        other = self.cleared("Linear", recipe, params_dtype=dtype)
+                        load_model(other, path)
+                        near(self, decoded(other.weight), decoded(module.weight), 1e-6 if dtype is F32 else 8e-3, "values")
+                        with te.saving_codes():
+                            save_model(module, path)
+                        self.assertEqual(load_file(path)["weight"].dtype, torch.float8_e4m3fn)
+                        other = self.cleared("Linear", recipe, params_dtype=dtype)
+                        self.assertEqual(load_model(other, path), (set(), []))
+                        self.same_modules(other, module, recipe)
+                        plain = te.Linear(160, 144, device="cpu", params_dtype=dtype)
+                        load_model(plain, path)
+                        self.assertTrue(torch.equal(plain.weight.detach(), module.weight.detach().dequantize()))
+            with te.saving_codes():
+                state = made("Linear").state_dict()
+            del state["weight_amax"]
+            other = self.cleared("Linear", CURRENT)
+            other.load_state_dict(state)
+            near(self, other.weight._codes.amax, made("Linear").weight._codes.amax, 1e-6, "amax")
+            with self.assertRaisesRegex(Exception, "weight: its weight_scale_inv is"):
+                other.load_state_dict({**state, "weight_scale_inv": torch.ones(3)})
+
+    def test_distributed_checkpoints(self):
+        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+        ways = {"save": dcp.save, "async_save": lambda state, **k: dcp.async_save(state, **k).result()}
+        for recipe in RECIPES:
+            for dtype in (F32, BF16):
+                for way, save in ways.items():
+                    with self.subTest(recipe=recipe, dtype=dtype, way=way), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
+                        module, other = made("Linear", recipe, params_dtype=dtype), self.cleared("Linear", recipe, params_dtype=dtype)
+                        save({"model": module.state_dict()}, checkpoint_id=folder)
+                        state = {"model": other.state_dict()}
+                        dcp.load(state, checkpoint_id=folder)
+                        other.load_state_dict(state["model"])
+                        self.same_modules(other, module, recipe)
+                        plain = te.Linear(160, 144, device="cpu", params_dtype=dtype)
+                        state = {"model": plain.state_dict()}
+                        dcp.load(state, checkpoint_id=folder)
+                        self.assertTrue(torch.equal(plain.weight.detach(), module.weight.detach().dequantize()))
+            with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():  # a stager that makes plain tensors
+                warnings.simplefilter("ignore")
+                module = made("Linear", recipe)
+                dcp.async_save({"model": module.state_dict()}, checkpoint_id=folder, async_stager=BlockingAsyncStager()).result()
+                state = {"model": te.Linear(160, 144, device="cpu").state_dict()}
+                dcp.load(state, checkpoint_id=folder)
+                self.assertTrue(torch.equal(state["model"]["weight"], module.weight.detach().dequantize()))
 
     def test_into_high_precision_and_back(self):
         for recipe in RECIPES:

@@ -50,6 +50,15 @@ class Layering(unittest.TestCase):
             for word in allowed:
                 self.assertIn(f"manifest: {word} in", found, path)
 
+    def test_the_binding_has_mutexes_that_forks_know(self):
+        for text in ("std::mutex a;", "std::shared_mutex a;", "std::recursive_mutex a;", "std::timed_mutex a;", "std::condition_variable a;", "std::once_flag a;"):
+            found = self.problems("python/src/torch/layer.cpp", text)
+            self.assertEqual(len(found), 1, text)
+            self.assertIn("python/src/py/mutex.hpp", found[0])
+            for path in "python/src/py/mutex.hpp", "core/base/lock_level.hpp":
+                self.assertEqual(self.problems(path, text), [])
+        self.assertEqual(self.problems("python/src/torch/layer.cpp", "#include <mutex>\nMutex a{AtFork::kTaken};\nconst std::lock_guard lock(a);"), [])
+
     def test_rooms_include_what_is_below(self):
         self.taken("core/tensor/tensor.cpp", "core/device/allocations.hpp")
         self.taken("plugins/activate.cpp", "registry/registry_impl.hpp")

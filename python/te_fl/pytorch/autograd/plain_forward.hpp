@@ -173,6 +173,12 @@ inline std::optional<Plain> plain_forward(PyObject* module, PyObject* key, PyObj
   if (fp8.scope.has_value()) {
     const Ref recipe = attribute(fp8.scope->get(), names().scope_recipe);
     const Ref enabled = attribute(fp8.scope->get(), names().enabled);
+    PyObject* const before = item(module, names().recipe);
+    if (before != nullptr && before != recipe.get() && item(module, names().in_fp8) == Py_True) {
+      const int same = PyObject_RichCompareBool(before, recipe.get(), Py_EQ);
+      if (same < 0) checked(nullptr);
+      if (same == 0) return std::nullopt;
+    }
     if (PyDict_SetItem(module, names().recipe, recipe.get()) != 0 ||
         PyDict_SetItem(module, names().in_fp8, enabled.get()) != 0) {
       checked(nullptr);

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from te_fl.common.recipe import switch
 from te_fl.errors import FailedPrecondition, InvalidArgument
 from te_fl.pytorch.compile.graph_state import set_capture_end, set_capture_start
+from te_fl.pytorch.fp8.float8_tensor import address_of
 from te_fl.pytorch.fp8.quantization import autocast, reusing_weights
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
 from te_fl.pytorch.runtime.refuse import only, refuse
@@ -62,7 +63,7 @@ class _Piece:
         self.gradients: Tuple[Optional[torch.Tensor], ...] = ()  # the gradients that it writes, for inputs and then parameters
         self.runs = 0  # forwards so far; a backward belongs to the last one
         self.waiting = -1  # the forward whose activations are there
-        self.addresses = [p.data_ptr() for p in self.parameters]
+        self.addresses = [address_of(p) for p in self.parameters]
         self.trained = [p.requires_grad for p in self.parameters]
 
     # -- before and during the captures
@@ -131,7 +132,7 @@ class _Piece:
                 raise InvalidArgument(f"INVALID_ARGUMENT: {name}: argument {i} is {what}; its graph was made for {own.dtype} "
                                       f"{tuple(own.shape)} on {own.device}: make one for each shape, or run the module without a graph")
         for p, address, trained in zip(self.parameters, self.addresses, self.trained):
-            if p.data_ptr() != address:
+            if address_of(p) != address:
                 raise FailedPrecondition(f"FAILED_PRECONDITION: {name}: the memory of a parameter {tuple(p.shape)} was replaced after the "
                                          "capture, and the graph reads that of before; write parameters in place, or make new graphs")
             if p.requires_grad and not trained:

@@ -33,6 +33,15 @@ _counts: Dict[Tuple[str, str], List[int]] = {}  # calls and bytes by collective 
 _lock = threading.Lock()  # backwards run on threads of PyTorch's
 
 
+def _forget_lock() -> None:
+    """Another thread of the parent may have held it at the fork."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_lock)
+
+
 def counts() -> Dict[Tuple[str, str], Count]:
     """The counts so far, by (collective, backend): {("all_reduce", "gloo"): Count(calls=3, bytes=96)}."""
     with _lock:

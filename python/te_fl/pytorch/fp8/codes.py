@@ -8,6 +8,7 @@ import torch
 
 from te_fl import ops
 from te_fl.errors import FailedPrecondition
+from te_fl.pytorch.runtime.callers import called_from
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
 from te_fl.tensors import Quantized
 
@@ -139,6 +140,10 @@ class Codes:
         parts = (None if part is None else part.to(device, non_blocking=non_blocking, copy=always)
                  for part in (self.data, self.scale_inv, self.amax))
         return Codes(self.rules, *parts)
+
+    def __deepcopy__(self, memo: dict) -> "Codes":
+        staged = called_from("torch.distributed.checkpoint.")  # it copies to the host what it writes while the program goes on
+        return self.to(torch.device("cpu") if staged else self.data.device, always=True)
 
 
 def _block_scales(rows: int, columns: int, device: torch.device) -> torch.Tensor:

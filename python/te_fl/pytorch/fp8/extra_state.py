@@ -13,9 +13,11 @@ from typing import Any, List, NamedTuple, Sequence, Tuple
 
 import torch
 
+from te_fl import _native
 from te_fl.common import recipe as recipes
 from te_fl.errors import DataLoss
 
+_LIKE = torch.empty(0)  # says that tensors are to be PyTorch's
 _THEIRS, _OURS = "transformer_engine.common.recipe", "te_fl.common.recipe"
 
 
@@ -73,6 +75,12 @@ class _Reader(pickle.Unpickler):
         elif (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
         raise DataLoss(f"FP8 state of a checkpoint names {module}.{name}, which no recipe or tensor needs; it is not read")
+
+
+def nothing() -> torch.Tensor:
+    """The state of a module that has none: no bytes, in a storage with an address of its own, since what writes storages to files takes two of
+    the same address for one."""
+    return _native.empty_bytes(_LIKE)
 
 
 def write(recipe: Any, tensors: dict, extra: dict) -> torch.Tensor:

@@ -16,12 +16,14 @@ from te_fl.errors import DataLoss, Unsupported
 from te_fl.pytorch.fp8.codes import Codes as Codes, Rules as Rules, rules_of as rules_of
 from te_fl.pytorch.fp8 import sharding
 from te_fl.pytorch.fp8.shards import Rows
+from te_fl.pytorch.runtime.callers import called_from
 from te_fl.pytorch.runtime.constants import DType
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
 from te_fl.tensors import SCALINGS
 
 _aten = torch.ops.aten
 _CODES = torch.float8_e4m3fn
+_DISTRIBUTED = "torch.distributed."
 
 
 class _Dequantise(torch.autograd.Function):
@@ -109,6 +111,7 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
     def _lent(self, training: bool) -> tuple:
         """The parts for a call of a layer in C++ (layer.hpp)."""
         codes = self._codes
+        self.__dict__.pop("_values", None)
         if training:
             codes.add_columns()
         return (codes.data, codes.scale_inv, codes.amax, codes.columns, codes.columns_scale_inv, DTYPE_CODES[self.dtype],
@@ -160,8 +163,9 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
         return self.detach().dequantize().tolist()
 
     def data_ptr(self) -> int:
-        """The address of the codes."""
-        return self._codes.data.data_ptr()
+        """The address of this tensor's values of now, in memory that it keeps until a layer reads it. What is written there does not become codes;
+        address_of() has theirs."""
+        return 0 if called_from(_DISTRIBUTED) else self._shown().data_ptr()
 
     def share_memory_(self) -> "Float8Tensor":
         for part in (self._codes.data, self._codes.scale_inv, self._codes.amax):
@@ -173,8 +177,18 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
         return self._codes.data.is_shared()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """An empty one: the memory is that of the codes."""
-        return torch.UntypedStorage(0, device=self.device)
+        """The storage that data_ptr() points into."""
+        if called_from(_DISTRIBUTED):  # it handles tensors without memory of their dtype by their operations
+            return torch.UntypedStorage(0, device=self.device)
+        return self._shown().untyped_storage()
+
+    def _shown(self) -> torch.Tensor:
+        values = self.__dict__.get("_values")
+        if values is None or (values.shape, values.dtype, values.device) != (self.shape, self.dtype, self.device):
+            values = self._values = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        if self.device.type != "meta":
+            values.copy_(self._codes.read(self.dtype))
+        return values
 
     def __dlpack__(self, **options: Any):
         raise BufferError("a Float8Tensor has no memory of its dtype to lend; dequantize() has its values, _data its codes")
@@ -190,7 +204,7 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
             return memo[id(self)]
         copied = memo[id(self)] = Float8Tensor(self._codes.to(self.device, always=True), self.dtype, self.requires_grad)
         for name, value in self.__dict__.items():
-            if name not in ("_codes", "_high_precision_init_val", *_METHODS):
+            if name not in ("_codes", "_values", "_high_precision_init_val", *_METHODS):
                 setattr(copied, name, copy.deepcopy(value, memo))
         if "_high_precision_init_val" in self.__dict__:
             copied._keep_initial(self._high_precision_init_val)
@@ -201,6 +215,11 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
         data = codes.data.clone() if isinstance(codes, Rows) else codes.data  # a pickle holds all of a tensor's storage
         return _rebuilt, (data.view(torch.uint8), codes.scale_inv, codes.amax, tuple(codes.rules), self.dtype, self.requires_grad,
                           getattr(self, "_is_param", False))
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """The address of a tensor's memory, of a Float8Tensor's codes."""
+    return tensor._codes.data.data_ptr() if isinstance(tensor, Float8Tensor) else tensor.data_ptr()
 
 
 _METHODS = ("get_high_precision_init_val", "clear_high_precision_init_val")
@@ -317,15 +336,22 @@ def _to_copy(func: Callable, tensor: Float8Tensor, *, dtype: Optional[torch.dtyp
     return func(tensor._codes.read(dtype), device=device, non_blocking=non_blocking, **options)
 
 
+def _new_empty(func: Callable, tensor: Float8Tensor, size: Any, **kwargs: Any) -> torch.Tensor:
+    """Codes where torch.distributed.checkpoint copies a tensor before it writes it, which then takes over those of this one; else values."""
+    if tuple(size) == tuple(tensor.shape) and kwargs.get("dtype") in (None, tensor.dtype) and called_from("torch.distributed.checkpoint."):
+        return Float8Tensor(Codes.empty(tensor._codes.rules, tensor.shape, torch.device(kwargs.get("device") or tensor.device)), tensor.dtype)
+    return _like(func, tensor, size, **kwargs)
+
+
 def _like(func: Callable, tensor: Float8Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return func(torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
 
 
 _OWN = {_aten.detach.default: _alias, _aten.alias.default: _alias, _aten.clone.default: _clone, _aten.copy_.default: _copy,
-        _aten._to_copy.default: _to_copy, **sharding.OPERATIONS}
+        _aten._to_copy.default: _to_copy, _aten.new_empty.default: _new_empty, **sharding.OPERATIONS}
 _OWN.update({op: _like for op in (
     _aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default, _aten.rand_like.default,
-    _aten.randn_like.default, _aten.new_empty.default, _aten.new_ones.default, _aten.new_full.default,
+    _aten.randn_like.default, _aten.new_ones.default, _aten.new_full.default,
     _aten.new_empty_strided.default)})
 
 _native.set_codes_class(Float8Tensor)

@@ -11,7 +11,7 @@ from typing import Any, Iterator, NamedTuple, NoReturn, Optional
 import torch
 
 from te_fl import _native
-from te_fl.common.recipe import DelayedScaling, Recipe, describe_natively, native_of, switch
+from te_fl.common.recipe import DelayedScaling, Recipe, attends, describe_natively, native_of, switch
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.distributed import amax_reduction, collectives
 from te_fl.pytorch.fp8.availability import get_default_recipe
@@ -42,22 +42,46 @@ def notice(module: Any) -> int:
     the backward of this forward ends (delayed scaling), else 0.
 
     A forward that runs again inside a backward, as PyTorch's checkpoint has it, but outside of the autocast that it first ran in, would
-    compute in high precision what was computed in FP8. That is refused: its gradients would be of another function.
+    compute in high precision what was computed in FP8: its gradients would be of another function. It runs in first_autocast(), or is refused.
     """
     scopes = _state.scopes
     if scopes:
         scope, own = scopes[-1], module.__dict__  # attributes of modules that PyTorch's own way of setting them need not look at
+        if own["_in_fp8"] and own["_recipe"] is not scope.recipe and own["_recipe"] != scope.recipe:
+            own["_several_recipes"] = True
         own["_recipe"], own["_in_fp8"] = scope.recipe, scope.enabled
         return threading.get_ident() if scope.delayed else 0
     if module._in_fp8:
-        if torch._C._current_graph_task_id() >= 0:
+        if torch._C._current_graph_task_id() >= 0 and _quantises(module):
             raise FailedPrecondition(
                 f"FAILED_PRECONDITION: {type(module).__name__}: the backward runs this forward again outside of its autocast, so in another "
-                "precision; use te_fl.pytorch.checkpoint(), or give torch.utils.checkpoint.checkpoint() use_reentrant=False and "
+                f"precision{_ambiguity(module)}; use te_fl.pytorch.checkpoint(), or give torch.utils.checkpoint.checkpoint() use_reentrant=False and "
                 "context_fn=te_fl.pytorch.recompute_contexts (Transformers: model.gradient_checkpointing_enable({\"use_reentrant\": False, "
                 "\"context_fn\": te_fl.pytorch.recompute_contexts}))")
         module.__dict__["_in_fp8"] = False
     return 0
+
+
+def _quantises(module: Any) -> bool:
+    """True if the module's last forward in an autocast had something to compute in FP8: norms have not, and attention has it by few recipes."""
+    return bool(getattr(module, "_sites", True)) and (not getattr(module, "_attends", False) or attends(module._recipe))
+
+
+def _ambiguity(module: Any) -> str:
+    """Says why a forward cannot run again in its first run's autocast; empty if it can."""
+    if "_several_recipes" in module.__dict__:
+        return ", and it ran by several recipes, of which any may have been that forward's"
+    if isinstance(module._recipe, DelayedScaling):
+        return ", and by delayed scaling with other scales, which the end of the autocast has updated"
+    return ""
+
+
+def first_autocast(module: Any) -> Optional[_Scope]:
+    """For a module whose forward begins: an autocast like that of its first run, if a backward runs it again outside of that and the recipe is the
+    only one that it can have been. None: the forward runs as it is called, or notice() refuses it."""
+    if _state.scopes or not module.__dict__.get("_in_fp8", False) or torch._C._current_graph_task_id() < 0:
+        return None
+    return None if not _quantises(module) or _ambiguity(module) else autocast(recipe=module._recipe)
 
 
 class reusing_weights:

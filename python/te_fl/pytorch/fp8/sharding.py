@@ -5,7 +5,6 @@ A view of a Float8Tensor in another shape is one of values. Where torch.distribu
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
@@ -14,19 +13,11 @@ import torch
 from te_fl.errors import Unsupported
 from te_fl.pytorch.fp8.codes import Codes
 from te_fl.pytorch.fp8.shards import Flat, Gathered, Rows, Shard, apart, divides
+from te_fl.pytorch.runtime.callers import called_from
 
 _aten = torch.ops.aten
 _FSDP, _CHECKPOINT = "torch.distributed.fsdp.", "torch.distributed.checkpoint."
 _WRITERS = (_FSDP, _CHECKPOINT, "torch.distributed._shard.")
-_BETWEEN = ("te_fl.", "torch._tensor", "torch.functional")  # modules between the caller and __torch_dispatch__()
-
-
-def called_from(*modules: str) -> bool:
-    """True if the operation that is dispatched now was called by a module of these beginnings."""
-    frame = sys._getframe(1)
-    while frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(_BETWEEN):
-        frame = frame.f_back
-    return frame is not None and f"{frame.f_globals.get('__name__', '')}.".startswith(modules)
 
 
 def _views_codes(codes: Codes) -> bool:

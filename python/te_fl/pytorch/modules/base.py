@@ -15,7 +15,7 @@ from te_fl.compat.variables import read_determinism
 from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.call import plain, use_torch_memory, watch
 from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
-from te_fl.pytorch.fp8 import extra_state, quantization, weight_cache
+from te_fl.pytorch.fp8 import extra_state, plain_codes, quantization, weight_cache
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes, rules_of
 from te_fl.pytorch.fp8.quantization import captures
 from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
@@ -172,11 +172,14 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             raise refuse(type(self).__name__, "parameters_split", tuple(prefix[:-1] for prefix, _ in parts),
                          "inside quantized_model_init a weight is whole: leave it out (attention: give fuse_qkv_params=True)")
         whole = torch.empty(sum(rows for _, rows in parts), *shape, device=device, dtype=dtype)
+        # Each part is a storage of its own in that memory: what writes storages to files takes parts of one for the same parameter.
+        own = len(parts) > 1 and type(whole) is torch.Tensor and whole.numel() > 0 and whole.device.type in ("cpu", "cuda")
         add = self._add_weight if name == "weight" else self._add_parameter
         at, names = 0, []
         for prefix, rows in parts:
             names.append(prefix + name)
-            add(names[-1], whole[at:at + rows], init, tracker)
+            part = whole[at:at + rows]
+            add(names[-1], torch.from_dlpack(part) if own else part, init, tracker)
             at += rows
         return names
 
@@ -328,11 +331,16 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
                 self._fused_in.forget()
             self._layers = {}
         marks = self._marks()
+        plain_codes.join(state_dict, prefix, self._parameters)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
         self._mark_again(marks)  # of those that load_state_dict(assign=True) has replaced
         own = prefix + "_extra_state"
         if own in missing_keys and not self._fp8_state():  # weights of PyTorch's own layers: a module without scales needs none
             missing_keys.remove(own)
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        plain_codes.divide(destination, prefix, self._parameters)
 
     # -- FP8 state
 
@@ -364,7 +372,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             recipe = quantization.active_recipe()
             state = extra_state.initial(self._sites, recipe.amax_history_len, self._places)
         if not state or not self._sites:
-            return torch.empty(0, dtype=torch.uint8)
+            return extra_state.nothing()
         if recipe is None:
             recipe = DelayedScaling(amax_history_len=state[1][1].shape[0])
         products = len(self._sites) * self._places.kept[1] // 2

@@ -36,6 +36,10 @@ class NativeLayer:
         first: None where an autocast's flag may say it."""
         piece = torch_checkpoint.piece(module)
         if piece is None:
+            again = quantization.first_autocast(module)
+            if again is not None:
+                with again:
+                    return self.compute(module, inputs, extras, parameters, activation, first, attention, random, accumulates)
             updates, start = module._notice(), run
         else:
             updates, start = piece.updates, piece.run

@@ -14,6 +14,7 @@ import torch
 
 from te_fl.errors import FailedPrecondition, InvalidArgument, Unsupported
 from te_fl.pytorch.autograd.once import once_differentiable
+from te_fl.pytorch.fp8 import extra_state
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 
 Result = Tuple[torch.Tensor, Sequence[torch.Tensor]]  # the tensor for the next operation, and the extra ones
@@ -108,7 +109,7 @@ class BasicOperation(FusibleOperation):
     # Checkpoints have a state of each operation, which is empty but for delayed scaling.
 
     def get_extra_state(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        return extra_state.nothing()
 
     def set_extra_state(self, state: Any) -> None:
         if state is not None and state.numel() > 0:

@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, required
 
 from te_fl import multi_tensor, ops
 from te_fl.errors import InvalidArgument, Unsupported
-from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
+from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, address_of
 from te_fl.pytorch.fp8.shards import write_all
 from te_fl.pytorch.optimizers.states import MOMENTS, States, is_own_master
 from te_fl.pytorch.optimizers.states import local as _local
@@ -356,7 +356,7 @@ class FusedAdam(_Optimizer):
     def _follow(self, param: torch.Tensor) -> None:
         """Has the state show the parameter's memory of now, which Module.to() and its like replace."""
         state = self.state[param]
-        if "master_param" not in state or _local(state["master_param"]).data_ptr() != _local(param).data_ptr():
+        if "master_param" not in state or address_of(_local(state["master_param"])) != address_of(_local(param)):
             state["master_param"] = param.detach()
 
     def _add(self, calls: _GroupedCalls, param: torch.Tensor, grad: torch.Tensor, rounded: list) -> None:
