@@ -47,6 +47,7 @@ FUNCTION_IMPORTS = {
     ("te_fl.pytorch.distributed.peer_copies", "torch.distributed._symmetric_memory"): "PyTorch may change it, and only TE_FL_TP_OVERLAP needs it",
     ("te_fl.errors", "difflib"): "importing te_fl needs none of it",
     ("te_fl.registration", "te_fl.private_device"): "it imports PyTorch, which is optional",
+    ("te_fl.jax._joined", "flax.linen.fp8_ops"): "Flax is optional, and only accumulating() needs it",
     ("te_fl.jax", "jax"): "JAX is optional, and a missing one is to be refused by te_fl's message",
 }
 # Modules that import by a name which is data: what a user named, or what is imported when an attribute is first read.

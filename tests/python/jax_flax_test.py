@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import json
 import pathlib
 import re
 import unittest
@@ -18,6 +19,7 @@ from te_fl.jax import flax as tf
 
 RNG = np.random.default_rng(2)
 DOCUMENT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "jax.md"
+NAMES_TOOL = pathlib.Path(__file__).resolve().parents[2] / "tools" / "transformer_engine_jax.py"
 EXAMPLE = pathlib.Path(__file__).resolve().parents[2] / "examples" / "jax" / "quickstart.py"
 
 
@@ -172,6 +174,48 @@ class Modules(unittest.TestCase):
         own = tf.LayerNormMLP(8, activations=(jnp.tanh, "elu"))
         self.assertEqual(own.init(jax.random.key(0), normal(2, 4))["params"]["wi_kernel"].value.shape, (4, 2, 8))
 
+    def test_misspelt_keywords_name_the_nearest(self):
+        class Mine(tf.DenseGeneral):
+            own_field: int = 0
+
+        for make, text in (
+                (lambda: tf.DenseGeneral(featurs=4), r"DenseGeneral\(\) has no argument 'featurs'; did you mean 'features'\?; it takes features, .*, name"),
+                (lambda: tf.LayerNormDenseGeneral(4, epsilom=1), "did you mean 'epsilon'"), (lambda: tf.LayerNormMLP(intermediate_dims=4), "intermediate_dim'"),
+                (lambda: tf.LayerNorm(epsilom=1), "epsilon"), (lambda: tf.Softmax(scale_facter=1), "scale_factor"),
+                (lambda: tf.DotProductAttention(8, 2, attn_mask="causal"), r"DotProductAttention\(\) has no argument 'attn_mask'; did you mean 'attn_mask_type'"),
+                (lambda: tf.MultiHeadAttention(8, 2, use_biass=True), "use_bias"), (lambda: tf.RelativePositionBiases(1, 1, 1, dtypes=1), "dtype"),
+                (lambda: tf.TransformerLayer(hiden_size=4), "hidden_size"), (lambda: Mine(4, own_feild=1), r"Mine\(\) .*'own_field'"),
+                (lambda: tf.TransformerLayer().init(jax.random.key(0), normal(1, 4, 512), determinstic=True),
+                 r"TransformerLayer.__call__\(\) has no argument 'determinstic'; did you mean 'deterministic'")):
+            with self.subTest(text), self.assertRaisesRegex(TypeError, text):
+                make()
+        self.assertEqual(Mine(4, own_field=3).own_field, 3)
+        self.assertEqual(tf.DenseGeneral(4).clone(features=8).features, 8)
+        self.assertEqual(list(inspect.signature(tf.LayerNorm).parameters)[:2], ["epsilon", "layernorm_type"])
+
+    def test_own_modules_on_the_base_of_te_fl_s(self):
+        class Own(tf.TransformerEngineBase):
+            @nn.compact
+            def __call__(self, x):
+                kernel = self.param("kernel", nn.initializers.ones, (16, 8))
+                return te.dense.dense(x, kernel, quantizer_set=self.generate_quantizer_set("_own"))
+
+        with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=2)):
+            self.assertIn("kernel_own_scale", Own().init(jax.random.key(0), normal(4, 16))["fp8_metas"])
+
+    def test_an_empty_batch(self):
+        """Forward and backward of every module, in high precision and under each recipe."""
+        x = jnp.zeros((0, 4, 32), jnp.float32)
+        for chosen in (None, recipe.DelayedScaling(amax_history_len=2), recipe.Float8CurrentScaling(), recipe.Float8BlockScaling(), recipe.MXFP8BlockScaling()):
+            layer = tf.TransformerLayer(hidden_size=32, mlp_hidden_size=32, num_attention_heads=2, use_bias=True, window_size=(1, 1), enable_rotary_pos_emb=True)
+            rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+            with te.autocast(enabled=chosen is not None, recipe=chosen):
+                variables = nn.unbox(layer.init(rngs, x))
+                y, grads = jax.jit(jax.value_and_grad(lambda v: layer.apply(v, x, rngs=rngs).sum()))(variables)  # noqa: B023
+            self.assertEqual(float(y), 0.0)
+            for path, grad in jax.tree_util.tree_leaves_with_path(grads["params"]):
+                self.assertFalse(bool(grad.any()), path)
+
     def test_every_field_is_read(self):
         """A field that no line of its class reads would be accepted and ignored. Some are read by functions that get the module, and
         float32_logits is what the op does anyway."""
@@ -238,6 +282,54 @@ class State(unittest.TestCase):
         np.testing.assert_allclose(scales, 448 / np.abs(kernels).max((1, 2)), rtol=1e-6)
 
 
+    def test_states_of_microbatches(self):
+        """A layer with one state whose uses JAX adds up (nn.scan that broadcasts it, and a layer that is called twice), one whose gradients a program
+        adds up, and an optimizer that gets the parameters of several microbatches."""
+        class Twice(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                dense = tf.DenseGeneral(16, name="dense")
+                return sum(dense(part) ** 2 for part in x)
+
+        class Body(nn.Module):
+            @nn.compact
+            def __call__(self, total, x):
+                return total + tf.DenseGeneral(16, name="dense")(x) ** 2, None
+
+        scanned = nn.scan(Body, variable_broadcast=("params", "fp8_metas"), split_rngs={"params": False})
+        x = jnp.stack([normal(4, 16), jnp.zeros((4, 16)), normal(4, 16) * 5])
+        with te.autocast(enabled=True, recipe=recipe.DelayedScaling(amax_history_len=3)):
+            module = tf.DenseGeneral(16)
+            variables = nn.unbox(module.init(jax.random.key(0), x[0]))
+            one = jax.jit(jax.grad(lambda v, x: (module.apply(v, x) ** 2).sum()))
+            variables = {**variables, "fp8_metas": one(variables, x[0] * 3)["fp8_metas"]}
+            whole = one(variables, x.reshape(12, 16))
+            below = {key: {"dense": value} for key, value in variables.items()}
+            uses = [jax.jit(jax.grad(lambda v: Twice().apply(te.quantize.accumulating(v), x).sum()))(below),
+                    jax.jit(jax.grad(lambda v: scanned().apply(te.quantize.accumulating(v), jnp.zeros((4, 16)), x)[0].sum()))(below)]
+            total = one(variables, x[0])
+            for part in x[1:]:
+                total = te.quantize.add_gradients(total, one(variables, part), variables)
+            for found in ({key: value["dense"] for key, value in uses[0].items()}, {key: value["dense"] for key, value in uses[1].items()}, total):
+                for name, state in whole["fp8_metas"].items():
+                    np.testing.assert_array_equal(found["fp8_metas"][name], state, err_msg=name)
+                np.testing.assert_allclose(found["params"]["kernel"], whole["params"]["kernel"], rtol=1e-4, atol=1e-3)
+            if importlib.util.find_spec("optax") is None:
+                self.skipTest("no optax")
+            import optax
+            optimizer = optax.MultiSteps(optax.sgd(0.1), every_k_schedule=3)
+            params, state, held = variables["params"], variables["fp8_metas"], optimizer.init(variables["params"])
+            wanted = variables
+            for part in x:
+                grads = one({"params": params, "fp8_metas": state}, part)
+                wanted = {**variables, "fp8_metas": one(wanted, part)["fp8_metas"]}
+                updates, held = optimizer.update(grads["params"], held, params)
+                params, state = optax.apply_updates(params, updates), grads["fp8_metas"]
+            for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(wanted["fp8_metas"]), strict=True):
+                np.testing.assert_array_equal(a, b)
+            self.assertFalse(np.array_equal(params["kernel"], variables["params"]["kernel"]))
+
+
 class OwnLayers(unittest.TestCase):
     def test_dot_general_of_flax_s_dense(self):
         x = normal(4, 16)
@@ -263,6 +355,26 @@ class Document(unittest.TestCase):
         exec(compile(blocks[0], str(DOCUMENT), "exec"), names)
         self.assertNotEqual(float(names["variables"]["fp8_metas"]["attention"]["qkv"]["x_scale"][0]), 1.0)
         self.assertTrue(np.isfinite(names["loss"]))
+
+
+@unittest.skipUnless(NAMES_TOOL.exists(), "needs te-fl's tools")
+class Names(unittest.TestCase):
+    def test_what_differs_from_transformer_engine_has_a_reason_on_the_page(self):
+        """Public names, members, parameters, fields and defaults of transformer_engine.jax."""
+        spec = importlib.util.spec_from_file_location("transformer_engine_jax", NAMES_TOOL)
+        tool = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(tool)
+        facts = json.loads(tool.FACTS.read_text())
+        self.assertGreater(sum(len(names) for names in facts.values()), 150)
+        found = tool.differences(facts)
+        self.assertEqual(found, sorted(tool.REASONS))
+        self.assertIn(tool.section(found), DOCUMENT.read_text())
+        # It sees a name, a member, a parameter and a default that are others.
+        for fact, what in (({"parameters": [["x", None, "positional"]]}, ": parameters"), ({"members": {"nothing": None}}, ".nothing"),
+                           ({"members": {"epsilon": {"default": "0.5"}}}, ".epsilon: default"),
+                           ({"members": {"__call__": {"parameters": [["y", None, "positional"]]}}}, ".__call__: parameters")):
+            self.assertEqual(tool.compared(tf, "LayerNorm", fact), [what])
+        self.assertEqual(tool.compared(tf, "NoLayer", {}), [""])
 
 
 @unittest.skipUnless(EXAMPLE.exists(), "needs te-fl's examples")

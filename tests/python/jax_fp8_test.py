@@ -1,5 +1,6 @@
 """te_fl.jax under FP8 against the quantised computation in NumPy, and the state that goes in and comes out."""
 
+import functools
 import threading
 import unittest
 
@@ -130,6 +131,56 @@ class Products(unittest.TestCase):
         for amax in (np.inf, np.nan):  # the old scale stays
             self.assertEqual(float(quantizer.after(jnp.array([amax])).scale[0]), 1.0)
 
+    def test_a_step_without_an_amax_changes_nothing(self):
+        """Neither the history nor the scale, which the amaxes of the steps before would give."""
+        for algorithm in ("max", "most_recent"):
+            for history, amax, wanted in (([0.0, 2.0, 1.0, 4.0], 0.0, (7.0, [0.0, 2.0, 1.0, 4.0])), ([0.0], 0.0, (7.0, [0.0])),
+                                          ([3.0, 2.0, 1.0, 4.0], 0.0, (112.0 if algorithm == "max" else 448 / 3, [0.0, 1.0, 4.0, 3.0])),
+                                          ([0.0, 2.0, 1.0, 4.0], 8.0, (56.0, [0.0, 1.0, 4.0, 8.0]))):
+                with self.subTest(algorithm, history=history, amax=amax):
+                    quantizer = Quantizer(jnp.full(1, 7.0), jnp.array(history), amax_compute_algo=algorithm).after(jnp.full(1, amax))
+                    self.assertEqual((float(quantizer.scale[0]), quantizer.amax_history.tolist()), (np.float32(wanted[0]), wanted[1]))
+
+    def states(self, factors, length):
+        """Microbatches of these sizes, and the states after a step over all of them that began from the one that is returned."""
+        x = [normal(32, 64) * f for f in factors]
+        begin = create_set(recipe.DelayedScaling(amax_history_len=length))
+        first = jax.jit(jax.grad(lambda q, x, k: jnp.sum(te.dense.dense(x, k, quantizer_set=q) ** 2), (0,)))
+        begin = first(begin, normal(32, 64) * 3, normal(64, 32))[0]
+        return x, normal(64, 32), begin
+
+    def test_states_of_microbatches_become_that_of_a_step_over_all(self):
+        """Where JAX adds up the gradients of uses, and where a program does, microbatches without a value other than 0 included."""
+        for length, factors in ((1, (1, 4, 0.5)), (3, (0, 1, 0, 2, 4, 0)), (4, (0, 0)), (3, (4, 2))):
+            x, kernel, begin = self.states(factors, length)
+
+            def one(q, x):
+                return jnp.sum(te.dense.dense(x, kernel, quantizer_set=q) ** 2)  # noqa: B023
+
+            def scanned(q, x):
+                q = te.quantize.accumulating(q)
+                return jax.lax.scan(lambda total, x: (total + one(q, x), None), 0.0, x)[0]
+
+            grad = jax.jit(jax.grad(one))
+            wanted = grad(begin, jnp.concatenate(x))
+            each = [grad(begin, part) for part in x]
+            by_hand = functools.reduce(lambda a, b: te.quantize.add_gradients(a, b, begin), each)  # noqa: B023
+            uses = jax.grad(lambda q, x: sum(one(joined, part) for joined in (te.quantize.accumulating(q),) for part in x))  # noqa: B023
+            for found in (jax.jit(jax.grad(scanned))(begin, jnp.stack(x)), by_hand, jax.jit(uses)(begin, x)):
+                for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+                    np.testing.assert_array_equal(a, b)
+
+    def test_accumulating_leaves_values_and_other_gradients(self):
+        x, kernel, begin = self.states((1,), 2)
+        loss = lambda k, q: jnp.sum(te.dense.dense(x[0], k, quantizer_set=q) ** 2)  # noqa: E731
+        plain = jax.value_and_grad(loss, (0, 1))(kernel, begin)
+        joined = jax.value_and_grad(lambda k, q: loss(k, te.quantize.accumulating(te.quantize.accumulating(q))), (0, 1))
+        with self.assertRaisesRegex(NotImplementedError, r"accumulating\(\): JAX adds up .* put the gradient under jax.jit"):
+            joined(kernel, begin)
+        joined = jax.jit(joined)(kernel, begin)
+        for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(joined), strict=True):
+            np.testing.assert_array_equal(a, b)
+
     def test_a_step_without_a_gradient_leaves_the_state(self):
         state = create_set(recipe.DelayedScaling(amax_history_len=2))
         self.cotangent = np.zeros_like(self.cotangent)
@@ -207,6 +258,20 @@ class Recipes(unittest.TestCase):
             with self.assertRaisesRegex(TypeError, text):
                 with te.autocast(enabled=True, **chosen):
                     pass
+
+    def test_a_recipe_in_the_place_of_enabled_says_so(self):
+        for wrong in (recipe.Float8BlockScaling(), recipe.DelayedScaling):
+            with self.assertRaisesRegex(TypeError, r"autocast\(enabled=.*enabled is True or False; a recipe is given by name: autocast\(enabled=True, recipe=.*\)"):
+                with te.autocast(wrong):
+                    pass
+            with self.assertRaisesRegex(TypeError, r"fp8_autocast\(enabled=True, fp8_recipe="), te.fp8_autocast(wrong):
+                pass
+        for wrong in (None, 1, 0, "False", jnp.array(True)):
+            with self.assertRaisesRegex(TypeError, "enabled is True or False$"), te.autocast(enabled=wrong):
+                pass
+        for right in (True, np.True_):
+            with te.autocast(right):
+                self.assertEqual(te.quantize.get_global_quantize_recipe(), recipe.DelayedScaling())
 
     def test_autocast_nests(self):
         outer, inner = recipe.DelayedScaling(), recipe.MXFP8BlockScaling()

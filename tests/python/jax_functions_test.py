@@ -63,8 +63,8 @@ class Against64(unittest.TestCase):
         theirs_both = jax.jit(lambda *a: (theirs(*a), jax.grad(lambda *b: jnp.sum(theirs(*b) * weight), places)(*a)))(*wide)
         for got, wanted in zip(jax.tree.leaves(ours_both), jax.tree.leaves(theirs_both), strict=True):
             self.assertEqual(got.shape, wanted.shape)
-            difference = float(jnp.max(jnp.abs(got.astype(jnp.float64) - wanted), initial=0))
-            self.assertLess(difference, tolerance * max(1.0, float(jnp.max(jnp.abs(wanted)))))
+            got, wanted = np.asarray(got, np.float64), np.asarray(wanted)
+            self.assertLess(np.max(np.abs(got - wanted), initial=0), tolerance * max(1.0, np.max(np.abs(wanted))))
 
 
 class Functions(Against64):
@@ -160,14 +160,62 @@ class Attention(Against64):
         self.compare(lambda *a: jnp.stack([self.call(*a, kind, descriptor=one) * rows for kind, _ in kinds for one in operands]),
                      lambda *a: jnp.stack([attention64(*a, out=out) * rows for _, out in kinds for _ in operands]), self.q, self.k, self.v)
 
-    def test_windows_of_a_mask_line_up_at_the_bottom_right(self):
-        q, lengths = self.q[:, :3], jnp.array([6, 5])
-        padding = jnp.broadcast_to((jnp.arange(6) >= lengths[:, None])[:, None, None, :], (2, 1, 3, 6))
-        for kind, shift in ((AttnMaskType.PADDING_MASK, 3), (AttnMaskType.PADDING_CAUSAL_MASK, 0), (AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK, 3)):
-            where = np.arange(6)[None] - np.arange(3)[:, None] - shift  # of a key beside its query
-            out = padding | (where < -1) | (where > (0 if kind.is_causal() else 1))
-            self.compare(lambda *a: self.call(*a, kind, descriptor=padding, window_size=(1, 1)),  # noqa: B023
-                         lambda *a: attention64(*a, out=out), q, self.k, self.v)  # noqa: B023
+    def test_windows_line_up_as_the_mask_type_says(self):
+        """Bottom right where it is called so, else top left, with more keys than queries, as many and fewer, and lengths of their own."""
+        kinds = {kind: "BOTTOM_RIGHT" in kind.name for kind in AttnMaskType}
+        for queries, keys in ((3, 6), (6, 6), (6, 4)):
+            q, k, v = self.q[:, :queries], self.k[:, :keys], self.v[:, :keys]
+            lengths = (jnp.array([queries, queries - 1], jnp.int32), jnp.array([keys, keys - 1], jnp.int32))
+            for window in ((1, 1), (3, -1), (-1, 0)):
+                wanted, calls = [], []
+                for kind, bottom_right in kinds.items():
+                    counts = lengths if kind.is_padding() else (jnp.full(2, queries), jnp.full(2, keys))
+                    shift = (counts[1] - counts[0])[:, None, None] * bottom_right
+                    where = np.arange(keys)[None, None] - np.arange(queries)[None, :, None] - shift  # of a key beside its query
+                    out = (window[0] >= 0) & (where < -window[0]) | (window[1] >= 0) & (where > window[1]) | kind.is_causal() & (where > 0)
+                    out = out | (np.arange(keys) >= counts[1][:, None, None])
+                    alive = ((np.arange(queries) < counts[0][:, None]) & ~out.all(-1))[:, :, None, None]  # of the others nothing is asked
+                    wanted.append((out[:, None], alive))
+                    calls.append((kind, SequenceDescriptor.from_seqlens(lengths), alive))
+                    if kind.is_padding() and not bottom_right:
+                        padding = np.broadcast_to((np.arange(keys) >= counts[1][:, None])[:, None, None], (2, 1, queries, keys))
+                        wanted.append((out[:, None], alive))
+                        calls.append((kind, jnp.asarray(padding), alive))
+                with self.subTest(queries=queries, keys=keys, window=window):
+                    self.compare(lambda *a: jnp.stack([jnp.where(alive, self.call(*a, kind, descriptor=one, window_size=window), 0)  # noqa: B023
+                                                       for kind, one, alive in calls]),  # noqa: B023
+                                 lambda *a: jnp.stack([jnp.where(alive, attention64(*a, out=out & alive[:, :, :, 0][:, None]), 0)  # noqa: B023
+                                                       for out, alive in wanted]), q, k, v)  # noqa: B023
+
+    def test_masks_of_five_dimensions(self):
+        out = jnp.asarray(RNG.integers(0, 2, (2, 2, 2, 6, 6)), jnp.uint8).at[..., 0].set(0)  # groups of keys' heads, and their members
+        whole = self.call(self.q, self.k, self.v, AttnMaskType.PADDING_MASK, descriptor=out)
+        np.testing.assert_array_equal(whole, self.call(self.q, self.k, self.v, AttnMaskType.PADDING_MASK, descriptor=out.reshape(2, 4, 6, 6)))
+        np.testing.assert_array_equal(self.call(self.q, self.k, self.v, AttnMaskType.PADDING_MASK, descriptor=out[:, :1, :1]),
+                                      self.call(self.q, self.k, self.v, AttnMaskType.PADDING_MASK, descriptor=out[:, 0, :1]))
+        with self.assertRaisesRegex(ValueError, r"the mask has shape \(6, 6\)"):
+            self.call(self.q, self.k, self.v, AttnMaskType.PADDING_MASK, descriptor=out[0, 0, 0])
+
+    def test_make_swa_mask(self):
+        where = np.arange(6)[None] - np.arange(4)[:, None]
+        for window in (None, (1, 2), (2, -1), (-1, 0)):
+            left, right = (np.inf if one < 0 else one for one in window or (-1, -1))
+            found = te.attention.make_swa_mask(jnp.arange(4)[None], jnp.arange(6)[None], window, jnp.uint8)
+            np.testing.assert_array_equal(found, ((where >= -left) & (where <= right))[None, None])
+        ids = (jnp.array([[1, 1, 2, 2]]), jnp.array([[1, 1, 1, 2, 2, 2]]))
+        positions = (jnp.array([[0, 1, 0, 1]]), jnp.array([[0, 1, 2, 0, 1, 2]]))
+        found = te.attention.make_swa_mask(*positions, (0, 0), jnp.uint8, *ids)
+        np.testing.assert_array_equal(found[0, 0, :2, :3], [[0, 1, 1], [0, 0, 1]])  # three keys beside two queries: the last ones are level
+
+    def test_names_of_masks_and_layouts(self):
+        names = te.attention.canonicalize_attn_mask_type
+        self.assertIs(names("bottom_right_causal"), AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK)
+        for name in ("padding_causal_bottom_right", "causal_padding_bottom_right", "bottom_right_causal_padding", "bottom_right_padding_causal"):
+            self.assertIs(names(name), AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK)
+        for layout in QKVLayout:
+            self.assertEqual([layout.is_qkvpacked(), layout.is_kvpacked(), layout.is_separate()].count(True), 1)
+            self.assertEqual({layout.to_qkvpacked().is_thd(), layout.to_kvpacked().is_thd(), layout.to_separate().is_thd()}, {layout.is_thd()})
+            self.assertEqual(layout.get_qkv_format().name, "THD" if layout.is_thd() else "BSHD")
 
     def test_bias_and_sink(self):
         self.compare(lambda q, k, v, b, s: jnp.stack([self.call(q, k, v, bias=b),
@@ -189,7 +237,8 @@ class Attention(Against64):
     def test_dropout_repeats_with_its_key_and_keeps_the_mean(self):
         def drop(v, seed):
             ones = jnp.zeros((1, 64, 2, 8), jnp.float32)
-            return fused_attn((ones, ones, v), None, None, random_state(jax.random.key(seed)), AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK,
+            seed = random_state(jax.random.key(seed)) if isinstance(seed, int) else seed
+            return fused_attn((ones, ones, v), None, None, seed, AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK,
                               QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 1.0, 0.5, True)
 
         v = jnp.ones((1, 64, 2, 8), jnp.float32)
@@ -197,6 +246,17 @@ class Attention(Against64):
         np.testing.assert_array_equal(first, drop(v, 0))
         self.assertFalse(np.array_equal(first, drop(v, 1)))
         self.assertLess(abs(float(first.mean()) - 1), 0.1)  # each of 128 rows is the mean of 64 values, 0 or 2
+        # Keys of either kind, several of them, and any two numbers are seeds.
+        for name, seed, same in (("typed", jax.random.key(0), 0), ("typed, several", jax.random.split(jax.random.key(0), 3), None),
+                                 ("raw", jax.random.PRNGKey(7), None), ("raw, several", jax.random.split(jax.random.PRNGKey(7), 2), None),
+                                 ("rbg", jax.random.key(7, impl="rbg"), None), ("numbers", jnp.array([3, 4], jnp.int32), None)):
+            with self.subTest(name):
+                one = jax.jit(drop)(v, seed)
+                np.testing.assert_array_equal(one, drop(v, seed if same is None else same))
+                self.assertLess(abs(float(one.mean()) - 1), 0.1)
+        for wrong in (jnp.zeros((1,), jnp.uint32), jnp.zeros((2,), jnp.float32)):
+            with self.assertRaisesRegex(ValueError, "it is a key of jax.random, two numbers of uint32"):
+                drop(v, wrong)
         # Where the forward dropped, the gradient of v is zero: with these v, sum(out) = sum of what was kept.
         self.assertAlmostEqual(float(jax.grad(lambda v: drop(v, 0).sum())(v).sum()), float(first.sum()), places=2)
 
@@ -379,13 +439,37 @@ class Programs(unittest.TestCase):
         operands = ((q, q, q), None, None, None, AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK)
         with self.assertRaisesRegex(NotImplementedError, "qkv_layout THD_THD_THD is not served; pad"):
             fused_attn(*operands, QKVLayout.THD_THD_THD, AttnSoftmaxType.VANILLA_SOFTMAX, 1.0, 0.0, True)
-        for name, value in (("context_parallel_axis", "cp"), ("score_mod", abs), ("return_max_logit", True), ("max_segments_per_seq", 2)):
+        for name, value in (("stripe_size", 2), ("score_mod", abs), ("return_max_logit", True), ("max_segments_per_seq", 2)):
             with self.assertRaisesRegex(NotImplementedError, rf"fused_attn\({name}="):
                 fused_attn(*operands, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 1.0, 0.0, True, **{name: value})
         with self.assertRaisesRegex(NotImplementedError, "collective_op_set"):
             te.dense.dense(normal(2, 4), normal(4, 2), collective_op_set=object())
-        with self.assertRaisesRegex(NotImplementedError, "cp_resource"):
-            te.MeshResource(cp_resource="cp")
+        with self.assertRaisesRegex(ValueError, "context_parallel_strategy is 'rings'; it is one of DEFAULT, ALL_GATHER, RING"):
+            fused_attn(*operands, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX, 1.0, 0.0, True, context_parallel_strategy="rings")
+
+    def test_derivatives_that_are_none_name_the_function_that_has_one(self):
+        x, square = normal(4, 2, 8), normal(1, 4, 2, 8)
+        attend = functools.partial(attend64)
+        for function, by_name, x in (
+                ("dense.dense", lambda x: te.dense.dense(x, x[0].T, contracting_dims=((2,), (0,))), x),
+                ("activation.activation", lambda x: te.activation.activation(x, ("gelu", "linear")), x),
+                ("layernorm.layernorm", lambda x: te.layernorm.layernorm(x, x[0, 0], x[0, 1], "layernorm"), x),
+                ("layernorm.layernorm", lambda x: te.layernorm.layernorm(x, x[0, 0], None, "rmsnorm"), x),
+                ("softmax.softmax", lambda x: te.softmax.softmax(x), square), ("attention.fused_attn", attend, square),
+                ("rope.rotary_pos_emb", lambda x: rotary_pos_emb(x, (1, 10000), False), square)):
+            first = jax.grad(lambda x: (by_name(x) ** 2).sum())  # noqa: B023
+            for second in (jax.grad(lambda x: (first(x) ** 2).sum()), jax.jit(jax.grad(lambda x: (first(x) ** 2).sum())),  # noqa: B023
+                           jax.jacfwd(first)):
+                with self.subTest(function), self.assertRaisesRegex(
+                        te_fl.errors.Unsupported, rf"te_fl.jax: the op \w+ has no derivative of its own; te_fl.jax.{function} has a first one.*jax.custom_jvp"):
+                    jax.eval_shape(second, x)
+            self.assertEqual(jax.eval_shape(jax.checkpoint(first), x).shape, x.shape)  # a forward that runs again is none
+        for f, text in ((lambda x: te.ops.gelu(input=x), "the op gelu has no derivative of its own; te_fl.jax.activation.activation has"),
+                        (lambda x: te.ops.dropout_fwd(input=x, p=0.5, rng=jnp.zeros(4, jnp.uint32))[0], "no function of te_fl.jax has one of it; make one of "
+                         "te_fl.jax.ops.dropout_fwd and the op of its gradient")):
+            for derivative in (jax.grad(lambda x: f(x).sum()), lambda x: jax.jvp(f, (x,), (x,))):  # noqa: B023
+                with self.assertRaisesRegex(te_fl.errors.Unsupported, text):
+                    jax.eval_shape(derivative, x)
 
 
 class Versions(unittest.TestCase):

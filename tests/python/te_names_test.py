@@ -173,7 +173,6 @@ SAMPLES = {
     "LayerNormLinear": lambda torch: (16, 16),
     "LayerNormMLP": lambda lib: (16, 32) if lib.__name__ == "torch" else (32,),
     "Linear": lambda torch: (16, 16),
-    "MeshResource": lambda jax: (),
     "MultiHeadAttention": lambda jax: (16, 2),
     "RMSNorm": lambda torch: (16,),
     "TransformerLayer": lambda jax: (32, 64, 2),

@@ -71,19 +71,24 @@ SERVED = {
         "ReduceScatter Reshape SReGLU SReLU ScaledClampedQGeGLU ScaledSReLU ScaledSiTUGLU ScaledSwiGLU ScaledTanhSReLU Sequential SiLU SiTUGLU SwiGLU",
     "te_fl.jax.activation": "activation",
     "te_fl.jax.attention":
-        "AttnBiasType AttnMaskType AttnSoftmaxType QKVLayout SequenceDescriptor canonicalize_attn_mask_type fused_attn",
+        "AttnBiasType AttnMaskType AttnSoftmaxType CPStrategy QKVFormat QKVLayout SequenceDescriptor canonicalize_attn_mask_type fused_attn "
+        "make_swa_mask",
     "te_fl.jax.dense": "dense",
     "te_fl.jax.flax":
         "DenseGeneral DotProductAttention LayerNorm LayerNormDenseGeneral LayerNormMLP MultiHeadAttention RelativePositionBiases Softmax "
-        "TransformerLayer TransformerLayerType extend_logical_axis_rules make_dot_general_cls wrap_function_in_te_state_module",
+        "TransformerEngineBase TransformerLayer TransformerLayerType extend_logical_axis_rules make_dot_general_cls rotary_pos_emb "
+        "wrap_function_in_te_state_module",
     "te_fl.jax.layernorm": "canonicalize_norm_type layernorm",
     "te_fl.jax.layernorm_dense": "layernorm_dense",
     "te_fl.jax.layernorm_mlp": "layernorm_mlp",
     "te_fl.jax.quantize":
         "NVTE_FP8_COLLECTION_NAME autocast fp8_autocast get_global_quantize_recipe noop_quantizer_set update_collections",
     "te_fl.jax.sharding":
-        "BATCH_AXES HEAD_AXES HIDDEN_AXES HIDDEN_TP_AXES JOINED_AXES MeshResource SEQLEN_AXES SEQLEN_TP_AXES W_FSDP_AXES W_JOINED_AXES "
-        "W_NO_SHARD_AXES W_TP_AXES get_sharding_map_logic_axis_to_mesh_axis global_mesh_resource global_shard_guard "
+        "BATCH_AXES HEAD_AXES HIDDEN_AXES HIDDEN_TP_AXES JOINED_AXES MeshResource SEQLEN_AXES SEQLEN_CP_AXES SEQLEN_TP_AXES W_FSDP_AXES "
+        "W_JOINED_AXES W_NO_SHARD_AXES W_TP_AXES all_reduce_max_along_all_axes_except_PP all_reduce_sum_along_dp_fsdp "
+        "all_reduce_sum_along_dp_fsdp_tpsp dp_or_fsdp_axis_size ep_axis_size get_active_resource_axis get_all_mesh_axes get_mesh_axis_rank "
+        "get_mesh_axis_size get_num_devices_in_mesh get_sharding_map_logic_axis_to_mesh_axis global_mesh_resource "
+        "global_shard_guard is_mesh_available lax_paral_op num_of_devices tpsp_axis_size with_sharding_constraint "
         "with_sharding_constraint_by_logical_axes",
     "te_fl.jax.softmax": "SoftmaxFusionType softmax",
 }
@@ -104,15 +109,13 @@ PARTLY = {
     "te_fl.pytorch.norm.RMSNorm": {"sm_margin": 4},
     # By hand:
     "te_fl.jax.flax.DotProductAttention": {
-        "max_segments_per_seq": 2, "context_parallel_strategy": "RING", "context_parallel_causal_load_balanced": True,
-        "context_parallel_axis": "cp", "score_mod": "a function", "score_mod_bprop": "a function", "return_max_logit": True},
+        "max_segments_per_seq": 2, "score_mod": "a function", "score_mod_bprop": "a function", "return_max_logit": True},
     "te_fl.jax.flax.LayerNormDenseGeneral": {"axis": 0},
     "te_fl.jax.flax.LayerNormMLP": {"axis": 0},
     "te_fl.jax.flax.MultiHeadAttention": {"num_heads": 2, "dropout_rate": 0.1, "output_layernorm": True,
                                           "apply_residual_connection_post_layernorm": True, "fuse_qkv": True},
     "te_fl.jax.flax.MultiHeadAttention.__call__": {"decode": True},
     "te_fl.jax.flax.TransformerLayer.__call__": {"decode": True, "max_decode_length": 8},
-    "te_fl.jax.sharding.MeshResource": {"cp_resource": "cp", "ep_resource": "ep"},
     "te_fl.pytorch.graph.make_graphed_callables": {"_order": [1, -1], "_num_layers_per_chunk": [1],
                                                    "_reuse_graph_input_output_buffers": True},
     "te_fl.pytorch.general_gemm.general_gemm": {

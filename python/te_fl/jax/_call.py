@@ -12,6 +12,7 @@ import jax
 
 from te_fl import _native
 from te_fl.jax import _partition
+from te_fl.jax._derivatives import underived
 from te_fl.jax._partition import Spread
 from te_fl.jax._tensors import block_layout
 from te_fl.jax._varying import align
@@ -105,10 +106,12 @@ def call(op: str, operands: Named, results: Named, settings: Mapping[str, Any], 
                                 input_output_aliases=aliases)(*arrays, call=text)
         return [value.reshape(shape) for value, shape in zip(values, shapes)] if spread else values
 
-    arrays = align([array for _, array in operands])
-    whole = [result.shape for _, result in results]
-    if _partition.may_cut_programs():
-        values = _partition.call(run, op, operands, results, settings, spread, prepare)
-    else:
-        values = align(run(whole, *arrays), arrays)  # JAX's FFI does not say that results differ where operands do
-    return dict(zip(outputs, values))
+    def whole(*arrays):
+        arrays = align(list(arrays))
+        return align(run([result.shape for _, result in results], *arrays), arrays)  # JAX's FFI does not say that results differ where operands do
+
+    def cut(*arrays):
+        return _partition.call(run, op, arrays, operands, results, settings, spread, prepare)
+
+    function = underived(op, cut if _partition.may_cut_programs() else whole)
+    return dict(zip(outputs, function(*[array for _, array in operands])))

@@ -360,11 +360,10 @@ class Layout:
         return jax.tree.unflatten(structure, [put(array, wanted) for array, wanted in zip(leaves, self.shardings, strict=True)])
 
 
-def call(run: Callable, op: str, operands: Sequence, results: Sequence, settings: Mapping[str, Any],
+def call(run: Callable, op: str, arrays: Sequence[jax.Array], operands: Sequence, results: Sequence, settings: Mapping[str, Any],
          spread: Spread, prepared: Collection[str]) -> List[jax.Array]:
     """run(result shapes, *arrays), cut by XLA's partitioner where the program is one for several devices."""
     plan = _Plan(op, operands, results, settings, spread, prepared)
-    arrays = [array for _, array in operands]
     mesh = _mesh_of_types(arrays)
     if mesh is not None:
         return plan.by_types(run, mesh, arrays)

@@ -90,7 +90,7 @@ def product(x, kernel, bias, params, quantizers: QuantizerSet, prologue: Any, in
     """x [.., K'] (before a gated activation [.., 2, K]), kernel [K, N] or [K, n, N], bias [N] or [n, N] or None, params: the prologue's
     arrays. The result, [.., N] or [.., n, N], has x's dtype. input_axes: logical axes of the product's input [.., K]."""
     x, kernel, bias, params = align((x, kernel, bias, params))
-    return _product(x, kernel, bias, params, quantizers, prologue, None if input_axes is None else tuple(input_axes))
+    return _product(x, kernel, bias, params, quantizers.read(), prologue, None if input_axes is None else tuple(input_axes))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))

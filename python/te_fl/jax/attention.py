@@ -9,10 +9,11 @@ from typing import Any, NamedTuple, Optional, Tuple, Union
 import jax
 import jax.numpy as jnp
 
-from te_fl.jax import ops
+from te_fl.jax import ops, sharding
 from te_fl.jax._attention_parts import Parts, parts_of
 from te_fl.jax._partition import Layout
 from te_fl.jax._varying import align
+from te_fl.jax.quantize import random_state
 
 
 class AttnBiasType(Enum):
@@ -39,6 +40,20 @@ class AttnMaskType(Enum):
         return "bottom_right" in self.value
 
 
+class CPStrategy(Enum):
+    """The ways of context parallelism. te_fl.jax has none of them: each is taken where its mesh axis has one device."""
+
+    DEFAULT = 0
+    ALL_GATHER = 1
+    RING = 2
+
+
+class QKVFormat(Enum):
+    SBHD = "sbhd"
+    BSHD = "bshd"
+    THD = "thd"
+
+
 class AttnSoftmaxType(Enum):
     VANILLA_SOFTMAX = "vanilla"
     OFF_BY_ONE_SOFTMAX = "off_by_one"
@@ -60,16 +75,37 @@ class QKVLayout(Enum):
     THD_T2HD = "thd_t2hd"
     THD_THD_THD = "thd_thd_thd"
 
+    def get_qkv_format(self) -> QKVFormat:
+        return QKVFormat.THD if self.is_thd() else QKVFormat.BSHD
+
+    def is_qkvpacked(self) -> bool:
+        return self in (QKVLayout.BS3HD, QKVLayout.T3HD)
+
+    def is_kvpacked(self) -> bool:
+        return self in (QKVLayout.BSHD_BS2HD, QKVLayout.THD_T2HD)
+
+    def is_separate(self) -> bool:
+        return self in (QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD)
+
     def is_thd(self) -> bool:
         return self.value.startswith("t")
+
+    def to_qkvpacked(self) -> "QKVLayout":
+        return QKVLayout.T3HD if self.is_thd() else QKVLayout.BS3HD
+
+    def to_kvpacked(self) -> "QKVLayout":
+        return QKVLayout.THD_T2HD if self.is_thd() else QKVLayout.BSHD_BS2HD
+
+    def to_separate(self) -> "QKVLayout":
+        return QKVLayout.THD_THD_THD if self.is_thd() else QKVLayout.BSHD_BSHD_BSHD
 
 
 _MASK_NAMES = {
     "no_mask": AttnMaskType.NO_MASK, "padding": AttnMaskType.PADDING_MASK, "causal": AttnMaskType.CAUSAL_MASK,
     "causal_padding": AttnMaskType.PADDING_CAUSAL_MASK, "padding_causal": AttnMaskType.PADDING_CAUSAL_MASK,
-    "causal_bottom_right": AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK,
-    "causal_bottom_right_padding": AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK,
-    "padding_causal_bottom_right": AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK,
+    "causal_bottom_right": AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK, "bottom_right_causal": AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK,
+    **dict.fromkeys(("padding_causal_bottom_right", "causal_padding_bottom_right", "bottom_right_causal_padding", "bottom_right_padding_causal",
+                     "causal_bottom_right_padding"), AttnMaskType.PADDING_CAUSAL_BOTTOM_RIGHT_MASK),
 }
 
 
@@ -143,17 +179,61 @@ def _split(qkv: Tuple[jax.Array, ...], layout: QKVLayout) -> Tuple[jax.Array, ja
 
 
 def mask_out(mask: Optional[jax.Array], mask_type: AttnMaskType, window: Tuple[int, int], queries: int, keys: int) -> jax.Array:
-    """The positions that an arbitrary mask (not 0: masked out), the mask type and the window mask out together: uint8 [batch,
-    heads, queries, keys]."""
-    top_left = mask_type.is_causal() and not mask_type.is_bottom_right()  # the others line up the last query with the last key
-    where = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None] - (0 if top_left else keys - queries)
+    """The positions that an arbitrary mask (not 0: masked out; None: there is none), the mask type and the window mask out together: uint8
+    [batch, heads, queries, keys]. The mask types whose names say bottom right line up the last query with the last key, the others the first."""
+    shift = keys - queries if mask_type.is_bottom_right() else 0
+    where = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None] - shift
     out = where > 0 if mask_type.is_causal() else jnp.zeros((queries, keys), bool)
     if window[0] >= 0:
         out = out | (where < -window[0])
     if window[1] >= 0:
         out = out | (where > window[1])
-    mask = mask.astype(bool)
-    return (jnp.broadcast_to(mask, (*mask.shape[:2], queries, keys)) | out).astype(jnp.uint8)
+    if mask is None:
+        return out.astype(jnp.uint8)[None, None]
+    if mask.ndim == 5:  # heads as groups and their members
+        mask = mask.reshape(mask.shape[0], mask.shape[1] * mask.shape[2], *mask.shape[3:])
+    if mask.ndim != 4:
+        raise ValueError(f"the mask has shape {mask.shape}; it is [batch or 1, heads or 1, queries, keys], or has the heads in two dimensions")
+    return (jnp.broadcast_to(mask.astype(bool), (*mask.shape[:2], queries, keys)) | out).astype(jnp.uint8)
+
+
+def _padding(lengths: Tuple[jax.Array, jax.Array], queries: int, keys: int) -> jax.Array:
+    """The mask of sequences of these lengths, [batch, 1, queries, keys]. Queries of padding have no keys, so that their results are zeros."""
+    rows, columns = (jnp.arange(count) >= one[:, None] for count, one in zip((queries, keys), lengths))
+    return (rows[:, :, None] | columns[:, None, :])[:, None]
+
+
+def _from_top_left(window: Tuple[int, int], queries: int, keys: int) -> Optional[Tuple[int, int]]:
+    """A window that counts from the first query and key, as one that counts from the last ones, as the op's does without a causal mask; None if
+    the op has no such window."""
+    shift = keys - queries
+    left, right = (one if one < 0 else one + by for one, by in zip(window, (shift, -shift)))
+    return None if window[0] >= 0 > left or window[1] >= 0 > right else (left, right)
+
+
+def _random_state(seed: jax.Array) -> jax.Array:
+    """The op's random state, uint32 [4], from a seed as Transformer Engine takes it, a key of jax.random of either kind (of several keys the
+    first), or from a random state."""
+    if jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        return random_state(seed.reshape(-1)[0])
+    if not jnp.issubdtype(seed.dtype, jnp.integer) or seed.size < 2:
+        raise ValueError(f"seed is {seed.dtype}{list(seed.shape)}; it is a key of jax.random, two numbers of uint32, or te_fl.jax.quantize.random_state(key)")
+    words = seed.astype(jnp.uint32)
+    return words if words.shape == (4,) else jnp.concatenate([words.reshape(-1)[:2], jnp.zeros((2,), jnp.uint32)])
+
+
+def make_swa_mask(segment_pos_q: jax.Array, segment_pos_kv: jax.Array, window_size: Optional[Tuple[int, int]] = None,
+                  dtype: Any = jnp.float32, segment_ids_q: Optional[jax.Array] = None, segment_ids_kv: Optional[jax.Array] = None) -> jax.Array:
+    """A window by positions [.., queries] and [.., keys] as a factor [.., 1, queries, keys], 1 where a query attends. With segment ids the window's
+    left bound counts from the last query and key of each segment, and there is no right one."""
+    left, right = (jnp.inf if one < 0 else one for one in (window_size or (-1, -1)))
+    where = segment_pos_kv[..., None, :] - segment_pos_q[..., :, None]
+    if segment_ids_q is not None and segment_ids_kv is not None:
+        counts = [jnp.where(ids != 0, (ids[..., :, None] == ids[..., None, :]).sum(-1), 0) for ids in (segment_ids_q, segment_ids_kv)]
+        inside = where - counts[1][..., None, :] + counts[0][..., :, None] >= -left
+    else:
+        inside = (where >= -left) & (where <= right)
+    return inside[..., None, :, :].astype(dtype)
 
 
 def _cumulated(lengths: jax.Array) -> jax.Array:
@@ -161,6 +241,17 @@ def _cumulated(lengths: jax.Array) -> jax.Array:
 
 
 _PREPARE = {"cu_seqlens_q": _cumulated, "cu_seqlens_kv": _cumulated}
+
+
+def _check_context_parallel(strategy: Any, axis: str) -> None:
+    """NotImplementedError where context parallelism has more than one device; on one, its strategy and order of tokens mean nothing."""
+    name = getattr(strategy, "name", strategy)
+    if name is not None and (not isinstance(name, str) or name.upper().replace("ALLGATHER", "ALL_GATHER") not in CPStrategy.__members__):
+        raise ValueError(f"context_parallel_strategy is {strategy!r}; it is one of {', '.join(CPStrategy.__members__)}")
+    devices = sharding.axis_size("context_parallel_axis", axis) if axis else 1
+    if devices > 1:
+        raise NotImplementedError(f"te_fl.jax: fused_attn(context_parallel_axis={axis!r}) is not served over {devices} devices, only on a mesh axis of "
+                                  "one; leave it '', and XLA gathers sequences that are cut")
 
 
 def _refuse(**options: Any) -> None:
@@ -172,7 +263,8 @@ def _refuse(**options: Any) -> None:
 def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_descriptor: Union[SequenceDescriptor, jax.Array, None],
                seed: Optional[jax.Array], attn_bias_type: AttnBiasType, attn_mask_type: AttnMaskType, qkv_layout: QKVLayout,
                softmax_type: AttnSoftmaxType, scaling_factor: float, dropout_probability: float, is_training: bool,
-               max_segments_per_seq: int = 1, window_size: Optional[Tuple[int, int]] = None, context_parallel_strategy: Any = None,
+               max_segments_per_seq: int = 1, window_size: Optional[Tuple[int, int]] = None,
+               context_parallel_strategy: Union[CPStrategy, str, None] = CPStrategy.DEFAULT,
                context_parallel_causal_load_balanced: bool = False, context_parallel_axis: str = "", context_checkpoint_name: str = "context",
                softmax_offset: Optional[jax.Array] = None, stripe_size: Optional[int] = None, score_mod=None, score_mod_bprop=None,
                score_mod_tensors=None, score_mod_bprop_tensors=None, return_max_logit: bool = False,
@@ -180,19 +272,21 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
     """softmax(scaling_factor q k^T + bias, masked) v, with dropout of the probabilities while training.
 
     sequence_descriptor: for the padding masks the lengths (SequenceDescriptor), or a mask [batch or 1, heads or 1, queries, keys], not 0
-    where masked out; the other masks do not read it, as in Transformer Engine. seed: uint32 [4] as of te_fl.jax.quantize.random_state().
+    where masked out; the other masks do not read it, as in Transformer Engine.
+    seed: a key of jax.random, or uint32 [4] as of te_fl.jax.quantize.random_state().
+    window_size: keys before and after a query's own, which the mask type finds: from the last query and key in the bottom right ones, from the first
+    in the others.
+    context_parallel_..: on a mesh axis of one device, where they mean nothing.
     softmax_offset: [heads] logits of a learnable softmax.
     transpose_batch_sequence: arrays are [sequence, batch, ..].
     """
     _refuse(max_segments_per_seq=(max_segments_per_seq, 1, "one sequence per row: leave it 1"),
-            context_parallel_strategy=(getattr(context_parallel_strategy, "name", context_parallel_strategy), None, "leave it None")
-            if getattr(context_parallel_strategy, "name", None) != "DEFAULT" else (None, None, ""),
-            context_parallel_causal_load_balanced=(context_parallel_causal_load_balanced, False, "leave it False"),
-            context_parallel_axis=(context_parallel_axis, "", "leave it ''"), stripe_size=(stripe_size, None, "leave it None"),
-            score_mod=(score_mod, None, "leave it None"), score_mod_bprop=(score_mod_bprop, None, "leave it None"),
+            stripe_size=(stripe_size, None, "leave it None"), score_mod=(score_mod, None, "leave it None"),
+            score_mod_bprop=(score_mod_bprop, None, "leave it None"),
             score_mod_tensors=(score_mod_tensors, None, "leave it None"),
             score_mod_bprop_tensors=(score_mod_bprop_tensors, None, "leave it None"),
             return_max_logit=(return_max_logit, False, "leave it False"))
+    _check_context_parallel(context_parallel_strategy, context_parallel_axis)
     if qkv_layout.is_thd():
         raise NotImplementedError(f"te_fl.jax: qkv_layout {qkv_layout.name} is not served; pad the sequences and take a BSHD layout")
     if attn_bias_type is AttnBiasType.PRE_SCALE_BIAS:
@@ -208,16 +302,25 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
     window = (-1, -1) if window_size is None else tuple(int(w) for w in window_size)
     dropout = float(dropout_probability) if is_training else 0.0
     if dropout > 0 and seed is None:
-        raise ValueError(f"dropout_probability is {dropout_probability}; give seed=te_fl.jax.quantize.random_state(key)")
+        raise ValueError(f"dropout_probability is {dropout_probability}; give seed=key, of jax.random")
     mask_type = attn_mask_type.value
     lengths, mask = (None, None), None
+    extents = (q.shape[sequence], k.shape[sequence])
+    free = not attn_mask_type.is_causal() and window != (-1, -1)  # a window that the op counts from the bottom right
     if attn_mask_type.is_padding() and isinstance(sequence_descriptor, SequenceDescriptor):
         lengths = tuple(one.astype(jnp.int32) for one in sequence_descriptor.seqlens)
+        if free and sequence_descriptor.seqlens[0] is not sequence_descriptor.seqlens[1]:
+            mask_type, mask = "arbitrary", mask_out(_padding(lengths, *extents), attn_mask_type, window, *extents)
+            lengths, window = (None, None), (-1, -1)
     elif attn_mask_type.is_padding():
         if sequence_descriptor is None:
             raise ValueError(f"attn_mask_type {attn_mask_type.name} needs a SequenceDescriptor or a mask")
-        mask_type, mask = "arbitrary", mask_out(sequence_descriptor, attn_mask_type, window, q.shape[sequence], k.shape[sequence])
+        mask_type, mask = "arbitrary", mask_out(sequence_descriptor, attn_mask_type, window, *extents)
         window = (-1, -1)
+    elif free and _from_top_left(window, *extents) is None:
+        mask_type, mask, window = "arbitrary", mask_out(None, attn_mask_type, window, *extents), (-1, -1)
+    elif free:
+        window = _from_top_left(window, *extents)
     sink = None if softmax_offset is None else softmax_offset.astype(jnp.float32).reshape(-1)
     settings = _Settings("sbhd" if transpose_batch_sequence else "bshd", mask_type, softmax_type.value, float(scaling_factor), dropout, window)
     if bias is not None:
@@ -225,8 +328,9 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
         if jax.default_backend() == "cpu":  # whose fast implementation has no gradient of a bias that sequences share
             bias = jnp.broadcast_to(bias, (q.shape[1 - sequence], q.shape[2], q.shape[sequence], k.shape[sequence]))
     q, k, v, bias, sink = align((q, k, v, bias, sink))
+    rng = _random_state(seed) if dropout > 0 else None
     parts = parts_of(q.shape[1 - sequence], q.shape[2], k.shape[2]) if dropout > 0 else None
-    return _attention(q, k, v, bias, sink, _Extras(None, None, mask, *lengths, seed if dropout > 0 else None), settings, parts)
+    return _attention(q, k, v, bias, sink, _Extras(None, None, mask, *lengths, rng), settings, parts)
 
 
 def _call(op: str, parts: Optional[Parts], settings: _Settings, results: dict, **arrays):

@@ -2,7 +2,8 @@
 
 A product takes three quantisers, of its input, its kernel and its output's gradient (QuantizerSet). Those of delayed scaling carry a scale and
 the amaxes of past steps. The gradient of a loss with respect to them is not a derivative: it is their state after the step, to be put in
-place of the old one (update_collections). State that is used twice in one step would arrive added up, so each product has its own.
+place of the old one (update_collections). State that is used twice in one step would arrive added up: each product has its own, or the loss
+uses what accumulating() makes of it.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from typing import Any, Callable, Iterator, Mapping, Optional, Tuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from te_fl.common import recipe as recipes
-from te_fl.jax import _partition, ops, sharding
+from te_fl.jax import _joined, _partition, ops, sharding
+from te_fl.jax._joined import accumulating, add_gradients
 from te_fl.jax._varying import is_told, largest, largest_over
 from te_fl.jax._tensors import Quantized, QuantizedOutput
 
 __all__ = ["NVTE_FP8_COLLECTION_NAME", "Quantized", "QuantizedOutput", "Quantizer", "QuantizerSet", "autocast", "create_set", "fp8_autocast",
-           "get_global_quantize_recipe", "noop_quantizer_set", "random_state", "update_collections"]
+           "accumulating", "add_gradients", "get_global_quantize_recipe", "noop_quantizer_set", "random_state", "update_collections"]
 
 NVTE_FP8_COLLECTION_NAME = "fp8_metas"
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
@@ -100,8 +103,15 @@ class Quantizer:
         most = last if self.amax_compute_algo == "most_recent" else jnp.max(rows, keepdims=True)
         scale = jnp.minimum(_LARGEST[self.dtype] * 2.0**-self.margin / most, jnp.finfo(jnp.float32).max)
         rolled = jnp.concatenate([self.amax_history[1:], last]).at[0].set(0.0)
-        return dataclasses.replace(self, scale=jnp.where(_positive(most), scale, jnp.where(self.scale == 0, 1.0, self.scale)),
+        # Where no amax came, neither history nor scale changes.
+        return dataclasses.replace(self, scale=jnp.where((last != 0) & _positive(most), scale, jnp.where(self.scale == 0, 1.0, self.scale)),
                                    amax_history=jnp.where(last != 0, rolled, self.amax_history))
+
+    def read(self) -> "Quantizer":
+        """A quantiser whose state is in FP32, where accumulating() gave it a dtype of its own."""
+        if not self.delayed or not jax.dtypes.issubdtype(self.scale.dtype, jax.dtypes.extended):
+            return self
+        return dataclasses.replace(self, **dict(zip(("scale", "amax_history"), _joined.read((self.scale, self.amax_history)))))
 
 
 jax.tree_util.register_dataclass(Quantizer, data_fields=["scale", "amax_history"], meta_fields=[
@@ -120,6 +130,10 @@ class QuantizerSet:
     @property
     def active(self) -> bool:
         return self.x is not None
+
+    def read(self) -> "QuantizerSet":
+        """Each is Quantizer.read()'s."""
+        return dataclasses.replace(self, x=self.x.read(), kernel=self.kernel.read(), dgrad=self.dgrad.read()) if self.active else self
 
 
 jax.tree_util.register_dataclass(QuantizerSet, data_fields=["x", "kernel", "dgrad"], meta_fields=["split_accumulator"])
@@ -210,6 +224,17 @@ def get_global_quantize_recipe() -> Optional[recipes.Recipe]:
     return None if entered is None else entered.recipe
 
 
+def _check_enabled(function: str, argument: str, enabled: Any) -> None:
+    """TypeError for what is no bool, a recipe above all, which would count as true and leave another one to compute."""
+    if isinstance(enabled, (bool, np.bool_)):
+        return
+    kind = enabled if isinstance(enabled, type) else type(enabled)
+    if issubclass(kind, recipes.Recipe):
+        raise TypeError(f"te_fl.jax: {function}(enabled={kind.__name__}(..)): enabled is True or False; a recipe is given by name: "
+                        f"{function}(enabled=True, {argument}={kind.__name__}(..))")
+    raise TypeError(f"te_fl.jax: {function}(enabled={enabled!r}): enabled is True or False")
+
+
 @contextlib.contextmanager
 def autocast(enabled: bool = False, recipe: Optional[recipes.Recipe] = None,
              mesh_resource: Optional[sharding.MeshResource] = None) -> Iterator[None]:
@@ -217,6 +242,7 @@ def autocast(enabled: bool = False, recipe: Optional[recipes.Recipe] = None,
 
     A function that is already compiled is traced again when it is called under another recipe or mesh resource.
     """
+    _check_enabled("autocast", "recipe", enabled)
     chosen = (recipe if recipe is not None else recipes.DelayedScaling()) if enabled else None
     if chosen is not None:
         _check(chosen)
@@ -227,6 +253,7 @@ def autocast(enabled: bool = False, recipe: Optional[recipes.Recipe] = None,
 def fp8_autocast(enabled: bool = False, fp8_recipe: Optional[recipes.Recipe] = None,
                  mesh_resource: Optional[sharding.MeshResource] = None):
     """The older name of autocast."""
+    _check_enabled("fp8_autocast", "fp8_recipe", enabled)
     warnings.warn("fp8_autocast is the older name of autocast(enabled=.., recipe=.., mesh_resource=..)", DeprecationWarning, stacklevel=2)
     return autocast(enabled, fp8_recipe, mesh_resource)
 

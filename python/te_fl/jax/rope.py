@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Tuple
 
 import jax
@@ -29,9 +28,11 @@ def rotary_pos_emb(x: jax.Array, windows: Tuple[int, int], transpose_batch_seque
     return _rope(x, angles[:, None, None, :], "sbhd" if transpose_batch_sequence else "bshd", interleaved)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _rope(x, freqs, layout, interleaved):
+def _forward(x, freqs, layout, interleaved):
     return ops.fused_rope_forward(input=x, freqs=freqs, layout=layout, interleaved=interleaved)
+
+
+_rope = jax.custom_vjp(_forward, nondiff_argnums=(2, 3))
 
 
 def _rope_bwd(layout, interleaved, kept, grad):
@@ -39,4 +40,4 @@ def _rope_bwd(layout, interleaved, kept, grad):
     return lies.put((ops.fused_rope_backward(input=grad, freqs=freqs, layout=layout, interleaved=interleaved), jnp.zeros_like(freqs)))
 
 
-_rope.defvjp(lambda x, freqs, layout, interleaved: (_rope(x, freqs, layout, interleaved), (freqs, Layout.of((x, freqs)))), _rope_bwd)
+_rope.defvjp(lambda x, freqs, layout, interleaved: (_forward(x, freqs, layout, interleaved), (freqs, Layout.of((x, freqs)))), _rope_bwd)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import sys
-from typing import Any, Dict, Iterator, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence, Tuple, Union
 
 import jax
 from jax.interpreters import pxla
@@ -17,6 +17,7 @@ MeshAxes = Optional[Union[str, Tuple[str, ...]]]
 BATCH_AXES = "nvte_batch"
 SEQLEN_AXES = "nvte_seqlen"
 SEQLEN_TP_AXES = "nvte_seqlen_tp"
+SEQLEN_CP_AXES = "nvte_seqlen_cp"
 HEAD_AXES = "nvte_head"
 HIDDEN_AXES = "nvte_hidden"
 HIDDEN_TP_AXES = "nvte_hidden_tp"
@@ -30,7 +31,8 @@ W_JOINED_AXES = "nvte_w_joined"
 @dataclasses.dataclass(unsafe_hash=True)
 class MeshResource:
     """Names of mesh axes: of data (dp), tensor (tp), tensor with sequence (tpsp) and fully sharded data parallelism (fsdp), and of pipeline
-    stages (pp), over which nothing is laid out and no amax is reduced. Not more than one of tp and tpsp has more than one device."""
+    stages (pp), over which nothing is laid out and no amax is reduced. Not more than one of tp and tpsp has more than one device. Those of context
+    (cp) and expert parallelism (ep), which te_fl.jax has not, have one."""
 
     dp_resource: Optional[str] = None
     tp_resource: Optional[str] = None
@@ -39,12 +41,6 @@ class MeshResource:
     pp_resource: Optional[str] = None
     cp_resource: Optional[str] = None
     ep_resource: Optional[str] = None
-
-    def __post_init__(self):
-        for name in ("cp_resource", "ep_resource"):
-            if getattr(self, name) is not None:
-                raise NotImplementedError(f"te_fl.jax: MeshResource({name}={getattr(self, name)!r}) is not served; it has dp_resource, "
-                                          "tp_resource, tpsp_resource, fsdp_resource and pp_resource")
 
     def axes(self) -> Tuple[str, ...]:
         """The axes that cut arrays, each once: all but that of pipeline stages."""
@@ -84,16 +80,32 @@ def current_mesh() -> Any:
     return None if physical.empty else physical
 
 
+def _size(mesh: Any, who: str, argument: str, axis: str) -> int:
+    """The number of devices of an axis of the mesh; ValueError for one that it has not."""
+    if axis not in mesh.shape:
+        has = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
+        raise ValueError(f"te_fl.jax: {who} names no axis of the mesh, which has {has}; name one of these, leave {argument} out, or set a mesh that has the "
+                         "axis")
+    return mesh.shape[axis]
+
+
+def axis_size(argument: str, axis: str) -> int:
+    """The number of devices of an axis that an argument names; 1 where there is no mesh."""
+    mesh = current_mesh()
+    return 1 if mesh is None else _size(mesh, f"{argument}={axis!r}", argument, axis)
+
+
 def _sizes(resource: MeshResource, mesh: Any) -> Dict[str, int]:
-    """The number of devices of each resource, 1 for one that is not given. ValueError for axes that the mesh has not, and for tp beside tpsp."""
+    """The number of devices of each resource, 1 for one that is not given. ValueError for axes that the mesh has not, and for tp beside tpsp;
+    NotImplementedError for cp and ep on several devices."""
     sizes = {}
     for field in dataclasses.fields(resource):
         axis = getattr(resource, field.name)
-        if axis is not None and axis not in mesh.shape:
-            has = ", ".join(f"{name!r} ({size})" for name, size in mesh.shape.items())
-            raise ValueError(f"te_fl.jax: MeshResource({field.name}={axis!r}) names no axis of the mesh, which has {has}; name one of these, leave "
-                             f"{field.name} out, or set a mesh that has the axis")
-        sizes[field.name] = 1 if axis is None else mesh.shape[axis]
+        sizes[field.name] = 1 if axis is None else _size(mesh, f"MeshResource({field.name}={axis!r})", field.name, axis)
+    for name in ("cp_resource", "ep_resource"):
+        if sizes[name] > 1:
+            raise NotImplementedError(f"te_fl.jax: MeshResource({name}={getattr(resource, name)!r}) is not served over {sizes[name]} devices, only on a mesh "
+                                      "axis of one; it has dp_resource, tp_resource, tpsp_resource, fsdp_resource and pp_resource")
     if sizes["tp_resource"] > 1 and sizes["tpsp_resource"] > 1:
         raise ValueError(f"te_fl.jax: MeshResource(tp_resource={resource.tp_resource!r}, tpsp_resource={resource.tpsp_resource!r}) has "
                          f"{sizes['tp_resource']} and {sizes['tpsp_resource']} devices; give one of the two: tpsp_resource cuts sequences as well")
@@ -125,6 +137,7 @@ def get_sharding_map_logic_axis_to_mesh_axis() -> Dict[str, MeshAxes]:
         BATCH_AXES: batch,
         SEQLEN_AXES: None,
         SEQLEN_TP_AXES: resource.tpsp_resource,
+        SEQLEN_CP_AXES: resource.cp_resource,
         HEAD_AXES: tensor,
         HIDDEN_AXES: None,
         HIDDEN_TP_AXES: tensor,
@@ -196,3 +209,97 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, logical_axis_names: O
     if explicit is not None:
         x = jax.sharding.reshard(x, NamedSharding(mesh, explicit))
     return x if automatic is None else jax.lax.with_sharding_constraint(x, automatic)
+
+
+def with_sharding_constraint(x: jax.Array, pspec: Optional[PartitionSpec]) -> jax.Array:
+    """x, laid out so over the axes that no shard_map has cut; the same x without a mesh."""
+    mesh = current_mesh()
+    if pspec is None or mesh is None:
+        return x
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    dims = [tuple(axis for axis in flat_axes([axes]) if axis not in manual) or None for axes in pspec]
+    if not any(dims):
+        return x
+    cleaned = PartitionSpec(*dims)
+    if AxisType.Explicit in (dict(zip(mesh.axis_names, mesh.axis_types))[axis] for axis in flat_axes(dims)):
+        return jax.sharding.reshard(x, NamedSharding(mesh, cleaned))
+    return jax.lax.with_sharding_constraint(x, cleaned)
+
+
+def is_mesh_available() -> bool:
+    return current_mesh() is not None
+
+
+def get_all_mesh_axes() -> Tuple[str, ...]:
+    mesh = current_mesh()
+    return () if mesh is None else tuple(mesh.axis_names)
+
+
+def num_of_devices() -> int:
+    return jax.device_count()
+
+
+def get_num_devices_in_mesh(mesh: Any = None) -> int:
+    mesh = current_mesh() if mesh is None else mesh
+    return 1 if mesh is None else math.prod(mesh.shape.values())
+
+
+def get_mesh_axis_size(axis: Optional[str], mesh: Any = None) -> int:
+    """The number of devices of an axis; 1 for None. ValueError for one that the mesh has not."""
+    mesh = current_mesh() if mesh is None else mesh
+    if axis is None:
+        return 1
+    if mesh is None:
+        raise ValueError(f"te_fl.jax: there is no mesh that could have the axis {axis!r}; set one with jax.set_mesh(mesh)")
+    return _size(mesh, f"axis={axis!r}", "axis", axis)
+
+
+def get_mesh_axis_rank(axis: str, mesh: Any = None) -> Union[int, jax.Array]:
+    """The index along an axis of the device that computes, inside shard_map; 0 without a mesh."""
+    if mesh is None:
+        return 0
+    _size(mesh, f"axis={axis!r}", "axis", axis)
+    return jax.lax.axis_index(axis)
+
+
+def get_active_resource_axis(resource_name: str) -> Optional[str]:
+    """The axis of a field of MeshResource, where it has more than one device of the mesh; else None."""
+    axis, mesh = getattr(global_mesh_resource(), resource_name), current_mesh()
+    return None if axis is None or mesh is None or get_mesh_axis_size(axis, mesh) == 1 else axis
+
+
+def tpsp_axis_size() -> int:
+    return get_mesh_axis_size(global_mesh_resource().tpsp_resource)
+
+
+def dp_or_fsdp_axis_size() -> int:
+    dp = get_mesh_axis_size(global_mesh_resource().dp_resource)
+    return dp if dp > 1 else get_mesh_axis_size(global_mesh_resource().fsdp_resource)
+
+
+def ep_axis_size() -> int:
+    return get_mesh_axis_size(global_mesh_resource().ep_resource)
+
+
+def lax_paral_op(x: jax.Array, ops: Callable, mesh_resource: Optional[str], mesh: Any, **kwargs: Any) -> jax.Array:
+    """ops(x, axis), as of jax.lax.psum, inside shard_map; x without an axis."""
+    if mesh_resource is None:
+        return x
+    _size(mesh, f"mesh_resource={mesh_resource!r}", "mesh_resource", mesh_resource)
+    return ops(x, mesh_resource, **kwargs)
+
+
+def all_reduce_sum_along_dp_fsdp(x: jax.Array, mesh: Any) -> jax.Array:
+    resource = global_mesh_resource()
+    return lax_paral_op(lax_paral_op(x, jax.lax.psum, resource.dp_resource, mesh), jax.lax.psum, resource.fsdp_resource, mesh)
+
+
+def all_reduce_sum_along_dp_fsdp_tpsp(x: jax.Array, mesh: Any) -> jax.Array:
+    return all_reduce_sum_along_dp_fsdp(lax_paral_op(x, jax.lax.psum, global_mesh_resource().tpsp_resource, mesh), mesh)
+
+
+def all_reduce_max_along_all_axes_except_PP(x: jax.Array, mesh: Any) -> jax.Array:
+    for axis in get_all_mesh_axes():
+        if axis != global_mesh_resource().pp_resource:
+            x = lax_paral_op(x, jax.lax.pmax, axis, mesh)
+    return x

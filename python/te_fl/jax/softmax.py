@@ -47,7 +47,7 @@ def _forward(logits, mask, scale, kind):
         return ops.scaled_softmax_forward(input=logits, scale=scale)
     if kind is SoftmaxFusionType.SCALED_MASKED:
         return ops.scaled_masked_softmax_forward(input=logits, mask=mask, scale=scale)
-    flat = logits.reshape(-1, *logits.shape[2:])
+    flat = logits.reshape(logits.shape[0] * logits.shape[1], *logits.shape[2:])
     return ops.scaled_upper_triang_masked_softmax_forward(input=flat, scale=scale).reshape(logits.shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import numbers
 import operator
 from typing import Any, Callable, Iterable, Mapping, Optional, Sequence, Tuple, Union
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from te_fl.errors import did_you_mean
 from te_fl.jax.activation import activation, canonicalize_activation, nearest
 from te_fl.jax.attention import AttnSoftmaxType
 from te_fl.jax.dense import dense
@@ -43,6 +45,30 @@ def check_sizes(module: nn.Module, **sizes: Any) -> None:
         for one in as_tuple(value):
             if isinstance(one, bool) or not isinstance(one, numbers.Integral) or one < 1:
                 raise ValueError(f"{type(module).__name__}({name}={value!r}): it is a whole number of elements, 1 or more")
+
+
+def _named(function: Callable, what: str) -> Callable:
+    """The function of a module; TypeError with the nearest name for a keyword that it has not."""
+    known = {name: p.kind for name, p in inspect.signature(function).parameters.items() if name != "self"}
+
+    @functools.wraps(function)
+    def named(self, *args: Any, **kwargs: Any) -> Any:
+        wrong = next((name for name in kwargs if name not in known), None)
+        if wrong is not None and inspect.Parameter.VAR_KEYWORD not in known.values():
+            raise TypeError(f"{type(self).__name__}{what}() has no argument {wrong!r}{did_you_mean(wrong, known)}; it takes {', '.join(known)}")
+        return function(self, *args, **kwargs)
+
+    return named
+
+
+class Module(nn.Module):
+    """The base of te-fl's modules, and of a program's that derive from them."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "__call__" in vars(cls):
+            cls.__call__ = _named(vars(cls)["__call__"], ".__call__")
+        super().__init_subclass__(**kwargs)
+        cls.__init__ = _named(cls.__init__, "")
 
 
 _FLAX = tuple(n for n in dir(nn.activation) if n.islower() and not n.startswith("_") and callable(getattr(nn.activation, n)) and n != "compact")
@@ -105,7 +131,7 @@ def dropout(x: jax.Array, rate: float, dims: Sequence[int], rng_name: str, deter
     return (x * module(jnp.ones(x.shape, jnp.float32), deterministic=False)).astype(x.dtype)
 
 
-class Softmax(nn.Module):
+class Softmax(Module):
     """Scaled softmax of scores [batch, heads, queries, keys]."""
 
     scale_factor: float = 1.0
@@ -123,7 +149,7 @@ class Softmax(nn.Module):
         return softmax(logits, mask if masked else None, self.scale_factor, self.softmax_fusion_type)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(Module):
     """Layer or RMS normalisation over the last dimension."""
 
     epsilon: float = 1e-6
@@ -142,7 +168,7 @@ class LayerNorm(nn.Module):
         return layernorm(x, scale, bias, self.layernorm_type, self.zero_centered_gamma, self.epsilon)
 
 
-class TransformerEngineBase(nn.Module):
+class TransformerEngineBase(Module):
     """Shared by modules with products: their quantisers, whose state is in the collection "fp8_metas"."""
 
     def generate_quantizer_set(self, postfix: str = "", variable_collection: Optional[str] = None,

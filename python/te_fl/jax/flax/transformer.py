@@ -13,9 +13,8 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
 from te_fl.jax.attention import (AttnBiasType, AttnSoftmaxType, QKVLayout, SequenceDescriptor, canonicalize_attn_mask_type, fused_attn)
-from te_fl.jax.flax.module import (DenseGeneral, Initializer, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, check_activations,
+from te_fl.jax.flax.module import (DenseGeneral, Initializer, LayerNorm, LayerNormDenseGeneral, LayerNormMLP, Module, check_activations,
                                      check_sizes, default_kernel_init, dropout, refuse)
-from te_fl.jax.quantize import random_state
 from te_fl.jax.rope import rotary_pos_emb
 from te_fl.jax.sharding import (BATCH_AXES, HEAD_AXES, HIDDEN_AXES, HIDDEN_TP_AXES, SEQLEN_AXES, SEQLEN_TP_AXES, W_FSDP_AXES, W_JOINED_AXES,
                                 W_NO_SHARD_AXES, W_TP_AXES, get_sharding_map_logic_axis_to_mesh_axis, with_sharding_constraint_by_logical_axes)
@@ -60,7 +59,7 @@ def check_heads(module: nn.Module) -> None:
         raise ValueError(f"num_attention_heads {heads} is not a multiple of num_gqa_groups {groups}")
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(Module):
     """softmax(q k^T scale + bias, masked) v. The softmax is always summed in FP32, whatever float32_logits says."""
 
     head_dim: int
@@ -110,15 +109,14 @@ class DotProductAttention(nn.Module):
                                 (1, self.num_attention_heads, 1, 1), jnp.float32)
         seed = None
         if self.attention_dropout > 0 and not deterministic:
-            seed = random_state(self.make_rng(self.dropout_rng_name))
+            seed = self.make_rng(self.dropout_rng_name)
         layout = self.qkv_layout.upper()
         if layout not in QKVLayout.__members__:
             raise ValueError(f"qkv_layout is {self.qkv_layout!r}; it is one of {', '.join(known.value for known in QKVLayout)}")
-        strategy = self.context_parallel_strategy.upper()
         out = fused_attn((query, key, value), bias, mask if sequence_descriptor is None else sequence_descriptor, seed, bias_type,
                          canonicalize_attn_mask_type(self.attn_mask_type), QKVLayout[layout], softmax_type,
                          1.0 / math.sqrt(self.head_dim) if self.scale_factor is None else self.scale_factor, self.attention_dropout,
-                         not deterministic, self.max_segments_per_seq, self.window_size, None if strategy == "DEFAULT" else strategy,
+                         not deterministic, self.max_segments_per_seq, self.window_size, self.context_parallel_strategy,
                          self.context_parallel_causal_load_balanced, self.context_parallel_axis, softmax_offset=offset,
                          score_mod=self.score_mod, score_mod_bprop=self.score_mod_bprop, score_mod_tensors=score_mod_tensors,
                          score_mod_bprop_tensors=score_mod_bprop_tensors, return_max_logit=self.return_max_logit,
@@ -126,7 +124,7 @@ class DotProductAttention(nn.Module):
         return checkpoint_name(out, self.context_checkpoint_name)
 
 
-class MultiHeadAttention(nn.Module):
+class MultiHeadAttention(Module):
     """Projections of q, k and v, attention, and the projection of its result. Returns that, and the norm's result or None."""
 
     head_dim: int
@@ -255,14 +253,14 @@ class MultiHeadAttention(nn.Module):
             window_size=self.window_size, softmax_type=self.softmax_type, score_mod=self.score_mod, score_mod_bprop=self.score_mod_bprop)(
                 query, key, value, mask, bias, deterministic=deterministic, score_mod_tensors=score_mod_tensors,
                 score_mod_bprop_tensors=score_mod_bprop_tensors)
-        x = with_sharding_constraint_by_logical_axes(x.reshape(*x.shape[:2], -1), (*leading, HIDDEN_TP_AXES))
+        x = with_sharding_constraint_by_logical_axes(x.reshape(*x.shape[:2], x.shape[2] * x.shape[3]), (*leading, HIDDEN_TP_AXES))
         shared = {**self._shared(), "enable_low_rank_adaptation": _lora_scope(self.low_rank_adaptation_scope)[1]}
         out = DenseGeneral(features=inputs_q.shape[-1], kernel_init=self._kernel_init(), kernel_axes=(W_TP_AXES, W_FSDP_AXES),
                            bias_axes=(W_NO_SHARD_AXES,), name="out", **shared)(x)
         return checkpoint_name(out, "out_proj"), norm
 
 
-class RelativePositionBiases(nn.Module):
+class RelativePositionBiases(Module):
     """T5's bias of scores by the distance of query and key: [1, heads, queries, keys]."""
 
     num_buckets: int
@@ -292,7 +290,7 @@ class TransformerLayerType(Enum):
     DECODER = "decoder"
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(Module):
     """Attention and an MLP with their residual branches; a decoder also attends to the encoder's result."""
 
     hidden_size: int = 512

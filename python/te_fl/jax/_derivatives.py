@@ -1,0 +1,46 @@
+"""The error where JAX asks an op for a derivative: the functions of te_fl.jax have first ones in reverse mode, and ops by themselves none."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable
+
+import jax
+
+from te_fl.errors import Unsupported
+
+_FUNCTIONS = {
+    "activation.activation": "gelu silu relu qgelu srelu geglu swiglu reglu qgeglu sreglu glu clamped_swiglu dgelu dsilu drelu dqgelu dsrelu dgeglu "
+                             "dswiglu dreglu dqgeglu dsreglu dglu clamped_dswiglu",
+    "attention.fused_attn": "fused_attn_fwd fused_attn_bwd",
+    "dense.dense": "generic_gemm quantize",
+    "layernorm.layernorm": "layernorm_fwd layernorm_bwd rmsnorm_fwd rmsnorm_bwd",
+    "rope.rotary_pos_emb": "fused_rope_forward fused_rope_backward",
+    "softmax.softmax": "scaled_softmax_forward scaled_softmax_backward scaled_masked_softmax_forward scaled_masked_softmax_backward "
+                       "scaled_upper_triang_masked_softmax_forward scaled_upper_triang_masked_softmax_backward",
+}
+
+
+def _refuse(op: str) -> None:
+    function = next((name for name, ops in _FUNCTIONS.items() if op in ops.split()), None)
+    if function is None:
+        raise Unsupported(f"te_fl.jax: the op {op} has no derivative, and no function of te_fl.jax has one of it; make one of te_fl.jax.ops.{op} and the op "
+                          "of its gradient (docs/ops.md) with jax.custom_vjp, or compute this part in jax.numpy")
+    raise Unsupported(f"te_fl.jax: the op {op} has no derivative of its own; te_fl.jax.{function} has a first one, in reverse mode (jax.grad, jax.vjp). For a "
+                      "second one, or forward mode (jax.hessian, jax.jacfwd), compute this part in jax.numpy, or give it a rule with jax.custom_jvp")
+
+
+def underived(op: str, function: Callable) -> Callable:
+    """The function, whose derivative is an error that names the op, where JAX's own would name its primitive."""
+    def call(*arrays: jax.Array) -> Any:
+        if not any(isinstance(array, jax.core.Tracer) for array in arrays):
+            return function(*arrays)
+        wrapped = jax.custom_jvp(function)
+        wrapped.defjvp(functools.partial(_rule, op))
+        return wrapped(*arrays)
+
+    return call
+
+
+def _rule(op: str, primals: Any, tangents: Any) -> None:
+    _refuse(op)

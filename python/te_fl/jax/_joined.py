@@ -1,0 +1,96 @@
+"""States of delayed scaling that several uses share: what JAX, or a program, adds up of their gradients becomes the state after one step over all."""
+
+from __future__ import annotations
+
+from typing import Any, Tuple
+
+import jax
+import jax.numpy as jnp
+
+
+def _joining() -> Any:
+    """Flax's dtype whose values are numbers of FP32 and whose sum, where JAX adds up gradients, is their maximum; its zero is -inf."""
+    try:
+        from flax.linen.fp8_ops import fm32
+    except ImportError as error:
+        raise ModuleNotFoundError("te_fl.jax.quantize.accumulating() needs Flax, whose dtype fm32 it takes: pip install flax; or give each use of a "
+                                  "product a state of its own", name="flax") from error
+    return fm32
+
+
+# A gradient of accumulating()'s states is the pair of -scale and history, so that the maximum keeps the smallest scale and the largest amaxes:
+# those that a step over all the uses would have left. A use that left the state as it was, or that the loss does not depend on, is -inf.
+@jax.custom_vjp
+def _join(state: Tuple[jax.Array, jax.Array]) -> Tuple[jax.Array, jax.Array]:
+    return tuple(jax.lax.convert_element_type(array, _joining()) for array in state)
+
+
+def _join_bwd(state, grads):
+    negative, history = (jax.lax.convert_element_type(grad, jnp.float32) for grad in grads)
+    changed = negative != -jnp.inf
+    return ((jnp.where(changed, -negative, state[0]), jnp.where(changed, history, state[1])),)
+
+
+_join.defvjp(lambda state: (_join(state), state), _join_bwd)
+
+
+@jax.custom_vjp
+def read(state: Tuple[jax.Array, jax.Array]) -> Tuple[jax.Array, jax.Array]:
+    """Scale and history of accumulating() in FP32, as a product reads them."""
+    return tuple(jax.lax.convert_element_type(array, jnp.float32) for array in state)
+
+
+def _read_fwd(state):
+    found = read(state)
+    return found, found
+
+
+def _changed(before: Tuple[jax.Array, jax.Array], after: Tuple[jax.Array, jax.Array]) -> jax.Array:
+    """True where a state, scale [.., 1] and history [.., length], is another one than before and not that of a product that was not used."""
+    return (after[0] != 0) & ((after[0] != before[0]) | jnp.any(after[1] != before[1], axis=-1, keepdims=True))
+
+
+def _read_bwd(before, after):
+    changed = _changed(before, after)
+    if not isinstance(changed, jax.core.Tracer):
+        raise NotImplementedError("te_fl.jax.quantize.accumulating(): JAX adds up gradients of this dtype in a program alone; put the gradient under jax.jit")
+    return (tuple(jax.lax.convert_element_type(jnp.where(changed, value, -jnp.inf), _joining()) for value in (-after[0], after[1])),)
+
+
+read.defvjp(_read_fwd, _read_bwd)
+
+
+def _states(tree: Any) -> Tuple[list, Any, list]:
+    """The leaves of a tree, its structure, and the places of each delayed scaling's scale and history among the leaves."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = {(path[:-1], getattr(path[-1], "key", getattr(path[-1], "name", None))): i for i, (path, _) in enumerate(paths) if path}
+    pairs = [(i, names[(above, name.removesuffix("scale") + "amax_history")]) for (above, name), i in names.items()
+             if isinstance(name, str) and name.endswith("scale") and (above, name.removesuffix("scale") + "amax_history") in names]
+    return [leaf for _, leaf in paths], structure, pairs
+
+
+def accumulating(variables: Any) -> Any:
+    """Variables, or quantisers, for a loss that uses these several times: microbatches in a scan, or a layer that is called twice.
+
+    JAX adds up the gradients of uses. Of the states of delayed scaling that this returns the sum is the state that one step over all the uses
+    would have left: the largest amaxes and the scale that follows from them. Call it once inside the function that is differentiated, under jit.
+    """
+    leaves, structure, pairs = _states(variables)
+    for scale, history in pairs:
+        if leaves[scale].dtype == jnp.float32:
+            leaves[scale], leaves[history] = _join((leaves[scale], leaves[history]))
+    return jax.tree.unflatten(structure, leaves)
+
+
+def add_gradients(total: Any, grads: Any, variables: Any) -> Any:
+    """The sum of two gradients with respect to `variables`, of microbatches that began from the same state. The states of delayed scaling
+    become the one that a step over both would have left, and are not to be divided by the number of microbatches."""
+    leaves, structure, pairs = _states(variables)
+    first, second = structure.flatten_up_to(total), structure.flatten_up_to(grads)
+    made = [a if getattr(a, "dtype", None) == jax.dtypes.float0 else a + b for a, b in zip(first, second)]
+    for scale, history in pairs:
+        changed = [_changed((leaves[scale], leaves[history]), (side[scale], side[history])) for side in (first, second)]
+        for place, lowest, join in ((scale, jnp.inf, jnp.minimum), (history, -jnp.inf, jnp.maximum)):
+            joined = join(*[jnp.where(one, side[place], lowest) for one, side in zip(changed, (first, second))])
+            made[place] = jnp.where(changed[0] | changed[1], joined, leaves[place])
+    return jax.tree.unflatten(structure, made)
