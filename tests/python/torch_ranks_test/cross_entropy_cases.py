@@ -42,6 +42,29 @@ def losses():
     return results
 
 
+def extreme_logits():
+    """By case: the loss and this rank's gradient of rows that are ignored, among others, and PyTorch's. Infinite and huge logits and those that are
+    no numbers stand in ignored rows, on one rank or on all."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    results = {}
+    for dtype, value, everywhere, smoothing, overwrite in itertools.product(DTYPES, (torch.inf, -torch.inf, torch.nan, 6e4, -6e4), (False, True),
+                                                                             (0.0, 0.1), (False, True)):
+        torch.manual_seed(1)
+        whole, targets, grad = torch.randn(*SHAPE, VOCABULARY), torch.randint(0, VOCABULARY, SHAPE), torch.randn(SHAPE)
+        targets[0, :2], targets[2, 2], grad[2, 2] = -100, -100, torch.inf
+        whole[0, :2, slice(None) if everywhere else 3], whole[2, 2, -1] = value, value
+        logits = whole.to(dtype)
+        got = of(logits.chunk(ranks, -1)[rank], targets, grad, label_smoothing=smoothing, dist_process_group=dist.group.WORLD, ignore_idx=-100,
+                 overwrite_input=overwrite)
+        exact = logits.double().requires_grad_()
+        kept = targets.flatten() != -100
+        loss = torch.zeros(kept.shape, dtype=torch.float64)
+        loss[kept] = torch.nn.functional.cross_entropy(exact.flatten(0, 1)[kept], targets.flatten()[kept], label_smoothing=smoothing, reduction="none")
+        loss.backward(torch.where(kept, grad.flatten(), 0).double())
+        results[str(dtype), value, everywhere, smoothing, overwrite] = *got, loss.detach().view(SHAPE), exact.grad.chunk(ranks, -1)[rank]
+    return results
+
+
 def all_ignored():
     logits = torch.randn(2, 2, 8)
     return of(logits, torch.full((2, 2), -100), None, reduce_loss=True, dist_process_group=dist.group.WORLD)

@@ -20,6 +20,16 @@ class CrossEntropy(unittest.TestCase):
                 self.assertLess((loss - want_loss).abs().max(), 1e-5 * want_loss.abs().max(), name)
                 self.assertLess((grad - want_grad).abs().max(), ROUNDING[name[0]] * want_grad.abs().max(), name)
 
+    def test_extreme_logits_of_ignored_rows(self):
+        for results in on_ranks(cases.extreme_logits):
+            self.assertEqual(len(results), 120)
+            for name, (loss, grad, want_loss, want_grad) in results.items():
+                with self.subTest(name):
+                    ignored = want_grad.abs().amax(-1) == 0
+                    self.assertEqual((int(ignored.sum()), grad[ignored].abs().max().item(), loss[ignored].abs().max().item()), (3, 0, 0))
+                    self.assertLess((loss - want_loss).abs().max(), 1e-5 * want_loss.abs().max())
+                    self.assertLess((grad - want_grad).abs().max(), ROUNDING[name[0]] * want_grad.abs().max())
+
     def test_no_target(self):
         for loss, grad in on_ranks(cases.all_ignored):
             self.assertEqual((loss.item(), grad.abs().max().item()), (0, 0))

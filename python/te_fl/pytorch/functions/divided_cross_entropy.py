@@ -57,14 +57,15 @@ def _of_all_ranks(logits: torch.Tensor, targets: torch.Tensor, smooths: bool, gr
 
 
 def _write_gradient(grad: torch.Tensor, logits: torch.Tensor, lse: torch.Tensor, column: torch.Tensor, at_target: torch.Tensor,
-                    rest: torch.Tensor, factor: torch.Tensor) -> None:
-    """grad [rows, columns] = factor (exp(logits - lse) - rest), less factor at_target in each row's column; grad may be the logits' memory."""
+                    rest: torch.Tensor, factor: torch.Tensor, ignored: torch.Tensor) -> None:
+    """grad [rows, columns] = factor (exp(logits - lse) - rest), less factor at_target in each row's column, and zeros in ignored rows, whatever
+    their logits are: an infinite one has no exponential that a factor of 0 would make 0. grad may be the logits' memory."""
     rows = max(1, _CHUNK // max(1, logits.shape[1]))
     for at in range(0, logits.shape[0], rows):
         part = slice(at, at + rows)
         values = logits[part].float().sub_(lse[part, None]).exp_().sub_(rest)
         values.scatter_add_(1, column[part, None], -at_target[part, None])
-        grad[part] = values.mul_(factor[part, None])
+        grad[part] = values.mul_(factor[part, None]).masked_fill_(ignored[part, None], 0)
 
 
 class _Loss(torch.autograd.Function):
@@ -91,10 +92,10 @@ class _Loss(torch.autograd.Function):
         columns = logits.shape[-1]
         column, own = _own_columns(targets, columns, group)
         grad = logits.detach() if overwrite else torch.empty_like(logits)
-        factor = torch.where(targets == ignore_index, 0.0, grad_loss.float())
-        rest = torch.tensor(label_smoothing / (columns * collectives.size_of(group)), device=logits.device)
+        ignored = targets == ignore_index
+        rest = torch.tensor(label_smoothing / (columns * collectives.size_of(group)), dtype=torch.float32, device=logits.device)
         _write_gradient(grad.view(-1, columns), logits.detach().view(-1, columns), lse.view(-1), column.view(-1),
-                        own.view(-1) * (1.0 - label_smoothing), rest, factor.reshape(-1))
+                        own.view(-1).float() * (1.0 - label_smoothing), rest, grad_loss.float().reshape(-1), ignored.view(-1))
         if overwrite:
             torch.autograd.graph.increment_version(logits)
         return grad, None, None, None, None, None
