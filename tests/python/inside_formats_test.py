@@ -1,6 +1,7 @@
 """MXFP8 and NVFP4 tensors of NVIDIA's package on te-fl, to the bit against the definitions of the formats (docs/numerics.md), and NVFP4 as its
 recipe asks for it against the package's own reference."""
 
+import functools
 import itertools
 import pathlib
 import subprocess
@@ -300,6 +301,39 @@ class Recipe(unittest.TestCase):
             again = NVFP4Quantizer()(torch.zeros(32, 64, dtype=torch.bfloat16))
             NVFP4Quantizer(**options).update_quantized(x, again)  # A tensor becomes what its last quantizer makes.
             self.assertTrue(torch.equal(again.dequantize(), qx.dequantize()))
+
+    def test_values_beside_the_finite(self):
+        """An infinity makes the amax infinite, and a NaN is the largest code of its block; neither reaches another value."""
+        x = torch.randn(32, 64).bfloat16()
+        x[0, 0], x[0, 16:32], x[0, 32:48], x[17, 3] = float("inf"), 0, 1e-30, float("nan")
+        wide = torch.cat((torch.full((32, 16), 3e38), torch.full((32, 16), 1e-38), torch.zeros(32, 32)), 1)
+        formats = [{}, dict(row_scaled_nvfp4=True), dict(nvfp4_use_4over6=True), dict(nvfp4_use_4over6=True, nvfp4_e4m3_max=256),
+                   dict(with_2d_quantization=True), dict(stochastic_rounding=True)]
+        for options in formats:
+            got = NVFP4Quantizer(columnwise=False, **options)(x).dequantize(dtype=torch.float32)
+            self.assertTrue(got.isfinite().all(), options)
+            self.assertEqual(got[0, 16:32].count_nonzero(), 0)
+            got = NVFP4Quantizer(columnwise=False, **options)(wide).dequantize(dtype=torch.float32)
+            self.assertLess((got[:, :16] / 3e38 - 1).abs().max(), 0.2, options)
+            self.assertEqual(got[:, 16:].count_nonzero(), 0)
+
+    def test_gradients_of_nothing_are_zeros(self):
+        """The package multiplies the product of inputs without rows by their amaxes, which no kernel of such inputs writes."""
+        plain = dict(disable_rht=True, disable_stochastic_rounding=True)
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+        self.addCleanup(torch.use_deterministic_algorithms, before)
+        for recipe in (NVFP4BlockScaling(), NVFP4BlockScaling(**plain), NVFP4BlockScaling(row_scaled_activation=True, **plain),
+                       NVFP4BlockScaling(row_scaled_activation=True, disable_2d_quantization=True, **plain)):
+            for make, sections in ((te.Linear, ()), (te.LayerNormLinear, ()), (te.LayerNormMLP, ()), (functools.partial(te.GroupedLinear, 3), ([32, 0, 16],))):
+                module = make(64, 64, params_dtype=torch.bfloat16)
+                x = torch.randn(sum(*sections) if sections else 0, 64, dtype=torch.bfloat16, requires_grad=True)
+                with te.autocast(recipe=recipe):
+                    out = module(x, *sections)
+                out.float().sum().backward()
+                for name, parameter in module.named_parameters():
+                    self.assertTrue(parameter.grad.isfinite().all(), name)
+                    self.assertTrue(parameter.grad.count_nonzero() == 0 or name[-1] in "02", name)
 
     def test_recipes_of_them_train(self):
         torch.manual_seed(0)

@@ -4,6 +4,7 @@ ways, and what surrounds them: te.ops, checkpoint, quantised weights, offload, d
 import functools
 import math
 import os
+import sys
 import unittest
 
 import inside_package  # noqa: F401  (first: it brings the package in)
@@ -405,7 +406,7 @@ class Trouble(unittest.TestCase):
                 ("Epilogue requested outside of the available", square, rows, dict(bias=bias, grad=True, **split)),
                 ("Epilogue requested outside of the available", square, rows, dict(gelu=True, **split)),
                 ("an unsupported value or parameter was passed", square, rows, dict(gelu=True, gelu_in=x.float(), grad=True, output_dtype=tex.DType.kFloat32, **split)),
-                ("Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling supported", square, square, split),
+                ("Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling GEMM is supported", square, square, split),
                 ("leading dimension requirement", blocks(48, 56, 2), blocks(32, 56, 1), split),
                 ("outer dimension requirement", blocks(44, 64, 2), rows, split),
                 ("outer dimension requirement", square, blocks(31, 64, 1), split)):
@@ -423,6 +424,12 @@ class Trouble(unittest.TestCase):
         quantizer = te.Float8Quantizer(torch.ones(1), torch.zeros(1), tex.DType.kFloat8E4M3)
         empty = tex.quantize(torch.empty(0, 16), quantizer)
         self.assertEqual(tuple(empty.shape), (0, 16))
+        # A quantizer without an amax has a tensor without elements in its place.
+        x, codes = torch.randn(16, 16), quantizer(torch.zeros(16, 16))
+        for write in (lambda q: tex.quantize(x, q, codes), lambda q: q(x), lambda q: tex.split_quantize(x, [16], [q])[0], lambda q: tex.bgrad_quantize(x, q)[1],
+                      lambda q: tex.layernorm_fwd(x, torch.ones(16), torch.zeros(16), 1e-5, None, q, tex.DType.kFloat32, 0, False)[0]):
+            got, want = (write(te.Float8Quantizer(torch.full((1,), 2.0), amax, tex.DType.kFloat8E4M3))._data.clone() for amax in (torch.Tensor(), torch.zeros(1)))
+            self.assertTrue(torch.equal(got, want))
 
     def test_what_is_quantised_already_is_quantised_by_its_values(self):
         """The package hands such gradients on, as in attention that it emulates in FP8."""
@@ -478,6 +485,105 @@ class Host(unittest.TestCase):
             return x * torch.cuda.get_device_properties(x.device).major if x.is_cuda else x
 
         self.assertEqual(torch.compile(branch, fullgraph=True, backend="aot_eager")(torch.ones(2, device="cuda")).tolist(), [9.0] * 2)
+
+    def test_autocast_is_of_all_tensors(self):
+        """torch.autocast("cuda") rules PyTorch's own ops, by CUDA's table, of which this is a part for each of its rules."""
+        x, wide, linear = torch.randn(4, 4, device="cuda"), torch.randn(4, 4, device="cuda"), torch.nn.Linear(4, 4, device="cuda")
+        index, f = torch.zeros(4, 4, dtype=torch.int64), torch.nn.functional
+        for dtype in (BF16, torch.float16):
+            y = x.to(dtype)
+            results = {
+                "lower": lambda: (linear(x), torch.einsum("ij,jk->ik", x, x), x @ x, torch.mv(x, x[0]), torch.addr(x, x[0], x[0]),
+                                  torch.chain_matmul(x, x), f.scaled_dot_product_attention(*[x.view(1, 1, 4, 4)] * 3)),
+                "wide": lambda: (y.exp(), y.log(), y ** 2, 2 ** y, y ** y, y.softmax(-1), torch.log_softmax(y, -1), y.sum(), y.sum(0), y.cumsum(0),
+                                 y.prod(), y.norm(), y.norm(dim=1), y.norm(p=3, dim=1), f.layer_norm(y, (4,)), f.group_norm(y, 2), y.rsqrt(), f.softplus(y),
+                                 torch.linalg.vector_norm(y), torch.logsumexp(y, 0), f.mse_loss(y, y), f.cosine_similarity(y, y),
+                                 f.interpolate(y.view(1, 1, 4, 4), scale_factor=2), f.cross_entropy(y, index[0]), torch.renorm(y, 2, 0, 1.0)),
+                "widest": lambda: (torch.addcmul(y, wide, y), torch.atan2(y, wide), torch.dot(y[0], wide[0]), torch.scatter_add(y, 0, index, wide),
+                                   torch.tensordot(y, wide, 1), torch.cross(y[:, :3], wide[:, :3], dim=1), y.index_put((index[0],), wide)),
+                "as it is": lambda: (y + y, y.relu(), torch.addcmul(y, y, y), y.softmax(-1, dtype=dtype), y.sum(dtype=dtype), y.tanh(), f.gelu(y))}
+            wanted = {"lower": dtype, "wide": torch.float32, "widest": torch.float32, "as it is": dtype}
+            for device in ("cuda", "cpu"):
+                with torch.autocast(device, dtype=dtype):
+                    self.assertTrue(torch.is_autocast_enabled("cuda") and torch.is_autocast_enabled("cpu"))
+                    for rule, compute in results.items():
+                        for place, result in enumerate(compute()):
+                            self.assertEqual(result.dtype, wanted[rule], (device, rule, place))
+                    self.assertEqual(y.double().exp().dtype, torch.float64)
+                    self.assertEqual(torch.arange(3).sum().dtype, torch.int64)
+                    with torch.autocast("cuda", enabled=False):
+                        self.assertEqual((linear(x).dtype, y.exp().dtype), (torch.float32, dtype))
+                    self.assertEqual(linear(x).dtype, dtype)
+            self.assertEqual((linear(x).dtype, y.exp().dtype), (torch.float32, dtype))
+        self.assertEqual((torch.get_autocast_dtype("cuda"), torch.get_autocast_dtype("cpu")), (torch.float16, BF16))
+        self.assertEqual([torch.is_autocast_enabled(device) for device in ("cuda", "cpu")], [False] * 2)
+        with torch.autocast("cuda", dtype=BF16):
+            loss = linear(x).exp().sum()
+        loss.backward()
+        self.assertEqual(linear.weight.grad.dtype, torch.float32)
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float16)
+            def forward(ctx, x):
+                return x * x
+
+        with torch.autocast("cuda"):
+            self.assertEqual(Square.apply(x).dtype, torch.float16)
+
+    def test_names_of_cuda(self):
+        """Each of torch.cuda's modules has the answers under its own names too; classes are classes."""
+        modules = {m for name, m in sys.modules.items() if name.startswith("torch.cuda.") and not name.startswith("torch.cuda._")}
+        self.assertIn(torch.cuda.memory, modules)
+        for module in modules:
+            for name in set(getattr(module, "__all__", ())) & set(torch.cuda.__all__):
+                self.assertIs(getattr(module, name), getattr(torch.cuda, name), (module, name))
+        for name in "CUDAGraph Event ExternalStream MemPool Stream StreamContext device device_of graph FloatTensor".split():
+            self.assertIsInstance(getattr(torch.cuda, name), type, name)
+        self.assertIsInstance(None, torch.cuda.CUDAGraph | None)
+        self.assertIsInstance(torch.cuda.device(0), torch.cuda.device)
+        self.assertIsInstance(torch.cuda.stream(torch.cuda.Stream()), torch.cuda.StreamContext)
+        for refused in (torch.cuda.CUDAGraph, lambda: torch.cuda.graph(None), torch.cuda.graph_pool_handle):
+            with self.assertRaisesRegex(RuntimeError, "the host has no CUDA graphs"):
+                refused()
+        with torch.cuda.device(1), torch.cuda.device_of(torch.ones(1)), torch.cuda.stream(None), torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+            self.assertEqual(torch.cuda.FloatTensor([1, 2]).type(), "torch.cuda.FloatTensor")
+
+    def test_a_tensor_is_of_cuda_in_each_of_its_words(self):
+        x = torch.ones(2, device="cuda", dtype=BF16)
+        self.assertEqual((x.is_cuda, x.is_cpu, x.get_device(), x.type()), (True, False, 0, "torch.cuda.BFloat16Tensor"))
+        self.assertEqual(x.type("torch.cuda.HalfTensor").dtype, torch.float16)
+        self.assertEqual(x.type(torch.float32).type(dtype="torch.cuda.DoubleTensor").dtype, torch.float64)
+        self.assertEqual(torch.device(0), x.device)
+
+    def test_seeds_of_cuda(self):
+        numbers = []
+        for seed in (torch.cuda.manual_seed, torch.cuda.manual_seed_all, torch.cuda.random.manual_seed, torch.manual_seed):
+            seed(7)
+            numbers.append(torch.rand(3, device="cuda").tolist())
+        self.assertEqual(numbers, numbers[:1] * 4)
+        states = torch.cuda.get_rng_state_all()
+        first = torch.rand(3).tolist()
+        for restore in (lambda: torch.cuda.set_rng_state_all(states), lambda: torch.cuda.random.set_rng_state(new_state=states[0], device="cuda:0")):
+            restore()
+            self.assertEqual(torch.rand(3).tolist(), first)
+
+    def test_memory(self):
+        stats = torch.cuda.memory_stats()
+        for kind in "allocation segment active inactive_split allocated_bytes reserved_bytes active_bytes inactive_split_bytes requested_bytes".split():
+            for pool in ("all", "small_pool", "large_pool"):
+                for count in ("current", "peak", "allocated", "freed"):
+                    self.assertEqual(stats[f"{kind}.{pool}.{count}"], 0)
+        self.assertEqual((stats["num_alloc_retries"], stats["num_ooms"], stats["oversize_segments.peak"]), (0, 0, 0))
+        for count in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+            for home in (torch.cuda, torch.cuda.memory):
+                self.assertEqual([getattr(home, count)(*device) for device in ((), (0,), (torch.device("cuda"),))], [0] * 3)
+        self.assertIn("Allocated memory", torch.cuda.memory_summary())
+        for reset in (torch.cuda.reset_peak_memory_stats, torch.cuda.memory.reset_accumulated_memory_stats, torch.cuda.empty_cache, torch.cuda.ipc_collect):
+            reset()
+        self.assertEqual(torch.cuda.memory.mem_get_info(0)[1], torch.cuda.get_device_properties(0).total_memory)
+        with self.assertRaisesRegex(RuntimeError, "caching_allocator_alloc: the host has neither"):
+            torch.cuda.caching_allocator_alloc(16)
 
     def test_events_and_memory(self):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

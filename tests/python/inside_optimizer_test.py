@@ -347,6 +347,19 @@ class PartsOfMasterWeights(Compared):
             tex.nvfp4_2d_multi_tensor_transpose([alone._rowwise_data], other[:1], [alone._rowwise_scale_inv], other[1:], [h], [w])
             self.assertTrue(torch.equal(other[0], alone._columnwise_data) and torch.equal(other[1], alone._columnwise_scale_inv))
 
+    def test_master_weights_of_tensors_with_one_scale(self):
+        """A quantizer of delayed scaling keeps its scale; for current scaling the package makes one that has no amax."""
+        torch.manual_seed(0)
+        master = torch.randn(32, 48)
+        scale = torch.full((1,), 16.0)
+        for quantizer in (te.Float8Quantizer(scale, torch.zeros(1), DType.kFloat8E4M3), te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, "cuda")):
+            weight = quantizer(torch.zeros(32, 48, dtype=torch.bfloat16))
+            with mock.patch.object(torch.distributed, "all_reduce"):
+                quantize_master_weights([weight], [master.view(-1)], [0], None)
+            post_all_gather_processing([weight])
+            alone = quantizer(master)
+            self.assertTrue(torch.equal(weight.dequantize(), alone.dequantize().bfloat16()), type(quantizer))
+
     def test_master_weights_of_nvfp4(self):
         torch.manual_seed(0)
         quantizer, master = NVFP4Quantizer(with_2d_quantization=True), torch.randn(64, 96)

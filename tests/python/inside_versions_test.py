@@ -180,6 +180,21 @@ class Newer(unittest.TestCase):
                 getattr(module, name)(1)
         self.assertIs(module.dequantize, tex.dequantize)
 
+    def test_attention_that_is_recomputed(self):
+        """2.19 gives fused attention its packed input beside the parts of it: as values alone, which no backward runs through."""
+        class Loader:
+            @staticmethod
+            def exec_module(module):
+                module.FusedAttention = type("FusedAttention", (), {"forward": lambda self, q, packed_qkv=None, packed_kv=None: (packed_qkv, packed_kv)})
+
+        packed = torch.ones(3, requires_grad=True)
+        for version, detached in (("2.19.0", True), ("2.20.2", False), ("2.18.0", False)):
+            module = types.ModuleType("backends")
+            with mock.patch.object(package.importlib.metadata, "version", lambda name: version):
+                package._execute_attention_backends(Loader, module)
+            got, other = module.FusedAttention().forward(packed, packed_qkv=packed * 2)
+            self.assertEqual((got.requires_grad, got.tolist(), other), (not detached, [2.0] * 3, None), version)
+
     def test_versions(self):
         for found, too_old in (("2.13.9", True), ("2.9.0", True), ("2.14.0", False), ("2.20.2+cu13", False), ("3.0.0.dev0", False)):
             with self.subTest(found):

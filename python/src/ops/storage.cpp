@@ -132,11 +132,14 @@ void shape_of_columns(const te_fl_dltensor& t, int64_t (&shape)[2]) {
   for (int32_t d = 1; d < t.ndim; ++d) shape[0] *= t.shape[d];
 }
 
-// A float of a target's tuple as an address; `count` elements of FP32.
+// A float of a target's tuple as an address; `count` elements of FP32. A tensor without elements
+// says, as None does, that there is none: so a quantizer asks for no amax, with a tensor that lies
+// on the host whatever the device is.
 float* scalar_of(PyObject* value, int64_t count, const te_fl_device& device, bool written,
                  const char* name, const char* what, Borrowed& borrowed) {
   if (value == Py_None) return nullptr;
   const te_fl_dltensor t = borrowed.describe(value, written, name);
+  if (elements(t) == 0) return nullptr;
   check_part_device(t.device, device, "'" + std::string(name) + "': the quantizer's " + what);
   if (dtype_index(t.dtype) != TE_FL_F32 || elements(t) != count || t.strides != nullptr) {
     throw_invalid("'" + std::string(name) + "': the quantizer's " + what + " has shape " +

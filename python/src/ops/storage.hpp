@@ -36,7 +36,8 @@ void read_storage(PyObject* storage, const StorageClass& kind, PyObject* code, b
                   const char* name, Borrowed& borrowed, std::vector<Ref>& held, StorageView& view);
 
 // An output with its quantizer's settings is a tuple (storage, code, scale, amax, flags,
-// amax_epsilon). scale and amax: FP32 [1] or None; the same object twice is FP32 [2] with both.
+// amax_epsilon). scale and amax: FP32 [1], or for none None or a tensor without elements; the same
+// object twice is FP32 [2] with both.
 bool is_storage_target(PyObject* value) noexcept;
 void read_storage_target(PyObject* target, bool written, const char* name, Borrowed& borrowed,
                          std::vector<Ref>& held, StorageView& view);

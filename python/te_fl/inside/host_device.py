@@ -1,8 +1,8 @@
 """Answers a program's requests for CUDA by the host: for trying NVIDIA's package, and for tests, where there is no GPU.
 
-Every device that says cuda, in an argument of any function of PyTorch, is the CPU; the few functions of torch.cuda that the package calls
-answer as a GPU of the Hopper family would, on which everything is done when a call returns. It holds for the thread that started it, for those
-that call install_in_thread(), and for the backward functions of all.
+Every device that says cuda, in an argument of any function of PyTorch, is the CPU; torch.cuda answers as a GPU of the Hopper family would
+(host_cuda.py), and torch.autocast by CUDA's rules (host_autocast.py). It holds for the thread that started it, for those that call
+install_in_thread(), and for the backward functions of all.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import contextlib
 import functools
 import os
 import sys
-import time
 from typing import Any, Tuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _triton
 
-CAPABILITY = (9, 0)
+from te_fl.inside import host_autocast, host_cuda
 
 
 def _is_cuda(value: Any) -> bool:
@@ -33,7 +32,7 @@ def _device_on_host(device: Any) -> Any:
     return torch.device("cpu") if isinstance(device, int) and not isinstance(device, bool) else _on_host(device)
 
 
-_IS_CUDA = torch.Tensor.is_cuda.__get__
+_IS_CUDA, _IS_CPU = torch.Tensor.is_cuda.__get__, torch.Tensor.is_cpu.__get__
 
 
 _TO_THE_HOST = (torch.Tensor.cpu, torch.Tensor.pin_memory, torch.Tensor.to)
@@ -53,16 +52,33 @@ def _to_the_host(func: Any, args: Tuple, kwargs: dict) -> Any:
     return result.clone() if moved and result is args[0] and type(result) in (torch.Tensor, torch.nn.Parameter) else result
 
 
+def _type(args: Tuple, kwargs: dict) -> Any:
+    """Tensor.type(), whose names programs compare, and which takes them too."""
+    names = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, str)]
+    if len(args) == 1 and kwargs.get("dtype") is None:
+        return torch.Tensor.type(args[0]).replace("torch.", "torch.cuda.", 1)
+    for name in names:
+        args = tuple(v.replace("torch.cuda.", "torch.", 1) if v is name else v for v in args)
+        kwargs = {k: v.replace("torch.cuda.", "torch.", 1) if v is name else v for k, v in kwargs.items()}
+    return torch.Tensor.type(*args, **kwargs)
+
+
 class _HostMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == _IS_CUDA:  # a method-wrapper, made anew for each read
             return args[0].device.type == "cpu"
+        if func == _IS_CPU:
+            return False
+        if func is torch.Tensor.get_device and args[0].device.type == "cpu":
+            return 0
+        if func is torch.Tensor.type:
+            return _type(args, kwargs)
         if func is torch.Tensor.cuda:
             return args[0]
         if func in _TO_THE_HOST:
             return _to_the_host(func, args, kwargs)
-        if func is torch.device and any(map(_is_cuda, (*args, *kwargs.values()))):
+        if func is torch.device and (any(map(_is_cuda, (*args, *kwargs.values()))) or type(args[0] if args else None) is int):
             return torch.device("cpu")  # The index of a device means nothing here.
         if kwargs:
             if "device" in kwargs:
@@ -72,123 +88,6 @@ class _HostMode(TorchFunctionMode):
         if any(map(_is_cuda, args)):
             args = tuple(map(_on_host, args))
         return func(*args, **kwargs)
-
-
-class Stream:
-    """The one stream of the host, on which work is done when its call returns."""
-
-    cuda_stream, stream_id, device_index, device = 0, 0, 0, torch.device("cpu")
-
-    def __init__(self, *arguments: Any, **options: Any):
-        pass
-
-    def __enter__(self) -> "Stream":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or Event()
-
-    def query(self) -> bool:
-        return True
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Stream)
-
-    def __hash__(self) -> int:
-        return 0
-
-
-class Event:
-    def __init__(self, *arguments: Any, **options: Any):
-        self._seconds: Any = None
-
-    def record(self, stream: Any = None) -> None:
-        self._seconds = time.perf_counter()
-
-    def elapsed_time(self, end_event: "Event") -> float:
-        """The milliseconds between the records of the two."""
-        if self._seconds is None or end_event._seconds is None:
-            raise RuntimeError("torch.cuda.Event.elapsed_time: an event was not recorded; call record() of both before")
-        return (end_event._seconds - self._seconds) * 1e3
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-
-class _Properties:
-    """torch.cuda.get_device_properties(): of one device, and so one object."""
-
-    def __init__(self) -> None:
-        self.name, (self.major, self.minor) = "the host, by te-fl", CAPABILITY
-        self.multi_processor_count, self.total_memory = os.cpu_count() or 1, _memory()[1]
-
-
-def _properties(device: Any = None) -> _Properties:
-    return _PROPERTIES
-
-
-def _no_op() -> Any:
-    """A function of its own for each name: torch.compile keeps its rules by function."""
-    return lambda *arguments, **options: None
-
-
-def _no_scope() -> Any:
-    @contextlib.contextmanager
-    def scope(*arguments: Any, **options: Any):
-        yield
-
-    return scope
-
-
-def _memory(device: Any = None) -> Tuple[int, int]:
-    """(free, all) bytes of the host."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    return page * os.sysconf("SC_AVPHYS_PAGES"), page * os.sysconf("SC_PHYS_PAGES")
-
-
-_PROPERTIES = _Properties()  # made here, since torch.compile would make it anew in a graph
-
-
-def _no_graphs() -> Any:
-    def refuse(*arguments: Any, **options: Any) -> Any:
-        raise RuntimeError("torch.cuda: the host has no CUDA graphs; te-fl answers for CUDA here (device='cpu')")
-
-    return refuse
-
-
-def _answers() -> dict:
-    stream = Stream()
-    return {
-        "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
-        "get_device_capability": lambda device=None: CAPABILITY, "get_device_properties": _properties, "get_device_name": lambda device=None: _properties().name,
-        "current_stream": lambda device=None: stream, "default_stream": lambda device=None: stream, "stream": _no_scope(), "device": _no_scope(),
-        "Stream": Stream, "Event": Event, "synchronize": _no_op(), "set_device": _no_op(), "set_stream": _no_op(), "init": _no_op(), "_lazy_init": _no_op(),
-        "empty_cache": _no_op(), "is_current_stream_capturing": lambda: False, "is_bf16_supported": lambda including_emulation=True: True,
-        "manual_seed": lambda seed: torch.manual_seed(seed), "manual_seed_all": _no_op(), "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "set_rng_state": lambda state, device=None: torch.set_rng_state(state), "default_generators": (torch.default_generator,),
-        "seed": lambda: torch.seed(), "seed_all": _no_op(), "initial_seed": lambda: torch.initial_seed(), "ExternalStream": Stream,
-        "mem_get_info": _memory, "memory_summary": lambda device=None, abbreviated=False: "the host's memory is not counted",
-        "CUDAGraph": _no_graphs(), "graph": _no_graphs(), "make_graphed_callables": _no_graphs(), "graph_pool_handle": _no_graphs(),
-        "memory_allocated": lambda device=None: 0, "max_memory_allocated": lambda device=None: 0, "reset_peak_memory_stats": _no_op(),
-    }
 
 
 _mode = _HostMode()
@@ -293,7 +192,7 @@ def _compiler_of_the_host() -> None:
     from torch._dynamo import utils
     from torch._dynamo.variables import constant, tensor
 
-    utils.common_constant_types.add(_Properties)
+    utils.common_constant_types.add(host_cuda.Properties)
 
     def is_cuda(self: Any, tx: Any) -> Any:
         return None if self.device is None else constant.ConstantVariable.create(self.device.type == "cpu")
@@ -354,13 +253,9 @@ def install() -> None:
     _enter_in_backwards()
     _enter_in_unpacking()
     _ops_of_the_host()
-    for name, answer in _answers().items():
-        setattr(torch.cuda, name, answer)
+    host_cuda.answer()
+    host_autocast.install()
     _compiler_of_the_host()
-    for name in ("range_push", "range_pop", "mark"):
-        setattr(torch.cuda.nvtx, name, lambda *arguments, **options: None)
-    if torch.version.cuda is None:
-        torch.version.cuda = "13.0"  # The package offers its formats by this version.
     # The package joins small functions by torch.compile, whose compiler would look for CUDA's driver; and its tracer asks for the stream of an
     # accelerator, of which there is none.
     os.environ.setdefault("NVTE_TORCH_COMPILE", "0")

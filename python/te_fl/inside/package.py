@@ -182,6 +182,24 @@ def _execute_context_parallel(loader: Any, module: ModuleType) -> None:
     module.attn_forward_func_with_cp = checked
 
 
+def _execute_attention_backends(loader: Any, module: ModuleType) -> None:
+    """In 2.19 the package hands fused attention its packed input beside the parts that it differentiates. Where attention is recomputed, that input
+    still belongs to the forward's graph, through which the recomputation's backward would run too: "ctx must have .tensor_objects"."""
+    loader.exec_module(module)
+    if version_of(importlib.metadata.version("transformer_engine"))[:2] != (2, 19):
+        return
+    forward = module.FusedAttention.forward
+
+    @functools.wraps(forward)
+    def of_values(*arguments: Any, **options: Any) -> Any:
+        for name in ("packed_qkv", "packed_kv"):
+            if options.get(name) is not None:
+                options[name] = options[name].detach()
+        return forward(*arguments, **options)
+
+    module.FusedAttention.forward = of_values
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self, executions: dict):
         self._executions = executions
@@ -212,6 +230,7 @@ def install_beside_extension() -> None:
 def install(host: bool) -> None:
     """host: the host answers for CUDA, from the import of torch on."""
     executions: dict = {_COMMON: _execute_common, "transformer_engine.pytorch.quantized_tensor": _execute_quantized_tensor, **_CONTEXT_PARALLEL,
+                        "transformer_engine.pytorch.attention.dot_product_attention.backends": _execute_attention_backends,
                         **(_ON_HOST if host else {})}
     if host and "torch" in sys.modules:
         _answer_for_cuda()

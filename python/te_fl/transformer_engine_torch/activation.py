@@ -23,13 +23,12 @@ def apply(op: Callable, inputs: dict, quantizer: Any, shape: Any, dtype: torch.d
         return out
     scheme = schemes.of_quantizer(quantizer)
     out = scheme.create(quantizer, shape, dtype, device)
-    if not torch.Size(shape).numel():
-        return out
-    if scheme.is_fused(quantizer):
+    if scheme.is_fused(quantizer) and torch.Size(shape).numel():
         op(**inputs, output=scheme.target(quantizer, out), **options)
         return out
     values = torch.empty(shape, dtype=dtype, device=device)
-    op(**inputs, output=values, **options)
+    if values.numel():
+        op(**inputs, output=values, **options)
     return quantize_into(values, quantizer, out)
 
 

@@ -66,7 +66,7 @@ def _refusal_of_blocks(a: Any, b: Any, shape: tuple, terms: int, dtype: torch.dt
     if columns % 8 or (rows % 8 and not b._is_2D_scaled):
         return f"the result has {rows} rows and {columns} columns, which breaks the outer dimension requirement: multiples of 8"
     if a._is_2D_scaled and b._is_2D_scaled:
-        return "both have 128 x 128 blocks. Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling supported"
+        return "both have 128 x 128 blocks. Only 1D by 1D, 1D by 2D, and 2D by 1D block scaling GEMM is supported"
     if (bias and grad) or (gelu and (bias or not grad)):
         return "Epilogue requested outside of the available ones: a bias, or the gradient of GELU"
     if not split:

@@ -65,10 +65,14 @@ def check(quantizer: Any) -> None:
         raise Unsupported("NVFP4Quantizer.with_rht and with_2d_quantization: a transformed copy is no transpose, as square blocks are; set one of them")
 
 
+def _sizes(x: torch.Tensor) -> torch.Tensor:
+    return x.abs().nan_to_num(nan=0.0, posinf=float("inf"))
+
+
 def _largest_of_blocks(x: torch.Tensor, square: bool) -> torch.Tensor:
-    """[rows, columns / 16]; of square blocks each row's."""
+    """[rows, columns / 16]; of square blocks each row's. A NaN does not count."""
     rows, columns = x.shape
-    largest = x.abs().view(rows, columns // _BLOCK, _BLOCK).amax(-1)
+    largest = _sizes(x).view(rows, columns // _BLOCK, _BLOCK).amax(-1)
     return largest.view(rows // _BLOCK, _BLOCK, -1).amax(1).repeat_interleave(_BLOCK, 0) if square else largest
 
 
@@ -111,7 +115,8 @@ def _at_random(magnitudes: torch.Tensor) -> torch.Tensor:
 
 
 def codes_of(scaled: torch.Tensor, at_random: bool) -> torch.Tensor:
-    """UINT8, of values from -6 to 6."""
+    """UINT8, of values from -6 to 6; a NaN is 6."""
+    scaled = torch.where(scaled.isnan(), _LARGEST_CODE, scaled)
     magnitudes = scaled.abs()
     return (_at_random(magnitudes) if at_random else _nearest(magnitudes)) | scaled.signbit().to(torch.uint8) << 3
 
@@ -170,6 +175,8 @@ def _write_side(x: torch.Tensor, quantizer: Any, data: torch.Tensor, factors: to
                 noop: Optional[torch.Tensor]) -> None:
     """Writes one copy. x: any dtype [rows, columns], blocks along its rows; largest: its amax or those of its rows, of all ranks where they share it."""
     (rows, columns), x = x.shape, x.float()
+    if x.numel() == 0:  # The package multiplies products of no terms by the amax.
+        return overwrite(amax, largest, noop)
     blocks = _largest_of_blocks(x, quantizer.with_2d_quantization)
     if _four_over_six(quantizer):
         codes, new = _four_or_six(x, blocks, encode(largest, quantizer.nvfp4_e4m3_max), largest, quantizer)
@@ -196,7 +203,7 @@ def _transformed(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
 def _largest(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
     """FP32 [1]: the largest absolute value, among the ranks of the quantizer's group if it has one, every one of which calls it. Or FP32 [rows]."""
     if by_rows(quantizer):
-        return x.float().abs().nan_to_num_(nan=0.0, posinf=float("inf")).amax(1) if x.numel() else torch.zeros(x.shape[0], device=x.device)
+        return _sizes(x.float()).amax(1) if x.numel() else torch.zeros(x.shape[0], device=x.device)
     amax = torch.zeros(1, dtype=torch.float32, device=x.device)
     if x.numel():
         ops.compute_amax(input=x, amax=amax)
@@ -212,15 +219,11 @@ def write(values: torch.Tensor, quantizer: Any, tensor: Any, noop: Optional[torc
     """
     x = values.contiguous().view(-1, values.shape[-1]) if values.numel() else values.reshape(0, values.shape[-1])
     if quantizer.rowwise_usage:
-        largest = _largest(x, quantizer)
-        if x.numel():
-            _write_side(x, quantizer, tensor._rowwise_data, tensor._rowwise_scale_inv, tensor._amax_rowwise, largest, noop)
+        _write_side(x, quantizer, tensor._rowwise_data, tensor._rowwise_scale_inv, tensor._amax_rowwise, _largest(x, quantizer), noop)
     if quantizer.columnwise_usage:
         x = x.t().contiguous()
         x = _transformed(x, quantizer) if quantizer.with_rht else x
-        largest = _largest(x, quantizer)
-        if x.numel():
-            _write_side(x, quantizer, tensor._columnwise_data, tensor._columnwise_scale_inv, tensor._amax_columnwise, largest, noop)
+        _write_side(x, quantizer, tensor._columnwise_data, tensor._columnwise_scale_inv, tensor._amax_columnwise, _largest(x, quantizer), noop)
 
 
 def values(tensor: Any, columnwise: bool) -> torch.Tensor:
@@ -230,7 +233,10 @@ def values(tensor: Any, columnwise: bool) -> torch.Tensor:
     codes = _unpacked(data.reshape(-1, data.shape[-1]))
     rows, blocks = codes.shape[0], codes.shape[1] // _BLOCK
     factors = plain_scales(tensor)[columnwise].view(torch.float8_e4m3fn)[:rows, :blocks].float()
-    each = factors * amax.view(-1, 1) * torch.full_like(amax[:1], _LARGEST_CODE * tensor._nvfp4_e4m3_max).reciprocal()
+    amax, unit = amax.view(-1, 1), torch.full_like(amax[:1], _LARGEST_CODE * tensor._nvfp4_e4m3_max).reciprocal()
+    each = factors * amax * unit
+    # NVIDIA's order of the products, unless it leaves FP32's range. Of an infinite amax encode() is 1.
+    each = torch.where(each.isfinite(), each, factors * torch.where(amax.isfinite(), amax * unit, 1.0))
     found = (_decoded(codes).view(rows, blocks, _BLOCK) * each.unsqueeze(-1)).view(codes.shape)
     return found.t().contiguous() if columnwise else found
 

@@ -37,6 +37,8 @@ def quantize_into(values: torch.Tensor, quantizer: Any, output: Any, noop: Optio
     # Every rank takes part, one whose tensor has no elements, too.
     target = scheme.for_ranks(quantizer, values, output) if getattr(quantizer, "with_amax_reduction", False) else None
     if values.numel() == 0:
+        if target is None:
+            scheme.write_without_elements(output, noop)
         return output
     _quantize(input=values, output=scheme.target(quantizer, output) if target is None else target, noop_flag=noop)
     return output
@@ -117,6 +119,9 @@ def split_quantize(tensor: torch.Tensor, split_sections: Sequence[int], quantize
     if tensor.numel():
         targets = one.targets(quantizer_list, outputs) if one is not None else [s.target(*each) for s, *each in zip(schemes_of, quantizer_list, outputs)]
         ops.split_quantize(input=tensor, outputs=targets)
+    for rows, scheme, output in zip(sections, schemes_of, outputs):
+        if rows == 0:
+            scheme.write_without_elements(output, None)
     return outputs
 
 

@@ -104,6 +104,9 @@ class Scheme:
         """Writes the tensor by PyTorch's operations if the quantizer asks for what no op does; every rank of its group calls it. False: an op does it."""
         return False
 
+    def write_without_elements(self, tensor: Any, noop: Optional[torch.Tensor]) -> None:
+        """Writes what a tensor without elements has beside them; no op writes it."""
+
     def for_ranks(self, quantizer: Any, values: torch.Tensor, tensor: Any) -> Any:
         """The target whose scale comes from the largest value among the ranks of the quantizer's group, every one of which calls it."""
         raise NotImplementedError
@@ -470,6 +473,11 @@ class NVFP4(Scheme):
         nvfp4.write(values, quantizer, tensor, noop)
         return True
 
+    def write_without_elements(self, tensor, noop):
+        for amax in (tensor._amax_rowwise, tensor._amax_columnwise):
+            if amax is not None:
+                nvfp4.overwrite(amax, torch.zeros_like(amax), noop)
+
     def mark(self, quantizer, tensor):
         _put_in_plain_order(tensor)
         tensor._fp4_dtype = quantizer.dtype
@@ -515,6 +523,10 @@ class NVFP4(Scheme):
     def for_ranks(self, quantizer, values, tensor):
         target = self.target(quantizer, tensor)
         amax = _largest_of_ranks(quantizer, values)
+        if values.numel() == 0:  # no op writes it
+            for held in (tensor._amax_rowwise, tensor._amax_columnwise):
+                if held is not None:
+                    held.copy_(amax)
         # The tensor's amax is at least amax_epsilon, and no value of this rank is larger.
         target.amax_epsilon = amax.item()
         return target

@@ -1,0 +1,163 @@
+"""torch.autocast of a host that answers for CUDA: one state for cuda and cpu, and CUDA's rules of which op computes in which type.
+
+PyTorch has a state and a table of ops for each kind of device. Tensors of the device cuda lie on the CPU here, so autocast("cuda") sets the CPU's
+state too, and what only CUDA's table has is added to the CPU's (PyTorch, ATen/autocast_mode.h, which is CUDA's table).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Iterable
+
+import torch
+
+__all__ = ["install"]
+
+_DEVICES = ("cuda", "cpu")
+_LOWER = """_convolution addmv addr chain_matmul convolution einsum gru_cell linalg_multi_dot lstm_cell mv rnn_relu_cell rnn_tanh_cell"""
+_FP32 = """_upsample_bicubic2d_aa _upsample_bilinear2d_aa _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d acos asin cosh
+    cosine_similarity dist erfinv exp expm1 frobenius_norm.dim group_norm layer_norm log log10 log1p log2 logsumexp native_layer_norm nuclear_norm
+    nuclear_norm.dim pdist pow.Scalar pow.Tensor_Scalar pow.Tensor_Tensor reciprocal renorm rsqrt sinh softplus tan upsample_bicubic2d
+    upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_trilinear3d"""
+# Their results are FP32 unless the call names a dtype.
+_FP32_RESULT = """cumprod cumprod.dimname cumsum cumsum.dimname linalg_matrix_norm linalg_matrix_norm.str_ord linalg_vector_norm log_softmax.Dimname
+    log_softmax.int softmax.Dimname softmax.int sum sum.dim_DimnameList sum.dim_IntList"""
+# These have another overload that takes a dtype, as its last argument.
+_FP32_NORMS = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+               "norm.names_ScalarOpt_dim": "norm.names_ScalarOpt_dim_dtype"}
+_WIDEST = "addcdiv addcmul atan2 bilinear cross dot index_put scatter_add tensordot vdot"
+_KEY = "AutocastCPU"
+
+_library: Any = None  # The kernels last as long as it does.
+
+
+def _is_eligible(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != torch.float64
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_cast(v, dtype) for v in value]
+    return value.to(dtype) if _is_eligible(value) else value
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _cast_to(dtype: Callable[[tuple], torch.dtype]) -> Callable:
+    def rule(op: Any, arguments: tuple, options: dict) -> Any:
+        to = dtype((*arguments, *options.values()))
+        return op(*(_cast(a, to) for a in arguments), **{k: _cast(v, to) for k, v in options.items()})
+
+    return rule
+
+
+def _widest(values: tuple) -> torch.dtype:
+    """The type of autocast, or FP32 where one of the tensors is FP32."""
+    return torch.float32 if any(t.dtype == torch.float32 for t in _tensors(values)) else torch.get_autocast_dtype("cpu")
+
+
+def _with_fp32_result(op: Any, arguments: tuple, options: dict) -> Any:
+    if not _is_eligible(arguments[0]):
+        return op(*arguments, **options)
+    place = next(i for i, argument in enumerate(op._schema.arguments) if argument.name == "dtype")
+    if place < len(arguments):
+        if arguments[place] is None:
+            arguments = (*arguments[:place], torch.float32, *arguments[place + 1:])
+    elif options.get("dtype") is None:
+        options = {**options, "dtype": torch.float32}
+    return op(*arguments, **options)
+
+
+def _norm(op: Any, arguments: tuple, options: dict) -> Any:
+    dtype = torch.float32 if _is_eligible(arguments[0]) else arguments[0].dtype
+    values = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    values.update(zip((a.name for a in op._schema.arguments), arguments), **options)
+    with_dtype = _overload(_FP32_NORMS[op._schema.name.split("::")[1] + "." + op._schema.overload_name])
+    return with_dtype(*(values[a.name] for a in op._schema.arguments), dtype=dtype)
+
+
+def _kernel(name: str, rule: Callable) -> Callable:
+    op = _overload(name)
+    below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def kernel(*arguments: Any, **options: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(below):
+            return rule(op, arguments, options)
+
+    return kernel
+
+
+def _take_over_rules() -> None:
+    """Adds CUDA's rules to the CPU's, of the ops that this version of PyTorch has a rule of CUDA's for."""
+    global _library
+    names = set(torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"))
+    names -= set(torch._C._dispatch_get_registrations_for_dispatch_key(_KEY))
+    _library = torch.library.Library("aten", "IMPL")
+    rules = {**dict.fromkeys(_LOWER.split(), _cast_to(lambda values: torch.get_autocast_dtype("cpu"))),
+             **dict.fromkeys(_FP32.split(), _cast_to(lambda values: torch.float32)), **dict.fromkeys(_FP32_RESULT.split(), _with_fp32_result),
+             **dict.fromkeys(_FP32_NORMS, _norm), **dict.fromkeys(_WIDEST.split(), _cast_to(_widest))}
+    for name, rule in rules.items():
+        if f"aten::{name}" in names:
+            _library.impl(name, _kernel(name, rule), _KEY)
+
+
+def _other(device: str) -> str:
+    return _DEVICES[1 - _DEVICES.index(device)]
+
+
+def _join_states() -> None:
+    """A scope of one device is the other's too, with the state of before behind it."""
+    scope = torch.amp.autocast_mode.autocast
+    enter, leave = scope.__enter__, scope.__exit__
+
+    @functools.wraps(enter)
+    def enter_both(self: Any) -> Any:
+        if self.device in _DEVICES:
+            other = _other(self.device)
+            before = torch.is_autocast_enabled(other), torch.get_autocast_dtype(other)
+            self._te_fl_before = (*getattr(self, "_te_fl_before", ()), before)
+            torch.set_autocast_enabled(other, self._enabled)
+            torch.set_autocast_dtype(other, self.fast_dtype)
+        return enter(self)
+
+    @functools.wraps(leave)
+    def leave_both(self: Any, *error: Any) -> Any:
+        if before := getattr(self, "_te_fl_before", ()):  # A scope that was entered before has none.
+            self._te_fl_before, (enabled, dtype) = before[:-1], before[-1]
+            torch.set_autocast_enabled(_other(self.device), enabled)
+            torch.set_autocast_dtype(_other(self.device), dtype)
+        return leave(self, *error)
+
+    scope.__enter__, scope.__exit__ = enter_both, leave_both
+
+
+def _cast_where_tensors_lie() -> None:
+    """custom_fwd and register_autocast look for a tensor's kind of device."""
+    cast = torch.amp.autocast_mode._cast
+
+    def on_host(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+        return cast(value, "cpu" if device_type == "cuda" else device_type, dtype)
+
+    torch.amp.autocast_mode._cast = on_host
+    for owner in (torch.library, torch.library.CustomOpDef):
+        def on_host_of(op: Any, device_type: str, *arguments: Any, _register: Any = owner.register_autocast, **options: Any) -> Any:
+            return _register(op, "cpu" if device_type == "cuda" else device_type, *arguments, **options)
+
+        owner.register_autocast = functools.wraps(owner.register_autocast)(on_host_of)
+
+
+def install() -> None:
+    _join_states()
+    _cast_where_tensors_lie()
+    _take_over_rules()
