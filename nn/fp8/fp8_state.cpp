@@ -145,6 +145,7 @@ DType fp8_dtype(const Recipe& recipe, Role role) {
   Fp8Format format = Fp8Format::kE4M3;
   if (const auto* delayed = std::get_if<DelayedScaling>(&recipe)) format = delayed->format;
   if (const auto* current = std::get_if<Float8CurrentScaling>(&recipe)) format = current->format;
+  if (const auto* block = std::get_if<Float8BlockScaling>(&recipe)) format = block->format;
   return role == Role::kGradient && format == Fp8Format::kHybrid ? DType::kF8E5M2 : DType::kF8E4M3;
 }
 

@@ -66,7 +66,9 @@ Status validate(const Recipe& recipe) {
     TE_FL_RETURN_IF_ERROR(check_format(current->format, "Float8CurrentScaling"));
     return check_epsilon(current->amax_epsilon, "Float8CurrentScaling");
   }
-  return check_epsilon(std::get<Float8BlockScaling>(recipe).amax_epsilon, "Float8BlockScaling");
+  const auto& block = std::get<Float8BlockScaling>(recipe);
+  TE_FL_RETURN_IF_ERROR(check_format(block.format, "Float8BlockScaling"));
+  return check_epsilon(block.amax_epsilon, "Float8BlockScaling");
 }
 
 std::string describe(const Recipe& recipe) {
@@ -85,7 +87,7 @@ std::string describe(const Recipe& recipe) {
            epsilon_text(current->pow2_scale, current->amax_epsilon);
   }
   const auto& block = std::get<Float8BlockScaling>(recipe);
-  return "block scaling (e4m3, 1x128 and 128x128, " +
+  return std::string("block scaling (") + format(block.format) + ", 1x128 and 128x128, " +
          epsilon_text(block.pow2_scale, block.amax_epsilon);
 }
 

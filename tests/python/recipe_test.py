@@ -97,6 +97,7 @@ class Recipes(unittest.TestCase):
         block = recipe.Float8BlockScaling()
         self.assertEqual(recipe.native_of(block),
                          {"kind": "block", "format": "e4m3", "fp8_dpa": False, "pow2_scale": True, "amax_epsilon": 0.0})
+        self.assertEqual(recipe.native_of(recipe.Float8BlockScaling(fp8_format=recipe.Format.HYBRID))["format"], "hybrid")
         block.fp8_quant_fwd_inp = block.fp8_quant_fwd_weight = block.fp8_quant_bwd_grad = recipe.QParams(amax_epsilon=1e-3)
         self.assertEqual(recipe.native_of(block)["amax_epsilon"], 1e-3)
         self.assertFalse(recipe.native_of(block)["pow2_scale"])
@@ -131,7 +132,6 @@ class Recipes(unittest.TestCase):
         for arguments, named in ((recipe.Float8CurrentScaling(fp8_mha=True), "fp8_mha=True"),
                              (recipe.Float8CurrentScaling(fp8_gemm_fprop=recipe.MMParams(True)), "fp8_gemm_fprop"),
                              (recipe.Float8CurrentScaling(backward_override="high_precision"), "backward_override='high_precision'"),
-                             (recipe.Float8BlockScaling(fp8_format=recipe.Format.HYBRID), "fp8_format"),
                              (recipe.Float8BlockScaling(w_block_scaling_dim=1), "w_block_scaling_dim=1"),
                              (recipe.MXFP8BlockScaling(), "MXFP8BlockScaling"), (recipe.NVFP4BlockScaling(), "NVFP4BlockScaling"),
                              (recipe.CustomRecipe(qfactory=print), "CustomRecipe"), (uneven, "fp8_quant_bwd_grad")):

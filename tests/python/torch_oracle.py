@@ -124,18 +124,22 @@ def allowed(queries, keys, causal=False, bottom_right=False, window=(-1, -1)):
     return seen
 
 
-def attention(q, k, v, seen=None, bias=None, scale=None, sink=None, cap=0.0):
-    """q [b, sq, h, d], k and v [b, sk, g, d] -> [b, sq, h * d]; seen broadcasts to [b, h, sq, sk]; a query that sees nothing yields 0."""
-    b, sq, h, d = q.shape
-    repeat = h // k.shape[2]
-    k, v = k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
+def scores_of(q, k, seen=None, bias=None, scale=None, cap=0.0):
+    """q [b, sq, h, d], k [b, sk, g, d] -> [b, h, sq, sk]; seen broadcasts to that, and what is not seen scores -1e30."""
+    d, k = q.shape[-1], k.repeat_interleave(q.shape[2] // k.shape[2], 2)
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (1 / math.sqrt(d) if scale is None else scale)
     if cap:
         scores = cap * torch.tanh(scores / cap)
     if bias is not None:
         scores = scores + bias.to(scores.device)
-    if seen is not None:
-        scores = scores.masked_fill(~seen.to(scores.device), -1e30)
+    return scores if seen is None else scores.masked_fill(~seen.to(scores.device), -1e30)
+
+
+def attention(q, k, v, seen=None, bias=None, scale=None, sink=None, cap=0.0):
+    """q [b, sq, h, d], k and v [b, sk, g, d] -> [b, sq, h * d]; seen broadcasts to [b, h, sq, sk]; a query that sees nothing yields 0."""
+    b, sq, h, d = q.shape
+    v = v.repeat_interleave(h // v.shape[2], 2)
+    scores = scores_of(q, k, seen, bias, scale, cap)
     top = scores.detach().amax(-1, keepdim=True).clamp(min=-1e20)
     e = torch.exp(scores - top)
     total = e.sum(-1, keepdim=True)
@@ -314,7 +318,9 @@ class PerTensor:
 
 
 class PerBlock(PerTensor):
-    def __init__(self):
-        self.rows = self.grad_rows = lambda t: per_block(t, 1, 128)
-        self.columns = self.grad_columns = lambda t: per_block(t, 128, 1)
+    def __init__(self, gradient="e4m3"):
+        self.rows = lambda t: per_block(t, 1, 128)
+        self.columns = lambda t: per_block(t, 128, 1)
+        self.grad_rows = lambda t: per_block(t, 1, 128, gradient)
+        self.grad_columns = lambda t: per_block(t, 128, 1, gradient)
         self.weight = lambda t: per_block(t, 128, 128)

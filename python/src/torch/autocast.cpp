@@ -95,7 +95,8 @@ nn::Recipe recipe_of(PyObject* dict) {
   }
   if (kind == "block") {
     return nn::Float8BlockScaling{.pow2_scale = truth(get(dict, "pow2_scale")),
-                                  .amax_epsilon = real(dict, "amax_epsilon")};
+                                  .amax_epsilon = real(dict, "amax_epsilon"),
+                                  .format = format};
   }
   throw_value_error("the recipe's kind is '" + std::string(kind) +
                     "'; it is one of delayed, current, block");

@@ -332,7 +332,6 @@ _SERVED = {
         ("backward_override", None, "leave it out, or unset NVTE_BACKWARD_OVERRIDE"),
     ),
     Float8BlockScaling: (
-        ("fp8_format", Format.E4M3, "leave it out"),
         ("x_block_scaling_dim", 1, "leave it out: inputs have blocks of 1x128"),
         ("w_block_scaling_dim", 2, "leave it out: weights have blocks of 128x128"),
         ("grad_block_scaling_dim", 1, "leave it out: gradients have blocks of 1x128"),

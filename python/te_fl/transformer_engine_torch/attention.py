@@ -8,10 +8,10 @@ from typing import Any, List, Optional, Sequence, Tuple
 import torch
 
 from te_fl import ops
+from te_fl.attention_logits import max_logits
 from te_fl.policy import policy
 from te_fl.errors import Error, InvalidArgument, Unsupported
 from te_fl.transformer_engine_torch import schemes
-from te_fl.transformer_engine_torch.attention_logits import max_logits
 from te_fl.transformer_engine_torch.attention_problem import (FORMATS, LAYOUTS, LENGTH_DIMS, Layout, Problem, alibi_slopes, operands, packed,
                                                               problem, seen_as, shape_as)
 from te_fl.transformer_engine_torch.dropout import draw

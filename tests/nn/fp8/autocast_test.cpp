@@ -151,6 +151,7 @@ INSTANTIATE_TEST_SUITE_P(
                       RecipeCase{"current", Float8CurrentScaling{}},
                       RecipeCase{"current_pow2", Float8CurrentScaling{.pow2_scale = true}},
                       RecipeCase{"block", Float8BlockScaling{}},
+                      RecipeCase{"block_hybrid", Float8BlockScaling{.format = Fp8Format::kHybrid}},
                       RecipeCase{"block_exact", Float8BlockScaling{.pow2_scale = false}}),
     [](const auto& info) { return info.param.name; });
 
@@ -361,6 +362,7 @@ TEST(Scopes, AnInvalidRecipeFailsTheForwardWithItsMessage) {
   EXPECT_HAS(message({}, DelayedScaling{.amax_compute_algo = AmaxAlgo(2)}),
              "amax_compute_algo is 2; it must be");
   EXPECT_HAS(message({}, Float8BlockScaling{.amax_epsilon = -1}), "amax_epsilon");
+  EXPECT_HAS(message({}, Float8BlockScaling{.format = Fp8Format(2)}), "format is 2; it must be");
   EXPECT_HAS(message({.enabled = false, .calibrating = true}, Float8CurrentScaling{}),
              "keeps no state to calibrate");
   EXPECT_EQ(message({}, DelayedScaling{}), "ok");

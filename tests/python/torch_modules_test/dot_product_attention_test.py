@@ -9,7 +9,8 @@ from common import EVERYWHERE, F32, Modules, grown
 import torch_oracle as oracle
 from torch_oracle import DEVICES, allowed, compare, near, randn
 import te_fl.pytorch as te
-from te_fl.errors import InvalidArgument
+from te_fl.common.recipe import DelayedScaling
+from te_fl.errors import InvalidArgument, Unsupported
 
 
 class DotProductAttentionTest(Modules):
@@ -256,6 +257,47 @@ class DotProductAttentionTest(Modules):
             return oracle.attention(q, k, v, sink=torch.zeros(self.H, dtype=torch.float64, device=q.device))
         self.attend(off_by_one, fmt="bshd", softmax_type="off-by-one")
         self.attend(fmt="bshd", softmax_type="learnable", where=[(d, F32) for d in DEVICES])
+
+    def test_largest_scores(self):
+        """return_max_logit, over masks, windows, layouts, biases, caps and sinks; the output is that without it."""
+        slopes = 2.0 ** -torch.arange(1.0, 1 + self.H)
+        distance = (torch.arange(self.S)[None, :] - torch.arange(self.S)[:, None]).double()
+        arbitrary = randn(self.B, 1, self.S, self.S, seed=9) > 0.5
+        lengths = torch.tensor([0, 7, 7 + 9], dtype=torch.int32)
+        short = torch.arange(self.S) < lengths.diff()[:, None]
+        padding = short[:, None, :, None] & short[:, None, None]
+        bias = randn(1, self.H, self.S, self.S, seed=5)
+        cases = [(dict(), {}, {}), (dict(scale=0.5), {}, dict(softmax_scale=0.5)), (dict(cap=0.5), {}, dict(softcap=0.5)),
+                 (dict(seen=allowed(self.S, self.S, True)), {}, dict(attn_mask_type="causal", softmax_type="off-by-one")),
+                 (dict(seen=allowed(self.S, self.S, True) & (distance >= -3)), {}, dict(attn_mask_type="causal", window_size=(3, 0))),
+                 (dict(seen=~arbitrary), dict(attention_mask=arbitrary), dict(attn_mask_type="arbitrary")),
+                 (dict(seen=padding), dict(attention_mask=~short[:, None, None]), dict(attn_mask_type="padding")),
+                 (dict(bias=bias.double()), dict(core_attention_bias_type="post_scale_bias", core_attention_bias=bias), {}),
+                 (dict(bias=slopes.double()[:, None, None] * distance, seen=allowed(self.S, self.S, True)),
+                  dict(core_attention_bias_type="alibi", alibi_slopes=slopes), dict(attn_mask_type="causal"))]
+        for device, dtype in EVERYWHERE:
+            for groups, fmt in ((6, "bshd"), (2, "sbhd"), (3, "thd")):
+                for wanted, call, arguments in cases:
+                    if fmt == "thd" and (call or "seen" in wanted and arguments["attn_mask_type"] != "causal"):
+                        continue
+                    with self.subTest(device=device, dtype=dtype, fmt=fmt, arguments=arguments, call=list(call)):
+                        arguments = {"attn_mask_type": "no_mask", **arguments}
+                        q, k, v = (randn(self.B, self.S, n, self.D, seed=s, dtype=dtype, device=device) for s, n in ((1, self.H), (2, groups), (3, groups)))
+                        want = oracle.scores_of(q.double(), k.double(), **wanted).amax((0, 2, 3))
+                        if fmt == "sbhd":
+                            q, k, v = (t.transpose(0, 1).contiguous() for t in (q, k, v))
+                        elif fmt == "thd":
+                            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+                            call = dict(cu_seqlens_q=torch.arange(0, (self.B + 1) * self.S, self.S, dtype=torch.int32, device=device))
+                        call = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in call.items()}
+                        made = [te.DotProductAttention(self.H, self.D, num_gqa_groups=groups, qkv_format=fmt, return_max_logit=asked, **arguments)
+                                for asked in (True, False)]
+                        out, largest = made[0](q, k, v, **call)
+                        self.assertTrue(torch.equal(out, made[1](q, k, v, **call)))
+                        self.assertEqual((largest.dtype, largest.requires_grad), (dtype, False))
+                        near(self, largest, want, 2e-2 if dtype is not F32 else 1e-5, "the largest scores")
+        with te.autocast(recipe=DelayedScaling(fp8_dpa=True)), self.assertRaisesRegex(Unsupported, "return_max_logit"):
+            te.DotProductAttention(2, 16, return_max_logit=True)(*[randn(16, 2, 2, 16)] * 3)
 
     def test_packed(self):
         lengths, cumulative = (5, 1, 8), torch.tensor([0, 5, 6, 14], dtype=torch.int32)

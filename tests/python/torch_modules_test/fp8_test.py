@@ -39,6 +39,7 @@ class Fp8(Modules):
 
     def test_linear(self):
         for recipe, product, steps in ((Float8CurrentScaling(), PerTensor(), 1), (Float8BlockScaling(), PerBlock(), 1),
+                                       (Float8BlockScaling(fp8_format=Format.HYBRID), PerBlock(gradient="e5m2"), 1),
                                        (DelayedScaling(amax_history_len=4), PerTensor(), 2),
                                        (DelayedScaling(amax_history_len=4, margin=2), PerTensor(margin=2), 2),
                                        (DelayedScaling(fp8_format=Format.E4M3), PerTensor(gradient="e4m3"), 2),
@@ -58,6 +59,7 @@ class Fp8(Modules):
 
     def test_layernorm_linear(self):
         for recipe, product, steps in ((Float8CurrentScaling(), PerTensor(), 1), (Float8BlockScaling(), PerBlock(), 1),
+                                       (Float8BlockScaling(fp8_format=Format.HYBRID), PerBlock(gradient="e5m2"), 1),
                                        (SETTLED, PerTensor(), 5)):
             self.quantised(lambda **k: te.LayerNormLinear(64, 48, **k),
                            lambda p, x: product(oracle.norm(x, p, "layer_norm_"), p["weight"], p["bias"]), (32, 64), recipe=recipe,
@@ -65,6 +67,7 @@ class Fp8(Modules):
 
     def test_layernorm_mlp(self):
         for recipe, product, steps in ((Float8CurrentScaling(), PerTensor(), 1), (Float8BlockScaling(), PerBlock(), 1),
+                                       (Float8BlockScaling(fp8_format=Format.HYBRID), PerBlock(gradient="e5m2"), 1),
                                        (SETTLED, PerTensor(), 6)):
             for name in ("gelu", "swiglu", "srelu"):
                 self.quantised(lambda **k: te.LayerNormMLP(64, 96, activation=name, **k),
@@ -73,6 +76,7 @@ class Fp8(Modules):
 
     def test_transformer_layer(self):
         for recipe, product, steps in ((Float8CurrentScaling(), PerTensor(), 1), (Float8BlockScaling(), PerBlock(), 1),
+                                       (Float8BlockScaling(fp8_format=Format.HYBRID), PerBlock(gradient="e5m2"), 1),
                                        (SETTLED, PerTensor(), 6)):
             for variant in (dict(), dict(fuse_qkv_params=True)):
                 options = dict(interleaved=variant.get("fuse_qkv_params", False), seen=allowed(16, 16, True))

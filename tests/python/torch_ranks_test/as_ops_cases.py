@@ -5,6 +5,7 @@ import datetime
 import gc
 import json
 import os
+import time
 import sys
 import weakref
 
@@ -191,3 +192,12 @@ def compared():
             collectives.all_reduce(x, group)
             results.append((x.tolist(), error_of(call, group)))
     return results
+
+
+def compared_by_one():
+    """The error, and the time that it took, of the first collective of a group whose first rank alone compares calls (TE_FL_VALIDATE)."""
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=datetime.timedelta(seconds=2))
+    with environment(TE_FL_VALIDATE="0" if dist.get_rank() else "1"):
+        begin = time.monotonic()
+        error = error_of(lambda group: collectives.all_reduce(torch.ones(2), group), group)
+        return error, time.monotonic() - begin

@@ -70,6 +70,11 @@ class AsOps(unittest.TestCase):
         self.assertRegex(third[1], "CommFailed.*rank 1 did not come to number 3, all_reduce .*within 1000 ms")
         self.assertIsNone(others[2][1])
 
+    def test_one_rank_alone_does_not_wait_to_compare(self):
+        (error, took), _ = on_ranks(cases.compared_by_one)
+        self.assertRegex(error, "CommFailed.*rank 0 compares.*TE_FL_VALIDATE.*rank 1 does not; set")
+        self.assertLess(took, 2)
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -5,6 +5,8 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -93,3 +95,21 @@ def recomputed():
         gathers = {n: c.calls for (n, _), c in collectives.counts().items()}.get("all_gather", 0)
         results[name] = all(map(torch.equal, got, want)), gathers, stayed
     return results
+
+
+def no_groups():
+    """By what a program gives for a process group, and by what takes it: the error."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    wrong = {"mesh": mesh, "tensor": distribute_tensor(torch.ones(2), mesh, [Replicate()]),
+             "others": [dist.new_group([0]), dist.new_group([1])][1 - dist.get_rank()]}
+    layer = te.Linear(16, 16, device="cpu")
+
+    def reduced(group):
+        with te.autocast(recipe=DelayedScaling(), amax_reduction_group=group):
+            layer(torch.ones(16, 16))
+
+    calls = {"tp_group": lambda group: te.Linear(16, 16, device="cpu", tp_group=group),
+             "cp_group": lambda group: te.DotProductAttention(2, 16, cp_group=group),
+             "amax_reduction_group": reduced, "process_group": lambda group: te.ops.AllReduce(group),
+             "the process group": lambda group: helpers.allreduce(torch.ones(2), group)}
+    return {(kind, argument): error_of(call, group) for kind, group in wrong.items() for argument, call in calls.items()}

@@ -20,6 +20,13 @@ class Helpers(unittest.TestCase):
                                             "Unsupported.*multimem_all_reduce.*'nccl'", "Unsupported.*quantizer")):
                 self.assertRegex(error, text)
 
+    def test_what_is_no_group_is_named(self):
+        ways_out = {"mesh": r"a DeviceMesh.*one dimension of it: get_group\(NAME\)", "tensor": "a DTensor.*its device_mesh", "others": "NON_GROUP_MEMBER"}
+        for errors in on_ranks(cases.no_groups):
+            for (kind, argument), error in errors.items():
+                with self.subTest(kind=kind, argument=argument):
+                    self.assertRegex(error, f"(Unsupported|InvalidArgument): .*{argument}.*{ways_out[kind]}")
+
     def test_inputs_of_a_checkpoint_in_parts(self):
         for results in on_ranks(cases.recomputed):
             for name, got in results.items():

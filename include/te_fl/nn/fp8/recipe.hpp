@@ -56,10 +56,11 @@ struct Float8CurrentScaling {
   friend bool operator==(const Float8CurrentScaling&, const Float8CurrentScaling&) = default;
 };
 
-// One scale per block: 1x128 for inputs and gradients, 128x128 for weights. E4M3 throughout.
+// One scale per block: 1x128 for inputs and gradients, 128x128 for weights.
 struct Float8BlockScaling {
   bool pow2_scale = true;
   float amax_epsilon = 0;
+  Fp8Format format = Fp8Format::kE4M3;
   friend bool operator==(const Float8BlockScaling&, const Float8BlockScaling&) = default;
 };
 

@@ -22,7 +22,7 @@ def reduction_of(group: Optional[Any]) -> Optional[Any]:
     """The reduction of amaxes in an autocast; None: this rank's are all. group: None is the default group."""
     if not collectives.available():
         return None
-    group = communicator.member(group)
+    group = communicator.member(group, "autocast", "amax_reduction_group")
     try:
         return _reductions[group]
     except KeyError:

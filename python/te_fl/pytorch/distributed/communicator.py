@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from te_fl import _native
-from te_fl.errors import FailedPrecondition, InvalidArgument
+from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.distributed.same_call import TRANSFERS, SameCall, described
 from te_fl.pytorch.runtime.device import native_device
+from te_fl.pytorch.runtime.refuse import check_group
 
 _from_parent: set = set()  # the groups of the process that this one was forked from, whose connections it has not
 
@@ -31,13 +32,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
 
 
-def member(group: Optional[Any]) -> Any:
-    """The group itself, the default one for None; InvalidArgument for what new_group() gives ranks that are not in it."""
+def member(group: Optional[Any], where: str = "te_fl.pytorch", argument: str = "the process group") -> Any:
+    """The group itself, the default one for None; an error, which names the argument, for what is no group that this rank is in."""
     if group is None:
         return dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise InvalidArgument("this rank is not in the process group that it was to use: new_group() gave it a group of others; call on the group's "
-                              "ranks only")
+    check_group(where, argument, group)
     return group
 
 

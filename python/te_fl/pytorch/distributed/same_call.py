@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import time
 from typing import Any, Dict, Optional
 
 import torch
@@ -13,6 +14,7 @@ from te_fl import _native
 from te_fl.errors import CommFailed, InvalidArgument
 
 TRANSFERS = ("send", "recv")  # between two ranks, not all
+_PLAIN = "plain/{}"  # the key of a rank that compares nothing
 
 
 def time_limit() -> datetime.timedelta:
@@ -33,23 +35,33 @@ def described(op: str, arguments: Dict[str, Any]) -> str:
     return words + "".join(f", {name} {arguments[name]}" for name in ("reduction", "root") if name in arguments)
 
 
+def _own_part(store: Any, device: torch.device) -> Any:
+    return dist.PrefixStore(f"te_fl/{device.type}", store)
+
+
 class SameCall:
     """The calls of one communicator, counted from 1. Before each, every rank waits for the others' and compares; transfers are left out."""
 
     def __init__(self, group: Any, store: Any, device: torch.device):
         self._group, self._device = group.group_name, device
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._store = dist.PrefixStore(f"te_fl/{device.type}", store)
+        self._store = _own_part(store, device)
         self._limit = time_limit()
         self._number = 0
 
     @classmethod
     def wanted(cls, group: Any, device: torch.device) -> Optional["SameCall"]:
         """None without TE_FL_VALIDATE, for a group of one rank, and for a group that torch.distributed keeps no store of."""
-        if os.environ.get("TE_FL_VALIDATE", "0").lower() not in ("1", "true", "on", "yes") or dist.get_world_size(group) == 1:
-            return None
         _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
-        return None if store is None else cls(group, store, device)
+        if store is None or dist.get_world_size(group) == 1:
+            return None
+        if os.environ.get("TE_FL_VALIDATE", "0").lower() in ("1", "true", "on", "yes"):
+            return cls(group, store, device)
+        try:  # so that a rank that compares does not wait for this one
+            _own_part(store, device).set(_PLAIN.format(dist.get_rank(group)), "")
+        except (dist.DistError, RuntimeError):
+            pass  # A store that is gone fails the collective, or nothing needs it.
+        return None
 
     def compare(self, op: str, arguments: Dict[str, Any]) -> None:
         """CommFailed, on every rank, if ranks call different ops, or of different tensors; or if some rank does not come in TE_FL_COMM_TIMEOUT_MS."""
@@ -65,6 +77,16 @@ class SameCall:
         if unlike:
             raise CommFailed(f"COMM_FAILED: group {self._group!r}: rank {self._rank} calls {mine}, and the others do not (TE_FL_VALIDATE): {unlike}")
 
+    def _meet(self, rank: int) -> None:
+        """Waits until the rank has come to its first call; CommFailed at once for one that compares nothing, and so will not say what it calls."""
+        until, pause = time.monotonic() + self._limit.total_seconds(), 0.001
+        while not self._store.check([self._key(rank)]) and time.monotonic() < until:
+            if self._store.check([_PLAIN.format(rank)]):
+                raise CommFailed(f"COMM_FAILED: group {self._group!r}: rank {self._rank} compares its calls with the other ranks' (TE_FL_VALIDATE), and rank "
+                                 f"{rank} does not; set TE_FL_VALIDATE on all ranks, or on none")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
     def _key(self, rank: int, number: Optional[int] = None) -> str:
         return f"{self._number if number is None else number}/{rank}"
 
@@ -74,6 +96,8 @@ class SameCall:
 
     def _words_of(self, rank: int, mine: str) -> str:
         try:
+            if self._number == 1:
+                self._meet(rank)
             self._store.wait([self._key(rank)], self._limit)
             return self._store.get(self._key(rank)).decode()
         except (dist.DistError, RuntimeError) as error:

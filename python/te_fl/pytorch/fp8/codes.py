@@ -146,6 +146,29 @@ class Codes:
         return self.to(torch.device("cpu") if staged else self.data.device, always=True)
 
 
+def rounded(values: torch.Tensor, native_recipe: dict, gradient: bool) -> torch.Tensor:
+    """What activations, or gradients, read as after a quantisation by current or block scaling, in new memory of their dtype."""
+    if values.numel() == 0:
+        return values.clone()
+    matrix = values.to(values.dtype if values.dtype in DTYPE_NAMES else torch.float32).reshape(-1, values.shape[-1] if values.dim() else 1).contiguous()
+    (rows, columns), device = matrix.shape, values.device
+    dtype = torch.float8_e5m2 if gradient and native_recipe["format"] == "hybrid" else _CODES
+
+    def scales(*extents: int) -> torch.Tensor:
+        return torch.zeros(extents, dtype=torch.float32, device=device)
+
+    if native_recipe["kind"] == "current":
+        parts = {"scaling": "tensor", "scale_inv": scales(1), "amax": scales(1), "scale": scales(1), "compute_scale": True}
+    else:
+        parts = {"scaling": "block_1x128", "scale_inv": scales(-(-columns // BLOCK), -(-rows // 4) * 4)}
+    codes = Quantized(torch.empty(rows, columns, dtype=dtype, device=device), pow2_scale=native_recipe["pow2_scale"],
+                      amax_epsilon=native_recipe["amax_epsilon"], **parts)
+    ops.quantize(input=matrix, output=codes)
+    read = torch.empty_like(matrix)
+    ops.dequantize(input=codes, output=read)
+    return read.view(values.shape).to(values.dtype)
+
+
 def _block_scales(rows: int, columns: int, device: torch.device) -> torch.Tensor:
     """The factors of blocks of 128 x 128, as te_fl_quant has them: the rows of the array end with padding."""
     across = -(-columns // BLOCK)

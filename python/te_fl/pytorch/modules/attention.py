@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import numbers
 import warnings
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple, Union
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from te_fl.attention_logits import max_logits
 from te_fl.common.recipe import attends
 from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.checkpoint import checkpoint
-from te_fl.pytorch.fp8 import extra_state
+from te_fl.pytorch.fp8 import extra_state, quantization
 from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.modules import cached_attention
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule
@@ -23,7 +24,7 @@ from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import traced
 from te_fl.pytorch.runtime.device import default_device
-from te_fl.pytorch.runtime.refuse import checks_keywords, only, refuse
+from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspelling, only, refuse
 
 MASKS = ("no_mask", "padding", "causal", "padding_causal", "causal_bottom_right", "padding_causal_bottom_right", "arbitrary")
 FORMATS = ("sbhd", "bshd", "thd")
@@ -212,12 +213,16 @@ class DotProductAttention(TransformerEngineBaseModule):
         self.window_size = None if window_size is None else (left, 0 if "causal" in self.attn_mask_type else right)
         self.bottom_right_diagonal = bottom_right_diagonal
         self.attention_type, self.layer_number = attention_type, layer_number
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = self.kv_channels, self.value_channels
+        self.return_max_logit = bool(return_max_logit)
         self.softmax_scale, self.softmax_type = softmax_scale, softmax_type
         # With sequence_parallel the program forks the tracker around the layer, whose ranks draw different numbers throughout.
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         if softmax_type == "learnable":
             self._add_parameter("softmax_offset", torch.empty(self.num_attention_heads_per_partition, device=default_device()), torch.nn.init.zeros_)
             self.reset_parameters()
+        else:
+            self.softmax_offset = None
 
     def set_context_parallel_group(self, cp_group: Any, cp_global_ranks: Optional[List[int]] = None, cp_stream: Optional[Any] = None,
                                    cp_comm_type: str = "p2p", **load_balancing: Any) -> None:
@@ -272,6 +277,7 @@ class DotProductAttention(TransformerEngineBaseModule):
             return
         super().set_extra_state(state)
 
+    @hides_misspelt
     def forward(self, query_layer: Optional[torch.Tensor] = None, key_layer: Optional[torch.Tensor] = None,
                 value_layer: Optional[torch.Tensor] = None,
                 attention_mask: Optional[Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]] = None, qkv_format: Optional[str] = None,
@@ -287,7 +293,7 @@ class DotProductAttention(TransformerEngineBaseModule):
                 score_mod_tensors: Optional[Dict[str, torch.Tensor]] = None,
                 score_mod_bprop_tensors: Optional[Dict[str, torch.Tensor]] = None, qkv_layer: Optional[torch.Tensor] = None,
                 kv_layer: Optional[torch.Tensor] = None, qkv_interleave_dim: int = -3,
-                thd_attention_policies: Optional[List[Dict[str, Any]]] = None, thd_attention_policy_dispatch: str = "auto"):
+                thd_attention_policies: Optional[List[Dict[str, Any]]] = None, thd_attention_policy_dispatch: str = "auto", **misspelt: NoReturn):
         """q [.., heads, channels], k and v [.., groups, channels] in qkv_format -> [.., heads * channels], those of v.
 
         attention_mask: true where masked out; with the padding masks bool [batch, 1, 1, length], for cross-attention a pair; with
@@ -299,6 +305,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         inference_params: an InferenceParams, whose cache of this layer_number gets the keys and values and gives those of all tokens; lengths and
         masks are its own then, and nothing has a gradient.
         """
+        if misspelt:
+            raise misspelling(DotProductAttention.forward, misspelt)
         where = "DotProductAttention"
         if pad_between_seqs is False:  # the tokens of all sequences follow one another, whatever lengths with padding are given
             cu_seqlens_q_padded = cu_seqlens_kv_padded = None
@@ -342,7 +350,19 @@ class DotProductAttention(TransformerEngineBaseModule):
             out = checkpoint(compute, query_layer, key_layer, value_layer, *extras, use_reentrant=False)
         else:
             out = compute(query_layer, key_layer, value_layer, *extras)
-        return out.flatten(-2)
+        out = out.flatten(-2)
+        return (out, self._max_logit(query_layer, key_layer, layout, mask, size, cap, inputs)) if self.return_max_logit else out
+
+    def _max_logit(self, q: torch.Tensor, k: torch.Tensor, layout: str, mask: str, size: Tuple[int, int], cap: float, inputs: dict) -> torch.Tensor:
+        """The largest score of each head, [heads] of q's dtype: of the scaled, capped, biased and masked products, without a sink. It has no gradient."""
+        if quantization.enabled() and attends(quantization.active_recipe()):
+            raise refuse("DotProductAttention", "return_max_logit", True, "in FP8 attention nothing keeps the scores; leave fp8_dpa and fp8_mha out of the "
+                         "recipe, or return_max_logit")
+        scale = 1 / math.sqrt(self.kv_channels) if self.softmax_scale is None else float(self.softmax_scale)
+        given = {name: value for name, value in inputs.items() if value is not None and name != "bias"}
+        scores = max_logits(q.detach(), k.detach(), inputs.get("bias"), layout=layout, mask_type=mask, scale=scale, window_left=size[0],
+                            window_right=size[1], softcap=cap, **given)
+        return scores.amax(dim=(0, 2, 3)).to(q.dtype)
 
     def _prepared(self, where, layout, mask, size, bottom_right, cap, q, k, masks_of_call, lengths, bias_kind, bias,
                   slopes) -> Tuple[str, Tuple[int, int], dict, Tuple[torch.Tensor, ...]]:

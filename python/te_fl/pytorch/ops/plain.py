@@ -6,9 +6,12 @@ from typing import Any, Iterable, Optional
 
 import torch
 
+from te_fl.common.recipe import native_of
 from te_fl.pytorch.autograd import regions
+from te_fl.pytorch.autograd.once import once_differentiable
 from te_fl.pytorch.distributed import collectives
 from te_fl.pytorch.fp8 import quantization
+from te_fl.pytorch.fp8.codes import rounded
 from te_fl.pytorch.ops.operation import BasicOperation, Result
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.refuse import checks_keywords, only, process_group, refuse
@@ -110,8 +113,24 @@ class MakeExtraOutput(BasicOperation):
         return x, (x,)
 
 
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, native_recipe: dict, forward: bool, backward: bool) -> torch.Tensor:
+        ctx.recipe = native_recipe if backward else None
+        return rounded(x, native_recipe, False) if forward else x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad if ctx.recipe is None else rounded(grad, ctx.recipe, True), None, None, None
+
+
 class Quantize(BasicOperation):
-    """Outside of an FP8 autocast the input. Inside it is refused: te-fl's products quantise their inputs and gradients themselves."""
+    """The input, in an FP8 autocast as it reads after a quantisation. forward, backward: whether that is done to the input and to the gradient.
+
+    Values are handed on in high precision, and a product quantises them once more, to the same codes; by blocks, those of its weight's gradient are
+    of the values as they read. Under DelayedScaling values and gradients pass as they are, since the scales are the products'.
+    """
 
     @checks_keywords()
     def __init__(self, forward: bool = True, backward: bool = False) -> None:
@@ -119,10 +138,12 @@ class Quantize(BasicOperation):
         self._quantize_forward, self._quantize_backward = bool(forward), bool(backward)
 
     def _compute(self, x: torch.Tensor) -> Result:
-        if quantization.enabled() and (self._quantize_forward or self._quantize_backward):
-            name = "forward" if self._quantize_forward else "backward"
-            raise refuse("Quantize", name, True, "in an FP8 autocast products quantise their inputs and gradients themselves; leave the operation out")
-        return x, ()
+        if not quantization.enabled() or quantization.delays() or not (self._quantize_forward or self._quantize_backward):
+            return x, ()
+        if torch.compiler.is_compiling():
+            raise refuse("Quantize", "forward" if self._quantize_forward else "backward", True, "graphs of torch.compile hold no tensors of codes; leave "
+                         "fullgraph=True out")
+        return _Rounded.apply(x, native_of(quantization.active_recipe()), self._quantize_forward, self._quantize_backward), ()
 
 
 class _Collective(BasicOperation):

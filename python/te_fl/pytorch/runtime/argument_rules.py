@@ -32,7 +32,6 @@ RULES: Dict[str, Tuple[Tuple[Any, ...], ...]] = {
         ('choice', ('attention_type',), ('self', 'cross')),
         ('choice', ('qkv_format',), ('sbhd', 'bshd', 'thd')),
         ('choice', ('softmax_type',), ('vanilla', 'off-by-one', 'learnable')),
-        ('off', ('return_max_logit',), "te-fl's attention has no such term"),
     ),
     "MultiheadAttention": (
         ('tensor_parallel', ('tp_group', 'tp_size')),

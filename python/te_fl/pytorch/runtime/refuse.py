@@ -8,9 +8,10 @@ import math
 import operator
 from typing import Any, Callable, Iterable, Mapping, Tuple, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
-from te_fl.errors import Unsupported, did_you_mean
+from te_fl.errors import InvalidArgument, Unsupported, did_you_mean
 from te_fl.pytorch.runtime.argument_rules import RULES
 
 _ONE_RANK = "te_fl.pytorch divides no sequence and no experts over ranks so far; leave it out"
@@ -53,7 +54,7 @@ def hides_misspelt(function: _Init) -> _Init:
 def misspelling(function: Callable, names: Iterable[str]) -> TypeError:
     """For a function that hides_misspelt() decorates: the error of keywords that it has not, which names the nearest that it has."""
     name = next(iter(names))
-    return TypeError(f"{function.__name__}() has no argument {name!r}{did_you_mean(name, list(inspect.signature(function).parameters))}")
+    return TypeError(f"{function.__qualname__}() has no argument {name!r}{did_you_mean(name, list(inspect.signature(function).parameters))}")
 
 
 def only(where: str, *rules: Tuple[str, Any, Any, str]) -> None:
@@ -63,9 +64,25 @@ def only(where: str, *rules: Tuple[str, Any, Any, str]) -> None:
             raise refuse(where, argument, value, way_out)
 
 
+def check_group(where: str, argument: str, group: Any) -> None:
+    """Refuses by name what programs give for a process group and is none: a DeviceMesh, a DTensor, and a group that this rank is not in."""
+    if group is None:
+        return
+    if group is getattr(getattr(dist, "GroupMember", None), "NON_GROUP_MEMBER", group):  # missing from a PyTorch without torch.distributed
+        raise InvalidArgument(f"{where}: {argument} is a process group of other ranks, as new_group() gave it to this one (NON_GROUP_MEMBER); make the "
+                              "call on the group's ranks only, or give a group that has this rank")
+    kind, mesh = type(group).__name__, "it"
+    if isinstance(group, torch.Tensor):
+        mesh = "its device_mesh"
+    elif kind != "DeviceMesh":
+        return
+    raise refuse(where, argument, f"a {kind}", f"it takes a torch.distributed.ProcessGroup; give that of one dimension of {mesh}: get_group(NAME)")
+
+
 def process_group(where: str, argument: str, group: Any) -> None:
     """Refuses what is no process group; None is none, and taken."""
-    if group is not None and not isinstance(group, getattr(dist, "ProcessGroup", ())):  # missing from a PyTorch without torch.distributed
+    check_group(where, argument, group)
+    if group is not None and not isinstance(group, getattr(dist, "ProcessGroup", ())):
         raise refuse(where, argument, group, "give a torch.distributed.ProcessGroup, or leave it out")
 
 
