@@ -130,6 +130,12 @@ class Products(unittest.TestCase):
         for amax in (np.inf, np.nan):  # the old scale stays
             self.assertEqual(float(quantizer.after(jnp.array([amax])).scale[0]), 1.0)
 
+    def test_without_an_amax_neither_history_nor_scale_changes(self):
+        for algo in ("max", "most_recent"):
+            for history in ([0.0, 2.0, 1.0, 4.0], [0.0, np.inf], [0.0], [0.0, 0.0]):
+                after = Quantizer(jnp.full(1, 7.0), jnp.array(history), amax_compute_algo=algo).after(jnp.zeros(1))
+                self.assertEqual((float(after.scale[0]), after.amax_history.tolist()), (7.0, history))
+
     def test_a_step_without_a_gradient_leaves_the_state(self):
         state = create_set(recipe.DelayedScaling(amax_history_len=2))
         self.cotangent = np.zeros_like(self.cotangent)

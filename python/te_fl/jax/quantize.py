@@ -100,7 +100,8 @@ class Quantizer:
         most = last if self.amax_compute_algo == "most_recent" else jnp.max(rows, keepdims=True)
         scale = jnp.minimum(_LARGEST[self.dtype] * 2.0**-self.margin / most, jnp.finfo(jnp.float32).max)
         rolled = jnp.concatenate([self.amax_history[1:], last]).at[0].set(0.0)
-        return dataclasses.replace(self, scale=jnp.where(_positive(most), scale, jnp.where(self.scale == 0, 1.0, self.scale)),
+        moves = (last != 0) & _positive(most)  # without an amax neither scale nor history changes
+        return dataclasses.replace(self, scale=jnp.where(moves, scale, jnp.where(self.scale == 0, 1.0, self.scale)),
                                    amax_history=jnp.where(last != 0, rolled, self.amax_history))
 
 
