@@ -108,7 +108,7 @@ class BasicOperation(FusibleOperation):
     # Checkpoints have a state of each operation, which is empty but for delayed scaling.
 
     def get_extra_state(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Any) -> None:
         if state is not None and state.numel() > 0:

@@ -45,7 +45,7 @@ class _Product(BasicOperation):
     def get_extra_state(self) -> torch.Tensor:
         flat = extra_state.read(super(BasicOperation, self).get_extra_state(), type(self).__name__)
         if not flat:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         shared = {"recipe": flat["recipe"], "extra_fp8_variables": flat["extra_fp8_variables"]}
         return extra_state.write_dict({mode: {**shared, **{name: flat[name] for name in names}}
                                        for mode, names in (("forward", _FORWARD), ("backward", _BACKWARD))})
