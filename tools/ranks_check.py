@@ -29,6 +29,10 @@ TIMEOUT_MS = 4000  # of collectives, in the jobs that are to fail
 TRAIN = ["--batch", "16", "--sample-bytes", "0", "--report-every", "10", "--eval-batches", "4", "--hidden", "256", "--layers", "2",
          "--seq-len", "128", "--heads", "8"]
 
+# Losses of a divided model may be that far from one rank's where it is not 0.5 %: by current scaling each part of a weight has a scale of its own, and
+# docs/ranks.md says what that does.
+APART = {"current": 1.5e-2}
+
 
 class Check:
     def __init__(self, options):
@@ -141,7 +145,7 @@ class Check:
 
     def training(self):
         recipes = [("F32", ["--recipe", "none", "--dtype", "f32"])] + [(r, ["--recipe", r]) for r in ("delayed", "current", "block")]
-        self.grid("train", recipes, lambda label: 1e-4 if label == "F32" else 5e-3)
+        self.grid("train", recipes, lambda label: 1e-4 if label == "F32" else APART.get(label, 5e-3))
 
     def graph(self):
         if self.options.device != "cuda":
@@ -252,8 +256,8 @@ class Check:
                     continue
                 losses[name] = float(found[-1])
             whole = losses.get("one rank")
-            wrong += [f"{n}: {x}" for n, x in losses.items() if whole is None or abs(x - whole) > 5e-3 * whole]
-            self.row(f"te_fl.pytorch, {recipe}, {len(losses)} degrees", not wrong, f"losses after 50 steps {min(losses.values(), default=0):.4f} to {max(losses.values(), default=0):.4f}, within 0.5 %"
+            wrong += [f"{n}: {x}" for n, x in losses.items() if whole is None or abs(x - whole) > APART.get(recipe, 5e-3) * whole]
+            self.row(f"te_fl.pytorch, {recipe}, {len(losses)} degrees", not wrong, f"losses after 50 steps {min(losses.values(), default=0):.4f} to {max(losses.values(), default=0):.4f}, within {100 * APART.get(recipe, 5e-3):g} %"
                      if not wrong else "; ".join(wrong))
 
 

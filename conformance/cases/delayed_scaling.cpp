@@ -42,15 +42,14 @@ void update_oracle(Problem& p, const UpdateVariant& v, Tensor* reduced, Tensor* 
   for (int64_t c = 0; c < n; ++c) {
     double last = reduced == nullptr ? 0 : reduced->get(first + c);
     if (last == 0) last = history->get(c);
+    if (last == 0) continue;  // no amax in this step: history and scale stay
     double top = last;
     // Rows from 1 on stay in the history; row 0, this step's, is what `last` stands for.
     for (int64_t i = 1; i < length && v.algo == TE_FL_AMAX_ALGO_MAX; ++i)
       top = std::fmax(top, history->get(i * n + c));
-    if (last != 0) {
-      for (int64_t i = 0; i + 1 < length; ++i) rolled[i * n + c] = history->get((i + 1) * n + c);
-      rolled[(length - 1) * n + c] = last;
-      rolled[c] = 0;
-    }
+    for (int64_t i = 0; i + 1 < length; ++i) rolled[i * n + c] = history->get((i + 1) * n + c);
+    rolled[(length - 1) * n + c] = last;
+    rolled[c] = 0;
     const auto amax = static_cast<float>(top);
     if (amax == 0 || !std::isfinite(amax)) continue;
     float s = static_cast<float>(fp8_max * std::exp2(-v.margin)) / amax;

@@ -88,15 +88,36 @@ Status Fp8State::ensure(int64_t history_len) {
   return adopt(std::move(longer), scale());
 }
 
+float largest_of(DType dtype) { return dtype == DType::kF8E4M3 ? 448.0f : 57344.0f; }
+
+DType dtype_of_largest(float value) {
+  for (const DType dtype : {DType::kF8E4M3, DType::kF8E5M2}) {
+    if (value == largest_of(dtype)) return dtype;
+  }
+  return DType::kF32;
+}
+
+Status Fp8State::set_dtype(DType dtype) {
+  if (dtype == shared_->dtype) return {};
+  Tensor largest;
+  if (dtype != DType::kF32) {
+    TE_FL_ASSIGN_OR_RETURN(largest, Tensor::empty({1}, DType::kF32, Device()));
+    *largest.data<float>() = largest_of(dtype);
+  }
+  shared_->dtype = dtype;
+  shared_->fp8_max = std::move(largest);
+  return {};
+}
+
 Status Fp8State::retype(DType dtype) {
-  const DType before = std::exchange(shared_->dtype, dtype);
-  if (before == dtype || before == DType::kF32 || !calibrated()) return {};
+  const DType before = shared_->dtype;
+  if (before == dtype || before == DType::kF32 || !calibrated()) return set_dtype(dtype);
   if (held()) {
-    shared_->dtype = before;
     return graph_error("gradients in " + std::string(name(dtype)) +
                        " are asked for, but a captured graph uses the scales for " +
                        std::string(name(before)));
   }
+  TE_FL_RETURN_IF_ERROR(set_dtype(dtype));
   ++shared_->generation;
   TE_FL_ASSIGN_OR_RETURN(Tensor noop, Tensor::zeros({1}, DType::kI32, device_));
   const te_fl_tensor* scales[] = {scale()};
@@ -104,11 +125,12 @@ Status Fp8State::retype(DType dtype) {
   args.inputs = args.outputs = scales;
   args.inputs_count = args.outputs_count = 1;
   args.noop_flag = noop;
-  args.scale = dtype == DType::kF8E4M3 ? 448.0f / 57344.0f : 57344.0f / 448.0f;
+  args.scale = largest_of(dtype) / largest_of(before);
   return ops::multi_tensor_scale(args, call_options(device_));
 }
 
-Status Fp8State::load(const Tensor& from_history, const Tensor& from_scale, bool calibrated) {
+Status Fp8State::load(const Tensor& from_history, const Tensor& from_scale, bool calibrated,
+                      DType dtype) {
   forget_updates();
   if (!defined() || history().size(0) != from_history.size(0)) {
     TE_FL_RETURN_IF_ERROR(check_length(from_history.size(0)));
@@ -122,8 +144,7 @@ Status Fp8State::load(const Tensor& from_history, const Tensor& from_scale, bool
   }
   ++shared_->generation;
   shared_->calibrated = calibrated;
-  shared_->dtype = DType::kF32;
-  return {};
+  return set_dtype(dtype);
 }
 
 Status Fp8State::reset() {
@@ -131,7 +152,7 @@ Status Fp8State::reset() {
   forget_updates();
   ++shared_->generation;
   shared_->calibrated = false;
-  shared_->dtype = DType::kF32;
+  TE_FL_RETURN_IF_ERROR(set_dtype(DType::kF32));
   TE_FL_RETURN_IF_ERROR(fill(history(), 0));
   return fill(scale(), 1);
 }

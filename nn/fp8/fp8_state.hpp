@@ -70,10 +70,14 @@ class Fp8State {
   // The scales are for values of `dtype` from now on: those made for another FP8 type are
   // multiplied by the quotient of the largest values. FAILED_PRECONDITION as for ensure().
   Status retype(DType dtype);
+  // F32 [1] of the host: the largest value of the FP8 type that the scales are for. Undefined if
+  // that is not known, as before the first backward. Another type is another tensor.
+  const Tensor& fp8_max() const noexcept { return shared_->fp8_max; }
   // FAILED_PRECONDITION if a graph uses the state and its history has another length.
   Status check_length(int64_t history_len) const;
-  // Copies loaded state: history [length, slots], scale [slots], both on the state's device.
-  Status load(const Tensor& history, const Tensor& scale, bool calibrated);
+  // Copies loaded state: history [length, slots], scale [slots], both on the state's device, and
+  // the FP8 type that the scales are for, kF32 if that is not known.
+  Status load(const Tensor& history, const Tensor& scale, bool calibrated, DType dtype);
   // Scale 1, history 0, as after the first ensure(). Does nothing if undefined.
   Status reset();
   // The work enqueued now uses the state. If a graph captures it, the memory lives as long as that
@@ -109,9 +113,11 @@ class Fp8State {
     std::atomic<uint64_t> reduced_by = 0;
     bool foreign_graph = false;
     DType dtype = DType::kF32;         // that the scales are for; F32: not known
+    Tensor fp8_max;                    // of dtype
     std::shared_ptr<Tensors> tensors;  // shared with the graphs that use them
   };
   Status adopt(Tensor history, Tensor scale);
+  Status set_dtype(DType dtype);
   // True if a captured graph uses the memory. Of a graph that nn did not capture the end is not
   // known, so it counts for ever.
   bool held() const noexcept { return shared_->foreign_graph || shared_->tensors.use_count() > 1; }
@@ -137,6 +143,10 @@ struct Copies {
   bool rowwise = true;
   bool columnwise = false;
 };
+
+// The largest value of an FP8 type, and the type that has it; kF32 for a value that none has.
+float largest_of(DType dtype);
+DType dtype_of_largest(float value);
 
 // The FP8 type of a role under a recipe.
 DType fp8_dtype(const Recipe& recipe, Role role);

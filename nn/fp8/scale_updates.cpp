@@ -24,7 +24,7 @@ bool same_group(const PendingUpdate& a, const PendingUpdate& b) {
          a.state->device() == b.state->device();
 }
 
-// One call of the op, which writes `scales` and rolls `histories`.
+// One call of the op, which writes `scales` and rolls `histories` where there are new amaxes.
 Status run_update(const PendingUpdate& like, std::span<const te_fl_tensor* const> histories,
                   std::span<const te_fl_tensor* const> scales) {
   te_fl_fused_amax_and_scale_update_after_reduction_args args{};
@@ -44,8 +44,7 @@ Status scales_of_amaxes(const PendingUpdate& update, const Tensor& amax) {
   Fp8State& state = *update.state;
   const AmaxFunction& function = *update.recipe.amax_function;
   if (function.compute_scale != nullptr) {
-    const float fp8_max = update.dtype == DType::kF8E4M3 ? 448.0f : 57344.0f;
-    return function.compute_scale(amax, state.scale(), fp8_max)
+    return function.compute_scale(amax, state.scale(), largest_of(update.dtype))
         .wrap("amax_function \"" + function.name + "\": compute_scale");
   }
   TE_FL_ASSIGN_OR_RETURN(const Tensor row, amax.view({1, state.slots()}));  // a history of one row
@@ -54,8 +53,24 @@ Status scales_of_amaxes(const PendingUpdate& update, const Tensor& amax) {
   return run_update(update, rows, scales);
 }
 
-// The scales from what the recipe's functions find. The history is rolled beside scales that nobody
-// reads.
+// Rolls the history by one row, without amaxes too: a function of the program's finds its amax in
+// the rows as Transformer Engine gives them to it, and that rolls always.
+Status roll(const Tensor& history) {
+  const int64_t length = history.size(0);
+  TE_FL_ASSIGN_OR_RETURN(const Tensor running, history.slice(0, 0, 1));
+  if (length > 1) {
+    TE_FL_ASSIGN_OR_RETURN(const Tensor old, history.clone());
+    TE_FL_ASSIGN_OR_RETURN(const Tensor kept, old.slice(0, 1, length));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor older, history.slice(0, 0, length - 1));
+    TE_FL_RETURN_IF_ERROR(copy(kept, older));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor last, old.slice(0, 0, 1));
+    TE_FL_ASSIGN_OR_RETURN(const Tensor newest, history.slice(0, length - 1, length));
+    TE_FL_RETURN_IF_ERROR(copy(last, newest));
+  }
+  return fill(running, 0);
+}
+
+// The scales from what the recipe's functions find.
 Status update_by_function(const PendingUpdate& update) {
   Fp8State& state = *update.state;
   const AmaxFunction& function = *update.recipe.amax_function;
@@ -64,13 +79,10 @@ Status update_by_function(const PendingUpdate& update) {
                          Tensor::empty({state.slots()}, DType::kF32, state.device()));
   TE_FL_RETURN_IF_ERROR(
       function.compute(state.history(), amax).wrap("amax_function \"" + function.name + "\""));
-  TE_FL_ASSIGN_OR_RETURN(const Tensor unread, state.scale().clone());
-  const te_fl_tensor* const histories[] = {state.history()};
-  const te_fl_tensor* const unread_scales[] = {unread};
   state.use(foreign);
   state.scales_changed();
   TE_FL_RETURN_IF_ERROR(scales_of_amaxes(update, amax));
-  return run_update(update, histories, unread_scales);
+  return roll(state.history());
 }
 
 // The updates that inferences left to the thread's next one.

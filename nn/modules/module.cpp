@@ -155,6 +155,17 @@ Status Module::set_grad_dtype(DType dtype) {
   return {};
 }
 
+namespace {
+
+void append_state(const std::string& name, const detail::Fp8State& state,
+                  std::vector<NamedTensor>& result) {
+  result.push_back({name + ".scale", state.scale()});
+  result.push_back({name + ".amax_history", state.history()});
+  if (state.fp8_max().defined()) result.push_back({name + ".fp8_max", state.fp8_max()});
+}
+
+}  // namespace
+
 std::vector<NamedTensor> Module::state() const {
   std::vector<NamedTensor> result;
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
@@ -167,8 +178,7 @@ std::vector<NamedTensor> Module::state() const {
     } else if (entry.parameter != nullptr) {
       result.push_back({path, entry.parameter->value});
     } else if (entry.fp8->defined()) {
-      result.push_back({path + ".scale", entry.fp8->scale()});
-      result.push_back({path + ".amax_history", entry.fp8->history()});
+      append_state(path, *entry.fp8, result);
     }
   });
   return result;
@@ -180,9 +190,7 @@ Fp8States::~Fp8States() = default;
 std::vector<NamedTensor> Fp8States::state() const {
   std::vector<NamedTensor> result;
   for (const auto& [name, state] : shared_->states) {
-    if (!state->defined()) continue;
-    result.push_back({name + ".scale", state->scale()});
-    result.push_back({name + ".amax_history", state->history()});
+    if (state->defined()) append_state(name, *state, result);
   }
   return result;
 }
@@ -227,6 +235,13 @@ std::string shape_text(std::span<const int64_t> shape) {
 
 bool one_float(const Tensor& tensor) {
   return tensor.dtype() == DType::kF32 && tensor.numel() == 1;
+}
+
+// The FP8 type whose largest value is in `fp8_max`; kF32 of no tensor, and of another value.
+Result<DType> scaled_dtype(const Tensor* fp8_max) {
+  if (fp8_max == nullptr) return DType::kF32;
+  TE_FL_ASSIGN_OR_RETURN(const Tensor host, fp8_max->to(Device()));
+  return detail::dtype_of_largest(*host.data<float>());
 }
 
 // One tensor of a file against what the module has under that name.
@@ -302,7 +317,8 @@ class StateChecker {
     const int64_t slots = state.slots();
     const Tensor* scale = find(path + ".scale");
     const Tensor* history = find(path + ".amax_history");
-    if (scale == nullptr && history == nullptr) return {};
+    const Tensor* largest = find(path + ".fp8_max");
+    if (scale == nullptr && history == nullptr && largest == nullptr) return {};
     if (scale == nullptr || history == nullptr) {
       const std::string absent = path + (scale == nullptr ? ".scale" : ".amax_history");
       return error(absent, "is missing although the other half of the FP8 state is there",
@@ -319,7 +335,13 @@ class StateChecker {
     if (Status status = state.check_length(history->size(0)); !status) {
       return status.wrap(std::string(source_) + ": tensor " + path + ".amax_history");
     }
-    return {};
+    if (largest == nullptr) return {};
+    if (!one_float(*largest)) return mismatch(path + ".fp8_max", *largest, "f32[1]");
+    TE_FL_ASSIGN_OR_RETURN(const DType dtype, scaled_dtype(largest));
+    if (dtype != DType::kF32) return {};
+    return error(path + ".fp8_max",
+                 "is the largest value of no FP8 type; it is 448 of E4M3 or 57344 of E5M2",
+                 StatusCode::kInvalidArgument);
   }
 
   Status check_names() const {
@@ -371,6 +393,13 @@ Result<Tensor> staged(const Tensor& tensor, const Device& device,
   return usable ? Result<Tensor>(tensor) : tensor.to(device);
 }
 
+Status load_scales(detail::Fp8State& state, const Tensor& history, const Tensor& scale,
+                   const Tensor* fp8_max, const Result<bool>& set) {
+  if (!set.ok()) return set.status();
+  TE_FL_ASSIGN_OR_RETURN(const DType dtype, scaled_dtype(fp8_max));
+  return state.load(history, scale, *set, dtype);
+}
+
 // Writes loaded values into the parameter; with `scale_inv` they are codes.
 Status load_parameter(const Tensor& tensor, const Tensor& scale_inv, const Tensor& amax,
                       const Parameter& parameter) {
@@ -403,8 +432,8 @@ Status Fp8States::load(const std::vector<NamedTensor>& tensors, std::string_view
       continue;
     }
     const auto& [history, scale] = found->second;
-    TE_FL_ASSIGN_OR_RETURN(const bool set, calibrated(history, scale));
-    TE_FL_RETURN_IF_ERROR(state->load(history, scale, set));
+    TE_FL_RETURN_IF_ERROR(load_scales(*state, history, scale, checker.find(name + ".fp8_max"),
+                                      calibrated(history, scale)));
   }
   return {};
 }
@@ -450,6 +479,7 @@ Status Module::load(const std::vector<NamedTensor>& tensors, std::string_view so
     } else {
       devices.emplace(path + ".scale", entry.fp8->device());
       devices.emplace(path + ".amax_history", entry.fp8->device());
+      devices.emplace(path + ".fp8_max", Device());
     }
   });
   std::unordered_map<std::string, Tensor> originals, ready;
@@ -478,8 +508,10 @@ Status Module::load(const std::vector<NamedTensor>& tensors, std::string_view so
       return;
     }
     const std::string history = path + ".amax_history";
-    const Result<bool> set = calibrated(originals.at(history), originals.at(path + ".scale"));
-    status = set.ok() ? entry.fp8->load(ready.at(history), scale->second, *set) : set.status();
+    const auto largest = ready.find(path + ".fp8_max");
+    status = load_scales(*entry.fp8, ready.at(history), scale->second,
+                         largest == ready.end() ? nullptr : &largest->second,
+                         calibrated(originals.at(history), originals.at(path + ".scale")));
   });
   return status;
 }

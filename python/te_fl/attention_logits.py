@@ -21,7 +21,7 @@ def _sequences(tensor: torch.Tensor, layout: str, starts: Optional[torch.Tensor]
 
 
 def _lengths(starts: Optional[torch.Tensor], batch: int, length: int, device: torch.device) -> torch.Tensor:
-    return torch.full((batch,), length, device=device) if starts is None else starts.diff().long()
+    return torch.full((batch,), length, dtype=torch.int64, device=device) if starts is None else starts.diff().long()
 
 
 def _hidden(queries: torch.Tensor, keys: torch.Tensor, rows: int, columns: int, mask_type: str, left: int, right: int) -> torch.Tensor:
@@ -57,7 +57,7 @@ def max_logits(q: torch.Tensor, k: torch.Tensor, bias: Optional[torch.Tensor], *
     k = _sequences(k, layout, cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded, max_seqlen_kv)
     (batch, rows, heads, _), (columns, groups) = q.shape, k.shape[1:3]
     of_q, of_k = _lengths(cu_seqlens_q, batch, rows, q.device), _lengths(cu_seqlens_kv, batch, columns, q.device)
-    result = torch.full((batch, groups, heads // groups, rows), -math.inf, device=q.device)
+    result = torch.full((batch, groups, heads // groups, rows), -math.inf, dtype=torch.float32, device=q.device)
     if not q.numel() or not k.numel():
         return result.view(batch, heads, rows, 1)
     step = max(1, _MOST_SCORES // (rows * columns * (heads // groups)))

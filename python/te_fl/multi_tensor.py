@@ -265,7 +265,7 @@ def multi_tensor_compute_scale_and_scale_inv(chunk_size: int, noop_flag: torch.T
 def e8m0_of_amax(amax: torch.Tensor, largest: float = 448.0) -> torch.Tensor:
     """The bits of the power of two that is amax / largest rounded up: 255 for NaN, 254 for infinity."""
     # The quotient is a product with the rounded inverse, as in the definition of the extension.
-    bits = (amax.float() * torch.tensor(1.0, dtype=torch.float32).div(largest).item()).view(torch.int32)
+    bits = (amax.float() * torch.tensor(1.0, dtype=torch.float32, device="cpu").div(largest).item()).view(torch.int32)
     exponent, fraction = (bits >> 23) & 0xFF, bits & 0x7FFFFF
     up = (fraction > 0) & (exponent != 254) & ~((exponent == 0) & (fraction <= 0x400000))
     finite = exponent + up.to(torch.int32)

@@ -94,7 +94,7 @@ import torch, te_fl.pytorch as te
 from te_fl.pytorch.autograd import call
 assert call.run is not call.python_run, "it was not loaded"
 module = te.Linear(16, 16, device="cpu")
-x = torch.randn(4, 16, requires_grad=True)
+x = torch.randn(4, 16, dtype=torch.float32, device="cpu", requires_grad=True)
 y = module(x)
 assert type(y.grad_fn).__module__ != "torch.autograd.function", y.grad_fn
 y.sum().backward()

@@ -747,6 +747,38 @@ class Functional(Each):
         near(self, got, module(x), 1e-6, "output")
 
 
+class Batched(Each):
+    """Gradients of several outputs in one backward, which PyTorch computes by vmap: refused in words, by layers and functions, on every node. A loop over
+    them, and the backward after a refusal, are right."""
+
+    CALLS = {"Linear": te.Linear(8, 8, device="cpu"), "LayerNormMLP": te.LayerNormMLP(8, 8, device="cpu"),
+             "accumulates": te.Linear(8, 8, device="cpu", fuse_wgrad_accumulation=True),
+             "delays": te.Linear(8, 8, device="cpu", delay_wgrad_compute=True), "LayerNorm": te.LayerNorm(8, device="cpu"),
+             "operations": te.ops.Sequential(te.ops.Linear(8, 8, device="cpu"), te.ops.GELU()),
+             "GroupedLinear": lambda x, grouped=te.GroupedLinear(2, 8, 8, device="cpu"): grouped(x, [1, 3]),
+             "cross_entropy": lambda x: te.parallel_cross_entropy(x.unsqueeze(0), torch.zeros(1, 4, dtype=torch.int64))}
+
+    def test_refusals(self):
+        for name, call in self.CALLS.items():
+            if name == "accumulates":
+                call.weight.main_grad = torch.zeros(8, 8)
+            for transform in ("is_grads_batched", "jacobian", "hessian"):
+                with self.subTest(name, transform=transform):
+                    x = randn(4, 8).requires_grad_()
+                    with self.assertRaises(RuntimeError) as caught:
+                        if transform == "is_grads_batched":
+                            y = call(x)
+                            torch.autograd.grad(y, x, torch.stack([torch.ones_like(y), torch.zeros_like(y)]), is_grads_batched=True)
+                        elif transform == "jacobian":
+                            torch.autograd.functional.jacobian(call, x, vectorize=True)
+                        else:
+                            torch.autograd.functional.hessian(lambda t: call(t).sum(), x, vectorize=True)
+                    text = str(caught.exception)
+                    self.assertRegex(text, "stands for several tensors|have no second derivative")
+                    self.assertNotRegex(text, r"Exception raised from|frame #|\.cpp:\d")
+                    self.assertTrue(torch.isfinite(torch.autograd.functional.jacobian(call, x)).all())
+
+
 class MainGrad(Each):
     def test_weights_add_to_main_grad(self):
         for name in ("Linear", "LayerNormLinear", "LayerNormMLP", "MultiheadAttention", "TransformerLayer"):
@@ -789,6 +821,73 @@ class MainGrad(Each):
                     module.backward_dw()
                     before = 0.0 if flag or first else 3.0
                     near(self, module.weight.main_grad - before, plain.weight.grad, 1e-5, "main_grad", 1e-5)
+
+    def test_the_first_backward_overwrites_main_grad(self):
+        """A layer that is used several times before the backward has the sum in main_grad, which held something else. By is_first_microbatch of the
+        uses' forwards, in all orders; by overwrite_main_grad; in losses of their own and in one; directly and in checkpoints."""
+        reentrant = lambda m, x, first: torch.utils.checkpoint.checkpoint(m, x, first, use_reentrant=True)  # noqa: E731
+        other = lambda m, x, first: torch.utils.checkpoint.checkpoint(m, x, first, use_reentrant=False)  # noqa: E731
+        ways = {"plain": lambda m, x, first: m(x, is_first_microbatch=first), "reentrant": reentrant, "checkpoint": other,
+                "te.checkpoint": lambda m, x, first: te.checkpoint(m, x, first)}
+        kinds = {"Linear": te.Linear, "LayerNormLinear": te.LayerNormLinear, "LayerNormMLP": te.LayerNormMLP,
+                 "parts": lambda *sizes, **more: te.Linear(*sizes, parameters_split=("a_", "b_"), **more)}
+        for name, make in kinds.items():
+            for way, call in ways.items() if name == "Linear" else [("plain", ways["plain"])]:
+                for firsts in ((True, False), (True, True), (True, False, False), None):  # None: overwrite_main_grad says it
+                    for backwards in ("one loss", "in order", "last first", "twice over one graph"):
+                        for delays in (False, True):
+                            if firsts is None and (backwards != "one loss" or way == "reentrant") or way != "plain" and backwards == "twice over one graph":
+                                continue  # overwrite_main_grad is for each backward, and a reentrant checkpoint runs one of its own; PyTorch's others have one
+                            with self.subTest(module=name, way=way, firsts=firsts, backwards=backwards, delays=delays):
+                                module = randomise(make(32, 32, device="cpu", fuse_wgrad_accumulation=True, delay_wgrad_compute=delays))
+                                plain = randomise(make(32, 32, device="cpu"))
+                                weights = [p for p in module.parameters() if p.dim() == 2]
+                                for p in weights:
+                                    p.main_grad = torch.full_like(p, float("nan"))
+                                    p.overwrite_main_grad = firsts is None
+                                for step in range(2):
+                                    flags = (None, None) if firsts is None else firsts
+                                    losses = [call(module, input_of(seed=i), first).square().sum() for i, first in enumerate(flags)]
+                                    runs = len(losses)
+                                    plain.zero_grad()
+                                    for i in range(runs):
+                                        plain(input_of(seed=i)).square().sum().backward()
+                                    if backwards == "one loss":
+                                        sum(losses).backward()
+                                    elif backwards == "twice over one graph":
+                                        losses[0].backward(retain_graph=True)
+                                        for loss in losses:
+                                            loss.backward()
+                                        plain(input_of(seed=0)).square().sum().backward()
+                                        runs += 1
+                                    else:
+                                        for loss in losses if backwards == "in order" else losses[::-1]:
+                                            loss.backward()
+                                    for _ in range(runs if delays else 0):
+                                        module.backward_dw()
+                                    for p, q in zip(weights, [q for q in plain.parameters() if q.dim() == 2]):
+                                        near(self, p.main_grad, q.grad, 1e-5, f"main_grad in step {step}", 1e-5)
+
+    def test_who_asks_to_overwrite_main_grad(self):
+        """Weights that two modules share, a run without gradients, one in inference mode, a backward that failed."""
+        a, b = (randomise(te.Linear(32, 32, bias=False, device="cpu", fuse_wgrad_accumulation=True)) for _ in range(2))
+        b.weight = a.weight
+        a.weight.main_grad = torch.full((32, 32), float("nan"))
+        plain = randomise(te.Linear(32, 32, bias=False, device="cpu"))
+        plain(plain(input_of())).sum().backward()
+        b(a(input_of(), is_first_microbatch=True), is_first_microbatch=True).sum().backward()
+        near(self, a.weight.main_grad, plain.weight.grad, 1e-5, "shared", 1e-5)
+        for mode in (torch.inference_mode(), torch.no_grad()):
+            with mode:
+                a.eval()(input_of(), is_first_microbatch=True)
+        a.train()(b(input_of(), is_first_microbatch=False), is_first_microbatch=False).sum().backward()
+        near(self, a.weight.main_grad, 2 * plain.weight.grad, 1e-5, "added", 1e-5)
+        y = a(b(input_of(), is_first_microbatch=True), is_first_microbatch=False)
+        with self.assertRaises(RuntimeError):
+            y.backward(torch.ones(3, 3))
+        y.sum().backward()
+        near(self, a.weight.main_grad, plain.weight.grad, 1e-5, "after an error", 1e-5)
+        self.assertFalse([n for n in vars(a.weight) if n.startswith("_te")])  # a checkpoint has no marks of it
 
     def test_the_gradient_beside_main_grad(self):
         module = randomise(te.Linear(512, 512, device="cpu", fuse_wgrad_accumulation=True))

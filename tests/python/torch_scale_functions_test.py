@@ -50,6 +50,34 @@ class Functions(unittest.TestCase):
                         for i, (a, b) in enumerate(zip(found, want)):
                             self.assertTrue(torch.equal(a, b), i)
 
+    def test_a_step_without_an_amax(self):
+        """By words neither history nor scale changes, as in Transformer Engine's kernel; with functions the history rolls, as in its
+        functions' loop. The input is zeros in some steps, so that one tensor of a state has no amax and its neighbour has one."""
+        for length in (1, 2, 4):
+            for arguments in ({"amax_compute_algo": "max"}, {"amax_compute_algo": "most_recent"}, {"amax_compute_algo": lambda history: history.amax(0)},
+                              {"scaling_factor_compute_algo": own_scale}):
+                module, fp8 = te.Linear(16, 16, bias=False, device="cpu"), DelayedScaling(amax_history_len=length, **arguments)
+                history, scale = torch.zeros(length, 2), torch.ones(2)
+                for step, factor in enumerate((8, 2, 0, 0, 1, 0, 4)):
+                    x = input_of(seed=step)[..., :16].contiguous() * factor
+                    with te.autocast(recipe=fp8):
+                        module(x).sum().backward()
+                    history[0] = torch.stack([x.detach().abs().max(), module.weight.detach().abs().max()])
+                    for slot in range(2):
+                        column = history[:, slot]
+                        last, largest = column[0].item(), column.max().item()
+                        if last == 0 and len(arguments) == 1 and isinstance(arguments.get("amax_compute_algo"), str):
+                            continue
+                        amax = last if arguments.get("amax_compute_algo") == "most_recent" else largest
+                        if amax:
+                            scale[slot] = torch.tensor(448.0) / torch.tensor(amax)
+                        history[:, slot] = torch.roll(column, -1)
+                        history[0, slot] = 0
+                    state = dict(module._fp8_state())
+                    with self.subTest(length=length, arguments=arguments, step=step):
+                        self.assertTrue(torch.equal(state["fp8.fwd.amax_history"], history), (state["fp8.fwd.amax_history"], history))
+                        torch.testing.assert_close(state["fp8.fwd.scale"], scale, rtol=1e-6, atol=0)
+
     def test_what_they_are_given_and_give(self):
         seen = []
 

@@ -60,15 +60,16 @@ __global__ void __launch_bounds__(kThreads)
     const float reduced_amax = reduced != nullptr ? reduced[h.first + slot0 + t] : 0.0f;
     last = reduced_amax != 0.0f ? reduced_amax : column[0];
   }
+  // Without an amax neither history nor scale changes. Such a thread goes along for the barriers.
   const bool roll = active && last != 0.0f;
   for (int64_t base = 0; base < h.length; base += int64_t{rows} * kAtOnce) {
     float entries[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int64_t r = base + i * rows + y;
-      entries[i] = !active || r >= h.length ? 0.0f
-                   : r + 1 < h.length       ? column[(r + 1) * h.tensors]
-                                            : last;
+      entries[i] = !roll || r >= h.length ? 0.0f
+                   : r + 1 < h.length     ? column[(r + 1) * h.tensors]
+                                          : last;
     }
     __syncthreads();
 #pragma unroll

@@ -47,12 +47,11 @@ __kernel void update_scales(__global float* history, __global float* scales,
   if (t >= tensors) return;
   float last = flags & HAS_REDUCED ? reduced[position + t] : 0.0f;
   if (last == 0.0f) last = history[t];
-  const bool roll = last != 0.0f;
   float top = 0.0f;
-  for (long r = 0; r < length; ++r) {
+  for (long r = 0; last != 0.0f && r < length; ++r) {
     const float entry = r + 1 < length ? history[(r + 1) * tensors + t] : last;
     if (entry > top) top = entry;
-    if (roll) history[r * tensors + t] = r == 0 ? 0.0f : entry;
+    history[r * tensors + t] = r == 0 ? 0.0f : entry;
   }
   const float amax = flags & MOST_RECENT ? last : top;
   float scale = scales[t];

@@ -86,8 +86,8 @@ struct AmaxHistory {
 // Ends a step of delayed scaling for one tensor: rolls its history and returns the new scale (the
 // caller stores it and its inverse).
 //   last = reduced_amax (over the data/tensor-parallel group; 0 = not reduced), or row 0 if that is
-//   zero. If last is not zero, row i takes row i + 1, the last row takes last, row 0 becomes 0; if
-//   it is zero the history stays.
+//   zero. If that is zero too, the tensor had no amax in this step: history and scale stay.
+//   Otherwise row i takes row i + 1, the last row takes last, row 0 becomes 0.
 //   amax = last (kMostRecent), or the largest of last and rows 1.. (kMax), NaN entries left out.
 //   scale = fp8_max * 2^-margin / amax; if amax is zero, negative or not finite, old_scale stays.
 //   An infinite scale becomes FLT_MAX.
@@ -97,13 +97,12 @@ inline float delayed_scaling_update(AmaxHistory history, float reduced_amax, flo
   assert(history.data != nullptr && history.length >= 1);
   const auto row = [&history](std::size_t i) -> float& { return history.data[i * history.stride]; };
   const float last = reduced_amax != 0.0f ? reduced_amax : row(0);  // a NaN is not zero
-  const bool roll = last != 0.0f;
 
   float largest = 0.0f;
-  for (std::size_t i = 0; i < history.length; ++i) {
+  for (std::size_t i = 0; last != 0.0f && i < history.length; ++i) {
     const float entry = i + 1 < history.length ? row(i + 1) : last;
     if (entry > largest) largest = entry;
-    if (roll) row(i) = i == 0 ? 0.0f : entry;
+    row(i) = i == 0 ? 0.0f : entry;
   }
 
   const float amax = rule.algo == AmaxComputeAlgo::kMax ? largest : last;

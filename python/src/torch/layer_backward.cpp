@@ -31,10 +31,9 @@ struct MainGrad {
   bool overwrites = false;
 };
 
-// Says where gradients go: into main_grads, or new memory of the parameters' dtypes. `first`: in
-// main_grads they overwrite what is there.
+// Says where gradients go: into main_grads, or new memory of the parameters' dtypes.
 Status open_gradients(Runner& runner, const std::vector<DType>& dtypes,
-                      const std::vector<MainGrad>& main_grads, bool first) {
+                      const std::vector<MainGrad>& main_grads) {
   const auto& own = runner.parameters();
   for (size_t i = 0; i < own.size(); ++i) {
     nn::Parameter& p = *own[i].parameter;
@@ -42,7 +41,7 @@ Status open_gradients(Runner& runner, const std::vector<DType>& dtypes,
     p.grad_dtype = dtypes[i];
     const MainGrad& main = main_grads[i];
     if (main.tensor.defined() && p.requires_grad) {
-      TE_FL_RETURN_IF_ERROR(p.give_grad(main.tensor, !main.overwrites && !first));
+      TE_FL_RETURN_IF_ERROR(p.give_grad(main.tensor, !main.overwrites));
     }
   }
   return {};
@@ -84,8 +83,7 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Len
   const auto scopes = record.scopes.enter();
   const DeterministicScope policy(deterministic);
   const StreamScope on(dy.device(), stream);
-  TE_FL_RETURN_IF_ERROR(
-      open_gradients(*record.runner, dtypes_of(parameters), main_grads, record.first));
+  TE_FL_RETURN_IF_ERROR(open_gradients(*record.runner, dtypes_of(parameters), main_grads));
   const ResultScope framework(results);
   Gradients gradients;
   if (keep) {
@@ -100,7 +98,7 @@ Result<Gradients> run_backward(Record& record, const Tensor& dy, std::vector<Len
   if (layer.delays_wgrad) {
     kept.insert(kept.end(), record.lent.begin(), record.lent.end());
     layer.delayed.push_back({record.runner, record.runner->module().take_delayed_wgrad(),
-                             record.numbers, record.trained, std::move(kept), record.first});
+                             record.numbers, record.trained, std::move(kept)});
   }
   return gradients;
 }
@@ -126,8 +124,7 @@ Result<std::vector<Tensor>> run_backward_dw(Layer& layer, const DelayedGradients
   const LayerLock lock(layer);
   const Device device = parameters.at(0).value.device();
   TE_FL_RETURN_IF_ERROR(lend(*left.runner, parameters, left.numbers, &left.trained));
-  TE_FL_RETURN_IF_ERROR(
-      open_gradients(*left.runner, dtypes_of(parameters), main_grads, left.first));
+  TE_FL_RETURN_IF_ERROR(open_gradients(*left.runner, dtypes_of(parameters), main_grads));
   const StreamScope on(device, stream);
   const ResultScope framework(results);
   TE_FL_RETURN_IF_ERROR(left.compute());

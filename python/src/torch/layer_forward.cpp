@@ -154,7 +154,6 @@ Result<Tensor> run(Layer& layer, Forward& f, ResultTensors& results,
                                            .numbers = std::move(f.numbers),
                                            .trained = std::move(f.trained),
                                            .lent = std::move(f.lent),
-                                           .first = f.options.is_first_microbatch == true,
                                            .inputs = kinds_of(f),
                                            .memory = input_memory(f),
                                            .device = f.inputs[0].device()});

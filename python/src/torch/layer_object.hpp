@@ -36,7 +36,6 @@ struct DelayedGradients {
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
   std::vector<Lent> lent;  // the operands of the gradients, among others
-  bool first = false;      // as Record's
 };
 
 struct Layer {

@@ -22,7 +22,6 @@ struct Record {
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
   std::vector<Lent> lent;
-  bool first = false;  // is_first_microbatch: gradients overwrite main_grad
   std::vector<std::pair<Shape, DType>> inputs;              // whose gradients the backward returns
   std::vector<std::pair<const void*, const void*>> memory;  // of inputs, where results may lie
   Device device;                                            // of the activations

@@ -61,7 +61,7 @@ def unpermute_with_mask_map(inp: torch.Tensor, row_id_map: torch.Tensor, merging
     rows = inp[row].float()
     if merging_probs is not None:
         rows = rows * merging_probs[token, expert].float().unsqueeze(1)
-    output = torch.zeros((num_tokens, hidden_size), device=inp.device).index_add_(0, token, rows).to(inp.dtype)
+    output = torch.zeros((num_tokens, hidden_size), dtype=torch.float32, device=inp.device).index_add_(0, token, rows).to(inp.dtype)
     probs = None
     if permuted_probs is not None:
         probs = permuted_probs.new_zeros((num_tokens, num_experts))
@@ -163,7 +163,7 @@ def _groups(offsets: torch.Tensor, rows: int) -> Tuple[torch.Tensor, int]:
 def compute_grouped_dbias(dy: torch.Tensor, offsets: torch.Tensor, num_groups: int, dbias: Optional[torch.Tensor] = None) -> torch.Tensor:
     """FP32 [groups, hidden]: the sums of each group's rows, added to dbias if it is given."""
     group, count = _groups(offsets, dy.shape[0])
-    dbias = torch.zeros((num_groups, dy.shape[1]), device=dy.device) if dbias is None else dbias
+    dbias = torch.zeros((num_groups, dy.shape[1]), dtype=torch.float32, device=dy.device) if dbias is None else dbias
     return dbias.index_add_(0, group, dy[:count].float())
 
 
@@ -172,8 +172,8 @@ def compute_grouped_dbias_dscales(dy: torch.Tensor, scales: torch.Tensor, bias: 
     """(compute_grouped_dbias of rows times their scales; FP32 [tokens]: each row times its group's bias, summed), added to what is given."""
     group, count = _groups(offsets, dy.shape[0])
     rows = dy[:count].float()
-    dbias = torch.zeros(bias.shape, device=dy.device) if dbias is None else dbias
-    dscales = torch.zeros(dy.shape[0], device=dy.device) if dscales is None else dscales
+    dbias = torch.zeros(bias.shape, dtype=torch.float32, device=dy.device) if dbias is None else dbias
+    dscales = torch.zeros(dy.shape[0], dtype=torch.float32, device=dy.device) if dscales is None else dscales
     dbias.index_add_(0, group, rows * scales[:count].float().unsqueeze(1))
     dscales[:count] += (rows * bias[group].float()).sum(1)
     return dbias, dscales

@@ -75,7 +75,7 @@ def _enquire(p: Any) -> int:
     _check_heads(p)
     _check_fp8(p, dtype)
     # One group of heads and one sequence stand for all: which implementation serves a call depends on neither number.
-    heads, answer = p.num_attn_heads // p.num_gqa_groups, torch.empty(1, dtype=torch.int32)
+    heads, answer = p.num_attn_heads // p.num_gqa_groups, torch.empty(1, dtype=torch.int32, device="cpu")
     k_dim, v_dim = p.head_dim_qk, p.head_dim_v
     ops.get_fused_attn_backend(q=_operand_like(layout, dtype, p.max_seqlen_q, heads, k_dim), k=_operand_like(layout, dtype, p.max_seqlen_kv, 1, k_dim),
                                v=_operand_like(layout, dtype, p.max_seqlen_kv, 1, v_dim), backend=answer, layout=layout.op, mask_type=mask.type,

@@ -369,4 +369,4 @@ def splits_to_offsets_multi(split_sizes: torch.Tensor, device: Any, *, strides: 
 
 def copy_data_ptrs_to_device(tensors: Sequence[torch.Tensor], device: Any) -> torch.Tensor:
     """INT64: the addresses of the tensors."""
-    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64).to(device)
+    return torch.tensor([t.data_ptr() for t in tensors], dtype=torch.int64, device="cpu").to(device)

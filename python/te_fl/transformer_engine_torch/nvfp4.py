@@ -203,7 +203,7 @@ def _transformed(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
 def _largest(x: torch.Tensor, quantizer: Any) -> torch.Tensor:
     """FP32 [1]: the largest absolute value, among the ranks of the quantizer's group if it has one, every one of which calls it. Or FP32 [rows]."""
     if by_rows(quantizer):
-        return _sizes(x.float()).amax(1) if x.numel() else torch.zeros(x.shape[0], device=x.device)
+        return _sizes(x.float()).amax(1) if x.numel() else torch.zeros(x.shape[0], dtype=torch.float32, device=x.device)
     amax = torch.zeros(1, dtype=torch.float32, device=x.device)
     if x.numel():
         ops.compute_amax(input=x, amax=amax)

@@ -43,7 +43,8 @@ class Part:
 
     def cast(self, factors: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> None:
         if self.values.numel():
-            ops.cast_to_fp8(input=self.values.float() * factors, output=out.view(-1).view(dtype), scale=torch.ones(1, device=out.device))
+            ops.cast_to_fp8(input=self.values.float() * factors, output=out.view(-1).view(dtype),
+                            scale=torch.ones(1, dtype=torch.float32, device=out.device))
 
 
 def over_width(absolute: torch.Tensor, block: int) -> torch.Tensor:

@@ -433,6 +433,11 @@ TEST(ReferenceQuantize, DelayedScalingUpdate) {
   history.set(0, 7);
   EXPECT_OK(call("fused_amax_and_scale_update_after_reduction", args));
   EXPECT_EQ(scales.values(), (std::vector<double>{4096, 4, 9}));  // 28672 / 7; nothing new: kept
+  args.algo = TE_FL_AMAX_ALGO_MAX;
+  const std::vector<double> rolled = history.values();  // every row 0 is 0 now
+  EXPECT_OK(call("fused_amax_and_scale_update_after_reduction", args));
+  EXPECT_EQ(history.values(), rolled);
+  EXPECT_EQ(scales.values(), (std::vector<double>{4096, 4, 9}));
 
   Array no_rows(TE_FL_F32, {0, 1});
   const te_fl_tensor* short_histories[] = {history, no_rows};

@@ -158,17 +158,19 @@ TEST(DelayedScaling, LengthOne) {
   }
 }
 
-TEST(DelayedScaling, ZeroAmaxDoesNotRoll) {
-  History history({0, 7, 3.5f});
-  EXPECT_EQ(delayed_scaling_update(history.view(), 0.0f, 5.0f, {}), 64.0f);
-  EXPECT_EQ(history.column(), (Column{0, 7, 3.5f}));
-  EXPECT_EQ(
-      delayed_scaling_update(history.view(), 0.0f, 5.0f, {.algo = AmaxComputeAlgo::kMostRecent}),
-      5.0f);
-  EXPECT_EQ(history.column(), (Column{0, 7, 3.5f}));
-  History empty({0, 0, 0});
-  EXPECT_EQ(delayed_scaling_update(empty.view(), 0.0f, 5.0f, {}), 5.0f);
-  EXPECT_EQ(empty.column(), (Column{0, 0, 0}));
+TEST(DelayedScaling, WithoutAnAmaxNeitherHistoryNorScaleChanges) {
+  for (const AmaxComputeAlgo algo : {AmaxComputeAlgo::kMax, AmaxComputeAlgo::kMostRecent}) {
+    for (const Column& column :
+         {Column{0, 2, 1, 4}, {0, 7, 3.5f}, {0, kInf, 1}, {0, kNan}, {0, 0, 0}, {0}}) {
+      for (const float reduced : {0.0f, -0.0f}) {
+        History history(column);
+        EXPECT_EQ(delayed_scaling_update(history.view(), reduced, 7.0f, {.algo = algo}), 7.0f);
+        for (std::size_t i = 0; i < column.size(); ++i) {
+          EXPECT_TRUE(history.column()[i] == column[i] || std::isnan(column[i]));
+        }
+      }
+    }
+  }
 }
 
 TEST(DelayedScaling, InfiniteAmaxKeepsTheScaleUntilItLeaves) {

@@ -228,6 +228,41 @@ TEST(DelayedScalingOrder, AnotherFp8TypeOfGradientsTakesItsScalesAlong) {
   EXPECT_EQ(at(*module, "fp8.bwd.scale", 0), 57344 / amax_of(dy));
 }
 
+TEST(DelayedScalingOrder, AnotherFp8TypeOfGradientsTakesLoadedScalesAlong) {
+  const Tensor x = input(), dy = gradient(1e-3);
+  const auto step = [&](Linear& module, Fp8Format format) {
+    Ctx ctx;
+    {
+      autocast fp8(true, DelayedScaling{.format = format, .amax_history_len = 4});
+      (void)take(module.forward(x, &ctx));
+    }
+    const Values result = values_of(take(module.backward(dy, ctx)));
+    check(backward_end());
+    return result;
+  };
+  for (const Fp8Format before : {Fp8Format::kHybrid, Fp8Format::kE4M3}) {
+    for (const Fp8Format after : {Fp8Format::kHybrid, Fp8Format::kE4M3}) {
+      auto lived = make_linear(), loaded = make_linear();
+      for (int i = 0; i < 3; ++i) step(*lived, before);
+      // The state that is loaded says it again when it is saved.
+      ASSERT_OK(loaded->load_state(lived->state(), "a module"));
+      auto again = make_linear();
+      ASSERT_OK(again->load_state(loaded->state(), "a module"));
+      for (int i = 0; i < 2; ++i) EXPECT_TRUE(step(*lived, after) == step(*again, after)) << i;
+    }
+  }
+  auto module = make_linear();
+  step(*module, Fp8Format::kHybrid);
+  std::vector<NamedTensor> state = module->state();
+  const auto largest = std::ranges::find(state, "fp8.bwd.fp8_max", &NamedTensor::name);
+  ASSERT_NE(largest, state.end());
+  EXPECT_EQ(values_of(largest->tensor), Values{57344});
+  largest->tensor = tensor({1}, {240});
+  EXPECT_REFUSED(module->load_state(state, "a file"), "fp8.bwd.fp8_max", "448");
+  largest->tensor = tensor({2}, {448, 448});
+  EXPECT_REFUSED(module->load_state(state, "a file"), "fp8.bwd.fp8_max", "f32[1]");
+}
+
 TEST(DelayedScalingOrder, AnotherHistoryLengthKeepsTheNewestAmaxes) {
   auto module = make_linear();
   std::vector<float> amaxes;

@@ -407,6 +407,10 @@ class Parameters(unittest.TestCase):
         x = randn(4, 8)
         op(x).sum().backward()
         torch.testing.assert_close(op.weight.main_grad, 1 + torch.ones(8, 4) @ x)
+        op.weight.overwrite_main_grad = True
+        for _ in range(2):
+            (op(x) + op(2 * x)).sum().backward()  # overwritten by the one that runs first
+            torch.testing.assert_close(op.weight.main_grad, 3 * torch.ones(8, 4) @ x)
 
     def test_weights_of_codes(self):
         with te.quantized_model_init(recipe=Float8CurrentScaling()):

@@ -55,6 +55,35 @@ class Copies(State):
         other = pickle.loads(pickle.dumps(module))
         self.same(step(other, device, recipe, 7), step(module, device, recipe, 7))
 
+    @each(names=[n for n in MODULES if "Norm" not in n or "Layer" in n and n != "LayerNorm"])
+    def test_another_format_after_a_copy(self, name, device, _):
+        """Scales of gradients are for the format of the recipe before, and a copy by whatever way knows it: its next steps are the module's own,
+        bit for bit, in all orders of formats, and whatever recipe a forward without a backward has had since."""
+        formats = {kind: recipe.DelayedScaling(fp8_format=kind, amax_history_len=4) for kind in (recipe.Format.HYBRID, recipe.Format.E4M3)}
+
+        def loaded(module):
+            other = MODULES[name](device=device)
+            other.load_state_dict(module.state_dict())
+            return other
+        ways = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "to": lambda m: copy.deepcopy(m).to(BF16).to(F32), "load": loaded,
+                "twice": lambda m: copy.deepcopy(loaded(m))}
+        for before in formats.values():
+            for after in formats.values():
+                for between in (None, *formats.values()):
+                    module = trained(name, device, before)
+                    with torch.no_grad():
+                        for p in module.parameters():
+                            p.copy_(p.to(BF16))
+                        if between is not None:
+                            with scope(between):
+                                module(input_of(device))
+                    copies = {way: make(module) for way, make in ways.items()}
+                    want = [step(module, device, after, seed) for seed in (7, 8)]
+                    for way, other in copies.items():
+                        for seed, result in zip((7, 8), want):
+                            with self.subTest(way, before=before.fp8_format.name, after=after.fp8_format.name, between=between is not None, step=seed):
+                                self.same(step(other, device, after, seed), result)
+
     @each(recipes=(None, DELAYED))
     def test_file_of_the_module(self, name, device, recipe):
         module, stream = trained(name, device, recipe), io.BytesIO()

@@ -81,12 +81,14 @@ class TE_FL_API Module {
   // Parameters and FP8 state by name, sharing storage with the module: NAME for a parameter (of an
   // FP8-only one its codes, NAME.scale_inv, by which they are multiplied, and NAME.amax, F32 [1]);
   // for each FP8 site (only after delayed scaling was used) NAME.fwd.scale, NAME.fwd.amax_history,
-  // NAME.bwd.scale, NAME.bwd.amax_history.
+  // NAME.bwd.scale, NAME.bwd.amax_history, and after a backward NAME.bwd.fp8_max, F32 [1] of the
+  // host: 448 or 57344, the largest value of the FP8 type that the scales are for.
   std::vector<NamedTensor> state() const;
   // Copies tensors into parameters and FP8 state. First everything is checked, so an error changes
   // nothing: a missing parameter, a name that the module does not have, a wrong dtype or shape;
   // each error names `source`, the tensor, what it was and what it must be. FP8 state that
-  // `tensors` lacks is reset. Amaxes that were collected before are in no update any more.
+  // `tensors` lacks is reset; where fp8_max alone is absent, the scales are taken to be for the
+  // type of the next backward. Amaxes that were collected before are in no update any more.
   // Everything is copied into the memory that is there, so captured graphs go on with what was
   // loaded; an FP8-only parameter takes codes with their scale_inv, or a high-precision tensor,
   // which it quantises by its own amax; only an amax history of another length takes new memory,

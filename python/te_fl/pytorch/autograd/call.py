@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
+from collections import deque
+from typing import Any, Callable, Deque, NamedTuple, Optional, Sequence, Tuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from te_fl import _native, private_device, torch_node
 from te_fl.errors import Unsupported
@@ -86,15 +88,84 @@ _ending: WeakValueDictionary = WeakValueDictionary()  # callbacks of PyTorch's e
 _KEPT = {torch.nn.Parameter}
 
 
-def _main_grad(p: torch.Tensor) -> Tuple[torch.Tensor, bool]:
-    if hasattr(p, "__fsdp_param__"):  # Megatron's FSDP makes it when it is asked for
-        p.main_grad = p.get_main_grad()
-    return p.main_grad, bool(getattr(p, "overwrite_main_grad", False))
+MainGrads = Tuple[Optional[Tuple[torch.Tensor, bool]], ...]  # for each parameter its main_grad, and whether that is overwritten; None: there is none
 
 
-def main_grads_of(parameters: Sequence[torch.Tensor]) -> Tuple[Optional[Tuple[torch.Tensor, bool]], ...]:
-    """For each parameter the tensor that its gradient goes to, and whether it overwrites what is there; None: there is none."""
-    return tuple(_main_grad(p) if p.dim() == 2 and p.requires_grad else None for p in parameters)
+class _Writes:
+    """A weight's: they say whether its next gradient overwrites main_grad."""
+
+    def __init__(self) -> None:
+        self.asked = False  # by a forward with is_first_microbatch=True, and no backward has run since
+        self.backward = -1  # the number of PyTorch's in which a gradient of the weight was last computed
+        self.delayed: Deque[bool] = deque()  # for gradients that are left to backward_dw(), the earliest first
+
+
+_writes = WeakTensorKeyDictionary()  # _Writes by weight
+
+
+def _takes_main_grad(p: torch.Tensor) -> bool:
+    return p.dim() == 2 and p.requires_grad
+
+
+def overwrite_next(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> None:
+    """In a forward with is_first_microbatch=True: of all gradients that follow, the one whose backward runs first overwrites main_grad. A
+    forward that a backward runs again asks for nothing; its first run did, in a checkpoint without gradients."""
+    if _task() >= 0 or torch.is_inference_mode_enabled() or not (torch.is_grad_enabled() or module.training):
+        return
+    for p in filter(_takes_main_grad, parameters):
+        _writes.setdefault(p, _Writes()).asked = True
+
+
+def _main_grads(parameters: Sequence[torch.Tensor], overwrites: Callable[[torch.Tensor], bool]) -> MainGrads:
+    found, written = [], set()
+    for p in parameters:
+        if not _takes_main_grad(p):
+            found.append(None)
+            continue
+        if hasattr(p, "__fsdp_param__"):  # Megatron's FSDP makes it when it is asked for
+            p.main_grad = p.get_main_grad()
+        found.append((p.main_grad, overwrites(p) and id(p.main_grad) not in written))  # experts may share one
+        written.add(id(p.main_grad))
+    return tuple(found)
+
+
+def _overwrites(p: torch.Tensor) -> bool:
+    writes = _writes.get(p)
+    if writes is None:
+        return bool(getattr(p, "overwrite_main_grad", False))
+    return writes.asked or writes.backward != _task() and bool(getattr(p, "overwrite_main_grad", False))
+
+
+def main_grads_of(parameters: Sequence[torch.Tensor]) -> MainGrads:
+    """In a backward. With overwrite_main_grad the first gradient of each backward overwrites."""
+    return _main_grads(parameters, _overwrites)
+
+
+def count_gradients(parameters: Sequence[torch.Tensor], delays: bool) -> None:
+    """After a backward that computed the gradients of main_grads_of(), or left them to backward_dw()."""
+    for p in {id(p): p for p in parameters if _takes_main_grad(p)}.values():
+        writes = _writes.setdefault(p, _Writes())
+        if delays:
+            writes.delayed.append(_overwrites(p))
+        writes.asked, writes.backward = False, _task()
+
+
+def _overwrites_late(p: torch.Tensor) -> bool:
+    writes = _writes.get(p)
+    return writes is not None and bool(writes.delayed) and writes.delayed[0]
+
+
+def delayed_main_grads_of(parameters: Sequence[torch.Tensor]) -> MainGrads:
+    """main_grads_of() in backward_dw(), as the earliest backward had them whose gradients are left."""
+    return _main_grads(parameters, _overwrites_late)
+
+
+def count_delayed(parameters: Sequence[torch.Tensor]) -> None:
+    """After a backward_dw()."""
+    for p in {id(p): p for p in parameters}.values():
+        writes = _writes.get(p)
+        if writes is not None and writes.delayed:
+            writes.delayed.popleft()
 
 
 def check_main_grads(parameters: Sequence[torch.Tensor]) -> None:
@@ -173,6 +244,7 @@ def _backward(ctx, grad: torch.Tensor):
     if call.updates:
         _ends(token, call.updates)
     if main_grads is not None:
+        count_gradients(weights, call.delays)
         own = tuple(placeholder(p) if m is not None else g for p, m, g in zip(weights, main_grads, own))
     if ctx.kept is not None and not keep:
         ctx.kept = None

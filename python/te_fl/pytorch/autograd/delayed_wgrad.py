@@ -8,10 +8,9 @@ import torch
 
 from te_fl import _native
 from te_fl.errors import FailedPrecondition
-from te_fl.pytorch.autograd.call import main_grads_of
+from te_fl.pytorch.autograd.call import count_delayed, delayed_main_grads_of
 from te_fl.pytorch.fp8 import quantization
-
-_LIKE = torch.empty(0)  # says that gradients are to be PyTorch's
+from te_fl.pytorch.runtime.dtypes import LIKE
 
 
 class DelaysWgrad:
@@ -60,8 +59,11 @@ class DelaysWgrad:
         return [(next((layer for (kind, _), layer in self._layers.items() if kind == self._kind), None), self._own())]
 
     def _compute_delayed(self, layer: Any, parameters: Sequence[torch.Tensor]) -> None:
-        main_grads = main_grads_of(parameters) if self.fuse_wgrad_accumulation else None
-        for p, grad in zip(parameters, _native.layer_backward_dw(layer.native, parameters, main_grads, _LIKE)):
+        main_grads = delayed_main_grads_of(parameters) if self.fuse_wgrad_accumulation else None
+        gradients = _native.layer_backward_dw(layer.native, parameters, main_grads, LIKE)
+        if main_grads is not None:
+            count_delayed(parameters)
+        for p, grad in zip(parameters, gradients):
             if grad is None or not p.requires_grad:
                 continue
             if p.grad is None:

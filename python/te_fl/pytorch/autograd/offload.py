@@ -254,7 +254,7 @@ class OffloadSynchronizer:
     def host_memory(self, place: Tuple[int, int], segment: _Segment) -> torch.Tensor:
         known, user = self._buffers.get(place, (None, lambda: None))
         if known is None or known.numel() != segment.bytes or user() is not None:
-            known = torch.empty(segment.bytes, dtype=torch.uint8, pin_memory=segment.device.type == "cuda")
+            known = torch.empty(segment.bytes, dtype=torch.uint8, device="cpu", pin_memory=segment.device.type == "cuda")
         if self._retains:
             self._buffers[place] = (known, weakref.ref(segment))
         return known

@@ -126,15 +126,15 @@ def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, ac
         output, token = _native.layer_forward(*arguments)
         if keeps and kind == "attention":
             output = _own(output)  # its backward reads it
-        token = torch.zeros(1, dtype=torch.int64) if token is None else token
-        return output, token, torch.tensor([updates, 0, *order], dtype=torch.int64)
+        token = torch.zeros(1, dtype=torch.int64, device="cpu") if token is None else token
+        return output, token, torch.tensor([updates, 0, *order], dtype=torch.int64, device="cpu")
     again = _Again(_native.recompute_record(), (*arguments[:_PARAMETERS], *arguments[_PARAMETERS + 1:]))
     output, _ = again.run(arguments[_PARAMETERS], False)
     number = next(_again_numbers)
     _again[number] = again
-    about = torch.tensor([updates, number, *order], dtype=torch.int64)
+    about = torch.tensor([updates, number, *order], dtype=torch.int64, device="cpu")
     weakref.finalize(about, _again.pop, number, None)
-    return output, torch.zeros(1, dtype=torch.int64), about
+    return output, torch.zeros(1, dtype=torch.int64, device="cpu"), about
 
 
 def _forward_fake(number, kind, words, numbers, keeps, recomputes, trained, first, activation, width, inputs, extras, parameters,

@@ -36,7 +36,7 @@ def _begin(enabled, calibrating, text, after):
     scope.__enter__()
     number = next(_numbers)
     _running[number] = (scope, threading.get_ident())
-    token = torch.tensor([number], dtype=torch.int64)
+    token = torch.tensor([number], dtype=torch.int64, device="cpu")
     # An exception on the way to the op that ends the scope frees the graph's tensors, this one as well.
     weakref.finalize(token, _leave, number)
     return token
@@ -55,7 +55,7 @@ def _leave(number: int) -> None:
 def _end(scope, differentiates, after):
     with torch.set_grad_enabled(differentiates):  # as where the function was traced: an op runs without
         _leave(int(scope))
-    return torch.zeros(1, dtype=torch.int64)
+    return torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
 def _token(*_):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from te_fl import _native
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.distributed import collectives, communicator
+from te_fl.pytorch.runtime.dtypes import LIKE
 
 # Has what _native.amax_reduction() made, or None for a single rank, by group. Nothing here keeps a group: the threads of one of Gloo's, which end
 # with it, would meet the interpreter's end.
@@ -27,7 +28,7 @@ def reduction_of(group: Optional[Any]) -> Optional[Any]:
         return _reductions[group]
     except KeyError:
         several = collectives.size_of(group) > 1
-        made = _reductions[group] = _native.amax_reduction(_largest_in(group), torch.empty(0), global_ranks(group)) if several else None
+        made = _reductions[group] = _native.amax_reduction(_largest_in(group), LIKE, global_ranks(group)) if several else None
         return made
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from te_fl.pytorch.distributed import collectives, communicator, overlap, same_stripes
 from te_fl.pytorch.distributed.amax_reduction import global_ranks, on_stream
+from te_fl.pytorch.runtime.dtypes import LIKE
 
 
 class _Pieces:
@@ -67,7 +68,7 @@ class SequenceRanks:
     def __init__(self, group: Optional[Any], device: torch.device):
         same_stripes.agree(group)
         self.group, self.size, self.rank, self.ranks = group, collectives.size_of(group), collectives.rank_in(group), global_ranks(group)
-        self.like = torch.empty(0)  # tensors are to be PyTorch's
+        self.like = LIKE
         self.communicator = communicator.of(group, device)
         self._communicator = self.communicator._communicator
         self._overlap = overlap.of(group, device)

@@ -27,7 +27,7 @@ Answer = Tuple[bool, str]
 
 def _quantized(scaling: str, scales: tuple, device: torch.device) -> Quantized:
     return Quantized(torch.empty(128, 128, dtype=torch.float8_e4m3fn, device=device), scaling=scaling,
-                           scale_inv=torch.empty(scales, device=device))
+                           scale_inv=torch.empty(scales, dtype=torch.float32, device=device))
 
 
 @functools.lru_cache(maxsize=None)

@@ -126,6 +126,7 @@ class Places(NamedTuple):
 # A product has input, weight and output forward, the output's and the input's gradient backward; te-fl's layers keep those that they
 # quantise. Attention has three products, among whose places are those of qkv, s and o, and of do, dp and dqkv.
 PRODUCT = Places((0, 1), (0,), (3, 2))
+_PLAIN = {"dtype": torch.float32, "device": "cpu"}  # The program's own defaults do not count here.
 ATTENTION = Places((2, 8, 3), (3, 5, 0), (9, 6))
 
 
@@ -138,12 +139,20 @@ def initial(sites: Sequence[str], length: int, places: Places = PRODUCT) -> List
     state = []
     for site in sites:
         for direction, own, _ in _directions(places):
-            state += [(f"{site}.{direction}.scale", torch.ones(len(own))), (f"{site}.{direction}.amax_history", torch.zeros(length, len(own)))]
+            state += [(f"{site}.{direction}.scale", torch.ones(len(own), **_PLAIN)),
+                      (f"{site}.{direction}.amax_history", torch.zeros(length, len(own), **_PLAIN))]
     return state
 
 
-def to_theirs(state: Sequence[Tuple[str, torch.Tensor]], sites: Sequence[str], places: Places = PRODUCT) -> dict:
-    by_name = dict(state)
+def _largest_gradient(recipe: Any) -> float:
+    """The largest value of the FP8 format that scales of gradients are for by the recipe; 0 where it has none."""
+    named = getattr(recipe, "fp8_format", None)
+    return float(named.value.max_bwd) if isinstance(named, recipes.Format) else 0.0
+
+
+def to_theirs(state: Sequence[Tuple[str, torch.Tensor]], sites: Sequence[str], places: Places = PRODUCT, recipe: Any = None) -> dict:
+    """recipe: the one that is saved beside it, whose format says what the scales of gradients are for."""
+    by_name, wanted = dict(state), _largest_gradient(recipe)
     if not by_name:
         return {}
     out = {}
@@ -151,10 +160,12 @@ def to_theirs(state: Sequence[Tuple[str, torch.Tensor]], sites: Sequence[str], p
         scales, histories = [], []
         for site in sites:
             scale, history = by_name.get(f"{site}.{direction}.scale"), by_name.get(f"{site}.{direction}.amax_history")
-            scales.append(torch.ones(kept))
-            histories.append(torch.zeros(1 if history is None else history.shape[0], kept))
+            scales.append(torch.ones(kept, **_PLAIN))
+            histories.append(torch.zeros(1 if history is None else history.shape[0], kept, **_PLAIN))
             if scale is not None:
-                scales[-1][list(own)] = scale.detach().cpu()
+                largest = by_name.get(f"{site}.{direction}.fp8_max")  # the last backward may have been by a recipe of another format
+                factor = wanted / largest.item() if wanted and largest is not None else 1.0
+                scales[-1][list(own)] = (scale.detach().cpu() * factor).clamp_(max=torch.finfo(torch.float32).max)
                 histories[-1][:, list(own)] = history.detach().cpu()
         length = max(h.shape[0] for h in histories)
         columns = [torch.cat([h, h.new_zeros(length - h.shape[0], kept)]) for h in histories]
@@ -163,7 +174,7 @@ def to_theirs(state: Sequence[Tuple[str, torch.Tensor]], sites: Sequence[str], p
 
 
 def from_theirs(read_state: dict, sites: Sequence[str], where: str, places: Places = PRODUCT) -> List[Tuple[str, torch.Tensor]]:
-    state = []
+    state, largest = [], _largest_gradient(read_state.get("recipe"))
     for direction, own, kept in _directions(places):
         scale, history = read_state.get(f"scale_{direction}"), read_state.get(f"amax_history_{direction}")
         if scale is None or history is None:
@@ -177,4 +188,6 @@ def from_theirs(read_state: dict, sites: Sequence[str], where: str, places: Plac
             at = [i * kept + place for place in own]
             state.append((f"{site}.{direction}.scale", scale[at].float().contiguous()))
             state.append((f"{site}.{direction}.amax_history", history[:, at].float().contiguous()))
+            if direction == "bwd" and largest:
+                state.append((f"{site}.{direction}.fp8_max", torch.full((1,), largest, **_PLAIN)))
     return state

@@ -112,7 +112,7 @@ def _write_tensor(part: _Part, amax: torch.Tensor) -> None:
         _fragment(part.codes, part.written().view(1, -1)).write(part.values.view(1, -1), amax)
     else:  # the scale is needed all the same
         scratch = torch.empty(1, 1, dtype=torch.float8_e4m3fn, device=amax.device)
-        _fragment(part.codes, scratch).write(torch.zeros(1, 1, device=amax.device), amax)
+        _fragment(part.codes, scratch).write(torch.zeros(1, 1, dtype=torch.float32, device=amax.device), amax)
 
 
 def _write_blocks(part: _Part, amaxes: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ def _write_blocks(part: _Part, amaxes: torch.Tensor) -> None:
         return
     first, last = _covering(part)
     placed = _placed(part, part.values)
-    others = _over_blocks(1 - _placed(part, torch.ones(part.values.numel(), device=amaxes.device)))
+    others = _over_blocks(1 - _placed(part, torch.ones(part.values.numel(), dtype=torch.float32, device=amaxes.device)))
     missing = amaxes.view(down, across)[first // BLOCK:-(-last // BLOCK)] * (others.amax(-1) > 0)
     stand = torch.zeros_like(others).scatter_(-1, others.argmax(-1, keepdim=True), missing.unsqueeze(-1))
     stand = stand.view(-1, across, BLOCK, BLOCK).transpose(1, 2).reshape(-1, across * BLOCK)[:last - first, :columns]

@@ -9,6 +9,7 @@ import torch
 from te_fl import _native
 from te_fl.common.recipe import Functions
 from te_fl.pytorch.distributed.amax_reduction import on_stream
+from te_fl.pytorch.runtime.dtypes import LIKE
 
 
 def _largest(history: torch.Tensor) -> torch.Tensor:
@@ -35,5 +36,5 @@ def native_of(functions: Functions) -> Any:
             scale.copy_(functions.scale(amax, scale, fp8_max, recipe))
 
     name = getattr(functions.amax or functions.scale, "__name__", "a function")
-    functions.native = _native.scale_functions(name, write_amax, None if functions.scale is None else write_scale, torch.empty(0))
+    functions.native = _native.scale_functions(name, write_amax, None if functions.scale is None else write_scale, LIKE)
     return functions.native

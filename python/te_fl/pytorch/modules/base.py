@@ -23,7 +23,7 @@ from te_fl.pytorch.modules.parallel import TensorParallel, mark_again, marks_of
 from te_fl.pytorch.fp8.sharded_weights import initialise, is_sharded
 from te_fl.pytorch.runtime import registry
 from te_fl.pytorch.runtime.device import check_devices, default_device, native_device
-from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES
+from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES, LIKE
 from te_fl.pytorch.runtime.refuse import refuse
 
 
@@ -51,7 +51,7 @@ class States:
         return self.native
 
     def tensors(self) -> FP8State:
-        return [(n, t.clone()) for n, t in _native.fp8_state(self.native, torch.empty(0))]
+        return [(n, t.clone()) for n, t in _native.fp8_state(self.native, LIKE)]
 
     def load(self, state: FP8State) -> FP8State:
         """Takes the state, what it lacks being reset, and returns what waits for a layer."""
@@ -264,7 +264,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
     def _forward(self, key: Tuple[str, None], inp: Any, first: Optional[bool], accumulates: bool) -> torch.Tensor:
         """The output of the module's own layer, of that key in _layers, for one input and the parameters of _own(): as _run() computes it, by
         the shortest way that the call allows."""
-        if not torch.compiler.is_compiling() and captures.flag is None:
+        if not accumulates and not torch.compiler.is_compiling() and captures.flag is None:
             try:
                 output = plain(self.__dict__, key, inp, first)
             except RuntimeError:
@@ -376,7 +376,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         if recipe is None:
             recipe = DelayedScaling(amax_history_len=state[1][1].shape[0])
         products = len(self._sites) * self._places.kept[1] // 2
-        return extra_state.write(as_data(recipe), extra_state.to_theirs(state, self._sites, self._places),
+        return extra_state.write(as_data(recipe), extra_state.to_theirs(state, self._sites, self._places, recipe),
                                  {"fp8_checkpoint": True, "num_gemms": products})
 
     def set_extra_state(self, state: Any) -> None:

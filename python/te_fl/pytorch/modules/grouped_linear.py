@@ -204,7 +204,7 @@ class GroupedLinear(TransformerEngineBaseModule):
         return f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}"
 
 
-_NO_MEMORY = torch.empty(0)
+_NO_MEMORY = torch.empty(0, dtype=torch.float32, device="cpu")
 _disabled: Optional[Callable] = None
 
 

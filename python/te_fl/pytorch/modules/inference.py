@@ -85,7 +85,7 @@ class NonPagedKVCacheManager(KVCacheManager):
         rows = [had.get(name) for name in step_dict]
         if any(row is not None and row != at for at, row in enumerate(rows)):
             # A new sequence's row is read by nobody before it is written: any will do.
-            source = torch.tensor([at if row is None else row for at, row in enumerate(rows)])
+            source = torch.tensor([at if row is None else row for at, row in enumerate(rows)], dtype=torch.int64, device="cpu")
             for caches in self.cache.values():
                 for cache in caches:
                     cache[:len(rows)] = cache[source.to(cache.device)]
@@ -137,9 +137,9 @@ class PagedKVCacheManager(KVCacheManager):
             kept[name] = kept.get(name, []) + free[:pages]
             free = free[pages:]
         self.free_pages, self.allocated_pages, self.sequences = free, kept, advanced
-        table = torch.zeros(len(advanced), self.max_pages_per_seq, dtype=torch.int32)
+        table = torch.zeros(len(advanced), self.max_pages_per_seq, dtype=torch.int32, device="cpu")
         for row, name in enumerate(advanced):
-            table[row, :len(kept[name])] = torch.tensor(kept[name], dtype=torch.int32)
+            table[row, :len(kept[name])] = torch.tensor(kept[name], dtype=torch.int32, device="cpu")
         self.page_table[:len(advanced)].copy_(table)
         return self.sequences
 
@@ -188,7 +188,7 @@ class InferenceParams:
         self.max_batch_size, self.max_sequence_length, self.max_ctx_len = max_batch_size, max_sequence_length, max_ctx_len
         self.num_heads_kv, self.head_dim_k, self.head_dim_v, self.dtype = num_heads_kv, head_dim_k, head_dim_v, dtype
         self.is_paged, self.cache_qkv_format = bool(is_paged), "bshd"
-        self.device = default_device() if device is None else torch.empty(0, device=device).device
+        self.device = default_device() if device is None else torch.empty(0, dtype=torch.uint8, device=device).device
         if self.is_paged:
             self._check_pages(total_num_pages, page_size)
         elif total_num_pages is not None or page_size is not None:
@@ -253,10 +253,11 @@ class InferenceParams:
         self.sequences = sequences
         self.batch_size = len(step_dict)
         self.sequences_pre_step = OrderedDict((name, total - step_dict[name]) for name, total in self.sequences.items())
-        self.pre_step_seqlens[:self.batch_size].copy_(torch.tensor(list(self.sequences_pre_step.values()), dtype=torch.int32))
+        self.pre_step_seqlens[:self.batch_size].copy_(torch.tensor(
+            list(self.sequences_pre_step.values()), dtype=torch.int32, device="cpu"))
         for sums, lengths in ((self.cu_seqlens_q, step_dict), (self.cu_seqlens_kv, self.sequences)):
             padded = [*lengths.values()] + [0] * (self.max_batch_size - self.batch_size)
-            sums[1:].copy_(torch.tensor(padded).cumsum(0).int())
+            sums[1:].copy_(torch.tensor(padded, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32))
 
     def _checked_steps(self, step_dict: Steps) -> "OrderedDict[Hashable, int]":
         where = "InferenceParams.pre_step"

@@ -7,7 +7,7 @@ from typing import Any, Optional, Tuple
 import torch
 
 from te_fl.pytorch.autograd import torch_checkpoint
-from te_fl.pytorch.autograd.call import LayerCall, profiling, run, shown
+from te_fl.pytorch.autograd.call import LayerCall, overwrite_next, profiling, run, shown
 from te_fl.pytorch.fp8 import quantization, weight_cache
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 from te_fl.pytorch.fp8.quantization import captures
@@ -53,6 +53,8 @@ class NativeLayer:
             first = bool(first)
         if captures.flag is not None:
             first = quantization.captured_first(first)
+        if accumulates and first is True:
+            overwrite_next(module, parameters)
         for t in inputs:
             if type(t) is Float8Tensor or t.is_neg():
                 inputs = tuple(map(_values, inputs))

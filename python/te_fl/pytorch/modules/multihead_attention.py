@@ -39,15 +39,16 @@ class L2Normalization(torch.nn.Module):
     def _norm(self, n: int, device: torch.device) -> RMSNorm:
         norm = self._norms.get((n, device))
         if norm is None:
-            norm = _NormOfItsInput(n, eps=self.eps / n, device=device, dtype=torch.float32)
-            norm.weight.requires_grad_(False).fill_(n ** -0.5)
+            with torch.inference_mode(False):  # it stays for forwards that train, where no backward may keep what was made in that mode
+                norm = _NormOfItsInput(n, eps=self.eps / n, device=device, dtype=torch.float32)
+                norm.weight.requires_grad_(False).fill_(n ** -0.5)
             self._norms[n, device] = norm
         return norm
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         n = input.shape[-1]
         if torch.compiler.is_compiling():
-            weight = torch.full((n,), n ** -0.5, device=input.device)
+            weight = torch.full((n,), n ** -0.5, dtype=torch.float32, device=input.device)
             return TracedLayer("rmsnorm", (n,)).compute(self, (input,), (), (weight,), -1, None, None, None, False)
         return self._norm(n, input.device)(input)
 

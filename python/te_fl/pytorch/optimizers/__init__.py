@@ -180,7 +180,7 @@ class FusedAdam(_Optimizer):
             _check_number("FusedAdam", f"betas[{i}]", beta, "0 or more and less than 1", 1.0)
         _check_state_dtypes(capturable, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype, store_param_remainders)
         if capturable and not isinstance(lr, torch.Tensor):
-            lr = torch.tensor(lr, dtype=torch.float32)
+            lr = torch.tensor(lr, dtype=torch.float32, device="cpu")
         super().__init__(params, {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.adam_w_mode, self.capturable = 1 if adam_w_mode else 0, capturable
         self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
@@ -297,7 +297,7 @@ class FusedAdam(_Optimizer):
                 self._make_master(param)  # saved by an optimizer that had none
         for group in self.param_groups:
             if "step" in group and self.capturable:
-                group["step"] = torch.as_tensor(group["step"]).reshape(1).to(self._device(group), torch.int64)
+                group["step"] = torch.as_tensor(group["step"], dtype=torch.int64, device=self._device(group)).reshape(1)
             elif "step" in group:
                 group["step"] = int(group["step"])
 
@@ -321,7 +321,7 @@ class FusedAdam(_Optimizer):
             return
         device = self._device(group)
         if not isinstance(group["lr"], torch.Tensor) or group["lr"].device != device:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32).to(device)
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
         if "step" not in group:
             group["step"] = torch.zeros(1, dtype=torch.int64, device=device)
         group["step"] += 1 if device not in skip else 1 - skip[device]

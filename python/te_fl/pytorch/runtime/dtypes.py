@@ -11,3 +11,4 @@ DTYPE_CODES = {dtype: DTYPES.index(name) for dtype, name in
                ((torch.float32, "f32"), (torch.bfloat16, "bf16"), (torch.float16, "f16"), (torch.float64, "f64"))}
 BY_CODE = {code: dtype for dtype, code in DTYPE_CODES.items()}
 DTYPE_NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}  # those that a layer computes in
+LIKE = torch.empty(0, dtype=torch.float32, device="cpu")  # says that tensors of te-fl's are to be PyTorch's
