@@ -404,6 +404,25 @@ class State(unittest.TestCase):
         self.assertEqual(module.weight.get_high_precision_init_val().shape, (144, 160))
         self.assertFalse(hasattr(made("Linear").weight, "get_high_precision_init_val"))
 
+    def test_initial_values_follow_writes(self):
+        """A program may initialise weights after the module was made, as Megatron does on the host, and ask for the initial values then."""
+        writes = {"copy_": lambda w, v: w.copy_(v), "data": lambda w, v: w.data.copy_(v), "quantize_": lambda w, v: w.quantize_(v),
+                  "mul_": lambda w, v: w.fill_(1.0).mul_(v), "codes": lambda w, v: w.copy_(w.detach().clone().quantize_(v))}
+        for recipe in RECIPES:
+            for name, write in writes.items():
+                with self.subTest(recipe=recipe, write=name):
+                    with te.quantized_model_init(recipe=recipe, preserve_high_precision_init_val=True):
+                        weight = te.Linear(160, 144, device="cpu", init_method=lambda w: w.fill_(float("nan"))).weight
+                    self.assertTrue(torch.isnan(weight.get_high_precision_init_val()).all())
+                    with torch.no_grad():
+                        write(weight, randn(144, 160))
+                    for w in (weight, copy.deepcopy(weight)):
+                        got = w.get_high_precision_init_val()
+                        self.assertEqual((type(got), got.device.type), (torch.Tensor, "cpu"))
+                        self.assertTrue(torch.equal(got, weight.detach().dequantize()))
+                    weight.clear_high_precision_init_val()
+                    self.assertIsNone(weight.get_high_precision_init_val())
+
     def test_dtypes_and_devices(self):
         for change in (lambda m: m.bfloat16(), lambda m: m.to(BF16), lambda m: m.half().bfloat16()):
             module, want = made("LayerNormMLP"), made("LayerNormMLP")

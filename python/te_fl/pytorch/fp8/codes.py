@@ -36,12 +36,13 @@ def rules_of(native_recipe: dict) -> Rules:
 class Codes:
     """E4M3 codes [rows, columns], what they are multiplied by, and, once a training forward has read them, their transpose."""
 
-    __slots__ = ("rules", "data", "scale_inv", "amax", "columns", "columns_scale_inv", "columns_are_old")
+    __slots__ = ("rules", "data", "scale_inv", "amax", "columns", "columns_scale_inv", "columns_are_old", "writes")
 
     def __init__(self, rules: Rules, data: torch.Tensor, scale_inv: torch.Tensor, amax: Optional[torch.Tensor]):
         self.rules, self.data, self.scale_inv, self.amax = rules, data, scale_inv, amax
         self.columns = self.columns_scale_inv = None
         self.columns_are_old = False  # the codes were written, and their transpose was not
+        self.writes = 0  # counts the writes of values and of other codes
 
     @classmethod
     def empty(cls, rules: Rules, shape: torch.Size, device: torch.device) -> "Codes":
@@ -53,6 +54,7 @@ class Codes:
     def write(self, values: torch.Tensor, amax: Optional[torch.Tensor] = None) -> None:
         """Quantises values of any floating dtype and device. amax: F32 [1], from which the scale is taken in the place of the values' own."""
         values = self._prepared(values)
+        self.writes += 1
         if values.numel() == 0:
             return
         parts = {"scale_inv": self.scale_inv, "columnwise_data": self.columns, "columnwise_scale_inv": self.columns_scale_inv}
@@ -69,6 +71,7 @@ class Codes:
     def write_scaled(self, values: torch.Tensor, scale: torch.Tensor) -> None:
         """Quantises values, scaled by tensor, with a scale F32 [1]; amax becomes theirs."""
         values = self._prepared(values)
+        self.writes += 1
         self.amax.zero_()
         if values.numel():
             ops.quantize(input=values, output=Quantized(self.data, scale_inv=self.scale_inv, columnwise_data=self.columns, amax=self.amax, scale=scale))
@@ -129,6 +132,7 @@ class Codes:
 
     def copy_(self, other: "Codes") -> None:
         """Takes over codes and scales of the same shape and rules, which may be on another device."""
+        self.writes += 1
         for part in ("data", "scale_inv", "amax"):
             own = getattr(self, part)
             if own is not None:
@@ -139,7 +143,9 @@ class Codes:
     def to(self, device: torch.device, non_blocking: bool = False, always: bool = False) -> "Codes":
         parts = (None if part is None else part.to(device, non_blocking=non_blocking, copy=always)
                  for part in (self.data, self.scale_inv, self.amax))
-        return Codes(self.rules, *parts)
+        made = Codes(self.rules, *parts)
+        made.writes = self.writes
+        return made
 
     def __deepcopy__(self, memo: dict) -> "Codes":
         staged = called_from("torch.distributed.checkpoint.")  # it copies to the host what it writes while the program goes on

@@ -120,6 +120,7 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
     def _keep_initial(self, values: torch.Tensor) -> None:
         """Gives this object the two methods by which the values that its codes were made from are had and let go."""
         self._high_precision_init_val = values
+        self._initial_writes = self._codes.writes if isinstance(self, Float8Tensor) else None  # a DTensor's shard has its own
         self.get_high_precision_init_val = MethodType(_initial, self)
         self.clear_high_precision_init_val = MethodType(_clear_initial, self)
 
@@ -208,6 +209,7 @@ class Float8Tensor(sharding.Sharded, QuantizedTensor):
                 setattr(copied, name, copy.deepcopy(value, memo))
         if "_high_precision_init_val" in self.__dict__:
             copied._keep_initial(self._high_precision_init_val)
+            copied._initial_writes = self._initial_writes
         return copied
 
     def __reduce_ex__(self, protocol: int) -> tuple:
@@ -226,7 +228,12 @@ _METHODS = ("get_high_precision_init_val", "clear_high_precision_init_val")
 
 
 def _initial(parameter: Float8Tensor) -> Optional[torch.Tensor]:
-    return getattr(parameter, "_high_precision_init_val", None)
+    """The values on the host that the codes were made from, as long as they are kept. They are the codes' own where those have been written since,
+    as by a program that initialises weights after the module was made."""
+    kept = getattr(parameter, "_high_precision_init_val", None)
+    if kept is None or parameter._initial_writes is None or parameter._initial_writes == parameter._codes.writes:
+        return kept
+    return parameter.detach().dequantize().cpu()
 
 
 def _clear_initial(parameter: Float8Tensor) -> None:

@@ -14,7 +14,7 @@ from te_fl.pytorch.fp8.codes import Codes, Rules
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 
 _CODES = torch.float8_e4m3fn
-_SCALE, _AMAX = "_scale_inv", "_amax"  # what follows the weight's name
+_SCALE, _AMAX = "_scale_inv", "_amax"  # behind the weight's name
 
 
 class _Saving(threading.local):
