@@ -104,6 +104,24 @@ reset_default_manager()
 assert not manager.registry.get_implementations("my_op") and get_manager() is not manager and not te_fl.usage()
 """)
 
+    def test_pickles_of_transformer_engine(self):
+        """Such as its package writes: a format by its value, which is a named tuple of a private class, or by that class alone; and a recipe."""
+        run(ALIAS + """
+import pickle
+from te_fl.common import recipe
+from te_fl.common.recipe import DelayedScaling, Format
+theirs = b"transformer_engine.common.recipe"
+for name in ("E4M3", "E5M2", "HYBRID", "E2M1"):
+    written = b"c" + theirs + b"\\n_FormatHelper\\n(G" + b"".join(__import__("struct").pack(">d", v) + b"G" for v in Format[name].value)[:-1] + b"t\\x81."
+    assert pickle.loads(b"\\x80\\x02" + written) == Format[name].value, name
+    assert pickle.loads(b"\\x80\\x02c" + theirs + b"\\nFormat\\n" + written[:-1] + b"\\x85R.") is Format[name]
+for protocol in (2, 4, 5):
+    made = pickle.dumps(DelayedScaling(margin=2, fp8_format=Format.E4M3), protocol)
+    if protocol == 2:
+        made = made.replace(b"te_fl.common.recipe", theirs)
+    assert pickle.loads(made) == DelayedScaling(margin=2, fp8_format=Format.E4M3)
+""")
+
     def test_a_misspelt_name(self):
         output = run(ALIAS + "import transformer_engine.common.recipe as r; r.DelayedScalling", expect=1)
         self.assertIn("did you mean 'DelayedScaling'?", output)

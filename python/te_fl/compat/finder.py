@@ -92,6 +92,9 @@ class _Facade(types.ModuleType):
             return value
         if f"{module}.{name}" in _NAMES:
             return importlib.import_module(f"{module}.{name}")
+        home, private = table.IN_PICKLES.get(module, ("", ()))
+        if name in private:
+            return getattr(importlib.import_module(home), name)
         near = did_you_mean(name, _NAMES[module])
         raise AttributeError(f"module {module!r} of te-fl has no attribute {name!r}, nor has Transformer Engine {table.VERSION}{near}")
 

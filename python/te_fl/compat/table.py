@@ -93,6 +93,9 @@ SERVED = {
     "te_fl.jax.softmax": "SoftmaxFusionType softmax",
 }
 
+# Private names that pickles of Transformer Engine's recipes hold, by its module: (te-fl's module, names).
+IN_PICKLES = {"transformer_engine.common.recipe": ("te_fl.common.recipe", ("_FormatHelper",))}
+
 # Arguments of served names that take one value only, each with another value, which is refused by an error that names the argument.
 PARTLY = {
     # By tools/modulegen.py, from nn/modules.yaml:
