@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # The rooms of python/te_fl from the lowest up, by the beginning of a module's name; a module belongs to the longest that fits.
 ROOMS = [
     ("native", ["te_fl._native", "te_fl._check_worker"]),
-    ("base", ["te_fl.errors", "te_fl.tensors", "te_fl.missing", "te_fl.frameworks", "te_fl.private_device", "te_fl.remainders"]),
+    ("base", ["te_fl.errors", "te_fl.tensors", "te_fl.missing", "te_fl.frameworks", "te_fl.private_device", "te_fl.remainders", "te_fl.attention_logits"]),
     ("ops", ["te_fl.ops", "te_fl.policy", "te_fl.registration", "te_fl._modules", "te_fl.program", "te_fl.torch_node", "te_fl.multi_tensor"]),
     ("common", ["te_fl.common"]),
     ("compat", ["te_fl.compat"]),
@@ -45,6 +45,7 @@ FUNCTION_IMPORTS = {
     ("te_fl.inside.host_device", "torch._dynamo.variables"): "it keeps the functions of torch.cuda that are there when it is imported",
     ("te_fl.transformer_engine_torch.schemes", "transformer_engine.pytorch.tensor"): "the package imports this module",
     ("te_fl.pytorch.distributed.peer_copies", "torch.distributed._symmetric_memory"): "PyTorch may change it, and only TE_FL_TP_OVERLAP needs it",
+    ("te_fl.pytorch.compile.compiled", "torch._inductor.codegen.common"): "only another vendor's device needs it",
     ("te_fl.errors", "difflib"): "importing te_fl needs none of it",
     ("te_fl.registration", "te_fl.private_device"): "it imports PyTorch, which is optional",
     ("te_fl.jax._joined", "flax.linen.fp8_ops"): "Flax is optional, and only accumulating() needs it",

@@ -124,7 +124,32 @@ def parameters(function):
     return [row for i, row in enumerate(rows) if not (i == 0 and row[0] in ("self", "cls", "ctx"))]
 
 
-def facts_of(module, node):
+def members(package, module, node):
+    """name -> "plain" for what objects of a class have as an attribute that is written, "read" for its properties and methods; its bases' among them."""
+    found = {}
+    for base in node.bases:
+        defined = package.definition(module, ast.unparse(base).split(".")[-1])
+        if defined and isinstance(defined[1], ast.ClassDef) and defined[1] is not node:
+            found.update(members(package, *defined))
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef):
+            settable = any(ast.unparse(d).endswith(".setter") for d in part.decorator_list)
+            found[part.name] = "plain" if settable else "read"
+            for target in written_to(part) if part.name == "__init__" else ():
+                found.setdefault(target, "plain")
+    return {name: kind for name, kind in sorted(found.items()) if not name.startswith("_")}
+
+
+def written_to(function):
+    """The attributes of self that a function writes."""
+    for node in ast.walk(function):
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else ():
+            for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id == "self":
+                    yield one.attr
+
+
+def facts_of(package, module, node):
     """Parameters of a function, of a class's methods, or the fields of a Flax module, which are its parameters among others."""
     if isinstance(node, ast.FunctionDef):
         return {"parameters": parameters(node)}
@@ -135,6 +160,8 @@ def facts_of(module, node):
         return {"fields": [[f.target.id, f.value and ast.unparse(f.value), "keyword"] for f in fields]}
     if "__init__" not in functions and fields and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
         facts["methods"]["__init__"] = [[f.target.id, f.value and ast.unparse(f.value), "positional"] for f in fields]
+    if module.startswith("transformer_engine.pytorch"):
+        facts["members"] = members(package, module, node)
     return facts
 
 
@@ -148,7 +175,7 @@ def read_package(folder, table):
             found = package.definition(module, name)
             if found and found not in seen and name in served and table.home(module, name):
                 seen.add(found)
-                facts[f"{module}.{name}"] = facts_of(*found)
+                facts[f"{module}.{name}"] = facts_of(package, *found)
     return known, facts
 
 
@@ -188,7 +215,9 @@ def page_text(known, table):
             else:
                 lines.append(f"| {name} | refused | {inside} | {table.way_out(module, name)} |")
         lines.append("")
-    return "\n".join(lines)
+    lines += ["## Members", "", *table.MEMBERS_INTRODUCTION.strip().splitlines(), "", "| members | why |", "|---|---|"]
+    lines += [f"| {', '.join(f'`{name}`' for name in names.split())} | {reason} |" for names, reason in table.LACKING]
+    return "\n".join([*lines, ""])
 
 
 def source_folder(options, scratch):

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Mapping, Optional, Sequence, Union
+import functools
+from typing import Any, Callable, Literal, Mapping, Optional, Sequence, TypeVar, Union, cast
 
 from te_fl import _native
+from te_fl.errors import did_you_mean
+
+_Init = TypeVar("_Init", bound=Callable[..., Any])
+
+
+def _names_the_nearest(init: _Init) -> _Init:
+    """A decorator: TypeError for a keyword that the constructor has not, naming the nearest."""
+    @functools.wraps(init)
+    def checked(self: Any, *arguments: Any, **settings: Any) -> None:
+        for name in settings:
+            if name not in init.__kwdefaults__:
+                raise TypeError(f"policy() has no setting {name!r}{did_you_mean(name, list(init.__kwdefaults__))}")
+        init(self, *arguments, **settings)
+    return cast(_Init, checked)
 
 
 def _listed(value, separator):
@@ -19,7 +34,8 @@ class policy(_native.Scope):
     text of TE_FL_PER_OP. A misspelt op or token is te_fl.errors.InvalidArgument naming the nearest, when the scope is made.
     """
 
-    def __init__(self, *, prefer: Optional[str] = None, strict: Optional[bool] = None, deterministic: Optional[bool] = None,
+    @_names_the_nearest
+    def __init__(self, *, prefer: Optional[Literal["flagos", "default", "vendor", "reference"]] = None, strict: Optional[bool] = None, deterministic: Optional[bool] = None,
                  allow_vendors: Union[str, Sequence[str], None] = None, deny_vendors: Union[str, Sequence[str], None] = None,
                  per_op: Union[str, Mapping[str, Union[str, Sequence[str]]], None] = None, max_staged_bytes: Optional[int] = None):
         if per_op is not None and not isinstance(per_op, str):

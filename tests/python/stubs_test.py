@@ -160,6 +160,10 @@ j = jnp.zeros((2, 8))
 te_fl.ops.gelu(input=j, output=j)
 te_fl.ops.dequantize(input=te_fl.Quantized(t, scale_inv=t), output=a)
 te_fl.OpRegistry().list_operators()
+te.InferenceParams(max_batch_size=2, max_sequence_length=32)
+te.optimizers.FusedAdam(layer.parameters(), lr=1e-3, adam_w_mode=True)
+with te_fl.policy(prefer="vendor", per_op={"gelu": ["reference"]}):
+    pass
 """
     WRONG = """
 import te_fl
@@ -169,8 +173,14 @@ te_fl.ops.gelu(input=3, output=te_fl.Quantized(None))
 te_fl.ops.gelu(inputs=te_fl.Quantized(None), output=te_fl.Quantized(None))
 te.Linear(8, 8, biass=False)
 te.autocast(recpie=None)
+te.InferenceParams(max_batchsize=2, max_sequence_length=32)
+te.optimizers.FusedAdam([], adam_w=True)
+te.optimizers.FusedAdam([], capturable="yes")
+te_fl.policy(prefer="vendors")
+te_fl.policy(stritc=True)
+te.GroupedLinear(2, 8, 8, biass=False)
 """
-    LINES = [5, 6, 7, 8]  # of WRONG's calls
+    LINES = [*range(5, 15)]  # of WRONG's calls
 
     def check(self, *command):
         """Runs a checker on both programs in a folder of their own; it has to name the wrong lines, and them alone."""

@@ -210,9 +210,36 @@ class PyTorch(unittest.TestCase):
             "from transformer_engine.pytorch.distributed import CudaRNGStatesTracker as c; assert c is te.CudaRNGStatesTracker\n"
             "assert te.is_fp8_available() in (True, False); assert 'jax' not in sys.modules")
 
+    def test_modules_answer_by_transformer_engines_names(self):
+        """Their classes do, whoever made the object; pickles hold te-fl's names, and load without Transformer Engine's."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "layer.pt")
+            run(ALIAS + f"""
+import copy, torch, te_fl.pytorch as own, transformer_engine.pytorch as te
+layer = own.TransformerLayer(16, 32, 2, hidden_dropout=0.0, attention_dropout=0.0, device="cpu")
+for part, place in ((layer, "transformer"), (layer.self_attention, "attention.multi_head_attention"), (layer.layernorm_mlp, "module.layernorm_mlp"),
+                    (layer.self_attention.proj, "module.linear"), (te.ops.Linear(4, 4, device="cpu"), "ops.linear")):
+    assert part.__module__ == type(part).__module__ == "transformer_engine.pytorch." + place, part.__module__
+class Mine(te.Linear):
+    pass
+assert Mine.__module__ == "__main__"
+twin, x = copy.deepcopy(layer), torch.ones(3, 1, 16)
+assert type(twin) is type(layer) and torch.equal(twin(x), layer(x))
+torch.save((layer, layer(x)), {path!r})
+assert b"transformer_engine" not in open({path!r}, "rb").read()
+""", python=PYTHON)
+            run(f"import torch; layer, y = torch.load({path!r}, weights_only=False); assert torch.equal(layer(torch.ones(3, 1, 16)), y); "
+                "assert type(layer).__module__.startswith('te_fl.')", python=PYTHON)
+
+    def test_private_names_can_be_imported(self):
+        run(ALIAS + "from te_fl.errors import Unsupported; from transformer_engine.pytorch.module.grouped_linear import _GroupedLinear\n"
+            "from transformer_engine.pytorch.module.linear import _Linear\n"
+            "try: _GroupedLinear.apply(1)\nexcept Unsupported as error: assert 'call GroupedLinear' in str(error), error\nelse: raise SystemExit(1)",
+            python=PYTHON)
+
     def test_refused_names_raise_when_they_are_used(self):
         self.run_forked(self.USE + """
-from transformer_engine.pytorch import GatedDeltaNetAttention, onnx_export, MXFP8Tensor
+from transformer_engine.pytorch import GatedDeltaNetAttention, initialize_ub, MXFP8Tensor
 from transformer_engine.pytorch.ops import Linear as FusibleLinear, register_forward_fusion
 from transformer_engine.pytorch.ops.fuser import OperationFuser
 import torch
@@ -223,7 +250,7 @@ class Gated(GatedDeltaNetAttention):  # programs define these where they are imp
 class Both(torch.nn.Module, GatedDeltaNetAttention):
     pass
 assert not isinstance(1, Gated) and FusibleLinear is te.ops.Linear is not te.Linear and FusibleLinear.__module__.startswith('te_fl.pytorch.ops')
-for use in (lambda: GatedDeltaNetAttention(1, 2, 3), lambda: onnx_export(), lambda: MXFP8Tensor.from_numpy, lambda: register_forward_fusion(print), lambda: OperationFuser([]),
+for use in (lambda: GatedDeltaNetAttention(1, 2, 3), lambda: initialize_ub(), lambda: MXFP8Tensor.from_numpy, lambda: register_forward_fusion(print), lambda: OperationFuser([]),
             lambda: MXFP8Tensor[int], lambda: Gated(1), lambda: Both()):
     try:
         use()

@@ -149,8 +149,61 @@ class Names(unittest.TestCase):
             with self.assertRaisesRegex(Unsupported, name):
                 recipe.native_of(kind(**required))
 
+    @unittest.skipUnless(has("torch"), "needs PyTorch")
+    def test_members(self):
+        """Objects have what Transformer Engine's have, but for what the table lists with a reason; what is plain there can be set."""
+        import torch
+        listed, met = {name for names, _ in table.LACKING for name in names.split()}, set()
+        for qualified, module, home, name in served():
+            members = FACTS[qualified].get("members", {})
+            if not members or name in BASES:
+                continue
+            sample = MADE.get(name, lambda torch: ())(torch)
+            made = sample if not isinstance(sample, (tuple, dict)) else getattr(module, name)(**sample) if isinstance(sample, dict) else getattr(module, name)(*sample)
+            lacking = {n for n in members if not hasattr(made, n)}
+            met |= lacking
+            fixed = {n for n, kind in members.items() if kind == "plain" and isinstance(getattr(type(made), n, None), property)
+                     and getattr(type(made), n).fset is None}
+            with self.subTest(name=qualified):
+                self.assertEqual((sorted(lacking - listed), sorted(fixed)), ([], []))
+        self.assertEqual(sorted(listed - met), [])
+
     def test_the_page_is_as_the_table_says(self):
         subprocess.run([sys.executable, ROOT / "tools/transformer_engine_names.py", "--check"], check=True)
+
+
+# Classes that are derived from, or whose objects come from elsewhere.
+BASES = ("DType", "FusibleOperation", "KVCacheManager", "NonPagedKVCacheManager", "OperationContext", "PagedKVCacheManager", "QuantizedTensor", "Quantizer",
+         "SplitAlongDim", "TransformerEngineBaseModule", "activation_recompute_forward")
+
+
+def codes(torch):
+    import te_fl.pytorch as te
+    with te.quantized_model_init():
+        return te.Linear(16, 16, device="cpu").weight
+
+
+# The arguments of an object of the class, or the object; none for others.
+MADE = {
+    "BasicLinear": lambda torch: (16, 16), "Bias": lambda torch: (16,), "ConstantScale": lambda torch: (2.0,), "DotProductAttention": lambda torch: (2, 16),
+    "Dropout": lambda torch: (0.5,), "Float8BlockQuantizer": lambda torch: {"fp8_dtype": 7, "rowwise": True, "columnwise": True},
+    "Float8CurrentScalingQuantizer": lambda torch: {"fp8_dtype": 7, "device": "cpu"},
+    "Float8Quantizer": lambda torch: {"fp8_dtype": 7, "scale": torch.ones(1), "amax": torch.zeros(1)}, "Float8Tensor": codes,
+    "Fp8Padding": lambda torch: (2,), "Fp8Unpadding": lambda torch: (2,), "FP8GlobalStateManager": lambda torch: global_state(),
+    "FusedAdam": lambda torch: ([torch.nn.Parameter(torch.zeros(2))],), "FusedOperation": lambda torch: ([torch.nn.Identity()],),
+    "FusedSGD": lambda torch: ([torch.nn.Parameter(torch.zeros(2))], 0.1), "FusedScaleMaskSoftmax": lambda torch: (print,),
+    "GroupedLinear": lambda torch: (2, 16, 16), "InferenceParams": lambda torch: (2, 32, 2, 16, torch.float32), "LayerNorm": lambda torch: (16,),
+    "LayerNormLinear": lambda torch: (16, 16), "LayerNormMLP": lambda torch: (16, 32), "Linear": lambda torch: (16, 16),
+    "ManualOffloadSynchronizer": lambda torch: (2,), "MultiTensorApply": lambda torch: (2048,), "MultiheadAttention": lambda torch: (32, 2),
+    "RMSNorm": lambda torch: (16,), "Reshape": lambda torch: ((4, 4),), "RotaryPositionEmbedding": lambda torch: (16,),
+    "ScaledSiTUGLU": lambda torch: {"beta1": 1.0, "beta2": 1.0}, "ScaledTanhSReLU": lambda torch: {"tanh_clamp_scale": 1.0},
+    "SiTUGLU": lambda torch: {"beta1": 1.0, "beta2": 1.0}, "TransformerLayer": lambda torch: (32, 64, 2),
+}
+
+
+def global_state():
+    from te_fl.pytorch.global_state import FP8GlobalStateManager
+    return FP8GlobalStateManager
 
 
 # Arguments that a name needs besides the one that it refuses, by place or by name, and those of a module's forward.

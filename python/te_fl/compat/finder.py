@@ -7,6 +7,7 @@ imported before somebody imports transformer_engine.pytorch or transformer_engin
 
 from __future__ import annotations
 
+import copyreg
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -15,7 +16,7 @@ import pathlib
 import re
 import sys
 import types
-from typing import Optional
+from typing import Any, Optional
 
 from te_fl.compat import known_names, table
 from te_fl.compat.variables import read_variables
@@ -28,6 +29,7 @@ _NAMES = {module: frozenset(names.split()) for module, names in known_names.NAME
 _PLUGIN = frozenset(" ".join(table.PLUGINS.values()).split())
 _NAMES.update({"transformer_engine.plugin": frozenset(), **{f"transformer_engine.plugin.core{part}": _PLUGIN
                                                             for part in ("", ".types", ".registry", ".manager", ".policy")}})
+_NAMES["transformer_engine.pytorch.export"] |= {"te_translation_table"}  # which it hands on in a branch on PyTorch's version
 _PACKAGES = frozenset(module.rpartition(".")[0] for module in _NAMES)
 # Importing one of these is an ImportError if what is on the right is missing, which programs rely on that serve several frameworks.
 _NEEDS = {"transformer_engine.pytorch": ("torch", "te_fl.pytorch"), "transformer_engine.jax": ("jax", "te_fl.jax"),
@@ -73,6 +75,34 @@ class Refused:
         return f"<{self._name}, refused by te-fl>"
 
 
+def _made_of(module: str, name: str) -> Any:
+    """An object of the class before its state, as copyreg.__newobj__ makes one."""
+    kind = getattr(importlib.import_module(module), name)
+    return kind.__new__(kind)
+
+
+def _answer_by(kind: Any, name: str) -> None:
+    """From now on a class of PyTorch's modules says the name of Transformer Engine's module that defines it, by which frameworks tell converted layers
+    from others; nothing happens to what is no such class.
+
+    Objects are pickled by te-fl's name as before: what they hold is te-fl's, and Transformer Engine's own class would take it for its own.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(kind, type) or not issubclass(kind, torch.nn.Module) or kind.__module__.startswith(_ROOT + "."):
+        return
+    own = kind.__module__
+    pytorch = [m for m, names in _NAMES.items() if m.startswith("transformer_engine.pytorch") and name in names and f"{m}.{name}" not in _NAMES]
+    homes = {m: table.home(m, name) for m in pytorch}
+    places = [m for m, home in homes.items() if home in sys.modules and getattr(sys.modules[home], name) is kind]
+
+    def reduced(made: Any) -> Any:
+        _, _, *state = made.__reduce_ex__(4)
+        return (_made_of, (own, kind.__name__), *state)
+
+    kind.__module__ = max(places, key=lambda m: m.count("."))
+    copyreg.pickle(kind, reduced)
+
+
 class _Missing(Unsupported, AttributeError):
     """A name of which te-fl knows nothing, asked for in one of Transformer Engine's extension modules."""
 
@@ -88,6 +118,7 @@ class _Facade(types.ModuleType):
             home = table.home(module, name)
             refused = home is None
             value = Refused(f"{module}.{name}", table.way_out(module, name)) if refused else getattr(importlib.import_module(home), name)
+            _answer_by(value, name)
             setattr(self, name, value)
             return value
         if f"{module}.{name}" in _NAMES:
@@ -95,6 +126,8 @@ class _Facade(types.ModuleType):
         home, private = table.IN_PICKLES.get(module, ("", ()))
         if name in private:
             return getattr(importlib.import_module(home), name)
+        if name in table.PRIVATE and f"{module}.{name}" == table.PRIVATE[name][0]:
+            return Refused(f"{module}.{name}", table.PRIVATE[name][1])
         near = did_you_mean(name, _NAMES[module])
         raise AttributeError(f"module {module!r} of te-fl has no attribute {name!r}, nor has Transformer Engine {table.VERSION}{near}")
 
@@ -122,6 +155,11 @@ class _Loader(importlib.abc.Loader):
         for need in _NEEDS.get(name, ()):
             importlib.import_module(need)
         module.__all__ = [n for n in sorted(_NAMES[name]) if table.home(name, n) and f"{name}.{n}" not in _NAMES]
+        if name == "transformer_engine.pytorch":  # parts of layers, too, which a program does not name
+            for own in module.__all__:
+                home = table.home(name, own)
+                if home in sys.modules:
+                    _answer_by(getattr(sys.modules[home], own), own)
         if name == _ROOT:
             module.__version__ = table.VERSION
 

@@ -23,7 +23,7 @@ SERVED = {
     "te_fl.pytorch.master_weights": "cast_master_weights_to_fp8 clear_columnwise_cache post_all_gather_processing quantize_master_weights replace_raw_data",
     "te_fl.pytorch.mlp": "LayerNormMLP",
     "te_fl.pytorch.norm": "LayerNorm RMSNorm",
-    "te_fl.pytorch.own_classes": "get_te_classes has_te_modules",
+    "te_fl.pytorch.own_classes": "get_te_classes has_te_modules prepare_te_modules_for_fsdp",
     "te_fl.pytorch.quantized_gather": "gather_along_first_dim",
     "te_fl.pytorch.quantizers": "Float8BlockQuantizer Float8CurrentScalingQuantizer Float8Quantizer Quantizer",
     "te_fl.pytorch.rank_helpers":
@@ -54,6 +54,7 @@ SERVED = {
     "te_fl.pytorch.permutation":
         "moe_permute moe_permute_and_pad_with_probs moe_permute_with_probs moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs "
         "moe_unpermute",
+    "te_fl.pytorch.export": "is_in_onnx_export_mode onnx_export te_translation_table",
     "te_fl.pytorch.rng":
         "CudaRNGStatesTracker get_all_rng_states graph_safe_rng_available is_graph_safe_rng_state set_all_rng_states",
     "te_fl.pytorch.rope": "RotaryPositionEmbedding apply_fused_qkv_rotary_pos_emb apply_rotary_pos_emb",
@@ -99,7 +100,7 @@ IN_PICKLES = {"transformer_engine.common.recipe": ("te_fl.common.recipe", ("_For
 # Arguments of served names that take one value only, each with another value, which is refused by an error that names the argument.
 PARTLY = {
     # By tools/modulegen.py, from nn/modules.yaml:
-    "te_fl.pytorch.attention.DotProductAttention": {"cp_group": "a group", "return_max_logit": True},
+    "te_fl.pytorch.attention.DotProductAttention": {"cp_group": "a group"},
     "te_fl.pytorch.attention.DotProductAttention.forward": {"fp8_output": True, "bf16_backward": True, "num_splits": 2,
         "score_mod": "a function", "score_mod_bprop": "a function", "score_mod_tensors": "tensors", "score_mod_bprop_tensors": "tensors",
         "thd_attention_policies": "policies"},
@@ -151,11 +152,51 @@ MADE_BY = {
     "te_fl.pytorch.float8_tensor.QuantizedTensor": "the base of Float8Tensor, for isinstance",
     "te_fl.pytorch.ops.BasicOperation": "a program's own has op_forward or fuser_forward, whose quantizers are None",
     "te_fl.pytorch.ops.FusedOperation": "its basic operations compute, one after the other",
-    "te_fl.pytorch.ops.Quantize": "refused in an FP8 autocast, where products quantise their inputs themselves",
+    "te_fl.pytorch.ops.Quantize": "the output is values as they read after quantisation; by delayed scaling the input",
 }
 
 # Parameters that te-fl has beyond Transformer Engine's, after them.
 MORE = {"te_fl.jax.attention.fused_attn": ("transpose_batch_sequence",)}
+
+MEMBERS_INTRODUCTION = """
+Objects of the served classes of `transformer_engine.pytorch` have the attributes, properties and methods of Transformer Engine's, and those that are plain there can be set.
+These are left out, wherever Transformer Engine has them:
+"""
+# Members of Transformer Engine's classes that te-fl's lack, and why. tests/python/te_names_test.py finds them.
+LACKING = (
+    ("activation_dtype adjust_amax_history_length end_forward get_fp8_meta_tensors get_grad_output_quantizer get_input_quantizer get_quantizer "
+     "get_quantizer_roles grad_input_quantizer_role grad_output_preprocess init_fp8_meta_tensors module_setattr num_quantizers output_quantizer_role "
+     "param_init_meta prepare_forward prepare_forward_ctx quantizers reset_recipe_state set_activation_dtype set_meta_tensor wgrad_store",
+     "how its forwards work: te-fl's are in C++, and quantise there"),
+    ("add_fp8_tensors_to_global_buffer autocast_enter autocast_exit copy_forward_fp8_meta_tensors_for_recompute get_autocast_state get_buffer_info "
+     "get_fwd_bwd_key get_key_in_buffer get_meta_tensor_key get_old_fp8_meta_tensors_for_recompute get_unique_autocast_key is_first_fp8_module "
+     "reduce_and_update_fp8_tensors reduce_tensor_across_group_op_max restore_fp8_meta_tensors set_autocast_state split_key_in_buffer",
+     "how its scales are kept and updated: te-fl's are in C++; `autocast` and `checkpoint` are the ways"),
+    ("alloc_tensors amax_reduction_group calibrate clear copy_from_storage create_metadata create_tensor_from_data fsdp_assign_gathered fsdp_buffer_fields "
+     "fsdp_extract_buffers get_columnwise_shape get_data_tensors get_metadata get_scale_shape get_usages inner_tensor_specs internal is_requantization_safe "
+     "make_like optimize_for_gemm prepare_for_saving quantize_impl remove_caches restore_from_saved storage_metadata supports_only_rowwise_all_gather to_dtype "
+     "update_quantizer update_usage with_amax_reduction", "how its tensors lie in memory: a Float8Tensor of te-fl's owns codes and scales"),
+    ("fuser_backward fuser_forward fuser_forward_save_ctx op_backward op_forward",
+     "how its operations are fused; a program's own operation defines them"),
+    ("is_fused_op pre_first_fuser_forward pre_fuser_forward set_extra_input_channel set_extra_output_channel",
+     "its LayerNorm and RMSNorm are operations too; those of `te.ops` have them"),
+    ("has_bias init_method make_grouped_weights set_tensor_parallel_attributes", "one weight for all experts, which te-fl has none of"),
+    ("cp_comm_type cp_global_ranks cp_group cp_stream load_balancing_strategy", "context parallelism, which is not there yet"),
+    ("bias_dropout_add_exec_handler bias_dropout_fusion bias_gelu_nvfusion deterministic flash_attention forward_fused_softmax forward_torch_softmax "
+     "fused_attention gemm_bias_unfused_add gemm_gelu_fusion get_batch_per_block get_qkv_quantization_capabilities is_kernel_available logger "
+     "rng_states_tracker scaled_masked_softmax_fusion_type set_nccl_overlap_warning_if_tp unfused_attention",
+     "which of its kernels it takes: te-fl's policy decides, and `te_fl.explain` says who serves"),
+    ("dtype_to_range_map fuse_unscale most_recent_scale multi_tensor_adam multi_tensor_adam_capturable multi_tensor_adam_capturable_master "
+     "multi_tensor_adam_fp8 multi_tensor_adam_param_remainder multi_tensor_sgd name_to_dtype_map scale_set_by_backward",
+     "the kernels of its optimizers; the functions are in `te_fl.pytorch.optimizers`"),
+    ("bwd_step current_layer_id finish_part_of_bwd fwd_step layer_states num_of_fwds offload_stream pop_tensor previous_bwd_layer_id push_tensor",
+     "how its context offloads"),
+    ("inter_attention key_value layernorm layernorm_qkv layernorm_query query_layer", "parts that are there, as in Transformer Engine, where the arguments ask for them"),
+    ("is_debug_iter next_iter_when_debug_should_be_run no_debug_features_active", "its debug tools"),
+    ("onnx_dequantize onnx_forward onnx_quantize op_onnx_forward", "how it exports to ONNX; `onnx_export` is served"),
+    ("bwd_ln_sm_margin bwd_rmsnorm_sm_margin fwd_ln_sm_margin fwd_rmsnorm_sm_margin inf_ln_sm_margin inf_rmsnorm_sm_margin",
+     "multiprocessors that its kernels leave free"),
+)
 
 # Recipes that exist so that programs can name them, and that autocast refuses.
 UNUSABLE = ("CustomRecipe", "MXFP8BlockScaling", "NVFP4BlockScaling")
@@ -186,7 +227,6 @@ WAYS_OUT = (
     ("transformer_engine.jax.cpp_extensions", "call the op by its name in te_fl.ops (docs/ops.md)"),
     ("symm", "call allreduce(), over whatever backend the group has"),
     ("FullySharded", "use torch.distributed.fsdp.fully_shard, which gathers te-fl's FP8 weights as codes"),
-    ("prepare_te_modules_for_fsdp", "use torch.distributed.fsdp.fully_shard, or leave the call out: FSDP shards the parameters without it"),
     ("Grouped", "use one Linear for each group"),
     ("Request", "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"),
     ("QuantizerRole", "use DelayedScaling, Float8CurrentScaling or Float8BlockScaling"),
@@ -205,6 +245,11 @@ WAYS_OUT = (
     ("onnx", "export the model in plain PyTorch; the parameters have the same names"),
 )
 OTHERWISE = "te-fl has nothing in its place"
+
+# Names of Transformer Engine's own that programs import to patch or call what is inside of its modules: where they are, and the way out.
+PRIVATE = {name: (f"transformer_engine.pytorch.module.{module}.{name}", f"call {kind}, whose forward and backward are te-fl's") for name, module, kind in (
+    ("_Linear", "linear", "Linear"), ("_LayerNormLinear", "layernorm_linear", "LayerNormLinear"), ("_LayerNormMLP", "layernorm_mlp", "LayerNormMLP"),
+    ("_GroupedLinear", "grouped_linear", "GroupedLinear, which takes m_splits"))}
 
 INTRODUCTION = """
 `te_fl.as_transformer_engine()` makes `import transformer_engine` mean te-fl ([PyTorch](pytorch.md)). So does `TE_FL_AS_TRANSFORMER_ENGINE=1` where the

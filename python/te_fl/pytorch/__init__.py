@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING
 
 from te_fl.frameworks import require
 
@@ -26,6 +27,41 @@ from te_fl.compat import known_names as _known_names, table as _table  # noqa: E
 from te_fl.compat.variables import read_variables as _read_variables  # noqa: E402
 from te_fl.pytorch import compile as _compile  # noqa: E402, F401  (enters itself where the other rooms ask for it)
 from te_fl.pytorch.rooms import open_rooms as _open_rooms  # noqa: E402
+
+if TYPE_CHECKING:  # the names that __getattr__() imports when they are first read
+    from te_fl.pytorch import optimizers as optimizers, ops as ops
+    from te_fl.pytorch.fp8 import availability as availability
+    from te_fl.pytorch.runtime import constants as constants
+    from te_fl.pytorch.functions import cross_entropy as cross_entropy
+    from te_fl.pytorch.fp8 import global_state as global_state
+    from te_fl.pytorch.autograd import offload as offload
+    from te_fl.pytorch.runtime import rng as rng
+    from te_fl.pytorch.functions import rope as rope
+    from te_fl.pytorch.functions import softmax as softmax
+    from te_fl.pytorch.functions import weights as weights
+    from te_fl.pytorch.autograd.offload import ManualOffloadSynchronizer as ManualOffloadSynchronizer, get_cpu_offload_context as get_cpu_offload_context
+    from te_fl.pytorch.autograd.offload import mark_not_offload as mark_not_offload
+    from te_fl.pytorch.compile.graph import make_graphed_callables as make_graphed_callables
+    from te_fl.pytorch.fp8.availability import get_cudnn_version as get_cudnn_version, get_default_recipe as get_default_recipe
+    from te_fl.pytorch.fp8.availability import get_device_compute_capability as get_device_compute_capability, is_bf16_available as is_bf16_available
+    from te_fl.pytorch.fp8.availability import is_fp8_available as is_fp8_available, is_fp8_block_scaling_available as is_fp8_block_scaling_available
+    from te_fl.pytorch.fp8.availability import is_mxfp8_available as is_mxfp8_available, is_nvfp4_available as is_nvfp4_available
+    from te_fl.pytorch.fp8.availability import torch_version as torch_version
+    from te_fl.pytorch.fp8.float8_tensor import Float8Tensor as Float8Tensor, QuantizedTensor as QuantizedTensor
+    from te_fl.pytorch.fp8.quantizers import Float8BlockQuantizer as Float8BlockQuantizer, Float8CurrentScalingQuantizer as Float8CurrentScalingQuantizer
+    from te_fl.pytorch.fp8.quantizers import Float8Quantizer as Float8Quantizer, Quantizer as Quantizer
+    from te_fl.pytorch.functions.cross_entropy import parallel_cross_entropy as parallel_cross_entropy
+    from te_fl.pytorch.functions.permutation import moe_permute as moe_permute, moe_permute_and_pad_with_probs as moe_permute_and_pad_with_probs
+    from te_fl.pytorch.functions.permutation import moe_permute_with_probs as moe_permute_with_probs, moe_sort_chunks_by_index as moe_sort_chunks_by_index
+    from te_fl.pytorch.functions.permutation import moe_sort_chunks_by_index_with_probs as moe_sort_chunks_by_index_with_probs, moe_unpermute as moe_unpermute
+    from te_fl.pytorch.functions.rope import RotaryPositionEmbedding as RotaryPositionEmbedding
+    from te_fl.pytorch.functions.weights import deinterleave_glu_tensor as deinterleave_glu_tensor, interleave_glu_tensor as interleave_glu_tensor
+    from te_fl.pytorch.modules.grouped_linear import GroupedLinear as GroupedLinear
+    from te_fl.pytorch.modules.inference import InferenceParams as InferenceParams
+    from te_fl.pytorch.modules.padding import Fp8Padding as Fp8Padding, Fp8Unpadding as Fp8Unpadding
+    from te_fl.pytorch.runtime.constants import CPLoadBalancingStrategy as CPLoadBalancingStrategy, DType as DType
+    from te_fl.pytorch.runtime.export import onnx_export as onnx_export
+    from te_fl.pytorch.runtime.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
 
 _read_variables()
 _open_rooms()

@@ -15,7 +15,7 @@ from typing import Any, Optional
 PACKAGE = "te_fl.pytorch"
 # From the lowest up; each imports from those before it only.
 ROOMS = {
-    "runtime": "argument_rules constants device dtypes random refuse registry rng traced",
+    "runtime": "argument_rules constants device dtypes export random refuse registry rng traced",
     "distributed": "amax_reduction collectives communicator rank_helpers same_call",
     "fp8": "availability codes extra_state float8_tensor global_state master_weights quantization quantized_gather quantizers scale_functions sharded_weights sharding shards weight_cache",
     "autograd": "call checkpoint delayed_wgrad given_memory offload once saved_parts torch_checkpoint",

@@ -162,6 +162,27 @@ class Modules(Far):
         for a, b in zip(*results):
             self.assertTrue(torch.equal(a, b))
 
+    def test_compiled(self):
+        """Inductor has no code for the device, so a layer breaks its graph; other backends take it into theirs."""
+        for name in ("Linear", "TransformerLayer"):
+            layer, x = randomise(MODULES[name](device=FAR, params_dtype=F32)), input_of().detach().to(FAR)
+
+            def results(function):
+                own = x.clone().requires_grad_()
+                layer.zero_grad()
+                y = function(own)
+                y.sum().backward()
+                return [t.cpu() for t in (y, *gradients(layer, own))]
+            want = results(layer)
+            for backend in ("inductor", "aot_eager"):
+                with self.subTest(module=name, backend=backend):
+                    torch._dynamo.reset()
+                    for a, b in zip(results(torch.compile(layer, backend=backend)), want):
+                        self.assertTrue(torch.equal(a, b))
+            torch._dynamo.reset()
+            with self.assertRaisesRegex(Exception, "inductor generates no code for far"):
+                torch.compile(layer, fullgraph=True)(x)
+
     def test_the_vendor_s_device_is_the_default_one(self):
         self.assertEqual(te.Linear(8, 8).weight.device, FAR)
         self.assertEqual(te.RotaryPositionEmbedding(8)(4).device, FAR)

@@ -1,5 +1,6 @@
 """Names of modules in Transformer Engine, and arguments that are refused or have no effect."""
 
+import copy
 import tempfile
 import unittest
 from unittest import mock
@@ -10,6 +11,7 @@ import torch
 from common import BF16, F32, grown
 import torch_oracle as oracle
 from torch_oracle import DEVICES, compare, near, randn, randomise
+import te_fl
 import te_fl.pytorch as te
 from te_fl.errors import Unsupported
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -264,3 +266,63 @@ class NothingOfTorchs(unittest.TestCase):
                             for patch in patches:
                                 patch.stop()
                         self.assertTrue(torch.isfinite(x.grad).all())
+
+
+class Attributes(unittest.TestCase):
+    """Attributes that are plain in Transformer Engine's modules can be set, before the constructor too; those that forwards write follow forwards."""
+
+    MADE = {"Linear": (16, 16), "LayerNormLinear": (16, 16), "LayerNormMLP": (16, 32), "GroupedLinear": (2, 16, 16), "LayerNorm": (16,),
+            "DotProductAttention": (2, 8), "MultiheadAttention": (16, 2)}
+    NAMES = ("fp8", "fp8_initialized", "fp8_calibration", "fp8_meta", "fp8_meta_tensors_initialized", "primary_weights_in_fp8",
+             "preserve_high_precision_init_val", "tp_group", "fsdp_group", "ub_name", "name")
+
+    def test_they_can_be_set(self):
+        for kind, sizes in self.MADE.items():
+            base = getattr(te, kind)
+            for attribute in self.NAMES:
+                with self.subTest(kind=kind, attribute=attribute):
+                    value = {"mine": 1} if attribute == "fp8_meta" else None if attribute == "tp_group" else True
+
+                    class Mine(base):
+                        def __init__(self, *arguments):
+                            setattr(self, attribute, value)
+                            super().__init__(*arguments)
+                            self.first = getattr(self, attribute, None)
+
+                    plain, module = base(*sizes), Mine(*sizes)
+                    if hasattr(plain, attribute) and attribute not in ("fsdp_group", "ub_name", "fp8_meta"):
+                        self.assertEqual(module.first, getattr(plain, attribute))  # as the constructor has it
+                    setattr(plain, attribute, value)
+                    self.assertEqual(getattr(plain, attribute)["mine"] if attribute == "fp8_meta" else getattr(plain, attribute), value and 1)
+                    self.assertIsNone(copy.deepcopy(plain).fsdp_group if attribute == "fsdp_group" and kind != "MultiheadAttention" else None)
+
+    def test_forwards_write_them(self):
+        layer, x = te.Linear(16, 16, device="cpu"), torch.ones(16, 16)
+        self.assertEqual((layer.fp8, layer.fp8_initialized, layer.fp8_meta["fp8_checkpoint"]), (False, False, False))
+        with te.autocast(recipe=DelayedScaling()):
+            layer(x)
+        self.assertEqual((layer.fp8, layer.fp8_meta_tensors_initialized, layer.fp8_meta["fp8_checkpoint"]), (True, True, True))
+        self.assertIsInstance(layer.fp8_meta["recipe"], DelayedScaling)
+        layer.fp8 = False
+        self.assertFalse(layer.fp8)
+        layer(x)
+        self.assertFalse(layer.fp8)
+        with te.autocast(recipe=DelayedScaling()):
+            layer(x)
+        self.assertTrue(layer.fp8)
+        with te.quantized_model_init():
+            self.assertEqual((te.Linear(16, 16).primary_weights_in_fp8, te.Linear(16, 16).preserve_high_precision_init_val), (True, False))
+
+    def test_misspelt_keywords_of_forwards(self):
+        x = torch.ones(4, 16)
+        for kind, call in (("Linear", dict(is_first_microbach=True)), ("LayerNormLinear", dict(fp8_outptu=True)), ("LayerNormMLP", dict(is_first_microbach=True)),
+                           ("GroupedLinear", dict(m_splits=[2, 2], is_first_microbach=True)), ("DotProductAttention", dict(attention_maks=None)),
+                           ("MultiheadAttention", dict(encoder_ouput=None))):
+            module = getattr(te, kind)(*self.MADE[kind])
+            inputs = [torch.ones(3, 1, 2, 8)] * 3 if kind == "DotProductAttention" else [x[:, None] if kind == "MultiheadAttention" else x]
+            with self.subTest(kind=kind), self.assertRaisesRegex(TypeError, rf"{kind}\.forward\(\) has no argument '{list(call)[-1]}'; did you mean"):
+                module(*inputs, **call)
+        with self.assertRaisesRegex(TypeError, r"TransformerLayer\.forward\(\) has no argument 'attention_maks'; did you mean 'attention_mask'"):
+            te.TransformerLayer(16, 32, 2)(x[:, None], attention_maks=None)
+        with self.assertRaisesRegex(TypeError, r"policy\(\) has no setting 'stritc'; did you mean 'strict'"):
+            te_fl.policy(stritc=True)

@@ -344,6 +344,11 @@ class _Context(contextlib.ContextDecorator):
         if error[0] is not None:
             self._synchronizer.layers = []  # the next forward begins with its first layer
 
+    @property
+    def inside_context(self) -> bool:
+        """True between entering it and leaving it."""
+        return self._hooks is not None
+
     def synchronization_function(self, tensor: torch.Tensor) -> torch.Tensor:
         """For a layer's output, behind its context: notes when the layer's backward begins."""
         if self._last is None or self._hooks is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from te_fl.pytorch.runtime import traced
 
-_HOMES = {"forward": "compiled", "recomputed": "compiled", "draw": "compiled", "cumulative_lengths": "compiled",
+_HOMES = {"forward": "compiled", "recomputed": "compiled", "draw": "compiled", "cumulative_lengths": "compiled", "check_device": "compiled",
           "begin_autocast": "compiled_scopes", "end_autocast": "compiled_scopes"}
 
 

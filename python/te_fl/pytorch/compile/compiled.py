@@ -16,6 +16,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 import torch._dynamo.compiled_autograd
 import torch.fx.traceback
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._library.effects import EffectType
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -23,9 +24,11 @@ from te_fl import _native
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.autograd import call
 from te_fl.pytorch.autograd.torch_checkpoint import Recomputed
+from te_fl.pytorch.compile import exported
 from te_fl.pytorch.fp8 import quantization, weight_cache
 from te_fl.pytorch.modules.attention import sums_of_lengths
 from te_fl.pytorch.modules.layers import TracedLayer
+from te_fl.pytorch.runtime import export
 from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime import registry
 from te_fl.pytorch.runtime.dtypes import BY_CODE, DTYPE_CODES
@@ -240,9 +243,30 @@ torch.library.register_autograd("te_fl::layer_forward", _gradient, setup_context
 torch.library.register_autograd("te_fl::layer_backward", _no_second_derivative, lib=_library)
 
 
+@torch.compiler.assume_constant_result
+def _lacks_code(device: str) -> bool:
+    """True where inductor compiles the graph that is traced now, and has no code for the kind of device. Runs while Dynamo traces."""
+    tracing = InstructionTranslator.current_tx().output.compiler_fn
+    if not isinstance(getattr(tracing, "_torchdynamo_orig_backend", tracing), torch._TorchCompileInductorWrapper):
+        return False
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+    init_backend_registration()
+    return get_scheduling_for_device(device) is None
+
+
+def check_device(what: str, device: torch.device) -> None:
+    """Refuses a device that inductor has no code for, which it would meet by an assertion: a graph breaks there, and the call runs without it."""
+    if device.type not in ("cpu", "cuda") and _lacks_code(device.type):
+        raise refuse(what, "backend", "inductor", f"PyTorch's inductor generates no code for {device.type}; leave fullgraph=True out, or give torch.compile "
+                     "backend='aot_eager'")
+
+
 def forward(module: Any, layer: TracedLayer, activation: int, first: Any, inputs: Sequence[torch.Tensor], extras: Sequence[torch.Tensor],
             parameters: Sequence[torch.Tensor], attention: Optional[dict], random: Optional[torch.Tensor]) -> torch.Tensor:
     """TracedLayer.compute(). Dynamo traces this function."""
+    if export.state.exporting:
+        return exported.forward(module, layer, activation, inputs, extras, parameters, attention, random)
+    check_device(type(module).__name__, inputs[0].device)
     trained = [p.requires_grad for p in parameters]
     keeps = torch.is_grad_enabled() and (any(trained) or any([t.requires_grad for t in (*inputs, *extras)]))
     names, others, lengths = [], [], [-1, -1]
@@ -302,4 +326,4 @@ _lengths_op = define("cumulative_lengths(Tensor mask) -> Tensor", _lengths,
 
 def cumulative_lengths(mask: torch.Tensor) -> torch.Tensor:
     """attention.cumulative_lengths() in a graph."""
-    return _lengths_op(mask)
+    return exported.cumulative_lengths(mask) if export.state.exporting else _lengths_op(mask)

@@ -231,7 +231,7 @@ def _check(function: Callable, where: str) -> None:
         for name in ("fuse_wgrad_accumulation", "delay_wgrad_compute"):
             if getattr(m, name, False):
                 raise refuse(where, name, True, f"{type(m).__name__} does that on the host, which replays leave out")
-        if getattr(m, "primary_weights_in_fp8", False):
+        if getattr(m, "_model_init", None) is not None:
             raise refuse(where, "quantized_model_init", True, f"a graph would go on reading codes of {type(m).__name__} that are made anew when its "
                          "weights are written; keep them in high precision")
     if any(b.requires_grad for b in function.buffers()):

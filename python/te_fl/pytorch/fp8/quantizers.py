@@ -58,6 +58,10 @@ class Quantizer:
     def rowwise_usage(self) -> bool:
         return True
 
+    @rowwise_usage.setter
+    def rowwise_usage(self, rowwise: bool) -> None:
+        self.set_usage(rowwise=rowwise)
+
     def get_usages(self) -> Dict[str, bool]:
         return {"rowwise": self.rowwise_usage, "columnwise": self.columnwise_usage}
 

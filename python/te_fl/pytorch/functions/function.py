@@ -12,6 +12,7 @@ from typing import Callable
 import torch
 
 from te_fl.pytorch.autograd.once import once_differentiable
+from te_fl.pytorch.runtime import traced
 
 _library = torch.library.Library("te_fl", "FRAGMENT")
 
@@ -28,7 +29,18 @@ class Op:
         self.compiled = getattr(torch.ops.te_fl, name)
 
     def __call__(self, *arguments):
-        return self.compiled(*arguments) if torch.compiler.is_compiling() else self.run(*arguments)
+        if not torch.compiler.is_compiling():
+            return self.run(*arguments)
+        _check_device(self.name, arguments)
+        return self.compiled(*arguments)
+
+
+def _check_device(name: str, arguments: tuple) -> None:
+    """Refuses tensors that the compiler of the graph which is traced has no code for."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            traced.graph.check_device(f"te_fl.pytorch: {name}", argument.device)
+            return
 
 
 def differentiable(forward: Op, backward: Op, save: Callable, gradient: Callable) -> Callable:
@@ -55,7 +67,10 @@ def differentiable(forward: Op, backward: Op, save: Callable, gradient: Callable
                                     setup_context=save, lib=_library)
 
     def call(*arguments):
-        return forward.compiled(*arguments) if torch.compiler.is_compiling() else Function.apply(*arguments)
+        if not torch.compiler.is_compiling():
+            return Function.apply(*arguments)
+        _check_device(forward.name, arguments)
+        return forward.compiled(*arguments)
 
     call.__name__ = call.__qualname__ = forward.name
     return call

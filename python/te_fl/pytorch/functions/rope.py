@@ -10,6 +10,7 @@ import torch
 from te_fl import ops
 from te_fl.errors import InvalidArgument, Unsupported
 from te_fl.pytorch.functions.function import Op, differentiable
+from te_fl.pytorch.runtime import export
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import default_device
 from te_fl.pytorch.runtime.refuse import checks_keywords
@@ -90,6 +91,19 @@ def _positions(start_positions: Optional[torch.Tensor]) -> Optional[torch.Tensor
     return None if start_positions is None else start_positions.to(torch.int32).contiguous()
 
 
+def _exported(t: torch.Tensor, angles: torch.Tensor, layout: str, interleaved: bool) -> torch.Tensor:
+    """apply_rotary_pos_emb() as PyTorch's operations, of sbhd and bshd."""
+    angles = angles[:t.shape[layout.index("s")]].float()
+    angles = angles if layout == "sbhd" else angles.transpose(0, 1)
+    turned, rest = t[..., :angles.shape[-1]].float(), t[..., angles.shape[-1]:]
+    if interleaved:
+        across = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, -1)
+        across = torch.cat((-second, first), -1)
+    return torch.cat(((turned * angles.cos() + across * angles.sin()).to(t.dtype), rest), -1)
+
+
 def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: str = "sbhd",
                          start_positions: Union[torch.Tensor, None] = None, interleaved: bool = False, fused: bool = False,
                          cu_seqlens: Union[torch.Tensor, None] = None, cp_size: int = 1, cp_rank: int = 0) -> torch.Tensor:
@@ -101,6 +115,10 @@ def apply_rotary_pos_emb(t: torch.Tensor, freqs: torch.Tensor, tensor_format: st
         raise InvalidArgument(f"apply_rotary_pos_emb: tensor_format is {tensor_format!r}; it is 'sbhd', 'bshd' or 'thd'")
     if (tensor_format == "thd") != (cu_seqlens is not None):
         raise InvalidArgument("apply_rotary_pos_emb: cu_seqlens goes with tensor_format='thd', and that needs it")
+    if export.state.exporting and torch.compiler.is_compiling():
+        if tensor_format == "thd" or start_positions is not None:
+            raise rules.refuse("onnx_export", "tensor_format", tensor_format, "packed sequences and start_positions are not exported; give sbhd or bshd")
+        return _exported(t, _angles(freqs, "freqs"), tensor_format, interleaved)
     return _apply(t, _angles(freqs, "freqs"), _positions(start_positions), None if cu_seqlens is None else cu_seqlens.to(torch.int32),
                   tensor_format, interleaved, cp_size, cp_rank)
 

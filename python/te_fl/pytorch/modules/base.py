@@ -16,12 +16,14 @@ from te_fl.pytorch.autograd import torch_checkpoint
 from te_fl.pytorch.autograd.call import plain, use_torch_memory, watch
 from te_fl.pytorch.autograd.delayed_wgrad import DelaysWgrad
 from te_fl.pytorch.fp8 import extra_state, plain_codes, quantization, weight_cache
+from te_fl.pytorch.fp8.availability import get_default_recipe
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor, keeping_codes, rules_of
 from te_fl.pytorch.fp8.quantization import captures
 from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
 from te_fl.pytorch.modules.parallel import TensorParallel, mark_again, marks_of
 from te_fl.pytorch.fp8.sharded_weights import initialise, is_sharded
 from te_fl.pytorch.runtime import registry
+from te_fl.pytorch.runtime.computed import Computed
 from te_fl.pytorch.runtime.device import check_devices, default_device, native_device
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES, LIKE
 from te_fl.pytorch.runtime.refuse import refuse
@@ -102,10 +104,6 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         if self._model_init is not None:
             self._products.append(name)
 
-    @property
-    def primary_weights_in_fp8(self) -> bool:
-        return self._model_init is not None
-
     def reset_parameters(self, defer_init: Optional[bool] = False) -> None:
         """Gives parameters their initial values. Those on the meta device get memory on default_device()."""
         if defer_init:
@@ -182,6 +180,65 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             add(names[-1], torch.from_dlpack(part) if own else part, init, tracker)
             at += rows
         return names
+
+    # -- attributes by which frameworks ask about FP8
+
+    fsdp_group: Any = None  # prepare_te_modules_for_fsdp() sets it
+    # te-fl has no use for these; they are as in Transformer Engine's modules that are not given them.
+    fsdp_wrapped = False
+    symmetric_ar_type: Optional[str] = None
+    ub_name: Optional[str] = None
+
+    @Computed
+    def fp8(self) -> bool:
+        """True if the last forward computed in FP8."""
+        return self._in_fp8
+
+    @Computed
+    def fp8_initialized(self) -> bool:
+        """True if the last forward computed in FP8, or weights are FP8 alone."""
+        return self._in_fp8 or self._model_init is not None
+
+    @Computed
+    def fp8_calibration(self) -> bool:
+        """True in an autocast that calibrates."""
+        return quantization.calibrating()
+
+    @Computed
+    def fp8_meta_tensors_initialized(self) -> bool:
+        """True if there are scales of delayed scaling."""
+        return bool(self._fp8_state())
+
+    @Computed
+    def primary_weights_in_fp8(self) -> bool:
+        """True if the module was made in quantized_model_init."""
+        return self._model_init is not None
+
+    @Computed
+    def preserve_high_precision_init_val(self) -> bool:
+        """True if it keeps the values that FP8 weights were made from."""
+        return self._model_init is not None and self._model_init.preserve_high_precision_init_val
+
+    @property
+    def fp8_meta(self) -> dict:
+        """Says if checkpoints have FP8 state of the module (fp8_checkpoint), and its recipe. Frameworks put entries of their own there."""
+        meta = self.__dict__.setdefault("_fp8_meta", {"fp8_group": None})
+        meta["fp8_checkpoint"] = bool(self._fp8_state())
+        if self._recipe is not None or "recipe" not in meta:
+            meta["recipe"] = self._recipe or quantization.active_recipe() or get_default_recipe()
+        return meta
+
+    @fp8_meta.setter
+    def fp8_meta(self, meta: dict) -> None:
+        self.__dict__["_fp8_meta"] = meta
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """True if fully_shard has divided a parameter over ranks."""
+        return any(is_sharded(param) for param in self._parameters.values() if param is not None)
+
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """For frameworks that read fp8_meta before a forward: it has a recipe anyway."""
 
     # -- the layer
 
@@ -290,6 +347,9 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
     _remade: frozenset = frozenset()  # the attributes that a layer is made from, and that a program may set
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "tp_group" and self.tp_size > 1 and "_number" in self.__dict__:  # the layers follow
+            self.set_tensor_parallel_group(value)
+            return
         before = self.__dict__.get("_parameters", {}).get(name)
         super().__setattr__(name, value)
         if before is not None and (is_sharded(before) or is_sharded(value)):  # by fully_shard; a program marks a parameter of its own itself
@@ -419,6 +479,9 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         state["_layers"], state["_fused_in"], state["_recipe"] = {}, None, as_data(self._recipe)
         state["_copied_marks"] = self._marks()
         del state["_number"], state["_states"]
+        state.pop("fsdp_group", None)
+        if "_fp8_meta" in state:
+            state["_fp8_meta"] = {**state["_fp8_meta"], "fp8_group": None, "recipe": as_data(state["_fp8_meta"].get("recipe"))}
         if "tp_group" in state:  # process groups have no copies; set_tensor_parallel_group() gives the copy one
             state["tp_group"], state["tp_group_initialized"] = None, self.tp_size == 1
         return state
@@ -433,7 +496,10 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
             self._loaded = [(n, t.to(device)) for n, t in self._loaded]
 
     def fast_setattr(self, name: str, value: Any) -> None:
-        self.__dict__[name] = value
+        if hasattr(getattr(type(self), name, None), "__set__"):
+            setattr(self, name, value)
+        else:
+            self.__dict__[name] = value
 
 
 def parameter_dtype(params_dtype: Optional[torch.dtype], where: str) -> torch.dtype:

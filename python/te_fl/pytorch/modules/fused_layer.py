@@ -20,6 +20,7 @@ from te_fl.pytorch.modules.mlp import LayerNormMLP
 from te_fl.pytorch.modules.multihead_attention import L2Normalization, MultiheadAttention
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.modules.transformer_call import TransformerCall
+from te_fl.pytorch.runtime import export
 from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime.device import check_devices
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
@@ -57,7 +58,7 @@ class FusedLayer:
         """True if the one call computes what `call` asks for, with the parts as they are now."""
         return (not call.checkpoint_core_attention and call.thd_attention_policies is None and call.inference_params is None
                 and not isinstance(call.rotary_pos_emb, (tuple, list)) and (not self._divides or self._serves_ranks(owner))
-                and self._core.training is owner.training and self.usable())
+                and self._core.training is owner.training and not export.state.exporting and self.usable())
 
     def _serves_ranks(self, owner: torch.nn.Module) -> bool:
         """True if the one call stands for parts that ranks divide: one group does, and dropout draws from nobody's own stream."""

@@ -5,21 +5,21 @@ from __future__ import annotations
 import numbers
 import operator
 import sys
-from typing import Any, Callable, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, NoReturn, Optional, Sequence, Tuple, Union
 
 import torch
 
 from te_fl.errors import InvalidArgument
 from te_fl.pytorch.autograd.given_memory import GradientInto, ResultInto, count_write
 from te_fl.pytorch.fp8 import quantization
-from te_fl.pytorch.fp8.availability import get_default_recipe
 from te_fl.pytorch.fp8.float8_tensor import Float8Tensor
 from te_fl.pytorch.modules.base import TransformerEngineBaseModule, default_init, parameter_dtype
 from te_fl.pytorch.modules.parallel import divided, set_parallel
 from te_fl.pytorch.runtime import refuse as rules
+from te_fl.pytorch.runtime.computed import Computed
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
-from te_fl.pytorch.runtime.refuse import checks_keywords, refuse
+from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspelling, refuse
 from te_fl.tensors import read_on_host
 
 
@@ -36,6 +36,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     _kind = "grouped_linear"
     num_gemms = 0
+    single_grouped_weight = single_grouped_bias = ub_overlap_ag = ub_overlap_rs = False  # refused, or without an effect
 
     @checks_keywords()
     def __init__(self, num_gemms: int, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
@@ -62,7 +63,8 @@ class GroupedLinear(TransformerEngineBaseModule):
         if self.tp_size > 1 and bias:
             raise ValueError(f"GroupedLinear: bias=True with tp_size = {self.tp_size}: the sum over ranks, which is outside of the module, would count "
                              "the biases several times; give bias=False")
-        self.parallel_mode, self.save_original_input = parallel_mode, save_original_input
+        self.parallel_mode, self.save_original_input, self.ub_name = parallel_mode, save_original_input, ub_name
+        self.use_grouped_tensor = use_grouped_tensor
         self.in_features = divided("GroupedLinear", "in_features", int(in_features), self.tp_size if parallel_mode == "row" else 1)
         self.out_features = divided("GroupedLinear", "out_features", int(out_features), self.tp_size if parallel_mode == "column" else 1)
         self.params_dtype = parameter_dtype(params_dtype, "GroupedLinear")
@@ -108,28 +110,15 @@ class GroupedLinear(TransformerEngineBaseModule):
     def _own(self) -> Tuple[torch.Tensor, ...]:
         return self._tensors(self._weight_names + (self._bias_names if self.use_bias else ()))
 
-    @property
+    @Computed
     def fp8(self) -> bool:
         """True if checkpoints have FP8 state of the module: that of delayed scaling."""
         return bool(self._fp8_state())
-
-    @property
-    def fp8_calibration(self) -> bool:
-        return quantization.calibrating()
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:
         """For frameworks that merge the states of experts before they load them: fp8_meta has a recipe after it."""
         if num_gemms != self.num_gemms:
             raise InvalidArgument(f"GroupedLinear: init_fp8_metadata({num_gemms}); the module has num_gemms = {self.num_gemms}")
-
-    @property
-    def fp8_meta(self) -> dict:
-        """Tells frameworks if checkpoints have FP8 state of the module (fp8_checkpoint), and by which recipe."""
-        meta = self.__dict__.setdefault("_fp8_meta", {})
-        meta["fp8_checkpoint"] = self.fp8
-        if self._recipe is not None or "recipe" not in meta:
-            meta["recipe"] = self._recipe or quantization.active_recipe() or get_default_recipe()
-        return meta
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments) -> None:
         for kind, names in (("weight", self._weight_names), ("bias", self._bias_names if self.use_bias else ())):
@@ -141,14 +130,17 @@ class GroupedLinear(TransformerEngineBaseModule):
 
     # -- a forward
 
+    @hides_misspelt
     def forward(self, inp: torch.Tensor, m_splits: Union[Sequence[int], torch.Tensor], is_first_microbatch: Optional[bool] = None,
-                out: Optional[torch.Tensor] = None, dgrad_out: Optional[torch.Tensor] = None):
+                out: Optional[torch.Tensor] = None, dgrad_out: Optional[torch.Tensor] = None, **misspelt: NoReturn):
         """inp [.., in_features], of which m_splits[i] rows are expert i's -> [.., out_features], and a list of biases with return_bias.
 
         m_splits: a list, or a tensor of integers. The host reads one on a device, once in a forward, and waits for it; while a stream is captured
         that is refused. out [rows, out_features] and dgrad_out [rows, in_features]: memory for the result, which is returned over it, and for
         the gradient of inp. is_first_microbatch: as in Linear; True also overwrites main_grad.
         """
+        if misspelt:
+            raise misspelling(GroupedLinear.forward, misspelt)
         if torch.compiler.is_compiling():
             raise refuse("GroupedLinear", "m_splits", "the rows of each expert", "graphs of torch.compile hold no products of sizes that differ from "
                          "step to step; leave fullgraph=True out, or call it outside of the compiled function")

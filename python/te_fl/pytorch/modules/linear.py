@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
@@ -11,7 +11,7 @@ from te_fl.pytorch.modules.parallel import divided, set_parallel
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime.device import device_of
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
-from te_fl.pytorch.runtime.refuse import checks_keywords, only, refuse
+from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspelling, only, refuse
 
 
 _LINEAR, _LAYERNORM_LINEAR = ("linear", None), ("layernorm_linear", None)  # the keys of the modules' own layers
@@ -26,6 +26,8 @@ class _Product(TransformerEngineBaseModule):
     """Shared by Linear and LayerNormLinear: the weight, the bias, and their parts."""
 
     _sites = ("fp8",)
+    # Userbuffers' transfers, of which te-fl has none.
+    ub_overlap_ag_fprop = ub_overlap_rs_fprop = ub_overlap_ag_dgrad = ub_overlap_rs_dgrad = ub_bulk_dgrad = ub_bulk_wgrad = False
 
     def _set_up(self, in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
                 return_bias, params_dtype, parallel_mode, parameters_split, device) -> None:
@@ -43,6 +45,7 @@ class _Product(TransformerEngineBaseModule):
         self._layer_moves_rows = self._divides and self.sequence_parallel and not self._shows_whole()
         # The bias of a product whose result ranks sum is added once, to the sum.
         self._adds_bias_last = self._divides and parallel_mode == "row" and self.apply_bias
+        self.parameter_split_sizes = [rows for _, rows in self._parts]
         self.weight_names = self._add_split("weight", self._parts, (self.in_features,), device, self.params_dtype,
                                             init_method or default_init, get_rng_state_tracker)
         self.bias_names = [prefix + "bias" for prefix, _ in self._parts]
@@ -162,7 +165,7 @@ class Linear(_Product):
         self._set_up(in_features, out_features, fuse_wgrad_accumulation, get_rng_state_tracker, rng_tracker_name, init_method, bias,
                      return_bias, params_dtype, parallel_mode, parameters_split, device_of(device))
         # Backward reads what it needs of the input, quantised or not; keeping the original as well would change no result.
-        self.save_original_input = save_original_input
+        self.save_original_input, self.ub_name = save_original_input, ub_name
         self.reset_parameters(defer_init=self.weight_device().type == "meta")
         self._delay_wgrad(delay_wgrad_compute, ub_bulk_wgrad, self._own_names)
 
@@ -172,13 +175,16 @@ class Linear(_Product):
     def _options(self) -> dict:
         return self._product_options()
 
+    @hides_misspelt
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: Optional[bool] = False,
-                fp8_grad: Optional[bool] = False):
+                fp8_grad: Optional[bool] = False, **misspelt: NoReturn):
         """inp [..., in_features] -> [..., out_features].
 
         is_first_microbatch: True quantises the weight and keeps it, False
         reuses what was kept unless the weight has changed since.
         """
+        if misspelt:
+            raise misspelling(Linear.forward, misspelt)
         if fp8_output or fp8_grad:
             _check_forward("Linear", fp8_output, fp8_grad)
         if self._divides:
@@ -217,7 +223,7 @@ class LayerNormLinear(_Product):
         if parallel_mode == "row" and self.tp_size > 1:
             raise refuse("LayerNormLinear", "parallel_mode", parallel_mode, "each rank would normalise its own features alone; normalise first, and give "
                          "Linear the mode 'row'")
-        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, bool(zero_centered_gamma)
+        self.eps, self.normalization, self.zero_centered_gamma, self.ub_name = eps, normalization, bool(zero_centered_gamma), ub_name
         self.return_layernorm_output = bool(return_layernorm_output)
         self.return_layernorm_output_gathered = bool(return_layernorm_output_gathered)
         add_norm_parameters(self, int(in_features), device, parameter_dtype(params_dtype, "LayerNormLinear"))
@@ -248,9 +254,12 @@ class LayerNormLinear(_Product):
     def _options_of(self, kind: str, key: Any) -> dict:
         return options_of(self, kind)
 
+    @hides_misspelt
     def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, fp8_output: Optional[bool] = False,
-                fp8_grad: Optional[bool] = False):
+                fp8_grad: Optional[bool] = False, **misspelt: NoReturn):
         """inp [..., in_features] -> [..., out_features], then the bias and the normalised input as asked for."""
+        if misspelt:
+            raise misspelling(LayerNormLinear.forward, misspelt)
         if fp8_output or fp8_grad:
             _check_forward("LayerNormLinear", fp8_output, fp8_grad)
         if self._divides:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Optional, Tuple, Union
+from typing import Any, Callable, NoReturn, Optional, Tuple, Union
 
 import torch
 
@@ -30,6 +30,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
     _kind = "layernorm_mlp"
     _sites = ("fc1_fp8", "fc2_fp8")
     _remade = frozenset(("eps", "zero_centered_gamma", "activation", "activation_params"))
+    ub_overlap_ag = ub_overlap_rs = ub_overlap_rs_dgrad = ub_bulk_dgrad = ub_bulk_wgrad = False  # Userbuffers' transfers, of which te-fl has none.
 
     @rules.checks_keywords()
     def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, sequence_parallel: bool = False,
@@ -57,6 +58,7 @@ class LayerNormMLP(TransformerEngineBaseModule):
         self.hidden_size, self.ffn_hidden_size = int(hidden_size), divided(where, "ffn_hidden_size", int(ffn_hidden_size), self.tp_size)
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, bool(zero_centered_gamma)
         self.use_bias, self.return_bias = bool(bias), bool(return_bias)
+        self.apply_bias, self.size_per_partition = self.use_bias and not self.return_bias, self.ffn_hidden_size
         self.return_layernorm_output = bool(return_layernorm_output)
         self.return_layernorm_output_gathered = bool(return_layernorm_output_gathered)
         shows_whole = self.return_layernorm_output and self.return_layernorm_output_gathered
@@ -115,8 +117,11 @@ class LayerNormMLP(TransformerEngineBaseModule):
             return (*norm, self.fc1_weight, self.fc2_weight)
         return (*norm, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias)
 
-    def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None):
+    @rules.hides_misspelt
+    def forward(self, inp: torch.Tensor, is_first_microbatch: Optional[bool] = None, **misspelt: NoReturn):
         """inp [..., hidden_size] -> the same shape, then the bias and the normalised input as asked for."""
+        if misspelt:
+            raise rules.misspelling(LayerNormMLP.forward, misspelt)
         if self._divides:
             return self._divided_forward(inp, is_first_microbatch)
         if self.checkpoint and torch.is_grad_enabled():

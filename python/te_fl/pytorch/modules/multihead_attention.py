@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Tuple, Union
 
 import torch
 
@@ -16,7 +16,7 @@ from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.modules.parallel import divided, size_of
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import registry
-from te_fl.pytorch.runtime.refuse import checks_keywords
+from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspelling
 
 
 class _NormOfItsInput(RMSNorm):
@@ -110,6 +110,11 @@ class MultiheadAttention(torch.nn.Module):
         self.hidden_size, self.num_attention_heads = int(hidden_size), int(num_attention_heads)
         self.kv_channels = int(kv_channels or hidden_size // num_attention_heads)
         self.num_gqa_groups = int(num_attention_heads if num_gqa_groups is None else num_gqa_groups)
+        self.hidden_size_per_attention_head = self.kv_channels
+        self.hidden_size_q, self.hidden_size_kv = self.kv_channels * self.num_attention_heads, self.kv_channels * self.num_gqa_groups
+        self.params_dtype = torch.get_default_dtype() if params_dtype is None else params_dtype
+        self.get_rng_state_tracker, self.softmax_type = get_rng_state_tracker, softmax_type
+        self.cp_size, self.cp_rank = 1, 0
         self.attn_mask_type, self.window_size, self.bottom_right_diagonal = attn_mask_type, window_size, bottom_right_diagonal
         self.softcap, self.layer_number, self.name = softcap, 1 if layer_number is None else layer_number, name
         self.input_layernorm, self.attention_type, self.qkv_format = bool(input_layernorm), attention_type, qkv_format
@@ -126,7 +131,7 @@ class MultiheadAttention(torch.nn.Module):
                              "projections would have all; give set_parallel_mode=True")
         self.num_attention_heads_per_partition = divided(where, "num_attention_heads", self.num_attention_heads, self.tp_size)
         self.num_gqa_groups_per_partition = divided(where, "num_gqa_groups", self.num_gqa_groups, self.tp_size)
-        q, kv = self.kv_channels * self.num_attention_heads, self.kv_channels * self.num_gqa_groups
+        q, kv = self.hidden_size_q, self.hidden_size_kv
         product = dict(fuse_wgrad_accumulation=fuse_wgrad_accumulation, get_rng_state_tracker=get_rng_state_tracker,
                        params_dtype=params_dtype, device=device, init_method=init_method, bias=bias, tp_group=tp_group, tp_size=tp_size,
                        sequence_parallel=sequence_parallel, parallel_mode="column" if set_parallel_mode else None)
@@ -174,6 +179,14 @@ class MultiheadAttention(torch.nn.Module):
     def tp_group(self) -> Any:
         return self.proj.tp_group
 
+    @tp_group.setter
+    def tp_group(self, tp_group: Any) -> None:
+        if "proj" in self.__dict__.get("_modules", ()):  # The constructor writes over what is set before it has run.
+            self.set_tensor_parallel_group(tp_group)
+
+    def fast_setattr(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+
     def set_context_parallel_group(self, cp_group: Any, *how: Any, **more: Any) -> None:
         """Takes a group of one rank, for which the other arguments say nothing, and refuses a larger one."""
         rules.group_of_one("MultiheadAttention", "cp_group", cp_group)
@@ -216,6 +229,7 @@ class MultiheadAttention(torch.nn.Module):
         return apply_rotary_pos_emb(t, angles, self.qkv_format, start_positions=starts, fused=True, interleaved=self.rotary_pos_interleaved,
                                     cu_seqlens=params.cu_seqlens_q[:params.batch_size + 1] if thd else None)
 
+    @hides_misspelt
     def forward(self, hidden_states: torch.Tensor, attention_mask: Optional[Union[torch.Tensor, Tuple[torch.Tensor, torch.Tensor]]] = None,
                 encoder_output: Optional[torch.Tensor] = None, attn_mask_type: Optional[str] = None,
                 window_size: Optional[Tuple[int, int]] = None, bottom_right_diagonal: Optional[bool] = None,
@@ -228,11 +242,13 @@ class MultiheadAttention(torch.nn.Module):
                 cu_seqlens_kv_padded: Optional[torch.Tensor] = None, max_seqlen_q: Optional[int] = None,
                 max_seqlen_kv: Optional[int] = None, fast_zero_fill: bool = True, pad_between_seqs: Optional[bool] = None,
                 thd_attention_policies: Optional[List[Dict[str, Any]]] = None, thd_attention_policy_dispatch: str = "auto",
-                softcap: Optional[float] = None):
+                softcap: Optional[float] = None, **misspelt: NoReturn):
         """hidden_states in qkv_format, heads and channels as one dimension -> the same shape, then the bias and the normalised input.
 
         rotary_pos_emb: angles [positions, 1, 1, rotated channels] for queries and keys, or a pair. Others as DotProductAttention's.
         """
+        if misspelt:
+            raise misspelling(MultiheadAttention.forward, misspelt)
         params = None
         if inference_params is not None:
             params = cached_attention.check("MultiheadAttention", inference_params, self.attention_type == "cross")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, Tuple
 
 import torch
@@ -12,7 +13,7 @@ from te_fl.pytorch.modules.multihead_attention import MultiheadAttention
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.modules.transformer import TransformerLayer
 
-__all__ = ["get_te_classes", "has_te_modules"]
+__all__ = ["get_te_classes", "has_te_modules", "prepare_te_modules_for_fsdp"]
 
 
 def get_te_classes() -> Tuple[type, ...]:
@@ -23,3 +24,17 @@ def get_te_classes() -> Tuple[type, ...]:
 def has_te_modules(network: Any) -> bool:
     """True if a module has one of te-fl's inside, and of everything that is no module, into which nobody can look."""
     return not isinstance(network, torch.nn.Module) or any(isinstance(m, get_te_classes()) for m in network.modules())
+
+
+def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:
+    """Gives te-fl's modules that FullyShardedDataParallel wraps, at fsdp_root or inside, their process group as `fsdp_group`.
+
+    FSDP shards the parameters without it. Activations stay whole between forward and backward, where Transformer Engine shards those of FP8 too.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # there where a module is wrapped
+    if fsdp is None or not isinstance(fsdp_root, fsdp.FullyShardedDataParallel):
+        way_out = "; fully_shard() needs no such call" if fsdp is not None and isinstance(fsdp_root, fsdp.FSDPModule) else ""
+        raise TypeError(f"prepare_te_modules_for_fsdp: the root module is a {type(fsdp_root).__name__}; it is wrapped by FullyShardedDataParallel{way_out}")
+    for wrapper in fsdp.FullyShardedDataParallel.fsdp_modules(fsdp_root):
+        if isinstance(wrapper.module, get_te_classes()):
+            wrapper.module.fast_setattr("fsdp_group", wrapper.process_group)

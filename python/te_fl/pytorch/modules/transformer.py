@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence, Tuple, Union
 
 import torch
 
@@ -20,7 +20,7 @@ from te_fl.pytorch.modules.transformer_call import TransformerCall
 from te_fl.pytorch.runtime import refuse as rules
 from te_fl.pytorch.runtime import registry
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
-from te_fl.pytorch.runtime.refuse import checks_keywords
+from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspelling
 
 
 class DropPath(torch.nn.Module):
@@ -95,7 +95,7 @@ class TransformerLayer(torch.nn.Module):
         self.apply_residual_connection_post_layernorm = bool(apply_residual_connection_post_layernorm)
         self.output_layernorm, self.parallel_attention_mlp = bool(output_layernorm), bool(parallel_attention_mlp)
         self.attn_input_format, self.hidden_dropout, self.softmax_type = attn_input_format, float(hidden_dropout), softmax_type
-        self.get_rng_state_tracker = get_rng_state_tracker
+        self.get_rng_state_tracker, self.kv_channels = get_rng_state_tracker, kv_channels or hidden_size // num_attention_heads
         post = self.apply_residual_connection_post_layernorm
         self.tp_size = size_of(tp_group, tp_size)
         self.sequence_parallel, self.seq_length = self.tp_size > 1 and bool(sequence_parallel), seq_length
@@ -155,6 +155,9 @@ class TransformerLayer(torch.nn.Module):
     def _check_devices(self, device: torch.device, others: Sequence[torch.Tensor] = ()) -> None:
         self._fused.check_devices(device)
 
+    def fast_setattr(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """As of the parts: see TensorParallel."""
         for part in self.children():
@@ -177,6 +180,7 @@ class TransformerLayer(torch.nn.Module):
             if child is not self and hasattr(child, "reset_fp8_meta_tensors"):
                 child.reset_fp8_meta_tensors()
 
+    @hides_misspelt
     def forward(self, hidden_states: torch.Tensor, attention_mask: Optional[torch.Tensor] = None, self_attn_mask_type: Optional[str] = None,
                 window_size: Optional[Tuple[int, int]] = None, bottom_right_diagonal: Optional[bool] = None,
                 encoder_output: Optional[torch.Tensor] = None,
@@ -191,8 +195,10 @@ class TransformerLayer(torch.nn.Module):
                 cu_seqlens_kv_padded: Optional[torch.Tensor] = None, max_seqlen_q: Optional[int] = None,
                 max_seqlen_kv: Optional[int] = None, fast_zero_fill: bool = True, pad_between_seqs: Optional[bool] = None,
                 thd_attention_policies: Optional[List[Dict[str, Any]]] = None, thd_attention_policy_dispatch: str = "auto",
-                softcap: Optional[float] = None) -> torch.Tensor:
+                softcap: Optional[float] = None, **misspelt: NoReturn) -> torch.Tensor:
         """hidden_states in attn_input_format, heads and channels as one dimension -> the same shape. Arguments as MultiheadAttention's."""
+        if misspelt:
+            raise misspelling(TransformerLayer.forward, misspelt)
         if inference_params is not None:
             cached_attention.check("TransformerLayer", inference_params, self.layer_type == "decoder")
         if self.layer_type == "encoder" and encoder_output is not None:

@@ -166,10 +166,10 @@ class FusedAdam(_Optimizer):
 
     @checks_keywords()
     def __init__(self, params: Iterable[torch.nn.Parameter | dict], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, *, bias_correction=True, adam_w_mode=True,
-                 capturable=False, master_weights=False, master_weight_dtype=torch.float32, exp_avg_dtype=torch.float32,
-                 exp_avg_sq_dtype=torch.float32, use_decoupled_grad=False, store_param_remainders=False,
-                 set_grad_none: Optional[bool] = None):
+                 eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, *, bias_correction: bool = True, adam_w_mode: bool = True,
+                 capturable: bool = False, master_weights: bool = False, master_weight_dtype: torch.dtype = torch.float32,
+                 exp_avg_dtype: torch.dtype = torch.float32, exp_avg_sq_dtype: torch.dtype = torch.float32, use_decoupled_grad: bool = False,
+                 store_param_remainders: bool = False, set_grad_none: Optional[bool] = None) -> None:
         if amsgrad:
             raise Unsupported("FusedAdam: amsgrad=True is not served; leave it out")
         for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):

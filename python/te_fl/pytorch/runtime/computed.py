@@ -1,0 +1,32 @@
+"""Attributes that are plain in Transformer Engine's modules, whose forwards write them, and that te-fl computes when they are read."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+
+class Computed:
+    """A decorator of methods, as property is. A program may give the attribute a value, which stands until what is computed becomes another: Transformer
+    Engine's next forward would write over it then. A value that is given before the module's constructor has run is written over by that."""
+
+    def __init__(self, compute: Callable[[Any], Any]):
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._key = "_given_" + name
+
+    def __get__(self, module: Any, owner: Any = None) -> Any:
+        if module is None:
+            return self
+        now = self._compute(module)
+        given = module.__dict__.get(self._key)
+        if given is not None:
+            if given[0] == now:
+                return given[1]
+            del module.__dict__[self._key]
+        return now
+
+    def __set__(self, module: Any, value: Any) -> None:
+        if "_parameters" in module.__dict__:
+            module.__dict__[self._key] = (self._compute(module), value)
