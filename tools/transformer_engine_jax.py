@@ -122,7 +122,7 @@ def same_parameters(function, rows):
 
 
 def compared(home, name, fact):
-    """What differs of one served name: "" for the name itself, ".MEMBER", ": parameters"."""
+    """The differences of one served name: "" for the name itself, ".MEMBER", ": parameters"."""
     if not hasattr(home, name):
         return [""]
     own = getattr(home, name)
