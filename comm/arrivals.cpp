@@ -45,7 +45,10 @@ std::string arrivals(Comm::Rep& rep) {
       answer = *now;
       if (!answer) std::this_thread::sleep_for(milliseconds(5));
     } while (!answer && Clock::now() < end);
-    if (!answer) {
+    if (const int process = answer ? 0 : ended_process_of(rep, r); process != 0) {
+      text += (text.empty() ? "" : "; ") + ("rank " + std::to_string(r)) +
+              " has ended (its process " + std::to_string(process) + " is gone)";
+    } else if (!answer) {
       silent += (silent.empty() ? "" : ", ") + std::to_string(r);
     } else if (++shown <= kMostTold) {
       text += (text.empty() ? "" : "; ") + ("rank " + std::to_string(r)) + " had begun " + *answer;

@@ -1,12 +1,16 @@
 #include "te_fl/comm.hpp"
 
 #include <algorithm>
+#include <charconv>
 #include <map>
+#include <optional>
 #include <thread>
 
 #include "comm/make_rep.hpp"
 #include "comm/rep.hpp"
 #include "core/base/fork.hpp"
+#include "core/base/process_end.hpp"
+#include "registry/thread_record.hpp"
 #include "te_fl/log.hpp"
 
 namespace te_fl {
@@ -120,6 +124,8 @@ void Comm::Rep::close() noexcept {
   // The parent's communicator is the parent's to end, and the lock may be another thread's there.
   if (fork_generation != comm::fork_generation()) return;
   comm::remove(*this);
+  const registry::EpochGuard inside(registry::this_thread().slot);  // exit() waits for it
+  if (core::ends_elsewhere()) return;
   const std::lock_guard lock(life);
   if (std::exchange(closed, true)) return;
   comm::forget_making(*this);
@@ -148,8 +154,9 @@ bool Comm::Rep::mark_failed(Status why) {
 }
 
 void Comm::Rep::abort() noexcept {
+  const registry::EpochGuard inside(registry::this_thread().slot);
   const std::lock_guard lock(life);
-  if (closed) return;
+  if (closed || core::ends_elsewhere()) return;
   try {
     provider->api.abort(c.self);
   } catch (...) {
@@ -204,13 +211,15 @@ Result<Comm> Comm::world(const Device& device) {
   if (!attempt.alone()) {
     return failed_precondition(
         "Comm::world: another thread of this process makes the job's communicator at this moment; "
-        "use that one, or split() it");
+        "use that one, or split() it: a process is one rank of its job. Ranks that are threads are "
+        "made by Comm::create with Store::in_process()");
   }
   for (const auto& rep : comm::all()) {
     if (!rep->is_world.load()) continue;
     return failed_precondition(
         "Comm::world: this process has the job's communicator already; use that one, or split() "
-        "it");
+        "it: a process is one rank of its job. Ranks that are threads are made by Comm::create "
+        "with Store::in_process()");
   }
   TE_FL_ASSIGN_OR_RETURN(const Job job, Job::from_environment());
   CommOptions options;
@@ -226,6 +235,21 @@ Result<Comm> Comm::world(const Device& device) {
   made.rep_->is_world.store(true);
   return made;
 }
+
+namespace {
+
+// The color and the key that a rank tells; none if the store holds something else.
+std::optional<std::pair<int, int>> read_split(const std::string& text) {
+  std::pair<int, int> told;
+  const char* const end = text.data() + text.size();
+  const auto color = std::from_chars(text.data(), end, told.first);
+  if (color.ec != std::errc() || color.ptr == end || *color.ptr != ' ') return std::nullopt;
+  const auto key = std::from_chars(color.ptr + 1, end, told.second);
+  if (key.ec != std::errc() || key.ptr != end) return std::nullopt;
+  return told;
+}
+
+}  // namespace
 
 Result<Comm> Comm::split(int color, int key, std::string name) const {
   if (rep_ == nullptr) return invalid_argument("Comm::split: the Comm is empty");
@@ -243,10 +267,16 @@ Result<Comm> Comm::split(int color, int key, std::string name) const {
   for (int r = 0; r < rep_->c.size; ++r) {
     TE_FL_ASSIGN_OR_RETURN(const std::string answer,
                            face.store().get(face.key(word + std::to_string(r)), rep_->timeout));
-    const size_t blank = answer.find(' ');
-    everybody = everybody && std::stoi(answer) >= 0;
-    if (std::stoi(answer) == color && color >= 0)
-      mine.emplace_back(std::stoi(answer.substr(blank + 1)), r);
+    const auto told = read_split(answer);
+    if (!told) {
+      return Status(StatusCode::kCommFailed,
+                    "communicator '" + rep_->name + "': split() found '" + answer + "' of rank " +
+                        std::to_string(r) + " in the store " + rep_->store->address() +
+                        ", and expects a color and a key; something else writes its keys: give "
+                        "each job a store of its own");
+    }
+    everybody = everybody && told->first >= 0;
+    if (told->first == color && color >= 0) mine.emplace_back(told->second, r);
   }
   // All have come here, so all have read the answers to the split before.
   if (number > 0)

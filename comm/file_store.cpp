@@ -9,10 +9,10 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <random>
 #include <set>
 #include <thread>
 
+#include "comm/random_bits.hpp"
 #include "comm/store_text.hpp"
 #include "core/base/file.hpp"
 #include "core/base/text.hpp"
@@ -49,9 +49,8 @@ class Backoff {
 // A name that no other process and thread draws.
 std::string draw_token() {
   static std::atomic<uint32_t> count = 0;
-  std::random_device random;
   char text[64];
-  std::snprintf(text, sizeof text, "%08x%08x.%x.%x", random(), random(),
+  std::snprintf(text, sizeof text, "%016llx.%x.%x", static_cast<unsigned long long>(random_bits()),
                 static_cast<unsigned>(::getpid()), count.fetch_add(1));
   return text;
 }

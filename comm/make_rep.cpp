@@ -256,7 +256,13 @@ Result<std::shared_ptr<Comm::Rep>> make_rep(const CommOptions& options, const Co
   tell_made(*rep);
   add(rep);
   watch_calls();
-  watch();
+  if (Status s = watch(); !s.ok()) {
+    // The others may have made their parts already; they are told as by Comm::abort().
+    fail_all(rep, s,
+             "rank " + std::to_string(options.rank) + " of communicator '" + options.name +
+                 "' gave it up: " + s.message());
+    return cannot(s);
+  }
   return rep;
 }
 

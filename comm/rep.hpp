@@ -168,8 +168,10 @@ class Use {
 // Takes a key of the communicator, or all that begin with it, out of the store, which needs none of
 // them any more. A store that fails keeps it.
 void forget(StoreFace& face, const std::string& prefix) noexcept;
-// Says in the store that this rank has made its part.
+// Says in the store that this rank has made its part, and by which process.
 void tell_made(Comm::Rep& rep) noexcept;
+// The number of a rank's process, if it was one of this machine and has ended; else 0.
+int ended_process_of(Comm::Rep& rep, int rank);
 // On rank 0, removes from the store the keys by which the ranks made the communicator, if each of
 // them has made it.
 void forget_making(Comm::Rep& rep) noexcept;

@@ -1,7 +1,6 @@
 // The words that ranks tell each other through the store beside the agreement, and when they are
 // taken out of it.
-#include <new>
-
+#include "comm/process_mark.hpp"
 #include "comm/rep.hpp"
 
 namespace te_fl::comm {
@@ -19,7 +18,7 @@ template <class F>
 void try_to(F&& f) noexcept {
   try {
     f();
-  } catch (const std::bad_alloc&) {  // the store keeps a key longer, or has one less
+  } catch (...) {  // no memory, or a program's own store: it keeps a key longer, or has one less
   }
 }
 
@@ -35,7 +34,12 @@ void forget(StoreFace& face, const std::string& prefix) noexcept {
 
 void tell_made(Comm::Rep& rep) noexcept {
   if (rep.c.size == 1) return;
-  try_to([&] { (void)rep.face->store().set(made_key(rep, rep.c.rank), "1"); });
+  try_to([&] { (void)rep.face->store().set(made_key(rep, rep.c.rank), process_mark()); });
+}
+
+int ended_process_of(Comm::Rep& rep, int rank) {
+  const auto mark = rep.face->store().look(made_key(rep, rank));
+  return mark.ok() && mark->has_value() ? ended_process(**mark) : 0;
 }
 
 void forget_making(Comm::Rep& rep) noexcept {

@@ -3,11 +3,11 @@
 #include <unistd.h>
 
 #include <mutex>
-#include <random>
 #include <system_error>
 #include <thread>
 #include <vector>
 
+#include "comm/random_bits.hpp"
 #include "comm/tcp_server.hpp"
 #include "comm/tcp_wire.hpp"
 
@@ -22,10 +22,7 @@ constexpr milliseconds kConnectTime = std::chrono::seconds(10);
 
 // Differs between processes, a fork's child and its parent too.
 uint64_t process_token() {
-  static const uint64_t drawn = [] {
-    std::random_device random;
-    return (uint64_t{random()} << 32) | random();
-  }();
+  static const uint64_t drawn = random_bits();
   return drawn ^ (static_cast<uint64_t>(::getpid()) * 0x9E3779B97F4A7C15u);
 }
 

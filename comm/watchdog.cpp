@@ -1,11 +1,16 @@
 #include "comm/watchdog.hpp"
 
+#include <exception>
+#include <new>
+#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "comm/rep.hpp"
 #include "core/base/error_text.hpp"
 #include "core/base/fork.hpp"
+#include "core/base/process_end.hpp"
+#include "registry/thread_record.hpp"
 #include "te_fl/log.hpp"
 
 namespace te_fl::comm {
@@ -97,33 +102,57 @@ bool goes_on() {
   return !std::exchange(g_runs, true);
 }
 
-void run() {
+// Looks once. What is thrown, for want of memory or by a program's own store, leaves the next look.
+void watch_one(const std::shared_ptr<Comm::Rep>& rep) try {
+  if (rep->failed.load(std::memory_order_acquire)) return;
+  Status why;
+  {
+    const registry::EpochGuard inside(registry::this_thread().slot);  // exit() waits for it
+    if (core::ends_elsewhere()) return;
+    const std::lock_guard lock(rep->life);
+    if (!rep->closed) why = look(*rep);
+  }
+  if (why.ok()) why = ask_for_abort(*rep);
+  if (!why.ok()) fail_all(rep, std::move(why));
+} catch (const std::exception& e) {
+  log::once(log::Level::kWarning, "watchdog " + rep->name,
+            "communicator '" + rep->name + "' could not be watched: " + e.what());
+}
+
+// False if there is nothing to watch any more.
+bool watch_all(uint64_t generation) {
+  const std::vector<std::shared_ptr<Comm::Rep>> reps = all();
+  if (fork_generation() != generation || (reps.empty() && !goes_on())) return false;
+  for (const auto& rep : reps) watch_one(rep);
+  return !core::ends_elsewhere();
+}
+
+void run() noexcept {
   const uint64_t generation = fork_generation();
   for (;;) {
-    std::vector<std::shared_ptr<Comm::Rep>> reps = all();
-    if (fork_generation() != generation || (reps.empty() && !goes_on())) return;
-    for (const auto& rep : reps) {
-      if (rep->failed.load(std::memory_order_acquire)) continue;
-      Status why;
-      {
-        const std::lock_guard lock(rep->life);
-        if (!rep->closed) why = look(*rep);
-      }
-      if (why.ok()) why = ask_for_abort(*rep);
-      if (!why.ok()) fail_all(rep, std::move(why));
+    try {
+      if (!watch_all(generation)) return;
+    } catch (const std::bad_alloc&) {  // no memory for the list: there may be some next time
     }
-    reps.clear();
     std::this_thread::sleep_for(kPeriod);
   }
 }
 
 }  // namespace
 
-void watch() {
+Status watch() {
   const std::lock_guard lock(watchdog_mutex);
-  if (g_runs) return;
-  std::thread(run).detach();
+  if (g_runs) return {};
+  try {
+    std::thread(run).detach();
+  } catch (const std::system_error& e) {
+    return Status(StatusCode::kOutOfMemory,
+                  std::string("the thread that watches communicators cannot be made: ") + e.what() +
+                      "; the limit of the user's processes and threads is reached (ulimit -u, "
+                      "pids.max of the control group)");
+  }
   g_runs = true;
+  return {};
 }
 
 }  // namespace te_fl::comm

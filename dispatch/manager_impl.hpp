@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 
+#include "core/base/process_end.hpp"
 #include "core/base/settings.hpp"
 #include "dispatch/call.hpp"
 #include "dispatch/staging/staging_pool.hpp"
@@ -65,6 +66,8 @@ T with_call(OpManager::Impl& manager, OpId op, const void* args, const CallOptio
             F&& f) {
   ThreadRecord& thread = registry::this_thread();
   const EpochGuard guard(thread.slot);
+  if (core::ends_elsewhere()) [[unlikely]]
+    return core::process_ends("no op is called");
   const Table& table = manager.table_owner.table();
   const registry::OpRow* const row = table.row(op.index);
   if (row == nullptr) [[unlikely]]

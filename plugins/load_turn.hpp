@@ -4,7 +4,8 @@
 namespace te_fl::plugins {
 
 // Loads and deactivations go one after the other. Waits for its turn; not to be made by a thread
-// that has it (mine()), as a plugin that loads another from its own entry would.
+// that has it (mine()), as a plugin that loads another from its own entry would. exit() waits for
+// who has it (core/base/process_end.hpp); who gets it then asks ends_elsewhere() and does nothing.
 class LoadTurn {
  public:
   LoadTurn();

@@ -10,6 +10,7 @@
 #include "core/base/file.hpp"
 #include "core/base/fork.hpp"
 #include "core/base/plugin_settings.hpp"
+#include "core/base/process_end.hpp"
 #include "core/base/text.hpp"
 #include "core/device/inside.hpp"
 #include "plugins/activate.hpp"
@@ -288,6 +289,7 @@ std::string stem(const std::string& path) {
 Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry) {
   TE_FL_RETURN_IF_ERROR(check_caller("loaded"));
   const LoadTurn turn;
+  if (core::ends_elsewhere()) return core::process_ends("no plugin is loaded");
   if (request.still_wanted && !request.still_wanted()) {
     return failed_precondition("plugin " + request.path + " is loaded already");
   }
@@ -328,6 +330,7 @@ const core::ForkMutex::Registration builtins_registration(builtins_mutex);
 
 void load_builtin(const char* name, te_fl_plugin_query_fn query, OpRegistry& registry) {
   const LoadTurn turn;
+  if (core::ends_elsewhere()) return;
   const std::lock_guard lock(builtins_mutex);
   if (records::has_builtin(name)) return;
   const Clock::time_point began = Clock::now();
@@ -351,6 +354,7 @@ void load_builtin(const char* name, te_fl_plugin_query_fn query, OpRegistry& reg
 Status deactivate_plugin(const std::string& name, bool unmap, OpRegistry& registry) {
   TE_FL_RETURN_IF_ERROR(check_caller("deactivated"));
   const LoadTurn turn;
+  if (core::ends_elsewhere()) return core::process_ends("no plugin is deactivated");
   Record record = records::active(name);
   if (record.is_module) {
     TE_FL_RETURN_IF_ERROR(registry.unregister_owner(name));

@@ -19,7 +19,7 @@ using policy::quoted;
 using policy::split;
 using policy::trim;
 
-const std::vector<std::string> kKindNames = {"flagos", "default", "vendor", "reference"};
+std::vector<std::string> kind_names() { return {"flagos", "default", "vendor", "reference"}; }
 
 std::optional<Kind> kind_of(std::string_view word) {
   if (word == "flagos" || word == "default") return Kind::kDefault;
@@ -44,7 +44,7 @@ Result<PolicyToken> parse_token(std::string_view text, std::string_view op) {
     const std::string word = lower(text);
     if (auto kind = kind_of(word)) return PolicyToken{PolicyToken::Type::kKind, *kind, {}};
     return invalid_argument(quoted(text) + where + " is not a token" +
-                            did_you_mean(word, kKindNames) + rule);
+                            did_you_mean(word, kind_names()) + rule);
   }
   const std::string head = lower(trim(text.substr(0, colon)));
   const std::string_view name = trim(text.substr(colon + 1));
@@ -128,7 +128,7 @@ Result<Kind> parse_kind(std::string_view text) {
   const std::string word = lower(trim(text));
   if (auto kind = kind_of(word)) return *kind;
   return invalid_argument(quoted(text) + " is not a kind of implementation" +
-                          did_you_mean(word, kKindNames) +
+                          did_you_mean(word, kind_names()) +
                           " (flagos, its alias default, vendor, reference)");
 }
 

@@ -11,6 +11,7 @@
 #include <new>
 
 #include "core/base/fork.hpp"
+#include "core/base/process_end.hpp"
 #include "core/device/inside.hpp"
 
 namespace te_fl::registry {
@@ -101,6 +102,7 @@ ThreadRecord& make_thread_record() {
     all.records.push_back(record);
   }
   pthread_setspecific(all.key, record);
+  core::watch_thread_end();
   t_record = record;
   return *record;
 }
@@ -123,14 +125,37 @@ uint64_t oldest_inside() {
   return oldest;
 }
 
-void wait_quiescent(uint64_t epoch) {
-  for (int round = 0; oldest_inside() <= epoch; ++round) {
-    if (round < 64) {
-      sched_yield();
-    } else {
-      usleep(100);
-    }
+namespace {
+
+// Between two looks at where the threads are.
+void pause(int round) {
+  if (round < 64) {
+    sched_yield();
+  } else {
+    usleep(100);
   }
+}
+
+bool others_inside() {
+  Threads& all = threads();
+  heavy_fence();
+  std::lock_guard lock(threads_mutex);
+  return std::any_of(all.records.begin(), all.records.end(), [](const ThreadRecord* record) {
+    return record != t_record && record->slot.epoch.load(std::memory_order_seq_cst) != 0;
+  });
+}
+
+// Whoever enters from here on sees that the process ends, and leaves at once.
+void wait_for_calls(core::EndClock::time_point end) noexcept {
+  for (int round = 0; others_inside() && core::EndClock::now() < end; ++round) pause(round);
+}
+[[maybe_unused]] const bool end_hooked =
+    (core::g_wait_for_calls.store(&wait_for_calls, std::memory_order_release), true);
+
+}  // namespace
+
+void wait_quiescent(uint64_t epoch) {
+  for (int round = 0; oldest_inside() <= epoch; ++round) pause(round);
 }
 
 namespace {

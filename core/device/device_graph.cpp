@@ -25,6 +25,7 @@ const char* missing_function(const Api& api) {
 
 void destroy_graph(const Device& device, void* graph) noexcept {
   const core::Inside inside(device);
+  if (inside.too_late()) return;
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return;  // cannot be: a living graph keeps its device in the list
   const te_fl_device_desc& d = *entry->desc;
@@ -38,6 +39,7 @@ void destroy_graph(const Device& device, void* graph) noexcept {
 // Ends the capture on `stream`; the device is counted in since it began. The graph keeps the count.
 Result<void*> end_capture(const Device& device, void* stream) {
   const core::Inside inside(device);
+  if (inside.too_late()) return core::process_ends("no capture is ended");
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return internal_error("a device went while a stream of it was captured");
   const te_fl_device_desc& d = *entry->desc;

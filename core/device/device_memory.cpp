@@ -213,6 +213,7 @@ void free(const Device& device, void* data, void* stream) noexcept {
 void free(const Device& device, void* data, te_fl_memory_kind kind, void* stream) noexcept {
   if (data == nullptr) return;
   const core::Inside inside(device);
+  if (inside.too_late()) return;
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr) return;  // cannot be: live memory keeps a device in the list
   const core::Giver giver =

@@ -45,6 +45,7 @@ std::map<Key, bool>& timed_events() {
 
 void destroy_on_device(const Device& device, void* handle) {
   const Inside inside(device);
+  if (inside.too_late()) return;
   DeviceEntry* entry = find_device(device);
   if (entry == nullptr) return;  // cannot be: a living stream keeps its device in the list
   const te_fl_device_desc& d = *entry->desc;
@@ -286,6 +287,7 @@ Result<void*> create_event(const Device& device, bool timed) {
 void destroy_event(const Device& device, void* event) noexcept {
   if (event == nullptr) return;
   const core::Inside inside(device);
+  if (inside.too_late()) return;
   DeviceEntry* entry = core::find_device(device);
   if (entry == nullptr || entry->desc->api->destroy_event == nullptr) return;
   {

@@ -36,6 +36,7 @@ class DeviceUse {
     TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, device_entry(device));
     if (entry->desc == host_device()) return DeviceUse(entry, false);
     DeviceUse use(entry, false);  // inside, before it is looked whether the device is there
+    if (use.inside_.too_late()) return process_ends("no device is used");
     if (!entry->pin()) return not_found(withdrawn_device(device).message());
     use.counted_ = true;
     return use;

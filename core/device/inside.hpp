@@ -3,6 +3,7 @@
 #include <atomic>
 #include <utility>
 
+#include "core/base/process_end.hpp"
 #include "te_fl/device.hpp"
 
 // Keeps account of the threads that are inside an op or a function of a device. What a thread may
@@ -31,6 +32,8 @@ class Inside {
   }
   Inside(Inside&& other) noexcept : hooks_(std::exchange(other.hooks_, nullptr)) {}
   Inside& operator=(Inside&&) = delete;
+  // True if another thread ends the process: what belongs to the device is then left as it is.
+  bool too_late() const noexcept { return hooks_ != nullptr && ends_elsewhere(); }
   ~Inside() {
     if (hooks_ != nullptr) hooks_->leave();
   }

@@ -130,8 +130,9 @@ std::string file_word(std::string_view text) {
 int64_t cases_in(const std::filesystem::path& folder) {
   int64_t count = 0;
   std::error_code code;
-  for (const auto& entry : std::filesystem::directory_iterator(folder, code)) {
-    if (entry.path().extension() == ".call") ++count;
+  for (std::filesystem::directory_iterator at(folder, code), end; !code && at != end;
+       at.increment(code)) {
+    if (at->path().extension() == ".call") ++count;
   }
   return count;
 }

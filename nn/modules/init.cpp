@@ -4,10 +4,11 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <functional>
+#include <new>
 #include <numbers>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -62,8 +63,9 @@ using Values = std::function<void(int64_t first, std::span<float> out)>;
 
 constexpr int64_t kChunk = 1 << 15;
 
-// The chunk of `tensor`, on the host, that begins at `first`.
-Status write_chunk(const Tensor& tensor, int64_t first, const Values& values) {
+// The chunk of `tensor`, on the host, that begins at `first`. It throws nothing, as a thread may
+// call it.
+Status write_chunk(const Tensor& tensor, int64_t first, const Values& values) noexcept try {
   const int64_t count = std::min(kChunk, tensor.numel() - first);
   std::vector<float> floats(static_cast<size_t>(count));
   values(first, floats);
@@ -71,6 +73,8 @@ Status write_chunk(const Tensor& tensor, int64_t first, const Values& values) {
   std::memcpy(tensor.data<char>() + bytes_for(tensor.dtype(), first), made.raw_data(),
               static_cast<size_t>(bytes_for(tensor.dtype(), count)));
   return {};
+} catch (const std::bad_alloc&) {
+  return Status(StatusCode::kOutOfMemory, "no host memory to draw a parameter's values in");
 }
 
 // All chunks, on all cores.
@@ -86,10 +90,11 @@ Status write(const Tensor& tensor, const Values& values) {
     }
   };
   std::vector<std::thread> threads;
+  threads.reserve(results.size());
   for (size_t w = 1; w < results.size(); ++w) {
     try {
       threads.emplace_back(work, w);
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {
       break;  // no more threads: those that there are do all of it
     }
   }

@@ -172,7 +172,8 @@ struct Seen {
   std::shared_ptr<const Table> table;  // null: there is no file
 };
 
-std::atomic<std::shared_ptr<const Seen>> last_seen;
+// Never destroyed, nor are the names below: threads may outlive static objects.
+std::atomic<std::shared_ptr<const Seen>>& last_seen = *new std::atomic<std::shared_ptr<const Seen>>;
 std::atomic<uint64_t> without_file{0};  // the generation of settings that has none
 
 // Null: there is no file.
@@ -197,7 +198,8 @@ std::shared_ptr<const Table> current() {
 // Asking a driver is too slow for every call. A name that two threads ask for at once may be asked
 // for again. Not by thread: two copies of the library in one process have no room for more of that.
 using Names = std::vector<std::pair<Device, std::string>>;
-std::atomic<std::shared_ptr<const Names>> device_names;
+std::atomic<std::shared_ptr<const Names>>& device_names =
+    *new std::atomic<std::shared_ptr<const Names>>;
 Result<std::string> name_of(const Device& device) {
   const std::shared_ptr<const Names> known = device_names.load();
   if (known != nullptr) {

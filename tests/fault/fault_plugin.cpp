@@ -1,6 +1,7 @@
 // One plugin with one mistake. Compiled and linked once, and copied for each fault: fault_name,
 // from fault_name.c, is the fault and the plugin's name. Without a mistake ("good") it serves relu
 // for F32 on the host as vendor.fault.
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
@@ -30,6 +31,27 @@ void event(const char* text) {
   reinterpret_cast<void (*)(const char*)>(number)(text);
 }
 
+// "mortal" has static objects, which exit() destroys. A thread that is inside then, or comes later,
+// ends the process with a status that tells so.
+std::atomic<bool> g_destroyed{false};
+void need_static_objects(const char* where) {
+  if (!is("mortal")) return;
+  event(where);
+  const timespec t{0, 30'000'000};
+  nanosleep(&t, nullptr);
+  if (g_destroyed.load()) std::_Exit(66);
+}
+const struct FirstObject {
+  ~FirstObject() {
+    g_destroyed.store(true);
+    const timespec t{0, 60'000'000};  // so that a thread which goes on finds it so before the end
+    if (is("mortal")) nanosleep(&t, nullptr);
+  }
+} g_first;
+const struct SecondObject {
+  SecondObject() { need_static_objects("opening"); }
+} g_second;
+
 void say(const te_fl_error_sink* sink, const char* text) {
   if (sink != nullptr && sink->write != nullptr) sink->write(sink->host, text);
 }
@@ -57,6 +79,7 @@ Flat flat(const te_fl_tensor* input, const te_fl_tensor* output) {
 
 te_fl_status relu(void*, const te_fl_context* ctx, const void* raw) {
   event("run");
+  need_static_objects("calling");
   const auto* args = static_cast<const te_fl_relu_args*>(raw);
   if (is("throw_run")) throw Mistake();
   if (is("throw_int_run")) throw 7;
@@ -119,7 +142,7 @@ te_fl_status backward(void*, const te_fl_context*, const void* raw) {
 bool two_providers() { return is("two_providers") || is("two_providers_named"); }
 bool has_device() {
   return two_providers() || is("device") || is("second_device_bad") ||
-         is("ops_fail_after_devices") || is("throw_device") || is("quiesce_fails");
+         is("ops_fail_after_devices") || is("mortal") || is("throw_device") || is("quiesce_fails");
 }
 
 te_fl_status dev_allocate(void*, const te_fl_memory_desc* memory, void** out,
@@ -132,12 +155,14 @@ te_fl_status dev_allocate(void*, const te_fl_memory_desc* memory, void** out,
 }
 te_fl_status dev_free(void*, void* data, uint32_t, void*, const te_fl_error_sink*) {
   event("free");
+  need_static_objects("freeing");
   std::free(data);
   return TE_FL_OK;
 }
 te_fl_status dev_copy(void*, void* dst, const void* src, size_t bytes, uint32_t, void*,
                       const te_fl_error_sink*) {
   if (is("throw_device")) throw Mistake();
+  need_static_objects("copying");
   std::memcpy(dst, src, bytes);
   return TE_FL_OK;
 }
@@ -264,6 +289,7 @@ void fill_ops(Instance& self) {
 
 te_fl_status create(const te_fl_host_api* host, void** instance, const te_fl_error_sink* errors) {
   event("create");
+  need_static_objects("loading");
   host->log(host->host, TE_FL_LOG_DEBUG, "created");
   if (is("throw_create")) throw Mistake();
   if (is("create_fails")) {
@@ -352,6 +378,7 @@ te_fl_status devices(void* raw, uint32_t* count, const te_fl_device_desc* const*
 te_fl_status ops(void* raw, uint32_t* count, const te_fl_op_desc* const** list,
                  const te_fl_error_sink* errors) {
   event("ops");
+  need_static_objects("registering");
   auto* self = static_cast<Instance*>(raw);
   if (is("throw_ops")) throw Mistake();
   if (is("ops_fail") || is("ops_fail_after_devices")) {
@@ -383,6 +410,7 @@ te_fl_status quiesce(void*, const te_fl_error_sink* errors) {
 
 void destroy(void* raw) {
   event("destroy");
+  need_static_objects("unloading");
   delete static_cast<Instance*>(raw);
   if (is("throw_destroy")) throw Mistake();
 }

@@ -3,6 +3,8 @@
 #include <dlfcn.h>
 
 #include <chrono>
+#include <exception>
+#include <future>
 #include <thread>
 #include <utility>
 
@@ -115,6 +117,15 @@ void NcclRanks::run_aside(std::function<void(NcclLife&)> work) {
   std::thread(std::move(task)).detach();
 }
 
+void NcclRanks::end_aside(void (*work)(NcclLife&)) noexcept {
+  try {
+    run_aside(work);
+  } catch (const std::exception&) {  // no thread can be made: it may block this one
+    work(*life_);
+    aside_ = {};  // it has ended
+  }
+}
+
 NcclRanks::NcclRanks(const Nccl& nccl, const te_fl_comm_config& config, const char* function,
                      std::function<int(void**)> make)
     : timeout_ms_(config.timeout_ms), life_(std::make_shared<NcclLife>()) {
@@ -131,12 +142,13 @@ NcclRanks::~NcclRanks() {
     ends = !life_->aborted.exchange(true) && life_->handle != nullptr;
   }
   if (ends) {
-    run_aside([](NcclLife& life) { (void)synchronize_device(life.device, nullptr); });
+    end_aside([](NcclLife& life) { (void)synchronize_device(life.device, nullptr); });
     const milliseconds limit(timeout_ms_ == 0 ? UINT32_MAX : timeout_ms_);
-    const bool done = aside_.wait_for(limit) == std::future_status::ready;
-    run_aside(done ? end_by_destroy : end_by_abort);
+    const bool done = !aside_.valid() || aside_.wait_for(limit) == std::future_status::ready;
+    end_aside(done ? end_by_destroy : end_by_abort);
   }
-  if (aside_.wait_for(kOthersTime) != std::future_status::ready) keep_this_library();
+  if (aside_.valid() && aside_.wait_for(kOthersTime) != std::future_status::ready)
+    keep_this_library();
 }
 
 bool NcclRanks::ready() const {
@@ -154,7 +166,7 @@ void NcclRanks::abort() {
     const std::lock_guard lock(life_->mutex);
     ends = !life_->aborted.exchange(true) && life_->handle != nullptr;
   }
-  if (ends) run_aside(end_by_abort);
+  if (ends) end_aside(end_by_abort);
 }
 
 void NcclRanks::check() const {

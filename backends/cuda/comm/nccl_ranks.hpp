@@ -73,6 +73,8 @@ class NcclRanks {
 
  private:
   void run_aside(std::function<void(NcclLife&)> work);
+  // As that, for the end of it, which comes on this thread where no other can be made.
+  void end_aside(void (*work)(NcclLife&)) noexcept;
 
   uint32_t timeout_ms_;  // 0: for ever
   std::shared_ptr<NcclLife> life_;

@@ -1,6 +1,7 @@
 // Communicators whose ranks are processes, which see nothing of each other but what te-fl tells:
 // the reason of an abort, and a setting that one rank alone has.
 #include <gtest/gtest.h>
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -35,8 +36,10 @@ Result<Comm> made(int rank, int size, const std::string& folder) {
   return Comm::create(options);
 }
 
-// Runs f on each rank, in a process of its own; a rank whose status is not OK fails the test.
-void on_ranks(int size, const std::function<Status(int, const std::string&)>& f) {
+// Runs f on each rank, in a process of its own; a rank whose status is not OK fails the test, but
+// for the one that is `terminated`.
+void on_ranks(int size, const std::function<Status(int, const std::string&)>& f,
+              int terminated = -1) {
   const test::TempFolder folder;
   std::vector<pid_t> ranks;
   for (int rank = 0; rank < size; ++rank) {
@@ -50,7 +53,8 @@ void on_ranks(int size, const std::function<Status(int, const std::string&)>& f)
   for (const pid_t rank : ranks) {
     int state = 0;
     ASSERT_EQ(::waitpid(rank, &state, 0), rank);
-    EXPECT_EQ(state, 0);
+    EXPECT_EQ(state,
+              terminated >= 0 && rank == ranks[static_cast<size_t>(terminated)] ? SIGTERM : 0);
   }
 }
 
@@ -106,6 +110,20 @@ Status validate_on(int asking, int rank, const std::string& folder) {
   TE_FL_RETURN_IF_ERROR(all_reduce(world, t));
   return failed_with(all_reduce(world, other), "TE_FL_VALIDATE");
 }
+
+// The others say which rank has ended, and by which process, whatever their transport says.
+Status terminated_rank_1(int rank, const std::string& folder) {
+  TE_FL_ASSIGN_OR_RETURN(const Comm world, made(rank, 3, folder));
+  const Tensor t = zeros(4);
+  TE_FL_RETURN_IF_ERROR(all_reduce(world, t));
+  if (rank == 1) ::raise(SIGTERM);
+  const Status status = all_reduce(world, t);
+  TE_FL_RETURN_IF_ERROR(failed_with(status, "rank 1 has ended (its process "));
+  TE_FL_RETURN_IF_ERROR(failed_with(status, "rank 1 did not answer"));
+  return failed_with(status, "had begun all_reduce number 2 of f32[4]");
+}
+
+TEST(GlooProcesses, ATerminatedRankIsNamed) { on_ranks(3, terminated_rank_1, 1); }
 
 TEST(GlooProcesses, AnAbortsReasonReachesTheOthers) { on_ranks(3, abort_of_rank_0); }
 

@@ -1,0 +1,57 @@
+#include "comm/process_mark.hpp"
+
+#include <unistd.h>
+
+#include <array>
+#include <fstream>
+#include <sstream>
+
+namespace te_fl::comm {
+namespace {
+
+// The boot and the PID namespace: where two processes have the same, numbers mean the same.
+std::string machine() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string boot;
+  std::array<char, 64> name_space{};
+  const ssize_t size = ::readlink("/proc/self/ns/pid", name_space.data(), name_space.size() - 1);
+  if (!(file >> boot) || size <= 0) return {};
+  return boot + " " + name_space.data();
+}
+
+// When it was started, in ticks since the boot; empty: there is no such process, or it is dead and
+// only waits for its parent to ask.
+std::string start_of(int process) {
+  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
+  std::string stat;
+  std::getline(file, stat, '\0');
+  const size_t name_end = stat.rfind(')');  // the name may have any character
+  if (name_end == std::string::npos) return {};
+  std::istringstream fields(stat.substr(name_end + 1));
+  constexpr int kStart = 19;  // fields after the state
+  std::string state, field;
+  fields >> state;
+  if (state == "Z" || state == "X") return {};
+  for (int i = 0; i < kStart; ++i) fields >> field;
+  return fields ? field : std::string();
+}
+
+}  // namespace
+
+std::string process_mark() {
+  const std::string here = machine(), start = start_of(::getpid());
+  if (here.empty() || start.empty()) return {};
+  return here + " " + std::to_string(::getpid()) + " " + start;
+}
+
+int ended_process(const std::string& mark) {
+  std::istringstream fields(mark);
+  std::string boot, name_space, start;
+  int process = 0;
+  if (!(fields >> boot >> name_space >> process >> start) || process <= 0) return 0;
+  const std::string here = machine();
+  if (here.empty() || here != boot + " " + name_space) return 0;
+  return start_of(process) == start ? 0 : process;
+}
+
+}  // namespace te_fl::comm
