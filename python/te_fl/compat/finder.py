@@ -29,7 +29,7 @@ _NAMES = {module: frozenset(names.split()) for module, names in known_names.NAME
 _PLUGIN = frozenset(" ".join(table.PLUGINS.values()).split())
 _NAMES.update({"transformer_engine.plugin": frozenset(), **{f"transformer_engine.plugin.core{part}": _PLUGIN
                                                             for part in ("", ".types", ".registry", ".manager", ".policy")}})
-_NAMES["transformer_engine.pytorch.export"] |= {"te_translation_table"}  # which it hands on in a branch on PyTorch's version
+_NAMES["transformer_engine.pytorch.export"] |= {"te_translation_table"}  # It hands that on in a branch on PyTorch's version.
 _PACKAGES = frozenset(module.rpartition(".")[0] for module in _NAMES)
 # Importing one of these is an ImportError if what is on the right is missing, which programs rely on that serve several frameworks.
 _NEEDS = {"transformer_engine.pytorch": ("torch", "te_fl.pytorch"), "transformer_engine.jax": ("jax", "te_fl.jax"),

@@ -100,12 +100,12 @@ def _activated(name: str, x: torch.Tensor, options: dict) -> torch.Tensor:
 
 
 def cumulative_lengths(mask: torch.Tensor) -> torch.Tensor:
-    """Of a padding mask [batch, 1, 1, length], whose form is not checked."""
+    """The first token of each sequence of a padding mask [batch, 1, 1, length], whose form is not checked."""
     return F.pad((~mask[:, 0, 0, :]).sum(1).cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _attention(module: Any, key: tuple, inputs: Sequence[torch.Tensor], extras: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor],
-               given: dict) -> torch.Tensor:
+               options: dict) -> torch.Tensor:
     layout, mask, softcap, left, right, drops = key
     if layout == "thd":
         raise refuse(_WHERE, "qkv_format", layout, "packed sequences have no ONNX operator; give sbhd or bshd with a mask")
@@ -118,13 +118,13 @@ def _attention(module: Any, key: tuple, inputs: Sequence[torch.Tensor], extras: 
     cap = float.fromhex(softcap)
     if cap:
         scores = cap * torch.tanh(scores / cap)
-    lengths = (given["cu_seqlens_q"], given["cu_seqlens_kv"]) if given.get("cu_seqlens_q") is not None else None
+    lengths = (options["cu_seqlens_q"], options["cu_seqlens_kv"]) if options.get("cu_seqlens_q") is not None else None
     from_bottom_right = distances(q.shape[1], k.shape[1], q.device, lengths, True)
-    bias = extras[0] if extras else given.get("bias")
+    bias = extras[0] if extras else options.get("bias")
     if bias is not None:
         scores = scores + bias.float()
-    if given.get("alibi_slopes") is not None:
-        slopes = given["alibi_slopes"].float()
+    if options.get("alibi_slopes") is not None:
+        slopes = options["alibi_slopes"].float()
         scores = scores + (slopes[:, :, None, None] if slopes.dim() == 2 else slopes[:, None, None]) * from_bottom_right
     top_left = "causal" in mask and not mask.endswith("bottom_right")
     behind = distances(q.shape[1], k.shape[1], q.device) if top_left else from_bottom_right
@@ -133,8 +133,8 @@ def _attention(module: Any, key: tuple, inputs: Sequence[torch.Tensor], extras: 
         hidden = hidden | (behind > 0)
     if lengths is not None:
         hidden = hidden | padded(lengths[0], q.shape[1])[:, None, :, None] | padded(lengths[1], k.shape[1])[:, None, None]
-    if given.get("attn_mask") is not None:
-        hidden = hidden | given["attn_mask"].bool()
+    if options.get("attn_mask") is not None:
+        hidden = hidden | options["attn_mask"].bool()
     scores = scores.masked_fill(hidden, -math.inf)
     sink = {"vanilla": None, "off-by-one": torch.zeros(q.shape[2], device=q.device)}.get(module.softmax_type, parameters[0] if parameters else None)
     if sink is not None:

@@ -153,7 +153,7 @@ class Codes:
 
 
 def rounded(values: torch.Tensor, native_recipe: dict, gradient: bool) -> torch.Tensor:
-    """What activations, or gradients, read as after a quantisation by current or block scaling, in new memory of their dtype."""
+    """Activations, or gradients, as they read after a quantisation by current or block scaling, in new memory of their dtype."""
     if values.numel() == 0:
         return values.clone()
     matrix = values.to(values.dtype if values.dtype in DTYPE_NAMES else torch.float32).reshape(-1, values.shape[-1] if values.dim() else 1).contiguous()

@@ -1,4 +1,4 @@
-"""Who called: PyTorch's and other packages' code that reads tensors in a way of its own."""
+"""The caller of a method: PyTorch's and other packages' code reads tensors in a way of its own."""
 
 from __future__ import annotations
 
