@@ -107,7 +107,58 @@ def generation(options):
             at += new
     return off, whole.abs().max().item()
 
+def distributed_optimizer(options):
+    # Megatron's, which holds FP32 weights in parts, over ranks that divide the batch, with parameters that are FP8 codes. It is for GPUs alone.
+    import contextlib
+    import unittest.mock
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(123, te_rng_tracker=True)
+    recipe, kind = options["distributed_optimizer"], torch.Tensor.type
+    on_host = lambda make: lambda *a, **k: make(*a, **{**k, "device": "cpu"} if "device" in k else k)
+    patches = [unittest.mock.patch.object(torch.Tensor, "type", lambda self, *a: kind(self, *a) if a else kind(self).replace("torch.", "torch.cuda.")),
+               unittest.mock.patch.object(torch.Tensor, "cuda", lambda self, *a, **k: self),
+               unittest.mock.patch.object(torch.cuda, "current_device", lambda: "cpu"),
+               # Gloo gathers tensors of several dtypes at once as of one, and garbles FP8 codes beside BF16 values.
+               unittest.mock.patch.object(buffers, "_coalescing_manager", lambda *a, **k: contextlib.nullcontext()),
+               *(unittest.mock.patch.object(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor")) for name in ("Float", "BFloat16", "Half")),
+               *(unittest.mock.patch.object(torch, name, on_host(getattr(torch, name))) for name in ("tensor", "zeros", "empty"))]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        config = TransformerConfig(num_layers=1, hidden_size=128, num_attention_heads=4, ffn_hidden_size=128, hidden_dropout=0.0, attention_dropout=0.0,
+                                   use_cpu_initialization=True, params_dtype=torch.bfloat16, bf16=True, bias_dropout_fusion=False, masked_softmax_fusion=False,
+                                   gradient_accumulation_fusion=False, fp8="e4m3" if recipe == "blockwise" else "hybrid", fp8_recipe=recipe, fp8_param=True)
+        torch.manual_seed(1)
+        model = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(), vocab_size=64, max_sequence_length=32,
+                         position_embedding_type="learned_absolute", parallel_output=True).bfloat16()
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, fp8_param_gather=True, overlap_grad_reduce=False)
+        model = DistributedDataParallel(config, ddp, model)
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=2e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
+                                                           fp8_recipe=recipe, clip_grad=1.0), [model])
+        generator, losses, places = torch.Generator().manual_seed(0), [], torch.arange(16).repeat(4 // world, 1)
+        for step in range(8):
+            model.zero_grad_buffer()
+            optimizer.zero_grad()
+            text = ((torch.randint(64, (4, 1), generator=generator) + 3 * torch.arange(17)) % 64).chunk(world)[rank]
+            loss = model(text[:, :-1], places, None, labels=text[:, 1:]).float().mean()
+            loss.backward()
+            model.finish_grad_sync()
+            optimizer.step()
+            whole = loss.detach() / world
+            dist.all_reduce(whole)
+            losses.append(whole.item())
+    codes = [p for p in model.parameters() if type(p).__name__ == "Float8Tensor"]
+    masters = [(p.main_param.view(-1), p) for p in codes if p.main_param.numel() == p.numel()] if world == 1 else []
+    worst = max([((m - p.detach().float().view(-1)).norm() / m.norm()).item() for m, p in masters], default=0.0)
+    return losses, len(codes), worst
+
 def trained(options):
+    if "distributed_optimizer" in options:
+        return distributed_optimizer(options)
     if "grouped" in options:
         return mixture(options)
     if "generates" in options:
@@ -159,6 +210,9 @@ MIXTURES = {"grouped": {"grouped": True, "moe_aux_loss_coeff": 0.01}, "a loop": 
             "a loop in FP8": {"grouped": False, "moe_aux_loss_coeff": 0.01, "fp8": "hybrid", "fp8_recipe": "tensorwise"}}
 
 
+FP8_PARAMETERS = {f"FP8 parameters, {recipe}": {"distributed_optimizer": recipe} for recipe in ("delayed", "tensorwise", "blockwise")}
+
+
 def trained(world, cases):
     """For each of the cases the losses, and the collectives that te-fl's modules began, or of mixtures the ops."""
     with tempfile.TemporaryDirectory() as folder:
@@ -194,6 +248,17 @@ class Megatron(unittest.TestCase):
         with self.subTest("experts over ranks"):
             self.near(alone["experts over ranks"][0], several["experts over ranks"][0], 1e-4)
         self.check_mixtures(alone)
+
+    def test_the_distributed_optimizer_with_fp8_parameters(self):
+        alone, several = trained(1, FP8_PARAMETERS), trained(2, FP8_PARAMETERS)
+        for name in FP8_PARAMETERS:
+            with self.subTest(name):
+                (losses, count, worst), (others, _, _) = alone[name], several[name]
+                self.assertEqual(count, 4)
+                self.assertTrue(0 < worst < 0.05, worst)  # FP8's rounding
+                self.assertLess(losses[-1], 0.9 * losses[0])
+                for a, b in zip(losses, others, strict=True):
+                    self.assertLess(abs(a - b), 0.02 * a)
 
     def near(self, losses, others, *tolerances):
         """tolerances: of the first losses one each, and the last one of the others."""
