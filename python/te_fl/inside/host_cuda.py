@@ -1,4 +1,4 @@
-"""The answers of torch.cuda where the host stands for a GPU of the Hopper family, on which everything is done when a call returns.
+"""torch.cuda where the host stands for a GPU of the Hopper family, on which everything is done when a call returns.
 
 A name of torch.cuda that is a class in PyTorch is one here, since programs ask isinstance() of it and write it in annotations.
 """
