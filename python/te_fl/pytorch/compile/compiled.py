@@ -255,7 +255,8 @@ def _lacks_code(device: str) -> bool:
 
 
 def check_device(what: str, device: torch.device) -> None:
-    """Refuses a device that inductor has no code for, which it would meet by an assertion: a graph breaks there, and the call runs without it."""
+    """Refuses a device that inductor has no code for, which it would meet by an assertion: a graph breaks there, and the call runs without it. It is
+    called where is_compiling() has been asked, in the same function, which Python runs anew outside of the graph."""
     if device.type not in ("cpu", "cuda") and _lacks_code(device.type):
         raise refuse(what, "backend", "inductor", f"PyTorch's inductor generates no code for {device.type}; leave fullgraph=True out, or give torch.compile "
                      "backend='aot_eager'")
@@ -266,7 +267,6 @@ def forward(module: Any, layer: TracedLayer, activation: int, first: Any, inputs
     """TracedLayer.compute(). Dynamo traces this function."""
     if export.state.exporting:
         return exported.forward(module, layer, activation, inputs, extras, parameters, attention, random)
-    check_device(type(module).__name__, inputs[0].device)
     trained = [p.requires_grad for p in parameters]
     keeps = torch.is_grad_enabled() and (any(trained) or any([t.requires_grad for t in (*inputs, *extras)]))
     names, others, lengths = [], [], [-1, -1]

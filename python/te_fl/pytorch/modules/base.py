@@ -22,7 +22,7 @@ from te_fl.pytorch.fp8.quantization import captures
 from te_fl.pytorch.modules.layers import NativeLayer, TracedLayer
 from te_fl.pytorch.modules.parallel import TensorParallel, mark_again, marks_of
 from te_fl.pytorch.fp8.sharded_weights import initialise, is_sharded
-from te_fl.pytorch.runtime import registry
+from te_fl.pytorch.runtime import registry, traced
 from te_fl.pytorch.runtime.computed import Computed
 from te_fl.pytorch.runtime.device import check_devices, default_device, native_device
 from te_fl.pytorch.runtime.dtypes import DTYPE_CODES, DTYPE_NAMES, LIKE
@@ -270,6 +270,7 @@ class TransformerEngineBaseModule(DelaysWgrad, TensorParallel, torch.nn.Module):
         name = (kind, key)
         if torch.compiler.is_compiling():
             self._check_compiled()
+            traced.graph.check_device(type(self).__name__, device)
             return TracedLayer(kind, () if key is None else key, self._width(kind))
         layer = self._layers.get(name)
         if layer is None:

@@ -20,7 +20,7 @@ from te_fl.pytorch.modules.mlp import LayerNormMLP
 from te_fl.pytorch.modules.multihead_attention import L2Normalization, MultiheadAttention
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.modules.transformer_call import TransformerCall
-from te_fl.pytorch.runtime import export
+from te_fl.pytorch.runtime import export, traced
 from te_fl.pytorch.runtime import random as generator
 from te_fl.pytorch.runtime.device import check_devices
 from te_fl.pytorch.runtime.dtypes import DTYPE_NAMES
@@ -172,6 +172,7 @@ class FusedLayer:
         if torch.compiler.is_compiling():
             for _, part in self._parts:
                 part._check_compiled()
+            traced.graph.check_device("TransformerLayer", device)
             return TracedLayer("transformer_layer", name), tuple(getattr(part, own) for part, own in self.parameters())
         layer = self.layer(owner, device, name)
         # PyTorch's parametrisations make of a parameter an attribute of another kind.

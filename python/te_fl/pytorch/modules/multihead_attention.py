@@ -15,7 +15,7 @@ from te_fl.pytorch.modules.linear import LayerNormLinear, Linear
 from te_fl.pytorch.modules.norm import LayerNorm, RMSNorm
 from te_fl.pytorch.modules.parallel import divided, size_of
 from te_fl.pytorch.runtime import refuse as rules
-from te_fl.pytorch.runtime import registry
+from te_fl.pytorch.runtime import registry, traced
 from te_fl.pytorch.runtime.refuse import checks_keywords, hides_misspelt, misspelling
 
 
@@ -48,6 +48,7 @@ class L2Normalization(torch.nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         n = input.shape[-1]
         if torch.compiler.is_compiling():
+            traced.graph.check_device("L2Normalization", input.device)
             weight = torch.full((n,), n ** -0.5, dtype=torch.float32, device=input.device)
             return TracedLayer("rmsnorm", (n,)).compute(self, (input,), (), (weight,), -1, None, None, None, False)
         return self._norm(n, input.device)(input)
