@@ -95,6 +95,53 @@ void* stream_of_torch(int32_t index) {
   return stream;
 }
 
+// True for a tensor that stands for others in a transform of PyTorch's: a batch of vmap, which
+// torch.autograd.grad(is_grads_batched=True) and jacobian(vectorize=True) use as well.
+bool stands_for_others(PyObject* object) {
+  const Ref name = to_python(std::string_view("torch"));
+  PyObject* found = PyImport_GetModule(name.get());
+  for (const char* part : {"_C", "_functorch"}) {
+    if (found == nullptr) break;
+    const Ref owner = Ref::take(found);
+    found = PyObject_GetAttrString(owner.get(), part);
+  }
+  if (found != nullptr) {
+    const Ref functions = Ref::take(found);
+    for (const char* kind : {"is_legacy_batchedtensor", "is_functorch_wrapped_tensor"}) {
+      PyObject* const answer = PyObject_CallMethod(functions.get(), kind, "O", object);
+      const bool stands = answer == Py_True;
+      Py_XDECREF(answer);
+      PyErr_Clear();
+      if (stands) return true;
+    }
+  }
+  PyErr_Clear();
+  return false;
+}
+
+// Replaces the exception that is set.
+[[noreturn]] void throw_without_memory(PyObject* object, const char* name) {
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  const Ref kind = Ref::take(type), error = Ref::take(value);
+  Py_XDECREF(trace);
+  if (stands_for_others(object)) {
+    throw_status(Status(
+        StatusCode::kUnsupported,
+        std::string("'") + name +
+            "' stands for several tensors: te-fl computes inside no transform of PyTorch's (vmap, "
+            "torch.autograd.grad(is_grads_batched=True), jacobian and hessian with "
+            "vectorize=True); take one gradient after the other, or leave vectorize out"));
+  }
+  const Ref text = Ref::take(PyObject_Str(error.get()));
+  const std::string_view reason = text_of(text.get(), "an error's text");
+  const std::string told = std::string("'") + name + "' has no memory that te-fl can read: " +
+                           std::string(reason.substr(0, reason.find('\n')));
+  PyErr_SetString(kind.get(), told.c_str());
+  throw PythonError();
+}
+
 bool is_torch(const Exchange& api) {
   const Ref name = to_python(std::string_view("torch"));
   PyObject* torch = PyImport_GetModule(name.get());
@@ -105,6 +152,12 @@ bool is_torch(const Exchange& api) {
 }
 
 }  // namespace
+
+te_fl_dltensor describe(const Exchange& api, PyObject* object, const char* name) {
+  te_fl_dltensor t{};
+  if (api.describe(object, &t) != 0) throw_without_memory(object, name);
+  return t;
+}
 
 Result<Device> device_of(const te_fl_device& device) {
   if (device.type != TE_FL_DEVICE_EXT) return Device{device.type, device.index, 0};
@@ -209,7 +262,7 @@ te_fl_dltensor Borrowed::by_capsule(PyObject* object, bool written, const char* 
 te_fl_dltensor Borrowed::describe(PyObject* object, bool written, const char* name) {
   te_fl_dltensor t{};
   if (const Exchange* api = exchange_of(Py_TYPE(object)); api != nullptr) {
-    if (api->describe(object, &t) != 0) throw PythonError();
+    t = python::describe(*api, object, name);
     exchange_ = api;
   } else {
     t = by_capsule(object, written, name);

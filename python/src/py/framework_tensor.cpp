@@ -22,9 +22,7 @@ const Exchange& exchange_for(PyObject* object, const char* name) {
 }
 
 te_fl_dltensor describe(PyObject* object, const char* name) {
-  te_fl_dltensor t{};
-  if (exchange_for(object, name).describe(object, &t) != 0) throw PythonError();
-  return t;
+  return python::describe(exchange_for(object, name), object, name);
 }
 
 std::shared_ptr<void> keep_alive(PyObject* object) {
