@@ -359,9 +359,9 @@ class DotProductAttention(TransformerEngineBaseModule):
             raise refuse("DotProductAttention", "return_max_logit", True, "in FP8 attention nothing keeps the scores; leave fp8_dpa and fp8_mha out of the "
                          "recipe, or return_max_logit")
         scale = 1 / math.sqrt(self.kv_channels) if self.softmax_scale is None else float(self.softmax_scale)
-        given = {name: value for name, value in inputs.items() if value is not None and name != "bias"}
+        masks = {name: value for name, value in inputs.items() if value is not None and name != "bias"}
         scores = max_logits(q.detach(), k.detach(), inputs.get("bias"), layout=layout, mask_type=mask, scale=scale, window_left=size[0],
-                            window_right=size[1], softcap=cap, **given)
+                            window_right=size[1], softcap=cap, **masks)
         return scores.amax(dim=(0, 2, 3)).to(q.dtype)
 
     def _prepared(self, where, layout, mask, size, bottom_right, cap, q, k, masks_of_call, lengths, bias_kind, bias,

@@ -20,10 +20,10 @@ class Computed:
         if module is None:
             return self
         now = self._compute(module)
-        given = module.__dict__.get(self._key)
-        if given is not None:
-            if given[0] == now:
-                return given[1]
+        assigned = module.__dict__.get(self._key)
+        if assigned is not None:
+            if assigned[0] == now:
+                return assigned[1]
             del module.__dict__[self._key]
         return now
 
