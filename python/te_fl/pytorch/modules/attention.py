@@ -219,8 +219,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         # With sequence_parallel the program forks the tracker around the layer, whose ranks draw different numbers throughout.
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         if softmax_type == "learnable":
-            self._add_parameter("softmax_offset", torch.empty(
-                self.num_attention_heads_per_partition, dtype=torch.float32, device=default_device()), torch.nn.init.zeros_)
+            self._add_parameter("softmax_offset", torch.empty(self.num_attention_heads_per_partition, device=default_device()), torch.nn.init.zeros_)
             self.reset_parameters()
         else:
             self.softmax_offset = None
@@ -328,7 +327,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
         mask = mask_type(where, attn_mask_type or self.attn_mask_type)
-        own = (self.softmax_offset.float(),) if self.softmax_type == "learnable" else ()
+        own = (self.softmax_offset,) if self.softmax_type == "learnable" else ()
         if inference_params is not None:
             params = cached_attention.check(where, inference_params)
             sources = (query_layer, key_layer, value_layer, core_attention_bias, *own)
@@ -360,9 +359,9 @@ class DotProductAttention(TransformerEngineBaseModule):
             raise refuse("DotProductAttention", "return_max_logit", True, "in FP8 attention nothing keeps the scores; leave fp8_dpa and fp8_mha out of the "
                          "recipe, or return_max_logit")
         scale = 1 / math.sqrt(self.kv_channels) if self.softmax_scale is None else float(self.softmax_scale)
-        options = {name: value for name, value in inputs.items() if value is not None and name != "bias"}
+        masks = {name: value for name, value in inputs.items() if value is not None and name != "bias"}
         scores = max_logits(q.detach(), k.detach(), inputs.get("bias"), layout=layout, mask_type=mask, scale=scale, window_left=size[0],
-                            window_right=size[1], softcap=cap, **options)
+                            window_right=size[1], softcap=cap, **masks)
         return scores.amax(dim=(0, 2, 3)).to(q.dtype)
 
     def _prepared(self, where, layout, mask, size, bottom_right, cap, q, k, masks_of_call, lengths, bias_kind, bias,

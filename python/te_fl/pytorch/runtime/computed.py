@@ -14,16 +14,16 @@ class Computed:
         self.__doc__ = compute.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._key = "_written_" + name
+        self._key = "_given_" + name
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
             return self
         now = self._compute(module)
-        written = module.__dict__.get(self._key)
-        if written is not None:
-            if written[0] == now:
-                return written[1]
+        assigned = module.__dict__.get(self._key)
+        if assigned is not None:
+            if assigned[0] == now:
+                return assigned[1]
             del module.__dict__[self._key]
         return now
 
