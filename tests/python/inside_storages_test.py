@@ -248,7 +248,7 @@ class WrongParts(Case):
         self.refuses("_data of the Float8TensorStorage is not contiguous", _data=torch.zeros(32, 48, dtype=torch.uint8).t())
 
     def test_a_quantizer_of_wrong_parts(self):
-        for name, value in (("scale", torch.ones(2)), ("amax", torch.zeros(0)), ("scale", torch.ones(1, dtype=torch.double))):
+        for name, value in (("scale", torch.ones(2)), ("amax", torch.zeros(2)), ("scale", torch.ones(1, dtype=torch.double))):
             quantizer = quantizer_of("delayed")
             setattr(quantizer, name, value)
             out = tex.create_empty_quantized_tensor(quantizer, [48, 32], torch.bfloat16, "cpu", False)

@@ -249,7 +249,7 @@ class Gated(GatedDeltaNetAttention):  # programs define these where they are imp
         super().__init__(*arguments)
 class Both(torch.nn.Module, GatedDeltaNetAttention):
     pass
-assert not isinstance(1, Gated) and FusibleLinear is te.ops.Linear is not te.Linear and FusibleLinear.__module__.startswith('te_fl.pytorch.ops')
+assert not isinstance(1, Gated) and FusibleLinear is te.ops.Linear is not te.Linear and FusibleLinear.__module__ == 'transformer_engine.pytorch.ops.linear'
 for use in (lambda: GatedDeltaNetAttention(1, 2, 3), lambda: initialize_ub(), lambda: MXFP8Tensor.from_numpy, lambda: register_forward_fusion(print), lambda: OperationFuser([]),
             lambda: MXFP8Tensor[int], lambda: Gated(1), lambda: Both()):
     try:

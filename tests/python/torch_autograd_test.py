@@ -619,7 +619,7 @@ class Saved(Each):
             with hooks:
                 x = input_of()
                 inside = x * 1  # only te-fl keeps it, for the backward
-                known = weakref.ref(inside)
+                known = weakref.ref(inside.untyped_storage())
                 y = module(inside)
             del inside
             loss = y.sum()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 from typing import Collection, FrozenSet, Mapping, Optional, Sequence, Tuple
 

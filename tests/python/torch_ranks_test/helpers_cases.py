@@ -113,3 +113,14 @@ def no_groups():
              "amax_reduction_group": reduced, "process_group": lambda group: te.ops.AllReduce(group),
              "the process group": lambda group: helpers.allreduce(torch.ones(2), group)}
     return {(kind, argument): error_of(call, group) for kind, group in wrong.items() for argument, call in calls.items()}
+
+
+def prepared_for_fsdp():
+    """Which modules have their wrapper's group afterwards, and errors of roots that FullyShardedDataParallel does not wrap."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    layer = te.Linear(16, 16, device="cpu")
+    model = torch.nn.Sequential(FullyShardedDataParallel(layer, device_id=torch.device("cpu")), torch.nn.Linear(16, 16), te.RMSNorm(16, device="cpu"))
+    root = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    helpers.prepare_te_modules_for_fsdp(root)
+    groups = [layer.fsdp_group is dist.group.WORLD, te.Linear(16, 16, device="cpu").fsdp_group]
+    return groups, [error_of(helpers.prepare_te_modules_for_fsdp, other) for other in (model, fully_shard(te.Linear(16, 16, device="cpu")), 1)]

@@ -27,6 +27,12 @@ class Helpers(unittest.TestCase):
                 with self.subTest(kind=kind, argument=argument):
                     self.assertRegex(error, f"(Unsupported|InvalidArgument): .*{argument}.*{ways_out[kind]}")
 
+    def test_modules_know_the_group_of_their_fsdp(self):
+        for groups, errors in on_ranks(cases.prepared_for_fsdp):
+            self.assertEqual(groups, [True, None])
+            for error, text in zip(errors, ("is a Sequential; it is wrapped by", "is a FSDPLinear; .*fully_shard.. needs no such call", "is a int; it is wrapped by")):
+                self.assertRegex(error, "TypeError: .*" + text)
+
     def test_inputs_of_a_checkpoint_in_parts(self):
         for results in on_ranks(cases.recomputed):
             for name, got in results.items():
@@ -77,7 +83,7 @@ class Helpers(unittest.TestCase):
         te_fl.as_transformer_engine()
         import transformer_engine.pytorch.distributed as theirs
         self.assertIs(theirs.allreduce, helpers.allreduce)
-        for name in ("FullyShardedDataParallel", "prepare_te_modules_for_fsdp", "symm_mem_alloc"):
+        for name in ("FullyShardedDataParallel", "symm_mem_alloc"):
             with self.assertRaisesRegex(Unsupported, f"{name} is not served.*(fully_shard|allreduce)"):
                 getattr(theirs, name)(1)
         with self.assertRaisesRegex(AttributeError, "fully_shard"):
