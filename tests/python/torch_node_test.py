@@ -20,7 +20,7 @@ from torch_oracle import DEVICES, randn, randomise
 
 import te_fl.pytorch as te
 from te_fl import torch_node
-from te_fl.common.recipe import DelayedScaling
+from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fl.pytorch.autograd import call
 from te_fl.pytorch.modules import base, layers
 
@@ -70,7 +70,9 @@ class PlainTest(unittest.TestCase):
         with te.autocast(recipe=recipe):
             self.assertIsNone(self.plain())  # the last call was another one
             self.module(self.x)
-            self.module._recipe = None
+            self.module._recipe = Float8CurrentScaling()
+            self.assertIsNone(self.plain())  # _run() notes that the module ran by several recipes
+            self.module._recipe = DelayedScaling()  # an equal one, as of a program that makes one for each step
             self.assertIsNotNone(self.plain())
             self.assertIs(self.module._recipe, recipe)
             self.assertIsNone(self.plain(first=True))

@@ -219,7 +219,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         # With sequence_parallel the program forks the tracker around the layer, whose ranks draw different numbers throughout.
         self.get_rng_state_tracker = None if sequence_parallel else get_rng_state_tracker
         if softmax_type == "learnable":
-            self._add_parameter("softmax_offset", torch.empty(self.num_attention_heads_per_partition, device=default_device()), torch.nn.init.zeros_)
+            self._add_parameter("softmax_offset", torch.empty(
+                self.num_attention_heads_per_partition, dtype=torch.float32, device=default_device()), torch.nn.init.zeros_)
             self.reset_parameters()
         else:
             self.softmax_offset = None
@@ -327,7 +328,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         bottom_right = self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal
         lengths = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded, max_seqlen_q, max_seqlen_kv)
         mask = mask_type(where, attn_mask_type or self.attn_mask_type)
-        own = (self.softmax_offset,) if self.softmax_type == "learnable" else ()
+        own = (self.softmax_offset.float(),) if self.softmax_type == "learnable" else ()
         if inference_params is not None:
             params = cached_attention.check(where, inference_params)
             sources = (query_layer, key_layer, value_layer, core_attention_bias, *own)

@@ -14,7 +14,7 @@ class Computed:
         self.__doc__ = compute.__doc__
 
     def __set_name__(self, owner: type, name: str) -> None:
-        self._key = "_given_" + name
+        self._key = "_written_" + name
 
     def __get__(self, module: Any, owner: Any = None) -> Any:
         if module is None:
