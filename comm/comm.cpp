@@ -69,6 +69,13 @@ Status check_process(const Comm::Rep& rep) {
                              "are the parent's; make another one in the child");
 }
 
+namespace {
+Status with_the_others(const Comm::Rep& rep, const Status& why) {
+  return Status(StatusCode::kCommFailed,
+                "communicator '" + rep.name + "' was aborted with the process's others", why);
+}
+}  // namespace
+
 void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string aborted) {
   if (!first->mark_failed(why)) return;
   if (aborted.empty()) {
@@ -83,14 +90,7 @@ void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string a
   // All of them know why before any is aborted: a call that ends by it tells the reason.
   std::vector<std::shared_ptr<Comm::Rep>> failed{first};
   for (const auto& rep : all()) {
-    const bool now =
-        rep != first &&
-        rep->mark_failed(
-            Status(StatusCode::kCommFailed,
-                   "communicator '" + rep->name + "' was aborted with the process's others", why));
-    if (!now) continue;
-    rep->told.store(true, std::memory_order_release);
-    failed.push_back(rep);
+    if (rep != first && rep->mark_failed(with_the_others(*rep, why))) failed.push_back(rep);
   }
   for (const auto& rep : failed) {
     if (!aborted.empty()) tell_abort(*rep, aborted);
@@ -102,7 +102,15 @@ void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string a
     first->failure = Status(why.code(), why.message() + "; " + ranks, why.cause());
     why = first->failure;
   }
-  first->told.store(true, std::memory_order_release);
+  // A call that has failed waits for this, so that it names the rank whichever communicator it is
+  // of.
+  for (const auto& rep : failed) {
+    if (rep != first) {
+      const std::lock_guard lock(rep->mutex);
+      rep->failure = with_the_others(*rep, why);
+    }
+    rep->told.store(true, std::memory_order_release);
+  }
   log::error(why.to_string());
 }
 

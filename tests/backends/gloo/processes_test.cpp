@@ -111,16 +111,21 @@ Status validate_on(int asking, int rank, const std::string& folder) {
   return failed_with(all_reduce(world, other), "TE_FL_VALIDATE");
 }
 
-// The others say which rank has ended, and by which process, whatever their transport says.
+// The others say which rank has ended, and by which process, whatever their transport says, and say
+// it of each of their communicators.
 Status terminated_rank_1(int rank, const std::string& folder) {
   TE_FL_ASSIGN_OR_RETURN(const Comm world, made(rank, 3, folder));
+  TE_FL_ASSIGN_OR_RETURN(const Comm other, world.split(0, rank, "other"));
   const Tensor t = zeros(4);
   TE_FL_RETURN_IF_ERROR(all_reduce(world, t));
   if (rank == 1) ::raise(SIGTERM);
   const Status status = all_reduce(world, t);
   TE_FL_RETURN_IF_ERROR(failed_with(status, "rank 1 has ended (its process "));
   TE_FL_RETURN_IF_ERROR(failed_with(status, "rank 1 did not answer"));
-  return failed_with(status, "had begun all_reduce number 2 of f32[4]");
+  TE_FL_RETURN_IF_ERROR(failed_with(status, "had begun all_reduce number 2 of f32[4]"));
+  const Status of_other = all_reduce(other, t);
+  TE_FL_RETURN_IF_ERROR(failed_with(of_other, "was aborted with the process's others"));
+  return failed_with(of_other, "rank 1 has ended (its process ");
 }
 
 TEST(GlooProcesses, ATerminatedRankIsNamed) { on_ranks(3, terminated_rank_1, 1); }
