@@ -65,6 +65,11 @@ class Export(unittest.TestCase):
                 (dict(), dict(fuse_qkv_params=True, activation="swiglu", normalization="RMSNorm", num_gqa_groups=2), dict(qk_norm_type="L2Normalization"))]
         self.check([(module, lambda part, x, angles: part(x, rotary_pos_emb=angles)) for module in made], randn(6, 2, 32), te.RotaryPositionEmbedding(8)(6).cpu())
 
+    def test_single_modules(self):
+        for module in (te.Linear(16, 24, device="cpu"), te.LayerNormMLP(16, 32, activation="swiglu", device="cpu"), te.RMSNorm(16, device="cpu")):
+            with self.subTest(type(module).__name__):
+                self.check([(module, lambda part, x: part(x))], randn(6, 16))
+
     def test_refusals_and_the_scope(self):
         layer, x = te.Linear(16, 16, device="cpu"), randn(4, 16)
         with te.autocast(recipe=Float8CurrentScaling()), self.assertRaisesRegex(Exception, "onnx_export: recipe"):
