@@ -116,7 +116,7 @@ def no_groups():
 
 
 def prepared_for_fsdp():
-    """Which modules have their wrapper's group afterwards, and errors of roots that FullyShardedDataParallel does not wrap."""
+    """True for a module that has its wrapper's group afterwards, what another has, and errors of roots that FullyShardedDataParallel does not wrap."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     layer = te.Linear(16, 16, device="cpu")
     model = torch.nn.Sequential(FullyShardedDataParallel(layer, device_id=torch.device("cpu")), torch.nn.Linear(16, 16), te.RMSNorm(16, device="cpu"))
