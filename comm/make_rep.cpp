@@ -257,7 +257,7 @@ Result<std::shared_ptr<Comm::Rep>> make_rep(const CommOptions& options, const Co
   add(rep);
   watch_calls();
   if (Status s = watch(); !s.ok()) {
-    // The others may have made their parts already; they are told as by Comm::abort().
+    // Other ranks that have made their parts would wait for this one in their first collective.
     fail_all(rep, s,
              "rank " + std::to_string(options.rank) + " of communicator '" + options.name +
                  "' gave it up: " + s.message());

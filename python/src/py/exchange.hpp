@@ -46,8 +46,8 @@ const Exchange* exchange_of(PyTypeObject* type);
 // alone has it.
 Result<Device> device_of(const te_fl_device& device);
 
-// Where the object's memory lies, borrowed. An object without memory is an error that names it and
-// has the library's reason, without the library's stack of C++.
+// Describes the memory of an object, which is borrowed. An object without memory is an error that
+// names it and has the library's reason, without the library's stack of C++.
 te_fl_dltensor describe(const Exchange& api, PyObject* object, const char* name);
 
 // The current stream of the device in the library that `api` is of; null is the default stream.

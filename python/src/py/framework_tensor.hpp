@@ -51,7 +51,7 @@ class Lent {
   const void* data_;
   int64_t bytes_;
   std::weak_ptr<void> owner_;
-  bool lost_ = false;  // somebody kept the old place
+  bool lost_ = false;  // an object still refers to memory that the tensor has left
 };
 // As tensor_of() with `keep`, noting it in `lent`.
 Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent);

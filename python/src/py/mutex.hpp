@@ -13,7 +13,8 @@ enum class AtFork : uint8_t {
   // fork() takes it first, so that a child never sees its state half changed. Its owner may wait
   // for nothing, and makes and destroys no Mutex.
   kTaken,
-  // A child finds it free, whoever held it in the parent, and interruptions() counts such a holder.
+  // A child finds it free. If another thread of the parent held it at the fork, interruptions() is
+  // one higher in the child.
   // For mutexes that are held while ops run.
   kFreedInChild,
 };

@@ -29,8 +29,8 @@ PyObject* layer_forward(PyObject*, PyObject* const* args, Py_ssize_t count) noex
 // inputs and of the attention's bias, gradients of the parameters), None where there is none.
 // main_grads: None, or for each parameter None or (a tensor that the gradient is added to in place
 // of being returned, whether it overwrites what is there). keep: the token may be given again.
-// input_grad: false if nobody wants the inputs' gradients, which may then be left out, with their
-// collectives.
+// input_grad = false says that the caller has no use for the inputs' gradients: the backward may
+// leave them out, with their collectives.
 PyObject* layer_backward(PyObject*, PyObject* const* args, Py_ssize_t count) noexcept;
 // delay_layer_wgrad(layer): from now on backwards leave the gradients of weights (without FP8 also
 // of biases) to layer_backward_dw(), and return None for them.

@@ -57,9 +57,9 @@ struct Layer {
   std::deque<DelayedGradients> delayed;  // in the order of their backwards
 };
 
-// One layer's call at a time, of all layers that share states with it. In a forked child, a layer
-// that was in a call of another thread begins anew: with its parameters and FP8 states, but with
-// modules of its own, since those of the parent may be half changed.
+// One layer's call at a time, of all layers that share states with it. In a forked child a layer
+// keeps its parameters and FP8 states. If the fork cut short a call of another thread, it makes its
+// nn modules anew, since that call may have left them half changed.
 class LayerLock {
  public:
   explicit LayerLock(Layer& layer);

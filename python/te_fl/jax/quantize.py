@@ -103,7 +103,7 @@ class Quantizer:
         most = last if self.amax_compute_algo == "most_recent" else jnp.max(rows, keepdims=True)
         scale = jnp.minimum(_LARGEST[self.dtype] * 2.0**-self.margin / most, jnp.finfo(jnp.float32).max)
         rolled = jnp.concatenate([self.amax_history[1:], last]).at[0].set(0.0)
-        # Where no amax came, neither history nor scale changes.
+        # Without an amax neither history nor scale changes.
         return dataclasses.replace(self, scale=jnp.where((last != 0) & _positive(most), scale, jnp.where(self.scale == 0, 1.0, self.scale)),
                                    amax_history=jnp.where(last != 0, rolled, self.amax_history))
 

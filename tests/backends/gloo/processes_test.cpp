@@ -36,8 +36,8 @@ Result<Comm> made(int rank, int size, const std::string& folder) {
   return Comm::create(options);
 }
 
-// Runs f on each rank, in a process of its own; a rank whose status is not OK fails the test, but
-// for the one that is `terminated`.
+// Runs f on each rank, in a process of its own; a rank whose status is not OK fails the test. Rank
+// `terminated` is to end by SIGTERM instead.
 void on_ranks(int size, const std::function<Status(int, const std::string&)>& f,
               int terminated = -1) {
   const test::TempFolder folder;

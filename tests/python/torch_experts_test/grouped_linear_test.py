@@ -252,7 +252,7 @@ class Training(Same):
         self.assertEqual([row["calls"] for row in te_fl.usage() if row["op"] == "grouped_gemm"], [3])  # a forward and two for weights
         torch.testing.assert_close(grouped.weight0.main_grad, dy[:24].t() @ x[:24])
         torch.testing.assert_close(grouped.weight2.main_grad, dy[24:].t() @ x[24:])
-        for asks in (True, False):  # the first gradient overwrites, those of the other expert and of the other use are added
+        for asks in (True, False):  # The first use that a backward runs overwrites main_grad, and the second adds to it.
             for weight in (grouped.weight0, grouped.weight2):
                 weight.main_grad, weight.overwrite_main_grad = torch.full_like(weight, float("nan")), not asks
             (grouped(x, [16, 8, 24], is_first_microbatch=asks) + grouped(x, [16, 8, 24], is_first_microbatch=False)).backward(dy)
