@@ -17,6 +17,7 @@
 #include "registry/route_cache.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
+#include "support/rounds.hpp"
 
 namespace te_fl {
 namespace {
@@ -321,6 +322,51 @@ TEST(Registry, UnregisterWaitsForThreadsInside) {
   for (std::thread& t : threads) t.join();
   EXPECT_EQ(errors.load(), 0);
   EXPECT_GE(served, rounds / 4);
+}
+
+// Threads make every kind of change to one registry at a time: none is lost, and what a thread has
+// registered is there until it takes it away.
+TEST(Registry, ThreadsChangeItTogether) {
+  OpRegistry registry;
+  OpManager manager(registry);
+  Fake stays("default.stays");
+  ASSERT_OK(registry.register_op(stays.desc));
+  const auto holds = [&](const std::string& id, int32_t priority) {
+    for (const OpImplInfo& info : registry.snapshot()) {
+      if (info.impl_id == id) return info.priority == priority;
+    }
+    return false;
+  };
+  constexpr int kThreads = 4;
+  std::atomic<int> lost{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      const std::string id = "vendor.thread" + std::to_string(t),
+                        owner = "owner" + std::to_string(t);
+      FiveCall call;
+      for (int round = 0; round < testing::rounds(2400); ++round) {
+        Fake fake(id.c_str());
+        const std::string declared = "test::of_" + std::to_string(t) + "_" + std::to_string(round);
+        te_fl_op_schema schema = five_schema();
+        schema.name = declared.c_str();
+        bool right = registry.register_op(fake.desc, owner, "acme").ok();
+        right = right && registry.set_priority("test::five", id, round).ok() && holds(id, round);
+        right = right && (round % 8 != 0 ||
+                          (registry.declare_op(schema).ok() && registry.find(declared).ok()));
+        right = right && manager.call("test::five", &call.args).ok();
+        right = right && (round % 2 == 0 ? registry.unregister_op("test::five", id)
+                                         : registry.unregister_owner(owner))
+                             .ok();
+        right = right && !holds(id, round);
+        if (round % 16 == 0) const OpRegistry another;
+        lost.fetch_add(right ? 0 : 1);
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  EXPECT_EQ(lost.load(), 0);
+  EXPECT_EQ(registry.snapshot().size(), 1u);
 }
 
 TEST(Registry, RemovingFromInsideAnOpIsBusy) {
