@@ -124,10 +124,13 @@ std::vector<std::string> known_ops() {
 }
 
 void know_op(const std::string& name) {
-  std::vector<std::string> known = known_ops();
-  if (std::find(known.begin(), known.end(), name) != known.end()) return;
+  for (const te_fl_op_schema* schema : core::catalogue()) {
+    if (name == schema->name) return;
+  }
   std::lock_guard lock(mutex);
-  interned().declared.push_back(name);
+  std::vector<std::string>& declared = interned().declared;
+  if (std::find(declared.begin(), declared.end(), name) != declared.end()) return;
+  declared.push_back(name);
   g_environment.store(kNeverRead, std::memory_order_release);  // the next call reads it again
 }
 

@@ -35,13 +35,12 @@ std::vector<FoundAlias>& found() {
 }
 
 // The vendors that a name in lower case stands for: the one of that name, and those that have it as
-// an alias.
+// an alias. Its caller holds the mutex.
 std::vector<std::string> vendors_of(const std::string& name) {
   std::vector<std::string> vendors = {name};
   for (const ShippedAlias& known : kShipped) {
     if (known.alias == name) vendors.emplace_back(known.vendor);
   }
-  const std::lock_guard lock(aliases_mutex);
   for (const FoundAlias& known : found()) {
     if (known.alias == name) vendors.push_back(known.vendor);
   }
@@ -52,9 +51,9 @@ std::vector<std::string> vendors_of(const std::string& name) {
 
 bool add_vendor_alias(std::string_view alias, std::string_view vendor) {
   FoundAlias added{lower(alias), lower(vendor)};
+  const std::lock_guard lock(aliases_mutex);
   const std::vector<std::string> known = vendors_of(added.alias);
   if (std::find(known.begin(), known.end(), added.vendor) != known.end()) return false;
-  const std::lock_guard lock(aliases_mutex);
   found().push_back(std::move(added));
   return true;
 }
@@ -62,6 +61,7 @@ bool add_vendor_alias(std::string_view alias, std::string_view vendor) {
 bool same_vendor(std::string_view a, std::string_view b) {
   const std::string x = lower(a), y = lower(b);
   if (x == y) return true;
+  const std::lock_guard lock(aliases_mutex);
   const std::vector<std::string> of_x = vendors_of(x), of_y = vendors_of(y);
   return std::find_first_of(of_x.begin(), of_x.end(), of_y.begin(), of_y.end()) != of_x.end();
 }

@@ -66,34 +66,57 @@ Status busy() {
                 "would wait for itself; remove it after the call returned");
 }
 
+// The threads that are telling all registries something, likewise: a registry that goes waits for
+// them.
+int g_telling = 0;
+constinit thread_local int t_telling = 0;
+
 void after_fork_in_child() {
   std::lock_guard lock(mutex);
+  g_telling = t_telling;
   g_holders_gone = g_holders_gone || g_holders != t_holding;
   g_holders = t_holding;
   for (OpRegistry::Impl* impl : registries()) impl->after_fork_in_child();
 }
 const core::ForkedChild forked_child(core::LockLevel::kRegistry, &after_fork_in_child);
 
-std::vector<OpRegistry::Impl*> registries_now() {
-  std::lock_guard lock(mutex);
-  return registries();
-}
+// The registries there are, which stay as long as it does.
+class AllRegistries {
+ public:
+  AllRegistries() {
+    std::lock_guard lock(mutex);
+    all_ = registries();
+    ++g_telling, ++t_telling;
+  }
+  ~AllRegistries() {
+    std::lock_guard lock(mutex);
+    --g_telling, --t_telling;
+  }
+  AllRegistries(const AllRegistries&) = delete;
+  AllRegistries& operator=(const AllRegistries&) = delete;
+
+  auto begin() const { return all_.begin(); }
+  auto end() const { return all_.end(); }
+
+ private:
+  std::vector<OpRegistry::Impl*> all_;
+};
 
 // ---- what becomes of a device (core::g_device_hooks)
 
 void device_added(const Device& device) {
   core::find_device_again(device);
-  for (OpRegistry::Impl* r : registries_now()) r->restore(device);
+  for (OpRegistry::Impl* r : AllRegistries()) r->restore(device);
 }
 
 void device_lost(const Device& device, const std::string& reason) {
   const Status why = core::lost_device(device, reason);
-  for (OpRegistry::Impl* r : registries_now()) r->bar(device, why);
+  for (OpRegistry::Impl* r : AllRegistries()) r->bar(device, why);
 }
 
 void device_barred(const Device& device) {
   const Status why = core::withdrawn_device(device);
-  for (OpRegistry::Impl* r : registries_now()) r->bar(device, why);
+  for (OpRegistry::Impl* r : AllRegistries()) r->bar(device, why);
 }
 
 Status check_leave(const Device& device) {
@@ -102,7 +125,7 @@ Status check_leave(const Device& device) {
 }
 
 void device_left(const Device& device) {
-  for (OpRegistry::Impl* r : registries_now()) r->drop_plans(device);
+  for (OpRegistry::Impl* r : AllRegistries()) r->drop_plans(device);
 }
 
 }  // namespace
@@ -134,10 +157,14 @@ OpRegistry::Impl::Impl() {
 }
 
 OpRegistry::Impl::~Impl() {
-  {
-    std::lock_guard lock(mutex);
-    std::erase(registries(), this);
+  std::unique_lock lock(mutex);
+  std::erase(registries(), this);
+  while (g_telling != t_telling) {
+    lock.unlock();
+    std::this_thread::yield();
+    lock.lock();
   }
+  lock.unlock();
   // Its user sees to it that no call is going on; the tables go whatever other threads do
   // elsewhere.
   retired_.clear();

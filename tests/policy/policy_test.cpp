@@ -2,8 +2,13 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
+#include <string>
 #include <thread>
+#include <vector>
 
+#include "policy/current.hpp"
 #include "policy/select.hpp"
 #include "support/expect.hpp"
 #include "te_fl/environment.hpp"
@@ -86,6 +91,30 @@ TEST(Policy, EqualSettingsAreOnePolicy) {
   b.strict = true;
   EXPECT_NE(SelectionPolicy::intern(a).id(), SelectionPolicy::intern(b).id());
   EXPECT_EQ(SelectionPolicy::intern({}).id(), SelectionPolicy().id());
+}
+
+TEST(Policy, ThreadsMakeAndReadThem) {
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < 200; ++i) {
+        PolicySettings settings;
+        settings.deny_vendors = {"thread" + std::to_string(t % 2), "round" + std::to_string(i)};
+        const SelectionPolicy made = SelectionPolicy::intern(settings);
+        const PolicyScope scope(made);
+        const auto in_force = current_policy();
+        const bool right = in_force.ok() && in_force->id() == made.id() &&
+                           policy::settings_of(made.id()).deny_vendors.size() == 2;
+        const std::string op = "test::declared" + std::to_string(i);
+        policy::know_op(op);
+        const std::vector<std::string> known = policy::known_ops();
+        wrong.fetch_add(right && std::count(known.begin(), known.end(), op) == 1 ? 0 : 1);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong.load(), 0);
 }
 
 TEST(Policy, DescribesItself) {

@@ -2,6 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <string>
+#include <thread>
+#include <vector>
+
 namespace te_fl::policy {
 namespace {
 
@@ -30,6 +35,25 @@ TEST(Vendors, AnAliasMayStandForSeveral) {
   EXPECT_TRUE(same_vendor("second", "fab"));
   EXPECT_FALSE(same_vendor("first", "second"));
   EXPECT_FALSE(same_vendor("second", "foundry"));
+}
+
+// Each alias is new to one of them.
+TEST(Vendors, ThreadsAddTheSameAliases) {
+  constexpr int kAliases = 100;
+  std::atomic<int> added{0}, missing{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&] {
+      for (int i = 0; i < kAliases; ++i) {
+        const std::string alias = "branch" + std::to_string(i);
+        if (add_vendor_alias(alias, "trunk")) added.fetch_add(1);
+        if (!same_vendor(alias, "trunk")) missing.fetch_add(1);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(added.load(), kAliases);
+  EXPECT_EQ(missing.load(), 0);
 }
 
 }  // namespace

@@ -3,6 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <string>
+#include <thread>
+#include <vector>
+
 #include "support/expect.hpp"
 
 namespace te_fl::registry {
@@ -60,6 +65,26 @@ TEST_F(CommProviders, StayWhileACommunicatorLives) {
                "2 communicators of its provider 'telegraph' are alive");
   EXPECT_NE(find("telegraph"), nullptr);
   find("telegraph")->live = 0;
+}
+
+TEST_F(CommProviders, ThreadsAddAndRemoveThem) {
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      const std::string name = "wire" + std::to_string(t);
+      te_fl_comm_desc own = desc;
+      own.name = name.c_str();
+      const te_fl_comm_desc* const list[] = {&own};
+      for (int i = 0; i < 200; ++i) {
+        bool right = add_comm_providers(list, name, "acme", "1.2", nullptr).ok();
+        right = right && find(name) != nullptr && remove_comm_providers(name).ok();
+        wrong.fetch_add(right && find(name) == nullptr ? 0 : 1);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(wrong.load(), 0);
 }
 
 TEST_F(CommProviders, BrokenOnesAreRefused) {

@@ -12,8 +12,10 @@
 #include <thread>
 
 #include "core/base/abi_struct.hpp"
+#include "core/device/device_list.hpp"
 #include "policy/current.hpp"
 #include "registry/epoch.hpp"
+#include "registry/registry_impl.hpp"
 #include "registry/route_cache.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
@@ -359,7 +361,6 @@ TEST(Registry, ThreadsChangeItTogether) {
                                          : registry.unregister_owner(owner))
                              .ok();
         right = right && !holds(id, round);
-        if (round % 16 == 0) const OpRegistry another;
         lost.fetch_add(right ? 0 : 1);
       }
     });
@@ -367,6 +368,28 @@ TEST(Registry, ThreadsChangeItTogether) {
   for (std::thread& t : threads) t.join();
   EXPECT_EQ(lost.load(), 0);
   EXPECT_EQ(registry.snapshot().size(), 1u);
+}
+
+TEST(Registry, SeveralComeAndGoWhileAllAreToldOfAChange) {
+  std::atomic<bool> stop{false};
+  std::thread telling([&] {
+    while (!stop.load(std::memory_order_relaxed)) {
+      registry::choose_again();
+      core::g_device_hooks.added.load()(Device{TE_FL_DEVICE_EXT, 77});
+    }
+  });
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([] {
+      for (int i = 0; i < 200; ++i) {
+        OpRegistry registry;
+        EXPECT_OK(registry.find("gelu"));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  stop = true;
+  telling.join();
 }
 
 TEST(Registry, RemovingFromInsideAnOpIsBusy) {
