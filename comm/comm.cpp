@@ -279,7 +279,7 @@ Result<Comm> Comm::split(int color, int key, std::string name) const {
     if (!told) {
       return Status(StatusCode::kCommFailed,
                     "communicator '" + rep_->name + "': split() found '" + answer + "' of rank " +
-                        std::to_string(r) + " in the store " + rep_->store->address() +
+                        std::to_string(r) + " in the store " + face.store().address() +
                         ", and expects a color and a key; something else writes its keys: give "
                         "each job a store of its own");
     }

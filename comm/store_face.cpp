@@ -1,6 +1,9 @@
 #include "comm/store_face.hpp"
 
 #include <cstring>
+#include <exception>
+#include <new>
+#include <type_traits>
 #include <utility>
 
 namespace te_fl::comm {
@@ -19,10 +22,54 @@ te_fl_status told(const te_fl_error_sink* errors, F&& f) noexcept {
   }
 }
 
+// A store of the program's own may throw. An exception that left te-fl half way through an abort
+// would leave ranks waiting, so it becomes a status here, but for one of no memory.
+class StatusStore final : public Store {
+ public:
+  explicit StatusStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}
+  Status set(std::string_view key, std::string_view value) override {
+    return status_of("set", [&] { return store_->set(key, value); });
+  }
+  Result<std::string> get(std::string_view key, std::chrono::milliseconds timeout) override {
+    return status_of("get", [&] { return store_->get(key, timeout); });
+  }
+  Result<std::optional<std::string>> look(std::string_view key) override {
+    return status_of("look", [&] { return store_->look(key); });
+  }
+  Status forget(std::string_view prefix) override {
+    return status_of("forget", [&] { return store_->forget(prefix); });
+  }
+  std::string address() const override {
+    const auto address =
+        status_of("address", [&] { return Result<std::string>(store_->address()); });
+    return address.ok() ? *address : "of the program";
+  }
+
+ private:
+  template <class F>
+  static std::invoke_result_t<F> status_of(const char* function, F&& f) {
+    const auto thrown = [&](const std::string& what) {
+      return Status(StatusCode::kCommFailed,
+                    std::string("the store's ") + function + "() threw " + what);
+    };
+    try {
+      return f();
+    } catch (const std::bad_alloc&) {
+      throw;
+    } catch (const std::exception& e) {
+      return thrown(std::string("an exception: ") + e.what());
+    } catch (...) {
+      return thrown("something that is no std::exception");
+    }
+  }
+
+  std::shared_ptr<Store> store_;
+};
+
 }  // namespace
 
 StoreFace::StoreFace(std::shared_ptr<Store> store, const std::string& name)
-    : store_(std::move(store)), prefix_(name + "/") {
+    : store_(std::make_unique<StatusStore>(std::move(store))), prefix_(name + "/") {
   face_.struct_size = sizeof face_;
   face_.host = this;
   face_.set = &set;

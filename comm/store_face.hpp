@@ -21,7 +21,7 @@ class StoreFace {
                           const te_fl_error_sink* errors) noexcept;
   static te_fl_status get(void* host, const char* key, uint32_t timeout_ms, void* value,
                           size_t capacity, size_t* bytes, const te_fl_error_sink* errors) noexcept;
-  std::shared_ptr<Store> store_;
+  std::unique_ptr<Store> store_;  // It throws nothing but std::bad_alloc.
   std::string prefix_;
   te_fl_comm_store face_{};
 };

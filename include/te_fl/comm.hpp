@@ -18,7 +18,8 @@ namespace te_fl {
 
 // The ranks of a job tell each other by it, while they start, how they are reached: values by key,
 // of which each is set once. Thread-safe. The classes behind it are a folder that all ranks see, a
-// server in rank 0's process, or a program's own, over MPI say.
+// server in rank 0's process, or a program's own, over MPI say. What that throws in a
+// communicator's calls is COMM_FAILED there, but for std::bad_alloc.
 class TE_FL_API Store {
  public:
   virtual ~Store() = default;

@@ -4,10 +4,12 @@
 
 #include <array>
 #include <atomic>
+#include <barrier>
 #include <functional>
 #include <map>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -500,6 +502,69 @@ TEST_F(Comms, SplitsAndComparisonsLeaveNothingInTheStore) {
     EXPECT_LT(bytes.front(), 1500u);
   }
   ASSERT_OK(environment::unset("TE_FL_VALIDATE"));
+}
+
+// A program's own, which throws from the named function.
+class ThrowingStore final : public comm::ProcessStore {
+ public:
+  Status set(std::string_view key, std::string_view value) override {
+    check("set");
+    return ProcessStore::set(key, value);
+  }
+  Result<std::string> get(std::string_view key, milliseconds timeout) override {
+    check("get");
+    return ProcessStore::get(key, timeout);
+  }
+  Result<std::optional<std::string>> look(std::string_view key) override {
+    check("look");
+    return ProcessStore::look(key);
+  }
+  Status forget(std::string_view prefix) override {
+    check("forget");
+    return ProcessStore::forget(prefix);
+  }
+  std::atomic<const char*> throws{""};
+
+ private:
+  void check(std::string_view function) const {
+    if (function == throws.load()) throw std::runtime_error("the network is down");
+  }
+};
+
+TEST_F(Comms, AStoreThatThrowsIsAStatus) {
+  for (const char* function : {"set", "get"}) {
+    const auto own = std::make_shared<ThrowingStore>();
+    own->throws = function;
+    on_ranks(2, [&](int rank) {
+      CommOptions o = options(rank, 2);
+      o.store = own;
+      EXPECT_NO_THROW({
+        const Result<Comm> comm = Comm::create(o);
+        EXPECT_HAS(comm.status().to_string(), std::string(function) + "() threw an exception: the");
+      });
+    });
+  }
+  for (const char* function : {"set", "get", "look", "forget"}) {
+    const auto own = std::make_shared<ThrowingStore>();
+    std::barrier<> turn(2);
+    on_ranks(2, [&](int rank) {
+      CommOptions o = options(rank, 2);
+      o.store = own;
+      Result<Comm> comm = Comm::create(o);
+      ASSERT_OK(comm);
+      Result<Comm> other = comm->split(0, rank, "other");
+      ASSERT_OK(other);
+      turn.arrive_and_wait();
+      own->throws = function;
+      if (rank == 0) {
+        EXPECT_NO_THROW(other->abort("enough"));
+      }
+      turn.arrive_and_wait();
+      for (Comm* each : {&*comm, &*other}) {
+        EXPECT_NO_THROW(EXPECT_EQ(all_reduce(*each, of({1})).code(), StatusCode::kCommFailed));
+      }
+    });
+  }
 }
 
 // When threads ask for the world at the same time, the first gets it, and each other one an

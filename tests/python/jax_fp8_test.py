@@ -143,15 +143,17 @@ class Products(unittest.TestCase):
 
     def states(self, factors, length):
         """Microbatches of these sizes, and the states after a step over all of them that began from the one that is returned."""
-        x = [normal(32, 64) * f for f in factors]
+        base = normal(32, 64)
+        x = [base * f for f in factors]
         begin = create_set(recipe.DelayedScaling(amax_history_len=length))
         first = jax.jit(jax.grad(lambda q, x, k: jnp.sum(te.dense.dense(x, k, quantizer_set=q) ** 2), (0,)))
-        begin = first(begin, normal(32, 64) * 3, normal(64, 32))[0]
+        begin = first(begin, base * 3, normal(64, 32))[0]
         return x, normal(64, 32), begin
 
     def test_states_of_microbatches_become_that_of_a_step_over_all(self):
-        """Where JAX adds up the gradients of uses, and where a program does, microbatches without a value other than 0 included."""
-        for length, factors in ((1, (1, 4, 0.5)), (3, (0, 1, 0, 2, 4, 0)), (4, (0, 0)), (3, (4, 2))):
+        """Where JAX adds up the gradients of uses, and where a program does, microbatches without a value other than 0 included, and those (3) that leave
+        the state of the step before as it was."""
+        for length, factors in ((1, (1, 4, 0.5)), (3, (0, 1, 0, 2, 4, 0)), (4, (0, 0)), (3, (4, 2)), (1, (3, 1)), (2, (1, 3))):
             x, kernel, begin = self.states(factors, length)
 
             def one(q, x):
@@ -169,6 +171,15 @@ class Products(unittest.TestCase):
             for found in (jax.jit(jax.grad(scanned))(begin, jnp.stack(x)), by_hand, jax.jit(uses)(begin, x)):
                 for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
                     np.testing.assert_array_equal(a, b)
+
+    def test_a_microbatch_without_an_amax_beside_one_that_tells_less_than_the_state(self):
+        """add_gradients() cannot tell it from one with the amax of the step before, whose smaller scale clips nothing; a state that begins has none."""
+        grad = lambda amax, state: state.after(jnp.full(1, amax))  # noqa: E731
+        for state, other, wanted in ((Quantizer(jnp.full(1, 112.0), jnp.zeros(1)), 1.0, 112.0), (Quantizer(jnp.ones(1), jnp.zeros(1)), 1.0, 448.0),
+                                     (Quantizer(jnp.full(1, 112.0), jnp.array([0.0, 4.0])), 8.0, 56.0)):
+            for pair in ((0.0, other), (other, 0.0)):
+                found = te.quantize.add_gradients(grad(pair[0], state), grad(pair[1], state), state)
+                self.assertEqual(found.scale.tolist(), [wanted])
 
     def test_accumulating_leaves_values_and_other_gradients(self):
         x, kernel, begin = self.states((1,), 2)

@@ -165,7 +165,7 @@ class Attention(Against64):
         kinds = {kind: "BOTTOM_RIGHT" in kind.name for kind in AttnMaskType}
         for queries, keys in ((3, 6), (6, 6), (6, 4)):
             q, k, v = self.q[:, :queries], self.k[:, :keys], self.v[:, :keys]
-            lengths = (jnp.array([queries, queries - 1], jnp.int32), jnp.array([keys, keys - 1], jnp.int32))
+            lengths = (jnp.array([queries, queries - 1], jnp.int32), jnp.array([keys - 2, keys], jnp.int32))
             for window in ((1, 1), (3, -1), (-1, 0)):
                 wanted, calls = [], []
                 for kind, bottom_right in kinds.items():
@@ -177,10 +177,11 @@ class Attention(Against64):
                     alive = ((np.arange(queries) < counts[0][:, None]) & ~out.all(-1))[:, :, None, None]  # of the others nothing is asked
                     wanted.append((out[:, None], alive))
                     calls.append((kind, SequenceDescriptor.from_seqlens(lengths), alive))
-                    if kind.is_padding() and not bottom_right:
+                    if kind.is_padding():
                         padding = np.broadcast_to((np.arange(keys) >= counts[1][:, None])[:, None, None], (2, 1, queries, keys))
+                        rows = (np.arange(queries) >= counts[0][:, None])[:, None, :, None]
                         wanted.append((out[:, None], alive))
-                        calls.append((kind, jnp.asarray(padding), alive))
+                        calls.append((kind, jnp.asarray(padding | rows if bottom_right else padding), alive))
                 with self.subTest(queries=queries, keys=keys, window=window):
                     self.compare(lambda *a: jnp.stack([jnp.where(alive, self.call(*a, kind, descriptor=one, window_size=window), 0)  # noqa: B023
                                                        for kind, one, alive in calls]),  # noqa: B023

@@ -19,7 +19,7 @@ def _joining() -> Any:
 
 
 # A gradient of accumulating()'s states is the pair of -scale and history, so that the maximum keeps the smallest scale and the largest amaxes:
-# those that a step over all the uses would have left. A use that left the state as it was, or that the loss does not depend on, is -inf.
+# those that a step over all the uses would have left. A use without an amax, or that the loss does not depend on, is -inf: its state has the scale 0.
 @jax.custom_vjp
 def _join(state: Tuple[jax.Array, jax.Array]) -> Tuple[jax.Array, jax.Array]:
     return tuple(jax.lax.convert_element_type(array, _joining()) for array in state)
@@ -40,24 +40,26 @@ def read(state: Tuple[jax.Array, jax.Array]) -> Tuple[jax.Array, jax.Array]:
     return tuple(jax.lax.convert_element_type(array, jnp.float32) for array in state)
 
 
-def _read_fwd(state):
-    found = read(state)
-    return found, found
-
-
-def _changed(before: Tuple[jax.Array, jax.Array], after: Tuple[jax.Array, jax.Array]) -> jax.Array:
-    """True where a state, scale [.., 1] and history [.., length], is another one than before and not that of a product that was not used."""
-    return (after[0] != 0) & ((after[0] != before[0]) | jnp.any(after[1] != before[1], axis=-1, keepdims=True))
-
-
-def _read_bwd(before, after):
-    changed = _changed(before, after)
-    if not isinstance(changed, jax.core.Tracer):
+def _read_bwd(_, after):
+    had_amax = after[0] != 0
+    if not isinstance(had_amax, jax.core.Tracer):
         raise NotImplementedError("te_fl.jax.quantize.accumulating(): JAX adds up gradients of this dtype in a program alone; put the gradient under jax.jit")
-    return (tuple(jax.lax.convert_element_type(jnp.where(changed, value, -jnp.inf), _joining()) for value in (-after[0], after[1])),)
+    return (tuple(jax.lax.convert_element_type(jnp.where(had_amax, value, -jnp.inf), _joining()) for value in (-after[0], after[1])),)
 
 
-read.defvjp(_read_fwd, _read_bwd)
+read.defvjp(lambda state: (read(state), None), _read_bwd)
+
+
+def _had_amax(before: Tuple[jax.Array, jax.Array], after: Tuple[jax.Array, jax.Array]) -> jax.Array:
+    """False where a state, scale [.., 1] and history [.., length], is that before a step without an amax, or that of a product that was not used.
+
+    A state that an equal amax leaves as it is does not tell the two apart. It counts as such an amax: a scale that is too large clips values.
+    """
+    scale, history = before
+    changed = (after[0] != scale) | jnp.any(after[1] != history, axis=-1, keepdims=True)
+    newest = history[..., -1:]
+    rests = scale != 1 if history.shape[-1] == 1 else (newest != 0) & jnp.all(history[..., 1:] == newest, axis=-1, keepdims=True)
+    return (after[0] != 0) & (changed | rests)
 
 
 def _states(tree: Any) -> Tuple[list, Any, list]:
@@ -84,13 +86,14 @@ def accumulating(variables: Any) -> Any:
 
 def add_gradients(total: Any, grads: Any, variables: Any) -> Any:
     """The sum of two gradients with respect to `variables`, of microbatches that began from the same state. The states of delayed scaling
-    become the one that a step over both would have left, and are not to be divided by the number of microbatches."""
+    become the one that a step over both would have left, and are not to be divided by the number of microbatches. One without an amax counts as
+    one with that of the last step where both would leave the state alike."""
     leaves, structure, pairs = _states(variables)
     first, second = structure.flatten_up_to(total), structure.flatten_up_to(grads)
     made = [a if getattr(a, "dtype", None) == jax.dtypes.float0 else a + b for a, b in zip(first, second)]
     for scale, history in pairs:
-        changed = [_changed((leaves[scale], leaves[history]), (side[scale], side[history])) for side in (first, second)]
+        told = [_had_amax((leaves[scale], leaves[history]), (side[scale], side[history])) for side in (first, second)]
         for place, lowest, join in ((scale, jnp.inf, jnp.minimum), (history, -jnp.inf, jnp.maximum)):
-            joined = join(*[jnp.where(one, side[place], lowest) for one, side in zip(changed, (first, second))])
-            made[place] = jnp.where(changed[0] | changed[1], joined, leaves[place])
+            joined = join(*[jnp.where(one, side[place], lowest) for one, side in zip(told, (first, second))])
+            made[place] = jnp.where(told[0] | told[1], joined, leaves[place])
     return jax.tree.unflatten(structure, made)

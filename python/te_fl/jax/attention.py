@@ -180,21 +180,30 @@ def _split(qkv: Tuple[jax.Array, ...], layout: QKVLayout) -> Tuple[jax.Array, ja
 
 def mask_out(mask: Optional[jax.Array], mask_type: AttnMaskType, window: Tuple[int, int], queries: int, keys: int) -> jax.Array:
     """The positions that an arbitrary mask (not 0: masked out; None: there is none), the mask type and the window mask out together: uint8
-    [batch, heads, queries, keys]. The mask types whose names say bottom right line up the last query with the last key, the others the first."""
-    shift = keys - queries if mask_type.is_bottom_right() else 0
+    [batch, heads, queries, keys]. The mask types whose names say bottom right line up the last query with the last key that the mask leaves, the
+    others the first."""
+    if mask is not None:
+        if mask.ndim == 5:  # heads as groups and their members
+            mask = mask.reshape(mask.shape[0], mask.shape[1] * mask.shape[2], *mask.shape[3:])
+        if mask.ndim != 4:
+            raise ValueError(f"the mask has shape {mask.shape}; it is [batch or 1, heads or 1, queries, keys], or has the heads in two dimensions")
+        mask = jnp.broadcast_to(mask.astype(bool), (*mask.shape[:2], queries, keys))
+    shift = 0
+    if mask_type.is_bottom_right():
+        counts = (queries, keys) if mask is None else [_last(~mask.all(axis))[..., None, None] for axis in (-1, -2)]
+        shift = counts[1] - counts[0]
     where = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None] - shift
     out = where > 0 if mask_type.is_causal() else jnp.zeros((queries, keys), bool)
     if window[0] >= 0:
         out = out | (where < -window[0])
     if window[1] >= 0:
         out = out | (where > window[1])
-    if mask is None:
-        return out.astype(jnp.uint8)[None, None]
-    if mask.ndim == 5:  # heads as groups and their members
-        mask = mask.reshape(mask.shape[0], mask.shape[1] * mask.shape[2], *mask.shape[3:])
-    if mask.ndim != 4:
-        raise ValueError(f"the mask has shape {mask.shape}; it is [batch or 1, heads or 1, queries, keys], or has the heads in two dimensions")
-    return (jnp.broadcast_to(mask.astype(bool), (*mask.shape[:2], queries, keys)) | out).astype(jnp.uint8)
+    return out.astype(jnp.uint8)[None, None] if mask is None else (mask | out).astype(jnp.uint8)
+
+
+def _last(left: jax.Array) -> jax.Array:
+    """The number of positions up to the last that is true, along the last dimension."""
+    return jnp.max(jnp.where(left, jnp.arange(1, left.shape[-1] + 1), 0), axis=-1)
 
 
 def _padding(lengths: Tuple[jax.Array, jax.Array], queries: int, keys: int) -> jax.Array:
@@ -272,7 +281,7 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
     """softmax(scaling_factor q k^T + bias, masked) v, with dropout of the probabilities while training.
 
     sequence_descriptor: for the padding masks the lengths (SequenceDescriptor), or a mask [batch or 1, heads or 1, queries, keys], not 0
-    where masked out; the other masks do not read it, as in Transformer Engine.
+    where masked out, whose last query and key that are left count as the lengths; the other masks do not read it, as in Transformer Engine.
     seed: a key of jax.random, or uint32 [4] as of te_fl.jax.quantize.random_state().
     window_size: keys before and after a query's own, which the mask type finds: from the last query and key in the bottom right ones, from the first
     in the others.

@@ -53,6 +53,7 @@ class Quantizer:
     amax_compute_algo: str = "max"
     pow2_scale: bool = False
     amax_epsilon: float = 0.0
+    shared: bool = False  # read() made it: after() has the scale 0 where the tensor had no amax
 
     @property
     def delayed(self) -> bool:
@@ -104,18 +105,21 @@ class Quantizer:
         scale = jnp.minimum(_LARGEST[self.dtype] * 2.0**-self.margin / most, jnp.finfo(jnp.float32).max)
         rolled = jnp.concatenate([self.amax_history[1:], last]).at[0].set(0.0)
         # Without an amax neither history nor scale changes.
-        return dataclasses.replace(self, scale=jnp.where((last != 0) & _positive(most), scale, jnp.where(self.scale == 0, 1.0, self.scale)),
-                                   amax_history=jnp.where(last != 0, rolled, self.amax_history))
+        scale = jnp.where((last != 0) & _positive(most), scale, jnp.where(self.scale == 0, 1.0, self.scale))
+        if self.shared:
+            scale = jnp.where(last != 0, scale, 0.0)
+        return dataclasses.replace(self, scale=scale, amax_history=jnp.where(last != 0, rolled, self.amax_history))
 
     def read(self) -> "Quantizer":
         """A quantiser whose state is in FP32, where accumulating() gave it a dtype of its own."""
         if not self.delayed or not jax.dtypes.issubdtype(self.scale.dtype, jax.dtypes.extended):
             return self
-        return dataclasses.replace(self, **dict(zip(("scale", "amax_history"), _joined.read((self.scale, self.amax_history)))))
+        scale, history = _joined.read((self.scale, self.amax_history))
+        return dataclasses.replace(self, scale=scale, amax_history=history, shared=True)
 
 
 jax.tree_util.register_dataclass(Quantizer, data_fields=["scale", "amax_history"], meta_fields=[
-    "dtype", "scaling", "margin", "amax_compute_algo", "pow2_scale", "amax_epsilon"])
+    "dtype", "scaling", "margin", "amax_compute_algo", "pow2_scale", "amax_epsilon", "shared"])
 
 
 @dataclasses.dataclass(frozen=True)
