@@ -151,13 +151,14 @@ class FileStore final : public Store {
 
   // True if the file was put there; false if it exists.
   Result<bool> publish(const std::string& name, std::string_view value) const {
-    const std::string temporary = path(std::string(kTemporary) + draw_token());
+    // Both before the file is made, which nothing would remove after an exception.
+    const std::string temporary = path(std::string(kTemporary) + draw_token()), place = path(name);
     const int fd = ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd < 0) return cannot("a file cannot be made in it");
     const bool written = write_all(fd, value);
     const int error = errno;
     const bool closed = ::close(fd) == 0;
-    const bool linked = written && closed && ::link(temporary.c_str(), path(name).c_str()) == 0;
+    const bool linked = written && closed && ::link(temporary.c_str(), place.c_str()) == 0;
     const int link_error = written ? errno : error;
     ::unlink(temporary.c_str());
     if (linked) return true;

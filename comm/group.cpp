@@ -5,6 +5,7 @@
 
 #include "comm/calls.hpp"
 #include "comm/rep.hpp"
+#include "core/base/best_effort.hpp"
 #include "core/base/error_text.hpp"
 #include "core/base/fork.hpp"
 #include "te_fl/log.hpp"
@@ -154,7 +155,9 @@ CommGroup::CommGroup(CommGroup&& other) noexcept : rep_(std::move(other.rep_)) {
 
 CommGroup::~CommGroup() {
   if (rep_ == nullptr) return;
-  if (const Status status = end(); !status.ok()) log::error(status.to_string());
+  core::best_effort([this] {
+    if (const Status status = end(); !status.ok()) log::error(status.to_string());
+  });
 }
 
 Status CommGroup::end() {

@@ -102,6 +102,16 @@ Result<std::shared_ptr<Store>> Store::open(std::string_view address, int rank, i
                             "; ranks are 0 to the number of ranks less 1");
   }
   const OpenedKey key{address, rank, ::getpid()};
+  // Another attempt may follow one that an exception ended.
+  struct Opening {
+    const OpenedKey& key;
+    bool mine = false;
+    ~Opening() {
+      if (!mine) return;
+      const std::lock_guard lock(stores_mutex);
+      if (const auto at = opened().find(key); at != opened().end()) at->second.opening = false;
+    }
+  } opening{key};
   uint32_t generation = 0;
   bool parents = false;
   {
@@ -113,17 +123,16 @@ Result<std::shared_ptr<Store>> Store::open(std::string_view address, int rank, i
       return failed_precondition("rank " + std::to_string(rank) + " opens the store " +
                                  std::string(address) + " in two threads at once; open it in one");
     }
-    entry.opening = true;
+    entry.opening = opening.mine = true;
     generation = entry.generation + 1;
   }
   auto store = parents && address.starts_with(kFile)
                    ? is_parents(address, StatusCode::kAlreadyExists)
                    : open_new(address, {rank, size, generation}, timeout);
   if (parents && !store.ok()) store = is_parents(address, store.status().code());
-  const std::lock_guard lock(stores_mutex);
-  Opened& entry = opened()[key];
-  entry.opening = false;
   if (store.ok()) {
+    const std::lock_guard lock(stores_mutex);
+    Opened& entry = opened()[key];
     entry.store = *store;
     entry.generation = generation;
   }

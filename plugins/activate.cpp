@@ -4,6 +4,7 @@
 #include <deque>
 #include <map>
 #include <mutex>
+#include <new>
 #include <span>
 
 #include "core/base/abi_struct.hpp"
@@ -271,6 +272,7 @@ Status Instance::add_devices() {
   });
   TE_FL_RETURN_IF_ERROR(errors.status(code, "devices"));
   TE_FL_RETURN_IF_ERROR(check_list("devices", count, list));
+  devices_.reserve(count);  // none is added of which nothing knows here
   for (uint32_t i = 0; i < count; ++i) {
     if (list[i] != nullptr) TE_FL_RETURN_IF_ERROR(check_device(*list[i], i));
     Result<Device> device = te_fl::devices::add(list[i]);
@@ -401,15 +403,19 @@ Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegist
   TE_FL_ASSIGN_OR_RETURN(Header header, read_header(query));
   const std::string name = header.name;
   std::shared_ptr<Instance> made(new Instance(std::move(header), std::move(options)));
-  Status status = made->create();
-  if (status.ok()) status = made->add_devices();
-  if (status.ok()) status = made->add_ops(registry, made);
-  if (status.ok()) {
-    status = made->add_comms(made);
-    if (status.ok()) return made;
-    registry.impl().remove([&](const registry::Implementation& i) { return i.owner == name; });
+  Status status;
+  try {
+    status = made->create();
+    if (status.ok()) status = made->add_devices();
+    if (status.ok()) status = made->add_ops(registry, made);
+    if (status.ok()) status = made->add_comms(made);
+  } catch (const std::bad_alloc&) {
+    status = Status(StatusCode::kOutOfMemory, "no host memory is left for what it brings");
   }
+  if (status.ok()) return made;
   if (made->created_) {
+    (void)registry::remove_comm_providers(name);  // nobody has a communicator of it yet
+    registry.impl().remove([&](const registry::Implementation& i) { return i.owner == name; });
     // Another thread may have used a device already.
     made->bar_devices();
     if (!core::is_inside()) core::wait_outside();  // else this thread's first use loads the plugins

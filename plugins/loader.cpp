@@ -6,7 +6,9 @@
 #include <cstdlib>
 #include <filesystem>
 #include <mutex>
+#include <new>
 
+#include "core/base/best_effort.hpp"
 #include "core/base/file.hpp"
 #include "core/base/fork.hpp"
 #include "core/base/plugin_settings.hpp"
@@ -284,6 +286,35 @@ std::string stem(const std::string& path) {
   return name;
 }
 
+// The answer of load_library() for a plugin that serves from now on. Nobody could deactivate one of
+// which there is no record, so that it goes where there is no memory for that.
+Result<PluginInfo> active_one(Attempt& attempt) {
+  PluginInfo& info = attempt.info;
+  try {
+    info.state = State::kActive;
+    for (const Device& d : attempt.instance->devices()) info.devices.push_back(to_string(d));
+    info.ops = attempt.instance->ops();
+    info.comms = attempt.instance->comms();
+    info.reason = attempt.instance->remark();
+    Result<PluginInfo> answer = info;
+    records::put({info, attempt.instance, {}, attempt.library, {}});
+    return answer;
+  } catch (const std::bad_alloc&) {
+    core::best_effort([&] { (void)withdraw(attempt.instance, attempt.registry); });
+    core::best_effort([&] { core::leave_out_settings(info.name); });
+    throw;
+  }
+}
+
+Result<PluginInfo> failed_one(Attempt& attempt, const Status& status) {
+  PluginInfo& info = attempt.info;
+  info.reason = reason_of(status);
+  if (info.state == State::kFailed) info.reason += left_mapped(attempt);
+  if (records::active(info.name).instance == nullptr) core::leave_out_settings(info.name);
+  records::put({info, nullptr, {}, attempt.library, {}});
+  return Status(status.code(), "plugin " + attempt.request.path + ": " + info.reason);
+}
+
 }  // namespace
 
 Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry) {
@@ -303,21 +334,9 @@ Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry
   Status status = check_file(attempt);
   if (status.ok()) status = open_and_activate(attempt);
   info.load_ms = milliseconds_since(began);
-  if (status.ok()) {
-    info.state = State::kActive;
-    for (const Device& d : attempt.instance->devices()) info.devices.push_back(to_string(d));
-    info.ops = attempt.instance->ops();
-    info.comms = attempt.instance->comms();
-    info.reason = attempt.instance->remark();
-  } else {
-    info.reason = reason_of(status);
-    if (info.state == State::kFailed) info.reason += left_mapped(attempt);
-    if (records::active(info.name).instance == nullptr) core::leave_out_settings(info.name);
-  }
-  records::put({info, attempt.instance, {}, attempt.library, {}});
-  log_outcome(info);
-  if (status.ok()) return info;
-  return Status(status.code(), "plugin " + request.path + ": " + info.reason);
+  Result<PluginInfo> answer = status.ok() ? active_one(attempt) : failed_one(attempt, status);
+  core::best_effort([&] { log_outcome(info); });
+  return answer;
 }
 
 namespace {
@@ -377,10 +396,13 @@ Status deactivate_plugin(const std::string& name, bool unmap, OpRegistry& regist
   }
   const Status status = withdraw(record.instance, registry);
   if (!record.instance->withdrawn()) return status;  // nothing was changed
-  core::leave_out_settings(name);
   records::deactivated(name, status.ok() ? "" : reason_of(status),
                        unmap ? nullptr : record.library.lock());
-  log::info("plugin " + name + " deactivated" + (status.ok() ? "" : ", but: " + reason_of(status)));
+  core::best_effort([&] {
+    core::leave_out_settings(name);
+    log::info("plugin " + name + " deactivated" +
+              (status.ok() ? "" : ", but: " + reason_of(status)));
+  });
   return status;
 }
 

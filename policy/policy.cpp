@@ -191,8 +191,16 @@ SelectionPolicy SelectionPolicy::intern(PolicySettings settings) {
   SelectionPolicy made;
   std::lock_guard lock(policy::mutex);
   policy::Interned& table = policy::interned();
-  const auto [at, added] = table.ids.emplace(std::move(key), table.by_id.size());
-  if (added) table.by_id.push_back(std::move(settings));
+  auto at = table.ids.find(key);
+  if (at == table.ids.end()) {
+    table.by_id.push_back(std::move(settings));
+    try {
+      at = table.ids.emplace(std::move(key), table.by_id.size() - 1).first;
+    } catch (...) {  // no memory: the number is the next one's
+      table.by_id.pop_back();
+      throw;
+    }
+  }
   made.id_ = at->second;
   made.settings_ = &table.by_id[made.id_];
   return made;

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <thread>
 
+#include "core/base/best_effort.hpp"
 #include "core/base/fork.hpp"
 #include "core/base/settings.hpp"
 #include "core/device/device_list.hpp"
@@ -176,9 +177,10 @@ std::unique_ptr<Table> OpRegistry::Impl::copy_table() const {
 }
 
 void OpRegistry::Impl::publish(std::unique_ptr<Table> next) {
+  retired_.emplace_back();  // it may throw, and nothing has changed yet
   next->id = g_table_ids.fetch_add(1);
   const Table* old = current_.exchange(next.release(), std::memory_order_seq_cst);
-  retired_.push_back({std::unique_ptr<const Table>(old), registry::retire()});
+  retired_.back() = {std::unique_ptr<const Table>(old), registry::retire()};
 }
 
 void OpRegistry::Impl::publish_again(std::vector<std::unique_ptr<const Table>>& dead) {
@@ -193,13 +195,15 @@ void OpRegistry::Impl::take_dead(uint64_t oldest, std::vector<std::unique_ptr<co
   }
 }
 
-void OpRegistry::Impl::reclaim() {
-  const uint64_t oldest = registry::oldest_inside();
-  const Holding holding;
-  std::vector<std::unique_ptr<const Table>>
-      dead;  // their implementations may enter a plugin as they go
-  std::lock_guard lock(mutex);
-  take_dead(oldest, dead);
+void OpRegistry::Impl::reclaim() noexcept {
+  core::best_effort([this] {  // without memory the next change does it
+    const uint64_t oldest = registry::oldest_inside();
+    const Holding holding;
+    std::vector<std::unique_ptr<const Table>>
+        dead;  // their implementations may enter a plugin as they go
+    std::lock_guard lock(mutex);
+    take_dead(oldest, dead);
+  });
 }
 
 Status OpRegistry::Impl::add(std::span<const te_fl_op_desc* const> descs, const std::string& owner,

@@ -62,8 +62,9 @@ struct OpRegistry::Impl {
   std::unique_ptr<Table> copy_table() const;
   void publish(std::unique_ptr<Table> next);
   void take_dead(uint64_t oldest, std::vector<std::unique_ptr<const Table>>& dead);
-  // Takes the lock; frees tables that nobody can see any more, outside it.
-  void reclaim();
+  // Takes the lock; frees tables that nobody can see any more, outside it. Where no memory is left
+  // for that they stay until the next change.
+  void reclaim() noexcept;
   // Takes the lock. In a child of a fork that found another thread holding implementations: nobody
   // who is here holds this one, which is in no published table.
   bool held_by_none_here(const registry::Implementation& impl) const;

@@ -14,11 +14,13 @@ usage: tools/ranks_check.py [--build DIR] [--device cuda|cpu] [--ranks N ...] [-
 import argparse
 import glob
 import json
+import math
 import os
 import pathlib
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -29,9 +31,18 @@ TIMEOUT_MS = 4000  # of collectives, in the jobs that are to fail
 TRAIN = ["--batch", "16", "--sample-bytes", "0", "--report-every", "10", "--eval-batches", "4", "--hidden", "256", "--layers", "2",
          "--seq-len", "128", "--heads", "8"]
 
-# Losses of a divided model may be that far from one rank's where it is not 0.5 %: by current scaling each part of a weight has a scale of its own, and
-# docs/ranks.md says what that does.
-APART = {"current": 1.5e-2}
+# Losses of a divided model may be so far from one rank's, as the median over the steps: runs in low precision part at some step by up to 1.6 %, and
+# meet again. Over Gloo, 20 steps on two ranks have medians of 5e-7 in F32, 6e-5 by block scaling, 7e-4 by current and 1.3e-3 by delayed scaling.
+# Where one rank's gradients count half or twice they are 2.7e-3, 1.9e-3, 3.3e-3 and 2.9e-3, and where they are left out 2e-2.
+APART = {"F32": 1e-4, "none": 2.5e-3, "block": 1e-3, "current": 2.5e-3, "delayed": 2.5e-3}
+
+
+def apart(losses, others):
+    """The median of the relative differences, and the largest; both are infinite where a loss is missing or not finite."""
+    found = [abs(a - b) / abs(b) for a, b in zip(losses, others)]
+    if not found or len(losses) != len(others) or not all(map(math.isfinite, found)):
+        return math.inf, math.inf
+    return statistics.median(found), max(found)
 
 
 class Check:
@@ -123,34 +134,34 @@ class Check:
                 if dp > 1:
                     yield f"tp {tp} dp {dp}{' sp' if tp > 1 else ''} zero", n, ["--tp", str(tp), "--dp", str(dp), "--zero"] + (["--sp"] if tp > 1 else [])
 
-    def grid(self, part, variants, limit_of, more=()):
+    def grid(self, part, variants, more=()):
         for label, arguments in variants:
             whole = self.train(f"{part} {label} one rank", 1, [*arguments, *more])
             if whole is None:
                 self.row(f"{part}, {label}, one rank", False, "did not run")
                 continue
-            limit, parts, failed = limit_of(label), [], []
+            limit, medians, most, failed = APART[label], [], 0, []
             for name, ranks, degree in self.degrees():
                 divided = self.train(f"{part} {label} {name}", ranks, [*arguments, *more, *degree])
                 if divided is None:
                     failed.append(f"{name}: did not run")
                     continue
-                apart = max(abs(a - b) / abs(b) for a, b in zip(divided["training_loss"] + [divided["validation_loss"]],
-                                                                whole["training_loss"] + [whole["validation_loss"]]))
-                parts.append(apart)
-                if not apart <= limit:
-                    failed.append(f"{name}: {apart:.2e}")
-            self.row(f"{part}, {label}, {len(parts)} divisions", not failed, f"losses apart at most {max(parts, default=0):.2e} of {limit:g}"
-                     + (f"; {'; '.join(failed)}" if failed else ""))
+                median, largest = apart(divided["training_loss"] + [divided["validation_loss"]], whole["training_loss"] + [whole["validation_loss"]])
+                medians.append(median)
+                most = max(most, largest)
+                if not median <= limit:
+                    failed.append(f"{name}: {median:.2e}")
+            self.row(f"{part}, {label}, {len(medians)} divisions", not failed, f"losses apart {max(medians, default=0):.2e} of {limit:g} in the "
+                     f"median, {most:.2e} at one step" + (f"; {'; '.join(failed)}" if failed else ""))
 
     def training(self):
         recipes = [("F32", ["--recipe", "none", "--dtype", "f32"])] + [(r, ["--recipe", r]) for r in ("delayed", "current", "block")]
-        self.grid("train", recipes, lambda label: 1e-4 if label == "F32" else APART.get(label, 5e-3))
+        self.grid("train", recipes)
 
     def graph(self):
         if self.options.device != "cuda":
             return
-        self.grid("graph", [("delayed", ["--recipe", "delayed"])], lambda _: 5e-3, ["--graph"])
+        self.grid("graph", [("delayed", ["--recipe", "delayed"])], ["--graph"])
 
     def checkpoints(self):
         place, most = self.out / "checkpoint.safetensors", max(self.options.ranks)
@@ -254,11 +265,12 @@ class Check:
                     wrong.append(f"{name}: exit code {code}")
                     print("\n".join(text.strip().splitlines()[-8:]))
                     continue
-                losses[name] = float(found[-1])
-            whole = losses.get("one rank")
-            wrong += [f"{n}: {x}" for n, x in losses.items() if whole is None or abs(x - whole) > APART.get(recipe, 5e-3) * whole]
-            self.row(f"te_fl.pytorch, {recipe}, {len(losses)} degrees", not wrong, f"losses after 50 steps {min(losses.values(), default=0):.4f} to {max(losses.values(), default=0):.4f}, within {100 * APART.get(recipe, 5e-3):g} %"
-                     if not wrong else "; ".join(wrong))
+                losses[name] = [float(loss) for loss in found]
+            whole, limit = losses.get("one rank", []), APART[recipe]
+            medians = {name: apart(its, whole)[0] for name, its in losses.items()}
+            wrong += [f"{name}: {median:.2e}" for name, median in medians.items() if not median <= limit]
+            self.row(f"te_fl.pytorch, {recipe}, {len(losses)} degrees", not wrong,
+                     f"losses apart {max(medians.values(), default=0):.2e} of {limit:g} in the median" + (f"; {'; '.join(wrong)}" if wrong else ""))
 
 
 def gpus():

@@ -176,6 +176,11 @@ inline int64_t attention_work(const backend::AttentionProblem& p) {
   return p.q.batch * p.q.seqlen * p.heads * keys * p.head_dim;
 }
 
+// True if neither queries nor keys are there, so that no scratch is needed.
+inline bool has_no_rows(const backend::AttentionProblem& p) {
+  return p.q.batch * p.q.seqlen * p.heads == 0 && p.k.batch * p.k.seqlen * p.kv_heads == 0;
+}
+
 // Copies rows [first, first + count) of a head into [count, padded dim], or transposed into
 // [dim, kQueries] with zeros behind. `row` is a buffer of one padded row.
 void load_rows(const HeadRows& rows, int64_t b, int64_t first, int64_t h, int64_t count, float* to);

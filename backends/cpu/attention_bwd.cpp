@@ -29,6 +29,7 @@ struct Division {
     // k, v, dk, dv; q, do and their transposes; p, dp, slope of the cap
     slot = 2 * kKeys * (d + dv) + 2 * kQueries * (d + dv) +
            (p.softcap > 0 ? 3 : 2) * kKeys * kQueries + tile_buffer_floats(p);
+    if (has_no_rows(p)) query_tiles = slot = 0;  // heads of no tokens may be of any size
   }
   int64_t total() const {
     return shares * query_tiles * kQueries * d + padded(delta) + slots * slot;

@@ -26,6 +26,7 @@ struct Division {
     // q transposed, o transposed, q's rows or o's row, scores; k and v
     slot = kQueries * (d + dv) + kQueries * std::max(d, dv) + kKeys * kQueries +
            tile_buffer_floats(p) + (packs ? 0 : kKeys * (d + dv));
+    if (has_no_rows(p)) slot = 0;  // heads of no tokens may be of any size
   }
   int64_t total() const { return packed_rows * (d + dv) + slots * slot; }
 

@@ -118,7 +118,9 @@ std::vector<int64_t> masked_rows(const te_fl_moe_permute_by_mask_fwd_args& a) {
     if (count == 0 || row <= rows - count) continue;
     for (int64_t t = 0; t < tokens; ++t) {
       const int64_t at = t * experts + e;
-      if (mask[at] != 0) backend::check_masked_row(at, row++, rows);
+      if (mask[at] == 0) continue;
+      backend::check_masked_row(at, row, rows);
+      ++row;  // behind the check, since the largest number has no next one
     }
   }
   auto* map = backend::data<int32_t>(*a.row_id_map);

@@ -283,6 +283,7 @@ void topk_bwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_b
   backend::check_router(a, m.cols);
   const ChoiceReader choice{a, m.cols};
   choice.check();
+  if (m.rows == 0) return;
   const Loader grads(*a.grad_probs), intermediate(*a.intermediate_output);
   const std::vector<uint8_t> all(static_cast<size_t>(m.cols), 1);
   for_each_row(m.rows, m.cols, [&](int64_t begin, int64_t end) {
@@ -341,6 +342,7 @@ Refusal refuse_score_fwd(const te_fl_fused_score_for_moe_aux_loss_fwd_args& a) {
 
 void score_bwd(const te_fl_context&, const te_fl_fused_score_for_moe_aux_loss_bwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.grad_scores);
+  if (m.rows == 0) return;
   const Loader grads(*a.grad_scores), intermediate(*a.intermediate_output);
   const std::vector<uint8_t> all(static_cast<size_t>(m.cols), 1);
   for_each_row(m.rows, m.cols, [&](int64_t begin, int64_t end) {

@@ -71,6 +71,10 @@ void ForwardRow(const void* raw, int64_t visible, int64_t cols, float factor, co
   for (int64_t i = 0; i < visible; i += lanes) {
     StoreF32(hn::Mul(LoadF32(y + i), inverse), y + i);
   }
+  if (mask == nullptr || !std::isnan(total)) return;
+  for (int64_t i = 0; i < visible; ++i) {  // a masked element is 0 beside a NaN, too
+    if (mask[i] != 0) y[i] = 0.0f;
+  }
 }
 
 // scale * y (dy - sum dy y) over the first `visible` elements, into dx as above.

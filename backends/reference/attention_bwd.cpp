@@ -36,7 +36,7 @@ class Backward {
         dk_(*a.dk, a.layout),
         dv_(*a.dv, a.layout),
         dbias_(a.dbias != nullptr ? static_cast<size_t>(backend::numel(*a.dbias)) : 0, 0.0),
-        dsink_(static_cast<size_t>(p_.heads), 0.0),
+        dsink_(p_.batch > 0 || a.dsink != nullptr ? static_cast<size_t>(p_.heads) : 0, 0.0),
         scores_(p_, q_, k_),
         dropout_(ctx, p_, backend::logical_extents(p_, spans_)),
         round_p_(a.s_quant),

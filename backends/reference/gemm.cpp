@@ -86,7 +86,7 @@ void generic_gemm(const te_fl_context&, const te_fl_generic_gemm_args& args) {
 
   std::vector<float> result(static_cast<size_t>(d.rows * d.cols));
   std::vector<float> pre_gelu(args.pre_gelu_out != nullptr ? result.size() : 0);
-  std::vector<double> row(static_cast<size_t>(d.cols));
+  std::vector<double> row(d.rows == 0 ? 0 : static_cast<size_t>(d.cols));
   for (int64_t m = 0; m < d.rows; ++m) {
     multiply_row(a.data() + m * k_extent, b.data(), k_extent, d.cols, row.data());
     for (int64_t n = 0; n < d.cols; ++n) {

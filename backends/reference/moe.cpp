@@ -137,7 +137,7 @@ void sum_rows(const te_fl_tensor& input, const te_fl_tensor& row_id_map, const t
   const std::vector<int64_t> map = checked_map(row_id_map, input.dl.shape[0]);
   const Reader rows(input);
   const std::vector<float> p = probs != nullptr ? Reader(*probs).all() : std::vector<float>();
-  std::vector<double> sums(static_cast<size_t>(cols));
+  std::vector<double> sums(tokens == 0 ? 0 : static_cast<size_t>(cols));
   std::vector<float> row(sums.size());
   for (int64_t t = 0; t < tokens; ++t) {
     std::fill(sums.begin(), sums.end(), 0.0);
@@ -177,7 +177,7 @@ void moe_unpermute_bwd(const te_fl_context&, const te_fl_moe_unpermute_bwd_args&
   }
   const Reader grads(*a.grad_output), inputs(*a.fwd_input);
   const std::vector<float> p = a.probs != nullptr ? Reader(*a.probs).all() : std::vector<float>();
-  std::vector<float> grad(static_cast<size_t>(cols)), input(grad.size());
+  std::vector<float> grad(rows == 0 ? 0 : static_cast<size_t>(cols)), input(grad.size());
   std::vector<float> grad_probs(map.size(), 0.0f);
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t pair = pair_of[static_cast<size_t>(r)];

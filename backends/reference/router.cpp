@@ -224,6 +224,7 @@ void topk_bwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_b
   const backend::Matrix m = backend::as_matrix(*a.grad_probs);
   backend::check_router(a, m.cols);
   const std::vector<uint8_t> choice = choice_of(a, m);
+  if (m.rows == 0) return;
   const std::vector<uint8_t> all(static_cast<size_t>(m.cols), 1);
   const Reader grads(*a.grad_probs), saved(*a.intermediate_output);
   for (int64_t t = 0; t < m.rows; ++t) {
@@ -268,6 +269,7 @@ void score_fwd(const te_fl_context&, const te_fl_fused_score_for_moe_aux_loss_fw
 
 void score_bwd(const te_fl_context&, const te_fl_fused_score_for_moe_aux_loss_bwd_args& a) {
   const backend::Matrix m = backend::as_matrix(*a.grad_scores);
+  if (m.rows == 0) return;
   const std::vector<uint8_t> all(static_cast<size_t>(m.cols), 1);
   const Reader grads(*a.grad_scores), saved(*a.intermediate_output);
   for (int64_t t = 0; t < m.rows; ++t) {

@@ -76,6 +76,7 @@ void gate_forward(const G& gate, const te_fl_tensor& input, const te_fl_tensor* 
                   const te_fl_tensor& output, int64_t interleave) {
   const GatedRows<G> rows(gate, output, scales, interleave);
   const int64_t half = rows.row.half;
+  if (rows.count == 0) return;
   std::vector<double> x(static_cast<size_t>(rows.width)), y(static_cast<size_t>(half));
   for (int64_t i = 0; i < rows.count; ++i) {
     Reader(input).read(i * rows.width, rows.width, x.data());
@@ -93,6 +94,7 @@ template <class G>
 void gate_backward(const G& gate, const ScaledGradient& g, int64_t interleave) {
   const GatedRows<G> rows(gate, *g.grad, g.scales, interleave);
   const int64_t half = rows.row.half;
+  if (rows.count == 0) return;
   std::vector<double> x(static_cast<size_t>(rows.width)), dx(x.size());
   std::vector<double> dy(static_cast<size_t>(half)), sums(static_cast<size_t>(rows.count));
   for (int64_t i = 0; i < rows.count; ++i) {

@@ -210,7 +210,7 @@ void embedding_bwd(const te_fl_context&, const te_fl_embedding_bwd_args& args) {
     positions[next[static_cast<size_t>(indices[i])]++] = i;
   }
   const Reader grad(*args.grad_output), previous(*args.grad_weight);
-  std::vector<float> row(static_cast<size_t>(table.cols));
+  std::vector<float> row(table.rows == 0 ? 0 : static_cast<size_t>(table.cols));
   std::vector<double> sums(row.size());
   for (int64_t v = 0; v < table.rows; ++v) {
     std::fill(sums.begin(), sums.end(), 0.0);
@@ -238,7 +238,7 @@ void cross_entropy_fwd(const te_fl_context&, const te_fl_cross_entropy_fwd_args&
   const std::vector<int64_t> targets = checked_targets(*args.targets, classes, args.ignore_index);
   const Reader logits(*args.logits);
   const double smoothing = args.label_smoothing;
-  std::vector<float> x(static_cast<size_t>(classes));
+  std::vector<float> x(targets.empty() ? 0 : static_cast<size_t>(classes));
   for (size_t i = 0; i < targets.size(); ++i) {
     const auto row = static_cast<int64_t>(i);
     logits.read(row * classes, classes, x.data());

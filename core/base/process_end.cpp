@@ -1,8 +1,8 @@
 #include "core/base/process_end.hpp"
 
+#include <cxxabi.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <string>
 #include <thread>
 
@@ -29,7 +29,13 @@ void wait(const std::atomic<void (*)(EndClock::time_point) noexcept>& how,
   if (const auto f = how.load(std::memory_order_acquire); f != nullptr) f(EndClock::now() + limit);
 }
 
-void before_exit() {
+// The C library knows the handler of exit() by this address. While a thread takes it back, which
+// runs it, the thread's number stands in g_taking_back.
+char g_handler_owner = 0;
+constinit std::atomic<int> g_taking_back{0};
+
+void before_exit(void*) noexcept {
+  if (g_taking_back.load() == gettid()) return;
   int none = 0;
   if (!g_ending_thread.compare_exchange_strong(none, gettid())) return;  // it has waited
   wait(g_wait_for_loads, kLoads);
@@ -40,6 +46,7 @@ void before_exit() {
 void in_child() {
   if (g_ending_thread.load() != 0) g_ending_thread.store(gettid());
   g_main_ended.store(false);
+  g_taking_back.store(0);
 }
 const ForkedChild child(LockLevel::kBuiltins, &in_child);
 
@@ -54,6 +61,13 @@ struct ThreadEnd {
   }
 };
 thread_local ThreadEnd t_end;
+// Also called where te-fl's library is closed before the process ends, as its code goes then.
+[[gnu::destructor]] void take_handler_back() noexcept {
+  g_taking_back.store(gettid());
+  (void)abi::__cxa_finalize(&g_handler_owner);
+  g_taking_back.store(0);
+}
+
 // The thread that loads te-fl, mostly the main one, may exit without having used it.
 [[maybe_unused]] const bool loader_watched = (watch_thread_end(), true);
 
@@ -61,7 +75,12 @@ thread_local ThreadEnd t_end;
 
 void watch_thread_end() noexcept { t_end.watched = true; }
 
-void watch_exit() noexcept { (void)std::atexit(&before_exit); }
+void watch_exit() noexcept {
+  // The old one goes first, so that the C library has room for the new one where it was. An exit()
+  // between the two waits for this load all the same, as its thread ends (ThreadEnd).
+  take_handler_back();
+  (void)abi::__cxa_atexit(&before_exit, nullptr, &g_handler_owner);
+}
 
 void wait_for_main_to_exit() noexcept {
   if (!g_main_ended.exchange(false)) return;

@@ -21,8 +21,9 @@ inline constinit std::atomic<void (*)(EndClock::time_point end) noexcept> g_wait
 // To be called once by each thread that uses te-fl. exit() destroys the objects of its own thread
 // before any static one, so the thread's end waits for a load that goes on then.
 void watch_thread_end() noexcept;
-// To be called whenever a plugin has been loaded: the objects that it made are destroyed after the
-// wait, as exit() goes from the newest to the oldest.
+// To be called whenever a plugin has been loaded, by one thread at a time: the objects that it made
+// are destroyed after the wait, as exit() goes from the newest to the oldest. There is one handler,
+// which becomes the newest.
 void watch_exit() noexcept;
 // To be called before a load begins: where the main thread has just ended, exit() may be about to
 // run, and a moment shows it.

@@ -3,12 +3,14 @@
 #include "core/device/device_list.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <mutex>
 #include <thread>
 
 #include "core/base/abi_struct.hpp"
+#include "core/base/best_effort.hpp"
 #include "core/base/fork.hpp"
 #include "core/base/text.hpp"
 #include "core/device/host_device.hpp"
@@ -160,9 +162,15 @@ bool DeviceEntry::lose(const std::string& reason) {
 
 void DeviceEntry::last_gone() noexcept {
   drop_allocator(device);
-  {
-    const std::lock_guard lock(list_mutex);
-    unlist(this);
+  for (bool listed = true; listed;) {
+    try {
+      const std::lock_guard lock(list_mutex);
+      unlist(this);
+      listed = false;
+    } catch (...) {  // the plugin goes only after the device is out of the list, so this waits for
+                     // memory
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
   }
   // Moved out, so that what it holds goes with it: the entry itself stays for ever.
   const std::function<void()> gone = std::exchange(on_gone_, nullptr);
@@ -281,7 +289,9 @@ Result<Device> enlist(const te_fl_device_desc* desc) {
                       te_fl::to_string(entry->device) +
                       (taken ? "" : ", and a DLPack device type has one provider (rule R18)"));
   }
-  auto next = std::make_unique<core::List>(now);
+  auto next = std::make_unique<core::List>();
+  next->reserve(now.size() + 1);
+  next->assign(now.begin(), now.end());
   next->push_back(new DeviceEntry{device, desc, std::move(provider)});
   core::publish(std::move(next));
   return device;
@@ -292,7 +302,13 @@ Result<Device> enlist(const te_fl_device_desc* desc) {
 Result<Device> add(const te_fl_device_desc* desc) {
   TE_FL_ASSIGN_OR_RETURN(const Device device, enlist(desc));
   // Outside the lock, since the hook looks the device up.
-  if (auto* tell = core::g_device_hooks.added.load(std::memory_order_acquire)) tell(device);
+  try {
+    if (auto* tell = core::g_device_hooks.added.load(std::memory_order_acquire)) tell(device);
+  } catch (...) {  // no memory for it: the device is not there then
+    const std::lock_guard lock(core::list_mutex);
+    core::unlist(core::entry_of(core::devices_now(), device));
+    throw;
+  }
   return device;
 }
 
@@ -319,9 +335,14 @@ Status remove(const Device& device) {
   // holds can only shrink from then on; if it is less than it was, something else was counted.
   const int64_t held = core::held_on(device);
   bool closed = entry->close(held);
-  if (closed && core::held_on(device) != held) {
+  try {
+    if (closed && core::held_on(device) != held) {
+      entry->reopen();
+      closed = false;
+    }
+  } catch (...) {  // no memory to count it again
     entry->reopen();
-    closed = false;
+    throw;
   }
   if (!closed) {
     const int64_t others = std::max<int64_t>(entry->live() - core::held_on(device), 1);
@@ -329,9 +350,17 @@ Status remove(const Device& device) {
                                          std::to_string(others) +
                                          " live allocations, streams or events; free them first");
   }
-  core::bar_device(device);
-  core::wait_outside();  // ops on somebody else's memory hold no object of the device
-  core::leave_device(device);
+  try {
+    core::bar_device(device);
+    core::wait_outside();  // ops on somebody else's memory hold no object of the device
+    core::leave_device(device);
+  } catch (...) {  // no memory for it: the device stays
+    entry->unbar();
+    entry->reopen();
+    if (auto* tell = core::g_device_hooks.added.load(std::memory_order_acquire))
+      core::best_effort([&] { tell(device); });
+    throw;
+  }
   entry->release();
   // A thread that has just come to look at it takes it out of the list as it leaves.
   while (core::is_listed(entry)) std::this_thread::yield();

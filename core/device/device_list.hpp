@@ -45,6 +45,7 @@ struct DeviceEntry {
   bool in_service() const noexcept { return !closed() && lost() == nullptr; }
   // Closed from now on, while threads may still be inside. For the list's functions below.
   void bar() noexcept { barred_.store(true, std::memory_order_seq_cst); }
+  void unbar() noexcept { barred_.store(false, std::memory_order_seq_cst); }
   // Counts an object in. False if the device is closed.
   bool acquire() noexcept {
     if (barred_.load(std::memory_order_acquire)) return false;

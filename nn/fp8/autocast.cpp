@@ -1,6 +1,7 @@
 #include "nn/fp8/autocast.hpp"
 
 #include <algorithm>
+#include <new>
 #include <utility>
 
 #include "nn/base/capture.hpp"
@@ -191,11 +192,27 @@ autocast::autocast(AutocastOptions options, Recipe recipe)
   detail::push_frame(frame_);
 }
 
+namespace {
+
+Status exit_in_any_case(autocast& scope) {
+  try {
+    return scope.exit();
+  } catch (const std::bad_alloc&) {
+    return Status(StatusCode::kOutOfMemory,
+                  "no host memory is left to update the scales at the end of an autocast");
+  }
+}
+
+}  // namespace
+
 autocast::~autocast() {
-  Status status = exit();
-  if (status.ok()) return;
-  log::error("autocast: " + status.to_string());
-  detail::current_gradient_updates()->defer(status);
+  try {
+    const Status status = exit_in_any_case(*this);
+    if (status.ok()) return;
+    log::error("autocast: " + status.to_string());
+    detail::current_gradient_updates()->defer(status);
+  } catch (const std::bad_alloc&) {  // nor for the words
+  }
 }
 
 Status autocast::exit(std::optional<bool> updates) {

@@ -24,7 +24,8 @@ T& communicator(const te_fl_communicator* comm) noexcept {
 
 // The bytes of a tensor's elements; types of less than a byte fill whole ones.
 inline int64_t bytes_of(const te_fl_tensor& t) noexcept {
-  return (numel(t) * t.dl.dtype.bits + 7) / 8;
+  const int64_t count = numel(t), bits = t.dl.dtype.bits;
+  return count / 8 * bits + (count % 8 * bits + 7) / 8;  // 64 bits hold the bytes, not all bits
 }
 
 namespace detail {
@@ -72,7 +73,7 @@ inline void need_own_part(const char* name, const te_fl_tensor& part, const te_f
 }
 
 inline void need_whole_bytes(const char* name, const te_fl_tensor& t, int64_t elements) {
-  if (elements * t.dl.dtype.bits % 8 == 0) return;
+  if (elements % 8 * t.dl.dtype.bits % 8 == 0) return;
   invalid(std::string("argument '") + name + "' has parts of " + std::to_string(elements) +
           " elements of " + std::to_string(t.dl.dtype.bits) +
           " bits, which do not fill whole bytes; pad it");
@@ -148,7 +149,8 @@ void check_collective(const te_fl_context&, const Args& a) {
 
 // Bytes of one row of all_to_all_v.
 inline int64_t row_bytes(const te_fl_tensor& t) noexcept {
-  return detail::row_elements(t) * t.dl.dtype.bits / 8;
+  const int64_t count = detail::row_elements(t), bits = t.dl.dtype.bits;
+  return count / 8 * bits + count % 8 * bits / 8;
 }
 
 }  // namespace te_fl::backend

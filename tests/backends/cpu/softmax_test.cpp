@@ -82,6 +82,19 @@ TEST(CpuSoftmax, MaskedRowsNanAndInfinity) {
   for (int i = 6; i < 9; ++i) EXPECT_EQ(v[i], 0) << "a fully masked row";
   EXPECT_EQ(v[9], 0.5);
   EXPECT_EQ(v[11], 0);
+  // Beside a NaN, or an infinity that becomes one, what is masked out is 0 all the same.
+  for (const float odd : {NAN, INFINITY}) {
+    HostTensor wide({1, 1, 1, 40}, TE_FL_F32), hidden({1, 1, 1, 40}, TE_FL_U8),
+        out(wide.shape(), TE_FL_F32);
+    std::vector<double> values(40, 1), bits(40, 0);
+    values[7] = odd, bits[3] = 1, bits[38] = 7;
+    wide.fill(values), hidden.fill(bits);
+    a.input = wide, a.mask = hidden, a.output = out;
+    ASSERT_OK(run_cpu("scaled_masked_softmax_forward", a));
+    for (size_t i = 0; i < 40; ++i) {
+      EXPECT_EQ(std::isnan(out.values()[i]), bits[i] == 0) << odd << " " << i;
+    }
+  }
   HostTensor shifted(x, {1, 1, 3, 3}, {}, 1), front(x, {1, 1, 3, 3}, {}, 0);
   te_fl_softmax_fwd4_args f;
   f.input = shifted, f.output = front;

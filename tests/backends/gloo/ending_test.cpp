@@ -1,0 +1,28 @@
+// A Comm over Gloo that is destroyed or aborted while another thread is in a collective on it.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "support/ending_comms.hpp"
+#include "te_fl/environment.hpp"
+
+namespace te_fl {
+namespace {
+
+// In a process of its own, since the other tests' ranks are children of this one, which has no
+// plugin loaded.
+TEST(GlooEndingComms, EndWithAStatus) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(60);
+    EXPECT_OK(environment::set("TE_FL_PLUGIN_MODULES", TE_FL_GLOO_PLUGIN));
+    testing::check_ending("gloo");
+    ::_exit(::testing::Test::HasFailure() ? 1 : 0);
+  }
+  int state = 0;
+  ASSERT_EQ(::waitpid(child, &state, 0), child);
+  EXPECT_EQ(state, 0);
+}
+
+}  // namespace
+}  // namespace te_fl

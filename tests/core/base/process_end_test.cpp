@@ -1,0 +1,22 @@
+#include "core/base/process_end.hpp"
+
+#include <gtest/gtest.h>
+#include <malloc.h>
+
+#include "support/sanitizers.hpp"
+
+namespace te_fl::core {
+namespace {
+
+// A program that loads and deactivates plugins for days keeps no more for it than one that does it
+// once.
+TEST(ProcessEnd, OneHandlerServesAllLoads) {
+  if (TE_FL_ASAN || TE_FL_TSAN) GTEST_SKIP() << "their allocators count nothing here";
+  for (int i = 0; i < 100; ++i) watch_exit();
+  const size_t before = mallinfo2().uordblks;
+  for (int i = 0; i < 10000; ++i) watch_exit();
+  EXPECT_LT(mallinfo2().uordblks, before + 2048);
+}
+
+}  // namespace
+}  // namespace te_fl::core

@@ -1,0 +1,181 @@
+// Communicators that end while another thread is in a collective of theirs, over any provider whose
+// ranks may be threads. A test includes it and runs check_ending() of its provider.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "comm/rep.hpp"
+#include "support/expect.hpp"
+#include "te_fl/comm.hpp"
+#include "te_fl/ops.hpp"
+#include "te_fl/tensor.hpp"
+
+namespace te_fl::testing {
+
+// Two ranks, of which rank 0 makes a call that waits for rank 1.
+class EndingComms {
+ public:
+  // The tensors of one rank's call; `call` is the collective.
+  struct Tensors {
+    Tensor part = Tensor::zeros({3}, DType::kF32).value();
+    Tensor whole = Tensor::zeros({6}, DType::kF32).value();
+    Tensor other = Tensor::zeros({6}, DType::kF32).value();
+  };
+  struct Collective {
+    std::string name;
+    std::function<Status(const te_fl_communicator*, int rank, const Tensors&)> call;
+  };
+
+  EndingComms(const std::string& provider, std::chrono::milliseconds timeout) {
+    const std::shared_ptr<Store> store = Store::in_process();
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < 2; ++rank) {
+      threads.emplace_back([&, rank] {
+        CommOptions options;
+        options.rank = rank, options.size = 2;
+        options.store = store;
+        options.name = "ending";
+        options.provider = provider;
+        options.timeout = timeout;
+        Result<Comm> made = Comm::create(options);
+        EXPECT_OK(made);
+        if (made.ok()) ranks[rank] = std::move(*made);
+      });
+    }
+    for (std::thread& t : threads) t.join();
+  }
+  ~EndingComms() {
+    if (caller_.joinable()) caller_.join();
+  }
+
+  // Starts rank 0's call on a thread of its own, and returns when it is inside the provider.
+  void begin(const Collective& collective) {
+    id = ranks[0].c()->id;
+    const std::shared_ptr<Comm::Rep> rep = comm::find(id);
+    ASSERT_NE(rep, nullptr);
+    weak_ = rep;
+    caller_ = std::thread(
+        [this, &collective, c = ranks[0].c()] { status = collective.call(c, 0, tensors[0]); });
+    while (rep->since.load() == 0) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  // True if rank 0's provider has destroyed its part.
+  bool closed() const {
+    const std::shared_ptr<Comm::Rep> rep = weak_.lock();
+    if (rep == nullptr) return true;
+    const std::lock_guard lock(rep->life);
+    return rep->closed;
+  }
+  // Rank 0's status, when its call has ended.
+  const Status& ended() {
+    caller_.join();
+    return status;
+  }
+
+  Comm ranks[2];
+  Tensors tensors[2];
+  uint64_t id = 0;
+  Status status;
+
+  static const std::vector<Collective>& collectives() {
+    static const std::vector<int64_t> rows = {3, 3};
+    static const std::vector<Collective> all = {
+        {"all_reduce",
+         [](const te_fl_communicator* c, int, const Tensors& t) {
+           return ops::all_reduce({.input = t.part, .output = t.part, .comm = c});
+         }},
+        {"all_gather",
+         [](const te_fl_communicator* c, int, const Tensors& t) {
+           return ops::all_gather({.input = t.part, .output = t.whole, .comm = c});
+         }},
+        {"reduce_scatter",
+         [](const te_fl_communicator* c, int, const Tensors& t) {
+           return ops::reduce_scatter({.input = t.whole, .output = t.part, .comm = c});
+         }},
+        {"all_to_all",
+         [](const te_fl_communicator* c, int, const Tensors& t) {
+           return ops::all_to_all({.input = t.whole, .output = t.other, .comm = c});
+         }},
+        {"all_to_all_v",
+         [](const te_fl_communicator* c, int, const Tensors& t) {
+           return ops::all_to_all_v({.input = t.whole,
+                                     .output = t.other,
+                                     .comm = c,
+                                     .input_rows = rows.data(),
+                                     .input_rows_count = 2,
+                                     .output_rows = rows.data(),
+                                     .output_rows_count = 2});
+         }},
+        {"broadcast",
+         [](const te_fl_communicator* c, int, const Tensors& t) {
+           return ops::broadcast({.data = t.part, .comm = c, .root = 1});
+         }},
+        {"recv",
+         [](const te_fl_communicator* c, int rank, const Tensors& t) {
+           return rank == 0 ? ops::recv({.output = t.part, .comm = c, .peer = 1})
+                            : ops::send({.input = t.part, .comm = c, .peer = 0});
+         }},
+        {"barrier", [](const te_fl_communicator* c, int,
+                       const Tensors&) { return ops::barrier({.comm = c}); }},
+    };
+    return all;
+  }
+
+ private:
+  std::weak_ptr<Comm::Rep> weak_;
+  std::thread caller_;
+};
+
+inline void check_ending(const std::string& provider) {
+  using std::chrono::milliseconds;
+  constexpr milliseconds kLong{20000}, kShort{150};
+  for (const EndingComms::Collective& collective : EndingComms::collectives()) {
+    SCOPED_TRACE(provider + " " + collective.name);
+    {  // Destroyed, and the call goes on until the other rank comes.
+      EndingComms two(provider, kLong);
+      two.begin(collective);
+      two.ranks[0] = Comm();
+      EXPECT_FALSE(two.closed()) << "under the call";
+      EXPECT_OK(collective.call(two.ranks[1].c(), 1, two.tensors[1]));
+      EXPECT_OK(two.ended());
+      EXPECT_TRUE(two.closed());
+      EXPECT_EQ(comm::find(two.id), nullptr);
+    }
+    {  // Aborted and destroyed, and the call ends at once and says why.
+      EndingComms two(provider, kLong);
+      two.begin(collective);
+      const auto start = std::chrono::steady_clock::now();
+      two.ranks[0].abort("the loss is not finite");
+      two.ranks[0] = Comm();
+      EXPECT_FAILS(two.ended(), kCommFailed, "the loss is not finite");
+      EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(10000));
+      EXPECT_FAILS(collective.call(two.ranks[1].c(), 1, two.tensors[1]), kCommFailed, "");
+    }
+    // The rest ends by time-outs, so that not every op does it.
+    if (collective.name != "all_reduce" && collective.name != "recv") continue;
+    {  // Destroyed, and nobody comes: the time-out ends the call.
+      EndingComms two(provider, kShort);
+      two.begin(collective);
+      two.ranks[0] = Comm();
+      EXPECT_FAILS(two.ended(), kCommFailed, collective.name);
+    }
+    {  // The other rank destroys its part, and the call ends by the time-out or before.
+      EndingComms two(provider, kShort);
+      two.begin(collective);
+      two.ranks[1] = Comm();
+      EXPECT_FAILS(two.ended(), kCommFailed, collective.name);
+    }
+  }
+}
+
+}  // namespace te_fl::testing
