@@ -17,8 +17,8 @@ PACKAGE = os.path.dirname(os.path.abspath(te_fl.__file__))
 FRAMEWORKS = ("torch", "jax", "jaxlib", "flax", "triton", "numpy", "transformer_engine")
 # The modules that import a framework, since they are made for one.
 # te_fl.private_device is for devices of PyTorch, below te_fl.pytorch; NVIDIA's package, which has imported PyTorch, imports what follows it.
-FOR_FRAMEWORKS = ("te_fl.pytorch", "te_fl.jax", "te_fl.private_device", "te_fl.transformer_engine_torch", "te_fl.inside.host_device",
-                  "te_fl.inside.host_autocast", "te_fl.inside.host_kernels", "te_fl.multi_tensor", "te_fl.remainders", "te_fl.attention_logits")
+FOR_FRAMEWORKS = ("te_fl.pytorch", "te_fl.jax", "te_fl.private_device", "te_fl.transformer_engine_torch", "te_fl.inside.host_",
+                  "te_fl.multi_tensor", "te_fl.remainders", "te_fl.attention_logits")
 
 
 def run(code, **environment):

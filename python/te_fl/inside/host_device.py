@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _triton
 
-from te_fl.inside import host_autocast, host_cuda
+from te_fl.inside import host_autocast, host_cuda, host_groups
 
 
 def _is_cuda(value: Any) -> bool:
@@ -85,6 +85,8 @@ class _HostMode(TorchFunctionMode):
                 kwargs = {**kwargs, "device": _device_on_host(kwargs["device"])}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
+            if isinstance(kwargs.get("generator"), host_cuda.Generator):
+                kwargs = {**kwargs, "generator": kwargs["generator"].real}
         if any(map(_is_cuda, args)):
             args = tuple(map(_on_host, args))
         return func(*args, **kwargs)
@@ -151,7 +153,9 @@ class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
 
 
 class _Generator(torch._C.Generator, metaclass=_GeneratorType):
-    """torch.Generator, which asks no function mode."""
+    """torch.Generator, which asks no function mode. Pickles of a generator name it."""
+
+    __module__, __qualname__ = "torch", "Generator"
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return torch._C.Generator(_device_on_host(device))
@@ -198,56 +202,18 @@ def _compiler_of_the_host() -> None:
         return None if self.device is None else constant.ConstantVariable.create(self.device.type == "cpu")
 
     tensor.TensorVariable.method_attr_is_cuda = is_cuda
+    if (module := sys.modules.get("torch._inductor.fx_passes.joint_graph")) is not None:  # Else package.py waits for its import.
+        trace_patterns(module)
 
 
-class _Message:
-    """A message between processes, which may be waited for again, as NCCL's may; Gloo's would wait for ever."""
-
-    def __init__(self, work: Any):
-        self._work, self._done = work, False
-
-    def wait(self, *arguments: Any) -> bool:
-        if not self._done:
-            self._work.wait(*arguments)
-            self._done = True
-        return True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
-def _messages_of_the_host() -> None:
-    for name in ("isend", "irecv"):
-        def call(*arguments: Any, _begin: Any = getattr(torch.distributed, name), **options: Any) -> Any:
-            work = _begin(*arguments, **options)
-            return None if work is None else _Message(work)
-
-        for module in (torch.distributed, torch.distributed.distributed_c10d):
-            setattr(module, name, call)
-    for module in (torch.distributed, torch.distributed.distributed_c10d):
-        module._coalescing_manager = _one_by_one
-
-
-class _Done:
-    """The handle of collectives that were done one by one."""
-
-    def append(self, work: Any) -> None:
-        if work is not None:
-            work.wait()
-
-    def wait(self) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
-    """Gloo joins no collectives; each within is done when its call returns."""
-    yield _Done()
+def trace_patterns(module: Any) -> None:
+    """module: inductor's torch._inductor.fx_passes.joint_graph. While a graph is compiled no mode is entered."""
+    module.lazy_init = _in_mode(module.lazy_init)
 
 
 def install() -> None:
     if torch.distributed.is_available():
-        _messages_of_the_host()
+        host_groups.install()
     _makers_of_the_host()
     _random_state_of_the_host()
     _enter_in_backwards()
