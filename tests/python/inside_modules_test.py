@@ -599,6 +599,14 @@ class Host(unittest.TestCase):
         self.assertEqual(x.type("torch.cuda.HalfTensor").dtype, torch.float16)
         self.assertEqual(x.type(torch.float32).type(dtype="torch.cuda.DoubleTensor").dtype, torch.float64)
         self.assertEqual(torch.device(0), x.device)
+        # Programs assert what they have brought to the host by name, as Megatron's checkpoints do in the process that writes them.
+        words = lambda t: (t.is_cuda, t.is_cpu, t.get_device(), t.type())  # noqa: E731
+        for there in (x.cpu(), x.to("cpu"), x.to(device="cpu"), x.pin_memory(), x.float().to("cpu", BF16), torch.nn.Parameter(x).detach().cpu()):
+            self.assertEqual(words(there), (False, True, -1, "torch.BFloat16Tensor"))
+            for again in (there.cuda(), there.to("cuda"), there.to(x.device), there.to(0), there.to(device="cuda"), there + 1):
+                self.assertEqual(words(again), (True, False, 0, "torch.cuda.BFloat16Tensor"))
+                self.assertNotEqual(again.data_ptr(), there.data_ptr())
+            self.assertIs(there.to(BF16), there)
 
     def test_seeds_of_cuda(self):
         numbers = []
