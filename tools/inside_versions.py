@@ -22,7 +22,7 @@ FACTS = ROOT / "tests/python/transformer_engine_torch_versions.json"
 ROWS = {"Linear, LayerNormLinear": ("Linear ", "LayerNormLinear"), "LayerNormMLP": ("LayerNormMLP",), "GroupedLinear": ("GroupedLinear",),
         "DotProductAttention": ("DotProductAttention",), "TransformerLayer": ("TransformerLayer",), "te.ops.Sequential": ("te.ops",),
         "checkpoint": ("checkpoint",), "quantized_model_init": ("quantized_model_init",), "FusedAdam": ("FusedAdam",),
-        "moe_permute, router": ("moe_permute", "router"), "RoPE, softmax": ("rope", "softmax"), "MXFP8, NVFP4 quantizers": ("MXFP8", "NVFP4")}
+        "moe_permute, router": ("moe_permute", "router"), "parallel_cross_entropy": ("parallel_cross_entropy",), "RoPE, softmax": ("rope", "softmax"), "MXFP8, NVFP4 quantizers": ("MXFP8", "NVFP4")}
 
 
 def download(folder):

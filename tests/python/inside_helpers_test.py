@@ -223,7 +223,15 @@ class Sequences(Case):
         self.assertEqual(one.tolist(), [[1, 1, 1, 0]] * 2)
         self.assertEqual(two.tolist(), torch.ones(3, 8).tolist())
         self.refuses("alignment 0", lambda: tex.multi_tensor_pad_last_dim([one], 0))
+        self.refuses("output 0 is torch.int32", lambda: tex.multi_tensor_transpose_to_bhsd([a], "sbhd", [torch.empty(3, 4, 2, 5, dtype=torch.int32)]))
         self.refuses("'thd'", lambda: tex.multi_tensor_transpose_to_bhsd([a], "thd"))
+
+
+    def test_a_result_of_another_dtype_is_refused(self):
+        x, codes = torch.randn(4, 3, 2), torch.randint(0, 255, (16, 8), dtype=torch.uint8)
+        self.refuses("out is torch.bfloat16", lambda: tex.swap_first_dims(x, out=torch.empty(3, 4, 2, dtype=torch.bfloat16)))
+        self.refuses("out is torch.float32", lambda: tex.nvfp4_data_transpose(codes, out=torch.empty(16, 8)))
+        self.refuses("torch.uint8 and torch.float32", lambda: tex.nvfp4_2d_scale_transpose(codes, torch.empty(16, 8), 1, 1))
 
 
 class Cache(Case):
@@ -345,6 +353,7 @@ class ContextParallel(Case):
         tex.thd_out_correction(flat, step[:28], old, total, new, cu, False, True)
         tex.thd_out_correction(square, step[:28], square_old, square_total, square_new, cu, False, False)
         self.assertTrue(torch.equal(flat, square))
+        self.refuses("all but the tokens are alike", lambda: tex.thd_out_correction(flat, step[:28, :1], old, total, new, cu, False, True))
 
     def test_gradients(self):
         cu, halves = boundaries(*self.LENGTHS), self.halves(self.LENGTHS)
@@ -364,6 +373,8 @@ class ContextParallel(Case):
         self.refuses("not added as bytes", lambda: tex.thd_grad_correction(codes, codes[:14], cu, "add", "none"))
         self.refuses("second_half is 'mul'", lambda: tex.thd_grad_correction(codes, codes, cu, "copy", "mul"))
         self.refuses(r"\(copy, none\) takes 14 of 28", lambda: tex.thd_grad_correction(codes, codes, cu, "copy", "none"))
+        self.refuses("grad is torch.uint8 and grad_per_step torch.float32", lambda: tex.thd_grad_correction(codes, codes[:14].float(), cu, "copy", "none"))
+        self.refuses("all but the tokens are alike", lambda: tex.thd_grad_correction(codes, codes[:14, :1], cu, "copy", "none"))
 
     def test_orders_of_ranks(self):
         lengths, ranks = (8, 16, 0, 24), 4

@@ -5,6 +5,8 @@ import functools
 import math
 import os
 import sys
+import threading
+import types
 import unittest
 
 import inside_package  # noqa: F401  (first: it brings the package in)
@@ -17,6 +19,7 @@ import te_fl
 import te_fl.pytorch as ours
 from te_fl.common import recipe as our_recipes
 from te_fl.errors import InvalidArgument, Unsupported
+from te_fl.inside import package
 from te_fl.pytorch.fp8 import extra_state
 
 BF16 = torch.bfloat16
@@ -486,6 +489,47 @@ class Host(unittest.TestCase):
 
         self.assertEqual(torch.compile(branch, fullgraph=True, backend="aot_eager")(torch.ones(2, device="cuda")).tolist(), [9.0] * 2)
 
+    def test_patterns_of_the_compiler(self):
+        """Inductor traces its patterns with tensors of a GPU, in no mode, as in a thread of its own: where its module is imported the mode is entered."""
+        class Loader:
+            @staticmethod
+            def exec_module(module):
+                module.lazy_init = lambda input_device=None: torch.empty(1, device="cuda").device.type
+
+        module, found = types.ModuleType("torch._inductor.fx_passes.joint_graph"), []
+        package._ON_HOST[module.__name__](Loader, module)
+        thread = threading.Thread(target=lambda: found.append(module.lazy_init(None)))
+        thread.start()
+        thread.join()
+        self.assertEqual(found, ["cpu"])
+
+    def test_shared_states_of_random_numbers(self):
+        """torch.cuda's default generator can lend its state and take another's, as Megatron's checkpoints do: what draws by a state moves it on."""
+        default = torch.cuda.default_generators[0]
+        self.assertIsInstance(default, torch.Generator)
+        torch.cuda.manual_seed(7)
+        first, other = default.graphsafe_get_state(), default.clone_state().manual_seed(9)
+        want = [torch.rand(2, generator=torch.Generator().manual_seed(seed)).tolist() for seed in (7, 9)]
+        again = torch.rand(4, generator=torch.Generator().manual_seed(9)).tolist()
+        default.graphsafe_set_state(other)
+        self.assertEqual(torch.rand(2, device="cuda").tolist(), want[1])
+        default.graphsafe_set_state(first)
+        self.assertEqual(torch.rand(2, device="cuda", generator=default).tolist(), want[0])
+        self.assertEqual((want[1] + torch.rand(2, generator=other).tolist()), again)
+        self.assertTrue(torch.equal(default.get_state(), torch.cuda.get_rng_state()))
+
+    def test_modules_of_several_ranks(self):
+        """DistributedDataParallel is asked for with the number of a device."""
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+        self.addCleanup(torch.distributed.destroy_process_group)
+        self.assertEqual(torch.distributed.get_backend(), "gloo")
+        net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2, device="cuda"), device_ids=[0], output_device=0)
+        net(torch.ones(1, 2, device="cuda")).sum().backward()
+        self.assertEqual(net.module.weight.grad.tolist(), [[1.0] * 2] * 2)
+        with self.assertRaisesRegex(ValueError, "device_ids can only be None or contain a single element"):
+            torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2), device_ids=[0, 1])
+
     def test_autocast_is_of_all_tensors(self):
         """torch.autocast("cuda") rules PyTorch's own ops, by CUDA's table, of which this is a part for each of its rules."""
         x, wide, linear = torch.randn(4, 4, device="cuda"), torch.randn(4, 4, device="cuda"), torch.nn.Linear(4, 4, device="cuda")
@@ -555,6 +599,14 @@ class Host(unittest.TestCase):
         self.assertEqual(x.type("torch.cuda.HalfTensor").dtype, torch.float16)
         self.assertEqual(x.type(torch.float32).type(dtype="torch.cuda.DoubleTensor").dtype, torch.float64)
         self.assertEqual(torch.device(0), x.device)
+        # Programs assert what they have brought to the host by name, as Megatron's checkpoints do in the process that writes them.
+        words = lambda t: (t.is_cuda, t.is_cpu, t.get_device(), t.type())  # noqa: E731
+        for there in (x.cpu(), x.to("cpu"), x.to(device="cpu"), x.pin_memory(), x.float().to("cpu", BF16), torch.nn.Parameter(x).detach().cpu()):
+            self.assertEqual(words(there), (False, True, -1, "torch.BFloat16Tensor"))
+            for again in (there.cuda(), there.to("cuda"), there.to(x.device), there.to(0), there.to(device="cuda"), there + 1):
+                self.assertEqual(words(again), (True, False, 0, "torch.cuda.BFloat16Tensor"))
+                self.assertNotEqual(again.data_ptr(), there.data_ptr())
+            self.assertIs(there.to(BF16), there)
 
     def test_seeds_of_cuda(self):
         numbers = []

@@ -308,7 +308,9 @@ class PartsOfMasterWeights(Compared):
                 ("out has 5 elements", tex.fp8_block_scaling_partial_cast, (x, out[:5], scale, 16, 16, 0, 128, DType.kFloat8E4M3)),
                 ("has float32", tex.fp8_block_scaling_partial_cast, (x, out, scale.double(), 16, 16, 0, 128, DType.kFloat8E4M3)),
                 ("multiples of 32", tex.mxfp8_scaling_compute_partial_amax, (x, scale, scale, 16, 16, 0)),
-                ("have shape (2, 2)", tex.mxfp8_scaling_partial_cast, (x, out, out, scale, scale, 32, 32, 0))):
+                ("are torch.uint8 (32, 1)", tex.mxfp8_scaling_compute_partial_amax, (x, *(out[:32].view(s) for s in ((32, 1), (1, 32))), 32, 32, 0)),
+                ("has torch.uint8 (32, 1) or more", tex.mxfp8_scaling_partial_cast, (x, out, out, torch.ones(32, 1), torch.ones(1, 32), 32, 32, 0)),
+                ("are torch.float32 (2, 2)", tex.mxfp8_scaling_partial_cast, (x, out, out, scale, scale, 32, 32, 0))):
             self.refused(words, call, *arguments)
         self.assertEqual((out.count_nonzero().item(), scale.sum().item()), (0, 4.0))
 

@@ -3,6 +3,7 @@ its part of Linear under sequence parallelism, whose activations go between rank
 
 import datetime
 import sys
+import time
 
 import inside_package  # noqa: F401
 import torch
@@ -15,7 +16,26 @@ from transformer_engine.pytorch import Float8CurrentScalingQuantizer, NVFP4Quant
 from transformer_engine.pytorch.constants import DType
 
 folder, rank = sys.argv[1], int(sys.argv[2])
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60))
+dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60),
+                        device_id=torch.device("cuda", rank))
+options = dist.ProcessGroupNCCL.Options() if dist.is_nccl_available() else None
+assert dist.get_backend() == dist.get_backend(dist.new_group([0, 1], backend="cpu:gloo,cuda:nccl", pg_options=options)) == "gloo"
+dist.barrier(device_ids=[rank])
+# Means are NCCL's alone, and so is what is joined: values of two dtypes, of which one rank comes late.
+mine, parts = torch.full((4,), rank + 1.0), torch.empty(2)
+dist.reduce_scatter_tensor(parts, mine, op=dist.ReduceOp.AVG)
+dist.all_reduce(mine, dist.ReduceOp.AVG)
+assert mine.tolist() == [1.5] * 4 and parts.tolist() == [1.5] * 2, (mine, parts)
+gathered = [torch.zeros(6, dtype=kind) for kind in (torch.bfloat16, torch.uint8)]
+time.sleep(0.1 * rank)
+with torch.distributed._coalescing_manager(async_ops=True) as joined:
+    for whole in gathered:
+        dist.all_gather_into_tensor(whole, torch.full((3,), rank + 5, dtype=whole.dtype), async_op=True)
+    message = torch.zeros(1)
+    dist.isend(torch.tensor([rank + 7.0]), 1 - rank)
+    dist.irecv(message, 1 - rank)
+joined.wait()
+assert [whole.tolist() for whole in gathered] == [[5, 5, 5, 6, 6, 6]] * 2 and message.tolist() == [8.0 - rank], (gathered, message)
 whole = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
 whole[40, 3] = 9.0  # the largest, of rank 1
 mine, group = slice(32 * rank, 32 * rank + 32), dist.group.WORLD

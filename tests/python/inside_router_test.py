@@ -2,6 +2,7 @@
 that learns; and what the package's own Triton kernels compute, by PyTorch on a host: permutation by a routing map, cross-entropy."""
 
 import itertools
+import types
 import unittest
 from unittest import mock
 import warnings
@@ -14,6 +15,7 @@ import te_fl
 import transformer_engine.pytorch as te
 import transformer_engine_torch as tex  # the package brings it
 from te_fl.errors import Error
+from te_fl.inside import host_kernels
 from transformer_engine.common import recipe
 from transformer_engine.pytorch.constants import TE_DType
 from transformer_engine.pytorch.permutation import (moe_permute, moe_permute_and_pad_with_probs, moe_permute_with_probs, moe_sort_chunks_by_index,
@@ -308,6 +310,28 @@ class CrossEntropy(Compared):
             loss.backward(grad)
             want.backward(grad.view(want.shape).double())
             self.near(x.grad, z.grad, 1e-5 if dtype == torch.float32 else 1e-2)
+
+    def test_forms_of_versions_before(self):
+        """Until 2.19 the forward gives the gradient as well, in FP32 since 2.18, and autograd saves nothing else."""
+        backwards = {"_input": lambda _input, grad_output, is_cg_capturable=False: None,
+                     "grad_input": lambda grad_input, grad_output, is_cg_capturable=False: None}
+        for name, dtype, smoothing, reduce in itertools.product(backwards, (torch.float32, torch.bfloat16), (0.0, 0.2), (False, True)):
+            module = types.ModuleType("former")
+            module.cross_entropy_forward = lambda _input, target, label_smoothing, reduce_loss, dist_process_group, ignore_idx: None
+            module.cross_entropy_backward = backwards[name]
+            host_kernels.adopt(module)
+            x, target = drawn(3, 5, 11, dtype=dtype) * 4, torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(1))
+            target[1, 2] = 7
+            z, before = x.double().requires_grad_(), x.clone()
+            want = torch.nn.functional.cross_entropy(z.view(15, 11), target.view(-1), label_smoothing=smoothing, ignore_index=7,
+                                                     reduction="mean" if reduce else "none")
+            loss, grad = module.cross_entropy_forward(x, target, smoothing, reduce, None, 7)
+            outer = torch.rand(loss.shape, generator=torch.Generator().manual_seed(2))
+            want.backward(outer.view(want.shape).double())
+            self.near(loss.view(want.shape), want, 1e-5)
+            self.assertEqual(grad.dtype, torch.float32 if name == "grad_input" else dtype)
+            self.near(module.cross_entropy_backward(grad, outer, True), z.grad, 1e-5 if grad.dtype == torch.float32 else 1e-2)
+            self.assertTrue(torch.equal(x, before))
 
     def test_parts_of_the_vocabulary(self):
         whole, target, parts = drawn(2, 3, 12) * 4, torch.tensor([[0, 5, 6], [11, 7, 2]]), []

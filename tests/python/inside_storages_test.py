@@ -1,6 +1,9 @@
 """Ops on the storages of NVIDIA's package read what they hold at the time of the call, as matrices, with sizes and dtypes checked."""
 
 import ctypes
+import enum
+import io
+import pickle
 import unittest
 
 import inside_package  # noqa: F401
@@ -9,6 +12,7 @@ import torch
 from te_fl import _native
 from te_fl.errors import Error, InvalidArgument
 from te_fl.transformer_engine_torch import matrix_ops
+import transformer_engine.pytorch as te
 from transformer_engine.pytorch import Float8BlockQuantizer, Float8CurrentScalingQuantizer, Float8Quantizer
 from transformer_engine.pytorch.constants import DType
 import transformer_engine_torch as tex  # the package brings it
@@ -262,6 +266,35 @@ class WrongParts(Case):
             _native.storage_class(dict, "a", None, None, None, None, None, None)
         with self.assertRaises(TypeError):
             _native.storage_class("dict", "a", "b", None, None, "c", None, None)
+
+
+class Named(pickle.Unpickler):
+    """Notes the modules of what a pickle names."""
+
+    def find_class(self, module, name):
+        self.modules.add(module)
+        return super().find_class(module, name)
+
+
+class Pickles(unittest.TestCase):
+    def test_what_is_written_here_is_read_without_te_fl(self):
+        """Pickles name NVIDIA's modules and PyTorch's: enumerations of the extension module by its name, with the class and a number, as its own write theirs."""
+        numbered = [kind for kind in vars(tex).values() if isinstance(kind, type) and issubclass(kind, enum.IntEnum)]
+        self.assertGreater(len(numbered), 10)
+        quantizers = [quantizer_of(kind, False) for kind in ("delayed", "current", "square")]
+        quantizers[0].dtype = tex.DType.kFloat8E4M3  # as versions before 2.17 hold it
+        values = [*(member for kind in numbered for member in kind), *quantizers, *(q(torch.ones(128, 128)) for q in quantizers), tex.FP8TensorMeta,
+                  torch.Generator().manual_seed(1), te.Linear(16, 16, device="cpu").state_dict()]
+        for value in values:
+            with self.subTest(repr(value)[:60]):
+                reader = Named(io.BytesIO(pickle.dumps(value, 2)))
+                reader.modules = set()
+                again = reader.load()
+                self.assertFalse([name for name in reader.modules if name.startswith("te_fl")], reader.modules)
+                self.assertIs(type(again), type(value))
+                if isinstance(value, enum.IntEnum):
+                    self.assertIs(again, value)
+                    self.assertEqual(value.__reduce_ex__(2)[1], (int(value),))
 
 
 if __name__ == "__main__":

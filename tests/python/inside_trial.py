@@ -171,6 +171,14 @@ def softmax():
     return [y, x.grad]
 
 
+def cross_entropy():
+    torch.manual_seed(5)
+    logits, target = torch.randn(2, TOKENS, 64, device="cuda").requires_grad_(), torch.randint(64, (2, TOKENS), device="cuda")
+    loss = te.parallel_cross_entropy(logits, target, 0.1, False, None)
+    (loss * torch.linspace(-1, 1, TOKENS)).sum().backward()
+    return [loss, logits.grad]
+
+
 def codes(make):
     """A tensor by a quantizer alone."""
     torch.manual_seed(5)
@@ -212,7 +220,7 @@ CASES.update({
     "DotProductAttention causal": attention, "DotProductAttention no_mask": lambda: attention(attn_mask_type="no_mask"),
     "DotProductAttention window": lambda: attention(window_size=(4, 0)), "DotProductAttention thd": packed_attention,
     "DotProductAttention fp8": lambda: attention(recipes.DelayedScaling(fp8_dpa=True)),
-    "FusedAdam": adam, "FusedAdam bf16": lambda: adam(dtype=BF16, master_weights=True), "moe_permute": permutation,
+    "parallel_cross_entropy": cross_entropy, "FusedAdam": adam, "FusedAdam bf16": lambda: adam(dtype=BF16, master_weights=True), "moe_permute": permutation,
     "router softmax": lambda: router("softmax"), "router sigmoid": lambda: router("sigmoid"), "rope sbhd": lambda: rope("sbhd"),
     "rope bshd": lambda: rope("bshd"), "softmax": softmax, "MXFP8Quantizer": mxfp8, "NVFP4Quantizer": nvfp4})
 

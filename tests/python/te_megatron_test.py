@@ -1,9 +1,11 @@
-"""Megatron-core, unmodified, trains with te-fl under Transformer Engine's name: over ranks of Gloo, on CPUs, as far as its own code goes without a GPU."""
+"""Megatron-core, unmodified, trains with te-fl under Transformer Engine's name: over ranks of Gloo, on CPUs, as far as its own code goes without a GPU. And
+with NVIDIA's package on te-fl, where the host answers for CUDA."""
 
 import importlib.util
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import unittest
 
@@ -19,13 +21,17 @@ import sys
 import warnings
 warnings.simplefilter("ignore")
 import te_fl
-te_fl.as_transformer_engine()
+rank, world, folder = (int(a) if a.isdigit() else a for a in sys.argv[1:4])
+options, inside = json.loads(sys.argv[4]), sys.argv[5] == "inside"
+if inside:
+    sys.path.insert(0, os.path.join(sys.prefix, "inside"))
+    te_fl.inside_transformer_engine(device="cpu")
+else:
+    te_fl.as_transformer_engine()
 import torch
 import torch.distributed as dist
 torch.set_num_threads(1)
-rank, world, folder = (int(a) if a.isdigit() else a for a in sys.argv[1:4])
-options = json.loads(sys.argv[4])
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+dist.init_process_group("nccl" if inside else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
 import megatron.core.extensions.transformer_engine as extensions
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -117,7 +123,7 @@ def distributed_optimizer(options):
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(123, te_rng_tracker=True)
-    recipe, kind = options["distributed_optimizer"], torch.Tensor.type
+    recipe, kind = options.pop("distributed_optimizer"), torch.Tensor.type
     on_host = lambda make: lambda *a, **k: make(*a, **{**k, "device": "cpu"} if "device" in k else k)
     patches = [unittest.mock.patch.object(torch.Tensor, "type", lambda self, *a: kind(self, *a) if a else kind(self).replace("torch.", "torch.cuda.")),
                unittest.mock.patch.object(torch.Tensor, "cuda", lambda self, *a, **k: self),
@@ -127,20 +133,23 @@ def distributed_optimizer(options):
                *(unittest.mock.patch.object(torch.cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor")) for name in ("Float", "BFloat16", "Half")),
                *(unittest.mock.patch.object(torch, name, on_host(getattr(torch, name))) for name in ("tensor", "zeros", "empty"))]
     with contextlib.ExitStack() as stack:
-        for patch in patches:
+        for patch in () if inside else patches:
             stack.enter_context(patch)
         config = TransformerConfig(num_layers=1, hidden_size=128, num_attention_heads=4, ffn_hidden_size=128, hidden_dropout=0.0, attention_dropout=0.0,
-                                   use_cpu_initialization=True, params_dtype=torch.bfloat16, bf16=True, bias_dropout_fusion=False, masked_softmax_fusion=False,
-                                   gradient_accumulation_fusion=False, fp8="e4m3" if recipe == "blockwise" else "hybrid", fp8_recipe=recipe, fp8_param=True)
+                                   use_cpu_initialization=not inside, params_dtype=torch.bfloat16, bf16=True, bias_dropout_fusion=False,
+                                   masked_softmax_fusion=False, gradient_accumulation_fusion=False, fp8="e4m3" if recipe == "blockwise" else "hybrid",
+                                   fp8_recipe=recipe, fp8_param=True)
         torch.manual_seed(1)
         model = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(), vocab_size=64, max_sequence_length=32,
                          position_embedding_type="learned_absolute", parallel_output=True).bfloat16()
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, fp8_param_gather=True, overlap_grad_reduce=False)
+        # Inside, collectives are begun beside computation, joined, and means: PyTorch's groups of the host have neither.
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True, fp8_param_gather=True, overlap_grad_reduce=inside,
+                                            overlap_param_gather=inside, average_in_collective=inside)
         model = DistributedDataParallel(config, ddp, model)
         optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=2e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True,
-                                                           fp8_recipe=recipe, clip_grad=1.0), [model])
+                                                           fp8_recipe=recipe, clip_grad=1.0, overlap_param_gather=inside), [model])
         generator, losses, places = torch.Generator().manual_seed(0), [], torch.arange(16).repeat(4 // world, 1)
-        for step in range(8):
+        for step in range(5 if inside else 8):
             model.zero_grad_buffer()
             optimizer.zero_grad()
             text = ((torch.randint(64, (4, 1), generator=generator) + 3 * torch.arange(17)) % 64).chunk(world)[rank]
@@ -151,7 +160,7 @@ def distributed_optimizer(options):
             whole = loss.detach() / world
             dist.all_reduce(whole)
             losses.append(whole.item())
-    codes = [p for p in model.parameters() if type(p).__name__ == "Float8Tensor"]
+    codes = [p for p in model.parameters() if type(p).__name__ in ("Float8Tensor", "Float8BlockwiseQTensor")]
     masters = [(p.main_param.view(-1), p) for p in codes if p.main_param.numel() == p.numel()] if world == 1 else []
     worst = max([((m - p.detach().float().view(-1)).norm() / m.norm()).item() for m, p in masters], default=0.0)
     return losses, len(codes), worst
@@ -164,17 +173,19 @@ def trained(options):
     if "generates" in options:
         return generation(options)
     collectives.reset_counts()
-    sequence, fuser = options.pop("sequence_parallel", False), options.pop("fuser", False)
+    sequence, fuser, steps = options.pop("sequence_parallel", False), options.pop("fuser", False), options.pop("steps", 20)
     config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, ffn_hidden_size=128, tensor_model_parallel_size=world, hidden_dropout=0.0,
-                               attention_dropout=0.0, use_cpu_initialization=True, params_dtype=torch.float32, bias_dropout_fusion=False,
-                               masked_softmax_fusion=False, gradient_accumulation_fusion=False, sequence_parallel=sequence and world > 1, **options)
+                               attention_dropout=options.pop("attention_dropout", 0.0), use_cpu_initialization=True, params_dtype=torch.float32,
+                               bias_dropout_fusion=False, masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+                               sequence_parallel=sequence and world > 1, **options)
     torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(123, te_rng_tracker=True, force_reset_rng=True)
     model = GPTModel(config=config, transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(use_te_op_fuser=fuser), vocab_size=64, max_sequence_length=32,
                      position_embedding_type="learned_absolute", parallel_output=True)
     generator = torch.Generator().manual_seed(0)
     optimizer, losses = torch.optim.Adam(model.parameters(), 3e-3), []
     places, goal = torch.arange(16).repeat(4, 1), torch.randn(16, 4, 64, generator=generator)
-    for step in range(20):
+    for step in range(steps):
         optimizer.zero_grad()
         if sequence:  # Megatron's output layer asks a GPU for memory then; its decoder does not
             own = (lambda t: t.chunk(world)[rank])
@@ -210,13 +221,17 @@ MIXTURES = {"grouped": {"grouped": True, "moe_aux_loss_coeff": 0.01}, "a loop": 
             "a loop in FP8": {"grouped": False, "moe_aux_loss_coeff": 0.01, "fp8": "hybrid", "fp8_recipe": "tensorwise"}}
 
 
+# A second run of a layer or of its attention changes no value.
+RECOMPUTED = {"attention again": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+              "layers again": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}
+DROPPED = {"steps": 4, "attention_dropout": 0.2, "fp8": "hybrid", "fp8_recipe": "delayed"}
 FP8_PARAMETERS = {f"FP8 parameters, {recipe}": {"distributed_optimizer": recipe} for recipe in ("delayed", "tensorwise", "blockwise")}
 
 
-def trained(world, cases):
-    """For each of the cases the losses, and the collectives that te-fl's modules began, or of mixtures the ops."""
+def trained(world, cases, way="as"):
+    """For each of the cases the losses, and the collectives that te-fl's modules began, or of mixtures the ops. way: as, or inside NVIDIA's package."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [subprocess.Popen([*PYTHON, "-c", PROGRAM, str(rank), str(world), folder, json.dumps(list(cases.values()))],
+        ranks = [subprocess.Popen([*PYTHON, "-c", PROGRAM, str(rank), str(world), folder, json.dumps(list(cases.values())), way],
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
                  for rank in range(world)]
         outputs = [rank.communicate(timeout=300) for rank in ranks]
@@ -259,6 +274,21 @@ class Megatron(unittest.TestCase):
                 self.assertLess(losses[-1], 0.9 * losses[0])
                 for a, b in zip(losses, others, strict=True):
                     self.assertLess(abs(a - b), 0.02 * a)
+
+    def test_inside_nvidias_package(self):
+        if not os.path.isdir(os.path.join(sys.prefix, "inside")):
+            self.skipTest("transformer_engine is not installed (tests/python/requirements-inside.txt)")
+        kept = {"nothing again": {}, **RECOMPUTED}
+        found = trained(2, {**{name: {**DROPPED, **options} for name, options in kept.items()}, **FP8_PARAMETERS}, "inside")
+        for name in RECOMPUTED:
+            self.assertEqual(found[name][0], found["nothing again"][0], name)
+        for name in FP8_PARAMETERS:
+            with self.subTest(name):
+                losses, count, _ = found[name]
+                self.assertEqual(count, 4)
+                self.assertLess(losses[-1], 0.9 * losses[0])
+                for a, b in zip(losses, found["FP8 parameters, delayed"][0], strict=True):
+                    self.assertLess(abs(a - b), 0.02 * b)
 
     def near(self, losses, others, *tolerances):
         """tolerances: of the first losses one each, and the last one of the others."""

@@ -14,7 +14,7 @@ from typing import Any, Dict, Tuple
 import torch
 import torch.cuda.profiler  # noqa: F401  (PyTorch imports the others of torch.cuda itself)
 
-__all__ = ["CAPABILITY", "Properties", "answer"]
+__all__ = ["CAPABILITY", "Generator", "Properties", "answer"]
 
 CAPABILITY = (9, 0)
 
@@ -125,6 +125,68 @@ class MemPool:
 
     def snapshot(self, include_traces: bool = True) -> list:
         return []
+
+
+class _State:
+    """Random numbers' state while the default generator has another."""
+
+    def __init__(self) -> None:
+        self.own = torch._C.Generator()
+
+
+class Generator(torch._C.Generator):
+    """An element of torch.cuda.default_generators, and what its graphsafe_get_state() and clone_state() give. Such generators share a state and
+    exchange it; that of the default one lies in PyTorch's generator of the host, which has no state to share. Functions of PyTorch take this one by
+    its class, and host_device.py hands them the one that draws."""
+
+    def __new__(cls, state: _State) -> "Generator":
+        made = super().__new__(cls)
+        made._state = state
+        return made
+
+    def __init__(self, state: _State):
+        pass
+
+    @property
+    def real(self) -> torch._C.Generator:
+        """PyTorch's generator that draws by the state now."""
+        return torch.default_generator if self._state is _DEFAULT._state else self._state.own
+
+    def manual_seed(self, seed: int) -> "Generator":
+        self.real.manual_seed(seed)
+        return self
+
+    def seed(self) -> int:
+        return self.real.seed()
+
+    def initial_seed(self) -> int:
+        return self.real.initial_seed()
+
+    def get_state(self) -> torch.Tensor:
+        return self.real.get_state()
+
+    def set_state(self, new_state: torch.Tensor) -> "Generator":
+        self.real.set_state(new_state)
+        return self
+
+    def graphsafe_get_state(self) -> "Generator":
+        return Generator(self._state)
+
+    def graphsafe_set_state(self, state: "Generator") -> "Generator":
+        """This generator draws by the other's state from now on."""
+        if self is _DEFAULT and state._state is not self._state:
+            self._state.own.set_state(torch.default_generator.get_state())
+            torch.default_generator.set_state(state._state.own.get_state())
+        self._state = state._state
+        return self
+
+    def clone_state(self) -> "Generator":
+        clone = Generator(_State())
+        clone.set_state(self.get_state())
+        return clone
+
+
+_DEFAULT = Generator(_State())
 
 
 def _refuse_graphs(*arguments: Any, **options: Any) -> Any:
@@ -249,6 +311,6 @@ def answer() -> None:
             original, value = replaced.get(id(held), (None, None))
             if original is not None and held is original:
                 setattr(module, name, value)
-    torch.cuda.default_generators = (torch.default_generator,)
+    torch.cuda.default_generators = (_DEFAULT,)
     if torch.version.cuda is None:
         torch.version.cuda = "13.0"  # The package offers its formats by this version.

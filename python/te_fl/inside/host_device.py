@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _triton
 
-from te_fl.inside import host_autocast, host_cuda
+from te_fl.inside import host_autocast, host_cuda, host_groups
 
 
 def _is_cuda(value: Any) -> bool:
@@ -36,12 +36,23 @@ _IS_CUDA, _IS_CPU = torch.Tensor.is_cuda.__get__, torch.Tensor.is_cpu.__get__
 
 
 _TO_THE_HOST = (torch.Tensor.cpu, torch.Tensor.pin_memory, torch.Tensor.to)
+_MARK = "_te_fl_is_of_the_host"
+
+
+def _is_of_host(tensor: torch.Tensor) -> bool:
+    """True of a tensor that a program has brought to the host by name, until it is moved or something is computed of it."""
+    return _MARK in getattr(tensor, "__dict__", ())
+
+
+def _marked(tensor: torch.Tensor) -> torch.Tensor:
+    setattr(tensor, _MARK, True)
+    return tensor
 
 
 def _to_the_host(func: Any, args: Tuple, kwargs: dict) -> Any:
     """A program that brings a tensor to the host by name has a copy there, which later writes to the tensor do not reach."""
     if func is torch.Tensor.pin_memory:
-        return args[0].clone()
+        return _marked(args[0].clone())
     moved = func is torch.Tensor.cpu
     if func is torch.Tensor.to:
         moved = "cpu" in (v for v in (*args[1:2], kwargs.get("device")) if type(v) is str)
@@ -49,12 +60,19 @@ def _to_the_host(func: Any, args: Tuple, kwargs: dict) -> Any:
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _device_on_host(kwargs["device"])}
     result = func(*args, **kwargs)
-    return result.clone() if moved and result is args[0] and type(result) in (torch.Tensor, torch.nn.Parameter) else result
+    if type(result) not in (torch.Tensor, torch.nn.Parameter):
+        return result
+    if moved:
+        return _marked(result.clone() if result is args[0] else result)
+    placed = any(isinstance(v, (str, torch.device)) for v in (*args[1:2], kwargs.get("device")))
+    return result.clone() if placed and result is args[0] and _is_of_host(result) else result
 
 
 def _type(args: Tuple, kwargs: dict) -> Any:
     """Tensor.type(), whose names programs compare, and which takes them too."""
     names = [v for v in (*args[1:], *kwargs.values()) if isinstance(v, str)]
+    if len(args) == 1 and kwargs.get("dtype") is None and _is_of_host(args[0]):
+        return torch.Tensor.type(args[0])
     if len(args) == 1 and kwargs.get("dtype") is None:
         return torch.Tensor.type(args[0]).replace("torch.", "torch.cuda.", 1)
     for name in names:
@@ -67,15 +85,15 @@ class _HostMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == _IS_CUDA:  # a method-wrapper, made anew for each read
-            return args[0].device.type == "cpu"
+            return args[0].device.type == "cpu" and not _is_of_host(args[0])
         if func == _IS_CPU:
-            return False
+            return _is_of_host(args[0])
         if func is torch.Tensor.get_device and args[0].device.type == "cpu":
-            return 0
+            return -1 if _is_of_host(args[0]) else 0
         if func is torch.Tensor.type:
             return _type(args, kwargs)
         if func is torch.Tensor.cuda:
-            return args[0]
+            return args[0].clone() if _is_of_host(args[0]) else args[0]
         if func in _TO_THE_HOST:
             return _to_the_host(func, args, kwargs)
         if func is torch.device and (any(map(_is_cuda, (*args, *kwargs.values()))) or type(args[0] if args else None) is int):
@@ -85,6 +103,8 @@ class _HostMode(TorchFunctionMode):
                 kwargs = {**kwargs, "device": _device_on_host(kwargs["device"])}
             if kwargs.get("pin_memory"):
                 kwargs = {**kwargs, "pin_memory": False}
+            if isinstance(kwargs.get("generator"), host_cuda.Generator):
+                kwargs = {**kwargs, "generator": kwargs["generator"].real}
         if any(map(_is_cuda, args)):
             args = tuple(map(_on_host, args))
         return func(*args, **kwargs)
@@ -151,7 +171,9 @@ class _GeneratorType(type(torch.Generator)):  # type: ignore[misc]
 
 
 class _Generator(torch._C.Generator, metaclass=_GeneratorType):
-    """torch.Generator, which asks no function mode."""
+    """torch.Generator, which asks no function mode. Pickles of a generator name it."""
+
+    __module__, __qualname__ = "torch", "Generator"
 
     def __new__(cls, device: Any = "cpu") -> Any:
         return torch._C.Generator(_device_on_host(device))
@@ -198,56 +220,18 @@ def _compiler_of_the_host() -> None:
         return None if self.device is None else constant.ConstantVariable.create(self.device.type == "cpu")
 
     tensor.TensorVariable.method_attr_is_cuda = is_cuda
+    if (module := sys.modules.get("torch._inductor.fx_passes.joint_graph")) is not None:  # Else package.py waits for its import.
+        trace_patterns(module)
 
 
-class _Message:
-    """A message between processes, which may be waited for again, as NCCL's may; Gloo's would wait for ever."""
-
-    def __init__(self, work: Any):
-        self._work, self._done = work, False
-
-    def wait(self, *arguments: Any) -> bool:
-        if not self._done:
-            self._work.wait(*arguments)
-            self._done = True
-        return True
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
-def _messages_of_the_host() -> None:
-    for name in ("isend", "irecv"):
-        def call(*arguments: Any, _begin: Any = getattr(torch.distributed, name), **options: Any) -> Any:
-            work = _begin(*arguments, **options)
-            return None if work is None else _Message(work)
-
-        for module in (torch.distributed, torch.distributed.distributed_c10d):
-            setattr(module, name, call)
-    for module in (torch.distributed, torch.distributed.distributed_c10d):
-        module._coalescing_manager = _one_by_one
-
-
-class _Done:
-    """The handle of collectives that were done one by one."""
-
-    def append(self, work: Any) -> None:
-        if work is not None:
-            work.wait()
-
-    def wait(self) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Any:
-    """Gloo joins no collectives; each within is done when its call returns."""
-    yield _Done()
+def trace_patterns(module: Any) -> None:
+    """module: inductor's torch._inductor.fx_passes.joint_graph. While a graph is compiled no mode is entered."""
+    module.lazy_init = _in_mode(module.lazy_init)
 
 
 def install() -> None:
     if torch.distributed.is_available():
-        _messages_of_the_host()
+        host_groups.install()
     _makers_of_the_host()
     _random_state_of_the_host()
     _enter_in_backwards()

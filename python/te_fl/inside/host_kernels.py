@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from types import ModuleType
-from typing import Any, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -152,6 +152,26 @@ def cross_entropy_backward(saved_input: torch.Tensor, stats: torch.Tensor, targe
     return saved_input.copy_(grad.view(saved_input.shape))
 
 
+def _with_gradient(in_fp32: bool) -> Callable:
+    """Until 2.19 the forward computes the gradient as well, in FP32 or the input's dtype, and autograd saves that alone."""
+    def forward(_input: torch.Tensor, target: torch.Tensor, label_smoothing: float, reduce_loss: bool, dist_process_group: Any, ignore_idx: int) -> tuple:
+        loss, _, stats, target, counted, rank, world = cross_entropy_forward(_input, target, label_smoothing, reduce_loss, dist_process_group, ignore_idx, True)
+        grad, one = torch.empty(_input.shape, dtype=torch.float32, device=_input.device).copy_(_input), torch.ones(1, device=_input.device)
+        cross_entropy_backward(grad, stats, target, counted, one, label_smoothing, reduce_loss, rank, world, ignore_idx)
+        return loss, grad if in_fp32 else grad.to(_input.dtype)
+
+    return forward
+
+
+def _times_outer(grad_input: torch.Tensor, grad_output: torch.Tensor, is_cg_capturable: bool = False) -> torch.Tensor:
+    rows = grad_input.reshape(-1, grad_input.shape[-1]).float() * grad_output.reshape(-1, 1).float()
+    return rows.view(grad_input.shape).to(grad_input.dtype)
+
+
+def _times_outer_2_17(_input: torch.Tensor, grad_output: torch.Tensor, is_cg_capturable: bool = False) -> torch.Tensor:
+    return _times_outer(_input, grad_output)
+
+
 # -- Gradients of groups' biases -----------------------------------------------------------------------------------------------------------
 
 def _groups(offsets: torch.Tensor, rows: int) -> Tuple[torch.Tensor, int]:
@@ -182,10 +202,20 @@ def compute_grouped_dbias_dscales(dy: torch.Tensor, scales: torch.Tensor, bias: 
 _KERNELS = {f.__name__: f for f in (make_row_id_map, permute_with_mask_map, unpermute_with_mask_map, unpermute_with_mask_map_bwd_with_merging_probs,
                                     make_chunk_sort_map, sort_chunks_by_map, cross_entropy_forward, cross_entropy_backward, compute_grouped_dbias,
                                     compute_grouped_dbias_dscales)}
+_FORMER = ({"cross_entropy_forward": _with_gradient(True), "cross_entropy_backward": _times_outer},
+           {"cross_entropy_forward": _with_gradient(False), "cross_entropy_backward": _times_outer_2_17})
+
+
+def _takes_alike(function: Any, other: Any) -> bool:
+    return list(inspect.signature(function).parameters) == list(inspect.signature(other).parameters)
 
 
 def adopt(module: ModuleType) -> None:
-    """Puts them in the place of a module's functions of their names and arguments."""
+    """Puts them in the place of a module's functions of their names and arguments; those that belong together, together."""
     for name in _KERNELS.keys() & vars(module).keys():
-        if list(inspect.signature(getattr(module, name)).parameters) == list(inspect.signature(_KERNELS[name]).parameters):
+        if _takes_alike(getattr(module, name), _KERNELS[name]):
             setattr(module, name, _KERNELS[name])
+    for forms in _FORMER:
+        if all(hasattr(module, name) and _takes_alike(getattr(module, name), form) for name, form in forms.items()):
+            vars(module).update(forms)
+            break

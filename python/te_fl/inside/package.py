@@ -117,6 +117,13 @@ def _execute_torch(loader: Any, module: ModuleType) -> None:
     _answer_for_cuda()
 
 
+def _execute_patterns(loader: Any, module: ModuleType) -> None:
+    """PyTorch's inductor traces its patterns with tensors of a GPU where there is one."""
+    loader.exec_module(module)
+    from te_fl.inside import host_device
+    host_device.trace_patterns(module)
+
+
 def _execute_quantization(loader: Any, module: ModuleType) -> None:
     """The package asks a GPU's generation which formats its recipes may use; te-fl's ops serve all of them on the host."""
     loader.exec_module(module)
@@ -217,6 +224,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 _CONTEXT_PARALLEL = {"transformer_engine.pytorch.attention.dot_product_attention.context_parallel": _execute_context_parallel}
 _STORAGES = "transformer_engine.pytorch.tensor.storage"
 _ON_HOST = {"transformer_engine.pytorch.quantization": _execute_quantization, "transformer_engine.pytorch.triton.pad": _execute_padding,
+            "torch._inductor.fx_passes.joint_graph": _execute_patterns,
             **dict.fromkeys((f"transformer_engine.pytorch.triton.{name}" for name in ("permutation", "cross_entropy", "grouped_dbias_dscales")),
                             _execute_kernels),
             f"{_STORAGES}.mxfp8_tensor_storage": _execute_block_storage, f"{_STORAGES}.nvfp4_tensor_storage": _execute_block_storage}

@@ -147,6 +147,8 @@ def thd_out_correction(out: torch.Tensor, out_per_step: torch.Tensor, old_lse: t
     tokens = out.shape[0]
     if out_per_step.shape[0] != (tokens // 2 if only_second_half else tokens):
         raise InvalidArgument(f"{name}: out_per_step has {out_per_step.shape[0]} tokens, out {tokens}, with only_second_half={only_second_half}")
+    if out_per_step.shape[1:] != out.shape[1:]:
+        raise InvalidArgument(f"{name}: out_per_step has shape {tuple(out_per_step.shape)}, out {tuple(out.shape)}; all but the tokens are alike")
     if out.numel() == 0:
         return
     at = places(cu_seqlens, tokens)
@@ -186,8 +188,13 @@ def thd_grad_correction(grad: torch.Tensor, grad_per_step: torch.Tensor, cu_seql
     dim, takes = _token_dim(name, grad), [action in ("add", "copy") for action in (first_half, second_half)]
     tokens = grad.shape[dim]
     expected = tokens if all(takes) else tokens // 2
-    if grad_per_step.shape[dim] != expected:
-        raise InvalidArgument(f"{name}: grad_per_step has {grad_per_step.shape[dim]} tokens; ({first_half}, {second_half}) takes {expected} of {tokens}")
+    if any(takes) and grad_per_step.dtype != grad.dtype:
+        raise InvalidArgument(f"{name}: grad is {grad.dtype} and grad_per_step {grad_per_step.dtype}; they have one dtype")
+    if grad_per_step.dim() != grad.dim() or grad_per_step.shape[dim] != expected:
+        raise InvalidArgument(f"{name}: grad_per_step has shape {tuple(grad_per_step.shape)}; ({first_half}, {second_half}) takes {expected} of {tokens} "
+                              f"tokens in dimension {dim}")
+    if grad_per_step.shape[:dim] + grad_per_step.shape[dim + 1:] != grad.shape[:dim] + grad.shape[dim + 1:]:
+        raise InvalidArgument(f"{name}: grad_per_step has shape {tuple(grad_per_step.shape)}, grad {tuple(grad.shape)}; all but the tokens are alike")
     if grad.numel() == 0:
         return
     at = places(cu_seqlens, tokens)

@@ -1,4 +1,7 @@
-"""The enumerations of Transformer Engine's extension module, with its values."""
+"""The enumerations of Transformer Engine's extension module, with its values.
+
+They are of the module's name too: a pickle names a class by its module, and one made here is to be read where te-fl is not.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,16 @@ __all__ = ["CommOverlapAlgo", "CommOverlapType", "DType", "FP8BwdTensors", "FP8F
            "NVTE_QKV_Format", "NVTE_QKV_Layout", "NVTE_Softmax_Type"]
 
 
+_MODULE = "transformer_engine_torch"
+
+
 class DType(enum.IntEnum):
+    __module__ = _MODULE
     kByte, kInt32, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kFloat4E2M1 = 0, 2, 4, 5, 6, 7, 8, 10
 
 
 def _numbered(name: str, names: str, start: int = 0, prefix: str = "") -> type:
-    return enum.IntEnum(name, {prefix + n: i for i, n in enumerate(names.split(), start)}, module=__name__)
+    return enum.IntEnum(name, {prefix + n: i for i, n in enumerate(names.split(), start)}, module=_MODULE)
 
 
 NVTE_Bias_Type = _numbered("NVTE_Bias_Type", "NVTE_NO_BIAS NVTE_PRE_SCALE_BIAS NVTE_POST_SCALE_BIAS NVTE_ALIBI")
@@ -28,10 +35,10 @@ NVTE_QKV_Layout = _numbered("NVTE_QKV_Layout", "SB3HD SBH3D SBHD_SB2HD SBHD_SBH2
                             "Paged_KV_BSHD_BSHD_BSHD Paged_KV_BSHD_SBHD_SBHD Paged_KV_SBHD_BSHD_BSHD Paged_KV_SBHD_SBHD_SBHD "
                             "Paged_KV_THD_BSHD_BSHD Paged_KV_THD_SBHD_SBHD BHSD_BHSD_BHSD QKV_Layout_NOT_SET", prefix="NVTE_")
 NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2},
-                                       module=__name__)
+                                       module=_MODULE)
 NVTEScalingMode = enum.IntEnum("NVTEScalingMode", {"NVTE_DELAYED_TENSOR_SCALING": 0, "NVTE_MXFP8_1D_SCALING": 1, "NVTE_BLOCK_SCALING_1D": 2,
                                                    "NVTE_BLOCK_SCALING_2D": 3, "NVTE_NVFP4_1D_SCALING": 4, "NVTE_INVALID_SCALING": 100},
-                               module=__name__)
+                               module=_MODULE)
 Float8BlockScaleTensorFormat = _numbered("Float8BlockScaleTensorFormat", "GEMM_READY COMPACT INVALID")
 CommOverlapType = _numbered("CommOverlapType", "RS AG")
 CommOverlapAlgo = _numbered("CommOverlapAlgo", "BULK_OVERLAP_AG BULK_OVERLAP_RS SPLIT_PIPELINED_AG_P2P SPLIT_PIPELINED_RS SPLIT_PIPELINED_RS_P2P "
@@ -46,4 +53,5 @@ FP8BwdTensors = _numbered("FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT
 class FP8TensorMeta:
     """The scales and amaxes of a module's tensors under delayed scaling, which the package fills in."""
 
+    __module__ = _MODULE
     __slots__ = ("scale", "scale_inv", "amax_history")

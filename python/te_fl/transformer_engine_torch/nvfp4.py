@@ -248,14 +248,16 @@ def nvfp4_data_transpose(input: torch.Tensor, *, out: Optional[torch.Tensor]) ->
     codes = packed(_unpacked(input).t())
     if out is None:
         return codes
-    if out.shape != codes.shape:
-        raise InvalidArgument(f"nvfp4_data_transpose: out has shape {tuple(out.shape)}; the result has {tuple(codes.shape)}")
+    if out.shape != codes.shape or out.dtype != codes.dtype:
+        raise InvalidArgument(f"nvfp4_data_transpose: out is {out.dtype} {tuple(out.shape)}; the result is {codes.dtype} {tuple(codes.shape)}")
     return out.copy_(codes)
 
 
 def nvfp4_2d_scale_transpose(input: torch.Tensor, output: torch.Tensor, M_tiles: int, K_tiles: int) -> None:
     """Writes the factors of square blocks of [M, K], one for each row and 16 columns, as those of [K, M]; both E4M3 as UINT8, padded."""
     rows, columns = M_tiles * _BLOCK, K_tiles * _BLOCK
+    if not input.dtype == output.dtype == torch.uint8:
+        raise InvalidArgument(f"nvfp4_2d_scale_transpose: input and output are {input.dtype} and {output.dtype}; they are uint8, the bits of E4M3")
     if input.shape[0] < rows or input.shape[1] < K_tiles or output.shape[0] < columns or output.shape[1] < M_tiles:
         raise InvalidArgument(f"nvfp4_2d_scale_transpose: input {tuple(input.shape)}, output {tuple(output.shape)}; {M_tiles} by {K_tiles} blocks need "
                               f"{(rows, K_tiles)} and {(columns, M_tiles)}")

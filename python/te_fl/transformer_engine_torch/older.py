@@ -158,7 +158,8 @@ def _without_bias_scale(function: Callable) -> Callable:
 
 
 _PRODUCTS = ("te_general_grouped_gemm_for_discrete_in", "te_general_grouped_gemm_for_discrete_out", "te_general_grouped_gemm_for_grouped_tensor")
-_BACKENDS_2_15 = enum.IntEnum("NVTE_Fused_Attn_Backend", {"NVTE_F16_max512_seqlen": 0, **NVTE_Fused_Attn_Backend.__members__}, module=__name__)
+_BACKENDS_2_15 = enum.IntEnum("NVTE_Fused_Attn_Backend", {"NVTE_F16_max512_seqlen": 0, **NVTE_Fused_Attn_Backend.__members__},
+                              module=NVTE_Fused_Attn_Backend.__module__)
 
 # (the version that changed them, their forms before it), the newest change first.
 _FORMS: Tuple[Tuple[tuple, dict], ...] = (

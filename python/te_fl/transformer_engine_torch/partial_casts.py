@@ -90,20 +90,20 @@ def _check_out(name: str, what: str, out: torch.Tensor, inp: torch.Tensor) -> No
                               f"the part has {inp.numel()}, and its codes are as many bytes")
 
 
-def _check_mxfp8(name: str, rows: int, cols: int, row_wise: torch.Tensor, column_wise: torch.Tensor) -> None:
+def _check_mxfp8(name: str, rows: int, cols: int, row_wise: torch.Tensor, column_wise: torch.Tensor, *dtypes: torch.dtype) -> None:
     if rows % 32 or cols % 32:
         raise InvalidArgument(f"{name}: the weight is {rows} x {cols}; MXFP8 takes multiples of 32")
     for what, tensor, least in (("row-wise", row_wise, (rows, cols // 32)), ("column-wise", column_wise, (rows // 32, cols))):
-        if tensor.dim() != 2 or tensor.shape[0] < least[0] or tensor.shape[1] < least[1]:
-            raise InvalidArgument(f"{name}: the {what} factors or amaxes have shape {tuple(tensor.shape)}; a weight of {rows} x {cols} has {least} "
-                                  "or more")
+        if tensor.dim() != 2 or tensor.shape[0] < least[0] or tensor.shape[1] < least[1] or tensor.dtype not in dtypes:
+            raise InvalidArgument(f"{name}: the {what} factors or amaxes are {tensor.dtype} {tuple(tensor.shape)}; a weight of {rows} x {cols} has "
+                                  f"{dtypes[0]} {least} or more")
 
 
 def mxfp8_scaling_compute_partial_amax(input: torch.Tensor, amax_rowwise: torch.Tensor, amax_colwise: torch.Tensor, rows: int, cols: int,
                                        start_offset: int) -> None:
     """The amaxes of the part in each 1 x 32 and each 32 x 1, in the part's dtype, laid out as the factors are; 0 where it has no element."""
     name = "mxfp8_scaling_compute_partial_amax"
-    _check_mxfp8(name, rows, cols, amax_rowwise, amax_colwise)
+    _check_mxfp8(name, rows, cols, amax_rowwise, amax_colwise, input.dtype)
     part = Part(name, input, rows, cols, start_offset, 32)
     amax_rowwise.zero_()
     amax_colwise.zero_()
@@ -124,7 +124,7 @@ def mxfp8_scaling_partial_cast(input: torch.Tensor, output_rowwise: torch.Tensor
                                scale_inv_colwise: torch.Tensor, rows: int, cols: int, start_offset: int) -> None:
     """Both copies' E4M3 codes of the part, as many bytes as it has elements, by factors of the whole weight."""
     name = "mxfp8_scaling_partial_cast"
-    _check_mxfp8(name, rows, cols, scale_inv_rowwise, scale_inv_colwise)
+    _check_mxfp8(name, rows, cols, scale_inv_rowwise, scale_inv_colwise, torch.uint8, torch.float8_e8m0fnu)
     part = Part(name, input, rows, cols, start_offset, 32)
     for what, out in (("output_rowwise", output_rowwise), ("output_colwise", output_colwise)):
         _check_out(name, what, out, input)

@@ -147,8 +147,8 @@ def swap_first_dims(tensor: torch.Tensor, *, out: Optional[torch.Tensor] = None)
     swapped = tensor.transpose(0, 1)
     if out is None:
         out = torch.empty(swapped.shape, dtype=tensor.dtype, device=tensor.device)
-    elif out.shape != swapped.shape:
-        raise InvalidArgument(f"swap_first_dims: out has shape {tuple(out.shape)}; the result has {tuple(swapped.shape)}")
+    elif out.shape != swapped.shape or out.dtype != swapped.dtype:
+        raise InvalidArgument(f"swap_first_dims: out is {out.dtype} {tuple(out.shape)}; the result is {swapped.dtype} {tuple(swapped.shape)}")
     return out.copy_(swapped)
 
 

@@ -140,8 +140,9 @@ def multi_tensor_transpose_to_bhsd(inputs: Sequence[Optional[torch.Tensor]], ori
         output = outputs[i] if outputs else None
         if output is None:
             output = turned.contiguous()
-        elif output.shape[:-1] != turned.shape[:-1] or output.shape[-1] < turned.shape[-1]:
-            raise InvalidArgument(f"multi_tensor_transpose_to_bhsd: output {i} has shape {tuple(output.shape)}; the result has {tuple(turned.shape)}")
+        elif output.shape[:-1] != turned.shape[:-1] or output.shape[-1] < turned.shape[-1] or output.dtype != turned.dtype:
+            raise InvalidArgument(f"multi_tensor_transpose_to_bhsd: output {i} is {output.dtype} {tuple(output.shape)}; the result is {turned.dtype} "
+                                  f"{tuple(turned.shape)}")
         else:
             output[..., :turned.shape[-1]] = turned
             output[..., turned.shape[-1]:] = 0
