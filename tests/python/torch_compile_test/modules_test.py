@@ -103,7 +103,8 @@ class Modules(Compiled):
             return x.grad
 
         makes = {**{name: (lambda make=MODULES[name]: make(device=DEVICE)) for name in ("Linear", "TransformerLayer")},
-                 "a sink": lambda: Sink().to(DEVICE), "operations": lambda: te.ops.Sequential(te.ops.LayerNorm(32, device=DEVICE), te.ops.Linear(32, 32, device=DEVICE)),
+                 "a sink": lambda: Sink().to(DEVICE),
+                 "operations": lambda: te.ops.Sequential(te.ops.LayerNorm(32, device=DEVICE), te.ops.Linear(32, 32, device=DEVICE)),
                  "a parametrised one": lambda: parametrize.register_parametrization(te.Linear(32, 32, device=DEVICE), "weight", Doubled())}
         for name, make in makes.items():
             for backend in {"Linear": ("eager", "aot_eager"), "TransformerLayer": ("aot_eager",)}.get(name, ("eager",)):

@@ -129,7 +129,8 @@ def tensors_of_ranks():
     calls = {"linear": lambda: te.Linear(32, 32, device="cpu")(x), "norm": lambda: te.RMSNorm(32, device="cpu")(x),
              "layer": lambda: te.TransformerLayer(32, 64, 4, device="cpu")(x), "attention": lambda: te.DotProductAttention(4, 8)(q, q, q),
              "operation": lambda: te.ops.Linear(32, 32, device="cpu")(x), "weight": lambda: owner(torch.ones(4, 32)),
-             "function": lambda: te.apply_rotary_pos_emb(q, te.RotaryPositionEmbedding(8)(4).cpu()), "op": lambda: ops.gelu(input=x, output=torch.ones(4, 2, 32))}
+             "function": lambda: te.apply_rotary_pos_emb(q, te.RotaryPositionEmbedding(8)(4).cpu()),
+             "op": lambda: ops.gelu(input=x, output=torch.ones(4, 2, 32))}
     for name, call in calls.items():
         for trains in (True, False):
             with torch.set_grad_enabled(trains):

@@ -110,8 +110,8 @@ def processes():
 
 
 def killed():
-    """The error and its notes of a collective whose rank 1 is killed, of one in a layer's backward, which waits for it later, the seconds of both, and
-    the process."""
+    """The error and its notes of a collective whose rank 1 is killed, of one in a layer's backward, which waits for it later, the seconds of both,
+    and the process."""
     tensor, process = torch.ones(4, 3), processes()[1]
     y = te.Linear(4, 6, parallel_mode="column", sequence_parallel=True, tp_group=dist.group.WORLD, device="cpu")(torch.ones(2, 4))
     for _ in range(2):
@@ -127,7 +127,8 @@ ENDS = (lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: os._exit(3), lambd
 
 
 def ended():
-    """For each rank from 1 on, which ends in its way of ENDS after a collective with rank 0: rank 0's error of the next one, with notes, and its process."""
+    """For each rank from 1 on, which ends in its way of ENDS after a collective with rank 0: rank 0's error of the next one, with notes, and its
+    process."""
     groups, own, found = [dist.new_group([0, 1 + i]) for i in range(len(ENDS))], dist.get_rank(), []
     pids = processes()
     for i, group in enumerate(groups):

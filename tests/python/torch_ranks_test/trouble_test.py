@@ -91,8 +91,8 @@ class Trouble(unittest.TestCase):
         here, own = ended_ranks._machine(), os.getpid()
         gone.wait()
         store = mock.Mock(check=mock.Mock(side_effect=RuntimeError("Broken pipe")))
-        for mark, want in ((f"{here} {gone.pid} 1", [(0, gone.pid)]), (f"{here} {own} 1", [(0, own)]), (f"{here} {own} {ended_ranks._start_of(own)}", []),
-                           (f"elsewhere {here} {gone.pid} 1", []), ("", [])):
+        for mark, want in ((f"{here} {gone.pid} 1", [(0, gone.pid)]), (f"{here} {own} 1", [(0, own)]),
+                           (f"{here} {own} {ended_ranks._start_of(own)}", []), (f"elsewhere {here} {gone.pid} 1", []), ("", [])):
             found = []
             ended_ranks._look(store, [0, 1], {0: mark}, found, 0.0)
             self.assertEqual(found, want, mark)

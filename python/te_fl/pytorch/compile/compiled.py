@@ -108,9 +108,9 @@ _again_numbers = itertools.count(1)
 
 
 def _look_again(module: Any) -> None:
-    """Has Dynamo look at the parameters' requires_grad before the graph runs again, of which `trained` and the graph's backward are made. It looks at a
-    dict's parameters anew only where the dict has been written since, and requires_grad_() writes none: a weight that was frozen when the graph was made
-    would have no gradient for ever."""
+    """Has Dynamo look at the parameters' requires_grad before the graph runs again, of which `trained` and the graph's backward are made. It looks
+    at a dict's parameters anew only where the dict has been written since, and requires_grad_() writes none: a weight that was frozen when the graph
+    was made would have no gradient for ever."""
     for part in module.modules():
         _native.touch(part._parameters)
 

@@ -165,7 +165,7 @@ class Communicator:
         return self.collectives
 
     def note(self, error: BaseException, op: str, group: Any, arguments: Dict[str, Any], number: int) -> str:
-        """Says what an error of torch.distributed does not: which call it was of, its number among this communicator's, and whose, and who has ended."""
+        """Says what an error of torch.distributed does not: which call it was of, its number among this communicator's, whose, and who has ended."""
         return (f"te-fl: in number {number}, {described(op, arguments)} over {self.backend}, as rank {dist.get_rank(group)} of "
                 f"{dist.get_world_size(group)} in group {getattr(group, 'group_name', '?')!r}{ended_ranks.described(group, error)}")
 

@@ -1,4 +1,4 @@
-"""Which ranks have ended, for the error of a collective that they left: torch.distributed says that a connection was closed, and not whose.
+"""Finds which ranks have ended, for the error of a collective that they left: torch.distributed says that a connection was closed, and not whose.
 
 Each rank tells the store of torch.distributed which process it is, once; after a collective has failed the others look whether those processes go on.
 Of processes of other machines nothing is known.
