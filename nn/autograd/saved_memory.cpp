@@ -119,7 +119,7 @@ std::vector<SavedMemory> saved_memory(Ctx& ctx, const Device& device) {
 }
 
 void move_saved_memory(Ctx& ctx, std::span<const MovedMemory> moved) {
-  ctx.visit([&](Tensor& t) { move_tensor(t, moved); });
+  ctx.visit(Ctx::Visitor([&](Tensor& t) { move_tensor(t, moved); }, true));
 }
 
 }  // namespace te_fl::nn

@@ -33,6 +33,12 @@ struct AttentionRecord : Ctx::Record {
   Tensor saved_storage;
   void visit_tensors(const Ctx::Visitor& visitor) {
     for (Tensor* t : {&q, &k, &v, &o, &lse}) visitor(*t);
+    for (Tensor* t :
+         {&inputs.attn_mask, &inputs.bias, &inputs.alibi_slopes, &inputs.cu_seqlens_q,
+          &inputs.cu_seqlens_kv, &inputs.cu_seqlens_q_padded, &inputs.cu_seqlens_kv_padded,
+          &inputs.rotary_angles, &inputs.rotary_start_positions, &inputs.rotary_angles_kv}) {
+      visitor.mask(*t);
+    }
   }
 };
 

@@ -27,6 +27,11 @@ struct MhaRecord : Ctx::Record {
   detail::Fp8Mode fp8;         // of the attention itself
   void visit_tensors(const Ctx::Visitor& visitor) {
     for (Ctx* part : {&q, &kv, &core, &proj, &heads.q_norm, &heads.k_norm}) part->visit(visitor);
+    detail::Rotation& turned = heads.rotation;
+    for (Tensor* t : {&turned.q, &turned.k, &turned.start_positions, &turned.cu_seqlens_q,
+                      &turned.cu_seqlens_kv}) {
+      visitor.mask(*t);
+    }
   }
 };
 

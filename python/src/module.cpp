@@ -125,6 +125,7 @@ PyMethodDef g_methods[] = {
     {"end_backward", end_backward, METH_O, "end_backward(token)"},
     {"set_empty", set_empty, METH_O, "set_empty(function(like, shape, dtype) -> tensor)"},
     {"set_codes_class", set_codes_class, METH_O, "set_codes_class(type)"},
+    {"touch", touch, METH_O, "touch(dict)"},
     {"delay_layer_wgrad", delay_layer_wgrad, METH_O, "delay_layer_wgrad(layer)"},
     {"layer_backward_dw", layer_backward_dw, METH_VARARGS,
      "layer_backward_dw(layer, parameters, main_grads, like)"},

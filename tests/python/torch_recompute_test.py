@@ -5,6 +5,7 @@ import functools
 import os
 import sys
 import unittest
+import unittest.mock
 
 import torch
 import torch.utils.checkpoint
@@ -23,21 +24,38 @@ PLAIN = tuple(functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant
 
 
 class Other(torch.autograd.Function):
-    """A checkpoint as libraries have their own."""
+    """A checkpoint as other libraries have their own."""
 
     @staticmethod
-    def forward(ctx, function, x):
-        ctx.function = function
-        ctx.save_for_backward(x)
-        return function(x)
+    def forward(ctx, function, *arguments):
+        ctx.function, ctx.arguments = function, arguments
+        return function(*arguments)
 
     @staticmethod
     def backward(ctx, grad):
-        x = ctx.saved_tensors[0].detach().requires_grad_()
+        own = [a.detach().requires_grad_(a.requires_grad) if isinstance(a, torch.Tensor) else a for a in ctx.arguments]
         with torch.enable_grad():
-            y = ctx.function(x)
+            y = ctx.function(*own)
         torch.autograd.backward(y, grad)
-        return None, x.grad
+        return (None, *(getattr(a, "grad", None) for a in own))
+
+
+def other(function, *arguments):
+    return Other.apply(function, *arguments)
+
+
+class Unseen(torch.autograd.Function):
+    """One whose first run does not show the node that its second has."""
+
+    @staticmethod
+    def forward(function, x):
+        return function(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.function, ctx.arguments = inputs[0], inputs[1:]
+
+    backward = Other.backward
 
 
 class Recomputation(Each):
@@ -62,7 +80,7 @@ class Recomputation(Each):
             outputs = []
             for x, recipe in zip(inputs, recipes):
                 with scope(recipe):
-                    outputs.append(Other.apply(lambda t: module(t, t, t) if isinstance(module, te.DotProductAttention) else module(t), x))
+                    outputs.append(Unseen.apply(lambda t: module(t, t, t) if isinstance(module, te.DotProductAttention) else module(t), x))
             for y in outputs:
                 y.sum().backward()
             return [x.grad for x in inputs]
@@ -100,6 +118,67 @@ class Recomputation(Each):
                     self.same(rerun(module, recipe), want)
         with self.assertRaisesRegex(RuntimeError, "outside of its autocast.*updated"):
             rerun(te.DotProductAttention(4, 8, attention_dropout=0), DelayedScaling(fp8_dpa=True))
+
+    def test_checkpoints_of_other_libraries(self):
+        """Their second run, which is outside of the autocast, repeats the first one."""
+        for recipe in RECIPES[1:]:
+            for name in PRODUCTS:
+                with self.subTest(recipe=type(recipe).__name__, module=name):
+                    want = self.steps(name, "cpu", recipe, lambda m, x: m(x))
+                    self.same(self.steps(name, "cpu", recipe, other), want)
+            dropout = dict(hidden_dropout=0.2, attention_dropout=0.3)
+
+            def drawn(module, x):
+                state = torch.get_rng_state()
+                return other(lambda t: (torch.set_rng_state(state), module(t))[1], x)
+            self.same(self.steps("", "cpu", recipe, drawn, **dropout), self.steps("", "cpu", recipe, lambda m, x: m(x), **dropout))
+
+    def test_checkpoints_of_other_libraries_inside_of_others(self):
+        """And around them."""
+        own = (lambda f, *a: f(*a), te.checkpoint, *PLAIN, other)
+        for recipe in RECIPES[1:]:
+            want = self.steps("LayerNormMLP", "cpu", recipe, lambda m, x: m(torch.relu(x)) + x)
+            for one in own:
+                for outer, inner in ((one, other), (other, one)):
+                    with self.subTest(recipe=type(recipe).__name__, number=own.index(one), first=outer is one):
+                        got = self.steps("LayerNormMLP", "cpu", recipe, lambda m, x: outer(lambda t: inner(m, torch.relu(t)) + t, x))
+                        self.same(got, want)
+
+    def test_microbatches_of_checkpoints_of_other_libraries(self):
+        """Their backwards come in any order, after the scales were updated, and after an evaluation outside of the autocast."""
+        for recipes in ((Float8CurrentScaling(), Float8CurrentScaling(use_power_2_scales=True)), (DelayedScaling(amax_history_len=3),) * 3):
+            results = []
+            for way in (lambda f, x: f(x), other):
+                module, outputs = randomise(te.LayerNormMLP(32, 64, device="cpu")), []
+                for seed, recipe in enumerate(recipes):
+                    x = input_of(seed=seed)
+                    with scope(recipe):
+                        outputs.append((x, way(module, x)))
+                    with torch.no_grad():
+                        module(x)
+                found = []
+                for x, y in outputs[::-1]:
+                    module.zero_grad()
+                    y.square().sum().backward()
+                    found += [y.detach(), *gradients(module, x)]
+                results.append(found + [t for _, t in module._fp8_state()])
+            self.same(*results)
+
+    def test_inferences_without_gradients_keep_no_record(self):
+        """A function of autograd's whose backward does not come, and functions of te-fl's and PyTorch's own."""
+        from te_fl.pytorch.autograd import torch_checkpoint
+        module, x = te.Linear(32, 32, device="cpu"), input_of()
+        seen = []
+        with unittest.mock.patch.object(torch_checkpoint, "_add", side_effect=lambda owners, forward: seen.append(owners)):
+            with scope(Float8CurrentScaling()), torch.no_grad():
+                for training in (True, False):
+                    module.train(training)(x)
+                    with torch.inference_mode():
+                        module(x)
+            self.assertEqual(seen, [])
+            with scope(Float8CurrentScaling()):
+                other(module.train(), x)
+            self.assertEqual(len(seen), 1)
 
     def test_a_checkpoint_of_the_programs_own(self):
         """activation_recompute_forward() around both runs, as frameworks have checkpoints of their own; two microbatches are under way."""

@@ -28,6 +28,67 @@ from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling  # noqa: E4
 from te_fl.errors import FailedPrecondition  # noqa: E402
 
 
+def calls():
+    """By name: a module, the tensors of a call, and the call."""
+    def attention(**options):
+        return te.DotProductAttention(4, 8, attention_dropout=0.0, **{"qkv_format": "bshd", "attn_mask_type": "no_mask", **options})
+
+    def attend(module, q, k, v, **more):
+        return module(q, k, v, **more)
+
+    def of(*shape, seed=1, trained=True):
+        return randn(*shape, seed=seed).requires_grad_(trained)
+
+    def padding(of_first):
+        mask = torch.zeros(2, 1, 1, 6, dtype=torch.bool)
+        mask[0, ..., of_first:] = True
+        return mask
+
+    qkv = {n: of(2, 6, 4, 8, seed=i) for i, n in enumerate("qkv")}
+    packed = {n: of(12, 4, 8, seed=i) for i, n in enumerate("qkv")}
+    x, hidden = {"x": of(6, 2, 32)}, randn(1, 1, 6, 6, seed=3) > 1
+    sums = {"cu_seqlens_q": torch.tensor([0, 4, 9], dtype=torch.int32), "cu_seqlens_kv": torch.tensor([0, 5, 11], dtype=torch.int32)}
+    padded = {"cu_seqlens_q_padded": torch.tensor([0, 6, 12], dtype=torch.int32), "cu_seqlens_kv_padded": torch.tensor([0, 6, 12], dtype=torch.int32)}
+    bias, angles = {"core_attention_bias": of(1, 4, 6, 6, seed=4)}, {"rotary_pos_emb": te.RotaryPositionEmbedding(8)(6).cpu()}
+
+    def layer(**options):
+        return randomise(te.TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0, device="cpu", **options))
+
+    return {
+        "causal": (attention(attn_mask_type="causal"), qkv, attend),
+        "arbitrary": (attention(attn_mask_type="arbitrary"), {**qkv, "attention_mask": hidden}, attend),
+        "causal and a mask": (attention(attn_mask_type="causal"), {**qkv, "attention_mask": hidden}, attend),
+        "padding": (attention(attn_mask_type="padding"), {**qkv, "attention_mask": padding(4)}, attend),
+        "a pair": (attention(attn_mask_type="padding"), {**qkv, "of_q": padding(3), "of_kv": padding(4)},
+                   lambda m, of_q, of_kv, **more: attend(m, attention_mask=(of_q, of_kv), **more)),
+        "lengths": (attention(attn_mask_type="padding"), {**qkv, "cu_seqlens_q": torch.tensor([0, 3, 9], dtype=torch.int32),
+                                                          "cu_seqlens_kv": torch.tensor([0, 6, 10], dtype=torch.int32)}, attend),
+        "packed": (attention(attn_mask_type="padding", qkv_format="thd"), {**packed, **sums, **padded},
+                   lambda m, **more: attend(m, max_seqlen_q=6, max_seqlen_kv=6, **more)),
+        "bias": (attention(), {**qkv, **bias}, lambda m, **more: attend(m, core_attention_bias_type="post_scale_bias", **more)),
+        "bias before": (attention(), {**qkv, **bias}, lambda m, **more: attend(m, core_attention_bias_type="pre_scale_bias", **more)),
+        "slopes": (attention(attn_mask_type="causal"), {**qkv, "alibi_slopes": of(4, seed=5, trained=False)},
+                   lambda m, **more: attend(m, core_attention_bias_type="alibi", **more)),
+        "slopes without a mask": (attention(), {**qkv, "alibi_slopes": of(4, seed=5, trained=False)},
+                                  lambda m, **more: attend(m, core_attention_bias_type="alibi", **more)),
+        "sink": (attention(softmax_type="learnable"), qkv, attend),
+        "heads": (randomise(te.MultiheadAttention(32, 4, attention_dropout=0, input_layernorm=True, device="cpu")), {**x, **angles},
+                  lambda m, x, **more: m(x, **more)),
+        "cross": (randomise(te.MultiheadAttention(32, 4, attention_dropout=0, attention_type="cross", device="cpu")),
+                  {**x, "encoder_output": of(6, 2, 32, seed=2)}, lambda m, x, **more: m(x, **more)),
+        "layer": (layer(self_attn_mask_type="padding"), {**x, **angles, "attention_mask": padding(4)}, lambda m, x, **more: m(x, **more)),
+        "layer with a bias": (layer(self_attn_mask_type="arbitrary"), {**x, **bias, "attention_mask": hidden},
+                              lambda m, x, **more: m(x, core_attention_bias_type="post_scale_bias", **more)),
+        "decoder": (layer(layer_type="decoder"), {**x, "encoder_output": of(6, 2, 32, seed=2)}, lambda m, x, **more: m(x, **more)),
+        "experts": (randomise(te.GroupedLinear(2, 32, 32, device="cpu")), {**x, "m_splits": torch.tensor([5, 7])},
+                    lambda m, x, m_splits: m(x.view(12, 32), m_splits)),
+        "normalised too": (randomise(te.LayerNormLinear(32, 32, return_layernorm_output=True, device="cpu")), x, lambda m, x: m(x)),
+        "mlp": (randomise(te.LayerNormMLP(32, 64, activation="swiglu", device="cpu")), x, lambda m, x: m(x)),
+        "operations": (randomise(te.ops.Sequential(te.ops.RMSNorm(32, device="cpu"), te.ops.Linear(32, 64, device="cpu"), te.ops.SwiGLU(),
+                                                   te.ops.Linear(32, 32, device="cpu"))), x, lambda m, x: m(x)),
+    }
+
+
 class Memory(Each):
     """A forward's tensors until its backward. What version counters show is in torch_autograd_test.py."""
 
@@ -99,23 +160,52 @@ class Memory(Each):
         module.zero_grad()
         module(input_of(device)).sum().backward()
 
-    def test_operands_of_attention_that_are_emptied_and_refilled(self):
-        for mask, call in (("causal", {}), ("arbitrary", {"attention_mask": randn(1, 1, 6, 6, seed=3) > 1}),
-                           ("no_mask", {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": randn(1, 4, 6, 6, seed=4)})):
-            module, q = self.attention(attn_mask_type=mask)
-            found, junk = [], []
-            for refills in (False, True):
-                q.grad, operands = None, [q * 1 for _ in range(3)]
-                y = module(*operands, **call)
-                for t in operands if refills else ():
-                    kept, size = t.detach().clone(), t.untyped_storage().nbytes()
-                    t.untyped_storage().resize_(0)
-                    junk.append(torch.full_like(kept, 7))
-                    t.untyped_storage().resize_(size)
-                    t.untyped_storage().copy_(kept.untyped_storage())
-                y.square().sum().backward()
-                found.append(q.grad)
-            self.same(found[1:], found[:1], mask)
+    def test_every_tensor_of_a_call_may_be_emptied_and_refilled(self):
+        """Arguments, parameters and outputs. One that is not filled again is refused, or was not read."""
+        def empty(t, junk):
+            kept = t.untyped_storage().clone()
+            t.untyped_storage().resize_(0)
+            junk += [torch.full((kept.nbytes(),), 7, dtype=torch.uint8) for _ in range(3)]
+            return kept
+
+        for recipe in (None, Float8CurrentScaling()):
+            for name, (module, arguments, call) in calls().items():
+                fixed = [n for n, p in module.named_parameters() if not p.untyped_storage().resizable()]  # parts of one array
+
+                def run(changed=None, refills=True):
+                    module.zero_grad()
+                    copies, junk = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in arguments.items()}, []
+                    with scope(recipe):
+                        outputs = call(module, **copies)
+                    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+                    weights = [randn(*y.shape, seed=i) for i, y in enumerate(outputs)]
+                    all_tensors = {**copies, **dict(module.named_parameters()), **{f"output {i}": y for i, y in enumerate(outputs)}}
+                    if changed is not None:
+                        t = all_tensors[changed]
+                        kept = empty(t, junk)
+                        if refills:
+                            t.untyped_storage().resize_(kept.nbytes())
+                            t.untyped_storage().copy_(kept)
+                    try:
+                        torch.autograd.backward(outputs, weights)
+                    finally:
+                        if changed is not None and not refills:
+                            t.untyped_storage().resize_(kept.nbytes())
+                            t.untyped_storage().copy_(kept)
+                    found = {n: t.grad for n, t in {**copies, **dict(module.named_parameters())}.items() if t.grad is not None}
+                    return found, list(all_tensors)
+                want, names = run()
+                self.assertTrue(want)
+                for changed in (n for n in names if n not in fixed):
+                    for refills in (True, False):
+                        with self.subTest(call=name, recipe=type(recipe).__name__, changed=changed, refills=refills):
+                            try:
+                                got, _ = run(changed, refills)
+                            except RuntimeError as error:
+                                self.assertFalse(refills, error)
+                                self.assertIsInstance(error, (FailedPrecondition, te_fl.errors.InvalidArgument))  # the latter: it has no memory
+                                continue
+                            self.same(list(got.values()), list(want.values()))
 
     def test_what_the_backward_does_not_read_may_go(self):
         # In FP8 a product keeps its input's quantised copy.

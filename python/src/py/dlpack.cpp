@@ -119,6 +119,19 @@ bool stands_for_others(PyObject* object) {
   return false;
 }
 
+// Refuses PyTorch's tensors over several ranks by name: they have no memory of their own, and the
+// exchange API gives them a null pointer.
+void refuse_ranks_tensor(const te_fl_dltensor& t, PyObject* object, const char* name) {
+  if (t.data != nullptr || std::find(t.shape, t.shape + t.ndim, 0) != t.shape + t.ndim) return;
+  if (type_name(object) != "DTensor") return;
+  throw_status(Status(
+      StatusCode::kUnsupported,
+      std::string("'") + name +
+          "' is a DTensor, which several ranks have together, and te-fl takes this rank's tensor: "
+          "give its to_local(); where fully_shard divided a module's parameters, call the module "
+          "that it was given, which gathers them"));
+}
+
 // Replaces the exception that is set.
 [[noreturn]] void throw_without_memory(PyObject* object, const char* name) {
   PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
@@ -156,6 +169,7 @@ bool is_torch(const Exchange& api) {
 te_fl_dltensor describe(const Exchange& api, PyObject* object, const char* name) {
   te_fl_dltensor t{};
   if (api.describe(object, &t) != 0) throw_without_memory(object, name);
+  refuse_ranks_tensor(t, object, name);
   return t;
 }
 

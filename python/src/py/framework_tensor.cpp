@@ -58,11 +58,6 @@ int64_t reach_of(const te_fl_dltensor& t) {
   return (last + 1) * t.dtype.bits * t.dtype.lanes / 8;
 }
 
-struct Place {
-  const char* base = nullptr;
-  int64_t bytes = 0;
-};
-
 PyObject* torch_attribute(const char* module, const char* name) {
   const Ref from = Ref::take(PyImport_ImportModule(module));
   return Ref::take(PyObject_GetAttrString(from.get(), name)).release();
@@ -78,13 +73,6 @@ Ref storage_of(PyObject* tensor) {
   return found == nullptr ? Ref() : Ref::take(found);
 }
 
-bool is_storage(PyObject* object) {
-  static PyObject* const type = torch_attribute("torch", "UntypedStorage");
-  const int is = PyObject_IsInstance(object, type);
-  check(is);
-  return is != 0;
-}
-
 long long number_of(PyObject* storage, PyObject* method) {
   const Ref number = Ref::take(PyObject_CallMethodObjArgs(storage, method, nullptr));
   const long long value = PyLong_AsLongLong(number.get());
@@ -92,18 +80,31 @@ long long number_of(PyObject* storage, PyObject* method) {
   return value;
 }
 
-// The memory of a storage.
-Place place_of(PyObject* storage) {
+// Returns where the memory of a storage begins.
+const char* base_of(PyObject* storage) {
   static PyObject* const pointer = PyUnicode_InternFromString("data_ptr");
-  static PyObject* const bytes = PyUnicode_InternFromString("nbytes");
   // NOLINTNEXTLINE(performance-no-int-to-ptr): PyTorch gives addresses as integers
-  return {reinterpret_cast<const char*>(number_of(storage, pointer)), number_of(storage, bytes)};
+  return reinterpret_cast<const char*>(number_of(storage, pointer));
 }
 
-// The memory of a tensor that keeps itself.
-Place place_of_tensor(PyObject* tensor) {
+int64_t bytes_of(PyObject* storage) {
+  static PyObject* const bytes = PyUnicode_InternFromString("nbytes");
+  return number_of(storage, bytes);
+}
+
+// Returns where the storage of a tensor begins whose memory is `bytes` from `data`; null if they do
+// not lie in it: a tensor of another class may have its memory elsewhere. Each question to a
+// storage is a call of Python, and most tensors lie at the beginning of theirs.
+const char* base_around(PyObject* storage, const char* data, int64_t bytes) {
+  const char* const base = base_of(storage);
+  if (base == nullptr || data < base) return nullptr;
+  return data == base || data + bytes <= base + bytes_of(storage) ? base : nullptr;
+}
+
+// The first element of a tensor that keeps itself.
+const char* data_of(PyObject* tensor) {
   const te_fl_dltensor t = describe(tensor, "tensor");
-  return {static_cast<const char*>(t.data) + t.byte_offset, reach_of(t)};
+  return static_cast<const char*>(t.data) + t.byte_offset;
 }
 
 // The parts of a tensor that number_tensor() or tensor_of_no_bytes() makes, in one allocation.
@@ -157,16 +158,28 @@ Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent) {
   const char* const data = static_cast<char*>(t.data) + t.byte_offset;
   const int64_t bytes = reach_of(t);
   const Ref storage = storage_of(object);
-  const Place place = storage.get() == nullptr ? Place{} : place_of(storage.get());
-  // A tensor of another class may have its memory elsewhere.
-  const bool inside =
-      place.base != nullptr && data >= place.base && data + bytes <= place.base + place.bytes;
+  const char* const base =
+      storage.get() == nullptr ? nullptr : base_around(storage.get(), data, bytes);
+  const bool inside = base != nullptr;
   PyObject* const keeper = inside ? storage.get() : object;
   const std::shared_ptr<void> owner = keep_alive(keeper);
   auto made = wrap(t, owner);
   if (!made.ok()) throw_status(made.status().wrap(name));
-  lent.emplace_back(keeper, name, inside ? place.base : data, data, bytes, owner);
+  lent.emplace_back(keeper, inside, name, inside ? base : data, data, bytes, owner);
   return *std::move(made);
+}
+
+std::shared_ptr<void> lend_result(PyObject* object, const std::weak_ptr<void>& owner,
+                                  std::vector<Lent>& lent) {
+  const te_fl_dltensor t = describe(object, "output");
+  const char* const data = static_cast<char*>(t.data) + t.byte_offset;
+  const int64_t bytes = reach_of(t);
+  const Ref storage = storage_of(object);
+  const char* const base =
+      storage.get() == nullptr ? nullptr : base_around(storage.get(), data, bytes);
+  if (base == nullptr) return nullptr;
+  lent.emplace_back(storage.get(), true, "output", base, data, bytes, owner);
+  return keep_alive(storage.get());
 }
 
 void* memory_of(PyObject* object, const char* name) {
@@ -177,7 +190,7 @@ void* memory_of(PyObject* object, const char* name) {
 void Lent::refuse() const {
   throw_status(Status(
       StatusCode::kFailedPrecondition,
-      "the memory of '" + name_ +
+      "the memory of '" + std::string(name_) +
           "' has been freed or replaced since the forward, and the backward reads it; leave the "
           "tensor's storage as it is, or give it its contents back before the backward runs"));
 }
@@ -186,15 +199,15 @@ std::optional<nn::MovedMemory> Lent::moved() {
   const std::shared_ptr<void> kept = owner_.lock();
   if (lost_) refuse();
   if (kept == nullptr) return std::nullopt;
-  const Place now = is_storage(object_) ? place_of(object_) : place_of_tensor(object_);
-  if (now.base == base_ && (bytes_ == 0 || now.base != nullptr)) return std::nullopt;
+  const char* const base = is_storage_ ? base_of(object_) : data_of(object_);
+  if (base == base_ && (bytes_ == 0 || base != nullptr)) return std::nullopt;
   const auto offset = static_cast<const char*>(data_) - static_cast<const char*>(base_);
-  if (!is_storage(object_) || now.base == nullptr || offset + bytes_ > now.bytes) refuse();
+  if (!is_storage_ || base == nullptr || offset + bytes_ > bytes_of(object_)) refuse();
   nn::MovedMemory move{.from = data_,
                        .bytes = bytes_,
-                       .to = const_cast<char*>(now.base) + offset,
+                       .to = const_cast<char*>(base) + offset,
                        .owner = keep_alive(object_)};
-  base_ = now.base;
+  base_ = base;
   data_ = move.to;
   owner_ = move.owner;
   return move;

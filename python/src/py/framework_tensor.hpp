@@ -29,10 +29,16 @@ void* memory_of(PyObject* object, const char* name);
 class Lent {
  public:
   // `data`: of the tensor, `bytes` of the memory at `base`, which `object` has: the storage, or a
-  // tensor without one.
-  Lent(PyObject* object, const char* name, const void* base, const void* data, int64_t bytes,
-       const std::shared_ptr<void>& owner)
-      : object_(object), name_(name), base_(base), data_(data), bytes_(bytes), owner_(owner) {}
+  // tensor without one. `name` stays.
+  Lent(PyObject* object, bool is_storage, const char* name, const void* base, const void* data,
+       int64_t bytes, const std::weak_ptr<void>& owner)
+      : object_(object),
+        is_storage_(is_storage),
+        name_(name),
+        base_(base),
+        data_(data),
+        bytes_(bytes),
+        owner_(owner) {}
   // The memory's new place if it is kept and has moved since the last look; none if it lies where
   // it lay. FAILED_PRECONDITION naming the tensor if there is none any more.
   std::optional<nn::MovedMemory> moved();
@@ -46,15 +52,20 @@ class Lent {
   [[noreturn]] void refuse() const;
 
   PyObject* object_;  // lives as long as its owner
-  std::string name_;
+  bool is_storage_;
+  const char* name_;
   const void* base_;
   const void* data_;
   int64_t bytes_;
   std::weak_ptr<void> owner_;
   bool lost_ = false;  // an object still refers to memory that the tensor has left
 };
-// As tensor_of() with `keep`, noting it in `lent`.
+// As tensor_of() with `keep`, noting it in `lent`; `name` lives as long as that.
 Tensor tensor_of(PyObject* object, const char* name, std::vector<Lent>& lent);
+// Notes in `lent` a result that the framework has made for a forward, whose memory `owner` owns;
+// what keeps its storage, or null if it has none.
+std::shared_ptr<void> lend_result(PyObject* object, const std::weak_ptr<void>& owner,
+                                  std::vector<Lent>& lent);
 
 // `tensor` as a tensor of the framework that `like` is of, sharing its memory.
 Ref to_framework(const Tensor& tensor, PyObject* like);

@@ -28,7 +28,7 @@ Tensor input_of(PyObject* object, const char* name, bool training, std::vector<L
 void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, bool training,
                std::vector<Lent>& lent) {
   struct Field {
-    std::string_view name;
+    const char* name;
     Tensor nn::AttentionInputs::*tensor;
   };
   static constexpr Field fields[] = {
@@ -44,7 +44,7 @@ void set_field(nn::AttentionInputs& in, std::string_view name, PyObject* value, 
   };
   for (const Field& field : fields) {
     if (field.name != name) continue;
-    in.*field.tensor = input_of(value, std::string(name).c_str(), training, lent);
+    in.*field.tensor = input_of(value, field.name, training, lent);
     return;
   }
   if (name == "max_seqlen_q") {
@@ -192,6 +192,10 @@ Ref hand_out(Tensor output, std::shared_ptr<Record> record, ResultTensors& resul
   Ref token = Ref::share(Py_None);
   if (record != nullptr) {
     Record& kept = *record;
+    // The program may empty the storage of the output, too, and the backward of attention reads it.
+    if (const auto owner = results.kept(memory_of(made.get(), "output")); !owner.expired()) {
+      kept.output = lend_result(made.get(), owner, kept.lent);
+    }
     token = number_tensor(add_record(std::move(record)), drop_record, like);
     kept.token = memory_of(token.get(), "token");
   }

@@ -22,6 +22,8 @@ struct Record {
   std::vector<uint64_t> numbers;
   std::vector<bool> trained;
   std::vector<Lent> lent;
+  std::shared_ptr<void> output =
+      nullptr;  // the storage of an output that the backward reads, if it does
   std::vector<std::pair<Shape, DType>> inputs;              // whose gradients the backward returns
   std::vector<std::pair<const void*, const void*>> memory;  // of inputs, where results may lie
   Device device;                                            // of the activations

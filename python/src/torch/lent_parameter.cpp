@@ -53,4 +53,19 @@ PyObject* set_codes_class(PyObject*, PyObject* type) noexcept {
   });
 }
 
+PyObject* touch(PyObject*, PyObject* dict) noexcept {
+  return guarded([&] {
+    if (!PyDict_Check(dict)) throw_type_error("touch() takes a dict");
+    PyObject *key = nullptr, *value = nullptr;
+    Py_ssize_t at = 0;
+    if (PyDict_Next(dict, &at, &key, &value) != 0) {
+      const Ref name = Ref::share(key), kept = Ref::share(value);
+      PyObject* const other = value == Py_None ? Py_False : Py_None;
+      check(PyDict_SetItem(dict, name.get(), other));
+      check(PyDict_SetItem(dict, name.get(), kept.get()));
+    }
+    return Ref::share(Py_None);
+  });
+}
+
 }  // namespace te_fl::python

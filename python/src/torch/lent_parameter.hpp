@@ -22,4 +22,8 @@ LentParameter lent_parameter(PyObject* parameter, const char* name, bool trainin
 // columns.
 PyObject* set_codes_class(PyObject*, PyObject* type) noexcept;
 
+// touch(dict): has CPython count a write to the dict, which is as it was: who caches what he found
+// out about the dict's values by its version looks again. Nobody sees it in between.
+PyObject* touch(PyObject*, PyObject* dict) noexcept;
+
 }  // namespace te_fl::python

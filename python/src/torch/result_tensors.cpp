@@ -135,6 +135,13 @@ Ref ResultTensors::take(Tensor result, PyObject* exchanged) {
   return to_framework(result, exchanged);
 }
 
+std::weak_ptr<void> ResultTensors::kept(const void* data) const {
+  for (const Made& made : made_) {
+    if (made.memory.lock().get() == data && data != nullptr) return made.memory;
+  }
+  return {};
+}
+
 PyObject* set_empty(PyObject*, PyObject* function) noexcept {
   return guarded([&] {
     Py_INCREF(function);

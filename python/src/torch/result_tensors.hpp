@@ -31,6 +31,9 @@ class ResultTensors {
   // `result` as a tensor of the framework that `exchanged` is of: the one whose memory it is, or
   // else one that shares te-fl's memory by DLPack.
   Ref take(Tensor result, PyObject* exchanged);
+  // Returns what owns the memory of a result that take() has returned, whose first element is at
+  // `data`, if te-fl keeps that memory; else none.
+  std::weak_ptr<void> kept(const void* data) const;
 
  private:
   struct Expected {

@@ -13,11 +13,23 @@ import torch.utils.checkpoint
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "..", "examples", "pytorch"))  # for quickstart
 from common import Compiled, DELAYED, DEVICE, call, state_of
 from torch_cases import BF16, MODULES, RECIPES, input_of, scope
-from torch_oracle import randn, randomise
+from torch_oracle import near, randn, randomise
 import te_fl.pytorch as te
 from te_fl.common.recipe import DelayedScaling, Float8CurrentScaling
 from te_fl.errors import FailedPrecondition
 from te_fl.pytorch.fp8 import quantization
+
+
+class Sink(torch.nn.Module):
+    """Attention with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.core = te.DotProductAttention(4, 8, attention_dropout=0, qkv_format="sbhd", attn_mask_type="causal", softmax_type="learnable")
+
+    def forward(self, x):
+        q = x.view(*x.shape[:-1], 4, 8)
+        return self.core(q, q * 2, q + 1)
 
 
 class Modules(Compiled):
@@ -74,6 +86,44 @@ class Modules(Compiled):
                 torch._dynamo.reset()
                 if wanted or any(p.requires_grad for p in make().parameters()):
                     self.both(make, call, DELAYED, give=lambda d, seed: input_of(d, seed).detach().requires_grad_(wanted))
+
+    def test_parameters_that_are_frozen_and_thawed(self):
+        """After the graph was made: all frozen first, and one alone trained later."""
+        from torch.nn.utils import parametrize
+
+        class Doubled(torch.nn.Module):
+            def forward(self, w):
+                return 2 * w
+
+        def step(called, x, wanted):
+            x = x.detach().requires_grad_(wanted)
+            y = called(x)
+            if y.requires_grad:
+                y.square().sum().backward()
+            return x.grad
+
+        makes = {**{name: (lambda make=MODULES[name]: make(device=DEVICE)) for name in ("Linear", "TransformerLayer")},
+                 "a sink": lambda: Sink().to(DEVICE),
+                 "operations": lambda: te.ops.Sequential(te.ops.LayerNorm(32, device=DEVICE), te.ops.Linear(32, 32, device=DEVICE)),
+                 "a parametrised one": lambda: parametrize.register_parametrization(te.Linear(32, 32, device=DEVICE), "weight", Doubled())}
+        for name, make in makes.items():
+            for backend in {"Linear": ("eager", "aot_eager"), "TransformerLayer": ("aot_eager",)}.get(name, ("eager",)):
+                with self.subTest(module=name, backend=backend):
+                    torch._dynamo.reset()
+                    module = randomise(make())
+                    other, parameters = copy.deepcopy(module), list(module.parameters())
+                    called, x = torch.compile(module, backend=backend), input_of(DEVICE)
+                    none, every = [False] * len(parameters), [True] * len(parameters)
+                    for trained, wanted in ((none, True), (every, True), ([True, *none[1:]], True), (none, False)):
+                        for m in (module, other):
+                            m.zero_grad()
+                            for p, its in zip(m.parameters(), trained):
+                                p.requires_grad_(its)
+                        got, want = step(called, x, wanted), step(other, x, wanted)
+                        for g, w in zip((got, *(p.grad for p in parameters)), (want, *(p.grad for p in other.parameters()))):
+                            self.assertEqual(g is None, w is None, trained)
+                            if w is not None:
+                                near(self, g, w, 1e-5, f"gradient {trained}", 1e-4)
 
     def test_parametrisations(self):
         from torch.nn.utils import parametrize

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import te_fl.pytorch as te
+from te_fl import ops
 from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from te_fl.pytorch import distributed as helpers
 from te_fl.pytorch.distributed import collectives
@@ -113,6 +114,28 @@ def no_groups():
              "amax_reduction_group": reduced, "process_group": lambda group: te.ops.AllReduce(group),
              "the process group": lambda group: helpers.allreduce(torch.ones(2), group)}
     return {(kind, argument): error_of(call, group) for kind, group in wrong.items() for argument, call in calls.items()}
+
+
+def tensors_of_ranks():
+    """The errors of layers, functions and ops of DTensors, as an input or as a parameter, with gradients and without."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def everywhere(*shape):
+        return distribute_tensor(torch.ones(shape), mesh, [Replicate()])
+
+    x, q, found = everywhere(4, 2, 32), everywhere(4, 2, 4, 8), {}
+    owner = te.Linear(32, 32, device="cpu")
+    owner.weight = torch.nn.Parameter(everywhere(32, 32))
+    calls = {"linear": lambda: te.Linear(32, 32, device="cpu")(x), "norm": lambda: te.RMSNorm(32, device="cpu")(x),
+             "layer": lambda: te.TransformerLayer(32, 64, 4, device="cpu")(x), "attention": lambda: te.DotProductAttention(4, 8)(q, q, q),
+             "operation": lambda: te.ops.Linear(32, 32, device="cpu")(x), "weight": lambda: owner(torch.ones(4, 32)),
+             "function": lambda: te.apply_rotary_pos_emb(q, te.RotaryPositionEmbedding(8)(4).cpu()),
+             "op": lambda: ops.gelu(input=x, output=torch.ones(4, 2, 32))}
+    for name, call in calls.items():
+        for trains in (True, False):
+            with torch.set_grad_enabled(trains):
+                found[name, trains] = error_of(call)
+    return found
 
 
 def prepared_for_fsdp():

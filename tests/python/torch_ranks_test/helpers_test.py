@@ -27,6 +27,11 @@ class Helpers(unittest.TestCase):
                 with self.subTest(kind=kind, argument=argument):
                     self.assertRegex(error, f"(Unsupported|InvalidArgument): .*{argument}.*{ways_out[kind]}")
 
+    def test_tensors_of_several_ranks_are_named(self):
+        for errors in on_ranks(cases.tensors_of_ranks):
+            for name, error in errors.items():
+                self.assertRegex(str(error), r"Unsupported.*DTensor.*to_local\(\)", name)
+
     def test_modules_know_the_group_of_their_fsdp(self):
         for groups, errors in on_ranks(cases.prepared_for_fsdp):
             self.assertEqual(groups, [True, None])

@@ -26,17 +26,17 @@ class Ranks:
                                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for rank in range(count)]
         self.calls = 0
 
-    def call(self, module, function, killed=None):
-        """Gives each rank's (error, result). `killed`: the rank that the function ends, which gives None."""
+    def call(self, module, function, killed=()):
+        """Gives each rank's (error, result). `killed`: the ranks that the function ends, which give None."""
         self.calls += 1
         files = [f"{self.folder.name}/{self.calls}.{rank}" for rank in range(len(self.processes))]
         for process, file in zip(self.processes, files):
             process.stdin.write(f"{module} {function} {file}\n")
             process.stdin.flush()
         for rank, process in enumerate(self.processes):
-            if not process.stdout.readline() and rank != killed:
+            if not process.stdout.readline() and rank not in killed:
                 raise RuntimeError(f"a rank ended in {module}.{function}() with {process.wait()}")
-        return [None if rank == killed else load(file) for rank, file in enumerate(files)]
+        return [None if rank in killed else load(file) for rank, file in enumerate(files)]
 
     def close(self):
         for process in self.processes:
@@ -78,6 +78,8 @@ def serve(rank, count, store):
         module, function, file = line.split()
         try:
             answer = (None, getattr(importlib.import_module(module), function)())
+        except SystemExit:
+            raise
         except BaseException:
             answer = (traceback.format_exc(), None)
         torch.save(answer, file)

@@ -4,6 +4,7 @@ import datetime
 import gc
 import os
 import signal
+import sys
 import time
 import weakref
 from unittest import mock
@@ -101,9 +102,17 @@ def outside():
     return error_of(lambda: helpers.allreduce(torch.ones(2), group))
 
 
+def processes():
+    """The ranks' processes."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, os.getpid())
+    return found
+
+
 def killed():
-    """The error and its notes of a collective whose rank 1 is killed, of one in a layer's backward, which waits for it later, and the seconds of both."""
-    tensor = torch.ones(4, 3)
+    """The error and its notes of a collective whose rank 1 is killed, of one in a layer's backward, which waits for it later, the seconds of both,
+    and the process."""
+    tensor, process = torch.ones(4, 3), processes()[1]
     y = te.Linear(4, 6, parallel_mode="column", sequence_parallel=True, tp_group=dist.group.WORLD, device="cpu")(torch.ones(2, 4))
     for _ in range(2):
         collectives.all_reduce(tensor)
@@ -111,7 +120,25 @@ def killed():
         os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     return (noted_error(lambda: collectives.all_reduce(tensor)),
-            noted_error(lambda: y.sum().backward()), time.monotonic() - begin)
+            noted_error(lambda: y.sum().backward()), time.monotonic() - begin, process)
+
+
+ENDS = (lambda: os.kill(os.getpid(), signal.SIGTERM), lambda: os._exit(3), lambda: sys.exit())
+
+
+def ended():
+    """For each rank from 1 on, which ends in its way of ENDS after a collective with rank 0: rank 0's error of the next one, with notes, and its
+    process."""
+    groups, own, found = [dist.new_group([0, 1 + i]) for i in range(len(ENDS))], dist.get_rank(), []
+    pids = processes()
+    for i, group in enumerate(groups):
+        if own in (0, 1 + i):
+            collectives.all_reduce(torch.ones(2), group)
+    if own > 0:
+        ENDS[own - 1]()
+    for i, group in enumerate(groups):
+        found.append((*noted_error(lambda: collectives.all_reduce(torch.ones(2), group)), pids[1 + i]))
+    return found
 
 
 def raised_by_layers():

@@ -1,10 +1,14 @@
 """Amaxes of two ranks in as few collectives as there can be; and groups that were destroyed, forked, others', or whose ranks fail."""
 
+import os
 import signal
+import subprocess
 import unittest
+from unittest import mock
 
 import trouble_cases as cases
 from ranks import Ranks, on_ranks
+from te_fl.pytorch.distributed import ended_ranks
 
 
 class Amaxes(unittest.TestCase):
@@ -56,18 +60,42 @@ class Trouble(unittest.TestCase):
     def test_a_killed_rank(self):
         job = Ranks(3)  # of its own, as it does not come back
         self.addCleanup(job.close)
-        first, killed, last = job.call("trouble_cases", "killed", killed=1)
+        first, killed, last = job.call("trouble_cases", "killed", killed=(1,))
         self.assertEqual((killed, job.processes[1].wait(20)), (None, -signal.SIGKILL))
         for rank, (failure, result) in ((0, first), (2, last)):
             self.assertIsNone(failure)
-            (text, notes), (waited, wait_notes), seconds = result
+            (text, notes), (waited, wait_notes), seconds, process = result
             self.assertRegex(text, "RuntimeError: (.|\n)*[Cc]onnection")
-            words = rf"te-fl: in number 4, all_reduce of float32\[4, 3\], reduction sum over gloo, as rank {rank} of 3 in group '.+'"
+            words = (rf"te-fl: in number 4, all_reduce of float32\[4, 3\], reduction sum over gloo, as rank {rank} of 3 in group '.+'"
+                     rf"; rank 1 has ended \(its process {process} is gone\)$")
             self.assertRegex("\n".join(notes), words)
             self.assertRegex(waited, "RuntimeError")
             self.assertRegex("\n".join(wait_notes), words.replace("number 4", "number 5").replace(r"all_reduce of float32\[4, 3\], reduction sum",
                                                                                                r"all_gather of float32\[2, 4\]"))
             self.assertLess(seconds, 20, "nobody waits for the group's time limit, which is a minute")
+
+    def test_ranks_that_end(self):
+        job = Ranks(1 + len(cases.ENDS))
+        self.addCleanup(job.close)
+        (failure, found), *_ = job.call("trouble_cases", "ended", killed=range(1, 1 + len(cases.ENDS)))
+        self.assertIsNone(failure)
+        self.assertEqual(len(found), len(cases.ENDS))
+        for rank, (text, notes, process) in enumerate(found, 1):
+            self.assertRegex(text, "RuntimeError: (.|\n)*[Cc]onnection")
+            who = "rank 1" if rank == 1 else rf"rank 1 \({rank} of the default group\)"
+            self.assertRegex("\n".join(notes), rf"as rank 0 of 2 in group '.+'; {who} has ended \(its process {process} is gone\)$")
+
+    def test_a_store_that_is_gone(self):
+        """As that of rank 0, whose process has ended; and a process whose number another one has by now."""
+        gone = subprocess.Popen(["true"])
+        here, own = ended_ranks._machine(), os.getpid()
+        gone.wait()
+        store = mock.Mock(check=mock.Mock(side_effect=RuntimeError("Broken pipe")))
+        for mark, want in ((f"{here} {gone.pid} 1", [(0, gone.pid)]), (f"{here} {own} 1", [(0, own)]),
+                           (f"{here} {own} {ended_ranks._start_of(own)}", []), (f"elsewhere {here} {gone.pid} 1", []), ("", [])):
+            found = []
+            ended_ranks._look(store, [0, 1], {0: mark}, found, 0.0)
+            self.assertEqual(found, want, mark)
 
     def test_an_error_in_the_backward_of_one_rank(self):
         (waits, seconds), (raises, _) = on_ranks(cases.error_in_a_backward)

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <concepts>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string_view>
+#include <utility>
 
 #include "te_fl/export.hpp"
 #include "te_fl/status.hpp"
@@ -18,7 +20,22 @@ namespace te_fl::nn {
 // backward of its own, so that one forward can have several, as retained graphs of frameworks do.
 class TE_FL_API Ctx {
  public:
-  using Visitor = std::function<void(Tensor&)>;
+  // Is called with tensors; with masks, lengths, slopes and angles of the program's if it says so.
+  class Visitor {
+   public:
+    template <class F>
+    requires std::invocable<F&, Tensor&>
+    // NOLINTNEXTLINE(google-explicit-constructor): a function is a visitor of the others
+    Visitor(F each, bool wants_masks = false) : each_(std::move(each)), wants_masks_(wants_masks) {}
+    void operator()(Tensor& tensor) const { each_(tensor); }
+    void mask(Tensor& tensor) const {
+      if (wants_masks_) each_(tensor);
+    }
+
+   private:
+    std::function<void(Tensor&)> each_;
+    bool wants_masks_;
+  };
   struct TE_FL_API Record {
     virtual ~Record();
     // True from the beginning of a forward that is to have a backward until a Ctx stores the
@@ -38,7 +55,7 @@ class TE_FL_API Ctx {
   bool empty() const noexcept { return record_ == nullptr; }
   void reset() noexcept;
   // Gives the visitor each tensor, defined or not, that the backward reads of what the forward
-  // made or was given, of the modules inside too: no weights, and no masks and lengths. The visitor
+  // made or was given, of the modules inside too: no weights, and masks as the visitor wants. It
   // may replace it by one of equal contents. Not beside a backward of this Ctx.
   void visit(const Visitor& visitor);
   // False: nobody wants the gradient of the forward's input. Set before the backward, which may

@@ -6,6 +6,7 @@
 #include <ATen/autocast_mode.h>
 #include <Python.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/profiler/api.h>
 
@@ -35,6 +36,7 @@ struct Names {
   PyObject* enabled = PyUnicode_InternFromString("enabled");
   PyObject* delayed = PyUnicode_InternFromString("delayed");
   PyObject* reuse_weights = PyUnicode_InternFromString("reuse_weights");
+  PyObject* training = PyUnicode_InternFromString("training");
 };
 inline const Names& names() {
   static const Names all;
@@ -100,6 +102,14 @@ inline long activation_of(const at::Tensor& x) {
   return code_of(at::autocast::get_autocast_dtype(kind));
 }
 
+// True where the forward may be a run of a checkpoint, which torch_checkpoint.piece() looks for: in
+// a backward, and without gradients in training.
+inline bool may_be_of_checkpoint(PyObject* module) {
+  if (torch::autograd::get_current_graph_task_id() >= 0) return true;
+  return !at::GradMode::is_enabled() && !c10::InferenceMode::is_enabled() &&
+         item(module, names().training) == Py_True;
+}
+
 // The module's innermost autocast as one forward sees it.
 struct Fp8 {
   bool plain = false;  // true if no flag reuses weights, and no forward in FP8 runs again outside
@@ -112,9 +122,11 @@ inline Fp8 fp8_of(PyObject* module, PyObject* first) {
   const Py_ssize_t count = PyList_Size(scopes.get());
   Fp8 found;
   if (count == 0) {
-    found.plain = item(module, name.in_fp8) == Py_False;
+    found.plain =
+        item(module, name.in_fp8) == Py_False && torch::autograd::get_current_graph_task_id() < 0;
     return found;
   }
+  if (may_be_of_checkpoint(module)) return found;
   PyObject* const scope = PyList_GET_ITEM(scopes.get(), count - 1);
   Py_INCREF(scope);
   found.scope.emplace(scope);

@@ -1,7 +1,8 @@
 """torch.utils.checkpoint around te-fl's modules in FP8: the runs in the backward, which are outside of the autocast, repeat the first one.
 
 PyTorch says nowhere which of its checkpoints a forward runs in. With use_reentrant=False it is read from what PyTorch keeps for both runs, the
-frame behind the hooks of saved tensors; with use_reentrant=True the two methods that make the runs are followed. Where neither is found, as
+frame behind the hooks of saved tensors; with use_reentrant=True the two methods that make the runs are followed. A checkpoint of another library,
+as DeepSpeed's, is a function of autograd's too, whose two methods get the same node: that is looked for among the callers. Where none is found, as
 in another version of PyTorch, quantization.notice() refuses the second run.
 
 A checkpoint inside of another one is made anew when the outer one's function runs again: that run is the outer one's second and the inner one's
@@ -13,6 +14,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import sys
 import threading
 import weakref
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple
@@ -146,6 +148,34 @@ def _all_hooks() -> list:
     return _native.hooks_in_force(_hooks, _pop, _push)
 
 
+_NOT_OTHERS = ("torch.", "te_fl.")
+
+
+def _callers() -> Tuple[list, Any]:
+    """The nodes of other libraries' functions of autograd whose forward calls here, the innermost first, and the one whose backward does: what is
+    outside of a backward is not of this run."""
+    firsts: list = []
+    frame: Any = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("forward", "backward") and code.co_argcount > 0 and code.co_varnames[0] != "self":
+            node = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                other = not frame.f_globals.get("__name__", "").startswith(_NOT_OTHERS)
+                if code.co_name == "backward":
+                    return firsts, node if other else None
+                if other:
+                    firsts.append(node)
+        frame = frame.f_back
+    return firsts, None
+
+
+def _may_be_others(module: Any) -> bool:
+    """True where a run of another library's checkpoint may be: the first is without gradients, and the second in a backward. Most forwards without
+    gradients in eval() are inferences, for which to look would take time."""
+    return _task() >= 0 or (module.training and not torch.is_grad_enabled() and not torch.is_inference_mode_enabled())
+
+
 class _Second(NamedTuple):
     """A run in a backward."""
 
@@ -163,16 +193,19 @@ def _second_by_hooks(hook: Any) -> Optional[_Second]:
 def _runs() -> Tuple[list, Optional[_Second]]:
     """The owners of the checkpoints whose first run this is, and the innermost that runs again, if one does and has met te-fl's modules."""
     firsts: list = []
+    keeps = torch.is_grad_enabled()
+    others, other = ([], None) if keeps and _task() < 0 else _callers()
+    inner = [r.owner for r in _inner_firsts()] + ([] if keeps else others)
     for pack, *_ in _all_hooks():
         kind = getattr(pack, "__qualname__", "")
         if kind == _SECOND:  # inside of it no backward runs, so it is the innermost
-            return firsts + [r.owner for r in _inner_firsts()], _second_by_hooks(pack)
+            return firsts + inner, _second_by_hooks(pack)
         if kind == _FIRST:
             firsts.append(_cell(pack, "frame"))
-    firsts += [r.owner for r in _inner_firsts()]
-    seconds = [r for r in _reentrant.scopes if r.second and r.owner is not None]
-    forwards = seconds[-1].owner.__dict__.get("_te_fl_forwards") if seconds else None
-    return firsts, None if forwards is None else _Second(forwards, (_task(), seconds[-1].number))
+    seconds = [(r.owner, r.number) for r in _reentrant.scopes if r.second and r.owner is not None]
+    owner, number = (other, id(other)) if other is not None else seconds[-1] if seconds else (None, 0)
+    forwards = None if owner is None else owner.__dict__.get("_te_fl_forwards")
+    return firsts + inner, None if forwards is None else _Second(forwards, (_task(), number))
 
 
 _waiting: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # of each module the first runs that a program declared, without a second one yet
@@ -199,8 +232,10 @@ def _inner_firsts() -> List[Reentrant]:
 
 
 def followed() -> bool:
-    """True in a run of PyTorch's checkpoint that piece() follows, whichever of its runs it is. A checkpoint that begins there leaves its runs to it."""
-    if torch.compiler.is_compiling() or own_runs.scopes or (not _reentrant.scopes and _hooks(False) is None):
+    """True in a run of a checkpoint that piece() follows, whichever of its runs it is. A checkpoint that begins there leaves its runs to it."""
+    if torch.compiler.is_compiling() or own_runs.scopes:
+        return False
+    if not _reentrant.scopes and _hooks(False) is None and torch.is_grad_enabled() and _task() < 0:
         return False
     firsts, second = _runs()
     return second is not None or bool(firsts)
@@ -213,7 +248,7 @@ def _add(owners: list, forward: _Forward) -> None:
 
 
 def _inner_piece(module: Any) -> Optional[Piece]:
-    """The first run of PyTorch's own checkpoints inside of a run that keeps a record itself: theirs is kept beside it, for their second runs, which are
+    """The first run of other checkpoints inside of a run that keeps a record itself: theirs is kept beside it, for their second runs, which are
     outside of it. Of the hooks in force the outermost are those of own_runs, one for each."""
     frames, known = [], len(own_runs.scopes)
     for pack, *_ in _all_hooks():
@@ -223,7 +258,7 @@ def _inner_piece(module: Any) -> Optional[Piece]:
             break
         if kind == _FIRST:
             frames.append(_cell(pack, "frame"))
-    owners = frames[:max(len(frames) - known, 0)] + [r.owner for r in _inner_firsts()]
+    owners = frames[:max(len(frames) - known, 0)] + [r.owner for r in _inner_firsts()] + ([] if torch.is_grad_enabled() else _callers()[0])
     if not owners:
         return None
     forward = _Forward(module, _native.recompute_record(), module._notice())
@@ -232,15 +267,15 @@ def _inner_piece(module: Any) -> Optional[Piece]:
 
 
 def piece(module: Any) -> Optional[Piece]:
-    """For a module whose forward begins: not None in a run of PyTorch's checkpoint that computes in FP8. It takes the place of
+    """For a module whose forward begins: not None in a run of a checkpoint that computes in FP8. It takes the place of
     module._notice() and of te_fl.pytorch.autograd.call.run()."""
-    if not _reentrant.scopes and _hooks(False) is None:
-        return None
     scopes = quantization._state.scopes
     if (scopes and not scopes[-1].enabled) or (not scopes and _task() < 0):
         return None
     if own_runs.scopes:
         return _inner_piece(module)
+    if not _reentrant.scopes and _hooks(False) is None and not _may_be_others(module):
+        return None
     if (again := declared()) is not None:
         return _declared_piece(module, again) if scopes else None
     firsts, second = _runs()
@@ -248,7 +283,7 @@ def piece(module: Any) -> Optional[Piece]:
     if second is not None and any(f.module is module for f in second.forwards.all):
         forward = second.forwards.next(second.run, module)
         if forward is None:
-            raise FailedPrecondition(f"FAILED_PRECONDITION: {type(module).__name__}: torch.utils.checkpoint.checkpoint() runs it in the backward "
+            raise FailedPrecondition(f"FAILED_PRECONDITION: {type(module).__name__}: a checkpoint runs it in the backward "
                                      "where the first run had another module; a function that is checkpointed must do the same both times")
         _add(firsts, forward)
         return Piece(forward, True, keeps)

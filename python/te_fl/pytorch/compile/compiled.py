@@ -107,11 +107,20 @@ _again: dict = {}  # by number
 _again_numbers = itertools.count(1)
 
 
+def _look_again(module: Any) -> None:
+    """Has Dynamo look at the parameters' requires_grad before the graph runs again, of which `trained` and the graph's backward are made. It looks
+    at a dict's parameters anew only where the dict has been written since, and requires_grad_() writes none: a weight that was frozen when the graph
+    was made would have no gradient for ever."""
+    for part in module.modules():
+        _native.touch(part._parameters)
+
+
 def _forward(number, kind, words, numbers, keeps, recomputes, trained, first, activation, width, inputs, extras, parameters,
              names, others, lengths, random, after):
     module = registry.module_of(number)
     layer, order = module._in_graph(inputs[0].device, kind, (*words, *numbers))
     updates = module._notice()
+    _look_again(module)
     order = range(len(parameters)) if order is None else order
     own = [parameters[i] for i in order]
     if keeps:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from te_fl import _native
 from te_fl.errors import FailedPrecondition
+from te_fl.pytorch.distributed import ended_ranks
 from te_fl.pytorch.distributed.same_call import TRANSFERS, SameCall, described
 from te_fl.pytorch.runtime.device import native_device
 from te_fl.pytorch.runtime.refuse import check_group
@@ -139,6 +140,7 @@ class Communicator:
         self._group = weakref.ref(group)
         self.collectives = self.transfers = 0  # counts of calls: sends and receives are counted apart
         self.same_call = SameCall.wanted(group, device)
+        ended_ranks.tell()
 
     def begin(self, op: str, group: Any, arguments: Dict[str, Any], async_op: bool, how: Optional[Callable[[], Any]] = None) -> Optional[Any]:
         """The Work of the op on this rank, or None where async_op is false: then it is on the current stream, and on the CPU done. how: makes it in place
@@ -146,19 +148,26 @@ class Communicator:
         if op in TRANSFERS:
             self.transfers += 1
         else:
-            self.collectives += 1
+            self.count_collective()
         try:
             if self.same_call is not None:
                 self.same_call.compare(op, arguments)
             return _CALLS[op](group, arguments, async_op) if how is None else how()
         except Exception as error:
-            error.add_note(self.note(op, group, arguments, self.transfers if op in TRANSFERS else self.collectives))
+            error.add_note(self.note(error, op, group, arguments, self.transfers if op in TRANSFERS else self.collectives))
             raise
 
-    def note(self, op: str, group: Any, arguments: Dict[str, Any], number: int) -> str:
-        """Says what an error of torch.distributed does not: which call it was of, its number among this communicator's, and whose."""
+    def count_collective(self) -> int:
+        """The number of a collective that begins."""
+        self.collectives += 1
+        if self.collectives == 2:  # all ranks have come to the first one, mostly
+            ended_ranks.know_first()
+        return self.collectives
+
+    def note(self, error: BaseException, op: str, group: Any, arguments: Dict[str, Any], number: int) -> str:
+        """Says what an error of torch.distributed does not: which call it was of, its number among this communicator's, whose, and who has ended."""
         return (f"te-fl: in number {number}, {described(op, arguments)} over {self.backend}, as rank {dist.get_rank(group)} of "
-                f"{dist.get_world_size(group)} in group {getattr(group, 'group_name', '?')!r}")
+                f"{dist.get_world_size(group)} in group {getattr(group, 'group_name', '?')!r}{ended_ranks.described(group, error)}")
 
     def serve(self, op: str, arguments: Dict[str, Any]) -> None:
         """Does on this rank what te_fl.ops.OP(..., comm=self) asks for."""

@@ -81,8 +81,7 @@ class SequenceRanks:
         ranks, op = self.communicator, "all_reduce" if source is to else way
         group = communicator.member(self.group)
         communicator.check(op, group)
-        ranks.collectives += 1
-        number = ranks.collectives
+        number = ranks.count_collective()
         try:
             if ranks.same_call is not None:
                 arguments = {"input": source} if way == "all_gather" else {"input": source, "reduction": "max" if way == "max" else "sum"}
@@ -111,7 +110,7 @@ class SequenceRanks:
     def add_note_to(self, error: BaseException, begun: Tuple[Any, str, torch.Tensor, int]) -> None:
         """Says of which of begin()'s collectives an error is."""
         _, op, tensor, number = begun
-        error.add_note(self.communicator.note(op, communicator.member(self.group), {"input": tensor}, number))
+        error.add_note(self.communicator.note(error, op, communicator.member(self.group), {"input": tensor}, number))
 
     def _in_pieces(self, part: torch.Tensor) -> bool:
         return 0 < self.pieces_from <= part.numel() * part.element_size()
