@@ -117,16 +117,22 @@ Status Fp8State::retype(DType dtype) {
                        " are asked for, but a captured graph uses the scales for " +
                        std::string(name(before)));
   }
+  TE_FL_ASSIGN_OR_RETURN(Tensor noop, Tensor::zeros({1}, DType::kI32, device_));
+  const Tensor largest = shared_->fp8_max;
   TE_FL_RETURN_IF_ERROR(set_dtype(dtype));
   ++shared_->generation;
-  TE_FL_ASSIGN_OR_RETURN(Tensor noop, Tensor::zeros({1}, DType::kI32, device_));
   const te_fl_tensor* scales[] = {scale()};
   te_fl_multi_tensor_scale_args args{};
   args.inputs = args.outputs = scales;
   args.inputs_count = args.outputs_count = 1;
   args.noop_flag = noop;
   args.scale = largest_of(dtype) / largest_of(before);
-  return ops::multi_tensor_scale(args, call_options(device_));
+  Status scaled = ops::multi_tensor_scale(args, call_options(device_));
+  if (!scaled.ok()) {  // else the next call would take scales of the former type for the new one's
+    shared_->dtype = before;
+    shared_->fp8_max = largest;
+  }
+  return scaled;
 }
 
 Status Fp8State::load(const Tensor& from_history, const Tensor& from_scale, bool calibrated,

@@ -17,7 +17,6 @@
 #include "fault_fixture.hpp"
 #include "support/dispatch_fixture.hpp"
 #include "support/expect.hpp"
-#include "support/sanitizers.hpp"
 #include "support/temp_folder.hpp"
 #include "te_fl/nn.hpp"
 
@@ -96,8 +95,7 @@ Attempt attempt(const Entry& entry, int allocation) {
 // The allocations of an attempt that are to fail, of so many: all of a few; of many the first, the
 // last, behind which a change may stand, and some between.
 bool is_tried(int allocation, int count) {
-  const int each = TE_FL_ASAN || TE_FL_TSAN ? 41 : 11;
-  return allocation < 60 || allocation >= count - 150 || allocation % each == 0;
+  return allocation < 60 || allocation >= count - 150 || allocation % 11 == 0;
 }
 
 // True if nothing was wrong.

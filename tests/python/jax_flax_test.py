@@ -168,6 +168,8 @@ class Modules(unittest.TestCase):
                 (lambda: tf.DotProductAttention(8, 2, qkv_layout="bshd").init(jax.random.key(0), *[normal(1, 4, 2, 8)] * 3),
                  "qkv_layout is 'bshd'; it is one of bs3hd"),
                 (lambda: tf.DotProductAttention(8, 2, window_size=5).init(jax.random.key(0), *[normal(1, 4, 2, 8)] * 3), "window_size is 5; it is a pair"),
+                (lambda: tf.DotProductAttention(8, 2, window_size=(1.5, 0)).init(jax.random.key(0), *[normal(1, 4, 2, 8)] * 3),
+                 r"window_size is \(1.5, 0\); its numbers of keys are integers"),
                 (lambda: te.activation.activation(normal(3, 1, 4), ("gellu",)), "activation_type is .*did you mean 'gelu'")):
             with self.subTest(text), self.assertRaisesRegex(ValueError, text):
                 make()

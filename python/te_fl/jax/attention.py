@@ -308,6 +308,8 @@ def fused_attn(qkv: Tuple[jax.Array, ...], bias: Optional[jax.Array], sequence_d
     sequence = 0 if transpose_batch_sequence else 1
     if window_size is not None and (isinstance(window_size, (str, int, float)) or len(window_size) != 2):
         raise ValueError(f"window_size is {window_size!r}; it is a pair, the numbers of keys before and after a query's own, or None")
+    if window_size is not None and not all(hasattr(w, "__index__") for w in window_size):
+        raise ValueError(f"window_size is {window_size!r}; its numbers of keys are integers, -1 for all of them")
     window = (-1, -1) if window_size is None else tuple(int(w) for w in window_size)
     dropout = float(dropout_probability) if is_training else 0.0
     if dropout > 0 and seed is None:

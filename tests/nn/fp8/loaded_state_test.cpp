@@ -190,6 +190,48 @@ TEST(FailedStep, OneThatIsTriedAgainInItsScopeCounts) {
   }
 }
 
+// Gradients of another FP8 type than the step's before have other scales.
+TEST(FailedStep, LeavesTheTypeOfGradients) {
+  auto module = make_module();
+  for (double range : {2.0, 3.0}) step(*module, range);
+  const auto gradients = [&] {
+    auto state = fp8_state(*module);
+    std::erase_if(state, [](const auto& t) { return t.first.find(".bwd.") == std::string::npos; });
+    return state;
+  };
+  const auto before = gradients();
+  DelayedScaling other = kRecipe;
+  other.format = Fp8Format::kE4M3;
+  Ctx ctx;
+  {
+    autocast fp8(true, other);
+    ASSERT_OK(module->forward(values(5), &ctx).status());
+  }
+  te_fl_op_desc fails{};
+  fails.struct_size = sizeof fails;
+  fails.op_name = "multi_tensor_scale";
+  fails.impl_id = "vendor.fails";
+  fails.kind = TE_FL_KIND_VENDOR;
+  fails.priority = 500;
+  fails.flags = TE_FL_OP_THREAD_SAFE;
+  fails.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
+  fails.run = [](void*, const te_fl_context*, const void*) -> te_fl_status {
+    return TE_FL_INTERNAL;
+  };
+  OpRegistry& registry = OpRegistry::instance();
+  ASSERT_OK(registry.register_op(fails, "fails", "acme"));
+  EXPECT_FALSE(module->backward(values(6), ctx).ok());
+  EXPECT_EQ(gradients(), before);
+  ASSERT_OK(registry.unregister_owner("fails"));
+  Ctx again;
+  {
+    autocast fp8(true, other);
+    ASSERT_OK(module->forward(values(5), &again).status());
+  }
+  ASSERT_OK(module->backward(values(6), again).status());
+  EXPECT_NE(gradients(), before);
+}
+
 // Every module says so, whatever fails in it.
 TEST(FailedStep, IsSeenWhicheverModuleFails) {
   const Tensor wrong = tensor({kRows, 8}, random_values(kRows * 8, 1));

@@ -21,7 +21,7 @@ from torch_oracle import DEVICES, near, randn, randomise
 import te_fl.pytorch as te
 from te_fl import errors
 from te_fl.common import recipe
-from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_fl.common.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 from te_fl.pytorch.fp8 import extra_state
 
 
@@ -138,6 +138,19 @@ class TheirState(State):
         shapes = {k: tuple(state[k].shape) for k in ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd")}
         self.assertEqual(shapes, {"scale_fwd": (3,), "amax_history_fwd": (4, 3), "scale_bwd": (2,), "amax_history_bwd": (4, 2)})
         self.assertIn("extra_fp8_variables", state)
+
+    def test_scales_of_gradients_that_no_amax_has_changed(self):
+        """The first scale is 1 for every type; where the recipe that is saved beside it has another, such a scale stays."""
+        module = te.Linear(32, 32, device="cpu")
+        for fp8_format, backward in ((Format.HYBRID, True), (Format.E4M3, False)):
+            with te.autocast(recipe=DelayedScaling(fp8_format=fp8_format)):
+                y = module(torch.ones(16, 32))
+            if backward:
+                (y * 0).sum().backward()
+        with mock.patch.dict(sys.modules, stand_in()):
+            state = pickle.loads(module.get_extra_state().numpy().tobytes())
+        self.assertEqual(state["scale_bwd"].tolist(), [1.0, 1.0])
+        self.assertFalse(state["amax_history_bwd"].any())
 
     def test_it_names_no_class_of_the_program(self):
         """By the opcodes of what was written: every name is one that Transformer Engine, PyTorch or Python has."""

@@ -164,7 +164,8 @@ def to_theirs(state: Sequence[Tuple[str, torch.Tensor]], sites: Sequence[str], p
             histories.append(torch.zeros(1 if history is None else history.shape[0], kept, **_PLAIN))
             if scale is not None:
                 largest = by_name.get(f"{site}.{direction}.fp8_max")  # the last backward may have been by a recipe of another format
-                factor = wanted / largest.item() if wanted and largest is not None else 1.0
+                is_new = not history.any() and bool((scale == 1).all())  # no amax has been seen, and the scale of no type is 1
+                factor = wanted / largest.item() if wanted and largest is not None and not is_new else 1.0
                 scales[-1][list(own)] = (scale.detach().cpu() * factor).clamp_(max=torch.finfo(torch.float32).max)
                 histories[-1][:, list(own)] = history.detach().cpu()
         length = max(h.shape[0] for h in histories)
