@@ -213,7 +213,7 @@ TEST(FailedStep, LeavesTheTypeOfGradients) {
   fails.impl_id = "vendor.fails";
   fails.kind = TE_FL_KIND_VENDOR;
   fails.priority = 500;
-  fails.flags = TE_FL_OP_THREAD_SAFE;
+  fails.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_IN_PLACE_OK;
   fails.device_types = uint64_t{1} << TE_FL_DEVICE_CPU;
   fails.run = [](void*, const te_fl_context*, const void*) -> te_fl_status {
     return TE_FL_INTERNAL;
