@@ -33,7 +33,7 @@ TRAIN = ["--batch", "16", "--sample-bytes", "0", "--report-every", "10", "--eval
 
 # Losses of a divided model may be so far from one rank's, as the median over the steps: runs in low precision part at some step by up to 1.6 %, and
 # meet again. Over Gloo, 20 steps on two ranks have medians of 5e-7 in F32, 6e-5 by block scaling, 7e-4 by current and 1.3e-3 by delayed scaling.
-# Where one rank's gradients count half or twice they are 2.7e-3, 1.9e-3, 3.3e-3 and 2.9e-3, and where they are left out 2e-2.
+# Gradients of one rank that count half or twice break each of the limits, the one of delayed scaling by little.
 APART = {"F32": 1e-4, "none": 2.5e-3, "block": 1e-3, "current": 2.5e-3, "delayed": 2.5e-3}
 
 

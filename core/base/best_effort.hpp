@@ -8,7 +8,7 @@ template <class F>
 void best_effort(F&& f) noexcept {
   try {
     f();
-  } catch (...) {  // there is nobody to tell, and nothing depends on it
+  } catch (...) {  // The change stands without it, and a caller could do nothing about it.
   }
 }
 

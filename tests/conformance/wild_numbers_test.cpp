@@ -1,7 +1,7 @@
 // Wild numbers for every integer that a caller gives: arguments, elements of lists, extents, ranks,
-// strides, codes, and what tensors of integers hold. Calls are those of the conformance table, one
-// number changed in each, so that an op that joins the catalogue joins this test. Each call is
-// refused in words, or the implementations have the same results.
+// strides, codes, and what tensors of integers hold. It takes the calls of the conformance table
+// and changes a number in each, so that an op that joins the catalogue joins this test. Each call
+// is refused in words, or the implementations have the same results.
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
@@ -256,7 +256,8 @@ struct Numbers {
   int64_t most() const { return bits == 64 ? kMost : (int64_t{1} << (std::abs(bits) - 1)) - 1; }
 };
 
-// One number, those from one on, and several whose sum wraps to the one that it was.
+// Changes one number of a list, or all from one place on, or several so that their sum wraps to
+// what it was.
 void change_numbers(const Numbers& n, Changes& all) {
   const std::set<size_t> places = {0, n.count / 2, n.count - 1};
   for (const int64_t w : kWild) {

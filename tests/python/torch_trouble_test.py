@@ -336,7 +336,7 @@ class Workers(unittest.TestCase):
         """A child calls the layer that another thread of its parent was in, other layers, and what they keep for their backwards.
 
         PyTorch has locks of its own that a child may find held for ever (of an AccumulateGrad that another thread is in, of the list of
-        at::RecordFunction's callbacks: one child of 200). Such a child says nothing of te-fl; it is counted apart."""
+        at::RecordFunction's callbacks), as happens now and then. Such a child says nothing of te-fl; it is counted apart."""
         def step(module, recipe):
             x = input_of()
             with scope(recipe):

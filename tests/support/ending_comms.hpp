@@ -163,7 +163,7 @@ inline void check_ending(const std::string& provider) {
     }
     // The rest ends by time-outs, so that not every op does it.
     if (collective.name != "all_reduce" && collective.name != "recv") continue;
-    {  // Destroyed, and nobody comes: the time-out ends the call.
+    {  // This rank is destroyed, and no other rank calls: the time-out ends the call.
       EndingComms two(provider, kShort);
       two.begin(collective);
       two.ranks[0] = Comm();
