@@ -32,7 +32,7 @@ PROGRAMS = {
 }
 # Folders of which each is compiled as one file, with those below them but APART.
 APART = ["conformance/cases"]
-UNITED = ["conformance", "core", "policy", "registry", "plugins", "dispatch", "comm", "nn", "backends/reference", "backends/gloo", "python/src", "tools/te-fl",
+UNITED = ["conformance", "core", "policy", "registry", "plugins", "dispatch", "comm", "nn", "backends/reference", "backends/gloo", "backends/cuda", "python/src", "tools/te-fl",
           "examples/train_gpt", "tests/core", "tests/policy", "tests/registry", "tests/plugins", "tests/dispatch", "tests/comm", "tests/nn",
           "tests/backends/reference", "tests/backends/cpu"]
 TOKEN = re.compile(r"""
@@ -260,10 +260,10 @@ def united_clashes(root, files):
     places, result = {}, []
     for path in files:
         united, apart = (any(pathlib.PurePosixPath(f) in path.parents for f in folders) for folders in (UNITED, APART))
-        if path.suffix == ".cpp" and united and not apart:
+        if path.suffix in (".cpp", ".cu") and united and not apart:
             for space, kind, name, line in definitions((pathlib.Path(root) / path).read_text(errors="replace"), unnamed=True):
-                places.setdefault((path.parent, space, kind, name), {}).setdefault(path, line)
-    for (_, _, kind, name), where in sorted(places.items()):
+                places.setdefault((path.parent, path.suffix, space, kind, name), {}).setdefault(path, line)
+    for (_, _, _, kind, name), where in sorted(places.items()):
         if len(where) > 1:
             at = " and ".join(f"{p}:{n}" for p, n in sorted(where.items()))
             result.append(f"{kind} {name} is in the unnamed namespaces of {at}, which tools/test.sh's builds compile as one file: rename one, "

@@ -52,18 +52,18 @@ __device__ inline void copy_sums(const Attention& p, const AttentionGradients& g
 
 // ---- dq
 
-constexpr int kStages = 3;
+constexpr int kQueryStages = 3;
 // Registers of a thread; a block of the query side has 512 for one of each warp group.
 constexpr int kQueryProductRegisters = 176, kQueryFillRegisters = 256 - kQueryProductRegisters;
-using QueryRing = Ring<kStages, kFillers<true>>;
+using QueryRing = Ring<kQueryStages, kFillers<true>>;
 
 template <int kDim>
 struct QueryShared {
   using Part = Stage<kDim, true>;
   static constexpr int kDO = matrix_bytes<kDim>(kFixed);  // after Q
   static constexpr int kStagesAt = 2 * kDO;
-  static constexpr int kBarriers = kStagesAt + kStages * Part::kBytes;
-  static constexpr int kBytes = kBarriers + kStages * 2 * 8;
+  static constexpr int kBarriers = kStagesAt + kQueryStages * Part::kBytes;
+  static constexpr int kBytes = kBarriers + kQueryStages * 2 * 8;
 };
 
 template <class T, int kDim, bool kDraws>
@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kBlockThreads<true>, 1)
 
 // ---- dk and dv
 
-using KeyRing = Ring<kStages, kFillers<false>>;
+using KeyRing = Ring<kQueryStages, kFillers<false>>;
 // Registers of a thread; the block has 504 for one of each warp group. Sums of two products fill
 // those of wide heads.
 template <int kDim>
@@ -221,8 +221,8 @@ struct KeyShared {
   using Part = Stage<kDim, false>;
   static constexpr int kV = matrix_bytes<kDim>(kFixed);  // after K
   static constexpr int kStagesAt = 2 * kV;
-  static constexpr int kBarriers = kStagesAt + kStages * Part::kBytes;
-  static constexpr int kBytes = kBarriers + kStages * 2 * 8;
+  static constexpr int kBarriers = kStagesAt + kQueryStages * Part::kBytes;
+  static constexpr int kBytes = kBarriers + kQueryStages * 2 * 8;
 };
 template <class T, int kDim, bool kSums>
 constexpr size_t kKeyBytes =

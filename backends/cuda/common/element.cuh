@@ -10,6 +10,7 @@
 
 #include "common/dtype_bytes.hpp"
 #include "device/cuda_check.hpp"
+#include "device/device_attributes.hpp"
 #include "te_fl/backend.hpp"
 
 namespace te_fl::cuda {
@@ -208,10 +209,10 @@ __device__ inline float warp_sum(float v) {
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int kThreads = 256;
-// Blocks for `items` of a grid-stride loop.
+// Thread blocks for a grid-stride loop over `items`: at most 16 for each multiprocessor.
 inline unsigned blocks_for(int64_t items, int threads = kThreads) {
   return static_cast<unsigned>(
-      std::max<int64_t>(1, std::min<int64_t>(ceil_div(items, threads), 132 * 16)));
+      std::clamp<int64_t>(ceil_div(items, threads), 1, int64_t{16} * current_multiprocessors()));
 }
 
 }  // namespace te_fl::cuda

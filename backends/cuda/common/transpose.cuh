@@ -21,9 +21,9 @@ inline constexpr int kRun = 16 / static_cast<int>(sizeof(Bits));  // elements of
 // A tile's 16-byte words in the input's dense dimension (columns) and in the output's (rows): what
 // was fastest on an H100.
 template <class Bits>
-inline constexpr int kTileCols = (sizeof(Bits) < 4 ? 8 : 16) * kRun<Bits>;
+inline constexpr int kTransposeCols = (sizeof(Bits) < 4 ? 8 : 16) * kRun<Bits>;
 template <class Bits>
-inline constexpr int kTileRows = (sizeof(Bits) == 8 ? 16 : 8) * kRun<Bits>;
+inline constexpr int kTransposeRows = (sizeof(Bits) == 8 ? 16 : 8) * kRun<Bits>;
 
 template <class Bits>
 __device__ inline void put_run(Bits* to, const Bits (&run)[kRun<Bits>]) {
@@ -40,7 +40,7 @@ __device__ inline void put_run(Bits* to, const Bits (&run)[kRun<Bits>]) {
 
 template <class Bits>
 __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bits* out, Tiles t) {
-  constexpr int kV = kRun<Bits>, kC = kTileCols<Bits>, kR = kTileRows<Bits>;
+  constexpr int kV = kRun<Bits>, kC = kTransposeCols<Bits>, kR = kTransposeRows<Bits>;
   constexpr int kLoadWords = kC / kV, kStoreWords = kR / kV;
   // An odd number of 32-bit words, so that a column's elements lie in different banks.
   constexpr int kPitch = kC + (sizeof(Bits) < 4 ? 4 / static_cast<int>(sizeof(Bits)) : 1);
@@ -135,8 +135,8 @@ bool transpose(const te_fl_context& ctx, const Nest& nest, int dense, const void
     t.others.rank = 1;
     t.others.shape[0] = 1, t.others.from[0] = t.others.to[0] = 0;
   }
-  const int64_t row_tiles = ceil_div(t.rows, kTileRows<Bits>),
-                col_tiles = ceil_div(t.cols, kTileCols<Bits>);
+  const int64_t row_tiles = ceil_div(t.rows, kTransposeRows<Bits>),
+                col_tiles = ceil_div(t.cols, kTransposeCols<Bits>);
   const int64_t blocks = row_tiles * col_tiles * t.others.size();
   if (blocks >= kFastDivLimit) return false;
   prepare(t.others);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "device/cuda_check.hpp"
+#include "device/driver.hpp"
 #include "device/per_device.hpp"
 
 namespace te_fl::cuda {
@@ -17,6 +18,12 @@ int attribute_of(int device) {
 }
 inline int multiprocessors(int device) {
   return attribute_of<cudaDevAttrMultiProcessorCount>(device);
+}
+// Those of the current device, which a call has set to its own.
+inline int current_multiprocessors() {
+  int device = 0;
+  check(current_device(&device), "cudaGetDevice");
+  return multiprocessors(device);
 }
 inline int compute_capability(int device) {  // 10 major
   return 10 * attribute_of<cudaDevAttrComputeCapabilityMajor>(device);

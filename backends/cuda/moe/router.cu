@@ -38,10 +38,10 @@ T* data_or_null(const te_fl_tensor* t) {
 }
 int index_bytes_of(const te_fl_tensor* t) { return t != nullptr ? t->dl.dtype.bits / 8 : 4; }
 
-// Lanes for each token, as many as the device takes a few times over.
+// Thread blocks with `lanes` threads for each token: at most 32 for each multiprocessor.
 unsigned router_blocks(int64_t tokens, int lanes) {
-  return static_cast<unsigned>(
-      std::clamp<int64_t>(ceil_div(tokens, kThreads / lanes), 1, 132 * 32));
+  return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(tokens, kThreads / lanes), 1,
+                                                   int64_t{32} * current_multiprocessors()));
 }
 
 void topk_fwd(const te_fl_context& ctx, const te_fl_fused_topk_with_score_function_fwd_args& a) {

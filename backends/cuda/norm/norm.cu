@@ -14,7 +14,8 @@ namespace te_fl::cuda {
 namespace {
 
 unsigned row_blocks(int64_t rows) {
-  return static_cast<unsigned>(std::max<int64_t>(1, std::min<int64_t>(rows, 132 * 32)));
+  return static_cast<unsigned>(
+      std::clamp<int64_t>(rows, 1, int64_t{32} * current_multiprocessors()));
 }
 
 NormDevice device_of(const te_fl_context& ctx) {

@@ -13,9 +13,9 @@ namespace te_fl::cuda {
 namespace {
 
 constexpr int kTileWarps = 8, kTileThreads = kTileWarps * 32;
-constexpr int kWarpRows = 4, kTileRows = kTileWarps * kWarpRows;
+constexpr int kWarpRows = 4, kClusterTileRows = kTileWarps * kWarpRows;
 using norm_choice::kMostBlocks;
-constexpr int kColumnPieces = kTileRows / 16;  // 16 codes that a column gets at once
+constexpr int kColumnPieces = kClusterTileRows / 16;  // 16 codes that a column gets at once
 
 struct ClusterArgs {
   const void *x, *residual;
@@ -60,9 +60,9 @@ struct TileMemory {
   static constexpr int kWeights = kStaged + kPieces * kTileThreads * 4;
   static constexpr int kTurned = kWeights + 2 * kCols;
   static constexpr int kStatistics = kTurned + kTileWarps * kColumnPitch;
-  static constexpr int kParts = kStatistics + kTileRows * 4;
+  static constexpr int kParts = kStatistics + kClusterTileRows * 4;
   static size_t bytes(int blocks) {
-    return sizeof(float) * (kParts + 2 * static_cast<size_t>(blocks) * kTileRows * 4);
+    return sizeof(float) * (kParts + 2 * static_cast<size_t>(blocks) * kClusterTileRows * 4);
   }
 };
 
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
   const int my_row = warp * kWarpRows + lane / 8;  // the one whose statistics this lane has
   const Staged staged{reinterpret_cast<uint4*>(memory + Memory::kStaged) + thread, Memory::kPieces};
   const int rows = static_cast<int>(a.q.m);
-  int row0 = static_cast<int>(blockIdx.x) / a.blocks * kTileRows;
+  int row0 = static_cast<int>(blockIdx.x) / a.blocks * kClusterTileRows;
 
   // This thread's place: row r of the warp, group g.
   const auto at = [&](int r, int g) {
@@ -177,18 +177,18 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
     m.squares = sum_rows(squares);
 
     // Part of every block, [parity, block, row]: written last at this parity two barriers ago.
-    float4* const mine = parts + parity * a.blocks * kTileRows + my_row;
+    float4* const mine = parts + parity * a.blocks * kClusterTileRows + my_row;
     for (int to = lane % 8; to < a.blocks; to += 8) {
-      *cluster.map_shared_rank(mine + rank * kTileRows, to) =
+      *cluster.map_shared_rank(mine + rank * kClusterTileRows, to) =
           make_float4(m.centre, m.sum, m.squares, m.n);
     }
     cluster.sync();
     // Lane l merges parts l % 8 and l % 8 + 8 of its row, absent ones as empty.
     float4 p = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (lane % 8 < a.blocks) p = mine[lane % 8 * kTileRows];
+    if (lane % 8 < a.blocks) p = mine[lane % 8 * kClusterTileRows];
     m = {p.x, p.y, p.z, p.w};
     if (a.blocks > 8) {
-      p = mine[(lane % 8 + 8) * kTileRows];
+      p = mine[(lane % 8 + 8) * kClusterTileRows];
       const float n = m.n + p.w, c = (m.n * m.centre + p.w * p.x) / n;
       const float d = m.centre - c, e = p.x - c;
       m.squares =
@@ -349,10 +349,10 @@ void norm_cluster(const te_fl_context& ctx, const NormForward& f, const Quantise
   a.centred = f.mu != nullptr;
   with_launch({dtype, a.blocks, a.width, f.sum != nullptr}, [&](auto&& launch) {
     const auto count = static_cast<int>(
-        std::min<int64_t>(ceil_div(a.q.m, kTileRows), launch.held(ctx.device.index)));
+        std::min<int64_t>(ceil_div(a.q.m, kClusterTileRows), launch.held(ctx.device.index)));
     launch.config.gridDim.x = static_cast<unsigned>(a.blocks * count);
     launch.config.stream = stream_of(ctx);
-    a.step = count * kTileRows;
+    a.step = count * kClusterTileRows;
     check(cudaLaunchKernelEx(&launch.config, launch.kKernel, a), "norm_cluster_kernel");
   });
 }

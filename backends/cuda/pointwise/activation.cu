@@ -111,7 +111,9 @@ auto clamped_gradient(const te_fl_activation_clamped_bwd_args& args) {
 }
 
 template <class Args>
-concept SumsBias = requires(const Args& args) { args.dbias; };
+concept SumsBias = requires(const Args& args) {
+  args.dbias;
+};
 template <class Args>
 const te_fl_tensor* bias_of(const Args& args) {
   if constexpr (SumsBias<Args>) {

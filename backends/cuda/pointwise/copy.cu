@@ -227,7 +227,7 @@ void strided_copy(const te_fl_context& ctx, const te_fl_strided_copy_args& args)
   }
   check_launch("strided_copy");
 }
-std::string words_of(const te_fl_context&, const te_fl_strided_copy_args& args) {
+std::string words_of_copy(const te_fl_context&, const te_fl_strided_copy_args& args) {
   return "kernel " + choose_copy(args).text();
 }
 Refusal refuse_strided_copy(const te_fl_strided_copy_args& args) {
@@ -240,7 +240,7 @@ Refusal refuse_strided_copy(const te_fl_strided_copy_args& args) {
 void append_copies(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(
       descriptor<te_fl_strided_copy_args, strided_copy, refuse_strided_copy>("strided_copy"));
-  ops.back().describe = backend::describe_thunk<te_fl_strided_copy_args, words_of>;
+  ops.back().describe = backend::describe_thunk<te_fl_strided_copy_args, words_of_copy>;
 }
 
 }  // namespace te_fl::cuda

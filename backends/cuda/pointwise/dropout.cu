@@ -191,21 +191,21 @@ Refusal refuse_add(const te_fl_add_args& args) {
 }
 
 template <class Args>
-std::string words_of(const te_fl_context&, const Args& a) {
+std::string words_of_dropout(const te_fl_context&, const Args& a) {
   return "kernel " + choose_pointwise(a).text();
 }
 template <class Args, auto F, auto Refuses>
-void append(std::vector<te_fl_op_desc>& ops, const char* name) {
+void append_dropout(std::vector<te_fl_op_desc>& ops, const char* name) {
   ops.push_back(descriptor<Args, F, Refuses>(name));
-  ops.back().describe = backend::describe_thunk<Args, words_of<Args>>;
+  ops.back().describe = backend::describe_thunk<Args, words_of_dropout<Args>>;
 }
 
 }  // namespace
 
 void append_dropout(std::vector<te_fl_op_desc>& ops) {
-  append<te_fl_dropout_fwd_args, dropout_fwd, refuse_fwd>(ops, "dropout_fwd");
-  append<te_fl_dropout_bwd_args, dropout_bwd, refuse_bwd>(ops, "dropout_bwd");
-  append<te_fl_add_args, add, refuse_add>(ops, "add");
+  append_dropout<te_fl_dropout_fwd_args, dropout_fwd, refuse_fwd>(ops, "dropout_fwd");
+  append_dropout<te_fl_dropout_bwd_args, dropout_bwd, refuse_bwd>(ops, "dropout_bwd");
+  append_dropout<te_fl_add_args, add, refuse_add>(ops, "add");
 }
 
 }  // namespace te_fl::cuda

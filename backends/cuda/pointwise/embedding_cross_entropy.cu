@@ -209,13 +209,13 @@ Refusal refuse_cross_entropy_bwd(const te_fl_cross_entropy_bwd_args& args) {
 }
 
 template <class Args>
-std::string words_of(const te_fl_context&, const Args& a) {
+std::string words_of_loss(const te_fl_context&, const Args& a) {
   return "kernel " + choose_pointwise(a).text();
 }
 template <class Args, auto F, auto Refuses>
-void append(std::vector<te_fl_op_desc>& ops, const char* name) {
+void append_loss(std::vector<te_fl_op_desc>& ops, const char* name) {
   ops.push_back(descriptor<Args, F, Refuses>(name));
-  ops.back().describe = backend::describe_thunk<Args, words_of<Args>>;
+  ops.back().describe = backend::describe_thunk<Args, words_of_loss<Args>>;
 }
 
 }  // namespace
@@ -223,17 +223,17 @@ void append(std::vector<te_fl_op_desc>& ops, const char* name) {
 void append_tensor(std::vector<te_fl_op_desc>& ops) {
   append_copies(ops);
   append_fills(ops);
-  append<te_fl_embedding_fwd_args, embedding_fwd, refuse_embedding_fwd>(ops, "embedding_fwd");
+  append_loss<te_fl_embedding_fwd_args, embedding_fwd, refuse_embedding_fwd>(ops, "embedding_fwd");
   ops.back().workspace = [](void*, const te_fl_context*, const void*, size_t* bytes) {
     *bytes = kStoreWorkspace;
     return te_fl_status{TE_FL_OK};
   };
-  append<te_fl_embedding_bwd_args, embedding_bwd, refuse_embedding_bwd>(ops, "embedding_bwd");
+  append_loss<te_fl_embedding_bwd_args, embedding_bwd, refuse_embedding_bwd>(ops, "embedding_bwd");
   ops.back().workspace =
       backend::workspace_thunk<te_fl_embedding_bwd_args, embedding_bwd_workspace>;
-  append<te_fl_cross_entropy_fwd_args, cross_entropy_fwd, refuse_cross_entropy_fwd>(
+  append_loss<te_fl_cross_entropy_fwd_args, cross_entropy_fwd, refuse_cross_entropy_fwd>(
       ops, "cross_entropy_fwd");
-  append<te_fl_cross_entropy_bwd_args, cross_entropy_bwd, refuse_cross_entropy_bwd>(
+  append_loss<te_fl_cross_entropy_bwd_args, cross_entropy_bwd, refuse_cross_entropy_bwd>(
       ops, "cross_entropy_bwd");
 }
 

@@ -97,7 +97,7 @@ Refusal refuse_fill(const te_fl_fill_args& args) {
   return args.output->dl.dtype.bits < 8 ? "fills whole bytes" : nullptr;
 }
 
-std::string words_of(const te_fl_context&, const te_fl_fill_args& args) {
+std::string words_of_fill(const te_fl_context&, const te_fl_fill_args& args) {
   if (backend::numel(*args.output) == 0) return "kernel none: a tensor without elements";
   Nest nest = nest_of(*args.output, nullptr);
   const int word =
@@ -109,7 +109,7 @@ std::string words_of(const te_fl_context&, const te_fl_fill_args& args) {
 
 void append_fills(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(descriptor<te_fl_fill_args, fill, refuse_fill>("fill"));
-  ops.back().describe = backend::describe_thunk<te_fl_fill_args, words_of>;
+  ops.back().describe = backend::describe_thunk<te_fl_fill_args, words_of_fill>;
 }
 
 }  // namespace te_fl::cuda

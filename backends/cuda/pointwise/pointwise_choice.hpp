@@ -103,7 +103,7 @@ inline PointwiseChoice choose_pointwise(const te_fl_cross_entropy_bwd_args& a) n
   const int64_t runs =
       even ? m.cols / kPackElements : (m.cols + 2 * kPackElements - 2) / kPackElements;
   const int64_t packs = runs * (a.logits->dl.dtype.bits / 8) / 2;
-  if (packs <= kBlockThreads)
+  if (packs <= pointwise_choice::kBlockThreads)
     return {"cross_entropy_gradient of 1 pack", "a block holds a row", false, 1};
   return {"cross_entropy_gradient of 4 packs", "several blocks may share a row", false, 4};
 }

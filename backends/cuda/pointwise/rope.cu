@@ -223,13 +223,13 @@ Refusal refuse_qkv_backward(const te_fl_fused_qkv_rope_backward_args& a) {
 }
 
 template <class Args>
-std::string words_of(const te_fl_context&, const Args& a) {
+std::string words_of_rope(const te_fl_context&, const Args& a) {
   return "rope kernel " + choose_rope(rope_problem(a)).text();
 }
 template <class Args, auto F, auto Refuses>
-void append(std::vector<te_fl_op_desc>& ops, const char* name) {
+void append_rope(std::vector<te_fl_op_desc>& ops, const char* name) {
   ops.push_back(descriptor<Args, F, Refuses>(name));
-  ops.back().describe = backend::describe_thunk<Args, words_of<Args>>;
+  ops.back().describe = backend::describe_thunk<Args, words_of_rope<Args>>;
 }
 
 }  // namespace
@@ -238,10 +238,10 @@ void append_rope(std::vector<te_fl_op_desc>& ops) {
   using Rope = te_fl_rope_rope_args;
   using Forward = te_fl_fused_qkv_rope_forward_args;
   using Backward = te_fl_fused_qkv_rope_backward_args;
-  append<Rope, rope<false>, refuse_rope>(ops, "fused_rope_forward");
-  append<Rope, rope<true>, refuse_rope>(ops, "fused_rope_backward");
-  append<Forward, qkv_forward, refuse_qkv_forward>(ops, "fused_qkv_rope_forward");
-  append<Backward, qkv_backward, refuse_qkv_backward>(ops, "fused_qkv_rope_backward");
+  append_rope<Rope, rope<false>, refuse_rope>(ops, "fused_rope_forward");
+  append_rope<Rope, rope<true>, refuse_rope>(ops, "fused_rope_backward");
+  append_rope<Forward, qkv_forward, refuse_qkv_forward>(ops, "fused_qkv_rope_forward");
+  append_rope<Backward, qkv_backward, refuse_qkv_backward>(ops, "fused_qkv_rope_backward");
 }
 
 }  // namespace te_fl::cuda

@@ -38,7 +38,7 @@ struct SwigluGate {
   }
 };
 
-struct ClampedGate {
+struct ScaledClampedGate {
   static constexpr bool kGated = true;
   float limit, alpha, offset;
   __device__ float value(float a, float b) const {
@@ -283,7 +283,7 @@ auto gate_of(const Args& a) {
   if constexpr (requires { a.beta1; }) {
     return SituGate(a.beta1, a.beta2);
   } else if constexpr (requires { a.limit; }) {
-    return ClampedGate{a.limit, a.alpha, a.glu_linear_offset};
+    return ScaledClampedGate{a.limit, a.alpha, a.glu_linear_offset};
   } else if constexpr (requires { a.glu_interleave_size; }) {
     return SwigluGate{};
   } else {

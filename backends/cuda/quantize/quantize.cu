@@ -99,7 +99,7 @@ Refusal refuse_amax(const te_fl_compute_amax_args& args) {
 
 using Ops = std::vector<te_fl_op_desc>;
 template <class Args, auto F, auto Refuses>
-void append(Ops& ops, const char* name) {
+void append_quantize(Ops& ops, const char* name) {
   ops.push_back(descriptor<Args, F, Refuses>(name));
   ops.back().describe = kDescribe<Args>;
   ops.back().workspace = [](void*, const te_fl_context*, const void*, size_t* bytes) {
@@ -111,11 +111,12 @@ void append(Ops& ops, const char* name) {
 }  // namespace
 
 void append_quantize(Ops& ops) {
-  append<te_fl_quantize_args, quantize, refuse_quantize>(ops, "quantize");
-  append<te_fl_bgrad_quantize_args, bgrad_quantize, refuse_bgrad_quantize>(ops, "bgrad_quantize");
+  append_quantize<te_fl_quantize_args, quantize, refuse_quantize>(ops, "quantize");
+  append_quantize<te_fl_bgrad_quantize_args, bgrad_quantize, refuse_bgrad_quantize>(
+      ops, "bgrad_quantize");
   ops.back().workspace = backend::workspace_thunk<te_fl_bgrad_quantize_args, bgrad_workspace>;
-  append<te_fl_cast_to_fp8_args, cast_to_fp8, refuse_cast>(ops, "cast_to_fp8");
-  append<te_fl_compute_amax_args, compute_amax, refuse_amax>(ops, "compute_amax");
+  append_quantize<te_fl_cast_to_fp8_args, cast_to_fp8, refuse_cast>(ops, "cast_to_fp8");
+  append_quantize<te_fl_compute_amax_args, compute_amax, refuse_amax>(ops, "compute_amax");
 }
 
 }  // namespace te_fl::cuda

@@ -215,7 +215,7 @@ size_t list_workspace(const te_fl_context&, const Args& args) {
   return kStoreWorkspace + static_cast<size_t>(args.outputs_count) * sizeof(float);
 }
 template <class Args, auto F, auto Refuses>
-void append(std::vector<te_fl_op_desc>& ops, const char* name) {
+void append_list(std::vector<te_fl_op_desc>& ops, const char* name) {
   ops.push_back(descriptor<Args, F, Refuses>(name));
   ops.back().describe = kDescribe<Args>;
   ops.back().workspace = backend::workspace_thunk<Args, list_workspace<Args>>;
@@ -224,9 +224,10 @@ void append(std::vector<te_fl_op_desc>& ops, const char* name) {
 }  // namespace
 
 void append_quantize_lists(std::vector<te_fl_op_desc>& ops) {
-  append<te_fl_multi_tensor_quantize_args, multi_tensor_quantize, refuse_multi_tensor_quantize>(
-      ops, "multi_tensor_quantize");
-  append<te_fl_split_quantize_args, split_quantize, refuse_split_quantize>(ops, "split_quantize");
+  append_list<te_fl_multi_tensor_quantize_args, multi_tensor_quantize,
+              refuse_multi_tensor_quantize>(ops, "multi_tensor_quantize");
+  append_list<te_fl_split_quantize_args, split_quantize, refuse_split_quantize>(ops,
+                                                                                "split_quantize");
 }
 
 }  // namespace te_fl::cuda

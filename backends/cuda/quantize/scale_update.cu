@@ -123,7 +123,8 @@ void launch(const te_fl_context& ctx, const Args& args, const float* reduced,
   }
 }
 
-constexpr int kFew = list_choice::kFewHistories, kMany = list_choice::kManyHistories;
+constexpr int kFewHistories = list_choice::kFewHistories,
+              kManyHistories = list_choice::kManyHistories;
 
 void fused_update(const te_fl_context& ctx, const Args& args) {
   const float* reduced = args.amax_reduction_buffer == nullptr
@@ -134,8 +135,9 @@ void fused_update(const te_fl_context& ctx, const Args& args) {
   rule.fp8_max = backend::largest_with_margin(args);
   rule.algo =
       args.algo == 0 ? numeric::AmaxComputeAlgo::kMax : numeric::AmaxComputeAlgo::kMostRecent;
-  if (choose_list(args).capacity == kFew) return launch<kFew>(ctx, args, reduced, rule);
-  launch<kMany>(ctx, args, reduced, rule);
+  if (choose_list(args).capacity == kFewHistories)
+    return launch<kFewHistories>(ctx, args, reduced, rule);
+  launch<kManyHistories>(ctx, args, reduced, rule);
 }
 Refusal refuse_update(const Args& args) {
   if (!dense(args.amax_reduction_buffer)) return kNotContiguous;
@@ -145,7 +147,7 @@ Refusal refuse_update(const Args& args) {
   return nullptr;
 }
 
-std::string words_of(const te_fl_context&, const Args& args) {
+std::string words_of_update(const te_fl_context&, const Args& args) {
   return "kernel " + choose_list(args).text();
 }
 
@@ -154,7 +156,7 @@ std::string words_of(const te_fl_context&, const Args& args) {
 void append_scale_update(std::vector<te_fl_op_desc>& ops) {
   ops.push_back(
       descriptor<Args, fused_update, refuse_update>("fused_amax_and_scale_update_after_reduction"));
-  ops.back().describe = backend::describe_thunk<Args, words_of>;
+  ops.back().describe = backend::describe_thunk<Args, words_of_update>;
 }
 
 }  // namespace te_fl::cuda

@@ -42,9 +42,8 @@ __device__ inline float sum_lanes(float v, float* parts) {
   return reduce_lanes<kLanes>(v, parts, [](float a, float b) { return a + b; });
 }
 
-constexpr float kLog2E = 1.4426950408889634f;
 // e^v within a few units in the last place for the v <= 0 that softmax has.
-__device__ inline float exp_of(float v) { return exp2f(v * kLog2E); }
+__device__ inline float exp_of(float v) { return exp2f(v * 1.4426950408889634f); }
 
 // The sum of e^(x - top) and the largest x so far; NaN if one was. `top` begins at the least finite
 // value: a sum of 0 says that no x was above minus infinity.
