@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-// Small text helpers that several parsers and messages share.
+// Text helpers for parsers and messages.
 namespace te_fl::core {
 
 std::string lower(std::string_view text);
@@ -19,7 +19,7 @@ std::string join(const std::vector<std::string>& parts, std::string_view separat
 std::string shape_text(std::span<const int64_t> shape);
 // "512 bytes", "1.5 MiB", "3.2 GiB"
 std::string bytes_text(size_t bytes);
-// "; did you mean 'x'?" for the nearest of choices, or empty if none is near.
+// "; did you mean 'x'?" with the closest choice; empty if none is close.
 std::string did_you_mean(std::string_view word, const std::vector<std::string>& choices);
 
 }  // namespace te_fl::core
