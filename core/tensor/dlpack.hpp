@@ -4,8 +4,8 @@
 
 #include "te_fl/plugin.h"
 
-// The managed tensors of DLPack 1.1, in its layout and with names of our own, so that a program may
-// include DLPack's header beside te-fl's.
+// The managed tensors of DLPack 1.1, with its layout. The names differ from DLPack's, so that a
+// program may include DLPack's header too.
 namespace te_fl::core {
 
 struct DlpackManaged {  // DLManagedTensor
