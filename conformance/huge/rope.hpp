@@ -7,9 +7,7 @@
 
 namespace te_fl::huge::rope_calls {
 
-constexpr int64_t kLength = 256,
-                  kShift = 100;  // sequence length; change of thd's alternate lengths
-
+constexpr int64_t kLength = 256, kShift = 100;  // sequence length; change of thd's lengths
 struct Heads {
   int64_t heads, dim, columns;  // only the first `columns` of each head are rotated
 };
