@@ -18,7 +18,6 @@ struct Facts {
 // Compares the facts of all ranks; every rank must call it. Returns true on every rank if any rank
 // asks for collectives to be compared. FAILED_PRECONDITION, with the same text on every rank, lists
 // the differences from rank 0's facts. TIMEOUT names the ranks that are missing.
-// rank 0's. TIMEOUT names the ranks that did not come.
 Result<bool> agree(StoreFace& store, int rank, int size, const Facts& facts,
                    std::chrono::milliseconds timeout);
 

@@ -60,7 +60,6 @@ std::string by_name(const Comm::Rep& rep) { return "communicator '" + rep.name +
 // has the same number. A repetition of the same call uses the same key, since the other ranks have
 // written their texts there. A different call, which all ranks make together, gets a key of its
 // own.
-// told of theirs, and another call, which all ranks come to then, has a word of its own.
 std::string comparison(Comm::Rep& rep, uint64_t number, const std::string& mine) {
   Compared& last = rep.compared;
   if (last.number != number)

@@ -15,7 +15,6 @@ void watch_calls();
 // For the watchdog: records an event after the work that a call, begun at `since`, has enqueued on
 // a stream of the communicator's device. For a device without events nothing is recorded; then only
 // the provider can detect a hang.
-// hangs.
 void mark_enqueued(Comm::Rep& rep, void* stream, const Step& step, Clock::time_point since);
 
 // True if this thread has an open group of the communicator's provider. The collective then begins

@@ -61,8 +61,8 @@ std::string_view beginning_of(const Known& setting) {
   return setting.spec.name.substr(0, std::string_view("TE_FL_").size() + setting.plugin.size() + 1);
 }
 
-// Returns a setting of the plugin whose prefix `name` has; null if there is no such plugin. Sets
-// `near` to the closest setting of that plugin, compared without the prefix.
+// Returns a setting of the plugin whose prefix `name` begins with; null if there is no such plugin.
+// Sets `near` to the closest setting of that plugin, compared without the prefix.
 const Known* of_plugin(std::string_view name, std::string& near) {
   const Known* some = nullptr;  // the longest plugin name wins: "acme_x" over "acme"
   for (const Known& k : state().known) {

@@ -16,7 +16,6 @@ namespace te_fl::core {
 // must be in static storage. Create lazy objects under such a mutex or with made_once(), not as a
 // function's static object: if fork() interrupts the creation, the guard of the static object stays
 // locked in the child.
-// interrupts its making.
 class ForkMutex {
  public:
   constexpr explicit ForkMutex(LockLevel level) : mutex_(level) {}

@@ -217,7 +217,6 @@ Status GroupedGemm::run_wgrad(const Uses& uses, const Gradients& grads) {
   }
   // One call, unless some gradients exist and others do not, or units share a gradient, since the
   // products of one call run in no particular order.
-  // of one call have no order.
   while (!left.empty()) {
     const Product first = left.front().second;
     std::set<const char*> written;

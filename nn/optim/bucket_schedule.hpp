@@ -12,7 +12,6 @@ namespace te_fl::nn::detail {
 // ranks, even if their backwards differ. The first backward records how often each gradient is
 // written (a tied weight's more than once). In later backwards a bucket is complete after the last
 // write of its last gradient. Not thread-safe.
-// the last write of its last gradient. For one thread.
 class BucketSchedule {
  public:
   // `bucket_of`: the bucket of each gradient. `held`: the number of leading buckets that never
