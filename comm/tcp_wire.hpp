@@ -38,7 +38,7 @@ struct Request {
   Verb verb;
   uint32_t key_bytes;
   uint64_t value_bytes;
-  uint32_t timeout_ms;  // kGet
+  uint32_t timeout_ms;  // time limit of a kGet
   uint32_t zero;
 };
 

@@ -39,7 +39,7 @@ struct Variant {
   float dropout = 0;
   uint64_t rng_seed = 0xfeedu, rng_offset = 3;
   bool rng_in_memory = false;
-  int bias = -1;  // dtype
+  int bias = -1;  // dtype of the bias; -1: no bias
   Dims bias_bh = {1, 1};
   int alibi = 0;  // 1: [H], 2: [B, H]
   Dims mask_bh = {1, 1};

@@ -20,14 +20,14 @@ struct Attention {
   int64_t left = -1, right = -1;
   std::vector<int64_t> len_q, len_k;      // length of each sequence; empty: sq, sk
   std::vector<int64_t> start_q, start_k;  // thd: first token of each sequence
-  int64_t tokens_q = 0, tokens_k = 0;     // thd
+  int64_t tokens_q = 0, tokens_k = 0;     // thd: total numbers of tokens
   std::vector<double> q, k, v;
   std::vector<double> bias;  // [bias_b, bias_h, sq, sk]
   int64_t bias_b = 1, bias_h = 1;
   std::vector<double> alibi;  // [H] or [B, H]
   std::vector<double> given_mask;
   int64_t mask_b = 1, mask_h = 1;
-  std::vector<double> sink;  // [H]
+  std::vector<double> sink;  // [H]; empty: no sinks
   te_fl_rng rng;
 
   bool thd() const { return layout == TE_FL_LAYOUT_THD; }
@@ -90,7 +90,7 @@ inline double Attention::score(int64_t n, int64_t head, int64_t i, int64_t j, do
   return sum;
 }
 
-// One row of probabilities.
+// One row of attention probabilities.
 struct AttentionRow {
   std::vector<double> p;  // before dropout; 0 if masked
   double lse = -infinity();

@@ -52,7 +52,7 @@ struct CopyLayout {
         scale_rows = round_up(col ? k : m, 128),
         scale_cols = round_up(ceil_div(col ? m : k, 16), 4);
         break;
-      default:  // one scale
+      default:  // one scale for the tensor
         block_m = std::max<int64_t>(m, 1), block_k = std::max<int64_t>(k, 1);
         scale_rows = scale_cols = 1;
     }

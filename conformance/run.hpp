@@ -62,7 +62,7 @@ class Prepared {
   // After a successful run: checks that the comparison would detect errors. Returns a description
   // of an undetected error; empty if there is none.
   std::string self_check(const std::string& impl_id);
-  Problem& problem() { return *problems_.front(); }  // of rank 0
+  Problem& problem() { return *problems_.front(); }  // the problem of rank 0
 
  private:
   void build(const Case& c, int rank, bool strided);

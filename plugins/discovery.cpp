@@ -209,7 +209,7 @@ std::string prefix_of(const std::string& path) {
   const fs::path real = fs::canonical(path, error);
   if (error) return {};
   fs::path folder = real.parent_path();
-  // <prefix>/lib, or <prefix>/lib/x86_64-linux-gnu.
+  // The library is in <prefix>/lib or in <prefix>/lib/x86_64-linux-gnu.
   for (int depth = 0; depth < 2; ++depth, folder = folder.parent_path()) {
     const fs::path name = folder.filename();
     if (name == "lib" || name == "lib64" || name == "bin") return folder.parent_path().string();

@@ -41,7 +41,7 @@ struct ElfSymbol {
 // One version that this file requires of a library it needs.
 struct ElfVersionNeed {
   std::string file;     // soname, as in DT_NEEDED
-  std::string version;  // "GLIBC_2.34"
+  std::string version;  // for example "GLIBC_2.34"
   bool weak = false;    // VER_FLG_WEAK: the loader only warns when it is absent
 };
 
@@ -71,10 +71,10 @@ struct ElfInfo {
   std::vector<ElfSymbol> defined;     // visible to other libraries, sorted by name
   std::vector<std::string> unique;    // defined with STB_GNU_UNIQUE
   bool writable_executable = false;   // has a writable and executable segment
-  bool text_relocations = false;      // DT_TEXTREL
+  bool text_relocations = false;      // has DT_TEXTREL
   bool executable_stack = false;      // requested, or the default and not declined
-  bool static_tls = false;            // DF_STATIC_TLS
-  bool no_dlopen = false;             // DF_1_NOOPEN
+  bool static_tls = false;            // has DF_STATIC_TLS
+  bool no_dlopen = false;             // has DF_1_NOOPEN
   std::vector<std::string> warnings;  // anomalies that do not prevent loading
 
   bool sound() const { return problem.empty(); }

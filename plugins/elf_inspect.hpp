@@ -15,7 +15,7 @@ namespace te_fl::plugins {
 
 // Inspects the file at `path`.
 ElfInfo inspect_elf(const std::string& path, ElfDepth depth = ElfDepth::kSymbols);
-// Inspects bytes in memory.
+// Inspects an ELF file that is in memory.
 ElfInfo inspect_elf(std::span<const std::uint8_t> bytes, ElfDepth depth = ElfDepth::kSymbols);
 
 // "x86_64", "aarch64", ... for an e_machine value and word size.

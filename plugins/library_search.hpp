@@ -37,8 +37,8 @@ struct SearchRules {
   // library found only there is missing, and the report says so.
   std::vector<std::string> late_library_path;
   std::vector<std::string> program_rpath;    // DT_RPATH of the program, expanded
-  LibraryCache cache;                        // ld.so.cache
-  std::vector<std::string> default_folders;  // /lib/x86_64-linux-gnu, ...
+  LibraryCache cache;                        // contents of ld.so.cache
+  std::vector<std::string> default_folders;  // for example /lib/x86_64-linux-gnu
   std::vector<LoadedLibrary> loaded;
   bool use_global_scope = true;  // symbols of the global scope count as provided
 

@@ -12,7 +12,7 @@ namespace te_fl::plugins {
 
 struct LoadRequest {
   std::string path;                    // path of the library, absolute
-  std::string origin;                  // PluginInfo::origin
+  std::string origin;                  // becomes PluginInfo::origin
   const Manifest* manifest = nullptr;  // checked against the library; may be null
   std::string leave_out;               // a plugin with this name is skipped, not loaded
   // Called once the turn to load is held. If it returns false, nothing is loaded and nothing

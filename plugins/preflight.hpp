@@ -32,9 +32,9 @@ struct MissingLibrary {
 struct MissingVersion {
   std::string soname;                // library that should define the version
   std::string library_path;          // where the library was found
-  std::string version;               // "GLIBC_2.99"
+  std::string version;               // for example "GLIBC_2.99"
   std::string present;               // highest version there of that family, "GLIBC_2.36", or empty
-  std::string needed_by;             // path
+  std::string needed_by;             // path of the library that needs it
   std::vector<std::string> symbols;  // up to three symbols that need it
   std::string hint;
 };
@@ -43,7 +43,7 @@ struct MissingSymbol {
   std::string name;
   std::string demangled;  // empty when the name is not mangled
   std::string version;    // empty when unversioned
-  std::string needed_by;  // path
+  std::string needed_by;  // path of the library that needs it
 };
 
 struct ClosureLibrary {

@@ -19,11 +19,11 @@ namespace te_fl::policy {
 // The properties of an implementation that the decision depends on.
 struct Implementation {
   std::string_view impl_id;
-  std::string_view vendor;  // lower case
+  std::string_view vendor;  // in lower case
   Kind kind = Kind::kDefault;
   int32_t priority = 0;
   uint32_t later = 0;  // mask of the op's later arguments that it supports (R23)
-  uint32_t flags = 0;  // TE_FL_OP_*
+  uint32_t flags = 0;  // bits TE_FL_OP_*
   uint32_t min_arch = 0;
   uint32_t max_arch = 0;  // 0: no upper bound
   uint64_t dtypes = 0;
@@ -59,8 +59,8 @@ struct CallTraits {
 enum class Refusal : uint8_t {
   kNone,
   kNotListed,    // an exclusive per-op list does not contain it
-  kDenied,       // deny_vendors
-  kNotAllowed,   // allow_vendors
+  kDenied,       // listed in deny_vendors
+  kNotAllowed,   // missing in allow_vendors
   kQuarantined,  // it produced wrong results for such calls
   kDevice,
   kArch,

@@ -13,7 +13,7 @@
 
 namespace te_fl::registry {
 
-class PlanCache;  // registry/plan_cache.hpp
+class PlanCache;  // defined in registry/plan_cache.hpp
 
 // Statistics about calls served on copies in host memory. Any thread may add to them.
 struct StagedFigures {
@@ -36,7 +36,7 @@ struct Implementation {
   te_fl_op_desc desc{};              // a copy whose strings are the members below
   std::string op;
   std::string impl_id;
-  std::string vendor;  // lower case
+  std::string vendor;  // in lower case
   std::string owner;
   const char* interned_id = nullptr;  // te_fl_saved.producer: lives as long as the process; equal
                                       // ids have equal addresses

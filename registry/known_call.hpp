@@ -23,14 +23,14 @@ struct KnownCall {
   std::atomic<uint64_t>* counter = nullptr;  // call counter of `first`
 
   const Plan* plan = nullptr;
-  uint64_t plan_of = 0;          // Implementation::number
+  uint64_t plan_of = 0;          // Implementation::number of the plan's owner
   uint64_t plan_generation = 0;  // g_plan_generation at the look-up
   uint64_t plan_context = 0;     // the key's context word, without the device
 
   // The implementation whose supports() accepted exactly these arguments, addresses and numbers
   // included (R10).
   uint64_t accepted_by = 0;       // Implementation::number; 0: none
-  uint64_t accepted_context = 0;  // PlanKey::whole_context_word()
+  uint64_t accepted_context = 0;  // PlanKey::whole_context_word() of the accepted call
 
   void forget_plan() noexcept { plan = nullptr; }
   void forget_answer() noexcept { accepted_by = 0; }

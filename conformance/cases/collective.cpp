@@ -105,7 +105,7 @@ Tensor* own_part(Problem& p, const char* name, Tensor* whole, const Dims& shape)
                    p.rank * elements_of(shape));
 }
 
-// ---- reductions
+// ---- cases of reductions
 
 double joined(const Variant& v, double a, double b) {
   if (v.reduction != TE_FL_REDUCTION_MAX) return a + b;
@@ -169,7 +169,7 @@ void reduce_scatter(Problem& p, const Variant& v) {
   p.oracle([&p, v, out, n, all] { expect_reduced(p, v, out, p.rank * n, all); });
 }
 
-// ---- copies
+// ---- cases of copies
 
 void all_gather(Problem& p, const Variant& v) {
   const int64_t n = elements_of(v.shape);

@@ -87,7 +87,7 @@ void add_epilogues(std::vector<Variant>& all) {
       c.d = TE_FL_F32;
       c.trans_a = true;
       c.trans_b = false;
-    });  // weight gradient
+    });  // as for a weight gradient
     with([](Variant& c) { c.bias = TE_FL_F32; });
     with([](Variant& c) {
       c.bias = TE_FL_BF16;

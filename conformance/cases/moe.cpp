@@ -21,7 +21,7 @@ Fill listed(std::vector<double> values) {
       [values = std::move(values)](Random&, int64_t i) { return values[static_cast<size_t>(i)]; };
 }
 
-// ---- permutation of rows
+// ---- cases of the permutation of rows
 
 struct PermuteVariant {
   int dtype = TE_FL_F32, index = TE_FL_I32;
@@ -113,7 +113,7 @@ void add_permute(Table& table) {
         [v](Problem& p) { permute_forward(p, v); }, v.large);
 }
 
-// ---- sums of a token's rows, and their gradient
+// ---- cases of sums of a token's rows, and of their gradient
 
 struct RowsVariant {
   int dtype = TE_FL_F32;
@@ -256,7 +256,7 @@ void add_rows(Table& table) {
         [v](Problem& p) { rows_gradient(p, v); });
 }
 
-// ---- groups
+// ---- cases of groups
 
 using Lengths = std::vector<int64_t>;
 int64_t total(const Lengths& l) { return std::accumulate(l.begin(), l.end(), int64_t{0}); }

@@ -11,7 +11,7 @@ namespace {
 constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 constexpr double kEps = 0x1p-24;
 
-// ---- Adam and SGD
+// ---- cases of Adam and SGD
 
 struct AdamVariant {
   int grad = TE_FL_F32, param = TE_FL_F32;

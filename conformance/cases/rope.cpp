@@ -20,7 +20,7 @@ struct Variant {
   bool interleaved = false, start = false, in_place = false;
   int cp_size = 1, cp_rank = 0;
   bool large = false;
-  std::vector<int64_t> lengths = {};  // thd
+  std::vector<int64_t> lengths = {};  // thd: lengths of the sequences
 };
 
 std::string variant_name(const Variant& v) {

@@ -345,7 +345,7 @@ void add_router_ops(Table& table) {
   });
 }
 
-// ---- scores of the auxiliary loss
+// ---- cases of the scores for the auxiliary loss
 
 void score_forward(Problem& p, const RouterVariant& v) {
   const Dims all = with(v.shape, v.experts);
@@ -416,7 +416,7 @@ void add_scores(Table& table) {
   }
 }
 
-// ---- auxiliary loss
+// ---- cases of the auxiliary loss
 
 struct LossVariant {
   int dtype = TE_FL_F32, count = TE_FL_I32;

@@ -24,7 +24,7 @@ const Op kOps[] = {{"scaled_softmax", Mask::kNone},
 struct Variant {
   int dtype = TE_FL_F32;
   Dims shape = {};       // [B, H, Q, K], or [B, S, S] for the triangular op
-  Dims mask_shape = {};  // given mask
+  Dims mask_shape = {};  // shape of a given mask
   int mask_dtype = TE_FL_U8;
   double scale = 1, sigma = 1;
   bool in_place = false, minus_infinity = false, large = false;

@@ -161,7 +161,7 @@ void add_fill(Table& table) {
     fill_case(table, dims_name(shape), TE_FL_F32, {"", shape, {}, 0, 0}, 2.5);
 }
 
-// ---- embedding
+// ---- cases of embedding
 
 struct EmbeddingVariant {
   int index = TE_FL_I64, in = TE_FL_F32, out = TE_FL_F32;
@@ -268,11 +268,11 @@ void add_embedding(Table& table) {
   }
 }
 
-// ---- cross-entropy
+// ---- cases of cross-entropy
 
 struct LossVariant {
   int dtype = TE_FL_F32, index = TE_FL_I64;
-  Dims shape = {};  // rows
+  Dims shape = {};  // extents of the rows
   int64_t vocabulary = 33;
   double smoothing = 0;
   int64_t ignore = -100;

@@ -62,7 +62,7 @@ class Run {
   // A BF16 or F32 tensor with the pattern's values.
   Tensor input(const Shape& shape, const Pattern& pattern, DType dtype = DType::kBF16);
   Tensor output(const Shape& shape, DType dtype = DType::kBF16);
-  Tensor integers(const std::vector<int32_t>& values);  // I32 [n]
+  Tensor integers(const std::vector<int32_t>& values);  // makes an I32 tensor [n]
   // Writes the pattern to an existing contiguous BF16 or F32 tensor.
   void fill(const Tensor& tensor, const Pattern& pattern);
   // Fills a contiguous tensor with repetitions of `period`, which consists of complete elements.

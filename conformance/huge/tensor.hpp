@@ -89,7 +89,7 @@ inline void dropout_gradient(Run& run, int64_t size) {
   });
 }
 
-// ---- copies and fills
+// ---- cases of copies and fills
 
 inline void copy(Run& run, const Tensor& from, const Tensor& to) {
   te_fl_strided_copy_args args{};
@@ -173,7 +173,7 @@ inline void fill(Run& run, bool part) {
       0);
 }
 
-// ---- embedding and cross-entropy
+// ---- cases of embedding and cross-entropy
 
 // Indices that look up most rows of a table once or twice, and row 0 many times.
 inline std::vector<int32_t> lookups(int64_t positions, int64_t rows) {

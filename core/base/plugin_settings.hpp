@@ -13,7 +13,7 @@
 namespace te_fl::core {
 
 struct PluginSetting {
-  std::string name;  // "TE_FL_ACME_DEBUG"
+  std::string name;  // for example "TE_FL_ACME_DEBUG"
   VariableType type = VariableType::kString;
   std::string default_value;  // empty: none
   std::string choices;        // as in VariableSpec

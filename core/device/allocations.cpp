@@ -49,7 +49,7 @@ struct Hash {
   }
 };
 struct Account {
-  std::map<void*, Record> records;  // by address
+  std::map<void*, Record> records;  // key: address
   size_t bytes = 0, peak = 0, record_at = SIZE_MAX;
   std::vector<devices::MemoryHolder> recorded;
 

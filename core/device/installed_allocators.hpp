@@ -8,7 +8,7 @@
 // allocator is installed.
 namespace te_fl::core {
 
-class Allocator;  // core/device/allocator.hpp
+class Allocator;  // declared in core/device/allocator.hpp
 using AllocatorRef = std::shared_ptr<const Allocator>;
 
 // The allocator that is installed for a device; null if there is none.

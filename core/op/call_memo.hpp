@@ -142,7 +142,8 @@ class CallMemo {
     const Changes changes = take_over(layout, raw, slot);
     slot.known.forget_answer();
     if (changes != Changes::kNone) {
-      // The new number keeps a nested call of the record's earlier call from storing its plan here.
+      // The new number keeps an enclosing call, to which the slot may have belonged, from storing
+      // its plan here.
       slot.known.forget_plan();
       slot.known.filled = new_number();
     }

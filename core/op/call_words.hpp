@@ -255,7 +255,7 @@ struct StoreSink {
   void number(uint64_t word) { words.push_back(word); }
 };
 
-// Counts the words.
+// Counts the words of a call.
 struct CountSink {
   size_t words = 0;
   bool structure(uint64_t) noexcept { return ++words != 0; }

@@ -102,7 +102,7 @@ class ArgsView {
   uint32_t size_ = 0;
 };
 
-struct CallLayout;  // core/op/call_words.hpp
+struct CallLayout;  // defined in core/op/call_words.hpp
 
 struct CompiledOp::Impl {
   Impl();

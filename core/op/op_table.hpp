@@ -42,7 +42,7 @@ struct Signature {
 inline constexpr uint32_t kMaxMaker = 0xffff;
 uint32_t maker_number(const char* plugin) noexcept;
 
-struct CallLayout;  // core/op/call_words.hpp
+struct CallLayout;  // defined in core/op/call_words.hpp
 
 // A schema with compiled shape rules, validated. Immutable and thread-safe.
 class CompiledOp {
@@ -87,7 +87,7 @@ class CompiledOp {
   // empty if they are equal (R17).
   std::string difference(const te_fl_op_schema& other) const;
 
-  struct Impl;  // core/op/compiled_op.hpp
+  struct Impl;  // defined in core/op/compiled_op.hpp
 
  private:
   explicit CompiledOp(std::unique_ptr<Impl> impl);

@@ -282,7 +282,7 @@ Result<Tensor> Tensor::wrap(void* data, std::span<const int64_t> shape,
   return t;
 }
 
-// ---- views
+// ---- views of tensors
 
 Result<Tensor> Tensor::view(std::initializer_list<int64_t> shape) const {
   return view(std::span(shape.begin(), shape.size()));
@@ -372,7 +372,7 @@ Result<Tensor> Tensor::transpose(int dim0, int dim1) const {
   return Access::make({c_.dl.data, shape, steps, dtype_, device_, storage_, c_.dl.byte_offset});
 }
 
-// ---- messages
+// ---- texts about tensors for messages
 
 std::string describe(const te_fl_tensor* tensor) {
   if (tensor == nullptr) return "null";

@@ -55,8 +55,8 @@ class StepCapture {
 // being captured on this thread, if any. `adds`: the captured work reads the gradient.
 void touch(Parameter* parameter, ParameterState& state, const Tensor& grad, bool adds);
 
-// True if the launches of the current capture count the optimizer's steps. False only if a
-// StepCapture with another optimizer, or with none, is open; its user then counts them.
+// True if the launches of the current capture count the optimizer's steps, or if counting them is
+// up to the program. False only if a StepCapture with another optimizer, or with none, is open.
 bool counted_in_capture(const void* optimizer) noexcept;
 
 }  // namespace detail

@@ -21,10 +21,10 @@ enum class Used : uint8_t { kScales, kDraw, kWeight, kParameter };
 struct RunEvent {
   Used used = Used::kScales;
   const void* owner = nullptr;
-  int64_t count = 0;     // kDraw
-  te_fl_rng rng{};       // kDraw
+  int64_t count = 0;     // kDraw: count of random numbers
+  te_fl_rng rng{};       // kDraw: random state of the call
   Tensor tensor{};       // kScales, kWeight; kDraw: the tensor with the start, if any
-  uint64_t version = 0;  // kParameter
+  uint64_t version = 0;  // kParameter: its version
   uint64_t capture = 0;  // the capture of the first run
 };
 using RunLog = std::vector<RunEvent>;

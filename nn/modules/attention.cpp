@@ -25,7 +25,7 @@ struct AttentionRecord : Ctx::Record {
   detail::Fp8Mode mode;
   Tensor q, k, v, o;                // quantised if mode.fp8
   DType q_dtype, k_dtype, v_dtype;  // dtypes of the gradients
-  Tensor s_quant;                   // FP8 only
+  Tensor s_quant;                   // FP8 only: scale and amax of the probabilities
   Tensor lse;
   AttentionInputs inputs;
   te_fl_rng rng;

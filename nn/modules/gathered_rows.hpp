@@ -66,7 +66,7 @@ class RowGather {
   std::unique_ptr<Begun> begun_;
 };
 
-// Runs begin() and take_whole().
+// Gathers at once: begin() and take_whole().
 Result<Tensor> gather_rows_now(SequenceRanks& ranks, const Tensor& part, Copies copies = {});
 
 // Reduce-scatter: this rank's rows of the sum of the ranks' `whole`.

@@ -87,7 +87,7 @@ class QkvTransform {
   Result<PackedHeads> merge(const Heads& grads, const Record& record) const;
   Status norm_heads(Heads& heads, Record& record, bool kept);
   Status norm_backward(Heads& grads, Record& record);
-  // Rotates in place.
+  // Rotates q and k in place.
   Status rotate(const Heads& heads, const Rotation& rotation, bool backward) const;
   Status rotate(const Tensor& x, const Tensor& angles, const Tensor& cu_seqlens,
                 const Tensor& start_positions, bool backward) const;

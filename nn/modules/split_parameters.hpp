@@ -66,7 +66,7 @@ class SplitParameters {
     std::string name;  // "query_weight"
     std::shared_ptr<Parameter> parameter;
   };
-  // Weights first, then biases.
+  // All parts, weights before biases.
   std::vector<Named> named() const;
   Status gather();
   Status open_grad();

@@ -67,7 +67,7 @@ class GradientBuckets final : public GradientListener {
     int64_t begin = 0;            // offset in the bucket, in elements
     const void* grad = nullptr;   // address of its gradient
     const void* value = nullptr;  // with ZeRO, address of its value
-    OwnPart own;                  // with ZeRO
+    OwnPart own;                  // with ZeRO, this rank's part
   };
   struct Bucket {
     Tensor grads;   // gradients of all members, flat
