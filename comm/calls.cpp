@@ -32,7 +32,7 @@ OpFacts facts_of(const core::CompiledOp& op) {
   return facts;
 }
 
-// As facts_of(op), cached in `rep`. Only the thread that is inside a call may use it.
+// Like facts_of(op), cached in `rep`. Only the thread that is inside a call may use it.
 const OpFacts& facts_of(Comm::Rep& rep, const core::CompiledOp& op) {
   const uint64_t layout = op.layout().number;
   for (const OpFacts& known : rep.known_ops) {
@@ -128,7 +128,7 @@ uint32_t policy_of(const Comm::Rep& rep, uint32_t current) {
   return policy::settings_of(current).deterministic ? rep.deterministic_policy : rep.policy;
 }
 
-// As compare(), and fails the communicator after an error.
+// Like compare(), and fails the communicator after an error.
 Status validate(const std::shared_ptr<Comm::Rep>& rep, const CollectiveCall& call,
                 const OpFacts& facts, uint64_t number) {
   Step step;

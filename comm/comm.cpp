@@ -103,8 +103,8 @@ void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string a
     first->failure = Status(why.code(), why.message() + "; " + ranks, why.cause());
     why = first->failure;
   }
-  // Failed calls wait for `told`, so that their errors name the rank, whichever communicator failed
-  // first.
+  // A failed call waits up to a second for `told`, so that its error names the ranks, even if
+  // another communicator failed first.
   for (const auto& rep : failed) {
     if (rep != first) {
       const std::lock_guard lock(rep->mutex);

@@ -16,7 +16,7 @@
 // to it; as quantisation is monotone, that is the interval between two codes. A computed scale is
 // correct if some amax in the interval of possible amaxes gives it; the scale of current scaling
 // must follow bit for bit from the amax that the op wrote. For the plain quantisation ops t is 0,
-// and the complete image is compared bit by bit.
+// and all bytes of the result are compared exactly.
 namespace te_fl::conformance {
 
 // The slack for an FP32 sum of n terms whose magnitudes sum to `magnitude`.

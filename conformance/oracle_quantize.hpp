@@ -1,7 +1,7 @@
 #pragma once
 
 // A straightforward implementation of the quantisation in docs/numerics.md: the positions of block
-// scales and codes, the scale for an amax, and the exact image of a tensor.
+// scales and codes, the scale for an amax, and the exact bytes of a quantised tensor.
 
 #include <algorithm>
 #include <cmath>

@@ -97,7 +97,7 @@ Result<const RouteEntry*> route_of(Call& call);
 // Runs a call along its route, with all checks and fallbacks. `first`: the failure of the route's
 // first implementation if that has run already; otherwise null.
 Status run_route(Call& call, const Failure* first);
-// As run_route() without the observers; also reports which implementation served the call.
+// Like run_route() without the observers; also reports which implementation served the call.
 Status run_order(Call& call, const Failure* first, Served& served);
 // Runs a host implementation on copies of the call's arguments, all of which must be in host
 // memory. Does not count the call and does not fall back.
@@ -110,7 +110,7 @@ Status check_random_state(const Call& call);
 // Sets call.capturing. Returns false if the device did not answer; ask_stream() then returns the
 // error, or OK if the call may run all the same.
 bool read_stream(Call& call) noexcept;
-// As read_stream(), with an error text.
+// Like read_stream(), with an error text.
 Status ask_stream(Call& call);
 
 // Makes the context of a call, without scratch and plan.
@@ -133,8 +133,8 @@ Status ask_stream(Call& call);
 // Calls supports(). Returns OK, or the status and text of the refusal.
 te_fl_status ask_support(const Implementation& impl, const te_fl_context& context, const void* args,
                          core::ErrorText& errors);
-// As ask_support(), for the call's own arguments. A positive answer is cached for exactly the same
-// arguments.
+// Like ask_support(), for the call's own arguments. A positive answer is cached for exactly the
+// same arguments.
 [[gnu::always_inline]] inline te_fl_status support_of(const Call& call, const Implementation& impl,
                                                       const te_fl_context& context,
                                                       core::ErrorText& errors) {
@@ -233,8 +233,8 @@ Status invalid_policy(const OpRow& row);
 // Makes a status from an implementation's error, with its text.
 Status implementation_error(const Call& call, const Implementation& impl, te_fl_status code,
                             const std::string& text);
-// As implementation_error(), for a failure that ends the call. Also marks the device as lost if the
-// status says so.
+// Like implementation_error(), for a failure that ends the call. Also marks the device as lost if
+// the status says so.
 Status after_failure(const Call& call, const Implementation& impl, te_fl_status code,
                      std::string text);
 // The text of a failure after which the next implementation was tried.

@@ -1,4 +1,4 @@
-// Plugin manifests: small JSON files that tell where a plugin is and when it applies.
+// Plugin manifests: small JSON files with a plugin's location and the conditions for loading it.
 //
 //   {
 //     "file_format_version": "1.0",
@@ -11,15 +11,15 @@
 //     "load_for": ["ext:acme"],              optional; types of devices: the plugin is loaded when
 //                                            one of them is asked for, not when the process starts
 //                                            ("communicators": when one is made for host memory)
-//     "settings": [{                         optional; what its header declares too (rule R21), so
-//       "name": "TE_FL_ACME_DEBUG",          that they are known while the plugin is left out
+//     "settings": [{                         optional; as the plugin itself declares them (R21), so
+//       "name": "TE_FL_ACME_DEBUG",          that they are known while it is not loaded
 //       "type": "bool",                      string, bool, int, enum, list or file
 //       "default": "0",                      optional
 //       "choices": "",                       enum: words; int: "MIN MAX"; optional otherwise
 //       "doc": "1: says what it does."
 //     }],
 //     "vendor_aliases": ["acme-inc"],        optional; the vendor's other names in policies
-//     "packages": [{                         optional; what installs a library that it needs
+//     "packages": [{                         optional; packages that provide needed libraries
 //       "soname": "libacmert.so.2",          or "libacmert.so", for every version
 //       "apt": "acme-runtime",               at least one of apt, note and pypi
 //       "note": "Acme's repository",
@@ -125,7 +125,7 @@ SearchPath split_plugin_path(std::string_view value, const std::string& origin);
 // ~/.local/share/te_fl/plugins.d; neither with elevated privileges), /etc/te_fl/plugins.d and
 // <prefix>/lib/te_fl/plugins.d. The last is omitted for an empty prefix.
 std::vector<std::string> default_manifest_folders(const std::string& prefix);
-// As default_manifest_folders(), with the messages about rejected values.
+// Like default_manifest_folders(), with the messages about rejected values.
 SearchPath default_search_path(const std::string& prefix);
 
 }  // namespace te_fl::plugins

@@ -33,7 +33,7 @@ struct MissingVersion {
   std::string soname;                // library that should define the version
   std::string library_path;          // where the library was found
   std::string version;               // for example "GLIBC_2.99"
-  std::string present;               // highest version there of that family, "GLIBC_2.36", or empty
+  std::string present;               // its highest version of that family, "GLIBC_2.36", or empty
   std::string needed_by;             // path of the library that needs it
   std::vector<std::string> symbols;  // up to three symbols that need it
   std::string hint;

@@ -21,7 +21,7 @@ struct StagedFigures {
   std::atomic<uint64_t> bytes{0};    // copied in both directions
   std::atomic<uint64_t> copying{0};  // ns spent in copies
   std::atomic<uint64_t> waiting{0};  // ns spent waiting for earlier work of the stream
-  std::atomic<bool> logged{false};   // a log line has reported it
+  std::atomic<bool> logged{false};   // a log line has reported such calls
 };
 
 // A registered implementation. Immutable except for its lock, plans and statistics. Shared by the

@@ -147,7 +147,7 @@ class PlanKey {
   static uint64_t context_word(const te_fl_context& context) noexcept {
     return whole_context_word(context) & ~uint64_t{TE_FL_CALL_CAPTURING | TE_FL_CALL_VALIDATE};
   }
-  // As context_word(), with the flags for capturing and validation.
+  // Like context_word(), with the flags for capturing and validation.
   static uint64_t whole_context_word(const te_fl_context& context) noexcept {
     return context.flags |
            (context.rng != nullptr && context.rng->seed_address != nullptr ? uint64_t{1} << 32

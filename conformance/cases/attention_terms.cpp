@@ -154,7 +154,7 @@ void add_softcap(std::vector<Variant>& all) {
     v.layout = layout, v.mask = kCausal, v.softcap = 2;
     all.push_back(v);
   }
-  // The bias is added after the cap, so its gradient is also that after the cap.
+  // The bias is added after the cap, so its gradient lacks the factor of the cap's derivative.
   all.push_back({.sq = 70, .sk = 135, .bias = TE_FL_F32, .bias_bh = {2, 4}, .softcap = 1});
   all.push_back({.mask = kCausal, .sq = 9, .sk = 9, .alibi = 2, .softcap = 1});
   Variant v = of_two(139);

@@ -73,7 +73,7 @@ struct Report {
 
 // Loads the plugin and serves the parent's orders, which are JSON lines on two file descriptors.
 int serve(const CheckOptions& options);
-// As serve(), in an interpreter's process. `options` is the text that the parent passed to it.
+// Like serve(), in an interpreter's process. `options` is the text that the parent passed to it.
 int serve_text(const std::string& options);
 
 void print(const Report& report);

@@ -69,7 +69,7 @@ Finding determinism_of(const Subject& subject, const te_fl::conformance::Case& c
 // their elements, or to 256 bytes if that is refused. Host only.
 Finding guard_of(const Subject& subject, const te_fl::conformance::Case& c,
                  te_fl::conformance::Prepared& prepared);
-// As guard_of(), with tensors placed directly after inaccessible pages.
+// Like guard_of(), with tensors placed directly after inaccessible pages.
 Finding start_guard_of(const Subject& subject, const te_fl::conformance::Case& c,
                        te_fl::conformance::Prepared& prepared);
 // Repeats the call on a device with different bytes around each tensor, since device pages cannot

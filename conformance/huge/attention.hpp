@@ -278,8 +278,8 @@ class Attention {
   Tensor q_, k_, v_, bias_, lengths_;
 };
 
-// FP8, bshd. The probabilities are quantised too, with an error of a sixteenth of each. The scores
-// differ so much that few of them determine a result.
+// FP8, bshd. The probabilities are quantised too, with a relative error of up to 1/16. The scores
+// differ so much that few keys determine each result.
 inline void forward_of_codes(Run& run, bool plain) {
   constexpr int64_t kHeads = 16, kDim = 128, kLength = 128;
   constexpr double kScale = 2, kOut = 16;

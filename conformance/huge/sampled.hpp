@@ -83,8 +83,8 @@ class Run {
   // default allows two roundings to BF16.
   void expect(const Tensor& tensor, const char* name, const Value& want, double relative = 0x1p-8,
               double absolute = 1e-6);
-  // As expect(), with a tolerance for each element and windows of `length`; use kFew if the oracle
-  // needs a complete row for each element.
+  // Like expect(), with a tolerance for each element and windows of `length`; use kFew if the
+  // oracle needs a complete row for each element.
   void expect_near(const Tensor& tensor, const char* name, const NearValue& want,
                    int64_t length = kWindow);
   static constexpr int64_t kFew = 64;

@@ -63,7 +63,7 @@ std::unique_lock<core::ForkMutex> lock_read_again();
 
 State& state();
 Known* find(std::string_view name);
-// As find(); NOT_FOUND suggests the closest name.
+// Like find(); NOT_FOUND suggests the closest name.
 Result<Known*> find_or_error(std::string_view name);
 std::string in_effect(const Known& known);
 // True if a plugin may declare the name later: it is not one of te-fl's own names and not close to

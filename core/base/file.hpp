@@ -36,8 +36,8 @@ class FileReplacement {
   Status status() const;
   // Appends text. Errors are reported by commit().
   void write(std::string_view text);
-  // Puts the new contents in place. FAILED_PRECONDITION: the file could not be written, with the
-  // system's error text.
+  // Replaces the file by the new contents. FAILED_PRECONDITION: the file could not be written, with
+  // the system's error text.
   Status commit();
 
  private:

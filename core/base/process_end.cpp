@@ -52,8 +52,8 @@ void in_child() {
 }
 const ForkedChild child(LockLevel::kBuiltins, &in_child);
 
-// The end of any thread waits for plugin loads of other threads, since it cannot be told from an
-// exit().
+// The end of any thread waits for plugin loads of other threads, since it cannot be
+// distinguished from an exit().
 struct ThreadEnd {
   bool watched = false;
   ~ThreadEnd() {

@@ -44,8 +44,8 @@ struct Giver {
 };
 
 void note_allocation(const Device& device, void* data, size_t bytes) noexcept;
-// As note_allocation(), for memory of an installed allocator. Returns an error and records nothing
-// if the memory overlaps a live block, or if the host has no memory for the record.
+// Like note_allocation(), for memory of an installed allocator. Returns an error and records
+// nothing if the memory overlaps a live block, or if the host has no memory for the record.
 Status note_given(const Device& device, void* data, size_t bytes, Giver giver);
 Giver forget_allocation(const Device& device, void* data) noexcept;
 

@@ -133,8 +133,8 @@ struct DeviceHooks {
   // BUSY with the reason if plans or other objects of the device cannot be released now. Called
   // before anything is changed.
   std::atomic<Status (*)(const Device&)> check_leave{nullptr};
-  // No thread is inside the device any more: release plans and other objects made for it. The
-  // device's functions still work.
+  // The device is barred and no thread is inside it: releases plans and other objects made for it.
+  // The device's functions still work.
   std::atomic<void (*)(const Device&)> left{nullptr};
   // Counts the device's objects that te-fl caches for later ops: scratch and pinned memory.
   std::atomic<int64_t (*)(const Device&)> held{nullptr};

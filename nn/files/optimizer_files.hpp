@@ -8,7 +8,7 @@
 // the module's checkpoint.
 namespace te_fl::nn::detail {
 
-// Metadata key, used in a checkpoint and in each of these files.
+// Metadata key, used in a checkpoint and in each file of optimizer state.
 inline constexpr const char* kOptimizerSteps = "te_fl.optimizer_steps";
 // Metadata key of a checkpoint: the number of files that contain its optimizer state. Absent if the
 // checkpoint itself contains the state.

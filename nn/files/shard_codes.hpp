@@ -8,7 +8,7 @@
 // Sharded parameters that exist in FP8 only, where each rank's part has its own scale.
 namespace te_fl::nn::detail {
 
-// The part of such a parameter in one file, in host memory.
+// The part of an FP8-only parameter in one file, in host memory.
 struct CodesPart {
   Tensor codes;      // FP8, compact
   Tensor scale_inv;  // F32 [1]

@@ -71,7 +71,7 @@ Result<Fp8Mode> current_mode();
 // Inference accepts a history of a different length.
 Status begin_delayed(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
                      const std::shared_ptr<Fp8State>& backward);
-// Prepares the gradients' state for a backward of that forward.
+// Prepares the gradients' state for the backward of a forward that ran in `mode`.
 Status begin_delayed_backward(const Fp8Mode& mode, const std::shared_ptr<Fp8State>& backward);
 
 }  // namespace te_fl::nn::detail

@@ -38,7 +38,7 @@ enum class Direction : uint8_t { kForward, kBackward };
 class PendingUpdates {
  public:
   void add(PendingUpdate update);
-  // As add(), but keeps the existing entry of a state.
+  // Like add(), but keeps the existing entry of a state.
   void add_new(PendingUpdate update);
   const std::vector<PendingUpdate>& all() const noexcept { return updates_; }
   std::vector<PendingUpdate> take() { return std::exchange(updates_, {}); }

@@ -31,7 +31,7 @@ class NormCore {
 
   // Computes z = norm(x), where z may be quantised, and fills `saved`.
   Status forward(const Tensor& x, const Tensor& z, Saved& saved) const;
-  // FAILED_PRECONDITION if the weight was changed since that forward.
+  // FAILED_PRECONDITION if the weight was changed since the forward that filled `saved`.
   Status check_unchanged(const Saved& saved) const;
   // dz [rows, hidden] -> dx in x's dtype. Adds `residual` (same shape) if it is not null.
   Result<Tensor> backward(const Tensor& dz, const Saved& saved, const Tensor* residual) const;

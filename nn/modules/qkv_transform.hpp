@@ -47,7 +47,7 @@ class QkvTransform {
   Norm* k_norm() const noexcept { return registered(k_norm_.get()); }
   int64_t qkv_width() const noexcept { return (heads_ + 2 * groups_) * dim_; }
 
-  // INVALID_ARGUMENT if the angles do not fit sequences of these lengths.
+  // The angles for q and k. INVALID_ARGUMENT if they do not fit sequences of these lengths.
   Result<Rotation> rotation(const AttentionInputs& inputs, int64_t length_q,
                             int64_t length_kv) const;
   // True if q, k and v are strided views of the products' output. Their gradients can then be
@@ -55,7 +55,7 @@ class QkvTransform {
   bool direct(const Rotation& rotation) const noexcept {
     return views_fit() && !rotation.any() && q_norm_ == nullptr;
   }
-  // These views of a packed tensor, quantised or not. Requires direct().
+  // The views of q, k and v in a packed tensor, quantised or not. Requires direct().
   Result<Heads> views(const PackedHeads& packed, const Record& record) const;
   // Allocates packed gradients. Requires direct().
   Result<PackedHeads> empty(const Record& record, DType dtype) const;

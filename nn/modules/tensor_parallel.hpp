@@ -20,7 +20,7 @@ std::shared_ptr<SequenceRanks> sequence_ranks_of(const TensorParallel& parallel)
 // The sum of the ranks' matrices; under sequence parallelism this rank's rows of it. May overwrite
 // `partial`.
 Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial);
-// As summed(), for the forward of a row-parallel map; computes its product too.
+// Like summed(), for the forward of a row-parallel map; computes its product too.
 Result<Tensor> forward_summed(GemmUnit& gemm, const TensorParallel& parallel, GemmUnit::Use& use,
                               const Tensor& input, const ForwardOptions& options);
 // While this object lives, dropout on this thread uses this rank's own random stream, if there is
