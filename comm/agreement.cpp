@@ -12,7 +12,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-constexpr size_t kMostDifferences = 12;  // of one rank that are told
+constexpr size_t kMostDifferences = 12;  // reported per rank
 
 class TimeLeft {
  public:
@@ -45,7 +45,7 @@ std::string difference(const std::string& first, const std::string& mine, int ra
   return text;
 }
 
-// The ranks whose `word` is not in the store.
+// Lists the ranks that have not written `word` to the store.
 std::string absent(StoreFace& store, int size, const std::string& word) {
   std::string ranks;
   for (int r = 0; r < size; ++r) {
@@ -63,10 +63,10 @@ Status late(StoreFace& store, int size, const Status& why) {
   return why.wrap("of " + std::to_string(size) + " ranks these did not come: " + ranks);
 }
 
-// The first letter of an answer: this rank asks that collectives be compared, or not.
+// The first character of a rank's answer: whether it asks for collectives to be compared.
 constexpr char kValidates = 'v', kPlain = '-';
 
-// Rank 0 hears from all and tells all what it heard.
+// Rank 0 collects the answers of all ranks and writes the result for all.
 Status decide(StoreFace& store, int size, const Facts& facts, const TimeLeft& deadline) {
   bool validates = facts.validates;
   std::string all;
@@ -82,8 +82,9 @@ Status decide(StoreFace& store, int size, const Facts& facts, const TimeLeft& de
 
 }  // namespace
 
-// The tables, of some thousand bytes, are alike nearly always, and the store keeps what it is
-// given: rank 0 gives its table's hash, and a rank its own table only where that has another.
+// The tables have some thousand bytes and are nearly always equal, and a store keeps every value it
+// receives. Therefore rank 0 writes only its table's hash, and another rank writes its table only
+// if its hash differs.
 Result<bool> agree(StoreFace& store, int rank, int size, const Facts& facts, milliseconds timeout) {
   if (size == 1) return facts.validates;
   const TimeLeft deadline(timeout);

@@ -8,16 +8,16 @@
 
 namespace te_fl::comm {
 
-// One rank's facts, which must be those of every other: "key = value" lines. `validates`: it asks
-// that collectives be compared, which a rank may do alone.
+// One rank's facts, which must equal those of all other ranks, as "key = value" lines. `validates`:
+// this rank asks for collectives to be compared, which other ranks need not do.
 struct Facts {
   std::string table;
   bool validates = false;
 };
 
-// Called by all ranks. True, on every rank, if one of them asks that collectives be compared.
-// FAILED_PRECONDITION, the same text on every rank, lists how the facts of the others differ from
-// rank 0's. TIMEOUT names the ranks that did not come.
+// Compares the facts of all ranks; every rank must call it. Returns true on every rank if any rank
+// asks for collectives to be compared. FAILED_PRECONDITION, with the same text on every rank, lists
+// the differences from rank 0's facts. TIMEOUT names the ranks that are missing.
 Result<bool> agree(StoreFace& store, int rank, int size, const Facts& facts,
                    std::chrono::milliseconds timeout);
 

@@ -1,4 +1,4 @@
-// Tells, after a failure, which rank had come how far.
+// Reports after a failure how far each rank has come.
 #include <thread>
 
 #include "comm/rep.hpp"
@@ -8,10 +8,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A rank that sees the failure too tells where it is within this time; one that hangs or is gone
-// never does.
+// The time that other ranks have to report their position. A rank that sees the failure reports at
+// once; a rank that hangs or has ended never does.
 constexpr milliseconds kPatience{400};
-constexpr int kMostTold = 16;  // ranks
+constexpr int kMostTold = 16;  // ranks listed in a message
 
 std::string last_key(const Comm::Rep& rep, int rank) {
   return rep.face->key("last/" + std::to_string(rank));
@@ -26,7 +26,7 @@ void tell_last(Comm::Rep& rep) {
     const std::lock_guard lock(rep.mutex);
     last = rep.last.op == nullptr ? "no collective" : rep.last.text();
   }
-  // A store that does not answer is told of by arrivals().
+  // Ignores an error, since arrivals() reports a store that does not answer.
   (void)rep.face->store().set(last_key(rep, rep.c.rank), last);
 }
 

@@ -15,7 +15,7 @@ namespace {
 
 using core::CollectiveCall;
 
-// Calls of an op on different ranks need not have all in common, as its schema tells.
+// Determines from an op's schema which properties of a call must be equal on all ranks.
 OpFacts facts_of(const core::CompiledOp& op) {
   OpFacts facts;
   facts.layout = op.layout().number;
@@ -32,7 +32,7 @@ OpFacts facts_of(const core::CompiledOp& op) {
   return facts;
 }
 
-// Called by the thread that is inside.
+// Like facts_of(op), cached in `rep`. Only the thread that is inside a call may use it.
 const OpFacts& facts_of(Comm::Rep& rep, const core::CompiledOp& op) {
   const uint64_t layout = op.layout().number;
   for (const OpFacts& known : rep.known_ops) {
@@ -56,9 +56,10 @@ void write_step(Step& step, const CollectiveCall& call, const OpFacts& facts, ui
 
 std::string by_name(const Comm::Rep& rep) { return "communicator '" + rep.name + "'"; }
 
-// The store's word for the comparison of a step. One that was refused before anything was sent
-// leaves its number to the next: the same call on this rank alone is held against what the others
-// told of theirs, and another call, which all ranks come to then, has a word of its own.
+// The store key for comparing a step. If a call was refused before anything was sent, the next call
+// has the same number. A repetition of the same call uses the same key, since the other ranks have
+// written their texts there. A different call, which all ranks make together, gets a key of its
+// own.
 std::string comparison(Comm::Rep& rep, uint64_t number, const std::string& mine) {
   Compared& last = rep.compared;
   if (last.number != number)
@@ -76,7 +77,7 @@ int32_t value_of(const OpFacts::Alike& arg, const void* args) {
   return value;
 }
 
-// "max" of an enum, else the number.
+// The name of an enum's value, such as "max"; for other arguments the number.
 std::string word_of(const OpFacts::Alike& arg, int32_t value) {
   std::istringstream words(arg.words == nullptr ? "" : arg.words);
   std::string word;
@@ -86,14 +87,15 @@ std::string word_of(const OpFacts::Alike& arg, int32_t value) {
   return std::to_string(value);
 }
 
-// TE_FL_VALIDATE: no rank begins before all are known to begin the same.
+// TE_FL_VALIDATE: compares the call with those of the other ranks, so that no rank begins before
+// all are known to begin the same one.
 Status compare(Comm::Rep& rep, const CollectiveCall& call, const Step& step, const OpFacts& facts) {
   if (rep.c.size == 1 || facts.transfer) return {};
   StoreFace& store = *rep.face;
   std::string mine = facts.uneven ? step.text_of_rows() : step.text();
   for (const OpFacts::Alike& arg : facts.alike) {
     const int32_t value = value_of(arg, call.args);
-    // A rank that does not exist is this rank's mistake, which is refused before anything is sent.
+    // An invalid root rank is a local error, which is refused before anything is sent.
     if (arg.words == nullptr && (value < 0 || value >= rep.c.size)) return {};
     mine += ", " + std::string(arg.name) + " " + word_of(arg, value);
   }
@@ -109,7 +111,8 @@ Status compare(Comm::Rep& rep, const CollectiveCall& call, const Step& step, con
   if (others.empty()) {
     const std::string own = word + std::to_string(rep.c.rank);
     const std::string before = std::exchange(rep.compared.word, own);
-    // All have come here, so all have read the texts of the comparison before.
+    // All ranks have reached this comparison, so all have read this rank's text of the previous
+    // one.
     if (!before.empty() && before != own) forget(store, before);
     return {};
   }
@@ -118,13 +121,14 @@ Status compare(Comm::Rep& rep, const CollectiveCall& call, const Step& step, con
                                              ", and the others do not (TE_FL_VALIDATE): " + others);
 }
 
-// The communicator's, with deterministic results where the thread's asks for them.
+// The policy for a call: the communicator's, with deterministic results if the thread's policy asks
+// for them.
 uint32_t policy_of(const Comm::Rep& rep, uint32_t current) {
   if (current == rep.policy) return current;
   return policy::settings_of(current).deterministic ? rep.deterministic_policy : rep.policy;
 }
 
-// As compare(), whose failure is the communicator's.
+// Like compare(), and fails the communicator after an error.
 Status validate(const std::shared_ptr<Comm::Rep>& rep, const CollectiveCall& call,
                 const OpFacts& facts, uint64_t number) {
   Step step;
@@ -140,7 +144,7 @@ Status validate(const std::shared_ptr<Comm::Rep>& rep, const CollectiveCall& cal
   return same;
 }
 
-// A call's part in its communicator, from begin() to end().
+// Keeps the communicator alive and marks the thread as inside it, from begin() to end() of a call.
 class Part {
  public:
   explicit Part(std::shared_ptr<Comm::Rep> rep) : rep_(std::move(rep)) { rep_->use(); }
@@ -153,7 +157,7 @@ class Part {
   }
   // False if another thread is inside.
   bool enter() { return inside_ = !rep_->inside.exchange(true, std::memory_order_acquire); }
-  // It goes on in the ticket, whose end() leaves.
+  // Passes the reference to the ticket; end() releases it.
   std::shared_ptr<Comm::Rep> keep() { return std::move(rep_); }
 
  private:
@@ -163,7 +167,7 @@ class Part {
 
 Status begin(const CollectiveCall& call, core::CollectiveTicket& ticket) {
   const std::shared_ptr<Comm::Rep> rep = find(call.communicator.id);
-  if (rep == nullptr) return {};  // a program's own, with a keeper of its own
+  if (rep == nullptr) return {};  // a program's own communicator, not one of te-fl
   TE_FL_RETURN_IF_ERROR(check_process(*rep));
   Part part(rep);
   if (rep->dropped.load()) {
@@ -205,9 +209,9 @@ Status failed_in(const Comm::Rep& rep, const Step& step, Status cause) {
                 std::move(cause));
 }
 
-// The failure that another thread told before this call ended, for instance because another
-// communicator of the process failed first. It need not say what the call was; from here on it
-// does.
+// Returns the failure that another thread has recorded during this call, for instance because
+// another communicator of the process failed first. If its text does not describe this call, adds
+// the call.
 Status told_failure(Comm::Rep& rep, const Step& step) {
   const Status told = rep.failed_status();
   if (told.message().find(step.text()) != std::string::npos) return told;
@@ -219,7 +223,7 @@ Status end(const CollectiveCall& call, core::CollectiveTicket& ticket, Status re
   if (ticket.communicator == nullptr) return result;
   const auto rep = std::static_pointer_cast<Comm::Rep>(std::move(ticket.communicator));
   const Use use(*rep, true);
-  // Until it is outside again no other thread writes this.
+  // While this thread is inside, no other thread writes to `last`.
   Step& last = ticket.transfer ? rep->last_transfer : rep->last;
   const Clock::time_point since{Clock::duration(rep->since.exchange(0, std::memory_order_relaxed))};
   if (result.ok()) [[likely]] {
@@ -228,16 +232,17 @@ Status end(const CollectiveCall& call, core::CollectiveTicket& ticket, Status re
     rep->inside.store(false, std::memory_order_release);
     return result;
   }
-  // A failure of another rank is one for all, whatever of this call was done.
+  // A call that failed without having sent anything, except because of another rank's failure.
   const bool unheard = result.clean() && result.code() != StatusCode::kCommFailed;
   const Step step = last;
   if (unheard) {
     const std::lock_guard lock(rep->mutex);
-    --last.number;  // nothing of it reached the others
+    --last.number;  // nothing of the call was sent
   }
   rep->inside.store(false, std::memory_order_release);
   if (unheard) return result;
-  // The others wait for what this rank has not done or have done what it has not seen.
+  // Other ranks may wait for this rank's part of the call, or may have completed a call that this
+  // rank has not, so the communicator fails.
   if (rep->failed.load(std::memory_order_acquire)) return told_failure(*rep, step);
   fail_all(rep, failed_in(*rep, step, result));
   return result.code() == StatusCode::kCommFailed ? told_failure(*rep, step) : result;

@@ -25,7 +25,7 @@ const core::ForkedChild child(core::LockLevel::kComms,
 
 using Reps = std::map<uint64_t, std::weak_ptr<Comm::Rep>>;
 std::atomic<Reps*> g_reps{nullptr};
-// Under the mutex.
+// The caller holds the mutex.
 Reps& reps() {
   return core::made_once(g_reps, [] { return new Reps; });
 }
@@ -79,7 +79,7 @@ Status with_the_others(const Comm::Rep& rep, const Status& why) {
 void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string aborted) {
   if (!first->mark_failed(why)) return;
   if (aborted.empty()) {
-    first->abort();  // The store may not answer for a while.
+    first->abort();  // first, since the store may be slow to answer
     if (Result<std::string> told = told_abort(*first); told.ok()) aborted = std::move(*told);
     if (!aborted.empty() && why.message().find(aborted) == std::string::npos) {
       why = Status(why.code(), why.message() + "; " + aborted, why.cause());
@@ -87,7 +87,8 @@ void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string a
       first->failure = why;
     }
   }
-  // All of them know why before any is aborted: a call that ends by it tells the reason.
+  // Records the reason in all communicators before any is aborted, so that calls which end because
+  // of the abort report it.
   std::vector<std::shared_ptr<Comm::Rep>> failed{first};
   for (const auto& rep : all()) {
     if (rep != first && rep->mark_failed(with_the_others(*rep, why))) failed.push_back(rep);
@@ -102,8 +103,8 @@ void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string a
     first->failure = Status(why.code(), why.message() + "; " + ranks, why.cause());
     why = first->failure;
   }
-  // A call that has failed waits for this, so that it names the rank whichever communicator it is
-  // of.
+  // A failed call waits up to a second for `told`, so that its error names the ranks, even if
+  // another communicator failed first.
   for (const auto& rep : failed) {
     if (rep != first) {
       const std::lock_guard lock(rep->mutex);
@@ -129,7 +130,8 @@ void Comm::Rep::leave() noexcept {
 
 void Comm::Rep::close() noexcept {
   if (c.id == 0) return;
-  // The parent's communicator is the parent's to end, and the lock may be another thread's there.
+  // In a forked child nothing is closed: the communicator belongs to the parent, and another thread
+  // of the parent may hold the lock.
   if (fork_generation != comm::fork_generation()) return;
   comm::remove(*this);
   const registry::EpochGuard inside(registry::this_thread().slot);  // exit() waits for it
@@ -188,8 +190,8 @@ Result<Comm> Comm::create(const CommOptions& options) {
 
 namespace {
 
-// The process's one attempt to make the job's communicator, as long as it goes on. A child of a
-// fork has none of its parent's.
+// Ensures that only one thread of a process makes the job's communicator at a time. A forked child
+// is not affected by its parent's attempt.
 class WorldAttempt {
  public:
   WorldAttempt() {
@@ -207,7 +209,7 @@ class WorldAttempt {
   bool alone() const { return alone_; }
 
  private:
-  static std::atomic<uint64_t> g_attempt;  // 0: none; else the process's forks and 1
+  static std::atomic<uint64_t> g_attempt;  // 0: none; otherwise fork generation + 1
   bool alone_ = false;
 };
 constinit std::atomic<uint64_t> WorldAttempt::g_attempt{0};
@@ -246,7 +248,7 @@ Result<Comm> Comm::world(const Device& device) {
 
 namespace {
 
-// The color and the key that a rank tells; none if the store holds something else.
+// Parses the color and key that a rank wrote; nullopt if the store holds another text.
 std::optional<std::pair<int, int>> read_split(const std::string& text) {
   std::pair<int, int> told;
   const char* const end = text.data() + text.size();
@@ -264,14 +266,14 @@ Result<Comm> Comm::split(int color, int key, std::string name) const {
   TE_FL_RETURN_IF_ERROR(comm::check_process(*rep_));
   const comm::Use use(*rep_);
   if (rep_->failed.load()) return rep_->failed_status();
-  // All ranks tell color and key, and each finds its own among them.
+  // Every rank writes its color and key, and reads those of all ranks.
   const int number = rep_->splits.fetch_add(1);
   const std::string word = "split" + std::to_string(number) + "/";
   comm::StoreFace& face = *rep_->face;
   TE_FL_RETURN_IF_ERROR(face.store().set(face.key(word + std::to_string(rep_->c.rank)),
                                          std::to_string(color) + " " + std::to_string(key)));
-  std::vector<std::pair<int, int>> mine;  // key, rank here
-  bool everybody = true;                  // is in one of the new ones, as providers' split() asks
+  std::vector<std::pair<int, int>> mine;  // (key, rank in this communicator)
+  bool everybody = true;                  // all ranks have a color, as providers' split() requires
   for (int r = 0; r < rep_->c.size; ++r) {
     TE_FL_ASSIGN_OR_RETURN(const std::string answer,
                            face.store().get(face.key(word + std::to_string(r)), rep_->timeout));
@@ -286,7 +288,7 @@ Result<Comm> Comm::split(int color, int key, std::string name) const {
     everybody = everybody && told->first >= 0;
     if (told->first == color && color >= 0) mine.emplace_back(told->second, r);
   }
-  // All have come here, so all have read the answers to the split before.
+  // All ranks have reached this split, so all have read this rank's answer to the previous one.
   if (number > 0)
     comm::forget(face, "split" + std::to_string(number - 1) + "/" + std::to_string(rep_->c.rank));
   std::sort(mine.begin(), mine.end());

@@ -24,14 +24,14 @@ namespace fs = std::filesystem;
 using std::chrono::milliseconds;
 
 constexpr const char* kMark = "te_fl_run";             // rank 0 has begun; the number of ranks
-constexpr const char* kRoster = "te_fl_roster";        // every rank's token, a line each
-constexpr const char* kRefusedMark = "te_fl_refused";  // a later rank 0 found the folder used
+constexpr const char* kRoster = "te_fl_roster";        // the tokens of all ranks, one per line
+constexpr const char* kRefusedMark = "te_fl_refused";  // a later rank 0 refused the used folder
 constexpr std::string_view kTemporary = ".te_fl_new.";
-constexpr size_t kMostName = 200;  // of a file, of 255 that file systems take
+constexpr size_t kMostName = 200;  // longest file name; file systems allow 255
 
 std::string reason() { return std::strerror(errno); }
 
-// Waits 1 ms at first and at most 20 ms.
+// Sleeps between two polls: 1 ms at first, up to 20 ms.
 class Backoff {
  public:
   explicit Backoff(Deadline deadline) : deadline_(deadline) {}
@@ -46,7 +46,7 @@ class Backoff {
   std::chrono::microseconds pause_{1000};
 };
 
-// A name that no other process and thread draws.
+// A token that is unique among all processes and threads.
 std::string draw_token() {
   static std::atomic<uint32_t> count = 0;
   char text[64];
@@ -55,7 +55,7 @@ std::string draw_token() {
   return text;
 }
 
-// Letters, digits, '-' and '_' stay; other bytes become %XX.
+// The file name for a key: keeps letters, digits, '-' and '_', and encodes other bytes as %XX.
 std::string file_name(std::string_view key) {
   std::string name;
   for (const char c : key) {
@@ -82,7 +82,8 @@ class FileStore final : public Store {
  public:
   FileStore(std::string folder, const StoreRank& rank) : folder_(std::move(folder)), rank_(rank) {}
 
-  // The first of this process joins the run that the folder is for; later ones are in it.
+  // The first store that this process opens at the folder joins the run. Later ones are part of the
+  // run already.
   Status join(Deadline deadline, milliseconds timeout) {
     if (rank_.generation > 1) return check_there();
     return rank_.rank == 0 ? begin(deadline, timeout) : follow(deadline, timeout);
@@ -149,9 +150,10 @@ class FileStore final : public Store {
                                "; the folder must stay until all ranks have ended");
   }
 
-  // True if the file was put there; false if it exists.
+  // Creates a file with the value. False if the file exists.
   Result<bool> publish(const std::string& name, std::string_view value) const {
-    // Both before the file is made, which nothing would remove after an exception.
+    // Allocates both paths before the file is created, since nothing would remove the file after an
+    // exception.
     const std::string temporary = path(std::string(kTemporary) + draw_token()), place = path(name);
     const int fd = ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd < 0) return cannot("a file cannot be made in it");
@@ -177,7 +179,7 @@ class FileStore final : public Store {
                                text.status().message());
   }
 
-  // Nothing if the time is over.
+  // Waits for a file and reads it; nullopt after the deadline.
   Result<std::optional<std::string>> wait_for(const std::string& name, Deadline deadline) const {
     for (Backoff backoff(deadline);; backoff.wait()) {
       auto value = read(name);
@@ -195,7 +197,7 @@ class FileStore final : public Store {
     return failed_precondition("the store " + address() + " cannot be listed: " + error.message());
   }
 
-  // ---- rank 0
+  // ---- code for rank 0
 
   Status begin(Deadline deadline, milliseconds timeout) {
     std::error_code error;
@@ -218,7 +220,7 @@ class FileStore final : public Store {
   }
 
   Status refuse(const std::set<std::string>& names) const {
-    // A folder that is no store is somebody's and is left alone.
+    // Writes the mark only into a folder that was a store; any other folder is left unchanged.
     if (names.contains(kMark)) (void)publish(kRefusedMark, "");
     return earlier_run("is not empty (" + *names.begin() + (names.size() > 1 ? ", ...)" : ")"));
   }
@@ -236,7 +238,7 @@ class FileStore final : public Store {
                       " ms; see that they were started and that they see this folder");
   }
 
-  // ---- the others
+  // ---- code for the other ranks
 
   Status follow(Deadline deadline, milliseconds timeout) {
     bool claimed = false;
@@ -254,7 +256,8 @@ class FileStore final : public Store {
                       "is not one of an earlier run");
   }
 
-  // False: not yet in the roster.
+  // Writes this rank's token if rank 0 has begun. False if the roster does not contain the token
+  // yet.
   Result<bool> claim(const std::string& token, bool& claimed) const {
     auto mark = core::read_file(path(kMark), 64);
     if (mark.status().code() == StatusCode::kNotFound) return false;

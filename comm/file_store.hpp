@@ -8,25 +8,25 @@
 
 namespace te_fl::comm {
 
-// The rank that opens a store; `generation` counts the stores of one address that its process has
-// opened one after the other, from 1.
+// The rank that opens a store. `generation` counts, from 1, the stores that its process has opened
+// at one address one after the other.
 struct StoreRank {
   int rank = 0;
   int size = 1;
   uint32_t generation = 1;
 };
 
-// A store in a folder: each key is a file, written beside its place and linked into it, so that
-// nobody sees half a value.
+// A store in a folder. Each key is a file, which is written under a temporary name and then linked
+// to its name, so that no rank reads a partial value.
 //
-// A folder of an earlier run is told so: rank 0 refuses a folder that has anything in it, and then
-// writes its mark. Every other rank, having seen a mark, writes a token that it has just drawn.
-// Rank 0 waits for all tokens and writes the roster of them; a rank goes on only if the roster has
-// its own token, which no earlier run could know. A rank 0 that refuses a folder of a store says so
-// in it, and those that wait there end with the same error.
+// Opening detects a folder of an earlier run. Rank 0 refuses a folder that is not empty, and
+// otherwise writes its mark. Each other rank, after reading the mark, writes a new random token.
+// Rank 0 waits for all tokens and writes the roster with them. A rank continues only if the roster
+// contains its own token, which no earlier run could contain. If rank 0 refuses a folder that was a
+// store, it writes a mark there, and the ranks that wait in the folder end with the same error.
 //
-// Therefore opening it waits for all ranks, at most `timeout`, and TIMEOUT names those that did not
-// come. The folder stays behind: whoever named it removes it.
+// Opening therefore waits for all ranks, at most `timeout`; TIMEOUT names the missing ranks. The
+// folder is not removed; that is up to the user who named it.
 Result<std::shared_ptr<Store>> open_file_store(const std::string& folder, const StoreRank& rank,
                                                std::chrono::milliseconds timeout);
 

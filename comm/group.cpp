@@ -1,4 +1,4 @@
-// Collectives of one thread that begin together.
+// Groups of collectives that one thread starts together.
 #include <algorithm>
 #include <atomic>
 #include <thread>
@@ -14,18 +14,18 @@ namespace te_fl {
 namespace comm {
 namespace {
 
-// A collective that its provider has been told of and has not begun.
+// A collective that was passed to its provider and has not begun.
 struct Pending {
   std::shared_ptr<Comm::Rep> rep;
-  bool capturing = false;  // into a graph, where nothing runs yet
+  bool capturing = false;  // captured into a graph: it does not run yet
   void* stream = nullptr;
   Step step;
 };
-// The groups of a provider that are open on a thread. They lie in one list and not in the threads,
-// since a library that is opened late has little room for variables of threads.
+// The open group of one provider on one thread. Groups are kept in one list instead of thread_local
+// variables, since a library that is loaded late has little room for static TLS.
 struct OpenGroup {
   std::thread::id thread;
-  uint64_t process = 0;  // fork_generation(): a child has none of its parent's
+  uint64_t process = 0;  // fork_generation(): the parent's groups do not count in a child
   const registry::CommProvider* provider = nullptr;
   int depth = 0;
   std::vector<Pending> pending;
@@ -33,12 +33,13 @@ struct OpenGroup {
 std::atomic<std::vector<OpenGroup>*> g_groups{nullptr};
 std::atomic<int> g_count{0};
 
-// Under list_mutex().
+// The caller holds list_mutex().
 std::vector<OpenGroup>& groups() {
   return core::made_once(g_groups, [] { return new std::vector<OpenGroup>; });
 }
 
-// Null: this thread has none open. The caller holds list_mutex().
+// The calling thread's open group of the provider; null if there is none. The caller holds
+// list_mutex().
 OpenGroup* open_group(const registry::CommProvider* provider) {
   const auto found = std::find_if(groups().begin(), groups().end(), [&](const OpenGroup& g) {
     return g.provider == provider && g.thread == std::this_thread::get_id() &&
@@ -60,7 +61,8 @@ void opened(const registry::CommProvider* provider) {
   g_count.store(static_cast<int>(groups().size()), std::memory_order_relaxed);
 }
 
-// Gives what begins now that the group closes; nothing before the outermost of nested ones does.
+// Closes a group. Returns the collectives that begin now: all pending ones if this is the outermost
+// group, otherwise none.
 std::vector<Pending> closed(const registry::CommProvider* provider) {
   const std::lock_guard lock(list_mutex());
   OpenGroup* group = open_group(provider);
@@ -71,7 +73,8 @@ std::vector<Pending> closed(const registry::CommProvider* provider) {
   return pending;
 }
 
-// While the provider begins them the watchdog sees them as it sees a call.
+// Makes the watchdog treat the collectives of a group like calls in progress while the provider
+// begins them.
 void set_running_since(const std::vector<Pending>& pending, Clock::rep since) {
   for (const Pending& p : pending) p.rep->since.store(since, std::memory_order_release);
 }
@@ -85,8 +88,8 @@ Status check_thread(const Comm::Rep& rep) {
       "the thread of CommGroup::begin");
 }
 
-// Counts a group's calls, and the group itself, out of their communicators at the end of
-// end_group().
+// At the end of end_group(): releases the communicators of the group's collectives and of the group
+// itself.
 struct LeavingGroup {
   ~LeavingGroup() {
     for (const Pending& p : pending) p.rep->leave();
@@ -96,7 +99,7 @@ struct LeavingGroup {
   const std::vector<Pending>& pending;
 };
 
-// Ends the group of the provider; the status is that of the collectives in it.
+// Ends the provider's group. The status is that of its collectives.
 Status end_group(const std::shared_ptr<Comm::Rep>& rep) {
   const std::vector<Pending> pending = closed(rep->provider.get());
   const Clock::time_point since = Clock::now();
@@ -124,7 +127,7 @@ bool wait_for_group(const std::shared_ptr<Comm::Rep>& rep, const core::Collectiv
   OpenGroup* group = open_group(rep->provider.get());
   if (group == nullptr) return false;
   group->pending.push_back({rep, call.capturing, call.stream, step});
-  rep->use();  // until the group has ended
+  rep->use();  // end_group() releases it
   return true;
 }
 

@@ -14,7 +14,7 @@ std::optional<std::string> system_variable(const char* name) {
   return value;
 }
 
-// One of torchrun's variables, `fallback` if it is unset.
+// Reads one of torchrun's variables; `fallback` if it is not set.
 Result<int> number(const char* name, int least, int most, std::optional<int> fallback = {}) {
   const std::optional<std::string> text = system_variable(name);
   if (!text && fallback) return *fallback;
@@ -42,7 +42,7 @@ Status check_rank(const Job& job, const char* rank, const char* size) {
                           " contradict each other: ranks are 0 to the number of ranks less 1");
 }
 
-// The value of a setting that has been checked against its type and range.
+// Reads a setting whose type and range were checked before.
 std::optional<int> setting(const char* name) {
   const std::optional<std::string> text = environment::get_if_set(name);
   if (!text || text->empty()) return std::nullopt;
@@ -81,7 +81,7 @@ Result<Job> from_torchrun() {
                             ": it names rank 0's machine, as torchrun sets it");
   }
   if (host.find(':') != std::string::npos && host.front() != '[') host = "[" + host + "]";
-  // torchrun's own store has the port itself.
+  // torchrun's own store uses the port itself, so this one uses the next port.
   job.store_address = "tcp://" + host + ":" + std::to_string(port + 1);
   return job;
 }

@@ -1,5 +1,5 @@
-// Makes a rank's part of a communicator: the choice, the ranks' agreement, the provider's
-// part.
+// Makes one rank's part of a communicator: the choice of the provider, the agreement of the ranks,
+// the provider's object.
 #include "comm/make_rep.hpp"
 
 #include <algorithm>
@@ -62,26 +62,27 @@ std::string facts_of(const Comm::Rep& rep) {
   return text;
 }
 
-// The store's word of a rank whose provider did not make its part, for those that wait for it.
+// The store key for a rank's error if its provider could not make its object; other ranks poll it.
 constexpr char kRefused[] = "refused";
-// Providers take 32 bits of it (te_fl_comm_config.timeout_ms), 49 days.
+// te_fl_comm_config.timeout_ms has 32 bits: 49 days.
 constexpr milliseconds kLongestTimeout{UINT32_MAX};
 
-// The failure that some rank told, if one did.
+// The error that another rank has written, as COMM_FAILED; OK if there is none.
 Status refused(Comm::Rep& rep) {
   const auto told = rep.face->store().look(rep.face->key(kRefused));
   if (!told.ok() || !told->has_value()) return {};
   return Status(StatusCode::kCommFailed, **told);
 }
 
-// The first failure is what all see; a store that does not take it leaves them their time-out.
+// Writes this rank's error for the other ranks, which read the first error that was written. If the
+// store fails, they run into their timeout.
 void tell_refused(Comm::Rep& rep, const Status& why) {
   if (rep.c.size == 1) return;
   (void)rep.face->store().set(rep.face->key(kRefused),
                               "rank " + std::to_string(rep.c.rank) + ": " + why.to_string());
 }
 
-// Waits for rank 0's id as long as no rank has refused.
+// Waits for rank 0's id. Stops early if any rank has reported an error.
 Result<std::string> id_of_first(Comm::Rep& rep) {
   const Clock::time_point end = Clock::now() + rep.timeout;
   for (;;) {
@@ -113,7 +114,7 @@ Result<std::string> id_of(Comm::Rep& rep) {
   return id;
 }
 
-// Waits until ready() says so.
+// Waits until the provider's ready() returns true.
 Status wait_ready(Comm::Rep& rep) {
   if (rep.provider->api.ready == nullptr) return {};
   const Clock::time_point end = Clock::now() + rep.timeout;
@@ -154,7 +155,7 @@ te_fl_comm_config config_of(const Comm::Rep& rep, const std::string& id) {
   return config;
 }
 
-// The provider's part; `parent` and `color` if it is split off one.
+// Makes the provider's object; by split() if `parent` is not null.
 Status make(Comm::Rep& rep, const Comm::Rep* parent, int color) {
   const te_fl_comm_api& api = rep.provider->api;
   const bool splits = parent != nullptr && color >= 0 && api.split != nullptr;
@@ -173,7 +174,7 @@ Status make(Comm::Rep& rep, const Comm::Rep* parent, int color) {
       code, "communicator '" + rep.name + "' of provider '" + rep.provider->name + "'"));
   rep.provider->live.fetch_add(1);
   rep.c.self = self;
-  rep.c.id = g_ids.fetch_add(1) + 1;  // from here on the destructor has something to destroy
+  rep.c.id = g_ids.fetch_add(1) + 1;  // from here on the destructor destroys `self`
   return wait_ready(rep);
 }
 
@@ -201,7 +202,7 @@ std::shared_ptr<Comm::Rep> start(const CommOptions& options, milliseconds timeou
 
 namespace {
 
-// The thread's policy; an invalid one, by which no call could be decided, is an error.
+// The thread's policy. An error if it is invalid, since it could decide no call.
 Result<SelectionPolicy> policy_now() {
   Result<SelectionPolicy> policy = current_policy();
   if (!policy.ok()) return policy;
@@ -257,7 +258,8 @@ Result<std::shared_ptr<Comm::Rep>> make_rep(const CommOptions& options, const Co
   add(rep);
   watch_calls();
   if (Status s = watch(); !s.ok()) {
-    // Other ranks that have made their parts would wait for this one in their first collective.
+    // Other ranks that have made their objects would wait for this rank in their first collective,
+    // so they must fail too.
     fail_all(rep, s,
              "rank " + std::to_string(options.rank) + " of communicator '" + options.name +
                  "' gave it up: " + s.message());

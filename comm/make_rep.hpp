@@ -8,11 +8,11 @@
 
 namespace te_fl::comm {
 
-// All that Comm::create() and Comm::split() have in common. `parent` and `color`: what it is split
-// off by the provider, if it can do so; null and any: it is made by create().
+// The common part of Comm::create() and Comm::split(). For split(), `parent` and `color` are passed
+// to the provider, if it can split. For create(), `parent` is null and `color` is ignored.
 Result<std::shared_ptr<Comm::Rep>> make_rep(const CommOptions& options, const Comm::Rep* parent,
                                             int color);
-// The options' time-out, or TE_FL_COMM_TIMEOUT_MS.
+// The timeout of the options, or else TE_FL_COMM_TIMEOUT_MS.
 Result<std::chrono::milliseconds> timeout_of(const CommOptions& options);
 
 }  // namespace te_fl::comm

@@ -9,7 +9,7 @@
 namespace te_fl::comm {
 namespace {
 
-// The boot and the PID namespace: where two processes have the same, numbers mean the same.
+// Identifies the boot and the PID namespace. Within one, a PID identifies one process at a time.
 std::string machine() {
   std::ifstream file("/proc/sys/kernel/random/boot_id");
   std::string boot;
@@ -19,16 +19,16 @@ std::string machine() {
   return boot + " " + name_space.data();
 }
 
-// When it was started, in ticks since the boot; empty: there is no such process, or it is dead and
-// only waits for its parent to ask.
+// The start time of a process in ticks since boot; empty if there is no such process or it is a
+// zombie.
 std::string start_of(int process) {
   std::ifstream file("/proc/" + std::to_string(process) + "/stat");
   std::string stat;
   std::getline(file, stat, '\0');
-  const size_t name_end = stat.rfind(')');  // the name may have any character
+  const size_t name_end = stat.rfind(')');  // a process name may contain any character
   if (name_end == std::string::npos) return {};
   std::istringstream fields(stat.substr(name_end + 1));
-  constexpr int kStart = 19;  // fields after the state
+  constexpr int kStart = 19;  // number of fields between state and start time
   std::string state, field;
   fields >> state;
   if (state == "Z" || state == "X") return {};

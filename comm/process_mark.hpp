@@ -4,12 +4,12 @@
 
 namespace te_fl::comm {
 
-// Names this process among all that the machine has run: the boot, the PID namespace, the number
-// and when it was started. Empty where /proc does not say.
+// Identifies this process among all processes that ran on the machine: boot, PID namespace, PID and
+// start time. Empty if /proc does not provide these.
 std::string process_mark();
 
-// The number of the process that `mark` names, if that was one of this machine, whose end can be
-// seen here, and has ended; 0 if it goes on or is not known.
+// The PID of the process that `mark` identifies, if it was on this machine and has ended. 0 if it
+// is running or cannot be checked.
 int ended_process(const std::string& mark);
 
 }  // namespace te_fl::comm

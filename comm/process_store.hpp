@@ -11,7 +11,7 @@
 
 namespace te_fl::comm {
 
-// A store for ranks that are threads of one process: a map. All of them share the one object.
+// A store for ranks that are threads of one process. It is a map, shared by all of them.
 class ProcessStore : public Store {
  public:
   Status set(std::string_view key, std::string_view value) override;

@@ -4,8 +4,8 @@
 
 namespace te_fl::comm {
 
-// 64 bits that no other process and thread draws. Of the kernel; unlike std::random_device it needs
-// no file and throws nothing.
+// 64 random bits from the kernel, different in every process and thread. Unlike std::random_device
+// it needs no file and does not throw.
 uint64_t random_bits() noexcept;
 
 }  // namespace te_fl::comm

@@ -20,44 +20,45 @@ namespace comm {
 
 using Clock = std::chrono::steady_clock;
 
-// A collective as messages tell of it: what its first tensor is, and the how manyth it is.
+// Describes a collective for messages: its op, its number, and the dtype and shape of its first
+// tensor.
 struct Step {
-  uint64_t number = 0;  // from 1; sends and receives are counted apart
+  uint64_t number = 0;  // from 1; sends and receives are counted separately
   const char* op = nullptr;
   te_fl_dtype dtype{};
-  int32_t rank = -1;  // of the tensor; -1: there is none
+  int32_t rank = -1;  // rank of the tensor; -1: no tensor
   std::array<int64_t, 8> shape{};
-  // "all_reduce number 17 of f32[1024,64]"
+  // The text for messages: "all_reduce number 17 of f32[1024,64]".
   std::string text() const;
-  // text() without the shape, which differs where ranks bring rows of their own.
+  // text() without the shape, for ops whose shape differs between ranks.
   std::string text_of_rows() const;
 };
 
-// The facts of a collective's schema that tell what its calls have in common on all ranks. `layout`
-// is CallLayout::number of the op.
+// Properties of a collective, from its op's schema, that determine which parts of a call must be
+// equal on all ranks. `layout` is CallLayout::number of the op.
 struct OpFacts {
   uint64_t layout = 0;
-  bool transfer = false;  // between two ranks, not all
-  bool uneven = false;    // ranks bring tensors of several sizes
-  int64_t tensor = -1;    // offset of the first tensor in the arguments; -1: there is none
-  // Offsets of the numbers that all ranks give alike, with their words for messages.
+  bool transfer = false;  // point-to-point between two ranks
+  bool uneven = false;    // ranks may pass tensors of different sizes
+  int64_t tensor = -1;    // offset of the first tensor argument; -1: none
+  // The scalar arguments that must be equal on all ranks.
   struct Alike {
     const char* name = nullptr;
     uint32_t offset = 0;
-    const char* words = nullptr;  // of an enum, space separated
+    const char* words = nullptr;  // names of an enum's values, separated by spaces
   };
   std::vector<Alike> alike;
 };
 
-// The step that TE_FL_VALIDATE compared last, and how many others were compared as that number
-// before it. `word`: where this rank's text is in the store.
+// The step that TE_FL_VALIDATE compared last. `attempt` counts the different calls that were
+// compared under the same number before. `word` is the store key of this rank's text.
 struct Compared {
   uint64_t number = 0;
   int attempt = 0;
   std::string text, word;
 };
 
-// The mark behind collectives that were enqueued on a device.
+// An event after collectives that were enqueued on a device.
 struct Mark {
   bool set = false;
   Event event;
@@ -67,91 +68,96 @@ struct Mark {
 
 }  // namespace comm
 
-// Made by Comm::create and Comm::split, kept by the Comm and, while it looks, by the watchdog.
+// One rank's part of a communicator. Made by Comm::create and Comm::split; owned by the Comm and,
+// while it checks, by the watchdog.
 struct Comm::Rep {
   ~Rep();
   std::shared_ptr<registry::CommProvider> provider;
   std::string name;
-  std::shared_ptr<Store> store;  // null: of one rank
+  std::shared_ptr<Store> store;  // null: only one rank
   std::unique_ptr<comm::StoreFace> face;
   std::chrono::milliseconds timeout{};
   te_fl_communicator c{};
   Device device;
   std::vector<std::pair<std::string, std::string>> implementations;
-  // The policy under which all ranks made it, which decides all its calls; and the same with
-  // deterministic results, for calls under a policy that asks for them.
+  // The policy under which all ranks made the communicator; it decides all its calls.
+  // deterministic_policy is the same with deterministic results, for calls under a policy that asks
+  // for them.
   uint32_t policy = 0, deterministic_policy = 0;
   uint64_t fork_generation = 0;
   std::atomic<bool> is_world{false};
-  bool validates = false;  // some rank asked for TE_FL_VALIDATE when it was made, and all compare
-  // The one of Comm::create() that it was split off, or that it is itself, by an address of its own
-  // in this process, and the ranks of that which are in this one, by their ranks here.
+  bool validates = false;  // a rank had set TE_FL_VALIDATE at creation: all ranks compare calls
+  // `origin` identifies, within this process, the communicator of Comm::create() from which this
+  // one was split, or this one itself. origin_ranks[i] is the rank there of this communicator's
+  // rank i.
   std::shared_ptr<const char> origin;
   std::vector<int> origin_ranks;
   mutable std::atomic<int> splits{0};
 
-  // Calls and groups that are under way, and true from the end of the Comm on: the provider's part
-  // ends with the last of them.
+  // `users` counts calls and groups in progress; `dropped` becomes true when the Comm is destroyed.
+  // After that, the last user destroys the provider's object.
   std::atomic<int> users{0};
   std::atomic<bool> dropped{false};
-  // Its Comm is gone: closes it now, or lets the last user do so.
+  // Called when the Comm is destroyed. Closes at once if there are no users; otherwise the last
+  // user closes.
   void drop() noexcept;
   void use() noexcept { users.fetch_add(1); }
   void leave() noexcept;
-  // The call that a thread is inside, which alone writes what follows.
+  // True while a thread is inside a call. Only that thread writes the members below.
   std::atomic<bool> inside{false};
   std::vector<comm::OpFacts> known_ops;
   comm::Compared compared;
-  std::atomic<comm::Clock::rep> since{0};  // a call is inside the provider since then; 0: none is
-  // Held while the provider is asked something by another thread than the one that calls
-  // collectives, and while it destroys; `closed`, once it has.
+  std::atomic<comm::Clock::rep> since{0};  // start of the call in progress; 0: none
+  // `life` is held while another thread than the calling one queries the provider, and while the
+  // provider's object is destroyed. `closed`: it has been destroyed.
   std::mutex life;
   bool closed = false;
-  // The watchdog's: when it asks the store next if another rank aborted it; max(): never again.
+  // For the watchdog: the time of its next query to the store about an abort by another rank;
+  // max(): never.
   comm::Clock::time_point next_question{};
-  std::mutex mutex;  // of what follows; held for moments
+  std::mutex mutex;  // guards the members below; held briefly
   comm::Step last, last_transfer;
-  bool in_transfer = false;  // true: of the two, the latter is the newest
+  bool in_transfer = false;  // true: last_transfer is newer than `last`
   const comm::Step& newest_step() const { return in_transfer ? last_transfer : last; }
-  // The marks behind the oldest collective that may not have ended, and behind the newest, which
-  // moves with every call while the first is not reached.
+  // `oldest`: the event after the oldest collective that may still be running. `newest`: the event
+  // after the latest one; each call replaces it until `oldest` is reached.
   comm::Mark oldest, newest;
   Status failure;
   std::atomic<bool> failed{false};
-  std::atomic<bool> told{false};  // `failure` has all that is known of it
+  std::atomic<bool> told{false};  // `failure` has its final text
 
-  // Waits, for a moment, until it is known which ranks came.
+  // Returns the failure. Waits briefly for its final text, which says how far the ranks came.
   Status failed_status();
-  // From here on it is failed; false if it was before.
+  // Marks the communicator as failed. False if it had failed before.
   bool mark_failed(Status why);
-  // Ends what its collectives wait for.
+  // Makes the provider abort its pending collectives.
   void abort() noexcept;
-  // Ends the provider's part, on the calling thread.
+  // Destroys the provider's object on the calling thread.
   void close() noexcept;
 };
 
 namespace comm {
 
-// All that are alive in this process, for the watchdog and for calls that name one by its id.
+// The live communicators of this process, for the watchdog and for look-ups by id.
 void add(const std::shared_ptr<Comm::Rep>& rep);
 void remove(const Comm::Rep& rep);
 std::shared_ptr<Comm::Rep> find(uint64_t id);
 std::vector<std::shared_ptr<Comm::Rep>> all();
-// Guards the list of them, and that of open groups.
+// Guards that list and the list of open groups.
 core::ForkMutex& list_mutex() noexcept;
-// Changes with every fork, in the child.
+// A counter that each fork increments in the child.
 uint64_t fork_generation() noexcept;
-// FAILED_PRECONDITION in a child of the process that made it.
+// FAILED_PRECONDITION if a forked child uses the parent's communicator.
 Status check_process(const Comm::Rep& rep);
-// Fails the communicator, then every other of the process because of it, and adds to the failure
-// where the other ranks are, as far as they say so within a moment. `aborted`: the program aborted
-// it, in words for the other ranks of all of them.
+// Fails the communicator, and because of it all others of the process. Adds to the failure how far
+// the other ranks have come, if they report it within a short time. `aborted`: the text for the
+// other ranks if the program aborted the communicator.
 void fail_all(const std::shared_ptr<Comm::Rep>& first, Status why, std::string aborted = {});
-// Puts into the store, for the other ranks, that this one's program aborted the communicator.
+// Writes to the store that this rank's program has aborted the communicator.
 void tell_abort(Comm::Rep& rep, const std::string& text);
-// The text that some rank put there by tell_abort(); empty if none did.
+// The text that a rank wrote by tell_abort(); empty if none did.
 Result<std::string> told_abort(Comm::Rep& rep);
-// A call's part in a communicator, which is not destroyed meanwhile. `begun`: use() was called.
+// Keeps a communicator's provider object alive during a call. `begun`: use() was called before.
 class Use {
  public:
   explicit Use(Comm::Rep& rep, bool begun = false) : rep_(rep) {
@@ -165,19 +171,19 @@ class Use {
   Comm::Rep& rep_;
 };
 
-// Takes a key of the communicator, or all that begin with it, out of the store, which needs none of
-// them any more. A store that fails keeps it.
+// Removes from the store all keys of the communicator that begin with `prefix`. Call it when no
+// rank needs them. Ignores errors.
 void forget(StoreFace& face, const std::string& prefix) noexcept;
-// Says in the store that this rank has made its part, and by which process.
+// Writes to the store that this rank has made its part, and the mark of its process.
 void tell_made(Comm::Rep& rep) noexcept;
-// The number of a rank's process, if it was one of this machine and has ended; else 0.
+// The PID of a rank's process, if it was on this machine and has ended; otherwise 0.
 int ended_process_of(Comm::Rep& rep, int rank);
-// On rank 0, removes from the store the keys by which the ranks made the communicator, if each of
-// them has made it.
+// On rank 0: removes the keys that were used to make the communicator, if all ranks have made their
+// part.
 void forget_making(Comm::Rep& rep) noexcept;
-// Puts this rank's last collective into the store, for the others to tell.
+// Writes this rank's last collective to the store, for the error messages of other ranks.
 void tell_last(Comm::Rep& rep);
-// Says where each rank was when it failed, as each tells.
+// Describes how far each rank had come at the failure, from the ranks' reports.
 std::string arrivals(Comm::Rep& rep);
 
 }  // namespace comm

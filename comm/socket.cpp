@@ -31,21 +31,21 @@ Addresses resolve(const char* host, int port, int flags, std::string& why) {
   return {list, &::freeaddrinfo};
 }
 
-// Milliseconds for poll(), rounded up.
+// The time until the deadline in milliseconds, rounded up, for poll().
 int left_of(Deadline deadline) {
   const auto left =
       std::chrono::ceil<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now());
   return static_cast<int>(std::clamp<int64_t>(left.count(), 0, 1 << 30));
 }
 
-// False: the time is over.
+// Waits until the socket is ready. False after the deadline.
 bool wait_for(const Socket& socket, short events, Deadline deadline) {
   pollfd entry{socket.fd(), events, 0};
   for (;;) {
     const int ready = ::poll(&entry, 1, left_of(deadline));
     if (ready > 0) return true;
     if (ready == 0 && left_of(deadline) == 0) return false;
-    if (ready < 0 && errno != EINTR) return true;  // the next call says why
+    if (ready < 0 && errno != EINTR) return true;  // the next system call reports the error
   }
 }
 
@@ -56,8 +56,8 @@ Socket new_socket(const addrinfo& at) {
       ::socket(at.ai_family, at.ai_socktype | SOCK_CLOEXEC | SOCK_NONBLOCK, at.ai_protocol));
 }
 
-// A port that nobody listens on, in the range of which the system takes ports for those who
-// connect, may be connected with itself.
+// True if a TCP socket is connected to itself. This can happen when no process listens on the port
+// and the port is in the ephemeral range.
 bool connected_to_itself(const Socket& socket) {
   sockaddr_storage mine{}, peer{};
   socklen_t mine_bytes = sizeof mine, peer_bytes = sizeof peer;
@@ -158,7 +158,7 @@ Result<Socket> listen_on(const std::string& host, int port) {
   const Addresses any =
       loopback ? Addresses(nullptr, &::freeaddrinfo) : resolve(nullptr, port, AI_PASSIVE, why);
   const addrinfo* const first = loopback ? named.get() : any.get();
-  // IPv6 first, which hears IPv4 as well.
+  // Tries IPv6 first, since such a socket also accepts IPv4 connections.
   for (const int family : {AF_INET6, AF_INET}) {
     for (const addrinfo* at = first; at != nullptr; at = at->ai_next) {
       if (at->ai_family != family) continue;

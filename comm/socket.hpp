@@ -6,10 +6,10 @@
 
 #include "comm/store_text.hpp"
 
-// TCP sockets for the store: nothing here waits beyond a deadline, and nothing raises SIGPIPE.
+// TCP sockets for the store. No function blocks beyond its deadline, and none raises SIGPIPE.
 namespace te_fl::comm {
 
-// Owns a file descriptor. Movable; one thread at a time.
+// Owns a file descriptor. Movable. Not thread-safe.
 class Socket {
  public:
   Socket() = default;
@@ -29,16 +29,17 @@ class Socket {
 
 enum class Transfer { kDone, kClosed, kTimeout };
 
-// All of `bytes`, or the other side closed the connection (or it broke), or the time is over.
+// Transfer all `bytes`, unless the peer closes the connection, an error occurs, or the deadline
+// passes.
 Transfer send_all(const Socket& socket, const void* data, size_t bytes, Deadline deadline);
 Transfer receive_all(const Socket& socket, void* data, size_t bytes, Deadline deadline);
 
-// One attempt at each address of the host; non-blocking sockets. Without a connection `why` says
-// what failed.
+// Tries each address of the host once, with non-blocking sockets. If no connection is made, `why`
+// gets the reason.
 Socket connect_once(const std::string& host, int port, Deadline deadline, std::string& why);
 
-// Listens on `host` where that is this machine's loopback, and on all addresses of the machine
-// otherwise: a host's own name often means its loopback to itself. FAILED_PRECONDITION, and why.
+// Listens on `host` if it is a loopback address of this machine; otherwise on all addresses, since
+// a host's own name often resolves to its loopback address. FAILED_PRECONDITION with the reason.
 Result<Socket> listen_on(const std::string& host, int port);
 
 }  // namespace te_fl::comm

@@ -14,14 +14,15 @@
 namespace te_fl {
 namespace {
 
-// The stores that this process has opened. One that is alive is given out again; after it has gone,
-// the next is of the next generation, whose keys are others: all ranks count alike.
+// A store that this process has opened. While it is alive, opening the address again returns the
+// same object. After its end the next open starts a new generation with separate keys; all ranks
+// count generations in the same way.
 struct Opened {
   std::weak_ptr<Store> store;
   uint32_t generation = 0;
   bool opening = false;
 };
-using OpenedKey = std::tuple<std::string, int, pid_t>;  // a fork's child opens its own
+using OpenedKey = std::tuple<std::string, int, pid_t>;  // the PID separates a forked child
 
 constinit core::ForkMutex stores_mutex(core::LockLevel::kStores);
 const core::ForkMutex::Registration stores_registration(stores_mutex);
@@ -44,7 +45,7 @@ struct HostPort {
   int port = 0;
 };
 
-// "host:29500" or "[::1]:29500".
+// Parses "host:29500" or "[::1]:29500".
 Result<HostPort> parse_host_port(std::string_view address, std::string_view rest) {
   const size_t colon = rest.rfind(':');
   if (colon == std::string_view::npos) return malformed(address, "has no port");
@@ -77,7 +78,8 @@ Result<std::shared_ptr<Store>> open_new(std::string_view address, const comm::St
   return malformed(address, "is of no known kind");
 }
 
-// True in a child of a fork whose parent has opened a store there. The caller holds stores_mutex.
+// True in a forked child if the parent has opened a store at this address. The caller holds
+// stores_mutex.
 bool opened_by_parent(std::string_view address) {
   return std::ranges::any_of(opened(), [&](const auto& entry) {
     return std::get<0>(entry.first) == address && std::get<2>(entry.first) != ::getpid() &&
@@ -85,7 +87,8 @@ bool opened_by_parent(std::string_view address) {
   });
 }
 
-// The parent may use it still: what is said of earlier runs, whose folder can go, is wrong here.
+// The error for a store of the parent. The usual error about an earlier run's folder would be
+// wrong, since the parent may still use it.
 Result<std::shared_ptr<Store>> is_parents(std::string_view address, StatusCode code) {
   return Status(code, "the store " + std::string(address) +
                           " is that of the process which this one was forked off, whose job goes "
@@ -102,7 +105,7 @@ Result<std::shared_ptr<Store>> Store::open(std::string_view address, int rank, i
                             "; ranks are 0 to the number of ranks less 1");
   }
   const OpenedKey key{address, rank, ::getpid()};
-  // Another attempt may follow one that an exception ended.
+  // Resets `opening` if an exception ends the attempt, so that another attempt is possible.
   struct Opening {
     const OpenedKey& key;
     bool mine = false;

@@ -9,7 +9,7 @@
 namespace te_fl::comm {
 namespace {
 
-// Runs f, whose status and text go to the plugin.
+// Runs f and reports its status and text to the plugin.
 template <class F>
 te_fl_status told(const te_fl_error_sink* errors, F&& f) noexcept {
   try {
@@ -22,8 +22,8 @@ te_fl_status told(const te_fl_error_sink* errors, F&& f) noexcept {
   }
 }
 
-// A store of the program's own may throw. An exception that left te-fl half way through an abort
-// would leave ranks waiting, so it becomes a status here, but for one of no memory.
+// Wraps a store of the program, which may throw, and converts exceptions other than std::bad_alloc
+// into statuses. An exception in the middle of an abort would leave other ranks waiting.
 class StatusStore final : public Store {
  public:
   explicit StatusStore(std::shared_ptr<Store> store) : store_(std::move(store)) {}

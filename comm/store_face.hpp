@@ -5,8 +5,8 @@
 
 #include "te_fl/comm.hpp"
 
-// A store as providers see it (te_fl_comm_store), and as a communicator sees it: with its name
-// before every key, so that two of one store do not meet.
+// A store in the form that providers use (te_fl_comm_store), and as communicators use it. Each key
+// gets the communicator's name as prefix, so that communicators can share a store.
 namespace te_fl::comm {
 
 class StoreFace {
@@ -21,7 +21,7 @@ class StoreFace {
                           const te_fl_error_sink* errors) noexcept;
   static te_fl_status get(void* host, const char* key, uint32_t timeout_ms, void* value,
                           size_t capacity, size_t* bytes, const te_fl_error_sink* errors) noexcept;
-  std::unique_ptr<Store> store_;  // It throws nothing but std::bad_alloc.
+  std::unique_ptr<Store> store_;  // throws nothing but std::bad_alloc
   std::string prefix_;
   te_fl_comm_store face_{};
 };

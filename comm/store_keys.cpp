@@ -1,5 +1,5 @@
-// The words that ranks tell each other through the store beside the agreement, and when they are
-// taken out of it.
+// The store keys by which ranks inform each other, apart from the agreement, and the removal of
+// keys.
 #include "comm/process_mark.hpp"
 #include "comm/rep.hpp"
 
@@ -9,16 +9,16 @@ namespace {
 constexpr char kMade[] = "made/";
 constexpr char kAborted[] = "aborted";
 
-// Keys that no rank reads any more once all have made the communicator. The last are its
-// provider's.
+// The keys that no rank reads after all ranks have made the communicator. The last one is the
+// prefix of the provider's keys.
 constexpr const char* kMaking[] = {"facts", "differs/", "agreed", "id", kMade, "provider/"};
 
-// Runs f, whose failure leaves the store as it is.
+// Runs f and ignores its failure.
 template <class F>
 void try_to(F&& f) noexcept {
   try {
     f();
-  } catch (...) {  // no memory, or a program's own store: it keeps a key longer, or has one less
+  } catch (...) {  // no memory or the store's error: a key stays or is missing
   }
 }
 
@@ -54,7 +54,7 @@ void forget_making(Comm::Rep& rep) noexcept {
 }
 
 void tell_abort(Comm::Rep& rep, const std::string& text) {
-  // The first one's stays, and a store that does not take it leaves the others their own failure.
+  // The store keeps the first text. Ignores errors: the other ranks then report their own failure.
   if (rep.c.size > 1) (void)rep.face->store().set(rep.face->key(kAborted), text);
 }
 

@@ -7,13 +7,13 @@
 
 #include "te_fl/status.hpp"
 
-// The limits and errors that the stores share.
+// Limits and error texts that all stores share.
 namespace te_fl::comm {
 
 using Deadline = std::chrono::steady_clock::time_point;
 constexpr uint64_t kMostValueBytes = uint64_t{64} << 20;
 
-// Ten years at most, so that no sum overflows.
+// The time point after `timeout`, limited to ten years so that the sum cannot overflow.
 inline Deadline deadline_after(std::chrono::milliseconds timeout) {
   constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 3650);
   return std::chrono::steady_clock::now() +

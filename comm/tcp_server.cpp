@@ -22,18 +22,18 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr size_t kMostConnections = 16384;
-constexpr uint64_t kMostBytesHeld = uint64_t{1} << 30;  // of all values
-constexpr auto kHelloTime = std::chrono::seconds(10);   // a connection that says nothing ends
+constexpr uint64_t kMostBytesHeld = uint64_t{1} << 30;  // total size of all values
+constexpr auto kHelloTime = std::chrono::seconds(10);   // for the hello message of a new connection
 constexpr size_t kChunk = 65536;
 constexpr const char* kEnded = "rank 0 has ended, which serves this store";
 
 struct Connection {
   Socket socket;
   std::string in, out;
-  Deadline deadline = Clock::now() + kHelloTime;  // of the hello, then of the get that waits
+  Deadline deadline = Clock::now() + kHelloTime;  // for the hello, later for a pending get
   bool welcomed = false;
-  bool waits = false;    // for `key`
-  bool closing = false;  // once `out` has been sent
+  bool waits = false;    // a get for `key` is pending
+  bool closing = false;  // close after `out` has been sent
   bool gone = false;
   std::string key;
 };
@@ -55,7 +55,7 @@ class TcpServer::Loop {
   void run() noexcept {
     try {
       while (poll_all()) serve_all();
-    } catch (const std::bad_alloc&) {  // the ranks are told as if rank 0 had ended
+    } catch (const std::bad_alloc&) {  // the ranks get the same error as if rank 0 had ended
     }
     say_goodbye();
   }
@@ -65,13 +65,13 @@ class TcpServer::Loop {
     if (entries_[1].revents != 0) accept_all();
     size_t i = 2;
     for (Connection& c : connections_) {
-      if (i == entries_.size()) break;  // accepted just now
+      if (i == entries_.size()) break;  // accepted after poll(), so it has no entry
       serve(c, entries_[i++].revents);
     }
     connections_.remove_if([](const Connection& c) { return c.gone; });
   }
 
-  // False: stop() was called.
+  // Waits for events. False if stop() was called.
   bool poll_all() {
     entries_.clear();
     entries_.push_back({wake_.fd(), POLLIN, 0});
@@ -100,7 +100,7 @@ class TcpServer::Loop {
       if (!socket) break;
       connections_.emplace_back().socket = std::move(socket);
     }
-    if (errno == EMFILE || errno == ENFILE) ::usleep(10000);  // until some are closed again
+    if (errno == EMFILE || errno == ENFILE) ::usleep(10000);  // until file descriptors become free
   }
 
   void serve(Connection& c, short events) {
@@ -125,7 +125,7 @@ class TcpServer::Loop {
     const ssize_t got = ::recv(c.socket.fd(), chunk, sizeof chunk, 0);
     if (got > 0) c.in.append(chunk, static_cast<size_t>(got));
     if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) c.gone = true;
-    // A client waits for the answer to its request before it sends another.
+    // A client sends one request at a time, so a request during a pending get is a violation.
     if (c.waits && got > 0) c.gone = true;
   }
 
@@ -140,7 +140,7 @@ class TcpServer::Loop {
     c.out += bytes;
   }
 
-  // True if a whole message was there.
+  // Processes a complete message. False if there is none.
   bool take_message(Connection& c) {
     if (!c.welcomed) {
       if (c.in.size() < sizeof(wire::Hello)) return false;
@@ -153,7 +153,7 @@ class TcpServer::Loop {
     const auto request = wire::head_of<wire::Request>(c.in);
     if (request.key_bytes > wire::kMostKeyBytes || request.value_bytes > kMostValueBytes ||
         request.verb < wire::Verb::kSet || request.verb > wire::Verb::kForget) {
-      c.gone = true;  // no client sends such
+      c.gone = true;  // invalid; clients never send this
       return false;
     }
     const size_t bytes = sizeof request + request.key_bytes + request.value_bytes;
@@ -194,7 +194,7 @@ class TcpServer::Loop {
       return TE_FL_FAILED_PRECONDITION;
     }
     if (hello.generation > rank_.generation)
-      return TE_FL_BUSY;  // rank 0 has still the store before
+      return TE_FL_BUSY;  // rank 0 still uses the previous generation
     if (hello.generation < rank_.generation) {
       why = "rank 0 has ended the store that rank " + std::to_string(hello.rank) +
             " is to open, and opened the next";
@@ -244,7 +244,8 @@ class TcpServer::Loop {
     answer(c, TE_FL_OK, {});
   }
 
-  // Nobody waits for a rank that does not read: each socket gets what it takes at once.
+  // Writes only what each socket accepts immediately, so that a rank that does not read blocks
+  // nothing.
   void say_goodbye() {
     for (Connection& c : connections_) {
       if (c.waits) answer(c, TE_FL_COMM_FAILED, kEnded);
@@ -260,7 +261,7 @@ class TcpServer::Loop {
   std::list<Connection> connections_;
   std::vector<pollfd> entries_;
   std::map<std::string, std::string> values_;
-  std::map<uint32_t, uint64_t> processes_;  // by rank
+  std::map<uint32_t, uint64_t> processes_;  // process token by rank
   uint64_t held_ = 0;
 };
 
@@ -280,7 +281,7 @@ TcpServer::TcpServer(Socket listening, const StoreRank& rank)
 
 TcpServer::~TcpServer() {
   if (::getpid() != process_) {
-    (void)thread_.release();  // there is no such thread here, and none to join
+    (void)thread_.release();  // a forked child does not have the thread
     return;
   }
   loop_->stop();

@@ -11,12 +11,13 @@
 
 namespace te_fl::comm {
 
-// The values of a job, served by a thread of rank 0's process from the constructor to the
-// destructor, which tells every rank that waits that rank 0 has ended. The thread takes no signal.
-// In the child of a fork the destructor only closes what the child inherited.
+// The key-value server of a job. A thread of rank 0's process runs it from the constructor to the
+// destructor; the destructor reports to all waiting ranks that rank 0 has ended. The thread blocks
+// all signals. In a forked child the destructor only closes inherited descriptors.
 //
-// The protocol keeps mistakes apart, another program or job, not attackers: it is for a network
-// whose machines trust each other, as that of a collective library is.
+// The protocol detects mistakes, such as another program or another job at the port. It does not
+// protect against attackers: like a collective library, it needs a network whose machines trust
+// each other.
 class TcpServer {
  public:
   TcpServer(Socket listening, const StoreRank& rank);

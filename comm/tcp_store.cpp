@@ -17,10 +17,10 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kGrace = std::chrono::seconds(10);  // for the answer to a request
+constexpr milliseconds kGrace = std::chrono::seconds(10);  // extra time for the reply to a request
 constexpr milliseconds kConnectTime = std::chrono::seconds(10);
 
-// Differs between processes, a fork's child and its parent too.
+// A token that differs between processes, a forked child and its parent included.
 uint64_t process_token() {
   static const uint64_t drawn = random_bits();
   return drawn ^ (static_cast<uint64_t>(::getpid()) * 0x9E3779B97F4A7C15u);
@@ -51,7 +51,7 @@ class TcpStore final : public Store {
     return {};
   }
 
-  // The first connection: rank 0 may not be there yet.
+  // Makes the first connection. Retries, since rank 0 may not have started yet.
   Status join(milliseconds timeout) {
     const Deadline deadline = deadline_after(timeout);
     std::string why = "no attempt was made";
@@ -121,7 +121,8 @@ class TcpStore final : public Store {
                       " is gone: rank 0, whose process serves it, has ended or cannot be reached");
   }
 
-  // An empty socket: not yet, and why. An error: never.
+  // Makes one attempt to connect. An empty socket means that a later attempt may succeed, and `why`
+  // has the reason; an error is permanent.
   Result<Socket> connect(Deadline deadline, std::string& why) const {
     Socket socket = connect_once(host_, port_, deadline, why);
     if (!socket) return socket;
@@ -158,12 +159,12 @@ class TcpStore final : public Store {
   static Transfer receive(const Socket& socket, Answer& answer, Deadline deadline) {
     Transfer state = receive_all(socket, &answer.reply, sizeof answer.reply, deadline);
     if (state != Transfer::kDone) return state;
-    if (answer.reply.bytes > kMostValueBytes) return Transfer::kClosed;  // no server sends such
+    if (answer.reply.bytes > kMostValueBytes) return Transfer::kClosed;  // no server sends this
     answer.bytes.resize(answer.reply.bytes);
     return receive_all(socket, answer.bytes.data(), answer.bytes.size(), deadline);
   }
 
-  // One request and its answer. Each thread that asks has a connection for itself meanwhile.
+  // Sends a request and waits for its reply. Each calling thread uses its own connection meanwhile.
   Result<Answer> ask(wire::Verb verb, std::string_view key, std::string_view value,
                      milliseconds timeout) {
     if (::getpid() != process_) {
@@ -222,7 +223,7 @@ class TcpStore final : public Store {
   pid_t process_;
   std::mutex mutex_;
   std::vector<Socket> idle_;
-  std::unique_ptr<TcpServer> server_;  // rank 0's
+  std::unique_ptr<TcpServer> server_;  // on rank 0 only
 };
 
 }  // namespace

@@ -4,17 +4,17 @@
 #include <cstring>
 #include <string>
 
-// The messages between a TcpStore and the server in rank 0's process. Each is a fixed head and
-// the bytes that it announces; numbers are little-endian.
+// The messages between a TcpStore and the server in rank 0's process. Each message is a fixed
+// header and the bytes that it announces. Integers are little-endian.
 namespace te_fl::comm::wire {
 
 constexpr char kMagic[8] = {'T', 'E', '_', 'F', 'L', 'K', 'V', '\n'};
 constexpr uint32_t kVersion = 2;
 constexpr uint32_t kMostKeyBytes = 4096;
-constexpr uint32_t kMostTextBytes = 4096;  // of an error
+constexpr uint32_t kMostTextBytes = 4096;  // of an error text
 
-// The first message of a connection. `process` is drawn once in a process, so that two processes
-// that claim one rank are told apart; `generation` is StoreRank's.
+// The first message of a connection. `process` is a random token of the process, by which two
+// processes that claim one rank are detected. `generation` is that of StoreRank.
 struct Hello {
   char magic[8];
   uint32_t version;
@@ -24,7 +24,7 @@ struct Hello {
   uint64_t process;
 };
 
-// The server's answer to a Hello, before its Reply.
+// The server's answer to Hello, followed by a Reply.
 struct Welcome {
   char magic[8];
   uint32_t version;
@@ -33,16 +33,16 @@ struct Welcome {
 
 enum class Verb : uint32_t { kSet = 1, kGet = 2, kLook = 3, kForget = 4 };
 
-// Behind it: the key, then the value of a kSet. A kForget is of all keys that begin with it.
+// A request, followed by the key and, for kSet, the value. For kForget the key is a prefix.
 struct Request {
   Verb verb;
   uint32_t key_bytes;
   uint64_t value_bytes;
-  uint32_t timeout_ms;  // kGet
+  uint32_t timeout_ms;  // time limit of a kGet
   uint32_t zero;
 };
 
-// Behind it: the value if `code` is OK and one is there, or else the error's text.
+// A reply, followed by the value if `code` is OK and `found` is 1, otherwise by the error text.
 struct Reply {
   uint32_t code;   // te_fl_code
   uint32_t found;  // 1: the key is set

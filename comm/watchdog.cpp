@@ -19,16 +19,16 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kPeriod{50};
-// A provider on the host ends its calls by the time-out itself, and says more; this is for one that
-// does not.
+// A host provider applies the timeout itself and has a better error text, so the watchdog waits a
+// little longer, for providers that do not.
 constexpr milliseconds kAfterTimeout{400};
 constexpr milliseconds kQuestionPeriod{500};
 
 constinit core::ForkMutex watchdog_mutex(core::LockLevel::kCommWatchdog);
 const core::ForkMutex::Registration watchdog_registration(watchdog_mutex);
-bool g_runs = false;  // under the mutex
+bool g_runs = false;  // guarded by the mutex
 
-// In a child nobody looks until it makes a communicator of its own.
+// In a forked child the watchdog does not run until the child makes a communicator.
 const core::ForkedChild watchdog_child(core::LockLevel::kCommWatchdog, [] { g_runs = false; });
 
 std::string late(const Comm::Rep& rep, const Step& step) {
@@ -37,7 +37,7 @@ std::string late(const Comm::Rep& rep, const Step& step) {
          std::to_string(rep.timeout.count()) + " ms (TE_FL_COMM_TIMEOUT_MS)";
 }
 
-// The failure of a communicator, if it has one.
+// Checks a communicator: returns its failure, or OK.
 Status look(Comm::Rep& rep) {
   if (rep.provider->api.async_error != nullptr) {
     core::ErrorText errors;
@@ -49,7 +49,7 @@ Status look(Comm::Rep& rep) {
       const std::lock_guard lock(rep.mutex);
       if (rep.since.load(std::memory_order_acquire) == 0)
         return Status(StatusCode::kCommFailed, who + ": " + text);
-      // The call says the same when it returns, which may be later.
+      // The call reports the same error when it returns, which may be later.
       return Status(
           StatusCode::kCommFailed,
           who + " of " + std::to_string(rep.c.size) + ": " + rep.newest_step().text() + " failed",
@@ -70,8 +70,9 @@ Status look(Comm::Rep& rep) {
   return Status(StatusCode::kCommFailed, late(rep, rep.oldest.step));
 }
 
-// Another rank's abort ends what waits here. A collective that waits for half a second has the
-// store asked, again and again, since a provider need not see that another rank aborted.
+// Checks whether another rank has aborted the communicator. Queries the store every half second
+// while a collective has been waiting for at least that long, since a provider need not detect an
+// abort by another rank.
 Status ask_for_abort(Comm::Rep& rep) {
   const Clock::time_point now = Clock::now();
   if (now < rep.next_question) return {};
@@ -82,7 +83,7 @@ Status ask_for_abort(Comm::Rep& rep) {
   }
   if (since == Clock::time_point() || now - since < kQuestionPeriod) return {};
   const Result<std::string> told = told_abort(rep);
-  // A store that has gone once is not waited for again.
+  // A store that failed once is not queried again.
   rep.next_question = told.ok() ? Clock::now() + kQuestionPeriod : Clock::time_point::max();
   if (!told.ok() || told->empty()) return {};
   return Status(StatusCode::kCommFailed, "communicator '" + rep.name + "', rank " +
@@ -90,8 +91,8 @@ Status ask_for_abort(Comm::Rep& rep) {
                                              std::to_string(rep.c.size) + ": " + *told);
 }
 
-// Called when there was nothing to watch: true if something has come since that counts on this
-// thread, having found it running.
+// Called when there is no communicator. Returns true if one was made meanwhile whose maker relies
+// on this thread, since it saw the thread running.
 bool goes_on() {
   {
     const std::lock_guard lock(watchdog_mutex);
@@ -102,7 +103,8 @@ bool goes_on() {
   return !std::exchange(g_runs, true);
 }
 
-// Looks once. What is thrown, for want of memory or by a program's own store, leaves the next look.
+// Checks one communicator. An exception, for lack of memory or from a program's own store, only
+// skips this check.
 void watch_one(const std::shared_ptr<Comm::Rep>& rep) try {
   if (rep->failed.load(std::memory_order_acquire)) return;
   Status why;
@@ -119,7 +121,7 @@ void watch_one(const std::shared_ptr<Comm::Rep>& rep) try {
             "communicator '" + rep->name + "' could not be watched: " + e.what());
 }
 
-// False if there is nothing to watch any more.
+// Checks all communicators. False if there are none any more.
 bool watch_all(uint64_t generation) {
   const std::vector<std::shared_ptr<Comm::Rep>> reps = all();
   if (fork_generation() != generation || (reps.empty() && !goes_on())) return false;
@@ -132,7 +134,7 @@ void run() noexcept {
   for (;;) {
     try {
       if (!watch_all(generation)) return;
-    } catch (const std::bad_alloc&) {  // no memory for the list: there may be some next time
+    } catch (const std::bad_alloc&) {  // no memory for the list: try again at the next check
     }
     std::this_thread::sleep_for(kPeriod);
   }

@@ -4,9 +4,9 @@
 
 namespace te_fl::comm {
 
-// Starts the thread that looks, several times a second, whether a communicator of this process met
-// an error or a collective that does not end. It ends by itself when the last one has gone.
-// OUT_OF_MEMORY if no thread can be had.
+// Starts a thread that checks the communicators of this process several times per second for errors
+// and for collectives that hang. The thread ends with the last communicator. OUT_OF_MEMORY if no
+// thread can be created.
 Status watch();
 
 }  // namespace te_fl::comm

@@ -106,7 +106,7 @@ void packed_inputs(Problem& p, const Spec& spec, const Variant& v, Inputs& in,
 
 Fill mask_fill(const Variant& v) {
   const int64_t k = std::max<int64_t>(v.sk, 1), q = std::max<int64_t>(v.sq, 1);
-  // One row of each matrix is masked whole.
+  // One row of each matrix is masked completely.
   return [=](Random& r, int64_t i) { return i / k % q == 2 ? 1.0 : r.uniform() < 0.3 ? 1.0 : 0.0; };
 }
 
@@ -172,10 +172,10 @@ Inputs make_inputs(Problem& p, const Variant& v) {
   return in;
 }
 
-// Rounding that a low-precision second factor may bring.
+// The relative rounding error of a low-precision second factor.
 double unit(int dtype) { return dtype == TE_FL_BF16 ? 0x1p-8 : dtype == TE_FL_F16 ? 0x1p-11 : 0; }
 
-// Slack of a sum of n products of elements of this type.
+// The slack of a sum of n products of elements of this type.
 double product_slack(int dtype, double n, double magnitude) {
   return sum_slack(n, magnitude) * (is_fp8(dtype) ? kFp8Sums : 1);
 }
@@ -185,8 +185,8 @@ double score_error(int dtype, const Attention& a, const AttentionRow& row) {
          0x1p-22 * std::fabs(std::isfinite(row.lse) ? row.lse : 0);
 }
 
-// FP8: a value after the trip through codes of the given scale; `step` gets the distance of
-// neighbouring codes.
+// FP8: the value after quantisation with the given scale and dequantisation. `step` receives the
+// distance between neighbouring codes.
 double through_fp8(int dtype, double x, float scale, double* step) {
   const Format& f = format_of(dtype);
   const double scaled = static_cast<double>(static_cast<float>(x) * scale);
@@ -194,15 +194,16 @@ double through_fp8(int dtype, double x, float scale, double* step) {
   *step = power_of_two(exponent_of(magnitude) - f.mantissa_bits) / static_cast<double>(scale);
   return decode_bits(f, encode_bits(f, scaled)) / static_cast<double>(scale);
 }
-// Bounds how far the result of a value that is off by up to `error` may be from that of x.
+// The largest distance between the quantised x and the quantised value of any number within `error`
+// of x.
 double code_slack(int dtype, double x, double error, float scale) {
   double step;
   const double here = through_fp8(dtype, x, scale, &step);
   return std::max(through_fp8(dtype, x + error, scale, &step) - here,
                   here - through_fp8(dtype, x - error, scale, &step));
 }
-// The largest step of the codes of exp(score - a maximum), at most an eighth of it (E4M3 has three
-// bits) but for the smallest codes.
+// The largest step between the codes of exp(score - maximum): an eighth of the value (E4M3 has
+// three mantissa bits), but at least the step of the smallest codes.
 double most_step(double e, float scale) {
   return std::max(e / 8, 0x1p-9 / static_cast<double>(scale));
 }
@@ -213,8 +214,8 @@ int64_t product(const Dims& dims) {
   return n;
 }
 
-// An element of a row's product with V: the sum, that of the magnitudes, and the rounding of FP8's
-// probabilities, as a variance and at most.
+// One element of a row's product with V: the sum, the sum of magnitudes, and the rounding error of
+// FP8 probabilities as a variance and as a maximum.
 struct Column {
   double sum = 0, size = 0, variance = 0, most = 0;
 };
@@ -268,7 +269,7 @@ Forward attend(const Variant& v, const Inputs& in) {
   return r;
 }
 
-// One query row's part of every gradient.
+// Adds one query row's contribution to all gradients.
 void differentiate_row(const Variant& v, const Attention& a, const BackwardInputs& x, int64_t n,
                        int64_t head, int64_t i, Gradients& r) {
   const int64_t oa = a.at(n, i, head, a.h, a.dv, true), qa = a.at(n, i, head, a.h, a.d, true);
@@ -310,11 +311,12 @@ void differentiate_row(const Variant& v, const Attention& a, const BackwardInput
     const double real = p * (dp * keep - delta);
     double ds = real;
     const double magnitude = dp_size * keep + delta_size;
-    // FP8's error is too large to stand for the rounding of a difference of large numbers.
+    // FP8's error is too large to serve as the rounding error of a difference of large numbers.
     const double ds_slack =
         p * ((is_fp8(v.dtype) ? std::fabs(dp * keep - delta) : magnitude) * 2 * error +
              1e-6 * magnitude + product_slack(v.dtype, static_cast<double>(a.dv), magnitude));
-    // Behind the cap; its slope 1 - t^2 moves by at most twice what t = score / softcap does.
+    // The gradient before the cap. Its slope is 1 - t^2, which changes by at most twice the change
+    // of t = score / softcap.
     double dx_slack = ds_slack * cap_slope;
     if (a.softcap > 0) dx_slack += std::fabs(ds) * (2 * error / a.softcap + 1e-6);
     ds *= cap_slope;

@@ -5,41 +5,41 @@
 
 #include "conformance/oracle_attention.hpp"
 
-// The attention cases' sizes and options, their inputs, and forward and backward in double
-// precision with the slack of every element.
+// The sizes and options of the attention cases, their inputs, and forward and backward in double
+// precision with a slack for each element.
 //
-// Slack: an error e of a score is a relative error e of a probability; products of low-precision
-// tensors may round probabilities and score gradients to the tensors' type once on the way to the
-// second product. FP8:
-// - Sums of products of codes get the slack of FP8 GEMMs (kFp8Sums).
-// - Where a value that is quantised inside may have an error, its code is any between those of the
-//   value less and plus the error.
-// - The forward quantises exp(score - the row's largest), and one that goes over the keys once
-//   exp(score - the largest so far). Both are rounded by up to half a step of their own, uniformly:
-//   the slack is six standard deviations of the sum of those errors over the row, but not more than
-//   all of them.
+// Slack: an error e of a score is a relative error e of a probability. Products of low-precision
+// tensors may round probabilities and score gradients to the tensors' type once, before the second
+// product. For FP8:
+// - Sums of products of FP8 values get the slack of FP8 GEMMs (kFp8Sums).
+// - If a value that is quantised internally may have an error, every code between those of (value -
+// error) and (value + error) is correct.
+// - The forward quantises exp(score - the row's maximum); an implementation with a single pass over
+// the keys quantises exp(score - the maximum so far). Each has an independent rounding error,
+// uniform within half a step. The slack is six standard deviations of the sum of these errors over
+// the row, but at most the sum of their bounds.
 namespace te_fl::conformance::attention {
 
 constexpr int kS = TE_FL_LAYOUT_SBHD, kB = TE_FL_LAYOUT_BSHD, kT = TE_FL_LAYOUT_THD;
 constexpr int kE4 = TE_FL_F8E4M3, kE5 = TE_FL_F8E5M2;
-// FP8: the given scales of the probabilities and of the scores' gradient.
+// FP8: the given scales of the probabilities and of the scores' gradient (inputs of the op).
 constexpr float kScaleP = 256, kScaleDs = 64;
-// Factor of sum_slack() for products of codes: the matrix unit keeps 14 bits of its sums
-// (gemm_case.cpp, accumulation()).
+// The factor on sum_slack() for products of FP8 values: the matrix unit keeps 14 bits of its sums
+// (see accumulation() in gemm_case.cpp).
 constexpr double kFp8Sums = 128;
 
 constexpr uint64_t kOtherSeed = 0xfedcba987654321u;
 
 struct Variant {
-  int dtype = TE_FL_F32;  // FP8: the forward's type
-  int out = -1;           // of o and dq, dk, dv; -1: dtype
+  int dtype = TE_FL_F32;  // FP8: the type of the forward
+  int out = -1;           // dtype of o, dq, dk and dv; -1: dtype
   int layout = kB, mask = TE_FL_MASK_TYPE_NONE, softmax = TE_FL_SOFTMAX_TYPE_VANILLA;
   int64_t b = 2, sq = 7, sk = 9, h = 4, g = 4, d = 16, dv = 16;
   int64_t left = -1, right = -1;
   float dropout = 0;
   uint64_t rng_seed = 0xfeedu, rng_offset = 3;
   bool rng_in_memory = false;
-  int bias = -1;  // dtype
+  int bias = -1;  // dtype of the bias; -1: no bias
   Dims bias_bh = {1, 1};
   int alibi = 0;  // 1: [H], 2: [B, H]
   Dims mask_bh = {1, 1};
@@ -49,7 +49,8 @@ struct Variant {
   bool packed = false, max_given = false, no_lse = false, saved = false, large = false;
   double scale = 0.25;
   float scale_p = kScaleP;
-  // FP8: P and dS stay FP32; o and the gradients under computed scales, with column-wise copies.
+  // FP8. unrounded: P and dS stay in FP32. current: o and the gradients have computed scales.
+  // columns: with column-wise copies.
   bool unrounded = false, current = false, columns = false;
   float softcap = 0;
 
@@ -58,7 +59,7 @@ struct Variant {
 
 std::string variant_name(const Variant& v);
 
-// Shared by forward and backward: the input tensors, and the oracle's problem made from them.
+// The input tensors that forward and backward share, and the oracle's problem made from them.
 struct Inputs {
   Tensor *q, *k, *v;
   Tensor *bias = nullptr, *alibi = nullptr, *mask = nullptr, *sink = nullptr;
@@ -73,7 +74,7 @@ void packed_inputs(Problem& p, const Spec& spec, const Variant& v, Inputs& in,
 
 struct Forward {
   std::vector<double> o, slack, lse, lse_slack;
-  std::vector<uint8_t> skip_o, skip_lse;  // tokens outside every sequence
+  std::vector<uint8_t> skip_o, skip_lse;  // tokens outside all sequences
   double p_max = 0;
 };
 Forward attend(const Variant& v, const Inputs& in);
@@ -92,9 +93,10 @@ Gradients differentiate(const Variant& v, const Inputs& in, const BackwardInputs
 
 // The sizes and options of the cases in FP8.
 void add_fp8_variants(std::vector<Variant>& all);
-// Bias, ALiBi, sinks, mask tensors and dropout in half precision, beside the tiles of kernels.
+// Adds cases with bias, ALiBi, sinks, mask tensors and dropout in half precision, with sizes close
+// to kernels' tile sizes.
 void add_term_variants(std::vector<Variant>& all);
-// One call each, with its expectations.
+// Build the problem of one call, with its expectations.
 void forward(Problem& p, const Variant& v);
 void backward(Problem& p, const Variant& v);
 

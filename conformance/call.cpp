@@ -15,7 +15,7 @@
 namespace te_fl::conformance {
 namespace {
 
-// The op's argument struct, filled from the schema: the same for every op.
+// The argument struct of any op, filled according to its schema.
 class Arguments {
  public:
   Arguments(const te_fl_op_schema& schema, Problem& p, const DeviceMirror& mirror)
@@ -94,7 +94,7 @@ class Arguments {
   std::unique_ptr<te_fl_saved> saved_;
 };
 
-// The tensors of arguments that are host memory wherever the op runs.
+// The tensors of arguments that are always in host memory, wherever the op runs.
 std::set<const Tensor*> host_tensors(const te_fl_op_schema& schema, const Problem& p) {
   std::set<const Tensor*> result;
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
@@ -119,12 +119,12 @@ bool contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-// Storage bytes that no logical element of an output covers must stay as they were.
+// Checks that the op did not change storage bytes of an output that belong to no logical element.
 std::string check_gaps(const Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
   if (t.strides.empty() || t.data == nullptr) return {};
   const int width = width_of(t.spec.dtype) / 8;
   std::vector<uint8_t> covered(t.data->size(), 0);
-  for (const auto& other : all) {  // outputs may share one storage
+  for (const auto& other : all) {  // several outputs may share one storage
     if (other->data != t.data || other->role == Role::kIn) continue;
     for (int64_t i = 0; i < other->numel(); ++i)
       std::memset(&covered[other->index(i) * width], 1, width);
@@ -136,7 +136,7 @@ std::string check_gaps(const Tensor& t, const std::vector<std::unique_ptr<Tensor
   return {};
 }
 
-// The storage of a saved record, guard bytes included, when it has come back.
+// Checks the guard bytes around the storage of a saved record, after it was copied back.
 std::string written_outside(const Problem& saved) {
   for (const auto& t : saved.tensors)
     if (const std::string outside = t->data->written_outside(); !outside.empty())
@@ -145,7 +145,7 @@ std::string written_outside(const Problem& saved) {
   return {};
 }
 
-// A quantised output's given scale is read only.
+// True for memory that the op only reads, such as the given scale of a quantised output.
 bool read_only(const Tensor& t, const Buffer* b) {
   return t.role == Role::kIn ||
          (b == t.scale.get() && !t.spec.current() && t.spec.scaling == TE_FL_SCALING_TENSOR);
@@ -242,7 +242,8 @@ Result run_one(Problem& p, const Device& device, const std::string& impl_id, con
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
   placed = mirror.download();
   if (placed.ok()) placed = saved_mirror.download();
-  // Rule R12: without TE_FL_VALIDATE the outputs may have been written then.
+  // Rule R12: without TE_FL_VALIDATE the op may report the error late and may have written the
+  // outputs.
   const bool may_be_late = p.late_error && !environment::get_bool("TE_FL_VALIDATE").value();
   if (may_be_late && status.ok()) status = std::exchange(placed, Status());
   if (!placed.ok()) return {Outcome::kFail, placed.to_string(), result.milliseconds};

@@ -6,11 +6,12 @@
 
 namespace te_fl::conformance {
 
-// Calls a problem's op and compares what it leaves with what is expected. Of a collective it is one
-// rank's call, with the problem's communicator.
+// Calls a problem's op and compares the results with the expectations. For a collective, makes one
+// rank's call with the problem's communicator.
 Result run_one(Problem& p, const Device& device, const std::string& impl_id, const How& how);
 
-// Empty, or which memory of the problem was written that may not be; with `untouched` none may.
+// Returns the name of memory that was written although it must not be; empty if there is none. With
+// `untouched` no memory may be written.
 std::string check_memory(const Problem& p, bool untouched);
 
 }  // namespace te_fl::conformance

@@ -13,10 +13,10 @@ namespace {
 constexpr uint8_t kGuardByte = 0xc5;
 constexpr size_t kAlignment = 256;
 
-// A pattern that is NaN in every float format and no likely result elsewhere.
+// A byte pattern that is NaN in all float formats, and an unlikely result in others.
 uint8_t poison_of(int dtype) { return is_float(dtype) && dtype != TE_FL_F4E2M1 ? 0xff : 0xab; }
 
-// More than any value of the cases that are not about large values.
+// Larger than all values of the cases, except those about large values.
 constexpr float kLargeAmax = 1e30f;
 
 }  // namespace
@@ -134,7 +134,7 @@ Fill integers(int64_t bound) {
 }
 
 namespace {
-// Memory for every part that the spec asks for, poisoned.
+// Allocates memory for each part that the spec asks for, filled with the poison pattern.
 void allocate(Tensor& t) {
   const Spec& s = t.spec;
   auto make = [](int dtype, int64_t n) {
@@ -153,7 +153,8 @@ void allocate(Tensor& t) {
   }
   if (s.scaling == TE_FL_SCALING_TENSOR || s.scaling == TE_FL_SCALING_NVFP4) {
     if (s.has_amax) t.amax = make(TE_FL_F32, 1);
-    // An amax that is set is no running maximum: what the memory held does not matter.
+    // This amax is overwritten, not updated as a running maximum, so its previous value must not
+    // matter.
     if (t.amax != nullptr) store(TE_FL_F32, t.amax->data(), 0, kLargeAmax);
   }
   if (s.scaling != TE_FL_SCALING_TENSOR) return;
@@ -169,7 +170,7 @@ void freeze(Tensor& t) {
   t.bind();
 }
 
-// Fills all that the spec asks for by the exact rules.
+// Fills the parts that the spec asks for, following the exact rules.
 void put_quantised(Tensor& t, const Fill& fill, Random& random) {
   std::vector<double> x(static_cast<size_t>(t.numel()));
   for (int64_t i = 0; i < t.numel(); ++i) x[i] = static_cast<float>(fill(random, i));
@@ -278,9 +279,9 @@ void Problem::expect_bytes(Tensor* t, std::vector<uint8_t> bytes) {
 void Problem::set_rng(uint64_t seed, uint64_t offset, bool in_memory) {
   rng = {.seed = seed, .offset = offset};
   if (!in_memory) return;
-  rng_state = {seed, ~offset, offset};  // the two lie apart
-  rng = {.seed = ~seed,                 // the one at the address wins
-         .offset = 77,                  // the offsets add
+  rng_state = {seed, ~offset, offset};  // not adjacent in memory
+  rng = {.seed = ~seed,                 // ignored: the value at the address wins
+         .offset = 77,                  // the offsets add up
          .seed_address = &rng_state[0],
          .offset_address = &rng_state[2]};
 }
@@ -319,11 +320,11 @@ const std::vector<Spec>& quantised_specs() {
   static const std::vector<Spec> specs = [] {
     Spec no_amax(kE4, TE_FL_SCALING_TENSOR, true, false);
     no_amax.has_amax = false;
-    Spec small(kE5, TE_FL_SCALING_TENSOR, true, true);  // amax stays what it was
+    Spec small(kE5, TE_FL_SCALING_TENSOR, true, true);  // amax is larger than the result
     small.scale = 0.37f, small.amax_before = kLargeAmax;
     Spec rows(kE4, TE_FL_SCALING_TENSOR, true, false);
     Spec columns(kE4, TE_FL_SCALING_TENSOR, false, true);
-    rows.amax_before = columns.amax_before = kLargeAmax;  // one copy has kernels of its own
+    rows.amax_before = columns.amax_before = kLargeAmax;  // one copy only: separate kernels
     return std::vector<Spec>{{kE4, TE_FL_SCALING_TENSOR, true, false},
                              {kE5, TE_FL_SCALING_TENSOR, true, false},
                              {kE4, TE_FL_SCALING_TENSOR, false, true},

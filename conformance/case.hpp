@@ -1,9 +1,10 @@
 #pragma once
 
-// The table of conformance cases. One case is one call of one op: how its arguments are built (from
-// a fixed seed, the same everywhere), and what the outputs must be, computed in double precision
-// from the inputs as they are stored. The same table serves every implementation. cases/FAMILY.cpp
-// lists them, and beside them the family's calls on huge tensors and those whose speed is measured.
+// The table of conformance cases. One case is one call of one op: a function that builds its
+// arguments from a fixed seed, equal on all platforms, and the expected outputs, computed in double
+// precision from the inputs as they are stored. One table serves all implementations.
+// cases/FAMILY.cpp lists the cases of a family, its calls on huge tensors, and the calls whose
+// speed is measured.
 
 #include <cstdint>
 #include <functional>
@@ -19,8 +20,8 @@
 
 namespace te_fl::conformance {
 
-// xoshiro-free and library-free: the same sequence on every platform. Gaussian is a sum of twelve
-// uniforms.
+// A random generator that does not depend on a library: it gives the same sequence on every
+// platform. A Gaussian number is the sum of twelve uniform ones.
 class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed * 0x9e3779b97f4a7c15u + 0x1234567u) {}
@@ -46,21 +47,22 @@ class Random {
   uint64_t state_;
 };
 
-// Memory with guard bytes on both sides, 256-byte aligned, and a copy of its initial contents.
+// 256-byte aligned memory with guard bytes on both sides, and a copy of its initial contents.
 class Buffer {
  public:
   Buffer(size_t bytes, uint8_t fill);
   uint8_t* data() { return base_ + kGuard; }
   const uint8_t* data() const { return base_ + kGuard; }
   size_t size() const { return size_; }
-  uint8_t* whole() { return base_; }  // with the guards
+  uint8_t* whole() { return base_; }  // with the guard bytes
   size_t whole_size() const { return size_ + 2 * kGuard; }
-  void freeze();   // remembers the present contents as initial
-  void restore();  // contents and guards back to the start
-  // Empty, or which byte outside was written: "byte 4 behind the end of its 68 bytes".
+  void freeze();   // stores the current contents as the initial ones
+  void restore();  // restores the initial contents and guard bytes
+  // Describes the first guard byte that was written: "byte 4 behind the end of its 68 bytes"; empty
+  // if none was.
   std::string written_outside() const;
   bool unchanged() const;
-  size_t first_change() const;  // the first byte that is not as it was initially
+  size_t first_change() const;  // the first byte that differs from the initial contents
   const uint8_t* initial() const { return initial_.data(); }
 
  private:
@@ -71,7 +73,7 @@ class Buffer {
   std::vector<uint8_t> initial_;
 };
 
-// dtype and quantisation of a tensor.
+// The dtype and quantisation of a tensor.
 struct Spec {
   int dtype = TE_FL_F32;
   int scaling = TE_FL_SCALING_NONE;
@@ -80,7 +82,7 @@ struct Spec {
   uint32_t flags = 0;
   float epsilon = 0;
   bool has_amax = true;
-  float scale = 150.0f;  // delayed scaling: the given scale
+  float scale = 150.0f;  // delayed scaling: the scale passed in
   float amax_before = 0.25f;
 
   Spec(int d = TE_FL_F32) : dtype(d) {}  // NOLINT: an unquantised dtype is a spec
@@ -89,7 +91,7 @@ struct Spec {
   bool quantised() const { return scaling != TE_FL_SCALING_NONE; }
   bool current() const { return (flags & TE_FL_QUANT_COMPUTE_SCALE) != 0; }
   bool pow2() const { return (flags & TE_FL_QUANT_POW2_SCALE) != 0; }
-  std::string name() const;  // "f8e4m3.tensor.row+col"
+  std::string name() const;  // for example "f8e4m3.tensor.row+col"
 };
 
 enum class Role { kIn, kOut, kInOut };
@@ -101,23 +103,23 @@ struct Tensor {
   Spec spec;
   Dims shape;
   Dims strides;        // empty: compact
-  int64_t offset = 0;  // of the first element, in elements
+  int64_t offset = 0;  // of the first element, counted in elements
   std::shared_ptr<Buffer> data, col_data, scale_inv, col_scale_inv, amax, scale;
   te_fl_quant quant{};
   te_fl_tensor c{};
 
   int64_t numel() const;
-  int64_t rows() const;  // of the logical matrix: all dimensions but the last
+  int64_t rows() const;  // of the logical matrix: product of all extents but the last
   int64_t cols() const;
-  int64_t index(int64_t i) const;  // storage element of logical element i
+  int64_t index(int64_t i) const;  // storage index of logical element i
   double get(int64_t i) const { return load(spec.dtype, data->data(), index(i)); }
   void put(int64_t i, double x) { store(spec.dtype, data->data(), index(i), x); }
-  std::vector<double> values() const;  // unquantised, logical order
+  std::vector<double> values() const;  // of an unquantised tensor, in logical order
   std::vector<Buffer*> buffers() const;
   void bind();  // fills the C structs
 };
 
-// The values that an output must have.
+// The expected contents of an output.
 struct Expectation {
   enum class Kind {
     kValues,
@@ -129,17 +131,17 @@ struct Expectation {
     kCustom
   } kind;
   Tensor* tensor = nullptr;
-  std::vector<double> want;   // values; before quantisation for the quantised kinds
-  std::vector<double> extra;  // added to the absolute tolerance, per element; empty: none
+  std::vector<double> want;   // expected values; for quantised kinds before quantisation
+  std::vector<double> extra;  // absolute tolerance per element, added; empty: none
   double relative =
       0;  // >0: replaces the dtype's tolerance: |got - want| <= extra + relative * |want|
-  double widen = 1;           // factor of the dtype's relative tolerance
+  double widen = 1;           // factor on the dtype's relative tolerance
   std::vector<uint8_t> skip;  // not 0: the element is not compared
   std::vector<uint8_t> bytes;
   int input_dtype =
-      TE_FL_F32;  // exact quantisation: whose largest value replaces an infinite block scale
+      TE_FL_F32;  // exact quantisation: dtype whose largest value replaces an infinite block scale
   std::function<std::string(const Tensor&)> check;  // kCustom: empty string if right
-  const Tensor* result = nullptr;  // not null: `want` is what this output holds after the call
+  const Tensor* result = nullptr;  // not null: `want` is read from this output after the call
 };
 
 using Fill = std::function<double(Random&, int64_t)>;
@@ -147,7 +149,7 @@ Fill gaussian(double sigma = 1, double mean = 0);
 Fill constant(double value);
 Fill integers(int64_t bound);  // uniform in [0, bound)
 
-// One built case: arguments in memory and, after evaluate(), the expectations.
+// A case whose arguments have been built in memory. evaluate() adds the expectations.
 class Problem {
  public:
   Problem(std::string op, uint64_t seed) : op_name(std::move(op)), random(seed) {}
@@ -160,46 +162,48 @@ class Problem {
                   const Dims& strides, const Fill& fill = gaussian(),
                   std::shared_ptr<Buffer> storage = nullptr, int64_t offset = 0,
                   int64_t storage_elements = 0);
-  // An output in the memory of `input` (which then counts as overwritten).
+  // Adds an output in the memory of `input`, which then counts as overwritten.
   Tensor* in_place(const std::string& name, Tensor* input);
-  // A quantised input made from `values` by the exact rules; returns the tensor. dequantised() of
-  // it gives values.
+  // Adds an input that is quantised from `fill` by the exact rules. dequantised() returns its
+  // values.
   Tensor* quantised_in(const std::string& name, Spec spec, const Dims& shape,
                        const Fill& fill = gaussian());
   void list(const std::string& name, std::vector<Tensor*> tensors) {
     lists[name] = std::move(tensors);
   }
-  Tensor* unnamed(Tensor* t);  // takes the tensor out of the single arguments (for lists)
+  Tensor* unnamed(Tensor* t);  // removes a tensor from the single arguments, for use in a list
   void set(const std::string& name, double value) { scalars[name] = value; }
-  // The argument that is a list of numbers.
+  // Sets an argument that is a list of numbers.
   void list(const std::string& name, std::vector<int64_t> numbers) {
     number_lists[name] = std::move(numbers);
   }
 
-  // The call's random state. `in_memory`: by addresses, beside other members that do not count.
+  // Sets the call's random state. `in_memory`: by addresses, together with direct values that must
+  // be ignored or added.
   void set_rng(uint64_t seed, uint64_t offset, bool in_memory);
 
   void oracle(std::function<void()> f) { oracles.push_back(std::move(f)); }
   void evaluate();
   Expectation& expect(Tensor* t, std::vector<double> want, std::vector<double> extra = {});
-  // A result of several quantised steps (FP8 attention): compared after dequantisation, 1e-2 + 1e-2
-  // |v|, a code step and `extra`.
+  // Expects the result of several quantised steps (FP8 attention). Compares after dequantisation
+  // with a tolerance of 1e-2 + 1e-2 |v| + one code step + `extra`.
   Expectation& expect_dequantised(Tensor* t, std::vector<double> want,
                                   std::vector<double> extra = {});
   Expectation& expect_exact(Tensor* t, std::vector<double> want, int input_dtype);
-  // The exact image of another, unquantised output of the call, whatever that became.
+  // Expects the exact quantisation of `result`, an unquantised output of the same call, as it is
+  // after the call.
   void expect_exact_of(Tensor* t, const Tensor* result);
   void expect_bytes(Tensor* t, std::vector<uint8_t> bytes);
   void expect_unchanged(Tensor* t);
   void expect_custom(Tensor* t, std::function<std::string(const Tensor&)> check);
   void expect_error(int code, std::string text) { want_code = code, want_text = std::move(text); }
 
-  std::string op_name;  // of a collective: this rank's op, as recv beside send; empty: it has none
+  std::string op_name;  // for a collective: this rank's op, such as recv; empty: none
   Random random;
-  // False: the tensors get no values, for callers that ask for shapes and types alone.
+  // False: tensors get shapes and types but no values, for callers that need only these.
   bool fills = true;
-  int rank = 0, ranks = 0;                   // of a collective; another op has 0 ranks
-  const te_fl_communicator* comm = nullptr;  // likewise, while it runs
+  int rank = 0, ranks = 0;                   // for a collective; ranks is 0 for other ops
+  const te_fl_communicator* comm = nullptr;  // for a collective, during its run
   std::vector<std::unique_ptr<Tensor>> tensors;
   std::map<std::string, Tensor*> singles;
   std::map<std::string, std::vector<Tensor*>> lists;
@@ -209,22 +213,21 @@ class Problem {
   std::vector<Expectation> expectations;
   te_fl_rng rng;
   std::vector<uint64_t> rng_state;
-  int want_code = 0;      // expected status code; then every output stays untouched
-  std::string want_text;  // must be part of the error's text
-  bool late_error =
-      false;  // the mistake is in values, which a device may tell when it is waited for
-  std::string may_refuse;  // not empty: UNSUPPORTED/INVALID_ARGUMENT whose text has it is right too
+  int want_code = 0;        // expected error code; outputs must then be unchanged
+  std::string want_text;    // must be part of the error's text
+  bool late_error = false;  // the error is in values, so a device may report it at a later wait
+  std::string may_refuse;   // not empty: a refusal whose text contains this is right too
   int64_t saved_storage = -1;
 };
 
 struct Case {
   std::string family;
   std::string op;
-  std::string name;  // "gelu/f32/7x33/out=f8e4m3.tensor.row+col"
+  std::string name;  // for example "gelu/f32/7x33/out=f8e4m3.tensor.row+col"
   uint64_t seed = 0;
   bool large = false;
-  // A collective has this many problems, each with its rank, which run together. 0: it is no
-  // collective.
+  // For a collective: the number of ranks. Each rank has a problem of its own, and all run
+  // together. 0: not a collective.
   int ranks = 0;
   std::function<void(Problem&)> build;
 };
@@ -249,19 +252,19 @@ void add_router_cases(Table&);             // part of the moe family
 void add_scaled_activation_cases(Table&);  // part of the activation family
 void add_softmax_cases(Table&);
 void add_tensor_cases(Table&);
-void add_special_cases(Table&);  // NaN and infinities in cases of all families that are there
-// All cases; names are unique.
+void add_special_cases(Table&);  // NaN and infinities in the cases already in the table
+// The complete table. Names are unique.
 Table all_cases();
 
-// Cases of shapes and types drawn by `seed`, `per_op` for each op whose cases come in any shape.
-// Names begin with OP/fuzz/.
+// Random cases with shapes and types drawn from `seed`: `per_op` cases for each op that supports
+// arbitrary shapes. Names begin with OP/fuzz/.
 Table fuzz_cases(uint64_t seed, int per_op);
-// The sweep of one op: every row length from 1 to 300 and powers of two up to 16384, with one to
-// eight rows, in F32, BF16, F16 and, where the op's output may be quantised, one quantised form
-// after the other. About a thousand small cases, always the same; none for an op whose cases have
-// no rows (get_fused_attn_backend). Names begin with OP/sweep/.
+// The sweep of one op: all row lengths from 1 to 300 and powers of two up to 16384, with one to
+// eight rows. Types are F32, BF16, F16, and, if the op's output may be quantised, all quantised
+// forms in turn. About a thousand small cases, always the same. Empty for an op whose cases have no
+// rows (get_fused_attn_backend). Names begin with OP/sweep/.
 Table sweep_cases(const std::string& op);
-class Drawn;  // a family draws its variants with it
+class Drawn;  // draws the variants of a family
 void fuzz_activation(Drawn&);
 void fuzz_attention(Drawn&);
 void fuzz_chunks(Drawn&);
@@ -280,11 +283,11 @@ void fuzz_scaled_activation(Drawn&);
 void fuzz_softmax(Drawn&);
 void fuzz_tensor(Drawn&);
 
-uint64_t hash_of(const std::string& text);  // equal everywhere
-std::string dims_name(const Dims& dims);    // "7x33", "scalar"
+uint64_t hash_of(const std::string& text);  // equal on all platforms
+std::string dims_name(const Dims& dims);    // for example "7x33"; "scalar"
 void add(Table& table, const std::string& family, const std::string& op, const std::string& rest,
          std::function<void(Problem&)> build, bool large = false, int ranks = 0);
-// Every form of quantised output that the schema allows; `all` also the rarer ones.
+// The forms of quantised outputs that the cases use.
 const std::vector<Spec>& quantised_specs();
 
 }  // namespace te_fl::conformance

@@ -20,7 +20,7 @@ namespace {
   return buffer;
 }
 
-// "[2,5]": where logical element i of a shape is; nothing for a scalar.
+// The position of logical element i in a shape, such as "[2,5]"; empty for a scalar.
 std::string place(const Dims& shape, int64_t i) {
   std::string at;
   for (size_t d = shape.size(); d-- > 0; i /= shape[d])
@@ -28,15 +28,15 @@ std::string place(const Dims& shape, int64_t i) {
   return shape.empty() ? std::string() : "[" + at + "]";
 }
 
-// Says what is wrong with an output: the first difference, and how many there are.
+// Collects the differences of an output: the text of the first one, and their number.
 class Differences {
  public:
-  // `describe` says what is wrong with an element; it is called for the first one.
+  // Adds a difference. `describe` returns its text and is called only for the first one.
   template <class F>
   void add(F&& describe) {
     if (wrong_++ == 0) first_ = describe();
   }
-  // Empty if nothing is wrong.
+  // The complete text; empty if there is no difference.
   std::string text(int64_t elements, const char* of = "elements") const {
     if (wrong_ == 0 || elements < 2) return first_;
     return first_ + "; " + std::to_string(wrong_) + " of " + std::to_string(elements) + " " + of +
@@ -88,7 +88,7 @@ std::string compare_values(const Expectation& e) {
   return wrong.text(t.numel());
 }
 
-// `shape` is that of the part's storage.
+// Compares bytes. `shape` is that of the part's storage.
 std::string compare_bytes(const std::string& part, const Dims& shape, const uint8_t* got,
                           const std::vector<uint8_t>& want, int width) {
   int64_t elements = 1;
@@ -118,7 +118,7 @@ std::string compare_bytes(const std::string& part, const Dims& shape, const uint
   return wrong.text(elements);
 }
 
-// Bytes of a part whose shape says nothing: mask bits, storage with gaps.
+// Compares the bytes of an output without a meaningful shape: mask bits, or storage with gaps.
 std::string compare_storage(const Expectation& e) {
   const Tensor& t = *e.tensor;
   const int width = width_of(t.spec.dtype);
@@ -166,7 +166,7 @@ std::string compare_exact(const Expectation& e) {
   return wrong;
 }
 
-// ---- quantised results of fused ops
+// ---- comparison of quantised results of fused ops
 
 struct Interval {
   float low, high;
@@ -195,7 +195,7 @@ void widen_amax(Interval& amax, const Interval& v) {
   amax.high = std::max({amax.high, std::fabs(v.low), std::fabs(v.high)});
 }
 
-// The bounds of these elements' amax.
+// The interval of possible amaxes of these elements.
 Interval amax_interval(const Expectation& e, int64_t i0, int64_t i1, int64_t j0, int64_t j1,
                        int64_t columns) {
   Interval amax{0, 0};
@@ -203,7 +203,8 @@ Interval amax_interval(const Expectation& e, int64_t i0, int64_t i1, int64_t j0,
     for (int64_t n = i * columns + j0; n < i * columns + j1; ++n) {
       const auto at = static_cast<size_t>(n);
       const double a = std::fabs(e.want[at]), slack = tolerance(e, TE_FL_F32, at);
-      // Most elements widen neither bound; of the others the interval has FP32's roundings.
+      // Skips elements that cannot widen the interval, which are most. The margin covers the FP32
+      // rounding of the bounds.
       if (a - slack >= static_cast<double>(amax.low) ||
           !((a + slack) * (1 + 1e-6) < static_cast<double>(amax.high)))
         widen_amax(amax, value_interval(e, at));
@@ -212,8 +213,8 @@ Interval amax_interval(const Expectation& e, int64_t i0, int64_t i1, int64_t j0,
   return amax;
 }
 
-// A code's value, and the middles between it and its neighbours: what lies strictly between them
-// rounds to it. Nothing does to a code that is no finite number.
+// The value of a code, and the midpoints to its neighbours. Values strictly between the midpoints
+// round to the code. For a code that is not finite the range is empty.
 struct Code {
   double value, down = infinity(), up = -infinity();
 };
@@ -235,7 +236,7 @@ std::array<Code, 256> make_codes(const Format& f) {
   return codes;
 }
 
-// The codes of a format of FP8 or FP4; of the latter the upper bits of an index say nothing.
+// The codes of an FP8 or FP4 format. For FP4 the upper bits of the index are ignored.
 const std::array<Code, 256>& codes_of(int dtype) {
   static const auto e4m3 = make_codes(format_of(TE_FL_F8E4M3));
   static const auto e5m2 = make_codes(format_of(TE_FL_F8E5M2));
@@ -243,8 +244,8 @@ const std::array<Code, 256>& codes_of(int dtype) {
   return dtype == TE_FL_F8E4M3 ? e4m3 : dtype == TE_FL_F8E5M2 ? e5m2 : e2m1;
 }
 
-// Tells of most right codes at once that they are: the value itself times any of the factors rounds
-// to the code, with room for the roundings of FP32. The others take compare_codes()'s intervals.
+// A quick check that accepts most correct codes: the value times any possible factor rounds to the
+// code, with a margin for FP32 rounding. Codes that fail it are checked exactly by compare_codes().
 bool surely_right(const Code& code, double want, Interval factor) {
   if (!(std::fabs(want) < 0x1p100)) return false;
   const double a = want * static_cast<double>(factor.low),
@@ -253,7 +254,8 @@ bool surely_right(const Code& code, double want, Interval factor) {
   return low - 1e-6 * std::fabs(low) > code.down && high + 1e-6 * std::fabs(high) < code.up;
 }
 
-// Codes of one block against the interval of values times the interval of factors.
+// Compares the codes of one block with the codes for the interval of values times the interval of
+// factors.
 void compare_codes(const Expectation& e, const CopyLayout& at, const Buffer& data, int64_t bm,
                    int64_t bk, Interval factor, Differences& wrong) {
   const Tensor& t = *e.tensor;
@@ -298,7 +300,8 @@ std::string scale_out_of_range(const Tensor& t, const CopyLayout& at, int64_t wh
               place({at.scale_rows, at.scale_cols}, where).c_str(), got, low, high);
 }
 
-// Checks a block's scale; on success `factor` is the interval of factors that codes were made with.
+// Checks a block's scale. On success `factor` is the interval of factors with which codes may have
+// been computed.
 std::string check_block_scale(const Expectation& e, const CopyLayout& at, const Buffer& scales,
                               int64_t where, Interval amax, Interval& factor) {
   const Tensor& t = *e.tensor;
@@ -313,7 +316,7 @@ std::string check_block_scale(const Expectation& e, const CopyLayout& at, const 
     return {};
   }
   if (at.scaling == TE_FL_SCALING_NVFP4) {
-    // The block scale's own arithmetic is a division and a product: a few roundings of slack.
+    // Computing the block scale takes a division and a product, so it has a few roundings of slack.
     const double global = nvfp4_global(f32(t.amax)), slack = 4e-7;
     const double low = rounded(TE_FL_F8E4M3, amax.low / 6.0 * global * (1 - slack));
     const double high = rounded(TE_FL_F8E4M3, amax.high / 6.0 * global * (1 + slack));
@@ -328,17 +331,17 @@ std::string check_block_scale(const Expectation& e, const CopyLayout& at, const 
   const float high =
       1.0f / scale_from_amax(amax.high, fp8_max, t.spec.epsilon, t.spec.pow2(), replaced);
   bool in = got >= std::min(low, high) && got <= std::max(low, high);
-  // An amax that may be nothing but tolerance: exactly zero gives scale 1, anything above a small
-  // scale_inv.
+  // If the amax may be zero within the tolerance: an amax of exactly 0 gives scale 1, and any
+  // larger amax gives a small scale_inv.
   if (amax.low == 0 && t.spec.epsilon == 0)
     in = got == 1 || (got > 0 && got <= static_cast<double>(high));
-  int exponent = 0;  // of a subnormal number too: 2^-127 is the inverse of the largest power
+  int exponent = 0;  // also of subnormals: 2^-127 is the inverse of the largest power
   const bool power = !t.spec.pow2() || std::frexp(got, &exponent) == 0.5;
   if (!in || !power)
     return scale_out_of_range(t, at, where, got, static_cast<double>(low),
                               static_cast<double>(high));
   const double slack =
-      t.spec.pow2() ? 0 : 0x1p-23;  // 1 / (1 / scale) is the scale up to a rounding
+      t.spec.pow2() ? 0 : 0x1p-23;  // 1 / (1 / scale) equals the scale up to one rounding
   factor = {nudged(1 / got * (1 - slack), false), nudged(1 / got * (1 + slack), true)};
   return {};
 }
@@ -392,7 +395,8 @@ std::string compare_copy(const Expectation& e, bool columnwise, Interval known_f
   return tensor_mode ? std::string() : check_padding(t, at, scales);
 }
 
-// amax and, in TENSOR mode, scale and scale_inv. `scale`: what codes were made with.
+// Checks amax and, in TENSOR mode, scale and scale_inv. `scale` receives the scale with which the
+// codes were computed.
 std::string check_tensor_scale(const Expectation& e, float& scale) {
   const Tensor& t = *e.tensor;
   const bool delayed = t.spec.scaling == TE_FL_SCALING_TENSOR && !t.spec.current();
@@ -425,7 +429,7 @@ std::string compare_quantised(const Expectation& e) {
   return wrong;
 }
 
-// Largest gap between neighbouring codes around a scaled value.
+// The largest gap between neighbouring codes at a scaled value.
 double code_step(const Format& f, double x) {
   const double a = std::clamp(std::fabs(x), power_of_two(1 - f.bias), f.max);
   return power_of_two(exponent_of(a) - f.mantissa_bits);

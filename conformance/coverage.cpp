@@ -9,7 +9,7 @@
 namespace te_fl::conformance {
 namespace {
 
-// The uses that cases made of one argument.
+// The properties of one argument that the cases have used.
 struct Seen {
   std::set<int> dtypes, scalings;
   std::set<double> values;

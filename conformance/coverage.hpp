@@ -7,10 +7,10 @@
 
 namespace te_fl::conformance {
 
-// Lists what the schemas allow and no case of the table does: ops, dtypes and scaling modes of each
-// tensor argument, optional arguments given and left out, both values of flags, every value of an
-// enum, scalars away from their neutral value, tensors in the memory of each input that they may
-// take. One line each.
+// Lists everything that the schemas allow and no case of the table uses, one line each: ops, dtypes
+// and scaling modes of each tensor argument, optional arguments present and absent, both values of
+// flags, all values of enums, non-neutral scalars, and outputs in the memory of each input for
+// which the schema allows it.
 std::vector<std::string> uncovered(const Table& table);
 
 }  // namespace te_fl::conformance

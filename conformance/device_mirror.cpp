@@ -8,7 +8,8 @@
 namespace te_fl::conformance {
 namespace {
 
-// The table that is_mirrored() reads. Ranges beyond the table's end are left out.
+// An entry of the table that is_mirrored() reads. Ranges that do not fit into the table are
+// omitted.
 struct Range {
   std::atomic<uintptr_t> begin{0};
   std::atomic<size_t> bytes{0};
@@ -53,7 +54,8 @@ DeviceMirror::Kept DeviceMirror::kept_of(Buffer& buffer) const {
   return {buffer.whole(), before + buffer.size()};
 }
 
-// The buffer that it returns stands for whole(), of which the guarded side is not there.
+// Places the copy in guarded memory. The returned pointer corresponds to whole(), but the memory on
+// the guarded side does not exist.
 te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std::string& name) {
   const Kept kept = kept_of(*buffer);
   TE_FL_ASSIGN_OR_RETURN(
@@ -66,7 +68,8 @@ te_fl::Result<uint8_t*> DeviceMirror::guarded_copy_of(Buffer* buffer, const std:
   return buffers_[buffer] = guarded_.back().data() - (kept.begin - buffer->whole());
 }
 
-// The buffer that it returns stands for whole(), of which nothing but the contents is there.
+// Places the copy between margins. The returned pointer corresponds to whole(), but only the
+// contents exist there.
 te_fl::Result<uint8_t*> DeviceMirror::surrounded_copy_of(Buffer* buffer, const std::string& name) {
   Surrounded made{name, nullptr, margins_->around(*buffer, name)};
   margins_->add_placed(name);

@@ -14,13 +14,14 @@
 
 namespace te_fl::conformance {
 
-// The buffers of a problem, guards included, in a device's memory, and its tensors on them. On the
-// host it is the problem's own memory, or copies that a page ends behind which nobody may touch.
+// Copies of a problem's buffers, guard bytes included, in a device's memory, and its tensors with
+// pointers to the copies. On the host it uses the problem's own memory, or copies next to an
+// inaccessible page.
 class DeviceMirror {
  public:
-  // Copies are enqueued on `stream` and waited for there. On the host, `guard_alignment` other than
-  // 0 puts every buffer before a guard page (GuardedMemory), or behind one with `guard_start`. On a
-  // device, `margins` that are not null lie around every buffer in place of its own guard bytes.
+  // Copies are enqueued on `stream`, which is also waited for. On the host, a `guard_alignment`
+  // other than 0 places each buffer before a guard page (GuardedMemory), or after one with
+  // `guard_start`. On a device, non-null `margins` replace each buffer's guard bytes.
   explicit DeviceMirror(Device device, void* stream = nullptr, size_t guard_alignment = 0,
                         bool guard_start = false, Margins* margins = nullptr)
       : device_(device),
@@ -33,14 +34,14 @@ class DeviceMirror {
   DeviceMirror& operator=(const DeviceMirror&) = delete;
 
   Device device() const { return device_; }
-  // Copies every buffer of these tensors there, except those of tensors that stay `on_host`; errors
-  // of the device.
+  // Copies the buffers of all tensors that are not `on_host`. Returns errors of the device.
   Status upload(const std::vector<std::unique_ptr<Tensor>>& tensors,
                 const std::set<const Tensor*>& on_host = {});
   Status upload_words(const uint64_t*& words, size_t count);  // `words` then points to the copy
-  // Copies every buffer back, guards included, when all work has finished.
+  // Waits for all work and copies each buffer back, guard bytes included.
   Status download();
-  // After download(): "input: bytes outside ...", if any byte of the margins was written.
+  // After download(): "input: bytes outside ..." if a byte of the margins was written; otherwise
+  // empty.
   const std::string& written_outside() const { return written_outside_; }
   const te_fl_tensor* of(const Tensor& tensor) const;
 
@@ -49,14 +50,14 @@ class DeviceMirror {
     te_fl_quant quant{};
     te_fl_tensor tensor{};
   };
-  // `name` is that of the tensor or of its part.
+  // `name` is the name of the tensor or of its part.
   te_fl::Result<uint8_t*> copy_of(Buffer* buffer, const std::string& name);
   te_fl::Result<uint8_t*> guarded_copy_of(Buffer* buffer, const std::string& name);
   te_fl::Result<uint8_t*> surrounded_copy_of(Buffer* buffer, const std::string& name);
   Status download_surrounded();
   bool in_place() const { return device_.is_host() && guard_alignment_ == 0; }
-  // The part of a buffer's whole memory that a guarded copy of it has: all but the bytes on the
-  // guarded side.
+  // The part of a buffer's whole memory that a guarded copy contains: everything except the guard
+  // bytes on the guarded side.
   struct Kept {
     uint8_t* begin;
     size_t bytes;
@@ -69,7 +70,7 @@ class DeviceMirror {
   bool guard_start_;
   Margins* margins_;
   std::vector<GuardedMemory> guarded_;
-  // A buffer's copy on the device with its margins, and the bytes that went there.
+  // A buffer's copy on the device with its margins, and the bytes that were copied there.
   struct Surrounded {
     std::string name;
     uint8_t* begin;
@@ -77,13 +78,13 @@ class DeviceMirror {
   };
   std::map<Buffer*, Surrounded> surrounded_;
   std::string written_outside_;
-  std::map<Buffer*, uint8_t*> buffers_;  // to the copy of whole()
+  std::map<Buffer*, uint8_t*> buffers_;  // maps a buffer to the copy of whole()
   std::map<const Tensor*, std::unique_ptr<OnDevice>> tensors_;
   std::vector<void*> words_;
 };
 
-// True if an address lies in device memory that a mirror holds now. Async-signal-safe, so that a
-// handler can say what a program that died had touched.
+// True if an address is in device memory that a mirror currently uses. Async-signal-safe, so that a
+// signal handler can describe the access that crashed a program.
 bool is_mirrored(const void* address) noexcept;
 
 }  // namespace te_fl::conformance

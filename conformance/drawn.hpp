@@ -9,31 +9,32 @@
 
 namespace te_fl::conformance {
 
-// The sizes and types that a sweep fixes; everything else of a case is drawn.
+// The sizes and types that a sweep prescribes. Everything else of a case is random.
 struct Swept {
   int64_t rows = 0, columns = 0;
-  int dtype = TE_FL_F32;         // of everything that is not quantised
-  const Spec* output = nullptr;  // of outputs that may be quantised; null: plain ones
+  int dtype = TE_FL_F32;         // dtype of all unquantised tensors
+  const Spec* output = nullptr;  // spec of outputs that may be quantised; null: unquantised
 };
 
-// Random numbers for one case, and what the sweep fixes of it, if there is one.
+// Random numbers for one case, with the values that a sweep prescribes, if any.
 class Draw : public Random {
  public:
   explicit Draw(uint64_t seed, const Swept* s = nullptr) : Random(seed), swept(s) {}
   const Swept* const swept;
-  bool quantises = false;  // a quantised tensor was asked for
+  bool quantises = false;  // a quantised tensor was requested
 };
 
-// Draws variants of cases. Every op has a sequence of its own, so that asking for one op alone
-// gives the same cases.
+// Draws variants of cases. Each op has its own random sequence, so that selecting one op does not
+// change its cases.
 class Drawn {
  public:
-  // `per_op` variants of every op, drawn by `seed`.
+  // Random cases: `per_op` variants of each op, drawn from `seed`.
   Drawn(Table& table, uint64_t seed, int per_op) : table_(table), seed_(seed), per_op_(per_op) {}
   // The sweep of one op.
   Drawn(Table& table, std::string op) : table_(table), seed_(1), sweep_of_(std::move(op)) {}
 
-  // Calls `one(draw)` for each case; it returns the rest of the case's name and the builder.
+  // Calls `one(draw)` for each case. It returns the rest of the case's name and the function that
+  // builds it.
   template <class F>
   void cases(const std::string& family, const std::string& op, F&& one) {
     if (!sweep_of_.empty()) {
@@ -44,14 +45,14 @@ class Drawn {
     for (int i = 0; i < per_op_; ++i) put(family, op, "fuzz/", one(draw));
   }
 
-  // An extent: small, or beside a power of two, up to `largest`. In a sweep the row's length.
+  // An extent: small, or next to a power of two, at most `largest`. In a sweep, the row length.
   static int64_t extent(Draw& r, int64_t largest) {
     int64_t n = 1 + r.below(9);
     if (r.below(3) != 0) n = (int64_t{1} << r.below(11)) + r.below(3) - 1;
     if (r.swept != nullptr) n = r.swept->columns;
     return std::max<int64_t>(1, std::min(n, largest));
   }
-  // Up to four dimensions and 60000 elements. In a sweep rows and columns.
+  // A shape of up to four dimensions and 60000 elements. In a sweep, rows and columns.
   static Dims shape(Draw& r, int min_rank = 1) {
     if (r.swept != nullptr) return {r.swept->rows, r.swept->columns};
     Dims dims(static_cast<size_t>(min_rank + r.below(5 - min_rank)));
@@ -68,7 +69,7 @@ class Drawn {
     const int drawn = dtypes[r.below(3)];
     return r.swept != nullptr ? r.swept->dtype : drawn;
   }
-  // A quantised form that `shape` can have: packed pairs want even extents.
+  // A quantised form that `shape` allows: packed pairs need even extents.
   static Spec quantised(Draw& r, const Dims& shape) {
     r.quantises = true;
     int64_t rows = 1;
@@ -92,14 +93,15 @@ class Drawn {
 
   void put(const std::string& family, const std::string& op, const std::string& kind, Made made) {
     const std::string name = kind + made.first;
-    if (!names_.insert(op + "/" + name).second) return;  // drawn before
+    if (!names_.insert(op + "/" + name).second) return;  // duplicate
     add(table_, family, op, name, std::move(made.second));
     table_.back().seed ^= seed_ * 0x9e3779b97f4a7c15u;
   }
 
-  // Kernels choose by the row's length, by its divisors, and by how many rows there are, and take
-  // the rest of a row or a last row by other code: every length that is shorter than some vectors,
-  // and powers of two, where the widest code runs. The last shape has 632,003 elements.
+  // Kernels are selected by the row length, its divisors and the number of rows, and use separate
+  // code for the remainder of a row and for the last rows. The sweep therefore has all lengths
+  // below some vector widths, and powers of two, for which the widest code runs. The last shape has
+  // 632,003 elements.
   template <class F>
   void sweep(const std::string& family, const std::string& op, F&& one) {
     const auto length = [&](int dtype, const Spec* output, int64_t columns, int64_t rows) {
@@ -118,7 +120,7 @@ class Drawn {
       for (int p = 0; p <= 14; ++p)
         for (const int64_t rows : {1, 2, 3, 4, 8})
           if (p <= 12 || rows == 4) length(dtype, output(p + rows), int64_t{1} << p, rows);
-      // More elements than fit one launch, block or piece of a thread, and an odd number.
+      // An odd number of elements that exceeds one launch, one block and one thread's share.
       length(dtype, output(3), 1031, 613);
     };
     pass(TE_FL_F32, false), pass(TE_FL_BF16, false), pass(TE_FL_F16, false);

@@ -1,19 +1,20 @@
 #include "conformance/attention_case.hpp"
 #include "conformance/drawn.hpp"
 
-// Drawn attention: sizes beside the tiles of kernels, odd head sizes, groups of heads, every mask
-// and layout, windows, lengths and gaps of sequences, and the terms of a score, in any combination
-// that the op allows. FP8 is left to the table: its slack is made for those sizes.
+// Random attention cases: sizes next to kernels' tile sizes, odd head sizes, grouped heads, all
+// masks and layouts, windows, lengths and gaps of sequences, and the terms of a score, in all
+// combinations that the op allows. FP8 is covered by the table only, since its slack is made for
+// the table's sizes.
 namespace te_fl::conformance {
 namespace {
 
 using namespace attention;  // NOLINT: this file draws that namespace's cases
 
-// The work that the oracle, which goes pair by pair, does in some ten milliseconds.
+// The amount of work that the oracle, which computes pair by pair, does in about ten milliseconds.
 constexpr int64_t kLargestWork = 4'000'000;
 
 void draw_sizes(Draw& r, Variant& v) {
-  if (r.swept != nullptr) {  // heads and rows of scores of that length
+  if (r.swept != nullptr) {  // heads and score rows of that length
     v.b = v.g = 1, v.h = 2, v.d = v.dv = std::min<int64_t>(r.swept->columns, 256);
     v.sq = r.swept->rows, v.sk = std::min<int64_t>(r.swept->columns, 2048);
     return;
@@ -22,7 +23,7 @@ void draw_sizes(Draw& r, Variant& v) {
   v.d = Drawn::extent(r, 136), v.dv = Drawn::chance(r, 3) ? Drawn::extent(r, 136) : v.d;
   v.sq = Drawn::extent(r, 300), v.sk = Drawn::chance(r, 3) ? v.sq : Drawn::extent(r, 300);
   const auto work = [&] { return v.b * v.h * v.sq * v.sk * (v.d + v.dv); };
-  const bool whole = Drawn::chance(r, 2);  // vectors of 16 bytes, which matrix units want
+  const bool whole = Drawn::chance(r, 2);  // multiples of 16-byte vectors, which matrix units need
   const auto widen = [whole](int64_t& extent) {
     if (whole) extent = (extent + 7) / 8 * 8;
   };
@@ -37,7 +38,7 @@ void draw_sizes(Draw& r, Variant& v) {
   widen(v.d), widen(v.dv);
 }
 
-// True lengths of at most `longest`, one of which has it.
+// Random lengths of at most `longest`; one of them is `longest`.
 std::vector<int64_t> draw_lengths(Draw& r, int64_t b, int64_t longest) {
   std::vector<int64_t> lengths(static_cast<size_t>(b));
   for (int64_t& n : lengths) n = Drawn::chance(r, 6) ? 0 : r.below(longest + 1);

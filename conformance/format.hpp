@@ -1,7 +1,7 @@
 #pragma once
 
-// Element formats by their definitions, apart from the library's own conversions: what a code means
-// and which code is nearest to a value. Doubles hold every value of every format here exactly.
+// Element formats by definition, independent of the library's conversions: the value of a code and
+// the code nearest to a value. A double represents all values of these formats exactly.
 
 #include <bit>
 #include <cmath>
@@ -14,13 +14,13 @@
 
 namespace te_fl::conformance {
 
-// A binary floating-point format: bits of exponent and mantissa, bias, and what the top exponent
-// means.
+// A binary floating-point format: the numbers of exponent and mantissa bits, the bias, and the
+// meaning of the largest exponent.
 struct Format {
   int exponent_bits;
   int mantissa_bits;
   int bias;
-  bool has_infinity;  // top exponent is infinity/NaN
+  bool has_infinity;  // the largest exponent means infinity or NaN
   bool saturates;     // overflow and infinity become the largest finite value
   double max;
 };
@@ -45,9 +45,9 @@ inline const Format& format_of(int dtype) {
   }
 }
 
-// 2^exponent and the exponent of |x|, for numbers that double holds without gradual underflow, as
-// all values of the formats here and their steps are. The C library's functions take most of the
-// table's time.
+// Replacements for the C library's functions, which would take most of the table's time:
+// 2^exponent, and the exponent of |x|. Valid if the result is a normal double, as for all values
+// and steps of these formats.
 inline double power_of_two(int exponent) {
   return std::bit_cast<double>(static_cast<uint64_t>(exponent + 1023) << 52);
 }
@@ -66,13 +66,13 @@ inline double decode_bits(const Format& f, uint32_t bits) {
   const uint32_t top = (1u << f.exponent_bits) - 1;
   if (exponent == top && f.has_infinity) return mantissa == 0 ? sign * infinity() : nan_value();
   if (exponent == top && f.exponent_bits == 4 && mantissa == 7)
-    return nan_value();  // E4M3's one NaN
+    return nan_value();  // the only NaN of E4M3
   if (exponent == 0) return sign * mantissa * power_of_two(1 - f.bias - f.mantissa_bits);
   return sign * (mantissa + (1u << f.mantissa_bits)) *
          power_of_two(static_cast<int>(exponent) - f.bias - f.mantissa_bits);
 }
 
-// Code of the nearest value, ties to even. NaN: 0x7F for FP8 whatever the sign.
+// The code of the nearest value, ties to even. NaN becomes 0x7F for FP8, whatever its sign.
 inline uint32_t encode_bits(const Format& f, double x) {
   const int width = 1 + f.exponent_bits + f.mantissa_bits;
   const uint32_t sign = std::signbit(x) ? 1u << (width - 1) : 0;
@@ -115,7 +115,7 @@ inline double largest(int dtype) {
   return format_of(dtype).max;
 }
 
-// Bits per element.
+// The number of bits per element.
 inline int width_of(int dtype) {
   static const int widths[] = {64, 32, 16, 16, 8, 8, 4, 8, 8, 16, 32, 64, 8, 16, 32, 64, 8};
   return widths[dtype];
@@ -144,8 +144,8 @@ inline te_fl_dtype c_dtype(int dtype) {
   return {codes[dtype], static_cast<uint8_t>(width_of(dtype)), 1};
 }
 
-// Element `i` of compact storage as a double (64-bit integers beyond 2^53 lose bits: compare bytes
-// there).
+// Element `i` of compact storage as a double. 64-bit integers above 2^53 lose bits; compare their
+// bytes instead.
 inline double load(int dtype, const uint8_t* p, int64_t i) {
   auto read = [&]<class T>(T) {
     T v;
@@ -186,7 +186,7 @@ inline double load(int dtype, const uint8_t* p, int64_t i) {
   }
 }
 
-// Stores a value with one rounding.
+// Stores a value, rounded once.
 inline void store(int dtype, uint8_t* p, int64_t i, double x) {
   auto write = [&]<class T>(T v) {
     std::memcpy(p + i * static_cast<int64_t>(sizeof(T)), &v, sizeof(T));
@@ -232,7 +232,7 @@ inline void store(int dtype, uint8_t* p, int64_t i, double x) {
   }
 }
 
-// The value after one rounding to dtype.
+// The value after rounding to dtype.
 inline double rounded(int dtype, double x) {
   uint8_t bytes[8] = {};
   store(dtype, bytes, 0, x);

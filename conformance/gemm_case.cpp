@@ -33,12 +33,12 @@ std::string name_of_case(const GemmCase& v) {
 
 namespace {
 
-// The values of op(X) in the copy that a product along the contracted dimension reads: the one
-// whose blocks lie along it. Matters for block scaling only, where the cases give that copy alone.
+// The values of op(X) from the copy whose blocks lie along the contracted dimension. This matters
+// for block scaling only, where the cases provide only that copy.
 std::vector<double> operand(const Tensor& t) { return dequantised(t); }
 
 struct Matrices {
-  std::vector<double> product, size;  // alpha op(A) op(B) + bias, and the magnitudes behind it
+  std::vector<double> product, size;  // alpha op(A) op(B) + bias, and the sum of magnitudes
   std::vector<double> row_sum, row_size;
 };
 
@@ -48,7 +48,7 @@ Matrices multiply(const GemmCase& v, const std::vector<double>& a, const std::ve
   r.product.assign(static_cast<size_t>(v.m * v.n), 0), r.size = r.product;
   r.row_sum.assign(static_cast<size_t>(v.m), 0), r.row_size = r.row_sum;
   std::vector<double> bt(
-      b);  // [K, N], so that the innermost loop is over columns, whose sums are independent
+      b);  // [K, N], so that the innermost loop runs over columns, whose sums are independent
   for (int64_t l = 0; l < v.k && v.trans_b; ++l)
     for (int64_t j = 0; j < v.n; ++j) bt[l * v.n + j] = b[j * v.k + l];
   for (int64_t i = 0; i < v.m; ++i) {
@@ -71,31 +71,31 @@ Matrices multiply(const GemmCase& v, const std::vector<double>& a, const std::ve
   return r;
 }
 
-// Factor of the slack for FP8 products. Hopper's matrix unit aligns the 32 products of an
-// instruction before it adds them, and drops what lies below 14 bits; partial sums are kept so too,
-// for all of K or, with the split accumulator, for 128 of it: of the slack of a longer sum, which
-// grows with K, that takes a smaller part.
+// The factor on the slack for FP8 products. Hopper's matrix unit aligns the 32 products of an
+// instruction before adding them and drops what is below 14 bits. Partial sums have this precision
+// too: for all of K, or for 128 elements of K with the split accumulator. The slack grows with K,
+// so for a longer sum the factor is smaller.
 double accumulation(const GemmCase& v) {
   if (!v.a.quantised()) return 1;
   if (!v.split) return 128;
   return std::clamp(128.0 * 128.0 / static_cast<double>(std::max<int64_t>(v.k, 1)), 64.0, 128.0);
 }
 
-// Half a step of F16 or BF16 at x; 0 of F32.
+// Half a step of F16 or BF16 at x; 0 for F32.
 double half_step(int dtype, double x) {
   if (dtype == TE_FL_BF16) return 0x1p-8 * std::fabs(x);
   return dtype == TE_FL_F16 ? 0x1p-11 * std::fabs(x) + 0x1p-25 : 0;
 }
 
-// Bounds how far GELU moves if its argument moves by `by`.
+// The largest change of GELU if its argument changes by `by`.
 double moves_gelu(double x, double by) {
   const double y = kGelu.f(x);
   return std::max(std::fabs(kGelu.f(x + by) - y), std::fabs(kGelu.f(x - by) - y));
 }
 
-// The type that the product may be rounded to before GELU, or its gradient's factor: what it is
-// stored in, or what the gradient reads beside it, unless D is finer (docs/numerics.md, GEMM). FP32
-// if it may not.
+// The dtype to which the product may be rounded before GELU, or before the factor of GELU's
+// gradient: the dtype in which that tensor is stored or read, unless D is more precise
+// (docs/numerics.md, GEMM). F32 if rounding is not allowed.
 int rounded_before(const GemmCase& v) {
   if (v.accumulate || v.residual >= 0) return TE_FL_F32;
   const std::vector<Spec>& pre = v.gelu ? v.pre_gelu_out : v.pre_gelu_in;
@@ -103,12 +103,12 @@ int rounded_before(const GemmCase& v) {
   return pre[0].dtype;
 }
 
-// True of products that may be rounded to D's type before they are added to what it holds.
+// True for products that may be rounded to D's dtype before they are added to D's contents.
 bool in_blocks(const GemmCase& v) {
   return v.a.scaling == TE_FL_SCALING_BLOCK_1X128 || v.a.scaling == TE_FL_SCALING_BLOCK_128X128;
 }
 
-// Sums the result's columns. The terms carry their own slack.
+// Expects the column sums of the result. The terms have their own slack.
 void expect_sums(Problem& p, const GemmCase& v, Tensor* d_sum, const std::vector<double>& want,
                  const std::vector<double>& slack) {
   std::vector<double> sum(static_cast<size_t>(v.n)), extra(sum.size());

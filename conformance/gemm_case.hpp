@@ -1,4 +1,4 @@
-// A case of generic_gemm or grouped_gemm: its arguments, and what must come out.
+// A case of generic_gemm or grouped_gemm: its arguments and the expected results.
 #pragma once
 
 #include <array>
@@ -15,29 +15,29 @@ struct GemmCase {
   bool trans_a = false, trans_b = true;
   double alpha = 1, beta = 1;
   bool accumulate = false, split = false, gelu = false;
-  int bias = -1;                        // dtype
+  int bias = -1;                        // dtype; -1: none
   std::vector<Spec> pre_gelu_out = {};  // none or one
   std::vector<Spec> pre_gelu_in = {};
   int residual = -1;
-  bool in_place = false;  // the result takes the residual's memory
+  bool in_place = false;  // the result overwrites the residual
   int bias_grad = -1;
   bool accumulate_bias_grad = false, large = false;
-  std::string refusal = {};  // the implementation may refuse, saying this
-  bool error = false;        // it must
+  std::string refusal = {};  // the implementation may refuse with this text
+  bool error = false;        // the implementation must refuse
   int d_sum = -1;
 };
 
 std::string name_of_case(const GemmCase& v);
-// The tensors, and the oracle in double precision that says what they must hold.
+// Makes the tensors, and the oracle in double precision that computes their expected contents.
 void set_up(Problem& p, const GemmCase& v);
 
 void add_fp8_gemm_cases(std::vector<GemmCase>& all);
 
-// A case of grouped_gemm: `product` with each of these extents.
+// A case of grouped_gemm: `product` with each of these sizes.
 struct GroupCase {
   GemmCase product;
   std::vector<std::array<int64_t, 3>> sizes;  // M, N, K
-  std::string what = {};                      // of the sizes, for the name
+  std::string what = {};                      // description of the sizes for the case's name
 };
 std::string name_of_case(const GroupCase& v);
 void set_up(Problem& p, const GroupCase& v);

@@ -13,11 +13,12 @@
 namespace te_fl::conformance {
 namespace {
 
-// The table that explain_fault() reads. Pages beyond the table's end go unexplained.
+// An entry of the table that explain_fault() reads. Pages that do not fit into the table are not
+// explained.
 struct Guard {
   std::atomic<uintptr_t> page{0};
-  std::atomic<uintptr_t> edge{0};   // where the memory ends, or begins
-  std::atomic<bool> before{false};  // it lies before the memory
+  std::atomic<uintptr_t> edge{0};   // the end of the memory, or its beginning
+  std::atomic<bool> before{false};  // the guard page precedes the memory
   std::atomic<size_t> bytes{0};
   char name[48] = {};
 };
@@ -52,7 +53,7 @@ te_fl::Result<GuardedMemory> GuardedMemory::behind_guard(size_t bytes, const cha
   return made;
 }
 
-// Whole pages for so many bytes, and one more.
+// Maps enough whole pages for `bytes`, and one more.
 te_fl::Status GuardedMemory::map(size_t bytes) {
   const size_t page = page_size(), wanted = (bytes + 2 * page - 1) / page * page;
   void* const mapping =

@@ -7,17 +7,17 @@
 
 namespace te_fl::conformance {
 
-// Host memory that ends where a page begins which nobody may read or write, or begins where one
-// ends, so that whoever goes past that side is stopped at once.
+// Host memory next to an inaccessible page, either before or after it, so that an access beyond
+// that side faults immediately.
 class GuardedMemory {
  public:
-  // The last byte of `bytes` lies just before the guard page if `alignment` is 1; else the first
-  // one lies at that alignment, and less than it is left between. `name` and the last
-  // `tensor_bytes` of the memory are what explain_fault() speaks of.
+  // Memory before a guard page. With `alignment` 1 the last of the `bytes` is directly before the
+  // page. Otherwise the first byte has that alignment, and the gap before the page is smaller than
+  // it. explain_fault() uses `name` and the last `tensor_bytes` of the memory.
   static te_fl::Result<GuardedMemory> make(size_t bytes, size_t alignment, const char* name,
                                            size_t tensor_bytes);
-  // The first byte lies just behind the guard page, so that it has any alignment. `bytes` may be
-  // more than the first `tensor_bytes`, of which explain_fault() speaks.
+  // Memory whose first byte is directly after the guard page, so that it has any alignment. `bytes`
+  // may exceed the first `tensor_bytes`, which explain_fault() describes.
   static te_fl::Result<GuardedMemory> behind_guard(size_t bytes, const char* name,
                                                    size_t tensor_bytes);
   GuardedMemory(GuardedMemory&& other) noexcept;
@@ -36,8 +36,8 @@ class GuardedMemory {
   uint8_t* data_ = nullptr;
 };
 
-// If a guard page has this address: "4 bytes behind the end of input, which has 68 bytes", or
-// "before the start of", written into `text`. Async-signal-safe.
+// If the address is in a guard page, writes a description into `text`: "4 bytes behind the end of
+// input, which has 68 bytes", or "before the start of". Async-signal-safe.
 bool explain_fault(const void* address, char* text, size_t capacity) noexcept;
 
 }  // namespace te_fl::conformance

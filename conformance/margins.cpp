@@ -35,20 +35,21 @@ class MarginSearch {
   Result run_with(Margins& m) {
     return prepared_.run(impl_id_, {.deterministic = deterministic_, .margins = &m});
   }
-  // True if a run with these margins is wrong, or has other results than with the quiet ones.
+  // True if a run with these margins fails, or has other results than the run with quiet margins.
   bool shows(Margins m) {
     if (run_with(m).outcome != Outcome::kPass) return true;
     return deterministic_ && prepared_.bytes() != quiet_;
   }
 
-  // Finds the byte whose change from `quiet` to `loud` shows. `found` is what came of the loud run.
+  // Finds the byte whose change from `quiet` to `loud` changes the result. `found` is the result of
+  // the run with loud margins.
   Result blame(uint8_t quiet, uint8_t loud, Result found) {
     if (found.wrote_outside) return found;
     Margins calm = margins(quiet);
     const Result plain = run_with(calm);
-    if (plain.outcome != Outcome::kPass) return plain;  // it is wrong whatever lies there
+    if (plain.outcome != Outcome::kPass) return plain;  // fails independently of the margins
     quiet_ = prepared_.bytes();
-    if (shows(calm)) return plain;  // two equal calls differ, which is another check's to find
+    if (shows(calm)) return plain;  // two equal calls differ; another check finds that
     found.outcome = Outcome::kFail;
     for (const std::string& name : calm.take_placed()) {
       for (const bool before : {false, true}) {
@@ -70,7 +71,7 @@ class MarginSearch {
         (found.message.empty() ? "other bits" : found.message);
     return found;
   }
-  // Counts how many of the bytes nearest to the tensor have to change before it shows.
+  // The smallest number of bytes next to the tensor whose change is visible in the result.
   size_t nearest(Margins m) {
     size_t unseen = 0, seen = m.odd_bytes;
     while (seen - unseen > 1) {
@@ -91,7 +92,7 @@ class MarginSearch {
 
 namespace {
 
-// It is one for all margins, which are copied and few.
+// One mutex serves all Margins, since they are copied and few.
 std::mutex& placed_mutex() {
   static std::mutex mutex;
   return mutex;

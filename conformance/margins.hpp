@@ -12,36 +12,37 @@ namespace te_fl::conformance {
 class Prepared;
 struct Result;
 
-// The bytes before and behind each tensor in a device's memory, which no op may read or write. A
-// device's pages cannot be protected, so an op that reads there shows by results that change with
-// these bytes, and one that writes there by the bytes. A value that is read and not used cannot be
-// seen.
+// The bytes before and after each tensor in device memory, which no op may access. A device's pages
+// cannot be protected. An op that reads the margins is detected since its results change with them;
+// an op that writes them, by the bytes themselves. A read whose value is not used is not detected.
 struct Margins {
-  // A large finite number in every float format: a sum, product or maximum takes it in.
+  // A large finite number in all float formats: it changes a sum, product or maximum.
   static constexpr uint8_t kLarge = 0x7b;
-  // NaN in every float format that has one, also under a factor of zero; -1 as an integer.
+  // NaN in all float formats that have one, so it also propagates through a factor of zero; -1 as
+  // an integer.
   static constexpr uint8_t kNan = 0xff;
-  // The bytes that lie there in a plain run.
+  // The bytes used in an ordinary run.
   static constexpr uint8_t kPlain = 0xc5;
 
-  size_t bytes = size_t{64} << 10;  // on either side, a multiple of 256
+  size_t bytes = size_t{64} << 10;  // on each side, a multiple of 256
   uint8_t fill = kLarge;
-  // On one side of the tensor, or part of one, that has this name (empty: of none), the bytes
-  // nearest to it are others.
+  // The margin of the tensor or part with this name (empty: none) differs on one side: the
+  // odd_bytes next to it have the value odd_fill.
   std::string odd_name;
   bool odd_before = false;
   size_t odd_bytes = 0;
   uint8_t odd_fill = kNan;
 
-  // Adds the name of a tensor that a run put between margins; from the threads of a case's ranks.
+  // Records the name of a tensor that was placed between margins. Called by the threads of a case's
+  // ranks.
   void add_placed(const std::string& name);
-  // Those names; none of them are left.
+  // Returns the recorded names and clears the list.
   std::vector<std::string> take_placed();
 
   // The buffer's contents between its margins.
   std::vector<uint8_t> around(const Buffer& buffer, const std::string& name) const;
-  // Empty, or which byte outside is not as around() made it: "byte 4 behind the end of its 68
-  // bytes".
+  // Describes the first margin byte that differs from those of around(): "byte 4 behind the end of
+  // its 68 bytes"; empty if none does.
   std::string written_outside(const Buffer& buffer, const std::vector<uint8_t>& made,
                               const std::vector<uint8_t>& now) const;
 
@@ -49,9 +50,9 @@ struct Margins {
   std::vector<std::string> placed_;
 };
 
-// Runs a case on a device with one set of margins and with another. It passes if both results are
-// right and, with `deterministic`, the same bits. Else the message says which byte outside of which
-// tensor was read or written.
+// Runs a case on a device with two different sets of margins. It passes if both results are correct
+// and, with `deterministic`, have the same bits. Otherwise the message names the byte and the
+// tensor outside of which it was read or written.
 Result run_between_margins(Prepared& prepared, const std::string& impl_id, bool deterministic,
                            size_t bytes = Margins().bytes);
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-// Activations and derivatives in double precision.
+// Activation functions and their derivatives in double precision.
 namespace te_fl::conformance {
 
 inline double sigmoid(double x) {
@@ -30,7 +30,7 @@ inline double dqgelu(double x) {
 }
 inline double relu(double x) { return std::max(x, 0.0); }
 inline double drelu(double x) { return x > 0 ? 1 : 0; }
-inline double srelu(double x) { return x <= 0 ? 0 : x * x; }  // NaN passes
+inline double srelu(double x) { return x <= 0 ? 0 : x * x; }  // passes NaN through
 inline double dsrelu(double x) { return x > 0 ? 2 * x : 0; }
 inline double silu(double x) { return x * sigmoid(x); }
 inline double dsilu(double x) {
@@ -50,7 +50,7 @@ inline constexpr Activation kSrelu{"srelu", activation::srelu, activation::dsrel
 inline constexpr Activation kSilu{"silu", activation::silu, activation::dsilu};
 inline constexpr Activation kSigmoid{"sigmoid", sigmoid, activation::dsigmoid};
 
-// ---- gated activations with a factor of each row, and SiTU-GLU
+// ---- gated activations with a factor for each row, and SiTU-GLU
 
 enum class ScaledKind { kSrelu, kSwiglu, kClamped, kSitu };
 struct ScaledOp {
@@ -68,7 +68,7 @@ inline constexpr ScaledOp kScaledOps[] = {
 struct ScaledParameters {
   double limit = 7, alpha = 1.702, offset = 1, beta1 = 4, beta2 = 25;
 };
-// The result of (a, b) and its derivatives, without the row's factor.
+// The result for (a, b) and its derivatives, without the row's factor.
 struct ScaledResult {
   double y, da, db;
 };

@@ -9,7 +9,8 @@
 // Scaled dot-product attention in double precision, row by row.
 namespace te_fl::conformance {
 
-// A problem: sizes, masks and the optional terms, with the values of every input as stored.
+// An attention problem: sizes, masks and optional terms, with the values of all inputs as they are
+// stored.
 struct Attention {
   int layout = TE_FL_LAYOUT_BSHD, mask = TE_FL_MASK_TYPE_NONE, softmax = TE_FL_SOFTMAX_TYPE_VANILLA;
   int64_t b = 1, sq = 1, sk = 1, h = 1, g = 1, d = 1, dv = 1;
@@ -17,16 +18,16 @@ struct Attention {
   double softcap = 0;
   float dropout = 0;
   int64_t left = -1, right = -1;
-  std::vector<int64_t> len_q, len_k;      // true lengths, per sequence; empty: sq, sk
+  std::vector<int64_t> len_q, len_k;      // length of each sequence; empty: sq, sk
   std::vector<int64_t> start_q, start_k;  // thd: first token of each sequence
-  int64_t tokens_q = 0, tokens_k = 0;     // thd
+  int64_t tokens_q = 0, tokens_k = 0;     // thd: total numbers of tokens
   std::vector<double> q, k, v;
   std::vector<double> bias;  // [bias_b, bias_h, sq, sk]
   int64_t bias_b = 1, bias_h = 1;
   std::vector<double> alibi;  // [H] or [B, H]
   std::vector<double> given_mask;
   int64_t mask_b = 1, mask_h = 1;
-  std::vector<double> sink;  // [H]
+  std::vector<double> sink;  // [H]; empty: no sinks
   te_fl_rng rng;
 
   bool thd() const { return layout == TE_FL_LAYOUT_THD; }
@@ -64,7 +65,7 @@ inline bool Attention::masked(int64_t n, int64_t head, int64_t i, int64_t j) con
   return given_mask[((mb * mask_h + mh) * sq + i) * sk + j] != 0;
 }
 
-// The scaled, capped, biased score; `size` gets the magnitude of what was added up, `cap_slope` the
+// The score after scaling, cap and bias. `size` receives the sum of magnitudes, `cap_slope` the
 // derivative of the cap, 1 / cosh^2.
 inline double Attention::score(int64_t n, int64_t head, int64_t i, int64_t j, double* size,
                                double* cap_slope) const {
@@ -89,11 +90,11 @@ inline double Attention::score(int64_t n, int64_t head, int64_t i, int64_t j, do
   return sum;
 }
 
-// One row of probabilities.
+// One row of attention probabilities.
 struct AttentionRow {
-  std::vector<double> p;  // before dropout; zero where masked
+  std::vector<double> p;  // before dropout; 0 if masked
   double lse = -infinity();
-  double size = 0;  // largest magnitude behind a score
+  double size = 0;  // largest sum of magnitudes of a score
 };
 
 inline AttentionRow attention_row(const Attention& a, int64_t n, int64_t head, int64_t i) {

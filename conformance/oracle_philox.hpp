@@ -4,7 +4,7 @@
 
 #include "te_fl/plugin.h"
 
-// Philox 4x32 with 10 rounds (Salmon et al., SC11), and dropout's use of it.
+// Philox 4x32 with 10 rounds (Salmon et al., SC11), and its use for dropout.
 namespace te_fl::conformance {
 
 struct PhiloxWords {
@@ -25,7 +25,7 @@ inline PhiloxWords philox(uint64_t seed, uint64_t counter) {
   return {{c0, c1, c2, c3}};
 }
 
-// Is element i kept at drop probability p?
+// True if element i is kept at drop probability p.
 inline bool keeps(const te_fl_rng& rng, int64_t i, float p) {
   const uint64_t seed = rng.seed_address == nullptr ? rng.seed : *rng.seed_address;
   const uint64_t offset = rng.offset + (rng.offset_address == nullptr ? 0 : *rng.offset_address);

@@ -1,7 +1,7 @@
 #pragma once
 
-// Quantisation by docs/numerics.md, written out plainly: where each block's scale and each code
-// lie, how a scale follows from an amax, and the exact image of a tensor.
+// A straightforward implementation of the quantisation in docs/numerics.md: the positions of block
+// scales and codes, the scale for an amax, and the exact bytes of a quantised tensor.
 
 #include <algorithm>
 #include <cmath>
@@ -15,7 +15,7 @@ namespace te_fl::conformance {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// One copy (row-wise or column-wise) of a quantised [m, k] matrix: blocks of block_m x block_k
+// One copy (row-wise or column-wise) of a quantised [m, k] matrix. Blocks of block_m x block_k
 // elements of the original matrix share a scale.
 struct CopyLayout {
   int scaling;
@@ -52,7 +52,7 @@ struct CopyLayout {
         scale_rows = round_up(col ? k : m, 128),
         scale_cols = round_up(ceil_div(col ? m : k, 16), 4);
         break;
-      default:  // one scale
+      default:  // one scale for the tensor
         block_m = std::max<int64_t>(m, 1), block_k = std::max<int64_t>(k, 1);
         scale_rows = scale_cols = 1;
     }
@@ -60,7 +60,7 @@ struct CopyLayout {
   int64_t blocks_m() const { return ceil_div(m, block_m); }
   int64_t blocks_k() const { return ceil_div(k, block_k); }
   int64_t scales() const { return scale_rows * scale_cols; }
-  // Storage element of the scale of block (bm, bk).
+  // The storage index of the scale of block (bm, bk).
   int64_t scale_index(int64_t bm, int64_t bk) const {
     switch (scaling) {
       case TE_FL_SCALING_BLOCK_1X128:
@@ -74,7 +74,7 @@ struct CopyLayout {
         return 0;
     }
   }
-  // Storage element of the code of element (i, j).
+  // The storage index of the code of element (i, j).
   int64_t data_index(int64_t i, int64_t j) const {
     return columnwise && scaling != TE_FL_SCALING_MXFP8 ? j * m + i : i * k + j;
   }
@@ -82,12 +82,12 @@ struct CopyLayout {
 
 inline float amax_with(float amax, double x) {
   const float a = std::fabs(static_cast<float>(x));
-  return a > amax ? a : amax;  // a NaN compares false
+  return a > amax ? a : amax;  // comparisons with NaN are false
 }
 
 inline float pow2_truncated(float x) { return float_of(bits_of(x) & 0xff800000u); }
 
-// "Scale from amax": current scaling and FP32 block scaling.
+// "Scale from amax" in docs/numerics.md: for current scaling and FP32 block scaling.
 inline float scale_from_amax(float amax, float fp8_max, float epsilon, bool pow2,
                              float instead_of_infinity) {
   if (amax < epsilon) amax = epsilon;
@@ -97,7 +97,7 @@ inline float scale_from_amax(float amax, float fp8_max, float epsilon, bool pow2
   return pow2 ? pow2_truncated(scale) : scale;
 }
 
-// E8M0 code of amax / fp8_max, rounded up to a power of two.
+// The E8M0 code of amax / fp8_max, rounded up to a power of two.
 inline uint8_t e8m0_from_amax(float amax, float fp8_max) {
   const float x = amax / fp8_max;
   if (std::isnan(x)) return 0xff;
@@ -110,7 +110,7 @@ inline uint8_t e8m0_from_amax(float amax, float fp8_max) {
   return static_cast<uint8_t>(std::clamp(up + 127, 0, 254));
 }
 
-// NVFP4's two levels: the tensor's factor 6 * 448 / amax, and the E4M3 scale of a block.
+// The two levels of NVFP4: the tensor's factor 6 * 448 / amax, and a block's E4M3 scale.
 inline float nvfp4_global(float amax) {
   return scale_from_amax(amax, 6.0f * 448.0f, 0, false, std::numeric_limits<float>::max());
 }
@@ -118,7 +118,7 @@ inline float nvfp4_block(float block_amax, float global) {
   return std::min(block_amax * (global * (1.0f / 6.0f)), 448.0f);
 }
 
-// The parts of a quantised tensor as bytes.
+// The bytes of all parts of a quantised tensor.
 struct QuantImage {
   std::vector<uint8_t> data, col_data, scale_inv, col_scale_inv;
   float amax = 0, scale = 1;
@@ -128,7 +128,7 @@ inline uint8_t cast_code(int dtype, float x, float scale) {
   return static_cast<uint8_t>(encode_bits(format_of(dtype), static_cast<double>(x * scale)));
 }
 
-// One copy of x [m, k]. `scale` and `amax` are the tensor's.
+// Quantises one copy of x [m, k]. `scale` and `amax` are those of the tensor.
 inline void quantise_copy(const std::vector<double>& x, const CopyLayout& at, const Spec& spec,
                           int input_dtype, float scale, float amax, std::vector<uint8_t>& data,
                           std::vector<uint8_t>& scale_inv) {
@@ -192,7 +192,7 @@ inline QuantImage quantise_exact(const std::vector<double>& x, int64_t m, int64_
   return image;
 }
 
-// The values that a quantised tensor's copy stands for, in logical order.
+// The values that one copy of a quantised tensor represents, in logical order.
 inline std::vector<double> dequantised(const Tensor& t, bool columnwise) {
   const CopyLayout at(t.spec.scaling, columnwise, t.rows(), t.cols());
   const Buffer& data = columnwise ? *t.col_data : *t.data;

@@ -1,6 +1,6 @@
 #pragma once
 
-// The router of experts by its formulas (docs/numerics.md, Experts), in double precision.
+// The expert router by its formulas (docs/numerics.md, Experts), in double precision.
 
 #include <algorithm>
 #include <cmath>
@@ -16,7 +16,7 @@ using Numbers = std::vector<double>;
 
 struct RouterOptions {
   int function = TE_FL_SCORE_FUNCTION_SOFTMAX;
-  bool before = false;  // softmax before the choice
+  bool before = false;  // softmax before the selection
   int64_t topk = 2, groups = 0, group_topk = 0;
   double scaling = 1;
 };
@@ -41,8 +41,9 @@ inline Numbers scores_of(const Numbers& x, int function) {
   return y;
 }
 
-// Picks the `k` best of `among` one after the other: a NaN, else the largest, else the first.
-// Becomes unclear if FP32 could see two of them otherwise than double does.
+// Selects the best `k` of `among`, one after the other. NaN is above all numbers; of equal scores
+// the first wins. Sets `unclear` if FP32 rounding could order two candidates differently than
+// double.
 class Picker {
  public:
   bool unclear = false;
@@ -89,7 +90,7 @@ inline Routed route(const Numbers& logits, const Numbers& bias, const RouterOpti
   if (o.groups > 0) {
     const int64_t size = experts / o.groups;
     Numbers group_scores(static_cast<size_t>(o.groups), 0);
-    Picker inside;  // near ones change a sum by nothing that counts
+    Picker inside;  // near ties inside a group hardly change its sum
     for (int64_t g = 0; g < o.groups; ++g)
       for (int64_t e : inside.pick(judged, up_to(g * size, (g + 1) * size), o.topk / o.group_topk))
         group_scores[g] += judged[e];
@@ -120,8 +121,8 @@ inline Routed route(const Numbers& logits, const Numbers& bias, const RouterOpti
   return r;
 }
 
-// The gradient of a row's logits through scores that are divided by their sum over `counts` if
-// `divides`; `size` gets what its terms add up to without their signs.
+// The gradient of a row's logits. With `divides`, the scores were divided by their sum over the
+// experts with counts[e] != 0. `size` receives the sum of the magnitudes of its terms.
 struct RowGradient {
   Numbers value, size;
 };

@@ -6,7 +6,8 @@
 namespace te_fl::conformance {
 namespace {
 
-// A case of the table takes less than a communicator's own time-out, which ranks.cpp sets.
+// The time limit for other processes. A case takes less than the timeout of a communicator, which
+// ranks.cpp sets.
 constexpr std::chrono::milliseconds kPatience{60000};
 
 }  // namespace

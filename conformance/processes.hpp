@@ -12,22 +12,23 @@
 
 namespace te_fl::conformance {
 
-// The processes of a job that run the same cases in the same order, each as one rank, and hear
-// after every case what the others found. For one thread.
+// The processes of a job that run the same cases in the same order, each as one rank. After each
+// case they exchange their results. Not thread-safe.
 class Processes {
  public:
-  // Those of the job in the environment (te_fl::Job); null: this process is alone.
+  // The processes of the job in the environment (te_fl::Job); null if this process is alone.
   static te_fl::Result<std::unique_ptr<Processes>> from_environment();
 
   int rank() const { return job_.rank; }
   int size() const { return job_.size; }
   const std::shared_ptr<Store>& store() const { return store_; }
-  // Those that this process has made with others, by implementation and number of ranks. NCCL takes
-  // a third of a second to make one, and the cases are hundreds.
+  // The communicators made so far, by implementation and number of ranks. They are kept, since NCCL
+  // takes a third of a second to make one and there are hundreds of cases.
   std::map<std::string, Comm>& communicators() { return communicators_; }
-  // Counts how often they have heard of each other; it is alike on all of them between two cases.
+  // The number of exchanges so far; between two cases it is equal on all ranks.
   uint64_t count() const { return count_; }
-  // Tells `own` and returns what every rank says, by rank. TIMEOUT names the rank that is silent.
+  // Sends `own` to all ranks and returns the texts of all ranks, by rank. TIMEOUT names the rank
+  // that does not answer.
   te_fl::Result<std::vector<std::string>> exchange(const std::string& own);
 
  private:

@@ -1,5 +1,5 @@
-// Runs the conformance table on every implementation that is registered, through the dispatcher:
-// the program conformance, and `te-fl conformance`. See --help.
+// The program conformance, and `te-fl conformance`: runs the conformance table on all registered
+// implementations through the dispatcher. See --help.
 #include "conformance/program.hpp"
 
 #include <fnmatch.h>
@@ -66,7 +66,7 @@ constexpr char kHelp[] =
 struct Options {
   std::string impl, op, family, substring, json, fuzz, device = "cpu", expected, folder;
   std::vector<std::string> plugins;
-  std::set<std::string> built_in;  // implementations that did not come from `plugins`
+  std::set<std::string> built_in;  // implementations that do not come from `plugins`
   bool reduced = false, sparse = false, skip_large = false, sweep = false, list = false,
        verbose = false, report = false, self_check = false, guards = false, coverage = false,
        help = false;
@@ -84,7 +84,7 @@ std::string did_you_mean(const std::string& word, const std::vector<std::string>
   return near.empty() ? "" : ", did you mean '" + near + "'?";
 }
 
-// Empty, or the mistake: a name that no case has.
+// An error text for a name that no case has; empty if all names exist.
 std::string unknown_name(const Options& o) {
   if (o.op.empty() && o.family.empty()) return {};
   std::set<std::string> ops, families;
@@ -98,7 +98,7 @@ std::string unknown_name(const Options& o) {
   return {};
 }
 
-// Empty, or the mistake.
+// Parses the command line. Returns an error text, or an empty text.
 std::string parse(int argc, char** argv, Options& o) {
   const std::map<std::string, std::string*> texts = {
       {"--impl", &o.impl},      {"--op", &o.op},     {"--family", &o.family},
@@ -137,7 +137,7 @@ std::string parse(int argc, char** argv, Options& o) {
   return {};
 }
 
-// One line of expected_unsupported.txt: impl | op | pattern of the case's name | reason.
+// One line of expected_unsupported.txt: impl | op | pattern of the case name | reason.
 struct Unsupported {
   std::string impl, op, pattern, reason;
   bool used = false;
@@ -194,7 +194,7 @@ class Runner {
   std::vector<Unsupported> expected_;
   Device device_;
   Processes* processes_;                                          // null: this process is alone
-  std::map<std::pair<std::string, std::string>, Tally> tallies_;  // op, impl
+  std::map<std::pair<std::string, std::string>, Tally> tallies_;  // key: (op, impl)
   std::set<std::string> impls_, deterministic_;
   nlohmann::json results_ = nlohmann::json::array();
 };
@@ -203,7 +203,8 @@ bool drawn(const Case& c) {
   return c.name.find("/fuzz/") != std::string::npos || c.name.find("/sweep/") != std::string::npos;
 }
 
-// Compares the outcome with what is declared. What a drawn case may be refused for cannot be.
+// Compares the outcome with the declared exceptions. Random cases are skipped, since their possible
+// refusals cannot be declared.
 void Runner::settle(const Case& c, const std::string& impl, Result& result) {
   if (drawn(c)) return;
   Unsupported* listed = nullptr;
@@ -233,7 +234,7 @@ Result Runner::run_guarded(Prepared& prepared, const std::string& impl) const {
 void Runner::one(const Case& c, Prepared& prepared, const std::string& impl) {
   if (options_.verbose) {
     std::printf("case  %s\n", c.name.c_str());
-    std::fflush(stdout);  // the process may not live to print more
+    std::fflush(stdout);  // before a crash could lose the line
   }
   Result result = prepared.run(impl);
   if (result.outcome == Outcome::kPass && options_.guards && !c.large &&
@@ -274,7 +275,7 @@ int Runner::run(const Table& table) {
   for (const OpImplInfo& info : OpRegistry::instance().snapshot()) {
     if (!options_.impl.empty() && info.impl_id != options_.impl) continue;
     impls_.insert(info.impl_id);
-    // No collective is served on copies in host memory: the other ranks would not make them.
+    // Collectives are not staged, since the other ranks would not make the copies.
     const te_fl_op_schema* schema =
         OpRegistry::instance().schema(OpRegistry::instance().find(info.op).value());
     const bool native = device_.is_host() || (info.desc.device_types >> device_.type & 1) != 0;
@@ -381,7 +382,7 @@ Table selected(const Options& o, bool only_collectives) {
     if (!o.family.empty() && c.family != o.family) continue;
     if (only_collectives && c.ranks == 0) continue;
     if (c.name.find(o.substring) == std::string::npos) continue;
-    // Some of every op at least.
+    // Keeps at least some cases of each op.
     const int first = o.sparse ? 2 : 3, each = o.sparse ? 16 : 4;
     const bool keep = !c.large && (per_op[c.op] < first || (c.seed >> 32) % each == 0);
     if (((o.reduced || o.sparse) && !keep) || (o.skip_large && c.large)) continue;
@@ -391,7 +392,8 @@ Table selected(const Options& o, bool only_collectives) {
   return chosen;
 }
 
-// Lines of uncovered() that are not exempt (a shell pattern and a reason per line).
+// Prints the lines of uncovered() that are not exempt. Each exemption is a shell pattern with a
+// reason.
 int print_coverage(const Table& table, const std::string& exempt) {
   std::string error;
   std::vector<Unsupported> exemptions = read_expected(exempt, error);
@@ -418,7 +420,8 @@ int print_coverage(const Table& table, const std::string& exempt) {
   return missing == 0 ? 0 : 1;
 }
 
-// Lines of expected_unsupported.txt that no case's name matches: a filtered run cannot tell.
+// Prints the lines of expected_unsupported.txt that match no case. Needs the complete table: a
+// filtered run cannot tell.
 int print_stale(const Table& table, const std::vector<Unsupported>& expected) {
   int stale = 0;
   for (const Unsupported& u : expected) {
@@ -434,7 +437,7 @@ int print_stale(const Table& table, const std::vector<Unsupported>& expected) {
   return stale;
 }
 
-// The name of the active plugin that is this file, or empty.
+// The name of the active plugin that was loaded from this file; empty if there is none.
 std::string active_name(const std::string& file) {
   for (const plugins::PluginInfo& info : plugins::list()) {
     std::error_code absent;
@@ -464,7 +467,7 @@ int run(int argc, char** argv, const std::string& folder) {
     return 2;
   }
   OpManager::instance();                // registers the built-in backends
-  std::set<std::string> found_already;  // a build tree's plugins are found without being named
+  std::set<std::string> found_already;  // plugins of a build tree, found without being named
   for (const std::string& plugin : o.plugins) found_already.insert(active_name(plugin));
   for (const OpImplInfo& info : OpRegistry::instance().snapshot()) {
     if (found_already.count(info.owner) == 0) o.built_in.insert(info.impl_id);
@@ -510,7 +513,7 @@ int run(int argc, char** argv, const std::string& folder) {
                  "has pages on both sides of a host's\n");
     return 2;
   }
-  if (processes != nullptr && processes->rank() != 0) {  // they all find the same
+  if (processes != nullptr && processes->rank() != 0) {  // all processes find the same
     o.json.clear();
     if (std::freopen("/dev/null", "w", stdout) == nullptr) return 2;
   }

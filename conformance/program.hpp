@@ -4,9 +4,9 @@
 
 namespace te_fl::conformance {
 
-// Runs the conformance table as the arguments say (argv[0] is not read; --help lists them) and
-// returns the exit code. `folder` has expected_unsupported.txt and not_covered.txt, in which te-fl
-// declares the exceptions of its own backends.
+// Runs the conformance table with the given arguments (--help lists them; argv[0] is ignored) and
+// returns the exit code. `folder` contains expected_unsupported.txt and not_covered.txt, which
+// declare the exceptions of te-fl's own backends.
 int run_program(int argc, char** argv, const std::string& folder);
 
 }  // namespace te_fl::conformance

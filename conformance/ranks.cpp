@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kTimeout{20000};
 
-// The provider of the plugin that registered the implementation.
+// The communicator provider of the plugin that registered the implementation.
 te_fl::Result<std::string> provider_of(const std::string& op, const std::string& impl_id) {
   std::string owner;
   for (const OpImplInfo& info : OpRegistry::instance().snapshot()) {

@@ -10,8 +10,8 @@
 
 namespace te_fl::conformance {
 
-// Ranks that are threads of this process, each on a device of its own or all on the host, over the
-// provider of the plugin that has an implementation.
+// Ranks that are threads of this process, each with its own device or all on the host. The
+// communicators are those of the plugin that owns the implementation.
 class Ranks {
  public:
   // UNSUPPORTED if there are fewer devices than ranks.
@@ -20,9 +20,10 @@ class Ranks {
 
   int size() const { return static_cast<int>(comms_.size()); }
   Comm& operator[](int rank) { return comms_[static_cast<size_t>(rank)]; }
-  // f(rank) on as many threads; of one rank on this one. Returns when all have.
+  // Calls f(rank) on one thread per rank, or on this thread if there is one rank. Returns when all
+  // calls have returned.
   void run(const std::function<void(int rank)>& f) const;
-  // The first failure of a communicator.
+  // The first error of a communicator.
   Status status() const;
 
  private:
@@ -30,12 +31,12 @@ class Ranks {
   std::vector<Comm> comms_;
 };
 
-// These options make one of `size` ranks, on devices from `device` on, by the provider of the
-// plugin that has the implementation; the caller adds the store. UNSUPPORTED if there are fewer
+// Options for one of `size` ranks, on consecutive devices from `device` on, with the provider of
+// the implementation's plugin. The caller sets the store. UNSUPPORTED if there are not enough
 // devices.
 te_fl::Result<CommOptions> comm_options(const std::string& op, const std::string& impl_id,
                                         const Device& device, int rank, int size);
-// The device of one rank, whose first has `device`.
+// The device of a rank, where rank 0 has `device`.
 Device device_of(const Device& device, int rank);
 
 }  // namespace te_fl::conformance

@@ -12,7 +12,8 @@
 namespace te_fl::conformance {
 namespace {
 
-// Moves a plain compact input that shares its memory with nothing into rows with gaps.
+// Moves the data of an unquantised compact input into rows with gaps, unless it shares memory with
+// another tensor.
 bool spread(Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
   const bool plain = t.role == Role::kIn && !t.spec.quantised() && t.strides.empty() &&
                      t.offset == 0 && t.shape.size() >= 2 && width_of(t.spec.dtype) >= 8;
@@ -31,7 +32,7 @@ bool spread(Tensor& t, const std::vector<std::unique_ptr<Tensor>>& all) {
   return true;
 }
 
-// The first that did not pass, by its rank; ranks that failed since another did come last.
+// The first failure by rank. Failures that are consequences of another rank's failure come last.
 Result worst_of(std::vector<Result> results) {
   const auto name = [&](size_t r) {
     results[r].message = "rank " + std::to_string(r) + ": " + results[r].message;
@@ -46,17 +47,17 @@ Result worst_of(std::vector<Result> results) {
   return std::move(results.front());
 }
 
-// all_reduce promises the same bits on every rank: a hash of those that one has. 0: the op promises
-// nothing of the kind.
+// A hash of the output's bits for all_reduce, which guarantees equal bits on all ranks; 0 for other
+// ops.
 uint32_t bits_of(const Problem& rank) {
   if (rank.op_name != "all_reduce" || rank.want_code != 0) return 0;
   const Buffer& own = *rank.singles.at("output")->data;
-  uint32_t hash = 2166136261u;  // FNV-1a
+  uint32_t hash = 2166136261u;  // offset basis of FNV-1a
   for (size_t i = 0; i < own.size(); ++i) hash = (hash ^ own.data()[i]) * 16777619u;
   return hash;
 }
 
-// Empty, or the rank that has others than rank 0.
+// Names the first rank whose bits differ from rank 0's; empty if there is none.
 std::string other_bits(const std::vector<std::unique_ptr<Problem>>& ranks) {
   for (size_t r = 1; r < ranks.size(); ++r) {
     if (bits_of(*ranks[r]) != bits_of(*ranks[0]))
@@ -65,14 +66,15 @@ std::string other_bits(const std::vector<std::unique_ptr<Problem>>& ranks) {
   return {};
 }
 
-// A call that was begun before the communicator failed leaves what its memory held, and no status
-// of its own says so.
+// Adds a failure of the communicator to the result: a call that began before it leaves its output
+// unwritten and may return OK.
 void note_failure(const Comm& comm, Result& result) {
   const Status status = comm.status();
   if (!status.ok()) result = {Outcome::kFail, status.to_string(), result.milliseconds};
 }
 
-// A communicator that cannot be made here is no failure of the implementation.
+// The outcome if a communicator cannot be made: a missing provider or too few devices is not a
+// failure of the implementation.
 Outcome refusal(const Status& status) {
   const bool cannot =
       status.code() == StatusCode::kUnsupported || status.code() == StatusCode::kNotFound;
@@ -98,7 +100,7 @@ void Prepared::build(const Case& c, int rank, bool strided) {
   for (const Expectation& e : p.expectations) expected.insert(e.tensor);
   for (const auto& t : p.tensors)
     if (t->role != Role::kIn && expected.count(t.get()) == 0 && p.want_code == 0) {
-      // An input whose memory an in-place output took over has its expectation there.
+      // The expectation of an input that an in-place output overwrites is that of the output.
       bool shared = false;
       for (const Tensor* e : expected) shared = shared || e->data == t->data;
       if (!shared) throw std::logic_error(c.name + ": nothing is expected of " + t->name);
@@ -148,7 +150,7 @@ Result Prepared::run_ranks(const std::string& impl_id, const How& how) {
     else
       result = run_one(p, device_of(device_, r), impl_id, how);
     note_failure(made->second[r], result);
-    // The others may wait for a call that was refused.
+    // Other ranks may be waiting for the call that was refused.
     if (result.outcome != Outcome::kPass) made->second[r].abort("its case did not pass");
   });
   Result result = worst_of(std::move(results));
@@ -158,7 +160,7 @@ Result Prepared::run_ranks(const std::string& impl_id, const How& how) {
   return result;
 }
 
-// The call of this process's rank, with its communicator.
+// Makes the call of this process's rank with its communicator.
 Result Prepared::run_own_rank(const std::string& impl_id, const How& how) {
   const int rank = processes_->rank();
   std::map<std::string, Comm>& kept = processes_->communicators();
@@ -221,7 +223,7 @@ Result Prepared::run_processes(const std::string& impl_id, const How& how) {
   if (result.outcome == Outcome::kPass && !message.empty()) {
     result = {Outcome::kFail, message, 0};
   }
-  // All ranks make new ones for the next case: some of these have failed.
+  // Some ranks' communicators have failed, so all ranks make new ones for the next case.
   if (result.outcome != Outcome::kPass)
     processes_->communicators().erase(impl_id + "/" + std::to_string(ranks_));
   return result;
@@ -234,8 +236,8 @@ std::string Prepared::self_check(const std::string& impl_id) {
     if (mutate(changed) && compare(changed).empty())
       return changed.tensor->name + ": a wrong expectation went unnoticed";
     const Expectation& e = problem().expectations[i];
-    // A fused result may be right with either of two codes where it stands at a boundary; not
-    // often.
+    // For a fused result near a rounding boundary both codes are correct, so some corruptions pass;
+    // most must be noticed.
     double noticed = 0;
     const double wanted = e.kind == Expectation::Kind::kExactQuantised ? 1 : 0.5;
     if (e.kind != Expectation::Kind::kUnchanged && corrupt_codes(e, noticed) && noticed < wanted)
@@ -245,7 +247,7 @@ std::string Prepared::self_check(const std::string& impl_id) {
     const bool writes = e.kind != Expectation::Kind::kUnchanged && e.tensor->role == Role::kOut &&
                         e.tensor->numel() > 0 && !skipped;
     restore();
-    // One byte of mask bits may equal the poison.
+    // A single byte of mask bits may equal the poison by chance.
     if (e.kind == Expectation::Kind::kCustom && e.tensor->numel() == 1) continue;
     if (writes && compare(e).empty())
       return e.tensor->name + ": an output that nobody wrote went unnoticed";
@@ -260,7 +262,7 @@ std::string Prepared::self_check(const std::string& impl_id) {
     const Buffer* b = t->buffers()[0];
     if (t->role != Role::kIn || b->size() == 0) continue;
     t->buffers()[0]->data()[0] ^= 1;
-    bool shared = false;  // a packed or in-place neighbour may be written
+    bool shared = false;  // an adjacent or in-place tensor may be written
     for (const auto& other : problem().tensors)
       shared = shared || (other->role != Role::kIn && other->data == t->data);
     if (!shared && check_memory(problem(), false).empty())

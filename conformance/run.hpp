@@ -17,52 +17,52 @@ enum class Outcome { kPass, kFail, kUnsupported };
 
 struct Result {
   Outcome outcome = Outcome::kFail;
-  std::string message;  // the first difference, or why the call was refused
+  std::string message;  // the first difference, or the reason for a refusal
   double milliseconds = 0;
-  bool wrote_outside = false;  // that is why it failed
+  bool wrote_outside = false;  // the failure is a write outside of a tensor
 };
 
-// The way in which a case is run, beyond which implementation serves it.
+// Options for running a case, apart from the choice of the implementation.
 struct How {
-  // On a device: copies and the call go to a stream made for them, each rank's to one of its own
-  // device, and nobody waits for any other stream.
+  // On a device: the copies and the call use a new stream, one per rank on the rank's device, and
+  // only that stream is waited for.
   bool own_stream = false;
-  bool deterministic = false;  // asks for the same bits every time
-  // Not 0, on the host: tensors lie before pages that nobody may touch, at this alignment. With 1
-  // they are aligned to their elements only, and a byte past the end is found.
+  bool deterministic = false;  // requests results with the same bits each time
+  // Not 0, on the host: places tensors before guard pages with this alignment. With 1 they are
+  // aligned to their elements only, and an access one byte past the end is detected.
   size_t guard_alignment = 0;
-  // With the above: behind such pages instead, and a byte before the start is found.
+  // With guard_alignment: places tensors after guard pages instead, which detects accesses before
+  // the start.
   bool guard_start = false;
-  // Not null, on a device: what lies before and behind each tensor, in place of 256 plain bytes.
+  // Not null, on a device: the memory around each tensor, instead of 256 ordinary guard bytes.
   Margins* margins = nullptr;
-  // Asks what run() would run (te_fl_op_desc.describe) instead of calling the op. It passes if the
-  // implementation says something and leaves the tensors alone; the message is what it said.
+  // Calls te_fl_op_desc.describe instead of the op. Passes if the implementation returns a text and
+  // does not change the tensors; the message is that text.
   bool describe = false;
 };
 
-// A case built once, its expectations evaluated, to be run on one implementation after another. One
-// of a collective has a problem for each rank, and ranks are threads, or this process and others
-// that run the same cases beside it.
+// A case with its arguments and expectations, to be run on several implementations. A case of a
+// collective has one problem per rank. The ranks are threads, or this process and other processes
+// that run the same cases at the same time.
 class Prepared {
  public:
-  // Tensors are in the memory of `device` when the op runs, those of rank r in that of the r-th
-  // after it. With `strided` its plain inputs lie in rows that are further apart than they are
-  // long.
-  // `processes`: null, or the others, which must outlive it and make the same calls of run(); its
-  // results are then those of all ranks, and alike on all of them.
+  // The tensors are in the memory of `device` when the op runs; those of rank r on the r-th device
+  // after it. `strided`: unquantised inputs get rows with gaps. `processes`: null, or the other
+  // processes, which must outlive this object and make the same calls of run(); results then cover
+  // all ranks and are equal on all of them.
   explicit Prepared(const Case& c, Device device = {}, bool strided = false,
                     Processes* processes = nullptr);
   Result run(const std::string& impl_id, const How& how = {});
-  // Destroys the communicators that runs have made; another run makes new ones.
+  // Destroys the communicators of earlier runs; the next run makes new ones.
   void leave_ranks() { communicators_.clear(); }
-  // The contents of the memory of its tensors now, guards left out.
+  // The current contents of all tensors' memory, without guard bytes.
   std::vector<uint8_t> bytes() const;
-  // True if `strided` changed anything.
+  // True if `strided` has changed any input.
   bool has_strided_inputs() const { return has_strided_inputs_; }
-  // After a run that passed: proves that the comparison would have noticed. Empty, or what went
-  // unnoticed.
+  // After a successful run: checks that the comparison would detect errors. Returns a description
+  // of an undetected error; empty if there is none.
   std::string self_check(const std::string& impl_id);
-  Problem& problem() { return *problems_.front(); }  // of rank 0
+  Problem& problem() { return *problems_.front(); }  // the problem of rank 0
 
  private:
   void build(const Case& c, int rank, bool strided);
@@ -74,7 +74,7 @@ class Prepared {
   std::vector<std::unique_ptr<Problem>> problems_;
   Device device_;
   int ranks_ = 0;
-  std::map<std::string, Ranks> communicators_;  // by implementation
+  std::map<std::string, Ranks> communicators_;  // key: implementation
   Processes* processes_ = nullptr;
   bool has_strided_inputs_ = false;
 };

@@ -1,4 +1,4 @@
-// Spoils expectations and outputs, to prove that the comparison can fail.
+// Corrupts expectations and outputs, to prove that the comparison can fail.
 #include <algorithm>
 #include <cmath>
 
@@ -12,7 +12,7 @@ bool mutate(Expectation& e) {
     case Expectation::Kind::kQuantised:
     case Expectation::Kind::kDequantised:
     case Expectation::Kind::kExactQuantised: {
-      size_t at = e.want.size();  // the largest: a code for it always differs
+      size_t at = e.want.size();  // the largest value: its code always changes
       for (size_t i = 0; i < e.want.size(); ++i) {
         if ((!e.skip.empty() && e.skip[i]) || !std::isfinite(e.want[i])) continue;
         if (at == e.want.size() || std::fabs(e.want[i]) > std::fabs(e.want[at])) at = i;
@@ -22,11 +22,11 @@ bool mutate(Expectation& e) {
         e.want[at] = e.want[at] == 0 ? 1 : 0;
         return true;
       }
-      if (e.tensor->spec.dtype == TE_FL_F8E8M0) {  // powers of two, without a sign
+      if (e.tensor->spec.dtype == TE_FL_F8E8M0) {  // only powers of two, no sign
         e.want[at] *= e.want[at] > 1 ? 0.25 : 4;
         return true;
       }
-      // Beyond every tolerance in force, and a different code.
+      // A change that exceeds all tolerances and gives a different code.
       const double step =
           4 * tolerance(e, e.tensor->spec.dtype, at) + 0.3 * std::fabs(e.want[at]) + 0.5;
       e.want[at] = is_float(e.tensor->spec.dtype) ? -e.want[at] - std::copysign(step, e.want[at])
@@ -39,7 +39,7 @@ bool mutate(Expectation& e) {
       return true;
     case Expectation::Kind::kUnchanged: {
       if (e.tensor->buffers().empty() || e.tensor->buffers()[0]->size() == 0) return false;
-      e.tensor->buffers()[0]->data()[0] ^= 1;  // as if the op had written a bit
+      e.tensor->buffers()[0]->data()[0] ^= 1;  // simulates a write by the op
       return true;
     }
     case Expectation::Kind::kCustom:
@@ -54,8 +54,7 @@ bool corrupt_codes(const Expectation& e, double& noticed) {
       e.kind == Expectation::Kind::kQuantised || e.kind == Expectation::Kind::kExactQuantised;
   const auto& data = t.spec.row ? t.data : t.col_data;
   if (!quantised || data == nullptr || data->size() == 0) return false;
-  // Codes near zero stand for values below the tolerance, where several codes are right: take
-  // others.
+  // Skips codes near zero: their values are below the tolerance, so several codes are correct.
   std::vector<size_t> codes;
   for (size_t i = 0; i < data->size(); ++i)
     if ((data->data()[i] & 0x7f) >= 0x10) codes.push_back(i);

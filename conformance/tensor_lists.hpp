@@ -1,4 +1,4 @@
-// Lists of tensors for the ops over many: of which shapes, by which names, where in memory.
+// Lists of tensors for ops with list arguments: their shapes, names and memory.
 #pragma once
 
 #include <algorithm>
@@ -38,8 +38,8 @@ inline std::vector<Tensor*> make_list(Problem& p, const std::string& name, const
   p.list(name, list);
   return list;
 }
-// `shift`: the tensors do not begin where their memory does, but that many elements later, one more
-// for each tensor, so that every alignment that their dtype allows comes up.
+// `shift`: each tensor begins that many elements after the start of its memory, plus one more for
+// each further tensor, so that all alignments that the dtype allows occur.
 inline std::vector<Tensor*> make_list(Problem& p, const std::string& name, Role role, int dtype,
                                       const Shapes& shapes, int64_t shift, const Fill& fill) {
   return make_list(p, name, shapes, [&](const std::string& n, const Dims& d, size_t i) {
@@ -65,7 +65,7 @@ inline std::vector<Tensor*> list_out(Problem& p, const std::string& name, int dt
   return make_list(p, name, Role::kOut, dtype, shapes, shift, constant(0));
 }
 
-// Lists of any length, of tensors that are often empty or have one element.
+// Random lists of any length; many tensors are empty or have one element.
 inline Shapes draw_shapes(Draw& r) {
   if (r.swept != nullptr) return {{r.swept->columns}, {r.swept->rows, r.swept->columns}};
   Shapes shapes(static_cast<size_t>(Drawn::chance(r, 6) ? 100 + r.below(100) : r.below(24)));

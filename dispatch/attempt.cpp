@@ -1,4 +1,4 @@
-// One implementation's turn at a call: supports(), lock, plan, scratch, run().
+// Tries one implementation on a call: supports(), lock, plan, scratch, run().
 
 #include "dispatch/attempt.hpp"
 
@@ -16,25 +16,26 @@
 namespace te_fl::dispatch {
 namespace {
 
-// In a capture, what is missing is the caller's to make: another implementation would give other
-// bits than the run before.
+// The error for an object that cannot be made during a capture. The caller has to run the call once
+// before; falling back would give other bits than that run.
 te_fl_status missing_in_capture(const Status& status, core::ErrorText& errors) {
   errors.sink()->write(errors.sink()->host, status.message().c_str());
   return TE_FL_FAILED_PRECONDITION;
 }
 
-// A failure of the host's, which is never a reason to try the next implementation: memory that is
-// free here may not be on another rank, and then the two would compute other bits.
+// The status for a failure of te-fl itself, which never causes a fallback: memory may be free on
+// this rank and not on another, and the ranks would then compute different bits.
 te_fl_status own_failure(const Status& status, core::ErrorText& errors) {
   errors.sink()->write(errors.sink()->host, status.to_string().c_str());
   const te_fl_status code = TE_FL_STATUS_CODE(status.to_c());
   return code == TE_FL_UNSUPPORTED ? te_fl_status{TE_FL_INTERNAL} : code;
 }
 
-// Holds what one run() needs besides its context. `args` and the context's device are what the
-// implementation is to see: the call's, or copies of it on the host.
+// The objects that one run() needs besides its context. `args` and the context's device are those
+// that the implementation sees: the call's own, or those of copies on the host.
 struct Attempt {
-  // Not an aggregate: initialised as one, the scratch that is not there would be zeroed.
+  // A constructor instead of aggregate initialisation, which would also zero the unused scratch
+  // member.
   Attempt(const Call& of, const Implementation& by, te_fl_context& with, const void* seen,
           bool there, core::ErrorText& to)
       : call(of), impl(by), context(with), args(seen), on_host(there), errors(to) {}
@@ -77,7 +78,7 @@ struct Attempt {
         errors);
   }
 
-  // Before the workspace: what an op locks has an order.
+  // Called before workspace(), since the mutexes of an op are locked in a fixed order.
   te_fl_status stream_state() {
     const uint64_t bytes = impl.desc.stream_state_bytes;
     if (bytes == 0) return TE_FL_OK;
@@ -107,8 +108,8 @@ struct Attempt {
             errors);
       }
     } else {
-      // A thread that holds what another may wait for waits for no scratch, which any op may have:
-      // one that runs this implementation inside, for instance.
+      // A thread that holds a lock for which another thread may wait must not wait for scratch.
+      // Scratch is shared by all ops: its holder may be running this implementation inside its op.
       const bool may_wait = depth == 0 && !serial && !state.has_value();
       const Status held =
           call.manager.arenas.acquire(call.signature.device, call.options.stream, depth, bytes,
@@ -122,13 +123,13 @@ struct Attempt {
 
   te_fl_status plan() {
     if (impl.plans == nullptr) return TE_FL_OK;
-    // The call's own arguments may be known, those of copies on the host are not.
+    // The thread's record describes the call's own arguments, not those of copies on the host.
     const bool own = args == call.args;
     const uint64_t generation = registry::g_plan_generation.load(std::memory_order_acquire);
     const uint64_t context_word = registry::PlanKey::context_word(context);
     registry::KnownCall* known = own ? call.still_known() : nullptr;
-    // A plan for a capture is looked up in the plan cache, where plans are dropped, so that the
-    // graph holds it and it stays.
+    // During a capture the plan is always looked up in the plan cache, which marks it as captured,
+    // so that it is not dropped while the graph exists.
     if (known != nullptr && known->plan != nullptr && known->plan_of == impl.number &&
         known->plan_generation == generation && known->plan_context == context_word &&
         !call.capturing) {
@@ -148,7 +149,7 @@ struct Attempt {
                 "captured; run the op once with the same shapes before capturing"),
             errors);
       }
-      std::string own_key(key.text());  // prepare() may run ops, which use the thread's
+      std::string own_key(key.text());  // a copy: prepare() may run ops that change the thread's
       void* made = nullptr;
       const te_fl_status code = entered("prepare() threw an exception (rule R5)", errors, [&] {
         return impl.desc.prepare(impl.desc.self, &context, args, &made);
@@ -161,7 +162,7 @@ struct Attempt {
     if (known != nullptr) {
       known->plan = plan;
       known->plan_of = impl.number;
-      known->plan_generation = generation;  // of before it was looked up
+      known->plan_generation = generation;  // the value read before the look-up
       known->plan_context = context_word;
     }
     if (impl.plan_memory && !on_host) plan->used_on(call.options.stream);
@@ -170,7 +171,7 @@ struct Attempt {
   }
 };
 
-// Asks, and gets ready: everything before run().
+// Runs all steps before run(): the support check, locks, plan, stream state and scratch.
 te_fl_status get_ready(Attempt& a) {
   if (a.impl.not_in_place) {
     if (const std::string pair = registry::shared_in_place(a.call.row.compiled->schema(), a.args);
@@ -189,11 +190,11 @@ te_fl_status get_ready(Attempt& a) {
   te_fl_status code = a.lock();
   if (code == TE_FL_OK) code = a.plan();
   if (code == TE_FL_OK) code = a.stream_state();
-  if (code == TE_FL_OK) code = a.workspace();  // it may ask the plan
+  if (code == TE_FL_OK) code = a.workspace();  // after the plan, which workspace() may read
   return code;
 }
 
-// The record that the op writes, made plain: what it was is of no use any more.
+// Resets the saved record that the op is to write, and returns it; null if there is none.
 te_fl_saved* fresh_record(const Call& call) {
   const OpRow& row = call.row;
   if (row.saved == nullptr || row.saved->role == TE_FL_IN) return nullptr;
@@ -205,7 +206,7 @@ te_fl_saved* fresh_record(const Call& call) {
   return record;
 }
 
-// One implementation, from supports() to run().
+// Tries an implementation on the call's own tensors, from supports() to run().
 te_fl_status attempt_native(const Call& call, const Implementation& impl, bool deterministic,
                             core::ErrorText& errors) {
   te_fl_context context = context_of(call, deterministic, errors.sink());
@@ -217,8 +218,8 @@ te_fl_status attempt_native(const Call& call, const Implementation& impl, bool d
   return code;
 }
 
-// Tries a host implementation on copies in host memory. Nothing of the device's is written unless
-// run() succeeds.
+// Tries a host implementation on copies in host memory. Writes device memory only if run()
+// succeeds.
 te_fl_status attempt_staged(const Call& call, const Implementation& impl, bool deterministic,
                             core::ErrorText& errors) {
   StagedCall staged(call, errors);

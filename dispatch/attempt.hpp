@@ -6,18 +6,18 @@
 
 namespace te_fl::dispatch {
 
-// Tries one implementation: supports(), lock, plan, scratch, run(); on copies in host memory if
-// `step` says so. Neither counts nor falls back. The status is the implementation's; its words go
-// to `errors`.
+// Tries one implementation: supports(), lock, plan, scratch, run(). Uses copies in host memory if
+// `step` is staged. Does not count the call and does not fall back. Returns the implementation's
+// status and puts its error text into `errors`.
 te_fl_status attempt(const Call& call, const Step& step, bool deterministic,
                      core::ErrorText& errors);
 
 inline bool is_collective(const Call& call) noexcept {
   return (call.row.compiled->schema().flags & TE_FL_SCHEMA_COLLECTIVE) != 0;
 }
-// Before a collective is chosen for without being run: sets the call's policy to that of its
-// communicator, as run_order() does. Returns the communicator's name if that is another than the
-// thread's; empty for every other op.
+// For a collective whose route is computed without running it: sets the call's policy to that of
+// its communicator, as run_order() does. Returns the communicator's name if its policy differs from
+// the thread's. Returns an empty name otherwise and for all other ops.
 std::string follow_communicator(Call& call);
 
 }  // namespace te_fl::dispatch

@@ -14,8 +14,8 @@
 #include "registry/thread_record.hpp"
 #include "te_fl/op_manager.hpp"
 
-// One call, and the functions that take it through dispatch in this order: prepare_call() or
-// prepare_warm() (choose.cpp), route_of() (choose.cpp), run_route() (run.cpp).
+// One call, and the stages of dispatch in their order: prepare_call() or prepare_warm()
+// (choose.cpp), route_of() (choose.cpp), run_route() (run.cpp).
 namespace te_fl::dispatch {
 
 using registry::EpochGuard;
@@ -28,7 +28,7 @@ using registry::Step;
 using registry::Table;
 using registry::ThreadRecord;
 
-// One call on its way: valid inside an EpochGuard.
+// The state of one call during dispatch. Valid inside an EpochGuard.
 struct Call {
   OpManager::Impl& manager;
   ThreadRecord& thread;
@@ -40,77 +40,80 @@ struct Call {
   core::Signature signature{};
   uint32_t policy = 0;
   bool capturing = false;
-  // The thread's record of the call; null where it remembers none like it. An op that runs inside
-  // this one may make it that of another call, which its number tells.
+  // The thread's record of this call; null if there is none. A nested op may reuse the record for
+  // another call; known_number detects that.
   registry::KnownCall* known = nullptr;
   uint64_t known_number = 0;
 
-  // Null if what was known is another call's by now.
+  // The record, or null if it belongs to another call by now.
   registry::KnownCall* still_known() const noexcept {
     return known != nullptr && known->filled == known_number ? known : nullptr;
   }
 };
 
-// The decision for a call, with all that it was made from.
+// The ranking of the implementations for a call, with the inputs of the decision.
 struct Choice : policy::Ranking {
   const PolicySettings* settings = nullptr;
-  std::vector<policy::Barred> barred;  // call.barred
+  std::vector<policy::Barred> barred;  // owns what call.barred refers to
   policy::CallTraits call;
 
-  // STRICT: nothing but the first choice may run.
+  // True if the policy allows the implementation at `place`. Under STRICT only the first choice may
+  // run.
   bool permits(size_t place) const {
     return !settings->strict || static_cast<int32_t>(place) == first;
   }
 };
 
-// An implementation that was tried and moved on from.
+// An implementation that was tried and failed.
 struct Failure {
   const Implementation* impl;
   te_fl_status status;
   std::string text;
 };
 
-// May the next implementation try? Falling back is for "cannot", not for "went wrong", unless the
-// implementation itself said that nothing came of it. A mistake of the caller's is a mistake
-// whoever runs, and on a lost device nobody does.
+// True if the next implementation may be tried after this status. An implementation that cannot
+// serve the call is followed by another. One that fails in the middle is not, unless it declared
+// that it wrote nothing (TE_FL_CLEAN). An invalid argument is invalid for all implementations, and
+// on a lost device none can run.
 inline bool may_follow(te_fl_status code) noexcept {
   const te_fl_status reason = TE_FL_STATUS_CODE(code);
   return TE_FL_STATUS_IS_CLEAN(code) && reason != TE_FL_INVALID_ARGUMENT &&
          reason != TE_FL_DEVICE_LOST;
 }
 
-// Tells which implementation served a call, and which ones failed before.
+// Records the implementation that served a call, and those that failed before it.
 struct Served {
   const Implementation* impl = nullptr;
   bool staged = false;
   std::vector<Failure> failures;
 };
 
-// Decides. Errors: the device is lost, or its properties cannot be read.
-// `policy` is that of the call, or another. A call of no arguments has no size.
+// Decides which implementations may serve the call. `policy` may differ from the call's own policy.
+// Without arguments the size of the call is unknown. Errors: the device is lost, or its properties
+// cannot be read.
 Result<Choice> choose(const Call& call, uint32_t policy);
-// The cached choice of a warm call, made if need be.
+// Returns the cached route of a call; computes it if it is not cached.
 Result<const RouteEntry*> route_of(Call& call);
-// Runs a call along its route; the slow, complete way. `first`: the route's first implementation
-// has run and failed so.
+// Runs a call along its route, with all checks and fallbacks. `first`: the failure of the route's
+// first implementation if that has run already; otherwise null.
 Status run_route(Call& call, const Failure* first);
-// As run_route(), and tells which implementation served the call.
+// Like run_route() without the observers; also reports which implementation served the call.
 Status run_order(Call& call, const Failure* first, Served& served);
-// Runs a host implementation on copies of the call's arguments, which it is to find on the host;
-// not counted, and nobody follows.
+// Runs a host implementation on copies of the call's arguments, all of which must be in host
+// memory. Does not count the call and does not fall back.
 te_fl_status run_on_copies(const Call& call, const Implementation& impl, te_fl_context& context,
                            const void* args, core::ErrorText& errors);
-// Ask the device of the call's tensors, if it can tell: is the stream one of it, does the random
-// state lie in its memory?
+// Ask the device of the call's tensors, if it has such functions: whether the stream belongs to it,
+// and whether the random state is in its memory.
 Status check_stream(const Call& call);
 Status check_random_state(const Call& call);
-// Sets call.capturing. False: the device did not answer; ask_stream() says why, if that is a reason
-// to refuse the call.
+// Sets call.capturing. Returns false if the device did not answer; ask_stream() then returns the
+// error, or OK if the call may run all the same.
 bool read_stream(Call& call) noexcept;
-// The complete way.
+// Like read_stream(), with an error text.
 Status ask_stream(Call& call);
 
-// Fills the context of a call but for scratch and plan.
+// Makes the context of a call, without scratch and plan.
 [[gnu::always_inline]] inline te_fl_context context_of(const Call& call, bool deterministic,
                                                        const te_fl_error_sink* errors) {
   te_fl_context context{};
@@ -127,10 +130,11 @@ Status ask_stream(Call& call);
   context.errors = errors;
   return context;
 }
-// supports() of an implementation that asks per call: OK, or why not.
+// Calls supports(). Returns OK, or the status and text of the refusal.
 te_fl_status ask_support(const Implementation& impl, const te_fl_context& context, const void* args,
                          core::ErrorText& errors);
-// As ask_support(), for the call's own arguments: a yes is remembered for the very same call.
+// Like ask_support(), for the call's own arguments. A positive answer is cached for exactly the
+// same arguments.
 [[gnu::always_inline]] inline te_fl_status support_of(const Call& call, const Implementation& impl,
                                                       const te_fl_context& context,
                                                       core::ErrorText& errors) {
@@ -140,7 +144,7 @@ te_fl_status ask_support(const Implementation& impl, const te_fl_context& contex
       known->accepted_context == context_word)
     return TE_FL_OK;
   const te_fl_status code = ask_support(impl, context, call.args, errors);
-  known = call.still_known();  // supports() should run no op, but might
+  known = call.still_known();  // supports() should not run ops, but may do so
   if (code == TE_FL_OK && known != nullptr) {
     known->accepted_by = impl.number;
     known->accepted_context = context_word;
@@ -149,22 +153,26 @@ te_fl_status ask_support(const Implementation& impl, const te_fl_context& contex
 }
 te_fl_status ask_saved_bytes(const Implementation& impl, const te_fl_context& context,
                              const void* args, size_t& bytes, core::ErrorText& errors);
-// A host implementation's answer for copies of the call's tensors: OK, or why it cannot serve them.
+// Asks a host implementation whether it accepts copies of the call's tensors. Returns OK or the
+// refusal.
 te_fl_status ask_staged(const Call& call, const Implementation& impl, bool deterministic,
                         core::ErrorText& errors);
 te_fl_status ask_staged_saved_bytes(const Call& call, const Implementation& impl,
                                     bool deterministic, size_t& bytes, core::ErrorText& errors);
-// The line in which an implementation names the kernels that its run() would launch for the call,
-// or the reason for which it names none; one of the two is empty.
+// `text` is the line in which an implementation names the kernels that run() would launch for the
+// call. `silent` is the reason if it names none. One of the two is empty.
 struct Described {
   std::string text, silent;
 };
-// Asks the implementation, which accepts the call: with metadata of copies if it is staged.
+// Asks an implementation that accepts the call. If it is staged, it sees the metadata of the
+// copies.
 Described described(const Call& call, const Step& step, bool deterministic);
-// The status of the exception in flight, which R5 forbids. Its words go to `errors`.
+// Converts the exception being handled, which R5 forbids, into a status, and puts its text into
+// `errors`.
 [[gnu::cold]] te_fl_status exception_status(const char* entry, core::ErrorText& errors) noexcept;
 
-// Calls into an implementation; an exception, and a status that is none, becomes one.
+// Calls a function of an implementation. An exception or an invalid status becomes a valid error
+// status.
 template <class F>
 [[gnu::always_inline]] inline te_fl_status entered(const char* entry, core::ErrorText& errors,
                                                    F&& f) noexcept {
@@ -183,26 +191,26 @@ template <class F>
                  [&] { return impl.desc.run(impl.desc.self, &context, args); });
 }
 
-// Remembers what runs on a device, for the error that may show later.
+// Records an op that was enqueued on a device, for the message of an error that appears later.
 [[gnu::always_inline]] inline void note_enqueued(const Call& call, const Implementation& impl) {
   if (call.signature.device.type == TE_FL_DEVICE_CPU) [[likely]]
-    return;  // signatures name every kind of host memory so
+    return;  // signatures use this type for all host memory
   core::note_op(call.signature.device, call.options.stream, impl.interned_op, impl.interned_id);
 }
 
-// Reads the state on which the choice depends besides the signature. False: the policy is invalid,
-// or the device did not answer for the stream.
+// Reads the state that the choice depends on besides the signature. False if the policy is invalid
+// or the device did not answer about the stream.
 [[gnu::always_inline]] inline bool read_state(Call& call) {
   call.policy = policy::current_id();
   if (!call.signature.device.is_host() && !read_stream(call)) [[unlikely]]
     return false;
   return call.policy != policy::kInvalidPolicy;
 }
-// Checks the arguments, which are there, and fills the signature, by what the thread knows if it
-// knows such a call. False: they are out of order.
+// Checks the arguments (not null) and fills the signature. Uses the thread's memo if the call is in
+// it. False if the arguments are invalid.
 bool recognise(Call& call) noexcept;
-// Checks the arguments and reads the state. False: prepare_call() says why, or that all is in order
-// after all.
+// Checks the arguments and reads the state. If it returns false, prepare_call() gives the error, or
+// finds that the call is valid after all.
 [[gnu::always_inline]] inline bool prepare_warm(Call& call) {
   if (call.args == nullptr || !recognise(call)) [[unlikely]]
     return false;
@@ -210,30 +218,33 @@ bool recognise(Call& call) noexcept;
 }
 Status prepare_call(Call& call);
 
-// The record of an opaque forward, if `args` holds one for this op to read; null otherwise.
+// The saved record of an opaque forward that `args` passes to this op as input; null if there is
+// none.
 te_fl_saved* saved_record(const OpRow& row, const void* args) noexcept;
 
-// ---- messages
+// ---- error messages
 
 Status bad_arguments(const OpRow& row, const void* args);
 Status no_such_op(const Table& table, OpId op);
-// A described call that no arguments could make: a dtype or scaling mode that no tensor of the op
-// has, or FP8 codes without a scaling mode.
+// Checks a described call. An error if no arguments could have this description: a dtype or scaling
+// mode that no tensor of the op accepts, or FP8 data without a scaling mode.
 Status check_profile(const OpRow& row, const CallProfile& profile);
 Status invalid_policy(const OpRow& row);
-// Wraps an implementation's own words.
+// Makes a status from an implementation's error, with its text.
 Status implementation_error(const Call& call, const Implementation& impl, te_fl_status code,
                             const std::string& text);
-// As implementation_error(), for a failure that ends the call: retires the device if it is lost.
+// Like implementation_error(), for a failure that ends the call. Also marks the device as lost if
+// the status says so.
 Status after_failure(const Call& call, const Implementation& impl, te_fl_status code,
                      std::string text);
-// The failure of an implementation after which the next one was tried.
+// The text of a failure after which the next implementation was tried.
 std::string failure_text(const Failure& failure);
-// Every implementation with the reason why it does not serve the call, and a way out.
+// The error that lists all implementations with the reasons for which they cannot serve the call,
+// and a remedy.
 Status no_candidate(const Call& call, const Choice& decision, const std::vector<Failure>& failures);
 std::vector<Candidate> candidates_of(const OpRow& row, const Choice& decision, const void* args,
                                      const std::vector<Failure>& failures);
-// Warns once of vendors and implementations that a policy names and that are not there.
+// Warns once about vendors and implementations that a policy names but that are not registered.
 void warn_absent(const Table& table, const OpRow& row, const PolicySettings& settings);
 
 }  // namespace te_fl::dispatch

@@ -1,5 +1,5 @@
-// Asks the device, under TE_FL_VALIDATE, if the stream and the seed that come beside a call's
-// arguments are its own. The arguments themselves: core/op/op_memory.cpp.
+// Under TE_FL_VALIDATE, asks the device whether the call's stream and random seed belong to it.
+// core/op/op_memory.cpp checks the arguments in the same way.
 
 #include "core/device/device_use.hpp"
 #include "dispatch/manager_impl.hpp"
@@ -11,8 +11,8 @@ std::string of_op(const Call& call) {
   return "op '" + std::string(call.row.compiled->schema().name) + "': ";
 }
 
-// The device's entry if its tensors are not in host memory; null also if it is not to be entered
-// any more, which dispatch says.
+// The entry of the call's device. Null for host memory, and for a device that must not be entered
+// any more (dispatch reports that).
 const core::DeviceEntry* entry_of(const Call& call) {
   if (call.signature.device.is_host()) return nullptr;
   const core::DeviceEntry* entry = core::find_device(call.signature.device);

@@ -1,4 +1,5 @@
-// Asks an implementation which kernels its run() would launch for a call (rule R31).
+// Asks an implementation for the names of the kernels that run() would launch for a call (rule
+// R31).
 
 #include "dispatch/call.hpp"
 #include "dispatch/staging/staged_call.hpp"
@@ -6,7 +7,7 @@
 namespace te_fl::dispatch {
 namespace {
 
-// The sink that describe() writes to: one line, of at most kMost bytes whatever is written.
+// The sink for describe(). It keeps one line of at most kMost bytes.
 class Words {
  public:
   const te_fl_error_sink* sink() const noexcept { return &sink_; }
@@ -27,7 +28,7 @@ class Words {
     }
     if (*text == '\0') return;
     more_ = true;
-    if (!continues(*text)) return;  // else a character of several bytes was cut
+    if (!continues(*text)) return;  // do not end within a multi-byte character
     while (!text_.empty() && continues(text_.back())) text_.pop_back();
     if (!text_.empty()) text_.pop_back();
   }
@@ -35,7 +36,7 @@ class Words {
     try {
       auto* self = static_cast<Words*>(host);
       if (text != nullptr && !self->more_) self->add(text);
-    } catch (...) {  // out of memory: what is there has to do
+    } catch (...) {  // out of memory: keeps the text so far
     }
   }
 

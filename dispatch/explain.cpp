@@ -1,4 +1,4 @@
-// Tells how a call would be served, without running it: handles, resolve(), explain(),
+// Explains how a call would be served without running it: handles, resolve(), explain(),
 // saved_bytes().
 
 #include <algorithm>
@@ -34,8 +34,8 @@ Decision public_decision(const OpRow& row, const dispatch::Choice& decision, con
   return r;
 }
 
-// Asks those that answer per call; the ones that refuse. Stops at the first that does not, if
-// `first_only`. An answer that would end the call is an error.
+// Calls supports() of the implementations that have it, and returns those that refuse. With
+// `first_only`, stops at the first one that accepts. An answer that would end the call is an error.
 Result<std::vector<dispatch::Failure>> refusals(const Call& call, const dispatch::Choice& decision,
                                                 bool first_only) {
   std::vector<dispatch::Failure> list;
@@ -123,7 +123,7 @@ Result<Decision> OpManager::resolve(OpId op, const void* args, const CallOptions
 }
 
 Result<Decision> OpManager::explain(OpId op, const CallProfile& profile) {
-  (void)core::find_device(profile.device);  // loads its plugin, which no thread does inside an op
+  (void)core::find_device(profile.device);  // loads its plugin, which is not possible inside an op
   const CallOptions options;
   return with_call<Result<Decision>>(
       *impl_, op, nullptr, options, [&](Call& call) -> Result<Decision> {
@@ -138,8 +138,8 @@ Result<Decision> OpManager::explain(OpId op, const CallProfile& profile) {
         if (profile.scalings.empty()) call.signature.scalings = TE_FL_BIT(TE_FL_SCALING_NONE);
         TE_FL_ASSIGN_OR_RETURN(const dispatch::Choice decision, choose(call));
         Decision r = public_decision(call.row, decision, nullptr, {});
-        // No quarantine bars calls of any dtypes; of those that it does bar the reader wants to
-        // know.
+        // If the call has no dtypes, quarantines could not be applied above, so the reasons mention
+        // them for the reader.
         for (Candidate& c : r.candidates) {
           const std::string barred =
               profile.dtypes.empty()

@@ -1,4 +1,4 @@
-// The process's manager.
+// The process-wide OpManager.
 
 #include <atomic>
 
@@ -15,7 +15,7 @@ OpManager& OpManager::instance() {
   static constinit std::atomic<bool> ready{false};
   if (!ready.load(std::memory_order_acquire)) [[unlikely]] {
     plugins::start();
-    // Not yet where what is being loaded asks for the manager.
+    // Not while plugins are being loaded: one of them may have asked for the manager.
     if (plugins::started() && !ready.exchange(true)) dispatch::summarise_at_exit();
   }
   return manager;

@@ -1,4 +1,4 @@
-// The managers of the process: what they hold of devices, and what their calls were served by.
+// The managers of the process: their device memory, and the counts of served calls.
 
 #include "dispatch/manager_impl.hpp"
 
@@ -22,7 +22,7 @@ using dispatch::Implementation;
 using dispatch::UsageCounts;
 using registry::this_thread;
 
-// Guards the list of managers and their usage bases.
+// Guards the list of managers and their usage_base members.
 constinit core::ForkMutex mutex(core::LockLevel::kManagers);
 const core::ForkMutex::Registration registration(mutex);
 
@@ -67,7 +67,8 @@ UsageCounts counts_of(const Implementation& impl) {
 }
 
 void after_fork_in_child() {
-  // Without the lock, which comes after those of the arenas; the child has one thread.
+  // No lock is held here, since its level follows those of the arenas. A forked child has one
+  // thread only.
   for (OpManager::Impl* m : managers()) {
     m->arenas.forget_after_fork();
     m->staging.forget_after_fork();
@@ -100,8 +101,8 @@ uint64_t OpManager::Impl::read_switches() {
     const Result<std::string> value = environment::get(name);
     return value.ok() && !core::trim(*value).empty();
   };
-  (void)on("TE_FL_SYNC");  // reads the environment, if nothing has yet
-  // The generation comes first: what changes meanwhile is then read again by the next call.
+  (void)on("TE_FL_SYNC");  // reads the environment if necessary
+  // Reads the generation first: a setting that changes meanwhile is read again by the next call.
   const uint64_t generation = environment::generation();
   const uint64_t switches = (on("TE_FL_SYNC") ? uint64_t{kSync} : 0) |
                             (on("TE_FL_VALIDATE") ? uint64_t{kValidate} : 0) |

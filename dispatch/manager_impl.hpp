@@ -15,7 +15,7 @@
 namespace te_fl {
 namespace dispatch {
 
-// These count the calls that an implementation has served.
+// The number of calls that an implementation has served.
 struct UsageCounts {
   uint64_t calls = 0;
   uint64_t staged_calls = 0;
@@ -32,8 +32,8 @@ struct OpManager::Impl {
 
   enum Switch : uint64_t { kSync = 1, kValidate = 2, kVerify = 4, kTrace = 8 };
   static constexpr int kSwitchBits = 4;
-  // TE_FL_SYNC, TE_FL_VALIDATE, TE_FL_VERIFY and TE_FL_TRACE, as of the environment's current
-  // generation.
+  // The flags for TE_FL_SYNC, TE_FL_VALIDATE, TE_FL_VERIFY and TE_FL_TRACE at the environment's
+  // current generation.
   uint64_t switches() {
     const uint64_t word = switch_word.load(std::memory_order_relaxed);
     if (word >> kSwitchBits == core::g_generation.load(std::memory_order_acquire))
@@ -47,10 +47,10 @@ struct OpManager::Impl {
   registry::DeviceArenas arenas;
   dispatch::StagingPool staging;
   std::atomic<uint64_t> switch_word{~uint64_t{0}};       // generation << kSwitchBits | Switch
-  std::map<uint64_t, dispatch::UsageCounts> usage_base;  // by implementation number, at the reset
+  std::map<uint64_t, dispatch::UsageCounts> usage_base;  // at the reset, by implementation number
 };
 
-// A handle's fixed part; the choice itself is cached per thread.
+// The constant part of a prepared handle. The chosen route is cached per thread.
 struct PreparedOp::Rep {
   OpManager::Impl* manager;
   OpId op;
@@ -60,7 +60,7 @@ struct PreparedOp::Rep {
 
 namespace dispatch {
 
-// Enters and finds the op's row, then does `f(call)`. T is Status or a Result.
+// Marks the thread as inside, finds the op's row and calls `f(call)`. T is Status or a Result.
 template <class T, class F>
 T with_call(OpManager::Impl& manager, OpId op, const void* args, const CallOptions& options,
             F&& f) {

@@ -1,4 +1,4 @@
-// The messages of a dispatch that does not run an op.
+// The error messages for calls that are not run.
 
 #include <algorithm>
 
@@ -54,7 +54,7 @@ std::string accepted_text(const OpRow& row, const policy::Standing& v, const Cho
   return text;
 }
 
-// The way out of "nobody can serve this".
+// The remedy in the error that no implementation can serve a call.
 std::string way_out(const OpRow& row, const Choice& decision,
                     const std::vector<Failure>& failures) {
   const std::string op(decision.call.op);
@@ -97,7 +97,7 @@ Status bad_arguments(const OpRow& row, const void* args) {
 
 Status check_profile(const OpRow& row, const CallProfile& profile) {
   const te_fl_op_schema& schema = row.compiled->schema();
-  uint64_t dtypes = 0, raw = 0;  // raw: taken as numbers, without a scale
+  uint64_t dtypes = 0, raw = 0;  // raw: dtypes accepted without a scale
   uint32_t scalings = 0;
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
@@ -176,8 +176,8 @@ std::vector<Candidate> candidates_of(const OpRow& row, const Choice& decision, c
     } else if (failed != failures.end()) {
       c.reason = failure_text(*failed);
     } else {
-      // For a call that is only described, no implementation can be called on a device that is not
-      // here.
+      // A call that is only described may name an absent device, on which no implementation can
+      // run.
       c.accepted = args != nullptr || decision.call.present || decision.call.device.is_host();
       c.chosen = c.accepted && !taken;
       taken = taken || c.accepted;

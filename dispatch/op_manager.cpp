@@ -1,6 +1,6 @@
-// A call's way: with_call() finds the op's row, prepare_warm() recognises the arguments or
-// checks them, what is known of the call has its route, run() takes the warm way or run_route()
-// (run.cpp) the complete one.
+// The stages of a call: with_call() finds the op's row; prepare_warm() recognises or checks the
+// arguments; the thread's record of the call has its route; run() takes the fast path, or
+// run_route() (run.cpp) the complete one.
 
 #include "te_fl/op_manager.hpp"
 
@@ -21,12 +21,12 @@ using dispatch::with_call;
 using registry::KnownCall;
 
 void count(std::atomic<uint64_t>& counter) noexcept {
-  // One writer: no read-modify-write instruction is needed.
+  // Each counter has a single writer, so no atomic read-modify-write is needed.
   counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
 
-// The warm way: the route's first implementation alone, and of one that needs neither scratch nor
-// plan only run(). Otherwise the complete one.
+// The fast path: tries only the route's first implementation. If that needs neither scratch nor a
+// plan, calls only its run(). In all other cases continues with run_route().
 [[gnu::always_inline]] inline Status run(Call& call, const KnownCall& route) {
   if (route.first == nullptr || call.manager.switches() != 0)
     return dispatch::run_route(call, nullptr);
@@ -50,8 +50,8 @@ void count(std::atomic<uint64_t>& counter) noexcept {
   return dispatch::run_route(call, &failure);
 }
 
-// Asks for the route, and leaves it in `known`. That of a collective is for run_route() to ask for,
-// since it may be its communicator's policy that decides.
+// Finds the route and stores it in `known`. Not for a collective: its communicator's policy may
+// apply, so run_route() finds the route.
 [[gnu::noinline]] Status run_first(Call& call, KnownCall& known) {
   const RouteEntry* entry = nullptr;
   if (!dispatch::is_collective(call)) {
@@ -72,7 +72,7 @@ void count(std::atomic<uint64_t>& counter) noexcept {
   return run_first(call, known);
 }
 
-// Runs a call that is in order along its route, which is known if such a call was made before.
+// Runs a valid call along its route, which is cached if the thread has made such a call before.
 inline Status run_known(Call& call) {
   KnownCall* const known = call.still_known();
   if (known == nullptr) [[unlikely]]

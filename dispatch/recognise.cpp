@@ -1,4 +1,4 @@
-// The check of a call's arguments, by what the thread remembers of calls like it.
+// Checks a call's arguments with the help of the thread's memo of earlier calls.
 #include "core/op/call_memo.hpp"
 #include "dispatch/call.hpp"
 

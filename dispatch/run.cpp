@@ -1,4 +1,4 @@
-// Runs a call along its route, falling back from one implementation to the next.
+// Runs a call along its route and falls back from one implementation to the next.
 
 #include <algorithm>
 #include <array>
@@ -16,7 +16,7 @@
 namespace te_fl::dispatch {
 namespace {
 
-// The implementations to try. Copied, since a nested call of this thread may replace the route.
+// A copy of the route's steps, since a nested call of this thread may replace the route.
 class Order {
  public:
   explicit Order(const std::vector<Step>& order) : size_(order.size()) {
@@ -40,7 +40,7 @@ Status after_success(Call& call, const Implementation& impl) {
     counter->store(counter->load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
   }
   note_enqueued(call, impl);
-  // Work that is being captured has not begun; waiting for it would end the capture.
+  // Captured work has not started, and waiting would end the capture.
   if ((call.manager.switches() & OpManager::Impl::kSync) == 0 || call.capturing) return {};
   const Status synced = devices::synchronize(call.signature.device, call.options.stream);
   if (synced.code() == StatusCode::kDeviceLost) {
@@ -57,7 +57,7 @@ Status after_failure(const Call& call, const Implementation& impl, te_fl_status 
                      std::string text) {
   const Device& device = call.signature.device;
   if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST && !device.is_host()) {
-    // The op that broke the device was enqueued before this one.
+    // An op that was enqueued earlier may have caused the error.
     const std::string before = core::recent_ops(device, call.options.stream);
     if (!before.empty()) text += "; enqueued before it, newest first: " + before;
     core::lose_device(
@@ -68,7 +68,8 @@ Status after_failure(const Call& call, const Implementation& impl, te_fl_status 
 
 namespace {
 
-// The first fallback of each op is logged; one that follows a failure louder.
+// Logs the first fallback of each op. A fallback after a failure is logged at a higher
+// level than one after a refusal.
 void say_fallback(const Call& call, const Failure& failed, const Step& next) {
   const Implementation& impl = *failed.impl;
   const bool refused = TE_FL_STATUS_CODE(failed.status) == TE_FL_UNSUPPORTED;
@@ -85,8 +86,8 @@ void say_fallback(const Call& call, const Failure& failed, const Step& next) {
                 "` lists who serves it; later ones of this op are not logged)");
 }
 
-// A backward whose forward left an opaque record goes to the forward's implementation whatever the
-// policy.
+// Runs a backward whose forward left an opaque record. Always uses the forward's implementation,
+// whatever the policy.
 Status run_producer(Call& call, const te_fl_saved& record, Served& served) {
   const OpRow& row = call.row;
   const std::string op = row.compiled->schema().name;
@@ -123,8 +124,8 @@ Status none_served(Call& call, const Served& served) {
   return no_candidate(call, decision, served.failures);
 }
 
-// The route's first implementation has run and failed so: may another, and which does? A call keeps
-// its table and policy, so this is the route that it came from.
+// Continues after the failure of the route's first implementation, if a fallback is allowed. The
+// call has kept its table and policy, so route_of() returns the route that it came from.
 [[gnu::cold]] Status run_others(Call& call, const Failure& first, Served& served) {
   TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, route_of(call));
   const Order order(entry->route->order);
@@ -145,8 +146,8 @@ Status none_served(Call& call, const Served& served) {
       }
       failure.text = errors.text();
     }
-    // Where nobody can follow, a failure's own code says more than UNSUPPORTED. Of a collective
-    // nobody may: the other ranks wait in this implementation.
+    // If no fallback is possible, the failure's own code is more informative than UNSUPPORTED. A
+    // collective has no fallback, since the other ranks wait in this implementation.
     const bool last_word =
         core::class_of(call.row.compiled->schema()) == core::OpClass::kCollective ||
         (order.size() == 1 && TE_FL_STATUS_CODE(failure.status) != TE_FL_UNSUPPORTED);
@@ -177,8 +178,8 @@ namespace {
 
 Status run_in_order(Call& call, const Failure* first, Served& served);
 
-// The communicator's keeper hears of the call before it runs and of how it ended, and says what
-// that means for the ranks.
+// Runs a collective. Reports it to the owner of the communicators (comm/) before and after the run;
+// that determines the final status.
 [[gnu::noinline]] Status run_collective(Call& call, const Failure* first, Served& served) {
   const core::CollectiveKeeper* const keeper =
       core::g_collective_keeper.load(std::memory_order_acquire);
@@ -220,7 +221,8 @@ Status run_in_order(Call& call, const Failure* first, Served& served) {
   }
   TE_FL_ASSIGN_OR_RETURN(const RouteEntry* entry, route_of(call));
   if (first == nullptr && !entry->route->order.empty()) {
-    // Nearly always it serves; the others are looked at only if it does not.
+    // The first implementation nearly always succeeds; the others are considered only if it does
+    // not.
     const Step step = entry->route->order.front();
     core::ErrorText errors;
     const te_fl_status status = attempt(call, step, entry->route->deterministic, errors);

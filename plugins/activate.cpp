@@ -31,7 +31,8 @@ const core::ForkMutex::Registration registration(mutex);
 
 constexpr uint32_t kMaxListed = 1u << 16;
 
-// R5 forbids exceptions; one that comes all the same must not pass through the host.
+// Calls a plugin function and converts an exception into a status. R5 forbids exceptions; one must
+// not propagate into the host.
 template <class F>
 te_fl_status guarded(core::ErrorText& errors, const char* entry, F&& f) {
   std::string text;
@@ -54,7 +55,8 @@ Status check_list(const char* entry, uint32_t count, const void* list) {
                                                " (at most " + std::to_string(kMaxListed) + ")");
 }
 
-// Sizes no struct has are garbage, which must not be read as "newer" (R3).
+// Refuses a struct_size that no version of the struct can have, instead of taking it for a newer
+// version (R3).
 Status check_device(const te_fl_device_desc& desc, uint32_t i) {
   const auto bad = [&](const char* what, uint32_t size, size_t least) {
     return Status(StatusCode::kIncompatible, "device " + std::to_string(i) + ": " + what + " has " +
@@ -69,8 +71,9 @@ Status check_device(const te_fl_device_desc& desc, uint32_t i) {
   return {};
 }
 
-// The later arguments of a newer plugin's implementation that this te-fl's op has. No call here
-// sets any other (R20, R23). The text lives as long as the process.
+// Reduces the later arguments of an implementation to those that this te-fl's op has. A newer
+// plugin may name more, but no call here can set them (R20, R23). The returned text lives as long
+// as the process.
 const char* known_later_args(const te_fl_op_desc& desc, const OpRegistry& registry) {
   if (desc.later_args == nullptr || desc.schema != nullptr || desc.op_name == nullptr) {
     return desc.later_args;
@@ -108,8 +111,8 @@ Status broken_rule(const Status& status) {
   }
 }
 
-// The services that the plugin may call, and the error text of create(). Shared with a create()
-// that may never return.
+// The host services that the plugin may call, and the error text of create(). A create() that hangs
+// shares ownership of this object.
 struct Instance::Host {
   explicit Host(std::string plugin)
       : name(std::move(plugin)), use(registry::intern_string("plugin " + name)) {
@@ -128,7 +131,7 @@ struct Instance::Host {
                                                                            : level);
     try {
       if (log::enabled(clamped)) log::write(clamped, static_cast<Host*>(host)->name + ": " + text);
-    } catch (...) {  // a message is not worth a failure
+    } catch (...) {  // a lost log message must not fail the call
     }
   }
   static const char* setting(void* host, const char* name) noexcept {
@@ -168,8 +171,8 @@ struct Instance::Host {
             "it: allocate at the first use (rule R28)";
       }
       if (sink != nullptr && sink->write != nullptr) sink->write(sink->host, text.c_str());
-      // Without the mark of R6, which is the plugin's to give: free memory differs between ranks,
-      // so who passes this on must not fall back by it.
+      // Without TE_FL_CLEAN (R6): free memory differs between ranks, so a plugin that forwards this
+      // status must not trigger a fallback on one rank only.
       return TE_FL_STATUS_CODE(made.status().to_c());
     } catch (...) {
       return TE_FL_OUT_OF_MEMORY;
@@ -189,10 +192,10 @@ struct Instance::Host {
   }
 
   std::string name;
-  const char* use;               // names its memory in the account of memory
-  std::atomic<int64_t> live{0};  // blocks that it has of the host (R28)
+  const char* use;               // labels its allocations in the memory account
+  std::atomic<int64_t> live{0};  // live blocks that it allocated through the host (R28)
   te_fl_host_api api{};
-  std::deque<std::string> values;  // declared out; kept until the plugin is destroyed
+  std::deque<std::string> values;  // settings' texts returned to the plugin; kept until destroy()
   core::ErrorText errors;
   void* instance = nullptr;
 };
@@ -242,16 +245,17 @@ Result<std::vector<Finding>> Instance::diagnose() const {
 }
 
 Status Instance::create() {
-  // Owns all it touches: if it outlives its time limit, it outlives this object.
+  // The function owns everything that it uses, so it may outlive this object if create() exceeds
+  // its time limit.
   std::function<te_fl_status()> run = [host = host_, create = header_.api.create,
                                        library = options_.library] {
     const LoadTurn::Lent
-        turn;  // it may be a thread of its own, for which the one with the turn waits
+        turn;  // if this is a helper thread, the thread that has the turn waits for it
     return guarded(host->errors, "create",
                    [&] { return create(&host->api, &host->instance, host->errors.sink()); });
   };
   const te_fl_status code = options_.run_create ? options_.run_create(std::move(run)) : run();
-  // After a timeout the helper may still be writing the text: leave it alone.
+  // After a timeout the helper thread may still be writing the error text, so it is not read.
   if (TE_FL_STATUS_CODE(code) == TE_FL_TIMEOUT) {
     return Status(StatusCode::kTimeout,
                   "create did not return in time (rule R14); the plugin is abandoned");
@@ -272,7 +276,7 @@ Status Instance::add_devices() {
   });
   TE_FL_RETURN_IF_ERROR(errors.status(code, "devices"));
   TE_FL_RETURN_IF_ERROR(check_list("devices", count, list));
-  devices_.reserve(count);  // none is added of which nothing knows here
+  devices_.reserve(count);  // no allocation may fail between adding a device and recording it
   for (uint32_t i = 0; i < count; ++i) {
     if (list[i] != nullptr) TE_FL_RETURN_IF_ERROR(check_device(*list[i], i));
     Result<Device> device = te_fl::devices::add(list[i]);
@@ -288,7 +292,7 @@ void Instance::bar_devices() {
 
 void Instance::retire_devices(const std::shared_ptr<Instance>& self) {
   for (const Device& device : devices_) {
-    // Each device holds the instance until its last object is gone.
+    // Each device keeps the instance alive until its last object is freed.
     const Status status = core::retire_device(device, [self] {});
     if (!status.ok()) log::warning("plugin " + header_.name + ": " + status.message());
   }
@@ -308,7 +312,8 @@ Status Instance::quiesce() {
   core::ErrorText errors;
   const te_fl_status code =
       guarded(errors, "quiesce", [&] { return header_.api.quiesce(instance_, errors.sink()); });
-  // BUSY is said by a deactivation that changed nothing.
+  // BUSY would tell the caller that nothing was changed, so a plugin's BUSY is replaced by
+  // INTERNAL.
   const bool busy = TE_FL_STATUS_CODE(code) == TE_FL_BUSY;
   return errors.status(busy ? static_cast<te_fl_status>(TE_FL_INTERNAL) : code,
                        "quiesce of plugin '" + header_.name + "'");
@@ -350,17 +355,18 @@ Status Instance::add_comms(const std::shared_ptr<Instance>& self) {
   return {};
 }
 
-// The descriptors as they are registered: with the provider that one for kDLExtDev serves (R18),
-// and without the ops that only a newer te-fl has (R20). `kept` points into the result, or at a
-// descriptor that cannot be read, of which the registry says what is wrong.
+// The plugin's op descriptors, completed for registration. A descriptor for kDLExtDev gets a
+// provider (R18). Ops that only a newer te-fl has are left out (R20). `kept` receives pointers to
+// the results, and to unreadable descriptors, which the registry then refuses.
 std::deque<te_fl_op_desc> Instance::completed(std::span<const te_fl_op_desc* const> list,
                                               const OpRegistry& registry,
                                               std::vector<const te_fl_op_desc*>& kept) {
-  const char* provider = header_.name.c_str();  // it may find none of its devices here
+  const char* provider = header_.name.c_str();  // the default: it may have found no device
   const Device* first = nullptr;
   for (const Device& device : devices_) {
     if (device.type != TE_FL_DEVICE_EXT) continue;
-    // With two providers the name could mean either, so it is left out, which the registry refuses.
+    // With devices of two providers the default is ambiguous. The descriptor then gets none, and
+    // the registry refuses it.
     const bool another = first != nullptr && first->provider != device.provider;
     provider = another ? nullptr : (*te_fl::devices::find(device))->provider;
     if (another) break;
@@ -414,11 +420,11 @@ Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegist
   }
   if (status.ok()) return made;
   if (made->created_) {
-    (void)registry::remove_comm_providers(name);  // nobody has a communicator of it yet
+    (void)registry::remove_comm_providers(name);  // no communicator of it can exist yet
     registry.impl().remove([&](const registry::Implementation& i) { return i.owner == name; });
-    // Another thread may have used a device already.
+    // Another thread may already have used a device of the plugin.
     made->bar_devices();
-    if (!core::is_inside()) core::wait_outside();  // else this thread's first use loads the plugins
+    if (!core::is_inside()) core::wait_outside();  // from inside it would wait for itself
     const Status quiet = made->quiesce();
     if (!quiet.ok()) log::warning(quiet.to_string());
     made->retire_devices(made);
@@ -441,7 +447,7 @@ Status withdraw(const std::shared_ptr<Instance>& instance, OpRegistry& registry)
   if (busy.ok()) busy = registry::remove_comm_providers(name);
   TE_FL_RETURN_IF_ERROR(busy.wrap("plugin '" + name + "' cannot be withdrawn"));
   instance->bar_devices();
-  // Waits until nobody is inside its ops, or inside anybody's on its devices.
+  // Waits until no thread is inside the plugin's ops, and none is inside any op on its devices.
   registry.impl().remove(is_its);
   instance->withdrawn_ = true;
   TE_FL_RETURN_IF_ERROR(instance->quiesce());

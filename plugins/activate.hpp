@@ -14,20 +14,20 @@
 #include "te_fl/plugins.hpp"
 #include "te_fl/status.hpp"
 
-// From a te_fl_plugin_query function to registered devices and ops, and back. One path for built-in
-// backends and for opened libraries. Every entry of a plugin is called so that an exception (which
-// R5 forbids) becomes a status.
+// Activation of a plugin: from its te_fl_plugin_query function to registered devices and ops, and
+// the reverse. Built-in backends and opened libraries use the same code. Every call into a plugin
+// converts an exception (forbidden by R5) into a status.
 namespace te_fl::plugins {
 
-// A status and its causes on one line, for PluginInfo::reason.
+// Formats a status and its causes on one line, for PluginInfo::reason.
 std::string reason_of(const Status& status);
 
-// Turns the error of a registration that breaks a rule, about a device, an op or a setting of the
-// plugin, into the status of its load: INCOMPATIBLE. NOT_FOUND is a plugin that is not there,
-// ALREADY_EXISTS one that is.
+// Converts a registration error about one of the plugin's devices, ops or settings into the status
+// INCOMPATIBLE of the whole load. The other codes have fixed meanings there: NOT_FOUND means a
+// missing plugin, ALREADY_EXISTS an active one.
 Status broken_rule(const Status& status);
 
-// The answer of a query, checked and copied.
+// The validated copy of the plugin's answer to the query.
 struct Header {
   uint32_t abi_major = 0;
   uint32_t abi_minor = 0;
@@ -36,29 +36,29 @@ struct Header {
   std::string version;
   std::string build_id;  // empty if the plugin gave none
   te_fl_plugin_api api{};
-  std::vector<core::PluginSetting> settings;  // declared (R21)
+  std::vector<core::PluginSetting> settings;  // as declared (R21)
 };
 
-// The reason for which a plugin of this ABI version and this te-fl do not go together (R2), and the
-// way out; empty if they do.
+// The reason for which a plugin of this ABI version is incompatible with this te-fl (R2), with a
+// remedy; empty if it is compatible.
 std::string version_problem(uint32_t major, uint32_t minor);
 
-// Calls the query and checks its answer (R1 to R4, R21). Touches no device.
+// Calls the query function and validates its answer (R1 to R4, R21). Accesses no device.
 Result<Header> read_header(te_fl_plugin_query_fn query);
 
-// Runs create() and returns its status. The loader's runs it on a helper thread and returns TIMEOUT
-// after the limit (R14); everything that `create` refers to is kept alive by it.
+// Runs create() and returns its status. The loader's CreateRunner uses a helper thread and returns
+// TIMEOUT after the limit (R14). The function `create` owns everything that it refers to.
 using CreateRunner = std::function<te_fl_status(std::function<te_fl_status()> create)>;
 
 struct ActivateOptions {
-  // Null: create() is called on this thread, without a limit.
+  // Null: create() is called on this thread without a time limit.
   CreateRunner run_create;
-  // Held until the instance is destroyed: whatever keeps the plugin's code mapped.
+  // Keeps the plugin's code mapped. Held until the instance is destroyed.
   std::shared_ptr<void> library;
 };
 
-// A created plugin. Held by its owner and by every implementation that it registered; destroy() is
-// called when the last of them goes.
+// A created plugin. Its owner and every implementation that it registered share ownership; the last
+// of them calls destroy().
 class Instance {
  public:
   ~Instance();
@@ -67,17 +67,17 @@ class Instance {
 
   const Header& header() const noexcept { return header_; }
   const std::vector<Device>& devices() const noexcept { return devices_; }
-  // "op: impl_id"
+  // The plugin's implementations as "op: impl_id".
   const std::vector<std::string>& ops() const noexcept { return ops_; }
-  // Its providers of collectives.
+  // The names of its providers of collectives.
   const std::vector<std::string>& comms() const noexcept { return comms_; }
-  // Names the parts of the plugin that were left out, and why; empty if there are none.
+  // Lists the parts of the plugin that were not registered, with reasons; empty if all were.
   const std::string& remark() const noexcept { return remark_; }
-  // The plugin's findings about its surroundings; none if it has no such entry.
+  // The plugin's own diagnosis of its environment; empty if it has no such function.
   Result<std::vector<Finding>> diagnose() const;
-  // Memory, streams and events of its devices that are still alive.
+  // The number of live allocations, streams and events on its devices.
   int64_t live_objects() const;
-  // True once withdraw() has taken its ops out.
+  // True after withdraw() has removed its ops.
   bool withdrawn() const noexcept { return withdrawn_; }
 
  private:
@@ -100,7 +100,7 @@ class Instance {
 
   Header header_;
   ActivateOptions options_;
-  std::shared_ptr<Host> host_;  // the argument of create(); a hanging create() keeps it
+  std::shared_ptr<Host> host_;  // the argument of create(); a hanging create() keeps it alive
   void* instance_ = nullptr;
   bool created_ = false;
   bool withdrawn_ = false;
@@ -110,18 +110,19 @@ class Instance {
   std::string remark_;
 };
 
-// query, checks, create, devices, ops, registration: all of it or nothing. Implementations are
-// owned by the plugin's name. After an error nothing of the plugin is registered and its instance
-// is destroyed; after a TIMEOUT the plugin must be abandoned (R14).
+// Activates a plugin: query, validation, create, devices, ops, registration. All steps succeed or
+// none has an effect. The registry records the plugin's name as owner of its implementations. After
+// an error nothing of the plugin is registered and its instance is destroyed; after TIMEOUT the
+// plugin must be abandoned (R14).
 Result<std::shared_ptr<Instance>> activate(te_fl_plugin_query_fn query, OpRegistry& registry,
                                            ActivateOptions options = {});
 
-// Takes ops and devices out: no new call enters its ops, nor anybody's on its devices; who is
-// inside leaves; quiesce(). Then the owner drops the instance; while objects of its devices are
-// alive, these devices hold it, and it is destroyed when the last one goes. BUSY from inside an op
-// or a function of a device, and while a stream that worked with a plan of R26 is being captured:
-// nothing was changed. After any other error (of quiesce) its ops are
-// gone and its devices stay, closed; it must not be destroyed.
+// Withdraws a plugin. Bars its ops and its devices for new calls, waits until the threads inside
+// have left, and calls quiesce(). The owner then drops the instance. While objects of its devices
+// are alive, the devices keep the instance; the last one destroys it. BUSY, without any change: the
+// thread is inside an op or a device function, or a stream that used a plan with device memory
+// (R26) is being captured. After any other error (from quiesce()) its ops are removed and its
+// devices stay, closed; the instance must not be destroyed.
 Status withdraw(const std::shared_ptr<Instance>& instance, OpRegistry& registry);
 
 }  // namespace te_fl::plugins

@@ -17,7 +17,7 @@ std::span<const Builtin> builtins() {
 #if defined(TE_FL_HAVE_CPU)
     {"cpu", &te_fl_cpu_query},
 #endif
-    {nullptr, nullptr},  // an array is never empty
+    {nullptr, nullptr},  // a terminator, since an array may not be empty
   };
   return std::span(kBuiltins).first(std::size(kBuiltins) - 1);
 }

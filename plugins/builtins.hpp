@@ -12,7 +12,7 @@ struct Builtin {
   te_fl_plugin_query_fn query;
 };
 
-// Those compiled in, in the order in which they are activated.
+// The compiled-in backends, in the order of activation.
 std::span<const Builtin> builtins();
 
 }  // namespace te_fl::plugins

@@ -9,14 +9,14 @@
 
 namespace te_fl::plugins {
 
-// The kind of file that a path led to when it was opened. Only kRegular can be read.
+// The kind of file at a path when it was opened. Only kRegular can be read.
 enum class FileState { kRegular, kMissing, kUnreadable, kFolder, kSpecial };
 
 // Reads with pread instead of mapping the file: a file that somebody truncates while it is being
 // read then gives a short read, not SIGBUS. Not copyable; reading is thread-safe.
 class ByteSource {
  public:
-  // Opens without blocking (a FIFO does not hang) and without following to a terminal.
+  // Opens without blocking on a FIFO, and without making a terminal the controlling one.
   explicit ByteSource(const std::string& path);
   // Borrows `bytes`; they must outlive this object.
   explicit ByteSource(std::span<const std::uint8_t> bytes) : memory_(bytes), size_(bytes.size()) {}
@@ -25,13 +25,13 @@ class ByteSource {
   ByteSource& operator=(const ByteSource&) = delete;
 
   FileState state() const { return state_; }
-  // For a state other than kRegular: the system's own words, for example "Permission denied".
+  // For a state other than kRegular: the system's error text, for example "Permission denied".
   const std::string& error() const { return error_; }
   std::uint64_t size() const { return size_; }
   // File descriptor, or -1 for a buffer. Stays owned by this object.
   int fd() const { return fd_; }
 
-  // True when [offset, offset + count) lies inside; safe against overflow.
+  // True if [offset, offset + count) lies inside; does not overflow.
   bool contains(std::uint64_t offset, std::uint64_t count) const {
     return offset <= size_ && count <= size_ - offset;
   }

@@ -29,7 +29,7 @@ namespace fs = std::filesystem;
 
 constexpr const char* kModules = "TE_FL_PLUGIN_MODULES";
 constexpr const char* kPluginPath = "TE_FL_PLUGIN_PATH";
-constexpr const char* kCudaPlugin = "cuda";  // the plugin that TE_FL_SKIP_CUDA leaves out
+constexpr const char* kCudaPlugin = "cuda";  // the plugin that TE_FL_SKIP_CUDA excludes
 
 void leave_out(PluginInfo info, State state, std::string reason) {
   info.state = state;
@@ -38,7 +38,7 @@ void leave_out(PluginInfo info, State state, std::string reason) {
   records::put({std::move(info), nullptr, {}, {}, {}});
 }
 
-// "package.module": letters, digits and '_' around dots, as Python writes it.
+// Accepts a dotted Python module name such as "package.module": letters, digits, '_' and dots.
 bool is_dotted_name(std::string_view word) {
   bool dotted = false, start = true;
   for (const char c : word) {
@@ -66,7 +66,7 @@ class Discovery {
     const std::optional<std::string> modules = environment::get_if_set(kModules);
     std::set<std::string> named;
     for (const std::string& entry : split_list(modules.value_or(""))) {
-      if (named.insert(entry).second) load_module(entry);  // one that is listed twice is there
+      if (named.insert(entry).second) load_module(entry);  // repeated names are loaded once
     }
     for (const Manifest& manifest : scan_.manifests) {
       if (!done_.count(manifest.name)) load_manifest(manifest, manifest.path, false);
@@ -100,7 +100,7 @@ class Discovery {
       leave_out(info, State::kFailed, "the folder does not exist");
     }
     for (const std::string& error : scan_.errors) {
-      // Every error begins with the path of the file or folder.
+      // Each error text begins with the path of the file or folder.
       const std::string file = error.substr(0, error.find(": "));
       PluginInfo info;
       info.name = fs::path(file).stem().string();
@@ -110,7 +110,8 @@ class Discovery {
       log::warning("plugin manifest refused: " + error);
       records::put({std::move(info), nullptr, {}, {}, {}});
     }
-    // Before anything is loaded, so that the settings of what is left out are known as well.
+    // Declares the settings before any plugin is loaded, so that those of skipped plugins are known
+    // too.
     for (const Manifest& manifest : scan_.manifests) {
       const Status declared = core::declare_settings(manifest.name, manifest.settings, false);
       if (!declared.ok()) log::warning(manifest.path + ": " + declared.message());
@@ -118,7 +119,8 @@ class Discovery {
     learn_aliases();
   }
 
-  // Plugins that are left out count as well: another one of the vendor may be loaded by its path.
+  // Adds the vendor aliases of all manifests, skipped plugins included, since another plugin of the
+  // vendor may be loaded by its path.
   void learn_aliases() {
     bool learnt = false;
     for (const Manifest& manifest : scan_.manifests) {
@@ -134,7 +136,7 @@ class Discovery {
     if (!like_file) return load_name(entry);
     if (entry.front() == '/') {
       LoadRequest request{entry, kModules, nullptr, skip_cuda_ ? kCudaPlugin : ""};
-      static_cast<void>(load_library(request, registry_));  // recorded and logged there
+      static_cast<void>(load_library(request, registry_));  // it records and logs the result
       return;
     }
     unresolved(entry, State::kFailed,
@@ -157,7 +159,7 @@ class Discovery {
                  "looks like a Python module, and this process loads only te-fl plugins: name a "
                  "library by its absolute path, or a manifest");
     } else {
-      // Perhaps a module that a Python program imports: no error, whatever the policy.
+      // The name may be a module that a Python program imports later, so this is never an error.
       unresolved(
           name, State::kSkipped,
           "is the name of no manifest (known: " + (names.empty() ? "none" : core::join(names)) +
@@ -190,14 +192,14 @@ class Discovery {
     }
     if (!asked_for && !manifest.load_for.empty()) return on_demand::wait(manifest);
     const LoadRequest request{manifest.library_path, origin, &manifest, ""};
-    static_cast<void>(load_library(request, registry_));  // recorded and logged there
+    static_cast<void>(load_library(request, registry_));  // it records and logs the result
   }
 
   OpRegistry& registry_;
   bool skip_cuda_;
   ManifestScan scan_;
-  std::vector<std::string> modules_;  // named, and for the ModuleLoader
-  std::set<std::string> done_;        // names of manifests that had their turn
+  std::vector<std::string> modules_;  // names for the ModuleLoader
+  std::set<std::string> done_;        // names of manifests already processed
 };
 
 }  // namespace
@@ -207,7 +209,7 @@ std::string prefix_of(const std::string& path) {
   const fs::path real = fs::canonical(path, error);
   if (error) return {};
   fs::path folder = real.parent_path();
-  // <prefix>/lib, or <prefix>/lib/x86_64-linux-gnu.
+  // The library is in <prefix>/lib or in <prefix>/lib/x86_64-linux-gnu.
   for (int depth = 0; depth < 2; ++depth, folder = folder.parent_path()) {
     const fs::path name = folder.filename();
     if (name == "lib" || name == "lib64" || name == "bin") return folder.parent_path().string();
@@ -225,7 +227,7 @@ std::string installation_prefix() {
 
 SearchPath manifest_folders() {
   const std::optional<std::string> value = environment::get_if_set("TE_FL_PLUGIN_PATH");
-  if (value == "" && !privileges_elevated()) return {};  // none
+  if (value == "" && !privileges_elevated()) return {};  // set but empty: no folders
   SearchPath path = split_plugin_path(value.value_or(""), "TE_FL_PLUGIN_PATH");
   SearchPath rest = default_search_path(installation_prefix());
   std::move(rest.folders.begin(), rest.folders.end(), std::back_inserter(path.folders));
@@ -246,7 +248,7 @@ Status named_plugins_status() {
 void discover(OpRegistry& registry) {
   try {
     Discovery(registry).run();
-  } catch (const std::exception& e) {  // out of memory: the host goes on with what it has
+  } catch (const std::exception& e) {  // out of memory: the host continues without the rest
     log::error(std::string("looking for plugins was cut short: ") + e.what());
   }
 }

@@ -1,5 +1,4 @@
-// Lists the plugins that are loaded on first use, and the folders in which manifests are looked
-// for.
+// Finds and loads the plugins at the first use of te-fl, and lists the folders of manifests.
 #pragma once
 
 #include <string>
@@ -10,22 +9,22 @@
 
 namespace te_fl::plugins {
 
-// Loads what TE_FL_PLUGIN_MODULES names, then what the manifests offer. Called once, by the first
-// use of OpManager::instance(), after the built-in backends are registered. Whatever fails is
-// recorded and logged; nothing here makes the host fail.
+// Loads the plugins named in TE_FL_PLUGIN_MODULES, then those of the manifests. Called once, by the
+// first use of OpManager::instance(), after the built-in backends are registered. Records and logs
+// failures; the host never fails because of one.
 void discover(OpRegistry& registry);
 
-// FAILED_PRECONDITION, with the reason, if a plugin that TE_FL_PLUGIN_MODULES names was not loaded.
-// Under TE_FL_STRICT no op runs then: what the user asked for is not there.
+// FAILED_PRECONDITION with the reason if a plugin named in TE_FL_PLUGIN_MODULES was not loaded.
+// Under TE_FL_STRICT no op runs in that case.
 Status named_plugins_status();
 
-// The installation prefix that holds libte_fl (or the program that it is linked into), from where
-// it was loaded; TE_FL_INSTALL_PREFIX when it does not lie in a lib or bin folder.
+// The installation prefix, derived from the path of libte_fl (or of the program that contains it).
+// TE_FL_INSTALL_PREFIX if that path is not in a lib or bin folder.
 std::string installation_prefix();
-// The prefix of a library or program at `path`, empty when its folder is not a lib or bin folder.
+// The prefix of a library or program at `path`; empty if its folder is not a lib or bin folder.
 std::string prefix_of(const std::string& path);
 
-// Folders of TE_FL_PLUGIN_PATH, then the default ones; none if the variable is set and empty.
+// The folders of TE_FL_PLUGIN_PATH, then the default ones. None if the variable is set and empty.
 SearchPath manifest_folders();
 
 }  // namespace te_fl::plugins

@@ -25,7 +25,7 @@ std::vector<std::string> split_path_list(std::string_view text) {
   }
 }
 
-// Section "NULL" and local definitions are no exports.
+// True for a global symbol that the file defines and other files can see.
 bool is_exported(const Elf64_Sym& s) {
   const unsigned bind = ELF64_ST_BIND(s.st_info);
   const unsigned visibility = ELF64_ST_VISIBILITY(s.st_other);
@@ -123,8 +123,9 @@ class DynamicReader {
     return true;
   }
 
-  // The string at `offset`, or nullopt when it leaves the table, has no end, or the names read so
-  // far add up to more than an honest file's can (many symbols that share one long name).
+  // The string at `offset`; nullopt if it leaves the table or has no end. Also nullopt if the total
+  // length of the names read exceeds any real file's, as with many symbols that share one long
+  // name.
   std::optional<std::string_view> string_at(std::uint64_t offset) {
     if (offset >= strings_.size()) return std::nullopt;
     const auto* begin = reinterpret_cast<const char*>(strings_.data()) + offset;
@@ -238,8 +239,8 @@ class DynamicReader {
     return true;
   }
 
-  // Number of entries in the dynamic symbol table. The format does not store it: the hash tables
-  // imply it, and the section header gives it where a library exports nothing.
+  // Number of entries in the dynamic symbol table. The format does not store it: it follows from
+  // the hash tables, or from the section header if a library exports nothing.
   std::uint64_t symbol_count(std::uint64_t table_address) const {
     std::uint64_t count = 0;
     if (const auto address = value(DT_HASH)) {
@@ -263,7 +264,7 @@ class DynamicReader {
     std::uint32_t last = 0;
     std::uint32_t bucket = 0;
     for (std::uint64_t i = 0; get_object(buckets, i, bucket); i += 4) last = std::max(last, bucket);
-    if (last < head.first) return head.first;  // nothing exported
+    if (last < head.first) return head.first;  // no exports
     const std::uint64_t chains_at = buckets_at + std::uint64_t{head.buckets} * 4;
     for (std::uint64_t index = last; index < kMaxSymbols;) {
       const auto chunk = read_up_to(chains_at + (index - head.first) * 4, 4096);
@@ -311,7 +312,7 @@ class DynamicReader {
     }
     bool readable = true;
     for (std::uint64_t i = 1; i < count && readable; ++i) readable = read_symbol(table, indices, i);
-    // Sorted even when cut short, since look-ups rely on the order.
+    // Sorted also if reading stopped early, since look-ups rely on the order.
     std::sort(info_.defined.begin(), info_.defined.end(),
               [](const ElfSymbol& a, const ElfSymbol& b) { return a.name < b.name; });
     if (!readable) return corrupt("a symbol's name is unreadable");

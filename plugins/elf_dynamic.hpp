@@ -1,4 +1,4 @@
-// Internal to plugins: the part of the ELF reader behind the program headers.
+// Internal to plugins: reads the dynamic section of an ELF file.
 #pragma once
 
 #include <elf.h>
@@ -10,8 +10,8 @@
 
 namespace te_fl::plugins {
 
-// Fills the dynamic section's part of `info` (64-bit, native byte order). On damage sets
-// info.kind to kCorrupt and info.problem.
+// Fills the members of `info` that come from the dynamic section (64-bit, native byte order). If
+// the file is damaged, sets info.kind to kCorrupt and info.problem.
 void read_elf_dynamic(const ByteSource& bytes, const Elf64_Ehdr& header,
                       const std::vector<Elf64_Phdr>& segments, ElfDepth depth, ElfInfo& info);
 

@@ -13,7 +13,7 @@
 namespace te_fl::plugins {
 namespace {
 
-constexpr std::uint16_t kLoongArch = 258;  // EM_LOONGARCH, younger than some <elf.h>
+constexpr std::uint16_t kLoongArch = 258;  // EM_LOONGARCH, missing in older <elf.h>
 constexpr std::uint16_t kMaxSegments = 1024;
 constexpr std::uint64_t kMaxNoteBytes = 64 << 10;
 
@@ -52,7 +52,7 @@ void set(ElfInfo& info, ElfKind kind, std::string problem) {
   info.problem = std::move(problem);
 }
 
-// Names what a file without the ELF magic is.
+// Classifies a file that lacks the ELF magic.
 void classify_foreign(std::span<const std::uint8_t> head, ElfInfo& info) {
   const std::string_view text(reinterpret_cast<const char*>(head.data()), head.size());
   if (starts_with(head, "!<arch>\n") || starts_with(head, "!<thin>\n")) {
@@ -89,8 +89,8 @@ std::string with_article(const std::string& word) {
   return (vowel ? "an " : "a ") + word;
 }
 
-// Reads e_ident, e_type and e_machine, which lie at the same offsets in both word sizes. Returns
-// false when there is nothing more to read.
+// Reads e_ident, e_type and e_machine, which have the same offsets for both word sizes. Returns
+// false if nothing more can be read.
 bool read_identity(std::span<const std::uint8_t> head, ElfInfo& info) {
   std::uint16_t type = 0;
   std::uint16_t machine = 0;
@@ -178,7 +178,7 @@ void read_build_id(const ByteSource& bytes, const Elf64_Phdr& segment, ElfInfo& 
   }
 }
 
-// Checks that the segments lie inside the file and notes their protections.
+// Checks that the segments lie inside the file, and records their protections.
 bool check_segments(const ByteSource& bytes, const std::vector<Elf64_Phdr>& segments,
                     ElfInfo& info) {
   bool loadable = false;
@@ -200,7 +200,8 @@ bool check_segments(const ByteSource& bytes, const std::vector<Elf64_Phdr>& segm
     }
     if ((s.p_flags & PF_W) && (s.p_flags & PF_X)) info.writable_executable = true;
   }
-  // Without the header x86_64's default is an executable stack; aarch64's and RISC-V's is not.
+  // Without a PT_GNU_STACK header, x86_64 defaults to an executable stack; aarch64 and RISC-V do
+  // not.
   info.executable_stack = stack ? (stack->p_flags & PF_X) != 0 : kHostMachine == EM_X86_64;
   if (!loadable) set(info, ElfKind::kCorrupt, "has no loadable segment");
   return loadable;
@@ -244,7 +245,8 @@ ElfInfo inspect(const ByteSource& bytes, ElfDepth depth) {
   if (read_segments(bytes, header, segments, info) && check_segments(bytes, segments, info)) {
     read_elf_dynamic(bytes, header, segments, depth, info);
   }
-  // A wrong architecture is the larger trouble: the file is useless here even when repaired.
+  // A wrong architecture takes precedence over damage: the file is useless on this host in any
+  // case.
   if (!host_problem.empty()) info.problem = host_problem;
   return info;
 }

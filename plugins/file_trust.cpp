@@ -16,9 +16,9 @@
 namespace te_fl::plugins {
 namespace {
 
-constexpr int kMaxLinks = 40;  // the kernel's own limit
+constexpr int kMaxLinks = 40;  // the kernel's limit
 
-// `text` as one shell word.
+// Quotes `text` as one shell word.
 std::string shell_word(const std::string& text) {
   constexpr const char* kPlain =
       "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_@%+=:,./-";
@@ -30,7 +30,7 @@ std::string shell_word(const std::string& text) {
 
 struct User {
   std::string name;
-  std::optional<gid_t> group;  // primary; nullopt: an unknown user
+  std::optional<gid_t> group;  // primary group; nullopt: unknown user
 };
 
 User user_of(uid_t id) {
@@ -52,8 +52,8 @@ std::string group_name(gid_t id) {
   return known ? entry.gr_name : std::to_string(id);
 }
 
-// The user's primary group, of the user's name, with no other member: as many systems give every
-// user one, and make files writable by it.
+// True for the user's private group: the primary group, with the user's name and no other member.
+// Many systems give every user such a group and make files group-writable.
 bool private_group(gid_t id) {
   const User user = user_of(::geteuid());
   if (user.group != id) return false;
@@ -68,13 +68,14 @@ bool private_group(gid_t id) {
   return true;
 }
 
-// With an access control list the group's bits are the list's mask, and say nothing of the group.
+// True if the file has an access control list. The mode's group bits are then the list's mask, not
+// the group's rights.
 bool has_access_list(const std::string& path) {
   return ::lgetxattr(path.c_str(), "system.posix_acl_access", nullptr, 0) > 0;
 }
 
-// The users besides root and this one who may write, in words, and the option of chmod that takes
-// the right away.
+// The other users, apart from root and this user, who may write, as text; and the chmod option that
+// revokes that right.
 struct Writers {
   std::string who, chmod;
 };
@@ -94,7 +95,7 @@ std::string owner_problem(const std::string& what, const std::string& path, cons
          (S_ISLNK(st.st_mode) ? "-h " : "") + me + " " + shell_word(path);
 }
 
-// Follows one path and stops at the first thing that others can change.
+// Follows one path and stops at the first component that other users can change.
 class Walk {
  public:
   explicit Walk(bool folder) : folder_(folder) {}
@@ -115,7 +116,7 @@ class Walk {
   }
 
  private:
-  // Puts the parts of a path, or of a link's target, before what is left to follow.
+  // Prepends the components of a path, or of a link's target, to those that remain to be followed.
   void enqueue(std::string_view path) {
     std::deque<std::string> parts;
     while (!path.empty()) {
@@ -138,7 +139,7 @@ class Walk {
     if (S_ISDIR(st.st_mode)) return enter(next);
     if (S_ISLNK(st.st_mode)) return follow(next, st);
     ended_ = true;
-    if (!rest_.empty()) return {};  // no folder: what is behind it does not exist
+    if (!rest_.empty()) return {};  // not a folder: the rest does not exist
     if (const auto writers = other_writers(next, st)) {
       return "it can be written by " + writers->who + "; run: chmod " + writers->chmod + " " +
              shell_word(next);
@@ -161,7 +162,7 @@ class Walk {
     struct stat st {};
     at_ = folder.empty() ? "/" : folder;
     sticky_.reset();
-    if (::lstat(at_.c_str(), &st) != 0) return {};  // it went meanwhile; opening it will say so
+    if (::lstat(at_.c_str(), &st) != 0) return {};  // removed meanwhile; open() will report it
     if (const auto writers = other_writers(at_, st)) {
       if ((st.st_mode & S_ISVTX) == 0) return writable_problem(*writers, "replace the file");
       sticky_ = writers;
@@ -181,10 +182,10 @@ class Walk {
 
   const bool folder_;
   std::deque<std::string> rest_;
-  std::string at_;                 // the folder reached, free of links
-  std::optional<Writers> sticky_;  // of that folder: others who may add names, but not replace them
+  std::string at_;                 // the resolved folder so far, without links
+  std::optional<Writers> sticky_;  // users who may add names to it but not replace any
   int links_ = 0;
-  bool ended_ = false;  // at a file, or where nothing is
+  bool ended_ = false;  // reached a file or a missing name
 };
 
 }  // namespace

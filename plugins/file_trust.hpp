@@ -1,31 +1,31 @@
-// Decides if a path may be trusted with code execution, by asking who else could change what it
-// leads to.
+// Decides whether code at a path may be executed, by checking which users could change what the
+// path leads to.
 //
-// A path is followed from the root as the kernel does it, through every folder and every symbolic
-// link. Each of them must belong to root or to the (effective) user of this process and be writable
-// by nobody else, or what it leads to could be exchanged. A folder with the sticky bit (such as
-// /tmp) passes where what is taken from it exists and belongs to those two: others can add names
-// there but not replace that one. Writing by a group counts as writing by others, except for the
-// user's private group, in which nobody else is. Once a path has passed, nobody else can change
-// what opening it again would find.
+// A path is followed from the root like the kernel does, through each folder and symbolic link.
+// Each of them must be owned by root or by the effective user of this process and must not be
+// writable by other users. A folder with the sticky bit (such as /tmp) passes if the next component
+// exists and has one of these two owners, since other users can then add names but not replace that
+// one. Write access of a group counts as that of other users, except for the user's private group,
+// which has no other member. After a path has passed, no other user can change what opening it
+// again finds.
 //
-// Each function returns an empty text, or a sentence that names what can be written by whom and the
-// command that mends it. Thread-safe.
+// Each function returns an empty text, or a sentence that names the writable component, who may
+// write it, and the command that corrects this. Thread-safe.
 #pragma once
 
 #include <string>
 
 namespace te_fl::plugins {
 
-// True when the process runs with more rights than the user who started it (set-user-ID,
-// set-group-ID or file capabilities). Then no path that the user controls may be followed.
+// True if the process has more rights than the user who started it (set-user-ID, set-group-ID or
+// file capabilities). It must then follow no path that the user controls.
 bool privileges_elevated();
 
-// Judges a file. One that does not exist is judged by the folders that do.
+// Checks a file. For a missing file, checks the folders of its path that exist.
 std::string file_trust_problem(const std::string& path);
 
-// Judges a folder in which the dynamic loader looks for a name: nobody else may add one, so the
-// sticky bit does not help, and neither may they create the folder where it does not exist.
+// Checks a folder that the dynamic loader searches. Other users must not be able to add a name, so
+// the sticky bit does not help; nor to create the folder if it is missing.
 std::string folder_trust_problem(const std::string& path);
 
 }  // namespace te_fl::plugins

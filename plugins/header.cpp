@@ -1,4 +1,4 @@
-// The query's answer and its checks.
+// Validates a plugin's answer to the query.
 
 #include <algorithm>
 #include <cstring>
@@ -34,7 +34,7 @@ bool is_withdrawn(uint32_t major, uint32_t minor) { return major == 1 && minor =
 
 std::string our_version() { return version_text(TE_FL_ABI_MAJOR, TE_FL_ABI_MINOR); }
 
-// Reads what stands at the same place in every major, and nothing else.
+// Reads only the members that have the same place in every major version.
 Status check_version(const te_fl_plugin_header& raw) {
   const std::string why = version_problem(raw.abi_major, raw.abi_minor);
   if (why.empty()) return {};
@@ -42,8 +42,8 @@ Status check_version(const te_fl_plugin_header& raw) {
                       ", this te-fl " TE_FL_VERSION " speaks " + our_version() + "; " + why);
 }
 
-// From 2.0 on the minor may differ in either direction (R2), unless the plugin says what it cannot
-// do without.
+// From 2.0 on, plugin and host may differ in the minor version (R2), unless the plugin requires a
+// minimum.
 Status check_needs(const te_fl_plugin_header& h) {
   if (h.min_host_minor > TE_FL_ABI_MINOR) {
     return incompatible("the plugin needs a host of ABI " +
@@ -130,7 +130,7 @@ Result<const te_fl_plugin_header*> ask(te_fl_plugin_query_fn query) {
 }  // namespace
 
 std::string version_problem(uint32_t major, uint32_t minor) {
-  const bool kept = TE_FL_ABI_MAJOR >= 2;  // nothing is kept before 2.0
+  const bool kept = TE_FL_ABI_MAJOR >= 2;  // compatibility begins with 2.0
   if (major == TE_FL_ABI_MAJOR && (kept || minor == TE_FL_ABI_MINOR)) return {};
   if (is_withdrawn(major, minor)) {
     return "1.0 was withdrawn and no te-fl loads it any more (rule R2): rebuild the plugin with "
@@ -161,7 +161,7 @@ Result<Header> read_header(te_fl_plugin_query_fn query) {
   if (!plausible_size(raw->struct_size, least)) {
     return incompatible("the plugin's header has " + core::size_text(raw->struct_size, least));
   }
-  te_fl_plugin_header h{};  // its size is the second member, so not copy_struct
+  te_fl_plugin_header h{};  // struct_size is the second member, so copy_struct does not apply
   std::memcpy(&h, raw, core::copied_size(raw->struct_size, sizeof h));
   TE_FL_RETURN_IF_ERROR(check_needs(h));
   if (!good_name(h.name)) {

@@ -37,10 +37,10 @@ void* Library::symbol(const char* name) const {
 }
 
 bool is_mapped(const std::string& path) {
-  if (!core::check_regular(path).ok()) return false;  // dlopen() opens it to see
+  if (!core::check_regular(path).ok()) return false;  // dlopen() would open the file
   void* handle = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);
   if (handle == nullptr) {
-    dlerror();  // forget it
+    dlerror();  // clears the error
     return false;
   }
   dlclose(handle);

@@ -12,13 +12,13 @@ namespace te_fl::plugins {
 // Closes the library when destroyed, unless keep_mapped() was called. Thread-safe.
 class Library {
  public:
-  // RTLD_NOW | RTLD_LOCAL. The error is the dynamic loader's own text.
+  // Opens with RTLD_NOW | RTLD_LOCAL. The error has the dynamic loader's text.
   static Result<std::shared_ptr<Library>> open(const std::string& path);
   ~Library();
   Library(const Library&) = delete;
   Library& operator=(const Library&) = delete;
 
-  // Null if the library itself does not define it; a dependency's symbol of that name does not
+  // Null if the library itself does not define the symbol; symbols of its dependencies do not
   // count.
   void* symbol(const char* name) const;
   void keep_mapped() noexcept { keep_.store(true, std::memory_order_relaxed); }

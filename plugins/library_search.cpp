@@ -35,7 +35,7 @@ std::string multiarch() {
 #endif
 }
 
-// SONAME of a mapped object, read from its dynamic section in memory.
+// The SONAME of a mapped object, from its dynamic section in memory.
 std::string mapped_soname(const dl_phdr_info& object) {
   for (int i = 0; i < object.dlpi_phnum; ++i) {
     if (object.dlpi_phdr[i].p_type != PT_DYNAMIC) continue;
@@ -48,7 +48,7 @@ std::string mapped_soname(const dl_phdr_info& object) {
       if (entry->d_tag == DT_SONAME) soname = entry->d_un.d_val;
     }
     if (!strings || !soname) return {};
-    // glibc relocates this pointer in place on some architectures and leaves it on others.
+    // On some architectures glibc relocates this pointer in place, on others it does not.
     if (*strings < object.dlpi_addr) *strings += object.dlpi_addr;
     return reinterpret_cast<const char*>(*strings + *soname);
   }
@@ -67,7 +67,8 @@ std::vector<std::string> split_folders(std::string_view text, std::string_view s
   return out;
 }
 
-// LD_LIBRARY_PATH as it was when the program started; the loader reads it only then.
+// The value of LD_LIBRARY_PATH when the program started. The dynamic loader reads it only at that
+// time.
 std::string starting_library_path() {
   if (getauxval(AT_SECURE) != 0) return {};
   constexpr std::string_view kName = "LD_LIBRARY_PATH=";
@@ -101,12 +102,12 @@ std::string join(const std::string& folder, const std::string& name) {
   return folder.ends_with('/') ? folder + name : folder + '/' + name;
 }
 
-// Tries one file. Returns true when the search ends here.
+// Tries one file. Returns true if the search ends with it.
 bool try_file(const std::string& path, FoundLibrary& found) {
   ElfInfo elf = inspect_elf(path, ElfDepth::kHeaders);
   if (elf.kind == ElfKind::kMissing) return false;
   found.met.push_back(path);
-  if (!found.path.empty()) return true;  // a faster twin is there
+  if (!found.path.empty()) return true;  // a hwcaps variant was found before
   if (!elf.sound()) {
     if (!found.rejected.empty()) found.rejected += "; ";
     found.rejected += path + " " + elf.problem;
@@ -157,7 +158,7 @@ std::vector<std::string> hwcaps_folders(const std::string& folder) {
 
 std::vector<LoadedLibrary> loaded_libraries() {
   std::vector<LoadedLibrary> out;
-  // The loader's lock is held during the walk, so that no object is unmapped while it is read.
+  // dl_iterate_phdr holds the loader's lock, so no object is unmapped while it is read.
   dl_iterate_phdr(
       [](dl_phdr_info* object, std::size_t, void* result) {
         const std::string path = object->dlpi_name ? object->dlpi_name : "";
@@ -208,7 +209,7 @@ SearchRules SearchRules::of_process() {
   const std::string program = "/proc/self/exe";
   std::error_code error;
   const std::string program_path = fs::read_symlink(program, error).string();
-  // The inspector calls a program's file unusable, and still reads its RPATH.
+  // The inspector reports a program as unusable, but still reads its RPATH.
   const ElfInfo elf = inspect_elf(program, ElfDepth::kHeaders);
   if (elf.runpath.empty()) {
     for (const std::string& folder : elf.rpath) {
@@ -265,7 +266,7 @@ FoundLibrary find_library(const std::string& name, std::span<const Requester> ch
   const bool has_runpath = !chain.empty() && !chain.front().runpath.empty();
   if (!has_runpath) {
     for (const Requester& r : chain) {
-      // An object that has a RUNPATH has no RPATH as far as the loader is concerned.
+      // The loader ignores the RPATH of an object that has a RUNPATH.
       if (r.runpath.empty() && try_folders(r.rpath, r.path, name, found)) return found;
     }
     if (try_folders(rules.program_rpath, {}, name, found)) return found;

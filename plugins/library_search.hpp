@@ -1,4 +1,4 @@
-// Finds a needed library the way the dynamic loader (glibc's ld.so) does, without loading it.
+// Finds a needed library in the way of the dynamic loader (glibc's ld.so), without loading it.
 #pragma once
 
 #include <cstdint>
@@ -19,28 +19,28 @@ struct LoadedLibrary {
   std::string soname;  // may be empty
 };
 
-// The libraries mapped now, the program itself left out. Thread-safe.
+// The libraries that are mapped now, without the program itself. Thread-safe.
 std::vector<LoadedLibrary> loaded_libraries();
 
-// ld.so.cache: soname -> files, in the cache's own order.
+// The contents of ld.so.cache: soname -> files, in the order of the cache.
 using LibraryCache = std::multimap<std::string, std::string, std::less<>>;
 
-// Parses the bytes of an ld.so.cache: the "glibc-ld.so.cache1.1" format, alone or behind the older
-// "ld.so-1.7.0" one. Damaged entries are left out; bytes of another format give an empty cache.
+// Parses the bytes of an ld.so.cache in the "glibc-ld.so.cache1.1" format, alone or after a table
+// of the older "ld.so-1.7.0" format. Skips damaged entries. Other formats yield an empty cache.
 LibraryCache parse_library_cache(std::span<const std::uint8_t> bytes);
 
-// The places in which libraries are looked for. The defaults are this process'; tests put in their
+// The places to search for libraries. of_process() gives those of this process; tests use their
 // own.
 struct SearchRules {
   std::vector<std::string> library_path;  // LD_LIBRARY_PATH, as the loader read it at start
-  // Folders that LD_LIBRARY_PATH holds now and did not at start. The loader does not see them; a
-  // library that is only there is missing, and the report says why.
+  // Folders that were added to LD_LIBRARY_PATH after the start. The loader does not search them; a
+  // library found only there is missing, and the report says so.
   std::vector<std::string> late_library_path;
   std::vector<std::string> program_rpath;    // DT_RPATH of the program, expanded
-  LibraryCache cache;                        // ld.so.cache
-  std::vector<std::string> default_folders;  // /lib/x86_64-linux-gnu, ...
+  LibraryCache cache;                        // contents of ld.so.cache
+  std::vector<std::string> default_folders;  // for example /lib/x86_64-linux-gnu
   std::vector<LoadedLibrary> loaded;
-  bool use_global_scope = true;  // symbols of the process' global scope count as provided
+  bool use_global_scope = true;  // symbols of the global scope count as provided
 
   // Reads the rules of this process: its starting environment (later changes of LD_LIBRARY_PATH do
   // not reach the loader), /etc/ld.so.cache, its mapped libraries.
@@ -50,10 +50,10 @@ struct SearchRules {
 // Expands $ORIGIN, $LIB and $PLATFORM (also in braces) in an RPATH, RUNPATH or DT_NEEDED entry.
 std::string expand_tokens(std::string_view entry, const std::string& library_path);
 
-// The sub-folders of a folder's glibc-hwcaps, the most demanding first.
+// The folders below a folder's glibc-hwcaps, those with the highest requirements first.
 std::vector<std::string> hwcaps_folders(const std::string& folder);
 
-// An object whose RPATH or RUNPATH takes part in a search.
+// An object whose RPATH or RUNPATH is used in a search.
 struct Requester {
   std::string path;
   std::vector<std::string> rpath;
@@ -62,22 +62,22 @@ struct Requester {
 
 struct FoundLibrary {
   std::string path;      // empty when it was not found
-  bool loaded = false;   // mapped in the process already
+  bool loaded = false;   // already mapped in the process
   ElfInfo elf;           // headers only; empty for a loaded library without a file
-  std::string rejected;  // files that had the name but cannot serve, each with the reason
-  // For judging who could decide what is found. Run path folders that were searched, $ORIGIN
-  // expanded, down to the one with the file; and every file of the name that was met there or
-  // elsewhere, those that cannot serve included.
+  std::string rejected;  // unsuitable files of that name, with reasons
+  // For a check of who could influence the result: the run path folders searched, $ORIGIN expanded,
+  // up to the one with the file; and every file of that name found in any folder, including
+  // unsuitable ones.
   std::vector<std::string> run_path_folders;
   std::vector<std::string> met;
 };
 
-// Looks `name` up for `chain`: the object that needs it first, then who loaded that object, and so
-// on. Order: already loaded; RPATHs of the chain unless the first has a RUNPATH; the program's
-// RPATH; LD_LIBRARY_PATH; the first one's RUNPATH; the cache; the default folders. A file for
-// another architecture is passed over, as the loader does. A folder's sub-folders of glibc-hwcaps
-// come before the folder itself, whatever this processor can do: which of them the loader takes is
-// for it to decide.
+// Finds the library `name` for `chain`: the object that needs it, then the object that loaded that
+// one, and so on. Search order: libraries already loaded; RPATHs of the chain unless the first
+// object has a RUNPATH; the program's RPATH; LD_LIBRARY_PATH; the first object's RUNPATH; the
+// cache; the default folders. Skips files for another architecture, like the loader. Searches a
+// folder's glibc-hwcaps before the folder itself, for all processors: the loader decides which of
+// them it uses.
 FoundLibrary find_library(const std::string& name, std::span<const Requester> chain,
                           const SearchRules& rules);
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kMaxLibraries = 1024;
 
-// An object that would be mapped, and who would have it mapped, the nearest first.
+// An object that the loader would map, and the chain of objects that need it, the nearest first.
 struct Object {
   ElfInfo elf;
   std::vector<Requester> chain;
@@ -60,7 +60,7 @@ class Closure {
     return {};
   }
 
-  // Judges a folder of a run path, and those below it in which the loader looks first.
+  // Checks a run path folder and the hwcaps folders below it, which the loader searches first.
   std::string folder_problem(const std::string& folder) {
     if (!judged_.insert(folder).second) return {};
     const std::string which = "its RPATH or RUNPATH leads to " + folder + ": ";

@@ -1,4 +1,4 @@
-// Finds files that others could change among those that the dynamic loader maps for a plugin.
+// Checks whether other users could change any file that the dynamic loader maps for a plugin.
 #pragma once
 
 #include <string>
@@ -7,11 +7,11 @@
 
 namespace te_fl::plugins {
 
-// Follows the libraries that the one at `path` needs, as the loader would look for them, and judges
-// every file that it would meet and every RPATH and RUNPATH folder in which it would look
-// (file_trust.hpp). What cannot be read or found is left to the loader. Libraries that the process
-// has mapped already are not judged. Empty: nobody else could. Otherwise who, where, and the
-// command that mends it. Thread-safe.
+// Checks the libraries that the library at `path` needs, in the way of the loader: every file that
+// it would try and every RPATH and RUNPATH folder that it would search (file_trust.hpp). Ignores
+// files that cannot be found or read, and libraries that the process has mapped already. Returns an
+// empty text if no other user could change anything; otherwise who could, where, and the command
+// that corrects this. Thread-safe.
 std::string load_trust_problem(const std::string& path, const SearchRules& rules);
 
 }  // namespace te_fl::plugins

@@ -13,13 +13,14 @@ namespace {
 std::atomic<int> g_turn{0};
 constinit thread_local bool t_turn = false;
 
-// The thread that had the turn is not in the child, unless it is the one that forked.
+// In a forked child: frees the turn if a thread other than the forking one had it.
 void turn_in_child() {
   if (!t_turn) g_turn.store(0, std::memory_order_relaxed);
 }
 const core::ForkedChild turn_watched(core::LockLevel::kPluginRecords, &turn_in_child);
 
-// The turn is not taken: a load that begins later sees that the process ends.
+// Waits until no other thread has the turn, without taking it: a load that begins later sees that
+// the process is ending.
 void wait_for_loads(core::EndClock::time_point end) noexcept {
   while (g_turn.load(std::memory_order_seq_cst) != 0 && !t_turn && core::EndClock::now() < end)
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

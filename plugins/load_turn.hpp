@@ -1,11 +1,12 @@
-// The turn to load or deactivate a plugin.
+// The lock under which plugins are loaded and deactivated.
 #pragma once
 
 namespace te_fl::plugins {
 
-// Loads and deactivations go one after the other. Waits for its turn; not to be made by a thread
-// that has it (mine()), as a plugin that loads another from its own entry would. exit() waits for
-// who has it (core/base/process_end.hpp); who gets it then asks ends_elsewhere() and does nothing.
+// Serialises loads and deactivations. The constructor waits for the turn. A thread that has it
+// (mine()) must not construct another, as when a plugin's function loads a plugin. exit() waits for
+// the thread that has the turn (core/base/process_end.hpp); a thread that gets it later checks
+// ends_elsewhere() and does nothing.
 class LoadTurn {
  public:
   LoadTurn();
@@ -14,8 +15,8 @@ class LoadTurn {
   LoadTurn& operator=(const LoadTurn&) = delete;
   static bool mine() noexcept;
 
-  // The calling thread has the turn of another, which waits for it: it loads nothing and waits for
-  // no load.
+  // Marks the calling thread as having the turn of another thread, which waits for it. It then
+  // loads no plugin and waits for no load.
   class Lent {
    public:
     Lent() noexcept;

@@ -34,7 +34,7 @@ using Clock = std::chrono::steady_clock;
 
 Status unfit(std::string text) { return Status(StatusCode::kIncompatible, std::move(text)); }
 
-// One attempt: what is known of the plugin so far, and how it ended.
+// One attempt to load a plugin: its data so far, and the result.
 struct Attempt {
   const LoadRequest& request;
   OpRegistry& registry;
@@ -49,7 +49,7 @@ std::string abi_text(unsigned major, unsigned minor) {
   return std::to_string(major) + "." + std::to_string(minor);
 }
 
-// Checks what a manifest promises before the library is touched.
+// Checks the manifest's claims before the library is opened.
 Status check_manifest(const Manifest& manifest) {
   const std::string host = host_architecture();
   if (!manifest.arch.empty() && manifest.arch != host) {
@@ -66,14 +66,14 @@ Status check_manifest(const Manifest& manifest) {
   return {};
 }
 
-// The dynamic loader maps a file that ends too early, or whose tables lead astray, and the process
-// dies of reading it.
+// True for a truncated file or one with invalid tables. The dynamic loader would map such a file
+// and crash.
 bool would_crash_the_loader(const ElfInfo& elf) {
   return elf.kind == ElfKind::kTruncated || elf.kind == ElfKind::kCorrupt;
 }
 
-// Everything that must be known before any of its code runs: that nobody else can decide what is
-// loaded. Whether it can be loaded is for the dynamic loader to say.
+// Checks everything that must hold before code of the plugin runs: no other user may control what
+// is loaded. Whether the library can be loaded is left to the dynamic loader.
 Status check_file(Attempt& attempt) {
   const std::string& path = attempt.request.path;
   if (records::is_abandoned(path)) {
@@ -97,8 +97,8 @@ Status check_file(Attempt& attempt) {
   return problem.empty() ? Status() : not_trusted(problem);
 }
 
-// The dynamic loader stops at its first error and names only that; reading the files finds them
-// all, with who needs what and what to install.
+// Explains a failed dlopen(). The dynamic loader reports only its first error; reading the files
+// finds all errors, with the objects that need each library and the package to install.
 Status explain(const LoadRequest& request, const std::string& loader_text) {
   std::span<const LibraryPackage> packages;
   if (request.manifest != nullptr) packages = request.manifest->packages;
@@ -143,7 +143,8 @@ Status check_names(const Attempt& attempt, const Header& header) {
   return {};
 }
 
-// A manifest need not name settings; one that does names those of the header.
+// Compares the settings of manifest and header. A manifest may omit them, but must otherwise list
+// the header's settings.
 Status check_settings(const Attempt& attempt, const Header& header) {
   const Manifest* manifest = attempt.request.manifest;
   if (manifest == nullptr || manifest->settings.empty() || manifest->settings == header.settings) {
@@ -161,7 +162,7 @@ Status check_settings(const Attempt& attempt, const Header& header) {
     const bool known = std::find(names.begin(), names.end(), s.name) != names.end();
     if (!known && lacks(manifest->settings, s)) names.push_back(s.name);
   }
-  if (names.empty()) return {};  // in another order
+  if (names.empty()) return {};  // only their order differs
   return unfit("its manifest and the library declare its settings differently (rule R21): " +
                core::join(names) + "; correct " + manifest->path);
 }
@@ -180,7 +181,8 @@ std::chrono::milliseconds time_limit() {
   return std::chrono::milliseconds(ms > 0 ? ms : 10000);
 }
 
-// Opened here, and closed again on return unless the instance, or a create() that hangs, keeps it.
+// Opens the library and activates the plugin. On return the library is closed, unless the instance
+// or a hanging create() keeps it.
 Status open_and_activate(Attempt& attempt) {
   if (const Status regular = core::check_regular(attempt.request.path); !regular.ok())
     return unfit(regular.message());
@@ -212,7 +214,7 @@ Status open_and_activate(Attempt& attempt) {
       attempt.info.state = State::kAbandoned;
       return call.status;
     }
-    // TIMEOUT is reserved for a create() that is still running.
+    // A plugin's TIMEOUT becomes INTERNAL, since TIMEOUT here means that create() is still running.
     const bool own = TE_FL_STATUS_CODE(call.status) == TE_FL_TIMEOUT;
     return own ? static_cast<te_fl_status>(TE_FL_INTERNAL) : call.status;
   };
@@ -230,7 +232,7 @@ Status open_and_activate(Attempt& attempt) {
   return {};
 }
 
-// dlclose() may leave a library in place; then the user should know, and why.
+// A note for the user if dlclose() did not unmap the library, with the reason.
 std::string left_mapped(const Attempt& attempt) {
   if (attempt.was_mapped || !is_mapped(attempt.request.path)) return {};
   const std::vector<std::string> unique = inspect_elf(attempt.request.path).unique;
@@ -264,8 +266,8 @@ void log_outcome(const PluginInfo& info) {
   }
 }
 
-// A thread inside an op or a device would wait for itself: a deactivation waits until every thread
-// is outside.
+// An error for a thread that is inside an op or a device function. A deactivation waits until all
+// threads are outside, so that thread would wait for itself.
 Status check_caller(const char* what) {
   if (core::is_inside()) {
     return Status(StatusCode::kBusy,
@@ -286,8 +288,8 @@ std::string stem(const std::string& path) {
   return name;
 }
 
-// The answer of load_library() for a plugin that serves from now on. Nobody could deactivate one of
-// which there is no record, so that it goes where there is no memory for that.
+// Records an active plugin and returns the result of load_library(). If there is no memory for the
+// record, withdraws the plugin, since a plugin without a record could not be deactivated.
 Result<PluginInfo> active_one(Attempt& attempt) {
   PluginInfo& info = attempt.info;
   try {
@@ -341,7 +343,7 @@ Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry
 
 namespace {
 
-// A fork comes before a built-in backend is loaded or after it, so that a child has whole ones.
+// fork() waits for this mutex, so a child never has a partly loaded backend.
 constinit core::ForkMutex builtins_mutex(core::LockLevel::kBuiltins);
 const core::ForkMutex::Registration builtins_registration(builtins_mutex);
 

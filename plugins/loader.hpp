@@ -1,4 +1,4 @@
-// From a file to an active plugin, and back.
+// Loads a plugin from a file, and deactivates plugins.
 #pragma once
 
 #include <functional>
@@ -11,22 +11,23 @@
 namespace te_fl::plugins {
 
 struct LoadRequest {
-  std::string path;                    // of the library, absolute
-  std::string origin;                  // PluginInfo::origin
-  const Manifest* manifest = nullptr;  // its promises are checked; may be null
-  std::string leave_out;               // a plugin of this name is skipped, not loaded
-  // Asked when the turn to load has come: if it says no, nothing is done and nothing recorded.
+  std::string path;                    // path of the library, absolute
+  std::string origin;                  // becomes PluginInfo::origin
+  const Manifest* manifest = nullptr;  // checked against the library; may be null
+  std::string leave_out;               // a plugin with this name is skipped, not loaded
+  // Called once the turn to load is held. If it returns false, nothing is loaded and nothing
+  // recorded.
   std::function<bool()> still_wanted = nullptr;
 };
 
-// Trust, manifest, dlopen, query, settings, create, devices, ops: all of it, or nothing remains.
-// Leaves a record and a log line in every case. Waits for its turn.
+// Loads a plugin: trust, manifest, dlopen, query, settings, create, devices, ops. All steps succeed
+// or none has an effect. Adds a record and a log line in every case. Waits for the turn to load.
 Result<PluginInfo> load_library(const LoadRequest& request, OpRegistry& registry);
 
-// Activates a backend that is part of libte_fl, and records it. A failure is logged.
+// Activates a backend that is part of libte_fl and records it. Logs a failure.
 void load_builtin(const char* name, te_fl_plugin_query_fn query, OpRegistry& registry);
 
-// See plugins::deactivate.
+// Implements plugins::deactivate.
 Status deactivate_plugin(const std::string& name, bool unmap, OpRegistry& registry);
 
 }  // namespace te_fl::plugins

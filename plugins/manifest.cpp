@@ -38,7 +38,7 @@ std::string position(std::string_view text, std::size_t byte) {
   return std::to_string(line) + ":" + std::to_string(column);
 }
 
-// Rejects what the JSON library would accept silently: repeated keys and deep nesting. Called for
+// Rejects input that the JSON library accepts silently: repeated keys and deep nesting. Called for
 // every parse event.
 class ParseGuard {
  public:
@@ -72,7 +72,8 @@ std::string library_path(const Json& object, const std::string& manifest_path) {
                    "a string: an absolute path, or one relative to the manifest's folder");
   if (text.ends_with('/'))
     refuse_value("library_path", text, "the path of a file, not of a folder");
-  // Not normalised: behind a symbolic link, "folder/.." is not the folder's parent by name.
+  // The path is not normalised: after a symbolic link, "folder/.." need not be the folder's lexical
+  // parent.
   return (std::filesystem::path(manifest_path).parent_path() / text).string();
 }
 
@@ -274,7 +275,7 @@ Manifest from_json(const Json& object, const std::string& path) {
   if (!object.is_object()) {
     throw BadManifest{"it is " + value_text(object) + " and must be an object {...}"};
   }
-  // The version first: a newer format may have other keys.
+  // Checks the version first, since a newer format may have other keys.
   const std::string version_key(kKeys[0]);
   if (object.contains(version_key)) {
     const std::string rule = "the string \"" + std::string(kFormatVersion) + "\"";
@@ -337,7 +338,7 @@ ManifestResult parse_manifest(std::string_view text, const std::string& path) {
   } catch (const BadManifest& refusal) {
     return refused(path + ": " + refusal.text);
   } catch (const Json::parse_error& error) {
-    // The library counts bytes from 1 and points at the last one read.
+    // The JSON library's byte count is 1-based and refers to the last byte read.
     const std::size_t byte = error.byte > 0 ? error.byte - 1 : 0;
     const bool at_end = byte >= text.size();
     std::string what = error.what();
@@ -353,7 +354,8 @@ ManifestResult parse_manifest(std::string_view text, const std::string& path) {
 }
 
 ManifestResult read_manifest(const std::string& path) {
-  // Before it is opened: once nobody else can exchange it, what is opened is what was judged.
+  // Checks the file before opening it: once no other user can replace it, the file opened is the
+  // file checked.
   if (std::string problem = file_trust_problem(path); !problem.empty()) {
     return refused(path + ": refused: " + problem);
   }

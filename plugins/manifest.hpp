@@ -1,4 +1,4 @@
-// Plugin manifests: small JSON files that tell where a plugin is and when it applies.
+// Plugin manifests: small JSON files with a plugin's location and the conditions for loading it.
 //
 //   {
 //     "file_format_version": "1.0",
@@ -11,15 +11,15 @@
 //     "load_for": ["ext:acme"],              optional; types of devices: the plugin is loaded when
 //                                            one of them is asked for, not when the process starts
 //                                            ("communicators": when one is made for host memory)
-//     "settings": [{                         optional; what its header declares too (rule R21), so
-//       "name": "TE_FL_ACME_DEBUG",          that they are known while the plugin is left out
+//     "settings": [{                         optional; as the plugin itself declares them (R21), so
+//       "name": "TE_FL_ACME_DEBUG",          that they are known while it is not loaded
 //       "type": "bool",                      string, bool, int, enum, list or file
 //       "default": "0",                      optional
 //       "choices": "",                       enum: words; int: "MIN MAX"; optional otherwise
 //       "doc": "1: says what it does."
 //     }],
 //     "vendor_aliases": ["acme-inc"],        optional; the vendor's other names in policies
-//     "packages": [{                         optional; what installs a library that it needs
+//     "packages": [{                         optional; packages that provide needed libraries
 //       "soname": "libacmert.so.2",          or "libacmert.so", for every version
 //       "apt": "acme-runtime",               at least one of apt, note and pypi
 //       "note": "Acme's repository",
@@ -27,9 +27,9 @@
 //     }]
 //   }
 //
-// Parsing is strict: an unknown or repeated key is an error that names the nearest right one. No
-// function here throws, apart from std::bad_alloc. All are thread-safe; those that read environment
-// variables must not run beside setenv.
+// Parsing is strict: an unknown or repeated key is an error that suggests the closest valid key.
+// The functions here throw nothing but std::bad_alloc. All are thread-safe, except that setenv must
+// not run beside those that read environment variables.
 #pragma once
 
 #include <cstdint>
@@ -44,8 +44,8 @@
 
 namespace te_fl::plugins {
 
-// A declarative test for hardware. Any condition that holds is enough; without conditions the probe
-// always matches.
+// A declarative test for hardware. It matches if any condition holds, or if there are no
+// conditions.
 struct Probe {
   std::optional<std::uint16_t> pci_vendor;  // vendor id of some PCI device
   std::string device_node;                  // absolute path below /dev that exists
@@ -55,15 +55,16 @@ struct Probe {
 };
 
 struct Manifest {
-  std::string path;  // of the manifest itself
+  std::string path;  // path of the manifest itself
   std::string name;
   std::string vendor;
-  std::string library_path;  // resolved against the manifest's folder, as written otherwise
+  std::string library_path;  // resolved against the manifest's folder; an absolute path as written
   std::string arch;
   int abi_major = 0;
   int abi_minor = 0;
   Probe probe;
-  // Types and providers, index 0; the host stands for communicators. Empty: loaded at once.
+  // The device types and providers, with index 0; the host stands for communicators. Empty: the
+  // plugin is loaded at start.
   std::vector<Device> load_for;
   std::vector<core::PluginSetting> settings;
   std::vector<std::string> vendor_aliases;
@@ -79,50 +80,52 @@ struct ManifestResult {
 constexpr std::size_t kMaxManifestBytes = 64 << 10;
 constexpr int kMaxManifestDepth = 8;
 
-// Parses a manifest's text. `path` is where it was read; it appears in messages and its folder
-// resolves library_path.
+// Parses a manifest's text. `path` is the file it came from: messages contain it, and library_path
+// is relative to its folder.
 ManifestResult parse_manifest(std::string_view text, const std::string& path);
-// Reads and parses a file after checking who can write it (see file_trust.hpp).
+// Reads and parses a file after checking which users can write it (see file_trust.hpp).
 ManifestResult read_manifest(const std::string& path);
 
-// True if the hardware is here. `sysroot` is put before /sys and /dev, for tests and containers.
+// True if matching hardware is present. `sysroot` is a prefix for /sys and /dev, for tests and
+// containers.
 bool probe_matches(const Probe& probe, const std::string& sysroot = "");
-// "PCI vendor 0x10de", "device node /dev/nvidia0", "PCI vendor 0x10de or ...", "always".
+// Describes the conditions: "PCI vendor 0x10de", "device node /dev/nvidia0", "PCI vendor 0x10de or
+// ...", "always".
 std::string describe(const Probe& probe);
 
 struct ShadowedManifest {
   std::string path;
   std::string name;
-  std::string winner;  // path of the manifest that has the name
+  std::string winner;  // path of the earlier manifest with that name
 };
 
 struct ManifestScan {
-  std::vector<Manifest> manifests;         // in the order in which plugins are considered
-  std::vector<std::string> errors;         // manifests and folders that were refused, and why
-  std::vector<ShadowedManifest> shadowed;  // later manifests whose name was taken
+  std::vector<Manifest> manifests;         // in the order of loading
+  std::vector<std::string> errors;         // rejected manifests and folders, with reasons
+  std::vector<ShadowedManifest> shadowed;  // later manifests with a name already used
   std::vector<std::string> absent;         // folders that do not exist
 };
 
-// Reads every *.json of the folders: folders in the order given, files sorted by name (by bytes,
-// whatever the locale). The first manifest of a name wins; a refused one does not take its name.
-// A relative folder is refused. The probes are not evaluated.
+// Reads every *.json file of the folders: folders in the given order, files sorted by the bytes of
+// their names, independent of the locale. The first manifest of a name wins; a rejected one does
+// not reserve its name. A relative folder is rejected. Does not evaluate the probes.
 ManifestScan discover_manifests(const std::vector<std::string>& folders);
 
 struct SearchPath {
   std::vector<std::string> folders;
-  std::vector<std::string> problems;  // entries that were refused, each with the way out
+  std::vector<std::string> problems;  // rejected entries, each with a remedy
 };
 
-// Splits a colon-separated list of folders; `origin` names it in messages ("TE_FL_PLUGIN_PATH").
-// Empty and relative entries are refused, since the working directory never counts. With elevated
-// privileges the whole value is ignored, and a problem says so.
+// Splits a colon-separated list of folders; `origin` names the list in messages
+// ("TE_FL_PLUGIN_PATH"). Rejects empty and relative entries, so that the working directory is never
+// searched. With elevated privileges the whole value is ignored, which is reported as a problem.
 SearchPath split_plugin_path(std::string_view value, const std::string& origin);
 
-// The folders searched after TE_FL_PLUGIN_PATH: $XDG_DATA_HOME/te_fl/plugins.d (else
+// The folders searched after TE_FL_PLUGIN_PATH: $XDG_DATA_HOME/te_fl/plugins.d (or
 // ~/.local/share/te_fl/plugins.d; neither with elevated privileges), /etc/te_fl/plugins.d and
-// <prefix>/lib/te_fl/plugins.d. An empty prefix leaves the last out.
+// <prefix>/lib/te_fl/plugins.d. The last is omitted for an empty prefix.
 std::vector<std::string> default_manifest_folders(const std::string& prefix);
-// Same, with the messages about values that were refused.
+// Like default_manifest_folders(), with the messages about rejected values.
 SearchPath default_search_path(const std::string& prefix);
 
 }  // namespace te_fl::plugins

@@ -27,7 +27,7 @@ bool has_pci_vendor(std::uint16_t id, const std::string& sysroot) {
   for (; !error && it != fs::directory_iterator(); it.increment(error)) {
     std::ifstream file(it->path() / "vendor");
     std::string text;
-    // Written by the kernel as "0x10de".
+    // The kernel writes the id as "0x10de".
     if (file >> text && text.size() <= 10 && std::strtoul(text.c_str(), nullptr, 16) == id) {
       return true;
     }
@@ -35,13 +35,13 @@ bool has_pci_vendor(std::uint16_t id, const std::string& sysroot) {
   return false;
 }
 
-// The folder's *.json files sorted by name, or an error text.
+// Lists the folder's *.json files, sorted by name. Returns an error text.
 std::string list_folder(const std::string& folder, std::vector<std::string>& files) {
   std::error_code error;
   fs::directory_iterator it(folder, error);
   for (; !error && it != fs::directory_iterator(); it.increment(error)) {
     const std::string name = it->path().filename().string();
-    // Editors' backup and lock files begin with a dot.
+    // Skips names that begin with a dot, such as editors' backup and lock files.
     if (name.ends_with(".json") && !name.starts_with('.')) files.push_back(it->path().string());
     if (files.size() > kMaxManifestsPerFolder) {
       files.clear();
@@ -102,7 +102,7 @@ ManifestScan discover_manifests(const std::vector<std::string>& folders) {
       const auto [it, is_new] = owner_of_name.emplace(name, file);
       if (is_new) {
         out.manifests.push_back(std::move(result.manifest));
-      } else if (it->second != file) {  // a folder given twice shadows nothing
+      } else if (it->second != file) {  // a folder that is listed twice does not shadow itself
         out.shadowed.push_back({file, name, it->second});
       }
     }

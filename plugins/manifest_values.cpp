@@ -30,7 +30,7 @@ const std::string& text_of(const Json& value, std::string_view key, const std::s
 
 std::string in_quotes(std::string_view text) {
   const bool cut = text.size() > kMaxShown;
-  // error_handler_t::replace: a cut may split a UTF-8 sequence.
+  // error_handler_t::replace is needed since cutting the text may split a UTF-8 sequence.
   return Json(text.substr(0, kMaxShown)).dump(-1, ' ', true, Json::error_handler_t::replace) +
          (cut ? "..." : "");
 }

@@ -1,4 +1,4 @@
-// Values of a manifest's JSON with the rules that they must keep. Thread-safe.
+// Reads and validates values of a manifest's JSON. Thread-safe.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -11,26 +11,26 @@ namespace te_fl::plugins {
 
 using Json = nlohmann::json;
 
-// The reason for which a manifest is refused. Thrown by readers of values; parse_manifest makes a
-// ManifestResult of it.
+// An exception with the reason for rejecting a manifest. The readers of values throw it;
+// parse_manifest converts it into a ManifestResult.
 struct BadManifest {
   std::string text;
 };
 
-// A text or value as a message shows it: as JSON writes it, cut if it is long.
+// Quote a text or a value for a message, in JSON syntax and shortened if it is long.
 std::string in_quotes(std::string_view text);
 std::string value_text(const Json& value);
 
-// The text at `key`, which the object has. Throws if that is no string, is empty, or holds control
+// The text at `key`, which must exist. Throws if it is not a string, is empty, or contains control
 // characters; the message ends with `rule`.
 const std::string& string_value(const Json& object, std::string_view key, const std::string& rule);
-// A name such as a plugin's or a vendor's: a-z, 0-9, '.', '_', '-', at most 64 letters. `key` is
-// named in the message.
+// A name, such as that of a plugin or vendor: a-z, 0-9, '.', '_', '-', at most 64 characters. The
+// message contains `key`.
 std::string identifier(const Json& value, std::string_view key);
 
 [[noreturn]] void refuse_value(std::string_view key, const std::string& value,
                                const std::string& rule);
-// `where` follows the key in the message: " in \"probe\"".
+// Throws for an unknown key. `where` follows the key in the message: " in \"probe\"".
 template <class Keys>
 [[noreturn]] void refuse_key(const std::string& key, const Keys& keys, const std::string& where) {
   std::string text = "unknown key " + in_quotes(key) + where;

@@ -47,7 +47,8 @@ void start(const std::vector<std::string>& named, const std::vector<std::string>
   for (PluginInfo& info : g_load.load()(wanted, !is_skipped("*"), skip)) {
     const bool was_named = std::find(named.begin(), named.end(), info.name) != named.end();
     if (was_named) info.origin = kModulesSetting;
-    // A name of TE_FL_PLUGIN_MODULES has to mean something where modules are loaded.
+    // A name in TE_FL_PLUGIN_MODULES that neither a module nor a manifest has is an error once a
+    // loader is set.
     if (was_named && info.state == State::kSkipped && info.path.empty()) {
       info.state = State::kFailed;
       info.reason += ", and no manifest has the name" + core::did_you_mean(info.name, manifests);

@@ -1,4 +1,4 @@
-// Plugins that are modules of an interpreted language (ModuleLoader).
+// Plugins written as modules of an interpreted language (ModuleLoader).
 #pragma once
 
 #include <string>
@@ -8,14 +8,14 @@
 
 namespace te_fl::plugins::modules {
 
-// True if a loader is set.
+// True if a ModuleLoader is set.
 bool any() noexcept;
-// At start: the modules that TE_FL_PLUGIN_MODULES names, and those of installed packages unless
-// TE_FL_SKIP_MODULES says otherwise. Records and reports each. `manifests`: their names, one of
-// which may have been meant.
+// Loads the modules that TE_FL_PLUGIN_MODULES names, and those of installed packages unless
+// TE_FL_SKIP_MODULES excludes them. Records and reports each. `manifests`: the names of manifests,
+// for suggestions.
 void start(const std::vector<std::string>& named, const std::vector<std::string>& manifests);
-// Loads one and records it. NOT_FOUND: there is no such module; ALREADY_EXISTS: it is active;
-// UNSUPPORTED: it does not want to serve here; INCOMPATIBLE: it failed.
+// Loads one module and records it. NOT_FOUND: there is no such module; ALREADY_EXISTS: it is
+// active; UNSUPPORTED: it declined to run on this system; INCOMPATIBLE: it failed.
 Result<PluginInfo> load(const std::string& name);
 
 }  // namespace te_fl::plugins::modules

@@ -1,4 +1,4 @@
-// The nearest right name for a misspelt one.
+// Suggestions for misspelt names.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace te_fl::plugins {
 
-// Number of single-letter insertions, deletions and replacements, and swaps of neighbours, between
-// two words, letter case ignored. Words longer than 256 letters count as unlike anything.
+// The edit distance of two words, ignoring case: insertions, deletions and replacements of one
+// letter, and swaps of neighbours. Words longer than 256 letters are far from every word.
 inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   constexpr std::size_t kLongest = 256;
   if (a.size() > kLongest || b.size() > kLongest) return kLongest;
@@ -33,8 +33,8 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   return above[b.size()];
 }
 
-// The candidate nearest to `word`, or an empty string when none is near: more than a third of the
-// longer word's letters differ, and more than two.
+// The candidate closest to `word`. Empty if even that one is too far: its distance exceeds two and
+// a third of the longer word's length.
 template <class Range>
 std::string nearest_name(std::string_view word, const Range& candidates) {
   std::string best;

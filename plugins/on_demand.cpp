@@ -13,8 +13,8 @@ namespace {
 
 struct Waiting {
   Manifest manifest;
-  // Set by the thread that has the turn to load it. The entry stays until that is done, so that
-  // others wait for the same turn.
+  // Set by the thread that is loading the plugin or waits for the turn to do so. The entry stays
+  // until the load is complete, so that other threads wait for the same turn.
   bool taken = false;
 };
 
@@ -74,7 +74,7 @@ void load(const Device* device, OpRegistry& registry) {
                                 mine = take(manifest.name);
                                 return mine && records::active(manifest.name).instance == nullptr;
                               }};
-    static_cast<void>(load_library(request, registry));  // recorded and logged there
+    static_cast<void>(load_library(request, registry));  // it records and logs the result
     if (mine) forget(manifest.name);
   }
 }

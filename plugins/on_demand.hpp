@@ -1,5 +1,5 @@
-// Plugins that wait until somebody asks for a device of theirs (a manifest's "load_for"), so that a
-// process which uses none pays for none of their drivers.
+// Plugins that are loaded when a device of theirs is first requested (a manifest's "load_for"). A
+// process that uses no such device does not load the driver.
 #pragma once
 
 #include "plugins/manifest.hpp"
@@ -8,15 +8,15 @@
 
 namespace te_fl::plugins::on_demand {
 
-// Discovery leaves a manifest here instead of loading it.
+// Adds a manifest to the waiting plugins. Discovery calls this instead of loading it.
 void wait(const Manifest& manifest);
-// Takes the plugin of a name out, since it is loaded in another way.
+// Removes a plugin from the waiting ones, since it is loaded in another way.
 void forget(const std::string& name);
-// True if any plugin waits. One atomic load.
+// True if any plugin is waiting. Costs one atomic load.
 bool any() noexcept;
-// Loads those that serve a device of this one's type and provider, or all if `device` is null, and
-// waits for those that another thread is loading. A failure is recorded and logged. Does nothing on
-// a thread that is inside an op or inside a plugin's entry: they go on waiting.
+// Loads the waiting plugins that serve devices of this type and provider, or all if `device` is
+// null. Waits for those that another thread is loading. Records and logs failures. Does nothing on
+// a thread that is inside an op or a plugin function; the plugins then stay waiting.
 void load(const Device* device, OpRegistry& registry);
 
 }  // namespace te_fl::plugins::on_demand

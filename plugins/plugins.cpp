@@ -20,7 +20,8 @@
 namespace te_fl::plugins {
 namespace {
 
-// The process's registry, once discovery has been made, unless a plugin asks that is being loaded.
+// The process's registry after discovery. A plugin that calls this while it is being loaded gets it
+// without waiting for discovery.
 OpRegistry& filled_registry() {
   if (!LoadTurn::mine()) start();
   return OpRegistry::instance();
@@ -94,7 +95,8 @@ Result<PluginInfo> load(const std::string& path_or_name) {
   std::error_code error;
   const fs::path path = fs::absolute(path_or_name, error);
   std::string normal = error ? path_or_name : path.lexically_normal().string();
-  // ".." behind a link leads to the link's target's folder, which the words of the path do not say.
+  // A ".." after a symbolic link refers to the parent of the link's target, so it cannot be removed
+  // textually.
   if (std::find(path.begin(), path.end(), "..") != path.end()) {
     const fs::path folder = fs::canonical(path.parent_path(), error);
     if (!error) normal = (folder / path.filename()).string();

@@ -27,7 +27,7 @@ std::string demangle(const std::string& name) {
   return status == 0 && text ? std::string(text.get()) : std::string();
 }
 
-// Orders "GLIBC_2.9" before "GLIBC_2.36": runs of digits compare as numbers.
+// Orders "GLIBC_2.9" before "GLIBC_2.36": compares runs of digits as numbers.
 bool version_less(std::string_view a, std::string_view b) {
   const auto digit = [](char c) { return c >= '0' && c <= '9'; };
   while (!a.empty() && !b.empty()) {
@@ -53,7 +53,7 @@ bool version_less(std::string_view a, std::string_view b) {
   return a.size() < b.size();
 }
 
-// The highest definition of the same family ("GLIBC_") as `wanted`.
+// The highest version that the library defines in the family of `wanted` ("GLIBC_").
 std::string highest_present(const ElfInfo& library, std::string_view wanted) {
   const std::string_view family = wanted.substr(0, wanted.find_last_of('_') + 1);
   std::string best;
@@ -65,7 +65,7 @@ std::string highest_present(const ElfInfo& library, std::string_view wanted) {
   return best;
 }
 
-// True if a mangled name belongs to namespace std (or is a guard or a local of one that does).
+// True if a mangled name belongs to namespace std, or is a guard or a local of such a name.
 bool in_namespace_std(std::string_view name) {
   if (!name.starts_with("_Z")) return false;
   name.remove_prefix(2);
@@ -75,13 +75,13 @@ bool in_namespace_std(std::string_view name) {
   return name.starts_with("St");
 }
 
-// One object of the closure, the plugin being the first.
+// One library of the dependency closure. The plugin is the first.
 struct Node {
-  std::string name;  // as asked for
+  std::string name;  // as requested
   std::string path;
   bool loaded = false;
-  std::size_t parent = 0;  // the library that asked for it first; the plugin is its own parent
-  ElfInfo elf;             // symbols only once `full`
+  std::size_t parent = 0;  // index of the first library that needs it; 0 for the plugin
+  ElfInfo elf;             // with symbols only if `full`
   bool full = false;
 };
 
@@ -117,7 +117,8 @@ class Preflight {
     report_.lacks_required_symbol = true;
     std::vector<std::string_view> names;
     for (const ElfSymbol& s : elf.defined) {
-      // The commonest cause: extern "C" was forgotten, and the mangled name holds the plain one.
+      // The most common cause is a missing extern "C": the mangled name then contains the plain
+      // one.
       const bool mangled =
           s.name.starts_with("_Z") && s.name.find(report_.required_symbol) != std::string::npos;
       if (mangled) {
@@ -145,7 +146,7 @@ class Preflight {
           "it uses static thread-local storage, of which a process can run out; compile "
           "it without -ftls-model=initial-exec");
     }
-    // The standard library's own are the same in every plugin and do no harm.
+    // Unique symbols of the standard library are the same in every plugin, so they are harmless.
     std::vector<std::string> unique = elf.unique;
     std::erase_if(unique, in_namespace_std);
     if (!unique.empty()) {
@@ -218,13 +219,13 @@ class Preflight {
   void check_versions(std::size_t index) {
     const Node& user = nodes_[index];
     if (user.loaded) return;
-    // A copy: reading a node's symbols replaces its ElfInfo.
+    // A copy, since reading a node's symbols replaces its ElfInfo.
     const std::vector<ElfVersionNeed> needs = user.elf.version_needs;
     for (const ElfVersionNeed& need : needs) {
       const Node* library = node_named(need.file);
       if (need.weak || library == nullptr || !library->elf.sound()) continue;
       const auto& defined = library->elf.version_definitions;
-      // The loader lets a library without any version definitions pass, with a warning.
+      // The loader accepts a library without any version definitions, with a warning.
       if (defined.empty() || std::count(defined.begin(), defined.end(), need.version)) continue;
       if (!missing_version_names_.insert({need.file, need.version, user.path}).second) continue;
       MissingVersion missing{need.file,
@@ -250,13 +251,13 @@ class Preflight {
     return out;
   }
 
-  // The node's symbols, read on first use.
+  // The node's symbols, which are read on first use.
   const ElfInfo& symbols(std::size_t index) {
     Node& n = nodes_[index];
     if (!n.full) {
       n.full = true;
       n.elf = inspect_elf(n.path);
-      // A mapped library whose file is gone (or is the vdso) may provide anything.
+      // A mapped library without a file (deleted, or the vdso) may define any symbol.
       if (!n.elf.sound()) {
         report_.symbols_checked = false;
         if (!n.loaded) report_.problems.push_back(n.path + " " + n.elf.problem);
@@ -272,7 +273,8 @@ class Preflight {
   }
 
   bool in_closure_scope(const ElfSymbol& s) {
-    // The library that the version names is the likeliest, and saves reading the others.
+    // The library that the version names is tried first, since that usually avoids reading the
+    // others.
     for (std::size_t i = 0; i < nodes_.size() && !s.version_file.empty(); ++i) {
       const bool named = nodes_[i].name == s.version_file || nodes_[i].elf.soname == s.version_file;
       if (named && symbols(i).provides(s.name, s.version)) return true;
@@ -291,7 +293,7 @@ class Preflight {
       for (const ElfSymbol& s : undefined) {
         const bool reported =
             missing_version_names_.count({s.version_file, s.version, nodes_[i].path}) > 0;
-        // Symbols that a missing library was to provide are not a second problem.
+        // Symbols that a missing library should define are not reported again.
         const bool of_missing = missing_.count(s.version_file) > 0;
         if (s.weak || reported || of_missing || in_global_scope(s) || in_closure_scope(s)) continue;
         if (!seen.insert(s.name + '@' + s.version).second) continue;
@@ -301,7 +303,7 @@ class Preflight {
         }
       }
     }
-    dlerror();  // the failed look-ups above must not show in somebody else's dlerror()
+    dlerror();  // clears the errors of the failed look-ups above
     if (report_.symbols_checked) return;
     report_.missing_symbols.clear();
     report_.missing_symbol_count = 0;

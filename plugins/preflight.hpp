@@ -1,13 +1,13 @@
-// Says why the dynamic loader refused a library, or would refuse it. It decides nothing: what the
-// loader takes is loaded.
+// Explains why the dynamic loader refused a library or would refuse it. The report does not affect
+// loading: a library that the loader accepts is loaded.
 //
-// The dynamic loader stops at its first error and names only that. This walks the whole closure of
-// needed libraries and reports everything at once, with who needs what and what to install.
-// Nothing is loaded. Thread-safe; costs a few file reads per library, and symbol tables are read
-// only of libraries that are not mapped yet and of those that must be asked for a symbol.
+// The dynamic loader reports only its first error. This code examines all needed libraries
+// recursively and reports all errors, with the objects that need each library and the package to
+// install. It loads nothing. Thread-safe. It costs a few file reads per library; symbol tables are
+// read only of libraries that are not mapped yet and of those that may define a missing symbol.
 //
-// A report is a diagnosis: absent libraries and versions always stop the loader, an undefined
-// symbol does with RTLD_NOW.
+// The report is a diagnosis: missing libraries and versions always stop the loader, an undefined
+// symbol does so with RTLD_NOW.
 #pragma once
 
 #include <cstddef>
@@ -23,19 +23,19 @@ namespace te_fl::plugins {
 
 struct MissingLibrary {
   std::string soname;
-  std::vector<std::string> needed_by;  // paths; the first is nearest to the plugin
+  std::vector<std::string> needed_by;  // paths, the one nearest to the plugin first
   std::string chain;                   // "b.so, needed by a.so, needed by plugin.so"
-  std::string rejected;                // files of that name that cannot serve, with reasons
-  std::string hint;                    // the package to install, or another way out
+  std::string rejected;                // unsuitable files of that name, with reasons
+  std::string hint;                    // the package to install, or another remedy
 };
 
 struct MissingVersion {
   std::string soname;                // library that should define the version
-  std::string library_path;          // where it was found
-  std::string version;               // "GLIBC_2.99"
-  std::string present;               // highest of the same family there, "GLIBC_2.36", or empty
-  std::string needed_by;             // path
-  std::vector<std::string> symbols;  // up to three symbols that ask for it
+  std::string library_path;          // where the library was found
+  std::string version;               // for example "GLIBC_2.99"
+  std::string present;               // its highest version of that family, "GLIBC_2.36", or empty
+  std::string needed_by;             // path of the library that needs it
+  std::vector<std::string> symbols;  // up to three symbols that need it
   std::string hint;
 };
 
@@ -43,13 +43,13 @@ struct MissingSymbol {
   std::string name;
   std::string demangled;  // empty when the name is not mangled
   std::string version;    // empty when unversioned
-  std::string needed_by;  // path
+  std::string needed_by;  // path of the library that needs it
 };
 
 struct ClosureLibrary {
-  std::string soname;  // the name that was asked for
+  std::string soname;  // the requested name
   std::string path;
-  bool loaded = false;  // mapped in the process before
+  bool loaded = false;  // was already mapped in the process
 };
 
 struct PreflightReport {
@@ -59,28 +59,28 @@ struct PreflightReport {
   std::string required_symbol;
   ElfInfo elf;
   bool lacks_required_symbol = false;
-  std::string similar_symbol;  // an exported name that differs little, or its C++-mangled form
+  std::string similar_symbol;  // an exported name that is similar, or its C++-mangled form
   std::vector<MissingLibrary> missing_libraries;
   std::vector<MissingVersion> missing_versions;
-  std::vector<MissingSymbol> missing_symbols;  // the first kMaxSymbolsNamed
+  std::vector<MissingSymbol> missing_symbols;  // at most kMaxSymbolsNamed of them
   std::size_t missing_symbol_count = 0;
-  // False when a needed library could not be found or read, which leaves open what it provides.
+  // False if a needed library was not found or not readable, so that its symbols are unknown.
   bool symbols_checked = true;
-  std::vector<std::string> problems;  // anything else that stops the loader
-  std::vector<std::string> warnings;  // faults that do not: executable stack, text relocations, ...
+  std::vector<std::string> problems;  // other errors that stop the loader
+  std::vector<std::string> warnings;  // non-fatal faults: executable stack, text relocations, ...
   std::vector<ClosureLibrary> libraries;
 
   bool ok() const;
-  // Several lines for a person; the first carries the main problem, or says that all is well. No
+  // A report of several lines. The first line has the main problem, or says that there is none. No
   // line break at the end.
   std::string to_string() const;
 };
 
-// Checks the library at `path`. `required_symbol` is the entry point that it must export; empty
-// asks for none.
+// Checks the library at `path`. `required_symbol` is the entry point that it must export; empty:
+// none.
 PreflightReport preflight(const std::string& path, const std::string& required_symbol);
-// Same with other search rules, for tests and for examining a prefix that is not installed yet.
-// `packages`, of the plugin's manifest, say what installs a library that is missing.
+// As above with explicit search rules, for tests and for an installation prefix that is not in use
+// yet. `packages` from the plugin's manifest name the packages of missing libraries.
 PreflightReport preflight(const std::string& path, const std::string& required_symbol,
                           const SearchRules& rules, std::span<const LibraryPackage> packages = {});
 

@@ -8,7 +8,8 @@ namespace {
 
 constexpr std::size_t kMaxCharsShown = 240;
 
-// Names come from files that may be damaged: keep them on one line and of bearable length.
+// Sanitises a name for a message: one line and limited length, since damaged files may contain
+// anything.
 std::string shown(const std::string& text) {
   std::string out;
   for (const char c : text.substr(0, kMaxCharsShown)) {
@@ -37,7 +38,7 @@ std::string describe(const MissingVersion& v) {
   return out + (v.present.empty() ? "none of that family" : "only up to " + shown(v.present));
 }
 
-// One line per problem, the gravest first.
+// One line per problem, the most serious first.
 std::vector<std::string> problem_lines(const PreflightReport& r) {
   std::vector<std::string> out;
   if (!r.elf.sound()) out.push_back(shown(r.path) + " " + shown(r.elf.problem));

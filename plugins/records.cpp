@@ -10,18 +10,18 @@
 namespace te_fl::plugins {
 namespace {
 
-// Plugins are never entered while it is held, and nothing that it guards is destroyed under it.
+// While this mutex is held, no plugin is called and no object that it guards is destroyed.
 constinit core::ForkMutex records_mutex(core::LockLevel::kPluginRecords);
 const core::ForkMutex::Registration records_registration(records_mutex);
 
-std::vector<Record>& all() {  // never freed: plugins serve until the last thread ends
+std::vector<Record>& all() {  // never freed: plugins are used until the last thread ends
   static auto* const list = new std::vector<Record>;
   return *list;
 }
 
 bool is_builtin(const Record& r) { return r.info.origin == "built-in"; }
 
-// May a newer record of the same plugin take its place?
+// True if a newer record of the same plugin may replace this one.
 bool replaceable(const Record& r) {
   switch (r.info.state) {
     case State::kActive:
@@ -59,7 +59,7 @@ std::string references(int64_t objects) {
 namespace records {
 
 void put(Record record) {
-  Record old;  // destroyed after the lock
+  Record old;  // destroyed after the lock is released
   const std::lock_guard lock(records_mutex);
   for (Record& r : all()) {
     if (!replaceable(r) || !same_plugin(r.info, record.info)) continue;
@@ -79,7 +79,7 @@ bool has_builtin(const std::string& name) {
 }
 
 std::vector<PluginInfo> list() {
-  std::vector<Record> now;  // copies hold their instances: they go after the lock
+  std::vector<Record> now;  // copies own their instances; destroyed after the lock
   {
     const std::lock_guard lock(records_mutex);
     now = all();
@@ -150,7 +150,7 @@ bool is_abandoned(const std::string& path) {
 
 void deactivated(const std::string& name, const std::string& reason,
                  std::shared_ptr<Library> kept) {
-  std::shared_ptr<Instance> last;  // released after the lock, like `kept`: that enters the plugin
+  std::shared_ptr<Instance> last;  // like `kept`, released after the lock: that calls the plugin
   const std::lock_guard lock(records_mutex);
   for (Record& r : all()) {
     if (r.info.state != State::kActive || r.info.name != name) continue;

@@ -1,4 +1,4 @@
-// The list of every plugin met in this process.
+// The records of all plugins that this process has met.
 #pragma once
 
 #include <memory>
@@ -14,35 +14,35 @@ namespace te_fl::plugins {
 
 struct Record {
   PluginInfo info;
-  std::shared_ptr<Instance> instance;  // while active, and for ever if quiesce() failed
-  std::weak_ptr<Instance> retired;     // after deactivation, until it is destroyed
+  std::shared_ptr<Instance> instance;  // while active; permanent if quiesce() failed
+  std::weak_ptr<Instance> retired;     // from deactivation to destruction
   std::weak_ptr<Library> library;      // of an active plugin
   std::shared_ptr<Library> kept;       // keeps a deactivated plugin mapped
-  bool is_module = false;              // of a ModuleLoader: there is neither instance nor library
+  bool is_module = false;              // from a ModuleLoader: no instance and no library
 };
 
-// The records. Thread-safe; each function copies.
+// The list of records. Thread-safe; all functions return copies.
 namespace records {
 
-// Adds a record; it replaces an older one of the same plugin that is neither active, retired nor
+// Adds a record. Replaces an older record of the same plugin, unless that is active, retired or
 // abandoned.
 void put(Record record);
-// All, built-ins first, with the state as it is now.
+// All records with their current state, built-in backends first.
 std::vector<PluginInfo> list();
-// True if there is a record of the built-in backend of a name, in whatever state.
+// True if there is a record of the built-in backend with this name, in any state.
 bool has_builtin(const std::string& name);
-// The active (also built-in) plugin of a name; `instance` is null if there is none.
+// The record of the active plugin with this name; `instance` is null if there is none.
 Record active(const std::string& name);
-// The reason for which the deactivated plugin of a name is kept for ever; empty if there is none.
+// The reason for which a deactivated plugin is kept permanently; empty if it is not.
 std::string why_kept(const std::string& name);
-// Live objects of the retired plugin of a name that is not destroyed yet; -1 if there is none.
+// The number of live objects of a retired plugin that is not destroyed yet; -1 if there is none.
 int64_t retired_objects(const std::string& name);
-// "NAME: why" of the plugins of this origin that failed or were abandoned; empty if there is none.
+// A "NAME: reason" text for each plugin of this origin that failed or was abandoned.
 std::vector<std::string> failures_from(std::string_view origin);
-// True if the file at `path` is an abandoned plugin's, which must not be entered again.
+// True if `path` belongs to an abandoned plugin, which must not be called again.
 bool is_abandoned(const std::string& path);
-// Marks the active plugin of a name as deactivated. `reason` not empty: it stays, for that reason.
-// `kept` stays open; null: nothing of an earlier deactivation is kept either.
+// Marks an active plugin as deactivated. A non-empty `reason` says why it is kept permanently.
+// `kept` stays mapped; null also releases the library kept by an earlier deactivation.
 void deactivated(const std::string& name, const std::string& reason, std::shared_ptr<Library> kept);
 
 }  // namespace records

@@ -6,12 +6,13 @@
 namespace te_fl::plugins {
 namespace {
 
-// As LibraryPackage.
+// The members of LibraryPackage, as string views.
 struct ShippedPackage {
   std::string_view soname, apt, note, pypi;
 };
 
-// The file is made from the manifests of te-fl's own plugins and from backends/packages.json.
+// The included file is generated from the manifests of te-fl's own plugins and from
+// backends/packages.json.
 constexpr ShippedPackage kShipped[] = {
 #include "shipped/packages.inc"
 };
@@ -19,7 +20,8 @@ static_assert(std::all_of(std::begin(kShipped), std::end(kShipped), [](const Shi
   return !p.soname.empty() && !(p.apt.empty() && p.note.empty() && p.pypi.empty());
 }));
 
-// The first of the exact soname, else of its family; null if there is none.
+// The first package with the exact soname, otherwise the first one of its family; null if there is
+// none.
 template <class Package>
 const Package* package_of(std::span<const Package> packages, std::string_view soname) {
   const auto find = [&](auto&& fits) {

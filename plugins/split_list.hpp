@@ -5,7 +5,7 @@
 
 namespace te_fl::plugins {
 
-// The trimmed words of a comma separated list, empty ones left out.
+// Splits a comma-separated list into trimmed words; drops empty ones.
 std::vector<std::string> split_list(const std::string& text);
 
 }  // namespace te_fl::plugins

@@ -1,4 +1,4 @@
-// Loads the plugins at the first op, or at the first look for a device that is not there.
+// Loads the plugins at the first op, or when a device that is not in the list is first looked up.
 
 #include "plugins/start.hpp"
 
@@ -25,18 +25,19 @@ namespace {
 
 enum StartState : int { kNotStarted, kStarting, kCutShort, kStarted };
 constinit std::atomic<int> g_start{kNotStarted};
-// Set by the thread that starts.
+// True on the thread that runs start().
 constinit thread_local bool t_starting = false;
 
-// Another thread was loading plugins when the process forked; it is not here to go on.
+// In a forked child: if another thread was loading plugins at the fork, marks the start as
+// interrupted.
 void forked_child() {
   if (g_start.load(std::memory_order_relaxed) == kStarting && !t_starting)
     g_start.store(kCutShort, std::memory_order_relaxed);
 }
 const core::ForkedChild repair(core::LockLevel::kWaitingPlugins, &forked_child);
 
-// Somebody looks for a device that is not there, or for all: the first such look starts, as an op
-// would.
+// The hook for a look-up of a device that is not in the list, or of all devices. The first such
+// look-up loads the plugins, like the first op.
 void bring_devices(const Device* device) noexcept {
   if (started() && !on_demand::any()) return;
   if (t_starting || LoadTurn::mine() || registry::inside_op()) return;
@@ -48,7 +49,7 @@ void bring_devices(const Device* device) noexcept {
   }
 }
 
-// Those that are not there yet.
+// Loads the built-in backends that are not loaded yet.
 void load_builtins(OpRegistry& registry) {
   for (const Builtin& builtin : builtins()) load_builtin(builtin.name, builtin.query, registry);
 }

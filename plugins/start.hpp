@@ -2,15 +2,15 @@
 
 namespace te_fl::plugins {
 
-// Registers the built-in backends with OpRegistry::instance() and loads what discovery finds, once
-// in a process. Threads that call it meanwhile wait, but for the one that loads: what it loads may
-// call ops.
+// Registers the built-in backends with OpRegistry::instance() and loads the plugins that discovery
+// finds, once per process. Other threads that call it meanwhile wait. The loading thread itself
+// does not wait, since plugins may call ops.
 void start();
-// True once start() has come to its end, on whatever thread.
+// True once start() has finished on any thread.
 bool started() noexcept;
 
-// Writes environment::remarks() as warnings, each once in a process. For when plugins have had
-// their chance to declare settings.
+// Logs environment::remarks() as warnings, each once per process. Call it after plugins have
+// declared their settings.
 void log_remarks();
 
 }  // namespace te_fl::plugins

@@ -44,7 +44,7 @@ LimitedCall run_with_limit(std::function<te_fl_status()> call, std::chrono::mill
     helper.detach();
     return {TE_FL_TIMEOUT, true};
   }
-  helper.join();  // its thread-local objects may need the plugin's code
+  helper.join();  // its thread-local destructors may need the plugin's code
   return {status, false};
 }
 

@@ -10,12 +10,12 @@ namespace te_fl::plugins {
 
 struct LimitedCall {
   te_fl_status status = TE_FL_OK;
-  bool timed_out = false;  // the call goes on, on a thread that nobody waits for
+  bool timed_out = false;  // the call continues on a detached thread
 };
 
-// Runs `call` on a thread of its own and waits at most `limit`. A call that ends in time leaves
-// nothing of the thread behind, its thread-local objects included. One that does not end keeps what
-// it owns until it does. `call` must not throw. OUT_OF_MEMORY if no thread can be had.
+// Runs `call` on a new thread and waits at most `limit`. If the call ends in time, the thread has
+// ended too, thread-local objects included. Otherwise the call keeps what it owns until it ends.
+// `call` must not throw. OUT_OF_MEMORY if no thread can be created.
 LimitedCall run_with_limit(std::function<te_fl_status()> call, std::chrono::milliseconds limit);
 
 }  // namespace te_fl::plugins

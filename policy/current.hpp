@@ -8,21 +8,23 @@
 #include "core/base/settings.hpp"
 #include "te_fl/policy.hpp"
 
-// Tells the hot path which policy is in force: an id, no lock, no string.
+// Returns the id of the policy that applies to the calling thread. For the hot path: takes no lock
+// and compares no strings.
 namespace te_fl::policy {
 
-inline constexpr uint32_t kInvalidPolicy = UINT32_MAX;  // the environment's policy is in error
+inline constexpr uint32_t kInvalidPolicy = UINT32_MAX;  // the environment's policy has an error
 
-// A policy id plus one; 0: none. The scope belongs to the thread.
+// The id plus one of the policy that the thread's innermost scope sets; 0: no scope.
 extern constinit thread_local uint32_t t_scope [[gnu::tls_model("initial-exec")]];
 extern std::atomic<uint32_t> g_global;
-// The environment's policy: low 32 bits of the generation it was read at, then its id.
+// The environment's policy. Low 32 bits of the environment generation at which it was read in the
+// high word, the policy's id in the low word.
 extern std::atomic<uint64_t> g_environment;
 
-// Reads the environment's policy again; its id or kInvalidPolicy.
+// Reads the environment's policy again. Returns its id or kInvalidPolicy.
 uint32_t refresh_environment();
 
-// current_policy() says why if this is kInvalidPolicy.
+// The id of the policy that applies. If it is kInvalidPolicy, current_policy() returns the reason.
 inline uint32_t current_id() {
   if (t_scope != 0) return t_scope - 1;
   if (const uint32_t global = g_global.load(std::memory_order_relaxed); global != 0)
@@ -35,20 +37,21 @@ inline uint32_t current_id() {
   return refresh_environment();
 }
 
-// True once any policy has had a list for calls of some sizes only.
+// True if any interned policy has a list that applies to some call sizes only. Never reset.
 extern std::atomic<bool> g_lists_by_size;
 
-// Settings of an interned policy; valid forever.
+// The settings of an interned policy. The reference stays valid for the life of the process.
 const PolicySettings& settings_of(uint32_t id);
 
-// The ops that a policy may name besides "vendor::op": the catalogue's, and those that a program
-// has declared in any registry. Thread-safe, as the next.
+// The names of ops that a policy may use, apart from "vendor::op": the ops of the catalogue and
+// those that programs declared in any registry. This function and know_op() are thread-safe.
 std::vector<std::string> known_ops();
-// Makes a declared op's name known from the next call on, to the environment's policy too.
+// Adds the name of a declared op. Policies, the environment's included, know it from the next call
+// on.
 void know_op(const std::string& name);
 
-// An error for settings made in code, which passed no parser, that list an unknown op. Calls under
-// them fail with it.
+// Checks the op names of settings that were made in code and not parsed. An unknown op is an error,
+// and calls under these settings fail with it.
 Status settings_error(const PolicySettings& settings);
 
 }  // namespace te_fl::policy

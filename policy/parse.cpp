@@ -1,4 +1,4 @@
-// The syntax of the policy variables.
+// Parser for the policy variables of the environment.
 
 #include <algorithm>
 #include <array>
@@ -76,7 +76,8 @@ Result<std::vector<PolicyToken>> parse_tokens(std::string_view text, std::string
   return tokens;
 }
 
-// A boolean variable; environment checks the type when it reads it, this is for values set in code.
+// Reads a boolean variable. Needed for values that code has set: the environment checks only those
+// that it reads from the process environment.
 Result<std::optional<bool>> bool_variable(const char* name) {
   const std::optional<std::string> value = environment::get_if_set(name);
   if (!value) return std::optional<bool>();

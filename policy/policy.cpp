@@ -1,4 +1,4 @@
-// Interned policies, and which one is in force.
+// Interned policies, and the choice of the policy that applies.
 
 #include "te_fl/policy.hpp"
 #include "te_fl/environment.hpp"
@@ -21,8 +21,8 @@ namespace policy {
 
 constinit thread_local uint32_t t_scope = 0;
 std::atomic<uint32_t> g_global{0};
-// No generation has these low bits before the first read: generation() counts up from a small
-// number.
+// An initial value that no real generation has in its low bits, since generation() counts up from a
+// small number.
 constexpr uint64_t kNeverRead = uint64_t{UINT32_MAX} << 32 | kInvalidPolicy;
 std::atomic<uint64_t> g_environment{kNeverRead};
 std::atomic<bool> g_lists_by_size{false};
@@ -49,8 +49,8 @@ std::string token_text(const PolicyToken& token) {
   return "?";
 }
 
-// Complete: two settings with one text are equal. Doubles as the interning key.
-// ":512..4095" of a list for calls of such sizes only.
+// The size range of a list as text, ":512..4095"; empty if the list applies to all sizes. The text
+// of settings is complete, so it is also the key for interning: equal texts mean equal settings.
 std::string sizes_text(const SignatureList& list) {
   if (list.for_all_sizes()) return {};
   return ":" + std::to_string(list.min_bytes) + ".." + std::to_string(list.max_bytes);
@@ -83,21 +83,21 @@ std::string text_of(const PolicySettings& s) {
   return out;
 }
 
-// Nothing else is called while it is held.
+// No other function is called while this mutex is held.
 constinit core::ForkMutex mutex(core::LockLevel::kPolicies);
 const core::ForkMutex::Registration registration(mutex);
 
 struct Interned {
-  std::deque<PolicySettings> by_id;  // addresses stay
+  std::deque<PolicySettings> by_id;  // addresses are stable
   std::unordered_map<std::string, uint32_t> ids;
-  Status environment_error;           // of the word in g_environment
-  std::vector<std::string> declared;  // names of ops that programs declared; it only grows
+  Status environment_error;           // the error of the policy in g_environment
+  std::vector<std::string> declared;  // names of declared ops; only grows
 };
 
-// Requires the lock.
+// The caller holds the lock.
 Interned& interned() {
   static Interned* const table = [] {
-    auto* made = new Interned;  // never freed: policies may be used until the last thread ends
+    auto* made = new Interned;  // never freed: used until the last thread ends
     made->by_id.emplace_back();
     made->ids.emplace(text_of({}), 0);
     return made;
@@ -146,7 +146,7 @@ Status settings_error(const PolicySettings& settings) {
   if (named.empty()) return {};
   const std::vector<std::string> known = known_ops();
   for (const std::string& op : named) {
-    if (op.find("::") != std::string::npos) continue;  // a custom op may be registered later
+    if (op.find("::") != std::string::npos) continue;  // may be registered later
     if (std::find(known.begin(), known.end(), op) != known.end()) continue;
     return invalid_argument("the policy has a list for op " + quoted(op) +
                             ", which does not exist" + did_you_mean(op, known));
@@ -155,12 +155,13 @@ Status settings_error(const PolicySettings& settings) {
 }
 
 uint32_t refresh_environment() {
-  // Core is asked outside our lock. A generation that moves on meanwhile is read by the next call.
-  // What is declared meanwhile would not be known to the policy that was read: it is read again.
+  // Reads the environment without holding our lock. If the generation changes meanwhile, the next
+  // call reads it again. If an op is declared meanwhile, the policy was checked without it, so the
+  // loop repeats.
   while (true) {
     const uint64_t generation = environment::generation();
     const std::vector<std::string> known = known_ops();
-    // Custom ops need not be known here: a "vendor::op" name always passes.
+    // `known` needs no custom ops: a name of the form "vendor::op" is always accepted.
     const Result<SelectionPolicy> policy = SelectionPolicy::from_environment(known);
     const uint32_t id = policy.ok() ? policy->id() : kInvalidPolicy;
     std::lock_guard lock(mutex);
@@ -196,7 +197,7 @@ SelectionPolicy SelectionPolicy::intern(PolicySettings settings) {
     table.by_id.push_back(std::move(settings));
     try {
       at = table.ids.emplace(std::move(key), table.by_id.size() - 1).first;
-    } catch (...) {  // no memory: the number is the next one's
+    } catch (...) {  // no memory: the next policy gets this id
       table.by_id.pop_back();
       throw;
     }
@@ -235,7 +236,7 @@ Result<SelectionPolicy> current_policy() {
     if (id != policy::kInvalidPolicy) return SelectionPolicy::intern(policy::settings_of(id));
     std::lock_guard lock(policy::mutex);
     const Status& error = policy::interned().environment_error;
-    if (error.ok()) continue;  // repaired between the two looks
+    if (error.ok()) continue;  // corrected between the two reads
     return policy::cause_first(error, "the selection policy of the environment is invalid");
   }
 }

@@ -1,4 +1,5 @@
-// TE_FL_POLICY_FILE: all that the variables can say, and lists for single signatures.
+// The parser of TE_FL_POLICY_FILE. The file can express all policy variables, and in addition lists
+// for single signatures.
 
 #include <algorithm>
 #include <functional>
@@ -20,7 +21,7 @@ using policy::did_you_mean;
 
 constexpr uint64_t kMaxBytes = uint64_t{64} << 20;
 
-// Every key of an object must be one of these.
+// An error if the object has a key that is not in `known`.
 Status check_keys(const json& object, const std::vector<std::string>& known,
                   const std::string& where) {
   if (!object.is_object()) return invalid_argument(where + " must be an object {...}");
@@ -75,7 +76,7 @@ Result<SignatureList> signature_list(const json& item, const std::string& where)
   const json device = item.value("device", json("cpu"));
   if (!device.is_string()) return invalid_argument(where + ".device must be a string");
   const auto name = device.get<std::string>();
-  // A device type: "cpu", "cuda", "ext:acme".
+  // A device type, such as "cpu", "cuda" or "ext:acme".
   if (Result<Device> parsed = parse_device(name == "cpu" ? name : name + ":0"); !parsed.ok()) {
     return policy::in_setting(where + ".device (a type of device, without its number)",
                               parsed.status());
@@ -183,7 +184,7 @@ Result<PolicySettings> load_policy_file(const std::string& path) {
   if (!text.ok()) return Status(text.status().code(), what + " " + text.status().message());
   if (core::trim(*text).empty()) return invalid_argument(what + " is empty");
   json file;
-  std::string twice;  // a key that an object has twice, of which JSON readers drop one
+  std::string twice;  // a duplicate key of an object, which JSON readers would drop
   std::vector<std::set<std::string>> keys;
   const auto note_key = [&](int, json::parse_event_t event, json& parsed) {
     if (event == json::parse_event_t::object_start) keys.emplace_back();
@@ -194,8 +195,8 @@ Result<PolicySettings> load_policy_file(const std::string& path) {
   };
   try {
     file = json::parse(*text, note_key);
-  } catch (const json::exception& e) {   // no JSON, or a number that no double holds
-    const std::string words = e.what();  // "[its name] why"
+  } catch (const json::exception& e) {   // invalid JSON, or a number beyond double
+    const std::string words = e.what();  // text of the form "[name] reason"
     const size_t name = words.find("] ");
     return invalid_argument(what + " is not JSON that can be read: " +
                             (name == words.npos ? words : words.substr(name + 2)));

@@ -40,7 +40,7 @@ uint32_t group_of(const PolicySettings& settings, const Tokens* tokens,
   return settings.prefer && impl.kind != *settings.prefer ? 1 : 0;
 }
 
-// Only VENDOR implementations are filtered; deny wins.
+// Vendor filters apply to kVendor implementations only. deny_vendors takes precedence.
 Refusal vendor_refusal(const PolicySettings& settings, const Implementation& impl) {
   if (impl.kind != Kind::kVendor) return Refusal::kNone;
   if (contains_vendor(settings.deny_vendors, impl.vendor)) return Refusal::kDenied;
@@ -55,7 +55,7 @@ bool serves(const Implementation& impl, int32_t type) {
 }
 
 bool on_device(const Implementation& impl, const Device& device) {
-  // One provider's memory is nothing that another's kernels could read (R18).
+  // An extension device's memory is readable only by kernels of the same provider (R18).
   if (device.type == TE_FL_DEVICE_EXT && impl.provider != 0 && impl.provider != device.provider) {
     return false;
   }
@@ -63,7 +63,8 @@ bool on_device(const Implementation& impl, const Device& device) {
   return serves(impl, device.type) || (device.is_host() && serves(impl, TE_FL_DEVICE_CPU));
 }
 
-// True if the impl could serve the call on copies in host memory, and not where the tensors are.
+// True if the implementation cannot run on the call's device but could run on copies in host
+// memory.
 bool on_copies(const Implementation& impl, const CallTraits& call) {
   return call.present && !call.device.is_host() && !on_device(impl, call.device) &&
          serves(impl, TE_FL_DEVICE_CPU);
@@ -148,7 +149,7 @@ std::string device_type_text(uint64_t mask) {
   return out.empty() ? "no device" : out;
 }
 
-// "architecture 80 or newer", "an architecture from 80 to 90"
+// The supported architectures as text: "architecture 80 or newer", "an architecture from 80 to 90".
 std::string arch_text(const Implementation& impl) {
   const std::string low = std::to_string(impl.min_arch), high = std::to_string(impl.max_arch);
   if (impl.max_arch == 0) return "architecture " + low + " or newer";
@@ -157,7 +158,7 @@ std::string arch_text(const Implementation& impl) {
                                         : "an architecture from " + low + " to " + high;
 }
 
-// "cpu|cuda", "ext of acme"
+// The supported device types as text: "cpu|cuda", "ext of acme".
 std::string served_text(const Implementation& impl) {
   const std::string types = device_type_text(impl.device_types);
   return impl.provider == 0 || !serves(impl, TE_FL_DEVICE_EXT)

@@ -13,7 +13,7 @@ using core::did_you_mean;
 using core::lower;
 using core::trim;
 
-// The trimmed parts between separators; one empty part for an empty text.
+// Splits a text and trims the parts. An empty text yields one empty part.
 inline std::vector<std::string_view> split(std::string_view s, char separator) {
   std::vector<std::string_view> parts;
   while (true) {
@@ -24,12 +24,12 @@ inline std::vector<std::string_view> split(std::string_view s, char separator) {
   }
 }
 
-// A mistake in a setting, on one line: what is wrong, then what that leads to. The reader of a
-// setting's error wants the mistake, and many programs show the first line only.
+// An error about a setting on one line: the mistake first, then its effect, since users look for
+// the mistake and many programs show the first line only.
 inline Status cause_first(const Status& cause, const std::string& effect) {
   return Status(cause.code(), cause.message() + "; " + effect, cause.cause());
 }
-// Puts the setting in front of its mistake: "TE_FL_PER_OP=x: ..."
+// Prefixes the error with the setting: "TE_FL_PER_OP=x: ..."
 inline Status in_setting(const std::string& setting, const Status& cause) {
   return Status(cause.code(), setting + ": " + cause.message(), cause.cause());
 }

@@ -15,8 +15,8 @@ struct ShippedAlias {
   std::string_view alias, vendor;
 };
 
-// The file is made from backends/*/*.json.in, so that a plugin that is loaded by its path, without
-// its manifest, is denied by its vendor's alias, too.
+// The included file is generated from backends/*/*.json.in. It makes the aliases known also if a
+// plugin is loaded by its path without its manifest, so that denying an alias denies the plugin.
 constexpr ShippedAlias kShipped[] = {
 #include "shipped/vendor_aliases.inc"
 };
@@ -28,14 +28,14 @@ struct FoundAlias {
 constinit core::ForkMutex aliases_mutex(core::LockLevel::kVendorAliases);
 const core::ForkMutex::Registration aliases_registration(aliases_mutex);
 
-// The aliases that manifests brought. Its caller holds the mutex.
+// The aliases that manifests declared. The caller holds the mutex.
 std::vector<FoundAlias>& found() {
   static auto* const list = new std::vector<FoundAlias>;  // never freed: read until the end
   return *list;
 }
 
-// The vendors that a name in lower case stands for: the one of that name, and those that have it as
-// an alias. Its caller holds the mutex.
+// The vendors that a lower-case name refers to: the vendor of that name and the vendors that have
+// it as an alias. The caller holds the mutex.
 std::vector<std::string> vendors_of(const std::string& name) {
   std::vector<std::string> vendors = {name};
   for (const ShippedAlias& known : kShipped) {

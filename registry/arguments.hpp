@@ -6,7 +6,8 @@
 
 #include "te_fl/plugin.h"
 
-// Reading an argument struct by its schema. Members beyond the struct's size are absent (R3).
+// Reads the members of an argument struct by its schema. Members beyond struct_size count as absent
+// (R3).
 namespace te_fl::registry {
 
 inline const void* member(uint32_t offset, size_t bytes, const void* args) noexcept {
@@ -58,7 +59,7 @@ inline size_t scalar_bytes(const te_fl_arg_desc& arg) noexcept {
   return arg.type == TE_FL_ARG_I64 || arg.type == TE_FL_ARG_F64 ? 8 : 4;
 }
 
-// "input f32[2,3] cpu, output ..."; for messages.
+// The arguments as text for messages: "input f32[2,3] cpu, output ...".
 std::string describe_arguments(const te_fl_op_schema& schema, const void* args);
 
 }  // namespace te_fl::registry

@@ -15,7 +15,7 @@ constinit core::ForkMutex providers_mutex(core::LockLevel::kCommProviders);
 const core::ForkMutex::Registration providers_registration(providers_mutex);
 
 using Providers = std::vector<std::shared_ptr<CommProvider>>;
-// Never destroyed: threads may still ask while the process ends.
+// Never destroyed: other threads may use the list while the process ends.
 Providers& providers() {
   static auto* const list = new Providers;
   return *list;
@@ -36,7 +36,7 @@ int32_t default_priority(uint32_t kind) {
                                       : TE_FL_PRIORITY_REFERENCE;
 }
 
-// The provider's name was looked at, so that messages can name it.
+// Checks a descriptor whose name was checked before, so that messages can use the name.
 Status check(const te_fl_comm_desc& desc, const te_fl_comm_api& api, const std::string& who) {
   const auto bad = [&](const std::string& why) { return invalid_argument(who + ": " + why); };
   if (desc.kind > TE_FL_KIND_REFERENCE) return bad("kind is " + std::to_string(desc.kind));
@@ -111,7 +111,7 @@ Status add_comm_providers(std::span<const te_fl_comm_desc* const> list, const st
 }
 
 Status remove_comm_providers(const std::string& plugin) {
-  Providers gone;  // released without the lock
+  Providers gone;  // destroyed after the lock is released
   const std::lock_guard lock(providers_mutex);
   for (const auto& p : providers()) {
     const int64_t live = p->live.load();

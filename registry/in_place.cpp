@@ -28,7 +28,7 @@ bool same_memory(const te_fl_arg_desc& a, const te_fl_arg_desc& b, const void* a
   return false;
 }
 
-// Is `name` one of the words of `list`?
+// True if `name` is one of the words of `list`.
 bool lists(const char* list, const char* name) noexcept {
   const size_t length = std::strlen(name);
   for (const char* at = list; (at = std::strstr(at, name)) != nullptr; at += length) {

@@ -24,8 +24,8 @@ using registry::Implementation;
 using registry::OpRow;
 using registry::Table;
 
-// Guards all registries' tables and the list of registries. Neither plugins nor devices are entered
-// while it is held, so it is never held for long.
+// Guards the tables of all registries and the list of registries. No plugin or device function is
+// called while it is held, so it is held for a short time only.
 constinit core::ForkMutex mutex(core::LockLevel::kRegistry);
 const core::ForkMutex::Registration registration(mutex);
 
@@ -36,15 +36,16 @@ std::vector<OpRegistry::Impl*>& registries() {
 
 std::atomic<uint64_t> g_table_ids{1};
 
-// Threads take tables and implementations out under the lock, to be rid of them without it. These
-// count those threads; say what the calling thread's share is; and say whether, in a child, threads
-// that are not here held some, whose references are never given up. The lock guards the first and
-// the last.
+// Threads move tables and implementations out under the lock, to destroy them after it is released.
+// g_holders counts these threads and t_holding the calling thread's share. g_holders_gone is set in
+// a forked child if other threads of the parent held objects at the fork; those references are
+// never released. The lock guards g_holders and g_holders_gone.
 int g_holders = 0;
 constinit thread_local int t_holding = 0;
 bool g_holders_gone = false;
 
-// Made before what it counts, so that it ends after.
+// Counts the thread in g_holders. Declare it before the containers of the objects, so that it is
+// destroyed after them.
 class Holding {
  public:
   Holding() { count(1); }
@@ -67,8 +68,8 @@ Status busy() {
                 "would wait for itself; remove it after the call returned");
 }
 
-// The threads that are telling all registries something, likewise: a registry that goes waits for
-// them.
+// The number of threads that are iterating over all registries, and the calling thread's share. The
+// destructor of a registry waits for them.
 int g_telling = 0;
 constinit thread_local int t_telling = 0;
 
@@ -81,7 +82,7 @@ void after_fork_in_child() {
 }
 const core::ForkedChild forked_child(core::LockLevel::kRegistry, &after_fork_in_child);
 
-// The registries there are, which stay as long as it does.
+// A snapshot of all registries. They stay alive as long as this object does.
 class AllRegistries {
  public:
   AllRegistries() {
@@ -103,7 +104,7 @@ class AllRegistries {
   std::vector<OpRegistry::Impl*> all_;
 };
 
-// ---- what becomes of a device (core::g_device_hooks)
+// ---- handling of changes of a device (core::g_device_hooks)
 
 void device_added(const Device& device) {
   core::find_device_again(device);
@@ -135,7 +136,7 @@ namespace registry {
 
 void choose_again() {
   const Holding holding;
-  std::vector<std::unique_ptr<const Table>> dead;  // freed after the lock, like reclaim()'s
+  std::vector<std::unique_ptr<const Table>> dead;  // destroyed after the lock, as in reclaim()
   std::lock_guard lock(mutex);
   for (OpRegistry::Impl* impl : registries()) impl->publish_again(dead);
 }
@@ -166,8 +167,8 @@ OpRegistry::Impl::~Impl() {
     lock.lock();
   }
   lock.unlock();
-  // Its user sees to it that no call is going on; the tables go whatever other threads do
-  // elsewhere.
+  // The owner ensures that no call of this registry is in progress, so its tables are freed without
+  // waiting for calls in other registries.
   retired_.clear();
   delete current_.load(std::memory_order_acquire);
 }
@@ -177,7 +178,7 @@ std::unique_ptr<Table> OpRegistry::Impl::copy_table() const {
 }
 
 void OpRegistry::Impl::publish(std::unique_ptr<Table> next) {
-  retired_.emplace_back();  // it may throw, and nothing has changed yet
+  retired_.emplace_back();  // may throw; nothing was changed before
   next->id = g_table_ids.fetch_add(1);
   const Table* old = current_.exchange(next.release(), std::memory_order_seq_cst);
   retired_.back() = {std::unique_ptr<const Table>(old), registry::retire()};
@@ -196,11 +197,11 @@ void OpRegistry::Impl::take_dead(uint64_t oldest, std::vector<std::unique_ptr<co
 }
 
 void OpRegistry::Impl::reclaim() noexcept {
-  core::best_effort([this] {  // without memory the next change does it
+  core::best_effort([this] {  // without memory, the next change reclaims
     const uint64_t oldest = registry::oldest_inside();
     const Holding holding;
     std::vector<std::unique_ptr<const Table>>
-        dead;  // their implementations may enter a plugin as they go
+        dead;  // destroying their implementations may call a plugin
     std::lock_guard lock(mutex);
     take_dead(oldest, dead);
   });
@@ -216,8 +217,8 @@ Status OpRegistry::Impl::add(std::span<const te_fl_op_desc* const> descs, const 
     made.push_back(std::move(impl));
   }
   std::unique_ptr<Table>
-      next;                    // if it is dropped, that is after the lock: plugins are entered then
-  core::ensure_environment();  // kEnvironment comes before kRegistry
+      next;                    // destroyed after the lock is released, since that may call a plugin
+  core::ensure_environment();  // takes kEnvironment, which precedes kRegistry
   {
     std::lock_guard lock(mutex);
     next = copy_table();
@@ -289,11 +290,11 @@ size_t OpRegistry::Impl::remove(const Match& match) {
     removed = registry::remove_implementations(*next, match);
     if (!removed.empty()) publish(std::move(next));
   }
-  // Whoever has nothing here may have a device that others' ops are running on.
+  // Waits even if nothing was removed: a device of the caller may be in use by ops of other owners.
   registry::wait_quiescent(registry::retire());
-  // Usually once. A thread that was about to publish an epoch it had read before ours holds the
-  // tables back until it leaves, although it sees the new one; or another thread's reclaim() has
-  // them in its hands at this moment. No new reference can appear.
+  // One pass is usually enough. Two cases need more: a thread that published an old epoch after our
+  // change keeps the retired tables alive until it leaves, and another thread's reclaim() may be
+  // destroying the tables right now. No new references can appear.
   reclaim();
   for (const auto& impl : removed) {
     while (impl.use_count() != 1 && !held_by_none_here(*impl)) {
@@ -317,7 +318,7 @@ void OpRegistry::Impl::bar(const Device& device, const Status& why) {
 
 void OpRegistry::Impl::drop_plans(const Device& device) {
   const Holding holding;
-  std::vector<std::shared_ptr<Implementation>> owners;  // outlive their plans
+  std::vector<std::shared_ptr<Implementation>> owners;  // must outlive their plans
   std::vector<std::unique_ptr<registry::Plan>> plans;
   {
     const registry::EpochGuard guard(registry::this_thread().slot);
@@ -331,7 +332,7 @@ void OpRegistry::Impl::drop_plans(const Device& device) {
       }
     }
   }
-  // Another thread may be comparing its call with one of them.
+  // Another thread may be comparing its call's key with that of a plan.
   if (!plans.empty()) registry::wait_quiescent(registry::retire());
 }
 
@@ -341,7 +342,7 @@ void OpRegistry::Impl::restore(const Device& device) {
     std::erase_if(archs_, [&](const auto& entry) { return entry.first == device; });
     std::unique_ptr<Table> next = copy_table();
     std::erase_if(next->barred, [&](const auto& b) { return b.device == device; });
-    publish(std::move(next));  // also when it was not barred: routes depend on the architecture
+    publish(std::move(next));  // also if it was not barred, since routes depend on the architecture
   }
   reclaim();
 }
@@ -371,13 +372,13 @@ void OpRegistry::Impl::after_fork_in_child() noexcept {
   for (const Retired& r : retired_) reset(*r.table);
 }
 
-// ---- the public face
+// ---- public functions
 
 OpRegistry::OpRegistry() : impl_(std::make_unique<Impl>()) {}
 OpRegistry::~OpRegistry() = default;
 
 OpRegistry& OpRegistry::instance() {
-  // Never freed: threads may outlive static destruction.
+  // Never freed: threads may run after static destruction.
   static constinit std::atomic<OpRegistry*> instance{nullptr};
   return core::made_once(instance, [] { return new OpRegistry; });
 }
@@ -414,7 +415,7 @@ Status OpRegistry::set_priority(std::string_view op, std::string_view impl_id, i
 
 namespace {
 
-// Reads the current table; it stays while the guard does.
+// Calls f with the current table. The guard keeps the table alive during the call.
 template <class F>
 auto with_table(const OpRegistry::Impl& impl, F&& f) {
   const registry::EpochGuard guard(registry::this_thread().slot);
@@ -452,7 +453,7 @@ Result<OpId> OpRegistry::find(std::string_view op) const {
 }
 
 const te_fl_op_schema* OpRegistry::schema(OpId op) const {
-  // Rows are never removed, and later tables share their compiled form: the pointer lasts.
+  // Rows are never removed, and later tables share the compiled op, so the pointer stays valid.
   return with_table(*impl_, [&](const Table& table) -> const te_fl_op_schema* {
     const registry::OpRow* row = table.row(op.index);
     return row == nullptr ? nullptr : &row->compiled->schema();

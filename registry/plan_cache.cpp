@@ -25,26 +25,26 @@ std::atomic<uint64_t> g_plan_tick{0};
 
 namespace {
 
-// Guards every PlanCache. Plugins are never entered while it is held.
+// Guards all PlanCaches. No plugin is called while it is held.
 constinit core::ForkMutex plans_mutex(core::LockLevel::kPlans);
 const core::ForkMutex::Registration plans_registration(plans_mutex);
 
-// log2 of the alignment, at most 8; 9 for none.
+// log2 of the address's alignment, at most 8; 9 for a null address.
 uint64_t alignment_of(uint64_t address) noexcept {
   return address == 0 ? 9 : static_cast<uint64_t>(std::min(__builtin_ctzll(address), 8));
 }
 
 using StreamOf = std::pair<Device, void*>;
 
-// Under the lock. The plans that have streams, wherever they are, and those that graphs have: what
-// leave_stream() and note_launch() look through.
+// The existing plans that have streams or are part of a graph, whichever cache they are in.
+// leave_stream() and note_launch() iterate over them. The lock guards this set.
 std::unordered_set<const Plan*>& live_plans() {
   static auto* const all = new std::unordered_set<const Plan*>;
   return *all;
 }
 
-// Under the lock. The streams that threads ask about without it: no plan's list loses one of them,
-// and leave_stream() returns when it is not among them any more.
+// The streams that threads are querying without the lock. While a stream is in this list, no plan
+// drops it, and leave_stream() waits. The lock guards the list.
 std::vector<StreamOf>& asked_streams() {
   static auto* const all = new std::vector<StreamOf>;
   return *all;
@@ -59,7 +59,7 @@ bool has(const Plan& plan, const Device& device, void* stream) {
          std::find(plan.streams.begin(), plan.streams.end(), stream) != plan.streams.end();
 }
 
-// Makes streams asked ones as long as it lives.
+// Keeps streams in asked_streams() while this object lives.
 class Asked {
  public:
   Asked() = default;
@@ -67,13 +67,13 @@ class Asked {
     const std::lock_guard lock(plans_mutex);
     for (const StreamOf& one : mine_) {
       const auto at = std::find(asked_streams().begin(), asked_streams().end(), one);
-      if (at != asked_streams().end()) asked_streams().erase(at);  // else a fork came between
+      if (at != asked_streams().end()) asked_streams().erase(at);  // absent after a fork
     }
   }
   Asked(const Asked&) = delete;
   Asked& operator=(const Asked&) = delete;
 
-  // Under the lock.
+  // Adds the streams of a plan. The caller holds the lock.
   void add(const Plan& plan) {
     for (void* stream : plan.streams) {
       const StreamOf one{plan.device, stream};
@@ -89,18 +89,18 @@ class Asked {
   std::vector<StreamOf> mine_;
 };
 
-// Threads that asked in the parent are not here.
+// A forked child drops the entries of the parent's threads.
 void after_fork_in_child() {
   const std::lock_guard lock(plans_mutex);
   asked_streams().clear();
 }
 const core::ForkedChild plans_forked_child(core::LockLevel::kPlans, &after_fork_in_child);
 
-// Changes when a launch that was noted may have to be noted again: a plan was captured, or a stream
-// left. Under the lock it is written.
+// Changes when a recorded launch may have to be recorded again: a plan was captured, or a stream
+// was destroyed. Written under the lock.
 std::atomic<uint64_t> g_launch_generation{1};
 
-// A stream that cannot say is that of a device that has gone or is lost, and captures nothing.
+// A query fails only for a device that is removed or lost; its streams capture nothing.
 bool is_captured(const Device& device, void* stream) {
   const Result<bool> capturing = devices::is_capturing(device, stream);
   return capturing.ok() && *capturing;
@@ -113,7 +113,7 @@ const char* first_byte_of(const te_fl_tensor* t) noexcept {
   return static_cast<const char*>(t->dl.data) + t->dl.byte_offset;
 }
 
-// A member that the struct's size cuts off is absent.
+// Clears a member that lies beyond struct_size, since it counts as absent.
 void clear_cut_off(const te_fl_arg_desc& arg, const void* args, std::vector<std::byte>& padded) {
   const auto clear = [&](uint32_t offset, size_t bytes) {
     if (member(offset, bytes, args) != nullptr) return;
@@ -126,7 +126,7 @@ void clear_cut_off(const te_fl_arg_desc& arg, const void* args, std::vector<std:
   if (list) clear(arg.count_offset, sizeof(int64_t));
 }
 
-// A key has only the alignment of an address, and if there is one.
+// A sink for plan keys. A key contains only the presence and the alignment of an address.
 struct KeySink {
   std::vector<uint64_t>& words;
   bool structure(uint64_t word) {
@@ -140,8 +140,8 @@ struct KeySink {
 
 }  // namespace
 
-// For each element of an output list the first other list, from 1, that has its memory at the same
-// place; 0 if there is none.
+// For each element of an output list: the 1-based index of the first other list whose element at
+// the same position has the same memory; 0 if there is none.
 void PlanKey::add_list_sharing(const te_fl_op_schema& schema, const void* args, uint32_t out) {
   const TensorList mine = list_argument(*schema.args[out], args);
   for (int64_t k = 0; k < mine.count; ++k) {
@@ -156,10 +156,11 @@ void PlanKey::add_list_sharing(const te_fl_op_schema& schema, const void* args, 
   }
 }
 
-// For each output the first other argument whose memory it has, from 1; 0 if there is none.
+// For each output: the 1-based index of the first other argument with the same memory; 0 if there
+// is none.
 void PlanKey::add_sharing(const te_fl_op_schema& schema, const void* args) {
   constexpr uint32_t kKept = 32;
-  std::array<const char*, kKept> kept;  // where the first tensor arguments begin
+  std::array<const char*, kKept> kept;  // start addresses of the first tensor arguments
   const auto find = [&](uint32_t i) {
     const te_fl_arg_desc& arg = *schema.args[i];
     return arg.type == TE_FL_ARG_TENSOR ? first_byte_of(tensor_argument(arg, args)) : nullptr;
@@ -181,7 +182,7 @@ void PlanKey::add_sharing(const te_fl_op_schema& schema, const void* args) {
   }
 }
 
-// The first words of every key.
+// Adds the device, with which every key begins.
 void PlanKey::add_device(const te_fl_context& context) {
   add(pair_of(static_cast<uint32_t>(context.device.type),
               static_cast<uint32_t>(context.device.index)));
@@ -204,7 +205,7 @@ void PlanKey::set(const core::CompiledOp& op, const void* args, const te_fl_cont
   add(context_word(context));
   const uint32_t size = core::struct_size_of(args);
   const auto* all = static_cast<const std::byte*>(args);
-  std::vector<std::byte> padded;  // 0 beyond a shorter struct, whose size is in the key
+  std::vector<std::byte> padded;  // a copy of a shorter struct, extended with zeros
   if (size < schema.args_size) {
     padded.resize(schema.args_size);
     std::copy(all, all + size, padded.begin());
@@ -218,11 +219,12 @@ void PlanKey::set(const core::CompiledOp& op, const void* args, const te_fl_cont
 
 namespace {
 
-// An error is that of ops before, for which nobody else will wait on this stream perhaps. A device
-// that has gone does no work any more.
+// Waits for the stream's work. Logs an error, which stems from earlier ops, since perhaps no one
+// else waits on this stream. Does nothing for a removed device, which runs no more work.
 void wait_for(const Device& device, void* stream) noexcept {
   try {
-    // An event says when the work is done and leaves the errors of ops before to their owner (R12).
+    // An event shows completion without consuming the errors of earlier ops, which their owner must
+    // see (R12).
     Result<Event> event = Event::create(device);
     if (!is_captured(device, stream) && event.ok() && event->record(stream).ok()) {
       Result<bool> done = event->done();
@@ -236,7 +238,8 @@ void wait_for(const Device& device, void* stream) noexcept {
   }
 }
 
-// False if a stream of the plan is being captured; else the work on all of them is done.
+// Returns false if a stream of the plan is being captured. Otherwise waits for the work on all of
+// its streams.
 bool is_work_done(const Plan& plan) noexcept try {
   Asked asked;
   {
@@ -247,7 +250,7 @@ bool is_work_done(const Plan& plan) noexcept try {
   if (std::any_of(asked.streams().begin(), asked.streams().end(), captured)) return false;
   for (const auto& [device, stream] : asked.streams()) wait_for(device, stream);
   return true;
-} catch (...) {  // no memory; it is asked again
+} catch (...) {  // no memory; the caller tries again
   return false;
 }
 
@@ -255,14 +258,14 @@ bool is_work_done(const Plan& plan) noexcept try {
 
 Plan::~Plan() {
   if (impl->plan_memory) {
-    // Between two questions a stream may go.
+    // Streams may be destroyed between two attempts.
     while (!is_work_done(*this)) std::this_thread::yield();
     const std::lock_guard lock(plans_mutex);
     live_plans().erase(this);
   }
   try {
     impl->desc.destroy_plan(impl->desc.self, plan);
-  } catch (...) {  // R5 forbids it; a plan that is going has nobody to tell
+  } catch (...) {  // R5 forbids it; a destructor has no caller to report to
     log::once(log::Level::kWarning, "destroy_plan " + impl->impl_id,
               "implementation '" + impl->impl_id + "' of op '" + impl->op +
                   "': destroy_plan() threw an exception (rule R5)");
@@ -284,7 +287,7 @@ const Plan* PlanCache::find(std::string_view key, bool capturing) {
 
 std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
   std::vector<std::unique_ptr<Plan>> taken;
-  std::list<Retired> gone;  // whose events are destroyed outside the lock
+  std::list<Retired> gone;  // their events are destroyed after the lock is released
   std::unique_lock lock(plans_mutex);
   const auto is_of = [&](const Plan& plan) { return PlanKey::is_of(plan.key, device); };
   const auto is_looked_at = [&](const Retired& r) { return r.busy && is_of(*r.plan); };
@@ -296,7 +299,7 @@ std::vector<std::unique_ptr<Plan>> PlanCache::take(const Device& device) {
   for (auto at = plans_.begin(); at != plans_.end();) {
     auto next = std::next(at);
     if (is_of(*at->second)) {
-      taken.push_back(std::move(at->second));  // whose key the entry's is
+      taken.push_back(std::move(at->second));  // the plan owns the entry's key
       plans_.erase(at);
     }
     at = next;
@@ -348,8 +351,8 @@ void leave_stream(const Device& device, void* stream) {
   }
 }
 
-// A graph is launched again and again on one stream: the thread's last launch is known without the
-// lock.
+// A graph is usually launched repeatedly on one stream, so the thread's last launch is recognised
+// without the lock.
 void note_launch(const Device& device, void* stream) {
   struct Last {
     uint64_t generation = 0;
@@ -363,7 +366,7 @@ void note_launch(const Device& device, void* stream) {
     if (!plan->captured || plan->device != device || has(*plan, device, stream)) continue;
     plan->streams.push_back(stream);
   }
-  last = {generation, {device, stream}};  // of before the lock
+  last = {generation, {device, stream}};  // the generation read before the lock
 }
 
 Status check_captures(const std::function<bool(const Plan&)>& picks) {
@@ -403,7 +406,7 @@ PlanCache::Work PlanCache::work_of(Retired& retired) noexcept try {
                        [&](void* stream) { return registry::is_captured(plan.device, stream); });
   };
   if (!retired.marked) {
-    if (is_captured()) return Work::kRuns;  // an event would be the graph's
+    if (is_captured()) return Work::kRuns;  // the event would become part of the graph
     for (void* stream : plan.streams) {
       Result<Event> event = Event::create(plan.device);
       if (!event.ok() || !event->record(stream).ok()) return Work::kUnknown;
@@ -414,19 +417,19 @@ PlanCache::Work PlanCache::work_of(Retired& retired) noexcept try {
   bool done = true;
   for (const Event& event : retired.behind) {
     const Result<bool> is = event.done();
-    // ~Plan() would wait for the end of a capture, which may be this thread's to end.
+    // During a capture, ~Plan() would wait for its end, which may depend on this thread.
     if (!is.ok()) return is_captured() ? Work::kRuns : Work::kUnknown;
     done &= *is;
   }
   return done ? Work::kDone : Work::kRuns;
-} catch (...) {  // no memory; it is looked at again
+} catch (...) {  // no memory; the next reap() tries again
   return Work::kRuns;
 }
 
 void PlanCache::reap() {
   const uint64_t oldest = oldest_inside();
   std::vector<Retired*> idle;
-  std::list<Retired> dead;  // destroyed outside the lock, when its streams are not asked about
+  std::list<Retired> dead;  // destroyed after the lock, when its streams have left `asked`
   Asked asked;
   {
     std::lock_guard lock(plans_mutex);
@@ -445,7 +448,7 @@ void PlanCache::reap() {
     const auto next = std::next(at);
     if (std::find(idle.begin(), idle.end(), &*at) != idle.end()) {
       at->busy = false;
-      // ~Plan() waits for what is not known to be done.
+      // If the work is not known to be done, the streams stay and ~Plan() waits for them.
       if (at->work == Work::kDone) at->plan->streams.clear();
       if (at->work != Work::kRuns) dead.splice(dead.end(), retired_, at);
     }
@@ -456,7 +459,7 @@ void PlanCache::reap() {
 const Plan* PlanCache::insert(std::string key, const Device& device, void* made) {
   auto plan = std::make_unique<Plan>(impl_, std::move(key), device, made);
   reap();
-  std::unique_ptr<Plan> dead;  // destroyed outside the lock
+  std::unique_ptr<Plan> dead;  // destroyed after the lock is released
   std::lock_guard lock(plans_mutex);
   g_plan_tick.fetch_add(1, std::memory_order_relaxed);
   plan->use();

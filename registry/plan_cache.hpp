@@ -20,13 +20,14 @@ namespace te_fl::registry {
 
 struct Implementation;
 
-// Advances when a plan is made: what Plan::last_used counts in.
+// The clock of Plan::last_used: advances when a plan is made.
 extern std::atomic<uint64_t> g_plan_tick;
 
-// A plan that prepare() made for one full signature. Destroys its plan; if it owns device memory,
-// then when no stream that worked with it is being captured any more and the work of every call
-// that had it is done (R26). Whoever lets plans of living implementations go asks check_captures()
-// before, so that only a capture which another thread began since is waited for.
+// A plan that prepare() made for one full signature. The destructor destroys the plugin's plan. If
+// that plan owns device memory, the destructor first waits until none of its streams is being
+// captured and all calls that used it are complete (R26). Call check_captures() before dropping
+// plans of a live implementation, so that the destructor waits only for captures that another
+// thread began since.
 struct Plan {
   Plan(const Implementation& owner, std::string signature, const Device& of, void* made)
       : impl(&owner), key(std::move(signature)), device(of), plan(made) {
@@ -36,7 +37,7 @@ struct Plan {
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
-  // It is in use now, so others are dropped before it.
+  // Marks the plan as recently used; other plans are dropped first.
   void use() const noexcept;
 
   const Implementation* impl;
@@ -44,7 +45,7 @@ struct Plan {
   const Device device;
   void* plan;
 
-  // Notes, for a plan that owns device memory, that a call is about to enqueue work on `stream`.
+  // For a plan that owns device memory: records that a call is about to enqueue work on `stream`.
   void used_on(void* stream) const {
     for (const auto& known : recent) {
       if (known.load(std::memory_order_relaxed) == stream) [[likely]]
@@ -54,35 +55,38 @@ struct Plan {
   }
   void note_stream(void* stream) const;
 
-  // Streams that have work of it. PlanCache's lock guards them; they are read without it while they
-  // are asked about and nobody can call with the plan. Some are in `recent`, too, for those who ask
-  // without the lock; a place there that is empty has the place's own address.
+  // The streams that have work using this plan. PlanCache's lock guards the vector; it is read
+  // without the lock only while its streams are in asked_streams() and no call can use the plan.
+  // `recent` caches some of the streams for look-ups without the lock. An unused slot of `recent`
+  // holds its own address.
   mutable std::vector<void*> streams;
   mutable std::array<std::atomic<const void*>, 4> recent;
   mutable std::atomic<uint64_t> last_used{0};
-  // A graph may hold what it owns, so it is never dropped, and works with it on every stream that a
-  // graph is launched on. PlanCache's lock guards it.
+  // True if a graph was captured with this plan. The graph may hold memory of the plan, so it is
+  // never dropped, and it counts as used on every stream that a graph is launched on. PlanCache's
+  // lock guards this.
   bool captured = false;
 };
 
-// Plans of one implementation, shared by all threads, least recently used dropped beyond kMaxPlans,
-// or kMaxMemoryPlans if they own device memory, save those that a graph was captured with.
-// A dropped plan is destroyed when no thread is inside an op that may use it, and, if it owns
-// device memory, when the events behind its work are done. These are looked at when a plan is
-// added.
+// The plans of one implementation, shared by all threads. Beyond kMaxPlans (kMaxMemoryPlans for
+// plans that own device memory) the least recently used plan is dropped, except plans that a graph
+// was captured with. A dropped plan is destroyed when no thread is inside an op that may use it
+// and, if it owns device memory, when the events after its work are complete. This is checked
+// whenever a plan is added.
 class PlanCache {
  public:
   static constexpr size_t kMaxPlans = 2048;
   static constexpr size_t kMaxMemoryPlans = 256;
   explicit PlanCache(const Implementation& impl) : impl_(impl) {}
 
-  // The plan for `key`, null if there is none (any more). One that is found while `capturing` is
-  // kept from then on.
+  // Finds the plan for `key`; null if there is none. A plan that is found while `capturing` is
+  // never dropped.
   const Plan* find(std::string_view key, bool capturing);
-  // Adds a plan, or returns the one that another thread added first (and destroys this one).
+  // Adds a plan. If another thread has added one for this key, destroys `plan` and returns the
+  // other.
   const Plan* insert(std::string key, const Device& device, void* plan);
-  // Takes out the plans for a device that goes. They may be destroyed when no thread is inside an
-  // op that entered before; their implementation is to be kept until then.
+  // Removes and returns the plans for a device that is being removed. The caller destroys them, and
+  // keeps their implementation alive, until no thread is inside an op that it entered before.
   std::vector<std::unique_ptr<Plan>> take(const Device& device);
   size_t size() const;
 
@@ -91,58 +95,59 @@ class PlanCache {
   struct Retired {
     std::unique_ptr<Plan> plan;
     uint64_t epoch;
-    bool busy = false;  // a thread looks at its streams, without the lock
+    bool busy = false;  // a thread is querying its streams without the lock
     Work work = Work::kRuns;
-    bool marked = false;          // the events are recorded
-    std::vector<Event> behind{};  // on each of its streams, once nobody can enqueue with it
+    bool marked = false;          // true if the events are recorded
+    std::vector<Event> behind{};  // on each of its streams, recorded once no call can use it
   };
   void drop_oldest();
-  // Destroys what has been dropped and is used by nobody any more, here or on the device.
+  // Destroys dropped plans that no thread and no device work uses any more.
   void reap();
-  // Asks the device what there still is of the plan's work.
+  // Asks the device whether the plan's work is done.
   static Work work_of(Retired& retired) noexcept;
 
   const Implementation& impl_;
   std::unordered_map<std::string_view, std::unique_ptr<Plan>> plans_;
-  std::list<Retired> retired_;  // the oldest first; elements stay where they are
+  std::list<Retired> retired_;  // oldest first; addresses are stable
 };
 
-// A stream is about to go: what it has of plans that own device memory is waited for, of all plans
-// that there are, also of those that are in no cache any more. Then none of them names it.
+// Call before a stream is destroyed. Waits for the stream's work that uses plans with device
+// memory, including plans that are in no cache any more. After this, no plan refers to the stream.
 void leave_stream(const Device& device, void* stream);
-// A graph is about to be launched on the stream: it may work with every plan of the device that
-// owns memory and that a call was captured with, so the stream is one of theirs from now on.
+// Call before a graph is launched on the stream. The graph may use every plan of the device that
+// owns memory and was captured, so the stream is added to all of these.
 void note_launch(const Device& device, void* stream);
-// BUSY, naming the implementation and the device, if a plan that owns device memory and that
-// `picks` says true of has a stream that is being captured. `picks` is called under the lock of the
-// plans. To be asked before plans are let go, while nothing has been changed.
+// BUSY, with the names of the implementation and the device, if a stream of a matching plan is
+// being captured. Considers plans that own device memory and for which `picks` returns true.
+// `picks` runs under the plans' lock. Call this before dropping plans and before any other change.
 Status check_captures(const std::function<bool(const Plan&)>& picks);
 
 inline void Plan::use() const noexcept {
-  // Written only when it says something new: threads share it.
+  // Writes only a new value, since threads share the cache line.
   const uint64_t now = g_plan_tick.load(std::memory_order_relaxed);
   if (last_used.load(std::memory_order_relaxed) != now) {
     last_used.store(now, std::memory_order_relaxed);
   }
 }
 
-// Changes when any plan is dropped: pointers that threads keep are then stale.
+// Changes when any plan is dropped. Plan pointers that threads cached before are then stale.
 extern std::atomic<uint64_t> g_plan_generation;
 
-// Everything that prepare() may read of a call: dtypes, shapes, strides, alignment (up to 256
-// bytes), scaling modes, which parts are present, which outputs begin where another argument does,
-// scalars, the saved record, device, context flags, and whether the random state is the device's.
-// tests/registry/plan_key_test.cpp lists every member, and why the others are left out.
+// The key of a plan. It contains everything that prepare() may read of a call: dtypes, shapes,
+// strides, alignment (up to 256 bytes), scaling modes, the presence of parts, outputs that begin at
+// another argument's address, scalars, the saved record, the device, context flags, and whether the
+// random state is in device memory. tests/registry/plan_key_test.cpp lists every member, and why
+// the others are left out.
 class PlanKey {
  public:
   void set(const core::CompiledOp& op, const void* args, const te_fl_context& context);
-  // The word by which a key tells contexts apart, the device aside. A call that is captured gets
-  // the plan that was made before capture, when all is allowed; and what is looked at besides
-  // changes no plan.
+  // The context's word in the key, without the device. Excludes the flags for capturing and
+  // validation: a captured call uses the plan made before the capture, when every operation was
+  // allowed, and validation does not change a plan.
   static uint64_t context_word(const te_fl_context& context) noexcept {
     return whole_context_word(context) & ~uint64_t{TE_FL_CALL_CAPTURING | TE_FL_CALL_VALIDATE};
   }
-  // As context_word(), but tells a call that is being captured or validated from one that is not.
+  // Like context_word(), with the flags for capturing and validation.
   static uint64_t whole_context_word(const te_fl_context& context) noexcept {
     return context.flags |
            (context.rng != nullptr && context.rng->seed_address != nullptr ? uint64_t{1} << 32
@@ -153,7 +158,7 @@ class PlanKey {
   std::string_view text() const noexcept {
     return {reinterpret_cast<const char*>(words_.data()), words_.size() * sizeof(uint64_t)};
   }
-  // True if `key` is that of a call on `device`.
+  // True if `key` belongs to a call on `device`.
   static bool is_of(std::string_view key, const Device& device);
 
  private:

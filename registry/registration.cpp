@@ -21,7 +21,7 @@ std::atomic<uint64_t> g_numbers{1};
 
 using CompiledPtr = std::shared_ptr<const core::CompiledOp>;
 
-// The catalogue's ops, compiled once for all registries.
+// The compiled ops of the catalogue, shared by all registries.
 const std::vector<CompiledPtr>& compiled_catalogue() {
   static constinit std::atomic<const std::vector<CompiledPtr>*> all{nullptr};
   return core::made_once(all, [] {
@@ -48,7 +48,7 @@ std::shared_ptr<OpRow> make_row(CompiledPtr compiled) {
 
 void put_row(Table& table, NameMap& names, uint32_t id, CompiledPtr compiled) {
   names.emplace(compiled->schema().name, id);
-  table.ops.resize(id);  // null rows where ids were retired
+  table.ops.resize(id);  // ids of retired ops get null rows
   table.ops.push_back(make_row(std::move(compiled)));
 }
 
@@ -79,7 +79,7 @@ int32_t default_priority(Kind kind) {
   return TE_FL_PRIORITY_DEFAULT;
 }
 
-// R16: "<kind>.<name>".
+// Checks the form "<kind>.<name>" of an implementation id (R16).
 bool good_impl_id(std::string_view id, Kind kind) {
   const std::string head = std::string(to_string(kind)) + ".";
   if (id.size() <= head.size() || id.substr(0, head.size()) != head) return false;
@@ -131,7 +131,8 @@ Status check_desc(const te_fl_op_desc& desc, const std::string& owner, const std
   return {};
 }
 
-// A mask of zeros, as C makes them, matches no call of an op that has tensors.
+// Refuses masks of 0, which an uninitialised C struct has. For an op with tensors they match no
+// call.
 Status check_masks(const Implementation& impl, const te_fl_op_schema& schema) {
   const bool tensors =
       std::any_of(schema.args, schema.args + schema.arg_count, [](const te_fl_arg_desc* arg) {
@@ -166,7 +167,7 @@ policy::Implementation view_of(const Implementation& impl, int32_t priority) {
 Result<uint32_t> row_for(Table& table, const Implementation& impl) {
   const te_fl_op_schema* schema = impl.desc.schema;
   if (schema != nullptr) {
-    // Nothing behind its size is read of one that is too small to have it.
+    // A schema that is too small is not read beyond its struct_size.
     if (!core::plausible_size(schema->struct_size, core::kLeastSchema)) {
       return invalid_argument(who(impl.desc, impl.owner) + ": its schema has " +
                               core::size_text(schema->struct_size, core::kLeastSchema));
@@ -294,7 +295,7 @@ Status add_implementation(Table& table, std::shared_ptr<Implementation> impl) {
   const Result<uint32_t> later = row->compiled->later_mask(impl->desc.later_args);
   if (!later.ok()) return later.status().wrap(who(impl->desc, impl->owner));
   impl->later = *later;
-  // The descriptor's schema may go with its plugin; ours stays.
+  // The descriptor's schema may be freed with its plugin, so our copy replaces it.
   impl->desc.schema = &row->compiled->schema();
   impl->not_in_place =
       (impl->desc.flags & TE_FL_OP_IN_PLACE_OK) == 0 && allows_in_place(*impl->desc.schema);

@@ -14,7 +14,8 @@
 
 namespace te_fl {
 
-// One published table; writers copy, change and replace it under one process-wide lock.
+// Holds one published table. Writers copy the table, change the copy and replace the table, under
+// one lock for all registries.
 struct OpRegistry::Impl {
   using Table = registry::Table;
   using Match = std::function<bool(const registry::Implementation&)>;
@@ -22,7 +23,8 @@ struct OpRegistry::Impl {
   Impl();
   ~Impl();
 
-  // For a thread inside an op (EpochGuard): valid until it leaves.
+  // The current table. The calling thread must be inside an op (EpochGuard); the reference is valid
+  // until it leaves.
   const Table& table() const noexcept { return *current_.load(std::memory_order_acquire); }
 
   Status add(std::span<const te_fl_op_desc* const> descs, const std::string& owner,
@@ -30,27 +32,28 @@ struct OpRegistry::Impl {
   Result<OpId> declare(const te_fl_op_schema& schema);
   // NOT_FOUND if there is no such implementation.
   Status set_priority(std::string_view op, std::string_view impl_id, int32_t priority);
-  // BUSY, and why, if what `match` picks cannot be removed now: from inside, or while a stream that
-  // worked with a plan of R26 is being captured.
+  // BUSY with the reason if the implementations for which `match` is true cannot be removed now:
+  // the thread is inside an op, or a stream that used a plan with device memory (R26) is being
+  // captured.
   Status check_removal(const Match& match) const;
-  // Removes what `match` picks and waits until every thread that was inside has left, also if that
-  // is nothing; returns how many. To be called after check_removal(): a capture that another thread
-  // began meanwhile is waited for.
+  // Removes the implementations for which `match` is true. Waits until every thread that was inside
+  // has left, even if there is no match. Returns the number of removed ones. Call check_removal()
+  // first; this function waits for the end of captures that another thread began since.
   size_t remove(const Match& match);
-  // Takes a device out of service: from the next one on, calls on it are answered `why` until
-  // restore(). One that is barred already stays so for its first reason.
+  // Bars a device: later calls on it return `why` until restore(). A device that is barred already
+  // keeps its first reason.
   void bar(const Device& device, const Status& why);
-  // The device is (again) there, perhaps another one: forgets that it was barred, and its
-  // architecture.
+  // Un-bars a device that was added again, and forgets its architecture, since it may be a
+  // different device.
   void restore(const Device& device);
-  // Destroys the plans for a device that is barred. Waits for the threads that are inside.
+  // Destroys the plans for a barred device. Waits for threads that are inside.
   void drop_plans(const Device& device);
-  // Architecture of a device, asked once.
+  // The architecture of a device. Asks the device once and caches the answer.
   Result<uint32_t> arch(const Device& device);
-  // Publishes the same table anew, so that all choices are made again. Takes no lock: its caller
-  // holds it, and frees `dead` without it: tables that nobody can see any more.
+  // Publishes a copy of the table, which invalidates all cached choices. The caller holds the lock,
+  // and after releasing it destroys `dead`, which receives tables that no thread can see.
   void publish_again(std::vector<std::unique_ptr<const Table>>& dead);
-  // The surviving thread's view: locks of implementations that others held are free again.
+  // In a forked child: releases the implementations' locks that other threads of the parent held.
   void after_fork_in_child() noexcept;
 
  private:
@@ -58,15 +61,15 @@ struct OpRegistry::Impl {
     std::unique_ptr<const Table> table;
     uint64_t epoch;
   };
-  // These hold the lock.
+  // The caller of these functions holds the lock.
   std::unique_ptr<Table> copy_table() const;
   void publish(std::unique_ptr<Table> next);
   void take_dead(uint64_t oldest, std::vector<std::unique_ptr<const Table>>& dead);
-  // Takes the lock; frees tables that nobody can see any more, outside it. Where no memory is left
-  // for that they stay until the next change.
+  // Takes the lock, and destroys tables that no thread can see after releasing it. If there is no
+  // memory for that, they stay until the next change.
   void reclaim() noexcept;
-  // Takes the lock. In a child of a fork that found another thread holding implementations: nobody
-  // who is here holds this one, which is in no published table.
+  // Takes the lock. True in a forked child if only vanished threads of the parent can hold
+  // references to this implementation, which is in no published table.
   bool held_by_none_here(const registry::Implementation& impl) const;
 
   std::atomic<const Table*> current_{nullptr};
@@ -76,7 +79,7 @@ struct OpRegistry::Impl {
 
 namespace registry {
 
-// Makes the choices of all registries be made again.
+// Invalidates the cached choices of all registries.
 void choose_again();
 
 }  // namespace registry

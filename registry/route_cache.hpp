@@ -14,8 +14,9 @@ namespace te_fl::registry {
 
 struct Implementation;
 
-// The key of a route: op, signature masks, device and policy, on which the choice depends besides
-// the table. No shapes; where a policy has lists for calls of some sizes, the list is in the key.
+// The key of a route. It contains what the choice depends on apart from the table: op, signature
+// masks, device and policy, but no shapes. If the policy has lists for some call sizes, it also
+// contains the number of the list.
 struct RouteKey {
   uint64_t w[4] = {0, 0, 0, 0};
   RouteKey() = default;
@@ -27,8 +28,8 @@ struct RouteKey {
     w[3] = uint64_t{s.device.provider & 0xffff} | uint64_t{s.maker & 0xffff} << 16 |
            uint64_t{capturing} << 32 | uint64_t{op} << 33;
   }
-  // A list of the policy, counted from 1, that is for the call's size. Types of devices are
-  // below 64.
+  // Adds the 1-based number of the policy's list for the call's size to w[2]. (A device type is
+  // below 64, so the bits are free.)
   void set_list(uint32_t list) noexcept { w[2] |= uint64_t{list & 0xffffff} << 8; }
   uint64_t hash() const noexcept {
     uint64_t h = w[0] * 0x9e3779b97f4a7c15u ^ w[1] * 0xc2b2ae3d27d4eb4fu ^
@@ -40,31 +41,31 @@ struct RouteKey {
   }
 };
 
-// One implementation to try.
+// One implementation to try for a call.
 struct Step {
   const Implementation* impl = nullptr;
-  bool staged = false;  // on copies in host memory
+  bool staged = false;  // runs on copies in host memory
 };
 
-// A resolved choice: the implementations to try, in order.
+// A resolved choice: the implementations to try, in this order.
 struct Route {
-  std::vector<Step> order;  // those that static constraints and policy let pass
+  std::vector<Step> order;  // those that pass static constraints and the policy
   bool strict = false;
   bool deterministic = false;
 };
 
 // One cached choice.
 struct alignas(64) RouteEntry {
-  uint64_t table = 0;  // Table::id; a table's pointers are used only with that table
+  uint64_t table = 0;  // Table::id; the pointers are valid only for that table
   RouteKey key;
-  // The first implementation, if it may serve such a call on the caller's own arguments; else null.
+  // The first implementation, if it may serve such calls without staging; otherwise null.
   const Implementation* first = nullptr;
-  std::atomic<uint64_t>* counter = nullptr;  // of `first`
+  std::atomic<uint64_t>* counter = nullptr;  // call counter of `first`
   std::unique_ptr<const Route> route;
 };
 static_assert(sizeof(RouteEntry) == 64);
 
-// A thread's choices: four ways, bounded, no lock.
+// A thread's cache of routes: four-way set-associative, bounded, used without a lock.
 class RouteCache {
  public:
   static constexpr uint32_t kSets = 128;
@@ -78,7 +79,7 @@ class RouteCache {
     }
     return nullptr;
   }
-  // The entry to overwrite: one of another table if there is one, else the oldest.
+  // The entry to overwrite: one of an old table if there is one, else the ways in turn.
   RouteEntry& victim(uint64_t table, const RouteKey& key) {
     if (sets_ == nullptr) sets_ = std::make_unique<Set[]>(kSets);
     RouteEntry* set = sets_[key.hash() % kSets].data();
@@ -94,16 +95,16 @@ class RouteCache {
   uint32_t next_ = 0;
 };
 
-// A thread's choices of prepared handles, by the handle's number.
+// A thread's cached choice for a prepared handle, identified by the handle's number.
 struct alignas(64) HandleEntry {
   uint64_t handle = 0;
-  KnownCall known;       // of `last`
-  core::ExactMemo last;  // a call of the handle that was in order
-  uint32_t misses = 0;   // calls since that were not the same
-  uint32_t rivals = 0;   // calls of other handles
+  KnownCall known;       // data about the call `last`
+  core::ExactMemo last;  // a valid call of the handle
+  uint32_t misses = 0;   // calls since then that differed from `last`
+  uint32_t rivals = 0;   // look-ups by other handles
 
-  // Handles in turn that share a place are not made to pay for losing it at every call, so another
-  // one gets it now and then.
+  // Decides whether another handle may take this entry. Only one in 16 look-ups evicts, so that
+  // handles which share an entry and alternate do not pay for an eviction on every call.
   bool yields_to(uint64_t number) noexcept {
     return handle == number || handle == 0 || ++rivals % 16 == 0;
   }
@@ -112,7 +113,8 @@ struct alignas(64) HandleEntry {
     misses = 0;
     last.forget();
   }
-  // Callers that never make the same call twice are not made to pay for remembering each.
+  // False for most calls of a caller that never repeats a call, which saves it the cost of
+  // remembering.
   bool worth_remembering() noexcept { return ++misses < 4 || misses % 64 == 0; }
 };
 

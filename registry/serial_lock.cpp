@@ -9,12 +9,12 @@
 namespace te_fl::registry {
 namespace {
 
-// Guards the list of threads that wait for a SerialLock while they hold another.
+// Guards the list of threads that wait for one SerialLock while they hold another.
 constinit core::ForkMutex waits_mutex(core::LockLevel::kSerialWaits);
 const core::ForkMutex::Registration waits_registration(waits_mutex);
 
 struct Wait {
-  const ThreadRecord* thread;  // compared only: it may have ended
+  const ThreadRecord* thread;  // only compared: the thread may have ended
   const SerialLock* lock;
 };
 std::vector<Wait>& waits() {
@@ -23,14 +23,15 @@ std::vector<Wait>& waits() {
 }
 [[maybe_unused]] const std::vector<Wait>& waits_made_at_load = waits();
 
-// No other thread waits in a forked child.
+// In a forked child no other thread waits.
 void forget_waits() {
   const std::lock_guard lock(waits_mutex);
   waits().clear();
 }
 const core::ForkedChild waits_forked_child(core::LockLevel::kSerialWaits, &forget_waits);
 
-// The lock that a thread waits for; null if it waits for none, or holds nothing. The lock is held.
+// The lock that a thread waits for while it holds another; null if none. The caller holds the
+// mutex.
 const SerialLock* awaited(const ThreadRecord* thread) {
   const auto at = std::ranges::find(waits(), thread, &Wait::thread);
   return at != waits().end() ? at->lock : nullptr;
@@ -38,9 +39,9 @@ const SerialLock* awaited(const ThreadRecord* thread) {
 
 }  // namespace
 
-// A thread notes what it waits for before it waits, and has noted itself as the owner of what it
-// holds before that. So of threads that would wait for each other in a ring, the last to come sees
-// the whole of it.
+// Deadlock detection. Each thread records itself as owner of its locks, and records the lock it
+// waits for before it waits. The last thread to close a cycle of waits therefore sees the whole
+// cycle.
 bool SerialLock::wait(const ThreadRecord* self) {
   {
     const std::lock_guard lock(waits_mutex);

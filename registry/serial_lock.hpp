@@ -10,28 +10,29 @@ namespace te_fl::registry {
 
 struct ThreadRecord;
 
-// Serialises the run() of an implementation that is not thread-safe. Knows its owner, so that a
-// recursion is an error rather than a deadlock, and so that a forked child can tell a dead owner.
-// So is waiting for a thread that, by way of such locks, waits for the caller.
+// Serialises run() of an implementation that is not thread-safe. It records its owner, so that a
+// recursive call returns an error instead of a deadlock, and a forked child can release the lock of
+// a thread that does not exist. A cycle of threads that wait for each other's SerialLocks is an
+// error too.
 class SerialLock {
  public:
   enum class Taken {
     kYes,
-    kOwn,       // no: the calling thread holds it already
-    kCrosswise  // no: who holds it waits for what the calling thread holds
+    kOwn,       // not taken: the calling thread holds it
+    kCrosswise  // not taken: waiting would be a deadlock
   };
-  // `depth`: of the op, among those that the thread is inside. `holds`: whether the thread holds
-  // another SerialLock; only then anybody can be waiting for it.
+  // `depth`: nesting depth of the op in this thread. `holds`: the thread holds another SerialLock;
+  // only then can another thread be waiting for it.
   Taken lock(const ThreadRecord* self, uint32_t depth, bool holds);
   void unlock();
-  // In a forked child: free it unless the surviving thread holds it.
+  // In a forked child: releases the lock unless the surviving thread holds it.
   void reset_after_fork(const ThreadRecord* self);
 
  private:
   bool wait(const ThreadRecord* self);
 
   std::mutex mutex_;
-  core::LockRank rank_{core::LockLevel::kServing};  // of the owner's taking
+  core::LockRank rank_{core::LockLevel::kServing};  // rank under which the owner took it
   std::atomic<const ThreadRecord*> owner_{nullptr};
 };
 

@@ -21,15 +21,15 @@ EpochCounter g_epoch;
 
 namespace {
 
-// Plugins are never entered while it is held.
+// No plugin is called while it is held.
 constinit core::ForkMutex threads_mutex(core::LockLevel::kThreadRecords);
 const core::ForkMutex::Registration threads_registration(threads_mutex);
 
-// All living records and what ended threads counted. Never freed: threads may outlive static
-// destruction.
+// All live thread records, and the call counts of ended threads. Never freed: threads may run after
+// static destruction.
 struct Threads {
   std::vector<ThreadRecord*> records;
-  std::vector<uint64_t> ended;  // counts of ended threads, by index
+  std::vector<uint64_t> ended;  // counts of ended threads, by counter index
   std::vector<uint32_t> free_counters;
   uint32_t next_counter = 0;
   pthread_key_t key{};
@@ -37,7 +37,7 @@ struct Threads {
 
 bool register_membarrier() {
 #if defined(__SANITIZE_THREAD__)
-  return false;  // the sanitizer does not know what membarrier orders
+  return false;  // TSan does not model membarrier
 #else
 #if defined(__has_feature)
 #if __has_feature(thread_sanitizer)
@@ -53,19 +53,19 @@ void end_thread(void* record);
 Threads& threads() {
   static Threads* const all = [] {
     auto* made = new Threads;
-    // A key rather than a thread_local object: its destructor runs after those, which may still
-    // call ops.
+    // A pthread key instead of a thread_local object: its destructor runs after those of
+    // thread_local objects, which may still call ops.
     pthread_key_create(&made->key, end_thread);
     g_epoch.asymmetric.store(register_membarrier(), std::memory_order_relaxed);
     return made;
   }();
   return *all;
 }
-// Made while the library is loaded: a child that is forked while another thread makes them would
-// wait for that thread.
+// Initialised when the library is loaded. With lazy initialisation, a child forked during it would
+// wait for a thread that it does not have.
 [[maybe_unused]] const Threads& threads_made_at_load = threads();
 
-// Adds a record's counts to `ended`. The lock is held.
+// Adds a record's counts to `ended`. The caller holds the lock.
 void keep_counts(Threads& all, const ThreadRecord& record) {
   all.ended.resize(all.next_counter);
   for (uint32_t i = 0; i < all.next_counter; ++i) all.ended[i] += record.counters.read(i);
@@ -83,8 +83,8 @@ void end_thread(void* raw) {
   delete record;
 }
 
-// Orders every thread's stores before our following loads, and our stores before their following
-// loads.
+// A full fence for all threads: orders their earlier stores before our later loads, and our earlier
+// stores before their later loads.
 void heavy_fence() {
   std::atomic_thread_fence(std::memory_order_seq_cst);
   if (g_epoch.asymmetric.load(std::memory_order_relaxed)) {
@@ -113,8 +113,8 @@ uint64_t retire() { return g_epoch.value.fetch_add(1, std::memory_order_seq_cst)
 
 uint64_t oldest_inside() {
   Threads& all = threads();
-  // Read first: a thread that enters after it is looked at may be seeing what is unpublished later
-  // than this, so nothing retired from here on may be taken for gone.
+  // Reads the epoch before the threads. A thread that enters after its slot was read may use
+  // objects that are unpublished later, so no object retired from now on may count as dead.
   uint64_t oldest = g_epoch.value.load(std::memory_order_seq_cst);
   heavy_fence();
   std::lock_guard lock(threads_mutex);
@@ -127,7 +127,7 @@ uint64_t oldest_inside() {
 
 namespace {
 
-// Between two looks at where the threads are.
+// Waits a little between two polls.
 void pause(int round) {
   if (round < 64) {
     sched_yield();
@@ -145,7 +145,7 @@ bool others_inside() {
   });
 }
 
-// Whoever enters from here on sees that the process ends, and leaves at once.
+// A thread that enters from now on sees that the process is ending, and leaves at once.
 void wait_for_calls(core::EndClock::time_point end) noexcept {
   for (int round = 0; others_inside() && core::EndClock::now() < end; ++round) pause(round);
 }
@@ -160,7 +160,7 @@ void wait_quiescent(uint64_t epoch) {
 
 namespace {
 
-// For the functions of devices, which the room below enters.
+// The hooks that core/device uses to mark threads as inside device functions.
 const core::InsideHooks inside_hooks{
     [] { enter(this_thread().slot); },
     []() noexcept { leave(t_record->slot); },
@@ -232,12 +232,12 @@ size_t thread_record_count() {
 
 namespace {
 
-// The other threads do not exist in a forked child.
+// In a forked child the other threads of the parent do not exist.
 void forget_other_threads() {
   Threads& all = threads();
   std::lock_guard lock(threads_mutex);
-  // Their records may have been copied in the middle of a change, so they are neither searched for
-  // an epoch nor freed.
+  // The records of other threads may have been copied in the middle of a change, so they are
+  // neither read for epochs nor freed.
   for (const ThreadRecord* record : all.records) {
     if (record != t_record) keep_counts(all, *record);
   }

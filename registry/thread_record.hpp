@@ -16,7 +16,8 @@
 
 namespace te_fl::registry {
 
-// Calls served, per implementation; written by one thread, read by any.
+// The number of calls that each implementation has served on one thread. Written by that thread,
+// read by any.
 class CallCounters {
  public:
   static constexpr uint32_t kChunk = 256;
@@ -27,8 +28,7 @@ class CallCounters {
   ~CallCounters();
   CallCounters(const CallCounters&) = delete;
   CallCounters& operator=(const CallCounters&) = delete;
-  // The thread's counter; allocates its chunk at first use. Null if the index is beyond what is
-  // counted.
+  // The thread's counter; its chunk is allocated at first use. Null if the index is too large.
   std::atomic<uint64_t>* at(uint32_t index);
   uint64_t read(uint32_t index) const noexcept;
   void clear(uint32_t index) noexcept;
@@ -37,15 +37,15 @@ class CallCounters {
   std::array<std::atomic<Chunk*>, kChunks> chunks_{};
 };
 
-// The state that dispatch keeps for one thread. Made by the thread's first call, reclaimed when the
-// thread ends.
+// Dispatch's state for one thread. Created by the thread's first call, destroyed when the thread
+// ends.
 struct ThreadRecord {
   EpochSlot slot;
-  uint32_t serial_locks = 0;  // held by the thread
+  uint32_t serial_locks = 0;  // number of SerialLocks that the thread holds
   core::CallMemo<KnownCall> calls;
   RouteCache routes;
   HandleCache handles;
-  PlanKey plan_key;  // of the call that is being made ready
+  PlanKey plan_key;  // the key of the call in preparation
   CallCounters counters;
   HostArenas arenas;
 };
@@ -56,13 +56,13 @@ inline ThreadRecord& this_thread() {
   return t_record != nullptr ? *t_record : make_thread_record();
 }
 
-// Indices into CallCounters. A freed index is handed out again with all its counts zero.
+// Allocates and frees indices for CallCounters. A reused index starts with all counts zero.
 uint32_t allocate_counter();
 void free_counter(uint32_t index);
-// Sum over all threads, ended ones included.
+// The sum over all threads, including ended ones.
 uint64_t read_counter(uint32_t index);
 
-// Thread records alive; for tests.
+// The number of live thread records, for tests.
 size_t thread_record_count();
 
 }  // namespace te_fl::registry

@@ -12,11 +12,11 @@
 namespace te_fl::registry {
 namespace {
 
-// Guards every DeviceArenas' map. Devices are not entered while it is held.
+// Guards the maps of all DeviceArenas. No device function is called while it is held.
 constinit core::ForkMutex scratch_mutex(core::LockLevel::kScratch);
 const core::ForkMutex::Registration scratch_registration(scratch_mutex);
 
-// Advances when any arena goes: pointers that threads keep are then stale.
+// Advances when any arena is destroyed. Arena pointers that threads cached before are then stale.
 std::atomic<uint64_t> g_generation{1};
 
 size_t round_up(size_t bytes) {
@@ -48,7 +48,7 @@ DeviceArenas::~DeviceArenas() {
   for (const Device& device : core::present_devices()) release(device);
 }
 
-// A thread asks for one arena again and again; the last one is found without the lock.
+// A thread usually asks for the same arena again, so the last one is found without the lock.
 DeviceArena* DeviceArenas::arena_of(const Key& key) {
   struct Last {
     const DeviceArenas* owner = nullptr;
@@ -56,7 +56,7 @@ DeviceArena* DeviceArenas::arena_of(const Key& key) {
     Key key;
     DeviceArena* arena = nullptr;
   };
-  constinit static thread_local Last lasts[2]{};  // of scratch, and of state
+  constinit static thread_local Last lasts[2]{};  // for scratch and for state
   Last& last = lasts[std::get<5>(key) == 0 ? 0 : 1];
   const uint64_t generation = g_generation.load(std::memory_order_acquire);
   if (last.owner == this && last.generation == generation && last.key == key) return last.arena;
@@ -67,8 +67,8 @@ DeviceArena* DeviceArenas::arena_of(const Key& key) {
     slot = std::make_unique<DeviceArena>(core::serving_order(
         std::get<4>(key), scratch ? core::Serving::kScratch : core::Serving::kState));
   }
-  // `generation` was read before the lock, so an arena that goes meanwhile is not taken for one
-  // that stays.
+  // `generation` was read before the lock was taken. If an arena is destroyed meanwhile, the cached
+  // entry is stale.
   last = {this, generation, key, slot.get()};
   return slot.get();
 }
@@ -116,7 +116,7 @@ Status DeviceArenas::acquire(const Device& device, void* stream, uint32_t depth,
   if (arena->bytes < bytes) {
     void* grown = nullptr;
     TE_FL_RETURN_IF_ERROR(allocate_block(device, stream, bytes, "workspace", grown));
-    devices::free(device, arena->data, stream);  // after the stream's work so far
+    devices::free(device, arena->data, stream);  // ordered after the stream's work so far
     arena->data = grown;
     arena->bytes = round_up(bytes);
   }
@@ -210,8 +210,9 @@ void DeviceArenas::release_state(uint64_t implementation) {
       if (owner == implementation) streams.push_back({Device{type, index, provider}, stream});
     }
   }
-  // A stream may be let go meanwhile. Its use comes first, and is looked at before anything is
-  // taken out: who lets a stream go finds there what is to be freed on it.
+  // A stream may be destroyed meanwhile. StreamUse is created, and checked, before any block is
+  // removed from the map: the thread that destroys the stream frees the blocks that are still in
+  // the map.
   for (const std::pair<Device, void*>& at : streams) {
     const core::StreamUse use(at.first, at.second);
     if (use.goes()) continue;
@@ -224,7 +225,7 @@ void DeviceArenas::release_state(uint64_t implementation) {
 
 void DeviceArenas::forget_after_fork() {
   std::lock_guard lock(scratch_mutex);
-  for (auto& [key, arena] : arenas_) arena.release();  // NOLINT: its mutex may be held by nobody
+  for (auto& [key, arena] : arenas_) arena.release();  // NOLINT: its mutex may have no living owner
   g_generation.fetch_add(1, std::memory_order_release);
   arenas_.clear();
 }

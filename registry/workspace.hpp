@@ -17,11 +17,12 @@ namespace te_fl::registry {
 
 inline constexpr size_t kWorkspaceAlignment = 256;
 
-// Host scratch of one thread, one block per nesting depth of ops. Grows, and is kept until the
-// thread ends.
+// Host scratch memory of one thread: one block per nesting depth of ops. A block grows as needed
+// and is kept until the thread ends.
 class HostArenas {
  public:
-  // `bytes` aligned to 256, valid until the next get() of this depth. Null if there is no memory.
+  // Returns `bytes` of memory, aligned to 256, valid until the next get() for this depth. Null if
+  // there is no memory.
   void* get(uint32_t depth, size_t bytes) noexcept;
 
  private:
@@ -35,21 +36,21 @@ class HostArenas {
   std::vector<Block> blocks_;
 };
 
-// Scratch of one device, stream and nesting depth, or an implementation's state there. Locked while
-// an op enqueues with it: two ops on one stream may use one scratch only if their work does not
-// interleave.
+// Scratch memory of one device, stream and nesting depth, or an implementation's state there. An op
+// locks it while it enqueues work that uses it: two ops on a stream may share scratch only if their
+// work does not interleave.
 struct DeviceArena {
   explicit DeviceArena(int order) : mutex(core::LockLevel::kServing, order) {}
   core::Mutex mutex;
-  std::atomic<void*> data{nullptr};  // held() looks at it without the lock
+  std::atomic<void*> data{nullptr};  // held() reads it without the lock
   size_t bytes = 0;
-  // A second arena of scratch, for an op that finds this one locked and must not wait. Once there
-  // is one, it stays as long as this.
+  // Another scratch arena, for an op that finds this one locked and must not wait. Once created, it
+  // lives as long as this arena.
   std::unique_ptr<DeviceArena> spare;
 };
 
-// Scratch for one op, from before run() until the op has been enqueued. That of a captured op is
-// the graph's: it is freed in the capture, which keeps it for the graph's launches (R19).
+// Scratch memory for one op, from before run() until the op is enqueued. A captured op gets memory
+// of its own, which is freed during the capture; the graph keeps it for its launches (R19).
 class DeviceScratch {
  public:
   DeviceScratch() = default;
@@ -63,7 +64,7 @@ class DeviceScratch {
  private:
   friend class DeviceArenas;
   void* data_ = nullptr;
-  std::unique_lock<core::Mutex> arena_;  // if it is of an arena
+  std::unique_lock<core::Mutex> arena_;  // locked if the memory belongs to an arena
   Device device_;
   void* stream_ = nullptr;
   void* captured_ = nullptr;
@@ -73,35 +74,38 @@ class DeviceArenas {
  public:
   DeviceArenas() = default;
   ~DeviceArenas();
-  // At least `bytes` of scratch for (device, stream, depth) in `out`, which is empty: of the
-  // stream's arena, which is locked, or memory of the graph that the stream is being captured into.
-  // `may_wait`: the thread holds no mutex of kServing that another one may wait for with the arena
-  // in its hands. Else it gets a spare arena where the stream's is locked.
+  // Puts at least `bytes` of scratch for (device, stream, depth) into `out`, which must be empty.
+  // The memory is the stream's arena, which `out` keeps locked, or memory of the graph that is
+  // being captured. `may_wait`: the thread holds no kServing mutex for which a thread that has
+  // locked the arena may be waiting. If it is false and the arena is locked, a spare arena is used.
   Status acquire(const Device& device, void* stream, uint32_t depth, size_t bytes, bool capturing,
                  bool may_wait, DeviceScratch& out);
-  // The state of an implementation (R27) for (device, stream, depth), as its last op there left it,
-  // and zero before the first. Of a captured op: memory of the graph, zero at each launch.
+  // Puts the state of an implementation (R27) for (device, stream, depth) into `out`. Its contents
+  // are those that its last op there left; at first they are zero. A captured op gets memory of the
+  // graph that is zeroed at each launch.
   Status acquire_state(const Device& device, void* stream, uint32_t depth, uint64_t implementation,
                        size_t bytes, bool capturing, DeviceScratch& out);
-  // Frees the state of an implementation that goes.
+  // Frees the state of an implementation that is being destroyed.
   void release_state(uint64_t implementation);
-  // Blocks of memory that are held on a device.
+  // The number of memory blocks held on a device.
   int64_t held(const Device& device) const;
-  // Frees what is held on a device, before it is removed. Nothing may be running on it.
+  // Frees the blocks held on a device before it is removed. No work may be running on the device.
   void release(const Device& device);
-  // Frees what is held for a stream that is about to go, in the order of its work.
+  // Frees the blocks held for a stream that is about to be destroyed, in stream order.
   void release(const Device& device, void* stream);
-  // In a forked child the memory of devices is out of reach: forget it.
+  // In a forked child: forgets all blocks, since the child cannot use the parent's device memory.
   void forget_after_fork();
 
  private:
-  // Device, stream, depth, and the number of the implementation whose state it is; 0: scratch.
+  // Device, stream, depth, and the number of the implementation that owns the state; 0: scratch.
   using Key = std::tuple<int32_t, int32_t, uint32_t, void*, uint32_t, uint64_t>;
-  // The arena of a key, made if there is none. `mutex` in workspace.cpp guards it.
+  // Finds or creates the arena of a key. Takes the mutex in workspace.cpp.
   DeviceArena* arena_of(const Key& key);
-  // Locks it, or the first of its spares that is free.
+  // Locks `arena`, or else its first free spare, which is created if there is none. `arena` then
+  // points to the locked one.
   static std::unique_lock<core::Mutex> lock_free(DeviceArena*& arena);
-  // On the default stream where the blocks' own may be gone.
+  // Frees the matching blocks. `on_default_stream`: on the default stream, since the blocks' own
+  // streams may be destroyed.
   template <class Matches>
   void release_if(Matches&& matches, bool on_default_stream);
 

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 
-// Gaussian, with the edges of the formulas strewn in.
+// Gaussian values, with boundary values of the formulas at some indices.
 double with_edges(Random& r, int64_t i) {
   static const double edges[] = {0, -0.0, 1e-30, -1e-8, 7, -7, 20, -20, 100, -100, 3e3, -3e3};
   return i % 97 == 5 ? edges[i / 97 % 12] : 2 * r.gaussian();
@@ -79,7 +79,7 @@ struct Variant {
   Spec out = TE_FL_F32;
   int dbias = TE_FL_F32;
   Dims shape = {};
-  std::string in_place = {};  // name of the input whose memory the output takes
+  std::string in_place = {};  // name of the input that the output overwrites
   double limit = 7, alpha = 1.702, offset = 1;
   bool large = false;
 };
@@ -97,7 +97,8 @@ std::string name_of_variant(const Op& op, const Variant& v) {
   return name;
 }
 
-// One gated element: (a, b, dy) -> y or (da, db). Limits and factors as the op gets them: FP32.
+// One gated element: (a, b, dy) -> y or (da, db). Limits and factors are rounded to FP32, as the op
+// receives them.
 struct Gate {
   double y, da, db;
 };
@@ -110,8 +111,8 @@ Gate gate(const Op& op, double a, double b, double dy, double limit, double alph
           std::fabs(b) > limit ? 0 : dy * ca * s};
 }
 
-// The error that FP32 rounding of an activation's terms may leave where they cancel; beyond 10
-// nothing cancels any more.
+// A bound on the FP32 rounding error of an activation where its terms cancel. Above 10 the terms do
+// not cancel.
 double cancelled(double x) { return 0x1p-22 * std::clamp(std::fabs(x), 1.0, 10.0); }
 
 void expect_gated(Problem& p, const Op& op, const Variant& v, Tensor* x, Tensor* g, Tensor* y) {
@@ -125,8 +126,8 @@ void expect_gated(Problem& p, const Op& op, const Variant& v, Tensor* x, Tensor*
       const double dy = g == nullptr ? 0 : g->get(i * h + j);
       const Gate r =
           gate(op, x->get(i * 2 * h + j), x->get(i * 2 * h + h + j), dy, limit, alpha, offset);
-      // Near a zero of the activation or its derivative FP32 terms cancel; the other factors
-      // magnify that.
+      // Near a zero of the activation or of its derivative, FP32 terms cancel, and the other
+      // factors magnify the error.
       const double size = cancelled(x->get(i * 2 * h + j)) * std::fabs(x->get(i * 2 * h + h + j));
       if (g == nullptr) {
         extra[i * h + j] = size;
@@ -157,7 +158,7 @@ void expect_plain(Problem& p, const Op& op, Tensor* x, Tensor* g, Tensor* y, Ten
     double magnitude = 0;
     for (int64_t i = 0; i < rows; ++i)
       sum[j] += want[i * h + j], magnitude += std::fabs(want[i * h + j]);
-    // The terms carry the FP32 tolerance of the derivative themselves.
+    // The terms have the FP32 tolerance of the derivative.
     slack[j] = sum_slack(static_cast<double>(rows), magnitude) + 1e-6 * magnitude;
   }
   p.expect(dbias, sum, slack).widen = 4;
@@ -206,7 +207,7 @@ void add_op(Table& table, const Op& op) {
            .out = TE_FL_BF16,
            .shape = {300, 1024},
            .large = true});
-  // The first pass of current scaling, by many threads.
+  // Large enough that many threads run the first pass of current scaling.
   variant({.in = TE_FL_BF16,
            .grad = TE_FL_BF16,
            .out = quantised_specs()[7],
@@ -219,7 +220,7 @@ void add_op(Table& table, const Op& op) {
       variant({.out = spec, .shape = {3, 7, 37}});
   }
   variant({.out = quantised_specs()[3], .shape = {0, 16}});
-  // Whole vectors in both directions, tiles that are not.
+  // Multiples of the vector width in both directions, but not of the tile size.
   for (int in : kHigh) {
     variant({.in = in, .grad = in, .out = in, .shape = {144, 136}});
     variant({.in = in, .grad = in, .out = quantised_specs()[3], .shape = {144, 136}});
@@ -232,7 +233,7 @@ void add_op(Table& table, const Op& op) {
              .dbias = TE_FL_BF16,
              .shape = {144, 200}});
   }
-  if (op.form == Form::kBiasBackward) {  // few rows: the first sums are all there is
+  if (op.form == Form::kBiasBackward) {  // few rows: partial sums are the result
     for (int dbias : kHigh)
       for (const Spec& out : {Spec(TE_FL_BF16), quantised_specs()[7], quantised_specs()[14]})
         variant({.in = TE_FL_BF16,

@@ -19,7 +19,7 @@ Spec output_spec(const Variant& v, int fp8) {
   return s;
 }
 
-// Scale, scale_inv and amax alone.
+// A tensor without data: only scale, scale_inv and amax.
 Tensor* quant_only(Problem& p, const char* name, int dtype, float scale, Role role) {
   Spec s(dtype, TE_FL_SCALING_TENSOR, false, false);
   s.scale = scale, s.amax_before = 1e-3f;
@@ -117,12 +117,12 @@ void add_shapes(std::vector<Variant>& all) {
                    .h = 3,
                    .g = 1,
                    .d = 20,
-                   .dv = 20});  // one query: decoding
+                   .dv = 20});  // one query, as in decoding
     all.push_back(
         {.layout = layout, .b = 3, .sq = 13, .sk = 17, .h = 6, .g = 2, .d = 18, .dv = 10});
     all.push_back({.layout = layout, .b = 0});
     all.push_back({.layout = layout, .sq = 0});
-    all.push_back({.layout = layout, .sk = 0});  // no keys: every row is fully masked
+    all.push_back({.layout = layout, .sk = 0});  // no keys: all rows are masked
     all.push_back({.layout = layout, .sq = 9, .sk = 9, .packed = true});
   }
   all.push_back({.b = 1, .sq = 67, .sk = 131, .h = 2, .g = 2, .d = 64, .dv = 64});
@@ -148,7 +148,8 @@ void add_shapes(std::vector<Variant>& all) {
   all.push_back({.scale = -0.5});
 }
 
-// Calls that a vendor's fused kernels take: half precision, whole vectors, every mask.
+// Cases that vendors' fused kernels support: half precision, multiples of the vector width, all
+// masks.
 void add_half(std::vector<Variant>& all) {
   constexpr int kBF = TE_FL_BF16;
   for (int layout : {kS, kB}) {
@@ -285,7 +286,7 @@ void add_masks(std::vector<Variant>& all) {
       all.push_back({.layout = layout,
                      .mask = mask,
                      .sq = 13,
-                     .sk = 5});  // bottom-right: the first queries see nothing
+                     .sk = 5});  // bottom-right: the first queries see no keys
       all.push_back({.layout = layout, .mask = mask, .sq = 9, .sk = 17, .left = 3, .right = 0});
     }
     for (int mask : {TE_FL_MASK_TYPE_PADDING, TE_FL_MASK_TYPE_PADDING_CAUSAL,
@@ -315,7 +316,7 @@ void add_masks(std::vector<Variant>& all) {
   for (const auto& [l, r] :
        std::vector<std::pair<int64_t, int64_t>>{{2, 2}, {0, 0}, {3, -1}, {-1, 3}, {4, 0}})
     all.push_back({.sq = 11, .sk = 11, .left = l, .right = r});
-  for (const Dims& lengths : {Dims{9, 17}, {17, 9}}) {  // a window ends at the bottom right
+  for (const Dims& lengths : {Dims{9, 17}, {17, 9}}) {  // the window is aligned at the bottom right
     all.push_back({.sq = lengths[0], .sk = lengths[1], .left = 3, .right = 2});
     all.push_back({.sq = lengths[0], .sk = lengths[1], .right = 2});
     all.push_back({.layout = kS,
@@ -391,7 +392,8 @@ void add_terms(std::vector<Variant>& all) {
   }
   for (int layout : {kS, kB}) all.push_back({.layout = layout, .dropout = 0.25f});
   all.push_back({.dtype = TE_FL_BF16, .dropout = 0.25f});
-  // As calls before, whose plans must keep neither seed nor offset, and with both in memory.
+  // Repeats earlier calls with another seed and offset, which plans must not store; also with both
+  // in memory.
   for (const bool in_memory : {false, true})
     for (const int dtype : {TE_FL_F32, TE_FL_BF16})
       all.push_back({.dtype = dtype,
@@ -430,7 +432,7 @@ void add_terms(std::vector<Variant>& all) {
                  .len_k = {8, 5}});
 }
 
-// The answer must fit the dtype.
+// Expects -1 or the backend that serves the dtype.
 void enquire(Problem& p, int dtype, int layout, bool training, int mask, int softmax,
              double dropout, double window) {
   const Spec spec = is_fp8(dtype)
@@ -453,7 +455,8 @@ void enquire(Problem& p, int dtype, int layout, bool training, int mask, int sof
   });
 }
 
-// Mistakes that the schema's shape rules cannot say: refused, and nothing written.
+// Invalid calls that the schema's shape rules cannot detect. They must be refused without writing
+// anything.
 void add_mistakes(Table& table) {
   auto wrong = [&](const char* name, const Variant& v, std::function<void(Problem&)> spoil) {
     add(table, "attention", "fused_attn_fwd", std::string("mistake/") + name, [=](Problem& p) {
@@ -555,7 +558,7 @@ void add_attention(Cases& cases) {
   const Problem thd{.layout = TE_FL_LAYOUT_THD, .mask = TE_FL_MASK_TYPE_PADDING};
   cases.push_back({"fused_attn_fwd", "thd", [=](Run& r) { Attention(r, thd).forward(r); }});
   add("grouped, plain kernels", {.mask = TE_FL_MASK_TYPE_CAUSAL, .groups = 4, .plain = true});
-  // Few sequences: the plain kernels' blocks grow with tokens times sequences.
+  // Few sequences, since the plain kernels launch tokens times sequences blocks.
   add("thd, plain kernels", {.layout = TE_FL_LAYOUT_THD,
                              .mask = TE_FL_MASK_TYPE_PADDING,
                              .dim = 256,
@@ -578,7 +581,7 @@ void add_attention(Cases& cases) {
     return Shape{s, c.extent(1), c.extent(2), c.extent(3)};
   };
   const auto lse = [](Case& c, int64_t s) { return Shape{c.extent(1), c.extent(2), s}; };
-  // Multiplications and additions of both products; a causal mask leaves half of them.
+  // The multiplications and additions of both products; a causal mask removes half of them.
   const auto flops = [](Case& c, int64_t s) {
     return 2.0 * 2.0 * static_cast<double>(c.extent(1) * c.extent(2) * s * s * c.extent(3)) / 2;
   };

@@ -4,7 +4,7 @@
 namespace te_fl::conformance::attention {
 namespace {
 
-// Heads of 128, which fused FP8 kernels take, and their borders.
+// Heads of 128, which fused FP8 kernels support, and sizes at the limits of these kernels.
 void add_fp8(std::vector<Variant>& all) {
   for (int layout : {kS, kB}) {
     for (int mask : {TE_FL_MASK_TYPE_NONE, TE_FL_MASK_TYPE_CAUSAL})
@@ -35,7 +35,8 @@ void add_fp8(std::vector<Variant>& all) {
                    .dv = 128,
                    .packed = true,
                    .scale = 0.125});
-    // Small probabilities and the scale that delayed scaling gives them, too large for 1.
+    // Small probabilities with the scale that delayed scaling computes for them; values near 1
+    // would overflow with it.
     all.push_back({.dtype = kE4,
                    .layout = layout,
                    .b = 1,
@@ -45,7 +46,7 @@ void add_fp8(std::vector<Variant>& all) {
                    .dv = 128,
                    .scale = 0.03125,
                    .scale_p = 4096});
-    // The scale that delayed scaling begins with, under which these probabilities have no codes.
+    // The initial scale of delayed scaling, with which these probabilities round to 0.
     all.push_back({.dtype = kE4,
                    .layout = layout,
                    .b = 1,
@@ -87,8 +88,8 @@ void add_fp8(std::vector<Variant>& all) {
                    .scale = 0.125});
 }
 
-// Calls in FP8 that are left to kernels that take anything: lengths and gaps of sequences, windows,
-// odd head sizes, empty extents, computed scales and column-wise copies.
+// FP8 cases that only general kernels support: lengths and gaps of sequences, windows, odd head
+// sizes, empty extents, computed scales and column-wise copies.
 void add_fp8_shapes(std::vector<Variant>& all) {
   for (int layout : {kS, kB}) {
     for (int mask : {TE_FL_MASK_TYPE_PADDING, TE_FL_MASK_TYPE_PADDING_CAUSAL,
@@ -182,7 +183,7 @@ void add_fp8_shapes(std::vector<Variant>& all) {
   all.push_back({.dtype = kE4, .mask = TE_FL_MASK_TYPE_CAUSAL, .g = 2, .unrounded = true});
 }
 
-// The terms of a score and what becomes of probabilities, in FP8.
+// FP8 cases with the terms of a score, and with dropout and other changes of probabilities.
 void add_fp8_terms(std::vector<Variant>& all) {
   all.push_back({.dtype = kE4, .mask = TE_FL_MASK_TYPE_ARBITRARY, .mask_bh = {2, 4}});
   all.push_back({.dtype = kE4, .layout = kS, .mask = TE_FL_MASK_TYPE_ARBITRARY, .g = 2});

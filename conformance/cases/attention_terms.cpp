@@ -1,8 +1,8 @@
 #include "conformance/attention_case.hpp"
 
-// Attention with terms beyond the product (bias, ALiBi, sinks, mask tensors, dropout, caps) mostly
-// in half precision, at sizes that cross the tiles of 64 and 128 of kernels for matrix units and
-// end beside them, with and without whole vectors of keys.
+// Attention with further terms (bias, ALiBi, sinks, mask tensors, dropout, softcap), mostly in half
+// precision. The sizes cross the tile sizes 64 and 128 of matrix-unit kernels and end next to a
+// tile boundary, with and without complete vectors of keys.
 namespace te_fl::conformance::attention {
 namespace {
 
@@ -12,7 +12,7 @@ constexpr int kNone = TE_FL_MASK_TYPE_NONE, kCausal = TE_FL_MASK_TYPE_CAUSAL,
               kPaddedCausal = TE_FL_MASK_TYPE_PADDING_CAUSAL, kGiven = TE_FL_MASK_TYPE_ARBITRARY;
 constexpr int kSink = TE_FL_SOFTMAX_TYPE_LEARNABLE, kOne = TE_FL_SOFTMAX_TYPE_OFF_BY_ONE;
 
-// More than one tile of queries and of keys, in heads of 64.
+// More than one tile of queries and of keys, with head size 64.
 Variant crossing(int64_t sk) {
   return {.dtype = kBF, .b = 1, .sq = 135, .sk = sk, .h = 2, .g = 2, .d = 64, .dv = 64};
 }
@@ -24,7 +24,7 @@ Variant of_two(int64_t sk) {
 
 void add_bias(std::vector<Variant>& all) {
   for (const Dims& bh : {Dims{1, 1}, {2, 1}, {1, 2}, {2, 2}}) {
-    Variant v = of_two(bh[0] == 1 ? 72 : 75);  // 75: rows of the bias are no whole vectors
+    Variant v = of_two(bh[0] == 1 ? 72 : 75);  // 75: the bias rows have an incomplete vector
     v.bias = kBF, v.bias_bh = bh;
     all.push_back(v);
   }
@@ -39,7 +39,7 @@ void add_bias(std::vector<Variant>& all) {
   v = crossing(69);
   v.dtype = v.bias = kHalf, v.d = v.dv = 128, v.h = v.g = 1;
   all.push_back(v);
-  // Sequences that share a bias, in groups of two and of four, with keys that no query sees.
+  // Sequences that share a bias in groups of two and four, including keys that no query sees.
   for (int64_t b : {2, 4, 6, 8}) {
     v = crossing(b == 4 ? 450 : 140);
     v.bias = kBF, v.bias_bh = {1, 2}, v.b = b, v.g = 1, v.mask = b == 8 ? kCausal : kNone;
@@ -107,7 +107,7 @@ void add_mask_tensors(std::vector<Variant>& all) {
 }
 
 void add_dropout(std::vector<Variant>& all) {
-  for (int64_t sk : {72, 133, 134, 135}) {  // rows begin at each word of a counter
+  for (int64_t sk : {72, 133, 134, 135}) {  // rows start at each word of a counter
     Variant v = crossing(sk);
     v.dropout = 0.25f, v.g = 1, v.mask = sk == 134 ? kCausal : kNone;
     all.push_back(v);
@@ -115,7 +115,7 @@ void add_dropout(std::vector<Variant>& all) {
   Variant v = of_two(70);
   v.dropout = 0.1f, v.layout = kS, v.d = v.dv = 128, v.mask = kGiven, v.mask_bh = {2, 2};
   all.push_back(v);
-  for (int64_t sk : {72, 135}) {  // the counter carries into its second word within a row
+  for (int64_t sk : {72, 135}) {  // the counter's low word overflows within a row
     v = crossing(sk);
     v.dropout = 0.25f, v.g = 1, v.rng_offset = 0xffffff00u;
     all.push_back(v);
@@ -143,7 +143,8 @@ void add_dropout(std::vector<Variant>& all) {
   }
 }
 
-// Scores of about 1, under caps that hardly bend them, that do, and that flatten most of them.
+// Scores of about 1 with a softcap that hardly changes them, one that does, and one that flattens
+// most of them.
 void add_softcap(std::vector<Variant>& all) {
   for (float cap : {30.0f, 2.0f, 0.25f})
     all.push_back({.mask = cap == 2.0f ? kCausal : kNone, .softcap = cap});
@@ -153,14 +154,15 @@ void add_softcap(std::vector<Variant>& all) {
     v.layout = layout, v.mask = kCausal, v.softcap = 2;
     all.push_back(v);
   }
-  // The bias comes behind the cap, and so does its gradient.
+  // The bias is added after the cap, so its gradient lacks the factor of the cap's derivative.
   all.push_back({.sq = 70, .sk = 135, .bias = TE_FL_F32, .bias_bh = {2, 4}, .softcap = 1});
   all.push_back({.mask = kCausal, .sq = 9, .sk = 9, .alibi = 2, .softcap = 1});
   Variant v = of_two(139);
   v.dtype = v.bias = kHalf, v.bias_bh = {2, 2}, v.alibi = 2, v.softmax = kSink, v.dropout = 0.25f;
   v.mask = kGiven, v.mask_bh = {2, 1}, v.left = 50, v.right = 60, v.softcap = 1;
   all.push_back(v);
-  // All that kernels have who read the cap's slope off the score: no bias, no ALiBi.
+  // The most general case for kernels that derive the cap's slope from the score: without bias and
+  // ALiBi.
   for (int64_t d : {64, 128}) {
     v = of_two(139);
     v.dtype = kHalf, v.d = v.dv = d, v.softmax = kSink, v.dropout = 0.25f;

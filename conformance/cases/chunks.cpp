@@ -13,11 +13,11 @@ namespace {
 
 struct ChunkVariant {
   int dtype = TE_FL_F32, index = TE_FL_I64;
-  int probs = TE_FL_F32;  // dtype of the numbers of rows; -1: there are none
+  int probs = TE_FL_F32;  // dtype of the row factors; -1: none
   Dims sizes = {3, 0, 5, 1}, order = {2, 3, 0, 1};
-  int64_t rest = 0;  // rows behind the chunks
+  int64_t rest = 0;  // rows after the chunks
   int64_t width = 33;
-  const char* wrong = nullptr;  // not null: part of the error's text
+  const char* wrong = nullptr;  // not null: part of the expected error text
   bool large = false;
   int64_t rows() const { return std::accumulate(sizes.begin(), sizes.end(), rest); }
 };
@@ -37,7 +37,7 @@ Fill numbers(const Dims& values) {
       [values](Random&, int64_t i) { return static_cast<double>(values[static_cast<size_t>(i)]); };
 }
 
-// The row of the input that each row of the output has, found row by row.
+// For each output row the index of its input row, computed row by row.
 Dims sources(const ChunkVariant& v) {
   Dims from;
   for (const int64_t chunk : v.order) {
@@ -84,8 +84,8 @@ void chunks_forward(Problem& p, const ChunkVariant& v) {
 struct ChunkMapVariant {
   int dtype = TE_FL_F32, probs = TE_FL_F32;
   int64_t rows = 23, width = 33;
-  int64_t dropped = 0;  // rows that have -1
-  int64_t bad_row = 0;  // not 0: stands in the map
+  int64_t dropped = 0;  // number of rows mapped to -1
+  int64_t bad_row = 0;  // not 0: an invalid entry of the map
 };
 std::string chunk_map_name(const ChunkMapVariant& v) {
   std::string name = std::string(name_of(v.dtype)) + "/" + dims_name({v.rows, v.width});
@@ -118,7 +118,7 @@ void chunks_backward(Problem& p, const ChunkMapVariant& v) {
 
 bool is_high(int dtype) { return dtype == TE_FL_F32 || dtype == TE_FL_F16 || dtype == TE_FL_BF16; }
 
-// Chunks of drawn sizes, some empty, in a drawn order.
+// Chunks with random sizes, some of them empty, in random order.
 void draw_chunks(Random& r, int64_t count, int64_t most, ChunkVariant& v) {
   v.sizes.clear(), v.order.clear();
   for (int64_t i = 0; i < count; ++i) {
@@ -139,7 +139,7 @@ std::vector<ChunkVariant> forward_variants() {
   all.push_back({.sizes = {9}, .order = {0}}), all.push_back({.sizes = {0, 0}, .order = {1, 0}});
   all.push_back({.rest = 5});
   Random r(7);
-  for (int64_t count : {31, 512, 1300}) {  // several turns of the block that adds the sizes
+  for (int64_t count : {31, 512, 1300}) {  // several iterations of the block that sums the sizes
     ChunkVariant v{.dtype = TE_FL_BF16, .width = 8, .large = count > 512};
     draw_chunks(r, count, 9, v);
     all.push_back(v);

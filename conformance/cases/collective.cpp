@@ -1,5 +1,6 @@
-// Every rank builds its own arguments, and what the others bring, from the case's seed: so each
-// rank's oracle is computed from all ranks' inputs, and nothing has to be gathered.
+// Cases of collectives. Each rank computes its own arguments, and those of the other ranks, from
+// the case's seed. Each rank's oracle therefore knows the inputs of all ranks, and no data need to
+// be gathered.
 #include "te_fl/ops/collective.h"
 
 #include <algorithm>
@@ -18,7 +19,7 @@ struct Variant {
   std::string op;
   int ranks = 2;
   int dtype = TE_FL_F32;
-  Dims shape = {};  // of each rank's part, or of all_to_all_v's rows
+  Dims shape = {};  // of each rank's part, or of the rows of all_to_all_v
   int reduction = TE_FL_REDUCTION_SUM;
   int other = 0;  // root, or the peer of rank 0
   bool in_place = false, nan = false, large = false;
@@ -48,9 +49,9 @@ Dims times(Dims shape, int n) {
   return shape;
 }
 
-// ---- what the ranks bring
+// ---- inputs of the ranks
 
-// Sums of I32 wrap around now and then, and those of I64 are exact in double.
+// A random value. Sums of I32 values sometimes wrap around; sums of I64 values are exact in double.
 double number(Random& random, int dtype) {
   if (dtype == TE_FL_I32) return static_cast<double>(static_cast<int32_t>(random.bits()));
   if (dtype == TE_FL_I64)
@@ -58,7 +59,7 @@ double number(Random& random, int dtype) {
   return random.gaussian();
 }
 
-// The values that rank `rank` has for a reduction, as they are stored.
+// The input values of rank `rank` for a reduction, as they are stored.
 std::vector<double> numbers(const Variant& v, int rank, int64_t n) {
   Problem scratch(v.op, hash_of(variant_name(v)) + static_cast<uint64_t>(rank));
   const Tensor* t = scratch.in("numbers", v.dtype, {n}, [&](Random& random, int64_t i) {
@@ -68,7 +69,7 @@ std::vector<double> numbers(const Variant& v, int rank, int64_t n) {
   return t->values();
 }
 
-// The bytes of `n` elements that rank `rank` has for a copy: any, but those of a bool are 0 or 1.
+// The `n` elements of rank `rank` for a copy, as bytes: random, but 0 or 1 for a bool.
 std::vector<uint8_t> bytes(const Variant& v, int rank, int64_t n) {
   Random random(hash_of(variant_name(v)) + static_cast<uint64_t>(rank));
   std::vector<uint8_t> all((static_cast<size_t>(n) * static_cast<size_t>(width_of(v.dtype)) + 7) /
@@ -84,7 +85,7 @@ void append(std::vector<uint8_t>& to, const std::vector<uint8_t>& from, size_t b
             from.begin() + static_cast<ptrdiff_t>(begin + n));
 }
 
-// Puts the bytes into the tensor, which may lie anywhere in its memory.
+// Copies the bytes into the tensor, which may begin anywhere in its memory.
 Tensor* put_bytes(Tensor* t, const std::vector<uint8_t>& from) {
   if (from.empty()) return t;
   std::memcpy(t->data->data() + t->c.dl.byte_offset, from.data(), from.size());
@@ -97,29 +98,29 @@ Tensor* put_numbers(Tensor* t, const std::vector<double>& from) {
   return t;
 }
 
-// A tensor in the memory of `whole`, which is one rank's part of it.
+// A tensor in the memory of `whole` that is this rank's part of it.
 Tensor* own_part(Problem& p, const char* name, Tensor* whole, const Dims& shape) {
   whole->role = Role::kInOut;
   return p.strided(name, Role::kInOut, whole->spec, shape, {}, constant(0), whole->data,
                    p.rank * elements_of(shape));
 }
 
-// ---- reductions
+// ---- cases of reductions
 
 double joined(const Variant& v, double a, double b) {
   if (v.reduction != TE_FL_REDUCTION_MAX) return a + b;
   return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b);
 }
 
-// Wraps around like the type does.
+// Wraps around like the dtype.
 double wrapped(int dtype, double sum) {
   if (dtype != TE_FL_I32) return sum;
   return static_cast<double>(
       static_cast<int32_t>(static_cast<uint32_t>(static_cast<int64_t>(sum))));
 }
 
-// Elements [begin, begin + n) of the reduction, and how far a provider may be away from them that
-// adds in another order and rounds every time.
+// Expects the elements [begin, begin + n) of the reduction, with a tolerance for a provider that
+// adds in another order and rounds after each addition.
 void expect_reduced(Problem& p, const Variant& v, Tensor* t, int64_t begin, int64_t all) {
   const int64_t n = t->numel();
   std::vector<double> want(static_cast<size_t>(n)), size(static_cast<size_t>(n));
@@ -168,7 +169,7 @@ void reduce_scatter(Problem& p, const Variant& v) {
   p.oracle([&p, v, out, n, all] { expect_reduced(p, v, out, p.rank * n, all); });
 }
 
-// ---- copies
+// ---- cases of copies
 
 void all_gather(Problem& p, const Variant& v) {
   const int64_t n = elements_of(v.shape);
@@ -200,7 +201,7 @@ void all_to_all(Problem& p, const Variant& v) {
   });
 }
 
-// One rank has so many rows for another; some none.
+// The number of rows that one rank has for another; some pairs have none.
 int64_t rows_between(const Variant& v, int from, int to) {
   return v.shape[0] == 0 ? 0 : (from * 3 + to * 2 + v.shape[0]) % (v.shape[0] + 2);
 }
@@ -241,8 +242,8 @@ void broadcast(Problem& p, const Variant& v) {
   p.oracle([&p, v, data, n] { p.expect_bytes(data, bytes(v, v.other, n)); });
 }
 
-// Rank 0 and its peer do it, in the one direction for the cases of send and in the other for those
-// of recv.
+// Rank 0 and its peer run a transfer: rank 0 sends in the cases of send and receives in those of
+// recv.
 void point_to_point(Problem& p, const Variant& v) {
   const int64_t n = elements_of(v.shape);
   p.op_name = p.rank == 0 ? v.op : p.rank != v.other ? "" : v.op == "send" ? "recv" : "send";
@@ -254,7 +255,7 @@ void point_to_point(Problem& p, const Variant& v) {
   p.oracle([&p, v, out, n] { p.expect_bytes(out, bytes(v, p.rank == 0 ? v.other : 0, n)); });
 }
 
-// ---- the table
+// ---- table of cases
 
 void build(Problem& p, const Variant& v) {
   if (v.op == "all_reduce") return all_reduce(p, v);
@@ -335,7 +336,7 @@ void add_copies(Table& table) {
   for (const int ranks : {1, 2, 3, 4}) add(table, {.op = "barrier", .ranks = ranks});
 }
 
-// ---- mistakes, which every rank makes
+// ---- invalid calls, which every rank makes
 
 void add_mistake(Table& table, const std::string& op, const std::string& name,
                  const std::string& text, std::function<void(Problem&)> f) {

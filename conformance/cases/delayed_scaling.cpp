@@ -4,19 +4,19 @@
 #include "conformance/case.hpp"
 #include "te_fl/ops/quantize.h"
 
-// fused_amax_and_scale_update_after_reduction: exact.
+// Cases of fused_amax_and_scale_update_after_reduction, compared exactly.
 namespace te_fl::conformance {
 namespace {
 
 struct UpdateVariant {
-  std::vector<std::pair<int64_t, int64_t>> histories;  // length, tensors
+  std::vector<std::pair<int64_t, int64_t>> histories;  // (length, number of tensors)
   int algo, format;
   double margin;
   bool reduced;
 };
 
-// Amaxes of one column by its number: ordinary, no step (zero), infinite, NaN, tiny (the scale
-// overflows).
+// The amaxes of a column, depending on its number: ordinary, no step (zero), infinite, NaN, tiny
+// (the scale overflows).
 double amax_of(int64_t column, int64_t row, bool most_recent, Random& r) {
   const double ordinary = (row == 0 ? 2 : row == 1 ? 0.1 : 0.5) + 0.25 * r.uniform();
   if (row != 0) return column % 6 == 1 && row > 1 ? 0 : column % 6 == 4 ? 1e-40 : ordinary;
@@ -42,9 +42,9 @@ void update_oracle(Problem& p, const UpdateVariant& v, Tensor* reduced, Tensor* 
   for (int64_t c = 0; c < n; ++c) {
     double last = reduced == nullptr ? 0 : reduced->get(first + c);
     if (last == 0) last = history->get(c);
-    if (last == 0) continue;  // no amax in this step: history and scale stay
+    if (last == 0) continue;  // no amax in this step: no change
     double top = last;
-    // Rows from 1 on stay in the history; row 0, this step's, is what `last` stands for.
+    // Rows from 1 on remain in the history; `last` is the value of row 0, the current step.
     for (int64_t i = 1; i < length && v.algo == TE_FL_AMAX_ALGO_MAX; ++i)
       top = std::fmax(top, history->get(i * n + c));
     for (int64_t i = 0; i + 1 < length; ++i) rolled[i * n + c] = history->get((i + 1) * n + c);
@@ -74,7 +74,7 @@ void update(Problem& p, const UpdateVariant& v) {
     total += n;
   }
   p.list("amax_histories", histories), p.list("scales", scales);
-  // Reduced amaxes are at least the local ones; every third is missing (zero).
+  // Reduced amaxes are at least as large as the local ones; every third is missing (zero).
   Tensor* reduced =
       v.reduced ? p.in("amax_reduction_buffer", TE_FL_F32, {total},
                        [](Random& r, int64_t i) { return i % 3 == 0 ? 0 : 3 + r.uniform(); })

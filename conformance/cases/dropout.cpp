@@ -9,7 +9,8 @@ namespace {
 
 constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 
-// A call that differs from another one in these alone has its plan, which must not keep them.
+// Another seed and offset. A call that differs only in these reuses the plan of an earlier call,
+// which must therefore not store them.
 constexpr uint64_t kOtherSeed = 0xfedcba987654321ull, kOtherOffset = (uint64_t{1} << 33) + 6;
 
 struct Variant {
@@ -28,7 +29,7 @@ std::string variant_name(const Variant& v) {
   return name + (v.in_place ? "/in_place" : "") + (v.state ? "/state" : "");
 }
 
-// The mask's bits as bytes; what stands in the last byte beyond the elements is left open.
+// Expects the mask's bits. Unused bits of the last byte may have any value.
 void expect_mask(Problem& p, Tensor* mask, int64_t n, float drop) {
   std::vector<uint8_t> bits(static_cast<size_t>((n + 7) / 8), 0);
   for (int64_t i = 0; i < n; ++i)
@@ -87,7 +88,7 @@ std::vector<Variant> variants() {
     all.push_back({.shape = s});
   all.push_back({.shape = {64, 8}, .p = 0.999f});
   all.push_back(
-      {.shape = {64, 8}, .offset = 0xfffffffeull});  // the counter carries into its second word
+      {.shape = {64, 8}, .offset = 0xfffffffeull});  // the low word of the counter overflows
   all.push_back({.shape = {9, 40}, .in_place = true});
   all.push_back({.dtype = TE_FL_BF16, .shape = {512, 1024}, .large = true});
   return all;

@@ -42,7 +42,7 @@ void add_plain(std::vector<Variant>& all) {
 }
 
 void add_epilogues(std::vector<Variant>& all) {
-  // The residual with a bias, whose sum must be rounded once: sizes that vector units like.
+  // Residual and bias together, whose sum must be rounded only once; sizes that suit vector units.
   for (int t : {TE_FL_F16, TE_FL_BF16})
     for (int64_t n : {64, 256})
       for (bool in_place : {false, true})
@@ -87,7 +87,7 @@ void add_epilogues(std::vector<Variant>& all) {
       c.d = TE_FL_F32;
       c.trans_a = true;
       c.trans_b = false;
-    });  // weight gradient
+    });  // as for a weight gradient
     with([](Variant& c) { c.bias = TE_FL_F32; });
     with([](Variant& c) {
       c.bias = TE_FL_BF16;
@@ -212,8 +212,8 @@ void add_epilogues(std::vector<Variant>& all) {
   }
 }
 
-// The epilogues of the two products around an MLP's activation: the pre-activation in 16 bits
-// beside a quantised result, and the gradient with its columns' sums.
+// The epilogues of the two products around an MLP's activation: the 16-bit pre-activation stored
+// beside a quantised result, and the gradient with its column sums.
 void add_activations(std::vector<Variant>& all) {
   const auto codes = [](int dtype, bool row, bool col, uint32_t flags = 0) {
     return Spec(dtype, TE_FL_SCALING_TENSOR, row, col, flags);
@@ -251,8 +251,7 @@ void add_activations(std::vector<Variant>& all) {
         backward.d = codes(kE5, false, true);
         all.push_back(backward);
       }
-  // As large as kernels of whole tiles want them; the first with more tiles than a GPU runs at
-  // once.
+  // Sizes for kernels that need complete tiles. The first has more tiles than a GPU runs at once.
   for (bool fp8 : {false, true})
     for (const auto& [m, n, k] : {std::array<int64_t, 3>{512, 17664, 128}, {8192, 512, 384}}) {
       Variant forward{.a = TE_FL_BF16, .b = TE_FL_BF16, .d = TE_FL_BF16, .m = m, .n = n, .k = k};
@@ -276,7 +275,7 @@ void add_activations(std::vector<Variant>& all) {
         forward.d = codes(kE4, true, false);
         all.push_back(forward);
         forward.d = codes(kE4, false, true), backward.d = codes(kE5, true, false);
-        Variant scaled = forward;  // finds its own scale
+        Variant scaled = forward;  // with a computed scale
         scaled.d = codes(kE4, true, true, TE_FL_QUANT_COMPUTE_SCALE), scaled.bias = TE_FL_BF16;
         all.push_back(scaled);
       }
@@ -328,7 +327,7 @@ void fuzz_gemm(Drawn& drawn) {
     Variant v{.a = dtype, .b = dtype, .d = dtype};
     v.trans_a = r.below(2) == 1, v.trans_b = r.below(2) == 1;
     v.m = Drawn::extent(r, 130), v.n = Drawn::extent(r, 130), v.k = Drawn::extent(r, 260);
-    if (r.swept != nullptr) {  // A's rows are k long, B's and D's n
+    if (r.swept != nullptr) {  // rows of A have length k, those of B and D length n
       v.m = r.swept->rows, v.n = v.k = r.swept->columns;
       if (r.swept->columns > 300) (r.below(2) == 0 ? v.n : v.k) = 24;
     }

@@ -1,4 +1,4 @@
-// Products of FP8 operands, scaled per tensor and by blocks; part of the gemm family.
+// Cases with FP8 operands, per-tensor and block scaled; part of the gemm family.
 #include "conformance/gemm_case.hpp"
 
 namespace te_fl::conformance {
@@ -62,8 +62,8 @@ void add_fp8(std::vector<Variant>& all) {
       c.residual = c.bias = TE_FL_BF16;
     });
   }
-  // A product of two rows-along-K operands needs the row-wise copies only; others the column-wise
-  // one.
+  // If both operands have K along their rows, only row-wise copies are needed; otherwise
+  // column-wise copies.
   with([&](Variant& c) { c.a = tensor(kE4, true, false), c.b = tensor(kE4, true, false); });
   with([&](Variant& c) {
     c.a = tensor(kE4, false, true), c.b = tensor(kE4, false, true), c.trans_a = true,
@@ -83,7 +83,7 @@ void add_fp8(std::vector<Variant>& all) {
   with([](Variant& c) { c.m = 0; });
   with([](Variant& c) { c.m = 0, c.pre_gelu_in = {TE_FL_F32}; });
   with([](Variant& c) { c.k = 0; });
-  with([](Variant& c) { c.b = TE_FL_BF16; });  // one operand plain
+  with([](Variant& c) { c.b = TE_FL_BF16; });  // one operand is not quantised
   with([](Variant& c) { c.bias = TE_FL_BF16; });
   with([](Variant& c) { c.bias = TE_FL_BF16, c.gelu = true, c.pre_gelu_out = {TE_FL_BF16}; });
   with([](Variant& c) { c.pre_gelu_in = {TE_FL_BF16}; });
@@ -108,7 +108,7 @@ void add_blocks(std::vector<Variant>& all) {
   };
   for (int ta = 0; ta < 2; ++ta)
     for (int tb = 0; tb < 2; ++tb) {
-      // The copy whose blocks lie along K: row-wise unless A is stored [K, M] or B [K, N].
+      // The copy whose blocks lie along K: row-wise, unless A is stored as [K, M] or B as [K, N].
       const bool a_col = ta == 1, b_col = tb == 0;
       all.push_back({.a = one(a_col),
                      .b = two(b_col),
@@ -187,7 +187,7 @@ void add_blocks(std::vector<Variant>& all) {
                  .trans_b = false,
                  .accumulate = true,
                  .split = true});
-  // A short last block along K, and codes of both formats.
+  // An incomplete last block along K, and operands of both FP8 formats.
   for (const int64_t k : {int64_t{64}, int64_t{208}})
     for (const auto [a, b] : {std::pair{kE4, kE4}, std::pair{kE5, kE4}, std::pair{kE4, kE5}}) {
       for (const int d : {TE_FL_BF16, TE_FL_F32}) {

@@ -12,20 +12,21 @@ using Sizes = std::vector<std::array<int64_t, 3>>;
 constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 constexpr int kE4 = TE_FL_F8E4M3, kE5 = TE_FL_F8E5M2;
 
-// Experts' products as a layer has them: of these numbers of tokens, with weights [n, k].
+// Products of experts as in a layer's forward: each expert has a number of tokens and a weight [n,
+// k].
 Sizes of_tokens(const std::vector<int64_t>& tokens, int64_t n, int64_t k) {
   Sizes sizes;
   for (const int64_t m : tokens) sizes.push_back({m, n, k});
   return sizes;
 }
-// The gradients of the weights: the tokens are what is contracted.
+// The gradients of the experts' weights, where the tokens are the contracted dimension.
 Sizes over_tokens(const std::vector<int64_t>& tokens, int64_t m, int64_t n) {
   Sizes sizes;
   for (const int64_t k : tokens) sizes.push_back({m, n, k});
   return sizes;
 }
 
-// 64 experts, some of which have no token.
+// Token numbers of 64 experts, some of which are 0.
 std::vector<int64_t> many() {
   std::vector<int64_t> tokens;
   for (int64_t i = 0; i < 64; ++i) tokens.push_back(i % 5 == 3 ? 0 : 1 + i * 7 % 13);
@@ -133,7 +134,7 @@ void add_blocks(std::vector<GroupCase>& all) {
   const std::vector<int64_t> tokens = {136, 0, 8};
   for (bool ta : {false, true})
     for (bool tb : {false, true}) {
-      // The copy whose blocks lie along K: row-wise unless A is stored [K, M] or B [K, N].
+      // The copy whose blocks lie along K: row-wise, unless A is stored as [K, M] or B as [K, N].
       GemmCase v{.d = TE_FL_BF16, .trans_a = ta, .trans_b = tb, .split = true};
       v.a = one(ta), v.b = two(!tb);
       all.push_back({v, of_tokens(tokens, 144, 256), "3_experts"});
@@ -194,8 +195,8 @@ void fuzz_grouped_gemm(Drawn& drawn) {
 namespace te_fl::huge {
 namespace {
 
-// D [m, n] = A [m, k] B^T for a small product and one whose D has more than 2^31 elements, or with
-// `across` D = A^T B over more rows than that of A.
+// Runs a small product and one with a tensor of more than 2^31 elements: D [m, n] = A [m, k] B^T
+// with a large D, or with `across` D = A^T B with a large A.
 void group(Run& run, bool across) {
   const Pattern left(1), right(2);
   constexpr int64_t kWide = 32768, kNarrow = 32;

@@ -21,14 +21,14 @@ Fill listed(std::vector<double> values) {
       [values = std::move(values)](Random&, int64_t i) { return values[static_cast<size_t>(i)]; };
 }
 
-// ---- permutation of rows
+// ---- cases of the permutation of rows
 
 struct PermuteVariant {
   int dtype = TE_FL_F32, index = TE_FL_I32;
   int64_t tokens = 7, each = 2, width = 33, experts = 5;
-  int64_t rows = -1;       // of the output; -1: every pair has one
-  bool any_index = false;  // num_experts is not given, and indices are any numbers
-  double bad_index = 0;    // not 0: stands among the indices
+  int64_t rows = -1;       // of the output; -1: one for each pair
+  bool any_index = false;  // num_experts is absent, and indices are arbitrary numbers
+  double bad_index = 0;    // not 0: an invalid index
   bool large = false;
   int64_t rows_out() const { return rows < 0 ? tokens * each : rows; }
 };
@@ -89,7 +89,7 @@ void add_permute(Table& table) {
   all.push_back({.tokens = 40, .each = 3, .experts = 1});
   for (int index : {TE_FL_I32, TE_FL_I64})
     all.push_back({.index = index, .tokens = 30, .any_index = true});
-  // Pairs of many warps, whose indices are one digit of a sort, two and four.
+  // Pairs for many warps, with indices of one, two and four digits of the radix sort.
   for (int64_t experts : {64, 300, 2000})
     all.push_back({.dtype = TE_FL_BF16,
                    .tokens = 5000,
@@ -113,15 +113,15 @@ void add_permute(Table& table) {
         [v](Problem& p) { permute_forward(p, v); }, v.large);
 }
 
-// ---- sums of a token's rows, and their gradient
+// ---- cases of sums of a token's rows, and of their gradient
 
 struct RowsVariant {
   int dtype = TE_FL_F32;
   int64_t tokens = 7, each = 2, width = 33;
-  int64_t rows = -1;  // permuted rows; -1: as many as pairs
+  int64_t rows = -1;  // permuted rows; -1: the number of pairs
   bool probs = true, grad_probs = true;
-  int64_t bad_row = 0;  // not 0: stands in the map
-  bool twice = false;   // a row is that of two pairs
+  int64_t bad_row = 0;  // not 0: an invalid entry of the map
+  bool twice = false;   // two pairs share a row
   int64_t rows_in() const { return rows < 0 ? tokens * each : rows; }
 };
 
@@ -227,7 +227,7 @@ void add_rows(Table& table) {
   add_rows_ops(table, {.tokens = 0}), add_rows_ops(table, {.width = 0});
   add_rows_ops(table, {.each = 0, .rows = 3});
   add_rows_ops(table, {.tokens = 3, .each = 1}), add_rows_ops(table, {.tokens = 3, .each = 33});
-  // Maps of masks: many places, few of which have a row.
+  // Maps as made from masks: many slots, few of which have a row.
   add_rows_ops(table, {.dtype = TE_FL_BF16, .tokens = 6, .each = 70, .width = 2080, .rows = 30});
   add_rows_ops(table, {.tokens = 5, .each = 40, .width = 19, .rows = 44, .probs = false});
   add_rows_ops(table, {.dtype = TE_FL_BF16, .tokens = 9, .each = 130, .width = 72, .rows = 50});
@@ -256,7 +256,7 @@ void add_rows(Table& table) {
         [v](Problem& p) { rows_gradient(p, v); });
 }
 
-// ---- groups
+// ---- cases of groups
 
 using Lengths = std::vector<int64_t>;
 int64_t total(const Lengths& l) { return std::accumulate(l.begin(), l.end(), int64_t{0}); }
@@ -461,14 +461,14 @@ namespace {
 
 constexpr int64_t kTop = 2, kExperts = 64;
 
-// The row of each pair, as routing over all experts makes it.
+// The row of each pair, in a pattern like that of routing to all experts.
 void fill_map(BenchTensor& map, int64_t pairs) {
   auto* rows = map.data<int32_t>();
   for (int64_t i = 0; i < pairs; ++i) rows[i] = static_cast<int32_t>(i * 7919 % pairs);
 }
 int64_t pairs_of(int64_t rows) {
   int64_t tokens = rows;
-  while (tokens * kTop % 7919 == 0) ++tokens;  // so that the map is a permutation
+  while (tokens * kTop % 7919 == 0) ++tokens;  // makes the map a permutation
   return tokens * kTop;
 }
 

@@ -15,11 +15,11 @@ struct ScaleVariant {
   int in, out;
   Shapes shapes;
   double scale;
-  double bad;  // 0: all finite; else put into the last tensor
+  double bad;  // 0: all values finite; otherwise stored in the last tensor
   int flag_before;
   bool in_place = false;
   bool large = false;
-  double norm = 0, max_norm = 0;  // clip only if max_norm is set
+  double norm = 0, max_norm = 0;  // clipping only if max_norm is set
   int64_t shift = 0;
 };
 
@@ -97,12 +97,12 @@ void norm(Problem& p, int dtype, const Shapes& shapes, bool per_tensor, bool uns
   });
 }
 
-// Values whose squares FP32 cannot hold. The tolerance is relative: next to 1e-6 all small norms
-// are right.
+// Values whose squares are outside of FP32's range. The tolerance is relative, since with an
+// absolute tolerance of 1e-6 all small norms would pass.
 struct RangeVariant {
   const char* name;
   int dtype;
-  double unit;        // of the norms, a power of 2
+  double unit;        // unit of the norms, a power of 2
   double factor = 1;  // of multi_tensor_unscale_l2norm, a power of 2
 };
 
@@ -114,7 +114,7 @@ void norm_in_range(Problem& p, const RangeVariant& v, bool per_tensor, bool unsc
   Tensor* legs =
       tensor("inputs[0]", {2}, [unit](Random&, int64_t i) { return (3 + double(i)) * unit; });
   Tensor* one = tensor("inputs[1]", {1}, constant(-12 * unit));
-  Tensor* same = tensor("inputs[2]", {64, 64}, constant(unit / 4));  // 4096 times: 16
+  Tensor* same = tensor("inputs[2]", {64, 64}, constant(unit / 4));  // 4096 values: norm 16
   p.list("inputs", {legs, one, same});
   if (unscale) p.in("inv_scale", TE_FL_F32, {1}, constant(v.factor));
   Tensor* out = p.out("norm", TE_FL_F32, {1});
@@ -131,8 +131,8 @@ void add_scale(Table& table) {
     for (int out : kHigh) all.push_back({in, out, kFew, 0.37, 0, 0});
   for (double bad : {infinity(), -infinity(), nan_value()})
     all.push_back({TE_FL_F32, TE_FL_F32, kFew, 2, bad, 0});
-  all.push_back({TE_FL_F32, TE_FL_F32, kFew, 4, 3e38, 0});  // finite input, result overflows
-  all.push_back({TE_FL_F32, TE_FL_F32, kFew, 0.5, 0, 1});   // the flag is never cleared
+  all.push_back({TE_FL_F32, TE_FL_F32, kFew, 4, 3e38, 0});  // finite input, overflow in the result
+  all.push_back({TE_FL_F32, TE_FL_F32, kFew, 0.5, 0, 1});   // the op never clears the flag
   all.push_back({TE_FL_F32, TE_FL_F32, {}, 0.5, 0, 0});
   all.push_back({TE_FL_F32, TE_FL_F32, {{130, 257}}, 0.5, 0, 0});
   all.push_back({TE_FL_BF16, TE_FL_F32, many(), 0.5, 0, 0});
@@ -142,7 +142,8 @@ void add_scale(Table& table) {
       all.push_back({TE_FL_F32, TE_FL_F32, kFew, 1, 0, 0, in_place, false, norm, 1.5});
   all.push_back({TE_FL_BF16, TE_FL_F32, kFew, 0.5, 0, 0, false, false, 6.0, 1.5});
   all.push_back({TE_FL_F32, TE_FL_F32, kFew, 1, 0, 1, true, false, 6.0, 1.5});
-  // The norm is finite and asks for nothing, the inputs are not what it was taken of.
+  // The norm is finite and requires no clipping, although the inputs, which are not those that it
+  // was computed from, are not finite.
   for (int dtype : kHigh)
     for (double bad : {infinity(), nan_value()})
       all.push_back({dtype, dtype, kFew, 1, bad, 0, true, false, 0.5, 1});
@@ -208,7 +209,7 @@ void add_multi_tensor_cases(Table& table) {
                                         {"squares_overflow", TE_FL_BF16, 0x1p+65},
                                         {"squares_underflow", TE_FL_F32, 0x1p-77},
                                         {"squares_underflow", TE_FL_BF16, 0x1p-77}};
-    if (unscale) {  // with the factor no longer, or only then
+    if (unscale) {  // the factor moves the values into FP32's range, or out of it
       ranges = {{"products_overflow", TE_FL_F32, 0x1p+65, 0x1p+60},
                 {"products_underflow", TE_FL_F32, 0x1p-77, 0x1p-70},
                 {"inputs_overflow", TE_FL_F32, 1, 0x1p-100},

@@ -6,8 +6,9 @@
 #include "conformance/huge/norm_gradient.hpp"
 #include "te_fl/ops/norm.h"
 
-// Norms. Statistics: 5e-5 relative. A result is x - mu times factors, and FP32 rounds x - mu at the
-// size of x: the slack of a result is a few roundings of (|x| + |mu|) rsigma |g|.
+// Cases of norms. Statistics have a tolerance of 5e-5 relative. A result is (x - mu) times factors,
+// and FP32 rounds x - mu relative to the size of x. The slack of a result is therefore a few
+// roundings of (|x| + |mu|) rsigma |g|.
 namespace te_fl::conformance {
 namespace {
 
@@ -28,7 +29,7 @@ struct Variant {
   double epsilon = 1e-5, mean = 0.5, sigma = 1.5;
   std::string in_place = {};
   bool large = false;
-  int residual = -1, sum = -1;  // dtypes; < 0: not given
+  int residual = -1, sum = -1;  // dtypes; < 0: absent
   bool with_add = false;
 };
 
@@ -51,7 +52,7 @@ std::string variant_name(const Variant& v, bool backward) {
 struct Statistics {
   double mu, rsigma;
 };
-// x(j): element j of the row.
+// The statistics of a row with the elements x(j).
 template <class Row>
 Statistics statistics(int64_t h, bool layer, double epsilon, const Row& x) {
   double mu = 0, var = 0;
@@ -62,7 +63,7 @@ Statistics statistics(int64_t h, bool layer, double epsilon, const Row& x) {
 }
 
 Fill rows_fill(const Variant& v) {
-  // Rows of different spread and offset.
+  // Rows with different spreads and offsets.
   const int64_t h = std::max<int64_t>(v.shape.empty() ? 1 : v.shape.back(), 1);
   return [=](Random& r, int64_t i) {
     const double g = r.gaussian();
@@ -220,13 +221,13 @@ std::vector<Variant> common_variants() {
   all.push_back({.shape = {13, 100}, .epsilon = 0.1});
   all.push_back({.shape = {13, 100}, .epsilon = 0});
   all.push_back(
-      {.shape = {11, 768}, .mean = 1000});  // a naive E[x^2] - mu^2 has no correct digit left here
+      {.shape = {11, 768}, .mean = 1000});  // a naive E[x^2] - mu^2 would have no correct digit
   return all;
 }
 
-// Shapes and types that fused kernels take: rows that fill vectors, whole and ragged blocks of rows
-// and columns, some and many blocks of 128 rows, every quantised form that delayed, current and
-// block scaling have.
+// Shapes and dtypes that fused kernels support: rows of complete vectors, complete and incomplete
+// blocks of rows and columns, few and many blocks of 128 rows, and all quantised forms of delayed,
+// current and block scaling.
 void add_fused_shapes(std::vector<Variant>& all) {
   for (const int dtype : {TE_FL_BF16, TE_FL_F16}) {
     for (const Dims& shape : {Dims{16, 8},
@@ -351,7 +352,8 @@ void add_norm_cases(Table& table) {
       }
       variants.push_back({.shape = {9, 40}, .in_place = "add", .with_add = true});
     }
-    // Calls that fused kernels take: rows that fill vectors; two with several rows for every block.
+    // Cases that fused kernels support: rows of complete vectors. Two of them have several rows per
+    // block.
     const bool layer = op == "layernorm_bwd";
     auto fused = [&](int dtype, Dims shape, bool add) {
       variants.push_back({.x = dtype,

@@ -11,20 +11,20 @@ namespace {
 constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 constexpr double kEps = 0x1p-24;
 
-// ---- Adam and SGD
+// ---- cases of Adam and SGD
 
 struct AdamVariant {
   int grad = TE_FL_F32, param = TE_FL_F32;
   Shapes shapes = kFew;
   bool master = false;
-  int noop = -1;  // no flag
+  int noop = -1;  // -1: no flag
   double weight_decay = 0, epsilon = 1e-8;
   int64_t step = 1;
   int mode = TE_FL_ADAM_MODE_L2;
   bool bias_correction = true, large = false;
   double beta1 = 0.9, beta2 = 0.999, lr = 1e-2;
-  bool lr_tensor = false, step_tensor = false;  // the scalars are then others, to be ignored
-  std::vector<Spec> fp8 = {};                   // of fp8_params, in turn; empty: none
+  bool lr_tensor = false, step_tensor = false;  // the scalars then have other values, to be ignored
+  std::vector<Spec> fp8 = {};                   // specs of fp8_params, used cyclically; empty: none
   int64_t shift = 0;
 };
 
@@ -69,7 +69,7 @@ void adam_oracle(Problem& p, const AdamVariant& v, const Lists& l) {
       const double step = m[i] / c1 / (std::sqrt(sq[i] / c2) + eps) +
                           (v.mode == TE_FL_ADAM_MODE_ADAMW ? wd * p0 : 0);
       param[i] = p0 - lr * step;
-      // 1 - b and 1 - b^t in FP32 lose relative accuracy where b is near 1; the terms of m may
+      // 1 - b and 1 - b^t lose relative accuracy in FP32 if b is near 1, and the terms of m may
       // cancel.
       m_extra[i] = 8 * kEps * (std::fabs(l.c[n]->get(at)) + std::fabs(g) + std::fabs(wd * p0));
       sq_extra[i] = 8 * kEps * (l.d[n]->get(at) + g * g) + 5e-5 * (1 - b2) * g * g;
@@ -82,12 +82,13 @@ void adam_oracle(Problem& p, const AdamVariant& v, const Lists& l) {
   }
 }
 
-// Each has to be, bit for bit, what quantize makes of the parameter that the call left.
+// FP8 copies of the parameters. Each must equal, bit for bit, the quantisation of the parameter
+// after the call.
 std::vector<Tensor*> fp8_params(Problem& p, const AdamVariant& v) {
   return make_list(p, "fp8_params", v.shapes, [&](const std::string& n, const Dims& d, size_t i) {
     Spec spec = v.fp8[i % v.fp8.size()];
     if (!spec.current()) spec.scale = 40.0f + static_cast<float>(i % 100) * 3;
-    spec.amax_before = i % 3 == 0 ? 9.0f : 0.25f;  // above and below what the parameters have
+    spec.amax_before = i % 3 == 0 ? 9.0f : 0.25f;  // above and below the amax of the parameters
     return p.out(n, spec, d);
   });
 }
@@ -95,8 +96,8 @@ std::vector<Tensor*> fp8_params(Problem& p, const AdamVariant& v) {
 void adam(Problem& p, const AdamVariant& v) {
   Lists l;
   l.a = list_in(p, "grads", v.grad, v.shapes, gaussian(), v.shift);
-  // With master weights the parameters are only written: what stands there before must not matter,
-  // unless FP8 copies are made of it because nothing else is done.
+  // With master weights the parameters are output only, so their previous contents must not matter.
+  // The exception: if nothing is updated, FP8 copies are made from them.
   const bool any = v.master && (v.fp8.empty() || v.noop <= 0);
   l.b = list_inout(p, "params", v.param, v.shapes, any ? constant(nan_value()) : gaussian(),
                    3 * v.shift);
@@ -131,7 +132,7 @@ struct SgdVariant {
   bool nesterov = false, first_run = false, late_decay = false;
   int noop = -1;
   double lr = 0.05;
-  bool lr_tensor = false;  // the scalar is then another, to be ignored
+  bool lr_tensor = false;  // the scalar then has another value, to be ignored
   int64_t shift = 0;
 };
 
@@ -151,8 +152,8 @@ std::string sgd_name(const SgdVariant& v) {
   return name + shift_name(v.shift);
 }
 
-// Copies are written from the parameters as they are stored: a copy of more precision shows their
-// rounding.
+// A copy is written from the parameter as it is stored, so a copy with more precision shows the
+// parameter's rounding.
 std::vector<double> copy_extra(const SgdVariant& v, const std::vector<double>& param,
                                std::vector<double> extra) {
   const auto unit = [](int dtype) {
@@ -308,7 +309,7 @@ void add_adam(Table& table) {
                  .lr_tensor = true,
                  .step_tensor = true});
   all.push_back({.beta1 = 0, .beta2 = 0});
-  all.push_back({.weight_decay = 0.1, .lr = 0});  // the moments move, the parameters stay
+  all.push_back({.weight_decay = 0.1, .lr = 0});  // moments change, parameters do not
   all.push_back({.shapes = {{512, 512}}, .mode = TE_FL_ADAM_MODE_ADAMW, .large = true});
   add_adam_fp8(all);
   for (const AdamVariant& v : all)
@@ -343,7 +344,7 @@ void add_sgd(Table& table) {
     add(table, "optimizer", "multi_tensor_sgd", sgd_name(v), [v](Problem& p) { sgd(p, v); });
 }
 
-// ---- drawn
+// ---- random cases
 
 AdamVariant draw_adam(Draw& r) {
   AdamVariant v{.grad = Drawn::high(r), .param = Drawn::high(r), .shapes = draw_shapes(r)};
@@ -426,7 +427,7 @@ void add_optimizer(Cases& cases) {
     if (low) {
       a.master_params = many(c, rows, TE_FL_F32, true), a.master_params_count = kTensors;
     }
-    for (int i = 0; i < kTensors; ++i) {  // v is a mean of squares
+    for (int i = 0; i < kTensors; ++i) {  // v is a mean of squares, so non-negative
       const te_fl_tensor& v = *a.exp_avg_sqs[i];
       float* x = static_cast<float*>(v.dl.data);
       for (int64_t e = 0; e < v.dl.shape[0] * v.dl.shape[1]; ++e) x[e] *= x[e];

@@ -12,13 +12,13 @@ namespace {
 
 struct MaskVariant {
   int dtype = TE_FL_F32, mask = TE_FL_BOOL;
-  int probs = TE_FL_F32;  // dtype of the numbers of pairs; -1: there are none
-  int pad = -1;           // dtype of pad_offsets; -1: there are none
+  int probs = TE_FL_F32;  // dtype of the pair factors; -1: none
+  int pad = -1;           // dtype of pad_offsets; -1: none
   int64_t tokens = 7, experts = 5, width = 33;
-  int64_t every = 2;       // a pair in as many, drawn; 0: none
-  int64_t more = 0;        // rows behind those of pairs and padding
-  Dims pads = {};          // drawn, if empty and wanted
-  std::string wrong = {};  // not empty: part of the error's text
+  int64_t every = 2;       // one in `every` pairs, random; 0: none
+  int64_t more = 0;        // rows after those of pairs and padding
+  Dims pads = {};          // padding; random if it is empty and requested
+  std::string wrong = {};  // not empty: part of the expected error text
   bool large = false;
 };
 
@@ -38,7 +38,7 @@ Fill numbers_of(const Dims& values) {
 }
 
 void permute_by_mask(Problem& p, const MaskVariant& v) {
-  // A byte of a mask that is not 0 counts, whatever it is.
+  // Every byte of a mask other than 0 means true.
   Dims mask(static_cast<size_t>(v.tokens * v.experts), 0);
   for (int64_t& is : mask) {
     if (v.every > 0 && p.random.below(v.every) == 0)
@@ -56,7 +56,7 @@ void permute_by_mask(Problem& p, const MaskVariant& v) {
   Tensor* x = p.in("input", v.dtype, {v.tokens, v.width},
                    v.dtype == TE_FL_U8 ? integers(200) : gaussian(3));
   p.in("routing_map", v.mask, {v.tokens, v.experts}, numbers_of(mask));
-  // A pair in four has the number 0, or -0, and carries no token.
+  // One in four pairs has the factor 0 or -0, so it has no token.
   Tensor* probs = v.probs >= 0 ? p.in("probs", v.probs, {v.tokens, v.experts},
                                       [](Random& r, int64_t) {
                                         if (r.below(4) == 0) return r.below(2) == 0 ? 0.0 : -0.0;
@@ -104,9 +104,9 @@ std::vector<MaskVariant> mask_variants() {
   all.push_back({.tokens = 0}), all.push_back({.tokens = 0, .more = 3});
   all.push_back({.pad = TE_FL_I64, .tokens = 0}), all.push_back({.experts = 0, .more = 2});
   all.push_back({.tokens = 1, .experts = 1, .every = 1});
-  // Tiles of tokens: one that is not full, many; experts for several turns of a block's threads,
-  // and more places of a token than a warp's lanes, beside rows for one lane and for more than a
-  // warp.
+  // Numbers of tokens: an incomplete tile, and many tiles. Numbers of experts: several iterations
+  // of a block's threads, and more slots of a token than a warp has lanes. Widths: rows for one
+  // lane and for more than a warp.
   for (int64_t tokens : {63, 64, 65, 200})
     all.push_back({.tokens = tokens, .experts = 8, .width = 4});
   for (int64_t experts : {9, 31, 64, 100, 257, 300})
@@ -127,7 +127,8 @@ std::vector<MaskVariant> mask_variants() {
                  .more = 70,
                  .large = true});
   all.push_back({.tokens = 3, .experts = 2040, .width = 2, .every = 64});
-  // Every pair has a row, and one fewer than that; what is left out before an expert grows.
+  // Invalid calls: an output with one row fewer than there are pairs and padding rows, and invalid
+  // padding offsets.
   all.push_back({.tokens = 3,
                  .experts = 2,
                  .every = 1,
@@ -153,8 +154,8 @@ std::vector<MaskVariant> mask_variants() {
                  .more = -4294967296 + 6,
                  .pads = {0, 4294967296},
                  .wrong = "has row 42949"});
-  // The padding and the pairs before it sum to more than 64 bits hold.
-  constexpr int64_t kMost = 0x7FFFFFFFFFFFF000;  // as a double says it
+  // The sum of the padding and the preceding pairs exceeds 64 bits.
+  constexpr int64_t kMost = 0x7FFFFFFFFFFFF000;  // exactly representable as a double
   for (int64_t every : {1, 3})
     all.push_back({.pad = TE_FL_I64,
                    .tokens = 5000,
@@ -194,7 +195,7 @@ void fuzz_permute_by_mask(Drawn& drawn) {
 namespace te_fl::huge {
 namespace {
 
-// Token t goes to expert e if (t + e) % 4 is 0; a row is left out before the last expert.
+// Token t goes to expert e if (t + e) % 4 is 0. One row is left out before the last expert.
 void permute_by_mask(Run& run, int64_t cols) {
   constexpr int64_t kExperts = 8, kEvery = 4;
   const Pattern pattern(1), weights(2);
@@ -217,7 +218,7 @@ void permute_by_mask(Run& run, int64_t cols) {
   args.input = x, args.routing_map = mask, args.probs = probs, args.pad_offsets = pads;
   args.output = y, args.permuted_probs = moved, args.row_id_map = map;
   run.call("moe_permute_by_mask_fwd", &args);
-  // The element [token, expert] that a row has, -1 for the one that is left out.
+  // The pair (token, expert) of a row; -1 for the row that is left out.
   const auto pair_of = [&](int64_t row) -> int64_t {
     if (row == rows - 1 - each) return -1;
     if (row >= rows - each) --row;

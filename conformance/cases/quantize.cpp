@@ -7,9 +7,9 @@
 #include "conformance/oracle_quantize.hpp"
 #include "te_fl/ops/quantize.h"
 
-// The plain quantisation ops are exact: codes, scales, amax and padding, bit for bit. NVFP4 alone
-// is compared by intervals, as docs/numerics.md does not fix the order of its two scales'
-// roundings.
+// The plain quantisation ops are compared exactly: codes, scales, amax and padding, bit for bit.
+// Only NVFP4 is compared by intervals, since docs/numerics.md does not define the rounding order of
+// its two scales.
 namespace te_fl::conformance {
 namespace {
 
@@ -18,8 +18,8 @@ constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 enum class Data { kGaussian, kSpecial, kTiny, kHuge, kZeros, kBlocks };
 const char* const kDataNames[] = {"", "/special", "/tiny", "/huge", "/zeros", "/blocks"};
 
-// Element i of a [.., 256] matrix whose strips of 32 columns are each of one kind: blocks of zeros,
-// NaN, infinities and subnormal numbers alone, and amaxes beside those at which E8M0 scales change.
+// Element i of a [.., 256] matrix. Each strip of 32 columns has one kind of block: zeros, NaN,
+// infinities, only subnormals, or an amax next to a value at which the E8M0 scale changes.
 double block_value(double g, int64_t i) {
   const double beside = 1 + static_cast<double>(i / 256 % 3) * 0x1p-22 / 3.5;
   switch (i / 32 % 8) {
@@ -42,8 +42,8 @@ double block_value(double g, int64_t i) {
   }
 }
 
-// Gaussian; or with NaN, infinities, zeros and rounding ties; amaxes that make a scale overflow;
-// large values; zeros.
+// Data by kind: Gaussian; with NaN, infinities, zeros and ties of rounding; amaxes for which the
+// scale overflows; large values; zeros.
 Fill data_fill(Data data) {
   return [data](Random& r, int64_t i) -> double {
     const double g = r.gaussian();
@@ -77,7 +77,7 @@ void expect_quantised(Problem& p, Tensor* y, std::vector<double> x, int input_dt
     p.expect_exact(y, std::move(x), input_dtype);
 }
 
-// `shift`: the elements that lie before the input in its memory.
+// `shift`: number of elements before the input in its memory.
 void quantize(Problem& p, int in, const Spec& spec, const Dims& shape, Data data, double noop,
               int64_t shift = 0) {
   int64_t elements = shift;
@@ -101,7 +101,7 @@ void dequantize(Problem& p, const Spec& spec, int out, const Dims& shape) {
   p.oracle([&p, x, y] { p.expect(y, dequantised(*x)); });
 }
 
-// Every code, NaN and infinity included.
+// All codes, including NaN and infinity.
 void dequantize_codes(Problem& p, int dtype) {
   Tensor* x = p.quantised_in("input", {dtype, TE_FL_SCALING_TENSOR, true, false}, {16, 16});
   for (int i = 0; i < 256; ++i) x->data->data()[i] = static_cast<uint8_t>(i);
@@ -110,7 +110,7 @@ void dequantize_codes(Problem& p, int dtype) {
   p.oracle([&p, x, y] { p.expect(y, dequantised(*x)); });
 }
 
-// Every E8M0 scale, that of NaN included, in each copy of MXFP8.
+// All E8M0 scales, including NaN, in each copy of MXFP8.
 void dequantize_scales(Problem& p, bool columnwise) {
   const Dims shape = columnwise ? Dims{32, 256} : Dims{256, 32};
   Tensor* x =
@@ -143,7 +143,7 @@ void bgrad(Problem& p, int in, const Spec& spec, int out, const Dims& shape) {
   });
 }
 
-// MXFP8 beside what all families take of it: the other codes, and a lower bound of amaxes.
+// MXFP8 forms that quantised_specs() lacks: the other FP8 formats, and a lower bound of amaxes.
 std::vector<Spec> mxfp8_specs() {
   constexpr int kMxfp8 = TE_FL_SCALING_MXFP8;
   return {{TE_FL_F8E4M3, kMxfp8, true, false},
@@ -173,7 +173,7 @@ void add_quantize(Table& table) {
          {Dims{0, 16}, {1, 1}, {17}, {3, 5, 38}, {257, 2}, {128, 128}, {1, 1022}})
       one(TE_FL_F32, spec, shape);
     if (!fp4) one(TE_FL_F32, spec, {13, 37}), one(TE_FL_BF16, spec, {259, 131});
-    // Whole vectors in both directions, tiles that are not.
+    // Multiples of the vector width in both directions, but not of the tile size.
     for (int in : kHigh) one(in, spec, {144, 200});
     for (Data data : {Data::kSpecial, Data::kTiny, Data::kHuge, Data::kZeros}) {
       if (fp4 && data != Data::kZeros) continue;
@@ -186,7 +186,7 @@ void add_quantize(Table& table) {
     one(TE_FL_F32, spec, {9, 40}, Data::kGaussian, 1);
   }
   for (const Spec& spec : mxfp8_specs()) {
-    // Rows of more than one tile, and tiles of padding alone.
+    // Rows of more than one tile, and tiles that consist of padding only.
     for (const int in : kHigh) {
       one(in, spec, {40, 1096});
       one(in, spec, {33, 520});
@@ -240,7 +240,7 @@ void add_bgrad(Table& table) {
           bgrad(p, TE_FL_BF16, spec, TE_FL_BF16, {144, 200});
         });
   }
-  for (size_t s : {5u, 7u, 14u, 21u})  // more rows than one round of partial sums covers
+  for (size_t s : {5u, 7u, 14u, 21u})  // more rows than one round of partial sums
     add(
         table, "quantize", "bgrad_quantize",
         spec_case(TE_FL_BF16, {16640, 8}, quantised_specs()[s]),
@@ -248,7 +248,7 @@ void add_bgrad(Table& table) {
           bgrad(p, TE_FL_BF16, quantised_specs()[s], TE_FL_F32, {16640, 8});
         },
         true);
-  for (size_t s : {5u, 7u, 14u, 21u})  // few rows: the first sums are all there is
+  for (size_t s : {5u, 7u, 14u, 21u})  // few rows: partial sums are the result
     for (int out : kHigh)
       add(table, "quantize", "bgrad_quantize",
           spec_case(TE_FL_BF16, {128, 200}, quantised_specs()[s]) + "/bias=" + name_of(out),
@@ -268,7 +268,7 @@ void add_bgrad(Table& table) {
         [=](Problem& p) { bgrad(p, TE_FL_F32, spec, TE_FL_F32, shape); }, shape[0] == 300);
 }
 
-// Tensor i is of the form i mod their number.
+// Tensor i has the form specs[i % specs.size()].
 void multi_quantize(Problem& p, int count, const std::vector<Spec>& specs, double noop,
                     bool even = false) {
   std::vector<Tensor*> xs, ys;
@@ -344,7 +344,7 @@ void transpose(Problem& p, int dtype, int64_t m, int64_t k) {
   });
 }
 
-// Codes of numbers, and the sums of the columns with the transposition.
+// Transposes FP8 data of random numbers, and sums the columns.
 void transpose_and_sum(Problem& p, int dtype, int out, int64_t m, int64_t k, bool scaled) {
   const double scale_inv = scaled ? 0.375 : 1;
   Tensor* x = p.in("input", dtype, {m, k}, gaussian(4));
@@ -644,7 +644,7 @@ void add_quantize(Cases& cases) {
     cases.push_back({"quantize", mode.name, [mode](Case& c, int64_t rows) {
                        auto& a = c.args<te_fl_quantize_args>();
                        a.input = c.in({rows, c.cols()}, TE_FL_BF16);
-                       // A scale from the data itself takes a second pass over it.
+                       // A computed scale needs a second pass over the data.
                        if (mode.flags == TE_FL_QUANT_COMPUTE_SCALE) c.bytes *= 2;
                        a.output = c.fp8({rows, c.cols()}, TE_FL_F8E4M3, mode.scaling,
                                         mode.columnwise, mode.flags);

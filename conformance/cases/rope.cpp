@@ -7,7 +7,7 @@
 #include "conformance/huge/rope.hpp"
 #include "te_fl/ops/rope.h"
 
-// Rotary embedding. The angles of a pair's two columns are equal, as every caller has them.
+// Cases of rotary embedding. The two columns of a pair have equal angles, as in all known callers.
 namespace te_fl::conformance {
 namespace {
 
@@ -16,11 +16,11 @@ constexpr int kHigh[] = {TE_FL_F32, TE_FL_F16, TE_FL_BF16};
 struct Variant {
   int dtype = TE_FL_F32;
   int layout = TE_FL_LAYOUT_SBHD;
-  int64_t s = 0, b = 0, h = 0, d = 0, r = 0;  // thd: b sequences, s tokens in all
+  int64_t s = 0, b = 0, h = 0, d = 0, r = 0;  // thd: b sequences with s tokens in total
   bool interleaved = false, start = false, in_place = false;
   int cp_size = 1, cp_rank = 0;
   bool large = false;
-  std::vector<int64_t> lengths = {};  // thd
+  std::vector<int64_t> lengths = {};  // thd: lengths of the sequences
 };
 
 std::string variant_name(const Variant& v) {
@@ -33,7 +33,7 @@ std::string variant_name(const Variant& v) {
   return name + (v.in_place ? "/in_place" : "");
 }
 
-// Global position of local token s of a local sequence of `length`.
+// The global position of local token s in a local sequence of `length` tokens.
 int64_t position(const Variant& v, int64_t s, int64_t length) {
   if (v.cp_size == 1) return s;
   const int64_t half = length / 2;
@@ -48,7 +48,7 @@ Fill angles(const Variant& v, int64_t r) {
   };
 }
 
-// Rotates one head's row x[0..d) at angles f[0..r); sign -1 is the transpose.
+// Rotates one head's row x[0..d) by the angles f[0..r). With sign -1 rotates back.
 std::vector<double> rotate(const std::vector<double>& x, const std::vector<double>& f,
                            bool interleaved, double sign) {
   std::vector<double> y = x;
@@ -231,7 +231,7 @@ std::vector<Variant> variants() {
                  .start = true,
                  .lengths = {5, 2, 7}});
   for (int d : kHigh) {
-    // Head sizes that allow wide accesses, and a token's angles beyond shared memory.
+    // Head sizes that allow wide memory accesses, and a token whose angles exceed shared memory.
     all.push_back({.dtype = d, .layout = kS, .s = 5, .b = 2, .h = 9, .d = 128, .r = 128});
     all.push_back(
         {.dtype = d, .layout = kB, .s = 5, .b = 2, .h = 3, .d = 96, .r = 64, .interleaved = true});
@@ -258,7 +258,8 @@ std::vector<Variant> variants() {
   return all;
 }
 
-// Mistakes that the schema's shape rules cannot say: refused, and nothing written.
+// Invalid calls that the schema's shape rules cannot detect. They must be refused without writing
+// anything.
 void add_mistakes(Table& table) {
   auto refused = [](Problem& p) {
     p.oracles.clear();
@@ -287,12 +288,13 @@ void add_mistakes(Table& table) {
         });
 }
 
-// An even number of rotated columns, at most `width`, which is 2 or more: often all of them.
+// A random even number of rotated columns, at most `width` (which is at least 2); in half of the
+// cases the maximum.
 int64_t draw_rotated(Draw& r, int64_t width) {
   return Drawn::chance(r, 2) ? width / 2 * 2 : 2 + r.below(width / 2) * 2;
 }
 
-// A rank of a group that shares sequences: its `s` tokens are two chunks of one length.
+// Random context parallelism: a rank whose `s` tokens are two chunks of equal length.
 void draw_share(Draw& r, int64_t& s, int& size, int& rank) {
   if (!Drawn::chance(r, 4)) return;
   size = 2 + static_cast<int>(r.below(3)), rank = static_cast<int>(r.below(size));

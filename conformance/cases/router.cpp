@@ -17,12 +17,12 @@ constexpr const char* kFunctions[] = {"sigmoid", "softmax", "sqrtsoftplus"};
 struct RouterVariant {
   RouterOptions options = {};
   int dtype = TE_FL_F32, map = TE_FL_BOOL, index = TE_FL_I32;
-  Dims shape = {};  // of the tokens
+  Dims shape = {};  // the tokens' extents
   int64_t experts = 33;
   bool bias = false, has_map = true, has_bits = true, has_indices = true;
-  bool ties = false;  // logits are few whole numbers
+  bool ties = false;  // logits are a few different integers
   int64_t nan_at = -1;
-  int shift = 0;  // of the logits; not 0: all experts are chosen, in whatever order
+  int shift = 0;  // added to the logits; not 0: all experts are chosen
 };
 
 std::string router_name(const RouterVariant& v) {
@@ -74,7 +74,7 @@ Fill logits_of(const RouterVariant& v) {
   };
 }
 
-// The outputs that say what was chosen.
+// The outputs that represent the chosen experts.
 struct ChoiceOutputs {
   Tensor *map = nullptr, *bits = nullptr, *indices = nullptr;
   Numbers want_map, want_bits, want_indices;
@@ -134,7 +134,8 @@ void router_forward(Problem& p, const RouterVariant& v) {
   });
 }
 
-// Random experts for each row, as a byte for each expert, and what the forward may have saved.
+// Random experts for each row, as one byte per expert. `indices` receives the same choice as the
+// forward could have saved it.
 std::vector<uint8_t> draw_choice(Random& r, const RouterVariant& v, std::vector<double>& indices) {
   std::vector<uint8_t> map(static_cast<size_t>(tokens_of(v.shape) * v.experts), 0);
   for (int64_t t = 0; t < tokens_of(v.shape); ++t)
@@ -225,14 +226,14 @@ std::vector<RouterVariant> router_variants() {
   kinds({.options = {.topk = 1}, .shape = {3}, .experts = 1});
   kinds({.options = {.topk = 6}, .shape = {3}, .experts = 1000});
   kinds({.options = {.topk = 6}, .shape = {3}, .experts = 1500});
-  // Several tokens to a warp, of whole runs of eight experts and others.
+  // Several tokens per warp, with multiples of eight experts and other numbers.
   kinds({.options = {.topk = 2}, .shape = {300}, .experts = 8});
   kinds({.options = {.topk = 3}, .dtype = TE_FL_BF16, .shape = {37}, .experts = 12});
   kinds({.options = {.topk = 2}, .dtype = TE_FL_F16, .shape = {21}, .experts = 16});
   kinds({.options = {.topk = 10}, .shape = {5}, .experts = 512});
   kinds({.shape = {0}}), kinds({.shape = {}});
   kinds({.options = {.topk = 8}, .shape = {40}, .experts = 64, .ties = true});
-  // Logits whose exponentials, and then their roots too, are near the end of FP32's range.
+  // Logits whose exponentials, or the square roots of these, are near the limits of FP32's range.
   for (int shift : {-20, -80, -88, -100, -150, -300, 100})
     for (int dtype : {TE_FL_F32, TE_FL_BF16})
       kinds({.options = {.topk = 12},
@@ -344,7 +345,7 @@ void add_router_ops(Table& table) {
   });
 }
 
-// ---- scores of the auxiliary loss
+// ---- cases of the scores for the auxiliary loss
 
 void score_forward(Problem& p, const RouterVariant& v) {
   const Dims all = with(v.shape, v.experts);
@@ -415,7 +416,7 @@ void add_scores(Table& table) {
   }
 }
 
-// ---- auxiliary loss
+// ---- cases of the auxiliary loss
 
 struct LossVariant {
   int dtype = TE_FL_F32, count = TE_FL_I32;

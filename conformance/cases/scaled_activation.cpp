@@ -21,7 +21,7 @@ struct ScaledVariant {
   int64_t interleave = 0;
   bool grad_scales = true;
   ScaledParameters numbers = {};
-  bool wrong = false;  // the columns do not divide into turns
+  bool wrong = false;  // the columns are no multiple of the interleave size
   bool large = false;
 };
 
@@ -37,7 +37,7 @@ std::string scaled_name(const ScaledVariant& v) {
   return name;
 }
 
-// Gaussian, with the edges of the formulas strewn in.
+// Gaussian values, with boundary values of the formulas at some indices.
 double edged(Random& r, int64_t i) {
   static const double edges[] = {0, -0.0, 1e-30, -1e-8, 7, -7, 20, -20, 100, -100, 0.9, -1.1};
   return i % 97 == 5 ? edges[i / 97 % 12] : 2 * r.gaussian();
@@ -58,7 +58,7 @@ struct ScaledTensors {
   Tensor *x, *scales, *dy, *y, *dscales;
 };
 
-// The error that FP32 rounding may leave where terms of a result that depends on a cancel.
+// A bound on the FP32 rounding error where terms that depend on a cancel.
 double lost(double a, double b) {
   return 0x1p-21 * (1 + std::min(std::fabs(a), 10.0)) * (1 + std::min(std::fabs(b), 30.0));
 }
@@ -113,7 +113,7 @@ void scaled_problem(Problem& p, const ScaledVariant& v) {
   }
   p.oracle([&p, v, t] {
     if (v.wrong) return p.expect_unchanged(t.y);
-    ScaledVariant rounded = v;  // as the op gets its numbers: FP32
+    ScaledVariant rounded = v;  // rounded to FP32, as the op receives them
     for (double* x : {&rounded.numbers.limit, &rounded.numbers.alpha, &rounded.numbers.offset,
                       &rounded.numbers.beta1, &rounded.numbers.beta2})
       *x = static_cast<double>(static_cast<float>(*x));
@@ -129,7 +129,7 @@ std::vector<ScaledVariant> variants_of(const ScaledOp& op, bool backward) {
   };
   for (int in : kHighTypes) {
     for (int out : kHighTypes) put({.in = in, .grad = in, .out = out, .scales = out});
-    put({.in = in, .grad = in, .out = in, .shape = {44, 136}});  // whole groups of eight
+    put({.in = in, .grad = in, .out = in, .shape = {44, 136}});  // complete groups of eight
   }
   put({.in = TE_FL_BF16,
        .grad = TE_FL_F32,

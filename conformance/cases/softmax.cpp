@@ -24,7 +24,7 @@ const Op kOps[] = {{"scaled_softmax", Mask::kNone},
 struct Variant {
   int dtype = TE_FL_F32;
   Dims shape = {};       // [B, H, Q, K], or [B, S, S] for the triangular op
-  Dims mask_shape = {};  // given mask
+  Dims mask_shape = {};  // shape of a given mask
   int mask_dtype = TE_FL_U8;
   double scale = 1, sigma = 1;
   bool in_place = false, minus_infinity = false, nan = false, large = false;
@@ -50,8 +50,8 @@ bool masked_out(const Op& op, const Variant& v, Tensor* mask, int64_t row, int64
   return mask->get(((mb * v.mask_shape[1] + mh) * q + i) * k + j) != 0;
 }
 
-// Masks about a third; the first row of each matrix whole, a row without any masked entry, codes
-// other than 1.
+// Masks about a third of the elements. The first row of each matrix is masked completely, one row
+// not at all. Mask values other than 0 and 1 occur.
 Fill mask_fill(const Variant& v) {
   const int64_t k = std::max<int64_t>(v.shape.back(), 1), q = std::max<int64_t>(v.shape[2], 1);
   return [=](Random& r, int64_t i) {
@@ -74,7 +74,7 @@ void probabilities(Tensor* x, const std::function<bool(int64_t, int64_t)>& out, 
       if (!out(i, j)) top = std::max(top, scale * x->get(i * k + j));
     for (int64_t j = 0; j < k; ++j)
       if (!out(i, j)) sum += y[i * k + j] = std::exp(scale * x->get(i * k + j) - top);
-    for (int64_t j = 0; j < k && sum != 0; ++j)  // a NaN in sight makes its row NaN
+    for (int64_t j = 0; j < k && sum != 0; ++j)  // a visible NaN makes its row NaN
       if (!out(i, j)) y[i * k + j] /= sum;
   }
 }
@@ -94,8 +94,8 @@ void forward(Problem& p, const Op& op, const Variant& v) {
     std::vector<double> want, extra;
     probabilities(
         x, [&](int64_t i, int64_t j) { return masked_out(op, v, mask, i, j); }, v.scale, want);
-    // exp turns the rounding of the exponent, relative to its size, into a relative error of the
-    // result.
+    // exp converts a rounding error of its argument, relative to the argument's size, into a
+    // relative error of the result.
     for (int64_t i = 0; i < x->numel(); ++i) {
       const double size = std::isfinite(x->get(i))
                               ? std::fabs(v.scale * x->get(i)) + 4 * v.sigma * std::fabs(v.scale)
@@ -108,7 +108,7 @@ void forward(Problem& p, const Op& op, const Variant& v) {
 
 void backward(Problem& p, const Op& op, const Variant& v) {
   Tensor* dy = p.in("output_grad", v.dtype, v.shape);
-  // Probabilities of random scores under the op's own mask.
+  // Probabilities of random scores with the op's own mask.
   const int64_t k = v.shape.back();
   auto scores = std::make_shared<std::vector<double>>();
   if (p.fills) {
@@ -139,7 +139,8 @@ void backward(Problem& p, const Op& op, const Variant& v) {
         want[i * k + j] = v.scale * yj * (d - dot);
         extra[i * k + j] = std::fabs(v.scale) * yj *
                            (sum_slack(static_cast<double>(k), magnitude) + 0x1p-22 * std::fabs(d));
-        // 0 times NaN, or the 0 of a key that the op knows to be hidden.
+        // 0 times NaN; the op may instead treat a hidden key's result as 0, so the element is
+        // skipped.
         const bool causal = op.mask == Mask::kCausal || op.mask == Mask::kBottomRight;
         skip[i * k + j] = std::isnan(dot) && causal && masked_out(op, v, nullptr, i, j);
       }
@@ -169,7 +170,7 @@ std::vector<Variant> variants_of(const Op& op) {
   all.push_back({.dtype = TE_FL_BF16,
                  .shape = square ? Dims{4, 256, 256} : Dims{2, 4, 128, 256},
                  .large = true});
-  // From rows that a few threads hold to rows that no block does, whole and odd.
+  // Widths from rows that a few threads hold to rows that exceed a block, even and odd.
   const std::pair<int, int64_t> widths[] = {
       {TE_FL_F16, 200},   {TE_FL_BF16, 512},  {TE_FL_F16, 1000},   {TE_FL_F32, 2047},
       {TE_FL_BF16, 2048}, {TE_FL_F16, 4001},  {TE_FL_BF16, 8192},  {TE_FL_BF16, 8195},
@@ -177,7 +178,7 @@ std::vector<Variant> variants_of(const Op& op) {
       {TE_FL_F32, 16384}, {TE_FL_F16, 32768}, {TE_FL_F32, 33001},  {TE_FL_BF16, 60001}};
   for (const auto& [dtype, width] : widths)
     if (!square) all.push_back({.dtype = dtype, .shape = {1, 1, 3, width}});
-  // More wide rows than a GPU works at in three rounds.
+  // More wide rows than a GPU processes in three rounds.
   if (!square) {
     all.push_back({.dtype = TE_FL_BF16, .shape = {2, 2, 150, 16392}, .large = true});
   }
@@ -191,7 +192,7 @@ std::vector<Variant> variants_of(const Op& op) {
   }
   for (Variant& v : all) {
     if (op.mask == Mask::kGiven) v.mask_shape = {v.shape[0], 1, v.shape[2], v.shape[3]};
-    // Keys before the diagonal keep every row alive where -infinity is strewn in.
+    // A visible key before the diagonal keeps each row from being completely -infinity.
     if (op.mask == Mask::kGiven && v.minus_infinity) v.minus_infinity = false, v.sigma = 3;
   }
   return all;

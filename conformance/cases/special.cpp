@@ -1,6 +1,6 @@
-// NaN and infinities in the inputs of every op whose formula says what comes out
-// (docs/numerics.md): cases of the table, of the smallest kind, with such values strewn in before
-// their oracles look.
+// Cases with NaN and infinities for all ops whose formula defines the result (docs/numerics.md).
+// They are made from the smallest cases of the table: the special values are written into the
+// inputs before the oracle runs.
 #include <algorithm>
 #include <cmath>
 #include <iterator>
@@ -15,17 +15,19 @@ namespace {
 
 bool begins(const std::string& text, const std::string& part) { return text.rfind(part, 0) == 0; }
 
-// Ops that are left out, and where their special values are instead.
+// Ops that are excluded here, with the reason.
 bool has_own(const Case& c) {
-  // Rounding, copying, recurrences of scales and norms of lists list theirs in their own files.
+  // Rounding, copies, scale updates and list norms have such cases in their own files.
   if (c.family == "quantize" || begins(c.op, "multi_tensor_")) return c.op != "multi_tensor_adam";
-  // Routers: a NaN among scores that are not chosen counts or not, by the order of the products.
+  // Routers: the effect of a NaN among scores that are not chosen depends on the order of the
+  // products.
   if (begins(c.op, "fused_topk_") || begins(c.op, "fused_score_")) return true;
-  // The effect of a NaN behind a mask is not fixed: a library may multiply it by a zero.
+  // Attention: the effect of a masked NaN is undefined, since a library may multiply it by zero.
   return c.family == "attention" || c.op == "strided_copy";
 }
 
-// A derivative that is zero below a threshold: 0 times NaN is NaN for one, and zero for another.
+// Derivatives that are zero below a threshold. For NaN inputs, 0 times NaN may give NaN or zero,
+// depending on the implementation.
 bool is_stepped(const std::string& op) {
   return op.find("drelu") != std::string::npos || op.find("dsrelu") != std::string::npos ||
          op.find("dreglu") != std::string::npos || op.find("dsreglu") != std::string::npos ||
@@ -45,7 +47,7 @@ std::vector<Tensor*> inputs_of(Problem& p) {
   return inputs;
 }
 
-// One NaN in each input, each in a place of its own, so that none hides what became of another.
+// Puts one NaN into each input, at different places, so that their effects do not overlap.
 void strew_nan(Problem& p) {
   const std::vector<Tensor*> inputs = inputs_of(p);
   const bool stepped = is_stepped(p.op_name);
@@ -62,25 +64,25 @@ void strew_nan(Problem& p) {
   }
 }
 
-// An infinity in the first input's last element.
+// Puts an infinity into the last element of the first input.
 void strew_infinity(Problem& p) {
   Tensor& t = *inputs_of(p).front();
   t.put(t.numel() - 1, infinity());
   t.data->freeze();
 }
 
-// Ops whose limit at +infinity is what the formula computes, term by term, in any order.
+// Ops whose formula, evaluated term by term in any order, gives the limit at +infinity.
 bool has_limit(const std::string& op) {
   static const std::set<std::string> ops = {"gelu", "qgelu", "relu",         "srelu",
                                             "silu", "add",   "embedding_fwd"};
   return ops.count(op) != 0;
 }
 
-// Decides whether a case is of the wanted kind.
+// The properties by which cases are selected.
 struct Kind {
-  int input = -1;          // dtype of the first input that takes special values; -1: there is none
-  int out = TE_FL_F32;     // of the quantised output, if there is one
-  bool quantised = false;  // it has one
+  int input = -1;          // dtype of the first input that allows special values; -1: none
+  int out = TE_FL_F32;     // dtype of the quantised output, if any
+  bool quantised = false;  // true if there is one
 };
 Kind kind_of(const Case& c) {
   Problem p(c.op, c.seed);
@@ -94,7 +96,7 @@ Kind kind_of(const Case& c) {
     if (t->spec.quantised() && t->role == Role::kIn) return kind;
     if (t->spec.quantised()) kind.quantised = true, kind.out = t->spec.dtype;
   }
-  // MXFP8 and NVFP4 have no code for what a block with a NaN is scaled by.
+  // MXFP8 and NVFP4 have no scale for a block that contains a NaN.
   for (const auto& t : p.tensors)
     if (t->spec.scaling == TE_FL_SCALING_MXFP8 || t->spec.scaling == TE_FL_SCALING_NVFP4)
       return kind;
@@ -105,18 +107,19 @@ Kind kind_of(const Case& c) {
 }  // namespace
 
 void add_special_cases(Table& table) {
-  constexpr int kMost = 12;  // cases of an op are looked at beside those of the usual small shape
+  constexpr int kMost = 12;  // limit of cases examined per op, without those of the usual shape
   Table made;
   std::set<std::string> taken;           // op and kind
-  std::map<std::string, int> looked_at;  // cases of an op
+  std::map<std::string, int> looked_at;  // number of cases per op
   for (const Case& c : table) {
     if (c.large || c.ranks != 0 || has_own(c)) continue;
-    if (c.name.find("1021x1021") != std::string::npos) continue;  // its memory alone takes long
-    // Cases of the first kinds come early in an op's list.
+    if (c.name.find("1021x1021") != std::string::npos) continue;  // allocating it takes long
+    // The cases of the first kinds occur early in an op's list.
     if (taken.count(c.op + " f32") != 0 && taken.count(c.op + " bf16") != 0 &&
         taken.count(c.op + " codes") != 0)
       continue;
-    // Only building a case tells its kind; the name, whether its tensors are small.
+    // The kind of a case is known only after building it, but its name tells whether its tensors
+    // are small.
     const bool small = c.name.find("/7x33") != std::string::npos,
                codes = c.name.find(".tensor.row") != std::string::npos;
     if (!small && !codes && ++looked_at[c.op] > kMost) continue;

@@ -14,7 +14,7 @@ constexpr int kConvertible[] = {TE_FL_F64,  TE_FL_F32,    TE_FL_F16,
 constexpr int kIntegers[] = {TE_FL_I8, TE_FL_I16, TE_FL_I32, TE_FL_I64,
                              TE_FL_U8, TE_FL_U16, TE_FL_U32, TE_FL_U64};
 
-// A layout of a shape in memory.
+// A shape with its layout in memory.
 struct Strided {
   std::string name;
   Dims shape, strides;
@@ -27,7 +27,7 @@ std::vector<Strided> layouts() {
           {"middle", {4, 3, 8}, {96, 8, 1}, 24, 4 * 96}};
 }
 
-// Values around everything that rounding can do: small, large, ties, special ones.
+// Values for all situations of rounding: small, large, ties, special values.
 double spread(Random& r, int64_t i) {
   static const double special[] = {
       0,       -0.0,         1e-300,      65519.99,      65520,        448,
@@ -115,7 +115,7 @@ void fill_case(Table& table, const std::string& name, int dtype, const Strided& 
   add(table, "tensor", "fill", std::string(name_of(dtype)) + "/" + name, [=](Problem& p) {
     Tensor* y = p.strided("output", Role::kOut, dtype, at.shape, at.strides, constant(0), nullptr,
                           at.offset, at.storage);
-    // The poison of an FP8 output is a NaN itself, so what is left unwritten would be right.
+    // Changes the poison: that of an FP8 output is NaN, so unwritten elements would pass.
     if (std::isnan(value) && width_of(dtype) == 8) {
       std::fill_n(y->data->data(), y->data->size(), uint8_t{0x2a});
       y->data->freeze();
@@ -125,8 +125,7 @@ void fill_case(Table& table, const std::string& name, int dtype, const Strided& 
       p.expect_error(TE_FL_INVALID_ARGUMENT, "");
       return p.oracle([&p, y] { p.expect_unchanged(y); });
     }
-    if (std::isnan(value))
-      p.may_refuse = "NaN";  // a rule that scalars are numbers is a dispatcher's right
+    if (std::isnan(value)) p.may_refuse = "NaN";  // a dispatcher may require scalars to be numbers
     const double stored = rounded(dtype, value);
     p.oracle([&p, y, stored] {
       p.expect_exact(y, std::vector<double>(static_cast<size_t>(y->numel()), stored), TE_FL_F32);
@@ -162,14 +161,14 @@ void add_fill(Table& table) {
     fill_case(table, dims_name(shape), TE_FL_F32, {"", shape, {}, 0, 0}, 2.5);
 }
 
-// ---- embedding
+// ---- cases of embedding
 
 struct EmbeddingVariant {
   int index = TE_FL_I64, in = TE_FL_F32, out = TE_FL_F32;
   Dims shape = {};
   int64_t vocabulary = 11, width = 33;
   bool accumulate = false, large = false;
-  int64_t bad_index = 0;  // not 0: stands among the indices
+  int64_t bad_index = 0;  // not 0: an invalid index
 };
 
 std::string embedding_name(const EmbeddingVariant& v) {
@@ -242,12 +241,12 @@ void add_embedding(Table& table) {
                  .vocabulary = 257,
                  .width = 256,
                  .large = true});
-  // Rows that many positions look up; wide rows.
+  // Rows that many positions look up, and wide rows.
   for (int64_t vocabulary : {3, 40})
     all.push_back({.in = TE_FL_BF16, .shape = {1200}, .vocabulary = vocabulary, .width = 40});
   all.push_back(
       {.index = TE_FL_I32, .in = TE_FL_BF16, .out = TE_FL_BF16, .shape = {3, 5}, .width = 2200});
-  // More rows than one launch takes.
+  // More rows than one kernel launch covers.
   all.push_back({.shape = {7}, .vocabulary = (1 << 20) + 3, .width = 1, .large = true});
   for (const EmbeddingVariant& v : all) {
     add(
@@ -269,11 +268,11 @@ void add_embedding(Table& table) {
   }
 }
 
-// ---- cross-entropy
+// ---- cases of cross-entropy
 
 struct LossVariant {
   int dtype = TE_FL_F32, index = TE_FL_I64;
-  Dims shape = {};  // rows
+  Dims shape = {};  // extents of the rows
   int64_t vocabulary = 33;
   double smoothing = 0;
   int64_t ignore = -100;
@@ -373,7 +372,7 @@ void add_loss(Table& table) {
     for (double s : {0.0, 0.1})
       all.push_back({.dtype = d, .shape = {5}, .vocabulary = 3001, .smoothing = s});
   all.push_back({.dtype = TE_FL_BF16, .shape = {3}, .vocabulary = 8200, .in_place = true});
-  // More rows, or parts of a row, than one launch takes.
+  // More rows, or parts of a row, than one kernel launch covers.
   all.push_back({.dtype = TE_FL_BF16, .shape = {(1 << 18) + 5}, .vocabulary = 3, .large = true});
   all.push_back({.shape = {2}, .vocabulary = (1 << 20) + 3, .large = true});
   for (const LossVariant& v : all) {
@@ -510,7 +509,7 @@ void add_tensor(Cases& cases) {
   both_dtypes(cases, "strided_copy", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_strided_copy_args>();
     BenchTensor& in = c.in({64, (rows + 63) / 64, c.cols()}, dtype);
-    in.set_strides({c.cols(), 64 * c.cols(), 1});  // two leading dimensions exchanged
+    in.set_strides({c.cols(), 64 * c.cols(), 1});  // swaps two leading dimensions
     a.input = in, a.output = c.out({64, (rows + 63) / 64, c.cols()}, dtype);
   });
   both_dtypes(cases, "fill", [](Case& c, int64_t rows, int dtype) {
@@ -520,7 +519,7 @@ void add_tensor(Cases& cases) {
   both_dtypes(cases, "embedding_fwd", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_embedding_fwd_args>();
     a.indices = c.in({rows}, TE_FL_I64), a.weight = c.in({256, c.cols()}, dtype);
-    a.output = c.out({rows, c.cols()}, dtype);  // the table stays in the cache
+    a.output = c.out({rows, c.cols()}, dtype);  // the table fits into the cache
   });
   both_dtypes(cases, "embedding_bwd", [](Case& c, int64_t rows, int dtype) {
     auto& a = c.args<te_fl_embedding_bwd_args>();

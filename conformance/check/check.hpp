@@ -1,7 +1,7 @@
-// te-fl check: what its parent and its children share. The parent (tools/te-fl/check.cpp) never
-// opens the plugin. Children (worker.cpp) do, one op of one implementation at a time, and tell it
-// what they are about to do before they do it: a crash or a hang costs the case that it happened
-// in.
+// te-fl check: declarations shared by its parent and child processes. The parent
+// (tools/te-fl/check.cpp) never opens the plugin. The children (worker.cpp) do, for one op of one
+// implementation at a time, and announce each step before they make it, so that a crash or a hang
+// costs only the case in which it happens.
 #pragma once
 
 #include <map>
@@ -16,18 +16,17 @@ namespace te_fl_tool::check {
 enum class Outcome { kPass, kFail, kUnsupported };
 const char* to_string(Outcome outcome);
 
-// One line of the result: what was checked, of which case, with which outcome.
+// One result: the check, the case and the outcome.
 struct Finding {
   std::string check = {};  // binary, load, structs, device, environment, result, guard,
                            // determinism, stream, strided, concurrent, leak, sweep, lifecycle,
                            // processes
-  std::string op = {}, impl = {}, device = {}, dtype = {},
-              name = {};  // of the case, if there is one
+  std::string op = {}, impl = {}, device = {}, dtype = {}, name = {};  // of the case, if any
   Outcome outcome = Outcome::kPass;
-  std::string message = {};  // the first difference, the reason of a refusal, or what was found
+  std::string message = {};  // the first difference, the reason for a refusal, or the finding
   std::string reproduce = {};
   double milliseconds = 0;
-  int cases = 1;  // more than one: what was found alike of so many cases
+  int cases = 1;  // number of cases that have this result, if more than one
 };
 void to_json(nlohmann::json& out, const Finding& f);
 void from_json(const nlohmann::json& in, Finding& f);
@@ -39,40 +38,42 @@ struct Speed {
 };
 void to_json(nlohmann::json& out, const Speed& s);
 
-// An op that an implementation of the plugin serves on a device: the unit of work of a child.
+// An op that one of the plugin's implementations serves on a device. A child works on one target at
+// a time.
 struct Target {
-  std::string op, impl, device = {};  // no device: none that it serves is here
-  std::string family = {};            // of the conformance table; empty: it has no cases of the op
-  bool first = true;                  // the device is the first of its type that it serves
+  std::string op, impl, device = {};  // empty device: no supported device is present
+  std::string family = {};            // in the conformance table; empty: no cases for the op
+  bool first = true;                  // the first device of its type that the op supports
 };
 
-// A device that the plugin brings, as it describes itself.
+// A device of the plugin, with the data that it reports about itself.
 struct DeviceFacts {
   std::string name, chip, driver;
 };
 
 struct Report {
-  std::string plugin, name, vendor, version, build_id, path;  // path: empty for a built-in
+  std::string plugin, name, vendor, version, build_id, path;  // path: empty for a built-in backend
   std::vector<DeviceFacts> devices;
-  std::string date, host, te_fl, options;  // when, where, by which te-fl, and with which options
+  std::string date, host, te_fl, options;  // time, host, te-fl's version, options
   std::vector<Target> targets;
-  // The reasons for which a run without a failure would be no certificate: options that choose a
-  // part, ops for which no device is here, no op case that ran.
+  // The reasons for which the run gives no certificate even without a failure: options that select
+  // a part, ops without a device on this machine, or no op case that ran.
   std::vector<std::string> left_out;
-  // Parts of the check that did not run, with the reason: grey in the reports, and no fault.
+  // Parts of the check that did not run, with the reason. The reports show them in grey; they are
+  // not failures.
   std::map<std::string, std::string> not_run;
   std::vector<Finding> findings;
   std::vector<Speed> speeds;
-  double seconds = 0, speed_seconds = 0;  // the latter of the former
+  double seconds = 0, speed_seconds = 0;  // total time, and the part spent on speed
   uint64_t seed = 0;
 
   int count(Outcome outcome) const;
   bool certified() const { return count(Outcome::kFail) == 0 && left_out.empty(); }
 };
 
-// Loads the plugin and serves the parent's orders: JSON lines on two file descriptors.
+// Loads the plugin and serves the parent's orders, which are JSON lines on two file descriptors.
 int serve(const CheckOptions& options);
-// As serve(), in an interpreter's process, from the text that the parent gave it.
+// Like serve(), in an interpreter's process. `options` is the text that the parent passed to it.
 int serve_text(const std::string& options);
 
 void print(const Report& report);

@@ -24,7 +24,7 @@ std::string listed(const std::set<std::string>& names) {
   return text.empty() ? "none" : text;
 }
 
-// "--op rleu: te-fl has no such op; did you mean 'relu'?"
+// An error text for an option: "--op rleu: te-fl has no such op; did you mean 'relu'?"
 std::string mistake(const std::string& option, const std::string& value, const std::string& what,
                     const std::set<std::string>& names) {
   const std::string near = te_fl::environment::nearest(value, {names.begin(), names.end()});
@@ -39,7 +39,7 @@ std::set<std::string> values(const std::vector<Target>& targets, std::string Tar
   return all;
 }
 
-// Keeps the targets whose member is `value`, if a value is given.
+// Keeps only the targets whose `member` equals `value`; keeps all if `value` is empty.
 void keep(std::vector<Target>& targets, std::string Target::*member, const std::string& value) {
   if (value.empty()) return;
   std::erase_if(targets, [&](const Target& t) { return t.*member != value; });
@@ -53,7 +53,8 @@ std::string wrong_op(const CheckOptions& o, const Table& table, const std::vecto
   return "--op " + o.op + ": the plugin does not implement it; it implements " + listed(here);
 }
 
-// A case is chosen by any part of its name, so what was meant may be near to any part as well.
+// The error for a --case that matches no case. Since --case may be any part of a name, suggestions
+// may be similar to any part too.
 std::string wrong_case(const CheckOptions& o, const Table& table,
                        const std::set<std::string>& ops) {
   CheckOptions every = o;
@@ -70,7 +71,7 @@ std::string wrong_case(const CheckOptions& o, const Table& table,
   };
   for (const std::string& op : ops) {
     for (const auto& c : chosen_cases(every, table, op)) take(c.name);
-    // The sweep's names are long lists of the same words: one op's suffice.
+    // All ops have similar sweep names, so those of one op suffice for suggestions.
     if (op == *ops.begin())
       for (const auto& c : chosen_sweep(every, op)) take(c.name);
   }
@@ -81,7 +82,8 @@ std::string wrong_case(const CheckOptions& o, const Table& table,
          (near.empty() ? "; one of them is '" + first + "'" : "; did you mean '" + near + "'?");
 }
 
-// `less`: with --device something is not checked that would be without it.
+// Records the options that restrict the check. `less`: --device excludes something that would
+// otherwise be checked.
 void say_what_is_left_out(const CheckOptions& o, bool less, Report& report) {
   if (o.quick) report.left_out.push_back("--quick");
   for (const auto& [option, value] : {std::pair("--op ", &o.op),
@@ -92,7 +94,7 @@ void say_what_is_left_out(const CheckOptions& o, bool less, Report& report) {
     if (!value->empty() && (value != &o.device || less)) report.left_out.push_back(option + *value);
 }
 
-// Ops with their implementations and the type of the device, of which every first one is checked.
+// The set of (op, implementation, device type); the first device of each type is checked.
 std::set<std::string> served(const std::vector<Target>& targets) {
   std::set<std::string> all;
   for (const Target& t : targets)
@@ -151,7 +153,7 @@ std::string choose(const CheckOptions& options, const std::vector<Target>& all, 
   keep(report.targets, &Target::op, options.op);
   keep(report.targets, &Target::family, options.family);
   keep(report.targets, &Target::impl, options.impl);
-  std::string nowhere;  // implementations for devices that are not here
+  std::string nowhere;  // implementations whose devices are absent
   for (const Target& t : report.targets)
     if (t.device.empty()) nowhere += (nowhere.empty() ? "" : ", ") + t.op + " (" + t.impl + ")";
   if (!nowhere.empty()) report.left_out.push_back("no device is here for " + nowhere);

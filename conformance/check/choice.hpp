@@ -1,4 +1,4 @@
-// te-fl check: which part of a plugin, and which cases, the options choose.
+// te-fl check: the selection of a part of the plugin, and of cases, by the options.
 #pragma once
 
 #include <string>
@@ -9,15 +9,16 @@
 
 namespace te_fl_tool::check {
 
-// The cases of an op that the options choose, drawn ones among them, and those of the sweep if
-// --case names any ("relu/sweep/5x128"); else these are left to chosen_sweep().
+// The cases of an op that the options select, including random ones. Includes sweep cases only if
+// --case names any ("relu/sweep/5x128"); otherwise chosen_sweep() returns these.
 te_fl::conformance::Table chosen_cases(const CheckOptions& options,
                                        const te_fl::conformance::Table& all, const std::string& op);
 te_fl::conformance::Table chosen_sweep(const CheckOptions& options, const std::string& op);
 bool is_chosen_device_step(const CheckOptions& options, const std::string& name);
 
-// Puts those of `all` that the options choose into the report's targets and devices, and what is
-// not looked at into its left_out. Empty, or the option's mistake with the nearest right name.
+// Puts the targets of `all` that the options select, and their devices, into the report, and the
+// excluded parts into its left_out. Returns the error text of a wrong option, with a suggestion;
+// empty if there is none.
 std::string choose(const CheckOptions& options, const std::vector<Target>& all, Report& report);
 
 }  // namespace te_fl_tool::check

@@ -1,4 +1,4 @@
-// te-fl check: a device by itself. Its memory, copies, fill, streams and events, without any op.
+// te-fl check: tests of a device without any op: memory, copies, fill, streams and events.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -18,12 +18,12 @@ using te_fl::Status;
 namespace devices = te_fl::devices;
 using Bytes = std::vector<uint8_t>;
 
-constexpr size_t kAlignment = 256;  // of what allocate() gives
+constexpr size_t kAlignment = 256;  // alignment guaranteed by allocate()
 constexpr size_t kLarge = size_t{16} << 20;
 
 Status wrong(const std::string& text) { return Status(te_fl::StatusCode::kInternal, text); }
 
-// Owns memory of a device, pinned memory of the host included.
+// Owns memory of a device, or pinned host memory.
 class Memory {
  public:
   static te_fl::Result<Memory> make(const Device& device, size_t bytes, void* stream = nullptr) {
@@ -58,7 +58,7 @@ class Memory {
   bool pinned_;
 };
 
-// Bytes of which neighbours differ, and those 256 and 4096 apart.
+// Test bytes. Neighbouring bytes differ, and so do bytes 256 and 4096 apart.
 Bytes pattern(size_t n, unsigned seed) {
   Bytes bytes(n);
   for (size_t i = 0; i < n; ++i)
@@ -66,7 +66,7 @@ Bytes pattern(size_t n, unsigned seed) {
   return bytes;
 }
 
-// Empty, or the first byte that differs and how many do.
+// Describes the first byte that differs and the number of differences; empty if there are none.
 std::string difference(const uint8_t* got, const Bytes& want) {
   size_t first = want.size(), count = 0;
   for (size_t i = 0; i < want.size(); ++i) {
@@ -92,16 +92,17 @@ te_fl::Result<Bytes> down(const Device& d, const void* from, size_t n, void* str
   return bytes;
 }
 
-// A stream of its own where the device makes streams, else the default one.
+// A new stream if the device supports streams; otherwise the default stream.
 te_fl::Result<te_fl::Stream> some_stream(const Device& d) {
   auto made = te_fl::Stream::create(d);
   if (!made.ok() && made.status().code() == te_fl::StatusCode::kUnsupported) return te_fl::Stream();
   return made;
 }
 
-// ---- memory
+// ---- tests of memory
 
-// Blocks of all sizes, all alive at once: aligned, and none in another.
+// Allocates blocks of many sizes at the same time, and checks their alignment and that they do not
+// overlap.
 Status blocks_on(const Device& d, void* stream) {
   const size_t sizes[] = {1,    2,     255,   256,           257, 1000,
                           4095, 4096,  65537, 100,           31,  size_t{1} << 20,
@@ -138,14 +139,14 @@ Status blocks_on(const Device& d, void* stream) {
 
 Status allocation(const Device& d) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream own, some_stream(d));
-  for (int life = 0; life < 2; ++life) {  // then from whatever keeps freed blocks
+  for (int life = 0; life < 2; ++life) {  // the second time from a possible cache of freed blocks
     TE_FL_RETURN_IF_ERROR(blocks_on(d, nullptr));
     TE_FL_RETURN_IF_ERROR(blocks_on(d, own.get()));
   }
   return {};
 }
 
-// Bytes [at, at + n) change and no others.
+// The range [at, at + n) that an operation must change; all other bytes must stay.
 struct Part {
   size_t at, n;
 };
@@ -176,7 +177,7 @@ Status fill(const Device& d) {
   return {};
 }
 
-// ---- copies
+// ---- tests of copies
 
 Status copies_up(const Device& d, uint8_t* host) {
   TE_FL_ASSIGN_OR_RETURN(const Memory memory, Memory::make(d, kWhole));
@@ -257,13 +258,13 @@ Status pinned(const Device& d) {
   return copies_down(d, host->data());
 }
 
-// ---- order
+// ---- tests of the order of work
 
-// Work that keeps a device busy for some milliseconds, so that whoever does not wait for it is seen
-// not to. A device that works late is caught without; so everything is tried without load first.
+// Work that occupies a device for some milliseconds, so that a missing wait is detected. A device
+// that merely executes late is detected without load, so each test first runs without load.
 class Load {
  public:
-  Load() = default;  // none
+  Load() = default;  // no load
   static te_fl::Result<Load> make(const Device& d, void* stream) {
     TE_FL_ASSIGN_OR_RETURN(Memory memory, Memory::make(d, kLarge, stream));
     Load load;
@@ -290,8 +291,9 @@ class Load {
   int fills_ = 0;
 };
 
-// Host memory that a copy on a stream may reach late: pinned if the device has it. It is kept while
-// the child lives, as work that should have ended may still write there.
+// Host memory to which a copy on a stream may still write late: pinned if the device has pinned
+// memory. It is kept until the child ends, since work that should be complete may still write to
+// it.
 te_fl::Result<uint8_t*> landing(const Device& d, size_t bytes) {
   static auto* const pinned_ones = new std::deque<Memory>;
   static auto* const plain_ones = new std::deque<Bytes>;
@@ -311,7 +313,7 @@ Status expect_all(const uint8_t* got, uint8_t value, const std::string& otherwis
   return differs.empty() ? Status() : wrong(otherwise + ": " + differs);
 }
 
-// Work of one stream happens in its order, and synchronize() waits for it.
+// Work on one stream is executed in order, and synchronize() waits for it.
 Status in_order(const Device& d, void* stream, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(const Memory x, Memory::make(d, kSmall, stream));
   TE_FL_ASSIGN_OR_RETURN(const Memory y, Memory::make(d, kSmall, stream));
@@ -332,7 +334,7 @@ Status in_order(const Device& d, void* stream, const Load& load) {
       "fill, copy, fill on one stream: after synchronize() the second fill is missing");
 }
 
-// Memory that is freed on a stream serves the work that was enqueued there before.
+// Memory that is freed on a stream stays usable for work enqueued on that stream before.
 Status freed_in_order(const Device& d, void* stream, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(uint8_t* const at, landing(d, kSmall));
   TE_FL_ASSIGN_OR_RETURN(Memory old, Memory::make(d, kSmall, stream));
@@ -350,10 +352,10 @@ Status freed_in_order(const Device& d, void* stream, const Load& load) {
                     "there before");
 }
 
-// A pageable source has been read when copy() returns.
+// A pageable source must have been read when copy() returns.
 Status source_is_free(const Device& d, void* stream, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(const Memory x, Memory::make(d, kSmall, stream));
-  static auto* const sources = new std::deque<Bytes>;  // kept, like landing()
+  static auto* const sources = new std::deque<Bytes>;  // kept, as in landing()
   Bytes& source = sources->emplace_back(kSmall, uint8_t{55});
   TE_FL_RETURN_IF_ERROR(load.enqueue(d, stream));
   TE_FL_RETURN_IF_ERROR(devices::copy(d, x.data(), Device(), source.data(), kSmall, stream));
@@ -387,10 +389,10 @@ Status streams(const Device& d) {
   return order_on(d, b.get());
 }
 
-// ---- events
+// ---- tests of events
 
-// Checks that b, once it has waited for a's event, copies what a wrote before the event, and that b
-// waited for nothing else. The second time the event marks another place.
+// After stream b has waited for an event of stream a, a copy on b sees what a wrote before the
+// event. The second iteration records the event again.
 Status stream_waits_under(const Device& d, const te_fl::Stream& a, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream b, te_fl::Stream::create(d));
   TE_FL_ASSIGN_OR_RETURN(te_fl::Event event, te_fl::Event::create(d));
@@ -434,8 +436,8 @@ Status host_waits_under(const Device& d, const te_fl::Stream& a, const Load& loa
   return {};
 }
 
-// An event that says "done" has what was enqueued before it behind it, and it says so some time
-// though nobody waits.
+// An event that is reported as done has all earlier work complete, and it is eventually reported as
+// done although no thread waits.
 Status polled_under(const Device& d, const te_fl::Stream& a, const Load& load) {
   TE_FL_ASSIGN_OR_RETURN(te_fl::Event event, te_fl::Event::create(d));
   TE_FL_ASSIGN_OR_RETURN(const Memory x, Memory::make(d, kSmall, a.get()));
@@ -461,7 +463,7 @@ Status polled_under(const Device& d, const te_fl::Stream& a, const Load& load) {
   return {};
 }
 
-// The time between two events is no longer than what passed on the host around them.
+// The time between two events is at most the time that passed on the host around them.
 Status timed_events(const Device& d) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl::Stream a, te_fl::Stream::create(d));
   TE_FL_ASSIGN_OR_RETURN(te_fl::Event first, te_fl::Event::create(d, true));
@@ -475,7 +477,7 @@ Status timed_events(const Device& d) {
   TE_FL_RETURN_IF_ERROR(last.synchronize());
   const auto passed = std::chrono::duration_cast<std::chrono::nanoseconds>(
                           std::chrono::steady_clock::now() - start) +
-                      std::chrono::milliseconds(1);  // two clocks
+                      std::chrono::milliseconds(1);  // tolerance between two clocks
   TE_FL_ASSIGN_OR_RETURN(const uint64_t between, last.elapsed_since(first));
   if (between == 0) return wrong("elapsed_time() says that work between two events took 0 ns");
   if (between > static_cast<uint64_t>(passed.count()))
@@ -494,7 +496,7 @@ Status unloaded_and_loaded(const Device& d) {
   return waits(d, a, load);
 }
 
-// ---- questions
+// ---- tests of queries
 
 template <class Slot>
 bool has(const te_fl_device_api& api, Slot te_fl_device_api::*slot) {
@@ -503,7 +505,8 @@ bool has(const te_fl_device_api& api, Slot te_fl_device_api::*slot) {
          api.*slot != nullptr;
 }
 
-// Checks the device's answers about itself, its own memory, and a stream that nobody captures.
+// Checks the device's answers about its properties, its own memory, and a stream that is not being
+// captured.
 Status questions(const Device& d) {
   TE_FL_ASSIGN_OR_RETURN(const te_fl_device_props props, devices::properties(d));
   if (props.name[0] == '\0') return wrong("properties() left the name empty");
@@ -530,7 +533,8 @@ Status questions(const Device& d) {
   return {};
 }
 
-// Blocks and copies, round after round: whatever is kept of freed ones is kept once.
+// Repeats allocations and copies. Memory that the device caches after free() must not grow with
+// each round.
 Status leak(const Device& d) {
   const auto used = [&]() -> te_fl::Result<int64_t> {
     TE_FL_ASSIGN_OR_RETURN(const te_fl_device_props props, devices::properties(d));
@@ -551,7 +555,7 @@ Status leak(const Device& d) {
     beat();
     TE_FL_RETURN_IF_ERROR(devices::synchronize(d));
     TE_FL_ASSIGN_OR_RETURN(const int64_t now, used());
-    if (round > 0) least = std::min(least, now - before);  // the first fills what is kept
+    if (round > 0) least = std::min(least, now - before);  // the first round fills caches
     before = now;
   }
   if (least <= 0) return {};

@@ -1,4 +1,4 @@
-// te-fl check: what is tried once for an op. Inputs with gaps, calls from many threads, leaks.
+// te-fl check: the tests that run once per op: inputs with gaps, calls from many threads, leaks.
 #include <malloc.h>
 
 #include <algorithm>
@@ -27,8 +27,8 @@ Finding made(const char* check, Outcome outcome, const std::string& message,
   return f;
 }
 
-// A passing case of every dtype, up to `most`, none of them large or made to be refused, and none
-// of more than `ranks` ranks.
+// Cases that pass, one per dtype, at most `most`. Excludes large cases, cases that must be refused,
+// and cases with more than `ranks` ranks.
 std::vector<const Case*> passing(const Subject& subject, const Table& cases, size_t most,
                                  int ranks = std::numeric_limits<int>::max()) {
   std::vector<const Case*> chosen;
@@ -48,7 +48,7 @@ std::vector<const Case*> passing(const Subject& subject, const Table& cases, siz
   return chosen;
 }
 
-// Right, or refused: inputs whose rows are further apart than they are long.
+// Inputs whose rows have gaps: the result must be correct, or the call refused.
 std::vector<Finding> strided(const Subject& subject, const Table& cases) {
   std::vector<Finding> found;
   for (const Case* c : passing(subject, cases, 6)) {
@@ -73,8 +73,8 @@ std::vector<Finding> strided(const Subject& subject, const Table& cases) {
   return found;
 }
 
-// The case with values that no other thread has, so that what leaks from one call into another
-// shows; right when it runs alone.
+// The case with values that no other thread has, so that data leaking between calls are detected.
+// Null unless it passes when it runs alone.
 std::unique_ptr<Prepared> alone(const Subject& subject, const Case& c, uint64_t thread) {
   Case own = c;
   own.seed += thread * 0x9e3779b97f4a7c15u;
@@ -85,9 +85,9 @@ std::unique_ptr<Prepared> alone(const Subject& subject, const Case& c, uint64_t 
   return std::make_unique<Prepared>(c, subject.device);
 }
 
-// Collectives of several communicators on the same devices must be begun in one order on all of
-// them, or their queues wait for each other for good; threads that know nothing of each other have
-// no such order. So those of devices are run with one rank each.
+// Collectives of several communicators on the same devices must start in the same order on all
+// devices; otherwise their queues deadlock. Independent threads have no such order, so on devices
+// only cases with one rank are used.
 std::vector<Finding> concurrent(const Subject& subject, const Table& cases) {
   const bool queues = !subject.device.is_host();
   const auto chosen = queues ? passing(subject, cases, 4, 1) : passing(subject, cases, 4);
@@ -138,7 +138,7 @@ Holdings holdings(const te_fl::Device& device) {
   return h;
 }
 
-// The growth that each of four rounds has at least.
+// The smallest growth over four rounds.
 template <class Round>
 Holdings growth_of(const te_fl::Device& device, const Round& round) {
   Holdings least{INT64_MAX, INT64_MAX, INT64_MAX, INT64_MAX}, before = holdings(device);
@@ -154,8 +154,8 @@ Holdings growth_of(const te_fl::Device& device, const Round& round) {
   return least;
 }
 
-// Finds leaks: memory that grows with every call, round after round; a cache that fills once is
-// none. And what runs out or is wrong after many calls.
+// Finds leaks, that is, memory that grows in every round; a cache that fills once is not a leak.
+// Also detects failures that occur only after many calls.
 std::vector<Finding> leaks(const Subject& subject, const Table& cases) {
   const auto chosen = passing(subject, cases, 2);
   if (chosen.empty()) return {};
@@ -163,7 +163,7 @@ std::vector<Finding> leaks(const Subject& subject, const Table& cases) {
   Prepared prepared(c, subject.device);
   double slowest = 0.02;
   int made_calls = 0;
-  std::string wrong;  // the first that did not pass
+  std::string wrong;  // the first failure
   const auto calls = [&](int n, const conformance::How& how = {}) {
     for (int i = 0; i < n; ++i) {
       const conformance::Result r = prepared.run(subject.impl, how);
@@ -182,8 +182,8 @@ std::vector<Finding> leaks(const Subject& subject, const Table& cases) {
   Holdings least = growth_of(subject.device, [&] { calls(n); });
   if (!wrong.empty()) return {made("leak", Outcome::kFail, wrong, &c)};
   if (!subject.device.is_host() && least.device_used > 0) {
-    // Places the same tensors and copies them back without a call: growth without one is the
-    // device's.
+    // Uploads the same tensors and copies them back without a call. If memory grows nevertheless,
+    // the device causes it.
     const Holdings device = growth_of(subject.device, [&] { calls(n, {.describe = true}); });
     if (device.device_used > 0)
       return {made("leak", Outcome::kUnsupported,

@@ -1,4 +1,4 @@
-// te-fl check: the end of a plugin (rule R15), and a second life.
+// te-fl check: deactivating a plugin (rule R15), and loading it again.
 #include <chrono>
 #include <map>
 #include <memory>
@@ -22,9 +22,8 @@ Finding made(Outcome outcome, const std::string& name, const std::string& messag
 
 using Threads = std::map<std::string, std::string>;
 
-// The plugin's threads that were not there before, by id. Those that te-fl, a driver, a
-// communicator's library or an interpreter start on first use have none of its code on their
-// stacks.
+// The plugin's new threads, by id. Threads that te-fl, a driver, a communicator library or an
+// interpreter starts on first use do not count: they have no code of the plugin on their stacks.
 Threads came_since(const Threads& before) {
   Threads came;
   for (auto& thread : threads_now())
@@ -38,7 +37,7 @@ struct Ran {
   std::vector<uint8_t> bytes;
 };
 
-// One passing case of every op; its memory stays alive.
+// Runs one passing case of each op. Their memory stays allocated.
 std::vector<Ran> run_all(const std::vector<std::pair<Subject, conformance::Table>>& work) {
   std::vector<Ran> ran;
   for (const auto& [subject, cases] : work) {
@@ -49,7 +48,7 @@ std::vector<Ran> run_all(const std::vector<std::pair<Subject, conformance::Table
       Ran r{std::make_unique<Prepared>(c, *device), c.name, {}};
       if (r.prepared->problem().want_code != 0 || r.prepared->bytes().empty()) continue;
       if (r.prepared->run(subject.impl).outcome != conformance::Outcome::kPass) continue;
-      r.prepared->leave_ranks();  // a plugin with a live communicator is not deactivated
+      r.prepared->leave_ranks();  // a live communicator prevents a deactivation
       r.bytes = r.prepared->bytes();
       ran.push_back(std::move(r));
       break;
@@ -58,7 +57,8 @@ std::vector<Ran> run_all(const std::vector<std::pair<Subject, conformance::Table
   return ran;
 }
 
-// Threads of the plugin may take a moment to end; memory that it writes late, too.
+// Checks for remaining threads and late writes. Threads of the plugin get some time to end, and
+// late writes some time to happen.
 Finding watch(const std::vector<Ran>& ran, const Threads& before, const std::string& when) {
   for (int i = 0; i < 20 && threads_now().size() > before.size() && !came_since(before).empty();
        ++i)
@@ -85,7 +85,7 @@ te_fl::Status end(const te_fl::plugins::PluginInfo& plugin) {
   TE_FL_RETURN_IF_ERROR(te_fl::plugins::deactivate(plugin.name, true));
   for (const auto& now : te_fl::plugins::list()) {
     const bool gone = now.state == State::kDeactivated || now.state == State::kFailed ||
-                      now.state == State::kSkipped;  // the latter: another file of that name
+                      now.state == State::kSkipped;  // kSkipped: another file with that name
     if (now.name == plugin.name && !gone)
       return te_fl::Status(te_fl::StatusCode::kFailedPrecondition,
                            "it is " + std::string(te_fl::plugins::to_string(now.state)) +

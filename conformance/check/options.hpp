@@ -1,4 +1,4 @@
-// The options of te-fl check, as its command line gives them.
+// The command-line options of te-fl check.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@ namespace te_fl_tool {
 
 struct CheckOptions {
   std::string plugin;   // path, or a name from the manifests
-  std::string builtin;  // instead: the name of a backend that is part of te-fl
-  std::string python;   // not empty: the interpreter whose module `plugin` is
+  std::string builtin;  // alternatively the name of a built-in backend
+  std::string python;   // not empty: the interpreter that loads the module `plugin`
   std::string op, family, impl, device;
   std::string name;               // part of a case's name
-  uint64_t seed = 1;              // of the drawn cases
-  bool quick = false;             // a quarter of the table, no speed
-  double time_limit = 30;         // seconds that one call may take
-  int jobs = 0;                   // children at a time; 0: as many as there are processors
+  uint64_t seed = 1;              // of random cases
+  bool quick = false;             // a quarter of the table, no speed tests
+  double time_limit = 30;         // in seconds, for one call
+  int jobs = 0;                   // number of child processes; 0: number of processors
   std::string json, junit, html;  // files to write; empty: none
-  bool worker = false;            // a child: it serves orders on the descriptors 3 and 4
+  bool worker = false;            // child process: reads orders from descriptor 3, answers on 4
 };
 
 }  // namespace te_fl_tool

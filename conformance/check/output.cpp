@@ -15,7 +15,7 @@ bool use_color() {
   return use;
 }
 
-// Visible width: bytes outside escape sequences that begin a UTF-8 character.
+// The visible width of a cell: counts UTF-8 characters outside of escape sequences.
 size_t width(const std::string& cell) {
   size_t n = 0;
   for (size_t i = 0; i < cell.size(); ++i) {

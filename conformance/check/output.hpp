@@ -11,7 +11,8 @@ enum class Color { kNone, kGreen, kRed, kYellow, kBold, kDim };
 // Colours the text if standard output is a terminal and NO_COLOR is not set.
 std::string paint(Color color, const std::string& text);
 
-// Columns as wide as their widest cell; the last is not padded. Cells may be painted.
+// A text table. Columns are as wide as their widest cell, and the last column is not padded. Cells
+// may contain colours.
 class Table {
  public:
   explicit Table(std::vector<std::string> header) { rows_.push_back(std::move(header)); }
@@ -22,13 +23,13 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-// The text of a value that te-fl prints as JSON, or that a parent and a child of check exchange;
-// `indent` -1: in one line. Paths, variables and a plugin's words may be any bytes: those that are
-// not UTF-8, which JSON has to be, become U+FFFD. Not for files that are read back under the names
-// in them.
+// Formats JSON for output, or for the exchange between a parent and a child of te-fl check.
+// `indent` -1: one line. Bytes that are not UTF-8, as in paths, variables or a plugin's texts,
+// become U+FFFD, since JSON must be UTF-8. Do not use it for files whose names are looked up again
+// after reading.
 std::string json_text(const nlohmann::json& value, int indent = 2);
 
-// "te-fl: text" to standard error.
+// Writes "te-fl: text" to standard error.
 void complain(const std::string& text);
 
 }  // namespace te_fl_tool

@@ -1,4 +1,4 @@
-// te-fl check: what it found, for a person, for a machine, and for a continuous-integration server.
+// te-fl check: the report as text, as JSON and as JUnit XML.
 #include <algorithm>
 #include <array>
 #include <cstdio>
@@ -22,7 +22,7 @@ struct Tally {
   }
 };
 
-// op and implementation -> dtype -> tally. Findings without a dtype count in no column.
+// Tallies by (op, implementation) and dtype. Findings without a dtype count only in the totals.
 struct Matrix {
   std::set<std::string> dtypes;
   std::map<std::pair<std::string, std::string>, std::map<std::string, Tally>> rows;
@@ -61,7 +61,7 @@ std::string escaped(const std::string& text) {
     else if (c == '\n' || static_cast<unsigned char>(c) >= 0x20)
       out += c;
     else
-      out += '?';  // XML has no such characters
+      out += '?';  // XML does not allow this character
   }
   return out;
 }
@@ -90,19 +90,19 @@ std::string joined(const std::vector<std::string>& parts) {
   return text;
 }
 
-// The reason for which nothing failed and there is no certificate all the same; else empty.
+// The reason for which there is no certificate although nothing failed; otherwise empty.
 std::string shortfall_of(const Report& r) {
   if (r.count(Outcome::kFail) > 0 || r.left_out.empty()) return {};
   return "nothing failed, but not everything was checked: " + joined(r.left_out);
 }
 
-// A reason for which cases are not supported, with its op, and how often it was met.
+// A reason for refusals of an implementation, with the number of cases.
 struct Refusal {
   std::string op, impl, reason, example;
   int cases = 0;
 };
 
-// The most frequent first.
+// Refusals, the most frequent first.
 std::vector<Refusal> refusals_of(const Report& r) {
   std::map<std::array<std::string, 3>, Refusal> all;
   for (const Finding& f : r.findings) {

@@ -88,7 +88,7 @@ std::string PrintedText::take() {
   const ssize_t n = pread(STDERR_FILENO, text.data(), text.size(), seen_);
   seen_ = file.st_size;
   text.resize(n > 0 ? static_cast<size_t>(n) : 0);
-  // "2026-11-24 00:30:12.345 te-fl ERROR: ...", and what follows it.
+  // Skips a line of te-fl's log, "2026-11-24 00:30:12.345 te-fl ERROR: ...", and its continuation.
   if (const size_t log = text.find(" te-fl "); log != std::string::npos && log < 32) return {};
   text = text.substr(text.find_first_not_of(" \n") == std::string::npos
                          ? text.size()
@@ -108,7 +108,7 @@ std::string dtype_of(const conformance::Problem& problem) {
   for (const auto& t : problem.tensors) {
     if (t->spec.quantised()) {
       const std::string name =
-          t->spec.name();  // "f8e4m3.tensor.row": the copies do not matter here
+          t->spec.name();  // "f8e4m3.tensor.row": only the first two parts are used
       const size_t dot = name.find('.'), end = name.find('.', dot + 1);
       return name.substr(0, dot) + " " + name.substr(dot + 1, end - dot - 1);
     }

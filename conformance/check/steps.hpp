@@ -1,4 +1,4 @@
-// te-fl check: the steps that a child makes with one implementation on one device.
+// te-fl check: the steps of a child for one implementation on one device.
 #pragma once
 
 #include <csignal>
@@ -18,16 +18,16 @@ namespace te_fl_tool::check {
 struct Subject {
   std::string op, impl, device_name;
   te_fl::Device device;
-  uint32_t flags = 0;      // of its descriptor
-  bool describes = false;  // it has a describe()
+  uint32_t flags = 0;      // flags of its descriptor
+  bool describes = false;  // it has describe()
 };
 
-// The state that a plugin has to leave as it was (rule R8): the floating-point environment and the
-// handlers of signals.
+// The process state that a plugin must not change (rule R8): the floating-point environment and the
+// signal handlers.
 class ProcessState {
  public:
   static ProcessState now();
-  std::string changed() const;  // empty if nothing was
+  std::string changed() const;  // describes the change; empty if there is none
   void restore() const;
 
  private:
@@ -38,82 +38,84 @@ class ProcessState {
   struct sigaction actions_[sizeof kSignals / sizeof kSignals[0]] = {};
 };
 
-// Collects the text that is written to the process's stdout and stderr, which are one file. Lines
-// of te-fl's own log, in which a plugin may speak, are left out.
+// Collects the text that is written to the process's stdout and stderr, which are redirected to one
+// file. Skips lines of te-fl's log, which a plugin may use.
 class PrintedText {
  public:
-  // The first line since the last call; empty: there is none.
+  // The first line written since the last call; empty if there is none.
   std::string take();
 
  private:
   int64_t seen_ = 0;
 };
 
-// "TE_FL_ACME_X is a setting that ..." (R21).
+// The error text for an undeclared setting (R21): "TE_FL_ACME_X is a setting that ...".
 std::string undeclared_text(const std::string& setting);
 
-// "bf16", "f8e4m3 tensor": what a case is about, for the matrix.
+// The case's column in the report's matrix: "bf16", "f8e4m3 tensor".
 std::string dtype_of(const te_fl::conformance::Problem& problem);
 
-// The reason that concerns `impl`, out of dispatch's message about a refused call, which names
-// every candidate.
+// Extracts the reason that concerns `impl` from dispatch's error text about a refused call, which
+// lists all candidates.
 std::string reason_of(const std::string& message, const std::string& impl);
 
-// The outcome against the table's expectation, memory included.
+// Runs the case and compares the outcome with the table's expectation; also checks the memory.
 Finding result_of(const Subject& subject, const te_fl::conformance::Case& c,
                   te_fl::conformance::Prepared& prepared);
-// Two calls that ask for determinism leave the same bits.
+// Checks that two calls in deterministic mode give the same bits.
 Finding determinism_of(const Subject& subject, const te_fl::conformance::Case& c,
                        te_fl::conformance::Prepared& prepared);
-// Repeats the call with tensors that end before pages which nobody may touch, aligned to their
-// elements, or to 256 bytes if that is refused. On the host only.
+// Repeats the call with tensors placed directly before inaccessible pages. They are aligned to
+// their elements, or to 256 bytes if that is refused. Host only.
 Finding guard_of(const Subject& subject, const te_fl::conformance::Case& c,
                  te_fl::conformance::Prepared& prepared);
-// Repeats the call with tensors that begin behind such pages.
+// Like guard_of(), with tensors placed directly after inaccessible pages.
 Finding start_guard_of(const Subject& subject, const te_fl::conformance::Case& c,
                        te_fl::conformance::Prepared& prepared);
-// Repeats the call on a device, whose pages cannot be protected, between other bytes: `bytes` on
-// either side of each tensor.
+// Repeats the call on a device with different bytes around each tensor, since device pages cannot
+// be protected. `bytes`: size of the margin on each side.
 Finding margins_of(const Subject& subject, const te_fl::conformance::Case& c,
                    te_fl::conformance::Prepared& prepared, size_t bytes = size_t{64} << 10);
-// Checks describe() of a call that is served: it names what it runs, and touches nothing.
+// Checks describe() for a call that is supported: it must return a text and not access any tensor.
 Finding describe_of(const Subject& subject, const te_fl::conformance::Case& c,
                     te_fl::conformance::Prepared& prepared);
-// On a stream of its own, which alone is waited for. None if the device makes no streams.
+// Repeats the call on a new stream and waits for that stream only. nullopt if the device has no
+// streams.
 std::optional<Finding> stream_of(const Subject& subject, const te_fl::conformance::Case& c,
                                  te_fl::conformance::Prepared& prepared);
 
-// Says that a call has returned, at most once a second: --time-limit is for one call, however many
-// a step makes and however loaded the machine is. Any thread; allocates nothing.
+// Reports that a call has returned, at most once per second. --time-limit applies to a single call,
+// independent of the number of calls in a step and of the machine's load. May be called from any
+// thread; does not allocate.
 void beat();
 
-// Steps that are made once for a device. The name begins "device/"; UNSUPPORTED if the device lacks
-// what would be tried, any other error is what is wrong.
+// A step that runs once per device. Its name begins with "device/". UNSUPPORTED: the device lacks
+// the tested feature; any other error describes what is wrong.
 struct DeviceStep {
   std::string name;
   te_fl::Status (*run)(const te_fl::Device&);
-  bool order = false;  // of streams and events, which it sees by fills and copies that are right
+  bool order = false;  // tests the order of streams and events; relies on correct fills and copies
 };
 const std::vector<DeviceStep>& device_steps();
 
-// Steps that are made once for an op.
+// A step that runs once per op.
 struct ExtraStep {
   const char* name;
   std::function<std::vector<Finding>(const Subject&, const te_fl::conformance::Table&)> run;
 };
 const std::vector<ExtraStep>& extra_steps();
 
-// Checks what rule R3 asks of the plugin's structs; it is active.
+// Checks rule R3 for the structs of an active plugin.
 std::vector<Finding> structs_of(const te_fl::plugins::PluginInfo& plugin);
 
-// Remembers where the plugin's code lies, so that a crash can be placed in it. Returns the file
-// that the code is in.
+// Records the address range of the plugin's code, so that a crash can be located in it. Returns the
+// file that contains the code.
 std::string note_code_of(const te_fl::plugins::PluginInfo& plugin);
-// True of an address in what note_code_of() found last, also once that is unmapped; of any if it
-// found nothing, since nobody can tell then.
+// True if the address is in the range that note_code_of() recorded last, even after the code was
+// unmapped. Always true if no range is known.
 bool in_plugin(uintptr_t address);
 
-// Deactivates the plugin after its ops have run, loads it again, and watches what it leaves behind.
+// Deactivates the plugin after running its ops, loads it again, and checks what it leaves behind.
 std::vector<Finding> lifecycle_of(
     const te_fl::plugins::PluginInfo& plugin,
     const std::vector<std::pair<Subject, te_fl::conformance::Table>>& work);

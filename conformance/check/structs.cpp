@@ -1,4 +1,4 @@
-// te-fl check: what rule R3 asks of a plugin's structs beyond what the loader refuses.
+// te-fl check: requirements of rule R3 on a plugin's structs that the loader does not check.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -25,14 +25,15 @@ std::string not_zero(const char* what) {
          " is not zero; a later te-fl gives it a meaning";
 }
 
-// A host may know less of te_fl_device_props than the plugin does.
+// Checks that properties() writes only struct_size bytes, since a host may have a shorter
+// te_fl_device_props than the plugin.
 std::string properties_of(const te_fl_device_desc& device) {
   constexpr size_t kKnown = offsetof(te_fl_device_props, driver);
   te_fl_device_props props;
   std::memset(static_cast<void*>(&props), kMark, sizeof props);
   props.struct_size = kKnown;
   const te_fl_status code = device.api->properties(device.self, &props, nullptr);
-  if (code != TE_FL_OK) return {};  // said elsewhere
+  if (code != TE_FL_OK) return {};  // reported by another check
   const auto* bytes = reinterpret_cast<const unsigned char*>(&props);
   const bool kept =
       std::all_of(bytes + kKnown, bytes + sizeof props, [](unsigned char b) { return b == kMark; });
@@ -64,7 +65,7 @@ Finding header_of(const te_fl_plugin_header& header) {
 
 std::vector<Finding> structs_of(const te_fl::plugins::PluginInfo& plugin) {
   std::vector<Finding> found;
-  if (!plugin.reason.empty()) {  // ops that this te-fl does not have (R20)
+  if (!plugin.reason.empty()) {  // left-out ops that this te-fl does not have (R20)
     found.push_back(made("ops", "", plugin.reason));
     found.back().check = "load", found.back().outcome = Outcome::kUnsupported;
   }

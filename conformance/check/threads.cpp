@@ -13,9 +13,9 @@
 namespace te_fl_tool::check {
 namespace {
 
-// The place from which the thread's stack is used: /proc/self/task/ID/syscall is "NUMBER
-// ARGUMENTS.. SP PC" of one that waits, and "running". 0: it has ended; nothing: it is busy, or the
-// system does not say.
+// The stack pointer of a thread, from /proc/self/task/ID/syscall. The file contains "NUMBER
+// ARGUMENTS.. SP PC" for a waiting thread and "running" for a running one. 0: the thread has ended.
+// nullopt: it is running, or the system does not tell.
 std::optional<uintptr_t> stack_pointer(const std::string& thread) {
   const std::string folder = "/proc/self/task/" + thread;
   for (int i = 0; i < 20; ++i) {
@@ -32,7 +32,7 @@ std::optional<uintptr_t> stack_pointer(const std::string& thread) {
   return std::nullopt;
 }
 
-// The end of the mapping that has the address; 0 if none has.
+// The end of the memory mapping that contains the address; 0 if there is none.
 uintptr_t mapping_end(uintptr_t address) {
   std::ifstream maps("/proc/self/maps");
   for (std::string line; std::getline(maps, line);) {
@@ -63,7 +63,7 @@ bool runs_code(const std::string& thread, const std::function<bool(uintptr_t)>& 
   std::vector<uintptr_t> words((end - begin) / sizeof(uintptr_t));
   const iovec into{words.data(), words.size() * sizeof(uintptr_t)};
   const iovec from{reinterpret_cast<void*>(begin), into.iov_len};
-  // Not through a pointer: the thread may end, and its stack with it.
+  // Uses a system call instead of a pointer, since the thread may end and its stack be unmapped.
   const ssize_t got = process_vm_readv(getpid(), &into, 1, &from, 1, 0);
   if (got <= 0) return false;
   words.resize(static_cast<size_t>(got) / sizeof(uintptr_t));

@@ -7,12 +7,13 @@
 
 namespace te_fl_tool::check {
 
-// The names of this process's threads by their ids.
+// The threads of this process: id to name.
 std::map<std::string, std::string> threads_now();
 
-// True if a thread of this process waits inside calls that code with such addresses made, or was
-// started with such a function: an address of that kind lies on its stack. True as well of one that
-// is busy, whose stack cannot be looked at; false of one that has ended.
+// True if a waiting thread of this process has an address on its stack for which `of_interest`
+// returns true. Such code has then called the function that waits, or is the thread's start
+// function. Also true for a running thread, whose stack cannot be read. False for a thread that has
+// ended.
 bool runs_code(const std::string& thread, const std::function<bool(uintptr_t)>& of_interest);
 
 }  // namespace te_fl_tool::check

@@ -1,4 +1,5 @@
-// The child of te-fl check: opens the plugin and runs its ops, saying every step before it is made.
+// The child process of te-fl check: opens the plugin and runs its ops, and announces each step
+// before it is made.
 #include <dlfcn.h>
 #include <execinfo.h>
 #include <fcntl.h>
@@ -34,22 +35,23 @@ using nlohmann::json;
 using te_fl::Device;
 using te_fl::Status;
 
-constexpr int kOrders = 3, kAnswers = 4;  // the parent's ends are pipes
+constexpr int kOrders = 3, kAnswers = 4;  // descriptors of the pipes from and to the parent
 constexpr int kStepsOfCase = 6;           // result, guard twice, determinism, stream, describe
 
 void say(const json& message) {
   const std::string line = json_text(message, -1) + "\n";
   for (size_t at = 0; at < line.size();) {
     const ssize_t n = write(kAnswers, line.data() + at, line.size() - at);
-    if (n <= 0) _exit(1);  // the parent has gone
+    if (n <= 0) _exit(1);  // the parent has ended
     at += static_cast<size_t>(n);
   }
 }
 
-// Where the plugin's code lies, for last_words(): [begin, end), and what its file counts from.
+// The plugin's code for last_words(): the address range [begin, end), and the address that
+// corresponds to offset 0 of the file.
 std::atomic<uintptr_t> g_code_begin{0}, g_code_end{0}, g_code_base{0};
 
-// The instruction that the signal came at; 0 where that is not known.
+// The address of the instruction that caused the signal; 0 if unknown.
 uintptr_t instruction_of([[maybe_unused]] const void* context) {
 #if defined(__x86_64__)
   return static_cast<uintptr_t>(
@@ -61,7 +63,8 @@ uintptr_t instruction_of([[maybe_unused]] const void* context) {
 #endif
 }
 
-// Says in which place of the plugin the signal came, or which of its calls led there.
+// Reports the offset in the plugin's code where the signal occurred, or from which the failing
+// function was called.
 void say_where(const void* context) {
   const uintptr_t instruction = instruction_of(context);
   void* frames[64];
@@ -72,14 +75,14 @@ void say_where(const void* context) {
     char text[80];
     const int n =
         std::snprintf(text, sizeof text, "{\"crash_offset\": %zu}\n",
-                      // A call's return address may be in the next function.
+                      // A return address may be in the next function.
                       static_cast<size_t>(at - g_code_base - (at == instruction ? 0 : 1)));
     if (write(kAnswers, text, static_cast<size_t>(n)) < 0) _exit(1);
     return;
   }
 }
 
-// Says which signal ended the process and what it had touched, then lets it end.
+// Signal handler: reports the signal and the accessed memory, and then lets the process end.
 void last_words(int signal, siginfo_t* info, void* context) {
   char text[400], guard[160] = "";
   const bool fault = signal == SIGSEGV || signal == SIGBUS;
@@ -95,14 +98,14 @@ void last_words(int signal, siginfo_t* info, void* context) {
             : std::snprintf(text, sizeof text, "{\"crash\": \"SIG%s\"}\n", sigabbrev_np(signal));
   if (write(kAnswers, text, static_cast<size_t>(n)) < 0) _exit(1);
   std::signal(signal, SIG_DFL);
-  alarm(5);  // unwinding a broken stack may not end
+  alarm(5);  // unwinding a corrupt stack may not terminate
   say_where(context);
   raise(signal);
 }
 
 void catch_signals() {
   void* frame;
-  backtrace(&frame, 1);  // loads what it needs before it is needed
+  backtrace(&frame, 1);  // loads libgcc in advance
   static char stack[64 << 10];
   const stack_t alternate{stack, 0, sizeof stack};
   sigaltstack(&alternate, nullptr);
@@ -113,7 +116,7 @@ void catch_signals() {
     sigaction(signal, &action, nullptr);
 }
 
-// The implementations of one plugin, on every device that they serve.
+// The implementations of a plugin, on each device that they support.
 std::vector<Target> targets_of(const te_fl::plugins::PluginInfo& plugin,
                                const conformance::Table& table) {
   std::map<std::string, std::string> family;
@@ -149,22 +152,23 @@ json facts_of(const std::string& device) {
   return facts;
 }
 
-// `state` becomes what was before anything of the plugin ran, so that what it changes shows.
+// Loads the plugin. `state` receives the process state before any code of the plugin ran, so that
+// changes by the plugin are detected.
 te_fl::Result<te_fl::plugins::PluginInfo> open_plugin(const CheckOptions& options,
                                                       ProcessState& state) {
   state = ProcessState::now();
   te_fl::OpManager::instance();
-  te_fl::plugins::take_odd_status();  // of installed plugins
+  te_fl::plugins::take_odd_status();  // drops that of installed plugins
   te_fl::plugins::take_undeclared_setting();
   if (options.builtin.empty()) {
-    // After installed plugins made their changes.
+    // The state after the changes of other installed plugins.
     const ProcessState with_others = ProcessState::now();
     auto loaded = te_fl::plugins::load(options.plugin);
     if (loaded.ok()) state = with_others;
     const te_fl::StatusCode code = loaded.status().code();
     if (code != te_fl::StatusCode::kAlreadyExists && code != te_fl::StatusCode::kIncompatible)
       return loaded;
-    // An installed one may have come first, by its manifest: with that name, or with its devices.
+    // An installed plugin with the same name, or with the same devices, may have been loaded first.
     bool others = false;
     for (const auto& other : te_fl::plugins::list()) {
       if (other.origin == "built-in" || other.state != te_fl::plugins::State::kActive) continue;
@@ -223,7 +227,7 @@ class Worker {
            {"status", te_fl::plugins::take_odd_status()},
            {"setting", te_fl::plugins::take_undeclared_setting()},
            {"changed", environment_.changed()}}}});
-    printed_.take();  // drops the text that was printed while it was loaded
+    printed_.take();  // drops what was printed during loading
     std::string line;
     while (next_order(line)) {
       const json order = json::parse(line);
@@ -248,8 +252,8 @@ class Worker {
     return false;
   }
 
-  // Steps are numbered: kStepsOfCase for each case, then the extra ones, then one for each case of
-  // the sweep. Those before order["from"] have been made.
+  // Steps are numbered: kStepsOfCase for each case, then the extra steps, then one for each sweep
+  // case. Steps before order["from"] are complete.
   void target(const json& order) {
     Subject subject;
     subject.op = order.at("op"), subject.impl = order.at("impl");
@@ -282,7 +286,7 @@ class Worker {
   }
 
   void swept(const Subject& subject, const conformance::Case& c) {
-    constexpr size_t kMargin = 4096;  // these are small, and many
+    constexpr size_t kMargin = 4096;  // small, since there are many small cases
     conformance::Prepared prepared(c, subject.device);
     Finding f = subject.device.is_host() ? result_of(subject, c, prepared)
                                          : margins_of(subject, c, prepared, kMargin);
@@ -300,7 +304,7 @@ class Worker {
     subject.device = te_fl::parse_device(subject.device_name).value();
     const int from = order.at("from");
     int step = -1;
-    std::string failed;  // a step of the memory
+    std::string failed;  // the first failed step about memory
     for (const DeviceStep& s : device_steps()) {
       if (++step < from || !is_chosen_device_step(options_, s.name)) continue;
       begin(step, step + 1, subject, "device", s.name);
@@ -396,8 +400,8 @@ class Worker {
     say({{"result", f}});
   }
 
-  // The host goes on with something else than what was answered, so that no other check sees it.
-  // Once for each implementation and check.
+  // Reports an invalid status. The host replaces such a status, so no other check sees it. Reported
+  // once per implementation and check.
   void report_status(Finding f) {
     const std::string odd = te_fl::plugins::take_odd_status();
     if (odd.empty() || !told_.insert(f.impl + " " + f.device + " " + f.check).second) return;
@@ -406,7 +410,7 @@ class Worker {
     say({{"result", f}});
   }
 
-  // Once for each implementation and setting.
+  // Reports an undeclared setting, once per implementation and setting.
   void report_setting(Finding f) {
     const std::string name = te_fl::plugins::take_undeclared_setting();
     if (name.empty() || !told_.insert(f.impl + " " + name).second) return;
@@ -415,7 +419,7 @@ class Worker {
     say({{"result", f}});
   }
 
-  // A library may say something the first time that it is used; who does so again does it always.
+  // A library may print a text at its first use, so only repeated printing is reported.
   void report_printed(Finding f) {
     const std::string text = printed_.take();
     if (text.empty() || ++printing_[f.impl + " " + f.device] != 2) return;

@@ -1,5 +1,5 @@
-// Activations, gradients, and gradients with a bias gradient: each op once in BF16, and the ways of
-// writing codes and of odd extents with one op each.
+// Activations, gradients, and gradients with a bias gradient on huge tensors: each op once in BF16;
+// quantised outputs and odd extents with one op each.
 #pragma once
 
 #include "conformance/huge/cases.hpp"
@@ -26,10 +26,10 @@ struct Gate {
 constexpr Gate kGates[] = {{"geglu", &kGelu},   {"qgeglu", &kQgelu}, {"reglu", &kRelu},
                            {"sreglu", &kSrelu}, {"swiglu", &kSilu},  {"glu", &kSigmoid}};
 
-// The largest input of cases with codes; its place lies beyond 2^31 in the output.
+// The largest input of cases with FP8 output. Its index in the output is above 2^31.
 constexpr float kOutlier = 20;
 
-// Values of a pattern with one element replaced.
+// The values of a pattern with one element replaced by kOutlier.
 struct Marked {
   Pattern pattern{1};
   int64_t place = -1;
@@ -52,7 +52,7 @@ inline void forward(Run& run, const Activation& act, int64_t cols) {
       y, "output", [&](int64_t i) { return act.f(pattern.at(i)); }, 0x1p-8, 1e-4);
 }
 
-// One row, whose length is a multiple of nothing.
+// One row whose length has no convenient divisors.
 inline void forward_of_one_row(Run& run) {
   const Pattern pattern(1);
   const Tensor x = run.input({run.elements()}, pattern), y = run.output({run.elements()});
@@ -118,7 +118,7 @@ inline void backward_with_bias(Run& run, const Activation& act, int64_t cols,
   run.expect_sums(dbias, "dbias", rows, cols, dx);
 }
 
-// act(a) b or clamped_swiglu's; element i of a [rows, half] matrix.
+// The result of act(a) b, or of clamped_swiglu if `act` is null.
 inline double gated_value(const Activation* act, double a, double b) {
   if (act != nullptr) return act->f(a) * b;
   const double x = std::min(a, 7.0), y = std::clamp(b, -7.0, 7.0);
@@ -129,7 +129,7 @@ inline void gated(Run& run, const std::string& op, const Activation* act, int64_
   const Pattern pattern(1);
   const int64_t rows = run.rows(2 * half, 1);
   const Tensor x = run.input({rows, 2 * half}, pattern), y = run.output({rows, half});
-  te_fl_activation_clamped_fwd_args args{};  // the others' arguments are its first ones
+  te_fl_activation_clamped_fwd_args args{};  // the other ops' arguments are its first members
   te_fl_activation_glu_fwd_args plain{};
   args.input = plain.input = x, args.output = plain.output = y;
   run.call(op.c_str(), act == nullptr ? static_cast<void*>(&args) : &plain);
@@ -144,7 +144,7 @@ inline void gated(Run& run, const std::string& op, const Activation* act, int64_
 
 inline void gated_into_codes(Run& run, const QuantSpec& spec) {
   const Pattern pattern(1);
-  const int64_t half = kCols, rows = run.rows(half);  // the codes alone are more than 2^31
+  const int64_t half = kCols, rows = run.rows(half);  // the FP8 data alone exceed 2^31 elements
   const Tensor x = run.input({rows, 2 * half}, pattern);
   run.set(x, rows * 2 * half - half - 1, kOutlier);
   run.set(x, rows * 2 * half - 1, 16);
@@ -160,7 +160,7 @@ inline void gated_into_codes(Run& run, const QuantSpec& spec) {
   out.expect(run, value, value(rows * half - 1), false);
 }
 
-// Element i of the gradient [rows, 2 half].
+// Element i of the gradient, which is a [rows, 2 half] matrix.
 inline double gated_slope(const Activation* act, const Pattern& grad, const Pattern& x,
                           int64_t half, int64_t i) {
   const int64_t row = i / (2 * half), col = i % (2 * half);
@@ -193,7 +193,7 @@ inline void gated_backward(Run& run, const std::string& op, const Activation* ac
   const Quantised out(run, {rows, 2 * half}, *spec);
   args.output = plain.output = out;
   run.call(op.c_str(), call_args);
-  out.expect(run, value, 0, false);  // scaled by blocks: there is no amax of all
+  out.expect(run, value, 0, false);  // block-scaled, so there is no common amax
 }
 
 constexpr QuantSpec kTensor{.columnwise = true};

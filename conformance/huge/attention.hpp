@@ -1,6 +1,6 @@
-// Attention, forward and backward, on whatever serves it and on the plain kernels of a backend that
-// has a library beside them. Log-sum-exps and outputs that the backward reads are any numbers: its
-// formula does not depend on where they come from.
+// Attention on huge tensors, forward and backward: on the chosen implementation, and on the plain
+// kernels of a backend that also uses a library. Log-sum-exps and outputs that the backward reads
+// are arbitrary numbers, since its formula does not depend on their origin.
 #pragma once
 
 #include <algorithm>
@@ -15,16 +15,16 @@ using conformance::keeps;
 
 struct Problem {
   int layout = TE_FL_LAYOUT_BSHD, mask = TE_FL_MASK_TYPE_NONE;
-  int64_t heads = 16, groups = 16, dim = 128, length = 128;  // of a sequence
+  int64_t heads = 16, groups = 16, dim = 128, length = 128;  // length: of a sequence
   bool bias = false, plain = false;
   float dropout = 0;
 
   bool thd() const { return layout == TE_FL_LAYOUT_THD; }
 };
-constexpr int64_t kShift = 24;  // lengths of sequences, which alternate, with thd and padding
+constexpr int64_t kShift = 24;  // difference of alternating sequence lengths, with thd and padding
 constexpr te_fl_rng kRandom{.seed = 17, .offset = 1000};
 
-// plain: by the implementation that was asked for, not one beside it.
+// `plain`: require the implementation under test, not another one of the same plugin.
 inline void call_attention(Run& run, const char* op, const void* args, bool plain) {
   PolicySettings settings;
   if (plain && !run.impl().empty()) {
@@ -37,7 +37,7 @@ inline void call_attention(Run& run, const char* op, const void* args, bool plai
 class Attention {
  public:
   Attention(Run& run, const Problem& p) : p_(p), scale_(1 / std::sqrt(static_cast<float>(p.dim))) {
-    // With a bias its elements are counted, else those of q.
+    // The huge tensor is the bias if there is one, otherwise q.
     const int64_t each = p.heads * p.length * (p.bias ? p.length : p.dim);
     batch_ = run.rows(each, 2);
     Shape q = shape(p.heads), k = shape(p.groups);
@@ -110,14 +110,14 @@ class Attention {
   }
 
  private:
-  struct Place {  // a sequence, a token of it, a head
+  struct Place {  // sequence, token, head
     int64_t b, s, h;
     bool operator==(const Place&) const = default;
   };
 
   int64_t ratio() const { return p_.heads / p_.groups; }
   bool alternates() const { return p_.thd() || p_.mask == TE_FL_MASK_TYPE_PADDING; }
-  // The true length of a sequence; thd: pairs of them fill twice the length.
+  // The length of a sequence. For thd, two consecutive sequences fill twice the nominal length.
   int64_t own(int64_t b) const {
     if (!alternates()) return p_.length;
     return b % 2 == 0 ? p_.length - kShift : p_.length + (p_.thd() ? kShift : 0);
@@ -131,7 +131,7 @@ class Attention {
     if (p_.thd()) return {batch_ * p_.length, p_.heads};
     return {batch_, p_.heads, p_.length};
   }
-  // The token's first element in a tensor of `heads` heads.
+  // The index of the token's first element in a tensor with `heads` heads.
   int64_t index(int64_t b, int64_t s, int64_t h, int64_t heads) const {
     int64_t token = b * p_.length + s;
     if (p_.layout == TE_FL_LAYOUT_SBHD) token = s * batch_ + b;
@@ -220,10 +220,10 @@ class Attention {
       return sum;
     });
   }
-  // dk, or dv = sum of P dO.
+  // Expects dk, or with `keys` false dv, the sum of P dO.
   void expect_dk(Run& run, const Tensor& t, bool keys) const {
     Place column{-1, -1, -1};
-    std::vector<Near> weights;  // by head of the group and query
+    std::vector<Near> weights;  // index: head of the group and query
     run.expect_near(t, keys ? "dk" : "dv", [&](int64_t i) {
       const Place at = place(i, p_.groups);
       if (!(at == column)) {
@@ -278,8 +278,8 @@ class Attention {
   Tensor q_, k_, v_, bias_, lengths_;
 };
 
-// FP8, bshd. The probabilities are quantised too, to a sixteenth of each; scores differ enough for
-// few of them to make a result.
+// FP8, bshd. The probabilities are quantised too, with a relative error of up to 1/16. The scores
+// differ so much that few keys determine each result.
 inline void forward_of_codes(Run& run, bool plain) {
   constexpr int64_t kHeads = 16, kDim = 128, kLength = 128;
   constexpr double kScale = 2, kOut = 16;

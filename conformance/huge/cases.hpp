@@ -6,20 +6,20 @@
 
 #include "conformance/huge/sampled.hpp"
 
-// Ops on tensors of more than 2^31 elements: every op of the catalogue, and of each the ways in
-// which the backends walk their tensors, as far as those are known from outside: aligned and odd
-// extents, every layout, every scaling mode, rows that fit a kernel's registers and rows that do
-// not. Each family's are listed in conformance/cases, and made by the header of its name here.
+// Cases with tensors of more than 2^31 elements for all ops of the catalogue. They cover the known
+// ways in which the backends traverse tensors: aligned and odd extents, all layouts, all scaling
+// modes, rows that fit a kernel's registers and rows that do not. conformance/cases lists the cases
+// of each family; the header of the family's name in this folder implements them.
 namespace te_fl::huge {
 
 struct Case {
   std::string op;
-  std::string what;  // the way
+  std::string what;  // description of the case
   std::function<void(Run&)> run;
 };
 using Cases = std::vector<Case>;
 
-// Extents that are multiples of all that kernels like, and of nothing.
+// An extent that is a multiple of all block and vector sizes, and one that is a multiple of none.
 inline constexpr int64_t kCols = 4096, kOddCols = 4099;
 
 void add_activations(Cases& cases);

@@ -1,4 +1,4 @@
-// Chunks of rows in another order.
+// Sorting of huge tensors' chunks of rows.
 #pragma once
 
 #include "conformance/huge/cases.hpp"
@@ -6,11 +6,11 @@
 
 namespace te_fl::huge::chunk_calls {
 
-// Three chunks and rows behind them; the order turns the first and the last around.
+// Three chunks followed by further rows. The order moves the first chunk to the end.
 struct Turned {
   int64_t rows, size[3];
   explicit Turned(int64_t n) : rows(n), size{n / 3, n / 5, n - n / 3 - n / 5 - 2} {}
-  // The row of the input that a row of the output has, or -1.
+  // The input row of an output row; -1 for the rows after the chunks.
   int64_t source(int64_t r) const {
     if (r < size[2]) return size[0] + size[1] + r;
     if (r < size[2] + size[1]) return size[0] + r - size[2];

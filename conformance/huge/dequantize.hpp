@@ -1,4 +1,5 @@
-// Codes back to numbers, from either copy in every scaling mode; transposition of codes.
+// Dequantisation from either copy in all scaling modes, and transposition of FP8 data, with huge
+// tensors.
 #pragma once
 
 #include "conformance/huge/cases.hpp"
@@ -22,7 +23,7 @@ inline void dequantize(Run& run, int64_t cols, Scaling scaling, bool columnwise,
   const bool micro = scaling == Scaling::kMXFP8;
   const auto exponent_of = [&](int64_t at) { return static_cast<int>(scales.at(at) * 8) - 16; };
   if (micro) {
-    std::vector<uint8_t> exponents;  // as E8M0
+    std::vector<uint8_t> exponents;  // E8M0 codes of the scales
     for (int64_t i = 0; i < Pattern::kPeriod; ++i) {
       exponents.push_back(static_cast<uint8_t>(127 + exponent_of(i)));
     }

@@ -1,5 +1,5 @@
-// Products with an operand or a result of more than 2^31 elements: what the library computes alone,
-// and what the epilogues and conversions around it do.
+// Matrix products with an operand or result of more than 2^31 elements: products that the library
+// computes alone, and products with epilogues and conversions.
 #pragma once
 
 #include "conformance/huge/cases.hpp"
@@ -10,12 +10,12 @@ namespace te_fl::huge::gemm_calls {
 
 using conformance::kGelu;
 
-// D [m, n] = A [m, k] B^T, B [n, k]; across: A B, B [k, n].
+// D [m, n] = A [m, k] B^T with B [n, k]; with `across` A B with B [k, n].
 struct Sizes {
   int64_t m, n, k;
 };
-// As many rows of n columns as D needs, in whole tiles of 256 rows: where a backend has a kernel of
-// its own for a product with an epilogue, it likes those.
+// Sizes for a D with n columns and more than 2^31 elements. `tiles`: multiples of 256 rows, which a
+// backend's own kernels for products with an epilogue need.
 Sizes wide_result(const Run& run, int64_t n, int64_t k, bool tiles = false) {
   return {run.rows(n, tiles ? 256 : 16), n, k};
 }
@@ -63,7 +63,7 @@ inline void product(Run& run, const Sizes& s, const Epilogue& e) {
     if (e.residual) v += other.at(i);
     return e.accumulate ? v + 0.5 * other.at(i) : v;
   };
-  // GELU may be taken of what is rounded, and its derivative be multiplied with it.
+  // GELU may be applied to the rounded product, and its derivative multiplied with it.
   const bool rounded_between = e.gelu || e.pre_gelu_in;
   run.expect(d, "d", result, rounded_between ? 0x1p-6 : 0x1p-8, rounded_between ? 2e-3 : 1e-4);
   if (e.gelu) run.expect(saved, "pre_gelu_out", linear, 0x1p-8, 1e-4);
@@ -82,7 +82,7 @@ inline void product(Run& run, const Sizes& s, const Epilogue& e) {
   }
 }
 
-// A weight gradient: D [m, n] = A^T B over k rows, of which A has more than 2^31 elements.
+// A weight gradient: D [m, n] = A^T B, contracted over k rows; A has more than 2^31 elements.
 inline void long_contraction(Run& run) {
   const int64_t m = 4096, n = 16, k = run.rows(m);
   const Pattern a(1), b(2);
@@ -106,7 +106,7 @@ inline void long_contraction(Run& run) {
   }
 }
 
-// FP8 operands with random codes and scales.
+// Products of FP8 operands with random data and scales.
 enum class Into { kNumbers, kCodes, kGeluCodes };
 
 inline void codes(Run& run, const Sizes& s, Scaling scaling, Into into) {
@@ -130,8 +130,8 @@ inline void codes(Run& run, const Sizes& s, Scaling scaling, Into into) {
                           b_codes.at(col * s.k + k) * scale_of(b_scales, b_scaling, s.n, col, k);
       v.value += term, v.slack += std::fabs(term);
     }
-    // Hopper keeps sums of FP8 products to 14 bits of the largest term (gemm_case.cpp): 1.3e-4 of
-    // the magnitudes was seen.
+    // Hopper keeps 14 bits of sums of FP8 products, relative to the largest term (gemm_case.cpp);
+    // 1.3e-4 of the magnitudes has been observed.
     v.slack *= 0x1p-10;
     v.slack += 0x1p-8 * std::fabs(v.value);
     return v;

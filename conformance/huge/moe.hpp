@@ -1,4 +1,5 @@
-// Permutation of tokens, sums of their rows, padding of groups, offsets.
+// Mixture-of-experts ops on huge tensors: permutation of tokens, sums of their rows, padding of
+// groups, offsets.
 #pragma once
 
 #include "conformance/huge/cases.hpp"
@@ -13,7 +14,7 @@ inline Tensor shaped(Run& run, const Tensor& t, const Shape& shape) {
   return t.view(shape).value();
 }
 
-// Pairs of tokens with experts; the last `dropped` of them have no row.
+// Pairs of tokens and experts. Without num_experts the last five pairs have no row.
 inline void permute(Run& run, int64_t cols, int64_t num_experts) {
   const Pattern pattern(1);
   const int64_t tokens = run.rows(cols * kTop, 16), pairs = tokens * kTop;
@@ -45,7 +46,7 @@ inline void permute(Run& run, int64_t cols, int64_t num_experts) {
       0, 0);
 }
 
-// The row of each pair [s, t]: all, in an order that mixes them.
+// The row of each pair [s, t]: a permutation of all rows.
 inline std::vector<int32_t> rows_of(int64_t pairs) {
   std::vector<int32_t> map;
   int64_t step = 7919;
@@ -158,7 +159,7 @@ inline void offsets(Run& run) {
   const int64_t size = run.elements();
   const Tensor splits = run.output({size}, DType::kI32), out = run.output({size + 1}, DType::kI32);
   std::vector<uint8_t> one(4 * 1024, 0);
-  for (size_t i = 0; i < one.size(); i += 4096) one[i] = 1;  // every 1024th split is 1
+  for (size_t i = 0; i < one.size(); i += 4096) one[i] = 1;  // one split in 1024 is 1
   run.repeat(splits, one);
   if (run.failed()) return;
   te_fl_splits_to_offsets_args args{};

@@ -1,4 +1,4 @@
-// Scaling and norms of lists of a small tensor and one of more than 2^31 elements.
+// Scaling and norms of lists with a small tensor and one of more than 2^31 elements.
 #pragma once
 
 #include "conformance/huge/cases.hpp"
@@ -7,7 +7,7 @@ namespace te_fl::huge::multi_tensor_calls {
 
 constexpr int64_t kSmall = 1000;
 
-// Two tensors of one role, with one pattern each.
+// Two tensors of one argument list, each with a pattern of its own.
 struct List {
   Tensor tensors[2];
   const te_fl_tensor* views[2];
@@ -36,7 +36,7 @@ inline void scale(Run& run) {
   }
   run.expect(
       flag, "noop_flag", [](int64_t) { return 0; }, 0, 0);
-  // An element that is not finite shows wherever it is.
+  // A non-finite element must be detected at any index.
   run.set(in.tensors[1], size - 2, INFINITY);
   run.call("multi_tensor_scale", &args);
   const std::vector<float> raised = run.read(flag, 0, 1);

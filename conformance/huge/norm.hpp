@@ -1,4 +1,5 @@
-// Layer and RMS norms into every kind of output, by the length of a row and what goes with it.
+// Layer and RMS norms of huge tensors with all kinds of outputs, for several row lengths and
+// options.
 #pragma once
 
 #include <unordered_map>
@@ -13,25 +14,25 @@ using conformance::bits_of;
 using conformance::float_of;
 
 constexpr double kEpsilon = double{1e-5f};
-constexpr int64_t kLong = 40000;  // a row that no kernel keeps in registers
-// A weight, and an input beside it in the last row: the largest result of all is theirs.
+constexpr int64_t kLong = 40000;  // exceeds the registers of every kernel
+// A weight, and an input in the same column of the last row, whose product is the largest result.
 constexpr float kWeight = 24, kInput = 40;
-constexpr int64_t kPlace = 3;  // their column
+constexpr int64_t kPlace = 3;  // column of kWeight and kInput
 
 struct Forward {
-  bool layer = true;  // else RMS
+  bool layer = true;  // false: RMS norm
   int64_t cols = kCols;
   DType dtype = DType::kBF16;
   bool residual = false, zero_centred = false, in_place = false;
 };
 
-// To FP32, and from there to BF16, to nearest even.
+// Rounds to FP32 and then to BF16, ties to even.
 inline double rounded(double x) {
   const uint32_t bits = bits_of(static_cast<float>(x));
   return double{float_of((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u)};
 }
 
-// A call's inputs and what is expected of them.
+// The inputs of a call and the expected results.
 class Norm {
  public:
   Norm(Run& run, const Forward& f) : f_(f), rows_(run.rows(f.cols, f.cols % 16 == 0 ? 16 : 1)) {

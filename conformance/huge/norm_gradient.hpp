@@ -1,12 +1,12 @@
-// Gradients of layer and RMS norms. Means and reciprocal deviations are any numbers: the gradient's
-// formula does not depend on where they come from.
+// Gradients of layer and RMS norms of huge tensors. Means and reciprocal deviations are arbitrary
+// numbers, since the gradient's formula does not depend on their origin.
 #pragma once
 
 #include "conformance/huge/cases.hpp"
 
 namespace te_fl::huge::norm_gradient_calls {
 
-constexpr int64_t kLong = 40000;  // a row that no kernel keeps in registers
+constexpr int64_t kLong = 40000;  // exceeds the registers of every kernel
 
 struct Backward {
   bool layer = true;

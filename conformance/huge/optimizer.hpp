@@ -1,4 +1,4 @@
-// Optimisers over lists of a small tensor and one of more than 2^31 elements.
+// Optimisers over lists with a small tensor and one of more than 2^31 elements.
 #pragma once
 
 #include "conformance/huge/cases.hpp"
@@ -10,7 +10,7 @@ namespace te_fl::huge::optimizer_calls {
 using multi_tensor_calls::kSmall;
 using multi_tensor_calls::List;
 
-// AdamW's third step.
+// The third step of AdamW for one element.
 struct Adam {
   double m, v, p;
   Adam(double g, double m0, double v0, double p0) {
@@ -32,7 +32,7 @@ inline void set_constants(te_fl_multi_tensor_adam_args& args, int64_t count) {
   args.lr = 0.01f, args.weight_decay = 0.1f, args.step = 3, args.mode = TE_FL_ADAM_MODE_ADAMW;
 }
 
-// master: FP32 weights beside BF16 ones.
+// Adam. `master`: BF16 parameters with FP32 master weights.
 inline void adam(Run& run, bool master) {
   const AdamState state;
   const int64_t size = run.elements();
@@ -82,7 +82,7 @@ inline void adam_into_codes(Run& run, int64_t cols) {
   codes.expect(run, weight, weight(place), false);
 }
 
-// Nesterov momentum, weight decay, and a BF16 copy.
+// SGD with Nesterov momentum, weight decay and a BF16 copy.
 inline void sgd(Run& run) {
   const Pattern grad(1), weight(2), moment(3);
   const int64_t size = run.elements();

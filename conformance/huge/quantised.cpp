@@ -26,13 +26,13 @@ int64_t up_to_4(int64_t n) { return (n + 3) / 4 * 4; }
 
 int abi(DType dtype) { return dtype == DType::kF8E5M2 ? TE_FL_F8E5M2 : TE_FL_F8E4M3; }
 
-// "Scale from amax" of docs/numerics.md, for amaxes that are numbers other than 0.
+// "Scale from amax" in docs/numerics.md, for finite amaxes other than 0.
 float scale_from(double amax, int dtype, bool pow2) {
   const float scale = static_cast<float>(largest(dtype)) / static_cast<float>(amax);
   return pow2 ? float_of(bits_of(scale) & 0xff800000u) : scale;
 }
 
-// MXFP8's: the power of two whose inverse is stored as an E8M0 code.
+// The scale of MXFP8: a power of two whose inverse is stored as an E8M0 code.
 double mxfp8_scale_from(double amax, int dtype) {
   const uint8_t code =
       conformance::e8m0_from_amax(static_cast<float>(amax), static_cast<float>(largest(dtype)));
@@ -48,7 +48,7 @@ int64_t scale_index(Scaling scaling, bool columnwise, int64_t m, int64_t k, int6
     const conformance::CopyLayout at(TE_FL_SCALING_MXFP8, columnwise, m, k);
     return at.scale_index(row / at.block_m, col / at.block_k);
   }
-  // The column-wise form is that of the transposed matrix.
+  // The column-wise layout is the row-wise one of the transposed matrix.
   if (columnwise) std::swap(m, k), std::swap(row, col);
   return scaling == Scaling::kBlock1x128 ? col / kBlock * up_to_4(m) + row
                                          : row / kBlock * up_to_4(blocks(k)) + col / kBlock;
@@ -79,7 +79,7 @@ Quantised::Quantised(Run& run, const Shape& shape, const QuantSpec& spec, float 
   }
 }
 
-// One of the two copies, as a matrix. MXFP8's column-wise codes keep the matrix's order.
+// One of the two copies as a matrix. The column-wise data of MXFP8 are not transposed.
 struct Quantised::Copy {
   bool columnwise, transposed;
   int64_t m, k;
@@ -110,7 +110,7 @@ void Quantised::expect_copy(Run& run, const Copy& copy, const Value& value, bool
   const bool wide = spec_.scaling == Scaling::kBlock128x128,
              micro = spec_.scaling == Scaling::kMXFP8;
   const int64_t block = micro ? 32 : kBlock;
-  std::unordered_map<int64_t, double> scales;  // by element of scale_inv
+  std::unordered_map<int64_t, double> scales;  // key: index in scale_inv
   const auto scale_of = [&](int64_t row, int64_t col) {
     if (spec_.scaling == Scaling::kTensor) {
       return double{spec_.compute_scale ? scale_from(amax_, dtype, spec_.pow2_scale) : scale_};

@@ -4,19 +4,20 @@
 
 namespace te_fl::huge {
 
-// A quantised output, and what it must hold. FP8 in any scaling mode, row-wise and column-wise.
+// A quantised output and its comparison with expected values: FP8 in all scaling modes, row-wise
+// and column-wise.
 class Quantised {
  public:
-  // `scale` is that of kTensor without compute_scale.
+  // `scale` applies to kTensor without compute_scale.
   Quantised(Run& run, const Shape& shape, const QuantSpec& spec, float scale = 16);
 
   operator const te_fl_tensor*() const { return tensor_; }  // NOLINT: as Tensor does
   const Tensor& tensor() const { return tensor_; }
 
-  // Compares sampled codes, the scales that belong to them, and amax. value(i): what is quantised
-  // at logical element i; `exact`: to the last bit, so codes and scales are compared exactly, else
-  // a code may be the next one, or be off by `slack` in value. amax is the largest magnitude of
-  // all, which windows do not show; NaN: unknown, so not compared.
+  // Compares sampled elements, their scales, and amax. value(i) is logical element i before
+  // quantisation. `exact`: value() is exact, so codes and scales must be equal. Otherwise a code
+  // may be an adjacent one, or differ by `slack` in value. `amax` is the largest magnitude of all
+  // elements, which samples may miss; NaN: unknown, not compared.
   void expect(Run& run, const Value& value, double amax, bool exact = true, double slack = 0) const;
 
  private:
@@ -30,13 +31,13 @@ class Quantised {
   mutable double amax_ = 0, slack_ = 0;
 };
 
-// The contents of an input of FP8 codes: random ones of values up to `largest`.
+// Random FP8 data for an input, with values up to `largest`.
 class Codes {
  public:
   explicit Codes(uint32_t seed, double largest = 448, DType dtype = DType::kF8E4M3);
   double at(int64_t i) const { return values_[static_cast<size_t>(i % Pattern::kPeriod)]; }
   uint8_t code(int64_t i) const { return codes_[static_cast<size_t>(i % Pattern::kPeriod)]; }
-  // Writes them to a tensor of 8-bit codes.
+  // Writes the data to a tensor of 8-bit codes.
   void fill(Run& run, const Tensor& codes) const { run.repeat(codes, codes_); }
 
  private:
@@ -44,8 +45,8 @@ class Codes {
   std::vector<double> values_;
 };
 
-// Element of scale_inv (te_fl_quant in plugin.h) that belongs to logical element (row, col) of an
-// [m, k] matrix.
+// The index in scale_inv for logical element (row, col) of an [m, k] matrix (see te_fl_quant in
+// plugin.h).
 int64_t scale_index(Scaling scaling, bool columnwise, int64_t m, int64_t k, int64_t row,
                     int64_t col);
 

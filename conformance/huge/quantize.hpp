@@ -1,4 +1,5 @@
-// Quantisation in every scaling mode, of one tensor and of lists; amaxes and scale updates.
+// Quantisation of huge tensors in all scaling modes, of single tensors and lists; amaxes and scale
+// updates.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@ using conformance::format_of;
 
 constexpr float kLargest = -24;
 
-// A BF16 or F32 input [rows, cols] whose largest magnitude is one of its last elements.
+// A BF16 or F32 input [rows, cols] whose largest magnitude is near its end.
 struct Input {
   Pattern pattern{1};
   int64_t rows, cols, place;
@@ -48,7 +49,7 @@ inline void bgrad_quantize(Run& run, int64_t cols, const QuantSpec& spec) {
   run.expect_sums(sums, "bias_grad", x.rows, cols, x);
 }
 
-// Bare codes, as one row.
+// FP8 data without a scale struct, as one row.
 inline void cast_to_fp8(Run& run) {
   const Input x(run, 1, run.elements());
   const Tensor codes = run.output({1, x.cols}, DType::kU8);
@@ -72,7 +73,7 @@ inline void cast_to_fp8(Run& run) {
       scale_inv, "scale_inv", [](int64_t) { return 0.0625; }, 0, 0);
 }
 
-// A small tensor, a large one, and a part of one after it.
+// A small tensor, a large one, and another small one after it.
 inline void quantize_list(Run& run, const QuantSpec& spec) {
   const Input small(run, 32, 256), large(run, run.rows(kCols), kCols), last(run, 48, 1024);
   const Quantised outs[] = {
@@ -87,7 +88,7 @@ inline void quantize_list(Run& run, const QuantSpec& spec) {
   outs[2].expect(run, last, -kLargest);
 }
 
-// The second part begins beyond 2^31 elements.
+// Splits the input; the second part begins after 2^31 elements.
 inline void split_quantize(Run& run, const QuantSpec& spec) {
   const int64_t first = run.rows(kCols), second = 256;
   const Input x(run, first + second, kCols);
@@ -96,7 +97,7 @@ inline void split_quantize(Run& run, const QuantSpec& spec) {
   te_fl_split_quantize_args args{};
   args.input = x.tensor, args.outputs = to, args.outputs_count = 2;
   run.call("split_quantize", &args);
-  double amax = 0;  // a few rows do not hold the whole pattern
+  double amax = 0;  // a few rows do not contain the complete pattern
   const auto period = static_cast<int64_t>(x.pattern.values().size());
   for (int64_t i = 0; i < std::min(period, first * kCols); ++i) {
     amax = std::max(amax, std::fabs(x(i)));
@@ -116,7 +117,7 @@ inline void compute_amax(Run& run, int64_t size) {
       out, "amax", [](int64_t) { return -kLargest; }, 0, 0);
 }
 
-// Histories of 4 steps of many tensors: more than 2^31 amaxes.
+// Amax histories of 4 steps for many tensors: more than 2^31 amaxes.
 inline void scale_update(Run& run) {
   constexpr int64_t kLength = 4;
   const Pattern amaxes(1, true), before(2, true);
@@ -128,8 +129,8 @@ inline void scale_update(Run& run) {
   args.amax_histories = histories, args.scales = all_scales;
   args.amax_histories_count = args.scales_count = 1;
   run.call("fused_amax_and_scale_update_after_reduction", &args);
-  // The rows roll, the last takes the step's amax, which was row 0, and row 0 becomes 0. The scale
-  // follows from the largest of them.
+  // The history rolls: the last row receives the step's amax, which was in row 0, and row 0 becomes
+  // 0. The scale is computed from the largest amax.
   run.expect(
       history, "amax_history",
       [&](int64_t i) {

@@ -1,4 +1,4 @@
-// Rotary embedding, on separate and packed Q, K, V, in every layout.
+// Rotary embedding of huge tensors, for separate and packed Q, K and V, in all layouts.
 #pragma once
 
 #include <cstring>
@@ -7,14 +7,13 @@
 
 namespace te_fl::huge::rope_calls {
 
-constexpr int64_t kLength = 256, kShift = 100;  // of a sequence; how thd's lengths alternate
-
+constexpr int64_t kLength = 256, kShift = 100;  // sequence length; change of thd's lengths
 struct Heads {
-  int64_t heads, dim, columns;  // the first `columns` of each head are rotated
+  int64_t heads, dim, columns;  // only the first `columns` of each head are rotated
 };
 constexpr Heads kAligned{16, 128, 96}, kOdd{3, 50, 34};
 
-// Angles by position, the same for both columns of a pair.
+// The angles of each position, equal for both columns of a pair.
 struct Angles {
   Tensor tensor;
   std::vector<float> values;
@@ -32,7 +31,8 @@ struct Angles {
     std::memcpy(bytes.data(), values.data(), bytes.size());
     run.repeat(tensor, bytes);
   }
-  // Element d of a head x(0), .., rotated at a position; sign -1: back.
+  // Element d of a head with the elements x(0), x(1), ..., rotated by the angles of a position;
+  // sign -1: rotated back.
   double rotated(int64_t position, int64_t d, double sign, const Value& x) const {
     if (d >= columns) return x(d);
     const bool first = interleaved ? d % 2 == 0 : d < columns / 2;
@@ -45,7 +45,7 @@ struct Angles {
 struct Layout {
   int kind;
   int64_t sequences;
-  std::vector<int32_t> starts;  // thd
+  std::vector<int32_t> starts;  // for thd: start of each sequence
 
   Layout(const Run& run, int k, int64_t token) : kind(k) {
     sequences = (run.rows(token, 1) + kLength - 1) / kLength;
@@ -91,7 +91,7 @@ inline void rope(Run& run, int layout_kind, const Heads& h, bool backward, bool 
       0x1p-8, 1e-4);
 }
 
-// Groups of queries of `heads` heads, a key and a value.
+// Packed groups: each has `heads` query heads, a key head and a value head.
 struct Groups {
   int64_t groups, heads, dim, v_dim, columns;
   int64_t width() const { return (heads + 1) * dim + v_dim; }
@@ -112,7 +112,8 @@ inline void qkv_forward(Run& run, int layout_kind, const Groups& g) {
   args.q_freqs = q_angles.tensor, args.k_freqs = k_angles.tensor;
   args.q_dim = g.heads * g.dim, args.k_dim = g.dim, args.v_dim = g.v_dim, args.layout = layout_kind;
   run.call("fused_qkv_rope_forward", &args);
-  // Head `head` of [.., heads of width `width`] lies `first` behind the beginning of its group.
+  // Checks one output. In the packed input, its head `head` (of [.., heads of width `width`])
+  // begins `first` elements after the start of its group.
   const auto part = [&](const Tensor& t, const char* name, int64_t heads, int64_t width,
                         int64_t first, const Angles* angles) {
     run.expect(

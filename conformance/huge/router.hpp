@@ -1,4 +1,4 @@
-// The router of experts and its auxiliary loss.
+// The expert router and its auxiliary loss on huge tensors.
 #pragma once
 
 #include "conformance/huge/cases.hpp"
@@ -18,7 +18,7 @@ inline Numbers row_of(const Pattern& pattern, int64_t row, int64_t cols) {
   return x;
 }
 
-// Sigmoid scores of BF16 logits. Equal ones are ties, and others are far apart.
+// Sigmoid scores of BF16 logits. Two scores are either equal (a tie) or clearly different.
 inline void choose(Run& run, int64_t experts) {
   const Pattern pattern(1);
   const int64_t rows = run.rows(experts, 1);
@@ -130,7 +130,7 @@ inline void scores_gradient(Run& run, int64_t experts) {
   });
 }
 
-// Counts that tell experts apart.
+// Token counts that differ between neighbouring experts.
 inline std::vector<int32_t> counts_of(int64_t experts) {
   std::vector<int32_t> counts;
   for (int64_t e = 0; e < experts; ++e) counts.push_back(static_cast<int32_t>(e % 7));

@@ -51,7 +51,7 @@ void Run::repeat(const Tensor& tensor, const std::vector<uint8_t>& period) {
   Status status =
       devices::copy(device_, data, Device{}, period.data(), static_cast<size_t>(filled), nullptr);
   if (status.ok()) status = devices::synchronize(device_);
-  // The filled part is whole periods until the last copy.
+  // The filled part consists of complete periods until the last copy.
   while (status.ok() && filled < total) {
     const int64_t more = std::min(filled, total - filled);
     status =
@@ -165,7 +165,7 @@ void Run::expect_near(const Tensor& tensor, const char* name, const NearValue& w
     for (int64_t i = 0; i < count && !failed(); ++i) {
       const Near expected = want(begin + i);
       const double found = got[static_cast<size_t>(i)];
-      if (found == expected.value) continue;  // infinities too
+      if (found == expected.value) continue;  // also for infinities
       if (!std::isfinite(expected.value) ||
           !(std::fabs(found - expected.value) <= expected.slack)) {
         fail(std::string(name) + "[" + std::to_string(begin + i) + "] is " + std::to_string(found) +

@@ -1,4 +1,4 @@
-// Activations with a factor of each row.
+// Activations with a factor for each row, on huge tensors.
 #pragma once
 
 #include "conformance/huge/cases.hpp"

@@ -1,5 +1,6 @@
-// Scaled softmax with every mask, and its gradients, by the length of a row: what stays in a few
-// lanes, in a block, in a cluster of blocks, in shared memory, or is read twice.
+// Scaled softmax of huge tensors with all masks, and its gradients. The row lengths are those that
+// a few lanes, a block, a cluster of blocks or shared memory can hold, and longer ones that are
+// read twice.
 #pragma once
 
 #include "conformance/huge/cases.hpp"
@@ -13,7 +14,7 @@ constexpr int64_t kHeads = 4;
 struct Scores {
   int64_t batch, queries, keys;
 
-  // `queries` of `keys` each; as many sequences as elements() need.
+  // Scores of `q` queries by `k` keys, with as many sequences as elements() needs.
   Scores(const Run& run, int64_t q, int64_t k)
       : batch((run.elements() + kHeads * q * k - 1) / (kHeads * q * k)), queries(q), keys(k) {}
   Shape shape() const { return {batch, kHeads, queries, keys}; }
@@ -22,7 +23,7 @@ struct Scores {
 
 enum class Mask { kNone, kCausal, kGiven };
 
-// The keys of a row that are seen; kGiven: a period of random bytes over the whole mask tensor.
+// The visible keys of a row. kGiven: random bytes, repeated over the mask tensor.
 struct Seen {
   Mask mask;
   Scores scores;
@@ -84,8 +85,8 @@ inline void forward(Run& run, const char* op, Mask mask, const Scores& scores,
       0x1p-7, 1e-9);
 }
 
-// From any numbers in the place of probabilities. Causal: those that are hidden are zeros, as the
-// forward leaves them, so what the gradient gives there is 0 whether it looks at them or not.
+// The gradient, with arbitrary numbers as probabilities. Causal: the probabilities of hidden keys
+// are zero, as after a forward, so their gradient is 0 whether the op reads them or not.
 inline void backward(Run& run, const char* op, bool causal, const Scores& scores) {
   const Pattern grad(1);
   const bool flat = std::string(op) == "scaled_upper_triang_masked_softmax_backward";
@@ -93,7 +94,7 @@ inline void backward(Run& run, const char* op, bool causal, const Scores& scores
   const Tensor dy = run.input(shape, grad), dx = run.output(shape);
   Tensor y;
   const int64_t keys = scores.keys, queries = scores.queries;
-  std::vector<float> plane;  // of one head's probabilities, repeated for all
+  std::vector<float> plane;  // probabilities of one head, repeated for all
   const Pattern pattern(2);
   for (int64_t i = 0; causal && i < queries * keys; ++i) {
     plane.push_back(i % keys <= i / keys + keys - queries ? pattern.at(i) : 0);

@@ -1,4 +1,4 @@
-// Additions and dropout, copies, fills, embedding and cross-entropy.
+// Additions, dropout, copies, fills, embedding and cross-entropy of huge tensors.
 #pragma once
 
 #include "conformance/huge/cases.hpp"
@@ -17,7 +17,7 @@ inline void add(Run& run, int64_t cols, bool drop) {
   const Tensor ta = run.input(shape, a), tb = run.input(shape, b);
   const Tensor mask = run.output({(shape[0] * cols + 7) / 8}, DType::kU8);
   te_fl_add_args args{};
-  args.a = ta, args.b = tb, args.output = tb;  // in place
+  args.a = ta, args.b = tb, args.output = tb;  // the output overwrites b
   if (drop) args.mask = mask, args.p = kDropped;
   run.call("add", &args, kRandom);
   const auto kept = [&](int64_t i) { return !drop || keeps(kRandom, i, kDropped); };
@@ -37,7 +37,7 @@ inline void add(Run& run, int64_t cols, bool drop) {
       0, 0);
 }
 
-// FP32 and BF16 into BF16.
+// Adds FP32 and BF16 into BF16.
 inline void add_mixed(Run& run) {
   const Pattern a(1), b(2);
   const Shape shape = {run.elements()};
@@ -89,7 +89,7 @@ inline void dropout_gradient(Run& run, int64_t size) {
   });
 }
 
-// ---- copies and fills
+// ---- cases of copies and fills
 
 inline void copy(Run& run, const Tensor& from, const Tensor& to) {
   te_fl_strided_copy_args args{};
@@ -115,7 +115,7 @@ inline void transposed_copy(Run& run, int64_t cols, DType to) {
       y, "output", [&](int64_t i) { return pattern.at(i % rows * cols + i / rows); }, 0, 0);
 }
 
-// [s, b, h] to [b, s, h], or the part without a row's last columns.
+// Copies [s, b, h] to [b, s, h], or rows without their last columns.
 inline void permuted_copy(Run& run, int64_t width, DType to) {
   constexpr int64_t kS = 256;
   const Pattern pattern(1);
@@ -132,7 +132,7 @@ inline void permuted_copy(Run& run, int64_t width, DType to) {
       0, 0);
 }
 
-// Some columns of rows into some columns of longer ones: what lies between is left alone.
+// Copies some columns of rows into some columns of longer rows; the other columns must not change.
 inline void part_of_rows(Run& run, DType from) {
   constexpr int64_t kWidth = 4000, kOut = 4096;
   const Pattern pattern(1);
@@ -173,9 +173,9 @@ inline void fill(Run& run, bool part) {
       0);
 }
 
-// ---- embedding and cross-entropy
+// ---- cases of embedding and cross-entropy
 
-// Positions that look up most rows of a table once or twice, and row 0 again and again.
+// Indices that look up most rows of a table once or twice, and row 0 many times.
 inline std::vector<int32_t> lookups(int64_t positions, int64_t rows) {
   std::vector<int32_t> indices;
   for (int64_t i = 0; i < positions; ++i) {
@@ -261,7 +261,7 @@ inline void cross_entropy(Run& run, int64_t classes) {
   }
 }
 
-// With any numbers in the place of the log-sum-exps, and rows that do not count.
+// The gradient, with arbitrary numbers as log-sum-exps, and with ignored rows.
 inline void cross_entropy_gradient(Run& run, int64_t classes) {
   const Pattern pattern(1), grad(2), sums(3, true);
   const int64_t rows = run.rows(classes, 1);

@@ -7,14 +7,15 @@
 
 #include "te_fl/plugin.h"
 
-// Bytes up to and including a member: the least struct_size that has it.
+// Bytes from the start of a struct to the end of `member`: the smallest struct_size with which the
+// struct contains that member.
 #define TE_FL_SIZE_THROUGH(type, member) (offsetof(type, member) + sizeof(type::member))
 
 namespace te_fl::core {
 
-// A struct that comes from outside must hold at least so many bytes (R3). These are sizes of ABI
-// 0.9: from 2.0 on they stay when a struct grows, so that what was built with earlier headers is
-// still read.
+// The smallest struct_size that te-fl accepts for each ABI struct that it receives (rule R3). The
+// values are the sizes of ABI 0.9. From 2.0 on they stay fixed when a struct grows, so that
+// binaries built with earlier headers are still accepted.
 inline constexpr uint32_t kLeastTensor = TE_FL_SIZE_THROUGH(te_fl_tensor, quant);
 inline constexpr uint32_t kLeastQuant = TE_FL_SIZE_THROUGH(te_fl_quant, columnwise_amax);
 inline constexpr uint32_t kLeastSaved = TE_FL_SIZE_THROUGH(te_fl_saved, storage);
@@ -41,19 +42,21 @@ inline uint32_t struct_size_of(const void* raw) noexcept {
   return size;
 }
 
-// sizeof of every struct that begins with struct_size is a multiple of this, and none of their
-// members that may be absent is cut by such a size: each lies in one word, or consists of them.
+// Each struct that begins with struct_size has a size that is a multiple of this. Every optional
+// member lies within one word or consists of whole words, so that no such size cuts a member in
+// two.
 inline constexpr uint32_t kStructWord = 8;
 
-// Only whole members of a struct of `size` are copied into one of `ours`: where `size` is that of
-// no struct, the member in which it ends counts as absent.
+// Number of bytes to copy from a struct of `size` bytes into one of `ours` bytes. Only whole
+// members are copied: if `size` is not a multiple of kStructWord, the member in which it ends
+// counts as absent.
 constexpr size_t copied_size(uint32_t size, size_t ours) noexcept {
   const size_t whole = size / kStructWord * kStructWord;
   return whole < ours ? whole : ours;
 }
 
-// A copy of an ABI struct that begins with struct_size and may be shorter or longer than ours (R3):
-// members it lacks keep their neutral value, members we do not know are dropped.
+// Copies an ABI struct that begins with struct_size and may be shorter or longer than ours (R3).
+// Members that the source lacks keep their default value; members that we do not know are dropped.
 template <class T>
 T copy_struct(const void* raw) noexcept {
   static_assert(alignof(T) == kStructWord);
@@ -63,11 +66,11 @@ T copy_struct(const void* raw) noexcept {
   return out;
 }
 
-// Is the size large enough for what the reader needs, small enough to be one, and that of a struct?
+// True if `size` is at least `minimum`, at most kMaxStructSize, and a multiple of kStructWord.
 constexpr bool plausible_size(uint32_t size, size_t minimum) noexcept {
   return size >= minimum && size <= kMaxStructSize && size % kStructWord == 0;
 }
-// Says what is wrong with one that is not: "struct_size 3, must be ...".
+// The error text for a struct_size that plausible_size() refuses: "struct_size 3, must be ...".
 inline std::string size_text(uint32_t size, size_t minimum) {
   return "struct_size " + std::to_string(size) + ", must be from " + std::to_string(minimum) +
          " to " + std::to_string(kMaxStructSize) + " and a multiple of " +

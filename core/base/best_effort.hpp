@@ -2,13 +2,13 @@
 
 namespace te_fl::core {
 
-// Does what may be left undone where no memory is left, behind a change that stands: a line of the
-// log, memory that the next change gives back. Nothing that f throws gets out.
+// Runs optional work that follows a completed change, such as a log line or returning memory early.
+// Drops every exception of `f`, so the work is skipped if the host has no memory.
 template <class F>
 void best_effort(F&& f) noexcept {
   try {
     f();
-  } catch (...) {  // The change stands without it, and a caller could do nothing about it.
+  } catch (...) {  // The change stands without this work, and a caller could not repair it.
   }
 }
 

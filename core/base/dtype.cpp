@@ -13,7 +13,7 @@ struct DTypeRow {
   te_fl_dtype c;
 };
 
-// In te_fl_dtype_index order.
+// Rows in the order of te_fl_dtype_index.
 constexpr std::array<DTypeRow, TE_FL_DTYPE_COUNT> kRows = {{
     {"f64", {TE_FL_CODE_FLOAT, 64, 1}},
     {"f32", {TE_FL_CODE_FLOAT, 32, 1}},
@@ -137,7 +137,8 @@ std::vector<std::string> names_of(const Rows& rows, GetName get_name) {
   return names;
 }
 
-// The nearest among names and aliases, but the list in the message is that of the names.
+// The error for an unknown name. The suggestion may be a name or an alias; the list of accepted
+// words shows names only.
 Status unknown(std::string_view what, std::string_view text, std::vector<std::string> names,
                const std::vector<std::string>& aliases) {
   std::string list = core::join(names);

@@ -152,7 +152,7 @@ Status declare_settings(const std::string& plugin, const std::vector<PluginSetti
                       (taken->plugin.empty() ? "te-fl's own" : "plugin " + taken->plugin + "'s") +
                       "; rename it (rule R21)");
   }
-  // A value that code set stays with the name.
+  // Keeps a value that code has set, although the plugin's new declaration replaces the setting.
   for (const Known& k : known) {
     if (k.plugin == plugin && k.value.from_code) {
       environment::detail::state().undeclared.emplace(k.spec.name, *k.value.from_code);

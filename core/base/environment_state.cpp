@@ -26,7 +26,7 @@ std::vector<std::string> all_names() {
   return names;
 }
 
-// An empty value of a bool, an int or an enum is as good as none; an empty list is a list.
+// An empty value of a bool, an int or an enum means "not set". An empty list is a valid value.
 bool means_unset(const VariableSpec& spec, std::string_view value) {
   using enum core::VariableType;
   const bool needs_text = spec.type == kBool || spec.type == kInt || spec.type == kEnum;
@@ -40,7 +40,8 @@ std::string_view without_prefix(std::string_view name) {
   return name;
 }
 
-// The nearest of te-fl's own names, compared behind the prefix that all share; empty if none is.
+// The closest of te-fl's own variable names; empty if none is close. Compares without the common
+// prefix.
 std::string nearest_own(std::string_view name) {
   std::vector<std::string> words;
   std::map<std::string, std::string> full;
@@ -55,15 +56,15 @@ std::string nearest_own(std::string_view name) {
   return best.empty() ? "" : full.at(best);
 }
 
-// "TE_FL_ACME_" of a plugin's setting.
+// The prefix of a plugin's settings, for example "TE_FL_ACME_".
 std::string_view beginning_of(const Known& setting) {
   return setting.spec.name.substr(0, std::string_view("TE_FL_").size() + setting.plugin.size() + 1);
 }
 
-// A setting of the plugin whose settings begin as `name` does (null: none), and the nearest of
-// them, compared behind that beginning.
+// Returns a setting of the plugin whose prefix `name` begins with; null if there is no such plugin.
+// Sets `near` to the closest setting of that plugin, compared without the prefix.
 const Known* of_plugin(std::string_view name, std::string& near) {
-  const Known* some = nullptr;  // of "acme_x" rather than of "acme"
+  const Known* some = nullptr;  // the longest plugin name wins: "acme_x" over "acme"
   for (const Known& k : state().known) {
     const bool fits = !k.plugin.empty() && name.starts_with(beginning_of(k));
     if (fits && (some == nullptr || k.plugin.size() > some->plugin.size())) some = &k;
@@ -81,7 +82,8 @@ const Known* of_plugin(std::string_view name, std::string& near) {
 
 struct Findings {
   std::vector<std::string> mistakes, remarks;
-  // A wrong variable of te-fl's own or of an active plugin is a mistake; anything else is a remark.
+  // A wrong value of a variable of te-fl or of an active plugin is a mistake. A wrong value of any
+  // other variable is a remark.
   void add(bool mistake, std::string text) {
     (mistake ? mistakes : remarks).push_back(std::move(text));
   }
@@ -118,7 +120,7 @@ void take_entry(const std::string& name, const std::string& text, bool elevated,
   }
   if (means_unset(known->spec, text)) return;
   const bool under_alias = name != known->spec.name;
-  if (under_alias && value.from_environment) return;  // the name wins
+  if (under_alias && value.from_environment) return;  // the main name wins
   Result<std::string> checked = core::check_value(known->spec, name, text);
   if (!checked.ok()) return found.add(known->active, checked.status().message());
   value.from_environment = std::move(*checked);
@@ -127,7 +129,7 @@ void take_entry(const std::string& name, const std::string& text, bool elevated,
 
 }  // namespace
 
-State& state() {  // never destroyed: destructors of static objects may still ask
+State& state() {  // never destroyed: destructors of static objects may still call this
   static State* const instance = new State;
   return *instance;
 }

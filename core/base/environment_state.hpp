@@ -15,8 +15,8 @@
 #include "core/base/plugin_settings.hpp"
 #include "te_fl/status.hpp"
 
-// The state holds the value of every known variable, te-fl's own and those that plugins declared;
-// it is filled from the process environment.
+// The values of all known variables: te-fl's own and those that plugins have declared. They are
+// read from the process environment.
 namespace te_fl::environment::detail {
 
 using core::PluginSetting;
@@ -25,7 +25,7 @@ using core::VariableSpec;
 struct Value {
   std::optional<std::string> from_environment;
   bool under_alias = false;
-  bool ignored = false;  // present but not read: elevated privileges
+  bool ignored = false;  // set, but not read because the process has elevated privileges
   std::optional<std::string> from_code;
 };
 
@@ -34,41 +34,44 @@ struct Known {
   VariableSpec spec;
   Value value;
   std::string plugin = {};      // empty: te-fl's own
-  bool active = true;           // false: its plugin is not
-  PluginSetting declared = {};  // owns the text of a plugin's `spec`
+  bool active = true;           // false: the plugin is not active
+  PluginSetting declared = {};  // owns the text that `spec` points to if a plugin declared the
+                                // variable
 };
 
 struct State {
   State() {
     for (const VariableSpec& spec : core::variable_specs()) known.push_back({spec, {}});
   }
-  std::list<Known> known;  // te-fl's own first; addresses stay
-  // NAME=value of the process environment, of TE_FL_ and TEFL_, as they were read.
+  std::list<Known> known;  // te-fl's own variables first; addresses are stable
+  // The NAME=value entries of the process environment that begin with TE_FL_ or TEFL_.
   std::vector<std::pair<std::string, std::string>> entries;
-  // Set by code under names that nobody has declared yet.
+  // Values that code set for names that no plugin has declared yet.
   std::map<std::string, std::string, std::less<>> undeclared;
-  // The last that a plugin asked for and had not declared.
+  // The last undeclared setting that a plugin read.
   std::string asked_undeclared;
   Status status;
   std::vector<std::string> remarks;
   bool loaded = false;
 };
 
-// The lock, with the environment read. All that follows requires it.
+// Takes the lock, and reads the environment if that was not done before. Every function below
+// requires the lock.
 std::unique_lock<core::ForkMutex> lock_loaded();
 // Reads the process environment again. Returns the lock.
 std::unique_lock<core::ForkMutex> lock_read_again();
 
 State& state();
 Known* find(std::string_view name);
-// NOT_FOUND names the nearest.
+// Like find(); NOT_FOUND suggests the closest name.
 Result<Known*> find_or_error(std::string_view name);
 std::string in_effect(const Known& known);
-// A name that a plugin may declare later: not te-fl's own, nor near to one.
+// True if a plugin may declare the name later: it is not one of te-fl's own names and not close to
+// one.
 bool may_be_declared(std::string_view name);
-// Values and status, from the entries that were read. Values set by code stay.
+// Computes values and status from the entries that were read. Values that code set stay.
 void evaluate();
-// Brings the settings that are kept elsewhere up to date.
+// Updates the copies that are kept outside of this state: the log level, g_validate, g_generation.
 void publish(bool from_code);
 
 }  // namespace te_fl::environment::detail

@@ -269,7 +269,7 @@ std::string markdown() {
       "has "
       "those of the plugins that come with te-fl, and `te-fl env` those of all that are here.\n\n"
       "| variable | type | default | accepted | meaning |\n|---|---|---|---|---|\n";
-  const auto escaped = [](std::string cell) {  // a bar would end the cell
+  const auto escaped = [](std::string cell) {  // an unescaped '|' would end the table cell
     for (size_t at = 0; (at = cell.find('|', at)) != std::string::npos; at += 2)
       cell.insert(at, "\\");
     return cell;

@@ -20,16 +20,16 @@ class ErrorText {
 
   const te_fl_error_sink* sink() const noexcept { return &sink_; }
   const std::string& text() const noexcept { return text_; }
-  // Every status that a plugin's function answers comes through here: what follows relies on its
-  // being a known code, marked clean or not (R6). One that is none becomes INTERNAL, and the text
-  // says what it was.
+  // Every status that a plugin function returns passes through here, so that the code after it sees
+  // only known codes, with or without TE_FL_CLEAN (R6). An invalid status becomes INTERNAL, and its
+  // value is added to the text.
   [[gnu::always_inline]] te_fl_status answered(te_fl_status raw) noexcept {
     if (raw == TE_FL_OK) [[likely]]
       return TE_FL_OK;
     return not_ok(raw);
   }
-  // Runs an entry of a plugin. R5 forbids exceptions; one that comes all the same becomes INTERNAL
-  // with its text.
+  // Calls a plugin function. R5 forbids exceptions; if one is thrown, the status is INTERNAL and
+  // the text is that of the exception.
   template <class F>
   te_fl_status call(F&& enter) noexcept {
     try {
@@ -42,7 +42,7 @@ class ErrorText {
     }
     return TE_FL_INTERNAL;
   }
-  // "what: text" with the status's code; OK stays OK.
+  // Makes a Status with the text "what: text" from the code. OK stays OK.
   Status status(te_fl_status code, const std::string& what) const {
     if (code == TE_FL_OK) return {};
     return Status::from_c(code, text_.empty() ? what + " failed" : what + ": " + text_);
@@ -55,7 +55,7 @@ class ErrorText {
       if (known_status(raw) != TE_FL_OK) {
         try {
           write(this, odd_status_text(raw).c_str());
-        } catch (...) {  // out of memory: the status alone has to do
+        } catch (...) {  // out of memory: only the status is reported
         }
       }
     }
@@ -67,7 +67,7 @@ class ErrorText {
       if (text == nullptr) return;
       if (!self->text_.empty()) self->text_ += "\n  caused by: ";
       self->text_ += text;
-    } catch (...) {  // out of memory: the status alone has to do
+    } catch (...) {  // out of memory: only the status is reported
     }
   }
 

@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kBuffered = size_t{1} << 20;
 
-// Names the kind of a path that is no regular file.
+// Describes the kind of a path that is not a regular file.
 const char* kind_of(mode_t mode) {
   return S_ISDIR(mode) ? "is a folder" : "is a device, a pipe or a socket";
 }
@@ -37,7 +37,8 @@ class Descriptor {
   int fd_;
 };
 
-// Makes a rename durable. Some file systems cannot sync a folder; the file is whole either way.
+// Makes a rename durable. Some file systems cannot sync a folder; the file is complete in either
+// case.
 void sync_folder_of(const std::string& path) {
   const std::string folder = std::filesystem::path(path).parent_path().string();
   const Descriptor file(
@@ -45,12 +46,12 @@ void sync_folder_of(const std::string& path) {
   if (file.get() >= 0) (void)::fsync(file.get());
 }
 
-// The file that a path leads to, whether it is there yet or not.
+// Follows symbolic links to the file that `path` names; that file need not exist.
 std::string target_of(const std::string& path) {
   const std::unique_ptr<char, decltype(&std::free)> real(::realpath(path.c_str(), nullptr),
                                                          &std::free);
   if (real != nullptr) return real.get();
-  constexpr int kMaxLinks = 40;  // as the system has it
+  constexpr int kMaxLinks = 40;  // the limit of Linux
   std::filesystem::path target = path;
   std::error_code error;
   for (int i = 0; i < kMaxLinks && std::filesystem::is_symlink(target, error); ++i) {
@@ -61,8 +62,8 @@ std::string target_of(const std::string& path) {
   return target.string();
 }
 
-// A name beside `path` that no other process and no other call has. As names have at most 255
-// bytes, it has the beginning of a long one.
+// A temporary file name in the same folder, unique among processes and calls. A long name is cut,
+// since file names have at most 255 bytes.
 std::string name_beside(const std::string& path) {
   static std::atomic<unsigned> number{0};
   const std::string end =
@@ -106,7 +107,7 @@ Result<std::string> read_file(const std::string& path, uint64_t most) {
     if (got < 0) {
       return failed_precondition("cannot be read: " + std::string(std::strerror(errno)));
     }
-    if (got == 0) break;  // it shrank meanwhile
+    if (got == 0) break;  // the file became shorter while it was read
     have += static_cast<size_t>(got);
   }
   text.resize(have);
@@ -127,7 +128,7 @@ FileReplacement::FileReplacement(const std::string& path)
     fail(there ? kind_of(st.st_mode) : std::strerror(errno));
     return;
   }
-  ::unlink(temporary_.c_str());  // of a process that had the number before
+  ::unlink(temporary_.c_str());  // left by an earlier process with the same process id
   fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd_ < 0) fail(std::strerror(errno));
 }
@@ -148,7 +149,7 @@ Status FileReplacement::status() const {
 
 void FileReplacement::write(std::string_view text) {
   if (buffer_.size() + text.size() > kBuffered) flush();
-  if (text.size() > kBuffered) return put(text);  // without a copy of it
+  if (text.size() > kBuffered) return put(text);  // writes a large text without buffering it
   if (error_.empty()) buffer_ += text;
 }
 
@@ -170,7 +171,7 @@ void FileReplacement::put(std::string_view text) {
 
 Status FileReplacement::commit() {
   flush();
-  // Without it a crash of the machine may leave the new name on no contents.
+  // Without fsync, a crash of the machine could leave the new name with no contents.
   if (error_.empty() && ::fsync(fd_) != 0) fail(std::strerror(errno));
   if (error_.empty() && ::rename(temporary_.c_str(), path_.c_str()) != 0) {
     fail(std::strerror(errno));

@@ -6,37 +6,38 @@
 
 #include "te_fl/status.hpp"
 
-// Whole files: read, and replaced so that nobody ever sees half of one. Thread-safe.
+// Reads whole files, and replaces files atomically. Thread-safe.
 namespace te_fl::core {
 
-// The bytes of a regular file. Errors: NOT_FOUND (no such file); FAILED_PRECONDITION with a reason
-// that fits behind "the file PATH ": a folder, a pipe or device (which is not waited for), more
-// than `most` bytes, no permission, an I/O error.
+// Returns the bytes of a regular file. Errors: NOT_FOUND (no such file); FAILED_PRECONDITION for a
+// folder, a pipe or a device (it does not block on those), more than `most` bytes, no permission or
+// an I/O error. The message fits behind "the file PATH ".
 Result<std::string> read_file(const std::string& path, uint64_t most);
-// 128 bits of FNV-1a in hex digits, by which ranks compare what they have read: nobody forges
-// anything.
+// A 128-bit FNV-1a hash as hex digits, by which ranks compare the files that they have read. It
+// does not protect against forgery.
 std::string contents_hash(std::string_view contents);
-// FAILED_PRECONDITION, "PATH is a folder", or "is a device, a pipe or a socket", to which opening
-// would wait for somebody or do something. OK: it is a regular file, or what opening says better.
+// FAILED_PRECONDITION if the path is a folder, a device, a pipe or a socket, since opening such a
+// file could block or have side effects. OK for a regular file, and for a path whose error open()
+// will report.
 Status check_regular(const std::string& path);
 
-// Collects what a file is to hold, and puts it in the file's place when it is complete: written
-// beside the file, synchronised with the disk, renamed, which is synchronised too. Until then, and
-// if anything fails, the file is as it was. A symbolic link stays, and the file that it leads to is
-// replaced, or made. What is there and is no regular file (a device, a pipe) is refused. One thread
-// at a time.
+// Replaces a file atomically. Collects the contents in a temporary file in the same folder;
+// commit() syncs that file, renames it to the path and syncs the folder. Until then, and after any
+// error, the old file is unchanged. A symbolic link is kept: the file that it points to is replaced
+// or created. A path that is a device or a pipe is refused. Not thread-safe.
 class FileReplacement {
  public:
   explicit FileReplacement(const std::string& path);
-  ~FileReplacement();  // removes what was not committed
+  ~FileReplacement();  // removes the temporary file if it was not committed
   FileReplacement(const FileReplacement&) = delete;
   FileReplacement& operator=(const FileReplacement&) = delete;
 
-  // FAILED_PRECONDITION, and why no file can be put there, once something has failed.
+  // OK until an operation fails, then FAILED_PRECONDITION with the reason.
   Status status() const;
-  // Errors are kept for commit().
+  // Appends text. Errors are reported by commit().
   void write(std::string_view text);
-  // FAILED_PRECONDITION: why the file could not be written, in the system's words.
+  // Replaces the file by the new contents. FAILED_PRECONDITION: the file could not be written, with
+  // the system's error text.
   Status commit();
 
  private:
@@ -48,7 +49,7 @@ class FileReplacement {
   int fd_ = -1;
 };
 
-// Replaces a file by `text`; see FileReplacement.
+// Replaces the contents of a file by `text`; see FileReplacement.
 Status replace_file(const std::string& path, std::string_view text);
 
 }  // namespace te_fl::core

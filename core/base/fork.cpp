@@ -5,7 +5,7 @@
 namespace te_fl::core {
 namespace {
 
-// Sorted by level. Filled while the library's static objects are made, by one thread.
+// Lists sorted by lock level. One thread fills them during static initialisation.
 constinit ForkMutex* first = nullptr;
 constinit ForkedChild* first_repair = nullptr;
 

@@ -7,14 +7,15 @@
 
 namespace te_fl::core {
 
-// A mutex that fork() takes and releases, so that a child never inherits it locked by a thread that
-// is not there. Define it constinit at namespace scope with a registration beside it:
+// A mutex that is held across fork(), so that a child never inherits it locked by a thread that
+// does not exist in the child. Define it constinit at namespace scope with a registration beside
+// it:
 //   constinit ForkMutex mutex(LockLevel::kPlans);
 //   const ForkMutex::Registration registration(mutex);
-// At fork, mutexes are taken in the order of their levels. The registration never goes: the mutex
-// must be in static storage. What is made at first use is made under such a mutex or by
-// made_once(): the guard of a function's static object would stay taken in a child of a fork that
-// interrupts its making.
+// fork() takes the mutexes in the order of their levels. A registration is permanent, so the mutex
+// must be in static storage. Create lazy objects under such a mutex or with made_once(), not as a
+// function's static object: if fork() interrupts the creation, the guard of the static object stays
+// locked in the child.
 class ForkMutex {
  public:
   constexpr explicit ForkMutex(LockLevel level) : mutex_(level) {}
@@ -39,9 +40,9 @@ class ForkMutex {
   ForkMutex* next_ = nullptr;
 };
 
-// Makes state whole again that threads of the parent had a part in: `repair` is called in a forked
-// child as soon as the mutexes are free again, in the order of the levels. Define it at namespace
-// scope beside the state.
+// Repairs state that threads of the parent were using. After fork(), the child calls `repair` once
+// the mutexes are released, in the order of the levels. Define it at namespace scope beside the
+// state.
 class ForkedChild {
  public:
   ForkedChild(LockLevel level, void (*repair)()) noexcept;
@@ -55,9 +56,9 @@ class ForkedChild {
   ForkedChild* next_ = nullptr;
 };
 
-// The object that `at` points to, made by `make()` at first use and never freed. No caller waits
-// for another, so that a child does not wait for a thread of its parent: of two that are made at
-// once, the second is deleted.
+// Returns the object that `at` points to. The first call creates it by `make()`; it is never freed.
+// No caller waits for another, so a forked child never waits for a thread of its parent: if two
+// threads create the object at once, the second object is deleted.
 template <class T, class F>
 T& made_once(std::atomic<T*>& at, F&& make) {
   T* made = at.load(std::memory_order_acquire);

@@ -7,7 +7,7 @@
 namespace te_fl::core {
 namespace {
 
-// Not through the log, which has a mutex of its own.
+// Prints to stderr instead of the log, since the log takes a mutex too.
 [[noreturn]] void fail(LockRank rank, const char* what, LockRank other) noexcept {
   std::fprintf(
       stderr,

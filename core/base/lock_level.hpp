@@ -5,22 +5,22 @@
 #include <mutex>
 
 // The order in which a thread takes the mutexes of the library. A thread that holds a mutex takes
-// only mutexes of a later level, so no two threads wait for each other. Builds without NDEBUG and
-// builds with a sanitizer check it: a thread that breaks it prints both names and aborts. Other
-// builds contain nothing of the check.
+// only mutexes of a later level, so that threads cannot deadlock. Builds without NDEBUG and builds
+// with a sanitizer check this: a violation prints both names and aborts. Other builds contain no
+// check.
 namespace te_fl::core {
 
-// Earliest first. A new mutex gets a level of its own here.
+// Levels in locking order, the first to be taken first. Each new mutex gets its own level here.
 enum class LockLevel : int {
   kFp8Session,       // nn: the pending updates of an autocast session
   kReducedSites,     // nn: the sites of an AmaxReduction
-  kGradientUpdates,  // nn: the gradient scales that wait for the end of a backward
+  kGradientUpdates,  // nn: the gradient scales that are updated at the end of a backward
   kRandomPosition,   // nn: the random position of a Context
   kServing,          // held while an implementation runs: see LockRank
-  kSerialWaits,      // waiters for implementations that are not thread-safe
+  kSerialWaits,      // threads that wait for implementations that are not thread-safe
   kComms,            // the communicators
-  kCommWatchdog,     // the thread that watches them
-  kBuiltins,         // the built-in backends, while one is loaded
+  kCommWatchdog,     // the watchdog thread of the communicators
+  kBuiltins,         // the built-in backends, while one of them is being loaded
   kEnvironment,      // the settings
   kDeviceList,       // the devices
   kStreams,          // the records of streams
@@ -43,14 +43,14 @@ enum class LockLevel : int {
   kVerification,     // the settings and counts of TE_FL_VERIFY
   kTrace,            // the recorded calls
   kProviderNames,    // the interned names of providers
-  kVendorAliases,    // the vendors' other names that manifests brought
+  kVendorAliases,    // the aliases of vendors that manifests declared
   kStores,           // the stores that this process has opened
   kLog,              // the log's sink
 };
 const char* name(LockLevel level) noexcept;
 
-// The rank says where a mutex stands in the order. Mutexes of kServing are held while plugin code
-// runs, which may call further ops, so several of them nest: `order` sorts them, by the nesting
+// The place of a mutex in the order. Mutexes of kServing are held while plugin code runs. Plugin
+// code may call further ops, so several of these mutexes nest: `order` sorts them by the nesting
 // depth of the op.
 struct LockRank {
   LockLevel level;
@@ -63,11 +63,11 @@ struct LockRank {
   }
 };
 
-// The mutexes of one op, in the order in which it waits for them; `depth`: how many ops it is
-// inside. That of an implementation is the same at every depth and the others are a depth's own, so
-// the depth alone keeps no two threads from waiting for each other: what any op may hold, scratch,
-// is waited for by nobody who holds another of these. What remains belongs to implementations, and
-// its order is that in which one runs another inside.
+// The mutexes that one op takes, in the order in which it takes them. `depth` is the number of ops
+// that the call is nested in. An implementation's serial mutex is shared by all depths, the other
+// mutexes exist once per depth, so the depth alone does not prevent a deadlock. kScratch may be
+// taken by every op and is therefore taken first: no thread waits for it while it holds one of the
+// others. The remaining order depends on which implementations call each other.
 enum class Serving : int { kScratch, kSerial, kState, kCount };
 constexpr int serving_order(uint32_t depth, Serving what) noexcept {
   return static_cast<int>(depth) * static_cast<int>(Serving::kCount) + static_cast<int>(what);
@@ -82,11 +82,11 @@ inline constexpr bool kLocksChecked = false;
 // The mutexes that one thread holds. Not thread-safe.
 class HeldLocks {
  public:
-  // Aborts, naming both, unless `rank` comes after all that are held.
+  // Records a mutex. Aborts and prints both names unless `rank` is later than every held rank.
   void take(LockRank rank) noexcept;
-  // It was free and has been taken without waiting, which no order forbids.
+  // Records a mutex that try_lock() took. It did not wait, so every order is allowed.
   void take_free(LockRank rank) noexcept;
-  // Aborts unless it is held.
+  // Removes a mutex from the record. Aborts if it is not held.
   void give_up(LockRank rank) noexcept;
 
  private:
@@ -95,7 +95,7 @@ class HeldLocks {
   size_t count_ = 0;
 };
 
-// These check the calling thread; they do nothing where locks are not checked.
+// Check the calling thread. These functions do nothing in builds without lock checks.
 void check_taken(LockRank rank) noexcept;
 void check_taken_free(LockRank rank) noexcept;
 void check_given_up(LockRank rank) noexcept;
@@ -106,7 +106,7 @@ inline void check_unlock([[maybe_unused]] LockRank rank) noexcept {
   if constexpr (kLocksChecked) check_given_up(rank);
 }
 
-// A std::mutex with its place in the order.
+// A std::mutex with a rank in the locking order.
 class Mutex {
  public:
   constexpr explicit Mutex(LockLevel level, int order = 0) noexcept : rank_{level, order} {}
@@ -116,7 +116,7 @@ class Mutex {
     check_lock(rank_);
     mutex_.lock();
   }
-  // Does not wait, so it may be tried whatever the thread holds.
+  // Does not wait, so it may be called whatever mutexes the thread holds.
   bool try_lock() {
     if (!mutex_.try_lock()) return false;
     if constexpr (kLocksChecked) check_taken_free(rank_);

@@ -1,7 +1,7 @@
 #include "te_fl/log.hpp"
 
-// spdlog and fmt as headers, whatever the packages' targets say: then they are private to this
-// file.
+// Uses spdlog and fmt header-only, whatever the packages' CMake targets define, so that both stay
+// private to this file.
 #undef FMT_SHARED
 #undef SPDLOG_COMPILED_LIB
 #undef SPDLOG_SHARED_LIB
@@ -32,12 +32,12 @@ constexpr std::string_view kNames[] = {"TRACE", "DEBUG", "INFO", "WARNING", "ERR
 constinit core::ForkMutex mutex(core::LockLevel::kLog);
 const core::ForkMutex::Registration registration(mutex);
 
-constexpr int kUnread = -1;  // the environment has not been looked at yet
+constexpr int kUnread = -1;  // the environment has not been read yet
 std::atomic<int> current_level{kUnread};
 std::atomic<bool> level_by_code{false};
 
-// Never destroyed, so that destructors of other static objects may still log. The logger is not
-// entered into spdlog's registry, which another copy of spdlog in the process might share.
+// The logger is never destroyed, so that destructors of other static objects may still log. It is
+// not in spdlog's registry, which another copy of spdlog in the process may share.
 spdlog::logger& logger() {
   static spdlog::logger* const instance = [] {
     auto sink = std::make_shared<spdlog::sinks::ansicolor_stderr_sink_st>();

@@ -20,7 +20,7 @@ std::string prefix_of(std::string_view plugin) {
   return prefix + "_";
 }
 
-// "MIN MAX", or nothing.
+// True if the text is empty or has the form "MIN MAX".
 bool good_bounds(std::string_view text) {
   if (text.empty()) return true;
   int64_t low = 0, high = 0;

@@ -16,8 +16,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// A create() that hangs is given up after its own limit, which is 10 s unless set; a call may wait
-// for what only the thread that exits could do.
+// Time limits of the waits. A create() that hangs has its own time limit, 10 s by default, so
+// kLoads is longer. A call may be waiting for work of the exiting thread, so kCalls is short.
 constexpr milliseconds kLoads{12000}, kCalls{2000}, kThreadEnd{2000}, kMainExits{100};
 
 constinit std::atomic<bool> g_main_ended{false};
@@ -29,20 +29,22 @@ void wait(const std::atomic<void (*)(EndClock::time_point) noexcept>& how,
   if (const auto f = how.load(std::memory_order_acquire); f != nullptr) f(EndClock::now() + limit);
 }
 
-// The C library knows the handler of exit() by this address. While a thread takes it back, which
-// runs it, the thread's number stands in g_taking_back.
+// The address that identifies our exit() handler to the C library. Removing the handler also runs
+// it; g_taking_back holds the id of the thread that is removing it, so that the handler can return
+// at once.
 char g_handler_owner = 0;
 constinit std::atomic<int> g_taking_back{0};
 
 void before_exit(void*) noexcept {
   if (g_taking_back.load() == gettid()) return;
   int none = 0;
-  if (!g_ending_thread.compare_exchange_strong(none, gettid())) return;  // it has waited
+  if (!g_ending_thread.compare_exchange_strong(none, gettid())) return;  // already waited
   wait(g_wait_for_loads, kLoads);
   wait(g_wait_for_calls, kCalls);
 }
 
-// The threads of the parent are not in the child; what it began to destroy, it goes on destroying.
+// A forked child has no other threads of the parent. If the parent had begun to exit, the child
+// goes on exiting.
 void in_child() {
   if (g_ending_thread.load() != 0) g_ending_thread.store(gettid());
   g_main_ended.store(false);
@@ -50,7 +52,8 @@ void in_child() {
 }
 const ForkedChild child(LockLevel::kBuiltins, &in_child);
 
-// An ordinary end of a thread waits for the loads of others as well, as it looks the same.
+// The end of any thread waits for plugin loads of other threads, since it cannot be
+// distinguished from an exit().
 struct ThreadEnd {
   bool watched = false;
   ~ThreadEnd() {
@@ -61,14 +64,16 @@ struct ThreadEnd {
   }
 };
 thread_local ThreadEnd t_end;
-// Also called where te-fl's library is closed before the process ends, as its code goes then.
+// Also runs when te-fl's library is unloaded before the process ends, since the handler's code is
+// unloaded with it.
 [[gnu::destructor]] void take_handler_back() noexcept {
   g_taking_back.store(gettid());
   (void)abi::__cxa_finalize(&g_handler_owner);
   g_taking_back.store(0);
 }
 
-// The thread that loads te-fl, mostly the main one, may exit without having used it.
+// Watches the thread that loads te-fl, mostly the main thread: it may call exit() without ever
+// using te-fl.
 [[maybe_unused]] const bool loader_watched = (watch_thread_end(), true);
 
 }  // namespace
@@ -76,8 +81,8 @@ thread_local ThreadEnd t_end;
 void watch_thread_end() noexcept { t_end.watched = true; }
 
 void watch_exit() noexcept {
-  // The old one goes first, so that the C library has room for the new one where it was. An exit()
-  // between the two waits for this load all the same, as its thread ends (ThreadEnd).
+  // Removes the old handler first, so that the C library has room for the new one. An exit()
+  // between the two calls still waits for this load, when its thread ends (ThreadEnd).
   take_handler_back();
   (void)abi::__cxa_atexit(&before_exit, nullptr, &g_handler_owner);
 }

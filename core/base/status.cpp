@@ -71,7 +71,7 @@ Status Status::cause() const { return rep_ ? rep_->cause : Status(); }
 bool Status::clean() const noexcept { return rep_ != nullptr && rep_->clean; }
 
 Status& Status::set_clean() {
-  // Copies share the text, so a changed one gets a record of its own.
+  // Copies of a Status share its record, so a changed Status gets a new record.
   if (rep_ && !rep_->clean) {
     rep_ = std::make_shared<const Rep>(Rep{rep_->code, true, rep_->message, rep_->cause});
   }
@@ -91,7 +91,7 @@ std::string Status::to_string() const {
   text += ": " + rep_->message;
   for (const Rep* r = rep_->cause.rep_.get(); r != nullptr; r = r->cause.rep_.get()) {
     text += "\n  caused by: ";
-    // The code is worth saying only where it differs from the status above.
+    // Shows the code of a cause only if it differs from the outer status's code.
     if (r->code != rep_->code) text.append(te_fl::to_string(r->code)).append(": ");
     text += r->message;
   }

@@ -8,7 +8,7 @@
 namespace te_fl::core {
 namespace {
 
-// ASCII only, whatever the locale: names and values are ASCII.
+// ASCII only, independent of the locale: names and values are ASCII.
 char lower(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
 bool is_space(char c) { return c == ' ' || (c >= '\t' && c <= '\r'); }
 
@@ -89,7 +89,7 @@ std::string bytes_text(size_t bytes) {
 namespace te_fl::environment {
 
 std::string nearest(std::string_view word, const std::vector<std::string>& choices) {
-  // A word of absurd length is near nothing; this also bounds the quadratic work.
+  // A very long word has no suggestion; this also bounds the quadratic cost.
   if (word.size() > 256) return {};
   size_t best = SIZE_MAX;
   std::string found;

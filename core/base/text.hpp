@@ -7,19 +7,19 @@
 #include <string_view>
 #include <vector>
 
-// Small text helpers that several parsers and messages share.
+// Text helpers for parsers and messages.
 namespace te_fl::core {
 
 std::string lower(std::string_view text);
 std::string_view trim(std::string_view text);
 bool equal_ignoring_case(std::string_view a, std::string_view b);
-// "a, b, c"
+// Joins texts: "a, b, c".
 std::string join(const std::vector<std::string>& parts, std::string_view separator = ", ");
-// "[2, 3]"
+// A shape as text: "[2, 3]".
 std::string shape_text(std::span<const int64_t> shape);
-// "512 bytes", "1.5 MiB", "3.2 GiB"
+// A size as text: "512 bytes", "1.5 MiB", "3.2 GiB".
 std::string bytes_text(size_t bytes);
-// "; did you mean 'x'?" for the nearest of choices, or empty if none is near.
+// The suggestion "; did you mean 'x'?" with the closest choice; empty if none is close.
 std::string did_you_mean(std::string_view word, const std::vector<std::string>& choices);
 
 }  // namespace te_fl::core

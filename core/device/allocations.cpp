@@ -26,7 +26,7 @@ struct AllocationRecord {
   std::array<int64_t, AllocationUse::kMaxRank> shape{};
   Giver giver{};
 
-  // For what the calling thread's innermost AllocationUse says.
+  // Records the purpose that the calling thread's innermost AllocationUse gives.
   explicit AllocationRecord(size_t bytes) noexcept;
   std::string use() const {
     if (!known) return "memory";
@@ -49,11 +49,11 @@ struct Hash {
   }
 };
 struct Account {
-  std::map<void*, Record> records;  // by address
+  std::map<void*, Record> records;  // key: address
   size_t bytes = 0, peak = 0, record_at = SIZE_MAX;
   std::vector<devices::MemoryHolder> recorded;
 
-  // True if a block is there whose memory begins there, reaches there or begins inside.
+  // True if [data, data + size) overlaps a recorded block.
   bool overlaps(const void* data, size_t size) const {
     const auto begin = reinterpret_cast<uintptr_t>(data);
     const auto after = records.upper_bound(const_cast<void*>(data));
@@ -81,9 +81,10 @@ struct Account {
     records.erase(record);
     return giver;
   }
-  // The largest first.
+  // The purposes of the allocations and their sizes, the largest total first.
   std::vector<devices::MemoryHolder> holders() const {
-    std::map<std::pair<size_t, std::string>, size_t> uses;  // {bytes of one, use}: how many
+    std::map<std::pair<size_t, std::string>, size_t> uses;  // {bytes of one allocation, purpose} ->
+                                                            // number of allocations
     for (const auto& [data, record] : records) ++uses[{record.bytes, record.use()}];
     std::vector<devices::MemoryHolder> out;
     for (const auto& [use, count] : uses) out.push_back({use.second, count, use.first * count});
@@ -94,7 +95,7 @@ struct Account {
   }
 };
 
-std::unordered_map<Device, Account, Hash>& all() {  // never freed: memory may be freed at exit
+std::unordered_map<Device, Account, Hash>& all() {  // never destroyed: memory may be freed at exit
   static auto* const map = new std::unordered_map<Device, Account, Hash>;
   return *map;
 }
@@ -123,7 +124,7 @@ void note_allocation(const Device& device, void* data, size_t bytes) noexcept {
   try {
     const std::lock_guard lock(mutex);
     all()[device].add(data, Record(bytes));
-  } catch (...) {  // no host memory: the account is then short of this one
+  } catch (...) {  // no host memory: this allocation is missing from the account
   }
 }
 

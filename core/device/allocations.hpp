@@ -9,17 +9,17 @@
 #include "te_fl/device.hpp"
 #include "te_fl/dtype.hpp"
 
-// Keeps account of the memory that te-fl holds on each device (not on the host), so that an
-// allocation that fails can say who has it.
+// Accounts for the memory that te-fl holds on each device except the host, so that an out-of-memory
+// error can list what holds it.
 namespace te_fl::core {
 
 struct AllocationRecord;
 
-// Says, until it is destroyed, what the calling thread allocates for: a tensor, or something with a
-// name.
+// While this object lives, allocations of the calling thread are recorded with its purpose: a
+// tensor's dtype and shape, or a name.
 class AllocationUse {
  public:
-  static constexpr size_t kMaxRank = 8;  // extents of a shape beyond it are left out
+  static constexpr size_t kMaxRank = 8;  // further extents of a shape are left out
   explicit AllocationUse(const char* name) noexcept : AllocationUse(name, DType::kU8, {}) {}
   AllocationUse(DType dtype, std::span<const int64_t> shape) noexcept
       : AllocationUse(nullptr, dtype, shape) {}
@@ -36,21 +36,22 @@ class AllocationUse {
   const AllocationUse* outer_;
 };
 
-// The allocator that gave a block of memory, and the stream it gave it for; a null allocator stands
-// for the device itself.
+// The installed allocator that a block came from, and the stream it was allocated for. A null
+// allocator means the device's own function.
 struct Giver {
   AllocatorRef allocator;
   void* stream = nullptr;
 };
 
 void note_allocation(const Device& device, void* data, size_t bytes) noexcept;
-// As note_allocation(), for memory that goes back to an allocator: an error, and nothing is noted,
-// if the memory is in use already or the host has none left for the note.
+// Like note_allocation(), for memory of an installed allocator. Returns an error and records
+// nothing if the memory overlaps a live block, or if the host has no memory for the record.
 Status note_given(const Device& device, void* data, size_t bytes, Giver giver);
 Giver forget_allocation(const Device& device, void* data) noexcept;
 
-// "te-fl holds 12 allocations of 3.2 GiB on cuda:0, the largest: 4 x 512 MiB for bf16[8192,32768],
-// ..."; empty if it holds none.
+// A summary for an out-of-memory error, with the `count` largest purposes: "te-fl holds 12
+// allocations of 3.2 GiB on cuda:0, the largest: 4 x 512 MiB for bf16[8192,32768], ...". Empty if
+// te-fl holds nothing there.
 std::string largest_allocations(const Device& device, int count = 5);
 
 }  // namespace te_fl::core

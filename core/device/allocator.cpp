@@ -47,7 +47,7 @@ Allocator::~Allocator() {
   if (api_.destroy == nullptr) return;
   try {
     api_.destroy(api_.self);
-  } catch (...) {  // R5 forbids it; an allocator that goes has nobody to tell
+  } catch (...) {  // R5 forbids exceptions, and a destructor has no caller to report to
   }
 }
 
@@ -60,8 +60,8 @@ Status Allocator::check_given(const te_fl_memory_desc& memory, const void* data)
   if (reinterpret_cast<uintptr_t>(data) % memory.alignment != 0) {
     return refuse("memory that is not aligned to " + std::to_string(memory.alignment) + " bytes");
   }
-  // Asking the device takes a microsecond, for every result of a framework's small ops. One that
-  // has given so many right blocks is asked about under TE_FL_VALIDATE only.
+  // Asking the device about a pointer takes about a microsecond, too much for every result of a
+  // small op. After kTrusted correct blocks, an allocator is checked under TE_FL_VALIDATE only.
   constexpr int kTrusted = 256;
   if (checked_.load(std::memory_order_relaxed) >= kTrusted &&
       !g_validate.load(std::memory_order_relaxed)) {
@@ -78,7 +78,7 @@ Status Allocator::check_given(const te_fl_memory_desc& memory, const void* data)
     if (checked_.load(std::memory_order_relaxed) < kTrusted) ++checked_;
     return {};
   }
-  if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST) {  // a lost device says nothing of the memory
+  if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST) {  // a lost device cannot tell about the memory
     return device_status(device_, memory.stream, errors, code,
                          "whether " + text_ + " gave memory of its device cannot be asked");
   }

@@ -27,7 +27,7 @@ void destroy_graph(const Device& device, void* graph) noexcept {
   const core::Inside inside(device);
   if (inside.too_late()) return;
   DeviceEntry* entry = core::find_device(device);
-  if (entry == nullptr) return;  // cannot be: a living graph keeps its device in the list
+  if (entry == nullptr) return;  // does not happen: a live graph keeps its device in the list
   const te_fl_device_desc& d = *entry->desc;
   ErrorText errors;
   core::report_release(
@@ -36,7 +36,8 @@ void destroy_graph(const Device& device, void* graph) noexcept {
   entry->release();
 }
 
-// Ends the capture on `stream`; the device is counted in since it began. The graph keeps the count.
+// Ends the capture on `stream`. The reference to the device that the capture's start took passes to
+// the graph.
 Result<void*> end_capture(const Device& device, void* stream) {
   const core::Inside inside(device);
   if (inside.too_late()) return core::process_ends("no capture is ended");

@@ -1,5 +1,5 @@
 // The list of devices and the names of providers. Readers take no lock and follow one atomic
-// pointer, so that a forked child can go on whatever another thread was doing.
+// pointer, so a forked child can use the list whatever other threads were doing at the fork.
 #include "core/device/device_list.hpp"
 
 #include <algorithm>
@@ -27,7 +27,8 @@ const ForkMutex::Registration name_registration(name_mutex);
 
 using List = std::vector<DeviceEntry*>;
 
-// Lists and entries are never freed: readers hold plain pointers, and devices come and go rarely.
+// Lists and entries are never freed: readers hold plain pointers, and devices are rarely added or
+// removed.
 std::atomic<const List*> current{nullptr};
 
 const List& devices_now() {
@@ -39,19 +40,19 @@ const List& devices_now() {
   return *current.load(std::memory_order_acquire);
 }
 
-// Made while the library is loaded: a child that is forked while another thread makes it would wait
-// for that thread.
+// Initialises the first list while the library is loaded. With lazy initialisation, a child forked
+// during it would wait for a thread that it does not have.
 [[maybe_unused]] const List& first_list = devices_now();
 
-// Makes `next` the list; the lock is held. Earlier lists stay, with the entries that only they
-// have.
+// Makes `next` the current list. The caller holds the lock. Earlier lists and their entries are
+// kept.
 void publish(std::unique_ptr<const List> next) {
   static auto* const lists = new std::vector<std::unique_ptr<const List>>;
   lists->push_back(std::move(next));
   current.store(lists->back().get(), std::memory_order_release);
 }
 
-std::vector<std::string>& provider_names() {  // by id - 1
+std::vector<std::string>& provider_names() {  // index: id - 1
   static auto* const names = new std::vector<std::string>;
   return *names;
 }
@@ -111,7 +112,7 @@ DeviceEntry* find_device(const Device& device) noexcept {
     bring_devices(&device);
     return entry_of(devices_now(), device);
   }
-  // Pinned memory of a chip whose plugin is not there is still host memory.
+  // Pinned memory is host memory even if the plugin of its device is not loaded.
   return device.type != TE_FL_DEVICE_CPU || device.index == 0 ? list.front() : nullptr;
 }
 
@@ -129,7 +130,7 @@ std::vector<Device> ready_devices() {
 
 namespace {
 
-// Publishes a list without `entry`. The lock is held.
+// Publishes a list without `entry`. The caller holds the lock.
 void unlist(const DeviceEntry* entry) {
   auto next = std::make_unique<List>(devices_now());
   std::erase(*next, entry);
@@ -141,8 +142,8 @@ bool is_listed(const DeviceEntry* entry) {
   return std::find(now.begin(), now.end(), entry) != now.end();
 }
 
-// The reason for which a device was lost. Reasons are few and read without a lock, so they are
-// never freed; the chain keeps them reachable.
+// The reason for which a device was lost. Reasons are few and are read without a lock, so they are
+// never freed; the linked list keeps them reachable for leak checkers.
 struct KeptReason {
   std::string text;
   KeptReason* next;
@@ -167,12 +168,13 @@ void DeviceEntry::last_gone() noexcept {
       const std::lock_guard lock(list_mutex);
       unlist(this);
       listed = false;
-    } catch (...) {  // the plugin goes only after the device is out of the list, so this waits for
-                     // memory
+    } catch (...) {  // The plugin may be unloaded only after its device has left the list, so retry
+                     // until there is memory.
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }
-  // Moved out, so that what it holds goes with it: the entry itself stays for ever.
+  // Moves the function out, so that its captures are destroyed after the call. The entry itself is
+  // never freed.
   const std::function<void()> gone = std::exchange(on_gone_, nullptr);
   if (gone) gone();
 }
@@ -264,7 +266,7 @@ Result<const te_fl_device_desc*> find(const Device& device) {
 
 namespace {
 
-// add(), without telling anybody.
+// add() without the call of the `added` hook.
 Result<Device> enlist(const te_fl_device_desc* desc) {
   TE_FL_RETURN_IF_ERROR(core::check_desc(desc));
   Device device{desc->device.type, desc->device.index, 0};
@@ -301,10 +303,10 @@ Result<Device> enlist(const te_fl_device_desc* desc) {
 
 Result<Device> add(const te_fl_device_desc* desc) {
   TE_FL_ASSIGN_OR_RETURN(const Device device, enlist(desc));
-  // Outside the lock, since the hook looks the device up.
+  // Called without the lock, since the hook looks the device up.
   try {
     if (auto* tell = core::g_device_hooks.added.load(std::memory_order_acquire)) tell(device);
-  } catch (...) {  // no memory for it: the device is not there then
+  } catch (...) {  // no memory for the hook's work: the device is removed again
     const std::lock_guard lock(core::list_mutex);
     core::unlist(core::entry_of(core::devices_now(), device));
     throw;
@@ -331,8 +333,9 @@ Status remove(const Device& device) {
     if (at == now.begin()) return failed_precondition("the host cannot be removed");
     entry = *at;
   }
-  // Closed first, so that no allocation slips in between the count and the new list. What te-fl
-  // holds can only shrink from then on; if it is less than it was, something else was counted.
+  // Closes the device before counting, so that no allocation happens between the count and the new
+  // list. From then on the objects that te-fl holds can only decrease; if their number changed, the
+  // comparison counted an object of another owner.
   const int64_t held = core::held_on(device);
   bool closed = entry->close(held);
   try {
@@ -340,7 +343,7 @@ Status remove(const Device& device) {
       entry->reopen();
       closed = false;
     }
-  } catch (...) {  // no memory to count it again
+  } catch (...) {  // no memory for the second count
     entry->reopen();
     throw;
   }
@@ -352,9 +355,10 @@ Status remove(const Device& device) {
   }
   try {
     core::bar_device(device);
-    core::wait_outside();  // ops on somebody else's memory hold no object of the device
+    core::wait_outside();  // ops on foreign memory hold no object of the device, so wait for them
+                           // here
     core::leave_device(device);
-  } catch (...) {  // no memory for it: the device stays
+  } catch (...) {  // no memory: the device stays in the list
     entry->unbar();
     entry->reopen();
     if (auto* tell = core::g_device_hooks.added.load(std::memory_order_acquire))
@@ -362,7 +366,8 @@ Status remove(const Device& device) {
     throw;
   }
   entry->release();
-  // A thread that has just come to look at it takes it out of the list as it leaves.
+  // Another thread may have pinned the entry for a moment; it then removes the entry from the list
+  // when it releases it.
   while (core::is_listed(entry)) std::this_thread::yield();
   return {};
 }

@@ -46,13 +46,13 @@ Status copy_by(const DeviceEntry& entry, void* dst, const void* src, size_t byte
       "copy of " + std::to_string(bytes) + " bytes by " + te_fl::to_string(entry.device));
 }
 
-// Between two devices that know nothing of each other: by way of the host, waiting for both
-// streams.
+// Copies between two devices that have no direct path. The data goes through host memory, and the
+// host waits for both streams.
 Status copy_by_host(const DeviceEntry& to, void* dst, void* dst_stream, const DeviceEntry& from,
                     const void* src, void* src_stream, size_t bytes) {
   TE_FL_ASSIGN_OR_RETURN(void* bounce, allocate(Device{}, bytes));
   const std::shared_ptr<void> owner(bounce, [](void* p) { free(Device{}, p); });
-  // A copy that says that it failed may have begun.
+  // A copy that returned an error may still have started.
   Status copied = copy_by(from, bounce, src, bytes, 1, src_stream);
   Status waited = core::wait_for_copies(from.device, src_stream, owner);
   TE_FL_RETURN_IF_ERROR(copied.ok() ? waited : copied);
@@ -67,7 +67,8 @@ bool captures(const Device& device, void* stream) {
   return capturing.ok() && *capturing;
 }
 
-// A graph would read or write the host memory again at every launch.
+// Refuses a copy from or to pageable host memory during a capture: each launch of the graph would
+// access that memory again.
 Status check_captured_copy(const Device& to, const Device& from, size_t bytes, void* stream) {
   const bool down = to.type == TE_FL_DEVICE_CPU, up = from.type == TE_FL_DEVICE_CPU;
   const Device& device = to.is_host() ? from : to;
@@ -89,7 +90,7 @@ Status check_copy_between(const Device& to, void* to_stream, const Device& from,
                              "the capture, or after the launch");
 }
 
-// Adds to an out-of-memory error who holds the device's memory.
+// Adds the largest holders of the device's memory to an out-of-memory error.
 Status out_of_memory(const Device& device, const Status& status) {
   const std::string holders = core::largest_allocations(device);
   if (holders.empty()) return status;
@@ -102,7 +103,7 @@ const char* kind_name(uint32_t kind) {
   return kNames[kind];
 }
 
-// True for memory that fills the device, which an out-of-memory error then lists.
+// True for memory that fills the device. An out-of-memory error lists such memory.
 bool is_counted(const Device& device, uint32_t kind) {
   return !device.is_host() && kind != TE_FL_MEMORY_PINNED;
 }
@@ -151,7 +152,7 @@ Result<void*> by_allocator(const core::AllocatorRef& allocator, const Device& de
   TE_FL_ASSIGN_OR_RETURN(void* data, allocator->allocate(memory));
   const Status noted = core::note_given(device, data, memory.bytes, {allocator, memory.stream});
   if (noted.ok()) return data;
-  // Memory that is in use already stays its owner's.
+  // Memory that overlaps a live block stays with that block's owner.
   if (noted.code() == StatusCode::kOutOfMemory) allocator->free(data, nullptr, nullptr);
   return noted;
 }
@@ -183,8 +184,8 @@ Result<void*> allocate(const Device& device, size_t bytes, void* stream) {
 
 Result<void*> allocate(const Device& device, const te_fl_memory_desc& request) {
   TE_FL_RETURN_IF_ERROR(check_memory(device, request));
-  // An allocator that is asked for no bytes may return null, or one address to all callers, so each
-  // call asks for one byte at least.
+  // Requests at least one byte: for zero bytes, an allocator may return null, or the same address
+  // to all callers.
   te_fl_memory_desc memory = request;
   memory.bytes = std::max<uint64_t>(memory.bytes, 1);
   TE_FL_ASSIGN_OR_RETURN(const Use use, Use::of(device));
@@ -215,7 +216,7 @@ void free(const Device& device, void* data, te_fl_memory_kind kind, void* stream
   const core::Inside inside(device);
   if (inside.too_late()) return;
   DeviceEntry* entry = core::find_device(device);
-  if (entry == nullptr) return;  // cannot be: live memory keeps a device in the list
+  if (entry == nullptr) return;  // does not happen: live memory keeps its device in the list
   const core::Giver giver =
       is_counted(device, kind) ? core::forget_allocation(device, data) : core::Giver{};
   if (giver.allocator != nullptr) {

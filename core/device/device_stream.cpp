@@ -22,11 +22,11 @@ constinit ForkMutex streams_mutex(LockLevel::kStreams);
 const ForkMutex::Registration streams_registration(streams_mutex);
 
 struct Known {
-  StreamRef own;  // until destroy_stream; null for streams that others made
+  StreamRef own;  // until destroy_stream; null for a foreign stream
   std::weak_ptr<StreamRecord> record;
-  bool made = false;  // by create_stream; it is being destroyed if the record has expired
+  bool made = false;  // by create_stream; if `record` has expired, it is being destroyed
 };
-using Key = std::tuple<int32_t, int32_t, uint32_t, void*>;  // a device and a handle
+using Key = std::tuple<int32_t, int32_t, uint32_t, void*>;  // device and stream or event handle
 Key key_of(const Device& device, void* handle) {
   return {device.type, device.index, device.provider, handle};
 }
@@ -36,8 +36,8 @@ std::map<Key, Known>& known_streams() {
   return *all;
 }
 
-// The timed events that are there, and whether they have been recorded. A plugin is not asked for
-// the time between events that have none.
+// The live timed events; true if the event has been recorded. Plugins are asked for the elapsed
+// time only between recorded events.
 std::map<Key, bool>& timed_events() {
   static auto* const all = new std::map<Key, bool>;
   return *all;
@@ -47,7 +47,7 @@ void destroy_on_device(const Device& device, void* handle) {
   const Inside inside(device);
   if (inside.too_late()) return;
   DeviceEntry* entry = find_device(device);
-  if (entry == nullptr) return;  // cannot be: a living stream keeps its device in the list
+  if (entry == nullptr) return;  // does not happen: a live stream keeps its device in the list
   const te_fl_device_desc& d = *entry->desc;
   ErrorText errors;
   report_release(errors.call([&] { return d.api->destroy_stream(d.self, handle, errors.sink()); }),
@@ -55,7 +55,7 @@ void destroy_on_device(const Device& device, void* handle) {
   entry->release();
 }
 
-// The record, made if there is none. The lock is held.
+// Returns the record and creates it if there is none. The caller holds the lock.
 StreamRef record_in(Known& known, const Device& device, void* handle) {
   if (StreamRef record = known.record.lock()) return record;
   auto record = std::make_shared<StreamRecord>(device, handle, false);
@@ -71,14 +71,14 @@ StreamRef living_record(const Device& device, void* handle) {
   return record_in(known, device, handle);
 }
 
-// The record of a stream that is known, or null.
+// The record of a known stream; null if there is none.
 StreamRef find_record(const Device& device, void* handle) {
   const std::lock_guard lock(streams_mutex);
   const auto at = known_streams().find(key_of(device, handle));
   return at != known_streams().end() ? at->second.record.lock() : nullptr;
 }
 
-// Threads that were freeing on a stream do not exist in a forked child.
+// In a forked child, drops the uses by threads of the parent, which do not exist in the child.
 void forget_uses() {
   const std::lock_guard lock(streams_mutex);
   for (auto& [key, known] : known_streams()) {
@@ -87,7 +87,7 @@ void forget_uses() {
 }
 const ForkedChild forked_child(LockLevel::kStreams, &forget_uses);
 
-// Takes a stream out that create_stream made; null if it is none.
+// Removes and returns a stream that create_stream made; null for any other stream.
 StreamRef take_own(const Device& device, void* handle) {
   const std::lock_guard lock(streams_mutex);
   const auto at = known_streams().find(key_of(device, handle));
@@ -104,7 +104,7 @@ StreamRecord::~StreamRecord() {
   }
   const std::lock_guard lock(streams_mutex);
   const auto at = known_streams().find(key_of(device, handle));
-  // The handle may have come again meanwhile.
+  // A new stream may have got the same handle meanwhile; its record is kept.
   if (at != known_streams().end() && at->second.record.expired()) known_streams().erase(at);
 }
 
@@ -173,7 +173,7 @@ Status null_event(const Device& device) {
                           " is null; make it with devices::create_event");
 }
 
-// An error if this event has no time; OK if it has one, or will have one once it is done.
+// An error if this event has no time. OK if it has one or will have one when its work is done.
 Status check_timed(const Device& device, void* event, const std::string& which) {
   if (event == nullptr) return null_event(device);
   const std::string text = "the " + which + " event of " + te_fl::to_string(device);
@@ -210,7 +210,7 @@ Result<void*> create_stream(const Device& device) {
 
 void destroy_stream(const Device& device, void* stream) noexcept {
   if (stream == nullptr) return;
-  if (core::take_own(device, stream) != nullptr) return;  // it goes with its last owner
+  if (core::take_own(device, stream) != nullptr) return;  // its last owner destroys it
   try {
     log::error("destroy_stream on " + te_fl::to_string(device) +
                ": this is no stream that create_stream made; it is left alone");
@@ -233,10 +233,10 @@ Status retire_stream(const Device& device, void* stream) {
                                ": the stream is being captured into a graph; end the capture "
                                "first");
   }
-  Status waited;  // the wait for its work, since its memory goes on elsewhere after that
+  Status waited;  // the wait for the stream's work: its memory is used on other streams afterwards
   if (core::find_record(device, stream) != nullptr) waited = synchronize(device, stream);
-  // A thread that frees on the stream from now on finds it retired; this thread waits for those
-  // that have begun to.
+  // A thread that frees memory on the stream from now on sees that it is retired. Waits here for
+  // the threads that have already begun to free.
   const core::StreamRef record = core::stream_record(device, stream);
   record->retired.store(true, std::memory_order_seq_cst);
   while (record->in_use.load(std::memory_order_seq_cst) != 0) std::this_thread::yield();
@@ -405,7 +405,7 @@ Result<bool> is_capturing(const Device& device, void* stream) {
   const te_fl_status code =
       errors.call([&] { return d.api->is_capturing(d.self, stream, &capturing, errors.sink()); });
   if (code == TE_FL_OK) return capturing != 0;
-  if (TE_FL_STATUS_CODE(code) == TE_FL_UNSUPPORTED) return false;  // the device has no captures
+  if (TE_FL_STATUS_CODE(code) == TE_FL_UNSUPPORTED) return false;  // no captures on this device
   return core::device_status(device, stream, errors, code,
                              "asking " + te_fl::to_string(device) + " whether it captures");
 }
@@ -433,7 +433,7 @@ Stream::~Stream() { devices::destroy_stream(device_, handle_); }
 Status Stream::synchronize() const { return devices::synchronize(device_, handle_); }
 
 Status Stream::wait(const Event& event) const {
-  if (event.get() == nullptr) {  // its device says nothing: it is the host's
+  if (event.get() == nullptr) {  // its device() is the host by default, so the message omits it
     return invalid_argument("the event is empty (default-made or moved from), so a stream of " +
                             to_string(device_) + " cannot wait for it; make it with Event::create");
   }

@@ -10,10 +10,11 @@
 #include "te_fl/device.hpp"
 #include "te_fl/log.hpp"
 
-// Counts a call of a device's function in and out, and turns its answer into a status.
+// Helpers for calls of device functions: reference counts, and conversion of the returned codes
+// into statuses.
 namespace te_fl::core {
 
-// NOT_FOUND names the devices that exist, DEVICE_LOST says since when.
+// Finds a device. NOT_FOUND lists the devices that exist; DEVICE_LOST says why the device was lost.
 inline Result<DeviceEntry*> device_entry(const Device& device) {
   DeviceEntry* entry = find_device(device);
   if (entry == nullptr) return absent_device(device);
@@ -21,21 +22,22 @@ inline Result<DeviceEntry*> device_entry(const Device& device) {
   return entry;
 }
 
-// Counts an object in, or says that the device is going. To be called while it is in use (below).
+// Adds a reference for a new object, or returns an error if the device is being withdrawn. Call it
+// while a DeviceUse (below) of the device lives.
 inline Result<DeviceEntry*> acquire_device(const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, device_entry(device));
   if (!entry->acquire()) return not_found(withdrawn_device(device).message());
   return entry;
 }
 
-// A device in use for the length of a call: it does not go meanwhile, and a withdrawal waits for
-// the call. The host never goes, so it is not counted.
+// Keeps a device for the length of a call: the device stays, and a withdrawal waits for the call.
+// The host is never withdrawn, so it is not counted.
 class DeviceUse {
  public:
   static Result<DeviceUse> of(const Device& device) {
     TE_FL_ASSIGN_OR_RETURN(DeviceEntry * entry, device_entry(device));
     if (entry->desc == host_device()) return DeviceUse(entry, false);
-    DeviceUse use(entry, false);  // inside, before it is looked whether the device is there
+    DeviceUse use(entry, false);  // marks the thread as inside before it checks the device
     if (use.inside_.too_late()) return process_ends("no device is used");
     if (!entry->pin()) return not_found(withdrawn_device(device).message());
     use.counted_ = true;
@@ -60,20 +62,21 @@ class DeviceUse {
   bool counted_;
 };
 
-// A function of a device's table; null where the table ends before it (R3).
+// Reads a function from a device's table; null if the table is shorter (R3).
 template <class F>
 F slot(const te_fl_device_api& api, F te_fl_device_api::*member) noexcept {
   const auto* at = reinterpret_cast<const char*>(&(api.*member));
   const auto end = static_cast<size_t>(at - reinterpret_cast<const char*>(&api)) + sizeof(F);
   return end <= api.struct_size ? api.*member : nullptr;
 }
-// Turns into a status the code that a device returned for work on `stream`. An error may come from
-// any op enqueued before, which is then named; after a sticky one the device is lost.
+// Converts a code that a device returned for work on `stream` into a status. Any op enqueued
+// earlier may have caused the error, so the message lists the recent ops. A sticky error marks the
+// device as lost.
 Status device_status(const Device& device, void* stream, const ErrorText& errors, te_fl_status code,
                      const std::string& what);
 
-// Turns into a result the code and the object that a device returned, for an object that was
-// counted in; ends the count when it is an error.
+// Converts the code and object that a device returned into a result. The caller took a reference to
+// the device for the object; an error drops it.
 inline Result<void*> made_object(DeviceEntry* entry, const ErrorText& errors, te_fl_status code,
                                  void* object, const char* what) {
   if (code == TE_FL_OK && object != nullptr) return object;
@@ -83,8 +86,8 @@ inline Result<void*> made_object(DeviceEntry* entry, const ErrorText& errors, te
   return device_status(device, nullptr, errors, code, what + to_string(device));
 }
 
-// A release that failed can only be reported: the object is gone for its owner. A device that is
-// lost is retired all the same.
+// Logs a failed release. The owner no longer has the object, so nothing else can be done. A lost
+// device is marked as lost as well.
 inline void report_release(te_fl_status code, const ErrorText& errors,
                            const Device& device) noexcept {
   if (code == TE_FL_OK) return;

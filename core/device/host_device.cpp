@@ -19,7 +19,7 @@ void report(const te_fl_error_sink* sink, const std::string& text) {
   if (sink != nullptr && sink->write != nullptr) sink->write(sink->host, text.c_str());
 }
 
-// Rounded up to a multiple, at least one; 0 if it does not fit.
+// `bytes` rounded up to a multiple of `multiple`, at least one multiple; 0 on overflow.
 size_t round_up(size_t bytes, size_t multiple) {
   if (bytes > SIZE_MAX - multiple) return 0;
   return bytes == 0 ? multiple : (bytes + multiple - 1) / multiple * multiple;
@@ -30,8 +30,8 @@ te_fl_status out_of_memory(size_t bytes, const te_fl_error_sink* sink) {
   return TE_FL_OUT_OF_MEMORY | TE_FL_CLEAN;
 }
 
-// Pinned memory: whole pages, locked if the limit (RLIMIT_MEMLOCK) allows it, with one page in
-// front that remembers the size.
+// Allocates pinned memory: whole pages, locked if RLIMIT_MEMLOCK allows it. A page in front of them
+// stores the size.
 te_fl_status allocate_pinned(size_t bytes, size_t alignment, void** out,
                              const te_fl_error_sink* sink) {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -48,11 +48,11 @@ te_fl_status allocate_pinned(size_t bytes, size_t alignment, void** out,
   if (base == MAP_FAILED) return out_of_memory(bytes, sink);
   *static_cast<size_t*>(base) = page + body;
   *out = static_cast<char*>(base) + page;
-  (void)mlock(*out, body);  // best effort: unlocked memory is correct too
+  (void)mlock(*out, body);  // best effort: memory that is not locked works too
   return TE_FL_OK;
 }
 
-// The host's memory is managed and visible to its peers anyhow.
+// Host memory counts as managed memory and as visible to peers in any case.
 te_fl_status allocate(void*, const te_fl_memory_desc* memory, void** out,
                       const te_fl_error_sink* sink) {
   if (memory->kind == TE_FL_MEMORY_PINNED) {
@@ -73,7 +73,7 @@ te_fl_status release(void*, void* data, uint32_t kind, void*, const te_fl_error_
   return TE_FL_OK;
 }
 
-// The host's work is done when it is enqueued, so an event is a time.
+// Host work is complete when the call returns, so an event is only a point in time.
 using Clock = std::chrono::steady_clock;
 using HostEvent = std::atomic<Clock::rep>;
 
@@ -123,7 +123,7 @@ te_fl_status is_capturing(void*, void*, int32_t* capturing, const te_fl_error_si
   return TE_FL_OK;
 }
 
-// "model name" of the first processor, or "host".
+// Writes the "model name" of the first processor, or "host" if it is unknown.
 void processor_name(char* out, size_t size) {
   std::snprintf(out, size, "host");
   std::FILE* file = std::fopen("/proc/cpuinfo", "re");
@@ -183,7 +183,8 @@ const te_fl_device_desc* host_device() { return &kHost; }
 uint32_t available_cores() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) == 0) return static_cast<uint32_t>(CPU_COUNT(&set));
-  const long count = sysconf(_SC_NPROCESSORS_ONLN);  // more processors than a cpu_set_t holds
+  const long count = sysconf(_SC_NPROCESSORS_ONLN);  // for machines with more processors than a
+                                                     // cpu_set_t holds
   return count > 0 ? static_cast<uint32_t>(count) : 1;
 }
 

@@ -4,11 +4,11 @@
 
 namespace te_fl::core {
 
-// The host's memory as a device, like any plugin's. It has no state, so a forked child can go on
-// using it, and no streams: every call has taken effect when it returns.
+// The host's memory as a device, with the table of a plugin's device. It has no state, so a forked
+// child can use it. It has no streams: every call is complete when it returns.
 const te_fl_device_desc* host_device();
 
-// Cores that this process may run on.
+// The number of cores that this process may run on.
 uint32_t available_cores();
 
 }  // namespace te_fl::core

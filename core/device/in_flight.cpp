@@ -9,7 +9,7 @@
 namespace te_fl::core {
 namespace {
 
-// Never freed, and found by who looks for leaks.
+// Memory that is never freed. The list keeps it reachable for leak checkers.
 struct Kept {
   std::shared_ptr<void> memory;
   Kept* next;
@@ -20,7 +20,7 @@ constinit std::atomic<Kept*> g_kept{nullptr};
 
 Status wait_for_copies(const Device& device, void* stream, std::shared_ptr<void> memory) {
   Status first = devices::synchronize(device, stream);
-  // A lost device does no work any more.
+  // A lost device does not run any more work, so the memory may be freed.
   if (first.ok() || memory == nullptr || first.code() == StatusCode::kDeviceLost) return first;
   if (devices::synchronize(device, stream).ok()) return first;
   auto* kept = new Kept{std::move(memory), g_kept.load(std::memory_order_relaxed)};

@@ -6,10 +6,10 @@
 
 namespace te_fl::core {
 
-// Waits for the copies on a stream that read or write `memory`, which its caller is about to give
-// up. After an error that may be an earlier op's, which is told once, it waits again; if that fails
-// too, the copies may still be going on, and `memory` is kept until the process ends. The first
-// wait's status.
+// Waits for the copies on a stream that read or write `memory`, before the caller frees it. The
+// first wait may report the error of an earlier op, so after an error the function waits again. If
+// the second wait fails too, the copies may still be running, and `memory` is kept until the
+// process ends. Returns the status of the first wait.
 Status wait_for_copies(const Device& device, void* stream, std::shared_ptr<void> memory);
 
 }  // namespace te_fl::core

@@ -6,12 +6,12 @@
 #include "core/base/process_end.hpp"
 #include "te_fl/device.hpp"
 
-// Keeps account of the threads that are inside an op or a function of a device. What a thread may
-// be using there is released only after it has left, so a withdrawal first makes new calls stay out
-// and then waits.
+// Tracks which threads are inside an op or a device function. Objects that such a thread may use
+// are freed only after it has left: a withdrawal first keeps new calls out and then waits.
 namespace te_fl::core {
 
-// The registry's way to mark threads (registry/epoch.hpp). Without a registry nothing is withdrawn.
+// The registry's functions that mark threads (registry/epoch.hpp). Without a registry nothing is
+// ever withdrawn.
 struct InsideHooks {
   void (*enter)();
   void (*leave)() noexcept;
@@ -20,9 +20,9 @@ struct InsideHooks {
 };
 inline constinit std::atomic<const InsideHooks*> g_inside{nullptr};
 
-// The calling thread is inside a function of the device as long as this lives. To be made before it
-// is looked whether the device is still open, and after what may load its plugin, which is not done
-// inside. The host never goes, so nothing is done for it.
+// Marks the calling thread as inside a function of the device while this object lives. Create it
+// before checking whether the device is open, and after any code that may load its plugin, since
+// plugins are not loaded from inside. Does nothing for the host, which is never withdrawn.
 class Inside {
  public:
   explicit Inside(const Device& device)
@@ -32,7 +32,7 @@ class Inside {
   }
   Inside(Inside&& other) noexcept : hooks_(std::exchange(other.hooks_, nullptr)) {}
   Inside& operator=(Inside&&) = delete;
-  // True if another thread ends the process: what belongs to the device is then left as it is.
+  // True if another thread is ending the process: the caller must not touch the device.
   bool too_late() const noexcept { return hooks_ != nullptr && ends_elsewhere(); }
   ~Inside() {
     if (hooks_ != nullptr) hooks_->leave();
@@ -48,7 +48,7 @@ inline bool is_inside() noexcept {
   return hooks != nullptr && hooks->is_inside();
 }
 
-// Returns when every thread that was inside has left. Not to be called from inside.
+// Waits until every thread that was inside has left. Must not be called from inside.
 inline void wait_outside() {
   const InsideHooks* hooks = g_inside.load(std::memory_order_acquire);
   if (hooks != nullptr) hooks->wait_outside();

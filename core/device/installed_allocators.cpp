@@ -17,11 +17,11 @@ struct Installed {
   Device device;
   AllocatorRef allocator;
 };
-std::vector<Installed>& installed() {  // never freed: memory may be freed at exit
+std::vector<Installed>& installed() {  // never destroyed: memory may be freed at exit
   static auto* const all = new std::vector<Installed>;
   return *all;
 }
-// This counts them, so that programs without one take no lock.
+// The number of installed allocators. While it is 0, no lock is taken.
 std::atomic<int> g_installed{0};
 
 }  // namespace

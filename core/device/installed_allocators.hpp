@@ -4,19 +4,19 @@
 
 #include "te_fl/device.hpp"
 
-// The allocators that programs have installed (R25), by device. Thread-safe; where there is none,
-// no lock is taken.
+// The allocators that programs have installed (R25), by device. Thread-safe. Takes no lock while no
+// allocator is installed.
 namespace te_fl::core {
 
-class Allocator;  // core/device/allocator.hpp
+class Allocator;  // declared in core/device/allocator.hpp
 using AllocatorRef = std::shared_ptr<const Allocator>;
 
-// The one that is installed for a device; null if there is none.
+// The allocator that is installed for a device; null if there is none.
 AllocatorRef allocator_of(const Device& device) noexcept;
-// Puts `next`, or none if it is null, in the place of the device's allocator, which is returned so
-// that it goes outside the lock.
+// Installs `next` for the device, or none if it is null. Returns the previous allocator, so that
+// the caller destroys it outside of the lock.
 AllocatorRef exchange_allocator(const Device& device, AllocatorRef next);
-// The device has gone.
+// Removes the allocator of a device that was removed.
 void drop_allocator(const Device& device) noexcept;
 
 }  // namespace te_fl::core

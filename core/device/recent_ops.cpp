@@ -17,15 +17,16 @@ struct Note {
   const char* impl_id = nullptr;
 };
 
-// One place of the ring. `turn` is odd while a writer is inside, and differs before and after for a
-// reader that met one. Who finds another writer inside leaves its note out.
+// One slot of the ring, protected as a seqlock. `turn_` is odd while a writer is inside; a reader
+// that sees it change discards what it read. A writer that finds another writer inside drops its
+// note.
 class Slot {
  public:
   void write(uint64_t turn, const Note& note) noexcept {
     uint64_t before = turn_.load(std::memory_order_relaxed);
     if (before % 2 != 0 || before > 2 * turn) return;
     if (!turn_.compare_exchange_strong(before, 2 * turn + 1, std::memory_order_acq_rel)) return;
-    constexpr auto kOrder = std::memory_order_release;  // after the turn
+    constexpr auto kOrder = std::memory_order_release;  // ordered after the store of turn_
     type_.store(note.device.type, kOrder);
     index_.store(note.device.index, kOrder);
     provider_.store(note.device.provider, kOrder);
@@ -35,7 +36,7 @@ class Slot {
     turn_.store(2 * turn + 2, kOrder);
   }
   std::optional<Note> read(uint64_t turn) const noexcept {
-    constexpr auto kOrder = std::memory_order_acquire;  // before the turn is read again
+    constexpr auto kOrder = std::memory_order_acquire;  // ordered before the second load of turn_
     if (turn_.load(kOrder) != 2 * turn + 2) return {};
     const Note note{{type_.load(kOrder), index_.load(kOrder), provider_.load(kOrder)},
                     stream_.load(kOrder),

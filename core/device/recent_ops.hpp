@@ -4,15 +4,15 @@
 
 #include "te_fl/device.hpp"
 
-// The ops that were enqueued last on devices. A device's error shows when somebody waits for it,
-// long after the call that caused it: then these are the suspects.
+// The ops that were enqueued last on each device. A device reports an error at a later wait, long
+// after the call that caused it; these ops are the suspects.
 namespace te_fl::core {
 
-// Both texts must last as long as the process. Lock-free; a few nanoseconds.
+// Records an op. Both strings must live as long as the process. Lock-free; takes a few nanoseconds.
 void note_op(const Device& device, void* stream, const char* op, const char* impl_id) noexcept;
 
-// "'gelu' by vendor.cuda, ...", newest first: those of the stream, then others of the device, at
-// most `count`. Empty if there are none.
+// The last ops for an error message, newest first, at most `count`: "'gelu' by vendor.cuda, ...".
+// Ops of `stream` come first, then others of the device. Empty if there are none.
 std::string recent_ops(const Device& device, void* stream, int count = 6);
 
 }  // namespace te_fl::core

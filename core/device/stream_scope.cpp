@@ -1,4 +1,4 @@
-// The calling thread's streams: scopes, each for one device.
+// The stream scopes of the calling thread.
 #include <algorithm>
 #include <iterator>
 #include <string>
@@ -37,7 +37,7 @@ const Frame* frame_for(const Device& device) noexcept {
   return frame;
 }
 
-// True if the device's plugin takes the stream for its own, or cannot tell.
+// True if the device's plugin accepts the stream as its own, or cannot tell.
 bool may_have(const Device& device, void* stream) {
   const Result<core::DeviceUse> use = core::DeviceUse::of(device);
   if (!use.ok()) return false;
@@ -48,21 +48,21 @@ bool may_have(const Device& device, void* stream) {
   return errors.call([&] { return check(d.self, stream, errors.sink()); }) == TE_FL_OK;
 }
 
-// True if one plugin provides all of the devices.
+// True if all devices come from one plugin.
 bool one_provider(const std::vector<Device>& all) {
   const core::DeviceEntry* first = nullptr;
   for (const Device& d : all) {
     const core::DeviceEntry* entry = core::find_device(d);
-    if (entry == nullptr) return false;  // it has just gone
+    if (entry == nullptr) return false;  // it has just been removed
     if (first == nullptr) first = entry;
     if (entry->provider != first->provider) return false;
   }
   return true;
 }
 
-// The devices that a stream may belong to: those on which te-fl made it, or else all that do not
-// deny it. Only its own provider is asked about a handle: another would take it for a pointer to
-// something of its own library, and follow it.
+// The devices that a stream may belong to: those on which te-fl made it; if there is none, all
+// whose plugin does not deny it. With several providers none is asked about a handle: a plugin may
+// dereference a foreign handle as a pointer of its own library.
 std::vector<Device> devices_of(void* stream) {
   std::vector<Device> all = core::ready_devices(), made;
   std::erase_if(all, [](const Device& d) { return d.is_host(); });
@@ -139,7 +139,7 @@ std::vector<OpenStream> open_streams() {
   std::vector<OpenStream> streams;
   for (const Frame* frame = t_innermost; frame != nullptr; frame = frame->outer) {
     streams.push_back({frame->device, frame->of == Frame::Of::kOne, frame->handle});
-    if (frame->of != Frame::Of::kOne) break;  // it hides those further out
+    if (frame->of != Frame::Of::kOne) break;  // this scope hides the outer ones
   }
   std::ranges::reverse(streams);
   return streams;

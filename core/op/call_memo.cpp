@@ -7,23 +7,24 @@
 namespace te_fl::core {
 namespace {
 
-constexpr uint64_t kPlanAlignment = 256;  // as far as a plan's key tells alignments apart
-constexpr uint64_t kMostAlignment = 8;    // of an element of any dtype
+constexpr uint64_t kPlanAlignment = 256;  // the largest alignment that a plan's key records
+constexpr uint64_t kMostAlignment = 8;    // the largest alignment of an element of any dtype
 
-// Returns all bits up to the lowest one of the address, which are as many as it is aligned to, as
-// far as a plan's key tells.
+// Returns a mask of the bits up to and including the lowest set bit of the address. It encodes the
+// address's alignment, up to kPlanAlignment.
 uint64_t alignment_mask(uint64_t address) noexcept {
   const uint64_t bits = address | kPlanAlignment;
   return bits ^ (bits - 1);
 }
 
-// Puts a call's addresses and numbers in the place of a record's, and looks at what they are.
+// Writes the addresses and numbers of a call into a record of the same layout, and records in which
+// ways they differ from the old ones.
 struct TakeOverSink {
   uint64_t* at;
-  uint64_t begin = 0;     // where the tensor's memory begins
-  uint64_t less = 0;      // less aligned
-  uint64_t other = 0;     // aligned otherwise
-  uint64_t presence = 0;  // the highest bit: absent where it was present, or present now
+  uint64_t begin = 0;     // the address of the tensor's data
+  uint64_t less = 0;      // nonzero if an address is less aligned than before
+  uint64_t other = 0;     // nonzero if an alignment changed
+  uint64_t presence = 0;  // highest bit: an argument became absent or present
   uint64_t renumbered = 0;
   bool structure(uint64_t) noexcept {
     ++at;
@@ -37,7 +38,7 @@ struct TakeOverSink {
   TE_FL_INLINE void address(uint64_t now) noexcept {
     const uint64_t old = *at;
     *at++ = now;
-    presence |= (old - 1) ^ (now - 1);  // no address of a process has the highest bit
+    presence |= (old - 1) ^ (now - 1);  // user-space addresses have a zero highest bit
     const uint64_t was = alignment_mask(old);
     less |= now & (was >> 1) & (kMostAlignment - 1);
     other |= was ^ alignment_mask(now);
@@ -59,8 +60,8 @@ struct Sharing {
   bool allowed = false;
 };
 
-// Tells if an output begins where another tensor begins. `begins` are hashes of the addresses: two
-// tensors that agree in them by chance are left to the Finder.
+// Finds whether an output begins at the address of another tensor. `begins` holds hashes of the
+// addresses. A hash collision counts as sharing; the Finder then decides.
 Sharing find_sharing(const CallLayout& layout, const uint32_t* begins) noexcept {
   Lanes forbidden{}, allowed{};
   for (const CallLayout::Output& output : layout.outputs) {
@@ -74,8 +75,8 @@ Sharing find_sharing(const CallLayout& layout, const uint32_t* begins) noexcept 
   return {any(forbidden), any(allowed)};
 }
 
-// Hashes below this and those of arguments from it on stand for absent memory; each argument has
-// its own.
+// In place of a hash, an absent argument has a number that no other argument has: from 0 for
+// tensors, from kAbsent for lists.
 constexpr uint32_t kAbsent = 64;
 
 uint32_t hash_of(uint64_t begin) noexcept {
@@ -85,10 +86,10 @@ void note_begin(uint32_t* begins, size_t i, uint64_t begin) noexcept {
   begins[i] = begin == 0 ? static_cast<uint32_t>(i) : hash_of(begin);
 }
 
-// Lists are gone through in pieces of as many elements.
+// Lists are processed in chunks of this many elements.
 constexpr size_t kPiece = 64;
 
-// Holds hashes of where the elements of a piece begin, list by list.
+// Hashes of the start addresses of one chunk's elements, for each list.
 struct Begins {
   alignas(16) uint32_t of[CallLayout::kMaxLists][kPiece];
 };
@@ -97,12 +98,12 @@ typedef uint64_t Addresses __attribute__((vector_size(16)));
 
 uint64_t all_of(const Addresses& addresses) noexcept { return addresses[0] | addresses[1]; }
 
-// These places are where the elements of a piece of a list were and are.
+// The earlier and the current start addresses of one chunk's list elements.
 struct Places {
   alignas(16) uint64_t was[kPiece], is[kPiece];
 };
 
-// Looks at them as TakeOverSink::address() does; `count` is even.
+// Compares the two addresses of each element as TakeOverSink::address() does. `count` is even.
 void look_at(const Places& places, size_t count, TakeOverSink& sink) noexcept {
   Addresses presence{}, less{}, other{};
   for (size_t k = 0; k < count; k += 2) {
@@ -118,7 +119,8 @@ void look_at(const Places& places, size_t count, TakeOverSink& sink) noexcept {
   sink.other |= all_of(other);
 }
 
-// Takes over where `count` elements of a list are now, and steps over their words.
+// Writes the current start addresses of `count` list elements into the record. Returns the position
+// behind their words.
 uint64_t* replace_elements(const te_fl_tensor* const* items, size_t count, uint64_t* words,
                            TakeOverSink& sink, uint32_t* begins, uint32_t absent) noexcept {
   Places places;
@@ -135,7 +137,8 @@ uint64_t* replace_elements(const te_fl_tensor* const* items, size_t count, uint6
       places.was[k] = words[kAddressWord];
       now = t.dl.data == nullptr ? 0 : reinterpret_cast<uintptr_t>(t.dl.data) + t.dl.byte_offset;
       words[kAddressWord] = now;
-      // The rank is the one among the words, too, but those would have to be waited for.
+      // The record's words contain the rank too, but reading it from there would stall on that
+      // load.
       words += kExtentWord + t.dl.ndim;
     }
     places.is[k] = now;
@@ -146,7 +149,7 @@ uint64_t* replace_elements(const te_fl_tensor* const* items, size_t count, uint6
   return words;
 }
 
-// Returns true if elements of one index are the same; `count` is a multiple of kLanes.
+// True if the two arrays agree at any index. `count` is a multiple of kLanes.
 bool meet(const uint32_t* a, const uint32_t* b, size_t count) noexcept {
   Lanes hits{};
   for (size_t k = 0; k < count; k += CallLayout::kLanes) {
@@ -162,8 +165,8 @@ bool meet(const uint32_t* a, uint32_t b, size_t count) noexcept {
   return any(hits);
 }
 
-// Adds how a list shares memory with the op's tensors and the lists before it, of the elements that
-// a piece has.
+// Adds to `sharing` how one chunk of a list shares memory with the op's tensors and with the
+// preceding lists.
 void share_list(const CallLayout& layout, size_t l, const uint32_t* tensors, const Begins& begins,
                 size_t count, Sharing& sharing) noexcept {
   const CallLayout::List& list = layout.lists[l];
@@ -183,8 +186,8 @@ void share_list(const CallLayout& layout, size_t l, const uint32_t* tensors, con
   }
 }
 
-// Takes over where the lists' elements are. They are compared with the op's tensors and with those
-// of the same index in other lists, as the check does it.
+// Writes the current start addresses of all list elements into the record. Compares each element
+// with the op's tensors and with the elements of other lists at its index, as the full check does.
 void replace_lists(const CallLayout& layout, const std::byte* args, CallRecord& record,
                    TakeOverSink& sink, const uint32_t* tensors, Sharing& sharing) noexcept {
   uint64_t* words[CallLayout::kMaxLists];
@@ -200,7 +203,7 @@ void replace_lists(const CallLayout& layout, const std::byte* args, CallRecord& 
     for (size_t l = 0; l < layout.lists.size(); ++l) {
       const ListItems all = items_of(layout.lists[l], args);
       const auto absent = static_cast<uint32_t>(kAbsent + l);
-      const size_t here = all.count == 0 ? 0 : count;  // 0: the list is left out
+      const size_t here = all.count == 0 ? 0 : count;  // 0: an omitted list
       words[l] = replace_elements(all.items + first, here, words[l], sink, begins.of[l], absent);
       std::fill(begins.of[l] + here, begins.of[l] + lanes, absent);
       share_list(layout, l, tensors, begins, lanes, sharing);
@@ -208,7 +211,7 @@ void replace_lists(const CallLayout& layout, const std::byte* args, CallRecord& 
   }
 }
 
-// Notes where each list's elements begin among the words of a call that is in order.
+// Records at which word each list's elements begin, for a call that passed the check.
 void note_lists(const CallLayout& layout, const std::byte* args, CallRecord& record) {
   CountSink sink;
   walk_tensors(layout, args, sink);
@@ -237,7 +240,8 @@ bool store(const CallLayout& layout, const void* raw, CallRecord& record) noexce
   }
 }
 
-// Takes the call's addresses and numbers over, and says how the memory is shared.
+// Writes the call's addresses and numbers into the record, and returns how its arguments share
+// memory.
 Sharing replace(const CallLayout& layout, const void* raw, CallRecord& record,
                 TakeOverSink& sink) noexcept {
   const auto* args = static_cast<const std::byte*>(raw);
@@ -251,13 +255,13 @@ Sharing replace(const CallLayout& layout, const void* raw, CallRecord& record,
   walk_rest(layout, args, sink);
   Sharing sharing = find_sharing(layout, begins);
   if (!layout.lists.empty()) replace_lists(layout, args, record, sink, begins, sharing);
-  // Empty tensors may share what others may not.
+  // Set for forbidden sharing too, since empty tensors may share addresses that others may not.
   record.shares = sharing.allowed || sharing.forbidden;
   return sharing;
 }
 
 TakeOverSink sink_of(CallRecord& record) noexcept {
-  return TakeOverSink{record.words.data() + 1};  // behind the struct's size
+  return TakeOverSink{record.words.data() + 1};  // skips the word of the struct's size
 }
 
 }  // namespace
@@ -278,7 +282,7 @@ Changes take_over(const CallLayout& layout, const void* args, CallRecord& record
     record.op = 0;
     return Changes::kUnclear;
   }
-  // Something has changed: if it is no number, then an address.
+  // If no number changed, an address did, since the caller found a difference.
   const bool plan = sink.renumbered != 0 || sink.other != 0 || shared || record.shares;
   return plan ? Changes::kPlan : Changes::kNone;
 }
@@ -289,7 +293,7 @@ bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
   if (!store(layout, args, record)) return false;
   record.hash = hash;
   record.signature = signature;
-  record.shares = true;  // where nobody looks
+  record.shares = true;  // the value for a call that replace() does not inspect
   TakeOverSink sink = sink_of(record);
   if (layout.lanes != 0) replace(layout, args, record, sink);
   record.op = layout.number;
@@ -301,12 +305,12 @@ void ExactMemo::take(const CompiledOp& op, const void* args) noexcept {
   const te_fl_op_schema& schema = op.schema();
   const ArgsView view(args);
   const uint32_t size = view.size();
-  // Padding may hold anything; such structs are merely recognised less often.
+  // Padding may have any value. A struct with padding is only recognised less often.
   if (size > kMaxArgs || size % 8 != 0) return;
   uint32_t count = 0;
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
     const te_fl_arg_desc& arg = *schema.args[i];
-    // The memo does not compare what lies behind other pointers.
+    // The memo does not compare the memory behind other pointers.
     if (arg.type == TE_FL_ARG_TENSOR_LIST || arg.type == TE_FL_ARG_I64_LIST ||
         arg.type == TE_FL_ARG_SAVED || arg.type == TE_FL_ARG_COMMUNICATOR) {
       return;

@@ -14,53 +14,53 @@
 #include "core/op/op_table.hpp"
 #include "te_fl/tensor.hpp"
 
-// A thread remembers calls that were in order, so that a call like an earlier one is recognised by
-// comparing its words instead of checking every rule again. This is exact: all that the rules
-// read is compared. A call on other memory or with other numbers is recognised too, once what the
-// rules say of those has been looked at again.
+// A per-thread memo of calls that passed the argument check. A later call with the same words skips
+// the full check. This is exact: every value that the check reads is compared. A call that differs
+// only in addresses or numbers is recognised too, after the rules about those have been checked
+// again.
 namespace te_fl::core {
 
 struct CallRecord {
-  uint64_t op = 0;  // CallLayout::number; 0: empty
+  uint64_t op = 0;  // CallLayout::number; 0: empty record
   uint64_t hash = 0;
   Signature signature;
-  bool shares = false;  // an output begins where another argument does
+  bool shares = false;  // an output may begin at another argument's address
   std::vector<uint64_t> words;
   uint32_t lists[CallLayout::kMaxLists] = {};  // where each list's elements begin in `words`
 };
 
-// Finds where a call is remembered. It returns false if the call cannot be, or is out of order.
+// Computes a call's hash. False if the call cannot be remembered or is malformed.
 inline bool hash_call(const CallLayout& layout, const std::byte* args, uint64_t& hash) noexcept;
 
-// The difference between a call and a record of the same words.
+// The effect of a call's new addresses and numbers, compared with a record of the same words.
 enum class Changes : uint8_t {
-  kNone,    // nothing that could matter to a plan
-  kPlan,    // it is in order, and a plan for the record may not serve it
-  kUnclear  // only the whole check can tell
+  kNone,    // none on a plan
+  kPlan,    // the call is valid, but the record's plan may not fit it
+  kUnclear  // only the full check can tell whether the call is valid
 };
 
-// Looks at the addresses and numbers of a call that the record does not have, and takes them over
-// if they are in order.
+// Writes the call's new addresses and numbers into the record, after checking the rules about them.
+// After kUnclear the record is empty.
 Changes take_over(const CallLayout& layout, const void* args, CallRecord& record) noexcept;
-// Fills the record with a call that the check found in order; false, and empty, if there is no
-// memory or the call is too long.
+// Fills the record with a call that passed the check. Returns false and leaves the record empty if
+// there is no memory or the call is too long.
 bool fill_record(const CallLayout& layout, const void* args, uint64_t hash,
                  const Signature& signature, CallRecord& record) noexcept;
 
-// The records of one thread, four ways, in sets that are made when a call first belongs there.
-// `Known` is what dispatch found out about the remembered call: a default-made one knows nothing,
-// `filled` says which call it is of, forget_plan() is called where a plan may not serve any more,
-// forget_answer() where an address or number is another.
+// The call records of one thread: a four-way set-associative cache whose sets are allocated at
+// first use. `Known` is dispatch's data about a remembered call: a default-constructed object is
+// empty, and `filled` numbers the call it belongs to. The memo calls forget_plan() when the plan
+// may no longer fit, and forget_answer() when an address or number changed.
 template <class Known>
 class CallMemo {
  public:
   static constexpr uint32_t kSets = 1024;
   static constexpr uint32_t kWays = 4;
-  static constexpr size_t kMaxWords = 1 << 18;  // of all records
+  static constexpr size_t kMaxWords = 1 << 18;  // total over all records
 
   struct Slot : CallRecord {
     Known known;
-    // The slot of the call that followed this one last time; never null in use.
+    // The slot of the call that followed this one last time; never null for a used slot.
     Slot* next = nullptr;
   };
 
@@ -68,15 +68,15 @@ class CallMemo {
   CallMemo(const CallMemo&) = delete;
   CallMemo& operator=(const CallMemo&) = delete;
 
-  // The slot of the call, whose signature it has; null if it is not known. Then `hash` is where
-  // put() will put it, 0 if it cannot be remembered.
+  // Returns the slot of the call, which holds its signature; null if the call is unknown. In that
+  // case `hash` is the key for put(), or 0 if the call cannot be remembered.
   TE_FL_INLINE Slot* find(const CallLayout& layout, const void* raw, uint64_t& hash) noexcept {
     hash = 0;
     const auto* args = static_cast<const std::byte*>(raw);
     if (load_as<uint32_t>(args) < layout.args_size) return nullptr;
     if (g_validate.load(std::memory_order_relaxed)) return nullptr;
-    // Programs make the same calls in the same order again and again, so the one that followed the
-    // last one is most likely this one, and its words can be compared at once.
+    // Programs repeat their calls in the same order, so the call that followed the last one is
+    // tried first, without computing a hash.
     Slot* const last = last_;
     Slot* const next = last->next;
     if (next->op == layout.number) [[likely]] {
@@ -93,7 +93,8 @@ class CallMemo {
     return found;
   }
 
-  // Remembers a call that find() did not know and the check found in order. Null if it cannot be.
+  // Remembers a call that find() did not know and that passed the check. Null if it cannot be
+  // remembered.
   Slot* put(const CallLayout& layout, const void* args, uint64_t hash,
             const Signature& signature) noexcept {
     Set* const made = hash == 0 ? nullptr : set_for(hash);
@@ -114,7 +115,7 @@ class CallMemo {
     return &slot;
   }
 
-  // For Known::filled: never given again.
+  // A value for Known::filled; each value is used only once.
   uint64_t new_number() noexcept { return ++fills_; }
 
  private:
@@ -124,7 +125,7 @@ class CallMemo {
     std::array<Slot, kWays> slots;
   };
 
-  // Null if there is no memory.
+  // Finds or creates the set of a hash; null if there is no memory.
   Set* set_for(uint64_t hash) noexcept {
     std::unique_ptr<Set>& set = sets_[hash % kSets];
     if (set == nullptr) {
@@ -135,20 +136,21 @@ class CallMemo {
     return set.get();
   }
 
-  // True if a call of the slot's words, other addresses and numbers aside, is in order; then the
-  // slot is the call's.
+  // True if the call, whose words equal the slot's except for addresses and numbers, is valid. The
+  // slot then describes this call.
   bool takes_over(const CallLayout& layout, const void* raw, Slot& slot) noexcept {
     const Changes changes = take_over(layout, raw, slot);
     slot.known.forget_answer();
     if (changes != Changes::kNone) {
-      // A call that this one runs inside of must not leave its plan here.
+      // The new number keeps an enclosing call, to which the slot may have belonged, from storing
+      // its plan here.
       slot.known.forget_plan();
       slot.known.filled = new_number();
     }
     return changes != Changes::kUnclear;
   }
 
-  // The slot of the call by its hash, which is found on the way.
+  // Finds the slot of the call by its hash; computes `hash`.
   [[gnu::noinline]] Slot* search(const CallLayout& layout, const void* raw,
                                  uint64_t& hash) noexcept {
     const auto* args = static_cast<const std::byte*>(raw);
@@ -166,13 +168,13 @@ class CallMemo {
       CompareSink sink{slot.words.data()};
       if (!walk_call(layout, args, sink) || sink.differs != 0) continue;
       if (sink.changed == 0 || takes_over(layout, raw, slot)) return &slot;
-      set.next = way;  // only the whole check can tell; put() replaces this slot
+      set.next = way;  // only the full check can tell; put() reuses this slot
       return nullptr;
     }
     return nullptr;
   }
 
-  // Long lists take much room; then what else is remembered goes.
+  // Long lists take much memory. Drops all records except `kept` if the limit is exceeded.
   void forget_others(const Slot& kept) noexcept {
     words_ = 0;
     for (const std::unique_ptr<Set>& set : sets_) {
@@ -189,23 +191,22 @@ class CallMemo {
   }
 
   std::array<std::unique_ptr<Set>, kSets> sets_;
-  Slot none_;            // never a call's
-  Slot* last_ = &none_;  // of the last call
+  Slot none_;            // belongs to no call
+  Slot* last_ = &none_;  // the slot of the last call
   size_t words_ = 0;
   uint64_t fills_ = 0;
 };
 
-// One call, byte for byte: its argument struct, the structs that it points to and their extents.
-// For callers that make the same call with the same tensor objects again and again, as those of a
-// prepared handle do. It knows no member but the pointers, which it follows in the order in which
-// they are found equal.
+// Remembers one call byte by byte: its argument struct, the structs that it points to, and their
+// extents. For callers that repeat one call with the same tensor objects, such as prepared handles.
+// Pointers are compared before they are followed; no other member is interpreted.
 class ExactMemo {
  public:
-  static constexpr uint32_t kMaxArgs = 256;  // bytes of the argument struct
+  static constexpr uint32_t kMaxArgs = 256;  // size limit of the argument struct
   static constexpr uint32_t kMaxTensors = 12;
   static constexpr uint32_t kMaxRank = 4;
 
-  // True if this is the remembered call. Nothing else needs to be checked then.
+  // True if this is the remembered call; it then needs no other check.
   bool is(const void* raw) const noexcept {
     if (size_ == 0 || raw == nullptr || g_validate.load(std::memory_order_relaxed)) return false;
     const auto* args = static_cast<const char*>(raw);
@@ -215,11 +216,11 @@ class ExactMemo {
     for (const char *at = args, *end = args + size_; at != end; at += 8) {
       other |= load_as<uint64_t>(at) ^ *expected++;
     }
-    if (other != 0) return false;  // the pointers below are the caller's own
+    if (other != 0) return false;  // the remembered pointers may be dangling if the structs differ
     Words differs{};
     for (const One* one = tensors_; one != tensors_ + count_; ++one) {
       const auto* t = reinterpret_cast<const char*>(one->tensor);
-      // The struct is as long, and what it points to is where it was.
+      // Checks the struct's size, its rank and its shape pointer before following that pointer.
       if (load_as<uint64_t>(t) != one->bytes[0]) return false;
       if (load_as<uint64_t>(t + kRankOffset) != one->bytes[kRankOffset / 8]) return false;
       if (load_as<const int64_t*>(t + kShapeOffset) != one->shape) return false;
@@ -245,7 +246,7 @@ class ExactMemo {
     return (differs[0] | differs[1]) == 0;
   }
   void forget() noexcept { size_ = 0; }
-  // Takes a call that check() found in order, or becomes empty if it is not of the kind.
+  // Remembers a call that passed check(), or becomes empty if calls of this kind are not supported.
   void take(const CompiledOp& op, const void* args) noexcept;
 
  private:
@@ -265,14 +266,13 @@ class ExactMemo {
   };
   static_assert(sizeof(te_fl_tensor) % 16 == 0 && sizeof(te_fl_quant) % 8 == 0);
 
-  uint32_t size_ = 0;  // of the argument struct; 0: empty
+  uint32_t size_ = 0;  // size of the argument struct; 0: empty
   uint32_t count_ = 0;
   uint64_t args_[kMaxArgs / 8];
   One tensors_[kMaxTensors];
 };
 
-// Odd factors, one for each extent that a hash takes in, so that no multiplication waits for
-// another.
+// One odd factor for each extent in a hash, so that the multiplications are independent.
 inline constexpr auto kHashFactors = [] {
   std::array<uint64_t, CallLayout::kMaxHashed * kMaxRank + 1> factors{};
   uint64_t state = 0;

@@ -10,7 +10,7 @@ std::atomic<uint64_t> g_numbers{1};
 
 bool is_wide(const Arg& arg) { return arg.type == TE_FL_ARG_I64 || arg.type == TE_FL_ARG_F64; }
 
-// True for a scalar on whose value other checks depend.
+// True for a scalar whose value decides which other checks apply.
 bool decides(const CompiledOp::Impl& op, size_t i) {
   const te_fl_arg_type type = op.args[i].type;
   if (type == TE_FL_ARG_BOOL || type == TE_FL_ARG_ENUM) return true;
@@ -18,7 +18,7 @@ bool decides(const CompiledOp::Impl& op, size_t i) {
                      [&](const Arg& a) { return a.inout_if == static_cast<int>(i); });
 }
 
-// Neighbours of 4 bytes and one kind are read together.
+// Adds a scalar. Two adjacent 4-byte scalars of one kind become one 8-byte read.
 void add_scalar(CallLayout& layout, const Arg& arg, bool structure) {
   const CallLayout::Scalar scalar{arg.offset, is_wide(arg), structure};
   if (!layout.scalars.empty()) {
@@ -45,7 +45,8 @@ CallLayout::Output make_output(const CompiledOp::Impl& op, const std::vector<uin
   return output;
 }
 
-// This says if two arguments may have one address; of two that are only read nobody asks.
+// Says how two arguments may share an address. kRead: both are only read, so sharing does not
+// matter.
 enum class Alias { kRead, kAllowed, kForbidden };
 Alias alias_of(const CompiledOp::Impl& op, uint8_t i, uint8_t j) {
   const Arg &a = op.args[i], &b = op.args[j];
@@ -77,7 +78,7 @@ std::unique_ptr<const CallLayout> make_layout(const CompiledOp::Impl& op) {
   layout->op = &op;
   layout->number = g_numbers.fetch_add(1, std::memory_order_relaxed);
   layout->args_size = op.schema.args_size;
-  std::vector<uint8_t> tensors, lists;  // arguments, as numbered in layout->tensors and lists
+  std::vector<uint8_t> tensors, lists;  // indices of arguments, as in layout->tensors and lists
   for (size_t i = 0; i < op.args.size(); ++i) {
     const Arg& arg = op.args[i];
     if (arg.is_tensor()) {

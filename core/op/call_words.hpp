@@ -10,12 +10,12 @@
 #include "core/op/compiled_op.hpp"
 #include "core/tensor/quant_parts.hpp"
 
-// A call's metadata as a sequence of words: the one place that lists what a caller's structs say.
-// Recognising a call, remembering one and the key of its plan are all made from it, so a member
-// that is added to a tensor is added here once.
+// A call's metadata as a sequence of words. This is the only place that enumerates the members of
+// the caller's structs. The memo of calls and the keys of plans are built from it, so a new member
+// of a tensor is added here only.
 namespace te_fl::core {
 
-// The code below stands on the way of every call.
+// The code below runs on every call.
 #define TE_FL_INLINE [[gnu::always_inline]] inline
 
 template <class T>
@@ -25,40 +25,42 @@ TE_FL_INLINE T load_as(const void* p) noexcept {
   return value;
 }
 
-// The offsets of an op's argument struct, compiled once.
+// The offsets of an op's arguments, computed once.
 struct CallLayout {
   struct List {
     uint32_t offset, count_offset;
-    // A list of tensors has a bit here for each argument that its elements may not share memory
-    // with where one of the two is written, and for each that they may: `tensors` first, then
+    // One bit for each argument with which the list's elements must not share memory if either is
+    // written, and for each with which they may. The bits of `tensors` come first, then those of
     // `lists`.
     uint64_t forbidden = 0, allowed = 0;
   };
   struct Saved {
     uint32_t offset = 0;  // 0: the op has no saved record
-    bool read = false;    // by the op; else what stands in it is left over from an earlier call
+    bool read = false;    // by the op; otherwise its contents are left over from an earlier call
   };
-  // Scalars, 4 or 8 bytes at a time. What decides which rules hold (bools, enums) is structure: a
-  // call with another value is another call. A number may change from call to call.
+  // Scalars are read 4 or 8 bytes at a time. Bools and enums decide which rules apply, so they are
+  // `structure`: another value makes a different call. A number may differ between calls of one
+  // record.
   struct Scalar {
     uint32_t offset;
     bool wide;
     bool structure;
   };
-  // An output, and with which tensors it may not share memory, and with which it may.
+  // For each output: the tensors with which it must not share memory, and those with which it may.
+  // A mask has ~0 for each such tensor.
   static constexpr size_t kMaxTensors = 32;
   static constexpr size_t kLanes = 4;
   struct Output {
     alignas(16) uint32_t forbidden[kMaxTensors];
     alignas(16) uint32_t allowed[kMaxTensors];
-    uint32_t tensor;  // number in `tensors`
+    uint32_t tensor;  // its index in `tensors`
   };
 
   static constexpr size_t kMaxHashed = 2;
-  static constexpr size_t kMaxLists = 8;  // beyond, calls whose memory moves are checked
+  static constexpr size_t kMaxLists = 8;  // with more, new addresses cause the full check
 
   const CompiledOp::Impl* op = nullptr;
-  uint64_t number = 0;  // unique in the process, never given again
+  uint64_t number = 0;  // unique in the process, never reused
   uint32_t args_size = 0;
   Saved saved;
   std::vector<uint32_t> tensors;
@@ -66,30 +68,30 @@ struct CallLayout {
   std::vector<List> integers;
   std::vector<uint32_t> communicators;
   std::vector<Scalar> scalars;
-  std::vector<uint32_t> hashed;  // required inputs whose extents tell calls apart
+  std::vector<uint32_t> hashed;  // required inputs whose extents go into the hash
   std::vector<Output> outputs;
-  size_t lanes = 0;  // tensors, rounded up to kLanes; 0: too many to look at them together
+  size_t lanes = 0;  // number of tensors, rounded up to kLanes; 0: too many for vector code
 };
 
 std::unique_ptr<const CallLayout> make_layout(const CompiledOp::Impl& op);
 
-// A tensor with neither strides nor quantisation data has these, counted from its first word:
-// whether there are such data, the address, and then the extents.
+// The positions of words in a tensor without strides and quantisation data, from its first word:
+// the flag of absent strides and data, the address, and the first extent.
 inline constexpr size_t kPresentWord = 2, kAddressWord = 4, kExtentWord = 5;
 
-// A sink takes the words in order. structure() says whether what follows may be read: it has the
-// same extent as what was remembered. same() takes what must be equal, address() where memory
-// begins (0: nowhere), number() a scalar that may change.
+// A sink receives the words in order. structure() takes a word that must be equal before more may
+// be read, and returns whether it is. same() takes a word that must be equal, address() the start
+// of memory (0: none), number() a scalar that may change.
 template <class Sink>
 TE_FL_INLINE bool walk_tensor(const te_fl_tensor* t, Sink& sink) {
   if (t == nullptr) return sink.structure(0);
-  const auto size = load_as<uint64_t>(t);  // and provider
+  const auto size = load_as<uint64_t>(t);  // struct_size and provider
   if (size == 0) [[unlikely]]
-    return false;  // it is out of order, and must not pass for an absent one
+    return false;  // invalid; must not look like an absent tensor
   if (!sink.structure(size)) return false;
   const te_fl_dltensor& dl = t->dl;
   static_assert(offsetof(te_fl_dltensor, dtype) == offsetof(te_fl_dltensor, ndim) + 4);
-  if (!sink.structure(load_as<uint64_t>(&dl.ndim))) return false;  // rank and dtype
+  if (!sink.structure(load_as<uint64_t>(&dl.ndim))) return false;  // ndim and dtype
   const int64_t* const shape = dl.shape;
   const int64_t* const strides = dl.strides;
   const te_fl_quant* const quant = t->quant;
@@ -113,7 +115,7 @@ TE_FL_INLINE bool walk_tensor(const te_fl_tensor* t, Sink& sink) {
     return true;
   static_assert(offsetof(te_fl_quant, scaling) == 4 && offsetof(te_fl_quant, amax_epsilon) == 12);
   if (!sink.structure(load_as<uint64_t>(quant))) return false;  // struct_size and scaling
-  sink.same(load_as<uint64_t>(&quant->flags));                  // and amax_epsilon
+  sink.same(load_as<uint64_t>(&quant->flags));                  // flags and amax_epsilon
 #pragma GCC unroll 8
   for (const QuantPart& part : kQuantParts) {
     sink.address(reinterpret_cast<uintptr_t>(part.in(*quant)));
@@ -121,7 +123,7 @@ TE_FL_INLINE bool walk_tensor(const te_fl_tensor* t, Sink& sink) {
   return true;
 }
 
-// A communicator's id stands for what it holds (R29).
+// A communicator's id identifies its contents (R29).
 template <class Sink>
 TE_FL_INLINE bool walk_communicator(const te_fl_communicator* c, Sink& sink) {
   if (!sink.structure(c != nullptr)) return false;
@@ -130,18 +132,18 @@ TE_FL_INLINE bool walk_communicator(const te_fl_communicator* c, Sink& sink) {
   static_assert(offsetof(te_fl_communicator, size) == offsetof(te_fl_communicator, rank) + 4);
   if (!sink.structure(load_as<uint64_t>(c))) return false;  // struct_size and provider
   sink.same(load_as<uint64_t>(&c->device));
-  sink.same(load_as<uint64_t>(&c->rank));  // and size
+  sink.same(load_as<uint64_t>(&c->rank));  // rank and size
   sink.same(c->id);
   return c->maker != nullptr && c->maker[0] != '\0';
 }
 
-// The words of a saved record are all that it says where the op reads it, and its storage alone
-// where the op writes it.
+// The words of a saved record: all its contents if the op reads it, its storage only if the op
+// writes it.
 template <class Sink>
 TE_FL_INLINE bool walk_record(const te_fl_saved* record, bool read, Sink& sink) {
   if (!sink.structure(record != nullptr)) return false;
   if (record == nullptr) return true;
-  if (!sink.structure(load_as<uint32_t>(record))) return false;  // its size
+  if (!sink.structure(load_as<uint32_t>(record))) return false;  // struct_size
   if (!walk_tensor(record->storage, sink)) return false;
   if (!read) return true;
   const char* const producer = record->producer;
@@ -158,7 +160,7 @@ TE_FL_INLINE bool walk_record(const te_fl_saved* record, bool read, Sink& sink) 
   return true;
 }
 
-// These are the elements of a list; one whose pointer is absent has none.
+// The elements of a list. An omitted list has none.
 struct ListItems {
   const te_fl_tensor* const* items;
   int64_t count;
@@ -168,7 +170,7 @@ TE_FL_INLINE ListItems items_of(const CallLayout::List& list, const std::byte* a
   return {items, items == nullptr ? 0 : load_as<int64_t>(args + list.count_offset)};
 }
 
-// Walks the lengths of the lists of tensors.
+// Walks the lengths of the tensor lists.
 template <class Sink>
 TE_FL_INLINE bool walk_counts(const CallLayout& layout, const std::byte* args, Sink& sink) {
   for (const CallLayout::List& list : layout.lists) {
@@ -186,7 +188,7 @@ TE_FL_INLINE bool walk_list(const CallLayout::List& list, const std::byte* args,
   }
   return true;
 }
-// Walks the elements of one list after the other.
+// Walks the elements of all lists, one list after the other.
 template <class Sink>
 TE_FL_INLINE bool walk_lists(const CallLayout& layout, const std::byte* args, Sink& sink) {
   if (!walk_counts(layout, args, sink)) return false;
@@ -196,7 +198,7 @@ TE_FL_INLINE bool walk_lists(const CallLayout& layout, const std::byte* args, Si
   return true;
 }
 
-// The arguments that are neither tensors nor lists of them.
+// Walks the arguments that are neither tensors nor lists of tensors.
 template <class Sink>
 TE_FL_INLINE bool walk_rest(const CallLayout& layout, const std::byte* args, Sink& sink) {
   for (const CallLayout::Scalar& scalar : layout.scalars) {
@@ -227,21 +229,21 @@ TE_FL_INLINE bool walk_rest(const CallLayout& layout, const std::byte* args, Sin
 
 template <class Sink>
 TE_FL_INLINE bool walk_tensors(const CallLayout& layout, const std::byte* args, Sink& sink) {
-  if (!sink.structure(load_as<uint32_t>(args))) return false;  // the struct's size
+  if (!sink.structure(load_as<uint32_t>(args))) return false;  // struct_size
   for (const uint32_t offset : layout.tensors) {
     if (!walk_tensor(load_as<const te_fl_tensor*>(args + offset), sink)) return false;
   }
   return true;
 }
 
-// Every argument. The struct must be as long as the op's.
+// Walks every argument. The argument struct must have the op's full size.
 template <class Sink>
 TE_FL_INLINE bool walk_call(const CallLayout& layout, const std::byte* args, Sink& sink) {
   if (!walk_tensors(layout, args, sink) || !walk_rest(layout, args, sink)) return false;
   return layout.lists.empty() || walk_lists(layout, args, sink);
 }
 
-// Puts the words of a call that is in order one after the other.
+// Stores the words of a valid call.
 struct StoreSink {
   std::vector<uint64_t>& words;
   bool structure(uint64_t word) {
@@ -253,7 +255,7 @@ struct StoreSink {
   void number(uint64_t word) { words.push_back(word); }
 };
 
-// Counts the words.
+// Counts the words of a call.
 struct CountSink {
   size_t words = 0;
   bool structure(uint64_t) noexcept { return ++words != 0; }
@@ -262,11 +264,11 @@ struct CountSink {
   void number(uint64_t) noexcept { ++words; }
 };
 
-// Compares a call with the words of one that was in order.
+// Compares a call with the words of a valid one.
 struct CompareSink {
   const uint64_t* at;
   uint64_t differs = 0;
-  uint64_t changed = 0;  // addresses and numbers, which may
+  uint64_t changed = 0;  // nonzero if an address or number differs, which is allowed
   TE_FL_INLINE bool structure(uint64_t word) noexcept { return *at++ == word; }
   TE_FL_INLINE void same(uint64_t word) noexcept { differs |= *at++ ^ word; }
   TE_FL_INLINE void address(uint64_t word) noexcept { changed |= *at++ ^ word; }

@@ -8,7 +8,8 @@
 #include "core/op/op_table.hpp"
 #include "te_fl/status.hpp"
 
-// Dispatch tells the keeper of communicators, which lies above it, of every call of a collective.
+// Hooks by which dispatch reports every collective call to comm/, an upper layer that owns the
+// communicators.
 namespace te_fl::core {
 
 struct CollectiveCall {
@@ -19,26 +20,27 @@ struct CollectiveCall {
   bool capturing;
 };
 
-// The keeper's own record of a call, from begin() to end().
+// Data of comm/ about one call, between begin() and end().
 struct CollectiveTicket {
-  std::shared_ptr<void> communicator;  // null: nobody keeps it
-  bool transfer = false;               // between two ranks
-  uint32_t policy = 0;                 // the policy that decides; before begin() the thread's
+  std::shared_ptr<void> communicator;  // null: not a communicator of comm/
+  bool transfer = false;               // a point-to-point transfer
+  uint32_t policy = 0;                 // the call's policy; before begin(): the thread's
 };
 
-// All run on the calling thread.
+// The functions of comm/. They run on the calling thread.
 struct CollectiveKeeper {
-  // May refuse the call, which then does not run.
+  // Called before the call. After an error the call does not run.
   Status (*begin)(const CollectiveCall& call, CollectiveTicket& ticket);
-  // Gets the call's status and gives the one that the caller sees.
+  // Called with the call's status; returns the status for the caller.
   Status (*end)(const CollectiveCall& call, CollectiveTicket& ticket, Status result);
-  // The policy that decides calls with the communicator where `current` is the thread's: the one
-  // under which its ranks made it, since a choice of one rank alone would leave the others waiting.
-  // `name` becomes the communicator's if the two differ.
+  // The policy for calls with the communicator, if `current` is the thread's policy. It is the
+  // policy under which the ranks made the communicator: if a single rank chose another
+  // implementation, the other ranks would hang. Sets `name` to the communicator's policy name if
+  // the two differ.
   uint32_t (*policy)(const te_fl_communicator& communicator, uint32_t current, std::string& name);
 };
 
-// Null until the first communicator is made. Never taken away.
+// Null until the first communicator is made, and never reset to null.
 extern std::atomic<const CollectiveKeeper*> g_collective_keeper;
 
 }  // namespace te_fl::core

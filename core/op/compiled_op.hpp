@@ -12,33 +12,33 @@
 #include "core/op/op_table.hpp"
 #include "core/op/shape_rule.hpp"
 
-// The members of CompiledOp. Private to the op table.
+// The private members of CompiledOp, for the files of the op table only.
 namespace te_fl::core {
 
 inline constexpr uint32_t kMaxArgs = 64;
-inline constexpr uint32_t kMaxLaterArgs = 16;  // R23: Signature::later has a bit for each
+inline constexpr uint32_t kMaxLaterArgs = 16;  // R23: one bit of Signature::later for each
 inline constexpr uint32_t kMaxArgsSize = 1u << 15;
-inline constexpr size_t kMaxTextLength = 4096;  // of a string in a schema; the rest is cut off
+inline constexpr size_t kMaxTextLength = 4096;  // longest string of a schema; longer ones are cut
 inline constexpr uint32_t kMaxListCount = 1u << 24;
 
-// The dtypes that say nothing without a scale.
+// The dtypes whose values need a scale.
 inline constexpr uint64_t kScaledDTypes = TE_FL_MASK_FP8 | TE_FL_BIT(TE_FL_F4E2M1);
 
 struct Arg {
   te_fl_arg_type type = TE_FL_ARG_TENSOR;
   te_fl_arg_role role = TE_FL_IN;
-  uint16_t later = 0;  // the bit in Signature::later; 0: of the op's first form
+  uint16_t later = 0;  // bit in Signature::later; 0: argument of the op's first version
   uint32_t flags = 0;
   uint32_t offset = 0;
   uint32_t count_offset = 0;
-  uint32_t end = 0;  // a caller's struct_size must reach here for the argument to be present
+  uint32_t end = 0;  // the smallest caller struct_size that contains the argument
   uint64_t dtypes = 0;
   uint32_t scalings = 0;
   int8_t inout_if = -1;
   int8_t same_as = -1;
-  uint64_t may_alias = 0;  // arguments with which sharing memory is allowed, either way
+  uint64_t may_alias = 0;  // arguments that may share memory with this one
   ShapeRule shape;
-  // Scalars. Bounds are inclusive; infinite if there are none.
+  // For scalars. Bounds are inclusive; infinite if there are none.
   double low = 0, high = 0, neutral = 0;
   int64_t int_low = 0, int_high = 0;
 
@@ -47,11 +47,11 @@ struct Arg {
   bool is_list() const noexcept { return type == TE_FL_ARG_TENSOR_LIST; }
   bool is_integers() const noexcept { return type == TE_FL_ARG_I64_LIST; }
   bool writes() const noexcept { return role != TE_FL_IN; }
-  // True if the argument's memory says where the op runs.
+  // True if the argument's memory determines the device that the op runs on.
   bool places() const noexcept { return !is(TE_FL_ARG_HOST | TE_FL_ARG_ANY_MEMORY); }
 };
 
-// A caller's argument struct, read within its struct_size.
+// Reads a caller's argument struct within its struct_size.
 class ArgsView {
  public:
   explicit ArgsView(const void* args) noexcept : base_(static_cast<const std::byte*>(args)) {
@@ -74,12 +74,12 @@ class ArgsView {
   const te_fl_tensor* element(const Arg& arg, int64_t i) const noexcept {
     return read<const te_fl_tensor* const*>(arg.offset)[i];
   }
-  // An integer of a list that is given.
+  // Element i of a list of integers, which must be present.
   int64_t integer(const Arg& arg, int64_t i) const noexcept {
     return read<const int64_t*>(arg.offset)[i];
   }
-  // A scalar as a double; its neutral value if the struct does not reach it. Integers beyond 2^53
-  // are compared as integers elsewhere.
+  // A scalar as a double; its neutral value if the struct is too short. Integers above 2^53 are
+  // compared exactly in other functions.
   double scalar(const Arg& arg) const noexcept {
     if (!has(arg)) return arg.neutral;
     switch (arg.type) {
@@ -94,7 +94,7 @@ class ArgsView {
     }
   }
   bool flag(const Arg& arg) const noexcept { return scalar(arg) != 0; }
-  // True if the argument is absent or at its neutral default.
+  // True if the argument is absent or has its neutral value.
   bool is_neutral(const Arg& arg) const noexcept;
 
  private:
@@ -102,7 +102,7 @@ class ArgsView {
   uint32_t size_ = 0;
 };
 
-struct CallLayout;  // core/op/call_words.hpp
+struct CallLayout;  // defined in core/op/call_words.hpp
 
 struct CompiledOp::Impl {
   Impl();
@@ -111,36 +111,36 @@ struct CompiledOp::Impl {
   Impl& operator=(const Impl&) = delete;
 
   te_fl_op_schema schema{};
-  // The deep copy that `schema` points into.
+  // Storage of the deep copy that `schema` points to.
   std::deque<std::string> strings;
   std::deque<te_fl_arg_desc> descs;
   std::vector<const te_fl_arg_desc*> desc_pointers;
 
   std::vector<Arg> args;
-  std::vector<uint8_t> tensors;  // plain tensors, in the order in which their shapes are matched
+  std::vector<uint8_t> tensors;  // plain tensors, in the order of shape matching
   std::vector<uint8_t> lists;
   std::vector<uint8_t> scalars;
-  std::vector<uint8_t> integers;  // lists of them
+  std::vector<uint8_t> integers;  // lists of integers
   std::vector<Constraint> rules;
   std::vector<uint8_t> communicators;
   SymbolNames symbols;
   int saved = -1;
   bool enquiry = false;
-  uint32_t later_count = 0;  // arguments that came after the op's first form
+  uint32_t later_count = 0;  // number of arguments added after the op's first version
   std::unique_ptr<const CallLayout> layout;
 
-  // True if the op reads the argument's present contents.
+  // True if the op reads the argument's current contents.
   bool reads(const Arg& arg, const ArgsView& view) const noexcept {
     if (arg.role != TE_FL_INOUT) return arg.role == TE_FL_IN;
     return arg.inout_if < 0 || view.flag(args[static_cast<size_t>(arg.inout_if)]);
   }
-  // True if the contents of the argument before the call matter: the op reads them, or may leave
-  // them as they were.
+  // True if the argument's contents before the call matter: the op reads them, or may leave them
+  // unchanged.
   bool needs_contents(const Arg& arg, const ArgsView& view) const noexcept {
     if (arg.role != TE_FL_OUT) return reads(arg, view);
     return arg.inout_if >= 0 && view.tensor(args[static_cast<size_t>(arg.inout_if)]) != nullptr;
   }
-  // The extents that a rule asks for in a call whose bools and enums are in order.
+  // The extents that a shape rule requires in a call whose bools and enums are valid.
   const Dims& dims_of(const ShapeRule& rule, const ArgsView& view) const noexcept {
     return rule.chosen([&](uint8_t i) { return static_cast<int32_t>(view.scalar(args[i])); });
   }
@@ -156,15 +156,15 @@ struct CompiledOp::Impl {
   ShapeNames shape_names() const;
 };
 
-// The words of a text that has blanks between them.
+// Splits a text at blanks.
 std::vector<std::string> words(std::string_view text);
 
-// The device that two tensors of one call agree on; false if they do not. Pinned memory goes with
-// the host and with its own chip.
+// Merges the devices of two tensors of one call; false if they differ. Pinned memory is compatible
+// with the host and with its own device.
 bool merge_devices(Device& into, const Device& next) noexcept;
 
-// These tell if a condition of a rule holds, and if a call breaks a rule of its op. For calls whose
-// struct, scalars and tensors are in order by themselves.
+// Evaluate a condition, and a whole rule, on a call whose struct, scalars and tensors are each
+// valid.
 bool holds(const CompiledOp::Impl& op, const Condition& condition, const ArgsView& view) noexcept;
 bool is_broken(const CompiledOp::Impl& op, const Constraint& rule, const ArgsView& view) noexcept;
 

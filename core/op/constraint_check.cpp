@@ -1,4 +1,4 @@
-// Tells if a call keeps the rules between its op's arguments.
+// Evaluates the rules between an op's arguments on a call.
 
 #include <cmath>
 
@@ -44,12 +44,12 @@ bool compare_holds(const CompiledOp::Impl& op, const Condition& c, const ArgsVie
   }
   const int64_t a = whole_of(arg, view);
   const int64_t b = other != nullptr ? whole_of(*other, view) : static_cast<int64_t>(c.number);
-  // The least integer divided by -1 overflows.
+  // INT64_MIN % -1 overflows, so -1 is handled separately.
   if (c.comparison == Condition::kMultipleOf) return b == -1 || (b != 0 && a % b == 0);
   return compares(c.comparison, a, b);
 }
 
-// The tensors' sizes have been looked at, and the communicator too.
+// Requires that the tensors' sizes and the communicator have been checked.
 bool elements_hold(const CompiledOp::Impl& op, const Condition& c, const ArgsView& view) noexcept {
   const te_fl_tensor* const all = view.tensor(op.args[c.arg]);
   const te_fl_tensor* const part = view.tensor(op.args[static_cast<size_t>(c.other)]);
@@ -84,7 +84,7 @@ bool holds(const CompiledOp::Impl& op, const Condition& c, const ArgsView& view)
   if (c.kind == Condition::kCompare) return compare_holds(op, c, view);
   if (c.kind == Condition::kIs) return is_holds(arg, c, view);
   if (c.kind == Condition::kHolds) return elements_hold(op, c, view);
-  // A bool is given if it is 1, whatever its default.
+  // A bool counts as given if it is 1, independent of its default.
   return arg.type == TE_FL_ARG_BOOL ? view.flag(arg) : !view.is_neutral(arg);
 }
 

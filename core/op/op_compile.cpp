@@ -1,5 +1,5 @@
-// Turns a schema into a CompiledOp::Impl. A schema may come from a plugin: nothing in it is
-// trusted.
+// Compiles a schema into a CompiledOp::Impl. A schema may come from a plugin, so every member is
+// validated.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -26,7 +26,7 @@ bool is_identifier(std::string_view text) {
   });
 }
 
-// lower-case words joined by underscores, or "vendor::op".
+// Accepts lower-case words joined by underscores, and "vendor::op".
 bool is_op_name(std::string_view text) {
   const size_t colons = text.find("::");
   if (colons == std::string_view::npos) return is_identifier(text);
@@ -147,7 +147,8 @@ Status CompiledOp::Impl::compile_scalar(const te_fl_arg_desc& desc, Arg& arg) {
     if (names.empty() || names.size() > 256) return bad("an enum needs 1 to 256 enum_names");
     low = 0, high = static_cast<int64_t>(names.size()) - 1;
   } else if (!unbounded) {
-    // Compared before the cast, which is undefined out of range; 2^63 itself is not an int64.
+    // Compares before the cast, since the cast of an out-of-range double is undefined. 2^63 is not
+    // an int64.
     if (desc.min >= 0x1p63 || desc.max < -0x1p63) return bad("no value lies between min and max");
     if (desc.min > static_cast<double>(low)) low = static_cast<int64_t>(std::ceil(desc.min));
     if (desc.max < static_cast<double>(high)) high = static_cast<int64_t>(std::floor(desc.max));
@@ -200,7 +201,7 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
   arg.offset = desc.offset;
   arg.count_offset = desc.count_offset;
   const Layout layout = layout_of(arg.type);
-  arg.end = desc.offset + layout.size;  // offset is checked by check_layout(), wrap-around included
+  arg.end = desc.offset + layout.size;  // check_layout() checks the offset, with overflow
   if (arg.is_list() || arg.is_integers()) arg.end = std::max(arg.end, desc.count_offset + 8u);
   const bool has_data = arg.is_tensor() || arg.is_list();
   if (has_data) {
@@ -243,7 +244,7 @@ Status CompiledOp::Impl::compile_arg(uint32_t index) {
   return {};
 }
 
-// Names of other arguments: same_as, inout_if, aliases.
+// Compiles references to other arguments by name: same_as, inout_if, aliases.
 Status CompiledOp::Impl::compile_references(uint32_t index) {
   const te_fl_arg_desc& desc = descs[index];
   Arg& arg = args[index];
@@ -286,7 +287,8 @@ Status CompiledOp::Impl::compile_references(uint32_t index) {
   return {};
 }
 
-// Members lie inside the struct, aligned, behind struct_size, and do not overlap.
+// Checks that the members lie inside the struct and after struct_size, are aligned, and do not
+// overlap.
 Status CompiledOp::Impl::check_layout() const {
   const std::string op = schema.name;
   if (schema.args_size < 4 || schema.args_size > kMaxArgsSize) {
@@ -334,8 +336,8 @@ Status CompiledOp::Impl::check_layout() const {
   return {};
 }
 
-// Tensors that set the leading dimensions come before those that only need their product, and those
-// that set names before those that accept "1 or the name".
+// Sorts the tensors for shape matching. Tensors that bind the leading dimensions precede those that
+// only use their product; tensors that bind a name precede those that accept "1 or the name".
 void CompiledOp::Impl::order_tensors() {
   const auto rank = [this](uint8_t i) {
     const ShapeRule& rule = args[i].shape;

@@ -16,7 +16,7 @@ uintptr_t element_bytes(int dtype) {
   return static_cast<uintptr_t>(std::max(bits(static_cast<DType>(dtype)) / 8, 1));
 }
 
-// True if an int64 can count the bytes of a tensor, empty extents taken as one.
+// True if the tensor's size in bytes fits an int64. Extents of 0 count as 1.
 bool fits(const te_fl_dltensor& dl) {
   int64_t bytes = 8;
   for (int i = 0; i < dl.ndim; ++i) {
@@ -135,7 +135,7 @@ bool Finder::check_struct() noexcept {
   return true;
 }
 
-// ---- scalars
+// ---- checks of scalars
 
 bool Finder::check_scalar(int i) noexcept {
   const Arg& arg = op_.args[static_cast<size_t>(i)];
@@ -161,7 +161,7 @@ bool Finder::check_scalars() noexcept {
   return true;
 }
 
-// ---- lists of integers, and rules
+// ---- checks of integer lists and of rules
 
 bool Finder::check_integers() noexcept {
   for (const uint8_t i : op_.integers) {
@@ -189,7 +189,7 @@ bool Finder::check_rules() noexcept {
   return true;
 }
 
-// ---- one tensor
+// ---- checks of one tensor
 
 Problem Finder::inspect(const Arg& arg, const te_fl_tensor& t) const noexcept {
   if (t.struct_size < kLeastTensor) return Problem::kTensorSize;
@@ -208,7 +208,7 @@ Problem Finder::inspect(const Arg& arg, const te_fl_tensor& t) const noexcept {
     const Problem problem = inspect_quant(op_, arg, args_, t);
     if (problem != Problem::kNone) return problem;
   } else {
-    // A missing part is reported before a forbidden one, since that helps the caller more.
+    // Reports a missing part before a forbidden one, since that helps the caller more.
     const bool scaled = (kScaledDTypes >> dtype & 1) != 0;
     if (scaled && !arg.is(TE_FL_ARG_RAW_FP8)) return Problem::kMissingQuant;
     if ((arg.scalings & TE_FL_BIT(TE_FL_SCALING_NONE)) == 0) return Problem::kScaling;
@@ -266,8 +266,8 @@ bool Finder::place(int i, int64_t index, const te_fl_tensor& t) noexcept {
   return merge_devices(device_, device) ? true : fail(Problem::kDevice, i, index, device_setter_);
 }
 
-// Tensor j, or its element `index`; null if it is absent or malformed, which is reported for
-// itself.
+// Tensor j, or its element `index` if j is a list. Null if it is absent or malformed; a malformed
+// tensor is reported by its own check.
 const te_fl_tensor* Finder::partner(int j, int64_t index) const noexcept {
   const Arg& other = op_.args[static_cast<size_t>(j)];
   const te_fl_tensor* t = nullptr;
@@ -313,7 +313,7 @@ bool Finder::check_tensors() noexcept {
   return true;
 }
 
-// ---- the saved record
+// ---- checks of the saved record
 
 bool Finder::check_saved() noexcept {
   if (op_.saved < 0) return true;
@@ -336,7 +336,7 @@ bool Finder::check_saved() noexcept {
   return together ? true : fail(Problem::kDevice, op_.saved, -1, device_setter_);
 }
 
-// ---- communicators
+// ---- checks of communicators
 
 uint32_t maker_number(const char* plugin) noexcept {
   if (plugin == nullptr) return 0;
@@ -364,7 +364,7 @@ bool Finder::check_communicators() noexcept {
       return fail(Problem::kCommunicatorMaker, i);
     }
     const Device device{c->device.type, c->device.index, c->device_provider};
-    if (device_setter_ < 0) {  // a call without tensors, a barrier's, is on its communicator's
+    if (device_setter_ < 0) {  // a call without tensors runs on its communicator's device
       device_ = device;
       device_setter_ = static_cast<int8_t>(i);
     }
@@ -375,7 +375,7 @@ bool Finder::check_communicators() noexcept {
   return true;
 }
 
-// ---- the signature alone
+// ---- the signature without the checks
 
 bool Finder::signature(Signature& out) noexcept {
   if (!check_struct()) return false;

@@ -6,20 +6,20 @@
 #include "core/op/compiled_op.hpp"
 #include "te_fl/dtype.hpp"
 
-// The exact check of a call: finds the first mistake, in codes and without allocating;
-// core/op/op_message.cpp puts it into words.
+// The full check of a call. Finds the first error and describes it by codes, without allocation;
+// core/op/op_message.cpp produces the text.
 namespace te_fl::core {
 
 enum class Problem : uint8_t {
   kNone,
   kNullArgs,
   kArgsSize,
-  // scalars
+  // Errors of scalars.
   kBool,
   kEnum,
   kRange,
   kNan,
-  // one tensor
+  // Errors of one tensor.
   kMissing,
   kTensorSize,
   kRank,
@@ -47,7 +47,7 @@ enum class Problem : uint8_t {
   kBroadcast,
   kPackedStrided,
   kNotHost,
-  // between arguments
+  // Errors between arguments.
   kSameDType,
   kDevice,
   kShapeRank,
@@ -55,20 +55,20 @@ enum class Problem : uint8_t {
   kAlias,
   kPartialOverlap,
   kNotItsMemory,
-  // lists
+  // Errors of lists.
   kNegativeCount,
   kLongList,
   kNullList,
   kListCounts,
   kNoIntegers,
   kIntegerRange,
-  // rules between arguments
+  // Errors of rules between arguments.
   kRule,
-  // saved record
+  // Errors of the saved record.
   kMissingSaved,
   kSavedSize,
   kSavedStorage,
-  // communicators
+  // Errors of communicators.
   kMissingCommunicator,
   kCommunicatorSize,
   kCommunicatorRank,
@@ -79,12 +79,12 @@ enum class Problem : uint8_t {
 struct Finding {
   Problem problem = Problem::kNone;
   int arg = -1;
-  int64_t index = -1;  // of a list's element
-  int other = -1;      // the argument that it does not go with
-  int dim = -1;        // kRule: which rule
+  int64_t index = -1;  // index of a list element
+  int other = -1;      // the argument that it conflicts with
+  int dim = -1;        // the dimension; kRule: index of the rule
 };
 
-// Values of the names in shape rules, and who set them.
+// The values of the names in shape rules, and for each the argument that set it.
 struct Frame {
   int64_t values[kMaxSymbols];
   int8_t setter[kMaxSymbols];  // -1: not set
@@ -98,12 +98,11 @@ struct Frame {
 class Finder {
  public:
   Finder(const CompiledOp::Impl& op, const void* args) noexcept;
-  // True if the call is in order.
+  // Runs all checks; true if the call is valid.
   bool run(Signature& out) noexcept;
-  // Checks again a call that was in order and of which only some numbers have changed. Fills the
-  // later arguments alone.
+  // Checks the numbers of a call that was valid with other numbers. Fills only Signature::later.
   bool numbers(Signature& out) noexcept;
-  // The signature without shapes, scalars, storage or aliasing.
+  // Computes the signature. Does not check shapes, scalars, storage or aliasing.
   bool signature(Signature& out) noexcept;
 
   const Finding& finding() const noexcept { return finding_; }
@@ -111,13 +110,13 @@ class Finder {
   const Device& device() const noexcept { return device_; }
   int device_setter() const noexcept { return device_setter_; }
   const ArgsView& args() const noexcept { return args_; }
-  // The tensor that the finding is about; null if none.
+  // The tensor that has the error; null if none has.
   const te_fl_tensor* tensor() const noexcept;
-  // The tensor that it does not go with; for kSameDType.
+  // kSameDType: the tensor that it conflicts with.
   const te_fl_tensor* other_tensor() const noexcept;
-  // True if the op reads the argument's present contents.
+  // True if the op reads the argument's current contents.
   bool reads(const Arg& arg) const noexcept;
-  // kNotItsMemory: which part of the tensor, and what the device says of it.
+  // kNotItsMemory: the part of the tensor, and the device's error text.
   const char* part() const noexcept { return part_; }
   const char* detail() const noexcept { return detail_; }
 
@@ -166,32 +165,32 @@ class Finder {
   char detail_[200] = "";
 };
 
-// The quantisation data of a tensor whose struct sizes are in order; null if it says "not
-// quantised".
+// The quantisation data of a tensor whose struct sizes were checked; null if the tensor is not
+// quantised.
 inline const te_fl_quant* quant_of(const te_fl_tensor& t) noexcept {
   const te_fl_quant* q = t.struct_size >= kLeastTensor ? t.quant : nullptr;
   return q != nullptr && q->scaling != TE_FL_SCALING_NONE ? q : nullptr;
 }
-// Finds the first problem of the quantisation data of a tensor that has some and whose extents were
-// checked.
+// Finds the first error in the quantisation data of a quantised tensor whose extents were checked.
 Problem inspect_quant(const CompiledOp::Impl& op, const Arg& arg, const ArgsView& args,
                       const te_fl_tensor& t) noexcept;
-// Elements; extents must not be negative nor overflow.
+// The number of elements. Extents must not be negative, and the product must not overflow.
 int64_t numel_of(const te_fl_tensor& t) noexcept;
 bool is_compact(const te_fl_tensor& t) noexcept;
-// First element, or the column-wise data if there is no row-wise copy; null for an empty tensor.
+// The address of the first element; that of the column-wise data if there is no row-wise copy. Null
+// for an empty tensor.
 const char* first_byte(const te_fl_tensor& t) noexcept;
-// The bytes between the first and the last that a non-empty tensor addresses.
+// The range of bytes that a non-empty tensor addresses.
 struct ByteRange {
   const char* begin;
   const char* end;
 };
 ByteRange byte_range(const te_fl_tensor& t) noexcept;
-// Exact tests for TE_FL_VALIDATE. False if they cannot tell.
+// Exact overlap tests for TE_FL_VALIDATE. False also if the test cannot decide.
 bool overlaps_itself(const te_fl_tensor& t) noexcept;
 bool overlap_partly(const te_fl_tensor& a, const te_fl_tensor& b, bool same_start_allowed) noexcept;
 
-// The mistake in words, after "op: ".
+// The error as text, to be appended to "op: ".
 std::string describe_finding(const CompiledOp::Impl& op, const Finder& finder);
 
 }  // namespace te_fl::core

@@ -1,4 +1,4 @@
-// The public functions of CompiledOp.
+// The public member functions of CompiledOp.
 #include <cstring>
 
 #include "core/base/abi_struct.hpp"
@@ -13,10 +13,10 @@
 namespace te_fl::core {
 namespace {
 
-// Finds the first member in which two descriptions differ; later ones are not looked at.
+// Finds the first member in which two descriptions differ; ignores further differences.
 class Difference {
  public:
-  // Says where the differences that follow stand: "argument 'x': ".
+  // Sets the location for the differences that follow: "argument 'x': ".
   void in(std::string where) { where_ = std::move(where); }
   void texts(const char* member, const char* mine, const char* other) {
     const auto view = [](const char* s) {
@@ -71,7 +71,7 @@ void Difference::arguments(const te_fl_arg_desc& a, const te_fl_arg_desc& b) {
   texts("extents", a.extents, b.extents);
 }
 
-// Calls f(argument, tensor) for every tensor present until it returns false. Tolerates whatever
+// Calls f(argument, tensor) for every present tensor until f returns false. Also accepts calls that
 // check() would refuse.
 template <class F>
 void for_each_tensor(const CompiledOp::Impl& op, const void* raw, F&& f) {
@@ -96,7 +96,7 @@ CompiledOp::CompiledOp(std::unique_ptr<Impl> impl)
 CompiledOp::~CompiledOp() = default;
 
 Result<std::unique_ptr<const CompiledOp>> CompiledOp::compile(const te_fl_op_schema& schema) {
-  ensure_environment();  // so that check() need not ask whether TE_FL_VALIDATE has been read
+  ensure_environment();  // reads TE_FL_VALIDATE once, so that check() need not
   auto impl = std::make_unique<Impl>();
   TE_FL_RETURN_IF_ERROR(impl->compile(schema));
   return std::unique_ptr<const CompiledOp>(new CompiledOp(std::move(impl)));

@@ -1,4 +1,4 @@
-// The Finder on several tensors at once: memory shared between arguments, and lists.
+// The Finder's checks over several tensors: shared memory of arguments, and lists.
 #include <algorithm>
 
 #include "core/base/settings.hpp"
@@ -6,7 +6,7 @@
 
 namespace te_fl::core {
 
-// ---- aliasing
+// ---- checks of aliasing
 
 bool Finder::check_pair(int i, const te_fl_tensor& a, int j, const te_fl_tensor& b,
                         int64_t index) noexcept {
@@ -16,12 +16,13 @@ bool Finder::check_pair(int i, const te_fl_tensor& a, int j, const te_fl_tensor&
   if (p == nullptr || q == nullptr) return true;
   if (p == q && !allowed) return fail(Problem::kAlias, i, index, j);
   if (!g_validate.load(std::memory_order_relaxed)) return true;
-  // In place, the part that a rank gives to a collective may lie anywhere in what it gets.
+  // In an in-place collective, a rank's part of the data may lie anywhere in the whole.
   if (allowed && (op_.schema.flags & TE_FL_SCHEMA_COLLECTIVE) != 0) return true;
   return overlap_partly(a, b, allowed) ? fail(Problem::kPartialOverlap, i, index, j) : true;
 }
 
-// An output against every other tensor and, for a list's element, every element of the same index.
+// Checks an output against every other tensor. Checks an element of an output list also against the
+// elements of other lists at its index.
 bool Finder::check_aliases(int i, int64_t index, const te_fl_tensor& t) noexcept {
   for (const uint8_t j : op_.tensors) {
     const te_fl_tensor* other = args_.tensor(op_.args[j]);
@@ -35,8 +36,8 @@ bool Finder::check_aliases(int i, int64_t index, const te_fl_tensor& t) noexcept
   return g_validate.load(std::memory_order_relaxed) ? check_other_elements(i, index, t) : true;
 }
 
-// An element against those of other indices, with which nothing may be shared. Takes the square of
-// the list's length, so only under TE_FL_VALIDATE.
+// Checks a list element against the elements at other indices, with which it must not share memory.
+// The cost is quadratic in the list's length, so this runs under TE_FL_VALIDATE only.
 bool Finder::check_other_elements(int i, int64_t index, const te_fl_tensor& t) noexcept {
   for (const uint8_t j : op_.lists) {
     const int64_t count = args_.count(op_.args[j]);
@@ -49,7 +50,7 @@ bool Finder::check_other_elements(int i, int64_t index, const te_fl_tensor& t) n
   return true;
 }
 
-// ---- lists
+// ---- checks of lists
 
 bool Finder::check_list_counts() noexcept {
   int first = -1;
@@ -94,7 +95,7 @@ bool Finder::check_lists() noexcept {
       if (!check_aliases(i, index, *args_.element(op_.args[i], index))) return false;
     }
   }
-  // A plain output must not be an element of an input list either.
+  // A plain output must not share memory with an element of an input list either.
   for (const uint8_t i : op_.tensors) {
     const te_fl_tensor* t = args_.tensor(op_.args[i]);
     if (t == nullptr || !op_.args[i].writes()) continue;

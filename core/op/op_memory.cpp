@@ -1,5 +1,5 @@
-// Sums the memory of a call's tensors, and asks the devices if tensors are where they say they are;
-// the latter under TE_FL_VALIDATE only.
+// Sums the memory of a call's tensors. Under TE_FL_VALIDATE, also asks the devices whether the
+// tensors' memory is theirs.
 #include <array>
 #include <cstdio>
 #include <exception>
@@ -26,7 +26,7 @@ struct Part {
 
 using Parts = std::array<Part, 1 + kQuantParts.size()>;
 
-// The pieces of memory of a non-empty tensor. Scales of blocks are looked at by their first value.
+// Lists the memory blocks of a non-empty tensor. Of block scales, only the first value is checked.
 int parts_of(const te_fl_tensor& t, Parts& parts) {
   int n = 0;
   const auto add = [&](const char* name, const void* data, int64_t bytes) {
@@ -45,7 +45,7 @@ int parts_of(const te_fl_tensor& t, Parts& parts) {
 
 using CheckPointer = decltype(te_fl_device_api::check_pointer);
 
-// kLost: of a lost device's memory nothing is known.
+// The device's answer about an address. kLost: the device is lost and cannot answer.
 enum class Answer { kBelongs, kDoesNot, kLost };
 
 Answer ask(CheckPointer check, void* self, const void* data, size_t bytes,
@@ -54,7 +54,7 @@ Answer ask(CheckPointer check, void* self, const void* data, size_t bytes,
     const te_fl_status code = known_status(check(self, data, bytes, &sink));
     if (TE_FL_STATUS_CODE(code) == TE_FL_DEVICE_LOST) return Answer::kLost;
     return code == TE_FL_OK ? Answer::kBelongs : Answer::kDoesNot;
-  } catch (const std::exception& e) {  // R5 forbids it
+  } catch (const std::exception& e) {  // a plugin must not throw (R5)
     char text[160];
     std::snprintf(text, sizeof text, "check_pointer threw an exception (rule R5): %s", e.what());
     sink.write(sink.host, text);
@@ -64,12 +64,12 @@ Answer ask(CheckPointer check, void* self, const void* data, size_t bytes,
   return Answer::kDoesNot;
 }
 
-// From now on nothing enters the device; dispatch says so of this call too.
+// Marks the device as lost. Dispatch reports that for this call as well.
 void retire(const Device& device, const char* op, const char* arg, const char* detail) noexcept {
   try {
     lose_device(device, "op '" + std::string(op) + "': the memory of argument '" + arg +
                             "' cannot be looked at (TE_FL_VALIDATE): " + detail);
-  } catch (...) {  // no memory for the words: the device says it again when it is next asked
+  } catch (...) {  // no memory for the text: a later call on the device fails in the same way
   }
 }
 
@@ -95,9 +95,9 @@ void Finder::keep_detail(void* finder, const char* text) noexcept {
 
 bool Finder::check_memory_of(int i, int64_t index, const te_fl_tensor* t) noexcept {
   if (t == nullptr || !op_.args[static_cast<size_t>(i)].places() || numel_of(*t) == 0) return true;
-  if (Device{t->dl.device.type, 0, 0}.is_host()) return true;  // pinned memory beside a device's
+  if (Device{t->dl.device.type, 0, 0}.is_host()) return true;  // pinned memory
   const DeviceEntry* entry = find_device(device_);
-  if (entry == nullptr || !entry->in_service()) return true;  // dispatch reports that
+  if (entry == nullptr || !entry->in_service()) return true;  // dispatch reports this error
   const auto check = slot(*entry->desc->api, &te_fl_device_api::check_pointer);
   if (check == nullptr) return true;
   const te_fl_error_sink sink{sizeof sink, 0, this, &keep_detail};

@@ -1,4 +1,5 @@
-// Puts what the Finder found into words: the argument, what it was, what it must be, and a way out.
+// Describes an error that the Finder found: the argument, its value, the allowed values, and a
+// remedy.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -43,7 +44,7 @@ class Words {
   const Arg& arg() const { return op_.args[static_cast<size_t>(f_.arg)]; }
   const te_fl_arg_desc& desc() const { return op_.descs[static_cast<size_t>(f_.arg)]; }
   std::string quoted(int i) const { return "'" + std::string(op_.name_of(i)) + "'"; }
-  // "argument 'x'" or "argument 'xs'[3]"
+  // The argument's name: "argument 'x'", or "argument 'xs'[3]" for a list element.
   std::string who() const {
     return "argument " + quoted(f_.arg) +
            (f_.index >= 0 ? "[" + std::to_string(f_.index) + "]" : "");
@@ -127,7 +128,7 @@ std::string Words::list_text() const {
          std::to_string(finder_.args().count(other));
 }
 
-// "'x' is f32[2,3] cpu", "'gelu' is 0"
+// A condition's argument and its value: "'x' is f32[2,3] cpu", "'gelu' is 0".
 std::string Words::value_text(const Condition& condition) const {
   const Arg& arg = op_.args[condition.arg];
   const ArgsView& args = finder_.args();
@@ -162,7 +163,7 @@ std::string Words::value_text(const Condition& condition) const {
   }
 }
 
-// Names the arguments that break the rule, the rule, and what to change.
+// Names the arguments that violate the rule, the rule itself, and the change that would satisfy it.
 std::string Words::rule_text() const {
   const Constraint& rule = op_.rules[static_cast<size_t>(f_.dim)];
   std::string others;
@@ -336,7 +337,8 @@ std::string Words::memory_text() const {
          "; copy it there with Tensor::to, or name the device that it is on";
 }
 
-// The extent that a term stands for with the names bound so far; notes who bound them.
+// The text of the extent that a term requires with the names bound so far. Adds the arguments that
+// bound them to `setters`.
 std::string Words::expected_term(const Term& term, std::vector<int>& setters) const {
   const Frame& frame = finder_.frame();
   if (term.kind == Term::kAny) return "_";
@@ -353,7 +355,8 @@ std::string Words::expected_term(const Term& term, std::vector<int>& setters) co
   const std::string& symbol = op_.symbols[term.symbol];
   const int setter = frame.setter[term.symbol];
   const bool bound = setter >= 0;
-  // A name that this very tensor bound is a value too, if it mentions the name twice.
+  // If a tensor uses a name twice, it may have bound the name itself; the value is shown in that
+  // case too.
   const int64_t value = bound ? frame.values[term.symbol] : 0;
   if (bound && setter != f_.arg) setters.push_back(setter);
   const std::string shown = bound ? std::to_string(value) : symbol;
@@ -369,7 +372,7 @@ std::string Words::expected_term(const Term& term, std::vector<int>& setters) co
   }
 }
 
-// ", trans_a is 0": the arguments that choose among the rule's extents.
+// The arguments that select among the rule's extents: ", trans_a is 0".
 std::string Words::chooser_text(const ShapeRule& rule) const {
   std::string text;
   for (uint8_t i = 0; i < rule.choice_count; ++i) {

@@ -1,4 +1,5 @@
-// Overlap in memory, exactly where that can be had; used under TE_FL_VALIDATE only.
+// Tests for overlapping memory, exact if the tensors are small enough. Used under TE_FL_VALIDATE
+// only.
 #include <algorithm>
 #include <cstdlib>
 #include <utility>
@@ -17,7 +18,7 @@ int64_t width_of(const te_fl_tensor& t) {
   return std::max(bits(static_cast<DType>(dtype)) / 8, 1);
 }
 
-// Element offsets of all elements; only for small tensors.
+// The offsets of all elements, in elements. Only for small tensors.
 std::vector<int64_t> offsets_of(const te_fl_tensor& t) {
   std::vector<int64_t> offsets{0};
   for (int i = 0; i < t.dl.ndim; ++i) {
@@ -31,11 +32,12 @@ std::vector<int64_t> offsets_of(const te_fl_tensor& t) {
   return offsets;
 }
 
-// Sorted by stride, each step leaps over all that the smaller ones reach: certainly no overlap.
+// True if each stride, in ascending order, is larger than the range that the smaller strides cover.
+// The elements then do not overlap.
 bool strides_are_nested(const te_fl_tensor& t) {
   int64_t reach = 0, last = 0;
   for (int placed = 0; placed < t.dl.ndim;) {
-    int64_t step = INT64_MAX, span = 0;  // the smallest stride not yet placed
+    int64_t step = INT64_MAX, span = 0;  // the smallest stride not processed yet
     int same = 0;
     for (int i = 0; i < t.dl.ndim; ++i) {
       const int64_t stride = std::abs(t.dl.strides[i]);
@@ -74,7 +76,7 @@ bool overlaps_itself(const te_fl_tensor& t) noexcept {
     std::vector<int64_t> offsets = offsets_of(t);
     std::sort(offsets.begin(), offsets.end());
     return std::adjacent_find(offsets.begin(), offsets.end()) != offsets.end();
-  } catch (...) {  // out of memory: cannot tell
+  } catch (...) {  // out of memory: undecided
     return false;
   }
 }
@@ -87,7 +89,7 @@ bool overlap_partly(const te_fl_tensor& a, const te_fl_tensor& b,
   const ByteRange x = byte_range(a), y = byte_range(b);
   if (x.end <= y.begin || y.end <= x.begin) return false;
   if (is_compact(a) && is_compact(b)) return true;
-  // Interleaved views of one buffer (packed QKV) cover the same range without sharing an element.
+  // Interleaved views of one buffer (packed QKV) cover the same range without a common element.
   if (width_of(a) != width_of(b) || numel_of(a) + numel_of(b) > kMaxEnumerated) return false;
   try {
     std::vector<std::pair<const char*, int>> elements;

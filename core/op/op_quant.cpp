@@ -1,5 +1,5 @@
-// Checks the parts of a quantised argument: a dtype that goes with its scaling mode, a copy of the
-// data, and the scales that the copies need.
+// Checks a quantised argument: the dtype must match the scaling mode, a copy of the data must be
+// present, and each copy needs its scales.
 #include <algorithm>
 
 #include "core/op/op_finder.hpp"
@@ -14,7 +14,7 @@ bool is_aligned(const void* p, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-// The scales that the copies need, by role.
+// Checks that each copy of the data has the scales that it needs, by the argument's role.
 Problem inspect_parts(const CompiledOp::Impl& op, const Arg& arg, const ArgsView& args,
                       const te_fl_tensor& t, const te_fl_quant& q) noexcept {
   const bool row = t.dl.data != nullptr, column = q.columnwise_data != nullptr;

@@ -1,4 +1,4 @@
-// The Finder's matching of shapes against their rules.
+// The Finder's matching of shapes with the shape rules.
 #include "core/op/op_finder.hpp"
 
 namespace te_fl::core {
@@ -22,7 +22,7 @@ bool Finder::match_leading(int i, const te_fl_tensor& t, int count, int64_t inde
   if (frame_.leading_count < 0) {
     int64_t product = 1;
     for (int d = 0; d < count; ++d) product *= t.dl.shape[d];
-    // A product known from elsewhere (names bound by plain tensors hold inside lists).
+    // The product may be bound already: names bound by plain tensors also apply inside lists.
     if (frame_.product >= 0 && product != frame_.product)
       return fail(Problem::kShape, i, index, -1, 0);
     frame_.leading = t.dl.shape;
@@ -63,7 +63,7 @@ bool Finder::match_term(int i, const Term& term, int64_t extent) noexcept {
       return extent == 1 || bind_or_compare(extent);
     case Term::kProduct:
       if (frame_.product < 0) {
-        if (term.value != 1) return true;  // many products have this quotient
+        if (term.value != 1) return true;  // the quotient does not determine the product
         frame_.product = extent;
         frame_.product_setter = static_cast<int8_t>(i);
       }

@@ -43,7 +43,7 @@ Result<uint8_t> symbol_of(std::string_view term, std::string_view name, SymbolNa
   return static_cast<uint8_t>(symbols.size() - 1);
 }
 
-// "@..." and "@.../INT".
+// Parses "@..." and "@.../INT".
 Result<Term> parse_product(std::string_view text) {
   Term term{Term::kProduct, 0, 1};
   if (text == kProductWord) return term;
@@ -52,7 +52,7 @@ Result<Term> parse_product(std::string_view text) {
   return term;
 }
 
-// "#LIST".
+// Parses "#LIST".
 Result<Term> parse_count(std::string_view text, const ShapeNames& names) {
   const int list = names.list(text.substr(1));
   if (list < 0) {
@@ -96,7 +96,7 @@ Result<Term> parse_term(std::string_view text, SymbolNames& symbols, const Shape
   return term;
 }
 
-// Takes the next word off the front; empty at the end.
+// Removes and returns the next word; empty at the end.
 std::string_view next_word(std::string_view& text) {
   text.remove_prefix(std::min(text.find_first_not_of(' '), text.size()));
   const std::string_view word = text.substr(0, text.find(' '));
@@ -121,7 +121,7 @@ Result<Dims> parse_dims(std::string_view text, SymbolNames& symbols, const Shape
   }
 }
 
-// "FLAG", or "NAME is VALUE".
+// Parses "FLAG" or "NAME is VALUE".
 Result<Choice> parse_choice(std::string_view text, const ShapeNames& names) {
   const size_t is = text.find(" is ");
   const std::string_view name = text.substr(0, is);

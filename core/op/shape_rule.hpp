@@ -9,13 +9,13 @@
 
 #include "te_fl/status.hpp"
 
-// The shape rules of te_fl_arg_desc, compiled. The grammar stands at te_fl_arg_desc in
-// te_fl/plugin.h.
+// The compiled form of the shape rules of te_fl_arg_desc. The comment of te_fl_arg_desc in
+// te_fl/plugin.h has the grammar.
 namespace te_fl::core {
 
 inline constexpr int kMaxSymbols = 24;
 inline constexpr int kMaxTerms = 8;
-inline constexpr int kMaxChoices = 2;  // in one rule: three alternatives
+inline constexpr int kMaxChoices = 2;  // per rule; allows three alternatives
 
 struct Term {
   enum Kind : uint8_t {
@@ -33,7 +33,7 @@ struct Term {
   int64_t value = 0;
 };
 
-// Such a product's quotient.
+// The quotient of a kProduct term, rounded up.
 constexpr int64_t rounded_up(int64_t product, int64_t divisor) noexcept {
   return product / divisor + (product % divisor != 0 ? 1 : 0);
 }
@@ -44,13 +44,15 @@ struct Dims {
   std::array<Term, kMaxTerms> terms{};
 };
 
-// The dims before a " : " hold if this bool argument is 1, or this enum has the value.
+// A condition on one argument, written before " : " in a rule: the bool is 1, or the enum has this
+// value.
 struct Choice {
   uint8_t arg = 0;
   int32_t value = 1;
 };
 
-// dims[i] holds if choices[i] does and none before it; the one behind them all holds otherwise.
+// dims[i] applies if choices[i] is the first choice that holds. The last dims apply if no choice
+// holds.
 struct ShapeRule {
   bool any = true;
   uint8_t choice_count = 0;
@@ -58,7 +60,7 @@ struct ShapeRule {
   std::array<Dims, kMaxChoices + 1> dims{};
   bool uses_leading() const noexcept;
   bool uses(Term::Kind kind) const noexcept;
-  // The dims of a call. `value_of(index)` gives the value of a bool or enum argument of the call.
+  // The dims that apply to a call. `value_of(index)` returns the value of a bool or enum argument.
   template <class F>
   const Dims& chosen(F&& value_of) const noexcept {
     uint8_t i = 0;
@@ -67,10 +69,11 @@ struct ShapeRule {
   }
 };
 
-// Names of an op's symbols, in order of appearance.
+// The names of an op's symbols, in the order of their first use.
 using SymbolNames = std::vector<std::string>;
 
-// Finds arguments of the op that a rule names; the functions give -1 if there is none.
+// Look-ups of the op's arguments by name, for the parser. Each function returns -1 if there is no
+// match.
 struct ShapeNames {
   std::function<int(std::string_view)> flag;         // a bool argument
   std::function<int(std::string_view)> enumeration;  // an enum argument

@@ -33,7 +33,8 @@ Status check_version(const DlpackVersioned& managed) {
   return {};
 }
 
-// DLPack has no provider: an extension device is known by its index alone, if that is unambiguous.
+// Finds te-fl's device for a DLPack device. DLPack has no provider, so the index of an extension
+// device must be unambiguous.
 Result<Device> device_of(const te_fl_dltensor& dl) {
   Device device{dl.device.type, dl.device.index, 0};
   if (device.type != TE_FL_DEVICE_EXT) return device;
@@ -49,7 +50,7 @@ Result<Device> device_of(const te_fl_dltensor& dl) {
       (matches == 0 ? "no plugin provides" : "several plugins provide; wrap() its memory instead"));
 }
 
-// Checks and describes; `storage` is filled in by the caller.
+// Validates a DLPack tensor and describes it. The caller fills in `storage`.
 Result<Tensor::Access::Parts> parts_of(const te_fl_dltensor& dl) {
   if (dl.ndim < 0 || dl.ndim > kMaxRank) {
     return refuse("rank " + std::to_string(dl.ndim) + " is not within 0 to " +
@@ -76,7 +77,8 @@ Result<Tensor> import(Managed* managed) {
   if (parts.dtype == DType::kF4E2M1 && !probe.contiguous()) {
     return refuse("4-bit elements with strides; make the tensor compact");
   }
-  // Nothing can fail from here on but the control block, whose failure would run the deleter.
+  // From here on only the allocation of the control block can fail; shared_ptr then runs the
+  // deleter.
   parts.storage = std::shared_ptr<void>(managed, [](void* p) {
     auto* m = static_cast<Managed*>(p);
     if (m->deleter != nullptr) m->deleter(m);
@@ -84,7 +86,8 @@ Result<Tensor> import(Managed* managed) {
   return Tensor::Access::make(parts);
 }
 
-// The manager_ctx of an exported tensor: its storage, and the arrays that dl_tensor points into.
+// The manager_ctx of an exported tensor. Owns the tensor's storage and the arrays that dl_tensor
+// points to.
 template <class Managed>
 struct Export {
   Managed managed{};

@@ -4,11 +4,11 @@
 
 #include "te_fl/plugin.h"
 
-// The managed tensors of DLPack 1.1, in its layout and with names of our own, so that a program may
-// include DLPack's header beside te-fl's.
+// The managed tensors of DLPack 1.1, with its layout. The names differ from DLPack's, so that a
+// program may include DLPack's header too.
 namespace te_fl::core {
 
-struct DlpackManaged {  // DLManagedTensor
+struct DlpackManaged {  // DLPack's DLManagedTensor
   te_fl_dltensor dl_tensor;
   void* manager_ctx;
   void (*deleter)(DlpackManaged* self);
@@ -21,13 +21,13 @@ struct DlpackVersion {
 
 inline constexpr DlpackVersion kDlpackVersion{1, 1};
 
-enum : uint64_t {  // DlpackVersioned.flags
+enum : uint64_t {  // bits of DlpackVersioned.flags
   kDlpackReadOnly = 1u << 0,
   kDlpackIsCopied = 1u << 1,
   kDlpackSubbytePadded = 1u << 2
 };
 
-struct DlpackVersioned {  // DLManagedTensorVersioned
+struct DlpackVersioned {  // DLPack's DLManagedTensorVersioned
   DlpackVersion version;
   void* manager_ctx;
   void (*deleter)(DlpackVersioned* self);

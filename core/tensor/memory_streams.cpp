@@ -11,13 +11,13 @@ void add(const std::shared_ptr<void>& storage, std::vector<void*>& streams) {
   const auto* memory = std::get_deleter<FreeOnStream>(storage);
   if (memory == nullptr || memory->device.is_host()) return;
   const StreamRef& stream = memory->stream;
-  if (stream != nullptr && stream->get() == nullptr) return;  // retired: its work was waited for
+  if (stream != nullptr && stream->get() == nullptr) return;  // retired; its work is complete
   void* const handle = stream != nullptr ? stream->handle : nullptr;
   if (std::ranges::find(streams, handle) == streams.end()) streams.push_back(handle);
 }
 
-// Adds the streams of a storage, which may be a quantised tensor's parts, and those of the other
-// tensors among its parts.
+// Adds the streams of a storage. For the parts of a quantised tensor, also adds the streams of the
+// tensors among the parts.
 void add_all(const std::shared_ptr<void>& storage, std::vector<void*>& streams) {
   add(storage, streams);
   if (std::get_deleter<FreeQuantStorage>(storage) == nullptr) return;

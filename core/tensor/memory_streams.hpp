@@ -6,10 +6,10 @@
 #include "core/device/current_stream.hpp"
 #include "te_fl/tensor.hpp"
 
-// On which streams the memory of tensors is allocated and freed.
+// The streams on which the memory of tensors is allocated and freed.
 namespace te_fl::core {
 
-// Frees the memory of a tensor that te-fl allocated.
+// Deleter for tensor memory that te-fl allocated: frees it on its stream.
 struct FreeOnStream {
   Device device;
   StreamRef stream;  // null: the default stream
@@ -19,8 +19,8 @@ struct FreeOnStream {
   }
 };
 
-// The parts of a quantised tensor besides its row-wise codes: a block, and tensors whose memory is
-// used in its place.
+// Owns the parts of a quantised tensor except its row-wise data: one block of memory, and tensors
+// that replace parts of that block.
 struct QuantStorage {
   std::shared_ptr<void> block;
   Tensor scale;
@@ -30,13 +30,14 @@ struct FreeQuantStorage {
   void operator()(QuantStorage* storage) const noexcept { delete storage; }
 };
 
-// The streams that the memory of `tensor` belongs to, each once; null is the default stream. None
-// for host memory and for memory that somebody else allocated.
+// The distinct streams that the memory of `tensor` belongs to; null is the default stream. Empty
+// for host memory and for foreign memory.
 std::vector<void*> memory_streams(const Tensor& tensor);
 
-// Puts all work enqueued on `then` from now on after what is on `first` now: by an event, or, where
-// none can be had, as on a device that was withdrawn, by waiting for `first` here. Nothing happens
-// if either is being captured: a graph has no order with work outside it.
+// Makes later work on stream `then` wait for the work that is now on stream `first`. Uses an event;
+// if none can be created, as on a withdrawn device, blocks the calling thread until `first` is
+// done. Does nothing while either stream is being captured, since a graph cannot be ordered against
+// work outside it.
 Status order_streams(const Device& device, void* first, void* then);
 
 }  // namespace te_fl::core

@@ -9,21 +9,21 @@
 #include "core/tensor/tensor_access.hpp"
 #include "te_fl/plugin.h"
 
-// Lists the parts that a quantised tensor has in memory beside its data. Whatever walks a tensor's
-// memory (checks, words, copies, saved calls) goes by this list, so a part that is added is added
-// here.
+// The list of the memory parts of a quantised tensor besides its row-wise data. All code that
+// visits a tensor's memory (checks, call words, copies, saved calls) uses this list, so a new part
+// is added here only.
 namespace te_fl::core {
 
 struct QuantPart {
   enum Holds : uint8_t {
-    kCodes,             // of the column-wise copy
-    kScales,            // of the row-wise copy
-    kColumnwiseScales,  // of the column-wise copy
-    kAmax,              // one FP32 value, which goes on from what it was
-    kScale              // one FP32 value, which is given or derived
+    kCodes,             // data of the column-wise copy
+    kScales,            // scales of the row-wise copy
+    kColumnwiseScales,  // scales of the column-wise copy
+    kAmax,              // one FP32 value that ops update by maximum
+    kScale              // one FP32 value, an input or computed by the op
   };
-  const char* name;  // of the member
-  size_t offset;     // in te_fl_quant
+  const char* name;  // the name of the member
+  size_t offset;     // its offset in te_fl_quant
   Holds holds;
 
   // The address of the part; null if it is absent.
@@ -32,7 +32,7 @@ struct QuantPart {
     std::memcpy(&data, reinterpret_cast<const char*>(&q) + offset, sizeof data);
     return data;
   }
-  // The pointer itself.
+  // The address of the member that points to the part.
   void* slot(te_fl_quant& q) const noexcept { return reinterpret_cast<char*>(&q) + offset; }
   bool is_value() const noexcept { return holds == kAmax || holds == kScale; }
   int64_t bytes(const QuantBytes& of) const noexcept {
@@ -63,7 +63,7 @@ inline constexpr std::array<QuantPart, 6> kQuantParts{{
     {"columnwise_amax", offsetof(te_fl_quant, columnwise_amax), QuantPart::kAmax},
     {"scale", offsetof(te_fl_quant, scale), QuantPart::kScale},
 }};
-// Four words of numbers, and a pointer for each part.
+// The struct has 16 bytes of numbers, followed by one pointer for each part.
 static_assert(sizeof(te_fl_quant) == 16 + kQuantParts.size() * sizeof(void*));
 
 }  // namespace te_fl::core

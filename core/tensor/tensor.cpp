@@ -18,7 +18,7 @@ namespace {
 
 static_assert(core::AllocationUse::kMaxRank >= kMaxRank);
 
-// `strides` has room for as many as there are extents.
+// Writes contiguous strides. `strides` has room for one entry per extent.
 void write_compact_strides(std::span<const int64_t> shape, int64_t* strides) {
   int64_t step = 1;
   for (size_t i = shape.size(); i-- > 0;) {
@@ -28,7 +28,7 @@ void write_compact_strides(std::span<const int64_t> shape, int64_t* strides) {
 }
 
 Status bad_shape(std::span<const int64_t> shape, DType dtype, const std::string& why) {
-  const bool long_list = shape.size() > 32;  // a garbage rank shall not become a long message
+  const bool long_list = shape.size() > 32;  // keeps the message short if the rank is garbage
   return invalid_argument("a tensor " + std::string(name(dtype)) +
                           (long_list ? "" : shape_text(shape)) + " cannot be: " + why);
 }
@@ -41,8 +41,7 @@ Result<int64_t> checked_bytes(std::span<const int64_t> shape, DType dtype) {
         shape, dtype,
         "rank " + std::to_string(shape.size()) + " is more than " + std::to_string(kMaxRank));
   }
-  // Extents of zero count as one here, so that [0, 2^62, 2^62] is refused too: its strides
-  // overflow.
+  // Extents of zero count as one, so that [0, 2^62, 2^62] is refused: its strides would overflow.
   int64_t count = 1, bytes = 0;
   bool empty = false;
   for (const int64_t extent : shape) {
@@ -81,7 +80,7 @@ Status check_view(const void* data, std::span<const int64_t> shape,
                      "its data is not aligned to the element's " + std::to_string(width) +
                          " bytes; copy it into aligned memory");
   }
-  int64_t reach = 0;  // of all steps together, in bytes
+  int64_t reach = 0;  // the largest offset of an element, in bytes
   for (size_t i = 0; i < strides.size(); ++i) {
     int64_t step = 0;
     if (__builtin_mul_overflow(strides[i], std::max<int64_t>(shape[i] - 1, 0), &step) ||
@@ -105,7 +104,7 @@ Result<std::shared_ptr<void>> shared_memory(Device device, int64_t bytes) {
 namespace {
 
 bool is_compact(std::span<const int64_t> shape, std::span<const int64_t> strides) {
-  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return true;  // of no elements
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return true;  // no elements
   int64_t expected = 1;
   for (size_t i = shape.size(); i-- > 0;) {
     if (shape[i] != 1 && strides[i] != expected) return false;
@@ -135,7 +134,7 @@ Tensor Tensor::Access::make(Parts parts) {
   t.c_.dl.ndim = t.rank_;
   t.c_.dl.dtype = to_c(parts.dtype);
   t.c_.dl.byte_offset = parts.byte_offset;
-  // A compact tensor has NULL strides in the ABI, which every reader handles fastest.
+  // A compact tensor has null strides in the ABI, the fastest case for readers.
   t.c_.dl.strides = strided ? t.strides_.data() : nullptr;
   t.rebind();
   return t;
@@ -175,7 +174,7 @@ Tensor::Tensor(Tensor&& other) noexcept
       rank_(other.rank_),
       dtype_(other.dtype_) {
   rebind();
-  other.rank_ = -1;  // moved from: undefined
+  other.rank_ = -1;  // -1: undefined, after a move
   other.c_ = te_fl_tensor{};
 }
 
@@ -240,7 +239,7 @@ Tensor::operator const te_fl_tensor*() const noexcept { return defined() ? &c_ :
 
 std::string Tensor::describe() const { return te_fl::describe(c()); }
 
-// ---- new tensors
+// ---- creation of tensors
 
 Result<Tensor> Tensor::empty(std::span<const int64_t> shape, DType dtype, Device device) {
   TE_FL_ASSIGN_OR_RETURN(const int64_t bytes, core::checked_bytes(shape, dtype));
@@ -283,7 +282,7 @@ Result<Tensor> Tensor::wrap(void* data, std::span<const int64_t> shape,
   return t;
 }
 
-// ---- views
+// ---- views of tensors
 
 Result<Tensor> Tensor::view(std::initializer_list<int64_t> shape) const {
   return view(std::span(shape.begin(), shape.size()));
@@ -373,7 +372,7 @@ Result<Tensor> Tensor::transpose(int dim0, int dim1) const {
   return Access::make({c_.dl.data, shape, steps, dtype_, device_, storage_, c_.dl.byte_offset});
 }
 
-// ---- messages
+// ---- texts about tensors for messages
 
 std::string describe(const te_fl_tensor* tensor) {
   if (tensor == nullptr) return "null";

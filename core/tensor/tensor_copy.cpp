@@ -15,7 +15,8 @@
 namespace te_fl {
 namespace {
 
-// The values of `t` in compact order, in host memory at `out`. `first` is its first element.
+// Copies the values of `t` in contiguous order to host memory at `out`. `first` is the address of
+// its first element.
 void gather(const Tensor& t, const char* first, char* out) {
   const auto shape = t.shape(), strides = t.strides();
   const auto width = static_cast<size_t>(bits(t.dtype()) / 8);
@@ -33,7 +34,7 @@ void gather(const Tensor& t, const char* first, char* out) {
   }
 }
 
-// Lowest and highest element offset that a tensor with elements addresses.
+// The lowest and the highest element offset of a non-empty tensor.
 struct Extent {
   int64_t low = 0, high = 0;
 };
@@ -46,8 +47,8 @@ Extent extent_of(const Tensor& t) {
   return e;
 }
 
-// The streams of a copy: that of the source's device and that of the destination's. One, if one
-// device copies.
+// The streams of a copy, on the source's device and on the destination's. They are equal if one
+// device does the copy.
 struct CopyStreams {
   void* from;
   void* to;
@@ -57,7 +58,7 @@ Status copy_strided(const Tensor& from, const Tensor& to, CopyStreams streams) {
   const auto width = static_cast<int64_t>(bits(from.dtype()) / 8);
   const Extent e = extent_of(from);
   const char* first = static_cast<const char*>(from.raw_data());
-  Tensor host_source;  // the whole extent, if the source is not host memory
+  Tensor host_source;  // holds the source's whole extent if that is not host memory
   if (!from.device().is_host()) {
     const int64_t bytes = (e.high - e.low + 1) * width;
     TE_FL_ASSIGN_OR_RETURN(host_source, Tensor::empty({bytes}, DType::kU8));
@@ -109,7 +110,7 @@ Status copy_parts(const Tensor& from, const Tensor& to, CopyStreams streams) {
   return copy_part(from.scale(), to.scale(), streams);
 }
 
-// New storage with the same parts as `t`.
+// Allocates an uninitialised tensor with the same quantised parts as `t`.
 Result<Tensor> empty_quantized_like(const Tensor& t, Device device) {
   const te_fl_quant& q = Tensor::Access::quant(t);
   QuantSpec spec;
@@ -135,7 +136,7 @@ template <class T>
 Status store_integers(std::span<const float> values, DType dtype, void* out) {
   T* to = static_cast<T*>(out);
   for (const float v : values) {
-    // The upper bound is a power of two, exact in FP32, and itself out of range.
+    // The upper bound is a power of two, so it is exact in FP32; it is itself out of range.
     const double above = std::ldexp(1.0, std::numeric_limits<T>::digits);
     const bool fits = v == std::trunc(v) &&
                       v >= static_cast<double>(std::numeric_limits<T>::min()) &&
@@ -162,7 +163,7 @@ Status store_f4(std::span<const float> values, void* out) {
   for (size_t i = 0; i < values.size(); ++i) {
     const auto code = static_cast<uint8_t>(numeric::float_to_e2m1(values[i]) & 0xf);
     if (i % 2 == 0)
-      to[i / 2] = code;  // low nibble first; the odd last one leaves the high nibble zero
+      to[i / 2] = code;  // low nibble first; with an odd count the last high nibble is 0
     else
       to[i / 2] = static_cast<uint8_t>(to[i / 2] | code << 4);
   }
@@ -243,12 +244,12 @@ Result<Tensor> Tensor::to(Device device, void* stream) const {
     TE_FL_ASSIGN_OR_RETURN(const core::StreamRef current, core::current_stream(device_));
     streams.from = current != nullptr ? current->handle : nullptr;
   }
-  std::optional<StreamScope> scope;  // the copy's memory belongs to the stream that writes it
+  std::optional<StreamScope> scope;  // the result's memory belongs to the stream of the copy
   if (!copying.is_host() && stream != devices::current_stream(copying)) {
     scope.emplace(copying, stream);
   }
-  // The copy waits for what the tensor's own streams still write, and they do not free it too
-  // early.
+  // The copy waits for pending writes on the streams that own the tensor's memory. Below, those
+  // streams wait for the copy before they may free the memory.
   const std::vector<void*> own = core::memory_streams(*this);
   for (void* first : own) {
     TE_FL_RETURN_IF_ERROR(core::order_streams(device_, first, streams.from));
@@ -256,7 +257,8 @@ Result<Tensor> Tensor::to(Device device, void* stream) const {
   Result<Tensor> t =
       quantized() ? empty_quantized_like(*this, device) : empty(shape(), dtype_, device);
   TE_FL_RETURN_IF_ERROR(t.status());
-  // After an error too: parts may be on their way to or from memory that is about to go.
+  // Continues after an error: copies from or to memory that is about to be freed may be in
+  // progress.
   Status status = copy_parts(*this, *t, streams);
   const auto keep_first = [&](Status next) {
     if (status.ok()) status = std::move(next);

@@ -47,7 +47,7 @@ Status check_state(const char* what, const Tensor* t, Device device) {
                           ", not " + t->describe());
 }
 
-// Where the parts lie in one block of memory, each aligned to 256 bytes.
+// The offsets of the parts in one block of memory, each aligned to 256 bytes.
 struct Layout {
   int64_t columnwise = -1, scale_inv = -1, columnwise_scale_inv = -1, amax = -1, scale = -1;
   int64_t columnwise_amax = -1;
@@ -172,7 +172,7 @@ Result<Tensor> Tensor::empty_quantized(std::span<const int64_t> shape, const Qua
   return t;
 }
 
-// ---- parts
+// ---- parts of quantised tensors
 
 bool Tensor::quantized() const noexcept {
   return c_.quant != nullptr && c_.quant->scaling != TE_FL_SCALING_NONE;
@@ -199,7 +199,7 @@ Tensor Tensor::columnwise_only() const {
   t.storage_.reset();
   t.c_.dl.data = nullptr;
   t.c_.dl.byte_offset = 0;
-  if (scaling() != Scaling::kTensor) t.quant_.scale_inv = nullptr;  // else both copies'
+  if (scaling() != Scaling::kTensor) t.quant_.scale_inv = nullptr;  // kTensor: shared scale
   return t;
 }
 
@@ -227,7 +227,7 @@ Tensor scale_part(Tensor::Access::Parts parts, Scaling scaling, bool columnwise,
                   std::span<const int64_t> shape) {
   const auto [m, k] = core::logical_matrix(shape);
   const auto extents = scale_inv_shape(scaling, columnwise, m, k);
-  // Per-tensor scaling: [1], as the ABI says, not [1, 1].
+  // The scale of per-tensor scaling has shape [1], as the ABI requires, not [1, 1].
   parts.shape = std::span(extents).subspan(scaling == Scaling::kTensor ? 1 : 0);
   parts.dtype = core::scale_inv_dtype(scaling);
   return Tensor::Access::make(parts);

@@ -17,7 +17,7 @@ int64_t nanoseconds_since(Clock::time_point start) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count();
 }
 
-// Readable from 1 to 10^18 bytes.
+// A size as text: in bytes below 10 KiB, in KiB below 10 MiB, otherwise in MiB.
 std::string bytes_text(uint64_t bytes) {
   if (bytes < uint64_t{10} << 10) return std::to_string(bytes) + " bytes";
   if (bytes < uint64_t{10} << 20) return std::to_string(bytes >> 10) + " KiB";
@@ -28,11 +28,11 @@ std::string bytes_text(uint64_t bytes) {
 
 StagedCall::~StagedCall() {
   if (!copying_) return;
-  // The buffer goes back to the pool: nothing may be writing into it any more.
+  // The buffer returns to the pool, so no copy may still be writing to it.
   try {
     const auto kept = std::make_shared<StagingPool::Block>(std::move(buffer_));
     (void)core::wait_for_copies(call_.signature.device, call_.options.stream, kept);
-  } catch (...) {  // no memory to remember it: it stays out of the pool
+  } catch (...) {  // no memory to track it: the buffer is freed, not pooled
   }
 }
 
@@ -42,8 +42,8 @@ te_fl_status StagedCall::refused(const Status& status) {
   return status.to_c();
 }
 
-// Neither memory nor copies that fail are a reason to try the next implementation, whatever the
-// device answers: results may be half written, and another rank may have had the memory.
+// The status for failed allocations and copies. They never cause a fallback, whatever code the
+// device returned: results may be partly written, and another rank may have had the memory.
 te_fl_status StagedCall::failed(const Status& status, const char* doing) {
   errors_.sink()->write(errors_.sink()->host, status.wrap(doing).to_string().c_str());
   const te_fl_status code = TE_FL_STATUS_CODE(status.to_c());
@@ -90,7 +90,7 @@ te_fl_context StagedCall::context(bool deterministic) const {
 te_fl_status StagedCall::copy_in() {
   const auto asked = Clock::now();
   const Device& device = call_.signature.device;
-  // Alone, so that the copies' cost is not mixed up with that of the work before them.
+  // A separate wait for earlier work, so that the time of the copies is measured alone.
   const Status idle = devices::synchronize(device, call_.options.stream);
   if (!idle.ok()) return failed(idle, "the call's tensors could not be copied to the host");
   waiting_ = nanoseconds_since(asked);
@@ -133,7 +133,7 @@ void StagedCall::count(const Implementation& impl) const {
   impl.staged.bytes.fetch_add(plan_.bytes(), std::memory_order_relaxed);
   impl.staged.copying.fetch_add(static_cast<uint64_t>(copies_), std::memory_order_relaxed);
   impl.staged.waiting.fetch_add(static_cast<uint64_t>(waiting_), std::memory_order_relaxed);
-  if (plan_.bytes() == 0) return;  // an enquiry, or tensors without elements
+  if (plan_.bytes() == 0) return;  // a query op, or tensors without elements
   if (impl.staged.logged.exchange(true, std::memory_order_relaxed)) return;
   log::once(log::Level::kWarning, "staged " + impl.op,
             "op '" + impl.op + "' on " + to_string(call_.signature.device) + " is served by '" +

@@ -8,9 +8,9 @@
 
 namespace te_fl::dispatch {
 
-// A call on a device's tensors that a host implementation serves on copies of them. In order:
-// plan(), acquire() or bind_nowhere(), copy_in(), the implementation's run() on args(), copy_out(),
-// count(). Statuses say why in `errors`.
+// A call on device tensors that a host implementation serves on copies. Order of use: plan(),
+// acquire() or bind_nowhere(), copy_in(), the implementation's run() on args(), copy_out(),
+// count(). For each error status the text is in `errors`.
 class StagedCall {
  public:
   StagedCall(const Call& call, core::ErrorText& errors) : call_(call), errors_(errors) {}
@@ -18,18 +18,20 @@ class StagedCall {
   StagedCall(const StagedCall&) = delete;
   StagedCall& operator=(const StagedCall&) = delete;
 
-  // Finds what is to be copied. UNSUPPORTED: it cannot be, or is more than the policy allows.
+  // Determines the memory to copy. UNSUPPORTED: it cannot be copied, or exceeds the policy's limit.
   te_fl_status plan();
-  // Memory for the copies.
+  // Allocates the buffer for the copies.
   te_fl_status acquire();
-  // Addresses without memory, for supports() and saved_bytes(), which read metadata only (R10).
+  // Sets addresses without memory, for supports() and saved_bytes(), which read only metadata
+  // (R10).
   void bind_nowhere() noexcept;
   te_fl_context context(bool deterministic) const;
   const void* args() const noexcept { return plan_.args(); }
-  // Waits for the stream's work and the copies.
+  // copy_in() waits for earlier work of the stream and for the copies; copy_out() for the copies.
   te_fl_status copy_in();
   te_fl_status copy_out();
-  // Adds the call to the implementation's figures; says once per op that it is staged.
+  // Adds the call to the implementation's statistics. Logs once per implementation that it runs
+  // staged.
   void count(const Implementation& impl) const;
 
  private:
@@ -40,8 +42,8 @@ class StagedCall {
   core::ErrorText& errors_;
   StagingPlan plan_;
   StagingPool::Block buffer_;
-  bool copying_ = false;              // copies may be under way
-  int64_t copies_ = 0, waiting_ = 0;  // ns: for the copies; for the stream's work before them
+  bool copying_ = false;              // copies may be in progress
+  int64_t copies_ = 0, waiting_ = 0;  // ns: for copies; waiting for earlier stream work
 };
 
 }  // namespace te_fl::dispatch

@@ -18,7 +18,7 @@ namespace {
 
 constexpr size_t kAlignment = 256;
 
-// The pointer that `slot` holds, whatever it points to.
+// Stores `value` in a pointer variable of any pointer type at `slot`.
 void set_pointer(void* slot, const void* value) noexcept {
   std::memcpy(slot, &value, sizeof value);
 }
@@ -76,7 +76,7 @@ Status StagingPlan::make(const core::CompiledOp& op, const void* args, const Dev
       for (int64_t k = 0; k < list.count; ++k) staged.push_back(stage(i, *list.data[k]));
       put(arg.offset, staged.data());
     } else if (arg.type == TE_FL_ARG_I64_LIST) {
-      if (scope_ == Scope::kDevice) continue;  // the caller's own, like all host memory
+      if (scope_ == Scope::kDevice) continue;  // used in place, like all host memory
       const registry::IntegerList list = registry::integers_argument(arg, args);
       put(arg.offset, integers_.emplace_back(list.data, list.data + list.count).data());
     } else if (arg.type == TE_FL_ARG_SAVED) {
@@ -102,13 +102,13 @@ Status StagingPlan::make(const core::CompiledOp& op, const void* args, const Dev
   return {};
 }
 
-// True if the implementation is to see the caller's own tensor. Notes where its memory is.
+// True if the implementation uses the caller's own tensor. Also sets on_host_.
 bool StagingPlan::stays(const te_fl_tensor& t, bool host_only) {
   on_host_ = host_only || Device{t.dl.device.type, t.dl.device.index, t.provider}.is_host();
   return on_host_ && scope_ == Scope::kDevice;
 }
 
-// The tensor as the implementation is to see it: the caller's own if it is host memory.
+// Returns the tensor that the implementation will see: the caller's own if it is in host memory.
 const te_fl_tensor* StagingPlan::stage(uint32_t index, const te_fl_tensor& t) {
   const te_fl_arg_desc& arg = *op_->schema().args[index];
   if (stays(t, (arg.flags & TE_FL_ARG_HOST) != 0)) return &t;
@@ -141,7 +141,7 @@ const te_fl_tensor* StagingPlan::stage(uint32_t index, const te_fl_tensor& t) {
   return &shadow.tensor;
 }
 
-// The bytes from the first to the last element, in memory order.
+// Adds the bytes from the first to the last element in memory order.
 void StagingPlan::stage_data(const te_fl_tensor& t, Shadow& shadow, bool in, bool out) {
   if (t.dl.data == nullptr) return;
   const char* first = static_cast<const char*>(t.dl.data) + t.dl.byte_offset;
@@ -162,10 +162,9 @@ void StagingPlan::stage_data(const te_fl_tensor& t, Shadow& shadow, bool in, boo
   if (out) split(parts_.back(), t, width);
 }
 
-// The pieces of an output that may have gaps: the elements that follow each other in memory make
-// one.
+// Splits an output that may have gaps into contiguous pieces of elements.
 void StagingPlan::split(Part& part, const te_fl_tensor& t, int64_t width) {
-  std::vector<std::pair<int64_t, int64_t>> dims;  // bytes apart, how many
+  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride in bytes, extent) of each dimension
   for (int d = 0; d < t.dl.ndim; ++d) {
     if (t.dl.shape[d] > 1) dims.emplace_back(std::abs(t.dl.strides[d]) * width, t.dl.shape[d]);
   }
@@ -189,7 +188,8 @@ void StagingPlan::split(Part& part, const te_fl_tensor& t, int64_t width) {
   }
 }
 
-// amax and scale of an output: a given scale is read and a running maximum goes on.
+// Adds the parts of a quantised tensor. For an output, a given scale is read, and amax is read and
+// updated as a running maximum.
 void StagingPlan::stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in) {
   te_fl_quant& q = shadow.quant;
   const bool out = arg.role != TE_FL_IN;
@@ -207,8 +207,8 @@ void StagingPlan::stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in
         break;
       case core::QuantPart::kScales:
       case core::QuantPart::kColumnwiseScales:
-        // One value may be left as it was where the scale is given; arrays of scales are written
-        // whole.
+        // A single scale may be left unchanged if it is an input, so it is copied in too; arrays of
+        // scales are always written completely.
         reads |= per_tensor;
         break;
       case core::QuantPart::kAmax:
@@ -223,7 +223,7 @@ void StagingPlan::stage_parts(const te_fl_arg_desc& arg, Shadow& shadow, bool in
   }
 }
 
-// The record is the caller's; its storage is the op's device's.
+// Adds the saved record. The record is the caller's host struct; its storage is on the op's device.
 void StagingPlan::stage_record(uint32_t index) {
   const te_fl_arg_desc& arg = *op_->schema().args[index];
   caller_record_ = op_->saved(caller_);
@@ -259,9 +259,9 @@ void StagingPlan::merge() {
     part.extent = extents_.size() - 1;
     extents_.back().end = std::max(extents_.back().end, part.begin + part.bytes);
   }
-  size_t at = kAlignment;  // never empty, so that parts without bytes have an address
+  size_t at = kAlignment;  // never 0, so that empty parts get an address too
   for (Extent& e : extents_) {
-    // The copy gets the alignment that the original has on the device.
+    // The copy gets the same alignment as the original.
     at = (at + kAlignment - 1) / kAlignment * kAlignment;
     e.offset = at + e.begin % kAlignment;
     at = e.offset + (e.end - e.begin);
@@ -269,8 +269,8 @@ void StagingPlan::merge() {
   buffer_bytes_ = at;
 }
 
-// Pieces of one extent that touch become one copy. Pieces of different extents may be neighbours by
-// accident, in allocations of their own.
+// Merges adjacent pieces of one extent into one copy. Pieces of different extents are not merged,
+// since they may be adjacent by chance and belong to different allocations.
 std::vector<StagedCopy> StagingPlan::joined(std::vector<Piece> pieces) const {
   std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) {
     return std::tie(a.extent, a.begin) < std::tie(b.extent, b.begin);
@@ -336,7 +336,7 @@ void StagingPlan::bind(void* base) noexcept {
   }
   for (void* slot : empty_) set_pointer(slot, base);
   if (caller_record_ != nullptr) {
-    // In one that the op fills in, these are left over from an earlier call.
+    // If the op writes the record, these members hold values of an earlier call, so they are reset.
     record_.opaque = reads_record_ ? caller_record_->opaque : 0;
     record_.producer = reads_record_ ? caller_record_->producer : nullptr;
   }

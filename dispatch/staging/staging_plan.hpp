@@ -11,47 +11,47 @@
 #include "te_fl/plugin.h"
 #include "te_fl/status.hpp"
 
-// Computes the memory that a host implementation needs for a call whose tensors are on another
-// device. Read from the op's description: arguments, their roles, the roles of a quantised tensor's
+// Computes the copies that a host implementation needs for a call on another device's tensors. It
+// uses only the op's description: arguments, their roles, and the roles of a quantised tensor's
 // parts.
 namespace te_fl::dispatch {
 
 // One copy between the device and the buffer.
 struct StagedCopy {
   char* device = nullptr;
-  size_t offset = 0;  // in the buffer
+  size_t offset = 0;  // offset in the buffer
   size_t bytes = 0;
-  bool on_host = false;  // kAll: `device` is host memory
+  bool on_host = false;  // kAll: `device` points to host memory
 };
 
-// The copies of one call, and the call's arguments as the host implementation sees them. Parts that
-// overlap in the device's memory overlap in the same way in the buffer, so that aliasing survives.
-// Copied in: what the op reads. Copied out: the elements that outputs address, never what lies
-// between them. Host memory and host-only arguments are the caller's own, unless all is to be
-// copied.
+// The copies for one call, and the arguments that the host implementation sees. Parts that overlap
+// in device memory overlap in the same way in the buffer, so aliasing is preserved. Copied in: all
+// memory that the op reads. Copied out: the elements of outputs, never the gaps between them. Host
+// memory and host-only arguments are used in place, except with Scope::kAll.
 class StagingPlan {
  public:
-  // kAll: host memory and the saved record too, so that a run on the copies touches nothing of the
-  // caller's. For checking one implementation against another, and for saving a call.
+  // kAll: also copies host memory and the saved record, so that a run on the copies does not affect
+  // the caller's memory. Used to compare implementations and to save a call.
   enum class Scope { kDevice, kAll };
-  // Most separate pieces of memory that one call writes back.
+  // The maximal number of separate memory pieces that one call may write back.
   static constexpr int64_t kMaxPieces = int64_t{1} << 20;
 
   StagingPlan() = default;
   StagingPlan(const StagingPlan&) = delete;
   StagingPlan& operator=(const StagingPlan&) = delete;
 
-  // For arguments that have passed the op's check; touches no memory but theirs. They, and the
-  // tensors that they point to, must outlive the plan. UNSUPPORTED: the call cannot be staged, and
-  // why.
+  // Makes the plan for arguments that have passed the op's check. Reads only the argument structs.
+  // These and their tensors must outlive the plan. UNSUPPORTED with the reason if the call cannot
+  // be staged.
   Status make(const core::CompiledOp& op, const void* args, const Device& device,
               const te_fl_rng& rng, Scope scope = Scope::kDevice);
   size_t buffer_bytes() const noexcept { return buffer_bytes_; }
   const std::vector<StagedCopy>& in() const noexcept { return in_; }
   const std::vector<StagedCopy>& out() const noexcept { return out_; }
-  // The bytes that the copies move, both ways.
+  // The number of bytes copied in both directions.
   uint64_t bytes() const noexcept { return bytes_; }
-  // Points args() into a buffer of buffer_bytes(), aligned to 256 bytes. May be called again.
+  // Points args() to a buffer of buffer_bytes(), which must be aligned to 256 bytes. May be called
+  // repeatedly.
   void bind(void* base) noexcept;
   const void* args() const noexcept { return args_.data(); }
   const te_fl_rng& rng() const noexcept { return rng_; }
@@ -59,24 +59,24 @@ class StagingPlan {
   const te_fl_saved* record() const noexcept {
     return caller_record_ == nullptr ? nullptr : &record_;
   }
-  // Hands what the implementation wrote into the saved record to the caller's.
+  // Copies what the implementation wrote into the saved record to the caller's record.
   void hand_out_record() noexcept;
 
  private:
-  // Memory that the implementation is to see at another address, which `slot` holds.
+  // A memory range that the implementation sees at another address; `slot` holds that address.
   struct Part {
     uintptr_t begin = 0;
     size_t bytes = 0;
     bool in = false;
     bool out = false;
     bool on_host = false;
-    void* slot = nullptr;  // of a pointer member of args() or of a tensor below
-    ptrdiff_t delta = 0;   // of the pointer from `begin`
+    void* slot = nullptr;  // address of a pointer member of args() or of a tensor below
+    ptrdiff_t delta = 0;   // offset of the pointer from `begin`
     size_t extent = 0;
-    std::vector<int64_t> steps, counts;  // pieces of an output with gaps: bytes apart, how many
-    size_t piece = 0;                    // bytes of one; 0: no gaps
+    std::vector<int64_t> steps, counts;  // pieces of an output with gaps: strides in bytes, extents
+    size_t piece = 0;                    // bytes of one piece; 0: no gaps
   };
-  // Parts that overlap, one after the other.
+  // The union of overlapping parts.
   struct Extent {
     uintptr_t begin = 0;
     uintptr_t end = 0;
@@ -109,17 +109,17 @@ class StagingPlan {
   const void* caller_ = nullptr;  // the caller's arguments
   Device device_;
   Scope scope_ = Scope::kDevice;
-  bool on_host_ = false;  // true while a host tensor is being added
+  bool on_host_ = false;  // true while a tensor in host memory is added
   std::vector<uint64_t> args_;
   std::deque<Shadow> tensors_;
   std::deque<std::vector<const te_fl_tensor*>> lists_;
   std::deque<std::vector<int64_t>> integers_;
   te_fl_saved record_{};
   te_fl_saved* caller_record_ = nullptr;
-  bool reads_record_ = false;  // it is the op's input
+  bool reads_record_ = false;  // the record is an input of the op
   te_fl_rng rng_{};
   std::vector<Part> parts_;
-  std::vector<void*> empty_;  // slots of parts without bytes, which must not become null
+  std::vector<void*> empty_;  // slots of empty parts, which must not be null
   std::vector<Extent> extents_;
   std::vector<StagedCopy> in_, out_;
   size_t buffer_bytes_ = 0;

@@ -10,11 +10,11 @@
 namespace te_fl::dispatch {
 namespace {
 
-// Guards every pool's list. Devices are not entered while it is held.
+// Guards the lists of all pools. No device function is called while it is held.
 constinit core::ForkMutex mutex(core::LockLevel::kStagingPool);
 const core::ForkMutex::Registration registration(mutex);
 
-// Calls of similar sizes share a buffer.
+// Rounds a size up, so that calls of similar sizes can share a buffer.
 size_t rounded(size_t bytes) {
   const size_t step = bytes < (size_t{1} << 20) ? size_t{1} << 16 : size_t{1} << 20;
   return bytes > SIZE_MAX - 2 * step ? bytes : (bytes + step - 1) / step * step;
@@ -49,7 +49,7 @@ Result<StagingPool::Block> StagingPool::acquire(const Device& device, size_t byt
                   "a staging buffer of " + std::to_string(bytes) + " bytes cannot be")
         .set_clean();
   }
-  const size_t wanted = bytes + kAlignment;  // pinned memory need not be aligned
+  const size_t wanted = bytes + kAlignment;  // pinned memory may be unaligned
   Block block;
   block.pool_ = this;
   Memory outgrown;
@@ -66,7 +66,8 @@ Result<StagingPool::Block> StagingPool::acquire(const Device& device, size_t byt
       idle_.erase(fits);
       return block;
     }
-    // A thread whose calls grow keeps one buffer, not one of each size.
+    // Replaces a smaller idle buffer, so that calls of growing size do not leave one buffer per
+    // size.
     if (largest != idle_.end()) {
       outgrown = *largest;
       idle_.erase(largest);
@@ -104,7 +105,7 @@ void StagingPool::give_back(const Memory& memory) noexcept {
     } else {
       surplus = memory;
     }
-  } catch (...) {  // no memory to remember it
+  } catch (...) {  // no memory for the list entry: the buffer is freed
     surplus = memory;
   }
   if (surplus.data != nullptr) free(surplus);

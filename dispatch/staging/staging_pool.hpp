@@ -10,14 +10,14 @@
 
 namespace te_fl::dispatch {
 
-// Host buffers for the copies of staged calls: pinned memory of the device, or plain host memory
-// where it has none. A few per device are kept for the next call. Thread-safe.
+// Host buffers for the copies of staged calls: pinned memory of the device, or ordinary host memory
+// if the device has none. Keeps a few idle buffers per device for later calls. Thread-safe.
 class StagingPool {
  public:
   static constexpr size_t kAlignment = 256;
   static constexpr size_t kKept = 8;  // idle buffers per device
 
-  // A buffer for one call at a time. Goes back to the pool.
+  // A buffer for one call. Its destructor returns the memory to the pool.
   class Block {
    public:
     Block() = default;
@@ -46,13 +46,13 @@ class StagingPool {
   StagingPool(const StagingPool&) = delete;
   StagingPool& operator=(const StagingPool&) = delete;
   ~StagingPool();
-  // Errors: out of memory (clean).
+  // Takes or allocates a buffer. Errors: out of memory (clean).
   Result<Block> acquire(const Device& device, size_t bytes);
-  // Idle buffers in memory of a device.
+  // The number of idle buffers that use memory of a device.
   int64_t held(const Device& device) const;
-  // Frees the idle buffers of a device, before it is removed.
+  // Frees the idle buffers of a device before it is removed.
   void release(const Device& device);
-  // In a forked child pinned memory is out of reach: forget it.
+  // In a forked child: forgets all buffers, since the child cannot use the parent's pinned memory.
   void forget_after_fork();
 
  private:

@@ -44,13 +44,13 @@ Status CallCopy::move(const std::vector<StagedCopy>& copies, CopyBuffer& buffer)
         devices::copy(Device{}, to + c.offset, device, c.device, c.bytes, call_.options.stream);
     if (!status.ok()) break;
   }
-  // Also after an error: nothing may be writing into the buffer when it goes.
+  // Waits also after an error: no copy may be writing to the buffer when it is freed.
   if (waits) {
     waited_ = core::wait_for_copies(device, call_.options.stream, buffer.shared());
     if (status.ok()) status = waited_;
   }
   if (!status.ok() || !waits) return status;
-  for (const StagedCopy& c : copies) {  // the stream's work may have used host memory
+  for (const StagedCopy& c : copies) {  // after the wait: earlier work may have used host memory
     if (c.on_host) std::memcpy(to + c.offset, c.device, c.bytes);
   }
   return {};

@@ -8,18 +8,18 @@
 
 namespace te_fl::dispatch {
 
-// Host memory of whole bytes, aligned as calls want it.
+// A host buffer with the alignment that calls need.
 class CopyBuffer {
  public:
   CopyBuffer() = default;
-  // Zeros. Null data() if there is no memory.
+  // Allocates zeroed memory. data() is null if there is not enough.
   explicit CopyBuffer(size_t bytes);
   CopyBuffer(const CopyBuffer& other);
   CopyBuffer(CopyBuffer&&) noexcept = default;
   CopyBuffer& operator=(CopyBuffer&&) noexcept = default;
   char* data() const noexcept { return data_.get(); }
   size_t size() const noexcept { return size_; }
-  // The memory, for copies that may outlive this.
+  // Shared ownership of the memory, for copies that may outlive this object.
   std::shared_ptr<void> shared() const noexcept { return data_; }
 
  private:
@@ -27,21 +27,23 @@ class CopyBuffer {
   size_t size_ = 0;
 };
 
-// All that a call reads and writes, copied to the host, wherever it lies: before the call what it
-// reads, after the call what it wrote. One layout serves all copies.
+// Copies in host memory of everything that a call reads and writes, wherever the originals are: the
+// inputs before the call, the outputs after it. All copies have the same layout.
 class CallCopy {
  public:
   explicit CallCopy(const Call& call) : call_(call) {}
 
-  // Copies what the call reads. Waits for the stream; waited() says what that answered.
+  // Copies what the call reads. Waits for the stream; waited() has the result of the wait.
   // UNSUPPORTED: the call cannot be copied.
   Status before();
-  // Copies what the call has written, over a copy of before(). Waits for the stream, as before().
+  // Copies the outputs into a second buffer that starts as a copy of before()'s. Waits for the
+  // stream.
   Status after();
-  // An error: work that was enqueued on the stream has failed. A device tells that once, to the
-  // first who waits (R12), so whoever made the copy passes it on to the caller.
+  // An error if work that was enqueued on the stream before has failed. A device reports such an
+  // error only to the first wait (R12), so the owner of this object must return it to the caller.
   const Status& waited() const noexcept { return waited_; }
-  // A copy of what the call read, to run another implementation on; args() then points into it.
+  // Makes another copy of the inputs, on which another implementation can run, and points args() to
+  // it.
   Status rerun();
 
   StagingPlan& plan() noexcept { return plan_; }

@@ -56,7 +56,7 @@ json describe_tensor(const te_fl_tensor& t, const char* base, bool host_only) {
   return out;
 }
 
-// A scalar; floats as their bits too, since JSON has no infinities.
+// A scalar as JSON. Floats are stored with their bits too, since JSON cannot represent infinities.
 json describe_scalar(const te_fl_arg_desc& arg, const void* args) {
   if (arg.type == TE_FL_ARG_I64) return registry::member_or<int64_t>(arg.offset, args, 0);
   if (arg.type == TE_FL_ARG_F32) {
@@ -155,7 +155,8 @@ Result<std::unique_ptr<FiledCall>> FiledCall::read(const std::string& path) {
   if (!in) return broken("its description is cut off").wrap(path);
   const json description = json::parse(text, nullptr, false);
   TE_FL_ASSIGN_OR_RETURN(std::unique_ptr<FiledCall> call, make(description, path));
-  // A file that has a size (a pipe has none) must be able to fill the memory that is asked for it.
+  // A file with a known size (a pipe has none) must be large enough for the memory that is about to
+  // be allocated.
   std::error_code unknown;
   const uintmax_t whole = std::filesystem::file_size(path, unknown);
   if (!unknown && call->bytes_ > whole / 2) return broken("its data is cut off").wrap(path);
@@ -187,7 +188,7 @@ void FiledCall::put(uint32_t offset, const void* value, size_t bytes) noexcept {
   std::memcpy(reinterpret_cast<char*>(args_.data()) + offset, value, bytes);
 }
 
-// Remembers a pointer to `bytes` bytes. Throws where they are not all in the buffer.
+// Records a pointer to `bytes` bytes. Throws if they are not inside the buffer.
 void FiledCall::slot(void* at, const json& offset, size_t bytes, bool host) {
   if (offset.is_null()) return;
   const int64_t from = offset.get<int64_t>();
@@ -228,7 +229,7 @@ const te_fl_tensor* FiledCall::tensor(const json& from) {
     high = count - 1;
   }
   if (const json& data = from.at("data"); !data.is_null()) {
-    // The lowest address is checked as well as the highest.
+    // Checks both the lowest and the highest address of the tensor.
     const int64_t first = data.get<int64_t>();
     const int64_t below = count > 0 ? -low * bits(*dtype) / 8 : 0;
     if (first < below) throw std::out_of_range("a tensor lies outside its bytes");
@@ -249,7 +250,7 @@ const te_fl_tensor* FiledCall::tensor(const json& from) {
   const auto [m, k] = core::logical_matrix(held.shape);
   const core::QuantBytes bytes = core::quant_bytes(*dtype, *scaling, m, k);
   for (const core::QuantPart& part : core::kQuantParts) {
-    if (!q.contains(part.name)) continue;  // of a te-fl that did not know it
+    if (!q.contains(part.name)) continue;  // written by a te-fl without this part
     slot(part.slot(held.quant), q.at(part.name), static_cast<size_t>(part.bytes(bytes)), held.host);
   }
   return &held.tensor;
@@ -327,7 +328,8 @@ Status FiledCall::fill(const json& d) {
   return {};
 }
 
-// Floats between 0.5 and 1.5, codes of such, scales of 1; integers as recorded, else 0.
+// Sample data: floats between 0.5 and 1.5, codes of such values, scales of 1; integers as recorded,
+// otherwise 0.
 CopyBuffer FiledCall::made_up() const {
   if (before_.data() != nullptr) return before_;
   CopyBuffer out(bytes_);
@@ -362,7 +364,7 @@ CopyBuffer FiledCall::made_up() const {
           to[i] = static_cast<char>(code);
           break;
         case DType::kF8E8M0:
-          to[i] = 127;  // 1
+          to[i] = 127;  // the code of 1
           break;
         default:
           break;
@@ -376,7 +378,7 @@ CopyBuffer FiledCall::made_up() const {
     const bool fits = static_cast<int64_t>(held.values.size()) * width <= held.bytes;
     for (size_t i = 0; fits && i < held.values.size(); ++i) {
       std::memcpy(out.data() + held.first + static_cast<int64_t>(i) * width, &held.values[i],
-                  static_cast<size_t>(width));  // little-endian
+                  static_cast<size_t>(width));  // correct on little-endian hosts
     }
     if (held.tensor.quant == nullptr) continue;
     const auto scaling = static_cast<Scaling>(held.quant.scaling);

@@ -14,34 +14,34 @@
 #include "te_fl/plugin.h"
 #include "te_fl/status.hpp"
 
-// A call in a file: its op, every argument, the layout of all its memory and, in a saved case, the
-// bytes before and after. For any op, read from its description.
+// A call stored in a file: its op, every argument, the layout of its memory and, for a saved case,
+// the memory contents before and after the call. Works for every op, based on its description.
 //
 //   "te-fl call 1\n", the length of the description (u64, little-endian), the description (JSON),
 //   the bytes before the call, the bytes after it; each as long as the description says.
 //
-// Pointers are offsets into those bytes, so overlapping arguments overlap again.
+// Pointers are stored as offsets into these bytes, so overlapping arguments overlap again.
 namespace te_fl::dispatch {
 
-// The maker of a saved case.
+// Information about where a saved case was recorded.
 struct CallOrigin {
   std::string impl_id, owner, build_id, device, chip, driver, note;
 };
 
-// The arguments of a copied call, its pointers as offsets from `base`: what args() of the plan is
-// bound to.
+// Describes the arguments of a copied call. Pointers become offsets from `base`, to which the
+// plan's args() are bound.
 nlohmann::json describe_call(const core::CompiledOp& op, const StagingPlan& plan, const char* base,
                              const Device& device, bool deterministic);
 
-// Writes a file whole, or leaves none. Error: FAILED_PRECONDITION, with the reason of the system.
+// Writes a complete file or none. Error: FAILED_PRECONDITION with the system's error text.
 Status write_call_file(const std::string& path, const nlohmann::json& description,
                        const CopyBuffer& before, const CopyBuffer& after);
 
-// A call made from its description.
+// A call that was constructed from its description.
 class FiledCall {
  public:
-  // Checks the description against the op as it is known here. DATA_LOSS or INVALID_ARGUMENT
-  // otherwise; NOT_FOUND: no such op.
+  // Constructs the call and checks it against this te-fl's description of the op. Errors: DATA_LOSS
+  // or INVALID_ARGUMENT; NOT_FOUND: no such op.
   static Result<std::unique_ptr<FiledCall>> read(const std::string& path);
   static Result<std::unique_ptr<FiledCall>> make(const nlohmann::json& description,
                                                  const std::string& where);
@@ -54,18 +54,18 @@ class FiledCall {
   bool deterministic() const noexcept { return deterministic_; }
   const te_fl_rng& rng() const noexcept { return rng_; }
   size_t bytes() const noexcept { return bytes_; }
-  // The bytes that a file has; empty if the call was made from a description alone.
+  // The stored memory contents; empty if the call was made from a description alone.
   const CopyBuffer& before() const noexcept { return before_; }
   const CopyBuffer& after() const noexcept { return after_; }
-  // Bytes to run it on: those of the file, or numbers like a run's.
+  // Input data for a run: the stored bytes, or sample data in the value range of real calls.
   CopyBuffer made_up() const;
-  // Points all arguments into memory of `device` at `base`, host-only ones into host memory at
-  // `host_base`; both of bytes() and aligned to 256.
+  // Points all arguments to memory of `device` at `base`, and host-only arguments to host memory at
+  // `host_base`. Both must have bytes() bytes and an alignment of 256.
   const void* bind(char* base, const Device& device, char* host_base) noexcept;
 
  private:
   FiledCall() = default;
-  struct Slot {  // a pointer, and what it is to point to
+  struct Slot {  // a pointer variable and its target
     void* at;
     int64_t offset;
     bool host;
@@ -74,7 +74,7 @@ class FiledCall {
     te_fl_tensor tensor;
     te_fl_quant quant;
     std::vector<int64_t> shape, strides;
-    std::vector<int64_t> values;  // of a recorded integer tensor
+    std::vector<int64_t> values;  // contents of a recorded integer tensor
     int64_t first = -1, bytes = 0;
     bool host = false;
   };

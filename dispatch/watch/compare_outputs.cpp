@@ -39,7 +39,7 @@ void for_each_tensor(const core::CompiledOp& op, const void* args, F&& f) {
   }
 }
 
-// Elements of one array, by (number, offset in elements from the base).
+// Iterates over an array's elements as (index, offset from the base), both counted in elements.
 class Walk {
  public:
   Walk(std::vector<int64_t> shape, std::vector<int64_t> strides)
@@ -88,15 +88,15 @@ Walk walk_of(const te_fl_tensor& t) {
   return {std::move(shape), std::move(strides)};
 }
 
-// Values from here on stand for an infinity, as the largest of a type does in many masks. Beside
-// them the root mean square of the whole would allow any error in the others.
+// Values from this size on are treated as infinities: many masks use the largest value of a type.
+// In a root mean square such values would make every error of the other elements acceptable.
 double huge_from(int dtype) { return dtype == TE_FL_F16 ? 65504.0 : 0x1p96; }
 
-// The root mean square of those among value(base, number, offset) that are below `huge`; of the
-// finite ones if there are none.
+// The root mean square of the values with magnitude below `huge`; of all finite values if there are
+// none below. A value is value(base, number, offset).
 template <class Value>
 double rms(const Walk& walk, const char* base, double huge, Value&& value) {
-  double sums[2] = {};  // of those below, and of the others
+  double sums[2] = {};  // of values below huge, and of the others
   int64_t counts[2] = {};
   walk.each([&](int64_t n, int64_t at) {
     const double v = value(base, n, at);
@@ -109,7 +109,7 @@ double rms(const Walk& walk, const char* base, double huge, Value&& value) {
   return counts[which] == 0 ? 0 : std::sqrt(sums[which] / static_cast<double>(counts[which]));
 }
 
-// Two arrays of one layout.
+// Two arrays with the same layout and dtype.
 struct Pair {
   const char* got;
   const char* wanted;
@@ -121,7 +121,7 @@ class Comparison {
   Comparison(std::vector<OutputDifference>& out, int& compared, Tolerance tolerance)
       : out_(out), compared_(compared), tolerance_(tolerance) {}
 
-  // False, as is run(): elements differ.
+  // Compares unscaled values. Like run(), returns false if any elements differ.
   bool plain(const std::string& name, const Walk& walk, const Pair& p) {
     if (!is_float(p.dtype)) return exact(name, walk, p);
     if (is_code(p.dtype)) return codes(name, walk, p, nullptr);
@@ -131,19 +131,20 @@ class Comparison {
     const double floor =
         tolerance_.floor + tolerance_.of_rms * rms(walk, p.wanted, huge_from(p.dtype), value);
     const double share = Tolerance::relative(p.dtype);
-    const double least = p.dtype == TE_FL_F16 ? 0x1p-24 : 0;  // its step among subnormal values
+    const double least = p.dtype == TE_FL_F16 ? 0x1p-24 : 0;  // the step of subnormals
     return run(name, walk, false, [&](int64_t, int64_t at) -> Found {
       const double got = element(p.dtype, p.got, at), wanted = element(p.dtype, p.wanted, at);
       return {got, wanted, share * std::abs(wanted) + floor + least};
     });
   }
 
-  // An argument that is read and written, as a parameter is by an optimizer: a step may be smaller
-  // than what plain() allows, and a run that takes none would agree. So not nearly all elements
-  // that the reference changes may be as they were. Rounding decides on some of them, and on all
-  // only if they are alike, so different values are wanted. Scales in F32 are computed anew in each
-  // call, and the other run's of the call before may differ from the reference's in the last place:
-  // such a change does not count.
+  // Checks an argument that is read and written, such as an optimizer's parameter. One step may
+  // change it by less than plain() tolerates, so a run that changes nothing would pass plain().
+  // This check therefore fails if nearly all elements that the reference changes are unchanged in
+  // `got`. Rounding may leave some elements unchanged, and all of them only if they have equal
+  // values, so the check needs enough different values. An F32 change in the last places is
+  // ignored: scales are recomputed in each call, and the other run's previous result may differ
+  // there.
   void changed(const std::string& name, const Walk& walk, const Pair& p, const char* before) {
     constexpr int64_t kLeast = 64;
     constexpr size_t kValues = 16;
@@ -172,7 +173,8 @@ class Comparison {
     out_.push_back(std::move(d));
   }
 
-  // scale, scale_inv and amax: what an output with the call's error may have for its largest value.
+  // Compares scale, scale_inv and amax. The tolerance is the deviation of the output's largest
+  // value that the call's tolerance implies.
   void scales(const std::string& name, const Walk& walk, const Pair& p, bool binades) {
     const double share = Tolerance::relative(TE_FL_F32) + 2 * tolerance_.of_rms;
     run(name, walk, false, [&](int64_t, int64_t at) -> Found {
@@ -185,8 +187,9 @@ class Comparison {
     });
   }
 
-  // Codes next to each other are a tie that rounded differently. Others are compared decoded:
-  // `scale(n)` gives the two factors of element n; null: 1.
+  // Compares FP8 or FP4 codes. Adjacent codes agree, since a tie may round either way. Other
+  // codes are compared after decoding. `scale(n)` returns the factors of element n in both arrays;
+  // null: 1.
   using Scale = std::function<std::pair<double, double>(int64_t)>;
   bool codes(const std::string& name, const Walk& walk, const Pair& p, const Scale& scale) {
     const auto factors = [&](int64_t n) { return scale ? scale(n) : std::pair{1.0, 1.0}; };
@@ -232,10 +235,10 @@ class Comparison {
     walk.each([&](int64_t n, int64_t at) {
       const Found e = f(n, at);
       if (std::isnan(e.got) && std::isnan(e.wanted)) return;
-      if (e.got == e.wanted && !(e.allowed < 0)) return;  // NaN: of infinities
+      if (e.got == e.wanted && !(e.allowed < 0)) return;  // allowed is NaN for infinities
       const double error = std::abs(e.got - e.wanted);
-      // No error is allowed of an infinity, of which a share would be infinite. A NaN is not
-      // finite.
+      // The error of an infinity is infinite or NaN, so it always counts as wrong; a NaN element
+      // does too.
       if (std::isfinite(error) && error <= e.allowed) return;
       if (d.wrong++ == 0) d.first = walk.index(n);
       const double excess = std::isnan(error) ? std::numeric_limits<double>::infinity()
@@ -257,7 +260,7 @@ class Comparison {
 int64_t up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 int64_t blocks(int64_t n, int64_t of) { return (n + of - 1) / of; }
 
-// Index into the scale_inv array of the code at row r, column c of the logical matrix.
+// The index in the scale_inv array for the code at row r and column c of the logical matrix.
 int64_t scale_index(uint32_t scaling, bool columnwise, int64_t m, int64_t k, int64_t r, int64_t c) {
   switch (scaling) {
     case TE_FL_SCALING_BLOCK_1X128:

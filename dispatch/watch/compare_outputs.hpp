@@ -8,41 +8,40 @@
 #include "core/op/op_table.hpp"
 
 // Compares the outputs of two implementations of one call, element by element. docs/numerics.md
-// states the rule.
+// defines the tolerance.
 namespace te_fl::dispatch {
 
-// One output, or one part of a quantised output, in which elements are further apart than the rule
-// allows.
+// An output, or a part of a quantised output, with elements whose difference exceeds the tolerance.
 struct OutputDifference {
   std::string name;      // "d", "grads[2]", "y.scale_inv"
-  int64_t elements = 0;  // compared
+  int64_t elements = 0;  // number of elements compared
   int64_t wrong = 0;
-  std::vector<int64_t> first;  // index of the first that is wrong
-  double got = 0;              // at the worst, as is the rest
+  std::vector<int64_t> first;  // index of the first wrong element
+  double got = 0;              // value at the worst element, like `wanted` and `allowed`
   double wanted = 0;
-  double allowed = 0;  // difference
-  bool codes = false;  // got and wanted are decoded FP8 or FP4
-  bool left = false;   // the wrong ones are as they were before the call
+  double allowed = 0;  // the largest allowed difference
+  bool codes = false;  // got and wanted are decoded FP8 or FP4 values
+  bool left = false;   // the wrong elements are unchanged from before the call
 
   std::string text() const;
 };
 
-// The difference that the rule allows for a call, from its dtypes and extents.
+// The tolerance for a call, computed from its dtypes and extents.
 struct Tolerance {
-  double of_rms = 0;  // share of the output's root mean square
-  double floor = 0;   // for outputs whose terms cancel
+  double of_rms = 0;  // fraction of the output's root mean square
+  double floor = 0;   // absolute; for outputs whose terms cancel
   static Tolerance of(const core::CompiledOp& op, const void* args);
-  static double relative(int dtype);  // share of the element itself
+  static double relative(int dtype);  // fraction of the element
 };
 
-// The call's other memory lies so many bytes behind that of the run that is right.
+// Offsets in bytes from the memory of the reference run to the call's other memory.
 struct CallDistances {
-  ptrdiff_t other = 0;   // the other run has written there
-  ptrdiff_t before = 0;  // there lies what both runs began with
+  ptrdiff_t other = 0;   // to the results of the other run
+  ptrdiff_t before = 0;  // to the initial contents of both runs
 };
 
-// `args` are the arguments of the run that is right, in host memory. All outputs that differ.
-// `compared`: outputs and parts looked at.
+// Returns all outputs that differ. `args` are the arguments of the reference run, in host memory.
+// `compared` receives the number of outputs and parts that were compared.
 std::vector<OutputDifference> compare_outputs(const core::CompiledOp& op, const void* args,
                                               const CallDistances& distances, int& compared);
 

@@ -1,4 +1,5 @@
-// Lists as lines of text all that decides which implementation runs, and hashes it.
+// Lists everything that determines which implementations run, as lines of text, and hashes the
+// lines.
 
 #include <algorithm>
 #include <map>
@@ -19,7 +20,7 @@ namespace {
 using Lines = std::map<std::string, std::string>;
 
 void add_devices(Lines& lines) {
-  // By type and not by index: ranks use different devices of one kind.
+  // By device type without the index, since ranks use different devices of one kind.
   for (const Device& device : devices::list()) {
     std::string type = to_string(device);
     if (const size_t colon = type.rfind(':'); colon != std::string::npos) type.resize(colon);
@@ -60,8 +61,8 @@ void add_quarantines(Lines& lines) {
   }
 }
 
-// Settings of active plugins that are set, and te-fl's own files; of a file its contents, wherever
-// a rank has it.
+// Adds the settings of active plugins that are set, and te-fl's own file settings. A file is
+// represented by its contents, since its path may differ between ranks.
 void add_settings(Lines& lines) {
   constexpr uint64_t kMost = uint64_t{1} << 30;
   for (const environment::Variable& v : environment::table()) {
@@ -77,7 +78,7 @@ void add_settings(Lines& lines) {
 }
 
 Lines resolved() {
-  OpManager::instance();  // brings the built-in implementations and the plugins
+  OpManager::instance();  // loads the built-in backends and the plugins
   Lines lines;
   lines["te-fl"] = TE_FL_VERSION;
   lines["abi"] = std::to_string(TE_FL_ABI_MAJOR) + "." + std::to_string(TE_FL_ABI_MINOR);
@@ -101,7 +102,7 @@ std::string text_of(const Lines& lines) {
   return out;
 }
 
-// Lines of the form "key = value"; others are skipped.
+// Parses lines of the form "key = value"; skips other lines.
 Lines parsed(const std::string& table) {
   Lines lines;
   size_t at = 0;

@@ -27,7 +27,7 @@ namespace {
 
 using List = std::vector<Quarantine>;
 
-// Streams on which a captured op was seen while TE_FL_VERIFY was on.
+// A stream on which a captured op was seen while TE_FL_VERIFY was on.
 struct CapturingStream {
   Device device;
   void* stream;
@@ -38,7 +38,7 @@ struct CapturingStream {
 
 struct State {
   std::shared_ptr<const List> list;  // null: the file has not been read
-  List held;                         // until it may take effect
+  List held;                         // entries that are not in effect yet
   std::vector<CapturingStream> capturing;
 };
 
@@ -48,11 +48,11 @@ std::atomic<bool> g_held{false};
 constinit thread_local int t_unwatched = 0;
 
 State& state() {
-  static State* const instance = new State;  // threads may outlive static destruction
+  static State* const instance = new State;  // never freed: threads may run until the end
   return *instance;
 }
 
-// Empty: none is kept.
+// The path of the quarantine file; empty if there is none.
 std::string file_name() {
   if (const auto set = environment::get_if_set("TE_FL_QUARANTINE_FILE")) return *set;
   if (plugins::privileges_elevated()) return {};
@@ -63,13 +63,13 @@ std::string file_name() {
   return absolute(home) ? std::string(home) + "/.local/state/te_fl/quarantine.json" : std::string();
 }
 
-// The list in force.
+// The list that is in effect.
 std::shared_ptr<const List> entries() {
   {
     const std::lock_guard lock(mutex);
     if (state().list != nullptr) return state().list;
   }
-  const std::string path = file_name();  // before the lock: kEnvironment comes first
+  const std::string path = file_name();  // before the lock, since kEnvironment precedes it
   const QuarantineFile file = path.empty() ? QuarantineFile{} : read_quarantine_file(path);
   const std::lock_guard lock(mutex);
   State& s = state();
@@ -80,16 +80,16 @@ std::shared_ptr<const List> entries() {
   return s.list;
 }
 
-// The lock, with the list read.
+// Takes the lock, with the list loaded.
 std::unique_lock<core::ForkMutex> lock_with_list() {
   while (true) {
     (void)entries();
     std::unique_lock lock(mutex);
-    if (state().list != nullptr) return lock;  // else it was forgotten in between
+    if (state().list != nullptr) return lock;  // otherwise it was dropped in between
   }
 }
 
-// The build id in the notes of the module that holds this function.
+// Reads the build id from the ELF notes of the module that contains this function.
 int note_of_module(dl_phdr_info* module, size_t, void* out) {
   const auto here = reinterpret_cast<uintptr_t>(&note_of_module);
   bool mine = false;
@@ -144,8 +144,8 @@ std::string signature_of(const Quarantine& q) {
          ")";
 }
 
-// Ranks of the job, as what starts them says; 1: nothing does. They choose alike, so that none of
-// them may choose anew by itself.
+// The number of ranks of the job, from the launcher's environment; 1 if there is none. Ranks must
+// make the same choices, so in a job of several ranks none may change its choice on its own.
 int ranks_of_job() {
   for (const char* name : {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}) {
     const char* value = std::getenv(name);
@@ -154,8 +154,8 @@ int ranks_of_job() {
   return 1;
 }
 
-// True while one of them is being captured: another choice in the middle of a graph would give
-// other bits than the eager run did. Those that are not are forgotten.
+// True while any recorded stream is being captured: a different choice in the middle of a graph
+// would give other bits than the eager run. Removes the streams that are no longer being captured.
 bool any_captured() {
   std::vector<CapturingStream> seen;
   {
@@ -165,7 +165,7 @@ bool any_captured() {
   std::erase_if(seen, [](const CapturingStream& s) {
     const Result<bool> captured = devices::is_capturing(s.device, s.stream);
     return captured.ok() && *captured;
-  });  // those left are not captured any more
+  });  // those left are no longer captured
   const std::lock_guard lock(mutex);
   std::erase_if(state().capturing, [&](const CapturingStream& s) {
     return std::find(seen.begin(), seen.end(), s) != seen.end();
@@ -173,7 +173,7 @@ bool any_captured() {
   return !state().capturing.empty();
 }
 
-// At the process's end: later runs are to know what this one held to the last.
+// Runs at process exit: writes entries that never took effect to the file, for later runs.
 void write_held() {
   List held;
   {
@@ -209,7 +209,7 @@ std::vector<policy::Barred> barred(const OpRow& row, const core::Signature& sign
   if (t_unwatched != 0) return out;
   const std::shared_ptr<const List> list = entries();
   if (list->empty()) return out;
-  std::optional<Chip> chip;  // asked only if an entry may fit
+  std::optional<Chip> chip;  // queried only if an entry may match
   for (const auto& impl : row.impls) {
     for (const Quarantine& q : *list) {
       if (q.op != impl->op || q.impl_id != impl->impl_id || q.owner != impl->owner) continue;
@@ -237,7 +237,7 @@ void hold(Quarantine entry) {
     s.held.push_back(std::move(entry));
     g_held.store(true, std::memory_order_release);
   }
-  if (ranks_of_job() == 1) return;  // it takes effect in a moment, and says so
+  if (ranks_of_job() == 1) return;  // it takes effect soon and is logged then
   log::warning(what + ": as the " + std::to_string(ranks_of_job()) +
                " ranks of this job choose alike, that begins at their next te_fl::step_boundary(), "
                "at the latest in the runs after this one");
@@ -277,7 +277,8 @@ void forget_quarantine_file() {
   state().list = nullptr;
 }
 
-// Choices are kept per policy, not per scope of this kind, so they are made anew on both sides.
+// Choices are cached per policy, not per Unwatched scope, so both ends of the scope invalidate
+// them.
 Unwatched::Unwatched() {
   ++t_unwatched;
   registry::choose_again();
@@ -296,7 +297,8 @@ Status step_boundary() {
     return {};
   List added;
   {
-    // Held entries come into force in one step under the lock, so that two threads lose none.
+    // Moves all held entries into effect in one step under the lock, so that concurrent calls lose
+    // none.
     const std::unique_lock lock = lock_with_list();
     State& s = state();
     const std::shared_ptr<const List> before = s.list;
@@ -331,7 +333,7 @@ Result<int> clear_quarantines(const std::string& op, const std::string& impl_id)
   std::erase_if(cleared, std::not_fn(meant));
   if (cleared.empty()) return 0;
   const QuarantineIndex index(cleared);
-  // An entry that step_boundary() adds from here on stays in force, here and in the file.
+  // Entries that step_boundary() adds from here on stay in effect, in memory and in the file.
   const auto goes = [&](const Quarantine& q) {
     return meant(q) && (index.contains(q) || !contains(*entries(), q));
   };

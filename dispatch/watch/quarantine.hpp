@@ -5,25 +5,28 @@
 #include "te_fl/device.hpp"
 #include "te_fl/watch.hpp"
 
-// Implementations that were caught with wrong results, and do not serve what they got wrong.
+// Implementations that produced wrong results, and are excluded from the calls that they got wrong.
 namespace te_fl::dispatch {
 
-// Build id of who registered an implementation: the plugin's; te-fl's own for built-in backends.
+// The build id of the owner of an implementation: the plugin's; te-fl's own for built-in backends.
 std::string build_id_of(const std::string& owner);
-// Name and driver of a device, as its provider gives them; empty where it gives none.
+// The name and driver of a device, as its provider reports them; empty if it does not.
 struct Chip {
   std::string name, driver;
 };
 Chip chip_of(const Device& device);
 
-// Holds an entry until it may take effect. One entry per implementation, signature and device.
+// Holds an entry until it may take effect. There is one entry per implementation, signature and
+// device.
 void hold(Quarantine entry);
-// A call on this stream is being captured: until that ends, nothing that is held takes effect.
+// Records that a call on this stream is being captured. Held entries take effect only after the
+// capture.
 void note_capture(const Device& device, void* stream);
-// Between two calls of the thread, which is inside no op: what is held takes effect, unless the job
-// has several ranks or a stream is being captured.
+// Puts held entries into effect, unless the job has several ranks or a stream is being captured.
+// Call this between two calls of the thread, outside of ops.
 void take_held();
-// While one exists, the thread's choices know no quarantine, and its calls are not checked.
+// While such an object exists, the thread's choices ignore the quarantine and its calls are not
+// verified.
 class Unwatched {
  public:
   Unwatched();

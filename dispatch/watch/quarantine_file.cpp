@@ -70,22 +70,23 @@ Result<Quarantine> from_json(const json& j) try {
   return invalid_argument(e.what());
 }
 
-// A file's text. Bytes of a reason that are not UTF-8 are replaced.
+// The text of a quarantine file. Replaces bytes of a reason that are not UTF-8.
 std::string text_of(const json& value) {
   return value.dump(2, ' ', false, json::error_handler_t::replace) + "\n";
 }
 
-// True if reading gives back what is written: an entry of another name would bar no implementation.
+// True if an entry survives writing and reading. An entry whose name changed would exclude no
+// implementation.
 bool comes_back(const Quarantine& q) {
   const Result<Quarantine> again = from_json(json::parse(text_of(to_json(q))));
   return again.ok() && same(*again, q);
 }
 
-// A file as JSON with a list of entries, and why it is none.
+// The parsed file as a JSON object with a list of entries, or the reason for which it is invalid.
 struct Parsed {
   json object = {{kVersionKey, 1}, {"entries", json::array()}};
-  std::string problem;      // behind "the quarantine file PATH "; empty: it is one, or is not there
-  bool replaceable = true;  // false: another file in its place would lose something
+  std::string problem;      // text behind "the quarantine file PATH "; empty: valid or absent
+  bool replaceable = true;  // false: overwriting the file would lose data
 };
 
 Parsed parse(const std::string& path) {
@@ -124,7 +125,7 @@ Status cannot_write(const std::string& path, const std::string& why) {
                              "): later runs will not know what this one found");
 }
 
-// Held by one process, and by one thread of it, at a time.
+// A lock that one thread of one process holds at a time.
 class FileLock {
  public:
   explicit FileLock(const std::string& path)
@@ -143,10 +144,10 @@ class FileLock {
 
  private:
   int fd_;
-  std::string error_;  // empty: it is held
+  std::string error_;  // empty: the lock is held
 };
 
-// Lets `change` change the file's entries, whatever other threads and processes do meanwhile.
+// Changes the file's entries by `change`, atomically with respect to other threads and processes.
 Status change_file(const std::string& path, const std::function<void(json&)>& change) {
   const std::filesystem::path folder = std::filesystem::path(path).parent_path();
   std::error_code code;

@@ -7,30 +7,30 @@
 
 #include "te_fl/watch.hpp"
 
-// The file in which quarantines outlive a run.
+// The file that keeps quarantine entries from one run to the next.
 namespace te_fl::dispatch {
 
-// The content of a quarantine file. Nothing about the file is an error: an absent one has no
-// entries, and what cannot be understood (the file as a whole, or an entry of a newer te-fl) is
-// passed over.
+// The contents of a quarantine file. Reading never fails: an absent file has no entries, and a file
+// or an entry that cannot be understood, such as one of a newer te-fl, is skipped.
 struct QuarantineFile {
   std::vector<Quarantine> entries;
-  std::vector<std::string> passed_over;  // a sentence each, with the way out
+  std::vector<std::string> passed_over;  // one sentence each, with a remedy
 };
 QuarantineFile read_quarantine_file(const std::string& path);
 
-// True if two entries are about the same implementation, signature and device.
+// True if two entries have the same implementation, signature and device.
 bool same(const Quarantine& a, const Quarantine& b);
 bool contains(const std::vector<Quarantine>& list, const Quarantine& q);
 
-// Entries by what they are about, for lists that are compared. They outlive it, where they are.
+// A set of entries, keyed by implementation, signature and device. It stores pointers, so the
+// entries must outlive it and keep their addresses.
 class QuarantineIndex {
  public:
   QuarantineIndex() = default;
   explicit QuarantineIndex(const std::vector<Quarantine>& list) {
     for (const Quarantine& q : list) add(q);
   }
-  // False if one like it is there.
+  // Adds an entry. False if an entry with the same key exists.
   bool add(const Quarantine& q) { return entries_.insert(&q).second; }
   bool contains(const Quarantine& q) const { return entries_.contains(&q); }
 
@@ -41,13 +41,13 @@ class QuarantineIndex {
   std::set<const Quarantine*, Less> entries_;
 };
 
-// Adds entries to the file, whatever other threads and processes add meanwhile; entries that this
-// te-fl does not understand stay. FAILED_PRECONDITION: it cannot be written, or holds something
-// that is no quarantine file and that is left alone, or an entry is left out because it would come
-// back as another: what it names is not UTF-8.
+// Adds entries to the file, atomically with respect to other threads and processes. Keeps entries
+// that this te-fl does not understand. FAILED_PRECONDITION if the file cannot be written, if it is
+// not a quarantine file (it is then left unchanged), or if an entry was skipped because its names
+// are not UTF-8 and would change in the file.
 Status add_to_quarantine_file(const std::string& path, const std::vector<Quarantine>& added);
 
-// Takes out the entries that are meant; the rest is as in add_to_quarantine_file.
+// Removes the entries for which `meant` returns true; otherwise as add_to_quarantine_file.
 Status remove_from_quarantine_file(const std::string& path,
                                    const std::function<bool(const Quarantine&)>& meant);
 

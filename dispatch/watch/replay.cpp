@@ -1,4 +1,4 @@
-// A saved call, run again.
+// Runs a saved call again.
 
 #include <nlohmann/json.hpp>
 
@@ -14,7 +14,7 @@ namespace te_fl {
 namespace dispatch {
 namespace {
 
-// The call's memory on the device that it is to run on.
+// The call's memory, copied to the device on which it is to run.
 class Placed {
  public:
   static Result<Placed> make(FiledCall& call, const Device& device) {
@@ -33,7 +33,7 @@ class Placed {
     return call_->bind(device_.is_host() ? host_.data() : memory_.data<char>(), device_,
                        host_.data());
   }
-  // Everything, as it is now, on the host.
+  // Copies all of the call's memory back to the host.
   Status fetch() {
     if (device_.is_host()) return {};
     CopyBuffer whole(call_->bytes());
@@ -85,7 +85,7 @@ Result<std::string> reference_id(const std::string& op) {
 
 std::vector<std::string> differences(const core::CompiledOp& op, FiledCall& call,
                                      const char* wanted, const char* got, int& compared) {
-  // Only where the tensors lie matters: nothing is written.
+  // The binding only determines the addresses of the tensors; nothing is written.
   const void* args = call.bind(const_cast<char*>(wanted), Device{}, const_cast<char*>(wanted));
   std::vector<std::string> out;
   compared = 0;
@@ -101,7 +101,7 @@ std::vector<std::string> differences(const core::CompiledOp& op, FiledCall& call
 Result<Replay> replay(const std::string& file, const std::string& impl_id,
                       const std::string& device) {
   using namespace dispatch;
-  OpManager::instance();  // brings the built-in implementations and the plugins
+  OpManager::instance();  // loads the built-in backends and the plugins
   TE_FL_ASSIGN_OR_RETURN(const std::unique_ptr<FiledCall> call, FiledCall::read(file));
   Replay out;
   const CallOrigin& from = call->origin();

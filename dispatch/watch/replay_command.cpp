@@ -8,7 +8,7 @@
 namespace te_fl::dispatch {
 namespace {
 
-// As a shell takes it.
+// Quotes a word for a shell.
 std::string word(const std::string& text) {
   const bool plain = !text.empty() && std::all_of(text.begin(), text.end(), [](unsigned char c) {
     return std::isalnum(c) != 0 || std::string_view("/._-+=:@%").find(c) != std::string_view::npos;
@@ -25,7 +25,7 @@ std::string replay_command(const std::string& owner, const std::string& file) {
   std::string command = "te-fl replay " + word(file);
   for (const plugins::PluginInfo& info : plugins::records::list()) {
     if (info.name != owner || info.state != plugins::State::kActive) continue;
-    // A plugin with a manifest is found as it was found here.
+    // A plugin with a manifest is found again in the same way.
     const bool found_by_itself = info.path.empty() || info.origin.ends_with(".json");
     return found_by_itself ? command : "TE_FL_PLUGIN_MODULES=" + word(info.path) + " " + command;
   }

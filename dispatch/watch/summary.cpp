@@ -1,4 +1,4 @@
-// Prints what the run did, at its end, under TE_FL_USAGE or TEFL_LOG_LEVEL=DEBUG.
+// Prints a summary of the run when the process ends, under TE_FL_USAGE or TEFL_LOG_LEVEL=DEBUG.
 
 #include <cstdio>
 #include <cstdlib>

@@ -37,46 +37,46 @@ using nlohmann::json;
 
 constexpr size_t kMaxDescriptions = 4096;
 constexpr uint32_t kNone = UINT32_MAX;
-constexpr int64_t kMaxValues = 4096;  // of an integer tensor that is kept whole
+constexpr int64_t kMaxValues = 4096;  // integer tensors up to this size are recorded completely
 
 struct Event {
   const char* op;
-  const char* impl;  // null: nobody served it
+  const char* impl;  // null: no implementation served it
   int64_t start, nanoseconds;
   int64_t thread;
   void* stream;
   Device device;
   uint32_t description;
-  uint32_t text;    // of those who were tried before, or of the error; kNone: none
-  uint32_t kernel;  // the kernels that the implementation named; kNone: it named none
+  uint32_t text;    // earlier attempts, or the error; kNone: none
+  uint32_t kernel;  // kernels that the implementation named; kNone: none
   bool staged, failed;
 };
 
-// The key of an answer to "which kernels": a description's number, the implementation, and true if
-// it was staged.
+// The key for a cached answer about kernels: description number, implementation, and true if the
+// call was staged.
 using Asked = std::tuple<uint32_t, uint64_t, bool>;
 
 struct Recording {
   std::string path;
   Status error;  // the reason for which the file cannot be written
   pid_t process = 0;
-  bool child = false;  // forked from one that traced
-  int rank = -1;       // in its job; -1: it has none
+  bool child = false;  // true if forked from a process that was tracing
+  int rank = -1;       // in the job; -1: none
   size_t limit = 0;
   uint64_t dropped = 0;
   std::vector<Event> events;
-  std::unordered_map<std::string, uint32_t> known;  // descriptions by the call's signature
+  std::unordered_map<std::string, uint32_t> known;  // index of each description, by call signature
   std::vector<json> descriptions;
   std::map<std::string, uint32_t> texts;
-  std::map<Asked, uint32_t> kernels;  // the implementations' answers, as numbers of texts
+  std::map<Asked, uint32_t> kernels;  // answers of implementations, as indices of texts
 };
 
 constinit core::ForkMutex trace_mutex(core::LockLevel::kTrace);
 const core::ForkMutex::Registration trace_registration(trace_mutex);
 const Clock::time_point g_began = Clock::now();
-// By the system's clock of that moment, traces of several processes are laid side by side.
+// The system time of the start, which aligns the traces of several processes.
 const std::chrono::system_clock::time_point g_began_at = std::chrono::system_clock::now();
-// The settings' generation at which the trace began; UINT64_MAX: it is to begin at the next call.
+// The generation of the settings at which the trace began; UINT64_MAX: it begins at the next call.
 std::atomic<uint64_t> g_started{UINT64_MAX};
 const core::ForkedChild trace_forked_child(core::LockLevel::kTrace,
                                            [] { g_started.store(UINT64_MAX); });
@@ -99,7 +99,7 @@ void write_at_exit() {
   if (const Status s = write_trace(); !s.ok()) log::warning(s.message());
 }
 
-// The process's rank in its job, as what started it says; -1: it has none.
+// The process's rank in its job, from the launcher's environment; -1: none.
 int rank_in_job() {
   const std::string own = environment::get_if_set("TE_FL_RANK").value_or("");
   if (!own.empty()) return std::atoi(own.c_str());
@@ -111,8 +111,8 @@ int rank_in_job() {
   return -1;
 }
 
-// The file that the environment asks for; empty: none. A "%p" in its name is the process, "%r" its
-// rank. The name alone is rank 0's and the parent's.
+// The path of the trace file from the setting; empty: none. Replaces "%p" by the process id and
+// "%r" by the rank. Without these, only rank 0 of the parent process uses the plain path.
 std::string file_asked_for(const Result<std::string>& setting, int rank, bool child) {
   std::string path = setting.ok() ? *setting : std::string();
   if (path.empty()) return path;
@@ -134,14 +134,14 @@ Status cannot_write(const std::string& path, const Status& why) {
                              " cannot be written (TE_FL_TRACE): " + why.message());
 }
 
-// OK if a file can be put there when the process ends.
+// OK if the file can be written when the process ends.
 Status check_writable(const std::string& path) {
   if (path.empty()) return {};
   const Status good = core::FileReplacement(path).status();
   return good.ok() ? good : cannot_write(path, good);
 }
 
-// Requires no lock.
+// The caller holds no lock.
 void start() {
   const Result<std::string> setting = environment::get("TE_FL_TRACE");
   const Result<int64_t> limit = environment::get_int("TE_FL_TRACE_EVENTS");
@@ -153,8 +153,8 @@ void start() {
   registered = true;
   const bool child = s.child || (s.process != 0 && s.process != getpid());
   std::string path = file_asked_for(setting, rank, child);
-  // A forked child begins anew, and so does another file; what belongs to the former file is
-  // written to it first.
+  // A forked child starts a new trace, and so does a changed path. Events of the old path are
+  // written to the old file first.
   if (s.process != getpid() || s.path != path) {
     lock.unlock();
     if (const Status written = write_trace(); !written.ok()) log::warning(written.message());
@@ -170,7 +170,8 @@ void start() {
   s.limit = limit.ok() ? static_cast<size_t>(*limit) : 0;
 }
 
-// Integer tensors in host memory decide what many ops do (lengths, indices): short ones are kept.
+// Records the values of short integer tensors in host memory, since they determine the work of many
+// ops (lengths, indices).
 void add_values(const Call& call, json& description) {
   const te_fl_op_schema& schema = call.row.compiled->schema();
   for (uint32_t i = 0; i < schema.arg_count; ++i) {
@@ -199,7 +200,8 @@ void add_values(const Call& call, json& description) {
   }
 }
 
-// The call's number among those that differ in more than data; kNone if there are too many.
+// The index of the call's description. Calls that differ only in data share one. kNone if there are
+// too many.
 uint32_t description_of(const Call& call) {
   te_fl_context context = context_of(call, false, nullptr);
   context.rng = {};
@@ -224,7 +226,7 @@ uint32_t description_of(const Call& call) {
   json d = describe_call(*call.row.compiled, plan, nowhere, call.signature.device, deterministic);
   d["text"] = registry::describe_arguments(call.row.compiled->schema(), call.args);
   if (core::class_of(call.row.compiled->schema()) != core::OpClass::kCompute) {
-    d.erase("args");  // of an enquiry nothing was placed, and a collective does not run alone
+    d.erase("args");  // metadata queries and collectives cannot be replayed alone
   } else {
     add_values(call, d);
   }
@@ -235,15 +237,15 @@ uint32_t description_of(const Call& call) {
   return at->second;
 }
 
-// The text's number, which is a new one's if there is room. Requires the lock.
+// The index of a text, which is added if there is room. The caller holds the lock.
 uint32_t number_of(Recording& s, std::string text) {
   if (text.empty()) return kNone;
   if (s.texts.size() >= kMaxDescriptions) text = "(too many different ones were kept already)";
   return s.texts.emplace(std::move(text), static_cast<uint32_t>(s.texts.size())).first->second;
 }
 
-// The kernels that the call ran inside its implementation, which is asked once for each
-// description. Requires no lock.
+// The kernels that the implementation launched for the call. Asks the implementation once per
+// description. The caller holds no lock.
 uint32_t kernel_of(const Call& call, uint32_t description, const Served& served) {
   if (served.impl->desc.describe == nullptr || description == kNone) return kNone;
   const Asked asked(description, served.impl->number, served.staged);
@@ -274,12 +276,12 @@ std::string hex(const void* p) {
   return p == nullptr ? "default" : text;
 }
 
-// Bytes that are no UTF-8 (of a name or a message) are replaced.
+// One line of JSON. Replaces bytes that are not UTF-8, in names or messages.
 std::string text_line(const json& value) {
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
-// A track of Perfetto, named once.
+// Writes the name of a Perfetto track.
 void name_track(core::FileReplacement& out, int group, int64_t track, const std::string& name) {
   out.write(text_line({{"ph", "M"},
                        {"name", "thread_name"},

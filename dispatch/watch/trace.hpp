@@ -4,16 +4,17 @@
 
 #include "dispatch/call.hpp"
 
-// TE_FL_TRACE: what was called, who served it and how long the caller waited, for Perfetto.
+// TE_FL_TRACE: records for Perfetto which ops were called, which implementation served each, and
+// how long each call took.
 namespace te_fl::dispatch {
 
-// Begins the trace that the settings ask for, if that has not been done. FAILED_PRECONDITION: its
-// file cannot be written, which the first call says, not the end of the run.
+// Begins the trace that the settings request, unless it has begun. FAILED_PRECONDITION if the file
+// cannot be written, so that the first call reports it and not the end of the run.
 Status begin_trace();
-// As begin_trace(), but begins nothing: only the mistake in TE_FL_TRACE is returned.
+// Returns the error that begin_trace() would return, without beginning a trace.
 Status trace_status();
 
-// One traced call, after begin_trace().
+// One traced call. begin_trace() must have been called.
 class TracedCall {
  public:
   explicit TracedCall(const Call& call);
@@ -21,7 +22,7 @@ class TracedCall {
 
  private:
   const Call& call_;
-  int64_t start_;  // nanoseconds since the trace began
+  int64_t start_;  // in nanoseconds since the start of the trace
   uint32_t description_;
 };
 

@@ -1,4 +1,4 @@
-// Times the implementations that could serve the calls of a recorded run.
+// Measures the implementations that could serve the calls of a recorded run.
 #include "dispatch/watch/tune.hpp"
 
 #include <algorithm>
@@ -24,7 +24,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using nlohmann::json;
 
-// A call and how often the run made it.
+// A call and the number of times that the run made it.
 struct Recorded {
   std::unique_ptr<FiledCall> call;
   uint64_t count = 1;
@@ -46,7 +46,7 @@ Result<std::vector<Recorded>> read_calls(const std::string& path) try {
   }
   std::map<size_t, uint64_t> counts;
   for (const json& event : trace["traceEvents"]) {
-    // The tracks of streams, which have even numbers, repeat what those of threads say.
+    // The tracks of streams, with even pids, repeat the events of the threads' tracks.
     if (!event.is_object() || event.value("ph", "") != "X" || event.value("pid", 0) % 2 != 1)
       continue;
     const json& args = event.value("args", json::object());
@@ -56,17 +56,17 @@ Result<std::vector<Recorded>> read_calls(const std::string& path) try {
   for (const auto& [number, count] : counts) {
     if (number >= trace["te_fl_calls"].size()) continue;
     const json& description = trace["te_fl_calls"][number];
-    if (!description.contains("args")) continue;  // an enquiry or a collective
+    if (!description.contains("args")) continue;  // a query or a collective
     TE_FL_ASSIGN_OR_RETURN(std::unique_ptr<FiledCall> call,
                            FiledCall::make(description, path + ", call " + std::to_string(number)));
     out.push_back({std::move(call), count});
   }
   return out;
-} catch (const json::exception& e) {  // JSON of another shape
+} catch (const json::exception& e) {  // JSON with another structure
   return invalid_argument(path + " is no trace of TE_FL_TRACE: " + e.what());
 }
 
-// Seconds of one call: the median over samples between two synchronisations.
+// The time of one call in seconds: the median over samples between two synchronisations.
 Result<double> time_call(OpManager& manager, OpId op, const void* args, const CallOptions& options,
                          const Device& device, double seconds) {
   const auto run = [&](int calls) -> Result<double> {
@@ -75,7 +75,7 @@ Result<double> time_call(OpManager& manager, OpId op, const void* args, const Ca
     TE_FL_RETURN_IF_ERROR(devices::synchronize(device));
     return std::chrono::duration<double>(Clock::now() - start).count() / calls;
   };
-  TE_FL_RETURN_IF_ERROR(run(1).status());  // plans, scratch
+  TE_FL_RETURN_IF_ERROR(run(1).status());  // makes plans and scratch
   TE_FL_ASSIGN_OR_RETURN(const double once, run(1));
   constexpr int kSamples = 7;
   const double wanted = seconds / kSamples / std::max(once, 1e-9);
@@ -99,7 +99,8 @@ PolicySettings only(const std::string& op, const std::string& impl_id, bool dete
   return settings;
 }
 
-// Times every implementation that accepts the call; adds to the row of its signature and size.
+// Measures every implementation that accepts the call. Adds the times to the row of its signature
+// and size.
 Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignature>& rows) {
   FiledCall& call = *recorded.call;
   OpManager& manager = OpManager::instance();
@@ -147,12 +148,12 @@ Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignat
     TE_FL_ASSIGN_OR_RETURN(const te_fl::Decision r, manager.resolve(op, args, options));
     candidates = r.candidates;
   }
-  std::optional<double> usual;  // of the one that dispatch takes by itself
+  std::optional<double> usual;  // time of the implementation that dispatch chooses
   for (const Candidate& c : candidates) {
     if (!c.accepted || c.staged) continue;
     const PolicyScope scope(only(call.op(), c.impl_id, call.deterministic()));
     const Result<double> each = time_call(manager, op, args, options, device, seconds);
-    if (!each.ok()) continue;  // it refuses when it is called: not for this signature
+    if (!each.ok()) continue;  // its run() refuses: unsuitable for this signature
     auto timed = std::find_if(row->times.begin(), row->times.end(),
                               [&](const auto& t) { return t.impl_id == c.impl_id; });
     if (timed == row->times.end()) timed = row->times.insert(timed, TunedTime{c.impl_id, 0, 0});
@@ -161,13 +162,13 @@ Status time_recorded(Recorded& recorded, double seconds, std::vector<TunedSignat
     ++timed->calls;
     if (c.chosen) usual = all;
   }
-  // All of the row's calls, or nothing.
+  // The row keeps a usual time only if it is known for all of its calls.
   const bool first = row->calls == 1, known = usual && (first || row->usual_seconds > 0);
   row->usual_seconds = known ? row->usual_seconds + *usual : 0;
   return {};
 }
 
-constexpr double kNoise = 0.05, kLeast = 100e-9;  // a share, and seconds of a call
+constexpr double kNoise = 0.05, kLeast = 100e-9;  // a fraction; seconds per call
 
 }  // namespace
 
@@ -190,7 +191,7 @@ void set_size_class(SignatureList& list, uint64_t bytes) {
 Result<std::vector<TunedSignature>> tune(const std::vector<std::string>& files, double seconds,
                                          std::vector<std::string>* left_out) {
   using namespace dispatch;
-  OpManager::instance();  // brings the built-in implementations and the plugins
+  OpManager::instance();  // loads the built-in backends and the plugins
   std::vector<TunedSignature> rows;
   for (const std::string& file : files) {
     TE_FL_ASSIGN_OR_RETURN(std::vector<Recorded> calls, read_calls(file));
@@ -200,7 +201,7 @@ Result<std::vector<TunedSignature>> tune(const std::vector<std::string>& files, 
     }
   }
   for (TunedSignature& row : rows) {
-    // One that does not serve all of the signature's calls comes after those that do.
+    // Implementations that serve all of the signature's calls precede those that do not.
     std::sort(row.times.begin(), row.times.end(), [](const TunedTime& a, const TunedTime& b) {
       if (a.calls != b.calls) return a.calls > b.calls;
       if (a.seconds != b.seconds) return a.seconds < b.seconds;

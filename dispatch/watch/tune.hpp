@@ -6,12 +6,12 @@
 
 namespace te_fl::dispatch {
 
-// True if a list for the row gains more than the noise of timing: its fastest implementation serves
-// every call and takes at least 5 %, and 100 ns a call, less than what dispatch takes by itself.
+// True if pinning the row's fastest implementation gains more than measurement noise: it serves
+// every call, and is faster than dispatch's usual choice by at least 5 % and 100 ns per call.
 bool worth_pinning(const TunedSignature& row);
 
-// Sets the sizes that a list is for to the class of `bytes`, within a factor of eight: a choice for
-// small calls is none for large ones, nor for sizes that were never timed.
+// Limits a list to the size class of `bytes`, a range of a factor of eight, since the best choice
+// for small calls may be wrong for large ones or for sizes that were not measured.
 void set_size_class(SignatureList& list, uint64_t bytes);
 
 }  // namespace te_fl::dispatch

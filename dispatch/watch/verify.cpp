@@ -29,8 +29,8 @@ namespace te_fl::dispatch {
 struct Verification::Config {
   uint64_t generation = 0;
   Status error;
-  uint64_t threshold = 0;                  // picked if the call's hash is below
-  std::set<std::string, std::less<>> ops;  // empty: all
+  uint64_t threshold = 0;                  // a call is checked if its hash is below
+  std::set<std::string, std::less<>> ops;  // empty: all ops
   uint64_t seed = 0;
   bool quarantine = false;
   std::string folder;
@@ -39,11 +39,11 @@ struct Verification::Config {
 
 struct Verification::State {
   std::shared_ptr<const Config> config;
-  // Per op, by its name: a row's table may go. Never removed.
+  // Call counters by op name, since a row's table may be freed. Entries are never removed.
   std::map<std::string, std::atomic<uint64_t>, std::less<>> calls;
 };
 
-// The state as a thread has last read it, so that calls that are not picked take no lock.
+// The thread's cached copy of the state, so that calls that are not checked take no lock.
 struct Verification::Seen {
   std::shared_ptr<const Config> config;
   std::map<std::string, std::atomic<uint64_t>*, std::less<>> calls;
@@ -68,7 +68,7 @@ struct Counters {
 Counters g_counts;
 std::atomic<uint64_t> g_files{0};
 
-// SplitMix64's mixing function.
+// The mixing function of SplitMix64.
 uint64_t mixed(uint64_t z) {
   z += 0x9e3779b97f4a7c15u;
   z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
@@ -82,7 +82,7 @@ uint64_t hash_of(std::string_view text) {
   return h;
 }
 
-// "0.05:op,op2". The share becomes the threshold of a 64-bit hash.
+// Parses "0.05:op,op2". The fraction becomes a threshold for a 64-bit hash.
 Status parse(std::string_view text, uint64_t& threshold, std::set<std::string, std::less<>>& ops) {
   const size_t colon = text.find(':');
   const std::string rate(core::trim(text.substr(0, colon)));
@@ -137,7 +137,8 @@ int64_t cases_in(const std::filesystem::path& folder) {
   return count;
 }
 
-// True if another implementation can understand the call's results.
+// True if another implementation can compute comparable results, that is, no opaque record is
+// involved.
 bool comparable(const Call& call) {
   if (core::class_of(call.row.compiled->schema()) != core::OpClass::kCompute) return false;
   const te_fl_saved* record = saved_record(call.row, call.args);
@@ -164,7 +165,7 @@ const Implementation* reference_for(const OpRow& row, const core::Signature& sig
 
 Verification::~Verification() = default;
 
-// As the environment is now. Read anew only after it has changed.
+// The configuration from the environment, which is read again only after a change.
 std::shared_ptr<const Verification::Config> Verification::read(State& state) {
   {
     const std::lock_guard lock(verify_mutex);
@@ -172,7 +173,7 @@ std::shared_ptr<const Verification::Config> Verification::read(State& state) {
       return state.config;
     }
   }
-  // Before the lock: kEnvironment comes first.
+  // Reads the settings before taking the lock, since kEnvironment precedes it.
   auto made = std::make_shared<Config>();
   made->generation = environment::generation();
   made->error = parse(text_setting("TE_FL_VERIFY"), made->threshold, made->ops);
@@ -184,7 +185,7 @@ std::shared_ptr<const Verification::Config> Verification::read(State& state) {
   return state.config = made;
 }
 
-// The number of this call of the op in the process, from 0.
+// The 0-based number of this call among the op's calls in the process.
 uint64_t Verification::count(State& state, Seen& seen, std::string_view op) {
   auto at = seen.calls.find(op);
   if (at == seen.calls.end()) {
@@ -309,7 +310,8 @@ void Verification::differs(const Served& served, const Implementation& reference
                       ' ' + std::to_string(call.signature.scalings)];
   }
   const std::string file = save(served, what);
-  // The first says it all; how often it happens, the powers of two.
+  // Logs the 1st, 2nd, 4th, 8th, ... difference; the first has all the details, the others show the
+  // frequency.
   if (is_power_of_two(nth)) {
     log::warning("op '" + impl.op + "': '" + impl.impl_id + "' (" + impl.owner +
                  ") does not agree with '" + reference.impl_id + "' (difference number " +
@@ -326,7 +328,8 @@ void Verification::differs(const Served& served, const Implementation& reference
         file.empty() ? std::string() : replay_command(impl.owner, file)});
 }
 
-// Under its final name only when it is whole. Empty: not saved.
+// Saves the call and returns the path. The file gets its final name only when it is complete. Empty
+// if it was not saved.
 std::string Verification::save(const Served& served, const std::string& what) const {
   const Config& config = *rep_->config;
   if (config.folder.empty()) return {};

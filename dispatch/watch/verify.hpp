@@ -6,21 +6,22 @@
 
 #include "dispatch/call.hpp"
 
-// TE_FL_VERIFY: the reference implementation beside the one that served a call.
+// TE_FL_VERIFY: compares the results of a call with those of the reference implementation.
 namespace te_fl::dispatch {
 
-// One call that is checked.
+// The verification of one call.
 class Verification {
  public:
-  // Begins the check of a call if it is one of those that are picked, and copies what it reads.
-  // Null: it is not, or cannot be. Error: TE_FL_VERIFY is not as it must be, or work that was
-  // enqueued before the call has failed, which showed as the copies waited for it.
+  // Begins the verification of a call, if the call is selected, and copies its inputs. Null if it
+  // is not selected or cannot be verified. An error if TE_FL_VERIFY is invalid, or if work enqueued
+  // before the call has failed, which the wait for the copies reveals.
   static Result<std::unique_ptr<Verification>> begin(const Call& call);
   ~Verification();
   Verification(const Verification&) = delete;
   Verification& operator=(const Verification&) = delete;
-  // After the call, which ended with `status`: compares, and acts on what it finds. Returns what
-  // the call is to answer: an error too if its work has failed since it was enqueued.
+  // Call this after the call, which returned `status`. Compares the outputs, and logs and
+  // quarantines as configured. Returns the status for the caller, which is an error also if
+  // enqueued work has failed.
   Status conclude(const Status& status, const Served& served);
 
  private:
@@ -39,10 +40,10 @@ class Verification {
   std::unique_ptr<Rep> rep_;
 };
 
-// The mistake in TE_FL_VERIFY. OK: nothing, or it is not set.
+// The error in TE_FL_VERIFY. OK if it is valid or not set.
 Status verify_status();
 
-// The reference implementation that serves such a call on the host; null if there is none.
+// The reference implementation that can serve such a call on the host; null if there is none.
 const Implementation* reference_for(const OpRow& row, const core::Signature& signature,
                                     bool deterministic);
 

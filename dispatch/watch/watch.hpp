@@ -4,13 +4,13 @@
 
 #include "dispatch/call.hpp"
 
-// The door from dispatch to what watches calls. From outside of this room it and barred.hpp are
-// included, and nothing else.
+// The interface between dispatch and the observers of calls. Code outside of this folder includes
+// only this header and barred.hpp.
 namespace te_fl::dispatch {
 
-// run_order(), watched: under TE_FL_VERIFY and TE_FL_TRACE, of which `switches` says what is on.
+// Calls run_order() with the observers on: TE_FL_VERIFY and TE_FL_TRACE, as `switches` says.
 Status run_watched(Call& call, const Failure* first, uint64_t switches);
-// Logs at the process's end who served what, if DEBUG messages are written then.
+// At process exit, logs which implementation served which calls, if DEBUG messages are enabled.
 void summarise_at_exit();
 
 }  // namespace te_fl::dispatch

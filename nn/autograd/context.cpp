@@ -78,7 +78,7 @@ struct CapturedContext::Streams {
 
 namespace {
 
-// The scopes of another thread, opened on this one.
+// Reopens the stream scopes of another thread on this thread.
 class StreamScopes {
  public:
   explicit StreamScopes(const std::vector<core::OpenStream>& streams) {
@@ -90,7 +90,7 @@ class StreamScopes {
   StreamScopes(const StreamScopes&) = delete;
   StreamScopes& operator=(const StreamScopes&) = delete;
   ~StreamScopes() {
-    while (!scopes_.empty()) scopes_.pop_back();  // in reverse order
+    while (!scopes_.empty()) scopes_.pop_back();  // closes them in reverse order
   }
 
  private:
@@ -117,7 +117,7 @@ struct CapturedContext::Scope::Impl {
     }
     detail::exchange_gradient_updates(std::move(previous));
   }
-  // If none was captured there is none here, whatever this thread has open.
+  // If no policy scope was captured, none is in effect here, whatever scopes this thread has open.
   detail::WithoutPolicyScope no_policy;
   std::unique_ptr<PolicyScope> policy;
   StreamScopes streams;

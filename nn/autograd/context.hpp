@@ -8,12 +8,12 @@
 
 namespace te_fl::nn::detail {
 
-// Shared by the copies of one Context.
+// The random state that all copies of one Context share.
 struct RandomState {
   core::Mutex mutex{core::LockLevel::kRandomPosition};
   RandomPosition position;
-  // While a graph is captured: U64 [2] {seed, offset} on its device, which stands for `captured_at`
-  // at every launch.
+  // During the capture of a graph: U64 [2] {seed, offset} on the device. At each launch it replaces
+  // the position `captured_at`.
   Tensor captured;
   uint64_t captured_at = 0;
 };

@@ -7,9 +7,9 @@
 
 namespace te_fl::nn::detail {
 
-// Makes what a forward that is given `ctx` fills for its backward; FAILED_PRECONDITION, naming the
-// module, if ctx still holds another forward. Comes first in a forward, so that a session of FP8
-// learns of every one that fails.
+// Makes the record that a forward with `ctx` fills for its backward. FAILED_PRECONDITION, with the
+// module's name, if ctx still holds another forward. Forwards call this first, so that an FP8
+// session sees all failed forwards.
 template <class Record>
 Result<std::unique_ptr<Record>> new_record(const Ctx* ctx, std::string_view module) {
   auto record = std::make_unique<Record>();

@@ -8,17 +8,18 @@
 
 namespace te_fl::nn::detail {
 
-// The weight gradients that a linear map's backwards have left for Module::backward_dw(). Not
-// thread-safe, like its module.
+// The weight gradients that the backwards of a linear map have deferred to Module::backward_dw().
+// Not thread-safe, like its module.
 class DelayedWgrad {
  public:
   using Run = std::function<Status()>;
   bool enabled() const noexcept { return enabled_; }
   void enable(bool delays) noexcept { enabled_ = delays; }
   void add(Run run) { runs_.push_back(std::move(run)); }
-  // Takes a function that has to surround the computing, e.g. of parameters in parts.
+  // Sets a function that wraps each computation, for example for parameters that are split over
+  // ranks.
   void surround(std::function<Status(const Run& run)> around) { around_ = std::move(around); }
-  // Takes out what was left, in the order of the backwards, to be given to run().
+  // Removes and returns the deferred computations, in the order of the backwards, for run().
   std::vector<Run> take() { return std::exchange(runs_, {}); }
   Status run(const std::vector<Run>& runs) const {
     for (const Run& one : runs) {

@@ -4,14 +4,14 @@
 
 namespace te_fl::nn::detail {
 
-// Told of what happens to the gradients of parameters (ParameterState::listener), by the thread
-// that does it.
+// Receives events about the gradients of parameters (ParameterState::listener), on the thread that
+// causes them.
 class GradientListener {
  public:
   virtual ~GradientListener() = default;
   // Work that writes gradient number `gradient` has been enqueued.
   virtual void wrote(size_t gradient) = 0;
-  // A gradient is cleared: another step begins.
+  // A gradient was cleared, so a new step begins.
   virtual void cleared() = 0;
 };
 

@@ -6,14 +6,14 @@
 #include "nn/autograd/parameter.hpp"
 #include "nn/autograd/step_capture.hpp"
 
-// The gradients of a step.
+// Helpers for the gradients of a training step.
 namespace te_fl::nn::detail {
 
-// Names the tensor that an op writes a gradient to which it can only set, not add: the parameter's
-// own, or scratch that commit() adds to it.
+// The output tensor for an op that can only overwrite a gradient, not add to it: the parameter's
+// gradient itself, or scratch that commit() adds to it.
 class GradTarget {
  public:
-  static Result<GradTarget> open(Parameter* parameter);  // null or frozen: an undefined target
+  static Result<GradTarget> open(Parameter* parameter);  // null or frozen: undefined
   const Tensor& tensor() const noexcept { return tensor_; }
   Status commit();
 
@@ -23,14 +23,14 @@ class GradTarget {
   bool scratch_ = false;
 };
 
-// FAILED_PRECONDITION if the value is not the parameter's version `version` any more, which a
-// forward read and its backward is to read again.
+// FAILED_PRECONDITION if the parameter's version differs from `version`, that is, if the value was
+// written between the forward and the backward that reads it again.
 Status check_unchanged(const Parameter& parameter, uint64_t version);
-// Makes sure that what a launch reads is there: gradients that were cleared and not written are
-// filled with zeros, on the current stream. FAILED_PRECONDITION if a parameter has another gradient
-// than the graph writes.
+// Prepares the gradients that a graph's launch reads. Gradients that were cleared and not written
+// are filled with zeros on the current stream. FAILED_PRECONDITION if a parameter has another
+// gradient tensor than the graph writes.
 Status prepare_launch(const std::vector<StepCapture::Touched>& touched);
-// The parameters as a launch leaves them.
+// Updates the host's record of the gradients after a launch.
 void launched(const std::vector<StepCapture::Touched>& touched);
 
 }  // namespace te_fl::nn::detail

@@ -12,11 +12,12 @@ namespace te_fl::nn {
 namespace detail {
 namespace {
 
-// Memory for the gradient, whose contents are nobody's yet.
+// Allocates the gradient, uninitialised.
 Status allocate_grad(Parameter& parameter) {
   TE_FL_ASSIGN_OR_RETURN(const uint64_t captured, capture_of(parameter.value.device()));
-  // A framework takes the gradient of what it lent when the backward ends, and captures its
-  // backwards itself: it knows whose memory that is. Each launch writes it anew.
+  // A gradient in a graph's memory is allowed only for a borrowed parameter in a framework's own
+  // capture: the framework takes the gradient when the backward ends and knows that each launch
+  // overwrites it.
   const bool frameworks =
       captured == kForeignCapture && parameter.internals().owners_version.has_value();
   if (captured != 0 && !frameworks) {
@@ -28,7 +29,7 @@ Status allocate_grad(Parameter& parameter) {
   TE_FL_ASSIGN_OR_RETURN(parameter.grad, empty_like(parameter.value, parameter.grad_dtype));
   ParameterState& state = parameter.internals();
   state.grad_written = false;
-  state.grad_stale = true;  // if what is to write it fails
+  state.grad_stale = true;  // in case its first write fails
   state.grad_cleared_in = captured;
   return {};
 }
@@ -87,7 +88,7 @@ void Parameter::set_requires_grad(bool wanted) {
 
 namespace {
 
-// Codes that a linear map reads as they are.
+// Checks that a linear map can read the lent FP8 data directly.
 Status check_codes(const Tensor& lent, const Tensor& value) {
   const bool served =
       lent.scaling() == Scaling::kTensor || lent.scaling() == Scaling::kBlock128x128;
@@ -121,8 +122,9 @@ Status Parameter::borrow(Tensor lent, uint64_t version_of_owner) {
   }
   TE_FL_RETURN_IF_ERROR(lent.quantized() ? check_codes(lent, value)
                                          : check_lent("Parameter::borrow", lent, value));
-  // Writes of te-fl count in the low bits, those of the owner above them: contents that come
-  // back under their number have the version that they had.
+  // The version has te-fl's own writes in its low bits and the owner's version above them. If the
+  // owner lends earlier contents again under their version number, the parameter has its earlier
+  // version again.
   constexpr int kOwnWrites = 20;
   if (state_->owners_version.has_value())
     version += (version_of_owner - *state_->owners_version) << kOwnWrites;

@@ -7,14 +7,16 @@
 
 namespace te_fl::nn::detail {
 
-// Before a backward writes the gradient, which is allocated if there is none: whether it has to
-// add; holds until wrote(). Captures that nn did not begin cannot be told apart and are taken for
-// one. FAILED_PRECONDITION if the gradient would have to be allocated in a capture.
+// Call this before a backward writes the gradient. Allocates the gradient if there is none. Returns
+// true if the backward must add to it, false if it must overwrite it; valid until wrote(). All
+// captures that nn did not begin count as one capture. FAILED_PRECONDITION if the gradient would
+// have to be allocated during a capture.
 Result<bool> adds(Parameter& parameter);
 void wrote(Parameter& parameter);
-// As if none had ever been written.
+// Drops the gradient and its flags, as if no backward had written it.
 void drop_grad(Parameter& parameter) noexcept;
-// FAILED_PRECONDITION naming `who` if the parameter holds borrowed codes, which their owner writes.
+// FAILED_PRECONDITION with `who` if the parameter holds borrowed FP8 data, which only its owner
+// writes.
 Status check_writable(std::string_view who, std::string_view name, const Parameter& parameter);
 
 }  // namespace te_fl::nn::detail

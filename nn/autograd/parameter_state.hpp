@@ -11,33 +11,33 @@
 
 namespace te_fl::nn::detail {
 
-// Holds what te-fl keeps of a Parameter beside its public members.
+// The private state of a Parameter.
 struct ParameterState {
   // False after zero_grad() or clear_grad(): the next backward overwrites grad instead of adding to
-  // it. But a backward in a captured graph always adds unless the same capture cleared: the graph
-  // may be launched for any microbatch (a gradient cleared outside is filled with zeros before
-  // GraphedStep launches it).
+  // it. A captured backward always adds, unless the same capture cleared the gradient, since the
+  // graph may be launched for any microbatch. GraphedStep fills a gradient that was cleared outside
+  // of the capture with zeros before a launch.
   bool grad_written = false;
-  // True between clear_grad() and what writes grad.
+  // True from clear_grad() until grad is written.
   bool grad_stale = false;
-  // True between clear_grad() or zero_grad() and what writes grad: a backward that finds it so
-  // begins another step. False after take_grad().
+  // True from clear_grad() or zero_grad() until grad is written. A backward that finds it true
+  // begins a new step. take_grad() sets it to false.
   bool grad_cleared = false;
   uint64_t grad_cleared_in = 0;  // the capture that cleared it; 0: none
-  // Counts the backwards that have left its gradient to Module::backward_dw().
+  // The number of backwards that have deferred this gradient to Module::backward_dw().
   int64_t delayed_wgrads = 0;
-  std::shared_ptr<Fp8Values> fp8_values;   // of an FP8-only parameter, else null
-  std::optional<uint64_t> owners_version;  // of a borrowed value
-  // The module's FP8 copy of the value, for an optimizer that writes it
+  std::shared_ptr<Fp8Values> fp8_values;   // for a parameter that holds FP8 only; otherwise null
+  std::optional<uint64_t> owners_version;  // the owner's version of a borrowed value
+  // The module's FP8 copy of the value, which an optimizer may write
   // (AdamOptions::write_fp8_weights).
   std::weak_ptr<WeightCopy> fp8_copy;
-  // The list in which the last FP8 backward that wrote grad noted the scales to update. The
-  // optimizer makes those updates if no one else has.
+  // The list of pending scale updates of the last FP8 backward that wrote grad. The optimizer runs
+  // these updates if they were not run before.
   std::shared_ptr<GradientUpdates> gradient_updates;
-  GradientListener* listener = nullptr;  // knows the gradient by this number; null: nobody listens
+  GradientListener* listener = nullptr;  // receives events with listeners_number; null: none
   size_t listeners_number = 0;
-  // The ranks divide the gradient (DataParallelOptions::zero): after the average each has the mean
-  // of a part of it, which is for the optimizer that was created with the same listener.
+  // The gradient is sharded over the ranks (DataParallelOptions::zero). After the reduction each
+  // rank has the mean of its shard, for the optimizer that was created with the same listener.
   bool grad_divided = false;
 };
 

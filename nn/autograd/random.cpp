@@ -11,7 +11,7 @@ namespace te_fl::nn::detail {
 
 namespace {
 
-// Takes the next `count` random numbers of the stream for a call.
+// Reserves the next `count` random numbers of the stream for a call.
 Status draw(RandomState& state, int64_t count, bool captured, CallOptions& options) {
   std::lock_guard lock(state.mutex);
   RandomPosition& random = state.position;

@@ -8,9 +8,10 @@
 
 namespace te_fl::nn::detail {
 
-// The options of a call on `device`, on the calling thread's stream, with the next `count` random
-// numbers of its context. In the second run of a recomputed piece they are the first run's.
-// FAILED_PRECONDITION if it is captured into a graph whose launches do not advance the context.
+// The options for a call on `device`: the calling thread's stream, and the next `count` random
+// numbers of its context. The second run of a recomputed piece uses the random numbers of the first
+// run. FAILED_PRECONDITION if the call is captured into a graph whose launches do not advance the
+// context.
 Result<CallOptions> random_options(int64_t count, const Device& device);
 
 }  // namespace te_fl::nn::detail

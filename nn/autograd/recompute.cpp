@@ -16,7 +16,7 @@ namespace detail {
 class RecomputeMemory {
  public:
   RunLog log;
-  // The thread's when the first run began.
+  // The thread's state at the beginning of the first run.
   CapturedPolicy policy = CapturedPolicy::capture();
   std::shared_ptr<AutocastFrame> autocast;
   std::shared_ptr<GradientUpdates> updates;
@@ -24,7 +24,7 @@ class RecomputeMemory {
 
 namespace {
 
-// Holds what a second run takes from the first, on the calling thread.
+// Restores the state of the first run on the calling thread for a second run.
 struct Replay {
   explicit Replay(const RecomputeMemory& memory)
       : policy(memory.policy.enter()),
@@ -45,15 +45,15 @@ struct Replay {
   WithoutPolicyScope no_policy;
   std::unique_ptr<PolicyScope> policy;
   std::shared_ptr<AutocastFrame> frame;
-  std::shared_ptr<GradientUpdates> updates;  // that the thread had
+  std::shared_ptr<GradientUpdates> updates;  // the thread's own, to be restored
 };
 
 }  // namespace
 
 struct RecomputeRun {
   std::shared_ptr<RecomputeMemory> memory;
-  std::unique_ptr<Replay> replay;  // null: a first run
-  std::optional<RunScope> scope;   // last: it ends first
+  std::unique_ptr<Replay> replay;  // null in a first run
+  std::optional<RunScope> scope;   // declared last, so destroyed first
 };
 
 Status same_parameter(const Parameter* parameter) {

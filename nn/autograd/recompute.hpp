@@ -5,8 +5,8 @@
 
 namespace te_fl::nn::detail {
 
-// In both runs, before a forward reads the parameter (null: none): FAILED_PRECONDITION if it was
-// written between them.
+// Called in both runs before a forward reads the parameter; null: none. FAILED_PRECONDITION if the
+// parameter was written between the runs.
 Status same_parameter(const Parameter* parameter);
 
 }  // namespace te_fl::nn::detail

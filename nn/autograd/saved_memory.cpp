@@ -9,7 +9,8 @@ namespace te_fl::nn {
 
 namespace {
 
-// Columns and scales of a tensor that are this near lie in one allocation, and are moved as one.
+// Parts of a tensor within this distance, such as columns and scales, belong to one allocation and
+// are moved together.
 constexpr intptr_t kGap = 256;
 
 int64_t reach_of(const Tensor& t) {
@@ -31,7 +32,8 @@ bool holds(const Owners& owners, const std::shared_ptr<void>& owner) {
   return std::ranges::find(owners, owner) != owners.end();
 }
 
-// Puts a pointer of a tensor into the new memory, whose owner is added; false: it stays.
+// Redirects a tensor's pointer to the moved memory and adds that memory's owner. False if the
+// memory was not moved.
 template <class T>
 bool move_pointer(T*& pointer, std::span<const MovedMemory> moved, Owners& owners) {
   const MovedMemory* m = pointer == nullptr ? nullptr : holder_of(moved, pointer);
@@ -49,7 +51,7 @@ void move_tensor(Tensor& t, std::span<const MovedMemory> moved) {
   if (!move_pointer(data, moved, *owners)) owners->push_back(Tensor::Access::storage(t));
   te_fl_quant quant = Tensor::Access::quant(t);
   if (t.quantized()) {
-    // A backward reads codes and their inverse scales.
+    // A backward reads the quantised data and the inverse scales only.
     quant.amax = quant.scale = quant.columnwise_amax = nullptr;
     bool all = move_pointer(quant.columnwise_data, moved, *owners);
     all = move_pointer(quant.scale_inv, moved, *owners) && all;
@@ -70,7 +72,8 @@ struct Found {
   std::shared_ptr<Owners> owners = std::make_shared<Owners>();
 };
 
-// Adds `part`, to the last one that was found if it begins up to `gap` bytes behind it.
+// Adds a memory range. Merges it with the last range if the gap between them is at most `gap`
+// bytes.
 void add(std::vector<Found>& found, const Found& part, intptr_t gap) {
   if (found.empty() || part.begin - found.back().end > gap) {
     found.push_back(part);

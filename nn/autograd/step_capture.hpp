@@ -13,10 +13,10 @@ struct Parameter;
 
 namespace detail {
 
-// The capture of a training step. Whether a backward adds to a parameter's gradient or overwrites
-// it is the host's to know, and a captured graph repeats what was decided while it was captured; so
-// this notes what a capture on this thread changes of that: a capture writes nothing, its launches
-// do.
+// The capture of a training step. The host decides whether a backward adds to a gradient or
+// overwrites it, and a captured graph repeats the decision of the capture. Therefore this object
+// records how a capture on this thread changes the host's flags: the capture itself writes nothing,
+// its launches do.
 class StepCapture {
  public:
   // `counter`: the optimizer whose steps the launches count; may be null.
@@ -25,7 +25,7 @@ class StepCapture {
   StepCapture(const StepCapture&) = delete;
   StepCapture& operator=(const StepCapture&) = delete;
 
-  // The host's knowledge of a gradient, before the capture and once the graph has run.
+  // The host's flags for a gradient before the capture and after the graph has run.
   struct Gradient {
     bool written, stale;
   };
@@ -34,9 +34,10 @@ class StepCapture {
     ParameterState* state;
     Tensor grad;  // the memory that the graph writes
     Gradient before, after;
-    bool adds;  // to what the gradient holds when the graph is launched
+    bool adds;  // to the gradient's value at launch
   };
-  // Ends it, with the parameters as they were before.
+  // Ends the capture and restores the parameters' flags. Returns the parameters that the capture
+  // touched.
   std::vector<Touched> take();
   std::vector<std::shared_ptr<const void>> take_kept() { return capture_.take_kept(); }
 
@@ -50,12 +51,12 @@ class StepCapture {
   std::vector<Touched> touched_;
 };
 
-// Called before a change of what the host knows of a gradient, for the step that is being captured
-// on this thread, if there is one. `adds`: the work now captured reads the gradient.
+// Call this before changing the host's flags of a gradient. Records the change for the step that is
+// being captured on this thread, if any. `adds`: the captured work reads the gradient.
 void touch(Parameter* parameter, ParameterState& state, const Tensor& grad, bool adds);
 
-// True if the launches of what is captured now count the optimizer's steps: unless a StepCapture of
-// another one, or of none, is open, that is its user's to see to.
+// True if the launches of the current capture count the optimizer's steps, or if counting them is
+// up to the program. False only if a StepCapture with another optimizer, or with none, is open.
 bool counted_in_capture(const void* optimizer) noexcept;
 
 }  // namespace detail

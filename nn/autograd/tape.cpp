@@ -14,11 +14,11 @@ namespace te_fl::nn {
 
 namespace detail {
 
-// The gradient of one value while a backward runs; its handles share it.
+// The gradient of one value during a backward, shared by the handles of the value.
 struct Gradient {
-  Tensor sum;  // undefined: nothing has reached it
+  Tensor sum;  // undefined: no gradient has arrived
   bool kept = false;
-  uint64_t epoch = 0;  // of the tape that it belongs to
+  uint64_t epoch = 0;  // epoch of its tape
 };
 
 }  // namespace detail
@@ -32,7 +32,8 @@ Status add_to(Gradient& gradient, const Tensor& part) {
     gradient.sum = part;
     return {};
   }
-  // In new memory: what has arrived may be another value's gradient as well.
+  // Writes the sum to new memory, since the arrived tensor may also be the gradient of another
+  // value.
   TE_FL_ASSIGN_OR_RETURN(Tensor sum, detail::empty_like(gradient.sum, gradient.sum.dtype()));
   TE_FL_RETURN_IF_ERROR(detail::add(gradient.sum, part, sum));
   gradient.sum = std::move(sum);
@@ -53,7 +54,7 @@ Tensor Value::grad() const {
 }
 
 struct Tape::Node {
-  std::vector<std::shared_ptr<Gradient>> inputs;  // null: no gradient is wanted
+  std::vector<std::shared_ptr<Gradient>> inputs;  // null: no gradient needed
   std::vector<std::shared_ptr<Gradient>> outputs;
   Backward backward;
   std::vector<std::shared_ptr<Parameter>> parameters;
@@ -113,7 +114,7 @@ std::vector<Value> Tape::record(std::span<const Value> inputs, size_t count,
     node.outputs.push_back(values.back().gradient_ = std::make_shared<Gradient>());
     node.outputs.back()->epoch = epoch_;
   }
-  // The first run of a piece keeps nothing; its second records everything.
+  // The first run of a recomputed piece saves nothing; the second run records everything.
   if (!records || recompute_phase() == RecomputePhase::kFirst) return values;
   for (const Value& value : inputs) node.inputs.push_back(value.gradient_);
   node.backward = std::move(recorded->backward);
@@ -168,7 +169,7 @@ Status Tape::run(const Value& of, const Tensor& gradient) {
     return invalid_argument("Tape::backward: the gradient is " + gradient.describe() +
                             "; it must have the shape of " + of.tensor_.describe());
   }
-  std::map<const Parameter*, int64_t> left;  // calls whose backward is still to come
+  std::map<const Parameter*, int64_t> left;  // number of calls whose backward is pending
   for (const Node& node : nodes_) {
     for (const auto& p : node.parameters) ++left[p.get()];
   }
@@ -230,7 +231,7 @@ Value Tape::checkpoint(std::function<Value(const Value& x)> piece, const Value& 
 
 namespace {
 
-// The first of the values that is an error, or the first of all.
+// The first value that holds an error; the first value if none does.
 const Value& first_error(std::initializer_list<const Value*> values) {
   for (const Value* value : values) {
     if (!value->ok()) return *value;
@@ -273,7 +274,7 @@ Value Value::view(std::initializer_list<int64_t> shape) const {
 
 namespace {
 
-// The gradient of a split: the parts' side by side, zero where none arrived.
+// The gradient of a split: the concatenation of the parts' gradients, with zeros for missing ones.
 Result<Tape::Tensors> join(const Tape::Tensors& dys, const Shape& shape, DType dtype,
                            const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(Tensor dx, Tensor::empty(shape, dtype, device));

@@ -8,11 +8,11 @@
 #include "te_fl/device.hpp"
 #include "te_fl/status.hpp"
 
-// Work that goes into a graph instead of running now.
+// Graph captures: work that is captured instead of executed.
 namespace te_fl::nn::detail {
 
-// Stands for the capture that nn has begun on this thread, from its construction on. Captures nest;
-// each is ended on its thread, in reverse order.
+// Represents a capture that nn has begun on this thread. Captures nest; each is ended on its own
+// thread, in reverse order.
 class Capture {
  public:
   Capture();
@@ -22,7 +22,7 @@ class Capture {
 
   void end();
   uint64_t id() const noexcept { return id_; }
-  // The memory that keep_for_graph() was given, which is the caller's then.
+  // Returns the memory that keep_for_graph() has collected, and passes its ownership to the caller.
   std::vector<std::shared_ptr<const void>> take_kept() { return std::move(kept_); }
 
  private:
@@ -33,17 +33,17 @@ class Capture {
   std::vector<std::shared_ptr<const void>> kept_;
 };
 
-// Stands for any capture that nn did not begin: those cannot be told apart, and are taken for one.
+// The id for any capture that nn did not begin. All such captures share it.
 constexpr uint64_t kForeignCapture = UINT64_MAX;
 
-// The capture that work on `device` would now go into; 0: there is none.
+// The id of the capture that receives work on `device` now; 0: none.
 Result<uint64_t> capture_of(const Device& device);
-// True if there is one.
+// True if work on the device is captured now.
 Result<bool> capturing(const Device& device);
-// True if there is one that nn did not begin.
+// True if work on the device is captured now by a capture that nn did not begin.
 Result<bool> in_foreign_capture(const Device& device);
-// Keeps memory that the work uses and its owner may replace: it lives as long as the graph of the
-// step that nn is capturing on this thread. Does nothing where there is no such capture.
+// Keeps memory that captured work uses and that its owner may replace. The graph of the step that
+// nn is capturing on this thread keeps it alive. Does nothing outside of such a capture.
 void keep_for_graph(std::shared_ptr<const void> memory);
 
 }  // namespace te_fl::nn::detail

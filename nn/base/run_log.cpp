@@ -110,7 +110,7 @@ Status replay_draw(int64_t count, const Device& device, CallOptions& options) {
 Status note_draw(int64_t count, const Device& device, const CallOptions& options,
                  const Tensor& start) {
   RunEvent event{.used = Used::kDraw, .count = count, .rng = options.rng};
-  // Numbers that start where a tensor says need that tensor in the second run.
+  // If a tensor defines where the random numbers start, the second run needs that tensor.
   if (options.rng.seed_address != nullptr) event.tensor = start;
   return RunScope::note(std::move(event), device);
 }

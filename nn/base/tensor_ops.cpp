@@ -111,7 +111,7 @@ Result<Tensor> cast(const Tensor& tensor, DType dtype) {
 Result<Tensor> compact(const Tensor& tensor) { return cast(tensor, tensor.dtype()); }
 
 Status running_amax(const Tensor& tensor, const Tensor& amax) {
-  // compute_amax sets its result; the largest of {new, old} is the amax of the two as a tensor.
+  // compute_amax overwrites its result, so the running amax is the amax of the tensor {new, old}.
   TE_FL_ASSIGN_OR_RETURN(Tensor pair, Tensor::empty({2}, DType::kF32, tensor.device()));
   TE_FL_ASSIGN_OR_RETURN(Tensor fresh, pair.slice(0, 0, 1));
   TE_FL_ASSIGN_OR_RETURN(Tensor old, pair.slice(0, 1, 2));
@@ -153,7 +153,7 @@ Shape with_last(std::span<const int64_t> like, int64_t last) {
 
 namespace {
 
-// INVALID_ARGUMENT: "WHAT f32[3,2] cpu RULE [2,3]".
+// An error for a wrong shape, as INVALID_ARGUMENT: "WHAT f32[3,2] cpu RULE [2,3]".
 Status check_shape(const Tensor& t, std::span<const int64_t> want, const std::string& what,
                    const char* rule) {
   if (t.defined() && std::ranges::equal(t.shape(), want)) return {};

@@ -7,45 +7,45 @@
 #include "te_fl/ops.hpp"
 #include "te_fl/tensor.hpp"
 
-// Catalogue ops on Tensors, on the calling thread's stream of their device.
+// Catalogue ops on Tensors. They run on the calling thread's stream of the tensors' device.
 namespace te_fl::nn::detail {
 
-// The calling thread's stream of `device`, on which the op's tensors are; no random numbers.
+// Options for a call on `device` with the calling thread's stream and without random numbers.
 CallOptions call_options(const Device& device);
 
-// True if the two have bytes in common: of values or codes, row-wise and column-wise. Views that
-// lie between each other's rows count as having.
+// True if the byte ranges of the two tensors overlap, in the row-wise or column-wise data.
+// Interleaved views count as overlapping.
 bool shares_memory(const Tensor& a, const Tensor& b);
 Result<Tensor> empty_like(const Tensor& tensor, DType dtype);
 Status fill(const Tensor& tensor, double value);
 Status copy(const Tensor& from, const Tensor& to);
 Status add(const Tensor& a, const Tensor& b, const Tensor& out);
-// `noop`, if defined: F32 [1], not 0: nothing is written.
+// Quantises a tensor. `noop`: F32 [1] or undefined; if its value is not 0, nothing is written.
 Status quantize(const Tensor& from, const Tensor& to, const Tensor& noop = {});
-// The column-wise copy from the row-wise one, of a tensor quantised by tensor; its columns' sums
-// into `sums` [K] if that is defined.
+// Computes the column-wise copy of a per-tensor quantised tensor from its row-wise copy. If `sums`
+// [K] is defined, also writes the column sums.
 Status fill_columns(const Tensor& tensor, const Tensor& sums = {});
-// `tensor` itself if it is compact (and, for cast, of that dtype), else a copy.
+// Return `tensor` itself if it is compact (and, for cast, has the dtype), otherwise a copy.
 Result<Tensor> compact(const Tensor& tensor);
 Result<Tensor> cast(const Tensor& tensor, DType dtype);
 // amax = max(amax, max|tensor|); amax is F32 [1].
 Status running_amax(const Tensor& tensor, const Tensor& amax);
 
-// x [..., last] as compact [rows, last]. INVALID_ARGUMENT naming `what` if the last dimension is
-// another or the dtype is not F32, BF16 or F16.
+// Views or copies x [..., last] as compact [rows, last]. INVALID_ARGUMENT with `what` if the last
+// dimension differs or the dtype is not F32, BF16 or F16.
 Result<Tensor> as_matrix(const Tensor& x, int64_t last, std::string_view what);
-// As as_matrix(); also of a tensor quantised by tensor, every copy it has.
+// Like as_matrix(), but also accepts a per-tensor quantised tensor, with all its copies.
 Result<Tensor> as_operand(const Tensor& x, int64_t last, std::string_view what);
-// `like`'s shape with another last dimension.
+// The shape of `like` with another last dimension.
 Shape with_last(std::span<const int64_t> like, int64_t last);
 
-// A residual branch as as_matrix() gives it; undefined without one. INVALID_ARGUMENT unless it has
-// the shape of x with `last` as its last dimension.
+// Returns a residual branch in the form of as_matrix(); undefined if there is none.
+// INVALID_ARGUMENT unless it has the shape of x with `last` as its last dimension.
 Result<Tensor> residual_matrix(const Tensor* residual, std::span<const int64_t> x_shape,
                                int64_t last, std::string_view what);
 
-// INVALID_ARGUMENT naming the module unless dy has x's shape with `last` as its last dimension, as
-// the forward's result had.
+// INVALID_ARGUMENT, with the module's name, unless dy has the shape of the forward's result: x's
+// shape with `last` as its last dimension.
 Status check_gradient(const Tensor& dy, std::span<const int64_t> x_shape, int64_t last,
                       std::string_view module);
 

@@ -7,7 +7,7 @@
 
 namespace te_fl::nn::detail {
 
-// No policy scope of the calling thread, until destroyed.
+// While this object lives, the calling thread has no policy scope.
 class WithoutPolicyScope {
  public:
   WithoutPolicyScope() : previous_(std::exchange(policy::t_scope, 0)) {}

@@ -15,7 +15,7 @@ namespace {
 constexpr std::string_view kOptimizerPrefix = "optimizer.";
 constexpr const char* kSeed = "te_fl.rng_seed";
 constexpr const char* kOffset = "te_fl.rng_offset";
-// They are those of TensorParallel::random, and the number of ranks that had one each.
+// The random position of TensorParallel::random, and the number of ranks that had one each.
 constexpr const char* kOwnSeed = "te_fl.rng_own_seed";
 constexpr const char* kOwnOffset = "te_fl.rng_own_offset";
 constexpr const char* kOwnRanks = "te_fl.rng_own_ranks";
@@ -38,7 +38,7 @@ Result<uint64_t> number(const Metadata& metadata, const char* key, const std::st
   return value;
 }
 
-// Pairs of what the file has and where it goes.
+// Pairs of a tensor in the file and its destination.
 using Copies = std::vector<std::pair<Tensor, Tensor>>;
 
 Result<Copies> match_optimizer(const std::vector<NamedTensor>& tensors, const Optimizer& optimizer,
@@ -75,7 +75,7 @@ Result<Copies> match_optimizer(const std::vector<NamedTensor>& tensors, const Op
     copies.emplace_back(std::move(staged), target.tensor);
     in_file.erase(found);
   }
-  // Other ranks have the state of parameters of which this one has an empty part.
+  // Ignores the state of parameters whose part on this rank is empty; other ranks have it.
   std::erase_if(in_file, [&](const auto& t) {
     const auto part = parts.find(detail::parameter_of(t.first));
     return part != parts.end() && part->second.begin == part->second.end;
@@ -108,7 +108,7 @@ Status write_checkpoint(const std::string& path, const Module& module, const Opt
     all[detail::kOptimizerSteps] = std::to_string(optimizer->steps());
     if (optimizer->state_ranks() > 1) {
       TE_FL_RETURN_IF_ERROR(detail::save_optimizer_part(path, *optimizer));
-      if (optimizer->state_rank() > 0) return {};  // the module is the same on all of them
+      if (optimizer->state_rank() > 0) return {};  // the module is identical on all ranks
       all[detail::kOptimizerParts] = std::to_string(optimizer->state_ranks());
     } else {
       std::vector<NamedTensor> state = optimizer->state();

@@ -20,13 +20,13 @@ std::string part_path(const std::string& path, int rank, int size) {
   return path + ".optimizer." + std::to_string(rank) + "-of-" + std::to_string(size);
 }
 
-// A tensor of the state while its parts are put together, rank after rank.
+// A tensor of the optimizer state that is assembled from the ranks' parts, in rank order.
 struct Whole {
   Tensor tensor;
-  int64_t filled = 0;  // elements, from the first on
+  int64_t filled = 0;  // number of leading elements that are complete
 };
 
-// Says where a file's tensor lies, by its metadata.
+// Reads the position of a file's tensor in the whole from the file's metadata.
 bool parse_part(const Metadata& metadata, const std::string& parameter, StatePart& part) {
   const auto found = metadata.find(kPart + parameter);
   if (found == metadata.end()) return false;

@@ -4,22 +4,23 @@
 
 #include "te_fl/nn/files/safetensors.hpp"
 
-// The files of an optimizer's state that ranks divide (AdamOptions::zero), beside the checkpoint of
-// the module.
+// The files with an optimizer state that is sharded over ranks (AdamOptions::zero), stored beside
+// the module's checkpoint.
 namespace te_fl::nn::detail {
 
-// Metadata of a checkpoint, and of each of these files.
+// Metadata key, used in a checkpoint and in each file of optimizer state.
 inline constexpr const char* kOptimizerSteps = "te_fl.optimizer_steps";
-// Metadata of a checkpoint: the number of files that have its optimizer's state; absent: it has
-// that itself.
+// Metadata key of a checkpoint: the number of files that contain its optimizer state. Absent if the
+// checkpoint itself contains the state.
 inline constexpr const char* kOptimizerParts = "te_fl.optimizer_parts";
 
-// Writes this rank's part to PATH.optimizer.R-of-N. Its metadata have for each parameter
-// "te_fl.part.NAME" = the extents of the whole, and the first element and the one after the last,
-// as "64,32;1024,2048".
+// Writes this rank's part to PATH.optimizer.R-of-N. For each parameter the metadata have
+// "te_fl.part.NAME" = the extents of the whole; the index of the first element, and of the one
+// after the last, as in "64,32;1024,2048".
 Status save_optimizer_part(const std::string& path, const Optimizer& optimizer);
-// Adds the whole state from these files to the checkpoint `file` that was read from `path`; nothing
-// if it has the state itself. NOT_FOUND or DATA_LOSS names the file and what is wrong.
+// Assembles the optimizer state from these files and adds it to the checkpoint `file`, which was
+// read from `path`. Does nothing if the checkpoint contains the state. NOT_FOUND or DATA_LOSS names
+// the file and the problem.
 Status join_optimizer(const std::string& path, SafetensorsFile& file);
 
 }  // namespace te_fl::nn::detail

@@ -7,14 +7,14 @@
 
 #include "te_fl/tensor.hpp"
 
-// The words in which files of ranks say where their tensors lie.
+// The text format in which files of ranks describe the position of their tensors.
 namespace te_fl::nn::detail {
 
-// Numbers of at least 0 in metadata: "64,32".
+// Formats non-negative numbers for metadata: "64,32".
 std::string list_text(std::span<const int64_t> values);
-// Appends them to `values`; false if there is something else.
+// Parses list_text() and appends the numbers to `values`. False for any other text.
 bool parse_list(std::string_view text, Shape& values);
-// The parameter that a tensor of a checkpoint belongs to: "optimizer.exp_avg.NAME" to NAME.
+// The parameter to which a checkpoint's tensor belongs: NAME for "optimizer.exp_avg.NAME".
 std::string parameter_of(const std::string& name);
 
 }  // namespace te_fl::nn::detail

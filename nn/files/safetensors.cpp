@@ -63,7 +63,7 @@ Result<Tensor> read_tensor(int fd, const SafetensorsEntry& entry, uint64_t data_
   return tensor;
 }
 
-// A compact host copy of `tensor`, or itself.
+// A compact host copy of `tensor`; the tensor itself if it is compact in host memory.
 Result<Tensor> on_host(const Tensor& tensor) {
   if (tensor.device().is_host() && tensor.contiguous()) return tensor;
   return tensor.to(Device());
@@ -86,7 +86,7 @@ bool detail::is_text(const std::string& text) {
 
 namespace {
 
-// The JSON header, padded with spaces so that the data starts 8-byte aligned.
+// The JSON header, padded with spaces so that the data starts at a multiple of 8 bytes.
 Result<std::string> make_header(const std::vector<NamedTensor>& tensors, const Metadata& metadata) {
   nlohmann::ordered_json header = nlohmann::ordered_json::object();
   for (const auto& [key, value] : metadata) {

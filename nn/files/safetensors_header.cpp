@@ -47,7 +47,7 @@ Status corrupt(std::string_view source, std::string text) {
   return status;
 }
 
-// Bytes of a compact tensor, or nullopt if the product does not fit.
+// The size of a compact tensor in bytes; nullopt on overflow.
 std::optional<uint64_t> byte_size(const Shape& shape, DType dtype) {
   uint64_t total = static_cast<uint64_t>(bits(dtype)) / 8;
   for (int64_t extent : shape) {
@@ -58,7 +58,7 @@ std::optional<uint64_t> byte_size(const Shape& shape, DType dtype) {
 
 using Json = nlohmann::json;
 
-// One member of the header object.
+// Reads one member of the header object.
 class EntryReader {
  public:
   EntryReader(std::string_view source, const std::string& name, const Json& value,
@@ -141,10 +141,10 @@ class EntryReader {
 };
 
 Result<Json> parse_json(std::string_view text, std::string_view source) {
-  // nlohmann keeps the last of two members of one name; the format forbids them. Depth 1 is the
-  // header itself.
+  // nlohmann keeps the last of two members with the same name, but the format forbids duplicates.
+  // The header object itself has depth 1.
   constexpr size_t kMostDeep = 8;
-  std::array<std::set<std::string>, kMostDeep + 2> keys;  // of the objects that are open
+  std::array<std::set<std::string>, kMostDeep + 2> keys;  // keys of the currently open objects
   std::string member, duplicate;
   bool too_deep = false;
   auto watch = [&](int level, Json::parse_event_t event, Json& parsed) {
@@ -165,7 +165,7 @@ Result<Json> parse_json(std::string_view text, std::string_view source) {
   if (too_deep) return corrupt(source, "the header is nested too deeply");
   if (json.is_discarded()) return corrupt(source, "the header is not valid JSON");
   if (!json.is_object()) return corrupt(source, "the header is JSON, but not an object");
-  // nlohmann passes over a byte order mark and spaces, other readers refuse them.
+  // nlohmann skips a byte order mark and leading spaces, which other readers refuse.
   if (text.front() != '{') return corrupt(source, "the header does not begin with {");
   if (!duplicate.empty()) return corrupt(source, duplicate);
   return json;
@@ -182,7 +182,7 @@ Status read_metadata(const Json& value, std::string_view source, Metadata& metad
   return {};
 }
 
-// The format wants the tensors to cover the data section, each byte once.
+// Checks that the tensors cover each byte of the data section exactly once, as the format requires.
 Status check_cover(const std::vector<SafetensorsEntry>& entries, uint64_t data_bytes,
                    std::string_view source) {
   uint64_t position = 0;

@@ -15,7 +15,7 @@ bool one_scale(const std::vector<const CodesPart*>& parts) {
   });
 }
 
-// The largest amax of parts that are all that there is in the place; undefined if they are not.
+// The largest amax of the parts, if the parts cover the whole place; otherwise undefined.
 Result<Tensor> amax_of(const std::vector<const CodesPart*>& parts, int64_t elements) {
   float largest = 0;
   for (const CodesPart* p : parts) {
@@ -32,7 +32,7 @@ Result<Tensor> values_of(const CodesPart& part) {
   spec.dtype = part.codes.dtype();
   TE_FL_ASSIGN_OR_RETURN(const Tensor quantised,
                          Tensor::empty_quantized(part.codes.shape(), spec, Device()));
-  const Tensor& any_amax = part.scale_inv;  // Values do not depend on it.
+  const Tensor& any_amax = part.scale_inv;  // the values do not depend on it
   TE_FL_RETURN_IF_ERROR(load_codes(part.codes, part.scale_inv, any_amax, quantised));
   TE_FL_ASSIGN_OR_RETURN(Tensor values, Tensor::empty(part.codes.shape(), DType::kF32));
   TE_FL_RETURN_IF_ERROR(copy_values(quantised, values));

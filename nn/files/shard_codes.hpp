@@ -5,22 +5,22 @@
 
 #include "te_fl/nn/autograd/parameter.hpp"
 
-// Parameters of FP8 codes alone whose parts have scales of their own.
+// Sharded parameters that exist in FP8 only, where each rank's part has its own scale.
 namespace te_fl::nn::detail {
 
-// One file's part of such a parameter, on the host.
+// The part of an FP8-only parameter in one file, in host memory.
 struct CodesPart {
   Tensor codes;      // FP8, compact
   Tensor scale_inv;  // F32 [1]
   Tensor amax;       // F32 [1], or undefined
-  Shard place;       // fits the codes
+  Shard place;       // matches the shape of the codes
 };
 
-// The tensors NAME, NAME.scale_inv and NAME.amax of `part`, of which the parts of all files have
-// the values. As codes where the parts that it meets have one scale; else NAME alone, as F32, which
-// loading quantises again. Without an amax where it is not known: where a part that it meets has
-// elements outside of it.
-// INVALID_ARGUMENT if the parts' whole has no such part.
+// Assembles the part at `place` with shape `shape` from the parts of all files. If the parts that
+// it overlaps have the same scale, returns the FP8 tensor NAME with NAME.scale_inv and NAME.amax.
+// Otherwise returns NAME alone as F32; loading quantises it again. NAME.amax is absent if an
+// overlapped part has elements outside of `place`, since the amax is then unknown. INVALID_ARGUMENT
+// if `place` does not fit the whole of the parts.
 Result<std::vector<NamedTensor>> codes_of_part(const std::string& name,
                                                const std::vector<CodesPart>& files,
                                                std::span<const int64_t> shape, const Shard& place);

@@ -25,7 +25,7 @@ struct Source {
   std::map<std::string, Tensor> tensors;
 };
 
-// The number of ranks whose files lie at the path.
+// The number of ranks whose files exist at the path.
 Result<int> ranks_at(const std::string& path) {
   const std::filesystem::path whole(path);
   const std::filesystem::path folder = whole.has_parent_path() ? whole.parent_path() : ".";
@@ -86,7 +86,7 @@ struct Placed {
   Shard place;
 };
 
-// The parts that all files have of a tensor; the first file's alone if it is not divided there.
+// The parts of a tensor in all files; only the first file's tensor if it is not sharded.
 Result<std::vector<Placed>> parts_of(const std::vector<Source>& sources, const std::string& name) {
   const Tensor& first = sources[0].tensors.at(name);
   const std::string key = std::string(kPrefix) + parameter_of(name);
@@ -117,7 +117,7 @@ Result<std::vector<Placed>> parts_of(const std::vector<Source>& sources, const s
   return parts;
 }
 
-// The tensor of all files put together.
+// The complete tensor, assembled from all files.
 Result<Tensor> whole_of(const std::vector<Source>& sources, const std::string& name) {
   TE_FL_ASSIGN_OR_RETURN(const std::vector<Placed> parts, parts_of(sources, name));
   if (parts.size() == 1) return parts[0].tensor;
@@ -141,12 +141,14 @@ Result<Tensor> cut(const Tensor& whole, const Parameter& parameter, const std::s
 
 constexpr std::string_view kScale = ".scale_inv", kAmax = ".amax";
 
-// True if `name` is a parameter of FP8 codes alone, by the scale beside it.
+// True if `name` is a parameter that exists in FP8 only, which is recognised by the scale tensor
+// beside it.
 bool is_codes(const Source& source, const std::string& name) {
   return source.tensors.contains(name) && source.tensors.contains(name + std::string(kScale));
 }
 
-// True if it is such a parameter's scale or amax, which come with the codes.
+// True if the tensor is the scale or amax of an FP8-only parameter; these are loaded with the
+// parameter.
 bool beside_codes(const Source& source, std::string_view name) {
   for (const std::string_view end : {kScale, kAmax}) {
     if (!name.ends_with(end)) continue;
@@ -155,7 +157,8 @@ bool beside_codes(const Source& source, std::string_view name) {
   return false;
 }
 
-// The codes of this rank's part of a parameter, or the values, from the files of all.
+// This rank's part of an FP8-only parameter, assembled from all files, as FP8 data or as F32
+// values.
 Result<std::vector<NamedTensor>> own_codes(const std::vector<Source>& sources,
                                            const NamedParameter& parameter,
                                            const std::string& path) {

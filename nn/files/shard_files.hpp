@@ -7,23 +7,23 @@
 
 #include "te_fl/nn/files/safetensors.hpp"
 
-// The files of a checkpoint whose parameters ranks divide, and the parts of one rank put together
-// from them.
+// The files of a checkpoint whose parameters are sharded over ranks, and the assembly of one rank's
+// parts from them.
 namespace te_fl::nn::detail {
 
-// PATH.R-of-N; PATH of one rank.
+// The file of a rank: PATH.R-of-N; PATH if there is one rank.
 std::string shard_path(const std::string& path, int rank, int size);
 
-// For the metadata, where each divided parameter lies in its whole: "te_fl.shard.NAME" = extents of
-// the whole, begin, and pairs of rows, as "64,32;0,0;16,8,48,8". INVALID_ARGUMENT for codes that
-// are scaled by blocks.
+// Metadata that describe the position of each sharded parameter in its whole: "te_fl.shard.NAME" =
+// extents of the whole; begin; pairs of rows, as in "64,32;0,0;16,8,48,8". INVALID_ARGUMENT for
+// block-scaled FP8 parameters.
 Result<Metadata> places_of(const std::vector<NamedParameter>& parameters);
 
-// The checkpoint at `path`, of any number of ranks, as this rank's parameters, and an optimizer's
-// tensors of the same names, lie in their wholes; `optimizer`: with the files that
-// optimizer_files.hpp is about. The metadata are those of the file of the same
-// rank and number, else of the first one. NOT_FOUND, DATA_LOSS or INVALID_ARGUMENT names the file
-// or the tensor and what is wrong.
+// Loads a checkpoint that any number of ranks has written. Returns the parts that this rank's
+// `parameters` have in their wholes, and optimizer tensors of the same names. `optimizer`: also
+// reads the files of optimizer_files.hpp. The metadata come from the file of the same rank and
+// number of ranks, or else from the first file. NOT_FOUND, DATA_LOSS or INVALID_ARGUMENT names the
+// file or tensor and the problem.
 Result<SafetensorsFile> load_shards(const std::string& path, int rank, int size,
                                     const std::vector<NamedParameter>& parameters, bool optimizer);
 

@@ -8,7 +8,8 @@
 namespace te_fl::nn::detail {
 namespace {
 
-// The rows of the whole that the shard has, one by one; empty if they do not lie in it.
+// The indices of the whole's rows that the shard contains; empty if the shard does not fit the
+// whole.
 std::vector<int64_t> rows_of(const Shard& shard, int64_t count) {
   std::vector<int64_t> rows;
   if (shard.begin[0] > shard.whole[0] - count) return rows;
@@ -77,7 +78,7 @@ bool overlap(std::span<const int64_t> a_shape, const Shard& a, std::span<const i
   const bool meet = std::ranges::any_of(
       rows_of(b, b_shape[0]), [&](int64_t row) { return std::ranges::binary_search(rows, row); });
   if (!meet || a_shape.size() == 1) return meet;
-  // Differences, as sums of what a file says may be more than 64 bits hold.
+  // Compares differences, since sums of numbers from a file could overflow 64 bits.
   return a.begin[1] - b.begin[1] < b_shape[1] && b.begin[1] - a.begin[1] < a_shape[1];
 }
 

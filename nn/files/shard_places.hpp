@@ -6,19 +6,19 @@
 
 #include "te_fl/nn/autograd/parameter.hpp"
 
-// The places that tensors of ranks have in their wholes, of one or two dimensions.
+// The positions of the ranks' tensors in their wholes, for one or two dimensions.
 namespace te_fl::nn::detail {
 
-// Extents of the whole, begin, and pairs of rows, as "64,32;0,0;16,8,48,8".
+// Formats extents of the whole; begin; pairs of rows, as in "64,32;0,0;16,8,48,8".
 std::string place_text(const Shard& shard);
-// Reads place_text(); false if it is something else.
+// Parses place_text(); false for any other text.
 bool parse_place(std::string_view text, Shard& shard);
-// The place of a tensor that is its own whole.
+// The place of a tensor that is not sharded.
 Shard place_of_whole(std::span<const int64_t> shape);
-// Copies between a tensor and its place in the whole, both compact on the host. False if the place
-// does not fit them.
+// Copies a part to or from its place in the whole. Both are compact in host memory. False if the
+// place does not fit them.
 bool copy_part(const Tensor& whole, const Tensor& part, const Shard& shard, bool to_whole);
-// True if two parts of one whole have an element in common; their shapes and places fit it.
+// True if two parts of one whole overlap. Their shapes and places must fit the whole.
 bool overlap(std::span<const int64_t> a_shape, const Shard& a, std::span<const int64_t> b_shape,
              const Shard& b);
 

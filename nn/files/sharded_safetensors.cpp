@@ -30,7 +30,7 @@ using Json = nlohmann::json;
 
 constexpr uint64_t kMaxIndexBytes = 256'000'000;
 
-// A file's bytes, mapped for this process alone.
+// A private memory mapping of a file.
 class Mapping {
  public:
   static Result<std::shared_ptr<Mapping>> open(const std::string& path) {
@@ -91,7 +91,7 @@ Status data_loss(const std::string& path, const std::string& what) {
   return status;
 }
 
-using WeightMap = std::map<std::string, std::string>;  // tensor to file
+using WeightMap = std::map<std::string, std::string>;  // tensor name to file name
 
 Result<WeightMap> read_index(const std::string& path) {
   Result<std::string> text = core::read_file(path, kMaxIndexBytes);
@@ -143,7 +143,8 @@ Result<SafetensorsFile> load_index(const std::string& path) {
   for (;;) {
     Result<SafetensorsFile> file = load_files(path, map);
     if (file.ok() || file.status().code() != StatusCode::kNotFound) return file;
-    // Another model that was saved meanwhile has removed the files of this one.
+    // Another save may have removed this model's files; if the index has changed, try again with
+    // it.
     TE_FL_ASSIGN_OR_RETURN(WeightMap now, read_index(path));
     if (now == map) return file;
     map = std::move(now);
@@ -156,7 +157,7 @@ std::string numbered(const std::string& stem, size_t index, size_t count) {
   return stem + digits + ".safetensors";
 }
 
-// The files that an index names; none if there is no index, or one that nothing can be loaded by.
+// The files that an index lists; empty if the index is missing or invalid.
 std::set<std::string> files_of(const std::string& index) {
   std::set<std::string> files;
   const Result<WeightMap> map = read_index(index);
@@ -165,8 +166,9 @@ std::set<std::string> files_of(const std::string& index) {
   return files;
 }
 
-// Names for `count` shards of which the index of before has none, so that its model is whole until
-// the new index takes its place: STEM-00001-of-..., or else STEM.2-00001-of-... and so on.
+// Names for `count` shards that the previous index does not use, so that the previous model stays
+// intact until the new index replaces the old one: STEM-00001-of-..., otherwise
+// STEM.2-00001-of-..., and so on.
 std::vector<std::string> shard_names(const std::string& stem, size_t count,
                                      const std::set<std::string>& before) {
   for (int attempt = 1;; ++attempt) {
@@ -179,7 +181,7 @@ std::vector<std::string> shard_names(const std::string& stem, size_t count,
   }
 }
 
-// A file that a reader would take for the model that was just replaced.
+// Removes a file of the replaced model that a reader could otherwise load.
 Status remove_found(const std::string& path) {
   if (::unlink(path.c_str()) == 0 || errno == ENOENT) return {};
   const std::string why = std::strerror(errno);
@@ -189,7 +191,7 @@ Status remove_found(const std::string& path) {
                              why);
 }
 
-// Shards that no index names any more.
+// Removes shards that no index lists any more.
 void remove_shards(const fs::path& folder, const std::set<std::string>& files) {
   for (const std::string& file : files) {
     const std::string path = (folder / file).string();
@@ -203,7 +205,7 @@ uint64_t bytes_of(const Tensor& tensor) {
   return static_cast<uint64_t>(bytes_for(tensor.dtype(), tensor.numel()));
 }
 
-// The tensors in their order, in runs that fit into a file.
+// Divides the tensors, in their order, into groups of at most `most` bytes.
 std::vector<std::vector<NamedTensor>> divide(const std::vector<NamedTensor>& tensors,
                                              uint64_t most) {
   std::vector<std::vector<NamedTensor>> shards(1);
@@ -220,7 +222,7 @@ std::vector<std::vector<NamedTensor>> divide(const std::vector<NamedTensor>& ten
   return shards;
 }
 
-// The shards, and then the index of them. If one of these fails, no shard that was written stays.
+// Writes the shards, then the index. After an error, removes the shards that were written.
 Status write_shards(const fs::path& folder, const std::vector<std::string>& names,
                     const std::vector<std::vector<NamedTensor>>& shards, const Metadata& metadata,
                     const std::string& index) {
@@ -287,7 +289,7 @@ Status save_sharded(const std::string& folder, const std::vector<NamedTensor>& t
     return invalid_argument("save_sharded: the stem \"" + options.stem +
                             "\" is not UTF-8, which an index of several files cannot hold");
   }
-  std::set<std::string> names;  // across the files, of each of which the names are checked
+  std::set<std::string> names;  // over all files; save_safetensors checks each file
   for (const NamedTensor& t : tensors) {
     if (names.insert(t.name).second) continue;
     return invalid_argument("save_sharded: tensor \"" + t.name + "\" is given twice");
@@ -296,7 +298,8 @@ Status save_sharded(const std::string& folder, const std::vector<NamedTensor>& t
   const std::string single = options.stem + ".safetensors";
   const std::string index = (fs::path(folder) / (single + ".index.json")).string();
   std::set<std::string> before = files_of(index);
-  // A single file that an index of before names cannot be replaced without changing its model.
+  // A single file that the previous index lists cannot be replaced directly, since that would
+  // change the previous model.
   if (shards.size() == 1 && !before.contains(single)) {
     TE_FL_RETURN_IF_ERROR(
         save_safetensors((fs::path(folder) / single).string(), shards[0], options.metadata));

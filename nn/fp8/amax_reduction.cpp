@@ -14,8 +14,8 @@ AmaxReduction::~AmaxReduction() = default;
 
 namespace {
 
-// One call for the whole list. The op that scales lists copies them by a factor of 1; what it tells
-// of non-finite values is of no use here, where those stay as they are.
+// Copies lists of tensors with one call: the list-scaling op with a factor of 1. Its flag for
+// non-finite values is ignored, since such values are copied unchanged.
 Status copy_lists(const std::vector<const te_fl_tensor*>& from,
                   const std::vector<const te_fl_tensor*>& to, const Tensor& flag) {
   te_fl_multi_tensor_scale_args args{};

@@ -18,7 +18,7 @@ thread_local std::shared_ptr<AutocastFrame> tls_frame;
 }  // namespace
 
 std::shared_ptr<AutocastFrame> current_frame() {
-  // Scopes that another thread ended are left behind here.
+  // Drops scopes that another thread has ended.
   while (tls_frame != nullptr && tls_frame->ended.load(std::memory_order_acquire)) {
     tls_frame = std::shared_ptr<AutocastFrame>(std::move(tls_frame->previous));
   }
@@ -48,14 +48,14 @@ void note_forward(bool failed) noexcept {
 
 namespace {
 
-// The amaxes that a failed step has left go, so that they are in no later update; but those that
-// inferences may have left beside them stay.
+// Discards the amaxes of a failed step, so that no later update uses them. Keeps amaxes of states
+// that also have amaxes from inferences.
 Status drop_amaxes(const std::vector<PendingUpdate>& pending) {
   for (const PendingUpdate& update : pending) {
     Fp8State& state = *update.state;
     if (!update.counts() || !state.defined() || state.waits_on() != 0) continue;
     TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(state.device()));
-    if (captured) continue;  // the capture is as failed as the step
+    if (captured) continue;  // the capture has failed with the step
     TE_FL_RETURN_IF_ERROR(fill(state.amaxes(), 0));
   }
   return {};
@@ -64,8 +64,8 @@ Status drop_amaxes(const std::vector<PendingUpdate>& pending) {
 }  // namespace
 
 Status pop_frame(const std::shared_ptr<AutocastFrame>& frame, std::optional<bool> updates) {
-  // The thread whose list has it, which need not be this one, drops it when it looks next; so
-  // scopes may also end in another order than the reverse.
+  // Only marks the frame as ended. The thread that has it in its list, possibly another one,
+  // removes it at its next look-up. Scopes may therefore end in any order.
   frame->ended.store(true, std::memory_order_release);
   (void)current_frame();
   std::vector<PendingUpdate> pending;
@@ -79,7 +79,7 @@ Status pop_frame(const std::shared_ptr<AutocastFrame>& frame, std::optional<bool
     reductions = std::exchange(session.reductions, {});
     const bool trained = std::exchange(session.trained, false);
     const bool calibrated = std::exchange(session.calibrated, false);
-    // Ranks that share amaxes update together, whatever became of this one's step.
+    // Ranks that share amaxes must update together, even if this rank's step failed.
     failed = session.failed.exchange(false) && !updates.has_value() && reductions.empty();
     updates = updates.value_or(trained) || calibrated;
   }
@@ -97,7 +97,7 @@ std::shared_ptr<AutocastFrame> frame_like(const std::shared_ptr<AutocastFrame>& 
     frame->recipe = captured->recipe;
     frame->invalid = captured->invalid;
     frame->session = captured->session;
-  } else {  // no autocast there means none here, whatever this thread has open
+  } else {  // autocast is off here too, whatever this thread has open
     frame->options = {.enabled = false};
     frame->recipe = std::make_shared<const Recipe>(DelayedScaling{});
     frame->session = std::make_shared<Session>();
@@ -121,7 +121,7 @@ Result<Fp8Mode> current_mode() {
 
 namespace {
 
-// begin_delayed() of a run that is not a second one.
+// begin_delayed() outside of a second run.
 Status begin_first(const Fp8Mode& mode, bool training, const std::shared_ptr<Fp8State>& forward,
                    const std::shared_ptr<Fp8State>& backward) {
   const DelayedScaling& recipe = *mode.delayed();
@@ -211,7 +211,7 @@ autocast::~autocast() {
     if (status.ok()) return;
     log::error("autocast: " + status.to_string());
     detail::current_gradient_updates()->defer(status);
-  } catch (const std::bad_alloc&) {  // nor for the words
+  } catch (const std::bad_alloc&) {  // no memory for the error text either
   }
 }
 

@@ -74,7 +74,7 @@ Status Fp8State::ensure(int64_t history_len) {
     TE_FL_RETURN_IF_ERROR(fill(ones, 1));
     return adopt(std::move(longer), std::move(ones));
   }
-  // Row 0 is the step's running amax; rows 1, 2, ... grow newer towards the end.
+  // Row 0 is the running amax of the current step. Rows 1, 2, ... are ordered from old to new.
   const int64_t old_len = history().size(0);
   TE_FL_ASSIGN_OR_RETURN(Tensor from0, history().slice(0, 0, 1));
   TE_FL_ASSIGN_OR_RETURN(Tensor to0, longer.slice(0, 0, 1));
@@ -128,7 +128,7 @@ Status Fp8State::retype(DType dtype) {
   args.noop_flag = noop;
   args.scale = largest_of(dtype) / largest_of(before);
   Status scaled = ops::multi_tensor_scale(args, call_options(device_));
-  if (!scaled.ok()) {  // else the next call would take scales of the former type for the new one's
+  if (!scaled.ok()) {  // keeps type and scales consistent
     shared_->dtype = before;
     shared_->fp8_max = largest;
   }
@@ -140,7 +140,7 @@ Status Fp8State::load(const Tensor& from_history, const Tensor& from_scale, bool
   forget_updates();
   if (!defined() || history().size(0) != from_history.size(0)) {
     TE_FL_RETURN_IF_ERROR(check_length(from_history.size(0)));
-    // Own storage: the given tensors stay the caller's.
+    // Clones the tensors, since the caller keeps those that were passed in.
     TE_FL_ASSIGN_OR_RETURN(Tensor own_history, from_history.clone());
     TE_FL_ASSIGN_OR_RETURN(Tensor own_scale, from_scale.clone());
     TE_FL_RETURN_IF_ERROR(adopt(std::move(own_history), std::move(own_scale)));
@@ -186,7 +186,7 @@ Result<Tensor> empty_quantized(const Recipe& recipe, Role role, std::span<const 
   spec.clear_scales = false;
   if (std::holds_alternative<DelayedScaling>(recipe)) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor replayed, replayed_scale(&state, slot));
-    spec.amax = !replayed.defined();  // an amax that nobody reads is neither cleared nor computed
+    spec.amax = !replayed.defined();  // an unused amax need not be cleared and computed
     if (replayed.defined()) return Tensor::empty_quantized(shape, spec, device, &replayed);
     return Tensor::empty_quantized(shape, spec, device, &state.scale_slot(slot),
                                    &state.amax_slot(slot));
@@ -210,7 +210,7 @@ Status warn_if_saturated(Fp8State& state, int64_t slot, const Tensor& codes, con
   TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(state.device()));
   if (captured) return {};
   TE_FL_ASSIGN_OR_RETURN(const float amax, item(state.amax_slot(slot)));
-  constexpr float kLargest = 448;  // of E4M3
+  constexpr float kLargest = 448;  // the largest E4M3 value
   if (!(amax > kLargest) || !state.warns_now()) return {};
   TE_FL_ASSIGN_OR_RETURN(const Tensor bytes, codes.rowwise_codes().to(Device()));
   constexpr uint8_t kMagnitude = 0x7F, kLargestCode = 0x7E;

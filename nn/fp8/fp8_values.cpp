@@ -22,7 +22,7 @@ Status check_recipe(const Recipe& recipe) {
                           "Float8CurrentScaling");
 }
 
-// Returns the tensor as one that derives its scale from its own amax.
+// A view of the tensor for which ops compute the scale from its own amax.
 Tensor deriving(const Tensor& value) {
   Tensor tensor = value;
   te_fl_quant quant = Tensor::Access::quant(tensor);

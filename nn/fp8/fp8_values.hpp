@@ -8,22 +8,24 @@
 
 namespace te_fl::nn::detail {
 
-// The innermost scope's wish; null outside of all, or where it is not enabled.
+// The options of the innermost quantized_model_init scope; null outside of a scope, or if it is
+// disabled.
 struct Fp8Init {
   QuantizedModelInitOptions options;
-  Status invalid;  // says why the recipe cannot be used
+  Status invalid;  // the reason if the recipe is invalid
   Fp8Init* outer = nullptr;
 };
 const Fp8Init* current_fp8_init() noexcept;
 
-// Writes the codes of an FP8-only parameter. Not thread-safe, like its module.
+// Quantises new values into an FP8-only parameter. Not thread-safe, like its module.
 class Fp8Values {
  public:
   explicit Fp8Values(Recipe recipe) : recipe_(std::move(recipe)) {}
-  // The linear map that first reads the codes names the state whose scale a delayed recipe takes.
+  // Called by the first linear map that reads the parameter: sets the state and slot whose scale a
+  // delayed recipe uses.
   void bind(std::shared_ptr<Fp8State> state, int64_t slot);
-  // Quantises `high` into `value`, whose amax becomes that of `high`. `own_scale`: with the scale
-  // of that amax whatever the recipe is.
+  // Quantises `high` into `value`, whose amax becomes that of `high`. `own_scale`: computes the
+  // scale from that amax, whatever the recipe.
   Status write(const Tensor& high, const Tensor& value, bool own_scale = false) const;
 
  private:
@@ -32,15 +34,15 @@ class Fp8Values {
   int64_t slot_ = 0;
 };
 
-// Copies codes [value's shape], their scale_inv [1] and the amax [1] of what they were made from
-// (undefined: that of the codes) into `value`.
+// Copies FP8 data [value's shape] with scale_inv [1] and amax [1] into `value`. If amax is
+// undefined, uses that of the FP8 data.
 Status load_codes(const Tensor& codes, const Tensor& scale_inv, const Tensor& amax,
                   const Tensor& value);
-// The codes as a tensor of their own, which shares the memory.
+// The FP8 data of `value` as an unscaled tensor that shares its memory.
 Result<Tensor> codes_of(const Tensor& value);
-// `value` with a column-wise copy as well, in new memory.
+// A copy of `value` in new memory with a column-wise copy in addition.
 Result<Tensor> with_columns(const Tensor& value);
-// The parameter's values into `out`, of any high-precision dtype.
+// Dequantises the parameter into `out`, which may have any high-precision dtype.
 Status copy_values(const Tensor& value, const Tensor& out);
 
 }  // namespace te_fl::nn::detail

@@ -10,34 +10,35 @@
 #include "nn/fp8/fp8_state.hpp"
 #include "te_fl/nn/fp8/recipe.hpp"
 
-// Scales that wait for their update, and the sites whose amaxes several ranks share.
+// Scale updates that are pending, and the modules whose amaxes several ranks share.
 namespace te_fl::nn {
 
 class AmaxReduction;
 
 namespace detail {
 
-// Numbers that are never used again, from 1.
+// Returns a new unique number, from 1.
 uint64_t next_number() noexcept;
 
-// FP8 state used since the last update, with the recipe and the FP8 type it was used with.
+// A state that was used since its last update, with the recipe and FP8 type of that use.
 struct PendingUpdate {
   std::shared_ptr<Fp8State> state;
   DelayedScaling recipe;
   DType dtype = DType::kF8E4M3;
   std::shared_ptr<AmaxReduction> reduction = nullptr;
-  uint64_t loads = state == nullptr ? 0 : state->loads();  // when it was used
-  // False: the state was loaded or reset since, and its scales are what was loaded.
+  uint64_t loads = state == nullptr ? 0 : state->loads();  // load count at the use
+  // False if the state was loaded or reset since, so that its scales must not be updated.
   bool counts() const noexcept { return loads == state->loads(); }
 };
 
 enum class Direction : uint8_t { kForward, kBackward };
 
-// Each state once, in order of first use; a later use's recipe wins. Not thread-safe.
+// A list of states in the order of first use, each once. The recipe of the latest use applies. Not
+// thread-safe.
 class PendingUpdates {
  public:
   void add(PendingUpdate update);
-  // As add(), unless the state is there already.
+  // Like add(), but keeps the existing entry of a state.
   void add_new(PendingUpdate update);
   const std::vector<PendingUpdate>& all() const noexcept { return updates_; }
   std::vector<PendingUpdate> take() { return std::exchange(updates_, {}); }
@@ -47,18 +48,18 @@ class PendingUpdates {
   std::vector<PendingUpdate> updates_;
 };
 
-// The sites that were used under an AmaxReduction, in the order of their first use. Thread-safe.
+// The states that were used under an AmaxReduction, in the order of first use. Thread-safe.
 class ReducedSites {
  public:
-  // Adds a site with its two states unless it is there.
+  // Adds the two states of a module, unless they are in the list.
   void add(const PendingUpdate& forward, const PendingUpdate& backward);
-  // Without those that are retired.
+  // The states of a direction, without retired ones.
   std::vector<PendingUpdate> all(Direction direction);
 
  private:
   const uint64_t number_ = next_number();
   core::Mutex mutex_{core::LockLevel::kReducedSites};
-  std::vector<PendingUpdate> forward_, backward_;  // they do not keep the reduction
+  std::vector<PendingUpdate> forward_, backward_;  // they do not own the reduction
 };
 
 }  // namespace detail

@@ -24,7 +24,7 @@ bool same_group(const PendingUpdate& a, const PendingUpdate& b) {
          a.state->device() == b.state->device();
 }
 
-// One call of the op, which writes `scales` and rolls `histories` where there are new amaxes.
+// Calls the update op once: it writes `scales` and rolls the `histories` that have new amaxes.
 Status run_update(const PendingUpdate& like, std::span<const te_fl_tensor* const> histories,
                   std::span<const te_fl_tensor* const> scales) {
   te_fl_fused_amax_and_scale_update_after_reduction_args args{};
@@ -39,7 +39,7 @@ Status run_update(const PendingUpdate& like, std::span<const te_fl_tensor* const
   return ops::fused_amax_and_scale_update_after_reduction(args, call_options(like.state->device()));
 }
 
-// Writes the scales that follow from the amaxes that the recipe's function has found.
+// Computes the scales from the amaxes that the recipe's function has returned.
 Status scales_of_amaxes(const PendingUpdate& update, const Tensor& amax) {
   Fp8State& state = *update.state;
   const AmaxFunction& function = *update.recipe.amax_function;
@@ -47,14 +47,14 @@ Status scales_of_amaxes(const PendingUpdate& update, const Tensor& amax) {
     return function.compute_scale(amax, state.scale(), largest_of(update.dtype))
         .wrap("amax_function \"" + function.name + "\": compute_scale");
   }
-  TE_FL_ASSIGN_OR_RETURN(const Tensor row, amax.view({1, state.slots()}));  // a history of one row
+  TE_FL_ASSIGN_OR_RETURN(const Tensor row, amax.view({1, state.slots()}));  // a one-row history
   const te_fl_tensor* const rows[] = {row};
   const te_fl_tensor* const scales[] = {state.scale()};
   return run_update(update, rows, scales);
 }
 
-// Rolls the history by one row, without amaxes too: a function of the program's finds its amax in
-// the rows as Transformer Engine gives them to it, and that rolls always.
+// Rolls the history by one row, even without new amaxes: an amax function of the program expects
+// the rows as in Transformer Engine, which always rolls.
 Status roll(const Tensor& history) {
   const int64_t length = history.size(0);
   TE_FL_ASSIGN_OR_RETURN(const Tensor running, history.slice(0, 0, 1));
@@ -70,7 +70,7 @@ Status roll(const Tensor& history) {
   return fill(running, 0);
 }
 
-// The scales from what the recipe's functions find.
+// Updates the scales by the recipe's own functions.
 Status update_by_function(const PendingUpdate& update) {
   Fp8State& state = *update.state;
   const AmaxFunction& function = *update.recipe.amax_function;
@@ -85,10 +85,10 @@ Status update_by_function(const PendingUpdate& update) {
   return roll(state.history());
 }
 
-// The updates that inferences left to the thread's next one.
+// An update for amaxes of inferences, which is deferred to the thread's next update.
 struct Waiting {
   Fp8State::Weak state;
-  PendingUpdate update;  // without its state
+  PendingUpdate update;  // with a null state
 };
 struct ThreadWaiting {
   const uint64_t number = next_number();
@@ -99,7 +99,8 @@ ThreadWaiting& thread_waiting() {
   return waiting;
 }
 
-// Adds what waits to `updates`, but for devices that capture: an update in a graph is repeated.
+// Adds the deferred updates to `updates`, except for devices that are capturing, since each launch
+// would repeat them.
 Status add_waiting(PendingUpdates& updates) {
   ThreadWaiting& waiting = thread_waiting();
   for (Waiting& w : std::exchange(waiting.updates, {})) {
@@ -117,7 +118,7 @@ Status add_waiting(PendingUpdates& updates) {
   return {};
 }
 
-// One call of `reduction` for each device, in the order of its first site.
+// Calls `reduction` once per device, in the order of the devices' first entries.
 Status reduce_amaxes(const AmaxReduction& reduction, const std::vector<PendingUpdate>& updates) {
   std::vector<std::pair<Device, std::vector<Tensor>>> by_device;
   for (const PendingUpdate& update : updates) {
@@ -137,8 +138,7 @@ Status reduce_amaxes(const AmaxReduction& reduction, const std::vector<PendingUp
 
 using Reductions = std::vector<std::shared_ptr<AmaxReduction>>;
 
-// Makes the amaxes those of the reduction's ranks, and adds the sites that other ranks may have
-// used.
+// Reduces the amaxes over the reduction's ranks. Adds the states that other ranks may have used.
 Status reduce_by(const std::shared_ptr<AmaxReduction>& reduction, PendingUpdates& updates,
                  Direction direction) {
   const std::vector<PendingUpdate> sites = reduction->sites().all(direction);
@@ -147,7 +147,7 @@ Status reduce_by(const std::shared_ptr<AmaxReduction>& reduction, PendingUpdates
     TE_FL_ASSIGN_OR_RETURN(const bool here, capturing(site.state->device()));
     captured = captured || here;
   }
-  if (captured) {  // a launch repeats what this step updates, and nothing of other steps
+  if (captured) {  // launches repeat the updates of this step only
     std::vector<PendingUpdate> own;
     std::ranges::copy_if(updates.all(), std::back_inserter(own),
                          [&](const PendingUpdate& u) { return u.reduction == reduction; });
@@ -158,8 +158,9 @@ Status reduce_by(const std::shared_ptr<AmaxReduction>& reduction, PendingUpdates
   return {};
 }
 
-// Makes the amaxes those of all ranks. One reduction's failure, which is returned, keeps no ranks
-// of another waiting; `failed` gets those whose sites cannot be updated.
+// Reduces the amaxes over the ranks of all reductions. Continues after a failure, so that ranks of
+// other reductions do not hang, and returns the first error. `failed` receives the reductions whose
+// states cannot be updated.
 Status reduce_all(PendingUpdates& updates, Direction direction, Reductions reductions,
                   Reductions& failed) {
   for (const PendingUpdate& update : updates.all()) {

@@ -8,21 +8,22 @@
 #include "te_fl/nn/fp8/amax_reduction.hpp"
 #include "te_fl/status.hpp"
 
-// Delayed scaling's update: scales from the amaxes that forwards and backwards have collected.
+// The update of delayed scaling: computes scales from the amaxes that forwards and backwards have
+// collected.
 namespace te_fl::nn::detail {
 
-// The gradient scales that wait for the end of a step's backward. Each thread has one, which
-// CapturedContext hands on. A forward notes the one of its thread, and its backward uses that,
-// wherever it runs; the parameters whose gradients it writes know it, too, so that the optimizer
-// ends a backward that nobody ended. Thread-safe.
+// The updates of gradient scales that are pending until a step's backward ends. Each thread has one
+// list; CapturedContext passes it to other threads. A forward records the list of its thread, and
+// its backward uses that list on any thread. The parameters whose gradients it writes refer to the
+// list too, so that the optimizer can run the updates if the program did not. Thread-safe.
 class GradientUpdates {
  public:
   void add(PendingUpdate update);
-  // For an error met where none can be returned: end() returns it.
+  // Stores an error from code that cannot return it; end() returns it.
   void defer(Status status);
-  // Runs the updates. What had been deferred is the outcome, or else their error.
+  // Runs the updates. Returns the stored error, if any, otherwise the result of the updates.
   Status end();
-  // The pending updates, which are the caller's then; and puts them back.
+  // take() removes and returns the pending updates; put_back() adds them again.
   std::vector<PendingUpdate> take();
   void put_back(std::vector<PendingUpdate> updates);
 
@@ -31,19 +32,19 @@ class GradientUpdates {
   PendingUpdates pending_;
   Status deferred_;
 };
-// The calling thread's.
+// The calling thread's list.
 const std::shared_ptr<GradientUpdates>& current_gradient_updates();
-// Makes `updates` the calling thread's; returns what was.
+// Sets the calling thread's list and returns the previous one.
 std::shared_ptr<GradientUpdates> exchange_gradient_updates(
     std::shared_ptr<GradientUpdates> updates);
 
-// Leaves the forward scales of inferences to the thread's next update.
+// Defers the forward-scale updates of inferences to the thread's next update.
 void wait_for_update(std::vector<PendingUpdate> updates);
-// True if the state is among those that wait on this thread.
+// True if the state has a deferred update on this thread.
 bool waits_here(Fp8State& state);
 
-// Runs the delayed-scaling update of all of them, and of all sites of their reductions and of
-// `reductions`: one op call per device, FP8 type, margin and algorithm.
+// Runs the delayed-scaling updates of all given states, and of all states of their reductions and
+// of `reductions`. Uses one op call per device, FP8 type, margin and algorithm.
 Status update_scales(std::vector<PendingUpdate> updates, Direction direction,
                      std::vector<std::shared_ptr<AmaxReduction>> reductions = {});
 

@@ -4,7 +4,7 @@ namespace te_fl::nn::detail {
 
 Result<Tensor> WeightCopy::open(const Tensor& value) {
   written_ = false;
-  tensor_ = Tensor();  // its memory may serve the next one, unless a Ctx still reads it
+  tensor_ = Tensor();  // frees the memory for the new tensor, unless a Ctx uses it
   if (recipe_ == nullptr || !state_->defined()) return Tensor();
   TE_FL_ASSIGN_OR_RETURN(tensor_, empty_quantized(*recipe_, Role::kWeight, value.shape(),
                                                   {.rowwise = true, .columnwise = true},

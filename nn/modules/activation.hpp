@@ -6,14 +6,14 @@
 #include "te_fl/op_manager.hpp"
 #include "te_fl/tensor.hpp"
 
-// The catalogue's activations on tensors.
+// The activation ops of the catalogue, applied to tensors.
 namespace te_fl::nn::detail {
 
 struct ActivationOps {
   std::string_view name;
   OpId forward;
   OpId backward;
-  OpId dbias;  // backward fused with the bias gradient; the ungated ones only
+  OpId dbias;  // backward fused with the bias gradient; ungated only
   bool gated;
 };
 const ActivationOps& ops_of(Activation activation);

@@ -17,15 +17,15 @@
 namespace te_fl::nn {
 namespace {
 
-// Slots of the FP8 states.
+// The slots of the forward and backward FP8 states.
 constexpr int64_t kQkvSlot = 0, kSSlot = 1, kOSlot = 2;
 constexpr int64_t kDoSlot = 0, kDpSlot = 1, kDqkvSlot = 2;
 
 struct AttentionRecord : Ctx::Record {
   detail::Fp8Mode mode;
   Tensor q, k, v, o;                // quantised if mode.fp8
-  DType q_dtype, k_dtype, v_dtype;  // of their gradients
-  Tensor s_quant;                   // FP8 only
+  DType q_dtype, k_dtype, v_dtype;  // dtypes of the gradients
+  Tensor s_quant;                   // FP8 only: scale and amax of the probabilities
   Tensor lse;
   AttentionInputs inputs;
   te_fl_rng rng;
@@ -42,13 +42,14 @@ struct AttentionRecord : Ctx::Record {
   }
 };
 
-// Extents that q, k and v agree on. thd: batch is 1 and the lengths are the longest sequences'.
+// The extents that q, k and v have in common. For thd, batch is 1 and the lengths are those of the
+// longest sequences.
 struct Extents {
   int64_t batch = 1, length_q = 0, length_kv = 0;
 };
 
-// Rows between the sequences of a packed layout belong to none, so no implementation has to write
-// them; what follows reads them all the same.
+// Zeros the rows between the sequences of a packed layout. Implementations need not write them, but
+// later ops read them.
 Status clear_gaps(Layout layout, const Tensor& out) {
   if (layout != Layout::kTHD) return {};
   return detail::fill(out.quantized() ? out.rowwise_codes() : out, 0);
@@ -60,7 +61,7 @@ Status shape_error(const char* name, const Tensor& tensor, const std::string& wa
                           "; it must be " + want);
 }
 
-// A mask tensor with a padding mask type, which reads lengths alone.
+// Refuses a mask tensor together with a padding mask type, which uses only lengths.
 Status check_mask(const AttentionInputs& inputs, MaskType type) {
   const bool padding = type == MaskType::kPadding || type == MaskType::kPaddingCausal ||
                        type == MaskType::kPaddingCausalBottomRight;
@@ -97,24 +98,24 @@ struct DotProductAttention::Impl {
 
   Result<Extents> check(const Tensor& q, const Tensor& k, const Tensor& v,
                         const AttentionInputs& inputs) const;
-  // The shape of the output for that of q.
+  // The output's shape for q's shape.
   Shape output_shape(const Tensor& q) const { return detail::with_last(q.shape(), value_dim); }
   Result<detail::Fp8Mode> begin(bool training);
   Result<Tensor> quantized(const detail::Fp8Mode& mode, detail::Role role,
                            std::span<const int64_t> shape, int64_t slot,
                            bool columns = false) const;
-  // Codes of heads [.., H, D] as what the product after it takes, [.., H D].
+  // Allocates FP8 heads [.., H, D] in the form of the next product's input, [.., H D].
   Result<Tensor> merged_codes(const detail::Fp8Mode& mode, std::span<const int64_t> shape,
                               bool columns) const;
   Result<Tensor> quantize(const detail::Fp8Mode& mode, const Tensor& x, detail::Role role,
                           int64_t slot) const;
   Result<Tensor> dequantize(const Tensor& x, DType dtype) const;
-  // The output, FP8: merged_codes().
+  // Runs the attention. The FP8 output has the form of merged_codes().
   Result<Tensor> run_forward(AttentionRecord& record, const Extents& extents, bool training,
                              bool columns);
   Result<Gradients> run_backward(AttentionRecord& record, const Tensor& d_o, const Gradients* into);
 
-  // The members that both argument structs have.
+  // Sets the members that both argument structs have.
   template <class Args>
   void set_common(Args& args, const AttentionRecord& record) const {
     const AttentionInputs& in = record.inputs;
@@ -207,7 +208,7 @@ Result<Tensor> DotProductAttention::Impl::merged_codes(const detail::Fp8Mode& mo
 Result<Tensor> DotProductAttention::Impl::quantize(const detail::Fp8Mode& mode, const Tensor& x,
                                                    detail::Role role, int64_t slot) const {
   TE_FL_ASSIGN_OR_RETURN(Tensor q, quantized(mode, role, x.shape(), slot));
-  // Not every implementation quantises what is not compact.
+  // Compact, since not every implementation quantises strided tensors.
   TE_FL_ASSIGN_OR_RETURN(const Tensor rows, detail::compact(x));
   TE_FL_RETURN_IF_ERROR(detail::quantize(rows, q));
   return q;
@@ -234,7 +235,7 @@ Result<Tensor> DotProductAttention::Impl::run_forward(AttentionRecord& record,
     const Shape one = {1};
     TE_FL_ASSIGN_OR_RETURN(record.s_quant,
                            quantized(record.mode, detail::Role::kInput, one, kSSlot));
-    if (training) {  // an update of the scales may come before the backward, which reads this one
+    if (training) {  // own copy of the scale: an update may precede the backward
       TE_FL_ASSIGN_OR_RETURN(record.s_quant, detail::with_own_scale(record.s_quant));
     }
   } else {
@@ -383,7 +384,7 @@ Result<Tensor> DotProductAttention::codes(const detail::Fp8Mode& mode, Codes wha
   if (what == Codes::kQkv) {
     return impl_->quantized(mode, detail::Role::kInput, shape, kQkvSlot);
   }
-  const bool qkv = what == Codes::kQkvGrad;  // products read it both ways
+  const bool qkv = what == Codes::kQkvGrad;  // two products read it, row-wise and column-wise
   return impl_->quantized(mode, detail::Role::kGradient, shape, qkv ? kDqkvSlot : kDoSlot, qkv);
 }
 

@@ -40,18 +40,18 @@ Result<Tensor> expand_mask(const Tensor& mask, int64_t length_q, int64_t length_
 
 namespace {
 
-// The padding of one side's sequences, on the host: batch x length, true = padding.
+// The padding mask for queries or for keys, in host memory: batch x length, true = padding.
 struct Padding {
   int64_t batch = 0, length = 0;
   std::vector<uint8_t> padded;
 
   bool at(int64_t b, int64_t i) const { return padded[static_cast<size_t>(b * length + i)] != 0; }
-  // Counts the tokens of a sequence that are no padding.
+  // The number of tokens of a sequence that are not padding.
   int64_t count(int64_t b) const {
     const auto row = padded.begin() + b * length;
     return std::count(row, row + length, 0);
   }
-  // The true length of a sequence whose padding is all at its end, else -1.
+  // The length of a sequence without its trailing padding; -1 if there is padding elsewhere.
   int64_t trailing_length(int64_t b) const {
     int64_t count = 0;
     while (count < length && !at(b, count)) ++count;
@@ -92,7 +92,7 @@ Result<Padding> read_mask(const char* name, const Tensor& mask) {
   return padding;
 }
 
-// I32 [batch + 1], where all padding is trailing.
+// Cumulative sequence lengths, I32 [batch + 1]. Requires that all padding is trailing.
 Result<Tensor> prefix_sums(const Padding& padding, const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(const Tensor sums, Tensor::empty({padding.batch + 1}, DType::kI32));
   int32_t* out = sums.data<int32_t>();
@@ -103,14 +103,16 @@ Result<Tensor> prefix_sums(const Padding& padding, const Device& device) {
   return sums.to(device);
 }
 
-// Keys that a query sees by their distance from it, -1: no bound. The query is level with the key
-// of its index, or with a later one by as many as the sequence has more keys than queries.
+// The range of keys that a query attends to, as distances from its position; -1: unbounded. The
+// position is the query's index, or with bottom_right the index plus the number of keys minus the
+// number of queries.
 struct Band {
   int64_t left = -1, right = -1;
   bool bottom_right = false;
 };
 
-// U8 [batch, 1, Sq, Skv], 1 where the query or the key is padding, or the key is outside the band.
+// A mask U8 [batch, 1, Sq, Skv]: 1 if the query or the key is padding, or the key is outside of the
+// band.
 Result<Tensor> pair_mask(const Padding& q, const Padding& kv, const Band& band,
                          const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(const Tensor mask,
@@ -179,8 +181,8 @@ Result<AttentionInputs> resolve_padding_masks(const AttentionInputs& inputs, Mas
         "kPaddingCausalBottomRight, whose diagonal depends on the lengths; give an attn_mask with "
         "kArbitrary instead");
   }
-  // The mask takes the causal bound and the window in: an arbitrary mask's own window would count
-  // from the extents, not from the sequences' lengths.
+  // The mask itself contains the causal bound and the window: the window of an arbitrary mask would
+  // be relative to the padded extents instead of the sequences' lengths.
   const bool causal = type == MaskType::kPaddingCausal;
   const Band band{.left = inputs.window_left.value_or(-1),
                   .right = causal ? 0 : inputs.window_right.value_or(-1),

@@ -7,7 +7,7 @@ namespace te_fl::nn {
 
 namespace {
 
-// The first of the values that is an error, or the first of all.
+// The first value that holds an error; the first value if none does.
 const Value& first_error(std::initializer_list<const Value*> values) {
   for (const Value* value : values) {
     if (!value->ok()) return *value;
@@ -25,7 +25,7 @@ std::vector<std::shared_ptr<Parameter>> trainable(const Module& module) {
 
 using Run = std::function<Result<Tape::Recorded>(bool training)>;
 
-// The one value of a call of `module`, whose parameters that are trained it uses.
+// Records a call of `module` with one result, and the trained parameters that it uses.
 Value record_call(Tape& tape, std::span<const Value> inputs, const Module& module, const Run& run) {
   const Run with_parameters = [&](bool training) -> Result<Tape::Recorded> {
     TE_FL_ASSIGN_OR_RETURN(Tape::Recorded recorded, run(training));

@@ -34,18 +34,18 @@ Status reduce_scatter(const Comm& ranks, const Tensor& whole, const Tensor& part
 
 namespace {
 
-// A collective on a side stream. The tensors outlive it: RowScatter holds them until wait().
+// A collective on the side stream. It does not own its tensors: RowScatter keeps them until wait().
 class BesideWork final : public SequenceRanks::Work {
  public:
   BesideWork(std::shared_ptr<SideStream> side, Event event)
       : side_(std::move(side)), event_(std::move(event)) {}
   ~BesideWork() override {
-    if (side_ != nullptr) (void)wait();  // an error on the way out has been returned already
+    if (side_ != nullptr) (void)wait();  // an error has been returned by then
   }
   Status wait() override { return std::exchange(side_, nullptr)->join(std::move(event_)); }
 
  private:
-  std::shared_ptr<SideStream> side_;  // null once it was waited for
+  std::shared_ptr<SideStream> side_;  // null after the wait
   Event event_;
 };
 

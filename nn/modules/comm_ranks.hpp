@@ -11,17 +11,18 @@
 
 namespace te_fl::nn::detail {
 
-// The collectives of a communicator, on the calling thread's stream.
+// Collectives of a communicator on the calling thread's stream.
 Status all_gather(const Comm& ranks, const Tensor& from, const Tensor& to);
 Status all_reduce(const Comm& ranks, const Tensor& data, int32_t reduction = 0);
 Status reduce_scatter(const Comm& ranks, const Tensor& whole, const Tensor& part);
 
-// A stream beside the caller's, with the events that join the two. Thread-safe.
+// A second stream and the events that synchronise it with the caller's stream. Thread-safe.
 class SideStream {
  public:
-  // Null where the device has no streams.
+  // Null for a device without streams.
   static Result<std::shared_ptr<SideStream>> create(const Device& device);
-  // Runs `call` on the stream, behind what the current stream has; the event behind it.
+  // Runs `call` on the side stream after the current stream's work. Returns an event recorded after
+  // it.
   template <class F>
   Result<Event> run(F&& call) {
     TE_FL_ASSIGN_OR_RETURN(Event event, take_event());
@@ -32,7 +33,7 @@ class SideStream {
     TE_FL_RETURN_IF_ERROR(event.record(stream_.get()));
     return event;
   }
-  // The current stream goes on behind the event, which serves another run() then.
+  // Makes the current stream wait for the event. The event is then reused.
   Status join(Event event);
 
  private:
@@ -44,7 +45,8 @@ class SideStream {
   std::vector<Event> idle_;
 };
 
-// The ranks of a communicator, whose ops are on the stream when they return.
+// The ranks of a communicator. Its collectives are enqueued on the stream before the functions
+// return.
 class CommRanks final : public SequenceRanks {
  public:
   explicit CommRanks(std::shared_ptr<const Comm> ranks) : ranks_(std::move(ranks)) {}
@@ -59,7 +61,7 @@ class CommRanks final : public SequenceRanks {
 
  private:
   std::shared_ptr<const Comm> ranks_;
-  std::shared_ptr<SideStream> side_;  // made when it is first needed, by one call at a time
+  std::shared_ptr<SideStream> side_;  // created on first use; not concurrently
   bool looked_for_side_ = false;
 };
 

@@ -18,12 +18,12 @@ namespace te_fl::nn {
 namespace {
 
 struct IndicesRecord : Ctx::Record {
-  Tensor indices;  // of this table
-  Tensor mask;     // F32, 1 for those that it has, 0 for other ranks'; undefined: it has all
+  Tensor indices;  // rows of this rank's table
+  Tensor mask;     // F32: 1 if this rank has the index, else 0; undefined: has all
   Shape shape;     // of the result
 };
 
-// A dropout mask; undefined where nothing was dropped.
+// A dropout mask; undefined if nothing was dropped.
 struct MaskRecord : Ctx::Record {
   Tensor mask;
   Shape shape;  // of the result
@@ -49,7 +49,7 @@ Result<Tensor> dropout_backward(const Tensor& dy, const MaskRecord& record, floa
   return dx;
 }
 
-// x[i, ...] * factors[i]; the factors are at least 0, so that relu(factor) * x is the product.
+// Computes x[i, ...] * factors[i] as relu(factor) * x, since the factors are non-negative.
 Result<Tensor> scale_rows(const Tensor& x, const Tensor& factors) {
   TE_FL_ASSIGN_OR_RETURN(const Tensor rows, detail::compact(x));
   const int64_t n = x.size(0), width = n == 0 ? 0 : x.numel() / n;
@@ -72,7 +72,8 @@ Result<Tensor> scale_rows(const Tensor& x, const Tensor& factors) {
   return y;
 }
 
-// A number of each id of the whole table: its row here, or 0, and 1 if it has one here, else 0.
+// A table with two columns for each id of the whole vocabulary: its row on this rank (or 0), and 1
+// if this rank has it, otherwise 0.
 std::shared_ptr<detail::IdTable> rows_of(const EmbeddingOptions& options) {
   const int64_t rows = options.num_embeddings, begin = options.parallel.rank() * rows;
   return std::make_shared<detail::IdTable>(
@@ -122,7 +123,7 @@ Result<std::unique_ptr<Embedding>> Embedding::create(const EmbeddingOptions& opt
   return module;
 }
 
-// This table's rows of the indices.
+// Looks up the indices in this rank's table.
 Result<Tensor> Embedding::rows(const Tensor& indices) {
   Shape shape(indices.shape().begin(), indices.shape().end());
   shape.push_back(options_.hidden_size);
@@ -168,7 +169,7 @@ Status Embedding::backward(const Tensor& dy, Ctx& ctx) {
   te_fl_embedding_bwd_args args{};
   args.indices = record.indices;
   Tensor rows = dy;
-  if (own_ != nullptr) {  // even of a frozen table: the other ranks gather as well
+  if (own_ != nullptr) {  // even if this table is frozen: other ranks gather too
     TE_FL_RETURN_IF_ERROR(
         detail::check_gradient(dy, record.shape, options_.hidden_size, "Embedding"));
     TE_FL_ASSIGN_OR_RETURN(rows, detail::as_operand(dy, options_.hidden_size, "Embedding: dy"));
@@ -244,11 +245,11 @@ Result<Tensor> Dropout::backward(const Tensor& dy, Ctx& ctx) {
 namespace {
 
 struct DropPathRecord : Ctx::Record {
-  Tensor factors;  // F32 [first extent]; undefined where nothing was dropped
+  Tensor factors;  // F32 [first extent]; undefined if nothing was dropped
   Shape shape;     // of the result
 };
 
-// 0 or 1 / (1 - p) for each of `count` rows.
+// Draws a factor for each of `count` rows: 0 or 1 / (1 - p).
 Result<Tensor> draw_factors(int64_t count, float p, const Device& device) {
   TE_FL_ASSIGN_OR_RETURN(Tensor factors, Tensor::empty({count}, DType::kF32, device));
   TE_FL_RETURN_IF_ERROR(detail::fill(factors, 1));

@@ -31,11 +31,11 @@ Status wait_for(std::unique_ptr<SequenceRanks::Work>& work) {
   return status;
 }
 
-// Codes for all ranks' rows, with the part's own scale, which is that of all.
+// Allocates FP8 data for the rows of all ranks. Uses the scale of `part`, which all ranks share.
 Result<Tensor> codes_like(const Tensor& part, const Shape& shape, bool columnwise) {
   TE_FL_ASSIGN_OR_RETURN(Tensor whole, Tensor::empty(shape, part.dtype(), part.device()));
   struct Owner {
-    std::shared_ptr<void> scales;  // and not the part's codes
+    std::shared_ptr<void> scales;  // owns the scales only
     Tensor columns;
   };
   auto owner = std::make_shared<Owner>(Owner{Tensor::Access::quant_storage(part), Tensor()});
@@ -50,11 +50,12 @@ Result<Tensor> codes_like(const Tensor& part, const Shape& shape, bool columnwis
   return whole;
 }
 
-// A tensor for all ranks' rows, as `part` is.
+// Allocates a tensor for the rows of all ranks, in the format of `part`.
 Result<Tensor> whole_of(const Tensor& part, int size, Copies copies) {
   const Shape shape = {part.size(0) * size, part.size(1)};
   if (!part.quantized()) return Tensor::empty(shape, part.dtype(), part.device());
-  // The column-wise copy is made from the row-wise one, which is there in any case.
+  // With per-tensor scaling the column-wise copy is computed from the row-wise one, which always
+  // exists.
   if (part.scaling() == Scaling::kTensor) return codes_like(part, shape, copies.columnwise);
   const QuantSpec spec{.dtype = part.dtype(),
                        .scaling = part.scaling(),
@@ -81,7 +82,7 @@ bool gathers_codes(const SequenceRanks& ranks, const Fp8Mode& mode, Role role, i
   if (!mode.fp8) return false;
   if (mode.delayed() != nullptr) return ranks.share_amaxes(mode.reduction.get());
   if (std::holds_alternative<Float8CurrentScaling>(*mode.recipe)) return true;
-  // A gradient's both copies would have to travel, which are as many bytes as its values in BF16.
+  // For a gradient both FP8 copies would be sent, which is as many bytes as its BF16 values.
   return role == Role::kInput && rows % kBlock == 0;
 }
 
@@ -93,7 +94,8 @@ Result<Tensor> quantised_part(SequenceRanks& ranks, const Float8CurrentScaling& 
   args.amax = amax;
   TE_FL_RETURN_IF_ERROR(ops::compute_amax(args, call_options(x.device())));
   TE_FL_RETURN_IF_ERROR(ranks.largest(amax));
-  // The scale is the one that quantising derives from a tensor of this amax: of that one value.
+  // The op derives the scale from the amax of its input, so a tensor with the global amax as its
+  // only value is quantised.
   QuantSpec spec{.dtype = fp8_dtype(recipe, role),
                  .compute_scale = true,
                  .pow2_scale = recipe.pow2_scale,
@@ -140,12 +142,12 @@ Result<RowGather> RowGather::begin(SequenceRanks& ranks, const Tensor& part, Cop
   } else if (part.scaling() == Scaling::kTensor) {
     TE_FL_RETURN_IF_ERROR(
         begun.add(ranks, part.rowwise_codes(), whole.rowwise_codes(), false, now));
-  } else if (copies.columnwise) {  // codes [n, rows], scales [rows / 128, n]
+  } else if (copies.columnwise) {  // data [n, rows], scales [rows / 128, n]
     TE_FL_RETURN_IF_ERROR(
         begun.add(ranks, part.columnwise_codes(), whole.columnwise_codes(), true, now));
     TE_FL_RETURN_IF_ERROR(
         begun.add(ranks, part.columnwise_scale_inv(), whole.columnwise_scale_inv(), false, now));
-  } else {  // codes [rows, n], scales [n / 128, rows]
+  } else {  // data [rows, n], scales [n / 128, rows]
     TE_FL_RETURN_IF_ERROR(
         begun.add(ranks, part.rowwise_codes(), whole.rowwise_codes(), false, now));
     TE_FL_RETURN_IF_ERROR(begun.add(ranks, part.scale_inv(), whole.scale_inv(), true, now));
@@ -218,7 +220,7 @@ Result<RowScatter> RowScatter::in_pieces(SequenceRanks& ranks, Tensor whole,
   TE_FL_ASSIGN_OR_RETURN(std::unique_ptr<SequenceRanks::Pieces> pieces,
                          ranks.scatter_pieces(whole, scatter.part));
   scatter.whole = std::move(whole);
-  for (int i = 1; i <= size; ++i) {  // this rank's rows, which need not travel, are the last
+  for (int i = 1; i <= size; ++i) {  // this rank's own rows, which are not sent, come last
     const int rank = (own + i) % size;
     TE_FL_RETURN_IF_ERROR(product(rank * rows, rows));
     TE_FL_RETURN_IF_ERROR(pieces->rows_done(rank));

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kGradSlot = 0;
 
-// Partial sums stay in full precision where it matters: always in gradients and with block scaling.
+// True if partial sums are accumulated in full precision: for gradients and with block scaling.
 bool split_accumulator(const Fp8Mode& mode, bool gradient) {
   return gradient || (mode.fp8 && std::holds_alternative<Float8BlockScaling>(*mode.recipe));
 }
@@ -35,7 +35,8 @@ GemmUnit::GemmUnit(const Spec& spec, std::shared_ptr<Parameter> weight,
     return;
   }
   copy_ = std::make_shared<WeightCopy>(forward_, kWeightSlot);
-  // The first of the modules that share a weight gets its copy; the others quantise.
+  // Among modules that share a weight, the first registers its FP8 copy with the parameter; the
+  // others quantise the weight themselves.
   if (weight_->internals().fp8_copy.expired()) weight_->internals().fp8_copy = copy_;
 }
 
@@ -58,8 +59,8 @@ Result<GemmUnit::Use> GemmUnit::begin(bool training) {
   TE_FL_RETURN_IF_ERROR(begin_delayed(use.mode, training, forward_, backward_));
   use.unscaled = use.mode.fp8 && !training && !forward_->calibrated() && forward_->looks_on();
   if (weight_->value.quantized() && (training || use.mode.calibrating) && !replaying()) {
-    // No forward quantises the weight; its amax was found when its codes were written. Those scaled
-    // by blocks have none.
+    // An FP8-only weight is not quantised in a forward: its amax was computed when it was written.
+    // Block-scaled weights have no amax.
     const Tensor amax = weight_->value.amax();
     if (amax.defined()) {
       TE_FL_RETURN_IF_ERROR(running_amax(amax, forward_->amax_slot(kWeightSlot)));
@@ -110,7 +111,8 @@ Result<Tensor> GemmUnit::written_copy(const Use& use) const {
   if (copy_ == nullptr) return Tensor();
   Tensor copy = copy_->fresh(weight_->version, *use.mode.recipe);
   if (!copy.defined() || spec_.device.is_host()) return copy;
-  // A graph would go on reading this memory, which the next step replaces.
+  // During a capture the copy is not used, since the graph would keep reading this memory, which
+  // the next step replaces.
   TE_FL_ASSIGN_OR_RETURN(
       const bool capturing,
       devices::is_capturing(spec_.device, devices::current_stream(spec_.device)));
@@ -122,7 +124,7 @@ Result<Tensor> GemmUnit::quantised_weight(const Use& use, bool columnwise) {
                          empty_quantized(*use.mode.recipe, Role::kWeight, weight_->value.shape(),
                                          {.rowwise = true, .columnwise = columnwise}, spec_.device,
                                          *forward_, kWeightSlot));
-  if (pending_ != nullptr && !use.unscaled) {  // else product() looks at the codes
+  if (pending_ != nullptr && !use.unscaled) {  // otherwise product() checks for saturation
     pending_->emplace_back(weight_->value, weight);
     return weight;
   }
@@ -154,10 +156,10 @@ Result<Tensor> GemmUnit::gemm_weight(const Use& use, const ForwardOptions& optio
   }
   if (use.mode.fp8 && weight_->value.quantized()) return own_codes(use);
   if (flagged) return flagged_weight(use, options.reuse_weights);
-  // The value itself, which may be borrowed: nothing is kept of it.
+  // Uses the parameter's own value, which may be borrowed, and caches nothing.
   if (!use.mode.fp8 && weight_->value.dtype() == spec_.activation_dtype) return weight_->value;
   if (!first.has_value()) {
-    // Nothing is kept beside codes alone: that would be more than what they save.
+    // Caches no copy of an FP8-only weight, since that would use more memory than FP8 saves.
     const bool keeps = !use.training && !weight_->value.quantized();
     return keeps ? inference_weight(use) : make_weight(use, use.training);
   }
@@ -201,7 +203,8 @@ Result<Tensor> GemmUnit::own_codes(const Use& use) {
         "capture");
   }
   TE_FL_ASSIGN_OR_RETURN(Tensor both, with_columns(weight_->value));
-  // The codes of before are freed on the stream that made them, which need not be this one.
+  // The old tensor is freed on the stream that allocated it, possibly another one, so this stream
+  // is synchronised first.
   if (!spec_.device.is_host()) {
     TE_FL_RETURN_IF_ERROR(
         devices::synchronize(spec_.device, devices::current_stream(spec_.device)));
@@ -226,11 +229,11 @@ Result<Tensor> GemmUnit::inference_weight(const Use& use) {
       serving_.fits(use) && serving_.version == weight_->version && serving_.stream == stream &&
       (use.mode.delayed() == nullptr || serving_.generation == forward_->generation());
   if (fresh) return serving_.weight;
-  // An owner that lends a weight under another number for each call would have memory for nothing,
-  // so a borrowed one is kept from its second reading on.
+  // A borrowed weight is cached from the second read of the same version on. An owner that lends a
+  // new version for each call would waste the cache's memory.
   const bool keeps =
       !weight_->internals().owners_version.has_value() || serving_.version == weight_->version;
-  serving_ = {};  // its memory may serve the next
+  serving_ = {};  // frees the memory for the new weight
   TE_FL_ASSIGN_OR_RETURN(Tensor weight, make_weight(use, false));
   if (keeps) serving_.weight = weight;
   serving_.version = weight_->version;
@@ -331,8 +334,8 @@ void GemmUnit::keep(Use& use, const Tensor& input, const Tensor& weight) const {
 
 namespace {
 
-// True if the product that ends with an activation goes to the implementation to which the product
-// alone and the activation's own call `op` would go, and costs no more there.
+// True if the product fused with its activation runs on the same implementation as the separate
+// calls (the product, and `op` for the activation), and this implementation fuses at no extra cost.
 Result<bool> joins(const te_fl_generic_gemm_args& joined, const te_fl_generic_gemm_args& product,
                    OpId op, const void* separate, const CallOptions& options) {
   OpManager& manager = OpManager::instance();
@@ -362,7 +365,7 @@ Result<Tensor> GemmUnit::forward_gelu(Use& use, const Tensor& input, const Forwa
   joined.d = activated;
   args.d = pre;
   bool join = false;
-  if (use.arriving == nullptr) {  // an activation's codes have one amax
+  if (use.arriving == nullptr) {  // in pieces the activation would have several amaxes
     TE_FL_ASSIGN_OR_RETURN(join, joins(joined, args, op::gelu, &gelu, call_options(spec_.device)));
   }
   if (join) {
@@ -406,9 +409,9 @@ Status GemmUnit::check_result(const Use& use, const Tensor& dy, const Tensor& in
 
 Result<Tensor> GemmUnit::grad_buffer(const Use& use, int64_t rows, bool columnwise) {
   if (use.mode.delayed() != nullptr) {
-    // The gradient has been cleared since amaxes were collected: another step has begun, and nobody
-    // ended that one's backward. Of a frozen weight that cannot be told, and a gradient that was
-    // taken out (a framework's) says nothing: its step may go on with this module.
+    // Detects a new step whose predecessor's scale updates were not run: the gradient was cleared
+    // although amaxes are pending. This cannot be detected for a frozen weight. A gradient that a
+    // framework has taken out says nothing either, since its step may continue with this module.
     const std::shared_ptr<GradientUpdates> earlier = weight_->internals().gradient_updates;
     const bool cleared =
         weight_->internals().grad_cleared && weight_->internals().delayed_wgrads == 0;
@@ -433,7 +436,7 @@ Result<GemmUnit::Gradient> GemmUnit::prepare_grad(const Use& use, const Tensor& 
 Result<GemmUnit::Gradient> GemmUnit::whole_grad(const Use& use, const Tensor& dy, bool with_bias) {
   Gradient grad;
   if (dy.quantized()) {
-    const bool columns = wants_wgrad(use) || with_bias;  // they come with its sums
+    const bool columns = wants_wgrad(use) || with_bias;  // fill_columns() also sums the columns
     TE_FL_RETURN_IF_ERROR(check_codes(use, dy, columns));
     TE_FL_ASSIGN_OR_RETURN(GradTarget dbias, GradTarget::open(with_bias ? bias_.get() : nullptr));
     if (columns) TE_FL_RETURN_IF_ERROR(fill_columns(dy, dbias.tensor()));
@@ -501,7 +504,8 @@ Status GemmUnit::dgrad_gelu(const Use& use, Gradient& gradient, const Tensor& pr
   joined.d = into;
   if (sums.defined()) joined.d_sum = sums;
   joined.use_split_accumulator = split_accumulator(use.mode, true);
-  // Any tensor like the one between the separate calls shows which implementations would take them.
+  // The separate calls' intermediate tensor is not needed to find out which implementations accept
+  // them; any tensor of that shape and dtype serves.
   te_fl_generic_gemm_args product = joined;
   product.pre_gelu_in = product.d_sum = nullptr;
   product.d = pre;

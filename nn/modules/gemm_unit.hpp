@@ -15,13 +15,12 @@
 
 namespace te_fl::nn::detail {
 
-// INVALID_ARGUMENT if `into`, the caller's memory for the result `what`, shares memory with `read`,
-// which it says as "the memory of `reader`".
+// INVALID_ARGUMENT if `into` shares memory with `read`. `into` is the caller's memory for the
+// result `what`; the message calls `read` "the memory of `reader`".
 Status check_apart(const Tensor& into, const Tensor& read, const char* what, const char* reader);
 
-// One linear map with its weight, bias, FP8 state and cached weight copies: what Linear,
-// LayerNormLinear and the two halves of LayerNormMLP have in common. Works on matrices [rows,
-// features].
+// One linear map with its weight, bias, FP8 state and cached weight copies. Linear, LayerNormLinear
+// and the two halves of LayerNormMLP use it. It works on matrices [rows, features].
 class GemmUnit {
  public:
   struct Spec {
@@ -30,28 +29,29 @@ class GemmUnit {
     DType activation_dtype = DType::kF32;
     Device device;
     bool high_precision = false;
-    bool adds_bias = true;  // false: the bias is the caller's to add
-    // The product is one of several ranks' whose sum is the map's. The first of them has the bias.
-    // backward() on all of them has its gradient, with gradient_rows that of this rank's rows.
+    bool adds_bias = true;  // false: the caller adds the bias
+    // `partial`: the map's result is the sum of the products of several ranks, and the rank with
+    // `first` adds the bias. backward() computes the bias gradient on all of them, with
+    // gradient_rows from this rank's rows.
     bool partial = false, first = true;
-    // The ranks that have parts of the rows, of the input or of the output and its gradient: x of
-    // prepare_input() and dx of the backward are this rank's rows, or dy of prepare_grad() is.
+    // The ranks over which the rows are sharded. input_rows: x of prepare_input() and dx of the
+    // backward are this rank's rows. gradient_rows: dy of prepare_grad() is.
     std::shared_ptr<SequenceRanks> input_rows, gradient_rows;
   };
 
-  // Holds what one forward decided and kept.
+  // The decisions of one forward, and the tensors that it keeps.
   struct Use {
     Fp8Mode mode;
     bool training = false;
-    bool wgrad = false;     // the weight's gradient is wanted
-    bool dgrad = true;      // the input's gradient is wanted
-    bool unscaled = false;  // no amax has set the scales, which may saturate
-    Tensor input;           // quantised or of the activation dtype; with wgrad only
-    Tensor part;            // this rank's rows of it, which a backward gathers again
-    std::shared_ptr<RowGather> arriving = nullptr;  // of the input: the product waits for it
-    Tensor weight;                 // likewise; undefined if it is the parameter's own value
-    uint64_t version = 0;          // of the parameter at the forward
-    DType dx_dtype = DType::kF32;  // of the input's gradient: the dtype that the input came in
+    bool wgrad = false;     // the weight's gradient is needed
+    bool dgrad = true;      // the input's gradient is needed
+    bool unscaled = false;  // the scales are the initial ones and may saturate
+    Tensor input;           // quantised or in the activation dtype; only with wgrad
+    Tensor part;            // this rank's rows of the input; a backward gathers again
+    std::shared_ptr<RowGather> arriving = nullptr;  // gather of the input; product waits
+    Tensor weight;                                  // as `input`; undefined: the parameter's value
+    uint64_t version = 0;                           // of the parameter in the forward
+    DType dx_dtype = DType::kF32;  // dtype of the original input, used for its gradient
 
     void visit_tensors(const Ctx::Visitor& visitor) {
       visitor(input);
@@ -68,27 +68,27 @@ class GemmUnit {
   const std::shared_ptr<Fp8State>& backward_state() const noexcept { return backward_; }
   const std::shared_ptr<DelayedWgrad>& delayed() const noexcept { return delayed_; }
 
-  // Decides how to compute; `training` if a backward will follow.
+  // Decides how to compute. `training`: a backward will follow.
   Result<Use> begin(bool training);
-  // A tensor [rows, in] for a producer to write the GEMM's input into: quantised under FP8, else
-  // high precision.
+  // Allocates a tensor [rows, in] for the op that produces the GEMM's input: quantised under FP8,
+  // otherwise in high precision.
   Result<Tensor> input_buffer(const Use& use, int64_t rows);
-  // `x` [rows, in] as the GEMM wants it: quantised, or cast to the activation dtype, and of all
-  // ranks' rows where they have parts; its gradient will have x's dtype. Row-wise codes are taken
-  // as they are; for training they bring room for the column-wise copy.
+  // Prepares `x` [rows, in] as the GEMM's input: quantised or cast to the activation dtype, and
+  // gathered if ranks have parts of the rows. Its gradient will have x's dtype. A quantised x is
+  // used as it is; for training it must have room for the column-wise copy.
   Result<Tensor> prepare_input(Use& use, const Tensor& x);
-  // input W^T + b (+ residual, [rows, out]), [rows, out] in the activation dtype, or in `into`.
-  // `input` came from input_buffer() or prepare_input().
+  // Computes input W^T + b (+ residual, [rows, out]) as [rows, out] in the activation dtype, or
+  // writes it to `into`. `input` must come from input_buffer() or prepare_input().
   Result<Tensor> forward(Use& use, const Tensor& input, const ForwardOptions& options,
                          const Tensor* residual = nullptr, const Tensor* into = nullptr);
 
-  // The sum of the ranks' forward() by Spec::gradient_rows, of which this is the rank's rows: in
-  // one piece, or in the stripes of output features that TE_FL_STRIPES_FILE says, each one's sum
-  // beside the next one's product.
+  // forward() followed by a reduce-scatter over Spec::gradient_rows; returns this rank's rows. Runs
+  // in one piece, or in the number of stripes of output features that TE_FL_STRIPES_FILE gives; the
+  // reduction of a stripe then overlaps with the product of the next one.
   Result<Tensor> forward_scattered(Use& use, const Tensor& input, const ForwardOptions& options);
 
-  // forward() without residual, and its GELU into `activated` [rows, out], quantised or not: in one
-  // call if the backend of both says that it costs no more, else in two.
+  // forward() without residual, followed by GELU into `activated` [rows, out], quantised or not.
+  // Uses a fused call if the backend of both reports that it costs no more, otherwise two calls.
   Result<Tensor> forward_gelu(Use& use, const Tensor& input, const ForwardOptions& options,
                               const Tensor& activated);
 
@@ -96,65 +96,68 @@ class GemmUnit {
   const Tensor& weight_of(const Use& use) const {
     return use.weight.defined() ? use.weight : weight_->value;
   }
-  // FAILED_PRECONDITION if the backward would read the weight in the parameter itself and that has
-  // changed since the forward. First in a backward, before anything is written.
+  // FAILED_PRECONDITION if the backward would read the parameter's own value and that was changed
+  // since the forward. Call it at the beginning of a backward, before anything is written.
   Status check_unchanged(const Use& use) const;
-  // INVALID_ARGUMENT naming `what` if `into`, which dgrad() is to write, shares memory with what
-  // the products of that backward read of `use` and of `dy`.
+  // INVALID_ARGUMENT with `what` if `into`, to which dgrad() will write, shares memory with the
+  // tensors of `use` or with `dy`, which the backward's products read.
   Status check_result(const Use& use, const Tensor& dy, const Tensor& into, const char* what) const;
-  // A quantised tensor [rows, out] for a producer of the output gradient; FP8 only.
+  // Allocates a quantised tensor [rows, out] for the op that produces the output's gradient. FP8
+  // only.
   Result<Tensor> grad_buffer(const Use& use, int64_t rows) {
     return grad_buffer(use, rows, wants_wgrad(use));
   }
   struct Gradient {
-    Tensor tensor;           // quantised or of the activation dtype
-    bool bias_done = false;  // the bias gradient is already accumulated, or not wanted
-    std::shared_ptr<RowGather> arriving = nullptr;  // of `tensor`, whole after arrived()
+    Tensor tensor;           // quantised or in the activation dtype
+    bool bias_done = false;  // the bias gradient is accumulated or not needed
+    std::shared_ptr<RowGather> arriving = nullptr;  // gather of `tensor`; complete after arrived()
   };
-  // dy [rows, out] as the backward GEMMs want it, of all ranks' rows. Row-wise codes are taken as
-  // they are and bring room for the column-wise copy. may_arrive: the gather may go on beside
-  // dgrad(), which is called next.
+  // Prepares dy [rows, out] for the backward GEMMs, and gathers it if ranks have parts of the rows.
+  // A quantised dy is used as it is and must have room for the column-wise copy. `may_arrive`: the
+  // gather may overlap with dgrad(), which the caller calls next.
   Result<Gradient> prepare_grad(const Use& use, const Tensor& dy, bool may_arrive = false);
   static Status arrived(Gradient& grad);
-  // dy W, [rows, in] in Use::dx_dtype, or in `into`. The gradient has arrived then.
+  // Computes dy W as [rows, in] in Use::dx_dtype, or writes it to `into`. The gather of the
+  // gradient is complete afterwards.
   Result<Tensor> dgrad(const Use& use, Gradient& grad, const Tensor* into = nullptr);
-  // The gradient behind GELU, gelu'(pre) * (dy W), of the map whose output `pre` [rows, in] was:
-  // into `into`, quantised or not, and the sums of its columns into `sums` [in] unless undefined.
-  // In one call or in two, as forward_gelu().
+  // Computes gelu'(pre) * (dy W), the gradient before a GELU whose input was `pre` [rows, in].
+  // Writes it to `into`, quantised or not, and the column sums to `sums` [in] unless that is
+  // undefined. Uses one or two calls, like forward_gelu().
   Status dgrad_gelu(const Use& use, Gradient& grad, const Tensor& pre, const Tensor& into,
                     const Tensor& sums);
-  // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done; neither
-  // for frozen parameters. Where they are delayed, leaves that to delayed().
+  // Accumulates dy^T x into the weight's gradient, and the bias gradient unless it is done. Does
+  // nothing for frozen parameters. If weight gradients are delayed, passes the work to delayed().
   Status wgrad(const Use& use, const Gradient& grad) { return wgrad(use, grad, use.input); }
-  // dgrad, wgrad. Where ranks have parts of the input's rows, its gather runs beside dgrad, and
-  // that of the result's sum over the ranks beside wgrad; the result is this rank's rows. Without
-  // Use::dgrad it is undefined, and there are no dgrad and no sum.
+  // Runs dgrad and wgrad. If ranks have parts of the input's rows, the gather of the input overlaps
+  // with dgrad and the reduce-scatter of the result with wgrad; the result is this rank's rows.
+  // Without Use::dgrad, skips dgrad and its reduction and returns an undefined tensor.
   Result<Tensor> products(const Use& use, Gradient& grad, const Tensor* into = nullptr);
-  // prepare_grad, products. [rows, out] -> [rows, in].
+  // Runs prepare_grad and products: [rows, out] -> [rows, in].
   Result<Tensor> backward(const Use& use, const Tensor& dy, const Tensor* into = nullptr);
 
-  // The parts of the above for a group of units, whose products are one call. They point to their
-  // arguments and to the unit's tensors.
-  // The arguments of forward() but for D, whose weight `weight` keeps.
+  // The steps of the functions above, for a group of units whose products run in one call. The
+  // returned argument structs point to the passed tensors and to the unit's tensors.
+  // The arguments of forward() without D; `weight` owns the weight.
   Result<te_fl_generic_gemm_args> product(const Use& use, const Tensor& input,
                                           const ForwardOptions& options, Tensor& weight);
-  // Values and the codes that they are to become.
+  // Pairs of values and the quantised tensors that they are to be written to.
   using Pending = std::vector<std::pair<Tensor, Tensor>>;
-  // Until it is called with null, product() leaves the quantisation of weights to the caller, who
-  // does it before anything reads them, or forgets the weights that are kept.
+  // While `pending` is not null, product() does not quantise weights but adds them to `pending`.
+  // The caller quantises them before use, or calls forget_weights().
   void leave_quantising(Pending* pending) noexcept { pending_ = pending; }
   void forget_weights() noexcept { serving_ = cached_ = flagged_ = {}; }
-  // Keeps what backward reads: of a quantised operand the column-wise copy.
+  // Stores in `use` what the backward reads: for a quantised operand the column-wise copy.
   void keep(Use& use, const Tensor& input, const Tensor& weight) const;
-  // The arguments of dgrad() but for D.
+  // The arguments of dgrad() without D.
   te_fl_generic_gemm_args dgrad_product(const Use& use, const Tensor& grad) const;
-  // The arguments of wgrad(), after whose call wrote_wgrad() follows. None for a frozen weight:
-  // then the bias's gradient, if wanted, is accumulated here.
+  // The arguments of wgrad(); call wrote_wgrad() after the op. nullopt for a frozen weight; in that
+  // case accumulates the bias gradient if it is needed.
   Result<std::optional<te_fl_generic_gemm_args>> wgrad_product(const Use& use, const Gradient& grad,
                                                                const Tensor& input);
   void wrote_wgrad(const te_fl_generic_gemm_args& product);
-  // Before a delay: what is frozen now stays without a gradient of this backward, whose operands
-  // were prepared without it. What is frozen until then has none either.
+  // Called before delaying a weight gradient. Parameters that are frozen now get no gradient from
+  // this backward, since its operands were prepared without it. Parameters that are frozen later
+  // get none either.
   void settle(Use& use, Gradient& grad) const;
   bool wants_wgrad(const Use& use) const { return use.wgrad && weight_->requires_grad; }
   bool wants_bias_grad() const {
@@ -162,45 +165,48 @@ class GemmUnit {
   }
 
  private:
-  static constexpr int64_t kInputSlot = 0, kWeightSlot = 1;  // of the forward state
-  // One product after the other: of the rows of `rows` that this rank has, and of the others once
-  // they have come. A, D and `residual` of `args` are theirs.
+  static constexpr int64_t kInputSlot = 0, kWeightSlot = 1;  // slots of the forward state
+  // Computes the product piece by piece: first for this rank's rows of `rows`, then for the other
+  // rows when they have arrived. Sets A, D and `residual` of `args` for each piece.
   Status product_in_pieces(const te_fl_generic_gemm_args& args, RowGather& rows, const Tensor& d,
                            const Tensor* residual = nullptr) const;
-  // forward_scattered() in pieces of the output's rows, each on its way while the next is computed.
+  // forward_scattered() in pieces of output rows; the reduction of a piece overlaps with the next
+  // product.
   Result<Tensor> forward_in_pieces(Use& use, const Tensor& input, const ForwardOptions& options);
-  // forward_scattered() in more than one stripe.
+  // forward_scattered() in several stripes of output features.
   Result<Tensor> forward_in_stripes(Use& use, const Tensor& input, const ForwardOptions& options,
                                     int stripes);
-  // prepare_input() and prepare_grad() of all rows, and of this rank's part of them.
+  // Implementations of prepare_input() and prepare_grad(): whole_ for complete rows, gathered_ for
+  // this rank's part of them.
   Result<Tensor> whole_input(Use& use, const Tensor& x);
   Result<Gradient> whole_grad(const Use& use, const Tensor& dy, bool with_bias);
   Result<Tensor> gathered_input(Use& use, const Tensor& x);
   Result<Gradient> gathered_grad(const Use& use, const Tensor& dy, bool may_arrive);
-  // x in codes that the ranks gather; see gathers_codes().
+  // Quantises this rank's part of x for the gather; see gathers_codes().
   Result<Tensor> part_of_input(const Use& use, const Tensor& x);
   Result<Tensor> grad_buffer(const Use& use, int64_t rows, bool columnwise);
-  // wgrad() of that input, and of one that the ranks gather.
+  // wgrad() with a complete input, and with one that is being gathered.
   Status wgrad(const Use& use, const Gradient& grad, const Tensor& input);
   Status wgrad_of(const Use& use, const Gradient& grad, RowGather& input);
   Status run_wgrad(const Use& use, const Gradient& grad, const Tensor& input);
-  // The bias gradient from dy alone, for a frozen weight, and of this rank's rows.
+  // Computes the bias gradient from this rank's rows of dy, for a frozen weight.
   Status sum_bias_grad(const Tensor& dy);
-  // dy in codes, and the bias gradient.
+  // Quantises dy and computes the bias gradient.
   Status quantise_with_bias(const Tensor& dy, const Tensor& codes);
   Result<Tensor> gemm_weight(const Use& use, const ForwardOptions& options);
   Result<Tensor> make_weight(const Use& use, bool columnwise);
-  // The weight in new memory, quantised.
+  // Quantises the weight into new memory.
   Result<Tensor> quantised_weight(const Use& use, bool columnwise);
-  // The weight for an inference that says nothing of microbatches.
+  // The weight for inference without ForwardOptions about microbatches; cached.
   Result<Tensor> inference_weight(const Use& use);
-  // The codes of an FP8-only weight; the first training forward makes their column-wise copy.
+  // The FP8 data of an FP8-only weight. The first training forward adds the column-wise copy.
   Result<Tensor> own_codes(const Use& use);
-  // Returns the first run's weight, in the second run of a recomputed piece.
+  // In the second run of a recomputed piece: the weight of the first run.
   Result<Tensor> repeated_weight(const Use& use);
-  // Returns the weight that ForwardOptions::reuse_weights asks for.
+  // The weight for ForwardOptions::reuse_weights.
   Result<Tensor> flagged_weight(const Use& use, const Tensor& flag);
-  // The optimizer's copy, if it is what quantising the weight now would make; else undefined.
+  // The optimizer's FP8 copy if it equals a quantisation of the current weight; otherwise
+  // undefined.
   Result<Tensor> written_copy(const Use& use) const;
 
   Spec spec_;
@@ -209,21 +215,21 @@ class GemmUnit {
   std::shared_ptr<Fp8State> forward_;   // slots: input, weight
   std::shared_ptr<Fp8State> backward_;  // slot: output gradient
   std::shared_ptr<WeightCopy>
-      copy_;  // an optimizer may write it; null in high precision and of FP8-only weights
+      copy_;  // FP8 copy written by an optimizer; null in high precision and for FP8-only weights
   std::shared_ptr<DelayedWgrad> delayed_ = std::make_shared<DelayedWgrad>();
   Pending* pending_ = nullptr;
   struct Kept {
     Tensor weight;
     uint64_t version = 0;  // of the parameter
     std::shared_ptr<const Recipe> recipe;
-    uint64_t capture = 0;     // that made it; 0: none
-    uint64_t generation = 0;  // of the scales, for serving_ alone
-    void* stream = nullptr;   // that made it, likewise
+    uint64_t capture = 0;     // the capture that made it; 0: none
+    uint64_t generation = 0;  // of the scales; for serving_ only
+    void* stream = nullptr;   // stream that made it; for serving_ only
     bool fits(const Use& use) const;
   };
-  Kept serving_;  // by inference
-  Kept cached_;   // by is_first_microbatch = true
-  Kept flagged_;  // by reuse_weights, whose graphs write and read this memory
+  Kept serving_;  // cached by inference
+  Kept cached_;   // cached by is_first_microbatch = true
+  Kept flagged_;  // cached by reuse_weights; graphs use this memory
 };
 
 }  // namespace te_fl::nn::detail

@@ -1,4 +1,4 @@
-// The part of GemmUnit for operands whose rows ranks have parts of.
+// The functions of GemmUnit for operands whose rows are sharded over ranks.
 #include <vector>
 
 #include "core/tensor/tensor_access.hpp"
@@ -18,8 +18,8 @@ Status check_values(const Tensor& x) {
       "values, which it quantises with the ranks' scale; dequantize it first");
 }
 
-// Rows [begin, begin + count) of a weight, for a product that reads the row-wise copy. Of one
-// scaled by blocks both are multiples of a block's rows.
+// Rows [begin, begin + count) of a weight, without the column-wise copy. For a block-scaled weight
+// both must be multiples of the block's rows.
 Result<Tensor> rows_of(const Tensor& weight, int64_t begin, int64_t count) {
   if (!weight.quantized()) return weight.slice(0, begin, begin + count);
   const Tensor rowwise = weight.rowwise_only();
@@ -31,7 +31,7 @@ Result<Tensor> rows_of(const Tensor& weight, int64_t begin, int64_t count) {
   te_fl_quant quant = Tensor::Access::quant(rowwise);
   quant.scale_inv = scales.raw_data();
   const Shape shape = {count, weight.size(1)};
-  const auto offset = static_cast<uint64_t>(begin * weight.size(1));  // codes are bytes
+  const auto offset = static_cast<uint64_t>(begin * weight.size(1));  // one byte per element
   Tensor rows = Tensor::Access::make({rowwise.raw_data(),
                                       shape,
                                       {},
@@ -43,7 +43,7 @@ Result<Tensor> rows_of(const Tensor& weight, int64_t begin, int64_t count) {
   return rows;
 }
 
-// True if the ranks' sum of a product of `input` is scattered in pieces of its rows.
+// True if the reduce-scatter of a product of `input` is split into pieces of rows.
 bool sums_in_pieces(const SequenceRanks& ranks, const Tensor& input, int64_t out, DType dtype) {
   if (input.quantized() && input.scaling() != Scaling::kTensor) return false;
   const int64_t from = ranks.pieces_from();
@@ -151,7 +151,8 @@ Result<Tensor> GemmUnit::part_of_input(const Use& use, const Tensor& x) {
   if (const auto* current = std::get_if<Float8CurrentScaling>(use.mode.recipe.get())) {
     return quantised_part(*spec_.input_rows, *current, Role::kInput, x);
   }
-  // With blocks the column-wise copy is made of the values; else a backward makes it of the codes.
+  // With block scaling the column-wise copy is quantised from the values here; otherwise the
+  // backward computes it from the row-wise copy.
   const bool columns = use.wgrad && use.mode.delayed() == nullptr;
   TE_FL_ASSIGN_OR_RETURN(Tensor part, empty_quantized(*use.mode.recipe, Role::kInput, x.shape(),
                                                       {.rowwise = true, .columnwise = columns},
@@ -174,7 +175,7 @@ Result<Tensor> GemmUnit::gathered_input(Use& use, const Tensor& x) {
     const bool blocks = part.quantized() && part.scaling() != Scaling::kTensor;
     use.part = blocks ? part.columnwise_only() : part;
   }
-  // A search for amaxes, and for saturated codes, reads the whole before the product does.
+  // Collecting amaxes and checking for saturation read the whole input before the product does.
   if (!in_pieces(ranks, part) || use.mode.calibrating || use.unscaled) {
     return gather_rows_now(ranks, part);
   }
@@ -188,7 +189,8 @@ Result<GemmUnit::Gradient> GemmUnit::gathered_grad(const Use& use, const Tensor&
   TE_FL_RETURN_IF_ERROR(check_values(dy));
   SequenceRanks& ranks = *spec_.gradient_rows;
   const bool values = !gathers_codes(ranks, use.mode, Role::kGradient, dy.size(0));
-  // The bias's gradient, of this rank's rows, comes with delayed scaling's codes, else before.
+  // The bias gradient of this rank's rows: with delayed scaling it is computed with the
+  // quantisation, otherwise before.
   const bool with_bias = wants_bias_grad() && !values && use.mode.delayed() != nullptr;
   if (wants_bias_grad() && !with_bias) {
     TE_FL_ASSIGN_OR_RETURN(const Tensor own, cast(dy, spec_.activation_dtype));

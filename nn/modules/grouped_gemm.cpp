@@ -12,7 +12,7 @@ namespace {
 
 using Product = te_fl_generic_gemm_args;
 
-// The parts of the rows, over their memory.
+// Views of the parts of the rows.
 Result<std::vector<Tensor>> parts_of(const Tensor& rows, GroupedGemm::Splits splits) {
   std::vector<Tensor> parts;
   parts.reserve(splits.size());
@@ -25,7 +25,7 @@ Result<std::vector<Tensor>> parts_of(const Tensor& rows, GroupedGemm::Splits spl
   return parts;
 }
 
-// Quantises the rows of all parts.
+// Quantises the rows of all parts in one call.
 Status quantise_parts(const Tensor& rows, const std::vector<Tensor>& parts, const Device& device) {
   if (rows.numel() == 0) return {};
   std::vector<const te_fl_tensor*> outputs(parts.begin(), parts.end());
@@ -36,7 +36,7 @@ Status quantise_parts(const Tensor& rows, const std::vector<Tensor>& parts, cons
   return ops::split_quantize(args, call_options(device));
 }
 
-// Quantises tensors of their own.
+// Quantises a list of separate tensors in one call.
 Status quantise_all(const GemmUnit::Pending& pending, const Device& device) {
   if (pending.empty()) return {};
   std::vector<const te_fl_tensor*> inputs, outputs;
@@ -52,7 +52,7 @@ Status quantise_all(const GemmUnit::Pending& pending, const Device& device) {
   return ops::multi_tensor_quantize(args, call_options(device));
 }
 
-// Lists of one member of each product; empty where the first has none.
+// The list of one member of all products; empty if the first product does not have the member.
 class Members {
  public:
   Members(const std::vector<Product>& products, const te_fl_tensor* Product::*member) {
@@ -68,7 +68,7 @@ class Members {
   std::vector<const te_fl_tensor*> list_;
 };
 
-// The products in one call; but for their tensors they have the same arguments.
+// Runs all products in one call. Apart from the tensors, their arguments are equal.
 Status multiply(const std::vector<Product>& products, const Device& device) {
   const Members a(products, &Product::a), b(products, &Product::b), d(products, &Product::d),
       bias(products, &Product::bias), bias_grad(products, &Product::bias_grad);
@@ -160,7 +160,7 @@ Result<std::vector<Product>> GroupedGemm::products(const Uses& uses,
   }
   if (status.ok()) status = quantise_all(pending, spec().device);
   if (status.ok()) return all;
-  for (const auto& unit : units_) unit->forget_weights();  // of which some have no codes
+  for (const auto& unit : units_) unit->forget_weights();  // some have not been quantised
   return status;
 }
 
@@ -169,7 +169,7 @@ Result<GroupedGemm::Gradients> GroupedGemm::gradients(const Uses& uses, const Te
   Gradients grads;
   const auto wants_bias = [](const auto& unit) { return unit->wants_bias_grad(); };
   if (!uses.front().mode.fp8 || std::ranges::any_of(units_, wants_bias)) {
-    // The sums of biases come with the codes of each unit.
+    // Each unit's quantisation also computes its bias gradient.
     Tensor rows = dy;
     if (!uses.front().mode.fp8) {
       TE_FL_ASSIGN_OR_RETURN(rows, cast(dy, spec().activation_dtype));
@@ -215,8 +215,8 @@ Status GroupedGemm::run_wgrad(const Uses& uses, const Gradients& grads) {
                            units_[i]->wgrad_product(uses[i], grads[i], uses[i].input));
     if (product.has_value()) left.emplace_back(i, *product);
   }
-  // Once, unless some gradients are there and others are not, or units share a gradient: products
-  // of one call have no order.
+  // One call, unless some gradients exist and others do not, or units share a gradient, since the
+  // products of one call run in no particular order.
   while (!left.empty()) {
     const Product first = left.front().second;
     std::set<const char*> written;

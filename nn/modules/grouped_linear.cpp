@@ -15,13 +15,13 @@ struct GroupedLinearRecord : Ctx::Record {
   std::vector<detail::GemmUnit::Use> uses;
   std::vector<int64_t> splits;
   Shape shape;        // of x
-  Tensor input_grad;  // memory for it; undefined: new
+  Tensor input_grad;  // memory for the gradient; undefined: allocate
   void visit_tensors(const Ctx::Visitor& visitor) {
     for (auto& use : uses) use.visit_tensors(visitor);
   }
 };
 
-// True if the numbers, none below 0, sum to `rows`; their sum may be more than 64 bits hold.
+// True if the numbers are non-negative and sum to `rows`. Does not overflow.
 bool sum_to(std::span<const int64_t> numbers, int64_t rows) {
   for (const int64_t number : numbers) {
     if (number > rows) return false;

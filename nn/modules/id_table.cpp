@@ -57,8 +57,8 @@ Result<std::vector<Tensor>> IdTable::on_host(const Tensor& ids) const {
   return results;
 }
 
-// The bits of the words as F32. The copies move them as they are: none is a NaN, since integers are
-// not negative.
+// The words of the table reinterpreted as F32. Copies preserve the bits, since no word is a NaN:
+// integers are non-negative.
 Result<Tensor> IdTable::table_on(const Device& device) {
   for (const auto& [where, table] : copies_) {
     if (where == device) return table;

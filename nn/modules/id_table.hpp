@@ -12,26 +12,27 @@
 
 namespace te_fl::nn::detail {
 
-// INVALID_ARGUMENT unless ranks that divide a vocabulary are those of a communicator.
+// INVALID_ARGUMENT if a vocabulary is sharded over ranks without a communicator.
 Status check_has_ranks(const char* module, const TensorParallel& parallel);
 
-// Tells what one rank of those that divide a vocabulary knows of each id of the whole: numbers of
-// 32 bits, looked up where the ids are, so that nothing waits for a device. Belongs to one thread.
+// A table with several 32-bit numbers for each id of a sharded vocabulary, as seen from one rank.
+// The look-up runs on the device of the ids, so it needs no synchronisation. Not thread-safe.
 class IdTable {
  public:
   union Word {
-    int32_t integer;  // at least 0
+    int32_t integer;  // non-negative
     float real;
   };
-  // columns: I32 or F32 each. row(id, words) sets the words of ids 0 to count - 1, and those of
-  // ids that a loss ignores, for which id is -1; `ignored` is the id that stands for them.
+  // `columns`: the type of each column, I32 or F32. row(id, words) sets the words of the ids 0 to
+  // count - 1, and with id = -1 those for ids that a loss ignores. `ignored`: the id that means
+  // "ignore".
   IdTable(std::vector<DType> columns, int64_t count, std::optional<int64_t> ignored,
           const std::function<void(int64_t, Word*)>& row);
 
   int64_t count() const noexcept { return count_; }
-  // A tensor of the ids' shape and device for each column. ids I32 or I64; one that is outside of
-  // [0, count) is INVALID_ARGUMENT as in embedding_fwd. On the host one that is `ignored` may lie
-  // outside; on a device it must lie inside.
+  // Returns for each column a tensor with the shape and device of the ids, which are I32 or I64. An
+  // id outside of [0, count) is INVALID_ARGUMENT as in embedding_fwd. `ignored` may be outside of
+  // that range for ids on the host, but not for ids on a device.
   Result<std::vector<Tensor>> look_up(const Tensor& ids);
 
  private:
@@ -42,7 +43,7 @@ class IdTable {
   std::vector<DType> columns_;
   int64_t count_;
   std::optional<int64_t> ignored_;
-  std::vector<Word> words_;  // [count + 1][columns]; the last row is that of ignored ids
+  std::vector<Word> words_;  // [count + 1][columns]; last row: ignored ids
   std::vector<std::pair<Device, Tensor>> copies_;
 };
 

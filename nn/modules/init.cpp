@@ -28,12 +28,13 @@ uint64_t number(uint64_t seed, uint64_t index) {
   return z ^ (z >> 31);
 }
 
-// In (0, 1].
+// A uniform number in (0, 1].
 double uniform(uint64_t seed, uint64_t index) {
   return (static_cast<double>(number(seed, index) >> 11) + 1) * 0x1p-53;
 }
 
-// Elements [first, first + out.size()) of the sequence of normal numbers, pair by pair.
+// Writes the elements [first, first + out.size()) of a sequence of normal numbers, which are
+// computed in pairs.
 void normal_numbers(uint64_t seed, double std, uint64_t first, std::span<float> out) {
   for (size_t i = 0; i < out.size();) {
     const uint64_t at = first + i, pair = at & ~uint64_t{1};
@@ -58,13 +59,13 @@ Result<int64_t> count_of(std::span<const int64_t> shape) {
   return total;
 }
 
-// Writes the elements [first, first + out.size()).
+// A function that writes the elements [first, first + out.size()).
 using Values = std::function<void(int64_t first, std::span<float> out)>;
 
 constexpr int64_t kChunk = 1 << 15;
 
-// The chunk of `tensor`, on the host, that begins at `first`. It throws nothing, as a thread may
-// call it.
+// Writes the chunk of a host tensor that begins at `first`. Does not throw, since it runs on worker
+// threads.
 Status write_chunk(const Tensor& tensor, int64_t first, const Values& values) noexcept try {
   const int64_t count = std::min(kChunk, tensor.numel() - first);
   std::vector<float> floats(static_cast<size_t>(count));
@@ -77,7 +78,7 @@ Status write_chunk(const Tensor& tensor, int64_t first, const Values& values) no
   return Status(StatusCode::kOutOfMemory, "no host memory to draw a parameter's values in");
 }
 
-// All chunks, on all cores.
+// Writes all chunks, on all cores.
 Status write(const Tensor& tensor, const Values& values) {
   const int64_t chunks = (tensor.numel() + kChunk - 1) / kChunk;
   const int64_t cores = std::max<int64_t>(std::thread::hardware_concurrency(), 1);
@@ -95,7 +96,7 @@ Status write(const Tensor& tensor, const Values& values) {
     try {
       threads.emplace_back(work, w);
     } catch (const std::exception&) {
-      break;  // no more threads: those that there are do all of it
+      break;  // no more threads; the existing ones do the work
     }
   }
   work(0);
@@ -148,7 +149,7 @@ Status check_shard(std::span<const int64_t> shape, const Shard& shard) {
       "rows, if given, must have the shard's rows in all");
 }
 
-// The index in the whole of the shard's element `index`.
+// The index, in the whole, of the shard's element `index`.
 int64_t index_in_whole(std::span<const int64_t> shape, const Shard& shard, int64_t index) {
   int64_t result = 0, stride = 1;
   for (size_t d = shape.size(); d-- > 0;) {
@@ -253,11 +254,12 @@ Status check_rotary(const RotaryOptions& o) {
       "which must be greater than 0");
 }
 
-// The share of its own frequency that a pair keeps under YaRN: 1 - gamma of the paper, with the
-// ramp over pairs, whose ends are rounded outwards as in the authors' code.
+// The fraction of its original frequency that a pair keeps under YaRN, 1 - gamma in the paper. The
+// ramp is over pair indices, and its ends are rounded outwards as in the authors' code.
 double yarn_share(const RotaryOptions& o, int64_t pair) {
   const auto dim = static_cast<double>(o.dim);
-  // The pair that turns `turns` times: positions * base^(-2i/dim) = 2 pi turns, solved for i.
+  // The index of the pair that makes `turns` rotations: solves positions * base^(-2i/dim) = 2 pi
+  // turns for i.
   const auto pair_of = [&](double turns) {
     const double ratio =
         static_cast<double>(o.original_max_positions) / (2 * std::numbers::pi * turns);
@@ -269,7 +271,7 @@ double yarn_share(const RotaryOptions& o, int64_t pair) {
   return 1 - std::clamp((static_cast<double>(pair) - begin) / width, 0.0, 1.0);
 }
 
-// The frequency of a pair: radians a position.
+// The frequency of a pair, in radians per position.
 double frequency(const RotaryOptions& o, int64_t pair) {
   const double dim = static_cast<double>(o.dim);
   const double exponent = -2.0 * static_cast<double>(pair) / dim;

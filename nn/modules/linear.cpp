@@ -16,7 +16,7 @@ namespace {
 struct LinearRecord : Ctx::Record {
   detail::GemmUnit::Use use;
   Shape shape;         // of x
-  Shape output_shape;  // but for its last extent, which is x's
+  Shape output_shape;  // except the last extent, which is that of x
   void visit_tensors(const Ctx::Visitor& visitor) { use.visit_tensors(visitor); }
 };
 
@@ -28,7 +28,7 @@ struct LayerNormLinearRecord : LinearRecord {
   }
 };
 
-// GemmUnit::backward() of a unit whose parameters may be in parts.
+// GemmUnit::backward() for a unit whose parameters may be split into parts.
 Result<Tensor> backward_of(detail::GemmUnit& gemm, detail::SplitParameters* split,
                            const detail::GemmUnit::Use& use, const Tensor& dy,
                            const Tensor* into = nullptr) {
@@ -41,7 +41,8 @@ Result<Tensor> backward_of(detail::GemmUnit& gemm, detail::SplitParameters* spli
   return dx;
 }
 
-// The unit's parameters by name, or those of `parts`, which it makes `split` of.
+// The unit's parameters with their names. If `parts` is not empty, sets `split` and returns the
+// parts.
 Result<std::vector<NamedParameter>> parameters_of(const char* module, const detail::GemmUnit& gemm,
                                                   const std::vector<ParameterPart>& parts,
                                                   std::unique_ptr<detail::SplitParameters>& split) {
@@ -58,7 +59,8 @@ Result<std::vector<NamedParameter>> parameters_of(const char* module, const deta
   return named;
 }
 
-// The unit's delayed gradients, which those of parts surround with theirs.
+// The unit's delayed weight gradients. For a split parameter, wraps each computation in open_grad()
+// and close_grad().
 std::shared_ptr<detail::DelayedWgrad> delayed_of(const detail::GemmUnit& gemm,
                                                  detail::SplitParameters* split) {
   if (split != nullptr) {
@@ -168,7 +170,7 @@ Result<std::unique_ptr<Linear>> Linear::create(const LinearOptions& options) {
 
 namespace {
 
-// `into` as the matrix that a product writes to; undefined without one.
+// Views `into` as the matrix that a product writes to; undefined if `into` is null.
 Result<Tensor> result_matrix(const Tensor* into, std::span<const int64_t> like, int64_t last,
                              const char* what) {
   if (into == nullptr) return Tensor();

@@ -15,14 +15,14 @@ namespace te_fl::nn {
 struct CrossEntropyLoss::Saved : Ctx::Record {
   Tensor logits;
   Tensor targets;
-  Tensor lse;  // over the whole vocabulary
+  Tensor lse;  // over the complete vocabulary
   double divisor = 1;
-  std::vector<Tensor> own;  // of a divided vocabulary, for each target what kColumns say
+  std::vector<Tensor> own;  // sharded vocabulary: the columns of kColumns for each target
 };
 
 namespace {
 
-// alpha * sum of a tensor's elements, as a product with ones. F32 [1].
+// Computes alpha * (sum of the elements), F32 [1], as a product with a vector of ones.
 Result<Tensor> scaled_sum(const Tensor& values, double alpha) {
   const int64_t n = values.numel();
   TE_FL_ASSIGN_OR_RETURN(Tensor ones, Tensor::empty({1, n}, DType::kF32, values.device()));
@@ -38,7 +38,7 @@ Result<Tensor> scaled_sum(const Tensor& values, double alpha) {
   return sum.view({1});
 }
 
-// weight * value for each row's weight and one value, as a product. F32 of the weights' shape.
+// Computes alpha * value * weights[i] as a product. F32 with the shape of `weights`.
 Result<Tensor> weighted(const Tensor& weights, const Tensor& value, double alpha) {
   const int64_t n = weights.numel();
   TE_FL_ASSIGN_OR_RETURN(const Tensor column, weights.view({n, 1}));
@@ -53,16 +53,17 @@ Result<Tensor> weighted(const Tensor& weights, const Tensor& value, double alpha
   return rows.view(weights.shape());
 }
 
-// Says what a rank knows of each target, by which the ops for whole vocabularies serve parts of
-// one. An ignored target is the number of columns, which is then ignore_index.
+// The columns of the table about targets. They let ops for a complete vocabulary work on one rank's
+// columns. An ignored target has the number of columns as its id, which is passed as ignore_index.
 enum Column : size_t {
-  kForward,    // its column here; of another rank's target: ignored, so that its loss is 0
-  kBackward,   // its column here; of another rank's target: 0, and kWeight makes that not count
-  kOwner,      // the rank that has it; ignored: the number of ranks
-  kWeight,     // F32: 1 here, else kTiny
+  kForward,    // the target's column here; for another rank's target: ignored, so its loss is 0
+  kBackward,   // the target's column here; for another rank's target 0, which kWeight cancels
+  kOwner,      // the rank that has the target; ignored target: the number of ranks
+  kWeight,     // F32: 1 if the target is here, else kTiny
   kLogWeight,  // F32: log(kWeight)
 };
-// The gradient w (exp(x - (lse + log w)) - [target]) is exp(x - lse) but for w in one column.
+// The op computes w (exp(x - (lse + log w)) - [target]). With w = kTiny this is exp(x - lse), with
+// an error of w in one column.
 constexpr float kTiny = 0x1p-40f;
 
 std::shared_ptr<detail::IdTable> targets_of(const TensorParallel& parallel, int64_t columns,
@@ -83,7 +84,7 @@ std::shared_ptr<detail::IdTable> targets_of(const TensorParallel& parallel, int6
 }
 
 struct RowLosses {
-  Tensor loss, lse;  // F32, of the targets' shape
+  Tensor loss, lse;  // F32, shape of the targets
 };
 
 Result<RowLosses> row_losses(const Tensor& logits, const Tensor& targets, float smoothing,
@@ -117,8 +118,8 @@ Result<Tensor> row_gradients(const Tensor& grad_loss, const Tensor& logits, cons
   return grad;
 }
 
-// Each rank's log-sum-exp of each row and its sum of losses, from all ranks: [rows, ranks],
-// compact, and [ranks].
+// The log-sum-exps of each row from all ranks, [rows, ranks], compact, and the ranks' sums of
+// losses, [ranks].
 struct OfRanks {
   Tensor lse, sums;
 };
@@ -147,9 +148,10 @@ Result<OfRanks> gather(const TensorParallel& parallel, const Tensor& lse, const 
 
 }  // namespace
 
-// With e = label_smoothing, n ranks and r's log-sum-exp l_r, the loss of a row is the loss with e
-// of the classes l_0 to l_(n-1), whose target is the owner of the row's target, plus (1 - e) times
-// the owner's loss without e, plus e / n times each rank's loss with 1.
+// The loss for a vocabulary that is sharded over n ranks. Let e = label_smoothing, and l_r the
+// log-sum-exp of rank r's columns. The loss of a row is the sum of: the loss with smoothing e over
+// the n classes l_0 to l_(n-1), whose target is the rank that has the row's target; (1 - e) times
+// that rank's loss with smoothing 0; and e / n times the sum of all ranks' losses with smoothing 1.
 Result<Tensor> CrossEntropyLoss::divided_forward(const Tensor& targets, Saved& saved) {
   const TensorParallel& parallel = options_.parallel;
   TE_FL_RETURN_IF_ERROR(detail::check_has_ranks("CrossEntropyLoss", parallel));
@@ -198,7 +200,8 @@ Result<Tensor> CrossEntropyLoss::divided_backward(const Saved& saved, const Tens
   TE_FL_ASSIGN_OR_RETURN(Tensor grad,
                          row_gradients(grad_loss, saved.logits, targets, lse, 0, columns));
   if (smoothing == 0) return grad;
-  // e g (exp(x - lse) - 1 / (n columns)), as the loss of this rank's columns with smoothing 1.
+  // The term of smoothing, e g (exp(x - lse) - 1 / (n columns)), computed as the loss of this
+  // rank's columns with smoothing 1.
   TE_FL_RETURN_IF_ERROR(detail::fill(grad_loss, 1));
   TE_FL_ASSIGN_OR_RETURN(const Tensor even_loss,
                          weighted(grad_loss, dloss, smoothing / ranks / saved.divisor));

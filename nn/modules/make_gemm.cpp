@@ -23,7 +23,7 @@ Status check_dropout(std::string_view module, std::string_view field, float p) {
 
 namespace {
 
-// The FP8-only parameter made of `high`, which lies on the host, on `device`.
+// Makes an FP8-only parameter on `device` from `high`, which is in host memory.
 Result<std::shared_ptr<Parameter>> make_fp8_only(const Parameter& high, const Fp8Init& init,
                                                  const Device& device) {
   QuantSpec spec;
@@ -43,7 +43,7 @@ Result<std::shared_ptr<Parameter>> make_fp8_only(const Parameter& high, const Fp
   return parameter;
 }
 
-// A new weight, of codes alone where quantized_model_init asks for it.
+// Makes a new weight; FP8-only inside a quantized_model_init scope.
 Result<std::shared_ptr<Parameter>> make_weight(const GemmOptions& options, const Shape& shape) {
   const Fp8Init* fp8 = options.high_precision ? nullptr : current_fp8_init();
   TE_FL_ASSIGN_OR_RETURN(

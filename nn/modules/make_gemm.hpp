@@ -9,7 +9,7 @@
 namespace te_fl::nn::detail {
 
 struct GemmOptions {
-  std::string_view module = {};  // for messages
+  std::string_view module = {};  // the name in error messages
   int64_t in = 0;
   int64_t out = 0;
   bool bias = true;
@@ -21,13 +21,13 @@ struct GemmOptions {
   init::Shard shard = {};
   bool high_precision = false;
   std::shared_ptr<Parameter> tied_weight = nullptr;
-  bool return_bias = false;  // the bias is the caller's to add
-  bool partial = false;      // see GemmUnit::Spec, as for the next three
+  bool return_bias = false;  // the caller adds the bias
+  bool partial = false;      // as in GemmUnit::Spec, like the next three
   bool first = true;
   std::shared_ptr<SequenceRanks> input_rows = nullptr, gradient_rows = nullptr;
 };
 
-// A GemmUnit with new (or tied) parameters; errors name the module and the field.
+// Makes a GemmUnit with new or tied parameters. Errors contain the module and the field.
 Result<std::unique_ptr<GemmUnit>> make_gemm(const GemmOptions& options);
 
 // INVALID_ARGUMENT unless value >= 1.

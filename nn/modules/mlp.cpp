@@ -19,7 +19,7 @@ struct MlpRecord : Ctx::Record {
   detail::NormCore::Saved norm;
   detail::GemmUnit::Use fc1;
   detail::GemmUnit::Use fc2;
-  Tensor pre;  // fc1's output, the activation's input
+  Tensor pre;  // output of fc1, input of the activation
   Shape shape;
   void visit_tensors(const Ctx::Visitor& visitor) {
     norm.visit_tensors(visitor);
@@ -33,7 +33,7 @@ struct MlpRecord : Ctx::Record {
 
 struct LayerNormMLP::Impl {
   LayerNormMLPOptions options;
-  TensorParallel parallel;  // empty where nothing is divided
+  TensorParallel parallel;  // empty if nothing is sharded
   std::unique_ptr<detail::NormCore> norm;
   std::unique_ptr<detail::GemmUnit> fc1;
   std::unique_ptr<detail::GemmUnit> fc2;
@@ -48,20 +48,20 @@ struct LayerNormMLP::Impl {
     return {options.activation, options.clamp_limit, options.clamp_alpha,
             options.glu_linear_offset};
   }
-  // True if the activation may join the product before it. Scales that derive from the result take
-  // a pass over it of their own.
+  // True if the activation may be fused with the product before it. Not with scales that are
+  // computed from the result, which need a separate pass.
   bool may_join(const detail::GemmUnit::Use& use) const {
     return options.activation == Activation::kGelu &&
            (!use.mode.fp8 || use.mode.delayed() != nullptr);
   }
-  // fc1's input; see LayerNormMLP::forward().
+  // The input of fc1; see LayerNormMLP::forward().
   Result<Tensor> normed(MlpRecord& record, const Tensor& x, Tensor* layernorm_output) const;
-  // fc1 and the activation of its output, into `activated`.
+  // Runs fc1 and the activation; writes the activation's output to `activated`.
   Status widen(MlpRecord& record, const Tensor& normed, const ForwardOptions& forward,
                const Tensor& activated);
-  // Makes the tensor that the gradient of fc1's output goes to: quantised in FP8.
+  // Allocates the gradient of fc1's output: quantised under FP8.
   Result<Tensor> gradient_buffer(const MlpRecord& record);
-  // fc2's dgrad and pre_gradient() of it.
+  // Runs fc2's dgrad, followed by pre_gradient().
   Result<detail::GemmUnit::Gradient> narrow_gradient(const MlpRecord& record,
                                                      detail::GemmUnit::Gradient& grad);
   Result<detail::GemmUnit::Gradient> pre_gradient(const MlpRecord& record, const Tensor& grad);
@@ -105,8 +105,7 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::narrow_gradient(
   TE_FL_ASSIGN_OR_RETURN(result.tensor, gradient_buffer(record));
   TE_FL_ASSIGN_OR_RETURN(auto dbias, detail::GradTarget::open(fc1->bias().get()));
   Tensor sums = dbias.tensor();
-  if (!sums.defined() &&
-      fc1->bias() != nullptr) {  // frozen; what computes dx does not depend on it
+  if (!sums.defined() && fc1->bias() != nullptr) {  // frozen; dx must not depend on that
     TE_FL_ASSIGN_OR_RETURN(sums, detail::empty_like(fc1->bias()->value, DType::kF32));
   }
   TE_FL_RETURN_IF_ERROR(fc2->dgrad_gelu(record.fc2, grad, record.pre, result.tensor, sums));
@@ -115,12 +114,12 @@ Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::narrow_gradient(
   return result;
 }
 
-// The gradient of fc1's output, in the form that fc1's backward GEMMs want, by the most fused op
-// there is.
+// The gradient of fc1's output in the form that fc1's backward GEMMs read. Uses the most fused op
+// available.
 Result<detail::GemmUnit::Gradient> LayerNormMLP::Impl::pre_gradient(const MlpRecord& record,
                                                                     const Tensor& grad) {
   const bool fp8 = record.fc1.mode.fp8;
-  // A frozen bias goes the way of one that trains: the gradient of x stays the same.
+  // A frozen bias takes the same path as a trained one, so that the gradient of x is the same.
   const bool has_bias = fc1->bias() != nullptr;
   if (has_bias ? is_gated(options.activation) : !fp8) {
     TE_FL_ASSIGN_OR_RETURN(Tensor high, detail::empty_like(record.pre, options.activation_dtype));
@@ -299,7 +298,8 @@ Result<Tensor> LayerNormMLP::backward(const Tensor& dy, Ctx& ctx, const Tensor* 
                                                  "LayerNormMLP: layernorm_output_grad"));
   TE_FL_ASSIGN_OR_RETURN(auto d_out, impl.fc2->prepare_grad(record.fc2, flat, true));
   detail::GemmUnit::Gradient d_pre;
-  // The weight's gradient first frees fc2's input; but its product reads all ranks' rows.
+  // Runs wgrad before dgrad, which frees fc2's input early. If the gradient is still being
+  // gathered, dgrad goes first, since wgrad needs all ranks' rows.
   const bool arriving = d_out.arriving != nullptr;
   if (arriving) {
     TE_FL_ASSIGN_OR_RETURN(d_pre, impl.narrow_gradient(record, d_out));

@@ -15,7 +15,7 @@
 
 namespace te_fl::nn {
 
-// In the order of the module that named them first.
+// FP8 states by name, in the order in which the modules first named them.
 struct detail::SharedStates {
   std::vector<std::pair<std::string, std::shared_ptr<Fp8State>>> states;
 };
@@ -30,7 +30,7 @@ struct Module::Tree {
   std::vector<Entry> entries;
   std::vector<std::shared_ptr<detail::DelayedWgrad>> delayed;
 
-  // This module's and its submodules', depth first.
+  // Visits this module and its submodules, depth first.
   template <class Visit>
   void walk_modules(Visit&& visit) const {
     visit(*this);
@@ -49,7 +49,7 @@ struct Module::Tree {
     entries.push_back(std::move(entry));
   }
 
-  // Depth first, in registration order; a shared parameter only the first time.
+  // Visits the entries depth first, in registration order. Visits a shared parameter only once.
   template <class Visit>
   void walk(const std::string& prefix, std::set<const Parameter*>& seen, Visit&& visit) const {
     for (const Entry& entry : entries) {
@@ -171,7 +171,7 @@ std::vector<NamedTensor> Module::state() const {
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
     if (entry.parameter != nullptr && entry.parameter->value.quantized()) {
       const Tensor& value = entry.parameter->value;
-      // A view of memory that is there cannot fail.
+      // value() is safe: a view of existing memory cannot fail.
       result.push_back({path, detail::codes_of(value).value()});
       result.push_back({path + ".scale_inv", value.scale_inv()});
       if (value.amax().defined()) result.push_back({path + ".amax", value.amax()});
@@ -237,14 +237,15 @@ bool one_float(const Tensor& tensor) {
   return tensor.dtype() == DType::kF32 && tensor.numel() == 1;
 }
 
-// The FP8 type whose largest value is in `fp8_max`; kF32 of no tensor, and of another value.
+// The FP8 type whose largest value is in `fp8_max`; kF32 if the tensor is null or has another
+// value.
 Result<DType> scaled_dtype(const Tensor* fp8_max) {
   if (fp8_max == nullptr) return DType::kF32;
   TE_FL_ASSIGN_OR_RETURN(const Tensor host, fp8_max->to(Device()));
   return detail::dtype_of_largest(*host.data<float>());
 }
 
-// One tensor of a file against what the module has under that name.
+// Checks the tensors of a file against the module's tensors of the same names.
 class StateChecker {
  public:
   StateChecker(const std::vector<NamedTensor>& tensors, std::string_view source,
@@ -276,7 +277,8 @@ class StateChecker {
     return {};
   }
 
-  // Codes with their scale, or values that will be quantised.
+  // Checks an FP8-only parameter: the file has FP8 data with a scale, or values that will be
+  // quantised.
   Status check_codes(const std::string& name, const Tensor& target) {
     const Tensor* tensor = find(name);
     const std::string scale_name = name + ".scale_inv";
@@ -372,8 +374,8 @@ class StateChecker {
   std::string twice_;
 };
 
-// True if an update has set the scales [slots]: one is not the initial 1, or the history [length,
-// slots] has an amax behind its running row. Waits for the device.
+// True if an update has set the scales [slots]: a scale differs from the initial 1, or the history
+// [length, slots] has an amax after row 0. Waits for the device.
 Result<bool> calibrated(const Tensor& history, const Tensor& scale) {
   TE_FL_ASSIGN_OR_RETURN(const Tensor scales, scale.to(Device()));
   TE_FL_ASSIGN_OR_RETURN(const Tensor rows, history.to(Device()));
@@ -382,8 +384,9 @@ Result<bool> calibrated(const Tensor& history, const Tensor& scale) {
          std::any_of(h + rows.size(1), h + rows.numel(), [](float v) { return v != 0; });
 }
 
-// A copy of `tensor` on `device`, so that later failures cannot leave half a load behind; the
-// tensor itself if it can be read there and is none of the module's `own`, which are written.
+// A copy of `tensor` on `device`, so that later failures cannot leave a partial load. Returns the
+// tensor itself if it can be read there and is not one of the module's `own` tensors, which will be
+// overwritten.
 Result<Tensor> staged(const Tensor& tensor, const Device& device,
                       const std::vector<NamedTensor>& own) {
   const bool usable = tensor.device() == device && tensor.contiguous() &&
@@ -400,7 +403,7 @@ Status load_scales(detail::Fp8State& state, const Tensor& history, const Tensor&
   return state.load(history, scale, *set, dtype);
 }
 
-// Writes loaded values into the parameter; with `scale_inv` they are codes.
+// Writes loaded values into the parameter. If `scale_inv` is defined, `tensor` is FP8 data.
 Status load_parameter(const Tensor& tensor, const Tensor& scale_inv, const Tensor& amax,
                       const Parameter& parameter) {
   if (scale_inv.defined()) return detail::load_codes(tensor, scale_inv, amax, parameter.value);
@@ -417,7 +420,7 @@ Status Fp8States::load(const std::vector<NamedTensor>& tensors, std::string_view
   }
   TE_FL_RETURN_IF_ERROR(checker.check_names());
   const std::vector<NamedTensor> own = state();
-  std::map<std::string, std::pair<Tensor, Tensor>> ready;  // histories and scales
+  std::map<std::string, std::pair<Tensor, Tensor>> ready;  // loaded histories and scales by name
   for (const auto& [name, state] : shared_->states) {
     const Tensor *history = checker.find(name + ".amax_history"),
                  *scale = checker.find(name + ".scale");
@@ -470,7 +473,7 @@ Status Module::load(const std::vector<NamedTensor>& tensors, std::string_view so
                     const Skip& skip, bool parameters) {
   TE_FL_RETURN_IF_ERROR(check(tensors, source, skip, parameters));
   const std::vector<NamedTensor> own = state();
-  std::unordered_map<std::string, Device> devices;  // where each of them goes
+  std::unordered_map<std::string, Device> devices;  // target device of each tensor
   tree_->walk([&](const std::string& path, const Tree::Entry& entry) {
     if (entry.parameter != nullptr) {
       devices.emplace(path, entry.parameter->value.device());

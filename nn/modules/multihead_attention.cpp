@@ -21,10 +21,10 @@ namespace {
 constexpr const char* kName = "MultiheadAttention";
 
 struct MhaRecord : Ctx::Record {
-  Ctx q, kv, core, proj;  // q: of queries, keys and values together in self-attention
+  Ctx q, kv, core, proj;  // q: in self-attention for q, k and v together
   detail::QkvTransform::Record heads;
   Shape shape, encoder_shape;  // of x and of the encoder output
-  detail::Fp8Mode fp8;         // of the attention itself
+  detail::Fp8Mode fp8;         // mode of the attention op itself
   void visit_tensors(const Ctx::Visitor& visitor) {
     for (Ctx* part : {&q, &kv, &core, &proj, &heads.q_norm, &heads.k_norm}) part->visit(visitor);
     detail::Rotation& turned = heads.rotation;
@@ -49,16 +49,18 @@ struct MultiheadAttention::Impl {
   MultiheadAttentionOptions options;
   int64_t heads = 0, groups = 0, dim = 0;
   detail::QkvTransform transform;
-  // One of each pair: the products for q (and in self-attention for k and v).
+  // One of norm_linear and linear is null. The other computes q, and in self-attention also k and
+  // v.
   std::unique_ptr<LayerNormLinear> norm_linear;
   std::unique_ptr<Linear> linear;
-  std::unique_ptr<Linear> key_value;  // cross-attention
+  std::unique_ptr<Linear> key_value;  // only in cross-attention
   std::unique_ptr<DotProductAttention> core;
   std::unique_ptr<Linear> proj;
 
   bool cross() const { return options.attention_type == AttentionType::kCross; }
   bool thd() const { return options.attention.layout == Layout::kTHD; }
-  // Where the rows of a product for q, for k and v, or for all lie in the whole attention's.
+  // The position of a product's rows (for q, for k and v, or for all) in those of the whole
+  // attention.
   init::Shard shard(bool q, bool kv) const;
   Status create_products(MultiheadAttention& module);
   Status create_core(MultiheadAttention& module);
@@ -67,17 +69,17 @@ struct MultiheadAttention::Impl {
     if (thd()) return longest;
     return whole_lead(x.shape())[options.attention.layout == Layout::kSBHD ? 0 : 1];
   }
-  // All but the last extent, of all ranks' rows.
+  // All extents but the last, for the rows of all ranks.
   Shape whole_lead(std::span<const int64_t> shape) const {
     Shape lead(shape.begin(), shape.end() - 1);
     if (options.parallel.divides_sequence()) lead.front() *= options.parallel.size();
     return lead;
   }
-  // Runs the products before attention.
+  // Runs the products before the attention.
   Result<detail::PackedHeads> project(const Tensor& x, const Tensor& encoder, MhaRecord& record,
                                       bool training, const ForwardOptions& forward,
                                       Tensor* layernorm_output);
-  // The gradient of what they make from that of the attention's output.
+  // The gradient of the projections' output, computed from that of the attention's output.
   Result<detail::PackedHeads> attention_backward(const Tensor& d_o, MhaRecord& record,
                                                  Tensor* dbias);
 };
@@ -85,7 +87,7 @@ struct MultiheadAttention::Impl {
 init::Shard MultiheadAttention::Impl::shard(bool q, bool kv) const {
   const int64_t whole = options.groups_whole, begin = options.groups_begin;
   if (whole == 0) return {};
-  const int64_t q_rows = q ? heads / groups * dim : 0;  // of a group
+  const int64_t q_rows = q ? heads / groups * dim : 0;  // per group
   const int64_t rows = q_rows + (kv ? 2 * dim : 0);
   init::Shard shard{{whole * rows, options.hidden_size}, {begin * rows, 0}};
   if (!kv || (options.fuse_qkv_params && options.qkv_weight_interleaved)) return shard;
@@ -124,7 +126,7 @@ Status MultiheadAttention::Impl::create_products(MultiheadAttention& module) {
                                               .parallel = options.parallel}));
     module.register_module(cross() ? "layernorm_query" : "layernorm_qkv", *norm_linear);
   } else {
-    // Transformer Engine's query_layer is whole, whatever fuse_qkv_params says.
+    // Transformer Engine's query_layer is one parameter, whatever fuse_qkv_params is.
     if (cross()) parts.clear();
     TE_FL_ASSIGN_OR_RETURN(linear, Linear::create({.in_features = options.hidden_size,
                                                    .out_features = width,
@@ -166,9 +168,9 @@ Status MultiheadAttention::Impl::create_core(MultiheadAttention& module) {
                                                       .activation_dtype = options.activation_dtype,
                                                       .device = options.device}));
   module.register_module("core_attention", *core);
-  init::Shard columns;  // of proj
+  init::Shard columns;  // shard of proj
   if (options.groups_whole != 0) {
-    const int64_t width = heads / groups * dim;  // of a group
+    const int64_t width = heads / groups * dim;  // per group
     columns = {{options.hidden_size, options.groups_whole * width},
                {0, options.groups_begin * width}};
   }
@@ -300,7 +302,7 @@ Result<detail::PackedHeads> MultiheadAttention::Impl::project(const Tensor& x,
                                                               const ForwardOptions& forward,
                                                               Tensor* layernorm_output) {
   detail::PackedHeads packed;
-  Tensor codes;  // of q, k and v, which share a scale
+  Tensor codes;  // FP8 data of q, k and v with a common scale
   if (record.fp8.fp8 && !cross() && transform.direct(record.heads.rotation)) {
     TE_FL_ASSIGN_OR_RETURN(codes,
                            core->codes(record.fp8, DotProductAttention::Codes::kQkv,
@@ -346,7 +348,7 @@ Result<Tensor> MultiheadAttention::forward(const Tensor& x, Ctx* ctx, const Atte
     TE_FL_ASSIGN_OR_RETURN(parts, impl.transform.forward(packed, record->heads, training));
   }
   AttentionInputs core_inputs = inputs;
-  core_inputs.encoder_output = Tensor();  // not kept
+  core_inputs.encoder_output = Tensor();  // not needed any more
   Tensor o;
   {
     const TensorParallel& parallel = impl.options.parallel;

@@ -111,7 +111,7 @@ Result<Tensor> NormCore::backward(const Tensor& dz, const Saved& saved,
   TE_FL_ASSIGN_OR_RETURN(GradTarget dgamma, GradTarget::open(weight_.get()));
   TE_FL_ASSIGN_OR_RETURN(GradTarget dbeta, GradTarget::open(bias_.get()));
   Tensor sums = dgamma.tensor();
-  if (!sums.defined()) {  // frozen, but the ops have no form without it
+  if (!sums.defined()) {  // frozen, but the ops always write it
     TE_FL_ASSIGN_OR_RETURN(sums, empty_like(weight_->value, DType::kF32));
   }
   TE_FL_RETURN_IF_ERROR(run_backward(dz, saved, residual, dx, sums, dbeta.tensor()));

@@ -24,16 +24,16 @@ class NormCore {
   const NormOptions& options() const noexcept { return options_; }
   const std::shared_ptr<Parameter>& weight() const noexcept { return weight_; }
   const std::shared_ptr<Parameter>& bias() const noexcept { return bias_; }  // null for RMSNorm
-  // True if a backward gives one of the parameters a gradient.
+  // True if a backward computes the gradient of at least one parameter.
   bool trains() const {
     return weight_->requires_grad || (bias_ != nullptr && bias_->requires_grad);
   }
 
-  // z = norm(x); z may be quantised. Fills `saved`.
+  // Computes z = norm(x), where z may be quantised, and fills `saved`.
   Status forward(const Tensor& x, const Tensor& z, Saved& saved) const;
-  // FAILED_PRECONDITION if the weight has changed since that forward.
+  // FAILED_PRECONDITION if the weight was changed since the forward that filled `saved`.
   Status check_unchanged(const Saved& saved) const;
-  // dz [rows, hidden] -> dx in x's dtype, plus residual (same shape) if not null.
+  // dz [rows, hidden] -> dx in x's dtype. Adds `residual` (same shape) if it is not null.
   Result<Tensor> backward(const Tensor& dz, const Saved& saved, const Tensor* residual) const;
 
  private:
@@ -47,9 +47,9 @@ class NormCore {
   std::shared_ptr<Parameter> bias_;
 };
 
-// norm(x) as the input of `gemm`'s product, which in FP8 the norm writes itself; unless
-// `high_precision` is not null, which then receives norm(x) in the activation dtype, or ranks
-// have parts of the rows, whose scale is all ranks'.
+// Computes norm(x) as the input of `gemm`. Under FP8 the norm writes the quantised tensor directly,
+// with two exceptions: if `high_precision` is not null, it receives norm(x) in the activation
+// dtype; and if the rows are sharded over ranks, the scale depends on all ranks.
 Result<Tensor> normed_input(const NormCore& norm, GemmUnit& gemm, GemmUnit::Use& use,
                             const Tensor& x, NormCore::Saved& saved, Tensor* high_precision,
                             const TensorParallel& parallel);

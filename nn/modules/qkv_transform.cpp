@@ -33,8 +33,8 @@ Result<std::unique_ptr<Norm>> make_norm(const MultiheadAttentionOptions& options
     TE_FL_ASSIGN_OR_RETURN(made, RMSNorm::create(norm));
     return made;
   }
-  // x / sqrt(sum x^2 + eps) = (x / sqrt(mean x^2 + eps / D)) / sqrt(D): an RMSNorm whose weight
-  // never changes.
+  // The L2 norm x / sqrt(sum x^2 + eps) equals (x / sqrt(mean x^2 + eps / D)) / sqrt(D), which is
+  // an RMSNorm with a constant weight.
   norm.epsilon = options.qk_norm_epsilon / static_cast<float>(dim);
   norm.param_dtype = DType::kF32;
   TE_FL_ASSIGN_OR_RETURN(made, RMSNorm::create(norm));
@@ -128,7 +128,7 @@ Result<Heads> QkvTransform::kv_views(const Tensor& kv, const Shape& lead) const 
   return parts;
 }
 
-// Where not direct(), q is [.., G, (H/G) D] of interleaved groups.
+// Views q, k and v. If not direct() and with interleaved groups, q has the shape [.., G, (H/G) D].
 Result<Heads> QkvTransform::views(const PackedHeads& packed, const Record& record) const {
   const Shape& lead = record.q_lead;
   if (cross()) {
@@ -181,7 +181,7 @@ Result<Heads> QkvTransform::split(const PackedHeads& packed, const Record& recor
     TE_FL_ASSIGN_OR_RETURN(parts.q, compact(parts.q));
     TE_FL_ASSIGN_OR_RETURN(parts.q, parts.q.view(with_tail(record.q_lead, {heads_, dim_})));
   }
-  // A view of the packed tensor would keep all of it.
+  // Copies, since a view would keep the complete packed tensor alive.
   const bool leaves = kept && !direct(record.rotation);
   if (rotate_first || (leaves && q_norm_ == nullptr)) {
     TE_FL_ASSIGN_OR_RETURN(parts.k, compact(parts.k));

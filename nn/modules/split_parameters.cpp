@@ -16,8 +16,8 @@ namespace te_fl::nn::detail {
 
 namespace {
 
-// The place of part number `part` of a shard: in the part of the whole, where a range of the
-// shard's rows is of each part; else in the whole itself.
+// The place of part number `part` of a sharded parameter. It is relative to the part's own whole if
+// each part is a range of the shard's rows; otherwise relative to the complete whole.
 Shard place_of_part(const Parameter& shard_of_all, const std::vector<int64_t>& rows, size_t part) {
   Shard place = shard_of_all.shard;
   if (place.whole.empty()) return place;
@@ -45,7 +45,7 @@ Result<std::unique_ptr<JoinedParameter>> JoinedParameter::create(std::shared_ptr
   for (size_t i = 0; i < rows.size(); ++i) {
     joined->begins_.push_back(begin);
     auto part = std::make_shared<Parameter>();
-    if (value.raw_data() == nullptr) {  // init::WithoutValues
+    if (value.raw_data() == nullptr) {  // created under init::WithoutValues
       Shape shape(value.shape().begin(), value.shape().end());
       shape[0] = rows[i];
       part->value =
@@ -81,7 +81,8 @@ Status JoinedParameter::copy_together() {
   if (room && !captured && copied_version_ == whole_->version && copied_stream_ == stream) {
     return {};
   }
-  // A graph that was captured before goes on reading the old memory.
+  // Allocates new memory during a capture, since graphs captured earlier keep reading the old
+  // memory.
   if (!room || captured) {
     TE_FL_ASSIGN_OR_RETURN(copies_,
                            Tensor::empty(whole_->value.shape(), first.dtype(), first.device()));
@@ -91,7 +92,7 @@ Status JoinedParameter::copy_together() {
     TE_FL_RETURN_IF_ERROR(copy(parts_[i]->value, to));
   }
   if (captured) keep_for_graph(std::make_shared<Tensor>(copies_));
-  copied_version_ = captured ? UINT64_MAX : whole_->version;  // eager calls copy anew
+  copied_version_ = captured ? UINT64_MAX : whole_->version;  // later eager calls copy again
   copied_stream_ = captured ? nullptr : stream;
   return {};
 }
@@ -101,7 +102,7 @@ Status JoinedParameter::gather() {
   bool wanted = false;
   const Tensor& first = parts_[0]->value;
   for (const auto& part : parts_) {
-    version = version * 1000003 + part->version;  // other versions, other number
+    version = version * 1000003 + part->version;  // a hash of the parts' versions
     wanted = wanted || part->requires_grad;
     if (part->value.raw_data() == nullptr) {
       return invalid_argument("the parameter " + part->value.describe() +
@@ -154,7 +155,7 @@ bool JoinedParameter::shares_grad() const {
   return true;
 }
 
-// New memory for all parts, none of which has a gradient.
+// Allocates one gradient for all parts, none of which has a gradient.
 Status JoinedParameter::make_shared_grad() {
   drop_grad(*whole_);
   TE_FL_RETURN_IF_ERROR(adds(*whole_).status());
@@ -181,7 +182,8 @@ Status JoinedParameter::open_grad() {
     whole_->internals().grad_cleared_in = parts_[0]->internals().grad_cleared_in;
     return {};
   }
-  // Scratch, added to by the product and then handed to the parts.
+  // Otherwise the product adds to scratch memory, which close_grad() then adds to the parts'
+  // gradients.
   if (!scratch_.defined() || scratch_.dtype() != whole_->grad_dtype) {
     TE_FL_ASSIGN_OR_RETURN(scratch_, empty_like(whole_->value, whole_->grad_dtype));
     keeps_scratch_ = false;
@@ -198,7 +200,7 @@ Status JoinedParameter::open_grad() {
 Status JoinedParameter::close_grad() {
   if (!whole_->requires_grad) return {};
   const bool written =
-      whole_->internals().grad_written;  // false: the forward found all parts frozen
+      whole_->internals().grad_written;  // false: all parts were frozen in the forward
   for (size_t i = 0; i < parts_.size(); ++i) {
     Parameter& part = *parts_[i];
     part.internals().gradient_updates = whole_->internals().gradient_updates;
@@ -211,7 +213,8 @@ Status JoinedParameter::close_grad() {
     wrote(part);
   }
   if (shared_) return {};
-  // A graph's launches check that what they write is still there.
+  // After a capture the scratch memory is kept, since the graph's launches check that it still
+  // exists.
   TE_FL_ASSIGN_OR_RETURN(const bool captured, capturing(whole_->value.device()));
   keeps_scratch_ = keeps_scratch_ || captured;
   if (keeps_scratch_) return {};
@@ -241,7 +244,7 @@ Result<std::unique_ptr<SplitParameters>> SplitParameters::create(
                             std::to_string(total) + " rows together; they must have " +
                             std::to_string(gemm.spec().out) + " (the output features)");
   }
-  if (parts.size() == 1) {  // the whole under another name
+  if (parts.size() == 1) {  // a single part is the whole with another name
     split->whole_weight_ = gemm.weight();
     split->whole_bias_ = gemm.bias();
     return split;

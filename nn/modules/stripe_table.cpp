@@ -23,8 +23,8 @@ using Json = nlohmann::json;
 constexpr uint64_t kMostBytes = uint64_t{16} << 20;
 constexpr std::string_view kName = "TE_FL_STRIPES_FILE";
 
-// The operands' names in the file, and what a stripe's features must be a multiple of: FP8 products
-// take codes in rows of 16 bytes, and blocks of scales have 128 rows of the weight.
+// The names of operand formats in the file, and the divisor of a stripe's features: FP8 products
+// need rows of 16 bytes, and scale blocks cover 128 rows of the weight.
 struct Operands {
   std::string_view name;
   int64_t multiple;
@@ -143,7 +143,7 @@ Result<std::vector<Entry>> parse(const std::string& text) {
 }
 
 struct Table {
-  Status status;  // not OK: the file cannot be used
+  Status status;  // an error if the file is invalid
   std::string hash;
   std::vector<Entry> entries;
 };
@@ -165,18 +165,18 @@ std::shared_ptr<const Table> read(const std::string& path) {
   return table;
 }
 
-// The file of the settings of one generation.
+// The table for the settings of one environment generation.
 struct Seen {
   uint64_t generation = 0;
-  std::string path;                    // empty: there is no file
-  std::shared_ptr<const Table> table;  // null: there is no file
+  std::string path;                    // empty: no file
+  std::shared_ptr<const Table> table;  // null: no file
 };
 
-// Never destroyed, nor are the names below: threads may outlive static objects.
+// Never destroyed, like device_names below: threads may run after static destruction.
 std::atomic<std::shared_ptr<const Seen>>& last_seen = *new std::atomic<std::shared_ptr<const Seen>>;
-std::atomic<uint64_t> without_file{0};  // the generation of settings that has none
+std::atomic<uint64_t> without_file{0};  // a generation without a file
 
-// Null: there is no file.
+// The current table; null if there is no file.
 std::shared_ptr<const Table> current() {
   const uint64_t generation = environment::generation();
   if (generation != 0 && without_file.load(std::memory_order_acquire) == generation) return nullptr;
@@ -195,8 +195,9 @@ std::shared_ptr<const Table> current() {
   return seen->table;
 }
 
-// Asking a driver is too slow for every call. A name that two threads ask for at once may be asked
-// for again. Not by thread: two copies of the library in one process have no room for more of that.
+// Caches device names, since asking the driver is too slow for every call. Two threads may ask for
+// the same name. Not thread_local, since two copies of the library in one process have too little
+// static TLS for it.
 using Names = std::vector<std::pair<Device, std::string>>;
 std::atomic<std::shared_ptr<const Names>>& device_names =
     *new std::atomic<std::shared_ptr<const Names>>;

@@ -21,7 +21,7 @@ Status check_rows(const TensorParallel& parallel, const Tensor& x, std::string_v
                           std::to_string(parallel.size()));
 }
 
-// The ranks of a TensorParallel that divides: the framework's, or those of its communicator.
+// The ranks of a TensorParallel with several ranks: the framework's, or those of its communicator.
 class Ranks {
  public:
   explicit Ranks(const TensorParallel& parallel) : ranks_(parallel.framework_ranks.get()) {
@@ -148,7 +148,7 @@ Value gather_rows(const TensorParallel& parallel, const Value& x) {
 
 namespace {
 
-// The gradients one behind the other, summed, and put back.
+// Sums several gradients over the ranks with one collective: copies them into one tensor and back.
 Status sum_together(const TensorParallel& parallel, const std::vector<Tensor>& gradients) {
   int64_t total = 0;
   for (const Tensor& g : gradients) total += g.numel();

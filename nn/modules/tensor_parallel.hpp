@@ -6,24 +6,25 @@
 #include "nn/modules/gemm_unit.hpp"
 #include "te_fl/nn/modules/tensor_parallel.hpp"
 
-// The steps around the product of a linear map where ranks divide it. All of it does nothing, and
-// costs nothing, where they do not.
+// The steps before and after the product of a linear map that is sharded over ranks. Without
+// sharding these functions do nothing.
 namespace te_fl::nn::detail {
 
-// `shape` with its first extent times the number of ranks, or divided by it: a column's output, and
-// a row's, under sequence parallelism; else `shape` itself.
+// The shape of a map's output. Under sequence parallelism the first extent is multiplied by the
+// number of ranks for a column-parallel map, and divided by it for a row-parallel one; otherwise
+// `shape` itself.
 Result<Shape> output_shape(const TensorParallel& parallel, ParallelMode mode,
                            std::span<const int64_t> shape, std::string_view module);
-// The ranks that have parts of the rows; null without sequence parallelism.
+// The ranks over which the rows are sharded; null without sequence parallelism.
 std::shared_ptr<SequenceRanks> sequence_ranks_of(const TensorParallel& parallel);
-// The sum of the ranks' matrices, or under sequence parallelism this rank's rows of it. May write
-// to `partial`.
+// The sum of the ranks' matrices; under sequence parallelism this rank's rows of it. May overwrite
+// `partial`.
 Result<Tensor> summed(const TensorParallel& parallel, const Tensor& partial);
-// summed() of the forward of a map by rows.
+// Like summed(), for the forward of a row-parallel map; computes its product too.
 Result<Tensor> forward_summed(GemmUnit& gemm, const TensorParallel& parallel, GemmUnit::Use& use,
                               const Tensor& input, const ForwardOptions& options);
-// While it lives, dropout on the thread draws from this rank's own stream, where there is one and
-// `divided` says that what is dropped is a part.
+// While this object lives, dropout on this thread uses this rank's own random stream, if there is
+// one and `divided` is true (the tensor is one rank's part).
 class OwnRandom {
  public:
   OwnRandom(const TensorParallel& parallel, bool divided, const Device& device);
@@ -31,8 +32,8 @@ class OwnRandom {
  private:
   std::optional<ContextScope> scope_;
 };
-// Makes the gradient of a norm's parameter, or of the bias of a map by rows, partial where each
-// rank has rows of its own.
+// Marks the gradient of a norm's parameter, or of the bias of a row-parallel map, as partial if
+// each rank has its own rows.
 void mark_partial(const TensorParallel& parallel, Parameter* parameter);
 
 }  // namespace te_fl::nn::detail

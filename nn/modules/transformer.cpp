@@ -16,13 +16,13 @@ namespace {
 
 constexpr const char* kLayerName = "TransformerLayer";
 
-// The end of a branch: residual + drop_path(dropout(branch)).
+// The end of a branch: computes residual + drop_path(dropout(branch)).
 class BranchAdd {
  public:
   struct Saved {
     Ctx dropout, path, add;
   };
-  // The sum drops by itself unless whole paths are dropped after it.
+  // The addition applies dropout itself, unless drop_path follows.
   BranchAdd(float dropout, float drop_path)
       : dropout_(dropout),
         path_(drop_path),
@@ -36,7 +36,7 @@ class BranchAdd {
     TE_FL_ASSIGN_OR_RETURN(const Tensor kept, path_.forward(dropped, &saved->path));
     return add_.forward(residual, kept, &saved->add);
   }
-  // The gradient of the branch; that of the residual is dy.
+  // The gradient of the branch; the gradient of the residual is dy.
   Result<Tensor> backward(const Tensor& dy, Saved& saved) {
     TE_FL_ASSIGN_OR_RETURN(Tensor grad, add_.backward(dy, saved.add));
     if (!paths_) return grad;
@@ -51,11 +51,11 @@ class BranchAdd {
   bool paths_;
 };
 
-// One part of a layer with its residual connection.
+// The record of one part of a layer with its residual connection.
 struct PartRecord {
   Ctx part;
   BranchAdd::Saved add;
-  bool joined = false;     // the part adds the residual itself
+  bool joined = false;     // the part itself adds the residual
   bool post_norm = false;  // the residual is the output of the part's norm
 };
 
@@ -173,29 +173,30 @@ struct TransformerLayer::Impl {
         mlp_add(o.hidden_dropout, o.drop_path_rate) {}
   TransformerLayerOptions options;
   std::unique_ptr<MultiheadAttention> attention;
-  std::unique_ptr<MultiheadAttention> inter;  // decoders
+  std::unique_ptr<MultiheadAttention> inter;  // for decoders
   std::unique_ptr<LayerNormMLP> mlp;
-  std::unique_ptr<Norm> layernorm;  // output_layernorm
+  std::unique_ptr<Norm> layernorm;  // for output_layernorm
   BranchAdd attention_add, inter_add, mlp_add;
 
-  // The products before them add the residuals themselves where nothing comes between.
+  // True if the product before the addition can add the residual itself, since no op is between
+  // them.
   bool joins(const Tensor& x, float drop_path) const {
     return options.hidden_dropout == 0 && drop_path == 0 && x.defined() &&
            x.dtype() == options.activation_dtype;
   }
   Status create_norm();
   Status check_cross(const AttentionInputs* cross) const;
-  // residual + branch of an attention.
+  // Runs an attention and adds its residual.
   Result<Tensor> attend(MultiheadAttention& module, BranchAdd& add, const Tensor& x,
                         PartRecord& record, bool training, const AttentionInputs& inputs,
                         const ForwardOptions& forward);
   Result<Tensor> attend_backward(MultiheadAttention& module, BranchAdd& add, const Tensor& dh,
                                  PartRecord& record, const Tensor* past, Tensor* dbias,
                                  Tensor* encoder_grad);
-  // The MLP of `x`, added to `residual`, or to its norm's output.
+  // Runs the MLP on `x` and adds `residual`, or the output of the MLP's norm.
   Result<Tensor> transform(const Tensor& x, const Tensor& residual, PartRecord& record,
                            bool training, const ForwardOptions& forward);
-  // The gradient of `x`, with dy of the residual added.
+  // The gradient of `x`, including that of the residual.
   Result<Tensor> transform_backward(const Tensor& dy, PartRecord& record);
 };
 
@@ -311,7 +312,7 @@ Result<Tensor> TransformerLayer::forward(const Tensor& x, Ctx* ctx, const Attent
   TE_FL_RETURN_IF_ERROR(impl.check_cross(cross));
   const bool training = ctx != nullptr;
   const bool post = impl.options.apply_residual_connection_post_layernorm;
-  // With output_layernorm self-attention has no norm of its own.
+  // With output_layernorm the self-attention has no norm of its own.
   record->attention.post_norm = post && !impl.options.output_layernorm;
   record->inter.post_norm = record->mlp.post_norm = post;
   record->attention.joined =
@@ -345,7 +346,7 @@ Result<Tensor> TransformerLayer::backward(const Tensor& dy, Ctx& ctx, Tensor* db
   if (impl.layernorm != nullptr) {
     TE_FL_ASSIGN_OR_RETURN(d_sum, impl.layernorm->backward(dy, record.layernorm));
   }
-  // Sums up what the MLP passes down, with what goes past it already added.
+  // The gradient from the MLP, to which the gradient that bypasses it has been added.
   TE_FL_ASSIGN_OR_RETURN(Tensor below, impl.transform_backward(d_sum, record.mlp));
   if (impl.options.parallel_attention_mlp) {
     return impl.attend_backward(*impl.attention, impl.attention_add, d_sum, record.attention,

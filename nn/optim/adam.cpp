@@ -55,7 +55,8 @@ Result<std::unique_ptr<Adam>> Adam::create(std::vector<NamedParameter> parameter
   return adam;
 }
 
-// The parameters of a group that decay or not, have masters or not, get FP8 copies or not.
+// Updates the parameters of a group that match the three flags: with weight decay, with a master
+// weight, with an FP8 copy.
 Status Adam::update_some(size_t group, bool decays, bool mastered, bool copied) {
   using Args = te_fl_multi_tensor_adam_args;
   const AdamOptions& options = impl_->options;
@@ -110,7 +111,7 @@ Status Adam::update(bool) {
   if (status) status = detail::finish_values(impl_->slots, zero_.get());
   for (auto& [slot, copy] : copies) {
     slot->fp8 = Tensor();
-    if (status) copy->commit(slot->parameter.parameter->version + 1);  // as step() counts it
+    if (status) copy->commit(slot->parameter.parameter->version + 1);  // set by step()
   }
   return status;
 }

@@ -46,7 +46,7 @@ void BucketSchedule::end() {
 }
 
 void BucketSchedule::reset() {
-  if (!counting_ && left_ == buckets_) return;  // nothing has been counted or taken
+  if (!counting_ && left_ == buckets_) return;  // nothing was counted or taken
   seen_.assign(seen_.size(), 0);
   left_ = buckets_;
   counting_ = false;

@@ -7,35 +7,35 @@
 
 namespace te_fl::nn::detail {
 
-// Says which bucket of gradients may be reduced next while a backward still runs. The order is that
-// of the buckets from the last to the first, which is nearly the order of a backward and the same
-// on all ranks, whatever their backwards do. The first backward that it sees tells how often each
-// gradient is written (a tied weight's more than once); from the second on a bucket may start with
-// the last write of its last gradient. For one thread.
+// Decides which gradient bucket may be reduced next while a backward is running. Buckets are taken
+// from the last to the first. This is close to the order of a backward, and it is the same on all
+// ranks, even if their backwards differ. The first backward records how often each gradient is
+// written (a tied weight's more than once). In later backwards a bucket is complete after the last
+// write of its last gradient. Not thread-safe.
 class BucketSchedule {
  public:
-  // bucket_of: the bucket of each gradient. held: that many buckets, the first ones, whose
-  // gradients are not finished by their last write, are never complete.
+  // `bucket_of`: the bucket of each gradient. `held`: the number of leading buckets that never
+  // count as complete, since their gradients change after the last write.
   BucketSchedule(std::vector<size_t> bucket_of, size_t buckets, size_t held);
 
-  // The step's last backward begins: writes are counted from now on.
+  // Call this when the step's last backward begins; writes count from then on.
   void begin();
   void wrote(size_t gradient);
-  // Takes the next bucket if all its gradients have been written as often as they are.
+  // Takes the next bucket if each of its gradients has received the expected number of writes.
   std::optional<size_t> take_complete();
-  // Takes the next bucket, complete or not; none after the first bucket.
+  // Takes the next bucket, complete or not; nullopt after the first bucket.
   std::optional<size_t> take();
   // True if the gradient's bucket has been taken in this step.
   bool taken(size_t gradient) const { return bucket_of_[gradient] >= left_; }
-  // The step is over, and its counts are what the next one is expected to write.
+  // Ends the step. Its counts are the expected counts of the next step.
   void end();
-  // The step is given up: what was taken counts as not taken, and nothing is learnt.
+  // Discards the step: no bucket counts as taken, and its counts are not used.
   void reset();
 
  private:
   std::vector<size_t> bucket_of_;
   std::vector<int64_t> seen_, expected_;
-  std::vector<size_t> incomplete_;  // gradients of each bucket that are still to be written
+  std::vector<size_t> incomplete_;  // number of pending gradients of each bucket
   size_t buckets_, held_;
   size_t left_;            // buckets [0, left_) have not been taken
   bool counting_ = false;  // begin() was called in this step

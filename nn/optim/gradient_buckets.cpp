@@ -12,7 +12,7 @@
 namespace te_fl::nn::detail {
 namespace {
 
-constexpr int64_t kAlignment = 64;  // elements, so that every gradient is aligned as one of its own
+constexpr int64_t kAlignment = 64;  // in elements; aligns each gradient like an allocation
 
 int64_t rounded(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
 int64_t padded(const Parameter& parameter) { return rounded(parameter.value.numel(), kAlignment); }
@@ -21,7 +21,8 @@ int64_t count_of(std::span<const int64_t> shape) {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
 }
 
-// True if both parameters can be in one bucket; with ZeRO their values lie side by side, too.
+// True if both parameters may share a bucket. With ZeRO their values are contiguous too, so their
+// dtypes must be equal.
 bool goes_with(const NamedParameter& a, const NamedParameter& b, bool zero) {
   return a.parameter->grad_dtype == b.parameter->grad_dtype &&
          a.value().device() == b.value().device() &&
@@ -47,8 +48,9 @@ Result<std::shared_ptr<GradientBuckets>> GradientBuckets::create(
     const std::vector<NamedParameter>& parameters, std::shared_ptr<const Comm> ranks,
     int64_t bucket_bytes, bool zero, std::optional<bool> overlap) {
   std::shared_ptr<GradientBuckets> result(new GradientBuckets(std::move(ranks), zero));
-  // Those of which other ranks have parts are finished by sum_partial_gradients() alone, after the
-  // backward. They come first, as buckets are reduced from the last to the first.
+  // Partial gradients, of which other ranks have parts, are complete only after
+  // sum_partial_gradients(), which runs after the backward. Their buckets come first, since buckets
+  // are reduced from the last to the first.
   std::vector<NamedParameter> partial, finished;
   for (const NamedParameter& p : parameters) {
     if (!p.parameter->requires_grad) continue;
@@ -137,7 +139,7 @@ Status GradientBuckets::add_member(Bucket& bucket, const NamedParameter& p, int6
 
 Status GradientBuckets::find_own(Member& member, const Bucket& bucket) {
   const int64_t part = bucket.grads.numel() / ranks_->size();
-  const int64_t first = ranks_->rank() * part;  // of the bucket's elements
+  const int64_t first = ranks_->rank() * part;  // offset of this rank's part in the bucket
   const int64_t count = member.parameter.value().numel();
   OwnPart& own = member.own;
   own.begin = std::clamp<int64_t>(first - member.begin, 0, count);

@@ -15,22 +15,22 @@
 namespace te_fl::nn::detail {
 
 // The elements [begin, end) of a flattened parameter, which this rank's optimizer updates. The
-// tensors, of one dimension, share the parameter's memory; undefined where the part is empty, and
-// the value of a parameter of FP8 codes alone.
+// tensors are 1-d views of the parameter's memory. They are undefined if the part is empty; `value`
+// is also undefined for an FP8-only parameter.
 struct OwnPart {
   int64_t begin = 0, end = 0;
   Tensor grad, value;
   bool empty() const { return begin == end; }
 };
 
-// The elements of flat memory from `begin` on, in this shape: a view.
+// A view of `flat` in the given shape, from element `begin` on.
 Result<Tensor> shaped(const Tensor& flat, int64_t begin, std::span<const int64_t> shape);
 
-// Behind DataParallel: gradients, and with ZeRO the values, in flat memory. Parameters tell it of
-// the writes of their gradients. For one thread.
+// The implementation of DataParallel: stores gradients, and with ZeRO also values, in flat buckets.
+// Parameters report writes of their gradients to it. Not thread-safe.
 class GradientBuckets final : public GradientListener {
  public:
-  // The last three as DataParallelOptions has them.
+  // `bucket_bytes`, `zero` and `overlap` are those of DataParallelOptions.
   static Result<std::shared_ptr<GradientBuckets>> create(
       const std::vector<NamedParameter>& parameters, std::shared_ptr<const Comm> ranks,
       int64_t bucket_bytes, bool zero, std::optional<bool> overlap);
@@ -44,18 +44,19 @@ class GradientBuckets final : public GradientListener {
   bool averaged() const { return averaged_; }
 
   Status average();
-  // The step's last backward begins and ends, for DataParallel::LastBackward.
+  // Begin and end of the step's last backward, for DataParallel::LastBackward.
   void open();
   void close();
 
   void wrote(size_t gradient) override;
   void cleared() override;
 
-  // With ZeRO: what this rank has of a parameter; null if it is none of create()'s.
+  // With ZeRO: this rank's part of a parameter; null if the parameter was not passed to create().
   const OwnPart* own_part(const Parameter& parameter) const;
-  // With ZeRO: the ranks' parts of the values of these parameters' buckets, for all ranks.
-  // `masters`, one for each parameter: of codes alone, this rank's part of the new values (F32),
-  // from whose whole every rank makes the codes; undefined if it is empty, and of other parameters.
+  // With ZeRO: gathers the values of these parameters' buckets from the ranks that updated them.
+  // `masters` has one entry per parameter. For an FP8-only parameter it is this rank's part of the
+  // new values (F32): every rank quantises the gathered whole. It is undefined if the part is
+  // empty, and for other parameters.
   Status gather_values(const std::vector<NamedParameter>& parameters,
                        const std::vector<Tensor>& masters) const;
 
@@ -63,27 +64,27 @@ class GradientBuckets final : public GradientListener {
   struct Member {
     NamedParameter parameter;
     size_t bucket = 0;
-    int64_t begin = 0;            // its first element in the bucket
-    const void* grad = nullptr;   // where its gradient lies
-    const void* value = nullptr;  // with ZeRO, where its value lies
-    OwnPart own;                  // with ZeRO
+    int64_t begin = 0;            // offset in the bucket, in elements
+    const void* grad = nullptr;   // address of its gradient
+    const void* value = nullptr;  // with ZeRO, address of its value
+    OwnPart own;                  // with ZeRO, this rank's part
   };
   struct Bucket {
-    Tensor grads;   // all members', flat
-    Tensor values;  // with ZeRO, unless they are codes
+    Tensor grads;   // gradients of all members, flat
+    Tensor values;  // with ZeRO, except for FP8-only parameters
     std::vector<size_t> members;
     bool codes = false;
   };
 
   GradientBuckets(std::shared_ptr<const Comm> ranks, bool zero)
       : ranks_(std::move(ranks)), zero_(zero) {}
-  // Buckets of at most `most` bytes of gradients, or of one parameter.
+  // Creates buckets of at most `most` bytes of gradients, or with a single parameter.
   Status add_buckets(const std::vector<NamedParameter>& parameters, int64_t most);
   Status add_bucket(const std::vector<NamedParameter>& parameters);
   Status add_member(Bucket& bucket, const NamedParameter& parameter, int64_t begin);
   Status find_own(Member& member, const Bucket& bucket);
   Status use_streams(std::optional<bool> overlap);
-  // The part of flat memory that is rank `ranks_->rank()`'s.
+  // This rank's part of a flat tensor.
   Result<Tensor> own_of(const Tensor& flat) const;
   Status check(const Bucket& bucket) const;
   Status reduce(const Bucket& bucket) const;
@@ -100,13 +101,13 @@ class GradientBuckets final : public GradientListener {
   bool overlap_ = false;
   bool open_ = false;
   bool averaged_ = false;
-  Status failure_;  // of what began in a backward; average() returns it
-  // Where devices have streams, the collectives that begin in a backward run on a stream of their
-  // own, from `ready_` until `done_`.
+  Status failure_;  // of reductions during a backward; returned by average()
+  // On devices with streams, collectives that start during a backward run on a separate stream,
+  // between the events `ready_` and `done_`.
   Stream side_;
   Event ready_, done_;
-  void* backwards_ = nullptr;  // the stream on which the backward runs
-  bool on_side_ = false;       // the side stream has work that the backward's has not waited for
+  void* backwards_ = nullptr;  // the stream of the backward
+  bool on_side_ = false;       // the backward's stream has not waited yet for work of side_
 };
 
 }  // namespace te_fl::nn::detail

@@ -32,15 +32,15 @@ struct GraphedStep::Impl {
   GraphedStepOptions options;
   Context context;
   Stream own_stream;
-  Event before, after;  // the caller's stream with ours; none if they are one
+  Event before, after;  // order our stream with the caller's, if they differ
   int64_t runs = 0;
 
-  Tensor random;              // U64 [2]: seed and offset for the launch
-  uint64_t random_count = 0;  // counters that one step takes
+  Tensor random;              // U64 [2]: seed and offset of a launch
+  uint64_t random_count = 0;  // random counters used per step
   Graph graph;
   Tensors outputs;
   std::vector<detail::StepCapture::Touched> gradients;
-  std::vector<std::shared_ptr<const void>> kept;  // the graph uses it, its owners may let it go
+  std::vector<std::shared_ptr<const void>> kept;  // memory that the graph uses
 };
 
 Status GraphedStep::Impl::check_inputs(std::span<const Tensor> inputs) const {
@@ -79,12 +79,12 @@ Status GraphedStep::Impl::write_random(RandomPosition position) const {
   return devices::copy(device, random.raw_data(), Device(), words, sizeof words, context.stream());
 }
 
-// The step between the beginning and the end of a capture.
+// Captures one step into a graph.
 Result<Tensors> GraphedStep::Impl::record(Graph& captured) {
   TE_FL_ASSIGN_OR_RETURN(Capture recording, Capture::begin(device, context.stream()));
   Result<Tensors> result = step();
   Result<Graph> ended = recording.end();
-  if (!result.ok()) return result;  // the step's own error is nearer to the cause
+  if (!result.ok()) return result;  // the step's own error is more specific
   TE_FL_ASSIGN_OR_RETURN(captured, std::move(ended));
   return result;
 }
@@ -100,7 +100,8 @@ Status GraphedStep::Impl::capture() {
     TE_FL_ASSIGN_OR_RETURN(random, Tensor::empty({2}, DType::kU64, device));
   }
   TE_FL_RETURN_IF_ERROR(devices::synchronize(device, context.stream()));
-  // The graph updates what the step itself leaves, and nothing older.
+  // Hides older pending updates during the capture, so that the graph contains only updates of the
+  // step itself.
   const std::shared_ptr<detail::GradientUpdates> updates = detail::current_gradient_updates();
   std::vector<detail::PendingUpdate> pending = updates->take();
   RandomPosition start;
@@ -114,7 +115,7 @@ Status GraphedStep::Impl::capture() {
   detail::StepCapture writes(options.optimizer);
   Result<Tensors> result = record(captured);
   std::vector<detail::StepCapture::Touched> touched = writes.take();
-  // Nothing has run yet: the launch counts.
+  // The capture has run nothing, so the position is reset; the launch counts.
   const bool updates_left = !updates->take().empty();
   updates->put_back(std::move(pending));
   uint64_t count = 0;

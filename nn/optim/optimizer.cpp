@@ -110,7 +110,7 @@ int Optimizer::state_ranks() const noexcept { return zero_ == nullptr ? 1 : zero
 
 Status Optimizer::make_capturable() {
   auto state = std::make_unique<OnDevice>();
-  // One block, written by one copy: the step, then the learning rates.
+  // One memory block, so that one copy writes the step and the learning rates.
   const auto rates = static_cast<int64_t>(lr_scales_.size());
   TE_FL_ASSIGN_OR_RETURN(Tensor block, Tensor::zeros({1 + (rates + 1) / 2}, DType::kI64, home()));
   TE_FL_ASSIGN_OR_RETURN(state->step, block.slice(0, 0, 1));
@@ -121,7 +121,7 @@ Status Optimizer::make_capturable() {
     TE_FL_ASSIGN_OR_RETURN(Tensor lr, Tensor::wrap(at, one, {}, DType::kF32, home(), owner));
     state->lr.push_back(std::move(lr));
   }
-  // Before any capture, in which new memory would be the graph's.
+  // Allocated before any capture, since memory allocated in a capture belongs to the graph.
   TE_FL_ASSIGN_OR_RETURN(flag_, Tensor::zeros({1}, DType::kI32, home()));
   if (max_grad_norm_ > 0) {
     TE_FL_ASSIGN_OR_RETURN(state->grad_norm, Tensor::zeros({1}, DType::kF32, home()));
@@ -178,20 +178,20 @@ Status Optimizer::advance() {
     --steps_;
     return status;
   }
-  // All: the graph may have been captured when other ones were frozen.
+  // Updates all parameters, since others may have been frozen at the capture.
   for (const NamedParameter& p : parameters_) ++p.parameter->version;
   set_steps(steps_);
   return {};
 }
 
-// Clips by the norm on the device; one that is not finite sets `noop`.
+// Clips by the norm on the device; sets `noop` if the norm is not finite.
 Status Optimizer::clip_on_device(const Tensor& noop) {
   TE_FL_RETURN_IF_ERROR(detail::norm_into(gradients(), device_->grad_norm));
   return detail::scale_by_norm(gradients(), device_->grad_norm, max_grad_norm_, noop, home());
 }
 
-// Divides the gradients by the scale, which is at least 1: the op's clipping to norm 1 does that,
-// and it reads the scale when it runs.
+// Divides the gradients by the scale, which is at least 1, by clipping to norm 1 with the scale as
+// the norm. The op reads the scale on the device when it runs.
 Status Optimizer::unscale(LossScaler& scaler) {
   if (scaler.scale().device() != home()) {
     return invalid_argument("Optimizer::step: the scaler is on " +
@@ -208,7 +208,8 @@ Status Optimizer::unscale(LossScaler& scaler) {
   return detail::agree_on(gradients(), noop_);
 }
 
-// With max_grad_norm: clips, on the device or, unless the optimizer is capturable, on the host.
+// Clips if max_grad_norm is set: on the device if the optimizer is capturable, otherwise on the
+// host.
 Status Optimizer::clip(const LossScaler* scaler) {
   if (max_grad_norm_ <= 0 || parameters_.empty()) return {};
   if (device_ != nullptr) {
@@ -226,7 +227,7 @@ Status Optimizer::clip(const LossScaler* scaler) {
       "; parameters are left as they are (the loss diverged or a gradient overflowed)");
 }
 
-// Checks that the step that is being captured can be every launch's.
+// Checks that the captured step is correct for every launch.
 Status Optimizer::check_capture() const {
   if (device_ == nullptr) {
     return failed_precondition(
@@ -262,7 +263,7 @@ Status Optimizer::step(LossScaler* scaler) {
   TE_FL_RETURN_IF_ERROR(detail::end_backwards(parameters_));
   noop_ = Tensor();
   if (scaler != nullptr) TE_FL_RETURN_IF_ERROR(unscale(*scaler));
-  // On the host before anything is counted, since it may refuse the gradients.
+  // On the host, clipping may refuse the gradients, so it runs before the step is counted.
   if (device_ == nullptr || capturing) TE_FL_RETURN_IF_ERROR(clip(scaler));
   if (capturing) return update(false);
   TE_FL_RETURN_IF_ERROR(refresh_masters());
@@ -277,8 +278,7 @@ Status Optimizer::step(LossScaler* scaler) {
   }
   for (const NamedParameter& p : parameters_) p.parameter->version += detail::trained(*p.parameter);
   set_steps(steps_);
-  // An implementation that was found wrong goes out of service between two steps, whether or not it
-  // can be noted.
+  // Quarantines take effect between two steps, even if the quarantine file cannot be written.
   if (const Status noted = step_boundary(); !noted.ok()) {
     log::once(log::Level::kWarning, "step boundary", noted.to_string());
   }

@@ -11,7 +11,8 @@
 namespace te_fl::nn::detail {
 namespace {
 
-// Those that the ranks of Gradients::ranks divide, and those that each of them has.
+// Gradients that are sharded over the ranks of Gradients::ranks, and gradients that every rank has
+// completely.
 struct Split {
   Pointers divided, whole;
 };
@@ -47,7 +48,7 @@ Status gather(const Tensor& own, const Tensor& all, const Comm& ranks) {
   return ops::all_gather(args, call_options(own.device()));
 }
 
-// With ZeRO the norm of this rank's parts becomes that of all parts: the norm of a vector of norms.
+// With ZeRO: combines the norms of the ranks' parts; the result is the norm of the vector of norms.
 Status join_parts(const Tensor& norm, const GradientBuckets* zero) {
   if (zero == nullptr) return {};
   const Comm& ranks = zero->ranks();

@@ -19,15 +19,14 @@ size_t group_of(const NamedParameter& p, const std::vector<ParamGroup>& groups) 
   return 0;
 }
 
-// F32 memory for what the slot is of: the parameter, or this rank's part of it.
+// Allocates an F32 tensor for the slot's parameter, or for this rank's part of it.
 Result<Tensor> empty_state(const Slot& slot) {
   const Tensor& value = slot.parameter.value();
   if (slot.part == nullptr) return empty_like(value, DType::kF32);
   return Tensor::empty({slot.part->end - slot.part->begin}, DType::kF32, value.device());
 }
 
-// Copies from `from`, which has the parameter's shape, the elements that the slot is of; codes are
-// dequantised.
+// Copies the slot's elements from `from`, which has the parameter's shape. Dequantises FP8 data.
 Status copy_own(const Slot& slot, const Tensor& from, const Tensor& to) {
   if (slot.part == nullptr) return copy_values(from, to);
   Tensor high = from;

@@ -1,4 +1,4 @@
-// The part of GradientBuckets that only ZeRO has: what this rank owns, and the others' values.
+// The functions of GradientBuckets for ZeRO: this rank's part, and the gathering of values.
 #include "nn/autograd/parameter.hpp"
 #include "nn/base/tensor_ops.hpp"
 #include "nn/optim/gradient_buckets.hpp"
@@ -19,7 +19,8 @@ Status GradientBuckets::gather(const Tensor& flat) const {
   return ops::all_gather(args, call_options(flat.device()));
 }
 
-// Every rank quantises the whole: its scale is that of all parts.
+// Gathers the master weights; every rank then quantises the whole, since the scale depends on all
+// parts.
 Status GradientBuckets::gather_codes(const Bucket& bucket,
                                      const std::vector<const Tensor*>& masters) const {
   TE_FL_ASSIGN_OR_RETURN(const Tensor flat,
