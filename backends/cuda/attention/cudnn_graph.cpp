@@ -18,7 +18,8 @@ void CudnnPlan::run(CudnnState& state, int device, cudaStream_t stream,
   for (const Binding& b : tensors) ids[n] = b.id, pointers[n++] = b.data;
   for (const Constant& c : constants_) {
     ids[n] = c.id;
-    pointers[n++] = const_cast<unsigned char*>(c.bytes);  // read only; the interface has no const
+    // not modified; the interface has no const
+    pointers[n++] = const_cast<unsigned char*>(c.bytes);
   }
   const CudnnDescriptor pack(cudnn_type::kVariantPack, what_);
   const auto set = [&](int name, int type, size_t length, const void* values) {
