@@ -8,7 +8,7 @@ namespace te_fl::cuda {
 namespace {
 
 template <class T>
-struct Ordered {  // F32, and F16 and BF16, which F32 holds exactly
+struct Ordered {  // for F32, and for F16 and BF16, which F32 represents exactly
   using Integer = int32_t;
   static __device__ Integer of(T x) {
     const float v = to_f32(x);
