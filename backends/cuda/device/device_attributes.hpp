@@ -1,4 +1,4 @@
-// Attributes of a device, asked once.
+// Attributes of a device, each queried once.
 #pragma once
 
 #include "device/cuda_check.hpp"
