@@ -67,9 +67,9 @@ namespace softmax_choice {
 constexpr int64_t kRunElements = 8;  // kGroup of element.cuh
 constexpr SoftmaxRow kRows[] = {{8, 1},   {32, 1},  {32, 2},  {32, 4},  {128, 2},
                                 {128, 4}, {256, 4}, {512, 4}, {1024, 4}};
-constexpr SoftmaxRow kWidest = {1024, 4};  // 16-bit elements only (registers)
-// With more runs, two blocks with rows in shared memory overlap better than one block with a row in
-// registers.
+constexpr SoftmaxRow kWidest = {1024, 4};  // for 16-bit elements: FP32 needs too many registers
+// Above this number of runs, two blocks with rows in shared memory overlap better than one block
+// with a row in registers.
 constexpr int64_t kWidestForward = 2048;
 constexpr int kClusterBlocks = 4;
 constexpr SoftmaxRow kClusterRow = {256, 4};
