@@ -15,7 +15,7 @@ namespace {
 int quota_to_cpus(double quota, double period) {
   if (quota <= 0 || period <= 0) return 0;
   const double cpus = quota / period;
-  if (cpus >= 1 << 20) return 0;  // No machine is that large: as good as no quota.
+  if (cpus >= 1 << 20) return 0;  // no machine is that large: treat as no quota
   return std::max(1, static_cast<int>(cpus) + (cpus > static_cast<int>(cpus) ? 1 : 0));
 }
 
@@ -43,8 +43,8 @@ int tighter(int a, int b) {
   return std::min(a, b);
 }
 
-// Visits root + path and every ancestor of it up to root itself. Inside a container the path of
-// the outer system may not exist below root; then only root counts.
+// The tightest limit in root + path and all its parent directories up to root. In a container, the
+// host's path may not exist below root; then only root counts.
 int tightest_on_path(const std::string& root, std::string path, int (*read)(const std::string&)) {
   int limit = read(root);
   while (path.size() > 1) {
@@ -74,7 +74,7 @@ int affinity_cpu_count() {
     if (sched_getaffinity(0, bytes, set.get()) == 0) {
       return std::max(1, CPU_COUNT_S(bytes, set.get()));
     }
-    if (errno != EINVAL) break;  // EINVAL: the kernel's mask is larger than ours.
+    if (errno != EINVAL) break;  // EINVAL: the kernel's mask is larger than this buffer
   }
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
