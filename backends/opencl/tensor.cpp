@@ -1,4 +1,4 @@
-// Residual addition, copies and fills.
+// The ops add, strided_copy and fill.
 #include "te_fl/ops/tensor.h"
 
 #include <cmath>
@@ -91,7 +91,7 @@ uint64_t integer(double value, const char* type) {
 template <class T>
 uint64_t bits_of(T value) {
   uint64_t bits = 0;
-  std::memcpy(&bits, &value, sizeof value);  // little-endian, as the device is
+  std::memcpy(&bits, &value, sizeof value);  // little-endian, like the device
   return bits;
 }
 
