@@ -39,7 +39,7 @@ struct Division {
   int64_t shares = 1;
   int64_t slots = 1;
   int64_t query_tiles = 0;  // upper bound over all heads
-  int64_t delta = 0;        // rows
+  int64_t delta = 0;        // number of (query, head) rows
   int64_t slot = 0;         // floats of scratch per slot
 };
 

@@ -163,7 +163,7 @@ class Forward {
 
   AttentionCall call_;
   HeadRows q_, k_, v_, o_;
-  std::vector<LseRows> lse_;  // none or one
+  std::vector<LseRows> lse_;  // has one element if the call writes softmax_lse, else none
   Division div_;
   Scratch scratch_;
   float *packed_k_, *packed_v_, *slots_;

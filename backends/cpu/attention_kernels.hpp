@@ -28,8 +28,8 @@ void tile_product(const TileProduct& product);
 struct ScoreRules {
   int64_t first_key, keys, cols;
   const int32_t* begin;     // [kQueries]: a query sees keys [begin, end); NULL: all of the tile
-  const int32_t* end;       // [kQueries]
-  const float* bias;        // [keys, kQueries], or NULL
+  const int32_t* end;       // shape [kQueries]
+  const float* bias;        // shape [keys, kQueries]; NULL: no bias
   const float* hidden;      // [keys, kQueries], not 0 if hidden; or NULL
   const float* alibi_from;  // key position at distance 0 of each query; NULL without ALiBi
   float slope;
@@ -63,7 +63,7 @@ void multiply_tile(int64_t keys, int64_t cols, const float* factors, float* tile
 // factors[j, c] = `kept` if dropout keeps element elements[c] + j of the random stream, else 0.
 struct DropoutRules {
   uint64_t seed, offset;
-  uint32_t threshold;  // dropout_threshold(); not 0
+  uint32_t threshold;  // result of dropout_threshold(); not 0
   float kept;
 };
 void dropout_tile(const DropoutRules& rules, const uint64_t* elements, int64_t keys, int64_t cols,

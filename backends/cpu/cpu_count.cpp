@@ -82,7 +82,7 @@ int affinity_cpu_count() {
 int cgroup_cpu_limit(const std::string& cgroup_root, const std::string& self_cgroup) {
   int limit = 0;
   std::ifstream file(self_cgroup);
-  for (std::string line; std::getline(file, line);) {  // "id:controllers:/path"
+  for (std::string line; std::getline(file, line);) {  // a line has the form "id:controllers:/path"
     const size_t first = line.find(':');
     const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
     if (second == std::string::npos) continue;

@@ -155,7 +155,8 @@ Refusal refuse_rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& args) {
 // ---- backward
 
 struct Backward {
-  const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;  // absent: NULL
+  // absent tensors are NULL
+  const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;
   bool zero_centered_gamma;
 };
 

@@ -10,8 +10,8 @@ double row_sum(const float* x, int64_t n);
 // least 1.
 float rough_mean(const float* x, int64_t n);
 struct Moments {
-  double sum = 0;      // of x - shift
-  double squares = 0;  // of (x - shift)^2
+  double sum = 0;      // sum of x - shift
+  double squares = 0;  // sum of (x - shift)^2
 };
 // With a shift near the mean, a large common offset costs no precision.
 Moments row_moments(const float* x, int64_t n, float shift);

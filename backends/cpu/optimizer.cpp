@@ -23,7 +23,7 @@
 namespace te_fl::cpu {
 
 struct AdamFactors {
-  float beta1, rest1, beta2, rest2;  // decay and 1 - decay
+  float beta1, rest1, beta2, rest2;  // the decays beta1 and beta2, and 1 - decay of each
   float inverse_correction1, inverse_correction2;
   float lr, epsilon;
   float l2_decay, decoupled_decay;  // at least one of them is 0
@@ -438,7 +438,7 @@ void scale(const te_fl_context&, const te_fl_multi_tensor_scale_args& a) {
 
 // ---- norms
 
-constexpr int64_t kBlock = 1 << 16;  // elements per partial sum
+constexpr int64_t kBlock = 1 << 16;  // number of elements per partial sum
 
 // The sum of squares of each tensor.
 std::vector<double> sums_of_squares(TensorList inputs, int64_t count) {

@@ -193,7 +193,7 @@ class Rotation {
   int64_t columns_;
   bool interleaved_, backward_;
   int64_t position_ = -1;
-  std::vector<float> cosine_, sine_, raw_;  // raw_: unsigned sines, then a head
+  std::vector<float> cosine_, sine_, raw_;  // raw_ holds unsigned sines first, then a rotated head
 };
 
 // Addresses the heads [token0, token1, head] of a [.., .., heads, dim] tensor (thd: [tokens, heads,

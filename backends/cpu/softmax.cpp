@@ -89,7 +89,7 @@ void BackwardRow(const void* raw_dy, const void* raw_y, int64_t visible, int64_t
   VF sum0 = SetF(0.0f), sum1 = sum0;
   int64_t j = 0;
   for (; j + 2 * lanes <= visible; j += 2 * lanes) {
-    hwy::Prefetch(dy + j + cols);  // the next row
+    hwy::Prefetch(dy + j + cols);  // prefetches the next row
     hwy::Prefetch(y + j + cols);
     sum0 = hn::MulAdd(LoadF32(dy + j), LoadF32(y + j), sum0);
     sum1 = hn::MulAdd(LoadF32(dy + j + lanes), LoadF32(y + j + lanes), sum1);

@@ -13,7 +13,7 @@ namespace {
 constexpr int kMaxDims = 16;
 
 struct Dim {
-  int64_t size, in, out;  // strides in elements
+  int64_t size, in, out;  // extent, and strides in elements
 };
 
 // The dimensions of a copy, outermost first. Dimensions of extent 1 are dropped, and adjacent
@@ -70,7 +70,7 @@ void move(int64_t bytes, const char* from, int64_t from_stride, char* to, int64_
 
 // Copies runs along one dimension.
 struct Copier {
-  int from, to;  // dtypes
+  int from, to;  // dtypes of the source and the destination
   int64_t from_bytes, to_bytes;
 
   void run(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t n) const {

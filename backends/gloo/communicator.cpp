@@ -196,7 +196,7 @@ void Communicator::run(const char* op, const std::function<void()>& f) {
                     ", of which this is a child; make one after the fork");
   }
   if (const std::string before = failure(); !before.empty()) throw Error(TE_FL_COMM_FAILED, before);
-  std::optional<BrokenPipes> ignored;  // takes four system calls
+  std::optional<BrokenPipes> ignored;  // installing it takes four system calls
   if (size_ > 1) ignored.emplace();
   try {
     f();
@@ -291,7 +291,7 @@ Transfer Communicator::begin_receive(void* data, size_t bytes, int peer) {
 }
 
 void Communicator::wait(Transfer& transfer) const {
-  if (transfer.buffer == nullptr) return;  // no bytes
+  if (transfer.buffer == nullptr) return;  // the transfer has no bytes
   if (transfer.sends) {
     transfer.buffer->waitSend(timeout_);
   } else {

@@ -10,7 +10,7 @@
 
 namespace te_fl::opencl {
 
-// "clEnqueueNDRangeKernel: CL_OUT_OF_RESOURCES (-5)"
+// For example "clEnqueueNDRangeKernel: CL_OUT_OF_RESOURCES (-5)".
 std::string text_of(cl_int error, const char* call);
 [[noreturn]] void throw_error(cl_int error, const char* call, const std::string& more = "");
 

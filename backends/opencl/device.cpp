@@ -20,7 +20,7 @@ namespace {
 
 Device& device_of(void* self) { return *static_cast<Device*>(self); }
 
-// Runs f(device).
+// Runs f(device) with the checks that every entry point makes.
 template <class F>
 te_fl_status on_device(void* self, const te_fl_error_sink* errors, F&& f) noexcept {
   return backend::guard(errors, [&] {
@@ -217,7 +217,7 @@ OwnEvent event_here(Device& d, OwnEvent recorded) {
   cl_int error = CL_SUCCESS;
   OwnEvent own(clCreateUserEvent(d.context, &error), &clReleaseEvent);
   check(error, "clCreateUserEvent");
-  clRetainEvent(own.get());  // for the callback
+  clRetainEvent(own.get());  // this reference is for the callback
   error = clSetEventCallback(
       recorded.get(), CL_COMPLETE,
       [](cl_event, cl_int status, void* ours) {

@@ -33,7 +33,7 @@ struct Device {
   std::unique_ptr<Programs> programs;
   te_fl_device_desc desc{};
   std::mutex streams_mutex;
-  std::set<cl_command_queue> streams;  // those that create_stream() made
+  std::set<cl_command_queue> streams;  // the streams that create_stream() made
 
   cl_command_queue queue_of(void* stream) const {
     return stream == nullptr ? queue : static_cast<cl_command_queue>(stream);

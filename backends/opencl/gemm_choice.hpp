@@ -20,9 +20,9 @@ struct GemmDevice {
   bool gpu = false;
   uint32_t compute_units = 1;
   size_t largest_group = 64;  // maximum work-items per group
-  uint64_t local_memory = 0;  // in bytes
+  uint64_t local_memory = 0;  // size in bytes
   bool clblast = false;       // CLBlast is present, and its buffers can share te-fl's memory
-  GemmKernel wanted = GemmKernel::kAuto;  // TE_FL_OPENCL_GEMM
+  GemmKernel wanted = GemmKernel::kAuto;  // value of TE_FL_OPENCL_GEMM
 };
 
 struct GemmProblem {

@@ -53,7 +53,7 @@ class Memory {
   const cl_command_queue default_queue_;
   const size_t cache_limit_;
   mutable std::mutex mutex_;
-  std::map<char*, Block> blocks_;  // in use
+  std::map<char*, Block> blocks_;  // the blocks in use
   std::map<std::pair<cl_command_queue, size_t>, std::vector<std::pair<char*, Block>>> cache_;
   size_t cached_ = 0, allocated_ = 0;
   std::map<char*, Pinned> pinned_;

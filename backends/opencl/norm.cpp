@@ -1,4 +1,4 @@
-// Layer and RMS normalisation.
+// The layernorm and rmsnorm ops.
 #include "te_fl/ops/norm.h"
 
 #include "families.hpp"

@@ -69,7 +69,7 @@ struct OpenCl : backend::DeviceInstance {
 OpenCl::OpenCl(const te_fl_host_api& host) {
   watch_forks();
   {
-    const SignalHandlersKept kept;  // drivers start here
+    const SignalHandlersKept kept;  // the drivers start in this scope
     found = enumerate(backend::setting(host, "TE_FL_OPENCL_DEVICE"),
                       backend::setting_mebibytes(host, "TE_FL_DEVICE_CACHE_MB", 512));
   }

@@ -38,7 +38,7 @@ class Programs {
   const std::string base_options_;
   std::string device_key_;  // the part of a binary's cache key that describes the device
   std::mutex mutex_;
-  std::map<std::string, cl_program> programs_;  // by file and options
+  std::map<std::string, cl_program> programs_;  // keyed by file and options
   std::map<std::string, std::unique_ptr<Kernel>> kernels_;
 };
 

@@ -10,7 +10,7 @@ inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 inline double sigmoid_derivative(double x) { return sigmoid(x) * sigmoid(-x); }
 
 struct Gelu {
-  static constexpr double kTwoC = 2.0 * 0.7978845608028654;  // 2 sqrt(2 / pi)
+  static constexpr double kTwoC = 2.0 * 0.7978845608028654;  // equals 2 sqrt(2 / pi)
   static double value(double x) { return x * sigmoid(kTwoC * (x + 0.044715 * x * x * x)); }
   static double derivative(double x) {
     const double u = kTwoC * (x + 0.044715 * x * x * x);

@@ -14,7 +14,7 @@ namespace te_fl::reference {
 // A [batch, seqlen, heads, dim] operand or gradient in double, in the tensor's logical order.
 class Heads {
  public:
-  Heads(const te_fl_tensor& t, const char* name, int32_t layout);  // reads the tensor
+  Heads(const te_fl_tensor& t, const char* name, int32_t layout);  // reads the tensor's values
   Heads(const te_fl_tensor& t, int32_t layout);  // starts with zeros, for accumulation
 
   // The head's dim elements at position s of sequence b (thd: b is ignored and s is a token).
@@ -44,7 +44,7 @@ class Fp8Rounding {
  private:
   const te_fl_tensor* tensor_;
   bool e4m3_ = false;
-  float given_ = 1;  // the tensor's scale
+  float given_ = 1;  // the scale that the call supplies
   float scale_ = 1;
   float amax_ = 0;
 };
@@ -69,7 +69,7 @@ class ScoreRow {
   const backend::AttentionProblem& p_;
   const Heads& q_;
   const Heads& k_;
-  std::vector<double> bias_;  // of one row
+  std::vector<double> bias_;  // the bias of one row
   std::vector<double> scores_;
   std::vector<double> slopes_;
   std::vector<uint8_t> masked_;

@@ -21,7 +21,7 @@ bool same_call(const Brought& a, const Brought& b) {
          (a.elements == b.elements || a.op->misfit != nullptr);
 }
 
-// "rank 0 has all_reduce of 8 f32 (sum), rank 1 has ...".
+// For example "rank 0 has all_reduce of 8 f32 (sum), rank 1 has ...".
 std::string brought_by_each(Ranks ranks) {
   constexpr size_t kTold = 16;
   std::string text;

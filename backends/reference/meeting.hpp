@@ -20,7 +20,7 @@ namespace te_fl::reference {
 struct Brought;
 using Ranks = std::span<const Brought* const>;  // one call of all ranks, in rank order
 
-// A collective op.
+// Describes a collective op.
 struct Collective {
   enum class Way : uint8_t { kAll, kSend, kReceive };  // with all ranks, or with a peer
   const char* name;
@@ -35,12 +35,12 @@ struct Brought {
   const Collective* op = nullptr;
   int64_t elements = 0;    // of the input, or of the only tensor
   int dtype = -1;          // te_fl_dtype_index; -1: the op has no tensors
-  int32_t reduction = -1;  // te_fl_reduction
-  int32_t root = -1;       // of broadcast
+  int32_t reduction = -1;  // value of te_fl_reduction
+  int32_t root = -1;       // root of broadcast
   int32_t peer = -1;       // the other rank of send or recv
   const char* in = nullptr;
   char* out = nullptr;
-  int64_t bytes = 0;              // size of `elements`
+  int64_t bytes = 0;              // size of `elements` elements
   int64_t row_bytes = 0;          // of all_to_all_v, like `to` and `from`
   std::vector<int64_t> to, from;  // number of rows for and from each rank
 };
@@ -97,12 +97,12 @@ class Meeting {
 
   const std::string name_;
   const int size_;
-  const uint32_t timeout_ms_;  // 0: no limit
+  const uint32_t timeout_ms_;  // 0: there is no limit
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Presence> presence_;
   std::vector<Queue> calls_;          // by rank; collectives with all ranks only
-  std::vector<Queue> sends_, recvs_;  // by pair of ranks
+  std::vector<Queue> sends_, recvs_;  // queues by pair of ranks
   uint64_t met_ = 0;                  // number of completed collectives
   te_fl_status status_ = TE_FL_OK;
   std::string failure_;

@@ -39,7 +39,7 @@ void scale(const te_fl_context&, const te_fl_multi_tensor_scale_args& a) {
   if (a.norm != nullptr) {
     const float norm = scalar_f32(*a.norm);
     finite = std::isfinite(norm);
-    if (finite && norm > a.max_norm) factor = a.scale * (a.max_norm / norm);  // in FP32
+    if (finite && norm > a.max_norm) factor = a.scale * (a.max_norm / norm);  // computed in FP32
   }
   for (int64_t t = 0; t < a.inputs_count; ++t) {
     std::vector<double> x = Reader(*a.inputs[t]).all_double();

@@ -43,7 +43,7 @@ void softmax_row(const double* x, int64_t visible, double scale, Masked&& masked
   for (int64_t k = 0; k < visible; ++k) {
     if (!masked(k)) top = max_or_nan(top, scale * x[k]);
   }
-  if (top == -INFINITY) return;  // fully masked
+  if (top == -INFINITY) return;  // the row is fully masked
   double sum = 0;
   for (int64_t k = 0; k < visible; ++k) {
     if (!masked(k)) sum += std::exp(scale * x[k] - top);

@@ -18,7 +18,7 @@ constexpr int64_t kTileCols = 2048;
 
 struct Tile {
   int64_t row, col, rows, cols;
-  const float* values;  // [rows, cols]
+  const float* values;  // shape [rows, cols]
 };
 
 template <class F>

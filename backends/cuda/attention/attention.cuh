@@ -1,4 +1,5 @@
-// The FP32 kernels' view of one attention call, and device code that forward and backward share.
+// One attention call in the form that the plugin's kernels take, and FP32 device code that forward
+// and backward share.
 #pragma once
 
 #include "attention/attention_choice.hpp"
@@ -10,7 +11,7 @@
 namespace te_fl::cuda {
 
 constexpr int kTileRows = 32;  // queries, or keys, of a tile
-constexpr int kLanes = 8;      // threads that share a row
+constexpr int kLanes = 8;      // threads that share a row of the tile
 constexpr int kMaxHeadDim = 256;
 static_assert(kTileRows * kLanes == kThreads);
 
@@ -18,7 +19,7 @@ static_assert(kTileRows * kLanes == kThreads);
 struct HeadData {
   void* data = nullptr;
   int dtype = TE_FL_F32;
-  int64_t batch = 0, seq = 0, head = 0, element = 0;  // strides
+  int64_t batch = 0, seq = 0, head = 0, element = 0;  // strides of the dimensions
   int dim = 0;
   const float* factor = nullptr;  // FP8 input: scale_inv; FP8 output: scale
   float* amax = nullptr;          // of an output: raised to the largest magnitude written, unless
@@ -155,10 +156,10 @@ struct Attention {
   int softmax_type;
   float scale;
   float softcap;       // 0: off; else a scaled product x becomes softcap tanh(x / softcap)
-  uint64_t threshold;  // of dropout
-  float kept;          // 1 / (1 - p)
+  uint64_t threshold;  // dropout's threshold
+  float kept;          // 1 / (1 - p), the factor of probabilities that dropout keeps
   uint64_t seed, rng_offset;
-  const uint64_t *seed_address, *offset_address;  // as in te_fl_rng
+  const uint64_t *seed_address, *offset_address;  // as in te_fl_rng; may be NULL
   ScoreData bias, attn_mask;
   const float* alibi;
   int64_t alibi_batch, alibi_head;
@@ -309,7 +310,7 @@ __device__ inline backend::KeyRange keys_of_tile(const Attention& p, const Span&
 // A thread's scores of query i and the keys k0 + lane + c kLanes of a tile.
 struct TileScores {
   static constexpr int kCount = kTileRows / kLanes;
-  float score[kCount], most = -INFINITY;  // hidden keys: -inf
+  float score[kCount], most = -INFINITY;  // a hidden key has score -inf
   bool hidden[kCount];
 
   __device__ TileScores(const Attention& p, const Span& s, int64_t b, int64_t h, int64_t i,
@@ -383,7 +384,7 @@ struct AttentionGradients {
   float* dsink;
   int64_t dsink_stride;
   const float* lse;
-  float* delta;  // scratch, one per row of lse
+  float* delta;  // scratch, one element per row of lse
   // Used by the tensor-core kernels only:
   float* log2_sum;  // scratch, one per row of lse: lse times log2(e)
   // Scratch for the gradients of the scores, in q's dtype; dbias is their sum. Tiles of 128 queries

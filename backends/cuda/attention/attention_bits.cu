@@ -8,7 +8,7 @@ namespace flash {
 namespace {
 
 constexpr int kBlock = kFixed;    // threads; they pack 32 queries by 128 keys per iteration
-constexpr int kRun = 8 * kBlock;  // keys per block
+constexpr int kRun = 8 * kBlock;  // number of keys per block
 
 // Returns one bit per byte, lowest byte first. A bit is set if its byte is not 0.
 __device__ inline uint32_t bits_of(uint32_t bytes) {

@@ -11,7 +11,7 @@ namespace te_fl::cuda::flash {
 struct Dropping {
   numeric::PhiloxKey key;
   uint64_t base;
-  int64_t rows, cols;  // of the logical matrix
+  int64_t rows, cols;  // extents of the logical matrix
   uint32_t threshold;
 
   // The whole warp must call this. The shuffle tells the compiler that all lanes have the same key,

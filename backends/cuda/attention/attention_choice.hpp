@@ -48,7 +48,7 @@ struct AttentionChoice {
 
 namespace attention_choice {
 
-constexpr int kArchitecture = 90;  // 10 * major + minor
+constexpr int kArchitecture = 90;  // compute capability, 10 * major + minor
 constexpr int64_t kMostHead = 128;
 constexpr int64_t kMostTokens = int64_t{1} << 30;
 

@@ -375,7 +375,7 @@ te_fl_status run_with_state(void* self, const te_fl_context* ctx, const void* ra
   });
 }
 
-// The text from which a plan is keyed.
+// Describes how cuDNN serves the call (te_fl_op_desc.describe).
 template <class Args>
 std::string words_of(const te_fl_context& ctx, const Args& a) {
   const Cudnn* library = cudnn();

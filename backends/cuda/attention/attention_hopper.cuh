@@ -45,7 +45,7 @@ struct Stage {
   static constexpr int kBias = 2 * kSecond;
   static constexpr int kKeep = kBias + kRows * bias_pitch(kCols);
   static constexpr int kHide = kKeep + kBitsBytes;
-  static constexpr int kSums = kHide + kBitsBytes;  // QuerySums of 64 queries
+  static constexpr int kSums = kHide + kBitsBytes;  // offset of the QuerySums of 64 queries
   static constexpr int kEnd = kSums + (kKeysPass ? 0 : kPassing * 8);
   static constexpr int kBytes = (kEnd + 1023) / 1024 * 1024;
 };
@@ -163,7 +163,7 @@ __device__ inline void copy_bias(const Attention& p, const T* matrix, bool whole
   constexpr int kPitch = bias_pitch(kCols);
   const ScoreData& d = p.bias;
   const int rows = static_cast<int>(p.seqlen_q), cols = static_cast<int>(p.seqlen_kv);
-  if (whole) {  // in 16-byte vectors
+  if (whole) {  // copies 16-byte vectors
     constexpr int kUnits = kCols / 8, kStep = kFilling / kUnits;
     const int row = filler() / kUnits, unit = filler() % kUnits, i = i0 + row, j = j0 + unit * 8;
     const auto bytes = static_cast<uint32_t>(min(max(cols - j, 0), 8)) * 2;
@@ -357,7 +357,7 @@ struct Terms {
   const Attention& p;
   float scale, slope = 0.0f;
   float cap, into_cap;  // softcap log2(e), and 2 log2(e) scale / softcap; unused without softcap
-  int shift;            // alibi_distance(i, j) = j - i - shift
+  int shift;            // alibi_distance(i, j) equals j - i - shift
   Range seen[2] = {};   // range seen by each of the two fixed rows
 
   __device__ Terms(const Attention& problem, const Span& s)

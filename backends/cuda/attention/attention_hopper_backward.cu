@@ -61,7 +61,7 @@ using QueryRing = Ring<kStages, kFillers<true>>;
 template <int kDim>
 struct QueryShared {
   using Part = Stage<kDim, true>;
-  static constexpr int kDO = matrix_bytes<kDim>(kFixed);  // after Q
+  static constexpr int kDO = matrix_bytes<kDim>(kFixed);  // offset of dO, which follows Q
   static constexpr int kStagesAt = 2 * kDO;
   static constexpr int kBarriers = kStagesAt + kStages * Part::kBytes;
   static constexpr int kBytes = kBarriers + kStages * 2 * 8;
@@ -220,7 +220,7 @@ constexpr int kKeyFillRegisters = 504 - 2 * kKeyProductRegisters<kDim>;
 template <int kDim>
 struct KeyShared {
   using Part = Stage<kDim, false>;
-  static constexpr int kV = matrix_bytes<kDim>(kFixed);  // after K
+  static constexpr int kV = matrix_bytes<kDim>(kFixed);  // offset of V, which follows K
   static constexpr int kStagesAt = 2 * kV;
   static constexpr int kBarriers = kStagesAt + kStages * Part::kBytes;
   static constexpr int kBytes = kBarriers + kStages * 2 * 8;
@@ -428,8 +428,8 @@ void backward(const te_fl_context& ctx, const Attention& p, const AttentionGradi
   }
   if (p.seqlen_kv == 0) return;
   dim3 keys = fixed_grid(p.seqlen_kv, p.kv_heads, p.batch);
-  // Drawing dropout's bits takes less scratch than these gradients: if the gradients fit, so do the
-  // bits.
+  // Dropout's bits need less scratch than these gradients. So if the gradients are stored, the bits
+  // are stored too, and draws() is false.
   if (g.score_gradients != nullptr && !draws(p) && p.seqlen_q > 0) {
     constexpr auto kKernel = attention_hopper_dkv_kernel<T, kDim, false, true>;
     ++keys.y;

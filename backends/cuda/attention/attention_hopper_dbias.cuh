@@ -202,7 +202,7 @@ class KeptSum {
   const Attention& p_;
   const AttentionGradients& g_;
   uint32_t shared_, full_, empty_;
-  bool varies_;  // sequence lengths differ
+  bool varies_;  // true if the sequences have different lengths
   int stage_ = 0;
   uint32_t parity_ = 0;
 };
@@ -213,7 +213,7 @@ class KeptSum {
 struct BiasWork : BiasTile {
   int end;  // past the last tile's keys; j0: first key of the current tile
 
-  // `count`: tiles per block.
+  // `count`: number of tiles per block.
   __device__ BiasWork(const Attention& p, const AttentionGradients& g, int count)
       : BiasTile(p, g, blockIdx.z, blockIdx.y) {
     const int run = count * kPassing, across = static_cast<int>(ceil_div(p.seqlen_kv, run));
@@ -225,7 +225,7 @@ struct BiasWork : BiasTile {
   __device__ void next() { j0 += kPassing; }
 };
 
-constexpr int kBiasStages = 2, kBiasTiles = 8;  // kBiasTiles: tiles per block
+constexpr int kBiasStages = 2, kBiasTiles = 8;  // kBiasTiles: number of tiles per block
 constexpr int kBiasProductRegisters = 152, kBiasFillRegisters = 256 - kBiasProductRegisters;
 using BiasRing = Ring<kBiasStages, kFillers<true>>;
 

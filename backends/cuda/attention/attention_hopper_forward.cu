@@ -22,7 +22,7 @@ struct ForwardShared {
 
 // The online softmax of a thread's two rows. Scores and `top` are times log2(e).
 struct RowsSoftmax {
-  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // sum: this thread's part
+  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // sum: this thread's part of the row's sum
 
   // Adds a tile of scores, which become exp(score - top). Returns in `shrink` the factors by which
   // the earlier sums of the two rows must be multiplied.

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(Attention p, HeadData
   float* q_tile = shared;
   float* k_tile = q_tile + kTileRows * (p.q.dim + 1);
   float* v_tile = k_tile + kTileRows * (p.k.dim + 1);
-  float* probabilities = v_tile + kTileRows * (p.v.dim + 1);  // [kTileRows][kTileRows + 1]
+  float* probabilities = v_tile + kTileRows * (p.v.dim + 1);  // shape [kTileRows][kTileRows + 1]
   const int r = row_of_thread(), lane = lane_of_thread();
   const int64_t i = begin + r, kv_head = p.kv_head(h);
   int64_t logical_rows, logical_cols;
@@ -209,7 +209,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
     for (int64_t begin = 0; begin < s.q_len; begin += kTileRows) {
       const backend::KeyRange keys = keys_of_tile(p, s, begin);
-      if (keys.end <= k0 || keys.begin >= k0 + kTileRows) continue;  // uniform over the block
+      // this condition is uniform over the block
+      if (keys.end <= k0 || keys.begin >= k0 + kTileRows) continue;
       __syncthreads();
       load_tile(p.q, b, h, s.q_begin, begin, s.q_len, q_tile);
       load_tile(g.d_o, b, h, s.q_begin, begin, s.q_len, do_tile);

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads)
   float* q_tile = shared;
   float* k_tile = q_tile + kTileRows * (p.q.dim + 1);
   float* v_tile = k_tile + kTileRows * (p.k.dim + 1);
-  float* probabilities = v_tile + kTileRows * (p.v.dim + 1);  // [kTileRows][kTileRows + 1]
+  float* probabilities = v_tile + kTileRows * (p.v.dim + 1);  // shape [kTileRows][kTileRows + 1]
   const int r = row_of_thread(), lane = lane_of_thread();
   const int64_t i = begin + r, kv_head = p.kv_head(h);
   load_tile(p.q, b, h, s.q_begin, begin, s.q_len, q_tile);

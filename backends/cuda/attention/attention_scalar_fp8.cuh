@@ -45,11 +45,11 @@ class CodesOutputs {
   // outputs.
   Rounding rounding(const te_fl_tensor* t, bool written);
 
-  void prepare() const;      // call before the kernels
+  void prepare() const;      // must be called before the kernels
   void write_codes() const;  // call after them: writes scale_inv, amax, and codes from scratch
 
  private:
-  static constexpr int kMost = 4;  // dq, dk, dv, dS
+  static constexpr int kMost = 4;  // at most dq, dk, dv and dS
   const te_fl_context& ctx_;
   char* scratch_;
   Quantised scales_[kMost];

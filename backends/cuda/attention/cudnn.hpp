@@ -38,7 +38,7 @@ struct Cudnn {
   int (*get)(const void* descriptor, int name, int type, int64_t room, int64_t* count,
              void* values) = nullptr;
   int (*execute)(void* handle, void* plan, void* variant_pack) = nullptr;
-  size_t number = 0;  // version(), queried once
+  size_t number = 0;  // result of version(), queried once
   std::string path;   // path of the loaded copy
 };
 

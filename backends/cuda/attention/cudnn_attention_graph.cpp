@@ -32,7 +32,7 @@ CudnnPlan attention_forward_plan(const CudnnAttention& p, void* device_propertie
   const Tensor q = a.heads(id::kQ, a.q_dims(), p.q);
   const Tensor kt = a.transposed(id::kK, a.k_dims(), p.k);
   const Tensor s = a.masked(a.scaled_scores(q, kt));
-  // softmax
+  // The softmax over the keys.
   const Tensor peak = g.reduce(cudnn_reduction::kMax, s, g.between(kF32, a.rows));
   const Tensor e = a.apply(pw::kExp, a.apply(pw::kSub, s, peak));
   const Tensor sum = g.reduce(cudnn_reduction::kAdd, e, g.between(kF32, a.rows));

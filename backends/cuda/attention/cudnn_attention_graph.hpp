@@ -13,11 +13,11 @@ struct CudnnAttention {
   int64_t batch = 0, heads = 0, kv_heads = 0, seqlen_q = 0, seqlen_kv = 0, dim = 0, dim_v = 0;
   int dtype = 0;  // of cudnn_data; kE4M3 if q, k, v and o are FP8
   Extents q{}, k{}, v{}, o{};
-  Extents d_o{}, dq{}, dk{}, dv{};  // backward only
+  Extents d_o{}, dq{}, dk{}, dv{};  // used by the backward only
   bool stats = false;               // forward: writes the log-sum-exp, which the backward reads
   bool lengths = false;             // sequence lengths differ: binds kLengthsQ and kLengthsKv
   bool ragged = false;              // sequences start at offsets (thd); implies `lengths`
-  bool deterministic = false;       // backward only
+  bool deterministic = false;       // used by the backward only
   backend::MaskRule mask;
   float scale = 1;
 };
@@ -39,7 +39,7 @@ enum {
   kLengthsKv,
   kSum,          // backward: scratch, FP32 [batch, heads, seqlen_q]
   kAccumulator,  // non-deterministic backward: scratch, FP32 [batch, heads, seqlen_q, dim]
-  kOffsets,      // + the id of the tensor
+  kOffsets,      // id = kOffsets + the id of the tensor
   // FP8 scalars, each FP32 [1]. Value = code times the scalar kInverse + the tensor's id; code =
   // value times kScale + id; kAmax + id receives the amax. kP (the probabilities) and kDS (the
   // gradient of the scaled scores) are intermediate tensors of the graph.

@@ -87,7 +87,7 @@ CudnnPlan attention_fp8_backward_plan(const CudnnAttention& p, void* device_prop
   const Tensor vt = b.transposed(id::kV, b.v_dims(), p.v);
   const Tensor o = b.heads(id::kO, b.o_dims(), p.o);
   const Tensor d_o = b.gradient(id::kDO, b.o_dims(), p.d_o);
-  // rowsum(dO O)
+  // rowsum(dO O), for dS.
   Tensor row_sums = g.pointwise({pw::kMul}, d_o, o, g.between(kF32, b.o_dims()));
   row_sums = g.reduce(cudnn_reduction::kAdd, row_sums, g.between(kF32, b.rows));
   row_sums = b.times(b.times(row_sums, b.inverse(id::kDO)), b.inverse(id::kO));

@@ -29,7 +29,7 @@ inline Fp8Output fp8_output(const te_fl_tensor& t) {
 
 struct Fp8Job {
   Fp8Scratch* scratch;
-  float scale;           // of the scores
+  float scale;           // softmax scale of the scores
   Fp8Output p;           // backward: read only, with scale_inv and amax NULL
   Fp8Output ds;          // forward: its scale is NULL
   float most_scale_p;    // upper bound of scale_p, which otherwise is the scale of `p`

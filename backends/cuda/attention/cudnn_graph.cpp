@@ -176,7 +176,7 @@ CudnnPlan CudnnGraph::plan(void* device_properties) && {
     count = get(heuristics, cudnn_attr::kHeuristicResults, cudnn_of::kDescriptor, count,
                 configs.data());
   }
-  int refused = 3000;  // CUDNN_STATUS_NOT_SUPPORTED
+  int refused = 3000;  // the value of CUDNN_STATUS_NOT_SUPPORTED
   std::string last = "cuDNN's heuristics name no engine for " + result_.what_;
   for (int64_t i = 0; i < count; ++i) {
     CudnnDescriptor plan(cudnn_type::kPlan, result_.what_);

@@ -29,7 +29,7 @@ struct RaggedTensor {
   int64_t stride;  // elements from token to token
   bool query;
 };
-constexpr int kMostRagged = 9;  // tensors per call
+constexpr int kMostRagged = 9;  // maximum number of tensors per call
 
 struct LengthsJob {
   Spans spans;
@@ -42,7 +42,7 @@ struct LengthsJob {
 // The rows of a tensor with 2-byte elements.
 struct HeadRows {
   uint16_t* data;
-  int64_t batch, head, seq;  // strides
+  int64_t batch, head, seq;  // strides of the dimensions
   int64_t heads, seqlen, dim;
 };
 // Writes zeros to rows without a partner: queries that see no key, keys past a sequence's end, and

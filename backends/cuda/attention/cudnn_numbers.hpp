@@ -4,7 +4,7 @@
 
 namespace te_fl::cuda {
 
-namespace cudnn_type {  // types of descriptors
+namespace cudnn_type {  // the types of descriptors
 enum {
   kPointwise = 0,
   kEngineConfig = 3,
@@ -23,7 +23,7 @@ enum {
 };
 }  // namespace cudnn_type
 
-namespace cudnn_of {  // types of attributes' values
+namespace cudnn_of {  // the types of attributes' values
 enum {
   kDataType = 1,
   kBool = 2,
@@ -73,7 +73,7 @@ enum {
   kMatmulC = 1522,
   kMatmulDescriptor = 1523,
   kMatmulRows = 1525,  // rows of A, at run time
-  kMatmulCols = 1526,  // columns of B
+  kMatmulCols = 1526,  // columns of B, at run time
   kMatmulInner = 1527,
   kReductionMode = 1600,
   kReductionPrecision = 1601,

@@ -16,7 +16,8 @@ struct Ordered {  // for F32, and for F16 and BF16, which F32 represents exactly
     return isnan(v) ? INT32_MAX : bits < 0 ? bits ^ INT32_MAX : bits;
   }
   static __device__ T back(Integer i) {
-    return from_f32<T>(__int_as_float(i < 0 ? i ^ INT32_MAX : i));  // INT32_MAX is a NaN
+    // INT32_MAX converts back to a NaN
+    return from_f32<T>(__int_as_float(i < 0 ? i ^ INT32_MAX : i));
   }
 };
 template <>

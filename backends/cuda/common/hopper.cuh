@@ -56,7 +56,7 @@ __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ inline void sync_cluster() {
-  __syncwarp();  // "aligned" requires converged lanes
+  __syncwarp();  // "aligned" instructions require converged lanes
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
 }

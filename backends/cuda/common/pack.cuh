@@ -50,7 +50,7 @@ struct Pack {
     }
   }
   __device__ float operator[](int i) const { return to_f32(reinterpret_cast<const T*>(raw)[i]); }
-  // Rounds v to T.
+  // Sets the pack to v, rounded to T.
   __device__ void set(const float (&v)[kSize]) {
     if constexpr (sizeof(T) == 4) {
 #pragma unroll

@@ -13,12 +13,12 @@ template <class T>
 inline constexpr float kLargest = std::is_same_v<T, e4m3> ? 448.0f : 57344.0f;
 
 struct Quantised {
-  void* rows = nullptr;        // codes [M, K]
-  void* columns = nullptr;     // codes [K, M]; MXFP8: [M, K]
-  float* scale_inv = nullptr;  // MXFP8: bytes
+  void* rows = nullptr;        // row-wise codes [M, K]
+  void* columns = nullptr;     // column-wise codes [K, M]; MXFP8: [M, K]
+  float* scale_inv = nullptr;  // MXFP8: points to bytes instead
   float* column_scale_inv = nullptr;
   float* amax = nullptr;
-  float* scale = nullptr;         // per-tensor scaling
+  float* scale = nullptr;         // used by per-tensor scaling
   const float* found = nullptr;   // current scaling: the amax that an earlier pass found
   float* running_amax = nullptr;  // the tile kernels raise it to the largest magnitude
   const float* noop = nullptr;    // the kernels write nothing if it points to a value other than 0

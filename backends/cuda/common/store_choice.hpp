@@ -63,7 +63,7 @@ constexpr const char* name_of(StoreKernel kernel) noexcept {
 // The kernels that compute the column sums for a bias gradient.
 enum class StoreSums {
   kNone,
-  kResult,    // the result's kernel alone
+  kResult,    // the result's kernel alone computes the sums
   kPartials,  // the result's kernel writes partial sums, and column_totals adds them
   kColumns,   // column_partials, which computes the results again, and column_totals
 };

@@ -35,7 +35,7 @@ struct TileSources {
 // The tiles that a block processes: `each` consecutive tiles of a strip of columns. `each` is 1
 // without sums.
 struct TileGrid {
-  int64_t rows, cols;  // of one output
+  int64_t rows, cols;  // extents of one output
   unsigned row_steps;  // ceil(rows / (kTileRows * each))
   unsigned col_tiles;
   int each;
@@ -54,7 +54,8 @@ __device__ inline void place_block(const TileGrid& g, unsigned block, unsigned& 
 // A thread's part of a tile: eight columns of each source row, as loaded.
 template <int kBytes>
 struct Piece {
-  static constexpr int kCount = kBytes * 8 / 16, kElements = 16 / kBytes;  // 16-byte loads
+  // kCount: number of 16-byte loads
+  static constexpr int kCount = kBytes * 8 / 16, kElements = 16 / kBytes;
 };
 
 // Converts 16 bytes to FP32 elements.

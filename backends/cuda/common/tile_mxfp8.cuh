@@ -11,7 +11,8 @@
 
 namespace te_fl::cuda {
 
-constexpr int kMxfp8Rows = kMxfp8Block, kMxfp8Cols = kWarps * kTileCols;  // of a block's tile
+// extents of a block's tile
+constexpr int kMxfp8Rows = kMxfp8Block, kMxfp8Cols = kWarps * kTileCols;
 constexpr int kMxfp8LaneRows = 8;
 
 // Collects the scales of a block's rows, so that they are stored four bytes at a time.

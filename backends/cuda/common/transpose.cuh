@@ -11,12 +11,13 @@ struct Tiles {
   int64_t rows, cols;        // extents of the output's and the input's contiguous dimension
   int64_t from_row, to_col;  // the strides other than 1
   FastDiv by_row_tiles, by_col_tiles;
-  Nest others;                 // the remaining dimensions
+  Nest others;                 // the dimensions other than these two
   bool load_wide, store_wide;  // every run of a tile starts at a multiple of 16 bytes
 };
 
 template <class Bits>
-inline constexpr int kRun = 16 / static_cast<int>(sizeof(Bits));  // elements of a 16-byte word
+// number of elements in a 16-byte word
+inline constexpr int kRun = 16 / static_cast<int>(sizeof(Bits));
 
 // Tile extents: columns run along the input's contiguous dimension, rows along the output's. These
 // sizes were fastest on an H100.

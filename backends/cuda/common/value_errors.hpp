@@ -43,7 +43,7 @@ struct ValueError {
   ValueRule rule = ValueRule::kIndex;
   int64_t at = 0, value = 0, more = 0, bound = 0;
 };
-// "indices[3] is 99; it must lie in [0, 11), the rows of weight"
+// For example "indices[3] is 99; it must lie in [0, 11), the rows of weight".
 std::string text_of(const ValueError& error);
 // The text of an error that is reported after its call: contains the op, and the settings that
 // locate the call.
@@ -85,7 +85,7 @@ class ValueErrorBoard {
 
   ValueErrorSlot* slots_;
   std::mutex telling_;
-  std::array<std::atomic<const void*>, kSlots - 1> streams_{};  // NULL: free
+  std::array<std::atomic<const void*>, kSlots - 1> streams_{};  // NULL: the entry is free
 };
 
 }  // namespace te_fl::cuda

@@ -11,11 +11,11 @@
 
 namespace te_fl::cuda {
 
-// True if the error is sticky: after it, no CUDA call of this process succeeds.
+// True if the error is sticky: after it, this process can run nothing on the device any more.
 bool is_sticky(cudaError_t error) noexcept;
 // The te_fl_code of a CUDA error. Sticky errors give TE_FL_DEVICE_LOST.
 te_fl_status status_of(cudaError_t error) noexcept;
-// "cudaMallocAsync: out of memory (cudaErrorMemoryAllocation)"
+// For example "cudaMallocAsync: out of memory (cudaErrorMemoryAllocation)".
 std::string text_of(cudaError_t error, const char* call);
 [[noreturn]] void throw_error(cudaError_t error, const char* call, const std::string& more = "");
 

@@ -4,8 +4,8 @@ namespace te_fl::cuda {
 namespace {
 
 // Error numbers, for toolkits that are older than the driver and lack these names.
-constexpr int kErrorContained = 226;         // cudaErrorContained
-constexpr int kErrorTensorMemoryLeak = 721;  // cudaErrorTensorMemoryLeak
+constexpr int kErrorContained = 226;         // the value of cudaErrorContained
+constexpr int kErrorTensorMemoryLeak = 721;  // the value of cudaErrorTensorMemoryLeak
 
 }  // namespace
 

@@ -77,7 +77,7 @@ te_fl_status free_memory(void* self, void* data, uint32_t kind, void* stream,
     if (kind == TE_FL_MEMORY_PINNED) {
       check(cudaFreeHost(data), "cudaFreeHost");
     } else if (kind == TE_FL_MEMORY_MANAGED) {
-      check(cudaFree(data), "cudaFree");  // synchronises the device
+      check(cudaFree(data), "cudaFree");  // cudaFree() synchronises the device
     } else {
       memory_of(self).free(data, stream_of(stream));
     }

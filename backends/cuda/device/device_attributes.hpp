@@ -18,7 +18,7 @@ int attribute_of(int device) {
 inline int multiprocessors(int device) {
   return attribute_of<cudaDevAttrMultiProcessorCount>(device);
 }
-inline int compute_capability(int device) {  // 10 major
+inline int compute_capability(int device) {  // returns 10 * the major version
   return 10 * attribute_of<cudaDevAttrComputeCapabilityMajor>(device);
 }
 

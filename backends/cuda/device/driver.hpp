@@ -22,9 +22,9 @@ struct Driver {
 // Loads the functions on the first call. A driver must be present.
 const Driver& driver() noexcept;
 
-// cudaGetDevice().
+// Like cudaGetDevice(), but faster.
 cudaError_t current_device(int* device) noexcept;
-// cudaStreamIsCapturing().
+// Like cudaStreamIsCapturing(), but faster.
 cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept;
 // The device of a stream; -1 if unknown. stream_capture_status() must have succeeded for the
 // stream. A default stream gives -1, as it belongs to whichever device is current. Fast if the

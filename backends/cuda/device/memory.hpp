@@ -47,16 +47,17 @@ class Memory {
   struct GraphMemory;
   struct Block {
     size_t bytes = 0;
-    std::shared_ptr<GraphMemory> graph;  // NULL: from the pool
+    std::shared_ptr<GraphMemory> graph;  // NULL: the block is from the pool
   };
   // The memory of one captured graph.
   struct GraphMemory {
     std::atomic<bool> gone{false};  // the graph and its executables have been destroyed
     bool open = true;               // this stream is still capturing
     cudaStream_t stream = nullptr;
-    size_t live = 0;                                                     // blocks in use by callers
-    std::map<std::pair<cudaStream_t, size_t>, std::vector<void*>> idle;  // reusable in this capture
-    std::vector<void*> all;                                              // allocated for the graph
+    size_t live = 0;  // blocks in use by callers
+    // freed blocks that this capture may reuse
+    std::map<std::pair<cudaStream_t, size_t>, std::vector<void*>> idle;
+    std::vector<void*> all;                     // all blocks that were allocated for the graph
     std::vector<std::pair<void*, Block>> kept;  // blocks of other origin that were freed in the
                                                 // capture
   };
@@ -71,12 +72,12 @@ class Memory {
   bool trim();
 
   std::mutex mutex_;
-  std::unordered_map<void*, Block> blocks_;  // in use
+  std::unordered_map<void*, Block> blocks_;  // the blocks in use
   std::map<std::pair<cudaStream_t, size_t>, std::vector<void*>> cache_;
   size_t cached_bytes_ = 0;
   const size_t cache_limit_;
   int open_captures_ = 0;
-  std::map<unsigned long long, std::shared_ptr<GraphMemory>> captures_;  // by capture id
+  std::map<unsigned long long, std::shared_ptr<GraphMemory>> captures_;  // graphs by capture id
   std::vector<std::shared_ptr<GraphMemory>> graphs_;
   cudaStream_t aside_ = nullptr;  // for memory that belongs to no stream
 };

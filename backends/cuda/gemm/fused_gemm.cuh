@@ -19,16 +19,16 @@ struct FusedGemm {
   int rows = 0, cols = 0;  // M and N: multiples of 256
   int lines = 0;           // K in lines of 128 bytes
   float alpha = 1.0f;
-  const float* scale_a = nullptr;  // FP8 operands: inverse scales
+  const float* scale_a = nullptr;  // inverse scales of FP8 operands
   const float* scale_b = nullptr;
-  const bf16* bias = nullptr;  // [N], forward, or NULL
+  const bf16* bias = nullptr;  // [N], used by the forward; may be NULL
   const bf16* pre = nullptr;   // [M, N], input of the backward
-  void* out = nullptr;         // [M, N] or NULL
+  void* out = nullptr;         // [M, N]; may be NULL
   uint8_t* out_t = nullptr;    // FP8 codes [N, M] or NULL
   const float* scale = nullptr;
   float* scale_inv = nullptr;    // or NULL; scales of out_t:
-  float* scale_inv_t = nullptr;  // or NULL
-  float* amax = nullptr;         // or NULL
+  float* scale_inv_t = nullptr;  // may be NULL
+  float* amax = nullptr;         // may be NULL
   float* sums = nullptr;         // [M / 32, N] column sums, backward, or NULL
 };
 

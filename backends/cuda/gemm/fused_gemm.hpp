@@ -16,7 +16,7 @@ class FusedProduct {
   FusedProduct(const te_fl_generic_gemm_args& call, const GemmPath& path)
       : call_(call), problem_(path.problem), form_(path.form) {}
 
-  size_t scratch_bytes() const;  // a multiple of 256
+  size_t scratch_bytes() const;  // returns a multiple of 256
   void run(const te_fl_context& ctx, void* scratch) const;
 
  private:

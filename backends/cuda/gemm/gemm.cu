@@ -127,7 +127,7 @@ void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, cons
 struct Epilogue {
   const float* product;
   int64_t pitch, cols;
-  Source bias, pre_gelu_in, residual, previous;  // data NULL: absent
+  Source bias, pre_gelu_in, residual, previous;  // data is NULL if absent
   const float* pre_gelu_scale_inv;
   float beta;
   bool gelu;
@@ -211,7 +211,7 @@ struct BiasGrad {
 struct RowsBiasGrad {
   Source a;
   int64_t cols;
-  const float* scale_inv;  // NULL: unquantised
+  const float* scale_inv;  // NULL: A is unquantised
   __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
     a.load(row * cols + col, n, v);
     if (scale_inv == nullptr) return;

@@ -116,7 +116,7 @@ constexpr double kHeatUs = 500000;  // load before the first measurement on a de
 void heat(int device, Timer& timer, const std::function<bool()>& run) {
   static std::array<std::atomic<bool>, ChoiceBook::kDevices> hot{};
   if (hot.at(static_cast<size_t>(device)).exchange(true)) return;
-  timer.time(1, run);  // loads the kernel
+  timer.time(1, run);  // the first run loads the kernel
   if (const double us = timer.time(1, run); us > 0) {
     timer.time(std::clamp(static_cast<int>(kHeatUs / us), 1, 50000), run);
   }

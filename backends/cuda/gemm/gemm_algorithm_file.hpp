@@ -14,10 +14,10 @@ namespace te_fl::cuda {
 struct GemmChoice {
   std::string device, problem;          // the GPU's name; everything else on which the choice
                                         // depends
-  size_t library = 0;                   // cublasLtGetVersion()
+  size_t library = 0;                   // result of cublasLtGetVersion()
   int power_limit = 0;                  // power limit of the GPU in W; 0: unknown
-  std::array<uint64_t, 8> algorithm{};  // a cublasLtMatmulAlgo_t
-  std::string config;                   // for human readers
+  std::array<uint64_t, 8> algorithm{};  // the bytes of a cublasLtMatmulAlgo_t
+  std::string config;                   // text for human readers
   double us = 0, first_us = 0;          // of the choice, and of the heuristic's first
   int candidates = 0, different = 0;    // number timed; number dropped because of differing results
 

@@ -9,11 +9,11 @@ namespace te_fl::cuda {
 
 // The limits of a GPU.
 struct GemmDevice {
-  int architecture = 90;        // 10 * major + minor
+  int architecture = 90;        // compute capability, 10 * major + minor
   int multiprocessors = 132;    // default: of a GPU that fused_gemm.cu has code for
   bool has_tensor_maps = true;  // the driver can encode tensor maps
 };
-inline constexpr int kFusedArchitecture = 90;  // Hopper
+inline constexpr int kFusedArchitecture = 90;  // compute capability of Hopper
 
 // True if the product has an activation. Only then are the fused and composed paths candidates.
 inline bool activates(const te_fl_generic_gemm_args& args) {

@@ -6,9 +6,10 @@
 
 namespace te_fl::cuda {
 
-inline constexpr int kFp8Architecture = 89;    // Ada; Hopper is 90
+inline constexpr int kFp8Architecture = 89;    // compute capability of Ada; Hopper's is 90
 inline constexpr int kBlockArchitecture = 90;  // the only one with 1x128 and 128x128 block scaling
-inline constexpr size_t kBlockLibraryVersion = 120900;  // cublasLtGetVersion() of CUDA 12.9
+// result of cublasLtGetVersion() in CUDA 12.9
+inline constexpr size_t kBlockLibraryVersion = 120900;
 
 // Returns why this library does not support a product on this GPU; NULL if it does. `fp8`: an
 // operand is FP8. `blocks`: both operands are block-scaled FP8. `architecture`: 10 * major + minor.

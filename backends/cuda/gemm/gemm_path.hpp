@@ -25,7 +25,7 @@ struct GemmPath {
   const char* indirect = nullptr;   // reason if the library does not write D; static text
   std::string algorithm{};          // the library's algorithm and its origin; empty: the library is
                                     // not called
-  FusedForm form = FusedForm::kNone;  // for kFused
+  FusedForm form = FusedForm::kNone;  // variant of the fused kernel, for kFused
   Problem problem{};                  // kProduct, kFused: the call; kComposed: its product
 
   std::string text() const {

@@ -17,7 +17,7 @@ struct Matmul {
   cublasLtMatmulDescOpaque_t desc;
   cublasLtMatrixLayoutOpaque_t left, right, added, out;
   cublasLtMatmulAlgo_t algo;
-  bool codes;  // as in Problem
+  bool codes;  // as Problem::codes
 
   // The layout of the matrix that is added: the output's, or `added` if the output is FP8.
   cublasLtMatrixLayoutOpaque_t* addend() { return codes ? &added : &out; }
@@ -26,7 +26,7 @@ struct Matmul {
 struct Plan {
   Matmul matmul;
   Problem problem;           // of the call it was made for; bias_grad: the library computes it
-  bool in_place = false;     // adds_in_place() of that call
+  bool in_place = false;     // result of adds_in_place() for that call
   size_t scratch_bytes = 0;  // workspace of such a call; set by the caller
 };
 

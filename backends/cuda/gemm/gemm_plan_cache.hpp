@@ -11,7 +11,7 @@
 
 namespace te_fl::cuda {
 
-// Thread-safe.
+// A thread-safe cache of plans by PlanKey.
 class PlanCache {
  public:
   static constexpr size_t kMost = 2048;  // plans; when it is full, all are dropped
@@ -22,7 +22,7 @@ class PlanCache {
                                   const Problem& p);
 
  private:
-  std::mutex mutex_;  // held for look-ups only
+  std::mutex mutex_;  // held for look-ups only, not while a plan is made
   std::unordered_map<PlanKey, std::shared_ptr<const Plan>, PlanKey::Hash> plans_;
 };
 

@@ -37,7 +37,7 @@ struct Problem {
   int64_t m = 0, n = 0, k = 0;
   Operand a, b;
   bool fp8 = false;    // the library multiplies FP8 operands
-  bool block = false;  // with block scaling
+  bool block = false;  // the operands have block scaling
   Convert convert = Convert::kNone;
   bool direct = false;             // the library writes D
   const char* indirect = nullptr;  // reason if the library does not write D; static text

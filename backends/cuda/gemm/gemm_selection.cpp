@@ -20,7 +20,7 @@ constexpr double kLookUs = 2000;     // time of the second look
 struct Stage {
   size_t field;     // number of the fastest candidates that take part
   int rounds;       // in each round every candidate runs one sequence
-  double sequence;  // microseconds
+  double sequence;  // duration of a sequence in microseconds
 };
 constexpr std::array<Stage, 3> kStages{{{16, 3, 20000}, {8, 3, 30000}, {4, 5, 60000}}};
 

@@ -20,7 +20,8 @@ inline constexpr std::array kTiles{
     CUBLASLT_MATMUL_TILE_144x128, CUBLASLT_MATMUL_TILE_168x128, CUBLASLT_MATMUL_TILE_176x128,
     CUBLASLT_MATMUL_TILE_192x192, CUBLASLT_MATMUL_TILE_320x128, CUBLASLT_MATMUL_TILE_256x96};
 inline constexpr std::array kClusters{CUBLASLT_CLUSTER_SHAPE_2x1x1, CUBLASLT_CLUSTER_SHAPE_1x2x1};
-inline constexpr size_t kOldestWithTiles = 130100;  // cublasLtGetVersion() of that library
+inline constexpr size_t kOldestWithTiles = 130100;  // first cublasLtGetVersion() whose library
+                                                    // knows these tiles
 inline constexpr int kCustomOptions = 8;            // 0 to 7: scheduling of the library's tiles
 
 // A matrix product as it is passed to the library's check.

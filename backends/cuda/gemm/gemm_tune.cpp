@@ -99,7 +99,7 @@ class Trial {
   const Problem& p_;
   Matmul& matmul_;
   const cudaStream_t stream_;
-  const int dtype_;  // of D
+  const int dtype_;  // dtype of D
   const bool adds_, accumulates_;
   const DeviceMemory library_;
   const Results results_;

@@ -48,7 +48,7 @@ struct Group {
     te_fl_generic_gemm_args product;
     Problem problem;
   };
-  std::vector<Item> items;  // products that write something
+  std::vector<Item> items;  // the products that write something
   int lanes = 1;
   size_t scratch = 0;  // bytes per lane, a multiple of 256
 

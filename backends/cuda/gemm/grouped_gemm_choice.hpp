@@ -7,7 +7,7 @@
 
 namespace te_fl::cuda {
 
-// Default of TE_FL_CUDA_GROUPED_STREAMS.
+// The default of the setting TE_FL_CUDA_GROUPED_STREAMS.
 inline constexpr int kGroupedStreams = 4;
 
 // The total size of a group's products.

@@ -76,7 +76,7 @@ static __global__ void __launch_bounds__(kThreads)
 
 struct LossNumbers {
   double coeff;           // the call's coeff times experts / topk
-  int64_t total;          // number of tokens
+  int64_t total;          // total number of tokens
   const int64_t* totals;  // in device memory; replaces `total` unless NULL
 };
 

@@ -126,7 +126,7 @@ constexpr int64_t kMostListed = 1024;  // map entries of a token; each takes 3 w
 // A token's rows in the order of the map, in shared memory of the block.
 struct RowList {
   int32_t* rows;   // [each]; `count` entries are used
-  float* weights;  // [each]; like `rows`
+  float* weights;  // shape [each]; the weights of `rows`
   int32_t* place;  // [each]: position of map entry s in `rows`, or -1
   __device__ RowList(int32_t* memory, int64_t each)
       : rows(memory), weights(reinterpret_cast<float*>(memory + each)), place(memory + 2 * each) {}
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
   using P = RowPiece<T, kWhole>;
   extern __shared__ int32_t listed[];
   const RowList list(listed, m.each);
-  float* const dots = reinterpret_cast<float*>(listed + 3 * m.each);  // [position, warp]
+  float* const dots = reinterpret_cast<float*>(listed + 3 * m.each);  // indexed by [position, warp]
   const int64_t token = first + blockIdx.x;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int warps = static_cast<int>(blockDim.x) / 32;

@@ -20,12 +20,12 @@ constexpr int kLoads = 16;
 constexpr int kPiece = 64;  // tokens, and experts, of a piece of the mask in shared memory
 
 struct MaskPairs {
-  const uint8_t* mask;  // [tokens, experts]
+  const uint8_t* mask;  // shape [tokens, experts]
   int64_t tokens;
   int experts;
-  int64_t tile;  // tokens per tile
+  int64_t tile;  // number of tokens per tile
   int tiles;
-  uint32_t* counts;  // [tiles, experts]
+  uint32_t* counts;  // pairs by tile and expert, shape [tiles, experts]
 
   MaskPairs(const te_fl_tensor& routing_map, void* workspace)
       : mask(backend::data<const uint8_t>(routing_map)),
@@ -69,11 +69,11 @@ static __global__ void __launch_bounds__(kThreads) count_masked_kernel(MaskPairs
 // The outputs for the pairs of a mask. Each pair becomes a row; its probability is copied
 // unchanged.
 struct MaskedRows {
-  const void* pads;  // [experts]; NULL: 0
+  const void* pads;  // shape [experts]; NULL: no padding
   bool wide_pads;
   const void* probs;
   void* permuted_probs;
-  int prob_bytes;  // 0: no probabilities
+  int prob_bytes;  // size of a probability; 0: there are none
   int32_t* map;
   int64_t rows;
   ValueErrorSink errors;

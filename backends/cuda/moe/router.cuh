@@ -18,8 +18,8 @@ constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 struct RouterShape {
   int64_t tokens;
   int experts, topk, groups, group_topk;
-  int function;  // a te_fl_score_function
-  bool before;   // softmax before the choice
+  int function;  // value of te_fl_score_function
+  bool before;   // softmax is applied before the choice
   float scaling;
 };
 
@@ -219,7 +219,7 @@ __device__ inline void keep_groups(const RouterShape& r, const float (&judged)[k
 struct ChoiceOutputs {
   uint8_t *map, *bits;
   void* indices;
-  int index_bytes;  // 2, 4 or 8
+  int index_bytes;  // size of an index: 2, 4 or 8
 
   __device__ void put_index(int64_t at, int expert) const {
     if (index_bytes == 2) {
@@ -349,7 +349,7 @@ template <int kLanes, int kPer>
 __global__ void __launch_bounds__(kThreads, kPer == 8 ? (kLanes == 1 ? 4 : 3) : 1)
     topk_kernel(RowSource logits, const float* bias, RouterShape r, RowTarget probs,
                 RowTarget saved, ChoiceOutputs choice) {
-  extern __shared__ uint32_t group_scores[];  // [tokens per block, groups]
+  extern __shared__ uint32_t group_scores[];  // shape [tokens per block, groups]
   const int lane = lane_of<kLanes>();
   const bool softmax = r.function == TE_FL_SCORE_FUNCTION_SOFTMAX, after = softmax && !r.before;
   const bool saves_logits = r.function == TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS;

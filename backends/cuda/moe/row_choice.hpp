@@ -12,7 +12,7 @@ constexpr int kAtOnce = 4;  // pieces that a thread loads before it stores the f
 // these lanes read the row's map entry once per part.
 struct RowCut {
   int lanes_log2 = 0;
-  int64_t parts = 1;  // of a row
+  int64_t parts = 1;  // number of parts of a row
 };
 // The smallest number of lanes, at most a warp, whose part holds a row of `pieces` pieces.
 constexpr RowCut cut_of(int64_t pieces) noexcept {

@@ -22,7 +22,7 @@ struct RowPieces {
 struct RowParts {
   FastDiv parts;
   int lanes_log2 = 0;
-  int64_t pieces = 0, first = 0, size = 0;  // pieces: of a row
+  int64_t pieces = 0, first = 0, size = 0;  // pieces: number of pieces per row
 };
 
 // Bytes of the widest word that divides the row size and both addresses.

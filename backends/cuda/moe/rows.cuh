@@ -11,8 +11,8 @@ namespace te_fl::cuda {
 // ---- sums
 
 struct PermutedRows {
-  const int32_t* map;  // [each, tokens]
-  const float* probs;  // [tokens, each]; NULL: 1
+  const int32_t* map;  // shape [each, tokens]
+  const float* probs;  // shape [tokens, each]; NULL: all weights are 1
   int64_t tokens, each, rows;
   ValueErrorSink errors;
 

@@ -76,7 +76,7 @@ __device__ inline void store_raw(T* p, const Raw<T>& raw) {
 // consists of the pieces that the thread needs of a row.
 struct Staged {
   uint4* mine;  // this thread's part of piece 0 of stage 0
-  int pieces;   // per stage
+  int pieces;   // number of pieces per stage
   __device__ uint4* at(int stage, int piece) const {
     return mine + (stage * pieces + piece) * static_cast<int>(blockDim.x);
   }

@@ -37,14 +37,14 @@ inline NormForward summed(NormForward f) {
 // Describes clusters of `blocks` blocks of norm_cluster.cu's kernel.
 struct NormCluster {
   int dtype, blocks;
-  int64_t width;  // columns per block
+  int64_t width;  // columns per block of the cluster
   bool residual;
 };
 
 // The limits of a GPU.
 struct NormDevice {
   int index = 0;
-  int compute_capability = 90;        // 10 * major
+  int compute_capability = 90;        // 10 * major version
   int64_t shared_memory = 227 << 10;  // maximum bytes per block
   // True if the device can run such clusters. Called last, because it may query the driver.
   bool (*grants)(int index, const NormCluster& cluster) = nullptr;
@@ -129,7 +129,7 @@ inline const char* refuse_shared(const NormDevice& device, int64_t wanted, int64
 
 constexpr int kRowThreads = 512;
 constexpr int64_t kRowStatic = 28 * kRowThreads / 32;  // bytes of the kernel's static shared arrays
-constexpr int row_groups(int64_t cols, int element_bytes) {  // per thread
+constexpr int row_groups(int64_t cols, int element_bytes) {  // groups per thread
   const int few = element_bytes == 2 ? 2 : 1;
   const int64_t groups = (cols + kRowThreads * kGroupSize - 1) / (kRowThreads * kGroupSize);
   return groups <= few ? few : groups <= 3 ? 3 : 4;
@@ -165,7 +165,7 @@ inline const char* refuse_rowwise(const NormForward& f, Task task, const NormDev
 
 // ---- norm_plain16.cu and norm_block128.cu: some warps hold a row, four groups per thread
 
-constexpr int64_t kHeldCols = 16 * 32 * 4 * kGroupSize;  // of 16 warps
+constexpr int64_t kHeldCols = 16 * 32 * 4 * kGroupSize;  // columns that 16 warps hold
 inline const char* refuse_plain16(const NormForward& f, bool amax) {
   const int dtype = dtype_in(*f.x);
   if (const char* why = refuse_shape(backend::as_matrix(*f.x), kHeldCols)) return why;

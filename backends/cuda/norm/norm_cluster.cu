@@ -57,7 +57,7 @@ struct TileMemory {
   static constexpr int kCols = kGroups * 32 * kGroup;
   static constexpr int kColumnPitch = kCols + 4;  // words of four rows of a column
   static constexpr int kPieces = kWarpRows * kGroups * (kResidual ? 2 : 1);
-  static constexpr int kStaged = 0;  // staged rows
+  static constexpr int kStaged = 0;  // offset of the staged rows
   static constexpr int kWeights = kStaged + kPieces * kTileThreads * 4;
   static constexpr int kTurned = kWeights + 2 * kCols;
   static constexpr int kStatistics = kTurned + kTileWarps * kColumnPitch;

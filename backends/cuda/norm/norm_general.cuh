@@ -94,7 +94,7 @@ struct Normalise {
 };
 
 // Computes statistics and an unquantised result in one pass; the block keeps its row in registers.
-template <int kGroups>  // per thread
+template <int kGroups>  // groups per thread
 __global__ void __launch_bounds__(kThreads)
     norm_general_rows_kernel(Source x, Source gamma, Source beta, Target z, int64_t cols,
                              float epsilon, float offset, float* mu, float* rsigma) {

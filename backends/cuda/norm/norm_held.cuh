@@ -120,7 +120,7 @@ __device__ inline RowStatistics held_statistics(const HeldPlace<kFull>& at, cons
       }
     }
   };
-  int groups = kFull ? 32 * kHeldGroups : 0;  // of this warp
+  int groups = kFull ? 32 * kHeldGroups : 0;  // number of this warp's groups
 #pragma unroll
   for (int g = 0; !kFull && g < kHeldGroups; ++g) {
     groups += max(0, min(at.groups - (g * at.warps + at.part) * 32, 32));

@@ -1,6 +1,6 @@
-// Forward norms of 16-bit rows. If a launch has enough blocks, each processes one set of rows. x
-// and weights are loaded directly into registers; while some blocks compute, the loads of others
-// are in flight.
+// Forward norms of 16-bit rows. A launch has one block per set of rows (with kAmax, as many blocks
+// as run at once). x and weights are loaded directly into registers; while some blocks compute, the
+// loads of others are in flight.
 #include "norm/norm_held.cuh"
 
 namespace te_fl::cuda {
@@ -10,7 +10,7 @@ constexpr int kMostThreads = 512;
 
 struct Plain16Args {
   const void *x, *gamma, *beta;
-  void* z;  // dtype of x
+  void* z;  // has the dtype of x
   float *mu, *rsigma, *amax;
   float4* tiles;
   HeldShape shape;

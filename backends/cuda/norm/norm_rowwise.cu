@@ -29,8 +29,9 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(Roww
   __shared__ float squares[2][kRowWarps], sizes[kRowWarps];
   float* const g_shared = reinterpret_cast<float*>(dynamic);
   float* const b_shared = g_shared + a.cols;
-  constexpr int kEach = static_cast<int>(sizeof(T) / 2);          // 16-byte pieces per group
-  constexpr bool kOnce = kGroups <= 2 && (kResidual || !kCodes);  // fastest choice by measurement
+  constexpr int kEach = static_cast<int>(sizeof(T) / 2);  // number of 16-byte pieces per group
+  // the fastest choice by measurement
+  constexpr bool kOnce = kGroups <= 2 && (kResidual || !kCodes);
   const Staged staged{
       reinterpret_cast<uint4*>(g_shared + (a.weighs ? 2 * a.cols : 0)) + threadIdx.x,
       kGroups * kEach * (kResidual ? 2 : 1)};
@@ -179,7 +180,8 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(Roww
 
 template <class T, bool kCodes, int kGroups, bool kResidual>
 void launch(const te_fl_context& ctx, RowwiseArgs a) {
-  constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // 8-byte words per thread
+  // number of 8-byte words per thread
+  constexpr int kWords = kGroups * static_cast<int>(sizeof(T));
   constexpr int kStages = norm_choice::row_stages(kGroups, sizeof(T));
   constexpr int kBlocks = kWords <= (kResidual ? 4 : 6) ? 2 : 1;
   const auto kernel = norm_rowwise_kernel<T, kCodes, kGroups, kResidual, kStages, kBlocks>;

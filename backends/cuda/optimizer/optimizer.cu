@@ -225,7 +225,7 @@ size_t norm_workspace(const te_fl_context&, const Args& a) {
 // ---- Adam
 
 constexpr int kTurns = 2;  // loads of a thread before it computes
-constexpr int kChunk = kThreads * kFour * kTurns * 8;  // elements per block
+constexpr int kChunk = kThreads * kFour * kTurns * 8;  // number of elements per block
 
 __device__ inline bool four_aligned(const Batch& b, int t) {
   uintptr_t all = 0;
@@ -336,7 +336,7 @@ void adam(const te_fl_context& ctx, const te_fl_multi_tensor_adam_args& a) {
 // ---- SGD
 
 struct Sgd {
-  float lr, weight_decay, momentum, keep, scale;  // keep: 1 - dampening
+  float lr, weight_decay, momentum, keep, scale;  // keep is 1 - dampening
   bool nesterov, first_run, wd_after_momentum;
   const float* lr_tensor;  // replaces lr unless NULL
 };

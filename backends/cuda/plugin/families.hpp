@@ -57,7 +57,7 @@ void append_dropout(std::vector<te_fl_op_desc>& ops);
 void append_optimizer(std::vector<te_fl_op_desc>& ops);
 void append_softmax(std::vector<te_fl_op_desc>& ops);
 void append_gemm(std::vector<te_fl_op_desc>& ops);
-void append_grouped_gemm(std::vector<te_fl_op_desc>& ops);  // called by append_gemm
+void append_grouped_gemm(std::vector<te_fl_op_desc>& ops);  // append_gemm calls this
 // `streams`: the value of TE_FL_CUDA_GROUPED_STREAMS, which the host has checked. NULL: the
 // default.
 void configure_grouped_gemm(const char* streams);

@@ -15,7 +15,7 @@ namespace te_fl::cuda {
 // since 2.10.
 constexpr int kNcclMinimum = 21000;
 
-struct NcclUniqueId {  // passed by value
+struct NcclUniqueId {  // NCCL takes it by value
   char internal[128];
 };
 
@@ -27,7 +27,7 @@ enum NcclStatus {
   kNcclInvalidArgument = 4,
   kNcclInvalidUsage = 5,
   kNcclRemoteError = 6,
-  kNcclInProgress = 7  // from a non-blocking communicator
+  kNcclInProgress = 7  // returned for a non-blocking communicator
 };
 enum NcclReduction { kNcclSum = 0, kNcclMax = 2, kNcclAvg = 4 };
 enum NcclType {
@@ -66,11 +66,11 @@ struct Nccl {
                     void* communicator, cudaStream_t) = nullptr;
   // Since 2.18. `config` NULL: that of the parent.
   int (*split)(void* communicator, int color, int key, void** out, void* config) = nullptr;
-  const char* (*last_error)(void* communicator) = nullptr;  // since 2.13
+  const char* (*last_error)(void* communicator) = nullptr;  // available since 2.13
   // Since 2.28: stops the communicator's work, so that it can be destroyed. flags: 0.
   int (*revoke)(void* communicator, int flags) = nullptr;
-  int number = 0;            // version(), queried once
-  std::string version_text;  // "2.28.9"
+  int number = 0;            // result of version(), queried once
+  std::string version_text;  // for example "2.28.9"
   std::string path;          // path of the loaded copy
   // This text must be equal on all ranks: the version and the environment variables by which a
   // single rank would choose another order of sums, such as "2.28.9 (NCCL_NVLS_ENABLE=0)". The

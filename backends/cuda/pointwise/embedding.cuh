@@ -56,7 +56,7 @@ constexpr int kListed = 32;
 struct RowSums {
   Integers indices;
   int64_t positions;
-  const int32_t* heads;  // NULL: no lists
+  const int32_t* heads;  // NULL: there are no lists
   const int32_t* next;
   Source grad, previous;
   Target out;

@@ -16,7 +16,7 @@ namespace te_fl::cuda {
 
 struct PointwiseChoice {
   const char* kernel;
-  const char* reason;    // static text
+  const char* reason;    // a string literal
   bool aligned = false;  // every tensor is accessed in 16-byte vectors
   int packs = 0;         // 16-byte packs per thread of cross_entropy_gradient
 
@@ -25,9 +25,10 @@ struct PointwiseChoice {
 
 namespace pointwise_choice {
 
-constexpr int64_t kPackElements = 8;  // kGroup of element.cuh
+constexpr int64_t kPackElements = 8;  // equals kGroup of element.cuh
 constexpr int kBlockThreads = 256;
-constexpr int64_t kMostPositions = int64_t{1} << 31;  // limit of 32-bit indices
+constexpr int64_t kMostPositions = int64_t{1} << 31;  // number of positions that 32-bit indices can
+                                                      // address
 constexpr const char* kEmpty = "a tensor without elements";
 constexpr const char* kAligned = "eight elements are read and written at once";
 constexpr const char* kUnaligned = "element by element, as a tensor is not aligned to 16 bytes";

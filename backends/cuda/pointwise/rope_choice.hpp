@@ -25,9 +25,9 @@ struct RopeTable {
 };
 
 struct RopeProblem {
-  bool empty = false;    // there are no elements
+  bool empty = false;    // the call has no elements
   bool aligned = false;  // every tensor is 16-byte aligned
-  int64_t heads = 1;     // per token
+  int64_t heads = 1;     // heads per token
   RopeHeads kinds[3];
   int kind_count = 1;
   RopeTable tables[2];
@@ -43,8 +43,8 @@ struct RopeChoice {
   RopeKernel kernel = RopeKernel::kNone;
   bool shared = true;   // a block computes its tokens' angles once, in shared memory
   bool same = false;    // one table serves Q and K
-  int64_t columns = 0;  // of both tables together
-  int64_t tokens = 1;   // per block
+  int64_t columns = 0;  // columns of both tables together
+  int64_t tokens = 1;   // tokens per block
   int64_t items = 1;    // per head; an item is what a thread processes at once
   const char* reason = "";
 
@@ -62,9 +62,9 @@ struct RopeChoice {
 
 namespace rope_choice {
 
-constexpr int64_t kPackElements = 8;  // kGroup of element.cuh
+constexpr int64_t kPackElements = 8;  // equals kGroup of element.cuh
 constexpr int64_t kBlockThreads = 256;
-constexpr int64_t kMostTokens = 32;  // per block
+constexpr int64_t kMostTokens = 32;  // maximum tokens per block
 constexpr int64_t kSharedLimit = 48 << 10;
 
 inline bool aligned16(const te_fl_tensor& t) noexcept {

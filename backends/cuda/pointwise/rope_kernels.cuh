@@ -14,9 +14,9 @@ namespace te_fl::cuda {
 // Computes the positions of tokens. With context parallelism, a rank holds the chunks cp_rank and 2
 // cp_size - 1 - cp_rank of the 2 cp_size chunks of each sequence.
 struct Positions {
-  int64_t extent0 = 1, extent1 = 1;  // the tensor's leading dimensions
+  int64_t extent0 = 1, extent1 = 1;  // extents of the tensor's leading dimensions
   bool sbhd = true;
-  const int32_t* starts = nullptr;  // by sequence; NULL: 0
+  const int32_t* starts = nullptr;  // start positions by sequence; NULL: 0
   const int32_t* cu = nullptr;      // thd: prefix sums of whole sequences, batch + 1
   int64_t batch = 0, cp_size = 1, cp_rank = 0;
 
@@ -143,7 +143,7 @@ struct RopePlan {
                                                    // head
   int64_t repeat = 1;                              // number of adjacent tokens with the same
                                                    // position
-  uint32_t columns = 0;                            // of both tables together
+  uint32_t columns = 0;                            // columns of both tables together
   bool shared = true;                              // the tables fit in shared memory
   bool same = false;                               // one table serves Q and K
   FastDiv by_items, by_heads, by_columns;
@@ -190,10 +190,10 @@ template <class T>
 struct ItemPlace {
   Head<T> head;
   int item = 0;
-  uint32_t token = 0;  // index in the block
+  uint32_t token = 0;  // index of the token in the block
 };
 
-constexpr uint32_t kMostTokens = 32;  // per block
+constexpr uint32_t kMostTokens = 32;  // maximum tokens per block
 
 // Data about a block's tokens, in shared memory.
 struct BlockTokens {

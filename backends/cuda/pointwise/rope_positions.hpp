@@ -19,7 +19,7 @@ constexpr int64_t last_position(int64_t length, int64_t cp_size, int64_t cp_rank
 
 // The integers of a call, and the limits that they must respect.
 struct PositionRules {
-  const int32_t* starts = nullptr;  // by sequence; NULL: 0
+  const int32_t* starts = nullptr;  // start positions by sequence; NULL: 0
   const int32_t* cu = nullptr;      // thd: prefix sums of whole sequences, batch + 1; or NULL
   int64_t batch = 0;
   int64_t length = 0;  // without `cu`: tokens of each sequence on this rank

@@ -52,7 +52,7 @@ struct ClampedGate {
   }
 
  private:
-  __device__ float low(float a) const { return a > limit ? limit : a; }  // keeps NaN
+  __device__ float low(float a) const { return a > limit ? limit : a; }  // NaN is kept
   __device__ float within(float b) const { return low(b < -limit ? -limit : b); }
 };
 

@@ -120,8 +120,8 @@ Refusal refuse_dequantize(const te_fl_dequantize_args& args) {
 
 // The column sums that a transposition also computes. partials NULL: none.
 struct ColumnSums {
-  float* partials = nullptr;         // [steps, k]
-  const float* scale_inv = nullptr;  // NULL: 1
+  float* partials = nullptr;         // shape [steps, k]
+  const float* scale_inv = nullptr;  // NULL: the scale is 1
   int64_t each = 1;                  // tiles of 128 rows per step
   __device__ float scale() const { return scale_inv != nullptr ? *scale_inv : 1.0f; }
 };

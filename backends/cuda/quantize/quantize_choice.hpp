@@ -104,7 +104,7 @@ inline size_t quantize_kind(const QuantizePair& pair) noexcept {
 }
 
 struct QuantizeListChoice {
-  std::array<int64_t, kQuantizeKinds.size()> members{};  // by kind
+  std::array<int64_t, kQuantizeKinds.size()> members{};  // number of tensors by kind
   int64_t alone = 0;                                     // tensors with their own launches
   StoreChoice first_alone;                               // the kernels of the first such tensor
 
@@ -172,7 +172,7 @@ inline CodesChoice choose_quantize(const te_fl_compute_amax_args& a) noexcept {
   return {true, "flat_amax_kernel", "memory for accesses of 16 bytes"};
 }
 
-inline constexpr int kDecodeRows = 64, kDecodeCols = 128;  // per block of decode_kernel
+inline constexpr int kDecodeRows = 64, kDecodeCols = 128;  // codes per block of decode_kernel
 
 inline CodesChoice choose_quantize(const te_fl_dequantize_args& a) noexcept {
   const backend::Matrix m = backend::as_matrix(*a.input);

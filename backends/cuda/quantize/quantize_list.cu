@@ -26,7 +26,7 @@ struct Items {
 constexpr int threads_of(QuantizeCodes codes) {
   return codes == QuantizeCodes::kBlock ? kBlockThreads : kThreads;
 }
-// Blocks per multiprocessor.
+// The number of blocks that a multiprocessor runs at once.
 constexpr int resident_of(QuantizeCodes codes, int bytes) {
   return codes == QuantizeCodes::kBlock || (codes == QuantizeCodes::kMxfp8 && bytes == 4) ? 2 : 3;
 }

@@ -16,14 +16,14 @@ namespace te_fl::cuda {
 namespace {
 
 constexpr int kSlots = 8;    // tensors of a history per block
-constexpr int kAtOnce = 16;  // entries per thread
+constexpr int kAtOnce = 16;  // history entries per thread
 
 struct History {
-  float* entries;  // [length, tensors]
-  float* scale;    // [tensors]
+  float* entries;  // shape [length, tensors]
+  float* scale;    // shape [tensors]
   int64_t length, tensors;
   int64_t first;         // index of its first tensor in the reduced amaxes
-  unsigned first_block;  // in the launch
+  unsigned first_block;  // the history's first block in the launch
 };
 template <int kCapacity>
 struct Histories {

@@ -20,7 +20,7 @@ struct SoftmaxBackward {
 
 // The limits of a GPU.
 struct SoftmaxDevice {
-  int compute_capability = 90;        // 10 * major
+  int compute_capability = 90;        // 10 * major version
   int64_t shared_memory = 227 << 10;  // maximum bytes per block
 };
 
@@ -47,9 +47,9 @@ struct SoftmaxRow {
 
 struct SoftmaxChoice {
   SoftmaxKernel kernel = SoftmaxKernel::kWide;
-  SoftmaxRow row;           // for kRows and kCluster
+  SoftmaxRow row;           // for kRows and kCluster only
   int blocks = 1;           // per row; more than one form a cluster
-  const char* reason = "";  // static text
+  const char* reason = "";  // a string literal
 
   std::string text() const {
     std::string t = name_of(kernel);
@@ -64,7 +64,7 @@ struct SoftmaxChoice {
 
 namespace softmax_choice {
 
-constexpr int64_t kRunElements = 8;  // kGroup of element.cuh
+constexpr int64_t kRunElements = 8;  // equals kGroup of element.cuh
 constexpr SoftmaxRow kRows[] = {{8, 1},   {32, 1},  {32, 2},  {32, 4},  {128, 2},
                                 {128, 4}, {256, 4}, {512, 4}, {1024, 4}};
 constexpr SoftmaxRow kWidest = {1024, 4};  // for 16-bit elements: FP32 needs too many registers
@@ -78,7 +78,7 @@ constexpr int64_t kStreamedShared = 3 * kStreamedBytes;
 constexpr int64_t kOwnArrays = 1 << 10;  // upper bound of the static shared arrays of
                                          // softmax_streamed
 constexpr int kWideThreads = 512;
-constexpr int64_t kMostStaged = 96 << 10;  // bytes per row
+constexpr int64_t kMostStaged = 96 << 10;  // maximum bytes per row
 
 inline int64_t element_bytes(const te_fl_tensor& t) noexcept { return t.dl.dtype.bits / 8; }
 inline bool aligned16(const te_fl_tensor& t) noexcept {

@@ -13,7 +13,7 @@ namespace te_fl::cuda {
 struct Visible {
   int64_t queries = 1, keys = 0, heads = 1;
   bool causal = false;            // aligned at the bottom right
-  const uint8_t* mask = nullptr;  // not 0: masked out
+  const uint8_t* mask = nullptr;  // a nonzero byte hides the key
   int64_t mask_strides[4] = {};
   FastDiv by_queries, by_heads;  // used if there are fewer than 2^31 rows
 
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
   }
   const uint8_t* mask = row < rows ? visible.mask_row(row) : nullptr;
   float v[kPacks][kSize];
-  uint32_t hidden = 0;  // one bit per element
+  uint32_t hidden = 0;  // one bit per element of this thread
   float top = -INFINITY;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
     for (int i = 0; i < kSize; ++i) top = max_nan(top, v[p][i]);
   }
   top = max_lanes<kLanes>(top, parts[0]);
-  const bool empty = top == -INFINITY;  // fully masked
+  const bool empty = top == -INFINITY;  // the row is fully masked
   const float base = empty ? 0.0f : top;
   float sum = 0.0f;
 #pragma unroll

@@ -11,7 +11,7 @@
 namespace te_fl::cuda {
 
 constexpr int kStreamedThreads = 1024, kStreamedPacks = 4, kStreamedSlots = 3;
-constexpr int kStreamedBytes = kStreamedThreads * kStreamedPacks * 16;  // per row
+constexpr int kStreamedBytes = kStreamedThreads * kStreamedPacks * 16;  // maximum bytes per row
 constexpr int kStreamedShared = kStreamedSlots * kStreamedBytes;
 
 // Rows must be 16-byte aligned.
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kStreamedThreads, 1)
       }
     }
     top = max_lanes<kStreamedThreads>(top, parts[0]);
-    const bool empty = top == -INFINITY;  // fully masked
+    const bool empty = top == -INFINITY;  // the row is fully masked
     const float base = empty ? 0.0f : top;
     float sum = 0.0f;
 #pragma unroll

@@ -211,7 +211,7 @@ __kernel void gemm(__global const void* a, __global const void* b, __global void
     if (n0 + TILE <= n_extent && k0 + SLICE <= k_extent) {
       for (int i = id; i < SLICE * TILE / 8; i += 64) {
         if (TRANS_B) {
-          const int n = i / (SLICE / 8), k = i % (SLICE / 8) * 8;  // a whole cache line
+          const int n = i / (SLICE / 8), k = i % (SLICE / 8) * 8;  // reads a whole cache line
           float values[8];
           vstore8(load8(b, (n0 + n) * k_extent + k0 + k, TB), 0, values);
           for (int j = 0; j < 8; ++j) slice_b[(k + j) * TILE + n] = values[j];
