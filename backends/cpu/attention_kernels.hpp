@@ -31,7 +31,7 @@ struct ScoreRules {
   const int32_t* end;       // shape [kQueries]
   const float* bias;        // shape [keys, kQueries]; NULL: no bias
   const float* hidden;      // [keys, kQueries], not 0 if hidden; or NULL
-  const float* alibi_from;  // key position at distance 0 of each query; NULL without ALiBi
+  const float* alibi_from;  // by query: key position whose ALiBi distance is 0; NULL without ALiBi
   float slope;
   float softcap;     // 0: off; else a score becomes softcap * tanh(score / softcap) first
   float* cap_slope;  // [keys, kQueries]: receives softcap's derivative; or NULL

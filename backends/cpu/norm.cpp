@@ -155,7 +155,7 @@ Refusal refuse_rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& args) {
 // ---- backward
 
 struct Backward {
-  // absent tensors are NULL
+  // Absent tensors are NULL.
   const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;
   bool zero_centered_gamma;
 };

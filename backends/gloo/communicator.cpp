@@ -23,7 +23,7 @@ using std::chrono::milliseconds;
 
 constexpr milliseconds kForEver = std::chrono::hours(24 * 20);  // Gloo stores it as an int
 constexpr char kFailure[] = "failure";
-// slots that Gloo's own collectives do not use
+// Slots that Gloo's own collectives do not use.
 constexpr uint64_t kPairSlots = uint64_t{0x7e} << 56;
 constexpr uint64_t kExchangeSlots = uint64_t{0x7f} << 56;  // for send, recv and exchange()
 

@@ -101,7 +101,7 @@ class Meeting {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Presence> presence_;
-  std::vector<Queue> calls_;          // by rank; collectives with all ranks only
+  std::vector<Queue> calls_;          // by rank; only collectives of all ranks
   std::vector<Queue> sends_, recvs_;  // queues by pair of ranks
   uint64_t met_ = 0;                  // number of completed collectives
   te_fl_status status_ = TE_FL_OK;

@@ -165,7 +165,7 @@ void moe_unpermute_bwd(const te_fl_context&, const te_fl_moe_unpermute_bwd_args&
   const int64_t rows = a.grad_input->dl.shape[0], cols = a.grad_input->dl.shape[1];
   const int64_t each = a.row_id_map->dl.shape[0], tokens = a.row_id_map->dl.shape[1];
   const std::vector<int64_t> map = checked_map(*a.row_id_map, rows);
-  // index in the map, [s, t], of each row
+  // The index in the map, [s, t], of each row.
   std::vector<int64_t> pair_of(static_cast<size_t>(rows), -1);
   for (size_t i = 0; i < map.size(); ++i) {
     if (map[i] < 0) continue;

@@ -242,7 +242,7 @@ void topk_bwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_b
       score_gradient(g, y, a.score_function, a.topk > 1, chosen);
     }
     for (size_t e = 0; e < g.size(); ++e) {
-      // overrides the NaN of 0 times infinity
+      // Overrides the NaN of 0 times infinity.
       if (chosen[e] == 0 && a.use_pre_softmax == 0) g[e] = 0.0;
     }
     put_row(*a.grad_logits, t, g);

@@ -88,7 +88,7 @@ void gate_forward(const G& gate, const te_fl_tensor& input, const te_fl_tensor* 
 }
 
 struct ScaledGradient {
-  // scales and grad_scales may be NULL
+  // `scales` and `grad_scales` may be NULL.
   const te_fl_tensor *grad, *input, *scales, *output, *grad_scales;
 };
 template <class G>

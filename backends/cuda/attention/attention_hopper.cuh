@@ -139,7 +139,7 @@ __device__ inline void copy_rows(const HeadData& t, const T* head, int begin, in
                                  uint32_t to) {
   constexpr int kUnits = kDim / 8, kStep = kFilling / kUnits;
   const int row = filler() / kUnits, unit = filler() % kUnits;
-  // valid rows from this thread's first row on
+  // The number of rows that exist from this thread's first row on.
   const int rows = unit * 8 < t.dim ? end - begin - row : 0;
   const T* from = head + (begin + row) * t.seq + unit * 8;
   const int64_t step = kStep * t.seq;

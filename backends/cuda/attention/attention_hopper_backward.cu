@@ -54,7 +54,8 @@ __device__ inline void copy_sums(const Attention& p, const AttentionGradients& g
 // ---- dq
 
 constexpr int kStages = 3;
-// Registers per thread. One thread of each of the block's warpgroups uses 512 together.
+// Registers per thread, of the product threads and of the fillers. Summed over one thread of each
+// warpgroup they may be at most 512.
 constexpr int kQueryProductRegisters = 176, kQueryFillRegisters = 256 - kQueryProductRegisters;
 using QueryRing = Ring<kStages, kFillers<true>>;
 
@@ -210,8 +211,9 @@ __global__ void __launch_bounds__(kBlockThreads<true>, 1)
 // ---- dk and dv
 
 using KeyRing = Ring<kStages, kFillers<false>>;
-// Registers per thread. One thread of each of the block's warpgroups uses 504 together. With wide
-// heads, the sums of two products take most of a product thread's registers.
+// Registers per thread, of the product threads and of the fillers. Summed over one thread of each
+// of the three warpgroups they may be at most 504. With wide heads, the sums of two products take
+// most of a product thread's registers.
 template <int kDim>
 constexpr int kKeyProductRegisters = kDim > 64 ? 224 : 176;
 template <int kDim>

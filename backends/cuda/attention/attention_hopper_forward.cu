@@ -9,7 +9,8 @@ namespace flash {
 namespace {
 
 constexpr int kStages = 4;
-// Registers per thread. One thread of each of the block's warpgroups uses 512 together.
+// Registers per thread, of the product threads and of the fillers. Summed over one thread of each
+// warpgroup they may be at most 512.
 constexpr int kProductRegisters = 184, kFillRegisters = 256 - kProductRegisters;
 using ForwardRing = Ring<kStages, kFillers<true>>;
 

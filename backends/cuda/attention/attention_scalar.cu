@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
     for (int64_t begin = 0; begin < s.q_len; begin += kTileRows) {
       const backend::KeyRange keys = keys_of_tile(p, s, begin);
-      // this condition is uniform over the block
+      // This condition is uniform over the block.
       if (keys.end <= k0 || keys.begin >= k0 + kTileRows) continue;
       __syncthreads();
       load_tile(p.q, b, h, s.q_begin, begin, s.q_len, q_tile);

@@ -99,7 +99,7 @@ CudnnPlan attention_fp8_backward_plan(const CudnnAttention& p, void* device_prop
   const Lengths by_key{.rows = b.lengths_kv, .inner = b.lengths_q};
   b.product(b.flipped(codes, kE4M3), id::kP, d_o, id::kDO, b.gradient(id::kDV, b.v_dims(), p.dv),
             id::kDV, by_key);
-  // dS, times the scale of the scores
+  // dS, times the softmax scale.
   Tensor ds = g.matmul(d_o, vt, b.between(), {.rows = b.lengths_q, .cols = b.lengths_kv});
   ds = b.times(b.times(ds, b.inverse(id::kDO)), b.inverse(id::kV));
   ds = b.times(b.apply(pw::kSub, ds, row_sums), probability);

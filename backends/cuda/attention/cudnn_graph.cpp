@@ -18,7 +18,7 @@ void CudnnPlan::run(CudnnState& state, int device, cudaStream_t stream,
   for (const Binding& b : tensors) ids[n] = b.id, pointers[n++] = b.data;
   for (const Constant& c : constants_) {
     ids[n] = c.id;
-    // not modified; the interface has no const
+    // The bytes are not modified; cuDNN's interface lacks the const.
     pointers[n++] = const_cast<unsigned char*>(c.bytes);
   }
   const CudnnDescriptor pack(cudnn_type::kVariantPack, what_);

@@ -227,7 +227,7 @@ Refusal refuse_fp8_backward(const te_fl_fused_attn_bwd_args& a) {
 }  // namespace
 
 Refusal refuse_cudnn_forward(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a) {
-  // an error of the shape is reported elsewhere
+  // Calls with an invalid shape are reported elsewhere.
   if (!ranks_fit(a, {a.q, a.k, a.v, a.o})) return nullptr;
   for (const te_fl_tensor* in : {a.q, a.k, a.v}) {
     if (all_dense(in, a.o) && overlaps(*a.o, *in)) return kOverlaps;

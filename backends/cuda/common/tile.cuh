@@ -54,7 +54,7 @@ __device__ inline void place_block(const TileGrid& g, unsigned block, unsigned& 
 // A thread's part of a tile: eight columns of each source row, as loaded.
 template <int kBytes>
 struct Piece {
-  // kCount: number of 16-byte loads
+  // kCount: number of 16-byte loads. kElements: elements per load.
   static constexpr int kCount = kBytes * 8 / 16, kElements = 16 / kBytes;
 };
 

@@ -11,7 +11,7 @@
 
 namespace te_fl::cuda {
 
-// extents of a block's tile
+// Extents of a block's tile.
 constexpr int kMxfp8Rows = kMxfp8Block, kMxfp8Cols = kWarps * kTileCols;
 constexpr int kMxfp8LaneRows = 8;
 
@@ -100,7 +100,7 @@ struct Mxfp8Columns {
   uint32_t most[2 * sizeof(T)] = {};
 
   // Adds a row. For 16-bit elements, returns the row's maxima: of even elements in one half of the
-  // word, of odd ones in the other. Unused for FP32.
+  // word, of odd ones in the other. For FP32 the result is not used.
   __device__ uint32_t add(const Mxfp8Row<T>& row) {
     uint32_t row_most = 0;
 #pragma unroll

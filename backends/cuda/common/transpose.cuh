@@ -16,7 +16,7 @@ struct Tiles {
 };
 
 template <class Bits>
-// number of elements in a 16-byte word
+// The number of elements in a 16-byte word.
 inline constexpr int kRun = 16 / static_cast<int>(sizeof(Bits));
 
 // Tile extents: columns run along the input's contiguous dimension, rows along the output's. These

@@ -19,18 +19,19 @@ enum class ValueRule : int32_t {
   kStart,   // start_positions[at] is `value`, less than 0
   kSpan,    // sequence `at` of cu_seqlens runs from `value` to `more`: it decreases or leaves [0,
             // bound]
-  kSpanMultiple,  // one of these is not a multiple of cp_size, which is `bound`
+  kSpanMultiple,  // `value` or `more` of sequence `at` is not a multiple of cp_size, which is
+                  // `bound`
   kOddLength,     // sequence `at` has `value` tokens on this rank, which must be two equal chunks
   kPermutedRow,   // row_id_map[at] is `value`, not in [-1, bound)
-  kRowTwice,      // row_id_map[at] is `value`, like another element
+  kRowTwice,      // row_id_map[at] is `value`, which another element also is
   kExpert,        // indices[at] is `value`, not in [more, bound), the experts
   kChosenExpert,  // topk_indices[at] is `value`, not in [more, bound), the experts
   kSplit,         // splits[at] is `value`, less than 0
   kChunkSize,     // split_sizes[at] is `value`: less than 0, or more than the `more` rows left
   kChunk,         // sorted_index[at] is `value`, not in [0, bound), the chunks
-  kChunkTwice,    // sorted_index[at] is `value`, like another element
+  kChunkTwice,    // sorted_index[at] is `value`, which another element also is
   kPadOffset,     // pad_offsets[at] is `value`, less than `more`
-  kMaskedRow,     // routing_map[at] has row `value`, not in [0, bound)
+  kMaskedRow,     // the pair routing_map[at] has row `value`, not in [0, bound)
   kPosition       // `argument` has `bound` positions, but sequence `at` needs position `value`
 };
 

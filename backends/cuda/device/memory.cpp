@@ -126,7 +126,7 @@ void* Memory::allocate(size_t asked, cudaStream_t stream) {
     at->second.pop_back();
     cached_bytes_ -= bytes;
   } else {
-    // the cache has no blocks for such streams
+    // Checked here only, because the cache has no blocks for streams of other devices.
     refuse_foreign(DeviceGuard::current(), stream, status);
     cudaError_t error = cudaMallocAsync(&data, bytes, stream);
     if (error == cudaErrorMemoryAllocation && trim()) {

@@ -55,7 +55,7 @@ class Memory {
     bool open = true;               // this stream is still capturing
     cudaStream_t stream = nullptr;
     size_t live = 0;  // blocks in use by callers
-    // freed blocks that this capture may reuse
+    // Freed blocks that this capture may reuse.
     std::map<std::pair<cudaStream_t, size_t>, std::vector<void*>> idle;
     std::vector<void*> all;                     // all blocks that were allocated for the graph
     std::vector<std::pair<void*, Block>> kept;  // blocks of other origin that were freed in the

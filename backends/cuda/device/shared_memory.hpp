@@ -10,7 +10,8 @@
 
 namespace te_fl::cuda {
 
-// The grant of one kernel. Make it a static of the function that launches the kernel.
+// The dynamic shared memory that one kernel has been granted on each device. Declare it as a static
+// of the function that launches the kernel.
 class SharedMemory {
  public:
   // Allows blocks of `kernel` up to `most` bytes on `device`, which must be current. Returns false,

@@ -17,19 +17,19 @@ namespace te_fl::cuda {
 
 struct FusedGemm {
   int rows = 0, cols = 0;  // M and N: multiples of 256
-  int lines = 0;           // K in lines of 128 bytes
+  int lines = 0;           // number of 128-byte lines along K
   float alpha = 1.0f;
   const float* scale_a = nullptr;  // inverse scales of FP8 operands
   const float* scale_b = nullptr;
   const bf16* bias = nullptr;  // [N], used by the forward; may be NULL
   const bf16* pre = nullptr;   // [M, N], input of the backward
   void* out = nullptr;         // [M, N]; may be NULL
-  uint8_t* out_t = nullptr;    // FP8 codes [N, M] or NULL
+  uint8_t* out_t = nullptr;    // FP8 codes [N, M]; may be NULL
   const float* scale = nullptr;
-  float* scale_inv = nullptr;    // or NULL; scales of out_t:
-  float* scale_inv_t = nullptr;  // may be NULL
+  float* scale_inv = nullptr;    // of `out`; may be NULL
+  float* scale_inv_t = nullptr;  // of `out_t`; may be NULL
   float* amax = nullptr;         // may be NULL
-  float* sums = nullptr;         // [M / 32, N] column sums, backward, or NULL
+  float* sums = nullptr;         // column sums [M / 32, N] of the backward; may be NULL
 };
 
 namespace fused {
@@ -43,8 +43,8 @@ constexpr int kTurned = kUnitRows * kPart;
 constexpr int kExtra = kFinishers * kTurned;
 constexpr size_t kShared = shared_bytes(kExtra);
 
-// Registers per thread. One thread of each warpgroup uses 504 together. The forward also needs a
-// bias, the backward the inputs of GELU's gradient.
+// Registers per thread. Summed over one thread of each of the three warpgroups they may be at most
+// 504. The forward also needs a bias, the backward the inputs of GELU's gradient.
 template <bool kBackward>
 constexpr int kProductRegisters = kBackward ? 184 : 192;
 template <bool kBackward>

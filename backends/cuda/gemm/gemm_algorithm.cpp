@@ -110,7 +110,7 @@ class Timer {
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
 
-constexpr double kHeatUs = 500000;  // load before the first measurement on a device
+constexpr double kHeatUs = 500000;  // microseconds of load before the first measurement on a device
 
 // Runs the product until the device is warm. Only before the first measurement on a device.
 void heat(int device, Timer& timer, const std::function<bool()>& run) {

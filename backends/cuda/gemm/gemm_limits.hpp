@@ -8,7 +8,7 @@ namespace te_fl::cuda {
 
 inline constexpr int kFp8Architecture = 89;    // compute capability of Ada; Hopper's is 90
 inline constexpr int kBlockArchitecture = 90;  // the only one with 1x128 and 128x128 block scaling
-// result of cublasLtGetVersion() in CUDA 12.9
+// The result of cublasLtGetVersion() in CUDA 12.9.
 inline constexpr size_t kBlockLibraryVersion = 120900;
 
 // Returns why this library does not support a product on this GPU; NULL if it does. `fp8`: an

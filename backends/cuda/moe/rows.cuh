@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- groups
 
-constexpr int kGroups = 64;  // per launch: kernel parameters have at most 4 KiB
+constexpr int kGroups = 64;  // groups per launch; limited by the 4 KiB of kernel parameters
 
 // Groups of rows that are consecutive in the output. Output rows past a group's `rows` become 0.
 struct RowGroups {

@@ -80,7 +80,7 @@ struct Staged {
   __device__ uint4* at(int stage, int piece) const {
     return mine + (stage * pieces + piece) * static_cast<int>(blockDim.x);
   }
-  // The L2 cache policy that evicts these lines first.
+  // The cache policy with which L2 evicts the copied lines first.
   static __device__ uint64_t first_out() {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

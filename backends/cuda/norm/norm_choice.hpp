@@ -220,7 +220,8 @@ inline const char* refuse_cluster(const NormForward& f, const NormDevice& device
 
 // ---- norm_general.cuh
 
-constexpr int64_t kRegisterCols = 256 * kGroupSize * 4;  // of a block that reads a row once
+// longest row that a block can hold and so read only once
+constexpr int64_t kRegisterCols = 256 * kGroupSize * 4;
 inline NormChoice general(const NormForward& f, const NormDevice& device, const char* reason) {
   const backend::Matrix m = backend::as_matrix(*f.x);
   NormChoice c;

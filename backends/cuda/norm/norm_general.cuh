@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// z = (x - mu) rsigma g + beta
+// Computes z = (x - mu) rsigma g + beta.
 struct Normalise {
   Source x, gamma, beta;
   const float *mu, *rest, *rsigma;
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int64_t kRegisterCols = int64_t{kThreads} * kGroup * 4;
 static_assert(kRegisterCols == norm_choice::kRegisterCols);
 
-// h = x + residual
+// Computes h = x + residual.
 struct AddPair {
   Source x, residual;
   int64_t cols;

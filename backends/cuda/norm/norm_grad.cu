@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
   const int count = (kLayer ? 2 : 1) * a.cols;
   float* const partials = a.partials + blockIdx.x * int64_t{count};
   const auto put = [&](float* to) {
-    // store_group writes to global memory only
+    // store_group() writes to global memory only, so it cannot be used here.
     const auto put_group = [](float* at, const float* v) {
       reinterpret_cast<float4*>(at)[0] = make_float4(v[0], v[1], v[2], v[3]);
       reinterpret_cast<float4*>(at)[1] = make_float4(v[4], v[5], v[6], v[7]);

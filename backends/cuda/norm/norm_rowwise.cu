@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(Roww
   float* const g_shared = reinterpret_cast<float*>(dynamic);
   float* const b_shared = g_shared + a.cols;
   constexpr int kEach = static_cast<int>(sizeof(T) / 2);  // number of 16-byte pieces per group
-  // the fastest choice by measurement
+  // The fastest choice by measurement.
   constexpr bool kOnce = kGroups <= 2 && (kResidual || !kCodes);
   const Staged staged{
       reinterpret_cast<uint4*>(g_shared + (a.weighs ? 2 * a.cols : 0)) + threadIdx.x,
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(Roww
 
 template <class T, bool kCodes, int kGroups, bool kResidual>
 void launch(const te_fl_context& ctx, RowwiseArgs a) {
-  // number of 8-byte words per thread
+  // The number of 8-byte words per thread.
   constexpr int kWords = kGroups * static_cast<int>(sizeof(T));
   constexpr int kStages = norm_choice::row_stages(kGroups, sizeof(T));
   constexpr int kBlocks = kWords <= (kResidual ? 4 : 6) ? 2 : 1;

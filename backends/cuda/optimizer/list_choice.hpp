@@ -24,8 +24,9 @@ struct ListChoice {
 
 namespace list_choice {
 
-constexpr int kTensors = 56;  // these need nearly the 4 KB of a kernel's parameters
-// The numbers of items that fit 4 KB of kernel parameters, and nearly the maximum of 32 KB.
+constexpr int kTensors = 56;  // tensors per launch; they need nearly 4 KB of kernel parameters
+// Items per launch: as many as fit 4 KB of kernel parameters, and as many as fit nearly the maximum
+// of 32 KB.
 constexpr int kFewHistories = 80, kManyHistories = 660;
 constexpr int kFewCodes = 32, kManyCodes = 280;
 

@@ -53,7 +53,7 @@ __device__ inline Dual swish_dual(float x, float alpha) {
 struct Gelu {
   static constexpr float kSteepest = 1.13f;
   static constexpr float kTwoC = 2.0f * 0.7978845608f, kCubic = 0.044715f;
-  // -log2(e) 2 c (x + kCubic x^3)
+  // The exponent for sigmoid_of(): -log2(e) 2 c (x + kCubic x^3).
   __device__ static float exponent(float x, float x2) {
     return x * fmaf(x2, -kLog2E * kTwoC * kCubic, -kLog2E * kTwoC);
   }

@@ -184,7 +184,7 @@ void cross_entropy_bwd(const te_fl_context& ctx, const te_fl_cross_entropy_bwd_a
   with_type(dtype_of(*args.logits), [&]<class T>(T) {
     const T* x = backend::data<const T>(*args.logits);
     T* dx = backend::data<T>(*args.grad_logits);
-    // number of packs per row
+    // The number of packs per row.
     const int64_t packs = runs_of(x, matrix.cols) * kGroup / Pack<T>::kSize;
     const auto launch = [&]<int kPacks>(std::integral_constant<int, kPacks>) {
       const int64_t parts = ceil_div(packs, int64_t{kPacks} * kThreads);

@@ -45,7 +45,7 @@ struct RopeChoice {
   bool same = false;    // one table serves Q and K
   int64_t columns = 0;  // columns of both tables together
   int64_t tokens = 1;   // tokens per block
-  int64_t items = 1;    // per head; an item is what a thread processes at once
+  int64_t items = 1;    // work items per head; a thread processes one item at once
   const char* reason = "";
 
   // Bytes of shared memory per block.

@@ -14,7 +14,8 @@ struct Item {
   unsigned first_block;
   bool is_half;
 };
-constexpr int kFew = 24, kMany = 216;  // items that fit 4 KB, and nearly 32 KB
+constexpr int kFew = 24, kMany = 216;  // items per launch: as many as fit 4 KB of parameters, and
+                                       // nearly 32 KB
 template <int kCapacity>
 struct Items {
   Item items[kCapacity];
