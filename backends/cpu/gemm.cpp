@@ -238,7 +238,7 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
                   .scratch_a = scratch,
                   .scratch_b = scratch + parts.a};
   product.k = product.a.transposed ? product.a.rows : product.a.cols;
-  // If K is 0, the operands' scales may never have been written, so they are not read.
+  // If K is 0, the operands' scales may never have been written, so 1 is used instead.
   if (product.k == 0) product.a.factor = product.b.factor = 1.0f;
   const double alpha = static_cast<double>(args.alpha) * product.a.factor * product.b.factor;
   product.alpha = static_cast<float>(alpha);

@@ -8,7 +8,15 @@
 namespace te_fl::opencl {
 namespace {
 
-enum Act { kGelu, kQgelu, kRelu, kSrelu, kSilu, kSigmoid, kClamped };  // as in activation.cl
+enum Act {
+  kGelu,
+  kQgelu,
+  kRelu,
+  kSrelu,
+  kSilu,
+  kSigmoid,
+  kClamped
+};  // same values as in activation.cl
 
 std::string types(Act act, const te_fl_tensor* x, const te_fl_tensor* grad, const Output& out) {
   return define("ACT", act) + define("TX", x) + define("TG", grad) + define("TY", out.type());

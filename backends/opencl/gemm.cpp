@@ -12,7 +12,7 @@ namespace {
 
 using Args = te_fl_generic_gemm_args;
 
-enum : uint32_t {  // as in gemm.cl
+enum : uint32_t {  // same values as in gemm.cl
   kHasBias = 1,
   kHasPreGeluOut = 2,
   kHasPreGeluIn = 4,

@@ -37,7 +37,7 @@ inline GemmKernel choose_gemm(const GemmDevice& device, const GemmProblem& p) no
   };
   const int64_t units = device.compute_units;
   const bool library = device.clblast && p.plain && p.m > 0 && p.n > 0 && p.k > 0;
-  constexpr size_t kGroup128 = 256, kLocal128 = size_t{17} << 10;  // as in gemm.cl
+  constexpr size_t kGroup128 = 256, kLocal128 = size_t{17} << 10;  // same values as in gemm.cl
   const bool fits_128 = device.largest_group >= kGroup128 && device.local_memory >= kLocal128;
   if (device.wanted == GemmKernel::kClblast && library) return GemmKernel::kClblast;
   if (device.wanted == GemmKernel::kRows || device.wanted == GemmKernel::kTiles64) {

@@ -13,7 +13,7 @@ enum : uint32_t {
   kHasBeta = 2,
   kHasResidual = 4,
   kHasAdd = 8
-};  // as in norm.cl
+};  // same values as in norm.cl
 
 struct Forward {
   const te_fl_tensor *x, *residual, *sum, *gamma, *beta, *z, *mu, *rsigma;

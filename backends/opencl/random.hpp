@@ -8,7 +8,7 @@ namespace te_fl::opencl {
 
 // Flags for kernels: seed_at or offset_at is present. Not every driver lets a kernel detect a null
 // pointer.
-enum : uint32_t { kSeedAddress = 1, kOffsetAddress = 2 };  // as in common.cl
+enum : uint32_t { kSeedAddress = 1, kOffsetAddress = 2 };  // same values as in common.cl
 
 // Sets the kernel arguments seed, offset, seed_at, offset_at, at and threshold.
 inline Launch& random(Launch& launch, const te_fl_rng& rng, float p) {

@@ -36,7 +36,7 @@ Refusal refuse_add(const te_fl_add_args& args) {
 
 constexpr int kMaxRank = 8;
 
-struct Strides {  // as in tensor.cl
+struct Strides {  // same layout as in tensor.cl
   int64_t extent[kMaxRank], from[kMaxRank], to[kMaxRank];
 };
 

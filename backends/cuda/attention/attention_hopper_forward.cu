@@ -21,7 +21,7 @@ struct ForwardShared {
   static constexpr int kBytes = kBarriers + kStages * 2 * 8;
 };
 
-// The online softmax of a thread's two rows. Scores and `top` are times log2(e).
+// The online softmax of a thread's two rows. Scores and `top` are multiplied by log2(e).
 struct RowsSoftmax {
   float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // sum: this thread's part of the row's sum
 

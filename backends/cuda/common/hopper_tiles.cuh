@@ -19,7 +19,7 @@ constexpr int kBarriers = 2 * kStages + 2;
 constexpr int kRowGroup = 8;  // pairs of row tiles that are processed before the next column tile
 
 struct Tile {
-  int row, col;  // of the cluster's first block
+  int row, col;  // first row and column of the cluster's tiles
   __device__ Tile(int rows, int cols, int index) {
     const int across = cols / kCols, group = index / (kRowGroup * across),
               rest = index - group * kRowGroup * across;

@@ -25,7 +25,7 @@ struct Matmul {
 
 struct Plan {
   Matmul matmul;
-  Problem problem;           // of the call it was made for; bias_grad: the library computes it
+  Problem problem;           // problem of the plan's call; bias_grad: the library computes it
   bool in_place = false;     // result of adds_in_place() for that call
   size_t scratch_bytes = 0;  // workspace of such a call; set by the caller
 };

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
         next[i] = e < m.experts ? starts[e] + before[e] : 0;
       }
       for (int64_t first = begin; first < end; first += kPiece) {
-        __syncthreads();  // until all threads have read the previous piece
+        __syncthreads();  // waits until all threads have read the previous piece
         bool has[kPiece * kPiece / kPlaceThreads];
 #pragma unroll
         for (int i = 0; i < kPiece * kPiece / kPlaceThreads; ++i) {

@@ -22,7 +22,7 @@ struct Block128Args {
   void* sum;
   Source gamma, beta;
   float *mu, *rsigma;
-  float4* statistics;       // of every row, in the form of for_tiles()
+  float4* statistics;       // of every row, as for_tiles() returns them
   unsigned *ticket, *done;  // done: completed row items per slab; both NULL if the statistics are
                             // known
   Quantised q;

@@ -24,7 +24,7 @@ struct Batch {
   void* data[kLists][kTensors];
   int8_t dtype[kLists][kTensors];
   int64_t size[kTensors];
-  unsigned first_block[kTensors];  // of the tensor's chunks, for kernels that process chunks
+  unsigned first_block[kTensors];  // first block of the tensor's chunks; kernels over chunks only
   int count = 0;
 
   __device__ Source source(int list, int tensor) const {
