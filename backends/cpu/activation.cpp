@@ -1,5 +1,5 @@
-// Activations, their gradients, and gradients fused with the bias gradient: which elements go
-// where. The arithmetic is in activation_kernels.cpp.
+// The activation ops: forward, gradient, and gradient with the bias gradient. This file maps
+// elements to buffers; the arithmetic is in activation_kernels.cpp.
 #include "te_fl/ops/activation.h"
 
 #include "activation_kernels.hpp"
@@ -8,7 +8,7 @@
 namespace te_fl::cpu {
 namespace {
 
-// Element-by-element: the output may be the input's array if it is not quantised.
+// For elementwise ops: an unquantised output may be the input's memory, a quantised one may not.
 Refusal refuse_elementwise(const te_fl_tensor& input, const te_fl_tensor& output) {
   if (!dense(&input)) return kNotContiguous;
   const bool plain = backend::scaling(output) == TE_FL_SCALING_NONE;
@@ -83,7 +83,8 @@ Refusal refuse_gated(const Args& args) {
   return refuse_output(*args.output);
 }
 
-// Both gradients of a piece at once, written to their halves: the output may be the input's array.
+// Computes both gradients of a piece together and writes them to their halves, so the output may be
+// the input's memory.
 template <class Args>
 void gated_gradient_in_pairs(Act act, GateOptions options, const Args& args) {
   const Loader grad(*args.grad), input(*args.input);
@@ -120,7 +121,7 @@ void gated_gradient(Act act, GateOptions options, const Args& args) {
   const int64_t half = backend::as_matrix(*args.grad).cols;
   const auto values = [&](const Piece& piece, float* out) {
     Chunk dy, a, b;
-    // A piece may begin in the first half and end in the second.
+    // A piece may start in the first half and end in the second.
     for (int64_t done = 0; done < piece.n;) {
       const int64_t col = piece.col + done;
       const bool first = col < half;

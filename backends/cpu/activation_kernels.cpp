@@ -10,8 +10,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace te_fl::cpu::HWY_NAMESPACE {
 
-// Each activation has Value(x), Derivative(x) and Both(x, value, derivative). The sigmoid forms do
-// not cancel where the result is small: 0.5 (1 + tanh(u)) = sigmoid(2 u).
+// Each activation has Value(x) and Both(x, value, derivative). The sigmoid forms avoid cancellation
+// where the result is small: 0.5 (1 + tanh(u)) is computed as sigmoid(2 u).
 
 struct Gelu {
   static constexpr float kTwoC = 2.0f * 0.7978845608f, kCubic = 0.044715f;
@@ -20,10 +20,12 @@ struct Gelu {
   }
   HWY_INLINE static VF Value(VF x) { return hn::Mul(x, SigmoidOfNumber(Inner(x, hn::Mul(x, x)))); }
   HWY_INLINE static void Both(VF x, VF& value, VF& derivative) {
-    // Beyond |x| = 100 the sigmoid is 0 or 1; an infinite square would spoil the product with 0.
+    // Beyond |x| = 100 the sigmoid is 0 or 1. The limit keeps the square finite, because infinity
+    // times 0 would be NaN.
     const VF x2 = hn::Min(hn::Mul(x, x), SetF(1e4f));
     const VF s = SigmoidOfNumber(Inner(x, x2));
-    // s'(u) = s(u) s(-u); 1 - s has lost digits only where the term no longer counts.
+    // s'(u) = s(u) s(-u). s(-u) may be computed as 1 - s, which loses digits only where the term is
+    // negligible.
     const VF slope = hn::MulAdd(x2, SetF(3.0f * kCubic * kTwoC), SetF(kTwoC));
     const VF tail = hn::Mul(hn::Sub(SetF(1.0f), s), slope);
     value = hn::Mul(x, s);
@@ -31,20 +33,21 @@ struct Gelu {
   }
 };
 
-// x sigmoid(u), u = alpha x. With e = exp(-u) the derivative is (1 + e (1 + u)) / (1 + e)^2, whose
-// numerator keeps its digits where it vanishes.
+// x sigmoid(u) with u = alpha x. With e = exp(-u) the derivative is (1 + e (1 + u)) / (1 + e)^2.
+// Near the derivative's zero, the numerator keeps its precision.
 HWY_INLINE void SwishBoth(VF x, VF alpha, VF& value, VF& derivative) {
   const VF u = hn::Mul(x, alpha);
   const VF one = SetF(1.0f);
   const VF e = ExpInRange(hn::Min(hn::Max(hn::Neg(u), SetF(-87.0f)), SetF(89.0f)));
   const VF s = hn::Div(one, hn::Add(one, e));
   value = hn::Mul(x, s);
-  // Bounded, so that far below, where s is 0, the numerator is finite.
+  // Bounds the operands, so that the numerator is finite where s underflows to 0.
   const VF bounded_e = hn::Min(e, SetF(1e34f)), bounded_u = hn::Max(u, SetF(-80.0f));
   const VF numerator = hn::MulAdd(bounded_e, hn::Add(bounded_u, one), one);
-  // Far above e is at least exp(-87), times u beyond any bound: the product is 0 there.
+  // For large u, e is clamped to exp(-87), so its product with u would grow without bound; the true
+  // product is 0.
   const VF far_above = hn::IfThenElse(hn::Gt(u, SetF(80.0f)), one, numerator);
-  // NaN and infinities as in sigmoid(u) + value (1 - sigmoid(u)): NaN.
+  // Adding value * 0 gives NaN for NaN and infinities, like sigmoid(u) + value (1 - sigmoid(u)).
   derivative = hn::MulAdd(value, SetF(0.0f), hn::Mul(hn::Mul(far_above, s), s));
 }
 struct Silu {
@@ -68,7 +71,7 @@ struct Sigmoid_ {
   }
 };
 
-// A NaN passes; -0 becomes +0.
+// Keeps NaN; -0 becomes +0.
 struct Relu {
   HWY_INLINE static VF Value(VF x) { return hn::IfThenZeroElse(hn::Le(x, SetF(0.0f)), x); }
   HWY_INLINE static void Both(VF x, VF& value, VF& derivative) {
@@ -125,7 +128,7 @@ void GatedBackward(const float* dy, const float* a, const float* b, int64_t n, f
   }
 }
 
-// min(x, limit) and clamp(x, -limit, limit) that let a NaN pass.
+// min(x, limit) and clamp(x, -limit, limit), which keep NaN.
 HWY_INLINE VF AtMost(VF x, VF limit) { return hn::IfThenElse(hn::Gt(x, limit), limit, x); }
 HWY_INLINE VF Within(VF x, VF limit) {
   const VF low = hn::Neg(limit);
@@ -161,7 +164,8 @@ void ClampedBackward(const GateOptions& clamp, const float* dy, const float* a, 
   }
 }
 
-// beta tanh(x / beta) and its derivative. Odd powers where 1 - exp(-2 |u|) has lost digits.
+// beta tanh(x / beta) and its derivative. Uses a power series where 1 - exp(-2 |u|) would lose
+// digits.
 HWY_INLINE void BoundedBoth(VF x, float beta, VF& value, VF& derivative) {
   const VF one = SetF(1.0f), most = SetF(100.0f);
   const VF u = hn::Max(hn::Min(hn::Div(x, SetF(beta)), most), hn::Neg(most)), u2 = hn::Mul(u, u);
@@ -173,7 +177,7 @@ HWY_INLINE void BoundedBoth(VF x, float beta, VF& value, VF& derivative) {
   const VF r = hn::Div(one, hn::Add(one, e));
   const VF large = hn::CopySign(hn::Mul(hn::Sub(one, e), r), u);
   const VF t = hn::IfThenElse(hn::Lt(size, SetF(0.25f)), small, large);
-  const auto is_number = hn::Eq(x, x);  // Min and Max may lose a NaN
+  const auto is_number = hn::Eq(x, x);  // Min and Max may drop a NaN
   value = hn::IfThenElse(is_number, hn::Mul(SetF(beta), t), x);
   derivative = hn::IfThenElse(is_number, hn::Mul(hn::Mul(SetF(4.0f), e), hn::Mul(r, r)), x);
 }

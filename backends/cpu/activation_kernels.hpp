@@ -1,5 +1,5 @@
-// Activations and their derivatives on FP32 buffers. n elements; every buffer is padded (see
-// convert.hpp) and may be the same array as another.
+// Activations and their derivatives on FP32 buffers of n elements. Every buffer must be padded (see
+// convert.hpp). Buffers may be the same array.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,8 @@ namespace te_fl::cpu {
 
 enum class Act { kGelu, kQgelu, kRelu, kSrelu, kSilu, kSigmoid, kClamped, kSitu };
 
-// The parameters of kClamped, the activation of clamped_swiglu, and of kSitu, that of situglu.
+// Parameters: limit, alpha and offset are for kClamped (op clamped_swiglu); beta1 and beta2 are for
+// kSitu (op situglu).
 struct GateOptions {
   float limit = 0.0f;
   float alpha = 0.0f;
@@ -24,7 +25,7 @@ void act_backward(Act act, const float* dy, const float* x, int64_t n, float* dx
 // y = act(a) b.
 void gated_forward(Act act, GateOptions options, const float* a, const float* b, int64_t n,
                    float* y);
-// da = dy act'(a) b, db = dy act(a). Either may be null.
+// da = dy act'(a) b, db = dy act(a). Either may be NULL.
 void gated_backward(Act act, GateOptions options, const float* dy, const float* a, const float* b,
                     int64_t n, float* da, float* db);
 

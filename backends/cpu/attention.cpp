@@ -1,4 +1,4 @@
-// Attention: which calls are served, and what forward and backward share.
+// The attention ops: which calls are supported, and functions that forward and backward share.
 #include "attention.hpp"
 
 #include <cmath>
@@ -114,7 +114,8 @@ float AttentionCall::sink(int64_t h) const {
 
 namespace {
 
-// A tile of a [1|B, 1|H, Sq, Sk] tensor, transposed, each element made a float by `convert`.
+// Loads a tile of a [1|B, 1|H, Sq, Sk] tensor transposed; `convert` turns each element into a
+// float.
 template <class T, class Convert>
 void load_tile(const te_fl_tensor& t, const QueryTile& q, int64_t key, int64_t keys, float* to,
                Convert&& convert) {
@@ -215,7 +216,7 @@ int64_t attention_slots(int64_t count, int64_t multiplications) {
                            std::min({count, worth, int64_t{ThreadPool::instance().num_threads()}}));
 }
 
-// ---- what is served
+// ---- calls that are refused
 
 namespace {
 
@@ -260,7 +261,7 @@ void get_fused_attn_backend(const te_fl_context&, const te_fl_get_fused_attn_bac
   *backend::data<int32_t>(*a.backend) = possible ? 1 : -1;
 }
 
-// Arguments other than FP8.
+// Excludes FP8 from the accepted dtypes.
 te_fl_op_desc unquantised(te_fl_op_desc desc) {
   desc.dtypes =
       TE_FL_MASK_HIGH | TE_FL_BIT(TE_FL_I32) | TE_FL_BIT(TE_FL_U8) | TE_FL_BIT(TE_FL_BOOL);

@@ -20,15 +20,15 @@ void fused_attn_bwd(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a
 size_t attn_fwd_workspace(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a);
 size_t attn_bwd_workspace(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a);
 
-// Keys of one tile: a tile of scores is 32 KiB.
+// Keys per tile. A tile of scores has 32 KiB.
 inline constexpr int64_t kKeys = 128;
 
-// Calls below this many multiplications stay on the calling thread.
+// Calls with fewer multiplications stay on the calling thread.
 inline constexpr int64_t kAttentionGrain = 1 << 18;
 
 constexpr int64_t tiles_of(int64_t n, int64_t tile) { return (n + tile - 1) / tile; }
 
-// q, k, v, o or a gradient of one, whose heads have unit stride.
+// A view of q, k, v, o or a gradient of one of them. The elements of a head must have stride 1.
 class HeadRows {
  public:
   HeadRows(const te_fl_tensor& t, int32_t layout)
@@ -38,7 +38,8 @@ class HeadRows {
         base_(backend::data<char>(t)) {}
 
   int64_t dim() const { return view_.dim; }
-  // One head's elements at position s of sequence b (thd: s counts tokens); dst is padded.
+  // Loads or stores one head at position s of sequence b (thd: s is a token). The FP32 buffer must
+  // be padded.
   void load(int64_t b, int64_t s, int64_t h, float* dst) const {
     load_f32(dtype_, at(b, s, h), view_.dim, dst);
   }
@@ -46,7 +47,8 @@ class HeadRows {
     store_f32(dtype_, src, view_.dim, at(b, s, h));
   }
   void zero_all() const;
-  // Loads the elements of this and of `other` at one place, a chunk at a time: f(padded count).
+  // Loads the same position of this tensor into x and of `other` into y, in chunks. Calls f(padded
+  // count) after each chunk.
   template <class F>
   void load_pieces(const HeadRows& other, int64_t b, int64_t s, int64_t h, float* x, float* y,
                    F&& f) const {
@@ -68,7 +70,7 @@ class HeadRows {
   char* base_;
 };
 
-// softmax_lse as (b, h, i), or by token for thd.
+// Access to softmax_lse by (b, h, i), or by token for thd.
 class LseRows {
  public:
   LseRows(const te_fl_tensor& t, bool thd) : t_(t), thd_(thd) {}
@@ -93,16 +95,16 @@ struct QueryTile {
   const backend::SequenceSpan& span;
   int64_t b, h, first, count;
   int64_t cols;            // count rounded up to whole vectors
-  int64_t keys_begin = 0;  // keys that at least one query sees
+  int64_t keys_begin = 0;  // range of keys that at least one query sees
   int64_t keys_end = 0;
-  alignas(64) int32_t begin[kQueries];  // keys that each query sees
+  alignas(64) int32_t begin[kQueries];  // range of keys that each query sees
   alignas(64) int32_t end[kQueries];
-  alignas(64) float alibi_from[kQueries];  // key position level with each query
+  alignas(64) float alibi_from[kQueries];  // ALiBi: key position at distance 0 of each query
 
   bool sees_all(int64_t key, int64_t keys) const;
 };
 
-// A call's decoded parts. Sets up the rules and the dropout of a tile.
+// A decoded call. Computes the score rules and the dropout factors of a tile.
 struct AttentionCall {
   AttentionCall(const te_fl_context& ctx, backend::AttentionProblem problem);
 
@@ -112,23 +114,24 @@ struct AttentionCall {
   bool drops;
   DropoutRules dropout;
 
-  // Buffers of [kKeys, kQueries] that rules() and dropout_factors() fill; null where never needed.
+  // Buffers of [kKeys, kQueries] that rules() and dropout_factors() fill. NULL if the call never
+  // needs them.
   struct TileBuffers {
     float* bias = nullptr;
     float* hidden = nullptr;
     float* factors = nullptr;
   };
   ScoreRules rules(const QueryTile& q, int64_t key, int64_t keys, const TileBuffers& buffers) const;
-  // Null without dropout.
+  // NULL without dropout.
   const float* dropout_factors(const QueryTile& q, int64_t key, int64_t keys,
                                const TileBuffers& buffers) const;
-  int64_t most_query_tiles() const;  // of one head of any sequence
-  float sink(int64_t h) const;       // its logit; -inf for a vanilla softmax
+  int64_t most_query_tiles() const;  // of one head, maximum over the sequences
+  float sink(int64_t h) const;       // the head's sink logit; -inf for a vanilla softmax
 };
 
-// Floats that TileBuffers take.
+// Number of floats in TileBuffers.
 int64_t tile_buffer_floats(const backend::AttentionProblem& p);
-// Hands out pieces of one slot's scratch, each on a cache line.
+// Divides one slot's scratch into pieces that start on cache lines.
 class Carver {
  public:
   explicit Carver(float* at) : at_(at) {}
@@ -143,8 +146,8 @@ class Carver {
   float* at_;
 };
 
-// The call's workspace if it is large enough (the number of threads may have grown since it was
-// asked for), else memory of its own.
+// Uses the call's workspace if it is large enough, else allocates memory. (The number of threads
+// may have grown since the workspace size was queried.)
 class Scratch {
  public:
   Scratch(const te_fl_context& ctx, int64_t floats);
@@ -158,10 +161,10 @@ class Scratch {
   float* data_;
 };
 
-// Counts the tasks of `count` that run at a time, each with scratch of its own.
+// Number of tasks, out of `count`, that run concurrently. Each has its own scratch.
 int64_t attention_slots(int64_t count, int64_t multiplications);
 
-// Runs f(slot, task) for every task; tasks are taken in order by whichever slot is free.
+// Runs f(slot, task) for every task. A free slot takes the next task in order.
 template <class F>
 void run_slots(int64_t slots, int64_t tasks, F&& f) {
   std::atomic<int64_t> next{0};
@@ -170,19 +173,19 @@ void run_slots(int64_t slots, int64_t tasks, F&& f) {
   });
 }
 
-// Multiplications of one of the matrix products.
+// Number of multiplications in one of the matrix products.
 inline int64_t attention_work(const backend::AttentionProblem& p) {
   const int64_t keys = p.thd ? (p.batch > 0 ? tiles_of(p.k.seqlen, p.batch) : 0) : p.seqlen_kv;
   return p.q.batch * p.q.seqlen * p.heads * keys * p.head_dim;
 }
 
-// True if neither queries nor keys are there, so that no scratch is needed.
+// True if there are neither queries nor keys. Then no scratch is needed.
 inline bool has_no_rows(const backend::AttentionProblem& p) {
   return p.q.batch * p.q.seqlen * p.heads == 0 && p.k.batch * p.k.seqlen * p.kv_heads == 0;
 }
 
-// Copies rows [first, first + count) of a head into [count, padded dim], or transposed into
-// [dim, kQueries] with zeros behind. `row` is a buffer of one padded row.
+// load_rows() copies rows [first, first + count) of a head to [count, padded dim]. transpose_rows()
+// transposes such rows to [dim, kQueries] and fills the rest with zeros.
 void load_rows(const HeadRows& rows, int64_t b, int64_t first, int64_t h, int64_t count, float* to);
 void transpose_rows(const float* rows, int64_t ld, int64_t count, int64_t dim, float* to);
 

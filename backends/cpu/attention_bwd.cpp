@@ -1,7 +1,7 @@
-// Each task owns the keys of one tile row: one sequence, one key-value head, every n-th tile of
-// keys. It goes through all queries that see them, of all heads that share the key-value head, so
-// that dK and dV are finished where they are computed. dQ gathers in one FP32 buffer per share of
-// the tiles; a last pass adds the shares in order.
+// The attention backward. A task processes one sequence, one key-value head, and every n-th tile of
+// keys (a "share"). For each tile of keys it visits all queries that see them, in all heads that
+// use the key-value head, so it completes dK and dV of the tile. dQ is accumulated in one FP32
+// buffer per share; a final pass adds the shares in order.
 #include <cmath>
 
 #include "attention.hpp"
@@ -12,7 +12,7 @@ namespace {
 using backend::AttentionProblem;
 using backend::SequenceSpan;
 
-// The division of the work, from metadata only.
+// The division of the work, derived from metadata only.
 struct Division {
   explicit Division(const AttentionProblem& p) : d(padded(p.head_dim)), dv(padded(p.head_dim_v)) {
     const int64_t groups = p.batch * p.kv_heads;
@@ -26,10 +26,10 @@ struct Division {
     slots = attention_slots(std::max<int64_t>(1, groups * shares), work);
     query_tiles = p.heads * (tiles_of(p.q.seqlen, kQueries) * p.q.batch + (p.thd ? p.batch : 0));
     delta = p.q.batch * p.q.seqlen * p.heads;
-    // k, v, dk, dv; q, do and their transposes; p, dp, slope of the cap
+    // The buffers k, v, dk, dv; q, do and their transposes; p, dp, and softcap's slope.
     slot = 2 * kKeys * (d + dv) + 2 * kQueries * (d + dv) +
            (p.softcap > 0 ? 3 : 2) * kKeys * kQueries + tile_buffer_floats(p);
-    if (has_no_rows(p)) query_tiles = slot = 0;  // heads of no tokens may be of any size
+    if (has_no_rows(p)) query_tiles = slot = 0;  // without tokens, heads may have any size
   }
   int64_t total() const {
     return shares * query_tiles * kQueries * d + padded(delta) + slots * slot;
@@ -38,9 +38,9 @@ struct Division {
   int64_t d, dv;
   int64_t shares = 1;
   int64_t slots = 1;
-  int64_t query_tiles = 0;  // at most, of all heads
-  int64_t delta = 0;        // rows
-  int64_t slot = 0;         // floats of a slot's scratch
+  int64_t query_tiles = 0;  // upper bound over all heads
+  int64_t delta = 0;        // number of (query, head) rows
+  int64_t slot = 0;         // floats of scratch per slot
 };
 
 class Backward {
@@ -90,7 +90,7 @@ class Backward {
  private:
   struct Buffers {
     float *k, *v, *dk, *dv, *q, *q_t, *d_o, *d_o_t, *p, *dp;
-    float* cap_slope;  // null without softcap
+    float* cap_slope;  // NULL without softcap
     AttentionCall::TileBuffers tile;
   };
 
@@ -102,7 +102,7 @@ class Backward {
   int64_t row(const SequenceSpan& s, int64_t b, int64_t h, int64_t i) const {
     return p_.thd ? (s.q_begin + i) * p_.heads + h : (b * p_.heads + h) * p_.seqlen_q + i;
   }
-  // Calls f(span, b, h, i) for every true row, on the pool.
+  // Calls f(span, b, h, i) for every existing query row, on the pool.
   template <class F>
   void for_each_row(F&& f) {
     const int64_t heads = p_.batch * p_.heads;
@@ -117,7 +117,7 @@ class Backward {
         });
   }
 
-  // rowsum(dO O); 0 for rows that saw no key.
+  // rowsum(dO O); 0 for rows that see no key.
   void compute_delta() {
     for_each_row([&](const SequenceSpan& s, int64_t b, int64_t h, int64_t i) {
       float& delta = delta_[row(s, b, h, i)];
@@ -173,13 +173,13 @@ class Backward {
     return s;
   }
 
-  // One sequence, one key-value head, every shares-th tile of keys.
+  // Processes one sequence, one key-value head, and every shares-th tile of keys.
   void share(int64_t b, int64_t g, int64_t share_index, float* scratch) {
     const SequenceSpan& span = call_.spans[static_cast<size_t>(b)];
     const Buffers s = buffers(scratch);
     const int64_t sharing = p_.heads / p_.kv_heads;
     const int64_t query_tiles = tiles_of(span.q_len, kQueries);
-    if (query_tiles > 0) {  // Heads of a group are adjacent.
+    if (query_tiles > 0) {  // the heads of a group are adjacent
       std::fill_n(dq_sum(share_index, b, g * sharing, 0), sharing * query_tiles * kQueries * div_.d,
                   0.0f);
     }
@@ -205,7 +205,7 @@ class Backward {
     }
   }
 
-  // Adds what a tile of queries and a tile of keys contribute to each other.
+  // Adds the contributions of one tile of queries and one tile of keys to dQ, dK and dV.
   void pair(const QueryTile& q, int64_t key, int64_t keys, const Buffers& s, float* dq_t) {
     alignas(64) float lse[kQueries], delta[kQueries];
     load_queries(q, s, lse, delta);
@@ -225,7 +225,7 @@ class Backward {
     tile_product({p_.head_dim, q.cols, keys, s.k, 1, d, s.dp, kQueries, dq_t, kQueries, true});
   }
 
-  // q (times scale) and dO, both ways round; rows that saw no key are zeros.
+  // Loads q (times the scale) and dO, and transposes both. Rows that see no key become zeros.
   void load_queries(const QueryTile& q, const Buffers& s, float* lse, float* delta) {
     const int64_t at = q.span.q_begin + q.first;
     load_rows(q_, q.b, at, q.h, q.count, s.q);
@@ -305,7 +305,7 @@ class Backward {
   LseRows lse_;
   Scratch scratch_;
   float *dq_sums_, *delta_, *slots_;
-  std::vector<int64_t> first_tile_;  // of each sequence, among all query tiles
+  std::vector<int64_t> first_tile_;  // index of each sequence's first tile among all query tiles
   int64_t tiles_ = 0;
 };
 

@@ -9,24 +9,26 @@ using backend::AttentionProblem;
 using backend::SequenceSpan;
 
 int64_t slots_for(const AttentionProblem& p) {
-  // Enough for any lengths of the sequences: they are data, which workspace() may not read.
+  // An upper bound over all sequence lengths, because workspace() must not read cu_seqlens.
   const int64_t tiles = p.heads * (tiles_of(p.q.seqlen, kQueries) * p.q.batch + p.batch);
   return attention_slots(tiles, attention_work(p));
 }
 
-// The division of the scratch, from metadata only.
+// The division of the scratch, derived from metadata only.
 struct Division {
   explicit Division(const AttentionProblem& p)
       : d(padded(p.head_dim)), dv(padded(p.head_dim_v)), slots(slots_for(p)) {
-    // Keys and values that several tiles of queries read are converted and made compact once: rows
-    // of one head lie far apart, often a page each. With few queries that would only cost.
+    // If several tiles of queries read the same keys and values, these are converted and packed
+    // once, because the rows of one head are far apart in memory, often one per page. With few
+    // queries packing would only cost time.
     packs =
         p.heads / p.kv_heads * p.q.seqlen > kQueries * std::max<int64_t>(1, p.thd ? p.batch : 1);
     packed_rows = packs ? p.k.batch * p.k.seqlen * p.kv_heads : 0;
-    // q transposed, o transposed, q's rows or o's row, scores; k and v
+    // The buffers: q and o transposed, rows of q or one row of o, scores; and k and v if they are
+    // not packed.
     slot = kQueries * (d + dv) + kQueries * std::max(d, dv) + kKeys * kQueries +
            tile_buffer_floats(p) + (packs ? 0 : kKeys * (d + dv));
-    if (has_no_rows(p)) slot = 0;  // heads of no tokens may be of any size
+    if (has_no_rows(p)) slot = 0;  // without tokens, heads may have any size
   }
   int64_t total() const { return packed_rows * (d + dv) + slots * slot; }
 
@@ -61,7 +63,7 @@ class Forward {
     if (div_.packs) pack();
     const int64_t heads = p.batch * p.heads;
     const int64_t most = call_.most_query_tiles();
-    // The last tiles first: with a causal mask they have the most keys.
+    // Runs the last tiles first, because under a causal mask they have the most keys.
     run_slots(div_.slots, heads * most, [&](int64_t slot, int64_t task) {
       const int64_t b = task % heads / p.heads;
       const int64_t index = most - 1 - task / heads;
@@ -111,13 +113,14 @@ class Forward {
     write_rows(t, state, o, rows);
   }
 
-  // The place of position s of sequence b (thd: token s) among the packed rows.
+  // The packed row of position s of sequence b (thd: of token s).
   int64_t packed_row(int64_t b, int64_t g, int64_t s) const {
     const int64_t sequence = call_.p.thd ? 0 : b;
     return (sequence * call_.p.kv_heads + g) * call_.p.k.seqlen + s;
   }
 
-  // Position by position, whose heads are adjacent in memory; padding too, which nobody reads.
+  // Packs position by position, because the heads of a position are adjacent in memory. Also packs
+  // the rows of padding, which are never read.
   void pack() {
     const AttentionProblem& p = call_.p;
     ThreadPool::instance().parallel_for(p.k.batch * p.k.seqlen,
@@ -142,7 +145,8 @@ class Forward {
       float factor = 0.0f, lse = -INFINITY;
       const bool no_key = t.keys_begin >= t.keys_end || (top == -INFINITY && sum == 0.0f);
       if (!no_key) {
-        // With a sink the denominator is sum e^top + e^sink; both sides relative to the larger.
+        // With a sink the denominator is sum e^top + e^sink. Both terms are scaled by the larger
+        // exponent.
         const float base = std::max(top, sink);
         const float shrink = std::exp(top - base);
         const float total = sum * shrink + std::exp(sink - base);
@@ -159,7 +163,7 @@ class Forward {
 
   AttentionCall call_;
   HeadRows q_, k_, v_, o_;
-  std::vector<LseRows> lse_;  // none or one
+  std::vector<LseRows> lse_;  // has one element if the call writes softmax_lse, else none
   Division div_;
   Scratch scratch_;
   float *packed_k_, *packed_v_, *slots_;

@@ -17,7 +17,7 @@ namespace te_fl::cpu::HWY_NAMESPACE {
 
 // ---- products
 
-// kRows x kVectors accumulators stay in registers.
+// Keeps kRows x kVectors accumulators in registers.
 template <int kRows, int kVectors>
 HWY_INLINE void Block(const TileProduct& t, const float* HWY_RESTRICT a,
                       const float* HWY_RESTRICT b, float* HWY_RESTRICT c) {
@@ -76,7 +76,7 @@ void Panel(const TileProduct& t, int64_t column) {
 
 void Product(const TileProduct& t) {
   const auto lanes = static_cast<int64_t>(NumLanes());
-  // 24 accumulators of 32 registers, or 12 of 16.
+  // Uses 24 accumulators if there are 32 registers, 12 if there are 16.
   constexpr int kWide = HWY_MAX_BYTES >= 64 ? 4 : 2;
   int64_t column = 0;
   for (; column + kWide * lanes <= t.n; column += kWide * lanes) Panel<kWide>(t, column);
@@ -85,16 +85,16 @@ void Product(const TileProduct& t) {
 
 // ---- scores
 
-// exp(x) for x <= 0 and NaN; 0 below -87.
+// exp(x) for x <= 0; 0 below -87. NaN gives NaN.
 HWY_INLINE VF ExpNonPositive(VF x) {
   const auto tiny = hn::Lt(x, SetF(-87.0f));
   const VF result = ExpInRange(hn::IfThenElse(tiny, SetF(-87.0f), x));
   return hn::IfThenElse(tiny, SetF(0.0f), result);
 }
 
-// tanh(x), at most 2 ulp off; NaN for NaN.
+// tanh(x) with an error of at most 2 ulp. NaN gives NaN.
 HWY_INLINE VF Tanh(VF x) {
-  // Near 0, where the quotient below would cancel: x + x^3 p(x^2), p fitted on |x| <= 0.625.
+  // Near 0 the quotient below would cancel: uses x + x^3 p(x^2), with p fitted on |x| <= 0.625.
   const VF z = hn::Mul(x, x);
   VF p = SetF(-5.704042502e-3f);
   p = hn::MulAdd(p, z, SetF(2.063786238e-2f));
@@ -102,7 +102,7 @@ HWY_INLINE VF Tanh(VF x) {
   p = hn::MulAdd(p, z, SetF(1.333143115e-1f));
   p = hn::MulAdd(p, z, SetF(-3.333328068e-1f));
   const VF near = hn::MulAdd(hn::Mul(x, z), p, x);
-  // 1 - 2 / (e^(2 |x|) + 1), which is 1 in FP32 from 9.02 on.
+  // Elsewhere 1 - 2 / (e^(2 |x|) + 1), which is 1 in FP32 from 9.02 on.
   const VF absolute = hn::Abs(x), one = SetF(1.0f);
   const VF e = ExpInRange(hn::Min(hn::Add(absolute, absolute), SetF(20.0f)));
   const VF far = hn::Sub(one, hn::Div(SetF(2.0f), hn::Add(e, one)));
@@ -110,7 +110,7 @@ HWY_INLINE VF Tanh(VF x) {
   return hn::IfThenElse(hn::Eq(x, x), result, x);
 }
 
-// Applies the rules to columns [c, c + lanes) of key row `row`.
+// Applies the rules to columns [c, c + lanes) of a row of keys.
 struct Rules {
   Rules(const ScoreRules& r, int64_t column) : rules(r), c(column) {
     if (r.begin != nullptr) {
@@ -174,7 +174,7 @@ bool SoftmaxTile(const ScoreRules& r, const float* dropout, float* scores, Softm
       top = hn::Max(top, s);
     }
     StoreF32(top, state.top + c);
-    // Without a key so far there is nothing to subtract; every exponential is 0.
+    // If all keys so far are hidden, subtracts 0, and every exponential is 0.
     const VF base = hn::IfThenElse(hn::Eq(top, SetF(-INFINITY)), SetF(0.0f), top);
     const VF rescale = ExpNonPositive(hn::Sub(old_top, base));
     VF sum = hn::Mul(LoadF32(state.sum + c), rescale);
@@ -245,7 +245,7 @@ void MultiplyTile(int64_t keys, int64_t cols, const float* factors, float* tile)
 
 // ---- dropout
 
-// words[k] of lane l: the word `shift[l]` + k further on in the stream of two consecutive blocks.
+// Lane l receives word `k + shift[l]` of a stream that consists of two consecutive blocks.
 HWY_INLINE VU Shifted(const VU words[8], int k, VU shift) {
   VU out = words[k];
   for (uint32_t s = 1; s < 4; ++s) {

@@ -1,5 +1,5 @@
-// Kernels of one attention tile. A tile of scores is kept transposed, [keys, kQueries] with the
-// queries along the vector lanes: row maxima and sums then need no reduction across lanes, and K
+// Kernels for one attention tile. A tile of scores is stored transposed, [keys, kQueries], with the
+// queries along the vector lanes. Row maxima and sums then need no reduction across lanes, and K
 // and V are read in their natural order, as the matrices whose elements are broadcast.
 #pragma once
 
@@ -9,8 +9,8 @@ namespace te_fl::cpu {
 
 inline constexpr int64_t kQueries = 64;  // columns of a tile, and its leading dimension
 
-// C[m, n] = sum over k of A(i, l) B[l, j], added to C if accumulate. A(i, l) is
-// a[i * a_row + l * a_col]; B and C have unit stride along n, which is a multiple of kPad.
+// C[i, j] = sum over l of A(i, l) B[l, j], added to C if `accumulate`. A(i, l) is a[i * a_row + l *
+// a_col]. B and C have stride 1 along n, which must be a multiple of kPad.
 struct TileProduct {
   int64_t m, n, k;
   const float* a;
@@ -23,47 +23,47 @@ struct TileProduct {
 };
 void tile_product(const TileProduct& product);
 
-// The terms of the scores of a tile and which are masked. `keys` rows from key `first_key`,
-// `cols` columns (a multiple of kPad).
+// The terms of a tile's scores, and which scores are hidden. The tile has `keys` rows from key
+// `first_key` and `cols` columns (a multiple of kPad).
 struct ScoreRules {
   int64_t first_key, keys, cols;
-  const int32_t* begin;     // keys [begin, end) are visible to a query; null: all of the tile is
-  const int32_t* end;       // (arrays of kQueries)
-  const float* bias;        // [keys, kQueries], or null
-  const float* hidden;      // [keys, kQueries], not 0 where masked; or null
-  const float* alibi_from;  // key position level with each query, or null without ALiBi
+  const int32_t* begin;     // [kQueries]: a query sees keys [begin, end); NULL: all of the tile
+  const int32_t* end;       // shape [kQueries]
+  const float* bias;        // shape [keys, kQueries]; NULL: no bias
+  const float* hidden;      // [keys, kQueries], not 0 if hidden; or NULL
+  const float* alibi_from;  // by query: key position whose ALiBi distance is 0; NULL without ALiBi
   float slope;
-  float softcap;     // 0: none; else scores become softcap * tanh(score / softcap) first
-  float* cap_slope;  // [keys, kQueries]: receives the derivative of that, or null
+  float softcap;     // 0: off; else a score becomes softcap * tanh(score / softcap) first
+  float* cap_slope;  // [keys, kQueries]: receives softcap's derivative; or NULL
 };
 
-// Running maximum and sum of each query.
+// The running maximum and sum of each query's softmax.
 struct SoftmaxState {
   float top[kQueries];
   float sum[kQueries];
-  float rescale[kQueries];  // out: factor of what was accumulated before this tile
+  float rescale[kQueries];  // output: factor for the sums of earlier tiles
 };
 
-// Turns scores into exp(score - top), times dropout's factors if given. Returns whether any
-// `rescale` differs from 1.
+// Turns scores into exp(score - top), times dropout's factors if given. Returns true if a `rescale`
+// differs from 1.
 bool softmax_step(const ScoreRules& rules, const float* dropout, float* scores,
                   SoftmaxState& state);
 // Multiplies column j of rows [0, rows) by factor[j].
 void scale_columns(float* tile, int64_t rows, int64_t cols, const float* factor);
 
-// Backward: scores become the probabilities exp(score - lse).
+// Backward: turns scores into the probabilities exp(score - lse).
 void probabilities(const ScoreRules& rules, const float* lse, float* scores);
-// d_p becomes p (dropout d_p - delta); p becomes p times dropout.
+// d_p becomes p (dropout d_p - delta), then p becomes p times dropout.
 void score_gradients(int64_t keys, int64_t cols, const float* delta, const float* dropout, float* p,
                      float* d_p);
 
 // tile[j, c] *= factors[j, c].
 void multiply_tile(int64_t keys, int64_t cols, const float* factors, float* tile);
 
-// factors[j, c] = `kept` if element elements[c] + j of the random stream is kept, else 0.
+// factors[j, c] = `kept` if dropout keeps element elements[c] + j of the random stream, else 0.
 struct DropoutRules {
   uint64_t seed, offset;
-  uint32_t threshold;  // dropout_threshold(); not 0
+  uint32_t threshold;  // result of dropout_threshold(); not 0
   float kept;
 };
 void dropout_tile(const DropoutRules& rules, const uint64_t* elements, int64_t keys, int64_t cols,

@@ -7,8 +7,8 @@
 namespace te_fl::cpu {
 namespace {
 
-// sysconf(_SC_LEVEL3_CACHE_SIZE) is no help: on AMD processors the C library adds up the caches of
-// all core complexes of a socket, which no core can use.
+// Does not use sysconf(_SC_LEVEL3_CACHE_SIZE): on AMD processors the C library returns the sum over
+// all core complexes of a socket, but a core can use only its own complex's cache.
 int64_t read_sizes() {
   int64_t last = int64_t{32} << 20;
   for (int index = 0; index < 8; ++index) {
@@ -26,7 +26,8 @@ int64_t read_sizes() {
 }  // namespace
 
 int64_t last_level_cache_bytes() {
-  static std::atomic<int64_t> known{0};  // not a guarded static: a fork must not find it half made
+  static std::atomic<int64_t> known{0};  // not a guarded static: a fork might interrupt its
+                                         // initialisation
   int64_t size = known.load(std::memory_order_relaxed);
   if (size == 0) {
     size = read_sizes();

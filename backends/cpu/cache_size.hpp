@@ -5,8 +5,8 @@
 
 namespace te_fl::cpu {
 
-// Bytes of the last-level cache that a core shares; 32 MiB if that cannot be found out. Reads a few
-// files at the first call; any thread.
+// Bytes of the last-level cache that a core can use; 32 MiB if unknown. The first call reads a few
+// files. Thread-safe.
 int64_t last_level_cache_bytes();
 
 }  // namespace te_fl::cpu

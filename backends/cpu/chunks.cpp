@@ -1,4 +1,4 @@
-// Chunks of rows in another order.
+// The ops that reorder chunks of rows.
 #include <cstring>
 #include <vector>
 
@@ -9,7 +9,7 @@
 namespace te_fl::cpu {
 namespace {
 
-// The row of the input that each row of the output has; -1 behind the chunks.
+// The input row of each output row; -1 past the last chunk.
 std::vector<int32_t> sources_of(const te_fl_moe_sort_chunks_fwd_args& a, int64_t rows) {
   const Integers sizes(*a.split_sizes), order(*a.sorted_index);
   const int64_t count = backend::numel(*a.split_sizes);
@@ -35,7 +35,7 @@ std::vector<int32_t> sources_of(const te_fl_moe_sort_chunks_fwd_args& a, int64_t
   return sources;
 }
 
-// Row r of the output becomes row sources[r] of the input, 0 where that is -1.
+// Copies row sources[r] of the input to row r of the output, or zeros if sources[r] is -1.
 void gather_rows(const te_fl_tensor* input, const int32_t* sources, const te_fl_tensor* output) {
   if (input == nullptr || output == nullptr) return;
   const int64_t rows = output->dl.shape[0];

@@ -22,7 +22,7 @@ void Load(const void* raw, int64_t n, float* dst) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   int64_t i = 0;
   for (; i + lanes <= n; i += lanes) {
-    // The next chunk comes in while this one is computed on. Past the end it does nothing.
+    // Prefetches the next chunk while this one is computed. Prefetching past the end has no effect.
     hwy::Prefetch(src + i + kChunk);
     StoreF32(LoadF32(src + i), dst + i);
   }
@@ -33,7 +33,7 @@ void Load(const void* raw, int64_t n, float* dst) {
   for (; i < padded(n); i += lanes) StoreF32(SetF(0.0f), dst + i);
 }
 
-// Stores that go past the caches, for destinations aligned to a vector.
+// Non-temporal stores, for destinations aligned to a vector.
 HWY_INLINE void StreamF32(VF v, float* p) { hn::Stream(v, DF(), p); }
 template <class Codes>
 HWY_INLINE void StreamCodes(VU codes, Codes* p) {
@@ -232,7 +232,7 @@ void Fp8ToBf16(int dtype, const void* src, int64_t n, uint16_t* dst) {
                         : ToBf16<numeric::fp8e5m2>(src, n, dst);
 }
 
-// Four rounds of interleaving row i with row i + 8 move byte (r, c) to (c, r).
+// Four rounds that interleave row i with row i + 8 move byte (r, c) to (c, r).
 #if HWY_TARGET != HWY_SCALAR
 HWY_INLINE void Transpose16x16(const uint8_t* src, int64_t src_stride, uint8_t* dst,
                                int64_t dst_stride) {
@@ -265,7 +265,8 @@ void TransposeBytes(const uint8_t* src, int64_t src_stride, int64_t rows, int64_
   for (; c + 16 <= cols; c += 16) {
     int64_t r = 0;
     for (; r + 64 <= rows; r += 64) {
-      // Cache lines of the destination are written whole: far apart, they may share a cache set.
+      // Writes whole cache lines of the destination, because lines far apart may map to the same
+      // cache set.
       HWY_ALIGN uint8_t lines[16 * 64];
       for (int64_t part = 0; part < 64; part += 16) {
         Transpose16x16(src + (r + part) * src_stride + c, src_stride, lines + part, 64);

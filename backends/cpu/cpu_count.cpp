@@ -15,7 +15,7 @@ namespace {
 int quota_to_cpus(double quota, double period) {
   if (quota <= 0 || period <= 0) return 0;
   const double cpus = quota / period;
-  if (cpus >= 1 << 20) return 0;  // No machine is that large: as good as no quota.
+  if (cpus >= 1 << 20) return 0;  // no machine is that large: treat as no quota
   return std::max(1, static_cast<int>(cpus) + (cpus > static_cast<int>(cpus) ? 1 : 0));
 }
 
@@ -43,8 +43,8 @@ int tighter(int a, int b) {
   return std::min(a, b);
 }
 
-// Visits root + path and every ancestor of it up to root itself. Inside a container the path of
-// the outer system may not exist below root; then only root counts.
+// The tightest limit in root + path and all its parent directories up to root. In a container, the
+// host's path may not exist below root; then only root counts.
 int tightest_on_path(const std::string& root, std::string path, int (*read)(const std::string&)) {
   int limit = read(root);
   while (path.size() > 1) {
@@ -74,7 +74,7 @@ int affinity_cpu_count() {
     if (sched_getaffinity(0, bytes, set.get()) == 0) {
       return std::max(1, CPU_COUNT_S(bytes, set.get()));
     }
-    if (errno != EINVAL) break;  // EINVAL: the kernel's mask is larger than ours.
+    if (errno != EINVAL) break;  // EINVAL: the kernel's mask is larger than this buffer
   }
   return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
@@ -82,7 +82,7 @@ int affinity_cpu_count() {
 int cgroup_cpu_limit(const std::string& cgroup_root, const std::string& self_cgroup) {
   int limit = 0;
   std::ifstream file(self_cgroup);
-  for (std::string line; std::getline(file, line);) {  // "id:controllers:/path"
+  for (std::string line; std::getline(file, line);) {  // a line has the form "id:controllers:/path"
     const size_t first = line.find(':');
     const size_t second = first == std::string::npos ? first : line.find(':', first + 1);
     if (second == std::string::npos) continue;

@@ -1,4 +1,4 @@
-// Dropout with a saved mask of one bit per element.
+// The dropout ops, with a saved mask of one bit per element.
 #include "te_fl/ops/dropout.h"
 
 #include <string>
@@ -20,7 +20,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace te_fl::cpu::HWY_NAMESPACE {
 
-// x = x * kept where the bit is set, else 0 (also of a NaN); x is padded, bits are for n elements.
+// x *= kept where the bit is set, else 0, even if x is NaN. x must be padded; `bits` has n
+// elements.
 void DropByBits(const uint8_t* bits, float kept, int64_t n, float* x) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   const VF factor = SetF(kept);
@@ -31,7 +32,8 @@ void DropByBits(const uint8_t* bits, float kept, int64_t n, float* x) {
         (uint32_t{bits[byte]} | uint32_t{bits[byte < last ? byte + 1 : last]} << 8) >> (i % 8);
     uint8_t part[8] = {};
     const auto bits16 = static_cast<uint16_t>(both);
-    std::memcpy(part, &bits16, sizeof bits16);  // one store, which the load below can forward from
+    std::memcpy(part, &bits16, sizeof bits16);  // one store, so that the load below can use store
+                                                // forwarding
     const VF v = hn::Mul(LoadF32(x + i), factor);
     StoreF32(hn::IfThenElseZero(hn::LoadMaskBits(DF(), part), v), x + i);
   }
@@ -46,7 +48,8 @@ namespace {
 
 HWY_EXPORT(DropByBits);
 
-// Stores x * 1 / (1 - p) where `make_bits(first, n)`, called for each chunk in turn, keeps it.
+// Stores x / (1 - p) for kept elements, else 0. Calls `make_bits(first, n)` for each chunk to
+// obtain the bits.
 template <class Bits>
 void drop(const te_fl_tensor& in, const te_fl_tensor& out, float p, Bits&& make_bits) {
   const int64_t n = backend::numel(in), bytes = element_bytes(in);

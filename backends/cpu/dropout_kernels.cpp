@@ -13,7 +13,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace te_fl::cpu::HWY_NAMESPACE {
 
-// 64 elements: the words of 16 blocks in turn.
+// The random words of 64 elements: those of 16 consecutive blocks.
 #if HWY_TARGET == HWY_SCALAR
 using Keys = PhiloxKey;
 using Words = uint32_t;
@@ -28,7 +28,7 @@ HWY_INLINE void Words64(const Keys& key, uint64_t block, uint32_t* stream) {
 }
 #else
 using Keys = PhiloxKeys;
-using Words = uint64_t;  // two words each
+using Words = uint64_t;  // each holds two words
 HWY_INLINE VU WordsAt(const uint64_t* stream, int64_t i) {
   return hn::BitCast(DU(), hn::Load(D64(), stream + i / 2));
 }

@@ -1,4 +1,4 @@
-// The families of this backend and how each lists its ops.
+// The op families of this backend and the functions that append their descriptors.
 #pragma once
 
 #include <vector>
@@ -9,9 +9,9 @@ namespace te_fl::cpu {
 
 using backend::Refusal;
 
-// The descriptor of one op, run by `void F(const te_fl_context&, const Args&)`. Refuses is
-// `Refusal (const Args&)`, or nullptr when every call that the schema and the constraints allow is
-// served.
+// The descriptor of one op, which is run by `void F(const te_fl_context&, const Args&)`. Refuses:
+// `Refusal (const Args&)`, or nullptr if the op supports every call that the schema and the
+// constraints allow.
 template <class Args, auto F, auto Refuses = nullptr>
 te_fl_op_desc descriptor(const char* op_name) {
   te_fl_op_desc desc;
@@ -30,7 +30,7 @@ te_fl_op_desc descriptor(const char* op_name) {
   return desc;
 }
 
-// Each appends the descriptors of one family; defined in <family>.cpp.
+// Each function appends the descriptors of one family and is defined in <family>.cpp.
 void append_gemm(std::vector<te_fl_op_desc>& ops);
 void append_moe(std::vector<te_fl_op_desc>& ops);
 void append_chunks(std::vector<te_fl_op_desc>& ops);

@@ -1,5 +1,5 @@
-// A non-owning reference to a callable: two words, no allocation, valid only during the call it is
-// passed to.
+// A non-owning reference to a callable: two words, no allocation. Valid only during the call to
+// which it is passed.
 #pragma once
 
 #include <memory>

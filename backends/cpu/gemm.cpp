@@ -1,5 +1,6 @@
-// generic_gemm and grouped_gemm: products by oneDNN on the pool, in BF16 where the operands are
-// exact in it, with FP32 sums; the epilogue in one pass over FP32 results that are rounded once.
+// generic_gemm and grouped_gemm. oneDNN computes the products on the pool, in BF16 if the operands
+// are exact in BF16, with FP32 sums. The epilogue is one pass over FP32 results, which are rounded
+// once.
 #include "te_fl/ops/gemm.h"
 
 #include <cmath>
@@ -40,7 +41,7 @@ Refusal refuse(const Args& args) {
   return all_dense(args.bias, args.bias_grad, args.residual, args.d_sum) ? nullptr : kNotContiguous;
 }
 
-// Nothing but the product goes to d, which is FP32: it is multiplied in place.
+// True if the product can be written directly to d: d is FP32 and there is no epilogue.
 bool is_direct(const Args& args) {
   return dtype_of(*args.d) == TE_FL_F32 && args.bias == nullptr && !args.gelu &&
          args.pre_gelu_in == nullptr && args.residual == nullptr && args.d_sum == nullptr;
@@ -49,7 +50,7 @@ bool is_direct(const Args& args) {
 // ---- workspace: converted operands, then the FP32 product
 
 struct Layout {
-  size_t a = 0, b = 0, product = 0;  // bytes of each, multiples of 256
+  size_t a = 0, b = 0, product = 0;  // sizes in bytes, multiples of 256
   size_t total() const { return a + b + product; }
 };
 
@@ -60,17 +61,18 @@ size_t operand_bytes(const te_fl_tensor& t, bool bf16, bool may_be_f32) {
   return (static_cast<size_t>(backend::numel(t)) * bytes + 255) / 256 * 256;
 }
 
-// In which type a product's operands are read, by metadata.
+// The dtype in which a product reads its operands, as far as metadata tell.
 struct OperandType {
-  bool bf16;       // may they be BF16?
-  bool undecided;  // then their block scales decide it
+  bool bf16;       // BF16 is possible
+  bool undecided;  // the block scales decide whether it is used
 };
 OperandType operand_type(const Args& args) {
   const auto narrow = [](const te_fl_tensor& t) { return dtype_of(t) == TE_FL_BF16 || is_fp8(t); };
   return {narrow(*args.a) && narrow(*args.b), is_block_scaled(*args.a) || is_block_scaled(*args.b)};
 }
 
-// From metadata, so for operands whose block scales decide the type it has room for the larger.
+// The workspace layout, from metadata. If block scales decide the dtype, it has room for the larger
+// one.
 Layout layout(const Args& args) {
   const OperandType type = operand_type(args);
   Layout l;
@@ -119,7 +121,7 @@ struct Product {
 
 // ---- the epilogue
 
-// Values of a dense tensor, high precision or per-tensor FP8.
+// The elements of a dense tensor that is F32, F16, BF16 or per-tensor FP8.
 class Values {
  public:
   explicit Values(const te_fl_tensor* t) {
@@ -176,7 +178,7 @@ void epilogue(const Args& args, const float* product) {
   sums.store(*args.d_sum);
 }
 
-// The sum of op(A) over K: of the columns of a transposed A, of the rows of another.
+// The sum of op(A) over K: over the rows of a transposed A, else over the columns.
 void bias_gradient(const Args& args, const StoredMatrix& a) {
   const int64_t bytes = is_fp8_dtype(a.dtype) ? 1 : a.dtype == TE_FL_F32 ? 4 : 2;
   ColumnSums sums(a.transposed ? a.cols : a.rows);
@@ -236,7 +238,7 @@ void generic_gemm(const te_fl_context& ctx, const Args& args) {
                   .scratch_a = scratch,
                   .scratch_b = scratch + parts.a};
   product.k = product.a.transposed ? product.a.rows : product.a.cols;
-  // The scale of an operand without elements may never have been written.
+  // If K is 0, the operands' scales may never have been written, so 1 is used instead.
   if (product.k == 0) product.a.factor = product.b.factor = 1.0f;
   const double alpha = static_cast<double>(args.alpha) * product.a.factor * product.b.factor;
   product.alpha = static_cast<float>(alpha);
@@ -261,7 +263,7 @@ std::string words_of(const te_fl_context&, const Args& args) {
   return "oneDNN's BF16 product" + rest + "the operands are exact in BF16";
 }
 
-// ---- groups, one product after the other
+// ---- groups: their products run one after the other
 
 Refusal refuse_group(const te_fl_grouped_gemm_args& args) {
   for (int64_t i = 0; i < args.a_count; ++i) {

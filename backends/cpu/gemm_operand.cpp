@@ -9,7 +9,8 @@
 namespace te_fl::cpu {
 namespace {
 
-// f(index, n, scale): the elements of every run that shares a scale, in pieces of at most a chunk.
+// Calls f(index, n, scale) for pieces that cover all elements. The elements of a piece share a
+// scale; a piece has at most one chunk.
 template <class F>
 void for_each_run(const StoredMatrix& m, F&& f) {
   if (m.size() == 0) return;
@@ -95,7 +96,8 @@ bool is_exact_in_bf16(const StoredMatrix& m) {
   const bool square = m.scaling == TE_FL_SCALING_BLOCK_128X128;
   const int64_t count = square ? ceil_div(m.rows, 128) * round_up(ceil_div(m.cols, 128), 4)
                                : ceil_div(m.cols, 128) * round_up(m.rows, 4);
-  // A power of two that moves no FP8 number out of BF16's normal range; or 0, as in the padding.
+  // A scale fits if it is a power of two that keeps every FP8 number in BF16's normal range, or 0
+  // as in the padding.
   uint32_t fits = 1;
   for (int64_t i = 0; i < count; ++i) {
     const auto bits = std::bit_cast<uint32_t>(m.scales[i]);
@@ -107,7 +109,8 @@ bool is_exact_in_bf16(const StoredMatrix& m) {
 
 void convert_to_f32(const StoredMatrix& m, float* out) {
   for_each_run(m, [&](int64_t index, int64_t n, float scale) {
-    // Through a chunk: load_f32 writes the padding too, which here belongs to the next run.
+    // Uses a temporary chunk: load_f32 also writes the padding, which here is the next run's
+    // memory.
     Chunk values;
     load_scaled(m, index, n, scale, values.data);
     std::copy_n(values.data, n, out + index);

@@ -1,4 +1,4 @@
-// Divides a matrix product into blocks of C, and of the sum over k.
+// Divides a matrix product into blocks of C and of the sum over k.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,9 @@ struct GemmPartition {
   int64_t blocks() const { return row_blocks * column_blocks * k_blocks; }
 };
 
-// A function of its arguments only. The product of m x k by k x n is divided into about `threads`
-// blocks that cost the least together, fewer if it is too small to be worth waking threads for.
-// All sizes are positive.
+// Divides the product of m x k by k x n into about `threads` blocks with the least cost, or fewer
+// if the product is too small to wake threads. Depends only on its arguments. All sizes must be
+// positive.
 GemmPartition partition_gemm(int64_t m, int64_t n, int64_t k, int threads);
 
 struct Range {
@@ -23,8 +23,8 @@ struct Range {
   int64_t size;
 };
 
-// Range i of `size` elements divided into `blocks` ranges whose boundaries are multiples of `align`
-// (but for the last). Ranges may be empty.
+// Range i when `size` elements are divided into `blocks` ranges. Range boundaries are multiples of
+// `align`, except the last. Ranges may be empty.
 Range divide(int64_t size, int64_t blocks, int64_t align, int64_t i);
 
 }  // namespace te_fl::cpu

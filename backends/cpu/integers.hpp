@@ -1,4 +1,4 @@
-// Elements of a dense I32 or I64 tensor.
+// Reads the elements of a dense I32 or I64 tensor.
 #pragma once
 
 #include "tensor_view.hpp"

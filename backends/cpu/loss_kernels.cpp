@@ -40,12 +40,12 @@ float MaxOf(float so_far, const float* x, int64_t n) {
   return largest > so_far ? largest : so_far;
 }
 
-// exp of a difference that is at most 0; so small that it does not count below -87.
+// exp(x - shift) for x <= shift. Clamped below -87, where it is negligible.
 HWY_INLINE VF ExpTerm(VF x, VF shift) {
   return ExpInRange(hn::Max(hn::Sub(x, shift), SetF(-87.0f)));
 }
 
-// Sums of up to 64 vectors in FP32, those sums in double.
+// Sums up to 64 vectors in FP32, then adds these sums in double.
 double SumOfExp(const float* x, int64_t n, float shift_) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   const VF shift = SetF(shift_);

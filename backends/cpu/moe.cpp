@@ -1,4 +1,4 @@
-// Permutation of tokens by expert, padding of groups, offsets of parts.
+// Ops that permute tokens by expert, pad groups of rows, and compute offsets from splits.
 #include "te_fl/ops/moe.h"
 
 #include <cstring>
@@ -21,7 +21,7 @@ using backend::wrong_value;
 // ---- permutation
 
 struct Range {
-  int64_t low, high;  // of the values, which may be none
+  int64_t low, high;  // smallest and largest value; undefined without values
 };
 
 Range checked_experts(const te_fl_tensor& indices, int64_t num_experts) {
@@ -39,7 +39,8 @@ Range checked_experts(const te_fl_tensor& indices, int64_t num_experts) {
   return range;
 }
 
-// The pairs by expert, then position: by counting where experts are not much more than pairs.
+// The pairs sorted by expert, then position. Uses a counting sort unless there are far more experts
+// than pairs.
 std::vector<int32_t> sorted_pairs(const te_fl_tensor& indices, const Range& range) {
   const Integers experts(indices);
   const int64_t size = backend::numel(indices);
@@ -95,8 +96,8 @@ Refusal refuse_permute_fwd(const te_fl_moe_permute_fwd_args& a) {
   return overlaps(*a.output, *a.input) ? kOverlaps : nullptr;
 }
 
-// The row of each pair [e, t] of the mask goes to the map. Returns the element [t, e] of each row,
-// -1 for rows that no pair has; throws before anything is written.
+// Writes the row of each selected (token, expert) pair to row_id_map. Returns the index of the mask
+// element [t, e] of each row; -1 for rows without a pair. Throws before it writes.
 std::vector<int64_t> masked_rows(const te_fl_moe_permute_by_mask_fwd_args& a) {
   const int64_t tokens = a.routing_map->dl.shape[0], experts = a.routing_map->dl.shape[1];
   const int64_t rows = a.output->dl.shape[0];
@@ -120,7 +121,7 @@ std::vector<int64_t> masked_rows(const te_fl_moe_permute_by_mask_fwd_args& a) {
       const int64_t at = t * experts + e;
       if (mask[at] == 0) continue;
       backend::check_masked_row(at, row, rows);
-      ++row;  // behind the check, since the largest number has no next one
+      ++row;  // after the check: incrementing the largest number would overflow
     }
   }
   auto* map = backend::data<int32_t>(*a.row_id_map);
@@ -139,7 +140,7 @@ void moe_permute_by_mask_fwd(const te_fl_context&, const te_fl_moe_permute_by_ma
   backend::check_pairs(a.routing_map->dl.shape[0], experts);
   backend::check_chunk_rows(rows, "output");
   std::vector<int64_t> pair_of = masked_rows(a);
-  // Row r of `to` becomes row pair_of[r] / each of `from`, 0 where there is none.
+  // Copies row pair_of[r] / each of `from` to row r of `to`, or zeros if row r has no pair.
   const auto gather = [&](const te_fl_tensor& from, const te_fl_tensor& to, int64_t bytes,
                           int64_t each) {
     const char* input = backend::data<const char>(from);
@@ -162,7 +163,7 @@ void moe_permute_by_mask_fwd(const te_fl_context&, const te_fl_moe_permute_by_ma
     const Loader load(*a.permuted_probs);
     Chunk probs;
     for (int64_t first = 0; first < rows;
-         first += kChunk) {  // a pair of probability 0 has no token
+         first += kChunk) {  // a pair with probability 0 does not carry its token
       const int64_t n = std::min(kChunk, rows - first);
       load(first, n, probs.data);
       for (int64_t i = 0; i < n; ++i) {
@@ -235,7 +236,7 @@ Refusal refuse_unpermute_fwd(const te_fl_moe_unpermute_fwd_args& a) {
   return overlaps(*a.output, *a.input) ? kOverlaps : nullptr;
 }
 
-// True for the rows that some pair has; a row that two have is an error.
+// Returns 1 for each row that has a pair. Throws if two pairs have the same row.
 std::vector<uint8_t> rows_with_a_pair(const te_fl_tensor& row_id_map, int64_t rows) {
   check_map(row_id_map, rows);
   const auto* map = backend::data<const int32_t>(row_id_map);
@@ -299,8 +300,8 @@ Refusal refuse_unpermute_bwd(const te_fl_moe_unpermute_bwd_args& a) {
 
 // ---- groups
 
-// Copies plain rows of each group between memory without and with padding; the rest of a padded
-// group becomes 0 if that is the output.
+// Copies the rows of each group between the plain and the padded layout. If the padded layout is
+// the output, the rest of each padded group becomes 0.
 void copy_groups(const backend::PaddedGroups& groups, const char* input, char* output,
                  int64_t bytes, bool pads) {
   int64_t plain = 0, padded = 0;
@@ -347,7 +348,7 @@ void splits_to_offsets(const te_fl_context&, const te_fl_splits_to_offsets_args&
   }
   const bool wide = dtype_of(*a.offsets) == TE_FL_I64;
   void* out = backend::data<void>(*a.offsets);
-  uint64_t sum = 0;  // wraps around
+  uint64_t sum = 0;  // wraps around on overflow
   int64_t at = 0;
   const auto put = [&] {
     if (wide) {

@@ -17,7 +17,7 @@ using backend::Matrix;
 
 constexpr const char* kStatisticsNotDense = "needs contiguous statistics, weights and gradients";
 
-// A vector in FP32, padded.
+// Loads a tensor into a padded FP32 vector.
 std::vector<float> load_vector(const te_fl_tensor& t) {
   const int64_t n = backend::numel(t);
   std::vector<float> values(static_cast<size_t>(padded(n)));
@@ -33,7 +33,7 @@ std::vector<float> load_gamma(const te_fl_tensor& gamma, bool zero_centered) {
   return values;
 }
 
-// Rows of FP32 for each part of a parallel loop.
+// Row buffers of FP32 for each part of a parallel loop.
 class RowBuffers {
  public:
   RowBuffers(int64_t cols, int64_t per_part)
@@ -53,13 +53,13 @@ class RowBuffers {
 // ---- forward
 
 struct Forward {
-  const te_fl_tensor *x, *gamma, *beta, *z, *mu, *rsigma;  // without mu: RMS normalisation
-  const te_fl_tensor *residual, *sum;                      // both or neither
+  const te_fl_tensor *x, *gamma, *beta, *z, *mu, *rsigma;  // mu NULL: RMS normalisation
+  const te_fl_tensor *residual, *sum;                      // both NULL or both set
   float epsilon;
   bool zero_centered_gamma;
 };
 
-// Where a row of a tensor starts, and in what dtype.
+// The start address of each row of a tensor, and its dtype.
 struct Rows {
   explicit Rows(const te_fl_tensor& t)
       : dtype(dtype_of(t)),
@@ -82,7 +82,7 @@ void run_forward(const Forward& args) {
   const auto beta = args.beta != nullptr ? load_vector(*args.beta) : std::vector<float>();
   const bool adds = args.sum != nullptr;
   const Rows x(*args.x), residual(adds ? *args.residual : *args.x),
-      source(adds ? *args.sum : *args.x);  // the input, or its sum with the residual
+      source(adds ? *args.sum : *args.x);  // x, or its sum with the residual
   float* mu = args.mu != nullptr ? backend::data<float>(*args.mu) : nullptr;
   float* rsigma = backend::data<float>(*args.rsigma);
   std::vector<float> mean_rest(mu != nullptr ? static_cast<size_t>(matrix.rows) : 0);
@@ -105,7 +105,7 @@ void run_forward(const Forward& args) {
     double variance = moments.squares / count;
     if (mu != nullptr) {
       const double off = moments.sum / count, exact = shift + off;
-      variance = std::max(variance - off * off, 0.0);  // in this order, a NaN stays
+      variance = std::max(variance - off * off, 0.0);  // in this order a NaN is kept
       mu[row] = static_cast<float>(exact);
       mean_rest[static_cast<size_t>(row)] = static_cast<float>(exact - mu[row]);
     }
@@ -155,7 +155,8 @@ Refusal refuse_rmsnorm_fwd(const te_fl_rmsnorm_fwd_args& args) {
 // ---- backward
 
 struct Backward {
-  const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;  // absent: null
+  // Absent tensors are NULL.
+  const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;
   bool zero_centered_gamma;
 };
 
@@ -170,7 +171,7 @@ void run_backward(const Backward& args) {
   const Parts parts(matrix.rows, grain_of_rows(cols));
   dgamma.start(parts.count());
   if (args.dbeta != nullptr) dbeta.start(parts.count());
-  // FP32 sums of so many rows are folded into those of FP64.
+  // Number of rows whose FP32 sums are accumulated before they are added to the FP64 sums.
   constexpr int64_t kRowsToFold = 8;
   const RowBuffers buffers(cols, 5);
   const bool stream = exceeds_cache(matrix.rows * dx.pitch);

@@ -12,7 +12,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace te_fl::cpu::HWY_NAMESPACE {
 
-// A vector of FP32 as two of FP64. A single lane is the lower one.
+// Splits an FP32 vector into two FP64 vectors. A single lane counts as the lower half.
 #if HWY_TARGET == HWY_SCALAR
 using DD = hn::Rebind<double, DF>;
 using VD = hn::Vec<DD>;
@@ -28,8 +28,8 @@ HWY_INLINE VD Upper(VF v) { return hn::PromoteTo(DD(), hn::UpperHalf(DH(), v)); 
 HWY_INLINE VF Masked(VF v, int64_t rest) {
   return hn::IfThenElseZero(hn::FirstN(DF(), static_cast<size_t>(rest)), v);
 }
-// FP32 sums of this many vectors are folded into FP64 ones: few enough to lose no digit that
-// counts, enough for the folding not to.
+// Number of vectors that are summed in FP32 before the sum is added to FP64: few enough to keep
+// sufficient precision, many enough that the conversion costs little.
 constexpr int64_t kFold = 8;
 HWY_INLINE double FoldedSum(VD low, VD high) {
   return hn::GetLane(hn::SumOfLanes(DD(), hn::Add(low, high)));
@@ -116,7 +116,7 @@ NormSums Sums(const float* dz, const float* x, const float* g, int64_t n, float 
               float* dgamma, float* dbeta) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   const VF m = SetF(mean), rs = SetF(rsigma);
-  // Two of each, so that a sum does not wait for itself.
+  // Two accumulators per sum, so that consecutive additions are independent.
   VF d_sum[2] = {SetF(0.0f), SetF(0.0f)}, dn_sum[2] = {SetF(0.0f), SetF(0.0f)};
   const auto step = [&](int64_t i, VF grad, VF normal, int which) HWY_ATTR {
     const VF d = hn::Mul(grad, LoadF32(g + i));

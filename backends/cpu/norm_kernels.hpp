@@ -1,4 +1,4 @@
-// One row of layer and RMS normalisation on FP32 buffers, padded (see convert.hpp).
+// Layer and RMS normalisation of one row, in FP32 buffers that are padded (see convert.hpp).
 #pragma once
 
 #include <cstdint>
@@ -6,15 +6,17 @@
 namespace te_fl::cpu {
 
 double row_sum(const float* x, int64_t n);
-// The mean of a row, to about the digits of FP32: a shift for row_moments(). n is 1 or more.
+// The mean of a row, roughly to FP32's precision, as the shift for row_moments(). n must be at
+// least 1.
 float rough_mean(const float* x, int64_t n);
 struct Moments {
-  double sum = 0;      // of x - shift
-  double squares = 0;  // of (x - shift)^2
+  double sum = 0;      // sum of x - shift
+  double squares = 0;  // sum of (x - shift)^2
 };
-// With a shift near the mean, a large common offset costs no digits.
+// With a shift near the mean, a large common offset costs no precision.
 Moments row_moments(const float* x, int64_t n, float shift);
-// z = (x - mean) rsigma g + beta; beta may be null; z may be x.
+// z = (x - mean) rsigma g + beta. `beta` may be NULL; z may be x. mean + mean_rest is the mean in
+// higher precision.
 void normalise(const float* x, int64_t n, float mean, float mean_rest, float rsigma, const float* g,
                const float* beta, float* z);
 
@@ -22,10 +24,11 @@ struct NormSums {
   float d = 0.0f;   // sum of d = dz g
   float dn = 0.0f;  // sum of d n, n = (x - mean) rsigma
 };
-// Sums of one row; dgamma += dz n and, if it is not null, dbeta += dz, both padded.
+// The sums of one row. Also dgamma += dz n and, unless dbeta is NULL, dbeta += dz; both must be
+// padded.
 NormSums norm_sums(const float* dz, const float* x, const float* g, int64_t n, float mean,
                    float rsigma, float* dgamma, float* dbeta);
-// dx = rsigma (d - mean_d - n mean_dn), plus add if it is not null. dx may be dz.
+// dx = rsigma (d - mean_d - n mean_dn), plus `add` unless it is NULL. dx may be dz.
 void norm_gradient(const float* dz, const float* x, const float* g, const float* add, int64_t n,
                    float mean, float rsigma, float mean_d, float mean_dn, float* dx);
 

@@ -13,8 +13,9 @@
 #include <string>
 #include <thread>
 
-// The soname of the library whose headers these are. The build sets it from the file itself,
-// because distributions differ: libdnnl.so.2 on Debian 12, libdnnl.so.3 or .3.x on later ones.
+// The soname of the oneDNN library that belongs to the headers. The build sets it from the file
+// itself, because it differs between distributions: libdnnl.so.2 on Debian 12, libdnnl.so.3 or .3.x
+// on later ones.
 #ifndef TE_FL_ONEDNN_SONAME
 #define TE_FL_STRING_(x) #x
 #define TE_FL_STRING(x) TE_FL_STRING_(x)
@@ -25,7 +26,7 @@ namespace te_fl::cpu {
 namespace {
 
 constexpr const char* kSoname = TE_FL_ONEDNN_SONAME;
-constexpr int64_t kSmall = 16;  // extent of the products that make a kind's objects
+constexpr int64_t kSmall = 16;  // extent of the products that initialise a kind of product
 
 void check(dnnl_status_t status, const char* what) {
   if (status == dnnl_success) return;
@@ -33,12 +34,13 @@ void check(dnnl_status_t status, const char* what) {
                            std::to_string(static_cast<int>(status)));
 }
 
-// Counts the threads inside the library. A fork and the end of the process wait until nobody is: a
-// child would inherit locks of the library whose owners are not there, and its static objects are
-// destroyed at exit, under a product that is being made. Who comes during a fork waits for its end;
-// who comes after the exit began is refused.
+// Counts the threads inside the library. fork() and the end of the process wait until there are
+// none: a forked child would inherit locked mutexes whose owners do not exist there, and exit()
+// destroys the library's static objects, which a running product may use. A thread that wants to
+// enter during a fork waits for the fork's end; after exit has begun it is refused.
 constinit std::atomic<int> inside{0};
-constinit thread_local int t_inside = 0;  // 1 only where a signal's handler forks or exits
+constinit thread_local int t_inside = 0;  // 1 only if a signal handler inside the library forks or
+                                          // exits
 enum Gate : int { kOpen, kForking, kEnded };
 constinit std::atomic<int> gate{kOpen};
 
@@ -76,17 +78,18 @@ class Inside {
   Inside& operator=(const Inside&) = delete;
 };
 
-// Held while the library is opened and generates its code. A fork and the end of the process wait
-// for it, so that a child never inherits a half-opened library or the dynamic linker's lock.
+// Held while the library is opened and generates code. fork() and the end of the process wait for
+// it, so that a child never inherits a half-opened library or the dynamic linker's lock.
 std::mutex opening;
 constinit thread_local bool t_opening = false;
-// True once the thread that loaded te-fl has ended: mostly that begins the end of the process.
+// True once the thread that loaded te-fl has ended, which usually is the start of the process's
+// end.
 constinit std::atomic<bool> loader_ended{false};
 
 class Opening {
  public:
   Opening() {
-    t_opening = true;  // first: a signal's handler that exits does not wait for its own thread
+    t_opening = true;  // set first: a signal handler that exits must not wait for its own thread
     opening.lock();
     if (!loader_ended.exchange(false)) return;
     opening.unlock();
@@ -112,20 +115,22 @@ void after_fork() {
   if (!t_opening) opening.unlock();
 }
 [[maybe_unused]] const int forks_registered = pthread_atfork(&before_fork, &after_fork, [] {
-  inside.store(t_inside);  // a thread that was about to look at the gate is not here
+  inside.store(t_inside);  // threads that were about to check the gate do not exist in the child
   after_fork();
 });
 
-// Registered after the library has made its static objects, so it runs before they are destroyed.
+// Registered after the library has created its static objects, so it runs before they are
+// destroyed.
 void before_exit() {
   std::unique_lock<std::mutex> lock(opening, std::defer_lock);
   if (!t_opening) lock.lock();
   close_gate(kEnded);
 }
 
-// exit() destroys its thread's own objects before it runs what atexit() registered. This one, of
-// the thread that loads te-fl, which is mostly the main thread, waits while another thread has the
-// library make static objects: until before_exit() is registered after them.
+// exit() destroys the thread-local objects of its thread before it runs the atexit() handlers. This
+// object belongs to the thread that loads te-fl, usually the main thread. Its destructor waits
+// while another thread makes the library create static objects, and then registers before_exit()
+// after them.
 struct EndOfLoader {
   bool watches = false;
   ~EndOfLoader() {
@@ -138,8 +143,9 @@ struct EndOfLoader {
 thread_local EndOfLoader t_end;
 [[maybe_unused]] const bool end_watched = t_end.watches = true;
 
-// The library makes the objects of a kind of product at its first use: `product` makes a small one,
-// so that none of a program's is under way before before_exit() is registered.
+// The library creates static objects when a kind of product runs for the first time. Calls
+// `product`, a small product of this kind, and registers before_exit() afterwards, so no product of
+// the program runs before that.
 template <class Product>
 void ready(bool bf16, bool trans_a, bool trans_b, bool row, bool column, float beta,
            Product&& product) {
@@ -156,7 +162,8 @@ void ready(bool bf16, bool trans_a, bool trans_b, bool row, bool column, float b
   kinds.fetch_or(bit, std::memory_order_release);
 }
 
-// Not a function-local static: a fork between its guard and the lock would stop the child for ever.
+// Not a function-local static: a fork could interrupt its initialisation, and the child would block
+// for ever.
 std::atomic<const OneDnn*> opened{nullptr};
 
 }  // namespace
@@ -225,8 +232,8 @@ OneDnn::Api::Api(void* library) {
   find(library, "dnnl_matmul_desc_init", &matmul_desc_init);
   find(library, "dnnl_primitive_desc_create", &desc_create);
 #endif
-  // The OpenMP runtime that oneDNN itself is bound to: one that the program has loaded globally
-  // (LLVM's, say) comes before the libgomp that oneDNN names.
+  // Finds the OpenMP runtime that oneDNN uses. A runtime that the program has loaded globally, such
+  // as LLVM's, takes precedence over the libgomp that oneDNN is linked to.
   const auto omp = [&](const char* name) {
     return dlsym(RTLD_DEFAULT, name) ? RTLD_DEFAULT : library;
   };
@@ -236,7 +243,7 @@ OneDnn::Api::Api(void* library) {
 
 namespace {
 
-// One OpenMP thread for this thread's calls, while it lives.
+// While it exists, this thread's calls use one OpenMP thread.
 template <typename Api>
 class OneThread {
  public:
@@ -252,7 +259,7 @@ class OneThread {
   const int before_;
 };
 
-// A two-dimensional memory descriptor in either of the library's representations.
+// A two-dimensional memory descriptor, for both major versions of the library.
 template <typename Api>
 class Layout {
  public:
@@ -310,8 +317,8 @@ bool processor_has_bf16() {
 
 }  // namespace
 
-// One matrix product per pair of transpositions, all sizes left open, so that no call creates
-// code, takes the library's cache lock or makes memory grow with the number of distinct shapes.
+// One matmul primitive per pair of transpositions, with all sizes determined at run time. Calls
+// therefore generate no code, do not take the library's cache lock, and use no memory per shape.
 struct OneDnn::Bf16 {
   dnnl_engine_t engine = nullptr;
   dnnl_primitive_t product[2][2] = {};
@@ -329,7 +336,7 @@ dnnl_primitive_desc_t OneDnn::Bf16::describe(const Api& api, dnnl_engine_t engin
   const Layout<Api> c(api, dnnl_f32, kOpen, kOpen, kOpen, 1);
   dnnl_primitive_attr_t attr = nullptr;
   check(api.attr_create(&attr), "creating attributes");
-  // The library's own scratchpad is not for concurrent calls.
+  // Uses a caller-provided scratchpad, because the library's own does not allow concurrent calls.
   dnnl_status_t status = api.attr_set_scratchpad_mode(attr, dnnl_scratchpad_mode_user);
   dnnl_primitive_desc_t desc = nullptr;
 #if DNNL_VERSION_MAJOR >= 3
@@ -388,7 +395,7 @@ void OneDnn::open() {
   api_ = &api;
 }
 
-// Has the library generate its code now, under the lock that a fork waits for.
+// Makes the library generate its code now, while the lock that fork() waits for is held.
 void OneDnn::prepare() {
   const OneThread<Api> one_thread(*api_);
   float a[16] = {};
@@ -401,7 +408,7 @@ void OneDnn::prepare() {
     bf16_ = &products;
     has_bf16_ = true;
   } catch (const std::exception&) {
-    // A version that lacks it: BF16 products are then made in FP32, which is only slower.
+    // This version of the library lacks BF16. Products then use FP32, which is only slower.
   }
 }
 

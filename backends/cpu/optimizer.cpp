@@ -1,5 +1,5 @@
-// Optimisers over lists of tensors. All elements of all tensors are one array that the threads
-// share; a sum is kept per fixed block of it, so norms do not depend on the number of threads.
+// Optimizers over lists of tensors. Threads share the elements of all tensors as if they were one
+// array. Norms add one partial sum per fixed block, so they do not depend on the number of threads.
 #include "te_fl/ops/optimizer.h"
 
 #include <cmath>
@@ -23,15 +23,15 @@
 namespace te_fl::cpu {
 
 struct AdamFactors {
-  float beta1, rest1, beta2, rest2;  // decay and 1 - decay
+  float beta1, rest1, beta2, rest2;  // the decays beta1 and beta2, and 1 - decay of each
   float inverse_correction1, inverse_correction2;
   float lr, epsilon;
-  float l2_decay, decoupled_decay;  // one of them is 0
+  float l2_decay, decoupled_decay;  // at least one of them is 0
 };
 
 struct SgdFactors {
   float scale, lr, momentum, undamped;
-  float decay_before, decay_after;  // weight decay before or after momentum; one of them is 0
+  float decay_before, decay_after;  // weight decay before or after momentum; at least one is 0
   bool first_run, nesterov;
 };
 
@@ -115,7 +115,7 @@ struct SgdKernel {
   bool keeps_momentum, first_run, nesterov;
 };
 
-// m may be null without momentum.
+// `m` may be NULL without momentum.
 void SgdUpdate(const SgdFactors& factors, const float* HWY_RESTRICT g, float* HWY_RESTRICT m,
                float* HWY_RESTRICT p, int64_t n) {
   const SgdKernel kernel(factors);
@@ -135,14 +135,14 @@ void SgdUpdate(const SgdFactors& factors, const float* HWY_RESTRICT g, float* HW
   StorePart(pv, p + i, rest);
 }
 
-// out = x * scale, rounded to Out; whether all x and all rounded results are finite.
+// out = x * scale, rounded to Out. Returns true if all x and all rounded results are finite.
 template <class In, class Out>
 bool ScaleAs(const void* raw, float factor, int64_t n, void* raw_out) {
   const In* x = static_cast<const In*>(raw);
   Out* out = static_cast<Out*>(raw_out);
   const VF scale = SetF(factor);
   const auto lanes = static_cast<int64_t>(NumLanes());
-  // x * 0 is 0 for finite x and NaN for the others; the sum keeps a NaN.
+  // x * 0 is 0 for finite x and NaN otherwise, and the sum keeps a NaN.
   VF spoiled = SetF(0.0f);
   const auto watch = [&](VF v) HWY_ATTR { spoiled = hn::MulAdd(v, SetF(0.0f), spoiled); };
   int64_t i = 0;
@@ -185,7 +185,7 @@ bool ScaleAndCheck(int in_dtype, int out_dtype, const void* x, float scale, int6
   }
 }
 
-// Sum of squares in double: squares of large FP32 values overflow FP32.
+// The sum of squares in double, because squares of large FP32 values overflow FP32.
 template <class T>
 double SumSquares(const void* raw, int64_t n) {
   const T* x = static_cast<const T*>(raw);
@@ -246,14 +246,14 @@ bool is_noop(const te_fl_tensor* flag) {
   return flag != nullptr && *backend::data<const int32_t>(*flag) != 0;
 }
 
-// The learning rate in force: the tensor's, if there is one.
+// The learning rate: lr_tensor's value if there is one, else lr.
 template <class Args>
 float lr_of(const Args& a) {
   return a.lr_tensor != nullptr ? *backend::data<const float>(*a.lr_tensor) : a.lr;
 }
 
-// Elements [first, first + n) of a tensor as FP32 numbers: in place if they are that already, else
-// converted into a buffer. store() writes a buffer back.
+// Elements [first, first + n) of a tensor as FP32. FP32 tensors are accessed in place; others are
+// converted into a buffer, which store() writes back.
 class FloatRun {
  public:
   FloatRun(const te_fl_tensor& t, int64_t first, int64_t n, bool read = true)
@@ -277,7 +277,7 @@ class FloatRun {
 
 float* floats(const te_fl_tensor& t, int64_t first) { return backend::data<float>(t) + first; }
 
-// Calls f(tensor, first, n) for pieces of at most a chunk that cover all elements, on the pool.
+// Calls f(tensor, first, n) on the pool, for pieces of at most a chunk that cover all elements.
 template <class F>
 void for_each_chunk(TensorList list, int64_t count, F&& f) {
   const JointArray joint(list, count);
@@ -380,7 +380,7 @@ void sgd(const te_fl_context&, const te_fl_multi_tensor_sgd_args& a) {
            n);
     p.store();
     if (a.param_copies_count != 0) {
-      // From the parameter as it was rounded, so that equal dtypes give equal bits.
+      // Copies the rounded parameter, so that equal dtypes give equal bits.
       FloatRun rounded(*a.params[t], first, n);
       const te_fl_tensor& copy = *a.param_copies[t];
       store_f32(dtype_of(copy), rounded.data(), n, FloatRun::element(copy, first));
@@ -438,9 +438,9 @@ void scale(const te_fl_context&, const te_fl_multi_tensor_scale_args& a) {
 
 // ---- norms
 
-constexpr int64_t kBlock = 1 << 16;  // elements of one partial sum
+constexpr int64_t kBlock = 1 << 16;  // number of elements per partial sum
 
-// Sums of squares of each tensor.
+// The sum of squares of each tensor.
 std::vector<double> sums_of_squares(TensorList inputs, int64_t count) {
   std::vector<int64_t> first_block = {0};
   for (int64_t t = 0; t < count; ++t) {
@@ -455,7 +455,7 @@ std::vector<double> sums_of_squares(TensorList inputs, int64_t count) {
     partial[static_cast<size_t>(first_block[static_cast<size_t>(t)] + index)] = kernel(
         dtype_of(x), FloatRun::element(x, begin), std::min(kBlock, backend::numel(x) - begin));
   };
-  // A part does the blocks that begin in it.
+  // A part computes the blocks that start in it.
   Parts(joint.size(), kGrain).run([&](int64_t, int64_t begin, int64_t end) {
     joint.runs(begin, end, [&](int64_t t, int64_t first, int64_t n) {
       for (int64_t b = (first + kBlock - 1) / kBlock; b * kBlock < first + n; ++b) block(t, b);
@@ -470,7 +470,7 @@ std::vector<double> sums_of_squares(TensorList inputs, int64_t count) {
   return sums;
 }
 
-// sqrt(sum (factor x)^2) of all tensors, and of each.
+// Writes sqrt(sum (factor x)^2) over all tensors, and per tensor if requested.
 void norms(TensorList inputs, int64_t count, double factor, const te_fl_tensor& norm,
            const te_fl_tensor* per_tensor) {
   const std::vector<double> sums = sums_of_squares(inputs, count);

@@ -1,5 +1,5 @@
-// Philox 4x32-10 for a vector of counters, the same words as te_fl/numeric/philox.hpp. Include
-// inside a file that uses hwy/foreach_target.h, after simd-inl.hpp.
+// Philox 4x32-10 for a vector of counters. Produces the words of te_fl/numeric/philox.hpp. Include
+// it in a file that uses hwy/foreach_target.h, after simd-inl.hpp.
 #if defined(TE_FL_CPU_PHILOX_INL_HPP_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TE_FL_CPU_PHILOX_INL_HPP_
 #undef TE_FL_CPU_PHILOX_INL_HPP_
@@ -38,8 +38,8 @@ struct PhiloxKey {
   uint32_t high;
 };
 
-// words[k], lane l: word k of the block at the 64-bit counter {counter_low, counter_high} of lane
-// l.
+// Lane l of words[k] is word k of the block whose 64-bit counter is {counter_low, counter_high} of
+// lane l.
 HWY_INLINE void PhiloxBlocks(VU counter_low, VU counter_high, PhiloxKey key, VU words[4]) {
   VU c0 = counter_low, c1 = counter_high, c2 = hn::Zero(DU()), c3 = hn::Zero(DU());
   for (int round = 0; round < 10; ++round) {
@@ -73,8 +73,8 @@ struct PhiloxKeys {
   uint64_t low[10], high[10];
 };
 
-// Does it with one block in each 64-bit lane, whose lower halves hold the state: a wide product
-// then is one instruction. pairs[0]: words 0 and 1 of each block, pairs[1]: words 2 and 3.
+// Like PhiloxBlocks(), but with one block per 64-bit lane, whose lower half holds the state, so a
+// wide product is one instruction. pairs[0]: words 0 and 1 of each block; pairs[1]: words 2 and 3.
 HWY_INLINE void PhiloxBlocks64(hn::Vec<D64> counter, const PhiloxKeys& keys,
                                hn::Vec<D64> pairs[2]) {
   const D64 d;
@@ -83,7 +83,7 @@ HWY_INLINE void PhiloxBlocks64(hn::Vec<D64> counter, const PhiloxKeys& keys,
   for (int round = 0; round < 10; ++round) {
     const auto product0 = hn::MulEven(hn::BitCast(DU(), c0), factor0);
     const auto product1 = hn::MulEven(hn::BitCast(DU(), c2), factor1);
-    // The rest in the upper halves enters no product.
+    // The upper halves are left unmasked, because the products ignore them.
     c0 = hn::Xor3(hn::ShiftRight<32>(product1), c1, hn::Set(d, keys.low[round]));
     c1 = product1;
     c2 = hn::Xor3(hn::ShiftRight<32>(product0), c3, hn::Set(d, keys.high[round]));
@@ -98,7 +98,7 @@ HWY_INLINE void PhiloxBlocks64(hn::Vec<D64> counter, const PhiloxKeys& keys,
 }
 #endif
 
-// True if a word is kept, for a dropout_threshold() above 0 and below 2^32.
+// True in lanes whose word is kept. `threshold`: a dropout_threshold() above 0 and below 2^32.
 HWY_INLINE auto KeepMask(VU words, VU threshold) {
   return hn::RebindMask(DF(), hn::Not(hn::Lt(words, threshold)));
 }

@@ -1,5 +1,5 @@
-// The CPU backend: SIMD kernels on one thread pool, host memory. It registers through the plugin
-// ABI like any other backend; te_fl_cpu_query takes the place of the exported symbol.
+// The CPU backend: SIMD kernels on one thread pool, for host memory. It registers through the
+// plugin ABI like any other backend; te_fl_cpu_query replaces the exported symbol.
 #include <charconv>
 #include <cstring>
 #include <string>
@@ -29,7 +29,7 @@ constexpr AppendOps kFamilies[] = {
     append_dropout,    //
 };
 
-// TE_FL_NUM_THREADS; absent or 0 chooses the CPUs available to the process.
+// Applies TE_FL_NUM_THREADS. If it is absent or 0, the pool uses the CPUs available to the process.
 void configure_pool(const te_fl_host_api& host) {
   const char* text = backend::setting(host, "TE_FL_NUM_THREADS");
   if (text == nullptr || *text == '\0') return;

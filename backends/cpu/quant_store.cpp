@@ -14,7 +14,8 @@ namespace {
 
 using backend::Matrix;
 
-// The largest of non-negative values from several threads: their bits order as they do.
+// The maximum of non-negative values from several threads. Their bits have the same order as the
+// values.
 class AtomicMax {
  public:
   void raise(float value) {
@@ -29,7 +30,7 @@ class AtomicMax {
   std::atomic<uint32_t> bits_{0};
 };
 
-// Cuts the matrix into pieces of one row each and calls f(piece) on the pool.
+// Divides the matrix into pieces of one row each and calls f(piece) on the pool.
 template <class F>
 void for_each_piece(Matrix matrix, ColumnSums* sums, F&& f) {
   const int64_t chunks = ceil_div(matrix.cols, kChunk);
@@ -53,7 +54,7 @@ void for_each_piece(Matrix matrix, ColumnSums* sums, F&& f) {
 
 using BeginRow = FunctionRef<void(int64_t row, int64_t part)>;
 
-// Does it with rows kept whole and announced.
+// Like for_each_piece(), but keeps rows whole and calls begin_row for each of them first.
 template <class F>
 void for_each_piece_of_rows(Matrix matrix, const BeginRow& begin_row, F&& f) {
   const Parts parts(matrix.rows, grain_of_rows(matrix.cols));
@@ -73,7 +74,7 @@ struct Tile {
   int64_t part;
 };
 
-// Cuts the matrix into tiles of at most tile_rows x tile_cols and calls f(tile, part's scratch).
+// Divides the matrix into tiles of at most tile_rows x tile_cols and calls f(tile) on the pool.
 template <class F>
 void for_each_tile(Matrix matrix, int64_t tile_rows, int64_t tile_cols, ColumnSums* sums, F&& f) {
   const int64_t down = ceil_div(matrix.rows, tile_rows), across = ceil_div(matrix.cols, tile_cols);
@@ -94,7 +95,7 @@ void for_each_tile(Matrix matrix, int64_t tile_rows, int64_t tile_cols, ColumnSu
   });
 }
 
-// One output being written.
+// Writes one output.
 class Store {
  public:
   Store(const te_fl_tensor& out, const Produce& produce, const StoreOptions& options)
@@ -121,12 +122,12 @@ class Store {
   }
 
  private:
-  // A tile of codes; its rows lie a line more than a power of two apart, which spreads them over
-  // the cache's sets.
+  // Extents of a tile of codes. The row pitch is one cache line more than a power of two, so that
+  // the rows map to different cache sets.
   static constexpr int64_t kTileRows = 64, kTileCols = 256, kTilePitch = kTileCols + 64;
   static constexpr int64_t kBlock = 128, kBlockTileCols = 256, kPitch = kBlockTileCols + 64;
 
-  // The columns' sums, once; later passes get nullptr.
+  // Returns the column sums to the first pass; later passes get nullptr.
   ColumnSums* take_sums() { return std::exchange(pending_sums_, nullptr); }
 
   const BeginRow* take_rows() { return std::exchange(pending_rows_, nullptr); }
@@ -136,7 +137,7 @@ class Store {
     return {1, matrix_.rows * matrix_.cols};
   }
 
-  // With flat pieces the row is 0 and the index is the column.
+  // For flat pieces, row is 0 and col is the index.
   template <class F>
   void for_each_produced(F&& f) {
     if (pending_rows_ != nullptr) {
@@ -159,7 +160,7 @@ class Store {
     });
   }
 
-  // Announces the rows that tiles are about to need, unless a pass over rows has.
+  // Calls begin_row for all rows, unless an earlier pass has done so.
   void begin_rows() {
     const BeginRow* begin_row = take_rows();
     if (begin_row == nullptr) return;
@@ -247,7 +248,7 @@ class Store {
     begin_rows();
     ColumnSums* sums = take_sums();
     AtomicMax amax;
-    // Two tiles: the values, and codes on their way to the transposed copy.
+    // Two tiles in memory: the values, and the codes for the transposed copy.
     for_each_tile(matrix_, kBlock, kBlockTileCols, sums, [&](const Tile& tile) {
       const auto values = std::make_unique_for_overwrite<float[]>(kBlock * kPitch);
       const auto codes = std::make_unique_for_overwrite<uint8_t[]>(kBlock * kPitch);
@@ -277,7 +278,7 @@ class Store {
     return static_cast<uint8_t*>(out_.quant->columnwise_data) + col * matrix_.rows + row;
   }
 
-  // Padding of the scales is zero.
+  // Zeroes the scales, including their padding.
   void clear_scales() const {
     const bool square = backend::scaling(out_) == TE_FL_SCALING_BLOCK_128X128;
     for (const bool columnwise : {false, true}) {
@@ -327,7 +328,7 @@ class Store {
     float tile_amax = 0.0f;
     if (rows_ != nullptr) tile_amax = row_vectors(tile, values);
     if (out_.quant->columnwise_data == nullptr) return tile_amax;
-    // One block per column: the tile's rows are 128, or the matrix's last.
+    // One block per column: the tile has 128 rows, or the matrix's last rows.
     Chunk amax, factor;
     std::fill_n(amax.data, tile.cols, 0.0f);
     for (int64_t r = 0; r < tile.rows; ++r) {

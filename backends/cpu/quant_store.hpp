@@ -1,6 +1,6 @@
-// Writes FP32 values, produced piece by piece on the pool, into an output of any dtype and of the
-// scaling modes none, per tensor and block: every copy that the output has, with its scales and
-// amax.
+// Writes FP32 values, which are produced piece by piece on the pool, to an output of any dtype with
+// no scaling, per-tensor or block scaling. Writes the output's row-wise and column-wise data,
+// scales and amax.
 #pragma once
 
 #include <cfloat>
@@ -14,12 +14,12 @@
 
 namespace te_fl::cpu {
 
-// Elements of a dense tensor as FP32; FP8 codes as they are.
+// Reads elements of a dense tensor as FP32. FP8 codes are read without their scale.
 class Loader {
  public:
   explicit Loader(const te_fl_tensor& t)
       : dtype_(dtype_of(t)), bytes_(element_bytes(t)), data_(backend::data<const char>(t)) {}
-  // out is padded.
+  // `out` must be padded.
   void operator()(int64_t index, int64_t n, float* out) const {
     load_f32(dtype_, data_ + index * bytes_, n, out);
   }
@@ -30,17 +30,17 @@ class Loader {
   const char* data_;
 };
 
-// Values [col, col + n) of one row of the output's matrix view; n <= kChunk. `part` numbers the
-// concurrent parts: pieces of one part are produced one after the other.
+// Values [col, col + n) of one row of the output's matrix view; n <= kChunk. `part`: index of the
+// concurrent part; the pieces of one part are produced one after the other.
 struct Piece {
   int64_t row, col, n;
   int64_t part;
 };
-// Fills out, a buffer padded for n. Called from several threads, possibly twice for one piece (a
-// derived scale needs a pass of its own).
+// Fills `out`, a buffer padded for n. Called from several threads, possibly twice per piece,
+// because a computed scale needs its own pass.
 using Produce = FunctionRef<void(const Piece&, float* out)>;
 
-// Sums over rows, in double, deterministic for a number of threads.
+// Column sums over the rows, in double. Deterministic for a given number of threads.
 class ColumnSums {
  public:
   explicit ColumnSums(int64_t cols) : cols_(cols) {}
@@ -49,8 +49,8 @@ class ColumnSums {
   void add(int64_t part, int64_t col, int64_t n, const float* values) {
     add_to_sums(values, n, of_part(part) + col);
   }
-  // Writes the sums times factor to a dense tensor of `cols` elements, F32, F16 or BF16; adds what
-  // it holds if asked.
+  // Writes the sums times `factor` to a dense F32, F16 or BF16 tensor of `cols` elements.
+  // `accumulate`: adds its previous values.
   void store(const te_fl_tensor& out, bool accumulate = false, double factor = 1.0) const;
 
  private:
@@ -59,27 +59,26 @@ class ColumnSums {
 };
 
 struct StoreOptions {
-  // Replaces an infinite block scale: the input type's largest finite value.
+  // Replaces an infinite block scale. The input dtype's largest finite value.
   float inf_scale = FLT_MAX;
-  // If not null, every value is added to its column's sum once.
+  // If not NULL, every value is added to its column's sum once.
   ColumnSums* sums = nullptr;
-  // Values depend on the row-major index only, so that the output may be cut anywhere: pieces have
-  // row 0 and the index as column.
+  // Values depend only on the row-major index, so the output may be divided anywhere: pieces have
+  // row 0 and the index as col.
   bool flat = false;
-  // If not null, called once for every row before its first piece is produced, with the calling
-  // part. Not with flat.
+  // If not NULL, called once per row, with the index of the calling part, before the row's first
+  // piece is produced. Must not be used with `flat`.
   const FunctionRef<void(int64_t row, int64_t part)>* begin_row = nullptr;
 };
 
-// The quantised outputs that store_output does not serve, as a reason for supports(); nullptr if it
-// serves `out`. Reads metadata only.
+// Returns why store_output() does not support `out`; nullptr if it does. Reads metadata only.
 Refusal refuse_output(const te_fl_tensor& out) noexcept;
 
-// `out` is dense and passed both checks above. Writing a piece happens after it was produced, but
-// other pieces may be written before.
+// Writes `out`, which must be dense and accepted by refuse_output(). A piece is written after it
+// was produced, but other pieces may be written before.
 void store_output(const te_fl_tensor& out, Produce produce, const StoreOptions& options = {});
 
-// Largest finite value of F32, F16 or BF16.
+// The largest finite value of F32, F16 or BF16.
 float largest_finite_of(int dtype) noexcept;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

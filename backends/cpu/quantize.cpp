@@ -1,4 +1,4 @@
-// quantize, dequantize and their relatives; amax and delayed scaling.
+// The quantisation ops, amax and delayed scaling.
 #include "te_fl/ops/quantize.h"
 
 #include <atomic>
@@ -21,7 +21,7 @@ Refusal refuse_pair(const te_fl_tensor& input, const te_fl_tensor& output) {
   return refuse_output(output);
 }
 
-// `input` from row_offset on, into an output with the same last extent.
+// Quantises rows of `input`, from row_offset on, into an output with the same last extent.
 void quantize_rows(const te_fl_tensor& input, int64_t row_offset, const te_fl_tensor& output,
                    ColumnSums* sums = nullptr) {
   const int dtype = dtype_of(input);
@@ -52,7 +52,8 @@ struct Scales {
   const float* inverse;
   backend::Matrix matrix;
 
-  // Describes the run of elements of one row that starts at col; also how long it is.
+  // The scale of the elements of a row that start at col, and in `length` how many elements share
+  // it.
   float of(int64_t row, int64_t col, int64_t* length) const {
     switch (mode) {
       case TE_FL_SCALING_BLOCK_1X128:
@@ -135,7 +136,8 @@ Refusal refuse_split_quantize(const te_fl_split_quantize_args& args) {
 }
 
 void cast_to_fp8(const te_fl_context&, const te_fl_cast_to_fp8_args& args) {
-  // Shows it as a quantised output with a given scale, whose parts are tensors of their own.
+  // Describes the output as a quantised tensor with a supplied scale; the op passes its parts as
+  // separate tensors.
   te_fl_quant quant;
   float scale_inv = 0.0f;
   quant.scaling = TE_FL_SCALING_TENSOR;

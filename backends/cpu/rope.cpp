@@ -1,7 +1,7 @@
 // Rotary position embedding, on separate or packed Q, K, V.
 //
-// Each output element is x * cosine + partner * sine, where the tables of a position hold the sine
-// with the sign and, for the backward (the transposed map), the partner's angle.
+// Each output element is x * cosine + partner * sine. The tables of a position contain the signed
+// sine; for the backward (the transposed map) they contain that of the partner's angle.
 #include "te_fl/ops/rope.h"
 
 #include <cmath>
@@ -25,9 +25,9 @@
 HWY_BEFORE_NAMESPACE();
 namespace te_fl::cpu::HWY_NAMESPACE {
 
-// One head: columns [0, columns) rotated, the others copied. Tables have padded(columns) entries.
-// In place is fine: an element and its partner are read before either is written. Out is T, or
-// float for a buffer.
+// Rotates columns [0, columns) of one head. The tables must have padded(columns) entries. In place
+// is allowed: an element and its partner are read before either is written. Out is T, or float for
+// a buffer.
 template <class T, class Out>
 void RotateHead(const T* x, const float* cosine, const float* sine, int64_t columns,
                 bool interleaved, Out* y) {
@@ -37,7 +37,7 @@ void RotateHead(const T* x, const float* cosine, const float* sine, int64_t colu
       const int64_t n = std::min(lanes, columns - i);
       const VF v = n == lanes ? LoadF32(x + i) : LoadPart(x + i, static_cast<size_t>(n));
 #if HWY_TARGET == HWY_SCALAR
-      // Vectors of one element: pair by pair.
+      // With single-lane vectors, processes pair by pair.
       (void)v;
       if (i % 2 != 0) continue;
       const VF v0 = LoadF32(x + i), v1 = LoadF32(x + i + 1);
@@ -75,7 +75,7 @@ void RotateHead(const T* x, const float* cosine, const float* sine, int64_t colu
   }
 }
 
-// The first `columns` elements of a head; into y, or, if that is null, as FP32 into `buffer`.
+// Rotates the first `columns` elements of a head, into y or, if y is NULL, as FP32 into `buffer`.
 void RotateHeadByDtype(int dtype, const void* x, const float* cosine, const float* sine,
                        int64_t columns, bool interleaved, float* buffer, void* y) {
   const auto rotate = [&](auto* typed) {
@@ -97,8 +97,8 @@ void RotateHeadByDtype(int dtype, const void* x, const float* cosine, const floa
   }
 }
 
-// sin and cos of n angles, to about 1e-7. The angle is reduced by Cody and Waite's method to
-// [-pi/4, pi/4] with pi/2 in three FP32 parts; beyond 8192 the library functions do it.
+// sin and cos of n angles, with an error of about 1e-7. Reduces angles to [-pi/4, pi/4] by Cody and
+// Waite's method, with pi/2 in three FP32 parts. Beyond 8192 it uses the library functions.
 void SinCos(const float* angle, int64_t n, float* sine, float* cosine) {
   const auto lanes = static_cast<int64_t>(NumLanes());
   int64_t i = 0;
@@ -151,7 +151,7 @@ HWY_EXPORT(SinCos);
 using backend::PackedHeads;
 using backend::stride;
 
-// The tables of one position at a time. One per thread.
+// Computes the tables of one position at a time. Each thread has its own object.
 class Rotation {
  public:
   Rotation(const te_fl_tensor& freqs, bool interleaved, bool backward)
@@ -176,7 +176,7 @@ class Rotation {
       sine_[b] = backward_ ? -raw_[a] : raw_[b];
     }
   }
-  // One head of dim elements; those beyond the angles are copied.
+  // Rotates one head of dim elements. Copies the elements beyond the angles.
   void apply(int dtype, const char* x, int64_t dim, int64_t bytes, char* y, bool stream) {
     HWY_DYNAMIC_DISPATCH(RotateHeadByDtype)
     (dtype, x, cosine_.data(), sine_.data(), columns_, interleaved_, raw_.data(),
@@ -193,10 +193,11 @@ class Rotation {
   int64_t columns_;
   bool interleaved_, backward_;
   int64_t position_ = -1;
-  std::vector<float> cosine_, sine_, raw_;  // raw_: unsigned sines, then a head
+  std::vector<float> cosine_, sine_, raw_;  // raw_ holds unsigned sines first, then a rotated head
 };
 
-// Heads [token0, token1, head] of a [.., .., heads, dim] tensor (thd: token0 is 1 token row).
+// Addresses the heads [token0, token1, head] of a [.., .., heads, dim] tensor (thd: [tokens, heads,
+// dim]).
 struct HeadGrid {
   explicit HeadGrid(const te_fl_tensor& t)
       : base(backend::data<char>(t)),
@@ -208,7 +209,7 @@ struct HeadGrid {
   char* at(int64_t token, int64_t head) const {
     return base + (token / inner * stride0 + token % inner * stride1 + head * stride_head) * bytes;
   }
-  // Brings a head into the cache; any token, also one behind the last.
+  // Prefetches a head into the cache. `token` may be past the end.
   void prefetch(int64_t token, int64_t head, int64_t dim) const {
     const char* from = at(token, head);
     for (int64_t i = 0; i < dim * bytes; i += 64) __builtin_prefetch(from + i);
@@ -221,7 +222,8 @@ bool unit_heads(const te_fl_tensor& t) noexcept {
   const int last = t.dl.ndim - 1;
   return last < 0 || t.dl.strides == nullptr || t.dl.strides[last] == 1 || t.dl.shape[last] <= 1;
 }
-// Strides make the touched memory larger than the dense size: compare the whole spans.
+// True if the memory spans of two tensors overlap. With strides, a span is larger than the dense
+// size.
 bool spans_meet(const te_fl_tensor& a, const te_fl_tensor& b) noexcept {
   const auto span = [](const te_fl_tensor& t) {
     int64_t last = 0;
@@ -283,7 +285,7 @@ void rope(const te_fl_context&, const te_fl_rope_rope_args& a) {
   });
 }
 
-// One way or the other between the packed tensor and its parts.
+// Converts from the packed tensor to its parts, or the reverse in the backward.
 template <bool kBackward, class Args>
 void packed_rope(const Args& a, const PackedHeads& p, const te_fl_tensor& qkv,
                  const te_fl_tensor& q, const te_fl_tensor& k, const te_fl_tensor& v) {

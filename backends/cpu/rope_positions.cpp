@@ -9,7 +9,7 @@ using backend::invalid;
 
 namespace {
 
-// start_positions[b], 0 without.
+// start_positions[b]; 0 without the tensor.
 class Starts {
  public:
   Starts(const te_fl_tensor* t, int64_t batch) : t_(t) {

@@ -1,4 +1,4 @@
-// Finds the angles of each token: checks and positions of the rotary embeddings.
+// Computes and checks the position of each token for the rotary embeddings.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,9 @@
 
 namespace te_fl::cpu {
 
-// Global position of token s of `length` local ones: each rank holds chunks cp_rank and
-// 2 cp_size - 1 - cp_rank of the sequence's 2 cp_size chunks.
+// Context parallelism: each rank holds the chunks cp_rank and 2 cp_size - 1 - cp_rank of the 2
+// cp_size chunks of a sequence. position() is the global position of token s of `length` local
+// tokens.
 struct ContextParallel {
   int64_t size = 1;
   int64_t rank = 0;
@@ -31,14 +32,15 @@ struct Positions {
   }
 };
 
-// Serves a sbhd or bshd tensor whose first two extents are given.
+// The positions of a sbhd or bshd tensor, given its first two extents.
 Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
                           const te_fl_tensor* start_positions, const ContextParallel& cp);
-// Serves a thd tensor. cu_seqlens counts whole sequences; a rank holds 1 / cp_size of each.
+// The positions of a thd tensor. cu_seqlens counts whole sequences; a rank holds 1 / cp_size of
+// each.
 Positions packed_positions(int64_t tokens, const te_fl_tensor& cu_seqlens,
                            const te_fl_tensor* start_positions, const ContextParallel& cp);
 
-// Throws unless the angles suit heads of head_dim elements and every position.
+// Throws unless the angles fit heads of head_dim elements and cover every position.
 void check_freqs(const char* name, const te_fl_tensor& freqs, int64_t head_dim,
                  const Positions& positions);
 

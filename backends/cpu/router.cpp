@@ -1,4 +1,5 @@
-// The router of experts and its auxiliary loss: rows of tokens on the pool, each on one thread.
+// The router ops and the auxiliary loss. The pool divides the tokens; one thread processes a
+// token's row.
 #include <bit>
 #include <cmath>
 #include <functional>
@@ -17,7 +18,7 @@ namespace {
 
 constexpr float kEpsilon = 1e-20f;
 
-// Padded buffers of one row of experts, for one thread.
+// A padded buffer for one row of experts, used by one thread.
 using Row = std::vector<float>;
 Row row_for(int64_t experts) { return Row(static_cast<size_t>(padded(experts)), 0.0f); }
 
@@ -28,9 +29,10 @@ void store_row(const te_fl_tensor& t, int64_t row, int64_t experts, const Row& v
 
 // ---- choice
 
-// Orders as the numbers do, a NaN above all, and of equal ones the lower index above.
+// A key whose order is that of the values; NaN is highest, and of equal values the lower index is
+// higher.
 uint64_t key_of(float value, int64_t index) {
-  const auto bits = std::bit_cast<uint32_t>(value + 0.0f);  // -0 is 0
+  const auto bits = std::bit_cast<uint32_t>(value + 0.0f);  // turns -0 into +0
   uint32_t ordered = (bits >> 31) != 0 ? ~bits : bits | 0x80000000u;
   if (std::isnan(value)) ordered = 0xFFFFFFFFu;
   return uint64_t{ordered} << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(index));
@@ -45,13 +47,13 @@ void keep_largest(Keys& keys, int64_t k) {
   std::sort(keys.begin(), keys.end(), std::greater<>());
 }
 
-// Chooses experts of one row after the other; one for each thread.
+// Chooses the experts of one row at a time. Each thread has its own object.
 class Chooser {
  public:
   Chooser(int64_t experts, int64_t topk, int64_t groups, int64_t group_topk)
       : experts_(experts), topk_(topk), groups_(groups), group_topk_(group_topk) {}
 
-  // Keys of the topk largest of x, the largest first.
+  // The keys of the topk largest elements of x, in descending order.
   const Keys& choose(const float* x) {
     keys_.clear();
     if (groups_ == 0) {
@@ -90,7 +92,7 @@ void clear_bytes(const te_fl_tensor* t) {
   std::fill_n(backend::data<uint8_t>(*t), backend::numel(*t), uint8_t{0});
 }
 
-// The forms in which a call wants to know what was chosen.
+// Writes the chosen experts in the forms that a call requests.
 struct ChoiceWriter {
   uint8_t *map, *bits;
   const te_fl_tensor* indices;
@@ -128,7 +130,7 @@ struct ChoiceWriter {
 
 // ---- scores
 
-// x becomes softmax(x); its padding is left at anything.
+// Replaces x by softmax(x). Its padding becomes undefined.
 void softmax_row(float* x, int64_t n) {
   const float top = max_of(-std::numeric_limits<float>::infinity(), x, n);
   exp_gradient(x, n, top, 0.0f, 1.0f, x);
@@ -144,7 +146,7 @@ void scores_row(const float* x, int64_t n, int function, float* s) {
   softmax_row(s, n);
 }
 
-// Calls f(row, chooser and buffers) for all rows, on the pool.
+// Calls f for ranges that cover all rows, on the pool.
 template <class F>
 void for_each_row(int64_t rows, int64_t cols, F&& f) {
   ThreadPool::instance().parallel_for(rows, grain_of_rows(8 * cols), std::forward<F>(f));
@@ -195,7 +197,7 @@ Refusal refuse_topk_fwd(const te_fl_fused_topk_with_score_function_fwd_args& a) 
              : kNotContiguous;
 }
 
-// ---- gradients; `counts` is not 0 for the experts that a sum goes over
+// ---- gradients. `counts` is nonzero for the experts that a sum includes.
 
 struct ChoiceReader {
   const te_fl_fused_topk_with_score_function_bwd_args& a;
@@ -243,8 +245,8 @@ Sums sums_of(const Row& g, const Row& y, const uint8_t* counts, int64_t n) {
   return sums;
 }
 
-// g, the gradient of scores, becomes that of logits; `saved` and `scratch`, another row, become
-// anything.
+// Turns g from the gradient of the scores into that of the logits. Overwrites `saved` and
+// `scratch`, which is another row.
 void gradient_row(Row& g, Row& saved, const uint8_t* counts, int function, bool divides, int64_t n,
                   Row& scratch) {
   const bool plain = function != TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS;
@@ -269,9 +271,10 @@ void gradient_row(Row& g, Row& saved, const uint8_t* counts, int function, bool 
     return;
   }
   sigmoid_f32(saved.data(), n, saved.data());
-  // The slope is at most about 1, while its parts, and the gradients' quotients by small sums, lie
-  // near the ends of FP32's range. Where FP32 has no sigmoid(x) any more it is y y.
-  constexpr float kSmall = 4e-18f;  // y where x is -80
+  // Computes in double: the slope is at most about 1, but its factors, and gradients divided by
+  // small sums, are near the limits of FP32's range. If sigmoid(x) underflows in FP32, it equals y
+  // y.
+  constexpr float kSmall = 4e-18f;  // y at x = -80
   for (int64_t e = 0; e < n; ++e) {
     const double root = y[e], top = y[e] < kSmall ? root * root : double{saved[e]};
     g[e] = static_cast<float>(g[e] * (top / (2.0 * root + double{kEpsilon})));
@@ -297,7 +300,7 @@ void topk_bwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_b
       gradient_row(g, saved, a.use_pre_softmax != 0 ? all.data() : chosen.data(), a.score_function,
                    a.topk > 1, m.cols, scratch);
       for (int64_t e = 0; e < m.cols && a.use_pre_softmax == 0; ++e) {
-        if (chosen[e] == 0) g[e] = 0.0f;  // 0 times infinity is none
+        if (chosen[e] == 0) g[e] = 0.0f;  // overrides the NaN of 0 times infinity
       }
       store_row(*a.grad_logits, t, m.cols, g);
     }

@@ -4,7 +4,7 @@
 #define HWY_TARGET_INCLUDE "router_kernels.cpp"
 #include <hwy/foreach_target.h>
 #include <hwy/highway.h>
-// The functions of log need highway.h before them.
+// Highway's log functions need highway.h to be included first.
 #include <hwy/contrib/math/math-inl.h>
 
 #include "simd-inl.hpp"
@@ -23,7 +23,7 @@ void SqrtSoftplusRow(const float* x, int64_t n, float* y) {
     const VF v = LoadF32(x + i);
     const VF term = hn::Log1p(DF(), Exp(hn::Neg(hn::Abs(v))));
     const VF value = hn::Sqrt(hn::Add(hn::Max(v, SetF(0.0f)), term));
-    // exp(x / 2) there, to FP32's precision, where exp(x) becomes 0 before its root does.
+    // For small x, exp(x / 2) is exact to FP32's precision, while exp(x) would underflow.
     const VF small = Exp(hn::Mul(v, SetF(0.5f)));
     const VF either = hn::IfThenElse(hn::Lt(v, SetF(-20.0f)), small, value);
     StoreF32(hn::IfThenElse(hn::IsNaN(v), v, either), y + i);

@@ -1,5 +1,5 @@
-// Activations with a factor of each row, and SiTU-GLU: which elements go where. The arithmetic is
-// in activation_kernels.cpp.
+// Activations with a scale per row, and SiTU-GLU. This file maps elements to buffers; the
+// arithmetic is in activation_kernels.cpp.
 #include <vector>
 
 #include "activation_kernels.hpp"
@@ -11,12 +11,13 @@
 namespace te_fl::cpu {
 namespace {
 
-// A chunk whose runs of columns may begin anywhere in it: the padding of the last has room.
+// A chunk in which a run of columns may start at any position; has room for the padding of the last
+// run.
 struct alignas(64) RunChunk {
   float data[kChunk + kPad];
 };
 
-// A call's tensors; those that it has not are null.
+// The decoded tensors of a call; NULL if the call lacks them.
 struct ScaledCall {
   Act act;
   GateOptions options;
@@ -25,7 +26,8 @@ struct ScaledCall {
   const te_fl_tensor *scales = nullptr, *grad_scales = nullptr;
 
   bool gated() const { return width != row.half; }
-  // Calls f(column of the chunk, place in the row, columns) for the runs of a's chunk from col on.
+  // Calls f(column in the chunk, index in the row, number of columns) for each contiguous run of
+  // a's columns [col, col + n).
   template <class F>
   void runs(int64_t col, int64_t n, F&& f) const {
     for (int64_t done = 0; done < n;) {
@@ -65,7 +67,7 @@ ScaledCall call_of(const Args& a, const te_fl_tensor& narrow) {
   return c;
 }
 
-// Element i of a tensor of factors as FP32; 1 without one.
+// Element i of a tensor of scales as FP32; 1 if there is none.
 float factor_of(const te_fl_tensor* scales, int64_t i) {
   if (scales == nullptr) return 1.0f;
   alignas(64) float value[kPad];

@@ -36,7 +36,7 @@ void validate(const Shape& s) {
   require(s.ldc >= row_c, "ldc", s.ldc, ", the length of a row of C", row_c);
 }
 
-// Memory for float without the cost of clearing it.
+// Uninitialised memory for floats.
 std::unique_ptr<float[]> scratch(int64_t count) {
   return std::make_unique_for_overwrite<float[]>(static_cast<size_t>(count));
 }
@@ -51,7 +51,7 @@ void scale_rows(float* c, int64_t rows, int64_t columns, int64_t ldc, float beta
   }
 }
 
-// C = beta C: what is left of a product when k or alpha is 0.
+// C = beta C, which is the whole product if k or alpha is 0.
 void scale(const Shape& s, float beta, float* c) {
   if (beta == 1.0f) return;
   const int64_t grain = std::max<int64_t>(1, (1 << 16) / s.n);
@@ -60,7 +60,7 @@ void scale(const Shape& s, float beta, float* c) {
   });
 }
 
-// Single-threaded product of one block, in the operands' type.
+// The single-threaded product of one block, in the operands' dtype.
 void block_product(const OneDnn& library, const Shape& s, float alpha, const float* a,
                    const float* b, float beta, float* c) {
   library.sgemm(s.trans_a, s.trans_b, s.m, s.n, s.k, alpha, a, s.lda, b, s.ldb, beta, c, s.ldc);
@@ -90,8 +90,8 @@ struct Product {
   float* c;
 };
 
-// Partial sums over k, kept apart so that they are added in one order whoever finishes first.
-// Block 0 goes to C itself.
+// Partial sums over k, kept separately so that they are added in a fixed order. Block 0 is summed
+// in C itself.
 struct Partials {
   Partials(int64_t m, int64_t n, int64_t k_blocks)
       : plane(m * n), memory(k_blocks > 1 ? scratch(plane * (k_blocks - 1)) : nullptr) {}
@@ -156,7 +156,7 @@ void multiply(const OneDnn& library, const Product<T>& p) {
   add_partials(p, grid, partials);
 }
 
-// A BF16 matrix widened to FP32, which is exact.
+// Converts a BF16 matrix to FP32, which is exact.
 std::unique_ptr<float[]> widen(const uint16_t* x, int64_t rows, int64_t columns, int64_t ld) {
   std::unique_ptr<float[]> wide = scratch(rows * columns);
   const int64_t grain = std::max<int64_t>(1, (1 << 15) / columns);
@@ -219,8 +219,8 @@ void sgemm_batched(int64_t batch, bool trans_a, bool trans_b, int64_t m, int64_t
     if (!product) return scale(shape, beta, x.c);
     multiply<float>(*library, {shape, alpha, beta, x.a, x.b, x.c});
   };
-  // Few large products are each split; many are dealt out whole, a few groups per thread so that
-  // an uneven thread does not hold up the rest.
+  // A small number of large products is split product by product. Otherwise whole products are
+  // distributed, in a few groups per thread so that the load is balanced.
   if (batch < pool.num_threads() && !ThreadPool::inside_task()) {
     for (int64_t i = 0; i < batch; ++i) compute(i);
     return;

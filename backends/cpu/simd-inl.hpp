@@ -1,9 +1,9 @@
-// SIMD building blocks, compiled once per Highway target: element formats to and from FP32 vectors,
-// bit for bit as te_fl/numeric.hpp has them, and exp and sigmoid.
+// SIMD building blocks, compiled once per Highway target: conversions between element formats and
+// FP32 vectors, bit-identical to te_fl/numeric.hpp, and exp and sigmoid.
 //
-// Include inside a file that uses hwy/foreach_target.h, after highway.h. Everything is in
-// te_fl::cpu::HWY_NAMESPACE. Every function works lane by lane, so an element's result does not
-// depend on its place: process tails with the Part functions and they get the same bits.
+// Include it in a file that uses hwy/foreach_target.h, after highway.h. Everything is in
+// te_fl::cpu::HWY_NAMESPACE. Every function works lane by lane, so the result of an element does
+// not depend on its position; the Part functions give the same bits for the rest of a row.
 #if defined(TE_FL_CPU_SIMD_INL_HPP_) == defined(HWY_TARGET_TOGGLE)
 #ifdef TE_FL_CPU_SIMD_INL_HPP_
 #undef TE_FL_CPU_SIMD_INL_HPP_
@@ -23,7 +23,7 @@ namespace te_fl::cpu::HWY_NAMESPACE {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-// At most 16 lanes (kPad of convert.hpp), so that buffers can be padded for every target.
+// At most 16 lanes (kPad of convert.hpp), so that padded buffers fit every target.
 using DF = hn::CappedTag<float, 16>;
 using DU = hn::RebindToUnsigned<DF>;
 using DI = hn::RebindToSigned<DF>;
@@ -36,7 +36,8 @@ HWY_INLINE VU Bits(VF v) { return hn::BitCast(DU(), v); }
 HWY_INLINE VF FromBits(VU v) { return hn::BitCast(DF(), v); }
 HWY_INLINE VU SetU(uint32_t value) { return hn::Set(DU(), value); }
 HWY_INLINE VF SetF(float value) { return hn::Set(DF(), value); }
-// Bit patterns below 2^31 compare alike as signed, which every target does in one instruction.
+// Bit patterns below 2^31 have the same order as signed integers, which every target compares in
+// one instruction.
 HWY_INLINE auto LessU31(VU a, VU b) {
   return hn::RebindMask(DU(), hn::Lt(hn::BitCast(DI(), a), hn::BitCast(DI(), b)));
 }
@@ -44,16 +45,17 @@ HWY_INLINE VU MinU31(VU a, VU b) {
   return hn::BitCast(DU(), hn::Min(hn::BitCast(DI(), a), hn::BitCast(DI(), b)));
 }
 
-// ---- formats with m mantissa bits and exponent bias b; codes sit in the low bits of each lane
+// ---- formats with m mantissa bits and exponent bias b; codes are in the low bits of each lane
 
-// Rounds magnitudes (FP32 bits without the sign) to codes, to nearest even, exponent unbounded
-// above.
+// Rounds magnitudes (FP32 bits without the sign) to codes, to nearest even, without an upper limit
+// of the exponent.
 template <int kMantissa, int kBias>
 HWY_INLINE VU RoundMagnitude(VU magnitude) {
   constexpr int kShift = 23 - kMantissa;
   constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << kMantissa;
   constexpr uint32_t kMinNormal = static_cast<uint32_t>(128 - kBias) << 23;
-  // Adding a number whose last place is the smallest subnormal makes the FP unit round to it.
+  // Adding a number whose last place is the smallest subnormal makes the FPU round to a multiple of
+  // it.
   constexpr uint32_t kMagic = static_cast<uint32_t>(127 + 24 - kBias - kMantissa) << 23;
   const VU even = hn::And(hn::ShiftRight<kShift>(magnitude), SetU(1));
   const VU rounded = hn::Add(hn::Add(magnitude, SetU((1u << (kShift - 1)) - 1)), even);
@@ -124,7 +126,7 @@ HWY_INLINE VF DecodeFp16(VU code) {
   return FromBits(hn::Or(hn::IfThenElse(LessU31(magnitude, SetU(0x7C00)), finite, special), sign));
 }
 
-// The BF16 code is the upper half of each lane.
+// The BF16 code is in the upper half of each lane.
 HWY_INLINE VU RoundToBf16(VF v) {
   const VU bits = Bits(v);
   const VU even = hn::And(hn::ShiftRight<16>(bits), SetU(1));
@@ -134,7 +136,7 @@ HWY_INLINE VU RoundToBf16(VF v) {
 }
 HWY_INLINE VU EncodeBf16(VF v) { return hn::ShiftRight<16>(RoundToBf16(v)); }
 #if HWY_TARGET != HWY_SCALAR
-// The codes of two vectors in one: half the shuffles and stores of one at a time.
+// The codes of two vectors in one vector, which halves the shuffles and stores.
 using D16 = hn::Repartition<uint16_t, DU>;
 HWY_INLINE hn::Vec<D16> EncodeBf16Pair(VF first, VF second) {
   const D16 d;
@@ -186,7 +188,7 @@ HWY_INLINE void StoreF32(VF v, numeric::fp8e5m2* p) {
   StoreCodes(EncodeE5m2(v), reinterpret_cast<uint8_t*>(p));
 }
 
-// The first n (fewer than a vector) elements; the other lanes are zero.
+// Loads n elements, fewer than a vector; the other lanes are zero.
 template <class T>
 HWY_INLINE VF LoadPart(const T* p, size_t n) {
   HWY_ALIGN T part[16] = {};
@@ -202,22 +204,22 @@ HWY_INLINE void StorePart(VF v, T* p, size_t n) {
 
 // ---- functions
 
-// max(a, |v|) where NaN does not enter, as numeric::amax_accumulate.
+// max(a, |v|), ignoring NaN as numeric::amax_accumulate does.
 HWY_INLINE VF AmaxOf(VF amax, VF v) {
   const VF absolute = hn::Abs(v);
   return hn::IfThenElse(hn::Gt(absolute, amax), absolute, amax);
 }
 
-// 2^exponent, for exponents of normal numbers and 128 (infinity).
+// 2^exponent, for exponents of normal numbers and for 128 (infinity).
 HWY_INLINE VF PowerOfTwo(VI exponent) {
   return hn::BitCast(DF(), hn::ShiftLeft<23>(hn::Add(exponent, hn::Set(DI(), 127))));
 }
 
-// exp(x) = result * 2^q, q whole.
+// Reduces x: exp(x) = result * 2^q with integer q.
 HWY_INLINE VF ExpReduced(VF x, VF& q) {
   q = hn::Round(hn::Mul(x, SetF(1.44269504f)));
   const VF r = hn::NegMulAdd(q, SetF(-2.12194440e-4f), hn::NegMulAdd(q, SetF(0.693359375f), x));
-  // e^r = 1 + r + r^2 p(r), p fitted on |r| <= ln(2)/2 with a relative error of e^r of 1e-8.
+  // e^r = 1 + r + r^2 p(r), with p fitted on |r| <= ln(2)/2; the relative error of e^r is 1e-8.
   VF p = SetF(0x1.6d117cp-10f);
   p = hn::MulAdd(p, r, SetF(0x1.120be2p-7f));
   p = hn::MulAdd(p, r, SetF(0x1.555518p-5f));
@@ -226,7 +228,7 @@ HWY_INLINE VF ExpReduced(VF x, VF& q) {
   return hn::Add(hn::MulAdd(hn::Mul(p, r), r, r), SetF(1.0f));
 }
 
-// True if AVX-512 instructions that Highway does not name may be used.
+// True if AVX-512 instructions without a Highway name may be used.
 #undef TE_FL_CPU_AVX512
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
 #define TE_FL_CPU_AVX512 1
@@ -234,7 +236,7 @@ HWY_INLINE VF ExpReduced(VF x, VF& q) {
 #define TE_FL_CPU_AVX512 0
 #endif
 
-// exp(x) for x in [-87, 89], without NaN. It may be infinite above 88.37.
+// exp(x) for x in [-87, 89]; x must not be NaN. The result may be infinite above 88.37.
 HWY_INLINE VF ExpInRange(VF x) {
   VF q;
   const VF e = ExpReduced(x, q);
@@ -245,7 +247,8 @@ HWY_INLINE VF ExpInRange(VF x) {
 #endif
 }
 
-// exp(x) of any x, at most 2 ulp of a normal result: 0 far below, +inf above, NaN for NaN.
+// exp(x) for every x, with an error of at most 2 ulp where the result is normal. Underflows to 0,
+// overflows to +inf, and keeps NaN.
 HWY_INLINE VF Exp(VF x) {
   const VF clamped = hn::Min(hn::Max(x, SetF(-105.0f)), SetF(89.0f));
 #if TE_FL_CPU_AVX512
@@ -254,14 +257,14 @@ HWY_INLINE VF Exp(VF x) {
   VF q;
   const VF e = ExpReduced(clamped, q);
   const VI exponent = hn::ConvertTo(DI(), q);
-  // In two steps, as 2^q may be beyond what FP32 holds while the result is not.
+  // Scales in two steps, because 2^q may overflow FP32 though the result does not.
   const VI half = hn::ShiftRight<1>(exponent);
   const VF result = hn::Mul(hn::Mul(e, PowerOfTwo(half)), PowerOfTwo(hn::Sub(exponent, half)));
 #endif
   return hn::IfThenElse(hn::Eq(x, x), result, x);
 }
 
-// 1 / (1 + exp(-x)) for any x but NaN, whose result is unspecified.
+// 1 / (1 + exp(-x)). The result for NaN is unspecified.
 HWY_INLINE VF SigmoidOfNumber(VF x) {
   const VF minus = hn::Min(hn::Max(hn::Neg(x), SetF(-87.0f)), SetF(89.0f));
   return hn::Div(SetF(1.0f), hn::Add(SetF(1.0f), ExpInRange(minus)));

@@ -1,5 +1,6 @@
-// Scaled softmax: unmasked, with a mask tensor, upper-triangular and aligned causal. One row at a
-// time, which stays in the cache between its maximum, its exponentials and its division.
+// The scaled softmax ops: unmasked, with a mask tensor, upper-triangular and aligned causal.
+// Processes one row at a time, which stays in the cache between its maximum, its exponentials and
+// its division.
 #include "te_fl/ops/softmax.h"
 
 #include <cmath>
@@ -21,15 +22,15 @@
 HWY_BEFORE_NAMESPACE();
 namespace te_fl::cpu::HWY_NAMESPACE {
 
-// exp(x) for x <= 0 and NaN; 0 below -87.
+// exp(x) for x <= 0; 0 below -87. NaN gives NaN.
 HWY_INLINE VF ExpOfDifference(VF x) {
   const auto tiny = hn::Lt(x, SetF(-87.0f));
   const VF result = ExpInRange(hn::IfThenElse(tiny, SetF(-87.0f), x));
   return hn::IfThenElse(tiny, SetF(0.0f), result);
 }
 
-// Softmax of factor * x over the first `visible` elements of which mask (or null) is 0, into y,
-// which has room for padded(visible) floats.
+// y = softmax of factor * x over the first `visible` elements whose mask is 0; `mask` may be NULL.
+// y must have room for padded(visible) floats.
 template <class T>
 void ForwardRow(const void* raw, int64_t visible, int64_t cols, float factor, const uint8_t* mask,
                 float* HWY_RESTRICT y) {
@@ -43,7 +44,7 @@ void ForwardRow(const void* raw, int64_t visible, int64_t cols, float factor, co
     return hn::IfThenElse(hn::RebindMask(DF(), hn::Eq(hidden, hn::Zero(DU()))), v, lowest);
   };
   for (; j + lanes <= visible; j += lanes) {
-    hwy::Prefetch(x + j + cols);  // the next row: memory works while exponentials are computed
+    hwy::Prefetch(x + j + cols);  // prefetches the next row while exponentials are computed
     VF v = hn::Mul(LoadF32(x + j), scale);
     if (mask != nullptr) v = hide(v, hn::PromoteTo(DU(), hn::LoadU(d8, mask + j)));
     top = hn::Max(top, v);
@@ -65,19 +66,20 @@ void ForwardRow(const void* raw, int64_t visible, int64_t cols, float factor, co
     sum = hn::Add(sum, e);
     StoreF32(e, y + i);
   }
-  // NaN stays NaN; a row without keys is zeros.
+  // NaN stays NaN. A row without visible keys becomes zeros.
   const float total = hn::GetLane(hn::SumOfLanes(DF(), sum));
   const VF inverse = SetF(total == 0.0f ? 0.0f : 1.0f / total);
   for (int64_t i = 0; i < visible; i += lanes) {
     StoreF32(hn::Mul(LoadF32(y + i), inverse), y + i);
   }
   if (mask == nullptr || !std::isnan(total)) return;
-  for (int64_t i = 0; i < visible; ++i) {  // a masked element is 0 beside a NaN, too
+  for (int64_t i = 0; i < visible; ++i) {  // masked elements are 0 even in a row with NaN
     if (mask[i] != 0) y[i] = 0.0f;
   }
 }
 
-// scale * y (dy - sum dy y) over the first `visible` elements, into dx as above.
+// dx = factor * y (dy - sum dy y) over the first `visible` elements. dx must have room for
+// padded(visible) floats.
 template <class T>
 void BackwardRow(const void* raw_dy, const void* raw_y, int64_t visible, int64_t cols, float factor,
                  float* HWY_RESTRICT dx) {
@@ -87,7 +89,7 @@ void BackwardRow(const void* raw_dy, const void* raw_y, int64_t visible, int64_t
   VF sum0 = SetF(0.0f), sum1 = sum0;
   int64_t j = 0;
   for (; j + 2 * lanes <= visible; j += 2 * lanes) {
-    hwy::Prefetch(dy + j + cols);  // the next row
+    hwy::Prefetch(dy + j + cols);  // prefetches the next row
     hwy::Prefetch(y + j + cols);
     sum0 = hn::MulAdd(LoadF32(dy + j), LoadF32(y + j), sum0);
     sum1 = hn::MulAdd(LoadF32(dy + j + lanes), LoadF32(y + j + lanes), sum1);
@@ -141,21 +143,21 @@ namespace {
 HWY_EXPORT(SoftmaxForwardRow);
 HWY_EXPORT(SoftmaxBackwardRow);
 
-// Keys that the query of a row of a [.., queries, keys] tensor sees: the first ones.
+// Number of leading keys that the query of a row of a [.., queries, keys] tensor sees.
 struct Visible {
   Visible(const te_fl_tensor& t, bool causal_mask)
       : queries(t.dl.shape[t.dl.ndim - 2]), keys(t.dl.shape[t.dl.ndim - 1]), causal(causal_mask) {}
   int64_t operator()(int64_t row) const {
     if (!causal) return keys;
-    // Aligned bottom-right; with as many keys as queries that is the upper-triangular mask.
+    // Aligned at the bottom right. With as many keys as queries this is the upper-triangular mask.
     return std::clamp<int64_t>(row % queries + keys - queries + 1, 0, keys);
   }
   int64_t queries, keys;
   bool causal;
 };
 
-// Calls compute(row, visible, to) for every row, on the pool, and stores what it leaves in `to`;
-// zeros behind. `input` is what the output may be in place of.
+// Calls compute(row, visible, to) for every row, on the pool. Stores the result from `to`, followed
+// by zeros. `out` may be the memory of `input`.
 template <class Compute>
 void for_each_row(const te_fl_tensor& input, const te_fl_tensor& out, bool causal,
                   Compute&& compute) {

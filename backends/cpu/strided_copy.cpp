@@ -13,11 +13,11 @@ namespace {
 constexpr int kMaxDims = 16;
 
 struct Dim {
-  int64_t size, in, out;  // strides in elements
+  int64_t size, in, out;  // extent, and strides in elements
 };
 
-// The dimensions that matter, outermost first: extents of one dropped, dimensions that continue
-// each other in both tensors merged. Never none.
+// The dimensions of a copy, outermost first. Dimensions of extent 1 are dropped, and adjacent
+// dimensions that are contiguous in both tensors are merged. There is always at least one.
 struct Walk {
   std::array<Dim, kMaxDims + 1> dims;
   int count = 0;
@@ -70,7 +70,7 @@ void move(int64_t bytes, const char* from, int64_t from_stride, char* to, int64_
 
 // Copies runs along one dimension.
 struct Copier {
-  int from, to;  // dtypes
+  int from, to;  // dtypes of the source and the destination
   int64_t from_bytes, to_bytes;
 
   void run(const char* src, int64_t src_stride, char* dst, int64_t dst_stride, int64_t n) const {
@@ -95,7 +95,7 @@ struct Copier {
   }
 };
 
-// The copy as rows along the last dimension, rows [begin, end).
+// Copies rows [begin, end) along the last dimension.
 void copy_rows(const Walk& walk, const Copier& copier, const char* src, char* dst, int64_t begin,
                int64_t end) {
   const Dim last = walk.dims[walk.count - 1];
@@ -118,7 +118,8 @@ void copy_rows(const Walk& walk, const Copier& copier, const char* src, char* ds
   }
 }
 
-// The dimension along which the input is compact, if that is not the last one: a transposition.
+// The dimension in which the input is contiguous, if it is not the last one (a transposition);
+// otherwise -1.
 int transposed_dim(const Walk& walk) {
   if (walk.count < 2 || walk.dims[walk.count - 1].in == 1) return -1;
   for (int d = walk.count - 2; d >= 0; --d) {
@@ -127,7 +128,7 @@ int transposed_dim(const Walk& walk) {
   return -1;
 }
 
-// Square tiles of the transposed pair of dimensions, so that a cache line is read once.
+// Copies square tiles of the two transposed dimensions, so that each cache line is read once.
 void copy_transposed(Walk walk, int pair, const Copier& copier, const char* src, char* dst) {
   constexpr int64_t kTile = 64, kPitch = kTile + 1;
   const Dim last = walk.dims[walk.count - 1];
@@ -148,8 +149,8 @@ void copy_transposed(Walk walk, int pair, const Copier& copier, const char* src,
       }
       const int64_t row = t / across % down * kTile, col = t % across * kTile;
       const int64_t cols = std::min(kTile, last.size - col);
-      // Through a small square: reading and writing in long runs, whatever the strides do to the
-      // cache's sets.
+      // Copies through a small buffer: reads and writes long runs, independently of how the strides
+      // map to cache sets.
       alignas(64) char square[kTile * kPitch * 8];
       const int64_t rows = std::min(kTile, other.size - row), bytes = copier.from_bytes;
       for (int64_t c = 0; c < cols; ++c) {

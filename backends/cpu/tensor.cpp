@@ -1,4 +1,4 @@
-// Residual addition, copies and fills, embedding and cross-entropy.
+// The ops add, strided_copy and fill, embedding and cross-entropy.
 #include "te_fl/ops/tensor.h"
 
 #include <cmath>
@@ -37,7 +37,8 @@ void add(const te_fl_context& ctx, const te_fl_add_args& args) {
     a(piece.col, piece.n, out);
     b(piece.col, piece.n, branch.data);
     if (mask == nullptr) return add_f32(branch.data, piece.n, out);
-    // A piece begins at a multiple of a chunk, and so at a byte of the mask and a block of words.
+    // A piece starts at a multiple of a chunk, so it starts at a byte of the mask and a block of
+    // random words.
     uint8_t* bits = mask + piece.col / 8;
     keep_bits(seed, offset + static_cast<uint64_t>(piece.col / 4), threshold, piece.n, bits);
     add_kept(branch.data, bits, factor, piece.n, out);
@@ -63,7 +64,7 @@ Refusal refuse_strided_copy(const te_fl_strided_copy_args& args) {
 
 template <class T>
 void fill_elements(const te_fl_tensor& output, T value) {
-  if (!dense(&output)) {  // a copy of one element, with strides of zero
+  if (!dense(&output)) {  // copies one element with strides of zero
     std::vector<int64_t> strides(static_cast<size_t>(output.dl.ndim), 0);
     te_fl_tensor element = output;
     element.dl.data = &value;
@@ -162,8 +163,8 @@ Refusal refuse_embedding_fwd(const te_fl_embedding_fwd_args& args) {
   return overlaps(*args.output, *args.weight) ? kOverlaps : nullptr;
 }
 
-// Positions grouped by the row they add to, in index order: those of row v are
-// [first[v], first[v + 1]).
+// Positions grouped by the table row that they look up, in index order. Those of row v are
+// positions[first[v]] to positions[first[v + 1] - 1].
 struct Grouped {
   std::vector<int64_t> first, positions;
 
@@ -209,7 +210,8 @@ void embedding_bwd(const te_fl_context&, const te_fl_embedding_bwd_args& args) {
       store_f32(dtype, values.data, n, out + at * bytes);
     }
   };
-  // Tasks, as rows differ much in length; blocks of them where they are many.
+  // Uses tasks, because rows have very different amounts of work. With many rows, a task is a block
+  // of rows.
   const int64_t block = ceil_div(table.rows, 1024);
   const int64_t work = (backend::numel(*args.indices) + table.rows) * table.cols;
   const auto sum_block = [&](int64_t i) {
@@ -235,7 +237,7 @@ struct RowStatistics {
   double lse = 0.0, sum = 0.0;
 };
 
-// f(piece's values, n) for the chunks of one row.
+// Calls f(values, n) for the chunks of one row.
 template <class F>
 void for_each_chunk(const Loader& load, int64_t row, int64_t cols, F&& f) {
   Chunk values;
@@ -246,7 +248,7 @@ void for_each_chunk(const Loader& load, int64_t row, int64_t cols, F&& f) {
   }
 }
 
-// One pass: the sum is that of exp(x - max) for the largest x so far.
+// Computes the statistics in one pass; the running sum is that of exp(x - largest x so far).
 RowStatistics statistics_of(const Loader& logits, int64_t row, int64_t classes, bool with_sum) {
   RowStatistics s;
   float max = -std::numeric_limits<float>::infinity();
@@ -280,7 +282,7 @@ void cross_entropy_fwd(const te_fl_context&, const te_fl_cross_entropy_fwd_args&
           lse[row] = static_cast<float>(s.lse);
           loss[row] = 0.0f;
           if (targets[row] == args.ignore_index) continue;
-          // A term with factor 0 is left out: logits of -infinity mask classes.
+          // A term with factor 0 is skipped, because logits of -infinity mask classes.
           double value = s.lse;
           if (smoothing != 1.0) {
             float target[kPad];

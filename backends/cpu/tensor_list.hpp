@@ -1,4 +1,4 @@
-// Lists of tensors seen as one long array, so that many small tensors share the threads evenly.
+// A list of tensors as one long array, so that threads share many small tensors evenly.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ class JointArray {
   }
   int64_t size() const noexcept { return starts_.back(); }
 
-  // Calls f(tensor, first, n) for the runs of elements that [begin, end) consists of.
+  // Calls f(tensor, first, n) for the runs of elements in [begin, end).
   template <class F>
   void runs(int64_t begin, int64_t end, F&& f) const {
     auto next = std::upper_bound(starts_.begin(), starts_.end(), begin);

@@ -1,5 +1,4 @@
-// Small helpers about tensors that every family needs: metadata checks for supports(), and how work
-// is divided.
+// Tensor helpers that every family uses: metadata checks for supports(), and the division of work.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +16,7 @@ inline constexpr const char* kOverlaps =
     "the output shares memory with an input other than element by element";
 
 inline int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
-// F32, F16 or BF16.
+// True for F32, F16 and BF16.
 inline bool is_high(const te_fl_tensor& t) noexcept {
   return (TE_FL_MASK_HIGH >> dtype_of(t) & 1) != 0;
 }
@@ -32,16 +31,16 @@ using backend::dense;
 using backend::overlaps;
 using backend::overlaps_askew;
 
-// Elements that one thread should at least have to make waking another worth it: about 10 us of
-// work for a kernel that is limited by memory.
+// Elements below which waking another thread is not worth it: about 10 us of work for a
+// memory-bound kernel.
 inline constexpr int64_t kGrain = 1 << 15;
 
 inline int64_t grain_of_rows(int64_t cols, int64_t elements = kGrain) noexcept {
   return std::max<int64_t>(1, elements / std::max<int64_t>(1, cols));
 }
 
-// The ranges that [0, n) is divided into for the pool: part p of parts. A function of its arguments
-// and the number of threads only, so reductions kept per part are deterministic.
+// Divides [0, n) into ranges for the pool. Depends only on the arguments and the number of threads,
+// so reductions with one sum per part are deterministic.
 class Parts {
  public:
   Parts(int64_t n, int64_t grain)

@@ -22,11 +22,12 @@
 namespace te_fl::cpu {
 namespace {
 
-// Long enough to bridge the gap between two ops of a layer, short enough not to be noticed.
+// The time that idle threads spin: long enough to bridge the gap between two ops of a layer, and
+// short enough to cost little.
 constexpr auto kSpin = std::chrono::microseconds(30);
 
-// Counts the forks between the first process and this one. A crew belongs to the process whose
-// number it carries; a child that inherits one starts another.
+// Number of forks between the first process and this one. A crew records the fork number of its
+// process; a child that inherits a crew starts its own.
 std::atomic<uint32_t> fork_number{0};
 
 void count_forks() {
@@ -81,10 +82,10 @@ void run_inline(int64_t count, FunctionRef<void(int64_t)> task) {
 
 }  // namespace
 
-// One job at a time. `occupied` admits one caller; `gate` admits workers to its job: a worker adds
-// one to it, may touch the job only if the gate was open, and subtracts one when it leaves. The
-// caller closes the gate when no task is left to claim and waits until it reads zero, so no worker
-// can still be looking at a job when the next one is written.
+// The pool's workers; they run one job at a time. `occupied` admits one caller. `gate` admits
+// workers to the job: a worker increments it, may access the job only if the gate was open, and
+// decrements it when it leaves. When no task is left to claim, the caller closes the gate and waits
+// until it is zero. So no worker can access a job while the next one is written.
 struct ThreadPool::Crew {
   static constexpr uint32_t kOpen = 1u << 31;
   static constexpr uint32_t kCallerSleeps = 1u << 30;
@@ -111,7 +112,8 @@ struct ThreadPool::Crew {
   bool mine() const { return of_fork == fork_number.load(std::memory_order_relaxed); }
 
   const uint32_t of_fork;
-  Crew* const abandoned;  // The parent's, whose threads do not exist here: kept, never touched.
+  Crew* const abandoned;  // the parent's crew, whose threads do not exist in this process: kept,
+                          // never used
   std::atomic<bool> occupied{false};
   std::vector<std::thread> workers;
   Job* job = nullptr;
@@ -124,9 +126,9 @@ struct ThreadPool::Crew {
 
 void ThreadPool::Crew::start(int threads) {
   if (!workers.empty() || threads <= 1) return;
-  // With fewer CPUs than threads a spinning thread only delays the one that has the work.
+  // With fewer CPUs than threads, a spinning thread would only delay threads that have work.
   spin = threads <= affinity_cpu_count();
-  // Signals of the host application are not for these threads.
+  // Blocks all signals in these threads; they are meant for the application's threads.
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
@@ -138,7 +140,7 @@ void ThreadPool::Crew::start(int threads) {
       pthread_setname_np(workers.back().native_handle(), "te_fl_cpu");
     }
   } catch (const std::exception&) {
-    // A process or memory limit: the tasks are the same, fewer threads share them.
+    // A process or memory limit was reached: fewer threads run the same tasks.
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
@@ -148,12 +150,13 @@ void ThreadPool::Crew::stop() {
   generation.fetch_add(1);
   futex_wake(generation, INT_MAX);
   for (std::thread& worker : workers) worker.join();
-  std::vector<std::thread>().swap(workers);  // Its memory too: the library may be unloaded next.
+  std::vector<std::thread>().swap(workers);  // frees the memory too: the library may be unloaded
+                                             // next
   stopping.store(false);
 }
 
 void ThreadPool::Crew::work() {
-  uint32_t seen = 0;  // A worker that starts late finds the gate open, or waits for the next job.
+  uint32_t seen = 0;  // a worker that starts late finds the gate open, or waits for the next job
   for (;;) {
     if (stopping.load()) return;
     const uint32_t now = generation.load();
@@ -210,10 +213,10 @@ void ThreadPool::Crew::wait_for_workers() {
   gate.fetch_and(~kCallerSleeps);
 }
 
-// The pool of the process is made when the library is loaded, not at first use: a fork could
-// interrupt a first use on another thread, and the child would wait for it for ever. It is shut
-// down at exit or unloading, and never destroyed, because an application's own threads may still
-// call it during exit.
+// The pool of the process, created when the library is loaded. If it were created on first use, a
+// fork could interrupt that on another thread, and the child would wait for ever. It is shut down
+// at exit or unloading and never destroyed, because the application's threads may still call it
+// during exit.
 class ProcessPool {
  public:
   ProcessPool() { new (storage_) ThreadPool(); }
@@ -225,7 +228,7 @@ class ProcessPool {
 };
 
 namespace {
-// Before other static objects of the library, which may use it.
+// Constructed before the library's other static objects, which may use it.
 [[gnu::init_priority(101)]] ProcessPool process_pool;
 }  // namespace
 
@@ -243,7 +246,7 @@ ThreadPool::ThreadPool(int threads) {
 ThreadPool::~ThreadPool() {
   shut_down();
   Crew* crew = crew_.load();
-  if (!crew->mine()) return;  // Its std::threads have no threads: they cannot be joined.
+  if (!crew->mine()) return;  // its threads do not exist in this process, so they cannot be joined
   if (crew->abandoned == nullptr) {
     crew->~Crew();
   } else {
@@ -281,7 +284,7 @@ void ThreadPool::configure(int threads) {
 }
 
 void ThreadPool::run(int64_t count, FunctionRef<void(int64_t)> task) {
-  if (count == 1) return task(0);  // Not split: calls made by the task still may be.
+  if (count == 1) return task(0);  // not split, so calls made by the task may still be split
   if (in_task || num_threads() == 1) return run_inline(count, task);
   Crew& crew = crew_of_this_process();
   if (crew.occupied.exchange(true)) return run_inline(count, task);
@@ -303,7 +306,8 @@ void ThreadPool::run(int64_t count, FunctionRef<void(int64_t)> task) {
 void ThreadPool::shut_down() {
   if (stopped_.exchange(true)) return;
   Crew* crew = crew_.load();
-  // exit() called by a task, or in a child that made no parallel call: nothing here to join.
+  // Either a task calls exit(), or this is a child without parallel calls: there is nothing to
+  // join.
   if (!crew->mine() || in_task) return;
   while (crew->occupied.exchange(true)) std::this_thread::yield();
   crew->stop();

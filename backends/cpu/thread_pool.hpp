@@ -1,5 +1,5 @@
-// The one thread pool of the CPU backend. Everything in this folder that runs on several threads
-// runs on it; libraries called from here run single-threaded inside its tasks.
+// The thread pool of the CPU backend. All multi-threaded work of this folder runs on it; libraries
+// called from here run single-threaded inside its tasks.
 #pragma once
 
 #include <algorithm>
@@ -10,27 +10,26 @@
 
 namespace te_fl::cpu {
 
-// A fixed number of threads that share the work of one parallel call at a time; the calling thread
-// is one of them. Worker threads start at the first call that has work for them, and sleep when
-// idle after a short spin.
+// A fixed number of threads that share the work of one parallel call at a time, including the
+// calling thread. Worker threads start on the first call that has work for them. Idle workers spin
+// briefly, then sleep.
 //
-// Threading: every member may be called from any thread at any time. A second application thread
-// that calls while the pool is occupied, and a call from inside a task, do their work on their own
-// thread. How the work is split never depends on that: results are a function of the arguments and
-// of num_threads() only.
+// Threading: every member is thread-safe. A call from a second application thread while the pool is
+// occupied, and a call from inside a task, run on the calling thread. This does not affect how the
+// work is divided: results depend only on the arguments and on num_threads().
 //
-// Fork: a child starts with no workers and starts its own at its first parallel call, whatever the
-// parent's threads were doing. A task that itself forks must not return into the pool in the child;
-// if the child does, its parallel_for throws std::runtime_error.
+// Fork: a child process has no workers and starts its own on its first parallel call, whatever the
+// parent's threads were doing. A task that forks must not return into the pool in the child; if it
+// does, parallel_for throws std::runtime_error there.
 class ThreadPool {
  public:
   static constexpr int kMaxThreads = 1024;
 
-  // The pool of the process. Its workers are joined at exit, or when the library is unloaded;
-  // calls made after that run on their own thread.
+  // The pool of the process. Its workers are joined at exit, or when the library is unloaded; later
+  // calls run on the calling thread.
   static ThreadPool& instance();
 
-  // threads: as configure().
+  // `threads`: as for configure().
   explicit ThreadPool(int threads = 0);
 
   // Waits for a call in progress and joins the workers. No call may start during or after it.
@@ -39,19 +38,19 @@ class ThreadPool {
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
-  // Sets the number of threads, the caller included; <= 0 chooses the CPUs available to the
-  // process (affinity mask, cgroup quota). Waits for a call in progress.
-  // Throws std::invalid_argument above kMaxThreads, std::logic_error from inside a task.
+  // Sets the number of threads, including the caller. With a value <= 0, uses the CPUs available to
+  // the process (affinity mask, cgroup quota). Waits for a call in progress. Throws
+  // std::invalid_argument above kMaxThreads, and std::logic_error inside a task.
   void configure(int threads);
 
-  // Threads that a parallel call is split over, the caller included; at least 1.
+  // Number of threads over which a parallel call is split, including the caller; at least 1.
   int num_threads() const {
     const int threads = threads_.load(std::memory_order_relaxed);
     return threads != 0 ? threads : count_cpus();
   }
 
-  // True while the calling thread runs a task of a parallel call that was split: what it starts
-  // now runs on this thread alone, so it need not be split either.
+  // True while the calling thread runs a task of a split parallel call. Parallel calls made now run
+  // on this thread only, so they need not be split.
   static bool inside_task();
 
   // Number of ranges that parallel_for(n, grain, f) makes.
@@ -60,9 +59,9 @@ class ThreadPool {
   }
 
   // Calls f(begin, end) for contiguous ranges that cover [0, n) once. There are at most
-  // num_threads() ranges, none shorter than grain (unless n is), and they differ in length by at
-  // most one. Returns when all are done. n <= 0 does nothing. If f throws, ranges not yet begun
-  // are dropped and one of the exceptions is rethrown here.
+  // num_threads() ranges; none is shorter than grain (unless n is), and their lengths differ by at
+  // most one. Returns when all are done. Does nothing if n <= 0. If f throws, ranges that have not
+  // started are dropped and one of the exceptions is rethrown.
   template <typename F>
   void parallel_for(int64_t n, int64_t grain, F&& f) {
     if (n <= 0) return;
@@ -75,8 +74,8 @@ class ThreadPool {
     });
   }
 
-  // Calls f(i) for i in [0, count), each once, in any order and on any thread: for tasks of uneven
-  // length. Exceptions as parallel_for.
+  // Calls f(i) once for each i in [0, count), in any order and on any thread. For tasks of uneven
+  // length. Exceptions as for parallel_for().
   template <typename F>
   void parallel_tasks(int64_t count, F&& f) {
     if (count > 0) run(count, f);
@@ -84,17 +83,18 @@ class ThreadPool {
 
  private:
   friend class ProcessPool;
-  struct Crew;  // The workers of one process and the job they share.
+  struct Crew;  // the workers of one process and their job
 
   void run(int64_t count, FunctionRef<void(int64_t)> task);
   Crew& crew_of_this_process();
   int count_cpus() const;
   void shut_down();
 
-  mutable std::atomic<int> threads_{0};  // 0: not counted yet; loading the library reads no file.
+  mutable std::atomic<int> threads_{0};  // 0: not yet counted, because loading the library must
+                                         // read no file
   std::atomic<bool> stopped_{false};
   std::atomic<Crew*> crew_;
-  // The first process's crew lives here, so that unloading the library leaks nothing; those of
+  // The first process's crew is stored here, so that unloading the library leaks nothing. Those of
   // forked children are on the heap.
   alignas(64) unsigned char first_crew_[320];
 };

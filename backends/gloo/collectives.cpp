@@ -29,7 +29,7 @@ Communicator& comm_of(const te_fl_communicator* comm) {
   return backend::communicator<Communicator>(comm);
 }
 
-// ---- what the ranks' calls have in common
+// ---- what the calls of the ranks must have in common
 
 enum class Op : uint8_t {
   kAllReduce,
@@ -43,7 +43,8 @@ enum class Op : uint8_t {
   kBarrier
 };
 
-// A number for calls that belong together: of one op, type of elements, and reduction or root.
+// A number that equals on all ranks of matching calls: combines op, element dtype, and reduction or
+// root.
 uint64_t kind_of(Op op, const te_fl_dtype& type, int32_t detail = 0) {
   return static_cast<uint64_t>(op) << 56 | static_cast<uint64_t>(type.code) << 48 |
          static_cast<uint64_t>(type.bits) << 40 | static_cast<uint32_t>(detail);
@@ -51,7 +52,8 @@ uint64_t kind_of(Op op, const te_fl_dtype& type, int32_t detail = 0) {
 
 // ---- reductions
 
-// Divides n elements over the ranks into parts that differ by one element at most.
+// Divides n elements over the ranks. The parts differ by at most one element. Returns sizes in
+// bytes.
 std::vector<size_t> shares(size_t n, int ranks, size_t element_bytes) {
   std::vector<size_t> parts;
   const auto count = static_cast<size_t>(ranks);
@@ -59,12 +61,12 @@ std::vector<size_t> shares(size_t n, int ranks, size_t element_bytes) {
   return parts;
 }
 
-// Scratch for the part of each rank.
+// Bytes of scratch for one part per rank.
 size_t scratch_bytes(const te_fl_communicator& comm, size_t part_bytes) {
   return comm.size == 1 ? 0 : static_cast<size_t>(comm.size) * part_bytes;
 }
 
-// This rank's part of `input`, reduced over all ranks, to `out`, which may be that part.
+// Reduces this rank's part of `input` over all ranks into `out`, which may be that part.
 void reduce_own(Communicator& comm, uint64_t kind, const Parts& input, Element element,
                 int32_t reduction, char* scratch, char* out) {
   const auto rank = static_cast<size_t>(comm.rank());
@@ -88,7 +90,7 @@ void all_reduce_halves(Communicator& comm, const te_fl_all_reduce_args& a, Eleme
              Parts(data<char>(*a.input), parts), element, a.reduction, scratch,
              out.base + out.offset[rank]);
   Parts own(out.base + out.offset[rank], comm.size(), out.bytes[rank]);
-  for (size_t& at : own.offset) at = 0;  // every rank gets the same part
+  for (size_t& at : own.offset) at = 0;  // every rank receives the same part
   comm.exchange(kind_of(Op::kShare, a.input->dl.dtype, a.reduction), own, out);
 }
 
@@ -183,8 +185,8 @@ void all_to_all_v(Communicator& comm, const te_fl_context&, const te_fl_all_to_a
                   Parts(data<char>(*a.output), bytes_of_rows(a.output_rows, *a.input, ranks)));
 }
 
-// Every other rank tells the root that it has received, by a byte. Ranks that each take themselves
-// for the root would send in vain and see no failure otherwise.
+// Each rank confirms to the root, by one byte, that it has received. Otherwise, if several ranks
+// consider themselves the root, their sends would have no receiver and none of them would fail.
 void tell_root(Communicator& comm, uint64_t kind, int32_t root) {
   std::vector<size_t> to(static_cast<size_t>(comm.size())), from(to);
   if (comm.rank() == root) {
@@ -214,7 +216,7 @@ void barrier(Communicator& comm, const te_fl_context&, const te_fl_barrier_args&
   ::gloo::barrier(options);
 }
 
-// ---- groups, and what may be in one
+// ---- groups, and the calls that they may contain
 
 // A send or receive between group_start() and group_end().
 struct Kept {
@@ -310,7 +312,8 @@ void append_collectives(std::vector<te_fl_op_desc>& ops) {
 
 void group_start() { ++group.depth; }
 
-// All begin before any is waited for. After a failure those of the same communicator fail at once.
+// Starts all transfers before it waits for any. After a failure, the remaining ones of the same
+// communicator fail at once.
 void group_end() {
   if (group.depth == 0) {
     throw backend::Error(TE_FL_FAILED_PRECONDITION,

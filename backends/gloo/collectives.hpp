@@ -6,11 +6,12 @@
 
 namespace te_fl::gloo_ranks {
 
-// The descriptors of all collective ops.
+// Appends the descriptors of all collective ops.
 void append_collectives(std::vector<te_fl_op_desc>& ops);
 
-// Between the two, this thread's sends and receives are kept, and begin together; see R33.
+// Between group_start() and group_end(), this thread's sends and receives are recorded; group_end()
+// starts them together (rule R33).
 void group_start();
-void group_end();  // throws the first failure
+void group_end();  // throws the first failure of the group
 
 }  // namespace te_fl::gloo_ranks

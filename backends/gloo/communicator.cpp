@@ -21,10 +21,11 @@ namespace {
 using backend::Error;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kForEver = std::chrono::hours(24 * 20);  // Gloo counts it as an int
+constexpr milliseconds kForEver = std::chrono::hours(24 * 20);  // Gloo stores it as an int
 constexpr char kFailure[] = "failure";
-constexpr uint64_t kPairSlots = uint64_t{0x7e} << 56;      // slots that no collective of Gloo's has
-constexpr uint64_t kExchangeSlots = uint64_t{0x7f} << 56;  // of send and recv, and of exchange()
+// Slots that Gloo's own collectives do not use.
+constexpr uint64_t kPairSlots = uint64_t{0x7e} << 56;
+constexpr uint64_t kExchangeSlots = uint64_t{0x7f} << 56;  // for send, recv and exchange()
 
 uint64_t mixed(uint64_t a, uint64_t b) {
   uint64_t x = a * 0x9E3779B97F4A7C15u + b;
@@ -43,7 +44,7 @@ std::string rank_list(const std::vector<int>& ranks) {
   return text;
 }
 
-// Gloo's texts begin with the place in its source: "[/path/file.cc:81] text".
+// Gloo's texts begin with the source location: "[/path/file.cc:81] text".
 std::string without_place(const std::string& text) {
   const size_t end = text.rfind('[', 0) == 0 ? text.find("] ") : std::string::npos;
   return end == std::string::npos ? text : text.substr(end + 2);
@@ -55,7 +56,7 @@ std::string why_of(const PeerError& e, const Mesh& mesh) {
   return rank_list(mesh.named_in(text, e.ranks)) + " did not answer: " + text;
 }
 
-// ---- addresses: for each rank in turn, its length and its bytes
+// ---- addresses: for each rank, the length of its address and the address
 
 std::string addresses_of(Mesh& mesh, WatchedContext& context) {
   std::string blob;
@@ -183,7 +184,8 @@ Communicator::Communicator(const te_fl_comm_config& config,
 }
 
 Communicator::~Communicator() {
-  // The connections' threads are the parent's.
+  // In a forked child the object is leaked, because the connections' threads exist only in the
+  // parent.
   if (::getpid() != process_) new std::shared_ptr<Mesh>(std::move(mesh_));
 }
 
@@ -194,7 +196,7 @@ void Communicator::run(const char* op, const std::function<void()>& f) {
                     ", of which this is a child; make one after the fork");
   }
   if (const std::string before = failure(); !before.empty()) throw Error(TE_FL_COMM_FAILED, before);
-  std::optional<BrokenPipes> ignored;  // four calls of the system
+  std::optional<BrokenPipes> ignored;  // installing it takes four system calls
   if (size_ > 1) ignored.emplace();
   try {
     f();
@@ -218,8 +220,8 @@ void Communicator::fail(const char* op, const std::string& why) {
   throw Error(TE_FL_COMM_FAILED, text);
 }
 
-// The first rank that fails says so in the store before it closes its connections; what the others
-// see after that is those connections' end.
+// The first rank that fails writes its failure to the store before it closes its connections; the
+// other ranks only see that connections end. Returns the first failure as an addition to `mine`.
 std::string Communicator::reported(const std::string& mine) {
   const te_fl_status set = store_->set(store_->host, kFailure, mine.data(), mine.size(), nullptr);
   if (set == TE_FL_OK) return "";
@@ -289,7 +291,7 @@ Transfer Communicator::begin_receive(void* data, size_t bytes, int peer) {
 }
 
 void Communicator::wait(Transfer& transfer) const {
-  if (transfer.buffer == nullptr) return;  // of no bytes
+  if (transfer.buffer == nullptr) return;  // the transfer has no bytes
   if (transfer.sends) {
     transfer.buffer->waitSend(timeout_);
   } else {

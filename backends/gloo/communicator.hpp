@@ -17,7 +17,8 @@
 
 namespace te_fl::gloo_ranks {
 
-// Connections to every other rank: Gloo's context, with the ranks' addresses in te-fl's store.
+// The connections to all other ranks: a Gloo context whose addresses are exchanged through te-fl's
+// store.
 class Mesh : public ::gloo::Context {
  public:
   Mesh(int rank, int size) : Context(rank, size) {}
@@ -25,31 +26,31 @@ class Mesh : public ::gloo::Context {
   void connect(std::shared_ptr<::gloo::transport::Device> device, const te_fl_comm_config& config,
                std::chrono::milliseconds timeout, const te_fl_error_sink* errors);
   WatchedContext& watched() { return static_cast<WatchedContext&>(*transportContext_); }
-  // Those of `ranks` whose connection the text of Gloo's is about; all if it names none;
-  // each once.
+  // The ranks out of `ranks` whose connection Gloo's message `text` mentions, each once. If it
+  // mentions none, returns all.
   std::vector<int> named_in(const std::string& text, const std::vector<int>& ranks) const;
 
  private:
-  std::vector<std::string> addresses_;  // as Gloo writes them in its texts
+  std::vector<std::string> addresses_;  // in the form of Gloo's messages
 };
 
-// Parts of one tensor for, or from, each rank; bytes.
+// The parts of one tensor for, or from, each rank. Sizes are in bytes.
 struct Parts {
   char* base = nullptr;
   std::vector<size_t> offset, bytes;
-  // Equal parts, one behind the other.
+  // Consecutive parts; in the first constructor they have equal sizes.
   Parts(char* data, int ranks, size_t part_bytes);
   Parts(char* data, std::vector<size_t> part_bytes);
 };
 
-// A send or receive that was begun.
+// A send or receive that has been started.
 struct Transfer {
   std::unique_ptr<::gloo::transport::UnboundBuffer> buffer;
   bool sends = false;
 };
 
-// Ops come from one thread at a time; abort() and failure() from any. In the child of a fork, ops
-// are refused and the destructor leaves everything to the parent.
+// Ops must come from one thread at a time; abort() and failure() may be called from any thread. In
+// a forked child, ops are refused and the destructor frees nothing.
 class Communicator {
  public:
   Communicator(const te_fl_comm_config& config, std::shared_ptr<::gloo::transport::Device> device,
@@ -63,18 +64,18 @@ class Communicator {
   std::chrono::milliseconds timeout() const noexcept { return timeout_; }
   const std::shared_ptr<Mesh>& mesh() const noexcept { return mesh_; }
 
-  // Runs an op. Its failure is kept, told to the other ranks by the store, and thrown as
-  // COMM_FAILED with `op`; so is every later op.
+  // Runs an op. A failure is recorded, reported to the other ranks through the store, and thrown as
+  // COMM_FAILED with the name `op`. All later ops then fail as well.
   void run(const char* op, const std::function<void()>& f);
-  // The failure that an op met; empty: none.
+  // The recorded failure of an op; empty if there is none.
   std::string failure() const;
   void abort();
 
-  // The tag of the next op of all ranks. Calls of another op, size or kind get another tag, so that
-  // they wait for each other in vain and no bytes go where they do not fit.
+  // The tag of the next op that involves all ranks. Calls with another op, size or kind get another
+  // tag, so mismatched ranks time out instead of receiving wrong data.
   uint32_t next_tag(uint64_t kind, uint64_t bytes);
-  // Gives parts `out` of all ranks to them, and takes theirs into `in`; this rank's own is left. It
-  // waits in vain for a call of another kind, as that of next_tag() does.
+  // Sends the parts `out` to all other ranks, and receives theirs into `in`. This rank's own part
+  // is not copied. Like next_tag(), it times out if another rank makes a call of another kind.
   void exchange(uint64_t kind, const Parts& out, const Parts& in);
   Transfer begin_send(const void* data, size_t bytes, int peer);
   Transfer begin_receive(void* data, size_t bytes, int peer);
@@ -90,8 +91,8 @@ class Communicator {
   const te_fl_comm_store* store_;
   pid_t process_;
   std::shared_ptr<Mesh> mesh_;
-  uint64_t calls_ = 0;                     // of all ranks
-  std::vector<uint64_t> sent_, received_;  // by peer
+  uint64_t calls_ = 0;                     // number of ops that involved all ranks
+  std::vector<uint64_t> sent_, received_;  // number of messages by peer
   mutable std::mutex mutex_;
   std::string failure_;
 };

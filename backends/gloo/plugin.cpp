@@ -1,4 +1,4 @@
-// The Gloo plugin: communicators of processes whose tensors are in host memory, over TCP.
+// The Gloo plugin: communicators between processes whose tensors are in host memory, over TCP.
 #include <gloo/common/error.h>
 #include <gloo/common/logging.h>
 #include <gloo/config.h>
@@ -47,7 +47,7 @@ struct Gloo : backend::Instance {
   std::vector<const te_fl_comm_desc*> comms;
 };
 
-// Each communicator has its own, whose thread ends with it.
+// Each communicator has its own network, whose thread ends with it.
 Network Gloo::network() {
   try {
     return open_network(interface, host_name());
@@ -127,7 +127,7 @@ Gloo::Gloo(const te_fl_host_api& services) : host(services) {
   comms.push_back(&provider);
 }
 
-// gloo.json.in says the same of it.
+// gloo.json.in describes the same setting; keep both equal.
 constexpr te_fl_setting_desc kInterface = {
     .type = TE_FL_SETTING_STRING,
     .name = "TE_FL_GLOO_INTERFACE",

@@ -63,7 +63,7 @@ T sum(T a, T b) {
 }
 template <class T>
 T larger(T a, T b) {
-  return a != a || a >= b ? a : b;  // a NaN stays
+  return a != a || a >= b ? a : b;  // NaN is kept
 }
 
 template <class T, T (*F)(T, T)>
@@ -89,7 +89,7 @@ void reduce_run(const char* const* parts, int ranks, size_t begin, size_t n, boo
 }  // namespace
 
 Element element_of(te_fl_dtype dtype) {
-  constexpr uint8_t kInt = 0, kFloat = 2;  // DLPack's codes; the third is that of bfloat16
+  constexpr uint8_t kInt = 0, kFloat = 2;  // DLPack's type codes; the remaining one is bfloat16's
   if (dtype.code == kInt) return dtype.bits == 64 ? Element::kI64 : Element::kI32;
   if (dtype.code != kFloat) return Element::kBF16;
   if (dtype.bits == 64) return Element::kF64;

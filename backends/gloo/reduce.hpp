@@ -11,19 +11,19 @@ namespace te_fl::gloo_ranks {
 enum class Element { kF64, kF32, kF16, kBF16, kI64, kI32 };
 Element element_of(te_fl_dtype dtype);
 size_t bytes_of(Element element) noexcept;
-// F16 and BF16: sums are made in F32 over all ranks and rounded once.
+// True for F16 and BF16. Their sums over all ranks are computed in F32 and rounded once.
 bool is_half(Element element) noexcept;
 
-// out[i] = a[i] + b[i], or their maximum, a NaN being one. Integers wrap around. `out` may be a or
-// b.
+// out[i] = a[i] + b[i], or their maximum, which is NaN if either is NaN. Integers wrap around.
+// `out` may be a or b.
 using Reduce = void (*)(void* out, const void* a, const void* b, size_t n);
-Reduce pairwise(Element element, int32_t reduction);  // not for halves
+Reduce pairwise(Element element, int32_t reduction);  // not for F16 and BF16
 
 // values[i] /= ranks
 void divide(Element element, void* values, size_t n, int ranks);
 
-// out[i] = the reduction over ranks r of parts[r][i], in the order of ranks, for one rounding.
-// `out` may be one of the parts.
+// out[i] = the reduction of parts[r][i] over the ranks r, in rank order, rounded once. `out` may be
+// one of the parts.
 void reduce_parts(Element element, int32_t reduction, const char* const* parts, int ranks, size_t n,
                   char* out);
 

@@ -1,5 +1,5 @@
-// Signals around Gloo, which writes to sockets without MSG_NOSIGNAL (R8: handlers stay as they
-// are).
+// Blocks signals around calls of Gloo, which writes to sockets without MSG_NOSIGNAL. Signal
+// handlers stay unchanged (rule R8).
 #pragma once
 
 #include <signal.h>
@@ -8,7 +8,7 @@
 
 namespace te_fl::gloo_ranks {
 
-// While it lives, the thread takes no signal: threads that Gloo starts inherit that.
+// Blocks all signals of this thread while it exists. Threads that Gloo starts inherit the mask.
 class AllSignalsBlocked {
  public:
   AllSignalsBlocked() {
@@ -24,13 +24,14 @@ class AllSignalsBlocked {
   sigset_t before_;
 };
 
-// While it lives, a write to a connection that the other side closed is an error and no signal.
+// While it exists, writing to a connection that the peer has closed gives an error instead of
+// SIGPIPE.
 class BrokenPipes {
  public:
   BrokenPipes() {
     const sigset_t pipe = one();
     pthread_sigmask(SIG_BLOCK, &pipe, &before_);
-    if (sigismember(&before_, SIGPIPE) != 1) return;  // None can be pending then.
+    if (sigismember(&before_, SIGPIPE) != 1) return;  // then none can be pending
     sigset_t pending;
     sigpending(&pending);
     was_pending_ = sigismember(&pending, SIGPIPE) == 1;

@@ -43,7 +43,7 @@ class WatchedBuffer final : public ::gloo::transport::UnboundBuffer {
   }
 
  private:
-  // Runs f, whose failure becomes a PeerError.
+  // Runs f and turns its failures into PeerErrors.
   template <class F>
   void told(const std::vector<int>& ranks, F&& f) {
     if (context_.aborted()) throw PeerError("it was aborted", {});
@@ -55,7 +55,7 @@ class WatchedBuffer final : public ::gloo::transport::UnboundBuffer {
     }
   }
 
-  // `pending` are the ranks of transfers that nobody has waited for.
+  // `pending`: the ranks of transfers that have not been waited for.
   template <class F>
   bool wait(std::vector<int>& pending, int* rank, F&& f) {
     int peer = -1;

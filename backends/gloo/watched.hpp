@@ -1,4 +1,5 @@
-// Gloo's buffers, watched: a wait that fails says for which ranks it was, and abort() ends waits.
+// Wrappers for Gloo's buffers: a failed wait reports the ranks that it waited for, and abort() ends
+// waits.
 #pragma once
 
 #include <gloo/transport/context.h>
@@ -14,7 +15,7 @@
 
 namespace te_fl::gloo_ranks {
 
-// A send or receive failed. `ranks`: those that it was to or from.
+// A send or receive failed. `ranks`: its peers.
 class PeerError : public std::runtime_error {
  public:
   PeerError(const std::string& text, std::vector<int> waited_for)
@@ -24,8 +25,8 @@ class PeerError : public std::runtime_error {
 
 class WatchedBuffer;
 
-// Gloo's TCP context, whose buffers are watched ones. abort() may be called from any thread, and
-// as long as the context lives; everything else as Gloo has it.
+// Gloo's TCP context with wrapped buffers. abort() may be called from any thread while the context
+// exists; the other functions follow Gloo's rules.
 class WatchedContext final : public ::gloo::transport::Context {
  public:
   explicit WatchedContext(std::shared_ptr<::gloo::transport::Context> inner);
@@ -33,7 +34,7 @@ class WatchedContext final : public ::gloo::transport::Context {
   std::unique_ptr<::gloo::transport::Pair>& createPair(int rank) override;
   std::unique_ptr<::gloo::transport::UnboundBuffer> createUnboundBuffer(void* data,
                                                                         size_t bytes) override;
-  // Closes all connections. What waits, and whatever comes after, throws PeerError without ranks.
+  // Closes all connections. Pending and later waits throw PeerError without ranks.
   void abort();
   bool aborted() const noexcept { return aborted_.load(std::memory_order_acquire); }
 

@@ -1,4 +1,4 @@
-// Activations, their gradients, and gradients fused with the bias gradient.
+// The activation ops: forward, gradient, and gradient with the bias gradient.
 #include "te_fl/ops/activation.h"
 
 #include "families.hpp"
@@ -8,7 +8,15 @@
 namespace te_fl::opencl {
 namespace {
 
-enum Act { kGelu, kQgelu, kRelu, kSrelu, kSilu, kSigmoid, kClamped };  // as in activation.cl
+enum Act {
+  kGelu,
+  kQgelu,
+  kRelu,
+  kSrelu,
+  kSilu,
+  kSigmoid,
+  kClamped
+};  // same values as in activation.cl
 
 std::string types(Act act, const te_fl_tensor* x, const te_fl_tensor* grad, const Output& out) {
   return define("ACT", act) + define("TX", x) + define("TG", grad) + define("TY", out.type());
@@ -113,7 +121,7 @@ void clamped_backward(const DeviceCall& call, const te_fl_activation_clamped_bwd
   gated_gradient(call, kClamped, args, args.limit, args.alpha, args.glu_linear_offset);
 }
 
-// ---- what is not served
+// ---- calls that are refused
 
 Refusal refuse_forward(const Device& device, const te_fl_activation_act_fwd_args& args) {
   if (!all_dense(args.input)) return kNotContiguous;
@@ -134,7 +142,8 @@ Refusal refuse_gated(const Device& device, const Args& args) {
   if (!all_dense(args.input)) return kNotContiguous;
   return overlaps(*args.output, args.input) ? kOverlaps : refuse_output(device, *args.output);
 }
-// A work-item reads and writes the same two places of input and output.
+// In place is possible, because a work-item reads and writes the same two elements of input and
+// output.
 template <class Args>
 Refusal refuse_gated_backward(const Device& device, const Args& args) {
   if (!all_dense(args.grad, args.input)) return kNotContiguous;

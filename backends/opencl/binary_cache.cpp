@@ -17,8 +17,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// A file: this, three numbers of 8 bytes (length of the key, length of the binary, checksum of
-// both), the key, the binary.
+// File format: this magic, three 8-byte numbers (length of the key, length of the binary, checksum
+// of both), the key, and the binary.
 constexpr char kMagic[8] = {'t', 'e', '-', 'f', 'l', 'c', 'l', '1'};
 
 uint64_t hash(const void* data, size_t bytes, uint64_t state = 0xcbf29ce484222325u) {
@@ -63,7 +63,7 @@ Header header_of(const std::string& key, const std::vector<unsigned char>& binar
 std::vector<unsigned char> read_binary(const std::string& key) {
   const fs::path path = file_of(key);
   std::error_code error;
-  // Reading a folder would throw, and a pipe would wait.
+  // Opening a folder would throw, and opening a pipe would block.
   if (path.empty() || !fs::is_regular_file(path, error)) return {};
   std::ifstream file(path, std::ios::binary);
   if (!file) return {};

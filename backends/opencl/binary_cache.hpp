@@ -1,4 +1,4 @@
-// Compiled programs on disk: $XDG_CACHE_HOME/te_fl/opencl, or ~/.cache/te_fl/opencl.
+// A cache of compiled programs on disk: $XDG_CACHE_HOME/te_fl/opencl, or ~/.cache/te_fl/opencl.
 #pragma once
 
 #include <string>
@@ -6,11 +6,11 @@
 
 namespace te_fl::opencl {
 
-// `key`: everything that the binary depends on. Empty if there is no such file, or if it is
-// damaged or another key's.
+// `key`: everything on which the binary depends. Returns an empty vector if there is no such file,
+// if it is damaged, or if it has another key.
 std::vector<unsigned char> read_binary(const std::string& key);
-// By a temporary file and an atomic rename. A folder that cannot be written is no error: the
-// program is compiled again next time.
+// Writes a temporary file and renames it atomically. Ignores a folder that is not writable: the
+// program is then compiled again in the next process.
 void write_binary(const std::string& key, const std::vector<unsigned char>& binary);
 
 }  // namespace te_fl::opencl

@@ -1,4 +1,5 @@
-// OpenCL's error codes as te-fl statuses, and what every entry of the plugin does first.
+// Converts OpenCL error codes to te-fl statuses, and makes the checks with which the plugin's entry
+// points begin.
 #pragma once
 
 #include <CL/cl.h>
@@ -9,7 +10,7 @@
 
 namespace te_fl::opencl {
 
-// "clEnqueueNDRangeKernel: CL_OUT_OF_RESOURCES (-5)"
+// For example "clEnqueueNDRangeKernel: CL_OUT_OF_RESOURCES (-5)".
 std::string text_of(cl_int error, const char* call);
 [[noreturn]] void throw_error(cl_int error, const char* call, const std::string& more = "");
 
@@ -17,7 +18,8 @@ inline void check(cl_int error, const char* call) {
   if (error != CL_SUCCESS) throw_error(error, call);
 }
 
-// Throws if this process is a child of the one that opened the plugin: drivers do not survive fork.
+// Throws if this process was forked after the plugin was opened, because drivers cannot be used
+// after fork().
 void refuse_after_fork();
 void watch_forks();
 

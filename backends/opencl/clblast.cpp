@@ -8,7 +8,8 @@
 namespace te_fl::opencl {
 namespace {
 
-// The library's C interface, as far as it is used: building needs none of its files.
+// The part of CLBlast's C interface that is used, declared here so that building needs no CLBlast
+// headers.
 using Sgemm = int (*)(int layout, int trans_a, int trans_b, size_t m, size_t n, size_t k,
                       float alpha, cl_mem a, size_t a_offset, size_t a_ld, cl_mem b,
                       size_t b_offset, size_t b_ld, float beta, cl_mem d, size_t d_offset,
@@ -48,7 +49,8 @@ const Library& library() {
   return instance;
 }
 
-// A buffer over an operand: from the multiple of 256 bytes before it, which its block has too.
+// A cl_mem over an operand. Starts at the preceding multiple of 256 bytes, which is in the same
+// allocation.
 class Buffer {
  public:
   Buffer(cl_context context, const void* data, int64_t elements) {
@@ -61,7 +63,7 @@ class Buffer {
                              reinterpret_cast<void*>(begin), &error);
     check(error, "clCreateBuffer");
   }
-  // Enqueued work keeps it until it has run.
+  // Work that is already enqueued retains the buffer until it has run.
   ~Buffer() { clReleaseMemObject(buffer_); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -83,7 +85,7 @@ const char* clblast_missing() noexcept { return library().missing.c_str(); }
 bool buffers_share_memory(const Device& device) noexcept {
   cl_device_type type = 0;
   clGetDeviceInfo(device.id, CL_DEVICE_TYPE, sizeof type, &type, nullptr);
-  if ((type & CL_DEVICE_TYPE_CPU) != 0) return true;  // host memory is the device's
+  if ((type & CL_DEVICE_TYPE_CPU) != 0) return true;  // host memory is the device's memory
   cl_int error = CL_SUCCESS;
   cl_mem buffer = clCreateBuffer(device.context, CL_MEM_READ_WRITE | CL_MEM_USE_HOST_PTR, 256,
                                  device.nothing, &error);

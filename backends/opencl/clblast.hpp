@@ -1,4 +1,5 @@
-// CLBlast, opened when it is first needed: a copy that the process holds already, else by soname.
+// Access to CLBlast, which is opened on first use: a copy that the process has already loaded, else
+// by soname.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +8,17 @@
 
 namespace te_fl::opencl {
 
-// The path of the library; NULL if it or one of its functions was not, and clblast_missing()
-// says what. Thread-safe.
+// The path of the library; NULL if it or one of its functions was not found. clblast_missing() then
+// returns the reason. Thread-safe.
 const char* clblast_path() noexcept;
 const char* clblast_missing() noexcept;
 
-// True if a buffer over the device's shared virtual memory is that memory and no copy of it.
+// True if a cl_mem over the device's shared virtual memory uses that memory directly instead of a
+// copy.
 bool buffers_share_memory(const Device& device) noexcept;
 
-// D = alpha op(A) op(B) + beta D in F32, row-major and compact, in the device's memory; enqueued on
-// the call's stream. Extents are at least 1.
+// D = alpha op(A) op(B) + beta D in F32. The matrices are row-major, compact, and in device memory.
+// Enqueued on the call's stream. Extents must be at least 1.
 struct Product {
   const void *a, *b;
   void* d;
@@ -26,7 +28,7 @@ struct Product {
 };
 void clblast_sgemm(const DeviceCall& call, const Product& p);
 
-// Lets go of the programs that the library keeps for contexts; nothing if it was not opened.
+// Releases the programs that CLBlast caches for contexts. Does nothing if it was not opened.
 void clblast_forget() noexcept;
 
 }  // namespace te_fl::opencl

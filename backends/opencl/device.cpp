@@ -20,7 +20,7 @@ namespace {
 
 Device& device_of(void* self) { return *static_cast<Device*>(self); }
 
-// Runs f(device).
+// Runs f(device) with the checks that every entry point makes.
 template <class F>
 te_fl_status on_device(void* self, const te_fl_error_sink* errors, F&& f) noexcept {
   return backend::guard(errors, [&] {
@@ -59,7 +59,8 @@ te_fl_status free_memory(void* self, void* data, uint32_t kind, void* stream,
   });
 }
 
-// Pageable memory is waited for in either direction: the driver may not touch it later.
+// A copy from or to pageable host memory blocks until it is done, because the driver may not access
+// that memory later.
 te_fl_status copy(void* self, void* dst, const void* src, size_t bytes, uint32_t host_flags,
                   void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&](Device& d) {
@@ -111,8 +112,8 @@ te_fl_status synchronize(void* self, void* stream, const te_fl_error_sink* error
                    [&](Device& d) { check(clFinish(d.queue_of(stream)), "clFinish"); });
 }
 
-// The time at which work reached a mark: told by the driver's thread, and waited for, since it may
-// come a little after the mark counts as done.
+// The time at which a marker completed. A driver thread sets it, possibly shortly after the marker
+// counts as complete, so readers wait for it.
 class Moment {
  public:
   void set() {
@@ -132,10 +133,10 @@ class Moment {
   std::optional<std::chrono::steady_clock::time_point> at_;
 };
 
-// An owned cl_event; null if there is none.
+// An owned cl_event; may be NULL.
 using OwnEvent = std::unique_ptr<std::remove_pointer_t<cl_event>, decltype(&clReleaseEvent)>;
 
-// The event that was recorded last; empty until something was.
+// The most recently recorded event; empty if none was recorded.
 class Event {
  public:
   explicit Event(bool timed) : timed_(timed) {}
@@ -177,7 +178,7 @@ te_fl_status destroy_event(void*, void* event, const te_fl_error_sink*) {
   return TE_FL_OK;
 }
 
-// Queues that measure by themselves cost every kernel something, so the driver's call is the clock.
+// Records the time in a driver callback, because queues with profiling slow every kernel.
 std::shared_ptr<Moment> moment_of(cl_event event) {
   auto moment = std::make_shared<Moment>();
   auto* const told = new std::shared_ptr<Moment>(moment);
@@ -202,11 +203,12 @@ te_fl_status record_event(void* self, void* event, void* stream, const te_fl_err
     OwnEvent made(raw, &clReleaseEvent);
     auto moment = event_of(event).timed() ? moment_of(raw) : nullptr;
     event_of(event).set(made.release(), std::move(moment));
-    check(clFlush(d.queue_of(stream)), "clFlush");  // or another queue could wait for ever
+    check(clFlush(d.queue_of(stream)), "clFlush");  // otherwise another queue might wait for ever
   });
 }
 
-// A context's queues wait for its own events only: another device's event sets one of ours.
+// A queue can wait only for events of its own context. For another device's event, this creates a
+// user event that a callback completes.
 OwnEvent event_here(Device& d, OwnEvent recorded) {
   cl_context context = nullptr;
   check(clGetEventInfo(recorded.get(), CL_EVENT_CONTEXT, sizeof context, &context, nullptr),
@@ -215,7 +217,7 @@ OwnEvent event_here(Device& d, OwnEvent recorded) {
   cl_int error = CL_SUCCESS;
   OwnEvent own(clCreateUserEvent(d.context, &error), &clReleaseEvent);
   check(error, "clCreateUserEvent");
-  clRetainEvent(own.get());  // the callback's
+  clRetainEvent(own.get());  // this reference is for the callback
   error = clSetEventCallback(
       recorded.get(), CL_COMPLETE,
       [](cl_event, cl_int status, void* ours) {
@@ -287,7 +289,7 @@ te_fl_status properties(void* self, te_fl_device_props* props, const te_fl_error
           "clGetDeviceInfo");
     found.compute_units = units;
     found.total_memory = total;
-    // OpenCL does not tell what other processes have of it.
+    // OpenCL does not report the memory that other processes use.
     found.free_memory = total - std::min<uint64_t>(total, d.memory->allocated());
     std::snprintf(found.name, sizeof found.name, "%s", d.name.c_str());
     found.struct_size = props->struct_size;
@@ -348,7 +350,8 @@ constexpr te_fl_device_api kDeviceApi = {
     .destroy_graph = nullptr,
     .check_pointer = check_pointer,
     .check_stream = check_stream,
-    .copy_between = nullptr,  // each device has its own context, and shared memory does not cross
+    .copy_between = nullptr,  // each device has its own context, and SVM is not shared between
+                              // contexts
     .retire_stream = retire_stream,
     .query_event = query_event,
     .elapsed_time = elapsed_time,

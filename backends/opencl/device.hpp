@@ -25,15 +25,15 @@ struct Device {
   cl_device_id id = nullptr;
   cl_context context = nullptr;
   cl_command_queue queue = nullptr;
-  void* nothing = nullptr;  // kernels get it in place of a tensor that is absent
-  // Divides with one rounding and keeps subnormals: what exact FP8 needs.
+  void* nothing = nullptr;  // passed to kernels for an absent tensor
+  // True if division is correctly rounded and subnormals are kept, which exact FP8 needs.
   bool exact = false;
-  GemmDevice gemm;  // makes products
+  GemmDevice gemm;  // limits for the choice of a GEMM kernel
   std::unique_ptr<Memory> memory;
   std::unique_ptr<Programs> programs;
   te_fl_device_desc desc{};
   std::mutex streams_mutex;
-  std::set<cl_command_queue> streams;  // that create_stream made
+  std::set<cl_command_queue> streams;  // the streams that create_stream() made
 
   cl_command_queue queue_of(void* stream) const {
     return stream == nullptr ? queue : static_cast<cl_command_queue>(stream);
@@ -43,17 +43,17 @@ using Devices = std::vector<std::unique_ptr<Device>>;
 
 struct Enumeration {
   Devices devices;
-  std::vector<std::string> left_out;  // a device of the drivers that cannot serve, and why
-  std::string why_none;               // where `devices` is empty
+  std::vector<std::string> left_out;  // devices that are not usable, with reasons
+  std::string why_none;               // reason if `devices` is empty
 };
 
 // The devices of all platforms that have a compiler and coarse-grained shared virtual memory, in
-// the drivers' order, each with its own context.
-// wanted: TE_FL_OPENCL_DEVICE, or NULL for all. cache_bytes: how much freed memory each may keep.
-// Throws backend::Error if `wanted` names none of them.
+// the drivers' order, each with its own context. `wanted`: TE_FL_OPENCL_DEVICE, or NULL for all
+// devices. `cache_bytes`: freed memory that each device may keep. Throws backend::Error if `wanted`
+// matches no device.
 Enumeration enumerate(const char* wanted, size_t cache_bytes);
 
-// Waits for all work on the streams that the device made, the default stream among them.
+// Waits for all work on the device's default stream and on the streams that it created.
 te_fl_status synchronize_device(Device& device, const te_fl_error_sink* errors) noexcept;
 
 }  // namespace te_fl::opencl

@@ -4,7 +4,7 @@
 
 namespace te_fl::opencl {
 
-// Its self is a Device. No graphs: OpenCL 2.0 has none.
+// The device API, whose self is a Device. It has no graphs, because OpenCL 2.0 has none.
 extern const te_fl_device_api kDeviceApi;
 
 }  // namespace te_fl::opencl

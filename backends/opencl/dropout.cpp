@@ -1,4 +1,4 @@
-// Dropout with a saved mask of one bit per element.
+// The dropout ops, with a saved mask of one bit per element.
 #include "te_fl/ops/dropout.h"
 
 #include "families.hpp"

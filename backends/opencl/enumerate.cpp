@@ -1,4 +1,4 @@
-// Chooses the devices of the drivers that become te-fl's.
+// Selects the drivers' devices that te-fl uses.
 #include <algorithm>
 #include <cctype>
 #include <charconv>
@@ -29,7 +29,7 @@ T info(cl_device_id id, cl_device_info what) {
 }
 
 std::vector<cl_platform_id> platforms() {
-  cl_uint count = 0;  // without any driver the loader answers with an error
+  cl_uint count = 0;  // without any driver the loader returns an error
   if (clGetPlatformIDs(0, nullptr, &count) != CL_SUCCESS || count == 0) return {};
   std::vector<cl_platform_id> list(count);
   check(clGetPlatformIDs(count, list.data(), nullptr), "clGetPlatformIDs");
@@ -47,7 +47,7 @@ std::vector<cl_device_id> devices_of(cl_platform_id platform) {
   return list;
 }
 
-// Empty if the device can serve.
+// Returns why the device is not usable; empty if it is.
 std::string refusal(cl_device_id id) {
   if (info<cl_bool>(id, CL_DEVICE_AVAILABLE) == CL_FALSE) return "its driver says unavailable";
   if (info<cl_bool>(id, CL_DEVICE_COMPILER_AVAILABLE) == CL_FALSE) return "it has no compiler";
@@ -68,8 +68,8 @@ std::string lower(std::string s) {
   return s;
 }
 
-// One word of TE_FL_OPENCL_DEVICE: the number of a device in the drivers' order, or part of its or
-// its platform's name.
+// True if a word of TE_FL_OPENCL_DEVICE matches a device: either its number in the drivers' order,
+// or a part of its name or its platform's name.
 bool names(const std::string& word, size_t number, const Device& d) {
   size_t index = 0;
   const char* end = word.data() + word.size();

@@ -1,4 +1,4 @@
-// The families of this backend and how each lists its ops.
+// The op families of this backend and the functions that append their descriptors.
 #pragma once
 
 #include <type_traits>
@@ -12,7 +12,7 @@ namespace te_fl::opencl {
 
 using backend::Refusal;
 
-// The parameter of an op's run(): the device of its tensors and the call.
+// The first parameter of an op's run function: the device of its tensors and the context.
 struct DeviceCall {
   const Device& device;
   const te_fl_context& context;
@@ -54,9 +54,9 @@ te_fl_status workspace(void*, const te_fl_context* ctx, const void* raw, size_t*
   });
 }
 
-// The descriptor of one op, run by `void F(const DeviceCall&, const Args&)`. Refuses is
-// `Refusal (const Args&)` or `Refusal (const Device&, const Args&)`; Workspace, if there is one, is
-// `size_t (const Args&)`, in bytes. The plugin sets self.
+// The descriptor of one op, which is run by `void F(const DeviceCall&, const Args&)`. Refuses:
+// `Refusal (const Args&)` or `Refusal (const Device&, const Args&)`. Workspace: `size_t (const
+// Args&)` in bytes, or nullptr. The plugin sets self.
 template <class Args, auto F, auto Refuses, auto Workspace = nullptr>
 te_fl_op_desc descriptor(const char* op_name) {
   te_fl_op_desc desc;
@@ -74,7 +74,7 @@ te_fl_op_desc descriptor(const char* op_name) {
   return desc;
 }
 
-// Each appends the descriptors of one family; defined in <family>.cpp.
+// Each function appends the descriptors of one family and is defined in <family>.cpp.
 using Ops = std::vector<te_fl_op_desc>;
 void append_activation(Ops& ops);
 void append_tensor(Ops& ops);

@@ -1,4 +1,4 @@
-// generic_gemm: FP32 sums of products of F32, F16, BF16 or per-tensor FP8 operands.
+// generic_gemm: products of F32, F16, BF16 or per-tensor FP8 operands with FP32 sums.
 #include "te_fl/ops/gemm.h"
 
 #include "clblast.hpp"
@@ -12,7 +12,7 @@ namespace {
 
 using Args = te_fl_generic_gemm_args;
 
-enum : uint32_t {  // as in gemm.cl
+enum : uint32_t {  // same values as in gemm.cl
   kHasBias = 1,
   kHasPreGeluOut = 2,
   kHasPreGeluIn = 4,
@@ -29,15 +29,15 @@ bool quantised(const te_fl_tensor* t) {
   return t != nullptr && backend::scaling(*t) != TE_FL_SCALING_NONE;
 }
 
-// An operand as the kernel reads it.
+// An operand in the form that the kernel reads.
 struct Operand {
   const void* data = nullptr;
   const void* scale_inv = nullptr;
   bool transposed = false;
 };
 
-// The row-wise copy of a quantised operand if there is one, else the column-wise, which is its
-// transpose.
+// Uses the row-wise copy of a quantised operand if it exists, else the column-wise copy, which is
+// transposed.
 Operand operand(const te_fl_tensor* t, bool transposed) {
   if (t == nullptr) return {};
   if (!quantised(t)) return {backend::data<const void>(*t), nullptr, transposed};
@@ -47,7 +47,7 @@ Operand operand(const te_fl_tensor* t, bool transposed) {
           rows ? transposed : !transposed};
 }
 
-// True if the kernel may read four elements at once, wherever a row begins.
+// True if the kernel may read vectors of four elements in every row.
 bool whole_vectors(const Operand& x, int64_t row) {
   return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && row % 4 == 0;
 }
@@ -62,7 +62,7 @@ uint32_t flags_of(const Args& args) {
   set(args.pre_gelu_in != nullptr, kHasPreGeluIn);
   set(args.residual != nullptr, kHasResidual);
   set(args.gelu != 0, kGelu);
-  set(args.accumulate != 0 && args.beta != 0.0f, kAccumulate);  // a beta of 0 does not read d
+  set(args.accumulate != 0 && args.beta != 0.0f, kAccumulate);  // d is not read if beta is 0
   set(quantised(args.a), kScaledA);
   set(quantised(args.b), kScaledB);
   set(quantised(args.pre_gelu_in), kScaledIn);
@@ -82,7 +82,7 @@ GemmProblem problem_of(const Args& args) {
   return p;
 }
 
-// The options of gemm.cl for this kernel, and how a group is made.
+// The compile options of gemm.cl for this kernel, and its tile and group sizes.
 struct Shape {
   std::string options;
   int64_t tile = 64;
@@ -166,7 +166,7 @@ Refusal refuse_gemm(const Device& device, const Args& args) {
   if (!all_dense(args.a, args.b, args.bias, args.pre_gelu_in, args.residual, args.bias_grad)) {
     return kNotContiguous;
   }
-  // pre_gelu_in is read at the element of the result: its transposed copy is not.
+  // pre_gelu_in is read at the index of the result, so its transposed copy is not supported.
   if (quantised(args.pre_gelu_in) && args.pre_gelu_in->dl.data == nullptr) {
     return "reads the row-wise copy of pre_gelu_in";
   }

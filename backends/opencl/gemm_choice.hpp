@@ -9,25 +9,25 @@
 namespace te_fl::opencl {
 
 enum class GemmKernel {
-  kAuto,      // of a setting: whichever this file chooses
+  kAuto,      // value of the setting: this file chooses
   kRows,      // gemm.cl without WIDE: rows of whole vectors, for CPUs
-  kTiles64,   // gemm.cl with WIDE: work-items side by side, for GPUs
-  kTiles128,  // as tiles64, with fewer loads for each product and fewer groups
-  kClblast,   // the library's Sgemm
+  kTiles64,   // gemm.cl with WIDE: parallel work-items, for GPUs
+  kTiles128,  // like kTiles64, with fewer loads per product and fewer groups
+  kClblast,   // CLBlast's Sgemm
 };
 
 struct GemmDevice {
   bool gpu = false;
   uint32_t compute_units = 1;
-  size_t largest_group = 64;  // work-items
-  uint64_t local_memory = 0;  // bytes
-  bool clblast = false;       // it is there, and its buffers can be what te-fl's addresses name
-  GemmKernel wanted = GemmKernel::kAuto;  // TE_FL_OPENCL_GEMM
+  size_t largest_group = 64;  // maximum work-items per group
+  uint64_t local_memory = 0;  // size in bytes
+  bool clblast = false;       // CLBlast is present, and its buffers can share te-fl's memory
+  GemmKernel wanted = GemmKernel::kAuto;  // value of TE_FL_OPENCL_GEMM
 };
 
 struct GemmProblem {
   int64_t m = 0, n = 0, k = 0;
-  bool f32 = false;    // both operands
+  bool f32 = false;    // both operands are F32
   bool plain = false;  // F32 operands and result, no epilogue: what a library multiplies
 };
 
@@ -37,7 +37,7 @@ inline GemmKernel choose_gemm(const GemmDevice& device, const GemmProblem& p) no
   };
   const int64_t units = device.compute_units;
   const bool library = device.clblast && p.plain && p.m > 0 && p.n > 0 && p.k > 0;
-  constexpr size_t kGroup128 = 256, kLocal128 = size_t{17} << 10;  // as gemm.cl has them
+  constexpr size_t kGroup128 = 256, kLocal128 = size_t{17} << 10;  // same values as in gemm.cl
   const bool fits_128 = device.largest_group >= kGroup128 && device.local_memory >= kLocal128;
   if (device.wanted == GemmKernel::kClblast && library) return GemmKernel::kClblast;
   if (device.wanted == GemmKernel::kRows || device.wanted == GemmKernel::kTiles64) {
@@ -47,15 +47,15 @@ inline GemmKernel choose_gemm(const GemmDevice& device, const GemmProblem& p) no
     return fits_128 ? GemmKernel::kTiles128 : GemmKernel::kTiles64;
   }
   if (!device.gpu) return GemmKernel::kRows;
-  // Measured on an H100 with its 132 units (bench/README.md): the library makes the better of too
-  // few tiles; larger tiles gain once they fill half of the units, and always where operands are
-  // converted.
+  // Measured on an H100 with 132 units (bench/README.md). With too few tiles for all units, CLBlast
+  // is faster. Larger tiles are faster once they occupy half of the units, and always if operands
+  // are converted.
   if (library && tiles(64) < units) return GemmKernel::kClblast;
   const bool filled = 2 * tiles(128) >= units;
   return fits_128 && (filled || !p.f32) ? GemmKernel::kTiles128 : GemmKernel::kTiles64;
 }
 
-// The setting's value, which the host has checked.
+// The kernel for a value of TE_FL_OPENCL_GEMM, which the host has checked.
 inline GemmKernel gemm_kernel_of(std::string_view name) noexcept {
   if (name == "rows") return GemmKernel::kRows;
   if (name == "tiles64") return GemmKernel::kTiles64;
@@ -63,13 +63,13 @@ inline GemmKernel gemm_kernel_of(std::string_view name) noexcept {
   return name == "clblast" ? GemmKernel::kClblast : GemmKernel::kAuto;
 }
 
-// Counts those of a kernel that was chosen.
+// The name of a kernel.
 constexpr const char* name_of(GemmKernel kernel) noexcept {
   constexpr const char* kNames[] = {"auto", "rows", "tiles64", "tiles128", "clblast"};
   return kNames[static_cast<int>(kernel)];
 }
 
-// These words say which kernel it is and who chose it.
+// A text with the kernel and the reason for its choice.
 inline std::string words_of(const GemmDevice& device, const GemmProblem& p) {
   const GemmKernel kernel = choose_gemm(device, p);
   const std::string name = kernel == GemmKernel::kClblast

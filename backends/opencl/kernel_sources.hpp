@@ -1,10 +1,10 @@
-// The text of kernels/*.cl, which the build puts into the library.
+// The contents of kernels/*.cl, which the build embeds in the library.
 #pragma once
 
 namespace te_fl::opencl {
 
 struct KernelSource {
-  const char* name;  // of the file, without its ending; NULL ends the table
+  const char* name;  // file name without extension; NULL ends the table
   const char* text;
 };
 extern const KernelSource kKernelSources[];

@@ -1,4 +1,4 @@
-// One launch of a kernel: its arguments in order, then run().
+// One launch of a kernel: set its arguments in order, then call items() or groups().
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,12 @@
 
 namespace te_fl::opencl {
 
-// "-DNAME=value " for the options of a program.
+// "-DNAME=value ", for the compile options of a program.
 inline std::string define(const char* name, int64_t value) {
   return std::string("-D") + name + "=" + std::to_string(value) + " ";
 }
-// The dtype of a tensor for kernels, which number them as te_fl_dtype_index; an absent one is F32.
+// Defines a tensor's dtype for kernels, which use the numbers of te_fl_dtype_index. An absent
+// tensor counts as F32.
 inline std::string define(const char* name, const te_fl_tensor* t) {
   return define(name, t == nullptr ? int64_t{TE_FL_F32} : int64_t{dtype_index(t->dl.dtype)});
 }
@@ -30,7 +31,7 @@ class Launch {
         kernel_(device.programs->kernel(file, options, name)),
         lock_(kernel_.mutex) {}
 
-  // Device memory; NULL becomes memory that the kernel leaves alone.
+  // A pointer to device memory. NULL is replaced by a buffer that the kernel does not use.
   Launch& memory(const void* data) {
     check(
         clSetKernelArgSVMPointer(kernel_.kernel, next_++, data == nullptr ? device_.nothing : data),
@@ -40,14 +41,14 @@ class Launch {
   Launch& data(const te_fl_tensor* t) {
     return memory(t == nullptr ? nullptr : backend::data<const void>(*t));
   }
-  // int32_t, uint32_t, int64_t, uint64_t, float or a struct of the kernel's layout.
+  // An int32_t, uint32_t, int64_t, uint64_t or float, or a struct with the kernel's layout.
   template <class T>
   Launch& value(T v) {
     check(clSetKernelArg(kernel_.kernel, next_++, sizeof v, &v), "clSetKernelArg");
     return *this;
   }
 
-  // As many work-items as `items`, rounded up to whole groups; nothing for 0.
+  // Runs `items` work-items, rounded up to whole groups. Does nothing for 0.
   void items(int64_t items, size_t group = 64) {
     groups((items + static_cast<int64_t>(group) - 1) / static_cast<int64_t>(group), group);
   }

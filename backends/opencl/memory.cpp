@@ -9,10 +9,11 @@
 namespace te_fl::opencl {
 namespace {
 
-constexpr size_t kAlignment = 256;  // more than what clSVMAlloc has to offer
+constexpr size_t kAlignment = 256;  // larger than clSVMAlloc guarantees
 constexpr size_t kLargestCached = size_t{64} << 20;
 
-// Sizes in steps of an eighth of their power of two, so that similar tensors share blocks.
+// Rounds sizes up to an eighth of their power of two, so that tensors of similar size can share
+// blocks.
 size_t rounded(size_t bytes) {
   bytes = std::max<size_t>(bytes, 1);
   const int top = std::bit_width(bytes - 1);
@@ -20,7 +21,8 @@ size_t rounded(size_t bytes) {
   return bytes > SIZE_MAX - step ? bytes : (bytes + step - 1) / step * step;
 }
 
-// The entry of a map from begin to something with `bytes` that holds this address; null: none.
+// The map entry, from begin address to an object with `bytes`, that contains this address; NULL if
+// none does.
 template <class Map>
 auto containing(Map& map, const void* data) -> decltype(&*map.begin()) {
   auto* at = const_cast<char*>(static_cast<const char*>(data));
@@ -102,7 +104,7 @@ void Memory::free(void* data, cl_command_queue queue) {
   check(clFlush(queue), "clFlush");
 }
 
-// Nothing is running. The lock is held, or nobody else is here.
+// Frees the cache. Nothing may be running. The caller must hold the lock or be the only user.
 void Memory::trim() {
   for (auto& [key, list] : cache_) {
     for (const auto& [data, block] : list) {
@@ -127,7 +129,7 @@ void Memory::forget(cl_command_queue queue) {
   });
 }
 
-// A buffer that the driver keeps in host memory, mapped for good.
+// Allocates a buffer that the driver keeps in host memory, mapped for its whole life.
 void* Memory::allocate_pinned(size_t asked) {
   const size_t bytes = std::max<size_t>(asked, 1);
   cl_int error = CL_SUCCESS;

@@ -11,34 +11,35 @@
 
 namespace te_fl::opencl {
 
-// Thread-safe. A block that is freed on a stream is handed out again on the same stream: streams
-// are in order, so whatever still uses it has finished by then.
+// Thread-safe. A block that is freed on a stream is reused on the same stream. Streams are in
+// order, so earlier work has finished with the block by then.
 class Memory {
  public:
-  // default_queue: what a null stream means; outlives this.
+  // default_queue: the queue of a NULL stream; must outlive this object.
   Memory(cl_context context, cl_device_id device, cl_command_queue default_queue,
          size_t cache_limit);
   ~Memory();
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
-  // 256-byte aligned; throws backend::Error.
+  // 256-byte aligned. Throws backend::Error.
   void* allocate(size_t bytes, cl_command_queue queue);
   void free(void* data, cl_command_queue queue);
-  // The queue is about to go and has finished: what is kept for it goes back to the driver.
+  // Called before a queue is released, when its work is finished: frees the blocks cached for it.
   void forget(cl_command_queue queue);
 
   void* allocate_pinned(size_t bytes);
   void free_pinned(void* data);
   bool is_pinned(const void* data) const;
 
-  // Empty if these bytes lie in one block; otherwise what they are instead.
+  // Empty if the bytes are in one block of this device; otherwise a text that says what memory it
+  // is.
   std::string not_ours(const void* data, size_t bytes) const;
   size_t allocated() const;
 
  private:
   struct Block {
-    void* base;  // as clSVMAlloc returned it; the block begins at the next multiple of 256
+    void* base;  // as returned by clSVMAlloc; the block starts at the next multiple of 256
     size_t bytes;
   };
   struct Pinned {
@@ -52,7 +53,7 @@ class Memory {
   const cl_command_queue default_queue_;
   const size_t cache_limit_;
   mutable std::mutex mutex_;
-  std::map<char*, Block> blocks_;  // in use
+  std::map<char*, Block> blocks_;  // the blocks in use
   std::map<std::pair<cl_command_queue, size_t>, std::vector<std::pair<char*, Block>>> cache_;
   size_t cached_ = 0, allocated_ = 0;
   std::map<char*, Pinned> pinned_;

@@ -1,4 +1,4 @@
-// Layer and RMS normalisation.
+// The layernorm and rmsnorm ops.
 #include "te_fl/ops/norm.h"
 
 #include "families.hpp"
@@ -8,7 +8,12 @@
 namespace te_fl::opencl {
 namespace {
 
-enum : uint32_t { kZeroCentered = 1, kHasBeta = 2, kHasResidual = 4, kHasAdd = 8 };  // in norm.cl
+enum : uint32_t {
+  kZeroCentered = 1,
+  kHasBeta = 2,
+  kHasResidual = 4,
+  kHasAdd = 8
+};  // same values as in norm.cl
 
 struct Forward {
   const te_fl_tensor *x, *residual, *sum, *gamma, *beta, *z, *mu, *rsigma;

@@ -15,7 +15,7 @@ namespace {
 using AdamArgs = te_fl_multi_tensor_adam_args;
 using UpdateArgs = te_fl_fused_amax_and_scale_update_after_reduction_args;
 
-enum : uint32_t {  // as in optimizer.cl
+enum : uint32_t {  // same values as in optimizer.cl
   kHasMaster = 1,
   kHasNoop = 2,
   kAdamW = 4,

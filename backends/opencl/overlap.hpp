@@ -1,4 +1,4 @@
-// Asks which memory tensors share; for supports(), metadata only.
+// Tests whether tensors share memory. For supports(): reads metadata only.
 #pragma once
 
 #include "te_fl/backend/refusal.hpp"
@@ -11,7 +11,7 @@ inline constexpr const char* kOverlaps =
 
 using backend::all_dense;
 
-// An absent input (NULL) shares nothing.
+// An absent input (NULL) never overlaps.
 inline bool overlaps(const te_fl_tensor& out, const te_fl_tensor* in) noexcept {
   return in != nullptr && backend::overlaps(out, *in);
 }

@@ -1,4 +1,4 @@
-// The OpenCL plugin: the devices of OpenCL drivers and portable kernels for them.
+// The OpenCL plugin: the devices of OpenCL drivers, and portable kernels for them.
 #include <string>
 #include <vector>
 
@@ -26,7 +26,7 @@ constexpr AppendOps kFamilies[] = {
     append_softmax,     //
 };
 
-// The library serves GPUs; on others only where it is asked for.
+// Enables CLBlast on GPUs, and on other devices only if the setting requests it.
 void choose_products(Device& d, const char* wanted) {
   d.gemm.wanted = gemm_kernel_of(wanted);
   const bool useful =
@@ -69,7 +69,7 @@ struct OpenCl : backend::DeviceInstance {
 OpenCl::OpenCl(const te_fl_host_api& host) {
   watch_forks();
   {
-    const SignalHandlersKept kept;  // drivers start here
+    const SignalHandlersKept kept;  // the drivers start in this scope
     found = enumerate(backend::setting(host, "TE_FL_OPENCL_DEVICE"),
                       backend::setting_mebibytes(host, "TE_FL_DEVICE_CACHE_MB", 512));
   }
@@ -109,7 +109,7 @@ void OpenCl::diagnose(const te_fl_finding_sink& findings) const {
   }
 }
 
-// opencl.json.in says the same of them.
+// opencl.json.in describes the same settings; keep both equal.
 constexpr te_fl_setting_desc kDevice = {
     .type = TE_FL_SETTING_LIST,
     .name = "TE_FL_OPENCL_DEVICE",

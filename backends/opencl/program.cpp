@@ -36,7 +36,7 @@ std::string build_log(cl_program program, cl_device_id device) {
   return log;
 }
 
-// Null if the driver does not take the binary.
+// Returns NULL if the driver rejects the binary.
 cl_program from_binary(cl_context context, cl_device_id device, const std::string& options,
                        const std::vector<unsigned char>& binary) {
   const unsigned char* data = binary.data();

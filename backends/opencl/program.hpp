@@ -1,4 +1,4 @@
-// Kernels: compiled when first used, and kept on disk for the next process.
+// Kernels, which are compiled on first use and cached on disk for later processes.
 #pragma once
 
 #include <CL/cl.h>
@@ -10,15 +10,15 @@
 
 namespace te_fl::opencl {
 
-// A kernel object holds its arguments, so one launch at a time: `mutex` is held from the first
-// argument until it is enqueued.
+// A kernel object stores its arguments, so only one launch can use it at a time: `mutex` must be
+// held from the first argument until the launch is enqueued.
 struct Kernel {
   cl_kernel kernel = nullptr;
   std::mutex mutex;
 };
 
-// The programs of one device; thread-safe. A program is one file of kernels/ with common.cl before
-// it, compiled with options.
+// The programs of one device. Thread-safe. A program consists of common.cl and one other file of
+// kernels/, compiled with options.
 class Programs {
  public:
   Programs(cl_context context, cl_device_id device, std::string base_options);
@@ -26,7 +26,7 @@ class Programs {
   Programs(const Programs&) = delete;
   Programs& operator=(const Programs&) = delete;
 
-  // Compiles if need be; throws backend::Error with the compiler's log.
+  // Compiles the kernel if necessary. Throws backend::Error with the compiler's log.
   Kernel& kernel(const char* file, const std::string& options, const char* name);
 
  private:
@@ -36,9 +36,9 @@ class Programs {
   const cl_context context_;
   const cl_device_id device_;
   const std::string base_options_;
-  std::string device_key_;  // the ground on which a binary is used again
+  std::string device_key_;  // the part of a binary's cache key that describes the device
   std::mutex mutex_;
-  std::map<std::string, cl_program> programs_;  // by file and options
+  std::map<std::string, cl_program> programs_;  // keyed by file and options
   std::map<std::string, std::unique_ptr<Kernel>> kernels_;
 };
 

@@ -1,4 +1,4 @@
-// Per-tensor FP8: quantisation with delayed and current scaling, and back.
+// Per-tensor FP8: quantisation with delayed and current scaling, and dequantisation.
 #include "te_fl/ops/quantize.h"
 
 #include "families.hpp"
@@ -29,7 +29,8 @@ void bgrad_quantize(const DeviceCall& call, const te_fl_bgrad_quantize_args& arg
            *args.output->quant, call.context.workspace, nullptr);
 }
 
-// Shows it as a quantised output with a given scale, whose parts are tensors of their own.
+// Describes the output as a quantised tensor with a supplied scale; the op passes its parts as
+// separate tensors.
 void cast_to_fp8(const DeviceCall& call, const te_fl_cast_to_fp8_args& args) {
   te_fl_quant quant;
   quant.scaling = TE_FL_SCALING_TENSOR;
@@ -79,7 +80,7 @@ void fp8_transpose(const DeviceCall& call, const te_fl_fp8_transpose_args& args)
       .items(m.rows * m.cols);
 }
 
-// ---- what is not served
+// ---- calls that are refused
 
 Refusal refuse_quantize(const Device& device, const te_fl_quantize_args& args) {
   if (!all_dense(args.input)) return kNotContiguous;

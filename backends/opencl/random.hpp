@@ -1,4 +1,4 @@
-// Dropout's random state as kernels take it.
+// Dropout's random state as kernel arguments.
 #pragma once
 
 #include "launch.hpp"
@@ -6,11 +6,11 @@
 
 namespace te_fl::opencl {
 
-// True if a kernel's seed_at and offset_at are there: a null pointer does not say so on every
-// driver.
-enum : uint32_t { kSeedAddress = 1, kOffsetAddress = 2 };  // as in common.cl
+// Flags for kernels: seed_at or offset_at is present. Not every driver lets a kernel detect a null
+// pointer.
+enum : uint32_t { kSeedAddress = 1, kOffsetAddress = 2 };  // same values as in common.cl
 
-// The arguments seed, offset, seed_at, offset_at, at, threshold of a kernel.
+// Sets the kernel arguments seed, offset, seed_at, offset_at, at and threshold.
 inline Launch& random(Launch& launch, const te_fl_rng& rng, float p) {
   return launch.value<uint64_t>(rng.seed)
       .value<uint64_t>(rng.offset)

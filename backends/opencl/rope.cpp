@@ -13,7 +13,7 @@ namespace {
 
 using backend::PackedHeads;
 
-// Where the heads of a tensor lie, in elements.
+// The location of a tensor's heads; offset and strides in elements.
 struct Place {
   const te_fl_tensor* tensor;
   int64_t offset, token_stride, group_stride;
@@ -39,7 +39,7 @@ void check_freqs(const char* name, const te_fl_tensor& freqs, int64_t dim, const
   backend::check_angle_rows(name, freqs.dl.shape[0], any ? s.largest_position() : -1);
 }
 
-// Without freqs the elements are copied.
+// If freqs is NULL, copies the elements.
 void rotate(const DeviceCall& call, const Sequences& s, const Place& x, const Place& y,
             const te_fl_tensor* freqs, int64_t heads, int64_t per_group, int64_t dim) {
   const int64_t columns = freqs != nullptr ? freqs->dl.shape[3] : 0;
@@ -88,7 +88,7 @@ Refusal refuse_rope(const te_fl_rope_rope_args& a) {
   return overlaps_askew(*a.output, a.input) ? kOverlaps : nullptr;
 }
 
-// The place of a part of packed Q, K, V that begins at an offset.
+// The location of a part of packed Q, K, V that starts at `offset`.
 Place part_of(const PackedHeads& p, const te_fl_tensor* t, int64_t offset) {
   return {t, offset, p.groups * p.width(), p.width()};
 }

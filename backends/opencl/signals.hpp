@@ -1,5 +1,5 @@
-// Signal handlers that a driver installs when it starts (LLVM in PoCL: for crashes and
-// interrupts).
+// Protects signal handlers from drivers, some of which install handlers when they start (LLVM in
+// PoCL, for crashes and interrupts).
 #pragma once
 
 #include <csignal>
@@ -7,8 +7,8 @@
 
 namespace te_fl::opencl {
 
-// The handlers that the process had are put back at the end of the scope (rule R8). The kernels of
-// this plugin raise no signals, so nothing of the driver's is needed.
+// Restores the process's signal handlers at the end of the scope (rule R8). The driver does not
+// need its handlers, because this plugin's kernels raise no signals.
 class SignalHandlersKept {
  public:
   SignalHandlersKept() : before_(NSIG) {

@@ -1,4 +1,4 @@
-// Scaled softmax: unmasked, with a mask tensor, upper-triangular and aligned causal.
+// The scaled softmax ops: unmasked, with a mask tensor, upper-triangular and aligned causal.
 #include "te_fl/ops/softmax.h"
 
 #include "families.hpp"
@@ -15,7 +15,7 @@ std::string options(const te_fl_tensor* x, Mask mask) {
          define("MASKED", mask == Mask::kTensor);
 }
 
-// The stride of a dimension of the mask; 0 where one value serves all.
+// The stride of a dimension of the mask; 0 for a broadcast dimension.
 int64_t mask_stride(const te_fl_tensor* mask, int dim) {
   return mask == nullptr || mask->dl.shape[dim] == 1 ? 0 : backend::stride(*mask, dim);
 }

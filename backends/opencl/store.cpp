@@ -7,7 +7,7 @@
 namespace te_fl::opencl {
 namespace {
 
-// As in kernels/quantize.cl.
+// Flags with the same values as in kernels/quantize.cl.
 enum : uint32_t {
   kCurrent = 1,
   kPow2 = 2,

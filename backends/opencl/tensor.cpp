@@ -1,4 +1,4 @@
-// Residual addition, copies and fills.
+// The ops add, strided_copy and fill.
 #include "te_fl/ops/tensor.h"
 
 #include <cmath>
@@ -36,7 +36,7 @@ Refusal refuse_add(const te_fl_add_args& args) {
 
 constexpr int kMaxRank = 8;
 
-struct Strides {  // as in tensor.cl
+struct Strides {  // same layout as in tensor.cl
   int64_t extent[kMaxRank], from[kMaxRank], to[kMaxRank];
 };
 
@@ -91,7 +91,7 @@ uint64_t integer(double value, const char* type) {
 template <class T>
 uint64_t bits_of(T value) {
   uint64_t bits = 0;
-  std::memcpy(&bits, &value, sizeof value);  // little-endian, as the device is
+  std::memcpy(&bits, &value, sizeof value);  // little-endian, like the device
   return bits;
 }
 

@@ -1,4 +1,4 @@
-// Activations, their gradients, and gradients fused with the bias gradient.
+// The activation ops: forward, gradient, and gradient with the bias gradient.
 #include "te_fl/ops/activation.h"
 
 #include "activation.hpp"
@@ -19,7 +19,7 @@ void forward(const te_fl_context&, const te_fl_activation_act_fwd_args& args) {
   });
 }
 
-// Args has grad, input and output of one shape; the values of the gradient of x.
+// The gradient of x. Args must have grad, input and output, all of one shape.
 template <class Act, class Args>
 Produce gradient(const Args& args) {
   const int64_t cols = backend::as_matrix(*args.output).cols;
@@ -40,7 +40,7 @@ void backward(const te_fl_context&, const te_fl_activation_act_bwd_args& args) {
 template <class Act>
 void backward_dbias(const te_fl_context&, const te_fl_activation_dbias_act_args& args) {
   const Produce dx = gradient<Act>(args);
-  // Summed before the output is written: it may share the inputs' memory.
+  // Sums the columns before the output is written, because the output may share the inputs' memory.
   const backend::Matrix matrix = backend::as_matrix(*args.output);
   std::vector<double> sums(static_cast<size_t>(matrix.cols), 0.0);
   std::vector<float> values(static_cast<size_t>(matrix.cols));
@@ -53,7 +53,7 @@ void backward_dbias(const te_fl_context&, const te_fl_activation_dbias_act_args&
   Writer(*args.dbias).write(0, matrix.cols, rounded.data());
 }
 
-// Gated forms: `gate(a, b)` is the result.
+// Gated forms. gate(a, b) returns the result.
 template <class Args, class Gate>
 void gated(const Args& args, Gate gate) {
   const Reader input(*args.input);
@@ -67,7 +67,7 @@ void gated(const Args& args, Gate gate) {
   store_output(*args.output, {args.input}, values, Access::kAnywhere);
 }
 
-// The gradient of [a, b]: da(dy, a, b) in the first half, db(dy, a, b) in the second.
+// The gradient of [a, b]: da(dy, a, b) is the first half, db(dy, a, b) the second.
 template <class Args, class GradA, class GradB>
 void gated_gradient(const Args& args, GradA da, GradB db) {
   const Reader grad(*args.grad);
@@ -105,7 +105,7 @@ void gated_backward(const te_fl_context&, const te_fl_activation_glu_bwd_args& a
       [](double dy, double a, double) { return dy * Act::value(a); });
 }
 
-// min and clamp that let a NaN pass.
+// Minimum and clamp that return NaN for NaN.
 double clamp_high(double x, double limit) { return x > limit ? limit : x; }
 double clamp_both(double x, double limit) { return clamp_high(x < -limit ? -limit : x, limit); }
 

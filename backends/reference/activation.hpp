@@ -1,5 +1,5 @@
-// The activations and their derivatives, in double. The sigmoid forms do not cancel where the
-// result is small: 0.5 (1 + tanh(u)) = sigmoid(2 u).
+// The activations and their derivatives, in double. The sigmoid forms avoid cancellation where the
+// result is small: 0.5 (1 + tanh(u)) is computed as sigmoid(2 u).
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@ inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 inline double sigmoid_derivative(double x) { return sigmoid(x) * sigmoid(-x); }
 
 struct Gelu {
-  static constexpr double kTwoC = 2.0 * 0.7978845608028654;  // 2 sqrt(2 / pi)
+  static constexpr double kTwoC = 2.0 * 0.7978845608028654;  // equals 2 sqrt(2 / pi)
   static double value(double x) { return x * sigmoid(kTwoC * (x + 0.044715 * x * x * x)); }
   static double derivative(double x) {
     const double u = kTwoC * (x + 0.044715 * x * x * x);
@@ -38,7 +38,7 @@ struct Qgelu {
   static double derivative(double x) { return swish_derivative(x, 1.702); }
 };
 
-struct Relu {  // a NaN passes; -0 becomes +0
+struct Relu {  // keeps NaN; -0 becomes +0
   static double value(double x) { return x <= 0.0 ? 0.0 : x; }
   static double derivative(double x) { return x > 0.0 ? 1.0 : 0.0; }
 };

@@ -14,7 +14,7 @@ using backend::SequenceSpan;
 
 namespace {
 
-// The view of the same extents in the tensor's compact row-major order.
+// A view with the same extents and compact row-major strides.
 HeadsView compact(HeadsView v, int32_t layout) {
   v.stride_dim = 1;
   v.stride_head = v.dim;
@@ -28,7 +28,7 @@ HeadsView compact(HeadsView v, int32_t layout) {
 
 void get_fused_attn_backend(const te_fl_context&, const te_fl_get_fused_attn_backend_args& a) {
   const AttentionProblem p = backend::attention_problem(a);
-  // Without [Sq, Sk] there is nothing for an arbitrary mask to act on.
+  // In layout thd there is no [Sq, Sk] matrix to which an arbitrary mask could apply.
   const bool possible = !(p.thd && p.mask.arbitrary);
   *backend::data<int32_t>(*a.backend) = !possible ? -1 : p.fp8 ? 2 : 1;
 }

@@ -1,5 +1,5 @@
-// Shared by the reference's attention forward and backward: operands as doubles, one row of
-// scores, and the FP8 rounding of P and dS.
+// Shared by the reference's attention forward and backward: operands in double, one row of scores,
+// and the FP8 rounding of P and dS.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 namespace te_fl::reference {
 
-// A [batch, seqlen, heads, dim] operand or gradient as numbers, in the tensor's own logical order.
+// A [batch, seqlen, heads, dim] operand or gradient in double, in the tensor's logical order.
 class Heads {
  public:
-  Heads(const te_fl_tensor& t, const char* name, int32_t layout);  // reads the tensor
-  Heads(const te_fl_tensor& t, int32_t layout);                    // zeros, to accumulate into
+  Heads(const te_fl_tensor& t, const char* name, int32_t layout);  // reads the tensor's values
+  Heads(const te_fl_tensor& t, int32_t layout);  // starts with zeros, for accumulation
 
-  // The head's dim elements at position s of sequence b (thd: b is ignored, s counts tokens).
+  // The head's dim elements at position s of sequence b (thd: b is ignored and s is a token).
   double* row(int64_t b, int64_t s, int64_t h) { return values_.data() + view_.offset(b, s, h, 0); }
   const double* row(int64_t b, int64_t s, int64_t h) const {
     return values_.data() + view_.offset(b, s, h, 0);
@@ -30,36 +30,37 @@ class Heads {
   std::vector<double> values_;
 };
 
-// Rounds P or dS to FP8 and back with a given scale, and keeps the amax. Without a tensor it passes
-// values through.
+// Rounds P or dS to FP8 and back with a supplied scale, and tracks the amax. If there is no tensor,
+// values are not changed.
 class Fp8Rounding {
  public:
-  // `largest`, unless 0: values reach it, so a scale that takes it beyond FP8's largest number is
-  // not used; the largest that does not is.
+  // `largest`: the largest magnitude that the values reach, or 0 if unknown. The scale is limited
+  // so that `largest` does not exceed FP8's largest number.
   explicit Fp8Rounding(const te_fl_tensor* quant, double largest = 0);
-  // `share` times x is what the amax is of.
+  // Rounds x. The amax is updated with `share` times x.
   double operator()(double x, double share = 1);
   void write_back() const;  // scale_inv, and amax as a running maximum
 
  private:
   const te_fl_tensor* tensor_;
   bool e4m3_ = false;
-  float given_ = 1;  // the tensor's scale
+  float given_ = 1;  // the scale that the call supplies
   float scale_ = 1;
   float amax_ = 0;
 };
 
-// One (sequence, head) of a problem: the scores of a row.
+// The scores of one row of a (sequence, head).
 class ScoreRow {
  public:
   ScoreRow(const backend::AttentionProblem& problem, const Heads& q, const Heads& k);
 
-  // Computes the row of query i; visible() and at() then describe it. Masked keys score -inf.
+  // Computes the scores of query i, which visible() and at() then return. Hidden keys have score
+  // -inf.
   void compute(const backend::SequenceSpan& span, int64_t b, int64_t h, int64_t i);
   backend::KeyRange visible() const { return keys_; }
   double at(int64_t j) const { return scores_[static_cast<size_t>(j)]; }
   bool masked(int64_t j) const { return masked_[static_cast<size_t>(j)] != 0; }
-  // The derivative of the score by its scaled product: 1 without softcap.
+  // The derivative of the score by the scaled product; 1 without softcap.
   double slope(int64_t j) const { return slopes_[static_cast<size_t>(j)]; }
 
  private:
@@ -68,23 +69,23 @@ class ScoreRow {
   const backend::AttentionProblem& p_;
   const Heads& q_;
   const Heads& k_;
-  std::vector<double> bias_;  // of one row
+  std::vector<double> bias_;  // the bias of one row
   std::vector<double> scores_;
   std::vector<double> slopes_;
   std::vector<uint8_t> masked_;
   backend::KeyRange keys_;
 };
 
-// The sink's logit of head h; -inf for a vanilla softmax.
+// The sink logit of head h; -inf for a vanilla softmax.
 double sink_logit(const backend::AttentionProblem& p, int64_t h);
 
-// Index of row (b, h, i) in softmax_lse, compact.
+// Index of row (b, h, i) in a compact softmax_lse.
 inline int64_t lse_index(const backend::AttentionProblem& p, const backend::SequenceSpan& span,
                          int64_t b, int64_t h, int64_t i) {
   return p.thd ? (span.q_begin + i) * p.heads + h : (b * p.heads + h) * p.seqlen_q + i;
 }
 
-// 0 for a dropped probability, else 1 / (1 - p).
+// factor() is 0 for a dropped probability, else 1 / (1 - p).
 class AttentionDropout {
  public:
   AttentionDropout(const te_fl_context& ctx, const backend::AttentionProblem& p,

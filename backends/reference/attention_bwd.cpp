@@ -67,7 +67,7 @@ class Backward {
 
   void row(const SequenceSpan& span, int64_t b, int64_t h, int64_t i) {
     const double lse = lse_[static_cast<size_t>(lse_index(p_, span, b, h, i))];
-    if (lse == -INFINITY) return;  // the row saw no key
+    if (lse == -INFINITY) return;  // the row sees no key
     scores_.compute(span, b, h, i);
     const double* d_o = d_o_.row(b, span.q_begin + i, h);
     const double* o = o_.row(b, span.q_begin + i, h);
@@ -80,7 +80,7 @@ class Backward {
     dsink_[static_cast<size_t>(h)] -= std::exp(sink_logit(p_, h) - lse) * delta;
   }
 
-  // Adds what the pair (i, j) with probability p contributes to every gradient.
+  // Adds the contributions of the pair (i, j), with probability p, to every gradient.
   void element(const SequenceSpan& span, int64_t b, int64_t h, int64_t i, int64_t j, double p,
                double delta) {
     const int64_t q_at = span.q_begin + i;
@@ -109,7 +109,7 @@ class Backward {
     }
   }
 
-  // Compact index in dbias; the extents that are 1 collect the sum.
+  // Compact index in dbias. A dimension of extent 1 collects the sum.
   size_t bias_index(int64_t b, int64_t h, int64_t i, int64_t j) const {
     const int64_t* shape = a_.dbias->dl.shape;
     const int64_t head = (shape[0] == 1 ? 0 : b) * shape[1] + (shape[1] == 1 ? 0 : h);

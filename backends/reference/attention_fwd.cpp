@@ -46,7 +46,7 @@ class Forward {
     const KeyRange keys = scores_.visible();
     double largest = -INFINITY;
     for (int64_t j = keys.begin; j < keys.end; ++j) largest = max_or_nan(largest, scores_.at(j));
-    if (largest == -INFINITY) return;  // no key: zeros and -inf, as initialised
+    if (largest == -INFINITY) return;  // no key: keeps the initial zeros and -inf
     const double sink = sink_logit(p_, h);
     const double top = max_or_nan(largest, sink);
     double sum = std::exp(sink - top);
@@ -57,7 +57,8 @@ class Forward {
     const double share = std::exp(largest - top) / sum;
     for (int64_t j = keys.begin; j < keys.end; ++j) {
       if (scores_.masked(j)) continue;
-      // FP8 rounds exp(score - the largest), whose codes do not get fewer with the keys.
+      // FP8 rounds exp(score - largest score), whose precision does not depend on the number of
+      // keys.
       const double e =
           round_p_(std::exp(scores_.at(j) - largest) * dropout_.factor(b, h, i, j), share);
       const double* v = v_.row(b, span.kv_begin + j, p_.kv_head(h));

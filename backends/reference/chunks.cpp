@@ -1,4 +1,4 @@
-// Chunks of rows in another order.
+// The ops that reorder chunks of rows.
 #include <cstring>
 #include <limits>
 
@@ -13,7 +13,7 @@ namespace {
 using backend::invalid;
 using backend::wrong_value;
 
-// Moves elements of one dtype by their logical indices, whatever the strides.
+// Copies a row between tensors of the same dtype with any strides.
 void move_row(const te_fl_tensor& from, int64_t from_row, const te_fl_tensor& to, int64_t to_row) {
   const size_t bytes = static_cast<size_t>(to.dl.dtype.bits / 8);
   const int64_t cols = to.dl.ndim == 1 ? 1 : to.dl.shape[1];
@@ -39,7 +39,7 @@ void move_rows(const te_fl_tensor* from, const te_fl_tensor* to,
   }
 }
 
-// The chunks in their new order, checked: the first row and the rows of each.
+// The first row and the number of rows of each chunk, in the new order. Checks the arguments.
 struct Chunk {
   int64_t first, rows;
 };

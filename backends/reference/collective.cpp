@@ -1,5 +1,4 @@
-// Ranks that are threads do these together: reductions in the order of ranks, in double, and
-// copies.
+// Collectives of ranks that are threads: reductions in double, in the order of ranks, and copies.
 #include "te_fl/ops/collective.h"
 
 #include <algorithm>
@@ -21,8 +20,8 @@ constexpr const char* kReductions[] = {"sum", "max", "avg"};
 
 // ---- reductions
 
-// Calls f with the type of the elements and the one that they are reduced in. Integers are reduced
-// exactly: their sums wrap around.
+// Calls f with the element type and the accumulation type. Integers are reduced exactly; their sums
+// wrap around.
 template <class F>
 void visit_reduced(int dtype, F&& f) {
   if (dtype == TE_FL_I32) return f(std::type_identity<int32_t>{}, std::type_identity<int64_t>{});
@@ -49,7 +48,7 @@ T narrow(Wide value) {
 
 template <class Wide>
 Wide joined(int32_t reduction, Wide a, Wide b) {
-  if (reduction == TE_FL_REDUCTION_MAX) return a != a || a >= b ? a : b;  // a NaN stays
+  if (reduction == TE_FL_REDUCTION_MAX) return a != a || a >= b ? a : b;  // NaN is kept
   if constexpr (std::is_integral_v<Wide>) {
     return static_cast<Wide>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
   } else {
@@ -57,7 +56,7 @@ Wide joined(int32_t reduction, Wide a, Wide b) {
   }
 }
 
-// Elements [begin, begin + n) of all ranks' inputs, reduced.
+// Reduces elements [begin, begin + n) over all ranks' inputs.
 template <class T, class Wide>
 void reduce(Ranks ranks, int64_t begin, int64_t n, T* out) {
   const int32_t reduction = ranks[0]->reduction;
@@ -71,8 +70,8 @@ void reduce(Ranks ranks, int64_t begin, int64_t n, T* out) {
   }
 }
 
-// Calls write(begin, n, values) for pieces of [0, elements), each when no input is read there any
-// more.
+// Calls write(begin, n, values) for pieces of [0, elements), in order. No input element before
+// begin + n is read after the call, so write() may overwrite the inputs there.
 template <class Write>
 void reduce_all(Ranks ranks, Write&& write) {
   visit_reduced(ranks[0]->dtype, [&](auto type, auto wide) {
@@ -154,7 +153,8 @@ void broadcast(Ranks ranks) {
   for (const Brought* rank : ranks) copy(rank->out, root.out, root.bytes);
 }
 
-// Empty, or the first rank that waits for other rows than it gets.
+// Empty, or a text about the first rank whose expected row counts differ from what another rank
+// sends.
 std::string rows_differ(Ranks ranks) {
   const auto text = [](int64_t n) { return std::to_string(n); };
   for (size_t from = 0; from < ranks.size(); ++from) {

@@ -1,4 +1,4 @@
-// From te_fl_dtype_index to the element type, and elements in memory.
+// Maps a te_fl_dtype_index to the element type, and reads and writes elements in memory.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace te_fl::reference {
 template <class T>
 inline constexpr bool is_fp4 = std::is_same_v<T, numeric::fp4e2m1>;
 
-// Element `index` of an array of T; FP4 is packed two to a byte, low nibble first.
+// Element `index` of an array of T. FP4 is packed two to a byte, low nibble first.
 template <class T>
 T load(const void* base, int64_t index) noexcept {
   if constexpr (is_fp4<T>) {
@@ -34,7 +34,8 @@ void save(void* base, int64_t index, T value) noexcept {
   }
 }
 
-// Calls f(std::type_identity<T>{}) with the float type of a dtype; unsupported() for the others.
+// Calls f(std::type_identity<T>{}) with the float type of a dtype. Throws UNSUPPORTED for other
+// dtypes.
 template <class F>
 decltype(auto) visit_float(int dtype, F&& f) {
   switch (dtype) {

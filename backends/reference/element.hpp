@@ -1,7 +1,7 @@
-// Tensor elements as FP32 values, whatever the dtype, the strides and the scaling mode; and back.
+// Reads and writes tensor elements as FP32 values, for every dtype, strides and scaling mode.
 //
 // Elements are addressed by their row-major logical index, or by (row, column) of the matrix view
-// [M, K] of te_fl_quant (K: last extent, M: product of the others).
+// [M, K] of te_fl_quant, in which K is the last extent and M the product of the others.
 #pragma once
 
 #include <algorithm>
@@ -17,15 +17,15 @@
 
 namespace te_fl::reference {
 
-// "f32", "bf16", ... of a te_fl_dtype_index.
+// The name of a te_fl_dtype_index: "f32", "bf16", ...
 const char* dtype_name(int dtype) noexcept;
 inline int dtype_of(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
 
-// Offset, in elements from data + byte_offset, of the element with logical index i.
+// Offset of the element with logical index i, in elements from data + byte_offset.
 int64_t element_offset(const te_fl_tensor& t, int64_t i) noexcept;
 
-// Calls f(offset, stride, count) for each run along the last dimension that the logical indices
-// [begin, begin + n) consist of; offset and stride in elements.
+// Calls f(offset, stride, count) for each run along the last dimension in the logical range [begin,
+// begin + n). Offset and stride are in elements.
 template <class F>
 void for_each_run(const te_fl_tensor& t, int64_t begin, int64_t n, F&& f) {
   if (backend::is_contiguous(t)) {
@@ -41,19 +41,19 @@ void for_each_run(const te_fl_tensor& t, int64_t begin, int64_t n, F&& f) {
   }
 }
 
-// The copy of a quantised tensor to read when it has both.
+// The copy of a quantised tensor to read if it has both.
 enum class Copy { kRowwise, kColumnwise };
 
-// Reads any F32, F16, BF16, F64, FP8, FP4 or E8M0 tensor as numbers: quantised ones dequantised
-// (code * scale_inv) from the preferred copy if it exists, else from the other; bare FP8 and FP4
-// codes as they are. Keeps a reference to the tensor.
+// Reads F32, F16, BF16, F64, FP8, FP4 and E8M0 tensors as numbers. A quantised tensor is
+// dequantised (code * scale_inv) from the preferred copy if it exists, else from the other.
+// Unquantised FP8 and FP4 codes are read without a scale. Keeps a reference to the tensor.
 class Reader {
  public:
   explicit Reader(const te_fl_tensor& tensor, Copy preferred = Copy::kRowwise);
 
   int64_t size() const noexcept { return size_; }
-  // Elements [begin, begin + n). As double the product with scale_inv is exact; as float it is
-  // rounded once.
+  // Reads elements [begin, begin + n). As double, the product with scale_inv is exact; as float, it
+  // is rounded once.
   void read(int64_t begin, int64_t n, float* out) const;
   void read(int64_t begin, int64_t n, double* out) const;
   float operator[](int64_t i) const {
@@ -78,8 +78,8 @@ class Reader {
   double nvfp4_amax_ = 0.0;
 };
 
-// Writes FP32 values to a tensor that is not quantised (F64, F32, F16, BF16, or bare FP8, FP4, E8M0
-// codes), each rounded once; any strides.
+// Writes FP32 values to an unquantised tensor with any strides (F64, F32, F16, BF16, or FP8, FP4 or
+// E8M0 without scales). Rounds each value once.
 class Writer {
  public:
   explicit Writer(const te_fl_tensor& tensor) : tensor_(tensor) {}
@@ -91,27 +91,28 @@ class Writer {
   const te_fl_tensor& tensor_;
 };
 
-// Marks outputs whose values may depend on the inputs that share its memory.
+// The ways in which an output element may depend on inputs that share the output's memory.
 enum class Access {
-  kSamePosition,  // on elements at the same logical index only
+  kSamePosition,  // only on elements with the same logical index
   kAnywhere
 };
 
 // Computes values [col, col + n) of one row of the output's matrix view, in FP32. May be called
-// more than once for one element; a call never crosses a row.
+// more than once for an element. A call never crosses a row.
 using Produce = std::function<void(int64_t row, int64_t col, int64_t n, float* values)>;
 
-// Writes an output of any dtype and scaling mode, every copy that it has, from FP32 values computed
-// piece by piece. `inputs` are the tensors that `produce` reads: where they share memory with the
-// output in a way that piecewise writing would disturb, all values are computed before the first is
-// written. inf_scale replaces an infinite block scale: the input type's largest finite value.
+// Writes an output of any dtype and scaling mode, including all its copies, from FP32 values that
+// are computed piece by piece. `inputs`: the tensors that `produce` reads. If they share memory
+// with the output such that piecewise writing would change them too early, all values are computed
+// before the first is written. inf_scale: replaces an infinite block scale; the input dtype's
+// largest finite value.
 void store_output(const te_fl_tensor& out, std::initializer_list<const te_fl_tensor*> inputs,
                   const Produce& produce, Access access = Access::kSamePosition,
                   float inf_scale = FLT_MAX);
-// Writes them from an array with the values of all elements, compact row-major.
+// Writes an output from an array of all its values, compact row-major.
 void store_output(const te_fl_tensor& out, const float* values, float inf_scale = FLT_MAX);
 
-// Largest finite value of a float dtype.
+// The largest finite value of a float dtype.
 float largest_finite_of(int dtype) noexcept;
 
 // The value of an F32 tensor with one element.

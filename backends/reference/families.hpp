@@ -1,4 +1,4 @@
-// The families of this backend and how each lists its ops.
+// The op families of this backend and the functions that append their descriptors.
 #pragma once
 
 #include <vector>
@@ -11,8 +11,8 @@ constexpr uint64_t kHostDevices = (uint64_t{1} << TE_FL_DEVICE_CPU) |
                                   (uint64_t{1} << TE_FL_DEVICE_CUDA_HOST) |
                                   (uint64_t{1} << TE_FL_DEVICE_ROCM_HOST);
 
-// The descriptor of one op, run by `void F(const te_fl_context&, const Args&)`. No op is refused
-// statically: what the schema allows, the reference computes.
+// The descriptor of one op, which is run by `void F(const te_fl_context&, const Args&)`. The
+// reference supports every call that the schema allows, so it refuses none.
 template <class Args, auto F>
 te_fl_op_desc descriptor(const char* op_name) {
   te_fl_op_desc desc;
@@ -26,7 +26,7 @@ te_fl_op_desc descriptor(const char* op_name) {
   return desc;
 }
 
-// Each appends the descriptors of one family; defined in <family>.cpp.
+// Each function appends the descriptors of one family and is defined in <family>.cpp.
 void append_gemm(std::vector<te_fl_op_desc>& ops);
 void append_moe(std::vector<te_fl_op_desc>& ops);
 void append_chunks(std::vector<te_fl_op_desc>& ops);

@@ -1,9 +1,9 @@
 // generic_gemm and grouped_gemm: exact dequantised operands, double accumulators, one rounding to
 // FP32 and one to the output's dtype.
 //
-// Operands of a block scaling mode are read from the copy whose blocks run along the contraction
-// (row-wise for an operand stored [.., K], column-wise for one stored [K, ..]) if it exists, else
-// from the other: what a backend must do on hardware that multiplies block by block.
+// Operands with block scaling are read from the copy whose blocks run along the contraction
+// (row-wise for an operand stored as [.., K], column-wise for one stored as [K, ..]) if it exists,
+// else from the other. Backends on hardware that multiplies block by block must do the same.
 #include "te_fl/ops/gemm.h"
 
 #include "activation.hpp"
@@ -14,7 +14,7 @@
 namespace te_fl::reference {
 namespace {
 
-// The operand as a compact [rows, cols] matrix, transposed from its stored form if asked.
+// The operand as a compact [rows, cols] matrix. `transpose`: transposes it from its stored form.
 std::vector<double> operand(const te_fl_tensor& t, bool transpose, Copy copy) {
   std::vector<double> stored = Reader(t, copy).all_double();
   if (!transpose) return stored;
@@ -26,8 +26,8 @@ std::vector<double> operand(const te_fl_tensor& t, bool transpose, Copy copy) {
   return result;
 }
 
-// row[n] = sum over k of a[k] b[k, n], k ascending. The inner loop runs over independent sums, so
-// that it vectorises without changing any of them.
+// row[n] = sum over k of a[k] b[k, n], with k ascending. The inner loop runs over independent sums,
+// so vectorisation does not change the results.
 void multiply_row(const double* a, const double* b, int64_t k_extent, int64_t n_extent,
                   double* row) {
   std::fill_n(row, n_extent, 0.0);
@@ -38,7 +38,7 @@ void multiply_row(const double* a, const double* b, int64_t k_extent, int64_t n_
   }
 }
 
-// The inputs of an epilogue, absent parts empty.
+// The inputs of an epilogue. Absent inputs are empty.
 struct Epilogue {
   std::vector<float> bias, pre_gelu_in, residual, previous;
 };
@@ -56,7 +56,7 @@ void write_bias_grad(const te_fl_generic_gemm_args& args, const std::vector<doub
   Writer(*args.bias_grad).write(0, m_extent, sums.data());
 }
 
-// Sums the columns of the result.
+// Writes the column sums of the result.
 void write_sums(const te_fl_tensor& out, const std::vector<float>& result, int64_t rows,
                 int64_t cols) {
   std::vector<double> sums(static_cast<size_t>(cols), 0.0);
@@ -81,7 +81,7 @@ void generic_gemm(const te_fl_context&, const te_fl_generic_gemm_args& args) {
     epilogue.pre_gelu_in = Reader(*args.pre_gelu_in).all();
   }
   if (args.residual != nullptr) epilogue.residual = Reader(*args.residual).all();
-  // As in BLAS, a beta of 0 does not read d.
+  // As in BLAS, d is not read if beta is 0.
   if (args.accumulate && args.beta != 0.0f) epilogue.previous = Reader(*args.d).all();
 
   std::vector<float> result(static_cast<size_t>(d.rows * d.cols));

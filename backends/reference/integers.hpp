@@ -1,4 +1,4 @@
-// Integers of a tensor, whatever its width and strides.
+// Reads and writes integer tensors of any width and strides.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,7 @@
 
 namespace te_fl::reference {
 
-// Calls f(std::type_identity<T>{}) with the integer type of a dtype; bool is a byte.
+// Calls f(std::type_identity<T>{}) with the integer type of a dtype. bool is a byte.
 template <class F>
 decltype(auto) visit_integer(int dtype, F&& f) {
   switch (dtype) {
@@ -40,7 +40,7 @@ inline std::vector<int64_t> integers(const te_fl_tensor& t) {
   return values;
 }
 
-// Writes them to such a tensor; values that do not fit lose their upper bits.
+// Writes values to such a tensor. Values that do not fit are truncated.
 inline void write_integers(const te_fl_tensor& t, const std::vector<int64_t>& values) {
   const int64_t* next = values.data();
   visit_integer(dtype_of(t), [&]<class T>(std::type_identity<T>) {

@@ -14,13 +14,14 @@ std::string list_of(const std::vector<int>& ranks) {
   return text;
 }
 
-// all_to_all_v's ranks have different numbers of rows, which its misfit() compares.
+// True if two ranks make the same call. all_to_all_v's ranks have different numbers of rows, which
+// its misfit() compares.
 bool same_call(const Brought& a, const Brought& b) {
   return a.op == b.op && a.dtype == b.dtype && a.reduction == b.reduction && a.root == b.root &&
          (a.elements == b.elements || a.op->misfit != nullptr);
 }
 
-// "rank 0 has all_reduce of 8 f32 (sum), rank 1 has ...".
+// For example "rank 0 has all_reduce of 8 f32 (sum), rank 1 has ...".
 std::string brought_by_each(Ranks ranks) {
   constexpr size_t kTold = 16;
   std::string text;
@@ -42,7 +43,7 @@ Meeting::Meeting(std::string name, int size, uint32_t timeout_ms)
   recvs_.resize(ranks * ranks);
 }
 
-// ---- coming and going
+// ---- joining and leaving
 
 void Meeting::join(int rank, int size) {
   Lock lock(mutex_);
@@ -109,7 +110,8 @@ void Meeting::throw_if_failed() const {
   if (failed_) throw backend::Error(status_, failure_);
 }
 
-// A call that waits for a rank that has destroyed its communicator can never be done.
+// Fails a call that waits for a rank that has destroyed its communicator, because it can never
+// complete.
 void Meeting::look_for_leavers() {
   for (int gone = 0; gone < size_ && !failed_; ++gone) {
     const auto index = static_cast<size_t>(gone);
@@ -200,7 +202,7 @@ void Meeting::transfer(size_t pair) {
 
 // ---- waiting
 
-// False after the time-out.
+// Returns false after the time-out.
 bool Meeting::wait_until(Lock& lock, const auto& ready) {
   if (timeout_ms_ != 0)
     return changed_.wait_for(lock, std::chrono::milliseconds(timeout_ms_), ready);
@@ -230,7 +232,7 @@ std::string Meeting::missing(const Posted& call) const {
   return text;
 }
 
-// "; rank 2 waits in recv of 4 f32 from rank 0", or nothing.
+// "; rank 2 waits in recv of 4 f32 from rank 0", or an empty text.
 std::string Meeting::whereabouts(int rank) const {
   const auto waits = [&](const Queue& queue) {
     return queue.empty() || queue.front()->rank != rank

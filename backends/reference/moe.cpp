@@ -1,4 +1,4 @@
-// Permutation of tokens by expert, padding of groups, offsets of parts.
+// Ops that permute tokens by expert, pad groups of rows, and compute offsets from splits.
 #include "te_fl/ops/moe.h"
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 using backend::invalid;
 using backend::wrong_value;
 
-// ---- rows of elements that are copied as they are
+// ---- rows that are copied without conversion
 
 struct Rows {
   char* data;
@@ -75,7 +75,7 @@ void moe_permute_fwd(const te_fl_context&, const te_fl_moe_permute_fwd_args& a) 
   write_integers(*a.row_id_map, map);
 }
 
-// The row of each pair [e, t] that the mask has, -1 for the others.
+// The row of each (expert, token) pair [e, t] that the mask selects; -1 for other pairs.
 std::vector<int64_t> masked_rows(const te_fl_moe_permute_by_mask_fwd_args& a) {
   const int64_t tokens = a.routing_map->dl.shape[0], experts = a.routing_map->dl.shape[1];
   const int64_t rows = a.output->dl.shape[0];
@@ -120,7 +120,7 @@ void moe_permute_by_mask_fwd(const te_fl_context&, const te_fl_moe_permute_by_ma
   write_integers(*a.row_id_map, map);
 }
 
-// The map as numbers, all in [-1, rows).
+// The map's values. Throws unless all are in [-1, rows).
 std::vector<int64_t> checked_map(const te_fl_tensor& row_id_map, int64_t rows) {
   std::vector<int64_t> map = integers(row_id_map);
   for (size_t i = 0; i < map.size(); ++i) {
@@ -165,7 +165,8 @@ void moe_unpermute_bwd(const te_fl_context&, const te_fl_moe_unpermute_bwd_args&
   const int64_t rows = a.grad_input->dl.shape[0], cols = a.grad_input->dl.shape[1];
   const int64_t each = a.row_id_map->dl.shape[0], tokens = a.row_id_map->dl.shape[1];
   const std::vector<int64_t> map = checked_map(*a.row_id_map, rows);
-  std::vector<int64_t> pair_of(static_cast<size_t>(rows), -1);  // [s, t] of each row
+  // The index in the map, [s, t], of each row.
+  std::vector<int64_t> pair_of(static_cast<size_t>(rows), -1);
   for (size_t i = 0; i < map.size(); ++i) {
     if (map[i] < 0) continue;
     int64_t& pair = pair_of[static_cast<size_t>(map[i])];
@@ -234,7 +235,7 @@ void fused_multi_row_unpadding(const te_fl_context&,
 void splits_to_offsets(const te_fl_context&, const te_fl_splits_to_offsets_args& a) {
   const std::vector<int64_t> splits = integers(*a.splits);
   std::vector<int64_t> offsets;
-  uint64_t sum = 0;  // wraps around
+  uint64_t sum = 0;  // wraps around on overflow
   if (a.leading_zero != 0) offsets.push_back(0);
   for (size_t i = 0; i < splits.size(); ++i) {
     if (splits[i] < 0) {

@@ -1,4 +1,4 @@
-// Layer and RMS normalisation. Statistics in double, by two passes; saved in FP32.
+// Layer and RMS normalisation. Statistics are computed in double, in two passes, and saved in FP32.
 #include "te_fl/ops/norm.h"
 
 #include <cmath>
@@ -21,7 +21,7 @@ std::vector<double> weights(const te_fl_tensor& gamma, bool zero_centered) {
 
 double mean(double sum, int64_t n) { return n == 0 ? 0.0 : sum / static_cast<double>(n); }
 
-// Per row: z = (x - mu) rsigma g + beta. Args of both forwards; RMS normalisation has mu 0.
+// The statistics per row, for z = (x - mu) rsigma g + beta. In RMS normalisation mu is 0.
 struct Statistics {
   std::vector<double> mu, rsigma;
 };
@@ -63,7 +63,8 @@ void normalise(const te_fl_tensor& x_tensor, const te_fl_tensor& z, const Statis
   });
 }
 
-// The normalised value: x, or x + residual as it was rounded into sum.
+// The tensor that is normalised: x, or `sum`, to which this function writes the rounded x +
+// residual.
 const te_fl_tensor& normalised_input(const te_fl_tensor& x, const te_fl_tensor* residual,
                                      const te_fl_tensor* sum) {
   if (sum == nullptr) return x;
@@ -95,7 +96,7 @@ void rmsnorm_fwd(const te_fl_context&, const te_fl_rmsnorm_fwd_args& args) {
   store_rows(*args.rsigma, s.rsigma);
 }
 
-// All backwards; absent tensors are null. Without mu there is no centring.
+// The arguments of all backwards. Absent tensors are NULL. mu NULL: RMS normalisation.
 struct BackwardArgs {
   const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;
   bool zero_centered_gamma;
@@ -110,7 +111,7 @@ void run_backward(const BackwardArgs& args) {
   const auto mu =
       args.mu != nullptr ? Reader(*args.mu).all_double() : std::vector<double>(rows, 0.0);
 
-  // First what is summed, over rows and columns; then dx, which may share the memory of dz.
+  // Computes all sums over rows and columns first, because dx may share the memory of dz.
   std::vector<double> mean_d(rows), mean_dn(rows), dgamma(cols, 0.0), dbeta(cols, 0.0);
   std::vector<float> dz_row(cols), x_row(cols);
   for (size_t r = 0; r < rows; ++r) {

@@ -1,5 +1,4 @@
-// Optimisers over lists of tensors. State is kept in FP32; the arithmetic between loads and stores
-// is double.
+// Optimizers over lists of tensors. State is stored in FP32; the arithmetic is in double.
 #include "te_fl/ops/optimizer.h"
 
 #include <cmath>
@@ -18,7 +17,7 @@ bool is_noop(const te_fl_tensor* flag) {
   return flag != nullptr && *backend::data<const int32_t>(*flag) != 0;
 }
 
-// The learning rate and the step in force: a tensor's, if there is one.
+// The learning rate and the step: the tensor's value if there is one, else the scalar argument.
 template <class Args>
 float lr_of(const Args& a) {
   return a.lr_tensor != nullptr ? scalar_f32(*a.lr_tensor) : a.lr;
@@ -40,20 +39,20 @@ void scale(const te_fl_context&, const te_fl_multi_tensor_scale_args& a) {
   if (a.norm != nullptr) {
     const float norm = scalar_f32(*a.norm);
     finite = std::isfinite(norm);
-    if (finite && norm > a.max_norm) factor = a.scale * (a.max_norm / norm);  // in FP32
+    if (finite && norm > a.max_norm) factor = a.scale * (a.max_norm / norm);  // computed in FP32
   }
   for (int64_t t = 0; t < a.inputs_count; ++t) {
     std::vector<double> x = Reader(*a.inputs[t]).all_double();
     finite = finite && all_finite(x);
     for (double& v : x) v *= factor;
     Writer(*a.outputs[t]).write(0, static_cast<int64_t>(x.size()), x.data());
-    // Read back, because a finite product may overflow the output's type.
+    // Reads the output back, because a finite product may overflow the output's dtype.
     finite = finite && all_finite(Reader(*a.outputs[t]).all_double());
   }
   if (!finite) *backend::data<int32_t>(*a.noop_flag) = 1;
 }
 
-// sqrt(sum (factor x)^2) of all tensors, and of each.
+// Writes sqrt(sum (factor x)^2) over all tensors, and per tensor if requested.
 void norms(TensorList inputs, int64_t count, double factor, const te_fl_tensor& norm,
            const te_fl_tensor* per_tensor) {
   std::vector<double> each;
@@ -85,7 +84,7 @@ struct Adam {
         correction2(a.bias_correction ? 1.0 - std::pow(double{a.beta2}, double(step_of(a))) : 1.0) {
   }
 
-  // Updates m, v and p of one element.
+  // Updates m, v and p of one element with gradient g.
   void operator()(double g, float& m, float& v, double& p) const {
     const double wd = args.weight_decay;
     if (args.mode == TE_FL_ADAM_MODE_L2) g += wd * p;

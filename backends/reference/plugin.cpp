@@ -1,6 +1,5 @@
 // The reference backend: plain loops with double accumulation, on host memory. It registers through
-// the plugin ABI like any other backend; te_fl_reference_query takes the place of the exported
-// symbol.
+// the plugin ABI like any other backend; te_fl_reference_query replaces the exported symbol.
 #include <vector>
 
 #include "families.hpp"

@@ -1,4 +1,4 @@
-// quantize, dequantize and their relatives; amax and delayed scaling.
+// The quantisation ops, amax and delayed scaling.
 #include "te_fl/ops/quantize.h"
 
 #include <cmath>
@@ -12,7 +12,7 @@
 namespace te_fl::reference {
 namespace {
 
-// Rows of `input` from row_offset on, as values of an output with the same last extent.
+// Quantises rows of `input`, from row_offset on, into an output with the same last extent.
 void quantize_rows(const te_fl_tensor& input, int64_t row_offset, const te_fl_tensor& output) {
   const Reader reader(input);
   const int64_t cols = backend::as_matrix(output).cols;
@@ -70,7 +70,8 @@ void split_quantize(const te_fl_context&, const te_fl_split_quantize_args& args)
 }
 
 void cast_to_fp8(const te_fl_context&, const te_fl_cast_to_fp8_args& args) {
-  // Shows it as a quantised output with a given scale, whose parts are tensors of their own.
+  // Describes the output as a quantised tensor with a supplied scale; the op passes its parts as
+  // separate tensors.
   te_fl_quant quant;
   float scale_inv = 0.0f;
   quant.scaling = TE_FL_SCALING_TENSOR;

@@ -1,4 +1,4 @@
-// Dropout's random decisions for consecutive elements of a tensor.
+// Dropout's random decisions for the elements of a tensor.
 #pragma once
 
 #include <array>
@@ -9,7 +9,8 @@
 
 namespace te_fl::reference {
 
-// keep(i) for element i of the logical tensor; cheap when i grows by one. One per thread.
+// keep(i) is the decision for element i of the logical tensor; fast if i increases by one per call.
+// Each thread needs its own object.
 class DropoutStream {
  public:
   DropoutStream(const te_fl_rng& rng, float p)
@@ -27,7 +28,7 @@ class DropoutStream {
  private:
   backend::RandomState random_;
   uint64_t threshold_;
-  uint64_t block_index_ = ~uint64_t{0};  // none yet: i / 4 never reaches it
+  uint64_t block_index_ = ~uint64_t{0};  // no block yet: i / 4 never has this value
   std::array<uint32_t, 4> block_{};
 };
 

@@ -1,7 +1,7 @@
 // Rotary position embedding, on separate or packed Q, K, V.
 //
-// y_a = x_a cos f_a - x_b sin f_a, y_b = x_b cos f_b + x_a sin f_b for each pair (a, b). The
-// backward is the transpose of that map, also where the two angles of a pair differ.
+// For each pair (a, b): y_a = x_a cos f_a - x_b sin f_a, and y_b = x_b cos f_b + x_a sin f_b. The
+// backward is the transpose of this map, which also holds if the two angles of a pair differ.
 #include "te_fl/ops/rope.h"
 
 #include <cmath>
@@ -19,8 +19,9 @@ using backend::check_chunks;
 using backend::invalid;
 using backend::PackedHeads;
 
-// Global position of token s of `length` local ones: each rank holds chunks cp_rank and
-// 2 cp_size - 1 - cp_rank of the sequence's 2 cp_size chunks.
+// Context parallelism: each rank holds the chunks cp_rank and 2 cp_size - 1 - cp_rank of the 2
+// cp_size chunks of a sequence. position() is the global position of token s of `length` local
+// tokens.
 struct ContextParallel {
   int64_t size = 1;
   int64_t rank = 0;
@@ -32,10 +33,10 @@ struct ContextParallel {
   }
 };
 
-// Gives each token of a [tokens] sequence of heads its angles: its position, or -1 for a thd
-// token outside every sequence.
+// The position of each token, which determines its angles; -1 for a thd token outside every
+// sequence.
 struct Positions {
-  std::vector<int64_t> of_token;  // indexed as the tensor's two (thd: one) leading dimensions
+  std::vector<int64_t> of_token;  // indexed by the tensor's two (thd: one) leading dimensions
   int64_t largest = -1;
 
   void set(int64_t token, int64_t position) {
@@ -44,7 +45,7 @@ struct Positions {
   }
 };
 
-// start_positions[b], 0 without.
+// start_positions[b]; 0 without the tensor.
 class Starts {
  public:
   Starts(const te_fl_tensor* t, int64_t batch) : t_(t) {
@@ -64,7 +65,7 @@ class Starts {
   const te_fl_tensor* t_;
 };
 
-// sbhd or bshd, of a tensor whose first two extents are given.
+// The positions of a sbhd or bshd tensor, given its first two extents.
 Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
                           const te_fl_tensor* start_positions, const ContextParallel& cp) {
   const bool sbhd = layout == TE_FL_LAYOUT_SBHD;
@@ -81,7 +82,8 @@ Positions dense_positions(int64_t extent0, int64_t extent1, int32_t layout,
   return p;
 }
 
-// cu_seqlens counts whole sequences; a rank holds 1 / cp_size of each.
+// The positions of a thd tensor. cu_seqlens counts whole sequences; a rank holds 1 / cp_size of
+// each.
 Positions packed_positions(int64_t tokens, const te_fl_tensor& cu,
                            const te_fl_tensor* start_positions, const ContextParallel& cp) {
   const int64_t batch = cu.dl.shape[0] - 1;
@@ -111,7 +113,7 @@ Positions packed_positions(int64_t tokens, const te_fl_tensor& cu,
   return p;
 }
 
-// The angles, and how a head's leading elements pair up.
+// The angles, and the pairing of a head's leading elements.
 class Rotation {
  public:
   Rotation(const char* name, const te_fl_tensor& freqs, bool interleaved, bool backward)
@@ -127,7 +129,7 @@ class Rotation {
     backend::check_angle_rows(name_, freqs_.dl.shape[0], positions.largest);
   }
 
-  // One head of dim elements at a position; -1 gives zeros.
+  // Rotates one head of dim elements for a position. Position -1 gives zeros.
   void apply(const double* x, int64_t dim, int64_t position, float* y) const {
     for (int64_t i = columns_; i < dim; ++i) y[i] = position < 0 ? 0.0f : static_cast<float>(x[i]);
     for (int64_t i = 0; i < columns_ / 2; ++i) {

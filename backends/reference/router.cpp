@@ -1,4 +1,4 @@
-// The router of experts and its auxiliary loss.
+// The router ops and the auxiliary loss.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -33,17 +33,18 @@ void softmax(Values& x) {
 
 double sum_of(const Values& x) { return std::accumulate(x.begin(), x.end(), 0.0); }
 
-// Scores are FP32 numbers: the choice is made among those.
+// Rounds scores to FP32, because the choice compares FP32 scores.
 void round_to_f32(Values& x) {
   for (double& v : x) v = static_cast<float>(v);
 }
 
 // ---- choice
 
-// A NaN counts as larger than every number.
+// NaN counts as larger than every number.
 bool larger(double a, double b) { return std::isnan(a) ? !std::isnan(b) : a > b; }
 
-// The `k` largest of x[begin, end), the largest first; of equal ones the lower index.
+// Indices of the k largest of x[begin, end), in descending order. Of equal values the lower index
+// comes first.
 std::vector<int64_t> largest(const Values& x, int64_t begin, int64_t end, int64_t k) {
   std::vector<int64_t> at(static_cast<size_t>(end - begin));
   std::iota(at.begin(), at.end(), begin);
@@ -54,7 +55,7 @@ std::vector<int64_t> largest(const Values& x, int64_t begin, int64_t end, int64_
   return at;
 }
 
-// The experts that are chosen by x, those of the best groups alone if there are groups.
+// The experts chosen by x. With groups, only those in the best groups.
 std::vector<int64_t> choose(const Values& x,
                             const te_fl_fused_topk_with_score_function_fwd_args& a) {
   const auto experts = static_cast<int64_t>(x.size());
@@ -83,7 +84,7 @@ std::vector<int64_t> choose(const Values& x,
   return chosen;
 }
 
-// The forms in which a call wants to know what was chosen.
+// Writes the chosen experts in the forms that a call requests.
 template <class Args>
 void write_choice(const Args& a, const std::vector<std::vector<int64_t>>& chosen, int64_t experts) {
   const int64_t bytes = (experts + 7) / 8;
@@ -161,7 +162,7 @@ void topk_fwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_f
   if (a.topk_indices != nullptr) write_integers(*a.topk_indices, indices);
 }
 
-// The choice as a byte for each expert.
+// The choice, as one byte per expert.
 std::vector<uint8_t> choice_of(const te_fl_fused_topk_with_score_function_bwd_args& a,
                                const backend::Matrix& m) {
   std::vector<uint8_t> chosen(static_cast<size_t>(m.rows * m.cols), 0);
@@ -188,9 +189,9 @@ std::vector<uint8_t> choice_of(const te_fl_fused_topk_with_score_function_bwd_ar
   return chosen;
 }
 
-// ---- gradients; `counts` is not 0 for the experts that a sum goes over
+// ---- gradients. `counts` is nonzero for the experts that a sum includes.
 
-// g becomes the gradient of y before y = f / (sum + epsilon).
+// On entry g is the gradient of y = f / (sum + epsilon); on return it is the gradient of f.
 void divided_gradient(Values& g, const Values& f, const uint8_t* counts) {
   double sum = kEpsilon, dot = 0.0;
   for (size_t e = 0; e < g.size(); ++e) {
@@ -206,7 +207,8 @@ void softmax_gradient(Values& g, const Values& y, const uint8_t* counts) {
   for (size_t e = 0; e < g.size(); ++e) g[e] = counts[e] != 0 ? y[e] * (g[e] - dot) : 0.0;
 }
 
-// From the gradient of scores, divided by their sum over `counts` if `divides`, to that of logits.
+// Turns g from the gradient of the scores into that of the logits. `divides`: the scores were
+// divided by their sum over `counts`.
 void score_gradient(Values& g, const Values& saved, int function, bool divides,
                     const uint8_t* counts) {
   if (function == TE_FL_SCORE_FUNCTION_SIGMOID) {
@@ -240,7 +242,8 @@ void topk_bwd(const te_fl_context&, const te_fl_fused_topk_with_score_function_b
       score_gradient(g, y, a.score_function, a.topk > 1, chosen);
     }
     for (size_t e = 0; e < g.size(); ++e) {
-      if (chosen[e] == 0 && a.use_pre_softmax == 0) g[e] = 0.0;  // 0 times infinity is none
+      // Overrides the NaN of 0 times infinity.
+      if (chosen[e] == 0 && a.use_pre_softmax == 0) g[e] = 0.0;
     }
     put_row(*a.grad_logits, t, g);
   }
@@ -286,7 +289,7 @@ void score_bwd(const te_fl_context&, const te_fl_fused_score_for_moe_aux_loss_bw
 
 // ---- auxiliary loss
 
-// A tensor of integers or of floats as numbers.
+// The values of an integer or float tensor in double.
 Values numbers(const te_fl_tensor& t) {
   if (dtype_of(t) != TE_FL_I32 && dtype_of(t) != TE_FL_I64) return Reader(t).all_double();
   const std::vector<int64_t> values = integers(t);

@@ -1,4 +1,4 @@
-// Activations with a factor of each row, and SiTU-GLU.
+// Activations with a scale per row, and SiTU-GLU.
 #include <cmath>
 #include <vector>
 
@@ -11,7 +11,7 @@
 namespace te_fl::reference {
 namespace {
 
-// The result of (a, b) and its derivatives by both. kHalves: 1 where there is no b.
+// The result for (a, b) and its derivatives by a and b. kHalves is 1 if there is no b.
 struct GateAt {
   double value, by_a, by_b;
 };
@@ -29,7 +29,7 @@ struct SwigluGate {
 struct ClampedGate {
   static constexpr int64_t kHalves = 2;
   double limit, alpha, offset;
-  // A NaN passes.
+  // Keeps NaN.
   double high(double x) const { return x > limit ? limit : x; }
   double both(double x) const { return high(x < -limit ? -limit : x); }
   GateAt operator()(double a, double b) const {
@@ -49,7 +49,7 @@ struct SituGate {
   }
 };
 
-// The rows of a call; scales may be null.
+// The rows of a call. The tensor of scales may be NULL.
 template <class G>
 struct GatedRows {
   G gate;
@@ -88,7 +88,8 @@ void gate_forward(const G& gate, const te_fl_tensor& input, const te_fl_tensor* 
 }
 
 struct ScaledGradient {
-  const te_fl_tensor *grad, *input, *scales, *output, *grad_scales;  // scales and theirs: or null
+  // `scales` and `grad_scales` may be NULL.
+  const te_fl_tensor *grad, *input, *scales, *output, *grad_scales;
 };
 template <class G>
 void gate_backward(const G& gate, const ScaledGradient& g, int64_t interleave) {

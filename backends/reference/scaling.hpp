@@ -1,4 +1,4 @@
-// Layout of the parts of a quantised tensor; see te_fl_quant in te_fl/plugin.h.
+// Layout of the parts of a quantised tensor (te_fl_quant in te_fl/plugin.h).
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@ struct Extents {
   int64_t cols;
 };
 
-// Elements of the logical matrix that share one scale (not for TENSOR).
+// Extents of the block of the logical matrix that shares one scale (not for TENSOR).
 Extents block_extents(uint32_t scaling, bool columnwise) noexcept;
 
-// Shape of scale_inv of a [rows, cols] matrix, padding included.
+// Shape of scale_inv of a [rows, cols] matrix, including padding.
 Extents scale_extents(uint32_t scaling, bool columnwise, backend::Matrix matrix) noexcept;
 
-// Index in that array of the scale of element (row, col).
+// Index in scale_inv of the scale of element (row, col).
 int64_t scale_index(uint32_t scaling, bool columnwise, backend::Matrix matrix, int64_t row,
                     int64_t col) noexcept;
 

@@ -1,4 +1,4 @@
-// Scaled softmax: unmasked, with a mask tensor, upper-triangular and aligned causal.
+// The scaled softmax ops: unmasked, with a mask tensor, upper-triangular and aligned causal.
 #include "te_fl/ops/softmax.h"
 
 #include <cmath>
@@ -14,15 +14,15 @@ namespace {
 
 using backend::Matrix;
 
-// Row r of the scores as a [.., queries, keys] tensor: its query.
+// The query of row `row` of a [.., queries, keys] tensor of scores.
 int64_t query_of(const te_fl_tensor& t, int64_t row) { return row % t.dl.shape[t.dl.ndim - 2]; }
 
-// Number of leading keys that a query sees.
+// The number of leading keys that a query sees.
 struct AllKeys {
   int64_t keys;
   int64_t operator()(int64_t) const { return keys; }
 };
-// Aligned bottom-right; with as many keys as queries that is the upper-triangular mask.
+// Aligned at the bottom right. With as many keys as queries this is the upper-triangular mask.
 struct CausalKeys {
   int64_t queries;
   int64_t keys;
@@ -36,14 +36,14 @@ CausalKeys causal_keys(const te_fl_tensor& t) {
   return {t.dl.shape[t.dl.ndim - 2], t.dl.shape[t.dl.ndim - 1]};
 }
 
-// Writes the softmax of x * scale over the keys below `visible` that are not masked; 0 elsewhere.
+// Writes the softmax of x * scale over the unmasked keys below `visible`, and 0 for other keys.
 template <class Masked>
 void softmax_row(const double* x, int64_t visible, double scale, Masked&& masked, float* y) {
   double top = -INFINITY;
   for (int64_t k = 0; k < visible; ++k) {
     if (!masked(k)) top = max_or_nan(top, scale * x[k]);
   }
-  if (top == -INFINITY) return;  // fully masked
+  if (top == -INFINITY) return;  // the row is fully masked
   double sum = 0;
   for (int64_t k = 0; k < visible; ++k) {
     if (!masked(k)) sum += std::exp(scale * x[k] - top);

@@ -1,4 +1,4 @@
-// store_output: FP32 values into a tensor of any dtype and scaling mode.
+// store_output: writes FP32 values to a tensor of any dtype and scaling mode.
 #include <array>
 #include <cstring>
 
@@ -12,13 +12,13 @@ namespace {
 
 using backend::Matrix;
 
-// Values are produced in tiles of whole blocks of every scaling mode.
+// Tiles contain whole blocks of every scaling mode.
 constexpr int64_t kTileRows = 128;
 constexpr int64_t kTileCols = 2048;
 
 struct Tile {
   int64_t row, col, rows, cols;
-  const float* values;  // [rows, cols]
+  const float* values;  // shape [rows, cols]
 };
 
 template <class F>
@@ -122,7 +122,7 @@ class Quantizer {
     }
   }
 
-  // Padding of scale_inv, and the nibble after an odd number of FP4 elements.
+  // Clears the padding of scale_inv, and the unused nibble after an odd number of FP4 elements.
   void clear_padding() {
     const size_t scale_bytes =
         quant_.scaling == TE_FL_SCALING_MXFP8 || quant_.scaling == TE_FL_SCALING_NVFP4
@@ -172,7 +172,8 @@ class Quantizer {
     }
   }
 
-  // Stores the block's factor on the way out; returns the one on the way in.
+  // Stores the block's scale_inv. Returns the factor by which its elements are multiplied before
+  // rounding.
   float block_scale(float amax, int64_t row, int64_t col, bool columnwise) {
     void* scales = columnwise ? quant_.columnwise_scale_inv : quant_.scale_inv;
     const int64_t index = scale_index(quant_.scaling, columnwise, matrix_, row, col);
@@ -182,9 +183,9 @@ class Quantizer {
       return numeric::e8m0_reciprocal(code);
     }
     if (quant_.scaling == TE_FL_SCALING_NVFP4) {
-      // The block's scale in units of the tensor's, as E4M3; then what brings |x| to at most 6. A
-      // block too small for its scale becomes zeros. The order of the products is Transformer
-      // Engine's: another one rounds some codes otherwise.
+      // The block's scale in units of the tensor's scale, rounded to E4M3; then the factor that
+      // makes |x| at most 6. A block whose scale underflows becomes zeros. The products have
+      // Transformer Engine's order, because another order would round some codes differently.
       const numeric::fp8e4m3 code(
           std::min(amax * (second_level_ * (1.0f / kMax)), numeric::kE4m3Max));
       save(scales, index, code);
@@ -207,7 +208,7 @@ class Quantizer {
   float second_level_ = 1.0f;
 };
 
-// Bytes [begin, end) that a tensor's data lies in.
+// The bytes [begin, end) that contain a tensor's data.
 struct Range {
   const char* begin = nullptr;
   const char* end = nullptr;
@@ -242,8 +243,8 @@ bool overlap(const te_fl_tensor& a, const te_fl_tensor& b) {
   return false;
 }
 
-// Holds where the same elements are at the same places: an element's input is read before its
-// output is written.
+// True if equal elements have equal addresses. Then each input element is read before the output
+// element at its address is written.
 bool same_view(const te_fl_tensor& a, const te_fl_tensor& b) {
   if (backend::data<char>(a) != backend::data<char>(b) || dtype_of(a) != dtype_of(b) ||
       a.dl.ndim != b.dl.ndim || backend::scaling(a) != backend::scaling(b)) {

@@ -1,4 +1,4 @@
-// Residual addition, copies and fills, embedding and cross-entropy.
+// The ops add, strided_copy and fill, embedding and cross-entropy.
 #include "te_fl/ops/tensor.h"
 
 #include <cmath>
@@ -20,7 +20,7 @@ using backend::Matrix;
 
 // ---- add
 
-// Keep bits of n elements, one per bit, little-endian, zero after the last.
+// Dropout's decisions for n elements: bit i % 8 of byte i / 8. Bits past the last element are 0.
 std::vector<uint8_t> keep_bits(const te_fl_rng& rng, float p, int64_t n) {
   DropoutStream stream(rng, p);
   std::vector<uint8_t> bits(static_cast<size_t>((n + 7) / 8), 0);
@@ -62,7 +62,7 @@ constexpr int64_t kChunk = 4096;
 
 bool is_float(int dtype) { return dtype <= TE_FL_F8E8M0; }
 
-// Elements move as they are; Bits is an unsigned type of the element's size, or fp4e2m1.
+// Copies elements without conversion. Bits is an unsigned type of the element's size, or fp4e2m1.
 template <class Bits>
 void copy_bits(const te_fl_tensor& input, const te_fl_tensor& output) {
   const auto* from = backend::data<const char>(input);
@@ -104,7 +104,8 @@ void strided_copy(const te_fl_context&, const te_fl_strided_copy_args& args) {
     invalid(std::string("input is ") + dtype_name(from) + ", output is " + dtype_name(to) +
             "; only float types convert into each other, others copy to themselves");
   }
-  // By way of double, which holds every value of every float type: one rounding, on the way out.
+  // Converts through double, which represents every value of every float dtype, so the only
+  // rounding is that of the output.
   const Reader reader(*args.input);
   const Writer writer(*args.output);
   std::vector<double> chunk(kChunk);
@@ -201,7 +202,7 @@ void embedding_fwd(const te_fl_context&, const te_fl_embedding_fwd_args& args) {
 void embedding_bwd(const te_fl_context&, const te_fl_embedding_bwd_args& args) {
   const Matrix table = backend::as_matrix(*args.grad_weight);
   const std::vector<int64_t> indices = checked_indices(*args.indices, table.rows);
-  // Positions grouped by the row they add to, in index order.
+  // Positions grouped by the table row that they look up, in index order.
   std::vector<size_t> first(static_cast<size_t>(table.rows) + 1, 0);
   for (const int64_t v : indices) ++first[static_cast<size_t>(v) + 1];
   for (size_t v = 1; v < first.size(); ++v) first[v] += first[v - 1];
@@ -245,7 +246,7 @@ void cross_entropy_fwd(const te_fl_context&, const te_fl_cross_entropy_fwd_args&
     const double lse = log_sum_exp(x);
     double loss = 0.0;
     if (targets[i] != args.ignore_index) {
-      // A term with factor 0 is left out: logits of -infinity mask classes.
+      // A term with factor 0 is skipped, because logits of -infinity mask classes.
       loss = lse;
       if (smoothing != 1.0) loss -= (1.0 - smoothing) * x[static_cast<size_t>(targets[i])];
       if (smoothing != 0.0) {

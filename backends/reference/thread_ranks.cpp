@@ -18,8 +18,8 @@ using backend::guard;
 
 // ---- how ranks find their meeting
 
-// The meetings of a process by the token that rank 0 publishes. A child gets a table of its own,
-// since another thread of its parent may have held the mutex.
+// The meetings of a process, by the token that rank 0 publishes. A forked child gets its own table,
+// because a thread of the parent may have held the mutex.
 struct Table {
   const pid_t process = getpid();
   const uint64_t nonce = std::random_device{}() | uint64_t{std::random_device{}()} << 32;
@@ -29,7 +29,7 @@ struct Table {
   std::map<std::string, std::weak_ptr<Meeting>> meetings;
   explicit Table(Table* of_parent) : parents(of_parent) {}
 
-  // "process 71 of 5f0c...", which no other process has.
+  // "process 71 of 5f0c...", which is unique to this process.
   std::string prefix() const {
     return "process " + std::to_string(process) + " of " + std::to_string(nonce);
   }
@@ -77,7 +77,8 @@ std::shared_ptr<Meeting> find(const std::string& token, const te_fl_comm_config&
 
 constexpr char kKey[] = "meeting";
 
-// The store's words about a failure go to the sink, ahead of what is thrown.
+// Writes the token to the store. If that fails, the store's message goes to `errors`, before this
+// throws.
 void set(const te_fl_comm_config& config, const std::string& token,
          const te_fl_error_sink* errors) {
   const te_fl_comm_store& store = *config.store;
@@ -119,13 +120,14 @@ struct Group {
     Posted posted;
   };
   int depth = 0;
-  // They do not move. A deque would have 56 bytes more in each thread's static block, of which a
-  // library that is opened late finds little.
+  // A list, because posted calls must not move. A deque would need 56 more bytes of static TLS per
+  // thread, which is scarce when a library is loaded late.
   std::list<Kept> calls;
 };
 thread_local Group group;
 
-// Every call is waited for, since its meeting knows it until then. The first failure is thrown.
+// Waits for every call, even after a failure, because the meeting refers to it until then. Throws
+// the first failure.
 void run_group(std::list<Group::Kept> calls) {
   std::optional<Error> failed;
   const auto keep_failure = [&](auto&& step) {
@@ -174,8 +176,8 @@ te_fl_status create(void*, const te_fl_comm_config* config, void** out,
   });
 }
 
-// In a child of the process that made it, where the mutex may be held for ever, nobody waits for
-// the rank.
+// In a forked child this does not leave the meeting, because its mutex may be locked for ever; no
+// rank waits for the child.
 void destroy(void* comm) {
   const std::unique_ptr<ThreadRank> rank(static_cast<ThreadRank*>(comm));
   if (rank->process == getpid()) rank->meeting->leave(rank->rank);

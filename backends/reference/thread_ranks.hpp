@@ -1,4 +1,4 @@
-// The provider of collectives "threads": ranks that are threads of one process.
+// The collective provider "threads": ranks that are threads of one process.
 #pragma once
 
 #include <sys/types.h>
@@ -12,14 +12,14 @@ namespace te_fl::reference {
 
 const te_fl_comm_desc& thread_ranks();
 
-// One rank of a communicator: what create() gives.
+// One rank of a communicator, as create() returns it.
 struct ThreadRank {
   std::shared_ptr<Meeting> meeting;
   int rank = 0;
-  pid_t process = 0;  // that made it; a child of it may not use it
+  pid_t process = 0;  // that created it; a forked child may not use it
 };
 
-// Does the call with the other ranks, or keeps it until group_end() if the thread is in a group.
+// Makes the call with the other ranks. Inside a group, records it until group_end().
 void call(const ThreadRank& rank, Brought brought);
 
 }  // namespace te_fl::reference

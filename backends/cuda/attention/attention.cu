@@ -1,5 +1,5 @@
-// fused_attn_fwd, fused_attn_bwd and the enquiry about them: calls decoded for the plugin's own
-// kernels.
+// The ops fused_attn_fwd, fused_attn_bwd and get_fused_attn_backend on the plugin's own kernels:
+// checks the calls and decodes their arguments for the kernels.
 #include <algorithm>
 
 #include "attention/attention_choice.hpp"
@@ -28,10 +28,11 @@ namespace {
 
 using backend::AttentionProblem;
 
-// TE_FL_CUDA_ATTENTION_SCRATCH_MB in bytes. Set before the first call.
+// The setting TE_FL_CUDA_ATTENTION_SCRATCH_MB, in bytes. Set before the first call.
 size_t most_attention_scratch = 0;
 
-// A view of an input, with the factor of its codes.
+// A view of the input `t`. For FP8, `factor` is the tensor's scale_inv, by which its codes are
+// multiplied.
 HeadData read_heads(const te_fl_tensor& t, int32_t layout) {
   HeadData d = head_data(t, layout);
   if (backend::scaling(t) == TE_FL_SCALING_NONE) return d;
@@ -105,12 +106,13 @@ Attention attention_of(const te_fl_context& ctx, const Args& a, const AttentionP
   return r;
 }
 
-// Refuses, for the plain kernels, from metadata that every call has.
+// Returns a reason if the plain kernels cannot serve the call, else NULL. Reads only the metadata
+// that every attention call has.
 template <class Args>
 Refusal refuse_heads(const Args& a) {
   const te_fl_tensor* const operands[] = {a.q, a.k, a.v};
   for (const te_fl_tensor* t : operands) {
-    if (t->dl.ndim < 3) return nullptr;  // the shape's error is the answer
+    if (t->dl.ndim < 3) return nullptr;  // an error of the shape is reported elsewhere
     if (t->dl.shape[t->dl.ndim - 1] > kMaxHeadDim) {
       return "a head has more than 256 elements";
     }
@@ -130,7 +132,7 @@ Refusal refuse_batch(const Args& a) {
   if (!dense(a.softmax_lse)) return "softmax_lse is not contiguous";
   return nullptr;
 }
-// FP8 that lies in its column-wise copy alone.
+// Refuses FP8 inputs that have column-wise data only.
 Refusal refuse_columns(std::initializer_list<const te_fl_tensor*> inputs) {
   for (const te_fl_tensor* t : inputs) {
     if (t->dl.data == nullptr && backend::numel(*t) > 0) return "reads row-wise data only";
@@ -152,8 +154,8 @@ Refusal refuse_backward(const te_fl_fused_attn_bwd_args& a) {
   return refuse_batch(a);
 }
 
-// Tells the kernels where the parts of a call's scratch begin; those that they do without stay
-// NULL.
+// Points the kernels' parameters at the parts of the call's scratch. A pointer whose part has no
+// bytes stays NULL.
 void place_scratch(const AttentionProblem& problem, const AttentionScratch& s, char* at,
                    Attention& p, bool backward) {
   const auto place = [&](PairBits& bits, size_t bytes, int64_t batches, int64_t heads) {
@@ -203,12 +205,12 @@ void fused_attn_fwd(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a
   if (a.saved != nullptr) a.saved->opaque = 0;
 }
 
-// Two sums of each row, before the scratch of the gradients.
+// Bytes for two FP32 sums per row of the scores. They lie in front of the scratch of scratch_of().
 size_t row_sum_bytes(const te_fl_fused_attn_bwd_args& a) {
   const int64_t bytes = backend::numel(*a.softmax_lse) * static_cast<int64_t>(2 * sizeof(float));
   return static_cast<size_t>(round_up(bytes, 256));
 }
-// After them.
+// The scratch of the tensor-core kernels, which follows the row sums.
 AttentionScratch scratch_of(const te_fl_context& ctx, const te_fl_fused_attn_bwd_args& a,
                             const AttentionProblem& p) {
   if (!choose_attention(architecture(ctx.device.index), a).tensor_cores()) return {};

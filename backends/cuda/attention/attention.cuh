@@ -1,4 +1,5 @@
-// One attention call as the kernels see it, in FP32, and what forward and backward share.
+// One attention call in the form that the plugin's kernels take, and FP32 device code that forward
+// and backward share.
 #pragma once
 
 #include "attention/attention_choice.hpp"
@@ -9,19 +10,20 @@
 
 namespace te_fl::cuda {
 
-constexpr int kTileRows = 32;  // queries, and keys, of a tile
-constexpr int kLanes = 8;      // threads that share a row
+constexpr int kTileRows = 32;  // queries, or keys, of a tile
+constexpr int kLanes = 8;      // threads that share a row of the tile
 constexpr int kMaxHeadDim = 256;
 static_assert(kTileRows * kLanes == kThreads);
 
-// q, k, v, o or a gradient of one; strides in elements.
+// A view of q, k, v, o or the gradient of one of them. Strides are in elements.
 struct HeadData {
   void* data = nullptr;
   int dtype = TE_FL_F32;
-  int64_t batch = 0, seq = 0, head = 0, element = 0;  // strides
+  int64_t batch = 0, seq = 0, head = 0, element = 0;  // strides of the dimensions
   int dim = 0;
-  const float* factor = nullptr;  // FP8: of codes that are read scale_inv, of written ones scale
-  float* amax = nullptr;          // an output's: maximised by what is written, if not NULL
+  const float* factor = nullptr;  // FP8 input: scale_inv; FP8 output: scale
+  float* amax = nullptr;          // of an output: raised to the largest magnitude written, unless
+                                  // NULL
 
   __device__ int64_t offset(int64_t b, int64_t s, int64_t h) const {
     return b * batch + s * seq + h * head;
@@ -62,18 +64,19 @@ struct HeadData {
   }
 };
 
-// Quantises P or dS between two products: codes under a given scale.
+// The quantisation of P or dS between two products, with a scale that the call supplies.
 struct Rounding {
-  const float* scale = nullptr;  // NULL: values stay as they are
-  float* amax = nullptr;         // maximised by the values, if not NULL
+  const float* scale = nullptr;  // NULL: values are not quantised
+  float* amax = nullptr;         // raised to the largest magnitude of the values, unless NULL
   bool is_e5m2 = false;
 };
-// Holds them in registers.
+// The scale of a Rounding and its reciprocal, loaded into registers.
 struct RoundingScale {
   float scale = 1.0f, inverse = 1.0f;
   bool used = false, is_e5m2 = false;
 
-  // `largest`, unless 0: values reach it, so no scale that takes it beyond the type is used.
+  // `largest`: the largest magnitude that the values can reach, or 0 if unknown. The scale is
+  // limited so that `largest` does not exceed the FP8 type's largest number.
   __device__ explicit RoundingScale(const Rounding& r, float largest = 0.0f)
       : used(r.scale != nullptr), is_e5m2(r.is_e5m2) {
     if (!used) return;
@@ -90,14 +93,15 @@ struct RoundingScale {
     return code * inverse;
   }
 };
-// By all threads of a block.
+// Combines the threads' maxima `most` into `*amax`. All threads of the block call it.
 __device__ inline void join_amax(float* amax, float most) {
   if (amax == nullptr) return;
   most = warp_max(most);
   if (threadIdx.x % 32 == 0) atomic_amax(amax, most);
 }
 
-// [1|B, 1|H, Sq, Sk]; stride 0 where the extent is 1.
+// A view of a tensor [1|B, 1|H, Sq, Sk], such as a bias. The stride of a dimension of extent 1 is
+// 0.
 struct ScoreData {
   void* data = nullptr;
   int dtype = TE_FL_F32;
@@ -117,12 +121,13 @@ struct Span {
   int64_t q_begin, q_len, kv_begin, kv_len;
 };
 
-// One bit for each pair of query and key, in scratch. A word is 64 keys of a query, bit n the
-// tile's key n, in [matrices, tiles of 64 keys, queries in whole tiles of 128]; by key the same
-// with queries and keys exchanged. Pair (b, h) is in matrix b batch + h head.
+// One bit per (query, key) pair, in scratch. Each 64-bit word of by_query holds 64 keys of one
+// query: bit n is key n of a tile of 64 keys. The words form [matrices, tiles of 64 keys, queries
+// rounded up to a multiple of 128]. by_key is the same with queries and keys exchanged. Batch b and
+// head h use matrix b * batch + h * head.
 struct PairBits {
-  uint64_t* by_query = nullptr;  // NULL: there are none
-  uint64_t* by_key = nullptr;    // NULL where only the others are read
+  uint64_t* by_query = nullptr;  // NULL: this object has no bits
+  uint64_t* by_key = nullptr;    // NULL if the kernels read by_query only
   int64_t matrices = 0, queries = 0, keys = 0, batch = 0, head = 0;
 
   __device__ uint64_t* words_by_query(int64_t matrix, int64_t i, int64_t j) const {
@@ -133,7 +138,8 @@ struct PairBits {
     const int64_t tiles = ceil_div(queries, flash::kPassing);
     return by_key + (matrix * tiles + i / flash::kPassing) * round_up(keys, flash::kFixed) + j;
   }
-  // Serves 128 queries from i0 for the tile of j0, or of 128 keys from j0 for the tile of i0.
+  // The 128 words of a tile's fixed side. kKeysPass: of queries from i0, each with 64 keys from j0;
+  // otherwise of keys from j0, each with 64 queries from i0.
   template <bool kKeysPass>
   __device__ const uint64_t* tile(int64_t b, int64_t h, int64_t i0, int64_t j0) const {
     const int64_t matrix = b * batch + h * head;
@@ -143,24 +149,25 @@ struct PairBits {
 
 struct Attention {
   HeadData q, k, v;
-  int64_t batch, heads, kv_heads, seqlen_q, seqlen_kv;  // thd: tokens in all
-  int64_t max_q, max_kv;                                // thd: as given, 0: to be found
+  int64_t batch, heads, kv_heads, seqlen_q, seqlen_kv;  // thd: seqlens count all tokens
+  int64_t max_q, max_kv;  // thd: the call's max_seqlens; 0: computed here
   bool thd;
   backend::MaskRule mask;
   int softmax_type;
   float scale;
-  float softcap;       // 0: none; else a scaled product x counts as softcap tanh(x / softcap)
-  uint64_t threshold;  // of dropout
-  float kept;          // 1 / (1 - p)
+  float softcap;       // 0: off; else a scaled product x becomes softcap tanh(x / softcap)
+  uint64_t threshold;  // dropout's threshold
+  float kept;          // 1 / (1 - p), the factor of probabilities that dropout keeps
   uint64_t seed, rng_offset;
-  const uint64_t *seed_address, *offset_address;  // as in te_fl_rng
+  const uint64_t *seed_address, *offset_address;  // as in te_fl_rng; may be NULL
   ScoreData bias, attn_mask;
   const float* alibi;
   int64_t alibi_batch, alibi_head;
   const float* sink;
   int64_t sink_stride;
   Lengths q_lengths, kv_lengths;
-  // Only the tensor-core kernels use this: what the mask tensor hides, and what dropout keeps.
+  // Bits of the pairs that the mask tensor hides, and of those that dropout keeps. Only the
+  // tensor-core kernels use them.
   PairBits hide, keep;
 
   __device__ void side(const Lengths& l, int64_t b, int64_t limit, int64_t& begin,
@@ -171,7 +178,7 @@ struct Attention {
     const int64_t first = l.cu[b * l.stride];
     len = l.cu[(b + 1) * l.stride] - first;
     if (thd) begin = l.padded != nullptr ? l.padded[b * l.padded_stride] : first;
-    // Lengths that do not fit the tensors never lead outside them.
+    // Clamps cu_seqlens that exceed the tensors, so that no access is out of bounds.
     if (begin < 0 || begin > limit) begin = limit;
     if (len > limit - begin) len = limit - begin;
     if (len < 0) len = 0;
@@ -182,7 +189,8 @@ struct Attention {
     side(kv_lengths, b, seqlen_kv, s.kv_begin, s.kv_len);
     return s;
   }
-  // Extents of the logical [B, H, Sq, Sk] matrix that numbers dropout's random words.
+  // The extents of the logical [B, H, Sq, Sk] matrix whose element index selects dropout's random
+  // word.
   __device__ void logical(int64_t& rows, int64_t& cols) const {
     rows = thd ? max_q : seqlen_q;
     cols = thd ? max_kv : seqlen_kv;
@@ -207,7 +215,7 @@ struct Attention {
     return mask.arbitrary &&
            static_cast<const uint8_t*>(attn_mask.data)[attn_mask.offset(b, h, i, j)] != 0;
   }
-  // Takes an unmasked pair.
+  // The score of a pair that the masks do not hide; `dot` is q k^T.
   __device__ float score(const Span& s, int64_t b, int64_t h, int64_t i, int64_t j,
                          float dot) const {
     float value = scale * dot;
@@ -221,13 +229,14 @@ struct Attention {
     }
     return value;
   }
-  // The derivative of that by the scaled product.
+  // The derivative of score() by the scaled product.
   __device__ float score_slope(float dot) const {
     if (softcap == 0) return 1.0f;
     const float part = tanhf(scale * dot / softcap);
     return fmaf(-part, part, 1.0f);
   }
-  // 0 for a dropped probability, else 1 / (1 - p). `row`: (b H + h) rows + i.
+  // The factor of a probability: 0 if dropout drops it, else 1 / (1 - p). `row`: (b H + h) rows +
+  // i.
   __device__ float dropout(int64_t row, int64_t cols, int64_t j) const {
     if (threshold == 0) return 1.0f;
     const uint64_t key = seed_address != nullptr ? *seed_address : seed;
@@ -252,7 +261,8 @@ __device__ inline void load_tile_as(const HeadData& t, int64_t b, int64_t h, int
     tile[row * pitch + d] = value;
   }
 }
-// Rows [begin, begin + kTileRows) of a head as FP32 in shared memory, zeros from `end` on.
+// Loads rows [begin, begin + kTileRows) of a head into shared memory as FP32. Rows from `end` on
+// become zeros.
 __device__ inline void load_tile(const HeadData& t, int64_t b, int64_t h, int64_t origin,
                                  int64_t begin, int64_t end, float* tile) {
   switch (t.dtype) {
@@ -273,7 +283,7 @@ __device__ inline float dot(const float* a, const float* b, int n) {
   for (int d = 0; d < n; ++d) sum = fmaf(a[d], b[d], sum);
   return sum;
 }
-// Over the kLanes threads of a row.
+// The maximum over the kLanes threads that share a row.
 __device__ inline float row_max(float v) {
 #pragma unroll
   for (int step = kLanes / 2; step > 0; step /= 2) {
@@ -290,17 +300,17 @@ __device__ inline float row_sum(float v) {
 __device__ inline int row_of_thread() { return static_cast<int>(threadIdx.x) / kLanes; }
 __device__ inline int lane_of_thread() { return static_cast<int>(threadIdx.x) % kLanes; }
 
-// The keys that queries [begin, begin + kTileRows) of a sequence may see.
+// The range of keys that at least one of the queries [begin, begin + kTileRows) sees.
 __device__ inline backend::KeyRange keys_of_tile(const Attention& p, const Span& s, int64_t begin) {
   const int64_t last = (begin + kTileRows < s.q_len ? begin + kTileRows : s.q_len) - 1;
   if (last < begin) return {};
   return {p.mask.keys(begin, s.q_len, s.kv_len).begin, p.mask.keys(last, s.q_len, s.kv_len).end};
 }
 
-// Scores of query i and the keys of a tile that this thread has: k0 + lane + c kLanes.
+// A thread's scores of query i and the keys k0 + lane + c kLanes of a tile.
 struct TileScores {
   static constexpr int kCount = kTileRows / kLanes;
-  float score[kCount], most = -INFINITY;  // hidden keys: -inf
+  float score[kCount], most = -INFINITY;  // a hidden key has score -inf
   bool hidden[kCount];
 
   __device__ TileScores(const Attention& p, const Span& s, int64_t b, int64_t h, int64_t i,
@@ -319,15 +329,16 @@ struct TileScores {
   }
 };
 
-// The softmax of a row, known to all its threads.
+// The running maximum and sum of a row's softmax. All threads of the row hold the same values.
 struct RowSoftmax {
   float top = -INFINITY, sum = 0.0f;
 
-  // exp(score - top) of an unmasked key. Only NaN and -inf leave the maximum at -inf.
+  // exp(score - top) of a key that is not hidden. If the maximum is -inf, every score is NaN or
+  // -inf.
   static __device__ float exponential(float score, float top) {
     return top == -INFINITY ? (isnan(score) ? score : 0.0f) : expf(score - top);
   }
-  // Raises the maximum; returns the factor of what was summed so far.
+  // Raises the maximum to `new_top`. Returns the factor by which earlier sums must be multiplied.
   __device__ float raise(float new_top) {
     const float shrink = new_top == -INFINITY ? 1.0f : expf(top - new_top);
     top = new_top;
@@ -335,9 +346,9 @@ struct RowSoftmax {
   }
   __device__ bool empty() const { return top == -INFINITY && !isnan(sum); }
 };
-// Adds the sink to that.
+// The softmax of a row including the sink logit.
 struct RowTotal {
-  float top, factor, total;  // factor: of sums of exp(score - the row's own maximum)
+  float top, factor, total;  // rescales sums of exp(score - row.top) to the new top
 
   __device__ RowTotal(const RowSoftmax& row, float sink) : top(fmaxf(row.top, sink)) {
     factor = top == -INFINITY ? 1.0f : expf(row.top - top);
@@ -353,33 +364,33 @@ inline dim3 tiles(int64_t rows, int64_t heads, int64_t batch) {
 }
 inline size_t tile_bytes(int64_t dim) { return static_cast<size_t>(kTileRows * (dim + 1)) * 4; }
 
-// Fills [tokens, heads, dim] of every sequence with zeros, and lse, if any, with -inf.
+// Fills [tokens, heads, dim] of every sequence with zeros, and lse with -inf unless it is NULL.
 void clear_heads(cudaStream_t stream, const HeadData& t, int64_t batch, int64_t seqlen,
                  int64_t heads, float* lse);
 
-// `rounding` of P; the sums of P V are FP32 either way. `tensor_cores`: whether choose_attention()
-// says so.
+// Launches the forward. `rounding` quantises P; the sums of P V are FP32 with and without it.
+// `tensor_cores`: the result of choose_attention().
 void attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
                        const Rounding& rounding, bool tensor_cores);
-// Its part that quantises P, which has to know a row's largest score first and so goes over the keys
-// twice.
+// The part of attention_forward() that quantises P. Its kernel passes over the keys twice, because
+// it needs a row's largest score before it quantises.
 void quantised_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o, float* lse,
                        const Rounding& rounding);
 
 struct AttentionGradients {
   HeadData o, d_o, dq, dk, dv;
-  ScoreData dbias;  // data NULL: not asked for
+  ScoreData dbias;  // data NULL: the call does not ask for dbias
   int64_t dbias_batches, dbias_heads;
   float* dsink;
   int64_t dsink_stride;
   const float* lse;
-  float* delta;  // scratch, one per row of lse
-  // Only the tensor-core kernels use these:
-  float* log2_sum;  // scratch likewise: lse times log2(e)
-  // Scratch for the gradients of the scores, of which dbias is the sum, in q's dtype: tiles of 128
-  // queries by 64 keys, [batch, heads, tiles of queries, tiles of keys]; NULL: computed again.
+  float* delta;  // scratch, one element per row of lse
+  // Used by the tensor-core kernels only:
+  float* log2_sum;  // scratch, one per row of lse: lse times log2(e)
+  // Scratch for the gradients of the scores, in q's dtype; dbias is their sum. Tiles of 128 queries
+  // by 64 keys, in [batch, heads, tiles of queries, tiles of keys]. NULL: dbias recomputes them.
   uint4* score_gradients;
-  Rounding p_codes, ds_codes;  // dbias and dsink come from the values before
+  Rounding p_codes, ds_codes;  // dbias and dsink use the unquantised values
 };
 void attention_backward(const te_fl_context& ctx, const Attention& p, const AttentionGradients& g,
                         bool tensor_cores);

@@ -1,5 +1,5 @@
-// The mask tensor, and dropout's decisions, as one bit for each pair: what the tensor-core kernels
-// then copy like any other operand. A warp has 32 queries by 32 keys.
+// Packs the mask tensor and dropout's decisions into one bit per pair. The tensor-core kernels then
+// copy these bits as they copy the other operands. Each warp packs 32 queries by 32 keys.
 #include "attention/attention_bits.cuh"
 #include "attention/attention_hopper.hpp"
 
@@ -7,23 +7,23 @@ namespace te_fl::cuda {
 namespace flash {
 namespace {
 
-constexpr int kBlock = kFixed;    // threads: 32 queries by 128 keys at a time
-constexpr int kRun = 8 * kBlock;  // keys of a block
+constexpr int kBlock = kFixed;    // threads; they pack 32 queries by 128 keys per iteration
+constexpr int kRun = 8 * kBlock;  // number of keys per block
 
-// Returns a bit for each byte, the first lowest, which is set unless the byte is 0.
+// Returns one bit per byte, lowest byte first. A bit is set if its byte is not 0.
 __device__ inline uint32_t bits_of(uint32_t bytes) {
   const uint32_t high = ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu | bytes) & 0x80808080u;
-  return (high >> 7) * 0x10204080u >> 28;  // the bits meet in the highest four
+  return (high >> 7) * 0x10204080u >> 28;  // the product gathers the four bits in the top four
 }
 __device__ inline uint32_t bits_of(const uint4& v) {
   return bits_of(v.x) | bits_of(v.y) << 4 | bits_of(v.z) << 8 | bits_of(v.w) << 12;
 }
 
-// Pairs that the mask tensor hides.
+// The pairs that the mask tensor hides.
 struct HiddenPairs {
   const ScoreData mask;
   const int64_t rows, cols, heads;
-  const bool whole;  // every row can be read 16 bytes at a time
+  const bool whole;  // every row can be read in 16-byte vectors
 
   __device__ explicit HiddenPairs(const Attention& p)
       : mask(p.attn_mask),
@@ -32,7 +32,7 @@ struct HiddenPairs {
         heads(p.hide.head == 0 ? 1 : p.heads),
         whole(mask.col == 1 && (mask.row % 16 | mask.head % 16 | mask.batch % 16) == 0 &&
               reinterpret_cast<uintptr_t>(mask.data) % 16 == 0) {}
-  // Serves query i and 32 keys from j0 on; pairs past the matrix are not hidden.
+  // The bits of query i for the 32 keys from j0. Pairs outside the matrix get 0.
   __device__ uint32_t operator()(int64_t matrix, int64_t i, int64_t j0) const {
     if (i >= rows || j0 >= cols) return 0;
     const uint8_t* from =
@@ -48,7 +48,8 @@ struct HiddenPairs {
   }
 };
 
-// Pairs that dropout keeps; zeros where no query of the warp sees a key of it.
+// The pairs that dropout keeps. The bits are 0 where none of the warp's queries sees any of the 32
+// keys.
 struct KeptPairs {
   const Attention& p;
   const Dropping dropping;
@@ -77,7 +78,8 @@ __global__ void __launch_bounds__(kBlock)
   for (int64_t matrix = blockIdx.y; matrix < out.matrices; matrix += gridDim.y) {
     for (int64_t j0 = begin + warp * 32; j0 < end; j0 += kBlock) {
       const uint32_t bits = pairs(matrix, i0 + lane, j0);
-      // A half of the word of query i0 + lane, and one of the word of key j0 + lane.
+      // The warp stores half of the word of query i0 + lane, then half of the word of key j0 +
+      // lane.
       if (j0 < round_up(out.keys, kPassing)) {
         uint64_t* const word = out.words_by_query(matrix, i0 + lane, j0);
         reinterpret_cast<uint32_t*>(word)[j0 / 32 % 2] = bits;

@@ -1,6 +1,6 @@
-// Chooses the plugin's own kernels for an attention call: those on Hopper's tensor cores or the
-// scalar ones, which take everything. A pure function of metadata, so that it can be tested where
-// there is no GPU.
+// Chooses between the plugin's own attention kernels: those for Hopper's tensor cores, and the
+// scalar kernels, which accept every call. The choice is a pure function of metadata, so tests run
+// without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 
 namespace te_fl::cuda {
 
-// Says why copies and stores of 16 bytes cannot reach the rows of `t`, heads as in
-// te_fl/ops/attention.h; nullptr if they can. Reads metadata only.
+// Returns why 16-byte copies and stores cannot access the rows of `t`, or nullptr if they can. The
+// layout of heads is that of te_fl/ops/attention.h. Reads metadata only.
 inline const char* refuse_rows(const te_fl_tensor& t) {
   const int last = t.dl.ndim - 1;
   if (t.dl.shape[last] > 1 && backend::stride(t, last) != 1) {
@@ -36,8 +36,8 @@ inline const char* refuse_rows(const te_fl_tensor& t) {
 }
 
 struct AttentionChoice {
-  int head = 0;             // width of the tensor-core kernel's heads, 64 or 128; 0: scalar
-  const char* reason = "";  // the ground of the choice; static text
+  int head = 0;             // head size of the tensor-core kernel, 64 or 128; 0: scalar kernels
+  const char* reason = "";  // reason of the choice; static text
 
   bool tensor_cores() const noexcept { return head != 0; }
   std::string text() const {
@@ -48,11 +48,11 @@ struct AttentionChoice {
 
 namespace attention_choice {
 
-constexpr int kArchitecture = 90;  // 10 * major + minor
+constexpr int kArchitecture = 90;  // compute capability, 10 * major + minor
 constexpr int64_t kMostHead = 128;
 constexpr int64_t kMostTokens = int64_t{1} << 30;
 
-// `all`: every tensor of heads.
+// `all`: every tensor of the call that has a head dimension.
 template <class Args>
 const char* refuse(int architecture, const Args& a,
                    std::initializer_list<const te_fl_tensor*> all) {
@@ -75,9 +75,9 @@ const char* refuse(int architecture, const Args& a,
     return "a bias of another dtype than q";
   }
   if (a.softcap > 0) {
-    // They tell a cap's slope by the score, in which there is then nothing else.
+    // The kernels compute softcap's slope from the score, so the score must contain nothing else.
     if (a.bias != nullptr || a.alibi_slopes != nullptr) return "softcap and a bias or ALiBi";
-    // A score is then up to 2^-22 of the cap off.
+    // Within these limits the error of a score is up to 2^-22 of the cap.
     if (!(a.softcap >= 0x1p-8f && a.softcap <= 256)) return "softcap is not in [1/256, 256]";
     if (!(std::fabs(a.scale) <= 1e30f)) return "softcap and a scale beyond 1e30";
   }
@@ -95,7 +95,8 @@ AttentionChoice choose(int architecture, const Args& a,
 
 }  // namespace attention_choice
 
-// `architecture`: 10 * major + minor of the GPU. The call has passed attention_problem()'s checks.
+// `architecture`: 10 * major + minor of the GPU's compute capability. The call must have passed
+// attention_problem().
 inline AttentionChoice choose_attention(int architecture, const te_fl_fused_attn_fwd_args& a) {
   return attention_choice::choose(architecture, a, {a.q, a.k, a.v, a.o});
 }
@@ -106,15 +107,15 @@ inline AttentionChoice choose_attention(int architecture, const te_fl_fused_attn
 // ---- scratch of the tensor-core kernels
 
 namespace flash {
-constexpr int kFixed = 128;   // queries, or keys, of a block
-constexpr int kPassing = 64;  // keys, or queries, of a stage
+constexpr int kFixed = 128;   // queries (or keys) that a block keeps
+constexpr int kPassing = 64;  // keys (or queries) of one pipeline stage
 }  // namespace flash
 
-// In bytes, each a multiple of 256.
+// Sizes in bytes, each a multiple of 256.
 struct AttentionScratch {
-  size_t hide = 0;  // the mask tensor as bits: by query, and in a backward as many by key
-  size_t keep = 0;  // dropout's decisions likewise; 0: drawn where they are needed
-  size_t score_gradients = 0;  // 0: dbias, if asked for, computes them again
+  size_t hide = 0;             // bits of the mask tensor: by query; a backward adds those by key
+  size_t keep = 0;             // bits of dropout, likewise; 0: the kernels draw them
+  size_t score_gradients = 0;  // 0: the kernel of dbias, if called for, recomputes them
 
   size_t bytes() const noexcept { return hide + keep + score_gradients; }
 };
@@ -122,7 +123,7 @@ struct AttentionScratch {
 namespace attention_choice {
 
 constexpr size_t kBeyond = size_t{1} << 62;  // more than any device has
-// In FP64, for the product of such extents may not fit 64 bits.
+// Converts from FP64, because the product of large extents may overflow 64 bits.
 inline size_t whole_bytes(double bytes) {
   return bytes < static_cast<double>(kBeyond) ? static_cast<size_t>(bytes) : kBeyond;
 }
@@ -132,7 +133,7 @@ inline double tiles(int64_t n, int rows) {
 
 }  // namespace attention_choice
 
-// Serves one direction: a word for each of the `fixed` rows and 64 of the `passing` ones.
+// Bytes of the bits in one direction: one word per row of `fixed` and 64 rows of `passing`.
 inline size_t pair_bits_bytes(int64_t matrices, int64_t fixed, int64_t passing) {
   using attention_choice::tiles;
   return attention_choice::whole_bytes(8.0 * flash::kFixed * static_cast<double>(matrices) *
@@ -140,8 +141,9 @@ inline size_t pair_bits_bytes(int64_t matrices, int64_t fixed, int64_t passing) 
                                        tiles(passing, flash::kPassing));
 }
 
-// `most`: bytes that may be taken for what could be computed twice instead. Of a forward only the
-// mask's; of a backward also dropout's where the longest sequences are known.
+// The scratch of a forward: the mask's bits only. backward_scratch() also holds dropout's bits if
+// the longest sequences are known; its `most` limits the bytes spent on values that could be
+// recomputed.
 inline AttentionScratch forward_scratch(const backend::AttentionProblem& p) {
   AttentionScratch s;
   if (p.attn_mask == nullptr) return s;

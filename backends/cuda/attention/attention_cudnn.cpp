@@ -1,4 +1,5 @@
-// fused_attn_fwd and fused_attn_bwd on cuDNN: plans of signatures, and calls with them.
+// The ops fused_attn_fwd and fused_attn_bwd on cuDNN: makes a plan per signature, and runs calls
+// with it.
 #include <atomic>
 #include <cfloat>
 #include <memory>
@@ -23,13 +24,13 @@ namespace id = attention_id;
 constexpr size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 struct Plan {
-  std::string refusal;  // not empty: cuDNN has no plan for this signature, and why
+  std::string refusal;  // empty, or the reason why cuDNN has no plan for this signature
   CudnnPlan plan;
   CudnnAttention shape;
-  bool variable = false;  // cu_seqlens decide the lengths
+  bool variable = false;  // cu_seqlens give each sequence its own length
   int64_t lse_size = 0;
   std::atomic<bool> captured{false};
-  // Scratch, by offset.
+  // Byte offsets into the scratch.
   size_t sum = 0, accumulator = 0, stats = 0, lengths = 0, offsets = 0, fp8 = 0, bytes = 0;
   bool is_fp8() const { return shape.dtype == cudnn_data::kE4M3; }
 };
@@ -57,7 +58,8 @@ void lay_out(Plan& p, bool backward) {
   if (s.ragged) p.offsets = take((s.batch + 1) * ragged_tensors(p, backward) * 8);
 }
 
-// Strides in the order of cuDNN; those of extent 1 are never used, and get one that is in order.
+// Strides in cuDNN's order. A dimension of extent 1 gets the stride of a compact tensor; its stride
+// is never used.
 Extents strides_of(const HeadsView& v, bool ragged, int64_t most) {
   Extents e{v.stride_batch, v.stride_head, v.stride_seq, 1};
   if (v.seqlen == 1) e[2] = v.heads * v.dim;
@@ -67,7 +69,8 @@ Extents strides_of(const HeadsView& v, bool ragged, int64_t most) {
   return e;
 }
 
-// Before 9.15.1 the backward reads past the keys unless their number is told or a multiple of 128.
+// Before cuDNN 9.15.1 the backward reads past the keys unless their number is a multiple of 128 or
+// the plan gets explicit lengths.
 bool wants_lengths(const AttentionProblem& p, bool backward) {
   return backward && p.seqlen_kv % 128 != 0 && cudnn()->number <= 91500;
 }
@@ -146,7 +149,7 @@ te_fl_status prepare(void* self, const te_fl_context* ctx, const void* raw, void
       made->plan = plan_for(made->shape, kBackward<Args>, properties);
     } catch (const backend::Error& e) {
       if (TE_FL_STATUS_CODE(e.status()) != TE_FL_UNSUPPORTED) throw;
-      made->refusal = e.what();  // kept, so that the next such call is not built again
+      made->refusal = e.what();  // cached, so that the next such call does not build the plan again
     }
     lay_out(*made, kBackward<Args>);
     *plan = made.release();
@@ -156,7 +159,7 @@ te_fl_status prepare(void* self, const te_fl_context* ctx, const void* raw, void
 void destroy_plan(void* self, void* raw) {
   std::unique_ptr<Plan> plan(static_cast<Plan*>(raw));
   if (!plan->captured) return;
-  // A graph that captured its kernels may be replayed as long as the plugin is there.
+  // A CUDA graph that captured the plan's kernels may be replayed until the plugin is unloaded.
   static_cast<CudnnState*>(self)->keep(std::make_shared<CudnnPlan>(std::move(plan->plan)));
 }
 
@@ -213,7 +216,8 @@ class CudnnCall {
   const CudnnAttention& shape() const { return plan_.shape; }
 
   void bind(int tensor, void* data) { bindings_[count_++] = {tensor, data}; }
-  // One of q, k, v, o, their gradients or the statistics; `stride` is that of a token.
+  // Binds q, k, v, o, a gradient of them, or the statistics. `stride`: elements from token to
+  // token.
   void bind_ragged(int tensor, void* data, int64_t stride, bool query) {
     bind(tensor, data);
     if (!shape().ragged) return;
@@ -227,7 +231,8 @@ class CudnnCall {
   }
 
   bool fp8() const { return plan_.is_fp8(); }
-  // Codes that are read, and a tensor of codes that is written under a given scale.
+  // bind_inverse() is for an FP8 input; bind_codes() is for an FP8 output whose scale the call
+  // supplies.
   void bind_inverse(int tensor, const te_fl_tensor& t) {
     bind(id::kInverse + tensor, t.quant->scale_inv);
   }
@@ -236,7 +241,7 @@ class CudnnCall {
     bind(id::kAmax + tensor, &fp8_.scratch->amax[fp8_.count]);
     fp8_.outputs[fp8_.count++] = fp8_output(t);
   }
-  // The probabilities and, in the backward, the gradient of the scores.
+  // Binds the scales of the probabilities and, in the backward, of the gradient of the scores.
   void bind_inner(const te_fl_tensor& s_quant, const te_fl_tensor* dp_quant) {
     fp8_.scratch = static_cast<Fp8Scratch*>(scratch(plan_.fp8));
     fp8_.scale = shape().scale;
@@ -244,15 +249,15 @@ class CudnnCall {
     bind(id::kInverse + id::kP, &fp8_.scratch->inverse_p);
     bind(id::kScale + id::kP, &fp8_.scratch->scale_p);
     if (dp_quant == nullptr) {
-      // The kernel quantises exp(s - the row's largest s so far), which reaches 1, and divides by
-      // the row's sum after the product: a larger scale saturates. (cuDNN 9.19: with 448 / amax of
-      // normalised probabilities, o comes out 60 % off.)
+      // The kernel quantises exp(s - running row maximum), which reaches 1, and divides by the
+      // row's sum after the product. A scale above 448 would therefore saturate. (Measured with
+      // cuDNN 9.19: with 448 / amax of the normalised probabilities as scale, o is wrong by 60 %.)
       fp8_.most_scale_p = 448.0f;
       bind(id::kAmax + id::kP, &fp8_.scratch->amax_p);
       return;
     }
     fp8_.most_scale_p = FLT_MAX;
-    fp8_.p.scale_inv = fp8_.p.amax = nullptr;  // an input here
+    fp8_.p.scale_inv = fp8_.p.amax = nullptr;  // the backward reads P's scale only
     fp8_.ds = fp8_output(*dp_quant);
     bind(id::kInverse + id::kDS, &fp8_.scratch->inverse_ds);
     bind(id::kScale + id::kDS, &fp8_.scratch->scale_ds);
@@ -370,7 +375,7 @@ te_fl_status run_with_state(void* self, const te_fl_context* ctx, const void* ra
   });
 }
 
-// A plan is made of these.
+// Describes how cuDNN serves the call (te_fl_op_desc.describe).
 template <class Args>
 std::string words_of(const te_fl_context& ctx, const Args& a) {
   const Cudnn* library = cudnn();
@@ -392,7 +397,7 @@ void enquire(CudnnState&, const te_fl_context&, const te_fl_get_fused_attn_backe
   *backend::data<int32_t>(*a.backend) = a.q->quant != nullptr ? 2 : 1;
 }
 
-constexpr int32_t kPriority = TE_FL_PRIORITY_VENDOR + 10;  // before the plain kernels
+constexpr int32_t kPriority = TE_FL_PRIORITY_VENDOR + 10;  // preferred to the plain kernels
 
 std::string enquiry_words(const te_fl_context&, const te_fl_get_fused_attn_backend_args&) {
   return "no kernel: the host answers from metadata";
@@ -405,7 +410,7 @@ te_fl_op_desc describe_op(const char* name, CudnnState& state) {
   op.impl_id = "vendor.cuda.cudnn";
   op.kind = TE_FL_KIND_VENDOR;
   op.priority = kPriority;
-  // The backward sums in a fixed order when the call asks for that.
+  // The backward sums in a fixed order only if the call sets TE_FL_CALL_DETERMINISTIC.
   op.flags = TE_FL_OP_THREAD_SAFE | TE_FL_OP_GRAPH_SAFE | TE_FL_OP_DETERMINISTIC;
   op.min_arch = 80;
   op.dtypes = TE_FL_BIT(TE_FL_F16) | TE_FL_BIT(TE_FL_BF16) | TE_FL_BIT(TE_FL_F32) |

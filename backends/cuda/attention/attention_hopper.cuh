@@ -1,10 +1,11 @@
-// Shared by the kernels of attention on Hopper's tensor cores: how a block divides its work, the
-// ring of stages through which tiles come, and the terms of a score.
+// Device code shared by the attention kernels for Hopper's tensor cores: the division of work in a
+// thread block, the ring of pipeline stages, and the terms of a score.
 //
-// A block has a fixed tile of 128 queries, or of 128 keys: two warp groups multiply 64 rows of it
-// each with the tiles of 64 keys, or queries, that pass. One or two more fill the stages: they copy
-// the tiles, zeros where a sequence ends, and the bits of pairs that the mask tensor hides or
-// dropout keeps (attention_bits.cu), or draw the latter in place, beside the products.
+// A thread block keeps a tile of 128 queries (or 128 keys). Two warpgroups ("product threads") each
+// multiply 64 rows of it with tiles of 64 keys (or queries) that pass through the ring. One or two
+// more warpgroups ("fillers") fill the stages. They copy the tiles, with zeros past a sequence's
+// end, and the bits of pairs that the mask tensor hides or that dropout keeps (attention_bits.cu);
+// or they draw dropout's bits themselves while the products run.
 #pragma once
 
 #include <type_traits>
@@ -15,53 +16,54 @@
 namespace te_fl::cuda::flash {
 
 constexpr int kGroupThreads = 128;
-constexpr int kProducts = 2 * kGroupThreads;  // the block's first threads
-// Where keys pass, two groups fill: the products leave registers for them, and each scheduler needs
-// two warps to draw random words while products wait for none. Where queries pass, one fills.
+constexpr int kProducts = 2 * kGroupThreads;  // product threads: the first of the block
+// Two warpgroups fill if keys pass: the product threads leave enough registers for them, and each
+// scheduler needs two warps to draw random words fast enough. One warpgroup fills if queries pass.
 template <bool kKeysPass>
 constexpr int kFillers = kKeysPass ? 2 * kGroupThreads : kGroupThreads;
 template <bool kKeysPass>
 constexpr int kBlockThreads = kProducts + kFillers<kKeysPass>;
-constexpr int kPairs = 32;  // scores of a thread: 64 x 64 of a warp group
+constexpr int kPairs = 32;  // scores per thread: 64 x 64 per warpgroup
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-// Rows of 16-bit elements, in columns of 128 bytes, in the 128-byte swizzle.
+// Bytes of `rows` rows of 16-bit elements, stored as columns of 128 bytes in the 128-byte swizzle.
 template <int kDim>
 constexpr int matrix_bytes(int rows) {
   return rows * kDim * 2;
 }
-constexpr int kBitsBytes = kFixed * 8;  // 64 bits for each of the fixed rows
-// A tile of the bias as it lies in memory; rows are 16 bytes longer, which spreads them over the
-// banks.
+constexpr int kBitsBytes = kFixed * 8;  // 64 bits per fixed row
+// Row pitch in bytes of a bias tile in shared memory. The 16 bytes of padding avoid bank conflicts.
 constexpr int bias_pitch(int cols) { return cols * 2 + 16; }
 
-// Addresses of one stage, relative to it. `kKeysPass`: 64 keys pass 128 queries, else the reverse.
+// Byte offsets of the parts of a stage. kKeysPass: 64 keys pass 128 queries; otherwise 64 queries
+// pass 128 keys.
 template <int kDim, bool kKeysPass>
 struct Stage {
   static constexpr int kRows = kKeysPass ? kFixed : kPassing;  // queries of a stage's scores
   static constexpr int kCols = kKeysPass ? kPassing : kFixed;
-  static constexpr int kSecond = matrix_bytes<kDim>(kPassing);  // V or dO after K or Q
+  static constexpr int kSecond = matrix_bytes<kDim>(kPassing);  // V or dO follows K or Q
   static constexpr int kBias = 2 * kSecond;
   static constexpr int kKeep = kBias + kRows * bias_pitch(kCols);
   static constexpr int kHide = kKeep + kBitsBytes;
-  static constexpr int kSums = kHide + kBitsBytes;  // QuerySums of 64 queries
+  static constexpr int kSums = kHide + kBitsBytes;  // offset of the QuerySums of 64 queries
   static constexpr int kEnd = kSums + (kKeysPass ? 0 : kPassing * 8);
   static constexpr int kBytes = (kEnd + 1023) / 1024 * 1024;
 };
 
-// The barriers of a ring, and where a thread is in it.
+// The mbarriers of a ring, and the thread's position in it.
 template <int kStages, int kFilling>
 struct Ring {
   uint32_t full, empty;
   int stage = 0;
   uint32_t parity = 0;
 
-  bool forms;  // a stage has words that fillers store, besides what they copy
+  bool forms;  // fillers store to the stage besides their asynchronous copies
 
-  // `barriers`: room for 2 kStages of 8 bytes.
+  // `barriers`: shared memory address of 2 kStages mbarriers of 8 bytes. `stores`: initial value of
+  // `forms`.
   __device__ Ring(uint32_t barriers, bool stores)
       : full(barriers), empty(barriers + kStages * 8), forms(stores) {}
-  __device__ void init() const {  // by one thread
+  __device__ void init() const {  // called by one thread
     for (int s = 0; s < kStages; ++s) {
       hopper::init_barrier(full + s * 8, forms ? 2 * kFilling : kFilling);
       hopper::init_barrier(empty + s * 8, kProducts);
@@ -79,14 +81,14 @@ struct Ring {
     hopper::wait_for(full + stage * 8, parity);
     hopper::fence_for_copies();
   }
-  // By every thread that has read a stage. (Of one thread for its warp, after __syncwarp(),
-  // racecheck does not see that it speaks for the others.)
+  // Called by every thread that has read the stage. (If one thread arrives for its warp after
+  // __syncwarp(), compute-sanitizer's racecheck reports a race.)
   __device__ void release() const { hopper::arrive(empty + stage * 8); }
 };
 
-// A block's sequence and tile. The sequences vary first, since they may share a bias, whose tiles
-// then come from memory once; the last rows come first, which have the most to see under a causal
-// mask.
+// The sequence and tile of a block. Consecutive blocks have different sequences, because these may
+// share a bias, whose tiles are then read from memory once. The last rows come first, because they
+// have the most keys under a causal mask.
 struct BlockWork {
   int64_t b, tile;
   __device__ explicit BlockWork(const Attention& p)
@@ -109,15 +111,15 @@ __device__ inline Range keys_of(const Attention& p, const Span& s, int64_t query
 __device__ inline Range queries_of(const Attention& p, const Span& s, int64_t key) {
   return narrow(p.mask.queries(key, s.q_len, s.kv_len), s.q_len);
 }
-// Serves rows [first, first + kFixed) of `len`: what any of them sees. Ranges of rows that follow
-// each other never move back.
+// The union of the ranges that the rows [first, first + kFixed) see; `len` is the number of rows.
+// Range bounds never decrease from row to row.
 template <class RangeOf>
 __device__ inline Range seen_by(int64_t first, int64_t len, const RangeOf& range_of) {
   const int64_t last = (first + kFixed < len ? first + kFixed : len) - 1;
   if (last < first) return {};
   return {range_of(first).begin, range_of(last).end};
 }
-// The tiles of kPassing that cover a range.
+// The tiles of kPassing positions that cover a range.
 struct Tiles {
   int begin, count;
   __device__ explicit Tiles(const Range& r)
@@ -129,14 +131,16 @@ struct Tiles {
 
 __device__ inline int filler() { return static_cast<int>(threadIdx.x) - kProducts; }
 
-// Rows [begin, begin + kRows) of one head, zeros from `end` on and in columns past the head's size.
-// A thread has the same 16 bytes of rows that lie kStep apart, a multiple of the swizzle's 8.
+// Copies rows [begin, begin + kRows) of one head to shared memory. Rows from `end` on and columns
+// past the head's size become zeros. A thread copies the same 16-byte column of rows that are kStep
+// apart, where kStep is a multiple of the swizzle's 8 rows.
 template <class T, int kRows, int kDim, int kFilling>
 __device__ inline void copy_rows(const HeadData& t, const T* head, int begin, int end,
                                  uint32_t to) {
   constexpr int kUnits = kDim / 8, kStep = kFilling / kUnits;
   const int row = filler() / kUnits, unit = filler() % kUnits;
-  const int rows = unit * 8 < t.dim ? end - begin - row : 0;  // that exist from this one on
+  // The number of rows that exist from this thread's first row on.
+  const int rows = unit * 8 < t.dim ? end - begin - row : 0;
   const T* from = head + (begin + row) * t.seq + unit * 8;
   const int64_t step = kStep * t.seq;
   to += (unit / 8) * (kRows * 128) + row * 128 + ((unit % 8) ^ (row & 7)) * 16;
@@ -151,14 +155,15 @@ __device__ inline const T* head_of(const HeadData& t, int64_t b, int64_t origin,
   return static_cast<const T*>(t.data) + t.offset(b, origin, h);
 }
 
-// A tile [kRows queries, kCols keys] of the bias from (i0, j0); zeros past the matrix.
+// Copies a tile [kRows queries, kCols keys] of the bias from (i0, j0) to shared memory; zeros
+// outside the matrix. `whole`: bias_is_whole().
 template <class T, int kRows, int kCols, int kFilling>
 __device__ inline void copy_bias(const Attention& p, const T* matrix, bool whole, int i0, int j0,
                                  uint32_t to) {
   constexpr int kPitch = bias_pitch(kCols);
   const ScoreData& d = p.bias;
   const int rows = static_cast<int>(p.seqlen_q), cols = static_cast<int>(p.seqlen_kv);
-  if (whole) {  // 16 bytes at a time
+  if (whole) {  // copies 16-byte vectors
     constexpr int kUnits = kCols / 8, kStep = kFilling / kUnits;
     const int row = filler() / kUnits, unit = filler() % kUnits, i = i0 + row, j = j0 + unit * 8;
     const auto bytes = static_cast<uint32_t>(min(max(cols - j, 0), 8)) * 2;
@@ -183,15 +188,15 @@ __device__ inline void copy_bias(const Attention& p, const T* matrix, bool whole
                  : "memory");
   }
 }
-// True if every row of the bias can be read 16 bytes at a time.
+// True if every row of the bias can be read in 16-byte vectors.
 __device__ inline bool bias_is_whole(const ScoreData& d) {
   return d.col == 1 && (d.row % 8 | d.head % 8 | d.batch % 8) == 0 &&
          reinterpret_cast<uintptr_t>(d.data) % 16 == 0;
 }
 
-// True if dropout's decisions are drawn beside the products, not read.
+// True if the kernels draw dropout's decisions themselves instead of reading bits from scratch.
 inline bool draws(const Attention& p) { return p.threshold != 0 && p.keep.by_query == nullptr; }
-// True if a filler stores words of its own in a stage: bits, or a bias that it has to gather.
+// True if fillers write to a stage with plain stores: dropout bits, or a bias that they gather.
 template <bool kDraws>
 __device__ inline bool forms_words(const Attention& p) {
   return kDraws || (p.bias.data != nullptr && !bias_is_whole(p.bias));
@@ -204,13 +209,13 @@ __device__ inline void put_bits(uint32_t to, uint32_t bits) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(bits) : "memory");
 }
 
-// Serves the fixed queries [i0, i0 + 128) for 64 keys from j0, by query. `matrix`: b H + h.
+// Draws the bits of queries [i0, i0 + 128) with 64 keys from j0, by query. `matrix`: b H + h.
 __device__ inline void draw_by_query(const Dropping& d, int64_t matrix, int i0, int j0,
                                      uint32_t to) {
   const int row = filler() % kFixed, half = filler() / kFixed;
   put_bits(to + row * 8 + half * 4, d.keep(matrix * d.rows + i0 + row, j0 + half * 32));
 }
-// Serves the fixed keys [j0, j0 + 128) for 64 queries from i0, by key.
+// Draws the bits of keys [j0, j0 + 128) with 64 queries from i0, by key.
 __device__ inline void draw_by_key(const Dropping& d, int64_t matrix, int i0, int j0, uint32_t to) {
   const int lane = filler() % 32, j = j0 + filler() / 32 * 32;
   const int64_t row = matrix * d.rows + i0 + lane;
@@ -218,13 +223,13 @@ __device__ inline void draw_by_key(const Dropping& d, int64_t matrix, int i0, in
   put_bits(to + filler() * 8, transposed(d.keep(row, j)) | high << 32);
 }
 
-// The words of a stage's 128 fixed rows.
+// Copies the words of a stage's 128 fixed rows.
 __device__ inline void copy_bits(const uint64_t* words, uint32_t to) {
   if (filler() < kFixed / 2) hopper::copy_async(to + filler() * 16, words + filler() * 2, 16);
 }
 
-// The contents of the stages besides the operands, which fillers copy or write. kDraws, draws()
-// where a kernel is chosen: others have no code for it, which would take registers from the copies.
+// Fills the parts of a stage other than the operands. kDraws: the value of draws() at launch.
+// Kernels without it omit the drawing code, whose registers the copies would lack.
 template <class T, int kDim, bool kKeysPass, bool kDraws>
 struct TermFiller {
   using Part = Stage<kDim, kKeysPass>;
@@ -239,7 +244,8 @@ struct TermFiller {
       : p(problem),
         bias_whole(problem.bias.data != nullptr && bias_is_whole(problem.bias)),
         dropping(problem) {}
-  // Starts copies into the stage at `to`, but for the bias. (i0, j0): the stage's first pair.
+  // Starts asynchronous copies of the pair bits; copy() adds the bias. (i0, j0): the stage's first
+  // pair.
   __device__ void copy_pair_bits(int64_t b, int64_t h, int i0, int j0, uint32_t keep,
                                  uint32_t hide) const {
     if (p.mask.arbitrary) copy_bits(p.hide.tile<kKeysPass>(b, h, i0, j0), hide);
@@ -252,7 +258,7 @@ struct TermFiller {
     copy_bias<T, Part::kRows, Part::kCols, kFillers<kKeysPass>>(p, matrix, bias_whole, i0, j0,
                                                                 to + Part::kBias);
   }
-  // Writes what is drawn in place.
+  // Draws dropout's bits and stores them in the stage.
   __device__ void form(int64_t b, int64_t h, int i0, int j0, uint32_t keep) const {
     if constexpr (kDraws && kKeysPass) {
       draw_by_query(dropping, b * p.heads + h, i0, j0, keep);
@@ -262,8 +268,9 @@ struct TermFiller {
   }
 };
 
-// Stages one after the other. issue(n, stage address) starts the copies of tile n; form(n, stage
-// address) writes what is computed. wait_copies() before the block ends.
+// Fills `count` stages in order. issue(n, stage address) starts the asynchronous copies of tile n;
+// form(n, stage address) stores computed words. The caller must call wait_copies() before the block
+// ends.
 template <int kBytes, int kStages, int kFilling, class Issue, class Form>
 __device__ inline void fill_ring(Ring<kStages, kFilling>& ring, uint32_t stages, int count,
                                  const Issue& issue, const Form& form) {
@@ -300,8 +307,8 @@ __device__ inline float2 shared_pair(uint32_t at) {
   return v;
 }
 
-// The place of a thread of a warp group that multiplies: row() and row() + 8 of the fixed 128, and
-// columns 8 t + col() + {0, 1} of the passing 64.
+// A product thread's position: it holds rows row() and row() + 8 of the fixed 128, and columns 8 t
+// + col() + {0, 1} of the passing 64.
 struct Place {
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
   __device__ static int group() { return static_cast<int>(threadIdx.x) / kGroupThreads; }
@@ -309,7 +316,7 @@ struct Place {
   __device__ static int row() { return warp_row() + lane() / 4; }
   __device__ static int col() { return lane() % 4 * 2; }
 };
-// f(index of a thread's score, which of its two rows, column less Place::col())
+// Calls f(index of the thread's score, index 0 or 1 of its row, column minus Place::col()).
 template <class F>
 __device__ inline void each_score(const F& f) {
 #pragma unroll
@@ -322,7 +329,7 @@ __device__ inline void each_score(const F& f) {
   }
 }
 
-// The bits of a thread's two rows.
+// The pair bits of a thread's two rows.
 struct RowBits {
   uint64_t rows[2];
   __device__ explicit RowBits(uint32_t at) {
@@ -335,22 +342,23 @@ struct RowBits {
   }
 };
 
-// The slope of softcap at a score, which has nothing but the capped product in it. `inverse`: of
-// the cap times log2(e).
+// The slope of softcap, computed from a score that consists of the capped product only. `inverse`:
+// 1 / (cap times log2(e)).
 __device__ inline float cap_slope(float score, float inverse) {
   const float part = score * inverse;
-  return fmaxf(fmaf(-part, part, 1.0f), 0.0f);  // 0 of a hidden pair, whose score is -inf
+  return fmaxf(fmaf(-part, part, 1.0f), 0.0f);  // 0 for a hidden pair, whose score is -inf
 }
 
-// A thread's part of one head's scores: products become scores times log2(e), -inf where hidden.
+// A thread's part of one head's scores. apply() turns products into scores times log2(e), -inf if
+// hidden.
 template <class T, int kDim, bool kKeysPass>
 struct Terms {
   using Part = Stage<kDim, kKeysPass>;
   const Attention& p;
   float scale, slope = 0.0f;
-  float cap, into_cap;  // softcap times log2(e); 2 log2(e) scale / softcap. Unused without softcap
-  int shift;            // alibi_distance(i, j) = j - i - shift
-  Range seen[2] = {};   // by each of the two fixed rows
+  float cap, into_cap;  // softcap log2(e), and 2 log2(e) scale / softcap; unused without softcap
+  int shift;            // alibi_distance(i, j) equals j - i - shift
+  Range seen[2] = {};   // range seen by each of the two fixed rows
 
   __device__ Terms(const Attention& problem, const Span& s)
       : p(problem),
@@ -362,12 +370,12 @@ struct Terms {
     if (p.alibi != nullptr) slope = p.alibi[b * p.alibi_batch + h * p.alibi_head] * kLog2e;
   }
 
-  // The tile at `bias`, in shared memory.
+  // Adds the bias tile at shared memory address `bias` to the scores.
   __device__ void add_bias(uint32_t bias, float (&s)[kPairs]) const {
     constexpr int kPitch = bias_pitch(Part::kCols);
     const int lane = Place::lane();
-    // The place of this lane's row of 8 pairs: of one of four 8 x 8 blocks, which are the thread's
-    // two rows of 8 passing columns and of the 8 after them.
+    // Address of this lane's row of 8 pairs for ldmatrix. The four 8 x 8 blocks are the thread's
+    // two rows of 8 passing columns and of the next 8.
     const uint32_t row = kKeysPass
                              ? bias + (Place::warp_row() + lane % 16) * kPitch + lane / 16 * 16
                              : bias + (lane / 16 * 8 + lane % 8) * kPitch +
@@ -395,21 +403,23 @@ struct Terms {
       }
     }
   }
-  // Times the cap's slope at the scores of apply().
+  // Multiplies ds by softcap's slope at the scores that apply() returned.
   __device__ void multiply_slopes(const float (&s)[kPairs], float (&ds)[kPairs]) const {
     if (p.softcap == 0) return;
     const float inverse = 1.0f / cap;
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) ds[n] *= cap_slope(s[n], inverse);
   }
-  // `fixed`: position of the first of the two rows; `passing`: of the first column; `hide`: where
-  // the tile's bits are in shared memory. `add_bias` is called for the scores if there is a bias.
+  // Turns products into scores. `fixed`: position of the first of the two rows. `passing`: position
+  // of the first column. `hide`: shared memory address of the tile's hide bits. `add_bias` is
+  // called if the call has a bias.
   template <class AddBias>
   __device__ void apply(const AddBias& add_bias, uint32_t hide, int fixed, int passing,
                         float (&s)[kPairs]) const {
     if (p.softcap > 0) {
-      // cap tanh(x / softcap) as cap - 2 cap / (e^(2x / softcap) + 1): some 2^-22 of the cap off,
-      // which choose_attention() bounds. (tanh.approx would be 2^-11 of the score off.)
+      // cap tanh(x / softcap) is computed as cap - 2 cap / (e^(2x / softcap) + 1). Its error is
+      // about 2^-22 of the cap, which choose_attention() bounds. (tanh.approx has an error of 2^-11
+      // of the score.)
 #pragma unroll
       for (float& x : s) x = fmaf(-2.0f * cap, reciprocal(exp2_of(x * into_cap) + 1.0f), cap);
     } else {
@@ -443,18 +453,19 @@ struct Terms {
   }
 };
 
-// A's pairs of step k of 4 from a thread's 64 x 64 values.
+// Packs a thread's 64 x 64 values into operand A of step k of 4.
 template <class T>
 __device__ inline void pack_step(const float (&x)[kPairs], int k, uint32_t (&a)[4]) {
 #pragma unroll
   for (int n = 0; n < 4; ++n) a[n] = hopper::pack<T>(x[8 * k + 2 * n], x[8 * k + 2 * n + 1]);
 }
 
-// A thread's pairs of two rows of a head, for all its steps of 16 columns; zeros past the head.
+// Operand A of two rows of a head in a thread's registers, for all steps of 16 columns; zeros past
+// the head's size.
 template <class T, int kDim>
 struct HeldRows {
   uint32_t pairs[kDim / 16][4];
-  // `there[i]`: whether row i of the two exists; `rows[i]` then points to its first element.
+  // `there[i]`: row i of the two exists; only then does `rows[i]` point to its first element.
   __device__ HeldRows(const T* const (&rows)[2], const bool (&there)[2], int dim) {
 #pragma unroll
     for (int k = 0; k < kDim / 16; ++k) {
@@ -468,7 +479,7 @@ struct HeldRows {
   }
 };
 
-// s = A B^T over a head, A held, B the kPassing rows at `b`.
+// Starts s = A B^T over a head: A in registers, B the kPassing rows at `b`.
 template <class T, int kDim>
 __device__ inline void start_held(const HeldRows<T, kDim>& a, uint32_t b, float (&s)[kPairs]) {
 #pragma unroll
@@ -477,7 +488,7 @@ __device__ inline void start_held(const HeldRows<T, kDim>& a, uint32_t b, float 
     hopper::multiply_held(T(), s, a.pairs[k], hopper::along_k(at), k != 0);
   }
 }
-// Serves this warp group's 64 of the kFixed rows at `a`.
+// Starts s = A B^T: A is this warpgroup's 64 of the kFixed rows at `a` in shared memory.
 template <class T, int kDim>
 __device__ inline void start_shared(uint32_t a, uint32_t b, float (&s)[kPairs]) {
   a += Place::group() * 64 * 128;
@@ -487,7 +498,7 @@ __device__ inline void start_shared(uint32_t a, uint32_t b, float (&s)[kPairs]) 
                             hopper::along_k(b + k / 4 * (kPassing * 128) + k % 4 * 32), k != 0);
   }
 }
-// sums += A B, A packed, B the kPassing rows at `b`.
+// Starts sums += A B: A packed in registers, B the kPassing rows at `b`.
 template <class T, int kSums>
 __device__ inline void start_across(const uint32_t (&a)[4][4], uint32_t b, float (&sums)[kSums]) {
 #pragma unroll
@@ -496,7 +507,7 @@ __device__ inline void start_across(const uint32_t (&a)[4][4], uint32_t b, float
   }
 }
 
-// Two rows of `t` from a thread's sums times a factor each.
+// Stores two rows of `t`: a thread's sums times one factor per row.
 template <class T, int kDim>
 __device__ inline void store_rows(const HeadData& t, T* const (&rows)[2], const bool (&there)[2],
                                   const float (&sums)[kDim / 2], const float (&factor)[2]) {

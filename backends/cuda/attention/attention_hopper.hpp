@@ -1,22 +1,23 @@
-// The kernels of attention on Hopper's tensor cores, as their callers see them. What they take is
-// choose_attention()'s to say (attention_choice.hpp).
+// Host interface of the attention kernels for Hopper's tensor cores. choose_attention()
+// (attention_choice.hpp) says which calls they accept.
 #pragma once
 
 #include "attention/attention.cuh"
 
 namespace te_fl::cuda {
 
-// Fills the scratch of p.hide and p.keep, where there is one.
+// Fills the scratch of p.hide and p.keep; skips either if it has none.
 void pack_pair_bits(cudaStream_t stream, const Attention& p);
 
 void hopper_attention_forward(const te_fl_context& ctx, const Attention& p, const HeadData& o,
                               float* lse);
-// dq, dk, dv and, where asked for, dbias; g.delta is written first. dsink is left to the caller.
+// Computes dq, dk, dv and, if requested, dbias. Writes g.delta first. The caller computes dsink.
 void hopper_attention_backward(const te_fl_context& ctx, const Attention& p,
                                const AttentionGradients& g);
 
 namespace flash {
-// One block for 128 rows of a head: x counts those of all sequences, y the heads.
+// The grid with one block per 128 rows of a head: x counts the blocks of all sequences, y the
+// heads.
 inline dim3 fixed_grid(int64_t rows, int64_t heads, int64_t batch) {
   return dim3(static_cast<unsigned>(ceil_div(rows, kFixed) * batch), static_cast<unsigned>(heads));
 }

@@ -1,6 +1,7 @@
-// The backward of attention on Hopper's tensor cores, in kernels that each sum in a fixed order:
-// one has 128 queries and sums dq over the keys that pass; one has 128 keys and sums dk and dv over
-// the queries; one has a tile of dbias. Each forms P and dS anew, from the forward's log-sum-exp.
+// The attention backward for Hopper's tensor cores. Each kernel sums in a fixed order. One kernel
+// keeps 128 queries and sums dq over the keys that pass; one keeps 128 keys and sums dk and dv over
+// the queries; one computes a tile of dbias. Each recomputes P and dS from the forward's
+// log-sum-exp.
 #include "attention/attention_hopper.hpp"
 #include "attention/attention_hopper_dbias.cuh"
 #include "device/shared_memory.hpp"
@@ -9,7 +10,7 @@ namespace te_fl::cuda {
 namespace flash {
 namespace {
 
-// ---- delta = rowsum(dO O) and the log-sum-exp for powers of 2, 16 threads a row
+// ---- delta = rowsum(dO O), and the log-sum-exp times log2(e); 16 threads per row
 
 constexpr int kDeltaLanes = 16, kDeltaRows = kThreads / kDeltaLanes;
 
@@ -34,13 +35,13 @@ __global__ void __launch_bounds__(kThreads)
   for (int step = kDeltaLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
   if (i >= s.q_len || d != 0) return;
   const int64_t at = p.lse_index(s, b, h, i);
-  const bool empty = g.lse[at] == -INFINITY;  // then P is 0
+  const bool empty = g.lse[at] == -INFINITY;  // a row without keys: P is 0
   g.delta[at] = empty ? 0.0f : sum;
   g.log2_sum[at] = empty ? INFINITY : g.lse[at] * kLog2e;
 }
 
-// Copies 64 queries from i0 to shared memory: log-sum-exps and then deltas; zeros past the
-// sequence, whose scores are hidden.
+// Copies the sums of 64 queries from i0 to shared memory: first the log-sum-exps, then the deltas.
+// Queries past the sequence get zeros; their scores are hidden.
 __device__ inline void copy_sums(const Attention& p, const AttentionGradients& g, const Span& s,
                                  int64_t b, int64_t h, int i0, uint32_t to) {
   const int query = filler() % kPassing;
@@ -53,14 +54,15 @@ __device__ inline void copy_sums(const Attention& p, const AttentionGradients& g
 // ---- dq
 
 constexpr int kQueryStages = 3;
-// Registers of a thread; a block of the query side has 512 for one of each warp group.
+// Registers per thread, of the product threads and of the fillers. Summed over one thread of each
+// warpgroup they may be at most 512.
 constexpr int kQueryProductRegisters = 176, kQueryFillRegisters = 256 - kQueryProductRegisters;
 using QueryRing = Ring<kQueryStages, kFillers<true>>;
 
 template <int kDim>
 struct QueryShared {
   using Part = Stage<kDim, true>;
-  static constexpr int kDO = matrix_bytes<kDim>(kFixed);  // after Q
+  static constexpr int kDO = matrix_bytes<kDim>(kFixed);  // offset of dO, which follows Q
   static constexpr int kStagesAt = 2 * kDO;
   static constexpr int kBarriers = kStagesAt + kQueryStages * Part::kBytes;
   static constexpr int kBytes = kBarriers + kQueryStages * 2 * 8;
@@ -117,7 +119,7 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
     terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row,
                 tiles.begin + n * kPassing, scores);
   };
-  // dP becomes dS, which is packed.
+  // Turns dP into dS and packs it.
   const auto pack = [&](int n, uint32_t at) {
     query_gradients(p, sums, at + Part::kKeep, scores, dp);
     terms.multiply_slopes(scores, dp);
@@ -145,7 +147,7 @@ __device__ inline void query_multiply(const Attention& p, const AttentionGradien
     hopper::wait_for_sums(dp);
     pack(0, at);
   }
-  // While the tensor cores sum a tile's part of dq, the next one's scores are formed.
+  // While the tensor cores add a tile's part of dq, this computes the next tile's scores.
   for (int n = 1; n < tiles.count; ++n) {
     const QueryRing last = ring;
     ring.next();
@@ -209,8 +211,9 @@ __global__ void __launch_bounds__(kBlockThreads<true>, 1)
 // ---- dk and dv
 
 using KeyRing = Ring<kQueryStages, kFillers<false>>;
-// Registers of a thread; the block has 504 for one of each warp group. Sums of two products fill
-// those of wide heads.
+// Registers per thread, of the product threads and of the fillers. Summed over one thread of each
+// of the three warpgroups they may be at most 504. With wide heads, the sums of two products take
+// most of a product thread's registers.
 template <int kDim>
 constexpr int kKeyProductRegisters = kDim > 64 ? 224 : 176;
 template <int kDim>
@@ -219,7 +222,7 @@ constexpr int kKeyFillRegisters = 504 - 2 * kKeyProductRegisters<kDim>;
 template <int kDim>
 struct KeyShared {
   using Part = Stage<kDim, false>;
-  static constexpr int kV = matrix_bytes<kDim>(kFixed);  // after K
+  static constexpr int kV = matrix_bytes<kDim>(kFixed);  // offset of V, which follows K
   static constexpr int kStagesAt = 2 * kV;
   static constexpr int kBarriers = kStagesAt + kQueryStages * Part::kBytes;
   static constexpr int kBytes = kBarriers + kQueryStages * 2 * 8;
@@ -229,7 +232,7 @@ constexpr size_t kKeyBytes =
     kSums&& KeptSum<T>::kBytes > KeyShared<kDim>::kBytes ? KeptSum<T>::kBytes
                                                          : KeyShared<kDim>::kBytes;
 
-// The stages of a block: every head that shares the keys, and of each the queries that see them.
+// The stages of a block: for each query head that shares the keys, the queries that see them.
 struct KeyWork {
   Tiles tiles;
   int64_t first_head;
@@ -274,8 +277,9 @@ __device__ inline void key_fill(const Attention& p, const AttentionGradients& g,
       });
 }
 
-// From scores and dP, as A of the next products: P after dropout but for its factor, and dS times
-// the slope of softcap. kCapped: there is one, `inverse` as cap_slope() takes it.
+// Turns scores and dP into operands A of the next products: P after dropout without its factor 1 /
+// (1 - p), and dS times softcap's slope. kCapped: the call has a softcap; `inverse` is that of
+// cap_slope().
 template <class T, class Part, bool kCapped>
 __device__ inline void key_gradients(const Attention& p, float inverse, uint32_t stage,
                                      float (&scores)[kPairs], float (&dp)[kPairs],
@@ -361,7 +365,8 @@ __device__ inline void key_multiply(const Attention& p, const AttentionGradients
                       {kept, kept});
 }
 
-// kSums: dq has kept the gradients of the scores, of which the first row of blocks sums dbias.
+// kSums: the kernel of dq has stored the gradients of the scores; the blocks with blockIdx.y 0 sum
+// them to dbias.
 template <class T, int kDim, bool kDraws, bool kSums>
 __global__ void __launch_bounds__(kBlockThreads<false>, 1)
     attention_hopper_dkv_kernel(const __grid_constant__ Attention p,
@@ -376,7 +381,7 @@ __global__ void __launch_bounds__(kBlockThreads<false>, 1)
     return;
   }
   const BlockWork place(p);
-  // The first keys are those that most queries see.
+  // The first keys come first, because most queries see them.
   const int64_t b = place.b, kv_head = blockIdx.y - (kSums ? 1 : 0),
                 j0 = (gridDim.x / p.batch - 1 - place.tile) * kFixed;
   const Span s = p.span(b);
@@ -425,7 +430,8 @@ void backward(const te_fl_context& ctx, const Attention& p, const AttentionGradi
   }
   if (p.seqlen_kv == 0) return;
   dim3 keys = fixed_grid(p.seqlen_kv, p.kv_heads, p.batch);
-  // Draws take less scratch: they are kept wherever these gradients are.
+  // Dropout's bits need less scratch than these gradients. So if the gradients are stored, the bits
+  // are stored too, and draws() is false.
   if (g.score_gradients != nullptr && !draws(p) && p.seqlen_q > 0) {
     constexpr auto kKernel = attention_hopper_dkv_kernel<T, kDim, false, true>;
     ++keys.y;

@@ -1,13 +1,14 @@
-// The gradient of a bias on Hopper's tensor cores: the sum of the gradients of the scores over the
-// sequences and heads that share it, which the kernel of dq keeps or, where there is no scratch for
-// that, a kernel here computes again.
+// The gradient of a bias for Hopper's tensor cores: the sum of the gradients of the scores over the
+// sequences and heads that share the bias. The kernel of dq stores these gradients; if the scratch
+// is too small for them, a kernel here recomputes them.
 #pragma once
 
 #include "attention/attention_hopper.cuh"
 
 namespace te_fl::cuda::flash {
 
-// The backward's two sums of a query: log-sum-exp times log2(e), infinite where P is 0, and delta.
+// The backward's two values of a query: log-sum-exp times log2(e), which is infinite if P is 0, and
+// delta.
 struct QuerySums {
   float lse = INFINITY, delta = 0.0f;
   __device__ QuerySums(const Attention& p, const AttentionGradients& g, const Span& s, int64_t b,
@@ -18,8 +19,8 @@ struct QuerySums {
     delta = g.delta[at];
   }
 };
-// A tile of the gradients of the scores: for each of the four steps of the product with k, 16 bytes
-// of every product thread.
+// Address of a stored tile of the gradients of the scores. Each product thread has 16 bytes for
+// each of the four steps of the product with k.
 __device__ inline uint4* score_gradients(const Attention& p, const AttentionGradients& g, int64_t b,
                                          int64_t h, int i0, int j0) {
   const int64_t rows = ceil_div(p.seqlen_q, kFixed), tiles = ceil_div(p.seqlen_kv, kPassing);
@@ -27,7 +28,7 @@ __device__ inline uint4* score_gradients(const Attention& p, const AttentionGrad
   return g.score_gradients + tile * (4 * kProducts);
 }
 
-// Scores and dP become dS. sums[i]: of the thread's two queries.
+// Turns dP into dS, in place. sums[i]: the values of the thread's query i of two.
 __device__ inline void query_gradients(const Attention& p, const QuerySums (&sums)[2],
                                        uint32_t keep_at, const float (&scores)[kPairs],
                                        float (&dp)[kPairs]) {
@@ -40,7 +41,8 @@ __device__ inline void query_gradients(const Attention& p, const QuerySums (&sum
   });
 }
 
-// A tile of dbias, 128 queries by 64 keys of one of its matrices, and what is summed into it.
+// A tile of dbias (128 queries by 64 keys of one matrix), and the sequences and heads that are
+// summed into it.
 struct BiasTile {
   int i0, j0;
   int64_t matrix_b, matrix_h, first_b, last_b, first_h, heads;
@@ -52,14 +54,14 @@ struct BiasTile {
     first_h = g.dbias_heads == 1 ? 0 : matrix_h;
     heads = g.dbias_heads == 1 ? p.heads : 1;
   }
-  // True if a query of the tile sees a key of it in a sequence.
+  // True if a query of the tile sees a key of the tile in a sequence with the lengths `s`.
   __device__ bool seen(const Attention& p, const Span& s) const {
     const Range r = seen_by(i0, s.q_len, [&](int64_t i) { return keys_of(p, s, i); });
     return r.begin < j0 + kPassing && r.end > j0;
   }
 };
 
-// Writes a product thread's sums of a tile.
+// Stores a product thread's sums of a tile.
 template <class T>
 __device__ inline void store_bias(const Attention& p, const AttentionGradients& g,
                                   const BiasTile& work, const float (&sum)[kPairs]) {
@@ -90,18 +92,19 @@ __device__ inline void store_bias(const Attention& p, const AttentionGradients& 
   }
 }
 
-// ---- dbias from the gradients of the scores that the kernel of dq has kept
+// ---- dbias from the gradients of the scores that the kernel of dq has stored
 
-// Some blocks of the kernel of dk and dv sum: the others wait for their products and leave the
-// memory idle, which a few multiprocessors keep busy with bulk copies. (A kernel of its own takes a
-// fifth of the whole.)
+// Number of blocks of the kernel of dk and dv that compute this sum. The other blocks wait for
+// their products and leave memory bandwidth unused, which a few multiprocessors can use with bulk
+// copies. (A separate kernel takes a fifth of the backward's time.)
 template <int kDim>
 constexpr unsigned kSumBlocks = kDim > 64 ? 28 : 36;
 
 template <class T>
 class KeptSum {
  public:
-  static constexpr int kStages = 3, kAtOnce = 4;  // tiles of as many matrices in a stage
+  static constexpr int kStages = 3, kAtOnce = 4;  // kAtOnce: tiles per stage, each of another
+                                                  // matrix
   static constexpr int kTileBytes = 4 * kProducts * 16, kStageBytes = kAtOnce * kTileBytes;
   static constexpr int kBytes = kStages * kStageBytes + kStages * 2 * 8;
 
@@ -112,7 +115,7 @@ class KeptSum {
         full_(shared + kStages * kStageBytes),
         empty_(full_ + kStages * 8),
         varies_(p.q_lengths.cu != nullptr || p.kv_lengths.cu != nullptr) {}
-  // By the whole block: every tile whose index is `block` modulo `blocks`.
+  // Sums every tile whose index is `block` modulo `blocks`. All threads of the block call it.
   __device__ void run(unsigned block, unsigned blocks) {
     if (threadIdx.x == 0) {
       for (int s = 0; s < kStages; ++s) {
@@ -143,7 +146,7 @@ class KeptSum {
   }
 
  private:
-  // f(first matrix, bits of the matrices from there on whose gradients are kept)
+  // Calls f(first matrix, bit mask of the kAtOnce matrices from there whose gradients are stored).
   template <class F>
   __device__ void each_stage(const BiasTile& tile, const F& f) {
     const int heads = static_cast<int>(tile.heads);
@@ -199,18 +202,18 @@ class KeptSum {
   const Attention& p_;
   const AttentionGradients& g_;
   uint32_t shared_, full_, empty_;
-  bool varies_;  // sequences are of different lengths
+  bool varies_;  // true if the sequences have different lengths
   int stage_ = 0;
   uint32_t parity_ = 0;
 };
 
-// ---- dbias computed again, over the heads and sequences that share it
+// ---- dbias from recomputed gradients of the scores, over the heads and sequences that share it
 
-// A block's tiles: several of the same queries, so that its stages are seldom empty.
+// The tiles of a block: several tiles of the same queries, so that its pipeline is seldom empty.
 struct BiasWork : BiasTile {
-  int end;  // past the last tile's keys; j0: the current one's
+  int end;  // past the last tile's keys; j0: first key of the current tile
 
-  // `count`: tiles of a block.
+  // `count`: number of tiles per block.
   __device__ BiasWork(const Attention& p, const AttentionGradients& g, int count)
       : BiasTile(p, g, blockIdx.z, blockIdx.y) {
     const int run = count * kPassing, across = static_cast<int>(ceil_div(p.seqlen_kv, run));
@@ -222,7 +225,7 @@ struct BiasWork : BiasTile {
   __device__ void next() { j0 += kPassing; }
 };
 
-constexpr int kBiasStages = 2, kBiasTiles = 8;  // of a block
+constexpr int kBiasStages = 2, kBiasTiles = 8;  // kBiasTiles: number of tiles per block
 constexpr int kBiasProductRegisters = 152, kBiasFillRegisters = 256 - kBiasProductRegisters;
 using BiasRing = Ring<kBiasStages, kFillers<true>>;
 
@@ -238,7 +241,7 @@ struct BiasShared {
   static_assert(kStageBytes % 1024 == 0);
 };
 
-// Belongs to the current tile.
+// Fills the ring with the stages of the current tile.
 template <class T, int kDim, bool kDraws>
 __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g,
                                  const BiasWork& work,
@@ -270,7 +273,7 @@ __device__ inline void bias_fill(const Attention& p, const AttentionGradients& g
   }
 }
 
-// A thread's pairs of the current tile of the bias, zeros past the matrix.
+// A thread's bias pairs of the current tile; zeros outside the matrix.
 template <class T>
 struct HeldBias {
   uint32_t pairs[kPairs / 2];

@@ -1,5 +1,5 @@
-// The forward of attention on Hopper's tensor cores: a block has 128 queries of one head, and the
-// keys pass; softmax online.
+// The attention forward for Hopper's tensor cores. A block keeps 128 queries of one head, keys
+// pass, and the softmax is computed online.
 #include "attention/attention_hopper.cuh"
 #include "attention/attention_hopper.hpp"
 #include "device/shared_memory.hpp"
@@ -9,7 +9,8 @@ namespace flash {
 namespace {
 
 constexpr int kStages = 4;
-// Registers of a thread; the block has 512 for one of each warp group.
+// Registers per thread, of the product threads and of the fillers. Summed over one thread of each
+// warpgroup they may be at most 512.
 constexpr int kProductRegisters = 184, kFillRegisters = 256 - kProductRegisters;
 using ForwardRing = Ring<kStages, kFillers<true>>;
 
@@ -20,12 +21,12 @@ struct ForwardShared {
   static constexpr int kBytes = kBarriers + kStages * 2 * 8;
 };
 
-// The softmax of a thread's two rows, times log2(e) as the scores.
+// The online softmax of a thread's two rows. Scores and `top` are multiplied by log2(e).
 struct RowsSoftmax {
-  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // sum: this thread's share
+  float top[2] = {-INFINITY, -INFINITY}, sum[2] = {};  // sum: this thread's part of the row's sum
 
-  // Takes in a tile of scores, which become exp(score - top); returns the factors of what was
-  // summed before.
+  // Adds a tile of scores, which become exp(score - top). Returns in `shrink` the factors by which
+  // the earlier sums of the two rows must be multiplied.
   __device__ void add(float (&s)[kPairs], float (&shrink)[2]) {
     float most[2] = {top[0], top[1]}, base[2];
     each_score([&](int n, int i, int) { most[i] = fmaxf(most[i], s[n]); });
@@ -33,9 +34,9 @@ struct RowsSoftmax {
     for (int i = 0; i < 2; ++i) {
       most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 1));
       most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], 2));
-      base[i] = most[i] == -INFINITY ? 0.0f : most[i];  // only hidden keys, -inf and NaN so far
+      base[i] = most[i] == -INFINITY ? 0.0f : most[i];  // all scores so far are hidden, -inf or NaN
       shrink[i] = exp2_of(top[i] - base[i]);
-      if (top[i] == -INFINITY) shrink[i] = 1.0f;  // NaN may have been summed
+      if (top[i] == -INFINITY) shrink[i] = 1.0f;  // the sum may already be NaN
       top[i] = most[i];
       sum[i] *= shrink[i];
     }
@@ -44,7 +45,7 @@ struct RowsSoftmax {
       sum[i] += s[n];
     });
   }
-  // Takes all threads of the rows.
+  // Completes the sums over all threads that share the rows.
   __device__ void end_rows() {
 #pragma unroll
     for (float& x : sum) {
@@ -82,7 +83,7 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
                                         const Tiles& tiles, uint32_t shared, ForwardRing& ring) {
   using Part = Stage<kDim, true>;
   const int row = i0 + Place::row();
-  const int64_t rows = p.thd ? s.q_len : p.seqlen_q;  // those beyond q_len get zeros
+  const int64_t rows = p.thd ? s.q_len : p.seqlen_q;  // rows beyond q_len get zeros
   const bool there[2] = {row < s.q_len, row + 8 < s.q_len};
   const T* const q = head_of<T>(p.q, b, s.q_begin, h);
   const HeldRows<T, kDim> held({q + row * p.q.seq, q + (row + 8) * p.q.seq}, there, p.q.dim);
@@ -93,7 +94,8 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
   RowsSoftmax softmax;
   float out[kDim / 2] = {}, scores[kPairs], shrink[2];
   uint32_t packed[4][4];
-  // Scores of tile n, in the stage at `at`, become probabilities but for what all of a row share.
+  // Turns the scores of tile n, whose stage is at `at`, into probabilities, without the row's
+  // common factor.
   const auto weigh = [&](int n, uint32_t at) {
     terms.apply([&] { terms.add_bias(at + Part::kBias, scores); }, at + Part::kHide, row,
                 tiles.begin + n * kPassing, scores);
@@ -119,7 +121,7 @@ __device__ inline void forward_multiply(const Attention& p, const HeadData& o, f
     weigh(0, at);
     pack();
   }
-  // While the tensor cores sum a tile, the softmax of the next one is taken.
+  // While the tensor cores add up a tile, this computes the next tile's softmax.
   for (int n = 1; n < tiles.count; ++n) {
     const ForwardRing last = ring;
     ring.next();

@@ -1,10 +1,10 @@
-// Products of a warp group for attention on Hopper's tensor cores: 64 rows by 64 or 128 columns, 16
-// deep, of BF16 or F16, with FP32 sums. Element [4 j + 2 i + e] of a thread's sums is of row
-// lane / 4 + 8 i of its warp's 16 and of column 8 j + 2 (lane % 4) + e.
+// Warpgroup products (wgmma) for attention on Hopper's tensor cores: 64 rows by 64 or 128 columns,
+// depth 16, BF16 or F16 operands, FP32 sums. Element [4 j + 2 i + e] of a thread's sums is in row
+// lane / 4 + 8 i of its warp's 16 rows and in column 8 j + 2 (lane % 4) + e.
 //
-// A in registers is four pairs of a thread: rows lane / 4, lane / 4 + 8, and both again, of columns
-// 2 (lane % 4) + {0, 1}, the latter two 8 columns on. So the sums of two groups of 8 columns,
-// rounded, are the next product's A.
+// An operand A in registers is four pairs per thread. The first two pairs are rows lane / 4 and
+// lane / 4 + 8 of columns 2 (lane % 4) + {0, 1}; the last two are the same rows 8 columns further
+// on. The rounded sums of two groups of 8 columns therefore are operand A of a next product.
 #pragma once
 
 #include "common/element.cuh"
@@ -24,8 +24,8 @@ namespace te_fl::cuda::hopper {
   "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, "   \
   "%56, %57, %58, %59, %60, %61, %62, %63"
 
-// multiply_shared: d (+)= A B^T, both in shared memory, along K. multiply_held: A in registers.
-// add_across: d += A B, A in registers, B in shared memory with rows along K.
+// multiply_shared: d (+)= A B^T, both operands in shared memory, K contiguous. multiply_held: A in
+// registers. add_across: d += A B, A in registers, B in shared memory with its rows along K.
 #define TE_FL_PRODUCTS(Type, kTypes)                                                              \
   __device__ inline void multiply_shared(Type, float(&d)[32], uint64_t a, uint64_t b, bool add) { \
     asm volatile(                                                                                 \
@@ -91,21 +91,21 @@ __device__ inline float2 unpack<fp16>(uint32_t both) {
   return __half22float2(reinterpret_cast<const __half2&>(both));
 }
 
-// ---- copies of 16 bytes by threads
+// ---- asynchronous copies of 16 bytes by threads
 
-// `bytes` of 16 are read, the others are zeros.
+// Copies `bytes` of 16 bytes; the rest becomes zeros.
 __device__ inline void copy_async(uint32_t to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
 }
-// One value of 4 bytes, or a zero.
+// Copies 4 bytes if `there`, else stores zeros.
 __device__ inline void copy_word_async(uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
                "r"(there ? 4 : 0)
                : "memory");
 }
-// Arrives at a barrier when this thread's copies so far are done. They are seen by products after a
-// fence_for_copies() of those who waited there.
+// Arrives at an mbarrier when this thread's copies so far are complete. Products may read the data
+// after the waiting threads have executed fence_for_copies().
 __device__ inline void arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

@@ -1,6 +1,6 @@
-// Attention in plain CUDA, FP32 throughout but for P and dS where FP8 quantises them: tiles of 32 x
-// 32 scores, eight threads a row, softmax online. Any layout, mask, bias, dropout and softmax type;
-// every sum has a fixed order.
+// Attention in plain CUDA. Arithmetic is FP32, and FP8 calls also quantise P and dS. Tiles have 32
+// x 32 scores, eight threads share a row, and the softmax is computed online. Accepts every layout,
+// mask, bias, dropout and softmax type. Every sum has a fixed order.
 #include "attention/attention.cuh"
 #include "attention/attention_hopper.hpp"
 #include "device/shared_memory.hpp"
@@ -8,7 +8,7 @@
 namespace te_fl::cuda {
 namespace {
 
-template <int kPerLane>  // elements of a head that a thread holds
+template <int kPerLane>  // elements of a head per thread
 __global__ void __launch_bounds__(kThreads) forward_kernel(Attention p, HeadData o, float* lse) {
   extern __shared__ float shared[];
   const int64_t b = blockIdx.z, h = blockIdx.y, begin = int64_t{blockIdx.x} * kTileRows;
@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(Attention p, HeadData
   float* q_tile = shared;
   float* k_tile = q_tile + kTileRows * (p.q.dim + 1);
   float* v_tile = k_tile + kTileRows * (p.k.dim + 1);
-  float* probabilities = v_tile + kTileRows * (p.v.dim + 1);  // [kTileRows][kTileRows + 1]
+  float* probabilities = v_tile + kTileRows * (p.v.dim + 1);  // shape [kTileRows][kTileRows + 1]
   const int r = row_of_thread(), lane = lane_of_thread();
   const int64_t i = begin + r, kv_head = p.kv_head(h);
   int64_t logical_rows, logical_cols;
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(kThreads) delta_kernel(Attention p, AttentionG
   if (i < s.q_len && lane_of_thread() == 0) g.delta[p.lse_index(s, b, h, i)] = sum;
 }
 
-// P after dropout, and the gradients of the score and of the scaled product, of one pair; `dp` is
-// dO V^T.
+// One pair's P after dropout, gradient of the score, and gradient of the scaled product. `dp`: dO
+// V^T.
 struct Pair {
   float p, ds, dx;
 };
@@ -111,7 +111,7 @@ __device__ inline Pair pair_of(const Attention& p, const Span& s, int64_t b, int
   return {probability * factor, ds, ds * p.score_slope(qk)};
 }
 
-// Blocks of a multiprocessor, as many as shared memory allows for heads of up to 128.
+// Blocks per multiprocessor: the most that shared memory allows for heads of up to 128 elements.
 template <int kPerLane>
 constexpr int kBlocks = kPerLane <= 16 ? 3 : 1;
 
@@ -209,7 +209,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kPerLane>)
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
     for (int64_t begin = 0; begin < s.q_len; begin += kTileRows) {
       const backend::KeyRange keys = keys_of_tile(p, s, begin);
-      if (keys.end <= k0 || keys.begin >= k0 + kTileRows) continue;  // equal in all threads
+      // This condition is uniform over the block.
+      if (keys.end <= k0 || keys.begin >= k0 + kTileRows) continue;
       __syncthreads();
       load_tile(p.q, b, h, s.q_begin, begin, s.q_len, q_tile);
       load_tile(g.d_o, b, h, s.q_begin, begin, s.q_len, do_tile);
@@ -276,7 +277,7 @@ __device__ inline float global_dot(const HeadData& x, int64_t at, const HeadData
   return sum;
 }
 
-// One thread an element of dbias; the extents that are 1 collect the sum.
+// Each thread sums one element of dbias over the dimensions in which dbias has extent 1.
 __global__ void __launch_bounds__(kThreads) dbias_kernel(Attention p, AttentionGradients g) {
   const int64_t pairs = p.seqlen_q * p.seqlen_kv;
   const int64_t n = g.dbias_batches * g.dbias_heads * pairs;
@@ -308,7 +309,7 @@ __global__ void __launch_bounds__(kThreads) dbias_kernel(Attention p, AttentionG
   }
 }
 
-// One block a head: dsink = -sum over rows of exp(sink - lse) delta.
+// Each block computes dsink of one head: -sum over rows of exp(sink - lse) delta.
 __global__ void __launch_bounds__(kThreads) dsink_kernel(Attention p, AttentionGradients g) {
   __shared__ float warps[kThreads / 32];
   const int64_t h = blockIdx.x;

@@ -1,4 +1,4 @@
-// FP8 in attention's plain kernels: the forward that quantises P, and outputs in codes.
+// FP8 in the plain attention kernels: the forward that quantises P, and FP8 outputs.
 #include "attention/attention_scalar_fp8.cuh"
 #include "common/store.cuh"
 #include "device/shared_memory.hpp"
@@ -6,9 +6,9 @@
 namespace te_fl::cuda {
 namespace {
 
-// As forward_kernel of attention_scalar.cu, but over the keys twice: what is quantised of P is
-// exp(score - the row's largest), whose codes do not get fewer with the keys.
-template <int kPerLane>  // elements of a head that a thread holds
+// Like forward_kernel of attention_scalar.cu, but with two passes over the keys. It quantises
+// exp(score - the row's largest score), whose precision does not depend on the number of keys.
+template <int kPerLane>  // elements of a head per thread
 __global__ void __launch_bounds__(kThreads)
     quantised_forward_kernel(Attention p, HeadData o, float* lse, Rounding rounding) {
   extern __shared__ float shared[];
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads)
   float* q_tile = shared;
   float* k_tile = q_tile + kTileRows * (p.q.dim + 1);
   float* v_tile = k_tile + kTileRows * (p.k.dim + 1);
-  float* probabilities = v_tile + kTileRows * (p.v.dim + 1);  // [kTileRows][kTileRows + 1]
+  float* probabilities = v_tile + kTileRows * (p.v.dim + 1);  // shape [kTileRows][kTileRows + 1]
   const int r = row_of_thread(), lane = lane_of_thread();
   const int64_t i = begin + r, kv_head = p.kv_head(h);
   load_tile(p.q, b, h, s.q_begin, begin, s.q_len, q_tile);
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int c = 0; c < TileScores::kCount; ++c) {
       const int key = lane + c * kLanes;
-      float value = -1.0f;  // a key that takes no part, whatever its v is
+      float value = -1.0f;  // marks a hidden key, which is skipped even if its v is NaN
       if (!scores.hidden[c] && !empty) {
         value = RowSoftmax::exponential(scores.score[c], row.top) *
                 p.dropout(dropout_row, logical_cols, k0 + key);
@@ -141,7 +141,7 @@ bool is_staged(const te_fl_tensor& t) {
   if (backend::scaling(t) == TE_FL_SCALING_NONE) return false;
   return computes_scale(t) || t.quant->columnwise_data != nullptr || t.dl.data == nullptr;
 }
-constexpr size_t kFoundBytes = 256;  // the amax of a computed scale, before the values
+constexpr size_t kFoundBytes = 256;  // the amax for a computed scale, in front of the values
 
 }  // namespace
 

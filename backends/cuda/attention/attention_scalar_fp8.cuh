@@ -1,5 +1,5 @@
-// Outputs in codes of attention in plain CUDA: what its kernels write, and what is
-// left to do after them.
+// FP8 outputs of the plain attention kernels: the kernels' targets, and the steps after the
+// kernels.
 #pragma once
 
 #include "attention/attention.cuh"
@@ -7,7 +7,7 @@
 
 namespace te_fl::cuda {
 
-// FP32 values in scratch that become the codes of a tensor.
+// FP32 values in scratch that are quantised to the codes of a tensor after the kernels.
 struct StagedCodes {
   const float* values = nullptr;  // compact, in the tensor's logical order
   Quantised q;
@@ -25,29 +25,31 @@ struct StagedCodes {
   }
 };
 
-// The quantised outputs of one call: o or the gradients, and s_quant or dp_quant. Codes under a
-// given scale are written by the kernels where they belong. Those of a computed scale, and those
-// with a column-wise copy, are FP32 in scratch until the end.
+// The quantised outputs of one call: o or the gradients, and s_quant or dp_quant. The kernels write
+// codes directly if the call supplies the scale. If the scale is computed, or the tensor has a
+// column-wise copy, the kernels write FP32 to scratch, which write_codes() quantises.
 class CodesOutputs {
  public:
-  // Scratch of one output; 0 if the kernels write it. Metadata only.
+  // Bytes of scratch for one output; 0 if the kernels write its codes directly. Reads metadata
+  // only.
   static size_t bytes(const te_fl_tensor& t);
 
-  // `scratch`: the sum of bytes() of all outputs, 256-byte aligned.
+  // `scratch`: as many bytes as the sum of bytes() over all outputs, 256-byte aligned.
   CodesOutputs(const te_fl_context& ctx, void* scratch)
       : ctx_(ctx), scratch_(static_cast<char*>(scratch)) {}
 
-  // The kernels' target for an output of any dtype. Throws (INVALID_ARGUMENT, clean) if parts of
-  // a quantised one are missing; call it for all outputs before prepare().
+  // The tensor that the kernels write for an output of any dtype. Throws INVALID_ARGUMENT (clean)
+  // if parts of a quantised output are missing. Call it for all outputs before prepare().
   HeadData heads(const te_fl_tensor& t, int32_t layout);
-  // Serves P or dS; NULL: not quantised. `written`: scale_inv and amax are results.
+  // The quantisation of P or dS. `t` NULL: not quantised. `written`: scale_inv and amax are
+  // outputs.
   Rounding rounding(const te_fl_tensor* t, bool written);
 
-  void prepare() const;      // before the kernels
-  void write_codes() const;  // after them: scale_inv, amax, codes from scratch
+  void prepare() const;      // must be called before the kernels
+  void write_codes() const;  // call after them: writes scale_inv, amax, and codes from scratch
 
  private:
-  static constexpr int kMost = 4;  // dq, dk, dv, dS
+  static constexpr int kMost = 4;  // at most dq, dk, dv and dS
   const te_fl_context& ctx_;
   char* scratch_;
   Quantised scales_[kMost];
@@ -56,7 +58,7 @@ class CodesOutputs {
   int staged_count_ = 0;
 };
 
-// A tensor of codes that is read or written as `layout` says, in its own strides.
+// A view of a quantised tensor that has its own strides; `layout` is the call's layout.
 HeadData head_data(const te_fl_tensor& t, int32_t layout);
 
 }  // namespace te_fl::cuda

@@ -1,6 +1,7 @@
-// cuDNN 9, opened when it is first needed: a copy that the process holds already, else by soname,
-// else in the CUDA toolkit's folder. Only its graph API is used, through descriptors with numbered
-// attributes; the numbers are part of the library's binary interface, so no header of it is needed.
+// Access to cuDNN 9, which is opened on first use: a copy that the process has already loaded, else
+// the one found by soname, else the one in the CUDA toolkit's folder. Only its graph API is used,
+// through descriptors with numbered attributes. These numbers are part of cuDNN's ABI, so its
+// headers are not needed.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,10 +19,11 @@
 
 namespace te_fl::cuda {
 
-// Versions are 10000 major + 100 minor + patch.
+// Version numbers are 10000 major + 100 minor + patch.
 constexpr size_t kCudnnMinimum = 91400;
 
-// The functions used here. Found together or not at all. Statuses and enumerations are ints.
+// The cuDNN functions that the plugin uses. Either all are found or the library is refused.
+// Statuses and enumerations are ints.
 struct Cudnn {
   size_t (*version)() = nullptr;
   const char* (*status_name)(int) = nullptr;
@@ -36,24 +38,24 @@ struct Cudnn {
   int (*get)(const void* descriptor, int name, int type, int64_t room, int64_t* count,
              void* values) = nullptr;
   int (*execute)(void* handle, void* plan, void* variant_pack) = nullptr;
-  size_t number = 0;  // version(), asked once
-  std::string path;   // of the copy in use
+  size_t number = 0;  // result of version(), queried once
+  std::string path;   // path of the loaded copy
 };
 
-// NULL if the library or one of the functions was not found, or it is too old; cudnn_missing() says
-// which, with the remedy.
+// The library; NULL if it or one of the functions was not found, or if it is too old.
+// cudnn_missing() then returns the reason and the remedy.
 const Cudnn* cudnn() noexcept;
 const char* cudnn_missing() noexcept;
 
-// True for the statuses by which cuDNN says that it cannot, as against that something went wrong.
+// True for the statuses that mean "not supported", as opposed to those of an error.
 constexpr bool cudnn_refuses(int status) noexcept { return status >= 3000 && status < 4000; }
-// "cudnnBackendFinalize: CUDNN_STATUS_NOT_SUPPORTED (its last words) for <what>"
+// "cudnnBackendFinalize: CUDNN_STATUS_NOT_SUPPORTED (cuDNN's last error message) for <what>"
 std::string cudnn_text(int status, const char* function, const std::string& what);
-// Throws that text unless the status is good: UNSUPPORTED for a refusal, else OUT_OF_MEMORY or
-// INTERNAL.
+// Throws an error with the text of cudnn_text() unless `status` is success: UNSUPPORTED if
+// cudnn_refuses(status), else OUT_OF_MEMORY or INTERNAL.
 void check_cudnn(int status, const char* function, const std::string& what);
 
-// A descriptor of the graph API, owned.
+// An owned descriptor of the graph API.
 class CudnnDescriptor {
  public:
   CudnnDescriptor() = default;
@@ -71,23 +73,22 @@ class CudnnDescriptor {
   void* descriptor_ = nullptr;
 };
 
-// One instance of the plugin keeps of cuDNN: a handle for each device, made on first use.
-// Thread-safe.
+// The cuDNN state of one plugin instance: a handle per device, made on first use. Thread-safe.
 class CudnnState {
  public:
-  // `host` outlives this object; it is told which copy of the library serves. May be NULL.
+  // `host` must outlive this object, and is told which copy of the library is loaded. May be NULL.
   explicit CudnnState(const te_fl_host_api* host) : host_(host) {}
   CudnnState(const CudnnState&) = delete;
   CudnnState& operator=(const CudnnState&) = delete;
   ~CudnnState();
 
-  // The properties of a device as a finalized descriptor; plans are made for it, and any handle of
-  // such a device runs them. The device is current.
+  // A device's properties as a finalized descriptor. A plan made for it runs on any handle of a
+  // device with these properties. The device must be current.
   void* properties(int device);
-  // Enqueues a plan. The device is current.
+  // Enqueues a plan on `stream`. The device must be current.
   void execute(int device, cudaStream_t stream, void* plan, void* variant_pack,
                const std::string& what);
-  // Holds on to something until this object goes.
+  // Keeps `thing` alive until this object is destroyed.
   void keep(std::shared_ptr<void> thing);
 
  private:
@@ -96,7 +97,7 @@ class CudnnState {
     void* handle = nullptr;
     CudnnDescriptor properties;
   };
-  PerDevice& at(int device);  // its mutex is locked by the caller
+  PerDevice& at(int device);  // the caller must hold its mutex
 
   const te_fl_host_api* host_;
   std::once_flag announced_;

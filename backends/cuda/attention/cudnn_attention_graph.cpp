@@ -32,11 +32,12 @@ CudnnPlan attention_forward_plan(const CudnnAttention& p, void* device_propertie
   const Tensor q = a.heads(id::kQ, a.q_dims(), p.q);
   const Tensor kt = a.transposed(id::kK, a.k_dims(), p.k);
   const Tensor s = a.masked(a.scaled_scores(q, kt));
-  // softmax
+  // The softmax over the keys.
   const Tensor peak = g.reduce(cudnn_reduction::kMax, s, g.between(kF32, a.rows));
   const Tensor e = a.apply(pw::kExp, a.apply(pw::kSub, s, peak));
   const Tensor sum = g.reduce(cudnn_reduction::kAdd, e, g.between(kF32, a.rows));
-  // The library's pattern has the statistics also where nobody reads them.
+  // cuDNN recognises the pattern only if it contains the statistics, even if the caller does not
+  // read them.
   const Tensor stats = p.stats ? a.stats() : g.between(kF32, a.rows);
   g.pointwise({pw::kAdd}, peak, a.apply(pw::kLog, sum), stats);
   const Tensor probability = g.pointwise({pw::kDiv}, e, sum, g.between(p.dtype, a.scores));
@@ -50,18 +51,18 @@ namespace {
 struct Backward : Attention {
   explicit Backward(const CudnnAttention& problem) : Attention(problem, "fused_attn_bwd") {}
 
-  // rowsum(dO O), in memory: later kernels of the plan read it.
+  // rowsum(dO O), stored in memory because later kernels of the plan read it.
   Tensor row_sums(const Tensor& d_o, const Tensor& o) {
     const Tensor product = graph.pointwise({pw::kMul}, d_o, o, graph.between(kF32, o_dims()));
     const Tensor sum = graph.reduce(cudnn_reduction::kAdd, product, graph.between(kF32, rows));
     return graph.pointwise({pw::kMul}, sum, graph.constant(1.0f),
                            graph.tensor(id::kSum, kF32, rows, packed(rows)));
   }
-  // The transpose of a [batch, heads, seqlen_q, seqlen_kv] result, in the tensors' type.
+  // The transpose of a [batch, heads, seqlen_q, seqlen_kv] result, in the dtype of q.
   Tensor flipped(const Tensor& x) {
     return graph.view(x, graph.between(p.dtype, swapped(scores), swapped(packed(scores))));
   }
-  // left^T right into dk or dv; the heads of a group are summed.
+  // Computes left^T right into dk or dv. Sums the heads of a group if k has fewer heads than q.
   void key_gradient(const Tensor& left, const Tensor& right, const Tensor& out) {
     const Lengths lengths{.rows = lengths_kv, .inner = lengths_q};
     if (p.heads == p.kv_heads) {
@@ -77,7 +78,7 @@ struct Backward : Attention {
         kt, graph.between(p.dtype, swapped(kt.dims), swapped(kt.strides), offsets(id::kK)));
     const Tensor dq = heads(id::kDQ, q_dims(), p.dq);
     const Lengths lengths{.rows = lengths_q, .inner = lengths_kv};
-    if (p.deterministic) {  // dS goes through scratch of the library's, and one block sums a row
+    if (p.deterministic) {  // cuDNN keeps dS in its own scratch, and one block sums a row
       graph.matmul(ds, k, dq, lengths);
       return;
     }
@@ -96,7 +97,7 @@ CudnnPlan attention_backward_plan(const CudnnAttention& p, void* device_properti
   const Tensor o = b.heads(id::kO, b.o_dims(), p.o);
   const Tensor d_o = b.heads(id::kDO, b.o_dims(), p.d_o);
   const Tensor row_sums = b.row_sums(d_o, o);
-  // The probabilities anew, from the log-sum-exp.
+  // The probabilities, recomputed from the log-sum-exp.
   const Tensor above = b.apply(pw::kSub, b.scaled_scores(q, kt), b.stats());
   const Tensor probability = b.apply(pw::kExp, b.masked(above));
   b.key_gradient(b.flipped(probability), d_o, b.heads(id::kDV, b.v_dims(), p.dv));

@@ -1,5 +1,5 @@
-// Scaled dot-product attention as cuDNN graphs. The library knows the pattern and runs it as one
-// fused kernel (forward) or three (backward).
+// Scaled dot-product attention as cuDNN graphs. cuDNN recognises the pattern and runs it as one
+// fused kernel (forward) or three kernels (backward).
 #pragma once
 
 #include "attention/cudnn_graph.hpp"
@@ -7,22 +7,23 @@
 
 namespace te_fl::cuda {
 
-// A plan depends on these. Strides are of [batch, heads, seqlen, dim], in elements, the last 1.
+// The properties that determine a plan. Strides are of [batch, heads, seqlen, dim], in elements;
+// the last is 1.
 struct CudnnAttention {
   int64_t batch = 0, heads = 0, kv_heads = 0, seqlen_q = 0, seqlen_kv = 0, dim = 0, dim_v = 0;
-  int dtype = 0;  // cudnn_data; of FP8 q, k, v and o: kE4M3
+  int dtype = 0;  // of cudnn_data; kE4M3 if q, k, v and o are FP8
   Extents q{}, k{}, v{}, o{};
-  Extents d_o{}, dq{}, dk{}, dv{};  // backward
-  bool stats = false;               // forward: write the log-sum-exp; the backward reads it
-  bool lengths = false;             // each sequence has its own, kLengthsQ and kLengthsKv
-  bool ragged = false;              // sequences start at offsets (thd); then lengths too
-  bool deterministic = false;       // backward
+  Extents d_o{}, dq{}, dk{}, dv{};  // used by the backward only
+  bool stats = false;               // forward: writes the log-sum-exp, which the backward reads
+  bool lengths = false;             // sequence lengths differ: binds kLengthsQ and kLengthsKv
+  bool ragged = false;              // sequences start at offsets (thd); implies `lengths`
+  bool deterministic = false;       // used by the backward only
   backend::MaskRule mask;
   float scale = 1;
 };
 
-// Tensors that a plan binds. Offsets are int64 [batch + 1], in elements; lengths int32 [batch]; the
-// statistics FP32 [batch, heads, seqlen_q], ragged: [tokens, heads].
+// Ids of the tensors that a run binds. Offsets are int64 [batch + 1], in elements. Lengths are
+// int32 [batch]. The statistics are FP32 [batch, heads, seqlen_q]; ragged: [tokens, heads].
 namespace attention_id {
 enum {
   kQ = 1,
@@ -37,11 +38,11 @@ enum {
   kLengthsQ,
   kLengthsKv,
   kSum,          // backward: scratch, FP32 [batch, heads, seqlen_q]
-  kAccumulator,  // backward, unless deterministic: scratch, FP32 [batch, heads, seqlen_q, dim]
-  kOffsets,      // + the id of the tensor
-  // FP8: FP32 [1] each. Codes times kInverse + the id of the tensor are its numbers; numbers times
-  // kScale + id are its codes; kAmax + id gets the largest number. kP and kDS are the probabilities
-  // and the scaled scores' gradient, which stay inside.
+  kAccumulator,  // non-deterministic backward: scratch, FP32 [batch, heads, seqlen_q, dim]
+  kOffsets,      // id = kOffsets + the id of the tensor
+  // FP8 scalars, each FP32 [1]. Value = code times the scalar kInverse + the tensor's id; code =
+  // value times kScale + id; kAmax + id receives the amax. kP (the probabilities) and kDS (the
+  // gradient of the scaled scores) are intermediate tensors of the graph.
   kP = kOffsets + 16,
   kDS,
   kInverse = 64,
@@ -50,11 +51,11 @@ enum {
 };
 }  // namespace attention_id
 
-// Throw UNSUPPORTED if the library has no plan. `device_properties`: CudnnState::properties.
+// Build a plan. Throw UNSUPPORTED if cuDNN has none. `device_properties`: CudnnState::properties().
 CudnnPlan attention_forward_plan(const CudnnAttention& p, void* device_properties);
 CudnnPlan attention_backward_plan(const CudnnAttention& p, void* device_properties);
-// The dtypes in FP8, by tensor: q, k, v, o and the probabilities in E4M3, d_o, dq, dk, dv and the
-// scores' gradient in E5M2. kSum and kAccumulator are not bound.
+// The FP8 plans. q, k, v, o and the probabilities are E4M3; d_o, dq, dk, dv and the gradient of the
+// scores are E5M2. kSum and kAccumulator are not bound.
 CudnnPlan attention_fp8_forward_plan(const CudnnAttention& p, void* device_properties);
 CudnnPlan attention_fp8_backward_plan(const CudnnAttention& p, void* device_properties);
 

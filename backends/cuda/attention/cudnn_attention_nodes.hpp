@@ -1,4 +1,4 @@
-// The nodes that the graphs of attention share.
+// Graph nodes that the FP8 and the 16-bit attention graphs share.
 #pragma once
 
 #include <limits>
@@ -17,7 +17,7 @@ constexpr int kF32 = cudnn_data::kF32, kI32 = cudnn_data::kI32, kBool = cudnn_da
 
 constexpr Extents swapped(Extents e) noexcept { return {e[0], e[1], e[3], e[2]}; }
 
-// The problem in words, for errors.
+// A description of the problem for error messages.
 std::string text_of(const CudnnAttention& p, const char* op);
 
 struct Attention {
@@ -42,11 +42,11 @@ struct Attention {
     return graph.tensor(id::kOffsets + tensor, cudnn_data::kI64, {p.batch + 1, 1, 1, 1},
                         {1, 1, 1, 1});
   }
-  // One of q, k, v, o and their gradients.
+  // The graph tensor of q, k, v, o or one of their gradients.
   Tensor heads(int tensor, const Extents& dims, const Extents& strides) {
     return graph.tensor(tensor, p.dtype, dims, strides, offsets(tensor));
   }
-  // Strides of k or v with the last two dimensions exchanged, [batch, heads, dim, seqlen].
+  // k or v with the last two dimensions exchanged: [batch, heads, dim, seqlen].
   Tensor transposed(int tensor, const Extents& dims, const Extents& strides) {
     return heads(tensor, swapped(dims), swapped(strides));
   }
@@ -73,14 +73,14 @@ struct Attention {
   Tensor truth(int mode, const Tensor& x, const Tensor& b) {
     return graph.pointwise({mode, kBool}, x, b, graph.between(kBool, scores));
   }
-  // `score` where `keep`, else -inf.
+  // `score` where `keep` is true, else -inf.
   Tensor select(const Tensor& score, const Tensor& keep) {
     return graph.pointwise({pw::kSelect}, score,
                            graph.constant(-std::numeric_limits<float>::infinity()), keep,
                            between());
   }
 
-  // Q K^T, scaled.
+  // Q K^T times the scale.
   Tensor scaled_scores(const Tensor& q, const Tensor& k_transposed) {
     const Tensor s =
         graph.matmul(q, k_transposed, between(), {.rows = lengths_q, .cols = lengths_kv});
@@ -95,7 +95,7 @@ struct Attention {
   Tensor length(const Tensor& lengths, int64_t extent) {
     return lengths ? lengths : graph.constant(static_cast<int32_t>(extent));
   }
-  // Keeps j <= i + diagonal + right.
+  // Hides the pairs with j > i + diagonal + right.
   Tensor mask_right(const Tensor& score, int64_t right) {
     Tensor row = index(score, 2, kF32);
     const Tensor col = index(score, 3, kF32);
@@ -108,7 +108,7 @@ struct Attention {
     }
     return select(score, truth(pw::kGreaterEqual, row, col));
   }
-  // Keeps j > i + diagonal - left - 1.
+  // Hides the pairs with j <= i + diagonal - left - 1.
   Tensor mask_left(const Tensor& score, int64_t left) {
     const Tensor row = index(score, 2, kF32);
     Tensor col = index(score, 3, kF32);

@@ -1,5 +1,5 @@
-// The scalars of FP8 attention on cuDNN, in scratch: what the plan reads beyond the tensors' own
-// scales, and where its amaxes go before they join the running ones.
+// The scalars of FP8 attention on cuDNN, in scratch: scales that the plan reads in addition to the
+// tensors' own, and amaxes that the plan writes. fp8_end() merges the amaxes into the running ones.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,15 +9,15 @@
 namespace te_fl::cuda {
 
 struct Fp8Scratch {
-  float scale_p;     // of the probabilities' codes
-  float inverse_p;   // of that
-  float scale_ds;    // of scale * dS, so that its codes are those of dS under dp_quant's scale
-  float inverse_ds;  // of that
+  float scale_p;     // scale of the probabilities' codes
+  float inverse_p;   // 1 / scale_p
+  float scale_ds;    // scale of (scores' scale * dS): gives the codes of dS under dp_quant's scale
+  float inverse_ds;  // 1 / scale_ds
   float amax_p, amax_ds;
-  float amax[3];  // of o; of dq, dk, dv
+  float amax[3];  // of o, or of dq, dk, dv
 };
 
-// An output with a given scale. Pointers may be NULL but for `scale`.
+// An FP8 output whose scale the call supplies. scale_inv and amax may be NULL.
 struct Fp8Output {
   const float* scale = nullptr;
   float* scale_inv = nullptr;
@@ -29,15 +29,15 @@ inline Fp8Output fp8_output(const te_fl_tensor& t) {
 
 struct Fp8Job {
   Fp8Scratch* scratch;
-  float scale;           // of the scores
-  Fp8Output p;           // backward: read only, scale_inv and amax NULL
-  Fp8Output ds;          // scale NULL in the forward
-  float most_scale_p;    // scale_p is the probabilities' own scale, but at most this
-  Fp8Output outputs[3];  // o; dq, dk, dv
+  float scale;           // softmax scale of the scores
+  Fp8Output p;           // backward: read only, with scale_inv and amax NULL
+  Fp8Output ds;          // forward: its scale is NULL
+  float most_scale_p;    // upper bound of scale_p, which otherwise is the scale of `p`
+  Fp8Output outputs[3];  // o, or dq, dk, dv
   int count;
 };
 
-// Enqueue one kernel each, before the plan and after it.
+// Each enqueues one kernel: fp8_begin() before the plan, fp8_end() after it.
 void fp8_begin(cudaStream_t stream, const Fp8Job& job);
 void fp8_end(cudaStream_t stream, const Fp8Job& job);
 

@@ -18,7 +18,8 @@ void CudnnPlan::run(CudnnState& state, int device, cudaStream_t stream,
   for (const Binding& b : tensors) ids[n] = b.id, pointers[n++] = b.data;
   for (const Constant& c : constants_) {
     ids[n] = c.id;
-    pointers[n++] = const_cast<unsigned char*>(c.bytes);  // read only; the interface has no const
+    // The bytes are not modified; cuDNN's interface lacks the const.
+    pointers[n++] = const_cast<unsigned char*>(c.bytes);
   }
   const CudnnDescriptor pack(cudnn_type::kVariantPack, what_);
   const auto set = [&](int name, int type, size_t length, const void* values) {
@@ -175,7 +176,7 @@ CudnnPlan CudnnGraph::plan(void* device_properties) && {
     count = get(heuristics, cudnn_attr::kHeuristicResults, cudnn_of::kDescriptor, count,
                 configs.data());
   }
-  int refused = 3000;  // CUDNN_STATUS_NOT_SUPPORTED
+  int refused = 3000;  // the value of CUDNN_STATUS_NOT_SUPPORTED
   std::string last = "cuDNN's heuristics name no engine for " + result_.what_;
   for (int64_t i = 0; i < count; ++i) {
     CudnnDescriptor plan(cudnn_type::kPlan, result_.what_);

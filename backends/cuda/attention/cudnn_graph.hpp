@@ -1,4 +1,4 @@
-// A cuDNN operation graph put together node by node, and the execution plan made from it.
+// A cuDNN operation graph that is built node by node, and the execution plan made from it.
 #pragma once
 
 #include <array>
@@ -13,21 +13,22 @@ namespace te_fl::cuda {
 
 using Extents = std::array<int64_t, 4>;
 
-// Compact strides of extents.
+// The strides of a compact tensor.
 constexpr Extents packed(const Extents& dims) noexcept {
   return {dims[1] * dims[2] * dims[3], dims[2] * dims[3], dims[3], 1};
 }
 
-// A plan that any handle of a device of its kind may run, any number of threads at once.
+// An execution plan. Several threads may run it at once, on any handle of a device with the
+// properties that it was made for.
 class CudnnPlan {
  public:
   size_t workspace() const noexcept { return workspace_; }
-  // One tensor of the graph and where it is now.
+  // A tensor of the graph and its address in this run.
   struct Binding {
     int64_t id;
     void* data;
   };
-  // Enqueues; `workspace` has workspace() bytes.
+  // Enqueues the plan. `workspace`: device memory of workspace() bytes.
   void run(CudnnState& state, int device, cudaStream_t stream, std::span<const Binding> tensors,
            void* workspace) const;
 
@@ -37,15 +38,15 @@ class CudnnPlan {
     int64_t id;
     alignas(16) unsigned char bytes[4];
   };
-  // The plan refers to the graph's descriptors, so they stay.
+  // The plan refers to the graph's descriptors, so it keeps them.
   std::deque<CudnnDescriptor> descriptors_;
   std::deque<Constant> constants_;
-  std::string what_;  // the problem, for errors
+  std::string what_;  // description of the problem, for errors
   void* plan_ = nullptr;
   size_t workspace_ = 0;
 };
 
-// A tensor of a graph, which owns the descriptor.
+// A tensor of a graph; the graph owns the descriptor.
 struct CudnnTensor {
   void* descriptor = nullptr;
   Extents dims{}, strides{};
@@ -55,21 +56,22 @@ struct CudnnTensor {
 class CudnnGraph {
  public:
   using Tensor = CudnnTensor;
-  // `what` describes the problem in errors.
+  // `what` describes the problem in error messages.
   explicit CudnnGraph(std::string what) { result_.what_ = std::move(what); }
 
-  // In memory, bound to an address at each run by its id. `offsets`: where each of dims[0]
-  // sequences starts, in elements.
+  // A tensor in memory, whose address each run binds by `id`. `offsets`: the start of each of the
+  // dims[0] sequences, in elements.
   Tensor tensor(int64_t id, int dtype, const Extents& dims, const Extents& strides,
                 const Tensor& offsets = {});
   Tensor constant(float value);
   Tensor constant(int32_t value);
-  // Not in memory: the result of a node below, compact unless strides say otherwise.
+  // An intermediate tensor, which is the result of a node. Compact unless the call gives strides.
   Tensor between(int dtype, const Extents& dims) { return between(dtype, dims, packed(dims)); }
   Tensor between(int dtype, const Extents& dims, const Extents& strides,
                  const Tensor& offsets = {});
 
-  // y = mode(x, b); with t: y = t ? x : b. The precision is that of the arithmetic. Each returns y.
+  // Computes y = mode(x, b), or with t: y = t ? x : b. Returns y. `precision` is that of the
+  // arithmetic.
   struct Pointwise {
     int mode;
     int precision = 0;
@@ -83,18 +85,18 @@ class CudnnGraph {
   Tensor pointwise(const Pointwise& op, const Tensor& x, const Tensor& y) {
     return pointwise(op, x, {}, {}, y);
   }
-  // c = a b; rows, cols, inner: the true extents of each sequence, [batch, 1, 1, 1] or absent.
+  // c = a b. rows, cols, inner: the actual extents per sequence, [batch, 1, 1, 1]; may be absent.
   struct Lengths {
     Tensor rows = {}, cols = {}, inner = {};
   };
   Tensor matmul(const Tensor& a, const Tensor& b, const Tensor& c, const Lengths& lengths);
-  // Over the dimensions in which y is 1 (or smaller).
+  // Reduces x over the dimensions in which y has a smaller extent.
   Tensor reduce(int mode, const Tensor& x, const Tensor& y);
-  // Views the same memory under other dims and strides.
+  // Makes y a view of x's memory with other dims and strides.
   Tensor view(const Tensor& x, const Tensor& y);
 
-  // The first plan of the library's heuristics that it can make for such a device
-  // (CudnnState::properties). Throws UNSUPPORTED if there is none. The graph is spent.
+  // Returns the first of the heuristics' plans that cuDNN can build for the device
+  // (CudnnState::properties()). Throws UNSUPPORTED if there is none. Consumes the graph.
   CudnnPlan plan(void* device_properties) &&;
 
  private:
@@ -108,7 +110,7 @@ class CudnnGraph {
 
   CudnnPlan result_;
   std::vector<void*> operations_;
-  int64_t next_id_ = 1000;  // of tensors that the caller does not bind
+  int64_t next_id_ = 1000;  // for tensors that the caller does not bind
 };
 
 }  // namespace te_fl::cuda

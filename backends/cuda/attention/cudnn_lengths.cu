@@ -4,7 +4,8 @@
 namespace te_fl::cuda {
 namespace {
 
-// Lengths that do not fit the tensors never lead outside them.
+// Computes a sequence's start and length. Clamps cu_seqlens that exceed the tensors, so that no
+// access is out of bounds.
 __device__ void span(const Spans& spans, const SideLengths& s, int64_t b, int64_t& begin,
                      int64_t& len) {
   begin = 0;
@@ -45,7 +46,7 @@ __global__ void clear_kernel(ClearJob job) {
     int64_t q_begin, q_len, kv_begin, kv_len;
     span(job.spans, job.spans.q, b, q_begin, q_len);
     span(job.spans, job.spans.kv, b, kv_begin, kv_len);
-    // thd has no room of its own for what is beyond a sequence.
+    // In layout thd no memory belongs to the positions past a sequence's end.
     if (job.spans.ragged && i >= (job.query ? q_len : kv_len)) continue;
     if (job.query ? !job.mask.keys(i, q_len, kv_len).empty() : i < kv_len && q_len > 0) continue;
     const int64_t row = (job.query ? q_begin : kv_begin) + i;

@@ -1,5 +1,5 @@
-// The small kernels around cuDNN's attention: true lengths and starts from cu_seqlens, and what the
-// library leaves undefined in rows that see no key.
+// Small kernels around cuDNN's attention. They compute lengths and starts from cu_seqlens, and they
+// fill rows that see no key, which cuDNN leaves undefined.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,12 +10,12 @@
 
 namespace te_fl::cuda {
 
-// One side's prefix sums, absent where every sequence has `most` tokens.
+// The prefix sums of one side (queries or keys). cu NULL: every sequence has `most` tokens.
 struct SideLengths {
   const int32_t* cu = nullptr;
   const int32_t* padded = nullptr;
   int64_t stride = 0, padded_stride = 0;
-  int64_t tokens = 0;  // thd: in all; else of a sequence
+  int64_t tokens = 0;  // thd: all tokens; else tokens of a sequence
   int64_t most = 0;    // the extent that the plan was made for
 };
 struct Spans {
@@ -26,10 +26,10 @@ struct Spans {
 
 struct RaggedTensor {
   int64_t* offsets;
-  int64_t stride;  // of a token
+  int64_t stride;  // elements from token to token
   bool query;
 };
-constexpr int kMostRagged = 9;  // tensors of one call
+constexpr int kMostRagged = 9;  // maximum number of tensors per call
 
 struct LengthsJob {
   Spans spans;
@@ -39,14 +39,14 @@ struct LengthsJob {
   int count;
 };
 
-// Rows of a tensor of 2-byte elements.
+// The rows of a tensor with 2-byte elements.
 struct HeadRows {
   uint16_t* data;
-  int64_t batch, head, seq;  // strides
+  int64_t batch, head, seq;  // strides of the dimensions
   int64_t heads, seqlen, dim;
 };
-// Zeros in rows that the masks leave without a partner: queries that see no key, keys that are not
-// there or whose sequence has no query. `lse`, if any, gets -inf there.
+// Writes zeros to rows without a partner: queries that see no key, keys past a sequence's end, and
+// keys of a sequence without queries. Writes -inf to `lse` there unless it is NULL.
 struct ClearJob {
   Spans spans;
   backend::MaskRule mask;
@@ -55,11 +55,11 @@ struct ClearJob {
   float* lse;
 };
 
-// Each enqueues one kernel.
+// Each function enqueues one kernel.
 void write_lengths(cudaStream_t stream, const LengthsJob& job);
 void clear_rows(cudaStream_t stream, const ClearJob& job);
-// The statistics as the backward reads them: a row without keys has +inf, so that its
-// probabilities are exp(-inf) whichever way they are masked.
+// Copies the statistics for the backward. Rows without keys get +inf, so that their probabilities
+// are exp(-inf) = 0 under every mask.
 void copy_stats(cudaStream_t stream, const float* in, float* out, int64_t n);
 
 }  // namespace te_fl::cuda

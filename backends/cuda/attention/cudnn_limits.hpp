@@ -1,5 +1,5 @@
-// Calls that versions of cuDNN compute wrongly and report as done. Pure functions of version and
-// sizes, so that they can be tested where there is no GPU.
+// Calls for which some versions of cuDNN report success with wrong results. Pure functions of
+// version and sizes, so tests run without a GPU.
 #pragma once
 
 #include <cstddef>
@@ -7,15 +7,14 @@
 
 namespace te_fl::cuda {
 
-// The FP8 forward of 9.14.0 writes wrong results where a tensor reaches over more than 2^31
-// elements, and that of 9.19.0 right ones (`conformance_huge --op fused_attn_fwd`). The library's
-// release notes name no version that mended it, so those between, which nobody has measured, are
-// refused too.
+// The FP8 forward of cuDNN 9.14.0 gives wrong results if a tensor spans more than 2^31 elements;
+// that of 9.19.0 gives right ones (`conformance_huge --op fused_attn_fwd`). The release notes do
+// not say which version fixed it, so the untested versions between are refused too.
 constexpr size_t kCudnnLongFp8 = 91900;
 
-// Says why an FP8 forward is not cuDNN's; nullptr if it may be. `version` is 10000 major + 100
-// minor + patch; `longest` is the number of elements from the first to the last of its longest
-// tensor.
+// Returns why cuDNN must not run an FP8 forward, or nullptr if it may. `version`: 10000 major + 100
+// minor + patch. `longest`: elements from the first to the last of the tensor with the largest
+// span.
 constexpr const char* refuse_long_fp8_forward(size_t version, int64_t longest) noexcept {
   if (longest <= INT32_MAX || version >= kCudnnLongFp8) return nullptr;
   return "FP8 of 2^31 elements or more, which cuDNN before 9.19.0 computes wrongly: install 9.19.0 "

@@ -1,10 +1,10 @@
-// Numbers of cuDNN 9's graph API, as its binary interface fixes them: descriptor types, attributes
-// and the types and values of attributes. Only those that are used here.
+// Constants of cuDNN 9's graph API, fixed by its ABI: types of descriptors, attributes, and types
+// and values of attributes. Contains only those that the plugin uses.
 #pragma once
 
 namespace te_fl::cuda {
 
-namespace cudnn_type {  // of descriptors
+namespace cudnn_type {  // the types of descriptors
 enum {
   kPointwise = 0,
   kEngineConfig = 3,
@@ -23,7 +23,7 @@ enum {
 };
 }  // namespace cudnn_type
 
-namespace cudnn_of {  // the type of an attribute's values
+namespace cudnn_of {  // the types of attributes' values
 enum {
   kDataType = 1,
   kBool = 2,
@@ -72,8 +72,8 @@ enum {
   kMatmulB = 1521,
   kMatmulC = 1522,
   kMatmulDescriptor = 1523,
-  kMatmulRows = 1525,  // of A, at run time
-  kMatmulCols = 1526,  // of B
+  kMatmulRows = 1525,  // rows of A, at run time
+  kMatmulCols = 1526,  // columns of B, at run time
   kMatmulInner = 1527,
   kReductionMode = 1600,
   kReductionPrecision = 1601,

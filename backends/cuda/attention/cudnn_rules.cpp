@@ -35,7 +35,8 @@ bool ranks_fit(const Args& a, std::initializer_list<const te_fl_tensor*> heads) 
   return true;
 }
 
-// FP8 of per-tensor scaling in its row-wise copy. `written`: an output with a given scale.
+// Refuses `t` unless it has row-wise FP8 codes of `dtype` with per-tensor scaling. `written`: the
+// tensor is an output with a supplied scale.
 Refusal refuse_codes(const te_fl_tensor* t, int dtype, bool written) {
   if (t == nullptr || t->quant == nullptr)
     return "FP8 attention in FP8 throughout: o and gradients too";
@@ -49,7 +50,7 @@ Refusal refuse_codes(const te_fl_tensor* t, int dtype, bool written) {
   }
   return quant.columnwise_data == nullptr ? nullptr : "an FP8 output with a column-wise copy";
 }
-// The scale of the probabilities or of their gradient.
+// Refuses the quantisation of the probabilities or of their gradient.
 Refusal refuse_inner(const te_fl_tensor* t, int dtype) {
   if (t == nullptr) return "FP8 attention without s_quant and dp_quant";
   return refuse_codes(t, dtype, true);
@@ -72,7 +73,7 @@ Refusal refuse_fp8_problem(const Args& a) {
   if (a.q->dl.shape[3] % 16 != 0 || a.v->dl.shape[3] % 16 != 0) {
     return "FP8 with a head size that is not a multiple of 16";
   }
-  // cuDNN 9.19 names no engine.
+  // cuDNN 9.19 finds no engine for one query.
   if (a.q->dl.shape[a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1] == 1) return "FP8 with one query";
   return nullptr;
 }
@@ -80,12 +81,12 @@ template <class Args>
 Refusal refuse_fp8_training(const Args& a) {
   const bool fits = a.q->dl.shape[3] == 128 && a.v->dl.shape[3] == 128;
   if (!fits) return "FP8 backward with a head size other than 128";
-  // cuDNN 9.19 leaves most of dq's last rows unwritten otherwise.
+  // Otherwise cuDNN 9.19 leaves most of dq's last rows unwritten.
   const int64_t queries = a.q->dl.shape[a.layout == TE_FL_LAYOUT_SBHD ? 0 : 1];
   return queries % 64 == 0 ? nullptr : "FP8 backward with queries that are not a multiple of 64";
 }
 
-// The rules that forward, backward and the enquiry have in common.
+// Rules that forward, backward and get_fused_attn_backend share.
 template <class Args>
 Refusal refuse_problem(const Args& a) {
   if (!half(*a.q) && !fp8(*a.q)) return kDtypes;
@@ -121,7 +122,7 @@ Refusal refuse_problem(const Args& a) {
   }
   if (cudnn() == nullptr) return cudnn_missing();
   if (cudnn()->number == 91400 && a.window_left >= 0 && !causal(a.mask_type)) {
-    const int seq = a.layout == TE_FL_LAYOUT_BSHD ? 1 : 0;  // thd: all tokens, no fewer
+    const int seq = a.layout == TE_FL_LAYOUT_BSHD ? 1 : 0;  // thd: all tokens, an upper bound
     if (a.k->dl.shape[seq] > 1024) {
       return "cuDNN 9.14.0 masks long windows wrongly: install 9.14.1 or newer";
     }
@@ -129,7 +130,7 @@ Refusal refuse_problem(const Args& a) {
   return nullptr;
 }
 
-// Elements from a tensor's first to its last.
+// Number of elements that a tensor spans, from its first to its last.
 int64_t extent(const te_fl_tensor& t) {
   int64_t last = 0;
   for (int i = 0; i < t.dl.ndim; ++i) last += (t.dl.shape[i] - 1) * backend::stride(t, i);
@@ -140,10 +141,10 @@ int64_t longest_of(std::initializer_list<const te_fl_tensor*> all) {
   for (const te_fl_tensor* t : all) longest = std::max(longest, extent(*t));
   return longest;
 }
-// cuDNN 9.19 gives wrong gradients of Q beyond 2^31 elements (of 128 by 16 by 128 in each of 8194
-// sequences the last ones), and says nothing. It sums them in FP32 scratch of whole tiles of
-// queries, thd: of the longest sequence's length for each, and those of K and V by the heads of Q,
-// so that is what is counted here.
+// With more than 2^31 elements, cuDNN 9.19 silently gives wrong gradients of Q (measured: of 128 x
+// 16 x 128 in each of 8194 sequences, the last are wrong). cuDNN sums the gradients in FP32
+// scratch, which this function counts: whole tiles of queries, in thd with every sequence as long
+// as the longest, and for K and V with as many heads as Q has.
 template <class Args>
 Refusal refuse_long_backward(const Args& a, std::initializer_list<const te_fl_tensor*> all) {
   constexpr const char* kLong =
@@ -165,13 +166,13 @@ Refusal refuse_long_backward(const Args& a, std::initializer_list<const te_fl_te
   const int64_t width =
       a.q->dl.shape[last - 1] * std::max(a.q->dl.shape[last], a.v->dl.shape[last]);
   const int64_t longest = (std::max(queries, keys) + kTile - 1) / kTile * kTile;
-  // In FP64: a product of such extents may not fit 64 bits.
+  // Uses FP64, because the product of such extents may overflow 64 bits.
   const double scratch =
       static_cast<double>(batch) * static_cast<double>(longest) * static_cast<double>(width);
   return scratch > INT32_MAX ? kLong : nullptr;
 }
 
-// Reads what a call says beyond that.
+// Applies the rules that need all arguments of a call, then refuse_problem().
 template <class Args>
 Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> others) {
   if (!half(*a.q) && !fp8(*a.q)) return kDtypes;
@@ -188,8 +189,9 @@ Refusal refuse_call(const Args& a, std::initializer_list<const te_fl_tensor*> ot
   }
   return refuse_problem(a);
 }
-// True of an inference: its shapes tend to change from call to call, and a plan takes about 40 ms,
-// which the plain kernels need for some hundred calls of this many operations.
+// Smallest number of operations for which an inference is worth a cuDNN plan. Shapes of inferences
+// tend to change from call to call, and a plan takes about 40 ms; the plain kernels compute about a
+// hundred calls of this size in that time.
 constexpr double kWorthAPlan = 1u << 28;
 
 double operations(const te_fl_fused_attn_fwd_args& a) {
@@ -225,7 +227,8 @@ Refusal refuse_fp8_backward(const te_fl_fused_attn_bwd_args& a) {
 }  // namespace
 
 Refusal refuse_cudnn_forward(const te_fl_context& ctx, const te_fl_fused_attn_fwd_args& a) {
-  if (!ranks_fit(a, {a.q, a.k, a.v, a.o})) return nullptr;  // the shape's error is the answer
+  // Calls with an invalid shape are reported elsewhere.
+  if (!ranks_fit(a, {a.q, a.k, a.v, a.o})) return nullptr;
   for (const te_fl_tensor* in : {a.q, a.k, a.v}) {
     if (all_dense(in, a.o) && overlaps(*a.o, *in)) return kOverlaps;
   }
@@ -265,7 +268,7 @@ Refusal refuse_cudnn_enquiry(const te_fl_context& ctx, const te_fl_get_fused_att
     if (const Refusal why = refuse_long_backward(a, {a.q, a.k, a.v})) return why;
   }
   if (!fp8(*a.q)) return nullptr;
-  // The output has the queries' shape with heads of the values' size.
+  // The output has the shape of q, with the head size of v.
   const int64_t out = backend::numel(*a.q) / a.q->dl.shape[3] * a.v->dl.shape[3];
   const int64_t longest = std::max(out, longest_of({a.q, a.k, a.v}));
   if (const Refusal why = refuse_long_fp8_forward(cudnn()->number, longest)) return why;

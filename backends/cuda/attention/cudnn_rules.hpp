@@ -1,4 +1,4 @@
-// Says which attention calls go to cuDNN: metadata only, static reasons.
+// Decides which attention calls cuDNN serves. Reads metadata only; the reasons are static text.
 #pragma once
 
 #include "plugin/families.hpp"

@@ -8,7 +8,7 @@ namespace te_fl::cuda {
 namespace {
 
 template <class T>
-struct Ordered {  // F32, and F16 and BF16, which F32 holds exactly
+struct Ordered {  // for F32, and for F16 and BF16, which F32 represents exactly
   using Integer = int32_t;
   static __device__ Integer of(T x) {
     const float v = to_f32(x);
@@ -16,7 +16,8 @@ struct Ordered {  // F32, and F16 and BF16, which F32 holds exactly
     return isnan(v) ? INT32_MAX : bits < 0 ? bits ^ INT32_MAX : bits;
   }
   static __device__ T back(Integer i) {
-    return from_f32<T>(__int_as_float(i < 0 ? i ^ INT32_MAX : i));  // INT32_MAX is a NaN
+    // INT32_MAX converts back to a NaN
+    return from_f32<T>(__int_as_float(i < 0 ? i ^ INT32_MAX : i));
   }
 };
 template <>

@@ -1,5 +1,5 @@
-// Maxima over ranks that a NaN of any rank becomes: NCCL's own take the other operand. So floats
-// travel as integers that order as they do, NaN last.
+// Maxima over ranks in which a NaN of any rank gives NaN. NCCL's own maximum drops a NaN, so floats
+// are sent as integers that have the same order, with NaN last.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,9 +8,11 @@
 
 namespace te_fl::cuda {
 
-// Bytes of the integers of `n` elements of a float dtype (te_fl_dtype_index): 8 of F64, else 4.
+// Bytes of the integers of `n` elements of a float dtype (te_fl_dtype_index): 8 per F64 element,
+// else 4.
 size_t ordered_bytes(int dtype, int64_t n) noexcept;
-// `n` elements to integers and back, NaN coming back as one NaN. Launch errors are thrown.
+// Convert `n` elements to integers and back. Every NaN comes back as the same NaN. Throw launch
+// errors.
 void to_ordered(int dtype, const void* from, void* integers, int64_t n, cudaStream_t stream);
 void from_ordered(int dtype, const void* integers, void* to, int64_t n, cudaStream_t stream);
 

@@ -1,4 +1,4 @@
-// The collectives of NCCL, on the stream of the call.
+// The collective ops on NCCL. They run on the call's stream.
 #include <string>
 #include <vector>
 
@@ -28,7 +28,7 @@ char* bytes(const te_fl_tensor& t) { return backend::data<char>(t); }
 
 bool is_float(int dtype) { return dtype != TE_FL_I32 && dtype != TE_FL_I64; }
 
-// NCCL's type of a dtype that is reduced.
+// The NCCL type of a dtype that reductions accept.
 int type_of(int dtype) {
   switch (dtype) {
     case TE_FL_I32:
@@ -56,7 +56,8 @@ bool takes_integers(const Args& a) {
   return a.reduction == TE_FL_REDUCTION_MAX && is_float(dtype_of(*a.input));
 }
 
-// NCCL begins in the group's end, after what would have to come behind it.
+// Throws inside an NCCL group. NCCL starts a group's collectives when the group ends, so work that
+// must follow a collective would run before it.
 void refuse_in_group(const char* op) {
   if (!in_group()) return;
   throw backend::Error(TE_FL_FAILED_PRECONDITION | TE_FL_CLEAN,
@@ -65,12 +66,13 @@ void refuse_in_group(const char* op) {
                            "memory that the group would outlive; call it outside");
 }
 
-// The result of one rank's reduction, gather or exchange is its input. NCCL 2.28, which copies it
-// too, takes the host longer, and keeps 176 bytes of the host for each reduction.
+// True if the communicator has one rank: then the input is copied to the output, which is the
+// collective's result. NCCL 2.28 would copy too, but takes more host time and keeps 176 bytes of
+// host memory per reduction.
 template <class Args>
 bool of_one_rank(const te_fl_context& ctx, const Args& a, int64_t size) {
   if (a.comm->size != 1) return false;
-  const NcclCall call(ranks_of(a));  // refuses a communicator that was aborted
+  const NcclCall call(ranks_of(a));  // throws if the communicator was aborted
   if (bytes(*a.input) != bytes(*a.output)) {
     check(cudaMemcpyAsync(bytes(*a.output), bytes(*a.input), size_of(size),
                           cudaMemcpyDeviceToDevice, stream_of(ctx)),
@@ -136,10 +138,11 @@ void reduce_scatter(const te_fl_context& ctx, const te_fl_reduce_scatter_args& a
   from_ordered(dtype, own, bytes(*a.output), part, stream);
 }
 
-// NCCL's order of summation is that of the ranks in the ring or tree that it chose, which is the
-// same for the same ranks of the same machines and the same size. NVLink's switches sum in an order
-// of their own (NVLS); Megatron, too, asks for another algorithm where runs must be repeatable. Two
-// summands have one order.
+// Refuses a reduction that the call wants deterministic and that NCCL could sum in another order.
+// NCCL sums in the order of the ranks in its ring or tree, which is the same in every run with the
+// same ranks, machines and size. The switches of NVLink (NVLS) sum in an order of their own;
+// Megatron, too, asks for another algorithm if runs must be repeatable. Two summands have one order
+// only.
 template <class Args>
 void check_reduction(const te_fl_context& ctx, const Args& a) {
   backend::check_collective(ctx, a);
@@ -193,8 +196,8 @@ void recv(const te_fl_context& ctx, const te_fl_recv_args& a) {
       "ncclRecv");
 }
 
-// One send and one receive for each rank, begun together. NCCL copies this rank's own part beside
-// the others' traffic; a copy of our own would come before or behind all of it.
+// One send and one receive per rank, started as a group. NCCL copies this rank's own part in
+// parallel with the transfers; a separate copy would run before or after all of them.
 class Exchange {
  public:
   Exchange(const te_fl_context& ctx, const NcclRanks& ranks)
@@ -209,12 +212,12 @@ class Exchange {
     if (n == 0) return;
     note(call_->recv(to, size_of(n), kNcclU8, rank, call_.handle(), stream_), "ncclRecv");
   }
-  // Ends the group whatever went wrong in it. Throws the first error.
+  // Ends the group even after an error. Throws the first error.
   void end() {
     if (status_ == kNcclSuccess) return call_.group_end();
     try {
       call_.group_end();
-    } catch (const backend::Error&) {  // of the same failure
+    } catch (const backend::Error&) {  // caused by the same failure
     }
     call_.check(status_, function_);
   }
@@ -269,7 +272,7 @@ void check_rows(const te_fl_context& ctx, const te_fl_all_to_all_v_args& a) {
 
 size_t barrier_scratch(const te_fl_context&, const te_fl_barrier_args&) { return 1; }
 
-// The sum of a byte that nobody reads.
+// Reduces one byte of scratch; its value does not matter.
 void barrier(const te_fl_context& ctx, const te_fl_barrier_args& a) {
   refuse_in_group("barrier");
   const NcclCall call(ranks_of(a));

@@ -55,7 +55,8 @@ te_fl_status create(void*, const te_fl_comm_config* config, void** comm,
   });
 }
 
-// An id for a communicator that the host gave none, by its store.
+// Makes the unique id of a communicator for which the host supplied none. Rank 0 writes it to the
+// store; the other ranks read it there.
 NcclUniqueId id_by_store(const Nccl& n, const te_fl_comm_config& config,
                          const te_fl_error_sink* errors) {
   constexpr const char* kKey = "nccl_id";
@@ -87,7 +88,7 @@ te_fl_status split(void* comm, const te_fl_comm_config* config, int32_t color, v
     auto use = std::make_shared<NcclRanks::Use>(parent);
     *out = new NcclRanks(n, *config, "ncclCommSplit",
                          [&n, use, color, key = config->rank](void** handle) mutable {
-                           const auto held = std::move(use);  // for the call alone
+                           const auto held = std::move(use);  // released when the call returns
                            return n.split(held->handle(), color, key, handle, nullptr);
                          });
   });

@@ -1,16 +1,18 @@
-// Collectives that a thread calls between ncclGroupStart and ncclGroupEnd begin together.
+// NCCL groups: collectives that a thread calls between ncclGroupStart and ncclGroupEnd start
+// together.
 #pragma once
 
 #include "comm/nccl_ranks.hpp"
 
 namespace te_fl::cuda {
 
-// One call of a collective: NCCL's functions that it calls, and their errors. In a group, they
-// begin when it ends.
+// One call of a collective: gives access to NCCL's functions and checks their status. In a group,
+// the functions start when the group ends.
 class NcclCall {
  public:
   explicit NcclCall(const NcclRanks& ranks) : use_(ranks) {}
-  ~NcclCall();  // the group, if there is one, keeps the communicator until it ends
+  ~NcclCall();  // hands the communicator to the open group, if any, which keeps it until the group
+                // ends
   NcclCall(const NcclCall&) = delete;
   NcclCall& operator=(const NcclCall&) = delete;
   const Nccl* operator->() const noexcept { return &use_.nccl(); }
@@ -23,7 +25,8 @@ class NcclCall {
   NcclRanks::Use use_;
 };
 
-// A group is the calling thread's. end_group() throws what the calls between them met.
+// A group belongs to the calling thread. end_group() throws the errors of the calls since
+// begin_group().
 void begin_group(const Nccl& nccl);
 void end_group(const Nccl& nccl);
 bool in_group() noexcept;

@@ -18,9 +18,10 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kOthersTime{2000};  // a rank waits so long for the others' ends
+constexpr milliseconds kOthersTime{2000};  // a destructor waits this long for other ranks
 
-// Threads that are left behind in NCCL come back into this library.
+// Keeps this library loaded for ever, because threads that are still inside NCCL will return into
+// it.
 void keep_this_library() {
   const std::string path = path_of(reinterpret_cast<const void*>(&keep_this_library));
   (void)dlopen(path.c_str(), RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
@@ -62,7 +63,8 @@ std::string words_of(const Nccl& nccl, int status, const char* function, void* c
   throw backend::Error(TE_FL_COMM_FAILED, "the communicator of NCCL was aborted");
 }
 
-// Frees what a failed communicator has, when no thread is inside NCCL with it any more.
+// Aborts a failed communicator and frees it. First revokes it, so that threads inside NCCL leave,
+// and waits for them up to a second.
 void end_by_abort(NcclLife& life) {
   void* handle = life.handle.exchange(nullptr);
   if (handle == nullptr) return;
@@ -120,9 +122,9 @@ void NcclRanks::run_aside(std::function<void(NcclLife&)> work) {
 void NcclRanks::end_aside(void (*work)(NcclLife&)) noexcept {
   try {
     run_aside(work);
-  } catch (const std::exception&) {  // no thread can be made: it may block this one
+  } catch (const std::exception&) {  // no thread could be made: run on this thread, which may block
     work(*life_);
-    aside_ = {};  // it has ended
+    aside_ = {};  // the earlier task has ended
   }
 }
 
@@ -182,7 +184,8 @@ void NcclRanks::check() const {
 }
 
 NcclRanks::Use::Use(const NcclRanks& ranks) : life_(ranks.life_) {
-  life_->calls.fetch_add(1);  // before it asks; abort() says first, then asks for calls
+  life_->calls.fetch_add(1);  // first count, then test; abort() sets the flag first and then reads
+                              // the count
   handle_ = life_->handle.load();
   if (!life_->aborted.load() && handle_ != nullptr) return;
   life_->calls.fetch_sub(1);

@@ -1,7 +1,8 @@
-// One rank of a communicator of NCCL, and what its life must not wait for: other ranks. NCCL's
-// communicators block: making one waits for all ranks, and so may destroying or aborting one, since
-// the threads by which ranks of one machine serve each other end together. These three run on
-// threads of their own. (Communicators that do not block start a thread in every collective.)
+// One rank of an NCCL communicator, whose construction and end must not block the host on other
+// ranks. NCCL's communicators block: creation waits for all ranks, and destruction and abort may
+// wait too, since the proxy threads of one machine's ranks end together. These three therefore run
+// on separate threads. (NCCL's non-blocking communicators are no alternative: they start a thread
+// in every collective.)
 #pragma once
 
 #include <atomic>
@@ -17,45 +18,48 @@
 
 namespace te_fl::cuda {
 
-// Throws the error of one of NCCL's functions, in NCCL's words and with what to do.
+// Throws the error of an NCCL function: NCCL's own text and a remedy.
 [[noreturn]] void throw_nccl(const Nccl& nccl, int status, const char* function,
                              void* communicator);
 
-// The part that threads of NcclRanks share with it.
+// State that an NcclRanks shares with the threads it starts.
 struct NcclLife {
   const Nccl* nccl = nullptr;
   int device = 0;
-  std::atomic<void*> handle{nullptr};  // until its end begins
-  std::mutex mutex;                    // of what follows, held for moments
+  std::atomic<void*> handle{nullptr};  // NULL until it is made, and from when its end begins
+  std::mutex mutex;                    // guards the following members; held briefly
   bool made = false;
-  int status = kNcclSuccess;  // of making it
-  std::string error;          // words for a status that is an error
+  int status = kNcclSuccess;  // status of the creation
+  std::string error;          // text of a status that is an error
   std::atomic<bool> aborted{false};
-  std::atomic<int> calls{0};  // threads that are inside NCCL with it
+  std::atomic<int> calls{0};  // threads inside NCCL with this communicator
 };
 
 class NcclRanks {
  public:
-  // Begins to make it by `make(&handle)`, which returns NCCL's status, on a thread with the
-  // config's device current. `function` is NCCL's, for messages.
+  // Starts the creation of the communicator on a separate thread, with the config's device current.
+  // `make(&handle)` returns NCCL's status. `function` is the name of NCCL's function, for error
+  // messages.
   NcclRanks(const Nccl& nccl, const te_fl_comm_config& config, const char* function,
             std::function<int(void**)> make);
-  // Waits for the device's work up to the config's time-out, after which it is aborted, and for
-  // the other ranks' ends a moment, after which NCCL's part is left to its thread.
+  // Waits for the device's work up to the config's time-out, then destroys the communicator, or
+  // aborts it after a time-out. Waits two seconds for the other ranks to end theirs; after that
+  // NCCL's part goes on in its own thread.
   ~NcclRanks();
 
-  // True once it can be used; throws what NCCL said if it could not be made.
+  // True once the communicator can be used. Throws the creation's error if it failed.
   bool ready() const;
   void abort();
-  // Throws COMM_FAILED if NCCL met a failure outside of a call, or if it was aborted.
+  // Throws COMM_FAILED if NCCL reports an asynchronous error, or if the communicator was aborted.
   void check() const;
 
   const Nccl& nccl() const noexcept { return *life_->nccl; }
 
-  // A thread is inside NCCL with the communicator, which is not freed before it has left.
+  // Marks that a thread is inside NCCL with the communicator. An abort waits for such threads
+  // before it frees the communicator.
   class Use {
    public:
-    explicit Use(const NcclRanks& ranks);  // throws if it was aborted or is not ready
+    explicit Use(const NcclRanks& ranks);  // throws if the communicator was aborted or is not ready
     Use(Use&& other) noexcept = default;
     Use& operator=(Use&&) = delete;
     ~Use() {
@@ -63,7 +67,8 @@ class NcclRanks {
     }
     void* handle() const noexcept { return handle_; }
     const Nccl& nccl() const noexcept { return *life_->nccl; }
-    // Throws if `status`, of `function`, is an error, or if it was aborted meanwhile.
+    // Throws if the `status` of `function` is an error, or if the communicator was aborted
+    // meanwhile.
     void check(int status, const char* function) const;
 
    private:
@@ -73,12 +78,14 @@ class NcclRanks {
 
  private:
   void run_aside(std::function<void(NcclLife&)> work);
-  // As that, for the end of it, which comes on this thread where no other can be made.
+  // Like run_aside(), for the end of the communicator. Runs `work` on the calling thread if no
+  // thread can be made.
   void end_aside(void (*work)(NcclLife&)) noexcept;
 
-  uint32_t timeout_ms_;  // 0: for ever
+  uint32_t timeout_ms_;  // 0: no limit
   std::shared_ptr<NcclLife> life_;
-  std::future<void> aside_;  // the thread that makes it, then the one that ends it
+  std::future<void> aside_;  // the thread that creates the communicator, later the thread that ends
+                             // it
 };
 
 }  // namespace te_fl::cuda

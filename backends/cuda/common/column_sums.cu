@@ -8,7 +8,8 @@ namespace {
 
 constexpr int kLanes = 32, kRowsAtOnce = 8, kDepth = 8;
 
-// Blocks of (kLanes, kRowsAtOnce) threads; a thread has 8 columns and reads kDepth rows at once.
+// Blocks have (kLanes, kRowsAtOnce) threads. A thread sums 8 columns and reads kDepth rows per
+// iteration.
 __global__ void __launch_bounds__(kLanes* kRowsAtOnce)
     row_partials(const uint4* in, bool is_half, int64_t rows, int64_t pieces, int64_t rows_each,
                  float* partials) {

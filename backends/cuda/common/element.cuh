@@ -1,4 +1,5 @@
-// Elements of every float dtype as FP32 in device code, eight at a time where that is aligned.
+// Loads and stores of every float dtype as FP32 in device code, with vector accesses of eight
+// elements where the alignment allows them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,8 +31,8 @@ __device__ inline float to_f32(fp16 x) { return __half2float(x); }
 __device__ inline float to_f32(e4m3 x) { return static_cast<float>(x); }
 __device__ inline float to_f32(e5m2 x) { return static_cast<float>(x); }
 
-// To nearest even; FP8 saturates finite overflow and infinities, and any NaN becomes 0x7F: that is
-// what the conversions of compute capability 8.9 and newer do.
+// Rounds to nearest even. For FP8, infinities and finite values that overflow saturate, and every
+// NaN becomes 0x7F. The conversion instructions of compute capability 8.9 and newer do the same.
 template <class T>
 __device__ inline T from_f32(float x);
 template <>
@@ -65,7 +66,7 @@ __device__ inline e5m2 from_f32<e5m2>(float x) {
   return r;
 }
 
-// The codes of four values, the first in the lowest byte.
+// The FP8 codes of four values; the code of `a` is in the lowest byte.
 __device__ inline uint32_t codes_of(float a, float b, float c, float d, bool is_e5m2) {
 #if __CUDA_ARCH__ >= 890
   const auto pair = [](float low, float high, __nv_fp8_interpretation_t kind) -> uint32_t {
@@ -81,10 +82,10 @@ __device__ inline uint32_t codes_of(float a, float b, float c, float d, bool is_
 #endif
 }
 
-constexpr int kGroup = 8;  // elements that a thread reads and writes at once
+constexpr int kGroup = 8;  // elements that a thread loads or stores with one call
 
-// Elements [i, i + n) of p, n <= kGroup, i a multiple of anything. Vector accesses if they are
-// aligned and whole.
+// Loads n <= kGroup elements from p, which may have any alignment. Uses vector loads if n is kGroup
+// and p is aligned.
 template <class T>
 __device__ inline void load_group(const T* p, int n, float* out) {
   constexpr int kBytes = kGroup * sizeof(T);
@@ -103,8 +104,9 @@ __device__ inline void load_group(const T* p, int n, float* out) {
 #pragma unroll
   for (int i = 0; i < kGroup; ++i) out[i] = i < n ? to_f32(p[i]) : 0.0f;
 }
-// One access of 8 or 16 bytes to global memory. The compiler takes an assignment apart into what
-// the words were made of: stores of 2 or 4 bytes, up to a third slower.
+// Stores 8 or 16 bytes to global memory with one instruction. For a plain assignment, the compiler
+// emits stores of the 2 or 4 bytes from which the value was composed, which are up to a third
+// slower.
 __device__ inline void store_whole(uint4* to, const uint4& v) { __stwb(to, v); }
 __device__ inline void store_whole(uint2* to, const uint2& v) { __stwb(to, v); }
 
@@ -128,7 +130,8 @@ __device__ inline void store_group(T* p, int n, const float* in) {
   }
 }
 
-// A compact float tensor whose dtype is known at run time: one branch for eight elements.
+// A compact float tensor with a dtype known at run time. load() branches on the dtype once per
+// eight elements.
 struct Source {
   const void* data = nullptr;
   int dtype = TE_FL_F32;
@@ -186,12 +189,12 @@ struct Target {
   }
 };
 
-// max(a, |v|) where NaN does not enter.
+// max(a, |v|), or `a` if v is NaN.
 __device__ inline float amax_of(float a, float v) {
   const float absolute = fabsf(v);
   return absolute > a ? absolute : a;
 }
-// Non-negative floats order like their bits.
+// Uses an integer maximum: non-negative floats have the same order as their bits.
 __device__ inline void atomic_amax(float* to, float amax) {
   if (amax > 0.0f) atomicMax(reinterpret_cast<int*>(to), __float_as_int(amax));
 }
@@ -209,7 +212,7 @@ __device__ inline float warp_sum(float v) {
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 constexpr int kThreads = 256;
-// Thread blocks for a grid-stride loop over `items`: at most 16 for each multiprocessor.
+// Number of thread blocks for a grid-stride loop over `items`: at most 16 per multiprocessor.
 inline unsigned blocks_for(int64_t items, int threads = kThreads) {
   return static_cast<unsigned>(
       std::clamp<int64_t>(ceil_div(items, threads), 1, int64_t{16} * current_multiprocessors()));

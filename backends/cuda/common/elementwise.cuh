@@ -1,6 +1,6 @@
-// store_elementwise: an elementwise op (a Math of tile.cuh) into an output of any float dtype or
-// quantised, and optionally the sums of the result's columns, through the tile kernels where
-// choose_store() (store_choice.hpp) says so, and else through store_output.
+// store_elementwise() computes an elementwise op (a Math of tile.cuh) into an output of any float
+// dtype, quantised or not, and optionally the column sums of the result. choose_store()
+// (store_choice.hpp) decides between the tile kernels and store_output().
 #pragma once
 
 #include "common/dtype_bytes.hpp"
@@ -12,7 +12,7 @@
 
 namespace te_fl::cuda {
 
-// A source as a matrix: element (row, col) at row * stride + first + col.
+// A source as a matrix: element (row, col) is at index row * stride + first + col.
 struct MatrixSource {
   Source source;
   int64_t first = 0, stride = 0;
@@ -23,11 +23,11 @@ struct Elementwise {
   Math math;
 };
 
-// Serves store_output: any dtypes, any alignment.
+// The Produce functor for store_output(), for sources of any dtype and alignment.
 template <class Math>
 struct Anywhere {
   Elementwise<Math> op;
-  int64_t cols;  // of one output
+  int64_t cols;  // of one of the outputs
 
   __device__ void part(int output, int64_t row, int64_t col, int n, float* v) const {
     float x[Math::kSources][kGroup];
@@ -48,7 +48,7 @@ struct Anywhere {
     if (Math::kOutputs == 1 || col + n <= cols) return part(0, row, col, n, v);
     if (col >= cols) return part(1, row, col - cols, n, v);
 #pragma unroll 1
-    for (int i = 0; i < n; ++i) {  // across the middle, where cols is no multiple of 8
+    for (int i = 0; i < n; ++i) {  // a group that contains the boundary of the two outputs
       float one[kGroup];
       part(col + i < cols ? 0 : 1, row, col + i < cols ? col + i : col + i - cols, 1, one);
 #pragma unroll
@@ -57,8 +57,9 @@ struct Anywhere {
   }
 };
 
-// A Math, of one source and one result, whose few elements self_scaled_kernel takes: it says so,
-// since each has two kernels more for that.
+// A Math for which self_scaled_kernel is compiled. It has one source and one result, and sets
+// kSelfScaled. The declaration is explicit because self_scaled_kernel costs two more kernels per
+// Math.
 template <class Math>
 concept SelfScaled = Math::kSelfScaled;
 
@@ -66,7 +67,8 @@ static_assert(store_choice::kTileRows == kTileRows && store_choice::kTileCols ==
               store_choice::kBlockTile == kBlockTile && store_choice::kMxfp8Rows == kMxfp8Rows &&
               store_choice::kMxfp8Cols == kMxfp8Cols);
 
-// The kernels of a call into `out`; `bias` and `measured` as in store_elementwise().
+// Chooses the kernels of a call that writes `out`. `bias` and `measured` are those of
+// store_elementwise().
 template <class Math>
 StoreChoice choose_store(const Elementwise<Math>& op, const te_fl_tensor& out,
                          const te_fl_tensor* bias, bool measured) {
@@ -77,7 +79,7 @@ StoreChoice choose_store(const Elementwise<Math>& op, const te_fl_tensor& out,
     sources[s] = {in.source.dtype, static_cast<const char*>(in.source.data) + in.first * bytes,
                   in.stride};
   }
-  // With the others measure_kernel would have to read halves of rows.
+  // measure_kernel cannot read halves of rows, which other Maths would need.
   constexpr bool kMeasures = Math::kSources == 1 || Bounded<Math>;
   return choose_store(
       {sources, &out, Math::kOutputs, bias, kMeasures, measured, SelfScaled<Math>, Copies<Math>});
@@ -95,7 +97,7 @@ TileSources<Math::kSources> tile_sources(const Elementwise<Math>& op) {
   return in;
 }
 
-// The tiles of a [rows, cols] matrix. Sums keep at most column_parts() steps.
+// The tiles of a [rows, cols] matrix. With `sums`, there are at most column_parts() steps of rows.
 inline TileGrid tile_grid(int64_t rows, int64_t cols, int64_t row_tiles, int64_t tile_cols,
                           bool sums) {
   TileGrid g{};
@@ -113,13 +115,14 @@ inline TileGrid tile_grid(int64_t rows, int64_t cols, int64_t tile_cols, bool su
 inline TileGrid mxfp8_grid(int64_t rows, int64_t cols, bool sums) {
   return tile_grid(rows, cols, mxfp8_padded_rows(rows) / kMxfp8Rows, kMxfp8Cols, sums);
 }
-// The tiles of the kernel that writes codes of this scaling, from a Math of one result.
+// The tiles of the kernel that writes codes of this scaling, for a Math with one result.
 inline TileGrid codes_grid(uint32_t scaling, int64_t rows, int64_t cols, bool sums) {
   if (scaling == TE_FL_SCALING_MXFP8) return mxfp8_grid(rows, cols, sums);
   return tile_grid(rows, cols, scaling == TE_FL_SCALING_TENSOR ? kTileCols : kBlockTile, sums);
 }
 
-// *found = the amax of the results, by measure_kernel or tensor_kernel. Leaves `q` as it was.
+// Computes *found = the amax of the results, with measure_kernel or tensor_kernel. `q` is a copy,
+// so the caller's is unchanged.
 template <class Math, int kBytes>
 void launch_measure(const te_fl_context& ctx, const TileSources<Math::kSources>& in, Quantised q,
                     const Math& math, StoreKernel by, float* found) {
@@ -202,7 +205,7 @@ void launch_plain(const te_fl_context& ctx, const Elementwise<Math>& op, const t
   check_launch("plain_kernel");
 }
 
-// Lets the kernel write the bias gradient itself, as choose_store() said.
+// Makes the result's kernel write the bias gradient directly (StoreSums::kResult).
 inline void sum_at_once(BiasOut& sums, const te_fl_tensor& bias) {
   if (dtype_of(bias) == TE_FL_F32) {
     sums.partials = backend::data<float>(bias);
@@ -211,10 +214,10 @@ inline void sum_at_once(BiasOut& sums, const te_fl_tensor& bias) {
   }
 }
 
-// `out` passed refuse_output(); ctx.workspace holds kStoreWorkspace bytes for it. With kSums, bias
-// = the sums of the result's columns, and the workspace holds column_sums_bytes() more; the output
-// may then have the memory of an input. `measured`: the workspace begins with the results' amax,
-// for an output that finds its own scale.
+// Computes `op` into `out`, which must have passed refuse_output(). ctx.workspace must have
+// kStoreWorkspace bytes. kSums: also writes the column sums of the result to `bias`; the workspace
+// then needs column_sums_bytes() more, and `out` may have the memory of an input. `measured`: the
+// workspace begins with the amax of the results, for an output whose scale is computed.
 template <bool kSums, class Math>
 void store_elementwise(const te_fl_context& ctx, const te_fl_tensor& out,
                        const Elementwise<Math>& op, const te_fl_tensor* bias = nullptr,

@@ -1,13 +1,13 @@
-// Products of a warp group on Hopper's tensor cores, and what they need: descriptors of operands in
-// shared memory, bulk copies into it, barriers of a cluster.
+// Warpgroup products (wgmma) on Hopper's tensor cores, and what they need: descriptors of operands
+// in shared memory, bulk copies (TMA), mbarriers and cluster barriers.
 #pragma once
 
 #include <cuda.h>
 
 #include <cstdint>
 
-// Marks a kernel whose blocks run in clusters of two. nvcc refuses the attribute for architectures
-// before 9.0, for which such kernels are empty.
+// Marks a kernel whose blocks run in clusters of two. For architectures before 9.0 nvcc refuses the
+// attribute, and the bodies of these kernels are empty.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define TE_FL_PAIRS __cluster_dims__(2, 1, 1)
 #else
@@ -20,7 +20,7 @@ __device__ inline uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// ---- barriers
+// ---- mbarriers
 
 __device__ inline void init_barrier(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -32,7 +32,7 @@ __device__ inline void expect_bytes(uint32_t barrier, uint32_t bytes) {
 __device__ inline void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At the barrier of the same place in a block of the cluster.
+// Arrives at the mbarrier that has the same shared memory offset in block `rank` of the cluster.
 __device__ inline void arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
@@ -56,7 +56,7 @@ __device__ inline void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ inline void sync_cluster() {
-  __syncwarp();  // "aligned": lanes may have parted
+  __syncwarp();  // "aligned" instructions require converged lanes
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
 }
@@ -66,7 +66,7 @@ __device__ inline uint32_t rank_in_cluster() {
   return rank;
 }
 
-// ---- bulk copies
+// ---- bulk copies (TMA)
 
 __device__ inline void load_box(const CUtensorMap& map, uint32_t to, uint32_t barrier, int x,
                                 int y) {
@@ -76,8 +76,8 @@ __device__ inline void load_box(const CUtensorMap& map, uint32_t to, uint32_t ba
       "l"(&map), "r"(barrier), "r"(x), "r"(y)
       : "memory");
 }
-// To the same place of every block in `blocks`, a bit for each rank; each one's barrier hears of
-// it.
+// Multicast: copies the box to the same shared memory offset in every block of the bit mask
+// `blocks` (bit = rank), and signals the mbarrier of each of these blocks.
 __device__ inline void load_box_to(const CUtensorMap& map, uint32_t to, uint32_t barrier, int x,
                                    int y, uint16_t blocks) {
   asm volatile(
@@ -94,7 +94,7 @@ __device__ inline void store_box(const CUtensorMap& map, uint32_t from, int x, i
       "r"(from), "r"(x), "r"(y)
       : "memory");
 }
-// `bytes` that follow each other, a multiple of 16, as their addresses.
+// Copies `bytes` consecutive bytes. The size and both addresses must be multiples of 16.
 __device__ inline void load_bytes(const void* from, uint32_t to, uint32_t barrier, uint32_t bytes) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
@@ -108,21 +108,23 @@ __device__ inline void store_bytes(void* to, uint32_t from, uint32_t bytes) {
                : "memory");
 }
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// All but the last kLeft groups of stores have read their source.
+// Waits until all but the last kLeft groups of bulk stores have read their source.
 template <int kLeft = 0>
 __device__ inline void wait_stores_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 __device__ inline void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Makes what this thread wrote to shared memory seen by the copies and products that follow.
+// Makes this thread's earlier writes to shared memory visible to later bulk copies and products
+// (the async proxy).
 __device__ inline void fence_for_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- products
+// ---- products (wgmma)
 
-// Describes rows of 128 bytes in the 128-byte swizzle. Along K: rows are M or N. Across K: rows are
-// K, 64 columns each, the next 64 `next` bytes on.
+// Matrix descriptors for rows of 128 bytes in the 128-byte swizzle. along_k: K is contiguous, and
+// rows run over M or N. across_k: rows run over K and have 64 columns; the next 64 columns start
+// `next` bytes further on.
 __device__ inline uint64_t along_k(uint32_t address) {
   return (address & 0x3FFFF) >> 4 | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 |
          uint64_t{1} << 62;
@@ -140,7 +142,7 @@ template <int kLeft>
 __device__ inline void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
-// All of them, or all but the last kLeft groups; their sums are read after this.
+// Waits for all product groups but the last kLeft. The sums may be read after this.
 template <int kLeft = 0, int kCount>
 __device__ inline void wait_for_sums(float (&sums)[kCount]) {
   wait_products<kLeft>();
@@ -148,9 +150,9 @@ __device__ inline void wait_for_sums(float (&sums)[kCount]) {
   for (float& s : sums) asm volatile("" : "+f"(s)::"memory");
 }
 
-// d[128] of a thread: d (+)= A[64, kstep] B[256, kstep]^T.
+// multiply(): d (+)= A[64, kstep] B[256, kstep]^T; each thread has 128 sums d.
 struct E4m3 {};
-struct Bf16 {};  // both along K
+struct Bf16 {};  // both operands with K contiguous
 struct Bf16AcrossB {};
 
 #define TE_FL_PRODUCT(Type, kShape, kMore)                                                        \

@@ -1,5 +1,5 @@
-// The host's part in launching a kernel of hopper.cuh: descriptions of matrices for bulk copies,
-// and how many clusters of two blocks run at once.
+// Host code that launches kernels of hopper.cuh: tensor maps of matrices for bulk copies, and the
+// number of two-block clusters that run at once.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace te_fl::cuda {
 
-// Row-major [rows, cols] in boxes of 128 bytes of a row.
+// The tensor map of a row-major [rows, cols] matrix, in boxes of `box_rows` rows and 128 bytes.
 inline CUtensorMap boxes(const void* data, bool codes, int64_t rows, int64_t cols, int box_rows) {
   const int64_t bytes = codes ? 1 : 2;
   const cuuint64_t extents[] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)};
@@ -33,7 +33,7 @@ inline CUtensorMap boxes(const void* data, bool codes, int64_t rows, int64_t col
   return map;
 }
 
-// Clusters of the kernel that a device runs at once, at least one; throws UNSUPPORTED if it runs
+// Number of clusters of the kernel that the device runs at once. Throws UNSUPPORTED if it runs
 // none.
 template <auto kKernel>
 int clusters_of(int device, int threads, size_t shared) {

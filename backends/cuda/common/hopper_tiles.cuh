@@ -1,6 +1,6 @@
-// Tiles of products on Hopper (hopper.cuh): 128x256 by two warp groups of 64 rows, with a third to
-// copy operands in and results out. The two blocks of a cluster
-// work on rows that follow each other and share what they read of B.
+// Tiled products on Hopper (hopper.cuh). Two warpgroups of 64 rows compute a tile of 128x256, and a
+// third copies operands in and results out. The two blocks of a cluster compute tiles with
+// consecutive rows and share their reads of B.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,14 +12,14 @@ namespace te_fl::cuda::tiles {
 
 constexpr int kRows = 128, kCols = 256, kLine = 128, kStages = 3, kTileThreads = 384;
 constexpr int kA = kRows * kLine, kB = kCols * kLine, kStage = kA + kB, kRing = kStages * kStage;
-constexpr int kPart = 64;  // columns of a tile whose 16-bit results fill rows of 128 bytes
+constexpr int kPart = 64;  // tile columns whose 16-bit results fill a 128-byte row
 constexpr int kPartBytes = kRows * kPart * 2, kParts = kCols / kPart;
 constexpr int kResults = kParts * kPartBytes;
 constexpr int kBarriers = 2 * kStages + 2;
-constexpr int kRowGroup = 8;  // pairs of row tiles that are taken before the next columns
+constexpr int kRowGroup = 8;  // pairs of row tiles that are processed before the next column tile
 
 struct Tile {
-  int row, col;  // first of the cluster's
+  int row, col;  // first row and column of the cluster's tiles
   __device__ Tile(int rows, int cols, int index) {
     const int across = cols / kCols, group = index / (kRowGroup * across),
               rest = index - group * kRowGroup * across;
@@ -32,7 +32,7 @@ struct Tile {
   }
 };
 
-// A stage and whether it is the ring's even or odd turn.
+// A stage of the ring, and the parity of the current round.
 struct Position {
   int stage = 0;
   uint32_t parity = 0;
@@ -44,8 +44,8 @@ struct Position {
   }
 };
 
-// Shared addresses. `extra`: bytes between the results and the barriers that a kernel has for
-// itself, a multiple of 16.
+// Addresses in shared memory. `extra`: bytes that the kernel uses for itself between the results
+// and the barriers, a multiple of 16.
 struct Layout {
   uint32_t data, results, own, full, empty, ready, taken;
   __device__ Layout(uint32_t shared, int extra)
@@ -58,21 +58,21 @@ struct Layout {
         taken(ready + 8) {}
   __device__ uint32_t a(int stage) const { return data + stage * kStage; }
   __device__ uint32_t b(int stage) const { return a(stage) + kA; }
-  // 16 bytes of the results, as copies to memory want them.
+  // Address of 16 bytes of the results, in the swizzle that bulk copies expect.
   __device__ uint32_t result(int part, int row, int unit) const {
     return results + part * kPartBytes + row * 128 + (unit ^ row & 7) * 16;
   }
-  // By one thread: `takers` arrivals empty the results.
+  // Called by one thread. `takers`: number of arrivals after which the results buffer is empty.
   __device__ void init(int takers) const {
     for (int s = 0; s < kStages; ++s) {
       hopper::init_barrier(full + s * 8, 1);
-      hopper::init_barrier(empty + s * 8, 16);  // warps that read a stage's B, in both blocks
+      hopper::init_barrier(empty + s * 8, 16);  // the warps in both blocks that read the stage's B
     }
     hopper::init_barrier(ready, 256);
     hopper::init_barrier(taken, static_cast<uint32_t>(takers));
     hopper::fence_barrier_init();
   }
-  // By a warp that has read a stage.
+  // Called by each warp that has read the stage.
   __device__ void release(int stage) const {
     const uint32_t lane = threadIdx.x % 32;
     if (lane < 2) hopper::arrive_at(empty + stage * 8, lane);
@@ -91,19 +91,21 @@ __device__ inline float2 unpack(uint32_t both) {
   return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u));
 }
 
-// The addends to the columns of a thread's results: a bias's pairs, or zeros for NULL.
+// Loads what is added to the columns of a thread's results: pairs of the bias, or zeros if `bias`
+// is NULL.
 __device__ inline void load_added(const bf16* bias, int col, uint32_t (&pairs)[32]) {
   const auto* from = reinterpret_cast<const uint32_t*>(bias + col + 2 * (threadIdx.x % 4));
 #pragma unroll
   for (int j = 0; j < 32; ++j) pairs[j] = bias != nullptr ? __ldg(from + 4 * j) : 0;
 }
 
-// A warp group's sums as BF16 results, times `factor` and with `added`. sum[4 j + 2 i + e] of a
-// thread is at row 16 warp + 8 i + lane / 4, column 8 j + 2 (lane % 4) + e.
+// Writes a warpgroup's sums to the results buffer as BF16: sum * factor + added. sum[4 j + 2 i + e]
+// of a thread is at row 16 warp + 8 i + lane / 4, column 8 j + 2 (lane % 4) + e.
 __device__ inline void hand_over(const Layout& at, int group, float factor, const float (&sum)[128],
                                  const uint32_t (&added)[32]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-  // The unit whose address this lane gives; units differ from it in bits that an exclusive or sets.
+  // The address that this lane passes to stmatrix for j = 0. Addresses for other j differ by an
+  // XOR.
   const uint32_t first = at.result(0, 64 * group + 16 * warp + lane % 16, lane / 16);
 #pragma unroll
   for (int j = 0; j < 32; j += 2) {

@@ -1,4 +1,4 @@
-// Row numbers and targets: 32 or 64 bits, known at run time.
+// Integer tensors of row numbers or targets, whose width (32 or 64 bits) is known at run time.
 #pragma once
 
 #include "common/element.cuh"

@@ -1,10 +1,11 @@
-// The first pass of current scaling: the amax of an elementwise op's results (a Math of tile.cuh),
-// which are not kept. A stream of reads and nothing else, so it must not wait for arithmetic:
+// The first pass of current scaling: computes the amax of an elementwise op's results (a Math of
+// tile.cuh) without storing them. The pass only reads memory, so its arithmetic must be cheap. A
+// Math may therefore have
 //
 //   __device__ float bound(const float (&x)[kSources]) const;
 //
-// of a Math, if it has one, is a number that no |v| of these sources exceeds. Once a warp knows a
-// value that large, it need not compute those below.
+// which returns an upper bound of |v| for these sources. A warp skips the computation where the
+// bound does not exceed the maximum that it has found.
 #pragma once
 
 #include "common/tile.cuh"
@@ -16,8 +17,8 @@ concept Bounded = requires(const Math& math, const float (&x)[Math::kSources]) {
   math.bound(x);
 };
 
-// The largest |v| of what falls to a thread of `block`, one of `blocks`. Sources are compact and as
-// large as the result: `pieces` of 16 bytes each.
+// The largest |v| of the elements that a thread of `block`, one of `blocks`, visits. The sources
+// must be compact and of the result's size: `pieces` pieces of 16 bytes each.
 template <class Math, int kBytes>
 __device__ inline float most_of_pieces(const TileSources<Math::kSources>& in, int64_t pieces,
                                        const Math& math, unsigned block, unsigned blocks) {
@@ -30,7 +31,7 @@ __device__ inline float most_of_pieces(const TileSources<Math::kSources>& in, in
     uint4 raw[kAtOnce][Math::kSources];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      // Pieces past the end repeat the last piece.
+      // Indices past the end are clamped to the last piece.
       const int64_t at = min(first + i * kThreads, pieces - 1);
 #pragma unroll
       for (int s = 0; s < Math::kSources; ++s) {
@@ -81,8 +82,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (threadIdx.x == 0) atomic_amax(amax, most);
 }
 
-// Current scaling in one launch: every block finds the amax of all results, then writes its tile's.
-// The codes lie in other memory than the source.
+// Current scaling in one launch: every block computes the amax of all results, then writes its
+// tile's codes. The codes must not share memory with the source.
 template <class Math, int kBytes>
 __global__ void __launch_bounds__(kThreads, 2)
     self_scaled_kernel(const __grid_constant__ TileSources<Math::kSources> in, int64_t pieces,

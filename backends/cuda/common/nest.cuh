@@ -1,5 +1,5 @@
-// Dimensions of one or two tensors of any strides, as few as they can be, walked in the widest
-// words that the innermost run allows.
+// The dimensions of one or two strided tensors, merged to as few as possible. Elements are moved in
+// the widest words that the innermost dimension allows.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace te_fl::cuda {
 
-// Dimensions of two tensors, in elements; the last is the output's densest. Longer than 2^31
-// elements in more than one dimension, offsets are found by 64-bit divisions.
+// The dimensions of two tensors; strides are in elements, and the last dimension is the output's
+// innermost. `wide`: there are 2^31 elements or more, so offsets need 64-bit divisions.
 struct Nest {
   int rank = 0;
   int64_t shape[8], from[8], to[8];
@@ -49,9 +49,9 @@ struct Nest {
   }
 };
 
-// The shape of `out` with both tensors' strides, in the order of the output's memory, without
-// dimensions of one element and with neighbours merged that are one run in both. No element: rank 0
-// and size 1 is one element, so callers look for an empty tensor first.
+// The shape of `out` with the strides of both tensors, ordered by the output's strides. Drops
+// dimensions of extent 1 and merges neighbours that are contiguous in both tensors. Rank 0 means
+// one element, so the caller must test for an empty tensor first.
 inline Nest nest_of(const te_fl_tensor& out, const te_fl_tensor* in) {
   struct Dim {
     int64_t size, from, to;
@@ -88,7 +88,8 @@ inline void prepare(Nest& nest) {
   for (int d = 0; d < nest.rank && !nest.wide; ++d) nest.by[d] = FastDiv(nest.shape[d]);
 }
 
-// Bytes of the widest word that both tensors can be moved in; the nest is rewritten in such words.
+// Rewrites the nest in the widest words in which both tensors can be moved. Returns the bytes of a
+// word.
 inline int widen(Nest& nest, int bytes, const void* in, const void* out) {
   const int last = nest.rank - 1;
   if (nest.to[last] != 1 || (in != nullptr && nest.from[last] != 1)) return bytes;
@@ -109,13 +110,13 @@ inline int widen(Nest& nest, int bytes, const void* in, const void* out) {
   return word;
 }
 
-constexpr int kAtOnce = 4;  // words that a thread has on their way
+constexpr int kAtOnce = 4;  // loads that a thread has in flight, in words
 
 inline unsigned blocks_of(int64_t words) {
   return static_cast<unsigned>(ceil_div(words, int64_t{kThreads} * kAtOnce));
 }
 
-// Calls f with a word of so many bytes.
+// Calls f with a value of the word type of `bytes` bytes.
 template <class F>
 void with_word(int bytes, F&& f) {
   switch (bytes) {

@@ -1,4 +1,4 @@
-// Asks which memory tensors share; for supports(), metadata only.
+// Tests whether tensors share memory. For supports(): reads metadata only.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@ using backend::extent_of;
 using backend::overlaps;
 using backend::overlaps_askew;
 
-// True if any output shares memory with any input. Lists of hundreds are sorted rather than
-// compared pair by pair, which would take longer than the call.
+// True if any output shares memory with any input. Long lists are sorted, because comparing all
+// pairs would take longer than the call.
 inline bool any_overlap(const te_fl_tensor* const* outputs, int64_t output_count,
                         const te_fl_tensor* const* inputs, int64_t input_count) {
   if (output_count * input_count <= 256) {
@@ -37,7 +37,8 @@ inline bool any_overlap(const te_fl_tensor* const* outputs, int64_t output_count
   }
   std::sort(read.begin(), read.end(),
             [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
-  // The furthest end up to each, so that one that begins far before is found, too.
+  // Makes each end the maximum of all ends so far, so that an early extent that reaches far is
+  // found too.
   for (size_t j = 1; j < read.size(); ++j) read[j].end = std::max(read[j].end, read[j - 1].end);
   const auto is_read = [&read](const Extent& e) {
     if (e.begin >= e.end) return false;

@@ -1,5 +1,5 @@
-// Elements of a float type as they lie in memory, moved in 16-byte accesses; rows cut at the
-// boundaries that these accesses need; division by numbers known before the launch.
+// Elements of a float type, moved as 16-byte vectors; rows cut at 16-byte boundaries; and division
+// by numbers that are known before the launch.
 #pragma once
 
 #include <cstring>
@@ -8,15 +8,15 @@
 
 namespace te_fl::cuda {
 
-// T is float, bf16 or fp16. More than the 16 bytes of one access only where a mask's bytes ask for
-// eight elements: consecutive threads' accesses then leave gaps, which costs a little.
+// T is float, bf16 or fp16. A pack exceeds one 16-byte vector only if a byte mask requires eight
+// elements; the accesses of consecutive threads then have gaps, which costs a little speed.
 template <class T, int kElements = 16 / static_cast<int>(sizeof(T))>
 struct Pack {
   static constexpr int kSize = kElements;
   static constexpr int kPieces = kSize * static_cast<int>(sizeof(T)) / 16;
   uint4 raw[kPieces];
 
-  // p is 16-byte aligned.
+  // `p` must be 16-byte aligned.
   __device__ void load(const T* p) {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) raw[i] = reinterpret_cast<const uint4*>(p)[i];
@@ -25,12 +25,14 @@ struct Pack {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) reinterpret_cast<uint4*>(p)[i] = raw[i];
   }
-  // Stores values that were set: the compiler takes store() apart into what they were made of.
+  // Stores values that set() wrote, with one instruction per vector: for store(), the compiler
+  // emits stores of the parts from which the vector was composed.
   __device__ void store_set(T* p) const {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) store_whole(reinterpret_cast<uint4*>(p) + i, raw[i]);
   }
-  // Elements begin <= i < end of p, of any alignment; the others become 0 or are left alone.
+  // Elements begin <= i < end of p, of any alignment. load_some() sets the others to 0;
+  // store_some() does not write them.
   __device__ void load_some(const T* p, int begin, int end) {
     T* values = reinterpret_cast<T*>(raw);
 #pragma unroll
@@ -48,7 +50,7 @@ struct Pack {
     }
   }
   __device__ float operator[](int i) const { return to_f32(reinterpret_cast<const T*>(raw)[i]); }
-  // Rounds v to T.
+  // Sets the pack to v, rounded to T.
   __device__ void set(const float (&v)[kSize]) {
     if constexpr (sizeof(T) == 4) {
 #pragma unroll
@@ -70,27 +72,27 @@ struct Pack {
   }
 };
 
-// Counts the elements that a row begins behind a multiple of 16 bytes: packs begin at column
-// i * kSize - shift.
+// Number of elements between the preceding 16-byte boundary and the row's begin. Pack i begins at
+// column i * kSize - shift.
 template <class T>
 __device__ inline int shift_of(const T* row) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
 }
-// The most runs of eight elements that the packs of a row of `size` elements fill.
+// An upper bound of the runs of eight elements that the packs of a row of `size` elements cover.
 template <class T>
 inline int64_t runs_of(const T* base, int64_t size) {
   const bool even = size % kGroup == 0 && reinterpret_cast<uintptr_t>(base) % 16 == 0;
   return even ? size / kGroup : ceil_div(size + kGroup - 1, kGroup);
 }
-// The columns from col on of a row of `size` elements, where row + col is a multiple of 16 bytes;
-// those outside the row are 0.
+// Loads columns [col, col + kSize) of a row of `size` elements; columns outside the row become 0.
+// row + col must be a multiple of 16 bytes.
 template <class T, int kSize, class Index>
 __device__ inline void load_cut(Pack<T, kSize>& x, const T* row, Index col, Index size) {
   if (col >= 0 && col + kSize <= size) return x.load(row + col);
   x.load_some(row + col, col < 0 ? static_cast<int>(-col) : 0,
               size - col < kSize ? static_cast<int>(size - col) : kSize);
 }
-// Stores the same columns of another row; `aligned`: it has the same shift.
+// Stores the same columns to another row. `aligned`: that row has the same shift_of().
 template <class T, int kSize, class Index>
 __device__ inline void store_cut(const Pack<T, kSize>& x, T* row, Index col, Index size,
                                  bool aligned) {
@@ -99,7 +101,7 @@ __device__ inline void store_cut(const Pack<T, kSize>& x, T* row, Index col, Ind
                size - col < kSize ? static_cast<int>(size - col) : kSize);
 }
 
-// Calls f with a value of the float type of 16 or 32 bits that `dtype` names.
+// Calls f with a value of the 16-bit or 32-bit float type that `dtype` names.
 template <class F>
 void with_type(int dtype, F&& f) {
   if (dtype == TE_FL_F32) return f(float{});
@@ -107,7 +109,7 @@ void with_type(int dtype, F&& f) {
   f(fp16{});
 }
 
-// n / d and n mod d for n < 2^31 by a multiplication.
+// Computes n / d and n mod d for n < 2^31 with a multiplication.
 struct FastDiv {
   uint32_t divisor = 1, factor = 1, shift = 0;
 

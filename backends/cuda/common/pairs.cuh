@@ -1,11 +1,11 @@
-// Two BF16 or FP16 elements in a word, the first in its low half.
+// Pairs of BF16 or FP16 elements in a 32-bit word; the first element is in the low half.
 #pragma once
 
 #include "common/element.cuh"
 
 namespace te_fl::cuda {
 
-// The larger of each half's two numbers; of a number and a NaN, the number.
+// The maximum of each half. If one operand is NaN, the result is the other.
 template <class T>
 __device__ inline uint32_t larger_pair(uint32_t a, uint32_t b) {
   using Two = std::conditional_t<std::is_same_v<T, bf16>, __nv_bfloat162, __half2>;
@@ -21,7 +21,8 @@ __device__ inline float2 values_of_pair(uint32_t pair) {
     return __half22float2(reinterpret_cast<const __half2&>(pair));
   }
 }
-// One word from two words' larger halves: the first one's in the low half.
+// Reduces two words to one: the maximum of `first`'s halves is in the low half, that of `second`'s
+// in the high half.
 template <class T>
 __device__ inline uint32_t larger_halves(uint32_t first, uint32_t second) {
   return larger_pair<T>(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));

@@ -1,4 +1,4 @@
-// The parts of a quantised output that kernels need.
+// The kernel parameter that describes a quantised output.
 #pragma once
 
 #include <cfloat>
@@ -13,19 +13,19 @@ template <class T>
 inline constexpr float kLargest = std::is_same_v<T, e4m3> ? 448.0f : 57344.0f;
 
 struct Quantised {
-  void* rows = nullptr;        // codes [M, K]
-  void* columns = nullptr;     // codes [K, M]; MXFP8: [M, K]
-  float* scale_inv = nullptr;  // MXFP8: bytes
+  void* rows = nullptr;        // row-wise codes [M, K]
+  void* columns = nullptr;     // column-wise codes [K, M]; MXFP8: [M, K]
+  float* scale_inv = nullptr;  // MXFP8: points to bytes instead
   float* column_scale_inv = nullptr;
   float* amax = nullptr;
-  float* scale = nullptr;         // per tensor
-  const float* found = nullptr;   // current scaling: the amax that a pass before found
-  float* running_amax = nullptr;  // maximised by the tile kernels
-  const float* noop = nullptr;    // nothing is written if it points to a value other than 0
+  float* scale = nullptr;         // used by per-tensor scaling
+  const float* found = nullptr;   // current scaling: the amax that an earlier pass found
+  float* running_amax = nullptr;  // the tile kernels raise it to the largest magnitude
+  const float* noop = nullptr;    // the kernels write nothing if it points to a value other than 0
   int64_t m = 0, k = 0;
   uint32_t scaling = 0;
   bool pow2 = false, is_e5m2 = false;
-  bool measure = false;  // the first pass of current scaling: running_amax alone is written
+  bool measure = false;  // first pass of current scaling: writes running_amax only
   float epsilon = 0, inf_scale = FLT_MAX;
 
   __device__ bool skip() const { return noop != nullptr && *noop != 0.0f; }
@@ -40,7 +40,7 @@ struct Quantised {
   __device__ uint32_t mxfp8_scale(float block_amax) const {
     return mxfp8_code(__float_as_uint(fmaxf(block_amax, epsilon)), is_e5m2);
   }
-  // By one thread of a launch.
+  // Called by one thread of the launch.
   __device__ void write_tensor_scale(float value) const {
     if (measure) return;
     if (found != nullptr && amax != nullptr) *amax = *found;
@@ -48,8 +48,8 @@ struct Quantised {
     if (scale_inv != nullptr) *scale_inv = 1.0f / value;
     if (column_scale_inv != nullptr) *column_scale_inv = 1.0f / value;
   }
-  // The place of the factor of a 128 block: of row `row` in row-wise blocks, of column `col` in
-  // column-wise ones; (i, j): the block.
+  // Addresses of the factor of a 128-element block: for row `row` in the j-th row-wise block, and
+  // for column `col` in the i-th column-wise block.
   __device__ float* row_block(int64_t row, int64_t j) const {
     return scale_inv + j * ((m + 3) / 4 * 4) + row;
   }
@@ -62,7 +62,8 @@ struct Quantised {
   __device__ float* column_square_block(int64_t i, int64_t j) const {
     return column_scale_inv + j * (((m + 127) / 128 + 3) / 4 * 4) + i;
   }
-  // Block j of row `row`, and block i of column `col`, of MXFP8.
+  // Addresses of MXFP8 scales: of the j-th block of row `row`, and of the i-th block of column
+  // `col`.
   __device__ uint8_t* mxfp8_row_block(int64_t row, int64_t j) const {
     return reinterpret_cast<uint8_t*>(scale_inv) + row * mxfp8_row_pitch(k) + j;
   }
@@ -71,7 +72,7 @@ struct Quantised {
   }
 };
 
-// Gives the factor of a block's elements on the way to codes.
+// The factor by which a block's elements are multiplied before they are converted to codes.
 __device__ inline float mxfp8_factor(uint32_t code) {
   return __uint_as_float(mxfp8_factor_bits(code));
 }

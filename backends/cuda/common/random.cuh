@@ -1,4 +1,5 @@
-// Dropout's random decisions: Philox 4x32-10, element i uses word i mod 4 of counter offset + i/4.
+// Dropout's random decisions with Philox 4x32-10. Element i uses word i mod 4 of counter offset + i
+// / 4.
 #pragma once
 
 #include "common/element.cuh"
@@ -8,9 +9,9 @@ namespace te_fl::cuda {
 
 struct DropoutStream {
   uint64_t seed, offset;
-  const uint64_t* seed_address;    // in device memory: it wins; or null
-  const uint64_t* offset_address;  // in device memory: what is added; or null
-  uint32_t threshold;              // the argument's range keeps p so far below 1 that 32 bits hold it
+  const uint64_t* seed_address;    // in device memory; replaces `seed` unless NULL
+  const uint64_t* offset_address;  // in device memory; added to `offset` unless NULL
+  uint32_t threshold;              // fits 32 bits, because the argument check keeps p well below 1
 
   DropoutStream(const te_fl_rng& rng, float p)
       : seed(rng.seed),
@@ -18,7 +19,7 @@ struct DropoutStream {
         seed_address(rng.seed_address),
         offset_address(rng.offset_address),
         threshold(static_cast<uint32_t>(numeric::dropout_threshold(p))) {}
-  // Bit j: element first + j is kept; first is a multiple of 8.
+  // Bit j is set if element first + j is kept. `first` must be a multiple of 8.
   __device__ uint32_t keep_eight(int64_t first) const {
     const uint64_t key = seed_address != nullptr ? *seed_address : seed;
     const uint64_t base = offset + (offset_address != nullptr ? *offset_address : 0) +

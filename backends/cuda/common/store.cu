@@ -28,7 +28,8 @@ int64_t scales_of(const Quantised& q, bool columnwise) {
 
 }  // namespace
 
-// 32 columns for each block. Row y of its threads adds parts y, y + 8, ..; then those, in order.
+// Each block sums 32 columns. Row y of its threads adds parts y, y + 8, ...; then the eight sums
+// are added in order.
 __global__ void __launch_bounds__(kThreads)
     column_totals(const float* partials, int64_t parts, int64_t cols, Target out, Source previous,
                   bool accumulate) {

@@ -1,10 +1,10 @@
-// store_output: FP32 values that a functor computes, into an output of any float dtype or,
-// quantised per tensor, in 128 blocks or as MXFP8, into FP8 codes, row-wise, column-wise (but for
-// MXFP8 transposed) or both.
+// store_output() writes FP32 values that a functor computes to an output of any float dtype. The
+// output may be quantised to FP8 per tensor, in 128-element blocks or as MXFP8, row-wise,
+// column-wise or both. Column-wise data is transposed, except for MXFP8.
 //
-// A Produce is copied to the device: `void operator()(int64_t row, int64_t col, int n, float* v)`
-// computes elements [col, col + n) of a row of the output's matrix view, n <= kGroup, and may be
-// called more than once for one element.
+// A Produce functor is copied to the device. `void operator()(int64_t row, int64_t col, int n,
+// float* v)` computes elements [col, col + n) of a row of the output's matrix view, n <= kGroup. It
+// may be called more than once for an element.
 #pragma once
 
 #include "common/quantised.cuh"
@@ -14,9 +14,9 @@
 namespace te_fl::cuda {
 
 using backend::Refusal;
-inline constexpr size_t kStoreWorkspace = 256;  // bytes at the beginning of ctx.workspace
+inline constexpr size_t kStoreWorkspace = 256;  // bytes at the start of ctx.workspace
 
-// The outputs that store_output does not serve; nullptr if it serves `out`.
+// Returns why store_output() does not accept `out`; nullptr if it does.
 inline Refusal refuse_output(const te_fl_tensor& out) noexcept {
   if (backend::scaling(out) == TE_FL_SCALING_NVFP4) return "does not write NVFP4";
   if (!backend::is_contiguous(out)) return "writes compact outputs only";
@@ -70,8 +70,8 @@ __device__ inline void write_codes(void* codes, int64_t first, int n, const floa
   store_group(static_cast<e4m3*>(codes) + first, n, v);
 }
 
-// MXFP8 from a tile in shared memory, a block of 32 elements for a thread at a time. Scales are
-// padded to whole tiles, so what lies outside of the matrix is cleared here.
+// Writes MXFP8 from a tile in shared memory; each thread handles one block of 32 elements at a
+// time. Scales are padded to whole tiles, so this also clears the scales outside the matrix.
 __device__ inline void store_mxfp8_tile(const Quantised& q, const float* tile, int64_t row0,
                                         int64_t col0, int rows, int cols) {
   constexpr int kBlocks = kTile * (kTile / kMxfp8Block);
@@ -108,7 +108,7 @@ __device__ inline void store_mxfp8_tile(const Quantised& q, const float* tile, i
   }
 }
 
-// One 128 x 128 tile for each block.
+// Each thread block quantises one 128 x 128 tile.
 template <class Produce>
 __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce produce) {
   if (q.skip()) return;
@@ -208,13 +208,13 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantised q, Produce
   }
 }
 
-// Gathers the kernels' parameters; `amax` is the workspace's first float, used by current scaling.
+// Collects the kernels' parameters.
 Quantised quantised(const te_fl_tensor& out, const float* noop, float inf_scale);
-// Zeroes scale_inv with its padding, which the kernels of MXFP8 do themselves, and the amax that
-// blocks maximise; the amax alone.
+// clear_scales() zeroes scale_inv including its padding, except for MXFP8, whose kernels do it
+// themselves, and then the amax that blocks raise. clear_amax() zeroes only the amax.
 void clear_scales(const te_fl_context& ctx, const Quantised& q);
 void clear_amax(const te_fl_context& ctx, const Quantised& q);
-// Empty output: only what does not depend on values (scale_inv, amax) is written.
+// For an empty output: writes only the scale_inv and amax, which do not depend on values.
 void finish_empty(const te_fl_context& ctx, const Quantised& q, bool compute_scale);
 
 template <class Produce>
@@ -244,7 +244,8 @@ void quantise(const te_fl_context& ctx, Quantised q, bool compute_scale, const P
   check_launch("quantise_kernel");
 }
 
-// `out` passed refuse_output(); ctx.workspace holds kStoreWorkspace bytes for it.
+// Writes `out`, which must have passed refuse_output(). ctx.workspace must have kStoreWorkspace
+// bytes.
 template <class Produce>
 void store_output(const te_fl_context& ctx, const te_fl_tensor& out, const Produce& produce,
                   const float* noop = nullptr, float inf_scale = FLT_MAX) {
@@ -263,7 +264,7 @@ void store_output(const te_fl_context& ctx, const te_fl_tensor& out, const Produ
   quantise(ctx, q, compute_scale, produce);
 }
 
-// Sums of each column, FP32, in a fixed order: partial sums of runs of rows, then those.
+// Column sums in FP32, in a fixed order: first partial sums over runs of rows, then their sum.
 template <class Produce>
 __global__ void column_partials(int64_t rows, int64_t cols, int64_t rows_each, float* partials,
                                 Produce produce) {
@@ -292,7 +293,8 @@ __global__ void column_partials(int64_t rows, int64_t cols, int64_t rows_each, f
     partials[blockIdx.y * cols + at] = total;
   }
 }
-// out[cols] = the sum of `parts` rows of partial sums, in order (+ what out holds).
+// Computes out[cols] = the sum of `parts` rows of partial sums, in order, plus out's previous
+// values if `accumulate`.
 void add_partials(const te_fl_context& ctx, const float* partials, int64_t parts, int64_t cols,
                   const te_fl_tensor& out, bool accumulate);
 
@@ -302,7 +304,8 @@ inline int64_t column_parts(int64_t rows) {
 inline size_t column_sums_bytes(int64_t rows, int64_t cols) {
   return static_cast<size_t>(column_parts(rows) * cols) * sizeof(float);
 }
-// out[cols] = sums (+ what it holds). `partials` has column_sums_bytes().
+// Computes out[cols] = the column sums, plus out's previous values if `accumulate`. `partials` must
+// have column_sums_bytes() bytes.
 template <class Produce>
 void column_sums(const te_fl_context& ctx, int64_t rows, int64_t cols, float* partials,
                  const te_fl_tensor& out, bool accumulate, const Produce& produce) {

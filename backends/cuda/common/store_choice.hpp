@@ -1,7 +1,7 @@
-// Chooses the kernels that write the result of an elementwise op (common/elementwise.cuh): those of
-// tiles, which access memory 16 bytes at a time, or those of common/store.cuh, which take
-// everything. A pure function of metadata, so that it can be tested where there is no GPU. Kernels
-// have the names that a profiler shows.
+// Chooses the kernels that write the result of an elementwise op (common/elementwise.cuh): the tile
+// kernels, which use 16-byte accesses, or those of common/store.cuh, which accept every call. The
+// choice is a pure function of metadata, so tests run without a GPU. The kernel names are those
+// that a profiler shows.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ inline bool aligned(const void* p, int64_t bytes) noexcept {
   return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(bytes) == 0;
 }
 
-// A source as a matrix: its first element, and how many lie between those of two rows.
+// A source as a matrix: the address of its first element, and the distance of two rows in elements.
 struct StoreSource {
   int dtype;
   const void* first;
@@ -29,14 +29,16 @@ struct StoreSource {
 struct StoreCall {
   std::span<const StoreSource> sources;
   const te_fl_tensor* out;
-  int outputs = 1;                     // 2: the op writes the halves of a row of `out`
-  const te_fl_tensor* bias = nullptr;  // takes the sums of the result's columns
-  // True if measure_kernel knows the op: it reads compact sources of the results' own shape.
+  int outputs = 1;                     // 2: the op writes the left and the right half of each row
+                                       // of `out`
+  const te_fl_tensor* bias = nullptr;  // receives the column sums of the result
+  // True if measure_kernel supports the op: its sources are compact and have the shape of the
+  // result.
   bool measures = false;
-  bool measured = false;  // the workspace begins with the results' amax
-  // True if self_scaled_kernel knows the op, which measure_kernel then does too.
+  bool measured = false;  // the workspace begins with the amax of the results
+  // True if self_scaled_kernel supports the op. Then measure_kernel supports it too.
   bool self_scales = false;
-  bool copies = false;  // the results are the source's elements, as mxfp8_kernel takes them
+  bool copies = false;  // the results are the source's elements, as mxfp8_kernel requires
 };
 
 enum class StoreKernel {
@@ -58,19 +60,20 @@ constexpr const char* name_of(StoreKernel kernel) noexcept {
   return kNames[static_cast<int>(kernel)];
 }
 
-// Says who sums the columns for a bias gradient.
+// The kernels that compute the column sums for a bias gradient.
 enum class StoreSums {
   kNone,
-  kResult,    // the result's kernel alone
-  kPartials,  // the result's kernel by parts, and column_totals
+  kResult,    // the result's kernel alone computes the sums
+  kPartials,  // the result's kernel writes partial sums, and column_totals adds them
   kColumns,   // column_partials, which computes the results again, and column_totals
 };
 
 struct StoreChoice {
-  StoreKernel result = StoreKernel::kNone;  // none: there are no elements
-  StoreKernel amax = StoreKernel::kNone;    // finds the amax, for current scaling: before or itself
+  StoreKernel result = StoreKernel::kNone;  // kNone: there are no elements
+  StoreKernel amax = StoreKernel::kNone;    // the kernel that finds the amax for current scaling;
+                                            // may be `result`
   StoreSums sums = StoreSums::kNone;
-  const char* reason = "";  // of `result`; static text
+  const char* reason = "";  // reason for `result`; static text
 
   bool tiles() const noexcept {
     return result == StoreKernel::kPlain || result == StoreKernel::kTensor ||
@@ -91,21 +94,22 @@ struct StoreChoice {
 
 namespace store_choice {
 
-// Numbers of tile.cuh, tile_block128.cuh and tile_mxfp8.cuh, which elementwise.cuh compares with
-// these.
+// Constants of tile.cuh, tile_block128.cuh and tile_mxfp8.cuh. elementwise.cuh asserts that they
+// agree.
 constexpr int64_t kTileRows = 128, kTileCols = 64, kBlockTile = 128;
 constexpr int64_t kMxfp8Rows = 32, kMxfp8Cols = 512;
 constexpr int64_t kFewCols = 16384;
-// Each block of self_scaled_kernel reads all of the input: bytes of it, and of all blocks together.
-// A multiprocessor reads the first in some 3 us and the chip the second from its cache, which is
-// about what the two launches take that are saved, on the host and on the device.
+// Limits of self_scaled_kernel, each of whose blocks reads the whole input: the bytes of the input,
+// and the bytes that all blocks read together. A multiprocessor reads the first amount in about 3
+// us, and the chip reads the second from its L2 cache in the same time. This is about the cost, on
+// host and device, of the two launches that the kernel saves.
 constexpr int64_t kSelfScaledBytes = int64_t{128} << 10, kSelfScaledReads = int64_t{16} << 20;
 
 inline const void* columns(const te_fl_tensor& t) noexcept {
   return t.quant != nullptr ? t.quant->columnwise_data : nullptr;
 }
 
-// Says why not every source can be read 16 bytes at a time, all of one dtype.
+// Returns why the sources cannot be read with 16-byte accesses as one dtype; nullptr if they can.
 inline const char* refuse_sources(const StoreCall& c, int64_t cols) noexcept {
   const int dtype = c.sources[0].dtype;
   if (dtype != TE_FL_F32 && dtype != TE_FL_BF16 && dtype != TE_FL_F16) {
@@ -120,7 +124,7 @@ inline const char* refuse_sources(const StoreCall& c, int64_t cols) noexcept {
   }
   return nullptr;
 }
-// Says why mxfp8_kernel does not serve the call.
+// Returns why mxfp8_kernel cannot serve the call; nullptr if it can.
 inline const char* refuse_mxfp8(const StoreCall& c, const backend::Matrix& m) noexcept {
   if (!c.copies) return "MXFP8 of results that are no copies";
   const te_fl_quant& quant = *c.out->quant;
@@ -135,7 +139,7 @@ inline const char* refuse_mxfp8(const StoreCall& c, const backend::Matrix& m) no
              ? "more than 2^31 tiles"
              : nullptr;
 }
-// Says why codes cannot be written in whole pieces.
+// Returns why codes cannot be written in whole pieces; nullptr if they can.
 inline const char* refuse_codes(const StoreCall& c, const backend::Matrix& m) noexcept {
   if (backend::scaling(*c.out) == TE_FL_SCALING_MXFP8) return refuse_mxfp8(c, m);
   if (const void* rows = backend::data<const void>(*c.out); rows != nullptr) {
@@ -155,12 +159,12 @@ inline const char* refuse_codes(const StoreCall& c, const backend::Matrix& m) no
   return nullptr;
 }
 
-// Says why the kernels of tiles do not serve the call.
+// Returns why the tile kernels cannot serve the call; nullptr if they can.
 inline const char* refuse_tiles(const StoreCall& c) noexcept {
   const backend::Matrix m = backend::as_matrix(*c.out);
   const int64_t cols = m.cols / c.outputs;
   if (m.rows == 0 || m.cols == 0) return "there are no elements";
-  // Most of a tile would lie outside.
+  // Most of each tile would lie outside the matrix.
   if (m.rows < 16 && cols > kFewCols) return "fewer than 16 rows of more than 16384 elements";
   if (const char* why = refuse_sources(c, cols)) return why;
   if ((m.rows + kTileRows - 1) / kTileRows * ((cols + kTileCols - 1) / kTileCols) > INT32_MAX) {
@@ -172,7 +176,7 @@ inline const char* refuse_tiles(const StoreCall& c) noexcept {
              : "an output that is not aligned to 16 bytes";
 }
 
-// Kernels of blocks write sums in FP32 only, and those of MXFP8 no last ones.
+// The block kernels write sums in FP32 only, and the MXFP8 kernel writes only partial sums.
 inline StoreSums tile_sums(const StoreCall& c, uint32_t scaling) noexcept {
   if (c.bias == nullptr) return StoreSums::kNone;
   if (scaling == TE_FL_SCALING_MXFP8) return StoreSums::kPartials;
@@ -188,12 +192,13 @@ inline StoreKernel tile_amax(const StoreCall& c, int64_t cols) noexcept {
   return c.measures ? StoreKernel::kMeasure : StoreKernel::kTensor;
 }
 
-// True if [p, p + bytes) and [q, q + more) share memory.
+// True if [p, p + bytes) and [q, q + more) overlap.
 inline bool meet(const void* p, int64_t bytes, const void* q, int64_t more) noexcept {
   const auto a = reinterpret_cast<uintptr_t>(p), b = reinterpret_cast<uintptr_t>(q);
   return a < b + static_cast<uintptr_t>(more) && b < a + static_cast<uintptr_t>(bytes);
 }
-// True if blocks may read the whole input while others write codes.
+// True if self_scaled_kernel may serve the call: the input is small, and the codes do not share its
+// memory.
 inline bool few_elements(const StoreCall& c, const backend::Matrix& m) noexcept {
   const StoreSource& in = c.sources[0];
   const int64_t codes = m.rows * m.cols, bytes = codes * bytes_of(in.dtype);
@@ -207,7 +212,7 @@ inline bool few_elements(const StoreCall& c, const backend::Matrix& m) noexcept 
 
 }  // namespace store_choice
 
-// The call has passed the checks of its op and refuse_output().
+// Chooses the kernels of a call that has passed its op's checks and refuse_output().
 inline StoreChoice choose_store(const StoreCall& c) noexcept {
   using namespace store_choice;
   const uint32_t scaling = backend::scaling(*c.out);

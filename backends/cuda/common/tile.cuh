@@ -1,18 +1,18 @@
-// Elementwise kernels at the speed of memory. An op here is a function of the elements at one place
-// of a few row-major sources:
+// Elementwise kernels at memory bandwidth. An op is a function of the elements at one position of a
+// few row-major sources:
 //
 //   struct Math {
-//     static constexpr int kSources, kOutputs;  // kOutputs 2: the halves of a row, side by side
+//     static constexpr int kSources, kOutputs;  // kOutputs 2: the left and right halves of a row
 //     __device__ void operator()(const float (&x)[kSources], float (&v)[kOutputs]) const;
 //   };
 //
-// One whose results are its one source's elements says `static constexpr bool kCopies = true`: what
-// is written for bits alone then serves it.
+// A Math with one source whose results are the source's elements sets `static constexpr bool
+// kCopies = true`. Kernels that work on the bits of the elements then accept it.
 //
-// A block takes tiles of 128 rows x 64 columns. Each thread loads eight columns of four rows of
-// every source before it computes anything, writes the row-wise result from registers, and passes
-// FP8 codes through shared memory, four rows in a word, to write 128 bytes of a column at once.
-// Sources, outputs and shapes are such that every access is aligned (elementwise.cuh checks).
+// A block processes tiles of 128 rows x 64 columns. Each thread loads eight columns of four rows of
+// every source before it computes, and writes the row-wise result from registers. FP8 codes go
+// through shared memory, four rows per word, so that a column is written in runs of 128 bytes. The
+// sources, outputs and shapes must allow aligned accesses (elementwise.cuh checks this).
 #pragma once
 
 #include "common/element.cuh"
@@ -32,16 +32,18 @@ struct TileSources {
   bool is_half;  // 16-bit elements are FP16, else BF16
 };
 
-// The tiles that a block takes: `each` consecutive ones of a strip of columns, 1 without sums.
+// The tiles that a block processes: `each` consecutive tiles of a strip of columns. `each` is 1
+// without sums.
 struct TileGrid {
-  int64_t rows, cols;  // of one output
+  int64_t rows, cols;  // extents of one output
   unsigned row_steps;  // ceil(rows / (kTileRows * each))
   unsigned col_tiles;
   int each;
-  bool backwards;  // begins with what a pass before read last, which may still be in the cache
+  bool backwards;  // starts with the rows that an earlier pass read last, which may still be in the
+                   // cache
 };
 
-// Neighbouring blocks take neighbouring strips: what runs at once reads and writes whole rows.
+// Consecutive blocks process adjacent strips, so the blocks that run at once cover whole rows.
 __device__ inline void place_block(const TileGrid& g, unsigned block, unsigned& step,
                                    unsigned& strip) {
   if (g.backwards) block = g.row_steps * g.col_tiles - 1 - block;
@@ -49,13 +51,14 @@ __device__ inline void place_block(const TileGrid& g, unsigned block, unsigned& 
   strip = block - step * g.col_tiles;
 }
 
-// One thread's part of a tile: eight columns of each source row, as loaded.
+// A thread's part of a tile: eight columns of each source row, as loaded.
 template <int kBytes>
 struct Piece {
-  static constexpr int kCount = kBytes * 8 / 16, kElements = 16 / kBytes;  // 16-byte loads
+  // kCount: number of 16-byte loads. kElements: elements per load.
+  static constexpr int kCount = kBytes * 8 / 16, kElements = 16 / kBytes;
 };
 
-// The elements of 16 bytes.
+// Converts 16 bytes to FP32 elements.
 template <int kBytes>
 __device__ inline void unpack_piece(const uint4& raw, bool is_half,
                                     float (&x)[Piece<kBytes>::kElements]) {
@@ -86,24 +89,25 @@ __device__ inline void unpack(const uint4 (&raw)[Piece<kBytes>::kCount], bool is
   }
 }
 
-// The place of a thread in a tile. Elements 0..7 of it are columns col(0), ..: with 4-byte elements
-// two runs of four, so that a warp's loads are contiguous.
+// A thread's position in a tile. Its elements 0..7 are in columns col(0), ... For 4-byte elements
+// these are two runs of four, so that a warp's loads are contiguous.
 template <int kBytes>
 struct Place {
-  int c, group;  // 0..7; four rows, 0..31
+  int c, group;  // c: 0..7; group: of four rows, 0..31
   __device__ explicit Place(int thread) : c(thread & 7), group(thread >> 3) {}
   __device__ int col(int element) const {
     return kBytes == 2 ? c * 8 + element : (element >> 2) * 32 + c * 4 + (element & 3);
   }
 };
-// The c of the thread that wrote a column's codes. One byte: 16 columns for each c (transposition).
+// The `c` of the thread that wrote a column's codes. For kBytes 1, as in a transposition, each c
+// has 16 columns.
 template <int kBytes>
 __device__ inline int writer_of(int col) {
   return (kBytes == 1 ? col >> 4 : kBytes == 2 ? col >> 3 : col >> 2) & 7;
 }
 
-// Rows and columns outside the matrix repeat the last ones inside: every load is valid, and the
-// values add nothing to an amax.
+// Loads a thread's rows of a tile. Indices outside the matrix are clamped to its last row and
+// column, so that every load is valid and the extra values do not change an amax.
 template <int kBytes, int kRows, int kSources>
 __device__ inline void load_tile(const TileSources<kSources>& in, const TileGrid& g, int64_t row0,
                                  int64_t col0, const Place<kBytes>& at, int first_row,
@@ -125,7 +129,7 @@ __device__ inline void load_tile(const TileSources<kSources>& in, const TileGrid
   }
 }
 
-// Row i of the thread's values.
+// Computes row i of the thread's values.
 template <int kBytes, int kRows, class Math>
 __device__ inline void compute_row(const uint4 (&raw)[Math::kSources][kRows][Piece<kBytes>::kCount],
                                    int i, bool is_half, const Math& math,
@@ -144,8 +148,8 @@ __device__ inline void compute_row(const uint4 (&raw)[Math::kSources][kRows][Pie
   }
 }
 
-// Bytes (row r, column c) of four rows of four columns, w[r] the codes of a row: w[c] becomes the
-// codes of a column.
+// Transposes the codes of four rows and four columns in bytes. On entry w[r] has the codes of row
+// r, on return w[c] has those of column c.
 __device__ inline void transpose_codes(uint32_t (&w)[4]) {
   const uint32_t a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
   const uint32_t c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
@@ -153,8 +157,9 @@ __device__ inline void transpose_codes(uint32_t (&w)[4]) {
   w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
 }
 
-// Codes of a tile by columns: 32 words of four rows each. 16-byte pieces are exchanged by column so
-// that neither the writes of words nor the reads of pieces meet in a bank.
+// Index of a word in the staged codes of a column. A tile's column has 32 words of four rows each.
+// The 16-byte pieces of a column are permuted so that neither writes of words nor reads of pieces
+// have bank conflicts.
 __device__ inline int code_word(int group, int writer) {
   return ((group >> 2) ^ writer) * 4 + (group & 3);
 }
@@ -171,7 +176,7 @@ __device__ inline void stage_columns(uint32_t (*columns)[32], const uint32_t (&c
     }
   }
 }
-// Writes the staged columns, `count` of kCols, to a [.., m] matrix; rows are a multiple of 16.
+// Writes the staged columns, `count` of kCols, to a [.., m] matrix. m must be a multiple of 16.
 template <int kBytes, int kBlock, int kCols>
 __device__ inline void write_columns(const uint32_t (*columns)[32], uint8_t* to, int64_t m,
                                      int64_t row0, int count) {
@@ -201,8 +206,8 @@ __device__ inline void write_row(uint8_t* row, int cols_left, const Place<kBytes
   }
 }
 
-// Combines 2 kHalf values with those of the lane whose number differs in the bit kStep. Each of the
-// two goes on with one half of them: the lane with the bit with the upper one.
+// Combines 2 kHalf values with those of the lane whose index differs in the bit kStep. Each of the
+// two lanes keeps one half of the results: the lane with the bit set keeps the upper half.
 template <int kStep, int kHalf, class V, class F>
 __device__ inline void fold(const V (&v)[2 * kHalf], V (&r)[kHalf], F&& combine) {
   const bool upper = (threadIdx.x & kStep) != 0;
@@ -212,7 +217,8 @@ __device__ inline void fold(const V (&v)[2 * kHalf], V (&r)[kHalf], F&& combine)
     r[j] = combine(mine, __shfl_xor_sync(0xFFFFFFFFu, other, kStep));
   }
 }
-// A warp's values of its columns combined: the lane gets those of two, pair_col() and the next.
+// Combines a warp's values per column. Each lane receives the results of two columns: pair_col()
+// and the next.
 template <class F>
 __device__ inline float2 combine_columns(const float (&v)[8], F&& combine) {
   float half[4], pair[2];
@@ -226,7 +232,8 @@ __device__ inline int pair_col(const Place<kBytes>& at) {
   return at.col((lane & 8) / 2 + (lane & 16) / 8);
 }
 
-// Sums of a thread's columns over the block's rows: sums[col] in thread col < 64, in a fixed order.
+// Sums the threads' columns over the block's rows, in a fixed order. Thread col < 64 returns the
+// sum of column col.
 template <int kBytes>
 __device__ inline float tile_sums(const float (&sum)[8], const Place<kBytes>& at,
                                   float (*shared)[kTileCols]) {
@@ -241,7 +248,7 @@ __device__ inline float tile_sums(const float (&sum)[8], const Place<kBytes>& at
   }
   return total;
 }
-// The largest of a warp's values, none of which is negative or NaN.
+// The maximum over a warp of values that are neither negative nor NaN.
 __device__ inline float warp_most(float most) {
   return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(most)));
 }
@@ -255,12 +262,11 @@ __device__ inline float block_amax(float most, float* shared) {
   return most;
 }
 
-// The target of the sums of columns: to rows of partial sums [row_steps, cols], or, where one row
-// is all there is, into the bias gradient itself. FP32 is FP32: `partials` may then be the
-// gradient's data.
+// The destination of column sums: rows of partial sums [row_steps, cols] or, if there is only one
+// step, the bias gradient. An FP32 bias gradient is also written through `partials`.
 struct BiasOut {
   float* partials = nullptr;
-  Target bias;  // of 16 bits; without data: `partials`
+  Target bias;  // a 16-bit bias gradient; without data, sums go to `partials`
 
   __device__ void store(int64_t step, int64_t cols, int64_t col, float total) const {
     if (bias.data != nullptr) return bias.store(col, 1, &total);
@@ -268,7 +274,7 @@ struct BiasOut {
   }
 };
 
-// Per-tensor codes; with q.measure only the amax (and the sums).
+// Writes per-tensor codes. With q.measure, computes only the amax (and the sums).
 template <class Math, int kBytes, bool kSums>
 __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, const TileGrid& g,
                                       const Quantised& q, const Math& math, const BiasOut& sums,
@@ -340,7 +346,7 @@ __device__ inline void quantise_tiles(const TileSources<Math::kSources>& in, con
   }
 }
 
-// Blocks that a multiprocessor holds at once: the registers that the loads of a tile take decide.
+// Blocks per multiprocessor. The registers that hold a tile's loads limit it.
 template <class Math, int kBytes>
 inline constexpr int kResident = Math::kSources* kBytes <= 2   ? 4
                                  : Math::kSources* kBytes <= 4 ? 3
@@ -355,7 +361,7 @@ __global__ void __launch_bounds__(kThreads, kResident<Math, kBytes>)
   quantise_tiles<Math, kBytes, kSums>(in, g, q, math, sums, blockIdx.x);
 }
 
-// Unquantised results, of any of the three dtypes.
+// Stores unquantised results as FP32, BF16 or FP16.
 template <int kElements>
 __device__ inline void store_piece(const Target& out, int64_t i, const float* v) {
   if (out.dtype == TE_FL_F32) {

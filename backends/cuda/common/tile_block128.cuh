@@ -1,6 +1,7 @@
-// Elementwise kernels (tile.cuh) into FP8 scaled in 128 blocks: a tile is 128 x 128, so that it
-// holds whole blocks in both directions, and every input is read once. Copies of 16-bit elements
-// compare them in pairs: else arithmetic, not memory, would be what takes the time.
+// Elementwise kernels (tile.cuh) that write FP8 with 128-element block scaling. A tile is 128 x
+// 128, so it contains whole blocks in both directions and each input is read once. Copies of 16-bit
+// elements compute maxima of pairs, because otherwise arithmetic would limit the speed instead of
+// memory.
 #pragma once
 
 #include "common/pairs.cuh"
@@ -23,7 +24,7 @@ __device__ inline bool finds_columns(const Quantised& q) {
   return q.scaling != TE_FL_SCALING_BLOCK_128X128 && q.columns != nullptr;
 }
 
-// Leaves a warp's amaxes in shared memory.
+// Writes a warp's row and column amaxes to shared memory.
 template <int kBytes>
 __device__ inline void keep_amaxes(const Quantised& q, const float (&v)[4][8], int right,
                                    int warp_row, const Place<kBytes>& at, BlockShared& shared) {
@@ -50,7 +51,7 @@ __device__ inline void keep_amaxes(const Quantised& q, const float (&v)[4][8], i
         combine_columns(column_most, larger);
   }
 }
-// Leaves those of 16-bit elements as they were loaded.
+// Like keep_amaxes(), for 16-bit elements as they were loaded.
 template <class T>
 __device__ inline void keep_pair_amaxes(const Quantised& q, const uint4 (&raw)[4], int right,
                                         int warp_row, const Place<2>& at, BlockShared& shared) {
@@ -87,7 +88,8 @@ __device__ inline void keep_pair_amaxes(const Quantised& q, const uint4 (&raw)[4
       values_of_pair<T>(two_columns[0]);
 }
 
-// Scales of the tile from the amaxes of all warps; all in shared memory when it returns.
+// Computes the tile's scales from the amaxes of all warps. The scales are in shared memory on
+// return.
 __device__ inline void find_block_scales(const Quantised& q, int64_t row0, int64_t col0,
                                          int64_t cols_end, BlockShared& shared) {
   const int thread = static_cast<int>(threadIdx.x), lane = thread & 31;
@@ -111,7 +113,7 @@ __device__ inline void find_block_scales(const Quantised& q, int64_t row0, int64
         square ? shared.amax : fmaxf(shared.row_amax[0][thread], shared.row_amax[1][thread]);
     const float scale = q.block_scale(most);
     shared.row_scale[thread] = scale;
-    // Factors come in fours: what is beyond the last row, block or column is 0.
+    // Factors are stored in groups of four; those beyond the last row, block or column are 0.
     if (q.rows != nullptr && !square && row0 + thread < (q.m + 3) / 4 * 4) {
       *q.row_block(row0 + thread, col0 / kBlockTile) = row0 + thread < q.m ? 1.0f / scale : 0.0f;
     }
@@ -141,8 +143,8 @@ __device__ inline void find_block_scales(const Quantised& q, int64_t row0, int64
   __syncthreads();
 }
 
-// With two outputs, neighbouring blocks take one each: the second finds the sources in the L2
-// cache.
+// With two outputs, consecutive blocks each write one of them, so the second finds the sources in
+// the L2 cache.
 template <class Math, int kBytes, bool kSums>
 __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, const TileGrid& g,
                                        const Quantised& q, const Math& math, float* partials,
@@ -156,7 +158,8 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
   const int right = warp & 1, warp_row = warp >> 1;
   const Place<kBytes> at(warp_row * 32 + (thread & 31));
   const int64_t tile0 = int64_t{strip} * kBlockTile, out0 = output * g.cols;
-  // The right half of the last tile may lie outside: it repeats columns of the left one.
+  // If the right half of the last tile is outside the matrix, its threads repeat the left half's
+  // columns.
   const bool inside = tile0 + right * kTileCols < g.cols;
   const int64_t col0 = inside ? tile0 + right * kTileCols : tile0;
   const int left = static_cast<int>(g.cols - tile0 < kBlockTile ? g.cols - tile0 : kBlockTile);
@@ -165,8 +168,8 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
     const int64_t row0 = (int64_t{step} * each + t) * kTileRows;
     if (row0 >= g.rows) break;
     if (t > 0) __syncthreads();
-    // Three sources are loaded in two turns: all four rows of them and the values do not fit in the
-    // registers of two blocks.
+    // Three sources are loaded in two steps: all four rows of them, together with the values,
+    // exceed the registers if two blocks share a multiprocessor.
     constexpr int kRows = Math::kSources <= 2 ? 4 : 2;
     float v[4][8];
 #pragma unroll
@@ -184,7 +187,8 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
       }
     }
     if constexpr (kSums) {
-      // In shared memory at once: held in registers they would crowd out the tile.
+      // Partial sums go to shared memory at once: kept in registers, they would cause spills of the
+      // tile.
       float sum[8] = {};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -195,7 +199,7 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
       float2 pair = combine_columns(sum, [](float a, float b) { return a + b; });
       auto* total =
           reinterpret_cast<float2*>(&warp_sums[warp_row][right * kTileCols + pair_col(at)]);
-      if (t > 0) pair.x += total->x, pair.y += total->y;  // the lane wrote it itself
+      if (t > 0) pair.x += total->x, pair.y += total->y;  // written earlier by this lane
       *total = pair;
     }
     keep_amaxes<kBytes>(q, v, right, warp_row, at, shared);
@@ -244,7 +248,7 @@ __device__ inline void quantise_blocks(const TileSources<Math::kSources>& in, co
   }
 }
 
-// A tile of a copy: the codes of 16-bit elements as they were loaded.
+// Quantises a tile of a copy, from 16-bit elements as they were loaded.
 template <class T, bool kE5m2>
 __device__ inline void quantise_block_pairs(const uint4 (&raw)[4], const Quantised& q, int64_t row0,
                                             int64_t tile0, int left, int right, bool inside,
@@ -293,7 +297,7 @@ __device__ inline void quantise_block_pairs(const uint4 (&raw)[4], const Quantis
       shared.columns, static_cast<uint8_t*>(q.columns) + tile0 * q.m, q.m, row0, left);
 }
 
-// Copies of 16-bit elements, by the type that `in` names.
+// Copies 16-bit elements to codes. T is the type that `in` names.
 template <class T, bool kE5m2>
 __device__ inline void copy_block_pairs(const TileSources<1>& in, const TileGrid& g,
                                         const Quantised& q, unsigned block, BlockShared& shared) {
@@ -303,7 +307,8 @@ __device__ inline void copy_block_pairs(const TileSources<1>& in, const TileGrid
   const int right = warp & 1, warp_row = warp >> 1;
   const Place<2> at(warp_row * 32 + (thread & 31));
   const int64_t row0 = int64_t{step} * kTileRows, tile0 = int64_t{strip} * kBlockTile;
-  // The right half of the last tile may lie outside: it repeats columns of the left one.
+  // If the right half of the last tile is outside the matrix, its threads repeat the left half's
+  // columns.
   const bool inside = tile0 + right * kTileCols < g.cols;
   const int left = static_cast<int>(g.cols - tile0 < kBlockTile ? g.cols - tile0 : kBlockTile);
   uint4 raw[1][4][1];

@@ -1,9 +1,9 @@
-// Copies into MXFP8 at the speed of memory. A warp takes 32 rows x 64 columns, and a lane eight
-// rows of eight columns (Place of tile.cuh): whole blocks of both directions lie in a warp, and as
-// both copies keep the order of elements, codes leave from registers. Elements of 16 bits are
-// compared, and BF16 multiplied, in pairs: else arithmetic, not memory, would be what takes the
-// time. Scales are padded to whole tiles of 128 x 128 elements, and the tiles here cover that
-// padding.
+// Copies into MXFP8 at memory bandwidth. A warp processes 32 rows x 64 columns, and a lane
+// processes eight rows of eight columns (Place of tile.cuh). A warp therefore contains whole blocks
+// in both directions. Row-wise and column-wise codes both keep the order of the elements, so they
+// are written from registers. Maxima of 16-bit elements, and products of BF16, are computed in
+// pairs, because otherwise arithmetic would limit the speed instead of memory. Scales are padded to
+// tiles of 128 x 128 elements, and the kernel's tiles cover that padding.
 #pragma once
 
 #include "common/pairs.cuh"
@@ -11,16 +11,17 @@
 
 namespace te_fl::cuda {
 
-constexpr int kMxfp8Rows = kMxfp8Block, kMxfp8Cols = kWarps * kTileCols;  // of a block's tile
+// Extents of a block's tile.
+constexpr int kMxfp8Rows = kMxfp8Block, kMxfp8Cols = kWarps * kTileCols;
 constexpr int kMxfp8LaneRows = 8;
 
-// The scales of a block's rows on their way to accesses of four bytes.
+// Collects the scales of a block's rows, so that they are stored four bytes at a time.
 struct Mxfp8Shared {
   __align__(4) uint8_t row_scales[kMxfp8Rows][kMxfp8Cols / kMxfp8Block];
   float warp_amax[kWarps];
 };
 
-// ---- a lane's eight elements of a row, and what they are multiplied by
+// ---- a lane's eight elements of a row, and their factors
 
 template <class T>
 struct Mxfp8Row {
@@ -47,7 +48,7 @@ struct Mxfp8Row {
   }
 };
 
-// Factors of eight columns.
+// The factors of eight columns.
 template <class T>
 struct Mxfp8Factors {
   float of[8];
@@ -66,8 +67,8 @@ struct Mxfp8Factors {
     }
   }
 };
-// Powers of two, and products with them, are BF16, too: none overflows, and those that are
-// subnormal become zero in either FP8 type, whatever they lose before.
+// BF16 represents the factors, which are powers of two. The products are BF16 too: none overflows,
+// and those that are subnormal in BF16 become zero in both FP8 types.
 template <>
 struct Mxfp8Factors<bf16> {
   uint32_t pairs[4];
@@ -91,14 +92,15 @@ struct Mxfp8Factors<bf16> {
   }
 };
 
-// ---- largest magnitudes; a NaN does not enter
+// ---- largest magnitudes; NaN is ignored
 
-// Holds those of eight columns over the rows that were added.
+// The largest magnitudes of eight columns over the rows added so far.
 template <class T>
 struct Mxfp8Columns {
   uint32_t most[2 * sizeof(T)] = {};
 
-  // Adds a row. Returns its own: of 16 bits, even and odd elements in a word each; else unused.
+  // Adds a row. For 16-bit elements, returns the row's maxima: of even elements in one half of the
+  // word, of odd ones in the other. For FP32 the result is not used.
   __device__ uint32_t add(const Mxfp8Row<T>& row) {
     uint32_t row_most = 0;
 #pragma unroll
@@ -111,7 +113,7 @@ struct Mxfp8Columns {
     }
     return row_most;
   }
-  // Joins the lanes of the warp's 32 rows.
+  // Combines the lanes that hold the warp's 32 rows.
   __device__ void join() {
 #pragma unroll
     for (int w = 0; w < Mxfp8Row<T>::kWords; ++w) {
@@ -138,12 +140,13 @@ struct Mxfp8Columns {
   }
 };
 
-// The amaxes of two rows' blocks, in all lanes of a block. `runs`: a lane's 8 / kRun blocks.
+// Computes the amaxes of the blocks of two rows, in every lane of a block. `pairs`: the results of
+// Mxfp8Columns::add() for the two rows.
 template <class T>
 __device__ inline void find_row_amaxes(const Mxfp8Row<T> (&rows)[2], const uint32_t (&pairs)[2],
                                        float (&amax)[2][sizeof(T) / 2]) {
   if constexpr (sizeof(T) == 2) {
-    // The first row in the low half, the second in the high one.
+    // The first row's maximum is in the low half, the second row's in the high half.
     uint32_t both = larger_halves<T>(pairs[0], pairs[1]);
 #pragma unroll
     for (int step = 1; step <= 2; step *= 2) {
@@ -173,8 +176,8 @@ __device__ inline void find_row_amaxes(const Mxfp8Row<T> (&rows)[2], const uint3
 
 // ---- tiles
 
-// The place of a warp's tile. Of rows and columns, fewer than none may be left: then the tile is
-// padding, and loads repeat the matrix's last row and columns, as they do past the end of others.
+// The position of a warp's tile. If rows_left or cols_left is not positive, the tile is padding
+// only. Loads clamp their indices to the matrix's last row and column.
 struct Mxfp8Tile {
   int64_t row0, col0;
   int rows_left, cols_left, warp;
@@ -191,7 +194,8 @@ __device__ inline void quantise_mxfp8_warp(const TileSources<1>& in, const Quant
                                            const Mxfp8Tile& tile, const Place<sizeof(T)>& at,
                                            Mxfp8Shared& shared, float (&sum)[8], float& most) {
   constexpr int kBytes = sizeof(T), kPieces = Piece<kBytes>::kCount;
-  // Elements of a lane's row in one block, the lanes that share it, and a lane's blocks.
+  // kRun: elements of a lane's row in one block. kLanes: lanes that share a block. kRuns: blocks
+  // per lane.
   constexpr int kRun = kBytes == 2 ? 8 : 4, kLanes = kMxfp8Block / kRun, kRuns = 8 / kRun;
   const int first = at.group * 4;
   uint4 raw[kMxfp8LaneRows][kPieces];
@@ -322,7 +326,7 @@ __device__ inline void quantise_mxfp8_tiles(const TileSources<1>& in, const Tile
   }
 }
 
-// Elements of kBytes, by the type that `in` names.
+// Quantises elements of kBytes bytes, of the type that `in` names.
 template <int kBytes, bool kSums>
 __device__ inline void quantise_mxfp8(const TileSources<1>& in, const TileGrid& g,
                                       const Quantised& q, float* partials, unsigned block) {
@@ -340,7 +344,7 @@ __device__ inline void quantise_mxfp8(const TileSources<1>& in, const TileGrid& 
   }
 }
 
-// A block of 16-bit elements holds so few registers that there is room for three of them.
+// With 16-bit elements a block needs so few registers that three blocks fit on a multiprocessor.
 template <int kBytes, bool kSums>
 __global__ void __launch_bounds__(kThreads, kBytes == 2 && !kSums ? 3 : 2)
     mxfp8_kernel(const __grid_constant__ TileSources<1> in, const __grid_constant__ TileGrid g,

@@ -1,25 +1,26 @@
-// Copies whose input and output are dense in different dimensions: tiles through shared memory.
+// Copies whose input and output are contiguous in different dimensions. Tiles go through shared
+// memory.
 #pragma once
 
 #include "common/nest.cuh"
 
 namespace te_fl::cuda {
 
-// The dimension that is dense in the input is not the one that is dense in the output: tiles of
-// them go through shared memory.
+// The parameters of such a copy. Rows are the output's contiguous dimension, columns the input's.
 struct Tiles {
-  int64_t rows, cols;        // of the output's dense dimension; of the input's
-  int64_t from_row, to_col;  // the strides that are not 1
+  int64_t rows, cols;        // extents of the output's and the input's contiguous dimension
+  int64_t from_row, to_col;  // the strides other than 1
   FastDiv by_row_tiles, by_col_tiles;
-  Nest others;                 // the remaining dimensions
-  bool load_wide, store_wide;  // every run of a tile begins at a multiple of 16 bytes
+  Nest others;                 // the dimensions other than these two
+  bool load_wide, store_wide;  // every run of a tile starts at a multiple of 16 bytes
 };
 
 template <class Bits>
-inline constexpr int kRun = 16 / static_cast<int>(sizeof(Bits));  // elements of a 16-byte word
+// The number of elements in a 16-byte word.
+inline constexpr int kRun = 16 / static_cast<int>(sizeof(Bits));
 
-// A tile's 16-byte words in the input's dense dimension (columns) and in the output's (rows): what
-// was fastest on an H100.
+// Tile extents: columns run along the input's contiguous dimension, rows along the output's. These
+// sizes were fastest on an H100.
 template <class Bits>
 inline constexpr int kTransposeCols = (sizeof(Bits) < 4 ? 8 : 16) * kRun<Bits>;
 template <class Bits>
@@ -42,7 +43,7 @@ template <class Bits>
 __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bits* out, Tiles t) {
   constexpr int kV = kRun<Bits>, kC = kTransposeCols<Bits>, kR = kTransposeRows<Bits>;
   constexpr int kLoadWords = kC / kV, kStoreWords = kR / kV;
-  // An odd number of 32-bit words, so that a column's elements lie in different banks.
+  // The pitch is an odd number of 32-bit words, so the elements of a column are in different banks.
   constexpr int kPitch = kC + (sizeof(Bits) < 4 ? 4 / static_cast<int>(sizeof(Bits)) : 1);
   __shared__ alignas(16) Bits tile[kR * kPitch];
   uint32_t row_tile = 0, col_tile = 0;
@@ -94,7 +95,8 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bit
     if (t.store_wide && word + kV <= rows) {
 #pragma unroll
       for (int i = 0; i < kV; ++i) held[i] = tile[(word + i) * kPitch + c];
-      // An assignment would be taken apart into stores of what the words were made of.
+      // For an assignment the compiler would emit stores of the parts from which the word was
+      // composed.
       __stwb(reinterpret_cast<uint4*>(at), *reinterpret_cast<const uint4*>(held));
     } else {
 #pragma unroll
@@ -105,7 +107,8 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(const Bits* in, Bit
   }
 }
 
-// True if two dimensions are worth tiles, and those; `dense` is the input's dense dimension.
+// True if the copy should go through tiles. `dense` receives the index of the input's contiguous
+// dimension.
 inline bool is_transposition(const Nest& nest, int& dense) {
   const int last = nest.rank - 1;
   if (nest.to[last] != 1 || nest.from[last] == 1 || nest.shape[last] < 16) return false;

@@ -11,8 +11,8 @@
 namespace te_fl::cuda {
 namespace {
 
-// Null until the first call that notes something. They stay until the process ends, as captured
-// graphs have their addresses.
+// The boards by device; NULL until a call first needs one. A board is never freed, because captured
+// graphs contain its address.
 std::atomic<ValueErrorBoard*>& board_of(int device) {
   static std::array<std::atomic<ValueErrorBoard*>, 64> boards{};
   return boards.at(static_cast<size_t>(device));

@@ -1,5 +1,5 @@
-// The errors in values of each device of this process (value_errors.hpp), and what a call does with
-// them.
+// Errors in values that kernels find (value_errors.hpp): one board per device of the process, and
+// the functions by which calls report them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,23 +9,23 @@
 
 namespace te_fl::cuda {
 
-// True if a call's values are to be looked at before anything is written: TE_FL_VALIDATE, outside
-// of captures, which cannot be waited for.
+// True if a call must check its values before it writes anything: TE_FL_VALIDATE is set, and the
+// stream is not capturing, because a capture cannot be synchronised.
 inline bool validates(const te_fl_context& ctx) noexcept {
   return (ctx.flags & (TE_FL_CALL_VALIDATE | TE_FL_CALL_CAPTURING)) == TE_FL_CALL_VALIDATE;
 }
 
-// The place in which the kernels of a call note errors. Throws INVALID_ARGUMENT, clean, if an
-// earlier call on the stream left one that nobody has been told; not in a capture. The device is
-// current. `op` lasts as long as the plugin.
+// The slot in which the kernels of a call record errors. Throws INVALID_ARGUMENT (clean) if an
+// earlier call on the stream left an unreported error, except during capture. The device must be
+// current. `op` must live as long as the plugin.
 ValueErrorSink value_errors_of(const te_fl_context& ctx, const char* op);
 
-// Waits for the stream and throws INVALID_ARGUMENT, clean, if the call's values broke a rule; what
-// was enqueued so far has only looked.
+// Waits for the stream and throws INVALID_ARGUMENT (clean) if the call's kernels recorded an error.
+// Everything enqueued so far must have only read.
 void refuse_noted(const te_fl_context& ctx);
 
-// After somebody has waited for a stream, or for an event of any: throws INVALID_ARGUMENT with
-// what was noted and not told yet.
+// Throw INVALID_ARGUMENT if there is an unreported error. Call them after waiting for a stream, or,
+// without a stream, after waiting for an event.
 void tell_value_errors(int device, cudaStream_t stream);
 void tell_value_errors(int device);
 

@@ -3,7 +3,7 @@
 namespace te_fl::cuda {
 namespace {
 
-// The default stream by either of its names, apart from a free place.
+// The key of a stream. The default stream's key is 1, because NULL marks a free entry.
 const void* key_of(const void* stream) noexcept {
   return stream != nullptr ? stream : reinterpret_cast<const void*>(uintptr_t{1});
 }
@@ -92,7 +92,7 @@ std::optional<ValueError> ValueErrorBoard::take_from(ValueErrorSlot& slot) noexc
   };
   if (!pending()) return std::nullopt;
   const std::lock_guard lock(telling_);
-  if (!pending()) return std::nullopt;  // told to another
+  if (!pending()) return std::nullopt;  // another thread has reported it
   const ValueError error = slot.error;
   told.store(written.load(std::memory_order_relaxed), std::memory_order_release);
   return error;
@@ -103,7 +103,7 @@ std::optional<ValueError> ValueErrorBoard::take(const void* stream) noexcept {
   size_t i = 0;
   for (; i < streams_.size(); ++i) {
     const void* owner = streams_[i].load(std::memory_order_acquire);
-    if (owner == nullptr) return std::nullopt;  // nothing that notes has run there
+    if (owner == nullptr) return std::nullopt;  // no checking kernel has run on this stream
     if (owner == key) break;
   }
   return take_from(slots_[i]);

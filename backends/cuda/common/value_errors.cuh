@@ -1,13 +1,13 @@
-// Lets a kernel note a value that breaks a rule.
+// Lets a kernel record an error in values.
 #pragma once
 
 #include "common/value_errors.hpp"
 
 namespace te_fl::cuda {
 
-// One thread's error is kept until somebody has been told; those of others meanwhile are dropped.
-// The slot is in host memory that the device writes; atomics on it hold among the device's threads,
-// and no other processor writes `claimed`.
+// Records an error unless an earlier one is unreported; then the new error is dropped. The slot is
+// in mapped host memory. Its atomics are coherent among the device's threads, and the host does not
+// write `claimed`.
 __device__ inline void note(const ValueErrorSink& sink, ValueRule rule, int64_t at, int64_t value,
                             int64_t bound, int64_t more = 0, const char* argument = nullptr) {
   ValueErrorSlot* const slot = sink.slot;

@@ -1,6 +1,7 @@
-// Mistakes in values that only the device sees: indices, targets, positions. The kernel that meets
-// one notes it in host memory and goes on; who waits for the stream next is told. Nothing is waited
-// for on a call's way. What is here needs no CUDA, so that it can be tested where there is no GPU.
+// Errors in values that only the device reads, such as indices, targets and positions. A kernel
+// that finds one records it in mapped host memory and continues. The next wait for the stream
+// reports it, so a call itself never synchronises. This header does not need CUDA, so tests run
+// without a GPU.
 #pragma once
 
 #include <array>
@@ -13,67 +14,71 @@
 namespace te_fl::cuda {
 
 enum class ValueRule : int32_t {
-  kIndex,   // indices[at] is `value`, which is not in [0, bound)
-  kTarget,  // targets[at] likewise, and is not ignore_index
+  kIndex,   // indices[at] is `value`, not in [0, bound)
+  kTarget,  // targets[at] is `value`, neither in [0, bound) nor ignore_index
   kStart,   // start_positions[at] is `value`, less than 0
-  kSpan,    // sequence `at` of cu_seqlens goes from `value` to `more`: down, or out of [0, bound]
-  kSpanMultiple,  // one of these is no multiple of cp_size, `bound`
-  kOddLength,     // sequence `at` has `value` tokens on this rank, two equal chunks
-  kPermutedRow,   // row_id_map[at] is `value`, which is not in [-1, bound)
-  kRowTwice,      // row_id_map[at] is `value`, as another element is
-  kExpert,        // indices[at] is `value`, which is not in [more, bound), the experts
-  kChosenExpert,  // topk_indices[at] likewise
+  kSpan,    // sequence `at` of cu_seqlens runs from `value` to `more`: it decreases or leaves [0,
+            // bound]
+  kSpanMultiple,  // `value` or `more` of sequence `at` is not a multiple of cp_size, which is
+                  // `bound`
+  kOddLength,     // sequence `at` has `value` tokens on this rank, which must be two equal chunks
+  kPermutedRow,   // row_id_map[at] is `value`, not in [-1, bound)
+  kRowTwice,      // row_id_map[at] is `value`, which another element also is
+  kExpert,        // indices[at] is `value`, not in [more, bound), the experts
+  kChosenExpert,  // topk_indices[at] is `value`, not in [more, bound), the experts
   kSplit,         // splits[at] is `value`, less than 0
   kChunkSize,     // split_sizes[at] is `value`: less than 0, or more than the `more` rows left
-  kChunk,         // sorted_index[at] is `value`, which is not in [0, bound), the chunks
-  kChunkTwice,    // sorted_index[at] is `value`, as another element is
+  kChunk,         // sorted_index[at] is `value`, not in [0, bound), the chunks
+  kChunkTwice,    // sorted_index[at] is `value`, which another element also is
   kPadOffset,     // pad_offsets[at] is `value`, less than `more`
-  kMaskedRow,     // routing_map[at] has row `value`, which is not in [0, bound)
-  kPosition       // `argument` has `bound` positions, sequence `at` needs position `value`
+  kMaskedRow,     // the pair routing_map[at] has row `value`, not in [0, bound)
+  kPosition       // `argument` has `bound` positions, but sequence `at` needs position `value`
 };
 
-// Written by kernels, which only hand the texts on: they belong to the plugin.
+// An error. Kernels write it; they copy the pointers to texts, which belong to the plugin.
 struct ValueError {
   const char* op = nullptr;
-  // The argument of kPosition. It is a kernel's parameter: a text of its own lies in the device.
+  // Argument name for kPosition. The host passes it as a kernel parameter, because a string literal
+  // in a kernel would be in device memory.
   const char* argument = nullptr;
   ValueRule rule = ValueRule::kIndex;
   int64_t at = 0, value = 0, more = 0, bound = 0;
 };
-// "indices[3] is 99; it must lie in [0, 11), the rows of weight"
+// For example "indices[3] is 99; it must lie in [0, 11), the rows of weight".
 std::string text_of(const ValueError& error);
-// Words for one that shows after its call: with the op, and the settings that find the call.
+// The text of an error that is reported after its call: contains the op, and the settings that
+// locate the call.
 std::string late_text_of(const ValueError& error);
 
-// A place in which kernels note one error. Counters: `claimed` is one more than `told` from when a
-// thread has noted an error until somebody is told; `written` follows `claimed` when the error is
-// complete. Kernels write claimed, written and the error, the host writes `told` alone.
+// Holds one recorded error. Kernels write `claimed`, `written` and `error`; the host writes only
+// `told`. A thread that records an error sets `claimed` to told + 1, writes the error, and then
+// sets `written` to the same number. Reporting the error sets `told` to it too.
 struct alignas(64) ValueErrorSlot {
   uint32_t claimed = 0, written = 0, told = 0;
   ValueError error;
 };
 
-// The parameter of a kernel that notes errors.
+// The parameter of a kernel that records errors.
 struct ValueErrorSink {
   ValueErrorSlot* slot = nullptr;
   const char* op = nullptr;
 };
 
-// The slots of one device. Each stream has one of its own, but from the 64th on they share the
-// last. A slot stays with the stream's handle: a stream that gets the handle again also gets what
-// was noted and not told. Thread-safe; without a lock
-// while there is nothing to tell.
+// The slots of one device. Each stream has its own slot, but all streams from the 64th on share the
+// last slot. A slot belongs to the stream's handle: a new stream with the same handle gets the
+// unreported error, too. Thread-safe; takes no lock while there is nothing to report.
 class ValueErrorBoard {
  public:
   static constexpr int kSlots = 64;
-  // `slots` are kSlots, zeroed, and stay valid.
+  // `slots` must be kSlots zeroed slots that stay valid.
   explicit ValueErrorBoard(ValueErrorSlot* slots) : slots_(slots) {}
 
-  // The place in which kernels on `stream` note what they meet.
+  // The slot in which kernels on `stream` record an error.
   ValueErrorSlot* slot_of(const void* stream) noexcept;
-  // Gives what was noted there to the first who asks. Call it when the stream has been waited for.
+  // Returns the unreported error of a stream and marks it as reported. Call it after waiting for
+  // the stream.
   std::optional<ValueError> take(const void* stream) noexcept;
-  // Gives what was noted on any stream.
+  // Returns an unreported error of any stream and marks it as reported.
   std::optional<ValueError> take_any() noexcept;
 
  private:
@@ -81,7 +86,7 @@ class ValueErrorBoard {
 
   ValueErrorSlot* slots_;
   std::mutex telling_;
-  std::array<std::atomic<const void*>, kSlots - 1> streams_{};  // null: free
+  std::array<std::atomic<const void*>, kSlots - 1> streams_{};  // NULL: the entry is free
 };
 
 }  // namespace te_fl::cuda

@@ -1,4 +1,4 @@
-// For which GPUs this build has kernels. Plain C++, so that it can be tested where there is no GPU.
+// The GPU architectures for which this build has kernels. Plain C++, so tests run without a GPU.
 #pragma once
 
 #include <cstdlib>
@@ -6,8 +6,9 @@
 
 namespace te_fl::cuda {
 
-// `built`: "80,90a". Code of an architecture runs on GPUs of the same major version that are not
-// older; with an "a" on that one alone. `architecture` is 10 * major + minor.
+// True if code for `built`, a list such as "80,90a", runs on the GPU architecture `architecture`
+// (10 * major + minor). Code for an architecture runs on GPUs of the same major version and an
+// equal or higher minor version. Code with the suffix "a" runs on exactly its architecture.
 constexpr bool built_for(std::string_view built, int architecture) {
   while (!built.empty()) {
     const size_t end = built.find(',');
@@ -25,10 +26,10 @@ constexpr bool built_for(std::string_view built, int architecture) {
   return false;
 }
 
-// The values that TE_FL_CUDA_ARCHITECTURES takes (CMakeLists.txt).
+// The architectures that TE_FL_CUDA_ARCHITECTURES may contain (CMakeLists.txt).
 inline constexpr std::string_view kKnownArchitectures = "80,89,90a,100a,120";
 
-// The newest of them whose code runs on a GPU; empty if there is none.
+// The newest known architecture whose code runs on this GPU; empty if there is none.
 constexpr std::string_view architecture_for(int architecture) {
   std::string_view best, rest = kKnownArchitectures;
   while (!rest.empty()) {

@@ -11,10 +11,11 @@
 namespace te_fl::cuda {
 namespace {
 
-constexpr int kKept = 64;  // devices
+constexpr int kKept = 64;  // devices whose bandwidth is cached
 std::array<std::atomic<double>, kKept> g_measured{};
 
-// The measurement's memory on the device. It is not of the pool, which would keep it.
+// Stream, events and device memory of the measurement. The memory does not come from the pool,
+// because the pool would keep it.
 struct Bench {
   cudaStream_t stream = nullptr;
   cudaEvent_t begin = nullptr, end = nullptr;
@@ -55,7 +56,7 @@ double measure(int device) {
     check(cudaEventSynchronize(b.end), "cudaEventSynchronize");
     float milliseconds = 0;
     check(cudaEventElapsedTime(&milliseconds, b.begin, b.end), "cudaEventElapsedTime");
-    if (i == 0 || !(milliseconds > 0)) continue;  // the first one touches the pages
+    if (i == 0 || !(milliseconds > 0)) continue;  // the first copy touches the pages
     best = std::max(best, 2e3 * static_cast<double>(bytes) / static_cast<double>(milliseconds));
   }
   return best;
@@ -77,7 +78,7 @@ double measure_copy_bandwidth(int device) noexcept {
     if (kept.load(std::memory_order_relaxed) == 0) {
       kept.store(measure(device), std::memory_order_relaxed);
     }
-  } catch (...) {  // check() has taken the error away: nothing else is to find it
+  } catch (...) {  // check() has cleared the error, so no later call reports it
   }
   return copy_bandwidth(device);
 }

@@ -3,12 +3,14 @@
 
 namespace te_fl::cuda {
 
-// Bytes per second, read plus written; 0 until measure_copy_bandwidth() has succeeded for it.
+// Bytes per second, reads plus writes; 0 until measure_copy_bandwidth() has succeeded for the
+// device.
 double copy_bandwidth(int device) noexcept;
 
-// Its value as measured by the first call in the process that succeeds, in some milliseconds: the
-// best of a few copies between buffers that no cache holds. 0 where there is no memory for them, or
-// they fail. Any thread, also one that is capturing; the current device is left as it was.
+// Returns copy_bandwidth(), measuring it first if no call in the process has done so. A measurement
+// takes some milliseconds and keeps the best of a few copies between buffers that exceed the
+// caches. Returns 0 if the buffers cannot be allocated or the copies fail. May be called from any
+// thread, also one that is capturing; does not change the current device.
 double measure_copy_bandwidth(int device) noexcept;
 
 }  // namespace te_fl::cuda

@@ -36,18 +36,18 @@ std::string text_of(cudaError_t error, const char* call) {
 
 bool device_is_lost(std::string& text) noexcept {
   size_t available = 0, total = 0;
-  const cudaError_t error = cudaMemGetInfo(&available, &total);  // any call that asks the driver
+  const cudaError_t error = cudaMemGetInfo(&available, &total);  // any call that queries the driver
   (void)cudaGetLastError();
   if (!is_sticky(error)) return false;
   try {
     text += "; " + text_of(error, "the device");
-  } catch (...) {  // no host memory: the status says it
+  } catch (...) {  // no host memory for the text; the status suffices
   }
   return true;
 }
 
 void throw_error(cudaError_t error, const char* call, const std::string& more) {
-  (void)cudaGetLastError();  // a failure that is reported here must not be found by a later call
+  (void)cudaGetLastError();  // so that no later call finds this error
   throw backend::Error(status_of(error), text_of(error, call) + more);
 }
 
@@ -64,7 +64,7 @@ void refuse_foreign(int device, cudaStream_t stream) {
   if (stream_capture_status(stream, &status) == cudaSuccess) {
     return refuse_foreign(device, stream, status);
   }
-  (void)cudaGetLastError();  // the default stream beside a capture of another
+  (void)cudaGetLastError();  // the default stream, while another stream is being captured
 }
 
 void refuse_after_fork() {

@@ -1,4 +1,5 @@
-// CUDA statuses as te-fl statuses, and what every entry of the plugin does first.
+// Converts CUDA statuses to te-fl statuses, and makes the checks with which the plugin's entry
+// points begin.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,26 +11,26 @@
 
 namespace te_fl::cuda {
 
-// True if nothing of the device runs in this process after it.
+// True if the error is sticky: after it, this process can run nothing on the device any more.
 bool is_sticky(cudaError_t error) noexcept;
-// A te_fl_code: sticky errors are TE_FL_DEVICE_LOST.
+// The te_fl_code of a CUDA error. Sticky errors give TE_FL_DEVICE_LOST.
 te_fl_status status_of(cudaError_t error) noexcept;
-// "cudaMallocAsync: out of memory (cudaErrorMemoryAllocation)"
+// For example "cudaMallocAsync: out of memory (cudaErrorMemoryAllocation)".
 std::string text_of(cudaError_t error, const char* call);
 [[noreturn]] void throw_error(cudaError_t error, const char* call, const std::string& more = "");
 
-// After a library's failure: whether it failed because the device is lost, which libraries put into
-// words of their own. Then what CUDA says is appended to the text.
+// Called after a library failed with its own status: true if the device is lost. Then appends
+// CUDA's error to the text.
 bool device_is_lost(std::string& text) noexcept;
 
 inline void check(cudaError_t error, const char* call) {
   if (error != cudaSuccess) throw_error(error, call);
 }
-// True if a launch of this thread has gone by the runtime, not straight to the driver, since
-// check_launch() last asked: then only the runtime knows whether it was accepted. Before CUDA 13
-// all go so (driver.cpp).
+// True if a launch of this thread went through the runtime since the last check_launch(), instead
+// of directly to the driver. Only the runtime knows whether such a launch was accepted. Before CUDA
+// 13 all launches go through the runtime (driver.cpp).
 inline constinit thread_local bool t_runtime_launched = true;
-// After a kernel launch: its configuration was accepted.
+// Called after a kernel launch. Throws if the launch was not accepted.
 inline void check_launch(const char* kernel) {
 #if CUDART_VERSION >= 13000
   if (!t_runtime_launched) return;
@@ -39,18 +40,19 @@ inline void check_launch(const char* kernel) {
     throw_error(error, kernel);
 }
 
-// Throws if a stream is another device's: what is enqueued there fails after it has been prepared,
-// or is that device's. `status` is what its capture status is; streams that are being captured
-// pass.
+// Throws if the stream belongs to another device, because work enqueued there would fail late or
+// run on that device. `status`: the stream's capture status; a stream that is being captured is
+// accepted.
 void refuse_foreign(int device, cudaStream_t stream, cudaStreamCaptureStatus status);
-// Asks for the status first.
+// Queries the capture status first.
 void refuse_foreign(int device, cudaStream_t stream);
 
-// Throws if this process is a child of the one that opened the plugin: CUDA does not survive fork.
+// Throws if this process was forked after the plugin was opened, because CUDA cannot be used after
+// fork().
 void refuse_after_fork();
 void watch_forks();
 
-// Makes a device current and restores the previous one (R8).
+// Makes a device current and restores the previous one (rule R8 of plugin.h).
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
@@ -67,7 +69,7 @@ class DeviceGuard {
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;
-  // The device that the innermost guard of this thread has made current; -1 outside of all.
+  // The device that this thread's innermost guard has made current; -1 without a guard.
   static int current() noexcept { return t_device_; }
 
  private:

@@ -3,14 +3,14 @@
 namespace te_fl::cuda {
 namespace {
 
-// By number: an older toolkit than the driver has no names for what that reports.
-constexpr int kErrorContained = 226;         // cudaErrorContained
-constexpr int kErrorTensorMemoryLeak = 721;  // cudaErrorTensorMemoryLeak
+// Error numbers, for toolkits that are older than the driver and lack these names.
+constexpr int kErrorContained = 226;         // the value of cudaErrorContained
+constexpr int kErrorTensorMemoryLeak = 721;  // the value of cudaErrorTensorMemoryLeak
 
 }  // namespace
 
-// Those of which CUDA says that the process must be started again, and those that mean that the
-// context or the device is gone.
+// The errors after which, according to CUDA's documentation, the process must be restarted, and
+// those that mean that the context or the device is lost.
 bool is_sticky(cudaError_t error) noexcept {
   switch (static_cast<int>(error)) {
     case cudaErrorIllegalAddress:

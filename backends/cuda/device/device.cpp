@@ -77,7 +77,7 @@ te_fl_status free_memory(void* self, void* data, uint32_t kind, void* stream,
     if (kind == TE_FL_MEMORY_PINNED) {
       check(cudaFreeHost(data), "cudaFreeHost");
     } else if (kind == TE_FL_MEMORY_MANAGED) {
-      check(cudaFree(data), "cudaFree");  // waits for the device
+      check(cudaFree(data), "cudaFree");  // cudaFree() synchronises the device
     } else {
       memory_of(self).free(data, stream_of(stream));
     }
@@ -145,7 +145,7 @@ te_fl_status record_event(void* self, void* event, void* stream, const te_fl_err
     check(cudaEventRecord(static_cast<cudaEvent_t>(event), stream_of(stream)), "cudaEventRecord");
   });
 }
-// An event of another CUDA device will do: the driver orders the two.
+// The event may belong to another CUDA device: the driver orders the two streams.
 te_fl_status wait_event(void* self, void* event, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     check(cudaStreamWaitEvent(stream_of(stream), static_cast<cudaEvent_t>(event), 0),
@@ -177,8 +177,8 @@ te_fl_status elapsed_time(void* self, void* start, void* end, uint64_t* nanoseco
   });
 }
 
-// Asked before every op, and so where another device's stream is refused. A stream knows its
-// device; the default one is the current device's.
+// Called before every op, so it also refuses streams of other devices. A stream determines its
+// device; the default stream is that of the current device.
 te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
                           const te_fl_error_sink* errors) {
   const auto ask = [&] {
@@ -196,7 +196,7 @@ te_fl_status is_capturing(void* self, void* stream, int32_t* capturing,
   });
 }
 
-// Other threads' work on other streams meanwhile is none of the capture's business.
+// Thread-local capture mode: other threads may use other streams without invalidating the capture.
 te_fl_status begin_capture(void* self, void* stream, const te_fl_error_sink* errors) {
   return on_device(self, errors, [&] {
     refuse_foreign(index_of(self), stream_of(stream));
@@ -222,7 +222,7 @@ te_fl_status end_capture(void* self, void* stream, void** out, const te_fl_error
     }
     cudaGraphExec_t executable = nullptr;
     const cudaError_t made = cudaGraphInstantiate(&executable, graph, 0);
-    cudaGraphDestroy(graph);  // the executable keeps what the graph owned
+    cudaGraphDestroy(graph);  // the executable graph keeps the resources
     check(made, "cudaGraphInstantiate");
     *out = executable;
   });
@@ -271,7 +271,7 @@ te_fl_status properties(void* self, te_fl_device_props* props, const te_fl_error
   });
 }
 
-// Says why this pointer is not this device's memory; empty if it is.
+// Returns why the pointer is not memory of this device; empty if it is.
 std::string not_ours(int device, const void* data) {
   cudaPointerAttributes found{};
   const cudaError_t error = cudaPointerGetAttributes(&found, data);
@@ -292,7 +292,7 @@ std::string not_ours(int device, const void* data) {
   }
 }
 
-// An event for one order between two streams; it may go while they still wait.
+// An event that orders two streams once. It may be destroyed while a stream still waits for it.
 class PassingEvent {
  public:
   PassingEvent() {
@@ -310,7 +310,7 @@ class PassingEvent {
   cudaEvent_t event_ = nullptr;
 };
 
-// The destination's stream copies; the driver takes the way that the two GPUs have.
+// Enqueues the copy on the destination's stream. The driver selects the path between the two GPUs.
 te_fl_status copy_between(void* self, void* dst, void* dst_stream, void* src_self, const void* src,
                           void* src_stream, size_t bytes, const te_fl_error_sink* errors) {
   return backend::guard(errors, [&] {
@@ -360,8 +360,8 @@ te_fl_status check_stream(void* self, void* stream, const te_fl_error_sink* erro
   return on_device(self, errors, [&] {
     const auto s = stream_of(stream);
     cudaStreamCaptureStatus status{};
-    // A stream that has been destroyed cannot answer that either; the default stream may be unable
-    // to beside a capture of another.
+    // This query fails for a destroyed stream. It may also fail for the default stream while
+    // another stream is being captured.
     if (const cudaError_t error = stream_capture_status(s, &status); error != cudaSuccess) {
       (void)cudaGetLastError();
       if (status_of(error) == TE_FL_INVALID_ARGUMENT) {
@@ -417,7 +417,8 @@ int read_architecture(int device) {
   return 10 * major + minor;
 }
 
-// Freed memory stays in the pool, so that the next step of a training run finds it there.
+// Makes the device's default memory pool keep freed memory for later allocations, such as the next
+// training step.
 void keep_freed_memory(int device) {
   cudaMemPool_t pool = nullptr;
   check(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
@@ -462,7 +463,8 @@ void give_back_memory(Device& device) noexcept {
     const DeviceGuard guard(device.index);
     device.memory.reset();
   });
-  // In a child of a fork the memory is out of reach, and its bookkeeping may be locked.
+  // In a forked child the memory cannot be freed, and the mutex may be locked, so the object is
+  // leaked.
   if (status != TE_FL_OK) (void)device.memory.release();
 }
 

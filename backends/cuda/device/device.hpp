@@ -16,18 +16,19 @@ struct Device {
   std::unique_ptr<Memory> memory;
 };
 
-// Fills `devices` with what the driver shows; none, with the reason in `why`, where there is no
-// driver or no GPU. The descriptors point into the vector.
-// cache_bytes: how much freed memory each may keep for the next allocation.
+// Fills `devices` with the devices that the driver reports. If there is no driver or no GPU, leaves
+// it empty and writes the reason to `why`. The descriptors point into the vector. `cache_bytes`:
+// freed memory that each device may keep for later allocations.
 void enumerate(size_t cache_bytes, std::vector<Device>& devices, std::string& why);
 
-// Before the device goes: nothing of it is in use.
+// Frees the device's memory. Called before the device is removed, when none of its memory is in
+// use.
 void give_back_memory(Device& device) noexcept;
 
-// 10 * major + minor of the compute capability; 0 for a device that enumerate() has not seen.
+// 10 * major + minor of the compute capability; 0 for a device that enumerate() did not find.
 int architecture(int index) noexcept;
 
-// Waits for all work of a device.
+// Waits for all work on a device.
 te_fl_status synchronize_device(int index, const te_fl_error_sink* errors) noexcept;
 
 }  // namespace te_fl::cuda

@@ -1,4 +1,4 @@
-// Attributes of a device, asked once.
+// Attributes of a device, each queried once.
 #pragma once
 
 #include "device/cuda_check.hpp"
@@ -19,13 +19,13 @@ int attribute_of(int device) {
 inline int multiprocessors(int device) {
   return attribute_of<cudaDevAttrMultiProcessorCount>(device);
 }
-// Those of the current device, which a call has set to its own.
+// The multiprocessors of the current device, which a call sets to its own device.
 inline int current_multiprocessors() {
   int device = 0;
   check(current_device(&device), "cudaGetDevice");
   return multiprocessors(device);
 }
-inline int compute_capability(int device) {  // 10 major
+inline int compute_capability(int device) {  // returns 10 * the major version
   return 10 * attribute_of<cudaDevAttrComputeCapabilityMajor>(device);
 }
 

@@ -1,4 +1,4 @@
-// Device memory of one function, in the order of a stream.
+// Device memory for the duration of one function, allocated and freed in stream order.
 #pragma once
 
 #include <cuda_runtime_api.h>

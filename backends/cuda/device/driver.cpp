@@ -37,11 +37,11 @@ const Driver& driver() noexcept {
 }
 
 namespace {
-// The runtime's first call in a thread makes a context current, which the driver wants to find: a
-// question without one would be reported by tools that watch the driver's errors.
+// True once a runtime call has made a context current on this thread. Driver queries need a
+// context; without one they fail, and tools that monitor driver errors would report that.
 constinit thread_local bool t_has_context = false;
 
-// Where the process sees one device only, nothing can be another's.
+// True if the process sees only one device. Then every stream belongs to it.
 bool is_alone() noexcept {
   static const bool alone = [] {
     int count = 0;
@@ -74,14 +74,14 @@ cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* 
     return cudaSuccess;
   }
   const cudaError_t error =
-      cudaStreamIsCapturing(stream, status);  // the runtime has words for errors
+      cudaStreamIsCapturing(stream, status);  // the runtime also reports the error
   t_has_context = error == cudaSuccess;
   return error;
 }
 
 int device_of_stream(cudaStream_t stream, int likely) noexcept {
   if (is_alone()) return likely;
-  // The context that was found last for each device: nearly always its only one.
+  // Each device's most recently found context, which nearly always is its only one.
   static constinit std::array<std::atomic<CUcontext>, 64> contexts{};
   const auto known = [&](int device) { return device >= 0 && device < std::ssize(contexts); };
   const Driver& d = driver();
@@ -111,7 +111,7 @@ int device_of_stream(cudaStream_t stream, int likely) noexcept {
 #if CUDART_VERSION >= 13000
 namespace {
 
-// A kernel's function in the context of a device. Kept by each thread for those that it launches.
+// A kernel's driver function in a device's context. Each thread caches those that it launches.
 struct Known {
   cudaKernel_t kernel = nullptr;
   int device = -1;
@@ -131,9 +131,9 @@ Known& place_of(cudaKernel_t kernel) noexcept {
 }  // namespace te_fl::cuda
 
 #if CUDART_VERSION >= 13000
-// Every <<<>>> of this plugin comes here (--wrap in CMakeLists.txt). A kernel's first launch on a
-// device, launches without a DeviceGuard, and whatever the driver refuses are the runtime's, which
-// then has the error for check_launch().
+// The linker redirects every <<<>>> launch of this plugin to this function (--wrap in
+// CMakeLists.txt). A kernel's first launch on a device, launches without a DeviceGuard, and
+// launches that the driver refuses go to the runtime, so that check_launch() finds their errors.
 extern "C" {
 
 cudaError_t __real___cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** args,

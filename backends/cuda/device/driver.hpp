@@ -1,5 +1,5 @@
-// The driver's functions that every op comes through. The runtime's own ones for the same look up
-// the device, the kernel and who listens first, which takes longer than what they call.
+// Driver functions that every op uses. The runtime's equivalents are slower: they first look up the
+// device, the kernel and subscribed profilers.
 #pragma once
 
 #include <cuda.h>
@@ -7,7 +7,7 @@
 
 namespace te_fl::cuda {
 
-// nullptr: the driver has none; then the runtime's function serves.
+// A NULL entry means that the driver lacks the function; the runtime's function is used instead.
 struct Driver {
   CUresult (*launch)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                      unsigned, CUstream, void**, void**) = nullptr;
@@ -19,16 +19,17 @@ struct Driver {
   CUresult (*push_context)(CUcontext) = nullptr;
   CUresult (*pop_context)(CUcontext*) = nullptr;
 };
-// Asks the driver once; there must be one.
+// Loads the functions on the first call. A driver must be present.
 const Driver& driver() noexcept;
 
-// cudaGetDevice().
+// Like cudaGetDevice(), but faster.
 cudaError_t current_device(int* device) noexcept;
-// cudaStreamIsCapturing().
+// Like cudaStreamIsCapturing(), but faster.
 cudaError_t stream_capture_status(cudaStream_t stream, cudaStreamCaptureStatus* status) noexcept;
-// The device of a stream for which stream_capture_status() has just answered; -1: not known.
-// The default streams are the current device's, whichever that is. Fast if it is `likely`'s. By its
-// context: cuStreamGetDevice() ends a capture (CUDA 13.0).
+// The device of a stream; -1 if unknown. stream_capture_status() must have succeeded for the
+// stream. A default stream gives -1, as it belongs to whichever device is current. Fast if the
+// device is `likely`. Finds it by the stream's context, because cuStreamGetDevice() ends a capture
+// (CUDA 13.0).
 int device_of_stream(cudaStream_t stream, int likely) noexcept;
 
 }  // namespace te_fl::cuda

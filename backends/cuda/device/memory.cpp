@@ -11,11 +11,12 @@
 namespace te_fl::cuda {
 namespace {
 
-// Larger blocks go to the pool each time: beside their kernels that costs nothing, and the pool
-// joins them again.
+// Larger blocks always return to the pool: compared with the kernels that use them this costs
+// nothing, and the pool merges adjacent blocks.
 constexpr size_t kLargestCached = size_t{32} << 20;
 
-// Sizes in steps of an eighth of their power of two, so that similar tensors share blocks.
+// Rounds sizes up to an eighth of their power of two, so that tensors of similar size can share
+// blocks.
 size_t rounded(size_t bytes) {
   bytes = std::max<size_t>(bytes, 1);
   const int top = std::bit_width(bytes - 1);
@@ -35,11 +36,11 @@ std::string memory_account(size_t asked) {
 cudaStreamCaptureStatus capture_status(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (stream_capture_status(stream, &status) == cudaSuccess) return status;
-  (void)cudaGetLastError();  // the default stream beside a capture of another
+  (void)cudaGetLastError();  // the default stream, while another stream is being captured
   return cudaStreamCaptureStatusNone;
 }
 
-// The capture of a stream, whose status is `status`: 0 if there is none.
+// The id of the stream's capture and its graph; 0 if `status` says that there is none.
 unsigned long long capture_id(cudaStream_t stream, cudaStreamCaptureStatus status,
                               cudaGraph_t* graph) {
   if (status != cudaStreamCaptureStatusActive) return 0;
@@ -71,21 +72,21 @@ Memory::~Memory() {
   (void)cudaGetLastError();
 }
 
-// The memory of the graph that the stream is being captured into; null outside of captures. The
-// lock is held.
+// The memory of the graph into which the stream is being captured; NULL without a capture. The
+// caller must hold the mutex.
 std::shared_ptr<Memory::GraphMemory> Memory::capture_of(cudaStream_t stream,
                                                         cudaStreamCaptureStatus status) {
   cudaGraph_t graph = nullptr;
   const unsigned long long id = capture_id(stream, status, &graph);
-  if (id == 0) {  // one that somebody else began has ended
+  if (id == 0) {  // a capture that the application began on this stream may have ended
     for (const auto& ended : graphs_) ended->open = ended->open && ended->stream != stream;
     return nullptr;
   }
   if (const auto at = captures_.find(id); at != captures_.end()) return at->second;
   auto made = std::make_shared<GraphMemory>();
   made->stream = stream;
-  // Owned by the graph, and by what is instantiated from it: lives as long as any of them. The
-  // destructor may call nothing of CUDA.
+  // The graph and the executables made from it own this object, so it lives as long as any of them.
+  // Its destructor must not call CUDA.
   auto handle = std::make_unique<std::shared_ptr<GraphMemory>>(made);
   cudaUserObject_t object = nullptr;
   check(cudaUserObjectCreate(
@@ -125,7 +126,8 @@ void* Memory::allocate(size_t asked, cudaStream_t stream) {
     at->second.pop_back();
     cached_bytes_ -= bytes;
   } else {
-    refuse_foreign(DeviceGuard::current(), stream, status);  // the cache has nothing for those
+    // Checked here only, because the cache has no blocks for streams of other devices.
+    refuse_foreign(DeviceGuard::current(), stream, status);
     cudaError_t error = cudaMallocAsync(&data, bytes, stream);
     if (error == cudaErrorMemoryAllocation && trim()) {
       (void)cudaGetLastError();
@@ -137,7 +139,7 @@ void* Memory::allocate(size_t asked, cudaStream_t stream) {
   return data;
 }
 
-// The smallest idle block of the capture that is not much too large, or a new one.
+// Returns the capture's smallest idle block that fits and is not much too large, or a new one.
 void* Memory::allocate_captured(size_t& bytes, cudaStream_t stream,
                                 const std::shared_ptr<GraphMemory>& graph) {
   for (auto at = graph->idle.lower_bound({stream, bytes}); at != graph->idle.end(); ++at) {
@@ -153,7 +155,7 @@ void* Memory::allocate_captured(size_t& bytes, cudaStream_t stream,
   return data;
 }
 
-// Memory that is there for every stream on return.
+// Allocates memory that is usable on every stream when this returns.
 void* Memory::allocate_aside(size_t bytes) {
   const OutsideCapture outside;
   if (aside_ == nullptr) {
@@ -193,13 +195,14 @@ void Memory::release_block(void* data, Block block, cudaStream_t stream) {
     if (block.graph->open) block.graph->idle[{stream, block.bytes}].push_back(data);
     return;
   }
-  if (status == cudaStreamCaptureStatusInvalidated) {  // nothing can be enqueued until that capture
-                                                       // has been ended
+  if (status == cudaStreamCaptureStatusInvalidated) {  // nothing can be enqueued until the capture
+                                                       // ends
     cache_[{stream, block.bytes}].push_back(data);
     cached_bytes_ += block.bytes;
     return;
   }
-  // cudaStreamPerThread is another stream in each thread: its blocks wait for nobody else's work.
+  // cudaStreamPerThread is a different stream in each thread, so a block cached for it would not be
+  // ordered.
   const bool ambiguous = stream == cudaStreamPerThread;
   if (block.bytes > kLargestCached || block.bytes > cache_limit_ || ambiguous) {
     check(cudaFreeAsync(data, stream), "cudaFreeAsync");
@@ -213,7 +216,7 @@ void Memory::release_block(void* data, Block block, cudaStream_t stream) {
       list.clear();
     }
   }
-  if (cached_bytes_ + block.bytes > cache_limit_) {  // other streams have it
+  if (cached_bytes_ + block.bytes > cache_limit_) {  // other streams' blocks fill the cache
     check(cudaFreeAsync(data, stream), "cudaFreeAsync");
     return;
   }
@@ -221,13 +224,14 @@ void Memory::release_block(void* data, Block block, cudaStream_t stream) {
   cached_bytes_ += block.bytes;
 }
 
-// Gives back the memory of graphs that are gone. Their last launch is over; what was freed before
-// the capture may still be in use, so the device is waited for, unless a capture forbids that.
+// Frees the memory of destroyed graphs. Their last launch has ended, but work that was enqueued
+// before the capture may still use blocks freed in it. So this waits for the device, unless a
+// capture forbids that.
 void Memory::release_gone() {
   const auto releasable = [](const auto& graph) { return graph->gone && graph->live == 0; };
   if (open_captures_ > 0 || std::none_of(graphs_.begin(), graphs_.end(), releasable)) return;
   for (const auto& graph : graphs_) {
-    if (!graph->gone && graph->open) return;  // later
+    if (!graph->gone && graph->open) return;  // a capture is in progress: try again later
   }
   if (cudaDeviceSynchronize() != cudaSuccess) {
     (void)cudaGetLastError();
@@ -244,7 +248,7 @@ void Memory::release_gone() {
     for (void* data : graph->all) check(cudaFreeAsync(data, aside_), "cudaFreeAsync");
     for (auto& [data, block] : graph->kept) {
       if (block.graph != nullptr) {
-        --block.graph->live;  // goes with its own graph
+        --block.graph->live;  // freed together with its own graph
       } else {
         if (aside_ == nullptr) {
           check(cudaStreamCreateWithFlags(&aside_, cudaStreamNonBlocking),
@@ -256,10 +260,10 @@ void Memory::release_gone() {
   }
 }
 
-// Gives the cache back to the pool; false if there was nothing.
+// Returns the cached blocks to the pool. False if none could be returned.
 bool Memory::trim() {
   if (cached_bytes_ == 0 || open_captures_ > 0) return false;
-  if (cudaDeviceSynchronize() != cudaSuccess) {  // in a capture: the cache stays
+  if (cudaDeviceSynchronize() != cudaSuccess) {  // fails during a capture: the cache stays
     (void)cudaGetLastError();
     return false;
   }
@@ -277,7 +281,7 @@ bool Memory::trim() {
 
 void Memory::forget(cudaStream_t stream) {
   const std::lock_guard lock(mutex_);
-  for (const auto& graph : graphs_) {  // a capture that somebody else began on it has ended
+  for (const auto& graph : graphs_) {  // the application's capture on this stream has ended
     if (graph->stream != stream) continue;
     graph->open = false;
     graph->idle.clear();

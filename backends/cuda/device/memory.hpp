@@ -1,5 +1,5 @@
 // Memory of one CUDA device: cudaMallocAsync's pool, a cache of freed blocks in front of it, and
-// what captured graphs own.
+// memory that captured graphs own.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,51 +15,55 @@
 
 namespace te_fl::cuda {
 
-// All functions want the device current and may be called from any thread.
+// All functions require that the device is current, and are thread-safe.
 //
-// A block that is freed on a stream is given again to the same stream only, so its order needs no
-// events. In a capture blocks come from memory of the graph: they are given again within that
-// capture, and go back to the pool when the graph and all its executables are gone and no block is
-// in use any more. A block from before the capture that is freed in it is kept as long, because the
+// A block that is freed on a stream is reused only on this stream, so no events are needed. During
+// a capture, blocks come from memory that the graph owns. They are reused within that capture, and
+// return to the pool when the graph and all its executables are destroyed and no block is in use.
+// If a block from before the capture is freed in the capture, it is kept equally long, because the
 // graph's launches may read it.
 class Memory {
  public:
   explicit Memory(size_t cache_bytes) : cache_limit_(cache_bytes) {}
-  // Gives everything back as far as CUDA is still there.
+  // Frees everything, as far as CUDA still works.
   ~Memory();
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
 
-  // 256-byte aligned, at least one byte. Throws backend::Error, also for another device's stream.
+  // Allocates at least one byte, 256-byte aligned. Throws backend::Error, also if the stream
+  // belongs to another device.
   void* allocate(size_t bytes, cudaStream_t stream);
   void free(void* data, cudaStream_t stream);
-  // Before a stream is destroyed, whoever made it: gives back what is cached for it, in its order.
+  // Called before a stream is destroyed, whoever created it: frees the blocks cached for it, in
+  // stream order.
   void forget(cudaStream_t stream);
-  // Around a capture that this plugin begins and ends on a stream: meanwhile nothing waits for the
-  // device, and afterwards the graph takes no more blocks.
+  // Called around a capture that this plugin begins and ends on a stream. In between nothing
+  // synchronises with the device; afterwards the graph receives no more blocks.
   void open_capture();
-  void abandon_capture();  // it did not begin
+  void abandon_capture();  // the capture could not begin
   void close_capture(cudaStream_t stream);
 
  private:
   struct GraphMemory;
   struct Block {
     size_t bytes = 0;
-    std::shared_ptr<GraphMemory> graph;  // null: of the pool
+    std::shared_ptr<GraphMemory> graph;  // NULL: the block is from the pool
   };
-  // Memory of one captured graph.
+  // The memory of one captured graph.
   struct GraphMemory {
     std::atomic<bool> gone{false};  // the graph and its executables have been destroyed
-    bool open = true;               // the capture goes on, on this stream
+    bool open = true;               // this stream is still capturing
     cudaStream_t stream = nullptr;
-    size_t live = 0;                                                     // blocks in use outside
-    std::map<std::pair<cudaStream_t, size_t>, std::vector<void*>> idle;  // for this capture
-    std::vector<void*> all;                                              // allocated for it
-    std::vector<std::pair<void*, Block>> kept;  // of others, freed in the capture
+    size_t live = 0;  // blocks in use by callers
+    // Freed blocks that this capture may reuse.
+    std::map<std::pair<cudaStream_t, size_t>, std::vector<void*>> idle;
+    std::vector<void*> all;                     // all blocks that were allocated for the graph
+    std::vector<std::pair<void*, Block>> kept;  // blocks of other origin that were freed in the
+                                                // capture
   };
 
   std::shared_ptr<GraphMemory> capture_of(cudaStream_t stream, cudaStreamCaptureStatus status);
-  // `bytes`: in, what is wanted; out, what the block has.
+  // `bytes` on entry: the required size; on return: the size of the block.
   void* allocate_captured(size_t& bytes, cudaStream_t stream,
                           const std::shared_ptr<GraphMemory>& graph);
   void* allocate_aside(size_t bytes);
@@ -68,12 +72,12 @@ class Memory {
   bool trim();
 
   std::mutex mutex_;
-  std::unordered_map<void*, Block> blocks_;  // in use
+  std::unordered_map<void*, Block> blocks_;  // the blocks in use
   std::map<std::pair<cudaStream_t, size_t>, std::vector<void*>> cache_;
   size_t cached_bytes_ = 0;
   const size_t cache_limit_;
   int open_captures_ = 0;
-  std::map<unsigned long long, std::shared_ptr<GraphMemory>> captures_;  // by capture id
+  std::map<unsigned long long, std::shared_ptr<GraphMemory>> captures_;  // graphs by capture id
   std::vector<std::shared_ptr<GraphMemory>> graphs_;
   cudaStream_t aside_ = nullptr;  // for memory that belongs to no stream
 };

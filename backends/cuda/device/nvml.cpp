@@ -12,7 +12,7 @@
 namespace te_fl::cuda {
 namespace {
 
-// The functions used here; statuses are ints, 0 is success.
+// The NVML functions that are used here. Statuses are ints; 0 is success.
 struct Nvml {
   int (*init)() = nullptr;
   int (*device_by_bus)(const char* bus, void** device) = nullptr;

@@ -1,10 +1,10 @@
-// NVIDIA's management library, which comes with the driver; opened when it is first needed.
+// Access to NVML, NVIDIA's management library, which comes with the driver. Opened on first use.
 #pragma once
 
 namespace te_fl::cuda {
 
-// W that a device may draw now (its enforced limit), as read when it was first asked; 0 where NVML
-// is not there or does not say. Thread-safe.
+// The enforced power limit of a device in W, queried once. 0 if NVML is missing or does not report
+// it. Thread-safe.
 int power_limit(int device);
 
 }  // namespace te_fl::cuda

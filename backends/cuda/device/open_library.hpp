@@ -1,4 +1,4 @@
-// Shared libraries that are opened when they are first needed.
+// Opens shared libraries on first use.
 #pragma once
 
 #include <initializer_list>
@@ -6,12 +6,12 @@
 
 namespace te_fl::cuda {
 
-// The first of `names` that is there: one that the process holds already before any that has to be
-// loaded. NULL if there is none; `reason` then has the loader's words about the first. It is never
-// closed.
+// Opens the first of `names` that exists, but prefers a library that the process has already
+// loaded. Returns NULL if there is none; `reason` then has the loader's message about the first
+// name. The library is never closed.
 void* open_library(std::initializer_list<const char*> names, std::string& reason);
 
-// The file that a function of such a library came from; empty if the loader does not know.
+// The path of the library that contains a function; empty if the loader does not know it.
 std::string path_of(const void* function);
 
 }  // namespace te_fl::cuda

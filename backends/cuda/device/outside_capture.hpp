@@ -4,7 +4,8 @@
 
 namespace te_fl::cuda {
 
-// Allows this thread what a capture that it has begun would forbid; for work on other streams.
+// While it exists, this thread may make calls that its own capture would forbid. For work on other
+// streams.
 class OutsideCapture {
  public:
   OutsideCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }

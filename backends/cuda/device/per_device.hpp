@@ -1,5 +1,4 @@
-// Numbers that are found out once for each device. Plain C++, so that it can be tested where there
-// is no GPU.
+// Caches a number per device. Plain C++, so tests run without a GPU.
 #pragma once
 
 #include <array>
@@ -8,15 +7,17 @@
 
 namespace te_fl::cuda {
 
-// A number that is the same for the life of the process, but not on every device: a property of the
-// device, or what a kernel was granted there. Constant-initialised, so a function may keep one as a
-// static; thread-safe.
+// A number that does not change during the process but may differ between devices: a device
+// property, or a kernel attribute there. Constant-initialised, so it can be a static of a function.
+// Thread-safe.
 class PerDevice {
  public:
-  static constexpr int kKept = 64;  // devices; of those past them it is found out each time
+  static constexpr int kKept = 64;  // cached devices; for further devices get() calls find() each
+                                    // time
 
-  // Returns what find() returned when it was first called for this device, 0 or more. Threads that
-  // come first together may each call it. If it throws, nothing is kept.
+  // Returns the result of the first find() call for this device, which must be at least 0. Threads
+  // that call get() concurrently before that may each call find(). If find() throws, nothing is
+  // cached.
   template <class F>
   int get(int device, F&& find) {
     if (device < 0 || device >= kKept) return find();
@@ -28,7 +29,7 @@ class PerDevice {
   }
 
  private:
-  std::array<std::atomic<int>, kKept> values_{};  // one more than the value; 0: not found out yet
+  std::array<std::atomic<int>, kKept> values_{};  // value + 1; 0: not yet known
 };
 
 }  // namespace te_fl::cuda

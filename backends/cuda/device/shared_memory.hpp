@@ -1,4 +1,4 @@
-// Dynamic shared memory of more than 48 KB, which CUDA grants to a kernel on one device at a time.
+// Dynamic shared memory beyond 48 KB, which a kernel must be granted on each device.
 #pragma once
 
 #include <algorithm>
@@ -10,11 +10,12 @@
 
 namespace te_fl::cuda {
 
-// The most bytes of one kernel. A static of the function that launches it.
+// The dynamic shared memory that one kernel has been granted on each device. Declare it as a static
+// of the function that launches the kernel.
 class SharedMemory {
  public:
-  // Lets blocks of `kernel` have up to `most` bytes on `device`, which is current; false if
-  // `wanted` are more than the device has, with nothing done that the caller has to take back.
+  // Allows blocks of `kernel` up to `most` bytes on `device`, which must be current. Returns false,
+  // with no error left to clear, if the device has fewer than `wanted` bytes.
   template <class Kernel>
   bool allow(int device, Kernel* kernel, size_t wanted, size_t most) {
     const int granted = granted_.get(device, [&] {
@@ -30,8 +31,8 @@ class SharedMemory {
     });
     return wanted <= static_cast<size_t>(granted);
   }
-  // Lets blocks of `kernel` have `wanted` bytes, and up to `most`, on `device`, which is current;
-  // throws UNSUPPORTED if the device has fewer.
+  // Allows blocks of `kernel` at least `wanted` and up to `most` bytes on `device`, which must be
+  // current. Throws UNSUPPORTED if the device has fewer.
   template <class Kernel>
   void require(int device, Kernel* kernel, size_t wanted, size_t most = INT_MAX) {
     if (allow(device, kernel, wanted, most)) return;

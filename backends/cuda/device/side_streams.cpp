@@ -11,7 +11,7 @@
 
 namespace te_fl::cuda {
 
-// The streams beside one stream, made when they are first wanted.
+// The side streams of one stream, created on demand.
 struct SideStreamSet {
   struct Lane {
     cudaStream_t stream = nullptr;
@@ -30,7 +30,7 @@ struct SideStreamSet {
     if (begun != nullptr) cudaEventDestroy(begun);
   }
 
-  // Throws backend::Error; what was made by then stays.
+  // Creates side streams up to `count`. If it throws backend::Error, those made so far remain.
   void make(cudaStream_t beside, int count) {
     const OutsideCapture outside;
     make_event(begun);
@@ -54,7 +54,7 @@ struct SideStreamSet {
 
 namespace {
 
-// Never destroyed: at the end of the process CUDA may be gone before it.
+// Never destroyed, because CUDA may be unloaded first at process exit.
 struct Sets {
   std::mutex mutex;
   std::map<std::pair<int, cudaStream_t>, std::unique_ptr<SideStreamSet>> all;
@@ -64,7 +64,8 @@ Sets& sets() {
   return *made;
 }
 
-// The set of a stream, which lives until forget_side_streams(): not while it is used.
+// The side streams of a stream. They live until forget_side_streams(), which must not be called
+// while they are in use.
 SideStreamSet* set_of(int device, cudaStream_t stream) {
   const std::lock_guard lock(sets().mutex);
   std::unique_ptr<SideStreamSet>& set = sets().all[{device, stream}];

@@ -1,4 +1,4 @@
-// Streams beside a caller's, over which an op spreads work whose parts do not depend on each other.
+// Side streams of a caller's stream, over which an op spreads independent work.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,25 +9,26 @@ namespace te_fl::cuda {
 
 struct SideStreamSet;
 
-// One call's work on the caller's stream and others, which begin after what the caller's stream has
-// and which it waits for at the end. A stream's side streams are its own, so that they may be
-// captured with it; threads that share a stream enqueue one after the other. Wants the device
-// current. No work may go to the caller's stream by others meanwhile.
+// One call's work on the caller's stream and its side streams. The side streams wait for the
+// earlier work of the caller's stream, and join() makes the caller's stream wait for them. Each
+// stream has its own side streams, so that they can be captured with it. Threads that share a
+// stream enqueue one after the other. The device must be current. Nobody else may enqueue on the
+// caller's stream meanwhile.
 class SpreadWork {
  public:
   static constexpr int kMostLanes = 8;
 
-  // `lanes`: the caller's stream is the first; with 1 there is no other. Where streams have no
-  // fixed identity (cudaStreamPerThread) there is one lane. Throws backend::Error.
+  // `lanes`: number of streams, of which the caller's is the first. cudaStreamPerThread, which is
+  // not one fixed stream, always gets one lane. Throws backend::Error.
   SpreadWork(int device, cudaStream_t stream, int lanes);
-  // Joins as far as CUDA lets it, if join() was not reached.
+  // Joins the side streams if join() was not called and CUDA still works.
   ~SpreadWork();
   SpreadWork(const SpreadWork&) = delete;
   SpreadWork& operator=(const SpreadWork&) = delete;
 
   int lanes() const { return lanes_; }
   cudaStream_t stream(int lane) const;
-  // Makes the caller's stream wait for the others. Once, at the end.
+  // Makes the caller's stream wait for the side streams. Call it once, at the end.
   void join();
 
  private:
@@ -36,13 +37,14 @@ class SpreadWork {
   const cudaStream_t stream_;
   int lanes_ = 1;
   bool joined_ = true;
-  SideStreamSet* set_ = nullptr;  // if there is more than one lane, locked
+  SideStreamSet* set_ = nullptr;  // NULL with one lane; otherwise locked
   std::unique_lock<std::mutex> lock_;
 };
 
-// Before a stream is destroyed: destroys its side streams, which finish what they have.
+// Destroys a stream's side streams, after the work that they have. Call it before the stream is
+// destroyed.
 void forget_side_streams(int device, cudaStream_t stream) noexcept;
-// Destroys all of them as the plugin ends; in a child of a fork they are out of reach.
+// Destroys all side streams when the plugin ends; does nothing in a forked child.
 void give_back_side_streams() noexcept;
 
 }  // namespace te_fl::cuda

@@ -1,4 +1,5 @@
-// cuBLASLt, opened when it is first needed: a copy that the process holds already, else by soname.
+// Access to cuBLASLt, which is opened on first use: a copy that the process has already loaded,
+// else by soname.
 #pragma once
 
 #include <cublasLt.h>
@@ -8,10 +9,10 @@
 
 namespace te_fl::cuda {
 
-// The functions used here. Found together or not at all.
+// The cuBLASLt functions that the plugin uses. Either all are found or the library is refused.
 struct CublasLt {
-  size_t number = 0;  // version(), asked once: 130001 is 13.0.1
-  std::string path;   // of the copy in use
+  size_t number = 0;  // version(), queried once; 130001 is 13.0.1
+  std::string path;   // path of the loaded copy
   size_t (*version)() = nullptr;
   const char* (*status_name)(cublasStatus_t) = nullptr;
   cublasStatus_t (*create)(cublasLtHandle_t*) = nullptr;
@@ -42,14 +43,16 @@ struct CublasLt {
                            const cublasLtMatmulAlgo_t*, void*, size_t, cudaStream_t) = nullptr;
 };
 
-// NULL if the library or one of the functions was not found; cublaslt_missing() says what.
+// The library; NULL if it or one of the functions was not found. cublaslt_missing() returns the
+// reason.
 const CublasLt* cublaslt() noexcept;
 const char* cublaslt_missing() noexcept;
 
-// The handle of a device, made on first use and kept. Throws if it cannot be made. Thread-safe.
+// The handle of a device, created on first use and kept. Throws if creation fails. Thread-safe.
 cublasLtHandle_t cublaslt_handle(int device);
 
-// Throws naming the function, the status and `what` (the call's shapes) unless the status is good.
+// Throws unless `status` is success. The text names the function, the status and `what` (the call's
+// shapes).
 void check(cublasStatus_t status, const char* function, const std::string& what);
 
 }  // namespace te_fl::cuda

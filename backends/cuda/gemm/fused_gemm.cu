@@ -12,7 +12,7 @@
 namespace te_fl::cuda {
 namespace {
 
-constexpr int64_t kExtent = 256;  // of a cluster, both ways
+constexpr int64_t kExtent = 256;  // rows and columns of a cluster's tile
 
 template <class Type, bool kBackward, class Out>
 void launch(const te_fl_context& ctx, const CUtensorMap (&maps)[3], const FusedGemm& g) {

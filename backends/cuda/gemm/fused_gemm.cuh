@@ -1,10 +1,10 @@
-// A product whose epilogue is GELU or GELU's gradient, on Hopper: what an elementwise pass would
-// read and write again is dealt with while the next products run.
+// A product whose epilogue is GELU or GELU's gradient, on Hopper. The epilogue runs while the next
+// tile's products run, which saves the memory traffic of an elementwise pass.
 //
-// Of the three warp groups of a block two multiply a tile of 128x256, 64 rows each. Of the third,
-// one warp copies operands in, and three take the 16-bit results from shared memory through the
-// epilogue, 32x64 at a time. The two blocks of a cluster work on rows that follow each other
-// and share what they read of B.
+// Two of a block's three warpgroups multiply a tile of 128x256, 64 rows each. In the third
+// warpgroup, one warp copies operands in, and three warps ("finishers") apply the epilogue to the
+// 16-bit results in shared memory, 32x64 at a time. The two blocks of a cluster compute tiles with
+// consecutive rows and share their reads of B.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,41 +17,41 @@ namespace te_fl::cuda {
 
 struct FusedGemm {
   int rows = 0, cols = 0;  // M and N: multiples of 256
-  int lines = 0;           // K in lines of 128 bytes
+  int lines = 0;           // number of 128-byte lines along K
   float alpha = 1.0f;
-  const float* scale_a = nullptr;  // of codes: inverse scales
+  const float* scale_a = nullptr;  // inverse scales of FP8 operands
   const float* scale_b = nullptr;
-  const bf16* bias = nullptr;  // [N], forward, or NULL
-  const bf16* pre = nullptr;   // [M, N], read backward
-  void* out = nullptr;         // [M, N] or NULL
-  uint8_t* out_t = nullptr;    // codes [N, M] or NULL
+  const bf16* bias = nullptr;  // [N], used by the forward; may be NULL
+  const bf16* pre = nullptr;   // [M, N], input of the backward
+  void* out = nullptr;         // [M, N]; may be NULL
+  uint8_t* out_t = nullptr;    // FP8 codes [N, M]; may be NULL
   const float* scale = nullptr;
-  float* scale_inv = nullptr;    // or NULL; of out_t:
-  float* scale_inv_t = nullptr;  // or NULL
-  float* amax = nullptr;         // or NULL
-  float* sums = nullptr;         // [M / 32, N] of column sums, backward, or NULL
+  float* scale_inv = nullptr;    // of `out`; may be NULL
+  float* scale_inv_t = nullptr;  // of `out_t`; may be NULL
+  float* amax = nullptr;         // may be NULL
+  float* sums = nullptr;         // column sums [M / 32, N] of the backward; may be NULL
 };
 
 namespace fused {
 
-using namespace tiles;  // NOLINT: this is their kernel
+using namespace tiles;  // NOLINT: this kernel uses these tiles
 
 constexpr int kFinishers = 3;
-constexpr int kUnitRows = 32;  // of a part that a finisher takes at once
+constexpr int kUnitRows = 32;  // rows that a finisher processes at a time, within one part
 constexpr int kUnits = kParts * (kRows / kUnitRows);
 constexpr int kTurned = kUnitRows * kPart;
 constexpr int kExtra = kFinishers * kTurned;
 constexpr size_t kShared = shared_bytes(kExtra);
 
-// Registers of a thread; the block has 504 for one of each warp group. Forward there is a bias,
-// backward what the gradient of GELU reads.
+// Registers per thread. Summed over one thread of each of the three warpgroups they may be at most
+// 504. The forward also needs a bias, the backward the inputs of GELU's gradient.
 template <bool kBackward>
 constexpr int kProductRegisters = kBackward ? 184 : 192;
 template <bool kBackward>
 constexpr int kFinishRegisters = 504 - 2 * kProductRegisters<kBackward>;
 
 template <class Type>
-struct Operands;  // of a line of 128 bytes
+struct Operands;  // describes a line of 128 bytes
 template <>
 struct Operands<hopper::E4m3> {
   static constexpr int kElements = 128;
@@ -97,7 +97,7 @@ __device__ inline uint64_t descriptor_b(uint32_t address, int step) {
   return hopper::along_k(address + step * 32);
 }
 
-// A warp group's sums of products. `meanwhile` is called while the last ones are under way.
+// Computes a warpgroup's sums. Calls `meanwhile` while the last products run.
 template <class Type, class Meanwhile>
 __device__ inline void sum_products(const Layout& at, int lines, int group, Position& p,
                                     float (&sum)[128], const Meanwhile& meanwhile) {
@@ -125,17 +125,18 @@ __device__ inline void sum_products(const Layout& at, int lines, int group, Posi
 
 // ---- the epilogue
 
-// A finisher's codes of 32 rows and 64 columns in shared memory, on their way to the transposed
-// copy: rows of four units of 16 bytes, in an order that spreads what turned_store() reads over the
-// banks.
+// Address in a finisher's buffer of codes for the transposed copy: 32 rows of 64 columns. A row
+// consists of four units of 16 bytes, permuted so that the reads of turned_store() have no bank
+// conflicts.
 __device__ inline uint32_t turned_at(uint32_t turned, int row, int unit) {
   return turned + row * kPart + (unit ^ row >> 3 & 3) * 16;
 }
-// A thread has 8 rows of 2 columns at a time.
+// Writes the buffered codes to the transposed copy. Each thread handles 8 rows of 2 columns at a
+// time.
 __device__ inline void turned_store(uint32_t turned, uint8_t* out, int64_t pitch) {
   const int lane = threadIdx.x % 32, q = lane % 4;
-  // Matrix m of four, row i: so that a thread's rows 2 q and 2 q + 1 of all matrices follow each
-  // other.
+  // The row that this lane addresses for ldmatrix: row i of matrix m. The order makes a thread's
+  // rows 2 q and 2 q + 1 of the four matrices consecutive.
   const int i = lane % 8, row = 8 * (i / 2) + 2 * (lane / 8) + i % 2;
 #pragma unroll
   for (int unit = 0; unit < kPart / 16; ++unit) {
@@ -152,14 +153,14 @@ __device__ inline void turned_store(uint32_t turned, uint8_t* out, int64_t pitch
   }
 }
 
-// In place of the results' type: nothing is kept of them but their amax.
+// Replaces the result type if only the amax of the results is stored.
 struct Measured {};
 
 template <bool kBackward, class Out>
 struct Finish {
   static constexpr bool kCodes = std::is_same_v<Out, e4m3>;
   static constexpr bool kMeasured = std::is_same_v<Out, Measured>;
-  static constexpr int kPieces = kUnitRows / 4;  // of 8 elements that a thread has of a unit
+  static constexpr int kPieces = kUnitRows / 4;  // groups of 8 elements that a thread has of a unit
   const FusedGemm& g;
   const Layout& at;
   const int lane = threadIdx.x % 32, unit = lane % 8;
@@ -169,7 +170,7 @@ struct Finish {
     if (kCodes) scale = *of.scale;
   }
 
-  // The thread's 8 columns of a row: the results of the product, and what they become.
+  // Applies the epilogue to the thread's 8 columns of a row and stores the result.
   __device__ void piece(const uint32_t (&product)[4], const uint4& saved, float (&sums)[8],
                         int64_t index, uint32_t turned) {
     const uint32_t pre[4] = {saved.x, saved.y, saved.z, saved.w};
@@ -211,7 +212,7 @@ struct Finish {
     }
   }
 
-  // A unit: 32 rows from `first` of the block's, and the 64 columns of a part.
+  // Processes a unit: 32 rows of the block's tile, from `first`, and the 64 columns of `part`.
   __device__ void run(int part, int first, int row0, int col0, uint32_t turned) {
     const int64_t cols = g.cols, index = (row0 + first + lane / 8) * cols + col0 + 8 * unit;
     float sums[8] = {};
@@ -272,7 +273,7 @@ struct Finish {
   }
 };
 
-// map_pre: where the results before GELU go, forward.
+// map_pre: the destination of the pre-activation, forward.
 template <class Type, bool kBackward, class Out>
 __global__ void TE_FL_PAIRS __launch_bounds__(kTileThreads, 1)
     fused_gemm_kernel(const __grid_constant__ CUtensorMap map_a,
@@ -294,7 +295,7 @@ __global__ void TE_FL_PAIRS __launch_bounds__(kTileThreads, 1)
       if (lane == 0) load<Type>(map_a, map_b, g, at);
     } else {
       Finish<kBackward, Out> epilogue(g, at);
-      int mine = finisher;  // of the units of all tiles, one after the other
+      int mine = finisher;  // index of a unit; counts the units of all tiles
       for (int index = first; index < tiles; index += step, parity ^= 1, mine -= kUnits) {
         const Tile tile(g.rows, g.cols, index);
         const int row0 = tile.row + below;
@@ -333,7 +334,8 @@ __global__ void TE_FL_PAIRS __launch_bounds__(kTileThreads, 1)
       hopper::arrive(at.ready);
     }
   }
-  hopper::sync_cluster();  // no block ends while the other still sends it data or uses its barriers
+  hopper::sync_cluster();  // a block must not end while the other one multicasts to it or signals
+                           // its barriers
 #endif
 }
 

@@ -1,4 +1,4 @@
-// A product with GELU or GELU's gradient in one kernel of this plugin's own, on GPUs of compute
+// A product with GELU or GELU's gradient in a single kernel of this plugin, for GPUs of compute
 // capability 9.0 (fused_gemm.cuh).
 #pragma once
 
@@ -6,16 +6,17 @@
 
 namespace te_fl::cuda {
 
-// Serves BF16, and forward FP8 without the split accumulator (into an output that finds its own
-// scale, the kernel finds the amax, and a pass over pre_gelu_out writes the codes); extents in
-// multiples of the kernel's tiles and large enough to keep the chip busy.
+// Accepts BF16, and FP8 in the forward without the split accumulator. Extents must be multiples of
+// the kernel's tiles and large enough to occupy the GPU. If the output's scale is computed, the
+// kernel finds the amax, and a pass over pre_gelu_out writes the codes.
 class FusedProduct {
  public:
-  // `path` is choose_gemm()'s for the call, of kind kFused. Both outlive this.
+  // `path`: the result of choose_gemm() for the call, of kind kFused. `call` and `path` must
+  // outlive this object.
   FusedProduct(const te_fl_generic_gemm_args& call, const GemmPath& path)
       : call_(call), problem_(path.problem), form_(path.form) {}
 
-  size_t scratch_bytes() const;  // a multiple of 256
+  size_t scratch_bytes() const;  // returns a multiple of 256
   void run(const te_fl_context& ctx, void* scratch) const;
 
  private:

@@ -1,16 +1,15 @@
-// generic_gemm on cuBLASLt. Row-major matrices are column-major ones of the transpose, so the
-// library computes D^T = op(B)^T op(A)^T: B is its left operand, A its right one.
+// generic_gemm on cuBLASLt. A row-major matrix is the column-major transpose, so the library
+// computes D^T = op(B)^T op(A)^T: B is its left operand, A its right one.
 //
-// A call takes one of four ways, which choose_gemm() (gemm_choice.hpp) says by metadata and
-// alignment:
-//   direct: the library reads the operands and writes D, with the epilogues it has for the dtypes;
-//     FP8 under a given scale and row-wise only, too;
-//   fused (fused_gemm.hpp): GELU or its gradient in the product's own kernel;
-//   composed (gemm_composed.hpp): GELU or its gradient on a product that goes one of the other ways
-//     first;
-//   general: the product goes to FP32 scratch, and one kernel applies the epilogue, rounds once and
-//     writes D in any dtype and scaling mode. Operands that the library cannot take (mixed dtypes,
-//     E5M2 x E5M2, FP8 with awkward extents) are converted or padded in scratch first.
+// choose_gemm() (gemm_choice.hpp) picks one of four paths, from metadata and alignment:
+//   direct: the library reads the operands and writes D, with the epilogues that it has for the
+//   dtypes. This includes row-wise FP8 with a supplied scale.
+//   fused (fused_gemm.hpp): GELU or its gradient in the product's own kernel.
+//   composed (gemm_composed.hpp): a product by the direct or general path, then GELU or its
+//   gradient in a second kernel.
+//   general: the product is written to FP32 scratch, and one kernel applies the epilogue, rounds
+//   once and writes D in any dtype and scaling mode. Operands that the library cannot read (mixed
+//   dtypes, E5M2 x E5M2, FP8 with awkward extents) are first converted or padded in scratch.
 #include <memory>
 #include <optional>
 
@@ -63,14 +62,14 @@ Scratch scratch(const Args& args, const Problem& p, void* base) {
     s.a = take(p.m * p.padded_k * element);
     s.b = take(p.padded_n * p.padded_k * element);
   }
-  // One after the other.
+  // Both sums use the same memory, one after the other.
   const size_t bias_grad = args.bias_grad != nullptr ? column_sums_bytes(p.k, p.m) : 0;
   const size_t d_sum = args.d_sum != nullptr ? column_sums_bytes(p.m, p.n) : 0;
   s.partials = reinterpret_cast<float*>(take(static_cast<int64_t>(std::max(bias_grad, d_sum))));
   return s;
 }
 
-// The choice for a call. Only the way that activates depends on the device.
+// The path of a call. Only calls with an activation depend on the device.
 GemmPath path_of(const te_fl_context& ctx, const Args& args) {
   GemmDevice device{architecture(ctx.device.index), 0, false};
   if (activates(args) && device.architecture == kFusedArchitecture) {
@@ -92,7 +91,7 @@ size_t workspace_of(const GemmPath& path, const Args& args) {
   }
 }
 
-// The plan that the host keeps for such calls, nullptr if it is not for this very one.
+// The plan that the host keeps for this signature; NULL if it does not fit this call.
 const Plan* kept_plan(const te_fl_context& ctx, const Args& args) {
   const auto* plan = static_cast<const Plan*>(ctx.plan);
   return plan != nullptr && plan->in_place == adds_in_place(args) ? plan : nullptr;
@@ -123,12 +122,12 @@ void multiply(const te_fl_context& ctx, const Args& args, const Problem& p, cons
   run_plan(ctx, args, p, *plan, left, right, out, s.library);
 }
 
-// ---- the epilogue in a kernel of its own
+// ---- the epilogue in a separate kernel
 
 struct Epilogue {
   const float* product;
   int64_t pitch, cols;
-  Source bias, pre_gelu_in, residual, previous;  // data NULL: absent
+  Source bias, pre_gelu_in, residual, previous;  // data is NULL if absent
   const float* pre_gelu_scale_inv;
   float beta;
   bool gelu;
@@ -179,12 +178,12 @@ void apply_epilogue(const te_fl_context& ctx, const Args& args, const Problem& p
   }
   if (args.residual != nullptr) e.residual = Source(*args.residual);
   if (args.accumulate && args.beta != 0.0f) e.previous = Source(*args.d);
-  // Before D takes the residual's memory.
+  // Sums the columns first, because D may overwrite the residual's memory.
   if (args.d_sum != nullptr) column_sums(ctx, p.m, p.n, s.partials, *args.d_sum, false, e);
   store_output(ctx, *args.d, e);
 }
 
-// Completes a quantised output; the library set `found`.
+// Writes scale_inv and amax of a quantised output. The library has written `found`.
 __global__ void finish_codes_kernel(const float* found, const float* scale, float* scale_inv,
                                     float* amax) {
   if (scale_inv != nullptr) *scale_inv = 1.0f / *scale;
@@ -197,21 +196,22 @@ void finish_codes(const te_fl_context& ctx, const Args& args, const Problem& p) 
   check_launch("finish_codes_kernel");
 }
 
-// The values of op(A) that are summed over K.
+// The values of op(A) that bias_grad sums over K.
 struct BiasGrad {
   Values a;
-  bool along;  // A is stored [M, K]
+  bool along;  // A is stored as [M, K]
   __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
     for (int i = 0; i < kGroup; ++i) {
       v[i] = i < n ? (along ? a.at(col + i, row) : a.at(row, col + i)) : 0.0f;
     }
   }
 };
-// Stored [K, M], row-wise, of one scale or none.
+// The values of BiasGrad for an A stored as [K, M], with row-wise data that is unquantised or has
+// one scale.
 struct RowsBiasGrad {
   Source a;
   int64_t cols;
-  const float* scale_inv;  // or NULL
+  const float* scale_inv;  // NULL: A is unquantised
   __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
     a.load(row * cols + col, n, v);
     if (scale_inv == nullptr) return;
@@ -267,7 +267,8 @@ void enqueue_product(const te_fl_context& ctx, const te_fl_generic_gemm_args& ar
 
 namespace {
 
-// Runs the direct way or the general one; `chosen`: the problem if it is known, else NULL.
+// Runs the direct or the general path. `chosen`: the call's problem, or NULL if it is not yet
+// known.
 void run_product(const te_fl_context& ctx, const Args& args, const Problem* chosen) {
   const Plan* plan = kept_plan(ctx, args);
   const Problem p = plan != nullptr     ? problem_of(*plan, args)
@@ -288,7 +289,7 @@ void run_composed(const te_fl_context& ctx, const Args& args, const GemmPath& pa
 }
 
 void generic_gemm(const te_fl_context& ctx, const Args& args) {
-  if (!activates(args)) return run_product(ctx, args, nullptr);  // the plan knows the problem
+  if (!activates(args)) return run_product(ctx, args, nullptr);  // a kept plan has the problem
   const GemmPath path = path_of(ctx, args);
   switch (path.kind) {
     case GemmPath::Kind::kFused: {

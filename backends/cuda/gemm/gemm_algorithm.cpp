@@ -39,7 +39,7 @@ const std::string& device_name(int device) {
   return name;
 }
 
-// All that a choice is kept under.
+// The key under which a choice is stored.
 GemmChoice key_of(int device, const std::string& problem) {
   GemmChoice key;
   key.device = device_name(device);
@@ -55,8 +55,7 @@ cublasLtMatmulAlgo_t algorithm_of(const GemmChoice& choice) {
   return algo;
 }
 
-// The algorithms that the heuristic named, by device and problem, for as many problems as a process
-// may be expected to describe; whoever comes later pushes all others out.
+// The heuristic's algorithms by device and problem. Cleared when it is full.
 class Named {
  public:
   void add(int device, const std::string& problem, const cublasLtMatmulAlgo_t& algo) {
@@ -92,7 +91,7 @@ class Timer {
   }
   Timer(const Timer&) = delete;
   Timer& operator=(const Timer&) = delete;
-  // Microseconds per run of `count`; negative if one was refused.
+  // Microseconds per run over `count` runs; negative if the library refused one.
   template <class F>
   double time(int count, F&& run) {
     check(cudaEventRecord(begin_, stream_), "cudaEventRecord");
@@ -111,13 +110,13 @@ class Timer {
   cudaEvent_t begin_ = nullptr, end_ = nullptr;
 };
 
-constexpr double kHeatUs = 500000;  // before anything of a device is measured
+constexpr double kHeatUs = 500000;  // microseconds of load before the first measurement on a device
 
-// The first measurement on a device finds it cold.
+// Runs the product until the device is warm. Only before the first measurement on a device.
 void heat(int device, Timer& timer, const std::function<bool()>& run) {
   static std::array<std::atomic<bool>, ChoiceBook::kDevices> hot{};
   if (hot.at(static_cast<size_t>(device)).exchange(true)) return;
-  timer.time(1, run);  // loads the kernel
+  timer.time(1, run);  // the first run loads the kernel
   if (const double us = timer.time(1, run); us > 0) {
     timer.time(std::clamp(static_cast<int>(kHeatUs / us), 1, 50000), run);
   }

@@ -11,7 +11,7 @@ namespace {
   throw backend::Error(TE_FL_FAILED_PRECONDITION | TE_FL_CLEAN, text);
 }
 
-// The file's functions, whose exceptions say what is wrong, with the setting and the way out.
+// Calls a function of the file, and adds the setting's name and a remedy to its exceptions.
 template <class F>
 std::vector<GemmChoice> of_file(F&& f) {
   try {

@@ -1,5 +1,5 @@
-// The choices of GEMM algorithms that this process knows, the file behind them, and whose turn it
-// is to measure. Plain C++, so that it can be tested where there is no GPU.
+// The GEMM algorithm choices that this process knows, the file that stores them, and the locks that
+// serialise measurements. Plain C++, so tests run without a GPU.
 #pragma once
 
 #include <array>
@@ -14,37 +14,36 @@
 
 namespace te_fl::cuda {
 
-// Thread-safe. Looking a choice up never waits for a measurement or the disk.
+// Thread-safe. find() never waits for a measurement or the disk.
 class ChoiceBook {
  public:
   static constexpr int kDevices = 64;
 
-  // Reads the file (empty: there is none) and forgets what was known. `tune`: what it lacks will be
-  // measured and added.
+  // Forgets all choices and reads the file; an empty name means no file. `tune`: choices that the
+  // file lacks will be measured and added.
   void configure(const std::string& file, bool tune);
-  // Says what is wrong with the settings, with the way out; empty if nothing is.
+  // The error of the settings with its remedy; empty if there is none.
   std::string error() const;
   bool tunes() const noexcept { return tune_.load(std::memory_order_relaxed); }
 
-  // True if nothing can be found. Throws FAILED_PRECONDITION, as find() does, with what error()
-  // says.
+  // True if there are no choices. Throws FAILED_PRECONDITION with the text of error(), as find()
+  // does.
   bool empty() const;
   // The choice for the device, library, power limit and problem of `key` (find_choice()).
   std::optional<GemmChoice> find(const GemmChoice& key) const;
 
-  // Finds it, too; if there is none, gives what `measure` returns, which is then added to the file;
-  // the file's own if another process was faster. One thread at a time measures on a device, as
-  // others' work would show in the times: the others wait, and look before they measure whether
-  // theirs was measured meanwhile, here or by another process. Nothing if `measure` returns
-  // nothing. Throws FAILED_PRECONDITION if the file cannot be read or written, and what `measure`
-  // throws.
+  // Returns the known choice or, if there is none, that of `measure`, which is added to the file.
+  // If another process has added one first, returns that one. One thread at a time measures on a
+  // device, because concurrent work would distort the times. The other threads wait, and look again
+  // before they measure. Returns nothing if `measure` does. Throws FAILED_PRECONDITION if the file
+  // cannot be read or written, and whatever `measure` throws.
   std::optional<GemmChoice> find_or_measure(
       int device, const GemmChoice& key, const std::function<std::optional<GemmChoice>()>& measure);
 
  private:
   void take_up(std::vector<GemmChoice> there);
 
-  mutable std::mutex mutex_;  // of the three below; held for look-ups only
+  mutable std::mutex mutex_;  // guards file_, error_ and all_; held for look-ups only
   std::string file_, error_;
   std::vector<GemmChoice> all_;
   std::atomic<bool> tune_{false};

@@ -61,7 +61,8 @@ void write_all(const std::string& path, const std::string& text) {
   if (fsync(file.get()) != 0) fail(path, "written");
 }
 
-// Whoever reads meanwhile, or after a crash, finds the old file or the new one.
+// Replaces the file atomically: a concurrent reader, or one after a crash, finds the old or the new
+// file.
 void replace_file(const std::string& path, const std::string& text) {
   const std::string made = path + "." + std::to_string(getpid()) + ".new";
   try {
@@ -73,7 +74,7 @@ void replace_file(const std::string& path, const std::string& text) {
   }
   const size_t slash = path.rfind('/');
   const OpenFile folder(slash == std::string::npos ? "." : path.substr(0, slash + 1), O_RDONLY);
-  if (folder.get() >= 0) (void)fsync(folder.get());  // some file systems have no such thing
+  if (folder.get() >= 0) (void)fsync(folder.get());  // some file systems do not support it
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
-// The file of measured choices of GEMM algorithms. Plain C++, so that it can be tested where there
-// is no GPU.
+// The file of measured GEMM algorithm choices. Plain C++, so tests run without a GPU.
 #pragma once
 
 #include <array>
@@ -13,41 +12,42 @@
 namespace te_fl::cuda {
 
 struct GemmChoice {
-  std::string device, problem;          // the GPU's name; all else that the choice depends on
-  size_t library = 0;                   // cublasLtGetVersion()
-  int power_limit = 0;                  // W that the GPU may draw; 0: nobody knew
-  std::array<uint64_t, 8> algorithm{};  // a cublasLtMatmulAlgo_t
-  std::string config;                   // for a reader
+  std::string device, problem;          // the GPU's name; everything else on which the choice
+                                        // depends
+  size_t library = 0;                   // result of cublasLtGetVersion()
+  int power_limit = 0;                  // power limit of the GPU in W; 0: unknown
+  std::array<uint64_t, 8> algorithm{};  // the bytes of a cublasLtMatmulAlgo_t
+  std::string config;                   // text for human readers
   double us = 0, first_us = 0;          // of the choice, and of the heuristic's first
-  int candidates = 0, different = 0;    // timed; dropped because their results differed
+  int candidates = 0, different = 0;    // number timed; number dropped because of differing results
 
   bool operator==(const GemmChoice&) const = default;
 };
 
-// Throws std::exception with what is wrong if `in` does not hold choices of format 1. Members that
-// older versions did not write are left as they are above.
+// Parses choices of format 1. Throws std::exception if `in` is not valid. Members that older
+// versions did not write keep the defaults above.
 std::vector<GemmChoice> parse_gemm_choices(std::istream& in);
 
 std::string gemm_choices_text(const std::vector<GemmChoice>& choices);
 
-// The choice for a problem on a device with that power limit: one measured under the same limit
-// before one whose limit nobody knew, as in files of older versions. Where `power_limit` is not
-// known, 0, any serves. NULL: there is none.
+// The choice for a problem on a device with this power limit; NULL if there is none. A choice that
+// was measured under the same limit is preferred to one with an unknown limit, as files of older
+// versions have. If `power_limit` is 0 (unknown), every choice matches.
 const GemmChoice* find_choice(const std::vector<GemmChoice>& choices, const std::string& device,
                               size_t library, int power_limit, const std::string& problem);
 
-// `choices` and those of `more` whose device, library, power limit and problem it lacks.
+// `choices`, plus those of `more` whose device, library, power limit and problem `choices` lacks.
 std::vector<GemmChoice> merge_choices(std::vector<GemmChoice> choices,
                                       const std::vector<GemmChoice>& more);
 
-// Reads a file. Throws std::exception if it cannot be read or is no file of choices; one that is
-// not there holds none if `may_lack`, and else is an error.
+// Reads a file. Throws std::exception if it cannot be read or is not a file of choices. A missing
+// file gives no choices if `may_lack`, else it is an error.
 std::vector<GemmChoice> read_choices(const std::string& path, bool may_lack);
 
-// Adds what the file lacks and returns all that it then holds; what it has stays, whoever measured
-// it. Any number of threads and processes may do so at once: each reads and replaces the file under
-// a lock (on PATH.lock, which stays), by a rename after its bytes are on the disk. Throws
-// std::exception, with the file as it was, if it cannot be written or holds something else.
+// Adds the choices that the file lacks, and returns all choices that it then has; existing ones are
+// kept. Threads and processes may call this concurrently: each reads and replaces the file under a
+// lock on PATH.lock (which is never removed), by a rename after fsync. Throws std::exception and
+// leaves the file unchanged if it cannot be written or has other contents.
 std::vector<GemmChoice> add_choices(const std::string& path, const std::vector<GemmChoice>& more);
 
 }  // namespace te_fl::cuda

@@ -7,7 +7,7 @@ namespace {
 
 using Args = te_fl_generic_gemm_args;
 
-constexpr int64_t kExtent = 256;  // of a cluster of fused_gemm.cu, both ways
+constexpr int64_t kExtent = 256;  // rows and columns of a cluster's tile in fused_gemm.cu
 
 bool plain_bf16(const te_fl_tensor& t, uintptr_t alignment) {
   return t.quant == nullptr && dtype_of(t) == TE_FL_BF16 &&
@@ -21,15 +21,15 @@ const char* refuse_operands(const Args& c, const Problem& p) {
   if (p.m % kExtent != 0 || p.n % kExtent != 0 || p.k == 0)
     return "extents that are no multiples of 256";
   const bool backward = c.pre_gelu_in != nullptr;
-  // Not the gradient in FP8: with the split accumulator these kernels are slower than the library's
-  // and a pass.
+  // Excludes FP8 with the split accumulator and FP8 gradients: the fused kernels are slower there
+  // than the library's product and a separate pass.
   if (p.fp8) {
     if (backward || c.use_split_accumulator != 0)
       return "FP8 with the split accumulator, or in the backward";
     const bool taken = p.k % 128 == 0 && p.a.dtype == TE_FL_F8E4M3 && p.b.dtype == TE_FL_F8E4M3;
     return taken ? nullptr : "FP8 other than E4M3, or a K that is no multiple of 128";
   }
-  // Forward both along K, backward B across it.
+  // Forward: both operands have K contiguous. Backward: A has K contiguous, B does not.
   const bool taken = p.k % 64 == 0 && plain_bf16(*c.a, 16) && plain_bf16(*c.b, 16) && p.a.along &&
                      p.b.along != backward;
   return taken ? nullptr : "operands that are not BF16 in rows as a layer has them";
@@ -62,7 +62,7 @@ const char* refuse_fused(const Args& c, const Problem& p, const GemmDevice& devi
                      c.d_sum != nullptr || (c.bias != nullptr && !plain_bf16(*c.bias, 4))) {
     return "a pre-activation or bias that is not BF16, or d_sum in a forward";
   }
-  // Fewer tiles leave more of the chip idle than the library's smaller ones do.
+  // With too few tiles, more of the GPU is idle than with the library's smaller tiles.
   if (!device.has_tensor_maps) return "the driver has no tensor maps";
   if (p.m / kExtent * (p.n / kExtent) < device.multiprocessors / 4)
     return "too few tiles for the chip";
@@ -80,19 +80,19 @@ FusedForm form_of(const Args& c, const Problem& p) {
 
 // ---- composed
 
-// The tensor whose dtype the product is rounded to, or NULL.
+// The tensor to whose dtype the product is rounded; NULL if the call cannot be composed.
 const te_fl_tensor* rounded_like(const Args& args) {
   if (args.residual != nullptr || args.accumulate) return nullptr;
-  if (args.gelu && args.d_sum != nullptr) return nullptr;  // the op gelu sums no columns
+  if (args.gelu && args.d_sum != nullptr) return nullptr;  // the op gelu does not sum columns
   const te_fl_tensor* t = args.gelu ? args.pre_gelu_out : args.pre_gelu_in;
   if (t == nullptr || t->quant != nullptr) return nullptr;
-  // FP32 rounds nothing; of 16 bits D's own rounding has to be no finer.
+  // An FP32 pre-activation loses nothing. A 16-bit one must not be coarser than D.
   const int dtype = dtype_of(*t);
   const bool any = dtype == TE_FL_F32 || args.d->quant != nullptr || dtype_of(*args.d) == dtype;
   return any ? t : nullptr;
 }
 
-// Fills in how the library multiplies.
+// Fills in how the library computes the product.
 void add_product(GemmPath& path, const Problem& p) {
   path.problem = p;
   path.empty = !runs_library(p);

@@ -1,6 +1,6 @@
-// Chooses the kernels of a call of generic_gemm: a pure function of the call's metadata and of what
-// the device grants, which run, workspace, prepare and describe share. Plain C++, so that it can be
-// tested where there is no GPU.
+// Chooses the kernels of a generic_gemm call. The choice is a pure function of the call's metadata
+// and the device's limits, which run, workspace, prepare and describe share. Plain C++, so tests
+// run without a GPU.
 #pragma once
 
 #include "gemm/gemm_path.hpp"
@@ -9,30 +9,31 @@ namespace te_fl::cuda {
 
 // The limits of a GPU.
 struct GemmDevice {
-  int architecture = 90;        // 10 * major + minor
-  int multiprocessors = 132;    // of GPUs that fused_gemm.cu has code for
-  bool has_tensor_maps = true;  // the driver encodes them
+  int architecture = 90;        // compute capability, 10 * major + minor
+  int multiprocessors = 132;    // default: of a GPU that fused_gemm.cu has code for
+  bool has_tensor_maps = true;  // the driver can encode tensor maps
 };
-inline constexpr int kFusedArchitecture = 90;  // Hopper
+inline constexpr int kFusedArchitecture = 90;  // compute capability of Hopper
 
-// An activation follows the product; only then do the fused and the composed way come up.
+// True if the product has an activation. Only then are the fused and composed paths candidates.
 inline bool activates(const te_fl_generic_gemm_args& args) {
   return args.gelu != 0 || args.pre_gelu_in != nullptr;
 }
 
-// The product of a call whose GELU, or its gradient, is computed by a second kernel: its result is
-// the pre-activation, or lies in scratch.
+// A call that computes GELU or its gradient with a second kernel. Its product is written to the
+// pre-activation output or to scratch.
 class ComposedProduct {
  public:
-  // Decides from metadata. `call` outlives this.
+  // Decides from metadata. `call` must outlive this object.
   explicit ComposedProduct(const te_fl_generic_gemm_args& call);
   ComposedProduct(const ComposedProduct&) = delete;
   ComposedProduct& operator=(const ComposedProduct&) = delete;
 
-  // True if the call is served so: the pre-activation is not quantised, and FP32, of D's dtype or
-  // beside a quantised D; nothing is added to the result, and only a gradient's columns are summed.
+  // True if the composed path serves the call. The pre-activation must not be quantised, and must
+  // be FP32 or of D's dtype, unless D is quantised. Nothing may be added to the result, and d_sum
+  // is possible for the gradient only.
   explicit operator bool() const { return composed_; }
-  // Its D may be scratch, which has no address here.
+  // The call of the product alone. Its D has no address here if it is scratch.
   const te_fl_generic_gemm_args& product() const { return product_; }
 
  protected:
@@ -40,13 +41,14 @@ class ComposedProduct {
 
   const te_fl_generic_gemm_args& call_;
   te_fl_generic_gemm_args product_{};
-  te_fl_tensor rounded_{};  // the product in scratch
+  te_fl_tensor rounded_{};  // describes the product in scratch
 
  private:
   bool composed_ = false;
 };
 
-// The call has passed the checks of its op. `algorithm` stays empty: it is for the library to say.
+// The call must have passed its op's checks. `algorithm` stays empty, because the library decides
+// it.
 GemmPath choose_gemm(const te_fl_generic_gemm_args& args, const GemmDevice& device);
 
 }  // namespace te_fl::cuda

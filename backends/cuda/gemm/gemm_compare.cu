@@ -11,7 +11,7 @@ namespace {
 constexpr int kThreads = 256, kBlocks = 1024;
 
 struct Findings {
-  double squares;  // of the finite expected values
+  double squares;  // sum over the finite expected values
   unsigned long long different;
 };
 

@@ -1,4 +1,4 @@
-// True if two cuBLASLt algorithms computed the same product.
+// Compares the results of two cuBLASLt algorithms for the same product.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,9 @@
 
 namespace te_fl::cuda {
 
-// True if `got` differs from `expected` by no more than the order of a product's sums explains: by
-// one step of the result's type, which is `step` relative to the value, and by `slack`. Not a
-// number agrees with the same, an infinity with itself.
+// True if a different order of summation explains the difference of `got` and `expected`: at most
+// one rounding step of the result's type (`step`, relative to the value) plus `slack`. NaN agrees
+// with NaN, and an infinity with the same infinity.
 constexpr bool explained(float expected, float got, float step, float slack) {
   if (expected == got) return true;
   if (expected != expected || got != got) return expected != expected && got != got;
@@ -18,13 +18,13 @@ constexpr bool explained(float expected, float got, float step, float slack) {
   return distance <= step * (expected < 0 ? -expected : expected) + slack;
 }
 
-// The part of the results' root mean square that the order of sums may make: products of FP8 keep
-// few more than 13 bits while they add, all others 23.
+// The difference that a different order of summation may cause, relative to the root mean square of
+// the results. FP8 products keep little more than 13 bits while they accumulate, all others 23.
 constexpr float kFp8Slack = 1.0f / 64, kSlack = 1.0f / 1024;
 
-// True if all `count` elements of a te_fl dtype (floats and FP8) at `got` agree with those at
-// `expected`, both device memory; `share` is one of the above. Waits for the stream, a
-// cudaStream_t.
+// True if all `count` elements at `got` agree with those at `expected`; both are device memory of a
+// te_fl dtype (float or FP8). `share`: kFp8Slack or kSlack. `stream`: a cudaStream_t, for which
+// this waits.
 bool results_agree(const void* expected, const void* got, int64_t count, int dtype, float share,
                    void* stream);
 

@@ -1,6 +1,5 @@
-// A product with GELU or its gradient at the cost of the separate ops: the product goes to
-// pre_gelu_out with the bias, or to scratch of pre_gelu_in's dtype, and the activation's kernels
-// read that.
+// Computes a product with GELU or its gradient in two steps. The product, with the bias, is written
+// to pre_gelu_out, or to scratch of pre_gelu_in's dtype. The activation's kernels then read it.
 #pragma once
 
 #include "gemm/gemm_choice.hpp"
@@ -10,11 +9,12 @@ namespace te_fl::cuda {
 class Composed : public ComposedProduct {
  public:
   using ComposedProduct::ComposedProduct;
-  // Bytes for the second step, beside the workspace of the first; a multiple of 256.
+  // Bytes of scratch for the second step, in addition to the product's workspace; a multiple of
+  // 256.
   size_t scratch_bytes() const;
-  // Gives scratch its address, which the product's D may be.
+  // Sets the address of the scratch, which may become the product's D.
   void bind(void* scratch);
-  // The second step: enqueues what makes D, and d_sum, of the product.
+  // Enqueues the second step, which computes D and d_sum from the product.
   void activate(const te_fl_context& ctx) const;
 
  private:

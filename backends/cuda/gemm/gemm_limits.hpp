@@ -1,17 +1,18 @@
-// Says what cuBLASLt multiplies in FP8, by architecture and version. Plain C++, so that it can be
-// tested where there is no GPU.
+// The FP8 products that cuBLASLt supports, by architecture and version. Plain C++, so tests run
+// without a GPU.
 #pragma once
 
 #include <cstddef>
 
 namespace te_fl::cuda {
 
-inline constexpr int kFp8Architecture = 89;             // Ada; Hopper is 90
-inline constexpr int kBlockArchitecture = 90;           // no other has 1x128 and 128x128 blocks
-inline constexpr size_t kBlockLibraryVersion = 120900;  // cublasLtGetVersion() of CUDA 12.9
+inline constexpr int kFp8Architecture = 89;    // compute capability of Ada; Hopper's is 90
+inline constexpr int kBlockArchitecture = 90;  // the only one with 1x128 and 128x128 block scaling
+// The result of cublasLtGetVersion() in CUDA 12.9.
+inline constexpr size_t kBlockLibraryVersion = 120900;
 
-// Says why a product is not served on this GPU with this library, nullptr if it is. `fp8`: an
-// operand is FP8; `blocks`: both are, scaled by blocks. `architecture` is 10 * major + minor.
+// Returns why this library does not support a product on this GPU; NULL if it does. `fp8`: an
+// operand is FP8. `blocks`: both operands are block-scaled FP8. `architecture`: 10 * major + minor.
 constexpr const char* gemm_limit(int architecture, size_t library_version, bool fp8, bool blocks) {
   if (!fp8) return nullptr;
   if (architecture < kFp8Architecture) {

@@ -1,5 +1,5 @@
-// Operands of generic_gemm as numbers, and copies of those that the library cannot take as they
-// are.
+// Reads operands of generic_gemm as FP32 values, and copies operands that the library cannot read
+// into scratch.
 #pragma once
 
 #include "common/store.cuh"
@@ -16,7 +16,7 @@ static __global__ void pad_kernel(const uint8_t* in, int64_t rows, int64_t cols,
   }
 }
 
-// A quantised or plain operand as numbers, [rows, cols] as stored.
+// An operand, quantised or not, as FP32 values; [rows, cols] as stored.
 struct Values {
   Source data;
   const float* scale_inv = nullptr;
@@ -41,7 +41,7 @@ struct Values {
   }
 };
 
-// The copy whose blocks run along the contraction if there is one, else the other.
+// Selects the copy whose blocks run along the contraction if it exists, else the other.
 inline Values values_of(const te_fl_tensor& t, bool along) {
   Values v;
   const backend::Matrix m = backend::as_matrix(t);

@@ -1,5 +1,5 @@
-// The kernels by which a call of generic_gemm goes, as choose_gemm() (gemm_choice.hpp) returns it
-// and as words. Plain C++, so that it can be tested where there is no GPU.
+// The kernels of a generic_gemm call, as choose_gemm() (gemm_choice.hpp) returns them, and their
+// description as text. Plain C++, so tests run without a GPU.
 #pragma once
 
 #include <string>
@@ -8,24 +8,25 @@
 
 namespace te_fl::cuda {
 
-// The kernels of fused_gemm.cu.
+// The variants of the kernel in fused_gemm.cu.
 enum class FusedForm { kNone, kForward, kForwardCodes, kForwardMeasured, kBackward };
 
 struct GemmPath {
   enum class Kind {
-    kProduct,   // one product, and what is left of the epilogue
+    kProduct,   // one product and the rest of the epilogue
     kFused,     // GELU or its gradient in the product's own kernel
-    kComposed,  // the product, then the kernel of GELU or of its gradient
+    kComposed,  // the product, then the kernel of GELU or its gradient
   };
   Kind kind = Kind::kProduct;
-  const char* unfused = nullptr;    // of a call with GELU: why no kernel does both; static text
+  const char* unfused = nullptr;    // call with GELU: why it is not fused; static text
   bool empty = false;               // there is nothing to multiply
-  bool fp8 = false;                 // the library multiplies FP8
-  const char* converted = nullptr;  // the operands' form for the library; static text
-  const char* indirect = nullptr;  // the reason for which the library does not write D; static text
-  std::string algorithm{};         // the library's, and who chose it; empty: it is not called
-  FusedForm form = FusedForm::kNone;  // of kFused
-  Problem problem{};  // of kProduct and kFused the call, of kComposed the product that comes first
+  bool fp8 = false;                 // the library multiplies FP8 operands
+  const char* converted = nullptr;  // conversion of the operands for the library; static text
+  const char* indirect = nullptr;   // reason if the library does not write D; static text
+  std::string algorithm{};          // the library's algorithm and its origin; empty: the library is
+                                    // not called
+  FusedForm form = FusedForm::kNone;  // variant of the fused kernel, for kFused
+  Problem problem{};                  // kProduct, kFused: the call; kComposed: its product
 
   std::string text() const {
     if (kind == Kind::kFused) return "fused_gemm: product and GELU in one kernel of the plugin";

@@ -53,7 +53,7 @@ std::string text_of(const Args& args, const Problem& p) {
 
 namespace {
 
-// A call, put into words only if something of it fails.
+// A call that is described as text only if a library function fails.
 struct FailingCall {
   const Args& args;
   const Problem& problem;
@@ -72,7 +72,7 @@ void set(Matmul& matmul, cublasLtMatmulDescAttributes_t attribute, const T& valu
 }
 
 cublasLtEpilogue_t epilogue_of(const Args& args, const Problem& p) {
-  // Over the columns of the library's right operand, which is A.
+  // The library sums over the columns of its right operand, which is A.
   if (p.bias_grad) return CUBLASLT_EPILOGUE_BGRADB;
   const bool bias = args.bias != nullptr;
   return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
@@ -89,7 +89,7 @@ int32_t scale_mode(const te_fl_tensor& t) {
   }
 }
 
-// The pointers that belong to one call, in a copy of a plan's description.
+// Sets the pointers of one call in a copy of a plan's description.
 void set_pointers(Matmul& matmul, const Args& args, const Problem& p, const FailingCall& call) {
   if (p.fp8) {
     set(matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b.scale_inv, call);
@@ -97,7 +97,7 @@ void set_pointers(Matmul& matmul, const Args& args, const Problem& p, const Fail
   }
   if (!p.direct) return;
   if (p.codes) {
-    // A choice of algorithms wants a pointer to where the amax would go, whichever.
+    // The heuristic only requires that the amax pointer is not NULL.
     float* amax = p.found_amax != nullptr ? p.found_amax : args.d->quant->scale;
     set(matmul, CUBLASLT_MATMUL_DESC_D_SCALE_POINTER, args.d->quant->scale, call);
     set(matmul, CUBLASLT_MATMUL_DESC_AMAX_D_POINTER, amax, call);
@@ -119,7 +119,7 @@ void describe_operation(Matmul& matmul, const Args& args, const Problem& p,
   check_call(
       cublaslt()->desc_init(&matmul.desc, sizeof matmul.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F),
       "cublasLtMatmulDescInit", call);
-  // FP8 is TN only: both operands are read with the contraction along their rows.
+  // The library multiplies FP8 only as "TN": the contraction is contiguous in both operands.
   const bool b_along = p.fp8 || p.b.along, a_along = p.fp8 || p.a.along;
   set(matmul, CUBLASLT_MATMUL_DESC_TRANSA, b_along ? CUBLAS_OP_T : CUBLAS_OP_N, call);
   set(matmul, CUBLASLT_MATMUL_DESC_TRANSB, a_along ? CUBLAS_OP_N : CUBLAS_OP_T, call);
@@ -140,7 +140,7 @@ void describe_operation(Matmul& matmul, const Args& args, const Problem& p,
   }
 }
 
-// Converted operands lie in scratch.
+// Converted operands are in scratch.
 uint32_t operand_alignment(const Problem& p, const Operand& o) {
   if (p.convert != Convert::kNone) return 256;
   return alignment_of(p.fp8 ? o.codes : backend::data<void>(*o.tensor));
@@ -152,7 +152,7 @@ uint32_t least_alignment(const Args& args, const Problem& p) {
   return std::min({operand_alignment(p, p.a), operand_alignment(p, p.b), out_alignment(args, p)});
 }
 
-// Everything that the choice of an algorithm depends on.
+// The text of everything that the choice of an algorithm depends on.
 std::string problem_key(const Args& args, const Problem& p) {
   const uint32_t alignment = least_alignment(args, p);
   std::string key = text_of(args, p) + " align=" + std::to_string(alignment);
@@ -175,7 +175,7 @@ bool captures(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// True of products that are measured where measuring is on and the stream is not being captured.
+// True if the product is measured when measuring is on and the stream is not being captured.
 bool measurable(const Problem& p) { return p.convert == Convert::kNone; }
 
 }  // namespace
@@ -208,7 +208,8 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
   layout(matmul.left, widen ? TE_FL_F32 : p.b.dtype, b_along ? k : n, b_along ? n : k);
   layout(matmul.right, widen ? TE_FL_F32 : p.a.dtype, a_along ? k : p.m, a_along ? p.m : k);
   layout(matmul.out, p.direct ? dtype_of(*args.d) : TE_FL_F32, n, p.m);
-  // Codes go with a matrix to add of 16 bits, here none.
+  // For an FP8 output the library requires the layout of a 16-bit matrix to add, though nothing is
+  // added here.
   if (p.codes)
     layout(matmul.added, args.bias != nullptr ? dtype_of(*args.bias) : TE_FL_BF16, n, p.m);
 
@@ -251,7 +252,7 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
       for (int i = 0; i < count; ++i) add_new(candidates, found[static_cast<size_t>(i)].algo);
     };
     add();
-    // The heuristic names few at a time; without scratch it names others.
+    // Each query of the heuristic returns few algorithms; a query without workspace returns others.
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{0});
     if (lt.heuristic(cublaslt_handle(device), &matmul.desc, &matmul.left, &matmul.right,
                      matmul.addend(), &matmul.out, &preference, kMostCandidates, found.data(),
@@ -268,7 +269,7 @@ Plan make_plan(const te_fl_context& ctx, const Args& args, const Problem& p) {
 void run_plan(const te_fl_context& ctx, const Args& args, const Problem& p, const Plan& plan,
               const void* left, const void* right, void* out, void* workspace) {
   const FailingCall call{args, p};
-  Matmul matmul = plan.matmul;  // other threads run the same plan with their pointers
+  Matmul matmul = plan.matmul;  // other threads run the same plan with their own pointers
   set_pointers(matmul, args, p, call);
   const bool adds = p.direct && args.residual != nullptr;
   const float beta = adds ? 1.0f : p.direct && args.accumulate ? args.beta : 0.0f;

@@ -12,37 +12,37 @@ namespace te_fl::cuda {
 
 constexpr size_t kLibraryWorkspace = 32u << 20;
 
-// A call as the library takes it, but for the pointers.
+// The library's description of a call, without pointers.
 struct Matmul {
   cublasLtMatmulDescOpaque_t desc;
   cublasLtMatrixLayoutOpaque_t left, right, added, out;
   cublasLtMatmulAlgo_t algo;
-  bool codes;  // as in the problem
+  bool codes;  // as Problem::codes
 
-  // The layout of the matrix that is added: the output is its own, except where it is codes.
+  // The layout of the matrix that is added: the output's, or `added` if the output is FP8.
   cublasLtMatrixLayoutOpaque_t* addend() { return codes ? &added : &out; }
 };
 
 struct Plan {
   Matmul matmul;
-  Problem problem;           // that it was made for; bias_grad: the library computes it
-  bool in_place = false;     // adds_in_place() of that call
-  size_t scratch_bytes = 0;  // of such a call, for the caller to keep
+  Problem problem;           // problem of the plan's call; bias_grad: the library computes it
+  bool in_place = false;     // result of adds_in_place() for that call
+  size_t scratch_bytes = 0;  // workspace of such a call; set by the caller
 };
 
-// The problem of a call that a plan was made for, with the call's own pointers.
+// The problem of a call for which `plan` was made, with the call's own pointers.
 Problem problem_of(const Plan& plan, const te_fl_generic_gemm_args& args);
 
-// The library's algorithm for such a product, as algorithm_words() (gemm_algorithm.hpp) says it;
+// The library's algorithm for the product, as the text of algorithm_words() (gemm_algorithm.hpp);
 // empty if the library is not called.
 std::string algorithm_of(const te_fl_context& ctx, const te_fl_generic_gemm_args& args,
                          const Problem& p);
 
-// "generic_gemm m=.. n=.. k=.. ..", for errors.
+// "generic_gemm m=.. n=.. k=.. ..", for error messages.
 std::string text_of(const te_fl_generic_gemm_args& args, const Problem& p);
 
-// Asks for an algorithm: the file's, the measured one, the heuristic's. Throws UNSUPPORTED where
-// the library has none. Thread-safe.
+// Makes a plan. The algorithm comes from the file, a measurement or the heuristic. Throws
+// UNSUPPORTED if the library has none. Thread-safe.
 Plan make_plan(const te_fl_context& ctx, const te_fl_generic_gemm_args& args, const Problem& p);
 
 // Enqueues left x right -> out (+ beta x added) with the pointers of this call.

@@ -1,5 +1,4 @@
-// Plans of products are kept by this key. Plain C++, so that it can be tested where there is no
-// GPU.
+// The key of PlanCache. Plain C++, so tests run without a GPU.
 #pragma once
 
 #include <cstddef>
@@ -9,13 +8,13 @@
 
 namespace te_fl::cuda {
 
-// All that make_plan() reads of a product without activation, residual and d_sum. Compared and
-// hashed by its bytes, so it has no padding.
+// Everything that make_plan() reads of a product without activation, residual and d_sum. Compared
+// and hashed as bytes, so it has no padding.
 struct PlanKey {
   int64_t m = 0, n = 0, k = 0;
   int32_t device = 0;
-  uint32_t alignments = 0;  // of A, B and D: a byte each, as powers of two
-  uint32_t dtypes = 0;      // of A, B, D and the bias or its gradient: a byte each
+  uint32_t alignments = 0;  // of A, B and D: one byte each, as exponents of two
+  uint32_t dtypes = 0;      // of A, B, D and the bias or its gradient: one byte each
   uint32_t flags = 0;
 
   PlanKey(int device, const te_fl_generic_gemm_args& args, const Problem& p);

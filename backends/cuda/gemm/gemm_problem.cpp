@@ -10,8 +10,8 @@ using Args = te_fl_generic_gemm_args;
 
 int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
-// Codes under a given scale, in one copy: what the library writes of FP8 operands. E5M2 comes from
-// gradients.
+// True if the library can write the FP8 output D: FP8 operands, a supplied scale, row-wise data
+// only. E5M2 results require an E5M2 operand, which is a gradient.
 bool direct_codes(const Args& args, bool fp8) {
   if (args.d->quant == nullptr || backend::numel(*args.d) == 0) return false;
   const te_fl_quant& quant = *args.d->quant;
@@ -25,13 +25,14 @@ bool direct_codes(const Args& args, bool fp8) {
          !args.gelu && args.pre_gelu_in == nullptr && args.residual == nullptr && !args.accumulate;
 }
 
-// True if a matrix's rows are whole pieces of 16 bytes, which the library's best kernels want.
+// True if the matrix is 16-byte aligned and its rows are multiples of 16 bytes, as the library's
+// best kernels require.
 bool whole_rows(const te_fl_tensor& t) {
   return backend::as_matrix(t).cols * bytes_of(dtype_of(t)) % 16 == 0 &&
          aligned16(backend::data<const void>(t));
 }
 
-// The reason for which the library does not do the epilogue; nullptr if it does.
+// Returns why the library cannot apply the epilogue; NULL if it can.
 const char* refuse_epilogue(const Args& args, const Problem& p) {
   const int d = dtype_of(*args.d);
   const bool fp8 = p.fp8;
@@ -43,26 +44,26 @@ const char* refuse_epilogue(const Args& args, const Problem& p) {
   if (args.bias != nullptr && (dtype_of(*args.bias) != d || (fp8 && !half))) {
     return "the bias is of a dtype that the library does not add";
   }
-  // With other rows the library rounds the product before it adds the bias (cuBLASLt 13.1).
+  // With other rows, cuBLASLt 13.1 rounds the product before it adds the bias.
   if (args.bias != nullptr && half && !fp8 &&
       !(whole_rows(*args.a) && whole_rows(*args.b) && whole_rows(*args.d))) {
     return "with a bias, rows that are not whole pieces of 16 bytes";
   }
-  // The library adds one matrix, of D's type.
+  // The library adds only one matrix, which must have D's dtype.
   if (args.residual != nullptr && (args.accumulate || dtype_of(*args.residual) != d ||
                                    !aligned16(backend::data<const void>(*args.residual)))) {
     return "a residual that the library does not add";
   }
-  // Reading C from where D goes, the library rounds to D's type before it adds the bias (seen with
-  // cuBLASLt 13.1); from other memory it rounds once. Of blocks it rounds before it adds to D with
-  // no bias, too, and NVIDIA's numbers are those.
+  // If C is in D's memory, cuBLASLt 13.1 rounds to D's type before it adds the bias; with C
+  // elsewhere it rounds once. Block-scaled products that accumulate into D are rounded first even
+  // without a bias; they stay with the library, so that results equal NVIDIA's.
   const bool in_place = args.accumulate || adds_in_place(args);
   if (half && in_place && args.bias != nullptr && !(p.block && args.accumulate)) {
     return "a bias on a sum that D holds";
   }
-  // The library's GELU takes the chip's approximate tanh: 6e-4 off on an H200 (cuBLASLt 13), which
-  // is beyond the tolerance of BF16. Its gradient is off by more than F16's, and slower than a
-  // kernel of its own (bench/README.md).
+  // The library's GELU uses the approximate tanh instruction: its error is 6e-4 on an H200
+  // (cuBLASLt 13), beyond the tolerance of BF16. The error of its GELU gradient exceeds F16's
+  // tolerance, and it is slower than a separate kernel (bench/README.md).
   if (args.gelu || args.pre_gelu_in != nullptr) return "the library's GELU is not exact enough";
   return nullptr;
 }
@@ -116,8 +117,8 @@ Problem problem_of(const Args& args) {
              (p.a.dtype == TE_FL_F8E5M2 && p.b.dtype == TE_FL_F8E5M2)) {
     p.convert = Convert::kWiden;
   } else if (a_block) {
-    // The last block along K may be a part of one; the right operand's rows come in eights if each
-    // has scales of its own.
+    // K may end with a partial block. The rows of the right operand (M) must be a multiple of 8
+    // unless its scales are 128x128.
     const bool squares = backend::scaling(*args.a) == TE_FL_SCALING_BLOCK_128X128;
     const bool whole = p.k % 16 == 0 && p.n % 16 == 0 && (squares || p.m % 8 == 0);
     const bool present = p.a.codes != nullptr && p.b.codes != nullptr && aligned16(p.a.codes) &&

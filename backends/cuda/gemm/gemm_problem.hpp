@@ -1,5 +1,5 @@
-// One product as cuBLASLt is to see it, decided from a call's metadata alone. Plain C++, so that it
-// can be tested where there is no GPU.
+// One product in the form in which cuBLASLt computes it, derived from a call's metadata alone.
+// Plain C++, so tests run without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -16,13 +16,13 @@ inline bool is_block(const te_fl_tensor& t) {
 }
 inline bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-// One operand. `stored` is what lies in memory, row-major [rows, cols]; along says that the
-// contraction runs along its rows' elements ([M, K] for A, [N, K] for B).
+// One operand, stored row-major. `along`: K is contiguous, so the stored matrix is [M, K] for A and
+// [N, K] for B.
 struct Operand {
   const te_fl_tensor* tensor = nullptr;
   int dtype = TE_FL_F32;
   bool along = false;
-  // The copy that has the contraction along its rows: FP8 reads this one, [lines, K] compact.
+  // The FP8 copy in which K is contiguous, compact [lines, K]. FP8 products read this copy.
   const void* codes = nullptr;
   const float* scale_inv = nullptr;
 };
@@ -36,30 +36,31 @@ enum class Convert {
 struct Problem {
   int64_t m = 0, n = 0, k = 0;
   Operand a, b;
-  bool fp8 = false;    // the library multiplies FP8
-  bool block = false;  // by blocks
+  bool fp8 = false;    // the library multiplies FP8 operands
+  bool block = false;  // the operands have block scaling
   Convert convert = Convert::kNone;
   bool direct = false;             // the library writes D
-  const char* indirect = nullptr;  // or why not; static text
+  const char* indirect = nullptr;  // reason if the library does not write D; static text
   bool codes = false;              // D is FP8
-  float* found_amax = nullptr;     // where its amax goes, for the call that runs
-  bool bias_grad = false;          // and the bias gradient, from the operand that it reads anyway
+  float* found_amax = nullptr;     // destination of D's amax in the call that runs
+  bool bias_grad = false;          // the library also computes the bias gradient, from the operand
+                                   // that it reads
   int64_t padded_n = 0, padded_k = 0;
 };
 
-// Decides from metadata and addresses: which operands are converted, and what of the epilogue the
-// library does. The call has passed the checks of its op.
+// Decides, from metadata and addresses, which operands are converted and which part of the epilogue
+// the library applies. The call must have passed its op's checks.
 Problem problem_of(const te_fl_generic_gemm_args& args);
 inline bool runs_library(const Problem& p) { return p.m > 0 && p.n > 0 && p.k > 0; }
 
-// D goes where the residual is: the one thing of a call that problem_of() reads and that hosts'
-// keys for plans may leave out.
+// True if the residual and D have the same address. problem_of() depends on it, but the host's keys
+// for plans may lack it.
 inline bool adds_in_place(const te_fl_generic_gemm_args& args) {
   return args.residual != nullptr &&
          backend::data<const void>(*args.residual) == backend::data<const void>(*args.d);
 }
 
-// The operand as the library would read it; `along`: the contraction runs along its rows' elements.
+// The operand as the library would read it. `along`: K is contiguous.
 Operand operand_of(const te_fl_tensor& t, bool along);
 
 }  // namespace te_fl::cuda

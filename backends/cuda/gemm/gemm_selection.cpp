@@ -8,22 +8,23 @@
 namespace te_fl::cuda {
 namespace {
 
-constexpr double kGlanceUs = 300;    // of every candidate, or one run if that is longer
-constexpr double kWorthALook = 1.3;  // those slower than that times the fastest are left at it
-constexpr double kLookUs = 2000;     // of all others
+constexpr double kGlanceUs = 300;    // time per candidate in the first look, or one run if longer
+constexpr double kWorthALook = 1.3;  // candidates slower than the best by this factor get no second
+                                     // look
+constexpr double kLookUs = 2000;     // time of the second look
 
-// A chip under load lowers its clock until it draws no more power than it may, so in a training run
-// the candidate that wins is the one that needs the least energy, and short or cold measurements
-// find another. Sequences are as long as the clock takes to follow; the order is drawn in every
-// round, as a candidate's time depends on what ran before it.
+// Under load a GPU lowers its clock to keep its power limit. In a training run the fastest
+// candidate therefore is the one that needs the least energy; short or cold measurements find
+// another one. Each sequence is long enough for the clock to adapt. Every round has a new random
+// order, because a candidate's time depends on what ran before it.
 struct Stage {
-  size_t field;     // so many of the fastest so far take part
-  int rounds;       // in each of which everyone runs one sequence
-  double sequence;  // microseconds
+  size_t field;     // number of the fastest candidates that take part
+  int rounds;       // in each round every candidate runs one sequence
+  double sequence;  // duration of a sequence in microseconds
 };
 constexpr std::array<Stage, 3> kStages{{{16, 3, 20000}, {8, 3, 30000}, {4, 5, 60000}}};
 
-// Repeatable draws.
+// A deterministic random number generator.
 class Draws {
  public:
   void shuffle(std::vector<size_t>& list) {
@@ -50,7 +51,7 @@ class Selection {
     for (const size_t i : order) {
       // The first run of a kernel loads it.
       if (contest_.time(i, 1) < 0 || (us_[i] = contest_.time(i, 1)) < 0) continue;
-      // For a short one a single run is mostly the wait for its start.
+      // The time of one short run is mostly launch latency, so short candidates are run more often.
       if (us_[i] < kGlanceUs) us_[i] = contest_.time(i, runs(i, kGlanceUs, 2));
       if (us_[i] < 0) continue;
       if (best < 0 || us_[i] <= best * kWorthALook) us_[i] = contest_.time(i, runs(i, kLookUs, 2));
@@ -82,15 +83,15 @@ class Selection {
   int runs(size_t i, double us, int least) const {
     return std::clamp(static_cast<int>(us / std::max(us_[i], 1.0)), least, 50000);
   }
-  // The fastest first, without those that have stopped running.
+  // Sorts the candidates by time and removes those that no longer run.
   void rank() {
     std::erase_if(field_, [this](size_t i) { return us_[i] < 0; });
     std::sort(field_.begin(), field_.end(), [this](size_t a, size_t b) {
       return us_[a] < us_[b] || (us_[a] == us_[b] && a < b);
     });
   }
-  // Keeps the fastest; in the end those that agree, and candidate 0. Returns how many did not
-  // agree.
+  // Keeps the `most` fastest candidates. In the last stage, keeps only those that agree, and always
+  // candidate 0. Returns the number that did not agree.
   int keep(size_t most, bool last) {
     std::vector<size_t> kept;
     int different = 0;
@@ -126,8 +127,8 @@ class Selection {
 
   const Contest& contest_;
   Draws draws_;
-  std::vector<double> us_;     // of each candidate as last measured
-  std::vector<size_t> field_;  // those still in it
+  std::vector<double> us_;     // latest time of each candidate
+  std::vector<size_t> field_;  // candidates that remain
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Finds which of many ways of one computation is the fastest on a chip under load. Plain C++, so
-// that it can be tested where there is no GPU.
+// Finds the fastest of several implementations of one computation on a GPU under load. Plain C++,
+// so tests run without a GPU.
 #pragma once
 
 #include <cstddef>
@@ -8,21 +8,22 @@
 namespace te_fl::cuda {
 
 struct Contest {
-  // Microseconds per run of `runs` runs of candidate i in a row; negative if it does not run.
+  // Microseconds per run over `runs` consecutive runs of candidate i; negative if it does not run.
   std::function<double(size_t i, int runs)> time;
-  // True if candidate i computes what candidate 0 does. Asked of those that come near to winning.
+  // True if candidate i computes the result of candidate 0. Called only for candidates that are
+  // close to winning.
   std::function<bool(size_t i)> agrees;
 };
 
 struct Winner {
   size_t index = 0;
-  double us = -1, first_us = -1;  // medians of the last rounds, of the winner and of candidate 0
-  int timed = 0, different = 0;   // candidates that ran; those that did not agree
+  double us = -1, first_us = -1;  // medians of the last rounds: of the winner and of candidate 0
+  int timed = 0, different = 0;   // number that ran; number that did not agree
 };
 
-// A look at every candidate, then rounds among ever fewer of them, in which they take turns in an
-// order that is drawn (the same in every process); the smallest median of the last rounds wins.
-// Candidate 0 is in the last rounds. If no candidate runs, `timed` is 0 and the index too.
+// Times every candidate briefly, then runs rounds with fewer and fewer candidates in a
+// pseudo-random order that is the same in every process. The smallest median of the last rounds
+// wins. Candidate 0 takes part in the last rounds. If no candidate runs, `timed` and `index` are 0.
 Winner select_fastest(size_t candidates, const Contest& contest);
 
 }  // namespace te_fl::cuda

@@ -9,8 +9,7 @@
 namespace te_fl::cuda {
 namespace {
 
-// The attributes of an algorithm that are read or set here, with the type that the library has them
-// in.
+// Maps an algorithm attribute that is read or set here to the type of its value.
 template <cublasLtMatmulAlgoConfigAttributes_t attribute>
 struct Attribute {
   using Type = uint32_t;
@@ -56,7 +55,7 @@ bool same_kind(const cublasLtMatmulAlgo_t& a, const cublasLtMatmulAlgo_t& b) {
          get<CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID>(a) == get<CUBLASLT_ALGO_CONFIG_INNER_SHAPE_ID>(b);
 }
 
-// The algorithms that are varied: one of each kind that the heuristic names, at most two.
+// The algorithms that are varied: one of each kind that the heuristic returned, at most two.
 std::vector<cublasLtMatmulAlgo_t> bases(const std::vector<cublasLtMatmulAlgo_t>& candidates) {
   constexpr size_t kMost = 2;
   std::vector<cublasLtMatmulAlgo_t> result;

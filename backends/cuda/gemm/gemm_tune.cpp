@@ -15,7 +15,7 @@ namespace {
 
 using Args = te_fl_generic_gemm_args;
 
-// The results of an algorithm: D, and the amax or the bias gradient that come with it.
+// The results of an algorithm: D, and its amax or the bias gradient.
 struct Results {
   DeviceMemory d, side;
   Results(size_t d_bytes, size_t side_bytes, cudaStream_t stream)
@@ -53,7 +53,7 @@ class Trial {
                               kLibraryWorkspace, stream_) == CUBLAS_STATUS_SUCCESS;
   }
 
-  // True if both write the same.
+  // True if both algorithms write the same results.
   bool agree(const cublasLtMatmulAlgo_t& first, const cublasLtMatmulAlgo_t& other) {
     if (!expected_.has_value()) {
       clear();
@@ -81,8 +81,8 @@ class Trial {
     check(cublaslt()->desc_set(&matmul_.desc, attribute, &to, sizeof to),
           "cublasLtMatmulDescSetAttribute", text_of(args_, p_));
   }
-  // To bytes that are no number in any dtype, so that what is not written shows; to zeros where D
-  // is added to, and where an amax goes.
+  // Fills the results with bytes that are NaN in every dtype, so that unwritten elements are
+  // detected. D is zeroed if the product accumulates into it, and the amax is zeroed always.
   void clear() {
     check(cudaMemsetAsync(results_.d.get(), accumulates_ ? 0 : 0xFF, results_.d.bytes(), stream_),
           "cudaMemsetAsync");
@@ -99,16 +99,16 @@ class Trial {
   const Problem& p_;
   Matmul& matmul_;
   const cudaStream_t stream_;
-  const int dtype_;  // of D
+  const int dtype_;  // dtype of D
   const bool adds_, accumulates_;
   const DeviceMemory library_;
   const Results results_;
   std::optional<Results> expected_;
 };
 
-// True if the algorithms around the heuristic's are asked about: for products of the kinds that the
-// library was seen to answer for, and operands that they can read, as the check of an algorithm
-// knows no alignment (Hopper's copy engine wants 16 bytes).
+// True if variations of the heuristic's algorithms are tried: for products whose kind the library's
+// check is known to handle, and for operands aligned to 16 bytes. The check ignores alignment, but
+// Hopper's TMA needs 16 bytes.
 bool varies(const Args& args, const Problem& p, uint32_t alignment) {
   constexpr uint32_t kCopyEngine = 16;
   const bool sixteen_bits = bytes_of(dtype_of(*args.d)) == 2;

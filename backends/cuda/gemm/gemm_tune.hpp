@@ -1,4 +1,4 @@
-// Measuring the algorithms of one product on the operands of a call.
+// Measures the algorithms of one product on the operands of a call.
 #pragma once
 
 #include <cublasLt.h>
@@ -11,13 +11,12 @@
 
 namespace te_fl::cuda {
 
-// The fastest of the heuristic's algorithms `heuristic`, the first of which comes first, and of
-// those around them (gemm_space.hpp), which are kept only if their results are the first one's.
-// Runs the product of `matmul` with what it writes in scratch, so that the call itself finds all as
-// it was; `key` is what the choice is kept under, `alignment` the least of the call's matrices, in
-// bytes. Changes pointers in `matmul`, which run_plan() sets again. If measuring fails, the
-// heuristic's first and a warning in the log; throws if the device is lost or the file cannot be
-// written.
+// Returns the fastest of the `heuristic` algorithms and their variations (gemm_space.hpp).
+// Algorithms whose results differ from the first one's are excluded. Runs the product of `matmul`
+// with its outputs in scratch, so the call's outputs are unchanged. `key`: the key under which the
+// choice is stored. `alignment`: the least alignment of the call's matrices, in bytes. Changes
+// pointers in `matmul`; run_plan() sets them again. If measuring fails, logs a warning and returns
+// the heuristic's first. Throws if the device is lost or the file cannot be written.
 cublasLtMatmulAlgo_t tune_gemm(const te_fl_context& ctx, const te_fl_generic_gemm_args& args,
                                const Problem& p, Matmul& matmul, const std::string& key,
                                std::vector<cublasLtMatmulAlgo_t> heuristic, uint32_t alignment);

@@ -1,5 +1,5 @@
-// grouped_gemm: the products of a group on cuBLASLt, each by the way that generic_gemm would go, on
-// the call's stream or spread over streams beside it. Plans are kept by the products' sizes.
+// grouped_gemm: the products of a group on cuBLASLt. Each takes the path that generic_gemm would
+// take, on the call's stream or on side streams. Plans are cached by the products' sizes.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -42,15 +42,15 @@ Refusal refuse(const te_fl_context& ctx, const GroupedArgs& args) {
 
 std::atomic<int> g_streams{kGroupedStreams};
 
-// The work of one call, by metadata.
+// The work of one call, derived from metadata.
 struct Group {
   struct Item {
     te_fl_generic_gemm_args product;
     Problem problem;
   };
-  std::vector<Item> items;  // that write something
+  std::vector<Item> items;  // the products that write something
   int lanes = 1;
-  size_t scratch = 0;  // bytes of each lane, a multiple of 256
+  size_t scratch = 0;  // bytes per lane, a multiple of 256
 
   Group(const te_fl_context& ctx, const GroupedArgs& args) {
     items.reserve(static_cast<size_t>(args.a_count));
@@ -64,8 +64,8 @@ struct Group {
     }
     lanes = choose_lanes(size, multiprocessors(ctx.device.index), g_streams.load());
   }
-  // Its streams: in a capture the caller's alone, since streams that join one must all come back to
-  // it whatever a product's enqueuing ends with.
+  // The number of streams. During a capture only the caller's stream is used, because streams that
+  // join a capture must rejoin it even if enqueuing a product fails.
   int lanes_on(cudaStream_t stream) const {
     cudaStreamCaptureStatus status{};
     if (lanes == 1 || stream_capture_status(stream, &status) != cudaSuccess) return 1;

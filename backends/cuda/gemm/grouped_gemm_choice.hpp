@@ -1,5 +1,5 @@
-// Over how many streams the products of a group go: a pure function, which workspace, run and
-// describe share. Plain C++, so that it can be tested where there is no GPU.
+// Chooses the number of streams for the products of a group: a pure function that workspace, run
+// and describe share. Plain C++, so tests run without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -7,22 +7,23 @@
 
 namespace te_fl::cuda {
 
-// The streams that TE_FL_CUDA_GROUPED_STREAMS stands at unless it is set.
+// The default of the setting TE_FL_CUDA_GROUPED_STREAMS.
 inline constexpr int kGroupedStreams = 4;
 
-// A group's products together.
+// The total size of a group's products.
 struct GroupSize {
-  int64_t products = 0;  // with something to multiply
-  int64_t tiles = 0;     // of 128 x 128 in all results
+  int64_t products = 0;  // products with something to multiply
+  int64_t tiles = 0;     // 128 x 128 tiles in all results
   void add(int64_t m, int64_t n) {
     ++products;
     tiles += (m + 127) / 128 * ((n + 127) / 128);
   }
 };
 
-// A product of fewer tiles than the GPU runs at once leaves a part of it idle, and so does the last
-// wave of each other one, which another product can fill. Where every product has many waves there
-// is nothing to win, and streams would share the caches. `most`: at least 1.
+// A product with fewer tiles than the GPU runs at once leaves multiprocessors idle, and so does the
+// last wave of a larger product; a concurrent product can fill them. If every product has many
+// waves, nothing is gained, and concurrent products would compete for the caches. `most`: at least
+// 1.
 inline int choose_lanes(const GroupSize& group, int multiprocessors, int most) {
   constexpr int64_t kManyWaves = 16;
   if (group.products < 2) return 1;

@@ -1,11 +1,11 @@
-// Kernels of the auxiliary loss: sums in an order that the shape alone decides.
+// Kernels of the router's auxiliary loss. The order of each sum depends on the shape only.
 #pragma once
 
 #include "common/element.cuh"
 
 namespace te_fl::cuda {
 
-// Numbers of tokens, of integers or floats.
+// The number of tokens per expert, as integers or floats.
 struct Counts {
   const void* data;
   int dtype;
@@ -22,21 +22,22 @@ struct Counts {
         return to_f32(static_cast<const bf16*>(data)[i]);
     }
   }
-  // Those of experts [first, first + n), n <= kGroup; 0 past them.
+  // Loads the counts of experts [first, first + n), n <= kGroup; the rest of v becomes 0.
   __device__ void load(int64_t first, int n, float (&v)[kGroup]) const {
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) v[i] = i < n ? (*this)[first + i] : 0.0f;
   }
 };
 
-// Threads of a block side by side take runs of kGroup experts, and rows below each other.
+// Adjacent threads of a block process runs of kGroup experts of a row; further threads process
+// further rows.
 struct LossShape {
   int64_t tokens, experts;
-  int across;  // threads for the runs of a row
+  int across;  // threads that cover the runs of a row
   __host__ __device__ int64_t down() const { return kThreads / across; }
 };
 
-constexpr int kLossBlocks = 1024;  // at most, each with one partial sum
+constexpr int kLossBlocks = 1024;  // maximum; each block writes one partial sum
 
 __device__ inline double block_sum(double v, double* warp_sums) {
 #pragma unroll
@@ -74,9 +75,9 @@ static __global__ void __launch_bounds__(kThreads)
 }
 
 struct LossNumbers {
-  double coeff;           // times the experts, divided by topk
-  int64_t total;          // tokens
-  const int64_t* totals;  // in device memory: it wins; or null
+  double coeff;           // the call's coeff times experts / topk
+  int64_t total;          // total number of tokens
+  const int64_t* totals;  // in device memory; replaces `total` unless NULL
 };
 
 static __global__ void __launch_bounds__(kThreads)

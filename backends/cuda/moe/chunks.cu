@@ -1,4 +1,4 @@
-// Chunks of rows in another order: where each row comes from, then a copy of rows.
+// The ops that reorder chunks of rows: kernels compute the source of each row, then copy rows.
 #include <algorithm>
 
 #include "common/integers.cuh"
@@ -16,8 +16,8 @@ namespace {
 
 constexpr int kTableThreads = 512;
 
-// offsets[i] = the sum of the first i of `size` values, for i from 0 to size. All threads of the
-// block call it; the sums are below 2^63. Ends with a barrier.
+// Prefix sums: offsets[i] = the sum of the first i values, for i from 0 to `size`. The sums must be
+// below 2^63. All threads of the block must call it; ends with a barrier.
 template <class F>
 __device__ void block_offsets(int64_t size, F&& value, int64_t* offsets) {
   constexpr int kWarps = kTableThreads / 32;
@@ -48,22 +48,23 @@ __device__ void block_offsets(int64_t size, F&& value, int64_t* offsets) {
   __syncthreads();
 }
 
-// Chunks of a call with `rows` rows. `first` [count + 1] is where each lies in the input, `start`
-// [count + 1] where the chunk of each place lies in the output; `taken` [count] is zeroed.
+// The chunks of a call with `rows` rows. `first` [count + 1]: offset of each chunk in the input.
+// `start` [count + 1]: offset of the chunk at each output position. `taken` [count] must be zeroed.
 struct ChunkTable {
   Integers sizes, order;
   int64_t count, rows;
   int64_t *first, *start;
   int32_t* taken;
 
-  // Rows of a chunk that are there: wrong sizes count as none, and none is beyond the last row.
+  // The chunk's number of rows inside the tensor. Invalid sizes count as 0.
   __device__ int64_t size(int64_t chunk) const {
     return min(first[chunk + 1], rows) - min(first[chunk], rows);
   }
   __device__ bool is_chunk(int64_t i) const { return i >= 0 && i < count; }
 };
 
-// One block. Values that break a rule are noted, and make nothing point beyond the rows.
+// Launched as one block. Records invalid values and clamps the table, so that no row index is out
+// of bounds.
 __global__ void __launch_bounds__(kTableThreads)
     chunk_table_kernel(ChunkTable t, ValueErrorSink errors) {
   block_offsets(
@@ -92,12 +93,12 @@ __global__ void __launch_bounds__(kTableThreads)
       t.start);
 }
 
-// The row of the input that each row of the output has, -1 behind the chunks, and the way back.
+// Computes the input row of each output row (-1 past the last chunk), and the inverse map.
 __global__ void __launch_bounds__(kThreads)
     chunk_rows_kernel(ChunkTable t, int32_t* sources, int32_t* map) {
   for (int64_t r = blockIdx.x * int64_t{kThreads} + threadIdx.x; r < t.rows;
        r += int64_t{gridDim.x} * kThreads) {
-    int64_t low = 0;  // the last place that starts at r or before
+    int64_t low = 0;  // the last position that starts at or before r
     for (int64_t high = t.count + 1; high - low > 1;) {
       const int64_t middle = (low + high) / 2;
       (t.start[middle] <= r ? low : high) = middle;
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Row r of the output becomes row sources[r] of the input, 0 where that is none.
+// Copies row sources[r] of the input to row r of the output, or zeros if sources[r] is -1.
 template <class Word>
 __global__ void __launch_bounds__(kThreads)
     gather_rows_kernel(const Word* input, const int32_t* sources, Word* output, RowPieces p,
@@ -162,7 +163,7 @@ void gather_rows(const te_fl_context& ctx, const te_fl_tensor* input, const int3
 
 // ---- calls
 
-// Parts of the workspace, in bytes.
+// The parts of the workspace, in bytes.
 struct ChunkSpace {
   size_t offsets, taken, sources;
   explicit ChunkSpace(const te_fl_moe_sort_chunks_fwd_args& a) {

@@ -1,5 +1,5 @@
-// Words of the kernels that an op of experts runs whatever its arguments are, in their order, for
-// te_fl_op_desc.describe (rule R31).
+// Text for te_fl_op_desc.describe (rule R31) of a MoE op that always runs the same kernels: their
+// names in order.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace te_fl::cuda {
 
 template <size_t N>
 struct KernelNames {
-  // NOLINTNEXTLINE: a template argument is made of a literal.
+  // NOLINTNEXTLINE: converts implicitly, so that a string literal can be a template argument.
   constexpr KernelNames(const char (&names)[N]) { std::copy_n(names, N, text); }
   char text[N] = {};
 };

@@ -1,5 +1,5 @@
-// Kernels that list the rows which a token has before they move them: a token has few of the rows
-// that a mask's map has places for.
+// Kernels that first collect the rows of a token and then move them. With a map made from a mask,
+// most entries of a token have no row.
 #pragma once
 
 #include "moe/rows.cuh"
@@ -8,7 +8,7 @@ namespace te_fl::cuda {
 
 // ---- sums
 
-// Elements as they are read: a pack, or one where rows are not made of whole packs.
+// The unit of access: a Pack, or a single element if rows are not a multiple of a pack.
 template <class T>
 struct OneElement {
   static constexpr int kSize = 1;
@@ -21,7 +21,7 @@ struct OneElement {
 template <class T, bool kWhole>
 using RawPiece = std::conditional_t<kWhole, Pack<T>, OneElement<T>>;
 
-// The rows of 64 places of a token, two in each lane of a warp.
+// 64 map entries of a token, two in each lane of a warp.
 struct TokenRows {
   int32_t row[2];
 
@@ -32,7 +32,7 @@ struct TokenRows {
       row[h] = s < m.each ? m.map[s * m.tokens + token] : -1;
     }
   }
-  // Wrong rows become none, and are noted if asked for.
+  // Sets invalid rows to -1. Records an error for them if `notes`.
   __device__ void check(const PermutedRows& m, int64_t token, int64_t first, bool notes) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -42,7 +42,7 @@ struct TokenRows {
       row[h] = -1;
     }
   }
-  // Bit i: place i has a row. All lanes call these.
+  // Bit i is set if entry i has a row. All lanes must call there() and row_of().
   __device__ uint64_t there() const {
     const uint64_t high = __ballot_sync(0xFFFFFFFFu, row[1] >= 0);
     return high << 32 | __ballot_sync(0xFFFFFFFFu, row[0] >= 0);
@@ -52,9 +52,9 @@ struct TokenRows {
   }
 };
 
-// sum_rows_kernel for wide rows, and for tokens with many places. A warp takes parts of rows, and
-// looks up the rows of the next while it sums: four loads of a thread are under way, two pieces of
-// two rows.
+// Variant of sum_rows_kernel for wide rows and for tokens with many map entries. A warp sums parts
+// of rows, and prefetches the map entries of its next part. Each thread has four loads in flight:
+// two pieces of two rows.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads, 4)
     sum_listed_rows_kernel(const T* input, PermutedRows m, T* output, RowPieces p, int64_t cols) {
@@ -120,18 +120,19 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 // ---- gradient of permuted rows
 
-constexpr int64_t kMostListed = 1024;  // places of a token: 4 words of shared memory each, and dots
+constexpr int64_t kMostListed = 1024;  // map entries of a token; each takes 3 words of shared
+                                       // memory, plus the dot products
 
-// The rows of a token in the order of s, in a block's shared memory.
+// A token's rows in the order of the map, in shared memory of the block.
 struct RowList {
-  int32_t* rows;   // [each], `count` of them
-  float* weights;  // likewise
-  int32_t* place;  // [each]: where the list has s, or -1
+  int32_t* rows;   // [each]; `count` entries are used
+  float* weights;  // shape [each]; the weights of `rows`
+  int32_t* place;  // [each]: position of map entry s in `rows`, or -1
   __device__ RowList(int32_t* memory, int64_t each)
       : rows(memory), weights(reinterpret_cast<float*>(memory + each)), place(memory + 2 * each) {}
 
-  // Returns the count. All threads of the block call it; wrong rows are left out, and noted if
-  // asked for.
+  // Fills the lists and returns the number of rows. Omits invalid rows, and records an error for
+  // them if `notes`. All threads of the block must call it.
   __device__ int fill(const PermutedRows& m, int64_t token, bool notes) const {
     __shared__ int count;
     const int lane = static_cast<int>(threadIdx.x);
@@ -154,8 +155,7 @@ struct RowList {
 };
 inline size_t row_list_bytes(int64_t each) { return static_cast<size_t>(each) * 12; }
 
-// Shared memory is that of the list, then, if grad_probs is not null, a number for each place and
-// warp.
+// Shared memory: a RowList, followed by one float per map entry and warp if grad_probs is not NULL.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     unpermute_gradient_kernel(const T* grad_output, const T* fwd_input, PermutedRows m,
@@ -163,12 +163,12 @@ __global__ void __launch_bounds__(kThreads)
   using P = RowPiece<T, kWhole>;
   extern __shared__ int32_t listed[];
   const RowList list(listed, m.each);
-  float* const dots = reinterpret_cast<float*>(listed + 3 * m.each);  // [place, warp]
+  float* const dots = reinterpret_cast<float*>(listed + 3 * m.each);  // indexed by [position, warp]
   const int64_t token = first + blockIdx.x;
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int warps = static_cast<int>(blockDim.x) / 32;
   const T* const grad = grad_output + token * cols;
-  const int count = list.fill(m, token, false);  // wrong rows are noted by mark_rows_kernel
+  const int count = list.fill(m, token, false);  // mark_rows_kernel has recorded invalid rows
   for (int k = 0; k < count; k += kAtOnce) {
     float dot[kAtOnce] = {};
     for (int64_t c = int64_t{threadIdx.x} * P::kSize; c < cols;

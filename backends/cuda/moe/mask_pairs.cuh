@@ -1,5 +1,5 @@
-// Rows of the pairs of a token and an expert that a mask has: tiles of tokens count their pairs,
-// and then every block adds up what lies before its own.
+// Assigns rows to the (token, expert) pairs that a mask selects. First each tile of tokens counts
+// its pairs per expert; then each block sums the counts of the tiles before its own.
 #pragma once
 
 #include <algorithm>
@@ -10,22 +10,22 @@
 
 namespace te_fl::cuda {
 
-constexpr int kMostMasked = 2048;  // experts, for which a block has 16 bytes of shared memory each
+constexpr int kMostMasked = 2048;  // experts; a block needs 16 bytes of shared memory for each
 constexpr int64_t kLeastTile = 64, kMostTiles = 512;
-constexpr int kGapBlocks = 32;  // that zero the rows which no pair has
+constexpr int kGapBlocks = 32;  // blocks that zero the rows without a pair
 constexpr int kPlaceThreads = 512;
-// Loads of a thread that nothing decides on, so that they are under way together; those past the
-// last read the last again.
+// Independent loads per thread, so that they are in flight together. Indices past the end are
+// clamped to the last one.
 constexpr int kLoads = 16;
 constexpr int kPiece = 64;  // tokens, and experts, of a piece of the mask in shared memory
 
 struct MaskPairs {
-  const uint8_t* mask;  // [tokens, experts]
+  const uint8_t* mask;  // shape [tokens, experts]
   int64_t tokens;
   int experts;
-  int64_t tile;  // tokens of a tile
+  int64_t tile;  // number of tokens per tile
   int tiles;
-  uint32_t* counts;  // [tiles, experts]
+  uint32_t* counts;  // pairs by tile and expert, shape [tiles, experts]
 
   MaskPairs(const te_fl_tensor& routing_map, void* workspace)
       : mask(backend::data<const uint8_t>(routing_map)),
@@ -39,13 +39,13 @@ struct MaskPairs {
   }
 };
 
-// A block counts a tile. `found` [experts] is shared memory.
+// Each block counts the pairs of one tile. `found` [experts] is dynamic shared memory.
 static __global__ void __launch_bounds__(kThreads) count_masked_kernel(MaskPairs m) {
   extern __shared__ uint32_t found[];
   const int64_t begin = blockIdx.x * m.tile, end = min(begin + m.tile, m.tokens);
   for (int e = static_cast<int>(threadIdx.x); e < m.experts; e += kThreads) found[e] = 0;
   __syncthreads();
-  // Threads beside each other have experts beside each other; the block takes `beside` tokens.
+  // Adjacent threads count adjacent experts. The block reads `beside` tokens at a time.
   const int width = min(m.experts, static_cast<int>(kThreads)), beside = kThreads / width;
   const int of_token = static_cast<int>(threadIdx.x) / width;
   const int64_t from = of_token < beside ? begin + of_token : end;
@@ -66,13 +66,14 @@ static __global__ void __launch_bounds__(kThreads) count_masked_kernel(MaskPairs
   }
 }
 
-// A pair of a mask becomes a row of the output. Its probability is moved as it is.
+// The outputs for the pairs of a mask. Each pair becomes a row; its probability is copied
+// unchanged.
 struct MaskedRows {
-  const void* pads;  // [experts]; null: 0
+  const void* pads;  // shape [experts]; NULL: no padding
   bool wide_pads;
   const void* probs;
   void* permuted_probs;
-  int prob_bytes;  // 0: none
+  int prob_bytes;  // size of a probability; 0: there are none
   int32_t* map;
   int64_t rows;
   ValueErrorSink errors;
@@ -94,10 +95,10 @@ struct MaskedRows {
   }
 };
 
-// The first m.tiles blocks have a tile each, and write the map and what goes with the pairs. The
-// others zero the rows, of `words` words, that no pair has. `starts` [experts] is shared memory:
-// the row of the first pair of each expert; totals and before [experts] lie behind it. With kChecks
-// nothing is written, and values that break a rule are noted all the same.
+// Each of the first m.tiles blocks processes one tile: it writes the map and moves the pairs'
+// probabilities. The other blocks zero the output rows (of `words` words) that have no pair.
+// Dynamic shared memory: `starts` [experts], the row of each expert's first pair, followed by
+// `totals` and `before` [experts]. kChecks: writes no output and only records invalid values.
 template <class Word, bool kChecks>
 __global__ void __launch_bounds__(kPlaceThreads)
     place_masked_kernel(MaskPairs m, MaskedRows out, Word* output, int64_t words) {
@@ -115,7 +116,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
   for (int e = static_cast<int>(threadIdx.x) % width; e < m.experts && of_tile < beside;
        e += width) {
     uint32_t all = 0, mine = 0;
-    // Each block begins elsewhere, so that not all of them ask for the same bytes at a time.
+    // Each block starts with another tile, so that they do not all read the same bytes at once.
     const auto turned = [&](int k) {
       const int of = min(k, m.tiles - 1) + tile % m.tiles;
       return of < m.tiles ? of : of - m.tiles;
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
       if (e < m.experts) {
         const int64_t pad = out.pad(e), least = e > 0 ? out.pad(e - 1) : 0;
         if (tile == 0 && pad < least) note(out.errors, ValueRule::kPadOffset, e, pad, 0, least);
-        // A padding beyond all rows is cut, so that the sum fits; neither is a row.
+        // Limits the padding so that the sum does not overflow. Such rows are out of range anyway.
         starts[e] = carry + sum - total + min(pad, int64_t{1} << 62);
       }
       carry += __shfl_sync(0xFFFFFFFFu, sum, 31);
@@ -158,8 +159,9 @@ __global__ void __launch_bounds__(kPlaceThreads)
   __syncthreads();
 
   if (tile < m.tiles) {
-    // A warp has each kWarps-th expert of a piece, whose tokens lie apart in the mask: from shared
-    // memory, in rows of an odd number of words, its lanes read them without conflicts of banks.
+    // Each warp handles every kWarps-th expert of a piece. An expert's tokens are far apart in the
+    // mask, so the piece is copied to shared memory. Its row pitch is an odd number of words, so
+    // the lanes' reads have no bank conflicts.
     __shared__ uint8_t piece[kPiece][kPiece + 4];
     constexpr int kEach = kPiece / kWarps;
     const int64_t begin = tile * m.tile, end = min(begin + m.tile, m.tokens);
@@ -172,7 +174,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
         next[i] = e < m.experts ? starts[e] + before[e] : 0;
       }
       for (int64_t first = begin; first < end; first += kPiece) {
-        __syncthreads();  // nobody reads the piece before any more
+        __syncthreads();  // waits until all threads have read the previous piece
         bool has[kPiece * kPiece / kPlaceThreads];
 #pragma unroll
         for (int i = 0; i < kPiece * kPiece / kPlaceThreads; ++i) {

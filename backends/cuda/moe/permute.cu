@@ -1,4 +1,4 @@
-// Permutation of tokens by expert, padding of groups, offsets of parts.
+// Ops that permute tokens by expert, pad groups of rows, and compute offsets from splits.
 #include <algorithm>
 
 #include "common/overlap.hpp"
@@ -93,12 +93,12 @@ bool whole_packs(int64_t cols, std::initializer_list<const te_fl_tensor*> tensor
   return at % 16 == 0;
 }
 
-// Threads of a block that takes a token's row in pieces of `size` elements.
+// Number of threads of a block that processes a token's row in pieces of `size` elements.
 unsigned threads_of_row(int64_t cols, int size) {
   return static_cast<unsigned>(
       std::clamp<int64_t>(round_up(ceil_div(cols, size), 32), 32, kThreads));
 }
-// Calls f(first token, blocks) for launches with a block for each token.
+// Calls f(first token, blocks) for each launch; a launch has one block per token.
 template <class F>
 void for_tokens(int64_t tokens, F&& f) {
   constexpr int64_t kMostTokens = 1 << 22;
@@ -190,7 +190,7 @@ void moe_unpermute_bwd(const te_fl_context& ctx, const te_fl_moe_unpermute_bwd_a
       return scatter_rows(ctx, "moe_unpermute_bwd", *a.grad_output, *a.row_id_map, *a.grad_input);
     const auto launch = [&]<bool kWhole>(std::bool_constant<kWhole>) {
       const unsigned threads = threads_of_row(cols, RowPiece<T, kWhole>::kSize);
-      // Where a token has few places, listing them takes 1.4 times as long.
+      // For tokens with few map entries, listing the rows takes 1.4 times as long.
       const bool few = m.each <= kFewPlaces;
       const auto kernel =
           few ? few_rows_gradient_kernel<T, kWhole> : unpermute_gradient_kernel<T, kWhole>;

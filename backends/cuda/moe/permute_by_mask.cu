@@ -1,4 +1,4 @@
-// Permutation of tokens by expert, as a mask says.
+// The op that permutes tokens by expert as a mask selects them.
 #include "common/overlap.hpp"
 #include "common/value_checks.hpp"
 #include "moe/kernel_names.hpp"

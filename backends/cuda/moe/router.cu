@@ -1,4 +1,4 @@
-// The router of experts and its auxiliary loss.
+// The router ops: choice of experts and auxiliary loss.
 #include "moe/kernel_names.hpp"
 #include "moe/router.cuh"
 
@@ -16,7 +16,8 @@ namespace {
 
 constexpr const char* kTooMany = "takes up to 1024 experts, in up to 512 groups";
 
-// Calls f with the lanes of a token and the experts of a lane, for up to kMostExperts.
+// Calls f with the number of lanes per token and of experts per lane, for up to kMostExperts
+// experts.
 template <class F>
 void with_lanes(int64_t experts, F&& f) {
   const auto call = [&]<int kLanes, int kPer>() {
@@ -38,7 +39,7 @@ T* data_or_null(const te_fl_tensor* t) {
 }
 int index_bytes_of(const te_fl_tensor* t) { return t != nullptr ? t->dl.dtype.bits / 8 : 4; }
 
-// Thread blocks with `lanes` threads for each token: at most 32 for each multiprocessor.
+// Number of thread blocks: enough for all tokens, at most 32 per multiprocessor.
 unsigned router_blocks(int64_t tokens, int lanes) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(tokens, kThreads / lanes), 1,
                                                    int64_t{32} * current_multiprocessors()));

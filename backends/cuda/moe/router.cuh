@@ -1,4 +1,5 @@
-// Kernels of the router: a group of lanes takes a token, and a lane a run of experts, in registers.
+// Kernels of the router. A group of lanes processes a token; each lane has a run of experts in
+// registers.
 #pragma once
 
 #include "common/element.cuh"
@@ -9,37 +10,37 @@
 
 namespace te_fl::cuda {
 
-constexpr int kMostExperts = 1024;  // 32 registers of each lane of a warp
-constexpr int kMostGroups = 512;    // whose scores a block holds in shared memory
-constexpr int kFewChoices = 2;      // take less time one after the other
+constexpr int kMostExperts = 1024;  // 32 registers in each lane of a warp
+constexpr int kMostGroups = 512;    // their scores are in a block's shared memory
+constexpr int kFewChoices = 2;      // so few experts are chosen faster one by one
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
 struct RouterShape {
   int64_t tokens;
   int experts, topk, groups, group_topk;
-  int function;  // te_fl_score_function
-  bool before;   // softmax before the choice
+  int function;  // value of te_fl_score_function
+  bool before;   // softmax is applied before the choice
   float scaling;
 };
 
-// ---- numbers
+// ---- elementary functions
 
 __device__ inline float logistic_of(float x) { return 1.0f / (1.0f + expf(-x)); }
 __device__ inline float sqrt_softplus_of(float x) {
-  // Below, exp(x / 2) to FP32's precision, where exp(x) becomes 0 before its root does.
+  // For small x, exp(x / 2) is exact to FP32's precision, while exp(x) would underflow.
   if (x < -20.0f) return expf(0.5f * x);
   return sqrtf((x < 0.0f ? 0.0f : x) + log1pf(expf(-fabsf(x))));
 }
-// The derivative at x, where the function is y: sigmoid(x) / (2 y + 1e-20). Where FP32 has no
-// sigmoid(x) any more that is y y.
+// The derivative at x, with y the function's value: sigmoid(x) / (2 y + 1e-20). If sigmoid(x)
+// underflows in FP32, it equals y y.
 __device__ inline float sqrt_softplus_slope(float x, float y) {
   const float divisor = 2.0f * y + 1e-20f;
   return x < -80.0f ? y / divisor * y : logistic_of(x) / divisor;
 }
 __device__ inline float max_or_nan(float a, float b) { return b > a || isnan(b) ? b : a; }
 
-// ---- lanes of a token. All lanes of a warp call these; the tokens of a warp are beside each
-// other.
+// ---- lanes of a token. All lanes of a warp must call these functions. The tokens of a warp occupy
+// consecutive groups of lanes.
 
 template <int kLanes>
 __device__ inline int lane_of() {
@@ -64,7 +65,7 @@ __device__ inline uint32_t max_of_lanes(uint32_t v) {
   if constexpr (kLanes == 32) return __reduce_max_sync(kAllLanes, v);
   return over_lanes<kLanes>(v, [](uint32_t a, uint32_t b) { return max(a, b); });
 }
-// The first lane that says so; one does.
+// The first lane of the token for which `says` is true. There must be one.
 template <int kLanes>
 __device__ inline int first_lane(bool says) {
   if constexpr (kLanes == 1) return 0;
@@ -72,14 +73,15 @@ __device__ inline int first_lane(bool says) {
   return __ffs(static_cast<int>(all >> (threadIdx.x % 32 / kLanes * kLanes))) - 1;
 }
 
-// Orders as the numbers do, a NaN above all; 0 is below all. The sum makes -0 to 0, and every NaN
-// to the one whose bits are 0x7FFFFFFF.
+// Maps a float to a key with the same order: NaN is above all numbers, and 0 is below all keys. The
+// addition of 0 turns -0 into +0 and every NaN into 0x7FFFFFFF.
 __device__ inline uint32_t order_of(float v) {
   const uint32_t bits = __float_as_uint(__fadd_rn(v, 0.0f));
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
-// The expert of the largest key, of equal ones the first; its key becomes 0. All lanes get it.
+// Returns the expert with the largest key to all lanes and sets its key to 0. If keys are equal,
+// the first expert wins.
 template <int kLanes, int kPer>
 __device__ inline int take_largest(uint32_t (&keys)[kPer]) {
   uint32_t mine = 0;
@@ -101,13 +103,13 @@ __device__ inline int take_largest(uint32_t (&keys)[kPer]) {
   return holder * kPer + at;
 }
 
-// ---- the largest of a token's keys at once: each lane sorts its own, and lanes merge their lists
+// ---- finds a token's largest keys at once: each lane sorts its keys, then lanes merge their lists
 
 __device__ inline void sort_two(uint32_t& first, uint32_t& second) {
   const uint32_t larger = max(first, second);
   second = min(first, second), first = larger;
 }
-// Downwards, by Batcher's network of 19 exchanges.
+// Sorts in descending order with Batcher's network of 19 exchanges.
 __device__ inline void sort_eight(uint32_t (&v)[8]) {
   constexpr int kPairs[][2] = {{0, 1}, {2, 3}, {4, 5}, {6, 7}, {0, 2}, {1, 3}, {4, 6},
                                {5, 7}, {1, 2}, {5, 6}, {0, 4}, {1, 5}, {2, 6}, {3, 7},
@@ -127,7 +129,7 @@ __device__ inline uint32_t nth_largest(const uint32_t (&keys)[8], int n) {
     uint32_t theirs[8];
 #pragma unroll
     for (int j = 0; j < 8; ++j) theirs[j] = __shfl_xor_sync(kAllLanes, top[j], step);
-      // The largest of both lists go up and then down, so that three rounds of exchanges sort them.
+      // The maxima of both lists form a bitonic sequence, which three rounds of exchanges sort.
 #pragma unroll
     for (int j = 0; j < 8; ++j) top[j] = max(top[j], theirs[7 - j]);
 #pragma unroll
@@ -143,8 +145,8 @@ __device__ inline uint32_t nth_largest(const uint32_t (&keys)[8], int n) {
   for (int j = 1; j < 8; ++j) nth = j < n ? top[j] : nth;
   return nth;
 }
-// Bit j: the lane's expert j is among the n best. False, for all lanes, if equal keys leave it
-// open.
+// Sets bit j of `chosen` if the lane's expert j is among the n best. Returns false in all lanes if
+// equal keys make the choice ambiguous.
 template <int kLanes, int kPer>
 __device__ inline bool choose_at_once(const uint32_t (&keys)[kPer], uint32_t there, int experts,
                                       int n, uint32_t& chosen) {
@@ -160,7 +162,7 @@ __device__ inline bool choose_at_once(const uint32_t (&keys)[kPer], uint32_t the
   return false;
 }
 
-// The value that the lane of an expert holds, for all lanes.
+// Broadcasts the value of an expert from its lane to all lanes of the token.
 template <int kLanes, int kPer>
 __device__ inline float value_of(const float (&values)[kPer], int expert) {
   float mine = 0.0f;
@@ -171,7 +173,7 @@ __device__ inline float value_of(const float (&values)[kPer], int expert) {
   return kLanes == 1 ? mine : __shfl_sync(kAllLanes, mine, expert / kPer, kLanes);
 }
 
-// Bit j: the lane has an expert j.
+// Bit j is set if the lane has an expert j.
 template <int kLanes, int kPer>
 __device__ inline uint32_t experts_of_lane(int experts) {
   const int left = experts - lane_of<kLanes>() * kPer;
@@ -180,7 +182,8 @@ __device__ inline uint32_t experts_of_lane(int experts) {
 
 // ---- choice
 
-// Keeps the keys of the best groups alone. `scores` is the token's, of a number for each group.
+// Sets the keys outside the best groups to 0. `scores`: shared memory of the token, one word per
+// group.
 template <int kLanes, int kPer>
 __device__ inline void keep_groups(const RouterShape& r, const float (&judged)[kPer],
                                    uint32_t (&keys)[kPer], uint32_t* scores) {
@@ -198,7 +201,7 @@ __device__ inline void keep_groups(const RouterShape& r, const float (&judged)[k
     if (first == 0) scores[g] = order_of(sum);
   }
   __syncwarp();
-  // A group stays if fewer than group_topk are better, or equal and before it.
+  // A group is kept if fewer than group_topk groups are better, or are equal and come before it.
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
     const int mine = (first + j) / size;
@@ -212,11 +215,11 @@ __device__ inline void keep_groups(const RouterShape& r, const float (&judged)[k
   __syncwarp();
 }
 
-// The outputs in which a kernel says what was chosen; each may be null.
+// The outputs that report the chosen experts; each may be NULL.
 struct ChoiceOutputs {
   uint8_t *map, *bits;
   void* indices;
-  int index_bytes;  // 2, 4 or 8
+  int index_bytes;  // size of an index: 2, 4 or 8
 
   __device__ void put_index(int64_t at, int expert) const {
     if (index_bytes == 2) {
@@ -227,7 +230,7 @@ struct ChoiceOutputs {
       static_cast<int64_t*>(indices)[at] = expert;
     }
   }
-  // Bit j of `chosen`: the lane's expert j is.
+  // Writes the choice of a token. Bit j of `chosen`: the lane's expert j is chosen.
   template <int kLanes, int kPer>
   __device__ void put(int64_t token, int experts, uint32_t chosen) const {
     const int bytes = (experts + 7) / 8;
@@ -238,7 +241,7 @@ struct ChoiceOutputs {
       const uint32_t eight = chosen >> j & 0xFFu;
       if (map != nullptr) {
         uint8_t* const to = map + token * experts + first;
-        // Bits 0 to 3 to the lowest bits of four bytes.
+        // Spreads the lower and the upper four bits to four bytes each.
         const uint2 words{(eight & 0xFu) * 0x00204081u & 0x01010101u,
                           (eight >> 4) * 0x00204081u & 0x01010101u};
         if (n == kGroup && reinterpret_cast<uintptr_t>(to) % sizeof words == 0) {
@@ -255,14 +258,14 @@ struct ChoiceOutputs {
   }
 };
 
-// Rows of a float tensor; the dtype is looked at once for a row. Nothing is loaded or stored behind
-// the last of the experts.
+// The rows of a float tensor. Branches on the dtype once per row. Accesses nothing past the last
+// expert.
 struct RowSource {
   const void* data;
   int dtype;
   explicit RowSource(const te_fl_tensor& t)
       : data(backend::data<const void>(t)), dtype(dtype_of(t)) {}
-  // Experts past the last become `other`.
+  // Loads a lane's experts of a row; experts past the last become `other`.
   template <int kLanes, int kPer>
   __device__ void load(int64_t row, int experts, float other, float (&v)[kPer]) const {
     if (dtype == TE_FL_F32) return load_as<float, kLanes>(row, experts, other, v);
@@ -307,7 +310,7 @@ struct RowTarget {
   }
 };
 
-// x becomes its softmax; experts past the last are -infinity.
+// Replaces x by its softmax. Experts past the last must be -infinity.
 template <int kLanes, int kPer>
 __device__ inline void softmax_row(float (&x)[kPer]) {
   float top = -INFINITY, sum = 0.0f;
@@ -330,8 +333,8 @@ __device__ inline void scores_row(int function, float (&x)[kPer]) {
   }
 }
 
-// Calls f(token, experts) for the tokens of these lanes, all lanes of a warp equally often: where
-// there is no token left, experts is 0.
+// Calls f(token, experts) for the tokens of these lanes. All lanes of a warp make the same number
+// of calls; `experts` is 0 if there is no token left.
 template <int kLanes, class F>
 __device__ inline void for_tokens_of_lanes(const RouterShape& r, F&& f) {
   const int64_t step = int64_t{gridDim.x} * (kThreads / kLanes);
@@ -346,7 +349,7 @@ template <int kLanes, int kPer>
 __global__ void __launch_bounds__(kThreads, kPer == 8 ? (kLanes == 1 ? 4 : 3) : 1)
     topk_kernel(RowSource logits, const float* bias, RouterShape r, RowTarget probs,
                 RowTarget saved, ChoiceOutputs choice) {
-  extern __shared__ uint32_t group_scores[];  // [tokens of a block, groups]
+  extern __shared__ uint32_t group_scores[];  // shape [tokens per block, groups]
   const int lane = lane_of<kLanes>();
   const bool softmax = r.function == TE_FL_SCORE_FUNCTION_SOFTMAX, after = softmax && !r.before;
   const bool saves_logits = r.function == TE_FL_SCORE_FUNCTION_SQRTSOFTPLUS;
@@ -442,7 +445,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- gradients
 
-// The inputs that say what was chosen: the first that is not null is read.
+// The inputs that contain the choice of experts. The first that is not NULL is read.
 struct ChoiceInputs {
   const uint8_t *map, *bits;
   const void* indices;
@@ -454,7 +457,7 @@ struct ChoiceInputs {
     if (index_bytes == 4) return static_cast<const int32_t*>(indices)[at];
     return static_cast<const int64_t*>(indices)[at];
   }
-  // Bit j: the lane's expert j is chosen.
+  // Bit j is set if the lane's expert j is chosen.
   template <int kLanes, int kPer>
   __device__ uint32_t get(int64_t token, int experts, int topk) const {
     const int lane = lane_of<kLanes>(), bytes = (experts + 7) / 8;
@@ -505,8 +508,8 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// g, the gradient of scores, becomes that of logits. Sums go over the experts of `counts`, which
-// are none past the last.
+// Turns g from the gradient of the scores into that of the logits. Sums run over the experts whose
+// bits are set in `counts`; bits past the last expert must be 0.
 template <int kLanes, int kPer>
 __device__ inline void gradient_row(int function, bool divides, uint32_t counts,
                                     const float (&saved)[kPer], float (&g)[kPer]) {
@@ -526,7 +529,7 @@ __device__ inline void gradient_row(int function, bool divides, uint32_t counts,
     return;
   }
   const float share = 1.0f / (sum_of_lanes<kLanes>(sum) + 1e-20f);
-  // In two steps: the square of a large share is beyond what FP32 holds.
+  // Multiplies twice, because the square of a large `share` overflows FP32.
   const float less = dot * share * share;
 #pragma unroll
   for (int j = 0; j < kPer; ++j) {
@@ -555,7 +558,7 @@ __global__ void __launch_bounds__(kThreads)
     if (!r.before) {
 #pragma unroll
       for (int j = 0; j < kPer; ++j) {
-        if ((chosen >> j & 1u) == 0) g[j] = 0.0f;  // 0 times infinity is none
+        if ((chosen >> j & 1u) == 0) g[j] = 0.0f;  // overrides the NaN of 0 times infinity
       }
     }
     grad_logits.store<kLanes>(token, experts, g);

@@ -1,20 +1,20 @@
-// Divides rows among threads: pure functions of a call's metadata, so that they can be tested where
-// there is no GPU. The kernels are those of rows.cuh and listed_rows.cuh.
+// Divides rows among threads, for the kernels of rows.cuh and listed_rows.cuh. Pure functions of
+// metadata, so tests run without a GPU.
 #pragma once
 
 #include <cstdint>
 
 namespace te_fl::cuda {
 
-constexpr int kAtOnce = 4;  // pieces of a thread, loaded before the first is stored
+constexpr int kAtOnce = 4;  // pieces that a thread loads before it stores the first
 
-// Rows cut into parts. A part is kAtOnce pieces of each of 2^lanes_log2 lanes, so that these lanes
-// look up once for all of them what the row's token says.
+// A division of rows into parts. A part is kAtOnce pieces for each of 2^lanes_log2 lanes, so that
+// these lanes read the row's map entry once per part.
 struct RowCut {
   int lanes_log2 = 0;
-  int64_t parts = 1;  // of a row
+  int64_t parts = 1;  // number of parts of a row
 };
-// The fewest lanes that hold a row of `pieces` pieces, and no more than a warp's.
+// The smallest number of lanes, at most a warp, whose part holds a row of `pieces` pieces.
 constexpr RowCut cut_of(int64_t pieces) noexcept {
   RowCut cut;
   while (cut.lanes_log2 < 5 && (int64_t{kAtOnce} << cut.lanes_log2) < pieces) ++cut.lanes_log2;
@@ -23,8 +23,9 @@ constexpr RowCut cut_of(int64_t pieces) noexcept {
   return cut;
 }
 
-// Rows are summed by warps that list a token's rows where a row has pieces for two warps, and where
-// a token has many places, as those of a mask's map, of which few have a row.
+// True if rows are summed by warps that first list a token's rows: if a row has pieces for two
+// warps, or if a token has many map entries, few of which have a row, as with a map made from a
+// mask.
 constexpr int64_t kFewPlaces = 8, kPiecesOfWarps = 64;
 constexpr bool lists_rows(int64_t each, int64_t pieces) noexcept {
   return each > kFewPlaces || pieces >= kPiecesOfWarps;

@@ -1,4 +1,4 @@
-// Launches over rows that are moved as they are: words of up to 16 bytes, numbered row after row.
+// Launches over rows that are copied as words of up to 16 bytes, which are numbered consecutively.
 #pragma once
 
 #include <algorithm>
@@ -11,20 +11,21 @@ namespace te_fl::cuda {
 
 using backend::Refusal;
 
-// Pieces of `words` words in a row, numbered row after row from row `first` on; fewer than 2^31.
+// Rows of `words` words, numbered consecutively from row `first`. `size`: number of words, below
+// 2^31.
 struct RowPieces {
   FastDiv words;
   int64_t first = 0, size = 0;
 };
 
-// Parts of rows, numbered row after row from row `first` on; fewer than 2^31.
+// Parts of rows, numbered consecutively from row `first`. `size`: number of parts, below 2^31.
 struct RowParts {
   FastDiv parts;
   int lanes_log2 = 0;
-  int64_t pieces = 0, first = 0, size = 0;  // pieces of a row
+  int64_t pieces = 0, first = 0, size = 0;  // pieces: number of pieces per row
 };
 
-// The widest word that rows and both addresses are made of, in bytes.
+// Bytes of the widest word that divides the row size and both addresses.
 inline int64_t word_bytes(int64_t row_bytes, const te_fl_tensor& a, const te_fl_tensor& b) {
   const auto at = reinterpret_cast<uintptr_t>(backend::data<const void>(a)) |
                   reinterpret_cast<uintptr_t>(backend::data<const void>(b)) |
@@ -32,7 +33,7 @@ inline int64_t word_bytes(int64_t row_bytes, const te_fl_tensor& a, const te_fl_
   return at % 16 == 0 ? 16 : at % 8 == 0 ? 8 : at % 4 == 0 ? 4 : at % 2 == 0 ? 2 : 1;
 }
 
-// Calls f with a value of the word type.
+// Calls f with a value of the word type of `bytes` bytes.
 template <class F>
 void with_word(int64_t bytes, F&& f) {
   switch (bytes) {
@@ -51,7 +52,7 @@ void with_word(int64_t bytes, F&& f) {
 
 inline int64_t row_bytes_of(const te_fl_tensor& t) { return t.dl.shape[1] * (t.dl.dtype.bits / 8); }
 
-// Calls f(pieces) for launches over `rows` rows of `words` words from row `first` on.
+// Calls f(pieces) for each launch over `rows` rows of `words` words from row `first`.
 template <class F>
 void for_pieces(int64_t first, int64_t rows, int64_t words, F&& f) {
   if (rows <= 0 || words <= 0) return;
@@ -61,7 +62,7 @@ void for_pieces(int64_t first, int64_t rows, int64_t words, F&& f) {
   }
 }
 
-// Calls f(parts) for launches over `rows` rows of `pieces` pieces.
+// Calls f(parts) for each launch over `rows` rows of `pieces` pieces.
 template <class F>
 void for_parts(int64_t rows, int64_t pieces, F&& f) {
   if (rows <= 0 || pieces <= 0) return;
@@ -77,7 +78,7 @@ inline unsigned blocks_of(int64_t pieces, int64_t each) {
   return static_cast<unsigned>(ceil_div(pieces, each));
 }
 
-// A row of 2^31 words or more is beyond the launches above.
+// The launches above do not support rows of 2^31 words or more.
 inline constexpr const char* kWideRows = "rows have 2^31 elements or more";
 template <class... Tensors>
 Refusal refuse_wide(const Tensors*... tensors) {

@@ -1,4 +1,4 @@
-// Kernels that move rows of tokens: several summed into one, groups of rows.
+// Kernels that sum several rows of a token into one, and that move groups of rows.
 #pragma once
 
 #include "common/integers.cuh"
@@ -11,12 +11,13 @@ namespace te_fl::cuda {
 // ---- sums
 
 struct PermutedRows {
-  const int32_t* map;  // [each, tokens]
-  const float* probs;  // [tokens, each]; null: 1
+  const int32_t* map;  // shape [each, tokens]
+  const float* probs;  // shape [tokens, each]; NULL: all weights are 1
   int64_t tokens, each, rows;
   ValueErrorSink errors;
 
-  // -1 for what has no row; a wrong one is noted by the threads that `notes` is true for.
+  // The row of map entry s of a token; -1 if it has none or is invalid. Records an invalid entry if
+  // `notes`, which should be true for one thread.
   __device__ int64_t row(int64_t s, int64_t token, bool notes) const {
     const int64_t at = s * tokens + token, row = map[at];
     if (row >= -1 && row < rows) return row;
@@ -36,7 +37,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A pack of a row, or one element where rows are not made of whole packs.
+// The unit of access: a Pack, or a single element if rows are not a multiple of a pack.
 template <class T, bool kWhole>
 struct RowPiece {
   static constexpr int kSize = kWhole ? Pack<T>::kSize : 1;
@@ -61,7 +62,7 @@ struct RowPiece {
   }
 };
 
-// For tokens with short rows and few places: a thread takes a piece.
+// For tokens with short rows and few map entries. Each thread sums one piece.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     sum_rows_kernel(const T* input, PermutedRows m, T* output, RowPieces p) {
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- gradient of permuted rows
 
-// Sets the bit of each row that a pair has.
+// Sets the bit of each row that a map entry refers to.
 static __global__ void __launch_bounds__(kThreads)
     mark_rows_kernel(const int32_t* map, int64_t size, int64_t rows, uint32_t* bits,
                      ValueErrorSink errors) {
@@ -112,7 +113,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Zeroes rows without a bit; a warp takes the 32 rows of a word.
+// Zeroes the rows whose bit is not set. A warp handles the 32 rows of a word.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     zero_rows_kernel(const uint32_t* bits, int64_t rows, int64_t cols, T* output) {
@@ -128,8 +129,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// For tokens with few places. A block takes a token. `dots` [each, warps of the block] is shared
-// memory, if grad_probs is not null.
+// For tokens with few map entries. Each block processes one token. `dots` [each, warps of the
+// block] is dynamic shared memory, used if grad_probs is not NULL.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kThreads)
     few_rows_gradient_kernel(const T* grad_output, const T* fwd_input, PermutedRows m,
@@ -141,7 +142,7 @@ __global__ void __launch_bounds__(kThreads)
   const int warps = static_cast<int>(blockDim.x) / 32;
   const T* grad = grad_output + token * cols;
   for (int64_t s = 0; s < m.each; ++s) {
-    const int64_t row = m.row(s, token, false);  // noted by mark_rows_kernel
+    const int64_t row = m.row(s, token, false);  // mark_rows_kernel records invalid rows
     float dot = 0.0f;
     if (row >= 0) {
       const float weight = m.weight(s, token);
@@ -176,9 +177,9 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- groups
 
-constexpr int kGroups = 64;  // of a launch: a kernel's parameters are 4 KiB at most
+constexpr int kGroups = 64;  // groups per launch; limited by the 4 KiB of kernel parameters
 
-// Groups of rows that follow each other in the output. Rows past `rows` of a group are 0.
+// Groups of rows that are consecutive in the output. Output rows past a group's `rows` become 0.
 struct RowGroups {
   int64_t from[kGroups];  // first row in the input
   int64_t to[kGroups];    // first row in the output
@@ -228,7 +229,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One block; sums wrap around.
+// Launched as one block. Sums wrap around on overflow.
 template <class Out>
 __global__ void __launch_bounds__(kScanThreads)
     offsets_kernel(Integers splits, int64_t size, uint64_t stride, bool leading_zero, Out* out,

@@ -1,14 +1,14 @@
-// Copies of the rows of tokens to the rows that a map has for them.
+// Copies the rows of tokens to the rows that a map assigns to them.
 #pragma once
 
 #include "moe/row_launch.cuh"
 
 namespace te_fl::cuda {
 
-// The numbers of pairs [tokens, each] that may say that a pair carries no token.
+// Values per (token, expert) pair, [tokens, each]. A pair with value 0 does not carry its token.
 struct PairProbs {
-  const void* data = nullptr;  // null: every pair carries one
-  int bytes = 4;  // of a number: F32, F16 or BF16, whose bits but the sign's are 0 for 0
+  const void* data = nullptr;  // NULL: every pair carries its token
+  int bytes = 4;  // per value: F32, F16 or BF16; zero is all bits 0 except the sign
 
   __device__ bool zero(int64_t pair) const {
     if (data == nullptr) return false;
@@ -17,8 +17,9 @@ struct PairProbs {
   }
 };
 
-// Copies the row of each token to those that the map [each, tokens] has for it. A part of a row is
-// read once, and the map once for it; with kLists by the lanes of a warp, which takes one part.
+// Copies the row of each token to all rows that the map [each, tokens] assigns to it. Reads a part
+// of a row once, and the map once per part. kLists: a warp copies one part, and its lanes read the
+// map together.
 template <class Word, bool kLists>
 __global__ void __launch_bounds__(kThreads)
     scatter_rows_kernel(const Word* input, const int32_t* map, Word* output, RowParts p,

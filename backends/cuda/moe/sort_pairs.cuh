@@ -1,6 +1,6 @@
-// Rows of pairs of a token and an expert, by a stable sort in one launch: a cluster of blocks
-// counts digits of the indices, from the smallest index on and as many digits as their range has.
-// Fewer than 257 experts are one digit.
+// Assigns rows to (token, expert) pairs by a stable radix sort in one launch. A cluster of blocks
+// counts the digits of (index - smallest index); the range of the indices determines the number of
+// digits. Up to 256 experts need one digit.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -18,7 +18,7 @@ constexpr int kDigitBits = 8, kDigits = 1 << kDigitBits;
 
 struct PairIndices {
   Integers indices;
-  int64_t size, bound;  // with bound 0 indices are any 32-bit numbers
+  int64_t size, bound;  // bound 0: indices are arbitrary 32-bit numbers
   ValueErrorSink errors;
 
   __device__ void check(int64_t pair, int64_t v) const {
@@ -26,7 +26,7 @@ struct PairIndices {
     const int64_t high = bound == 0 ? int64_t{1} << 31 : bound;
     if (v < low || v >= high) note(errors, ValueRule::kExpert, pair, v, high, low);
   }
-  // Orders as the indices do.
+  // A key with the same order as the indices.
   __device__ uint32_t key(int64_t v) const {
     return static_cast<uint32_t>(v) ^ (bound == 0 ? 0x80000000u : 0u);
   }
@@ -39,8 +39,8 @@ static __global__ void __launch_bounds__(kThreads) check_experts_kernel(PairIndi
   }
 }
 
-// The numbers of up to kHeld pairs of a lane, 32 apart from each other: loads that nothing decides
-// on are under way together.
+// Loads up to kHeld indices per lane, 32 apart. The loads are independent, so that they are in
+// flight together.
 constexpr int kHeld = 8;
 template <class T>
 __device__ inline void load_held(const void* indices, int64_t first, int64_t size,
@@ -51,8 +51,8 @@ __device__ inline void load_held(const void* indices, int64_t first, int64_t siz
   }
 }
 
-// A pair has its row in the map. Two lists of as many pairs, `apart` from each other, hold them
-// between digits.
+// The destination of the pairs. The map receives the final rows. Between digits, two lists that are
+// `apart` elements apart hold the pairs.
 struct PairRows {
   int32_t *lists, *map;  // the map is [each, tokens]
   int64_t apart;
@@ -66,17 +66,18 @@ struct PairRows {
   }
 };
 
-// The blocks of a cluster; one block is no cluster. Clusters need compute capability 9.0.
+// Access to the blocks of a cluster. With kBlocks 1 no cluster is used. Clusters need compute
+// capability 9.0.
 template <int kBlocks>
 struct SortCluster {
-  // A barrier of all their threads, which orders their accesses to all memory.
+  // A barrier for all threads of the cluster. Orders all their memory accesses.
   static __device__ void sync() {
 #if __CUDA_ARCH__ >= 900
     if constexpr (kBlocks > 1) return cooperative_groups::this_cluster().sync();
 #endif
     __syncthreads();
   }
-  // Returns the same place in the shared memory of block b.
+  // Returns the corresponding address in the shared memory of block b.
   static __device__ uint32_t* of(uint32_t* place, int b) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (kBlocks > 1) return cooperative_groups::this_cluster().map_shared_rank(place, b);
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices
 
   if (thread == 0) range[0] = 0xFFFFFFFFu, range[1] = 0;
   __syncthreads();
-  // A warp has a run of pairs in their order, and counts for itself. A short one stays in
+  // Each warp has a run of consecutive pairs and counts its own digits. Short runs stay in
   // registers.
   const int64_t run = round_up(ceil_div(in.size, kBlocks * kSortWarps), 32);
   const int64_t begin = min((block * kSortWarps + warp) * run, in.size);
@@ -156,7 +157,8 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices
     }
     __syncthreads();
     uint32_t sum = 0;
-    if (thread < kDigits) {  // a thread has a digit: of warps in this block, then of all blocks
+    if (thread < kDigits) {  // one thread per digit sums over this block's warps, then over all
+                             // blocks
       for (int w = 0; w < kSortWarps; ++w) {
         const uint32_t count = counts[w][thread];
         counts[w][thread] = sum;
@@ -188,7 +190,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices
     __syncthreads();
 
     const auto place = [&](bool there, int32_t pair, uint32_t digit) {
-      unsigned peers = __ballot_sync(0xFFFFFFFFu, there);  // lanes that have the same digit
+      unsigned peers = __ballot_sync(0xFFFFFFFFu, there);  // lanes with the same digit
       for (int bit = 0; bit < bits; ++bit) {
         const bool is = (digit >> bit & 1u) != 0;
         const unsigned ones = __ballot_sync(0xFFFFFFFFu, is);
@@ -196,7 +198,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices
       }
       const uint32_t row = starts[digit] + mine[digit] + __popc(peers & ((1u << lane) - 1));
       __syncwarp();
-      if (there && peers >> lane == 1u) mine[digit] += __popc(peers);  // the last of them
+      if (there && peers >> lane == 1u) mine[digit] += __popc(peers);  // by the last of these lanes
       if (there && last) out.put(pair, row);
       if (there && !last) to[row] = pair;
       __syncwarp();
@@ -215,7 +217,7 @@ __global__ void __launch_bounds__(kSortThreads, 1) sort_pairs_kernel(PairIndices
         place(there, pair, there ? digit_of(pair) : 0);
       }
     }
-    Cluster::sync();  // lists are whole, and nobody reads this block's totals any more
+    Cluster::sync();  // the lists are complete, and no block reads this block's totals any more
     if (last) return;
   }
 }

@@ -1,5 +1,4 @@
-// Layer and RMS normalisation: the ops. Which kernels serve a call is choose_norm()'s to say
-// (norm_choice.hpp).
+// The layernorm and rmsnorm ops. choose_norm() (norm_choice.hpp) selects the kernels of a call.
 #include "te_fl/ops/norm.h"
 
 #include "common/overlap.hpp"
@@ -24,7 +23,7 @@ NormDevice device_of(const te_fl_context& ctx) {
           attribute_of<cudaDevAttrMaxSharedMemoryPerBlockOptin>(device), grants_tiles};
 }
 
-// One pass for plain outputs of any types.
+// Computes unquantised outputs of any dtypes in one pass over x.
 void norm_general_rows(const te_fl_context& ctx, const NormForward& f) {
   const backend::Matrix m = backend::as_matrix(*f.x);
   const auto kernel = m.cols <= kRegisterCols / 4   ? norm_general_rows_kernel<1>
@@ -41,7 +40,7 @@ float* rest_of(const te_fl_context& ctx) {
   return reinterpret_cast<float*>(static_cast<char*>(ctx.workspace) + kStoreWorkspace);
 }
 
-// Writes statistics, and sum if there is a residual.
+// Writes the statistics, and `sum` if the call has a residual.
 void forward_statistics(const te_fl_context& ctx, NormForward f, NormKernel kernel) {
   if (kernel == NormKernel::kRowwise) {
     return norm_rowwise(ctx, f, RowTask::kStatistics, rest_of(ctx), nullptr, nullptr);
@@ -59,7 +58,7 @@ void forward_statistics(const te_fl_context& ctx, NormForward f, NormKernel kern
   check_launch("norm_statistics_kernel");
 }
 
-// Writes the amax of the result, too.
+// Writes the statistics and the amax of the result. Returns the amax's address.
 float* forward_amax(const te_fl_context& ctx, const NormForward& f, NormKernel kernel) {
   auto* found = static_cast<float*>(ctx.workspace);
   check(cudaMemsetAsync(found, 0, sizeof(float), stream_of(ctx)), "cudaMemsetAsync");
@@ -71,7 +70,7 @@ float* forward_amax(const te_fl_context& ctx, const NormForward& f, NormKernel k
   return found;
 }
 
-// Writes a result of which the statistics are known.
+// Writes the result from statistics that are already computed.
 void norm_general(const te_fl_context& ctx, const NormForward& f) {
   store_output(
       ctx, *f.z,
@@ -198,7 +197,7 @@ void run_backward(const te_fl_context& ctx, const NormBackward& b) {
                       b.zero_centered ? 1.0f : 0.0f};
   auto* means = reinterpret_cast<float*>(scratch);
   auto* partials = reinterpret_cast<float*>(scratch + means_bytes(m.rows));
-  // First what is summed, then dx, which may share the memory of dz.
+  // Computes the column sums first, because dx may share the memory of dz.
   column_sums(ctx, m.rows, m.cols, partials, *b.dgamma, false, GradientOfGamma{args});
   if (b.dbeta != nullptr) {
     column_sums(ctx, m.rows, m.cols, partials, *b.dbeta, false, GradientOfBeta{args.dz, m.cols});

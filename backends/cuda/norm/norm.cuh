@@ -1,5 +1,5 @@
-// Shared by the norm kernels: rows as packed groups of eight elements, statistics that merge
-// without cancellation, and how the fused kernels are launched.
+// Device code shared by the norm kernels: rows in groups of eight elements, statistics that merge
+// without cancellation, and launches of the fused kernels.
 #pragma once
 
 #include "common/store.cuh"
@@ -9,33 +9,39 @@
 
 namespace te_fl::cuda {
 
-// The task of a fused forward kernel beside the statistics. `out` is read if z is given.
+// The output of a fused forward kernel in addition to the statistics.
 enum class RowTask { kStatistics, kAmax, kStore };
 
-// Each serves what choose_norm() gives it (norm_choice.hpp), on the stream of `ctx`.
-// Whole rows in registers: statistics (rest: what mu, rounded to FP32, leaves out; may be NULL),
-// the amax of the result, or the result, plain or as row-wise codes with a scale per tensor.
+// Each function supports the calls for which choose_norm() (norm_choice.hpp) selects it, and
+// enqueues on the stream of `ctx`.
+//
+// Keeps whole rows in registers. Computes the statistics, the amax of the result, or the result,
+// unquantised or as row-wise codes with per-tensor scaling. `rest`: receives the mean minus its
+// FP32 rounding mu; may be NULL.
 void norm_rowwise(const te_fl_context& ctx, const NormForward& f, RowTask task, float* rest,
                   float* amax, const Quantised* out);
-// Serves x of 16 bits with weights of its dtype, without a residual: statistics and the amax,
-// or the plain result. tiles: what norm_block128() needs of every row; may be NULL.
+// For 16-bit x with weights of its dtype and without a residual. Computes the statistics, and the
+// amax or the unquantised result. `tiles`: receives the per-row values that norm_block128() needs;
+// may be NULL.
 void norm_plain16(const te_fl_context& ctx, const NormForward& f, float4* tiles, float* amax);
-// Codes in tiles of 128 x 128, in both directions. In blocks: x is read once. With a scale per
-// tensor (current scaling: out.found): statistics are known, and the scratch memory begins with
-// those of norm_plain16(). `scratch` has norm_block128_bytes().
+// Writes codes in tiles of 128 x 128, row-wise and column-wise. With 128-element block scaling it
+// reads x once. With current per-tensor scaling (out.found), norm_plain16() has already written its
+// `tiles` to the start of `scratch`. `scratch` must have norm_block128_bytes().
 void norm_block128(const te_fl_context& ctx, const NormForward& f, const Quantised& out,
                    void* scratch);
 size_t norm_block128_bytes(int64_t rows);
-// Codes with a scale per tensor, column-wise too: a cluster of blocks holds some rows.
+// Writes codes with per-tensor scaling, row-wise and column-wise. Each cluster of blocks holds some
+// rows.
 void norm_cluster(const te_fl_context& ctx, const NormForward& f, const Quantised& out);
-bool grants_tiles(int device, const NormCluster& cluster);  // NormDevice::grants
-// dx, dgamma and dbeta in two launches. `partials` has norm_grad_bytes().
+bool grants_tiles(int device, const NormCluster& cluster);  // implements NormDevice::grants
+// Computes dx, dgamma and dbeta in two launches. `partials` must have norm_grad_bytes().
 void norm_grad(const te_fl_context& ctx, const NormBackward& b, float* partials);
 size_t norm_grad_bytes(int64_t rows, int64_t cols);
 
 static_assert(norm_choice::kGroupSize == kGroup);
 
-// Lets a kernel have `wanted` bytes of dynamic shared memory, which choose_norm() found there.
+// Allows a kernel `wanted` bytes of dynamic shared memory. choose_norm() has already checked that
+// the device has them.
 template <class Kernel>
 void take_shared(SharedMemory& granted, int device, Kernel* kernel, int64_t wanted, int64_t most) {
   if (granted.allow(device, kernel, static_cast<size_t>(wanted), static_cast<size_t>(most))) return;
@@ -44,7 +50,7 @@ void take_shared(SharedMemory& granted, int device, Kernel* kernel, int64_t want
                                            "of; report this with the GPU's name");
 }
 
-// Eight elements as they lie in memory.
+// Eight elements as stored in memory.
 template <class T>
 struct alignas(16) Raw {
   uint4 part[sizeof(T) / 2] = {};
@@ -65,22 +71,22 @@ __device__ inline void store_raw(T* p, const Raw<T>& raw) {
     store_whole(reinterpret_cast<uint4*>(p) + i, raw.part[i]);
   }
 }
-// Copies from global to shared memory that go on while a thread works: it waits for its own, and
-// reads what it copied itself, so that blocks need no barrier for them. Every thread has 16 bytes
-// of a piece, and pieces of one stage make up what it needs of a row.
+// Asynchronous copies from global to shared memory. Each thread waits for its own copies and reads
+// only what it copied, so no barrier is needed. Each thread has 16 bytes of a piece; a stage
+// consists of the pieces that the thread needs of a row.
 struct Staged {
   uint4* mine;  // this thread's part of piece 0 of stage 0
-  int pieces;   // of a stage
+  int pieces;   // number of pieces per stage
   __device__ uint4* at(int stage, int piece) const {
     return mine + (stage * pieces + piece) * static_cast<int>(blockDim.x);
   }
-  // The policy of L2 that gives up such lines first.
+  // The cache policy with which L2 evicts the copied lines first.
   static __device__ uint64_t first_out() {
     uint64_t policy;
     asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
   }
-  // kOnce: what is read will not be wanted soon, and L2 rather keeps what is written.
+  // kOnce: the data will not be read again soon, so L2 should rather keep written data.
   template <bool kOnce, class T>
   __device__ void copy(int stage, int piece, const T* from) const {
 #pragma unroll
@@ -106,13 +112,13 @@ struct Staged {
   }
 };
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until all but the last kPending groups of copies are there.
+// Waits until all but the last kPending groups of copies are complete.
 template <int kPending>
 __device__ inline void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Kernels compute half a group at a time: what is alive then fits their registers.
+// Kernels compute half a group at a time, so that the live values fit the registers.
 constexpr int kHalf = kGroup / 2;
 template <class T>
 __device__ inline void unpack(const Raw<T>& raw, int half, float (&v)[kHalf]) {
@@ -140,8 +146,8 @@ __device__ inline void add_raw(Raw<T>& x, const Raw<T>& other) {
   }
 }
 
-// Weights of `groups` groups in shared memory as FP32, the first four of every group before the
-// last four, so that neighbouring lanes read neighbouring vectors.
+// Stores the weights of `groups` groups in shared memory as FP32. The first four of every group
+// come before all the last four, so that adjacent lanes read adjacent vectors.
 __device__ inline void put_weights(float* shared, int groups, int group, const float* v) {
   float4* at = reinterpret_cast<float4*>(shared);
   at[group] = make_float4(v[0], v[1], v[2], v[3]);
@@ -152,7 +158,8 @@ __device__ inline void get_weights(const float* shared, int groups, int group, i
   const float4 four = reinterpret_cast<const float4*>(shared)[half * groups + group];
   v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
 }
-// All threads of a block: gamma + offset and beta (zero if absent), from column `first` on.
+// Loads gamma + offset and beta (0 if absent) from column `first` into shared memory. All threads
+// of the block must call it.
 __device__ inline void stage_weights(const Source& gamma, const Source& beta, float offset,
                                      int64_t first, int groups, float* g_shared, float* b_shared) {
   for (int i = static_cast<int>(threadIdx.x); i < groups; i += static_cast<int>(blockDim.x)) {
@@ -169,28 +176,29 @@ __device__ inline void stage_weights(const Source& gamma, const Source& beta, fl
   }
 }
 
-// Part of a row: n elements, the sums of x - centre and of its square.
+// Statistics of a part of a row: its n elements, and the sums of x - centre and of (x - centre)^2.
 struct Moments {
   float centre, sum, squares, n;
 };
-// The mean of a whole row: x - mean is (x - high) - rest.
+// Statistics of a whole row. The mean is high + rest, so x - mean is (x - high) - rest.
 struct RowStatistics {
   float high, rest, rsigma;
 };
-// The sum over lanes whose numbers differ in the bits below kLanes, a power of two.
+// The sum over the lanes whose indices differ only in the bits below kLanes. kLanes is a power of
+// two.
 template <int kLanes>
 __device__ inline float lanes_sum(float v) {
 #pragma unroll
   for (int step = 1; step < kLanes; step *= 2) v += __shfl_xor_sync(0xFFFFFFFFu, v, step);
   return v;
 }
-// The warp's sum of a in its lower half, of b in its upper half.
+// The warp's sum of `a` in the lower 16 lanes, and of `b` in the upper 16 lanes.
 __device__ inline float two_sums(float a, float b) {
   const bool upper = threadIdx.x % 32 >= 16;
   const float other = __shfl_xor_sync(0xFFFFFFFFu, upper ? a : b, 16);
   return lanes_sum<16>((upper ? b : a) + other);
 }
-// Merges the parts that kLanes neighbouring lanes hold; the same in each of them.
+// Merges the parts of kLanes adjacent lanes. All of them receive the same result.
 template <int kLanes>
 __device__ inline RowStatistics merge(const Moments& m, float inverse_cols, float epsilon,
                                       bool centred) {
@@ -206,12 +214,12 @@ __device__ inline RowStatistics merge(const Moments& m, float inverse_cols, floa
   } else {
     squares = lanes_sum<kLanes>(squares);
   }
-  squares = squares < 0.0f ? 0.0f : squares * inverse_cols;  // NaN stays
+  squares = squares < 0.0f ? 0.0f : squares * inverse_cols;  // NaN is kept
   s.rsigma = rsqrtf(squares + epsilon);
   return s;
 }
 
-// Codes of four values, the first in the lowest byte. NaN becomes 0x7F.
+// The codes of four values; the first is in the lowest byte. NaN becomes 0x7F.
 __device__ inline uint32_t encode(const float (&v)[kHalf], bool is_e5m2) {
   return codes_of(v[0], v[1], v[2], v[3], is_e5m2);
 }

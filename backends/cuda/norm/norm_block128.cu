@@ -1,32 +1,34 @@
-// Forward norms into codes by tiles of 128 x 128, which hold whole blocks of 128 in both
-// directions.
+// Forward norms that write codes in tiles of 128 x 128, which contain whole 128-element blocks in
+// both directions.
 //
-// In blocks, one launch finds the statistics of rows and quantises tiles: its blocks take tickets,
-// and the tickets of a slab's tiles (128 rows) come some slabs after those of its rows, so that x
-// is read from memory once and found in the L2 cache the second time. A tile waits until its slab's
-// rows are counted as done; these have smaller tickets, which blocks that run hold and finish
-// without waiting for any larger one, however few blocks run at once. With a scale per tensor that
-// has to be found first (current scaling), the statistics are known when this begins, and every
-// tile is for itself.
+// With block scaling, one launch computes the statistics of rows and quantises tiles. A slab is 128
+// rows. Blocks draw work items by an atomic ticket. The items of a slab's tiles come some slabs
+// after the items of its rows, so x is read from memory once and the second time from the L2 cache.
+// A tile waits until all row items of its slab are counted as done. These have smaller tickets, so
+// running blocks already hold them and complete them without waiting, however few blocks run at
+// once. With current per-tensor scaling, the statistics are known before the launch and the tiles
+// are independent.
 #include "common/tile_block128.cuh"
 #include "norm/norm_held.cuh"
 
 namespace te_fl::cuda {
 namespace {
 
-constexpr int kAhead = 16;  // slabs whose rows come before the first tiles; 6: as fast, 3: slower
+constexpr int kAhead = 16;  // slabs whose rows come before the first tiles; measured: 6 is as fast,
+                            // 3 is slower
 
 struct Block128Args {
   const void *x, *residual;
   void* sum;
   Source gamma, beta;
   float *mu, *rsigma;
-  float4* statistics;       // of every row, as for_tiles()
-  unsigned *ticket, *done;  // done: items of each slab's rows; both NULL if statistics are known
+  float4* statistics;       // of every row, as for_tiles() returns them
+  unsigned *ticket, *done;  // done: completed row items per slab; both NULL if the statistics are
+                            // known
   Quantised q;
   HeldShape shape;
   int rows, slabs, ahead;
-  unsigned row_items, tiles, items;  // of a slab; of all
+  unsigned row_items, tiles, items;  // row_items, tiles: of a slab; items: of all slabs
   float offset;
 };
 
@@ -97,7 +99,7 @@ __device__ inline void do_tile(const Block128Args& a, const Item& item, float sc
   const Place<2> at(warp_row * 32 + thread % 32);
   const int row0 = item.slab * kBlockTile, col0 = item.index * kBlockTile;
   const int my_col = right * kTileCols + at.col(0);
-  // Elements outside repeat the last row or columns inside.
+  // Indices outside the matrix are clamped to its last row and columns.
   const int last_row = min(a.rows - row0, kBlockTile) - 1;
   const int first_col = min(my_col, a.shape.cols - col0 - kGroup);
   uint4 raw[4];
@@ -206,7 +208,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     __syncthreads();
     const unsigned now = shared.next;
     if (now >= a.items) return;
-    unsigned then = 0;  // on its way while this item is worked at
+    unsigned then = 0;  // the next ticket; in flight while this item is processed
     if (threadIdx.x == 0) then = atomicAdd(a.ticket, 1u);
     const Item item = item_of(a, now);
     if (item.of_rows) {
@@ -219,7 +221,8 @@ __global__ void __launch_bounds__(kBlockThreads, 2)
     if (threadIdx.x == 0) shared.next = then;
   }
 }
-// One tile for each block, from the end, of which the L2 cache may still hold a part.
+// Each block quantises one tile, in reverse order, because the L2 cache may still hold the last
+// rows.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads, 2)
     norm_block128_known_kernel(const __grid_constant__ Block128Args a) {

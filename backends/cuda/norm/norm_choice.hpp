@@ -1,7 +1,7 @@
-// Chooses the kernels of a call of layernorm or rmsnorm. A pure function of the call's metadata and
-// of what the device grants, so that it can be tested where there is no GPU. Kernels are named as
-// their files: norm_plain16.cu, norm_rowwise.cu, norm_cluster.cu, norm_block128.cu, norm_grad.cu
-// and, for all that these leave, norm_general.cuh.
+// Chooses the kernels of a layernorm or rmsnorm call: a pure function of the call's metadata and
+// the device's limits, so tests run without a GPU. A kernel has the name of its file:
+// norm_plain16.cu, norm_rowwise.cu, norm_cluster.cu, norm_block128.cu and norm_grad.cu;
+// norm_general.cuh serves all other calls.
 #pragma once
 
 #include <algorithm>
@@ -14,39 +14,39 @@
 
 namespace te_fl::cuda {
 
-// One call of layernorm_fwd or rmsnorm_fwd; without mu: RMS normalisation.
+// A call of layernorm_fwd or rmsnorm_fwd. mu NULL: RMS normalisation.
 struct NormForward {
   const te_fl_tensor *x, *gamma, *beta, *z, *mu, *rsigma;
-  const te_fl_tensor *residual, *sum;  // both or neither
+  const te_fl_tensor *residual, *sum;  // both NULL or both set
   float epsilon;
   bool zero_centered;
 };
-// One call of a backward; absent tensors are NULL, without mu there is no centring.
+// A call of a backward. Absent tensors are NULL. mu NULL: RMS normalisation.
 struct NormBackward {
   const te_fl_tensor *dz, *x, *add, *mu, *rsigma, *gamma, *dx, *dgamma, *dbeta;
   bool zero_centered;
 };
 
-// x + residual is in sum: the call that is left.
+// The call that remains once x + residual has been written to `sum`.
 inline NormForward summed(NormForward f) {
   if (f.sum != nullptr) f.x = f.sum;
   f.residual = f.sum = nullptr;
   return f;
 }
 
-// Clusters of `blocks` blocks of norm_cluster.cu's kernel for these elements.
+// Describes clusters of `blocks` blocks of norm_cluster.cu's kernel.
 struct NormCluster {
   int dtype, blocks;
-  int64_t width;  // columns of a block
+  int64_t width;  // columns per block of the cluster
   bool residual;
 };
 
 // The limits of a GPU.
 struct NormDevice {
   int index = 0;
-  int compute_capability = 90;        // 10 major
-  int64_t shared_memory = 227 << 10;  // bytes that a block may have at most
-  // True if the device runs such clusters. Asked last, as it may ask the driver.
+  int compute_capability = 90;        // 10 * major version
+  int64_t shared_memory = 227 << 10;  // maximum bytes per block
+  // True if the device can run such clusters. Called last, because it may query the driver.
   bool (*grants)(int index, const NormCluster& cluster) = nullptr;
 };
 
@@ -68,12 +68,12 @@ constexpr const char* name_of(NormKernel kernel) noexcept {
 
 struct NormChoice {
   NormKernel result = NormKernel::kGeneral;  // writes z, or dx, dgamma and dbeta
-  // A launch before it finds the statistics of rows (and their sum with the residual) and,
-  // with `amax`, of a result under current scaling its amax.
+  // A launch before `result` that finds the statistics of the rows (and their sum with the
+  // residual). With `amax`, it also finds the amax of the result for current scaling.
   NormKernel first = NormKernel::kNone;
   bool amax = false;
-  // The ground on which `result` was chosen: what it is for or, where another kernel comes before
-  // it, why that one does not serve. Static text.
+  // Reason for `result`: the calls that it is for, or why a preferred kernel cannot serve this
+  // call. Static text.
   const char* reason = "";
 
   std::string text() const {
@@ -87,9 +87,10 @@ struct NormChoice {
 
 namespace norm_choice {
 
-constexpr int64_t kGroupSize = 8;  // elements that a thread has at once: kGroup of element.cuh
+constexpr int64_t kGroupSize = 8;  // elements that a thread processes at once: kGroup of
+                                   // element.cuh
 constexpr int64_t kMostCols = 16384, kMostRows = int64_t{1} << 30;
-constexpr int64_t kMostShared = 200 << 10;  // that the kernels ask for, beside their static arrays
+constexpr int64_t kMostShared = 200 << 10;  // upper bound of the kernels' dynamic shared memory
 
 inline int dtype_in(const te_fl_tensor& t) noexcept { return dtype_index(t.dl.dtype); }
 inline int bytes_in(const te_fl_tensor& t) noexcept { return t.dl.dtype.bits / 8; }
@@ -101,7 +102,7 @@ inline const void* columns(const te_fl_tensor& t) noexcept {
   return t.quant != nullptr ? t.quant->columnwise_data : nullptr;
 }
 
-// Says why not every tensor has this dtype and memory for 16-byte accesses.
+// Returns why a tensor has another dtype or cannot be accessed in 16-byte vectors; NULL if all can.
 template <class... Tensor>
 const char* refuse_vectors(int dtype, const Tensor*... tensors) {
   for (const te_fl_tensor* t : {static_cast<const te_fl_tensor*>(tensors)...}) {
@@ -118,17 +119,17 @@ inline const char* refuse_shape(const backend::Matrix& m, int64_t most_cols) {
   if (m.cols > most_cols) return "rows of too many elements";
   return nullptr;
 }
-// `held`: bytes of a kernel's own static arrays.
+// `held`: bytes of a kernel's static shared arrays.
 inline const char* refuse_shared(const NormDevice& device, int64_t wanted, int64_t held) {
   const int64_t granted = std::min(device.shared_memory - held, kMostShared);
   return wanted > granted ? "a row does not fit this GPU's shared memory" : nullptr;
 }
 
-// ---- norm_rowwise.cu: a row lies in the registers of some warps of a block
+// ---- norm_rowwise.cu: a row is in the registers of some warps of a block
 
 constexpr int kRowThreads = 512;
-constexpr int64_t kRowStatic = 28 * kRowThreads / 32;        // of the kernel's static arrays, bytes
-constexpr int row_groups(int64_t cols, int element_bytes) {  // that each thread has
+constexpr int64_t kRowStatic = 28 * kRowThreads / 32;  // bytes of the kernel's static shared arrays
+constexpr int row_groups(int64_t cols, int element_bytes) {  // groups per thread
   const int few = element_bytes == 2 ? 2 : 1;
   const int64_t groups = (cols + kRowThreads * kGroupSize - 1) / (kRowThreads * kGroupSize);
   return groups <= few ? few : groups <= 3 ? 3 : 4;
@@ -136,7 +137,7 @@ constexpr int row_groups(int64_t cols, int element_bytes) {  // that each thread
 constexpr int row_stages(int groups, int element_bytes) {
   return groups * element_bytes <= 4 ? 2 : 1;
 }
-// Weights as FP32, where they are wanted, and rows on their way.
+// Shared memory for FP32 weights, if used, and for staged rows.
 constexpr int64_t row_shared(int64_t cols, int groups, int element_bytes, bool weighs,
                              bool residual) {
   return (weighs ? 8 * cols : 0) + int64_t{kRowThreads} * 8 * groups * element_bytes *
@@ -162,9 +163,9 @@ inline const char* refuse_rowwise(const NormForward& f, Task task, const NormDev
                        kRowStatic);
 }
 
-// ---- norm_plain16.cu and norm_block128.cu: a row lies in some warps, four groups for a thread
+// ---- norm_plain16.cu and norm_block128.cu: some warps hold a row, four groups per thread
 
-constexpr int64_t kHeldCols = 16 * 32 * 4 * kGroupSize;  // of 16 warps
+constexpr int64_t kHeldCols = 16 * 32 * 4 * kGroupSize;  // columns that 16 warps hold
 inline const char* refuse_plain16(const NormForward& f, bool amax) {
   const int dtype = dtype_in(*f.x);
   if (const char* why = refuse_shape(backend::as_matrix(*f.x), kHeldCols)) return why;
@@ -189,7 +190,8 @@ inline const char* refuse_block128(const NormForward& f) {
 // ---- norm_cluster.cu: the blocks of a cluster share some rows
 
 constexpr int kMostBlocks = 16;
-// Counts the blocks that share a row: up to 512 columns each if that takes eight, else up to 1024.
+// Number of blocks that share a row: with up to 512 columns each if eight blocks suffice, else up
+// to 1024.
 constexpr int cluster_blocks(int64_t cols) {
   constexpr int64_t kFew = 2 * 32 * kGroupSize;
   for (int blocks = 1; blocks <= 8; blocks *= 2) {
@@ -218,7 +220,8 @@ inline const char* refuse_cluster(const NormForward& f, const NormDevice& device
 
 // ---- norm_general.cuh
 
-constexpr int64_t kRegisterCols = 256 * kGroupSize * 4;  // of a block that reads a row once
+// longest row that a block can hold and so read only once
+constexpr int64_t kRegisterCols = 256 * kGroupSize * 4;
 inline NormChoice general(const NormForward& f, const NormDevice& device, const char* reason) {
   const backend::Matrix m = backend::as_matrix(*f.x);
   NormChoice c;
@@ -233,9 +236,9 @@ inline NormChoice general(const NormForward& f, const NormDevice& device, const 
   return c;
 }
 
-// ---- results by their scaling
+// ---- results by scaling mode
 
-// The codes of a call whose scale, or amax, is known.
+// Returns why a call whose scale or amax is known cannot use the fused kernels that write codes.
 inline const char* refuse_codes(const NormForward& f, const NormDevice& device) {
   return columns(*f.z) != nullptr ? refuse_cluster(f, device)
                                   : refuse_rowwise(f, Task::kCodes, device);
@@ -266,7 +269,7 @@ inline NormChoice scaled(const NormForward& f, const NormDevice& device) {
 
 }  // namespace norm_choice
 
-// The call has passed the checks of its op.
+// Chooses the kernels of a call that has passed its op's checks.
 inline NormChoice choose_norm(const NormForward& f, const NormDevice& device) {
   using namespace norm_choice;
   const uint32_t scaling = backend::scaling(*f.z);
@@ -291,7 +294,7 @@ namespace norm_choice {
 
 // ---- norm_grad.cu
 
-constexpr int64_t kGradCols = 512 * kGroupSize;  // of a thread's group each
+constexpr int64_t kGradCols = 512 * kGroupSize;  // columns of a block with one group per thread
 constexpr int grad_groups(int64_t cols, int element_bytes) {
   const int64_t groups = (cols + kGradCols - 1) / kGradCols;
   if (groups == 1) return 1;
@@ -304,7 +307,7 @@ constexpr int grad_threads(int groups, int element_bytes) {
   return groups * element_bytes <= 2 ? 1024 : 512;
 }
 constexpr int64_t grad_static(int threads) { return 16 * threads / 32; }
-// gamma, and then rows on their way.
+// Shared memory for gamma, followed by staged rows.
 constexpr int64_t grad_shared(int64_t cols, int groups, int element_bytes, bool add) {
   return 4 * cols + int64_t{grad_threads(groups, element_bytes)} * 8 * groups * element_bytes *
                         grad_stages(groups, element_bytes) * (add ? 3 : 2);

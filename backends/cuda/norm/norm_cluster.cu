@@ -1,6 +1,7 @@
-// Forward norms quantised per tensor in both directions, x read once: a cluster of blocks holds
-// some whole rows in its registers, merges the statistics of their parts through distributed shared
-// memory, and writes codes row-wise and, turned in shared memory, column-wise.
+// Forward norms with per-tensor scaling in both directions, reading x once. A cluster of blocks
+// holds some whole rows in registers and merges the statistics of their parts through distributed
+// shared memory. It writes row-wise codes directly, and column-wise codes after a transposition in
+// shared memory.
 #include <cooperative_groups.h>
 #include <math_constants.h>
 
@@ -15,7 +16,7 @@ namespace {
 constexpr int kTileWarps = 8, kTileThreads = kTileWarps * 32;
 constexpr int kWarpRows = 4, kClusterTileRows = kTileWarps * kWarpRows;
 using norm_choice::kMostBlocks;
-constexpr int kColumnPieces = kClusterTileRows / 16;  // 16 codes that a column gets at once
+constexpr int kColumnPieces = kClusterTileRows / 16;  // 16-byte pieces of codes per column of a tile
 
 struct ClusterArgs {
   const void *x, *residual;
@@ -23,13 +24,13 @@ struct ClusterArgs {
   Source gamma, beta;
   float *mu, *rsigma;
   Quantised q;
-  int cols, width, blocks;  // width: columns of a block; blocks: of a cluster
-  int step;                 // rows that all clusters hold
+  int cols, width, blocks;  // width: columns per block; blocks: per cluster
+  int step;                 // rows that all clusters process at once
   float inverse_cols, epsilon, offset;
   bool centred;
 };
 
-// v[r] summed over the warp; lane l gets that of row l / 8.
+// Sums each v[r] over the warp. Lane l receives the sum of row l / 8.
 __device__ inline float sum_rows(const float (&v)[kWarpRows]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const bool upper = (lane & 16) != 0, odd = (lane & 8) != 0;
@@ -42,7 +43,7 @@ __device__ inline float sum_rows(const float (&v)[kWarpRows]) {
 }
 __device__ inline float of_row(float v, int row) { return __shfl_sync(0xFFFFFFFFu, v, row * 8); }
 
-// Byte i of word r becomes byte r of word i.
+// Transposes bytes: byte i of word r becomes byte r of word i.
 __device__ inline uint4 turn(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const uint32_t ab = __byte_perm(a, b, 0x5140), cd = __byte_perm(c, d, 0x5140);
   const uint32_t ab2 = __byte_perm(a, b, 0x7362), cd2 = __byte_perm(c, d, 0x7362);
@@ -50,13 +51,13 @@ __device__ inline uint4 turn(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
                     __byte_perm(ab2, cd2, 0x5410), __byte_perm(ab2, cd2, 0x7632));
 }
 
-// Shared memory of a block, in floats.
+// Shared memory layout of a block; offsets in floats.
 template <class T, int kGroups, bool kResidual>
 struct TileMemory {
   static constexpr int kCols = kGroups * 32 * kGroup;
-  static constexpr int kColumnPitch = kCols + 4;  // words: four rows of a column each
+  static constexpr int kColumnPitch = kCols + 4;  // words of four rows of a column
   static constexpr int kPieces = kWarpRows * kGroups * (kResidual ? 2 : 1);
-  static constexpr int kStaged = 0;  // rows on their way
+  static constexpr int kStaged = 0;  // offset of the staged rows
   static constexpr int kWeights = kStaged + kPieces * kTileThreads * 4;
   static constexpr int kTurned = kWeights + 2 * kCols;
   static constexpr int kStatistics = kTurned + kTileWarps * kColumnPitch;
@@ -79,16 +80,16 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
   float* const g_shared = memory + Memory::kWeights;
   float* const b_shared = g_shared + Memory::kCols;
   auto cluster = cg::this_cluster();
-  cluster.barrier_arrive();  // awaited before the first write to a neighbour
+  cluster.barrier_arrive();  // awaited before the first write to another block
   const int rank = static_cast<int>(blockIdx.x) % a.blocks;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   const int col0 = rank * a.width, groups = min(a.width, a.cols - col0) / kGroup;
-  const int my_row = warp * kWarpRows + lane / 8;  // the one whose statistics this lane has
+  const int my_row = warp * kWarpRows + lane / 8;  // the row whose statistics this lane has
   const Staged staged{reinterpret_cast<uint4*>(memory + Memory::kStaged) + thread, Memory::kPieces};
   const int rows = static_cast<int>(a.q.m);
   int row0 = static_cast<int>(blockIdx.x) / a.blocks * kClusterTileRows;
 
-  // This thread's place: row r of the warp, group g.
+  // Index of this thread's elements in row r of the warp, group g.
   const auto at = [&](int r, int g) {
     return int64_t{row0 + warp * kWarpRows + r} * a.cols + col0 + (g * 32 + lane) * kGroup;
   };
@@ -136,7 +137,8 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
     fetch();
     row0 -= a.step;
 
-    // Weights of this block's columns; lane l has those of row l / 8.
+    // Calls f(r, v) for this thread's elements of each row r. In Moments, lane l has the values of
+    // row l / 8.
     const auto each = [&](auto f) {
 #pragma unroll
       for (int r = 0; r < kWarpRows; ++r) {
@@ -160,7 +162,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
 #pragma unroll
         for (int i = 0; i < kHalf; ++i) sum[r] += v[i];
       });
-      m.centre = __fdividef(sum_rows(sum), m.n);  // any centre near the mean will do
+      m.centre = __fdividef(sum_rows(sum), m.n);  // needs only to be near the mean
 #pragma unroll
       for (int r = 0; r < kWarpRows; ++r) centre[r] = of_row(m.centre, r);
     }
@@ -176,14 +178,15 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
     if (a.centred) m.sum = sum_rows(sum);
     m.squares = sum_rows(squares);
 
-    // Part of every block, [parity, block, row]: written last at this parity two barriers ago.
+    // Parts of every block, [parity, block, row]. The previous writes with this parity are two
+    // barriers ago.
     float4* const mine = parts + parity * a.blocks * kClusterTileRows + my_row;
     for (int to = lane % 8; to < a.blocks; to += 8) {
       *cluster.map_shared_rank(mine + rank * kClusterTileRows, to) =
           make_float4(m.centre, m.sum, m.squares, m.n);
     }
     cluster.sync();
-    // Lane l merges parts l % 8 and l % 8 + 8 of its row, absent ones as empty.
+    // Lane l merges the parts l % 8 and l % 8 + 8 of its row. Absent parts are empty.
     float4 p = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if (lane % 8 < a.blocks) p = mine[lane % 8 * kClusterTileRows];
     m = {p.x, p.y, p.z, p.w};
@@ -197,7 +200,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
       m.centre = c, m.n = n;
     }
     const RowStatistics s = merge<8>(m, a.inverse_cols, a.epsilon, a.centred);
-    // A row past the last one becomes NaN, which does not enter the amax.
+    // A row past the last becomes NaN, which the amax ignores.
     const bool inside = row0 + warp * kWarpRows + lane / 8 < rows;
     const float shift = inside ? -s.rest * s.rsigma : CUDART_NAN_F;
     if (lane % 8 == 0) statistics[my_row] = make_float4(s.high, s.rsigma, shift, 0.0f);
@@ -245,7 +248,7 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
       }
     }
     __syncthreads();
-    // The next row's barrier separates these reads from its writes.
+    // The barrier of the next rows separates these reads from later writes.
     const uint32_t* words = reinterpret_cast<const uint32_t*>(memory + Memory::kTurned);
     for (int i = thread; i < groups * kGroup * kColumnPieces; i += kTileThreads) {
       const int c = i / kColumnPieces, piece = i % kColumnPieces;
@@ -264,7 +267,8 @@ __global__ void __launch_bounds__(kTileThreads, std::max(1, 5 - kGroups - (kResi
 #endif
 }
 
-// The kernel of one kind of elements, and how the clusters of `blocks` blocks are launched.
+// The kernel for one element type and width, and the launch configuration for clusters of `blocks`
+// blocks.
 template <class T, int kGroups, bool kResidual>
 struct TilesLaunch {
   using Memory = TileMemory<T, kGroups, kResidual>;
@@ -285,24 +289,24 @@ struct TilesLaunch {
   }
   TilesLaunch(const TilesLaunch&) = delete;
 
-  // Clusters that the device, which is current, holds at once; 0: it refuses such.
+  // Number of clusters that the current device runs at once; 0 if it cannot run them.
   int held(int device) const {
     static SharedMemory shared;
     const size_t most = Memory::bytes(kMostBlocks);
     if (!shared.allow(device, kKernel, most, most)) return 0;
-    static std::array<PerDevice, 5> clusters;  // by the logarithm of their size
+    static std::array<PerDevice, 5> clusters;  // indexed by the logarithm of the cluster size
     const auto size = static_cast<size_t>(std::bit_width(attribute.val.clusterDim.x) - 1);
     return clusters[size].get(device, [&] {
       int found = 0;
       cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
       if (cudaOccupancyMaxActiveClusters(&found, kKernel, &config) != cudaSuccess) found = 0;
-      (void)cudaGetLastError();  // larger clusters than the device grants are no error here
+      (void)cudaGetLastError();  // a cluster larger than the device allows is not an error
       return found;
     });
   }
 };
 
-// f(TilesLaunch) of the kernel for these elements.
+// Calls f(TilesLaunch) with the kernel for these elements.
 template <class T, bool kResidual, class F>
 void with_width(int64_t width, int blocks, F&& f) {
   const int64_t groups = ceil_div(width, 32 * kGroup);

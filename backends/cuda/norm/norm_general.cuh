@@ -1,6 +1,6 @@
-// The general norm kernels, for what the fused ones (norm.cuh) leave: any types, any sizes.
-// Statistics in FP32 by two passes, the second of which corrects the mean; sums over rows in two
-// stages, in a fixed order. For norm.cu alone.
+// The general norm kernels, for all calls that the fused kernels (norm.cuh) do not support: any
+// dtypes and sizes. The statistics take two passes in FP32, the second of which corrects the mean.
+// Sums over rows have two stages, in a fixed order. Included by norm.cu only.
 #pragma once
 
 #include "common/store.cuh"
@@ -21,10 +21,11 @@ __device__ inline float block_sum(float v, float* shared) {
   return v;
 }
 
-// 0 for what rounding made negative; NaN stays.
+// Replaces negative values, which rounding may produce, by 0. NaN is kept.
 __device__ inline float not_negative(float v) { return v < 0.0f ? 0.0f : v; }
 
-// One block a row. mu NULL: no centring. rest: what mu, rounded to FP32, leaves out.
+// Each block computes the statistics of one row at a time. mu NULL: RMS normalisation. `rest`:
+// receives the mean minus its FP32 rounding mu.
 __global__ void __launch_bounds__(kThreads)
     norm_statistics_kernel(Source x, int64_t rows, int64_t cols, float epsilon, float* mu,
                            float* rest, float* rsigma) {
@@ -71,12 +72,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// z = (x - mu) rsigma g + beta
+// Computes z = (x - mu) rsigma g + beta.
 struct Normalise {
   Source x, gamma, beta;
   const float *mu, *rest, *rsigma;
   int64_t cols;
-  float offset;  // of gamma
+  float offset;  // added to gamma
 
   __device__ void operator()(int64_t row, int64_t col, int n, float* v) const {
     float g[kGroup], b[kGroup] = {};
@@ -92,8 +93,8 @@ struct Normalise {
   }
 };
 
-// Both of the above in one pass for unquantised outputs: a block keeps its row in registers.
-template <int kGroups>  // that a thread holds
+// Computes statistics and an unquantised result in one pass; the block keeps its row in registers.
+template <int kGroups>  // groups per thread
 __global__ void __launch_bounds__(kThreads)
     norm_general_rows_kernel(Source x, Source gamma, Source beta, Target z, int64_t cols,
                              float epsilon, float offset, float* mu, float* rsigma) {
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int64_t kRegisterCols = int64_t{kThreads} * kGroup * 4;
 static_assert(kRegisterCols == norm_choice::kRegisterCols);
 
-// h = x + residual
+// Computes h = x + residual.
 struct AddPair {
   Source x, residual;
   int64_t cols;
@@ -164,14 +165,14 @@ struct AddPair {
 
 // ---- backward
 
-// The operands of both gradients; n = (x - mu) rsigma, d = dz g.
+// The operands of both gradients, with n = (x - mu) rsigma and d = dz g.
 struct Gradient {
   Source dz, x, gamma, add;
   const float *mu, *rsigma;
   int64_t cols;
   float offset;
 
-  // n and d of a group.
+  // Computes n and d of a group.
   __device__ void load(int64_t row, int64_t col, int count, float* n, float* d) const {
     float g[kGroup];
     x.load(row * cols + col, count, n);
@@ -186,7 +187,7 @@ struct Gradient {
   }
 };
 
-// means[2 row] = mean(d) (0 without centring), means[2 row + 1] = mean(d n).
+// means[2 row] = mean(d) (0 for RMS normalisation), means[2 row + 1] = mean(d n).
 __global__ void __launch_bounds__(kThreads)
     norm_row_means_kernel(Gradient args, int64_t rows, float* means) {
   __shared__ float shared[kThreads / 32];

@@ -1,12 +1,12 @@
-// Gradients of both norms: one kernel reads every row once, writes dx, and keeps its share of the
-// sums over rows in registers; a second adds the shares, in a fixed order.
+// The gradients of both norms. One kernel reads every row once, writes dx, and keeps its part of
+// the sums over rows in registers. A second kernel adds the parts in a fixed order.
 #include "norm/norm.cuh"
 
 namespace te_fl::cuda {
 namespace {
 
-// One for each multiprocessor, and not more than this, by which the scratch is sized: that question
-// is answered without asking the driver (rule R10).
+// Upper bound of the number of blocks, which otherwise is that of the multiprocessors. The scratch
+// size depends only on this bound, because it must be computed without a driver query (rule R10).
 constexpr int kMostGradBlocks = 256;
 
 struct GradArgs {
@@ -14,15 +14,15 @@ struct GradArgs {
   void* dx;
   Source gamma;
   const float *mu, *rsigma;
-  float* partials;  // [blocks, 2 (1 without centring), cols]: dgamma, dbeta
+  float* partials;  // [blocks, 2 (RMS: 1), cols]: dgamma, dbeta
   int rows;
-  int cols, warps;  // warps: that share a row, a power of two
-  int staged;       // floats of shared memory before rows on their way
+  int cols, warps;  // warps: number that share a row, a power of two
+  int staged;       // floats of shared memory in front of the staged rows
   float inverse_cols, offset;
 };
 
-// As in norm_rowwise.cu a row lies across `warps` warps and a block holds several rows. kKept: n
-// and d of a row fit the registers; else they are computed twice.
+// As in norm_rowwise.cu, `warps` warps share a row and a block processes several rows. kKept: n and
+// d of a row fit the registers; otherwise they are computed twice.
 template <class T, int kGroups, bool kLayer, bool kKept, int kStages, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
   constexpr int kWarps = kThreads / 32;
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
   int row = static_cast<int>(blockIdx.x) * slots + slot;
 
   const auto group_at = [&](int g) { return (g * a.warps + part) * 32 + lane; };
-  // Pieces: x, dz and, if it is given, add.
+  // The pieces of a stage: x, dz and, if given, add.
   constexpr int kEach = static_cast<int>(sizeof(T) / 2), kAll = kGroups * kEach;
   const Staged staged{reinterpret_cast<uint4*>(shared + a.staged) + threadIdx.x,
                       kAll * (a.add != nullptr ? 3 : 2)};
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
       const int64_t from = int64_t{at} * a.cols + group_at(g) * kGroup;
       const T* const from_x = static_cast<const T*>(a.x) + from;
       const T* const from_dz = static_cast<const T*>(a.dz) + from;
-      if (a.add == nullptr) {  // with a third operand the hint costs more than it gains
+      if (a.add == nullptr) {  // with a third operand the cache hint costs more than it gains
         staged.template copy<true>(stage, g * kEach, from_x);
         staged.template copy<true>(stage, kAll + g * kEach, from_dz);
       } else {
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
   __syncthreads();
 
   float dgamma[kGroups][kGroup] = {}, dbeta[kGroups][kGroup] = {};
-  // Every slot of a block takes as many turns, the last perhaps without a row: the barriers are the
-  // same for all warps.
+  // Every slot of a block runs the same number of iterations, the last one possibly without a row,
+  // so that all warps reach the same barriers.
   for (int parity = 0; row - slot < a.rows; row += step, parity ^= 1) {
     const bool has_row = row < a.rows;
     const int stage = kStages == 1 ? 0 : parity;
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) n[i] = kLayer ? (n[i] - mu) * rs : n[i] * rs;
     };
-    // Half a group: n is x and d is dz, and become what they are called.
+    // Half a group. On entry n holds x and d holds dz; on return they hold n and d.
     const auto sums = [&](int g, int half, float(&n)[kHalf], float(&d)[kHalf]) {
       float gamma[kHalf];
       get_weights(shared, groups, group_at(g), half, gamma);
@@ -152,11 +152,13 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
     fetch(stage, row + kStages * step);
   }
 
-  // The block's sums: each slot's, where rows came in, and then added in the order of slots.
+  // The block's sums: each slot stores its sum in the memory of the staged rows, then the slots are
+  // added in order.
   const int count = (kLayer ? 2 : 1) * a.cols;
   float* const partials = a.partials + blockIdx.x * int64_t{count};
   const auto put = [&](float* to) {
-    const auto put_group = [](float* at, const float* v) {  // store_group writes global memory only
+    // store_group() writes to global memory only, so it cannot be used here.
+    const auto put_group = [](float* at, const float* v) {
       reinterpret_cast<float4*>(at)[0] = make_float4(v[0], v[1], v[2], v[3]);
       reinterpret_cast<float4*>(at)[1] = make_float4(v[4], v[5], v[6], v[7]);
     };
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_grad_kernel(GradArgs a) {
 }
 
 constexpr int kSumCols = 32, kSumRows = 32;
-// Column blockIdx.x * 32 + threadIdx.x of the output blockIdx.y.
+// Each thread column sums column blockIdx.x * 32 + threadIdx.x of output blockIdx.y.
 __global__ void __launch_bounds__(kSumCols* kSumRows)
     norm_grad_sums_kernel(const float* partials, int parts, int64_t stride, int cols, Target dgamma,
                           Target dbeta) {
@@ -207,10 +209,10 @@ __global__ void __launch_bounds__(kSumCols* kSumRows)
   }
 }
 
-// The number of blocks, each of which leaves its sums.
+// Launches the kernel. Returns the number of blocks, each of which writes its partial sums.
 template <class T, int kGroups, bool kLayer>
 int launch(const te_fl_context& ctx, GradArgs a) {
-  constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // of 8 bytes, of x in a thread
+  constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // 8-byte words of x per thread
   constexpr bool kKept = kGroups <= 2;
   constexpr int kStages = norm_choice::grad_stages(kGroups, sizeof(T));
   constexpr int kThreads = norm_choice::grad_threads(kGroups, sizeof(T)), kWarps = kThreads / 32;
@@ -218,11 +220,11 @@ int launch(const te_fl_context& ctx, GradArgs a) {
   const int needed = static_cast<int>(ceil_div(a.cols, kGroups * 32 * kGroup));
   a.warps = 1;
   while (a.warps < needed) a.warps *= 2;
-  if (kWarps == 32 && a.warps == 2) a.warps = 4;  // there are 15 barriers for slots
+  if (kWarps == 32 && a.warps == 2) a.warps = 4;  // only 15 named barriers are left for slots
   const int slots = kWarps / a.warps;
   const int most = std::min(multiprocessors(ctx.device.index), kMostGradBlocks);
   const int blocks = static_cast<int>(std::min<int64_t>(ceil_div(a.rows, slots), most));
-  // gamma, and then rows on their way, whose place the sums of several slots take at the end
+  // Shared memory: gamma, then staged rows, whose memory finally takes the sums of several slots.
   a.staged = a.cols;
   static_assert(kGroups > 1 || kStages == 2,
                 "the sums of two rows in FP32 fit where two rows were");

@@ -1,5 +1,5 @@
-// A row that some warps of a block hold as it lies in memory, four groups of eight elements for
-// each thread, and its statistics.
+// A row that some warps of a block hold in registers in its memory format, four groups of eight
+// elements per thread, and its statistics.
 #pragma once
 
 #include "norm/norm.cuh"
@@ -8,13 +8,13 @@ namespace te_fl::cuda {
 
 constexpr int kHeldGroups = 4;
 
-// Rows of one call: `warps` of a block, a power of two, share each.
+// The rows of one call. `warps` warps of a block, a power of two, share a row.
 struct HeldShape {
   int cols, groups, warps;
   float inverse_cols, epsilon;
   bool centred, full;  // full: every thread has all of its groups
 };
-// Numbers of rows that a block of 16 warps holds (choose_norm() knows).
+// The shape for rows that fit a block of 16 warps (choose_norm() checks this).
 inline HeldShape held_shape(int64_t cols, float epsilon, bool centred) {
   constexpr int64_t kEach = 32 * kHeldGroups * kGroup;
   static_assert(norm_choice::kHeldCols == 16 * kEach);
@@ -30,8 +30,8 @@ inline HeldShape held_shape(int64_t cols, float epsilon, bool centred) {
   return shape;
 }
 
-// The place of a thread: which of the block's rows, and which part of it. kFull: every thread has
-// all of its groups.
+// A thread's position: the slot is its row in the block, the part is its warp in that row. kFull:
+// every thread has all of its groups.
 template <bool kFull>
 struct HeldPlace {
   int lane, warp, slot, part, warps, groups;
@@ -46,7 +46,7 @@ struct HeldPlace {
   __device__ bool holds(int g) const { return kFull || group(g) < groups; }
 };
 
-// One access of 16 bytes that leaves the first cache to what is read again.
+// Loads 16 bytes without allocating an L1 line, so that L1 keeps data that is read again.
 __device__ inline uint4 load_once(const uint4* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -55,7 +55,7 @@ __device__ inline uint4 load_once(const uint4* p) {
                : "memory");
   return v;
 }
-// Weights, which no launch that reads them writes.
+// Loads weights through the read-only cache: no launch that reads them writes them.
 template <class T>
 __device__ inline Raw<T> load_weights(const T* p) {
   Raw<T> raw;
@@ -74,8 +74,8 @@ __device__ inline Raw<T> load_raw_once(const T* p) {
   }
   return raw;
 }
-// The thread's groups of the row that begins at element `first`, + residual if there is one, which
-// is then written to `sum`; zeros if it is not `inside`.
+// Loads the thread's groups of the row that starts at element `first`. With a residual, adds it and
+// writes the result to `sum`. Returns zeros unless `inside`.
 template <bool kResidual, bool kFull, class T>
 __device__ inline void hold_row(const HeldPlace<kFull>& at, int64_t first, bool inside,
                                 const void* x, const void* residual, void* sum,
@@ -101,8 +101,9 @@ __device__ inline void hold_row(const HeldPlace<kFull>& at, int64_t first, bool 
   }
 }
 
-// By all threads of a block; every thread gets its row's. `parts`: one for each warp, which nothing
-// else touches between the barriers before and after.
+// Computes the statistics of the thread's row. All threads of the block must call it. `parts`:
+// shared memory, one element per warp, which nothing else may access between the barriers before
+// and after.
 template <bool kFull, class T>
 __device__ inline RowStatistics held_statistics(const HeldPlace<kFull>& at, const HeldShape& shape,
                                                 const Raw<T> (&row)[kHeldGroups], float4* parts) {
@@ -119,13 +120,13 @@ __device__ inline RowStatistics held_statistics(const HeldPlace<kFull>& at, cons
       }
     }
   };
-  int groups = kFull ? 32 * kHeldGroups : 0;  // of this warp
+  int groups = kFull ? 32 * kHeldGroups : 0;  // number of this warp's groups
 #pragma unroll
   for (int g = 0; !kFull && g < kHeldGroups; ++g) {
     groups += max(0, min(at.groups - (g * at.warps + at.part) * 32, 32));
   }
   const float n = static_cast<float>(groups * kGroup);
-  float centre = 0.0f;  // any near the mean will do
+  float centre = 0.0f;  // needs only to be near the mean
   if (shape.centred) {
     float sums[kHalf] = {};
     each([&](float v, int i) { sums[i] += v; });
@@ -148,13 +149,14 @@ __device__ inline RowStatistics held_statistics(const HeldPlace<kFull>& at, cons
   }
   if (at.lane == 0) parts[at.warp] = make_float4(centre, two, other, n);
   __syncthreads();
-  // Lane k, and k + 16, has part k.
+  // Lanes k and k + 16 have part k.
   float4 p = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (at.lane % 16 < at.warps) p = parts[at.slot * at.warps + at.lane % 16];
   return merge<16>({p.x, p.y, p.z, p.w}, shape.inverse_cols, shape.epsilon, shape.centred);
 }
 
-// The numbers of a row that tiles need: its result is ((x - high) rsigma + shift) gamma + beta.
+// The values of a row that the tile kernels need: the result is ((x - high) rsigma + shift) gamma +
+// beta.
 __device__ inline float4 for_tiles(const RowStatistics& s) {
   return make_float4(s.high, s.rsigma, -s.rest * s.rsigma, 0.0f);
 }

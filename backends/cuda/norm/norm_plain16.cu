@@ -1,6 +1,6 @@
-// Forward norms of 16-bit rows, one for each block of a launch that has as many: x and weights come
-// straight into registers, and the scheduler of blocks keeps the loads of some rows in flight while
-// others are worked at.
+// Forward norms of 16-bit rows. A launch has one block per set of rows (with kAmax, as many blocks
+// as run at once). x and weights are loaded directly into registers; while some blocks compute, the
+// loads of others are in flight.
 #include "norm/norm_held.cuh"
 
 namespace te_fl::cuda {
@@ -10,15 +10,15 @@ constexpr int kMostThreads = 512;
 
 struct Plain16Args {
   const void *x, *gamma, *beta;
-  void* z;  // elements as x
+  void* z;  // has the dtype of x
   float *mu, *rsigma, *amax;
   float4* tiles;
   HeldShape shape;
-  int rows, step, rows_each;  // rows of all blocks, of one
+  int rows, step, rows_each;  // rows that all blocks, and that one block, process at once
   float offset;
 };
 
-// kAmax: the amax of the result is wanted, not the result.
+// kAmax: computes the amax of the result instead of the result.
 template <class T, bool kAmax, bool kFull>
 __global__ void __launch_bounds__(kMostThreads, 2)
     norm_plain16_kernel(const __grid_constant__ Plain16Args a) {
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kMostThreads, 2)
       }
       if constexpr (!kAmax) store_raw(static_cast<T*>(a.z) + first + col, result);
     }
-    if (!kAmax) return;  // a launch has blocks for all rows
+    if (!kAmax) return;  // without kAmax, a launch has blocks for all rows
   }
   if constexpr (kAmax) {
     most = warp_max(most);
@@ -81,7 +81,8 @@ void launch(const te_fl_context& ctx, Plain16Args a) {
   const int threads = std::max(128, 32 * a.shape.warps);
   a.rows_each = threads / 32 / a.shape.warps;
   int64_t blocks = ceil_div(a.rows, a.rows_each);
-  // As many as run at once where every warp ends with an atomic maximum.
+  // With kAmax every warp ends with an atomic maximum, so only as many blocks as run at once are
+  // launched.
   if (kAmax) {
     blocks = std::min<int64_t>(
         blocks, int64_t{2 * kMostThreads / threads} * multiprocessors(ctx.device.index));

@@ -1,4 +1,4 @@
-// Forward norms whose rows stay in registers: x is read once, and nothing else but weights.
+// Forward norms that keep rows in registers, so that x is read once.
 #include "norm/norm.cuh"
 
 namespace te_fl::cuda {
@@ -9,19 +9,19 @@ constexpr int kRowWarps = kRowThreads / 32;
 
 struct RowwiseArgs {
   const void *x, *residual;
-  void *sum, *z;  // z: elements as x, or codes
+  void *sum, *z;  // z: dtype of x, or codes
   Source gamma, beta;
   float *mu, *rest, *rsigma, *amax;
   Quantised q;
   int rows;
-  int cols, warps;  // warps: that share a row, a power of two
+  int cols, warps;  // warps: number that share a row, a power of two
   float inverse_cols, epsilon, offset;
   bool centred, find_amax;
-  bool weighs;  // a result is wanted beside the statistics
+  bool weighs;  // computes a result or its amax, not only the statistics
 };
 
-// A row lies across `warps` warps, a block holds several; the blocks walk down the rows, and the
-// next kStages rows are on their way meanwhile.
+// `warps` warps share a row and a block processes several rows. Each block iterates over rows, with
+// the next kStages rows in flight.
 template <class T, bool kCodes, int kGroups, bool kResidual, int kStages, int kBlocks>
 __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(RowwiseArgs a) {
   extern __shared__ float4 dynamic[];
@@ -29,8 +29,9 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(Roww
   __shared__ float squares[2][kRowWarps], sizes[kRowWarps];
   float* const g_shared = reinterpret_cast<float*>(dynamic);
   float* const b_shared = g_shared + a.cols;
-  constexpr int kEach = static_cast<int>(sizeof(T) / 2);          // pieces of a group
-  constexpr bool kOnce = kGroups <= 2 && (kResidual || !kCodes);  // as measured
+  constexpr int kEach = static_cast<int>(sizeof(T) / 2);  // number of 16-byte pieces per group
+  // The fastest choice by measurement.
+  constexpr bool kOnce = kGroups <= 2 && (kResidual || !kCodes);
   const Staged staged{
       reinterpret_cast<uint4*>(g_shared + (a.weighs ? 2 * a.cols : 0)) + threadIdx.x,
       kGroups * kEach * (kResidual ? 2 : 1)};
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(Roww
   };
 #pragma unroll
   for (int stage = 0; stage < kStages; ++stage) fetch(stage, row + stage * step);
-  // Elements of part k of a row.
+  // Number of elements of part k of a row.
   const auto size_of = [&](int k) {
     int n = 0;
 #pragma unroll
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(Roww
       if (lane == 0) centre_sum[parity][warp] = make_float2(centre, mine);
       if (lane == 16) squares[parity][warp] = mine;
       asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "r"(32 * a.warps) : "memory");
-      // Lane k, and k + 16, has part k.
+      // Lanes k and k + 16 have part k.
       const int k = lane % 16;
       Moments m{0.0f, 0.0f, 0.0f, 0.0f};
       if (k < a.warps) {
@@ -144,7 +145,8 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(Roww
       a.rsigma[row] = s.rsigma;
     }
     if (!a.weighs) continue;
-    const float shift = (s.high - centre) + s.rest;  // of what is left of x
+    const float shift = (s.high - centre) + s.rest;  // subtracted from the values, which are x -
+                                                     // centre
     Raw<T> plain;
     uint32_t codes[2];
     each([&](float(&values)[kHalf], int g, int half) {
@@ -178,7 +180,8 @@ __global__ void __launch_bounds__(kRowThreads, kBlocks) norm_rowwise_kernel(Roww
 
 template <class T, bool kCodes, int kGroups, bool kResidual>
 void launch(const te_fl_context& ctx, RowwiseArgs a) {
-  constexpr int kWords = kGroups * static_cast<int>(sizeof(T));  // of 8 bytes, that a thread has
+  // The number of 8-byte words per thread.
+  constexpr int kWords = kGroups * static_cast<int>(sizeof(T));
   constexpr int kStages = norm_choice::row_stages(kGroups, sizeof(T));
   constexpr int kBlocks = kWords <= (kResidual ? 4 : 6) ? 2 : 1;
   const auto kernel = norm_rowwise_kernel<T, kCodes, kGroups, kResidual, kStages, kBlocks>;

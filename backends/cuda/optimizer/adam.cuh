@@ -1,4 +1,4 @@
-// Shared by the two kernels of Adam: the update of one element, and elements four at a time.
+// Shared by both Adam kernels: the update of one element, and accesses to four elements.
 #pragma once
 
 #include "common/store.cuh"
@@ -9,10 +9,11 @@ namespace te_fl::cuda {
 struct Adam {
   float lr, beta1, beta2, less1, less2, epsilon, weight_decay, correction1, correction2;
   bool l2, corrects;
-  const float* lr_tensor;  // they win over lr and the corrections, if not null
+  const float* lr_tensor;  // replace lr and the corrections unless NULL
   const int64_t* step_tensor;
 
-  // Learning rate and corrections from the tensors that win over them; by a whole block.
+  // Replaces the learning rate and the corrections by the tensors' values. All threads of the block
+  // must call it.
   __device__ void read_tensors() {
     if (lr_tensor != nullptr) lr = *lr_tensor;
     if (step_tensor == nullptr || !corrects) return;
@@ -26,7 +27,7 @@ struct Adam {
     correction1 = corrections[0];
     correction2 = corrections[1];
   }
-  // Every rounding is written out, so that both kernels make the same bits.
+  // Uses explicitly rounded operations, so that both kernels give identical bits.
   __device__ void step(float g, float& p, float& m, float& v) const {
     const float grad = l2 ? fmaf(weight_decay, p, g) : g;
     m = fmaf(beta1, m, __fmul_rn(less1, grad));
@@ -38,9 +39,9 @@ struct Adam {
   }
 };
 
-constexpr int kFour = 4;  // elements that a thread loads and stores at once
+constexpr int kFour = 4;  // elements that a thread loads and stores with one access
 
-// Four elements as loaded: the 16-bit types leave half of it.
+// Four elements as loaded. 16-bit types use half of it.
 struct Four {
   uint4 raw;
 };
@@ -87,10 +88,10 @@ __device__ inline void store_four(const Target& out, int64_t i, const float (&v)
   *reinterpret_cast<uint2*>(static_cast<uint16_t*>(out.data) + i) = words;
 }
 
-// Adam that also writes fp8_params (adam_fp8.cu); the call was checked.
+// Adam that also writes fp8_params (adam_fp8.cu). The call must have passed its checks.
 void adam_with_fp8(const te_fl_context& ctx, const te_fl_multi_tensor_adam_args& a,
                    const Adam& constants, const int32_t* noop);
-// The fp8_params that it does not serve.
+// Returns why adam_with_fp8() does not support the call's fp8_params; NULL if it does.
 Refusal refuse_fp8_params(const te_fl_multi_tensor_adam_args& a);
 
 }  // namespace te_fl::cuda

@@ -1,6 +1,7 @@
-// Adam that also writes the parameters' FP8 codes, row-wise and column-wise: what quantize would
-// make of them, without reading them again. Blocks take tiles of 128 rows x 64 columns as the tile
-// kernels of quantisation do (tile.cuh), all tensors of a call in one launch where they fit.
+// Adam that also writes the FP8 codes of the parameters, row-wise and column-wise. The codes equal
+// those of the op quantize, without reading the parameters again. Blocks process tiles of 128 rows
+// x 64 columns like the tile kernels of quantisation (tile.cuh). One launch covers all tensors of a
+// call if they fit.
 #include <algorithm>
 
 #include "common/overlap.hpp"
@@ -11,19 +12,19 @@
 namespace te_fl::cuda {
 namespace {
 
-// One parameter, as a kernel parameter.
+// One parameter tensor, as part of the kernel parameters.
 struct Item {
   const void* grads;
   void* params;
-  float *m, *v, *master;    // master may be null
-  uint8_t *rows, *columns;  // codes; one of them may be null
+  float *m, *v, *master;    // master may be NULL
+  uint8_t *rows, *columns;  // codes; one of them may be NULL
   float *scale_inv, *column_scale_inv, *amax;
   const float* scale;
   int64_t row_count, col_count;
   unsigned first_block;
   int8_t grad_dtype, param_dtype;
   bool is_e5m2;
-  bool aligned;  // every access of four elements or sixteen codes is
+  bool aligned;  // four elements and sixteen codes can be accessed as vectors
 };
 constexpr int kFew = list_choice::kFewCodes, kMany = list_choice::kManyCodes;
 template <int kCapacity>
@@ -32,18 +33,19 @@ struct Items {
   int count;
 };
 
-// A thread's place in a tile: elements 0..7 of a row are two runs of four.
+// A thread's position in a tile. Elements 0..7 of a row are two runs of four.
 using At = Place<4>;
 
-// The value that a parameter of that dtype holds once `v` is stored in it.
+// The value of a parameter of this dtype after `v` is stored in it.
 __device__ inline float as_stored(float v, int dtype) {
   if (dtype == TE_FL_BF16) return to_f32(from_f32<bf16>(v));
   if (dtype == TE_FL_F16) return to_f32(from_f32<fp16>(v));
   return v;
 }
 
-// Eight elements of a row from element `first` on (that of the tile's first column): the update,
-// and in `stored` what the parameter holds then; 0 outside. With `keeps` the parameter stays.
+// Updates eight elements of a row with vector accesses. `first`: index of the element in the tile's
+// first column. `stored`: receives the parameters' new values; 0 outside the tensor. `keeps`: the
+// parameters are not updated.
 __device__ inline void update_fours(const Item& t, const Adam& a, bool keeps, int64_t first,
                                     int cols_left, const At& at, float (&stored)[8]) {
   void* weights = t.master != nullptr ? t.master : t.params;
@@ -89,7 +91,7 @@ __device__ inline void update_fours(const Item& t, const Adam& a, bool keeps, in
     for (int j = 0; j < kFour; ++j) stored[4 * h + j] = as_stored(ps[j], t.param_dtype);
   }
 }
-// Serves tensors whose rows are not aligned.
+// Like update_fours(), for tensors whose rows are not aligned.
 __device__ inline void update_ones(const Item& t, const Adam& a, bool keeps, int64_t first,
                                    int cols_left, const At& at, float (&stored)[8]) {
   Source grads, params;
@@ -122,7 +124,7 @@ __device__ inline void write_row_ones(uint8_t* row, int cols_left, const At& at,
     if (at.col(e) < cols_left) row[at.col(e)] = static_cast<uint8_t>(codes[e / 4] >> e % 4 * 8);
   }
 }
-// Staged columns to a [.., m] matrix, byte by byte.
+// Writes staged columns to a [.., m] matrix, byte by byte.
 __device__ inline void write_column_ones(const uint32_t (*columns)[32], uint8_t* to, int64_t m,
                                          int64_t row0, int count) {
   for (int i = static_cast<int>(threadIdx.x); i < count * kTileRows; i += kThreads) {
@@ -246,7 +248,7 @@ Item item_of(const te_fl_multi_tensor_adam_args& a, int64_t i) {
   t.aligned = all % 16 == 0 && q.k % 16 == 0 && (q.columns == nullptr || q.m % 16 == 0);
   return t;
 }
-// An empty parameter has a block for its scale_inv.
+// Number of blocks of a parameter. An empty parameter has one block, which writes its scale_inv.
 int64_t blocks_of(const Item& t) {
   return std::max<int64_t>(1, ceil_div(t.row_count, kTileRows)) *
          std::max<int64_t>(1, ceil_div(t.col_count, kTileCols));

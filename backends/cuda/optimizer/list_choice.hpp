@@ -1,5 +1,5 @@
-// Kernels that lists of tensors take, and how many tensors go into one launch: pure functions of
-// metadata, so that they can be tested where there is no GPU.
+// Chooses the kernels for lists of tensors and the number of tensors per launch: pure functions of
+// metadata, so tests run without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace te_fl::cuda {
 
 struct ListChoice {
   const char* kernel;
-  int capacity;  // tensors whose addresses fit in the parameters of a launch
+  int capacity;  // tensors whose addresses fit the parameters of a launch
   int64_t tensors;
 
   std::string text() const {
@@ -24,8 +24,9 @@ struct ListChoice {
 
 namespace list_choice {
 
-constexpr int kTensors = 56;  // nearly the 4 KB of a kernel's parameters
-// As many as 4 KB of parameters hold, or nearly the 32 KB that there may be.
+constexpr int kTensors = 56;  // tensors per launch; they need nearly 4 KB of kernel parameters
+// Items per launch: as many as fit 4 KB of kernel parameters, and as many as fit nearly the maximum
+// of 32 KB.
 constexpr int kFewHistories = 80, kManyHistories = 660;
 constexpr int kFewCodes = 32, kManyCodes = 280;
 

@@ -1,4 +1,4 @@
-// Optimisers over lists of tensors: many tensors in one launch, each on a row of blocks.
+// Optimizers over lists of tensors: one launch processes many tensors, each with a row of blocks.
 #include "te_fl/ops/optimizer.h"
 
 #include <algorithm>
@@ -19,12 +19,12 @@ using TensorList = const te_fl_tensor* const*;
 
 constexpr int kLists = 5, kTensors = list_choice::kTensors;
 
-// Up to kTensors tensors of up to kLists lists, as a kernel parameter.
+// Up to kTensors tensors of each of up to kLists lists, as a kernel parameter.
 struct Batch {
   void* data[kLists][kTensors];
   int8_t dtype[kLists][kTensors];
   int64_t size[kTensors];
-  unsigned first_block[kTensors];  // of its chunks, kernels that take chunks
+  unsigned first_block[kTensors];  // first block of the tensor's chunks; kernels over chunks only
   int count = 0;
 
   __device__ Source source(int list, int tensor) const {
@@ -41,7 +41,7 @@ struct Batch {
   }
 };
 
-// Calls f(batch, index of its first tensor, grid) for each batch; empty lists have null data.
+// Calls f(batch, index of its first tensor, grid) for each batch. Empty lists have NULL data.
 template <class F>
 void for_each_batch(std::initializer_list<TensorList> lists, int64_t count, F&& f) {
   for (int64_t first = 0; first < count; first += kTensors) {
@@ -65,7 +65,7 @@ void for_each_batch(std::initializer_list<TensorList> lists, int64_t count, F&& 
   }
 }
 
-// The thread's groups of a tensor: f(first element, count).
+// Calls f(first element, count) for each of the thread's groups of a tensor.
 template <class F>
 __device__ void for_each_group(int64_t size, F&& f) {
   const int64_t step = int64_t{gridDim.x} * kThreads * kGroup;
@@ -87,13 +87,12 @@ __global__ void __launch_bounds__(kThreads)
   const int t = static_cast<int>(blockIdx.y);
   const Source in = b.source(0, t);
   const Target out = b.target(1, t);
-  // A finite product may overflow the output's type: beyond its largest value it rounds to
-  // infinity.
+  // A finite product may overflow the output's dtype: from this limit on it rounds to infinity.
   const float limit = out.dtype == TE_FL_F16    ? 65520.0f
                       : out.dtype == TE_FL_BF16 ? 3.3961775e38f
                                                 : INFINITY;
-  // In place there may be nothing to write; the values are looked at all the same, since the norm
-  // may be another's.
+  // True if the output need not be written. The values are checked nevertheless, because `norm` may
+  // come from other tensors.
   const bool stays = scale == 1.0f && in.data == out.data && in.dtype == out.dtype;
   for_each_group(b.size[t], [&](int64_t i, int n) {
     float v[kGroup];
@@ -117,12 +116,14 @@ void scale(const te_fl_context& ctx, const te_fl_multi_tensor_scale_args& a) {
   });
 }
 
-// ---- norms: each tensor's partial sums, one for a block, then those, always in the same order
+// ---- norms: each block writes a partial sum of a tensor, and the partial sums are added in a
+// fixed order
 
 constexpr int kPartials = 128;
 
-// The block's share, squared and added in FP64: squares of FP32 reach from 2^-298 to 2^256. Four
-// chains of additions; the loads of a turn are under way before the first of them.
+// The block's part of the sum of squares, in FP64, because squares of FP32 range from 2^-298 to
+// 2^256. Uses four chains of additions; all loads of an iteration are in flight before the first
+// addition.
 template <class T>
 __device__ double sum_of_squares(const T* x, int64_t size) {
   constexpr int kSize = Pack<T>::kSize, kAtOnce = 8;
@@ -170,8 +171,9 @@ __global__ void __launch_bounds__(kThreads)
   for (double s : sums) all += s;
   partials[int64_t{t} * kPartials + blockIdx.x] = all;
 }
-// One block: a warp for each tensor in turn, then the tensors' sums. |factor| of the root, since
-// the factor is every element's.
+// Launched as one block. Its warps sum the partials of one tensor each, then the tensors' sums are
+// added. The norm is multiplied by |factor|, because every element was to be multiplied by the
+// factor.
 __global__ void __launch_bounds__(kThreads)
     norm_kernel(const double* partials, int64_t tensors, const float* factor, float* norm,
                 float* each) {
@@ -222,8 +224,8 @@ size_t norm_workspace(const te_fl_context&, const Args& a) {
 
 // ---- Adam
 
-constexpr int kTurns = 2;  // loads of a thread before anything is computed
-constexpr int kChunk = kThreads * kFour * kTurns * 8;  // elements that a block takes
+constexpr int kTurns = 2;  // loads of a thread before it computes
+constexpr int kChunk = kThreads * kFour * kTurns * 8;  // number of elements per block
 
 __device__ inline bool four_aligned(const Batch& b, int t) {
   uintptr_t all = 0;
@@ -232,7 +234,7 @@ __device__ inline bool four_aligned(const Batch& b, int t) {
   return all % 16 == 0;
 }
 
-// A block takes a chunk of one tensor, `first_block` says of which.
+// Each block processes one chunk of a tensor; `first_block` tells of which tensor.
 __global__ void __launch_bounds__(kThreads, 4)
     adam_kernel(const __grid_constant__ Batch b, Adam a, const int32_t* noop) {
   if (noop != nullptr && *noop != 0) return;
@@ -280,7 +282,8 @@ __global__ void __launch_bounds__(kThreads, 4)
       }
     }
   }
-  // The rest: a thread's own fours, or all of an unaligned tensor.
+  // The remaining elements: those that are left of the thread's fours, or all of an unaligned
+  // tensor.
   for (; i < end; i += kThreads * kFour) {
     for (int64_t j = i; j < i + kFour && j < end; ++j) {
       Source from;
@@ -333,9 +336,9 @@ void adam(const te_fl_context& ctx, const te_fl_multi_tensor_adam_args& a) {
 // ---- SGD
 
 struct Sgd {
-  float lr, weight_decay, momentum, keep, scale;  // keep: 1 - dampening
+  float lr, weight_decay, momentum, keep, scale;  // keep is 1 - dampening
   bool nesterov, first_run, wd_after_momentum;
-  const float* lr_tensor;  // wins over lr if not null
+  const float* lr_tensor;  // replaces lr unless NULL
 };
 __global__ void __launch_bounds__(kThreads)
     sgd_kernel(const __grid_constant__ Batch b, Sgd a, const int32_t* noop) {
@@ -366,7 +369,7 @@ __global__ void __launch_bounds__(kThreads)
     if (a.momentum != 0.0f) store_group(m_data + i, n, m);
     out.store(i, n, p);
     if (!copies) return;
-    // From the parameters as they were rounded.
+    // Copies the parameters as they were rounded.
     params.load(i, n, p);
     copy.store(i, n, p);
   });

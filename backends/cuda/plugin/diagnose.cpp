@@ -18,7 +18,7 @@
 namespace te_fl::cuda {
 namespace {
 
-// CUDA's own numbering: 13000 is 13.0.
+// Formats CUDA's version number: 13000 is 13.0.
 std::string cuda_version(int number) {
   return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
 }
@@ -65,7 +65,7 @@ void report_device(const te_fl_finding_sink& findings, int index) {
                      : "configure te-fl with -DTE_FL_CUDA_ARCHITECTURES=" + std::string(wanted));
 }
 
-// "what is wrong: install ..." in its two halves, or what else stands between them.
+// Splits a text such as "what is wrong: install ..." at `between` into the finding and its remedy.
 void report_missing(const te_fl_finding_sink& findings, te_fl_finding_level level,
                     const char* subject, const std::string& text, const char* disables,
                     const char* between = ": install ") {

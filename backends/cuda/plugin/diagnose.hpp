@@ -1,4 +1,4 @@
-// Reports the plugin's surroundings: driver, GPUs, libraries.
+// Reports the plugin's environment for diagnosis: driver, GPUs and libraries.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 
 namespace te_fl::cuda {
 
-// Opens the libraries if they are not open yet. `why_no_device` is what enumerate() said.
+// Opens the libraries if they are not yet open. `why_no_device`: the reason from enumerate().
 void report_surroundings(const std::vector<Device>& devices, const std::string& why_no_device,
                          const te_fl_finding_sink& findings);
 

@@ -34,7 +34,8 @@ te_fl_status refuse_workspace(const Entry& e, const te_fl_context& ctx, size_t w
   });
 }
 
-// Scratch belongs to a stream by its handle, and this handle is another stream in every thread.
+// Refuses cudaStreamPerThread. The host keeps scratch per stream handle, but this handle is a
+// different stream in each thread.
 te_fl_status refuse_stream(const Entry& e, const te_fl_context& ctx) noexcept {
   return backend::guard(ctx.errors, [&] {
     backend::invalid(std::string(e.inner.op_name) +
@@ -106,7 +107,7 @@ void destroy_plan(void* self, void* plan) noexcept {
 struct Entries::Impl {
   nvtxDomainHandle_t domain = nullptr;
   bool ranges = false;
-  std::deque<Entry> entries;  // whose addresses the descriptors hold
+  std::deque<Entry> entries;  // a deque, because the descriptors hold the entries' addresses
 };
 
 Entries::Entries(bool ranges) : impl_(std::make_unique<Impl>()) {

@@ -1,5 +1,5 @@
-// A layer between the host and the ops: scratch that is too small is refused before anything is
-// launched, and each run may be marked for a profiler.
+// Wrappers around the ops' run functions. They refuse a call whose scratch is too small before
+// anything is launched, and can mark each run for a profiler.
 #pragma once
 
 #include <memory>
@@ -9,14 +9,14 @@
 
 namespace te_fl::cuda {
 
-// Owns what the wrapped descriptors point to.
+// Owns the data to which the wrapped descriptors point.
 class Entries {
  public:
-  // `ranges`: every run() lies in an NVTX range "op implementation" of the domain te-fl.
+  // `ranges`: marks every run() with an NVTX range "op implementation" in the domain te-fl.
   explicit Entries(bool ranges);
   ~Entries();
-  // Replaces the functions of those ops that need it by functions that pass on to them. Descriptors
-  // without scratch stay as they are unless ranges are wanted.
+  // Replaces the functions of the ops by wrappers that call them. Descriptors without scratch are
+  // unchanged unless ranges are on.
   void wrap(std::vector<te_fl_op_desc>& ops);
 
  private:

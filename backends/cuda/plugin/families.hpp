@@ -1,4 +1,4 @@
-// The families of this backend and how each lists its ops.
+// The op families of this backend and the functions that append their descriptors.
 #pragma once
 
 #include <type_traits>
@@ -21,10 +21,10 @@ te_fl_status run(void*, const te_fl_context* ctx, const void* raw) noexcept {
   });
 }
 
-// The descriptor of one op, run by `void F(const te_fl_context&, const Args&)`. Refuses is
-// `Refusal (const Args&)` or `Refusal (const te_fl_context&, const Args&)`, or nullptr when every
-// call that the schema and the constraints allow is served. Everything is deterministic and may be
-// captured unless the caller takes the flag away.
+// The descriptor of one op, which is run by `void F(const te_fl_context&, const Args&)`. Refuses:
+// `Refusal (const Args&)`, `Refusal (const te_fl_context&, const Args&)`, or nullptr if the op
+// supports every call that the schema and the constraints allow. By default the op is marked as
+// deterministic and capturable; the caller may clear these flags.
 template <class Args, auto F, auto Refuses = nullptr>
 te_fl_op_desc descriptor(const char* op_name) {
   te_fl_op_desc desc;
@@ -43,7 +43,7 @@ te_fl_op_desc descriptor(const char* op_name) {
   return desc;
 }
 
-// Each appends the descriptors of one family; defined in <family>.cu or .cpp.
+// Each function appends the descriptors of one family and is defined in <family>.cu or .cpp.
 void append_activation(std::vector<te_fl_op_desc>& ops);
 void append_scaled_activation(std::vector<te_fl_op_desc>& ops);
 void append_quantize(std::vector<te_fl_op_desc>& ops);
@@ -51,29 +51,30 @@ void append_quantize_lists(std::vector<te_fl_op_desc>& ops);
 void append_dequantize(std::vector<te_fl_op_desc>& ops);
 void append_scale_update(std::vector<te_fl_op_desc>& ops);
 void append_tensor(std::vector<te_fl_op_desc>& ops);
-void append_copies(std::vector<te_fl_op_desc>& ops);  // this and the next by append_tensor
+void append_copies(std::vector<te_fl_op_desc>& ops);  // append_tensor calls this and append_fills
 void append_fills(std::vector<te_fl_op_desc>& ops);
 void append_dropout(std::vector<te_fl_op_desc>& ops);
 void append_optimizer(std::vector<te_fl_op_desc>& ops);
 void append_softmax(std::vector<te_fl_op_desc>& ops);
 void append_gemm(std::vector<te_fl_op_desc>& ops);
-void append_grouped_gemm(std::vector<te_fl_op_desc>& ops);  // by append_gemm
-// `streams`: TE_FL_CUDA_GROUPED_STREAMS, which the host has checked; null: its default.
+void append_grouped_gemm(std::vector<te_fl_op_desc>& ops);  // append_gemm calls this
+// `streams`: the value of TE_FL_CUDA_GROUPED_STREAMS, which the host has checked. NULL: the
+// default.
 void configure_grouped_gemm(const char* streams);
 void append_moe(std::vector<te_fl_op_desc>& ops);
 void append_chunks(std::vector<te_fl_op_desc>& ops);
 void append_permute_by_mask(std::vector<te_fl_op_desc>& ops);
 void append_router(std::vector<te_fl_op_desc>& ops);
 void append_norm(std::vector<te_fl_op_desc>& ops);
-// `most_scratch`: bytes that a backward of attention may take to keep what it computes twice
-// otherwise. Before the first call.
+// `most_scratch`: maximum bytes that an attention backward uses to keep values that it would
+// otherwise compute twice. Call it before the first attention call.
 void configure_attention(size_t most_scratch);
 void append_attention(std::vector<te_fl_op_desc>& ops);
 void append_rope(std::vector<te_fl_op_desc>& ops);
 void append_collectives(std::vector<te_fl_op_desc>& ops);
 
 class CudnnState;
-// Attention on cuDNN; `state` outlives the descriptors' use.
+// Attention on cuDNN. `state` must outlive the descriptors.
 void append_attention_cudnn(std::vector<te_fl_op_desc>& ops, CudnnState& state);
 
 }  // namespace te_fl::cuda

@@ -10,7 +10,7 @@
 namespace te_fl::cuda {
 namespace {
 
-// Before 2.9 it was 1000 major + 100 minor + patch.
+// Formats NCCL's version number. Before 2.9 it was 1000 major + 100 minor + patch.
 std::string version_text(int number) {
   const int major = number / (number < 10000 ? 1000 : 10000);
   return std::to_string(major) + "." +

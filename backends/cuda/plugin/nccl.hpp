@@ -1,6 +1,7 @@
-// NCCL 2, opened when it is first needed: a copy that the process holds already, else by soname,
-// else in the CUDA toolkit's folder. Its types are stated here as the library's binary interface
-// has them, so no header of it is needed. Nothing but communication between GPUs needs it.
+// Access to NCCL 2, which is opened on first use: a copy that the process has already loaded, else
+// the one found by soname, else the one in the CUDA toolkit's folder. Its types are declared here
+// as NCCL's ABI defines them, so its headers are not needed. Only communication between GPUs needs
+// NCCL.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,15 +11,15 @@
 
 namespace te_fl::cuda {
 
-// Versions are 10000 major + 100 minor + patch. Sums of BF16 came with 2.10, and gradients are
-// BF16.
+// Version numbers are 10000 major + 100 minor + patch. NCCL sums BF16, the dtype of gradients,
+// since 2.10.
 constexpr int kNcclMinimum = 21000;
 
-struct NcclUniqueId {  // passed by value
+struct NcclUniqueId {  // NCCL takes it by value
   char internal[128];
 };
 
-// The functions return these.
+// Statuses that NCCL's functions return.
 enum NcclStatus {
   kNcclSuccess = 0,
   kNcclCudaError = 1,
@@ -26,7 +27,7 @@ enum NcclStatus {
   kNcclInvalidArgument = 4,
   kNcclInvalidUsage = 5,
   kNcclRemoteError = 6,
-  kNcclInProgress = 7  // of a communicator that does not block
+  kNcclInProgress = 7  // returned for a non-blocking communicator
 };
 enum NcclReduction { kNcclSum = 0, kNcclMax = 2, kNcclAvg = 4 };
 enum NcclType {
@@ -39,9 +40,9 @@ enum NcclType {
   kNcclBF16 = 9
 };
 
-// The functions that collectives need. Found together or not at all, but for those that NCCL has
-// had later, which are NULL where it has not. Statuses, data types and reductions are ints, a
-// communicator is a pointer.
+// The NCCL functions that collectives need. Either all are found or the library is refused, except
+// functions of newer versions, which are NULL if missing. Statuses, data types and reductions are
+// ints; a communicator is a pointer.
 struct Nccl {
   int (*version)(int* number) = nullptr;
   const char* (*error_text)(int status) = nullptr;
@@ -63,23 +64,24 @@ struct Nccl {
                         int reduction, void* communicator, cudaStream_t) = nullptr;
   int (*all_gather)(const void* send, void* receive, size_t send_count, int type,
                     void* communicator, cudaStream_t) = nullptr;
-  // 2.18; `config` NULL: the parent's.
+  // Since 2.18. `config` NULL: that of the parent.
   int (*split)(void* communicator, int color, int key, void** out, void* config) = nullptr;
-  const char* (*last_error)(void* communicator) = nullptr;  // 2.13
-  // 2.28: stops what the communicator does and leaves it to be destroyed; flags 0.
+  const char* (*last_error)(void* communicator) = nullptr;  // available since 2.13
+  // Since 2.28: stops the communicator's work, so that it can be destroyed. flags: 0.
   int (*revoke)(void* communicator, int flags) = nullptr;
-  int number = 0;            // version(), asked once
-  std::string version_text;  // "2.28.9"
-  std::string path;          // of the copy in use
-  // Ranks have these alike: the version, and the variables by which a rank alone would
-  // choose another order of sums, "2.28.9 (NCCL_NVLS_ENABLE=0)". The environment is read once, as
-  // the library is opened, so that no rank's answer changes under a communicator.
+  int number = 0;            // result of version(), queried once
+  std::string version_text;  // for example "2.28.9"
+  std::string path;          // path of the loaded copy
+  // This text must be equal on all ranks: the version and the environment variables by which a
+  // single rank would choose another order of sums, such as "2.28.9 (NCCL_NVLS_ENABLE=0)". The
+  // environment is read once, when the library is opened, so the text does not change while
+  // communicators exist.
   std::string compared_text;
-  bool switches_are_out = false;  // the variables keep NVLink's switches from summing
+  bool switches_are_out = false;  // the variables disable sums in NVLink switches (NVLS)
 };
 
-// NULL if the library or one of the functions was not found, or it is too old; nccl_missing() says
-// which, with the remedy. Thread-safe.
+// The library; NULL if it or a required function was not found, or if it is too old. nccl_missing()
+// then returns the reason and the remedy. Thread-safe.
 const Nccl* nccl() noexcept;
 const char* nccl_missing() noexcept;
 

@@ -1,4 +1,4 @@
-// NVIDIA's plugin: devices through the CUDA runtime, own kernels, cuBLASLt, cuDNN.
+// NVIDIA's plugin: devices through the CUDA runtime, own kernels, cuBLASLt, cuDNN and NCCL.
 #include <string>
 #include <vector>
 
@@ -81,7 +81,7 @@ Cuda::Cuda(const te_fl_host_api& host)
   entries.wrap(ops);
 }
 
-// cuda.json.in says the same of them.
+// cuda.json.in describes the same settings; keep both equal.
 constexpr te_fl_setting_desc kAttentionScratch = {
     .type = TE_FL_SETTING_INT,
     .name = "TE_FL_CUDA_ATTENTION_SCRATCH_MB",

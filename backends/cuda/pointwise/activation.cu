@@ -1,4 +1,4 @@
-// Activations, their gradients, and gradients fused with the bias gradient.
+// The activation ops: forward, gradient, and gradient with the bias gradient.
 #include "te_fl/ops/activation.h"
 
 #include "common/elementwise.cuh"
@@ -20,7 +20,7 @@ struct Forward {
   }
 };
 template <class Act>
-struct Gradient {  // of (grad, input)
+struct Gradient {  // sources: (grad, input)
   static constexpr int kSources = 2, kOutputs = 1;
   __device__ void operator()(const float (&x)[2], float (&v)[1]) const {
     v[0] = x[0] * Act::dual(x[1]).derivative;
@@ -30,7 +30,7 @@ struct Gradient {  // of (grad, input)
   }
 };
 template <class Gate>
-struct Gated {  // of the halves of the input
+struct Gated {  // sources: the halves of the input
   static constexpr int kSources = 2, kOutputs = 1;
   Gate gate;
   __device__ void operator()(const float (&x)[2], float (&v)[1]) const {
@@ -38,7 +38,8 @@ struct Gated {  // of the halves of the input
   }
 };
 template <class Gate>
-struct GatedGradient {  // of (grad, the halves of the input), into both halves
+struct GatedGradient {  // sources: grad and the halves of the input; results: the gradients of both
+                        // halves
   static constexpr int kSources = 3, kOutputs = 2;
   Gate gate;
   __device__ void operator()(const float (&x)[3], float (&v)[2]) const {
@@ -58,7 +59,7 @@ struct ActGate {
 
 struct ClampedGate {
   float limit, alpha, offset;
-  // min and clamp that let a NaN pass.
+  // Minimum and clamp that return NaN for NaN.
   __device__ float high(float x) const { return x > limit ? limit : x; }
   __device__ float both(float x) const { return high(x < -limit ? -limit : x); }
   __device__ float value(float a, float b) const {
@@ -122,7 +123,7 @@ const te_fl_tensor* bias_of(const Args& args) {
     return nullptr;
   }
 }
-// Op gives the elementwise op of a call.
+// Op: the function that returns the elementwise op of a call.
 template <class Args, auto Op>
 void store(const te_fl_context& ctx, const Args& args) {
   store_elementwise<SumsBias<Args>>(ctx, *args.output, Op(args), bias_of(args));
@@ -132,7 +133,7 @@ std::string words_of(const te_fl_context&, const Args& args) {
   return choose_store(Op(args), *args.output, bias_of(args), false).text();
 }
 
-// ---- what is not served
+// ---- calls that are refused
 
 Refusal refuse_forward(const te_fl_activation_act_fwd_args& args) {
   if (!dense(args.input)) return kNotContiguous;

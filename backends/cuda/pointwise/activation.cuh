@@ -1,8 +1,8 @@
-// The activations and their derivatives in FP32, a handful of instructions each: exponentials and
-// reciprocals by the hardware's approximations, whose relative error is about 2^-22, so that a
-// sigmoid is right to a few units in the last place wherever it is not below FP32's normal numbers
-// (there it is 0). Forms are chosen so that nothing cancels where the result is small:
-// 0.5 (1 + tanh(u)) = sigmoid(2 u), and 1 - sigmoid(u) = sigmoid(-u) is computed as such.
+// The activations and their derivatives in FP32, in a few instructions each. Exponentials and
+// reciprocals use the hardware's approximations, whose relative error is about 2^-22. A sigmoid is
+// therefore accurate to a few units in the last place, except where the result is subnormal in
+// FP32; there it is 0. The formulas avoid cancellation where the result is small: 0.5 (1 + tanh(u))
+// is computed as sigmoid(2 u), and 1 - sigmoid(u) as sigmoid(-u).
 #pragma once
 
 namespace te_fl::cuda {
@@ -20,11 +20,11 @@ __device__ inline float fast_reciprocal(float x) {
   return r;
 }
 
-// sigmoid(u) from t = -u log2(e). A power beyond FP32 is infinite, and its reciprocal 0.
+// sigmoid(u), given t = -u log2(e). If the power overflows, it is infinite and its reciprocal is 0.
 __device__ inline float sigmoid_of(float t) { return fast_reciprocal(1.0f + fast_exp2(t)); }
 __device__ inline float sigmoid(float x) { return sigmoid_of(-kLog2E * x); }
 
-// sigmoid(u) and sigmoid(-u), both to full relative precision.
+// sigmoid(u) and sigmoid(-u), both with full relative precision.
 struct Sigmoids {
   float plus, minus;
   __device__ explicit Sigmoids(float t) {
@@ -34,13 +34,13 @@ struct Sigmoids {
   }
 };
 
-// The values of a function and its derivative at one point.
+// A function's value and derivative at one point.
 struct Dual {
   float value, derivative;
 };
 
-// x sigmoid(u), u = alpha x; its derivative is s (1 + u (1 - s)), written so that the terms that
-// cancel where it vanishes are small.
+// x sigmoid(u) with u = alpha x. The derivative is s (1 + u (1 - s)), written such that near its
+// zero only small terms cancel.
 __device__ inline float swish(float x, float alpha) { return x * sigmoid_of(-kLog2E * alpha * x); }
 __device__ inline Dual swish_dual(float x, float alpha) {
   const float u = alpha * x;
@@ -48,24 +48,26 @@ __device__ inline Dual swish_dual(float x, float alpha) {
   return {x * s.plus, s.plus * fmaf(1.0f + u, s.minus, s.plus)};
 }
 
-// kSteepest: more than any |derivative|, of functions with |value(x)| <= |x|; 0 for others.
+// kSteepest: an upper bound of |derivative|, for functions with |value(x)| <= |x|; 0 for other
+// functions.
 struct Gelu {
   static constexpr float kSteepest = 1.13f;
   static constexpr float kTwoC = 2.0f * 0.7978845608f, kCubic = 0.044715f;
-  // -log2(e) 2 c (x + kCubic x^3)
+  // The exponent for sigmoid_of(): -log2(e) 2 c (x + kCubic x^3).
   __device__ static float exponent(float x, float x2) {
     return x * fmaf(x2, -kLog2E * kTwoC * kCubic, -kLog2E * kTwoC);
   }
   __device__ static float value(float x) { return x * sigmoid_of(exponent(x, x * x)); }
   __device__ static Dual dual(float x) {
-    // Beyond |x| = 100 the sigmoid is 0 or 1; an infinite square would spoil the product with 0.
+    // Beyond |x| = 100 the sigmoid is 0 or 1. The limit keeps the square finite, because infinity
+    // times 0 would be NaN.
     const float x2 = fminf(x * x, 1e4f);
     const Sigmoids s(exponent(x, x2));
     const float y = x * s.plus;
     return {y, fmaf(y, s.minus * fmaf(x2, 3.0f * kCubic * kTwoC, kTwoC), s.plus)};
   }
-  // s + x s (1 - s) u' with a difference for 1 - s, for results of 16 bits and less: 4e-6 off at
-  // the most, where s is nearly 1.
+  // s + x s (1 - s) u', with 1 - s computed as a difference. For results of at most 16 bits: the
+  // error is at most 4e-6, where s is nearly 1.
   __device__ static float rough_derivative(float x) {
     const float x2 = fminf(x * x, 1e4f);
     const float s = sigmoid_of(exponent(x, x2)), steep = fmaf(x2, 3.0f * kCubic * kTwoC, kTwoC);
@@ -90,7 +92,7 @@ struct Qgelu {
   __device__ static float value(float x) { return swish(x, 1.702f); }
   __device__ static Dual dual(float x) { return swish_dual(x, 1.702f); }
 };
-struct Relu {  // a NaN passes; -0 becomes +0
+struct Relu {  // keeps NaN; -0 becomes +0
   static constexpr float kSteepest = 1.0f;
   __device__ static float value(float x) { return x <= 0.0f ? 0.0f : x; }
   __device__ static Dual dual(float x) { return {value(x), x > 0.0f ? 1.0f : 0.0f}; }

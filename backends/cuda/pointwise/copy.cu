@@ -1,4 +1,4 @@
-// Copies between tensors of any strides, with conversion.
+// The op strided_copy: copies between tensors with any strides, with dtype conversion.
 #include <cmath>
 
 #include "common/transpose.cuh"
@@ -42,7 +42,7 @@ __device__ double load_double(const void* data, int dtype, int64_t i) {
   source.dtype = dtype;
   return source.at(i);
 }
-// One rounding, by the bit rules that the host has too.
+// Rounds once, with the same conversion code as the host.
 __device__ void store_double(void* data, int dtype, int64_t i, double v) {
   switch (dtype) {
     case TE_FL_F64:
@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(kThreads)
     store_double(out, to_dtype, to, load_double(in, from_dtype, from));
   }
 }
-// Runs of eight elements of the last dimension, which is dense in both; through FP32.
+// Converts runs of eight elements through FP32. The last dimension must be contiguous in both
+// tensors.
 __global__ void __launch_bounds__(kThreads)
     convert_runs_kernel(Source in, Target out, Nest runs, int64_t size, int64_t length) {
   const int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x;
@@ -85,7 +86,7 @@ __global__ void __launch_bounds__(kThreads)
   int64_t from = 0, to = 0;
   runs.offsets(i, from, to);
   const int last = runs.rank - 1;
-  int64_t col = i;  // of the row
+  int64_t col = i;  // index of the run in its row
   if (last > 0) {
     uint32_t rest = static_cast<uint32_t>(i);
     if (runs.wide) {
@@ -105,13 +106,14 @@ __global__ void __launch_bounds__(kThreads)
 bool is_float(int dtype) { return dtype <= TE_FL_F8E8M0; }
 bool is_fast(int dtype) { return dtype >= TE_FL_F32 && dtype <= TE_FL_F8E5M2; }
 
-// The way of a copy: in runs or by elements where dtypes differ, else as bytes.
+// The kernel of a copy: if dtypes differ, it converts runs or single elements; otherwise it moves
+// bytes.
 enum class CopyWay { kNone, kConvertRuns, kConvert, kMemory, kTranspose, kWords };
 struct CopyChoice {
   CopyWay way = CopyWay::kNone;
-  Nest nest;      // as the way walks it
-  int word = 0;   // bytes of a word of kTranspose and kWords
-  int dense = 0;  // of kTranspose: the input's dense dimension
+  Nest nest;      // in the form that the kernel needs
+  int word = 0;   // kTranspose, kWords: bytes per word
+  int dense = 0;  // kTranspose: the input's contiguous dimension
 
   std::string text() const {
     const std::string bytes = std::to_string(word) + " bytes";
@@ -190,7 +192,8 @@ void copy_transposed(const te_fl_context& ctx, const CopyChoice& c, const void* 
   with_word(c.word, [&]<class Bits>(Bits) {
     if constexpr (sizeof(Bits) < 16) done = transpose<Bits>(ctx, c.nest, c.dense, in, out);
   });
-  // A grid has fewer than 2^31 tiles; a tensor with more does not fit in any GPU's memory.
+  // A launch has fewer than 2^31 tiles. A tensor with more tiles, which no GPU's memory can hold,
+  // is copied in words.
   if (done) return;
   Nest nest = c.nest;
   const int word = widen(nest, c.word, in, out);

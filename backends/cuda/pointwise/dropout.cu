@@ -1,4 +1,5 @@
-// Dropout with a saved mask of one bit per element, alone and in the residual addition.
+// The dropout ops, with a saved mask of one bit per element, and the op add, which may drop one
+// operand.
 #include "te_fl/ops/dropout.h"
 
 #include "common/overlap.hpp"
@@ -12,9 +13,10 @@
 namespace te_fl::cuda {
 namespace {
 
-constexpr int kAtOnce = 2;  // groups that a thread has on their way
+constexpr int kAtOnce = 2;  // groups that a thread has in flight
 
-// The groups of eight of a block: kAtOnce for each thread, kThreads apart.
+// Index of the thread's u-th group of eight elements. A block processes kAtOnce groups per thread;
+// those of a thread are kThreads apart.
 __device__ inline int64_t group_of(int u) {
   return (blockIdx.x * int64_t{kAtOnce} + u) * kThreads + threadIdx.x;
 }
@@ -22,7 +24,7 @@ __device__ inline int elements_of(int64_t group, int64_t size) {
   const int64_t left = size - group * kGroup;
   return left >= kGroup ? kGroup : left > 0 ? static_cast<int>(left) : 0;
 }
-// Bits of elements that the tensor has.
+// Mask of the first n bits, one per existing element.
 __device__ inline uint32_t existing(int n) { return n == kGroup ? 0xFFu : (1u << n) - 1u; }
 
 template <class T>
@@ -36,7 +38,7 @@ __device__ inline void store_group_of(const Pack<T, kGroup>& x, T* p, int n, boo
   x.store_some(p, 0, n);
 }
 
-// A kept element is multiplied by 1 / (1 - p).
+// Multiplies kept elements by 1 / (1 - p).
 template <class T, bool kForward>
 __global__ void __launch_bounds__(kThreads)
     dropout_kernel(const T* in, T* out, uint8_t* mask, int64_t size, float factor,
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Any dtypes.
+// For tensors with any combination of dtypes.
 __global__ void __launch_bounds__(kThreads)
     add_mixed_kernel(Source a, Source b, Target out, uint8_t* mask, int64_t size, float factor,
                      DropoutStream stream) {

@@ -1,9 +1,9 @@
 // Kernels of the embedding table.
 //
-// The gradient of a table row is the sum of the positions that looked it up, in their order. The
-// positions of a row are first linked into a list, whose order depends on the run; a list of up to
-// kListed is then sorted, so that the sum does not. For longer ones all positions are read in
-// order.
+// The gradient of a table row is the sum over the positions that looked it up, in the order of the
+// positions. First the positions of each row are linked into a list, whose order may differ from
+// run to run. A list of up to kListed positions is then sorted, so that the sum is deterministic.
+// For longer lists, the block scans all positions in order.
 #pragma once
 
 #include "common/integers.cuh"
@@ -12,8 +12,8 @@
 
 namespace te_fl::cuda {
 
-// Words of a table's rows, `words` for each; an index outside the table gives NaN in each float
-// type, and is noted.
+// Copies table rows as `words` 16-byte words each. For an index outside the table, writes NaN (in
+// every float dtype) and records an error.
 static __global__ void __launch_bounds__(kThreads)
     embedding_kernel(const uint4* table, Integers indices, uint4* out, int64_t rows, FastDiv words,
                      int64_t size, ValueErrorSink errors) {
@@ -40,7 +40,7 @@ static __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// heads[row] begins as -1; next[i] is the position linked before position i.
+// heads[row] must be -1 initially. next[i] becomes the position that was linked before position i.
 static __global__ void __launch_bounds__(kThreads)
     link_kernel(Integers indices, int64_t positions, int64_t rows, int32_t* heads, int32_t* next,
                 ValueErrorSink errors) {
@@ -56,7 +56,7 @@ constexpr int kListed = 32;
 struct RowSums {
   Integers indices;
   int64_t positions;
-  const int32_t* heads;  // null: no lists
+  const int32_t* heads;  // NULL: there are no lists
   const int32_t* next;
   Source grad, previous;
   Target out;
@@ -64,7 +64,7 @@ struct RowSums {
   bool accumulate;
 };
 
-// Adds the gradient of the listed positions to `sum`, in the list's order.
+// Adds the gradients of the listed positions to `sum`, in list order.
 __device__ inline void add_positions(const RowSums& s, const int32_t* list, int count, int64_t base,
                                      int64_t col, int n, float (&sum)[kGroup]) {
 #pragma unroll 4
@@ -76,8 +76,8 @@ __device__ inline void add_positions(const RowSums& s, const int32_t* list, int 
   }
 }
 
-// The positions of [first, first + 4 kThreads) that look up `row`, counted from `first`, into
-// `list` in order; all threads get their number.
+// Finds the positions in [first, first + 4 kThreads) that look up `row`. Writes them in order to
+// `list`, relative to `first`. All threads receive their number.
 __device__ inline int find_positions(const RowSums& s, int64_t row, int64_t first, int32_t* list,
                                      int32_t* warp_counts) {
   constexpr int kEach = 4;
@@ -89,7 +89,7 @@ __device__ inline int find_positions(const RowSums& s, int64_t row, int64_t firs
     if (i < s.positions && s.indices[i] == row) mine |= 1u << k;
   }
   const int count = __popc(mine);
-  int before = count;  // in this warp, this thread included
+  int before = count;  // inclusive prefix sum in this warp
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const int other = __shfl_up_sync(0xFFFFFFFFu, before, step);
@@ -109,8 +109,8 @@ __device__ inline int find_positions(const RowSums& s, int64_t row, int64_t firs
   return total;
 }
 
-// A list of up to kListed positions, sorted by the warp; more than kListed: there are more.
-// `unsorted` is the warp's, too.
+// Sorts a list of up to kListed positions; the whole warp calls it. Returns the number of
+// positions, or more than kListed if the list is too long. Each warp has its own `unsorted`.
 __device__ inline int sorted_list(const RowSums& s, int64_t row, int32_t* unsorted, int32_t* list) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   int count = 0;
@@ -130,10 +130,10 @@ __device__ inline int sorted_list(const RowSums& s, int64_t row, int32_t* unsort
   return count;
 }
 
-constexpr int kTableRows = 4;  // of a block: of its first warps each finds the positions of one
+constexpr int kTableRows = 4;  // per block; each of the first warps finds the positions of one row
 
-// Blocks of `parts` neighbours take kThreads * kGroup columns each of kTableRows rows of the table,
-// from row `first` on.
+// Each block processes kTableRows table rows, from row `first` on. `parts` adjacent blocks share
+// these rows; each has kThreads * kGroup columns.
 static __global__ void __launch_bounds__(kThreads)
     embedding_gradient_kernel(RowSums s, int64_t rows, unsigned parts, int64_t first) {
   static_assert(kListed == 32, "a lane for each position");

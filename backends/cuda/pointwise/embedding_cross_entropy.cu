@@ -1,4 +1,4 @@
-// Embedding and cross-entropy.
+// The embedding and cross-entropy ops.
 #include "te_fl/ops/tensor.h"
 
 #include <algorithm>
@@ -17,11 +17,11 @@ namespace {
 
 using backend::invalid;
 
-// The most that a launch takes: a grid has less than 2^31 blocks (65536 in its second dimension),
-// and a tensor may have more rows.
+// Maximum rows and column parts per launch. A grid has less than 2^31 blocks (65536 in its second
+// dimension), but a tensor may have more rows.
 constexpr int64_t kMostRows = 1 << 18, kMostParts = 1 << 8;
 
-// Calls f(first, count) for launch after launch over `size` rows or parts.
+// Calls f(first, count) for each launch over `size` rows or parts.
 template <class F>
 void in_launches(int64_t size, int64_t most, F&& f) {
   for (int64_t first = 0; first < size; first += most) {
@@ -31,7 +31,7 @@ void in_launches(int64_t size, int64_t most, F&& f) {
 
 // ---- embedding, cross-entropy
 
-// Notes values outside [0, extent).
+// Records values outside [0, extent).
 __global__ void range_kernel(Integers values, int64_t size, int64_t extent, bool has_ignored,
                              int64_t ignored, ValueErrorSink errors) {
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < size;
@@ -52,8 +52,8 @@ void launch_range(const te_fl_context& ctx, const te_fl_tensor& values, int64_t 
   check_launch("range_kernel");
 }
 
-// Where an op's kernels note the values that lie outside [0, extent), with which they go on. Under
-// TE_FL_VALIDATE such values are refused here, before anything is written.
+// The slot in which an op's kernels record values outside [0, extent). The kernels continue after
+// such values. With TE_FL_VALIDATE, this function refuses them before anything is written.
 ValueErrorSink errors_of(const te_fl_context& ctx, const char* op, const te_fl_tensor& values,
                          int64_t extent, const int64_t* ignored = nullptr) {
   const ValueErrorSink errors = value_errors_of(ctx, op);
@@ -184,7 +184,8 @@ void cross_entropy_bwd(const te_fl_context& ctx, const te_fl_cross_entropy_bwd_a
   with_type(dtype_of(*args.logits), [&]<class T>(T) {
     const T* x = backend::data<const T>(*args.logits);
     T* dx = backend::data<T>(*args.grad_logits);
-    const int64_t packs = runs_of(x, matrix.cols) * kGroup / Pack<T>::kSize;  // of a row
+    // The number of packs per row.
+    const int64_t packs = runs_of(x, matrix.cols) * kGroup / Pack<T>::kSize;
     const auto launch = [&]<int kPacks>(std::integral_constant<int, kPacks>) {
       const int64_t parts = ceil_div(packs, int64_t{kPacks} * kThreads);
       const int each = static_cast<int>(ceil_div(packs, parts));

@@ -1,6 +1,6 @@
-// Kernels that the calls of dropout, addition, embedding, cross-entropy and scaled activations
-// take: pure functions of metadata, so that they can be tested where there is no GPU. Kernels have
-// the names of their functions, without "_kernel".
+// Chooses the kernels for dropout, addition, embedding, cross-entropy and scaled activations: pure
+// functions of metadata, so tests run without a GPU. The names are those of the kernel functions
+// without "_kernel".
 #pragma once
 
 #include <cstdint>
@@ -16,18 +16,19 @@ namespace te_fl::cuda {
 
 struct PointwiseChoice {
   const char* kernel;
-  const char* reason;    // static text
-  bool aligned = false;  // every tensor is read and written in 16-byte accesses
-  int packs = 0;         // of 16 bytes, that a thread of cross_entropy_gradient holds
+  const char* reason;    // a string literal
+  bool aligned = false;  // every tensor is accessed in 16-byte vectors
+  int packs = 0;         // 16-byte packs per thread of cross_entropy_gradient
 
   std::string text() const { return std::string(kernel) + ": " + reason; }
 };
 
 namespace pointwise_choice {
 
-constexpr int64_t kPackElements = 8;  // kGroup of element.cuh
+constexpr int64_t kPackElements = 8;  // equals kGroup of element.cuh
 constexpr int kBlockThreads = 256;
-constexpr int64_t kMostPositions = int64_t{1} << 31;  // that 32 bits count
+constexpr int64_t kMostPositions = int64_t{1} << 31;  // number of positions that 32-bit indices can
+                                                      // address
 constexpr const char* kEmpty = "a tensor without elements";
 constexpr const char* kAligned = "eight elements are read and written at once";
 constexpr const char* kUnaligned = "element by element, as a tensor is not aligned to 16 bytes";
@@ -64,7 +65,8 @@ inline PointwiseChoice choose_pointwise(const te_fl_add_args& a) noexcept {
   return aligned_choice("add", aligned16(*a.a) && aligned16(*a.b) && aligned16(*a.output));
 }
 
-// "embedding" copies rows in words of 16 bytes; "store" converts, or takes rows of any alignment.
+// "embedding" copies rows in 16-byte words. "store" converts dtypes, or copies rows of any
+// alignment.
 inline PointwiseChoice choose_pointwise(const te_fl_embedding_fwd_args& a) noexcept {
   using namespace pointwise_choice;
   const int64_t row_bytes = backend::as_matrix(*a.weight).cols * a.weight->dl.dtype.bits / 8;
@@ -79,7 +81,7 @@ inline PointwiseChoice choose_pointwise(const te_fl_embedding_fwd_args& a) noexc
   if (words >= kMostPositions) return {"store", "2^31 pieces of 16 bytes or more"};
   return {"embedding", "rows are copied 16 bytes at a time", true};
 }
-// With lists a row finds its positions; without, each row looks through all of them.
+// True if positions are linked into lists by table row. Otherwise each row scans all positions.
 inline bool has_lists(const te_fl_embedding_bwd_args& a) noexcept {
   return backend::numel(*a.indices) < pointwise_choice::kMostPositions;
 }
@@ -108,8 +110,8 @@ inline PointwiseChoice choose_pointwise(const te_fl_cross_entropy_bwd_args& a) n
   return {"cross_entropy_gradient of 4 packs", "several blocks may share a row", false, 4};
 }
 
-// `rows` are the tensors that have rows; results have `half` columns each, and `turns` of a's
-// columns come before as many of b's.
+// `rows`: the tensors that have rows. `half`: columns of the result. `turns`: number of a's columns
+// that alternate with the same number of b's columns.
 inline PointwiseChoice choose_scaled(bool forward, std::initializer_list<const te_fl_tensor*> rows,
                                      int64_t half, int64_t turns) noexcept {
   using namespace pointwise_choice;

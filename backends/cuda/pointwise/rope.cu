@@ -1,8 +1,8 @@
 // Rotary position embedding, on separate or packed Q, K, V.
 //
-// y_a = x_a cos f_a - x_b sin f_a, y_b = x_b cos f_b + x_a sin f_b for each pair (a, b). The
-// backward is the transpose of that map, also where the two angles of a pair differ. How a launch
-// is divided is said by choose_rope() (rope_choice.hpp).
+// For each pair (a, b): y_a = x_a cos f_a - x_b sin f_a, and y_b = x_b cos f_b + x_a sin f_b. The
+// backward is the transpose of this map, which also holds if the two angles of a pair differ.
+// choose_rope() (rope_choice.hpp) divides the work of a launch.
 #include "te_fl/ops/rope.h"
 
 #include <string>
@@ -33,9 +33,9 @@ Rotation rotation_of(const NamedTable& table, bool interleaved, bool backward, i
   return r;
 }
 
-// Refuses what is known without the device: odd lengths, and positions that even sequences from 0
-// on need. The integers on the device are looked at by a kernel, which notes what is wrong
-// (value_errors.hpp); positions beyond the angles give NaN.
+// Refuses what the host can check: odd lengths, and tables with too few positions even for
+// sequences that start at 0. A kernel checks the integers in device memory and records errors
+// (value_errors.hpp). Positions beyond the table give NaN.
 void check_positions(const te_fl_context& ctx, const char* op, const Positions& p, int64_t tokens,
                      const NamedTable& first, const NamedTable& second = {}) {
   PositionRules rules{nullptr, p.cu,      p.batch,  p.sbhd ? p.extent0 : p.extent1,
@@ -73,7 +73,7 @@ Positions positions_of(const Args& a) {
 
 // ---- launches
 
-// Fills in how the work is divided.
+// Fills in the division of work.
 void divide(RopePlan& plan, const RopeChoice& choice) {
   static_assert(rope_choice::kBlockThreads == kThreads && rope_choice::kPackElements == kGroup &&
                 rope_choice::kMostTokens == kMostTokens);
@@ -90,7 +90,7 @@ void divide(RopePlan& plan, const RopeChoice& choice) {
 template <class T, class Heads>
 void launch(const te_fl_context& ctx, RopePlan& plan, const RopeChoice& choice,
             const Positions& positions, const Heads& heads) {
-  // sbhd without starts: the sequences' tokens of one position are neighbours.
+  // In layout sbhd without starts, tokens with the same position are adjacent.
   const bool repeats = positions.cu == nullptr && positions.starts == nullptr && positions.sbhd;
   plan.repeat = repeats ? positions.extent1 : 1;
   divide(plan, choice);

@@ -1,6 +1,6 @@
-// Divides the work of a launch of rotary position embedding: a pure function of the call's
-// metadata, so that it can be tested where there is no GPU. The kernel is that of
-// rope_kernels.cuh, whose items are packs or pairs.
+// Divides the work of a launch of rotary position embedding: a pure function of metadata, so tests
+// run without a GPU. The kernel is in rope_kernels.cuh; its work items are packs or pairs of
+// elements.
 #pragma once
 
 #include <algorithm>
@@ -12,21 +12,22 @@
 
 namespace te_fl::cuda {
 
-// One kind of head of a token; `table` is the rotation of its first columns, -1: it is copied.
+// One kind of head of a token. `table`: index of the rotation of its first columns; -1: the head is
+// copied.
 struct RopeHeads {
   int64_t width = 0;
   int table = -1;
 };
-// Angles of a call, [rows, columns].
+// A table of angles, [rows, columns].
 struct RopeTable {
   const void* angles = nullptr;
   int64_t columns = 0, rows = 0;
 };
 
 struct RopeProblem {
-  bool empty = false;    // there is no element
-  bool aligned = false;  // every tensor begins at a multiple of 16 bytes
-  int64_t heads = 1;     // of a token
+  bool empty = false;    // the call has no elements
+  bool aligned = false;  // every tensor is 16-byte aligned
+  int64_t heads = 1;     // heads per token
   RopeHeads kinds[3];
   int kind_count = 1;
   RopeTable tables[2];
@@ -40,14 +41,14 @@ constexpr const char* name_of(RopeKernel kernel) noexcept {
 
 struct RopeChoice {
   RopeKernel kernel = RopeKernel::kNone;
-  bool shared = true;   // a block computes its tokens' angles once, into shared memory
+  bool shared = true;   // a block computes its tokens' angles once, in shared memory
   bool same = false;    // one table serves Q and K
-  int64_t columns = 0;  // of both tables
-  int64_t tokens = 1;   // of a block
-  int64_t items = 1;    // of a head: what a thread does at once
+  int64_t columns = 0;  // columns of both tables together
+  int64_t tokens = 1;   // tokens per block
+  int64_t items = 1;    // work items per head; a thread processes one item at once
   const char* reason = "";
 
-  // Bytes of shared memory that a block takes.
+  // Bytes of shared memory per block.
   int64_t shared_bytes() const noexcept {
     return shared ? tokens * columns * 2 * static_cast<int64_t>(sizeof(float)) : 0;
   }
@@ -61,16 +62,16 @@ struct RopeChoice {
 
 namespace rope_choice {
 
-constexpr int64_t kPackElements = 8;  // kGroup of element.cuh
+constexpr int64_t kPackElements = 8;  // equals kGroup of element.cuh
 constexpr int64_t kBlockThreads = 256;
-constexpr int64_t kMostTokens = 32;  // of a block
+constexpr int64_t kMostTokens = 32;  // maximum tokens per block
 constexpr int64_t kSharedLimit = 48 << 10;
 
 inline bool aligned16(const te_fl_tensor& t) noexcept {
   return reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % 16 == 0;
 }
 inline int64_t divided_up(int64_t a, int64_t b) noexcept { return (a + b - 1) / b; }
-// An extent, counted from the last one; 1 of a dimension that there is not.
+// An extent by its index from the end (1 is the last); 1 if the dimension does not exist.
 inline int64_t extent_from_end(const te_fl_tensor& t, int back) noexcept {
   return t.dl.ndim >= back ? t.dl.shape[t.dl.ndim - back] : 1;
 }
@@ -78,8 +79,8 @@ inline RopeTable table_of(const te_fl_tensor& freqs) noexcept {
   return {backend::data<const void>(freqs), extent_from_end(freqs, 1), extent_from_end(freqs, 4)};
 }
 
-// Tokens of a block, at most `most`, so that its threads have two items each again and again, with
-// few threads idle in the last round.
+// Number of tokens per block, at most `most`. Chosen so that every round gives each thread two
+// items and few threads are idle in the last round.
 inline int64_t tokens_of_block(int64_t items, int64_t most) noexcept {
   constexpr int64_t kRound = 2 * kBlockThreads;
   int64_t best = 1;
@@ -95,7 +96,7 @@ inline int64_t tokens_of_block(int64_t items, int64_t most) noexcept {
 inline int64_t columns_of(const RopeProblem& p, const RopeHeads& kind) noexcept {
   return kind.table < 0 ? 0 : p.tables[kind.table].columns;
 }
-// Says why a thread takes pairs of elements; nullptr if it takes packs of eight.
+// Returns why the kernel's items must be pairs of elements; nullptr if they can be packs of eight.
 inline const char* refuse_packs(const RopeProblem& p, bool shared) noexcept {
   if (!p.aligned) return "a tensor is not aligned to 16 bytes";
   if (!shared) return "the angles of a token do not fit in 48 KiB";
@@ -120,7 +121,8 @@ inline RopeProblem rope_problem(const te_fl_rope_rope_args& a) noexcept {
   p.tables[0] = table_of(*a.freqs);
   return p;
 }
-// Packed Q, K and V of `whole`; Args is one of the two structs of packed calls.
+// The problem of packed Q, K and V in `whole`. Args: the argument struct of the packed forward or
+// backward.
 template <class Args>
 RopeProblem rope_problem(const Args& a, const te_fl_tensor& whole, const te_fl_tensor& q,
                          const te_fl_tensor& k, const te_fl_tensor& v) noexcept {

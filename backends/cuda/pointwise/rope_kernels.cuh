@@ -1,8 +1,8 @@
 // The kernel of rotary position embedding, on separate or packed Q, K, V.
 //
-// A block takes a few tokens with all their heads. It computes the cosine and sine of a token's
-// angles once, into shared memory, while the first elements are on their way. A thread owns both
-// elements of a pair, so that output and input may be the same memory.
+// A block processes all heads of a few tokens. It computes the cosines and sines of a token's
+// angles once, into shared memory, while the first loads are in flight. One thread processes both
+// elements of a pair, so input and output may be the same memory.
 #pragma once
 
 #include "common/pack.cuh"
@@ -11,12 +11,12 @@
 
 namespace te_fl::cuda {
 
-// The positions from which tokens get their angles. Each rank holds chunks cp_rank and 2 cp_size -
-// 1 - cp_rank of the sequence's 2 cp_size chunks.
+// Computes the positions of tokens. With context parallelism, a rank holds the chunks cp_rank and 2
+// cp_size - 1 - cp_rank of the 2 cp_size chunks of each sequence.
 struct Positions {
-  int64_t extent0 = 1, extent1 = 1;  // of the tensor's leading dimensions
+  int64_t extent0 = 1, extent1 = 1;  // extents of the tensor's leading dimensions
   bool sbhd = true;
-  const int32_t* starts = nullptr;  // by sequence; 0 without
+  const int32_t* starts = nullptr;  // start positions by sequence; NULL: 0
   const int32_t* cu = nullptr;      // thd: prefix sums of whole sequences, batch + 1
   int64_t batch = 0, cp_size = 1, cp_rank = 0;
 
@@ -25,18 +25,18 @@ struct Positions {
     const int64_t chunk = length / 2;
     return s < chunk ? cp_rank * chunk + s : (2 * cp_size - 1 - cp_rank) * chunk + s - chunk;
   }
-  // A start that may not be, or lengths that may not, lead beyond every table, where NaN is.
+  // An invalid start or length gives a position beyond every table, where the angles are NaN.
   __device__ static int64_t checked(int64_t position) {
     return position < 0 ? INT64_MAX : position;
   }
-  // -1: a thd token outside every sequence.
+  // Returns -1 for a thd token outside every sequence.
   __device__ int64_t of(int64_t token) const {
     if (cu == nullptr) {
       const int64_t s = sbhd ? token / extent1 : token % extent1;
       const int64_t b = sbhd ? token % extent1 : token / extent1;
       return checked((starts != nullptr ? starts[b] : 0) + local(s, sbhd ? extent0 : extent1));
     }
-    int64_t low = 0, high = batch;  // the last sequence that begins at or before the token
+    int64_t low = 0, high = batch;  // the last sequence that starts at or before the token
     while (low < high) {
       const int64_t middle = (low + high) / 2;
       if (cu[middle + 1] / cp_size <= token) {
@@ -52,7 +52,7 @@ struct Positions {
   }
 };
 
-// Notes what the integers of a call break, a sequence to each thread.
+// Records the errors in a call's integers. Each thread checks one sequence.
 static __global__ void __launch_bounds__(kThreads)
     position_check_kernel(PositionRules rules, ValueErrorSink sink) {
   for (int64_t b = blockIdx.x * int64_t{kThreads} + threadIdx.x; b < rules.batch;
@@ -75,7 +75,8 @@ struct Rotation {
   }
 };
 
-// A head of one token in the input and in the output; `table` is the rotation, -1: copied.
+// A head of one token in the input and the output. `table`: index of the rotation; -1: the head is
+// copied.
 template <class T>
 struct Head {
   const T* in;
@@ -95,12 +96,14 @@ struct Separate {
   }
 };
 
-// Packed QKV: in each group q_heads queries of k_dim elements, a key of k_dim, a value of v_dim.
+// Packed QKV. Each group has q_heads queries of k_dim elements, a key of k_dim and a value of
+// v_dim.
 struct Packed {
   int64_t tokens, groups, q_heads, k_dim, v_dim;
   int64_t width() const { return q_heads * k_dim + k_dim + v_dim; }
 };
-// T* are the sources, Out* the targets: either the packed tensor or the three separate ones.
+// Converts between the packed tensor and three separate tensors. kIntoPacked: the packed tensor is
+// the target.
 template <class T, bool kIntoPacked>
 struct Joined {
   template <bool kConst>
@@ -109,7 +112,7 @@ struct Joined {
   Pointer<kIntoPacked> q, k, v;
   int64_t groups;
   int q_heads, k_dim, v_dim;
-  FastDiv by_group;  // q_heads + 2 heads in each
+  FastDiv by_group;  // each group has q_heads + 2 heads
 
   __device__ Head<T> at(int64_t token, uint32_t head) const {
     uint32_t j = 0;
@@ -131,43 +134,46 @@ struct Joined {
   }
 };
 
-// The division of a launch's work. An item is what a thread does at once: 16 elements in two packs,
-// or, where alignment or odd sizes forbid that, a pair or an element.
+// The division of a launch's work. An item is what a thread processes at once: 16 elements in two
+// packs or, if alignment or odd sizes prevent that, a pair or a single element.
 struct RopePlan {
   Rotation rotation[2];
   int64_t tokens = 0;
-  uint32_t tokens_each = 1, heads = 0, items = 0;  // tokens of a block, heads of a token, items of
-                                                   // a head
-  int64_t repeat = 1;                              // tokens in a row at one position
-  uint32_t columns = 0;                            // of both tables
-  bool shared = true;                              // the tables fit into shared memory
+  uint32_t tokens_each = 1, heads = 0, items = 0;  // tokens per block, heads per token, items per
+                                                   // head
+  int64_t repeat = 1;                              // number of adjacent tokens with the same
+                                                   // position
+  uint32_t columns = 0;                            // columns of both tables together
+  bool shared = true;                              // the tables fit in shared memory
   bool same = false;                               // one table serves Q and K
   FastDiv by_items, by_heads, by_columns;
 
-  // No index that is known only in the kernel: that would move the plan to local memory.
+  // Avoids an index that is only known at run time, which would move the plan to local memory.
   __device__ Rotation of(int table) const { return table == 1 ? rotation[1] : rotation[0]; }
-  // 0 for heads that are copied.
+  // The rotated columns of a head; 0 for heads that are copied.
   __device__ int columns_of(int table) const {
     const int64_t rotated = table == 1 ? rotation[1].columns : rotation[0].columns;
     return table < 0 ? 0 : static_cast<int>(rotated);
   }
-  // Offset of a table in floats: its cosines; its sines follow `columns` of it later.
+  // Offset of a table's cosines, in floats. Its sines follow after as many floats as it has
+  // columns.
   __device__ uint32_t table_at(uint32_t which, int table) const {
     const bool second = table == 1 && !same;
     return (which * columns + (second ? static_cast<uint32_t>(rotation[0].columns) : 0)) * 2;
   }
 };
 
-// The place of column d's value in a table read in runs of eight columns by consecutive threads:
-// the first halves of all runs, then the second halves, so that no two threads meet in a bank.
+// Index of column d in a table that consecutive threads read in runs of eight columns. The first
+// halves of all runs come before the second halves, which avoids bank conflicts.
 template <bool kPacked>
 __device__ inline uint32_t slot_of(uint32_t d, uint32_t columns) {
   if (!kPacked) return d;
   return ((d >> 2 & 1u) * (columns >> 3) + (d >> 3)) * 4 + (d & 3u);
 }
 
-// Cosine and signed sine of column d: y_d = x_d cos - x_partner sin for the first of a pair, and
-// + for the second. The backward is the transposed map, also where a pair's angles differ.
+// Cosine and signed sine of column d. y_d = x_d cos - x_partner sin for the first element of a
+// pair, and x_d cos + x_partner sin for the second. The backward is the transposed map, which also
+// holds if a pair's angles differ.
 __device__ inline void angle_of(const Rotation& r, int64_t position, int d, float& cosine,
                                 float& sine) {
   if (position >= r.rows) {
@@ -179,21 +185,21 @@ __device__ inline void angle_of(const Rotation& r, int64_t position, int d, floa
   if (r.backward) sine = -sinf(row[r.partner(d)]);
 }
 
-// Decoded position of an item.
+// The decoded index of a work item.
 template <class T>
 struct ItemPlace {
   Head<T> head;
   int item = 0;
-  uint32_t token = 0;  // of the block's
+  uint32_t token = 0;  // index of the token in the block
 };
 
-constexpr uint32_t kMostTokens = 32;  // of a block
+constexpr uint32_t kMostTokens = 32;  // maximum tokens per block
 
-// The threads of a block know this of its tokens.
+// Data about a block's tokens, in shared memory.
 struct BlockTokens {
   int64_t position[kMostTokens];
-  uint32_t table[kMostTokens];  // tokens at one position share a table
-  uint32_t owner[kMostTokens];  // the token that stands for a table
+  uint32_t table[kMostTokens];  // tokens with the same position share a table
+  uint32_t owner[kMostTokens];  // the token that computes a table
 
   __device__ void find(const RopePlan& plan, const Positions& positions, int64_t first_token) {
     const int64_t token = first_token + threadIdx.x;
@@ -222,7 +228,7 @@ struct PackItem {
     if (place.item < pairs) {
       table = h.table;
       first = place.item * kGroup;
-      second = first + columns / 2;  // also where pairs are neighbours: any two packs will do
+      second = first + columns / 2;  // correct for interleaved pairs too: any two packs will do
     } else {
       table = -1;
       const int at = place.item - pairs;
@@ -251,7 +257,7 @@ struct PackItem {
     if (first >= 0) a.store(to + first);
     if (second >= 0) b.store(to + second);
   }
-  // Four columns' cosines and sines from d on, d a multiple of 4.
+  // Cosines and sines of the four columns from d. d must be a multiple of 4.
   __device__ void angles(const RopePlan& plan, const float* tables, uint32_t which, int d,
                          float4& cosine, float4& sine) const {
     const auto columns = static_cast<uint32_t>(plan.columns_of(table));
@@ -348,7 +354,7 @@ struct PairItem {
   }
 };
 
-// The angles of the block's tokens: each column's cosine and sine are computed once.
+// Computes the angles of the block's tokens. Each column's cosine and sine are computed once.
 template <bool kPacked>
 __device__ inline void fill_tables(const RopePlan& plan, const BlockTokens& tokens, uint32_t count,
                                    float* tables) {
@@ -367,7 +373,7 @@ __device__ inline void fill_tables(const RopePlan& plan, const BlockTokens& toke
     if (position < r.rows) sincosf(r.angles[position * columns + d], &sine, &cosine);
     float* at = tables + plan.table_at(which, table);
     at[slot_of<kPacked>(d, columns)] = cosine;
-    // The backward's sines belong to the other element, negative: see angle_of().
+    // In the backward, a sine belongs to the partner element, negated: see angle_of().
     const auto to = r.backward ? static_cast<uint32_t>(r.partner(static_cast<int>(d))) : d;
     at[columns + slot_of<kPacked>(to, columns)] = r.backward ? -sine : sine;
   }
@@ -378,7 +384,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     rope_kernel(Heads heads, RopePlan plan, Positions positions) {
   using Item = std::conditional_t<kPacked, PackItem<T>, PairItem<T>>;
   constexpr int kAtOnce = 2;
-  extern __shared__ float4 memory[];  // tables: float4 for its alignment
+  extern __shared__ float4 memory[];  // the tables; float4 for alignment
   __shared__ BlockTokens tokens;
   float* tables = &memory[0].x;
   const int64_t first_token = blockIdx.x * int64_t{plan.tokens_each};

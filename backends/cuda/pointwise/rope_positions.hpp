@@ -1,5 +1,5 @@
-// The positions that a call of RoPE needs and the rules for its integers. Plain C++, for the kernel
-// that checks them and for tests where there is no GPU.
+// The positions that a RoPE call needs, and the rules for its integers. Plain C++, used by the
+// kernel that checks them and by tests, which run without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace te_fl::cuda {
 
-// The last position of a sequence with `length` tokens on this rank, from its first one on; -1 if
-// it is empty. A rank holds chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size.
+// The last position of a sequence with `length` tokens on this rank, relative to its start; -1 if
+// it is empty. A rank holds the chunks cp_rank and 2 cp_size - 1 - cp_rank of 2 cp_size.
 constexpr int64_t last_position(int64_t length, int64_t cp_size, int64_t cp_rank) noexcept {
   if (length == 0 || cp_size == 1) return length - 1;
   const int64_t chunk = length / 2, first = cp_rank * chunk + chunk - 1;
@@ -17,20 +17,20 @@ constexpr int64_t last_position(int64_t length, int64_t cp_size, int64_t cp_rank
   return first > second ? first : second;
 }
 
-// The integers of a call, and what they have to fit.
+// The integers of a call, and the limits that they must respect.
 struct PositionRules {
-  const int32_t* starts = nullptr;  // by sequence; null: 0
-  const int32_t* cu = nullptr;      // thd: prefix sums of whole sequences, batch + 1; or null
+  const int32_t* starts = nullptr;  // start positions by sequence; NULL: 0
+  const int32_t* cu = nullptr;      // thd: prefix sums of whole sequences, batch + 1; or NULL
   int64_t batch = 0;
-  int64_t length = 0;  // without `cu`: of each sequence, on this rank
-  int64_t tokens = 0;  // with it: of the input, on this rank
+  int64_t length = 0;  // without `cu`: tokens of each sequence on this rank
+  int64_t tokens = 0;  // with `cu`: tokens of the input on this rank
   int64_t cp_size = 1, cp_rank = 0;
-  // Tables of angles and their positions; a NULL name: there is no second one.
+  // Names of the angle tables, and their numbers of positions. NULL: there is no second table.
   const char* tables[2] = {nullptr, nullptr};
   int64_t rows[2] = {0, 0};
 };
 
-// True if sequence b breaks a rule; then `error` has which, but not the op.
+// True if sequence b breaks a rule. Then `error` describes it, without the op.
 constexpr bool find_position_error(const PositionRules& r, int64_t b, ValueError& error) noexcept {
   error.at = b;
   const int64_t start = r.starts != nullptr ? r.starts[b] : 0;

@@ -1,4 +1,4 @@
-// Activations with a factor of each row, and SiTU-GLU. A block takes a row at a time.
+// Activations with a scale per row, and SiTU-GLU. A block processes one row at a time.
 #include <algorithm>
 
 #include "common/overlap.hpp"
@@ -15,7 +15,7 @@ namespace {
 
 // ---- arithmetic
 
-// The result of (a, b) and its derivatives by both; srelu has no b.
+// The result for (a, b) and its derivatives by a and b. srelu has no b.
 struct GateAt {
   float value, by_a, by_b;
 };
@@ -52,11 +52,12 @@ struct ScaledClampedGate {
   }
 
  private:
-  __device__ float low(float a) const { return a > limit ? limit : a; }  // a NaN passes
+  __device__ float low(float a) const { return a > limit ? limit : a; }  // NaN is kept
   __device__ float within(float b) const { return low(b < -limit ? -limit : b); }
 };
 
-// beta tanh(u), u = x / beta: where 1 - exp(-2 |u|) loses digits a series, else a quotient.
+// beta tanh(u) with u = x / beta. Uses a series where 1 - exp(-2 |u|) would lose digits, else a
+// quotient.
 struct Bounded {
   bool small;
   float series, power, divisor, dividend;
@@ -84,7 +85,8 @@ struct SituGate {
   SituGate(float first, float second)
       : beta1(first), beta2(second), inverse1(1.0f / first), inverse2(1.0f / second) {}
 
-  // One reciprocal of the three divisors: it takes as long as eight multiplications.
+  // Computes one reciprocal of the product of the three divisors, because a reciprocal costs as
+  // much as eight multiplications.
   __device__ float value(float a, float b) const {
     const Bounded x(a, beta1, inverse1), y(b, beta2, inverse2);
     const float divisor = (x.small ? 1.0f : x.divisor) * (y.small ? 1.0f : y.divisor);
@@ -101,14 +103,14 @@ struct SituGate {
 
 // ---- kernels
 
-// Rows of `half` results and `width` inputs. `turns`: columns of a before as many of b. A thread
-// takes `step` columns, which no turn parts.
+// Rows of `half` results and `width` inputs. `turns`: number of a's columns that alternate with the
+// same number of b's columns. A thread processes `step` columns, which are all in the same run.
 struct ScaledRows {
   int64_t count, half, width;
   FastDiv turns;
   int step;
 
-  // Returns where a row has a's column; b's is `turns` further.
+  // The index of a's column `col` in an input row. b's column is `turns` further on.
   template <class Gate>
   __device__ uint32_t place(uint32_t col) const {
     if constexpr (!Gate::kGated) return col;
@@ -140,10 +142,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The sum of what the threads of a block have, for thread 0.
+// Sums `dot` over the threads of a block. Thread 0 receives the result.
 __device__ inline float block_dot(float dot) {
   __shared__ float dots[kThreads / 32];
-  __syncthreads();  // the sum before this one has been read
+  __syncthreads();  // until the previous sum has been read
   dot = warp_sum(dot);
   if (threadIdx.x % 32 == 0) dots[threadIdx.x / 32] = dot;
   __syncthreads();
@@ -152,7 +154,7 @@ __device__ inline float block_dot(float dot) {
   return sum;
 }
 
-// Gradients of one pair of columns, `dot` being the sum of dy times the results.
+// Computes the gradients of one pair of columns in place, and adds dy times the result to `dot`.
 template <class Gate>
 __device__ inline void gradient_of(const Gate& gate, float scale, float dy, float& a, float& b,
                                    float& dot) {
@@ -162,7 +164,7 @@ __device__ inline void gradient_of(const Gate& gate, float scale, float dy, floa
   a = scaled * g.by_a, b = scaled * g.by_b;
 }
 
-// Columns behind a row's last are loaded as 0, of which every gate is 0.
+// Columns past the row's end are loaded as 0, for which every gate is 0.
 template <class Gate>
 __global__ void __launch_bounds__(kThreads)
     scaled_gradient_kernel(Source grad, Source input, Source scales, Target output,
@@ -189,7 +191,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// These kernels take rows of one dtype that are whole packs: a thread loads two before it works.
+// For rows of one dtype that consist of whole packs. A thread loads two packs before it computes.
 constexpr int kPacksAtOnce = 2;
 
 template <class T, class Gate>
@@ -291,7 +293,7 @@ auto gate_of(const Args& a) {
   }
 }
 
-// Columns of a before as many of b.
+// Number of a's columns that alternate with the same number of b's columns.
 template <class Args>
 int64_t turns_of(const Args& a, int64_t half) {
   int64_t turns = 0;
@@ -300,7 +302,7 @@ int64_t turns_of(const Args& a, int64_t half) {
   return turns;
 }
 
-// `narrow` has the rows of results.
+// `narrow`: a tensor with the shape of the result.
 template <class Args>
 ScaledRows rows_of(const Args& a, const te_fl_tensor& narrow) {
   const backend::Matrix m = backend::as_matrix(narrow);
@@ -321,7 +323,7 @@ PointwiseChoice choice_of(const Args& a) {
   }
 }
 
-// A thread has `each` columns of a row at once.
+// Launch configuration. A thread processes `each` columns of a row at once.
 struct RowLaunch {
   unsigned blocks, threads;
   RowLaunch(const ScaledRows& rows, int64_t each)
@@ -392,7 +394,7 @@ void scaled_backward(const te_fl_context& ctx, const Args& a) {
   check_launch("scaled_gradient_packs");
 }
 
-// ---- what is not served
+// ---- calls that are refused
 
 constexpr const char* kLongRows = "rows have 2^31 elements or more";
 

@@ -1,4 +1,4 @@
-// dequantize; transposition of codes.
+// The ops dequantize and fp8_transpose.
 #include "quantize/quantize.cuh"
 #include "te_fl/ops/quantize.h"
 
@@ -11,7 +11,7 @@ struct Decode {
   uint32_t scaling;
   int64_t m, k;
   bool columnwise;  // codes and scales are those of the column-wise copy
-  bool transposed;  // and are the transposed matrix's
+  bool transposed;  // codes and scales are those of the transposed matrix
   __device__ const uint8_t* mxfp8_scale(int64_t row, int64_t col) const {
     const auto* codes = static_cast<const uint8_t*>(scale_inv);
     return columnwise ? codes + row / kMxfp8Block * mxfp8_column_pitch(k) + col
@@ -36,8 +36,9 @@ struct Decode {
   }
 };
 
-// kDecodeRows x kDecodeCols for each block: four rows of eight codes for each thread. kColumns: the
-// column-wise copy of MXFP8, where each of a thread's columns has a scale, which its rows share.
+// Decodes kDecodeRows x kDecodeCols codes per block, four rows of eight codes per thread. kColumns:
+// reads the column-wise copy of MXFP8, in which each column of a thread has one scale for all of
+// the thread's rows.
 template <bool kColumns>
 __global__ void __launch_bounds__(kThreads) decode_kernel(Decode in, Target out, unsigned strips) {
   const unsigned step = blockIdx.x / strips, strip = blockIdx.x - step * strips;
@@ -117,11 +118,11 @@ Refusal refuse_dequantize(const te_fl_dequantize_args& args) {
 
 // ---- transposition
 
-// The columns' sums that go with a transposition; partials NULL: none.
+// The column sums that a transposition also computes. partials NULL: none.
 struct ColumnSums {
-  float* partials = nullptr;         // [steps, k]
-  const float* scale_inv = nullptr;  // NULL: 1
-  int64_t each = 1;                  // tiles of 128 rows in a step
+  float* partials = nullptr;         // shape [steps, k]
+  const float* scale_inv = nullptr;  // NULL: the scale is 1
+  int64_t each = 1;                  // tiles of 128 rows per step
   __device__ float scale() const { return scale_inv != nullptr ? *scale_inv : 1.0f; }
 };
 
@@ -133,7 +134,7 @@ __device__ inline float2 two_codes(uint32_t pair) {
   return __half22float2(__half2(halves));
 }
 
-// The sums over the block's rows of what its threads hold, 16 columns each.
+// Sums the threads' 16 columns each over the block's rows, and stores the partial sums.
 __device__ inline void store_sums(float (&sum)[16], const ColumnSums& sums, int64_t col0, int64_t k,
                                   unsigned step) {
   __shared__ float shared[kWarps][128];
@@ -152,8 +153,8 @@ __device__ inline void store_sums(float (&sum)[16], const ColumnSums& sums, int6
   sums.partials[step * k + col0 + thread] = total * sums.scale();
 }
 
-// 128 x 128 codes at a time, in pieces of 16: sizes and addresses are multiples of 16. T: void
-// without sums.
+// Transposes tiles of 128 x 128 codes in 16-byte pieces. Sizes and addresses must be multiples of
+// 16. T: the FP8 type, or void without sums.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     transpose_tiles_kernel(const uint8_t* in, uint8_t* out, int64_t m, int64_t k, unsigned strips,
@@ -215,7 +216,7 @@ __global__ void transpose_kernel(const uint8_t* in, uint8_t* out, int64_t m, int
     if (row0 + r < m && col0 + c < k) out[(col0 + c) * m + row0 + r] = tile[r][c];
   }
 }
-// As numbers, for sums.
+// A Produce functor that decodes codes to FP32, for column sums.
 struct Codes {
   Source codes;
   int64_t cols;

@@ -1,4 +1,4 @@
-// quantize, with a bias gradient, to bare codes; amax.
+// The ops quantize, bgrad_quantize, cast_to_fp8 (codes without scales) and compute_amax.
 #include "te_fl/ops/quantize.h"
 
 #include "quantize/quantize.cuh"
@@ -20,7 +20,7 @@ Refusal refuse_quantize(const te_fl_quantize_args& args) {
   return refuse_pair(*args.input, *args.output);
 }
 
-// ---- with a bias gradient
+// ---- quantisation with a bias gradient
 
 void bgrad_quantize(const te_fl_context& ctx, const te_fl_bgrad_quantize_args& args) {
   store_elementwise<true>(ctx, *args.output, copy_of(*args.input, 0, *args.output), args.bias_grad,
@@ -34,7 +34,7 @@ size_t bgrad_workspace(const te_fl_context&, const te_fl_bgrad_quantize_args& ar
   return kStoreWorkspace + column_sums_bytes(matrix.rows, matrix.cols);
 }
 
-// ---- bare codes
+// ---- codes without scales
 
 void cast_to_fp8(const te_fl_context& ctx, const te_fl_cast_to_fp8_args& args) {
   quantize_rows(ctx, *args.input, 0, BareCodes(args).tensor, nullptr);
@@ -46,7 +46,7 @@ Refusal refuse_cast(const te_fl_cast_to_fp8_args& args) {
 
 // ---- amax
 
-// 16-byte pieces, four in flight for each thread.
+// Reads 16-byte pieces; each thread has four in flight.
 template <int kBytes>
 __global__ void __launch_bounds__(kThreads)
     flat_amax_kernel(const uint4* x, int64_t pieces, bool is_half, float* amax) {

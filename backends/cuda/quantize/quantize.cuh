@@ -1,4 +1,4 @@
-// Shared by the files of quantisation.
+// Shared by the kernels and ops of quantisation.
 #pragma once
 
 #include "common/elementwise.cuh"
@@ -24,7 +24,7 @@ inline const float* noop_of(const te_fl_tensor* flag) {
   return flag == nullptr ? nullptr : backend::data<const float>(*flag);
 }
 
-// The rows of `input` from first_row on that `output` holds.
+// Copies rows of `input`, from first_row on, to `output`.
 inline Elementwise<Copy> copy_of(const te_fl_tensor& input, int64_t first_row,
                                  const te_fl_tensor& output) {
   const int64_t cols = backend::as_matrix(output).cols;
@@ -33,7 +33,7 @@ inline Elementwise<Copy> copy_of(const te_fl_tensor& input, int64_t first_row,
 void quantize_rows(const te_fl_context& ctx, const te_fl_tensor& input, int64_t first_row,
                    const te_fl_tensor& output, const float* noop);
 
-// The descriptor's describe().
+// Implements the descriptor's describe().
 template <class Args>
 std::string words_of(const te_fl_context&, const Args& args) {
   return choose_quantize(args).text();

@@ -1,7 +1,6 @@
-// Chooses the kernels of a call of the quantize family. Pure functions of the call's metadata, so
-// that they can be tested where there is no GPU: run() and describe() both go by them. Codes come
-// from the kernels that choose_store() names (common/store_choice.hpp); kernels have the names that
-// a profiler shows.
+// Chooses the kernels of the quantisation ops: pure functions of metadata, so tests run without a
+// GPU. run() and describe() both use them. choose_store() (common/store_choice.hpp) names the
+// kernels that write codes. The names are those that a profiler shows.
 #pragma once
 
 #include <array>
@@ -17,7 +16,7 @@
 
 namespace te_fl::cuda {
 
-// `output` takes the rows of `input` from first_row on; `bias` the sums of their columns.
+// `output` receives the rows of `input` from first_row on; `bias` receives their column sums.
 inline StoreChoice choose_quantize(const te_fl_tensor& input, int64_t first_row,
                                    const te_fl_tensor& output,
                                    const te_fl_tensor* bias = nullptr) noexcept {
@@ -34,7 +33,7 @@ inline StoreChoice choose_quantize(const te_fl_bgrad_quantize_args& a) noexcept 
   return choose_quantize(*a.input, 0, *a.output, a.bias_grad);
 }
 
-// The output of cast_to_fp8 as a quantised tensor.
+// The output of cast_to_fp8, described as a quantised tensor.
 struct BareCodes {
   te_fl_quant quant{};
   te_fl_tensor tensor;
@@ -65,7 +64,7 @@ inline StoreChoice choose_quantize(const QuantizePair& pair) noexcept {
 inline auto pairs_of(const te_fl_multi_tensor_quantize_args& a) {
   return [&a](int64_t i) { return QuantizePair{a.inputs[i], a.outputs[i], 0}; };
 }
-// To be asked in ascending order, from 0 on as often as wanted.
+// Returns a function i -> pair. Call it with ascending i; a call with 0 starts again.
 inline auto pairs_of(const te_fl_split_quantize_args& a) {
   return [&a, at = int64_t{0}, first = int64_t{0}](int64_t i) mutable {
     if (i == 0) at = 0, first = 0;
@@ -74,7 +73,7 @@ inline auto pairs_of(const te_fl_split_quantize_args& a) {
   };
 }
 
-// Tensors of one kind go through list_kernel together.
+// One launch of list_kernel processes all tensors of the same kind.
 enum class QuantizeCodes { kTensor, kBlock, kMxfp8 };
 struct QuantizeKind {
   bool is_f32;
@@ -90,7 +89,7 @@ inline constexpr std::array<QuantizeKind, 8> kQuantizeKinds{{{false, QuantizeCod
                                                              {true, QuantizeCodes::kTensor, true},
                                                              {true, QuantizeCodes::kBlock, false},
                                                              {true, QuantizeCodes::kMxfp8, false}}};
-// The place of the tensor's kind in kQuantizeKinds; kQuantizeKinds.size(): it goes by itself.
+// Index of the tensor's kind in kQuantizeKinds; kQuantizeKinds.size() if it needs its own launches.
 inline size_t quantize_kind(const QuantizePair& pair) noexcept {
   const StoreChoice choice = choose_quantize(pair);
   if (!choice.tiles()) return kQuantizeKinds.size();
@@ -105,9 +104,9 @@ inline size_t quantize_kind(const QuantizePair& pair) noexcept {
 }
 
 struct QuantizeListChoice {
-  std::array<int64_t, kQuantizeKinds.size()> members{};  // of each kind
-  int64_t alone = 0;                                     // tensors that go by themselves
-  StoreChoice first_alone;                               // the kernels of the first of them
+  std::array<int64_t, kQuantizeKinds.size()> members{};  // number of tensors by kind
+  int64_t alone = 0;                                     // tensors with their own launches
+  StoreChoice first_alone;                               // the kernels of the first such tensor
 
   int64_t together() const noexcept {
     int64_t sum = 0;
@@ -152,10 +151,10 @@ inline QuantizeListChoice choose_quantize(const te_fl_split_quantize_args& a) {
   return choose_quantize_list(a.outputs_count, pairs);
 }
 
-// ---- ops that have one kernel for aligned memory and one for all
+// ---- ops that have one kernel for aligned memory and a general one
 
 struct CodesChoice {
-  bool whole;  // the kernel of whole pieces
+  bool whole;  // the kernel for aligned memory
   const char *kernel, *reason;
 
   std::string text() const { return std::string(kernel) + ": " + reason; }
@@ -173,7 +172,7 @@ inline CodesChoice choose_quantize(const te_fl_compute_amax_args& a) noexcept {
   return {true, "flat_amax_kernel", "memory for accesses of 16 bytes"};
 }
 
-inline constexpr int kDecodeRows = 64, kDecodeCols = 128;  // of a block of decode_kernel
+inline constexpr int kDecodeRows = 64, kDecodeCols = 128;  // codes per block of decode_kernel
 
 inline CodesChoice choose_quantize(const te_fl_dequantize_args& a) noexcept {
   const backend::Matrix m = backend::as_matrix(*a.input);

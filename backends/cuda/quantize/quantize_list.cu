@@ -1,5 +1,5 @@
-// Quantisation of many tensors: all that the tile kernels serve in one launch for each kind of
-// them, the others one by one.
+// Quantisation of many tensors. The tile kernels process all tensors of a kind in one launch;
+// tensors that they do not support are processed one by one.
 #include "quantize/quantize.cuh"
 #include "te_fl/backend/number_checks.hpp"
 #include "te_fl/ops/quantize.h"
@@ -7,14 +7,15 @@
 namespace te_fl::cuda {
 namespace {
 
-// One tensor of a list, as a kernel parameter.
+// One tensor of a list, as part of the kernel parameters.
 struct Item {
   const char* input;
   Quantised q;
   unsigned first_block;
   bool is_half;
 };
-constexpr int kFew = 24, kMany = 216;  // items in 4 KB, and in nearly 32 KB
+constexpr int kFew = 24, kMany = 216;  // items per launch: as many as fit 4 KB of parameters, and
+                                       // nearly 32 KB
 template <int kCapacity>
 struct Items {
   Item items[kCapacity];
@@ -26,7 +27,7 @@ struct Items {
 constexpr int threads_of(QuantizeCodes codes) {
   return codes == QuantizeCodes::kBlock ? kBlockThreads : kThreads;
 }
-// Blocks that a multiprocessor holds at once.
+// The number of blocks that a multiprocessor runs at once.
 constexpr int resident_of(QuantizeCodes codes, int bytes) {
   return codes == QuantizeCodes::kBlock || (codes == QuantizeCodes::kMxfp8 && bytes == 4) ? 2 : 3;
 }
@@ -98,7 +99,7 @@ template <int kCapacity>
 class Launcher {
  public:
   Launcher(const te_fl_context& ctx, const QuantizeKind& kind) : ctx_(ctx), kind_(kind) {}
-  // `found`: where current scaling keeps the item's amax.
+  // `found`: address of the item's amax for current scaling.
   void add(const QuantizePair& pair, const float* noop, float* found) {
     const Elementwise<Copy> op = copy_of(*pair.input, pair.first_row, *pair.output);
     const int dtype = op.in[0].source.dtype;
@@ -111,7 +112,7 @@ class Launcher {
     item.is_half = dtype == TE_FL_F16;
     item.first_block = list_.blocks;
     const TileGrid g = codes_grid(item.q.scaling, item.q.m, item.q.k, false);
-    // Few tensors have more than 2^31 tiles together; the grid is cut before it would overflow.
+    // Starts a new launch before the number of blocks exceeds 2^31, which is rare.
     const int64_t blocks = int64_t{g.row_steps} * g.col_tiles;
     if (list_.blocks + blocks > INT32_MAX) {
       flush();
@@ -158,7 +159,7 @@ void quantise_kind(const te_fl_context& ctx, size_t kind, int64_t count, Pairs& 
   launcher.flush();
 }
 
-// Every pair, each kind in as few launches as there may be.
+// Quantises every pair, with as few launches per kind as possible.
 template <class Pairs>
 void quantise_list(const te_fl_context& ctx, int64_t count, Pairs pair_of, const float* noop) {
   const QuantizeListChoice choice = choose_quantize_list(count, pair_of);

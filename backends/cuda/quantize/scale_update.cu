@@ -1,5 +1,5 @@
-// The delayed-scaling update: any number of histories in one launch, as far as their addresses fit
-// in the parameters of a kernel.
+// The delayed-scaling update. One launch processes as many amax histories as fit the kernel
+// parameters.
 #include <cfloat>
 #include <cmath>
 
@@ -15,15 +15,15 @@
 namespace te_fl::cuda {
 namespace {
 
-constexpr int kSlots = 8;    // tensors of a history that a block takes
-constexpr int kAtOnce = 16;  // entries that a thread holds
+constexpr int kSlots = 8;    // tensors of a history per block
+constexpr int kAtOnce = 16;  // history entries per thread
 
 struct History {
-  float* entries;  // [length, tensors]
-  float* scale;    // [tensors]
+  float* entries;  // shape [length, tensors]
+  float* scale;    // shape [tensors]
   int64_t length, tensors;
-  int64_t first;         // of its tensors in the reduced amaxes
-  unsigned first_block;  // of the launch
+  int64_t first;         // index of its first tensor in the reduced amaxes
+  unsigned first_block;  // the history's first block in the launch
 };
 template <int kCapacity>
 struct Histories {
@@ -31,9 +31,9 @@ struct Histories {
   int count;
 };
 
-// Threads (y, t): a tensor each, and of its entries y, y + rows, .. Row r takes row r + 1, which
-// somebody else may hold: everything is read before anything is written, and what is written lies
-// before what later turns read.
+// Thread (y, t) processes entries y, y + rows, ... of tensor t. Row r receives the value of row r +
+// 1, which another thread may read: in each iteration all reads precede all writes, and later
+// iterations read only rows behind those written.
 template <int kCapacity>
 __global__ void __launch_bounds__(kThreads)
     scale_update_kernel(const __grid_constant__ Histories<kCapacity> all, const float* reduced,
@@ -60,7 +60,8 @@ __global__ void __launch_bounds__(kThreads)
     const float reduced_amax = reduced != nullptr ? reduced[h.first + slot0 + t] : 0.0f;
     last = reduced_amax != 0.0f ? reduced_amax : column[0];
   }
-  // Without an amax neither history nor scale changes. Such a thread goes along for the barriers.
+  // Without an amax, neither history nor scale changes. Such threads still take part in the
+  // barriers.
   const bool roll = active && last != 0.0f;
   for (int64_t base = 0; base < h.length; base += int64_t{rows} * kAtOnce) {
     float entries[kAtOnce];
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int64_t r = base + i * rows + y;
-      largest = fmaxf(largest, entries[i]);  // a NaN does not enter
+      largest = fmaxf(largest, entries[i]);  // NaN is ignored
       if (roll && r < h.length) column[r * h.tensors] = r == 0 ? 0.0f : entries[i];
     }
   }
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
 
 using Args = te_fl_fused_amax_and_scale_update_after_reduction_args;
 
-// As many launches as kCapacity asks for.
+// Launches the kernel as often as kCapacity requires.
 template <int kCapacity>
 void launch(const te_fl_context& ctx, const Args& args, const float* reduced,
             const numeric::DelayedScalingRule& rule) {

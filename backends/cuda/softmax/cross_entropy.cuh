@@ -1,5 +1,5 @@
-// Kernels of softmax cross-entropy. Rows of any length and alignment are read in 16-byte accesses,
-// once in each direction.
+// Kernels of softmax cross-entropy. Rows of any length and alignment are read in 16-byte vectors,
+// once in the forward and once in the backward.
 #pragma once
 
 #include "common/integers.cuh"
@@ -8,7 +8,7 @@
 
 namespace te_fl::cuda {
 
-// One row for each block, from `first_row` on.
+// Each block processes one row, from `first_row` on.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     cross_entropy_kernel(const T* logits, Integers targets, float* loss, float* lse,
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads)
   total.join<kThreads>(parts[0], parts[1]);
   plain = smoothing != 0.0f ? sum_lanes<kThreads>(plain, parts[2]) : 0.0f;
   if (threadIdx.x != 0) return;
-  const bool empty = total.sum == 0.0f;  // nothing above minus infinity
+  const bool empty = total.sum == 0.0f;  // all logits are -inf
   const float row_lse = empty              ? -INFINITY
                         : isinf(total.top) ? total.top
                                            : total.top + logf(total.sum);
@@ -82,8 +82,8 @@ struct LossGradient {
   ValueErrorSink errors;
 };
 
-// blockIdx.x: the row, from `first_row` on; blockIdx.y: `each` packs of it, at most kPacks *
-// kThreads, from part `first_part` on.
+// blockIdx.x: row, counted from `first_row`. blockIdx.y: part of the row, counted from
+// `first_part`; a part has `each` packs, at most kPacks * kThreads.
 template <class T, int kPacks>
 __global__ void __launch_bounds__(kThreads)
     cross_entropy_gradient_kernel(const T* logits, T* out, LossGradient g, int each,

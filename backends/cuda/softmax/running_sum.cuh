@@ -1,4 +1,4 @@
-// Values that the threads of a row find together: the largest score, sums, sums of exponentials.
+// Reductions over the threads that share a row: maximum, sum, and sum of exponentials.
 #pragma once
 
 #include <cfloat>
@@ -7,14 +7,15 @@
 
 namespace te_fl::cuda {
 
-__device__ inline float max_nan(float a, float b) {  // NaN if either is
+__device__ inline float max_nan(float a, float b) {  // NaN if either is NaN
   float r;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
-// Reductions over the kLanes consecutive threads that share a row, in a fixed order; every thread
-// gets the result. kLanes is a power of two; above 32 it is the whole block, and `parts` are
-// kLanes / 32 floats of shared memory that no earlier reduction of this kernel's loop pass used.
+// Reductions over the kLanes consecutive threads that share a row, in a fixed order. All of them
+// receive the result. kLanes is a power of two. If it exceeds 32, it must be the whole block;
+// `parts` then is shared memory of kLanes / 32 floats that no earlier reduction in the same loop
+// iteration has used.
 template <int kLanes, class Combine>
 __device__ inline float reduce_lanes(float v, float* parts, Combine combine) {
   constexpr int kInWarp = kLanes < 32 ? kLanes : 32, kWarps = kLanes / kInWarp;
@@ -42,11 +43,11 @@ __device__ inline float sum_lanes(float v, float* parts) {
   return reduce_lanes<kLanes>(v, parts, [](float a, float b) { return a + b; });
 }
 
-// e^v within a few units in the last place for the v <= 0 that softmax has.
+// e^v to within a few units in the last place, for v <= 0 as in softmax.
 __device__ inline float exp_of(float v) { return exp2f(v * 1.4426950408889634f); }
 
-// The sum of e^(x - top) and the largest x so far; NaN if one was. `top` begins at the least finite
-// value: a sum of 0 says that no x was above minus infinity.
+// The largest x so far and the sum of e^(x - top); NaN if an x was NaN. `top` starts at the lowest
+// finite value, so a sum of 0 means that every x was -inf.
 struct RunningSum {
   float top = -FLT_MAX, sum = 0.0f;
 
@@ -61,7 +62,7 @@ struct RunningSum {
     sum = fmaf(sum, exp_of(top - next), more);
     top = next;
   }
-  // Over the threads of a block of kLanes; the parts are as in reduce_lanes().
+  // Combines the threads of a block of kLanes threads. The parts are those of reduce_lanes().
   template <int kLanes>
   __device__ void join(float* top_parts, float* sum_parts) {
     const float all = max_lanes<kLanes>(top, top_parts);

@@ -1,5 +1,5 @@
-// Scaled softmax: unmasked, with a mask tensor, upper-triangular and aligned causal. Which kernel
-// serves a call is said by choose_softmax() (softmax_choice.hpp).
+// The scaled softmax ops: unmasked, with a mask tensor, upper-triangular and aligned causal.
+// choose_softmax() (softmax_choice.hpp) selects the kernel.
 #include "te_fl/ops/softmax.h"
 
 #include "common/overlap.hpp"
@@ -19,7 +19,8 @@ Visible visible_of(const te_fl_tensor& t, bool causal) {
   v.keys = t.dl.shape[t.dl.ndim - 1];
   v.heads = t.dl.ndim == 4 ? t.dl.shape[1] : 1;
   v.causal = causal;
-  // Rows below 2^31 are divided so: by 2^31 and more the quotient is 0.
+  // Used for row indices below 2^31. Extents of 2^31 or more are clamped, which gives the same
+  // quotient 0.
   v.by_queries = FastDiv(std::clamp<int64_t>(v.queries, 1, kFastDivLimit));
   v.by_heads = FastDiv(std::clamp<int64_t>(v.heads, 1, kFastDivLimit));
   return v;
@@ -48,7 +49,7 @@ std::string words_of(const te_fl_context& ctx, const Args& a) {
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
-// Calls f with the threads of a row and the packs of T that each of them holds as constants.
+// Calls f with the row's threads and the packs of T per thread as constants.
 template <class T, class F>
 void with_row(const SoftmaxRow& row, F&& f) {
   constexpr int kPer = kGroup / Pack<T>::kSize;
@@ -67,7 +68,7 @@ unsigned row_blocks(int64_t rows, int lanes, int threads) {
   return static_cast<unsigned>(ceil_div(rows, threads / lanes));
 }
 
-// A cluster of kBlocks blocks for each row.
+// Launches a cluster of kBlocks blocks per row.
 template <unsigned kBlocks, class... Parameters, class... Args>
 void launch_clusters(const te_fl_context& ctx, int64_t rows, unsigned threads,
                      void (*kernel)(Parameters...), const Args&... args) {

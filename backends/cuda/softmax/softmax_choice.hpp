@@ -1,6 +1,6 @@
-// Chooses the kernel of a call of scaled softmax: a pure function of the call's metadata and of
-// what the device grants, so that it can be tested where there is no GPU. The kernels are those of
-// softmax_kernels.cuh and softmax_streamed.cuh, and bear the same names.
+// Chooses the kernel of a scaled softmax call: a pure function of metadata and of the device's
+// limits, so tests run without a GPU. The kernels are in softmax_kernels.cuh and
+// softmax_streamed.cuh and have the same names.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace te_fl::cuda {
 
-// The tensors of one call that the choice reads. Of a masked softmax the mask decides nothing.
+// The tensors of a call on which the choice depends. A mask tensor does not influence it.
 struct SoftmaxForward {
   const te_fl_tensor *input, *output;
 };
@@ -20,16 +20,16 @@ struct SoftmaxBackward {
 
 // The limits of a GPU.
 struct SoftmaxDevice {
-  int compute_capability = 90;        // 10 major
-  int64_t shared_memory = 227 << 10;  // bytes that a block may have at most
+  int compute_capability = 90;        // 10 * major version
+  int64_t shared_memory = 227 << 10;  // maximum bytes per block
 };
 
 enum class SoftmaxKernel {
   kNone,      // there is nothing to write
-  kRows,      // the threads of a block hold some rows in registers
-  kCluster,   // a row lies in the registers of a cluster of blocks
-  kStreamed,  // rows pass through shared memory by bulk copies
-  kStaged,    // a row waits in shared memory until its sum is known
+  kRows,      // each block holds some rows in registers
+  kCluster,   // a cluster of blocks holds a row in registers
+  kStreamed,  // rows pass through shared memory by bulk copies (TMA)
+  kStaged,    // a row stays in shared memory until its sum is known
   kWide,      // a row is read twice
 };
 constexpr const char* name_of(SoftmaxKernel kernel) noexcept {
@@ -37,8 +37,8 @@ constexpr const char* name_of(SoftmaxKernel kernel) noexcept {
   return kNames[static_cast<int>(kernel)];
 }
 
-// The division of a row by kRows and kCluster: the threads of a block that share it, and the runs
-// of eight elements that each of them holds.
+// The division of a row in kRows and kCluster: the threads of a block that share it, and the runs
+// of eight elements per thread.
 struct SoftmaxRow {
   int threads = 0, runs = 0;
   constexpr int64_t held() const { return int64_t{threads} * runs; }
@@ -47,9 +47,9 @@ struct SoftmaxRow {
 
 struct SoftmaxChoice {
   SoftmaxKernel kernel = SoftmaxKernel::kWide;
-  SoftmaxRow row;           // of kRows and kCluster
-  int blocks = 1;           // of a row: more than one are a cluster
-  const char* reason = "";  // static text
+  SoftmaxRow row;           // for kRows and kCluster only
+  int blocks = 1;           // per row; more than one form a cluster
+  const char* reason = "";  // a string literal
 
   std::string text() const {
     std::string t = name_of(kernel);
@@ -64,35 +64,35 @@ struct SoftmaxChoice {
 
 namespace softmax_choice {
 
-constexpr int64_t kRunElements = 8;  // kGroup of element.cuh
+constexpr int64_t kRunElements = 8;  // equals kGroup of element.cuh
 constexpr SoftmaxRow kRows[] = {{8, 1},   {32, 1},  {32, 2},  {32, 4},  {128, 2},
                                 {128, 4}, {256, 4}, {512, 4}, {1024, 4}};
-constexpr SoftmaxRow kWidest = {1024,
-                                4};  // of 16-bit elements only: FP32 would take more registers
-// Beyond so many runs, two blocks whose rows wait in shared memory overlap better than one in
-// registers.
+constexpr SoftmaxRow kWidest = {1024, 4};  // for 16-bit elements: FP32 needs too many registers
+// Above this number of runs, two blocks with rows in shared memory overlap better than one block
+// with a row in registers.
 constexpr int64_t kWidestForward = 2048;
 constexpr int kClusterBlocks = 4;
 constexpr SoftmaxRow kClusterRow = {256, 4};
-constexpr int64_t kStreamedBytes = 64 << 10;  // of a row; a block has three of them
+constexpr int64_t kStreamedBytes = 64 << 10;  // per row; a block has three rows
 constexpr int64_t kStreamedShared = 3 * kStreamedBytes;
-constexpr int64_t kOwnArrays = 1 << 10;  // no less than the static arrays of softmax_streamed
+constexpr int64_t kOwnArrays = 1 << 10;  // upper bound of the static shared arrays of
+                                         // softmax_streamed
 constexpr int kWideThreads = 512;
-constexpr int64_t kMostStaged = 96 << 10;  // bytes of a row
+constexpr int64_t kMostStaged = 96 << 10;  // maximum bytes per row
 
 inline int64_t element_bytes(const te_fl_tensor& t) noexcept { return t.dl.dtype.bits / 8; }
 inline bool aligned16(const te_fl_tensor& t) noexcept {
   return reinterpret_cast<uintptr_t>(backend::data<const void>(t)) % 16 == 0;
 }
 inline int64_t divided_up(int64_t a, int64_t b) noexcept { return (a + b - 1) / b; }
-// The most runs of eight elements that the 16-byte packs of a row of the tensor fill.
+// An upper bound of the runs of eight elements that the 16-byte packs of a row of the tensor cover.
 inline int64_t runs_of(const te_fl_tensor& t) noexcept {
   const int64_t keys = backend::as_matrix(t).cols;
   if (keys % kRunElements == 0 && aligned16(t)) return keys / kRunElements;
   return divided_up(keys + kRunElements - 1, kRunElements);
 }
 inline bool is_empty(const te_fl_tensor& t) noexcept { return backend::numel(t) == 0; }
-// The narrowest row that holds so many runs; no threads if none does.
+// The division with the fewest threads that holds `runs` runs; 0 threads if there is none.
 inline SoftmaxRow row_for(int64_t runs, int64_t element_bytes) noexcept {
   for (const SoftmaxRow& row : kRows) {
     if (row == kWidest && element_bytes != 2) break;
@@ -100,13 +100,13 @@ inline SoftmaxRow row_for(int64_t runs, int64_t element_bytes) noexcept {
   }
   return {};
 }
-// Bytes of shared memory in which a row of `runs` runs waits.
+// Bytes of shared memory for a staged row of `runs` runs.
 constexpr int64_t staged_bytes(int64_t runs, int64_t element_bytes) noexcept {
   const int64_t packs = runs * kRunElements * element_bytes / 16;
   return (packs + kWideThreads - 1) / kWideThreads * kWideThreads * 16;
 }
 
-// Says why the rows do not pass through shared memory by bulk copies; nullptr if they do.
+// Returns why softmax_streamed cannot serve the call; nullptr if it can.
 inline const char* refuse_streamed(const SoftmaxForward& f, const SoftmaxDevice& device) {
   const int64_t row_bytes = backend::as_matrix(*f.input).cols * element_bytes(*f.input);
   if (row_bytes > kStreamedBytes) return "rows of more than 64 KiB";
@@ -123,7 +123,7 @@ constexpr const char* kEmpty = "a tensor without elements";
 
 }  // namespace softmax_choice
 
-// The calls have passed the checks of their ops.
+// Choose the kernels of calls that have passed their ops' checks.
 inline SoftmaxChoice choose_softmax(const SoftmaxForward& f, const SoftmaxDevice& device) {
   using namespace softmax_choice;
   if (is_empty(*f.input)) return {SoftmaxKernel::kNone, {}, 1, kEmpty};

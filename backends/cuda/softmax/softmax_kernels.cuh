@@ -1,5 +1,5 @@
-// Kernels of scaled softmax. A row stays in registers between the one read and the one write; it
-// has 8 to 1024 threads by its width, or the threads of a cluster of blocks. Longer rows wait in
+// Kernels of scaled softmax. A row stays in registers between its only read and its only write.
+// Depending on its width, 8 to 1024 threads or a cluster of blocks share it. Longer rows stay in
 // shared memory, or are read twice.
 #pragma once
 
@@ -13,9 +13,9 @@ namespace te_fl::cuda {
 struct Visible {
   int64_t queries = 1, keys = 0, heads = 1;
   bool causal = false;            // aligned at the bottom right
-  const uint8_t* mask = nullptr;  // not 0: masked out
+  const uint8_t* mask = nullptr;  // a nonzero byte hides the key
   int64_t mask_strides[4] = {};
-  FastDiv by_queries, by_heads;  // where there are fewer than 2^31 rows
+  FastDiv by_queries, by_heads;  // used if there are fewer than 2^31 rows
 
   __device__ void split(int64_t row, int64_t& head, int64_t& query) const {
     if (row < kFastDivLimit) {
@@ -27,7 +27,7 @@ struct Visible {
       query = row - head * queries;
     }
   }
-  // Keys from the first on that the row sees unless the mask hides them.
+  // Number of leading keys that the row sees, apart from the mask.
   __device__ int64_t count(int64_t row) const {
     if (!causal) return keys;
     int64_t head = 0, query = 0;
@@ -50,7 +50,8 @@ struct Visible {
     }
     return mask + batch * mask_strides[0] + in_batch * mask_strides[1] + query * mask_strides[2];
   }
-  // Bit i: key col + i of kSize, 4 or 8, is hidden by the mask or is none of the first `seen`.
+  // Bit i is set if key col + i is hidden: masked, before the row's begin, or not among the first
+  // `seen` keys. kSize is 4 or 8.
   template <int kSize, class Index>
   __device__ uint32_t hidden(const uint8_t* mask_at, Index col, Index seen) const {
     constexpr uint32_t kAll = (1u << kSize) - 1u;
@@ -72,7 +73,7 @@ struct Visible {
     }
     return bits;
   }
-  // Bit i: byte i is not 0.
+  // Bit i is set if byte i is not 0.
   __device__ static uint32_t four_bits(uint32_t bytes) {
     return ((__vcmpne4(bytes, 0u) & 0x08040201u) * 0x01010101u) >> 24;
   }
@@ -81,7 +82,7 @@ struct Visible {
 template <int kLanes>
 inline constexpr int kRowThreads = kLanes < 128 ? 128 : kLanes;
 
-// A row of scores has kLanes threads, each with kPacks packs of it.
+// kLanes threads share a row of scores; each has kPacks packs of it.
 template <class T, int kLanes, int kPacks>
 __global__ void __launch_bounds__(kRowThreads<kLanes>)
     softmax_rows(const T* in, T* out, Visible visible, float scale, int64_t rows) {
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
   }
   const uint8_t* mask = row < rows ? visible.mask_row(row) : nullptr;
   float v[kPacks][kSize];
-  uint32_t hidden = 0;  // a bit for each element
+  uint32_t hidden = 0;  // one bit per element of this thread
   float top = -INFINITY;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
     for (int i = 0; i < kSize; ++i) top = max_nan(top, v[p][i]);
   }
   top = max_lanes<kLanes>(top, parts[0]);
-  const bool empty = top == -INFINITY;  // fully masked
+  const bool empty = top == -INFINITY;  // the row is fully masked
   const float base = empty ? 0.0f : top;
   float sum = 0.0f;
 #pragma unroll
@@ -147,8 +148,8 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
   }
 }
 
-// The kBlocks blocks of a cluster, which share a row; one block is no cluster. Clusters need
-// compute capability 9.0.
+// The kBlocks blocks of a cluster that share a row. With kBlocks 1 no cluster is used. Clusters
+// need compute capability 9.0.
 template <int kBlocks>
 struct RowCluster {
   int rank = 0;
@@ -161,7 +162,7 @@ struct RowCluster {
     }
 #endif
   }
-  // The sum of what the blocks have, in a fixed order. Once, by all threads.
+  // Sums `mine` over the blocks, in a fixed order. All threads must call it, once.
   __device__ float sum(float mine) const {
 #if __CUDA_ARCH__ >= 900
     if constexpr (kBlocks > 1) {
@@ -179,7 +180,7 @@ struct RowCluster {
   }
 };
 
-// A row has kLanes threads of each of kBlocks blocks, each with kPacks packs of it.
+// kLanes threads of each of kBlocks blocks share a row; each thread has kPacks packs of it.
 template <class T, int kLanes, int kPacks, int kBlocks>
 __global__ void __launch_bounds__(kRowThreads<kLanes>)
     softmax_gradient_rows(const T* grad, const T* results, T* out, Visible visible, float scale,
@@ -238,8 +239,8 @@ __global__ void __launch_bounds__(kRowThreads<kLanes>)
 
 constexpr int kWideThreads = 512;
 
-// A row for each block. Staged: what a thread reads waits in shared memory, one 16-byte pack after
-// kWideThreads of them, until the row's sum is known; otherwise the row is read twice.
+// Each block processes one row. kStaged: the 16-byte packs that a thread reads stay in shared
+// memory, kWideThreads packs apart, until the row's sum is known. Otherwise the row is read twice.
 template <class T, bool kStaged>
 __global__ void __launch_bounds__(kWideThreads, 2)
     softmax_wide(const T* in, T* out, Visible visible, float scale) {

@@ -1,7 +1,8 @@
-// Scaled softmax of rows of up to 64 KiB on GPUs with bulk copies (compute capability 9.0 on).
+// Scaled softmax of rows of up to 64 KiB, on GPUs with bulk copies (TMA, compute capability 9.0 and
+// newer).
 //
-// A block stays on its multiprocessor and has three rows in shared memory: one that comes in, one
-// that it works at and one that goes out.
+// A block is persistent and has three rows in shared memory: one that is being loaded, one that it
+// computes, and one that is being stored.
 #pragma once
 
 #include "common/hopper.cuh"
@@ -10,10 +11,10 @@
 namespace te_fl::cuda {
 
 constexpr int kStreamedThreads = 1024, kStreamedPacks = 4, kStreamedSlots = 3;
-constexpr int kStreamedBytes = kStreamedThreads * kStreamedPacks * 16;  // of a row
+constexpr int kStreamedBytes = kStreamedThreads * kStreamedPacks * 16;  // maximum bytes per row
 constexpr int kStreamedShared = kStreamedSlots * kStreamedBytes;
 
-// Rows begin at multiples of 16 bytes.
+// Rows must be 16-byte aligned.
 template <class T>
 __global__ void __launch_bounds__(kStreamedThreads, 1)
     softmax_streamed(const T* in, T* out, Visible visible, float scale, int64_t rows) {
@@ -41,7 +42,7 @@ __global__ void __launch_bounds__(kStreamedThreads, 1)
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const int next = slot + 1 == kStreamedSlots ? 0 : slot + 1;
     if (thread == 0 && row + gridDim.x < rows) {
-      hopper::wait_stores_read<1>();  // all but the last row's: what `next` held is gone
+      hopper::wait_stores_read<1>();  // all stores but the last row's, so `next` is free
       load(row + gridDim.x, next);
     }
     const int seen = static_cast<int>(visible.count(row));
@@ -65,7 +66,7 @@ __global__ void __launch_bounds__(kStreamedThreads, 1)
       }
     }
     top = max_lanes<kStreamedThreads>(top, parts[0]);
-    const bool empty = top == -INFINITY;  // fully masked
+    const bool empty = top == -INFINITY;  // the row is fully masked
     const float base = empty ? 0.0f : top;
     float sum = 0.0f;
 #pragma unroll
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kStreamedThreads, 1)
       if ((p * kStreamedThreads + thread) * kSize >= keys) continue;
 #pragma unroll
       for (int i = 0; i < kSize; ++i) {
-        // Times a share that may be NaN, what is hidden stays 0.
+        // `share` may be NaN, but hidden elements must be 0.
         v[p][i] = (hidden >> (p * kSize + i) & 1u) != 0 ? 0.0f : v[p][i] * share;
       }
       Pack<T> raw;

@@ -1,4 +1,4 @@
-// ACT: which activation; TX, TG, TY: dtypes of the input, the gradient and the output.
+// ACT: the activation. TX, TG, TY: dtypes of the input, the gradient and the output.
 #define GELU 0
 #define QGELU 1
 #define RELU 2
@@ -39,7 +39,7 @@ static float act(float x, float alpha) {
 static float d_act(float x, float alpha) {
   switch (ACT) {
     case GELU: {
-      if (fabs(x) > 64.0f) return x > 0.0f ? 1.0f : 0.0f;  // and no overflow on the way
+      if (fabs(x) > 64.0f) return x > 0.0f ? 1.0f : 0.0f;  // avoids overflow below
       const float u = TWO_C * (x + 0.044715f * x * x * x), s = sigmoid(u);
       return s + x * s * sigmoid(-u) * TWO_C * (1.0f + 0.134145f * x * x);
     }
@@ -69,7 +69,7 @@ __kernel void act_backward(__global const void* grad, __global const void* x, __
   if (i < n) store(dx, i, TY, load(grad, i, TG) * d_act(load(x, i, TX), 1.0f));
 }
 
-// The sum of dx over rows, before dx is written: it may lie where an input is.
+// Sums dx over the rows. Must run before dx is written, because dx may share an input's memory.
 __kernel void act_bias_gradient(__global const void* grad, __global const void* x,
                                 __global void* dbias, long rows, long cols) {
   const long c = get_global_id(0);
@@ -82,7 +82,7 @@ __kernel void act_bias_gradient(__global const void* grad, __global const void* 
   store(dbias, c, TB, total(&s));
 }
 
-// min and clamp that let a NaN pass.
+// Minimum and clamp that return NaN for NaN.
 static float clamp_high(float x, float limit) { return x > limit ? limit : x; }
 static float clamp_both(float x, float limit) { return clamp_high(x < -limit ? -limit : x, limit); }
 

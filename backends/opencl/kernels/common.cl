@@ -1,5 +1,5 @@
-// Before every other file: element types and conversions. Integer code, so that each device gives
-// the same bits.
+// Included before every other kernel file: element dtypes and conversions. Conversions use integer
+// code, so every device gives the same bits.
 #pragma OPENCL FP_CONTRACT OFF
 
 #define F32 1
@@ -36,8 +36,8 @@ static float decode_e5m2(uint c) {
   return as_float(sign | ((a << 21) + 0x38000000u));
 }
 
-// |x| with `m` mantissa bits and this exponent bias, rounded to nearest even; what overflows counts
-// on into the exponents beyond. x is no NaN.
+// Rounds |x| to `m` mantissa bits with this exponent bias, to nearest even. On overflow, the
+// exponent continues beyond the format's largest. x must not be NaN.
 static uint round_to(uint magnitude, int m, int bias) {
   const int exponent = (int)(magnitude >> 23) - 127;
   int drop = 23 - m;
@@ -51,7 +51,7 @@ static uint round_to(uint magnitude, int m, int bias) {
   return (significand + (1u << (drop - 1)) - 1u + ((significand >> drop) & 1u)) >> drop;
 }
 
-// Saturates; a NaN becomes 0x7f whatever its sign.
+// Saturates. Every NaN becomes 0x7f.
 static uchar encode_fp8(float x, int type) {
   const uint bits = as_uint(x), a = bits & 0x7fffffffu;
   if (a > 0x7f800000u) return 0x7f;
@@ -71,7 +71,7 @@ static ushort encode_bf16(float x) {
   return (ushort)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// `type` is a constant wherever these are used, so that one case remains.
+// `type` is a compile-time constant in all calls, so only one case remains.
 static float load(__global const void* data, long i, int type) {
   switch (type) {
     case F16:
@@ -104,7 +104,8 @@ static void store(__global void* data, long i, int type, float x) {
   }
 }
 
-// Row sums and maxima: all GROUP work-items of a group call these; all get the result.
+// Sums and maxima of a row. All GROUP work-items of a group must call them, and all receive the
+// result.
 #ifdef GROUP
 static float group_sum(__local float* part, float x) {
   const int id = get_local_id(0);
@@ -120,7 +121,7 @@ static float group_sum(__local float* part, float x) {
 
 static float max_or_nan(float a, float b) { return b > a || isnan(b) ? b : a; }
 
-static float group_max(__local float* part, float x) {  // a NaN wins
+static float group_max(__local float* part, float x) {  // NaN if any x is NaN
   const int id = get_local_id(0);
   barrier(CLK_LOCAL_MEM_FENCE);
   part[id] = x;
@@ -133,7 +134,7 @@ static float group_max(__local float* part, float x) {  // a NaN wins
 }
 #endif
 
-// A sum over many terms with the rounding errors carried along (Neumaier).
+// A sum of many terms with compensation of rounding errors (Neumaier).
 typedef struct {
   float sum, lost;
 } Sum;
@@ -144,7 +145,7 @@ static void add_to(Sum* s, float x) {
 }
 static float total(const Sum* s) { return isfinite(s->sum) ? s->sum + s->lost : s->sum; }
 
-// Philox 4x32-10, counter and key as te_fl/numeric/philox.hpp has them.
+// Philox 4x32-10 with the counter and key of te_fl/numeric/philox.hpp.
 static uint4 philox(ulong seed, ulong counter) {
   uint4 c = (uint4)((uint)counter, (uint)(counter >> 32), 0u, 0u);
   uint k0 = (uint)seed, k1 = (uint)(seed >> 32);
@@ -158,8 +159,8 @@ static uint4 philox(ulong seed, ulong counter) {
   return c;
 }
 
-// Seed and offset of a call; `at`: bit 0, a seed is in memory and wins; bit 1, an offset is and is
-// added. As random.hpp says.
+// Seed and offset of a call. Bit 0 of `at`: *seed_at replaces `seed`; bit 1: *offset_at is added to
+// `offset`. Matches random.hpp.
 static ulong2 random_at(ulong seed, ulong offset, __global const ulong* seed_at,
                         __global const ulong* offset_at, uint at) {
   if (at & 1u) seed = *seed_at;
@@ -167,8 +168,8 @@ static ulong2 random_at(ulong seed, ulong offset, __global const ulong* seed_at,
   return (ulong2)(seed, offset);
 }
 
-// Keep bits of elements 8 g to 8 g + 7, of those below n; element i is kept if its word is at least
-// the threshold.
+// Dropout's decisions for elements 8 g to 8 g + 7, as bits; elements from n on get 0. An element is
+// kept if its random word is at least the threshold.
 static uint keep_bits(long g, long n, ulong seed, ulong offset, ulong threshold) {
   uint bits = 0u;
   for (int half_group = 0; half_group < 2; ++half_group) {

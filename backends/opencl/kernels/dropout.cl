@@ -1,4 +1,4 @@
-// TX: the dtype. One work-item for eight elements: a byte of the mask.
+// TX: the dtype. Each work-item processes eight elements, which share a byte of the mask.
 __kernel void dropout_forward(__global const void* x, __global void* y, __global uchar* mask,
                               long n, float kept, ulong seed, ulong offset,
                               __global const ulong* seed_at, __global const ulong* offset_at,

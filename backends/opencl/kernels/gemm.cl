@@ -1,9 +1,9 @@
-// D = epilogue(alpha op(A) op(B) + bias) + residual + beta D. A group makes TILE x TILE of it from
-// slices of SLICE of K in local memory; a work-item has 8 x 8. TA, TB, TD, TBIAS, TOUT, TIN, TRES,
-// TGRAD: dtypes of a, b, d, bias, pre_gelu_out, pre_gelu_in, residual, bias_grad; TRANS_A, TRANS_B:
-// stored transposed.
+// D = epilogue(alpha op(A) op(B) + bias) + residual + beta D. A group computes a TILE x TILE tile
+// of D from slices of SLICE elements of K in local memory; a work-item computes 8 x 8. TA, TB, TD,
+// TBIAS, TOUT, TIN, TRES, TGRAD: dtypes of a, b, d, bias, pre_gelu_out, pre_gelu_in, residual,
+// bias_grad. TRANS_A, TRANS_B: stored transposed.
 #ifdef WIDE
-#define SLICE 16  // TILE is given; VECTORS: rows begin at multiples of four elements
+#define SLICE 16  // the host defines TILE; VECTORS: rows start at multiples of four elements
 #else
 #define TILE 64
 #define SLICE 32
@@ -40,7 +40,7 @@ static float8 load8(__global const void* data, long i, int type) {
   return vload8(0, values);
 }
 
-// Makes an output of the sum `v` of the product's element (m, n).
+// Applies the epilogue to the sum `v` of element (m, n), and writes the outputs.
 static void apply_epilogue(float v, long m, long n, __global void* d, __global const void* bias,
                    __global void* pre_gelu_out, __global const void* pre_gelu_in,
                    __global const void* residual, __global const float* scale_a,
@@ -62,12 +62,12 @@ static void apply_epilogue(float v, long m, long n, __global void* d, __global c
 }
 
 #ifdef WIDE
-// For devices whose work-items run side by side: a group of (TILE / 8)^2 makes TILE x TILE, a
-// work-item rows and columns 4 y to 4 y + 3 of either half, so that a slice's rows are read in
-// whole vectors without two work-items on one bank. The next slice is on its way meanwhile.
+// For devices that run work-items in parallel. A group of (TILE / 8)^2 work-items computes TILE x
+// TILE. A work-item computes rows and columns 4 y to 4 y + 3 of both halves, so that a slice's rows
+// are read as whole vectors without bank conflicts. The next slice is loaded meanwhile.
 #define ITEMS (TILE / 8 * TILE / 8)
 #define LINE (TILE + 4)                   // floats from one k to the next
-#define LOADS (TILE * SLICE / 4 / ITEMS)  // vectors of four that a work-item brings, per operand
+#define LOADS (TILE * SLICE / 4 / ITEMS)  // vectors of four that a work-item loads, per operand
 
 static float4 load4(__global const void* data, long i, int type) {
 #ifdef VECTORS
@@ -80,8 +80,9 @@ static float4 load4(__global const void* data, long i, int type) {
                   load(data, i + 3, type));
 }
 
-// The i-th vector of a slice of op(X), whose `along` runs over rows of op(A), columns of op(B):
-// stored with k contiguous (K_FIRST) or with `along` contiguous. Zeros beyond the edges.
+// Loads the i-th vector of a slice of op(X). `along` runs over the rows of op(A) or the columns of
+// op(B). k_first: k is contiguous in memory; otherwise `along` is. Outside the matrix the result is
+// 0.
 static float4 fetch(__global const void* x, int i, bool k_first, long along0, long k0,
                     long along_extent, long k_extent, bool whole, int type) {
   const long k = k0 + (k_first ? i % (SLICE / 4) * 4 : i / (TILE / 4));
@@ -157,7 +158,7 @@ __kernel void gemm(__global const void* a, __global const void* b, __global void
     }
     barrier(CLK_LOCAL_MEM_FENCE);
   }
-  // An array, so that the epilogue is there once and not 64 times.
+  // An array, so that the epilogue's code is emitted once instead of 64 times.
   float values[64];
 #pragma unroll
   for (int r = 0; r < 8; ++r) {
@@ -189,7 +190,8 @@ __kernel void gemm(__global const void* a, __global const void* b, __global void
   float8 sum0 = (float8)(0.0f), sum1 = sum0, sum2 = sum0, sum3 = sum0;
   float8 sum4 = sum0, sum5 = sum0, sum6 = sum0, sum7 = sum0;
   for (long k0 = 0; k0 < k_extent; k0 += SLICE) {
-    // slice_a lies as a does, so that rows are copied; of slice_b the inner loop wants rows along n.
+    // slice_a has the layout of a, so rows are copied. The inner loop needs slice_b with rows along
+    // n.
     if (m0 + TILE <= m_extent && k0 + SLICE <= k_extent) {
       for (int i = id; i < SLICE * TILE / 8; i += 64) {
         const int line = TRANS_A ? i / (TILE / 8) : i / (SLICE / 8);
@@ -209,7 +211,7 @@ __kernel void gemm(__global const void* a, __global const void* b, __global void
     if (n0 + TILE <= n_extent && k0 + SLICE <= k_extent) {
       for (int i = id; i < SLICE * TILE / 8; i += 64) {
         if (TRANS_B) {
-          const int n = i / (SLICE / 8), k = i % (SLICE / 8) * 8;  // a cache line at once
+          const int n = i / (SLICE / 8), k = i % (SLICE / 8) * 8;  // reads a whole cache line
           float values[8];
           vstore8(load8(b, (n0 + n) * k_extent + k0 + k, TB), 0, values);
           for (int j = 0; j < 8; ++j) slice_b[(k + j) * TILE + n] = values[j];
@@ -249,7 +251,7 @@ __kernel void gemm(__global const void* a, __global const void* b, __global void
 }
 #endif
 
-// The sum over K of op(A), one work-item for each of its rows.
+// Sums op(A) over K. Each work-item sums one row.
 __kernel void row_sums(__global const void* a, __global void* sums, __global const float* scale_a,
                        long m_extent, long k_extent, uint flags) {
   const long m = get_global_id(0);

@@ -1,5 +1,6 @@
-// One group per row. TX, TG, TZ, TB, TR, TS: dtypes of x, gamma, the result (dx for the gradients),
-// beta (dgamma), residual (add) and sum (dz). CENTERED: layer normalisation; else RMS.
+// One group processes one row. TX, TG, TZ, TB, TR, TS: dtypes of x, gamma, the result (dx in
+// gradients), beta (dgamma), residual (add) and sum (dz). CENTERED: layer normalisation; otherwise
+// RMS.
 #define ZERO_CENTERED 1
 #define HAS_BETA 2
 #define HAS_RESIDUAL 4
@@ -10,7 +11,7 @@ static float weight(__global const void* gamma, long c, uint flags) {
 }
 
 #ifdef FORWARD
-// The normalised value: x, or x + residual as it was rounded into sum.
+// The value that is normalised: x, or the rounded x + residual, read from `sum`.
 static float input_at(__global const void* x, __global const void* sum, long i, uint flags) {
   return flags & HAS_RESIDUAL ? load(sum, i, TS) : load(x, i, TX);
 }
@@ -22,7 +23,7 @@ __kernel void norm_forward(__global const void* x, __global const void* residual
   __local float part[GROUP];
   const int id = get_local_id(0);
   const long row = get_group_id(0), begin = row * cols;
-  if (flags & HAS_RESIDUAL) {  // each column stays with one work-item
+  if (flags & HAS_RESIDUAL) {  // a column is written and read by the same work-item
     for (long c = id; c < cols; c += GROUP) {
       store(sum, begin + c, TS, load(x, begin + c, TX) + load(residual, begin + c, TR));
     }
@@ -75,7 +76,7 @@ __kernel void norm_backward(__global const void* dz, __global const void* x,
   }
 }
 
-// One work-item per column. Runs before norm_backward, whose output may lie where dz is.
+// One work-item per column. Must run before norm_backward, whose output may share dz's memory.
 __kernel void norm_weight_gradients(__global const void* dz, __global const void* x,
                                     __global const float* mu, __global const float* rsigma,
                                     __global void* dgamma, __global void* dbeta, long rows,

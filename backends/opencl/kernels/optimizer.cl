@@ -1,4 +1,4 @@
-// TG, TP: dtypes of gradient and parameter.
+// TG, TP: dtypes of the gradient and the parameter.
 #define HAS_MASTER 1
 #define HAS_NOOP 2
 #define ADAMW 4
@@ -6,7 +6,7 @@
 #define HAS_STEP 16
 #define HAS_LR 32
 
-// 1 - beta^step, without cancellation: 1 - beta is exact.
+// 1 - beta^step without cancellation, because 1 - beta is exact.
 static float correction(float beta, long step) {
   return -expm1((float)step * log1p(-(1.0f - beta)));
 }
@@ -37,7 +37,7 @@ __kernel void adam(__global const void* grad, __global void* param, __global flo
   store(param, i, TP, p);
 }
 
-// One work-item per tensor: its column of the history and its scale.
+// One work-item per tensor: updates its column of the history and its scale.
 #define MOST_RECENT 1
 #define HAS_REDUCED 2
 __kernel void update_scales(__global float* history, __global float* scales,

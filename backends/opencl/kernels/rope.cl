@@ -1,6 +1,6 @@
-// TX: the dtype. Heads lie in groups: element e of head h of a token is at
-// token * token_stride + h / per_group * group_stride + h % per_group * dim + e, from an offset.
-// A work-item has a pair, or one of the elements beyond the rotated ones.
+// TX: the dtype. Heads are stored in groups: element e of head h of a token is at offset + token *
+// token_stride + h / per_group * group_stride + h % per_group * dim + e. A work-item processes a
+// pair, or one element that is not rotated.
 __kernel void rope(__global const void* x, __global void* y, __global const float* freqs,
                    long tokens, long heads, long dim, long columns, long x_offset,
                    long x_token_stride, long x_group_stride, long y_offset, long y_token_stride,

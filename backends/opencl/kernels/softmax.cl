@@ -1,5 +1,6 @@
-// One group per row of scores; TX: the dtype. CAUSAL: query q sees the first q + keys - queries + 1
-// keys, else all. MASKED: a mask with strides in elements, 0 where an extent is shared.
+// One group processes one row of scores. TX: the dtype. CAUSAL: query q sees the first q + keys -
+// queries + 1 keys; otherwise all keys. MASKED: there is a mask; its strides are in elements, and 0
+// for a broadcast dimension.
 static long visible_keys(long row, long queries, long keys) {
   if (!CAUSAL) return keys;
   return clamp(row % queries + keys - queries + 1, 0L, keys);

@@ -1,6 +1,6 @@
-// add, fill and strided_copy. TA, TB, TY: dtypes.
+// The ops add, fill and strided_copy. TA, TB, TY: dtypes.
 
-// One work-item for eight elements: a byte of the mask.
+// Each work-item processes eight elements, which share a byte of the mask.
 __kernel void add(__global const void* a, __global const void* b, __global void* y,
                   __global uchar* mask, long n, float kept, ulong seed, ulong offset,
                   __global const ulong* seed_at, __global const ulong* offset_at, uint at,
@@ -20,7 +20,7 @@ __kernel void add(__global const void* a, __global const void* b, __global void*
   }
 }
 
-// Extents from the first; offsets in elements.
+// The extents are ordered from the outermost dimension; from and to are strides in elements.
 typedef struct {
   long extent[8];
   long from[8], to[8];
