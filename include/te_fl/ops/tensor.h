@@ -22,7 +22,7 @@ typedef struct te_fl_add_args {
   const te_fl_tensor* b TE_FL_INIT(NULL);
   /* sum, added in FP32. out; F32|F16|BF16; shape [...]; may alias a, b */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* as dropout_fwd; needed when p is not 0. out, optional; U8; shape [@.../8] */
+  /* mask as in dropout_fwd; required if p is not 0. out, optional; U8; shape [@.../8] */
   const te_fl_tensor* mask TE_FL_INIT(NULL);
   /* probability of dropping elements of b */
   float p TE_FL_INIT(0.0f);
@@ -37,10 +37,10 @@ typedef struct te_fl_add_args {
  */
 typedef struct te_fl_strided_copy_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_strided_copy_args));
-  /* values; any strides, zero too. in; any dtype; shape [...] */
+  /* values; any strides, including 0. in; any dtype; shape [...] */
   const te_fl_tensor* input TE_FL_INIT(NULL);
-  /* float types convert into each other with one rounding; other types only to themselves. out;
-  any dtype; shape [...] */
+  /* float types are converted to each other with one rounding; other types must equal the input's
+  type. out; any dtype; shape [...] */
   const te_fl_tensor* output TE_FL_INIT(NULL);
 } te_fl_strided_copy_args;
 
@@ -55,7 +55,7 @@ typedef struct te_fl_fill_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fill_args));
   /* any strides. out; any dtype; any shape */
   const te_fl_tensor* output TE_FL_INIT(NULL);
-  /* converted to the dtype; out of an integer's range is an error */
+  /* converted to the dtype; a value outside the range of an integer dtype is an error */
   double value TE_FL_INIT(0.0);
 } te_fl_fill_args;
 
@@ -68,8 +68,9 @@ typedef struct te_fl_fill_args {
  */
 typedef struct te_fl_embedding_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_embedding_fwd_args));
-  /* row numbers; one outside [0, V) is an error: at once on the host and under TE_FL_VALIDATE,
-  else at the next wait for the stream, its row being NaN. in; I32|I64; shape [...] */
+  /* row indices; an index outside [0, V) is an error, reported immediately on the host and under
+  TE_FL_VALIDATE, otherwise by the next synchronisation of the stream; its row becomes NaN. in;
+  I32|I64; shape [...] */
   const te_fl_tensor* indices TE_FL_INIT(NULL);
   /* table. in; F32|F16|BF16; shape [V H] */
   const te_fl_tensor* weight TE_FL_INIT(NULL);
@@ -86,15 +87,15 @@ typedef struct te_fl_embedding_fwd_args {
  */
 typedef struct te_fl_embedding_bwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_embedding_bwd_args));
-  /* row numbers; one outside [0, V) is an error as in embedding_fwd, and is left out of the sums.
-  in; I32|I64; shape [...] */
+  /* row indices; an index outside [0, V) is an error as in embedding_fwd, and is left out of the
+  sums. in; I32|I64; shape [...] */
   const te_fl_tensor* indices TE_FL_INIT(NULL);
   /* gradient of the rows. in; F32|F16|BF16; shape [... H] */
   const te_fl_tensor* grad_output TE_FL_INIT(NULL);
   /* gradient of the table, summed in FP32 in index order. inout (read if accumulate);
   F32|F16|BF16; shape [V H] */
   const te_fl_tensor* grad_weight TE_FL_INIT(NULL);
-  /* add to what is there */
+  /* add to the previous values */
   int32_t accumulate TE_FL_INIT(0);
 } te_fl_embedding_bwd_args;
 
@@ -109,17 +110,17 @@ typedef struct te_fl_cross_entropy_fwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_cross_entropy_fwd_args));
   /* x. in; F32|F16|BF16; shape [... V] */
   const te_fl_tensor* logits TE_FL_INIT(NULL);
-  /* t; one outside [0, V) that is not ignore_index is an error: at once on the host and under
-  TE_FL_VALIDATE, else at the next wait for the stream, its loss being NaN. in; I32|I64; shape
-  [...] */
+  /* t; a target that is outside [0, V) and not ignore_index is an error, reported immediately on
+  the host and under TE_FL_VALIDATE, otherwise by the next synchronisation of the stream; its loss
+  becomes NaN. in; I32|I64; shape [...] */
   const te_fl_tensor* targets TE_FL_INIT(NULL);
-  /* per row. out; F32; shape [...] */
+  /* loss of each row. out; F32; shape [...] */
   const te_fl_tensor* loss TE_FL_INIT(NULL);
-  /* log-sum-exp per row, for the backward. out; F32; shape [...] */
+  /* log-sum-exp of each row, saved for the backward. out; F32; shape [...] */
   const te_fl_tensor* lse TE_FL_INIT(NULL);
   /* eps */
   float label_smoothing TE_FL_INIT(0.0f);
-  /* targets that do not count */
+  /* rows with this target have loss and gradient 0 */
   int64_t ignore_index TE_FL_INIT(-100);
 } te_fl_cross_entropy_fwd_args;
 
@@ -132,11 +133,12 @@ typedef struct te_fl_cross_entropy_fwd_args {
  */
 typedef struct te_fl_cross_entropy_bwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_cross_entropy_bwd_args));
-  /* g, per row. in; F32; shape [...] */
+  /* g, gradient of each row's loss. in; F32; shape [...] */
   const te_fl_tensor* grad_loss TE_FL_INIT(NULL);
   /* x. in; F32|F16|BF16; shape [... V] */
   const te_fl_tensor* logits TE_FL_INIT(NULL);
-  /* t; wrong ones as in cross_entropy_fwd, their rows being NaN. in; I32|I64; shape [...] */
+  /* t; invalid targets are errors as in cross_entropy_fwd, and their rows become NaN. in; I32|I64;
+  shape [...] */
   const te_fl_tensor* targets TE_FL_INIT(NULL);
   /* the forward's log-sum-exp. in; F32; shape [...] */
   const te_fl_tensor* lse TE_FL_INIT(NULL);
@@ -144,7 +146,7 @@ typedef struct te_fl_cross_entropy_bwd_args {
   const te_fl_tensor* grad_logits TE_FL_INIT(NULL);
   /* eps */
   float label_smoothing TE_FL_INIT(0.0f);
-  /* targets that do not count */
+  /* rows with this target have loss and gradient 0 */
   int64_t ignore_index TE_FL_INIT(-100);
 } te_fl_cross_entropy_bwd_args;
 
