@@ -20,7 +20,7 @@ struct StreamRecord;
 struct Device {
   int32_t type = TE_FL_DEVICE_CPU;
   int32_t index = 0;
-  uint32_t provider = 0;  // interned; 0 unless type is kDLExtDev
+  uint32_t provider = 0;  // interned id of the provider; 0 unless type is kDLExtDev
 
   bool is_host() const noexcept {
     return type == TE_FL_DEVICE_CPU || type == TE_FL_DEVICE_CUDA_HOST ||
@@ -134,7 +134,8 @@ TE_FL_API Result<uint64_t> elapsed_time(const Device& device, void* start, void*
 TE_FL_API Status synchronize_event(const Device& device, void* event);
 // True if `stream` is being captured into a graph. False for a device that cannot capture.
 TE_FL_API Result<bool> is_capturing(const Device& device, void* stream = nullptr);
-// OK, or UNSUPPORTED naming the function that the device's table lacks.
+// OK if the device can capture. Otherwise UNSUPPORTED, which names the function that the device's
+// table lacks.
 TE_FL_API Status check_capture(const Device& device);
 // The calling thread's current stream of a device: the stream of its innermost StreamScope for the
 // device. Null, the default stream, without such a scope.
@@ -212,10 +213,10 @@ class [[nodiscard]] StreamScope {
       : StreamScope(stream.device(), stream.get()) {}
   // Sets `stream` without naming its device. te-fl determines the device: the device on which te-fl
   // made the stream; otherwise the only registered device; otherwise, if all devices belong to one
-  // plugin, the device for which the plugin accepts the stream. If several devices remain, as when
-  // two plugins have devices and te-fl did not make the stream, allocations in the scope fail with
-  // FAILED_PRECONDITION. The scope does not load plugins whose loading is deferred until a device
-  // is named ("load_for" in a manifest). Null: the default stream of every device.
+  // plugin, the device whose check_stream does not refuse the stream. If several devices remain, as
+  // when two plugins have devices and te-fl did not make the stream, allocations in the scope fail
+  // with FAILED_PRECONDITION. The scope does not load plugins whose loading is deferred until a
+  // device is named ("load_for" in a manifest). Null: the default stream of every device.
   TE_FL_API explicit StreamScope(void* stream);
   TE_FL_API ~StreamScope();
   StreamScope(const StreamScope&) = delete;
@@ -262,7 +263,8 @@ class Graph {
 // work once before the capture, so that plans exist.
 class Capture {
  public:
-  // INVALID_ARGUMENT for the default stream; UNSUPPORTED if the device cannot capture.
+  // Begins a capture. INVALID_ARGUMENT for the default stream; UNSUPPORTED if the device cannot
+  // capture.
   TE_FL_API static Result<Capture> begin(const Device& device, void* stream);
   TE_FL_API Capture(Capture&& other) noexcept;
   Capture& operator=(Capture&&) = delete;

@@ -212,7 +212,7 @@ typedef enum te_fl_code {
   TE_FL_OK = 0,
   TE_FL_INVALID_ARGUMENT = 1, /* wrong arguments: the caller's mistake */
   TE_FL_UNSUPPORTED = 2,      /* this implementation cannot run the call; always clean */
-  TE_FL_NOT_FOUND = 3,        /* no such op, implementation, plugin, device, file */
+  TE_FL_NOT_FOUND = 3,        /* unknown op, implementation, plugin, device or file */
   TE_FL_ALREADY_EXISTS = 4,   /* duplicate registration */
   TE_FL_OUT_OF_MEMORY = 5,
   TE_FL_FAILED_PRECONDITION = 6, /* a correct call at the wrong time */
@@ -674,8 +674,8 @@ typedef struct te_fl_op_desc {
      tensor argument lies in both. */
   uint64_t dtypes TE_FL_INIT(TE_FL_MASK_ANY_DTYPE);
   uint32_t scalings TE_FL_INIT(0x3f);
-  uint32_t max_arch TE_FL_INIT(0);     /* see min_arch */
-  uint64_t device_types TE_FL_INIT(0); /* bit i: DLPack device type i */
+  uint32_t max_arch TE_FL_INIT(0);     /* upper bound of the range; see min_arch */
+  uint64_t device_types TE_FL_INIT(0); /* bit i stands for DLPack device type i */
   void* self TE_FL_INIT(NULL);         /* passed to the functions below */
   te_fl_status (*run)(void* self, const te_fl_context* ctx, const void* args)
       TE_FL_INIT(NULL); /* required */
@@ -931,7 +931,7 @@ typedef struct te_fl_comm_api {
      only. NULL: create() needs no id. */
   te_fl_status (*unique_id)(void* self, void* id, size_t capacity, size_t* bytes,
                             const te_fl_error_sink*) TE_FL_INIT(NULL);
-  /* Called on every rank. Required. */
+  /* Makes a communicator. Called on every rank. Required. */
   te_fl_status (*create)(void* self, const te_fl_comm_config* config, void** comm,
                          const te_fl_error_sink*) TE_FL_INIT(NULL);
   /* Sets `done` to 1 once the communicator can be used. If the communicator cannot be made, the
@@ -947,7 +947,7 @@ typedef struct te_fl_comm_api {
      device: the function waits for them, unless the communicator was aborted. Each rank calls it
      independently, so it waits for no other rank. Required. */
   void (*destroy)(void* comm) TE_FL_INIT(NULL);
-  /* See R32. May be called several times. Required. */
+  /* Aborts the communicator (R32). May be called several times. Required. */
   void (*abort)(void* comm) TE_FL_INIT(NULL);
   /* Returns OK, or COMM_FAILED if the communicator failed outside of a call. The host polls this
      function; it never waits. NULL: the communicator's failures all appear in the status of a
@@ -1000,7 +1000,7 @@ typedef struct te_fl_host_info {
   uint32_t abi_major;
   uint32_t abi_minor;
   uint32_t reserved;
-  const char* version; /* te-fl's version, "0.1.0" */
+  const char* version; /* version of te-fl, "0.1.0" */
 } te_fl_host_info;
 
 /* Services of the host that a plugin may call, from any thread. Valid from create() until destroy()
@@ -1113,7 +1113,7 @@ typedef struct te_fl_plugin_header {
   const char* vendor TE_FL_INIT(NULL); /* e.g. "nvidia"; "te-fl" for the portable backends */
   const char* version TE_FL_INIT(NULL);
   const char* build_id
-      TE_FL_INIT(NULL); /* changes with every build; NULL: the ELF build id is used */
+      TE_FL_INIT(NULL); /* changes with every build; NULL: the host uses the ELF build id */
   const te_fl_plugin_api* api TE_FL_INIT(NULL);
   const void* reserved[4] TE_FL_INIT({});
   /* declared settings (R21); NULL: none */

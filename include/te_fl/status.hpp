@@ -65,8 +65,9 @@ class [[nodiscard]] TE_FL_API Status {
   std::shared_ptr<const Rep> rep_;
 };
 
-TE_FL_API Status invalid_argument(std::string message);  // clean
-TE_FL_API Status not_found(std::string message);         // clean
+// Make a status with this code. The first two are clean (see Status::clean()).
+TE_FL_API Status invalid_argument(std::string message);
+TE_FL_API Status not_found(std::string message);
 TE_FL_API Status failed_precondition(std::string message);
 TE_FL_API Status internal_error(std::string message);
 

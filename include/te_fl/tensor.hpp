@@ -127,8 +127,8 @@ class TE_FL_API Tensor {
   Tensor columnwise_only() const;
   // Parts of a quantised tensor, as tensors that share the storage. A part that is absent is
   // undefined.
-  Tensor rowwise_codes() const;     // U8, the tensor's shape; 4-bit codes packed, [bytes]
-  Tensor columnwise_codes() const;  // U8, [K, M] (kMXFP8: [M, K]); 4-bit codes packed, [bytes]
+  Tensor rowwise_codes() const;     // U8 in the tensor's shape; packed 4-bit codes: [bytes]
+  Tensor columnwise_codes() const;  // U8 [K, M] (kMXFP8: [M, K]); packed 4-bit codes: [bytes]
   Tensor scale_inv() const;         // kTensor: F32 [1]; else 2-D by scale_inv_shape
   Tensor columnwise_scale_inv() const;
   Tensor amax() const;             // F32 [1]
@@ -157,7 +157,7 @@ class TE_FL_API Tensor {
   operator const te_fl_tensor*() const noexcept;  // NOLINT: implicit on purpose; null if undefined
   const te_fl_tensor* c() const noexcept { return *this; }
 
-  // "f32[2,3] cpu", "f8e4m3[8,16] tensor row+col cuda:0"
+  // A short description for messages: "f32[2,3] cpu", "f8e4m3[8,16] tensor row+col cuda:0".
   std::string describe() const;
 
   struct Access;  // gives the library access to the members

@@ -20,11 +20,11 @@ class ReducedSites;
 // maximum over the ranks, on the thread's current stream. It is called once per device, as one
 // collective, whenever the end of an autocast or backward_end() updates scales.
 //
-// All FP8 sites (modules' FP8 states) that were ever used with this object take part, in the order
+// All FP8 states of modules that were ever used with this object take part, in the order
 // of their first use, even if this step did not use them. Ranks that skip a layer in a step
 // therefore agree on the sizes; they only have to use their modules for the first time in the same
-// order. In a capture, the sites whose update is captured take part. The object keeps the FP8 state
-// of the sites alive, some KiB each. Thread-safe.
+// order. In a capture, the states whose update is captured take part. The object keeps the FP8
+// states alive, some KiB each. Thread-safe.
 class TE_FL_API AmaxReduction {
  public:
   using Reduce = std::function<Status(std::span<const Tensor> amaxes)>;

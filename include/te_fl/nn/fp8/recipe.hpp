@@ -19,10 +19,10 @@ enum class Fp8Format : uint8_t { kHybrid, kE4M3 };
 
 enum class AmaxAlgo : uint8_t { kMax, kMostRecent };
 
-// A custom function that computes the amax of each tensor of a site (a module's FP8 state) from the
-// amax history; replaces an AmaxAlgo. `history` is F32 [length, tensors]: row 0 has the amaxes of
+// A custom function that computes the amax of each tensor from the amax history of a module's FP8
+// state; replaces an AmaxAlgo. `history` is F32 [length, tensors]: row 0 has the amaxes of
 // this step; the following rows have older ones, with the newest last. The function writes `amax`,
-// F32 [tensors]. Both are on the site's device: the function enqueues its work on the thread's
+// F32 [tensors]. Both are on the module's device: the function enqueues its work on the thread's
 // current stream, where a capture of the step records it. It can read the tensors on the host
 // (Tensor::to) only outside of a capture. Both are valid during the call only. The end of the
 // autocast or backward_end() returns its error.

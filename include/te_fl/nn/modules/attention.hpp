@@ -14,7 +14,7 @@ struct Fp8Mode;
 
 // o = softmax(cap(scale q k^T) + bias, masked) v. q [.., H, D], k [.., G, D], v [.., G, Dv] in the
 // layout -> o [.., H, Dv]. Accepts strided views of packed QKV. Parameter (kLearnable only):
-// softmax_offset [H], F32. FP8 site (recipes with fp8_dpa): fp8, with forward slots qkv, s, o and
+// softmax_offset [H], F32. FP8 state (recipes with fp8_dpa): fp8, with forward slots qkv, s, o and
 // backward slots do, dp, dqkv.
 class TE_FL_API DotProductAttention : public Module {
  public:

@@ -38,7 +38,7 @@ struct GroupedMemory {
 // concatenated. One op per direction computes the products of all experts. In FP8 each expert has
 // its own scales, as a Linear would have, and one op quantises the rows of all experts. Values and
 // gradients are equal to those of a loop over Linear. Parameters: weight0 .. [out, in], then bias0
-// .. [out]. FP8 sites: gemm0 ...
+// .. [out]. FP8 states: gemm0 ...
 class TE_FL_API GroupedLinear : public Module {
  public:
   static Result<std::unique_ptr<GroupedLinear>> create(const GroupedLinearOptions& options);

@@ -51,7 +51,7 @@ TE_FL_API Result<LinearOptions> shard_of(LinearOptions whole, ParallelMode mode,
                                          const TensorParallel& parallel);
 
 // Linear layer: y = x W^T + b. x [..., in] -> [..., out]. Parameters: weight [out, in], bias [out],
-// or those of parameters_split. FP8 site: fp8.
+// or those of parameters_split. FP8 state: fp8.
 class TE_FL_API Linear : public Module {
  public:
   static Result<std::unique_ptr<Linear>> create(const LinearOptions& options);
@@ -106,7 +106,7 @@ TE_FL_API Result<LayerNormLinearOptions> shard_of(LayerNormLinearOptions whole,
 
 // A norm followed by a linear layer: y = norm(x) W^T + b. In FP8 the norm directly writes the
 // quantised input of the GEMM. Parameters: layer_norm_weight [in], layer_norm_bias [in]
-// (LayerNorm), weight [out, in], bias [out]. FP8 site: fp8.
+// (LayerNorm), weight [out, in], bias [out]. FP8 state: fp8.
 class TE_FL_API LayerNormLinear : public Module {
  public:
   static Result<std::unique_ptr<LayerNormLinear>> create(const LayerNormLinearOptions& options);

@@ -49,7 +49,7 @@ TE_FL_API Result<LayerNormMLPOptions> shard_of(LayerNormMLPOptions whole,
 // A norm followed by an MLP: y = act(norm(x) W1^T + b1) W2^T + b2. x [..., hidden] -> [...,
 // hidden]. Parameters: layer_norm_weight [hidden], layer_norm_bias [hidden] (LayerNorm), fc1_weight
 // [ffn or 2 ffn if gated, hidden], fc1_bias, fc2_weight [hidden, ffn], fc2_bias [hidden]. FP8
-// sites: fc1_fp8, fc2_fp8.
+// states: fc1_fp8, fc2_fp8.
 class TE_FL_API LayerNormMLP : public Module {
  public:
   static Result<std::unique_ptr<LayerNormMLP>> create(const LayerNormMLPOptions& options);

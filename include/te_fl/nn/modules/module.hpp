@@ -22,9 +22,9 @@ class Fp8State;
 struct SharedStates;
 }  // namespace detail
 
-// FP8 states of sites (scales and amax histories), by name, for several modules that share them.
-// Examples: the variants of one framework module for different dtypes or masks, or a whole layer
-// and its parts. See Module::share_fp8_states().
+// FP8 states (scales and amax histories), by name, for several modules that share them, for example
+// the variants of one framework module for different dtypes or masks, or a whole layer and its
+// parts. See Module::share_fp8_states().
 class TE_FL_API Fp8States {
  public:
   Fp8States();
@@ -33,7 +33,7 @@ class TE_FL_API Fp8States {
   Fp8States& operator=(const Fp8States&) = delete;
   // True if no module has added states.
   bool empty() const;
-  // The states, with names as in Module::state(), of the sites where delayed scaling has been used.
+  // The states for which delayed scaling has been used, with names as in Module::state().
   std::vector<NamedTensor> state() const;
   // See Module::load_fp8_state().
   Status load(const std::vector<NamedTensor>& tensors, std::string_view source);
@@ -85,7 +85,7 @@ class TE_FL_API Module {
   std::function<Status()> take_delayed_wgrad();
   // Parameters and FP8 state by name, sharing storage with the module. For a parameter: NAME. For
   // an FP8-only parameter: NAME (its codes), NAME.scale_inv (the factor of the codes) and
-  // NAME.amax, F32 [1]. For each FP8 site, once delayed scaling has been used: NAME.fwd.scale,
+  // NAME.amax, F32 [1]. For each FP8 state, once delayed scaling has been used: NAME.fwd.scale,
   // NAME.fwd.amax_history, NAME.bwd.scale, NAME.bwd.amax_history and, after a backward,
   // NAME.bwd.fp8_max, F32 [1] on the host: 448 or 57344, the largest value of the FP8 type that the
   // backward scales are for.
@@ -106,11 +106,11 @@ class TE_FL_API Module {
   // Like load_state(), for FP8 state only: `tensors` has no parameters, and the module's parameters
   // do not change.
   Status load_fp8_state(const std::vector<NamedTensor>& tensors, std::string_view source);
-  // Makes the FP8 sites below `prefix` ("" or "self_attention.proj.") use the states in `states`
-  // that have the same names without the prefix; adds missing states to it. What one module
-  // collects and updates is then the state of all modules that share it. Call this before any
-  // forward. The modules must be on one device, and their calls must not run concurrently.
-  // INVALID_ARGUMENT if a site does not match.
+  // Replaces the FP8 states whose names begin with `prefix` ("" or "self_attention.proj.") by those
+  // in `states` that have the same names without the prefix; adds missing states to it. What one
+  // module collects and updates is then the state of all modules that share it. Call this before
+  // any forward. The modules must be on one device, and their calls must not run concurrently.
+  // INVALID_ARGUMENT if a state does not match.
   Status share_fp8_states(Fp8States& states, std::string_view prefix = {});
   // Makes only the checks of load_state().
   Status check_state(const std::vector<NamedTensor>& tensors, std::string_view source,

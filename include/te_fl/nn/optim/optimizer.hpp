@@ -55,12 +55,11 @@ class TE_FL_API Optimizer {
 
   // Makes one update. First performs the FP8 scale updates of the backwards that wrote the
   // gradients, unless backward_end() has done so. With max_grad_norm set, clips the gradients,
-  // which is a synchronisation point unless the optimizer is capturable.
-  //
-  // FAILED_PRECONDITION, with nothing changed, if a gradient was cleared by clear_grad() and not
-  // written since. Gradients whose norm is not finite also change nothing: the step returns
-  // FAILED_PRECONDITION; a capturable optimizer instead skips the update on the device, without an
-  // error, and counts the step.
+  // which is a synchronisation point unless the optimizer is capturable. Clipping finds gradients
+  // whose norm is not finite. They change nothing: the step returns FAILED_PRECONDITION; a
+  // capturable optimizer instead skips the update on the device, without an error, and counts the
+  // step. FAILED_PRECONDITION, with nothing changed, also if a gradient was cleared by clear_grad()
+  // and not written since.
   //
   // In a capture (FAILED_PRECONDITION unless capturable) step() counts nothing; advance() counts
   // before each launch. FAILED_PRECONDITION also if a GraphedStep is capturing whose options do not
