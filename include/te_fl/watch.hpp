@@ -56,8 +56,8 @@ struct Quarantine {
   uint32_t scalings = 0;
   std::string reason;     // the outputs that differed
   std::string case_file;  // the saved call; empty if none was saved
-  std::string
-      replay;  // command that runs the saved call again, including the plugins that it needs
+  // Command that runs the saved call again, including the plugins that it needs.
+  std::string replay;
 };
 // The quarantines in force, from the quarantine file and from this run. Entries of the file that
 // cannot be read are skipped with a warning, here and in calls.

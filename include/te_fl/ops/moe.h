@@ -159,20 +159,20 @@ typedef struct te_fl_fused_topk_with_score_function_bwd_args {
   the host and under TE_FL_VALIDATE, otherwise by the next synchronisation of the stream; it is
   left out. in, optional; I16|I32|I64; shape [... _] */
   const te_fl_tensor* topk_indices TE_FL_INIT(NULL);
-  /* the forward's. in; F32; shape [... E] */
+  /* as in the forward. in; F32; shape [... E] */
   const te_fl_tensor* intermediate_output TE_FL_INIT(NULL);
   /* gradient of the probabilities. in; F32|F16|BF16; shape [... E] */
   const te_fl_tensor* grad_probs TE_FL_INIT(NULL);
   /* gradient of the logits. out; F32|F16|BF16; shape [... E]; may alias grad_probs; dtype of
   grad_probs */
   const te_fl_tensor* grad_logits TE_FL_INIT(NULL);
-  /* the forward's */
+  /* as in the forward */
   int32_t topk TE_FL_INIT(1);
-  /* the forward's */
+  /* as in the forward */
   int32_t use_pre_softmax TE_FL_INIT(0);
-  /* the forward's */
+  /* as in the forward */
   float scaling_factor TE_FL_INIT(1.0f);
-  /* the forward's: 0 sigmoid, 1 softmax, 2 sqrtsoftplus */
+  /* as in the forward: 0 sigmoid, 1 softmax, 2 sqrtsoftplus */
   int32_t score_function TE_FL_INIT(0);
 } te_fl_fused_topk_with_score_function_bwd_args;
 
@@ -212,15 +212,15 @@ typedef struct te_fl_fused_score_for_moe_aux_loss_fwd_args {
  */
 typedef struct te_fl_fused_score_for_moe_aux_loss_bwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_score_for_moe_aux_loss_bwd_args));
-  /* the forward's. in; F32; shape [... E] */
+  /* as in the forward. in; F32; shape [... E] */
   const te_fl_tensor* intermediate_output TE_FL_INIT(NULL);
   /* gradient of the scores. in; F32; shape [... E] */
   const te_fl_tensor* grad_scores TE_FL_INIT(NULL);
   /* gradient of the logits. out; F32|F16|BF16; shape [... E] */
   const te_fl_tensor* grad_logits TE_FL_INIT(NULL);
-  /* the forward's */
+  /* as in the forward */
   int32_t topk TE_FL_INIT(1);
-  /* the forward's: 0 sigmoid, 1 softmax, 2 sqrtsoftplus */
+  /* as in the forward: 0 sigmoid, 1 softmax, 2 sqrtsoftplus */
   int32_t score_function TE_FL_INIT(0);
 } te_fl_fused_score_for_moe_aux_loss_bwd_args;
 
@@ -265,9 +265,9 @@ typedef struct te_fl_fused_moe_aux_loss_fwd_args {
  */
 typedef struct te_fl_fused_moe_aux_loss_bwd_args {
   uint32_t struct_size TE_FL_INIT(sizeof(te_fl_fused_moe_aux_loss_bwd_args));
-  /* the forward's. in; F32; shape [1] */
+  /* as in the forward. in; F32; shape [1] */
   const te_fl_tensor* const_buf TE_FL_INIT(NULL);
-  /* the forward's. in; I32|I64|F32|BF16; shape [E] */
+  /* as in the forward. in; I32|I64|F32|BF16; shape [E] */
   const te_fl_tensor* tokens_per_expert TE_FL_INIT(NULL);
   /* gradient of the loss, one element. in; F32|F16|BF16; any shape */
   const te_fl_tensor* grad_aux_loss TE_FL_INIT(NULL);

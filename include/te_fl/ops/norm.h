@@ -32,7 +32,7 @@ typedef struct te_fl_layernorm_fwd_args {
   const te_fl_tensor* rsigma TE_FL_INIT(NULL);
   /* added to the variance */
   float epsilon TE_FL_INIT(1e-05f);
-  /* the weight is stored minus 1 */
+  /* gamma is stored minus 1; the weight is 1 + gamma */
   int32_t zero_centered_gamma TE_FL_INIT(0);
   /* tensor that is added to x before the norm; requires sum. in, optional; F32|F16|BF16; shape
   [... H] (a later argument) */
@@ -69,7 +69,7 @@ typedef struct te_fl_layernorm_bwd_args {
   const te_fl_tensor* dgamma TE_FL_INIT(NULL);
   /* gradient of beta. out, optional; F32|F16|BF16; shape [H] */
   const te_fl_tensor* dbeta TE_FL_INIT(NULL);
-  /* the weight is stored minus 1 */
+  /* gamma is stored minus 1; the weight is 1 + gamma */
   int32_t zero_centered_gamma TE_FL_INIT(0);
   /* gradient of x from the residual branch, added to dx in FP32. in, optional; F32|F16|BF16; shape
   [... H] (a later argument) */
@@ -97,7 +97,7 @@ typedef struct te_fl_rmsnorm_fwd_args {
   const te_fl_tensor* rsigma TE_FL_INIT(NULL);
   /* added to the mean square */
   float epsilon TE_FL_INIT(1e-05f);
-  /* the weight is stored minus 1 */
+  /* gamma is stored minus 1; the weight is 1 + gamma */
   int32_t zero_centered_gamma TE_FL_INIT(0);
   /* tensor that is added to x before the norm; requires sum. in, optional; F32|F16|BF16; shape
   [... H] (a later argument) */
@@ -129,7 +129,7 @@ typedef struct te_fl_rmsnorm_bwd_args {
   const te_fl_tensor* dx TE_FL_INIT(NULL);
   /* gradient of gamma. out; F32|F16|BF16; shape [H] */
   const te_fl_tensor* dgamma TE_FL_INIT(NULL);
-  /* the weight is stored minus 1 */
+  /* gamma is stored minus 1; the weight is 1 + gamma */
   int32_t zero_centered_gamma TE_FL_INIT(0);
 } te_fl_rmsnorm_bwd_args;
 
@@ -156,7 +156,7 @@ typedef struct te_fl_rmsnorm_bwd_add_args {
   const te_fl_tensor* dx TE_FL_INIT(NULL);
   /* gradient of gamma. out; F32|F16|BF16; shape [H] */
   const te_fl_tensor* dgamma TE_FL_INIT(NULL);
-  /* the weight is stored minus 1 */
+  /* gamma is stored minus 1; the weight is 1 + gamma */
   int32_t zero_centered_gamma TE_FL_INIT(0);
 } te_fl_rmsnorm_bwd_add_args;
 

@@ -22,7 +22,8 @@ struct SafetensorsEntry {
   std::string name;
   DType dtype = DType::kF32;
   Shape shape;
-  uint64_t begin = 0;  // byte offsets within the data section
+  // The data occupies the bytes [begin, end) of the data section.
+  uint64_t begin = 0;
   uint64_t end = 0;
 };
 

@@ -111,8 +111,8 @@ class TE_FL_API Optimizer {
   // Device tensors that step() reads instead of host values.
   struct OnDevice {
     Tensor step;  // I64 [1]
-    std::vector<Tensor>
-        lr;            // F32 [1] each: the optimizer's learning rate, then those of the groups
+    // F32 [1] each: the optimizer's learning rate, then those of the groups.
+    std::vector<Tensor> lr;
     Tensor grad_norm;  // F32 [1]; undefined without clipping
   };
 
