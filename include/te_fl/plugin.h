@@ -50,12 +50,12 @@
  *  R9  Plugins log through te_fl_host_api.log only.
  *  R10 supports() and workspace() read metadata only: they never touch tensor data, never allocate,
  *      never block. The host does not call supports() of an implementation with
- *      TE_FL_OP_STATIC_SUPPORT, which states that the masks of te_fl_op_desc decide alone, and does
- *      not repeat it for a call (same arguments, addresses and flags) that supports() has accepted.
- *      The refusals of supports(), workspace() and prepare() depend only on arguments, addresses
- *      and flags, the device's kind and the settings. They never depend on state that may differ
- *      between the ranks of a job, such as free memory, because all ranks must choose the same
- *      implementation.
+ *      TE_FL_OP_STATIC_SUPPORT, which states that the constraints in te_fl_op_desc decide alone,
+ *      and does not repeat it for a call (same arguments, addresses and flags) that supports() has
+ *      accepted. The refusals of supports(), workspace() and prepare() depend only on arguments,
+ *      addresses and flags, the device's kind and the settings. They never depend on state that may
+ *      differ between the ranks of a job, such as free memory, because all ranks must choose the
+ *      same implementation.
  *  R11 run() enqueues on ctx->stream and returns; its status covers the enqueueing only. It reads
  *      nothing but its arguments, writes only into the outputs it was given, allocates no memory
  *      that outlives the call, and uses ctx->workspace (256-byte aligned) for scratch. Tensors are
@@ -652,9 +652,9 @@ enum { /* te_fl_op_desc.flags */
        TE_FL_OP_IN_PLACE_OK = 1u << 3,
        TE_FL_OP_STATIC_SUPPORT = 1u << 4,
        /* For generic_gemm: two epilogues cost no more here than the separate ops that they replace,
-          namely GELU with pre_gelu_out, and pre_gelu_in with or without d_sum. This holds where D
-          is quantised, or is plain and of the pre-activation's dtype, and where nothing is added to
-          D. Callers may then use these epilogues. */
+          namely GELU with pre_gelu_out, and pre_gelu_in with or without d_sum. This holds if the
+          pre-activation is not quantised, D is quantised or has the pre-activation's dtype, and
+          nothing is added to D. Callers may then use these epilogues. */
        TE_FL_OP_CHEAP_EPILOGUES = 1u << 5,
        TE_FL_OP_PLAN_MEMORY = 1u << 6 /* plans of this implementation own device memory (R26) */
 };
